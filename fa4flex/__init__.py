@@ -1,0 +1,68 @@
+"""fa4flex: attention variants composed from plain Python functions, run exactly, forward and backward.
+
+    import fa4flex
+    from fa4flex.variants import alibi, sliding_window
+
+    attn = fa4flex.compile(score_mod=alibi, mask=sliding_window)
+    out = attn(q, k, v)
+
+Names are imported when first used: `import fa4flex` itself loads nothing but torch's front.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import fa4flex.reference as reference
+    import fa4flex.variants as variants
+    from fa4flex.api import Attention, attention, compile, flex_attention
+    from fa4flex.codegen.trace import register_op
+    from fa4flex.errors import Fa4flexError, InputError, TraceError, UnsupportedError
+    from fa4flex.primitives.blocks import BlockMap
+    from fa4flex.primitives.mask import Mask, as_mask
+    from fa4flex.primitives.paging import Paging
+    from fa4flex.primitives.precision import Precision
+    from fa4flex.primitives.schedule import Schedule
+    from fa4flex.primitives.score import ScoreMod, as_score
+    from fa4flex.primitives.sinks import Sinks
+    from fa4flex.primitives.varlen import Varlen
+
+__version__ = "0.1.0"
+
+_HOME = {
+    **dict.fromkeys(("Attention", "attention", "compile", "flex_attention"), "fa4flex.api"),
+    **dict.fromkeys(("Fa4flexError", "InputError", "TraceError", "UnsupportedError"), "fa4flex.errors"),
+    "register_op": "fa4flex.codegen.trace",
+    "BlockMap": "fa4flex.primitives.blocks",
+    **dict.fromkeys(("Mask", "as_mask"), "fa4flex.primitives.mask"),
+    "Paging": "fa4flex.primitives.paging",
+    "Precision": "fa4flex.primitives.precision",
+    "Schedule": "fa4flex.primitives.schedule",
+    **dict.fromkeys(("ScoreMod", "as_score"), "fa4flex.primitives.score"),
+    "Sinks": "fa4flex.primitives.sinks",
+    "Varlen": "fa4flex.primitives.varlen",
+    "reference": "fa4flex.reference",
+    "variants": "fa4flex.variants",
+}
+
+__all__ = [
+    "Attention", "BlockMap", "Fa4flexError", "InputError", "Mask", "Paging", "Precision", "Schedule",
+    "ScoreMod", "Sinks", "TraceError", "UnsupportedError", "Varlen", "as_mask", "as_score", "attention",
+    "compile", "flex_attention", "reference", "register_op", "variants",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'fa4flex' has no attribute {name!r}")
+    module = importlib.import_module(home)
+    value = module if home == f"fa4flex.{name}" else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

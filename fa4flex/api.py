@@ -1,0 +1,222 @@
+"""The doors: compile(), attention(), flex_attention(). Every error is dressed here, once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
+
+from fa4flex.codegen.build import Program, build
+from fa4flex.errors import Fa4flexError, InputError, UnsupportedError
+from fa4flex.primitives.blocks import BlockMap
+from fa4flex.primitives.heads import ratio
+from fa4flex.primitives.paging import Paging
+from fa4flex.primitives.precision import Precision
+from fa4flex.primitives.schedule import Schedule
+from fa4flex.primitives.sinks import Sinks
+from fa4flex.primitives.varlen import Varlen
+from fa4flex.runtime import launch
+from fa4flex.variant import Layout, Variant, compose
+
+if TYPE_CHECKING:
+    from fa4flex.view.explain import Explanation
+    from fa4flex.view.mask import MaskView
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Attention:
+    """A compiled variant: `attn(q, k, v)`. Differentiable; one object serves every length and device."""
+
+    prepared: launch.Prepared
+
+    @property
+    def program(self) -> Program:
+        return self.prepared.program
+
+    @property
+    def variant(self) -> Variant:
+        return self.program.variant
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        varlen: Varlen | None = None,
+        paging: Paging | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        """softmax(score_mod(scale * q k^T)) v over the allowed keys.
+
+        q [B, Hq, Sq, D], k [B, Hkv, Skv, D], v [B, Hkv, Skv, Dv] (layout "bhsd"; "bshd" swaps dimensions 1
+        and 2), Hq a multiple of Hkv; dtype bfloat16, float16, float32 or float64. With `varlen` they are
+        packed: q [Tq, Hq, D], k [Tk, Hkv, D], v [Tk, Hkv, Dv]. With `paging` k and v are caches
+        [pages, page_size, Hkv, D].
+
+        Returns out in q's dtype and layout, or (out, lse) with lse [B, Hq, Sq] ([Hq, Tq] packed), the
+        natural logarithm of the softmax's denominator, in float32 (float64 for float64 inputs). A query
+        without allowed keys gives out 0, lse -inf and zero gradients. Both carry gradients.
+        """
+        result = self._run(q, k, v, varlen, paging)
+        return (result.out, result.lse) if return_lse else result.out
+
+    def _run(
+        self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen | None = None, paging: Paging | None = None
+    ) -> launch.Result:
+        try:
+            return launch.run(self.prepared, q, k, v, varlen, paging)
+        except Fa4flexError as error:
+            error.add_note(f"in {self!r}")
+            raise
+
+    def __repr__(self) -> str:
+        return f"Attention({self.variant!r})"
+
+    def explain(self, q_len: int = 4096, kv_len: int | None = None) -> Explanation:
+        """In words: what was composed, what was proved and what is evaluated, and why, at these lengths."""
+        from fa4flex.view.explain import explain
+
+        return explain(self.program, q_len, q_len if kv_len is None else kv_len)
+
+    def source(self, stage: str = "trace") -> str:
+        """The program at a stage as readable text, each line with the user's line that it came from."""
+        from fa4flex.view.source import source
+
+        return source(self.program, stage)
+
+    @cached_property
+    def mask(self) -> MaskView:
+        """The mask's picture: `attn.mask.plot(256, 256)`, `print(attn.mask)`."""
+        from fa4flex.view.mask import MaskView
+
+        return MaskView(self.program)
+
+    def _repr_html_(self) -> str:
+        return self.mask._repr_html_()
+
+
+def compile(
+    score_mod: Callable[..., Any] | None = None,
+    mask: Callable[..., Any] | BlockMask | BlockMap | None = None,
+    *,
+    blocks: BlockMap | BlockMask | None = None,
+    sinks: Tensor | Sinks | None = None,
+    scale: float | None = None,
+    layout: Layout = "bhsd",
+    **data: Precision | Schedule,
+) -> Attention:
+    """Specialise attention to a variant.
+
+    score_mod  any FlexAttention score_mod, a fa4flex score mod, or a chain of them with `>>`
+    mask       any FlexAttention mask_mod, fa4flex masks combined with `&`, `|`, `~`, or a torch BlockMask
+    blocks     a block-sparse map (fa4flex.BlockMap or BlockMask); `mask` then decides in partial blocks only
+    sinks      [Hq] floating tensor: a learnable logit per head in the softmax's denominator
+    scale      multiplies q.k; default 1 / sqrt(head_dim)
+    layout     "bhsd" (PyTorch) or "bshd" (FlashAttention)
+    precision, schedule   see fa4flex.Precision and fa4flex.Schedule
+
+    Numbers that the functions captured are this compile's; captured tensors are read anew at each call and
+    receive gradients. Raises TraceError, InputError or UnsupportedError; nothing is ignored.
+    """
+    variant = compose(score_mod, mask, blocks=blocks, sinks=sinks, scale=scale, layout=layout, **data)
+    return Attention(launch.prepare(build(variant)))
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    varlen: Varlen | None = None,
+    paging: Paging | None = None,
+    return_lse: bool = False,
+    **composition: Any,
+) -> Any:
+    """compile(**composition) and call it, once. Keep the result of compile() where calls repeat."""
+    return compile(**composition)(q, k, v, varlen=varlen, paging=paging, return_lse=return_lse)
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Any] | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: dict[str, Any] | None = None,
+    *,
+    return_aux: AuxRequest | None = None,
+) -> Any:
+    """Drop-in for torch.nn.attention.flex_attention.flex_attention, with its arguments and results.
+
+    query [B, Hq, L, E], key [Bkv, Hkv, S, E], value [Bkv, Hkv, S, Ev]; Bkv is B, or 1 to share keys over the
+    batch. Unlike eager flex_attention, a BlockMask without mask_mod masks (its unlisted blocks are not
+    allowed). kernel_options: BLOCK_M and BLOCK_N set the tile; any other raises UnsupportedError.
+
+    Inside torch.compile the mods must exist before compilation (module level, or stored on the module).
+    """
+    if return_lse and return_aux is not None:
+        raise InputError(
+            "return_lse and return_aux together", "one of them", "use return_aux=AuxRequest(lse=True)"
+        )
+    if query.ndim == 4 and key.ndim == 4 and value.ndim == 4:
+        ratio(query.shape[1], key.shape[1], enable_gqa)
+        if key.shape[0] == 1 and query.shape[0] > 1:
+            key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
+    compiled = _drop_in(score_mod, block_mask, scale, kernel_options)
+    result = compiled._run(query, key, value)
+    if return_lse:
+        return result.out, result.lse
+    if return_aux is None:
+        return result.out
+    return result.out, AuxOutput(
+        lse=result.lse if return_aux.lse else None,
+        max_scores=result.max_scores if return_aux.max_scores else None,
+    )
+
+
+def _drop_in(
+    score_mod: Callable[..., Any] | None,
+    block_mask: BlockMask | None,
+    scale: float | None,
+    kernel_options: dict[str, Any] | None,
+) -> Attention:
+    if torch.compiler.is_compiling():
+        return _kept[_keep(score_mod, block_mask, scale, kernel_options)]
+    return compile(score_mod, block_mask, scale=scale, schedule=_schedule(kernel_options))
+
+
+def _schedule(kernel_options: dict[str, Any] | None) -> Schedule:
+    options = dict(kernel_options or {})
+    rows, keys = options.pop("BLOCK_M", None), options.pop("BLOCK_N", None)
+    if options:
+        raise UnsupportedError(
+            f"kernel_options {sorted(options)}",
+            "BLOCK_M and BLOCK_N",
+            "leave them out: they tune Triton kernels, which fa4flex does not use",
+        )
+    if (rows is None) != (keys is None):
+        raise InputError(f"kernel_options {kernel_options}", "BLOCK_M and BLOCK_N together", "give both")
+    return Schedule() if rows is None else Schedule(tile=(rows, keys))
+
+
+# Dynamo cannot trace the tracer. It runs _keep once, while it compiles, takes the key that comes back for a
+# constant, and finds the compiled attention under it.
+_kept: dict[str, Attention] = {}
+
+
+@torch._dynamo.assume_constant_result
+def _keep(*arguments: Any) -> str:
+    score_mod, block_mask, scale, kernel_options = arguments
+    compiled = compile(score_mod, block_mask, scale=scale, schedule=_schedule(kernel_options))
+    key = f"flex_attention {len(_kept)}"
+    _kept[key] = compiled
+    return key

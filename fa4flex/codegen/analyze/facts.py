@@ -1,0 +1,48 @@
+"""Facts: what analysis proved about a variant's expressions, before any tensor is seen."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from fa4flex.codegen.analyze.gradient import ScoreGradient, score_gradient
+from fa4flex.codegen.analyze.hoist import Hoisting, hoist
+from fa4flex.codegen.analyze.intervals import KeyIntervals, key_intervals
+from fa4flex.codegen.expr import TRUE, Expr, sym
+
+SCORE = sym("score")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """`score`: the modified score in terms of sym("score"); `mask`: whether a (q, kv) pair takes part."""
+
+    score: Expr = SCORE
+    mask: Expr = TRUE
+
+    @cached_property
+    def keys(self) -> KeyIntervals | None:
+        """The mask as a union of key intervals per query row, or None where it is not one."""
+        return key_intervals(self.mask)
+
+    @cached_property
+    def gradient(self) -> ScoreGradient:
+        """Derivatives of `score` by the raw score and by every captured floating tensor."""
+        return score_gradient(self.score)
+
+    @cached_property
+    def hoisting(self) -> Hoisting:
+        """Which parts of `score` and `mask` depend on the query or the key alone."""
+        return hoist(self.score, self.mask)
+
+    @cached_property
+    def key(self) -> str:
+        """Identity of the program: equal text, equal program. Captured values are not part of it."""
+        return hashlib.sha256(f"{self.score!r}\n{self.mask!r}".encode()).hexdigest()[:32]
+
+
+@lru_cache(maxsize=1024)
+def analyze(score: Expr, mask: Expr) -> Facts:
+    """Expressions -> Facts. The facts are derived lazily and kept with the expressions."""
+    return Facts(score, mask)

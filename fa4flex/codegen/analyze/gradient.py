@@ -1,0 +1,346 @@
+"""Derivatives of a score expression: by the raw score, and by every captured floating tensor.
+
+Reverse-mode differentiation on the expression graph (Griewank & Walther, "Evaluating Derivatives", ch. 3):
+every node gets an adjoint expression d score' / d node, users before arguments. The results are expressions
+of the same grammar, so they share subexpressions with the score itself and run wherever it runs.
+
+A node inside a reduction has one adjoint per value of the reduction's axis; where it feeds a node that
+does not vary along the axis, the adjoint is summed over it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from fa4flex.codegen.expr import Expr, apply, const, rebuild, reduce, substitute, sym, to_float, walk
+
+Pattern = Literal["constant in q and kv", "constant in kv", "constant in q", "diagonal", "general"]
+
+
+@dataclass(frozen=True)
+class CapturedGradient:
+    """One contribution to the gradient of `operand[slot]`.
+
+    For every pair (q, kv), and for every value of `axes` (reduction axes, each with its extent), the
+    element at `index` receives `value` times the gradient of the modified score. `pattern` says what
+    `index` depends on; "diagonal" means that q and kv enter it only through q - kv.
+    Such an index may be evaluated anywhere on its diagonal.
+    """
+
+    slot: int
+    index: tuple[Expr, ...]
+    value: Expr
+    axes: tuple[tuple[str, int], ...]
+    pattern: Pattern
+
+
+@dataclass(frozen=True)
+class ScoreGradient:
+    """`by_score` = d score' / d score; `captured` = one entry per place where a floating tensor is read."""
+
+    by_score: Expr
+    captured: tuple[CapturedGradient, ...]
+
+    def of_slots(self, slots: Iterable[int]) -> tuple[CapturedGradient, ...]:
+        """The contributions to the gradients of the given operand slots."""
+        wanted = frozenset(slots)
+        return tuple(term for term in self.captured if term.slot in wanted)
+
+
+ZERO, HALF, ONE = const(0.0), const(0.5), const(1.0)
+
+
+# --- algebra that keeps unselected branches out --------------------------------------------------------
+
+
+def _guard(condition: Expr, value: Expr) -> Expr:
+    return apply("where", condition, value, ZERO)
+
+
+def _times(a: Expr, b: Expr) -> Expr:
+    """a * b, with a selection by `where(c, x, 0)` kept outermost.
+
+    0 * inf is NaN: were the product taken after the selection, the infinite slope of a branch that was
+    not selected would poison the gradient.
+    """
+    for guarded, other in ((a, b), (b, a)):
+        if guarded.op == "where":
+            condition, yes, no = guarded.args
+            if no is ZERO:
+                return _guard(condition, _times(yes, other))
+            if yes is ZERO:
+                return apply("where", condition, ZERO, _times(no, other))
+    if b.op == "const":
+        a, b = b, a
+    if a.op == "const" and b.op == "neg":
+        return _times(const(-a.value), b.args[0])
+    if a.op == "const" and b.op == "mul" and b.args[0].op == "const":
+        return _times(const(a.value * b.args[0].value), b.args[1])
+    return apply("mul", a, b)
+
+
+def _mul(a: Expr, b: Expr) -> Expr:
+    return apply("mul", a, b)
+
+
+def _div(a: Expr, b: Expr) -> Expr:
+    return apply("div", a, b)
+
+
+def _neg(a: Expr) -> Expr:
+    return apply("neg", a)
+
+
+def _one_minus_square(x: Expr) -> Expr:
+    return apply("sub", ONE, _mul(x, x))
+
+
+def _one_plus_square(x: Expr) -> Expr:
+    return apply("add", ONE, _mul(x, x))
+
+
+# --- one rule per operation: the partial derivative by each argument, None where it is zero -------------
+
+Partials = tuple[Expr | None, ...]
+
+
+def _extremum(order: str) -> Callable[..., Partials]:
+    """minimum, maximum: the argument that wins takes the gradient; equal arguments share it, as in torch."""
+
+    def rule(node: Expr, a: Expr, b: Expr) -> Partials:
+        def share(x: Expr, y: Expr) -> Expr:
+            return _guard(apply(order, x, y), apply("where", apply("eq", x, y), HALF, ONE))
+
+        return share(a, b), share(b, a)
+
+    return rule
+
+
+def _power(node: Expr, a: Expr, b: Expr) -> Partials:
+    by_exponent = apply(
+        "where",
+        apply("and_", apply("eq", a, ZERO), apply("ge", b, ZERO)),
+        ZERO,
+        _mul(node, apply("log", a)),
+    )
+    if b.op == "const" and b.value == 2:
+        return _mul(const(2.0), a), by_exponent
+    slope = _mul(b, apply("pow", a, apply("sub", b, ONE)))
+    return apply("where", apply("eq", b, ZERO), ZERO, slope), by_exponent
+
+
+def _angle(node: Expr, y: Expr, x: Expr) -> Partials:
+    square = apply("add", _mul(y, y), _mul(x, x))
+    return _div(x, square), _neg(_div(y, square))
+
+
+def _unary(derivative: Callable[[Expr, Expr], Expr]) -> Callable[..., Partials]:
+    """`derivative` takes the node, often the cheapest way to its own slope, and its argument."""
+    return lambda node, x: (derivative(node, x),)
+
+
+def _scaled(factor: float, x: Expr) -> Expr:
+    return _mul(const(factor), x)
+
+
+_FLAT = ("sign", "floordiv", "truncdiv", "floor", "ceil", "round", "trunc", "to_float", "detach")
+
+RULES: dict[str, Callable[..., Partials]] = {
+    **{name: lambda node, *args: (None,) * len(args) for name in _FLAT},
+    "add": lambda node, a, b: (ONE, ONE),
+    "sub": lambda node, a, b: (ONE, const(-1.0)),
+    "mul": lambda node, a, b: (b, a),
+    "div": lambda node, a, b: (_div(ONE, b), _neg(_div(node, b))),
+    "mod": lambda node, a, b: (ONE, _neg(apply("floordiv", a, b))),
+    "neg": _unary(lambda node, x: const(-1.0)),
+    "abs": _unary(lambda node, x: apply("sign", x)),
+    "minimum": _extremum("le"),
+    "maximum": _extremum("ge"),
+    "where": lambda node, c, a, b: (None, _guard(c, ONE), apply("where", c, ZERO, ONE)),
+    "with_grad": lambda node, value, x, slope: (None, slope, None),
+    "pow": _power,
+    "atan2": _angle,
+    "exp": _unary(lambda node, x: node),
+    "exp2": _unary(lambda node, x: _scaled(math.log(2), node)),
+    "expm1": _unary(lambda node, x: apply("add", node, ONE)),
+    "log": _unary(lambda node, x: _div(ONE, x)),
+    "log2": _unary(lambda node, x: _div(const(1 / math.log(2)), x)),
+    "log1p": _unary(lambda node, x: _div(ONE, apply("add", ONE, x))),
+    "sqrt": _unary(lambda node, x: _div(HALF, node)),
+    "sin": _unary(lambda node, x: apply("cos", x)),
+    "cos": _unary(lambda node, x: _neg(apply("sin", x))),
+    "tan": _unary(lambda node, x: _one_plus_square(node)),
+    "asin": _unary(lambda node, x: _div(ONE, apply("sqrt", _one_minus_square(x)))),
+    "acos": _unary(lambda node, x: _div(const(-1.0), apply("sqrt", _one_minus_square(x)))),
+    "atan": _unary(lambda node, x: _div(ONE, _one_plus_square(x))),
+    "sinh": _unary(lambda node, x: apply("cosh", x)),
+    "cosh": _unary(lambda node, x: apply("sinh", x)),
+    "tanh": _unary(lambda node, x: _one_minus_square(node)),
+    "sigmoid": _unary(lambda node, x: _mul(node, apply("sub", ONE, node))),
+    "erf": _unary(lambda node, x: _scaled(2 / math.sqrt(math.pi), apply("exp", _neg(_mul(x, x))))),
+}
+
+
+def _reduction_partial(node: Expr) -> Expr:
+    """d reduction / d body, for each value of the axis."""
+    how, axis, extent = node.value
+    body = node.args[0]
+    if how == "sum":
+        return ONE
+    if how == "prod":
+        # The product of the others, rather than node / body, which is 0 / 0 where a factor is zero.
+        other = f"{axis}'"
+        term = substitute(body, {sym(axis): sym(other)})
+        rest = apply("where", apply("eq", sym(other), sym(axis)), ONE, term)
+        return reduce("prod", other, extent, rest)
+    wins = apply("eq", body, node)
+    winners = reduce("sum", axis, extent, _guard(wins, ONE))
+    return _guard(wins, _div(ONE, winners))
+
+
+def _partials(node: Expr) -> Partials:
+    if node.op == "reduce":
+        return (_reduction_partial(node),)
+    if node.op == "round_to":
+        return (ONE,)
+    return RULES[node.op](node, *node.args)
+
+
+# --- the reverse pass -----------------------------------------------------------------------------------
+
+
+def _axes(x: Expr) -> set[str]:
+    """Names of the loops in `x`."""
+    return {node.value[1] for node in walk(x) if node.op == "reduce"}
+
+
+def _with_own_axes(x: Expr, owned: frozenset[Expr] = frozenset(), taken: Iterable[str] = ()) -> Expr:
+    """`x` with every reduction over an axis of its own name, so that a name stands for one loop.
+
+    Adjoints put a loop around terms that contain the same loop, closed: unless their names differ, a node
+    under both has two values. Reductions in `owned` stay the nodes they are where that is safe, so that
+    their work is shared; names in `taken` are not given again.
+    """
+    used = set(taken) | x.free
+    memo: dict[tuple[Expr, tuple[tuple[str, str], ...]], Expr] = {}
+
+    def visit(node: Expr, names: dict[str, str]) -> Expr:
+        renamed = tuple(sorted((axis, names[axis]) for axis in node.free & names.keys()))
+        if (node, renamed) not in memo:
+            memo[node, renamed] = rename(node, dict(renamed))
+        return memo[node, renamed]
+
+    def rename(node: Expr, names: dict[str, str]) -> Expr:
+        if node.op == "sym":
+            return sym(names.get(node.value, node.value))
+        if node.op != "reduce":
+            return rebuild(node, tuple(visit(a, names) for a in node.args))
+        if node in owned and not names and not _axes(node) & x.free:
+            return node
+        how, axis, extent = node.value
+        candidates = itertools.chain([axis], (f"{axis}.{i}" for i in itertools.count(1)))
+        name = next(n for n in candidates if n not in used)
+        used.add(name)
+        return reduce(how, name, extent, visit(node.args[0], {**names, axis: name}))
+
+    return visit(x, {})
+
+
+def _varying(order: list[Expr]) -> set[Expr]:
+    """The float nodes that the score or a captured floating tensor flows into."""
+    found: set[Expr] = set()
+    for node in order:
+        source = (node.op == "sym" and node.value == "score") or node.op == "load"
+        if node.kind == "float" and (source or any(a in found for a in node.args)):
+            found.add(node)
+    return found
+
+
+def _sum_over(axes: Iterable[str], extents: dict[str, int], x: Expr) -> Expr:
+    for axis in sorted(axes):
+        x = (
+            reduce("sum", axis, extents[axis], x)
+            if axis in x.free
+            else _times(const(float(extents[axis])), x)
+        )
+    return x
+
+
+def score_gradient(score: Expr) -> ScoreGradient:
+    """Differentiate a score expression by sym("score") and by each floating load in it."""
+    root = _with_own_axes(to_float(score))
+    order = list(walk(root))
+    extents: dict[str, int] = {n.value[1]: n.value[2] for n in order if n.op == "reduce"}
+    varying, owned = _varying(order), frozenset(order)
+    adjoint: dict[Expr, Expr] = {root: ONE}
+    captured: list[CapturedGradient] = []
+    for node in reversed(order):
+        if node not in adjoint or node not in varying:
+            continue
+        if node.op == "load":
+            captured.append(_captured(node, _with_own_axes(adjoint[node], owned, extents), extents))
+            continue
+        loops = node.free & extents.keys() | ({node.value[1]} if node.op == "reduce" else set())
+        for argument, partial in zip(node.args, _partials(node) if node.args else (), strict=True):
+            if partial is None or argument not in varying:
+                continue
+            term = _sum_over(loops - argument.free, extents, _times(adjoint[node], partial))
+            adjoint[argument] = apply("add", adjoint[argument], term) if argument in adjoint else term
+    captured.reverse()
+    by_score = _with_own_axes(adjoint.get(sym("score"), ZERO), owned, extents)
+    return ScoreGradient(by_score, tuple(captured))
+
+
+# --- how a captured gradient can be reduced ---------------------------------------------------------------
+
+
+def _captured(load: Expr, value: Expr, extents: dict[str, int]) -> CapturedGradient:
+    axes = tuple((axis, extents[axis]) for axis in sorted(load.free & extents.keys()))
+    return CapturedGradient(load.value, load.args, value, axes, classify(load.args))
+
+
+def classify(index: tuple[Expr, ...]) -> Pattern:
+    """What an index tuple depends on, as far as reducing over q and kv is concerned."""
+    free: frozenset[str] = frozenset().union(*(i.free for i in index))
+    moves = free & {"q", "kv"}
+    if not moves:
+        return "constant in q and kv"
+    if moves == {"q"}:
+        return "constant in kv"
+    if moves == {"kv"}:
+        return "constant in q"
+    return "diagonal" if all(map(_by_difference, index)) else "general"
+
+
+def _by_difference(x: Expr) -> bool:
+    """Whether q and kv enter `x` only through q - kv, and arithmetic alone."""
+    if not x.free & {"q", "kv"}:
+        return True
+    if x.op in ("load", "search"):
+        return False
+    slopes = _slopes(x)
+    if slopes is not None:
+        return slopes[0] == -slopes[1]
+    return bool(x.args) and all(map(_by_difference, x.args))
+
+
+def _slopes(x: Expr) -> tuple[int, int] | None:
+    """(coefficient of q, coefficient of kv) where `x` is affine in both with constant ones, else None."""
+    if not x.free & {"q", "kv"}:
+        return 0, 0
+    if x.op == "sym":
+        return int(x.value == "q"), int(x.value == "kv")
+    parts = [_slopes(a) for a in x.args] if x.op in ("add", "sub", "neg", "mul") else []
+    if not parts or any(p is None for p in parts):
+        return None
+    (q0, k0), (q1, k1) = (parts * 2)[:2]  # type: ignore[misc]
+    if x.op == "mul":
+        factor, moving = (x.args[0], parts[1]) if x.args[0].op == "const" else (x.args[1], parts[0])
+        return (
+            (moving[0] * factor.value, moving[1] * factor.value) if factor.op == "const" and moving else None
+        )
+    return {"add": (q0 + q1, k0 + k1), "sub": (q0 - q1, k0 - k1), "neg": (-q0, -k0)}[x.op]

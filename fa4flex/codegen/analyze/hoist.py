@@ -1,0 +1,61 @@
+"""Hoisting: the largest subexpressions that depend on the query alone, the key alone, or on neither.
+
+A kernel computes a row term once per query row, a column term once per key and a uniform term once per
+(batch, head); what is left runs once per score.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fa4flex.codegen.expr import Expr, walk
+
+Rate = Literal["uniform", "row", "column", "element"]
+
+
+@dataclass(frozen=True)
+class Hoisting:
+    """Maximal non-leaf subexpressions by how often they must be computed, and the count left per element."""
+
+    uniform: tuple[Expr, ...]
+    row: tuple[Expr, ...]
+    column: tuple[Expr, ...]
+    element_operations: int
+
+    def explain(self) -> str:
+        parts = [
+            f"{len(terms)} once per {unit} ({', '.join(str(t) for t in terms)})"
+            for unit, terms in (("head", self.uniform), ("query row", self.row), ("key", self.column))
+            if terms
+        ]
+        return "; ".join([*parts, f"{self.element_operations} operations per score"])
+
+
+def rate(node: Expr) -> Rate:
+    """How often `node` changes while a tile is computed."""
+    if "score" in node.free or {"q", "kv"} <= node.free:
+        return "element"
+    return "row" if "q" in node.free else "column" if "kv" in node.free else "uniform"
+
+
+def hoist(*roots: Expr) -> Hoisting:
+    """Cut the graph of `roots` where a cheaper rate feeds an element-rate (or faster) node."""
+    import networkx
+
+    graph = networkx.DiGraph()  # edges run from an argument to its user
+    bound = {node.value[1] for node in walk(*roots) if node.op == "reduce"}
+    for node in walk(*roots):
+        graph.add_node(node)
+        graph.add_edges_from((argument, node) for argument in node.args)
+    found: dict[str, list[Expr]] = {"uniform": [], "row": [], "column": []}
+    for node in networkx.topological_sort(graph):
+        mine = rate(node)
+        # Leaves cost nothing, and a term under a reduction's axis only exists inside its loop.
+        if mine == "element" or not node.args or node.free & bound:
+            continue
+        users = [rate(user) for user in graph.successors(node)]
+        if not users or any(user != mine for user in users):
+            found[mine].append(node)
+    per_element = sum(1 for node in graph if rate(node) == "element" and node.args)
+    return Hoisting(tuple(found["uniform"]), tuple(found["row"]), tuple(found["column"]), per_element)

@@ -1,0 +1,454 @@
+"""The range of each operation, given the ranges of its arguments.
+
+Ends are Python numbers, or tensors that broadcast over the boxes. With Python ends, integers are exact at
+any size; with tensors they are int64. Float ends are float64 tensors, and enclose the results of
+computation at float32 and at float64 alike: add, sub, mul, div are correctly rounded, hence monotone, so
+rounding the ends to both precisions is exact; other functions are widened by their error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Value = Any  # a Python number, or a tensor over boxes
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Every value is in [lo, hi], or NaN if `nan`. Of a bool: lo = certainly true, hi = possibly true."""
+
+    lo: Value
+    hi: Value
+    nan: Value = False
+
+
+ANY_INT = Bounds(-(1 << 70), 1 << 70)
+"""An integer nothing is known of. Too wide for int64, so it only ever appears with Python ends."""
+UNSURE = Bounds(False, True)
+# --- arithmetic on ends: Python numbers or tensors --------------------------------------------------------
+
+
+def least(a: Value, b: Value) -> Value:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.minimum(a, b)
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        x, number = (a, b) if isinstance(a, Tensor) else (b, a)
+        return x.clamp(max=number)
+    return min(a, b)
+
+
+def greatest(a: Value, b: Value) -> Value:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.maximum(a, b)
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        x, number = (a, b) if isinstance(a, Tensor) else (b, a)
+        return x.clamp(min=number)
+    return max(a, b)
+
+
+def choose(c: Value, a: Value, b: Value) -> Value:
+    return torch.where(c, a, b) if isinstance(c, Tensor) else a if c else b
+
+
+def negate(c: Value) -> Value:
+    return ~c if isinstance(c, Tensor) else not c
+
+
+def real(x: Value) -> Tensor:
+    return x.double() if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64)
+
+
+def _hull(*values: Value) -> tuple[Value, Value]:
+    lo = hi = values[0]
+    for value in values[1:]:
+        lo, hi = least(lo, value), greatest(hi, value)
+    return lo, hi
+
+
+# --- rules for integers -----------------------------------------------------------------------------------
+
+
+def _monotone(function: Callable[..., Value]) -> Callable[..., Bounds]:
+    return lambda *xs: Bounds(function(*(x.lo for x in xs)), function(*(x.hi for x in xs)))
+
+
+def _int_add(a: Bounds, b: Bounds) -> Bounds:
+    return Bounds(a.lo + b.lo, a.hi + b.hi)
+
+
+def _int_mul(a: Bounds, b: Bounds) -> Bounds:
+    if a is b:
+        squares = _int_abs(a)
+        return Bounds(squares.lo * squares.lo, squares.hi * squares.hi)
+    return Bounds(*_hull(a.lo * b.lo, a.lo * b.hi, a.hi * b.lo, a.hi * b.hi))
+
+
+def _int_abs(a: Bounds) -> Bounds:
+    return Bounds(greatest(greatest(a.lo, -a.hi), 0), greatest(-a.lo, a.hi))
+
+
+def _int_sign(x: Value) -> Value:
+    return torch.sign(x) if isinstance(x, Tensor) else (x > 0) - (x < 0)
+
+
+def _floor_ratio(a: Value, b: Value) -> Value:
+    return a // b
+
+
+def _trunc_ratio(a: Value, b: Value) -> Value:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return torch.div(a, b, rounding_mode="trunc")
+    return abs(a) // abs(b) * (1 if (a >= 0) == (b > 0) else -1)
+
+
+def _int_division(ratio: Callable[[Value, Value], Value]) -> Callable[[Bounds, Bounds], Bounds]:
+    """Quotients are extreme at corners while the divisor keeps its sign; else they are within |a| of 0."""
+
+    def rule(a: Bounds, b: Bounds) -> Bounds:
+        through_zero = (b.lo <= 0) & (b.hi >= 0)
+        divisors = [choose(through_zero, 1, end) for end in ([b.lo] if b.lo is b.hi else [b.lo, b.hi])]
+        lo, hi = _hull(*(ratio(x, m) for x in (a.lo, a.hi) for m in divisors))
+        size = greatest(-a.lo, a.hi)
+        return Bounds(choose(through_zero, -size, lo), choose(through_zero, size, hi))
+
+    return rule
+
+
+def _int_mod(a: Bounds, b: Bounds) -> Bounds:
+    """Within one period of a fixed divisor the remainder rises with `a`; else it is any remainder."""
+    m = choose(b.lo == 0, 1, b.lo)
+    period = a.lo // m
+    same = (period == a.hi // m) & (b.lo == b.hi) & (b.lo != 0)
+    below, above = least(b.lo + 1, 0), greatest(b.hi - 1, 0)
+    return Bounds(choose(same, a.lo - period * m, below), choose(same, a.hi - period * m, above))
+
+
+def _smear(x: Value) -> Value:
+    """All bits at and below the highest set bit of a non-negative number."""
+    if not isinstance(x, Tensor):
+        return (1 << x.bit_length()) - 1
+    for shift in (1, 2, 4, 8, 16, 32):
+        x = x | (x >> shift)
+    return x
+
+
+def _bitwise(op: str) -> Callable[[Bounds, Bounds], Bounds]:
+    """Bits above the highest one that differs between lo and hi are fixed; below it they are unknown."""
+
+    def rule(a: Bounds, b: Bounds) -> Bounds:
+        mixed = ((a.lo < 0) & (a.hi >= 0)) | ((b.lo < 0) & (b.hi >= 0))
+        loose_a, loose_b = (_smear(choose(mixed, 0, x.lo ^ x.hi)) for x in (a, b))
+        low_a, low_b = a.lo & ~loose_a, b.lo & ~loose_b
+        high_a, high_b = a.lo | loose_a, b.lo | loose_b
+        if op == "bitand":
+            lo, hi = low_a & low_b, high_a & high_b
+        elif op == "bitor":
+            lo, hi = low_a | low_b, high_a | high_b
+        else:
+            loose = loose_a | loose_b
+            lo = (a.lo ^ b.lo) & ~loose
+            hi = lo | loose
+        # With a sign unknown, all that is known is how many bits there are.
+        size = _smear(greatest(greatest(~a.lo, a.hi), greatest(~b.lo, b.hi)))
+        return Bounds(choose(mixed, ~size, lo), choose(mixed, size, hi))
+
+    return rule
+
+
+def _shift(function: Callable[[Value, Value], Value]) -> Callable[[Bounds, Bounds], Bounds]:
+    """Extreme at corners; a shift that may be negative or as wide as the word gives anything."""
+
+    def rule(a: Bounds, s: Bounds) -> Bounds:
+        python = not isinstance(s.lo, Tensor) and not isinstance(s.hi, Tensor)
+        if python and (s.lo < 0 or s.hi > 62):
+            return ANY_INT
+        steps = [greatest(least(end, 62), 0) for end in (s.lo, s.hi)]
+        return Bounds(*_hull(*(function(x, step) for x in (a.lo, a.hi) for step in steps)))
+
+    return rule
+
+
+# --- rules for floats -------------------------------------------------------------------------------------
+
+_INF = float("inf")
+
+
+def _undefined_as_anything(lo: Tensor, hi: Tensor, nan: Value) -> Bounds:
+    broken = lo.isnan() | hi.isnan()
+    return Bounds(torch.where(broken, -_INF, lo), torch.where(broken, _INF, hi), broken | nan)
+
+
+def rounded(lo: Tensor, hi: Tensor, nan: Value = False) -> Bounds:
+    """Encloses correctly rounded results at float32 and at float64."""
+    return _undefined_as_anything(least(lo, lo.float().double()), greatest(hi, hi.float().double()), nan)
+
+
+def _widened(lo: Tensor, hi: Tensor, nan: Value) -> Bounds:
+    """Encloses float32 results that are several units in the last place away, subnormals flushed or not."""
+    return rounded(lo - lo.abs() * 2.0**-20 - 2.0**-120, hi + hi.abs() * 2.0**-20 + 2.0**-120, nan)
+
+
+def _unbounded(*xs: Bounds) -> Value:
+    """Where an infinity may enter, inf - inf or 0 * inf may come out as NaN."""
+    nan: Value = False
+    for x in xs:
+        nan = nan | x.nan | x.lo.isinf() | x.hi.isinf()
+    return nan
+
+
+def _float_add(a: Bounds, b: Bounds) -> Bounds:
+    return rounded(a.lo + b.lo, a.hi + b.hi, _unbounded(a, b))
+
+
+def _float_sub(a: Bounds, b: Bounds) -> Bounds:
+    return rounded(a.lo - b.hi, a.hi - b.lo, _unbounded(a, b))
+
+
+def _corners(function: Callable[[Value, Value], Value], a: Bounds, b: Bounds) -> tuple[Value, Value]:
+    return _hull(*(function(x, y) for x in (a.lo, a.hi) for y in (b.lo, b.hi)))
+
+
+def _float_mul(a: Bounds, b: Bounds) -> Bounds:
+    if a is b:
+        a = b = _float_abs(a)
+    return rounded(*_corners(torch.mul, a, b), _unbounded(a, b))
+
+
+def _float_div(a: Bounds, b: Bounds) -> Bounds:
+    through_zero = (b.lo <= 0) & (b.hi >= 0)
+    nowhere = torch.where(through_zero, torch.nan, 1.0)  # NaN ends mean that nothing is known
+    lo, hi = _corners(torch.div, a, b)
+    return rounded(lo * nowhere, hi * nowhere, _unbounded(a, b))
+
+
+def _float_floordiv(a: Bounds, b: Bounds) -> Bounds:
+    ratio = _float_div(a, b)  # torch corrects by a remainder, which may move the floor by one
+    nowhere = _remainder_lost(ratio)
+    return _undefined_as_anything(
+        (ratio.lo + nowhere).floor() - 1, (ratio.hi + nowhere).floor() + 1, ratio.nan
+    )
+
+
+def _remainder_lost(ratio: Bounds) -> Tensor:
+    """NaN where a quotient may have no fraction at float32: torch's remainder is then anything, even NaN."""
+    lost = (ratio.lo < -(2.0**23)) | (ratio.hi > 2.0**23)
+    return torch.where(lost, torch.nan, 0.0)
+
+
+def _float_truncdiv(a: Bounds, b: Bounds) -> Bounds:
+    ratio = _float_div(a, b)
+    return Bounds(ratio.lo.trunc(), ratio.hi.trunc(), ratio.nan)
+
+
+def _float_mod(a: Bounds, b: Bounds) -> Bounds:
+    ratio = _float_div(a, b)
+    nowhere = _remainder_lost(ratio)
+    return _undefined_as_anything(b.lo.clamp(max=0.0) + nowhere, b.hi.clamp(min=0.0) + nowhere, ratio.nan)
+
+
+def _float_pow(a: Bounds, b: Bounds) -> Bounds:
+    nowhere = torch.where(a.lo > 0, 1.0, torch.nan)  # monotone in each argument for positive bases only
+    lo, hi = _corners(torch.pow, a, b)
+    return _widened(lo * nowhere, hi * nowhere, _unbounded(a, b))
+
+
+def _float_abs(a: Bounds) -> Bounds:
+    return Bounds(greatest(greatest(a.lo, -a.hi), 0.0), greatest(-a.lo, a.hi), a.nan)
+
+
+def _float_sign(a: Bounds) -> Bounds:
+    lo, hi = torch.sign(a.lo), torch.sign(a.hi)
+    return Bounds(choose(a.nan, lo.clamp(max=0.0), lo), choose(a.nan, hi.clamp(min=0.0), hi), a.nan)
+
+
+def _exact_float(function: Callable[..., Tensor]) -> Callable[..., Bounds]:
+    """For functions that rise in every argument and round nothing."""
+
+    def rule(*xs: Bounds) -> Bounds:
+        nan: Value = False
+        for x in xs:
+            nan = nan | x.nan
+        return Bounds(function(*(x.lo for x in xs)), function(*(x.hi for x in xs)), nan)
+
+    return rule
+
+
+def _rising(
+    function: Callable[[Tensor], Tensor], low: float = -_INF, high: float = _INF
+) -> Callable[[Bounds], Bounds]:
+    """For functions that rise on their domain [low, high] and are NaN outside it."""
+
+    def rule(a: Bounds) -> Bounds:
+        outside = (a.lo < low) | (a.hi > high)
+        return _widened(function(a.lo.clamp(low, high)), function(a.hi.clamp(low, high)), outside | a.nan)
+
+    return rule
+
+
+def _acos(a: Bounds) -> Bounds:
+    outside = (a.lo < -1) | (a.hi > 1)
+    return _widened(torch.acos(a.hi.clamp(-1, 1)), torch.acos(a.lo.clamp(-1, 1)), outside | a.nan)
+
+
+def _cosh(a: Bounds) -> Bounds:
+    return _rising(torch.cosh)(_float_abs(a))
+
+
+def _within(low: float, high: float) -> Callable[..., Bounds]:
+    """For functions of which only the range is used."""
+    return lambda *xs: Bounds(torch.tensor(low).double(), torch.tensor(high).double(), _unbounded(*xs))
+
+
+# --- rules for truth, comparison and conversion -----------------------------------------------------------
+
+
+def _not(a: Bounds) -> Bounds:
+    return Bounds(negate(a.hi), negate(a.lo))
+
+
+def _xor(a: Bounds, b: Bounds) -> Bounds:
+    known = (a.lo == a.hi) & (b.lo == b.hi)
+    value = a.lo ^ b.lo
+    return Bounds(known & value, negate(known) | value)
+
+
+def _lt(a: Bounds, b: Bounds) -> Bounds:
+    return Bounds((a.hi < b.lo) & negate(a.nan | b.nan), a.lo < b.hi)
+
+
+def _le(a: Bounds, b: Bounds) -> Bounds:
+    return Bounds((a.hi <= b.lo) & negate(a.nan | b.nan), a.lo <= b.hi)
+
+
+def _eq(a: Bounds, b: Bounds) -> Bounds:
+    points = (a.lo == a.hi) & (b.lo == b.hi) & negate(a.nan | b.nan)
+    return Bounds(points & (a.lo == b.lo), (a.lo <= b.hi) & (b.lo <= a.hi))
+
+
+def _eq_zero(d: Bounds) -> Bounds:
+    return Bounds((d.lo == 0) & (d.hi == 0), (d.lo <= 0) & (d.hi >= 0))
+
+
+SIGN_TESTS: dict[str, Callable[[Bounds], Bounds]] = {
+    "lt": lambda d: Bounds(d.hi < 0, d.lo < 0),
+    "le": lambda d: Bounds(d.hi <= 0, d.lo <= 0),
+    "eq": _eq_zero,
+    "ne": lambda d: _not(_eq_zero(d)),
+}
+"""Integer comparisons a ? b, given the range of a - b."""
+
+
+def _where(c: Bounds, a: Bounds, b: Bounds) -> Bounds:
+    lo = choose(c.lo, a.lo, choose(c.hi, least(a.lo, b.lo), b.lo))
+    hi = choose(c.lo, a.hi, choose(c.hi, greatest(a.hi, b.hi), b.hi))
+    return Bounds(lo, hi, a.nan | b.nan)
+
+
+def _to_float(a: Bounds) -> Bounds:
+    return rounded(real(a.lo), real(a.hi))
+
+
+def _bool_to_int(a: Bounds) -> Bounds:
+    return Bounds(*(x.to(torch.int64) if isinstance(x, Tensor) else int(x) for x in (a.lo, a.hi)))
+
+
+def _float_to_int(a: Bounds) -> Bounds:
+    wild = (a.lo < -(2.0**62)) | (a.hi > 2.0**62) | a.nan
+    if wild.ndim == 0:
+        return ANY_INT if bool(wild) else Bounds(int(a.lo), int(a.hi))
+    # Wide ranges saturate here: over the whole problem such a node is ANY_INT, so its caller knows it.
+    lo, hi = (x.nan_to_num(0.0).clamp(-(2.0**62), 2.0**62).to(torch.int64) for x in (a.lo, a.hi))
+    return Bounds(torch.where(wild, -(1 << 62), lo), torch.where(wild, 1 << 62, hi))
+
+
+def _number_to_bool(a: Bounds) -> Bounds:
+    zero = (a.lo == 0) & (a.hi == 0) & negate(a.nan)
+    return Bounds((a.lo > 0) | (a.hi < 0), negate(zero))
+
+
+def _same(a: Bounds, *ignored: Bounds) -> Bounds:
+    return a
+
+
+def _log_like(name: str, low: float) -> Callable[[Bounds], Bounds]:
+    return _rising(getattr(torch, name), low)
+
+
+INT_RULES: dict[str, Callable[..., Bounds]] = {
+    "add": _int_add,
+    "sub": lambda a, b: Bounds(a.lo - b.hi, a.hi - b.lo),
+    "mul": _int_mul,
+    "neg": lambda a: Bounds(-a.hi, -a.lo),
+    "abs": _int_abs,
+    "minimum": _monotone(least),
+    "maximum": _monotone(greatest),
+    "sign": _monotone(_int_sign),
+    "floordiv": _int_division(_floor_ratio),
+    "truncdiv": _int_division(_trunc_ratio),
+    "mod": _int_mod,
+    **{op: _bitwise(op) for op in ("bitand", "bitor", "bitxor")},
+    "bitnot": lambda a: Bounds(~a.hi, ~a.lo),
+    "shl": _shift(lambda x, s: x << s),
+    "shr": _shift(lambda x, s: x >> s),
+    "to_float": _to_float,
+    "to_bool": _number_to_bool,
+}
+FLOAT_RULES: dict[str, Callable[..., Bounds]] = {
+    "add": _float_add,
+    "sub": _float_sub,
+    "mul": _float_mul,
+    "div": _float_div,
+    "pow": _float_pow,
+    "floordiv": _float_floordiv,
+    "truncdiv": _float_truncdiv,
+    "mod": _float_mod,
+    "neg": lambda a: Bounds(-a.hi, -a.lo, a.nan),
+    "abs": _float_abs,
+    "sign": _float_sign,
+    "minimum": _exact_float(least),
+    "maximum": _exact_float(greatest),
+    **{op: _exact_float(getattr(torch, op)) for op in ("floor", "ceil", "round", "trunc")},
+    **{
+        op: _rising(getattr(torch, op))
+        for op in ("exp", "exp2", "expm1", "atan", "sinh", "tanh", "sigmoid", "erf")
+    },
+    **{op: _log_like(op, 0.0) for op in ("log", "log2", "sqrt")},
+    "log1p": _log_like("log1p", -1.0),
+    "asin": _rising(torch.asin, -1.0, 1.0),
+    "acos": _acos,
+    "cosh": _cosh,
+    **dict.fromkeys(("sin", "cos"), _within(-1.0, 1.0)),
+    "tan": _within(-_INF, _INF),
+    "atan2": _within(-3.1416, 3.1416),
+    "isnan": lambda a: Bounds(False, a.nan),
+    "isinf": lambda a: Bounds(False, a.lo.isinf() | a.hi.isinf()),
+    "to_int": _float_to_int,
+    "to_bool": _number_to_bool,
+    "detach": _same,
+    "with_grad": _same,
+}
+BOOL_RULES: dict[str, Callable[..., Bounds]] = {
+    "and_": lambda a, b: Bounds(a.lo & b.lo, a.hi & b.hi),
+    "or_": lambda a, b: Bounds(a.lo | b.lo, a.hi | b.hi),
+    "xor": _xor,
+    "not_": _not,
+    "to_int": _bool_to_int,
+    "to_float": _to_float,
+}
+ANY_KIND_RULES: dict[str, Callable[..., Bounds]] = {
+    "lt": _lt,
+    "le": _le,
+    "eq": _eq,
+    "ne": lambda a, b: _not(_eq(a, b)),
+    "where": _where,
+}
+
+
+def rule_for(op: str, kind: str) -> Callable[..., Bounds]:
+    """The rule of `op` on arguments of `kind`."""
+    return ANY_KIND_RULES.get(op) or {"int": INT_RULES, "float": FLOAT_RULES, "bool": BOOL_RULES}[kind][op]

@@ -1,0 +1,76 @@
+"""Tile classes of a mask at any tile size: empty, partial or full, each proved.
+
+Where the mask is a union of key intervals, the intervals of every row decide all tiles exactly in
+O(rows + tiles). Otherwise interval arithmetic decides large squares of tiles first and splits those it
+cannot decide; single tiles left are tried at a few points, then bounded in parts, and at last evaluated
+element by element, a bounded number at a time. Nothing is ever as large as the mask.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fa4flex.codegen.analyze.bounds import bounds
+from fa4flex.codegen.analyze.domain import Shape, bind, on_host
+from fa4flex.codegen.analyze.intervals import KeyIntervals
+from fa4flex.codegen.analyze.overflow import beyond_int64
+from fa4flex.codegen.analyze.rows import IntervalRows, one_thread
+from fa4flex.codegen.analyze.squares import classify_squares
+from fa4flex.codegen.analyze.tables import Tables
+from fa4flex.codegen.analyze.tilemap import Proof, RunBuilder, TileMap, maps
+from fa4flex.codegen.evaluate import Captured
+from fa4flex.codegen.expr import Expr, walk
+
+__all__ = ["Proof", "Shape", "TileMap", "tile_map"]
+
+
+def tile_map(
+    mask: Expr,
+    keys: KeyIntervals | None,
+    shape: Shape,
+    captured: Captured,
+    tile: tuple[int, int],
+    dtype: torch.dtype = torch.float32,
+) -> TileMap:
+    """Classes of all (tile[0] x tile[1]) tiles of `mask` over `shape`; tiles at the ends are clipped.
+
+    `keys` are the mask's key intervals if known (`key_intervals(mask)`); they are used where what they
+    assume holds for the captured tables as they are now. `dtype` is that of float arithmetic in the mask.
+    """
+    captured = on_host(captured, mask)
+    problem = bind(mask, shape, captured)
+    map_batch = shape.batch if "b" in problem.free else 1
+    map_heads = shape.heads if "h" in problem.free else 1
+    grid = -(-shape.q_len // tile[0]), -(-shape.kv_len // tile[1])
+    builder = RunBuilder(grid[0])
+    tables = Tables(captured)
+    with one_thread():
+        unmet = "no key intervals known" if keys is None else _unmet(keys, shape, tables)
+    if keys is not None and not unmet:
+        with one_thread():
+            rows = IntervalRows(keys, shape, tile, captured)
+            for b, h in maps(map_batch, map_heads):
+                rows.append_to(builder, b, h)
+        proof = Proof(by_intervals=map_batch * map_heads * grid[0] * grid[1])
+    else:
+        known = beyond_int64(problem, shape, tables)
+        squares = classify_squares(problem, (map_batch, map_heads), shape, tile, tables, known, dtype)
+        for classes in squares.classes:
+            builder.append(classes)
+        proof = squares.proof(unmet)
+    return TileMap(shape, tile, map_batch, map_heads, **builder.finish(), proof=proof)
+
+
+def _unmet(keys: KeyIntervals, shape: Shape, tables: Tables) -> str:
+    """What the key intervals assume and this problem does not provide, in words; "" if nothing."""
+    for slot in sorted(keys.sorted_operands):
+        if not tables.is_sorted(slot):
+            return f"t{slot} is not sorted"
+    for x in keys.nonnegative:
+        bound = bind(x, shape, tables.captured)
+        if bounds([bound], shape.ranges(), tables)[0].lo < 0:
+            return f"{x} may be negative"
+    for node in walk(*(end for span in keys.spans for end in span)):
+        if node.op == "search" and any("q" in lead.free for lead in node.args[1:]):
+            return f"{node} searches another table row for each query"
+    return ""

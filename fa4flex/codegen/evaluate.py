@@ -1,0 +1,264 @@
+"""The meaning of every operation, on torch tensors: expressions evaluated over broadcast index tensors.
+
+Integers are int64, so index arithmetic is exact up to 2^63. Floats are computed at `dtype`: float32 for
+half-precision inputs and float32, float64 for float64. Broadcasting does the hoisting: a term that
+depends on the query alone is computed on a (rows, 1) tensor.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fa4flex.codegen.expr import ELEMENTWISE, Expr, walk
+
+Number = bool | int | float
+Value = Tensor | Number
+Index = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What a program reads besides indices: tensors by slot, and run-time numbers by slot."""
+
+    operands: tuple[Tensor, ...] = ()
+    scalars: tuple[Number, ...] = ()
+
+
+def _tensor(x: Value, dtype: torch.dtype) -> Tensor:
+    return x if isinstance(x, Tensor) else torch.tensor(x, dtype=dtype)
+
+
+def _torch_float(name: str) -> Callable[..., Value]:
+    function = getattr(torch, name)
+    return lambda dtype, *xs: function(*(_tensor(x, dtype) for x in xs))
+
+
+def _torch_int(name: str) -> Callable[..., Value]:
+    """For operations on ints and floats alike that torch does not take Python numbers for."""
+    function = getattr(torch, name)
+
+    def call(dtype: torch.dtype, *xs: Value) -> Value:
+        kind = dtype if any(isinstance(x, float) for x in xs) else torch.int64
+        like = next((x for x in xs if isinstance(x, Tensor)), None)
+        return function(*(_tensor(x, kind if like is None else like.dtype) for x in xs))
+
+    return call
+
+
+def _plain(function: Callable[..., Any]) -> Callable[..., Value]:
+    return lambda dtype, *xs: function(*xs)
+
+
+def _where(dtype: torch.dtype, c: Value, a: Value, b: Value) -> Value:
+    if not isinstance(c, Tensor):
+        return a if c else b
+    if not isinstance(a, Tensor) and not isinstance(b, Tensor):
+        kind = dtype if isinstance(a, float) or isinstance(b, float) else torch.int64
+        a = torch.tensor(a, dtype=kind)
+    return torch.where(c, a, b)
+
+
+def _to_float(dtype: torch.dtype, x: Value) -> Value:
+    return x.to(dtype) if isinstance(x, Tensor) else float(x)
+
+
+def _to_int(dtype: torch.dtype, x: Value) -> Value:
+    return x.to(torch.int64) if isinstance(x, Tensor) else int(x)
+
+
+def _not(dtype: torch.dtype, x: Value) -> Value:
+    return ~x if isinstance(x, Tensor) else not x
+
+
+def _truncdiv(dtype: torch.dtype, a: Value, b: Value) -> Value:
+    if not isinstance(a, Tensor) and not isinstance(b, Tensor):
+        a = torch.tensor(a)
+    return torch.div(a, b, rounding_mode="trunc")
+
+
+def _divide(dtype: torch.dtype, a: Value, b: Value) -> Value:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return a / b
+    return _tensor(a, torch.float64) / _tensor(b, torch.float64)  # inf and nan as torch gives them
+
+
+OPERATIONS: dict[str, Callable[..., Value]] = {
+    **{
+        name: _plain(getattr(operator, name))
+        for name in ("add", "sub", "mul", "neg", "abs", "lt", "le", "eq", "ne")
+    },
+    **{name: _torch_int(name) for name in ("minimum", "maximum", "sign")},
+    **{
+        name: _torch_float(name)
+        for name, kind in ELEMENTWISE.items()
+        if kind == "float" and hasattr(torch, name)
+    },
+    **{name: _torch_float(name) for name in ("isnan", "isinf")},
+    "floordiv": _plain(operator.floordiv),
+    "mod": _plain(operator.mod),
+    "truncdiv": _truncdiv,
+    "div": _divide,
+    "bitand": _plain(operator.and_),
+    "bitor": _plain(operator.or_),
+    "bitxor": _plain(operator.xor),
+    "bitnot": _plain(operator.invert),
+    "shl": _plain(operator.lshift),
+    "shr": _plain(operator.rshift),
+    "and_": _plain(operator.and_),
+    "or_": _plain(operator.or_),
+    "xor": _plain(operator.xor),
+    "not_": _not,
+    "where": _where,
+    "to_float": _to_float,
+    "to_int": _to_int,
+    "to_bool": _plain(lambda x: x != 0),
+    "detach": _plain(lambda x: x),
+    "with_grad": _plain(lambda value, x, slope: value),
+}
+_REDUCERS: dict[str, Callable[[Value, Value], Value]] = {
+    "sum": operator.add,
+    "prod": operator.mul,
+    "any": operator.or_,
+    "all": operator.and_,
+    "max": lambda a, b: _torch_int("maximum")(torch.float64, a, b),
+    "min": lambda a, b: _torch_int("minimum")(torch.float64, a, b),
+}
+
+
+@lru_cache(maxsize=512)
+def _schedule(roots: tuple[Expr, ...]) -> tuple[Expr, ...]:
+    """Nodes in evaluation order, without those that only exist inside a reduction's loop."""
+    axes = {node.value[1] for node in walk(*roots) if node.op == "reduce"}
+    outside = {axis for root in roots for axis in root.free & axes}
+    return tuple(node for node in walk(*roots) if not node.free & (axes - outside))
+
+
+def evaluate(
+    roots: Sequence[Expr],
+    symbols: Mapping[str, Value],
+    captured: Captured = Captured(),
+    dtype: torch.dtype = torch.float32,
+) -> list[Value]:
+    """Values of `roots` where each symbol is a number or a tensor broadcastable with the others.
+
+    Index symbols are int64 tensors or ints, "score" is a tensor of `dtype`. Results broadcast: a root that
+    depends on `kv` alone comes back with the shape of `kv`, a constant as a Python number.
+    """
+    memo: dict[Expr, Value] = {}
+    for node in _schedule(tuple(roots)):
+        memo[node] = _value(node, memo, symbols, captured, dtype)
+    return [memo[root] for root in roots]
+
+
+def _value(
+    node: Expr, memo: dict[Expr, Value], symbols: Mapping[str, Value], captured: Captured, dtype: torch.dtype
+) -> Value:
+    match node.op:
+        case "sym":
+            return symbols[node.value]
+        case "const":
+            return node.value
+        case "scalar":
+            return captured.scalars[node.value]
+        case "load":
+            return _load(captured.operands[node.value], [memo[a] for a in node.args], node.kind, dtype)
+        case "search":
+            return _search(captured.operands[node.value[0]], node.value[1], [memo[a] for a in node.args])
+        case "round_to":
+            narrow = getattr(torch, node.value)
+            return _tensor(memo[node.args[0]], dtype).to(narrow).to(dtype)
+        case "reduce":
+            return _reduce(node, memo, symbols, captured, dtype)
+        case _:
+            return OPERATIONS[node.op](dtype, *(memo[a] for a in node.args))
+
+
+def _load(table: Tensor, index: Sequence[Value], kind: str, dtype: torch.dtype) -> Value:
+    position: Index = tuple(index)
+    element = table[position] if position else table
+    return element.to({"float": dtype, "int": torch.int64, "bool": torch.bool}[kind])
+
+
+def _search(table: Tensor, side: str, args: Sequence[Value]) -> Tensor:
+    needle, *lead = args
+    position: Index = tuple(lead)
+    vector = table[position] if position else table
+    needle = torch.as_tensor(needle)
+    common = torch.promote_types(vector.dtype, needle.dtype)  # searchsorted wants one dtype
+    vector, needle = vector.to(common), needle.to(common)
+    if vector.ndim == 1:
+        return torch.searchsorted(vector.contiguous(), needle.contiguous(), side=side)
+    # One vector per element of the leading indices: compare and count, O(vector) per needle.
+    below = vector < needle.unsqueeze(-1) if side == "left" else vector <= needle.unsqueeze(-1)
+    return below.sum(-1)
+
+
+def _reduce(
+    node: Expr, memo: dict[Expr, Value], symbols: Mapping[str, Value], captured: Captured, dtype: torch.dtype
+) -> Value:
+    """Fold in a loop over the axis: memory stays that of one element, and the order is fixed.
+
+    A sum of row terms times column terms is a matrix product, and computed as one.
+    """
+    how, axis, extent = node.value
+    if how == "sum" and (product := _product(node, memo, symbols, captured, dtype)) is not None:
+        return product
+    inside = _varying(node.args[0], axis)
+    total: Value | None = None
+    for i in range(extent):
+        inner, bound = dict(memo), {**symbols, axis: i}
+        for n in inside:
+            inner[n] = _value(n, inner, bound, captured, dtype)
+        term = inner[node.args[0]]
+        total = term if total is None else _REDUCERS[how](total, term)
+    assert total is not None, "empty reductions are folded when the expression is built"
+    return total
+
+
+@lru_cache(maxsize=512)
+def _varying(body: Expr, axis: str) -> tuple[Expr, ...]:
+    """Nodes under `body` that change with `axis`, arguments first; those that need an inner axis are not."""
+    found: dict[Expr, None] = {}
+    seen: set[tuple[Expr, frozenset[str]]] = set()
+
+    def visit(node: Expr, bound: frozenset[str]) -> None:
+        if axis not in node.free or (node, bound) in seen:
+            return
+        seen.add((node, bound))
+        for arg in node.args:
+            visit(arg, bound | {node.value[1]} if node.op == "reduce" else bound)
+        if not node.free & bound:
+            found.setdefault(node)
+
+    visit(body, frozenset())
+    return tuple(found)
+
+
+def _product(
+    node: Expr, memo: dict[Expr, Value], symbols: Mapping[str, Value], captured: Captured, dtype: torch.dtype
+) -> Tensor | None:
+    """sum over the axis of a[.., R, 1] * b[.., 1, C] as a[.., R, axis] @ b[.., axis, C]; else None."""
+    _, axis, extent = node.value
+    body = node.args[0]
+    if body.op != "mul" or body.kind != "float" or any(n.op == "reduce" for n in walk(body)):
+        return None
+    rank = max((x.ndim for x in symbols.values() if isinstance(x, Tensor)), default=0)
+    along = torch.arange(extent).view(extent, *[1] * rank)
+    inner, bound = dict(memo), {**symbols, axis: along}
+    for n in walk(body):
+        if axis in n.free and n is not body:
+            inner[n] = _value(n, inner, bound, captured, dtype)
+    terms = [inner[arg] for arg in body.args]
+    if rank < 2 or not all(isinstance(t, Tensor) and t.ndim == rank + 1 for t in terms):
+        return None
+    rows, columns = terms if terms[0].shape[-1] == 1 else terms[::-1]  # type: ignore[union-attr]
+    if rows.shape[-1] != 1 or columns.shape[-2] != 1:  # type: ignore[union-attr]
+        return None
+    return rows.squeeze(-1).movedim(0, -1) @ columns.squeeze(-2).movedim(0, -2)  # type: ignore[union-attr]

@@ -1,0 +1,438 @@
+"""The expression grammar: what a traced score_mod or mask_mod means.
+
+    Expr = Sym(name)                     score, an index (b h q kv), a length, or a reduction axis
+         | Const(value)                  a Python bool, int or float
+         | Scalar(slot)                  a run-time number the user's function captured
+         | Load(slot, index...)          one element of a captured tensor
+         | Search(slot, side, needle, lead...)   where `needle` falls in a sorted captured vector
+         | Reduce(how, axis, extent, x)  x folded over a small static axis
+         | <elementwise>(x...)           add, lt, where, tanh, ... : the names in ELEMENTWISE
+         | RoundTo(dtype, x)             x rounded to a named float precision
+
+Every node has a kind: "bool", "int" (a mathematical integer) or "float" (a number at the
+computation's precision). Nodes are interned: equal expressions are the same object, so a
+dictionary keyed by node is a memo table and shared work is shared in the graph.
+
+`str` prints infix for people; `repr` prints constructor calls that evaluate back to the same node.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any, Literal
+
+Kind = Literal["bool", "int", "float"]
+
+INDICES = ("b", "h", "q", "kv")
+CONTEXT = ("q_len", "kv_len", "num_heads")
+"""What a mod may also ask for, by parameter name: lengths of the sequence, number of query heads."""
+SYMBOLS = ("score", *INDICES, *CONTEXT)
+
+# name -> result kind; "same" is the common kind of the value arguments.
+ELEMENTWISE: dict[str, str] = {
+    **dict.fromkeys(("add", "sub", "mul", "neg", "abs", "minimum", "maximum", "sign"), "same"),
+    **dict.fromkeys(("floordiv", "mod", "truncdiv"), "same"),  # floordiv and mod floor, as in Python
+    **dict.fromkeys(("bitand", "bitor", "bitxor", "bitnot", "shl", "shr"), "int"),
+    **dict.fromkeys(("lt", "le", "eq", "ne", "and_", "or_", "xor", "not_", "isnan", "isinf"), "bool"),
+    **dict.fromkeys(("div", "pow", "exp", "exp2", "expm1", "log", "log2", "log1p"), "float"),
+    **dict.fromkeys(("sqrt", "sin", "cos", "tan", "asin", "acos", "atan", "atan2"), "float"),
+    **dict.fromkeys(("sinh", "cosh", "tanh", "sigmoid", "erf"), "float"),
+    **dict.fromkeys(("floor", "ceil", "round", "trunc"), "float"),
+    "where": "same",
+    "to_float": "float",
+    "to_int": "int",  # truncates towards zero
+    "to_bool": "bool",
+    "detach": "float",  # its argument, with no gradient
+    "with_grad": "float",  # (value, x, slope): value, whose derivative by x is declared to be slope
+}
+
+FLOAT_ONLY = frozenset(name for name, kind in ELEMENTWISE.items() if kind == "float") - {"to_float"}
+REDUCTIONS = ("sum", "prod", "max", "min", "any", "all")
+
+
+class Expr:
+    """One node: `op`, its argument nodes, and a payload (`value`) for leaves, loads and reductions."""
+
+    __slots__ = ("__weakref__", "args", "free", "kind", "op", "value")
+
+    op: str
+    args: tuple[Expr, ...]
+    value: Any
+    kind: Kind
+    free: frozenset[str]
+    """Names of the symbols this value depends on (reduction axes bound inside are not free)."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"Expr is frozen: cannot set {name!r}")
+
+    def __repr__(self) -> str:
+        return _print_constructor(self)
+
+    def __str__(self) -> str:
+        return _print_infix(self)
+
+    def __reduce__(self) -> tuple[Callable[..., Expr], tuple[object, ...]]:
+        return _node, (self.op, self.args, self.value, self.kind)
+
+    def __copy__(self) -> Expr:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Expr:
+        return self
+
+
+_interned: weakref.WeakValueDictionary[Hashable, Expr] = weakref.WeakValueDictionary()
+
+
+def _node(op: str, args: tuple[Expr, ...], value: Any, kind: Kind) -> Expr:
+    # type(value) keeps True apart from 1 and 1 from 1.0; repr keeps -0.0 apart from 0.0, and NaN findable.
+    identity = repr(value) if isinstance(value, float) else value
+    key = (op, tuple(map(id, args)), type(value), identity, kind)
+    found = _interned.get(key)
+    if found is not None:
+        return found
+    node = object.__new__(Expr)
+    free: frozenset[str] = frozenset().union(*(a.free for a in args))
+    if op == "sym":
+        free = frozenset((value,))
+    elif op == "reduce":
+        free -= {value[1]}
+    for name, field in (("op", op), ("args", args), ("value", value), ("kind", kind), ("free", free)):
+        object.__setattr__(node, name, field)
+    return _interned.setdefault(key, node)
+
+
+# --- leaves ---------------------------------------------------------------------------------------
+
+
+def sym(name: str) -> Expr:
+    """A symbol: one of SYMBOLS, or a reduction axis (any other name)."""
+    return _node("sym", (), name, "float" if name == "score" else "int")
+
+
+def const(value: bool | int | float) -> Expr:
+    kind: Kind = "bool" if isinstance(value, bool) else "int" if isinstance(value, int) else "float"
+    return _node("const", (), value, kind)
+
+
+def scalar(slot: int, kind: Kind) -> Expr:
+    """Run-time number `slot` of the trace: its value may change without changing the program."""
+    return _node("scalar", (), slot, kind)
+
+
+TRUE, FALSE = const(True), const(False)
+
+
+# --- compound nodes -------------------------------------------------------------------------------
+
+
+def load(slot: int, index: Iterable[Expr], kind: Kind) -> Expr:
+    """`operand[slot][index...]`; a negative index counts from the end, as in torch."""
+    index = tuple(index)
+    if any(i.kind != "int" for i in index):
+        raise TypeError(f"an index is an int; got {[i.kind for i in index]}")
+    return _node("load", index, slot, kind)
+
+
+def search(slot: int, side: Literal["left", "right"], needle: Expr, lead: Iterable[Expr] = ()) -> Expr:
+    """How many elements of sorted `operand[slot][lead...]` are < needle ("left") or <= needle ("right")."""
+    return _node("search", (needle, *lead), (slot, side), "int")
+
+
+def reduce(how: str, axis: str, extent: int, body: Expr) -> Expr:
+    """`body` folded with `how` (one of REDUCTIONS) over `axis` = 0 .. extent-1."""
+    if how not in REDUCTIONS:
+        raise ValueError(f"unknown reduction {how!r}; one of {REDUCTIONS}")
+    if how in ("any", "all"):
+        body = to_bool(body)
+        if axis not in body.free:
+            return body if extent else const(how == "all")
+    if extent == 0 and how in ("sum", "prod"):
+        return const({"int": int, "bool": int, "float": float}[body.kind](how == "prod"))
+    if axis not in body.free and how in ("max", "min"):
+        return body
+    if body.kind == "bool" and how in ("sum", "prod"):
+        body = to_int(body)
+    return _node("reduce", (body,), (how, axis, extent), body.kind)
+
+
+def round_to(dtype: str, x: Expr) -> Expr:
+    """x rounded to `dtype` ("float16", "bfloat16", "float32") and back to the computation's precision."""
+    return _node("round_to", (to_float(x),), dtype, "float")
+
+
+def to_float(x: Expr) -> Expr:
+    if x.kind == "float":
+        return x
+    return const(float(x.value)) if x.op == "const" else _node("to_float", (x,), None, "float")
+
+
+def to_int(x: Expr) -> Expr:
+    if x.kind == "int":
+        return x
+    if x.op == "const" and math.isfinite(x.value):
+        return const(int(x.value))
+    return _node("to_int", (x,), None, "int")
+
+
+def to_bool(x: Expr) -> Expr:
+    if x.kind == "bool":
+        return x
+    return const(bool(x.value)) if x.op == "const" else _node("to_bool", (x,), None, "bool")
+
+
+def _promote(args: tuple[Expr, ...]) -> tuple[Expr, ...]:
+    """Arguments at their common kind: any float makes all float; bool counts as int in arithmetic."""
+    if any(a.kind == "float" for a in args):
+        return tuple(map(to_float, args))
+    if any(a.kind == "int" for a in args):
+        return tuple(map(to_int, args))
+    return args
+
+
+_SWAPPED = {"gt": "lt", "ge": "le"}
+_LOGIC = frozenset(("and_", "or_", "xor", "not_"))
+_ARITHMETIC_ON_BOOL = frozenset(
+    ("add", "sub", "mul", "neg", "abs", "minimum", "maximum", "sign", "floordiv", "mod")
+)
+
+
+def apply(op: str, *args: Expr) -> Expr:
+    """The elementwise node `op(*args)`, with kinds promoted as torch does and constants folded.
+
+    `gt` and `ge` become `lt` and `le` with the arguments swapped, so analyses see half the cases.
+    """
+    if op in _SWAPPED:
+        op, args = _SWAPPED[op], args[::-1]
+    if op not in ELEMENTWISE:
+        raise ValueError(f"unknown operation {op!r}")
+    if op in ("to_float", "to_int", "to_bool"):
+        return {"to_float": to_float, "to_int": to_int, "to_bool": to_bool}[op](args[0])
+    if op in _LOGIC:
+        args = tuple(map(to_bool, args))
+    elif op in FLOAT_ONLY:
+        args = tuple(map(to_float, args))
+    elif op == "where":
+        args = (to_bool(args[0]), *_promote(args[1:]))
+    elif ELEMENTWISE[op] == "int":
+        args = tuple(map(to_int, args))
+    else:
+        args = _promote(args)
+        if op in _ARITHMETIC_ON_BOOL and args[0].kind == "bool":
+            args = tuple(map(to_int, args))
+    simple = _simplify(op, args)
+    if simple is not None:
+        return simple
+    rule = ELEMENTWISE[op]
+    return _node(op, args, None, args[-1].kind if rule == "same" else rule)  # type: ignore[arg-type]
+
+
+# --- simplification: exact rewrites only ------------------------------------------------------------
+
+_FOLD: dict[str, Callable[..., Any]] = {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "neg": operator.neg, "abs": abs,
+    "minimum": min, "maximum": max, "floordiv": operator.floordiv, "mod": operator.mod,
+    "truncdiv": lambda a, b: abs(a) // abs(b) * (1 if a * b >= 0 else -1),
+    "bitand": operator.and_, "bitor": operator.or_, "bitxor": operator.xor, "bitnot": operator.invert,
+    "shl": operator.lshift, "shr": operator.rshift,
+    "lt": operator.lt, "le": operator.le, "eq": operator.eq, "ne": operator.ne,
+    "and_": operator.and_, "or_": operator.or_, "xor": operator.xor, "not_": operator.not_,
+    "div": operator.truediv, "exp2": lambda a: 2.0**a, "exp": math.exp, "log": math.log, "sqrt": math.sqrt,
+    "log2": math.log2, "pow": operator.pow, "floor": lambda a: float(math.floor(a)),
+}  # fmt: skip
+
+
+def _simplify(op: str, args: tuple[Expr, ...]) -> Expr | None:
+    if op in _FOLD and all(a.op == "const" for a in args):
+        try:
+            value = _FOLD[op](*(a.value for a in args))
+        except (ArithmeticError, ValueError):
+            return None  # 1/0 or log(-1): left to the run time, where torch says inf or nan
+        return None if isinstance(value, complex) else const(value)
+    rule = _RULES.get(op)
+    return rule(*args) if rule else None
+
+
+def _is(x: Expr, value: bool | int | float) -> bool:
+    return x.op == "const" and x.value == value and (x.kind == "bool") == isinstance(value, bool)
+
+
+def _and(a: Expr, b: Expr) -> Expr | None:
+    if a is FALSE or b is FALSE:
+        return FALSE
+    return b if a is TRUE else a if b is TRUE or a is b else None
+
+
+def _or(a: Expr, b: Expr) -> Expr | None:
+    if a is TRUE or b is TRUE:
+        return TRUE
+    return b if a is FALSE else a if b is FALSE or a is b else None
+
+
+def _not(a: Expr) -> Expr | None:
+    if a.op == "not_":
+        return a.args[0]
+    if a.op in ("lt", "le") and a.args[0].kind == "int":  # not so for floats: NaN compares false both ways
+        return apply("le" if a.op == "lt" else "lt", a.args[1], a.args[0])
+    return apply("ne" if a.op == "eq" else "eq", *a.args) if a.op in ("eq", "ne") else None
+
+
+def _not_of(a: Expr) -> Expr:
+    return apply("not_", a)
+
+
+def _add(a: Expr, b: Expr) -> Expr | None:
+    # x + 0.0 is kept for floats only when x could be -0.0; scores do not care, and neither does torch.
+    return b if _is(a, 0) else a if _is(b, 0) else None
+
+
+def _mul(a: Expr, b: Expr) -> Expr | None:
+    if a.kind == "int" and (_is(a, 0) or _is(b, 0)):
+        return const(0)
+    return b if _is(a, 1) else a if _is(b, 1) else None
+
+
+def _where(c: Expr, a: Expr, b: Expr) -> Expr | None:
+    if c.op == "const":
+        return a if c.value else b
+    if a is b:
+        return a
+    if a.kind == "bool":
+        return apply("or_", apply("and_", c, a), apply("and_", apply("not_", c), b))
+    return None
+
+
+def _same_int(result: bool) -> Callable[[Expr, Expr], Expr | None]:
+    return lambda a, b: const(result) if a is b and a.kind != "float" else None
+
+
+_RULES: dict[str, Callable[..., Expr | None]] = {
+    "and_": _and, "or_": _or, "not_": _not, "add": _add, "mul": _mul, "where": _where,
+    "sub": lambda a, b: a if _is(b, 0) else const(0) if a is b and a.kind == "int" else None,
+    "div": lambda a, b: a if _is(b, 1) else None,
+    "floordiv": lambda a, b: a if _is(b, 1) and a.kind == "int" else None,
+    "mod": lambda a, b: const(0) if _is(b, 1) and a.kind == "int" else None,
+    "neg": lambda a: a.args[0] if a.op == "neg" else None,
+    "minimum": lambda a, b: a if a is b else None, "maximum": lambda a, b: a if a is b else None,
+    "xor": lambda a, b: _not_of(a) if b is TRUE else a if b is FALSE else _not_of(b) if a is TRUE else None,
+    "eq": _same_int(True), "le": _same_int(True), "lt": _same_int(False), "ne": _same_int(False),
+    "detach": lambda a: a if a.op in ("const", "detach") else None,
+}  # fmt: skip
+
+
+# --- the graph ------------------------------------------------------------------------------------
+
+
+def walk(*roots: Expr) -> Iterator[Expr]:
+    """Every node under `roots` once, arguments before the nodes that use them."""
+    seen: set[Expr] = set()
+    stack = [(root, False) for root in reversed(roots)]
+    while stack:
+        node, expanded = stack.pop()
+        if expanded:
+            yield node
+        elif node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            stack.extend((arg, False) for arg in reversed(node.args))
+
+
+def rebuild(node: Expr, args: tuple[Expr, ...]) -> Expr:
+    """`node` with other arguments, simplified anew."""
+    if args == node.args:
+        return node
+    if node.op == "load":
+        return load(node.value, args, node.kind)
+    if node.op == "search":
+        slot, side = node.value
+        return search(slot, side, args[0], args[1:])
+    if node.op == "reduce":
+        how, axis, extent = node.value
+        return reduce(how, axis, extent, args[0])
+    if node.op == "round_to":
+        return round_to(node.value, args[0])
+    return apply(node.op, *args)
+
+
+def substitute(root: Expr, replacement: dict[Expr, Expr]) -> Expr:
+    """`root` with each node in `replacement` replaced; replacements are not searched again."""
+    memo: dict[Expr, Expr] = {}
+    for node in walk(root):
+        known = replacement.get(node)
+        memo[node] = known if known is not None else rebuild(node, tuple(memo[a] for a in node.args))
+    return memo[root]
+
+
+def loads(*roots: Expr) -> list[Expr]:
+    """Every `load` node under `roots`, in order of first use."""
+    return [node for node in walk(*roots) if node.op == "load"]
+
+
+# --- printing -------------------------------------------------------------------------------------
+
+_INFIX = {
+    "add": "+", "sub": "-", "mul": "*", "div": "/", "floordiv": "//", "mod": "%", "pow": "**",
+    "lt": "<", "le": "<=", "eq": "==", "ne": "!=", "and_": "&", "or_": "|", "xor": "^",
+    "bitand": "&", "bitor": "|", "bitxor": "^", "shl": "<<", "shr": ">>",
+}  # fmt: skip
+_PREFIX = {"neg": "-", "not_": "~", "bitnot": "~"}
+
+
+def _print_infix(root: Expr) -> str:
+    text: dict[Expr, str] = {}
+
+    def inner(x: Expr) -> str:
+        return f"({text[x]})" if x.op in _INFIX else text[x]
+
+    for node in walk(root):
+        if node.op in ("sym", "const"):
+            text[node] = str(node.value)
+        elif node.op == "scalar":
+            text[node] = f"s{node.value}"
+        elif node.op == "load":
+            text[node] = f"t{node.value}[{', '.join(text[a] for a in node.args)}]"
+        elif node.op == "search":
+            lead = f"[{', '.join(text[a] for a in node.args[1:])}]" if node.args[1:] else ""
+            text[node] = f"search_{node.value[1]}(t{node.value[0]}{lead}, {text[node.args[0]]})"
+        elif node.op == "reduce":
+            how, axis, extent = node.value
+            text[node] = f"{how}({text[node.args[0]]} for {axis} in range({extent}))"
+        elif node.op == "round_to":
+            text[node] = f"{node.value}({text[node.args[0]]})"
+        elif node.op == "to_float":
+            text[node] = text[node.args[0]] if node.args[0].op not in _INFIX else f"({text[node.args[0]]})"
+        elif node.op in _INFIX:
+            text[node] = f"{inner(node.args[0])} {_INFIX[node.op]} {inner(node.args[1])}"
+        elif node.op in _PREFIX:
+            text[node] = f"{_PREFIX[node.op]}{inner(node.args[0])}"
+        else:
+            text[node] = f"{node.op}({', '.join(text[a] for a in node.args)})"
+    return text[root]
+
+
+def _print_constructor(root: Expr) -> str:
+    text: dict[Expr, str] = {}
+    for node in walk(root):
+        args = ", ".join(text[a] for a in node.args)
+        if node.op == "sym":
+            text[node] = f"sym({node.value!r})"
+        elif node.op == "const":
+            finite = not isinstance(node.value, float) or math.isfinite(node.value)
+            text[node] = f"const({node.value!r})" if finite else f"const(float('{node.value}'))"
+        elif node.op == "scalar":
+            text[node] = f"scalar({node.value}, {node.kind!r})"
+        elif node.op == "load":
+            text[node] = f"load({node.value}, ({args}{',' if len(node.args) == 1 else ''}), {node.kind!r})"
+        elif node.op == "search":
+            lead = "".join(text[a] + ", " for a in node.args[1:])
+            text[node] = f"search({node.value[0]}, {node.value[1]!r}, {text[node.args[0]]}, ({lead}))"
+        elif node.op == "reduce":
+            text[node] = "reduce({!r}, {!r}, {}, {})".format(*node.value, args)
+        elif node.op == "round_to":
+            text[node] = f"round_to({node.value!r}, {args})"
+        else:
+            text[node] = f"apply({node.op!r}, {args})"
+    return text[root]

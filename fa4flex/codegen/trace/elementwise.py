@@ -1,0 +1,352 @@
+"""Elementwise torch operations, by torch's name, as compositions of the grammar's operations.
+
+Formulas are those of the torch documentation. Where a formula overflows in a branch that `where` discards,
+its argument is bounded first: the discarded branch then has a finite derivative too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from fa4flex.codegen.expr import const
+from fa4flex.codegen.trace.build import coerce, elementwise, made
+from fa4flex.codegen.trace.state import current
+from fa4flex.codegen.trace.value import Value, scalar_of
+
+Builder = Callable[..., Any]
+
+
+def _primitive(op: str) -> Builder:
+    return lambda input, other: elementwise(op, input, other)
+
+
+def _unary(op: str) -> Builder:
+    return lambda input: elementwise(op, input)
+
+
+def _is_bool(x: Value) -> bool:
+    return x.expr.kind == "bool"
+
+
+def _on_bools(op: str, logic: str | None) -> Builder:
+    """torch's arithmetic on two bool tensors is logic, where it is defined at all."""
+
+    def build(input: Any, other: Any) -> Value:
+        a, b = coerce(input), coerce(other)
+        if not (_is_bool(a) and _is_bool(b)):
+            return elementwise(op, a, b)
+        if logic is None:
+            raise current().error(
+                f"{op} of two bools: `{a.expr}` and `{b.expr}`",
+                "numbers",
+                "use ^ or & ~, or convert with .int()",
+            )
+        return elementwise(logic, a, b)
+
+    return build
+
+
+_add, _sub, _mul = _on_bools("add", "or_"), _on_bools("sub", None), _on_bools("mul", "and_")
+_minimum, _maximum = _on_bools("minimum", "and_"), _on_bools("maximum", "or_")
+
+
+def _times(alpha: Any, other: Any) -> Any:
+    return other if type(alpha) is int and alpha == 1 else _mul(alpha, other)
+
+
+def add(input: Any, other: Any, *, alpha: Any = 1) -> Value:
+    return _add(input, _times(alpha, other))
+
+
+def sub(input: Any, other: Any, *, alpha: Any = 1) -> Value:
+    return _sub(input, _times(alpha, other))
+
+
+def _int_or_bool(op: str, logic: str) -> Builder:
+    def build(input: Any, other: Any) -> Value:
+        a, b = coerce(input), coerce(other)
+        for x in (a, b):
+            if x.expr.kind == "float":
+                raise current().error(f"{op} of the float `{x.expr}`", "bools or ints", "compare it first")
+        return elementwise(logic if _is_bool(a) and _is_bool(b) else op, a, b)
+
+    return build
+
+
+def bitwise_not(input: Any) -> Value:
+    x = coerce(input)
+    if x.expr.kind == "float":
+        raise current().error(f"~ of the float `{x.expr}`", "a bool or an int", "compare it first")
+    return elementwise("not_" if _is_bool(x) else "bitnot", x)
+
+
+def div(input: Any, other: Any, *, rounding_mode: str | None = None) -> Value:
+    if rounding_mode == "floor":
+        return elementwise("floordiv", input, other)
+    return elementwise("truncdiv" if rounding_mode == "trunc" else "div", input, other)
+
+
+def fmod(input: Any, other: Any) -> Value:
+    """C's remainder: the sign is that of `input`."""
+    return sub(input, _mul(elementwise("truncdiv", input, other), other))
+
+
+def pow(input: Any, exponent: Any) -> Value:
+    """Powers: small whole exponents are products (exact for ints, and as torch computes them)."""
+    base, power = coerce(input), coerce(exponent)
+    if power.expr.op == "const":
+        special = _constant_power(base, power.expr.value)
+        if special is not None:
+            return special
+    if base.expr.kind == "float" or power.expr.kind == "float":
+        return elementwise("pow", base, power)
+    if base.expr is const(2):
+        return elementwise("shl", 1, power)
+    raise current().error(
+        given=f"the integer power `{base.expr}` ** `{power.expr}`",
+        expected="a float base or exponent, a power of 2, or a constant exponent up to 8",
+        fix="convert the base with .float()",
+    )
+
+
+def _constant_power(base: Value, power: float) -> Value | None:
+    if power in (1, 2, 3, 4, 5, 6, 7, 8):
+        result = base if base.expr.kind != "bool" else elementwise("to_int", base)
+        factor = result
+        for _ in range(int(power) - 1):
+            result = _mul(result, factor)
+        return elementwise("to_float", result) if isinstance(power, float) else result
+    if power == 0.5:
+        return elementwise("sqrt", base)
+    if power == -0.5:
+        return rsqrt(base)
+    return reciprocal(base) if power == -1 and base.expr.kind == "float" else None
+
+
+def square(input: Any) -> Value:
+    return _mul(input, input)
+
+
+def reciprocal(input: Any) -> Value:
+    return elementwise("div", 1.0, input)
+
+
+def rsqrt(input: Any) -> Value:
+    return reciprocal(elementwise("sqrt", input))
+
+
+def where(condition: Any, input: Any = None, other: Any = None) -> Value:
+    if input is None or other is None:
+        raise current().error(
+            "torch.where(condition) with one argument", "torch.where(condition, a, b)", "pass both choices"
+        )
+    return elementwise("where", condition, input, other)
+
+
+def clamp(input: Any, min: Any = None, max: Any = None) -> Value:
+    result = input if min is None else _maximum(input, min)
+    return coerce(result if max is None else _minimum(result, max))
+
+
+def masked_fill(input: Any, mask: Any, value: Any) -> Value:
+    return where(mask, value, input)
+
+
+def isfinite(input: Any) -> Value:
+    return elementwise("not_", elementwise("or_", isnan(input), isinf(input)))
+
+
+def _never_for_ints(op: str) -> Builder:
+    def build(input: Any) -> Value:
+        x = coerce(input)
+        return elementwise(op, x) if x.expr.kind == "float" else made(const(False), x.dims)
+
+    return build
+
+
+isnan, isinf = _never_for_ints("isnan"), _never_for_ints("isinf")
+
+
+def _whole(op: str) -> Builder:
+    """Rounding of an int is the int."""
+
+    def build(input: Any, *, decimals: int = 0) -> Value:
+        if decimals:
+            raise current().error(
+                "round(decimals=...)", "rounding to whole numbers", "scale before and after"
+            )
+        x = coerce(input)
+        return elementwise(op, x) if x.expr.kind == "float" else x
+
+    return build
+
+
+trunc = _whole("trunc")
+
+
+def _erf_gelu(x: Any) -> Value:
+    return _mul(_mul(x, 0.5), add(1.0, elementwise("erf", _mul(x, math.sqrt(0.5)))))
+
+
+def gelu(input: Any, *, approximate: str = "none") -> Value:
+    """Hendrycks & Gimpel, arXiv:1606.08415: x Phi(x), or its tanh approximation."""
+    if approximate == "none":
+        return _erf_gelu(input)
+    inner = _mul(math.sqrt(2 / math.pi), add(input, _mul(0.044715, _mul(square(input), input))))
+    return _mul(_mul(input, 0.5), add(1.0, elementwise("tanh", inner)))
+
+
+def relu(input: Any, inplace: bool = False) -> Value:
+    # `x <= 0`, not `x > 0`: a NaN then stays a NaN, and the derivative at 0 is torch's 0.
+    x = coerce(input)
+    return where(elementwise("le", x, 0), _mul(x, 0) if x.expr.kind != "float" else 0.0, x)
+
+
+def silu(input: Any, inplace: bool = False) -> Value:
+    return _mul(input, elementwise("sigmoid", input))
+
+
+def softplus(input: Any, beta: Any = 1.0, threshold: Any = 20.0) -> Value:
+    scaled = _mul(coerce(input), beta)
+    bounded = _minimum(scaled, threshold)
+    return where(
+        elementwise("gt", scaled, threshold),
+        input,
+        div(elementwise("log1p", elementwise("exp", bounded)), beta),
+    )
+
+
+def leaky_relu(input: Any, negative_slope: Any = 0.01, inplace: bool = False) -> Value:
+    return where(elementwise("gt", input, 0), input, _mul(input, negative_slope))
+
+
+def elu(
+    input: Any, alpha: Any = 1.0, scale: Any = 1.0, input_scale: Any = 1.0, inplace: bool = False
+) -> Value:
+    below = _mul(alpha, elementwise("expm1", _minimum(_mul(input, input_scale), 0.0)))
+    return _mul(scale, where(elementwise("gt", input, 0), input, below))
+
+
+def selu(input: Any, inplace: bool = False) -> Value:
+    """Klambauer et al., arXiv:1706.02515."""
+    return elu(input, alpha=1.6732632423543772, scale=1.0507009873554805)
+
+
+def hardtanh(input: Any, min_val: Any = -1.0, max_val: Any = 1.0, inplace: bool = False) -> Value:
+    return clamp(input, min_val, max_val)
+
+
+def hardsigmoid(input: Any, inplace: bool = False) -> Value:
+    return div(clamp(add(input, 3.0), 0.0, 6.0), 6.0)
+
+
+def hardswish(input: Any, inplace: bool = False) -> Value:
+    return _mul(input, hardsigmoid(input))
+
+
+def logsigmoid(input: Any) -> Value:
+    return elementwise("neg", softplus(elementwise("neg", input)))
+
+
+def mish(input: Any, inplace: bool = False) -> Value:
+    return _mul(input, elementwise("tanh", softplus(input)))
+
+
+def softsign(input: Any) -> Value:
+    return div(input, add(1.0, elementwise("abs", input)))
+
+
+def tanhshrink(input: Any) -> Value:
+    return sub(input, elementwise("tanh", input))
+
+
+def logit(input: Any, eps: Any = None) -> Value:
+    x = coerce(input) if eps is None else clamp(input, eps, sub(1.0, eps))
+    return elementwise("log", div(x, sub(1.0, x)))
+
+
+def lerp(input: Any, end: Any, weight: Any) -> Value:
+    return add(input, _mul(weight, sub(end, input)))
+
+
+def addcmul(input: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Value:
+    return add(input, _mul(value, _mul(tensor1, tensor2)))
+
+
+def addcdiv(input: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Value:
+    return add(input, _mul(value, div(tensor1, tensor2)))
+
+
+def logaddexp(input: Any, other: Any) -> Value:
+    far = elementwise("neg", elementwise("abs", sub(input, other)))
+    return add(_maximum(input, other), elementwise("log1p", elementwise("exp", far)))
+
+
+def nan_to_num(input: Any, nan: Any = 0.0, posinf: Any = None, neginf: Any = None) -> Value:
+    largest = 3.4028234663852886e38
+    finite = where(elementwise("eq", input, math.inf), largest if posinf is None else posinf, input)
+    finite = where(elementwise("eq", input, -math.inf), -largest if neginf is None else neginf, finite)
+    return where(isnan(input), nan, finite)
+
+
+def _without_nan(choose: Builder) -> Builder:
+    def build(input: Any, other: Any) -> Value:
+        return where(isnan(input), other, where(isnan(other), input, choose(input, other)))
+
+    return build
+
+
+def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Value:
+    if not training or scalar_of(p) == 0:
+        return coerce(input)
+    raise current().error(
+        "dropout inside a mod",
+        "a mod that gives the same result every time it runs",
+        "apply dropout outside the mod",
+    )
+
+
+_GRAMMAR_UNARY = (
+    "neg", "abs", "sign", "exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "sin", "cos", "tan", "asin",
+    "acos", "atan", "sinh", "cosh", "tanh", "sigmoid", "erf", "detach",
+)  # fmt: skip
+_COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
+
+ELEMENTWISE: dict[str, Builder] = {
+    **{name: _unary(name) for name in _GRAMMAR_UNARY},
+    **{name: _primitive(name) for name in (*_COMPARISONS, "atan2")},
+    **{name: _whole(name) for name in ("floor", "ceil", "round", "trunc")},
+    "add": add, "sub": sub, "mul": _mul, "div": div,
+    "rsub": lambda input, other, *, alpha=1: sub(other, input, alpha=alpha),
+    "floor_divide": _primitive("floordiv"), "remainder": _primitive("mod"), "fmod": fmod, "pow": pow,
+    "rpow": lambda input, other: pow(other, input), "rdiv": lambda input, other: div(other, input),
+    "rfloordiv": lambda input, other: elementwise("floordiv", other, input),
+    "rmod": lambda input, other: elementwise("mod", other, input),
+    "minimum": _minimum, "maximum": _maximum,
+    # fmin and fmax ignore a NaN, minimum and maximum return it.
+    "fmin": _without_nan(_minimum), "fmax": _without_nan(_maximum),
+    "bitwise_and": _int_or_bool("bitand", "and_"), "bitwise_or": _int_or_bool("bitor", "or_"),
+    "bitwise_xor": _int_or_bool("bitxor", "xor"), "bitwise_not": bitwise_not,
+    "bitwise_left_shift": _primitive("shl"), "bitwise_right_shift": _primitive("shr"),
+    "logical_and": _primitive("and_"), "logical_or": _primitive("or_"), "logical_xor": _primitive("xor"),
+    "logical_not": _unary("not_"),
+    "where": where, "clamp": clamp, "masked_fill": masked_fill,
+    "clamp_min": lambda input, min: clamp(input, min=min),
+    "clamp_max": lambda input, max: clamp(input, max=max),
+    "square": square, "reciprocal": reciprocal, "rsqrt": rsqrt,
+    "isnan": isnan, "isinf": isinf, "isfinite": isfinite,
+    "isposinf": lambda input: elementwise("eq", input, math.inf),
+    "isneginf": lambda input: elementwise("eq", input, -math.inf),
+    "nan_to_num": nan_to_num, "frac": lambda input: sub(input, trunc(input)),
+    "erfc": lambda input: sub(1.0, elementwise("erf", input)),
+    "log10": lambda input: _mul(elementwise("log", input), 1 / math.log(10.0)),
+    "deg2rad": lambda input: _mul(input, math.pi / 180), "rad2deg": lambda input: _mul(input, 180 / math.pi),
+    "hypot": lambda input, other: elementwise("sqrt", add(square(input), square(other))),
+    "lerp": lerp, "addcmul": addcmul, "addcdiv": addcdiv, "logaddexp": logaddexp, "logit": logit,
+    "relu": relu, "relu6": lambda input, inplace=False: clamp(input, 0.0, 6.0), "silu": silu, "gelu": gelu,
+    "softplus": softplus, "leaky_relu": leaky_relu, "elu": elu, "selu": selu, "hardtanh": hardtanh,
+    "hardsigmoid": hardsigmoid, "hardswish": hardswish, "logsigmoid": logsigmoid, "mish": mish,
+    "softsign": softsign, "tanhshrink": tanhshrink, "dropout": dropout,
+}  # fmt: skip

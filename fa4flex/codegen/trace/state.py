@@ -1,0 +1,124 @@
+"""What one attempt at a trace knows: slots, origins, fresh axis names, and the numbers the code looked at."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import CodeType
+
+import torch
+from torch import Tensor
+
+from fa4flex.codegen.expr import Expr, apply, const, reduce, substitute, sym
+from fa4flex.codegen.trace.captures import Captures, Recipe
+from fa4flex.codegen.trace.origin import user_line
+from fa4flex.errors import Origin, TraceError
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A tensor made while tracing: what makes it again (None when it is free of captured tensors)."""
+
+    tensor: Tensor
+    recipe: Recipe | None
+
+
+@dataclass
+class State:
+    """One attempt at tracing one function; `boundary` is the code above which no line is the user's mod."""
+
+    captures: Captures
+    boundary: CodeType
+    device: torch.device = torch.device("cpu")
+    names: dict[int, str] = field(default_factory=dict)
+    """Names in the user's code of captured tensors, by id."""
+    made: dict[int, Derived] = field(default_factory=dict)
+    """Tensors made while tracing, by id."""
+    origins: dict[Expr, Origin] = field(default_factory=dict)
+    looked_at: dict[str, tuple[int | float, Origin | None]] = field(default_factory=dict)
+    """Run-time numbers whose value the code needed, by name: their value, and where."""
+    first_error: TraceError | None = None
+    """Kept because libraries may swallow an exception raised inside a protocol method."""
+    compute_dtype_read: bool = False
+    cut_axes: set[str] = field(default_factory=set)
+    """Axes that cover part of a dimension: a negative index into them is not one into the tensor."""
+    _bound: dict[tuple[Expr, str], str] = field(default_factory=dict)
+    _axes: int = 0
+
+    def fresh_axis(self) -> str:
+        self._axes += 1
+        return f"r{self._axes - 1}"
+
+    def where(self) -> Origin | None:
+        return user_line(self.boundary, depth=2)
+
+    def error(self, given: str, expected: str, fix: str) -> TraceError:
+        """A TraceError at the user's current line, remembered in case a library swallows it."""
+        error = TraceError(given, expected, fix, self.where())
+        self.first_error = self.first_error or error
+        return error
+
+    def record(self, root: Expr) -> None:
+        """Give every node under `root` that is new the user's current line."""
+        if root in self.origins:
+            return
+        line = self.where()
+        stack = [root]
+        while line is not None and stack:
+            node = stack.pop()
+            if node not in self.origins:
+                self.origins[node] = line
+                stack.extend(node.args)
+
+    def fold(self, how: str, axis: str, extent: int, body: Expr) -> Expr:
+        """`body` reduced over `axis`, under a name that no live value uses.
+
+        Substituting an index for a free axis then never reaches into a reduction already made.
+        """
+        name = self._bound.get((body, axis))
+        if name is None:
+            name = self._bound[body, axis] = self.fresh_axis()
+        if extent == 0:
+            return _fold_nothing(self, how, body)
+        return reduce(how, name, extent, substitute(body, {sym(axis): sym(name)}))
+
+    def look(self, numbers: dict[str, int | float]) -> None:
+        """The code needs these run-time numbers now: they become constants of the trace."""
+        for name, value in numbers.items():
+            self.looked_at.setdefault(name, (value, user_line(self.boundary, depth=2)))
+
+
+def _fold_nothing(state: State, how: str, body: Expr) -> Expr:
+    if how in ("max", "min"):
+        raise state.error(f"{how} of an empty vector", "at least one element", "check the tensor's shape")
+    if how in ("any", "all"):
+        return const(how == "all")
+    return apply("to_float" if body.kind == "float" else "to_int", const(int(how == "prod")))
+
+
+_running = threading.local()
+
+
+def current() -> State:
+    """The attempt that is running in this thread."""
+    stack: list[State] = getattr(_running, "stack", [])
+    if not stack:
+        raise TraceError(
+            given="a traced value was used after its mod returned",
+            expected="values of b, h, q_idx, kv_idx and score used inside the mod only",
+            fix="do not store them outside the mod",
+            where=user_line(),
+        )
+    return stack[-1]
+
+
+@contextmanager
+def running(state: State) -> Iterator[State]:
+    stack: list[State] = _running.__dict__.setdefault("stack", [])
+    stack.append(state)
+    try:
+        yield state
+    finally:
+        stack.pop()

@@ -1,0 +1,291 @@
+"""trace(): call the user's function once on proxies, and read the expression off what it returns."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from types import FunctionType, MappingProxyType, MethodType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fa4flex.codegen.expr import CONTEXT, Expr, sym, to_float
+from fa4flex.codegen.trace.build import coerce, from_tensor
+from fa4flex.codegen.trace.captures import Captures, renumber
+from fa4flex.codegen.trace.closure import Lifter
+from fa4flex.codegen.trace.dispatch import Tracing
+from fa4flex.codegen.trace.functions import intercepting
+from fa4flex.codegen.trace.origin import definition_line, raising_line
+from fa4flex.codegen.trace.state import State, running
+from fa4flex.codegen.trace.value import Value, is_number
+from fa4flex.errors import Fa4flexError, Origin, TraceError
+
+ModKind = Literal["score", "mask"]
+SIGNATURES: dict[ModKind, tuple[str, ...]] = {
+    "score": ("score", "b", "h", "q_idx", "kv_idx"),
+    "mask": ("b", "h", "q_idx", "kv_idx"),
+}
+_SYMBOLS = {"score": "score", "b": "b", "h": "h", "q_idx": "q", "kv_idx": "kv"}
+
+
+@dataclass(frozen=True)
+class Pinned:
+    """A captured number that is a constant of the program, because the mod looked at its value in `where`."""
+
+    name: str
+    value: int | float
+    where: Origin | None
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A mod as an expression: a bool for a mask, a float for a score. `origins`: lines of the user's code."""
+
+    name: str
+    kind: ModKind
+    root: Expr
+    origins: Mapping[Expr, Origin] = field(compare=False, repr=False)
+    pinned: tuple[Pinned, ...] = ()
+
+    def renumbered(self, tensors: Mapping[int, int], scalars: Mapping[int, int]) -> Traced:
+        """The same function with other slot numbers."""
+        memo: dict[Expr, Expr] = {}
+        root = renumber(self.root, tensors, scalars, memo)
+        origins = {memo[node]: line for node, line in self.origins.items() if node in memo}
+        return replace(self, root=root, origins=MappingProxyType(origins))
+
+
+class _Restart(Exception):
+    """The attempt needs these numbers as constants."""
+
+    def __init__(self, looked_at: dict[str, tuple[int | float, Origin | None]]) -> None:
+        super().__init__(*looked_at)
+        self.looked_at = looked_at
+
+
+def trace(fn: Callable[..., Any], kind: ModKind, captures: Captures) -> Traced:
+    """The expression of a FlexAttention mod.
+
+    fn(score, b, h, q_idx, kv_idx) -> float for kind "score", fn(b, h, q_idx, kv_idx) -> bool for kind "mask";
+    either may also take parameters named q_len, kv_len and num_heads. Captured tensors and numbers get slots
+    in `captures`; call `captures.finish(...)` after the last trace. Raises TraceError, with the user's line.
+    """
+    if not callable(fn):
+        raise TraceError(f"{fn!r} as a {kind}_mod", f"a function {_form(kind)}", "pass a callable")
+    context = _check_signature(fn, kind)
+    constants: dict[str, Pinned] = {}
+    mark = captures.mark()
+    while True:
+        try:
+            return _attempt(fn, kind, captures, context, constants, freeze=False)
+        except _Restart as restart:
+            captures.rewind(mark)
+            constants.update((n, Pinned(n, value, line)) for n, (value, line) in restart.looked_at.items())
+        except BaseException as error:
+            captures.rewind(mark)
+            return _retry_with_constants(fn, kind, captures, context, error)
+
+
+def _retry_with_constants(
+    fn: Callable[..., Any], kind: ModKind, captures: Captures, context: tuple[str, ...], first: BaseException
+) -> Traced:
+    """The mod may fail on proxies for its numbers only (a C extension wants a real int): now none is one."""
+    if not isinstance(first, Exception):
+        raise first
+    mark = captures.mark()
+    try:
+        return _attempt(fn, kind, captures, context, {}, freeze=True)
+    except Fa4flexError as error:
+        captures.rewind(mark)
+        raise error.with_traceback(None) from error.__cause__
+    except Exception as error:
+        captures.rewind(mark)
+        raise TraceError(
+            given=f"{_name(fn)} raised {type(error).__name__}: {error}",
+            expected=f"a {kind}_mod that runs on traced values",
+            fix="see the exception above; the mod is called once, on stand-ins for 0-d tensors",
+            where=raising_line(error) or definition_line(fn),
+        ) from error
+
+
+def _attempt(
+    fn: Callable[..., Any],
+    kind: ModKind,
+    captures: Captures,
+    context: tuple[str, ...],
+    constants: dict[str, Pinned],
+    freeze: bool,
+) -> Traced:  # fmt: skip
+    lifter = Lifter(set(constants), freeze)
+    lifted = _callable(lifter, fn)
+    state = State(captures, _call.__code__, lifter.device or torch.device("cpu"), lifter.tensor_names)
+    with running(state):
+        result = _call(lifted, kind, context, state)
+        _restart_if_looked(state, constants)
+        lifter.check_unchanged()
+        root = _root(result, kind, state, fn)
+        _restart_if_looked(state, constants)
+    pinned = tuple(constants.values())
+    if freeze:
+        pinned = tuple(Pinned(n, value, definition_line(fn)) for n, value in lifter.numbers.items())
+    return Traced(_name(fn), kind, root, MappingProxyType(state.origins), pinned)
+
+
+def _restart_if_looked(state: State, constants: dict[str, Pinned]) -> None:
+    if state.looked_at.keys() - constants.keys():
+        raise _Restart(state.looked_at)
+
+
+def _callable(lifter: Lifter, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The lifted function; for a callable instance, its __call__ lifted as well."""
+    lifted = lifter.lift(fn, "mod")
+    method = next((vars(c)["__call__"] for c in type(fn).__mro__ if "__call__" in vars(c)), None)
+    if lifted is not fn and isinstance(method, FunctionType) and not isinstance(fn, torch.nn.Module):
+        return MethodType(lifter.lift(method, "mod"), lifted)
+    return lifted
+
+
+def _call(lifted: Callable[..., Any], kind: ModKind, context: tuple[str, ...], state: State) -> Any:
+    """The user's code runs below this frame."""
+    dtypes = {"score": torch.float32}
+    args = [_symbol(_SYMBOLS[p], dtypes.get(p, torch.int64)) for p in SIGNATURES[kind]]
+    extra = {name: _symbol(name, torch.int64) for name in context}
+    try:
+        with torch.enable_grad(), intercepting(), Tracing():
+            result = lifted(*args, **extra)
+    except Exception as error:
+        if state.looked_at:
+            raise _Restart(state.looked_at) from None
+        if state.first_error is not None and error is not state.first_error:
+            raise state.first_error from error
+        raise
+    if state.first_error is not None:  # torch turns a TypeError inside `+=` into a plain addition
+        raise state.first_error
+    return result
+
+
+def _symbol(name: str, dtype: torch.dtype) -> Value:
+    return Value(sym(name), (), dtype)
+
+
+# --- signatures -------------------------------------------------------------------------------------
+
+
+def _form(kind: ModKind) -> str:
+    return f"{kind}_mod({', '.join(SIGNATURES[kind])})"
+
+
+def _check_signature(fn: Callable[..., Any], kind: ModKind) -> tuple[str, ...]:
+    """Names of the context (q_len, kv_len, num_heads) that `fn` asks for; raises if it takes no indices."""
+    declared = getattr(fn, "context", None)
+    try:
+        parameters = list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):  # a builtin without a signature: calling it will tell
+        return ()
+    bound = _bound_keywords(fn)
+    context = tuple(p.name for p in parameters if p.name in CONTEXT and p.name not in bound)
+    if isinstance(declared, tuple) and all(name in CONTEXT for name in declared):
+        context = declared
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    indices = [
+        p for p in parameters if p.kind in positional and p.default is p.empty and p.name not in CONTEXT
+    ]
+    needed = len(SIGNATURES[kind])
+    takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    stuck = [
+        p.name
+        for p in parameters
+        if p.kind is p.KEYWORD_ONLY and p.default is p.empty and p.name not in CONTEXT
+    ]
+    if stuck or len(indices) > needed or (len(indices) < needed and not takes_any):
+        raise _wrong_arity(fn, kind, [p.name for p in indices], stuck)
+    return context
+
+
+def _bound_keywords(fn: Any) -> set[str]:
+    """Keyword arguments that a functools.partial already gives."""
+    return set(fn.keywords) | _bound_keywords(fn.func) if isinstance(fn, functools.partial) else set()
+
+
+def _wrong_arity(fn: Callable[..., Any], kind: ModKind, given: list[str], stuck: list[str]) -> TraceError:
+    other: ModKind = "mask" if kind == "score" else "score"
+    fix = "bind other arguments with functools.partial, a closure or defaults"
+    if len(given) == len(SIGNATURES[other]) and not stuck:
+        fix = f"this looks like a {other}_mod: pass it as one"
+    keyword = f" and needs keyword arguments ({', '.join(stuck)})" if stuck else ""
+    return TraceError(
+        given=f"{_name(fn)} takes {len(given)} positional arguments ({', '.join(given)}){keyword}",
+        expected=_form(kind),
+        fix=fix,
+        where=definition_line(fn),
+    )
+
+
+def _name(fn: Any) -> str:
+    return str(
+        getattr(fn, "__name__", None) or getattr(getattr(fn, "func", None), "__name__", type(fn).__name__)
+    )
+
+
+# --- results ----------------------------------------------------------------------------------------
+
+
+def _root(result: Any, kind: ModKind, state: State, fn: Callable[..., Any]) -> Expr:
+    """The expression that the mod returned, checked to be one bool or one float."""
+    value = _as_value(result, kind, fn)
+    if value.dims:
+        extents = tuple(d.extent for d in value.dims)
+        raise _bad_result(
+            f"a vector of shape {extents}", kind, fn, "index it, or reduce it with sum, any, ..."
+        )
+    found = value.expr.kind
+    if kind == "mask" and found != "bool":
+        given = f"{_article(found)} (`{value.expr}`)"
+        raise _bad_result(given, kind, fn, "a mask_mod returns a bool; compare, as in `x > 0` or `x != 0`")
+    if kind == "score" and found == "bool":
+        given = f"a bool (`{value.expr}`)"
+        raise _bad_result(
+            given, kind, fn, "pass it as a mask_mod, or use torch.where(condition, score, -inf)"
+        )
+    root = to_float(value.expr) if kind == "score" else value.expr
+    state.record(root)
+    return root
+
+
+def _as_value(result: Any, kind: ModKind, fn: Callable[..., Any]) -> Value:
+    if isinstance(result, Tensor):
+        return from_tensor(result)
+    if isinstance(result, (Value, bool, int, float)) or is_number(result):
+        return coerce(result)
+    fix = "add a return statement" if result is None else "return one value"
+    raise _bad_result("None" if result is None else f"a {type(result).__name__}", kind, fn, fix)
+
+
+def _article(kind: str) -> str:
+    return f"an {kind}" if kind == "int" else f"a {kind}"
+
+
+def _bad_result(given: str, kind: ModKind, fn: Callable[..., Any], fix: str) -> TraceError:
+    expected = "one bool" if kind == "mask" else "one floating value"
+    return TraceError(f"{_name(fn)} returned {given}", expected, fix, _return_line(fn))
+
+
+def _return_line(fn: Callable[..., Any]) -> Origin | None:
+    """The line of the last return statement, where there is Python code to look at."""
+    import dis
+
+    place = definition_line(fn)
+    code = getattr(fn, "__code__", None)
+    lines = list(_lines(dis.get_instructions(code))) if code is not None else []
+    return Origin(place.file, lines[-1]) if place and lines else place
+
+
+def _lines(steps: Iterator[Any]) -> Iterator[int]:
+    line = 0
+    for step in steps:
+        line = step.starts_line or line
+        if step.opname == "RETURN_VALUE":
+            yield line

@@ -1,0 +1,416 @@
+"""Block-sparse maps: which blocks of (query, key) pairs are empty, partial or full.
+
+    allowed(q, kv) = block is full, or block is partial and (there is no mask_mod or mask_mod allows it)
+
+A block map without a mask_mod is therefore a mask by itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, noop_mask
+
+from fa4flex.errors import InputError
+from fa4flex.primitives.base import Family, call_mod, show
+from fa4flex.primitives.mask import Mask, MaskMod, as_mask
+
+EMPTY, PARTIAL, FULL = 0, 1, 2
+_INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class BlockMap:
+    """`classes` uint8 [B or 1, H or 1, R, C], each EMPTY, PARTIAL or FULL, for blocks of `block_size`.
+
+    R = ceil(q_len / block_size[0]), C = ceil(kv_len / block_size[1]). B = 1 or H = 1 stands for every
+    batch or every query head. Raises InputError for anything else.
+    """
+
+    classes: Tensor
+    block_size: tuple[int, int]
+    q_len: int
+    kv_len: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "block_size", _block_size(self.block_size))
+        _check_lengths(self.q_len, self.kv_len)
+        _check_classes(self)
+
+    # --- constructors ---------------------------------------------------------------------------
+
+    @staticmethod
+    def from_counts(
+        counts: Tensor,
+        indices: Tensor,
+        block_size: int | tuple[int, int],
+        q_len: int,
+        kv_len: int,
+        full_counts: Tensor | None = None,
+        full_indices: Tensor | None = None,
+    ) -> BlockMap:
+        """Lists of key blocks per row of query blocks, as torch's BlockMask and FlashAttention hold them.
+
+        counts [B or 1, H or 1, R] and indices [B or 1, H or 1, R, C'] (int32 or int64) list the partial
+        blocks, `full_*` the full ones. Only the first `counts` entries of a row are read: what stands
+        behind them does not matter. Raises InputError for counts beyond C', indices out of range, and
+        blocks listed twice.
+        """
+        size = _block_size(block_size)
+        _check_lengths(q_len, kv_len)
+        columns = -(-kv_len // size[1])
+        classes = _listed(counts, indices, columns, "indices").to(torch.uint8) * PARTIAL
+        if (full_counts is None) != (full_indices is None):
+            given, missing = (
+                ("full_indices", "full_counts") if full_counts is None else ("full_counts", "full_indices")
+            )
+            raise InputError(f"{given} without {missing}", "both, or neither", f"pass {missing} too")
+        if full_counts is not None and full_indices is not None:
+            full = _listed(full_counts, full_indices, columns, "full_indices")
+            if full.shape != classes.shape or full.device != classes.device:
+                raise InputError(
+                    f"partial blocks give a map {list(classes.shape)} on {classes.device}, "
+                    f"full blocks {list(full.shape)} on {full.device}",
+                    "the same batch, heads, rows and device",
+                    "build both lists from one map",
+                )
+            both = full & (classes != EMPTY)
+            if bool(both.any()):
+                raise InputError(
+                    f"block {_first(both)} (batch, head, row, column) is both partial and full",
+                    "each block in one list",
+                    "drop it from one of them",
+                )
+            classes = classes + full.to(torch.uint8) * FULL
+        return BlockMap(classes, size, q_len, kv_len)
+
+    @staticmethod
+    def from_dense(
+        classes: Tensor,
+        block_size: int | tuple[int, int],
+        q_len: int | None = None,
+        kv_len: int | None = None,
+    ) -> BlockMap:
+        """From bool (True is PARTIAL: a mask_mod still decides) or uint8 classes.
+
+        classes [R, C], [H, R, C] or [B, H, R, C]; lengths default to whole blocks.
+        """
+        if not isinstance(classes, Tensor) or classes.dtype not in (torch.bool, torch.uint8):
+            raise InputError(
+                f"a block map of {getattr(classes, 'dtype', type(classes).__name__)}",
+                "a bool tensor, or uint8 with 0 empty, 1 partial, 2 full",
+                "convert with .bool() (listed blocks) or .to(torch.uint8) (classes)",
+            )
+        if classes.ndim not in (2, 3, 4):
+            raise InputError(
+                f"a block map of rank {classes.ndim}, shape {list(classes.shape)}",
+                "[R, C], [H, R, C] or [B, H, R, C]",
+                "add or drop leading dimensions",
+            )
+        size = _block_size(block_size)
+        while classes.ndim < 4:
+            classes = classes.unsqueeze(0)
+        whole = (classes.shape[2] * size[0], classes.shape[3] * size[1])
+        q_len, kv_len = whole[0] if q_len is None else q_len, whole[1] if kv_len is None else kv_len
+        return BlockMap(classes.to(torch.uint8), size, q_len, kv_len)
+
+    @staticmethod
+    def from_torch(block_mask: BlockMask) -> tuple[BlockMap, MaskMod | None]:
+        """A torch BlockMask as its map and its mask_mod (None where it has none).
+
+        A map without a mask_mod keeps its meaning: listed blocks are allowed, all others are not.
+        """
+        mask_mod = block_mask.mask_mod
+        if getattr(mask_mod, "__name__", "") == "_sliced_mask_mod_error":
+            raise InputError(
+                "a sliced BlockMask: slicing replaced its mask_mod by a function that only raises",
+                "a BlockMask whose mask_mod fits the slice",
+                "reassign it: sliced.mask_mod = original.mask_mod, with q_idx offset by the rows cut off",
+            )
+        blocks = BlockMap.from_counts(
+            block_mask.kv_num_blocks,
+            block_mask.kv_indices,
+            block_mask.BLOCK_SIZE,
+            *block_mask.seq_lengths,
+            block_mask.full_kv_num_blocks,
+            block_mask.full_kv_indices,
+        )
+        return blocks, None if mask_mod is None or mask_mod is noop_mask else mask_mod
+
+    @staticmethod
+    def from_csr(
+        row_starts: Tensor,
+        columns: Tensor,
+        shape: tuple[int, int],
+        block_size: int | tuple[int, int],
+        q_len: int | None = None,
+        kv_len: int | None = None,
+    ) -> BlockMap:
+        """From the CSR pattern of listed (PARTIAL) blocks, one for all batches and heads.
+
+        row_starts [R + 1] (crow_indices, indptr) and columns [entries] (col_indices, indices), int32 or
+        int64; shape = (R, C) in blocks; lengths default to whole blocks.
+        """
+        rows, width = shape
+        _check_index_tensor(row_starts, 1, "row_starts")
+        _check_index_tensor(columns, 1, "columns")
+        if row_starts.device != columns.device:
+            raise InputError(
+                f"row_starts on {row_starts.device}, columns on {columns.device}",
+                "one device",
+                "move one of them",
+            )
+        lengths_of_rows = row_starts[1:] - row_starts[:-1]
+        if row_starts.numel() != rows + 1 or int(row_starts[0]) != 0 or bool((lengths_of_rows < 0).any()):
+            raise InputError(
+                f"row_starts {show(row_starts)} for {rows} rows of blocks",
+                f"{rows + 1} entries that start at 0 and never decrease",
+                "pass crow_indices() of a CSR tensor with one row per query block",
+            )
+        if int(row_starts[-1]) != columns.numel():
+            raise InputError(
+                f"row_starts end at {int(row_starts[-1])}, columns has {columns.numel()} entries",
+                "row_starts[-1] == len(columns)",
+                "pass the matching pair of tensors",
+            )
+        _check_range(columns, width, "columns")
+        row = torch.repeat_interleave(torch.arange(rows, device=columns.device), lengths_of_rows.long())
+        hits = torch.zeros(rows * width, dtype=torch.int32, device=columns.device)
+        hits.scatter_add_(0, row * width + columns.long(), torch.ones_like(row, dtype=torch.int32))
+        _check_once(hits.view(1, 1, rows, width), "columns")
+        return BlockMap.from_dense(hits.view(rows, width) > 0, block_size, q_len, kv_len)
+
+    @staticmethod
+    def from_sparse(
+        pattern: Tensor,
+        block_size: int | tuple[int, int] | None = None,
+        q_len: int | None = None,
+        kv_len: int | None = None,
+    ) -> BlockMap:
+        """From a sparse_csr tensor [R, C] with an entry per block, or a sparse_bsr tensor [q_len, kv_len].
+
+        A BSR tensor brings its block size; a CSR tensor needs `block_size`. Only the pattern counts:
+        a stored zero raises InputError, because it might have been meant as "not allowed".
+        """
+        if pattern.layout not in (torch.sparse_csr, torch.sparse_bsr) or pattern.ndim != 2:
+            raise InputError(
+                f"a {pattern.layout} tensor of shape {list(pattern.shape)}",
+                "a 2-D sparse_csr or sparse_bsr tensor",
+                "convert with .to_sparse_csr() or .to_sparse_bsr(block_size)",
+            )
+        values = pattern.values()
+        if bool((values == 0).any()):
+            raise InputError(
+                "the sparse tensor stores zeros, and only its pattern is used",
+                "non-zero stored values",
+                "store ones for the blocks; express what is masked inside a block as a mask_mod",
+            )
+        if pattern.layout == torch.sparse_bsr:
+            own = (values.shape[-2], values.shape[-1])
+            if block_size is not None and _block_size(block_size) != own:
+                raise InputError(
+                    f"block_size={block_size} for a BSR tensor of {own} blocks",
+                    f"{own}",
+                    "leave block_size out",
+                )
+            shape = (pattern.shape[0] // own[0], pattern.shape[1] // own[1])
+            return BlockMap.from_csr(pattern.crow_indices(), pattern.col_indices(), shape, own, q_len, kv_len)
+        if block_size is None:
+            raise InputError(
+                "a CSR tensor of blocks without block_size", "tokens per block", "pass block_size=(128, 128)"
+            )
+        shape = (pattern.shape[0], pattern.shape[1])
+        return BlockMap.from_csr(
+            pattern.crow_indices(), pattern.col_indices(), shape, block_size, q_len, kv_len
+        )
+
+    # --- meaning --------------------------------------------------------------------------------
+
+    def mask(self, inner: Mask | MaskMod | Family[Mask] | None = None) -> Mask:
+        """The map as a Mask; `inner` decides inside partial blocks (None: they are allowed)."""
+        return BlockedMask(self, None if inner is None else as_mask(inner))
+
+    def fits(self, q_len: int, kv_len: int, batch: int, heads: int) -> None:
+        """Raise InputError unless the map was made for these lengths, this batch and these query heads."""
+        if (self.q_len, self.kv_len) != (q_len, kv_len):
+            raise InputError(
+                f"a block map for q_len={self.q_len}, kv_len={self.kv_len} "
+                f"with q_len={q_len}, kv_len={kv_len}",
+                "the lengths that the map was made for",
+                "build the map for these lengths; a mask without a block map serves any length",
+            )
+        for name, given, wanted in (
+            ("batch", self.classes.shape[0], batch),
+            ("heads", self.classes.shape[1], heads),
+        ):
+            if given not in (1, wanted):
+                raise InputError(
+                    f"a block map with {given} {name} for inputs with {wanted}",
+                    f"1 (shared) or {wanted}",
+                    "expand or slice the map; heads are query heads",
+                )
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many blocks are empty, partial and full."""
+        counted = torch.bincount(self.classes.flatten().long(), minlength=3).tolist()
+        return dict(zip(("empty", "partial", "full"), counted, strict=True))
+
+    @property
+    def sparsity(self) -> float:
+        """The share of empty blocks, 0 to 1."""
+        return self.counts["empty"] / self.classes.numel()
+
+    def to(self, device: torch.device | str) -> BlockMap:
+        """The same map on another device."""
+        return BlockMap(self.classes.to(device), self.block_size, self.q_len, self.kv_len)
+
+    def __repr__(self) -> str:
+        return f"BlockMap({show(self.classes)}, {self.block_size}, {self.q_len}, {self.kv_len})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class BlockedMask(Mask):
+    """A block map as a mask, with the mask that decides inside its partial blocks."""
+
+    blocks: BlockMap
+    inner: Mask | None
+
+    @property
+    def context(self) -> tuple[str, ...]:  # type: ignore[override]
+        return () if self.inner is None else self.inner.context
+
+    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any, **context: Any) -> Any:
+        classes, (rows, columns) = self.blocks.classes, self.blocks.block_size
+        batch = b if classes.shape[0] > 1 else 0
+        head = h if classes.shape[1] > 1 else 0
+        found = classes[batch, head, q_idx // rows, kv_idx // columns]
+        if self.inner is None:
+            return found != EMPTY
+        return (found == FULL) | ((found == PARTIAL) & call_mod(self.inner, (b, h, q_idx, kv_idx), context))
+
+    def __repr__(self) -> str:
+        return f"{self.blocks!r}.mask({'' if self.inner is None else repr(self.inner)})"
+
+
+# --- checks -----------------------------------------------------------------------------------------
+
+
+def _is_length(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _block_size(size: int | tuple[int, int]) -> tuple[int, int]:
+    pair = (size, size) if isinstance(size, int) else tuple(size)
+    if len(pair) != 2 or not all(map(_is_length, pair)):
+        raise InputError(
+            f"block_size={size}", "one or two positive ints (query, key tokens)", "e.g. block_size=128"
+        )
+    return pair[0], pair[1]
+
+
+def _check_lengths(q_len: int, kv_len: int) -> None:
+    if not (_is_length(q_len) and _is_length(kv_len)):
+        raise InputError(
+            f"q_len={q_len}, kv_len={kv_len}", "positive ints", "pass lengths in tokens, not in blocks"
+        )
+
+
+def _check_classes(blocks: BlockMap) -> None:
+    classes, (rows, columns) = blocks.classes, blocks.block_size
+    if not isinstance(classes, Tensor) or classes.dtype != torch.uint8:
+        raise InputError(
+            f"classes of {getattr(classes, 'dtype', type(classes).__name__)}",
+            "a uint8 tensor: 0 empty, 1 partial, 2 full",
+            "use BlockMap.from_dense for bool maps",
+        )
+    if classes.ndim != 4:
+        raise InputError(
+            f"classes of rank {classes.ndim}, shape {list(classes.shape)}",
+            "[B or 1, H or 1, R, C]",
+            "use BlockMap.from_dense for fewer dimensions",
+        )
+    wanted = [-(-blocks.q_len // rows), -(-blocks.kv_len // columns)]
+    if list(classes.shape[2:]) != wanted:
+        raise InputError(
+            f"a map of {list(classes.shape[2:])} blocks for q_len={blocks.q_len}, kv_len={blocks.kv_len} "
+            f"in blocks of {blocks.block_size}",
+            f"{wanted} blocks: ceil(length / block size)",
+            "check block_size (query, key) and the lengths in tokens",
+        )
+    if bool((classes > FULL).any()):
+        raise InputError(
+            f"class {int(classes.max())} in the map",
+            "0 empty, 1 partial, 2 full",
+            "map other values to these",
+        )
+
+
+def _check_index_tensor(tensor: Tensor, rank: int, name: str) -> None:
+    if not isinstance(tensor, Tensor) or tensor.dtype not in _INDEX_DTYPES:
+        raise InputError(
+            f"{name} of {getattr(tensor, 'dtype', type(tensor).__name__)}",
+            "an int32 or int64 tensor",
+            f"convert with {name}.to(torch.int32)",
+        )
+    if tensor.ndim != rank:
+        raise InputError(
+            f"{name} of rank {tensor.ndim}, shape {list(tensor.shape)}",
+            f"rank {rank}",
+            "add or drop dimensions",
+        )
+
+
+def _check_range(live: Tensor, columns: int, name: str) -> None:
+    if live.numel() and (int(live.min()) < 0 or int(live.max()) >= columns):
+        wrong = int(live.min()) if int(live.min()) < 0 else int(live.max())
+        raise InputError(
+            f"key block {wrong} in {name}",
+            f"0 to {columns - 1}: kv_len has {columns} blocks",
+            "check block_size and kv_len; indices count blocks, not tokens",
+        )
+
+
+def _check_once(hits: Tensor, name: str) -> None:
+    if bool((hits > 1).any()):
+        raise InputError(
+            f"block {_first(hits > 1)} (batch, head, row, column) is listed more than once in {name}",
+            "each key block once per row",
+            "remove the duplicates, e.g. with torch.unique per row",
+        )
+
+
+def _first(where: Tensor) -> tuple[int, ...]:
+    return tuple(where.nonzero()[0].tolist())
+
+
+def _listed(counts: Tensor, indices: Tensor, columns: int, name: str) -> Tensor:
+    """bool [B, H, R, C]: the blocks that a row lists."""
+    counts_name = name.replace("indices", "counts")
+    _check_index_tensor(counts, 3, counts_name)
+    _check_index_tensor(indices, 4, name)
+    if counts.shape != indices.shape[:3] or counts.device != indices.device:
+        raise InputError(
+            f"{counts_name} {list(counts.shape)} on {counts.device}, "
+            f"{name} {list(indices.shape)} on {indices.device}",
+            "counts [B, H, R] and indices [B, H, R, C'] on one device",
+            "pass the matching pair of tensors",
+        )
+    width = indices.shape[3]
+    if counts.numel() and (int(counts.min()) < 0 or int(counts.max()) > width):
+        raise InputError(
+            f"{counts_name} from {int(counts.min())} to {int(counts.max())}",
+            f"0 to {width}: {name} has {width} entries per row",
+            f"give {name} room for the longest row",
+        )
+    live = torch.arange(width, device=counts.device) < counts.unsqueeze(-1)
+    _check_range(indices[live], columns, name)
+    # Dead entries may hold anything: they are sent to one extra column, which is cut off.
+    hits = torch.zeros(*counts.shape, columns + 1, dtype=torch.int32, device=counts.device)
+    hits.scatter_add_(3, torch.where(live, indices, columns).long(), live.to(torch.int32))
+    hits = hits[..., :columns]
+    _check_once(hits, name)
+    return hits > 0

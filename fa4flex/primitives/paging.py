@@ -1,0 +1,123 @@
+"""Paged key/value caches: fixed-size pages in one pool, and a table of each sequence's pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fa4flex.errors import InputError
+from fa4flex.primitives.base import show
+
+_INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Paging:
+    """`page_table` [B, max_pages] and `seqused_k` [B], int32 or int64 (FlashAttention's names and layout).
+
+    Sequence b's key t lives in page `page_table[b, t // page_size]`, slot `t % page_size`, of caches
+    [pages, page_size, Hkv, D]. Any page size will do. Only the first ceil(seqused_k[b] / page_size)
+    entries of a row are read; pages may be shared between sequences. Raises InputError.
+    """
+
+    page_table: Tensor
+    seqused_k: Tensor
+
+    def __post_init__(self) -> None:
+        for name, tensor, rank in (("page_table", self.page_table, 2), ("seqused_k", self.seqused_k, 1)):
+            if not isinstance(tensor, Tensor) or tensor.dtype not in _INDEX_DTYPES:
+                raise InputError(
+                    f"{name} of {getattr(tensor, 'dtype', type(tensor).__name__)}",
+                    "an int32 or int64 tensor",
+                    f"convert: torch.as_tensor({name}, dtype=torch.int32)",
+                )
+            if tensor.ndim != rank or 0 in tensor.shape:
+                raise InputError(
+                    f"{name} of shape {list(tensor.shape)}",
+                    "page_table [B, max_pages] and seqused_k [B]",
+                    "one row of pages and one length per sequence",
+                )
+        if self.page_table.shape[0] != self.seqused_k.shape[0]:
+            raise InputError(
+                f"page_table has {self.page_table.shape[0]} sequences, seqused_k {self.seqused_k.shape[0]}",
+                "one length per row of the page table",
+                "pass both for the same batch",
+            )
+        if self.page_table.device != self.seqused_k.device:
+            raise InputError(
+                f"page_table on {self.page_table.device}, seqused_k on {self.seqused_k.device}",
+                "one device",
+                "move them with .to(q.device)",
+            )
+        if int(self.seqused_k.min()) < 0:
+            raise InputError(
+                f"seqused_k of {int(self.seqused_k.min())}", "lengths >= 0", "use 0 for an empty sequence"
+            )
+
+    @property
+    def sequences(self) -> int:
+        return self.page_table.shape[0]
+
+    def check(self, k_cache: Tensor, v_cache: Tensor) -> None:
+        """Raise InputError unless the caches fit: k [pages, page_size, Hkv, D], v [.., Dv]."""
+        for name, cache in (("k", k_cache), ("v", v_cache)):
+            if cache.ndim != 4:
+                raise InputError(
+                    f"{name} cache of shape {list(cache.shape)}",
+                    "[pages, page_size, Hkv, head_dim]",
+                    "split a flat cache with .unflatten(0, (pages, page_size))",
+                )
+            if cache.device != self.page_table.device:
+                raise InputError(
+                    f"{name} cache on {cache.device}, page_table on {self.page_table.device}",
+                    "one device",
+                    "move the page table to the cache",
+                )
+        if k_cache.shape[:3] != v_cache.shape[:3] or k_cache.dtype != v_cache.dtype:
+            raise InputError(
+                f"k cache {k_cache.dtype} {list(k_cache.shape)}, "
+                f"v cache {v_cache.dtype} {list(v_cache.shape)}",
+                "the same dtype, pages, page size and heads",
+                "allocate both caches alike; only the last dimension may differ",
+            )
+        pages, page_size = k_cache.shape[:2]
+        capacity = self.page_table.shape[1] * page_size
+        if int(self.seqused_k.max()) > capacity:
+            raise InputError(
+                f"seqused_k of {int(self.seqused_k.max())} tokens",
+                f"at most max_pages * page_size = {self.page_table.shape[1]} * {page_size} = {capacity}",
+                "give the page table more columns",
+            )
+        live = self.page_table[self._live(page_size)]
+        if live.numel() and (int(live.min()) < 0 or int(live.max()) >= pages):
+            wrong = int(live.min()) if int(live.min()) < 0 else int(live.max())
+            raise InputError(
+                f"page {wrong} in the page table",
+                f"0 to {pages - 1}: the cache has {pages} pages",
+                "only entries behind a sequence's last page may hold anything",
+            )
+
+    def gather(self, cache: Tensor) -> tuple[Tensor, Tensor]:
+        """The used keys (or values) of `cache` [pages, page_size, Hkv, D], packed.
+
+        Returns ([T, Hkv, D], cu_seqlens int32 [B + 1]) with T = sum(seqused_k). Differentiable; memory is
+        that of the T tokens.
+        """
+        page_size = cache.shape[1]
+        used = self.seqused_k.long()
+        cu_seqlens = torch.nn.functional.pad(used.cumsum(0), (1, 0))
+        sequence = torch.repeat_interleave(torch.arange(self.sequences, device=used.device), used)
+        token = torch.arange(sequence.numel(), device=used.device) - cu_seqlens[sequence]
+        page = self.page_table[sequence, token // page_size].long()
+        # Two index tensors rather than a flattened cache: flattening would copy a strided pool whole.
+        return cache[page, token % page_size], cu_seqlens.to(torch.int32)
+
+    def _live(self, page_size: int) -> Tensor:
+        """bool [B, max_pages]: entries that hold keys."""
+        pages = (self.seqused_k + page_size - 1) // page_size
+        return torch.arange(self.page_table.shape[1], device=pages.device) < pages.unsqueeze(1)
+
+    def __repr__(self) -> str:
+        return f"Paging({show(self.page_table)}, {show(self.seqused_k)})"

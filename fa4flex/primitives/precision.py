@@ -1,0 +1,75 @@
+"""Precision: in which dtype scores, softmax and sums are computed, and in which the output is stored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fa4flex.errors import InputError, UnsupportedError
+
+COMPUTE = {"float32": torch.float32, "float64": torch.float64}
+OUTPUT = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+# name -> (why not, what to do instead)
+_NOT_BUILT = {
+    **dict.fromkeys(
+        ("float8_e4m3fn", "float8_e5m2", "fp8", "float8_e4m3fnuz", "float8_e5m2fnuz"),
+        ("fp8 needs per-block scales, which no kernel here carries", "quantise outside and pass bfloat16"),
+    ),
+    **dict.fromkeys(
+        ("float16", "bfloat16", "fp16", "bf16"),
+        (
+            "a softmax summed in half precision loses the tails of long rows",
+            'leave compute="auto": float32 sums',
+        ),
+    ),
+    "tf32": ("products of float32 inputs are exact here", 'use compute="float32"'),
+}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """compute  "auto": float32, and float64 for float64 inputs; or "float32" / "float64" for all inputs
+    output   dtype of the output; None means that of q
+
+    The LSE has the dtype of the computation. Raises UnsupportedError for what has a meaning but is not
+    built (fp8, half-precision sums), InputError for anything else.
+    """
+
+    compute: str = "auto"
+    output: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        name = str(self.compute).removeprefix("torch.")
+        if name in _NOT_BUILT:
+            reason, instead = _NOT_BUILT[name]
+            raise UnsupportedError(f"compute={name!r}: {reason}", f"one of {('auto', *COMPUTE)}", instead)
+        if name != "auto" and name not in COMPUTE:
+            raise InputError(
+                f"compute={self.compute!r}", f"one of {('auto', *COMPUTE)}", 'leave it at "auto"'
+            )
+        object.__setattr__(self, "compute", name)
+        if self.output is None or self.output in OUTPUT:
+            return
+        name = str(self.output).removeprefix("torch.")
+        if name in _NOT_BUILT:
+            reason, instead = _NOT_BUILT[name]
+            raise UnsupportedError(
+                f"output={name!r}: {reason}",
+                f"None or one of {OUTPUT}",
+                "cast the bfloat16 output with your own scale",
+            )
+        raise InputError(
+            f"output={self.output!r}", f"None or one of {OUTPUT}", "leave it out for the dtype of q"
+        )
+
+    def compute_dtype(self, inputs: torch.dtype) -> torch.dtype:
+        """The dtype of scores, softmax and sums for inputs of dtype `inputs`."""
+        if self.compute != "auto":
+            return COMPUTE[self.compute]
+        return torch.float64 if inputs == torch.float64 else torch.float32
+
+    def output_dtype(self, inputs: torch.dtype) -> torch.dtype:
+        """The dtype of the output for inputs of dtype `inputs`."""
+        return inputs if self.output is None else self.output

@@ -1,0 +1,43 @@
+"""Schedule: how the work is cut and ordered. It never changes what is computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from fa4flex.errors import InputError
+
+Order = Literal["auto", "row_major", "longest_first"]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """tile           (queries, keys) per tile; None lets the planner choose. A CPU honours it exactly; GPU
+                   pipelines take the sizes that their instructions have, and the planner refuses others
+    deterministic  True: equal inputs give equal bits, run after run. False permits, and does not demand,
+                   sums in any order; a CPU is deterministic either way
+    order          in which tiles of queries are started: "row_major", "longest_first" (most keys first, for
+                   balance between processors) or "auto". It is advice to GPU pipelines; one CPU walks the
+                   tiles one after the other, where order changes neither result nor balance
+
+    Raises InputError for anything else.
+    """
+
+    tile: tuple[int, int] | None = None
+    deterministic: bool = True
+    order: Order = "auto"
+
+    def __post_init__(self) -> None:
+        if self.tile is not None:
+            tile = tuple(self.tile) if isinstance(self.tile, (tuple, list)) else ()
+            if len(tile) != 2 or not all(
+                isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in tile
+            ):
+                raise InputError(
+                    f"tile={self.tile!r}", "two positive ints (queries, keys)", "e.g. tile=(128, 128)"
+                )
+            object.__setattr__(self, "tile", tile)
+        if not isinstance(self.deterministic, bool):
+            raise InputError(f"deterministic={self.deterministic!r}", "True or False", "leave it at True")
+        if self.order not in get_args(Order):
+            raise InputError(f"order={self.order!r}", f"one of {get_args(Order)}", 'leave it at "auto"')

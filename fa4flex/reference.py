@@ -1,0 +1,210 @@
+"""The oracle: dense attention in float64 that reads like the formula and calls the user's own functions.
+
+Nothing here shares code with the tracer, the analyses or the executors. It is slow and holds the whole
+score matrix; use it to check results, at sizes where that fits.
+
+    score = mod(scale * q.k, b, h, q_idx, kv_idx)   where the mask allows, else -inf
+    out   = softmax(score) v                        a row without allowed keys gives 0
+    lse   = log(sum(exp(score)))                    natural logarithm; such a row gives -inf
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from fa4flex.errors import InputError
+from fa4flex.primitives.base import accepted_context, call_mod, settle
+
+Mod = Callable[..., Any]
+Ranges = list[tuple[int, int]]
+
+
+class _GatherByTensors(TorchFunctionMode):
+    """`table[indices]` with 0-d tensors as a gather, which vmap can batch; indexing would call .item().
+
+    Tables are read in float64, so that arithmetic on what was read, and the sum of its gradients, is too.
+    """
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is Tensor.__getitem__:
+            table, index = args
+            index = index if isinstance(index, tuple) else (index,)
+            table = table.double() if table.is_floating_point() else table
+            if index and all(isinstance(i, Tensor) and i.dtype != torch.bool for i in index):
+                return torch.ops.aten.index(table, [i.long() for i in index])
+            args = (table, args[1])
+        return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _float64_indexing() -> Iterator[None]:
+    """Inside, `(h + 1) * 8.0` is computed in float64 and `table[h, q_idx]` gathers."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _GatherByTensors():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def allowed_pairs(mask: Any, shape: tuple[int, int, int, int]) -> Tensor:
+    """Which pairs take part: bool of `shape` [B, H, Sq, Skv], from a mask_mod, a torch BlockMask, or None.
+
+    A BlockMask allows a pair where its block is listed, and the block is full or mask_mod holds.
+    """
+    if mask is None or 0 in shape:
+        return torch.ones(shape, dtype=torch.bool)
+    if hasattr(mask, "kv_num_blocks"):
+        partial = _listed_pairs(mask, mask.kv_num_blocks, mask.kv_indices, shape)
+        full = _listed_pairs(mask, mask.full_kv_num_blocks, mask.full_kv_indices, shape)
+        return (partial & allowed_pairs(mask.mask_mod, shape)) | full
+    context = {"q_len": shape[2], "kv_len": shape[3], "num_heads": shape[1]}
+
+    def mod(*indices: Tensor) -> Tensor:
+        return torch.as_tensor(call_mod(settle(mask), indices, context)).bool()
+
+    for axis in (3, 2, 1, 0):
+        mod = torch.vmap(mod, in_dims=tuple(0 if i == axis else None for i in range(4)))
+    with _float64_indexing():
+        return mod(*(torch.arange(n) for n in shape))
+
+
+def _listed_pairs(mask: Any, count: Tensor | None, indices: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The pairs in the blocks that a BlockMask lists: the first `count` of `indices`, per row of blocks."""
+    if count is None:
+        return torch.zeros(shape, dtype=torch.bool)
+    listed = torch.arange(indices.shape[-1]) < count.unsqueeze(-1)
+    blocks = torch.zeros(indices.shape, dtype=torch.int).scatter_add(-1, indices.long(), listed.int()) > 0
+    pairs = blocks.repeat_interleave(mask.BLOCK_SIZE[0], 2).repeat_interleave(mask.BLOCK_SIZE[1], 3)
+    return pairs[:, :, : shape[2], : shape[3]].expand(shape)
+
+
+def modified_scores(scores: Tensor, allowed: Tensor, score_mod: Mod | None) -> Tensor:
+    """`score_mod` of the allowed pairs, -inf elsewhere; both [B, H, Sq, Skv].
+
+    The mod is asked only about allowed pairs, so what it would do elsewhere (log(0), an index past a
+    table) reaches neither the result nor a gradient.
+    """
+    masked = torch.full_like(scores, -math.inf)
+    pairs = allowed.nonzero().unbind(-1)
+    if score_mod is None or pairs[0].numel() == 0:
+        return torch.where(allowed, scores, masked)
+    context = {"q_len": scores.shape[2], "kv_len": scores.shape[3], "num_heads": scores.shape[1]}
+
+    def mod(*point: Tensor) -> Tensor:
+        return torch.as_tensor(call_mod(settle(score_mod), point, context)).to(torch.float64)
+
+    with _float64_indexing():
+        values = torch.vmap(mod)(scores[pairs], *pairs)
+    return masked.index_put(pairs, values)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score_mod: Mod | None = None,
+    mask: Any = None,
+    *,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention in float64: out [B, H, Sq, Dv] and lse [B, H, Sq], both float64 and differentiable.
+
+    q [B, H, Sq, D], k [B, Hkv, Skv, D], v [B, Hkv, Skv, Dv], H a multiple of Hkv; sinks [H] is one more
+    logit per head in the softmax denominator, without a value. `scale` defaults to 1 / sqrt(D). `mask` is
+    a mask_mod or a torch BlockMask. Gradients reach q, k, v, sinks and the floating tensors the score_mod
+    captured. Raises InputError where H is not a multiple of Hkv.
+    """
+    batch, heads, q_len, dim = q.shape
+    kv_heads, kv_len = k.shape[1:3]
+    if kv_heads == 0 or heads % kv_heads:
+        raise InputError(
+            f"{heads} query heads with {kv_heads} key-value heads",
+            "a number of query heads that is a multiple of the key-value heads",
+            "repeat or drop heads so that H % Hkv == 0",
+        )
+    q, k, v = q.double(), *(x.double().repeat_interleave(heads // kv_heads, 1) for x in (k, v))
+    scale = 1 / math.sqrt(dim) if scale is None else scale
+    allowed = allowed_pairs(mask, (batch, heads, q_len, kv_len))
+    scores = modified_scores(scale * (q @ k.mT), allowed, score_mod)
+    sink = scores.new_full((heads,), -math.inf) if sinks is None else sinks.double()
+    return _softmax(torch.cat([scores, sink.view(1, heads, 1, 1).expand(batch, heads, q_len, 1)], -1), v)
+
+
+def _softmax(logits: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """out and lse from logits whose last column is the sink. No inf - inf and no log(0), in either pass."""
+    largest = logits.detach().amax(-1, keepdim=True)
+    largest = torch.where(largest == -math.inf, 0, largest)
+    weights = torch.exp(logits - largest)
+    total = weights.sum(-1, keepdim=True)
+    safe = torch.where(total == 0, 1, total)
+    lse = torch.where(total == 0, -math.inf, largest + safe.log())
+    return (weights[..., :-1] / safe) @ v, lse.squeeze(-1)
+
+
+def sequence_ranges(cu_seqlens: Tensor, seqused: Tensor | None = None) -> Ranges:
+    """(start, stop) of each sequence in packed rows, from cumulative lengths [N+1] and used lengths [N]."""
+    bounds = cu_seqlens.tolist()
+    stops = bounds[1:] if seqused is None else [a + n for a, n in zip(bounds, seqused.tolist())]
+    return list(zip(bounds[:-1], stops, strict=True))
+
+
+def _of_sequence(mod: Mod | None, n: int, position: int) -> Mod | None:
+    """`mod` with b, its argument at `position`, fixed to n."""
+    if mod is None:
+        return None
+
+    def fixed(*point: Tensor, **context: int) -> Any:
+        b = torch.full_like(point[position], n)
+        return settle(mod)(*point[:position], b, *point[position + 1 :], **context)
+
+    fixed.context = accepted_context(settle(mod))  # type: ignore[attr-defined]
+    return fixed
+
+
+def varlen(
+    qkv: tuple[Tensor, Tensor, Tensor],
+    ranges: tuple[Ranges, Ranges],
+    score_mod: Mod | None = None,
+    mask: Mod | None = None,
+    *,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """A ragged batch, one sequence after the other: out [Tq, H, Dv] and lse [H, Tq] in float64.
+
+    `qkv` is packed: q [Tq, H, D], k [Tk, Hkv, D], v [Tk, Hkv, Dv]. `ranges` holds the rows of each sequence
+    in q and in k (`sequence_ranges`). In a mod, b is the sequence, indices and lengths are its own.
+    Rows of q in no sequence have out 0 and lse -inf.
+    """
+    q, k, v = qkv
+    out = torch.zeros(q.shape[0], q.shape[1], v.shape[2], dtype=torch.float64)
+    lse = torch.full((q.shape[0], q.shape[1]), -math.inf, dtype=torch.float64)
+    for n, ((q0, q1), (k0, k1)) in enumerate(zip(*ranges, strict=True)):
+        one = [x.transpose(0, 1)[None] for x in (q[q0:q1], k[k0:k1], v[k0:k1])]
+        mods = _of_sequence(score_mod, n, 1), _of_sequence(mask, n, 0)
+        o, s = attention(one[0], one[1], one[2], *mods, scale=scale, sinks=sinks)
+        out = torch.cat([out[:q0], o[0].transpose(0, 1), out[q1:]])
+        lse = torch.cat([lse[:q0], s[0].transpose(0, 1), lse[q1:]])
+    return out, lse.transpose(0, 1)
+
+
+def unpage(pages: Tensor, page_table: Tensor, lengths: Tensor) -> tuple[Tensor, Ranges]:
+    """Pages [P, page, Hkv, D] gathered into packed rows [T, Hkv, D], and the rows of each sequence.
+
+    page_table [N, most pages] names the pages of each sequence in order; lengths [N] counts its keys. What
+    `paged` attention over the pool means is `varlen` over these rows.
+    """
+    page = pages.shape[1]
+    used = [(t[: -(-n // page)], n) for t, n in zip(page_table.tolist(), lengths.tolist())]
+    rows = torch.cat([pages[:0].flatten(0, 1), *(pages[table].flatten(0, 1)[:n] for table, n in used)])
+    return rows, sequence_ranges(torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]))

@@ -1,0 +1,172 @@
+"""What a call must satisfy, checked once at the door. Each message says what to change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fa4flex.errors import InputError, UnsupportedError
+from fa4flex.primitives.heads import ratio
+from fa4flex.primitives.paging import Paging
+from fa4flex.primitives.varlen import Varlen
+from fa4flex.variant import Variant
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def _shape(**tensors: Tensor) -> str:
+    return ", ".join(
+        f"{name} {str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for name, t in tensors.items()
+    )
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Extents of one call. Packed calls have `batch` sequences and `q_len`, `kv_len` tokens in all."""
+
+    batch: int
+    q_heads: int
+    kv_heads: int
+    q_len: int
+    kv_len: int
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Types, dtypes, devices: what holds for every layout."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor):
+            raise InputError(
+                f"{name} is a {type(tensor).__name__}", "a torch.Tensor", f"convert {name} to a tensor"
+            )
+    if not q.dtype == k.dtype == v.dtype:
+        raise InputError(
+            f"mixed dtypes: {_shape(q=q, k=k, v=v)}",
+            "one dtype for q, k and v",
+            "cast them to the same dtype",
+        )
+    if q.dtype not in DTYPES:
+        raise UnsupportedError(
+            f"dtype {q.dtype}",
+            "bfloat16, float16, float32 or float64",
+            "cast q, k and v to bfloat16; scores are computed in float32 either way",
+        )
+    if not q.device == k.device == v.device:
+        raise InputError(
+            f"q on {q.device}, k on {k.device}, v on {v.device}", "one device", "move them with .to(q.device)"
+        )
+
+
+def check_dense(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> Sizes:
+    """q [B, Hq, Sq, D], k [B, Hkv, Skv, D], v [B, Hkv, Skv, Dv], already in bhsd."""
+    if not q.ndim == k.ndim == v.ndim == 4:
+        raise InputError(
+            f"ranks do not fit: {_shape(q=q, k=k, v=v)}",
+            f"4-D tensors in layout {variant.layout}",
+            "unsqueeze the missing dimension, or pass varlen= for packed (tokens, heads, dim) tensors",
+        )
+    if 0 in (*q.shape, *k.shape, *v.shape):
+        raise InputError(
+            f"an empty tensor: {_shape(q=q, k=k, v=v)}",
+            "at least one batch, head, token and channel",
+            "skip the call, or express empty sequences with varlen=fa4flex.Varlen(...)",
+        )
+    if not q.shape[0] == k.shape[0] == v.shape[0]:
+        raise InputError(
+            f"batch sizes differ: {_shape(q=q, k=k, v=v)}", "one batch size", "expand k and v to q's batch"
+        )
+    if k.shape[2] != v.shape[2]:
+        raise InputError(
+            f"k and v differ in length: {_shape(q=q, k=k, v=v)}", "one key length", "slice both alike"
+        )
+    _check_heads(q, k, v)
+    return Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+
+
+def check_packed(q: Tensor, k: Tensor, v: Tensor, varlen: Varlen) -> Sizes:
+    """q [Tq, Hq, D], k [Tk, Hkv, D], v [Tk, Hkv, Dv] with cumulative sequence lengths."""
+    if not q.ndim == k.ndim == v.ndim == 3:
+        raise InputError(
+            f"ranks do not fit: {_shape(q=q, k=k, v=v)}",
+            "packed 3-D tensors (tokens, heads, head_dim), as cu_seqlens was given",
+            "drop the batch dimension: q.flatten(0, 1) of a (batch, sequence, heads, head_dim) tensor",
+        )
+    if k.shape[0] != v.shape[0]:
+        raise InputError(
+            f"k and v differ in tokens: {_shape(q=q, k=k, v=v)}",
+            "one number of key tokens",
+            "slice both alike",
+        )
+    _check_heads(q, k, v)
+    if not torch.compiler.is_compiling():  # while compiling there is no data; the operator checks it too
+        varlen.check(q.shape[0], k.shape[0])
+    return Sizes(varlen.sequences, q.shape[1], k.shape[1], q.shape[0], k.shape[0])
+
+
+def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Heads are dimension 1 of dense and of packed tensors alike."""
+    if q.shape[-1] != k.shape[-1]:
+        raise InputError(
+            f"q and k differ in head_dim: {_shape(q=q, k=k, v=v)}", "one head_dim for both", "pad the shorter"
+        )
+    if k.shape[1] != v.shape[1]:
+        raise InputError(
+            f"k and v differ in heads: {_shape(q=q, k=k, v=v)}", "one number of heads for both", "expand one"
+        )
+    ratio(q.shape[1], k.shape[1])
+
+
+def check_variant(sizes: Sizes, q: Tensor, variant: Variant) -> None:
+    """What a variant's own tensors require of a call."""
+    if q.device.type != "cpu":
+        raise UnsupportedError(
+            f"tensors on {q.device}",
+            "CPU tensors: this version has no pipeline for other devices",
+            "move q, k, v and captured tensors with .cpu()",
+        )
+    if variant.blocks is not None and q.ndim == 3:
+        raise UnsupportedError(
+            "a block map with packed sequences: a map is made for one q_len and kv_len",
+            "a dense batch",
+            "express the blocks as a mask_mod over each sequence's own indices, e.g. q_idx // 128",
+        )
+    if variant.sinks is not None:
+        variant.sinks.check(sizes.q_heads, q.device)
+    if variant.blocks is not None:
+        variant.blocks.fits(sizes.q_len, sizes.kv_len, sizes.batch, sizes.q_heads)
+
+
+def check_paged(q: Tensor, k: Tensor, v: Tensor, paging: Paging, varlen: Varlen | None) -> None:
+    """q [B, Hq, Sq, D], or [Tq, Hq, D] with varlen; caches k [pages, page_size, Hkv, D], v [..., Dv]."""
+    rank = 4 if varlen is None else 3
+    if q.ndim != rank:
+        raise InputError(
+            f"q of rank {q.ndim} with paging: {_shape(q=q)}",
+            "[B, Hq, Sq, D], or [tokens, Hq, D] together with varlen=Varlen(cu_seqlens_q)",
+            "add the missing dimension, or pass cu_seqlens_q",
+        )
+    if varlen is not None and (varlen.cu_seqlens_k is not None or varlen.seqused_k is not None):
+        raise InputError(
+            "paging= together with varlen's cu_seqlens_k or seqused_k",
+            "key lengths from Paging(page_table, seqused_k) alone",
+            "pass varlen=Varlen(cu_seqlens_q) for the queries only",
+        )
+    queries = q.shape[0] if varlen is None else varlen.sequences
+    if queries != paging.sequences:
+        raise InputError(
+            f"{queries} sequences of queries, {paging.sequences} in the page table",
+            "one row of the page table per sequence",
+            "slice the page table and seqused_k to this batch",
+        )
+    paging.check(k, v)
+
+
+def check_operand_devices(tensors: tuple[Tensor, ...], names: tuple[str, ...], q: Tensor) -> None:
+    for tensor, name in zip(tensors, names, strict=True):
+        if tensor.device != q.device:
+            raise InputError(
+                f"captured tensor {name!r} is on {tensor.device}, q on {q.device}",
+                "captured tensors on the device of q, k and v",
+                f"move {name!r} with .to({str(q.device)!r}) before it is captured",
+            )

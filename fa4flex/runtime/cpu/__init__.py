@@ -1,0 +1,19 @@
+"""Attention on a CPU: blockwise, exact, deterministic, in memory O(S x D) plus a bounded tile buffer."""
+
+from fa4flex.runtime.cpu.backward import Gradients, backward
+from fa4flex.runtime.cpu.forward import Forward, forward
+from fa4flex.runtime.cpu.sequences import Sequences, backward_sequences, forward_sequences, packed, padded
+from fa4flex.runtime.cpu.tiles import Inputs
+
+__all__ = [
+    "Forward",
+    "Gradients",
+    "Inputs",
+    "Sequences",
+    "backward",
+    "backward_sequences",
+    "forward",
+    "forward_sequences",
+    "packed",
+    "padded",
+]

@@ -1,0 +1,152 @@
+"""Blockwise attention backward on a CPU: scores are recomputed tile by tile from the saved lse.
+
+With P = exp(score' - lse), dP = dO V^T and D = rowsum(dO * O) - dLSE,
+
+    dscore' = P * (dP - D)      dV = P^T dO      dsink = -sum(exp(sink - lse) * D)
+    dscore = dscore' * (d score' / d score)      dQ = scale dscore K      dK = scale dscore^T Q
+
+(FlashAttention, Dao et al. 2022, algorithm 4, with the derivative of the score mod and of the lse).
+Tiles are taken in one fixed order, so the results are the same to the last bit on every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fa4flex.codegen.analyze.facts import Facts
+from fa4flex.codegen.analyze.gradient import ONE
+from fa4flex.codegen.evaluate import Value
+from fa4flex.runtime.cpu.captured import SharedGradients
+from fa4flex.runtime.cpu.forward import INFINITY, Forward, raw_scores, scaled_queries, sink_logits
+from fa4flex.runtime.cpu.tiles import Block, Inputs, Span, Walk, Workspace, matmul
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """dq, dk, dv, sinks in the dtypes of their inputs; `operands` by slot, None where not asked for."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    operands: tuple[Tensor | None, ...]
+    sinks: Tensor | None
+
+
+@torch.no_grad()
+def backward(
+    facts: Facts,
+    inputs: Inputs,
+    saved: Forward,
+    dout: Tensor,
+    dlse: Tensor | None = None,
+    needs: Collection[int] = (),
+) -> Gradients:
+    """Gradients of `forward(facts, inputs)`, whose result is `saved`.
+
+    dout [B, H, Sq, Dv] and dlse [B, H, Sq] (None: zero) may have any strides, expanded ones included.
+    `needs` names the operand slots whose gradient is wanted.
+    """
+    shared = SharedGradients(facts, inputs, needs)
+    dq, dk, dv = accumulate(facts, inputs, saved, (dout, dlse), shared)
+    return Gradients(dq, dk, dv, *shared.result())
+
+
+def accumulate(
+    facts: Facts,
+    inputs: Inputs,
+    saved: Forward,
+    upstream: tuple[Tensor, Tensor | None],
+    shared: SharedGradients,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv of one call, from upstream (dout, dlse); gradients of operands and sinks go to `shared`."""
+    state = _Backward(inputs, saved, upstream, shared)
+    for block in Walk(facts, inputs):
+        _Rows(block, state).run()
+    return state.dq, state.dk.to(inputs.k.dtype), state.dv.to(inputs.v.dtype)
+
+
+class _Backward:
+    """The accumulators of one backward pass; those of keys and values are at compute precision."""
+
+    def __init__(
+        self, inputs: Inputs, saved: Forward, upstream: tuple[Tensor, Tensor | None], shared: SharedGradients
+    ) -> None:
+        self.inputs, self.saved, self.shared = inputs, saved, shared
+        self.dout, self.dlse = upstream
+        self.space = Workspace(inputs.precision)
+        self.dq = torch.zeros_like(inputs.q, memory_format=torch.contiguous_format)
+        self.dk = torch.zeros(inputs.k.shape, dtype=inputs.precision)
+        self.dv = torch.zeros(inputs.v.shape, dtype=inputs.precision)
+
+
+class _Rows:
+    """One block of query rows."""
+
+    def __init__(self, block: Block, state: _Backward) -> None:
+        self.block, self.state, self.space = block, state, state.space
+        heads, rows = block.heads, block.rows
+        dout = heads.queries(state.dout, rows)
+        self.dout = self.space.take("dout", *dout.shape).copy_(dout).flatten(1, 2)
+        self.queries = scaled_queries(block, self.space)
+        lse = heads.queries(state.saved.lse, rows).unsqueeze(-1)
+        # A row that attends to nothing has lse -inf; against +inf its weights are exp(-inf) = 0, not NaN.
+        nothing = lse == -INFINITY
+        self.lse = lse.masked_fill(nothing, INFINITY)  # [groups, ratio, rows, 1]
+        delta = (self.dout.view(dout.shape) * heads.queries(state.saved.out, rows)).sum(-1, keepdim=True)
+        if state.dlse is not None:
+            delta -= heads.queries(state.dlse, rows).unsqueeze(-1).to(delta.dtype)
+        self.delta = delta.masked_fill_(nothing, 0)
+
+    def run(self) -> None:
+        heads = self.block.heads
+        sinks = sink_logits(self.state.inputs, heads)
+        if sinks is not None and self.state.shared.sinks is not None:
+            share = ((sinks - self.lse).exp_() * self.delta).sum((-1, -2)).flatten()
+            self.state.shared.sinks[heads.start : heads.stop] -= share
+        dq = self.space.take("dq", *self.queries.shape).zero_()
+        for span in self.block.spans:
+            self._span(span, dq)
+        dq = dq.mul_(self.state.inputs.scale).unflatten(1, (heads.ratio, -1))
+        heads.queries(self.state.dq, self.block.rows).copy_(dq)
+
+    def _span(self, span: Span, dq: Tensor) -> None:
+        block, state, heads = self.block, self.state, self.block.heads
+        scores, weights, dscores, slope = self._recompute(span)
+        matmul(weights.flatten(1, 2).mT, self.dout, heads.keys(state.dv, span.keys), accumulate=True)
+        dscores.sub_(self.delta).mul_(weights)
+        state.shared.add(block, span, scores, dscores)
+        if slope is not None:
+            dscores.mul_(slope)
+            # The slope may be infinite or NaN where the mask hides the score, and 0 * inf is NaN.
+            block.hide(dscores, span, 0)
+        flat = dscores.flatten(1, 2)
+        keys = heads.keys(state.inputs.k, span.keys).to(state.inputs.precision)
+        matmul(flat, keys, dq, accumulate=True)
+        matmul(flat.mT, self.queries, heads.keys(state.dk, span.keys), accumulate=True)
+
+    def _recompute(self, span: Span) -> tuple[Tensor, Tensor, Tensor, Value | None]:
+        """Of one tile: raw scores, softmax weights P, dP, and d score' / d score (None: one)."""
+        inputs, heads = self.state.inputs, self.block.heads
+        scores = raw_scores(self.block, span, self.queries, self.space)
+        weights, slope = self._weights(span, scores)
+        dweights = self.space.take("dscores", *weights.shape)
+        values = heads.keys(inputs.v, span.keys).to(inputs.precision)
+        matmul(self.dout, values.mT, dweights.flatten(1, 2))
+        return scores, weights, dweights, slope
+
+    def _weights(self, span: Span, scores: Tensor) -> tuple[Tensor, Value | None]:
+        """Softmax weights of a tile and d score' / d score (None: one). A score mod's `scores` are kept."""
+        walk, slope = self.block.walk, None
+        weights = scores
+        if not walk.plain:
+            by_score = walk.facts.gradient.by_score
+            modified, slope = self.block.evaluate([walk.facts.score, by_score], span, {"score": scores})
+            weights = self.space.take("weights", *scores.shape)
+            weights.copy_(modified) if isinstance(modified, Tensor) else weights.fill_(modified)
+            slope = None if by_score is ONE else slope
+        self.block.hide(weights, span, -INFINITY)
+        return weights.sub_(self.lse).exp_(), slope

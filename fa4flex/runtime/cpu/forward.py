@@ -1,0 +1,137 @@
+"""Blockwise attention forward on a CPU: online softmax over the non-empty key tiles of each query block.
+
+Memory is O(S x D) for the results plus a bounded tile buffer. The maths is Milakov & Gimelshein, "Online
+normalizer calculation for softmax" (2018), in the tiling of FlashAttention (Dao et al. 2022, algorithm 1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fa4flex.codegen.analyze.facts import Facts
+from fa4flex.runtime.cpu.tiles import Block, Heads, Inputs, Span, Walk, Workspace, matmul
+
+INFINITY = float("inf")
+
+
+@dataclass(frozen=True)
+class Forward:
+    """out [B, H, Sq, Dv] in q's dtype; lse and max_scores [B, H, Sq], fp32 or, for fp64 inputs, fp64.
+
+    lse is the natural logarithm, sink included; max_scores is the largest modified score of the row.
+    A row that attends to nothing has out 0, lse -inf (or its sink) and max_scores -inf.
+    """
+
+    out: Tensor
+    lse: Tensor
+    max_scores: Tensor
+
+
+@torch.no_grad()
+def forward(facts: Facts, inputs: Inputs) -> Forward:
+    """Attention of `inputs` under the score and mask of `facts`. Deterministic."""
+    batch, heads, q_len, _ = inputs.q.shape
+    out = inputs.q.new_zeros(batch, heads, q_len, inputs.v.shape[3], dtype=inputs.output)
+    lse = torch.full((batch, heads, q_len), -INFINITY, dtype=inputs.precision)
+    max_scores = lse.clone()
+    space = Workspace(inputs.precision)
+    if out.numel() == 0 and lse.numel() == 0:
+        return Forward(out, lse, max_scores)
+    for block in Walk(facts, inputs):
+        rows = _Rows(block, space)
+        for span in block.spans:
+            rows.attend(span)
+        rows.write(Forward(out, lse, max_scores))
+    return Forward(out, lse, max_scores)
+
+
+def scaled_queries(block: Block, space: Workspace) -> Tensor:
+    """scale * q of a block at compute precision, [groups, ratio * rows, D]."""
+    inputs, heads = block.walk.inputs, block.heads
+    q = heads.queries(inputs.q, block.rows)
+    scaled = space.take("queries", *q.shape).copy_(q).mul_(inputs.scale)
+    return scaled.flatten(1, 2)
+
+
+def raw_scores(block: Block, span: Span, queries: Tensor, space: Workspace) -> Tensor:
+    """scale * q.k of a tile, [groups, ratio, rows, keys]."""
+    inputs, heads = block.walk.inputs, block.heads
+    keys = heads.keys(inputs.k, span.keys).to(inputs.precision)
+    scores = space.take("scores", heads.groups, queries.shape[1], span.stop - span.start)
+    matmul(queries, keys.transpose(1, 2), scores)
+    return scores.unflatten(1, (heads.ratio, -1))
+
+
+def sink_logits(inputs: Inputs, heads: Heads) -> Tensor | None:
+    """The sinks of some heads, shaped [groups, ratio, 1, 1]."""
+    if inputs.sinks is None:
+        return None
+    sinks = inputs.sinks[heads.start : heads.stop].to(inputs.precision)
+    return sinks.view(heads.groups, heads.ratio, 1, 1)
+
+
+def finite(x: Tensor) -> Tensor:
+    """x with -inf replaced by 0: what may be subtracted from a score without making inf - inf."""
+    return x.masked_fill(x == -INFINITY, 0)
+
+
+class _Rows:
+    """Running maximum, sum and output of one block of query rows."""
+
+    def __init__(self, block: Block, space: Workspace) -> None:
+        self.block, self.space = block, space
+        self.queries = scaled_queries(block, space)
+        self.maximum: Tensor | None = None  # [groups, ratio, rows, 1]
+        self.total = torch.zeros(())
+        self.output = torch.zeros(())
+
+    def attend(self, span: Span) -> None:
+        """Take in the keys of one span."""
+        block, inputs = self.block, self.block.walk.inputs
+        scores = raw_scores(block, span, self.queries, self.space)
+        if not block.walk.plain:
+            (modified,) = block.evaluate([block.walk.facts.score], span, {"score": scores})
+            scores.copy_(modified) if isinstance(modified, Tensor) else scores.fill_(modified)
+        block.hide(scores, span, -INFINITY)
+        maximum = scores.amax(-1, keepdim=True)
+        if self.maximum is not None:
+            maximum = torch.maximum(maximum, self.maximum)
+        shift = finite(maximum)
+        total = scores.sub_(shift).exp_().sum(-1, keepdim=True)
+        weights = scores.flatten(1, 2)
+        values = block.heads.keys(inputs.v, span.keys).to(inputs.precision)
+        if self.maximum is None:
+            self.output = self.space.take("output", *weights.shape[:2], values.shape[-1])
+            matmul(weights, values, self.output)
+            self.total = total
+        else:
+            kept = (self.maximum - shift).exp_()
+            self.output.mul_(kept.flatten(1, 2))
+            matmul(weights, values, self.output, accumulate=True)
+            self.total = self.total.mul_(kept).add_(total)
+        self.maximum = maximum
+
+    def write(self, result: Forward) -> None:
+        """Normalise and store."""
+        heads, rows = self.block.heads, self.block.rows
+        sinks = sink_logits(self.block.walk.inputs, heads)
+        if self.maximum is None:
+            if sinks is not None:
+                heads.queries(result.lse, rows).copy_(sinks.squeeze(-1))
+            return
+        heads.queries(result.max_scores, rows).copy_(self.maximum.squeeze(-1))
+        shift, total = finite(self.maximum), self.total
+        if sinks is not None:
+            largest = torch.maximum(self.maximum, sinks)
+            rescale = (self.maximum - finite(largest)).exp_()
+            total = total * rescale + (sinks - finite(largest)).exp_()
+            # A row without keys has maximum -inf: its output is 0 / 1, and its lse is the sink.
+            self.output.mul_(rescale.flatten(1, 2))
+            shift = finite(largest)
+        inverse = total.reciprocal().masked_fill_(total == 0, 0)
+        out = self.output.mul_(inverse.flatten(1, 2))
+        heads.queries(result.out, rows).copy_(out.unflatten(1, (heads.ratio, -1)))
+        heads.queries(result.lse, rows).copy_(total.log().add_(shift).squeeze(-1))

@@ -1,0 +1,210 @@
+"""The registered torch operators `fa4flex::attention` and its backward.
+
+An operator's arguments are tensors and plain numbers, so a program enters by its key: `publish` puts its
+expressions into a table, and the operator looks them up. Captured tensors travel as an argument, so that
+autograd, torch.compile and functionalisation see them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fa4flex.codegen.analyze.facts import Facts
+from fa4flex.codegen.analyze.overflow import refuse_overflow
+from fa4flex.codegen.analyze.tiles import Shape
+from fa4flex.codegen.evaluate import Captured
+from fa4flex.codegen.expr import walk
+from fa4flex.primitives.precision import Precision
+from fa4flex.primitives.schedule import Schedule
+from fa4flex.runtime import cpu
+
+
+@dataclass(frozen=True)
+class Published:
+    """A program without its tensors: what an operator's key stands for."""
+
+    facts: Facts
+    schedule: Schedule
+    precision: Precision
+
+    @property
+    def key(self) -> str:
+        return f"{self.facts.key}/{self.schedule!r}/{self.precision!r}"
+
+    def captured(self, operands: Sequence[Tensor], scalars: Sequence[float]) -> Captured:
+        """Operands and scalars as the expressions expect them: int scalars travel as floats."""
+        kinds = {n.value: n.kind for n in walk(self.facts.score, self.facts.mask) if n.op == "scalar"}
+        numbers = (int(x) if kinds[slot] == "int" else x for slot, x in enumerate(scalars))
+        return Captured(tuple(operands), tuple(numbers))
+
+
+_published: dict[str, Published] = {}
+
+
+def publish(facts: Facts, schedule: Schedule, precision: Precision) -> str:
+    """Make a program known to the operators; returns its key. Equal programs share one."""
+    program = Published(facts, schedule, precision)
+    _published.setdefault(program.key, program)
+    return program.key
+
+
+@torch.library.custom_op("fa4flex::attention", mutates_args=(), device_types="cpu")
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    operands: Sequence[Tensor],
+    sinks: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    seqused_q: Tensor | None,
+    seqused_k: Tensor | None,
+    program: str,
+    scalars: Sequence[float],
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, lse, max_scores) of dense [B, H, S, D] tensors, or of packed [T, H, D] ones with cu_seqlens."""
+    published = _published[program]
+    inputs = _inputs(published, (q, k, v), operands, scalars, (scale, sinks))
+    sequences = _sequences(q, k, (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k))
+    if sequences is None:
+        result = cpu.forward(published.facts, inputs)
+    else:
+        result = cpu.forward_sequences(published.facts, inputs, sequences)
+    return result.out, result.lse, result.max_scores
+
+
+@torch.library.custom_op("fa4flex::attention_backward", mutates_args=(), device_types="cpu")
+def attention_backward(
+    upstream: Sequence[Tensor],
+    saved: Sequence[Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    operands: Sequence[Tensor],
+    sinks: Tensor | None,
+    lengths: Sequence[Tensor | None],
+    program: str,
+    scalars: Sequence[float],
+    scale: float,
+    needs: Sequence[int],
+) -> list[Tensor]:
+    """[dq, dk, dv, dsinks if there are sinks, then a gradient per operand slot in `needs`].
+
+    `upstream` is (dout, dlse) and `saved` (out, lse) of the forward.
+    """
+    published = _published[program]
+    inputs = _inputs(published, (q, k, v), operands, scalars, (scale, sinks))
+    sequences = _sequences(q, k, lengths)
+    forward = cpu.Forward(saved[0], saved[1], saved[1])
+    if sequences is None:
+        found = cpu.backward(published.facts, inputs, forward, upstream[0], upstream[1], needs)
+    else:
+        found = cpu.backward_sequences(
+            published.facts, inputs, sequences, forward, (upstream[0], upstream[1]), needs
+        )
+    gradients = [found.dq, found.dk, found.dv, found.sinks, *(found.operands[slot] for slot in needs)]
+    return [x for x in gradients if x is not None]
+
+
+def _inputs(
+    published: Published,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    operands: Sequence[Tensor],
+    scalars: Sequence[float],
+    numbers: tuple[float, Tensor | None],
+) -> cpu.Inputs:
+    scale, sinks = numbers
+    q, k, _ = qkv
+    captured = published.captured(operands, scalars)
+    # Packed tensors have no batch dimension; all their tokens bound the length of any sequence.
+    batch, heads = q.shape[:2] if q.ndim == 4 else (q.shape[0], q.shape[1])
+    shape = Shape(batch, heads, q.shape[-2 if q.ndim == 4 else 0], k.shape[-2 if q.ndim == 4 else 0])
+    refuse_overflow((published.facts.score, published.facts.mask), shape, captured)
+    precision = published.precision
+    return cpu.Inputs(
+        *qkv,
+        captured,
+        scale,
+        sinks,
+        compute=precision.compute_dtype(q.dtype),
+        output=precision.output_dtype(q.dtype),
+        tile=published.schedule.tile,
+    )
+
+
+def _sequences(q: Tensor, k: Tensor, lengths: Sequence[Tensor | None]) -> cpu.Sequences | None:
+    cu_q, cu_k, used_q, used_k = lengths
+    if cu_q is not None and cu_k is not None:
+        return cpu.packed(cu_q, cu_k, used_q, used_k)
+    return None if used_q is None and used_k is None else cpu.padded(q, k, used_q, used_k)
+
+
+# --- shapes without data, for torch.compile ---------------------------------------------------------
+
+
+@attention.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    operands: Sequence[Tensor],
+    sinks: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    precision = _published[rest[3]].precision
+    out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=precision.output_dtype(q.dtype))
+    compute = precision.compute_dtype(q.dtype)
+    statistics = q.shape[:-1] if cu_seqlens_q is None else (q.shape[1], q.shape[0])
+    return out, q.new_empty(statistics, dtype=compute), q.new_empty(statistics, dtype=compute)
+
+
+@attention_backward.register_fake
+def _(
+    upstream: Sequence[Tensor],
+    saved: Sequence[Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    operands: Sequence[Tensor],
+    sinks: Tensor | None,
+    *rest: Any,
+) -> list[Tensor]:
+    needs = rest[-1]
+    like = [q, k, v, *([] if sinks is None else [sinks]), *(operands[slot] for slot in needs)]
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in like]
+
+
+# --- autograd -----------------------------------------------------------------------------------------
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    q, k, v, operands, sinks, *lengths, program, scalars, scale = inputs
+    out, lse, max_scores = output
+    ctx.save_for_backward(q, k, v, sinks, *lengths, out, lse, *operands)
+    ctx.mark_non_differentiable(max_scores)
+    ctx.plain = program, scalars, scale
+
+
+def _backward(ctx: Any, dout: Tensor, dlse: Tensor, _: Tensor) -> tuple[Any, ...]:
+    q, k, v, sinks, *rest = ctx.saved_tensors
+    lengths, (out, lse), operands = rest[:4], rest[4:6], rest[6:]
+    wanted = ctx.needs_input_grad[3]
+    needs = [slot for slot, want in enumerate(wanted) if want] if isinstance(wanted, (list, tuple)) else []
+    found = attention_backward([dout, dlse], [out, lse], q, k, v, operands, sinks, lengths, *ctx.plain, needs)
+    dsinks, captured = (None, found[3:]) if sinks is None else (found[3], found[4:])
+    by_slot: list[Tensor | None] = [None] * len(operands)
+    for slot, gradient in zip(needs, captured, strict=True):
+        by_slot[slot] = gradient
+    _, scalars, _ = ctx.plain
+    # torch compares this with the inputs' structure, where an empty list is a list and a full one a leaf.
+    return (*found[:3], by_slot, dsinks, *[None] * 5, None if scalars else [], None)
+
+
+attention.register_autograd(_backward, setup_context=_save)

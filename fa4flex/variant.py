@@ -1,0 +1,104 @@
+"""Variant: what the user composed. Frozen; everything later is derived from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from fa4flex.errors import InputError
+from fa4flex.primitives.blocks import BlockMap
+from fa4flex.primitives.mask import Mask, as_mask
+from fa4flex.primitives.precision import Precision
+from fa4flex.primitives.schedule import Schedule
+from fa4flex.primitives.score import ScoreMod, as_score
+from fa4flex.primitives.sinks import Sinks
+
+Layout = Literal["bhsd", "bshd"]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Variant:
+    """One attention: softmax over allowed keys of score_mod(scale * q.k), plus sinks, times v.
+
+    score_mod  a ScoreMod, or None for the scaled score itself
+    mask       a Mask, or None for every key
+    blocks     a BlockMap: where it says full, `mask` is not asked; where it says empty, nothing is allowed
+    sinks      learnable logits, one per query head, in the softmax's denominator
+    scale      multiplies q.k; None means 1 / sqrt(head_dim)
+    layout     of q, k, v and the output: "bhsd" (PyTorch) or "bshd" (FlashAttention)
+    """
+
+    score_mod: ScoreMod | None = None
+    mask: Mask | None = None
+    blocks: BlockMap | None = None
+    sinks: Sinks | None = None
+    scale: float | None = None
+    layout: Layout = "bhsd"
+    precision: Precision = Precision()
+    schedule: Schedule = Schedule()
+
+    @property
+    def allowed(self) -> Mask | None:
+        """Block map and mask as one: allowed = block map AND (full block OR mask)."""
+        return self.mask if self.blocks is None else self.blocks.mask(self.mask)
+
+    def __repr__(self) -> str:
+        given = [
+            f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default
+        ]
+        return f"Variant({', '.join(given)})"
+
+
+def compose(
+    score_mod: Callable[..., Any] | None = None,
+    mask: Callable[..., Any] | BlockMask | BlockMap | None = None,
+    *,
+    blocks: BlockMap | BlockMask | None = None,
+    sinks: Tensor | Sinks | None = None,
+    scale: float | None = None,
+    layout: Layout = "bhsd",
+    **data: Any,
+) -> Variant:
+    """User arguments -> Variant: bare families become their defaults, a BlockMask its map and mask_mod.
+
+    `data` holds `precision` and `schedule`. Raises InputError for what does not fit.
+    """
+    if isinstance(mask, (BlockMask, BlockMap)):
+        if blocks is not None:
+            raise InputError(
+                "a block map was given both as mask= and as blocks=",
+                "one block map",
+                "pass the map as blocks= and the mask_mod as mask=",
+            )
+        mask, blocks = None, mask
+    if isinstance(blocks, BlockMask):
+        blocks, own = BlockMap.from_torch(blocks)
+        if own is not None and mask is not None:
+            raise InputError(
+                "mask= was given together with a BlockMask that has its own mask_mod",
+                "one mask_mod for the partial blocks",
+                "put both into the BlockMask's mask_mod, or build the map with fa4flex.BlockMap",
+            )
+        mask = own if own is not None else mask
+    if scale is not None and not math.isfinite(scale):
+        raise InputError(f"scale={scale}", "a finite number", "leave scale out for 1/sqrt(head_dim)")
+    if layout not in get_args(Layout):
+        raise InputError(
+            f"layout={layout!r}",
+            '"bhsd" (batch, heads, sequence, head_dim) or "bshd"',
+            "transpose other layouts: a strided view costs no copy",
+        )
+    return Variant(
+        score_mod=None if score_mod is None else as_score(score_mod),
+        mask=None if mask is None else as_mask(mask),
+        blocks=blocks,
+        sinks=Sinks(sinks) if isinstance(sinks, Tensor) else sinks,
+        scale=None if scale is None else float(scale),
+        layout=layout,
+        **data,
+    )

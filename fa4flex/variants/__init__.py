@@ -1,0 +1,78 @@
+"""Published attention variants, one per file; each runs alone: `python -m fa4flex.variants.sliding_window`.
+
+Masks combine with `&`, `|` and `~`, score mods with `>>`; bare names stand for their defaults. Masks that
+compare positions (causal, windows, ...) align bottom-right, as FlashAttention does; masks over packed rows
+and canvases (document, natten, ...) take indices as they are. Each docstring says which.
+
+A variant is imported when its name is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fa4flex.variants.alibi import alibi
+    from fa4flex.variants.bigbird import bigbird
+    from fa4flex.variants.block_diffusion import block_diffusion
+    from fa4flex.variants.causal import causal
+    from fa4flex.variants.checkerboard import checkerboard
+    from fa4flex.variants.chunked_local import chunked_local
+    from fa4flex.variants.dilated_window import dilated_window
+    from fa4flex.variants.document import document
+    from fa4flex.variants.global_window import global_window
+    from fa4flex.variants.gpt_oss_sinks import gpt_oss_sinks
+    from fa4flex.variants.graphormer import graphormer
+    from fa4flex.variants.learned_bias import learned_bias
+    from fa4flex.variants.mla import mla
+    from fa4flex.variants.natten import natten
+    from fa4flex.variants.prefix_lm import prefix_lm
+    from fa4flex.variants.relative_position import relative_position
+    from fa4flex.variants.sandwich import sandwich
+    from fa4flex.variants.shared_prefix import shared_prefix
+    from fa4flex.variants.sliding_tile import sliding_tile
+    from fa4flex.variants.sliding_window import sliding_window
+    from fa4flex.variants.softcap import softcap
+    from fa4flex.variants.streaming_llm import streaming_llm
+    from fa4flex.variants.symmetric_window import symmetric_window
+    from fa4flex.variants.t5_bias import t5_bias
+    from fa4flex.variants.tree import tree
+    from fa4flex.variants.vision_cross import vision_cross
+
+__all__ = [
+    "alibi", "bigbird", "block_diffusion", "causal", "checkerboard", "chunked_local", "dilated_window",
+    "document", "global_window", "gpt_oss_sinks", "graphormer", "learned_bias", "mla", "natten", "prefix_lm",
+    "relative_position", "sandwich", "shared_prefix", "sliding_tile", "sliding_window", "softcap",
+    "streaming_llm", "symmetric_window", "t5_bias", "tree", "vision_cross",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(
+            f"module 'fa4flex.variants' has no attribute {name!r}; it has {', '.join(__all__)}"
+        )
+    return getattr(importlib.import_module(f"{__name__}.{name}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+class _Variants(ModuleType):
+    """Importing fa4flex.variants.causal binds the submodule to the name `causal` of this package.
+
+    The variant takes that place; otherwise `variants.causal` would be a function or a module, depending on
+    what was imported before.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in __all__ and isinstance(value, ModuleType):
+            value = getattr(value, name)
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Variants

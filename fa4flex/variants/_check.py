@@ -1,0 +1,77 @@
+"""Checks of parameters, worded alike in every variant."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fa4flex.errors import InputError
+
+INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+BOOL = (torch.bool,)
+_KINDS = {INTEGERS: "an integer tensor", FLOATS: "a floating tensor", BOOL: "a bool tensor"}
+
+
+def whole(variant: str, name: str, value: Any, least: int = 1) -> int:
+    """`value` as an int >= least."""
+    if not isinstance(value, (bool, Tensor, float)):
+        try:
+            number = operator.index(value)
+        except TypeError:
+            number = least - 1
+        if number >= least:
+            return number
+    raise InputError(
+        f"{variant}({name}={value!r})",
+        f"an int >= {least}",
+        "pass a Python int: a new value does not recompile anything",
+    )
+
+
+def finite(variant: str, name: str, value: Any, positive: bool = False) -> float:
+    """`value` as a finite float, above zero where `positive`."""
+    fits = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not fits or (positive and value <= 0):
+        raise InputError(
+            f"{variant}({name}={value!r})",
+            f"a finite number{' above 0' if positive else ''}",
+            "leave the score mod out to switch it off" if positive else "pass a Python number",
+        )
+    return float(value)
+
+
+def table(
+    variant: str, name: str, value: Any, kinds: tuple[torch.dtype, ...], ranks: Sequence[int], shape: str
+) -> Tensor:
+    """`value` as a tensor of a dtype in `kinds` and of a rank in `ranks`; `shape` is how to say it."""
+    if not isinstance(value, Tensor) or value.dtype not in kinds:
+        given = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        raise InputError(f"{variant}({name}=<{given}>)", f"{_KINDS[kinds]} {shape}", f"convert {name} first")
+    if value.ndim not in ranks or value.numel() == 0:
+        raise InputError(
+            f"{variant}({name}=<{list(value.shape)}>)",
+            f"{shape}, not empty",
+            "add or drop dimensions to match",
+        )
+    return value
+
+
+def offsets_to_ids(variant: str, name: str, offsets: Any) -> Tensor:
+    """Cumulative lengths [N + 1] as the sequence number of every token, int32 [offsets[-1]]."""
+    offsets = table(variant, name, offsets, INTEGERS, (1,), "[N + 1]")
+    lengths = (offsets[1:] - offsets[:-1]).long()
+    if offsets.numel() < 2 or int(offsets[0]) != 0 or bool((lengths < 0).any()):
+        raise InputError(
+            f"{variant}({name}={offsets.tolist()[:8]})",
+            "N + 1 entries that start at 0 and never decrease",
+            "pass cumulative lengths: F.pad(lengths.cumsum(0), (1, 0))",
+        )
+    return torch.repeat_interleave(
+        torch.arange(len(lengths), dtype=torch.int32, device=offsets.device), lengths
+    )

@@ -1,0 +1,79 @@
+"""ALiBi: a penalty that grows linearly with distance, at a slope of its own for each head.
+
+    score + slope[h] * (kv - p),   p = q + (kv_len - q_len)
+
+For H a power of two, slope[h] = 2^(-8 (h + 1) / H). Otherwise, with n the largest power of two below H, the
+first n slopes are those of n heads, and the rest every other slope of 2n heads: 2^(-4 (2 (h - n) + 1) / n).
+
+Source: Press et al., Train Short, Test Long, arXiv:2108.12409, section 3 and its published code.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fa4flex.primitives.score import ScoreFunction, score_family
+from fa4flex.variants._alone import show_score
+from fa4flex.variants._check import FLOATS, table
+from fa4flex.variants._positions import aligned
+
+
+@score_family
+def alibi(slopes: Tensor | None = None, symmetric: bool = False) -> ScoreFunction:
+    """slopes: floating [H] or [B, H], learnable; None means the paper's, from the number of query heads.
+
+    The paper's bias is signed (for causal masks, where kv <= p). symmetric=True takes -|p - kv| instead, as
+    FlashAttention does for bidirectional attention. Aligned bottom-right. Raises InputError.
+    """
+    away = (lambda distance: -torch.abs(distance)) if symmetric else (lambda distance: distance)
+    if slopes is None:
+
+        def mod(
+            score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, q_len: Any, kv_len: Any, num_heads: Any
+        ) -> Any:
+            distance = kv_idx - aligned(q_idx, q_len, kv_len)
+            return score + default_slope(h, num_heads) * away(distance)
+
+        return mod
+    given = table("alibi", "slopes", slopes, FLOATS, (1, 2), "[H] or [B, H]")
+    slope_of = (lambda b, h: given[h]) if given.ndim == 1 else (lambda b, h: given[b, h])
+
+    def mod_given(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, q_len: Any, kv_len: Any) -> Any:
+        return score + slope_of(b, h) * away(kv_idx - aligned(q_idx, q_len, kv_len))
+
+    return mod_given
+
+
+def default_slope(h: Any, num_heads: Any) -> Any:
+    """The paper's slope of head h: arithmetic on h and num_heads, for any number of heads up to 2^16."""
+    # The halves keep rounding away from whole numbers: log2 and exp2 need not be exact on every device.
+    n = torch.exp2(torch.floor(torch.log2(torch.as_tensor(num_heads + 0.5))))
+    return torch.exp2(-8.0 / n * torch.where(h < n - 0.5, h + 1.0, h - n + 0.5))
+
+
+def slope_list(heads: int) -> list[float]:
+    """The slopes literally, as the paper lists them: a geometric sequence, and every other of the next."""
+    n = 1
+    while 2 * n <= heads:
+        n *= 2
+    first = [2 ** (-8 * i / n) for i in range(1, n + 1)]
+    finer = [2 ** (-8 * i / (2 * n)) for i in range(1, 2 * n + 1)]
+    return first + finer[0::2][: heads - n]
+
+
+def definition(score: float, h: int, q: int, kv: int, heads: int) -> float:
+    return score - slope_list(heads)[h] * (q - kv)
+
+
+def main() -> None:
+    for heads in (8, 12):
+        print(f"slopes of {heads} heads:", [round(slope, 5) for slope in slope_list(heads)])
+        show_score(alibi(), partial(definition, heads=heads), heads)
+
+
+if __name__ == "__main__":
+    main()

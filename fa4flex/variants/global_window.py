@@ -1,0 +1,62 @@
+"""Global tokens with a symmetric window: global tokens attend, and are attended by, everyone.
+
+    allowed(q, kv) = global(p) or global(kv) or |p - kv| <= window,   p = q + (kv_len - q_len)
+
+Source: Longformer, arXiv:2004.05150, section 3.1 (figure 2d).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fa4flex.primitives.mask import MaskMod, mask_family
+from fa4flex.variants._alone import show_mask
+from fa4flex.variants._check import BOOL, table, whole
+from fa4flex.variants._positions import aligned
+
+
+@mask_family
+def global_window(window: int = 256, tokens: int | Tensor = 1) -> MaskMod:
+    """`tokens`: how many leading tokens are global, or a bool tensor [kv_len] that marks them.
+
+    `window` keys on either side, aligned bottom-right; combine with `causal` for decoders. Raises InputError.
+    """
+    window = whole("global_window", "window", window)
+    if isinstance(tokens, Tensor):
+        marked = table("global_window", "tokens", tokens, BOOL, (1,), "[kv_len]")
+
+        def mod_marked(b: Any, h: Any, q_idx: Any, kv_idx: Any, q_len: Any, kv_len: Any) -> Any:
+            position = aligned(q_idx, q_len, kv_len)
+            near = (kv_idx >= position - window) & (kv_idx <= position + window)
+            # Queries before the first key (q_len > kv_len) are no token of `marked`; -1 would read its last.
+            is_global = (position >= 0) & marked[torch.clamp(position, min=0)]
+            return near | marked[kv_idx] | is_global
+
+        return mod_marked
+    leading = whole("global_window", "tokens", tokens, least=0)
+
+    def mod(b: Any, h: Any, q_idx: Any, kv_idx: Any, q_len: Any, kv_len: Any) -> Any:
+        position = aligned(q_idx, q_len, kv_len)
+        near = (kv_idx >= position - window) & (kv_idx <= position + window)
+        return near | (kv_idx < leading) | ((position >= 0) & (position < leading))
+
+    return mod
+
+
+def definition(q: int, kv: int, window: int, marked: set[int], q_len: int, kv_len: int) -> bool:
+    position = kv_len - q_len + q
+    return position in marked or kv in marked or abs(position - kv) <= window
+
+
+def main() -> None:
+    show_mask(global_window(1, 2), lambda q, kv: definition(q, kv, 1, {0, 1}, 12, 12), 12)
+    marked = torch.zeros(12, dtype=torch.bool)
+    marked[[0, 7]] = True
+    show_mask(global_window(1, marked), lambda q, kv: definition(q, kv, 1, {0, 7}, 8, 12), 8, 12)
+
+
+if __name__ == "__main__":
+    main()

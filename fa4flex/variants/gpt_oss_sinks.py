@@ -1,0 +1,49 @@
+"""gpt-oss attention sinks: a learned logit per head joins the softmax and takes weight, without a value.
+
+    p[q, kv] = exp(s[q, kv]) / (exp(sink[h]) + sum_k exp(s[q, k]))
+
+Source: gpt-oss model card, arXiv:2508.10925, section 2; Miller, "Attention Is Off By One" (2023): sink 0.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from fa4flex.primitives.sinks import Sinks
+from fa4flex.variants._alone import show_table
+from fa4flex.variants._check import whole
+
+
+def gpt_oss_sinks(logits: Tensor | int) -> Sinks:
+    """Sinks from learned logits [Hq] (floating, receives gradients), or from a number of heads: logits of 0.
+
+    Raises InputError. gpt-oss itself alternates `sliding_window(128)` and `causal` layers.
+    """
+    if isinstance(logits, Tensor):
+        return Sinks(logits)
+    return Sinks(torch.zeros(whole("gpt_oss_sinks", "logits", logits), dtype=torch.float32))
+
+
+def definition(scores: list[float], sink: float) -> list[float]:
+    """The weights of one row: softmax over scores and sink, and the sink's share dropped."""
+    exponentials = [math.exp(x) for x in (*scores, sink)]
+    return [e / sum(exponentials) for e in exponentials[:-1]]
+
+
+def main() -> None:
+    logits = gpt_oss_sinks(torch.tensor([-4.0, 0.0, 4.0])).logits
+    scores = [0.5, -1.0, 2.0]
+    print(f"weights of scores {scores} by sink logit; the rest goes to the sink")
+    for sink in logits.tolist():
+        row = definition(scores, sink)
+        by_lse = [math.exp(s - math.log(sum(map(math.exp, scores)) + math.exp(sink))) for s in scores]
+        if not all(map(math.isclose, row, by_lse)):
+            raise AssertionError(f"sink {sink}: {row} by definition, {by_lse} through the LSE")
+        show_table([("sink", sink, *row, 1.0 - sum(row))])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""Causal sliding window: each query attends itself and the window - 1 keys before it.
+
+    allowed(q, kv) = p - window < kv <= p,   p = q + (kv_len - q_len)
+
+Source: Mistral 7B, arXiv:2310.06825, section 2; Longformer, arXiv:2004.05150, section 3.1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fa4flex.primitives.mask import MaskMod, mask_family
+from fa4flex.variants._alone import show_mask
+from fa4flex.variants._check import whole
+from fa4flex.variants._positions import aligned
+
+
+@mask_family
+def sliding_window(window: int = 1024) -> MaskMod:
+    """The last `window` keys up to and with the query's own position, aligned bottom-right.
+
+    `window` counts the query itself: it is FlashAttention's window_size=(window - 1, 0) and Hugging Face's
+    `sliding_window`. Raises InputError unless window >= 1.
+    """
+    window = whole("sliding_window", "window", window)
+
+    def mod(b: Any, h: Any, q_idx: Any, kv_idx: Any, q_len: Any, kv_len: Any) -> Any:
+        position = aligned(q_idx, q_len, kv_len)
+        return (kv_idx <= position) & (kv_idx > position - window)
+
+    return mod
+
+
+def definition(q: int, kv: int, window: int, q_len: int, kv_len: int) -> bool:
+    position = kv_len - q_len + q
+    return kv in range(position - window + 1, position + 1)
+
+
+def main() -> None:
+    show_mask(sliding_window(4), lambda q, kv: definition(q, kv, 4, 8, 12), 8, 12)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""T5's relative position bias: one learned number per head and bucket of distances.
+
+    score + table[bucket(kv - p), h],   p = q + (kv_len - q_len)
+
+Half of a direction's n buckets hold one distance each; the others grow logarithmically up to max_distance:
+    bucket(d) = n/2 + floor(log(d / (n/2)) / log(max_distance / (n/2)) * (n - n/2)), at most n - 1
+
+Source: Raffel et al., T5, arXiv:1910.10683, section 2.1.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from fa4flex.errors import InputError
+from fa4flex.primitives.score import ScoreFunction, score_family
+from fa4flex.variants._alone import show_score
+from fa4flex.variants._check import FLOATS, table, whole
+from fa4flex.variants._positions import aligned
+
+Axes = Literal["bucket_head", "head_bucket"]
+
+
+@score_family
+def t5_bias(
+    bias: Tensor, bidirectional: bool = False, max_distance: int = 128, axes: Axes = "bucket_head"
+) -> ScoreFunction:
+    """bias: learnable floating [num_buckets, H], as T5 checkpoints hold it, or axes="head_bucket".
+
+    bidirectional=True (encoders) gives half of the buckets to keys ahead of the query; otherwise such keys
+    share the bucket of distance 0. Aligned bottom-right. T5 itself does not scale q.k: compile with scale=1.
+    Raises InputError.
+    """
+    values = table("t5_bias", "bias", bias, FLOATS, (2,), "[num_buckets, H] or [H, num_buckets]")
+    if axes not in get_args(Axes):
+        raise InputError(
+            f"t5_bias(axes={axes!r})", f"one of {get_args(Axes)}", "name the axes of bias in order"
+        )
+    values = values if axes == "bucket_head" else values.T
+    per_side = values.shape[0] // 2 if bidirectional else values.shape[0]
+    if per_side < 2 or (bidirectional and values.shape[0] % 2):
+        raise InputError(
+            f"t5_bias: {values.shape[0]} buckets, {bidirectional=}",
+            "at least 2 buckets per direction, and an even number when bidirectional",
+            'check `axes`: "bucket_head" expects [num_buckets, H]',
+        )
+    far = whole("t5_bias", "max_distance", max_distance, least=per_side // 2 + 1)
+    buckets = torch.tensor(distance_buckets(per_side, far), dtype=torch.int32, device=values.device)
+
+    def mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, q_len: Any, kv_len: Any) -> Any:
+        behind = aligned(q_idx, q_len, kv_len) - kv_idx
+        return score + values[buckets[torch.clamp(behind, 0, far)], h]
+
+    def mod_bidirectional(
+        score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, q_len: Any, kv_len: Any
+    ) -> Any:
+        ahead = kv_idx - aligned(q_idx, q_len, kv_len)
+        bucket = buckets[torch.clamp(torch.abs(ahead), max=far)]
+        return score + values[torch.where(ahead > 0, bucket + per_side, bucket), h]
+
+    return mod_bidirectional if bidirectional else mod
+
+
+def distance_buckets(count: int, far: int) -> list[int]:
+    """The bucket of every distance 0 .. far, one direction, with `count` buckets.
+
+    Whole-number arithmetic: the logarithm of a distance on a bucket's edge rounds either way in floats.
+    """
+    exact = count // 2
+    grown = count - exact
+    buckets = list(range(exact))
+    for distance in range(exact, far + 1):
+        # floor(log(d / exact) / log(far / exact) * grown) >= k  <=>  d^grown * exact^k >= far^k * exact^grown
+        steps = 0
+        while (
+            steps < grown - 1 and distance**grown * exact ** (steps + 1) >= far ** (steps + 1) * exact**grown
+        ):
+            steps += 1
+        buckets.append(exact + steps)
+    return buckets
+
+
+def definition(score: float, q: int, kv: int, column: list[float], max_distance: int) -> float:
+    """One direction; `column` holds one head's bias by bucket."""
+    distance, half = max(q - kv, 0), len(column) // 2
+    if distance < half:
+        return score + column[distance]
+    steps = math.log(distance / half) / math.log(max_distance / half) * (len(column) - half)
+    return score + column[min(half + math.floor(steps + 1e-9), len(column) - 1)]
+
+
+def main() -> None:
+    bias = torch.arange(8.0)[:, None].repeat(1, 2)
+    columns = bias.T.tolist()
+    show_score(
+        t5_bias(bias, max_distance=16),
+        lambda score, h, q, kv: definition(score, q, kv, columns[h], 16),
+        2,
+        20,
+        20,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What people look at: explanations, listings and pictures of a program. Nothing here changes a result."""

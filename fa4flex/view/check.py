@@ -1,0 +1,118 @@
+"""A compiled attention against the dense float64 formula, forward and backward, on random inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fa4flex import reference
+from fa4flex.view.sizes import setting
+
+if TYPE_CHECKING:
+    from fa4flex.api import Attention
+
+HEAD_DIM = 32
+ROUNDINGS = 256
+"""Tolerance in units of float32's epsilon: sums over some hundred keys, then over heads and queries."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One result: its largest error, and the largest error allowed."""
+
+    name: str
+    error: float
+    tolerance: float
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.tolerance  # False for NaN
+
+    def __str__(self) -> str:
+        verdict = "ok" if self.passed else "FAILED"
+        return f"{self.name:<10} error {self.error:.2e}   tolerance {self.tolerance:.2e}   {verdict}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """All comparisons of one check."""
+
+    title: str
+    comparisons: tuple[Comparison, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(c.passed for c in self.comparisons)
+
+    def __str__(self) -> str:
+        return "\n".join([self.title, *map(str, self.comparisons)])
+
+
+def check(attn: Attention, q_len: int = 200, kv_len: int | None = None, seed: int = 0) -> Report:
+    """`attn` in float32 against fa4flex.reference in float64, at these lengths.
+
+    Compares out, lse and the gradients of q, k, v and every captured tensor that requires one.
+    """
+    chosen = setting(attn.program, q_len, q_len if kv_len is None else kv_len)
+    shape, variant = chosen.shape, attn.variant
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v, d_out = (
+        torch.randn(shape.batch, shape.heads, length, HEAD_DIM, generator=generator)
+        for length in (shape.q_len, shape.kv_len, shape.kv_len, shape.q_len)
+    )
+    learned = {o.name: o.base for o in attn.program.operands if o.base is not None and o.base.requires_grad}
+    if variant.sinks is not None and variant.sinks.logits.requires_grad:
+        learned["sinks"] = variant.sinks.logits
+    sinks = None if variant.sinks is None else variant.sinks.logits
+
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if variant.layout == "bshd":
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out, lse = attn(q, k, v, return_lse=True)
+        return (out.transpose(1, 2) if variant.layout == "bshd" else out), lse
+
+    def exact(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return reference.attention(
+            q, k, v, variant.score_mod, variant.allowed, scale=variant.scale, sinks=sinks
+        )
+
+    found = _results(ours, (q, k, v), d_out, learned)
+    wanted = _results(exact, tuple(x.double() for x in (q, k, v)), d_out.double(), learned)
+    title = (
+        f"{attn!r}\nbatch {shape.batch}, heads {shape.heads}, q_len {shape.q_len}, kv_len {shape.kv_len}, "
+        f"head_dim {HEAD_DIM}, float32 against the dense formula in float64"
+    )
+    return Report(
+        "\n".join([title, *chosen.notes]),
+        tuple(_compare(name, found[name].detach(), wanted[name].detach()) for name in wanted),
+    )
+
+
+def _results(
+    attention: Callable[..., tuple[Tensor, Tensor]],
+    qkv: tuple[Tensor, ...],
+    d_out: Tensor,
+    learned: dict[str, Tensor],
+) -> dict[str, Tensor]:
+    """out, lse and all gradients. The loss depends on the finite part of the LSE too."""
+    leaves = [x.detach().clone().requires_grad_() for x in qkv]
+    out, lse = attention(*leaves)
+    loss = (out * d_out).sum() + lse[torch.isfinite(lse)].sum()
+    names = ["dq", "dk", "dv", *(f"d{name}" for name in learned)]
+    wanted = [*leaves, *learned.values()]
+    gradients = torch.autograd.grad(loss, wanted, allow_unused=True)
+    zeros = (torch.zeros_like(x) if g is None else g for g, x in zip(gradients, wanted))
+    return {"out": out, "lse": lse, **dict(zip(names, zeros))}
+
+
+def _compare(name: str, found: Tensor, wanted: Tensor) -> Comparison:
+    found, wanted = found.double(), wanted.double()
+    same = found == wanted  # -inf of a row without keys equals -inf
+    error = torch.where(same, 0.0, (found - wanted).abs())
+    scale = wanted[torch.isfinite(wanted)].abs().max().item() if torch.isfinite(wanted).any() else 1.0
+    tolerance = ROUNDINGS * torch.finfo(torch.float32).eps * max(scale, 1.0)
+    return Comparison(name, float(error.max()), tolerance)

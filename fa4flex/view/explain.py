@@ -1,0 +1,218 @@
+"""A program in words: what was composed, what was proved, what is evaluated and why."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable
+
+from fa4flex.codegen.analyze.facts import SCORE
+from fa4flex.codegen.analyze.intervals import describe
+from fa4flex.codegen.analyze.overflow import overflowing
+from fa4flex.codegen.analyze.tiles import Proof
+from fa4flex.codegen.build import Program
+from fa4flex.codegen.expr import TRUE, Expr, const, walk
+from fa4flex.codegen.trace import Pinned
+from fa4flex.view.mask import tile_counts, tiles_of
+from fa4flex.view.names import Names, describe_numbers, describe_operands, name_of
+from fa4flex.view.sizes import Setting, setting
+
+Section = tuple[str, list[str]]
+LABEL_WIDTH, TEXT_WIDTH = 12, 98
+LONG_TERM = 90
+
+
+class Explanation(str):
+    """Text that a notebook or an interpreter shows as lines."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def explain(program: Program, q_len: int, kv_len: int) -> Explanation:
+    """The program at these lengths, in words."""
+    chosen, names = setting(program, q_len, kv_len), Names.of(program)
+    sections = (
+        ("composed", _composition(program)),
+        ("mask", _mask(program, names, chosen)),
+        ("score", _score(program, names)),
+        ("captured", _captured(program, names)),
+        ("indices", _indices(program, names, chosen)),
+        ("runs on", _place(program)),
+    )
+    return Explanation("\n\n".join(_section(title, lines) for title, lines in sections if lines))
+
+
+def _section(title: str, lines: Iterable[str]) -> str:
+    pad = " " * LABEL_WIDTH
+    body = [piece for line in lines for given in line.splitlines() for piece in _wrapped(given)]
+    return f"{title:<{LABEL_WIDTH}}" + f"\n{pad}".join(body)
+
+
+def _wrapped(line: str) -> list[str]:
+    """`line` in pieces of TEXT_WIDTH; what follows the first is indented below it."""
+    indent = " " * (len(line) - len(line.lstrip()) + 4)
+    return textwrap.wrap(line, TEXT_WIDTH, subsequent_indent=indent, break_long_words=False) or [""]
+
+
+# --- what was composed ----------------------------------------------------------------------------------
+
+
+def _composition(program: Program) -> list[str]:
+    variant = program.variant
+    scale = "1 / sqrt(head_dim)" if variant.scale is None else f"{variant.scale:g}"
+    lines = [
+        f"softmax(score) v, score = score_mod({scale} * q.k)",
+        f"score_mod   {name_of(variant.score_mod)}",
+        f"mask        {name_of(variant.mask)}",
+    ]
+    if variant.blocks is not None:
+        lines.append(
+            f"blocks      {variant.blocks!r}: a full block skips the mask, an empty one allows nothing"
+        )
+    if variant.sinks is not None:
+        lines.append(
+            f"sinks       {variant.sinks.logits.numel()} logits, one per query head, in the denominator"
+        )
+    lines.append(f"layout      {variant.layout}")
+    if program.facts.mask.free & {"q_len", "kv_len"} or program.facts.score.free & {"q_len", "kv_len"}:
+        lines.append("alignment   bottom-right: the last query stands at the last key, as in FlashAttention")
+    elif program.mask is not None:
+        lines.append(
+            "alignment   as written: query i stands at key i, whatever the two lengths are (top-left)"
+        )
+    return lines
+
+
+# --- the mask -------------------------------------------------------------------------------------------
+
+
+def _mask(program: Program, names: Names, chosen: Setting) -> list[str]:
+    facts, shape = program.facts, chosen.shape
+    if facts.mask is TRUE:
+        return ["every key is allowed: nothing to skip, nothing to evaluate"]
+    lines = [f"allowed where {names.show(facts.mask)}"]
+    if facts.keys is not None:
+        lines.append("proved in closed form, for all lengths and tile sizes:")
+        lines += [f"  {line}" for line in names.rename(describe(facts.keys)).splitlines()]
+    else:
+        lines.append(
+            "no closed form as key intervals: tiles are bounded, and evaluated where bounds do not decide"
+        )
+    tile = program.variant.schedule.tile or _cpu_tile()
+    tiles = tiles_of(program, chosen, tile)
+    sizes = f"q_len={shape.q_len}, kv_len={shape.kv_len}{_sharing(program, chosen)}"
+    lines.append(f"at {sizes}, tile {tile[0]} x {tile[1]}:")
+    reasons = () if facts.keys is None else tiles.proof.reasons  # without intervals, the reason stands above
+    below = [
+        *(f"({note})" for note in chosen.notes),
+        tile_counts(tiles),
+        *_decided(tiles.proof, reasons, names),
+    ]
+    return [*lines, *(f"  {line}" for line in below)]
+
+
+def _sharing(program: Program, chosen: Setting) -> str:
+    shape, free = chosen.shape, program.facts.mask.free
+    sizes = (("b", f"batch={shape.batch}"), ("h", f"heads={shape.heads}"))
+    return "".join(f", {size}" for symbol, size in sizes if symbol in free)
+
+
+MEANS = (
+    ("by_intervals", "decided by the key intervals"),
+    ("by_bounds", "decided by interval arithmetic over whole tiles"),
+    ("by_witness", "shown partial by one allowed and one masked pair"),
+    ("by_evaluation", "evaluated pair by pair"),
+)
+
+
+def _decided(proof: Proof, reasons: tuple[str, ...], names: Names) -> list[str]:
+    """How many tiles were decided by what, and why the others were evaluated."""
+    counts = [(getattr(proof, field), means) for field, means in MEANS]
+    line = ", ".join(f"{count} {means}" for count, means in counts if count)
+    return [line, *(f"because {names.rename(reason)}" for reason in reasons)]
+
+
+def _cpu_tile() -> tuple[int, int]:
+    from fa4flex.runtime.cpu.tiles import KEY_TILE, QUERY_TILE
+
+    return QUERY_TILE, KEY_TILE
+
+
+# --- the score ------------------------------------------------------------------------------------------
+
+
+def _score(program: Program, names: Names) -> list[str]:
+    facts = program.facts
+    if facts.score is SCORE:
+        return ["the scaled product itself"]
+    lines = [f"score' = {names.show(facts.score)}", f"computed: {names.rename(facts.hoisting.explain())}"]
+    gradient = facts.gradient
+    by_score = gradient.by_score
+    if by_score is const(1.0):
+        lines.append("d score'/d score = 1: the gradient of the raw score is that of score'")
+    elif by_score is const(0.0):
+        lines.append("d score'/d score = 0: q and k receive no gradient")
+    else:
+        lines.append(f"d score'/d score = {_term(by_score, names)}")
+    for term in gradient.captured:
+        operand = program.operands[term.slot]
+        index = ", ".join(names.show(i) for i in term.index)
+        wanted = "" if operand.differentiable else "; not computed, as it does not require a gradient"
+        lines.append(f"d score'/d {names.tensors[term.slot]}[{index}] = {_term(term.value, names)}")
+        lines.append(f"  {REDUCTIONS[term.pattern]}{wanted}")
+    return lines
+
+
+def _term(node: Expr, names: Names) -> str:
+    text = names.show(node)
+    if len(text) <= LONG_TERM:
+        return text
+    operations = sum(1 for inner in walk(node) if inner.args)
+    return f'an expression of {operations} operations, listed by source("gradient")'
+
+
+REDUCTIONS = {
+    "constant in q and kv": "one element per head: summed over all queries and keys",
+    "constant in kv": "one element per query: summed over its keys",
+    "constant in q": "one element per key: summed over its queries",
+    "diagonal": "one element per distance q - kv: summed along diagonals",
+    "general": "elements found by index: summed where indices meet",
+}
+
+
+# --- captures, indices, place ---------------------------------------------------------------------------
+
+
+def _captured(program: Program, names: Names) -> list[str]:
+    lines = describe_operands(program, names)
+    numbers = describe_numbers(program, names)
+    lines += [f"{line}: a run-time number, no constant of the program" for line in numbers]
+    for traced in (program.score, program.mask):
+        lines += [_pinned(pin) for pin in (() if traced is None else traced.pinned)]
+    return lines
+
+
+def _pinned(pin: Pinned) -> str:
+    where = "" if pin.where is None else f" at {pin.where}"
+    return f"{pin.name} = {pin.value}: a constant of this program, because its value was looked at{where}"
+
+
+def _indices(program: Program, names: Names, chosen: Setting) -> list[str]:
+    roots = (program.facts.score, program.facts.mask)
+    beyond = overflowing(roots, chosen.shape, program.captured(), bits=32)
+    if not beyond:
+        return ["all index arithmetic fits 32 bits at these lengths"]
+    listed = [f"beyond 32 bits: {names.show(node)}, from {lo} to {hi}" for node, (lo, hi) in beyond]
+    return [*listed, "a CPU computes indices in 64 bits, so these do not wrap"]
+
+
+def _place(program: Program) -> list[str]:
+    precision, tile = program.variant.precision, program.variant.schedule.tile or _cpu_tile()
+    compute = "float32 (float64 for float64 inputs)" if precision.compute == "auto" else precision.compute
+    return [
+        f"CPU, forward and backward, tile {tile[0]} x {tile[1]}",
+        f"scores, softmax and sums in {compute}",
+        "empty tiles are not loaded, full tiles do not evaluate the mask; the same bits at every run",
+    ]

@@ -1,0 +1,178 @@
+"""A program's mask to look at: tile classes as text, SVG or a matplotlib figure."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy
+import torch
+
+from fa4flex.codegen.analyze.tiles import Shape, TileMap, tile_map
+from fa4flex.codegen.build import Program
+from fa4flex.codegen.evaluate import Value, evaluate
+from fa4flex.errors import InputError, UnsupportedError
+from fa4flex.view import ascii, svg
+from fa4flex.view.grid import Grid
+from fa4flex.view.names import name_of
+from fa4flex.view.sizes import Setting, setting
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+TILE = (128, 128)
+MOST_TOKENS = 512
+MOST_PANELS = 4
+TITLE_WIDTH = 70
+
+
+@dataclass(frozen=True)
+class MaskView:
+    """The mask of a compiled variant. `print` it, plot it, or let a notebook show it."""
+
+    program: Program
+
+    def tile_map(
+        self,
+        q_len: int,
+        kv_len: int | None = None,
+        tile: tuple[int, int] = TILE,
+        batch: int | None = None,
+        heads: int | None = None,
+    ) -> TileMap:
+        """Classes of all tiles of `tile` = (queries, keys) at these lengths.
+
+        batch, heads  default to what captured tensors imply: `ids[b, kv]` has ids.shape[0] sequences
+        """
+        chosen = setting(self.program, q_len, q_len if kv_len is None else kv_len, batch, heads)
+        return self._map(chosen, tile)
+
+    def _map(self, chosen: Setting, tile: tuple[int, int]) -> TileMap:
+        if len(tile) != 2 or min(tile) < 1:
+            raise InputError(f"tile={tile!r}", "two positive ints (queries, keys)", "e.g. tile=(128, 128)")
+        return tiles_of(self.program, chosen, (tile[0], tile[1]))
+
+    def grid(self, tiles: TileMap, chosen: Setting, tile: tuple[int, int], b: int = 0, h: int = 0) -> Grid:
+        """Tile classes of batch entry `b` and query head `h`."""
+        classes = numpy.asarray(tiles.classes())
+        plane = classes[min(b, classes.shape[0] - 1), min(h, classes.shape[1] - 1)]
+        return Grid(plane, tile, chosen.shape.q_len, chosen.shape.kv_len)
+
+    def draw(
+        self,
+        q_len: int | None = None,
+        kv_len: int | None = None,
+        tile: tuple[int, int] | None = None,
+        width: int = 64,
+    ) -> str:
+        """The mask as text, at most `width` columns: `#` full, `+` partial, `.` empty.
+
+        tile  (queries, keys) per character; default about 32 characters each way, one token at least
+        """
+        chosen = setting(self.program, q_len, kv_len)
+        shape = chosen.shape
+        tile = tile or (_share(shape.q_len), _share(shape.kv_len))
+        tiles = self._map(chosen, tile)
+        grid = ascii.fit(self.grid(tiles, chosen, tile), width)
+        rows, columns = grid.tile
+        head = f"{self.name}: {shape.q_len} queries down, {shape.kv_len} keys across"
+        size = (
+            f"a character is {rows} x {columns}" if (rows, columns) != (1, 1) else "a character is one pair"
+        )
+        return "\n".join([head, *chosen.notes, f"{size}; {ascii.LEGEND}", ascii.draw(grid)])
+
+    def plot(
+        self,
+        q_len: int | None = None,
+        kv_len: int | None = None,
+        tile: tuple[int, int] | None = None,
+        b: int = 0,
+        h: int = 0,
+    ) -> Figure:
+        """A matplotlib Figure: every pair up to 512 tokens, tiles beyond. Needs the extra `notebook`.
+
+        b, h  the batch entry and query head to show; tile defaults to (128, 128), and to an eighth of the
+        length where every pair is drawn
+        """
+        try:
+            from fa4flex.view.plot import plot
+        except ImportError as error:
+            raise UnsupportedError(
+                "plot() without matplotlib",
+                "matplotlib >= 3.8",
+                "pip install 'fa4flex[notebook]'; print(attn.mask) draws the mask as text",
+            ) from error
+        chosen = setting(self.program, q_len, kv_len)
+        shape = chosen.shape
+        small = max(shape.q_len, shape.kv_len) <= MOST_TOKENS
+        tile = tile or ((_share(shape.q_len, 8), _share(shape.kv_len, 8)) if small else TILE)
+        tiles = self._map(chosen, tile)
+        where = _panel_name((tiles.map_batch, tiles.map_heads), b, h)
+        title = textwrap.fill(f"{self.name}{', ' if where else ''}{where}", TITLE_WIDTH)
+        return plot(self.grid(tiles, chosen, tile, b, h), title, self._tokens(shape, b, h) if small else None)
+
+    def _tokens(self, shape: Shape, b: int, h: int) -> numpy.ndarray:
+        """Every pair, bool [q_len, kv_len]."""
+        symbols: dict[str, Value] = {
+            "b": b, "h": h, "q": torch.arange(shape.q_len).view(-1, 1), "kv": torch.arange(shape.kv_len),
+            "q_len": shape.q_len, "kv_len": shape.kv_len, "num_heads": shape.heads,
+        }  # fmt: skip
+        (allowed,) = evaluate([self.program.facts.mask], symbols, self.program.captured())
+        return torch.broadcast_to(torch.as_tensor(allowed), (shape.q_len, shape.kv_len)).numpy()
+
+    @property
+    def name(self) -> str:
+        """The mask in the user's words."""
+        return name_of(self.program.variant.allowed) if self.program.variant.allowed else "every key"
+
+    def __str__(self) -> str:
+        return self.draw()
+
+    def __repr__(self) -> str:
+        return f"MaskView({self.name})"
+
+    def _repr_html_(self) -> str:
+        chosen = setting(self.program)
+        tiles = self._map(chosen, TILE)
+        planes = tiles.map_batch, tiles.map_heads
+        shown = [(b, h) for b in range(planes[0]) for h in range(planes[1])][:MOST_PANELS]
+        panels = [(_panel_name(planes, b, h), self.grid(tiles, chosen, TILE, b, h)) for b, h in shown]
+        facts = [tile_counts(tiles)]
+        if len(shown) < planes[0] * planes[1]:
+            facts.append(f"{len(shown)} of {planes[0] * planes[1]} (batch, head) pairs drawn")
+        return svg.picture(panels, self.name, [*facts, *chosen.notes])
+
+
+def tiles_of(program: Program, chosen: Setting, tile: tuple[int, int]) -> TileMap:
+    """Tile classes at these sizes. Raises InputError where the mask reads beyond a captured tensor."""
+    facts, shape = program.facts, chosen.shape
+    try:
+        return tile_map(facts.mask, facts.keys, shape, program.captured(), tile)
+    except IndexError as error:
+        raise InputError(
+            f"at q_len={shape.q_len}, kv_len={shape.kv_len} the mask reads beyond a captured tensor: {error}",
+            "lengths that the captured tensors cover",
+            "pass q_len and kv_len (on the command line --size or --q-len, and --kv-len)",
+        ) from error
+
+
+def _share(length: int, parts: int = 32) -> int:
+    """Tokens per cell for about `parts` cells: a power of two, so that tiles fall where kernels have them."""
+    return 1 << max(0, (length - 1) // parts).bit_length()
+
+
+def _panel_name(planes: tuple[int, ...], b: int, h: int) -> str:
+    return ", ".join(
+        f"{name} {i}" for name, i, n in (("batch", b, planes[0]), ("head", h, planes[1])) if n > 1
+    )
+
+
+def tile_counts(tiles: TileMap) -> str:
+    """How many tiles there are of each class, and which share of the work is left."""
+    empty, partial, full = tiles.counts()
+    total = max(empty + partial + full, 1)
+    return (
+        f"{total} tiles: {full} full, {partial} partial, {empty} empty; "
+        f"{100 * (partial + full) / total:.1f} % of the tiles are computed"
+    )

@@ -1,0 +1,192 @@
+"""A program at one of its stages, as text: one operation per line, with the user's line it came from."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from fa4flex.codegen.analyze.facts import SCORE
+from fa4flex.codegen.analyze.intervals import describe
+from fa4flex.codegen.build import Program
+from fa4flex.codegen.expr import _INFIX, _PREFIX, TRUE, Expr, walk
+from fa4flex.codegen.trace.origin import definition_line
+from fa4flex.errors import InputError, Origin, UnsupportedError
+from fa4flex.view.names import Names, describe_numbers, describe_operands
+
+GPU_STAGES = ("plan", "source", "ptx")
+COMMENT_COLUMN, CODE_WIDTH = 48, 64
+
+
+def source(program: Program, stage: str = "trace") -> str:
+    """The program at `stage`: "trace", "facts" or "gradient".
+
+    Raises UnsupportedError for the stages of GPU pipelines, InputError for anything else.
+    """
+    if stage in GPU_STAGES:
+        raise UnsupportedError(
+            f"stage={stage!r}: a CPU program is executed from its expressions, so it has no {stage}",
+            f"one of {', '.join(STAGES)}",
+            'source("trace") lists every operation that is executed',
+        )
+    if stage not in STAGES:
+        raise InputError(f"stage={stage!r}", f"one of {', '.join(STAGES)}", "pick a stage")
+    return STAGES[stage](program)
+
+
+# --- three-address listings -----------------------------------------------------------------------------
+
+
+@dataclass
+class Listing:
+    """Lines of a function body, one per operation; shared work is computed once and named once."""
+
+    names: Names
+    origins: Mapping[Expr, Origin]
+    lines: list[tuple[str, Origin | None]] = field(default_factory=list)
+    _text: dict[Expr, str] = field(default_factory=dict)
+    _count: int = 0
+
+    def add(self, root: Expr) -> str:
+        """Lines that compute `root`; returns the name of its value."""
+        axes = {node.value[1] for node in walk(root) if node.op == "reduce"}
+        for node in walk(root):
+            if node in self._text:
+                continue
+            text = self._operation(node)
+            # What varies with a reduction's axis has no value outside its loop: it is written inline.
+            if not node.args or node.op == "to_float" or node.free & axes:
+                self._text[node] = f"({text})" if node.free & axes and node.op in _INFIX else text
+            else:
+                self._count += 1
+                self._text[node] = f"x{self._count}"
+                self.lines.append((f"x{self._count} = {text}", self.origins.get(node)))
+        return self._text[root]
+
+    def _operation(self, node: Expr) -> str:
+        args = [self._text[a] for a in node.args]
+        if node.op in _INFIX:
+            return f"{args[0]} {_INFIX[node.op]} {args[1]}"
+        if node.op in _PREFIX:
+            return f"{_PREFIX[node.op]}{args[0]}"
+        match node.op:
+            case "to_float":
+                return f"float({args[0]})" if node.args[0].kind == "bool" else args[0]
+            case "load":
+                return f"{self.names.tensors[node.value]}[{', '.join(args)}]"
+            case "search":
+                table = self.names.tensors[node.value[0]] + (f"[{', '.join(args[1:])}]" if args[1:] else "")
+                return f"search_{node.value[1]}({table}, {args[0]})"
+            case "reduce":
+                how, axis, extent = node.value
+                return f"{how}({args[0]} for {axis} in range({extent}))"
+            case "round_to":
+                return f"{node.value}({args[0]})"
+            case "sym" | "const" | "scalar":
+                return self.names.show(node)
+        return f"{node.op.rstrip('_')}({', '.join(args)})"
+
+
+def _with_comments(lines: Iterable[tuple[str, Origin | None]]) -> list[str]:
+    """Each line with `# file:line: the user's code`; the code where the line differs from the one above."""
+    printed, before = [], None
+    for text, origin in lines:
+        if origin is None:
+            printed.append(text)
+            continue
+        shown = f"# {os.path.basename(origin.file)}:{origin.line}"
+        if origin != before and origin.text:
+            shown += f": {textwrap.shorten(origin.text, CODE_WIDTH, placeholder=' ...')}"
+        before = origin
+        printed.append(f"{text:<{COMMENT_COLUMN}}  {shown}")
+    return printed
+
+
+def _function(head: str, listing: Listing, result: str, defined: Origin | None = None) -> str:
+    body = [(f"    {text}", origin) for text, origin in listing.lines]
+    return "\n".join([*_with_comments([(f"def {head}:", defined), *body]), f"    return {result}"])
+
+
+def _defined(mod: object) -> Origin | None:
+    """Where the function behind a mask or score mod is written; None for one that composes others."""
+    function = getattr(mod, "mod", None)
+    return None if function is None else definition_line(function)
+
+
+def _header(program: Program, names: Names) -> list[str]:
+    captured = [*describe_operands(program, names), *describe_numbers(program, names)]
+    return [f"# captured {line}" for line in captured]
+
+
+def _parameters(root: Expr, first: str = "") -> str:
+    wanted = [name for name in ("q_len", "kv_len", "num_heads") if name in root.free]
+    return ", ".join([*([first] if first else []), "b", "h", "q", "kv", *wanted])
+
+
+def _mod(program: Program, kind: str, root: Expr, names: Names) -> str:
+    traced = program.score if kind == "score" else program.mask
+    listing = Listing(names, {} if traced is None else traced.origins)
+    result = listing.add(root)
+    first = "score" if kind == "score" else ""
+    mod = program.variant.score_mod if kind == "score" else program.variant.mask
+    return _function(f"{kind}({_parameters(root, first)})", listing, result, _defined(mod))
+
+
+def trace_stage(program: Program) -> str:
+    """The traced score and mask, operation by operation."""
+    names, facts = Names.of(program), program.facts
+    parts = ["\n".join(_header(program, names))] if program.operands or program.scalars else []
+    if facts.score is SCORE:
+        parts.append("# score: the scaled product itself")
+    else:
+        parts.append(_mod(program, "score", facts.score, names))
+    parts.append("# mask: every key" if facts.mask is TRUE else _mod(program, "mask", facts.mask, names))
+    return "\n\n".join(parts)
+
+
+# --- facts and gradients --------------------------------------------------------------------------------
+
+
+def facts_stage(program: Program) -> str:
+    """What analysis proved, before any length is known."""
+    names, facts = Names.of(program), program.facts
+    keys = "the mask is not a union of key intervals that can be named: tiles are bounded or evaluated"
+    if facts.keys is not None:
+        keys = names.rename(describe(facts.keys))
+    parts = (
+        ("score", names.show(facts.score)),
+        ("mask", names.show(facts.mask)),
+        ("keys", keys),
+        ("hoisting", names.rename(facts.hoisting.explain())),
+        ("identity", facts.key),
+    )
+    return "\n".join(f"{name:<9} {text.replace(chr(10), chr(10) + ' ' * 10)}" for name, text in parts)
+
+
+def gradient_stage(program: Program) -> str:
+    """d score' / d score and the captured gradients, operation by operation."""
+    names, gradient = Names.of(program), program.facts.gradient
+    origins = {} if program.score is None else program.score.origins
+    listing = Listing(names, origins)
+    by_score = listing.add(gradient.by_score)
+    head = f"d_score({_parameters(program.facts.score, 'score')})"
+    parts = [_function(head, listing, by_score)]
+    for term in gradient.captured:
+        listing = Listing(names, origins)
+        value = listing.add(term.value)
+        index = ", ".join(names.show(i) for i in term.index)
+        loops = "".join(f" for {axis} in range({extent})" for axis, extent in term.axes)
+        name = names.tensors[term.slot]
+        parts.append(
+            f"# adds to the gradient of {name}[{index}]{loops}; the index is {term.pattern}\n"
+            + _function(f"d_{name}({_parameters(program.facts.score, 'score')})", listing, value)
+        )
+    return "\n\n".join(parts)
+
+
+STAGES: dict[str, Callable[[Program], str]] = {
+    "trace": trace_stage,
+    "facts": facts_stage,
+    "gradient": gradient_stage,
+}

@@ -1,0 +1,227 @@
+"""Bad input: one clear error each, that says what was given, what is expected and what to do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
+
+import fa4flex
+from fa4flex import BlockMap, InputError, Paging, Schedule, Sinks, TraceError, UnsupportedError, Varlen
+from fa4flex.variants import causal, sliding_window
+
+
+def rand(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape).to(dtype)
+
+
+def dense(b: int = 2, h: int = 4, s: int = 16, d: int = 8) -> tuple[Tensor, Tensor, Tensor]:
+    return rand(b, h, s, d), rand(b, h, s, d), rand(b, h, s, d)
+
+
+def packed(tokens: int = 16, h: int = 4, d: int = 8) -> tuple[Tensor, Tensor, Tensor]:
+    return rand(tokens, h, d), rand(tokens, h, d), rand(tokens, h, d)
+
+
+def cu(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+plain = fa4flex.compile()
+CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "not a tensor": (lambda: plain([1.0], *dense()[1:]), InputError, "q is a list"),
+    "wrong rank": (lambda: plain(*(x[0] for x in dense())), InputError, "ranks do not fit.*4-D tensors"),
+    "packed without cu_seqlens": (lambda: plain(*packed()), InputError, "pass varlen= for packed"),
+    "dtype mix": (
+        lambda: plain(rand(1, 1, 4, 8), rand(1, 1, 4, 8).half(), rand(1, 1, 4, 8)),
+        InputError,
+        "mixed dtypes: q float32.*k float16",
+    ),
+    "integer dtype": (lambda: plain(*(x.int() for x in dense())), UnsupportedError, "torch.int32.*bfloat16"),
+    "device mix": (
+        lambda: plain(rand(1, 1, 4, 8), rand(1, 1, 4, 8).to("meta"), rand(1, 1, 4, 8)),
+        InputError,
+        "q on cpu, k on meta",
+    ),
+    "other device": (
+        lambda: plain(*(x.to("meta") for x in dense())),
+        UnsupportedError,
+        "tensors on meta.*CPU tensors",
+    ),
+    "head ratio": (
+        lambda: plain(rand(1, 6, 4, 8), rand(1, 4, 4, 8), rand(1, 4, 4, 8)),
+        InputError,
+        "6 query heads with 4 key/value heads.*multiple",
+    ),
+    "k and v heads": (
+        lambda: plain(rand(1, 4, 4, 8), rand(1, 4, 4, 8), rand(1, 2, 4, 8)),
+        InputError,
+        "k and v differ in heads",
+    ),
+    "head dim": (
+        lambda: plain(rand(1, 1, 4, 8), rand(1, 1, 4, 16), rand(1, 1, 4, 16)),
+        InputError,
+        "differ in head_dim",
+    ),
+    "key lengths": (
+        lambda: plain(rand(1, 1, 4, 8), rand(1, 1, 5, 8), rand(1, 1, 6, 8)),
+        InputError,
+        "differ in length",
+    ),
+    "batch": (
+        lambda: plain(rand(2, 1, 4, 8), rand(1, 1, 4, 8), rand(1, 1, 4, 8)),
+        InputError,
+        "batch sizes differ",
+    ),
+    "empty tensor": (lambda: plain(*dense(s=0)), InputError, "an empty tensor.*varlen"),
+    "no heads": (lambda: plain(*dense(h=0)), InputError, "an empty tensor"),
+    "NaN scale": (lambda: fa4flex.compile(scale=math.nan), InputError, "scale=nan.*finite"),
+    "infinite scale": (lambda: fa4flex.compile(scale=math.inf), InputError, "scale=inf"),
+    "layout": (lambda: fa4flex.compile(layout="sbhd"), InputError, "layout='sbhd'.*bshd"),
+    "unknown option": (lambda: fa4flex.compile(window=3), TypeError, "window"),
+    "cu_seqlens decreases": (
+        lambda: plain(*packed(), varlen=Varlen(cu(0, 9, 4, 16))),
+        InputError,
+        "decreases after entry 1: 9 to 4",
+    ),
+    "cu_seqlens starts late": (lambda: Varlen(cu(1, 16)), InputError, "starts at 1"),
+    "cu_seqlens too short": (
+        lambda: plain(*packed(), varlen=Varlen(cu(0, 4, 12))),
+        InputError,
+        "ends at 12, q has 16 tokens",
+    ),
+    "cu_seqlens float": (lambda: Varlen(torch.tensor([0.0, 16.0])), InputError, "float32.*int32 or int64"),
+    "cu_seqlens count": (lambda: Varlen(cu(0, 16), cu(0, 8, 16)), InputError, "one number of sequences"),
+    "seqused too long": (
+        lambda: plain(*dense(), varlen=Varlen(seqused_k=cu(16, 17))),
+        InputError,
+        "up to 17 for a length of 16",
+    ),
+    "varlen with dense tensors": (
+        lambda: plain(*dense(), varlen=Varlen(cu(0, 16))),
+        InputError,
+        "packed 3-D tensors",
+    ),
+    "page out of range": (
+        lambda: plain(
+            rand(1, 2, 3, 8), rand(4, 5, 2, 8), rand(4, 5, 2, 8), paging=Paging(cu(0, 4).view(1, 2), cu(10))
+        ),
+        InputError,
+        "page 4 in the page table.*0 to 3",
+    ),
+    "pages too few": (
+        lambda: plain(
+            rand(1, 2, 3, 8), rand(4, 5, 2, 8), rand(4, 5, 2, 8), paging=Paging(cu(0, 1).view(1, 2), cu(11))
+        ),
+        InputError,
+        "seqused_k of 11 tokens.*= 10",
+    ),
+    "page table batch": (
+        lambda: plain(
+            rand(2, 2, 3, 8), rand(4, 5, 2, 8), rand(4, 5, 2, 8), paging=Paging(cu(0, 1).view(1, 2), cu(10))
+        ),
+        InputError,
+        "2 sequences of queries, 1 in the page table",
+    ),
+    "block map shape": (
+        lambda: BlockMap.from_dense(torch.ones(2, 3, dtype=torch.bool), 8, 16, 16),
+        InputError,
+        r"map of \[2, 3\] blocks.*\[2, 2\] blocks",
+    ),
+    "block map for other lengths": (
+        lambda: fa4flex.compile(blocks=BlockMap.from_dense(torch.ones(2, 2, dtype=torch.bool), 16))(*dense()),
+        InputError,
+        "q_len=32, kv_len=32 with q_len=16, kv_len=16",
+    ),
+    "block map for other heads": (
+        lambda: fa4flex.compile(blocks=BlockMap.from_dense(torch.ones(3, 2, 2, dtype=torch.bool), 8))(
+            *dense()
+        ),
+        InputError,
+        "3 heads for inputs with 4",
+    ),
+    "block index out of range": (
+        lambda: BlockMap.from_counts(cu(1, 1).view(1, 1, 2), cu(0, 2).view(1, 1, 2, 1), 8, 16, 16),
+        InputError,
+        "key block 2 in indices.*0 to 1",
+    ),
+    "block map with varlen": (
+        lambda: fa4flex.compile(blocks=BlockMap.from_dense(torch.ones(2, 2, dtype=torch.bool), 8))(
+            *packed(), varlen=Varlen(cu(0, 16))
+        ),
+        UnsupportedError,
+        "block map with packed sequences",
+    ),
+    "two masks": (
+        lambda: fa4flex.compile(
+            mask=causal,
+            blocks=create_block_mask(lambda b, h, q, k: q >= k, None, None, 128, 128, device="cpu"),
+        ),
+        InputError,
+        "BlockMask that has its own mask_mod",
+    ),
+    "mask arity": (lambda: fa4flex.compile(mask=lambda q, kv: q >= kv), TraceError, "mask_mod"),
+    "score arity": (lambda: fa4flex.compile(lambda s, q, kv: s), TraceError, "score_mod"),
+    "mask not callable": (
+        lambda: fa4flex.compile(mask=torch.ones(3, 3)),
+        InputError,
+        "given as a mask.*lambda",
+    ),
+    "score not callable": (lambda: fa4flex.compile(3.0), InputError, "given as a score_mod"),
+    "sinks per head": (lambda: fa4flex.compile(sinks=torch.zeros(3))(*dense()), InputError, "3 sinks for 4"),
+    "sinks dtype": (lambda: Sinks(torch.zeros(4, dtype=torch.int32)), InputError, "sinks of torch.int32"),
+    "tile": (lambda: Schedule(tile=(0, 128)), InputError, r"tile=\(0, 128\)"),
+    "window": (lambda: sliding_window(0), InputError, "window"),
+    "captured tensor elsewhere": (
+        lambda: fa4flex.compile(lambda s, b, h, q, k, t=torch.zeros(4, device="meta"): s + t[h])(*dense()),
+        InputError,
+        "captured tensor.*on meta, q on cpu",
+    ),
+    "captured tensor too small": (
+        lambda: fa4flex.compile(lambda s, b, h, q, k, t=torch.zeros(9): s + t[k])(*dense()),
+        InputError,
+        "past a captured tensor",
+    ),
+    "flex gqa": (
+        lambda: fa4flex.flex_attention(rand(1, 4, 4, 8), rand(1, 2, 4, 8), rand(1, 2, 4, 8)),
+        InputError,
+        "enable_gqa=True",
+    ),
+    "flex kernel options": (
+        lambda: fa4flex.flex_attention(*dense(), kernel_options={"BACKEND": "TRITON"}),
+        UnsupportedError,
+        r"kernel_options \['BACKEND'\]",
+    ),
+    "flex two returns": (
+        lambda: fa4flex.flex_attention(
+            *dense(), return_lse=True, return_aux=torch.nn.attention.flex_attention.AuxRequest(lse=True)
+        ),
+        InputError,
+        "return_lse and return_aux",
+    ),
+    "index overflow": (
+        lambda: fa4flex.compile(mask=lambda b, h, q, k: (q * 2**40) * (k * 2**40) >= 0)(*dense()),
+        UnsupportedError,
+        "64-bit",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_message(name: str) -> None:
+    call, kind, text = CALLS[name]
+    with pytest.raises(kind, match=f"(?s){text}") as caught:
+        call()
+    if isinstance(caught.value, fa4flex.Fa4flexError):
+        assert "expected: " in str(caught.value) and "to fix: " in str(caught.value)
+
+
+def test_a_call_says_which_variant_failed() -> None:
+    with pytest.raises(InputError) as caught:
+        fa4flex.compile(mask=causal)(*packed())
+    assert any("causal()" in note for note in caught.value.__notes__)

@@ -1,0 +1,106 @@
+"""Hugging Face models on fa4flex: logits of prefill and cached decoding, with padding, against eager."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+from fa4flex.errors import UnsupportedError  # noqa: E402
+from fa4flex.integrations.transformers import register  # noqa: E402
+
+register()
+COMMON = {
+    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Mistral": {"sliding_window": 16},
+    "Gemma2": {"head_dim": 16, "sliding_window": 16, "attn_logit_softcapping": 5.0},
+    "GptOss": {"head_dim": 16, "sliding_window": 16, "num_local_experts": 2, "num_experts_per_tok": 1},
+}
+
+
+def build(name: str) -> Any:
+    config = getattr(transformers, f"{name}Config")(**COMMON, **MODELS[name])
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    if name == "GptOss":
+        model.set_experts_implementation("eager")  # the grouped product has no fp64 form
+    for parameter in model.parameters():  # initial weights give near-uniform attention, which hides errors
+        parameter.data.mul_(3.0 if parameter.ndim > 1 else 1.0)
+    return model
+
+
+STEPS = (3, 14, 15, 92)
+
+
+@torch.no_grad()
+def run(model: Any, implementation: str, ids: Tensor, padding: Tensor) -> list[Tensor]:
+    """Logits of each row's real tokens in a prefill, then in four cached steps: [tokens + 4, vocabulary]."""
+    model.set_attn_implementation(implementation)
+    step = model(ids, attention_mask=padding, use_cache=True)
+    logits = [row[real.bool()] for row, real in zip(step.logits, padding, strict=True)]
+    for token in STEPS:
+        padding = torch.cat([padding, padding.new_ones(len(padding), 1)], 1)
+        next_ids = torch.full((len(ids), 1), token)
+        step = model(next_ids, attention_mask=padding, past_key_values=step.past_key_values, use_cache=True)
+        logits = [torch.cat(both) for both in zip(logits, step.logits, strict=True)]
+    return logits
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("padded", [0, 9])
+def test_logits_agree_with_eager(name: str, padded: int) -> None:
+    """Within twice eager's own error; exact logits of a padded row are those of its tokens alone, in fp64."""
+    model, ids = build(name), torch.randint(0, 97, (2, 50))
+    padding = torch.ones_like(ids)
+    padding[0, :padded] = 0
+    model.double()
+    rows = [row[real.bool()][None] for row, real in zip(ids, padding, strict=True)]
+    exact = [run(model, "eager", row, torch.ones_like(row))[0] for row in rows]
+    model.float()
+    found, eager = run(model, "fa4flex", ids, padding), run(model, "eager", ids, padding)
+    for f, e, x in zip(found, eager, exact, strict=True):
+        assert (f - x).abs().max() <= 2 * (e - x).abs().max()
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma2"])
+def test_generation_agrees_with_eager(name: str) -> None:
+    model, ids = build(name).double(), torch.randint(0, 97, (2, 21))
+    made = []
+    for implementation in ("eager", "fa4flex"):
+        model.set_attn_implementation(implementation)
+        made.append(
+            model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False, pad_token_id=0
+            )
+        )
+    assert torch.equal(*made)
+
+
+def test_gradients_agree_with_eager() -> None:
+    model, ids = build("Gemma2").double(), torch.randint(0, 97, (2, 30))
+    found = {}
+    for implementation in ("eager", "fa4flex"):
+        model.set_attn_implementation(implementation)
+        model.zero_grad()
+        model(ids, labels=ids).loss.backward()
+        found[implementation] = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    for name, gradient in found["eager"].items():
+        torch.testing.assert_close(
+            found["fa4flex"][name], gradient, rtol=1e-5, atol=1e-6
+        )  # eager takes its softmax in fp32
+
+
+def test_dropout_and_weights_are_refused() -> None:
+    model, ids = build("Llama"), torch.randint(0, 97, (1, 5))
+    model.set_attn_implementation("fa4flex")
+    model.config.attention_dropout = 0.1
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    with pytest.raises(UnsupportedError, match=r"attention dropout 0\.1"):
+        model.train()(ids)

@@ -1,0 +1,242 @@
+"""Explanations, listings and pictures: their numbers against brute force, their text against its promises."""
+
+from __future__ import annotations
+
+import re
+import sys
+from html.parser import HTMLParser
+
+import numpy
+import pytest
+import torch
+
+import fa4flex
+from fa4flex.errors import InputError, UnsupportedError
+from fa4flex.variants import alibi, causal, document, prefix_lm, sliding_window, softcap
+from fa4flex.view import ascii, svg
+from fa4flex.view.grid import Grid
+
+
+def random_grid(rng: numpy.random.Generator, rows: int, columns: int) -> Grid:
+    return Grid(
+        rng.integers(0, 3, (rows, columns)).astype(numpy.uint8), (16, 8), rows * 16 - 5, columns * 8 - 3
+    )
+
+
+def brute_force(mask: object, q_len: int, kv_len: int, tile: tuple[int, int]) -> numpy.ndarray:
+    """Tile classes from every pair."""
+    q, kv = torch.arange(q_len).view(-1, 1), torch.arange(kv_len)
+    allowed = mask(0, 0, q, kv, q_len=q_len, kv_len=kv_len).expand(q_len, kv_len).numpy()  # type: ignore[operator]
+    rows, columns = -(-q_len // tile[0]), -(-kv_len // tile[1])
+    classes = numpy.zeros((rows, columns), numpy.uint8)
+    for r in range(rows):
+        for c in range(columns):
+            part = allowed[r * tile[0] : (r + 1) * tile[0], c * tile[1] : (c + 1) * tile[1]]
+            classes[r, c] = 2 if part.all() else 1 if part.any() else 0
+    return classes
+
+
+# --- the grid -------------------------------------------------------------------------------------------
+
+
+def test_rectangles_tile_the_grid(seed: int) -> None:
+    rng = numpy.random.default_rng(seed)
+    for _ in range(20):
+        grid = random_grid(rng, *rng.integers(1, 30, 2))
+        painted = numpy.zeros_like(grid.classes)
+        for r in grid.rectangles():
+            assert not painted[r.top : r.bottom, r.left : r.right].any(), "rectangles overlap"
+            painted[r.top : r.bottom, r.left : r.right] = r.tile_class
+        assert (painted == grid.classes).all()
+
+
+def test_coarsening_is_the_class_of_the_union(seed: int) -> None:
+    rng = numpy.random.default_rng(seed)
+    for _ in range(20):
+        grid = random_grid(rng, *rng.integers(1, 60, 2))
+        limit = int(rng.integers(1, 20))
+        small = grid.coarsen(limit, limit)
+        assert small.rows <= limit and small.columns <= limit
+        by_row, by_column = small.tile[0] // grid.tile[0], small.tile[1] // grid.tile[1]
+        for r in range(small.rows):
+            for c in range(small.columns):
+                part = grid.classes[r * by_row : (r + 1) * by_row, c * by_column : (c + 1) * by_column]
+                wanted = part.flat[0] if (part == part.flat[0]).all() else 1
+                assert small.classes[r, c] == wanted
+
+
+# --- text, SVG, figure ----------------------------------------------------------------------------------
+
+
+class Tags(HTMLParser):
+    """Checks that tags nest, and gathers rectangles by their titles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data + "\n"
+
+
+TITLE = re.compile(r"(full|partial): q (\d+)–(\d+), kv (\d+)–(\d+)")
+
+
+@pytest.mark.parametrize("mask", [causal & sliding_window(300), prefix_lm(500)], ids=repr)
+def test_svg_titles_cover_the_tiles(mask: fa4flex.Mask) -> None:
+    attn = fa4flex.compile(mask=mask)
+    page = Tags()
+    page.feed(attn._repr_html_())
+    assert not page.open
+    classes = numpy.zeros((16, 16), numpy.uint8)
+    for name, q0, q1, k0, k1 in TITLE.findall(page.text):
+        assert int(q0) % 128 == int(k0) % 128 == 0 and int(q1) % 128 == int(k1) % 128 == 127
+        rows, columns = slice(int(q0) // 128, int(q1) // 128 + 1), slice(int(k0) // 128, int(k1) // 128 + 1)
+        classes[rows, columns] = 2 if name == "full" else 1
+    assert (classes == brute_force(attn.variant.mask, 2048, 2048, (128, 128))).all()
+    empty, partial, full = (int((classes == c).sum()) for c in (0, 1, 2))
+    assert f"256 tiles: {full} full, {partial} partial, {empty} empty" in page.text
+
+
+def test_svg_is_small_and_self_contained(seed: int) -> None:
+    rng = numpy.random.default_rng(seed)
+    for side in (3, 64, 700):
+        panels = [(f"head {h} <&>", random_grid(rng, side, side)) for h in range(4)]
+        html = svg.picture(panels, "a <mask> & more", ["fact"])
+        assert len(html.encode()) < 200_000
+        assert "http" not in html and "<script" not in html and "<mask>" not in html
+        Tags().feed(html)
+
+
+def test_html_shows_each_head_that_differs() -> None:
+    attn = fa4flex.compile(
+        mask=lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (q_idx - kv_idx < 64 * (h + 1))
+    )
+    html = attn._repr_html_()
+    assert html.count("<svg") == 4 and "4 of 8 (batch, head) pairs drawn" in html
+
+
+def test_ascii_matches_brute_force() -> None:
+    attn = fa4flex.compile(mask=sliding_window(70))
+    lines = attn.mask.draw(256, 192, tile=(16, 16)).splitlines()[-16:]
+    wanted = brute_force(attn.variant.mask, 256, 192, (16, 16))
+    assert lines == ["".join(".+#"[c] for c in row) for row in wanted]
+    wide = ascii.draw(ascii.fit(Grid(numpy.zeros((900, 900), numpy.uint8), (1, 1), 900, 900))).splitlines()
+    assert max(map(len, wide)) <= 64
+
+
+def test_plot_shows_every_pair() -> None:
+    pytest.importorskip("matplotlib")
+    attn = fa4flex.compile(mask=sliding_window(50))
+    figure = attn.mask.plot(100, 120)
+    image = figure.axes[0].images[0].get_array()
+    q, kv = torch.arange(100).view(-1, 1), torch.arange(120)
+    allowed = attn.variant.mask(0, 0, q, kv, q_len=100, kv_len=120).numpy()  # type: ignore[misc]
+    assert ((numpy.asarray(image) >= 2) == allowed).all()
+    assert figure._repr_png_()[:4] == b"\x89PNG"  # type: ignore[attr-defined]
+    tiles = attn.mask.plot(2000, tile=(100, 100)).axes[0].images[0].get_array()
+    assert (numpy.asarray(tiles) == brute_force(attn.variant.mask, 2000, 2000, (100, 100))).all()
+
+
+def test_plot_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.delitem(sys.modules, "fa4flex.view.plot", raising=False)
+    with pytest.raises(UnsupportedError, match="notebook"):
+        fa4flex.compile(mask=causal).mask.plot(64)
+
+
+# --- words ----------------------------------------------------------------------------------------------
+
+
+def flat(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_explain_counts_and_alignment() -> None:
+    attn = fa4flex.compile(mask=sliding_window(200), schedule=fa4flex.Schedule(tile=(64, 32)))
+    text = flat(attn.explain(500, 700))
+    classes = brute_force(attn.variant.mask, 500, 700, (64, 32))
+    full, partial, empty = (int((classes == c).sum()) for c in (2, 1, 0))
+    assert f"{classes.size} tiles: {full} full, {partial} partial, {empty} empty" in text
+    assert f"{classes.size} decided by the key intervals" in text
+    assert "bottom-right" in text and "window = 200" in text
+    top_left = fa4flex.compile(mask=lambda b, h, q_idx, kv_idx: q_idx >= kv_idx).explain(64)
+    assert "top-left" in top_left and repr(top_left) == str(top_left)
+
+
+def test_explain_names_captures_and_pins() -> None:
+    bias = torch.zeros(4, 99, requires_grad=True)
+    steepness, depth = 0.5, 2
+
+    def mod(score, b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]
+        for _ in range(depth):
+            score = score * steepness
+        return score + bias[h, q_idx - kv_idx + 49]
+
+    text = flat(fa4flex.compile(score_mod=mod).explain(50))
+    assert "bias: float32[4, 99], receives a gradient" in text
+    assert "steepness = 0.5: a run-time number" in text
+    assert "depth = 2: a constant of this program" in text and "test_view.py" in text
+    assert "summed along diagonals" in text
+
+
+def test_explain_says_why_tiles_are_evaluated(seed: int) -> None:
+    ids = torch.arange(8).repeat_interleave(64)[torch.randperm(512)]
+    text = flat(fa4flex.compile(mask=document(ids)).explain(4096))
+    assert "shown at 512 instead of 4096" in text and "not sorted" in text
+    sorted_ids = flat(fa4flex.compile(mask=document(ids.sort().values)).explain(512))
+    assert "sorted" in sorted_ids and "not sorted" not in sorted_ids
+
+
+def test_explain_names_what_passes_32_bits() -> None:
+    mask = lambda b, h, q_idx, kv_idx: q_idx * 65536 + kv_idx >= 0  # noqa: E731
+    assert "beyond 32 bits: (q * 65536)" in flat(fa4flex.compile(mask=mask).explain(40000))
+    assert "fits 32 bits" in flat(fa4flex.compile(mask=mask).explain(1000))
+
+
+def test_source_computes_the_mod() -> None:
+    """The listing is close enough to Python to run: it gives the mod's own values."""
+    table = torch.randn(300)
+
+    def mod(score, b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]
+        return torch.where(q_idx > kv_idx, score * 2.0, score) + table[q_idx // 2 + kv_idx % 7]
+
+    listing = fa4flex.compile(score_mod=mod).source("trace")
+    namespace: dict[str, object] = {"where": torch.where, "table": table}
+    exec(listing.split("\n\n")[1], namespace)
+    scores, (q, kv) = torch.randn(60, 60), (torch.arange(60).view(-1, 1), torch.arange(60))
+    torch.testing.assert_close(namespace["score"](scores, 0, 0, q, kv), mod(scores, 0, 0, q, kv))  # type: ignore[operator]
+    assert f"test_view.py:{mod.__code__.co_firstlineno + 1}" in listing
+
+
+def test_gradient_listing_is_the_derivative() -> None:
+    listing = fa4flex.compile(score_mod=softcap(3.0)).source("gradient")
+    namespace: dict[str, object] = {"tanh": torch.tanh, "cap": 3.0}
+    exec(listing, namespace)
+    x = torch.randn(50, dtype=torch.float64, requires_grad=True)
+    (exact,) = torch.autograd.grad((3.0 * torch.tanh(x / 3.0)).sum(), x)
+    torch.testing.assert_close(namespace["d_score"](x, 0, 0, 0, 0), exact)  # type: ignore[operator]
+
+
+def test_stages_that_do_not_exist() -> None:
+    attn = fa4flex.compile(score_mod=alibi)
+    for stage in ("plan", "source", "ptx"):
+        with pytest.raises(UnsupportedError, match="trace, facts, gradient"):
+            attn.source(stage)
+    with pytest.raises(InputError, match="trace, facts, gradient"):
+        attn.source("nonsense")
+
+
+def test_lengths_beyond_a_table_are_refused_in_words() -> None:
+    table = torch.rand(64) > 0.5
+    attn = fa4flex.compile(mask=lambda b, h, q_idx, kv_idx: table[q_idx + kv_idx])
+    with pytest.raises(InputError, match="reads beyond a captured tensor"):
+        attn.mask.tile_map(4096)
+    assert attn.mask.tile_map(32).counts()[1] > 0

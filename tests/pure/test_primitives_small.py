@@ -1,0 +1,102 @@
+"""Heads, sinks, precision and schedules: meaning and refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fa4flex.errors import InputError, UnsupportedError
+from fa4flex.primitives.heads import Heads, ratio
+from fa4flex.primitives.precision import Precision
+from fa4flex.primitives.schedule import Schedule
+from fa4flex.primitives.sinks import Sinks
+
+
+def test_heads_group_as_repeat_interleave_does() -> None:
+    heads = Heads(6, 2)
+    assert heads.ratio == ratio(6, 2) == 3
+    q, k = torch.randn(2, 6, 5, 4), torch.randn(2, 2, 7, 4)
+    packed = heads.pack(q)
+    assert packed.shape == (2, 2, 3, 5, 4) and packed.data_ptr() == q.data_ptr()
+    assert heads.unpack(packed).data_ptr() == q.data_ptr() and torch.equal(heads.unpack(packed), q)
+    grouped = heads.unpack(packed @ k.unsqueeze(2).transpose(-1, -2))
+    torch.testing.assert_close(grouped, q @ k.repeat_interleave(3, 1).transpose(-1, -2))
+    for h in range(6):
+        torch.testing.assert_close(grouped[:, h], q[:, h] @ k[:, heads.kv_head(h)].transpose(-1, -2))
+    strided = torch.randn(2, 5, 6, 4).transpose(1, 2)
+    assert heads.pack(strided).data_ptr() == strided.data_ptr()
+    assert eval(repr(heads)) == heads
+
+
+def test_precision_resolves() -> None:
+    half, double = torch.bfloat16, torch.float64
+    assert Precision().compute_dtype(half) == Precision().compute_dtype(torch.float32) == torch.float32
+    assert Precision().compute_dtype(double) == double and Precision().output_dtype(half) == half
+    assert Precision("float64", torch.float32).compute_dtype(half) == double
+    assert Precision("float64", torch.float32).output_dtype(half) == torch.float32
+    assert Precision("float32").compute_dtype(double) == torch.float32
+    assert Precision(torch.float64) == Precision("float64")  # type: ignore[arg-type]
+    for given in (Precision(), Precision("float64", torch.float16)):
+        assert eval(repr(given), {"Precision": Precision, "torch": torch}) == given
+
+
+def test_schedule_is_data() -> None:
+    assert Schedule() == Schedule(None, True, "auto")
+    given = Schedule([128, 64], deterministic=False, order="longest_first")  # type: ignore[arg-type]
+    assert given.tile == (128, 64) and eval(repr(given)) == given
+
+
+def test_sinks_check() -> None:
+    Sinks(torch.zeros(4)).check(4, torch.device("cpu"))
+    assert torch.equal(eval(repr(Sinks(torch.ones(2)))).logits, torch.ones(2))
+
+
+ERRORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (
+        lambda: ratio(6, 4),
+        InputError,
+        "6 query heads with 4 key/value heads\n.*multiple.*\n.*check the layout",
+    ),
+    (lambda: ratio(2, 4), InputError, "2 query heads with 4 .*\n.*\n.*not swapped"),
+    (lambda: ratio(0, 4), InputError, "0 query heads"),
+    (lambda: ratio(4, 2, enable_gqa=False), InputError, "enable_gqa=False\n.*\n.*pass enable_gqa=True"),
+    (lambda: Heads(5, 2), InputError, "5 query heads"),
+    (
+        lambda: Heads(4, 2).pack(torch.zeros(1, 2, 3, 4)),
+        InputError,
+        r"a tensor \[1, 2, 3, 4\]\n  expected: \[B, 4, ...\]",
+    ),
+    (lambda: Heads(4, 2).unpack(torch.zeros(1, 4, 3, 4)), InputError, r"expected: \[B, 2, 2, ...\]"),
+    (lambda: Sinks(torch.zeros(2, 2)), InputError, r"sinks of shape \[2, 2\]"),
+    (lambda: Sinks(torch.zeros(2).int()), InputError, "sinks of torch.int32\n  expected: a floating tensor"),
+    (lambda: Sinks([0.0]), InputError, "sinks of list"),
+    (lambda: Sinks(torch.zeros(2)).check(8, torch.device("cpu")), InputError, "2 sinks for 8 query heads"),
+    (lambda: Sinks(torch.zeros(2)).check(2, torch.device("meta")), InputError, "sinks on cpu, q on meta"),
+    (lambda: Precision("float8_e4m3fn"), UnsupportedError, "per-block scales.*\n.*\n.*quantise outside"),
+    (lambda: Precision("bf16"), UnsupportedError, "loses the tails"),
+    (lambda: Precision("tf32"), UnsupportedError, "exact here"),
+    (lambda: Precision("double"), InputError, "compute='double'\n  expected: one of"),
+    (lambda: Precision(output=torch.float8_e5m2), UnsupportedError, "output='float8_e5m2': fp8 needs"),
+    (lambda: Precision(output=torch.int32), InputError, "output=torch.int32"),
+    (lambda: Schedule((128,)), InputError, r"tile=\(128,\)\n  expected: two positive ints"),
+    (lambda: Schedule((128, 0)), InputError, r"tile=\(128, 0\)"),
+    (lambda: Schedule((128, True)), InputError, "tile="),
+    (lambda: Schedule(128), InputError, "tile=128"),
+    (lambda: Schedule(deterministic=1), InputError, "deterministic=1"),
+    (
+        lambda: Schedule(order="fastest"),
+        InputError,
+        "order='fastest'\n  expected: one of .'auto', 'row_major'",
+    ),
+]
+
+
+@pytest.mark.parametrize("number", range(len(ERRORS)))
+def test_error_says_what_was_given_and_what_to_do(number: int) -> None:
+    make, kind, text = ERRORS[number]
+    with pytest.raises(kind, match=text) as raised:
+        make()
+    assert "to fix:" in str(raised.value)
