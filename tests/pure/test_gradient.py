@@ -240,3 +240,8 @@ def difference(*, times: int = 1) -> Expr:
 )
 def test_patterns(index: tuple[Expr, ...], pattern: str) -> None:
     assert classify(index) == pattern
+
+
+def test_an_angle_at_the_origin_has_no_slope() -> None:
+    zero = apply("sub", to_float(KV), to_float(KV))
+    check(apply("atan2", apply("mul", SCORE, zero), zero), uniform(-1, 1, ROWS, KEYS), [])

@@ -135,6 +135,8 @@ def _power(node: Expr, a: Expr, b: Expr) -> Partials:
 
 def _angle(node: Expr, y: Expr, x: Expr) -> Partials:
     square = apply("add", _mul(y, y), _mul(x, x))
+    # At the origin, where the angle has no slope, torch says 0; dividing by 1 there makes it so.
+    square = apply("where", apply("eq", square, ZERO), ONE, square)
     return _div(x, square), _neg(_div(y, square))
 
 
