@@ -14,7 +14,7 @@ from torch import Tensor
 from fa4flex.codegen.evaluate import Captured, evaluate
 from fa4flex.codegen.expr import Expr
 from fa4flex.codegen.trace import Captures, Traced, register_op, trace
-from tests.pure.mods_fixture import BIAS, MASKS, SCORES, TABLE, Sized, Windowed
+from mods_fixture import BIAS, MASKS, SCORES, TABLE, Sized, Windowed
 
 SIZES = {"b": 2, "h": 3, "q": 24, "kv": 20}
 

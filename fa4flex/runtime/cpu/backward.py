@@ -149,4 +149,4 @@ class _Rows:
             weights.copy_(modified) if isinstance(modified, Tensor) else weights.fill_(modified)
             slope = None if by_score is ONE else slope
         self.block.hide(weights, span, -INFINITY)
-        return weights.sub_(self.lse).exp_(), slope
+        return self.block.exponentials(weights.sub_(self.lse), span), slope

@@ -100,7 +100,7 @@ class _Rows:
         if self.maximum is not None:
             maximum = torch.maximum(maximum, self.maximum)
         shift = finite(maximum)
-        total = scores.sub_(shift).exp_().sum(-1, keepdim=True)
+        total = block.exponentials(scores.sub_(shift), span).sum(-1, keepdim=True)
         weights = scores.flatten(1, 2)
         values = block.heads.keys(inputs.v, span.keys).to(inputs.precision)
         if self.maximum is None:
