@@ -2,22 +2,31 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Modules are compiled when first imported: compiling all of torch's beforehand takes longer than the demo.
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
 .PHONY: demo test lint clean
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.torch: constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(INSTALL) torch==2.13.0
 	touch $@
 
-demo: $(VENV)/.installed
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml
+	$(INSTALL) --editable '.[transformers]'
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.torch pyproject.toml
+	$(INSTALL) --editable '.[dev]'
+	touch $@ $(VENV)/.demo
+
+demo: $(VENV)/.demo
 	$(BIN)/python -m fa4flex demo
 
-test: $(VENV)/.installed lint
+test: $(VENV)/.dev lint
 	$(BIN)/python -m pytest
 
-lint: $(VENV)/.installed
+lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

@@ -183,8 +183,8 @@ LOGITS_TOLERANCE = 1e-4
 """float32 through two layers, logits up to about 10."""
 
 
-def _models() -> Iterator[tuple[str, Any]]:
-    """Small models of real architectures with random weights: no download."""
+def _models() -> Iterator[tuple[str, Any, str]]:
+    """Small models of real architectures with random weights (no download), and what to compare with."""
     from transformers import Gemma2Config, LlamaConfig, MistralConfig
 
     common = {
@@ -192,17 +192,17 @@ def _models() -> Iterator[tuple[str, Any]]:
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0,
         "initializer_range": 0.2,  # large enough that attention is far from uniform
     }  # fmt: skip
-    yield "Llama (causal, grouped heads)", LlamaConfig(**common)
-    yield "Mistral (sliding window 16)", MistralConfig(**common, sliding_window=16)
+    yield "Llama (causal, grouped heads)", LlamaConfig(**common), "sdpa"
+    yield "Mistral (sliding window 16)", MistralConfig(**common, sliding_window=16), "sdpa"
     gemma = Gemma2Config(
         **common, head_dim=32, query_pre_attn_scalar=32, sliding_window=16, attn_logit_softcapping=50.0
     )
-    yield "Gemma-2 (soft cap 50, window 16 in every other layer)", gemma
+    yield "Gemma-2 (soft cap 50, window 16 in every other layer)", gemma, "eager"  # sdpa has no soft cap
 
 
 def hugging_face() -> bool:
-    """The same weights under attn_implementation="fa4flex" and "eager": logits and generated tokens."""
-    _heading('2. Hugging Face models, attn_implementation="fa4flex" against "eager" (random weights)')
+    """The same weights under attn_implementation="fa4flex" and the library's own: logits and tokens."""
+    _heading('2. Hugging Face models, attn_implementation="fa4flex" against sdpa and eager, random weights')
     try:
         import transformers
     except ImportError:
@@ -212,55 +212,55 @@ def hugging_face() -> bool:
 
     transformers.utils.logging.set_verbosity_error()
     register()
-    passed = [_model(name, config) for name, config in _models()]
+    passed = [_model(*described) for described in _models()]
     return all(passed)
 
 
-def _model(name: str, config: Any) -> bool:
+def _model(name: str, config: Any, baseline: str) -> bool:
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
     # Each model gets a config of its own: attn_implementation is stored in it.
-    eager, ours = (
+    theirs, ours = (
         AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation=implementation).eval()
-        for implementation in ("eager", "fa4flex")
+        for implementation in (baseline, "fa4flex")
     )
-    ours.load_state_dict(eager.state_dict())
+    ours.load_state_dict(theirs.state_dict())
     tokens = torch.randint(1, VOCABULARY, (2, PROMPT))
     padded = torch.ones_like(tokens)
     padded[1, : PROMPT // 3] = 0  # the second sequence is shorter: left padding, as generation has it
-    print(f"\n{name}")
+    print(f"\n{name}, against {baseline}")
     differences = {
-        "prefill": _prefill(eager, ours, tokens, torch.ones_like(tokens)),
-        "prefill, left padding": _prefill(eager, ours, tokens, padded),
-        f"{STEPS} cached decoding steps, left padding": _decode(eager, ours, tokens, padded),
+        "prefill": _prefill(theirs, ours, tokens, torch.ones_like(tokens)),
+        "prefill, left padding": _prefill(theirs, ours, tokens, padded),
+        f"{STEPS} cached decoding steps, left padding": _decode(theirs, ours, tokens, padded),
     }
     for what, difference in differences.items():
         verdict = "ok" if difference <= LOGITS_TOLERANCE else "FAILED"
         print(f"  {what:<42} largest logit difference {difference:.1e}  {verdict}")
     options = {"attention_mask": padded, "max_new_tokens": 16, "do_sample": False}
-    same = bool(torch.equal(eager.generate(tokens, **options), ours.generate(tokens, **options)))
+    same = bool(torch.equal(theirs.generate(tokens, **options), ours.generate(tokens, **options)))
     verdict = "equal  ok" if same else "different  FAILED"
     print(f"  {'16 tokens generated greedily, left padding':<42} {verdict}", flush=True)
     return same and max(differences.values()) <= LOGITS_TOLERANCE
 
 
 @torch.no_grad()
-def _prefill(eager: Any, ours: Any, tokens: Tensor, attended: Tensor) -> float:
+def _prefill(theirs: Any, ours: Any, tokens: Tensor, attended: Tensor) -> float:
     """Largest logit difference where a token is attended: what padding tokens see is never read."""
-    difference = [model(tokens, attention_mask=attended).logits for model in (eager, ours)]
+    difference = [model(tokens, attention_mask=attended).logits for model in (theirs, ours)]
     return float((difference[0] - difference[1])[attended.bool()].abs().max())
 
 
 @torch.no_grad()
-def _decode(eager: Any, ours: Any, tokens: Tensor, attended: Tensor) -> float:
+def _decode(theirs: Any, ours: Any, tokens: Tensor, attended: Tensor) -> float:
     """Largest logit difference over cached steps, both models fed the same tokens."""
     worst, caches = 0.0, [None, None]
     step = tokens
     for _ in range(STEPS):
         outputs = [
             model(step, attention_mask=attended, past_key_values=cache, use_cache=True)
-            for model, cache in zip((eager, ours), caches)
+            for model, cache in zip((theirs, ours), caches)
         ]
         caches = [output.past_key_values for output in outputs]
         last = [output.logits[:, -1] for output in outputs]

@@ -68,6 +68,7 @@ def compose(
 
     `data` holds `precision` and `schedule`. Raises InputError for what does not fit.
     """
+    _check_options(data)
     if isinstance(mask, (BlockMask, BlockMap)):
         if blocks is not None:
             raise InputError(
@@ -85,8 +86,8 @@ def compose(
                 "put both into the BlockMask's mask_mod, or build the map with fa4flex.BlockMap",
             )
         mask = own if own is not None else mask
-    if scale is not None and not math.isfinite(scale):
-        raise InputError(f"scale={scale}", "a finite number", "leave scale out for 1/sqrt(head_dim)")
+    _check_scale(scale)
+    _check_types({"blocks": blocks, "sinks": sinks, **data})
     if layout not in get_args(Layout):
         raise InputError(
             f"layout={layout!r}",
@@ -102,3 +103,44 @@ def compose(
         layout=layout,
         **data,
     )
+
+
+_TYPES: dict[str, tuple[tuple[type, ...], str, str]] = {
+    "blocks": (
+        (BlockMap, type(None)), "a fa4flex.BlockMap or a torch BlockMask",
+        "build one with fa4flex.BlockMap.from_dense(classes, block_size)",
+    ),
+    "sinks": (
+        (Tensor, Sinks, type(None)), "a floating tensor [query heads]",
+        "convert: torch.as_tensor(sinks, dtype=torch.float32)",
+    ),
+    "precision": ((Precision,), "a fa4flex.Precision", 'e.g. fa4flex.Precision(compute="float64")'),
+    "schedule": ((Schedule,), "a fa4flex.Schedule", "e.g. fa4flex.Schedule(tile=(64, 64))"),
+}  # fmt: skip
+"""What an option may be, what to call that, and how to get one."""
+
+
+def _check_options(data: dict[str, Any]) -> None:
+    unknown = sorted(data.keys() - _TYPES.keys())
+    if unknown:
+        names = [field.name for field in fields(Variant)]
+        raise InputError(f"unknown options {', '.join(unknown)}", f"some of {', '.join(names)}", "check the name")
+
+
+def _check_types(options: dict[str, Any]) -> None:
+    for name, value in options.items():
+        types, expected, fix = _TYPES[name]
+        if not isinstance(value, types):
+            raise InputError(f"{name} is a {type(value).__name__}", expected, fix)
+
+
+def _check_scale(scale: Any) -> None:
+    fix = "leave scale out for 1/sqrt(head_dim)"
+    if isinstance(scale, Tensor) and scale.requires_grad:
+        raise InputError("scale is a tensor that requires grad", "a number", "multiply the score in a score_mod")
+    try:
+        finite = scale is None or math.isfinite(scale)
+    except (TypeError, ValueError, RuntimeError):
+        raise InputError(f"scale is a {type(scale).__name__}", "a finite number", fix) from None
+    if not finite:
+        raise InputError(f"scale={scale}", "a finite number", fix)

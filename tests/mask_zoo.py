@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fa4flex.codegen.analyze.tiles import Shape
+from fa4flex.codegen.analyze.intervals import key_intervals
+from fa4flex.codegen.analyze.tiles import Shape, TileMap, tile_map
 from fa4flex.codegen.evaluate import Captured, evaluate
 from fa4flex.codegen.expr import Expr, apply, const, load, reduce, scalar, sym
 
@@ -72,6 +73,21 @@ def tile_classes(allowed: Tensor, tile: tuple[int, int]) -> Tensor:
         for fill in (0, 1)
     )
     return some.amax(-1) + all_.amin(-1)
+
+
+def check_classes(
+    mask: Expr, shape: Shape, captured: Captured, tile: tuple[int, int], allowed: Tensor | None = None
+) -> list[TileMap]:
+    """Maps with and without key intervals, both found equal to brute force."""
+    expected = tile_classes(dense(mask, shape, captured) if allowed is None else allowed, tile)
+    found = []
+    for keys in {key_intervals(mask), None}:
+        tiles = tile_map(mask, keys, shape, captured, tile)
+        classes = tiles.classes()
+        same = classes.expand_as(expected) == expected
+        assert same.all(), (str(mask), shape, tile, keys, (~same).nonzero()[:5].tolist())
+        found.append(tiles)
+    return found
 
 
 def morton(x: Expr) -> tuple[Expr, Expr]:

@@ -373,19 +373,19 @@ def loads(*roots: Expr) -> list[Expr]:
 
 # --- printing -------------------------------------------------------------------------------------
 
-_INFIX = {
+INFIX = {
     "add": "+", "sub": "-", "mul": "*", "div": "/", "floordiv": "//", "mod": "%", "pow": "**",
     "lt": "<", "le": "<=", "eq": "==", "ne": "!=", "and_": "&", "or_": "|", "xor": "^",
     "bitand": "&", "bitor": "|", "bitxor": "^", "shl": "<<", "shr": ">>",
 }  # fmt: skip
-_PREFIX = {"neg": "-", "not_": "~", "bitnot": "~"}
+PREFIX = {"neg": "-", "not_": "~", "bitnot": "~"}
 
 
 def _print_infix(root: Expr) -> str:
     text: dict[Expr, str] = {}
 
     def inner(x: Expr) -> str:
-        return f"({text[x]})" if x.op in _INFIX else text[x]
+        return f"({text[x]})" if x.op in INFIX else text[x]
 
     for node in walk(root):
         if node.op in ("sym", "const"):
@@ -403,11 +403,11 @@ def _print_infix(root: Expr) -> str:
         elif node.op == "round_to":
             text[node] = f"{node.value}({text[node.args[0]]})"
         elif node.op == "to_float":
-            text[node] = text[node.args[0]] if node.args[0].op not in _INFIX else f"({text[node.args[0]]})"
-        elif node.op in _INFIX:
-            text[node] = f"{inner(node.args[0])} {_INFIX[node.op]} {inner(node.args[1])}"
-        elif node.op in _PREFIX:
-            text[node] = f"{_PREFIX[node.op]}{inner(node.args[0])}"
+            text[node] = text[node.args[0]] if node.args[0].op not in INFIX else f"({text[node.args[0]]})"
+        elif node.op in INFIX:
+            text[node] = f"{inner(node.args[0])} {INFIX[node.op]} {inner(node.args[1])}"
+        elif node.op in PREFIX:
+            text[node] = f"{PREFIX[node.op]}{inner(node.args[0])}"
         else:
             text[node] = f"{node.op}({', '.join(text[a] for a in node.args)})"
     return text[root]

@@ -40,6 +40,14 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise InputError(
                 f"{name} is a {type(tensor).__name__}", "a torch.Tensor", f"convert {name} to a tensor"
             )
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            raise InputError(
+                f"{name} is a nested tensor" if tensor.is_nested else f"{name} has layout {tensor.layout}",
+                "a strided tensor",
+                "pack nested tensors and give varlen=fa4flex.Varlen(...)"
+                if tensor.is_nested
+                else f"convert it with {name}.to_dense()",
+            )
     if not q.dtype == k.dtype == v.dtype:
         raise InputError(
             f"mixed dtypes: {_shape(q=q, k=k, v=v)}",
@@ -56,6 +64,18 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise InputError(
             f"q on {q.device}, k on {k.device}, v on {v.device}", "one device", "move them with .to(q.device)"
         )
+
+
+def check_descriptions(varlen: object, paging: object) -> None:
+    """`varlen` and `paging` are the objects that describe ragged and paged inputs, or None."""
+    for name, given, wanted, example in (
+        ("varlen", varlen, Varlen, "Varlen(cu_seqlens)"),
+        ("paging", paging, Paging, "Paging(page_table, seqused_k)"),
+    ):
+        if given is not None and not isinstance(given, wanted):
+            raise InputError(
+                f"{name} is a {type(given).__name__}", f"a fa4flex.{wanted.__name__}", f"pass fa4flex.{example}"
+            )
 
 
 def check_dense(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> Sizes:

@@ -14,6 +14,7 @@ from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime import ops
 from fa4flex.runtime.checks import (
     check_dense,
+    check_descriptions,
     check_operand_devices,
     check_packed,
     check_paged,
@@ -58,6 +59,7 @@ def run(
 ) -> Result:
     """One call of a program. See fa4flex.api.Attention for shapes and errors."""
     check_tensors(q, k, v)
+    check_descriptions(varlen, paging)
     if paging is not None:
         return _paged(prepared, q, (k, v), varlen, paging)
     if varlen is not None and varlen.packed:

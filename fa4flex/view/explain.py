@@ -10,8 +10,9 @@ from fa4flex.codegen.analyze.intervals import describe
 from fa4flex.codegen.analyze.overflow import overflowing
 from fa4flex.codegen.analyze.tiles import Proof
 from fa4flex.codegen.build import Program
-from fa4flex.codegen.expr import TRUE, Expr, const, walk
+from fa4flex.codegen.expr import TRUE, Expr, apply, const, sym, walk
 from fa4flex.codegen.trace import Pinned
+from fa4flex.view.closed_form import closed_form
 from fa4flex.view.mask import tile_counts, tiles_of
 from fa4flex.view.names import Names, describe_numbers, describe_operands, name_of
 from fa4flex.view.sizes import Setting, setting
@@ -76,13 +77,23 @@ def _composition(program: Program) -> list[str]:
             f"sinks       {variant.sinks.logits.numel()} logits, one per query head, in the denominator"
         )
     lines.append(f"layout      {variant.layout}")
-    if program.facts.mask.free & {"q_len", "kv_len"} or program.facts.score.free & {"q_len", "kv_len"}:
-        lines.append("alignment   bottom-right: the last query stands at the last key, as in FlashAttention")
-    elif program.mask is not None:
-        lines.append(
-            "alignment   as written: query i stands at key i, whatever the two lengths are (top-left)"
-        )
-    return lines
+    return [*lines, *_alignment(program)]
+
+
+_LENGTHS = apply("sub", sym("kv_len"), sym("q_len"))
+BOTTOM_RIGHT = apply("add", sym("q"), _LENGTHS)
+"""The position of a query among the keys, as the named variants compute it."""
+
+
+def _alignment(program: Program) -> list[str]:
+    nodes = list(walk(program.facts.score, program.facts.mask))
+    if BOTTOM_RIGHT in nodes:
+        return ["alignment   bottom-right: the last query stands at the last key, as in FlashAttention"]
+    if any(node is sym("q_len") or node is sym("kv_len") for node in nodes):
+        return ["alignment   as written: the mods use q_len and kv_len themselves"]
+    if program.mask is None:
+        return []
+    return ["alignment   as written: query i stands at key i, whatever the two lengths are (top-left)"]
 
 
 # --- the mask -------------------------------------------------------------------------------------------
@@ -104,6 +115,9 @@ def _mask(program: Program, names: Names, chosen: Setting) -> list[str]:
     tiles = tiles_of(program, chosen, tile)
     sizes = f"q_len={shape.q_len}, kv_len={shape.kv_len}{_sharing(program, chosen)}"
     lines.append(f"at {sizes}, tile {tile[0]} x {tile[1]}:")
+    if facts.keys is not None:
+        form = closed_form(facts.keys, shape, program.captured(), names.show)
+        lines.append(f"  query q attends {', and '.join(form) or 'no key'}")
     reasons = () if facts.keys is None else tiles.proof.reasons  # without intervals, the reason stands above
     below = [
         *(f"({note})" for note in chosen.notes),

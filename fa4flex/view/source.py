@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from fa4flex.codegen.analyze.facts import SCORE
 from fa4flex.codegen.analyze.intervals import describe
 from fa4flex.codegen.build import Program
-from fa4flex.codegen.expr import _INFIX, _PREFIX, TRUE, Expr, walk
+from fa4flex.codegen.expr import INFIX, PREFIX, TRUE, Expr, walk
 from fa4flex.codegen.trace.origin import definition_line
 from fa4flex.errors import InputError, Origin, UnsupportedError
 from fa4flex.view.names import Names, describe_numbers, describe_operands
@@ -57,7 +57,7 @@ class Listing:
             text = self._operation(node)
             # What varies with a reduction's axis has no value outside its loop: it is written inline.
             if not node.args or node.op == "to_float" or node.free & axes:
-                self._text[node] = f"({text})" if node.free & axes and node.op in _INFIX else text
+                self._text[node] = f"({text})" if node.free & axes and node.op in INFIX else text
             else:
                 self._count += 1
                 self._text[node] = f"x{self._count}"
@@ -66,10 +66,10 @@ class Listing:
 
     def _operation(self, node: Expr) -> str:
         args = [self._text[a] for a in node.args]
-        if node.op in _INFIX:
-            return f"{args[0]} {_INFIX[node.op]} {args[1]}"
-        if node.op in _PREFIX:
-            return f"{_PREFIX[node.op]}{args[0]}"
+        if node.op in INFIX:
+            return f"{args[0]} {INFIX[node.op]} {args[1]}"
+        if node.op in PREFIX:
+            return f"{PREFIX[node.op]}{args[0]}"
         match node.op:
             case "to_float":
                 return f"float({args[0]})" if node.args[0].kind == "bool" else args[0]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from helpers import agree, cumulative, leaf
 from torch import Tensor
 
 import fa4flex
@@ -14,27 +15,6 @@ from fa4flex import BlockMap, Paging, Precision, Schedule, Varlen, reference
 from fa4flex.variants import alibi, causal, document, sliding_window, softcap
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-10}  # two float64 computations of one formula, in different orders
-
-
-def leaf(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, dtype=dtype, requires_grad=True)
-
-
-def gradients(
-    results: Sequence[Tensor], inputs: Sequence[Tensor], upstream: Sequence[Tensor]
-) -> list[Tensor]:
-    """Gradients of sum(result * upstream); rows of an lse that are -inf carry none."""
-    total = sum((torch.where(r.isfinite(), r, 0) * u).sum() for r, u in zip(results, upstream, strict=True))
-    return list(torch.autograd.grad(total, inputs))
-
-
-def agree(found: Sequence[Tensor], truth: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-    """Results and gradients are those of the oracle."""
-    for f, t in zip(found, truth, strict=True):
-        torch.testing.assert_close(f, t, **CLOSE)
-    upstream = [torch.randn_like(t) for t in truth]
-    for f, t in zip(gradients(found, inputs, upstream), gradients(truth, inputs, upstream), strict=True):
-        torch.testing.assert_close(f, t, **CLOSE)
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 2), (5, 1), (8, 1)])
@@ -49,17 +29,13 @@ def test_heads_and_layouts(heads: tuple[int, int], layout: str) -> None:
     agree([out, lse], reference.attention(q, k, v, **mods), [q, k, v])
 
 
-def cumulative(*lengths: int) -> Tensor:
-    return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
-
-
 @pytest.mark.parametrize("used", [False, True])
 def test_packed_sequences(used: bool) -> None:
     """Indices and lengths are per sequence, `b` is the sequence, and an empty one is no trouble."""
     lengths_q, lengths_k = (7, 0, 30, 12), (9, 4, 41, 0)
     q, k, v = leaf(49, 4, 8), leaf(54, 2, 8), leaf(54, 2, 8)
     bias = leaf(4, 4)
-    cu_q, cu_k = cumulative(*lengths_q), cumulative(*lengths_k)
+    cu_q, cu_k = cumulative(lengths_q), cumulative(lengths_k)
     seqused = torch.tensor([5, 2, 40, 0], dtype=torch.int32) if used else None
 
     def per_sequence(score, b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]
@@ -102,10 +78,10 @@ def test_paged_cache(page: int, ragged: bool) -> None:
     readable = torch.where(live, table, 0)
     rows, key_ranges = reference.unpage(k, readable, lengths)
     packed = q.transpose(1, 2).flatten(0, 1), rows, reference.unpage(v, readable, lengths)[0]
-    ranges = reference.sequence_ranges(cumulative(3, 3, 3)), key_ranges
+    ranges = reference.sequence_ranges(cumulative([3, 3, 3])), key_ranges
     truth = reference.varlen(packed, ranges, softcap(3.0), causal & sliding_window(6))
     if ragged:
-        ragged_queries = Varlen(cumulative(3, 3, 3))
+        ragged_queries = Varlen(cumulative([3, 3, 3]))
         found = attn(packed[0], k, v, varlen=ragged_queries, paging=Paging(table, lengths), return_lse=True)
     else:
         out, lse = attn(q, k, v, paging=Paging(table, lengths), return_lse=True)

@@ -244,20 +244,3 @@ MODIFIED = {
     ),
 }
 CASES = {**PLAIN, **MODIFIED}
-
-
-def worst(got: Tensor, want: Tensor) -> tuple[float, float]:
-    """The largest error of an element, and the largest Euclidean error of a row."""
-    error = (got.double() - want.double()).abs()
-    if error.numel() == 0:
-        return 0.0, 0.0
-    return error.max().item(), error.norm(dim=-1).max().item()
-
-
-def close(got: Tensor, want: Tensor, tolerance: float = 1e-10) -> bool:
-    """Equal infinities, no NaN, and elsewhere within `tolerance` of the largest value."""
-    if got.shape != want.shape or got.isnan().any() or not torch.equal(got.isinf(), want.isinf()):
-        return False
-    finite = ~want.isinf()
-    scale = max(1.0, want[finite].abs().max().item() if finite.any() else 0.0)
-    return bool(((got - want)[finite].abs() <= tolerance * scale).all())

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from cpu_cases import CASES, MODIFIED, PLAIN, Case, Sizes, close, uniform, worst
+from cpu_cases import CASES, MODIFIED, PLAIN, Case, Sizes, uniform
+from helpers import close, worst
 from test_cpu_forward import plain_scores
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -6,7 +6,8 @@ import math
 
 import pytest
 import torch
-from cpu_cases import CASES, MODIFIED, PLAIN, Case, Sizes, close, uniform, worst
+from cpu_cases import CASES, MODIFIED, PLAIN, Case, Sizes, uniform
+from helpers import close, worst
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

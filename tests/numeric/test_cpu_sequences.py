@@ -6,7 +6,8 @@ import math
 
 import pytest
 import torch
-from cpu_cases import CASES, Case, Sizes, close, uniform
+from cpu_cases import CASES, Case, Sizes, uniform
+from helpers import close, cumulative
 from test_cpu_backward import by_autograd, floating, listed
 from torch import Tensor
 
@@ -28,10 +29,6 @@ NAMES = (
     "bias by query",
     "dot of tables",
 )
-
-
-def cumulative(lengths: list[int]) -> Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
 
 
 def run_both(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from gym import Instance, mask_instances, score_instances
+from helpers import gradients, worst
+from mask_zoo import tile_classes
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -14,13 +14,10 @@ import fa4flex
 from fa4flex import reference
 from fa4flex.codegen.analyze.tiles import Shape, tile_map
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from gym import Instance, mask_instances, score_instances
-
 MASKS = {x.name: x for x in mask_instances()}
 SCORES = {x.name: x for x in score_instances()}
 TILES = ((64, 64), (128, 128), (128, 96))
-EMPTY, PARTIAL, FULL = 0, 1, 2
+PARTIAL = 1
 
 
 def inputs(x: Instance, dtype: torch.dtype) -> list[Tensor]:
@@ -28,16 +25,11 @@ def inputs(x: Instance, dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(x.B, x.H, n, 16, dtype=torch.float64).to(dtype).requires_grad_() for n in lengths]
 
 
-def worst(found: Tensor, exact: Tensor) -> float:
-    return (found.double() - exact.double()).abs().max().item()
-
-
 def results(call: object, tensors: list[Tensor], upstream: list[Tensor]) -> list[Tensor]:
     """out, lse (0 where -inf) and the gradients of sum(out * u) + sum(lse * w) by `tensors`."""
     out, lse = call()  # type: ignore[operator]
     lse = torch.where(lse.isfinite(), lse, 0)
-    total = (out.double() * upstream[0]).sum() + (lse.double() * upstream[1]).sum()
-    return [out, lse, *torch.autograd.grad(total, tensors)]
+    return [out, lse, *gradients([out, lse], tensors, upstream)]
 
 
 class PlainGather(TorchFunctionMode):
@@ -90,10 +82,11 @@ def compare(x: Instance, mods: dict[str, object], dtype: torch.dtype) -> None:
                 tensors = [q, k, v, *x.differentiable]
             truth = results(lambda: reference.attention(q, k, v, **mods), tensors, upstream)  # type: ignore[arg-type] # noqa: B023
             same = plain([q, k, v], mods, tensors, upstream)
-            limits = [max(limit, 2 * worst(s, t)) for limit, s, t in zip(limits, same, truth, strict=True)]
+            limits = [max(limit, 2 * worst(s, t)[0]) for limit, s, t in zip(limits, same, truth, strict=True)]
     names = ("out", "lse", "dq", "dk", "dv", *(f"captured {i}" for i in range(len(x.differentiable))))
     for name, f, e, limit in zip(names, found, exact, limits, strict=True):
-        assert worst(f, e) <= limit, f"{name}: {worst(f, e)} against a limit of {limit}"
+        error = worst(f, e)[0]
+        assert error <= limit, f"{name}: {error} against a limit of {limit}"
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -119,7 +112,7 @@ def test_tile_classes_of_all_masks(capsys: pytest.CaptureFixture[str]) -> None:
             found = tile_map(
                 program.facts.mask, program.facts.keys, shape, program.captured(), tile
             ).classes()
-            truth = true_classes(allowed, tile)
+            truth = tile_classes(allowed, tile)
             found = found.expand_as(truth)
             unsound += int(((found != PARTIAL) & (found != truth)).sum())
             undecided += int(((found == PARTIAL) & (truth != PARTIAL)).sum())
@@ -130,10 +123,3 @@ def test_tile_classes_of_all_masks(capsys: pytest.CaptureFixture[str]) -> None:
         )
     assert unsound == 0
     assert undecided == 0
-
-
-def true_classes(allowed: Tensor, tile: tuple[int, int]) -> Tensor:
-    rows = [r.split(tile[1], -1) for r in allowed.split(tile[0], -2)]
-    some = torch.stack([torch.stack([c.any(-1).any(-1) for c in r], -1) for r in rows], -2)
-    every = torch.stack([torch.stack([c.all(-1).all(-1) for c in r], -1) for r in rows], -2)
-    return torch.where(every, FULL, torch.where(some, PARTIAL, EMPTY)).to(torch.uint8)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gym import Instance, mask_instances, score_instances
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask
 
 from fa4flex.codegen.evaluate import Captured, evaluate
 from fa4flex.codegen.trace import Captures, trace
-from gym import Instance, mask_instances, score_instances
 
 MASKS = {instance.name: instance for instance in mask_instances(seq=300)}
 SCORES = {instance.name: instance for instance in score_instances(seq=40)}

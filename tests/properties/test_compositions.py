@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from mask_zoo import tile_classes
 from torch import Tensor
 
 from fa4flex.codegen.analyze.tiles import Shape, tile_map
@@ -25,7 +26,7 @@ from fa4flex.variants import (
     symmetric_window,
 )
 
-EMPTY, PARTIAL, FULL = 0, 1, 2
+EMPTY, FULL = 0, 2
 LONGEST = 160
 BATCH, HEADS = 2, 2
 
@@ -103,21 +104,7 @@ def brute_force(mask: Mask, shape: Shape, tile: tuple[int, int]) -> Tensor:
     context = {"q_len": shape.q_len, "kv_len": shape.kv_len, "num_heads": shape.heads}
     allowed = mask(b, h, q, kv, **{name: context[name] for name in mask.context})
     allowed = torch.as_tensor(allowed).expand(b.shape[0], shape.heads, shape.q_len, shape.kv_len)
-    some = torch.stack(
-        [
-            torch.stack([c.any(-1).any(-1) for c in r.split(tile[1], -1)], -1)
-            for r in allowed.split(tile[0], -2)
-        ],
-        -2,
-    )
-    every = torch.stack(
-        [
-            torch.stack([c.all(-1).all(-1) for c in r.split(tile[1], -1)], -1)
-            for r in allowed.split(tile[0], -2)
-        ],
-        -2,
-    )
-    return torch.where(every, FULL, torch.where(some, PARTIAL, EMPTY)).to(torch.uint8)
+    return tile_classes(allowed, tile)
 
 
 @settings(

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from mods_fixture import BIAS, MASKS, SCORES, TABLE, Sized, Windowed
 from torch import Tensor
 
 from fa4flex.codegen.evaluate import Captured, evaluate
 from fa4flex.codegen.expr import Expr
 from fa4flex.codegen.trace import Captures, Traced, register_op, trace
-from mods_fixture import BIAS, MASKS, SCORES, TABLE, Sized, Windowed
 
 SIZES = {"b": 2, "h": 3, "q": 24, "kv": 20}
 

@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from attn_gym import masks as gym
+from helpers import cumulative, mask_grid
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask
 
 from fa4flex import variants as v
-from fa4flex.primitives.base import call_mod
 from fa4flex.primitives.mask import Mask
 
 Pairs = Callable[[int, int, int], bool]
@@ -30,14 +29,6 @@ class Case:
     q_len: int
     kv_len: int
     batch: int = 1
-
-
-def evaluate(mask: Mask, q_len: int, kv_len: int, batch: int = 1) -> Tensor:
-    """bool [batch, q_len, kv_len], by one call on index tensors."""
-    b = torch.arange(batch)[:, None, None]
-    q, kv = torch.arange(q_len)[None, :, None], torch.arange(kv_len)[None, None, :]
-    context = {"q_len": q_len, "kv_len": kv_len, "num_heads": 1}
-    return torch.as_tensor(call_mod(mask, (b, torch.tensor(0), q, kv), context)).expand(batch, q_len, kv_len)
 
 
 def by_loops(case: Case) -> Tensor:
@@ -154,10 +145,6 @@ def chunked_local(rng: random.Random) -> Case:
 
 def drawn_lengths(rng: random.Random) -> list[int]:
     return [rng.randint(0, 5) for _ in range(rng.randint(1, 5))] + [rng.randint(1, 5)]
-
-
-def cumulative(sizes: list[int]) -> Tensor:
-    return torch.tensor([sum(sizes[:i]) for i in range(len(sizes) + 1)], dtype=torch.int32)
 
 
 def owners(sizes: list[int]) -> list[int]:
@@ -368,7 +355,7 @@ def test_mask_is_its_definition(draw: Callable[[random.Random], Case], seed: int
     rng = random.Random(seed)
     for _ in range(6):
         case = draw(rng)
-        assert torch.equal(evaluate(case.mask, case.q_len, case.kv_len, case.batch), by_loops(case)), (
+        assert torch.equal(mask_grid(case.mask, case.q_len, case.kv_len, case.batch), by_loops(case)), (
             case.mask
         )
 
@@ -383,65 +370,13 @@ def test_mask_runs_under_torch_create_mask(draw: Callable[[random.Random], Case]
 
 def test_a_mask_object_is_a_flexattention_mod_as_it_is() -> None:
     mask = (v.causal & v.sliding_window(3)).bind(q_len=6, kv_len=6)
-    assert torch.equal(create_mask(mask, 1, 1, 6, 6, device="cpu")[0, 0], evaluate(mask, 6, 6)[0])
-
-
-def test_masks_agree_with_attention_gym(seed: int) -> None:
-    rng = random.Random(seed)
-    n, w, d, p = 24, rng.randint(1, 8), rng.randint(1, 4), rng.randint(1, 9)
-    sizes = [rng.randint(1, 6) for _ in range(4)]
-    of, total = cumulative(sizes), sum(sizes)
-    marked = torch.rand(n) < 0.2
-    parents = [-1] + [rng.randint(0, node - 1) for node in range(1, 7)]
-    pairs = [
-        (v.causal(), gym.causal_mask, n, n),
-        (v.sliding_window(w + 1), gym.generate_sliding_window(w), n, n),
-        (v.dilated_window(w, d), gym.generate_dilated_sliding_window(w, d), n, n),
-        (v.global_window(w, marked), gym.generate_global_sliding_window(w, marked), n, n),
-        (v.prefix_lm(p), gym.generate_prefix_lm_mask(p), n, n),
-        (v.causal & v.document(offsets=of), gym.generate_doc_mask_mod(gym.causal_mask, of), total, total),
-        (v.natten((6, 6), (3, 5)), gym.generate_natten(6, 6, 3, 5), 36, 36),
-        (v.block_diffusion(12, d), gym.generate_block_diffusion_mask(12, d), n, n),
-        (
-            v.sliding_tile((4, 6), (2, 4), (2, 2), 3),
-            gym.generate_sta_mask_mod_2d((4, 6), (2, 4), (2, 2), 3),
-            27,
-            27,
-        ),
-        (
-            v.sliding_tile((2, 4, 4), (1, 2, 4), (1, 2, 2), 2),
-            gym.generate_sta_mask_mod_3d((2, 4, 4), (1, 2, 4), (1, 2, 2), 2),
-            34,
-            34,
-        ),
-        (
-            v.shared_prefix(of, torch.tensor([0, 0, 2, 2])),
-            gym.generate_shared_prefix_mask_mod(of, torch.tensor([0, 0, 2, 2])),
-            total,
-            total,
-        ),
-        (
-            v.tree(parents, p),
-            gym.generate_jetspec_tree_causal_mask_mod(p, gym.build_tree_ancestor_matrix(parents, "cpu")),
-            7,
-            7 + p,
-        ),
-        (
-            v.vision_cross(torch.tensor([[0, 3], [2, 7]]), 4),
-            gym.generate_vision_cross_attention_mask_mod(torch.tensor([[0, 3], [2, 7]]), 4),
-            8,
-            8,
-        ),
-    ]
-    for mask, theirs, q_len, kv_len in pairs:
-        expected = create_mask(theirs, 1, 1, q_len, kv_len, device="cpu")[0, 0]
-        assert torch.equal(evaluate(mask, q_len, kv_len)[0], expected), mask
+    assert torch.equal(create_mask(mask, 1, 1, 6, 6, device="cpu")[0, 0], mask_grid(mask, 6, 6)[0])
 
 
 def test_queries_before_the_first_key_are_no_global_tokens() -> None:
     marked = torch.tensor([True, False, False, True])
     for tokens in (marked, 1):
-        seen = evaluate(v.global_window(1, tokens), 8, 4)[0]
+        seen = mask_grid(v.global_window(1, tokens), 8, 4)[0]
         assert seen[:3].int().tolist() == [[1, 0, 0, int(tokens is marked)]] * 3
         assert seen[4].all()
 

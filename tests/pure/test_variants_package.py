@@ -1,11 +1,8 @@
-"""The package of variants: names, errors, laziness, and that every file runs alone."""
+"""The package of variants: names, representations, and errors."""
 
 from __future__ import annotations
 
-import importlib
 import math
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -137,49 +134,11 @@ def test_repr_evaluates_back() -> None:
         assert torch.equal(allowed(again, 9, 9), allowed(mask, 9, 9))
 
 
-@pytest.mark.parametrize("name", v.__all__)
-def test_variant_runs_alone(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    module = importlib.import_module(f"fa4flex.variants.{name}")
-    module.main()
-    assert capsys.readouterr().out.strip()
-    assert "Source:" in (module.__doc__ or "")
-
-
-@pytest.mark.parametrize("name", ["sliding_window", "alibi"])
-def test_variant_is_a_program(name: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", f"fa4flex.variants.{name}"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "agree with the definition" in done.stdout
-
-
 def test_drawing_notices_a_wrong_definition() -> None:
     with pytest.raises(AssertionError, match=r"causal\(\) at q=0, kv=1"):
         show_mask(v.causal(), lambda q, kv: True, 3)
     with pytest.raises(AssertionError, match="softcap"):
         show_score(v.softcap(1.0), lambda score, h, q, kv: score)
-
-
-def test_import_is_lazy_and_names_are_variants_whatever_came_first() -> None:
-    program = (
-        "import sys, fa4flex.variants as v; "
-        "assert not [m for m in sys.modules if m.startswith('fa4flex.variants.')]; "
-        "import fa4flex.variants.causal; "
-        "from fa4flex.variants import causal, softcap; "
-        "assert type(v.causal).__name__ == type(causal).__name__ == 'Family', type(v.causal); "
-        "assert 'fa4flex.variants.natten' not in sys.modules; "
-        "assert set(v.__all__) <= set(dir(v))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    with pytest.raises(AttributeError, match="no attribute 'casual'; it has alibi"):
-        _ = v.casual
-    with pytest.raises(ImportError):
-        from fa4flex.variants import nothing  # type: ignore[attr-defined]  # noqa: F401
 
 
 def test_every_file_is_public() -> None:

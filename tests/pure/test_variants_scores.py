@@ -7,30 +7,11 @@ import random
 
 import pytest
 import torch
-from attn_gym import mods as gym_mods
-from torch import Tensor
+from helpers import added, scored
 
 from fa4flex import variants as v
 from fa4flex.errors import InputError
-from fa4flex.primitives.base import call_mod
-from fa4flex.primitives.score import ScoreMod
 from fa4flex.primitives.sinks import Sinks
-
-
-def scored(mod: ScoreMod, scores: Tensor) -> Tensor:
-    """scores [B, H, Q, KV] through the mod."""
-    _, heads, q_len, kv_len = scores.shape
-    indices = torch.meshgrid(*(torch.arange(n) for n in scores.shape), indexing="ij")
-    context = {"q_len": q_len, "kv_len": kv_len, "num_heads": heads}
-    return call_mod(mod, (scores, *indices), context)
-
-
-def added(mod: ScoreMod, shape: tuple[int, int, int, int]) -> Tensor:
-    """What a bias adds, in float64, checked to be independent of the score."""
-    zero, other = torch.zeros(shape, dtype=torch.float64), torch.randn(shape, dtype=torch.float64)
-    bias = scored(mod, zero)
-    torch.testing.assert_close(scored(mod, other) - other, bias)
-    return bias
 
 
 def test_alibi_slopes_are_the_published_ones() -> None:
@@ -43,13 +24,7 @@ def test_alibi_slopes_are_the_published_ones() -> None:
             torch.testing.assert_close(bias[0, h].float(), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_alibi_agrees_with_attention_gym_and_given_slopes() -> None:
-    theirs = gym_mods.generate_alibi_bias(16)
-    own = added(v.alibi(), (1, 16, 6, 6))
-    h, q, kv = torch.meshgrid(torch.arange(16), torch.arange(6), torch.arange(6), indexing="ij")
-    torch.testing.assert_close(
-        own[0], theirs(torch.zeros(16, 6, 6).double(), 0, h, q, kv), rtol=1e-6, atol=1e-6
-    )
+def test_alibi_of_given_slopes() -> None:
     slopes = torch.rand(2, 3, dtype=torch.float64)
     bias = added(v.alibi(slopes, symmetric=True), (2, 3, 4, 7))
     for b in range(2):
@@ -63,8 +38,6 @@ def test_softcap() -> None:
     scores = 40 * torch.randn(1, 2, 5, 5, dtype=torch.float64)
     expected = torch.tensor([30 * math.tanh(s / 30) for s in scores.flatten().tolist()]).view(scores.shape)
     torch.testing.assert_close(scored(v.softcap(), scores), expected.double(), rtol=1e-6, atol=1e-5)
-    theirs = gym_mods.generate_tanh_softcap(5)(scores, 0, 0, 0, 0)
-    torch.testing.assert_close(scored(v.softcap(5.0), scores), theirs)
     assert scored(v.softcap(2.0), torch.full((1, 1, 1, 1), 1e9)).item() == 2.0
 
 
@@ -112,18 +85,6 @@ def test_t5_bias(bidirectional: bool, seed: int) -> None:
         torch.testing.assert_close(added(swapped, shape)[0], table[expected].permute(2, 0, 1))
 
 
-@pytest.mark.parametrize("bidirectional", [False, True])
-def test_t5_buckets_are_those_of_published_checkpoints(bidirectional: bool) -> None:
-    t5 = pytest.importorskip("transformers.models.t5.modeling_t5")
-    relative = torch.arange(-400, 401)
-    theirs = t5.T5Attention._relative_position_bucket(relative, bidirectional, 32, 128)
-    table = torch.arange(32.0, dtype=torch.float64)[:, None]
-    ours = added(v.t5_bias(table, bidirectional), (1, 1, 401, 401))[0, 0]
-    first_query, last_query = ours[0], ours[-1]
-    assert torch.equal(first_query.long(), theirs[400:])
-    assert torch.equal(last_query.long(), theirs[:401])
-
-
 def test_learned_bias() -> None:
     dense = torch.randn(2, 3, 4, 5, dtype=torch.float64)
     torch.testing.assert_close(added(v.learned_bias(dense), (2, 3, 4, 5)), dense)
@@ -147,9 +108,8 @@ def test_learned_bias_trains() -> None:
     assert bias.grad[0].tolist() == [1, 2, 3, 2, 1]  # pairs at each distance of a 3 by 3 grid
 
 
-def test_graphormer_agrees_with_attention_gym() -> None:
-    adjacency = torch.rand(2, 7, 7) < 0.3
-    distances = gym_mods.shortest_path_distances(adjacency | adjacency.transpose(1, 2), 4)
+def test_graphormer() -> None:
+    distances = torch.randint(0, 6, (2, 7, 7))
     table = torch.randn(3, 6, dtype=torch.float64)
     bias = added(v.graphormer(table, distances), (2, 3, 7, 7))
     for b in range(2):
@@ -168,9 +128,6 @@ def test_sandwich() -> None:
                 assert bias[0, h, q, kv].item() == pytest.approx(
                     sum(cosines) * heads / (8 * (h + 1)), rel=1e-6
                 )
-    h, q, kv = torch.meshgrid(torch.arange(heads), torch.arange(n), torch.arange(n), indexing="ij")
-    theirs = gym_mods.generate_sandwich_bias(heads, n, d_bar)(torch.zeros(heads, n, n), 0, h, q, kv)
-    torch.testing.assert_close(bias[0].float(), theirs, rtol=1e-5, atol=1e-5)
     with pytest.raises(IndexError):
         added(v.sandwich(n - 1, d_bar), (1, heads, n, n))
 

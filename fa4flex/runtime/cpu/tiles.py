@@ -276,7 +276,7 @@ def exponential(x: Tensor) -> Tensor:
     product of subnormal numbers likewise; clamping first and cutting afterwards costs two cheap passes.
     """
     lowest, cut = (-708.0, 3.4e-308) if x.dtype == torch.float64 else (-87.0, 1.7e-38)
-    return torch.nn.functional.threshold_(x.clamp_(min=lowest).exp_(), cut, 0.0)
+    return torch.threshold_(x.clamp_(min=lowest).exp_(), cut, 0.0)
 
 
 class Workspace:

@@ -1,0 +1,88 @@
+"""What several test files share: how results and gradients are compared, and how mods are called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fa4flex.primitives.base import call_mod
+
+
+def leaf(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, dtype=dtype, requires_grad=True)
+
+
+def cumulative(lengths: Sequence[int]) -> Tensor:
+    """int32 [N + 1]: where each of N sequences of these lengths starts, and where the last one ends."""
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+# --- comparing ------------------------------------------------------------------------------------------
+
+
+def worst(got: Tensor, want: Tensor) -> tuple[float, float]:
+    """The largest error of an element, and the largest Euclidean error of a row."""
+    error = (got.double() - want.double()).abs()
+    if error.numel() == 0:
+        return 0.0, 0.0
+    return error.max().item(), error.norm(dim=-1).max().item()
+
+
+def close(got: Tensor, want: Tensor, tolerance: float = 1e-10) -> bool:
+    """Equal infinities, no NaN, and elsewhere within `tolerance` of the largest value."""
+    if got.shape != want.shape or got.isnan().any() or not torch.equal(got.isinf(), want.isinf()):
+        return False
+    finite = ~want.isinf()
+    scale = max(1.0, want[finite].abs().max().item() if finite.any() else 0.0)
+    return bool(((got - want)[finite].abs() <= tolerance * scale).all())
+
+
+def gradients(
+    results: Sequence[Tensor], inputs: Sequence[Tensor], upstream: Sequence[Tensor]
+) -> list[Tensor]:
+    """Gradients of sum(result * upstream); rows of an lse that are -inf carry none."""
+    total = sum((torch.where(r.isfinite(), r, 0) * u).sum() for r, u in zip(results, upstream, strict=True))
+    return list(torch.autograd.grad(total, inputs))
+
+
+def agree(found: Sequence[Tensor], truth: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    """Float64 results, and their gradients by `inputs`, are those of the oracle."""
+    upstream = [torch.randn_like(t) for t in truth]
+    got = [*found, *gradients(found, inputs, upstream)]
+    want = [*truth, *gradients(truth, inputs, upstream)]
+    for number, (g, w) in enumerate(zip(got, want, strict=True)):
+        part = f"result {number}" if number < len(truth) else f"gradient of input {number - len(truth)}"
+        assert g.dtype == w.dtype, f"{part}: {g.dtype}, expected {w.dtype}"
+        assert g.shape == w.shape, f"{part}: {tuple(g.shape)}, expected {tuple(w.shape)}"
+        assert close(g, w), f"{part} is off by {worst(g, w)[0]}"
+
+
+# --- calling mods ---------------------------------------------------------------------------------------
+
+
+def mask_grid(mask: Callable[..., Any], q_len: int, kv_len: int, batch: int = 1) -> Tensor:
+    """bool [batch, q_len, kv_len]: the mask in head 0, by one call on index tensors."""
+    b = torch.arange(batch)[:, None, None]
+    q, kv = torch.arange(q_len)[None, :, None], torch.arange(kv_len)[None, None, :]
+    context = {"q_len": q_len, "kv_len": kv_len, "num_heads": 1}
+    return torch.as_tensor(call_mod(mask, (b, torch.tensor(0), q, kv), context)).expand(batch, q_len, kv_len)
+
+
+def scored(mod: Callable[..., Any], scores: Tensor) -> Tensor:
+    """scores [B, H, Q, KV] through the score mod."""
+    _, heads, q_len, kv_len = scores.shape
+    indices = torch.meshgrid(*(torch.arange(n) for n in scores.shape), indexing="ij")
+    context = {"q_len": q_len, "kv_len": kv_len, "num_heads": heads}
+    result: Tensor = call_mod(mod, (scores, *indices), context)
+    return result
+
+
+def added(mod: Callable[..., Any], shape: tuple[int, int, int, int]) -> Tensor:
+    """What a bias adds, in float64, checked to be independent of the score."""
+    zero, other = torch.zeros(shape, dtype=torch.float64), torch.randn(shape, dtype=torch.float64)
+    bias = scored(mod, zero)
+    torch.testing.assert_close(scored(mod, other) - other, bias)
+    return bias
