@@ -173,6 +173,12 @@ def _role(value: Any) -> str:
     settled = _made(value) if isinstance(value, Family) else value
     if isinstance(settled, (Mask, ScoreMod)):
         return "mask" if isinstance(settled, Mask) else "score_mod"
+    if not callable(settled):
+        raise InputError(
+            f"what was named is a {type(settled).__name__}",
+            "a function, a fa4flex mask or a fa4flex score mod",
+            "name a mask_mod or a score_mod",
+        )
     parameters = inspect.signature(settled).parameters.values()
     positional = [
         p for p in parameters
@@ -270,6 +276,9 @@ def demo(arguments: argparse.Namespace) -> int:
 
 def draw(arguments: argparse.Namespace) -> int:
     """The mask as text: # full, + partial, . empty."""
+    if arguments.tile is not None and len(arguments.tile) > 2:
+        given = f"--tile {' '.join(map(str, arguments.tile))}"
+        raise InputError(given, "one or two numbers (queries, keys)", "e.g. --tile 64 128")
     tile = None if arguments.tile is None else (arguments.tile[0], arguments.tile[-1])
     print(compiled(arguments).mask.draw(arguments.size, arguments.kv_len, tile))
     return 0
@@ -289,7 +298,7 @@ def explain(arguments: argparse.Namespace) -> int:
 
 def check(arguments: argparse.Namespace) -> int:
     """Forward and backward on random inputs against the dense float64 formula; status 1 on disagreement."""
-    from fa4flex.view.check import check as compare
+    from fa4flex.check import check as compare
 
     report = compare(compiled(arguments), arguments.q_len, arguments.kv_len, arguments.seed)
     print(report)

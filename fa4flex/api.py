@@ -78,6 +78,27 @@ class Attention:
     def __repr__(self) -> str:
         return f"Attention({self.variant!r})"
 
+    def __copy__(self) -> Attention:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Attention:
+        """Itself, where no tensor is captured. Raises UnsupportedError where one is: a copied module has its
+        own parameters, and the functions would go on reading the original's."""
+        if self.program.operands or self.variant.sinks is not None:
+            raise UnsupportedError(
+                f"a deep copy of {self!r}, which captured tensors",
+                "an Attention without captured tensors or sinks, which copies share",
+                "construct the module anew and load_state_dict(); its constructor compiles the attention",
+            )
+        return self
+
+    def __reduce__(self) -> Any:
+        raise UnsupportedError(
+            f"pickling {self!r}",
+            "its arguments: it holds Python functions and captured tensors, which pickle does not carry",
+            "pickle what was composed, and call fa4flex.compile() again after loading",
+        )
+
     def explain(self, q_len: int = 4096, kv_len: int | None = None) -> Explanation:
         """In words: what was composed, what was proved and what is evaluated, and why, at these lengths."""
         from fa4flex.view.explain import explain
@@ -122,7 +143,8 @@ def compile(
     precision, schedule   see fa4flex.Precision and fa4flex.Schedule
 
     Numbers that the functions captured are this compile's; captured tensors are read anew at each call and
-    receive gradients. Raises TraceError, InputError or UnsupportedError; nothing is ignored.
+    receive gradients: change their contents, since a tensor put in their place is not seen.
+    Raises TraceError, InputError or UnsupportedError; nothing is ignored.
     """
     variant = compose(score_mod, mask, blocks=blocks, sinks=sinks, scale=scale, layout=layout, **data)
     return Attention(launch.prepare(build(variant)))
@@ -166,6 +188,10 @@ def flex_attention(
     if return_lse and return_aux is not None:
         raise InputError(
             "return_lse and return_aux together", "one of them", "use return_aux=AuxRequest(lse=True)"
+        )
+    if return_aux is not None and not isinstance(return_aux, AuxRequest):
+        raise InputError(
+            f"return_aux is a {type(return_aux).__name__}", "an AuxRequest", "e.g. AuxRequest(lse=True)"
         )
     if query.ndim == 4 and key.ndim == 4 and value.ndim == 4:
         ratio(query.shape[1], key.shape[1], enable_gqa)

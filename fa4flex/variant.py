@@ -66,7 +66,8 @@ def compose(
 ) -> Variant:
     """User arguments -> Variant: bare families become their defaults, a BlockMask its map and mask_mod.
 
-    `data` holds `precision` and `schedule`. Raises InputError for what does not fit.
+    `data` holds `precision` and `schedule`. Raises InputError for what does not fit, TypeError for options
+    that do not exist.
     """
     _check_options(data)
     if isinstance(mask, (BlockMask, BlockMap)):
@@ -124,7 +125,7 @@ def _check_options(data: dict[str, Any]) -> None:
     unknown = sorted(data.keys() - _TYPES.keys())
     if unknown:
         names = [field.name for field in fields(Variant)]
-        raise InputError(f"unknown options {', '.join(unknown)}", f"some of {', '.join(names)}", "check the name")
+        raise TypeError(f"unknown options {', '.join(unknown)}; there are {', '.join(names)}")
 
 
 def _check_types(options: dict[str, Any]) -> None:
@@ -137,7 +138,8 @@ def _check_types(options: dict[str, Any]) -> None:
 def _check_scale(scale: Any) -> None:
     fix = "leave scale out for 1/sqrt(head_dim)"
     if isinstance(scale, Tensor) and scale.requires_grad:
-        raise InputError("scale is a tensor that requires grad", "a number", "multiply the score in a score_mod")
+        fix = "multiply the score in a score_mod, which carries gradients"
+        raise InputError("scale is a tensor that requires grad", "a number", fix)
     try:
         finite = scale is None or math.isfinite(scale)
     except (TypeError, ValueError, RuntimeError):

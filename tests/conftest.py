@@ -23,9 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     in_ci = os.environ.get("CI", "").lower() not in ("", "0", "false")
     if in_ci and config.getoption("--update-golden"):
-        raise pytest.UsageError(
-            "--update-golden with CI set: update on your machine, read the diff, commit it"
-        )
+        raise pytest.UsageError("--update-golden where CI is set: update on your machine and read the diff")
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fa4flex.codegen.expr import ELEMENTWISE, Expr, walk
+from fa4flex.errors import InputError
 
 Number = bool | int | float
 Value = Tensor | Number
@@ -29,6 +30,17 @@ class Captured:
 
     operands: tuple[Tensor, ...] = ()
     scalars: tuple[Number, ...] = ()
+
+
+class PastTheEnd(InputError, IndexError):
+    """A mod read outside a captured tensor. Also an IndexError, as it is when the mod runs under torch."""
+
+    def __init__(self, table: Tensor, index: str) -> None:
+        super().__init__(
+            f"a mod read past a captured tensor of shape {list(table.shape)}: {index}",
+            "indices within the tensor: in a mask for every pair, in a score mod for every allowed pair",
+            "make the tensor larger, or clamp the index in the mod",
+        )
 
 
 def _tensor(x: Value, dtype: torch.dtype) -> Tensor:
@@ -180,16 +192,22 @@ def _value(
             return OPERATIONS[node.op](dtype, *(memo[a] for a in node.args))
 
 
-def _load(table: Tensor, index: Sequence[Value], kind: str, dtype: torch.dtype) -> Value:
+def _read(table: Tensor, index: Sequence[Value]) -> Tensor:
     position: Index = tuple(index)
-    element = table[position] if position else table
+    try:
+        return table[position] if position else table
+    except IndexError as error:
+        raise PastTheEnd(table, str(error)) from None
+
+
+def _load(table: Tensor, index: Sequence[Value], kind: str, dtype: torch.dtype) -> Value:
+    element = _read(table, index)
     return element.to({"float": dtype, "int": torch.int64, "bool": torch.bool}[kind])
 
 
 def _search(table: Tensor, side: str, args: Sequence[Value]) -> Tensor:
     needle, *lead = args
-    position: Index = tuple(lead)
-    vector = table[position] if position else table
+    vector = _read(table, lead)
     needle = torch.as_tensor(needle)
     common = torch.promote_types(vector.dtype, needle.dtype)  # searchsorted wants one dtype
     vector, needle = vector.to(common), needle.to(common)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.primitives.heads import ratio
@@ -74,7 +75,25 @@ def check_descriptions(varlen: object, paging: object) -> None:
     ):
         if given is not None and not isinstance(given, wanted):
             raise InputError(
-                f"{name} is a {type(given).__name__}", f"a fa4flex.{wanted.__name__}", f"pass fa4flex.{example}"
+                f"{name} is a {type(given).__name__}",
+                f"a fa4flex.{wanted.__name__}",
+                f"pass fa4flex.{example}",
+            )
+
+
+def check_transforms(*tensors: Tensor | None) -> None:
+    """Raise UnsupportedError inside torch.func transforms and forward-mode automatic differentiation.
+
+    Forward-mode tangents would be dropped without a word; grad and vmap fail deep inside torch.
+    """
+    for x in tensors:
+        if x is None or torch.compiler.is_compiling():
+            continue
+        if torch._C._functorch.is_functorch_wrapped_tensor(x) or unpack_dual(x).tangent is not None:
+            raise UnsupportedError(
+                "a tensor inside torch.func.grad, vmap or jvp, or one with a forward-mode tangent",
+                "reverse-mode derivatives of batches: x.requires_grad_() and torch.autograd.grad",
+                "use torch.autograd.grad for torch.func.grad, and a batch dimension for vmap",
             )
 
 

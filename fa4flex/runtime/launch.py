@@ -19,6 +19,7 @@ from fa4flex.runtime.checks import (
     check_packed,
     check_paged,
     check_tensors,
+    check_transforms,
     check_variant,
 )
 
@@ -91,7 +92,9 @@ def _operator(
     check_operand_devices(operands, prepared.names, q)
     scale = 1 / math.sqrt(q.shape[-1]) if program.variant.scale is None else program.variant.scale
     sinks = None if program.variant.sinks is None else program.variant.sinks.logits
-    return Result(*ops.attention(q, k, v, operands, sinks, *lengths, prepared.key, prepared.scalars, scale))
+    check_transforms(q, k, v, *operands, sinks)
+    found = ops.attention(q, k, v, operands, sinks, *lengths, prepared.key, prepared.scalars, scale)
+    return Result(*found[:3])
 
 
 def _paged(

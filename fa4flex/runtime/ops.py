@@ -7,8 +7,10 @@ autograd, torch.compile and functionalisation see them.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,9 +21,15 @@ from fa4flex.codegen.analyze.overflow import refuse_overflow
 from fa4flex.codegen.analyze.tiles import Shape
 from fa4flex.codegen.evaluate import Captured
 from fa4flex.codegen.expr import walk
+from fa4flex.errors import UnsupportedError
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.runtime import cpu
+
+
+# torch.compile keeps graphs on disk, gradients of operators included, and knows them by their arguments alone.
+# With this in the key, a graph compiled against another version of this file is not found again.
+_CONTRACT = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
 
 
 @dataclass(frozen=True)
@@ -34,7 +42,7 @@ class Published:
 
     @property
     def key(self) -> str:
-        return f"{self.facts.key}/{self.schedule!r}/{self.precision!r}"
+        return f"{_CONTRACT}/{self.facts.key}/{self.schedule!r}/{self.precision!r}"
 
     def captured(self, operands: Sequence[Tensor], scalars: Sequence[float]) -> Captured:
         """Operands and scalars as the expressions expect them: int scalars travel as floats."""
@@ -67,8 +75,8 @@ def attention(
     program: str,
     scalars: Sequence[float],
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, lse, max_scores) of dense [B, H, S, D] tensors, or of packed [T, H, D] ones with cu_seqlens."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """cpu.Forward of dense [B, H, S, D] tensors, or of packed [T, H, D] ones with cu_seqlens."""
     published = _published[program]
     inputs = _inputs(published, (q, k, v), operands, scalars, (scale, sinks))
     sequences = _sequences(q, k, (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k))
@@ -76,7 +84,7 @@ def attention(
         result = cpu.forward(published.facts, inputs)
     else:
         result = cpu.forward_sequences(published.facts, inputs, sequences)
-    return result.out, result.lse, result.max_scores
+    return result.out, result.lse, result.max_scores, result.total
 
 
 @torch.library.custom_op("fa4flex::attention_backward", mutates_args=(), device_types="cpu")
@@ -96,12 +104,12 @@ def attention_backward(
 ) -> list[Tensor]:
     """[dq, dk, dv, dsinks if there are sinks, then a gradient per operand slot in `needs`].
 
-    `upstream` is (dout, dlse) and `saved` (out, lse) of the forward.
+    `upstream` is (dout, dlse) and `saved` what the forward returned.
     """
     published = _published[program]
     inputs = _inputs(published, (q, k, v), operands, scalars, (scale, sinks))
     sequences = _sequences(q, k, lengths)
-    forward = cpu.Forward(saved[0], saved[1], saved[1])
+    forward = cpu.Forward(*saved)
     if sequences is None:
         found = cpu.backward(published.facts, inputs, forward, upstream[0], upstream[1], needs)
     else:
@@ -157,12 +165,13 @@ def _(
     sinks: Tensor | None,
     cu_seqlens_q: Tensor | None,
     *rest: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     precision = _published[rest[3]].precision
     out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=precision.output_dtype(q.dtype))
     compute = precision.compute_dtype(q.dtype)
     statistics = q.shape[:-1] if cu_seqlens_q is None else (q.shape[1], q.shape[0])
-    return out, q.new_empty(statistics, dtype=compute), q.new_empty(statistics, dtype=compute)
+    lse, largest, total = (q.new_empty(statistics, dtype=compute) for _ in range(3))
+    return out, lse, largest, total
 
 
 @attention_backward.register_fake
@@ -184,20 +193,19 @@ def _(
 # --- autograd -----------------------------------------------------------------------------------------
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, operands, sinks, *lengths, program, scalars, scale = inputs
-    out, lse, max_scores = output
-    ctx.save_for_backward(q, k, v, sinks, *lengths, out, lse, *operands)
-    ctx.mark_non_differentiable(max_scores)
+    ctx.save_for_backward(q, k, v, sinks, *lengths, *output, *operands)
+    ctx.mark_non_differentiable(*output[2:])
     ctx.plain = program, scalars, scale
 
 
-def _backward(ctx: Any, dout: Tensor, dlse: Tensor, _: Tensor) -> tuple[Any, ...]:
+def _backward(ctx: Any, dout: Tensor, dlse: Tensor, *_: Tensor) -> tuple[Any, ...]:
     q, k, v, sinks, *rest = ctx.saved_tensors
-    lengths, (out, lse), operands = rest[:4], rest[4:6], rest[6:]
+    lengths, saved, operands = rest[:4], rest[4:8], rest[8:]
     wanted = ctx.needs_input_grad[3]
     needs = [slot for slot, want in enumerate(wanted) if want] if isinstance(wanted, (list, tuple)) else []
-    found = attention_backward([dout, dlse], [out, lse], q, k, v, operands, sinks, lengths, *ctx.plain, needs)
+    found = attention_backward([dout, dlse], saved, q, k, v, operands, sinks, lengths, *ctx.plain, needs)
     dsinks, captured = (None, found[3:]) if sinks is None else (found[3], found[4:])
     by_slot: list[Tensor | None] = [None] * len(operands)
     for slot, gradient in zip(needs, captured, strict=True):
@@ -207,4 +215,17 @@ def _backward(ctx: Any, dout: Tensor, dlse: Tensor, _: Tensor) -> tuple[Any, ...
     return (*found[:3], by_slot, dsinks, *[None] * 5, None if scalars else [], None)
 
 
+def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    pass
+
+
+def _second_derivative(ctx: Any, *upstream: Any) -> Any:
+    raise UnsupportedError(
+        "a second derivative of attention",
+        "first derivatives",
+        "leave out create_graph=True, or take the second derivative of the dense formula in plain PyTorch",
+    )
+
+
 attention.register_autograd(_backward, setup_context=_save)
+attention_backward.register_autograd(_second_derivative, setup_context=_save_nothing)

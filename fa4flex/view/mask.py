@@ -11,12 +11,12 @@ import torch
 
 from fa4flex.codegen.analyze.tiles import Shape, TileMap, tile_map
 from fa4flex.codegen.build import Program
-from fa4flex.codegen.evaluate import Value, evaluate
+from fa4flex.codegen.evaluate import PastTheEnd, Value, evaluate
 from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.view import ascii, svg
 from fa4flex.view.grid import Grid
 from fa4flex.view.names import name_of
-from fa4flex.view.sizes import Setting, setting
+from fa4flex.view.sizes import Setting, is_size, setting
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -49,7 +49,7 @@ class MaskView:
         return self._map(chosen, tile)
 
     def _map(self, chosen: Setting, tile: tuple[int, int]) -> TileMap:
-        if len(tile) != 2 or min(tile) < 1:
+        if not isinstance(tile, tuple) or len(tile) != 2 or not all(map(is_size, tile)):
             raise InputError(f"tile={tile!r}", "two positive ints (queries, keys)", "e.g. tile=(128, 128)")
         return tiles_of(self.program, chosen, (tile[0], tile[1]))
 
@@ -103,7 +103,7 @@ class MaskView:
                 "matplotlib >= 3.8",
                 "pip install 'fa4flex[notebook]'; print(attn.mask) draws the mask as text",
             ) from error
-        chosen = setting(self.program, q_len, kv_len)
+        chosen = self._showing(q_len, kv_len, b, h)
         shape = chosen.shape
         small = max(shape.q_len, shape.kv_len) <= MOST_TOKENS
         tile = tile or ((_share(shape.q_len, 8), _share(shape.kv_len, 8)) if small else TILE)
@@ -111,6 +111,14 @@ class MaskView:
         where = _panel_name((tiles.map_batch, tiles.map_heads), b, h)
         title = textwrap.fill(f"{self.name}{', ' if where else ''}{where}", TITLE_WIDTH)
         return plot(self.grid(tiles, chosen, tile, b, h), title, self._tokens(shape, b, h) if small else None)
+
+    def _showing(self, q_len: int | None, kv_len: int | None, b: int, h: int) -> Setting:
+        """Sizes with a batch and heads that contain `b` and `h`."""
+        for name, value in (("b", b), ("h", h)):
+            if value != 0 and not is_size(value):
+                raise InputError(f"{name}={value!r}", "a non-negative int", f"count {name} from 0")
+        usual = setting(self.program, q_len, kv_len).shape
+        return setting(self.program, q_len, kv_len, max(usual.batch, b + 1), max(usual.heads, h + 1))
 
     def _tokens(self, shape: Shape, b: int, h: int) -> numpy.ndarray:
         """Every pair, bool [q_len, kv_len]."""
@@ -149,10 +157,11 @@ def tiles_of(program: Program, chosen: Setting, tile: tuple[int, int]) -> TileMa
     facts, shape = program.facts, chosen.shape
     try:
         return tile_map(facts.mask, facts.keys, shape, program.captured(), tile)
-    except IndexError as error:
+    except PastTheEnd as error:
         raise InputError(
-            f"at q_len={shape.q_len}, kv_len={shape.kv_len} the mask reads beyond a captured tensor: {error}",
-            "lengths that the captured tensors cover",
+            f"at batch={shape.batch}, heads={shape.heads}, q_len={shape.q_len}, kv_len={shape.kv_len} "
+            f"the mask reads beyond a captured tensor: {error.given}",
+            "sizes that the captured tensors cover",
             "pass q_len and kv_len (on the command line --size or --q-len, and --kv-len)",
         ) from error
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy
+
 from fa4flex.codegen.analyze.tiles import Shape
 from fa4flex.codegen.build import Program
 from fa4flex.codegen.expr import Expr, loads
@@ -52,6 +54,11 @@ def _plain(program: Program, index: Expr) -> tuple[str, int]:
     return "", 1
 
 
+def is_size(value: object) -> bool:
+    """Whether `value` counts something: a positive int."""
+    return isinstance(value, (int, numpy.integer)) and not isinstance(value, bool) and bool(value > 0)
+
+
 def setting(
     program: Program,
     q_len: int | None = None,
@@ -61,8 +68,8 @@ def setting(
 ) -> Setting:
     """Sizes as given where possible; lengths beyond a captured tensor are cut to it, with a note."""
     for name, value in (("q_len", q_len), ("kv_len", kv_len), ("batch", batch), ("heads", heads)):
-        if value is not None and value < 1:
-            raise InputError(f"{name}={value}", "a positive int", f"leave {name} out, or give a size")
+        if value is not None and not is_size(value):
+            raise InputError(f"{name}={value!r}", "a positive int", f"leave {name} out, or give a size")
     known = implied(program)
     q_len, kv_len, notes = _lengths(program, known, q_len, kv_len)
     heads = heads or known.get("h") or (USUAL_HEADS if _needs_heads(program) else 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 from helpers import agree, cumulative, leaf
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import fa4flex
 from fa4flex import BlockMap, Paging, Precision, Schedule, Varlen, reference
@@ -182,6 +185,72 @@ def test_equal_calls_give_equal_bits() -> None:
 
     first = once()
     assert all(torch.equal(a, b) for _ in range(5) for a, b in zip(first, once(), strict=True))
+
+
+@pytest.mark.parametrize("shift", [-(2.0**100), -(2.0**30), -(2.0**15), 2.0**30])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_gradients_of_scores_far_from_zero(shift: float, sinks: bool) -> None:
+    """A row hidden by an additive -1e9 weighs its keys alike; its lse has no digits left for their number."""
+    q, k, v = (leaf(1, 2, 40, 8, dtype=torch.float32) for _ in range(3))
+    logits = (leaf(2, dtype=torch.float32).detach() + shift).requires_grad_() if sinks else None
+
+    def hidden(score, b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]
+        return torch.where(kv_idx <= q_idx, score * 0.1, 0.0) * (q_idx % 2) + shift * (q_idx % 2 == 0)
+
+    attn = fa4flex.compile(hidden, sinks=logits, scale=0.5)
+    exact = reference.attention(q, k, v, hidden, scale=0.5, sinks=logits)[0]
+    upstream = torch.randn_like(q)
+    leaves = [q, k, v, *([] if logits is None else [logits])]
+    found = torch.autograd.grad(attn(q, k, v), leaves, upstream)
+    wanted = torch.autograd.grad(exact, leaves, upstream.double())
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_a_remembered_tile_map_is_never_that_of_other_numbers() -> None:
+    """Masks of numbers alone are classified once for each length; those that read tensors, at each call."""
+    limit = torch.tensor([5])
+    masks = [sliding_window(3), sliding_window(70), causal, lambda b, h, q, kv: kv < limit[0] * (b + 1)]
+    attns = [fa4flex.compile(mask=mask, schedule=Schedule(tile=(16, 16))) for mask in masks]
+    for length in (40, 90, 40):
+        limit.add_(20)
+        q, k, v = leaf(2, 2, length, 8), leaf(2, 2, 90, 8), leaf(2, 2, 90, 8)
+        for attn, mask in zip(attns, masks, strict=True):
+            agree(attn(q, k, v, return_lse=True), reference.attention(q, k, v, mask=mask), [q, k, v])
+
+
+def test_second_derivatives_and_transforms_are_refused() -> None:
+    """Forward mode would drop the tangents without a word."""
+    attn = fa4flex.compile(mask=causal)
+    q, k, v = (leaf(2, 2, 9, 4) for _ in range(3))
+    (first,) = torch.autograd.grad(attn(q, k, v).square().sum(), q, create_graph=True)
+    with pytest.raises(fa4flex.UnsupportedError, match="second derivative"):
+        first.sum().backward()
+    calls: list[Callable[[], Any]] = [
+        lambda: torch.func.grad(lambda x: attn(x, k, v).sum())(q),
+        lambda: torch.func.jvp(lambda x: attn(x, k, v), (q,), (q,)),
+        lambda: torch.vmap(lambda x: attn(x, k, v))(torch.stack([q, q])),
+    ]
+    for call in calls:
+        with pytest.raises(fa4flex.UnsupportedError, match=r"torch\.func"):
+            call()
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(q.detach(), torch.ones_like(q))
+        with pytest.raises(fa4flex.UnsupportedError, match="tangent"):
+            attn(dual, k, v)
+
+
+def test_copies_share_or_refuse() -> None:
+    """A deep copy that captured tensors would go on reading those of the original."""
+    plain = fa4flex.compile(mask=causal)
+    assert copy.deepcopy(plain) is plain and copy.copy(plain) is plain
+    bias = leaf(2)
+    learned = fa4flex.compile(lambda s, b, h, i, j: s + bias[h])
+    for attn in (learned, fa4flex.compile(sinks=bias)):
+        with pytest.raises(fa4flex.UnsupportedError, match="deep copy"):
+            copy.deepcopy(attn)
+    with pytest.raises(fa4flex.UnsupportedError, match="pickling"):
+        pickle.dumps(plain)
 
 
 VARIANTS: dict[str, Callable[[], dict[str, Any]]] = {

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from fa4flex import check as check_module
 from fa4flex.__main__ import main, select
 from fa4flex.errors import InputError
-from fa4flex.view import check as check_module
 
 MODS = """
 import torch
@@ -110,6 +110,7 @@ def test_check_passes_and_fails(
         (["draw", "sliding_window(open('x'))"], "a number"),
         (["draw", "causal, sliding_window"], "two masks"),
         (["draw", "no_such_file.py:mod"], "existing"),
+        (["draw", "causal", "--size", "8", "--tile", "2", "3", "4"], "one or two numbers"),
         (["show", "causal", "--stage", "ptx"], "trace, facts, gradient"),
         (["show", "causal", "--stage", "nothing"], "trace, facts, gradient"),
         (["doctor", "--nothing"], "see --help"),
@@ -119,6 +120,11 @@ def test_errors_are_words(arguments: list[str], says: str, capsys: pytest.Captur
     assert main(arguments) == 2
     printed = capsys.readouterr()
     assert printed.err.startswith("error: ") and says in printed.err and not printed.out
+
+
+def test_a_name_that_is_no_function(mods: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["draw", f"{mods}:bias"]) == 2
+    assert "is a Tensor" in capsys.readouterr().err
 
 
 def test_selection_is_not_evaluated(tmp_path: Path) -> None:

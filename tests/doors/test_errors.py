@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -13,7 +15,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import fa4flex
 from fa4flex import BlockMap, InputError, Paging, Schedule, Sinks, TraceError, UnsupportedError, Varlen
-from fa4flex.variants import causal, sliding_window
+from fa4flex.variants import alibi, causal, sliding_window
 
 
 def rand(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -187,6 +189,89 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         InputError,
         "past a captured tensor",
     ),
+    "mask reads past a captured tensor": (
+        lambda: fa4flex.compile(mask=lambda b, h, q, k, t=torch.zeros(9): t[k] > 0)(*dense()),
+        InputError,
+        r"past a captured tensor of shape \[9\]",
+    ),
+    "mask as score_mod": (
+        lambda: fa4flex.compile(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx),
+        TraceError,
+        "looks like a mask_mod.*test_errors.py",
+    ),
+    "score mod among masks": (
+        lambda: fa4flex.compile(mask=causal & alibi),
+        TraceError,
+        "looks like a score_mod",
+    ),
+    "mask as a chained score mod": (
+        lambda: fa4flex.compile(alibi >> causal),
+        TraceError,
+        "looks like a mask_mod",
+    ),
+    "nothing returned": (
+        lambda: fa4flex.compile(lambda s, b, h, q_idx, kv_idx: None),
+        TraceError,
+        "returned None.*test_errors.py",
+    ),
+    "python randomness": (
+        lambda: fa4flex.compile(lambda s, b, h, q, k: s * random.random()),
+        TraceError,
+        "draws random numbers.*test_errors.py",
+    ),
+    "numpy randomness": (
+        lambda: fa4flex.compile(mask=lambda b, h, q, k: q - k < numpy.random.rand()),
+        TraceError,
+        "draws random numbers",
+    ),
+    "scale": (lambda: fa4flex.compile(scale="0.1"), InputError, "scale is a str"),  # type: ignore[arg-type]
+    "scale grad": (
+        lambda: fa4flex.compile(scale=torch.ones((), requires_grad=True)),  # type: ignore[arg-type]
+        InputError,
+        "scale.*requires grad",
+    ),
+    "precision": (
+        lambda: fa4flex.compile(precision="float64"),  # type: ignore[arg-type]
+        InputError,
+        "precision is a str.*fa4flex.Precision",
+    ),
+    "schedule": (
+        lambda: fa4flex.compile(schedule=64),  # type: ignore[arg-type]
+        InputError,
+        "schedule is a int.*fa4flex.Schedule",
+    ),
+    "sinks type": (
+        lambda: fa4flex.compile(sinks=[1.0]),  # type: ignore[arg-type]
+        InputError,
+        "sinks is a list",
+    ),
+    "blocks type": (
+        lambda: fa4flex.compile(blocks=torch.ones(2, 2)),  # type: ignore[arg-type]
+        InputError,
+        "blocks is a Tensor.*BlockMap",
+    ),
+    "varlen type": (lambda: plain(*packed(), varlen=cu(0, 16)), InputError, "varlen is a Tensor"),
+    "paging type": (lambda: plain(*dense(), paging=cu(0, 16)), InputError, "paging is a Tensor"),
+    "sparse tensor": (
+        lambda: plain(*(x.to_sparse() for x in dense())),
+        InputError,
+        r"torch.sparse_coo.*to_dense\(\)",
+    ),
+    "flex return_aux": (
+        lambda: fa4flex.flex_attention(*dense(), return_aux=True),  # type: ignore[arg-type]
+        InputError,
+        "return_aux is a bool",
+    ),
+    "explain a length": (
+        lambda: plain.explain(12.5),  # type: ignore[arg-type]
+        InputError,
+        "q_len=12.5",
+    ),
+    "view tile": (
+        lambda: plain.mask.tile_map(16, 16, 4),  # type: ignore[arg-type]
+        InputError,
+        "tile=4",
+    ),
     "flex gqa": (
         lambda: fa4flex.flex_attention(rand(1, 4, 4, 8), rand(1, 2, 4, 8), rand(1, 2, 4, 8)),
         InputError,
@@ -225,3 +310,12 @@ def test_a_call_says_which_variant_failed() -> None:
     with pytest.raises(InputError) as caught:
         fa4flex.compile(mask=causal)(*packed())
     assert any("causal()" in note for note in caught.value.__notes__)
+
+
+def test_seeded_randomness_is_no_randomness() -> None:
+    """Generators that move are only a hint: the result decides."""
+
+    def seeded(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score * (1.0 + 0 * random.random())
+
+    fa4flex.compile(seeded)

@@ -145,6 +145,19 @@ def test_plot_shows_every_pair() -> None:
     assert (numpy.asarray(tiles) == brute_force(attn.variant.mask, 2000, 2000, (100, 100))).all()
 
 
+@pytest.mark.parametrize("length", [100, 600])
+def test_plot_shows_the_batch_entry_and_head_asked_for(length: int) -> None:
+    pytest.importorskip("matplotlib")
+    attn = fa4flex.compile(mask=lambda b, h, q_idx, kv_idx: kv_idx < 50 * (b + 1) + 25 * h)
+    tile = (25, 25)
+    for b, h in ((0, 0), (3, 1), (1, 7)):
+        image = attn.mask.plot(length, length, tile, b=b, h=h).axes[0].images[0].get_array()
+        shown = (numpy.asarray(image)[0] > 0).sum() * (1 if length == 100 else 25)
+        assert shown == min(50 * (b + 1) + 25 * h, length)
+    with pytest.raises(InputError, match="b=-1"):
+        attn.mask.plot(length, b=-1)
+
+
 def test_plot_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.delitem(sys.modules, "fa4flex.view.plot", raising=False)

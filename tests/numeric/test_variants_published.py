@@ -1,17 +1,39 @@
-"""Variants against the implementations that others published: attention-gym and transformers."""
+"""Variants against the implementations that others published: torch, attention-gym and transformers."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from attn_gym import masks as gym
 from attn_gym import mods as gym_mods
 from helpers import added, cumulative, mask_grid, scored
+from mask_definitions import CASES, Case, by_loops
 from torch.nn.attention.flex_attention import create_mask
 
 from fa4flex import variants as v
+from fa4flex.primitives.mask import Mask
+
+
+def flex_mod(mask: Mask, q_len: int, kv_len: int) -> Callable[..., Any]:
+    bound = mask.bind(q_len=q_len, kv_len=kv_len)
+    return lambda b, h, q_idx, kv_idx: bound(b, h, q_idx, kv_idx)
+
+
+@pytest.mark.parametrize("draw", CASES, ids=lambda draw: draw.__name__)
+def test_mask_runs_under_torch_create_mask(draw: Callable[[random.Random], Case], seed: int) -> None:
+    case = draw(random.Random(seed))
+    mod = flex_mod(case.mask, case.q_len, case.kv_len)
+    dense = create_mask(mod, case.batch, 1, case.q_len, case.kv_len, device="cpu")
+    assert torch.equal(dense[:, 0], by_loops(case)), case.mask
+
+
+def test_a_mask_object_is_a_flexattention_mod_as_it_is() -> None:
+    mask = (v.causal & v.sliding_window(3)).bind(q_len=6, kv_len=6)
+    assert torch.equal(create_mask(mask, 1, 1, 6, 6, device="cpu")[0, 0], mask_grid(mask, 6, 6)[0])
 
 
 def test_masks_agree_with_attention_gym(seed: int) -> None:

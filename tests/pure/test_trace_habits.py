@@ -312,6 +312,24 @@ def test_apply_bound_before_tracing_is_intercepted() -> None:
     assert torch.autograd.Function.apply.__func__ is Straight.apply.__func__
 
 
+@pytest.mark.parametrize(
+    ("fn", "same"),
+    [
+        (lambda s, b, h, q, k: s + torch.norm(TABLE[q]), lambda s, b, h, q, k: s + TABLE[q].norm()),
+        (
+            lambda s, b, h, q, k: s + TABLE.index_select(0, k.view(1))[0, 1],
+            lambda s, b, h, q, k: s + TABLE[k, 1],
+        ),
+        (
+            lambda s, b, h, q, k: s + torch.index_select(TABLE, 1, k)[2, 0],
+            lambda s, b, h, q, k: s + TABLE[2, k],
+        ),
+    ],
+)
+def test_other_spellings(fn: Any, same: Any) -> None:
+    assert traced_with(fn, "score")[0].root is traced_with(same, "score")[0].root
+
+
 def test_register_op() -> None:
     def cube(x: Any) -> Any:
         raise AssertionError("only its lowering is traced")

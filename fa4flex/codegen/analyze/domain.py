@@ -8,7 +8,7 @@ from fa4flex.codegen.analyze.rules import Bounds
 from fa4flex.codegen.evaluate import Captured
 from fa4flex.codegen.expr import Expr, const, substitute, sym, walk
 
-_READS = ("load", "search")
+READS = ("load", "search")
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,6 @@ def bind(root: Expr, shape: Shape, captured: Captured) -> Expr:
 
 def on_host(captured: Captured, *roots: Expr) -> Captured:
     """The tensors that `roots` read, where the analysis runs and without gradients; others as they are."""
-    read = {node.value if node.op == "load" else node.value[0] for node in walk(*roots) if node.op in _READS}
+    read = {node.value if node.op == "load" else node.value[0] for node in walk(*roots) if node.op in READS}
     operands = enumerate(captured.operands)
     return Captured(tuple(x.detach().cpu() if i in read else x for i, x in operands), captured.scalars)

@@ -8,18 +8,21 @@ element by element, a bounded number at a time. Nothing is ever as large as the 
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import lru_cache
+
 import torch
 
 from fa4flex.codegen.analyze.bounds import bounds
-from fa4flex.codegen.analyze.domain import Shape, bind, on_host
+from fa4flex.codegen.analyze.domain import READS, Shape, bind, on_host
 from fa4flex.codegen.analyze.intervals import KeyIntervals
 from fa4flex.codegen.analyze.overflow import beyond_int64
 from fa4flex.codegen.analyze.rows import IntervalRows, one_thread
 from fa4flex.codegen.analyze.squares import classify_squares
 from fa4flex.codegen.analyze.tables import Tables
 from fa4flex.codegen.analyze.tilemap import Proof, RunBuilder, TileMap, maps
-from fa4flex.codegen.evaluate import Captured
-from fa4flex.codegen.expr import Expr, walk
+from fa4flex.codegen.evaluate import Captured, PastTheEnd
+from fa4flex.codegen.expr import Expr, loads, walk
 
 __all__ = ["Proof", "Shape", "TileMap", "tile_map"]
 
@@ -37,7 +40,28 @@ def tile_map(
     `keys` are the mask's key intervals if known (`key_intervals(mask)`); they are used where what they
     assume holds for the captured tables as they are now. `dtype` is that of float arithmetic in the mask.
     """
+    if _reads_tensors(mask):
+        return _classified(mask, keys, shape, captured, tile, dtype)
+    # What depends on numbers alone is the same at every layer and for every sequence of these lengths.
+    alike = shape if "b" in mask.free else replace(shape, batch=1, b=None)
+    return replace(_remembered(mask, keys, alike, Captured((), captured.scalars), tile, dtype), shape=shape)
+
+
+@lru_cache(maxsize=1024)
+def _reads_tensors(mask: Expr) -> bool:
+    return any(node.op in READS for node in walk(mask))
+
+
+def _classified(
+    mask: Expr,
+    keys: KeyIntervals | None,
+    shape: Shape,
+    captured: Captured,
+    tile: tuple[int, int],
+    dtype: torch.dtype,
+) -> TileMap:
     captured = on_host(captured, mask)
+    _refuse_short_tables(mask, shape, captured)
     problem = bind(mask, shape, captured)
     map_batch = shape.batch if "b" in problem.free else 1
     map_heads = shape.heads if "h" in problem.free else 1
@@ -59,6 +83,21 @@ def tile_map(
             builder.append(classes)
         proof = squares.proof(unmet)
     return TileMap(shape, tile, map_batch, map_heads, **builder.finish(), proof=proof)
+
+
+_remembered = lru_cache(maxsize=256)(_classified)
+"""Never of captured tensors: their contents may change between two calls."""
+
+
+def _refuse_short_tables(mask: Expr, shape: Shape, captured: Captured) -> None:
+    """Raise where an index runs past its table: a tile proved by the table's extremes would not notice."""
+    ranges = shape.ranges()
+    for node in loads(mask):
+        table = captured.operands[node.value]
+        for index, size in zip(node.args, table.shape, strict=True):
+            last = ranges[index.value].hi if index.op == "sym" and index.value in ranges else 0
+            if last >= max(size, 1):
+                raise PastTheEnd(table, f"{index} goes up to {last} in a dimension of {size}")
 
 
 def _unmet(keys: KeyIntervals, shape: Shape, tables: Tables) -> str:

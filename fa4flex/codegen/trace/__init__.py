@@ -10,6 +10,7 @@
 
 from fa4flex.codegen.trace.captures import Captures, Operand
 from fa4flex.codegen.trace.dispatch import register_op
-from fa4flex.codegen.trace.tracer import Pinned, Traced, trace
+from fa4flex.codegen.trace.traced import Pinned, Traced
+from fa4flex.codegen.trace.tracer import trace
 
 __all__ = ["Captures", "Operand", "Pinned", "Traced", "register_op", "trace"]

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fa4flex.codegen.expr import Expr, load, rebuild, scalar, search, walk
-
-if TYPE_CHECKING:
-    from fa4flex.codegen.trace.tracer import Traced
+from fa4flex.codegen.expr import Expr, walk
+from fa4flex.codegen.trace.traced import Traced
 
 
 def map_leaves(tree: Any, change: Callable[[Any], Any]) -> Any:
@@ -182,23 +180,3 @@ def _used_slots(roots: Sequence[Expr]) -> tuple[dict[int, int], dict[int, int]]:
         elif node.op == "scalar":
             scalars.setdefault(node.value, len(scalars))
     return tensors, scalars
-
-
-def renumber(
-    node: Expr, tensors: Mapping[int, int], scalars: Mapping[int, int], memo: dict[Expr, Expr]
-) -> Expr:
-    """`node` with its slots renumbered; `memo` carries what earlier calls rewrote."""
-    for inner in walk(node):
-        if inner in memo:
-            continue
-        args = tuple(memo[arg] for arg in inner.args)
-        if inner.op == "load":
-            memo[inner] = load(tensors[inner.value], args, inner.kind)
-        elif inner.op == "search":
-            slot, side = inner.value
-            memo[inner] = search(tensors[slot], side, args[0], args[1:])
-        elif inner.op == "scalar":
-            memo[inner] = scalar(scalars[inner.value], inner.kind)
-        else:
-            memo[inner] = rebuild(inner, args)
-    return memo[node]

@@ -172,6 +172,7 @@ def _build(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _apply(builder: Builder, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     renamed = {{"axis": "dim", "self": "input"}.get(key, key): value for key, value in kwargs.items()}
+    renamed.pop("out", None)  # an out= other than None was refused as a mutation
     try:
         return builder(*args, **renamed)
     except TypeError as error:

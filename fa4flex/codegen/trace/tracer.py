@@ -4,58 +4,35 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
 from types import FunctionType, MappingProxyType, MethodType
-from typing import Any, Literal
+from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
 from fa4flex.codegen.expr import CONTEXT, Expr, sym, to_float
 from fa4flex.codegen.trace.build import coerce, from_tensor
-from fa4flex.codegen.trace.captures import Captures, renumber
+from fa4flex.codegen.trace.captures import Captures
 from fa4flex.codegen.trace.closure import Lifter
 from fa4flex.codegen.trace.dispatch import Tracing
 from fa4flex.codegen.trace.functions import intercepting
 from fa4flex.codegen.trace.origin import definition_line, raising_line
 from fa4flex.codegen.trace.state import State, running
+from fa4flex.codegen.trace.traced import ModKind, Pinned, Traced
 from fa4flex.codegen.trace.value import Value, is_number
 from fa4flex.errors import Fa4flexError, Origin, TraceError
+from fa4flex.primitives.mask import Mask, ModMask
+from fa4flex.primitives.score import ModScore, ScoreMod
 
-ModKind = Literal["score", "mask"]
 SIGNATURES: dict[ModKind, tuple[str, ...]] = {
     "score": ("score", "b", "h", "q_idx", "kv_idx"),
     "mask": ("b", "h", "q_idx", "kv_idx"),
 }
 _SYMBOLS = {"score": "score", "b": "b", "h": "h", "q_idx": "q", "kv_idx": "kv"}
-
-
-@dataclass(frozen=True)
-class Pinned:
-    """A captured number that is a constant of the program, because the mod looked at its value in `where`."""
-
-    name: str
-    value: int | float
-    where: Origin | None
-
-
-@dataclass(frozen=True)
-class Traced:
-    """A mod as an expression: a bool for a mask, a float for a score. `origins`: lines of the user's code."""
-
-    name: str
-    kind: ModKind
-    root: Expr
-    origins: Mapping[Expr, Origin] = field(compare=False, repr=False)
-    pinned: tuple[Pinned, ...] = ()
-
-    def renumbered(self, tensors: Mapping[int, int], scalars: Mapping[int, int]) -> Traced:
-        """The same function with other slot numbers."""
-        memo: dict[Expr, Expr] = {}
-        root = renumber(self.root, tensors, scalars, memo)
-        origins = {memo[node]: line for node, line in self.origins.items() if node in memo}
-        return replace(self, root=root, origins=MappingProxyType(origins))
 
 
 class _Restart(Exception):
@@ -75,7 +52,35 @@ def trace(fn: Callable[..., Any], kind: ModKind, captures: Captures) -> Traced:
     """
     if not callable(fn):
         raise TraceError(f"{fn!r} as a {kind}_mod", f"a function {_form(kind)}", "pass a callable")
+    for part in _users_functions(fn):
+        _check_signature(part, kind)
     context = _check_signature(fn, kind)
+    mark, before = captures.mark(), _random_state()
+    traced = _trace(fn, kind, captures, context)
+    if _random_state() != before:  # another thread may have drawn, too: only a different result tells
+        captures.rewind(mark)
+        again = _trace(fn, kind, captures, context)
+        if again.root is not traced.root:
+            raise _random(fn)
+    return traced
+
+
+def _random_state() -> tuple[Any, ...]:
+    """Of Python's and numpy's global generators; torch's random operations are refused one by one."""
+    _, keys, *rest = numpy.random.get_state(legacy=True)
+    return random.getstate(), numpy.asarray(keys).tobytes(), tuple(rest)
+
+
+def _random(fn: Callable[..., Any]) -> TraceError:
+    return TraceError(
+        f"{_name(fn)} draws random numbers",
+        "a mod that gives the same result every time it runs (it runs once per compile)",
+        "draw the numbers outside the mod, into a tensor that the mod indexes",
+        _defined(fn),
+    )
+
+
+def _trace(fn: Callable[..., Any], kind: ModKind, captures: Captures, context: tuple[str, ...]) -> Traced:
     constants: dict[str, Pinned] = {}
     mark = captures.mark()
     while True:
@@ -107,7 +112,7 @@ def _retry_with_constants(
             given=f"{_name(fn)} raised {type(error).__name__}: {error}",
             expected=f"a {kind}_mod that runs on traced values",
             fix="see the exception above; the mod is called once, on stand-ins for 0-d tensors",
-            where=raising_line(error) or definition_line(fn),
+            where=raising_line(error) or _defined(fn),
         ) from error
 
 
@@ -130,7 +135,7 @@ def _attempt(
         _restart_if_looked(state, constants)
     pinned = tuple(constants.values())
     if freeze:
-        pinned = tuple(Pinned(n, value, definition_line(fn)) for n, value in lifter.numbers.items())
+        pinned = tuple(Pinned(n, value, _defined(fn)) for n, value in lifter.numbers.items())
     return Traced(_name(fn), kind, root, MappingProxyType(state.origins), pinned)
 
 
@@ -178,6 +183,23 @@ def _form(kind: ModKind) -> str:
     return f"{kind}_mod({', '.join(SIGNATURES[kind])})"
 
 
+def _users_functions(fn: Any) -> list[Any]:
+    """What a composition is made of: the mods under fa4flex's masks and score mods, in order."""
+    if isinstance(fn, (ModMask, ModScore)):
+        return [fn.mod]
+    parts = [getattr(fn, part.name) for part in fields(fn)] if is_dataclass(fn) else []
+    inner = [part for part in parts if isinstance(part, (Mask, ScoreMod))]
+    if not isinstance(fn, (Mask, ScoreMod)) or not inner:
+        return [fn]
+    return [function for part in inner for function in _users_functions(part)]
+
+
+def _defined(fn: Any) -> Origin | None:
+    """Where the one function behind a mod is defined; None for a composition of several."""
+    functions = _users_functions(fn)
+    return definition_line(functions[0]) if len(functions) == 1 else None
+
+
 def _check_signature(fn: Callable[..., Any], kind: ModKind) -> tuple[str, ...]:
     """Names of the context (q_len, kv_len, num_heads) that `fn` asks for; raises if it takes no indices."""
     declared = getattr(fn, "context", None)
@@ -220,7 +242,7 @@ def _wrong_arity(fn: Callable[..., Any], kind: ModKind, given: list[str], stuck:
         given=f"{_name(fn)} takes {len(given)} positional arguments ({', '.join(given)}){keyword}",
         expected=_form(kind),
         fix=fix,
-        where=definition_line(fn),
+        where=_defined(fn),
     )
 
 
@@ -270,14 +292,16 @@ def _article(kind: str) -> str:
 
 def _bad_result(given: str, kind: ModKind, fn: Callable[..., Any], fix: str) -> TraceError:
     expected = "one bool" if kind == "mask" else "one floating value"
-    return TraceError(f"{_name(fn)} returned {given}", expected, fix, _return_line(fn))
+    author = _users_functions(fn)
+    where = _return_line(author[0]) if len(author) == 1 else None
+    return TraceError(f"{_name(fn)} returned {given}", expected, fix, where)
 
 
 def _return_line(fn: Callable[..., Any]) -> Origin | None:
     """The line of the last return statement, where there is Python code to look at."""
     import dis
 
-    place = definition_line(fn)
+    place = _defined(fn)
     code = getattr(fn, "__code__", None)
     lines = list(_lines(dis.get_instructions(code))) if code is not None else []
     return Origin(place.file, lines[-1]) if place and lines else place
@@ -287,5 +311,5 @@ def _lines(steps: Iterator[Any]) -> Iterator[int]:
     line = 0
     for step in steps:
         line = step.starts_line or line
-        if step.opname == "RETURN_VALUE":
+        if step.opname.startswith("RETURN_"):  # RETURN_CONST from Python 3.12 on
             yield line

@@ -153,6 +153,12 @@ def select(input: Any, dim: Any, index: Any) -> Value:
     return getitem(input, (slice(None),) * at + (index,))
 
 
+def index_select(input: Any, dim: Any, index: Any) -> Value:
+    """Keeps the dimension, also for a 0-d index."""
+    chosen = coerce(index)
+    return select(input, dim, chosen if chosen.dims else unsqueeze(chosen, 0))
+
+
 def narrow(input: Any, dim: Any, start: Any, length: Any) -> Value:
     at, first = _dim(coerce(input), dim), static_int(start, "a slice bound")
     return getitem(input, (slice(None),) * at + (slice(first, first + static_int(length, "a length")),))
@@ -435,9 +441,10 @@ def matmul(input: Any, other: Any) -> Value:
     return _fold("sum", product, -2, False)
 
 
-def norm(input: Any, p: Any = 2, dim: Any = None, keepdim: bool = False) -> Value:
-    if p not in (2, "fro", None):
-        raise current().error(f"norm of order {p}", "the 2-norm", "write the sum out")
+def norm(input: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Value:
+    if p not in (2, "fro", None) or dtype is not None:
+        given = f"norm of order {p}" if dtype is None else f"norm with dtype={dtype}"
+        raise current().error(given, "the 2-norm", "write the sum out")
     return elementwise("sqrt", _fold("sum", elementwise("to_float", square(input)), dim, keepdim))
 
 
@@ -475,7 +482,7 @@ def _same(input: Any, *args: Any, **kwargs: Any) -> Value:
 
 
 VECTORS: dict[str, Builder] = {
-    "getitem": getitem, "select": select, "narrow": narrow, "take": take,
+    "getitem": getitem, "select": select, "index_select": index_select, "narrow": narrow, "take": take,
     "index": lambda input, indices: getitem(input, tuple(slice(None) if i is None else i for i in indices)),
     "embedding": lambda input, weight, *unused, **options: getitem(weight, input),
     "isin": isin, "searchsorted": searchsorted, "bucketize": bucketize,

@@ -1,8 +1,8 @@
-"""Blockwise attention backward on a CPU: scores are recomputed tile by tile from the saved lse.
+"""Blockwise attention backward on a CPU: scores are recomputed tile by tile, and normalised by saved sums.
 
-With P = exp(score' - lse), dP = dO V^T and D = rowsum(dO * O) - dLSE,
+With P = exp(score' - max) / total, dP = dO V^T and D = rowsum(dO * O) - dLSE,
 
-    dscore' = P * (dP - D)      dV = P^T dO      dsink = -sum(exp(sink - lse) * D)
+    dscore' = P * (dP - D)      dV = P^T dO      dsink = -sum(exp(sink - max) / total * D)
     dscore = dscore' * (d score' / d score)      dQ = scale dscore K      dK = scale dscore^T Q
 
 (FlashAttention, Dao et al. 2022, algorithm 4, with the derivative of the score mod and of the lse).
@@ -92,20 +92,26 @@ class _Rows:
         dout = heads.queries(state.dout, rows)
         self.dout = self.space.take("dout", *dout.shape).copy_(dout).flatten(1, 2)
         self.queries = scaled_queries(block, self.space)
-        lse = heads.queries(state.saved.lse, rows).unsqueeze(-1)
-        # A row that attends to nothing has lse -inf; against +inf its weights are exp(-inf) = 0, not NaN.
-        nothing = lse == -INFINITY
-        self.lse = lse.masked_fill(nothing, INFINITY)  # [groups, ratio, rows, 1]
+        largest, total = (
+            heads.queries(x, rows).unsqueeze(-1) for x in (state.saved.max_scores, state.saved.total)
+        )
+        self.sinks = sink_logits(state.inputs, heads)
+        largest = largest if self.sinks is None else torch.maximum(largest, self.sinks)
+        # A row that attends to nothing has total 0; against +inf its weights are exp(-inf) = 0, not NaN.
+        nothing = total == 0
+        self.largest = largest.masked_fill(nothing, INFINITY)  # [groups, ratio, rows, 1]
         delta = (self.dout.view(dout.shape) * heads.queries(state.saved.out, rows)).sum(-1, keepdim=True)
         if state.dlse is not None:
             delta -= heads.queries(state.dlse, rows).unsqueeze(-1).to(delta.dtype)
-        self.delta = delta.masked_fill_(nothing, 0)
+        # 1 / total multiplies every weight: applied to dO and D once per row, not to each score.
+        inverse = total.reciprocal().masked_fill_(nothing, 0)
+        self.delta = delta.mul_(inverse).masked_fill_(nothing, 0)
+        self.dout.mul_(inverse.flatten(1, 2))
 
     def run(self) -> None:
         heads = self.block.heads
-        sinks = sink_logits(self.state.inputs, heads)
-        if sinks is not None and self.state.shared.sinks is not None:
-            share = ((sinks - self.lse).exp_() * self.delta).sum((-1, -2)).flatten()
+        if self.sinks is not None and self.state.shared.sinks is not None:
+            share = ((self.sinks - self.largest).exp_() * self.delta).sum((-1, -2)).flatten()
             self.state.shared.sinks[heads.start : heads.stop] -= share
         dq = self.space.take("dq", *self.queries.shape).zero_()
         for span in self.block.spans:
@@ -129,7 +135,7 @@ class _Rows:
         matmul(flat.mT, self.queries, heads.keys(state.dk, span.keys), accumulate=True)
 
     def _recompute(self, span: Span) -> tuple[Tensor, Tensor, Tensor, Value | None]:
-        """Of one tile: raw scores, softmax weights P, dP, and d score' / d score (None: one)."""
+        """Of one tile: raw scores, weights P * total, dP / total, and d score' / d score (None: one)."""
         inputs, heads = self.state.inputs, self.block.heads
         scores = raw_scores(self.block, span, self.queries, self.space)
         weights, slope = self._weights(span, scores)
@@ -139,7 +145,7 @@ class _Rows:
         return scores, weights, dweights, slope
 
     def _weights(self, span: Span, scores: Tensor) -> tuple[Tensor, Value | None]:
-        """Softmax weights of a tile and d score' / d score (None: one). A score mod's `scores` are kept."""
+        """P * total of a tile, and d score' / d score (None: one). A score mod's `scores` are kept."""
         walk, slope = self.block.walk, None
         weights = scores
         if not walk.plain:
@@ -149,4 +155,4 @@ class _Rows:
             weights.copy_(modified) if isinstance(modified, Tensor) else weights.fill_(modified)
             slope = None if by_score is ONE else slope
         self.block.hide(weights, span, -INFINITY)
-        return self.block.exponentials(weights.sub_(self.lse), span), slope
+        return self.block.exponentials(weights.sub_(self.largest), span), slope

@@ -23,11 +23,15 @@ class Forward:
 
     lse is the natural logarithm, sink included; max_scores is the largest modified score of the row.
     A row that attends to nothing has out 0, lse -inf (or its sink) and max_scores -inf.
+
+    `total` [B, H, Sq] is the softmax's denominator relative to the largest of max_scores and sink. The
+    backward pass needs it: an lse of -1e9 has no digits left for the logarithm of the number of keys.
     """
 
     out: Tensor
     lse: Tensor
     max_scores: Tensor
+    total: Tensor
 
 
 @torch.no_grad()
@@ -36,16 +40,16 @@ def forward(facts: Facts, inputs: Inputs) -> Forward:
     batch, heads, q_len, _ = inputs.q.shape
     out = inputs.q.new_zeros(batch, heads, q_len, inputs.v.shape[3], dtype=inputs.output)
     lse = torch.full((batch, heads, q_len), -INFINITY, dtype=inputs.precision)
-    max_scores = lse.clone()
+    result = Forward(out, lse, lse.clone(), torch.zeros_like(lse))
     space = Workspace(inputs.precision)
     if out.numel() == 0 and lse.numel() == 0:
-        return Forward(out, lse, max_scores)
+        return result
     for block in Walk(facts, inputs):
         rows = _Rows(block, space)
         for span in block.spans:
             rows.attend(span)
-        rows.write(Forward(out, lse, max_scores))
-    return Forward(out, lse, max_scores)
+        rows.write(result)
+    return result
 
 
 def scaled_queries(block: Block, space: Workspace) -> Tensor:
@@ -121,6 +125,7 @@ class _Rows:
         if self.maximum is None:
             if sinks is not None:
                 heads.queries(result.lse, rows).copy_(sinks.squeeze(-1))
+                heads.queries(result.total, rows).copy_((sinks - finite(sinks)).exp_().squeeze(-1))
             return
         heads.queries(result.max_scores, rows).copy_(self.maximum.squeeze(-1))
         shift, total = finite(self.maximum), self.total
@@ -131,6 +136,7 @@ class _Rows:
             # A row without keys has maximum -inf: its output is 0 / 1, and its lse is the sink.
             self.output.mul_(rescale.flatten(1, 2))
             shift = finite(largest)
+        heads.queries(result.total, rows).copy_(total.squeeze(-1))
         inverse = total.reciprocal().masked_fill_(total == 0, 0)
         out = self.output.mul_(inverse.flatten(1, 2))
         heads.queries(result.out, rows).copy_(out.unflatten(1, (heads.ratio, -1)))

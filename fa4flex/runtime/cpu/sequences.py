@@ -141,7 +141,11 @@ def _results(inputs: Inputs, packed: bool) -> Forward:
     statistics = (q.shape[1], q.shape[0]) if packed else q.shape[:3]
     out = q.new_zeros(*q.shape[:-1], inputs.v.shape[-1], dtype=inputs.output)
     lse = torch.full(statistics, -INFINITY, dtype=inputs.precision)
-    return Forward(out, lse, lse.clone())
+    return Forward(out, lse, lse.clone(), torch.zeros_like(lse))
+
+
+def _statistics(result: Forward) -> tuple[Tensor, Tensor, Tensor]:
+    return result.lse, result.max_scores, result.total
 
 
 @torch.no_grad()
@@ -152,8 +156,8 @@ def forward_sequences(facts: Facts, inputs: Inputs, sequences: Sequences) -> For
     for n, one in _each(inputs, sequences):
         part = forward(facts, one)
         sequences.of_queries(result.out, n).copy_(part.out)
-        sequences.of_statistics(result.lse, n).copy_(part.lse)
-        sequences.of_statistics(result.max_scores, n).copy_(part.max_scores)
+        for whole, own in zip(_statistics(result), _statistics(part), strict=True):
+            sequences.of_statistics(whole, n).copy_(own)
     return result
 
 
@@ -174,8 +178,8 @@ def backward_sequences(
     )
     shared = SharedGradients(facts, inputs, needs)
     for n, one in _each(inputs, sequences):
-        stats = [sequences.of_statistics(x, n) for x in (saved.lse, saved.max_scores)]
-        part = Forward(sequences.of_queries(saved.out, n), *stats)
+        statistics = (sequences.of_statistics(x, n) for x in _statistics(saved))
+        part = Forward(sequences.of_queries(saved.out, n), *statistics)
         given = sequences.of_queries(dout, n), None if dlse is None else sequences.of_statistics(dlse, n)
         grads = accumulate(facts, one, part, given, shared)
         sequences.of_queries(dq, n).copy_(grads[0])

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from fa4flex.codegen.analyze.facts import SCORE, Facts
 from fa4flex.codegen.analyze.tiles import Shape, TileMap, tile_map
-from fa4flex.codegen.evaluate import Captured, Value, evaluate
+from fa4flex.codegen.evaluate import Captured, PastTheEnd, Value, evaluate
 from fa4flex.codegen.expr import Expr
-from fa4flex.errors import InputError
 
 QUERY_TILE, KEY_TILE = 128, 128
 SCORES = 2048 * 1024
@@ -173,7 +172,7 @@ class Block:
         symbols = {**self.symbols(span.keys), **extra}
         try:
             return evaluate(roots, symbols, inputs.captured, inputs.precision)
-        except IndexError:
+        except PastTheEnd:
             return self._evaluate_allowed(roots, span, symbols)
 
     def _evaluate_allowed(self, roots: Sequence[Expr], span: Span, symbols: dict[str, Value]) -> list[Value]:
@@ -185,14 +184,7 @@ class Block:
             name: value.expand(shape)[allowed] if isinstance(value, Tensor) else value
             for name, value in symbols.items()
         }
-        try:
-            values = evaluate(roots, flat, inputs.captured, inputs.precision)
-        except IndexError as error:
-            raise InputError(
-                f"a mod read past a captured tensor: {error}",
-                "indices within the captured tensor for every pair that the mask allows",
-                "make the tensor larger, or clamp the index in the mod",
-            ) from error
+        values = evaluate(roots, flat, inputs.captured, inputs.precision)
         return [
             v if not isinstance(v, Tensor) or v.ndim == 0 else v.new_zeros(shape).masked_scatter_(allowed, v)
             for v in values

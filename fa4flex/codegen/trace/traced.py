@@ -1,0 +1,60 @@
+"""What tracing a mod gives: its expression, the user's lines, and the numbers that became constants."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Literal
+
+from fa4flex.codegen.expr import Expr, load, rebuild, scalar, search, walk
+from fa4flex.errors import Origin
+
+ModKind = Literal["score", "mask"]
+
+
+@dataclass(frozen=True)
+class Pinned:
+    """A captured number that is a constant of the program, because the mod looked at its value in `where`."""
+
+    name: str
+    value: int | float
+    where: Origin | None
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A mod as an expression: a bool for a mask, a float for a score. `origins`: lines of the user's code."""
+
+    name: str
+    kind: ModKind
+    root: Expr
+    origins: Mapping[Expr, Origin] = field(compare=False, repr=False)
+    pinned: tuple[Pinned, ...] = ()
+
+    def renumbered(self, tensors: Mapping[int, int], scalars: Mapping[int, int]) -> Traced:
+        """The same function with other slot numbers."""
+        memo: dict[Expr, Expr] = {}
+        root = renumber(self.root, tensors, scalars, memo)
+        origins = {memo[node]: line for node, line in self.origins.items() if node in memo}
+        return replace(self, root=root, origins=MappingProxyType(origins))
+
+
+def renumber(
+    node: Expr, tensors: Mapping[int, int], scalars: Mapping[int, int], memo: dict[Expr, Expr]
+) -> Expr:
+    """`node` with its slots renumbered; `memo` carries what earlier calls rewrote."""
+    for inner in walk(node):
+        if inner in memo:
+            continue
+        args = tuple(memo[arg] for arg in inner.args)
+        if inner.op == "load":
+            memo[inner] = load(tensors[inner.value], args, inner.kind)
+        elif inner.op == "search":
+            slot, side = inner.value
+            memo[inner] = search(tensors[slot], side, args[0], args[1:])
+        elif inner.op == "scalar":
+            memo[inner] = scalar(scalars[inner.value], inner.kind)
+        else:
+            memo[inner] = rebuild(inner, args)
+    return memo[node]
