@@ -66,7 +66,7 @@ class SharedGradients:
         place = place.view((1,) * (share.ndim - place.ndim) + tuple(place.shape))
         constant = [d for d in range(share.ndim) if place.shape[d] == 1 and share.shape[d] != 1]
         if constant:
-            share = share.sum(constant, keepdim=True)
+            share = share.sum(constant, keepdim=True, dtype=torch.float64)
         self.operands[term.slot].index_add_(0, place.expand_as(share).flatten(), share.flatten().double())
 
 
@@ -102,4 +102,4 @@ def diagonal_sums(x: Tensor) -> Tensor:
     skewed[..., :columns] = x.flip(-1)
     # Read with rows one element shorter than written, row r starts r further right: diagonals are columns.
     width = rows + columns - 1
-    return skewed.flatten(-2)[..., : rows * width].unflatten(-1, (rows, width)).sum(-2)
+    return skewed.flatten(-2)[..., : rows * width].unflatten(-1, (rows, width)).sum(-2, dtype=torch.float64)
