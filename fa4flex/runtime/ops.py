@@ -26,9 +26,8 @@ from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.runtime import cpu
 
-
-# torch.compile keeps graphs on disk, gradients of operators included, and knows them by their arguments alone.
-# With this in the key, a graph compiled against another version of this file is not found again.
+# torch.compile keeps graphs on disk, gradients of operators included, and knows them by their arguments
+# alone. With this in the key, a graph compiled against another version of this file is not found again.
 _CONTRACT = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
 
 
