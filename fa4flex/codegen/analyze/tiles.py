@@ -44,7 +44,7 @@ def tile_map(
         return _classified(mask, keys, shape, captured, tile, dtype)
     # What depends on numbers alone is the same at every layer and for every sequence of these lengths.
     alike = shape if "b" in mask.free else replace(shape, batch=1, b=None)
-    return replace(_remembered(mask, keys, alike, Captured((), captured.scalars), tile, dtype), shape=shape)
+    return replace(remembered(mask, keys, alike, Captured((), captured.scalars), tile, dtype), shape=shape)
 
 
 @lru_cache(maxsize=1024)
@@ -85,8 +85,8 @@ def _classified(
     return TileMap(shape, tile, map_batch, map_heads, **builder.finish(), proof=proof)
 
 
-_remembered = lru_cache(maxsize=256)(_classified)
-"""Never of captured tensors: their contents may change between two calls."""
+remembered = lru_cache(maxsize=256)(_classified)
+"""Of masks that read lengths and numbers only: the contents of captured tensors may change between calls."""
 
 
 def _refuse_short_tables(mask: Expr, shape: Shape, captured: Captured) -> None:
