@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -267,3 +269,13 @@ def test_gradcheck(name: str) -> None:
     attn = fa4flex.compile(**VARIANTS[name]())
     q, k, v = leaf(1, 2, 9, 4), leaf(1, 1, 9, 4), leaf(1, 1, 9, 4)
     assert torch.autograd.gradcheck(lambda *x: attn(*x, return_lse=True), (q, k, v), atol=1e-6)
+
+
+def test_importing_stays_light() -> None:
+    """Neither `import fa4flex` nor compile() loads sympy, Dynamo or a GPU compiler."""
+    code = (
+        "import sys, torch; import fa4flex; from fa4flex.variants import causal; fa4flex.compile(mask=causal);"
+        "print(*sorted({'sympy', 'networkx', 'matplotlib', 'torch._dynamo', 'cutlass'} & sys.modules.keys()))"
+    )
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert loaded.split() == []
