@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fa4flex.codegen.trace.captures import Recipe, leaves, map_leaves
-from fa4flex.codegen.trace.dtypes import DTYPES, makes_value
+from fa4flex.codegen.trace.dtypes import ATTRIBUTES, DTYPES, makes_value
 from fa4flex.codegen.trace.elementwise import ELEMENTWISE, Builder, where
 from fa4flex.codegen.trace.state import Derived, current
-from fa4flex.codegen.trace.value import Value, is_number, on_call, scalar_of
+from fa4flex.codegen.trace.value import UnknownAttribute, Value, call, is_number, on_call, scalar_of
 from fa4flex.codegen.trace.vectors import VECTORS
 from fa4flex.errors import TraceError
 
@@ -103,6 +103,23 @@ def canonical(name: str) -> str:
         return _OPERATORS.get(name[2:-2], name[2:-2])
     name = name.removeprefix("special_")
     return _SPELLINGS.get(name, name)
+
+
+def attribute(x: Value, name: str) -> Any:
+    """`x.name`: an attribute, or the operation of that name as a method."""
+    if name in ATTRIBUTES:
+        return ATTRIBUTES[name](x)
+    if name in METHODS or canonical(name) in OPERATIONS or hasattr(Tensor, name):
+        return lambda *args, **kwargs: call(f".{name}", x, *args, **kwargs)
+    raise UnknownAttribute(
+        given=f"a traced value has no attribute {name!r}",
+        expected="what a torch.Tensor has",
+        fix="check the spelling",
+        where=current().where(),
+    )
+
+
+OPERATIONS["getattr"] = attribute
 
 
 def name_of(function: Any) -> str:

@@ -11,7 +11,7 @@ from fa4flex.codegen import expr
 from fa4flex.codegen.trace.build import NARROW_INTS, coerce, elementwise, kind_of, made, static_int
 from fa4flex.codegen.trace.elementwise import Builder
 from fa4flex.codegen.trace.state import current
-from fa4flex.codegen.trace.value import Dim, UnknownAttribute, Value, call, is_number
+from fa4flex.codegen.trace.value import Dim, Value, is_number
 from fa4flex.codegen.trace.vectors import reverse_dims
 
 _ROUNDING = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
@@ -157,7 +157,7 @@ def _dtype_attribute(x: Value) -> torch.dtype:
     return _dtype(x)
 
 
-_ATTRIBUTES: dict[str, Builder] = {
+ATTRIBUTES: dict[str, Builder] = {
     "dtype": _dtype_attribute,
     "device": lambda x: current().device,
     "shape": lambda x: torch.Size(d.extent for d in x.dims),
@@ -169,22 +169,6 @@ _ATTRIBUTES: dict[str, Builder] = {
     "real": lambda x: x, "is_sparse": lambda x: False, "is_quantized": lambda x: False,
     "is_meta": lambda x: False,
 }  # fmt: skip
-
-
-def attribute(x: Value, name: str) -> Any:
-    """`x.name`: an attribute, or the operation of that name as a method."""
-    from fa4flex.codegen.trace.dispatch import METHODS, OPERATIONS, canonical
-
-    if name in _ATTRIBUTES:
-        return _ATTRIBUTES[name](x)
-    if name in METHODS or canonical(name) in OPERATIONS or hasattr(Tensor, name):
-        return lambda *args, **kwargs: call(f".{name}", x, *args, **kwargs)
-    raise UnknownAttribute(
-        given=f"a traced value has no attribute {name!r}",
-        expected="what a torch.Tensor has",
-        fix="check the spelling",
-        where=current().where(),
-    )
 
 
 def size(input: Any, dim: Any = None) -> Any:
@@ -217,7 +201,6 @@ def _shape_of_data(*args: Any, **kwargs: Any) -> Any:
 
 DTYPES: dict[str, Builder] = {
     **dict.fromkeys(("zeros", "ones", "empty", "arange", "linspace", "eye", "tril", "triu"), _shape_of_data),
-    "getattr": attribute,
     "to": to, "type": type_, "type_as": type_as, "cpu": to,
     "cuda": lambda input, *args, **kwargs: coerce(input),
     "float": _cast_to(torch.float32), "double": _cast_to(torch.float64), "half": _cast_to(torch.float16),
