@@ -194,10 +194,19 @@ def _value(
 
 def _read(table: Tensor, index: Sequence[Value]) -> Tensor:
     position: Index = tuple(index)
+    if table.is_cuda:
+        _refuse_past_the_end(table, position)
     try:
         return table[position] if position else table
     except IndexError as error:
         raise PastTheEnd(table, str(error)) from None
+
+
+def _refuse_past_the_end(table: Tensor, position: Index) -> None:
+    """On a GPU a read past the end would not raise: it would end the process's use of the device."""
+    for i, size in zip(position, table.shape, strict=False):
+        if isinstance(i, Tensor) and i.numel() and bool(((i < -size) | (i >= size)).any()):
+            raise PastTheEnd(table, f"an index outside [-{size}, {size})")
 
 
 def _load(table: Tensor, index: Sequence[Value], kind: str, dtype: torch.dtype) -> Value:

@@ -16,15 +16,19 @@ SCORE = sym("score")
 
 @dataclass(frozen=True)
 class Facts:
-    """`score`: the modified score in terms of sym("score"); `mask`: whether a (q, kv) pair takes part."""
+    """`score`: the modified score in terms of sym("score"); `mask`: whether a (q, kv) pair takes part.
+
+    `intervals` stand in for those found from the mask: the same keys, computed in another way.
+    """
 
     score: Expr = SCORE
     mask: Expr = TRUE
+    intervals: KeyIntervals | None = None
 
     @cached_property
     def keys(self) -> KeyIntervals | None:
         """The mask as a union of key intervals per query row, or None where it is not one."""
-        return key_intervals(self.mask)
+        return key_intervals(self.mask) if self.intervals is None else self.intervals
 
     @cached_property
     def gradient(self) -> ScoreGradient:

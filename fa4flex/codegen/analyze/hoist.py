@@ -41,21 +41,19 @@ def rate(node: Expr) -> Rate:
 
 def hoist(*roots: Expr) -> Hoisting:
     """Cut the graph of `roots` where a cheaper rate feeds an element-rate (or faster) node."""
-    import networkx
-
-    graph = networkx.DiGraph()  # edges run from an argument to its user
-    bound = {node.value[1] for node in walk(*roots) if node.op == "reduce"}
-    for node in walk(*roots):
-        graph.add_node(node)
-        graph.add_edges_from((argument, node) for argument in node.args)
+    nodes = list(walk(*roots))  # arguments before their users, and each node once
+    users: dict[Expr, list[Expr]] = {node: [] for node in nodes}
+    for node in nodes:
+        for argument in node.args:
+            users[argument].append(node)
+    bound = {node.value[1] for node in nodes if node.op == "reduce"}
     found: dict[str, list[Expr]] = {"uniform": [], "row": [], "column": []}
-    for node in networkx.topological_sort(graph):
+    for node in nodes:
         mine = rate(node)
         # Leaves cost nothing, and a term under a reduction's axis only exists inside its loop.
         if mine == "element" or not node.args or node.free & bound:
             continue
-        users = [rate(user) for user in graph.successors(node)]
-        if not users or any(user != mine for user in users):
+        if not users[node] or any(rate(user) != mine for user in users[node]):
             found[mine].append(node)
-    per_element = sum(1 for node in graph if rate(node) == "element" and node.args)
+    per_element = sum(1 for node in nodes if rate(node) == "element" and node.args)
     return Hoisting(tuple(found["uniform"]), tuple(found["row"]), tuple(found["column"]), per_element)

@@ -69,8 +69,8 @@ def _classified(
     builder = RunBuilder(grid[0])
     tables = Tables(captured)
     with one_thread():
-        unmet = "no key intervals known" if keys is None else _unmet(keys, shape, tables)
-    if keys is not None and not unmet:
+        missing = "no key intervals known" if keys is None else unmet(keys, shape, tables)
+    if keys is not None and not missing:
         with one_thread():
             rows = IntervalRows(keys, shape, tile, captured)
             for b, h in maps(map_batch, map_heads):
@@ -81,7 +81,7 @@ def _classified(
         squares = classify_squares(problem, (map_batch, map_heads), shape, tile, tables, known, dtype)
         for classes in squares.classes:
             builder.append(classes)
-        proof = squares.proof(unmet)
+        proof = squares.proof(missing)
     return TileMap(shape, tile, map_batch, map_heads, **builder.finish(), proof=proof)
 
 
@@ -100,7 +100,7 @@ def _refuse_short_tables(mask: Expr, shape: Shape, captured: Captured) -> None:
                 raise PastTheEnd(table, f"{index} goes up to {last} in a dimension of {size}")
 
 
-def _unmet(keys: KeyIntervals, shape: Shape, tables: Tables) -> str:
+def unmet(keys: KeyIntervals, shape: Shape, tables: Tables) -> str:
     """What the key intervals assume and this problem does not provide, in words; "" if nothing."""
     for slot in sorted(keys.sorted_operands):
         if not tables.is_sorted(slot):

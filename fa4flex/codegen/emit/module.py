@@ -1,0 +1,197 @@
+"""Assemble one module: hooks by rate, and the kernel that takes them."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from fa4flex.codegen.analyze.facts import Facts
+from fa4flex.codegen.emit.lower import Lowering
+from fa4flex.codegen.emit.nodes import RATES, SCALE, Rate, device
+from fa4flex.codegen.emit.printer import Names, Printer
+from fa4flex.codegen.emit.scale import in_units
+from fa4flex.codegen.emit.source import Source
+from fa4flex.codegen.emit.steps import with_steps
+from fa4flex.codegen.emit.vectors import with_vectors
+from fa4flex.codegen.emit.writer import Function, Span, cut
+from fa4flex.codegen.expr import Expr, const, sym, walk
+from fa4flex.errors import InputError, Origin
+
+ARGUMENT_RATES: tuple[Rate, ...] = ("row", "column", "diagonal", "pair")
+_SUFFIX = {"uniform": "", "row": "_q", "column": "_kv", "diagonal": "_diagonal", "pair": "_pair"}
+_DEVICE_TYPES = ("Boolean", "Float32", "Int32", "Int64")
+_ARITHMETIC = frozenset(("add", "sub", "mul", "neg", "stepped"))
+_WIDTH = 104
+
+
+@dataclass(frozen=True)
+class Captions:
+    """Names for people: of the variant, and of captured tensors and numbers by slot."""
+
+    title: str = "attention"
+    tensors: Sequence[str] = ()
+    numbers: Sequence[str] = ()
+
+
+def emit_forward(
+    facts: Facts,
+    plan: Any,
+    title: str | Captions = "attention",
+    origins: Mapping[Expr, Origin] | None = None,
+) -> Source:
+    """The module of a forward kernel; its `kernel` is the host function to compile.
+
+    `origins` says which line of the user's code an expression comes from. Raises UnsupportedError where no
+    device code can be written for a mod, naming that line.
+    """
+    captions = title if isinstance(title, Captions) else Captions(title)
+    return Source(captions.title, _Module(facts, plan, captions, origins or {}).text())
+
+
+class _Module:
+    def __init__(self, facts: Facts, plan: Any, captions: Captions, origins: Mapping[Expr, Origin]) -> None:
+        problem = plan.problem
+        self._plan, self._captions = plan, captions
+        self._lowering = Lowering(problem.in_range, problem.wide_index, origins)
+        self._printer = Printer(Names(captions.tensors, captions.numbers), problem.wide_index)
+        self._printer.names.reserve(facts.score, facts.mask)
+        units = in_units(facts.score, self._lowering, problem.positive_scale)
+        self._factor = units.factor
+        scores = {"start": units.start, "score": units.y}
+        self._roots: dict[str, Expr] = {name: x for name, x in scores.items() if x is not None}
+        self._spans: tuple[Span, ...] = ()
+        if problem.mask_form == "tables":
+            self._roots["mask"] = self._lowering.value(facts.mask)
+        elif problem.mask_form == "spans":
+            self._spans = self._lowered_spans(facts)
+        for rewrite in (with_vectors, with_steps):
+            self._roots = {name: rewrite(root, self._lowering.came) for name, root in self._roots.items()}
+        self._needs = {name: cut([root], _rate_of(name)) for name, root in self._roots.items()}
+        self._named = self._names_of_shared_values()
+
+    def _lowered_spans(self, facts: Facts) -> tuple[Span, ...]:
+        if facts.keys is None:
+            raise InputError(
+                "mask_form='spans' for a mask that is no union of key intervals",
+                "spans where Facts.keys is not None",
+                "use tables",
+            )
+        all_keys = sym("kv_len")
+        return tuple(
+            (
+                None if lo is const(0) else self._lowering.value_within(lo, facts.mask),
+                None if hi is all_keys else self._lowering.value_within(hi, facts.mask),
+            )
+            for lo, hi in facts.keys.spans
+        )
+
+    def _span_ends(self) -> list[Expr]:
+        return [end for span in self._spans for end in span if end is not None]
+
+    def _uniform(self) -> list[Expr]:
+        """Values that all hooks share."""
+        found = [x for needed in self._needs.values() for x in needed["uniform"]]
+        found += cut(self._span_ends(), "row")["uniform"]
+        if self._factor is not None and self._factor.op != "const":
+            found.append(self._factor)
+        return list(dict.fromkeys(found))
+
+    def _names_of_shared_values(self) -> dict[Expr, str]:
+        named: dict[Expr, str] = {}
+        shared: list[tuple[Rate, Expr]] = [("uniform", x) for x in self._uniform()]
+        shared += [(at, x) for need in self._needs.values() for at in ARGUMENT_RATES for x in need[at]]
+        for level, x in shared:
+            if x not in named:
+                named[x] = self._printer.names.fresh(self._name(x, level))
+        return named
+
+    def _name(self, x: Expr, level: Rate) -> str:
+        if x is self._factor:
+            return "softmax_scale"
+        if x.op == "mul" and SCALE in walk(x) and device("reciprocal", SCALE) not in walk(x):
+            return "score_scale"
+        if x.op in _ARITHMETIC:
+            return "coefficient" if level == "uniform" and x.op in ("mul", "neg") else f"{level}_term"
+        return self._printer.base_name(x) + _SUFFIX[level]
+
+    # --- text ---------------------------------------------------------------------------------------
+
+    def text(self) -> str:
+        functions = [self._text(function) for function in self._functions()]
+        wiring = [*_config(self._plan.config()), *self._hooks(), "", "kernel = Forward(CONFIG, HOOKS)"]
+        parts = [self._docstring(), *self._imports(), "", ""]
+        for lines in functions:
+            parts += [*lines, "", ""]
+        return "\n".join([*parts, *wiring]) + "\n"
+
+    def _functions(self) -> list[Function]:
+        found = [Function("uniform", "uniform", tuple(self._uniform()))] if self._uniform() else []
+        for name, root in self._roots.items():
+            for level in ARGUMENT_RATES:
+                shared = tuple(self._needs[name][level])
+                found += [Function(f"{name}_{level}", level, shared, name)] * bool(shared)
+            found.append(Function(name, _rate_of(name), (root,), name, "one"))
+        if self._factor is not None:
+            found.append(Function("factor", "row", (self._factor,), returns="one"))
+        if self._spans:
+            found.append(Function("spans", "row", tuple(self._span_ends()), returns="spans"))
+        return found
+
+    def _text(self, function: Function) -> list[str]:
+        provided: dict[Rate, Sequence[Expr]] = {}
+        if function.here != "uniform":
+            provided["uniform"] = self._uniform()
+        if function.here in ("pair", "element"):
+            slower = ARGUMENT_RATES[: RATES.index(function.here) - 1]
+            provided |= {level: self._needs[function.hook][level] for level in slower}
+        with self._printer.names.local():
+            return function.text(self._printer, self._lowering.came, provided, self._named, self._spans)
+
+    def _docstring(self) -> str:
+        given = [f for f in ("start", "score", "mask") if f in self._roots] + ["spans"] * bool(self._spans)
+        hooks = ", ".join(given) or "no hooks: the scaled product over every key"
+        return f'"""{self._captions.title}: forward for {self._plan.target.name}. Hooks: {hooks}."""\n'
+
+    def _imports(self) -> list[str]:
+        used = self._printer.used
+        types = sorted(used & set(_DEVICE_TYPES))
+        helpers = sorted(used - set(_DEVICE_TYPES))
+        lines = [f"from cutlass import {', '.join(types)}", ""] if types else []
+        hooks = "Hooks, Pointwise" if self._roots else "Hooks"
+        lines.append(f"from fa4flex.codegen.kernels.common.hooks import {hooks}")
+        if helpers:
+            lines += _call("from fa4flex.codegen.kernels.common.math import ", helpers)
+        lines.append("from fa4flex.codegen.kernels.fwd_sm90.config import Config")
+        lines.append("from fa4flex.codegen.kernels.fwd_sm90.kernel import Forward")
+        return lines
+
+    def _hooks(self) -> list[str]:
+        items = ["uniform=uniform"] if self._uniform() else []
+        for name in self._roots:
+            rates = [f"{level}={name}_{level}" for level in ARGUMENT_RATES if self._needs[name][level]]
+            items.append(f"{name}=Pointwise({', '.join([name, *rates])})")
+        items += ["factor=factor"] * (self._factor is not None) + ["spans=spans"] * bool(self._spans)
+        return _call("HOOKS = Hooks", items)
+
+
+def _rate_of(hook: str) -> Rate:
+    """Only the score hook is called where there is a score."""
+    return "element" if hook == "score" else "pair"
+
+
+def _config(config: Any) -> list[str]:
+    """All fields, so that a default that changes later changes no module that exists."""
+    return _call("CONFIG = Config", [f"{f.name}={getattr(config, f.name)!r}" for f in fields(config)])
+
+
+def _call(head: str, items: Sequence[str]) -> list[str]:
+    """`head(items)`, on one line where it fits."""
+    line = f"{head}({', '.join(items)})"
+    if head.startswith("from "):
+        line = head + ", ".join(items)
+    if len(line) <= _WIDTH:
+        return [line]
+    body = textwrap.wrap(", ".join(items) + ",", _WIDTH - 4, break_long_words=False, break_on_hyphens=False)
+    return [f"{head}(", *(f"    {row}" for row in body), ")"]

@@ -1,0 +1,120 @@
+"""Expressions as a device computes them: Expr nodes, with leaves and operations that no mod can name.
+
+SCORE        the accumulated q.k, before the scale (in a traced mod, the same symbol is after it)
+SCALE        the launch's scale
+OFFSET       kv - q
+KV_BASE, OFFSET_BASE   what all keys or offsets of a tile share; each adds a step known to the compiler
+wrapped      an index that may be negative, counted from the end of dimension `value[1]` of operand `value[0]`
+divisor      a run-time divisor, prepared; divided: a floor division by one
+natural_div  a floor division of a number >= 0 by a constant > 0
+reciprocal, signum (-1.0 or 1.0)
+stepped      x * coefficient + rest, where x is an index as a float
+near         a load at `args` plus steps: value[1] is how many of which index, by dimension; value[2]: the key
+             itself is the last dimension, and no other one takes steps
+reduce with COLLECT   the values for every i of an axis, as a tuple; element_of is the one for i
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+from fa4flex.codegen.expr import SYMBOLS, Expr, Kind, _node, apply, const, scalar, sym, walk
+
+Rate = Literal["uniform", "row", "column", "diagonal", "pair", "element"]
+RATES: tuple[Rate, ...] = ("uniform", "row", "column", "diagonal", "pair", "element")
+
+SCORE, Q, KV, OFFSET = sym("score"), sym("q"), sym("kv"), sym("offset")
+KV_BASE, OFFSET_BASE = sym("kv_base"), sym("offset_base")
+BASES = {KV: KV_BASE, OFFSET: OFFSET_BASE}
+SCALE = scalar(-1, "float")
+ONE = const(1.0)
+COLLECT = "collect"
+LOG2_E = 1.4426950408889634
+LN_2 = 0.6931471805599453
+
+_MOVING: dict[frozenset[str], Rate] = {
+    frozenset(): "uniform",
+    frozenset(("q",)): "row",
+    frozenset(("kv",)): "column",
+    frozenset(("offset",)): "diagonal",
+}
+_BASE_OF = {"kv_base": "kv", "offset_base": "offset"}
+_MOVES = frozenset(("q", "kv", "offset"))
+DEVICE_SYMBOLS = frozenset((*SYMBOLS, "offset", *_BASE_OF))
+
+
+def device(op: str, *args: Expr, value: object = None, kind: Kind = "float") -> Expr:
+    """A node as it stands: nothing is promoted or simplified."""
+    return _node(op, args, value, kind)
+
+
+def rate(x: Expr) -> Rate:
+    """How often x changes while a tile is computed."""
+    if "score" in x.free:
+        return "element"
+    return _MOVING.get(frozenset(_BASE_OF.get(name, name) for name in x.free) & _MOVES, "pair")
+
+
+def cheapest(rates: Iterable[Rate]) -> Rate:
+    return min(rates, key=RATES.index)
+
+
+def is_leaf(x: Expr) -> bool:
+    """Whether x costs nothing where it is used: a field of `at`, or a number."""
+    if x.op == "to_float":
+        return x.args[0] in (Q, KV, OFFSET)
+    return not x.args and x.op not in LOADS and x.op != "reduce"
+
+
+LOADS = frozenset(("load", "near"))
+_SLOW = LOADS | {"search", "reduce", "stepped"}
+
+
+def keeps(x: Expr) -> bool:
+    """Whether a value for each pair is worth a register until the scores are there: not if it is arithmetic
+    on what is kept anyway."""
+    return any(rate(node) == "pair" and node.op in _SLOW | _FUNCTIONS for node in walk(x))
+
+
+_FUNCTIONS = frozenset(("exp2", "log2", "sqrt", "tanh", "erf", "pow", "sin", "cos", "div", "reciprocal"))
+
+
+def nonnegative(x: Expr) -> bool:
+    """Whether an integer of a traced mod is >= 0 for reasons visible in its form alone."""
+    args = x.args
+    match x.op:
+        case "const":
+            return bool(x.value >= 0)
+        case "sym" | "abs" | "search":
+            return True  # indices, lengths and reduction axes count from 0
+        case "to_int":
+            return args[0].kind == "bool"
+        case "add" | "mul" | "floordiv" | "minimum":
+            return all(map(nonnegative, args))
+        case "where":
+            return all(map(nonnegative, args[1:]))
+        case "maximum" | "bitand":
+            return any(map(nonnegative, args))
+        case "shr":
+            return nonnegative(args[0])
+        case "mod":
+            return args[1].op == "const" and bool(args[1].value > 0)
+    return False
+
+
+def axes(x: Expr) -> frozenset[str]:
+    """The reduction axes that x varies with."""
+    return x.free - DEVICE_SYMBOLS
+
+
+def power_of_two(x: Expr) -> int | None:
+    """k where x is the constant 2^k."""
+    if x.op != "const" or x.kind != "int" or x.value <= 0 or x.value & (x.value - 1):
+        return None
+    return int(x.value).bit_length() - 1
+
+
+def both(op: str, a: Expr | None, b: Expr | None) -> Expr | None:
+    """op(a, b), where an absent side gives the other one."""
+    return b if a is None else a if b is None else apply(op, a, b)

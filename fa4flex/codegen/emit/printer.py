@@ -1,0 +1,223 @@
+"""One operation as text: what a generated module writes for each kind of node."""
+
+from __future__ import annotations
+
+import keyword
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from fa4flex.codegen.emit.nodes import COLLECT, DEVICE_SYMBOLS, KV, LOADS, OFFSET, SCALE, Q
+from fa4flex.codegen.expr import INFIX, PREFIX, SYMBOLS, Expr, walk
+
+# operation -> function of kernels/common/math.py
+FUNCTIONS = {
+    "floordiv": "floor_div", "natural_div": "natural_div", "truncdiv": "trunc_div",
+    "divisor": "divisor", "divided": "divided", "minimum": "minimum", "maximum": "maximum",
+    "abs": "absolute", "sign": "sign", "signum": "signum", "where": "where", "reciprocal": "reciprocal",
+    "div": "divide", "tanh": "tanh", "exp2": "exp2", "log2": "log2", "sqrt": "sqrt", "erf": "erf",
+    "pow": "power", "round": "rounded", "isnan": "is_nan", "isinf": "is_inf",
+    **{name: name for name in ("floor", "ceil", "trunc", "sin", "cos", "tan", "asin", "acos", "atan")},
+    **{name: name for name in ("atan2", "sinh", "cosh", "expm1", "log1p")},
+}  # fmt: skip
+REDUCTIONS = {
+    "sum": "sum_of", "prod": "product_of", "max": "largest", "min": "smallest", "any": "any_of",
+    "all": "all_of",
+}  # fmt: skip
+ROUNDED = {"float16": "to_float16", "bfloat16": "to_bfloat16"}
+NAMES = {
+    "add": "added", "sub": "difference", "mul": "product", "neg": "negative", "div": "ratio",
+    "reciprocal": "inverse", "floordiv": "quotient", "natural_div": "quotient", "divided": "quotient",
+    "truncdiv": "quotient", "divisor": "by", "minimum": "least", "maximum": "most", "abs": "size",
+    "lt": "below", "le": "within", "eq": "same", "ne": "other", "and_": "both", "or_": "either",
+    "not_": "opposite", "where": "choice", "bitand": "bits", "bitor": "bits", "bitxor": "bits",
+    "shr": "shifted", "shl": "shifted",
+    "to_float": "number", "to_int": "integer", "wrapped": "index", "search": "position",
+    "exp2": "exponential", "log2": "logarithm", "sqrt": "root",
+}  # fmt: skip
+"""What a value is called after, unless something better is known."""
+
+
+@dataclass
+class Names:
+    """Names of captured tensors and numbers by slot, and of values; no two are alike in a module."""
+
+    tensors: Sequence[str]
+    numbers: Sequence[str]
+    _taken: set[str] = field(default_factory=set)
+    _slots: dict[tuple[str, int], str] = field(default_factory=dict)
+
+    def fresh(self, base: str) -> str:
+        """`base`, with a number from its second use on."""
+        name, count = base, 1
+        while name in self._taken:
+            count += 1
+            name = f"{base}_{count}"
+        self._taken.add(name)
+        return name
+
+    @contextmanager
+    def local(self) -> Iterator[None]:
+        """Names taken inside are free again afterwards: those of one function's own values."""
+        before = set(self._taken)
+        yield
+        self._taken = before
+
+    def reserve(self, *roots: Expr) -> None:
+        """Name all captured values that `roots` read."""
+        for node in walk(*roots):
+            if node.op == "scalar":
+                self.number(node.value)
+            elif node.op in ("load", "search"):
+                self.tensor(node.value if node.op == "load" else node.value[0])
+
+    def tensor(self, slot: int) -> str:
+        return self._slot("t", slot, self.tensors)
+
+    def number(self, slot: int) -> str:
+        return self._slot("s", slot, self.numbers)
+
+    def _slot(self, letter: str, slot: int, given: Sequence[str]) -> str:
+        if (letter, slot) not in self._slots:
+            name = given[slot] if slot < len(given) else ""
+            usable = name.isidentifier() and not keyword.iskeyword(name) and name not in _RESERVED
+            self._slots[letter, slot] = self.fresh(name if usable else f"{letter}{slot}")
+        return self._slots[letter, slot]
+
+
+_RESERVED = frozenset(
+    (
+        "at", "range", "tuple", "kernel", "uniform", "start", "score", "mask", "factor", "spans", "terms",
+        "Float32", "Int32", "Int64", "Boolean", "INFINITY", "NAN", "wrapped",
+        "load_int", "load_float", "load_wide", "load_bool", "search_left", "search_right",
+        *SYMBOLS, *FUNCTIONS.values(), *REDUCTIONS.values(), *ROUNDED.values(), *NAMES.values(),
+    )
+)  # fmt: skip
+
+
+@dataclass
+class Printer:
+    """Text of nodes. `used` collects the names that the module must import."""
+
+    names: Names
+    wide: bool
+    used: set[str] = field(default_factory=set)
+
+    def call(self, function: str, *args: str) -> str:
+        self.used.add(function)
+        return f"{function}({', '.join(args)})"
+
+    @property
+    def integer(self) -> str:
+        self.used.add("Int64" if self.wide else "Int32")
+        return "Int64" if self.wide else "Int32"
+
+    def leaf(self, node: Expr) -> str:
+        """A node that costs nothing."""
+        match node.op:
+            case "to_float":
+                return {Q: "at.q_float", KV: "at.kv_float", OFFSET: "at.offset_float"}[node.args[0]]
+            case "const":
+                return self._constant(node)
+            case "scalar" if node is SCALE:
+                return "at.scale"
+            case "scalar":
+                name = self.names.number(node.value)
+                return f"({name} != 0)" if node.kind == "bool" else name
+        if node.value not in DEVICE_SYMBOLS:
+            return f"{self.integer}({node.value})"  # a loop runs over Python ints
+        return f"{self.integer}(at.{node.value})" if self.wide and node.kind == "int" else f"at.{node.value}"
+
+    def typed(self, node: Expr) -> str:
+        """A leaf whose type the device knows, where Python numbers would be computed by Python."""
+        if node.op != "const":
+            return self.leaf(node)
+        kind = {"float": "Float32", "bool": "Boolean", "int": "Int64" if self.wide else "Int32"}[node.kind]
+        return self.call(kind, self.leaf(node))
+
+    def _constant(self, node: Expr) -> str:
+        if node.kind == "float" and not math.isfinite(node.value):
+            name = "NAN" if math.isnan(node.value) else "INFINITY"
+            self.used.add(name)
+            return f"-{name}" if node.value < 0 else name
+        return repr(node.value)
+
+    def operation(self, node: Expr, text: Callable[[Expr], str], fast: bool) -> str:
+        """A node over the texts of its arguments; `fast`: it runs more often than once per work tile."""
+        args = [text(a) for a in node.args]
+        if node.args and all(a.op == "const" for a in node.args):
+            args[0] = self.typed(node.args[0])
+        if node.op == "div" and not fast:
+            return f"{args[0]} / {args[1]}"
+        if node.op in FUNCTIONS:
+            return self.call(FUNCTIONS[node.op], *args)
+        if node.op in INFIX:
+            return f"{args[0]} {INFIX[node.op]} {args[1]}"
+        if node.op in PREFIX:
+            return f"{PREFIX[node.op]}{args[0]}"
+        match node.op:
+            case "load":
+                return self._load(node.value, node.kind, args)
+            case "near":
+                slot, steps, even = node.value
+                places = _tuple([_step(*step) for step in steps])
+                return self._load(slot, node.kind, args, places, *["even=True"] * even)
+            case "stepped":
+                return _stepped(node.args[0].args[0].value, node.args[1:], args[1:])
+            case "search":
+                return self._search(node, args)
+            case "element_of":
+                return f"{args[0]}[{node.args[1].value}]"
+            case "wrapped":
+                slot, dimension = node.value
+                return self.call("wrapped", args[0], self.names.tensor(slot), str(dimension))
+            case "to_float":
+                return self.call("Float32", args[0])
+            case "to_int":
+                return f"{self.integer}({args[0]})"
+            case "round_to":
+                return args[0] if node.value == "float32" else self.call(ROUNDED[node.value], args[0])
+        raise NotImplementedError(f"no device code for {node.op}")
+
+    def _load(self, slot: int, kind: str, args: list[str], *steps: str) -> str:
+        function = "load_wide" if kind == "int" and self.wide else f"load_{kind}"
+        return self.call(function, self.names.tensor(slot), _tuple(args or ["0"]), "at.guard", *steps)
+
+    def _search(self, node: Expr, args: list[str]) -> str:
+        slot, side = node.value
+        found = self.call(f"search_{side}", self.names.tensor(slot), _tuple(args[1:]), args[0], "at.guard")
+        return f"{self.integer}({found})" if self.wide else found
+
+    def base_name(self, node: Expr) -> str:
+        """What to call the value of a node."""
+        if node.op in LOADS:
+            slot = node.value if node.op == "load" else node.value[0]
+            return f"{self.names.tensor(slot)}_at"
+        if node.op == "reduce":
+            if node.value[0] == COLLECT:
+                return self.base_name(node.args[0])
+            return {"any": "some", "all": "every", "sum": "total", "prod": "whole"}.get(
+                node.value[0], "extreme"
+            )
+        return NAMES.get(node.op, FUNCTIONS.get(node.op, node.op.rstrip("_")) + "_value")
+
+
+def _step(count: int, index: str | None) -> str:
+    """How far a load lies from its base in one dimension."""
+    if not count:
+        return "0"
+    return {1: f"at.{index}_step", -1: f"-at.{index}_step"}.get(count, f"{count} * at.{index}_step")
+
+
+def _stepped(index: str, given: Sequence[Expr], texts: Sequence[str]) -> str:
+    """index * coefficient + rest: the sum in parentheses is the same for all of a tile."""
+    (c, rest), (c_text, rest_text) = given, texts
+    by = "" if c.op == "const" and c.value == 1.0 else f" * {c_text}"
+    base = f"at.{index}_base_float{by}"
+    plain = rest.op == "const" and rest.value == 0.0
+    return f"at.{index}_step{by} + " + (base if plain else f"({base} + {rest_text})")
+
+
+def _tuple(items: Sequence[str]) -> str:
+    return f"({', '.join(items)}{',' if len(items) == 1 else ''})"

@@ -1,0 +1,93 @@
+"""Indices as a base that a tile shares plus a step that the compiler knows: x * c + y and t[i + x] by steps.
+
+A term that is linear in kv or in kv - q is then one multiply-add with an immediate operand, and a load is one
+instruction with an immediate offset, because all that depends on the base is the same for a whole tile.
+"""
+
+from __future__ import annotations
+
+from fa4flex.codegen.analyze.linear import Linear, linear
+from fa4flex.codegen.emit.nodes import BASES, KV, ONE, device, rate
+from fa4flex.codegen.expr import Expr, apply, const, substitute, walk
+from fa4flex.errors import Origin
+
+
+def with_steps(root: Expr, came: dict[Expr, Origin | None]) -> Expr:
+    """`root` with what is linear in an index written by steps, from the same lines (`came`)."""
+    memo: dict[Expr, Expr] = {}
+    for node in walk(root):
+        args = tuple(memo[a] for a in node.args)
+        found = _linear(node.op, args) if node.kind == "float" else None
+        if found is None and node.op == "load":
+            found = _near(node, args)
+        memo[node] = found or device(node.op, *args, value=node.value, kind=node.kind)
+        _credit(memo[node], came, came.get(node))
+    return memo[root]
+
+
+def _credit(node: Expr, came: dict[Expr, Origin | None], origin: Origin | None) -> None:
+    """New nodes under `node` come from the same line."""
+    if node not in came:
+        came[node] = origin
+        for arg in node.args:
+            _credit(arg, came, origin)
+
+
+# --- multiply-adds --------------------------------------------------------------------------------------
+
+
+def _linear(op: str, args: tuple[Expr, ...]) -> Expr | None:
+    """`stepped` in place of a product or sum, where all but the index is uniform."""
+    if op == "mul":
+        for x, c in (args, args[::-1]):
+            if _is_index(x) and rate(c) == "uniform":
+                return device("stepped", x, c, const(0.0))
+    if op in ("add", "sub"):
+        for x, y in (args, args[::-1]):
+            if (x.op == "stepped" or _is_index(x)) and rate(y) == "uniform":
+                negative = op == "sub" and x is args[1]
+                index, c, rest = x.args if x.op == "stepped" else (x, ONE, const(0.0))
+                if negative:
+                    c, rest = apply("neg", c), apply("neg", rest)
+                return device("stepped", index, c, _plus(rest, y, op == "sub" and not negative))
+    return None
+
+
+def _is_index(x: Expr) -> bool:
+    return x.op == "to_float" and x.args[0] in BASES
+
+
+def _plus(rest: Expr, y: Expr, subtract: bool) -> Expr:
+    if rest.op == "const" and rest.value == 0.0:
+        return apply("neg", y) if subtract else y
+    return apply("sub" if subtract else "add", rest, y)
+
+
+# --- loads ----------------------------------------------------------------------------------------------
+
+
+def _near(load: Expr, index: tuple[Expr, ...]) -> Expr | None:
+    """`near` in place of a load whose index moves with the key by steps."""
+    bases, steps = [], []
+    for i in index:
+        step = _step(i)
+        if step is None:
+            return None
+        symbol, count = step
+        bases.append(i if symbol is None else substitute(i, {symbol: BASES[symbol]}))
+        steps.append((count, None if symbol is None else symbol.value))
+    if not any(count for count, _ in steps):
+        return None
+    even = index[-1] is KV and not any(count for count, _ in steps[:-1])
+    return device("near", *bases, value=(load.value, tuple(steps), even), kind=load.kind)
+
+
+def _step(i: Expr) -> tuple[Expr | None, int] | None:
+    """Which index i takes steps with, and how many for one of it; None where it is not linear in it."""
+    moving = [x for x in BASES if x.value in i.free]
+    if not moving:
+        return None, 0
+    form: Linear = linear(i)
+    found = [(atom, c) for atom, c in form.terms if atom in BASES]
+    rest = [atom for atom, _ in form.terms if atom not in BASES and any(x.value in atom.free for x in BASES)]
+    return found[0] if len(found) == 1 and not rest else None

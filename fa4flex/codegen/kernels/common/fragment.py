@@ -1,0 +1,124 @@
+"""Registers of a warpgroup matrix product: views of accumulators, the products themselves, conversions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cutlass import Float32, Int32, cute
+from cutlass._mlir.dialects import llvm
+from cutlass.cute.nvgpu import warpgroup
+from cutlass.cutlass_dsl import T, dsl_user_op
+
+
+def rows_and_columns(acc: cute.Tensor) -> cute.Tensor:
+    """Accumulator ((2, 2, V), M, N) seen as (row (2, M), column (2, V, N)): the same registers."""
+    shape, stride = acc.layout.shape, acc.layout.stride
+    return cute.make_tensor(
+        acc.iterator,
+        cute.make_layout(
+            ((shape[0][1], shape[1]), (shape[0][0], shape[0][2], shape[2])),
+            stride=((stride[0][1], stride[1]), (stride[0][0], stride[0][2], stride[2])),
+        ),
+    )
+
+
+def as_operand(acc: cute.Tensor) -> cute.Tensor:
+    """Accumulator ((2, 2, N / 8), M, 1) seen as the A operand ((2, 2, 2), M, N / 16) of a next product."""
+    split = cute.logical_divide(acc.layout, ((None, None, 2), None, None))
+    shape, stride = split.shape, split.stride
+    return cute.make_tensor(
+        acc.iterator,
+        cute.make_layout(
+            ((shape[0][0], shape[0][1], shape[0][2][0]), shape[1], (shape[0][2][1], shape[2])),
+            stride=((stride[0][0], stride[0][1], stride[0][2][0]), stride[1], (stride[0][2][1], stride[2])),
+        ),
+    )
+
+
+def multiply(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, accumulate: bool) -> None:
+    """Issue acc (+)= a b and commit it as one group; whoever needs acc waits for the group."""
+    # An atom of its own: the accumulate flag is state, which must not leak out of the caller's region.
+    atom = cute.make_mma_atom(mma.op)
+    atom.set(warpgroup.Field.ACCUMULATE, accumulate)
+    warpgroup.fence()
+    for k in range(cute.size(a.shape[2])):
+        cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
+        atom.set(warpgroup.Field.ACCUMULATE, True)
+    warpgroup.commit_group()
+
+
+@dsl_user_op
+def _pack(low: Float32, high: Float32, name: str, *, loc: Any = None, ip: Any = None) -> Int32:
+    return Int32(
+        llvm.inline_asm(
+            T.i32(),
+            [Float32(x).ir_value(loc=loc, ip=ip) for x in (low, high)],
+            f"cvt.rn.{name}.f32 $0, $2, $1;",
+            "=r,f,f",
+            has_side_effects=False,
+            is_align_stack=False,
+            asm_dialect=llvm.AsmDialect.AD_ATT,
+        )
+    )
+
+
+def narrow(source: cute.Tensor, target: cute.Tensor) -> None:
+    """Round float32 registers to 16 bits, two at a time. The vector conversion does one at a time for most
+    sizes, at half the rate."""
+    name = "bf16x2" if target.element_type.__name__ == "BFloat16" else "f16x2"
+    pairs = cute.recast_tensor(target, Int32)
+    for i in range(cute.size(pairs)):
+        pairs[i] = _pack(source[2 * i], source[2 * i + 1], name)
+
+
+@dsl_user_op
+def compute_before(x: Float32, *, loc: Any = None, ip: Any = None) -> None:
+    """Keep what comes after from moving ahead of the computation of x.
+
+    The assembler hoists a wait for a matrix product above independent arithmetic that was written before it,
+    and the arithmetic then no longer runs under the product. A conditional sleep pins x, taken for one NaN in
+    2^24; anything that may end the program would serialise products instead.
+    """
+    llvm.inline_asm(
+        None,
+        [Float32(x).ir_value(loc=loc, ip=ip)],
+        "{ .reg .pred odd; setp.eq.b32 odd, $0, 0x7fa5a5a5; @odd nanosleep.u32 0; }",
+        "f",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+
+
+@dsl_user_op
+def computed_once(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
+    """x, where it is: the compiler otherwise sinks what is used in a loop only into that loop."""
+    return Float32(
+        llvm.inline_asm(
+            T.f32(),
+            [Float32(x).ir_value(loc=loc, ip=ip)],
+            "mov.b32 $0, $1;",
+            "=f,f",
+            has_side_effects=True,
+            is_align_stack=False,
+            asm_dialect=llvm.AsmDialect.AD_ATT,
+        )
+    )
+
+
+def quad_reduce(x: Float32, combine: Any) -> Float32:
+    """Combine over the four lanes that share a row of an accumulator."""
+    for distance in (1, 2):
+        x = combine(x, cute.arch.shuffle_sync_bfly(x, offset=distance))
+    return x
+
+
+__all__ = [
+    "as_operand",
+    "compute_before",
+    "computed_once",
+    "multiply",
+    "narrow",
+    "quad_reduce",
+    "rows_and_columns",
+]

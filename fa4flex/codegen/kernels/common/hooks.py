@@ -1,0 +1,101 @@
+"""Where a variant's own code enters a kernel: what a hook is called with, and when.
+
+A kernel calls hooks at six rates. Each sees what the slower ones returned:
+
+    uniform    once per work tile        at.b at.h and the lengths
+    row        once per query row        also at.q at.q_float at.uniform
+    column     once per key of a tile    also at.kv at.kv_float at.uniform
+    diagonal   once per kv - q           also at.offset at.offset_float at.uniform
+    pair       once per score            all of these, at.row, at.column, at.diagonal, but no score
+    element    once per score            also at.pair, and at.score
+
+All but `element` run before the scores are there, where a kernel would otherwise wait for its products.
+
+Where an element lies is known as a number that its tile shares plus a Python int: at.kv is at.kv_base +
+at.kv_step and at.offset is at.offset_base + at.offset_step. What is computed from a base is computed once per
+tile, and what a step adds to it is an immediate operand. Past the end of a sequence, where at.guard is set,
+at.kv is the last key instead.
+
+Hooks are plain functions, inlined while the kernel is traced: no `if` on values that exist at run time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+Value = Any
+Hook = Callable[["At"], Any]
+
+
+@dataclass(frozen=True)
+class At:
+    """The place a hook is called for. Indices are Int32 and logical; `_float` is the same number as Float32.
+
+    `operands` and `scalars` are the captured tensors and numbers by slot. `guard` is a Python bool: True
+    where rows or keys past the end of a sequence may be asked for, so that loads must be clamped.
+    `score` is the accumulated q.k, before `scale`; what it started from is in it. `kv_base` is even.
+    """
+
+    b: Value = None
+    h: Value = None
+    q_len: Value = None
+    kv_len: Value = None
+    num_heads: Value = None
+    scale: Value = None
+    operands: tuple[Value, ...] = ()
+    scalars: tuple[Value, ...] = ()
+    guard: bool = True
+    uniform: tuple[Value, ...] = ()
+    q: Value = None
+    q_float: Value = None
+    row: tuple[Value, ...] = ()
+    kv: Value = None
+    kv_float: Value = None
+    kv_base: Value = None
+    kv_base_float: Value = None
+    kv_step: int = 0
+    column: tuple[Value, ...] = ()
+    offset: Value = None
+    offset_float: Value = None
+    offset_base: Value = None
+    offset_base_float: Value = None
+    offset_step: int = 0
+    diagonal: tuple[Value, ...] = ()
+    pair: tuple[Value, ...] = ()
+    score: Value = None
+
+    def but(self, **changes: Value) -> At:
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True)
+class Pointwise:
+    """A function of every (q, kv) pair, cut by rate. All but `element` return tuples and may be absent."""
+
+    element: Hook
+    row: Hook | None = None
+    column: Hook | None = None
+    diagonal: Hook | None = None
+    pair: Hook | None = None
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """A variant's behaviour.
+
+    uniform   values shared by all other hooks, a tuple
+    start     what the accumulation of q.k starts from, in its units, a Float32 that needs no score; absent: 0
+    score     y, a Float32, where a probability is proportional to exp2(factor * y); absent: y is at.score
+    factor    a positive Float32 that depends on (b, h) alone; absent: at.scale * log2(e)
+    mask      whether the pair takes part, a Boolean; absent: all do, or `spans` decides
+    spans     the keys of row at.q as a tuple of (lo, hi), half open; None for lo = 0 and for hi = kv_len
+    """
+
+    uniform: Hook | None = None
+    start: Pointwise | None = None
+    score: Pointwise | None = None
+    factor: Hook | None = None
+    mask: Pointwise | None = None
+    spans: Hook | None = None

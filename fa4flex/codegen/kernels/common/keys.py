@@ -1,0 +1,174 @@
+"""Which tiles of keys a tile of queries visits: first those that need the mask, then those that do not."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Int32, const_expr, cute, select_
+
+from fa4flex.codegen.kernels.common.arguments import Tables
+from fa4flex.codegen.kernels.common.hooks import At, Hooks
+
+NEVER = 0x3FFFFFFF
+
+
+class Ranges(NamedTuple):
+    """Up to four runs of tiles one after another: element i is in the first run that is not passed."""
+
+    starts: tuple[Int32, ...]
+    counts: tuple[Int32, ...]
+
+    def total(self) -> Int32:
+        count = self.counts[0]
+        for more in self.counts[1:]:
+            count = count + more
+        return count
+
+    def at(self, i: Int32) -> Int32:
+        tile, passed = self.starts[0] + i, self.counts[0]
+        for start, count in zip(self.starts[1:], self.counts[1:], strict=True):
+            tile = select_(i < passed, tile, start + (i - passed))
+            passed = passed + count
+        return tile
+
+
+class Listed(NamedTuple):
+    """A run of a block table."""
+
+    tiles: cute.Tensor
+    first: Int32
+    count: Int32
+
+    def total(self) -> Int32:
+        return self.count
+
+    def at(self, i: Int32) -> Int32:
+        return self.tiles[cutlass.max(cutlass.min(self.first + i, Int32(self.tiles.shape[0]) - 1), Int32(0))]
+
+
+class KeyTiles(NamedTuple):
+    """`masked` tiles, then `full` ones; at least one in all, masked, so that every row is written."""
+
+    masked: Any
+    full: Any
+    masked_count: Int32
+    full_count: Int32
+
+    @property
+    def count(self) -> Int32:
+        return self.masked_count + self.full_count
+
+
+def row_spans(hooks: Hooks, at: At) -> list[tuple[Int32 | None, Int32]]:
+    """The keys of row at.q, each span clipped to [0, kv_len); None for a span from the first key on."""
+    if hooks.spans is None:
+        return [(None, at.kv_len)]
+    spans: list[tuple[Int32 | None, Int32]] = []
+    for lo, hi in hooks.spans(at):
+        high = at.kv_len if hi is None else cutlass.min(Int32(hi), at.kv_len)
+        spans.append((None if lo is None else cutlass.max(Int32(lo), Int32(0)), high))
+    return spans
+
+
+def _tile_range(hooks: Hooks, at: At, first_row: Int32, rows: int, tile_n: int) -> list[tuple[Int32, ...]]:
+    """Per span: tiles [a, d) hold a key of some row, tiles [b, c) only keys of every row; a <= b <= c <= d.
+
+    Each lane evaluates the spans of some rows, and the warp takes the least and the greatest of their ends.
+    """
+    ends: list[list[Int32]] = []
+    lane = cute.arch.lane_idx()
+    for step in range(0, rows, 32):
+        q = first_row + step + lane
+        inside = q < at.q_len
+        safe = cutlass.max(cutlass.min(q, at.q_len - 1), Int32(0))
+        for i, (lo, hi) in enumerate(row_spans(hooks, at.but(q=safe, q_float=safe.to(cutlass.Float32)))):
+            lo = Int32(0) if lo is None else lo
+            some = inside & (lo < hi)
+            # A row without keys in the span forbids full tiles; a row past the end has no say.
+            mine = [
+                select_(some, lo, Int32(NEVER)),
+                select_(some, lo, select_(inside, Int32(NEVER), Int32(0))),
+                select_(some, hi, select_(inside, Int32(0), Int32(NEVER))),
+                select_(some, hi, Int32(0)),
+            ]
+            if step == 0:
+                ends.append(mine)
+            else:
+                combine = (cutlass.min, cutlass.max, cutlass.min, cutlass.max)
+                ends[i] = [f(x, y) for f, x, y in zip(combine, ends[i], mine, strict=True)]
+    tiles = []
+    for mine in ends:
+        kinds = ("min", "max", "min", "max")
+        least, latest, soonest, most = (
+            cute.arch.warp_redux_sync(x, kind) for x, kind in zip(mine, kinds, strict=True)
+        )
+        a = select_(least < most, least // tile_n, Int32(0))
+        d = select_(least < most, (most + (tile_n - 1)) // tile_n, Int32(0))
+        b = cutlass.min(cutlass.max((latest + (tile_n - 1)) // tile_n, a), d)
+        c = cutlass.min(cutlass.max(soonest // tile_n, b), d)
+        tiles.append((a, b, c, d))
+    return tiles
+
+
+def _disjoint(tiles: list[tuple[Int32, ...]]) -> list[tuple[Int32, ...]]:
+    """Two ranges in order and without overlap; what the second shares with the first stays with the first."""
+    if len(tiles) == 1:
+        return tiles
+    first, second = tiles
+    swap = second[0] < first[0]
+    first, second = (
+        tuple(select_(swap, y, x) for x, y in zip(first, second, strict=True)),
+        tuple(select_(swap, x, y) for x, y in zip(first, second, strict=True)),
+    )
+    a, b, c, d = (cutlass.max(x, first[3]) for x in second)
+    return [first, (a, b, c, d)]
+
+
+def spanned(hooks: Hooks, at: At, first_row: Int32, rows: int, tile_n: int) -> KeyTiles:
+    """Key tiles from the rows' spans, or all tiles where the variant has no mask."""
+    if hooks.spans is None:
+        whole = at.kv_len // tile_n
+        tiles = [(Int32(0), Int32(0), whole, (at.kv_len + (tile_n - 1)) // tile_n)]
+    else:
+        if len(hooks.spans(at.but(q=first_row, q_float=first_row.to(cutlass.Float32)))) > 2:
+            raise ValueError("a kernel takes at most two spans per row")
+        tiles = _disjoint(_tile_range(hooks, at, first_row, rows, tile_n))
+    masked = Ranges(
+        tuple(x for a, b, c, d in tiles for x in (a, c)),
+        tuple(x for a, b, c, d in tiles for x in (b - a, d - c)),
+    )
+    full = Ranges(tuple(b for a, b, c, d in tiles), tuple(c - b for a, b, c, d in tiles))
+    return _at_least_one(masked, full)
+
+
+def listed(tables: Tables, at: At, row: Int32) -> KeyTiles:
+    """Key tiles from block tables."""
+    parts = []
+    for pointers, tiles in (
+        (tables.partial_ptr, tables.partial_tiles),
+        (tables.full_ptr, tables.full_tiles),
+    ):
+        first, last = pointers[at.b, at.h, row], pointers[at.b, at.h, row + 1]
+        parts.append(Listed(tiles, first, last - first))
+    return _at_least_one(*parts)
+
+
+def _at_least_one(masked: Any, full: Any) -> KeyTiles:
+    some, more = masked.total(), full.total()
+    return KeyTiles(masked, full, select_(some + more == 0, Int32(1), some), more)
+
+
+@cute.jit
+def tile_at(keys: KeyTiles, i: Int32) -> Int32:
+    """Tile i of both parts. Full tiles come last to first: scores that grow towards near keys, as those of
+    ALiBi do, then raise the maxima at the start only."""
+    tile = Int32(0)
+    if const_expr(isinstance(keys.masked, Listed)):
+        if i < keys.masked_count:
+            tile = keys.masked.at(i)
+        else:
+            tile = keys.full.at(keys.count - 1 - i)
+    else:
+        tile = select_(i < keys.masked_count, keys.masked.at(i), keys.full.at(keys.count - 1 - i))
+    return tile

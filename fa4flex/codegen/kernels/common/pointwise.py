@@ -1,0 +1,199 @@
+"""Score and mask hooks applied to a tile of scores in registers, each part at its own rate."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, cute, select_
+
+from fa4flex.codegen.kernels.common.hooks import At, Hooks, Pointwise
+from fa4flex.codegen.kernels.common.keys import row_spans
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What is computed once per query row of a thread: indices, the hooks' row terms, the keys' limits."""
+
+    q: tuple[Int32, ...]
+    q_float: tuple[Float32, ...]
+    start: tuple[tuple[Any, ...], ...]
+    score: tuple[tuple[Any, ...], ...]
+    mask: tuple[tuple[Any, ...], ...]
+    spans: tuple[list[tuple[Int32 | None, Int32]], ...]
+
+
+def prepare_rows(hooks: Hooks, at: At, first: Int32, offsets: tuple[int, ...]) -> Rows:
+    """Rows first + offset. Rows past the end of the sequence repeat its last one: they are not written."""
+    q = tuple(cutlass.max(cutlass.min(first + offset, at.q_len - 1), Int32(0)) for offset in offsets)
+    q_float = tuple(x.to(Float32) for x in q)
+    places = [at.but(q=x, q_float=y) for x, y in zip(q, q_float, strict=True)]
+    return Rows(
+        q,
+        q_float,
+        tuple(_terms(hooks.start, "row", place) for place in places),
+        tuple(_terms(hooks.score, "row", place) for place in places),
+        tuple(_terms(hooks.mask, "row", place) for place in places),
+        tuple(row_spans(hooks, place) for place in places),
+    )
+
+
+def _terms(pointwise: Pointwise | None, rate: str, at: At) -> tuple[Any, ...]:
+    hook = None if pointwise is None else getattr(pointwise, rate)
+    return () if hook is None else hook(at)
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where a thread's elements lie: row r is at.q = rows.q[r], column c is at.kv = first + columns[c]."""
+
+    at: At
+    rows: Rows
+    row_terms: tuple[tuple[Any, ...], ...]
+    row_offsets: tuple[int, ...]
+    first_row: Int32
+    first: Int32
+    columns: tuple[int, ...]
+
+    def elements(self, pointwise: Pointwise) -> Any:
+        """(r, c, at) of every element, columns outermost: a column's terms are computed once, and a
+        diagonal's once for all elements of the thread that lie on it."""
+        diagonals: dict[int, At] = {}
+        base, base_float = self.first, self.first.to(Float32)
+        across = self.first - self.first_row
+        across_float = across.to(Float32)
+        for c, column in enumerate(self.columns):
+            kv = base + column
+            if self.at.guard:
+                kv = cutlass.min(kv, self.at.kv_len - 1)
+            place = self.at.but(
+                kv=kv,
+                kv_float=base_float + Float32(column),
+                kv_base=base,
+                kv_base_float=base_float,
+                kv_step=column,
+            )
+            place = place.but(column=_terms(pointwise, "column", place))
+            for r, row in enumerate(self.row_offsets):
+                offset = column - row
+                if offset not in diagonals:
+                    here = self.at.but(
+                        offset=across + offset,
+                        offset_float=across_float + Float32(offset),
+                        offset_base=across,
+                        offset_base_float=across_float,
+                        offset_step=offset,
+                    )
+                    diagonals[offset] = here.but(diagonal=_terms(pointwise, "diagonal", here))
+                here = _joined(place, diagonals[offset]).but(
+                    q=self.rows.q[r], q_float=self.rows.q_float[r], row=self.row_terms[r]
+                )
+                yield r, c, here.but(pair=_terms(pointwise, "pair", here))
+
+
+def _joined(column: At, diagonal: At) -> At:
+    """A place, as its column and its diagonal know it."""
+    return column.but(
+        offset=diagonal.offset,
+        offset_float=diagonal.offset_float,
+        offset_base=diagonal.offset_base,
+        offset_base_float=diagonal.offset_base_float,
+        offset_step=diagonal.offset_step,
+        diagonal=diagonal.diagonal,
+    )
+
+
+Early = tuple[tuple[int, int, At], ...]
+"""The elements of a tile as (r, c, at), with all that needs no score computed."""
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """The places of one tile of scores: thread-constant offsets, and the tile's first key."""
+
+    at: At
+    rows: Rows
+    row_offsets: tuple[int, ...]
+    columns: tuple[int, ...]
+    first_row: Int32
+    first_column: Int32
+
+    def _places(self, kv_first: Int32, guard: bool, row_terms: tuple[tuple[Any, ...], ...]) -> _Places:
+        return _Places(
+            self.at.but(guard=guard),
+            self.rows,
+            row_terms,
+            self.row_offsets,
+            self.first_row,
+            kv_first + self.first_column,
+            self.columns,
+        )
+
+    def start(self, hooks: Hooks, scores: cute.Tensor, kv_first: Int32, guard: bool) -> None:
+        """scores (row, column): what q.k is to be added to. Nothing happens where that is 0."""
+        if hooks.start is None:
+            return
+        places = self._places(kv_first, guard, self.rows.start)
+        for r, c, at in places.elements(hooks.start):
+            scores[r, c] = hooks.start.element(at)
+
+    def prepare(self, hooks: Hooks, kv_first: Int32, guard: bool) -> Early | None:
+        """What `modify` needs besides scores: may be computed before they are."""
+        if hooks.score is None:
+            return None
+        return tuple(self._places(kv_first, guard, self.rows.score).elements(hooks.score))
+
+    def modify(self, hooks: Hooks, scores: cute.Tensor, early: Early | None) -> None:
+        """scores (row, column): q.k becomes y. `early` is what `prepare` returned for this tile."""
+        if hooks.score is None or early is None:
+            return
+        for r, c, at in early:
+            scores[r, c] = hooks.score.element(at.but(score=scores[r, c]))
+
+    def mask(self, hooks: Hooks, scores: cute.Tensor, kv_first: Int32) -> None:
+        """scores (row, column): what is not allowed becomes -inf."""
+        if hooks.mask is None:
+            self._limit(scores, kv_first)
+            return
+        past = self.at.kv_len - (kv_first + self.first_column)
+        places = self._places(kv_first, True, self.rows.mask)
+        for r, c, at in places.elements(hooks.mask):
+            allowed = hooks.mask.element(at) & (past > self.columns[c])
+            scores[r, c] = select_(allowed, scores[r, c], -Float32.inf)
+
+    def _limit(self, scores: cute.Tensor, kv_first: Int32) -> None:
+        """One bit per column, set from the row's limits: a test of a bit costs half of a comparison."""
+        origin = kv_first + self.first_column
+        for r, spans in enumerate(self.rows.spans):
+            ends = [
+                (None if lo is None else _columns_below(lo - origin), _columns_below(hi - origin))
+                for lo, hi in spans
+            ]
+            for start in range(0, len(self.columns), WORD):
+                bits = functools.reduce(operator.or_, (_bits(lo, hi, start) for lo, hi in ends))
+                for c in range(start, min(start + WORD, len(self.columns))):
+                    allowed = (bits & (1 << (c - start))) != 0
+                    scores[r, c] = select_(allowed, scores[r, c], -Float32.inf)
+
+
+WORD = 24
+"""Columns per word of bits: a shift by all of them must stay below 32."""
+
+
+def _columns_below(limit: Int32) -> Int32:
+    """How many of a lane's columns 0 1 8 9 16 17 ... lie below `limit`."""
+    limit = cutlass.max(limit, Int32(0))
+    return (limit >> 3) * 2 + cutlass.min(limit & 7, Int32(2))
+
+
+def _bits(lo: Int32 | None, hi: Int32, start: int) -> Int32:
+    """Bit i is set where lo <= start + i < hi."""
+    below = _ones(hi - start)
+    return below if lo is None else below & ~_ones(lo - start)
+
+
+def _ones(count: Int32) -> Int32:
+    return (Int32(1) << cutlass.max(cutlass.min(count, Int32(WORD)), Int32(0))) - 1

@@ -1,0 +1,1 @@
+"""The Hopper forward pipeline: a TMA producer warp feeds wgmma consumer warpgroups."""

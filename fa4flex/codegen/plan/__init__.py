@@ -1,0 +1,35 @@
+"""Plan: facts, shapes and a chip's limits become tiles, roles, memory and a pipeline; data only."""
+
+from fa4flex.codegen.plan.bound import Bound, Size
+from fa4flex.codegen.plan.fault import PlanError
+from fa4flex.codegen.plan.memory import Memory, Region
+from fa4flex.codegen.plan.pipeline import Event, NamedBarrier, Pipeline, Ring, Role
+from fa4flex.codegen.plan.plan import Plan, plan_forward
+from fa4flex.codegen.plan.problem import Problem
+from fa4flex.codegen.plan.registers import Need, Split
+from fa4flex.codegen.plan.target import SM90A, Target
+from fa4flex.codegen.plan.tiles import Tiles
+from fa4flex.codegen.plan.work import Bias, Work
+
+__all__ = [
+    "SM90A",
+    "Bias",
+    "Bound",
+    "Event",
+    "Memory",
+    "NamedBarrier",
+    "Need",
+    "Pipeline",
+    "Plan",
+    "PlanError",
+    "Problem",
+    "Region",
+    "Ring",
+    "Role",
+    "Size",
+    "Split",
+    "Target",
+    "Tiles",
+    "Work",
+    "plan_forward",
+]

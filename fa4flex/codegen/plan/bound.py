@@ -1,0 +1,92 @@
+"""The least time a kernel can take: the slowest of the chip's units, each at its full rate.
+
+FlashAttention-3 (Shah et al. 2024, section 3.1) explains the pipeline by two of these rates: an H100 makes
+989 TFLOP/s of 16-bit products, but 3.9 T/s of exponentials. Here every unit is counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fa4flex.codegen.plan.problem import Problem
+from fa4flex.codegen.plan.target import Target
+from fa4flex.codegen.plan.tiles import Tiles
+from fa4flex.codegen.plan.work import Work
+from fa4flex.errors import InputError
+
+
+@dataclass(frozen=True)
+class Size:
+    """A launch: batch, query heads, lengths, key heads (None: as many as query heads), and which share of all
+    (query, key) pairs lies in tiles that are computed."""
+
+    b: int
+    h: int
+    q_len: int
+    kv_len: int
+    density: float = 1.0
+    kv_heads: int | None = None
+
+    def __post_init__(self) -> None:
+        if min(self.b, self.h, self.q_len, self.kv_len, 1 if self.kv_heads is None else self.kv_heads) < 1:
+            raise InputError(f"{self!r}", "at least 1 of everything", "pass the sizes of your tensors")
+        if not 0 < self.density <= 1:
+            raise InputError(
+                f"density={self.density}", "0 < density <= 1", "pass the share of computed tiles"
+            )
+
+    @property
+    def scores(self) -> float:
+        return self.b * self.h * self.q_len * self.kv_len * self.density
+
+
+@dataclass(frozen=True)
+class Bound:
+    """`times`: seconds that each unit needs, by name. `flops`: of both products, counted unpadded."""
+
+    times: tuple[tuple[str, float], ...]
+    flops: float
+
+    @property
+    def limit(self) -> str:
+        """The unit that the kernel cannot be faster than."""
+        return max(self.times, key=lambda pair: pair[1])[0]
+
+    @property
+    def seconds(self) -> float:
+        return max(seconds for _, seconds in self.times)
+
+    @property
+    def tflops(self) -> float:
+        """10^12 FLOP per second at that time."""
+        return self.flops / self.seconds / 1e12
+
+    def explain(self) -> str:
+        each = ", ".join(f"{name} {seconds * 1e6:.1f} us" for name, seconds in self.times)
+        return f"at best {self.tflops:.0f} TFLOP/s, limited by {self.limit} ({each})"
+
+
+def expected_bound(problem: Problem, tiles: Tiles, work: Work, target: Target, size: Size) -> Bound:
+    """The bound of one launch. Units are taken to overlap perfectly, and the grid to fill the chip."""
+    flops_per_score = 2 * (tiles.head_dim + tiles.head_dim_v)
+    times = (
+        ("tensor cores", size.scores * flops_per_score / target.peak_flops),
+        ("special functions", size.scores * work.special / target.per_second(target.special_results)),
+        ("fp32 arithmetic", size.scores * work.fp32 / target.per_second(target.fp32_results)),
+        ("loads", size.scores * work.loads / target.per_second(target.load_lanes)),
+        ("HBM", hbm_bytes(problem, work, size) / target.hbm_bytes_per_second),
+    )
+    return Bound(times, 2 * (problem.head_dim + problem.head_dim_v) * size.scores)
+
+
+def hbm_bytes(problem: Problem, work: Work, size: Size) -> float:
+    """Bytes that must move at least once: q, k, v, output, statistics, and biases of every pair."""
+    kv_heads = size.h if size.kv_heads is None else size.kv_heads
+    width = problem.head_dim + problem.head_dim_v
+    tensors = size.b * width * problem.itemsize * (size.h * size.q_len + kv_heads * size.kv_len)
+    statistics = 4 * len(problem.statistics) * size.b * size.h * size.q_len
+    pairs = size.q_len * size.kv_len * size.density
+    biases = sum(
+        x.itemsize * (size.b if x.batch else 1) * (size.h if x.heads else 1) * pairs for x in work.bias
+    )
+    return tensors + statistics + biases

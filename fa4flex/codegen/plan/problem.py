@@ -1,0 +1,137 @@
+"""Problem: what a kernel is specialised to, besides the variant's expressions."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from fa4flex.errors import InputError, UnsupportedError
+
+Half = Literal["bfloat16", "float16"]
+Lengths = Literal["dense", "packed", "used"]
+MaskForm = Literal["none", "spans", "tables"]
+STATISTICS = ("lse", "max_scores")
+WIDEST = 256
+"""The widest head: one matrix instruction makes at most 256 columns of the output."""
+
+_FLAGS = ("sinks", "wide_index", "in_range", "positive_scale")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """head_dim, head_dim_v   widths of q and k, and of v and the output, as the tensors have them
+    dtype, out_dtype       of q, k and v, and of the output
+    lengths                "dense", "packed" (cu_seqlens) or "used" (dense, with lengths per batch element)
+    mask_form              "none": all pairs; "spans": the key intervals of the facts hold, and at most two
+                           per row; "tables": block tables, and the mask in partial tiles
+    sinks                  a learnable logit per head joins the denominator
+    statistics             which of STATISTICS are written
+    wide_index             index arithmetic may pass 2^31
+    in_range               every index into a captured tensor is proved to lie within it
+    positive_scale         the softmax scale is positive
+    operands               (dtype name, rank) of each captured tensor
+
+    Raises UnsupportedError for dtypes and widths that no kernel has, InputError for what is not a value.
+    """
+
+    head_dim: int
+    head_dim_v: int
+    dtype: Half = "bfloat16"
+    out_dtype: Half = "bfloat16"
+    lengths: Lengths = "dense"
+    mask_form: MaskForm = "none"
+    sinks: bool = False
+    statistics: tuple[str, ...] = ("lse",)
+    wide_index: bool = False
+    in_range: bool = True
+    positive_scale: bool = True
+    operands: tuple[tuple[str, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("dtype", "out_dtype"):
+            _require_half(name, getattr(self, name))
+        for name in ("head_dim", "head_dim_v"):
+            _require_width(name, getattr(self, name))
+        _require_one_of("lengths", self.lengths, get_args(Lengths))
+        _require_one_of("mask_form", self.mask_form, get_args(MaskForm))
+        for name in _FLAGS:
+            _require_one_of(name, getattr(self, name), (True, False))
+        _require_statistics(self.statistics)
+        _require_operands(self.operands)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element of q, k, v and the output: all of them are 16-bit."""
+        return 2
+
+    @property
+    def uneven(self) -> bool:
+        """Whether tiles of queries may have different numbers of keys."""
+        return self.lengths != "dense" or self.mask_form != "none"
+
+    def explain(self) -> str:
+        heads = (
+            f"{self.head_dim}"
+            if self.head_dim == self.head_dim_v
+            else f"{self.head_dim} and {self.head_dim_v} (v)"
+        )
+        extras = [f"{len(self.operands)} captured tensors"] * bool(self.operands) + ["sinks"] * self.sinks
+        parts = [f"heads of {heads}", self.dtype, f"{self.lengths} lengths", _MASKS[self.mask_form], *extras]
+        return ", ".join(parts)
+
+
+_MASKS = {"none": "no mask", "spans": "a mask of key intervals", "tables": "a mask by block tables"}
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of one element of the dtype of this name: "bfloat16" has 2, "bool" 1."""
+    digits = re.search(r"\d+", dtype)
+    return max(int(digits.group()) // 8, 1) if digits else 1
+
+
+def _require_half(name: str, dtype: object) -> None:
+    if dtype not in get_args(Half):
+        raise UnsupportedError(
+            f"{name}={dtype!r}: the tensor cores of this kernel multiply 16-bit floats",
+            f"one of {get_args(Half)}",
+            "pass bfloat16 or float16 tensors, or run on a CPU, which computes other dtypes exactly",
+        )
+
+
+def _require_width(name: str, width: object) -> None:
+    if not isinstance(width, int) or isinstance(width, bool) or width <= 0:
+        raise InputError(f"{name}={width!r}", "a positive int", "pass the last dimension of the tensor")
+    padding = "q and k with zeros, which change no score" if name == "head_dim" else "v, and cut the output"
+    if width > WIDEST:
+        raise UnsupportedError(
+            f"{name}={width}: one matrix instruction makes at most {WIDEST} columns",
+            f"at most {WIDEST}",
+            "use narrower heads, or run this one on a CPU or with torch's flex_attention",
+        )
+    if width % 8:
+        raise UnsupportedError(
+            f"{name}={width}: rows are copied in pieces of 16 bytes, which are 8 elements",
+            "a multiple of 8",
+            f"pad {padding}: to {-(-width // 8) * 8}",
+        )
+
+
+def _require_one_of(name: str, given: object, allowed: tuple[object, ...]) -> None:
+    if given not in allowed:
+        raise InputError(f"{name}={given!r}", f"one of {allowed}", f"pass {name}={allowed[0]!r}")
+
+
+def _require_statistics(given: tuple[str, ...]) -> None:
+    if not isinstance(given, tuple) or set(given) - set(STATISTICS) or len(set(given)) < len(given):
+        raise InputError(
+            f"statistics={given!r}", f"a tuple of different names out of {STATISTICS}", 'e.g. ("lse",)'
+        )
+
+
+def _require_operands(given: tuple[tuple[str, int], ...]) -> None:
+    for operand in given:
+        if len(operand) != 2 or not isinstance(operand[0], str) or not isinstance(operand[1], int):
+            raise InputError(
+                f"operand {operand!r}", "(dtype name, rank) per captured tensor", 'e.g. ("float32", 2)'
+            )

@@ -1,0 +1,84 @@
+"""Target: the limits and rates of a chip, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Target:
+    """multiprocessors, clock                     SMs, and their boost clock in Hz
+    shared_memory                              bytes that one block may own
+    registers                                  32-bit registers of one SM
+    register_step, register_least, register_most   what a warpgroup may ask for, per thread (setmaxnreg)
+    named_barriers                             hardware barriers of a block; number 0 is __syncthreads
+    mma_rows                                   rows of one matrix instruction: those of a consumer warpgroup
+    most_consumers                             consumer warpgroups of a block
+    key_step, most_keys                        legal key-tile lengths: multiples, and the largest
+    tensor_flops                               dense 16-bit FLOP per clock and SM
+    special_results, fp32_results, load_lanes  results per clock and SM: ex2 or tanh, fp32 FMA, load lanes
+    l2_bytes, hbm_bytes_per_second             cache size, memory bandwidth
+
+    Sources: CUDA C++ Programming Guide, tables of technical specifications and of arithmetic throughput for
+    compute capability 9.0; PTX ISA, `setmaxnreg` and `wgmma` (k = 16 fixes key_step: keys are the inner
+    dimension of P V); NVIDIA H100 and H200 data sheets.
+    """
+
+    name: str
+    chip: str
+    multiprocessors: int
+    clock: float
+    shared_memory: int
+    registers: int
+    register_step: int
+    register_least: int
+    register_most: int
+    named_barriers: int
+    mma_rows: int
+    most_consumers: int
+    key_step: int
+    most_keys: int
+    tensor_flops: int
+    special_results: int
+    fp32_results: int
+    load_lanes: int
+    l2_bytes: int
+    hbm_bytes_per_second: float
+
+    @property
+    def peak_flops(self) -> float:
+        """Dense 16-bit FLOP per second of the whole chip."""
+        return self.per_second(self.tensor_flops)
+
+    def per_second(self, per_clock: float) -> float:
+        """A rate per clock and SM, for the whole chip and per second."""
+        return per_clock * self.multiprocessors * self.clock
+
+    def register_pool(self, warpgroups: int) -> int:
+        """Registers per thread that `warpgroups` warpgroups share: a launch gives all alike, in steps."""
+        each = self.registers // (128 * warpgroups) // self.register_step * self.register_step
+        return each * warpgroups
+
+
+SM90A = Target(
+    name="sm_90a",
+    chip="H200",
+    multiprocessors=132,
+    clock=1.83e9,
+    shared_memory=232448,
+    registers=65536,
+    register_step=8,
+    register_least=24,
+    register_most=240,
+    named_barriers=16,
+    mma_rows=64,
+    most_consumers=3,
+    key_step=16,
+    most_keys=256,
+    tensor_flops=4096,
+    special_results=16,
+    fp32_results=128,
+    load_lanes=32,
+    l2_bytes=50 << 20,
+    hbm_bytes_per_second=4.8e12,
+)

@@ -1,0 +1,57 @@
+"""The modules generated for variants, as files short enough to read: hooks, without the configuration."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fa4flex.codegen.build import build
+from fa4flex.codegen.emit import emit_forward
+from fa4flex.codegen.emit.module import Captions
+from fa4flex.codegen.kernels.fwd_sm90.config import Config
+from fa4flex.variant import compose
+from fa4flex.variants import (
+    alibi,
+    causal,
+    document,
+    learned_bias,
+    mla,
+    natten,
+    sliding_window,
+    softcap,
+)
+
+IDS = torch.arange(8, dtype=torch.int32) // 3
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "causal": ("spans", {"mask": causal}),
+    "alibi": ("none", {"score_mod": alibi(torch.ones(4))}),
+    "softcap": ("spans", {"score_mod": softcap(30.0), "mask": causal}),
+    "alibi window": ("spans", {"score_mod": alibi, "mask": sliding_window(1024)}),
+    "document": ("tables", {"mask": causal & document(IDS)}),
+    "relative table": ("none", {"score_mod": learned_bias(torch.zeros(4, 15))}),
+    "natten": ("tables", {"mask": natten((8, 8), (3, 5))}),
+    "mla": ("spans", {"scale": mla().scale, "mask": causal}),
+}
+LONGEST = 200
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_generated(name: str, golden: Callable[[str], None]) -> None:
+    mask_form, composition = VARIANTS[name]
+    program = build(compose(**composition))
+    problem = SimpleNamespace(in_range=True, wide_index=False, positive_scale=True, mask_form=mask_form)
+    plan = SimpleNamespace(
+        problem=problem, target=SimpleNamespace(name="sm_90a"), config=lambda: Config(128, 128, 128, 128)
+    )
+    captions = Captions(name, [x.name for x in program.operands], program.scalar_names)
+    origins = {k: v for t in (program.score, program.mask) if t is not None for k, v in t.origins.items()}
+    text = emit_forward(program.facts, plan, captions, origins).text
+    assert text.count("\n") <= LONGEST
+    assert max(map(len, text.splitlines())) <= 130
+    without_config = re.sub(r"CONFIG = Config\(.*?\n\)\n", "", text, flags=re.DOTALL)
+    golden(re.sub(r"(\.py):\d+", r"\1", without_config))

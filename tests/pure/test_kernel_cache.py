@@ -1,0 +1,169 @@
+"""Compiled kernels on disk: whole or absent, verified, private, and compiled once by many processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import stat
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fa4flex.codegen.plan import Problem
+from fa4flex.runtime.cuda import cache
+from fa4flex.runtime.cuda.call import Signature
+from fa4flex.runtime.cuda.compile import digest, kernel_key
+
+KEY = "k" * 64
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("FA4FLEX_CACHE_DIR", str(tmp_path / "kernels"))
+    monkeypatch.delenv("FA4FLEX_CACHE", raising=False)
+    cache._warned.clear()
+    found = cache.directory()
+    assert found is not None
+    yield found
+
+
+def body(path: Path) -> bytes:
+    return path.read_bytes()[: -cache._TRAILER]
+
+
+def refuse() -> tuple[str, bytes]:
+    raise AssertionError("nothing was to be built")
+
+
+def test_what_was_built_is_found_again(folder: Path) -> None:
+    content = os.urandom(3000)
+    path, built = cache.obtain(folder, KEY, lambda: (".so", content))
+    assert built and body(path) == content
+    assert cache.obtain(folder, KEY, refuse) == (path, False)
+    assert [x.name for x in folder.iterdir()] == [f"{KEY}.so"], "no lock or temporary file is left"
+
+
+@pytest.mark.parametrize("damage", ["truncated", "emptied", "one bit flipped", "another trailer"])
+def test_a_damaged_file_is_built_again(folder: Path, damage: str) -> None:
+    content = os.urandom(3000)
+    path, _ = cache.obtain(folder, KEY, lambda: (".so", content))
+    whole = path.read_bytes()
+    flipped = bytearray(whole)
+    flipped[1234] ^= 16
+    damaged = {
+        "truncated": whole[:1500],
+        "emptied": b"",
+        "one bit flipped": bytes(flipped),
+        "another trailer": whole[:-1] + bytes([whole[-1] ^ 1]),
+    }[damage]
+    path.write_bytes(damaged)
+    path, built = cache.obtain(folder, KEY, lambda: (".so", content))
+    assert built and path.read_bytes() == whole
+
+
+def test_only_the_user_can_read_and_write(folder: Path) -> None:
+    path, _ = cache.obtain(folder, KEY, lambda: (".o", b"code"))
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o707])
+def test_a_directory_that_others_may_write_to_is_not_used(folder: Path, mode: int) -> None:
+    folder.chmod(mode)
+    with pytest.warns(RuntimeWarning, match="others may write"):
+        assert cache.directory() is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it warns once
+        assert cache.directory() is None
+    folder.chmod(0o755)
+    assert cache.directory() == folder
+
+
+def test_a_directory_of_somebody_else_is_not_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
+    with pytest.warns(RuntimeWarning, match="belongs to user"):
+        assert cache.directory() is None
+
+
+def test_the_cache_can_be_turned_off(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FA4FLEX_CACHE", "0")
+    assert cache.directory() is None
+
+
+def test_the_longest_unused_go_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "MOST_ENTRIES", 3)
+    for i, key in enumerate("abc"):
+        os.utime(cache.store(folder, key, ".so", b"x"), (1000 + i, 1000 + i))
+    assert cache.find(folder, "a") is not None  # now "b" is the one that was not used for longest
+    cache.store(folder, "d", ".so", b"x")
+    assert sorted(path.stem for path in folder.iterdir()) == ["a", "c", "d"]
+
+
+def _obtain_slowly(folder: str, results: multiprocessing.Queue) -> None:
+    def build() -> tuple[str, bytes]:
+        time.sleep(0.5)
+        return ".so", b"the same code" * 1000
+
+    path, built = cache.obtain(Path(folder), KEY, build)
+    results.put((built, body(path) == b"the same code" * 1000))
+
+
+def test_processes_that_start_at_once_build_one_kernel(folder: Path) -> None:
+    spawn = multiprocessing.get_context("spawn")
+    results = spawn.Queue()
+    processes = [spawn.Process(target=_obtain_slowly, args=(str(folder), results)) for _ in range(4)]
+    for process in processes:
+        process.start()
+    found = [results.get(timeout=120) for _ in processes]
+    for process in processes:
+        process.join()
+    assert all(right for _, right in found)
+    assert sum(built for built, _ in found) == 1
+    assert [path.name for path in folder.iterdir()] == [f"{KEY}.so"]
+
+
+def test_a_lock_that_is_never_released_does_not_block_for_ever(folder: Path) -> None:
+    lock = folder / "held.lock"
+    with cache.locked(lock):
+        start = time.monotonic()
+        with cache.locked(lock, wait=0.1):
+            assert 0.1 <= time.monotonic() - start < 5
+
+
+# --- keys -------------------------------------------------------------------------------------------------
+
+
+def test_every_choice_is_part_of_the_key() -> None:
+    problem, signature = Problem(64, 64), Signature()
+    keys = [
+        kernel_key("source", problem, signature, "sm_90a"),
+        kernel_key("other source", problem, signature, "sm_90a"),
+        kernel_key("source", Problem(64, 128), signature, "sm_90a"),
+        kernel_key("source", Problem(64, 64, statistics=("lse", "max_scores")), signature, "sm_90a"),
+        kernel_key("source", problem, Signature(scalars=("int",)), "sm_90a"),
+        kernel_key("source", problem, Signature(heads_first=False), "sm_90a"),
+        kernel_key("source", problem, signature, "sm_100a"),
+    ]
+    assert len(set(keys)) == len(keys)
+    assert keys[0] == kernel_key("source", Problem(64, 64), Signature(), "sm_90a")
+
+
+def test_a_change_in_any_kernel_file_changes_the_digest(tmp_path: Path) -> None:
+    (tmp_path / "common").mkdir()
+    (tmp_path / "a.py").write_text("x = 1\n")
+    (tmp_path / "common" / "b.py").write_text("y = 1\n")
+    digests = []
+    for change in (
+        lambda: None,
+        lambda: (tmp_path / "common" / "b.py").write_text("y = 2\n"),
+        lambda: (tmp_path / "a.py").rename(tmp_path / "c.py"),
+        lambda: (tmp_path / "d.py").write_text(""),
+    ):
+        change()
+        digest.cache_clear()
+        digests.append(digest(tmp_path))
+    digest.cache_clear()
+    assert len(set(digests)) == len(digests)
