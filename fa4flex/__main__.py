@@ -1,4 +1,6 @@
-"""The command line: `python -m fa4flex {doctor,demo,draw,show,explain,check}`. Needs no GPU.
+"""The command line: `python -m fa4flex {doctor,demo,draw,show,explain,check,bench}`.
+
+Only bench needs a GPU.
 
 VARIANT names what to look at:
   sliding_window                     a name in fa4flex.variants, with its defaults
@@ -23,6 +25,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fa4flex.bench.options import add_options
 from fa4flex.errors import Fa4flexError, InputError
 
 if TYPE_CHECKING:
@@ -305,6 +308,13 @@ def check(arguments: argparse.Namespace) -> int:
     return 0 if report.passed else 1
 
 
+def bench(arguments: argparse.Namespace) -> int:
+    """Times and errors beside every installed peer, on a GPU; status 1 where a target is missed."""
+    from fa4flex.bench.command import run
+
+    return run(arguments)
+
+
 # --- the parser --------------------------------------------------------------------------------------------
 
 
@@ -322,13 +332,15 @@ def _parser() -> argparse.ArgumentParser:
     drawing.add_argument("--size", **size, help="queries (default: what the variant implies, or 2048)")
     drawing.add_argument("--kv-len", **size, help=same)
     drawing.add_argument("--tile", **size, nargs="+", help="queries and keys per character")
-    add(show).add_argument("--stage", default="trace", help="trace (default), facts or gradient")
+    stages = "trace (default), facts, gradient; of GPU kernels plan, forward or ptx"
+    add(show).add_argument("--stage", default="trace", help=stages)
     explaining, checking = add(explain), add(check)
     explaining.add_argument("--q-len", **size, default=4096, help="queries (default 4096)")
     explaining.add_argument("--kv-len", **size, help=same)
     checking.add_argument("--q-len", **size, default=200, help="queries (default 200)")
     checking.add_argument("--kv-len", **size, help=same)
     checking.add_argument("--seed", **size, default=0, help="of the random inputs (default 0)")
+    add_options(add(bench, variant=False))
     return parser
 
 

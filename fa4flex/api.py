@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from fa4flex.view.explain import Explanation
     from fa4flex.view.mask import MaskView
 
+_LSE = ("lse",)
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Attention:
@@ -63,14 +65,20 @@ class Attention:
         natural logarithm of the softmax's denominator, in float32 (float64 for float64 inputs). A query
         without allowed keys gives out 0, lse -inf and zero gradients. Both carry gradients.
         """
-        result = self._run(q, k, v, varlen, paging)
+        result = self._run(q, k, v, varlen, paging, _LSE if return_lse else ())
         return (result.out, result.lse) if return_lse else result.out
 
     def _run(
-        self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen | None = None, paging: Paging | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        varlen: Varlen | None = None,
+        paging: Paging | None = None,
+        statistics: launch.Statistics = (),
     ) -> launch.Result:
         try:
-            return launch.run(self.prepared, q, k, v, varlen, paging)
+            return launch.run(self.prepared, q, k, v, varlen, paging, statistics)
         except Fa4flexError as error:
             error.add_note(f"in {self!r}")
             raise
@@ -105,11 +113,16 @@ class Attention:
 
         return explain(self.program, q_len, q_len if kv_len is None else kv_len)
 
-    def source(self, stage: str = "trace") -> str:
-        """The program at a stage as readable text, each line with the user's line that it came from."""
+    def source(self, stage: str = "trace", **problem: Any) -> str:
+        """The program at a stage as readable text, each line with the user's line that it came from.
+
+        "trace", "facts" and "gradient" hold for every call. "plan", "forward" (the generated kernel module)
+        and "ptx" are those of a GPU, at a head_dim of 128 in bfloat16 unless `problem` says otherwise:
+        attn.source("forward", head_dim=64, dtype="float16").
+        """
         from fa4flex.view.source import source
 
-        return source(self.program, stage)
+        return source(self.program, stage, **problem)
 
     @cached_property
     def mask(self) -> MaskView:
@@ -198,7 +211,10 @@ def flex_attention(
         if key.shape[0] == 1 and query.shape[0] > 1:
             key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
     compiled = _drop_in(score_mod, block_mask, scale, kernel_options)
-    result = compiled._run(query, key, value)
+    lse = return_lse or (return_aux is not None and bool(return_aux.lse))
+    max_scores = return_aux is not None and bool(return_aux.max_scores)
+    statistics = ("lse",) * lse + ("max_scores",) * max_scores
+    result = compiled._run(query, key, value, statistics=statistics)
     if return_lse:
         return result.out, result.lse
     if return_aux is None:

@@ -158,12 +158,14 @@ def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 def check_variant(sizes: Sizes, q: Tensor, variant: Variant) -> None:
     """What a variant's own tensors require of a call."""
-    if q.device.type != "cpu":
+    if q.device.type not in ("cpu", "cuda"):
         raise UnsupportedError(
             f"tensors on {q.device}",
-            "CPU tensors: this version has no pipeline for other devices",
-            "move q, k, v and captured tensors with .cpu()",
+            "CPU tensors, or CUDA tensors on a Hopper GPU",
+            "move q, k, v and captured tensors with .cpu() or .cuda()",
         )
+    if q.device.type == "cuda":
+        _check_cuda(q, variant)
     if variant.blocks is not None and q.ndim == 3:
         raise UnsupportedError(
             "a block map with packed sequences: a map is made for one q_len and kv_len",
@@ -174,6 +176,21 @@ def check_variant(sizes: Sizes, q: Tensor, variant: Variant) -> None:
         variant.sinks.check(sizes.q_heads, q.device)
     if variant.blocks is not None:
         variant.blocks.fits(sizes.q_len, sizes.kv_len, sizes.batch, sizes.q_heads)
+
+
+def _check_cuda(q: Tensor, variant: Variant) -> None:
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        raise UnsupportedError(
+            f"{q.dtype} tensors on {q.device}",
+            "bfloat16 or float16: the tensor cores multiply these, and sum in float32",
+            "cast with .to(torch.bfloat16), or move the tensors with .cpu() for exact arithmetic",
+        )
+    if variant.precision.compute_dtype(q.dtype) != torch.float32:
+        raise UnsupportedError(
+            f"Precision(compute={variant.precision.compute!r}) on {q.device}",
+            "float32, in which GPUs compute scores, softmax and sums",
+            'leave compute="auto", or move the tensors with .cpu()',
+        )
 
 
 def check_paged(q: Tensor, k: Tensor, v: Tensor, paging: Paging, varlen: Varlen | None) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from fa4flex.codegen.build import Program
 from fa4flex.primitives.paging import Paging
@@ -22,6 +25,29 @@ from fa4flex.runtime.checks import (
     check_transforms,
     check_variant,
 )
+from fa4flex.runtime.cuda.again import Again
+from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, Lengths
+from fa4flex.runtime.cuda.engine import Engine, Ready
+from fa4flex.runtime.cuda.operands import Remembered
+
+Statistics = tuple[str, ...]
+"""Which of "lse" and "max_scores", in this order."""
+
+
+@dataclass(slots=True)
+class Recent:
+    """The last call on a GPU without gradients: what launched it, and what launches one just like it.
+
+    `tries` counts how often the latter was made in vain: for tensors that torch does not compare at once, or
+    for modes of torch that changed since.
+    """
+
+    ready: Ready | None = None
+    again: Again | None = None
+    tries: int = 0
+
+
+MOST_TRIES = 4
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -32,6 +58,26 @@ class Prepared:
     key: str
     scalars: tuple[float, ...]
     names: tuple[str, ...]
+    recent: Recent = field(default_factory=Recent)
+
+    @cached_property
+    def engine(self) -> Engine:
+        """What launches this program on NVIDIA GPUs."""
+        return ops.engine(self.key)
+
+    @cached_property
+    def memory(self) -> Remembered:
+        """Captured tensors of calls without gradients on GPUs."""
+        return Remembered(self.engine.watched.slots)
+
+    def scale(self, q: Tensor) -> float:
+        given = self.program.variant.scale
+        return 1 / math.sqrt(q.shape[-1]) if given is None else given
+
+    @property
+    def sinks(self) -> Tensor | None:
+        sinks = self.program.variant.sinks
+        return None if sinks is None else sinks.logits
 
 
 def prepare(program: Program) -> Prepared:
@@ -41,13 +87,16 @@ def prepare(program: Program) -> Prepared:
     return Prepared(program, key, tuple(map(float, program.scalars)), tuple(o.name for o in program.operands))
 
 
-@dataclass(frozen=True)
-class Result:
-    """out in q's layout; lse and max_scores [B, Hq, Sq], or [Hq, Tq] for packed queries."""
+class Result(NamedTuple):
+    """out in q's layout; lse and max_scores [B, Hq, Sq], or [Hq, Tq] for packed queries.
+
+    lse is None, and max_scores None or an empty tensor, where they are computed on request and were not
+    asked for.
+    """
 
     out: Tensor
-    lse: Tensor
-    max_scores: Tensor
+    lse: Tensor | None
+    max_scores: Tensor | None
 
 
 def run(
@@ -57,63 +106,152 @@ def run(
     v: Tensor,
     varlen: Varlen | None = None,
     paging: Paging | None = None,
+    statistics: Statistics = ("lse",),
 ) -> Result:
-    """One call of a program. See fa4flex.api.Attention for shapes and errors."""
+    """One call of a program. See fa4flex.api.Attention for shapes and errors.
+
+    Of lse and max_scores at least those in `statistics` are computed.
+    """
+    again = None if torch.compiler.is_compiling() else prepared.recent.again
+    if (
+        again is not None
+        and varlen is None
+        and paging is None
+        and again.statistics == statistics
+        and again.fits(q, k, v)
+    ):
+        return Result(*again(q, k, v))
+    call = None if paging is not None else _direct_call(prepared, (q, k, v), varlen, statistics)
+    if call is not None:
+        ready = prepared.engine.find(call)
+        if ready is not None:  # a call that looks like this one was checked before
+            _remember(prepared, call, ready)
+            return Result(*ready(call))
     check_tensors(q, k, v)
     check_descriptions(varlen, paging)
     if paging is not None:
-        return _paged(prepared, q, (k, v), varlen, paging)
-    if varlen is not None and varlen.packed:
-        check_variant(check_packed(q, k, v, varlen), q, prepared.program.variant)
-        return _operator(
-            prepared, (q, k, v), (varlen.cu_seqlens_q, varlen.cu_k, varlen.seqused_q, varlen.seqused_k)
-        )
-    if prepared.program.variant.layout == "bshd":
+        return _paged(prepared, (q, k, v), varlen, paging, statistics)
+    swap = prepared.program.variant.layout == "bshd" and not (varlen is not None and varlen.packed)
+    if swap:
         q, k, v = (x.transpose(1, 2) if x.ndim == 4 else x for x in (q, k, v))
-    sizes = check_dense(q, k, v, prepared.program.variant)
-    check_variant(sizes, q, prepared.program.variant)
-    used: tuple[Tensor | None, Tensor | None] = (None, None)
-    if varlen is not None:
-        if not torch.compiler.is_compiling():
+    _check_call(prepared, (q, k, v), varlen)
+    operands = prepared.program.tensors() if call is None else call.operands
+    check_operand_devices(operands, prepared.names, q)
+    check_transforms(q, k, v, *operands, prepared.sinks)
+    if call is not None:
+        return Result(*prepared.engine.run(call))
+    result = _operator(prepared, (q, k, v), operands, _lengths(varlen), "max_scores" in statistics)
+    return Result(result.out.transpose(1, 2), result.lse, result.max_scores) if swap else result
+
+
+def _lengths(varlen: Varlen | None) -> Lengths:
+    if varlen is None:
+        return NO_LENGTHS
+    return varlen.cu_seqlens_q, varlen.cu_k, varlen.seqused_q, varlen.seqused_k
+
+
+def _check_call(prepared: Prepared, qkv: tuple[Tensor, Tensor, Tensor], varlen: Varlen | None) -> None:
+    """q, k, v in bhsd, or packed."""
+    q, variant = qkv[0], prepared.program.variant
+    if varlen is not None and varlen.packed:
+        check_variant(check_packed(*qkv, varlen), q, variant)
+    else:
+        sizes = check_dense(*qkv, variant)
+        check_variant(sizes, q, variant)
+        if varlen is not None and not torch.compiler.is_compiling():
             varlen.check_padded(sizes.batch, sizes.q_len, sizes.kv_len)
-        used = varlen.seqused_q, varlen.seqused_k
-    result = _operator(prepared, (q, k, v), (None, None, *used))
-    if prepared.program.variant.layout == "bshd":
-        return Result(result.out.transpose(1, 2), result.lse, result.max_scores)
-    return result
+
+
+# --- on a GPU without gradients: past the operator --------------------------------------------------------
+
+
+_OWN_TYPES = (Tensor, Parameter)
+
+
+def _remember(prepared: Prepared, call: Call, ready: Ready) -> None:
+    """For the next call. Two calls in a row must have looked alike: what is made here costs some time."""
+    recent = prepared.recent
+    if recent.ready is not ready:
+        recent.ready, recent.again, recent.tries = ready, None, 0
+    elif recent.tries < MOST_TRIES and all(x.base is not None for x in prepared.program.operands):
+        # Operands without a base are computed from others, perhaps anew at each call.
+        recent.tries += 1
+        watched = tuple(call.operands[slot] for slot in sorted(prepared.engine.watched.slots))
+        recent.again = Again.of(call, ready, watched)
+
+
+def _direct_call(
+    prepared: Prepared, qkv: tuple[Tensor, Tensor, Tensor], varlen: Varlen | None, statistics: Statistics
+) -> Call | None:
+    """The call, if it needs nothing that the registered operator is for: gradients, tracing, modes."""
+    q, k, v = qkv
+    own = type(q) in _OWN_TYPES and type(k) in _OWN_TYPES and type(v) in _OWN_TYPES
+    if not own or _observed() or not q.is_cuda:
+        return None
+    program, sinks = prepared.program, prepared.sinks
+    operands = prepared.memory.tensors(program.operands) if program.operands else ()
+    if torch.is_grad_enabled() and _wants_gradient(q, k, v, *operands, sinks):
+        return None
+    lengths = _lengths(varlen) if isinstance(varlen, Varlen) else NO_LENGTHS
+    heads_first = program.variant.layout == "bhsd"
+    scalars, scale = prepared.scalars, prepared.scale(q)
+    return Call(q, k, v, operands, sinks, lengths, scalars, scale, heads_first, statistics)
+
+
+def _wants_gradient(*tensors: Tensor | None) -> bool:
+    return any(x is not None and x.requires_grad for x in tensors)
+
+
+def _observed() -> bool:
+    """Whether something traces, transforms or intercepts operators."""
+    return bool(
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.maybe_current_level() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+    )
 
 
 def _operator(
-    prepared: Prepared, qkv: tuple[Tensor, Tensor, Tensor], lengths: tuple[Tensor | None, ...]
+    prepared: Prepared,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    operands: tuple[Tensor, ...],
+    lengths: Lengths,
+    max_scores: bool,
 ) -> Result:
-    q, k, v = qkv
-    program = prepared.program
-    operands = program.tensors()
-    check_operand_devices(operands, prepared.names, q)
-    scale = 1 / math.sqrt(q.shape[-1]) if program.variant.scale is None else program.variant.scale
-    sinks = None if program.variant.sinks is None else program.variant.sinks.logits
-    check_transforms(q, k, v, *operands, sinks)
-    found = ops.attention(q, k, v, operands, sinks, *lengths, prepared.key, prepared.scalars, scale)
+    scale = prepared.scale(qkv[0])
+    found = ops.attention(
+        *qkv, operands, prepared.sinks, *lengths, prepared.key, prepared.scalars, scale, max_scores
+    )
     return Result(*found[:3])
 
 
 def _paged(
-    prepared: Prepared, q: Tensor, caches: tuple[Tensor, Tensor], varlen: Varlen | None, paging: Paging
+    prepared: Prepared,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    varlen: Varlen | None,
+    paging: Paging,
+    statistics: Statistics,
 ) -> Result:
     """Keys and values are gathered page by page into packed sequences; the rest is a ragged call.
 
-    q [B, Hq, Sq, D] (or "bshd"), or packed [Tq, Hq, D] with varlen's cu_seqlens_q.
+    q [B, Hq, Sq, D] (or "bshd"), or packed [Tq, Hq, D] with varlen's cu_seqlens_q. Gathering needs the
+    number of keys on the host, so this waits for the device.
     """
-    check_paged(q, *caches, paging, varlen)
-    k, cu_k = paging.gather(caches[0])
-    v, _ = paging.gather(caches[1])
+    q, k_cache, v_cache = qkv
+    check_paged(q, k_cache, v_cache, paging, varlen)
+    k, cu_k = paging.gather(k_cache)
+    v, _ = paging.gather(v_cache)
     if varlen is not None:
         ragged = Varlen(varlen.cu_seqlens_q, cu_k, varlen.seqused_q)
-        return run(prepared, q, k, v, ragged)
+        return run(prepared, q, k, v, ragged, statistics=statistics)
     rows = q if prepared.program.variant.layout == "bshd" else q.transpose(1, 2)  # [B, Sq, Hq, D]
     batch, q_len = rows.shape[:2]
     cu_q = torch.arange(0, (batch + 1) * q_len, q_len, dtype=torch.int32, device=q.device)
-    result = run(prepared, rows.flatten(0, 1), k, v, Varlen(cu_q, cu_k))
+    result = run(prepared, rows.flatten(0, 1), k, v, Varlen(cu_q, cu_k), statistics=statistics)
     out = result.out.unflatten(0, (batch, q_len))
-    lse, largest = (x.unflatten(1, (batch, q_len)).transpose(0, 1) for x in (result.lse, result.max_scores))
+    lse, largest = (
+        x.unflatten(1, (batch, q_len)).transpose(0, 1) if x is not None and x.numel() else x
+        for x in (result.lse, result.max_scores)
+    )
     return Result(out if prepared.program.variant.layout == "bshd" else out.transpose(1, 2), lse, largest)

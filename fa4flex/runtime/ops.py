@@ -25,6 +25,8 @@ from fa4flex.errors import UnsupportedError
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.runtime import cpu
+from fa4flex.runtime.cuda.call import NO_LENGTHS, Call
+from fa4flex.runtime.cuda.engine import Engine, empty_output
 
 # torch.compile keeps graphs on disk, gradients of operators included, and knows them by their arguments
 # alone. With this in the key, a graph compiled against another version of this file is not found again.
@@ -45,12 +47,18 @@ class Published:
 
     def captured(self, operands: Sequence[Tensor], scalars: Sequence[float]) -> Captured:
         """Operands and scalars as the expressions expect them: int scalars travel as floats."""
-        kinds = {n.value: n.kind for n in walk(self.facts.score, self.facts.mask) if n.op == "scalar"}
+        kinds = self.kinds
         numbers = (int(x) if kinds[slot] == "int" else x for slot, x in enumerate(scalars))
         return Captured(tuple(operands), tuple(numbers))
 
+    @property
+    def kinds(self) -> dict[int, str]:
+        """The kind of each captured number, by slot."""
+        return {n.value: n.kind for n in walk(self.facts.score, self.facts.mask) if n.op == "scalar"}
+
 
 _published: dict[str, Published] = {}
+_engines: dict[str, Engine] = {}
 
 
 def publish(facts: Facts, schedule: Schedule, precision: Precision) -> str:
@@ -58,6 +66,14 @@ def publish(facts: Facts, schedule: Schedule, precision: Precision) -> str:
     program = Published(facts, schedule, precision)
     _published.setdefault(program.key, program)
     return program.key
+
+
+def engine(key: str) -> Engine:
+    """What launches a published program on NVIDIA GPUs; equal programs share what it remembers."""
+    if key not in _engines:
+        p = _published[key]
+        _engines[key] = Engine(p.facts, p.schedule, p.precision, p.kinds)
+    return _engines[key]
 
 
 @torch.library.custom_op("fa4flex::attention", mutates_args=(), device_types="cpu")
@@ -74,8 +90,12 @@ def attention(
     program: str,
     scalars: Sequence[float],
     scale: float,
+    max_scores: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """cpu.Forward of dense [B, H, S, D] tensors, or of packed [T, H, D] ones with cu_seqlens."""
+    """cpu.Forward of dense [B, H, S, D] tensors, or of packed [T, H, D] ones with cu_seqlens.
+
+    On a GPU `total` is empty, and so is `max_scores` where it is not asked for.
+    """
     published = _published[program]
     inputs = _inputs(published, (q, k, v), operands, scalars, (scale, sinks))
     sequences = _sequences(q, k, (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k))
@@ -84,6 +104,31 @@ def attention(
     else:
         result = cpu.forward_sequences(published.facts, inputs, sequences)
     return result.out, result.lse, result.max_scores, result.total
+
+
+@attention.register_kernel("cuda")
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    operands: Sequence[Tensor],
+    sinks: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    seqused_q: Tensor | None,
+    seqused_k: Tensor | None,
+    program: str,
+    scalars: Sequence[float],
+    scale: float,
+    max_scores: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    given = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    lengths = NO_LENGTHS if all(x is None for x in given) else given
+    statistics = ("lse", "max_scores") if max_scores else ("lse",)
+    call = Call(q, k, v, tuple(operands), sinks, lengths, tuple(scalars), scale, True, statistics)
+    out, lse, largest = engine(program).run(call)
+    assert lse is not None
+    return out, lse, lse.new_empty(0) if largest is None else largest, lse.new_empty(0)
 
 
 @torch.library.custom_op("fa4flex::attention_backward", mutates_args=(), device_types="cpu")
@@ -107,16 +152,52 @@ def attention_backward(
     """
     published = _published[program]
     inputs = _inputs(published, (q, k, v), operands, scalars, (scale, sinks))
-    sequences = _sequences(q, k, lengths)
-    forward = cpu.Forward(*saved)
+    return _blockwise_backward(published, inputs, (upstream, saved, lengths), needs)
+
+
+def _blockwise_backward(
+    published: Published,
+    inputs: cpu.Inputs,
+    given: tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor | None]],
+    needs: Sequence[int],
+) -> list[Tensor]:
+    (dout, dlse), saved, lengths = given
+    sequences, forward = _sequences(inputs.q, inputs.k, lengths), cpu.Forward(*saved)
     if sequences is None:
-        found = cpu.backward(published.facts, inputs, forward, upstream[0], upstream[1], needs)
+        found = cpu.backward(published.facts, inputs, forward, dout, dlse, needs)
     else:
-        found = cpu.backward_sequences(
-            published.facts, inputs, sequences, forward, (upstream[0], upstream[1]), needs
-        )
+        found = cpu.backward_sequences(published.facts, inputs, sequences, forward, (dout, dlse), needs)
     gradients = [found.dq, found.dk, found.dv, found.sinks, *(found.operands[slot] for slot in needs)]
     return [x for x in gradients if x is not None]
+
+
+@attention_backward.register_kernel("cuda")
+def _(
+    upstream: Sequence[Tensor],
+    saved: Sequence[Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    operands: Sequence[Tensor],
+    sinks: Tensor | None,
+    lengths: Sequence[Tensor | None],
+    program: str,
+    scalars: Sequence[float],
+    scale: float,
+    needs: Sequence[int],
+) -> list[Tensor]:
+    """The blockwise backward of the CPU, in PyTorch operations on the GPU: exact, deterministic and slow.
+
+    Probabilities are exp(score - lse): where scores are so large that the lse has no digits left for the
+    number of keys (some 1e7), rows of equal scores get too large a gradient.
+    """
+    out, lse = saved[:2]
+    whole = out, lse, lse, (lse > -torch.inf).to(lse.dtype)
+    published = _published[program]
+    with torch.device("cpu"):
+        inputs = _inputs(published, (q, k, v), operands, scalars, (scale, sinks))
+    with torch.device(q.device):
+        return _blockwise_backward(published, inputs, (upstream, whole, lengths), needs)
 
 
 def _inputs(
@@ -165,11 +246,16 @@ def _(
     cu_seqlens_q: Tensor | None,
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    precision = _published[rest[3]].precision
-    out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=precision.output_dtype(q.dtype))
-    compute = precision.compute_dtype(q.dtype)
-    statistics = q.shape[:-1] if cu_seqlens_q is None else (q.shape[1], q.shape[0])
-    lse, largest, total = (q.new_empty(statistics, dtype=compute) for _ in range(3))
+    precision, max_scores = _published[rest[3]].precision, rest[-1]
+    shape = q.shape[:-1] if cu_seqlens_q is None else (q.shape[1], q.shape[0])
+    compute, output = precision.compute_dtype(q.dtype), precision.output_dtype(q.dtype)
+    if q.device.type == "cuda":
+        sizes: tuple[Any, ...] = (shape, shape if max_scores else (0,), (0,))
+        out = empty_output(q, v.shape[-1], output)
+    else:
+        sizes = (shape, shape, shape)
+        out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=output)
+    lse, largest, total = (q.new_empty(size, dtype=compute) for size in sizes)
     return out, lse, largest, total
 
 
@@ -193,7 +279,7 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, operands, sinks, *lengths, program, scalars, scale = inputs
+    q, k, v, operands, sinks, *lengths, program, scalars, scale, _ = inputs
     ctx.save_for_backward(q, k, v, sinks, *lengths, *output, *operands)
     ctx.mark_non_differentiable(*output[2:])
     ctx.plain = program, scalars, scale
@@ -211,7 +297,7 @@ def _backward(ctx: Any, dout: Tensor, dlse: Tensor, *_: Tensor) -> tuple[Any, ..
         by_slot[slot] = gradient
     _, scalars, _ = ctx.plain
     # torch compares this with the inputs' structure, where an empty list is a list and a full one a leaf.
-    return (*found[:3], by_slot, dsinks, *[None] * 5, None if scalars else [], None)
+    return (*found[:3], by_slot, dsinks, *[None] * 5, None if scalars else [], None, None)
 
 
 def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:

@@ -12,6 +12,7 @@ from fa4flex.codegen.analyze.tiles import Proof
 from fa4flex.codegen.build import Program
 from fa4flex.codegen.expr import TRUE, Expr, apply, const, sym, walk
 from fa4flex.codegen.trace import Pinned
+from fa4flex.errors import Fa4flexError
 from fa4flex.view.closed_form import closed_form
 from fa4flex.view.mask import tile_counts, tiles_of
 from fa4flex.view.names import Names, describe_numbers, describe_operands, name_of
@@ -40,7 +41,8 @@ def explain(program: Program, q_len: int, kv_len: int) -> Explanation:
         ("score", _score(program, names)),
         ("captured", _captured(program, names)),
         ("indices", _indices(program, names, chosen)),
-        ("runs on", _place(program)),
+        ("on a CPU", _place(program)),
+        ("on a GPU", _gpu(program, q_len, kv_len)),
     )
     return Explanation("\n\n".join(_section(title, lines) for title, lines in sections if lines))
 
@@ -226,7 +228,21 @@ def _place(program: Program) -> list[str]:
     precision, tile = program.variant.precision, program.variant.schedule.tile or _cpu_tile()
     compute = "float32 (float64 for float64 inputs)" if precision.compute == "auto" else precision.compute
     return [
-        f"CPU, forward and backward, tile {tile[0]} x {tile[1]}",
+        f"forward and backward, tile {tile[0]} x {tile[1]}",
         f"scores, softmax and sums in {compute}",
         "empty tiles are not loaded, full tiles do not evaluate the mask; the same bits at every run",
+    ]
+
+
+def _gpu(program: Program, q_len: int, kv_len: int) -> list[str]:
+    """The kernel that a Hopper GPU runs, or why there is none."""
+    from fa4flex.view.gpu import summary
+
+    try:
+        lines = summary(program, q_len, kv_len)
+    except Fa4flexError as error:
+        return ["no kernel: " + line.strip() for line in str(error).splitlines()[:1]]
+    return [
+        *lines,
+        "backward: PyTorch operations, block by block: exact and deterministic, at PyTorch's speed",
     ]

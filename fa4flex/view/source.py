@@ -6,32 +6,40 @@ import os
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from fa4flex.codegen.analyze.facts import SCORE
 from fa4flex.codegen.analyze.intervals import describe
 from fa4flex.codegen.build import Program
 from fa4flex.codegen.expr import INFIX, PREFIX, TRUE, Expr, walk
 from fa4flex.codegen.trace.origin import definition_line
-from fa4flex.errors import InputError, Origin, UnsupportedError
+from fa4flex.errors import InputError, Origin
 from fa4flex.view.names import Names, describe_numbers, describe_operands
 
-GPU_STAGES = ("plan", "source", "ptx")
+GPU_STAGES = {"plan": "plan_stage", "forward": "forward_stage", "source": "forward_stage", "ptx": "ptx_stage"}
 COMMENT_COLUMN, CODE_WIDTH = 48, 64
 
 
-def source(program: Program, stage: str = "trace") -> str:
-    """The program at `stage`: "trace", "facts" or "gradient".
+def source(program: Program, stage: str = "trace", **problem: Any) -> str:
+    """The program at `stage`: "trace", "facts", "gradient"; for GPUs "plan", "forward" and "ptx".
 
-    Raises UnsupportedError for the stages of GPU pipelines, InputError for anything else.
+    `problem` says for which lengths (q_len, kv_len) and fields of Problem (head_dim, dtype, lengths, ...) GPU
+    stages are shown. Raises InputError for other stages, and for a problem where none is shown.
     """
     if stage in GPU_STAGES:
-        raise UnsupportedError(
-            f"stage={stage!r}: a CPU program is executed from its expressions, so it has no {stage}",
-            f"one of {', '.join(STAGES)}",
-            'source("trace") lists every operation that is executed',
-        )
+        from fa4flex.view import gpu
+
+        show: Callable[..., str] = getattr(gpu, GPU_STAGES[stage])
+        return show(program, **problem)
     if stage not in STAGES:
-        raise InputError(f"stage={stage!r}", f"one of {', '.join(STAGES)}", "pick a stage")
+        known = ", ".join((*STAGES, *GPU_STAGES))
+        raise InputError(f"stage={stage!r}", f"one of {known}", "pick a stage")
+    if problem:
+        raise InputError(
+            f"{', '.join(problem)} for stage={stage!r}, which holds for all lengths, widths and dtypes",
+            f"these with one of {', '.join(GPU_STAGES)}",
+            "leave them out",
+        )
     return STAGES[stage](program)
 
 

@@ -111,7 +111,6 @@ def test_check_passes_and_fails(
         (["draw", "causal, sliding_window"], "two masks"),
         (["draw", "no_such_file.py:mod"], "existing"),
         (["draw", "causal", "--size", "8", "--tile", "2", "3", "4"], "one or two numbers"),
-        (["show", "causal", "--stage", "ptx"], "trace, facts, gradient"),
         (["show", "causal", "--stage", "nothing"], "trace, facts, gradient"),
         (["doctor", "--nothing"], "see --help"),
     ],

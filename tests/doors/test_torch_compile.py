@@ -83,6 +83,7 @@ def test_the_operators_meet_torchs_contract() -> None:
         prepared.key,
         prepared.scalars,
         0.5,
+        False,
     )
     torch.library.opcheck(
         torch.ops.fa4flex.attention,

@@ -240,11 +240,21 @@ def test_gradient_listing_is_the_derivative() -> None:
 
 def test_stages_that_do_not_exist() -> None:
     attn = fa4flex.compile(score_mod=alibi)
-    for stage in ("plan", "source", "ptx"):
-        with pytest.raises(UnsupportedError, match="trace, facts, gradient"):
-            attn.source(stage)
-    with pytest.raises(InputError, match="trace, facts, gradient"):
+    with pytest.raises(InputError, match="trace, facts, gradient, plan, forward"):
         attn.source("nonsense")
+    with pytest.raises(InputError, match="head_dim for stage='trace'"):
+        attn.source("trace", head_dim=64)
+
+
+def test_gpu_stages_show_what_a_gpu_would_run() -> None:
+    mod = lambda score, b, h, q_idx, kv_idx: 3.0 * torch.tanh(score / 3.0)  # noqa: E731
+    attn = fa4flex.compile(score_mod=mod, mask=fa4flex.variants.causal)
+    text = attn.source("forward", head_dim=64)
+    compile(text, "generated", "exec")
+    assert f"test_view.py:{mod.__code__.co_firstlineno}" in text
+    assert len(text.splitlines()) <= 200
+    assert attn.source("source", head_dim=64) == text != attn.source("forward", head_dim=128)
+    assert "shared memory" in attn.source("plan")
 
 
 def test_lengths_beyond_a_table_are_refused_in_words() -> None:

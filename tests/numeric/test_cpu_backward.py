@@ -173,21 +173,24 @@ def plain_gradients(case: Case, qkv: list[Tensor], tables: list[Tensor], dout: T
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["dense", "soft cap", "alibi"])
 def test_precision(name: str, dtype: torch.dtype) -> None:
-    """At most twice the error of plain PyTorch, in the worst element and row.
+    """At most twice plain PyTorch's error: the worst element and row of 4 draws against that of 16.
 
-    A table of four elements, each a sum of 10^5 terms that cancel, may be right by luck: there the bound is
-    relative.
+    A worst element varies several times over by draw, in both alike.
     """
     case, sizes = CASES[name], Sizes(1, 4, 2, 200, 300, 64, 64)
-    qkv, tables = sizes.qkv(dtype), [t.to(dtype) for t in case.tables(sizes)]
-    dout = upstreams(sizes)[0].to(dtype)
-    got = listed(run(case, qkv, tables, [dout, None]))
-    want = oracle(case, qkv, tables, [dout.double(), None])
-    for g, w, p in zip(got, want, plain_gradients(case, qkv, tables, dout), strict=True):
-        assert g.dtype == dtype
-        floor = 1e-5 * w.abs().max().item() if w.numel() < 9 else 0
-        for error, allowed in zip(worst(g, w), worst(p, w)):
-            assert error <= max(2 * allowed, floor)
+    errors, limits = [], []
+    for draw in range(16):
+        qkv, tables = sizes.qkv(dtype), [t.to(dtype) for t in case.tables(sizes)]
+        dout = upstreams(sizes)[0].to(dtype)
+        want = oracle(case, qkv, tables, [dout.double(), None])
+        plain = plain_gradients(case, qkv, tables, dout)
+        limits.append([2 * e for p, w in zip(plain, want, strict=True) for e in worst(p, w)])
+        if draw < 4:
+            got = listed(run(case, qkv, tables, [dout, None]))
+            assert all(g.dtype == dtype for g in got)
+            errors.append([e for g, w in zip(got, want, strict=True) for e in worst(g, w)])
+    for error, limit in zip(map(max, zip(*errors)), map(max, zip(*limits))):
+        assert error <= limit
 
 
 def test_repeats_are_bit_equal() -> None:

@@ -67,7 +67,11 @@ class SharedGradients:
         constant = [d for d in range(share.ndim) if place.shape[d] == 1 and share.shape[d] != 1]
         if constant:
             share = share.sum(constant, keepdim=True, dtype=torch.float64)
-        self.operands[term.slot].index_add_(0, place.expand_as(share).flatten(), share.flatten().double())
+        total, place, share = self.operands[term.slot], place.expand_as(share).flatten(), share.flatten()
+        if total.is_cuda:  # where index_add_ adds in any order, and index_put_ sorts first
+            total.index_put_((place,), share.double(), accumulate=True)
+        else:
+            total.index_add_(0, place, share.double())
 
 
 def _places(term: CapturedGradient, block: Block, span: Span, axes: dict[str, Value]) -> list[Value]:

@@ -233,7 +233,10 @@ class Walk:
         # Query heads that share keys stand in one tile: it keeps its size when each gives fewer rows.
         fitting = max(16, min(rows, _power_of_two(rows // max(inputs.ratio, 1)))), KEY_TILE
         self.rows, self.keys = tile = fitting if inputs.tile is None else inputs.tile
-        self.tiles = tile_map(facts.mask, facts.keys, inputs.shape, inputs.captured, tile, inputs.precision)
+        with torch.device("cpu"):  # masks are analysed on the host, whatever torch's default device is
+            self.tiles = tile_map(
+                facts.mask, facts.keys, inputs.shape, inputs.captured, tile, inputs.precision
+            )
         self.plain = facts.score is SCORE
 
     def __iter__(self) -> Iterator[Block]:

@@ -1,0 +1,1 @@
+"""NVIDIA GPUs: compile and keep kernels, and launch them on torch tensors."""

@@ -1,0 +1,117 @@
+"""The launch of the last call, for a next one that looks just like it: most do.
+
+Host time counts in microseconds here. Finding a launch by its key takes a Python call for each of a tensor's
+properties; torch compares all of them in one, with the guard that its compiler puts in front of its graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from fa4flex.runtime.cuda.call import NO_LENGTHS, Call
+from fa4flex.runtime.cuda.counter import counter
+from fa4flex.runtime.cuda.engine import ALIGNMENT, Ready, Results
+
+_empty_like = torch.empty_like
+
+
+class Again:
+    """One launch, with all of its arguments but q, k, v and what it computes."""
+
+    __slots__ = (
+        "alignment",
+        "allocate",
+        "looks",
+        "others",
+        "ready",
+        "rest",
+        "statistics",
+        "trains",
+        "watched",
+    )
+
+    def __init__(
+        self, call: Call, ready: Ready, looks: Callable[..., bool], watched: tuple[Tensor, ...]
+    ) -> None:
+        self.ready, self.looks = ready, looks
+        self.statistics = call.statistics
+        self.others = call.operands if call.sinks is None else (*call.operands, call.sinks)
+        self.trains = any(x.requires_grad for x in (call.q, call.k, call.v, *self.others))
+        self.alignment = (call.q.data_ptr() | call.k.data_ptr() | call.v.data_ptr()) % ALIGNMENT
+        self.watched = tuple((x, x.data_ptr(), x._version) for x in watched)
+        self.allocate = _allocation(call.q, ready)
+        operands = call.operands + ready.rows
+        self.rest = (
+            *NO_LENGTHS, _prepared(ready.tables), call.sinks, operands or None, _prepared(ready.scalars),
+            call.scale, ready.max_q_len,
+        )  # fmt: skip
+
+    @staticmethod
+    def of(call: Call, ready: Ready, watched: tuple[Tensor, ...]) -> Again | None:
+        """None where a call does more than launch, or where torch cannot compare its tensors at once."""
+        if call.lengths is not NO_LENGTHS or ready.fixes or ready.gaps:
+            return None
+        tensors = call.q, call.k, call.v, *call.operands
+        looks = _guard(tensors if call.sinks is None else (*tensors, call.sinks))
+        return None if looks is None else Again(call, ready, looks, watched)
+
+    def fits(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Whether a call with these tensors is this launch.
+
+        `looks` compares types, dtypes, devices, shapes, strides, requires_grad, and whatever takes part in
+        dispatch: modes, transforms, inference mode. What it does not see follows.
+        """
+        if not self.looks(q, k, v, *self.others):
+            return False
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT != self.alignment:
+            return False
+        if forward_ad._current_level >= 0 or (self.trains and torch.is_grad_enabled()):
+            return False
+        return not self.watched or self._unchanged()
+
+    def _unchanged(self) -> bool:
+        return all(x._version == version and x.data_ptr() == place for x, place, version in self.watched)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Results:
+        ready = self.ready
+        out, lse, largest = (_empty_like(q), None, None) if self.allocate is None else self.allocate(q)
+        ready.launch(
+            q, k, v, out, lse, largest, *self.rest, counter(q.get_device()) if ready.counted else None
+        )
+        return out, lse, largest
+
+
+def _allocation(q: Tensor, ready: Ready) -> Callable[[Tensor], Results] | None:
+    """What makes room for results, or None where that is an output like q: the cheapest of allocations."""
+    like = torch.empty_like(q)
+    plain = ready.layouts == ((tuple(like.shape), like.stride(), like.dtype), None, None)
+    return None if plain else ready.results
+
+
+def _prepared(given: tuple[Any, ...] | None) -> Any:
+    """A tuple that no call changes, as the calling convention would make it at each launch."""
+    if given is None:
+        return None
+    import tvm_ffi
+
+    return tvm_ffi.convert(given)
+
+
+def _guard(tensors: tuple[Tensor, ...]) -> Callable[..., bool] | None:
+    """A function that tells whether tensors look like these; None where this torch has none that works, or
+    where a tensor is given twice, which it does not allow."""
+    try:
+        from torch._C._dynamo.guards import TensorGuards
+
+        shapes: list[Any] = [list(x.shape) for x in tensors]
+        strides: list[Any] = [list(x.stride()) for x in tensors]
+        guard = TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
+        looks: Callable[..., bool] = guard.check
+        return looks if looks(*tensors) else None
+    except (ImportError, TypeError, RuntimeError):
+        return None

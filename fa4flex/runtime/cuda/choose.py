@@ -1,0 +1,139 @@
+"""From a call's tensors to the problem that its kernel is specialised to: what holds for them is proved here.
+
+Proofs read lengths, captured numbers and, where an index or a mask is made of them, captured tensors. Those
+are copied to the host, so this runs once per look of a call and not at each launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from fa4flex.codegen.analyze.bounds import bounds
+from fa4flex.codegen.analyze.domain import READS, Shape, on_host
+from fa4flex.codegen.analyze.facts import Facts
+from fa4flex.codegen.analyze.intervals import KeyIntervals
+from fa4flex.codegen.analyze.overflow import overflowing
+from fa4flex.codegen.analyze.rules import Bounds
+from fa4flex.codegen.analyze.tables import Tables
+from fa4flex.codegen.analyze.tiles import unmet
+from fa4flex.codegen.evaluate import Captured, PastTheEnd
+from fa4flex.codegen.expr import FALSE, INDICES, TRUE, Expr, walk
+
+if TYPE_CHECKING:
+    from fa4flex.codegen.plan.problem import MaskForm
+
+MOST_SPANS = 2
+"""Key intervals per query row that kernels compute themselves."""
+
+
+@dataclass(frozen=True)
+class Ragged(Shape):
+    """Sequences of unknown lengths, up to q_len and kv_len."""
+
+    def ranges(self) -> dict[str, Bounds]:
+        return super().ranges() | {"q_len": Bounds(0, self.q_len), "kv_len": Bounds(0, self.kv_len)}
+
+
+@dataclass(frozen=True)
+class Proved:
+    """What holds for a program over the extents of a call; see Problem for the meaning of each."""
+
+    mask_form: MaskForm
+    wide_index: bool
+    in_range: bool
+
+
+@dataclass(frozen=True)
+class Watched:
+    """Whose contents decide what is proved: operand slots, and whether lengths do as well."""
+
+    slots: frozenset[int]
+    lengths: bool
+
+
+@lru_cache(maxsize=1024)
+def watched(facts: Facts) -> Watched:
+    """Masks are proved, and turned into tables, with the contents of what they read, and integers may be
+    indices. Floats that scores alone read are looked up at each launch and decide nothing before it."""
+    slots = {_slot(node) for node in walk(facts.mask) if node.op in READS}
+    slots |= {_slot(node) for node in walk(facts.score) if node.op in READS and node.kind != "float"}
+    certain = facts.mask is TRUE or (_few(facts.keys) and not _conditions(facts.keys))
+    return Watched(frozenset(slots), lengths=not certain)
+
+
+def prove(facts: Facts, shape: Shape, captured: Captured) -> Proved:
+    """Raises PastTheEnd where a batch entry, a head, or a mask's row or key has no element in a tensor."""
+    roots = (facts.score, facts.mask, *_ends(facts))
+    tables = Tables(on_host(captured, *roots))
+    return Proved(
+        _mask_form(facts, shape, tables),
+        bool(overflowing(roots, shape, tables.captured)),
+        _in_range(roots, _never_past(facts, shape), shape, tables),
+    )
+
+
+def _mask_form(facts: Facts, shape: Shape, tables: Tables) -> MaskForm:
+    if facts.mask is TRUE:
+        return "none"
+    usable = _few(facts.keys) and not unmet(facts.keys, shape, tables)  # type: ignore[arg-type]
+    return "spans" if usable else "tables"
+
+
+def _few(keys: KeyIntervals | None) -> bool:
+    return keys is not None and 0 < len(keys.spans) <= MOST_SPANS
+
+
+def _conditions(keys: KeyIntervals | None) -> bool:
+    return keys is None or bool(keys.sorted_operands or keys.nonnegative)
+
+
+def _ends(facts: Facts) -> tuple[Expr, ...]:
+    """The ends of the key intervals, which a kernel computes, where it uses them."""
+    if facts.mask in (TRUE, FALSE) or not _few(facts.keys):
+        return ()
+    assert facts.keys is not None
+    return tuple(end for span in facts.keys.spans for end in span)
+
+
+def _slot(node: Expr) -> int:
+    slot: int = node.value if node.op == "load" else node.value[0]
+    return slot
+
+
+def _never_past(facts: Facts, shape: Shape) -> dict[Expr, tuple[str, ...]]:
+    """By read, the symbols that may not run past its table: masks are asked about every pair, scores about
+    allowed ones, and the lengths of ragged sequences are not known."""
+    found: dict[Expr, tuple[str, ...]] = dict.fromkeys(walk(facts.score), ("b", "h"))
+    found |= dict.fromkeys(walk(facts.mask), ("b", "h") if isinstance(shape, Ragged) else INDICES)
+    return found
+
+
+def _in_range(
+    roots: Sequence[Expr], never_past: dict[Expr, tuple[str, ...]], shape: Shape, tables: Tables
+) -> bool:
+    """Whether every index is proved to lie within its captured tensor, without counting from the end."""
+    reads = [node for node in walk(*roots) if node.op in READS]
+    axes = {node.value[1]: Bounds(0, node.value[2] - 1) for node in walk(*roots) if node.op == "reduce"}
+    symbols = shape.ranges() | axes | {"score": _ANY_SCORE}
+    proved = True
+    for node in reads:
+        table = tables.captured.operands[_slot(node)]
+        index = node.args if node.op == "load" else node.args[1:]
+        for i, found, size in zip(index, bounds(index, symbols, tables), table.shape, strict=False):
+            if i.op == "sym" and i.value in never_past.get(node, ()) and found.hi >= size:
+                raise PastTheEnd(table, f"{i} goes up to {found.hi} in a dimension of {size}")
+            proved = proved and bool(found.lo >= 0 and found.hi < size)
+    return proved
+
+
+def look(x: Tensor | None) -> Any:
+    """What a tensor looks like from outside: two tensors that look alike can take each other's place."""
+    return None if x is None else (x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16)
+
+
+_ANY_SCORE = Bounds(-float("inf"), float("inf"), True)

@@ -1,0 +1,38 @@
+"""The counters from which the blocks of a launch take tiles: int32 [2], zero before and after each launch.
+
+Launches on one stream follow each other and share a counter; those on other streams may run at the same time.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_counters: dict[tuple[int, int], Tensor] = {}
+"""By device index and stream handle. A new stream with the handle of a destroyed one finds zeros as well."""
+
+_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # absent in builds for CPUs
+"""Device index -> handle; torch.cuda.current_stream makes an object first, at several times the cost."""
+
+
+def counter(device: int) -> Tensor:
+    """The counter for a launch on the current stream of CUDA device number `device`."""
+    assert _current_stream is not None, "counters are for CUDA devices"
+    stream = _current_stream(device)
+    # The default stream, 0, cannot be captured. A captured launch has a counter of its own, filled by the
+    # graph and in the graph's memory: replays may run beside launches on the stream that was captured.
+    if stream and _capturing(device):
+        return _zeros(device)
+    found = _counters.get((device, stream))
+    if found is None:
+        found = _counters[device, stream] = _zeros(device)
+    return found
+
+
+def _zeros(device: int) -> Tensor:
+    return torch.zeros(2, dtype=torch.int32, device=torch.device("cuda", device))
+
+
+def _capturing(device: int) -> bool:
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()

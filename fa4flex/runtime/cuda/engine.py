@@ -1,0 +1,382 @@
+"""Launching a program on NVIDIA GPUs: everything about a call is decided once per look of its tensors.
+
+A call's look (shapes, strides, dtypes, alignment, and which version of the tensors that masks are proved
+with) is the key to a Ready launch. With one at hand, a call allocates its results and calls the compiled
+function: no copy to the host, no allocation but through torch, so that CUDA graphs can capture it. Without
+one, everything is proved and compiled first, which may copy captured tensors and lengths to the host.
+
+Contents of tensors are taken as unchanged while torch says so: a change that torch does not count (another
+library writing into the memory, a replayed CUDA graph) is seen by scores, but not by a mask's block tables.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fa4flex.codegen.analyze.domain import Shape
+from fa4flex.codegen.analyze.facts import Facts
+from fa4flex.codegen.evaluate import Captured
+from fa4flex.errors import UnsupportedError
+from fa4flex.primitives.precision import Precision
+from fa4flex.primitives.schedule import Schedule
+from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, Signature
+from fa4flex.runtime.cuda.choose import Proved, look, prove, watched
+from fa4flex.runtime.cuda.compile import compile_forward
+from fa4flex.runtime.cuda.counter import counter
+from fa4flex.runtime.cuda.lengths import check_lengths, version
+from fa4flex.runtime.cuda.rows import tabulate
+from fa4flex.runtime.cuda.tables import BlockTables, dense_tables, ragged_tables
+
+if TYPE_CHECKING:
+    from fa4flex.codegen.emit import Source
+    from fa4flex.codegen.plan import Plan
+    from fa4flex.codegen.plan.problem import Problem
+
+MOST_READY = 256
+"""Looks of calls remembered per program; the oldest is forgotten first."""
+
+ALIGNMENT = 16
+NO_TENSORS: tuple[Tensor, ...] = ()
+
+
+Results = tuple[Tensor, Tensor | None, Tensor | None]
+"""out in q's layout, lse and max_scores [B, H, S] or [H, T]; None for statistics not asked for."""
+
+Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+"""Shape, strides and dtype of a result."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Ready:
+    """A launch in which only pointers are missing.
+
+    guards    the watched tensors it was proved with: an id may be taken again by another tensor
+    fixes     by argument, what makes a tensor as the kernel reads it; most need nothing
+    layouts   of out, lse and max_scores; None for what is not computed
+    rows      tables of key intervals, which follow the captured tensors
+    gaps      whether there are query rows that no sequence uses, which kernels do not write
+    counted   whether blocks take tiles from a counter
+    """
+
+    launch: Callable[..., None]
+    guards: tuple[weakref.ref[Tensor], ...]
+    fixes: dict[int, Callable[[Tensor], Tensor]]
+    layouts: tuple[Layout, Layout | None, Layout | None]
+    tables: BlockTables | None
+    rows: tuple[Tensor, ...]
+    scalars: tuple[int | float, ...] | None
+    max_q_len: int
+    gaps: bool
+    counted: bool
+
+    def __call__(self, call: Call) -> Results:
+        q, k, v, operands, sinks, lengths, _, scale, _, _ = call
+        out, lse, largest = self.results(q)
+        if self.fixes:
+            q, k, v, sinks, lengths, operands = _fixed(call, self.fixes)
+        self.launch(
+            q, k, v, out, lse, largest, *lengths,
+            self.tables, sinks, operands + self.rows or None, self.scalars, scale, self.max_q_len,
+            counter(q.get_device()) if self.counted else None,
+        )  # fmt: skip
+        return out, lse, largest
+
+    def results(self, q: Tensor) -> Results:
+        """Memory for what a launch computes."""
+        (shape, strides, dtype), of_lse, of_largest = self.layouts
+        out = q.new_empty_strided(shape, strides, dtype=dtype)
+        lse = None if of_lse is None else _empty(q, of_lse)
+        largest = None if of_largest is None else _empty(q, of_largest)
+        if self.gaps:
+            _fill(out, lse, largest)
+        return out, lse, largest
+
+
+def _fill(out: Tensor, *statistics: Tensor | None) -> None:
+    """As for rows without keys."""
+    out.zero_()
+    for x in statistics:
+        if x is not None:
+            x.fill_(-math.inf)
+
+
+def _empty(q: Tensor, layout: Layout) -> Tensor:
+    return q.new_empty_strided(layout[0], layout[1], dtype=layout[2])
+
+
+def empty_output(q: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """An output for q, its elements in the order of q's: a transposed q gives a transposed output."""
+    if q.shape[-1] == width and q.stride(-1) == 1 and 1 not in q.shape:
+        return torch.empty_like(q, dtype=dtype)
+    if q.ndim == 4 and q.stride(1) < q.stride(2):
+        b, h, s, _ = q.shape
+        return q.new_empty((b, s, h, width), dtype=dtype).transpose(1, 2)
+    return q.new_empty((*q.shape[:-1], width), dtype=dtype)
+
+
+class Engine:
+    """One program (facts, schedule, precision) on NVIDIA GPUs, with what is ready to launch."""
+
+    def __init__(self, facts: Facts, schedule: Schedule, precision: Precision, kinds: dict[int, str]) -> None:
+        self.facts, self.schedule, self.precision = facts, schedule, precision
+        self.kinds = kinds
+        """By slot, the kind of each captured number."""
+        self.watched = watched(facts)
+        self._slots = sorted(self.watched.slots)
+        self._ready: dict[Any, Ready] = {}
+
+    def find(self, call: Call) -> Ready | None:
+        """What was made ready for calls that look like this one."""
+        seen = self._watched(call)
+        ready = self._ready.get(self._key(call, seen))
+        if ready is not None:
+            for guard, x in zip(ready.guards, seen, strict=True):
+                if guard() is not x:
+                    return None
+            if call.lengths is not NO_LENGTHS:
+                check_lengths(call)
+        return ready
+
+    def run(self, call: Call) -> Results:
+        """Raises UnsupportedError for what no kernel does, PastTheEnd for short captured tensors."""
+        ready = self.find(call)
+        if ready is None:
+            check_lengths(call)
+            with torch.device("cpu"):  # proofs run on the host, whatever torch's default device is
+                ready = make_ready(self, call)
+            self._remember(call, ready)
+        return ready(call)
+
+    def _remember(self, call: Call, ready: Ready) -> None:
+        seen = self._watched(call)
+        if any(x.is_inference() for x in seen):
+            return  # torch counts no versions of inference tensors: a change would not be seen
+        while len(self._ready) >= MOST_READY:
+            self._ready.pop(next(iter(self._ready)), None)
+        self._ready[self._key(call, seen)] = ready
+
+    def _watched(self, call: Call) -> Sequence[Tensor]:
+        found = [call.operands[slot] for slot in self._slots]
+        if self.watched.lengths and call.lengths is not NO_LENGTHS:
+            found += [x for x in call.lengths if x is not None]
+        return found
+
+    def _key(self, call: Call, seen: Sequence[Tensor]) -> Any:
+        q, k, v, operands, sinks, lengths, scalars, scale, heads_first, statistics = call
+        key: tuple[Any, ...] = (
+            q.shape, q.stride(), q.dtype, k.shape, k.stride(), k.dtype, v.shape, v.stride(), v.dtype,
+            q.get_device(), k.get_device(), v.get_device(),
+            (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT,
+            scalars, scale > 0, heads_first, statistics,
+        )  # fmt: skip
+        if operands:
+            key += tuple([look(x) for x in operands])
+        if lengths is not NO_LENGTHS:
+            key += tuple([look(x) for x in lengths])
+        if seen:
+            key += tuple([(id(x), x.data_ptr(), version(x)) for x in seen])
+        return key if sinks is None else (*key, look(sinks))
+
+
+# --- making ready -----------------------------------------------------------------------------------------
+
+
+def make_ready(engine: Engine, call: Call) -> Ready:
+    """Prove, plan, emit, compile and build tables for calls that look like this one."""
+    _require_not_capturing()
+    require_capability(call.q.device)
+    numbers = _numbers(engine, call)
+    shape, captured = call.extents(), Captured(call.operands, numbers)
+    proved = prove(engine.facts, shape, captured)
+    facts, rows = engine.facts, NO_TENSORS
+    if proved.mask_form == "spans" and call.lengths is NO_LENGTHS:
+        facts, rows = tabulate(facts, shape, captured, call.q.device)
+    problem = _problem(engine, call, proved, rows)
+    plan, source = program(facts, problem, engine.schedule)
+    tile = plan.tiles.tile_m, plan.tiles.tile_n
+    kernel = compile_forward(source, problem, _signature(engine, call, rows))
+    return Ready(
+        kernel.launch,
+        tuple(map(weakref.ref, engine._watched(call))),
+        _fixes(call),
+        _layouts(call, shape, engine.precision.output_dtype(call.q.dtype)),
+        _tables(engine, call, captured, tile) if problem.mask_form == "tables" else None,
+        rows,
+        numbers or None,
+        shape.q_len,
+        call.lengths[2] is not None,
+        plan.config().dynamic,
+    )
+
+
+def _layouts(call: Call, shape: Shape, dtype: torch.dtype) -> tuple[Layout, Layout | None, Layout | None]:
+    out = empty_output(call.q, call.v.shape[-1], dtype)
+    sizes = (shape.heads, shape.q_len) if call.packed else (shape.batch, shape.heads, shape.q_len)
+    strides = tuple(math.prod(sizes[i + 1 :]) for i in range(len(sizes)))
+    row = sizes, strides, torch.float32
+    lse, largest = (row if name in call.statistics else None for name in ("lse", "max_scores"))
+    return (tuple(out.shape), out.stride(), dtype), lse, largest
+
+
+@lru_cache(maxsize=256)
+def program(facts: Facts, problem: Problem, schedule: Schedule = Schedule()) -> tuple[Plan, Source]:
+    """The plan and the generated source, without the user's lines: equal programs are one kernel."""
+    from fa4flex.codegen.emit import emit_forward
+    from fa4flex.codegen.plan import plan_forward
+
+    plan = plan_forward(facts, problem, schedule=schedule)
+    return plan, emit_forward(facts, plan)
+
+
+def _problem(engine: Engine, call: Call, proved: Proved, rows: tuple[Tensor, ...]) -> Problem:
+    from fa4flex.codegen.plan.problem import Problem
+
+    ragged = "packed" if call.packed else "dense" if call.lengths is NO_LENGTHS else "used"
+    return Problem(
+        head_dim=call.q.shape[-1],
+        head_dim_v=call.v.shape[-1],
+        dtype=_name(call.q.dtype),  # type: ignore[arg-type]
+        out_dtype=_name(engine.precision.output_dtype(call.q.dtype)),  # type: ignore[arg-type]
+        lengths=ragged,  # type: ignore[arg-type]
+        mask_form=proved.mask_form,
+        sinks=call.sinks is not None,
+        statistics=call.statistics,
+        wide_index=proved.wide_index,
+        in_range=proved.in_range,
+        positive_scale=call.scale > 0,
+        operands=tuple((_name(x.dtype), x.ndim) for x in call.operands + rows),
+    )
+
+
+def _signature(engine: Engine, call: Call, rows: tuple[Tensor, ...]) -> Signature:
+    used_q, used_k = call.lengths[2:]
+    kinds = tuple(engine.kinds.get(slot, "float") for slot in range(len(call.scalars)))
+    read = call.operands + rows
+    units = tuple(x.ndim == 0 or x.stride(-1) == 1 for x in read)
+    heads_first = call.heads_first or call.packed
+    return Signature(
+        heads_first, used_q is not None, used_k is not None, kinds, units, tuple(map(_even_rows, read))
+    )
+
+
+def _even_rows(x: Tensor) -> bool:
+    """Whether the elements 2 i and 2 i + 1 of any row are one aligned word."""
+    steps = x.stride()
+    aligned = x.data_ptr() % (2 * x.element_size()) == 0
+    return x.ndim > 0 and steps[-1] == 1 and aligned and all(step % 2 == 0 for step in steps[:-1])
+
+
+def _numbers(engine: Engine, call: Call) -> tuple[int | float, ...]:
+    """Captured numbers by their kinds: operators pass all of them as floats."""
+    kinds = (engine.kinds.get(slot, "float") for slot in range(len(call.scalars)))
+    return tuple(float(x) if kind == "float" else int(x) for kind, x in zip(kinds, call.scalars, strict=True))
+
+
+def _tables(engine: Engine, call: Call, captured: Captured, tile: tuple[int, int]) -> BlockTables:
+    shape, device = call.extents(), call.q.device
+    if call.lengths is NO_LENGTHS:
+        return dense_tables(engine.facts, shape, captured, tile, device)
+    queries, keys = (_sequence_lengths(call, side, n) for side, n in ((0, shape.q_len), (1, shape.kv_len)))
+    return ragged_tables(engine.facts, shape, captured, tile, list(zip(queries, keys, strict=True)), device)
+
+
+def _sequence_lengths(call: Call, side: int, length: int) -> Sequence[int]:
+    """The used length of every sequence, copied to the host."""
+    cu, used = call.lengths[side], call.lengths[side + 2]
+    if used is not None:
+        return list(map(int, used.tolist()))
+    return [length] * call.q.shape[0] if cu is None else list(map(int, cu.diff().tolist()))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# --- what kernels do not read as it is --------------------------------------------------------------------
+
+
+def _fixes(call: Call) -> dict[int, Callable[[Tensor], Tensor]]:
+    """By position in _arguments(call), what a tensor must go through at every launch."""
+    fixes: dict[int, Callable[[Tensor], Tensor]] = {}
+    for i, x in enumerate(_arguments(call)):
+        if x is None:
+            continue
+        if i < 3:
+            if not _tma_able(x):
+                fixes[i] = _compact
+        elif i == 3:
+            if x.dtype != torch.float32 or x.stride(-1) != 1:
+                fixes[i] = _float_vector
+        elif i < 8:
+            if x.dtype != torch.int32 or x.stride(-1) != 1:
+                fixes[i] = _int_vector
+        elif x.dtype == torch.bool or x.ndim == 0:
+            fixes[i] = _readable
+    return fixes
+
+
+def _arguments(call: Call) -> tuple[Tensor | None, ...]:
+    return (call.q, call.k, call.v, call.sinks, *call.lengths, *call.operands)
+
+
+def _fixed(call: Call, fixes: dict[int, Callable[[Tensor], Tensor]]) -> tuple[Any, ...]:
+    given: list[Any] = list(_arguments(call))
+    for i, fix in fixes.items():
+        given[i] = fix(given[i])
+    return (*given[:4], given[4:8], tuple(given[8:]))
+
+
+def _tma_able(x: Tensor) -> bool:
+    """Whether the tensor memory accelerator can read x: 16-byte steps, except along the last dimension."""
+    per_step = ALIGNMENT // x.element_size()
+    steps = all(s % per_step == 0 for s in x.stride()[:-1])
+    return x.stride(-1) == 1 and steps and x.data_ptr() % ALIGNMENT == 0
+
+
+def _compact(x: Tensor) -> Tensor:
+    return x.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _float_vector(x: Tensor) -> Tensor:
+    return x.detach().float().contiguous()
+
+
+def _int_vector(x: Tensor) -> Tensor:
+    return x.to(torch.int32).contiguous()
+
+
+def _readable(x: Tensor) -> Tensor:
+    x = x.detach()
+    x = x.view(torch.uint8) if x.dtype == torch.bool else x
+    return x.reshape(1) if x.ndim == 0 else x
+
+
+# --- what is refused --------------------------------------------------------------------------------------
+
+
+def require_capability(device: torch.device) -> None:
+    """Raise UnsupportedError for a GPU that there is no kernel for."""
+    found = torch.cuda.get_device_capability(device)
+    if found != (9, 0):
+        raise UnsupportedError(
+            f"{torch.cuda.get_device_name(device)} of compute capability {found[0]}.{found[1]}",
+            "compute capability 9.0 (Hopper: H100, H200, GH200), the one that kernels exist for",
+            "run on a Hopper GPU, or move the tensors with .cpu()",
+        )
+
+
+def _require_not_capturing() -> None:
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            "the first call of its kind while a CUDA graph is being captured",
+            "a kernel that is compiled, and masks that are proved, before the capture begins",
+            "call once with the same shapes and the same captured tensors before capturing",
+        )

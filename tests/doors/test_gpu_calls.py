@@ -1,0 +1,334 @@
+"""What is decided about a call on a GPU, without one: proofs, keys, tables, and what reaches the kernel."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fa4flex
+from fa4flex import Schedule
+from fa4flex.codegen.analyze.facts import SCORE, analyze
+from fa4flex.codegen.analyze.tiles import Shape
+from fa4flex.codegen.evaluate import Captured, PastTheEnd, evaluate
+from fa4flex.codegen.expr import FALSE, Expr, apply, const, load, sym
+from fa4flex.codegen.plan import Problem
+from fa4flex.errors import InputError, UnsupportedError
+from fa4flex.runtime.cuda import engine as engine_module
+from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, Lengths, Signature
+from fa4flex.runtime.cuda.engine import Engine, empty_output
+from fa4flex.runtime.cuda.tables import BlockTables, dense_tables, ragged_tables
+from fa4flex.variants import alibi, causal, document, sliding_window
+
+Q, KV, H, B = (sym(name) for name in ("q", "kv", "h", "b"))
+CPU = torch.device("cpu")
+
+
+# --- block tables -------------------------------------------------------------------------------------
+
+
+def classes(mask: Expr, shape: Shape, captured: Captured, tile: tuple[int, int], b: int, h: int) -> Tensor:
+    """By looking at every pair: 0 empty, 1 partial, 2 full. A last tile that passes the end of the keys is
+    never full: kernels do not look at the end in full tiles."""
+    symbols: dict[str, Any] = {"b": b, "h": h, "q_len": shape.q_len, "kv_len": shape.kv_len}
+    symbols |= {"q": torch.arange(shape.q_len).view(-1, 1), "kv": torch.arange(shape.kv_len)}
+    (value,) = evaluate([mask], symbols | {"num_heads": shape.heads}, captured)
+    allowed = torch.as_tensor(value).expand(shape.q_len, shape.kv_len)
+    rows = [
+        [2 if part.all() and part.shape[1] == tile[1] else int(part.any()) for part in row.split(tile[1], 1)]
+        for row in allowed.split(tile[0])
+    ]
+    return torch.tensor(rows)
+
+
+def listed(tables: BlockTables, b: int, h: int, like: Tensor) -> Tensor:
+    found = torch.zeros_like(like)
+    pairs = ((tables.partial_ptr, tables.partial_tiles), (tables.full_ptr, tables.full_tiles))
+    for kind, (pointers, tiles) in enumerate(pairs, 1):
+        ends = pointers[b, h].tolist()
+        assert ends[len(like) :] == [ends[len(like)]] * (len(ends) - len(like)), "rows past the end are empty"
+        for row in range(len(like)):
+            for tile in tiles[ends[row] : ends[row + 1]].tolist():
+                assert not found[row, tile], "a tile is listed twice"
+                found[row, tile] = kind
+    return found
+
+
+MASKS = {
+    "causal": apply("le", KV, Q),
+    "by head": apply("eq", apply("mod", apply("add", Q, KV), const(3)), H),
+    "by batch and length": apply(
+        "lt", apply("floordiv", apply("sub", sym("kv_len"), KV), const(8)), apply("add", B, const(3))
+    ),
+    "table": load(0, (B, H, Q, KV), "bool"),
+    "nothing": FALSE,
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_tables_list_every_tile_once_and_in_its_class(name: str) -> None:
+    mask, tile, shape = MASKS[name], (16, 8), Shape(3, 2, 50, 60)
+    captured = Captured((torch.rand(3, 2, 50, 60) < 0.95,))
+    tables = dense_tables(analyze(SCORE, mask), shape, captured, tile, CPU)
+    for b in range(3):
+        for h in range(2):
+            expected = classes(mask, shape, captured, tile, b, h)
+            assert torch.equal(listed(tables, b, h, expected), expected)
+    lengths = [(50, 60), (0, 3), (17, 9)]
+    tables = ragged_tables(analyze(SCORE, mask), shape, captured, tile, lengths, CPU)
+    for b in (0, 2):
+        for h in range(2):
+            expected = classes(mask, Shape(3, 2, *lengths[b]), captured, tile, b, h)
+            assert torch.equal(listed(tables, b, h, expected), expected)
+    assert all(x.dtype == torch.int32 and x.stride(-1) == 1 and x.numel() for x in tables)
+
+
+# --- calls --------------------------------------------------------------------------------------------
+
+
+class Recorder:
+    """In place of a compiled kernel: which problems were compiled, and what they were launched with."""
+
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []
+        self.signatures: list[Signature] = []
+        self.launches: list[tuple[Any, ...]] = []
+
+    def compile(self, source: Any, problem: Problem, signature: Signature, arch: str = "sm_90a") -> Any:
+        self.problems.append(problem)
+        self.signatures.append(signature)
+        return type("Kernel", (), {"launch": staticmethod(lambda *given: self.launches.append(given))})
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
+    recorder = Recorder()
+    monkeypatch.setattr(engine_module, "compile_forward", recorder.compile)
+    monkeypatch.setattr(engine_module, "require_capability", lambda device: None)
+    monkeypatch.setattr(engine_module, "counter", lambda device: torch.zeros(2, dtype=torch.int32))
+    yield recorder
+
+
+def inputs(s: int = 300, d: int = 64) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (torch.randn(2, heads, s, d, dtype=torch.bfloat16) for heads in (4, 2, 2))
+    return q, k, v
+
+
+def call_of(
+    attn: fa4flex.api.Attention,
+    qkv: tuple[Tensor, Tensor, Tensor] | None = None,
+    lengths: Lengths = NO_LENGTHS,
+    **changes: Any,
+) -> tuple[Engine, Call]:
+    prepared, (q, k, v) = attn.prepared, qkv or inputs()
+    # An engine of its own: equal programs share what is ready, from other tests too.
+    published = prepared.engine
+    engine = Engine(published.facts, published.schedule, published.precision, published.kinds)
+    operands, sinks = prepared.program.tensors(), prepared.sinks
+    call = Call(q, k, v, operands, sinks, lengths, prepared.scalars, prepared.scale(q), True, ("lse",))
+    return engine, call._replace(**changes)
+
+
+def test_a_repeated_call_decides_nothing_anew(recorder: Recorder) -> None:
+    engine, call = call_of(fa4flex.compile(score_mod=alibi, mask=causal))
+    first, second = engine.run(call), engine.run(call)
+    assert len(recorder.problems) == 1 and len(recorder.launches) == 2
+    assert first[0].shape == call.q.shape and first[1] is not None and first[1].shape == (2, 4, 300)
+    assert first[0].data_ptr() != second[0].data_ptr()
+    engine.run(call._replace(q=call.q[:, :, :200].contiguous()))
+    assert len(recorder.problems) == 2
+
+
+def mask_form(recorder: Recorder, mask: Callable[..., Any] | None) -> str:
+    engine, call = call_of(fa4flex.compile(mask=mask))
+    engine.run(call)
+    assert (recorder.launches[-1][10] is not None) == (recorder.problems[-1].mask_form == "tables")
+    return recorder.problems[-1].mask_form
+
+
+def test_masks_take_the_cheapest_form_that_is_proved(recorder: Recorder) -> None:
+    ids = torch.arange(300) // 50
+    assert mask_form(recorder, None) == "none"
+    assert mask_form(recorder, causal & sliding_window(64)) == "spans"
+    assert mask_form(recorder, document(ids)) == "spans"
+    assert (
+        mask_form(recorder, lambda b, h, q_idx, kv_idx: ids.flip(0)[q_idx] == ids.flip(0)[kv_idx]) == "tables"
+    )
+    assert mask_form(recorder, lambda b, h, q_idx, kv_idx: (q_idx - kv_idx) % 3 == 0) == "tables"
+
+
+def test_a_changed_table_is_proved_anew(recorder: Recorder) -> None:
+    ids = torch.arange(300) // 50
+    engine, call = call_of(fa4flex.compile(mask=lambda b, h, q_idx, kv_idx: ids[q_idx] == ids[kv_idx]))
+    engine.run(call)
+    ids.copy_(ids.flip(0))
+    engine.run(call)
+    assert [p.mask_form for p in recorder.problems] == ["spans", "tables"]
+    assert recorder.launches[0][10] is None and recorder.launches[1][10] is not None
+
+
+def test_another_tensor_in_place_of_a_proved_one_is_proved_anew(recorder: Recorder) -> None:
+    ids = torch.arange(300) // 50
+    engine, call = call_of(fa4flex.compile(mask=lambda b, h, q_idx, kv_idx: ids[q_idx] == ids[kv_idx]))
+    engine.run(call)
+    engine.run(call._replace(operands=(ids.flip(0),)))
+    assert [p.mask_form for p in recorder.problems] == ["spans", "tables"]
+
+
+def test_a_learned_bias_may_change_without_a_proof(recorder: Recorder) -> None:
+    bias = torch.randn(4, 600)
+    mod = lambda score, b, h, q_idx, kv_idx: score + bias[h, q_idx - kv_idx + 299]  # noqa: E731
+    engine, call = call_of(fa4flex.compile(score_mod=mod))
+    engine.run(call)
+    bias.add_(1)
+    engine.run(call._replace(operands=(bias.clone(),)))
+    assert len(recorder.problems) == 1 and recorder.problems[0].in_range
+    short = lambda score, b, h, q_idx, kv_idx: score + bias[h, (q_idx - kv_idx).abs() * 3]  # noqa: E731
+    engine, call = call_of(fa4flex.compile(score_mod=short))
+    engine.run(call)
+    assert not recorder.problems[-1].in_range
+
+
+def test_indices_beyond_32_bits_are_computed_wide(recorder: Recorder) -> None:
+    mod = lambda score, b, h, q_idx, kv_idx: score + ((q_idx * 100_000 * kv_idx) % 7)  # noqa: E731
+    engine, call = call_of(fa4flex.compile(score_mod=mod))
+    engine.run(call)
+    assert recorder.problems[-1].wide_index
+    mod = lambda score, b, h, q_idx, kv_idx: score + ((q_idx * 100 * kv_idx) % 7)  # noqa: E731
+    engine, call = call_of(fa4flex.compile(score_mod=mod))
+    engine.run(call)
+    assert not recorder.problems[-1].wide_index
+
+
+def test_what_a_kernel_cannot_read_is_converted(recorder: Recorder) -> None:
+    table, scale, sinks = torch.rand(300) > 0.5, torch.tensor(2.0), torch.randn(4, dtype=torch.float64)
+    mod = lambda score, b, h, q_idx, kv_idx: torch.where(table[kv_idx], score * scale, score)  # noqa: E731
+    _, k, v = inputs()
+    crooked = torch.randn(2, 4, 300, 65, dtype=torch.bfloat16)[..., 1:]
+    engine, call = call_of(fa4flex.compile(score_mod=mod, sinks=sinks), (crooked, k, v))
+    engine.run(call)
+    given = dict(zip(engine_arguments(), recorder.launches[-1], strict=True))
+    assert given["k"] is k and given["q"] is not crooked and torch.equal(given["q"], crooked)
+    assert given["q"].data_ptr() % 16 == 0 and all(s % 8 == 0 for s in given["q"].stride()[:-1])
+    assert given["sinks"].dtype == torch.float32
+    by_rank = {x.dtype: x.shape for x in given["operands"]}
+    assert by_rank == {torch.uint8: torch.Size([300]), torch.float32: torch.Size([1])}
+    assert torch.equal(next(x for x in given["operands"] if x.dtype == torch.uint8).bool(), table)
+
+
+def engine_arguments() -> tuple[str, ...]:
+    from fa4flex.runtime.cuda.signature import ENTRY_ARGUMENTS
+
+    return ENTRY_ARGUMENTS
+
+
+def test_lengths_are_checked_once_per_version(recorder: Recorder) -> None:
+    used = torch.tensor([300, 7])
+    engine, call = call_of(fa4flex.compile(mask=causal), lengths=(None, None, None, used))
+    engine.run(call)
+    assert recorder.problems[-1].lengths == "used" and recorder.launches[-1][9].dtype == torch.int32
+    used[0] = 301
+    with pytest.raises(InputError, match="seqused_k up to 301"):
+        engine.run(call)
+
+
+def test_a_ragged_mask_without_closed_form_has_a_map_per_sequence(recorder: Recorder) -> None:
+    cu = torch.tensor([0, 100, 100, 300], dtype=torch.int32)
+    mask = lambda b, h, q_idx, kv_idx, kv_len: (kv_len - kv_idx) % 3 == b  # noqa: E731
+    q, k, v = (torch.randn(300, heads, 64, dtype=torch.bfloat16) for heads in (4, 2, 2))
+    engine, call = call_of(fa4flex.compile(mask=mask), (q, k, v), (cu, cu, None, None))
+    _, lse, _ = engine.run(call)
+    assert lse is not None and lse.shape == (4, 300)
+    tables = recorder.launches[-1][10]
+    assert recorder.problems[-1].lengths == "packed" and tables.partial_ptr.shape[:2] == (3, 4)
+    assert tables.partial_ptr.stride(1) == 0
+    cu.copy_(torch.tensor([0, 200, 300, 300]))
+    engine.run(call)
+    assert len(recorder.launches) == 2 and recorder.launches[-1][10] is not tables
+
+
+def test_the_output_lies_as_q_does() -> None:
+    q = torch.empty(2, 5, 4, 64, dtype=torch.bfloat16).transpose(1, 2)
+    assert empty_output(q, 64, q.dtype).stride() == q.stride()
+    assert empty_output(q, 128, q.dtype).transpose(1, 2).is_contiguous()
+    one = torch.empty(1, 4, 1, 64).as_strided((1, 4, 1, 64), (3, 64, 7, 1))
+    assert all(s % 8 == 0 for s in empty_output(one, 64, torch.bfloat16).stride()[:-1])
+
+
+def test_what_no_kernel_does_is_refused(recorder: Recorder) -> None:
+    engine, call = call_of(fa4flex.compile(schedule=Schedule(tile=(48, 48))))
+    with pytest.raises(UnsupportedError, match="tile"):
+        engine.run(call)
+    engine, call = call_of(fa4flex.compile(), inputs(d=60))
+    with pytest.raises(UnsupportedError, match="multiple of 8"):
+        engine.run(call)
+    slopes = torch.rand(3)
+    engine, call = call_of(fa4flex.compile(score_mod=lambda score, b, h, q_idx, kv_idx: score * slopes[h]))
+    with pytest.raises(PastTheEnd, match="h goes up to 3"):
+        engine.run(call)
+    ids = torch.arange(200) // 50
+    engine, call = call_of(fa4flex.compile(mask=lambda b, h, q_idx, kv_idx: ids[q_idx] == ids[kv_idx]))
+    with pytest.raises(PastTheEnd, match="goes up to 299"):
+        engine.run(call)
+    assert not recorder.launches
+
+
+# --- the whole way ------------------------------------------------------------------------------------
+
+COMPILE = """
+import sys, time, torch, fa4flex
+from fa4flex.runtime.cuda import engine
+from fa4flex.runtime.cuda.call import NO_LENGTHS, Call
+from fa4flex.runtime.cuda.engine import make_ready
+engine.require_capability = lambda device: None
+kernels = []
+compile_forward = engine.compile_forward
+engine.compile_forward = lambda *a: kernels.append(compile_forward(*a)) or kernels[-1]
+attn = fa4flex.compile(mask=fa4flex.variants.sliding_window(100))
+q = torch.randn(1, 2, 128, 64, dtype=torch.bfloat16)
+p = attn.prepared
+make_ready(p.engine, Call(q, q, q, (), None, NO_LENGTHS, p.scalars, 0.125, True, ("lse",)))
+print(kernels[0].compiled, "cutlass" in sys.modules, kernels[0].seconds)
+"""
+
+
+def test_a_second_process_neither_compiles_nor_loads_the_compiler(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FA4FLEX_CACHE_DIR", str(tmp_path / "kernels"))
+    runs = [
+        subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, check=True).stdout
+        for _ in range(2)
+    ]
+    assert runs[0].startswith("True True") and runs[1].startswith("False False")
+    assert float(runs[1].split()[-1]) < 0.5
+    (path,) = (tmp_path / "kernels").iterdir()
+    path.write_bytes(path.read_bytes()[:5000])
+    again = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, check=True).stdout
+    assert again.startswith("True True")
+
+
+def test_importing_loads_no_compiler() -> None:
+    code = (
+        "import sys, fa4flex; fa4flex.compile; print(any(x in sys.modules for x in ('cutlass', 'tvm_ffi')))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert found.strip() == "False"
+
+
+def test_the_record_of_a_kernel_is_what_was_compiled() -> None:
+    from fa4flex.runtime.cuda.engine import program
+    from fa4flex.runtime.cuda.inspect import inspect
+
+    problem = Problem(64, 64, mask_form="spans")
+    plan, source = program(fa4flex.compile(mask=causal).program.facts, problem)
+    found = inspect(source, problem)
+    assert 0 < found.resources.registers <= 255 and found.resources.spill_bytes == 0
+    assert found.resources.shared_bytes == plan.memory.total, "the kernel asks for what the plan lays out"
+    assert any(name.startswith("wgmma.mma_async") for name in found.instructions)
+    assert found.cubin[:4] == b"\x7fELF"

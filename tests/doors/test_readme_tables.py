@@ -1,0 +1,67 @@
+"""The README's measured tables say what the bench wrote, and only stand between their markers."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def tables() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("readme_tables", ROOT / "scripts" / "readme_tables.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def row(**peers: Any) -> dict[str, Any]:
+    return {
+        "row": "causal",
+        "peers": peers,
+        "ratio to best peer": 1.256,
+        "best peer": "FA4",
+        "ratio to flex": None,
+        "verdicts": [{"says": "cost over full", "value": 0.0312}, {"says": "speed over flex", "value": 1}],
+    }
+
+
+def peer(tflops: float, over_plain: float = 1.0) -> dict[str, Any]:
+    return {"tflops": tflops, "errors": {"over plain": over_plain}}
+
+
+def test_tables(tables: ModuleType, tmp_path: Path) -> None:
+    about = {"name": "NVIDIA H200", "torch": "2.11.0"}
+    rows = [row(FA4=peer(499.6), fa4flex=peer(627.5), flex=peer(9, 11.0), cuDNN={"reason": "takes no mods"})]
+    rows.append(row(fa4flex=peer(1.0), cuDNN=peer(2.0)))
+    for suite in ("dense", "cost"):
+        text = json.dumps({"environment": about, "rows": rows})
+        (tmp_path / f"bench-{suite}.json").write_text(text)
+    found = tables.sections(tmp_path)
+    assert "NVIDIA H200" in found and "torch 2.11.0" in found
+    assert "|  | fa4flex | FA4 | flex | cuDNN | over the best other | over flex |" in found
+    assert "| causal | 628 | 500 | wrong | - | 1.26 (FA4) | - |" in found
+    assert "No number: cuDNN: takes no mods." in found
+    assert "| causal | full | +3.1% |" in found
+
+
+def test_only_what_stands_between_the_markers_is_replaced(tables: ModuleType) -> None:
+    text = (ROOT / "README.md").read_text()
+    once = tables.replace_between(text, "new")
+    assert once == tables.replace_between(once, "new")
+    before, after = text.split(tables.START)[0], text.split(tables.END)[1]
+    assert once == f"{before}{tables.START}\nnew\n{tables.END}{after}"
+    with pytest.raises(SystemExit, match="once each"):
+        tables.replace_between(text + tables.END, "new")
+
+
+def test_nothing_measured_is_an_error(tables: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="no bench"):
+        tables.sections(tmp_path)

@@ -1,0 +1,386 @@
+"""What the GPU tests run: problems, every variant at some hundred tokens, and how errors are judged.
+
+`FA4FLEX_GPU_TESTS_ON=cpu` runs the same tests through the CPU executor: a check of the tests themselves.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+import fa4flex
+from fa4flex import reference
+from fa4flex import variants as v
+from fa4flex.primitives.base import call_mod, settle
+
+BF16, F16 = torch.bfloat16, torch.float16
+Composition = dict[str, Any]
+
+
+def device_of_tests() -> torch.device | None:
+    """None where there is nothing to test on."""
+    forced = os.environ.get("FA4FLEX_GPU_TESTS_ON")
+    if forced:
+        return torch.device(forced)
+    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    return torch.device("cuda") if hopper else None
+
+
+DEVICE = device_of_tests()
+
+# --- problems -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """q [batch, heads, q_len, dim], k [batch, kv_heads, kv_len, dim], v [batch, kv_heads, kv_len, dim_v].
+
+    The lengths are no multiples of any tile.
+    """
+
+    batch: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    q_len: int = 517
+    kv_len: int = 700
+    dim: int = 64
+    dim_v: int = 64
+    dtype: torch.dtype = BF16
+
+    def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
+        shapes = (
+            (self.heads, self.q_len, self.dim),
+            (self.kv_heads, self.kv_len, self.dim),
+            (self.kv_heads, self.kv_len, self.dim_v),
+        )
+        q, k, v = (torch.randn(self.batch, *shape, dtype=self.dtype) for shape in shapes)
+        return q, k, v
+
+    def wide(self, dim: int, dim_v: int | None = None) -> Sizes:
+        return replace(self, dim=dim, dim_v=dim if dim_v is None else dim_v)
+
+
+@dataclass(frozen=True)
+class Draw:
+    """`make(sizes)` draws a composition on the default device; what a variant fixes overrides sizes."""
+
+    make: Callable[[Sizes], Composition]
+    q_len: int | None = None
+    kv_len: int | None = None
+    dims: tuple[int, int] | None = None
+    approximate: bool = False  # the mod has functions that a GPU approximates, such as tanh
+
+    def sizes(self, given: Sizes) -> Sizes:
+        dim, dim_v = self.dims or (given.dim, given.dim_v)
+        lengths = self.q_len or given.q_len, self.kv_len or given.kv_len
+        return replace(given, q_len=lengths[0], kv_len=lengths[1], dim=dim, dim_v=dim_v)
+
+    def check(self, given: Sizes) -> None:
+        sizes = self.sizes(given)
+        check(sizes, self.make(sizes), approximate=self.approximate)
+
+
+def mask(make: Callable[[Sizes], Any], q_len: int | None = None, kv_len: int | None = None) -> Draw:
+    return Draw(lambda s: {"mask": make(s)}, q_len, kv_len)
+
+
+def square(length: int, make: Callable[[Sizes], Any]) -> Draw:
+    return mask(make, length, length)
+
+
+def score(make: Callable[[Sizes], Any], mask: Any = None, approximate: bool = False) -> Draw:
+    rest = {} if mask is None else {"mask": mask}
+    return Draw(lambda s: {"score_mod": make(s), **rest}, approximate=approximate)
+
+
+def table(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, dtype=dtype)
+
+
+def ids(*shape: int, documents: int = 6) -> Tensor:
+    return torch.randint(0, documents, shape, dtype=torch.int32).sort(-1).values
+
+
+def offsets() -> Tensor:
+    return torch.tensor([0, 130, 131, 300, 555, 640], dtype=torch.int32)
+
+
+def _parents(nodes: int) -> list[int]:
+    return [-1, *(int(torch.randint(-1, node, (), device="cpu")) for node in range(1, nodes))]
+
+
+def _intervals(*bounds: list[int]) -> Tensor:
+    return torch.tensor(bounds)
+
+
+def _graphormer(s: Sizes) -> Composition:
+    distances = torch.randint(0, 9, (s.batch, s.q_len, s.kv_len), dtype=torch.int32)
+    return {"score_mod": v.graphormer(table(s.heads, 9), distances)}
+
+
+VARIANTS: dict[str, tuple[Draw, ...]] = {
+    "alibi": (
+        score(lambda s: v.alibi(), v.causal),
+        score(lambda s: v.alibi(torch.rand(s.heads) * 0.2), v.sliding_window(100)),
+        score(lambda s: v.alibi(torch.rand(s.batch, s.heads) * 0.1, symmetric=True)),
+    ),
+    "bigbird": (square(640, lambda s: v.bigbird(640, 32, 3, 1, 2, seed=1, device=str(DEVICE))),),
+    "block_diffusion": (square(640, lambda s: v.block_diffusion(320, 24)),),
+    "causal": (mask(lambda s: v.causal), mask(lambda s: ~v.causal)),
+    "checkerboard": (mask(lambda s: v.checkerboard()), mask(lambda s: v.checkerboard(50))),
+    "chunked_local": (mask(lambda s: v.chunked_local(100)),),
+    "dilated_window": (mask(lambda s: v.dilated_window(48, 3)),),
+    "document": (
+        mask(lambda s: v.document(ids(max(s.q_len, s.kv_len)))),
+        mask(lambda s: v.document(q_ids=ids(s.batch, s.q_len), kv_ids=ids(s.batch, s.kv_len))),
+        square(640, lambda s: v.causal & v.document(offsets=offsets())),
+    ),
+    "global_window": (
+        mask(lambda s: v.global_window(40, 10)),
+        mask(lambda s: v.global_window(40, torch.rand(s.kv_len) < 0.02)),
+    ),
+    "gpt_oss_sinks": (
+        Draw(lambda s: {"sinks": v.gpt_oss_sinks(table(s.heads) * 3), "mask": v.sliding_window(100)}),
+        Draw(lambda s: {"sinks": table(s.heads) + 4, "score_mod": v.alibi}),
+    ),
+    "graphormer": (Draw(_graphormer, 520, 520),),
+    "learned_bias": (
+        score(lambda s: v.learned_bias(table(s.heads, 65)), v.causal),
+        score(lambda s: v.learned_bias(table(s.heads, s.q_len, s.kv_len, dtype=BF16)), v.causal),
+        score(lambda s: v.learned_bias(table(s.batch, 1, 1, s.kv_len))),
+    ),
+    "mla": (Draw(lambda s: {"scale": v.mla().scale, "mask": v.causal}, dims=(192, 128)),),
+    "natten": (
+        square(576, lambda s: v.natten((24, 24), (5, 7))),
+        square(600, lambda s: v.natten(600, 65, causal=True)),
+    ),
+    "prefix_lm": (
+        mask(lambda s: v.prefix_lm(90)),
+        mask(lambda s: v.prefix_lm(torch.randint(0, s.kv_len + 1, (s.batch,)))),
+    ),
+    "relative_position": (score(lambda s: v.relative_position(-0.02)),),
+    "sandwich": (score(lambda s: v.sandwich(1024, 64, device=str(DEVICE)), v.causal, True),),
+    "shared_prefix": (square(640, lambda s: v.shared_prefix(offsets(), torch.tensor([0, 0, 0, 3, 3]))),),
+    "sliding_tile": (square(398, lambda s: v.sliding_tile((16, 24), (8, 12), (4, 4), 14)),),
+    "sliding_window": (mask(lambda s: v.sliding_window(1)), mask(lambda s: v.sliding_window(150))),
+    "softcap": (
+        score(lambda s: v.softcap(2.0), v.causal, True),
+        score(lambda s: v.alibi >> v.softcap(20.0), v.sliding_window(200), True),
+    ),
+    "streaming_llm": (mask(lambda s: v.streaming_llm(4, 100)),),
+    "symmetric_window": (mask(lambda s: v.symmetric_window(70)),),
+    "t5_bias": (
+        score(lambda s: v.t5_bias(table(32, s.heads)), v.causal),
+        score(lambda s: v.t5_bias(table(s.heads, 16), bidirectional=True, axes="head_bucket")),
+    ),
+    "tree": (mask(lambda s: v.tree(_parents(256), 100), 256, 356),),
+    "vision_cross": (
+        mask(lambda s: v.vision_cross(_intervals([0, 80], [60, 200], [330, 330], [9, 330]), 60), 330, 240),
+    ),
+}  # fmt: skip
+"""Every variant of fa4flex.variants; masks over ragged lengths unless the variant fixes them."""
+
+FEW: dict[str, Draw] = {
+    "dense": Draw(lambda s: {}),
+    "causal": VARIANTS["causal"][0],
+    "alibi causal": VARIANTS["alibi"][0],
+    "softcap window": VARIANTS["softcap"][1],
+    "document": VARIANTS["document"][1],
+    "relative table": VARIANTS["learned_bias"][0],
+    "sinks window": VARIANTS["gpt_oss_sinks"][0],
+    "tables": VARIANTS["bigbird"][0],
+}
+"""One of each kind of code: no mods, spans, row terms, elementwise, ids, tables by diagonal, block tables."""
+
+# --- the same maths by plain PyTorch ------------------------------------------------------------------------
+
+
+class PlainGather(TorchFunctionMode):
+    """Indexing by 0-d tensors as a gather that vmap can batch, in the table's own dtype."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if function is Tensor.__getitem__:
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            return torch.ops.aten.index(args[0], [torch.as_tensor(i).long() for i in index])
+        return function(*args, **(kwargs or {}))
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, composition: Composition) -> tuple[Tensor, Tensor]:
+    """out and lse from the whole score matrix, every operation in the inputs' own dtype."""
+    heads, (k, v) = q.shape[1], (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = (q @ k.mT) * composition.get("scale", 1 / math.sqrt(q.shape[-1]))
+    allowed = reference.allowed_pairs(composition.get("mask"), tuple(scores.shape))  # type: ignore[arg-type]
+    scores = scores.masked_fill(~allowed, -math.inf)
+    if composition.get("score_mod") is not None:
+        mod, pairs = settle(composition["score_mod"]), allowed.nonzero().unbind(-1)
+        context = {"q_len": q.shape[2], "kv_len": k.shape[2], "num_heads": heads}
+        with PlainGather():
+            values = torch.vmap(lambda *point: torch.as_tensor(call_mod(mod, point, context)))(
+                scores[pairs], *pairs
+            )
+        scores = scores.index_put(pairs, values.to(scores.dtype))
+    sinks = composition.get("sinks")
+    if sinks is not None:
+        column = sinks.to(q.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], -1)
+    weights = scores.softmax(-1).nan_to_num(0)[..., : k.shape[2]]
+    return weights @ v, scores.logsumexp(-1)
+
+
+def oracle_takes(composition: Composition) -> Composition:
+    """The composition for the oracle and for `plain`, which know sinks as their logits only."""
+    sinks = composition.get("sinks")
+    if sinks is None or isinstance(sinks, Tensor):
+        return composition
+    return {**composition, "sinks": sinks.logits}
+
+
+# --- judging ------------------------------------------------------------------------------------------------
+
+
+def worst(got: Tensor, want: Tensor) -> tuple[float, float]:
+    """The largest error of an element, and the largest Euclidean error of a row; NaN spreads."""
+    error = (got.double() - want.double()).abs()
+    return (error.max().item(), error.norm(dim=-1).max().item()) if error.numel() else (0.0, 0.0)
+
+
+def judge(found: Sequence[Tensor], exact: Sequence[Tensor], same: Sequence[Tensor]) -> None:
+    """out and lse: at most twice plain PyTorch's error, in the worst element and in the worst row.
+
+    Where plain PyTorch happens to be exact, one rounding of the largest result is allowed.
+    """
+    (out, lse), (true_out, true_lse), (plain_out, plain_lse) = found, exact, same
+    assert out.dtype == plain_out.dtype and lse.dtype == torch.float32
+    assert out.shape == true_out.shape and lse.shape == true_lse.shape
+    assert not out.isnan().any(), f"NaN in {int(out.isnan().sum())} of {out.numel()} elements of out"
+    unseen = true_lse.isinf()
+    assert torch.equal(lse.isinf(), unseen) and not lse.isnan().any(), "lse: -inf where rows see nothing"
+    rounding = torch.finfo(out.dtype).eps / 2
+    largest = true_out.abs().max().item(), true_out.norm(dim=-1).max().item()
+    for what, error, budget, size in zip(
+        ("element", "row"), worst(out, true_out), worst(plain_out, true_out), largest
+    ):
+        limit = max(2 * budget, rounding * size)
+        assert error <= limit, f"out: worst {what} off by {error:.3e}, limit {limit:.3e}"
+    seen = ~unseen
+    error, budget = worst(lse[seen], true_lse[seen])[0], worst(plain_lse[seen], true_lse[seen])[0]
+    assert error <= 2 * budget + 1e-5, f"lse off by {error:.3e}, limit {2 * budget:.3e}"
+
+
+def judge_exact_lse(lse: Tensor, true_lse: Tensor) -> None:
+    """Without approximate functions in the mod, lse is float32 arithmetic on exact products.
+
+    Far tighter than twice bf16's error: one key too many among some hundred shows here, and nowhere else.
+    """
+    seen = true_lse.isfinite()
+    error = worst(lse[seen], true_lse[seen])[0]
+    limit = 1e-4 * max(1.0, true_lse[seen].abs().max().item() if seen.any() else 1.0)
+    assert error <= limit, f"lse off by {error:.3e}, limit {limit:.3e}"
+
+
+def poison(*like: Tensor) -> None:
+    """NaN in freed memory of these sizes, which the caching allocator hands to the outputs that follow.
+
+    An element that the kernel leaves unwritten is then NaN, not what an earlier call put there.
+    """
+    held = [torch.full_like(x, math.nan, memory_format=torch.contiguous_format) for x in like for _ in (1, 2)]
+    del held
+
+
+def compiled(**composition: Any) -> fa4flex.Attention:
+    """`fa4flex.compile` where the default device is the CPU, as it is for most users."""
+    with torch.device("cpu"):
+        return fa4flex.compile(**composition)
+
+
+def run(attn: fa4flex.Attention, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """out and lse of a call into poisoned memory."""
+    rows = q.shape[:-1]
+    poison(q.new_empty(*rows, v.shape[-1]), q.new_empty(rows, dtype=torch.float32))
+    with torch.no_grad(), torch.device("cpu"):
+        out, lse = attn(q, k, v, return_lse=True, **options)
+    return out, lse
+
+
+def check(
+    sizes: Sizes,
+    composition: Composition,
+    qkv: tuple[Tensor, Tensor, Tensor] | None = None,
+    approximate: bool = False,
+) -> None:
+    """One call against the oracle; the composition's tensors are on DEVICE, which is the default device."""
+    q, k, v = sizes.qkv() if qkv is None else qkv
+    found = run(compiled(**composition), q, k, v)
+    known = oracle_takes(composition)
+    exact = reference.attention(q, k, v, **known)
+    judge(found, exact, plain(q, k, v, known))
+    if not approximate:
+        judge_exact_lse(found[1], exact[1])
+
+
+# --- packed sequences ---------------------------------------------------------------------------------------
+
+
+def cumulative(lengths: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+def of_sequence(mod: Any, n: int, position: int) -> Any:
+    """`mod` with b, its argument at `position`, fixed to n."""
+    if mod is None:
+        return None
+    mod = settle(mod)
+
+    def fixed(*point: Any, **context: int) -> Any:
+        return mod(*point[:position], torch.full_like(point[position], n), *point[position + 1 :], **context)
+
+    fixed.context = fa4flex.primitives.base.accepted_context(mod)  # type: ignore[attr-defined]
+    return fixed
+
+
+def plain_packed(
+    qkv: tuple[Tensor, Tensor, Tensor], ranges: tuple[Any, Any], composition: Composition
+) -> tuple[Tensor, Tensor]:
+    """`plain` of one sequence after the other: out [Tq, H, Dv], lse [H, Tq]."""
+    q, k, v = qkv
+    out, lse = q.new_zeros(*q.shape[:2], v.shape[2]), q.new_full(q.shape[:2], -math.inf)
+    for n, ((q0, q1), (k0, k1)) in enumerate(zip(*ranges, strict=True)):
+        if q0 == q1 or k0 == k1:
+            continue
+        one = [x.transpose(0, 1)[None] for x in (q[q0:q1], k[k0:k1], v[k0:k1])]
+        mods = {"score_mod": of_sequence(composition.get("score_mod"), n, 1)}
+        mods["mask"] = of_sequence(composition.get("mask"), n, 0)
+        o, s = plain(one[0], one[1], one[2], {**composition, **mods})
+        out[q0:q1], lse[q0:q1] = o[0].transpose(0, 1), s[0].transpose(0, 1)
+    return out, lse.transpose(0, 1)
+
+
+# --- moving what functions captured -------------------------------------------------------------------------
+
+
+def on_device(value: Any, device: torch.device) -> Any:
+    """A function, or what it captured, with every captured tensor moved; the code is the same."""
+    if isinstance(value, Tensor):
+        return value.detach().to(device)
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+        return type(value)(on_device(x, device) for x in value)
+    if isinstance(value, functools.partial):
+        moved = {name: on_device(x, device) for name, x in value.keywords.items()}
+        return functools.partial(on_device(value.func, device), *on_device(value.args, device), **moved)
+    if not isinstance(value, types.FunctionType):
+        return value
+    cells = tuple(types.CellType(on_device(c.cell_contents, device)) for c in value.__closure__ or ())
+    defaults = on_device(value.__defaults__, device)
+    copy = types.FunctionType(value.__code__, value.__globals__, value.__name__, defaults, cells)
+    copy.__kwdefaults__ = value.__kwdefaults__
+    copy.__dict__.update(value.__dict__)
+    return copy

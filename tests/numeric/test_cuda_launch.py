@@ -1,0 +1,152 @@
+"""Launching on a GPU: host time, CUDA graphs, streams, torch.compile, gradients. See test_cuda_forward.py
+for what is computed."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fa4flex
+from fa4flex import Varlen
+from fa4flex.errors import UnsupportedError
+from fa4flex.variants import alibi, causal, document, sliding_window, softcap
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not HOPPER, reason="needs a CUDA device of compute capability 9.0"),
+]
+
+
+def inputs(s: int = 512, heads: int = 4, d: int = 64, dtype: Any = torch.bfloat16) -> tuple[Tensor, ...]:
+    return tuple(torch.randn(2, n, s, d, dtype=dtype, device="cuda") for n in (heads, heads // 2, heads // 2))
+
+
+def close(found: Tensor, exact: Tensor, tolerance: float = 2e-2) -> None:
+    torch.testing.assert_close(found.cpu().double(), exact.cpu().double(), atol=tolerance, rtol=tolerance)
+
+
+def exactly(attn: fa4flex.api.Attention, *qkv: Tensor, **options: Any) -> Any:
+    """The CPU executor on the same numbers, in float64."""
+    return attn(*(x.cpu().double() for x in qkv), **options)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_host_time_of_a_repeated_call(layout: str) -> None:
+    attn = fa4flex.compile(score_mod=alibi, mask=sliding_window(128), layout=layout)
+    qkv = inputs()
+    if layout == "bshd":
+        qkv = tuple(x.transpose(1, 2) for x in qkv)
+    with torch.no_grad():
+        times = []
+        for _ in range(30):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(50):  # fewer than the driver queues: the host never waits for the device
+                attn(*qkv)
+            times.append((time.perf_counter() - start) / 50)
+    print(f"host time per call ({layout}): {sorted(times)[15] * 1e6:.1f} us")
+    assert sorted(times)[15] < 25e-6  # 15 us is the aim on a quiet machine
+
+
+@pytest.mark.parametrize("mask", [causal, lambda b, h, q_idx, kv_idx: (q_idx - kv_idx) % 3 == 0])
+def test_a_graph_replays_with_new_numbers(mask: Any) -> None:
+    attn = fa4flex.compile(mask=mask)
+    q, k, v = inputs()
+    with torch.no_grad():
+        attn(q, k, v)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = attn(q, k, v)
+        for x in (q, k, v):
+            x.normal_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, attn(q, k, v))
+
+
+def test_a_first_call_inside_a_capture_is_refused() -> None:
+    attn = fa4flex.compile(mask=sliding_window(77))
+    q, k, v = inputs(s=333)
+    refused, graph = pytest.raises(UnsupportedError, match="captured"), torch.cuda.CUDAGraph()
+    with torch.no_grad(), refused, torch.cuda.graph(graph):
+        attn(q, k, v)
+    attn(q, k, v)
+
+
+def test_the_current_stream_is_used() -> None:
+    attn = fa4flex.compile(mask=causal)
+    q, k, v = inputs(s=2048)
+    with torch.no_grad():
+        expected = attn(q, k, v)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(100_000_000)
+            late = q.clone()
+            out = attn(late, k, v)
+        stream.synchronize()
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("default_device", [False, True])
+def test_captured_tensors_and_updates(default_device: bool) -> None:
+    ids = (torch.arange(512, device="cuda") // 100).to(torch.int32)
+    attn = fa4flex.compile(mask=causal & document(ids))
+    q, k, v = inputs()
+    device = torch.device("cuda" if default_device else "cpu")
+    with torch.no_grad(), device:
+        for _ in range(2):
+            ids.copy_((torch.arange(512, device="cuda") // 37).to(torch.int32))
+            out = attn(q, k, v)
+            with torch.device("cpu"):
+                there = fa4flex.compile(mask=causal & document(ids.cpu()))
+                close(out, exactly(there, q, k, v))
+
+
+def test_torch_compile_gives_the_same() -> None:
+    attn = fa4flex.compile(score_mod=softcap(20.0), mask=causal)
+    q, k, v = inputs()
+    with torch.no_grad():
+        expected = attn(q, k, v)
+        found = torch.compile(lambda *x: attn(*x) * 2, fullgraph=True)(q, k, v)
+    assert torch.equal(found, expected * 2)
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_gradients(ragged: bool) -> None:
+    bias = torch.randn(4, 1023, device="cuda", requires_grad=True)
+    mod = lambda score, b, h, q_idx, kv_idx: score + bias[h, q_idx - kv_idx + 511]  # noqa: E731
+    sinks = torch.randn(4, device="cuda", requires_grad=True)
+    qkv = inputs()
+    options: dict[str, Any] = {}
+    if ragged:
+        qkv = tuple(x[0].transpose(0, 1).contiguous() for x in qkv)
+        options = {"varlen": Varlen(torch.tensor([0, 100, 100, 512], dtype=torch.int32, device="cuda"))}
+    for x in qkv:
+        x.requires_grad_()
+    out, lse = fa4flex.compile(score_mod=mod, mask=causal, sinks=sinks)(*qkv, return_lse=True, **options)
+    weights = torch.randn_like(out), torch.randn_like(lse)
+    loss = (out.double() * weights[0]).sum() + (lse.double() * weights[1]).sum()
+    found = torch.autograd.grad(loss, (*qkv, bias, sinks))
+
+    there = [x.detach().cpu().double().requires_grad_() for x in (*qkv, bias, sinks)]
+    mod = lambda score, b, h, q_idx, kv_idx: score + there[3][h, q_idx - kv_idx + 511]  # noqa: E731
+    if ragged:
+        options = {"varlen": Varlen(torch.tensor([0, 100, 100, 512], dtype=torch.int32))}
+    attn = fa4flex.compile(score_mod=mod, mask=causal, sinks=there[4])
+    out, lse = attn(*there[:3], return_lse=True, **options)
+    loss = (out * weights[0].cpu().double()).sum() + (lse * weights[1].cpu().double()).sum()
+    for a, b in zip(found, torch.autograd.grad(loss, there), strict=True):
+        scale = float(b.abs().max())
+        close(a / scale, b / scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_dtypes_without_a_kernel_are_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(UnsupportedError, match="bfloat16 or float16"):
+        fa4flex.attention(*inputs(dtype=dtype))
