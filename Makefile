@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Modules are compiled when first imported: compiling all of torch's beforehand takes longer than the demo.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
-.PHONY: demo test lint clean
+.PHONY: demo test exhaustive lint clean
 
 $(VENV)/.torch: constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -25,6 +25,10 @@ demo: $(VENV)/.demo
 
 test: $(VENV)/.dev lint
 	$(BIN)/python -m pytest
+
+# What `make test` takes a sample of: the forward kernel of every variant at every head width.
+exhaustive: $(VENV)/.dev
+	$(BIN)/python -m pytest -m exhaustive
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -1,0 +1,148 @@
+"""Errors of a result against float64, on a random subset of query rows, beside plain PyTorch's errors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fa4flex import reference
+from fa4flex.bench.peers import Problem, Run
+from fa4flex.bench.suites import BLOCK
+from fa4flex.primitives.base import call_mod
+
+HEADS, QUERIES = 8, 32
+"""How many (batch, head) pairs are looked at, and how many query rows of each."""
+
+
+@dataclass(frozen=True)
+class Pick:
+    """Some query rows of one head: `rows` int64 [R]."""
+
+    b: int
+    h: int
+    rows: Tensor
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Largest error of an element, and largest Euclidean error of a row; and those of plain PyTorch."""
+
+    element: float
+    row: float
+    plain_element: float
+    plain_row: float
+
+    @property
+    def ratio(self) -> float:
+        """Error over plain PyTorch's, the worse of elements and rows; NaN where a result is not finite."""
+        pairs = (self.element, self.plain_element), (self.row, self.plain_row)
+        if any(math.isnan(error) for error, _ in pairs):
+            return math.nan
+        return max(error / plain if plain else math.inf if error else 1.0 for error, plain in pairs)
+
+
+def picks(problem: Problem, seed: int) -> list[Pick]:
+    """Random heads and rows, always with the first and last row and those at a tile's border."""
+    row, device = problem.row, problem.q.device
+    generator = torch.Generator().manual_seed(seed)
+    heads = torch.randperm(row.batch * row.heads, generator=generator)[:HEADS].tolist()
+    borders = [i for i in (0, 1, BLOCK - 1, BLOCK, row.length - 1) if i < row.length]
+    found = []
+    for head in heads:
+        drawn = torch.randperm(row.length, generator=generator)[: QUERIES - len(borders)].tolist()
+        rows = torch.tensor(sorted({*borders, *drawn}), device=device)
+        found.append(Pick(head // row.heads, head % row.heads, rows))
+    return found
+
+
+def exact_rows(problem: Problem, pick: Pick) -> Tensor:
+    """float64 [R, head_dim]: the oracle, asked about these rows only."""
+    q, k, v = (x[None, None] for x in _tensors(problem, pick))
+    score_mod, mask_mod = problem.mods.score_mod, problem.mods.mask_mod
+    with torch.device(q.device):
+        out, _ = reference.attention(
+            q,
+            k,
+            v,
+            score_mod and _at(problem, pick, score_mod, leading=1),
+            mask_mod and _at(problem, pick, mask_mod, leading=0),
+        )
+    return out[0, 0]
+
+
+def plain_rows(problem: Problem, pick: Pick) -> Tensor:
+    """The same rows by PyTorch operations in the inputs' own dtype, with the whole score matrix."""
+    q, k, v = _tensors(problem, pick)
+    scores = (q @ k.mT) / math.sqrt(q.shape[-1])
+    b, h = (torch.tensor(i, device=q.device) for i in (pick.b, pick.h))
+    index = (b, h, pick.rows[:, None], torch.arange(k.shape[0], device=q.device)[None, :])
+    context = _context(problem)
+    if problem.mods.score_mod is not None:
+        scores = call_mod(problem.mods.score_mod, (scores, *index), context).to(q.dtype)
+    if problem.mods.mask_mod is not None:
+        scores = scores.masked_fill(~call_mod(problem.mods.mask_mod, index, context), -math.inf)
+    return scores.softmax(-1) @ v
+
+
+def _tensors(problem: Problem, pick: Pick) -> tuple[Tensor, Tensor, Tensor]:
+    b, h = pick.b, pick.h
+    return problem.q[b, h, pick.rows], problem.k[b, h], problem.v[b, h]
+
+
+def _context(problem: Problem) -> dict[str, int]:
+    row = problem.row
+    return {"q_len": row.length, "kv_len": row.length, "num_heads": row.heads}
+
+
+def _at(problem: Problem, pick: Pick, mod: Callable[..., Any], leading: int) -> Callable[..., Any]:
+    """`mod` where entry 0, head 0 and query i of a small problem are those of the pick."""
+    context = _context(problem)
+
+    def moved(*point: Any) -> Any:
+        b, h, q_idx, kv_idx = point[leading:]
+        return call_mod(mod, (*point[:leading], b + pick.b, h + pick.h, pick.rows[q_idx], kv_idx), context)
+
+    moved.context = ()  # type: ignore[attr-defined]
+    return moved
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Exact rows of a problem, and how far plain PyTorch is from them."""
+
+    picks: tuple[Pick, ...]
+    exact: tuple[Tensor, ...]
+    plain: tuple[float, float]
+
+
+def truth(problem: Problem, seed: int) -> Truth:
+    chosen = picks(problem, seed)
+    exact = [exact_rows(problem, pick) for pick in chosen]
+    return Truth(tuple(chosen), tuple(exact), _worst([plain_rows(problem, p) for p in chosen], exact))
+
+
+def accuracy(problem: Problem, run: Run, known: Truth) -> Accuracy:
+    """Errors of one call, whose output memory held NaN before."""
+    poison(problem.q)
+    with torch.no_grad():
+        out = run()
+    return Accuracy(*_worst([out[p.b, p.h, p.rows] for p in known.picks], known.exact), *known.plain)
+
+
+def poison(like: Tensor, copies: int = 4) -> None:
+    """Leave NaN in freed memory of this size, which the caching allocator hands out next.
+
+    An element that a kernel forgets to write is then NaN, not what an earlier call left there.
+    """
+    held = [torch.full_like(like, math.nan, memory_format=torch.contiguous_format) for _ in range(copies)]
+    del held
+
+
+def _worst(found: Sequence[Tensor], exact: Sequence[Tensor]) -> tuple[float, float]:
+    error = torch.cat([f.double() - e for f, e in zip(found, exact, strict=True)])
+    return error.abs().max().item(), error.norm(dim=-1).max().item()

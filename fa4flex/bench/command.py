@@ -1,0 +1,227 @@
+"""`python -m fa4flex bench`: plan, measure, print, write."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fa4flex.bench import first_call, peers
+from fa4flex.bench.accuracy import accuracy, truth
+from fa4flex.bench.environment import environment, state_under_load
+from fa4flex.bench.measure import Clock, Samples, clock_for, host_overhead, interleave
+from fa4flex.bench.options import ROUNDS
+from fa4flex.bench.peers import Absent, Peer, Run, attempt, make_problem
+from fa4flex.bench.report import (
+    OURS,
+    Measured,
+    RowReport,
+    Verdict,
+    as_json,
+    full_table,
+    short_table,
+    verdict_text,
+    verdicts,
+)
+from fa4flex.bench.suites import Row, blocks_with_work, flops, groups, select_all
+from fa4flex.errors import InputError
+
+SMOKE_ROUNDS = 2
+MOST_HOST = 15e-6
+"""Seconds of host time per call."""
+_HOST_ROW = Row("alibi+causal", 1, 2, 128, 64, "causal", "alibi")
+_PLAIN_ROW = Row("causal", 1, 2, 128, 64, "causal")
+
+Entry = tuple[str, str]
+"""Names of a row and a peer."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line asked for, checked."""
+
+    device: torch.device
+    smoke: bool
+    rounds: int
+    seed: int
+    deadline: float
+    peers: tuple[Peer, ...]
+
+    @property
+    def clock(self) -> Clock:
+        return clock_for(self.device)
+
+
+def options_of(arguments: argparse.Namespace) -> Options:
+    """Raises InputError where there is no such device, or no such peer."""
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        raise InputError(
+            "no CUDA device is visible", "a CUDA device", "add --device cpu --smoke for a dry run"
+        )
+    if arguments.device == "cpu" and not arguments.smoke:
+        raise InputError("--device cpu", "--smoke with it", "full sizes would take hours on a CPU")
+    rounds = arguments.rounds if arguments.rounds is not None else SMOKE_ROUNDS if arguments.smoke else ROUNDS
+    if rounds < 1:
+        raise InputError(f"--rounds {rounds}", "at least 1", "leave it out")
+    offered = peers.SMOKE_PEERS if arguments.smoke else peers.PEERS
+    limit = arguments.time_limit
+    return Options(
+        torch.device(arguments.device),
+        arguments.smoke,
+        rounds,
+        secrets.randbelow(2**31) if arguments.seed is None else arguments.seed,
+        float("inf") if limit is None else time.monotonic() + limit,
+        _chosen(offered, [name for name in arguments.peers.split(",") if name]),
+    )
+
+
+def _chosen(offered: tuple[Peer, ...], names: Sequence[str]) -> tuple[Peer, ...]:
+    unknown = set(names) - {peer.name for peer in offered}
+    if unknown:
+        known = ", ".join(peer.name for peer in offered)
+        raise InputError(f"--peers {','.join(sorted(unknown))}", f"some of {known}", "check the spelling")
+    return tuple(peer for peer in offered if not names or peer.name in names or peer.name == OURS)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit status: 1 where a target was missed, else 0. A smoke run judges nothing."""
+    options = options_of(arguments)
+    chosen = select_all(arguments.suite, [pattern for pattern in arguments.rows.split(",") if pattern])
+    found = environment(options.device)
+    found |= {f"peer {peer.name}": peer.version() for peer in options.peers}
+    print("\n".join(f"{name:20} {value}" for name, value in found.items()))
+    print(f"{'inputs':20} standard normal, bf16, seed {options.seed}")
+    judged: list[Verdict] = []
+    for name in arguments.suite:
+        if name == "latency":
+            judged += _latency(options, found, arguments.out)
+            continue
+        reports = _measure_suite(name, chosen[name], options)
+        _write(name, reports, {"environment": found, "seed": options.seed}, arguments)
+        print(f"\n{short_table(reports)}")
+        judged += [verdict for report in reports for verdict in verdicts(report, reports)]
+    failed = sum(verdict.passed is False for verdict in judged)
+    if options.smoke:
+        print("\nsmoke run: sizes are tiny, and these verdicts mean nothing")
+        return 0
+    unjudged = sum(verdict.passed is None for verdict in judged)
+    print(f"\n{failed} of {len(judged)} targets missed, {unjudged} not judged")
+    return 1 if failed else 0
+
+
+# --- suites -------------------------------------------------------------------------------------------------
+
+
+def _measure_suite(name: str, rows: Sequence[Row], options: Options) -> list[RowReport]:
+    offered = options.peers if name != "cost" else tuple(p for p in options.peers if p.name == OURS)
+    reports: list[RowReport] = []
+    longest = 0.0
+    for group in groups([row.small() for row in rows] if options.smoke else rows):
+        start = time.monotonic()
+        if start + longest > options.deadline:
+            skipped = {peer.name: Measured(reason="not run: time limit") for peer in offered}
+            reports += [RowReport(row, 0, skipped) for row in group]
+            continue
+        reports += measure_group(group, offered, options)
+        longest = max(longest, time.monotonic() - start)
+        print(f"\n{full_table(reports[-len(group) :])}", flush=True)
+    return reports
+
+
+def measure_group(rows: Sequence[Row], offered: Sequence[Peer], options: Options) -> list[RowReport]:
+    """Rows and peers taken in turns, on the same q, k and v where shapes are equal."""
+    problems = {row.name: make_problem(row, options.device, options.seed) for row in rows}
+    known = {name: truth(problem, options.seed) for name, problem in problems.items()}
+    runs: dict[Entry, Run] = {}
+    measured: dict[Entry, Measured] = {}
+    for row in rows:
+        for peer in offered:
+            prepared = attempt(peer, problems[row.name])
+            if isinstance(prepared, Absent):
+                measured[row.name, peer.name] = Measured(reason=prepared.reason)
+            else:
+                runs[row.name, peer.name] = prepared
+    times = interleave(runs, options.clock, options.rounds)
+    for entry, samples in times.items():
+        errors = accuracy(problems[entry[0]], runs[entry], known[entry[0]])
+        measured[entry] = Measured(samples, errors)
+    reports = []
+    for row in rows:
+        state = _state(options, runs.get((row.name, OURS)), times.get((row.name, OURS)))
+        blocks = blocks_with_work(row, problems[row.name].mods.mask_mod, options.device)
+        by_peer = {peer.name: measured[row.name, peer.name] for peer in offered}
+        reports.append(RowReport(row, flops(row, blocks), by_peer, state))
+    return reports
+
+
+def _state(options: Options, call: Run | None, samples: Samples | None) -> dict[str, str]:
+    if call is None or samples is None:
+        return {}
+    return state_under_load(options.device, call, samples.median)
+
+
+def _write(
+    name: str, reports: Sequence[RowReport], about: dict[str, Any], arguments: argparse.Namespace
+) -> None:
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    path = arguments.out / f"bench-{name}.json"
+    path.write_text(json.dumps({"suite": name, **about, "rows": as_json(reports)}, indent=1) + "\n")
+    picture = arguments.out / f"bench-{name}.{arguments.format}"
+    try:
+        from fa4flex.bench.plot import save
+    except ImportError as error:
+        print(f"\nwrote {path}; no plot: {error}")
+        return
+    save(reports, f"{name}: {about['environment']['device']}", picture)
+    print(f"\nwrote {path} and {picture}")
+
+
+# --- latency ------------------------------------------------------------------------------------------------
+
+
+def _latency(options: Options, about: dict[str, str], out: Path) -> list[Verdict]:
+    """Host time per call on a small problem, and first calls in fresh processes."""
+    found: dict[str, Any] = {"host": {}}
+    offered = [peer for peer in peers.HOST_PEERS if not options.smoke or peer.name == OURS]
+    runs: dict[str, Run] = {}
+    for peer in offered:
+        # Peers without mods are given the plain causal problem: their best case.
+        row = _HOST_ROW if peer.name in (OURS, "flex") else _PLAIN_ROW
+        prepared = attempt(peer, make_problem(row, options.device, options.seed))
+        if isinstance(prepared, Absent):
+            found["host"][peer.name] = {"reason": prepared.reason}
+        else:
+            runs[peer.name] = prepared
+    for name, samples in host_overhead(runs, options.rounds).items():
+        found["host"][name] = {"median_us": 1e6 * samples.median}
+    found["first call"] = first_call.first_and_second(options.device.type)
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / "bench-latency.json"
+    path.write_text(json.dumps({"suite": "latency", "environment": about, **found}, indent=1) + "\n")
+    print(f"\nwrote {path}\n")
+    for name, value in found["host"].items():
+        print(f"host time per call   {name:8} " + value.get("reason", f"{value.get('median_us', 0):.1f} us"))
+    judged = latency_verdicts(found)
+    print("\n".join(verdict_text(verdict) for verdict in judged))
+    return judged
+
+
+def latency_verdicts(found: dict[str, Any]) -> list[Verdict]:
+    """Host microseconds, and seconds of first calls, against their limits."""
+    microseconds = found["host"].get(OURS, {}).get("median_us")
+    first = found["first call"]
+    seconds = {which: first.get(which, {}).get("call") for which in ("first", "second")}
+    reason = f": {first['reason']}" if "reason" in first else ""
+    rows = (
+        ("host us per call", microseconds, 1e6 * MOST_HOST),
+        (f"seconds of the first call{reason}", seconds["first"], first_call.MOST_FIRST),
+        (f"seconds of a second process{reason}", seconds["second"], first_call.MOST_SECOND),
+    )
+    return [Verdict(says, value, limit, value is not None and value <= limit) for says, value, limit in rows]

@@ -1,0 +1,23 @@
+"""What `python -m fa4flex bench` takes. Loads nothing else: every command's parser reads it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+SUITE_NAMES = ("dense", "variants", "cost", "latency")
+ROUNDS = 11
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--suite", nargs="+", choices=SUITE_NAMES, default=["dense"], help="default: dense")
+    add("--rows", default="", metavar="A,B", help="only these rows: names, patterns or parts of names")
+    add("--peers", default="", metavar="A,B", help="only these peers, beside fa4flex (default: all)")
+    add("--rounds", type=int, metavar="N", help=f"samples per peer and row (default {ROUNDS})")
+    add("--seed", type=int, metavar="N", help="of the random inputs (default: fresh, and printed)")
+    add("--time-limit", type=float, metavar="SECONDS", help="start no row that would not fit")
+    add("--device", default="cuda", choices=["cuda", "cpu"], help="default: cuda")
+    add("--smoke", action="store_true", help="tiny sizes and no verdicts: a dry run, also on a CPU")
+    add("--out", type=Path, default=Path(), metavar="FOLDER", help="for JSON and plot (default: here)")
+    add("--format", default="svg", choices=["svg", "png"], help="of the plot (default: svg)")

@@ -1,0 +1,203 @@
+"""fa4flex and what a user would pick instead, behind one protocol."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from fa4flex.bench.suites import Draw, Mods, Row, build_mods
+
+Run = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A row with its tensors: q, k, v [batch, heads, length, head_dim], standard normal."""
+
+    row: Row
+    mods: Mods
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+def make_problem(row: Row, device: torch.device, seed: int, dtype: torch.dtype = torch.bfloat16) -> Problem:
+    """Random inputs and captured tensors, drawn on the device. One seed gives one problem."""
+    draw = Draw(torch.Generator(device).manual_seed(seed))
+    shape = (row.batch, row.heads, row.length, row.head_dim)
+    q, k, v = (draw.normal(*shape, dtype=dtype) for _ in range(3))
+    return Problem(row, build_mods(row, draw), q, k, v)
+
+
+@dataclass(frozen=True)
+class Absent:
+    """Why a peer has no time in a row."""
+
+    reason: str
+
+
+class Peer(Protocol):
+    """`prepare` builds what a user would build once, and returns the call that is repeated.
+
+    The call returns [batch, heads, length, head_dim]. Peers get contiguous inputs in the layout that their
+    interface takes; the copies are made here, outside of what is timed.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def version(self) -> str: ...
+
+    def prepare(self, problem: Problem) -> Run | Absent: ...
+
+
+def attempt(peer: Peer, problem: Problem) -> Run | Absent:
+    """`prepare`, and one call: a peer that cannot do it says why, in its own words."""
+    try:
+        run = peer.prepare(problem)
+        if isinstance(run, Absent):
+            return run
+        with torch.no_grad():
+            run()
+        if problem.q.is_cuda:
+            torch.cuda.synchronize()
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        return Absent(f"{type(error).__name__}: {lines[0][:200]}")
+    return run
+
+
+def _version(*packages: str) -> str:
+    for package in packages:
+        try:
+            return f"{package} {importlib.metadata.version(package)}"
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "not installed"
+
+
+@dataclass(frozen=True)
+class Fa4flex:
+    name: str = "fa4flex"
+
+    def version(self) -> str:
+        return _version("fa4flex")
+
+    def prepare(self, problem: Problem) -> Run | Absent:
+        import fa4flex
+
+        attn = fa4flex.compile(problem.mods.score_mod, problem.mods.mask_mod)
+        q, k, v = problem.q, problem.k, problem.v
+        return lambda: attn(q, k, v)
+
+
+@dataclass(frozen=True)
+class Flex:
+    """torch's flex_attention, compiled for the shape, with its BlockMask made beforehand."""
+
+    name: str = "flex"
+    compiled: bool = True
+
+    def version(self) -> str:
+        return f"torch {torch.__version__}"
+
+    def prepare(self, problem: Problem) -> Run | Absent:
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        row, mods = problem.row, problem.mods
+        call: Any = flex_attention
+        if self.compiled:
+            # Every row compiles anew; past its limit of recompilations Dynamo would fall back to eager.
+            torch._dynamo.reset()
+            call = torch.compile(flex_attention, dynamic=False)
+        blocks = None
+        if mods.mask_mod is not None:
+            batch = row.batch if row.mask_batched else None
+            device = str(problem.q.device)
+            blocks = create_block_mask(mods.mask_mod, batch, None, row.length, row.length, device=device)
+        q, k, v = problem.q, problem.k, problem.v
+        return lambda: call(q, k, v, mods.score_mod, blocks)
+
+
+@dataclass(frozen=True)
+class Sdpa:
+    """One backend of torch's scaled_dot_product_attention; backend None is torch's own choice."""
+
+    name: str
+    backend: SDPBackend | None
+
+    def version(self) -> str:
+        if self.backend == SDPBackend.CUDNN_ATTENTION:
+            return f"cuDNN {torch.backends.cudnn.version()}, torch {torch.__version__}"
+        return f"torch {torch.__version__}"
+
+    def prepare(self, problem: Problem) -> Run | Absent:
+        native = problem.row.native
+        if native is None or native.window or native.softcap:
+            return Absent("takes no mods, windows or soft caps")
+        if self.backend is not None and not problem.q.is_cuda:
+            return Absent("runs on CUDA only")
+        q, k, v = problem.q, problem.k, problem.v
+        causal, backend = native.causal, self.backend
+        if backend is None:
+            return lambda: scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+        def run() -> Tensor:
+            with sdpa_kernel(backend):
+                return scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+        return run
+
+
+@dataclass(frozen=True)
+class FlashAttention4:
+    """flash-attn-4's flash_attn_func, with its own arguments for masks; its layout is [b, s, h, d]."""
+
+    name: str = "FA4"
+
+    def version(self) -> str:
+        return _version("flash-attn-4")
+
+    def prepare(self, problem: Problem) -> Run | Absent:
+        native = problem.row.native
+        if native is None:
+            return Absent("needs its own device functions for mods")
+        if not problem.q.is_cuda:
+            return Absent("runs on CUDA only")
+        attend = importlib.import_module("flash_attn.cute").flash_attn_func
+        q, k, v = (x.transpose(1, 2).contiguous() for x in (problem.q, problem.k, problem.v))
+        # A window of w keys is the query's own and w - 1 before it; none after.
+        window = (None, None) if native.window is None else (native.window - 1, 0)
+        options = {"causal": native.causal, "window_size": window, "softcap": native.softcap}
+
+        def run() -> Tensor:
+            out: Tensor = attend(q, k, v, **options)[0]
+            return out.transpose(1, 2)
+
+        return run
+
+
+PEERS: tuple[Peer, ...] = (
+    Fa4flex(),
+    Sdpa("cuDNN", SDPBackend.CUDNN_ATTENTION),
+    Sdpa("FA2", SDPBackend.FLASH_ATTENTION),
+    Flex(),
+    FlashAttention4(),
+)
+SMOKE_PEERS: tuple[Peer, ...] = (
+    Fa4flex(),
+    Sdpa("cuDNN", SDPBackend.CUDNN_ATTENTION),
+    Sdpa("SDPA", None),
+    Flex(compiled=False),
+    FlashAttention4(),
+)
+HOST_PEERS: tuple[Peer, ...] = (Fa4flex(), Sdpa("SDPA", None), Flex(), FlashAttention4())
+"""Whose calls are timed on the host: switching SDPA's backend costs more than SDPA, so it chooses freely."""

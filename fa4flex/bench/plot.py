@@ -1,0 +1,34 @@
+"""Bars of TFLOP/s. Imported only when a plot is written: matplotlib is optional."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from fa4flex.bench.report import OURS, RowReport
+
+_COLOURS = ("#2f6fdf", "#e08a2e", "#5aa469", "#8a8f9c", "#b65fc1", "#c94f4f")
+
+
+def save(reports: Sequence[RowReport], title: str, path: Path) -> None:
+    """One group of bars per row, one colour per peer; the format is that of the path's ending."""
+    names = list(dict.fromkeys(name for report in reports for name in report.peers))
+    figure = Figure(figsize=(max(6.0, 1.1 * len(reports) + 2), 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    width = 0.8 / max(len(names), 1)
+    for number, name in enumerate(names):
+        rates = [report.tflops(name) or 0.0 for report in reports]
+        places = [i + (number - (len(names) - 1) / 2) * width for i in range(len(reports))]
+        bars = axes.bar(places, rates, width, label=name, color=_COLOURS[number % len(_COLOURS)])
+        if name == OURS:
+            axes.bar_label(bars, fmt="%.0f", fontsize=7)
+    axes.set_xticks(range(len(reports)), [report.row.name for report in reports], rotation=30, ha="right")
+    axes.set_ylabel("TFLOP/s, forward, bf16")
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.legend(frameon=False, ncols=len(names), fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)

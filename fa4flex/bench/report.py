@@ -1,0 +1,202 @@
+"""From times to TFLOP/s, ratios and verdicts; tables and JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fa4flex.bench.accuracy import Accuracy
+from fa4flex.bench.measure import Samples
+from fa4flex.bench.suites import MOST_COST, MOST_ERROR, Row, Target
+
+OURS = "fa4flex"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One peer in one row: times and errors, or the reason why there are none."""
+
+    samples: Samples | None = None
+    accuracy: Accuracy | None = None
+    reason: str = ""
+
+    @property
+    def usable(self) -> bool:
+        """Timed, and within ten times plain PyTorch's error: a wrong result is no competitor."""
+        return self.samples is not None and (self.accuracy is None or self.accuracy.ratio <= 10)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One target: `passed` is None where it could not be judged, which `says` explains."""
+
+    says: str
+    value: float | None
+    limit: float
+    passed: bool | None
+
+    @property
+    def word(self) -> str:
+        return {True: "pass", False: "FAIL", None: "not judged"}[self.passed]
+
+
+@dataclass(frozen=True)
+class RowReport:
+    """A row with every peer's measurement, by the peer's name; fa4flex is among them."""
+
+    row: Row
+    flops: int
+    peers: Mapping[str, Measured]
+    state: Mapping[str, str] = field(default_factory=dict)
+
+    def seconds(self, peer: str) -> float | None:
+        """Median, or None where the peer has no usable time."""
+        found = self.peers.get(peer)
+        return found.samples.median if found and found.usable and found.samples else None
+
+    def tflops(self, peer: str) -> float | None:
+        seconds = self.seconds(peer)
+        return None if seconds is None else self.flops / seconds / 1e12
+
+    @property
+    def best_peer(self) -> str | None:
+        """The fastest of those that are not fa4flex."""
+        times = {name: t for name in self.peers if name != OURS and (t := self.seconds(name)) is not None}
+        return min(times, key=times.__getitem__) if times else None
+
+    def ratio(self, against: str) -> float | None:
+        """fa4flex's speed over that of a peer, or of the "best" one."""
+        name = self.best_peer if against == "best" else against
+        ours, theirs = self.seconds(OURS), self.seconds(name) if name else None
+        return theirs / ours if ours and theirs else None
+
+    def reason(self, peer: str) -> str:
+        """Why there is no time of `peer`."""
+        name = self.best_peer if peer == "best" else peer
+        found = self.peers.get(name) if name else None
+        if found is None:
+            return "not measured"
+        return found.reason or ("its result is wrong" if not found.usable else "")
+
+
+# --- verdicts -----------------------------------------------------------------------------------------------
+
+
+def verdicts(report: RowReport, all_reports: Sequence[RowReport]) -> list[Verdict]:
+    """Speed by the row's targets, cost by its base, and fa4flex's error."""
+    found = [_speed(report, target) for target in report.row.targets]
+    if report.row.base:
+        base = next((r for r in all_reports if r.row.name == report.row.base), None)
+        found.append(_cost(report, base))
+    ours = report.peers.get(OURS)
+    if ours and ours.accuracy:
+        value = ours.accuracy.ratio
+        found.append(Verdict("error over plain PyTorch's", value, MOST_ERROR, value <= MOST_ERROR))
+    return found
+
+
+def _speed(report: RowReport, target: Target) -> Verdict:
+    value = report.ratio(target.against)
+    name = f"best peer, {report.best_peer}" if target.against == "best" else target.against
+    says = f"speed over {name}" + (f" (aim {target.aim:.2f})" if target.aim else "")
+    if value is None:
+        # Without a time of its own fa4flex has failed; without the other's, nothing can be said.
+        failed = report.seconds(OURS) is None
+        absent = OURS if failed else target.against
+        why = f"{says}; {absent}: {report.reason(absent)}"
+        return Verdict(why, None, target.ratio, False if failed else None)
+    return Verdict(says, value, target.ratio, value >= target.ratio)
+
+
+def _cost(report: RowReport, base: RowReport | None) -> Verdict:
+    says = f"cost over {report.row.base}"
+    ours, without = report.seconds(OURS), base.seconds(OURS) if base else None
+    if ours is None or without is None:
+        return Verdict(f"{says}: not measured", None, MOST_COST, False if base else None)
+    cost = ours / without - 1
+    return Verdict(says, cost, MOST_COST, cost <= MOST_COST)
+
+
+# --- tables -------------------------------------------------------------------------------------------------
+
+
+def full_table(reports: Sequence[RowReport]) -> str:
+    """Every peer of every row: TFLOP/s, milliseconds with quartiles, errors; reasons where there is none."""
+    lines = [
+        f"{'row':18} {'peer':8} {'TFLOP/s':>8} {'ms':>9} {'quartiles':>17} {'ours/it':>8} "
+        f"{'worst element':>14} {'worst row':>10} {'/plain':>7}"
+    ]
+    for report in reports:
+        lines += [_line(report, name, measured) for name, measured in report.peers.items()]
+    return "\n".join(lines)
+
+
+def _line(report: RowReport, name: str, measured: Measured) -> str:
+    head = f"{report.row.name:18} {name:8}"
+    if measured.samples is None:
+        return f"{head} -- {measured.reason}"
+    low, high = (1e3 * t for t in measured.samples.quartiles)
+    median = measured.samples.median
+    rate = report.flops / median / 1e12
+    ours = report.seconds(OURS)
+    ratio = f"{median / ours:8.2f}" if ours else f"{'-':>8}"
+    text = f"{head} {rate:8.1f} {1e3 * median:9.4f} {low:8.4f}-{high:8.4f} {ratio}"
+    if measured.accuracy is None:
+        return text
+    a = measured.accuracy
+    flag = "" if measured.usable else "  WRONG RESULT, not compared"
+    return f"{text} {a.element:14.2e} {a.row:10.2e} {a.ratio:7.2f}{flag}"
+
+
+def short_table(reports: Sequence[RowReport]) -> str:
+    """One line per target."""
+    lines = [f"{'row':18} {'TF/s':>5}  {'':10} value / target"]
+    for report in reports:
+        rate = report.tflops(OURS)
+        head = f"{report.row.name:18} {f'{rate:.0f}' if rate else '-':>5}"
+        lines += [f"{head}  {verdict_text(verdict)}" for verdict in verdicts(report, reports)]
+    return "\n".join(lines)
+
+
+def verdict_text(verdict: Verdict) -> str:
+    value = "-" if verdict.value is None else f"{verdict.value:.3g}"
+    return f"{verdict.word:10} {value:>6} / {verdict.limit:<5.3g} {verdict.says}"
+
+
+# --- JSON ---------------------------------------------------------------------------------------------------
+
+
+def as_json(reports: Sequence[RowReport]) -> list[dict[str, Any]]:
+    return [_row_json(report, reports) for report in reports]
+
+
+def _row_json(report: RowReport, reports: Sequence[RowReport]) -> dict[str, Any]:
+    row = report.row
+    return {
+        "row": row.name,
+        "shape": {"batch": row.batch, "heads": row.heads, "length": row.length, "head_dim": row.head_dim},
+        "mask": row.mask,
+        "score_mod": row.score,
+        "flops": report.flops,
+        "state under load": dict(report.state),
+        "peers": {name: _measured_json(report, measured) for name, measured in report.peers.items()},
+        "ratio to best peer": report.ratio("best"),
+        "best peer": report.best_peer,
+        "ratio to flex": report.ratio("flex"),
+        "ratio to FA4": report.ratio("FA4"),
+        "verdicts": [vars(verdict) for verdict in verdicts(report, reports)],
+    }
+
+
+def _measured_json(report: RowReport, measured: Measured) -> dict[str, Any]:
+    if measured.samples is None:
+        return {"reason": measured.reason}
+    found: dict[str, Any] = {
+        "median_ms": 1e3 * measured.samples.median,
+        "tflops": report.flops / measured.samples.median / 1e12,
+        "samples_ms": [1e3 * t for t in measured.samples.seconds],
+    }
+    if measured.accuracy is not None:
+        found["errors"] = {**vars(measured.accuracy), "over plain": measured.accuracy.ratio}
+    return found

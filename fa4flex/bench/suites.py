@@ -1,0 +1,353 @@
+"""What is measured: rows of sizes, mods and targets, as data."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fa4flex.errors import InputError
+
+BLOCK = 128
+TOKENS, HIDDEN = 32_768, 2_048
+"""Of the dense suite: batch * length, and heads * head_dim. Every row then has work for all of a chip."""
+SMOKE = 32
+"""By how much a smoke run shortens lengths, windows and prefixes."""
+
+Mod = Callable[..., Any]
+
+# --- targets ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Target:
+    """fa4flex's speed over that of `against` ("best" of all peers, or a peer's name) is at least `ratio`."""
+
+    against: str
+    ratio: float
+    aim: float | None = None
+
+
+MOST_COST = 0.06
+"""Of a hoistable score mod: time over the time of the same mask without it, less 1."""
+MOST_ERROR = 2.0
+"""Error against float64 over the error of the same maths by PyTorch in the inputs' dtype."""
+
+# --- rows ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Native:
+    """A row in the arguments of kernels without mods; `window` keys, the query's own among them."""
+
+    causal: bool = False
+    window: int | None = None
+    softcap: float = 0.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """q, k and v are [batch, heads, length, head_dim]; `mask` and `score` name entries of MASKS and SCORES.
+
+    `shrink` divides every length that a mod holds (windows, prefixes), as the smoke run has divided `length`.
+    `base` names the row whose time this one is compared with; such rows are measured together.
+    """
+
+    name: str
+    batch: int
+    heads: int
+    length: int
+    head_dim: int
+    mask: str = "full"
+    score: str = "plain"
+    targets: tuple[Target, ...] = ()
+    base: str = ""
+    shrink: int = 1
+
+    def scaled(self, length: int) -> int:
+        return max(1, length // self.shrink)
+
+    @property
+    def native(self) -> Native | None:
+        """None where only a mod can say it."""
+        if self.mask not in ("full", "causal", "sliding") or self.score not in ("plain", "softcap"):
+            return None
+        return Native(
+            causal=self.mask == "causal",
+            window=self.scaled(WINDOW) if self.mask == "sliding" else None,
+            softcap=CAP if self.score == "softcap" else 0.0,
+        )
+
+    @property
+    def mask_batched(self) -> bool:
+        """Whether the mask differs between entries of the batch. No mask here differs between heads."""
+        return self.mask == "document"
+
+    def small(self) -> Row:
+        """The row at a size for a dry run on a CPU."""
+        length = max(BLOCK, self.length // SMOKE)
+        return replace(self, batch=min(self.batch, 2), heads=2, length=length, shrink=SMOKE)
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Where random captured tensors come from: one seed for all of a row, on the row's device."""
+
+    generator: torch.Generator
+
+    def normal(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.randn(*shape, generator=self.generator, device=self.generator.device, dtype=dtype)
+
+    def documents(self, batch: int, length: int) -> Tensor:
+        """int32 [batch, length]: ids of DOCUMENTS documents with uniformly random borders."""
+        device = self.generator.device
+        cuts = torch.rand(batch, DOCUMENTS - 1, generator=self.generator, device=device) * length
+        position = torch.arange(length, device=device)
+        return (position >= cuts.unsqueeze(-1)).sum(1).to(torch.int32)
+
+
+# --- mods: plain functions, given unchanged to fa4flex and to flex_attention --------------------------------
+
+WINDOW, PREFIX, DOCUMENTS, CAP = 1024, 1024, 8, 30.0
+
+
+def _causal(row: Row, draw: Draw) -> Mod:
+    def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return q_idx >= kv_idx
+
+    return causal
+
+
+def _sliding(row: Row, draw: Draw) -> Mod:
+    window = row.scaled(WINDOW)
+
+    def sliding(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (q_idx >= kv_idx) & (q_idx - kv_idx < window)
+
+    return sliding
+
+
+def _document(row: Row, draw: Draw) -> Mod:
+    document = draw.documents(row.batch, row.length)
+
+    def documents(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (document[b, q_idx] == document[b, kv_idx]) & (q_idx >= kv_idx)
+
+    return documents
+
+
+def _prefix(row: Row, draw: Draw) -> Mod:
+    prefix = row.scaled(PREFIX)
+
+    def prefix_lm(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (kv_idx < prefix) | (q_idx >= kv_idx)
+
+    return prefix_lm
+
+
+def _alibi(row: Row, draw: Draw) -> Mod:
+    heads = torch.arange(1, row.heads + 1, device=draw.generator.device)
+    slopes = torch.exp2(-8.0 * heads / row.heads)
+
+    def alibi(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score + slopes[h] * (kv_idx - q_idx)
+
+    return alibi
+
+
+def _softcap(row: Row, draw: Draw) -> Mod:
+    def softcap(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return CAP * torch.tanh(score / CAP)
+
+    return softcap
+
+
+def _key_bias(row: Row, draw: Draw) -> Mod:
+    bias = draw.normal(row.batch, row.length)
+
+    def key_bias(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score + bias[b, kv_idx]
+
+    return key_bias
+
+
+def _relative(row: Row, draw: Draw) -> Mod:
+    length = row.length
+    table = draw.normal(row.heads, 2 * length)
+
+    def relative(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score + table[h, q_idx - kv_idx + length]
+
+    return relative
+
+
+def _dense_bias(row: Row, draw: Draw) -> Mod:
+    bias = draw.normal(row.batch, row.heads, row.length, row.length)
+
+    def dense_bias(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score + bias[b, h, q_idx, kv_idx]
+
+    return dense_bias
+
+
+Builder = Callable[[Row, Draw], Mod]
+MASKS: dict[str, Builder | None] = {
+    "full": None,
+    "causal": _causal,
+    "sliding": _sliding,
+    "document": _document,
+    "prefix": _prefix,
+}
+SCORES: dict[str, Builder | None] = {
+    "plain": None,
+    "alibi": _alibi,
+    "softcap": _softcap,
+    "key_bias": _key_bias,
+    "relative": _relative,
+    "dense_bias": _dense_bias,
+}
+
+
+@dataclass(frozen=True)
+class Mods:
+    """What a row's names stand for: a score_mod and a mask_mod, or None."""
+
+    score_mod: Mod | None
+    mask_mod: Mod | None
+
+
+def build_mods(row: Row, draw: Draw) -> Mods:
+    score, mask = SCORES[row.score], MASKS[row.mask]
+    return Mods(score and score(row, draw), mask and mask(row, draw))
+
+
+# --- suites -------------------------------------------------------------------------------------------------
+
+_DENSE = (Target("best", 1.0, aim=1.05),)
+_VARIANT = Target("flex", 1.45)
+_FA4 = Target("FA4", 1.0)
+
+
+def _dense_rows() -> list[Row]:
+    return [
+        Row(
+            f"d{dim} {mask} {length // 1024}k",
+            batch=TOKENS // length,
+            heads=HIDDEN // dim,
+            length=length,
+            head_dim=dim,
+            mask=mask,
+            targets=_DENSE,
+        )
+        for dim in (64, 128)
+        for mask in ("full", "causal")
+        for length in (4096, 16384)
+    ]
+
+
+def _long(
+    name: str, mask: str, score: str = "plain", targets: tuple[Target, ...] = (_VARIANT,), base: str = ""
+) -> Row:
+    return Row(name, 2, 16, 8192, 128, mask, score, targets, base)
+
+
+def _short(name: str, score: str, target: Target) -> Row:
+    return Row(name, 2, 16, 4096, 128, "causal", score, (target,))
+
+
+_VARIANT_ROWS = [
+    _long("full", "full"),
+    _long("causal", "causal"),
+    _long("alibi+causal", "causal", "alibi"),
+    _long("softcap+causal", "causal", "softcap", (Target("flex", 2.2), _FA4)),
+    _long("sliding", "sliding", targets=(_VARIANT, _FA4)),
+    _long("document", "document"),
+    _long("prefix-lm", "prefix"),
+    _long("alibi+sliding", "sliding", "alibi"),
+    _short("relative", "relative", Target("flex", 1.8)),
+    _short("dense-bias", "dense_bias", _VARIANT),
+]
+
+
+def _cost_rows() -> list[Row]:
+    rows = []
+    for mask, scores in (
+        ("full", ("alibi",)), ("causal", ("alibi", "key_bias")),
+        ("sliding", ("alibi",)), ("document", ("alibi",)), ("prefix", ("alibi",)),
+    ):  # fmt: skip
+        rows.append(_long(mask, mask, targets=()))
+        rows += [_long(f"{score}+{mask}", mask, score, (), base=mask) for score in scores]
+    return rows
+
+
+SUITES: dict[str, tuple[Row, ...]] = {
+    "dense": tuple(_dense_rows()),
+    "variants": tuple(_VARIANT_ROWS),
+    "cost": tuple(_cost_rows()),
+}
+
+
+def select_all(suites: Sequence[str], patterns: Sequence[str]) -> dict[str, list[Row]]:
+    """Rows of each suite by name, by a pattern such as `d128*`, or else by a part of the name; with the bases
+    they need. No patterns means all. Raises InputError for a pattern that fits no row of these suites."""
+    rows = {name: SUITES[name] for name in suites if name in SUITES}
+    known = [row.name for name in rows for row in rows[name]]
+    unknown = [pattern for pattern in patterns if rows and not _matching(known, pattern)]
+    if unknown:
+        expected = f"rows of the suites asked for: {', '.join(known)}"
+        raise InputError(f"--rows {unknown[0]!r}", expected, "name some of them")
+    return {name: _selected(rows[name], patterns) for name in rows}
+
+
+def _selected(rows: Sequence[Row], patterns: Sequence[str]) -> list[Row]:
+    if not patterns:
+        return list(rows)
+    wanted = {name for pattern in patterns for name in _matching([row.name for row in rows], pattern)}
+    wanted |= {row.base for row in rows if row.name in wanted}
+    return [row for row in rows if row.name in wanted]
+
+
+def _matching(names: list[str], pattern: str) -> list[str]:
+    return [n for n in names if fnmatch.fnmatchcase(n, pattern)] or [n for n in names if pattern in n]
+
+
+def groups(rows: Sequence[Row]) -> list[list[Row]]:
+    """Rows to be measured together: those compared with one base, and every other alone."""
+    gathered: dict[str, list[Row]] = {}
+    for row in rows:
+        gathered.setdefault(row.base or row.name, []).append(row)
+    return list(gathered.values())
+
+
+# --- FLOPs --------------------------------------------------------------------------------------------------
+
+
+def blocks_with_work(row: Row, mask_mod: Mod | None, device: torch.device) -> int:
+    """How many BLOCK x BLOCK squares of (query, key) hold an allowed pair, over the batch, for one head."""
+    per_side = -(-row.length // BLOCK)
+    if mask_mod is None:
+        return row.batch * per_side**2
+    entries = range(row.batch) if row.mask_batched else range(1)
+    total = sum(_blocks_of_entry(row.length, mask_mod, b, device) for b in entries)
+    return total if row.mask_batched else row.batch * total
+
+
+def _blocks_of_entry(length: int, mask_mod: Mod, entry: int, device: torch.device) -> int:
+    """One strip of BLOCK queries at a time: O(BLOCK * length) memory."""
+    b, h = (torch.tensor(i, device=device) for i in (entry, 0))
+    keys = torch.arange(length, device=device)
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for queries in keys.split(BLOCK):
+        allowed = mask_mod(b, h, queries[:, None], keys[None, :]).any(0)
+        padded = torch.nn.functional.pad(allowed, (0, -length % BLOCK))
+        total += padded.view(-1, BLOCK).any(1).sum()
+    return int(total)
+
+
+def flops(row: Row, blocks: int) -> int:
+    """Of both matrix products, in `blocks` squares for every head: 2 FLOPs per multiply-add."""
+    return 2 * 2 * row.head_dim * BLOCK**2 * blocks * row.heads

@@ -1,0 +1,156 @@
+"""Write the measured tables of README.md from the files of `python -m fa4flex bench`.
+
+    python -m fa4flex bench --suite dense variants cost latency --out results
+    python scripts/readme_tables.py results
+
+What stands between the two markers is replaced; every number comes from bench-<suite>.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+README = Path(__file__).parents[1] / "README.md"
+START, END = "<!-- measured on a GPU: written by scripts/readme_tables.py -->", "<!-- end of measured -->"
+OURS = "fa4flex"
+WRONG = 10
+"""Times plain PyTorch's error at which a result is wrong, and its speed no competition, as in the bench."""
+
+Row = dict[str, Any]
+
+
+def main() -> None:
+    as_written = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
+    parser.add_argument("folder", type=Path, help="where bench-*.json lie")
+    parser.add_argument("--readme", type=Path, default=README)
+    given = parser.parse_args()
+    text = given.readme.read_text()
+    given.readme.write_text(replace_between(text, sections(given.folder)))
+
+
+def replace_between(text: str, body: str) -> str:
+    """`text` with `body` between the markers, each of which must occur once."""
+    if text.count(START) != 1 or text.count(END) != 1:
+        raise SystemExit(f"expected the lines {START!r} and {END!r} once each: put them where tables belong")
+    before, _, rest = text.partition(START)
+    _, _, after = rest.partition(END)
+    return f"{before}{START}\n{body}\n{END}{after}"
+
+
+def sections(folder: Path) -> str:
+    """A heading line and a table for each suite that was measured."""
+    found = {name: json.loads(path.read_text()) for name in TABLES if (path := _file(folder, name)).exists()}
+    if not found:
+        raise SystemExit(f"no bench-*.json in {folder}: run `python -m fa4flex bench --out {folder}`")
+    parts = [machine(next(iter(found.values()))["environment"])]
+    parts += [f"{TITLES[name]}\n\n{TABLES[name](data)}" for name, data in found.items()]
+    return "\n\n".join(parts)
+
+
+def _file(folder: Path, suite: str) -> Path:
+    return folder / f"bench-{suite}.json"
+
+
+def machine(about: dict[str, str]) -> str:
+    versions = ("torch", "nvidia-cutlass-dsl", "flash-attn-4", "cudnn")
+    listed = [f"{name} {about[name]}" for name in versions if name in about]
+    place = about.get("name", about.get("device", "an unknown device"))
+    power = f", power limit {about['power.limit']}" if "power.limit" in about else ""
+    return f"One {place}{power}; {', '.join(listed)}; bf16, random inputs, medians of samples taken in turns."
+
+
+# --- tables -------------------------------------------------------------------------------------------------
+
+
+def speeds(data: Row) -> str:
+    """TFLOP/s of every peer that ran, and fa4flex's speed over the best other one and over flex_attention."""
+    rows = data["rows"]
+    peers = [name for name in _peers(rows) if any("tflops" in row["peers"].get(name, {}) for row in rows)]
+    head = ["", *peers, "over the best other", "over flex"]
+    found = table(head, ([row["row"], *(_speed(row, name) for name in peers), *_ratios(row)] for row in rows))
+    return "\n\n".join([found, *_absences(rows, peers)])
+
+
+def _absences(rows: Sequence[Row], peers: Sequence[str]) -> list[str]:
+    """Why there are cells without a number, as one sentence."""
+    absent = ((name, row["peers"].get(name, {}).get("reason")) for row in rows for name in peers)
+    reasons: dict[str, list[str]] = {}
+    for name, reason in dict.fromkeys(absent):
+        if reason:
+            reasons.setdefault(reason, []).append(name)
+    said = (f"{', '.join(names)}: {reason}" for reason, names in reasons.items())
+    return [f"No number: {'; '.join(said)}."] if reasons else []
+
+
+def _peers(rows: Sequence[Row]) -> list[str]:
+    names = list(dict.fromkeys(name for row in rows for name in row["peers"]))
+    return sorted(names, key=lambda name: name != OURS)
+
+
+def _speed(row: Row, peer: str) -> str:
+    measured = row["peers"].get(peer, {})
+    if "tflops" not in measured:
+        return "-"
+    wrong = measured.get("errors", {}).get("over plain", 0) > WRONG
+    return "wrong" if wrong else f"{measured['tflops']:.0f}"
+
+
+def _ratios(row: Row) -> list[str]:
+    best, flex = row["ratio to best peer"], row["ratio to flex"]
+    return [f"{best:.2f} ({row['best peer']})" if best else "-", f"{flex:.2f}" if flex else "-"]
+
+
+def costs(data: Row) -> str:
+    """Time over that of the same mask without a score mod."""
+    said = "cost over "
+    found = (
+        [row["row"], verdict["says"].removeprefix(said), f"{verdict['value']:+.1%}"]
+        for row in data["rows"]
+        for verdict in row["verdicts"]
+        if verdict["says"].startswith(said) and verdict["value"] is not None
+    )
+    return table(["", "beside", "time"], found)
+
+
+def latencies(data: Row) -> str:
+    host = [
+        [f"host time per call, {name}", f"{found['median_us']:.1f} us"]
+        for name, found in data["host"].items()
+        if "median_us" in found
+    ]
+    first = [
+        [f"{OURS}, {what}", f"{data['first call'][which]['call']:.2f} s"]
+        for which, what in (
+            ("first", "first call, nothing in the cache"),
+            ("second", "first call in a second process"),
+        )
+        if "call" in data["first call"].get(which, {})
+    ]
+    return table(["", "time"], [*host, *first])
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+TABLES: dict[str, Callable[[Row], str]] = {
+    "dense": speeds,
+    "variants": speeds,
+    "cost": costs,
+    "latency": latencies,
+}
+TITLES = {
+    "dense": "Forward, plain attention, TFLOP/s; 32,768 tokens, hidden size 2,048:",
+    "variants": "Forward, variants, TFLOP/s over the 128 x 128 blocks with allowed pairs:",
+    "cost": "Forward, what a score mod of row, key and head terms adds to its mask:",
+    "latency": "On the host:",
+}
+
+if __name__ == "__main__":
+    main()
