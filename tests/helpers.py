@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from statistics import median
 from typing import Any
 
 import torch
@@ -29,6 +30,14 @@ def worst(got: Tensor, want: Tensor) -> tuple[float, float]:
     if error.numel() == 0:
         return 0.0, 0.0
     return error.max().item(), error.norm(dim=-1).max().item()
+
+
+def no_worse(ours: Sequence[Sequence[float]], plain: Sequence[Sequence[float]]) -> None:
+    """Worst errors per draw: typically at most twice plain PyTorch's, and never 4 times its worst."""
+    # One draw compares luck: the worst of 50,000 elements varies threefold from draw to draw, in both alike.
+    for what, (errors, allowed) in enumerate(zip(zip(*ours), zip(*plain), strict=True)):
+        assert median(errors) <= 2 * median(allowed), f"{what}: typically {errors}, plain PyTorch {allowed}"
+        assert max(errors) <= 4 * max(allowed), f"{what}: once {max(errors)}, plain PyTorch {allowed}"
 
 
 def close(got: Tensor, want: Tensor, tolerance: float = 1e-10) -> bool:
