@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import fa4flex.reference as reference
+    import fa4flex.simulator as simulator
     import fa4flex.variants as variants
     from fa4flex.api import Attention, attention, compile, flex_attention
     from fa4flex.codegen.trace import register_op
@@ -44,13 +45,15 @@ _HOME = {
     "Sinks": "fa4flex.primitives.sinks",
     "Varlen": "fa4flex.primitives.varlen",
     "reference": "fa4flex.reference",
+    "simulator": "fa4flex.simulator",
     "variants": "fa4flex.variants",
 }
 
 __all__ = [
     "Attention", "BlockMap", "Fa4flexError", "InputError", "Mask", "Paging", "Precision", "Schedule",
     "ScoreMod", "Sinks", "TraceError", "UnsupportedError", "Varlen", "as_mask", "as_score", "attention",
-    "compile", "flex_attention", "reference", "register_op", "variants",
+    "compile", "flex_attention", "reference", "register_op", "simulator",
+    "variants",
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The command line: `python -m fa4flex {doctor,demo,draw,show,explain,check,bench}`.
+"""The command line: `python -m fa4flex {doctor,demo,draw,show,explain,check,bench,simulate}`.
 
 Only bench needs a GPU.
 
@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from fa4flex.bench.options import add_options
 from fa4flex.errors import Fa4flexError, InputError
+from fa4flex.simulator.doors.command import add_options as add_simulator_options
 
 if TYPE_CHECKING:
     from fa4flex.api import Attention
@@ -255,11 +256,10 @@ def doctor(arguments: argparse.Namespace) -> int:
     print("CPU           forward and backward of every variant, float32, float64, bfloat16, float16")
     if torch.cuda.is_available():
         device = torch.cuda.get_device_properties(0)
-        print(
-            f"GPU           {device.name}, sm_{device.major}{device.minor}: no GPU pipeline in this version"
-        )
+        kernels = "generated kernels, forward" if device.major == 9 else "no kernels in this version"
+        print(f"GPU           {device.name}, sm_{device.major}{device.minor}: {kernels}")
     else:
-        print("GPU           none visible; this version has no GPU pipeline")
+        print("GPU           none visible; kernels for sm_90a compile here, and run simulated")
     return 0
 
 
@@ -315,6 +315,13 @@ def bench(arguments: argparse.Namespace) -> int:
     return run(arguments)
 
 
+def simulate(arguments: argparse.Namespace) -> int:
+    """The GPU kernel of a variant, run on the CPU; status 1 where it is wrong, races or hangs."""
+    from fa4flex.simulator.doors.command import run
+
+    return run(compiled(arguments), arguments)
+
+
 # --- the parser --------------------------------------------------------------------------------------------
 
 
@@ -341,6 +348,7 @@ def _parser() -> argparse.ArgumentParser:
     checking.add_argument("--kv-len", **size, help=same)
     checking.add_argument("--seed", **size, default=0, help="of the random inputs (default 0)")
     add_options(add(bench, variant=False))
+    add_simulator_options(add(simulate))
     return parser
 
 

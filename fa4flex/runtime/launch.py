@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fa4flex.codegen.build import Program
+from fa4flex.errors import UnsupportedError
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime import ops
@@ -29,6 +30,7 @@ from fa4flex.runtime.cuda.again import Again
 from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, Lengths
 from fa4flex.runtime.cuda.engine import Engine, Ready
 from fa4flex.runtime.cuda.operands import Remembered
+from fa4flex.runtime.cuda.simulated import simulating
 
 Statistics = tuple[str, ...]
 """Which of "lse" and "max_scores", in this order."""
@@ -140,6 +142,12 @@ def run(
     check_transforms(q, k, v, *operands, prepared.sinks)
     if call is not None:
         return Result(*prepared.engine.run(call))
+    if simulating():
+        raise UnsupportedError(
+            "a call with gradients on a simulated GPU",
+            "one without: backward kernels are not generated in this version",
+            "call it under torch.no_grad(), or compute the gradients outside of the simulated device",
+        )
     result = _operator(prepared, (q, k, v), operands, _lengths(varlen), "max_scores" in statistics)
     return Result(result.out.transpose(1, 2), result.lse, result.max_scores) if swap else result
 
@@ -171,6 +179,8 @@ _OWN_TYPES = (Tensor, Parameter)
 def _remember(prepared: Prepared, call: Call, ready: Ready) -> None:
     """For the next call. Two calls in a row must have looked alike: what is made here costs some time."""
     recent = prepared.recent
+    if simulating():
+        return
     if recent.ready is not ready:
         recent.ready, recent.again, recent.tries = ready, None, 0
     elif recent.tries < MOST_TRIES and all(x.base is not None for x in prepared.program.operands):
@@ -186,7 +196,7 @@ def _direct_call(
     """The call, if it needs nothing that the registered operator is for: gradients, tracing, modes."""
     q, k, v = qkv
     own = type(q) in _OWN_TYPES and type(k) in _OWN_TYPES and type(v) in _OWN_TYPES
-    if not own or _observed() or not q.is_cuda:
+    if not own or _observed() or not (q.is_cuda or simulating()):
         return None
     program, sinks = prepared.program, prepared.sinks
     operands = prepared.memory.tensors(program.operands) if program.operands else ()

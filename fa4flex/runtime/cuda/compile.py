@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from fa4flex.runtime.cuda import cache
 from fa4flex.runtime.cuda.call import Signature
 from fa4flex.runtime.cuda.link import shared_library
+from fa4flex.runtime.cuda.simulated import simulating, target
 
 if TYPE_CHECKING:
     from fa4flex.codegen.emit import Source
@@ -76,6 +77,9 @@ def _obtain(source: Source, problem: Problem, signature: Signature, arch: str, k
     def build() -> tuple[str, bytes]:
         return build_object(source, problem, signature, arch)
 
+    if simulating():  # what is caught cannot be kept on disk: its PTX is not in an object file
+        launch = trace_and_compile(source, problem, signature, f"--enable-tvm-ffi --gpu-arch {arch}")
+        return Kernel(source.name, key, launch, True, time.perf_counter() - start)
     folder = cache.directory()
     if folder is None:
         launch, compiled = _load_once(*build()), True
@@ -94,7 +98,16 @@ def _obtain(source: Source, problem: Problem, signature: Signature, arch: str, k
 
 def kernel_key(source: str, problem: Problem, signature: Signature, arch: str) -> str:
     """sha256 of everything that decides the compiled code, `source` being the key of its source."""
-    parts = (source, repr(problem), repr(signature), arch, *toolchain(), digest(KERNELS), _own_digest())
+    parts = (
+        source,
+        repr(problem),
+        repr(signature),
+        arch,
+        target(),
+        *toolchain(),
+        digest(KERNELS),
+        _own_digest(),
+    )
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fa4flex.runtime.cuda.simulated import simulating
+
 _counters: dict[tuple[int, int], Tensor] = {}
 """By device index and stream handle. A new stream with the handle of a destroyed one finds zeros as well."""
 
@@ -17,6 +19,8 @@ _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # absent
 
 def counter(device: int) -> Tensor:
     """The counter for a launch on the current stream of CUDA device number `device`."""
+    if simulating():
+        return torch.zeros(2, dtype=torch.int32)
     assert _current_stream is not None, "counters are for CUDA devices"
     stream = _current_stream(device)
     # The default stream, 0, cannot be captured. A captured launch has a counter of its own, filled by the

@@ -1,0 +1,58 @@
+"""A simulated GPU around ordinary code: every kernel that CuTe DSL launches within runs on the CPU,
+watched."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from fa4flex.runtime.cuda.simulated import simulated
+from fa4flex.simulator.doors.capture import capturing
+from fa4flex.simulator.doors.launch import Launch
+from fa4flex.simulator.run import report
+from fa4flex.simulator.run.launch import Result, Shape, launch
+from fa4flex.simulator.run.timing import Timing
+from fa4flex.simulator.state.memory import HostMemory
+from fa4flex.simulator.watch.findings import Fault, Finding
+
+
+@dataclass
+class Gpu:
+    """What has been launched so far, and what was found."""
+
+    arch: str
+    timing: str
+    seed: int
+    results: list[Result] = field(default_factory=list)
+
+    @property
+    def findings(self) -> list[Finding]:
+        return [finding for result in self.results for finding in result.findings]
+
+    def report(self) -> str:
+        """Each launch: findings, what the warps executed, how busy the units would be."""
+        return "\n".join(report.text(result) for result in self.results) or "nothing was launched"
+
+    def run(self, captured: Launch) -> None:
+        """Raises Fault where the launch cannot be finished: a hang, an access outside memory."""
+        shape = Shape(captured.grid, captured.block, captured.cluster, captured.shared_bytes)
+        timing = Timing(self.timing, self.seed)
+        result = launch(captured.ptx, captured.kernel, shape, captured.params, HostMemory(), timing)
+        self.results.append(result)
+        if result.fault is not None:
+            raise Fault(result.fault)
+
+
+@contextlib.contextmanager
+def device(arch: str, seed: int = 0, timing: str = "late", sms: int | None = None) -> Iterator[Gpu]:
+    """Within, CuTe-DSL functions compile for `arch` ("sm_90a" or "sm_100a") and run on CPU tensors.
+
+    `timing` is when asynchronous operations land and whose turn it is: "eager", "late" or "random", drawn
+    from `seed` (run/timing.py). `sms` is how many multiprocessors host code is told of: few make a persistent
+    kernel loop. Raises InputError for an unknown timing, UnsupportedError for an unknown arch.
+    """
+    Timing(timing, seed)
+    gpu = Gpu(arch, timing, seed)
+    with capturing(arch, gpu.run, sms), simulated(arch):
+        yield gpu

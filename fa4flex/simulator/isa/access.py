@@ -1,0 +1,185 @@
+"""Memory accesses of warps: from an address operand to bytes, watched.
+
+Everything in here moves unsigned values [lanes, count] of 1, 2, 4 or 8 bytes; `lanes` are those in the mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fa4flex.simulator.isa.operands import read
+from fa4flex.simulator.isa.table import Unmodelled
+from fa4flex.simulator.ptx.nodes import Address, Imm, Instruction, Operand, Reg, Symbol
+from fa4flex.simulator.state.cta import Cta
+from fa4flex.simulator.state.memory import BadAccess
+from fa4flex.simulator.state.warp import LANES, Mask, Warp
+from fa4flex.simulator.state.window import LOCAL_WINDOW, OFFSET_MASK, RANK_SHIFT, SHARED_WINDOW
+from fa4flex.simulator.watch.findings import Fault, Finding
+
+Addresses = NDArray[np.int64]
+Locate = Callable[[Warp], Addresses]
+"""Addresses [32] of an operand, as int64."""
+SPACES = {"shared", "shared::cta", "shared::cluster", "global", "param", "param::entry", "const", "local"}
+
+
+def space_of(instruction: Instruction) -> str:
+    """The state space among the modifiers: "shared", "global" (parameters and constants too), "local", or ""
+    for generic addresses."""
+    for part in instruction.modifiers:
+        if part in SPACES:
+            return {
+                "shared::cta": "shared",
+                "shared::cluster": "shared",
+                "local": "local",
+                "shared": "shared",
+            }.get(part, "global")
+    return ""
+
+
+def locate(operand: Operand, instruction: Instruction) -> Locate:
+    """How to compute the addresses that an operand [a + offset] names."""
+    if not isinstance(operand, Address):
+        operand = Address(operand) if isinstance(operand, Reg | Symbol | Imm) else operand
+    if not isinstance(operand, Address):
+        raise Unmodelled(instruction, "an operand that is no address")
+    base, offset = operand.base, operand.offset
+    if isinstance(base, Imm):
+        constant = np.full(LANES, int(base.value) + offset, np.int64)
+        return lambda warp: constant
+    if isinstance(base, Symbol):
+        name, plus = base.name, base.offset + offset
+        return lambda warp: np.full(LANES, warp.cta.symbols[name] + plus, np.int64)
+    value = read(base, "u32" if base.file == 32 else "s64")
+    if base.file == 32:
+        return lambda warp: value(warp).astype(np.int64) + offset & 0xFFFFFFFF
+    return (lambda warp: value(warp) + offset) if offset else value
+
+
+def lanes(values: NDArray[Any], mask: Mask) -> NDArray[Any]:
+    """The rows of those lanes that take part."""
+    return values if mask is None else values[mask]
+
+
+def shared_window(address: int) -> int:
+    """A 32-bit shared offset, from one or from a generic address."""
+    return address & (SHARED_WINDOW - 1)
+
+
+class Accessor:
+    """Loads and stores of one instruction. `space` is "shared", "global", "local" or "" for generic."""
+
+    def __init__(self, instruction: Instruction, space: str) -> None:
+        self.instruction, self.space = instruction, space
+
+    def load(self, warp: Warp, addresses: Addresses, size: int, count: int) -> NDArray[Any]:
+        """Unsigned [lanes, count] from `addresses` [lanes]."""
+        parts = self._parts(warp, addresses)
+        if len(parts) == 1:
+            return self._load(warp, parts[0][0], parts[0][1], size, count)
+        found = np.empty((len(addresses), count), f"u{size}")
+        for space, offsets, where in parts:
+            found[where] = self._load(warp, space, offsets, size, count)
+        return found
+
+    def store(self, warp: Warp, addresses: Addresses, values: NDArray[Any]) -> None:
+        for space, offsets, where in self._parts(warp, addresses):
+            self._store(warp, space, offsets, values if len(where) == len(addresses) else values[where])
+
+    def watch(self, warp: Warp, cta: Cta, offsets: Addresses, width: int, write: bool) -> None:
+        """Tell the shadow of a CTA's shared memory that `width` bytes at each offset are accessed."""
+        order = cta.cluster.order
+        number = order.warp_access(warp.agent, self.instruction)
+        where = granules(offsets, width, cta.launch.granule)
+        clock = order.clocks[warp.agent]
+        if write:
+            cta.shadow.write(number, where, clock)
+        else:
+            cta.shadow.read(number, where, clock)
+
+    def _load(self, warp: Warp, space: Any, offsets: Addresses, size: int, count: int) -> NDArray[Any]:
+        try:
+            if isinstance(space, Cta):
+                values = space.shared.load(offsets, size, count)
+                self.watch(warp, space, offsets, size * count, write=False)
+                return values
+            if space == "local":
+                return warp.local.load(offsets & (LOCAL_WINDOW - 1), size, count)
+            return warp.cta.launch.memory.load(offsets, size, count)
+        except BadAccess as bad:
+            raise self._fault(warp, bad) from None
+
+    def _store(self, warp: Warp, space: Any, offsets: Addresses, values: NDArray[Any]) -> None:
+        try:
+            if isinstance(space, Cta):
+                space.shared.store(offsets, values)
+                self.watch(warp, space, offsets, values.dtype.itemsize * values.shape[1], write=True)
+            elif space == "local":
+                warp.local.store(offsets & (LOCAL_WINDOW - 1), values)
+            else:
+                warp.cta.launch.memory.store(offsets, values)
+                warp.cta.cluster.units.landings += 1
+        except BadAccess as bad:
+            raise self._fault(warp, bad) from None
+
+    def _parts(self, warp: Warp, addresses: Addresses) -> list[tuple[Any, Addresses, NDArray[np.intp]]]:
+        """(memory, addresses in it, lanes) of addresses that may lie in several memories."""
+        space = self.space
+        if space == "shared" or (space == "" and (addresses >= SHARED_WINDOW).all()):
+            return self._of_shared(warp, addresses)
+        everyone = np.arange(len(addresses))
+        if space or (addresses < LOCAL_WINDOW).all():
+            return [(space or "global", addresses, everyone)]
+        found: list[tuple[Any, Addresses, NDArray[np.intp]]] = []
+        inside = addresses >= SHARED_WINDOW
+        for part, offsets, where in self._of_shared(warp, addresses[inside]):
+            found.append((part, offsets, everyone[inside][where]))
+        local = ~inside & (addresses >= LOCAL_WINDOW)
+        for name, which in (("local", local), ("global", ~inside & ~local)):
+            if which.any():
+                found.append((name, addresses[which], everyone[which]))
+        return found
+
+    def _of_shared(self, warp: Warp, addresses: Addresses) -> list[tuple[Any, Addresses, NDArray[np.intp]]]:
+        plain = addresses & (SHARED_WINDOW - 1)
+        ranks, offsets = plain >> RANK_SHIFT, plain & OFFSET_MASK
+        everyone = np.arange(len(addresses))
+        first = int(ranks[0])
+        if (ranks == first).all():
+            return [(self.cta(warp, first, int(offsets[0])), offsets, everyone)]
+        return [
+            (
+                self.cta(warp, int(rank), int(offsets[ranks == rank][0])),
+                offsets[ranks == rank],
+                everyone[ranks == rank],
+            )
+            for rank in np.unique(ranks)
+        ]
+
+    def cta(self, warp: Warp, rank: int, offset: int = 0) -> Cta:
+        """The CTA of a rank of the warp's cluster."""
+        ctas = warp.cta.cluster.ctas
+        if rank < len(ctas):
+            return ctas[rank]
+        bad = BadAccess("out of bounds", rank << RANK_SHIFT | offset, 1, f"a cluster of {len(ctas)} CTAs")
+        raise self._fault(warp, bad)
+
+    def _fault(self, warp: Warp, bad: BadAccess) -> Fault:
+        return Fault(
+            Finding(
+                bad.kind,
+                f"{warp} accesses {bad.size} bytes at {bad.address:#x} of {bad.where}",
+                self.instruction,
+            )
+        )
+
+
+def granules(offsets: Addresses, width: int, granule: int) -> NDArray[np.intp]:
+    """Numbers of the granules that `width` bytes at each offset touch; some more than once."""
+    first = offsets // granule
+    if width <= granule:
+        return first
+    return (first[:, None] + np.arange(width // granule)).reshape(-1)

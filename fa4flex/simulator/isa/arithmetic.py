@@ -1,0 +1,16 @@
+"""The names that integer and floating-point instructions share: add sub mul mad div abs neg min max."""
+
+from __future__ import annotations
+
+from fa4flex.simulator.isa.floating import floating
+from fa4flex.simulator.isa.integer import integer
+from fa4flex.simulator.isa.table import Act, Step, translates
+from fa4flex.simulator.ptx.nodes import Instruction
+
+_FLOATS = {"f16", "f16x2", "bf16", "bf16x2", "f32", "f32x2", "f64"}
+
+
+@translates("add", "sub", "mul", "mad", "div", "abs", "neg", "min", "max")
+def arithmetic(ins: Instruction) -> Step | Act:
+    """By the types among the modifiers: floating.py or integer.py."""
+    return floating(ins) if _FLOATS & set(ins.modifiers) else integer(ins)

@@ -1,0 +1,167 @@
+"""What the asynchronous instructions share: how an operation knows what its issuer knew, and groups of
+operations that a thread commits and waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fa4flex.simulator.isa.table import Wait
+from fa4flex.simulator.ptx.nodes import Instruction
+from fa4flex.simulator.state.barriers import MBarrier
+from fa4flex.simulator.state.cta import Cta
+from fa4flex.simulator.state.operation import Operation
+from fa4flex.simulator.state.warp import LANES, Mask, Warp
+from fa4flex.simulator.watch.clock import Clock
+from fa4flex.simulator.watch.order import ASYNC, Access
+from fa4flex.simulator.watch.shadow import Where
+
+LOADS = "loads in flight"
+
+
+@dataclass(frozen=True)
+class Errand:
+    """An asynchronous access under way: the number of its access and what it may rely on."""
+
+    number: int
+    clock: Clock
+    agent: int
+    epoch: int
+    load: int = -1
+
+    @classmethod
+    def in_queue(cls, warp: Warp, queue: str, who: str, instruction: Instruction) -> Errand:
+        """The next of a queue whose operations end in order."""
+        order = warp.cta.cluster.order
+        agent = order.agent(queue)
+        clock = order.release(warp.agent)
+        own = order.clocks[agent]
+        epoch = int(own.epochs[agent])
+        own.epochs[agent] += 1
+        clock.epochs[agent] = epoch - 1
+        number = order.add(Access(agent, epoch, ASYNC, who, instruction))
+        return cls(number, clock, agent, epoch)
+
+    @classmethod
+    def alone(cls, warp: Warp, who: str, instruction: Instruction, reduces: bool = False) -> Errand:
+        """One that is waited for by itself, at an mbarrier."""
+        order = warp.cta.cluster.order
+        agent, load = order.agent(LOADS), order.loads
+        order.loads += 1
+        clock = order.release(warp.agent)
+        number = order.add(Access(agent, 0, ASYNC, who, instruction, load, reduces))
+        return cls(number, clock, agent, 0, load)
+
+    def reads(self, cta: Cta, start: int, size: int) -> None:
+        """It reads bytes of shared memory."""
+        cta.shadow.read(self.number, byte_granules(cta, start, size), self.clock)
+
+    def reads_chunks(self, cta: Cta, chunks: NDArray[np.intp]) -> None:
+        """It reads 16-byte chunks of shared memory."""
+        each = 16 // cta.launch.granule
+        where = (chunks[:, None] * each + np.arange(each)).reshape(-1) if each > 1 else chunks
+        cta.shadow.read(self.number, where, self.clock)
+
+    def writes(self, cta: Cta, start: int, size: int) -> None:
+        cta.shadow.write(self.number, byte_granules(cta, start, size), self.clock)
+
+    def signals(self, warp: Warp, barrier: MBarrier) -> None:
+        """Its end is signalled to an mbarrier, which must have been made visible to the asynchronous
+        proxy."""
+        order = warp.cta.cluster.order
+        if barrier.announced or self.agent in barrier.users:
+            return
+        barrier.users.add(self.agent)
+        if not (order.known(barrier.made, self.clock) and order.visible(barrier.made, self.clock)):
+            order.report(
+                "missing fence", f"signals {barrier.place} before it can see", self.number, barrier.made
+            )
+
+
+def byte_granules(cta: Cta, start: int, size: int) -> Where:
+    granule = cta.launch.granule
+    return slice(start // granule, -(-(start + size) // granule))
+
+
+@dataclass(frozen=True)
+class Group:
+    """Operations committed together, by the instruction on a PTX line."""
+
+    started: list[tuple[Operation, Errand]]
+    line: int
+
+
+@dataclass
+class Groups:
+    """Operations of one kind that the lanes of a warp have started, in groups as they committed them."""
+
+    open: list[tuple[int, Operation, Errand]] = field(default_factory=list)
+    """(lane, operation, errand) since the last commit."""
+    closed: list[list[Group]] = field(default_factory=lambda: [[] for _ in range(LANES)])
+    """By lane, the oldest group first."""
+
+    def add(self, lane: int, operation: Operation, errand: Errand) -> None:
+        self.open.append((lane, operation, errand))
+
+    def commit(self, mask: Mask, line: int) -> None:
+        for lane in _lanes(mask):
+            mine = [(o, e) for at, o, e in self.open if at == lane]
+            self.closed[lane].append(Group(mine, line))
+        acting = set(_lanes(mask))
+        self.open = [entry for entry in self.open if entry[0] not in acting]
+
+    def wait(self, warp: Warp, mask: Mask, left: int, what: str, line: int) -> Wait | None:
+        """Until at most `left` groups of each lane are under way; then the warp knows that the others are
+        over. `line` is that of the instruction that waits."""
+        over = [
+            group
+            for lane in _lanes(mask)
+            for group in self.closed[lane][: max(0, len(self.closed[lane]) - left)]
+        ]
+        pending = [operation for group in over for operation, _ in group.started if not operation.landed]
+        if pending:
+            signal = pending[0].signals[0]
+            return Wait(lambda: all(o.landed for o in pending), f"{len(pending)} {what}", signal)
+        order = warp.cta.cluster.order
+        clock = order.clocks[warp.agent]
+        for group in over:
+            for _, errand in group.started:
+                if clock.epochs[errand.agent] < errand.epoch:
+                    clock.epochs[errand.agent] = errand.epoch
+                    order.learns(warp.agent, (line, group.line))
+        for lane in _lanes(mask):
+            if len(self.closed[lane]) > left:
+                self.closed[lane] = self.closed[lane][len(self.closed[lane]) - left :]
+        return None
+
+    def unwaited(self) -> list[Operation]:
+        """What nobody has waited for."""
+        closed = [o for lane in self.closed for group in lane for o, _ in group.started]
+        return [o for _, o, _ in self.open] + closed
+
+
+def groups(warp: Warp, kind: str) -> Groups:
+    """The warp's groups of a kind."""
+    found = warp.started.get(kind)
+    if found is None:
+        found = warp.started[kind] = Groups()
+    return found
+
+
+def submit(
+    warp: Warp,
+    instruction: Instruction,
+    land: Callable[[], None],
+    signals: tuple[object, ...],
+    queue: Hashable = None,
+) -> Operation:
+    operation = Operation(instruction, land, signals, queue)
+    warp.cta.cluster.units.submit(operation)
+    return operation
+
+
+def _lanes(mask: Mask) -> list[int]:
+    return list(range(LANES)) if mask is None else [int(i) for i in np.flatnonzero(mask)]

@@ -1,0 +1,120 @@
+"""Barriers of CTAs and clusters, and fences (PTX ISA, "barrier{.cta}", "barrier.cluster", "membar/fence")."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numpy.typing import NDArray
+
+from fa4flex.simulator.isa.access import Accessor
+from fa4flex.simulator.isa.mbarriers import guarded
+from fa4flex.simulator.isa.operands import read
+from fa4flex.simulator.isa.table import Act, Unmodelled, Wait, translates
+from fa4flex.simulator.ptx.nodes import Instruction
+from fa4flex.simulator.state.barriers import Meeting
+from fa4flex.simulator.state.warp import LANES, Mask, Warp
+
+
+@translates("bar", "barrier")
+def barrier(instruction: Instruction) -> Act:
+    """Threads come by whole warps. Without a count, all threads of the CTA that have not exited must come."""
+    extra = set(instruction.modifiers) - {"sync", "arrive", "aligned", "cta"}
+    if extra or (not instruction.has("sync") and not instruction.has("arrive")):
+        raise Unmodelled(instruction)
+    number = read(instruction.operands[0], "u32")
+    count = read(instruction.operands[1], "u32") if len(instruction.operands) > 1 else None
+    access, stays = Accessor(instruction, "shared"), instruction.has("sync")
+
+    def run(warp: Warp, mask: Mask) -> Wait | None:
+        if warp.ticket is None:
+            meeting = warp.cta.meeting(int(_first(number(warp), mask)))
+            meeting.whole = count is None
+            expected = int(_first(count(warp), mask)) if count else warp.cta.living_threads()
+            if expected % LANES:
+                expected += LANES - expected % LANES
+            _come(access, warp, meeting, LANES, expected)
+            if not stays:
+                warp.ticket = None
+                return None
+        return _stay(warp, instruction.line)
+
+    return Act(run, signals=not stays)
+
+
+@translates("barrier.cluster.arrive")
+def cluster_arrive(instruction: Instruction) -> Act:
+    access = Accessor(instruction, "shared")
+
+    def run(warp: Warp, mask: Mask) -> None:
+        cluster = warp.cta.cluster
+        warp.ticket = None
+        cluster.meeting.whole = True
+        expected = sum(cta.living_threads() for cta in cluster.ctas)
+        _come(access, warp, cluster.meeting, int(warp.live.sum()), expected)
+        warp.cluster_ticket, warp.ticket = warp.ticket, None
+
+    return Act(run, signals=True)
+
+
+@translates("barrier.cluster.wait")
+def cluster_wait(instruction: Instruction) -> Act:
+    def run(warp: Warp, mask: Mask) -> Wait | None:
+        if warp.ticket is None:
+            warp.ticket, warp.cluster_ticket = warp.cluster_ticket, None
+            if warp.ticket is None:
+                raise Unmodelled(instruction, "a wait for the cluster without having arrived")
+        return _stay(warp, instruction.line)
+
+    return Act(run)
+
+
+@translates("fence.proxy.async")
+def fence_proxy_async(instruction: Instruction) -> Act:
+    def run(warp: Warp, mask: Mask) -> None:
+        warp.cta.cluster.order.fence_proxy(warp.agent)
+
+    return Act(run)
+
+
+@translates("fence.mbarrier_init")
+def fence_mbarrier_init(instruction: Instruction) -> Act:
+    """Initialised mbarriers become visible to the other CTAs of the cluster and to asynchronous
+    operations."""
+
+    def run(warp: Warp, mask: Mask) -> None:
+        order = warp.cta.cluster.order
+        for cta in warp.cta.cluster.ctas:
+            for found in cta.mbarriers.values():
+                if order.known(found.made, order.clocks[warp.agent]):
+                    found.announced = True
+
+    return Act(run)
+
+
+@translates("fence.acq_rel", "fence.sc", "fence.acquire", "fence.release", "membar")
+@translates("fence.proxy.alias", "fence.proxy.tensormap::generic", "fence.proxy.tensormap")
+def fence(instruction: Instruction) -> Act:
+    """Memory is sequentially consistent here: between warps these order nothing that is not ordered
+    already."""
+    return Act(lambda warp, mask: None)
+
+
+def _first(values: NDArray[Any], mask: Mask) -> Any:
+    return values[0] if mask is None else values[mask][0]
+
+
+def _come(access: Accessor, warp: Warp, meeting: Meeting, threads: int, expected: int) -> None:
+    """The ticket is the clock that gathers what the warps know which come in this round."""
+    warp.ticket = meeting, meeting.round, meeting.gathered, meeting.lines
+    clock = warp.cta.cluster.order.release(warp.agent)
+    guarded(access, warp, lambda: meeting.come(threads, expected, clock, str(warp), access.instruction.line))
+
+
+def _stay(warp: Warp, line: int) -> Wait | None:
+    """Wait until the round of the warp's ticket is complete, then know what all who came knew."""
+    meeting, round, gathered, lines = warp.ticket  # type: ignore[misc]
+    if meeting.round == round:
+        return Wait(lambda: meeting.round != round, str(meeting), meeting)
+    warp.cta.cluster.order.acquire(warp.agent, gathered, (line, *lines))
+    warp.ticket = None
+    return None

@@ -1,0 +1,139 @@
+"""ld and st, of all state spaces and widths (PTX ISA, "Data Movement and Conversion Instructions: ld,
+st")."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fa4flex.simulator.isa.access import Accessor, lanes, locate, space_of
+from fa4flex.simulator.isa.operands import read, view_of, write
+from fa4flex.simulator.isa.table import Act, Step, Unmodelled, translates
+from fa4flex.simulator.ptx.nodes import WIDTHS, Instruction, Operand, Reg, Vector
+from fa4flex.simulator.state.warp import LANES, Mask, Warp
+
+HINTS = {"ca", "cg", "cs", "lu", "cv", "wb", "wt", "nc", "weak", "volatile", "relaxed", "acquire", "release"}
+HINTS |= {"cta", "cluster", "gpu", "sys", "mmio", "unified", "L1::evict_normal", "L1::evict_unchanged"}
+HINTS |= {
+    "L1::evict_first",
+    "L1::evict_last",
+    "L1::no_allocate",
+    "L2::cache_hint",
+    "L2::evict_last",
+    "L2::evict_first",
+}
+HINTS |= {"L2::evict_normal", "L2::64B", "L2::128B", "L2::256B"}
+"""Modifiers that decide who sees a value when, or where it is cached, and not which value it is: memory is
+sequentially consistent here."""
+
+
+def _shape(instruction: Instruction) -> tuple[int, str, str]:
+    """Values at each address, their type, and the state space."""
+    count, kind = 1, ""
+    for part in instruction.modifiers:
+        if re.fullmatch(r"v[248]", part):
+            count = int(part[1])
+        elif part in WIDTHS:
+            kind = part
+        elif (
+            part not in HINTS
+            and part not in ("shared", "global", "param", "const", "local")
+            and "::" not in part
+        ):
+            raise Unmodelled(instruction, f"modifier .{part}")
+    return count, kind, space_of(instruction)
+
+
+def _registers(operand: Operand, count: int, instruction: Instruction) -> tuple[Operand, ...]:
+    items = operand.items if isinstance(operand, Vector) else (operand,)
+    if len(items) != count:
+        raise Unmodelled(instruction, f"{len(items)} registers for {count} values")
+    return items
+
+
+@translates("ld", "ldu")
+def ld(instruction: Instruction) -> Step | Act:
+    count, kind, space = _shape(instruction)
+    size = WIDTHS[kind] // 8
+    targets = _registers(instruction.operands[0], count, instruction)
+    where = locate(instruction.operands[1], instruction)
+    access = Accessor(instruction, space)
+    # A register wider than the value takes it sign- or zero-extended, whatever its own type.
+    signed = kind.startswith("s")
+    sets = [_put(t, size, signed) for t in targets]
+    if size == 16:
+        size, count = 8, 2
+        sets = [_put_wide(t) for t in targets]
+
+    def step(warp: Warp, mask: Mask) -> None:
+        values = access.load(warp, lanes(where(warp), mask), size, count)
+        for i, put in enumerate(sets):
+            put(warp, values[:, i : i + max(1, count // len(sets))], mask)
+
+    return Act(step) if instruction.has("acquire") or instruction.has("volatile") else step
+
+
+@translates("st")
+def st(instruction: Instruction) -> Step | Act:
+    count, kind, space = _shape(instruction)
+    size = WIDTHS[kind] // 8
+    where = locate(instruction.operands[0], instruction)
+    sources = _registers(instruction.operands[1], count, instruction)
+    access = Accessor(instruction, space)
+    if size == 16:
+        wide = [read(s, "b128") for s in sources]
+
+        def step_wide(warp: Warp, mask: Mask) -> None:
+            access.store(
+                warp, lanes(where(warp), mask), np.concatenate([lanes(g(warp), mask) for g in wide], 1)
+            )
+
+        return step_wide
+    gets = [read(s, _register_type(s, size)) for s in sources]
+    dtype = np.dtype(f"u{size}")
+
+    def step(warp: Warp, mask: Mask) -> None:
+        values = np.empty((LANES, count), dtype)
+        for i, get in enumerate(gets):
+            values[:, i] = get(warp)
+        access.store(warp, lanes(where(warp), mask), lanes(values, mask))
+
+    return Act(step) if instruction.has("release") or instruction.has("volatile") else step
+
+
+def _register_type(operand: Operand, size: int) -> str:
+    """As what to read a register of at least `size` bytes; its low bytes are what is stored."""
+    return f"u{max(operand.file, 16)}" if isinstance(operand, Reg) else f"u{max(8 * size, 16)}"
+
+
+def _put(operand: Operand, size: int, signed: bool):  # type: ignore[no-untyped-def]
+    if not isinstance(operand, Reg):
+        put_nothing = write(operand, "u32")
+        return lambda warp, values, mask: put_nothing(warp, 0, mask)
+    kind = f"{'s' if signed else 'u'}{operand.file}"
+    put, loaded = write(operand, kind), np.dtype(f"{'i' if signed else 'u'}{size}")
+    spread = np.zeros(LANES, loaded)
+    assert view_of(kind) == kind
+
+    def set(warp: Warp, values: NDArray[Any], mask: Mask) -> None:
+        if mask is None:
+            put(warp, values[:, 0].view(loaded), mask)
+        else:
+            spread[mask] = values[:, 0].view(loaded)
+            put(warp, spread, mask)
+
+    return set
+
+
+def _put_wide(operand: Operand):  # type: ignore[no-untyped-def]
+    put = write(operand, "b128")
+
+    def set(warp: Warp, values: NDArray[Any], mask: Mask) -> None:
+        spread = np.zeros((LANES, 2), np.uint64)
+        spread[slice(None) if mask is None else mask] = values
+        put(warp, spread, mask)
+
+    return set

@@ -1,0 +1,164 @@
+"""Moves between registers, and addresses: mov cvta isspacep. PTX ISA 9.7.9.3, 9.7.9.4, 9.7.9.19 and
+9.7.9.20."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fa4flex.simulator.isa.lanewise import (
+    form,
+    lanewise,
+    only_type,
+    part_of,
+    require,
+    target,
+    target_of,
+    value,
+    value_of,
+)
+from fa4flex.simulator.isa.operands import Array
+from fa4flex.simulator.isa.table import Step, Unmodelled, translates
+from fa4flex.simulator.ptx.nodes import WIDTHS, Discard, Instruction, Reg, Vector
+from fa4flex.simulator.state.warp import Mask, Warp
+from fa4flex.simulator.state.window import LOCAL_WINDOW, RANK_SHIFT, SHARED_WINDOW
+
+_SCALARS = (*(f"{kind}{bits}" for kind in "bus" for bits in (16, 32, 64)), "f32", "f64")
+_VECTORS = {("b16", 2): "b8", ("b32", 2): "b16", ("b32", 4): "b8", ("b64", 2): "b32", ("b64", 4): "b16"}
+_VECTORS |= {("b128", 2): "b64", ("b128", 4): "b32"}
+"""The type of the elements of a vector, by the whole's type and their number."""
+
+
+@translates("mov")
+def mov(ins: Instruction) -> Step:
+    """d, a; a may be a register, a literal, a special register or a variable's address, and either may be a
+    vector."""
+    type = only_type(ins, form(ins, ()), (*_SCALARS, "pred", "b128"))
+    require(len(ins.operands) == 2, ins, "another number of operands")
+    first, second = ins.operands
+    if isinstance(first, Vector) or isinstance(second, Vector):
+        vector = first if isinstance(first, Vector) else second
+        if not isinstance(vector, Vector) or isinstance(first, Vector) == isinstance(second, Vector):
+            raise Unmodelled(ins, "two vectors")
+        element = _VECTORS.get((type, len(vector.items)))
+        require(element, ins, f"a vector of {len(vector.items)}")
+        assert element is not None
+        if type == "b128":
+            return _unpack_wide(ins, vector) if vector is first else _pack_wide(ins, vector)
+        if vector is first:
+            return _unpack(ins, vector, element)
+        return _pack(ins, vector, element)
+    d, a = target(ins, 0, type), value(ins, 1, type)
+    return lambda warp, mask: d(warp, a(warp), mask)
+
+
+def _unpack(ins: Instruction, vector: Vector, element: str) -> Step:
+    packed = f"{element}x{len(vector.items)}"
+    moves = [
+        (target_of(ins, item, element), part_of(ins, ins.operands[1], packed, part))
+        for part, item in enumerate(vector.items)
+        if not isinstance(item, Discard)
+    ]
+    if len(moves) == 2:
+        (d, a), (e, b) = moves
+
+        def two(warp: Warp, mask: Mask) -> None:
+            d(warp, a(warp), mask)
+            e(warp, b(warp), mask)
+
+        return two
+
+    def several(warp: Warp, mask: Mask) -> None:
+        for d, a in moves:
+            d(warp, a(warp), mask)
+
+    return several
+
+
+def _pack(ins: Instruction, vector: Vector, element: str) -> Step:
+    """Elements are narrower than the result: no source can be the register that is written."""
+    packed, count = f"{element}x{len(vector.items)}", len(vector.items)
+    sources = [value_of(ins, item, element) for item in vector.items]
+    if not isinstance(ins.operands[0], Reg):
+        raise Unmodelled(ins, "the result")
+    places = [part_of(ins, ins.operands[0], packed, part) for part in range(count)]
+    pairs = list(zip(places, sources))
+
+    def step(warp: Warp, mask: Mask) -> None:
+        for place, source in pairs:
+            if mask is None:
+                place(warp)[...] = source(warp)
+            else:
+                np.copyto(place(warp), source(warp), casting="unsafe", where=mask)
+
+    return step
+
+
+def _unpack_wide(ins: Instruction, vector: Vector) -> Step:
+    element = _VECTORS["b128", len(vector.items)]
+    whole = value(ins, 1, "b128")
+    targets = [target_of(ins, item, element) for item in vector.items]
+
+    def step(warp: Warp, mask: Mask) -> None:
+        columns = whole(warp).view(f"u{WIDTHS[element] // 8}")
+        for part, d in enumerate(targets):
+            d(warp, columns[:, part], mask)
+
+    return step
+
+
+def _pack_wide(ins: Instruction, vector: Vector) -> Step:
+    element = _VECTORS["b128", len(vector.items)]
+    sources, d = [value_of(ins, item, element) for item in vector.items], target(ins, 0, "b128")
+    return lambda warp, mask: d(warp, np.stack([s(warp) for s in sources], axis=1).view(np.uint64), mask)
+
+
+# --- addresses ----------------------------------------------------------------------------------------------
+
+_SPACES = ("const", "global", "param", "param::entry", "local", "shared", "shared::cta", "shared::cluster")
+_WINDOWS = {"local": LOCAL_WINDOW, "shared": SHARED_WINDOW}
+
+
+@translates("cvta")
+def cvta(ins: Instruction) -> Step:
+    """An address of a state space to a generic one, or with .to back. Global memory, parameters and constants
+    have the same address in both; the windows of shared and local memory lie behind a bit of their own
+    (state/window.py)."""
+    found = form(ins, ("to", *_SPACES), [_SPACES])
+    require(found.types == ("u64",) and len(ins.operands) == 2, ins, "types")
+    space, to = found.one_of(*_SPACES), "to" in found.flags
+    require(space, ins, "no state space")
+    window = _WINDOWS.get(space.split("::")[0])
+    if window is None:
+        d, a = target(ins, 0, "u64"), value(ins, 1, "u64")
+        return lambda warp, mask: d(warp, a(warp), mask)
+    bit = np.uint64(window)
+    if to:
+        return lanewise(ins, "u64", ("u64",), lambda a: a & (bit - np.uint64(1)))
+    return lanewise(ins, "u64", ("u64",), lambda a: a | bit)
+
+
+def in_window(addresses: Array, window: int) -> Array:
+    """Whether generic addresses, u64, lie in this window."""
+    other = np.uint64(SHARED_WINDOW | LOCAL_WINDOW)
+    return addresses & other == np.uint64(window)
+
+
+@translates("isspacep")
+def isspacep(ins: Instruction) -> Step:
+    """Whether a generic address lies in global, local or shared memory; shared::cta is the executing
+    CTA's."""
+    found = form(ins, _SPACES, [_SPACES])
+    space = found.one_of(*_SPACES)
+    require(not found.types and space not in ("", "const", "param", "param::entry"), ins, "state space")
+    p, a = target(ins, 0, "pred"), value(ins, 1, "u64")
+    window = _WINDOWS.get(space.split("::")[0], 0)
+    if window != SHARED_WINDOW:
+        return lambda warp, mask: p(warp, in_window(a(warp), window), mask)
+
+    def shared(warp: Warp, mask: Mask) -> None:
+        addresses = a(warp)
+        ranks = (addresses & np.uint64(SHARED_WINDOW - 1)) >> np.uint64(RANK_SHIFT)
+        mine = ranks < len(warp.cta.cluster.ctas) if space == "shared::cluster" else ranks == warp.cta.rank
+        p(warp, in_window(addresses, window) & mine, mask)
+
+    return shared

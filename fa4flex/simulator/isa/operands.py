@@ -1,0 +1,105 @@
+"""Reading and writing an instruction's operands, decided once when the instruction is translated.
+
+d, a = write(ins.operands[0], "f32"), read(ins.operands[1], "f32")
+return lambda warp, mask: d(warp, np.sqrt(a(warp)), mask)
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fa4flex.simulator.ptx.nodes import WIDTHS, Discard, Imm, Negated, Operand, Reg, Special, Symbol
+from fa4flex.simulator.state.special import SPECIAL
+from fa4flex.simulator.state.warp import LANES, Mask, Warp
+
+Array = NDArray[Any]
+Read = Callable[[Warp], Array]
+"""The operand's 32 values. Never write to them: they may be the register itself or a shared constant."""
+Write = Callable[[Warp, Any, Mask], None]
+"""Sets the operand's lanes in the mask to values: an array [32] or a scalar of the operand's type."""
+
+VIEWS = {"pred": "pred", "b8": "u16", "u8": "u16", "s8": "s16", "b128": "u128", "bf16": "u16"}
+VIEWS |= {"f16x2": "u32", "bf16x2": "u32", "f32x2": "u64", "b16": "u16", "b32": "u32", "b64": "u64"}
+"""Which of a warp's views holds a type: its own name for u16 ... f64, the unsigned bits for the rest."""
+DTYPES = {"pred": np.bool_, "u128": np.uint64} | {
+    f"{kind}{bits}": np.dtype(f"{letter}{bits // 8}")
+    for kind, letter in zip("usf", "uif")
+    for bits in (16, 32, 64)
+}
+
+
+def view_of(type: str) -> str:
+    return VIEWS.get(type, type)
+
+
+def read(operand: Operand, type: str) -> Read:
+    """How to get the operand as `type`, as np.uint16 ... np.float64 or bool lanes [32]."""
+    view = view_of(type)
+    match operand:
+        case Reg():
+            files, index = f"{view}", operand.index
+            _same_file(operand, view)
+            return lambda warp: getattr(warp, files)[index]
+        case Negated(register):
+            index = register.index
+            return lambda warp: ~warp.pred[index]
+        case Imm(value):
+            constant = np.full(LANES, literal(value, view))
+            constant.flags.writeable = False
+            return lambda warp: constant
+        case Symbol(name, offset):
+            dtype = DTYPES[view]
+            return lambda warp: np.full(LANES, warp.cta.symbols[name] + offset, dtype)
+        case Special(name):
+            give, dtype = SPECIAL[name], DTYPES[view]
+            return lambda warp: np.broadcast_to(np.asarray(give(warp)), LANES).astype(dtype, copy=False)
+    raise TypeError(f"a {operand.__class__.__name__} is not a value")
+
+
+def write(operand: Operand, type: str) -> Write:
+    """How to set the operand, a register or _, to values of `type`."""
+    if isinstance(operand, Discard):
+        return lambda warp, values, mask: None
+    if not isinstance(operand, Reg):
+        raise TypeError(f"a {operand.__class__.__name__} cannot be written")
+    files, index = view_of(type), operand.index
+    _same_file(operand, files)
+
+    def set(warp: Warp, values: Any, mask: Mask) -> None:
+        register = getattr(warp, files)[index]
+        if mask is None:
+            register[...] = values
+        else:
+            where = mask if register.ndim == 1 else mask[:, None]
+            np.copyto(register, values, casting="unsafe", where=where)
+
+    return set
+
+
+def literal(value: int | float, view: str) -> Any:
+    """A literal as a number of the view's type. Integers given for a float type are its bits, floats given
+    for an untyped register are theirs, and negative integers wrap."""
+    dtype = np.dtype(DTYPES[view])
+    if dtype == np.bool_:
+        return bool(value)
+    if isinstance(value, float):
+        number = np.dtype(f"f{dtype.itemsize}").type(value)
+        return number if dtype.kind == "f" else number.view(dtype)
+    bits = dtype.itemsize * 8
+    return np.frombuffer((value % (1 << bits)).to_bytes(bits // 8, "little"), dtype)[0]
+
+
+def _same_file(register: Reg, view: str) -> None:
+    bits = 1 if view == "pred" else int(view[1:])
+    if register.file != bits:
+        raise TypeError(f"{register.name} has {WIDTHS[register.type]} bits and is used as {view}")
+
+
+def as_bits(value: float) -> int:
+    """The 32 bits of an fp32 number."""
+    return int(struct.unpack("<I", struct.pack("<f", value))[0])

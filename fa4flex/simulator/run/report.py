@@ -1,0 +1,35 @@
+"""What a simulated launch found and cost, in words."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from fa4flex.simulator.run.counts import cycles, roles
+from fa4flex.simulator.run.launch import Result
+
+NAME = 48
+"""Letters of a kernel's name that are shown."""
+
+
+def text(result: Result) -> str:
+    """Findings first, then each role's instructions and how busy each unit would be."""
+    grid, block, cluster = (
+        "x".join(map(str, x)) for x in (result.shape.grid, result.shape.block, result.shape.cluster)
+    )
+    lines = [
+        f"{result.kernel[:NAME]} on {result.arch}: grid {grid}, block {block}, cluster {cluster}, "
+        f"{result.seconds:.2f} s"
+    ]
+    lines += [f"  {line}" for finding in result.findings for line in str(finding).splitlines()]
+    lines.append(f"  findings: {len(result.findings) or 'none'}")
+    for role in roles(result):
+        warps = f"warps {role.warps[0]}-{role.warps[-1]}" if len(role.warps) > 1 else f"warp {role.warps[0]}"
+        lines.append(f"  {role.name}, {warps}: {_most(role.counts)}")
+    busy = ", ".join(f"{unit} {clocks:,.0f}" for unit, clocks in cycles(result).items())
+    lines.append(f"  clocks of one multiprocessor: {busy}")
+    return "\n".join(lines)
+
+
+def _most(counts: Counter[str]) -> str:
+    kept = [(kind, number) for kind, number in counts.most_common() if kind != "other"]
+    return ", ".join(f"{kind} {number:,}" for kind, number in kept[:6])

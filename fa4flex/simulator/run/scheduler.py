@@ -1,0 +1,272 @@
+"""Runs the warps of resident clusters, one at a time, each until it must wait or gives way."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fa4flex.simulator.isa.bulk import BULK
+from fa4flex.simulator.isa.table import Wait
+from fa4flex.simulator.run.program import Block, Guard, Program
+from fa4flex.simulator.run.registers import RegisterWatch
+from fa4flex.simulator.run.timing import Timing
+from fa4flex.simulator.state.cta import Cluster
+from fa4flex.simulator.state.warp import LANES, Mask, Warp
+from fa4flex.simulator.watch.findings import Fault, Finding
+
+TURN = 4096
+"""Blocks after which a warp that neither waits nor signals is taken to be spinning."""
+SPINS = 64
+"""Turns that spinning warps get without anything having changed, before they count as hanging."""
+
+
+class Scheduler:
+    """`clusters` yields the clusters of a launch; one runs at a time, further ones are let in when those
+    that run wait for something that only they can do."""
+
+    def __init__(self, program: Program, timing: Timing, clusters: Iterator[Cluster]) -> None:
+        self.program, self.timing = program, timing
+        self._coming = clusters
+        self._resident: list[Cluster] = []
+        self._ready: list[Warp] = []
+        self._waiting: dict[Warp, Wait] = {}
+        self._spins = 0
+        self._gave_up_at = -1
+        self.registers = RegisterWatch(program)
+        self.executed: Counter[tuple[int, int, int]] = Counter()
+        """How often (warp index, CTA rank, block) was executed."""
+        self.turns: list[tuple[int, int, int, int, int]] = []
+        """(cluster, CTA rank, warp, from, to): in blocks executed so far, for the timeline."""
+        self.time = 0
+
+    def run(self) -> None:
+        """To the end of all clusters. Raises Fault."""
+        self._admit()
+        while self._resident:
+            self._wake()
+            if self._ready:
+                self._turn(self.timing.next(self._ready))
+            elif not self._waiting:
+                self._retire()
+            else:
+                self._unblock()
+
+    # --- turns ----------------------------------------------------------
+
+    def _turn(self, warp: Warp) -> None:
+        self._ready.remove(warp)
+        started, before = self.time, self._changes()
+        result = self._advance(warp)
+        warp.cta.launch.time = self.time
+        self.turns.append((warp.cta.cluster.number, warp.cta.rank, warp.index, started, self.time))
+        if isinstance(result, Wait):
+            self._waiting[warp] = result
+        elif warp.groups:
+            self._ready.append(warp)
+        if result == "spun" and self._changes() == before:
+            self._spins += 1
+            if self._spins > SPINS * (len(self._ready) + 1):
+                self._spins = 0
+                self._unblock()
+        else:
+            self._spins = 0
+        landing = self.timing.lands_now(warp.cta.cluster.units)
+        if landing is not None:
+            warp.cta.cluster.units.land(landing)
+
+    def _advance(self, warp: Warp) -> Wait | str:
+        """Run a warp until it waits, gives way ("yield"), spins ("spun") or is done ("done")."""
+        blocks = self.program.blocks
+        stuck: dict[int, Wait] = {}
+        for _ in range(TURN):
+            group = self._group(warp, stuck)
+            if isinstance(group, Wait):
+                return group
+            pc, mask = group
+            block = blocks[pc]
+            self.executed[warp.index, warp.cta.rank, pc] += 1
+            self.time += 1
+            if block.act is None:
+                self.registers.check(warp, block)
+                self._steps(warp, block, mask)
+                self._follow(warp, block, pc, mask)
+                if not warp.groups:
+                    self._left(warp)
+                    return "done"
+                continue
+            act, guard = block.act
+            lanes, any = _guarded(warp, guard, mask)
+            wait = act.run(warp, lanes) if any else None
+            if wait is not None:
+                stuck[pc] = wait
+                continue
+            stuck.clear()
+            self._move(warp, pc, block.stop)
+            if act.signals:
+                warp.cta.cluster.units.landings += 1
+            if self.timing.gives_way(act.signals):
+                return "yield"
+        return "spun"
+
+    def _group(self, warp: Warp, stuck: dict[int, Wait]) -> tuple[int, Mask] | Wait:
+        """The lanes to run next: those furthest behind that do not wait, or why none can run."""
+        groups = warp.groups
+        if len(groups) == 1:
+            ((pc, lanes),) = groups.items()
+            return stuck.get(pc, (pc, None if warp.whole else lanes))
+        for pc in sorted(groups):
+            if pc in stuck:
+                continue
+            block = self.program.blocks[pc]
+            if not block.together or self._all_here(warp, block, groups[pc]):
+                return pc, groups[pc]
+        if stuck:
+            return next(iter(stuck.values()))
+        where = ", ".join(
+            f"{int(lanes.sum())} lanes at {self.program.kernel.body[pc]}" for pc, lanes in groups.items()
+        )
+        raise Fault(Finding("divergence", f"the lanes of {warp} wait for each other: {where}"))
+
+    def _all_here(self, warp: Warp, block: Block, lanes: NDArray[Any]) -> bool:
+        if block.members is None:
+            return bool((lanes == warp.live).all())
+        named = int(block.members(warp)[lanes][0])
+        wanted = (named >> np.arange(LANES) & 1).astype(np.bool_) & warp.live
+        return bool((lanes | ~wanted).all())
+
+    def _steps(self, warp: Warp, block: Block, mask: Mask) -> None:
+        for step, guard in block.steps:
+            if guard is None:
+                step(warp, mask)
+                continue
+            lanes, any = _guarded(warp, guard, mask)
+            if any:
+                step(warp, lanes)
+
+    # --- control flow ----------------------------------------------------------
+
+    def _follow(self, warp: Warp, block: Block, pc: int, mask: Mask) -> None:
+        if block.jump is None:
+            return self._move(warp, pc, block.stop)
+        target, guard = block.jump
+        lanes, any = _guarded(warp, guard, mask)
+        if not any:
+            return self._move(warp, pc, block.stop)
+        if lanes is None or lanes is mask:
+            return self._move(warp, pc, target)
+        here = warp.groups.pop(pc)
+        stay = here & ~lanes
+        if stay.any():
+            _join(warp, block.stop, stay)
+        if target is None:
+            warp.leave(lanes)
+        else:
+            _join(warp, target, lanes)
+        return None
+
+    def _move(self, warp: Warp, pc: int, target: int | None) -> None:
+        lanes = warp.groups.pop(pc)
+        if target is None or target >= len(self.program.kernel.body):
+            warp.leave(lanes)
+        else:
+            _join(warp, target, lanes)
+
+    def _left(self, warp: Warp) -> None:
+        """A warp has exited: barriers no longer wait for it."""
+        cta = warp.cta
+        self.registers.left(warp)
+        stores = warp.started.get(BULK)
+        if stores is not None and stores.unwaited():
+            text = (
+                f"{warp} exits while shared memory may still be read by a bulk store that it did not wait for"
+            )
+            cta.launch.findings.add(Finding("unfinished", text, stores.unwaited()[0].instruction))
+        for meeting in cta.meetings.values():
+            if meeting.whole and meeting.here and meeting.here >= cta.living_threads():
+                meeting.finish()
+        cluster = cta.cluster.meeting
+        if cluster.here and cluster.here >= sum(c.living_threads() for c in cta.cluster.ctas):
+            cluster.finish()
+        cta.cluster.units.landings += 1
+
+    # --- waiting ----------------------------------------------------------
+
+    def _wake(self) -> None:
+        awake = [warp for warp, wait in self._waiting.items() if wait.ready()]
+        for warp in awake:
+            del self._waiting[warp]
+            self._ready.append(warp)
+
+    def _unblock(self) -> None:
+        """Nobody can go on: land an operation, let a try_wait answer false, let the next cluster in, or give
+        up."""
+        for cluster in self._resident:
+            if cluster.units.pending:
+                waits = [wait for warp, wait in self._waiting.items() if warp.cta.cluster is cluster]
+                cluster.units.land(self.timing.forced(cluster.units, waits))
+                return
+        peeking = [warp for warp, wait in self._waiting.items() if wait.limited]
+        if peeking and self._gave_up_at != self._changes():
+            self._gave_up_at = self._changes()
+            for warp in peeking:
+                warp.gives_up = True
+                del self._waiting[warp]
+                self._ready.append(warp)
+        elif not self._admit():
+            raise Fault(Finding("hang", self._who_waits()))
+
+    def _who_waits(self) -> str:
+        lines = [f"{warp} waits for {wait.what}" for warp, wait in self._waiting.items()]
+        lines += [f"{warp} keeps looping at {self._place(warp)}" for warp in self._ready]
+        return "nobody can go on:\n    " + "\n    ".join(lines)
+
+    def _place(self, warp: Warp) -> str:
+        return ", ".join(str(self.program.kernel.body[pc]) for pc in warp.groups)
+
+    def _changes(self) -> int:
+        return sum(cluster.units.landings for cluster in self._resident)
+
+    # --- clusters ----------------------------------------------------------
+
+    def _admit(self) -> bool:
+        cluster = next(self._coming, None)
+        if cluster is None:
+            return False
+        cluster.units.eager = self.timing.eager
+        self._resident.append(cluster)
+        self._ready += cluster.warps
+        return True
+
+    def _retire(self) -> None:
+        """All warps have exited: what is on its way lands, and what should be empty is looked at."""
+        for cluster in self._resident:
+            for operation in list(cluster.units.pending):
+                cluster.units.land(operation)
+            cluster.check_left()
+            cluster.ctas.clear()  # their memory is not needed any more
+        self._resident.clear()
+        self._admit()
+
+
+def _guarded(warp: Warp, guard: Guard | None, mask: Mask) -> tuple[Mask, bool]:
+    """(lanes that take part, whether any does). The mask itself where the guard changes nothing."""
+    if guard is None:
+        return mask, True
+    lanes = ~warp.pred[guard.index] if guard.unless else warp.pred[guard.index].copy()
+    if mask is None:
+        if lanes.all():
+            return None, True
+        return lanes, bool(lanes.any())
+    lanes &= mask
+    if (lanes == mask).all():
+        return mask, True
+    return lanes, bool(lanes.any())
+
+
+def _join(warp: Warp, pc: int, lanes: NDArray[Any]) -> None:
+    others = warp.groups.get(pc)
+    warp.groups[pc] = lanes if others is None else others | lanes

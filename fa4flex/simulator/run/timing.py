@@ -1,0 +1,62 @@
+"""When asynchronous operations land and whose turn it is: the choices that hardware leaves open.
+
+eager   every operation lands when it is issued; warps run as far as they can, in turns
+late    an operation lands only when no warp can go on, and then one that a warp is waiting for; a warp that
+signals
+        lets all others go first; one warp, chosen by the seed, only runs when no other can
+random  both are drawn from the seed
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import TypeVar
+
+from fa4flex.errors import InputError
+from fa4flex.simulator.isa.table import Wait
+from fa4flex.simulator.state.operation import Operation, Units
+from fa4flex.simulator.state.warp import Warp
+
+TIMINGS = ("eager", "late", "random")
+T = TypeVar("T")
+
+
+class Timing:
+    """`name` is one of TIMINGS."""
+
+    def __init__(self, name: str, seed: int) -> None:
+        if name not in TIMINGS:
+            raise InputError(f"timing {name!r}", f"one of {', '.join(TIMINGS)}", "choose one of them")
+        self.name, self.eager = name, name == "eager"
+        self._random = random.Random(seed)
+        self._starved = self._random.randrange(64) if name == "late" else None
+
+    def next(self, ready: Sequence[Warp]) -> Warp:
+        """Whose turn it is, of the warps that can run, the longest waiting first."""
+        if self.name == "random":
+            return self._random.choice(ready)
+        if self._starved is not None and len(ready) > 1:
+            others = [w for w in ready if w.agent % 64 != self._starved]
+            return (others or ready)[0]
+        return ready[0]
+
+    def gives_way(self, signals: bool) -> bool:
+        """Whether a warp's turn ends after an instruction that others may be waiting for."""
+        if self.name == "late":
+            return signals
+        return self.name == "random" and self._random.random() < 0.4
+
+    def lands_now(self, units: Units) -> Operation | None:
+        """An operation to land although warps could go on."""
+        if self.name == "random" and units.pending and self._random.random() < 0.3:
+            return self._random.choice(units.pending)
+        return None
+
+    def forced(self, units: Units, waits: Sequence[Wait]) -> Operation:
+        """Which of the pending operations lands when nobody can go on."""
+        for wait in waits:
+            wanted = list(units.signalling(wait.on))
+            if wanted:
+                return self._random.choice(wanted) if self.name == "random" else wanted[0]
+        return units.pending[0]

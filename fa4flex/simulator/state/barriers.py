@@ -1,0 +1,118 @@
+"""Barriers as state: mbarriers in shared memory, named barriers of a CTA, the barrier of a cluster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fa4flex.simulator.watch.clock import Clock
+
+
+class Misuse(Exception):
+    """A barrier used in a way that the PTX ISA leaves undefined."""
+
+
+class MBarrier:
+    """An mbarrier object (PTX ISA, "Parallel Synchronization and Communication Instructions: mbarrier").
+
+    A phase completes when `pending` arrivals and `bytes` of transactions are both zero. `gathered` is what
+    those who arrived in this phase knew, `passed` what those of the phase before did: a waiter learns that.
+    `made` is the number of the access that initialised it, `users` the agents that are known to know of it;
+    `announced` says that fence.mbarrier_init followed.
+    """
+
+    def __init__(self, cta: int, offset: int, count: int, agents: int, made: int) -> None:
+        self.cta, self.offset, self.count, self.made = cta, offset, count, made
+        self.users: set[int] = set()
+        self.announced = False
+        self.pending, self.bytes, self.phase = count, 0, 0
+        self.gathered, self.passed = Clock(agents), Clock(agents)
+        self.lines: set[int] = set()
+        self.passed_lines: set[int] = set()
+        """PTX lines that took part in this phase, and in the one before."""
+
+    def arrive(self, count: int, clock: Clock, line: int) -> None:
+        if count > self.pending:
+            raise Misuse(f"{count} arrivals where {self.pending} of {self.count} are expected")
+        self.gathered.join(clock)
+        self.lines.add(line)
+        self.pending -= count
+        self._complete()
+
+    def expect(self, count: int, line: int) -> None:
+        """Add to the bytes awaited, before arriving."""
+        self.lines.add(line)
+        self.bytes += count
+
+    def deliver(self, count: int) -> None:
+        """Bytes of a transaction have arrived; this may happen before they are expected."""
+        self.bytes -= count
+        self._complete()
+
+    def learn(self, load: int) -> None:
+        """Waiters of this phase will know that this TMA load is over."""
+        self.gathered.loads |= 1 << load
+
+    def over(self, parity: int) -> bool:
+        """Whether the phase of this parity has completed: true at once for the one before the first."""
+        return self.phase & 1 != parity & 1
+
+    def _complete(self) -> None:
+        if self.pending == 0 and self.bytes == 0:
+            self.phase += 1
+            self.pending = self.count
+            self.passed, self.gathered = self.gathered, Clock(len(self.gathered.epochs))
+            self.passed_lines, self.lines = self.lines, set()
+
+    @property
+    def place(self) -> str:
+        return f"the mbarrier at {self.offset:#x} of CTA {self.cta}"
+
+    def __str__(self) -> str:
+        waits = f"{self.pending} of {self.count} arrivals"
+        data = f" and {self.bytes} bytes" if self.bytes else ""
+        return f"{self.place}, phase {self.phase}, which awaits {waits}{data}"
+
+
+@dataclass
+class Meeting:
+    """A barrier that a number of threads come to: bar.sync and bar.arrive of a CTA, or a cluster's.
+
+    `threads` is how many make it complete; `round` counts completions.
+    """
+
+    name: str
+    agents: int
+    whole: bool = False
+    """Whether it needs everybody who has not exited."""
+    threads: int = 0
+    here: int = 0
+    round: int = 0
+    gathered: Clock = field(init=False)
+    came: list[str] = field(default_factory=list)
+    lines: set[int] = field(default_factory=set)
+    """PTX lines by which threads came in this round."""
+
+    def __post_init__(self) -> None:
+        self.gathered = Clock(self.agents)
+
+    def come(self, threads: int, expected: int, clock: Clock, who: str, line: int) -> None:
+        if self.here and expected != self.threads:
+            raise Misuse(f"{who} expects {expected} threads, {', '.join(self.came)} expected {self.threads}")
+        if self.here + threads > expected:
+            raise Misuse(f"{who} makes {self.here + threads} threads where {expected} are expected")
+        self.threads = expected
+        self.gathered.join(clock)
+        self.lines.add(line)
+        self.here += threads
+        self.came.append(who)
+        if self.here == expected:
+            self.finish()
+
+    def finish(self) -> None:
+        self.round += 1
+        self.here = 0
+        self.came.clear()
+        self.gathered, self.lines = Clock(self.agents), set()
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.here} of {self.threads} threads came ({', '.join(self.came) or 'none'})"

@@ -1,0 +1,133 @@
+"""CTAs and clusters: the memory, barriers and warps that threads share."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fa4flex.simulator.state.barriers import MBarrier, Meeting
+from fa4flex.simulator.state.memory import HostMemory, Region, fresh
+from fa4flex.simulator.state.operation import Units
+from fa4flex.simulator.state.warp import LANES, Warp
+from fa4flex.simulator.state.window import RANK_SHIFT
+from fa4flex.simulator.watch.findings import Finding, Findings
+from fa4flex.simulator.watch.order import Order
+from fa4flex.simulator.watch.shadow import Shadow
+
+Triple = tuple[int, int, int]
+TENSOR_LANES, TENSOR_COLUMNS = 128, 512
+TENSOR_BAND = 16
+"""Lanes of tensor memory that are watched as one."""
+
+
+@dataclass
+class Grid:
+    """What all CTAs of a launch share. Sizes are in threads, CTAs and bytes."""
+
+    grid: Triple
+    block: Triple
+    cluster: Triple
+    shared_bytes: int
+    """Dynamic shared memory."""
+    static_bytes: int
+    granule: int
+    """Bytes of shared memory that are watched as one."""
+    symbols: dict[str, int]
+    """Addresses of parameters and of variables in global memory."""
+    shared_symbols: dict[str, int]
+    local_symbols: dict[str, int]
+    """Offsets of variables in shared memory, and in a thread's local memory."""
+    registers: dict[int, int]
+    local_bytes: int
+    memory: HostMemory
+    findings: Findings
+    arch: str
+    processors: int = 132
+    explicit_cluster: bool = False
+    time: int = 0
+
+    def clock(self) -> int:
+        return self.time
+
+
+class Cta:
+    """`rank` is within the cluster, `index` %ctaid."""
+
+    def __init__(self, cluster: Cluster, rank: int, index: Triple) -> None:
+        self.cluster, self.rank, self.index = cluster, rank, index
+        self.launch = launch = cluster.launch
+        self.threads = launch.block
+        size = launch.static_bytes + launch.shared_bytes
+        self.shared: Region = fresh(f"the shared memory of CTA {rank}", 0, size)
+        self.shadow = Shadow(cluster.order, -(-size // launch.granule), self._shared_place)
+        self.tensor: NDArray[np.uint32] = np.full((TENSOR_LANES, TENSOR_COLUMNS), 0xA5A5A5A5, np.uint32)
+        bands = TENSOR_LANES // TENSOR_BAND
+        self.tensor_shadow = Shadow(cluster.order, bands * TENSOR_COLUMNS, self._tensor_place)
+        self.allocated: NDArray[np.int32] = np.zeros(TENSOR_COLUMNS, np.int32)
+        """By column of tensor memory: the PTX line that allocated it, or 0."""
+        self.may_allocate = True
+        self.mbarriers: dict[int, MBarrier] = {}
+        self.meetings: dict[int, Meeting] = {}
+        self.symbols: dict[str, Any] = dict(launch.symbols)
+        self.symbols |= {name: rank << RANK_SHIFT | at for name, at in launch.shared_symbols.items()}
+        each = np.arange(LANES) * launch.local_bytes
+        self.symbols |= {name: each + at for name, at in launch.local_symbols.items()}
+        threads = prod(launch.block)
+        self.warps = [
+            Warp(
+                self, i, threads - i * LANES, launch.registers, cluster.order.agent(f"warp {i} of CTA {rank}")
+            )
+            for i in range(-(-threads // LANES))
+        ]
+
+    def meeting(self, number: int) -> Meeting:
+        found = self.meetings.get(number)
+        if found is None:
+            name = f"barrier {number} of CTA {self.rank}"
+            found = self.meetings[number] = Meeting(name, self.cluster.capacity)
+        return found
+
+    def living_threads(self) -> int:
+        """Threads that have not exited, by whole warps."""
+        return sum(LANES for warp in self.warps if warp.live.any())
+
+    def _shared_place(self, granule: int) -> str:
+        return f"shared memory at {granule * self.launch.granule:#x} of CTA {self.rank}"
+
+    def _tensor_place(self, granule: int) -> str:
+        band, column = divmod(granule, TENSOR_COLUMNS)
+        return f"tensor memory, column {column}, lanes from {band * TENSOR_BAND}, of CTA {self.rank}"
+
+
+class Cluster:
+    """CTAs that run together; also a single CTA is one."""
+
+    def __init__(self, launch: Grid, number: int, indices: list[Triple], agents_a_warp: int = 8) -> None:
+        warps = -(-prod(launch.block) // LANES) * len(indices)
+        self.launch, self.number, self.processor = launch, number, number * len(indices) % launch.processors
+        self.capacity = warps * agents_a_warp + 8
+        self.order = Order(self.capacity, launch.findings)
+        self.units = Units()
+        self.meeting = Meeting("cluster barrier", self.capacity)
+        self.traffic: Counter[str] = Counter()
+        """Bytes and operations of the asynchronous units, for reports."""
+        self.ctas: list[Cta] = []
+        for rank, index in enumerate(indices):
+            self.ctas.append(Cta(self, rank, index))
+
+    @property
+    def warps(self) -> list[Warp]:
+        return [warp for cta in self.ctas for warp in cta.warps]
+
+    def check_left(self) -> None:
+        """After the last warp exited: tensor memory must be free."""
+        for cta in self.ctas:
+            held = sorted({int(line) for line in cta.allocated} - {0})
+            if held:
+                text = f"CTA {cta.rank} exits with tensor memory allocated at PTX line {held[0]}"
+                self.launch.findings.add(Finding("leak", text))

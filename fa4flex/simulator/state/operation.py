@@ -1,0 +1,60 @@
+"""Asynchronous operations on their way: issued, not yet landed.
+
+When one lands is the choice of the timing policy (run/timing.py). Operations of one queue land in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
+
+from fa4flex.simulator.ptx.nodes import Instruction
+
+
+@dataclass(eq=False)
+class Operation:
+    """`land` performs it. `signals` are the objects (barriers, groups) on which its end can be waited for.
+
+    `queue` names the queue whose operations complete in order; None stands alone.
+    """
+
+    instruction: Instruction
+    land: Callable[[], None]
+    signals: tuple[object, ...] = ()
+    queue: Hashable = None
+    landed: bool = field(default=False, init=False)
+
+
+class Units:
+    """All operations of a cluster that have not landed, in the order in which they were issued."""
+
+    def __init__(self) -> None:
+        self.pending: list[Operation] = []
+        self.eager = True
+        self.landings = 0
+
+    def submit(self, operation: Operation) -> None:
+        self.pending.append(operation)
+        if self.eager:
+            self.land(operation)
+
+    def land(self, operation: Operation) -> None:
+        """Land it, and before it what its queue holds before it."""
+        if operation.landed:
+            return
+        if operation.queue is not None:
+            for earlier in [o for o in self.pending if o.queue == operation.queue]:
+                self._land(earlier)
+                if earlier is operation:
+                    return
+        self._land(operation)
+
+    def _land(self, operation: Operation) -> None:
+        operation.landed = True
+        self.pending.remove(operation)
+        self.landings += 1
+        operation.land()
+
+    def signalling(self, on: object) -> Iterable[Operation]:
+        """Those whose end a waiter for `on` may be waiting for."""
+        return [o for o in self.pending if any(s is on for s in o.signals)]

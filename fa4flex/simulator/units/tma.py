@@ -1,0 +1,182 @@
+"""What the tensor memory accelerator copies: boxes between a tensor in global memory and shared memory.
+
+PTX ISA "Tensors" (bounding box, out of boundary access, .tile::gather4 and .tile::scatter4, swizzling modes),
+"cp.async.bulk.tensor", "cp.reduce.async.bulk.tensor". A dense box is uint8 [box bytes] with dimension 0
+fastest; in shared memory it has that order, swizzled by absolute address.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fa4flex.simulator.units.errors import invalid, unmodelled
+from fa4flex.simulator.units.reduction import DTYPES, reduce
+from fa4flex.simulator.units.swizzle import CHUNK, permutation
+from fa4flex.simulator.units.tensormap import TensorMap
+
+__all__ = [
+    "Box",
+    "TensorMap",
+    "box_at",
+    "from_shared",
+    "gathered",
+    "load",
+    "load_box",
+    "store",
+    "store_box",
+    "to_shared",
+]
+
+Bytes = NDArray[np.uint8]
+_CHUNK_TYPE = np.dtype(f"V{CHUNK}")
+
+
+class Memory(Protocol):
+    def window(self, address: int, size: int) -> Bytes:
+        """Global memory [address, address + size), a writable view. Raises where not all of it is mapped."""
+        ...
+
+
+@dataclass(frozen=True)
+class Box:
+    """A box at its place: which part of it lies in the tensor.
+
+    Dimensions are slowest first and the last one counts bytes: the dense box has `shape`; the slices
+    `inside` of it are in the tensor, from global `address` on, with `strides` in bytes. Nothing is inside
+    where `empty`.
+    """
+
+    shape: tuple[int, ...]
+    inside: tuple[slice, ...]
+    address: int
+    strides: tuple[int, ...]
+
+    @property
+    def extents(self) -> tuple[int, ...]:
+        return tuple(part.stop - part.start for part in self.inside)
+
+    @property
+    def empty(self) -> bool:
+        return any(part.stop <= part.start for part in self.inside)
+
+    def view(self, memory: Memory) -> Bytes:
+        """The part inside the tensor as it lies in global memory, uint8 of shape `extents`: write to it to
+        store."""
+        extents = self.extents
+        size = 1 + sum((extent - 1) * stride for extent, stride in zip(extents, self.strides))
+        return np.ndarray(extents, np.uint8, memory.window(self.address, size), 0, self.strides)
+
+    def rows(self) -> tuple[NDArray[np.int64], int]:
+        """Where the part inside the tensor lies: the global addresses of its rows along dimension 0, int64,
+        and the bytes of each."""
+        if self.empty:
+            return np.zeros(0, np.int64), 0
+        *outer, row = self.extents
+        starts = np.array([self.address], np.int64)
+        for extent, stride in zip(outer[::-1], self.strides[-2::-1]):
+            if extent > 1:
+                starts = np.add.outer(np.arange(extent, dtype=np.int64) * stride, starts).reshape(-1)
+        return starts, row
+
+
+def box_at(tensor: TensorMap, coordinates: Sequence[int]) -> Box:
+    """The box whose first element is at these coordinates, signed, dimension 0 first. Raises InputError
+    unless there is one for each dimension."""
+    if len(coordinates) != tensor.rank:
+        raise invalid(
+            f"{len(coordinates)} coordinates of a tensor of rank {tensor.rank}", "one for each dimension"
+        )
+    address = tensor.address
+    shape, inside = [], []
+    for at, dim, extent, stride in zip(coordinates, tensor.dims, tensor.box, tensor.strides):
+        start = max(0, -at)
+        address += (at + start) * stride
+        shape.append(extent)
+        inside.append(slice(start, min(extent, dim - at)))
+    size = tensor.itemsize
+    shape[0] *= size
+    inside[0] = slice(inside[0].start * size, inside[0].stop * size)
+    return Box(tuple(shape[::-1]), tuple(inside[::-1]), address, (*tensor.strides[:0:-1], 1))
+
+
+def gathered(tensor: TensorMap, coordinates: Sequence[int]) -> tuple[Box, ...]:
+    """The four rows of .tile::gather4 and .tile::scatter4, at {column, row 0, row 1, row 2, row 3}; each is
+    a box of one row. Raises InputError unless the tensor has rank 2 and the box one row."""
+    if tensor.rank != 2 or tensor.box[1] != 1 or len(coordinates) != 5:
+        given = f"{len(coordinates)} coordinates, rank {tensor.rank}, box {tensor.box}"
+        raise invalid(f".tile::gather4 or scatter4 of {given}", "5 coordinates, rank 2, a box of one row")
+    column, *rows = coordinates
+    return tuple(box_at(tensor, (column, row)) for row in rows)
+
+
+def load_box(tensor: TensorMap, coordinates: Sequence[int], memory: Memory) -> Bytes:
+    """The dense box, a copy; elements outside the tensor are zero."""
+    return load(tensor, box_at(tensor, coordinates), memory)
+
+
+def load(tensor: TensorMap, box: Box, memory: Memory) -> Bytes:
+    """As load_box, of one box: uint8 [bytes of the box]."""
+    _movable(tensor)
+    dense = np.zeros(box.shape, np.uint8) if box.extents != box.shape else np.empty(box.shape, np.uint8)
+    if not box.empty:
+        dense[box.inside] = box.view(memory)
+    return dense.reshape(-1)
+
+
+def store_box(
+    tensor: TensorMap, coordinates: Sequence[int], dense: Bytes, memory: Memory, reduction: str | None = None
+) -> None:
+    """Writes a dense box to the tensor, or combines it with what is there by .add, .min, .max, .inc, .dec,
+    .and, .or or .xor; elements outside the tensor are dropped. Raises UnsupportedError for a reduction that
+    its type does not have."""
+    store(tensor, box_at(tensor, coordinates), dense, memory, reduction)
+
+
+def store(tensor: TensorMap, box: Box, dense: Bytes, memory: Memory, reduction: str | None = None) -> None:
+    """As store_box, of one box: uint8 [bytes of the box]."""
+    _movable(tensor)
+    if box.empty:
+        return
+    new, old = dense.reshape(box.shape)[box.inside], box.view(memory)
+    if reduction is not None:
+        type = _reduced_type(tensor, reduction)
+        kept, arriving = (np.ascontiguousarray(part).view(DTYPES[type]) for part in (old, new))
+        new = reduce(reduction, type, kept, arriving).view(np.uint8)
+    old[...] = new
+
+
+def _reduced_type(tensor: TensorMap, reduction: str) -> str:
+    if tensor.element not in DTYPES or tensor.element == "f64":
+        raise unmodelled(
+            f"cp.reduce.async.bulk.tensor.{reduction} of {tensor.element}", "integers, f16, bf16, f32"
+        )
+    bitwise = reduction in ("and", "or", "xor") and tensor.element[0] in "us"
+    return f"b{tensor.element[1:]}" if bitwise else tensor.element
+
+
+def _movable(tensor: TensorMap) -> None:
+    if tensor.element == "tf32":
+        raise unmodelled("a copy by a tensor map of tf32, which may round", "f32")
+
+
+# --- shared memory
+# -------------------------------------------------------------------------------------------
+
+
+def to_shared(tensor: TensorMap, address: int, dense: Bytes) -> Bytes:
+    """The dense box as shared memory [address, address + its bytes) holds it. `address` counts from the
+    start of the CTA's window. Raises InputError unless it is a multiple of the swizzle's span."""
+    if not tensor.swizzle.bits:
+        return dense
+    order = permutation(tensor.swizzle, address, len(dense))
+    return dense.view(_CHUNK_TYPE)[order].view(np.uint8)
+
+
+def from_shared(tensor: TensorMap, address: int, image: Bytes) -> Bytes:
+    """The dense box that shared memory holds as `image` from `address` on: the inverse of to_shared."""
+    return to_shared(tensor, address, np.ascontiguousarray(image))

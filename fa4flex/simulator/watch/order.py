@@ -1,0 +1,129 @@
+"""Who does what, and what is known to be over: one Order per cluster.
+
+Every access to watched memory gets a number; shadows (shadow.py) remember numbers, and `known` tells whether
+an agent may rely on an access being over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from fa4flex.simulator.ptx.nodes import Instruction
+from fa4flex.simulator.watch.clock import Clock
+from fa4flex.simulator.watch.findings import Finding, Findings
+
+GENERIC, ASYNC = "generic", "async"
+Describe = Callable[[int], str]
+
+
+@dataclass(frozen=True)
+class Access:
+    """`agent` did it in its `epoch`; a TMA load is named by its bit `load` instead. `who` is for people."""
+
+    agent: int
+    epoch: int
+    proxy: str
+    who: str
+    instruction: Instruction
+    load: int = -1
+    reduces: bool = False
+    """Whether it adds to what is there: two such may meet in any order."""
+
+
+class Order:
+    """Clocks of all agents of a cluster. Agents are numbered by `agent`, by name."""
+
+    def __init__(self, capacity: int, findings: Findings) -> None:
+        self.findings = findings
+        self.names: list[str] = []
+        self.clocks: list[Clock] = []
+        self.accesses: list[Access] = []
+        self.loads = 0
+        self.useful: set[int] = set()
+        """PTX lines of synchronisation by which some agent learned something before it did something."""
+        self._fresh: dict[int, set[int]] = {}
+        """By agent, lines by which it learned what it has had no use for yet."""
+        self._capacity = capacity
+        self._numbers: dict[str, int] = {}
+        self._last: dict[tuple[int, int, int], int] = {}
+
+    def agent(self, name: str) -> int:
+        """The number of an agent, new if its name is."""
+        number = self._numbers.get(name)
+        if number is None:
+            number = self._numbers[name] = len(self.names)
+            assert number < self._capacity, "more agents than planned for"
+            self.names.append(name)
+            clock = Clock(self._capacity)
+            clock.epochs[number] = 1
+            self.clocks.append(clock)
+        return number
+
+    # --- what agents learn ---------------------------------------------------------------------------------
+
+    def release(self, agent: int) -> Clock:
+        """All that the agent did and knows so far, to be handed to others."""
+        clock = self.clocks[agent]
+        self._uses(agent)
+        snapshot = clock.copy()
+        clock.epochs[agent] += 1
+        return snapshot
+
+    def acquire(self, agent: int, clock: Clock, lines: Iterable[int] = ()) -> None:
+        """Know what the clock says. `lines` are the PTX lines that brought this about: they are of use if it
+        is news and the agent does something afterwards."""
+        own = self.clocks[agent]
+        if own.learns(clock):
+            self.learns(agent, lines)
+            own.join(clock)
+
+    def learns(self, agent: int, lines: Iterable[int]) -> None:
+        """Instructions on these PTX lines taught the agent something."""
+        self._fresh.setdefault(agent, set()).update(lines)
+
+    def fence_proxy(self, agent: int) -> None:
+        """fence.proxy.async: what the agent knows of generic writes is visible to asynchronous operations
+        that it or its successors start."""
+        clock = self.clocks[agent]
+        clock.fence()
+        clock.epochs[agent] += 1
+
+    # --- accesses ------------------------------------------------------------------------------------------
+
+    def warp_access(self, agent: int, instruction: Instruction) -> int:
+        """The number of what a warp does now with memory."""
+        self._uses(agent)
+        epoch = int(self.clocks[agent].epochs[agent])
+        key = (agent, epoch, instruction.line)
+        number = self._last.get(key)
+        if number is None:
+            number = self._last[key] = self.add(Access(agent, epoch, GENERIC, self.names[agent], instruction))
+        return number
+
+    def _uses(self, agent: int) -> None:
+        if agent in self._fresh:
+            self.useful |= self._fresh.pop(agent)
+
+    def add(self, access: Access) -> int:
+        self.accesses.append(access)
+        return len(self.accesses) - 1
+
+    def known(self, number: int, clock: Clock) -> bool:
+        """Whether whoever holds `clock` may rely on the access being over."""
+        access = self.accesses[number]
+        if access.load >= 0:
+            return bool(clock.loads >> access.load & 1)
+        return bool(clock.epochs[access.agent] >= access.epoch)
+
+    def visible(self, number: int, clock: Clock) -> bool:
+        """Whether a generic write has passed a proxy fence on its way to an asynchronous operation."""
+        access = self.accesses[number]
+        return access.proxy != GENERIC or bool(clock.fenced[access.agent] >= access.epoch)
+
+    def report(self, kind: str, text: str, now: int, before: int | None = None) -> None:
+        """A finding about access `now`, and the earlier one it conflicts with."""
+        current = self.accesses[now]
+        earlier = None if before is None else self.accesses[before]
+        whom = f"{current.who} {text}" + (f" (by {earlier.who})" if earlier else "")
+        self.findings.add(Finding(kind, whom, current.instruction, earlier.instruction if earlier else None))
