@@ -1,0 +1,88 @@
+"""Kernels with one synchronisation less: what a simulator that is worth its time must notice."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fa4flex.simulator.ptx.nodes import Imm, Instruction, Reg
+from fa4flex.simulator.run.launch import Result
+from fa4flex.simulator.run.program import Program
+
+REMOVED = (
+    "mbarrier.arrive",
+    "fence.proxy.async",
+    "fence.mbarrier_init",
+    "tcgen05.commit",
+    "tcgen05.wait",
+    "cp.async.bulk.commit_group",
+    "cp.async.bulk.wait_group",
+    "bar.sync",
+    "bar.arrive",
+    "barrier.sync",
+    "barrier.arrive",
+    "barrier.cluster",
+    "wgmma.fence",
+    "wgmma.commit_group",
+    "wgmma.wait_group",
+)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`change` says what was done to the instruction at `index`."""
+
+    index: int
+    change: str
+    instruction: Instruction
+    program: Program
+
+    def __str__(self) -> str:
+        return f"{self.change} {self.instruction}"
+
+
+def mutants(result: Result) -> Iterator[Mutant]:
+    """All that drop or weaken one instruction which a run executed."""
+    for index in sorted(executed(result)):
+        instruction = result.program.kernel.body[index]
+        opcode = instruction.opcode
+        if opcode.startswith(("mbarrier.try_wait", "mbarrier.test_wait")):
+            yield _mutant(result.program, index, "waits no more:", _succeeds(instruction))
+        if opcode.startswith("mbarrier.arrive.expect_tx"):
+            yield _mutant(result.program, index, "expects no bytes:", _expects_nothing(instruction))
+        if opcode.startswith(REMOVED):
+            yield _mutant(result.program, index, "lacks", _nothing(instruction))
+
+
+def can_matter(mutant: Mutant, result: Result) -> bool:
+    """Whether the instruction did anything in a run: fences always may; a wait, an arrival or a commit does
+    if some warp learned by it that something is over. First waits for fresh buffers, last signals that
+    nobody awaits, and waits for what is known already do not."""
+    return mutant.instruction.name == "fence" or mutant.instruction.line in result.useful
+
+
+def executed(result: Result) -> frozenset[int]:
+    """Indices of the instructions that were executed."""
+    blocks = result.program.blocks
+    starts = {start for _, _, start in result.executed}
+    return frozenset(i for start in starts for i in range(blocks[start].start, blocks[start].stop))
+
+
+def _mutant(program: Program, index: int, change: str, new: Instruction) -> Mutant:
+    return Mutant(index, change, program.kernel.body[index], program.changed(index, new))
+
+
+def _nothing(instruction: Instruction) -> Instruction:
+    return dataclasses.replace(instruction, opcode="nanosleep.u32", operands=(Imm(0),))
+
+
+def _succeeds(instruction: Instruction) -> Instruction:
+    done = instruction.operands[0]
+    assert isinstance(done, Reg)
+    return dataclasses.replace(instruction, opcode="mov.pred", operands=(done, Imm(1)))
+
+
+def _expects_nothing(instruction: Instruction) -> Instruction:
+    *others, _ = instruction.operands
+    return dataclasses.replace(instruction, operands=(*others, Imm(0)))

@@ -1,0 +1,44 @@
+"""flash-attn-4's kernels, known to be right, come out right and clean on the simulated GPUs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import Size, fa4_forward
+
+from fa4flex.simulator.run.counts import cycles
+
+TIMINGS = [("eager", 0), *((name, seed) for name in ("late", "random") for seed in range(5))]
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_forward(arch: str, causal: bool, dim: int) -> None:
+    """Under every timing the same bits, within twice bf16 PyTorch's error, and nothing found."""
+    captured = fa4_forward(arch, Size(dim=dim), causal)
+    first = None
+    for timing, seed in TIMINGS:
+        result = captured.run(timing, seed)
+        assert not result.findings, f"{timing} {seed}: {result.findings[0]}"
+        assert captured.error <= captured.allowed, f"{timing} {seed}"
+        first = captured.out.clone() if first is None else first
+        assert torch.equal(captured.out, first), f"{timing} {seed}"
+
+
+def test_persistent_loop() -> None:
+    """One multiprocessor takes all tiles in turn, and its rings go round."""
+    captured = fa4_forward("sm_100a", Size(batch=3, kv_len=384), False, sms=1)
+    assert captured.launch.grid == (1, 1, 1)
+    result = captured.run("late", 1)
+    assert not result.findings and captured.error <= captured.allowed
+
+
+def test_clocks_of_the_paper() -> None:
+    """Each 128 x 128 tile of head width 128: MMA 1024, shared memory 768, exponentials 1024 at most."""
+    captured = fa4_forward("sm_100a", Size(), False)
+    found, tiles = cycles(captured.run("eager", 0)), 2 * 4
+    assert found["mma"] == 1024 * tiles
+    assert found["shared memory"] == 768 * tiles
+    # Some exponentials are computed by polynomials instead: on fp32 units.
+    assert 0.75 * 1024 * tiles < found["special functions"] < 1024 * tiles * 1.02

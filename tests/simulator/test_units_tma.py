@@ -1,0 +1,350 @@
+"""Tensor maps that the compiler's host code made, and boxes against loops over single elements."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from itertools import product
+
+import numpy as np
+import pytest
+
+from fa4flex.errors import InputError, UnsupportedError
+from fa4flex.simulator.units import swizzle, tma
+from fa4flex.simulator.units.tensormap import TensorMap
+
+A = 0x56317C0C0A80
+NO_STRIDES = (0, 0, 0, 0)
+
+
+def words(
+    flags: int, strides: tuple[int, ...], high: int, dims: tuple[int, ...], box: tuple[int, ...]
+) -> bytes:
+    """The 128 bytes of a descriptor at address A: as it was recorded, but for the address."""
+    strides, dims, box = ((*given, *(0,) * (5 - len(given))) for given in (strides, dims, box))
+    return (
+        struct.pack("<Q12I", A, flags, *strides[:4], high, *dims[:5], 0)[:52]
+        + bytes((0, 0, 0, *box))
+        + bytes(68)
+    )
+
+
+RECORDED = {
+    "bf16, no swizzle": (
+        words(0x00040512, (0xC,), 0, (0x5F, 0x3F), (0x1F, 0x0F)),
+        TensorMap(A, "bf16", (96, 64), (2, 192), (32, 16), swizzle.NONE),
+    ),
+    "128B": (
+        words(0x00046512, (0xC,), 0, (0x5F, 0x3F), (0x3F, 0x07)),
+        TensorMap(A, "bf16", (96, 64), (2, 192), (64, 8), swizzle.B128),
+    ),
+    "64B": (
+        words(0x00044512, (0xC,), 0, (0x5F, 0x3F), (0x1F, 0x07)),
+        TensorMap(A, "bf16", (96, 64), (2, 192), (32, 8), swizzle.B64),
+    ),
+    "32B": (
+        words(0x00042512, (0xC,), 0, (0x5F, 0x3F), (0x0F, 0x07)),
+        TensorMap(A, "bf16", (96, 64), (2, 192), (16, 8), swizzle.B32),
+    ),
+    "128B, 32B atoms": (
+        words(0x000C6512, (0xC,), 0, (0x5F, 0x3F), (0x3F, 0x07)),
+        TensorMap(A, "bf16", (96, 64), (2, 192), (64, 8), swizzle.B128_ATOM32),
+    ),
+    "128B, 64B atoms": (
+        words(0x001C6512, (0xC,), 0, (0x5F, 0x3F), (0x3F, 0x07)),
+        TensorMap(A, "bf16", (96, 64), (2, 192), (64, 8), swizzle.B128_ATOM64),
+    ),
+    "u8": (
+        words(0x00040012, (6,), 0, (0x5F, 0x3F), (0x3F, 0x0F)),
+        TensorMap(A, "u8", (96, 64), (1, 96), (64, 16), swizzle.NONE),
+    ),
+    "i16": (
+        words(0x00040092, (0xC,), 0, (0x5F, 0x3F), (0x1F, 0x0F)),
+        TensorMap(A, "u16", (96, 64), (2, 192), (32, 16), swizzle.NONE),
+    ),
+    "f16": (
+        words(0x00040312, (0xC,), 0, (0x5F, 0x3F), (0x1F, 0x0F)),
+        TensorMap(A, "f16", (96, 64), (2, 192), (32, 16), swizzle.NONE),
+    ),
+    "i32": (
+        words(0x00040112, (0x18,), 0, (0x5F, 0x3F), (0x0F, 0x0F)),
+        TensorMap(A, "u32", (96, 64), (4, 384), (16, 16), swizzle.NONE),
+    ),
+    "f32": (
+        words(0x00040392, (0x18,), 0, (0x5F, 0x3F), (0x0F, 0x0F)),
+        TensorMap(A, "f32", (96, 64), (4, 384), (16, 16), swizzle.NONE),
+    ),
+    "tf32": (
+        words(0x00050392, (0x18,), 0, (0x5F, 0x3F), (0x0F, 0x0F)),
+        TensorMap(A, "tf32", (96, 64), (4, 384), (16, 16), swizzle.NONE),
+    ),
+    "i64": (
+        words(0x00040212, (0x30,), 0, (0x5F, 0x3F), (0x07, 0x0F)),
+        TensorMap(A, "u64", (96, 64), (8, 768), (8, 16), swizzle.NONE),
+    ),
+    "f64": (
+        words(0x00040492, (0x30,), 0, (0x5F, 0x3F), (0x07, 0x0F)),
+        TensorMap(A, "f64", (96, 64), (8, 768), (8, 16), swizzle.NONE),
+    ),
+    "rank 4": (
+        words(0x00040532, (4, 0x8C, 0x1C), 0, (0x1F, 6, 2, 4), (0x0F, 3)),
+        TensorMap(A, "bf16", (32, 7, 3, 5), (2, 64, 2240, 448), (16, 4, 1, 1), swizzle.NONE),
+    ),
+    "rank 5": (
+        words(0x00040542, (4, 0x1C, 0x1A4, 0x8C), 0, (0x1F, 6, 4, 1, 2), (0x0F, 3, 1)),
+        TensorMap(A, "bf16", (32, 7, 5, 2, 3), (2, 64, 448, 6720, 2240), (16, 4, 2, 1, 1), swizzle.NONE),
+    ),
+    "beyond 128 KiB": (
+        words(0x00240512, (0xC,), 0, (0x5F, 0x7CF), (0x1F, 0x0F)),
+        TensorMap(A, "bf16", (96, 2000), (2, 192), (32, 16), swizzle.NONE),
+    ),
+    "a stride of 3 * 2**36 bytes": (
+        words(0x00240322, (0x10, 0), 0x30, (0x3F, 2, 2), (0x1F, 1)),
+        TensorMap(A, "f16", (64, 3, 3), (2, 256, 3 << 36), (32, 2, 1), swizzle.NONE),
+    ),
+    "the largest stride": (
+        words(0x00240322, (0x10, 0xFFFFFFFE), 0xF0, (0x3F, 2, 2), (0x1F, 1)),
+        TensorMap(A, "f16", (64, 3, 3), (2, 256, (1 << 40) - 32), (32, 2, 1), swizzle.NONE),
+    ),
+}
+"""Descriptors that CuTe DSL 4.8.1 made for tensors of known shape, and what they describe."""
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_recorded_descriptors(name: str) -> None:
+    descriptor, expected = RECORDED[name]
+    assert TensorMap.decode(descriptor) == expected
+    assert TensorMap.decode(expected.encode()) == expected
+    without_hint = bytearray(descriptor)
+    without_hint[10] &= 0xDF
+    assert expected.encode() == bytes(without_hint)
+
+
+FLAGS = 0x00040512
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    (
+        ((8, FLAGS ^ 3), "mode 1"),
+        ((8, FLAGS | 1 << 11), "interleave"),
+        ((8, FLAGS | 1 << 15), "swizzling mode 4"),
+        ((8, FLAGS | 3 << 13 | 2 << 19), "atomicity 2"),
+        ((8, FLAGS | 1 << 17), "flags"),
+        ((8, FLAGS | 1 << 22), "flags"),
+        ((8, FLAGS & ~(1 << 18)), "flags"),
+        ((8, FLAGS | 15 << 7), "element type 15"),
+        ((8, FLAGS | 1 << 16), "element type 10"),
+        ((52, 0x1F000001), "traversal strides"),
+        ((60, 1), "bytes 60-63"),
+        ((8, FLAGS | 3 << 13), "64 bytes along dimension 0"),
+    ),
+)
+def test_fields_that_are_not_modelled_are_named(change: tuple[int, int], named: str) -> None:
+    descriptor = bytearray(RECORDED["bf16, no swizzle"][0])
+    struct.pack_into("<I", descriptor, *change)
+    with pytest.raises(UnsupportedError, match=named):
+        TensorMap.decode(bytes(descriptor))
+
+
+def test_what_the_isa_forbids() -> None:
+    good = RECORDED["bf16, no swizzle"][1]
+    for field in ({"box": (4, 16)}, {"address": A + 8}):
+        with pytest.raises(InputError, match="a multiple of 16"):
+            TensorMap.decode(TensorMap(**{**good.__dict__, **field}).encode())
+    with pytest.raises(InputError, match="rank 6"):
+        TensorMap.decode(words(FLAGS | 5 << 4, NO_STRIDES, 0, (0,), (0x1F,)))
+
+
+# --- boxes
+# -----------------------------------------------------------------------------------------------------
+
+
+class Memory:
+    """Global memory: `size` random bytes at address A, all of it mapped."""
+
+    def __init__(self, size: int) -> None:
+        self.bytes = np.random.randint(0, 256, size).astype(np.uint8)
+
+    def window(self, address: int, size: int) -> np.ndarray:
+        assert address >= A and address + size <= A + len(self.bytes), "unmapped"
+        return self.bytes[address - A :][:size]
+
+
+def random_tensor() -> TensorMap:
+    """A rank, element, box and strides with gaps, small enough to loop over."""
+    rank = int(np.random.randint(1, 6))
+    element, size = [("u8", 1), ("bf16", 2), ("f32", 4), ("u64", 8)][np.random.randint(4)]
+    dims = tuple(int(d) for d in np.random.randint(1, 9, rank))
+    inner = int(np.random.randint(1, 4)) * 16 // size
+    dims = (int(np.random.randint(1, 64)), *dims[1:])
+    strides, step = [size], dims[0] * size
+    for dim in dims[1:]:
+        step = -(-step // 16) * 16 + 16 * int(np.random.randint(0, 2))
+        strides.append(step)
+        step *= dim
+    box = (inner, *(int(b) for b in np.random.randint(1, 5, rank - 1)))
+    return TensorMap(A, element, dims, tuple(strides), box, swizzle.NONE)
+
+
+def elements(tensor: TensorMap, at: tuple[int, ...]) -> Iterator[tuple[int, int | None]]:
+    """For every element of the box in dense order: its offset there, and in the tensor or None outside, in
+    bytes."""
+    for place, index in enumerate(product(*(range(extent) for extent in reversed(tensor.box)))):
+        coordinates = [c + i for c, i in zip(at, reversed(index))]
+        inside = all(0 <= c < dim for c, dim in zip(coordinates, tensor.dims))
+        source = sum(c * stride for c, stride in zip(coordinates, tensor.strides))
+        yield place * tensor.itemsize, source if inside else None
+
+
+def span(tensor: TensorMap) -> int:
+    return sum((dim - 1) * stride for dim, stride in zip(tensor.dims, tensor.strides)) + tensor.itemsize
+
+
+@pytest.mark.parametrize("case", range(25))
+def test_loads_and_stores_element_by_element(case: int) -> None:
+    tensor = random_tensor()
+    at = tuple(int(np.random.randint(-box, dim + 1)) for box, dim in zip(tensor.box, tensor.dims))
+    memory, size = Memory(span(tensor)), tensor.itemsize
+    before = memory.bytes.copy()
+    expected = np.zeros(tensor.box_bytes, np.uint8)
+    dense = np.random.randint(0, 256, tensor.box_bytes).astype(np.uint8)
+    stored = before.copy()
+    for place, source in elements(tensor, at):
+        if source is not None:
+            expected[place : place + size] = before[source : source + size]
+            stored[source : source + size] = dense[place : place + size]
+    loaded = tma.load_box(tensor, at, memory)
+    assert np.array_equal(loaded, expected)
+    loaded[:] = 0
+    assert np.array_equal(memory.bytes, before), "the load must be a copy"
+    tma.store_box(tensor, at, dense, memory)
+    assert np.array_equal(memory.bytes, stored)
+
+
+@pytest.mark.parametrize("case", range(10))
+def test_rows_are_the_bytes_touched(case: int) -> None:
+    tensor = random_tensor()
+    at = tuple(int(np.random.randint(-2, dim + 1)) for dim in tensor.dims)
+    starts, row = tma.box_at(tensor, at).rows()
+    touched = {int(start) + i for start in starts for i in range(row)}
+    sources = [source for _, source in elements(tensor, at) if source is not None]
+    assert touched == {A + source + i for source in sources for i in range(tensor.itemsize)}
+
+
+def test_a_box_outside_touches_no_memory() -> None:
+    tensor = TensorMap(A, "f32", (8, 8), (4, 32), (4, 4), swizzle.NONE)
+    assert not tma.load_box(tensor, (-4, 0), Memory(0)).any()
+    assert not tma.load_box(tensor, (0, 8), Memory(0)).any()
+    tma.store_box(tensor, (8, 0), np.ones(64, np.uint8), Memory(0))
+
+
+REDUCTIONS = {
+    ("add", "u32"): lambda old, new: (old + new) % 2**32,
+    ("add", "f32"): lambda old, new: float(np.float32(old) + np.float32(new)),
+    ("min", "s32"): min,
+    ("max", "u64"): max,
+    ("max", "s64"): max,
+    ("and", "u32"): lambda old, new: old & new,
+    ("xor", "u64"): lambda old, new: old ^ new,
+    ("or", "s32"): lambda old, new: old | new,
+    ("inc", "u32"): lambda old, new: 0 if old >= new else old + 1,
+    ("dec", "u32"): lambda old, new: new if old == 0 or old > new else old - 1,
+    ("add", "f16"): lambda old, new: float(np.float16(old + new)),
+    ("min", "f16"): min,
+}
+
+
+@pytest.mark.parametrize(("operation", "element"), REDUCTIONS)
+def test_reductions(operation: str, element: str) -> None:
+    dtype = np.dtype({"f": "f", "u": "u", "s": "i"}[element[0]] + str(int(element[1:]) // 8))
+    per_row = 16 // dtype.itemsize
+    tensor = TensorMap(A, element, (per_row, 8), (dtype.itemsize, 16), (per_row, 4), swizzle.NONE)
+    memory = Memory(8 * 16)
+    values = memory.bytes.view(dtype)
+    values[:] = np.random.randint(0, 9, values.shape)
+    dense = np.random.randint(0, 9, 4 * per_row).astype(dtype)
+    dense[:2], values[5 * per_row : 5 * per_row + 2] = 3, (3, 0)  # equal, and nothing there
+    expected = values.copy()
+    for i in range(3 * per_row):  # the fourth row of the box lies outside
+        expected[5 * per_row + i] = REDUCTIONS[operation, element](
+            values[5 * per_row + i].item(), dense[i].item()
+        )
+    tma.store_box(tensor, (0, 5), dense.view(np.uint8), memory, operation)
+    assert np.array_equal(values, expected)
+
+
+def test_bf16_adds_round_to_nearest_even_and_f32_adds_flush() -> None:
+    tensor = TensorMap(A, "bf16", (8, 1), (2, 16), (8, 1), swizzle.NONE)
+    memory = Memory(16)
+    memory.bytes.view(np.uint16)[:] = 0x3F80  # 1
+    new = np.full(8, 0x3B80, np.uint16)  # 2**-8: half of the last place of 1
+    new[4:] = 0x3B81
+    tma.store_box(tensor, (0, 0), new.view(np.uint8), memory, "add")
+    assert list(memory.bytes.view(np.uint16)) == [0x3F80] * 4 + [0x3F81] * 4
+    tensor = TensorMap(A, "f32", (4, 1), (4, 16), (4, 1), swizzle.NONE)
+    memory.bytes.view(np.float32)[:] = [1e-40, -1e-40, 2e-38, 1]
+    new = np.array([1, -1e-40, -1.3e-38, 1e-40], np.float32)
+    tma.store_box(tensor, (0, 0), new.view(np.uint8), memory, "add")
+    assert list(memory.bytes.view(np.uint32)) == [0x3F800000, 0x80000000, 0, 0x3F800000]
+
+
+def test_reductions_that_types_do_not_have() -> None:
+    for operation, element, size in (
+        ("add", "f64", 8),
+        ("min", "f32", 4),
+        ("add", "s64", 8),
+        ("and", "f16", 2),
+        ("mul", "u32", 4),
+    ):
+        tensor = TensorMap(A, element, (16 // size,), (size,), (16 // size,), swizzle.NONE)
+        with pytest.raises(UnsupportedError, match=operation):
+            tma.store_box(tensor, (0,), np.zeros(16, np.uint8), Memory(16), operation)
+
+
+def test_tf32_is_refused_when_it_moves() -> None:
+    tensor = RECORDED["tf32"][1]
+    with pytest.raises(UnsupportedError, match="tf32"):
+        tma.load_box(tensor, (0, 0), Memory(0))
+
+
+def test_gather4_and_scatter4_move_four_rows() -> None:
+    tensor = TensorMap(A, "bf16", (40, 9), (2, 96), (16, 1), swizzle.B32)
+    memory = Memory(span(tensor))
+    rows = (3, -1, 8, 3)
+    boxes = tma.gathered(tensor, (32, *rows))
+    found = np.concatenate([tma.load(tensor, box, memory) for box in boxes]).reshape(4, 32)
+    for row, line in zip(rows, found):
+        expected = np.zeros(32, np.uint8)
+        if row >= 0:
+            expected[:16] = memory.bytes[96 * row + 64 : 96 * row + 80]
+        assert np.array_equal(line, expected)
+    tma.store(tensor, boxes[2], np.arange(32, dtype=np.uint8), memory)
+    assert list(memory.bytes[96 * 8 + 64 : 96 * 8 + 80]) == list(range(16))
+    with pytest.raises(InputError, match="gather4"):
+        tma.gathered(tensor, (0, 1))
+
+
+# --- shared memory
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "mode", (swizzle.NONE, swizzle.B32, swizzle.B64, swizzle.B128, swizzle.B128_ATOM32), ids=repr
+)
+def test_shared_image_is_swizzled_by_absolute_address(mode: swizzle.Swizzle) -> None:
+    row = mode.span if mode.bits else 48
+    tensor = TensorMap(A, "u8", (row, 100), (1, row), (row, 16), mode)
+    dense = np.random.randint(0, 256, 16 * row).astype(np.uint8)
+    address = 128 * int(np.random.randint(0, 50))
+    shared = np.zeros(address + len(dense), np.uint8)
+    for i, value in enumerate(dense):
+        at = address + i
+        if mode is swizzle.B128_ATOM32:
+            at ^= ((at >> 7) & 3) << 5
+        else:
+            at ^= ((at >> 7) & {16: 0, 32: 1, 64: 3, 128: 7}[mode.span]) << 4
+        shared[at] = value
+    image = tma.to_shared(tensor, address, dense)
+    assert np.array_equal(image, shared[address:])
+    assert np.array_equal(tma.from_shared(tensor, address, image), dense)
