@@ -59,7 +59,8 @@ def can_matter(mutant: Mutant, result: Result) -> bool:
     """Whether the instruction did anything in a run: fences always may; a wait, an arrival or a commit does
     if some warp learned by it that something is over. First waits for fresh buffers, last signals that
     nobody awaits, and waits for what is known already do not."""
-    return mutant.instruction.name == "fence" or mutant.instruction.line in result.useful
+    fence = mutant.instruction.opcode.startswith(("fence", "wgmma.fence"))
+    return fence or mutant.instruction.line in result.useful
 
 
 def executed(result: Result) -> frozenset[int]:

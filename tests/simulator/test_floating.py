@@ -154,6 +154,30 @@ def test_mixed_precision(type: str) -> None:
                 check(f"fma{mode}{sat}.f32.{type}", f"f32 {type} {type} f32", fused, triples)
 
 
+@pytest.mark.parametrize("type", ["f16", "bf16"])
+def test_mixed_precision_near_ties(type: str) -> None:
+    """Products around half of the addend's last place."""
+    for _ in range(10):
+        rows = []
+        for _ in range(32):
+            power = (
+                random.randint(-8, 8)
+                if type == "f16"
+                else random.choice((random.randint(-60, 60), -126, -124))
+            )
+            c = Fraction(2**23 + random.getrandbits(23)) * Fraction(2) ** (power - 23)
+            if power < -100:
+                c = Fraction(random.getrandbits(10)) * Fraction(2) ** -149
+            half = Fraction(2) ** (max(power, -126) - 24)
+            wide = SHAPES[type][1]
+            a = half * 2**12 * (1 + random.choice((0, 0, 1, -1)) * Fraction(1, 2**wide))
+            b = Fraction(1, 2**12) * (1 + random.choice((0, 0, 1, 3)) * Fraction(1, 2**wide))
+            signs = [random.choice((-1, 1)) for _ in range(3)]
+            codes = (bits(a * signs[0], type), bits(b * signs[1], type), bits(c * signs[2] or 0.0, "f32"))
+            rows.append(tuple(code or 0 for code in codes))
+        check(f"fma.rn.f32.{type}", f"f32 {type} {type} f32", fused, rows)
+
+
 # --- fma ----------------------------------------------------------------------------------------------------
 
 

@@ -1,9 +1,11 @@
 """What each PTX instruction does: importing this registers all translators (see table.py)."""
 
 from fa4flex.simulator.isa import (
+    approx,
     arithmetic,
     atomics,
     barriers,
+    bits,
     bulk,
     compare,
     convert,
@@ -13,16 +15,20 @@ from fa4flex.simulator.isa import (
     mbarriers,
     memory,
     move,
+    stasync,
     system,
     tcgen05,
+    tcgen05_copy,
     warpwide,
     wgmma,
 )
 
 __all__ = [
+    "approx",
     "arithmetic",
     "atomics",
     "barriers",
+    "bits",
     "bulk",
     "compare",
     "convert",
@@ -32,8 +38,10 @@ __all__ = [
     "mbarriers",
     "memory",
     "move",
+    "stasync",
     "system",
     "tcgen05",
+    "tcgen05_copy",
     "warpwide",
     "wgmma",
 ]

@@ -69,6 +69,10 @@ def shared_window(address: int) -> int:
     return address & (SHARED_WINDOW - 1)
 
 
+Part = tuple[Any, Addresses, NDArray[np.intp] | None]
+"""(memory: a CTA's shared memory, "global" or "local"; addresses in it; which of the lanes, None for all)"""
+
+
 class Accessor:
     """Loads and stores of one instruction. `space` is "shared", "global", "local" or "" for generic."""
 
@@ -87,7 +91,7 @@ class Accessor:
 
     def store(self, warp: Warp, addresses: Addresses, values: NDArray[Any]) -> None:
         for space, offsets, where in self._parts(warp, addresses):
-            self._store(warp, space, offsets, values if len(where) == len(addresses) else values[where])
+            self._store(warp, space, offsets, values if where is None else values[where])
 
     def watch(self, warp: Warp, cta: Cta, offsets: Addresses, width: int, write: bool) -> None:
         """Tell the shadow of a CTA's shared memory that `width` bytes at each offset are accessed."""
@@ -125,39 +129,36 @@ class Accessor:
         except BadAccess as bad:
             raise self._fault(warp, bad) from None
 
-    def _parts(self, warp: Warp, addresses: Addresses) -> list[tuple[Any, Addresses, NDArray[np.intp]]]:
-        """(memory, addresses in it, lanes) of addresses that may lie in several memories."""
+    def _parts(self, warp: Warp, addresses: Addresses) -> list[Part]:
+        """Addresses, which may lie in several memories, by memory."""
         space = self.space
         if space == "shared" or (space == "" and (addresses >= SHARED_WINDOW).all()):
             return self._of_shared(warp, addresses)
-        everyone = np.arange(len(addresses))
         if space or (addresses < LOCAL_WINDOW).all():
-            return [(space or "global", addresses, everyone)]
-        found: list[tuple[Any, Addresses, NDArray[np.intp]]] = []
+            return [(space or "global", addresses, None)]
+        everyone = np.arange(len(addresses))
+        found: list[Part] = []
         inside = addresses >= SHARED_WINDOW
-        for part, offsets, where in self._of_shared(warp, addresses[inside]):
-            found.append((part, offsets, everyone[inside][where]))
+        if inside.any():
+            for part, offsets, where in self._of_shared(warp, addresses[inside]):
+                mine = everyone[inside]
+                found.append((part, offsets, mine if where is None else mine[where]))
         local = ~inside & (addresses >= LOCAL_WINDOW)
         for name, which in (("local", local), ("global", ~inside & ~local)):
             if which.any():
                 found.append((name, addresses[which], everyone[which]))
         return found
 
-    def _of_shared(self, warp: Warp, addresses: Addresses) -> list[tuple[Any, Addresses, NDArray[np.intp]]]:
-        plain = addresses & (SHARED_WINDOW - 1)
+    def _of_shared(self, warp: Warp, addresses: Addresses) -> list[Part]:
+        plain = addresses & (SHARED_WINDOW - 1) if self.space == "" else addresses
+        rank = int(np.bitwise_or.reduce(plain)) >> RANK_SHIFT
+        if rank == 0 or int(np.bitwise_and.reduce(plain)) >> RANK_SHIFT == rank:
+            offsets = plain & OFFSET_MASK if rank else plain
+            return [(self.cta(warp, rank, int(offsets[0])), offsets, None)]
         ranks, offsets = plain >> RANK_SHIFT, plain & OFFSET_MASK
         everyone = np.arange(len(addresses))
-        first = int(ranks[0])
-        if (ranks == first).all():
-            return [(self.cta(warp, first, int(offsets[0])), offsets, everyone)]
-        return [
-            (
-                self.cta(warp, int(rank), int(offsets[ranks == rank][0])),
-                offsets[ranks == rank],
-                everyone[ranks == rank],
-            )
-            for rank in np.unique(ranks)
-        ]
+        groups = [(int(r), ranks == r) for r in np.unique(ranks)]
+        return [(self.cta(warp, r, int(offsets[at][0])), offsets[at], everyone[at]) for r, at in groups]
 
     def cta(self, warp: Warp, rank: int, offset: int = 0) -> Cta:
         """The CTA of a rank of the warp's cluster."""

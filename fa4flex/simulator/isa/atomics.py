@@ -175,7 +175,8 @@ class _Atomic(Accessor):
     def update(self, warp: Warp, addresses: Addresses, given: list[Bits]) -> Bits:
         """Change what lies at `addresses` [lanes]; returns what each lane found there."""
         found = np.empty((len(addresses), self.count), f"u{self.size}")
-        for space, offsets, where in self._parts(warp, addresses):
+        for space, offsets, some in self._parts(warp, addresses):
+            where = np.arange(len(addresses)) if some is None else some
             if space == "local" or (isinstance(space, Cta) and self.form.count > 1):
                 text = (
                     f"{warp} uses {self.instruction.opcode} on {space} memory" if space == "local" else None

@@ -43,7 +43,7 @@ def fma(ins: Instruction) -> Step:
             return lanewise(ins, type, (type,) * 3, _single(found, mode, elements(type)))
         case ("f32", "f16" | "bf16" as narrow):
             require(ins.name == "fma" and not {"ftz", "relu"} & found.flags, ins, "modifiers")
-            fused = _single(found, mode, elements("f32"))
+            fused = _of_halves if found.flags == {"rn"} else _single(found, mode, elements("f32"))
             return lanewise(
                 ins,
                 "f32",
@@ -73,6 +73,15 @@ def _single(found: Form, mode: str, lanes: int) -> Function:
         return saturated(result) if sat else canonical(result)
 
     return fused
+
+
+def _of_halves(a: Array, b: Array, c: Array) -> Array:
+    """fp32 a b + c to nearest, for a and b that are fp16 or bf16 numbers.
+
+    Their product has 22 bits at most: where the fp64 sum is inexact, one summand is too small beside the
+    other to bring it near the middle between two fp32 numbers, so rounding twice does no harm.
+    """
+    return canonical(to_single(a.astype(np.float64) * b.astype(np.float64) + c))
 
 
 def fused_single(a: Array, b: Array, c: Array, mode: str) -> Array:

@@ -86,7 +86,7 @@ def dealloc(instruction: Instruction) -> Act:
                 instruction,
             )
         order = cta.cluster.order
-        where = _granules((tensor.region(0, TENSOR_LANES, start, columns),))
+        where = granules((tensor.region(0, TENSOR_LANES, start, columns),))
         cta.tensor_shadow.write(order.warp_access(warp.agent, instruction), where, order.clocks[warp.agent])
         cta.tensor_shadow.forget(where)
         cta.allocated[start : start + columns] = 0
@@ -103,7 +103,7 @@ def relinquish(instruction: Instruction) -> Act:
     return Act(run)
 
 
-def _granules(regions: tuple[tensor.Region, ...]) -> NDArray[np.intp]:
+def granules(regions: tuple[tensor.Region, ...]) -> NDArray[np.intp]:
     """The watched pieces of tensor memory in some rectangles of it."""
     found = []
     for place in regions:
@@ -113,7 +113,9 @@ def _granules(regions: tuple[tensor.Region, ...]) -> NDArray[np.intp]:
     return found[0] if len(found) == 1 else np.concatenate(found)
 
 
-def _allocated(cta: Cta, regions: tuple[tensor.Region, ...], who: str, instruction: Instruction) -> None:
+def must_be_allocated(
+    cta: Cta, regions: tuple[tensor.Region, ...], who: str, instruction: Instruction
+) -> None:
     for place in regions:
         if not cta.allocated[place.columns].all():
             columns = (
@@ -196,13 +198,13 @@ def mma(instruction: Instruction) -> Act:
                 bool(operands.adds(warp)[lane]),
                 tuple(int(word(warp)[lane]) for word in operands.disabled),
             )
-            errand = Errand.in_queue(warp, _unit(warp), f"a tcgen05.mma of {warp}", instruction)
-            submit(warp, instruction, lambda: _land(warp, job, errand, instruction), (), _unit(warp))  # noqa: B023
+            errand = Errand.in_queue(warp, matrix_unit(warp), f"a tcgen05.mma of {warp}", instruction)
+            submit(warp, instruction, lambda: _land(warp, job, errand, instruction), (), matrix_unit(warp))  # noqa: B023
 
     return Act(run)
 
 
-def _unit(warp: Warp) -> str:
+def matrix_unit(warp: Warp) -> str:
     return f"the matrix unit of CTA {warp.cta.rank}"
 
 
@@ -254,8 +256,8 @@ def _a_from_tensor(
 ) -> tuple[NDArray[np.float32], ...]:
     shape = job.shape
     regions = accumulators.multiplicand_regions(job.a, shape.m, job.group)
-    _allocated(cta, regions, "tcgen05.mma", instruction)
-    cta.tensor_shadow.read(errand.number, _granules(regions), errand.clock)
+    must_be_allocated(cta, regions, "tcgen05.mma", instruction)
+    cta.tensor_shadow.read(errand.number, granules(regions), errand.clock)
     raw = numbers.raw_dtype(shape.a_type)
     found = accumulators.multiplicand(cta.tensor, job.a, shape.m, job.group)
     return tuple(numbers.decode(shape.a_type, np.ascontiguousarray(words).view(raw)) for words in found)
@@ -271,8 +273,8 @@ def _accumulate(
 ) -> None:
     accumulator = accumulators.Accumulator.of(job.shape, job.d, job.group)
     regions = accumulator.regions()
-    _allocated(cta, regions, "tcgen05.mma", instruction)
-    where = _granules(regions)
+    must_be_allocated(cta, regions, "tcgen05.mma", instruction)
+    where = granules(regions)
     if job.adds:
         cta.tensor_shadow.read(errand.number, where, errand.clock)
     cta.tensor_shadow.write(errand.number, where, errand.clock)
@@ -306,7 +308,7 @@ def commit(instruction: Instruction) -> Act:
                 barriers = [
                     barrier_at(access, warp, r << RANK_SHIFT | offset) for r in range(16) if chosen >> r & 1
                 ]
-            errand = Errand.in_queue(warp, _unit(warp), f"a tcgen05.commit of {warp}", instruction)
+            errand = Errand.in_queue(warp, matrix_unit(warp), f"a tcgen05.commit of {warp}", instruction)
             clock = errand.clock
             clock.epochs[errand.agent] = errand.epoch
             for barrier in barriers:
@@ -316,7 +318,7 @@ def commit(instruction: Instruction) -> Act:
                 for barrier in barriers:
                     barrier.arrive(1, clock, instruction.line)
 
-            submit(warp, instruction, land, tuple(barriers), _unit(warp))
+            submit(warp, instruction, land, tuple(barriers), matrix_unit(warp))
 
     return Act(run)
 
@@ -352,7 +354,7 @@ def ld(instruction: Instruction) -> Step:
         start = _place(warp, table, int(where(warp)[0]), instruction)
         order = warp.cta.cluster.order
         number = order.warp_access(warp.agent, instruction)
-        warp.cta.tensor_shadow.read(number, _granules(table.regions(start)), order.clocks[warp.agent])
+        warp.cta.tensor_shadow.read(number, granules(table.regions(start)), order.clocks[warp.agent])
         for put, values in zip(targets, table.load(warp.cta.tensor, start), strict=True):
             put(warp, values, mask)
 
@@ -372,7 +374,7 @@ def st(instruction: Instruction) -> Act:
         cta = warp.cta
 
         def land() -> None:
-            cta.tensor_shadow.write(errand.number, _granules(table.regions(start)), errand.clock)
+            cta.tensor_shadow.write(errand.number, granules(table.regions(start)), errand.clock)
             table.store(cta.tensor, start, values)
 
         kind = groups(warp, STORES)
@@ -388,7 +390,7 @@ def _place(warp: Warp, table: tensor.Transfer, address: int, instruction: Instru
         first = warp.index % 4 * 32
         text = f"{warp} accesses lane {lane} of tensor memory; it reaches lanes {first} to {first + 31}"
         raise fail("tensor memory", text, instruction)
-    _allocated(warp.cta, table.regions(address), str(warp), instruction)
+    must_be_allocated(warp.cta, table.regions(address), str(warp), instruction)
     return address
 
 

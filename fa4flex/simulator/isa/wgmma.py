@@ -62,9 +62,8 @@ def mma_async(instruction: Instruction) -> Act:
 
     def run(warp: Warp, mask: Mask) -> None:
         keys = multiply.registers
-        fresh = [key for key in keys if key in warp.unfenced]
-        if fresh:
-            text = f"{warp} gives wgmma registers that were written after the last wgmma.fence"
+        if not warp.fenced or not warp.unfenced.isdisjoint(keys):
+            text = f"{warp} gives wgmma registers that were used after the last wgmma.fence"
             warp.cta.launch.findings.add(Finding("missing fence", text, instruction))
         who = f"wgmma of {warp}"
         errand = Errand.in_queue(warp, who, f"a wgmma of {warp}", instruction)
@@ -127,7 +126,11 @@ def operand(
 
 @translates("wgmma.fence")
 def fence(instruction: Instruction) -> Act:
-    return Act(lambda warp, mask: warp.unfenced.clear())
+    def run(warp: Warp, mask: Mask) -> None:
+        warp.fenced = True
+        warp.unfenced.clear()
+
+    return Act(run)
 
 
 @translates("wgmma.commit_group")

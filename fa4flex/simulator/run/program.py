@@ -39,7 +39,7 @@ class Block:
     """Steps and perhaps a jump, or a single Act. Ends before instruction `stop`.
 
     `together` says that its first instruction needs several lanes at once: those in `members`, or all alive.
-    `touched` are the registers it reads or writes, `written` those it computes (moves do not count).
+    `touched` are the registers it reads or writes, `computed` those but for moves.
     """
 
     start: int
@@ -51,7 +51,7 @@ class Block:
     together: bool = False
     members: Read | None = None
     touched: frozenset[RegisterKey] = frozenset()
-    written: frozenset[RegisterKey] = frozenset()
+    computed: frozenset[RegisterKey] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def _blocks(kernel: Kernel, made: list[Step | Act | None]) -> list[Block]:
 def _block(body: tuple[Instruction, ...], made: Made, start: int, stop: int) -> Block:
     block = Block(start, stop)
     touched: set[RegisterKey] = set()
-    written: set[RegisterKey] = set()
+    computed: set[RegisterKey] = set()
     for index in range(start, stop):
         instruction, translated = body[index], made[index]
         guard = Guard(instruction.guard.index, instruction.unless) if instruction.guard else None
@@ -110,16 +110,16 @@ def _block(body: tuple[Instruction, ...], made: Made, start: int, stop: int) -> 
             block.jump = _target(instruction), guard
         else:
             block.jump = None, guard
-        for position, operand in enumerate(instruction.operands):
+        for operand in instruction.operands:
             found = set(_registers(operand))
             touched |= found
             # Compilers move registers about after a wgmma.fence as well; the assembler renames those away.
-            if position == 0 and not isinstance(operand, Address) and instruction.name != "mov":
-                written |= found
+            if instruction.name != "mov":
+                computed |= found
     first = body[start]
     if needs_company(first):
         block.together, block.members = True, _members(first)
-    block.touched, block.written = frozenset(touched), frozenset(written)
+    block.touched, block.computed = frozenset(touched), frozenset(computed)
     return block
 
 

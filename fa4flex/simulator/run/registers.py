@@ -21,7 +21,7 @@ class RegisterWatch:
         """Before a warp executes a block of plain instructions."""
         if not self._needed:
             return
-        warp.unfenced |= block.written
+        warp.unfenced |= block.computed
         busy = warp.busy
         if not busy or busy.keys().isdisjoint(block.touched):
             return

@@ -257,14 +257,16 @@ def _guarded(warp: Warp, guard: Guard | None, mask: Mask) -> tuple[Mask, bool]:
     if guard is None:
         return mask, True
     lanes = ~warp.pred[guard.index] if guard.unless else warp.pred[guard.index].copy()
-    if mask is None:
-        if lanes.all():
-            return None, True
-        return lanes, bool(lanes.any())
-    lanes &= mask
-    if (lanes == mask).all():
+    if mask is not None:
+        lanes &= mask
+    # Comparing bytes is several times quicker than numpy's all() and any() of 32 elements.
+    content = lanes.tobytes()
+    if content == (_ALL if mask is None else mask.tobytes()):
         return mask, True
-    return lanes, bool(lanes.any())
+    return lanes, content != _NONE
+
+
+_ALL, _NONE = b"\1" * LANES, b"\0" * LANES
 
 
 def _join(warp: Warp, pc: int, lanes: NDArray[Any]) -> None:

@@ -68,6 +68,10 @@ class Region:
         return view
 
     def _rows(self, addresses: Addresses, width: int) -> Addresses:
+        # All bits that any address has: enough to see that they are aligned, and usually that they fit.
+        every = int(np.bitwise_or.reduce(addresses))
+        if not self.low and not every & (width - 1) and 0 <= every <= self.stop - width:
+            return addresses // width
         lowest, highest = int(addresses.min()), int(addresses.max())
         if lowest < self.low or highest + width > self.stop:
             bad = lowest if lowest < self.low else highest

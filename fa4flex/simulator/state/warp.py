@@ -61,7 +61,9 @@ class Warp:
         self.busy: dict[tuple[int, int], Instruction] = {}
         """Registers, by file and index, that a wgmma in flight reads or writes."""
         self.unfenced: set[tuple[int, int]] = set()
-        """Registers written since the last wgmma.fence."""
+        """Registers used by other instructions since the last wgmma.fence."""
+        self.fenced = False
+        """Whether there was a wgmma.fence at all."""
         self.started: dict[str, Any] = {}
         """Asynchronous operations by kind, in groups as they were committed (isa/asynchronous.Groups)."""
         self.carry = np.zeros(LANES, np.bool_)

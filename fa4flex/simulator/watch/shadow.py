@@ -16,6 +16,8 @@ from fa4flex.simulator.watch.clock import Clock
 from fa4flex.simulator.watch.order import ASYNC, Describe, Order
 
 NOBODY = -1
+SEVERAL = -2
+"""Agents have read a granule: their reads stand in the tables of each."""
 Where = NDArray[np.intp] | slice
 """Granules: numbers or a range."""
 
@@ -26,25 +28,45 @@ class Shadow:
     def __init__(self, order: Order, granules: int, describe: Describe) -> None:
         self.order, self.describe, self.size = order, describe, granules
         self.writer = np.full(granules, NOBODY, np.int32)
-        self.readers: dict[int, NDArray[np.int32]] = {}
-        """By agent: the number of its last read of each granule since it was written, or NOBODY."""
+        self.reader = np.full(granules, NOBODY, np.int32)
+        """The last read since it was written if one agent alone has read it, else SEVERAL or NOBODY."""
+        self._readers: dict[int, NDArray[np.int32]] = {}
+        """By agent, the number of its last read of each granule that SEVERAL have read, else NOBODY."""
 
     def read(self, number: int, where: Where, clock: Clock) -> None:
         """Access `number` reads; `clock` is what its agent knew when it began."""
-        access = self.order.accesses[number]
+        accesses = self.order.accesses
+        access = accesses[number]
         for before in _distinct(self.writer[where]):
             if before == NOBODY:
                 self._report("uninitialised", "reads what nobody wrote", number, where, before, None)
-            elif self.order.accesses[before].agent == access.agent and access.load < 0:
+            elif accesses[before].agent == access.agent and access.load < 0:
                 continue
             elif not self.order.known(before, clock):
                 self._report("race", "reads too early", number, where, before, before)
             elif access.proxy == ASYNC and not self.order.visible(before, clock):
                 self._report("missing proxy fence", "reads generic writes", number, where, before, before)
-        mine = self.readers.get(access.agent)
-        if mine is None:
-            mine = self.readers[access.agent] = np.full(self.size, NOBODY, np.int32)
-        mine[where] = number
+        before_me = _distinct(self.reader[where])
+        if all(b == NOBODY or (b >= 0 and accesses[b].agent == access.agent) for b in before_me):
+            self.reader[where] = number
+        else:
+            self._read_as_well(access.agent, number, where, before_me)
+
+    def _read_as_well(self, agent: int, number: int, where: Where, before: list[int]) -> None:
+        """Move to the tables of each agent what others have read before."""
+        for other in before:
+            if other >= 0:
+                granules = self._granules(where)
+                theirs = granules[self.reader[granules] == other]
+                self._table(self.order.accesses[other].agent)[theirs] = other
+        self.reader[where] = SEVERAL
+        self._table(agent)[where] = number
+
+    def _table(self, agent: int) -> NDArray[np.int32]:
+        found = self._readers.get(agent)
+        if found is None:
+            found = self._readers[agent] = np.full(self.size, NOBODY, np.int32)
+        return found
 
     def write(self, number: int, where: Where, clock: Clock) -> None:
         """Access `number` writes; `clock` is what its agent knew when it began."""
@@ -56,41 +78,51 @@ class Shadow:
                 continue
             if not self.order.known(before, clock):
                 self._report("race", "overwrites too early a result", number, where, before, before)
-        for agent, numbers in self.readers.items():
-            if agent == access.agent and access.load < 0:
-                continue
-            for before in _distinct(numbers[where]):
-                if before != NOBODY and not self.order.known(before, clock):
-                    self._report("race", "overwrites what is still read", number, where, before, before)
+        for before in self._who_read(where):
+            own = self.order.accesses[before].agent == access.agent and access.load < 0
+            if not own and not self.order.known(before, clock):
+                self._report("race", "overwrites what is still read", number, where, before, before)
         self.writer[where] = number
-        for numbers in self.readers.values():
-            numbers[where] = NOBODY
+
+    def _who_read(self, where: Where) -> list[int]:
+        """Reads of these granules since they were written, the last of each agent; forgets them."""
+        found = _distinct(self.reader[where])
+        if found == [NOBODY]:
+            return []
+        if SEVERAL in found:
+            for numbers in self._readers.values():
+                found += _distinct(numbers[where])
+                numbers[where] = NOBODY
+        self.reader[where] = NOBODY
+        return [number for number in found if number >= 0]
 
     def forget(self, where: Where) -> None:
         """The contents are gone (memory handed back, or just allocated)."""
         self.writer[where] = NOBODY
-        for numbers in self.readers.values():
-            numbers[where] = NOBODY
+        self._who_read(where)
 
     def _report(self, kind: str, text: str, number: int, where: Where, met: int, before: int | None) -> None:
-        place = self.describe(self._first(where, met, kind, before))
+        place = self.describe(self._first(where, met))
         self.order.report(kind, f"{text} in {place}", number, before)
 
-    def _first(self, where: Where, met: int, kind: str, before: int | None) -> int:
-        """The first granule about which there is something to report."""
-        granules = np.arange(self.size)[where] if isinstance(where, slice) else np.asarray(where)
-        for numbers in (self.writer, *self.readers.values()):
+    def _first(self, where: Where, met: int) -> int:
+        """The first granule that the earlier access touched."""
+        granules = self._granules(where)
+        for numbers in (self.writer, self.reader, *self._readers.values()):
             hit = granules[numbers[granules] == met]
             if len(hit):
                 return int(hit[0])
         return int(granules[0])
 
+    def _granules(self, where: Where) -> NDArray[np.intp]:
+        return np.arange(self.size)[where] if isinstance(where, slice) else where
+
 
 def _distinct(numbers: NDArray[Any]) -> list[int]:
     """Different values; nearly always there is one."""
-    if numbers.size == 0:
-        return []
-    first = numbers.flat[0]
-    if numbers.size == 1 or (numbers == first).all():
-        return [int(first)]
+    if numbers.size <= 256:
+        return list(set(numbers.tolist()))
+    lowest = numbers.min()
+    if lowest == numbers.max():
+        return [int(lowest)]
     return [int(x) for x in np.unique(numbers)]
