@@ -412,6 +412,10 @@ def test_need_counts_fragments_of_a_warpgroup() -> None:
     # 64 x 128 float32 over 128 threads; the same in 16 bits; 64 x 64 float32
     assert (need["scores"], need["probabilities"], need["output"]) == (64, 32, 32)
     assert need["hooks"] == 1 + 2 * (2 + 1) + 8
+    assert need["loads"] == 0
+    # of a key's bias, a thread's two rows share the load
+    few, many = (dict(consumer_need(128, 64, Work(loads=loads)).parts) for loads in (0.5, 2))
+    assert (few["loads"], many["loads"]) == (0, 8)
 
 
 def test_a_changed_plan_is_checked_anew() -> None:

@@ -21,6 +21,9 @@ ADDRESSES = 20
 MOST_SCRATCH = 8
 """Temporaries of a score's expression; the compiler walks a fragment in pieces, so they do not grow."""
 
+LOADS = 8
+"""Addresses and values of loads that are under way at once, where each score has one of its own."""
+
 
 @dataclass(frozen=True)
 class Split:
@@ -91,6 +94,7 @@ def consumer_need(tile_n: int, head_dim_v: int, work: Work) -> Need:
             ("output", head_dim_v // 2),
             ("row state", 2 * ROWS),
             ("hooks", hooks),
+            ("loads", LOADS if work.loads >= 1 else 0),
             ("addresses", ADDRESSES),
         )
     )

@@ -91,14 +91,16 @@ def compute_before(x: Float32, *, loc: Any = None, ip: Any = None) -> None:
 
 
 @dsl_user_op
-def computed_once(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
-    """x, where it is: the compiler otherwise sinks what is used in a loop only into that loop."""
-    return Float32(
+def computed_once(x: Float32 | Int32, *, loc: Any = None, ip: Any = None) -> Float32 | Int32:
+    """x, where it is: the compiler otherwise sinks what is used in a loop only into that loop, and moves out
+    of a loop what depends on nothing that changes there."""
+    kind, register = (T.f32(), "f") if isinstance(x, Float32) else (T.i32(), "r")
+    return type(x)(
         llvm.inline_asm(
-            T.f32(),
-            [Float32(x).ir_value(loc=loc, ip=ip)],
+            kind,
+            [x.ir_value(loc=loc, ip=ip)],
             "mov.b32 $0, $1;",
-            "=f,f",
+            f"={register},{register}",
             has_side_effects=True,
             is_align_stack=False,
             asm_dialect=llvm.AsmDialect.AD_ATT,

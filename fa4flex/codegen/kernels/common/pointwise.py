@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,16 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, cute, select_
 
+from fa4flex.codegen.kernels.common.bits import (
+    RUN,
+    WORD,
+    between,
+    bit,
+    columns_below,
+    compute_words_before,
+    ones,
+    with_bit,
+)
 from fa4flex.codegen.kernels.common.hooks import At, Hooks, Pointwise
 from fa4flex.codegen.kernels.common.keys import row_spans
 
@@ -24,6 +35,10 @@ class Rows:
     score: tuple[tuple[Any, ...], ...]
     mask: tuple[tuple[Any, ...], ...]
     spans: tuple[list[tuple[Int32 | None, Int32]], ...]
+
+    @property
+    def most_spans(self) -> int:
+        return max(map(len, self.spans))
 
 
 def prepare_rows(hooks: Hooks, at: At, first: Int32, offsets: tuple[int, ...]) -> Rows:
@@ -109,6 +124,12 @@ def _joined(column: At, diagonal: At) -> At:
 Early = tuple[tuple[int, int, At], ...]
 """The elements of a tile as (r, c, at), with all that needs no score computed."""
 
+Words = tuple[tuple[Int32, ...], ...]
+"""By row of a tile: bits of its columns, see bits.py."""
+
+GROUP = 16
+"""Columns whose mask is computed at a time: their loads and terms take about a register each."""
+
 
 @dataclass(frozen=True)
 class Fragment:
@@ -153,47 +174,54 @@ class Fragment:
         for r, c, at in early:
             scores[r, c] = hooks.score.element(at.but(score=scores[r, c]))
 
-    def mask(self, hooks: Hooks, scores: cute.Tensor, kv_first: Int32) -> None:
-        """scores (row, column): what is not allowed becomes -inf."""
+    def allowed(self, hooks: Hooks, kv_first: Int32) -> Words | None:
+        """The bits of what a mask hook allows: it needs no score, and is called before there are any.
+
+        What it computes per column and per pair would else be alive beside scores, probabilities and output.
+        For the same reason, a group of columns is done before the next one begins.
+        """
         if hooks.mask is None:
+            return None
+        count = len(self.columns)
+        words = [[Int32(0)] * len(range(0, count, WORD)) for _ in self.row_offsets]
+        inside = columns_below(self.at.kv_len - (kv_first + self.first_column))
+        elements = self._places(kv_first, True, self.rows.mask).elements(hooks.mask)
+        for start in range(0, count, GROUP):
+            which, place = divmod(start, WORD)
+            for r, c, at in itertools.islice(elements, GROUP * len(words)):
+                words[r][which] = with_bit(words[r][which], c % WORD, hooks.mask.element(at))
+            exist = ones(inside - start, GROUP) << place | ((1 << place) - 1)
+            for row in words:
+                row[which] = row[which] & exist
+            # Of bits, it may be known that they never are the number that is looked for; not so with kv_len.
+            compute_words_before(
+                functools.reduce(operator.xor, (row[which] for row in words), self.at.kv_len)
+            )
+        return tuple(map(tuple, words))
+
+    def mask(self, scores: cute.Tensor, kv_first: Int32, allowed: Words | None) -> None:
+        """scores (row, column): what is not allowed becomes -inf. `allowed` is what that returned for this
+        tile; where it is None, the rows' spans decide."""
+        if allowed is None:
             self._limit(scores, kv_first)
             return
-        past = self.at.kv_len - (kv_first + self.first_column)
-        places = self._places(kv_first, True, self.rows.mask)
-        for r, c, at in places.elements(hooks.mask):
-            allowed = hooks.mask.element(at) & (past > self.columns[c])
-            scores[r, c] = select_(allowed, scores[r, c], -Float32.inf)
+        for r, words in enumerate(allowed):
+            for i, bits in enumerate(words):
+                self._keep(scores, r, i * WORD, WORD, bits)
 
     def _limit(self, scores: cute.Tensor, kv_first: Int32) -> None:
-        """One bit per column, set from the row's limits: a test of a bit costs half of a comparison."""
         origin = kv_first + self.first_column
         for r, spans in enumerate(self.rows.spans):
             ends = [
-                (None if lo is None else _columns_below(lo - origin), _columns_below(hi - origin))
+                (None if lo is None else columns_below(lo - origin), columns_below(hi - origin))
                 for lo, hi in spans
             ]
-            for start in range(0, len(self.columns), WORD):
-                bits = functools.reduce(operator.or_, (_bits(lo, hi, start) for lo, hi in ends))
-                for c in range(start, min(start + WORD, len(self.columns))):
-                    allowed = (bits & (1 << (c - start))) != 0
-                    scores[r, c] = select_(allowed, scores[r, c], -Float32.inf)
+            for start in range(0, len(self.columns), RUN):
+                bits = functools.reduce(operator.or_, (between(lo, hi, start) for lo, hi in ends))
+                self._keep(scores, r, start, RUN, bits)
 
-
-WORD = 24
-"""Columns per word of bits: a shift by all of them must stay below 32."""
-
-
-def _columns_below(limit: Int32) -> Int32:
-    """How many of a lane's columns 0 1 8 9 16 17 ... lie below `limit`."""
-    limit = cutlass.max(limit, Int32(0))
-    return (limit >> 3) * 2 + cutlass.min(limit & 7, Int32(2))
-
-
-def _bits(lo: Int32 | None, hi: Int32, start: int) -> Int32:
-    """Bit i is set where lo <= start + i < hi."""
-    below = _ones(hi - start)
-    return below if lo is None else below & ~_ones(lo - start)
-
-
-def _ones(count: Int32) -> Int32:
-    return (Int32(1) << cutlass.max(cutlass.min(count, Int32(WORD)), Int32(0))) - 1
+    def _keep(self, scores: cute.Tensor, r: int, start: int, most: int, bits: Int32) -> None:
+        """Row r: -inf where a column from `start` on has no bit."""
+        for place in range(min(most, len(self.columns) - start)):
+            allowed = (bits & bit(place)) != 0
+            scores[r, start + place] = select_(allowed, scores[r, start + place], -Float32.inf)

@@ -18,13 +18,14 @@ from fa4flex.codegen.kernels.common.arguments import Arguments
 from fa4flex.codegen.kernels.common.fragment import (
     as_operand,
     compute_before,
+    computed_once,
     multiply,
     narrow,
     rows_and_columns,
 )
 from fa4flex.codegen.kernels.common.hooks import At, Hooks
 from fa4flex.codegen.kernels.common.keys import tile_at
-from fa4flex.codegen.kernels.common.pointwise import Early, Fragment, prepare_rows
+from fa4flex.codegen.kernels.common.pointwise import Early, Fragment, Words, prepare_rows
 from fa4flex.codegen.kernels.common.softmax import (
     LOG2_E,
     Running,
@@ -79,6 +80,7 @@ class Begun:
     grid: cute.Tensor
     kv_first: Int32
     early: Early | None
+    allowed: Words | None
 
 
 class Consumer:
@@ -132,9 +134,8 @@ class Consumer:
             if const_expr(not self.config.alias_output):
                 self.release_queries(pipes, group)
             self.last(products, tile, pipes, key_tile, v_state, group)
-            self.epilogue.run(
-                arguments, work, transfers, shared, products, tile.state, (tile.factor, lane, group)
-            )
+            where = (tile.factor, self.storing_lane(lane, tile), group)
+            self.epilogue.run(arguments, work, transfers, shared, products, tile.state, where)
             if const_expr(self.config.alias_output):
                 self.release_queries(pipes, group)
             number = self.course.receive(number, pipes, q_phase ^ 1)
@@ -285,18 +286,25 @@ class Consumer:
         kv_first = key_tile * self.config.tile_n
         grid = rows_and_columns(scores)
         tile.fragment.start(self.hooks, grid, kv_first, masked)
-        return Begun(scores, grid, kv_first, tile.fragment.prepare(self.hooks, kv_first, masked))
+        early = tile.fragment.prepare(self.hooks, kv_first, masked)
+        allowed = tile.fragment.allowed(self.hooks, kv_first) if masked else None
+        return Begun(scores, grid, kv_first, early, allowed)
 
     def modify(self, begun: Begun, tile: Tile, masked: bool) -> None:
         """q.k becomes what the softmax is taken of: the variant's score, or -inf."""
         tile.fragment.modify(self.hooks, begun.grid, begun.early)
         if masked:
-            tile.fragment.mask(self.hooks, begun.grid, begun.kv_first)
+            tile.fragment.mask(begun.grid, begun.kv_first, begun.allowed)
 
     def probabilities(self, grid: cute.Tensor, tile: Tile) -> None:
         for r in range(tile.state.rows):
             exponentiate(grid[r, None], tile.factor, tile.state, r)
             accumulate(grid[r, None], tile.state, r)
+
+    def storing_lane(self, lane: Int32, tile: Tile) -> Int32:
+        """The lane, for the epilogue, whose addresses depend on nothing else: the compiler computes them
+        before all tiles and keeps head_dim_v / 16 registers. Two spans per row leave no room for that."""
+        return computed_once(lane) if tile.fragment.rows.most_spans > 1 else lane
 
     @cute.jit
     def take_maxima(self, grid: cute.Tensor, tile: cutlass.Constexpr[Tile]) -> Boolean:
