@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from fa4flex.simulator.isa.access import Accessor, locate
 from fa4flex.simulator.isa.asynchronous import Errand, groups, submit
 from fa4flex.simulator.isa.bulk import lanes_of
-from fa4flex.simulator.isa.mbarriers import barrier_at, cta_and_offset
+from fa4flex.simulator.isa.mbarriers import barrier_at, cta_and_offset, guarded
 from fa4flex.simulator.isa.operands import Read, read, write
 from fa4flex.simulator.isa.table import Act, Step, Unmodelled, Wait, translates
 from fa4flex.simulator.ptx.nodes import Address, Imm, Instruction, Operand, Reg, Vector
@@ -316,7 +316,7 @@ def commit(instruction: Instruction) -> Act:
 
             def land(barriers=barriers, clock=clock) -> None:  # type: ignore[no-untyped-def]
                 for barrier in barriers:
-                    barrier.arrive(1, clock, instruction.line)
+                    guarded(access, warp, lambda: barrier.arrive(1, clock, instruction.line))  # noqa: B023
 
             submit(warp, instruction, land, tuple(barriers), matrix_unit(warp))
 

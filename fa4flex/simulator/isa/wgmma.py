@@ -9,11 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fa4flex.simulator.isa.asynchronous import Errand, groups, submit
+from fa4flex.simulator.isa.asynchronous import Errand, groups
 from fa4flex.simulator.isa.operands import Read, read
 from fa4flex.simulator.isa.table import Act, Unmodelled, Wait, translates
 from fa4flex.simulator.ptx.nodes import Imm, Instruction, Operand, Reg, Vector
 from fa4flex.simulator.state.cta import Cta
+from fa4flex.simulator.state.operation import Operation
 from fa4flex.simulator.state.warp import Mask, Warp
 from fa4flex.simulator.units import descriptors, matmul, numbers, wgmma
 from fa4flex.simulator.units.descriptors import Major
@@ -75,7 +76,9 @@ def mma_async(instruction: Instruction) -> Act:
             _multiply(warp, multiply, a, b, adds, errand)
 
         warp.busy.update(dict.fromkeys(keys, instruction))
-        kind.add(0, submit(warp, instruction, land, (kind,), ("wgmma", warp.agent)), errand)
+        operation = Operation(instruction, land, (kind,), ("wgmma", warp.agent), keys)
+        warp.cta.cluster.units.submit(operation)
+        kind.add(0, operation, errand)
 
     return Act(run)
 
@@ -150,7 +153,7 @@ def wait_group(instruction: Instruction) -> Act:
         wait = kind.wait(warp, _FIRST_LANE, int(left(warp)[0]), KIND, instruction.line)
         if wait is None:
             under_way = kind.unwaited()
-            warp.busy = {key: o.instruction for o in under_way for key in _decode(o.instruction).registers}
+            warp.busy = {key: o.instruction for o in under_way for key in o.holds}
         return wait
 
     return Act(run)
@@ -158,21 +161,9 @@ def wait_group(instruction: Instruction) -> Act:
 
 _FIRST_LANE = np.arange(32) == 0
 """A warp's wgmmas are counted once, for its first lane."""
-_decoded: dict[int, Multiply] = {}
 
 
 def _decode(instruction: Instruction) -> Multiply:
-    found = _decoded.get(id(instruction))
-    if found is None:
-        found = _decoded[id(instruction)] = _read(instruction)
-        _kept.append(instruction)
-    return found
-
-
-_kept: list[Instruction] = []
-
-
-def _read(instruction: Instruction) -> Multiply:
     match = re.fullmatch(
         r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(\d+)\.(f32|f16|s32)\.(\w+)\.(\w+)", instruction.opcode
     )

@@ -20,8 +20,9 @@ from fa4flex.simulator.watch.findings import Fault, Finding
 
 TURN = 4096
 """Blocks after which a warp that neither waits nor signals is taken to be spinning."""
-SPINS = 64
-"""Turns that spinning warps get without anything having changed, before they count as hanging."""
+SPINS = 16
+"""Turns' worth of blocks that each warp may execute without anything changing, before all count as
+hanging."""
 
 
 class Scheduler:
@@ -34,7 +35,8 @@ class Scheduler:
         self._resident: list[Cluster] = []
         self._ready: list[Warp] = []
         self._waiting: dict[Warp, Wait] = {}
-        self._spins = 0
+        self._idle = 0
+        """Blocks executed since anything changed, by warps that do not wait."""
         self._gave_up_at = -1
         self.registers = RegisterWatch(program)
         self.executed: Counter[tuple[int, int, int]] = Counter()
@@ -67,13 +69,14 @@ class Scheduler:
             self._waiting[warp] = result
         elif warp.groups:
             self._ready.append(warp)
-        if result == "spun" and self._changes() == before:
-            self._spins += 1
-            if self._spins > SPINS * (len(self._ready) + 1):
-                self._spins = 0
+        looping = result in ("spun", "yield")
+        if looping and self._changes() == before:
+            self._idle += self.time - started
+            if self._idle > SPINS * TURN * (len(self._ready) + 1):
+                self._idle = 0
                 self._unblock()
         else:
-            self._spins = 0
+            self._idle = 0
         landing = self.timing.lands_now(warp.cta.cluster.units)
         if landing is not None:
             warp.cta.cluster.units.land(landing)

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 
+from fa4flex.errors import Fa4flexError
 from fa4flex.simulator.ptx.nodes import Instruction
+from fa4flex.simulator.watch.findings import Fault, Finding
 
 
 @dataclass(eq=False)
@@ -22,6 +24,8 @@ class Operation:
     land: Callable[[], None]
     signals: tuple[object, ...] = ()
     queue: Hashable = None
+    holds: tuple[tuple[int, int], ...] = ()
+    """Registers, by file and index, that belong to it until it has been waited for."""
     landed: bool = field(default=False, init=False)
 
 
@@ -53,7 +57,12 @@ class Units:
         operation.landed = True
         self.pending.remove(operation)
         self.landings += 1
-        operation.land()
+        try:
+            operation.land()
+        except Fa4flexError as error:
+            # A descriptor that the unit cannot follow: a fault of the kernel, or what is not modelled.
+            text = f"an operation cannot be carried out: {error}"
+            raise Fault(Finding("misuse", text, operation.instruction)) from error
 
     def signalling(self, on: object) -> Iterable[Operation]:
         """Those whose end a waiter for `on` may be waiting for."""
