@@ -61,6 +61,14 @@ def setmaxnreg(instruction: Instruction) -> Step:
     return _nothing
 
 
+@translates("pmevent")
+def pmevent(instruction: Instruction) -> Step:
+    """Nobody counts performance events here."""
+    if instruction.modifiers not in ((), ("mask",)):
+        raise Unmodelled(instruction)
+    return _nothing
+
+
 @translates("nanosleep")
 def nanosleep(instruction: Instruction) -> Act:
     """Others get their turn; how long it takes is nobody's business."""
