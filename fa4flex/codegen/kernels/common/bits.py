@@ -30,6 +30,11 @@ def columns_below(limit: Int32) -> Int32:
     return (limit >> 3) * 2 + cutlass.min(limit & 7, Int32(2))
 
 
+def consecutive(limit: Int32) -> Int32:
+    """How many columns lie below `limit` where a lane has all of them, 0 1 2 ...; `ones` clips."""
+    return limit
+
+
 def between(lo: Int32 | None, hi: Int32, start: int) -> Int32:
     """Bit i is set where lo <= start + i < hi, for RUN columns."""
     below = ones(hi - start)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,7 +134,8 @@ GROUP = 16
 
 @dataclass(frozen=True)
 class Fragment:
-    """The places of one tile of scores: thread-constant offsets, and the tile's first key."""
+    """The places of one tile of scores: thread-constant offsets, and the tile's first key. `below` says how
+    many of the columns lie below a limit."""
 
     at: At
     rows: Rows
@@ -141,6 +143,7 @@ class Fragment:
     columns: tuple[int, ...]
     first_row: Int32
     first_column: Int32
+    below: Callable[[Int32], Int32] = columns_below
 
     def _places(self, kv_first: Int32, guard: bool, row_terms: tuple[tuple[Any, ...], ...]) -> _Places:
         return _Places(
@@ -160,6 +163,14 @@ class Fragment:
         places = self._places(kv_first, guard, self.rows.start)
         for r, c, at in places.elements(hooks.start):
             scores[r, c] = hooks.start.element(at)
+
+    def add_start(self, hooks: Hooks, scores: cute.Tensor, kv_first: Int32, guard: bool) -> None:
+        """The same for scores (row, column) that are there already, where products start from 0."""
+        if hooks.start is None:
+            return
+        places = self._places(kv_first, guard, self.rows.start)
+        for r, c, at in places.elements(hooks.start):
+            scores[r, c] = scores[r, c] + hooks.start.element(at)
 
     def prepare(self, hooks: Hooks, kv_first: Int32, guard: bool) -> Early | None:
         """What `modify` needs besides scores: may be computed before they are."""
@@ -184,7 +195,7 @@ class Fragment:
             return None
         count = len(self.columns)
         words = [[Int32(0)] * len(range(0, count, WORD)) for _ in self.row_offsets]
-        inside = columns_below(self.at.kv_len - (kv_first + self.first_column))
+        inside = self.below(self.at.kv_len - (kv_first + self.first_column))
         elements = self._places(kv_first, True, self.rows.mask).elements(hooks.mask)
         for start in range(0, count, GROUP):
             which, place = divmod(start, WORD)
@@ -213,8 +224,7 @@ class Fragment:
         origin = kv_first + self.first_column
         for r, spans in enumerate(self.rows.spans):
             ends = [
-                (None if lo is None else columns_below(lo - origin), columns_below(hi - origin))
-                for lo, hi in spans
+                (None if lo is None else self.below(lo - origin), self.below(hi - origin)) for lo, hi in spans
             ]
             for start in range(0, len(self.columns), RUN):
                 bits = functools.reduce(operator.or_, (between(lo, hi, start) for lo, hi in ends))

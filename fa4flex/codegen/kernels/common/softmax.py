@@ -9,11 +9,16 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from cutlass import Boolean, Float32, cute, select_
 
 from fa4flex.codegen.kernels.common.fragment import quad_reduce
+
+Reduce = Callable[[Float32, Any], Float32]
+"""Combines a number over the lanes that share a row."""
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
@@ -73,11 +78,18 @@ def start(found: list, factor: Float32, slack: Float32, state: Running) -> None:
         state.total[r] = Float32(0.0)
 
 
-def raise_maxima(found: list, factor: Float32, slack: Float32, state: Running) -> None:
+def alone(x: Float32, combine: Any) -> Float32:
+    """What `quad_reduce` is for rows that lie in one lane each."""
+    return x
+
+
+def raise_maxima(
+    found: list, factor: Float32, slack: Float32, state: Running, reduce: Reduce = quad_reduce
+) -> None:
     """Take a tile's maxima into the running ones, and rescale the totals."""
     for r, x in enumerate(found):
         before = state.largest[r]
-        _use(cute.arch.fmax(quad_reduce(x, cute.arch.fmax), before), factor, slack, state, r)
+        _use(cute.arch.fmax(reduce(x, cute.arch.fmax), before), factor, slack, state, r)
         scale = cute.math.exp2(before * factor - state.shift[r], fastmath=True)
         state.scale[r] = scale
         state.total[r] = state.total[r] * scale
@@ -99,14 +111,14 @@ def accumulate(row: cute.Tensor, state: Running, r: int) -> None:
     state.total[r] = _total(row, state.total[r])
 
 
-def finish(state: Running, sink: Float32 | None) -> tuple[list, list]:
+def finish(state: Running, sink: Float32 | None, reduce: Reduce = quad_reduce) -> tuple[list, list]:
     """Per row: what to multiply the output by, and the natural logarithm of the denominator.
 
     `sink` is a logit that joins the denominator and has no value. A row without keys gives 0 and -inf.
     """
     scales, lse = [], []
     for r in range(state.rows):
-        total = quad_reduce(state.total[r], operator.add)
+        total = reduce(state.total[r], operator.add)
         empty: Boolean = state.largest[r] == -Float32.inf
         shift = state.shift[r]
         if sink is None:

@@ -15,6 +15,7 @@ from cutlass import Boolean, Float32, Int32, const_expr, cute, pipeline
 from cutlass.cute.nvgpu import warpgroup
 
 from fa4flex.codegen.kernels.common.arguments import Arguments
+from fa4flex.codegen.kernels.common.course import Course
 from fa4flex.codegen.kernels.common.fragment import (
     as_operand,
     compute_before,
@@ -38,10 +39,11 @@ from fa4flex.codegen.kernels.common.softmax import (
     running,
     start,
 )
+from fa4flex.codegen.kernels.common.transfer import Transfers
 from fa4flex.codegen.kernels.common.work import Grid
 from fa4flex.codegen.kernels.fwd_sm90.config import Config
 from fa4flex.codegen.kernels.fwd_sm90.epilogue import STORES, Epilogue
-from fa4flex.codegen.kernels.fwd_sm90.parts import ROWS, Course, Pipes, Shared, Transfers
+from fa4flex.codegen.kernels.fwd_sm90.parts import ROWS, Pipes, Shared
 
 TURNS = 1
 """Named barriers TURNS + w: it is warpgroup w's turn to issue products."""
@@ -138,7 +140,7 @@ class Consumer:
             self.epilogue.run(arguments, work, transfers, shared, products, tile.state, where)
             if const_expr(self.config.alias_output):
                 self.release_queries(pipes, group)
-            number = self.course.receive(number, pipes, q_phase ^ 1)
+            number = self.course.receive(number, pipes.next, q_phase ^ 1)
             work = self.course.work(number, grid, arguments)
         self.epilogue.drain()
 

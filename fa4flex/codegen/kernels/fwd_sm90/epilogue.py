@@ -12,9 +12,10 @@ from cutlass.tensor_utils import LayoutEnum
 from fa4flex.codegen.kernels.common.arguments import Arguments
 from fa4flex.codegen.kernels.common.fragment import rows_and_columns
 from fa4flex.codegen.kernels.common.softmax import LN_2, Running, finish, multiply_rows
+from fa4flex.codegen.kernels.common.transfer import Transfers, partition, sequence
 from fa4flex.codegen.kernels.common.work import Work
 from fa4flex.codegen.kernels.fwd_sm90.config import Config
-from fa4flex.codegen.kernels.fwd_sm90.parts import ROWS, Shared, Transfers, partition, sequence
+from fa4flex.codegen.kernels.fwd_sm90.parts import ROWS, Shared
 
 STORES = 5
 """Named barriers STORES + w: warpgroup w's output lies in shared memory."""

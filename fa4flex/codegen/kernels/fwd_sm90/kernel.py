@@ -18,11 +18,13 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from fa4flex.codegen.kernels.common.arguments import Arguments
+from fa4flex.codegen.kernels.common.course import Course, NextTile
 from fa4flex.codegen.kernels.common.hooks import Hooks
+from fa4flex.codegen.kernels.common.transfer import Transfers
 from fa4flex.codegen.kernels.common.work import Grid, dense_grid, packed_grid
 from fa4flex.codegen.kernels.fwd_sm90.config import Config
 from fa4flex.codegen.kernels.fwd_sm90.consumer import Consumer
-from fa4flex.codegen.kernels.fwd_sm90.parts import ROWS, Course, Pipes, Shared, Transfers
+from fa4flex.codegen.kernels.fwd_sm90.parts import ROWS, Pipes, Shared
 from fa4flex.codegen.kernels.fwd_sm90.producer import Producer
 
 
@@ -163,8 +165,8 @@ class Forward:
                 for group in cutlass.range_constexpr(self.config.consumers):
                     cute.arch.mbarrier_init(pipes.q_full + group, 1)
                     cute.arch.mbarrier_init(pipes.q_empty + group, 4)
-                cute.arch.mbarrier_init(pipes.next_full, 1)
-                cute.arch.mbarrier_init(pipes.next_empty, self.config.consumers * 4)
+                cute.arch.mbarrier_init(pipes.next.full, 1)
+                cute.arch.mbarrier_init(pipes.next.empty, self.config.consumers * 4)
             cute.arch.mbarrier_init_fence()
         pipeline.pipeline_init_arrive()
         pipeline.pipeline_init_wait()
@@ -212,9 +214,11 @@ class Forward:
             ring(storage.v, shared.v),
             storage.q_full.data_ptr(),
             storage.q_empty.data_ptr(),
-            storage.next.get_tensor(cute.make_layout(1)),
-            storage.next_full.data_ptr(),
-            storage.next_empty.data_ptr(),
+            NextTile(
+                storage.next.get_tensor(cute.make_layout(1)),
+                storage.next_full.data_ptr(),
+                storage.next_empty.data_ptr(),
+            ),
         )
 
 

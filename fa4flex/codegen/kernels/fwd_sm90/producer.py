@@ -7,10 +7,12 @@ from cutlass import Int32, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
 from fa4flex.codegen.kernels.common.arguments import Arguments
+from fa4flex.codegen.kernels.common.course import Course
 from fa4flex.codegen.kernels.common.keys import tile_at
+from fa4flex.codegen.kernels.common.transfer import Transfers, partition, sequence
 from fa4flex.codegen.kernels.common.work import Grid, Work
 from fa4flex.codegen.kernels.fwd_sm90.config import Config
-from fa4flex.codegen.kernels.fwd_sm90.parts import ROWS, Course, Pipes, Shared, Transfers, partition, sequence
+from fa4flex.codegen.kernels.fwd_sm90.parts import ROWS, Pipes, Shared
 
 
 def _load(
@@ -82,7 +84,7 @@ class Producer:
                 tile = coming
             _load(transfers.v, pipes.v, v_state, v_views, tile)
             v_state.advance()
-            self.course.publish(following, pipes, q_phase ^ 1)
+            self.course.publish(following, pipes.next, q_phase ^ 1)
             number = following
             work = self.course.work(number, grid, arguments)
         self.course.finish(arguments)

@@ -1,0 +1,1 @@
+"""The Blackwell forward kernel."""

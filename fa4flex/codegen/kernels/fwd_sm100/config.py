@@ -1,0 +1,103 @@
+"""What the Blackwell forward kernel is specialised to, besides hooks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Lengths = Literal["dense", "packed", "used"]
+
+ROWS = 128
+"""Query rows of one tile: what one tcgen05.mma spans, and a softmax warpgroup owns, a row per thread."""
+
+COLUMNS = 512
+"""Of tensor memory, 32 bits wide: a block has all of them."""
+
+FRAGMENT = 32
+"""Keys that a softmax thread takes from tensor memory, modifies and turns into probabilities at a time."""
+
+CORRECTED = 16
+"""Columns of the output that a correction thread holds at a time."""
+
+
+@dataclass(frozen=True)
+class Registers:
+    """Per thread, after the split: of both softmax warpgroups, the correction warpgroup, and the one that
+    holds the warps which load, multiply, store and schedule."""
+
+    softmax: int = 192
+    correction: int = 80
+    other: int = 48
+
+
+@dataclass(frozen=True)
+class TensorMemory:
+    """First columns, by query tile, of scores, of the probabilities that lie over them, and of outputs."""
+
+    scores: tuple[int, ...]
+    probabilities: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Exponential:
+    """Which exponentials are polynomials on FMA units (Cody and Waite; FlashAttention-4) instead of ex2.
+
+    In every `period` pairs of keys the last `emulated` are, in fragments from `start` on but for the last.
+    `degree` is that of the polynomial; `emulated` 0 switches it off.
+    """
+
+    degree: int = 3
+    period: int = 16
+    emulated: int = 0
+    start: int = 1
+
+
+@dataclass(frozen=True)
+class Config:
+    """head_dim, head_dim_v    widths of the tiles in shared memory: multiples of 16 that hold the tensors'
+    q_tiles                  query tiles of 128 rows per block, each with a softmax warpgroup: 2, or 1
+    tile_n                   keys per tile
+    kv_stages                tiles of K, and as many of V, in flight
+    out_stages               chunks of the output, 128 rows by 64 columns, staged in shared memory
+    early_keys               probabilities of so many keys are handed to the product before the rest
+    rescale_threshold        in log2 units: the output is rescaled only when a row maximum grew by more
+    persistent               one block per multiprocessor takes tile after tile; otherwise one block per tile
+    dynamic                  persistent blocks take the next tile from a counter; otherwise every so-manieth
+    workers                  multiprocessors
+    longest_first            tiles of queries start from the end of the sequence
+    lengths                  "dense", "packed" (cu_seqlens) or "used" (seqused per batch)
+    tables                   tiles come from block tables; otherwise from the hooks' spans, or all of them
+    sinks                    a learnable logit per head joins the denominator
+    statistics               which of "lse" and "max_scores" are written
+    """
+
+    head_dim: int
+    head_dim_v: int
+    memory: TensorMemory
+    q_tiles: int = 2
+    tile_n: int = 128
+    kv_stages: tuple[int, int] = (2, 2)
+    out_stages: int = 2
+    early_keys: int = 96
+    registers: Registers = Registers()
+    exponential: Exponential = Exponential()
+    rescale_threshold: float = 8.0
+    persistent: bool = True
+    dynamic: bool = False
+    workers: int = 148
+    longest_first: bool = False
+    lengths: Lengths = "dense"
+    tables: bool = False
+    sinks: bool = False
+    statistics: tuple[str, ...] = ("lse",)
+
+    @property
+    def tile_m(self) -> int:
+        """Query rows of a block."""
+        return self.q_tiles * ROWS
+
+    @property
+    def out_columns(self) -> int:
+        """Columns of a staged chunk of the output."""
+        return 64 if self.head_dim_v % 64 == 0 else 32

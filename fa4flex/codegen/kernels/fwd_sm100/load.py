@@ -1,0 +1,134 @@
+"""The warp that brings queries, keys and values from global into shared memory by TMA."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Int32, cute, pipeline
+from cutlass.cute.nvgpu import cpasync
+
+from fa4flex.codegen.kernels.common.arguments import Arguments
+from fa4flex.codegen.kernels.common.course import Course
+from fa4flex.codegen.kernels.common.keys import tile_at
+from fa4flex.codegen.kernels.common.transfer import Transfers, sequence
+from fa4flex.codegen.kernels.common.work import Grid, Work
+from fa4flex.codegen.kernels.fwd_sm100.config import ROWS, Config
+from fa4flex.codegen.kernels.fwd_sm100.parts import Pipes, Products, Shared
+
+Views = tuple[cute.Tensor, cute.Tensor]
+"""(shared, global): what a transfer moves, the last mode counting stages and tiles."""
+
+
+def _views(transfer: cpasync.TmaInfo, shared: cute.Tensor, tiles: cute.Tensor) -> Views:
+    return cpasync.tma_partition(
+        transfer.atom,
+        0,
+        cute.make_layout(1),
+        cute.group_modes(shared, 0, 3),
+        cute.group_modes(tiles, 0, 3),
+    )
+
+
+def _load(
+    transfer: cpasync.TmaInfo,
+    ring: pipeline.PipelineTmaUmma,
+    state: pipeline.PipelineState,
+    views: Views,
+    tile: Int32,
+) -> None:
+    """Copy a tile into the ring's next stage, once that is free. The caller advances `state`."""
+    to_shared, from_global = views
+    ring.producer_acquire(state)
+    cute.copy(
+        transfer.atom,
+        from_global[None, tile],
+        to_shared[None, state.index],
+        tma_bar_ptr=ring.producer_get_barrier(state),
+    )
+
+
+class Load:
+    def __init__(self, config: Config, course: Course) -> None:
+        self.config = config
+        self.course = course
+
+    @cute.jit
+    def run(
+        self,
+        arguments: Arguments,
+        grid: Grid,
+        transfers: cutlass.Constexpr[Transfers],
+        shared: cutlass.Constexpr[Shared],
+        pipes: cutlass.Constexpr[Pipes],
+        products: cutlass.Constexpr[Products],
+    ) -> None:
+        k_stages, v_stages = self.config.kv_stages
+        k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, k_stages)
+        v_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, v_stages)
+        phase = Int32(0)
+        number = cute.arch.block_idx()[0]
+        work = self.course.work(number, grid, arguments)
+        while work.valid:
+            at = self.course.place(work, grid, arguments)
+            keys = self.course.keys(at, work, arguments)
+            q, k, v = self.views(work, grid, arguments, transfers, shared, products)
+            tile = tile_at(keys, Int32(0))
+            self.queries(transfers.q, q, work, pipes, phase, 0)
+            _load(transfers.k, pipes.k, k_state, k, tile)
+            k_state.advance()
+            for other in cutlass.range_constexpr(1, self.config.q_tiles):
+                self.queries(transfers.q, q, work, pipes, phase, other)
+            # In the order in which they are multiplied: values of a tile before keys of the next.
+            for i in cutlass.range(1, keys.count, unroll=1):
+                _load(transfers.v, pipes.v, v_state, v, tile)
+                v_state.advance()
+                tile = tile_at(keys, i)
+                _load(transfers.k, pipes.k, k_state, k, tile)
+                k_state.advance()
+            _load(transfers.v, pipes.v, v_state, v, tile)
+            v_state.advance()
+            number = self.course.receive(number, pipes.next, phase)
+            work = self.course.work(number, grid, arguments)
+            phase ^= 1
+
+    def views(
+        self,
+        work: Work,
+        grid: Grid,
+        arguments: Arguments,
+        transfers: Transfers,
+        shared: Shared,
+        products: Products,
+    ) -> tuple[Views, Views, Views]:
+        """Of the queries, keys and values of a tile's sequence and head."""
+        config = self.config
+        scores, values = products.scores.get_slice(0), products.values.get_slice(0)
+        kv_head = work.h // (grid.heads // arguments.k.shape[-2])
+        q = sequence(transfers.q.tma_tensor, work.q_offset, work.h, work.b)
+        k = sequence(transfers.k.tma_tensor, work.kv_offset, kv_head, work.b)
+        v = sequence(transfers.v.tma_tensor, work.kv_offset, kv_head, work.b, axis=1)
+        q_tiles = scores.partition_A(cute.local_tile(q, (ROWS, config.head_dim), (None, 0)))
+        k_tiles = scores.partition_B(cute.local_tile(k, (config.tile_n, config.head_dim), (None, 0)))
+        v_tiles = values.partition_B(cute.local_tile(v, (config.head_dim_v, config.tile_n), (0, None)))
+        return (
+            _views(transfers.q, shared.q, q_tiles),
+            _views(transfers.k, shared.k, k_tiles),
+            _views(transfers.v, shared.v, v_tiles),
+        )
+
+    def queries(
+        self, transfer: cpasync.TmaInfo, views: Any, work: Work, pipes: Pipes, phase: Int32, tile: int
+    ) -> None:
+        """One tile of queries, as soon as the last scores of those before it are multiplied."""
+        to_shared, from_global = views
+        size = cute.size_in_bytes(to_shared.element_type, cute.select(to_shared.layout, mode=[0]))
+        cute.arch.mbarrier_wait(pipes.q_empty + tile, phase ^ 1)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(pipes.q_full + tile, size)
+        cute.copy(
+            transfer.atom,
+            from_global[None, work.tile * self.config.q_tiles + tile],
+            to_shared[None, tile],
+            tma_bar_ptr=pipes.q_full + tile,
+        )

@@ -1,0 +1,206 @@
+"""What the roles of the Blackwell forward kernel share: warps, tensors, barriers, products of one block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass.utils.blackwell_helpers as sm100
+from cutlass import Float32, Int32, cute, pipeline
+from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
+from cutlass.memory import TmemAllocator
+
+from fa4flex.codegen.kernels.common.course import NextTile
+from fa4flex.codegen.kernels.fwd_sm100.config import ROWS, Config
+
+SOFTMAX, CORRECTION = 0, 8
+"""First warps of the warpgroups: two take the softmax of a query tile each, one corrects outputs."""
+
+MULTIPLY, STORE, LOAD, SCHEDULE = 12, 13, 14, 15
+"""Warps."""
+
+WARPS = 16
+READERS = WARPS - 1
+"""Warps that read the next tile's number: all but the scheduler."""
+
+ALLOCATED, FINISHED = 1, 2
+"""Named barriers: tensor memory is there, for all who touch it; the correction warpgroup has read the last of
+it."""
+
+TOUCH_TENSOR_MEMORY = 32 * (CORRECTION + 4 + 1)
+"""Threads: softmax and correction warpgroups, and the warp that multiplies."""
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Shared memory. q, k, v as operands of products, (instruction, M or N, K, tile or stage); out (128,
+    columns, stage). Both float32 (128, query tile): what a row's output is to be multiplied by, `scales` for
+    the next key tile, `finals` after the last."""
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    out: cute.Tensor | None
+    scales: cute.Tensor
+    finals: cute.Tensor
+
+
+@dataclass(frozen=True)
+class Pipes:
+    """k and v rings, and barriers. By query tile:
+
+    q_full, q_empty     its queries have come; its last scores are multiplied
+    s_full              scores are there, and all earlier products of that tile are done
+    p_early             the first probabilities are there and the output may be added to
+    p_late              the other probabilities are there
+    o_full              the output is complete
+
+    By query tile and warp of the softmax warpgroup, for the correction warp with the same rows:
+
+    scale_full                what the output is to be multiplied by before the next product
+    final_full, final_empty   what it is to be multiplied by at last; that has been read
+
+    By stage: out_full, out_empty: a chunk of the output is staged; its store has read it.
+    """
+
+    k: pipeline.PipelineTmaUmma
+    v: pipeline.PipelineTmaUmma
+    q_full: cute.Pointer
+    q_empty: cute.Pointer
+    s_full: cute.Pointer
+    p_early: cute.Pointer
+    p_late: cute.Pointer
+    o_full: cute.Pointer
+    scale_full: cute.Pointer
+    final_full: cute.Pointer
+    final_empty: cute.Pointer
+    out_full: cute.Pointer
+    out_empty: cute.Pointer
+    next: NextTile
+
+
+BARRIERS: dict[str, tuple[str, int]] = {
+    "q_full": ("tile", 1),
+    "q_empty": ("tile", 1),
+    "s_full": ("tile", 1),
+    "p_early": ("tile", 8),
+    "p_late": ("tile", 4),
+    "o_full": ("tile", 1),
+    "scale_full": ("warp", 1),
+    "final_full": ("warp", 1),
+    "final_empty": ("warp", 1),
+    "out_full": ("stage", 4),
+    "out_empty": ("stage", 1),
+    "next_full": ("one", 1),
+    "next_empty": ("one", READERS),
+}
+"""What there is one of, and how many arrivals complete a phase: a warp's lanes arrive as one."""
+
+
+def barrier_count(config: Config, per: str) -> int:
+    tiles = config.q_tiles
+    return {"tile": tiles, "warp": 4 * tiles, "stage": max(config.out_stages, 1), "one": 1}[per]
+
+
+class Products:
+    """S = q k^T from shared memory, and O += p v with p from tensor memory; each by one CTA."""
+
+    def __init__(self, config: Config, kind: Any) -> None:
+        self.config, self.kind = config, kind
+        major, one = OperandMajorMode, tcgen05.CtaGroup.ONE
+        self.scores = sm100.make_trivial_tiled_mma(
+            kind, kind, major.K, major.K, Float32, one, (ROWS, config.tile_n)
+        )
+        self.values = sm100.make_trivial_tiled_mma(
+            kind, kind, major.K, major.MN, Float32, one, (ROWS, config.head_dim_v), tcgen05.OperandSource.TMEM
+        )
+
+    @property
+    def scores_tile(self) -> tuple[int, int, int]:
+        return ROWS, self.config.tile_n, self.config.head_dim
+
+    @property
+    def values_tile(self) -> tuple[int, int, int]:
+        return ROWS, self.config.head_dim_v, self.config.tile_n
+
+    def layouts(self) -> tuple[Any, Any, Any]:
+        """Swizzled shared-memory layouts of q, k and v, whose last mode counts tiles or stages."""
+        k_stages, v_stages = self.config.kv_stages
+        return (
+            sm100.make_smem_layout_a(self.scores, self.scores_tile, self.kind, self.config.q_tiles),
+            sm100.make_smem_layout_b(self.scores, self.scores_tile, self.kind, k_stages),
+            sm100.make_smem_layout_b(self.values, self.values_tile, self.kind, v_stages),
+        )
+
+    def scores_at(self, base: cute.Pointer, tile: Any) -> cute.Tensor:
+        """Scores of a query tile in tensor memory, as accumulators."""
+        layout = self.scores.make_fragment_C(self.scores.partition_shape_C(self.scores_tile[:2])).layout
+        return cute.make_tensor(base + column(self.config.memory.scores, tile), layout)
+
+    def outputs_at(self, base: cute.Pointer, tile: Any) -> cute.Tensor:
+        layout = self.values.make_fragment_C(self.values.partition_shape_C(self.values_tile[:2])).layout
+        return cute.make_tensor(base + column(self.config.memory.outputs, tile), layout)
+
+    def probabilities_at(self, base: cute.Pointer, tile: int) -> cute.Tensor:
+        """Probabilities of a query tile in tensor memory, as the A operand of the product with values."""
+        start = cute.recast_ptr(base + self.config.memory.probabilities[tile], dtype=self.kind)
+        layout = sm100.make_smem_layout_a(self.values, self.values_tile, self.kind, 1).outer
+        # The fragment itself starts at column 0, wherever its tensor does.
+        fragment = self.values.make_fragment_A(cute.make_tensor(start, layout))[None, None, None, 0]
+        return cute.make_tensor(start, fragment.layout)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A warpgroup's tile in tensor memory, (128, columns, block), as one of its threads copies it."""
+
+    copy: Any
+    memory: cute.Tensor
+    shape: Any
+    """Of the registers that hold the thread's part of a block."""
+
+    @staticmethod
+    def load(op: Any, blocks: cute.Tensor, thread: Int32) -> Blocks:
+        copy = tcgen05.make_tmem_copy(cute.make_copy_atom(op, Float32), blocks[None, None, 0])
+        mine = copy.get_slice(thread)
+        shape = mine.partition_D(cute.make_identity_tensor(blocks.shape[:2])).shape
+        return Blocks(copy, mine.partition_S(blocks), shape)
+
+    @staticmethod
+    def store(op: Any, blocks: cute.Tensor, thread: Int32) -> Blocks:
+        copy = tcgen05.make_tmem_copy(cute.make_copy_atom(op, Float32), blocks[None, None, 0])
+        mine = copy.get_slice(thread)
+        shape = mine.partition_S(cute.make_identity_tensor(blocks.shape[:2])).shape
+        return Blocks(copy, mine.partition_D(blocks), shape)
+
+    def take(self, block: int, registers: cute.Tensor) -> None:
+        cute.copy(self.copy, self.memory[None, None, None, block], self._shaped(registers))
+
+    def put(self, block: int, registers: cute.Tensor) -> None:
+        cute.copy(self.copy, self._shaped(registers), self.memory[None, None, None, block])
+
+    def _shaped(self, registers: cute.Tensor) -> cute.Tensor:
+        return cute.make_tensor(registers.iterator, cute.make_layout(self.shape))
+
+
+def column(columns: tuple[int, ...], tile: Any) -> Any:
+    """The one of a query tile, whose number may be known only when the kernel runs."""
+    if isinstance(tile, int):
+        return columns[tile]
+    return columns[0] + tile * (columns[-1] - columns[0])
+
+
+def tensor_memory(storage: Any) -> TmemAllocator:
+    """The correction warpgroup's first warp allocates, and frees what it was the last to read."""
+    return TmemAllocator(
+        storage.columns.ptr,
+        barrier_for_retrieve=pipeline.NamedBarrier(ALLOCATED, TOUCH_TENSOR_MEMORY),
+        allocator_warp_id=CORRECTION,
+    )
+
+
+def arrive_once(barrier: cute.Pointer) -> None:
+    """One arrival for the warp, after what all of its lanes did."""
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(barrier)

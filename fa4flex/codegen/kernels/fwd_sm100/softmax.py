@@ -1,0 +1,241 @@
+"""A softmax warpgroup: one query tile of 128 rows, a row per thread, so that no lane needs another's numbers.
+
+Scores come from tensor memory and probabilities go back over them. The product with the values starts on the
+first of them while the last are computed, and the row's sum is taken after all are handed over
+(FlashAttention-4's forward pipeline).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, const_expr, cute
+from cutlass.cute.nvgpu import tcgen05
+
+from fa4flex.codegen.kernels.common.arguments import Arguments
+from fa4flex.codegen.kernels.common.bits import consecutive
+from fa4flex.codegen.kernels.common.course import Course
+from fa4flex.codegen.kernels.common.fragment import narrow
+from fa4flex.codegen.kernels.common.hooks import At, Hooks
+from fa4flex.codegen.kernels.common.keys import tile_at
+from fa4flex.codegen.kernels.common.pointwise import Fragment, Words, prepare_rows
+from fa4flex.codegen.kernels.common.softmax import (
+    LN_2,
+    LOG2_E,
+    Running,
+    alone,
+    finish,
+    passes,
+    raise_maxima,
+    running,
+)
+from fa4flex.codegen.kernels.common.work import Grid, Work
+from fa4flex.codegen.kernels.fwd_sm100.config import FRAGMENT, ROWS, Config
+from fa4flex.codegen.kernels.fwd_sm100.parts import Blocks, Pipes, Products, Shared, arrive_once, column
+from fa4flex.codegen.kernels.fwd_sm100.rows import exponentiate, largest_of, total_of
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What stays the same over the key tiles of one query tile."""
+
+    fragment: Fragment
+    factor: Float32
+    slack: Float32
+    state: Running
+
+
+@dataclass(frozen=True)
+class Place:
+    """A warpgroup's query tile and a thread's row in it; scores and probabilities in tensor memory, by
+    fragment, and the dtype of probabilities."""
+
+    tile: Int32
+    row: Int32
+    warp: Int32
+    scores: Blocks
+    probabilities: Blocks
+    kind: Any
+
+
+class Softmax:
+    def __init__(self, config: Config, hooks: Hooks, course: Course) -> None:
+        self.config = config
+        self.hooks = hooks
+        self.course = course
+
+    @cute.jit
+    def run(
+        self,
+        arguments: Arguments,
+        grid: Grid,
+        shared: cutlass.Constexpr[Shared],
+        pipes: cutlass.Constexpr[Pipes],
+        products: cutlass.Constexpr[Products],
+        base: cute.Pointer,
+    ) -> None:
+        place = self.place(products, base)
+        state = running(1)
+        s_phase, phase = Int32(0), Int32(0)
+        number = cute.arch.block_idx()[0]
+        work = self.course.work(number, grid, arguments)
+        while work.valid:
+            at = self.course.place(work, grid, arguments)
+            keys = self.course.keys(at, work, arguments)
+            first_row = work.tile * self.config.tile_m + place.tile * ROWS
+            tile = self.tile(at, first_row + place.row, state)
+            self.begin(state)
+            for i in cutlass.range(0, keys.masked_count, unroll=1):
+                self.step(tile, place, shared, pipes, (tile_at(keys, i), i, s_phase), True)
+                s_phase ^= 1
+            for i in cutlass.range(keys.masked_count, keys.count, unroll=1):
+                self.step(tile, place, shared, pipes, (tile_at(keys, i), i, s_phase), False)
+                s_phase ^= 1
+            self.finish(arguments, work, tile, place, (shared, pipes), phase)
+            number = self.course.receive(number, pipes.next, phase)
+            work = self.course.work(number, grid, arguments)
+            phase ^= 1
+
+    def place(self, products: Products, base: cute.Pointer) -> Place:
+        thread = cute.arch.thread_idx()[0]
+        tile = cute.arch.make_warp_uniform(thread // ROWS)
+        row = thread % ROWS
+        rows_and_keys = products.scores_at(base, tile)[(None, None), 0, 0]
+        scores = cute.flat_divide(rows_and_keys, (ROWS, FRAGMENT))[None, None, 0, None]
+        # Two probabilities in a column of 32 bits.
+        packed = cute.composition(rows_and_keys.layout, cute.make_layout((ROWS, self.config.tile_n // 2)))
+        start = base + column(self.config.memory.probabilities, tile)
+        probabilities = cute.flat_divide(cute.make_tensor(start, packed), (ROWS, FRAGMENT // 2))
+        return Place(
+            tile,
+            row,
+            cute.arch.make_warp_uniform(row // 32),
+            Blocks.load(tcgen05.Ld32x32bOp(tcgen05.Repetition(FRAGMENT)), scores, row),
+            Blocks.store(
+                tcgen05.St32x32bOp(tcgen05.Repetition(FRAGMENT // 2)), probabilities[None, None, 0, None], row
+            ),
+            products.kind,
+        )
+
+    def tile(self, at: At, row: Int32, state: Running) -> Tile:
+        rows = prepare_rows(self.hooks, at, row, (0,))
+        fragment = Fragment(at, rows, (0,), tuple(range(FRAGMENT)), row, Int32(0), consecutive)
+        factor = at.scale * LOG2_E if self.hooks.factor is None else self.hooks.factor(at)
+        slack = self.config.rescale_threshold * cute.arch.rcp_approx(factor)
+        return Tile(fragment, factor, slack, state)
+
+    def begin(self, state: Running) -> None:
+        """No key was seen yet: the first tile's maxima pass any ceiling."""
+        state.largest[0] = -Float32.inf
+        state.ceiling[0] = -Float32.inf
+        state.shift[0] = Float32(0.0)
+        state.total[0] = Float32(0.0)
+
+    @cute.jit
+    def step(
+        self,
+        tile: cutlass.Constexpr[Tile],
+        place: cutlass.Constexpr[Place],
+        shared: cutlass.Constexpr[Shared],
+        pipes: cutlass.Constexpr[Pipes],
+        which: tuple[Int32, Int32, Int32],
+        masked: cutlass.Constexpr[bool],
+    ) -> None:
+        """The key tile of this number, the i-th of its row, whose scores come in this phase."""
+        key_tile, i, phase = which
+        firsts = [key_tile * self.config.tile_n + start for start in range(0, self.config.tile_n, FRAGMENT)]
+        allowed = [tile.fragment.allowed(self.hooks, first) if masked else None for first in firsts]
+        scores = cute.make_rmem_tensor((FRAGMENT, len(firsts)), Float32)
+        cute.arch.mbarrier_wait(pipes.s_full + place.tile, phase)
+        for f in cutlass.range_constexpr(len(firsts)):
+            place.scores.take(f, scores[None, f])
+        cute.arch.fence_view_async_tmem_load()
+        for f in cutlass.range_constexpr(len(firsts)):
+            self.modify(tile, scores[None, f], firsts[f], masked, allowed[f])
+        self.raise_maximum(tile, scores)
+        if i > 0:
+            shared.scales[place.row, place.tile] = tile.state.scale[0]
+            arrive_once(pipes.scale_full + 4 * place.tile + place.warp)
+        self.probabilities(tile, place, scores, pipes)
+        tile.state.total[0] = total_of(scores, tile.state.total[0])
+
+    def modify(
+        self,
+        tile: Tile,
+        scores: cute.Tensor,
+        kv_first: Int32,
+        masked: bool,
+        allowed: Words | None,
+    ) -> None:
+        """q.k of a fragment becomes what the softmax is taken of: the variant's score, or -inf."""
+        one = cute.make_tensor(scores.iterator, cute.make_layout((1, FRAGMENT)))
+        tile.fragment.add_start(self.hooks, one, kv_first, masked)
+        early = tile.fragment.prepare(self.hooks, kv_first, masked)
+        tile.fragment.modify(self.hooks, one, early)
+        if masked:
+            tile.fragment.mask(one, kv_first, allowed)
+
+    @cute.jit
+    def raise_maximum(self, tile: cutlass.Constexpr[Tile], scores: cute.Tensor) -> None:
+        """Raise the maxima in use where a score passes a ceiling, and say what that does to the output."""
+        state = tile.state
+        found = [largest_of(scores)]
+        state.scale[0] = Float32(1.0)
+        if const_expr(self.config.rescale_threshold > 0):
+            raised = passes(found, state)
+            if raised:
+                raise_maxima(found, tile.factor, tile.slack, state, alone)
+        else:
+            raise_maxima(found, tile.factor, tile.slack, state, alone)
+
+    def probabilities(self, tile: Tile, place: Place, scores: cute.Tensor, pipes: Pipes) -> None:
+        """To tensor memory, by fragment."""
+        for f in range(cute.size(scores, mode=[1])):
+            exponentiate(scores[None, f], tile.factor, tile.state.shift[0], self.config.exponential, f)
+            packed = cute.make_rmem_tensor((FRAGMENT // 2,), Float32)
+            halves = cute.recast_ptr(packed.iterator, dtype=place.kind)
+            narrow(scores[None, f], cute.make_tensor(halves, cute.make_layout(FRAGMENT)))
+            place.probabilities.put(f, packed)
+            if (f + 1) * FRAGMENT in (self.config.early_keys, self.config.tile_n):
+                cute.arch.fence_view_async_tmem_store()
+                early = (f + 1) * FRAGMENT == self.config.early_keys
+                arrive_once((pipes.p_early if early else pipes.p_late) + place.tile)
+
+    @cute.jit
+    def finish(
+        self,
+        arguments: Arguments,
+        work: Work,
+        tile: cutlass.Constexpr[Tile],
+        place: cutlass.Constexpr[Place],
+        handed: cutlass.Constexpr[tuple[Shared, Pipes]],
+        phase: Int32,
+    ) -> None:
+        """Write the row's statistics, and hand over what its output is to be multiplied by at last."""
+        shared, pipes = handed
+        state = tile.state
+        sink = None
+        if const_expr(self.config.sinks):
+            sink = arguments.sinks[work.h].to(Float32)
+        scales, lse = finish(state, sink, alone)
+        barrier = 4 * place.tile + place.warp
+        cute.arch.mbarrier_wait(pipes.final_empty + barrier, phase ^ 1)
+        shared.finals[place.row, place.tile] = scales[0]
+        arrive_once(pipes.final_full + barrier)
+        q = work.tile * self.config.tile_m + place.tile * ROWS + place.row
+        if q < work.q_len:
+            if const_expr(arguments.lse is not None):
+                put_statistic(arguments.lse, work, q, lse[0])
+            if const_expr(arguments.max_scores is not None):
+                put_statistic(arguments.max_scores, work, q, state.largest[0] * tile.factor * LN_2)
+
+
+@cute.jit
+def put_statistic(statistic: cute.Tensor, work: Work, q: Int32, value: Float32) -> None:
+    """To [B, H, S], or packed [H, T]."""
+    if const_expr(cute.rank(statistic) == 3):
+        statistic[work.b, work.h, q] = value
+    else:
+        statistic[work.h, work.q_offset + q] = value
