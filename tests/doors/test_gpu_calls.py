@@ -17,7 +17,7 @@ from fa4flex.codegen.analyze.facts import SCORE, analyze
 from fa4flex.codegen.analyze.tiles import Shape
 from fa4flex.codegen.evaluate import Captured, PastTheEnd, evaluate
 from fa4flex.codegen.expr import FALSE, Expr, apply, const, load, sym
-from fa4flex.codegen.plan import Problem
+from fa4flex.codegen.plan import SM90A, Problem
 from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.runtime.cuda import engine as engine_module
 from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, Lengths, Signature
@@ -109,7 +109,7 @@ class Recorder:
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     recorder = Recorder()
     monkeypatch.setattr(engine_module, "compile_forward", recorder.compile)
-    monkeypatch.setattr(engine_module, "require_capability", lambda device: None)
+    monkeypatch.setattr(engine_module, "target_of", lambda device: SM90A)
     monkeypatch.setattr(engine_module, "counter", lambda device: torch.zeros(2, dtype=torch.int32))
     yield recorder
 
@@ -285,7 +285,8 @@ import sys, time, torch, fa4flex
 from fa4flex.runtime.cuda import engine
 from fa4flex.runtime.cuda.call import NO_LENGTHS, Call
 from fa4flex.runtime.cuda.engine import make_ready
-engine.require_capability = lambda device: None
+from fa4flex.codegen.plan.target import SM90A
+engine.target_of = lambda device: SM90A
 kernels = []
 compile_forward = engine.compile_forward
 engine.compile_forward = lambda *a: kernels.append(compile_forward(*a)) or kernels[-1]

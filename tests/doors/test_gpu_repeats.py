@@ -18,6 +18,7 @@ from fa4flex.codegen.analyze.facts import SCORE, analyze
 from fa4flex.codegen.analyze.tiles import Shape
 from fa4flex.codegen.evaluate import Captured, evaluate
 from fa4flex.codegen.expr import Expr, apply, load, sym, walk
+from fa4flex.codegen.plan import SM90A
 from fa4flex.runtime.cuda import again as again_module
 from fa4flex.runtime.cuda import counter as counter_module
 from fa4flex.runtime.cuda import engine as engine_module
@@ -33,7 +34,7 @@ CPU = torch.device("cpu")
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     recorder, counter = Recorder(), torch.zeros(2, dtype=torch.int32)
     monkeypatch.setattr(engine_module, "compile_forward", recorder.compile)
-    monkeypatch.setattr(engine_module, "require_capability", lambda device: None)
+    monkeypatch.setattr(engine_module, "target_of", lambda device: SM90A)
     for module in (engine_module, again_module):
         monkeypatch.setattr(module, "counter", lambda device: counter)
     yield recorder

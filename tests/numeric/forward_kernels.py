@@ -18,7 +18,7 @@ from cuda_cases import FEW, VARIANTS, Draw, Sizes
 
 import fa4flex
 from fa4flex.codegen.emit import Source
-from fa4flex.codegen.plan import Plan, Problem
+from fa4flex.codegen.plan import SM90A, Plan, Problem
 from fa4flex.runtime.cuda import engine
 from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, Lengths, Signature
 from fa4flex.runtime.cuda.inspect import Resources, inspect
@@ -143,7 +143,7 @@ def _launched(kind: Kind, width: tuple[int, int]) -> tuple[Plan, tuple[Source, P
     with (
         patch.object(engine, "program", program),
         patch.object(engine, "compile_forward", compile_forward),
-        patch.object(engine, "require_capability", lambda device: None),
+        patch.object(engine, "target_of", lambda device: SM90A),
     ):
         engine.make_ready(prepared.engine, _call(prepared, sizes, kind.lengths))
     ((plan, _),), (given,) = planned, asked

@@ -41,10 +41,9 @@ from fa4flex.codegen.plan import (
     Tiles,
     plan_forward,
 )
-from fa4flex.codegen.plan.memory import may_share
 from fa4flex.codegen.plan.problem import Lengths, MaskForm, itemsize
-from fa4flex.codegen.plan.registers import SPLITS, consumer_need
-from fa4flex.codegen.plan.tiles import TABLE, WIDTHS, candidates, pad
+from fa4flex.codegen.plan.sm90.registers import SPLITS, consumer_need
+from fa4flex.codegen.plan.sm90.tiles import TABLE, WIDTHS, candidates, may_share, pad
 from fa4flex.codegen.plan.work import COSTS, Bias, Work, count_work, score_cost
 from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.primitives.schedule import Schedule

@@ -11,8 +11,9 @@ import networkx
 import pytest
 
 from fa4flex.codegen.plan import Event, Pipeline, PlanError, Role, Tiles
-from fa4flex.codegen.plan.pipeline import Staging, forward_pipeline
+from fa4flex.codegen.plan.pipeline import Staging
 from fa4flex.codegen.plan.simulate import Mbarrier, Pick, at_random, round_robin, simulate
+from fa4flex.codegen.plan.sm90.pipeline import forward_pipeline
 
 TILES = Tiles(128, 128, 128, 64)
 WORKS = ([1], [2, 2], [7], [1, 3, 2], [1, 1, 1, 1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from fa4flex.codegen.analyze.facts import Facts
@@ -163,8 +163,9 @@ class _Module:
         lines.append(f"from fa4flex.codegen.kernels.common.hooks import {hooks}")
         if helpers:
             lines += _call("from fa4flex.codegen.kernels.common.math import ", helpers)
-        lines.append("from fa4flex.codegen.kernels.fwd_sm90.config import Config")
-        lines.append("from fa4flex.codegen.kernels.fwd_sm90.kernel import Forward")
+        folder = f"from fa4flex.codegen.kernels.{self._plan.target.kernels}"
+        lines += _call(f"{folder}.config import ", _names_in(self._plan.config()))
+        lines.append(f"{folder}.kernel import Forward")
         return lines
 
     def _hooks(self) -> list[str]:
@@ -184,6 +185,12 @@ def _rate_of(hook: str) -> Rate:
 def _config(config: Any) -> list[str]:
     """All fields, so that a default that changes later changes no module that exists."""
     return _call("CONFIG = Config", [f"{f.name}={getattr(config, f.name)!r}" for f in fields(config)])
+
+
+def _names_in(config: Any) -> list[str]:
+    """The dataclasses that the repr of a config names."""
+    parts = (getattr(config, f.name) for f in fields(config))
+    return sorted({type(config).__name__, *(type(part).__name__ for part in parts if is_dataclass(part))})
 
 
 def _call(head: str, items: Sequence[str]) -> list[str]:

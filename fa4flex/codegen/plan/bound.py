@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from fa4flex.codegen.plan.problem import Problem
 from fa4flex.codegen.plan.target import Target
-from fa4flex.codegen.plan.tiles import Tiles
 from fa4flex.codegen.plan.work import Work
 from fa4flex.errors import InputError
 
@@ -66,9 +65,12 @@ class Bound:
         return f"at best {self.tflops:.0f} TFLOP/s, limited by {self.limit} ({each})"
 
 
-def expected_bound(problem: Problem, tiles: Tiles, work: Work, target: Target, size: Size) -> Bound:
-    """The bound of one launch. Units are taken to overlap perfectly, and the grid to fill the chip."""
-    flops_per_score = 2 * (tiles.head_dim + tiles.head_dim_v)
+def expected_bound(
+    problem: Problem, widths: tuple[int, int], work: Work, target: Target, size: Size
+) -> Bound:
+    """The bound of one launch, where tiles are so wide (q and k, v). Units are taken to overlap perfectly,
+    and the grid to fill the chip."""
+    flops_per_score = 2 * sum(widths)
     times = (
         ("tensor cores", size.scores * flops_per_score / target.peak_flops),
         ("special functions", size.scores * work.special / target.per_second(target.special_results)),

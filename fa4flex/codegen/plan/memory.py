@@ -110,18 +110,6 @@ def tile_bytes(rows: int, width: int, itemsize: int) -> int:
     return rows * width * itemsize
 
 
-def may_share(head_dim: int, head_dim_v: int) -> bool:
-    """Whether the output may be staged where the queries lie: one warpgroup stores its rows while another
-    multiplies its queries, so each one's output starts where its own queries do, and must fit there."""
-    return head_dim_v <= head_dim
-
-
-def barriers(consumers: int, kv_stages: int, dynamic: bool) -> int:
-    """mbarriers: a full and an empty one per consumer's queries, per stage of K and per stage of V, and for
-    the next tile's number where it is handed over (`dynamic`)."""
-    return 2 * (consumers + 2 * kv_stages + dynamic)
-
-
 def lay_out(sizes: dict[str, int], alias: dict[str, str], barrier_count: int, target: Target) -> Memory:
     """Barriers, then the regions of `sizes` in order; those in `alias` start where the named one does."""
     regions = [Region("barriers", 0, barrier_count * BARRIER, ALIGNMENTS["barriers"])]

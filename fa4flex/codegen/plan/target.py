@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
 class Target:
-    """multiprocessors, clock                     SMs, and their boost clock in Hz
+    """capability                                 CUDA's name for what the chip can do, (major, minor)
+    family, kernels                            of plans, and the folder of kernels/ with the forward kernel
+    multiprocessors, clock                     SMs, and their boost clock in Hz
     shared_memory                              bytes that one block may own
     registers                                  32-bit registers of one SM
     register_step, register_least, register_most   what a warpgroup may ask for, per thread (setmaxnreg)
     named_barriers                             hardware barriers of a block; number 0 is __syncthreads
-    mma_rows                                   rows of one matrix instruction: those of a consumer warpgroup
-    most_consumers                             consumer warpgroups of a block
+    mma_rows                                   rows of one matrix instruction: those of a softmax warpgroup
+    most_consumers                             softmax warpgroups of a block
     key_step, most_keys                        legal key-tile lengths: multiples, and the largest
     tensor_flops                               dense 16-bit FLOP per clock and SM
     special_results, fp32_results, load_lanes  results per clock and SM: ex2 or tanh, fp32 FMA, load lanes
     l2_bytes, hbm_bytes_per_second             cache size, memory bandwidth
+    tensor_columns                             of tensor memory, 32 bits wide; 0 where there is none
 
     Sources: CUDA C++ Programming Guide, tables of technical specifications and of arithmetic throughput for
     compute capability 9.0; PTX ISA, `setmaxnreg` and `wgmma` (k = 16 fixes key_step: keys are the inner
@@ -26,6 +29,9 @@ class Target:
 
     name: str
     chip: str
+    capability: tuple[int, int]
+    family: str
+    kernels: str
     multiprocessors: int
     clock: float
     shared_memory: int
@@ -44,6 +50,7 @@ class Target:
     load_lanes: int
     l2_bytes: int
     hbm_bytes_per_second: float
+    tensor_columns: int = 0
 
     @property
     def peak_flops(self) -> float:
@@ -63,6 +70,9 @@ class Target:
 SM90A = Target(
     name="sm_90a",
     chip="H200",
+    capability=(9, 0),
+    family="sm90",
+    kernels="fwd_sm90",
     multiprocessors=132,
     clock=1.83e9,
     shared_memory=232448,
@@ -82,3 +92,35 @@ SM90A = Target(
     l2_bytes=50 << 20,
     hbm_bytes_per_second=4.8e12,
 )
+
+SM100A = Target(
+    name="sm_100a",
+    chip="B200",
+    capability=(10, 0),
+    family="sm100",
+    kernels="fwd_sm100",
+    multiprocessors=148,
+    clock=1.85e9,
+    shared_memory=232448,
+    registers=65536,
+    register_step=8,
+    register_least=24,
+    register_most=256,
+    named_barriers=16,
+    mma_rows=128,
+    most_consumers=2,
+    key_step=16,
+    most_keys=128,
+    tensor_flops=8192,
+    special_results=16,
+    fp32_results=128,
+    load_lanes=32,
+    l2_bytes=126 << 20,
+    hbm_bytes_per_second=8e12,
+    tensor_columns=512,
+)
+
+SM103A = replace(SM100A, name="sm_103a", chip="B300", capability=(10, 3), special_results=32)
+"""Blackwell Ultra doubles the rate of exponentials."""
+
+TARGETS = (SM90A, SM100A, SM103A)

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from fa4flex.codegen.emit import Source
     from fa4flex.codegen.plan import Plan
     from fa4flex.codegen.plan.problem import Problem
+    from fa4flex.codegen.plan.target import Target
 
 MOST_READY = 256
 """Looks of calls remembered per program; the oldest is forgotten first."""
@@ -192,7 +193,7 @@ class Engine:
 def make_ready(engine: Engine, call: Call) -> Ready:
     """Prove, plan, emit, compile and build tables for calls that look like this one."""
     _require_not_capturing()
-    require_capability(call.q.device)
+    target = target_of(call.q.device)
     numbers = _numbers(engine, call)
     shape, captured = call.extents(), Captured(call.operands, numbers)
     proved = prove(engine.facts, shape, captured)
@@ -200,15 +201,14 @@ def make_ready(engine: Engine, call: Call) -> Ready:
     if proved.mask_form == "spans" and call.lengths is NO_LENGTHS:
         facts, rows = tabulate(facts, shape, captured, call.q.device)
     problem = _problem(engine, call, proved, rows)
-    plan, source = program(facts, problem, engine.schedule)
-    tile = plan.tiles.tile_m, plan.tiles.tile_n
-    kernel = compile_forward(source, problem, _signature(engine, call, rows))
+    plan, source = program(facts, problem, engine.schedule, target)
+    kernel = compile_forward(source, problem, _signature(engine, call, rows), target.name)
     return Ready(
         kernel.launch,
         tuple(map(weakref.ref, engine._watched(call))),
         _fixes(call),
         _layouts(call, shape, engine.precision.output_dtype(call.q.dtype)),
-        _tables(engine, call, captured, tile) if problem.mask_form == "tables" else None,
+        _tables(engine, call, captured, plan.tile) if problem.mask_form == "tables" else None,
         rows,
         numbers or None,
         shape.q_len,
@@ -227,12 +227,17 @@ def _layouts(call: Call, shape: Shape, dtype: torch.dtype) -> tuple[Layout, Layo
 
 
 @lru_cache(maxsize=256)
-def program(facts: Facts, problem: Problem, schedule: Schedule = Schedule()) -> tuple[Plan, Source]:
-    """The plan and the generated source, without the user's lines: equal programs are one kernel."""
-    from fa4flex.codegen.emit import emit_forward
-    from fa4flex.codegen.plan import plan_forward
+def program(
+    facts: Facts, problem: Problem, schedule: Schedule = Schedule(), target: Target | None = None
+) -> tuple[Plan, Source]:
+    """The plan and the generated source, without the user's lines: equal programs are one kernel.
 
-    plan = plan_forward(facts, problem, schedule=schedule)
+    `target` None means Hopper.
+    """
+    from fa4flex.codegen.emit import emit_forward
+    from fa4flex.codegen.plan import SM90A, plan_forward
+
+    plan = plan_forward(facts, problem, target or SM90A, schedule)
     return plan, emit_forward(facts, plan)
 
 
@@ -362,15 +367,20 @@ def _readable(x: Tensor) -> Tensor:
 # --- what is refused --------------------------------------------------------------------------------------
 
 
-def require_capability(device: torch.device) -> None:
-    """Raise UnsupportedError for a GPU that there is no kernel for."""
+def target_of(device: torch.device) -> Target:
+    """The chip that a GPU is; raises UnsupportedError where there is no kernel for it."""
+    from fa4flex.codegen.plan.target import TARGETS
+
     found = torch.cuda.get_device_capability(device)
-    if found != (9, 0):
+    target = next((target for target in TARGETS if target.capability == found), None)
+    if target is None:
+        known = ", ".join(f"{'.'.join(map(str, t.capability))} ({t.chip})" for t in TARGETS)
         raise UnsupportedError(
             f"{torch.cuda.get_device_name(device)} of compute capability {found[0]}.{found[1]}",
-            "compute capability 9.0 (Hopper: H100, H200, GH200), the one that kernels exist for",
-            "run on a Hopper GPU, or move the tensors with .cpu()",
+            f"one of the compute capabilities that kernels exist for: {known}",
+            "run on such a GPU, or move the tensors with .cpu()",
         )
+    return target
 
 
 def _require_not_capturing() -> None:

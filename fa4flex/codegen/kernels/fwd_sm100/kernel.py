@@ -27,7 +27,8 @@ from fa4flex.codegen.kernels.fwd_sm100.config import COLUMNS, ROWS, Config
 from fa4flex.codegen.kernels.fwd_sm100.correction import Correction
 from fa4flex.codegen.kernels.fwd_sm100.load import Load
 from fa4flex.codegen.kernels.fwd_sm100.multiply import Multiply
-from fa4flex.codegen.kernels.fwd_sm100.parts import (
+from fa4flex.codegen.kernels.fwd_sm100.parts import Pipes, Products, Shared, tensor_memory
+from fa4flex.codegen.kernels.fwd_sm100.roles import (
     BARRIERS,
     CORRECTION,
     FINISHED,
@@ -36,11 +37,8 @@ from fa4flex.codegen.kernels.fwd_sm100.parts import (
     SCHEDULE,
     STORE,
     WARPS,
-    Pipes,
-    Products,
-    Shared,
+    Per,
     barrier_count,
-    tensor_memory,
 )
 from fa4flex.codegen.kernels.fwd_sm100.schedule import Scheduler
 from fa4flex.codegen.kernels.fwd_sm100.softmax import Softmax
@@ -113,8 +111,7 @@ class Forward:
             return cute.struct.Align[cute.struct.MemRange[element, size], 1024]  # TMA swizzles by 1024 bytes
 
         members: dict[str, Any] = {
-            name: cute.struct.MemRange[Int64, barrier_count(config, per)]
-            for name, (per, _) in BARRIERS.items()
+            name: cute.struct.MemRange[Int64, self.count(per)] for name, (per, _) in BARRIERS.items()
         }
         k_stages, v_stages = config.kv_stages
         members |= {
@@ -186,10 +183,13 @@ class Forward:
             if warp < 4 * self.config.q_tiles:
                 self.softmax.run(arguments, grid, shared, pipes, products, base)
 
+    def count(self, per: Per) -> int:
+        return barrier_count(self.config.q_tiles, self.config.out_stages, per)
+
     def initialise(self, storage: Any) -> None:
         with cute.arch.elect_one():
             for name, (per, arrivals) in BARRIERS.items():
-                for i in range(barrier_count(self.config, per)):
+                for i in range(self.count(per)):
                     cute.arch.mbarrier_init(getattr(storage, name).data_ptr() + i, arrivals)
         cute.arch.mbarrier_init_fence()
 

@@ -1,4 +1,4 @@
-"""What the roles of the Blackwell forward kernel share: warps, tensors, barriers, products of one block."""
+"""What the roles of the Blackwell forward kernel share: tensors, barriers and products of one block."""
 
 from __future__ import annotations
 
@@ -12,23 +12,7 @@ from cutlass.memory import TmemAllocator
 
 from fa4flex.codegen.kernels.common.course import NextTile
 from fa4flex.codegen.kernels.fwd_sm100.config import ROWS, Config
-
-SOFTMAX, CORRECTION = 0, 8
-"""First warps of the warpgroups: two take the softmax of a query tile each, one corrects outputs."""
-
-MULTIPLY, STORE, LOAD, SCHEDULE = 12, 13, 14, 15
-"""Warps."""
-
-WARPS = 16
-READERS = WARPS - 1
-"""Warps that read the next tile's number: all but the scheduler."""
-
-ALLOCATED, FINISHED = 1, 2
-"""Named barriers: tensor memory is there, for all who touch it; the correction warpgroup has read the last of
-it."""
-
-TOUCH_TENSOR_MEMORY = 32 * (CORRECTION + 4 + 1)
-"""Threads: softmax and correction warpgroups, and the warp that multiplies."""
+from fa4flex.codegen.kernels.fwd_sm100.roles import ALLOCATED, CORRECTION, TOUCH_TENSOR_MEMORY
 
 
 @dataclass(frozen=True)
@@ -77,29 +61,6 @@ class Pipes:
     out_full: cute.Pointer
     out_empty: cute.Pointer
     next: NextTile
-
-
-BARRIERS: dict[str, tuple[str, int]] = {
-    "q_full": ("tile", 1),
-    "q_empty": ("tile", 1),
-    "s_full": ("tile", 1),
-    "p_early": ("tile", 8),
-    "p_late": ("tile", 4),
-    "o_full": ("tile", 1),
-    "scale_full": ("warp", 1),
-    "final_full": ("warp", 1),
-    "final_empty": ("warp", 1),
-    "out_full": ("stage", 4),
-    "out_empty": ("stage", 1),
-    "next_full": ("one", 1),
-    "next_empty": ("one", READERS),
-}
-"""What there is one of, and how many arrivals complete a phase: a warp's lanes arrive as one."""
-
-
-def barrier_count(config: Config, per: str) -> int:
-    tiles = config.q_tiles
-    return {"tile": tiles, "warp": 4 * tiles, "stage": max(config.out_stages, 1), "one": 1}[per]
 
 
 class Products:

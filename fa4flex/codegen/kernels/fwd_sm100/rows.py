@@ -47,8 +47,8 @@ def total_of(row: cute.Tensor, before: Float32) -> Float32:
     for i in range(2 * CHAINS - 2, cute.size(row), 2):
         c = i // 2 % CHAINS
         chains[c] = cute.arch.add_packed_f32x2(chains[c], (row[i], row[i + 1]))
-    a, b, c, d = chains
-    low, high = cute.arch.add_packed_f32x2(cute.arch.add_packed_f32x2(a, b), cute.arch.add_packed_f32x2(c, d))
+    halves = [cute.arch.add_packed_f32x2(chains[c], chains[c + 2]) for c in range(2)]
+    low, high = cute.arch.add_packed_f32x2(*halves)
     return low + high
 
 

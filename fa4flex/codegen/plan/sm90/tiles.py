@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from fa4flex.codegen.plan.memory import NUMBER, Memory, barriers, lay_out, may_share, tile_bytes
+from fa4flex.codegen.plan.memory import NUMBER, Memory, lay_out, tile_bytes
 from fa4flex.codegen.plan.problem import Problem
-from fa4flex.codegen.plan.registers import Need, consumer_need, split_registers
+from fa4flex.codegen.plan.sm90.registers import Need, consumer_need, split_registers
 from fa4flex.codegen.plan.target import Target
 from fa4flex.codegen.plan.work import Work
 from fa4flex.errors import UnsupportedError
@@ -73,6 +73,18 @@ class Tiles:
         if problem.lengths == "dense":
             sizes["out"] = tile_bytes(self.tile_m, self.head_dim_v, size)
         return sizes
+
+
+def may_share(head_dim: int, head_dim_v: int) -> bool:
+    """Whether the output may be staged where the queries lie: one warpgroup stores its rows while another
+    multiplies its queries, so each one's output starts where its own queries do, and must fit there."""
+    return head_dim_v <= head_dim
+
+
+def barriers(consumers: int, kv_stages: int, dynamic: bool) -> int:
+    """mbarriers: a full and an empty one per consumer's queries, per stage of K and per stage of V, and for
+    the next tile's number where it is handed over (`dynamic`)."""
+    return 2 * (consumers + 2 * kv_stages + dynamic)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,52 @@
+"""Warps of a block, and the barriers between them, as data."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Per = Literal["tile", "warp", "stage", "one"]
+"""What there is a barrier for: each query tile, each warp of its softmax warpgroup, each staged chunk of the
+output, or the block."""
+
+SOFTMAX, CORRECTION = 0, 8
+"""First warps of the warpgroups: two take the softmax of a query tile each, one corrects outputs."""
+
+MULTIPLY, STORE, LOAD, SCHEDULE = 12, 13, 14, 15
+"""Warps."""
+
+WARPS = 16
+READERS = WARPS - 1
+"""Warps that read the next tile's number: all but the scheduler."""
+
+ALLOCATED, FINISHED = 1, 2
+"""Named barriers: tensor memory is there, for all who touch it; the correction warpgroup has read the last of
+it."""
+
+TOUCH_TENSOR_MEMORY = 32 * (CORRECTION + 4 + 1)
+"""Threads: softmax and correction warpgroups, and the warp that multiplies."""
+
+BARRIERS: dict[str, tuple[Per, int]] = {
+    "q_full": ("tile", 1),
+    "q_empty": ("tile", 1),
+    "s_full": ("tile", 1),
+    "p_early": ("tile", 8),
+    "p_late": ("tile", 4),
+    "o_full": ("tile", 1),
+    "scale_full": ("warp", 1),
+    "final_full": ("warp", 1),
+    "final_empty": ("warp", 1),
+    "out_full": ("stage", 4),
+    "out_empty": ("stage", 1),
+    "next_full": ("one", 1),
+    "next_empty": ("one", READERS),
+}
+"""What there is one of, and how many arrivals complete a phase: a warp's lanes arrive as one."""
+
+
+def barrier_count(q_tiles: int, out_stages: int, per: Per) -> int:
+    return {"tile": q_tiles, "warp": 4 * q_tiles, "stage": max(out_stages, 1), "one": 1}[per]
+
+
+def barrier_total(q_tiles: int, out_stages: int) -> int:
+    """Barriers of a block, besides those of the K and V rings."""
+    return sum(barrier_count(q_tiles, out_stages, per) for per, _ in BARRIERS.values())

@@ -1,0 +1,1 @@
+"""Plans of Blackwell kernels."""

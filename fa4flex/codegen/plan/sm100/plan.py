@@ -1,0 +1,159 @@
+"""The plan of a Blackwell forward kernel. Data only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from fa4flex.codegen.kernels.fwd_sm100.config import ROWS, Config, Exponential, Registers
+from fa4flex.codegen.plan.bound import Bound, Size, expected_bound
+from fa4flex.codegen.plan.fault import PlanError
+from fa4flex.codegen.plan.memory import Memory
+from fa4flex.codegen.plan.problem import Problem
+from fa4flex.codegen.plan.request import ORDERS, Order, Request, check_threshold, rescaling
+from fa4flex.codegen.plan.sm100.tensor_memory import Columns, lay_out_columns
+from fa4flex.codegen.plan.sm100.tiles import Tiles, choose
+from fa4flex.codegen.plan.target import Target
+from fa4flex.codegen.plan.work import Work
+
+WARPGROUPS = 4
+
+
+@dataclass(frozen=True)
+class BlackwellPlan:
+    """A forward kernel for `problem` on `target`.
+
+    registers            of each kind of warpgroup
+    exponential          which exponentials FMA units compute
+    rescale_threshold    log2 units by which a score may pass the maximum in use before that is raised
+    work                 what the hooks cost and keep
+    persistent           one block per multiprocessor takes tile after tile; otherwise one block per tile
+    dynamic              persistent blocks take the next tile when they are done, as tiles differ in work
+    reasons              why these tiles, and why this order
+
+    Memory maps and estimates follow from these: `dataclasses.replace` makes a consistent other plan, and
+    `check` says whether it is a legal one.
+    """
+
+    target: Target
+    problem: Problem
+    tiles: Tiles
+    registers: Registers
+    exponential: Exponential
+    order: Order
+    rescale_threshold: float
+    work: Work
+    persistent: bool = True
+    dynamic: bool = False
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        return self.tiles.tile_m, self.tiles.tile_n
+
+    @cached_property
+    def memory(self) -> Memory:
+        """The shared-memory map of a block."""
+        return self.tiles.memory(self.target)
+
+    @cached_property
+    def columns(self) -> Columns:
+        """The tensor-memory map of a block."""
+        return lay_out_columns(self.tiles, self.target)
+
+    def bound(self, size: Size) -> Bound:
+        """The least time of a launch of this size, and the unit that sets it."""
+        widths = self.tiles.head_dim, self.tiles.head_dim_v
+        return expected_bound(self.problem, widths, self.work, self.target, size)
+
+    def config(self) -> Config:
+        """What the hand-written kernel is built from."""
+        return Config(
+            head_dim=self.tiles.head_dim,
+            head_dim_v=self.tiles.head_dim_v,
+            memory=self.columns.config(),
+            q_tiles=self.tiles.q_tiles,
+            tile_n=self.tiles.tile_n,
+            kv_stages=self.tiles.kv_stages,
+            out_stages=self.tiles.out_stages,
+            registers=self.registers,
+            exponential=self.exponential,
+            rescale_threshold=self.rescale_threshold,
+            persistent=self.persistent,
+            dynamic=self.dynamic,
+            workers=self.target.multiprocessors,
+            longest_first=self.order == "longest_first",
+            lengths=self.problem.lengths,
+            tables=self.problem.mask_form == "tables",
+            sinks=self.problem.sinks,
+            statistics=self.problem.statistics,
+        )
+
+    def check(self) -> None:
+        """PlanError or UnsupportedError unless the plan holds: sums of bytes, columns and registers."""
+        self.memory.check()
+        self.columns.check()
+        check_threshold(self.rescale_threshold, self.problem)
+        r = self.registers
+        wanted, pool = 2 * r.softmax + r.correction + r.other, self.target.register_pool(WARPGROUPS)
+        if wanted > pool:
+            raise PlanError(
+                f"2 x {r.softmax} + {r.correction} + {r.other} = {wanted} registers per thread",
+                f"at most {pool}, what {WARPGROUPS} warpgroups are launched with",
+                "give one of them fewer",
+            )
+
+    def explain(self, size: Size | None = None) -> str:
+        """The plan in words; with a `size`, also the time it cannot beat there."""
+        t, r = self.tiles, self.registers
+        k_stages, v_stages = t.kv_stages
+        lines = [
+            f"forward kernel for {self.target.name} ({self.target.chip}): {self.problem.explain()}",
+            f"tile: {t.q_tiles} x {ROWS} queries x {t.tile_n} keys, q and k {t.head_dim} wide,"
+            f" v {t.head_dim_v}, K {k_stages} and V {v_stages} deep",
+            *(f"  {reason}" for reason in self.reasons),
+            f"warpgroups: {t.q_tiles} softmax, 1 correction and 1 of single warps (load, multiply, store,"
+            f" schedule), of {r.softmax}, {r.correction} and {r.other} registers",
+            f"softmax: {self._exponentials()};",
+            f"  {rescaling(self.rescale_threshold)}",
+            f"order: {ORDERS[self.order]}",
+            "shared memory:",
+            self.memory.explain(),
+            "tensor memory:",
+            self.columns.explain(),
+            f"work: {self.work.explain()}",
+            f"bound: {self._rates() if size is None else self.bound(size).explain()}",
+        ]
+        return "\n".join(lines)
+
+    def _exponentials(self) -> str:
+        e = self.exponential
+        if not e.emulated:
+            return "all exponentials on special-function units"
+        return f"{e.emulated} of {e.period} exponentials by a polynomial of degree {e.degree} on FMA units"
+
+    def _rates(self) -> str:
+        """Long rows of keys: what limits a score, whatever the lengths are."""
+        times = self.bound(Size(1, 1, 1 << 20, 1 << 20)).explain()
+        return times.split(" (")[0] + " for long sequences"
+
+
+def plan_blackwell(request: Request) -> BlackwellPlan:
+    problem = request.problem
+    tiles, reasons = choose(problem, request.target, request.tile)
+    return BlackwellPlan(
+        target=request.target,
+        problem=problem,
+        tiles=tiles,
+        registers=REGISTERS[tiles.head_dim_v > 64],
+        exponential=Exponential(),
+        order=request.order,
+        rescale_threshold=request.rescale_threshold,
+        work=request.work,
+        dynamic=problem.uneven,
+        reasons=(*reasons, request.why),
+    )
+
+
+REGISTERS = {True: Registers(192, 80, 48), False: Registers(200, 64, 48)}
+"""By whether the output is wider than 64 columns (FlashAttention-4's splits)."""
