@@ -41,16 +41,14 @@ class TensorMemory:
 
 @dataclass(frozen=True)
 class Exponential:
-    """Which exponentials are polynomials on FMA units (Cody and Waite; FlashAttention-4) instead of ex2.
-
-    In every `period` pairs of keys the last `emulated` are, in fragments from `start` on but for the last.
-    `degree` is that of the polynomial; `emulated` 0 switches it off.
+    """Which exponentials are polynomials of `degree` on FMA units instead of special functions: of every
+    `every` pairs of keys the last `count`, in fragments from `skip` on but for the last. 0 switches it off.
     """
 
     degree: int = 3
-    period: int = 16
-    emulated: int = 0
-    start: int = 1
+    every: int = 8
+    count: int = 2
+    skip: int = 1
 
 
 @dataclass(frozen=True)

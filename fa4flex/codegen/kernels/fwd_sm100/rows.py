@@ -8,6 +8,7 @@ from cutlass import Float32, cute
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
+from fa4flex.codegen.kernels.common.exponential import emulated, exp2_pair
 from fa4flex.codegen.kernels.fwd_sm100.config import Exponential
 
 CHAINS = 4
@@ -43,20 +44,23 @@ def largest_of(row: cute.Tensor) -> Float32:
 
 def total_of(row: cute.Tensor, before: Float32) -> Float32:
     """`before` and the sum of a multiple of 8 numbers."""
-    chains = [(before, Float32(0.0))] + [(row[i], row[i + 1]) for i in range(0, 2 * CHAINS - 2, 2)]
-    for i in range(2 * CHAINS - 2, cute.size(row), 2):
-        c = i // 2 % CHAINS
-        chains[c] = cute.arch.add_packed_f32x2(chains[c], (row[i], row[i + 1]))
+    chains = [(row[2 * c], row[2 * c + 1]) for c in range(CHAINS)]
+    for i in range(CHAINS, cute.size(row) // 2):
+        chains[i % CHAINS] = cute.arch.add_packed_f32x2(chains[i % CHAINS], (row[2 * i], row[2 * i + 1]))
     halves = [cute.arch.add_packed_f32x2(chains[c], chains[c + 2]) for c in range(2)]
     low, high = cute.arch.add_packed_f32x2(*halves)
-    return low + high
+    return before + (low + high)
 
 
 def exponentiate(row: cute.Tensor, factor: Float32, shift: Float32, how: Exponential, fragment: int) -> None:
-    """y becomes 2^(factor y - shift)."""
-    for i in range(0, cute.size(row), 2):
-        pair = cute.arch.fma_packed_f32x2((row[i], row[i + 1]), (factor, factor), (-shift, -shift))
-        row[i], row[i + 1] = (cute.math.exp2(x, fastmath=True) for x in pair)
+    """y becomes 2^(factor y - shift), in this fragment of a row."""
+    size = cute.size(row)
+    for i in range(0, size, 2):
+        x = cute.arch.fma_packed_f32x2((row[i], row[i + 1]), (factor, factor), (-shift, -shift))
+        if emulated((fragment * size + i) // 2, how.every, how.count, how.skip):
+            row[i], row[i + 1] = exp2_pair(*x, how.degree)
+        else:
+            row[i], row[i + 1] = (cute.math.exp2(one, fastmath=True) for one in x)
 
 
 def multiply(row: cute.Tensor, scale: Float32) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from fa4flex.codegen.kernels.fwd_sm100.config import ROWS, Config, Exponential, Registers
+from fa4flex.codegen.kernels.fwd_sm100.config import FRAGMENT, ROWS, Config, Exponential, Registers
 from fa4flex.codegen.plan.bound import Bound, Size, expected_bound
 from fa4flex.codegen.plan.fault import PlanError
 from fa4flex.codegen.plan.memory import Memory
@@ -128,9 +128,11 @@ class BlackwellPlan:
 
     def _exponentials(self) -> str:
         e = self.exponential
-        if not e.emulated:
+        if not e.count:
             return "all exponentials on special-function units"
-        return f"{e.emulated} of {e.period} exponentials by a polynomial of degree {e.degree} on FMA units"
+        fragments = self.tiles.tile_n // FRAGMENT
+        share = (fragments - 1 - e.skip) * e.count / (fragments * e.every)
+        return f"{share:.0%} of the exponentials by a polynomial of degree {e.degree} on FMA units"
 
     def _rates(self) -> str:
         """Long rows of keys: what limits a score, whatever the lengths are."""
@@ -146,13 +148,18 @@ def plan_blackwell(request: Request) -> BlackwellPlan:
         problem=problem,
         tiles=tiles,
         registers=REGISTERS[tiles.head_dim_v > 64],
-        exponential=Exponential(),
+        exponential=_exponential(request.target),
         order=request.order,
         rescale_threshold=request.rescale_threshold,
         work=request.work,
         dynamic=problem.uneven,
         reasons=(*reasons, request.why),
     )
+
+
+def _exponential(target: Target) -> Exponential:
+    """Polynomials help where exponentials take as long as products: not where their rate has doubled."""
+    return Exponential(count=0) if target.special_results > 16 else Exponential()
 
 
 REGISTERS = {True: Registers(192, 80, 48), False: Registers(200, 64, 48)}
