@@ -26,11 +26,21 @@ class NextTile:
 
 
 class Course:
-    """`config` has tile_m, tile_n, lengths, tables, dynamic and longest_first."""
+    """`config` has tile_m, tile_n, lengths, tables, dynamic and longest_first. `ctas` work on a tile
+    together."""
 
-    def __init__(self, config: Any, hooks: Hooks) -> None:
+    def __init__(self, config: Any, hooks: Hooks, ctas: int = 1) -> None:
         self.config = config
         self.hooks = hooks
+        self.ctas = ctas
+
+    def first(self) -> Int32:
+        """The number of a block's first tile."""
+        return Int32(cute.arch.block_idx()[0] // self.ctas)
+
+    def stride(self) -> Int32:
+        """How many tiles are worked on at a time."""
+        return Int32(cute.arch.grid_dim()[0] // self.ctas)
 
     @cute.jit
     def work(self, number: Int32, grid: Grid, arguments: Arguments) -> Work:
@@ -46,12 +56,12 @@ class Course:
     @cute.jit
     def take(self, number: Int32, arguments: Arguments) -> Int32:
         """One warp's: the number of this block's next tile."""
-        following = number + cute.arch.grid_dim()[0]
+        following = number + self.stride()
         if const_expr(self.config.dynamic):
             taken = Int32(0)
             if cute.arch.lane_idx() == 0:
                 taken = cute.arch.atomic_add(arguments.counter.iterator, Int32(1), sem="relaxed", scope="gpu")
-            following = cute.arch.grid_dim()[0] + cute.arch.shuffle_sync(taken, 0)
+            following = self.stride() + cute.arch.shuffle_sync(taken, 0)
         return following
 
     @cute.jit
@@ -66,7 +76,7 @@ class Course:
     @cute.jit
     def receive(self, number: Int32, next_tile: cutlass.Constexpr[NextTile], phase: Int32) -> Int32:
         """The others': the number of this block's next tile."""
-        following = number + cute.arch.grid_dim()[0]
+        following = number + self.stride()
         if const_expr(self.config.dynamic):
             cute.arch.mbarrier_wait(next_tile.full, phase)
             following = cute.arch.make_warp_uniform(next_tile.number[0])
@@ -81,7 +91,7 @@ class Course:
             if cute.arch.lane_idx() == 0:
                 counter = arguments.counter
                 done = cute.arch.atomic_add(counter.iterator + 1, Int32(1), sem="acq_rel", scope="gpu")
-                if done == cute.arch.grid_dim()[0] - 1:
+                if done == self.stride() - 1:
                     counter[0] = Int32(0)
                     counter[1] = Int32(0)
 

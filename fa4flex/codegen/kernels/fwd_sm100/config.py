@@ -54,11 +54,12 @@ class Exponential:
 @dataclass(frozen=True)
 class Config:
     """head_dim, head_dim_v    widths of the tiles in shared memory: multiples of 16 that hold the tensors'
-    q_tiles                  query tiles of 128 rows per block, each with a softmax warpgroup: 2, or 1
+    ctas                     that multiply together: 1, or 2 with twice the rows and half of K and V each
+    q_tiles                  query tiles of 128 rows per CTA, each with a softmax warpgroup: 2, or 1
     tile_n                   keys per tile
     kv_stages                tiles of K, and as many of V, in flight
     out_stages               chunks of the output, 128 rows by 64 columns, staged in shared memory
-    early_keys               probabilities of so many keys are handed to the product before the rest
+    early_keys               probabilities of so many keys are handed to the product before the rest; or all
     rescale_threshold        in log2 units: the output is rescaled only when a row maximum grew by more
     persistent               one block per multiprocessor takes tile after tile; otherwise one block per tile
     dynamic                  persistent blocks take the next tile from a counter; otherwise every so-manieth
@@ -73,6 +74,7 @@ class Config:
     head_dim: int
     head_dim_v: int
     memory: TensorMemory
+    ctas: int = 1
     q_tiles: int = 2
     tile_n: int = 128
     kv_stages: tuple[int, int] = (2, 2)
@@ -92,8 +94,8 @@ class Config:
 
     @property
     def tile_m(self) -> int:
-        """Query rows of a block."""
-        return self.q_tiles * ROWS
+        """Query rows that are worked on together."""
+        return self.q_tiles * self.ctas * ROWS
 
     @property
     def out_columns(self) -> int:

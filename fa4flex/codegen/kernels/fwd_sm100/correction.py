@@ -14,6 +14,7 @@ from cutlass.tensor_utils import LayoutEnum
 from fa4flex.codegen.kernels.common.arguments import Arguments
 from fa4flex.codegen.kernels.common.course import Course
 from fa4flex.codegen.kernels.common.work import Grid, Work
+from fa4flex.codegen.kernels.fwd_sm100.cluster import Cluster
 from fa4flex.codegen.kernels.fwd_sm100.config import CORRECTED, FRAGMENT, ROWS, Config
 from fa4flex.codegen.kernels.fwd_sm100.parts import (
     Blocks,
@@ -21,6 +22,7 @@ from fa4flex.codegen.kernels.fwd_sm100.parts import (
     Products,
     Shared,
     arrive_once,
+    first_row,
 )
 from fa4flex.codegen.kernels.fwd_sm100.rows import multiply
 
@@ -35,9 +37,10 @@ class Output:
 
 
 class Correction:
-    def __init__(self, config: Config, course: Course) -> None:
+    def __init__(self, config: Config, course: Course, cluster: Cluster) -> None:
         self.config = config
         self.course = course
+        self.cluster = cluster
 
     @cute.jit
     def run(
@@ -53,10 +56,10 @@ class Correction:
         warp = cute.arch.make_warp_uniform(row // 32)
         outputs = [self.output(products, base, tile, row) for tile in range(self.config.q_tiles)]
         scale_phase, phase, out_count = Int32(0), Int32(0), Int32(0)
-        number = cute.arch.block_idx()[0]
+        number = self.course.first()
         work = self.course.work(number, grid, arguments)
         for tile in cutlass.range_constexpr(self.config.q_tiles):
-            arrive_once(pipes.p_early + tile)
+            self.cluster.arrive(pipes.p_early + tile)
         while work.valid:
             at = self.course.place(work, grid, arguments)
             count = self.course.keys(at, work, arguments).count
@@ -64,7 +67,7 @@ class Correction:
                 for tile in cutlass.range_constexpr(self.config.q_tiles):
                     cute.arch.mbarrier_wait(pipes.scale_full + 4 * tile + warp, scale_phase)
                     self.rescale(outputs[tile], shared.scales[row, tile])
-                    arrive_once(pipes.p_early + tile)
+                    self.cluster.arrive(pipes.p_early + tile)
                 scale_phase ^= 1
             for tile in cutlass.range_constexpr(self.config.q_tiles):
                 place = (row, warp, tile)
@@ -136,12 +139,12 @@ class Correction:
             cute.arch.fence_view_async_tmem_load()
             if const_expr(block == blocks - 1):
                 # The next tile's output may be written: its first product waits for this.
-                arrive_once(pipes.p_early + tile)
+                self.cluster.arrive(pipes.p_early + tile)
             multiply(part, scale)
             halves = cute.make_rmem_tensor((FRAGMENT,), arguments.out.element_type)
             halves.store(part.load().to(arguments.out.element_type))
             if const_expr(shared.out is None):
-                q = work.tile * self.config.tile_m + tile * ROWS + row
+                q = first_row(self.config, work, tile, self.cluster.rank()) + row
                 self.write(arguments, work, q, halves, block * FRAGMENT)
             else:
                 stage = count % self.config.out_stages

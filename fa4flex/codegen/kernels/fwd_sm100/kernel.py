@@ -14,7 +14,7 @@ import cutlass
 import cutlass.utils.blackwell_helpers as sm100
 from cuda.bindings import driver as cuda
 from cutlass import Float32, Int32, Int64, const_expr, cute, pipeline
-from cutlass.cute.nvgpu import cpasync, tcgen05
+from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
@@ -23,6 +23,7 @@ from fa4flex.codegen.kernels.common.course import Course, NextTile
 from fa4flex.codegen.kernels.common.hooks import Hooks
 from fa4flex.codegen.kernels.common.transfer import Transfers
 from fa4flex.codegen.kernels.common.work import Grid, dense_grid, packed_grid
+from fa4flex.codegen.kernels.fwd_sm100.cluster import Cluster
 from fa4flex.codegen.kernels.fwd_sm100.config import COLUMNS, ROWS, Config
 from fa4flex.codegen.kernels.fwd_sm100.correction import Correction
 from fa4flex.codegen.kernels.fwd_sm100.load import Load
@@ -32,6 +33,7 @@ from fa4flex.codegen.kernels.fwd_sm100.roles import (
     BARRIERS,
     CORRECTION,
     FINISHED,
+    FROM_BOTH,
     LOAD,
     MULTIPLY,
     SCHEDULE,
@@ -51,12 +53,13 @@ class Forward:
     def __init__(self, config: Config, hooks: Hooks) -> None:
         self.config = config
         self.hooks = hooks
-        course = Course(config, hooks)
-        self.load = Load(config, course)
-        self.multiply = Multiply(config, course)
-        self.softmax = Softmax(config, hooks, course)
-        self.correction = Correction(config, course)
-        self.store = Store(config, course)
+        cluster = self.cluster = Cluster(config.ctas)
+        course = Course(config, hooks, config.ctas)
+        self.load = Load(config, course, cluster)
+        self.multiply = Multiply(config, course, cluster)
+        self.softmax = Softmax(config, hooks, course, cluster)
+        self.correction = Correction(config, course, cluster)
+        self.store = Store(config, course, cluster)
         self.scheduler = Scheduler(course)
 
     @cute.jit
@@ -70,31 +73,35 @@ class Forward:
             grid = dense_grid(arguments, config.tile_m, ordered)
         blocks = grid.total
         if const_expr(config.persistent):
-            blocks = cutlass.min(blocks, config.workers)
+            blocks = cutlass.min(blocks, config.workers // config.ctas)
         self.device(arguments, grid, *transfers).launch(
-            grid=[blocks, 1, 1],
+            grid=[blocks * config.ctas, 1, 1],
             block=[32 * WARPS, 1, 1],
+            cluster=[config.ctas, 1, 1] if const_expr(config.ctas > 1) else None,
             stream=stream,
             min_blocks_per_mp=1,  # without it the compiler drops the register split
         )
 
     def transfers(self, arguments: Arguments) -> tuple[Any, ...]:
-        config, products = self.config, Products(self.config, arguments.q.element_type)
+        config, products = self.config, self.products(arguments)
         dense = cute.rank(arguments.q) == 4
         rows, columns = ([1, 3, 2, 0], [3, 1, 2, 0]) if dense else ([0, 2, 1], [2, 0, 1])
         q, k, out = (_select(x, rows) for x in (arguments.q, arguments.k, arguments.out))
         v = _select(arguments.v, columns)
         one = [cute.select(layout, mode=[0, 1, 2]) for layout in products.layouts()]
-        load = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.ONE)
-        alone = cute.tiled_divide(cute.make_layout((1, 1, 1)), (products.scores.thr_id.shape,)).shape
+        load = cpasync.CopyBulkTensorTileG2SOp(self.cluster.group)
+        cluster = self.cluster.layout(products.scores).shape
         scores, values = (products.scores_tile, products.scores), (products.values_tile, products.values)
         chunk = self.out_layout(arguments.out.element_type)
         return (
-            cute.nvgpu.make_tiled_tma_atom_A(load, q, one[0], *scores, alone),
-            cute.nvgpu.make_tiled_tma_atom_B(load, k, one[1], *scores, alone),
-            cute.nvgpu.make_tiled_tma_atom_B(load, v, one[2], *values, alone),
+            cute.nvgpu.make_tiled_tma_atom_A(load, q, one[0], *scores, cluster),
+            cute.nvgpu.make_tiled_tma_atom_B(load, k, one[1], *scores, cluster),
+            cute.nvgpu.make_tiled_tma_atom_B(load, v, one[2], *values, cluster),
             None if chunk is None else store_atom(out, cute.select(chunk, mode=[0, 1]), config),
         )
+
+    def products(self, arguments: Arguments) -> Products:
+        return Products(self.config, arguments.q.element_type, self.cluster)
 
     def out_layout(self, kind: Any) -> Any:
         """(128, columns, stage), swizzled; None where rows go straight to global memory."""
@@ -118,6 +125,7 @@ class Forward:
             "k": cute.struct.MemRange[Int64, 2 * k_stages],
             "v": cute.struct.MemRange[Int64, 2 * v_stages],
             "next": cute.struct.MemRange[Int32, 1],
+            "freed": Int64,
             "columns": Int32,
         }
         rows = cute.struct.MemRange[Float32, ROWS * config.q_tiles]
@@ -142,23 +150,26 @@ class Forward:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         registers = self.config.registers
         transfers = Transfers(q, k, v, out)
-        products = Products(self.config, arguments.q.element_type)
+        products = self.products(arguments)
         storage = SmemAllocator().allocate(self.storage(products, arguments.out.element_type))
         shared = self.shared(storage, products, arguments.out.element_type)
-        pipes = self.pipes(storage, shared)
-        memory = tensor_memory(storage)
+        pipes = self.pipes(storage, shared, products)
+        memory = tensor_memory(storage, self.cluster)
         if warp == LOAD:
             for transfer in (q, k, v):
                 cpasync.prefetch_descriptor(transfer.atom)
         if warp == 0:
             self.initialise(storage)
-        pipeline.pipeline_init_arrive()
-        pipeline.pipeline_init_wait()
+        ctas = self.cluster.layout(products.scores)
+        pipeline.pipeline_init_arrive(cluster_shape_mn=ctas, is_relaxed=True)
+        pipeline.pipeline_init_wait(cluster_shape_mn=ctas)
         if warp >= MULTIPLY:
             cute.arch.setmaxregister_decrease(registers.other)
             if warp == MULTIPLY:
                 memory.wait_for_alloc()
-                self.multiply.run(arguments, grid, shared, pipes, products, memory.retrieve_ptr(Float32))
+                base = memory.retrieve_ptr(Float32)
+                if self.cluster.leads():
+                    self.multiply.run(arguments, grid, shared, pipes, products, base)
             if warp == LOAD:
                 self.load.run(arguments, grid, transfers, shared, pipes, products)
             if const_expr(out is not None):  # noqa: SIM102  one is decided when compiled, one when run
@@ -182,6 +193,7 @@ class Forward:
             base = memory.retrieve_ptr(Float32)
             if warp < 4 * self.config.q_tiles:
                 self.softmax.run(arguments, grid, shared, pipes, products, base)
+        self.cluster.depart()
 
     def count(self, per: Per) -> int:
         return barrier_count(self.config.q_tiles, self.config.out_stages, per)
@@ -189,8 +201,9 @@ class Forward:
     def initialise(self, storage: Any) -> None:
         with cute.arch.elect_one():
             for name, (per, arrivals) in BARRIERS.items():
+                count = arrivals * self.config.ctas if name in FROM_BOTH else arrivals
                 for i in range(self.count(per)):
-                    cute.arch.mbarrier_init(getattr(storage, name).data_ptr() + i, arrivals)
+                    cute.arch.mbarrier_init(getattr(storage, name).data_ptr() + i, count)
         cute.arch.mbarrier_init_fence()
 
     def shared(self, storage: Any, products: Products, out_kind: Any) -> Shared:
@@ -206,7 +219,7 @@ class Forward:
             storage.finals.get_tensor(rows),
         )
 
-    def pipes(self, storage: Any, shared: Shared) -> Pipes:
+    def pipes(self, storage: Any, shared: Shared, products: Products) -> Pipes:
         alone = pipeline.CooperativeGroup(pipeline.Agent.Thread)
 
         def ring(barriers: Any, tensor: cute.Tensor, stages: int) -> pipeline.PipelineTmaUmma:
@@ -215,8 +228,9 @@ class Forward:
                 num_stages=stages,
                 producer_group=alone,
                 consumer_group=alone,
-                tx_count=cute.size_in_bytes(tensor.element_type, stage),
+                tx_count=cute.size_in_bytes(tensor.element_type, stage) * self.config.ctas,
                 barrier_storage=barriers.data_ptr(),
+                cta_layout_vmnk=self.cluster.layout(products.scores),
                 defer_sync=True,
             )
 

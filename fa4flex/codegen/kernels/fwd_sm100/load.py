@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import cutlass
 from cutlass import Int32, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
@@ -13,7 +11,8 @@ from fa4flex.codegen.kernels.common.course import Course
 from fa4flex.codegen.kernels.common.keys import tile_at
 from fa4flex.codegen.kernels.common.transfer import Transfers, sequence
 from fa4flex.codegen.kernels.common.work import Grid, Work
-from fa4flex.codegen.kernels.fwd_sm100.config import ROWS, Config
+from fa4flex.codegen.kernels.fwd_sm100.cluster import Cluster
+from fa4flex.codegen.kernels.fwd_sm100.config import Config
 from fa4flex.codegen.kernels.fwd_sm100.parts import Pipes, Products, Shared
 
 Views = tuple[cute.Tensor, cute.Tensor]
@@ -49,9 +48,10 @@ def _load(
 
 
 class Load:
-    def __init__(self, config: Config, course: Course) -> None:
+    def __init__(self, config: Config, course: Course, cluster: Cluster) -> None:
         self.config = config
         self.course = course
+        self.cluster = cluster
 
     @cute.jit
     def run(
@@ -67,7 +67,7 @@ class Load:
         k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, k_stages)
         v_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, v_stages)
         phase = Int32(0)
-        number = cute.arch.block_idx()[0]
+        number = self.course.first()
         work = self.course.work(number, grid, arguments)
         while work.valid:
             at = self.course.place(work, grid, arguments)
@@ -102,30 +102,38 @@ class Load:
         products: Products,
     ) -> tuple[Views, Views, Views]:
         """Of the queries, keys and values of a tile's sequence and head."""
-        config = self.config
-        scores, values = products.scores.get_slice(0), products.values.get_slice(0)
+        rank = self.cluster.rank()
+        scores, values = products.scores.get_slice(rank), products.values.get_slice(rank)
         kv_head = work.h // (grid.heads // arguments.k.shape[-2])
         q = sequence(transfers.q.tma_tensor, work.q_offset, work.h, work.b)
         k = sequence(transfers.k.tma_tensor, work.kv_offset, kv_head, work.b)
         v = sequence(transfers.v.tma_tensor, work.kv_offset, kv_head, work.b, axis=1)
-        q_tiles = scores.partition_A(cute.local_tile(q, (ROWS, config.head_dim), (None, 0)))
-        k_tiles = scores.partition_B(cute.local_tile(k, (config.tile_n, config.head_dim), (None, 0)))
-        v_tiles = values.partition_B(cute.local_tile(v, (config.head_dim_v, config.tile_n), (0, None)))
+        q_tiles = scores.partition_A(cute.local_tile(q, products.scores_tile[::2], (None, 0)))
+        k_tiles = scores.partition_B(cute.local_tile(k, products.scores_tile[1:], (None, 0)))
+        v_tiles = values.partition_B(cute.local_tile(v, products.values_tile[1:], (0, None)))
         return (
             _views(transfers.q, shared.q, q_tiles),
             _views(transfers.k, shared.k, k_tiles),
             _views(transfers.v, shared.v, v_tiles),
         )
 
+    @cute.jit
     def queries(
-        self, transfer: cpasync.TmaInfo, views: Any, work: Work, pipes: Pipes, phase: Int32, tile: int
+        self,
+        transfer: cutlass.Constexpr[cpasync.TmaInfo],
+        views: cutlass.Constexpr[Views],
+        work: Work,
+        pipes: cutlass.Constexpr[Pipes],
+        phase: Int32,
+        tile: cutlass.Constexpr[int],
     ) -> None:
         """One tile of queries, as soon as the last scores of those before it are multiplied."""
         to_shared, from_global = views
         size = cute.size_in_bytes(to_shared.element_type, cute.select(to_shared.layout, mode=[0]))
         cute.arch.mbarrier_wait(pipes.q_empty + tile, phase ^ 1)
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(pipes.q_full + tile, size)
+        if self.cluster.leads():
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(pipes.q_full + tile, size * self.config.ctas)
         cute.copy(
             transfer.atom,
             from_global[None, work.tile * self.config.q_tiles + tile],

@@ -23,6 +23,7 @@ from fa4flex.codegen.kernels.common.arguments import Arguments
 from fa4flex.codegen.kernels.common.course import Course
 from fa4flex.codegen.kernels.common.keys import KeyTiles, tile_at
 from fa4flex.codegen.kernels.common.work import Grid, Work
+from fa4flex.codegen.kernels.fwd_sm100.cluster import Cluster
 from fa4flex.codegen.kernels.fwd_sm100.config import Config
 from fa4flex.codegen.kernels.fwd_sm100.parts import Pipes, Products, Shared
 
@@ -59,16 +60,11 @@ def issue(
         cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
 
 
-def commit(barrier: cute.Pointer) -> None:
-    """An arrival once all products issued so far are done."""
-    with cute.arch.elect_one():
-        tcgen05.commit(barrier)
-
-
 class Multiply:
-    def __init__(self, config: Config, course: Course) -> None:
+    def __init__(self, config: Config, course: Course, cluster: Cluster) -> None:
         self.config = config
         self.course = course
+        self.cluster = cluster
 
     @cute.jit
     def run(
@@ -85,7 +81,7 @@ class Multiply:
         k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.kv_stages[0])
         v_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.kv_stages[1])
         p_phase, phase = Int32(0), Int32(0)
-        number = cute.arch.block_idx()[0]
+        number = self.course.first()
         work = self.course.work(number, grid, arguments)
         count = self.keys(work, grid, arguments).count
         if work.valid:
@@ -111,7 +107,7 @@ class Multiply:
                 for tile in cutlass.range_constexpr(config.q_tiles):
                     self.values(products, operands, pipes, (v_state.index, p_phase), tile, j > 1)
                     if ends:
-                        commit(pipes.o_full + tile)
+                        self.cluster.commit(pipes.o_full + tile)
                     if more:
                         if const_expr(tile == 0):
                             pipes.k.consumer_wait(k_state)
@@ -153,9 +149,9 @@ class Multiply:
         q, k = operands.q[None, None, None, tile], operands.k[None, None, None, stage]
         steps = range(self.config.head_dim // MMA_K)
         issue(products.scores, operands.scores[tile], (q, k), steps, False)
-        commit(pipes.s_full + tile)
+        self.cluster.commit(pipes.s_full + tile)
         if last:
-            commit(pipes.q_empty + tile)
+            self.cluster.commit(pipes.q_empty + tile)
 
     @cute.jit
     def values(
@@ -173,8 +169,9 @@ class Multiply:
         early, steps = self.config.early_keys // MMA_K, self.config.tile_n // MMA_K
         cute.arch.mbarrier_wait(pipes.p_early + tile, phase)
         issue(products.values, out, pv, range(early), accumulate)
-        cute.arch.mbarrier_wait(pipes.p_late + tile, phase)
-        issue(products.values, out, pv, range(early, steps), True)
+        if const_expr(early < steps):
+            cute.arch.mbarrier_wait(pipes.p_late + tile, phase)
+            issue(products.values, out, pv, range(early, steps), True)
 
     @cute.jit
     def clear_past_end(

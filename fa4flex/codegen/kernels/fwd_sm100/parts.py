@@ -11,6 +11,8 @@ from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 from cutlass.memory import TmemAllocator
 
 from fa4flex.codegen.kernels.common.course import NextTile
+from fa4flex.codegen.kernels.common.work import Work
+from fa4flex.codegen.kernels.fwd_sm100.cluster import Cluster
 from fa4flex.codegen.kernels.fwd_sm100.config import ROWS, Config
 from fa4flex.codegen.kernels.fwd_sm100.roles import ALLOCATED, CORRECTION, TOUCH_TENSOR_MEMORY
 
@@ -64,25 +66,25 @@ class Pipes:
 
 
 class Products:
-    """S = q k^T from shared memory, and O += p v with p from tensor memory; each by one CTA."""
+    """S = q k^T from shared memory, and O += p v with p from tensor memory."""
 
-    def __init__(self, config: Config, kind: Any) -> None:
+    def __init__(self, config: Config, kind: Any, cluster: Cluster) -> None:
         self.config, self.kind = config, kind
-        major, one = OperandMajorMode, tcgen05.CtaGroup.ONE
+        major, group = OperandMajorMode, cluster.group
         self.scores = sm100.make_trivial_tiled_mma(
-            kind, kind, major.K, major.K, Float32, one, (ROWS, config.tile_n)
+            kind, kind, major.K, major.K, Float32, group, self.scores_tile[:2]
         )
         self.values = sm100.make_trivial_tiled_mma(
-            kind, kind, major.K, major.MN, Float32, one, (ROWS, config.head_dim_v), tcgen05.OperandSource.TMEM
+            kind, kind, major.K, major.MN, Float32, group, self.values_tile[:2], tcgen05.OperandSource.TMEM
         )
 
     @property
     def scores_tile(self) -> tuple[int, int, int]:
-        return ROWS, self.config.tile_n, self.config.head_dim
+        return ROWS * self.config.ctas, self.config.tile_n, self.config.head_dim
 
     @property
     def values_tile(self) -> tuple[int, int, int]:
-        return ROWS, self.config.head_dim_v, self.config.tile_n
+        return ROWS * self.config.ctas, self.config.head_dim_v, self.config.tile_n
 
     def layouts(self) -> tuple[Any, Any, Any]:
         """Swizzled shared-memory layouts of q, k and v, whose last mode counts tiles or stages."""
@@ -144,6 +146,11 @@ class Blocks:
         return cute.make_tensor(registers.iterator, cute.make_layout(self.shape))
 
 
+def first_row(config: Config, work: Work, tile: Any, rank: Any) -> Int32:
+    """The query that the first row of a CTA's tile holds."""
+    return work.tile * config.tile_m + (tile * config.ctas + rank) * ROWS
+
+
 def column(columns: tuple[int, ...], tile: Any) -> Any:
     """The one of a query tile, whose number may be known only when the kernel runs."""
     if isinstance(tile, int):
@@ -151,12 +158,14 @@ def column(columns: tuple[int, ...], tile: Any) -> Any:
     return columns[0] + tile * (columns[-1] - columns[0])
 
 
-def tensor_memory(storage: Any) -> TmemAllocator:
+def tensor_memory(storage: Any, cluster: Cluster) -> TmemAllocator:
     """The correction warpgroup's first warp allocates, and frees what it was the last to read."""
     return TmemAllocator(
         storage.columns.ptr,
         barrier_for_retrieve=pipeline.NamedBarrier(ALLOCATED, TOUCH_TENSOR_MEMORY),
         allocator_warp_id=CORRECTION,
+        is_two_cta=cluster.ctas == 2,
+        two_cta_tmem_dealloc_mbar_ptr=storage.freed.ptr,
     )
 
 

@@ -42,6 +42,9 @@ BARRIERS: dict[str, tuple[Per, int]] = {
 }
 """What there is one of, and how many arrivals complete a phase: a warp's lanes arrive as one."""
 
+FROM_BOTH = ("p_early", "p_late")
+"""Barriers at which the warps of both CTAs of a pair arrive."""
+
 
 def barrier_count(q_tiles: int, out_stages: int, per: Per) -> int:
     return {"tile": q_tiles, "warp": 4 * q_tiles, "stage": max(out_stages, 1), "one": 1}[per]

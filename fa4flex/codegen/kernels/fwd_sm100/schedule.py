@@ -18,7 +18,7 @@ class Scheduler:
     @cute.jit
     def run(self, arguments: Arguments, grid: Grid, pipes: cutlass.Constexpr[Pipes]) -> None:
         phase = Int32(1)
-        number = cute.arch.block_idx()[0]
+        number = self.course.first()
         work = self.course.work(number, grid, arguments)
         while work.valid:
             number = self.course.take(number, arguments)

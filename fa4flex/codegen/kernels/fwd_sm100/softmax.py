@@ -32,8 +32,17 @@ from fa4flex.codegen.kernels.common.softmax import (
     running,
 )
 from fa4flex.codegen.kernels.common.work import Grid, Work
+from fa4flex.codegen.kernels.fwd_sm100.cluster import Cluster
 from fa4flex.codegen.kernels.fwd_sm100.config import FRAGMENT, ROWS, Config
-from fa4flex.codegen.kernels.fwd_sm100.parts import Blocks, Pipes, Products, Shared, arrive_once, column
+from fa4flex.codegen.kernels.fwd_sm100.parts import (
+    Blocks,
+    Pipes,
+    Products,
+    Shared,
+    arrive_once,
+    column,
+    first_row,
+)
 from fa4flex.codegen.kernels.fwd_sm100.rows import exponentiate, largest_of, total_of
 
 
@@ -49,22 +58,24 @@ class Tile:
 
 @dataclass(frozen=True)
 class Place:
-    """A warpgroup's query tile and a thread's row in it; scores and probabilities in tensor memory, by
-    fragment, and the dtype of probabilities."""
+    """A warpgroup's query tile, a thread's row in it and the CTA's place in its pair; scores and probabilities
+    in tensor memory, by fragment, and the dtype of probabilities."""
 
     tile: Int32
     row: Int32
     warp: Int32
+    rank: Int32
     scores: Blocks
     probabilities: Blocks
     kind: Any
 
 
 class Softmax:
-    def __init__(self, config: Config, hooks: Hooks, course: Course) -> None:
+    def __init__(self, config: Config, hooks: Hooks, course: Course, cluster: Cluster) -> None:
         self.config = config
         self.hooks = hooks
         self.course = course
+        self.cluster = cluster
 
     @cute.jit
     def run(
@@ -79,13 +90,13 @@ class Softmax:
         place = self.place(products, base)
         state = running(1)
         s_phase, phase = Int32(0), Int32(0)
-        number = cute.arch.block_idx()[0]
+        number = self.course.first()
         work = self.course.work(number, grid, arguments)
         while work.valid:
             at = self.course.place(work, grid, arguments)
             keys = self.course.keys(at, work, arguments)
-            first_row = work.tile * self.config.tile_m + place.tile * ROWS
-            tile = self.tile(at, first_row + place.row, state)
+            q = first_row(self.config, work, place.tile, place.rank) + place.row
+            tile = self.tile(at, q, state)
             self.begin(state)
             for i in cutlass.range(0, keys.masked_count, unroll=1):
                 self.step(tile, place, shared, pipes, (tile_at(keys, i), i, s_phase), True)
@@ -93,7 +104,7 @@ class Softmax:
             for i in cutlass.range(keys.masked_count, keys.count, unroll=1):
                 self.step(tile, place, shared, pipes, (tile_at(keys, i), i, s_phase), False)
                 s_phase ^= 1
-            self.finish(arguments, work, tile, place, (shared, pipes), phase)
+            self.finish(arguments, work, tile, place, (shared, pipes), (q, phase))
             number = self.course.receive(number, pipes.next, phase)
             work = self.course.work(number, grid, arguments)
             phase ^= 1
@@ -112,6 +123,7 @@ class Softmax:
             tile,
             row,
             cute.arch.make_warp_uniform(row // 32),
+            self.cluster.rank(),
             Blocks.load(tcgen05.Ld32x32bOp(tcgen05.Repetition(FRAGMENT)), scores, row),
             Blocks.store(
                 tcgen05.St32x32bOp(tcgen05.Repetition(FRAGMENT // 2)), probabilities[None, None, 0, None], row
@@ -198,10 +210,11 @@ class Softmax:
             halves = cute.recast_ptr(packed.iterator, dtype=place.kind)
             narrow(scores[None, f], cute.make_tensor(halves, cute.make_layout(FRAGMENT)))
             place.probabilities.put(f, packed)
-            if (f + 1) * FRAGMENT in (self.config.early_keys, self.config.tile_n):
+            there = (f + 1) * FRAGMENT
+            if there in (self.config.early_keys, self.config.tile_n):
                 cute.arch.fence_view_async_tmem_store()
-                early = (f + 1) * FRAGMENT == self.config.early_keys
-                arrive_once((pipes.p_early if early else pipes.p_late) + place.tile)
+                barrier = pipes.p_early if there == self.config.early_keys else pipes.p_late
+                self.cluster.arrive(barrier + place.tile)
 
     @cute.jit
     def finish(
@@ -211,10 +224,10 @@ class Softmax:
         tile: cutlass.Constexpr[Tile],
         place: cutlass.Constexpr[Place],
         handed: cutlass.Constexpr[tuple[Shared, Pipes]],
-        phase: Int32,
+        which: tuple[Int32, Int32],
     ) -> None:
         """Write the row's statistics, and hand over what its output is to be multiplied by at last."""
-        shared, pipes = handed
+        (shared, pipes), (q, phase) = handed, which
         state = tile.state
         sink = None
         if const_expr(self.config.sinks):
@@ -224,7 +237,6 @@ class Softmax:
         cute.arch.mbarrier_wait(pipes.final_empty + barrier, phase ^ 1)
         shared.finals[place.row, place.tile] = scales[0]
         arrive_once(pipes.final_full + barrier)
-        q = work.tile * self.config.tile_m + place.tile * ROWS + place.row
         if q < work.q_len:
             if const_expr(arguments.lse is not None):
                 put_statistic(arguments.lse, work, q, lse[0])

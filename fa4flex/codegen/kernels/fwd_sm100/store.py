@@ -11,14 +11,16 @@ from fa4flex.codegen.kernels.common.arguments import Arguments
 from fa4flex.codegen.kernels.common.course import Course
 from fa4flex.codegen.kernels.common.transfer import Transfers, partition, sequence
 from fa4flex.codegen.kernels.common.work import Grid
+from fa4flex.codegen.kernels.fwd_sm100.cluster import Cluster
 from fa4flex.codegen.kernels.fwd_sm100.config import ROWS, Config
-from fa4flex.codegen.kernels.fwd_sm100.parts import Pipes, Shared
+from fa4flex.codegen.kernels.fwd_sm100.parts import Pipes, Shared, first_row
 
 
 class Store:
-    def __init__(self, config: Config, course: Course) -> None:
+    def __init__(self, config: Config, course: Course, cluster: Cluster) -> None:
         self.config = config
         self.course = course
+        self.cluster = cluster
 
     @cute.jit
     def run(
@@ -31,14 +33,14 @@ class Store:
     ) -> None:
         chunks = self.config.head_dim_v // self.config.out_columns
         count, phase = Int32(0), Int32(0)
-        number = cute.arch.block_idx()[0]
+        number = self.course.first()
         work = self.course.work(number, grid, arguments)
         while work.valid:
             whole = sequence(transfers.out.tma_tensor, work.q_offset, work.h, work.b)
             tiles = cute.local_tile(whole, (ROWS, self.config.out_columns), (None, None))
             from_shared, to_global = partition(transfers.out, shared.out, tiles)
             for tile in cutlass.range_constexpr(self.config.q_tiles):
-                number_of_tile = work.tile * self.config.q_tiles + tile
+                number_of_tile = first_row(self.config, work, tile, self.cluster.rank()) // ROWS
                 for chunk in cutlass.range_constexpr(chunks):
                     stage = count % self.config.out_stages
                     cute.arch.mbarrier_wait(pipes.out_full + stage, (count // self.config.out_stages) & 1)
