@@ -1,0 +1,58 @@
+"""What the Hopper backward kernel is specialised to, besides hooks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Lengths = Literal["dense", "packed", "used"]
+
+KEYS = 64
+"""Keys of one consumer warpgroup: what one wgmma instruction spans."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """head_dim, head_dim_v    widths of the tiles in shared memory: multiples of 32 that hold the tensors'
+    tile_m                   queries per step, a multiple of 64
+    tile_n                   keys per block; each consumer warpgroup owns 64 of them
+    q_stages, do_stages      tiles of Q, and of dO, in flight
+    producer_registers, consumer_registers   per thread, after the split
+    workers                  multiprocessors
+    lengths                  "dense", "packed" (cu_seqlens) or "used" (seqused per batch)
+    masked                   whether tiles come from block tables; otherwise all of them
+    """
+
+    head_dim: int
+    head_dim_v: int
+    tile_m: int = 64
+    tile_n: int = 128
+    q_stages: int = 2
+    do_stages: int = 2
+    producer_registers: int = 24
+    consumer_registers: int = 240
+    workers: int = 132
+    lengths: Lengths = "dense"
+    masked: bool = False
+
+    @property
+    def consumers(self) -> int:
+        """Consumer warpgroups."""
+        return self.tile_n // KEYS
+
+    @property
+    def threads(self) -> int:
+        return 128 * (1 + self.consumers)
+
+    @property
+    def split_columns(self) -> bool:
+        """Whether warpgroups share the rows of dQ and take half of its columns each; otherwise each takes
+        its own rows."""
+        return self.tile_m < 64 * self.consumers
+
+    @property
+    def dq_shape(self) -> tuple[int, int]:
+        """(rows, columns) of dQ that one warpgroup computes."""
+        if self.split_columns:
+            return self.tile_m, self.head_dim // self.consumers
+        return self.tile_m // self.consumers, self.head_dim

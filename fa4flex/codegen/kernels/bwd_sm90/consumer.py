@@ -1,0 +1,263 @@
+"""A consumer warpgroup: 64 keys; it holds their dK and dV in registers while queries pass by.
+
+Scores are transposed: S' = K Q' and dP' = V dO', so that P' and dS', in the registers they were made in, are
+operands of dV += P' dO and dK += dS' Q. Only dQ = dS K needs all keys of a block together: dS goes through
+shared memory, and dQ, a part per warpgroup, to the warp that adds it up (FlashAttention-3's backward; Shah et
+al. 2024, section 3 and appendix B.1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float32, Int32, cute, pipeline
+from cutlass.cute.nvgpu import warpgroup
+from cutlass.tensor_utils import LayoutEnum
+
+from fa4flex.codegen.kernels.bwd_sm90.config import KEYS, Config
+from fa4flex.codegen.kernels.bwd_sm90.parts import DQ_EMPTY, DQ_FULL, SCORES, Pipes, Shared, transposed
+from fa4flex.codegen.kernels.bwd_sm90.writer import THREADS
+from fa4flex.codegen.kernels.common.backward import (
+    BackwardArguments,
+    BackwardCourse,
+    KeyWork,
+    query_tile_at,
+)
+from fa4flex.codegen.kernels.common.fragment import as_operand, multiply, narrow, rows_and_columns
+from fa4flex.codegen.kernels.common.hooks import Hooks
+from fa4flex.codegen.kernels.common.softmax import LOG2_E
+from fa4flex.codegen.kernels.common.transposed import Slab
+
+State = pipeline.PipelineState
+
+
+@dataclass(frozen=True)
+class Mmas:
+    """Tiled products of one warpgroup: S' = K Q' and dP' = V dO'; dV += P' dO; dK += dS' Q; dQ = dS K."""
+
+    scores: cute.TiledMma
+    dprob: cute.TiledMma
+    dv: cute.TiledMma
+    dk: cute.TiledMma
+    dq: cute.TiledMma
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Shared-memory descriptors, q and dout by stage, and the accumulators that outlive a tile."""
+
+    k: cute.Tensor
+    q: cute.Tensor
+    v: cute.Tensor
+    dout: cute.Tensor
+    dout_t: cute.Tensor
+    q_t: cute.Tensor
+    ds: cute.Tensor
+    k_t: cute.Tensor
+    dv: cute.Tensor
+    dk: cute.Tensor
+
+
+class Consumer:
+    def __init__(self, config: Config, hooks: Hooks, course: BackwardCourse) -> None:
+        self.config = config
+        self.hooks = hooks
+        self.course = course
+
+    @cute.jit
+    def run(
+        self,
+        arguments: BackwardArguments,
+        work: KeyWork,
+        shared: cutlass.Constexpr[Shared],
+        pipes: cutlass.Constexpr[Pipes],
+        mmas: cutlass.Constexpr[Mmas],
+    ) -> None:
+        config = self.config
+        thread = cute.arch.thread_idx()[0] - 128
+        warpgroup_index = cute.arch.make_warp_uniform(thread // 128)
+        lane = thread % 128
+        operands = self.operands(mmas, shared, lane, warpgroup_index)
+        operands.dk.fill(0.0)
+        operands.dv.fill(0.0)
+        q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.q_stages)
+        do_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.do_stages)
+        heads = Int32(arguments.q.shape[2])
+        group = heads // arguments.k.shape[2]
+        cute.arch.mbarrier_wait(pipes.k_full, 0)
+        cute.arch.mbarrier_wait(pipes.v_full, 0)
+        for g in cutlass.range(group, unroll=1):
+            h = work.kv_head * group + g
+            slab = self.slab(arguments, work, h, heads, warpgroup_index, lane)
+            queries = self.course.queries(work, h, arguments)
+            for i in cutlass.range(queries.masked_count, unroll=1):
+                tile = query_tile_at(queries, i)
+                places = (tile, lane, warpgroup_index)
+                self.step(mmas, operands, slab, shared, pipes, (q_state, do_state), places, True)
+                q_state.advance()
+                do_state.advance()
+            for i in cutlass.range(queries.masked_count, queries.count, unroll=1):
+                tile = query_tile_at(queries, i)
+                places = (tile, lane, warpgroup_index)
+                self.step(mmas, operands, slab, shared, pipes, (q_state, do_state), places, False)
+                q_state.advance()
+                do_state.advance()
+        self.store(arguments.dv, mmas.dv, operands.dv, work, (lane, warpgroup_index), Float32(1.0))
+        self.store(arguments.dk, mmas.dk, operands.dk, work, (lane, warpgroup_index), arguments.scale)
+
+    def operands(self, mmas: Mmas, shared: Shared, lane: Int32, w: Int32) -> Operands:
+        config = self.config
+        n, (rows, columns) = KEYS, config.dq_shape
+        scores, dprob = mmas.scores.get_slice(lane), mmas.dprob.get_slice(lane)
+        dv, dk, dq = (mma.get_slice(lane) for mma in (mmas.dv, mmas.dk, mmas.dq))
+        k = cute.local_tile(shared.k, (n, config.head_dim), (w, 0))
+        v = cute.local_tile(shared.v, (n, config.head_dim_v), (w, 0))
+        mine = (0, w) if config.split_columns else (w, 0)
+        ds = cute.local_tile(shared.ds, (rows, config.tile_n), (mine[0], 0))
+        k_t = cute.local_tile(transposed(shared.k), (columns, config.tile_n), (mine[1], 0))
+        return Operands(
+            mmas.scores.make_fragment_A(scores.partition_A(k)),
+            mmas.scores.make_fragment_B(scores.partition_B(shared.q)),
+            mmas.dprob.make_fragment_A(dprob.partition_A(v)),
+            mmas.dprob.make_fragment_B(dprob.partition_B(shared.dout)),
+            mmas.dv.make_fragment_B(dv.partition_B(transposed(shared.dout))),
+            mmas.dk.make_fragment_B(dk.partition_B(transposed(shared.q))),
+            mmas.dq.make_fragment_A(dq.partition_A(ds)),
+            mmas.dq.make_fragment_B(dq.partition_B(k_t)),
+            cute.make_rmem_tensor(dv.partition_shape_C((n, config.head_dim_v)), Float32),
+            cute.make_rmem_tensor(dk.partition_shape_C((n, config.head_dim)), Float32),
+        )
+
+    def slab(
+        self, arguments: BackwardArguments, work: KeyWork, h: Int32, heads: Int32, w: Int32, lane: Int32
+    ) -> Slab:
+        """Lane l of a warpgroup holds keys l / 4 and l / 4 + 8 of its warp's 16, and of each 8 queries the
+        two from 2 (l % 4) on."""
+        at = self.course.place(work, h, heads, arguments)
+        first = work.tile * self.config.tile_n + w * KEYS + lane // 32 * 16 + lane % 32 // 4
+        columns = tuple(8 * (c // 2) + c % 2 for c in range(self.config.tile_m // 4))
+        return Slab(at, first, (0, 8), columns)
+
+    @cute.jit
+    def step(
+        self,
+        mmas: cutlass.Constexpr[Mmas],
+        operands: cutlass.Constexpr[Operands],
+        slab: cutlass.Constexpr[Slab],
+        shared: cutlass.Constexpr[Shared],
+        pipes: cutlass.Constexpr[Pipes],
+        states: tuple[State, State],
+        places: tuple[Int32, Int32, Int32],
+        masked: cutlass.Constexpr[bool],
+    ) -> None:
+        q_state, do_state = states
+        tile, lane, w = places
+        config = self.config
+        shape = (KEYS, config.tile_m)
+        scores = cute.make_rmem_tensor(mmas.scores.partition_shape_C(shape), Float32)
+        dprob = cute.make_rmem_tensor(mmas.dprob.partition_shape_C(shape), Float32)
+        q_stage, do_stage = q_state.index, do_state.index
+        pipes.q.consumer_wait(q_state)
+        multiply(mmas.scores, scores, operands.k, operands.q[None, None, None, q_stage], False)
+        pipes.dout.consumer_wait(do_state)
+        multiply(mmas.dprob, dprob, operands.v, operands.dout[None, None, None, do_stage], False)
+        lse2 = self.columns(shared.lse2[None, q_stage], lane)
+        delta = self.columns(shared.delta[None, do_stage], lane)
+        warpgroup.wait_group(1)
+        self.probabilities(scores, slab, lse2, tile * config.tile_m + lane % 4 * 2, masked)
+        p = self.narrowed(scores, shared.q.element_type)
+        warpgroup.wait_group(0)
+        grid, d_grid = rows_and_columns(scores), rows_and_columns(dprob)
+        for c in cutlass.range_constexpr(cute.size(d_grid, mode=[1])):
+            for r in cutlass.range_constexpr(2):
+                d_grid[r, c] = grid[r, c] * (d_grid[r, c] - delta[c])
+        ds = self.narrowed(dprob, shared.q.element_type)
+        multiply(mmas.dv, operands.dv, p, operands.dout_t[None, None, None, do_stage], True)
+        self.share(shared.ds, mmas.scores, ds, lane, w)
+        dq = cute.make_rmem_tensor(mmas.dq.partition_shape_C(config.dq_shape), Float32)
+        multiply(mmas.dq, dq, operands.ds, operands.k_t, False)
+        multiply(mmas.dk, operands.dk, ds, operands.q_t[None, None, None, q_stage], True)
+        warpgroup.wait_group(2)
+        pipes.dout.consumer_release(do_state)
+        warpgroup.wait_group(1)
+        self.hand_over(dq, shared.dq[None, w], lane, w)
+        warpgroup.wait_group(0)
+        pipes.q.consumer_release(q_state)
+
+    def columns(self, rows: cute.Tensor, lane: Int32) -> cute.Tensor:
+        """A number per query of a thread's columns."""
+        pairs = cute.logical_divide(rows, cute.make_layout(2))
+        mine = cute.make_rmem_tensor((self.config.tile_m // 4,), Float32)
+        for j in range(self.config.tile_m // 8):
+            two = cute.make_tensor(mine.iterator + 2 * j, cute.make_layout(2))
+            cute.autovec_copy(pairs[None, 4 * j + lane % 4], two)
+        return mine
+
+    def probabilities(
+        self, scores: cute.Tensor, slab: Slab, lse2: cute.Tensor, q_first: Int32, masked: bool
+    ) -> None:
+        grid = rows_and_columns(scores)
+        slab.modify(self.hooks, grid, q_first, masked)
+        if masked:
+            slab.mask(self.hooks, grid, q_first)
+        factor = slab.at.scale * LOG2_E if self.hooks.factor is None else self.hooks.factor(slab.at)
+        for c in range(cute.size(grid, mode=[1])):
+            for r in range(2):
+                grid[r, c] = cute.math.exp2(grid[r, c] * factor - lse2[c], fastmath=True)
+
+    def narrowed(self, acc: cute.Tensor, kind: Any) -> cute.Tensor:
+        """16-bit numbers, as the A operand of a next product."""
+        source = as_operand(acc)
+        target = cute.make_rmem_tensor(source.shape, kind)
+        narrow(source, target)
+        return target
+
+    def share(self, target: cute.Tensor, mma: cute.TiledMma, ds: cute.Tensor, lane: Int32, w: Int32) -> None:
+        """dS' of all warpgroups to shared memory, once dQ of the tile before was computed from it."""
+        threads = 128 * self.config.consumers
+        cute.arch.barrier(barrier_id=SCORES, number_of_threads=threads)
+        atom = sm90.sm90_get_smem_store_op(LayoutEnum.ROW_MAJOR, target.element_type, Float32)
+        copy = cute.make_tiled_copy_C(atom, mma).get_slice(lane)
+        mine = cute.local_tile(transposed(target), (KEYS, self.config.tile_m), (w, 0))
+        cute.copy(copy, copy.retile(ds), copy.partition_D(mine))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=SCORES, number_of_threads=threads)
+
+    def hand_over(self, dq: cute.Tensor, target: cute.Tensor, lane: Int32, w: Int32) -> None:
+        """A warpgroup's part of dQ, four numbers of each lane after four of the lane before."""
+        cute.arch.barrier(barrier_id=DQ_EMPTY + w, number_of_threads=THREADS)
+        fours = cute.logical_divide(target, cute.make_layout(4))
+        for j in range(cute.size(dq) // 4):
+            four = cute.make_tensor(dq.iterator + 4 * j, cute.make_layout(4))
+            cute.autovec_copy(four, fours[None, j * 128 + lane])
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier_arrive(barrier_id=DQ_FULL + w, number_of_threads=THREADS)
+
+    @cute.jit
+    def store(
+        self,
+        target: cute.Tensor,
+        mma: cutlass.Constexpr[cute.TiledMma],
+        acc: cute.Tensor,
+        work: KeyWork,
+        places: tuple[Int32, Int32],
+        scale: Float32,
+    ) -> None:
+        """dK or dV to global memory, two columns at a time."""
+        lane, w = places
+        grid = rows_and_columns(acc)
+        first = work.tile * self.config.tile_n + w * KEYS + lane // 32 * 16 + lane % 32 // 4
+        for r in cutlass.range_constexpr(2):
+            key = first + 8 * r
+            if key < work.kv_len:
+                pairs = cute.logical_divide(target[work.b, key, work.kv_head, None], cute.make_layout(2))
+                for c in cutlass.range_constexpr(cute.size(grid, mode=[1]) // 2):
+                    column = 8 * c + lane % 4 * 2
+                    if column < target.shape[3]:
+                        pair = cute.make_rmem_tensor((2,), target.element_type)
+                        pair[0] = (grid[r, 2 * c] * scale).to(target.element_type)
+                        pair[1] = (grid[r, 2 * c + 1] * scale).to(target.element_type)
+                        cute.autovec_copy(pair, pairs[None, column // 2])

@@ -1,0 +1,202 @@
+"""The Hopper backward kernel: descriptors and launch on the host, and on the device the split into roles.
+
+producer warp --[k, v once; q, dout rings]--> consumer warpgroups --(dQ parts)--> writer warp --> dq_sum
+                                              consumer warpgroups --> dk, dv
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass.utils.hopper_helpers as sm90
+from cuda.bindings import driver as cuda
+from cutlass import Float32, Int64, cute, pipeline
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
+
+from fa4flex.codegen.kernels.bwd_sm90.config import KEYS, Config
+from fa4flex.codegen.kernels.bwd_sm90.consumer import Consumer, Mmas
+from fa4flex.codegen.kernels.bwd_sm90.parts import Pipes, Shared
+from fa4flex.codegen.kernels.bwd_sm90.producer import Producer
+from fa4flex.codegen.kernels.bwd_sm90.writer import Writer
+from fa4flex.codegen.kernels.common.backward import BackwardArguments, BackwardCourse
+from fa4flex.codegen.kernels.common.hooks import Hooks
+from fa4flex.codegen.kernels.common.work import Grid
+
+
+class Backward:
+    """A backward kernel for one Config and one variant's Hooks; `compile` takes the object itself."""
+
+    def __init__(self, config: Config, hooks: Hooks) -> None:
+        self.config = config
+        self.hooks = hooks
+        self.course = BackwardCourse(config, hooks)
+        self.producer = Producer(config, self.course)
+        self.writer = Writer(config, self.course)
+        self.consumer = Consumer(config, hooks, self.course)
+
+    @cute.jit
+    def __call__(self, arguments: BackwardArguments, stream: cuda.CUstream) -> None:
+        grid = self.course.grid(arguments)
+        self.device(arguments, grid, *self.transfers(arguments)).launch(
+            grid=[grid.total, 1, 1],
+            block=[self.config.threads, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,  # without it the compiler drops the register split
+        )
+
+    def mmas(self, kind: Any) -> Mmas:
+        config = self.config
+        k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
+        _, columns = config.dq_shape
+
+        def product(majors: tuple[Any, Any], width: int, source: Any = warpgroup.OperandSource.SMEM) -> Any:
+            return sm90.make_trivial_tiled_mma(
+                kind,
+                kind,
+                *majors,
+                Float32,
+                atom_layout_mnk=(1, 1, 1),
+                tiler_mn=(KEYS, width),
+                a_source=source,
+            )
+
+        registers = warpgroup.OperandSource.RMEM
+        return Mmas(
+            product((k_major, k_major), config.tile_m),
+            product((k_major, k_major), config.tile_m),
+            product((k_major, mn_major), config.head_dim_v, registers),
+            product((k_major, mn_major), config.head_dim, registers),
+            product((mn_major, mn_major), columns),
+        )
+
+    def layouts(self, kind: Any) -> tuple[Any, ...]:
+        """Swizzled shared-memory layouts of q, dout (by stage), k, v, and ds (queries, keys)."""
+        config = self.config
+        row, m, n = LayoutEnum.ROW_MAJOR, config.tile_m, config.tile_n
+        d, dv = config.head_dim, config.head_dim_v
+        return (
+            sm90.make_smem_layout_b(row, (KEYS, m, d), kind, config.q_stages),
+            sm90.make_smem_layout_b(row, (KEYS, m, dv), kind, config.do_stages),
+            sm90.make_smem_layout_b(row, (KEYS, n, d), kind, 1),
+            sm90.make_smem_layout_b(row, (KEYS, n, dv), kind, 1),
+            sm90.make_smem_layout_a(LayoutEnum.COL_MAJOR, (m, d, n), kind, 1),
+        )
+
+    def transfers(self, arguments: BackwardArguments) -> tuple[Any, ...]:
+        config = self.config
+        q, dout, k, v, _ = (cute.slice_(x, (None, None, 0)) for x in self.layouts(arguments.q.element_type))
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        m, n, d, dv = config.tile_m, config.tile_n, config.head_dim, config.head_dim_v
+
+        def atom(tensor: cute.Tensor, layout: Any, tile: tuple[int, int]) -> Any:
+            rows = cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 3, 2, 0]))
+            return cpasync.make_tiled_tma_atom(load, rows, layout, tile)
+
+        return (
+            atom(arguments.q, q, (m, d)),
+            atom(arguments.k, k, (n, d)),
+            atom(arguments.v, v, (n, dv)),
+            atom(arguments.dout, dout, (m, dv)),
+        )
+
+    def storage(self, kind: Any) -> Any:
+        config = self.config
+
+        def tile(element: Any, size: int) -> Any:
+            return cute.struct.Align[cute.struct.MemRange[element, size], 1024]  # TMA swizzles by 1024 bytes
+
+        q, dout, k, v, ds = (cute.cosize(x) for x in self.layouts(kind))
+        members = {
+            "q_bar": cute.struct.MemRange[Int64, 2 * config.q_stages],
+            "do_bar": cute.struct.MemRange[Int64, 2 * config.do_stages],
+            "k_full": cute.struct.MemRange[Int64, 1],
+            "v_full": cute.struct.MemRange[Int64, 1],
+            "lse2": cute.struct.Align[cute.struct.MemRange[Float32, config.tile_m * config.q_stages], 128],
+            "delta": cute.struct.Align[cute.struct.MemRange[Float32, config.tile_m * config.do_stages], 128],
+            "q": tile(kind, q),
+            "dout": tile(kind, dout),
+            "k": tile(kind, k),
+            "v": tile(kind, v),
+            "ds": tile(kind, ds),
+            "dq": tile(Float32, config.tile_m * config.head_dim),
+        }
+        return cute.struct(type("Storage", (), {"__annotations__": members}))
+
+    @cute.kernel
+    def device(
+        self,
+        arguments: BackwardArguments,
+        grid: Grid,
+        q: cpasync.TmaInfo,
+        k: cpasync.TmaInfo,
+        v: cpasync.TmaInfo,
+        dout: cpasync.TmaInfo,
+    ) -> None:
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == 0:
+            for transfer in (q, k, v, dout):
+                cpasync.prefetch_descriptor(transfer.atom)
+        kind = arguments.q.element_type
+        storage = SmemAllocator().allocate(self.storage(kind))
+        shared = self.shared(storage, kind)
+        pipes = self.pipes(storage, shared)
+        if warp == 0:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_init(pipes.k_full, 1)
+                cute.arch.mbarrier_init(pipes.v_full, 1)
+            cute.arch.mbarrier_init_fence()
+        pipeline.pipeline_init_arrive()
+        pipeline.pipeline_init_wait()
+        work = self.course.work(grid, arguments)
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(self.config.producer_registers)
+            if warp == 0:
+                self.producer.run(arguments, work, (q, k, v, dout), shared, pipes)
+            if warp == 1:
+                self.writer.run(arguments, work, shared)
+        else:
+            cute.arch.setmaxregister_increase(self.config.consumer_registers)
+            self.consumer.run(arguments, work, shared, pipes, self.mmas(kind))
+
+    def shared(self, storage: Any, kind: Any) -> Shared:
+        config = self.config
+        q, dout, k, v, ds = self.layouts(kind)
+
+        def one(member: Any, layout: Any) -> cute.Tensor:
+            return member.get_tensor(layout.outer, swizzle=layout.inner)[None, None, 0]
+
+        rows, columns = config.dq_shape
+        return Shared(
+            storage.q.get_tensor(q.outer, swizzle=q.inner),
+            one(storage.k, k),
+            one(storage.v, v),
+            storage.dout.get_tensor(dout.outer, swizzle=dout.inner),
+            one(storage.ds, ds),
+            storage.lse2.get_tensor(cute.make_layout((config.tile_m, config.q_stages))),
+            storage.delta.get_tensor(cute.make_layout((config.tile_m, config.do_stages))),
+            storage.dq.get_tensor(cute.make_layout((rows * columns, config.consumers))),
+        )
+
+    def pipes(self, storage: Any, shared: Shared) -> Pipes:
+        thread = pipeline.Agent.Thread
+
+        def ring(barriers: Any, tensor: cute.Tensor, stages: int) -> pipeline.PipelineTmaAsync:
+            stage = cute.select(tensor.layout, mode=[0, 1])
+            rows = 4 * self.config.tile_m
+            return pipeline.PipelineTmaAsync.create(
+                num_stages=stages,
+                producer_group=pipeline.CooperativeGroup(thread),
+                consumer_group=pipeline.CooperativeGroup(thread, self.config.consumers * 4),
+                tx_count=cute.size_in_bytes(tensor.element_type, stage) + rows,
+                barrier_storage=barriers.data_ptr(),
+                defer_sync=True,
+            )
+
+        return Pipes(
+            ring(storage.q_bar, shared.q, self.config.q_stages),
+            ring(storage.do_bar, shared.dout, self.config.do_stages),
+            storage.k_full.data_ptr(),
+            storage.v_full.data_ptr(),
+        )

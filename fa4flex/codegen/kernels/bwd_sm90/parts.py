@@ -1,0 +1,42 @@
+"""What the roles of the Hopper backward kernel share: tensors, barriers and pipelines of one block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cutlass import cute, pipeline
+
+DQ_FULL, DQ_EMPTY, SCORES = 1, 4, 7
+"""Named barriers. DQ_FULL + w and DQ_EMPTY + w: warpgroup w's part of dQ is in shared memory, or was added
+to global memory; SCORES: dS of all warpgroups is in shared memory."""
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Shared memory. q, dout (tile_m, width, stage), k, v (tile_n, width); ds (tile_m, tile_n); lse2, delta
+    float32 (tile_m, stage); dq float32 (elements of a part, warpgroup)."""
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    dout: cute.Tensor
+    ds: cute.Tensor
+    lse2: cute.Tensor
+    delta: cute.Tensor
+    dq: cute.Tensor
+
+
+@dataclass(frozen=True)
+class Pipes:
+    """q ring (with lse2) and dout ring (with delta); k and v have come."""
+
+    q: pipeline.PipelineTmaAsync
+    dout: pipeline.PipelineTmaAsync
+    k_full: cute.Pointer
+    v_full: cute.Pointer
+
+
+def transposed(tensor: cute.Tensor) -> cute.Tensor:
+    """The same shared memory with its first two modes exchanged."""
+    modes = [1, 0, *range(2, cute.rank(tensor))]
+    return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=modes))

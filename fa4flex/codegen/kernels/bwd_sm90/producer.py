@@ -1,0 +1,94 @@
+"""The producer warp: brings keys and values once, then queries and output gradients with their rows'
+statistics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, cute, pipeline
+from cutlass.cute.nvgpu import cpasync
+
+from fa4flex.codegen.kernels.bwd_sm90.config import Config
+from fa4flex.codegen.kernels.bwd_sm90.parts import Pipes, Shared
+from fa4flex.codegen.kernels.common.backward import (
+    BackwardArguments,
+    BackwardCourse,
+    KeyWork,
+    query_tile_at,
+)
+from fa4flex.codegen.kernels.common.transfer import partition
+
+Views = tuple[cute.Tensor, cute.Tensor]
+"""(shared, global): what a transfer moves, the last mode counting stages and tiles."""
+
+
+class Producer:
+    def __init__(self, config: Config, course: BackwardCourse) -> None:
+        self.config = config
+        self.course = course
+
+    @cute.jit
+    def run(
+        self,
+        arguments: BackwardArguments,
+        work: KeyWork,
+        transfers: cutlass.Constexpr[tuple[Any, ...]],
+        shared: cutlass.Constexpr[Shared],
+        pipes: cutlass.Constexpr[Pipes],
+    ) -> None:
+        config = self.config
+        q, k, v, dout = transfers
+        self.once(k, shared.k, work, pipes.k_full, config.head_dim)
+        self.once(v, shared.v, work, pipes.v_full, config.head_dim_v)
+        q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.q_stages)
+        do_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.do_stages)
+        group = arguments.q.shape[2] // arguments.k.shape[2]
+        for g in cutlass.range(group, unroll=1):
+            h = work.kv_head * group + g
+            queries = self.course.queries(work, h, arguments)
+            q_views = self.views(q, shared.q, work, h, config.head_dim)
+            do_views = self.views(dout, shared.dout, work, h, config.head_dim_v)
+            for i in cutlass.range(queries.count, unroll=1):
+                tile = query_tile_at(queries, i)
+                self.load(q, pipes.q, q_state, q_views, tile)
+                self.rows(arguments.lse2[work.b, h, None], shared.lse2, pipes.q, q_state, tile)
+                q_state.advance()
+                self.load(dout, pipes.dout, do_state, do_views, tile)
+                self.rows(arguments.delta[work.b, h, None], shared.delta, pipes.dout, do_state, tile)
+                do_state.advance()
+
+    def once(self, transfer: Any, shared: cute.Tensor, work: KeyWork, full: cute.Pointer, width: int) -> None:
+        whole = transfer.tma_tensor[None, None, work.kv_head, work.b]
+        tiles = cute.local_tile(whole, (self.config.tile_n, width), (None, 0))
+        one = cute.make_tensor(shared.iterator, cute.append(shared.layout, cute.make_layout(1)))
+        to_shared, from_global = partition(transfer, one, tiles)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(
+                full, cute.size_in_bytes(shared.element_type, shared.layout)
+            )
+        cute.copy(transfer.atom, from_global[None, work.tile], to_shared[None, 0], tma_bar_ptr=full)
+
+    def views(self, transfer: Any, shared: cute.Tensor, work: KeyWork, h: Int32, width: int) -> Views:
+        whole = transfer.tma_tensor[None, None, h, work.b]
+        return partition(transfer, shared, cute.local_tile(whole, (self.config.tile_m, width), (None, 0)))
+
+    def load(
+        self, transfer: Any, ring: Any, state: Any, views: tuple[cute.Tensor, cute.Tensor], tile: Int32
+    ) -> None:
+        """Copy a tile into the ring's next stage, once that is free. The caller advances `state`."""
+        to_shared, from_global = views
+        ring.producer_acquire(state)
+        cute.copy(
+            transfer.atom,
+            from_global[None, tile],
+            to_shared[None, state.index],
+            tma_bar_ptr=ring.producer_get_barrier(state),
+        )
+
+    def rows(self, statistic: cute.Tensor, shared: cute.Tensor, ring: Any, state: Any, tile: Int32) -> None:
+        """A number per row of a tile, on the same barrier."""
+        atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
+        source = cute.local_tile(statistic, (self.config.tile_m,), (tile,))
+        with cute.arch.elect_one():
+            cute.copy(atom, source, shared[None, state.index], mbar_ptr=ring.producer_get_barrier(state))

@@ -1,0 +1,58 @@
+"""The warp that adds each warpgroup's part of dQ to global memory."""
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Int32, cute
+
+from fa4flex.codegen.kernels.bwd_sm90.config import Config
+from fa4flex.codegen.kernels.bwd_sm90.parts import DQ_EMPTY, DQ_FULL, Shared
+from fa4flex.codegen.kernels.common.backward import (
+    BackwardArguments,
+    BackwardCourse,
+    KeyWork,
+    query_tile_at,
+)
+
+THREADS = 128 + 32
+"""A warpgroup and this warp."""
+
+
+class Writer:
+    def __init__(self, config: Config, course: BackwardCourse) -> None:
+        self.config = config
+        self.course = course
+
+    @cute.jit
+    def run(self, arguments: BackwardArguments, work: KeyWork, shared: cutlass.Constexpr[Shared]) -> None:
+        config = self.config
+        rows, columns = config.dq_shape
+        part = rows * columns
+        group = arguments.q.shape[2] // arguments.k.shape[2]
+        for w in cutlass.range_constexpr(config.consumers):
+            cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + w, number_of_threads=THREADS)
+        for g in cutlass.range(group, unroll=1):
+            h = work.kv_head * group + g
+            queries = self.course.queries(work, h, arguments)
+            for i in cutlass.range(queries.count, unroll=1):
+                tile = query_tile_at(queries, i)
+                whole = cute.local_tile(
+                    arguments.dq_sum[work.b, h, None], (part,), (tile * config.consumers,)
+                )
+                for w in cutlass.range_constexpr(config.consumers):
+                    cute.arch.barrier(barrier_id=DQ_FULL + w, number_of_threads=THREADS)
+                    with cute.arch.elect_one():
+                        add_bulk(shared.dq[None, w], whole.iterator + w * part, part)
+                    cute.arch.cp_async_bulk_commit_group()
+                for w in cutlass.range_constexpr(config.consumers):
+                    cute.arch.cp_async_bulk_wait_group(config.consumers - 1 - w, read=True)
+                    cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + w, number_of_threads=THREADS)
+        cute.arch.cp_async_bulk_wait_group(0)
+
+
+def add_bulk(source: cute.Tensor, target: cute.Pointer, count: int) -> None:
+    """Add `count` float32 of shared memory to global memory, in one operation of the copy engine."""
+    cute.arch.inline_ptx(
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
+        read_only_args=[target.toint(), source.iterator.toint(), Int32(4 * count)],
+    )

@@ -1,0 +1,102 @@
+"""Score and mask hooks applied to a tile of transposed scores in registers: its rows are keys.
+
+A thread keeps few keys for all of a block's life, and meets new queries with every tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, cute, select_
+
+from fa4flex.codegen.kernels.common.hooks import At, Hooks, Pointwise
+from fa4flex.codegen.kernels.common.keys import row_spans
+
+
+@dataclass(frozen=True)
+class Slab:
+    """Where a thread's elements of a tile lie: row r is key kv_first + keys[r], column c is query
+    q_first + queries[c], q_first being the tile's first query and this thread's first column."""
+
+    at: At
+    kv_first: Int32
+    keys: tuple[int, ...]
+    queries: tuple[int, ...]
+
+    def elements(self, pointwise: Pointwise, q_first: Int32, guard: bool) -> Iterator[tuple[int, int, At]]:
+        """(r, c, at) of every element, columns outermost: a query's terms are computed once."""
+        base_float = self.kv_first.to(Float32)
+        across = self.kv_first - q_first
+        across_float = across.to(Float32)
+        columns = [self._key(pointwise, r, guard, base_float) for r in range(len(self.keys))]
+        for c, query in enumerate(self.queries):
+            q = q_first + query
+            if guard:
+                q = cutlass.max(cutlass.min(q, self.at.q_len - 1), Int32(0))
+            row = self.at.but(guard=guard, q=q, q_float=q.to(Float32))
+            row = row.but(row=_terms(pointwise, "row", row))
+            for r, key in enumerate(self.keys):
+                step = key - query
+                here = row.but(
+                    kv=columns[r].kv,
+                    kv_float=columns[r].kv_float,
+                    kv_base=self.kv_first,
+                    kv_base_float=base_float,
+                    kv_step=key,
+                    column=columns[r].column,
+                    offset=across + step,
+                    offset_float=across_float + Float32(step),
+                    offset_base=across,
+                    offset_base_float=across_float,
+                    offset_step=step,
+                )
+                here = here.but(diagonal=_terms(pointwise, "diagonal", here))
+                yield r, c, here.but(pair=_terms(pointwise, "pair", here))
+
+    def _key(self, pointwise: Pointwise, r: int, guard: bool, base_float: Float32) -> At:
+        kv = self.kv_first + self.keys[r]
+        if guard:
+            kv = cutlass.max(cutlass.min(kv, self.at.kv_len - 1), Int32(0))
+        at = self.at.but(
+            guard=guard,
+            kv=kv,
+            kv_float=base_float + Float32(self.keys[r]),
+            kv_base=self.kv_first,
+            kv_base_float=base_float,
+            kv_step=self.keys[r],
+        )
+        return at.but(column=_terms(pointwise, "column", at))
+
+    def modify(self, hooks: Hooks, scores: cute.Tensor, q_first: Int32, guard: bool) -> None:
+        """scores (row, column): q.k becomes y."""
+        if hooks.start is not None:
+            for r, c, at in self.elements(hooks.start, q_first, guard):
+                scores[r, c] = scores[r, c] + hooks.start.element(at)
+        if hooks.score is not None:
+            for r, c, at in self.elements(hooks.score, q_first, guard):
+                scores[r, c] = hooks.score.element(at.but(score=scores[r, c]))
+
+    def mask(self, hooks: Hooks, scores: cute.Tensor, q_first: Int32) -> None:
+        """scores (row, column): what is not allowed, or past an end, becomes -inf."""
+        for c, query in enumerate(self.queries):
+            q = q_first + query
+            safe = cutlass.max(cutlass.min(q, self.at.q_len - 1), Int32(0))
+            spans = row_spans(hooks, self.at.but(q=safe, q_float=safe.to(Float32)))
+            for r, key in enumerate(self.keys):
+                kv = self.kv_first + key
+                allowed = None
+                for lo, hi in spans:
+                    one = kv < hi if lo is None else (kv >= lo) & (kv < hi)
+                    allowed = one if allowed is None else allowed | one
+                scores[r, c] = select_(allowed & (q < self.at.q_len), scores[r, c], -Float32.inf)
+        if hooks.mask is not None:
+            for r, c, at in self.elements(hooks.mask, q_first, True):
+                scores[r, c] = select_(hooks.mask.element(at), scores[r, c], -Float32.inf)
+
+
+def _terms(pointwise: Pointwise, rate: str, at: At) -> tuple[Any, ...]:
+    hook = getattr(pointwise, rate)
+    return () if hook is None else hook(at)
