@@ -14,8 +14,8 @@ Order = Literal["auto", "row_major", "longest_first"]
 class Schedule:
     """tile           (queries, keys) per tile; None lets the planner choose. A CPU honours it exactly; GPU
                    pipelines take the sizes that their instructions have, and the planner refuses others
-    deterministic  True: equal inputs give equal bits, run after run. False permits, and does not demand,
-                   sums in any order; a CPU is deterministic either way
+    deterministic  True: equal inputs give equal bits, run after run, in gradients too. False permits, and
+                   does not demand, sums in any order; forward passes and CPUs are deterministic either way
     order          in which tiles of queries are started: "row_major", "longest_first" (most keys first, for
                    balance between processors) or "auto". It is advice to GPU pipelines; one CPU walks the
                    tiles one after the other, where order changes neither result nor balance
@@ -24,7 +24,7 @@ class Schedule:
     """
 
     tile: tuple[int, int] | None = None
-    deterministic: bool = True
+    deterministic: bool = False
     order: Order = "auto"
 
     def __post_init__(self) -> None:
@@ -38,6 +38,6 @@ class Schedule:
                 )
             object.__setattr__(self, "tile", tile)
         if not isinstance(self.deterministic, bool):
-            raise InputError(f"deterministic={self.deterministic!r}", "True or False", "leave it at True")
+            raise InputError(f"deterministic={self.deterministic!r}", "True or False", "leave it at False")
         if self.order not in get_args(Order):
             raise InputError(f"order={self.order!r}", f"one of {get_args(Order)}", 'leave it at "auto"')

@@ -25,8 +25,10 @@ from fa4flex.errors import UnsupportedError
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.runtime import cpu
-from fa4flex.runtime.cuda.call import NO_LENGTHS, Call
+from fa4flex.runtime.cuda.backward import Saved, run_backward
+from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, Lengths
 from fa4flex.runtime.cuda.engine import Engine, empty_output
+from fa4flex.runtime.cuda.simulated import simulating
 
 # torch.compile keeps graphs on disk, gradients of operators included, and knows them by their arguments
 # alone. With this in the key, a graph compiled against another version of this file is not found again.
@@ -96,6 +98,9 @@ def attention(
 
     On a GPU `total` is empty, and so is `max_scores` where it is not asked for.
     """
+    if simulating():
+        lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+        return _launch((q, k, v), operands, sinks, lengths, (program, scalars, scale), max_scores)
     published = _published[program]
     inputs = _inputs(published, (q, k, v), operands, scalars, (scale, sinks))
     sequences = _sequences(q, k, (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k))
@@ -122,10 +127,23 @@ def _(
     scale: float,
     max_scores: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    given = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    lengths = NO_LENGTHS if all(x is None for x in given) else given
+    lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    return _launch((q, k, v), operands, sinks, lengths, (program, scalars, scale), max_scores)
+
+
+def _launch(
+    qkv: tuple[Tensor, Tensor, Tensor],
+    operands: Sequence[Tensor],
+    sinks: Tensor | None,
+    lengths: Lengths,
+    plain: tuple[str, Sequence[float], float],
+    max_scores: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """By a GPU's kernel."""
+    program, scalars, scale = plain
+    lengths = NO_LENGTHS if all(x is None for x in lengths) else lengths
     statistics = ("lse", "max_scores") if max_scores else ("lse",)
-    call = Call(q, k, v, tuple(operands), sinks, lengths, tuple(scalars), scale, True, statistics)
+    call = Call(*qkv, tuple(operands), sinks, lengths, tuple(scalars), scale, True, statistics)
     out, lse, largest = engine(program).run(call)
     assert lse is not None
     return out, lse, lse.new_empty(0) if largest is None else largest, lse.new_empty(0)
@@ -150,6 +168,10 @@ def attention_backward(
 
     `upstream` is (dout, dlse) and `saved` what the forward returned.
     """
+    if simulating():
+        return _on_gpu(
+            (upstream, saved, lengths), (q, k, v), operands, sinks, (program, scalars, scale), needs
+        )
     published = _published[program]
     inputs = _inputs(published, (q, k, v), operands, scalars, (scale, sinks))
     return _blockwise_backward(published, inputs, (upstream, saved, lengths), needs)
@@ -186,18 +208,37 @@ def _(
     scale: float,
     needs: Sequence[int],
 ) -> list[Tensor]:
-    """The blockwise backward of the CPU, in PyTorch operations on the GPU: exact, deterministic and slow.
+    return _on_gpu((upstream, saved, lengths), (q, k, v), operands, sinks, (program, scalars, scale), needs)
+
+
+def _on_gpu(
+    given: tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor | None]],
+    qkv: tuple[Tensor, Tensor, Tensor],
+    operands: Sequence[Tensor],
+    sinks: Tensor | None,
+    plain: tuple[str, Sequence[float], float],
+    needs: Sequence[int],
+) -> list[Tensor]:
+    """By kernels where there are some. Else the blockwise backward of the CPU, in PyTorch operations on the
+    GPU: exact, deterministic and slow.
 
     Probabilities are exp(score - lse): where scores are so large that the lse has no digits left for the
     number of keys (some 1e7), rows of equal scores get too large a gradient.
     """
-    out, lse = saved[:2]
+    (dout, dlse), (out, lse, *_), lengths = given
+    program, scalars, scale = plain
+    if not needs and dout.dtype == out.dtype == qkv[0].dtype:
+        some = NO_LENGTHS if all(x is None for x in lengths) else lengths
+        call = Call(*qkv, tuple(operands), sinks, some, tuple(scalars), scale, True, ("lse",))  # type: ignore[arg-type]
+        found = run_backward(engine(program), call, Saved(out, lse, dout, dlse))
+        if found is not None:
+            return [x for x in found if x is not None]
     whole = out, lse, lse, (lse > -torch.inf).to(lse.dtype)
     published = _published[program]
     with torch.device("cpu"):
-        inputs = _inputs(published, (q, k, v), operands, scalars, (scale, sinks))
-    with torch.device(q.device):
-        return _blockwise_backward(published, inputs, (upstream, whole, lengths), needs)
+        inputs = _inputs(published, qkv, operands, scalars, (scale, sinks))
+    with torch.device(qkv[0].device):
+        return _blockwise_backward(published, inputs, ((dout, dlse), whole, lengths), needs)
 
 
 def _inputs(

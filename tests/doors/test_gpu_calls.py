@@ -108,7 +108,7 @@ class Recorder:
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     recorder = Recorder()
-    monkeypatch.setattr(engine_module, "compile_forward", recorder.compile)
+    monkeypatch.setattr(engine_module, "compile_kernel", recorder.compile)
     monkeypatch.setattr(engine_module, "target_of", lambda device: SM90A)
     monkeypatch.setattr(engine_module, "counter", lambda device: torch.zeros(2, dtype=torch.int32))
     yield recorder
@@ -288,8 +288,8 @@ from fa4flex.runtime.cuda.engine import make_ready
 from fa4flex.codegen.plan.target import SM90A
 engine.target_of = lambda device: SM90A
 kernels = []
-compile_forward = engine.compile_forward
-engine.compile_forward = lambda *a: kernels.append(compile_forward(*a)) or kernels[-1]
+compile_kernel = engine.compile_kernel
+engine.compile_kernel = lambda *a: kernels.append(compile_kernel(*a)) or kernels[-1]
 attn = fa4flex.compile(mask=fa4flex.variants.sliding_window(100))
 q = torch.randn(1, 2, 128, 64, dtype=torch.bfloat16)
 p = attn.prepared

@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     recorder, counter = Recorder(), torch.zeros(2, dtype=torch.int32)
-    monkeypatch.setattr(engine_module, "compile_forward", recorder.compile)
+    monkeypatch.setattr(engine_module, "compile_kernel", recorder.compile)
     monkeypatch.setattr(engine_module, "target_of", lambda device: SM90A)
     for module in (engine_module, again_module):
         monkeypatch.setattr(module, "counter", lambda device: counter)
@@ -161,7 +161,7 @@ def repeated(recorder: Recorder, **composition: Any) -> tuple[Again, tuple[Tenso
     engine.run(call)
     ready = engine.find(call)
     assert ready is not None
-    again = Again.of(call, ready, tuple(engine._watched(call)))
+    again = Again.of(call, ready, tuple(engine.watched_tensors(call)))
     assert again is not None
     return again, (call.q, call.k, call.v)
 

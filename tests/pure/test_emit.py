@@ -30,7 +30,7 @@ def emitted(facts: Facts, mask_form: str = "none", **problem: Any) -> Source:
         facts,
         SimpleNamespace(
             problem=SimpleNamespace(**given),
-            target=SimpleNamespace(name="sm_90a", kernels="fwd_sm90"),
+            target=SimpleNamespace(name="sm_90a", family="sm90"),
             config=lambda: Config(128, 128, 128, 128),
         ),
     )

@@ -44,8 +44,8 @@ def test_precision_resolves() -> None:
 
 
 def test_schedule_is_data() -> None:
-    assert Schedule() == Schedule(None, True, "auto")
-    given = Schedule([128, 64], deterministic=False, order="longest_first")  # type: ignore[arg-type]
+    assert Schedule() == Schedule(None, False, "auto")
+    given = Schedule([128, 64], deterministic=True, order="longest_first")  # type: ignore[arg-type]
     assert given.tile == (128, 64) and eval(repr(given)) == given
 
 

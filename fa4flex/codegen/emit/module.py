@@ -50,23 +50,63 @@ def emit_forward(
     return Source(captions.title, _Module(facts, plan, captions, origins or {}).text())
 
 
+def emit_backward(
+    facts: Facts,
+    plan: Any,
+    title: str | Captions = "attention",
+    origins: Mapping[Expr, Origin] | None = None,
+) -> Source:
+    """The module of a backward kernel: the forward's hooks, and the score's derivative. Errors likewise."""
+    captions = title if isinstance(title, Captions) else Captions(title)
+    return Source(captions.title, _Module(facts, plan, captions, origins or {}, BACKWARD).text())
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """word        for people
+    folder      of kernels/, before the family of chips
+    kernel      the class that a module makes its kernel of
+    pairs       whether a thread holds keys next to each other, whose captured numbers may be read as one
+    slope       whether the derivative of the score is asked for
+    """
+
+    word: str
+    folder: str
+    kernel: str
+    pairs: bool
+    slope: bool
+
+
+FORWARD = _Pass("forward", "fwd", "Forward", True, False)
+BACKWARD = _Pass("backward", "bwd", "Backward", False, True)
+
+
 class _Module:
-    def __init__(self, facts: Facts, plan: Any, captions: Captions, origins: Mapping[Expr, Origin]) -> None:
+    def __init__(
+        self,
+        facts: Facts,
+        plan: Any,
+        captions: Captions,
+        origins: Mapping[Expr, Origin],
+        which: _Pass = FORWARD,
+    ) -> None:
         problem = plan.problem
-        self._plan, self._captions = plan, captions
+        self._plan, self._captions, self._pass = plan, captions, which
         self._lowering = Lowering(problem.in_range, problem.wide_index, origins)
         self._printer = Printer(Names(captions.tensors, captions.numbers), problem.wide_index)
         self._printer.names.reserve(facts.score, facts.mask)
-        units = in_units(facts.score, self._lowering, problem.positive_scale)
+        units = in_units(facts.score, self._lowering, problem.positive_scale, ordered=not which.slope)
         self._factor = units.factor
         scores = {"start": units.start, "score": units.y}
         self._roots: dict[str, Expr] = {name: x for name, x in scores.items() if x is not None}
+        if which.slope and facts.gradient.by_score is not const(1.0):
+            self._roots["slope"] = self._lowering.value_within(facts.gradient.by_score, facts.score)
         self._spans: tuple[Span, ...] = ()
         if problem.mask_form == "tables":
             self._roots["mask"] = self._lowering.value(facts.mask)
         elif problem.mask_form == "spans":
             self._spans = self._lowered_spans(facts)
-        for rewrite in (with_vectors, with_steps):
+        for rewrite in (with_vectors, with_steps) if which.pairs else (with_steps,):
             self._roots = {name: rewrite(root, self._lowering.came) for name, root in self._roots.items()}
         self._needs = {name: cut([root], _rate_of(name)) for name, root in self._roots.items()}
         self._named = self._names_of_shared_values()
@@ -120,7 +160,12 @@ class _Module:
 
     def text(self) -> str:
         functions = [self._text(function) for function in self._functions()]
-        wiring = [*_config(self._plan.config()), *self._hooks(), "", "kernel = Forward(CONFIG, HOOKS)"]
+        wiring = [
+            *_config(self._plan.config()),
+            *self._hooks(),
+            "",
+            f"kernel = {self._pass.kernel}(CONFIG, HOOKS)",
+        ]
         parts = [self._docstring(), *self._imports(), "", ""]
         for lines in functions:
             parts += [*lines, "", ""]
@@ -150,9 +195,13 @@ class _Module:
             return function.text(self._printer, self._lowering.came, provided, self._named, self._spans)
 
     def _docstring(self) -> str:
-        given = [f for f in ("start", "score", "mask") if f in self._roots] + ["spans"] * bool(self._spans)
+        given = [f for f in ("start", "score", "slope", "mask") if f in self._roots] + ["spans"] * bool(
+            self._spans
+        )
         hooks = ", ".join(given) or "no hooks: the scaled product over every key"
-        return f'"""{self._captions.title}: forward for {self._plan.target.name}. Hooks: {hooks}."""\n'
+        return (
+            f'"""{self._captions.title}: {self._pass.word} for {self._plan.target.name}. Hooks: {hooks}."""\n'
+        )
 
     def _imports(self) -> list[str]:
         used = self._printer.used
@@ -163,9 +212,10 @@ class _Module:
         lines.append(f"from fa4flex.codegen.kernels.common.hooks import {hooks}")
         if helpers:
             lines += _call("from fa4flex.codegen.kernels.common.math import ", helpers)
-        folder = f"from fa4flex.codegen.kernels.{self._plan.target.kernels}"
+        folder = f"{self._pass.folder}_{self._plan.target.family}"
+        folder = f"from fa4flex.codegen.kernels.{folder}"
         lines += _call(f"{folder}.config import ", _names_in(self._plan.config()))
-        lines.append(f"{folder}.kernel import Forward")
+        lines.append(f"{folder}.kernel import {self._pass.kernel}")
         return lines
 
     def _hooks(self) -> list[str]:
@@ -178,8 +228,8 @@ class _Module:
 
 
 def _rate_of(hook: str) -> Rate:
-    """Only the score hook is called where there is a score."""
-    return "element" if hook == "score" else "pair"
+    """Only some hooks are called where there is a score."""
+    return "element" if hook in ("score", "slope") else "pair"
 
 
 def _config(config: Any) -> list[str]:

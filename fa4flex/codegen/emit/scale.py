@@ -26,14 +26,18 @@ class Scaled:
     start: Expr | None = None
 
 
-def in_units(score: Expr, lowering: Lowering, positive_scale: bool) -> Scaled:
+def in_units(score: Expr, lowering: Lowering, positive_scale: bool, ordered: bool = True) -> Scaled:
     """The modified score, with as much as possible of what multiplies it left to the softmax.
 
     The softmax multiplies by the factor when it subtracts the maximum, where it costs nothing. Only a
-    positive number may go there, because the maximum is taken before.
+    positive number may go there where the maximum is taken before: where y must be `ordered` as scores are.
     """
     terms = lowering.terms(score)
     one = single(terms)
+    if one is not None and not ordered:
+        factor, atom = one
+        if atom is not SCORE and rate(atom) == "element":
+            return Scaled(atom, times(const(LOG2_E), factor))
     if one is not None:
         factor, atom = one
         if atom is SCORE:

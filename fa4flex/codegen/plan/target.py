@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 @dataclass(frozen=True)
 class Target:
     """capability                                 CUDA's name for what the chip can do, (major, minor)
-    family, kernels                            of plans, and the folder of kernels/ with the forward kernel
+    family                                     of chips that share plans and kernels: the ending of their folders
     multiprocessors, clock                     SMs, and their boost clock in Hz
     shared_memory                              bytes that one block may own
     registers                                  32-bit registers of one SM
@@ -21,6 +21,8 @@ class Target:
     special_results, fp32_results, load_lanes  results per clock and SM: ex2 or tanh, fp32 FMA, load lanes
     l2_bytes, hbm_bytes_per_second             cache size, memory bandwidth
     tensor_columns                             of tensor memory, 32 bits wide; 0 where there is none
+    few_queries                                up to so many queries per sequence are planned for by
+                                               themselves; 0: all lengths are planned alike
 
     Sources: CUDA C++ Programming Guide, tables of technical specifications and of arithmetic throughput for
     compute capability 9.0; PTX ISA, `setmaxnreg` and `wgmma` (k = 16 fixes key_step: keys are the inner
@@ -31,7 +33,6 @@ class Target:
     chip: str
     capability: tuple[int, int]
     family: str
-    kernels: str
     multiprocessors: int
     clock: float
     shared_memory: int
@@ -51,6 +52,7 @@ class Target:
     l2_bytes: int
     hbm_bytes_per_second: float
     tensor_columns: int = 0
+    few_queries: int = 0
 
     @property
     def peak_flops(self) -> float:
@@ -72,7 +74,6 @@ SM90A = Target(
     chip="H200",
     capability=(9, 0),
     family="sm90",
-    kernels="fwd_sm90",
     multiprocessors=132,
     clock=1.83e9,
     shared_memory=232448,
@@ -98,7 +99,6 @@ SM100A = Target(
     chip="B200",
     capability=(10, 0),
     family="sm100",
-    kernels="fwd_sm100",
     multiprocessors=148,
     clock=1.85e9,
     shared_memory=232448,
@@ -118,6 +118,7 @@ SM100A = Target(
     l2_bytes=126 << 20,
     hbm_bytes_per_second=8e12,
     tensor_columns=512,
+    few_queries=128,
 )
 
 SM103A = replace(SM100A, name="sm_103a", chip="B300", capability=(10, 3), special_results=32)

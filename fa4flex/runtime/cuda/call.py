@@ -52,6 +52,7 @@ class Signature:
     used_q, used_k   seqused_q and seqused_k are given
     scalars       the kind of each run-time number, "int", "bool" or "float"
     unit_strides  per captured tensor, whether its last stride is 1
+    dlse          of backward passes: the log-sum-exp has a gradient
     even_rows     per captured tensor, whether its address and all strides but the last are even in elements
     """
 
@@ -61,3 +62,4 @@ class Signature:
     scalars: tuple[str, ...] = ()
     unit_strides: tuple[bool, ...] = ()
     even_rows: tuple[bool, ...] = ()
+    dlse: bool = False

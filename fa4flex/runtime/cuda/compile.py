@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 ENTRY = "attention"
 KERNELS = Path(__file__).parents[2] / "codegen" / "kernels"
-OWN_FILES = ("call.py", "compile.py", "signature.py", "link.py")
+OWN_FILES = ("backward_signature.py", "call.py", "compile.py", "signature.py", "link.py")
 
 compiler_lock = threading.Lock()
 """Two compilations at the same time end the process: the compiler's context belongs to one thread."""
@@ -40,8 +40,8 @@ compiler_lock = threading.Lock()
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """A compiled forward pass. `launch` takes the arguments of signature.ENTRY_ARGUMENTS, in order, on
-    torch's current stream.
+    """A compiled pass. `launch` takes the ENTRY_ARGUMENTS of its signature, in order, on torch's current
+    stream.
 
     `compiled` tells whether this process compiled it or found it on disk; `seconds` is what that took.
     """
@@ -56,7 +56,7 @@ class Kernel:
 _kernels: dict[str, Kernel] = {}
 
 
-def compile_forward(
+def compile_kernel(
     source: Source, problem: Problem, signature: Signature = Signature(), arch: str = "sm_90a"
 ) -> Kernel:
     """The kernel of `source`: from memory, from disk, or compiled now. Safe in any thread and process."""
@@ -170,11 +170,13 @@ def trace_and_compile(source: Source, problem: Problem, signature: Signature, op
     """What cute.compile returns for the kernel of `source` with these arguments."""
     from cutlass import cute
 
-    from fa4flex.runtime.cuda.signature import entry_point, fake_arguments
+    from fa4flex.runtime.cuda import backward_signature
+    from fa4flex.runtime.cuda import signature as forward_signature
 
     kernel = source.load()
-    given = fake_arguments(problem, signature, kernel.config.dynamic)
-    return cute.compile(entry_point(kernel, problem, signature), *given, options=options)
+    entry = {"forward": forward_signature, "backward": backward_signature}[kernel.direction]
+    given = entry.fake_arguments(problem, signature, kernel.config)
+    return cute.compile(entry.entry_point(kernel, problem, signature), *given, options=options)
 
 
 # --- load -------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, Signature
 from fa4flex.runtime.cuda.choose import Proved, look, prove, watched
-from fa4flex.runtime.cuda.compile import compile_forward
+from fa4flex.runtime.cuda.compile import compile_kernel
 from fa4flex.runtime.cuda.counter import counter
 from fa4flex.runtime.cuda.lengths import check_lengths, version
 from fa4flex.runtime.cuda.rows import tabulate
@@ -133,11 +133,13 @@ class Engine:
         self.watched = watched(facts)
         self._slots = sorted(self.watched.slots)
         self._ready: dict[Any, Ready] = {}
+        self.backward: dict[Any, Any] = {}
+        """What runtime/cuda/backward.py keeps: launches by look, None where there is no kernel."""
 
     def find(self, call: Call) -> Ready | None:
         """What was made ready for calls that look like this one."""
-        seen = self._watched(call)
-        ready = self._ready.get(self._key(call, seen))
+        seen = self.watched_tensors(call)
+        ready = self._ready.get(self.key(call, seen))
         if ready is not None:
             for guard, x in zip(ready.guards, seen, strict=True):
                 if guard() is not x:
@@ -157,20 +159,20 @@ class Engine:
         return ready(call)
 
     def _remember(self, call: Call, ready: Ready) -> None:
-        seen = self._watched(call)
+        seen = self.watched_tensors(call)
         if any(x.is_inference() for x in seen):
             return  # torch counts no versions of inference tensors: a change would not be seen
         while len(self._ready) >= MOST_READY:
             self._ready.pop(next(iter(self._ready)), None)
-        self._ready[self._key(call, seen)] = ready
+        self._ready[self.key(call, seen)] = ready
 
-    def _watched(self, call: Call) -> Sequence[Tensor]:
+    def watched_tensors(self, call: Call) -> Sequence[Tensor]:
         found = [call.operands[slot] for slot in self._slots]
         if self.watched.lengths and call.lengths is not NO_LENGTHS:
             found += [x for x in call.lengths if x is not None]
         return found
 
-    def _key(self, call: Call, seen: Sequence[Tensor]) -> Any:
+    def key(self, call: Call, seen: Sequence[Tensor]) -> Any:
         q, k, v, operands, sinks, lengths, scalars, scale, heads_first, statistics = call
         key: tuple[Any, ...] = (
             q.shape, q.stride(), q.dtype, k.shape, k.stride(), k.dtype, v.shape, v.stride(), v.dtype,
@@ -194,18 +196,18 @@ def make_ready(engine: Engine, call: Call) -> Ready:
     """Prove, plan, emit, compile and build tables for calls that look like this one."""
     _require_not_capturing()
     target = target_of(call.q.device)
-    numbers = _numbers(engine, call)
+    numbers = numbers_of(engine, call)
     shape, captured = call.extents(), Captured(call.operands, numbers)
     proved = prove(engine.facts, shape, captured)
     facts, rows = engine.facts, NO_TENSORS
     if proved.mask_form == "spans" and call.lengths is NO_LENGTHS:
         facts, rows = tabulate(facts, shape, captured, call.q.device)
-    problem = _problem(engine, call, proved, rows)
+    problem = problem_of(engine, call, proved, rows)
     plan, source = program(facts, problem, engine.schedule, target)
-    kernel = compile_forward(source, problem, _signature(engine, call, rows), target.name)
+    kernel = compile_kernel(source, problem, signature_of(engine, call, rows), target.name)
     return Ready(
         kernel.launch,
-        tuple(map(weakref.ref, engine._watched(call))),
+        tuple(map(weakref.ref, engine.watched_tensors(call))),
         _fixes(call),
         _layouts(call, shape, engine.precision.output_dtype(call.q.dtype)),
         _tables(engine, call, captured, plan.tile) if problem.mask_form == "tables" else None,
@@ -241,7 +243,7 @@ def program(
     return plan, emit_forward(facts, plan)
 
 
-def _problem(engine: Engine, call: Call, proved: Proved, rows: tuple[Tensor, ...]) -> Problem:
+def problem_of(engine: Engine, call: Call, proved: Proved, rows: tuple[Tensor, ...]) -> Problem:
     from fa4flex.codegen.plan.problem import Problem
 
     ragged = "packed" if call.packed else "dense" if call.lengths is NO_LENGTHS else "used"
@@ -261,7 +263,7 @@ def _problem(engine: Engine, call: Call, proved: Proved, rows: tuple[Tensor, ...
     )
 
 
-def _signature(engine: Engine, call: Call, rows: tuple[Tensor, ...]) -> Signature:
+def signature_of(engine: Engine, call: Call, rows: tuple[Tensor, ...]) -> Signature:
     used_q, used_k = call.lengths[2:]
     kinds = tuple(engine.kinds.get(slot, "float") for slot in range(len(call.scalars)))
     read = call.operands + rows
@@ -279,7 +281,7 @@ def _even_rows(x: Tensor) -> bool:
     return x.ndim > 0 and steps[-1] == 1 and aligned and all(step % 2 == 0 for step in steps[:-1])
 
 
-def _numbers(engine: Engine, call: Call) -> tuple[int | float, ...]:
+def numbers_of(engine: Engine, call: Call) -> tuple[int | float, ...]:
     """Captured numbers by their kinds: operators pass all of them as floats."""
     kinds = (engine.kinds.get(slot, "float") for slot in range(len(call.scalars)))
     return tuple(float(x) if kind == "float" else int(x) for kind, x in zip(kinds, call.scalars, strict=True))
@@ -315,7 +317,7 @@ def _fixes(call: Call) -> dict[int, Callable[[Tensor], Tensor]]:
         if x is None:
             continue
         if i < 3:
-            if not _tma_able(x):
+            if not tma_able(x):
                 fixes[i] = _compact
         elif i == 3:
             if x.dtype != torch.float32 or x.stride(-1) != 1:
@@ -339,7 +341,12 @@ def _fixed(call: Call, fixes: dict[int, Callable[[Tensor], Tensor]]) -> tuple[An
     return (*given[:4], given[4:8], tuple(given[8:]))
 
 
-def _tma_able(x: Tensor) -> bool:
+def launch_arguments(call: Call) -> tuple[Any, ...]:
+    """(q, k, v, sinks, lengths, operands) as kernels read them."""
+    return _fixed(call, _fixes(call))
+
+
+def tma_able(x: Tensor) -> bool:
     """Whether the tensor memory accelerator can read x: 16-byte steps, except along the last dimension."""
     per_step = ALIGNMENT // x.element_size()
     steps = all(s % per_step == 0 for s in x.stride()[:-1])

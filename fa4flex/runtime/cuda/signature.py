@@ -70,30 +70,27 @@ def entry_point(kernel: Any, problem: Problem, signature: Signature) -> Any:
     ) -> None:
         q, k, v, out = logical(q), logical(k), logical(v), logical(out)
         lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-        rest = (tables, sinks, _tuple(operands), _tuple(scalars), scale, max_q_len, counter)
+        rest = (tables, sinks, tuple_of(operands), tuple_of(scalars), scale, max_q_len, counter)
         kernel(Arguments(q, k, v, out, lse, max_scores, *lengths, *rest), stream)
 
     return attention
 
 
-def _tuple(given: tuple[Any, ...] | None) -> tuple[Any, ...]:
+def tuple_of(given: tuple[Any, ...] | None) -> tuple[Any, ...]:
     """An empty tuple cannot be an argument: it travels as None."""
     return () if given is None else given
 
 
-def fake_arguments(problem: Problem, signature: Signature, counted: bool = False) -> list[Any]:
-    """Stand-ins for the arguments of the entry point, its stream included.
-
-    `counted`: the kernel's blocks take tiles from a counter (Config.dynamic).
-    """
+def fake_arguments(problem: Problem, signature: Signature, config: Any) -> list[Any]:
+    """Stand-ins for the arguments of the entry point, its stream included, for a kernel of this Config."""
     batch, q_len, kv_len, q_heads, kv_heads = (cute.sym_int32() for _ in range(5))
     packed = problem.lengths == "packed"
 
     def rows(length: Any, heads: Any, width: int, dtype: str) -> Any:
         if packed:
-            return _wide((length, heads, width), dtype)
+            return fake_wide((length, heads, width), dtype)
         order = (heads, length) if signature.heads_first else (length, heads)
-        return _wide((batch, *order, width), dtype)
+        return fake_wide((batch, *order, width), dtype)
 
     shape = (q_heads, q_len) if packed else (batch, q_heads, q_len)
     sequences = cute.sym_int32() if packed else batch
@@ -102,27 +99,27 @@ def fake_arguments(problem: Problem, signature: Signature, counted: bool = False
         "k": rows(kv_len, kv_heads, problem.head_dim, problem.dtype),
         "v": rows(kv_len, kv_heads, problem.head_dim_v, problem.dtype),
         "out": rows(q_len, q_heads, problem.head_dim_v, problem.out_dtype),
-        "lse": _plain(Float32, shape) if "lse" in problem.statistics else None,
-        "max_scores": _plain(Float32, shape) if "max_scores" in problem.statistics else None,
+        "lse": fake_plain(Float32, shape) if "lse" in problem.statistics else None,
+        "max_scores": fake_plain(Float32, shape) if "max_scores" in problem.statistics else None,
         **_lengths(problem, signature, sequences),
-        "tables": _tables() if problem.mask_form == "tables" else None,
-        "sinks": _plain(Float32, (q_heads,)) if problem.sinks else None,
-        "operands": _operands(problem, signature) or None,
-        "scalars": tuple(_number(kind, problem.wide_index) for kind in signature.scalars) or None,
+        "tables": fake_tables() if problem.mask_form == "tables" else None,
+        "sinks": fake_plain(Float32, (q_heads,)) if problem.sinks else None,
+        "operands": fake_operands(problem, signature) or None,
+        "scalars": fake_numbers(problem, signature) or None,
         "scale": Float32(1.0),
         "max_q_len": Int32(1),
-        "counter": _plain(Int32, (2,)) if counted else None,
+        "counter": fake_plain(Int32, (2,)) if config.dynamic else None,
     }
     return [*(given[name] for name in ENTRY_ARGUMENTS), make_fake_stream(use_tvm_ffi_env_stream=True)]
 
 
-def _wide(shape: tuple[Any, ...], dtype: str) -> Any:
+def fake_wide(shape: tuple[Any, ...], dtype: str) -> Any:
     element = DTYPES[dtype]
     strides = [cute.sym_int64(divisibility=WIDE_COPY * 8 // element.width) for _ in shape[:-1]]
     return make_fake_tensor(element, shape, (*strides, 1), assumed_align=WIDE_COPY)
 
 
-def _plain(element: Any, shape: tuple[Any, ...], unit: bool = True, even: bool = False) -> Any:
+def fake_plain(element: Any, shape: tuple[Any, ...], unit: bool = True, even: bool = False) -> Any:
     """Any strides, the last of which is 1 if `unit`; aligned to its elements, or to two of them if `even`,
     as all its rows then are."""
     strides = [cute.sym_int64(divisibility=2 if even else 1) for _ in shape]
@@ -141,23 +138,31 @@ def _lengths(problem: Problem, signature: Signature, sequences: Any) -> dict[str
         "seqused_q": (signature.used_q, sequences),
         "seqused_k": (signature.used_k, sequences),
     }
-    return {name: _plain(Int32, (extent,)) if there else None for name, (there, extent) in given.items()}
+    return {name: fake_lengths(extent) if there else None for name, (there, extent) in given.items()}
 
 
-def _tables() -> Tables:
+def fake_lengths(extent: Any) -> Any:
+    return fake_plain(Int32, (extent,))
+
+
+def fake_tables() -> Tables:
     maps = tuple(cute.sym_int32() for _ in range(3))
-    pointers = [_plain(Int32, maps) for _ in range(2)]
-    tiles = [_plain(Int32, (cute.sym_int32(),)) for _ in range(2)]
+    pointers = [fake_plain(Int32, maps) for _ in range(2)]
+    tiles = [fake_plain(Int32, (cute.sym_int32(),)) for _ in range(2)]
     return Tables(pointers[0], tiles[0], pointers[1], tiles[1])
 
 
-def _operands(problem: Problem, signature: Signature) -> tuple[Any, ...]:
+def fake_operands(problem: Problem, signature: Signature) -> tuple[Any, ...]:
     nothing = (False,) * len(problem.operands)
     units, even = signature.unit_strides or nothing, signature.even_rows or nothing
     return tuple(
-        _plain(DTYPES[dtype], tuple(cute.sym_int32() for _ in range(max(rank, 1))), unit, rows)
+        fake_plain(DTYPES[dtype], tuple(cute.sym_int32() for _ in range(max(rank, 1))), unit, rows)
         for (dtype, rank), unit, rows in zip(problem.operands, units, even, strict=True)
     )
+
+
+def fake_numbers(problem: Problem, signature: Signature) -> tuple[Any, ...]:
+    return tuple(_number(kind, problem.wide_index) for kind in signature.scalars)
 
 
 def _number(kind: str, wide: bool) -> Any:

@@ -29,10 +29,17 @@ class BlockTables(NamedTuple):
 
 
 def dense_tables(
-    facts: Facts, shape: Shape, captured: Captured, tile: tuple[int, int], device: torch.device
+    facts: Facts,
+    shape: Shape,
+    captured: Captured,
+    tile: tuple[int, int],
+    device: torch.device,
+    by_keys: bool = False,
 ) -> BlockTables:
-    """Tables of a batch whose sequences all have the lengths of `shape`."""
-    return to_device([tile_map(facts.mask, facts.keys, shape, captured, tile)], shape, device)
+    """Tables of a batch whose sequences all have the lengths of `shape`. `by_keys`: the tiles of queries that
+    visit each tile of keys."""
+    tiles = tile_map(facts.mask, facts.keys, shape, captured, tile)
+    return to_device([tiles.transposed() if by_keys else tiles], shape, device)
 
 
 def ragged_tables(
@@ -70,16 +77,17 @@ def to_device(maps: Sequence[TileMap], shape: Shape, device: torch.device) -> Bl
 
 def _expand(tiles: TileMap, full: bool) -> tuple[Tensor, Tensor]:
     """([map_batch, map_heads, rows + 1] pointers into the list, all tiles of a class in row order)."""
-    # Kernels do not look at the end of the keys in full tiles, so a last tile that passes it is not one.
-    whole = torch.where(tiles.full, tiles.stop.clamp(max=tiles.shape.kv_len // tiles.tile[1]), tiles.start)
+    # Kernels do not look at the end of a run's axis in full tiles, so a last tile that passes it is not one.
+    lengths = tiles.shape.kv_len // tiles.tile[1], tiles.shape.q_len // tiles.tile[0]
+    whole = torch.where(tiles.full, tiles.stop.clamp(max=lengths[tiles.axis == "kv"]), tiles.start)
     start, stop = (tiles.start, whole) if full else (whole, tiles.stop)
-    lengths = (stop - start).long()
-    ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    counts = (stop - start).long()
+    ends = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
     rows = ends[tiles.row_ptr.long()].to(torch.int32)
     maps = tiles.map_batch, tiles.map_heads
     # The last pointer of a map is the first of the next: windows of rows + 1 that overlap by one.
     windows = rows.unfold(0, tiles.rows + 1, tiles.rows) if tiles.rows else rows.expand(maps[0] * maps[1], 1)
-    first = (start - ends[:-1]).repeat_interleave(lengths)
+    first = (start - ends[:-1]).repeat_interleave(counts)
     listed = (first + torch.arange(len(first))).to(torch.int32)
     return windows.unflatten(0, maps), listed
 

@@ -31,8 +31,6 @@ from fa4flex.codegen.kernels.common.hooks import Hooks
 from fa4flex.codegen.kernels.common.softmax import LOG2_E
 from fa4flex.codegen.kernels.common.transposed import Slab
 
-State = pipeline.PipelineState
-
 
 @dataclass(frozen=True)
 class Mmas:
@@ -149,7 +147,7 @@ class Consumer:
         slab: cutlass.Constexpr[Slab],
         shared: cutlass.Constexpr[Shared],
         pipes: cutlass.Constexpr[Pipes],
-        states: tuple[State, State],
+        states: tuple[pipeline.PipelineState, pipeline.PipelineState],
         places: tuple[Int32, Int32, Int32],
         masked: cutlass.Constexpr[bool],
     ) -> None:
@@ -167,10 +165,14 @@ class Consumer:
         lse2 = self.columns(shared.lse2[None, q_stage], lane)
         delta = self.columns(shared.delta[None, do_stage], lane)
         warpgroup.wait_group(1)
-        self.probabilities(scores, slab, lse2, tile * config.tile_m + lane % 4 * 2, masked)
-        p = self.narrowed(scores, shared.q.element_type)
-        warpgroup.wait_group(0)
         grid, d_grid = rows_and_columns(scores), rows_and_columns(dprob)
+        q_first = tile * config.tile_m + lane % 4 * 2
+        slopes = slab.slopes(self.hooks, grid, q_first, masked)
+        self.probabilities(grid, slab, lse2, q_first, masked)
+        p = self.narrowed(scores, shared.q.element_type)
+        for (r, c), slope in ({} if slopes is None else slopes).items():
+            grid[r, c] = grid[r, c] * slope
+        warpgroup.wait_group(0)
         for c in cutlass.range_constexpr(cute.size(d_grid, mode=[1])):
             for r in cutlass.range_constexpr(2):
                 d_grid[r, c] = grid[r, c] * (d_grid[r, c] - delta[c])
@@ -197,16 +199,16 @@ class Consumer:
         return mine
 
     def probabilities(
-        self, scores: cute.Tensor, slab: Slab, lse2: cute.Tensor, q_first: Int32, masked: bool
+        self, grid: cute.Tensor, slab: Slab, lse2: cute.Tensor, q_first: Int32, masked: bool
     ) -> None:
-        grid = rows_and_columns(scores)
+        """q.k (row, column) becomes its probability."""
         slab.modify(self.hooks, grid, q_first, masked)
-        if masked:
-            slab.mask(self.hooks, grid, q_first)
         factor = slab.at.scale * LOG2_E if self.hooks.factor is None else self.hooks.factor(slab.at)
         for c in range(cute.size(grid, mode=[1])):
             for r in range(2):
                 grid[r, c] = cute.math.exp2(grid[r, c] * factor - lse2[c], fastmath=True)
+        if masked:
+            slab.mask(self.hooks, grid, q_first)
 
     def narrowed(self, acc: cute.Tensor, kind: Any) -> cute.Tensor:
         """16-bit numbers, as the A operand of a next product."""

@@ -28,6 +28,9 @@ from fa4flex.codegen.kernels.common.work import Grid
 class Backward:
     """A backward kernel for one Config and one variant's Hooks; `compile` takes the object itself."""
 
+    direction = "backward"
+    """Which arguments it takes."""
+
     def __init__(self, config: Config, hooks: Hooks) -> None:
         self.config = config
         self.hooks = hooks

@@ -114,7 +114,7 @@ class BackwardCourse:
             first, last = pointers[work.b, h, work.tile], pointers[work.b, h, work.tile + 1]
             parts.append(Listed(tiles, first, last - first))
         some, more = parts[0].total(), parts[1].total()
-        return QueryTiles(*parts, select_(ends, some + more, some), some + more)
+        return QueryTiles(parts[0], parts[1], select_(ends, some + more, some), some + more)
 
 
 @cute.jit

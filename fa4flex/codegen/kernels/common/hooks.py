@@ -88,6 +88,7 @@ class Hooks:
     uniform   values shared by all other hooks, a tuple
     start     what the accumulation of q.k starts from, in its units, a Float32 that needs no score; absent: 0
     score     y, a Float32, where a probability is proportional to exp2(factor * y); absent: y is at.score
+    slope     of backward passes: the derivative of the modified score by the scaled one, a Float32; absent: 1
     factor    a positive Float32 that depends on (b, h) alone; absent: at.scale * log2(e)
     mask      whether the pair takes part, a Boolean; absent: all do, or `spans` decides
     spans     the keys of row at.q as a tuple of (lo, hi), half open; None for lo = 0 and for hi = kv_len
@@ -96,6 +97,7 @@ class Hooks:
     uniform: Hook | None = None
     start: Pointwise | None = None
     score: Pointwise | None = None
+    slope: Pointwise | None = None
     factor: Hook | None = None
     mask: Pointwise | None = None
     spans: Hook | None = None

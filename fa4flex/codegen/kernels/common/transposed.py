@@ -5,6 +5,8 @@ A thread keeps few keys for all of a block's life, and meets new queries with ev
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +16,9 @@ from cutlass import Float32, Int32, cute, select_
 
 from fa4flex.codegen.kernels.common.hooks import At, Hooks, Pointwise
 from fa4flex.codegen.kernels.common.keys import row_spans
+
+Slopes = dict[tuple[int, int], Float32]
+"""By (row, column) of a tile."""
 
 
 @dataclass(frozen=True)
@@ -79,22 +84,27 @@ class Slab:
             for r, c, at in self.elements(hooks.score, q_first, guard):
                 scores[r, c] = hooks.score.element(at.but(score=scores[r, c]))
 
-    def mask(self, hooks: Hooks, scores: cute.Tensor, q_first: Int32) -> None:
-        """scores (row, column): what is not allowed, or past an end, becomes -inf."""
+    def slopes(self, hooks: Hooks, scores: cute.Tensor, q_first: Int32, guard: bool) -> Slopes | None:
+        """What gradients are multiplied by on their way to scores (row, column), which hold q.k here."""
+        if hooks.slope is None:
+            return None
+        places = self.elements(hooks.slope, q_first, guard)
+        return {(r, c): hooks.slope.element(at.but(score=scores[r, c])) for r, c, at in places}
+
+    def mask(self, hooks: Hooks, probabilities: cute.Tensor, q_first: Int32) -> None:
+        """probabilities (row, column): what is not allowed, or past an end, becomes 0."""
         for c, query in enumerate(self.queries):
             q = q_first + query
             safe = cutlass.max(cutlass.min(q, self.at.q_len - 1), Int32(0))
             spans = row_spans(hooks, self.at.but(q=safe, q_float=safe.to(Float32)))
             for r, key in enumerate(self.keys):
                 kv = self.kv_first + key
-                allowed = None
-                for lo, hi in spans:
-                    one = kv < hi if lo is None else (kv >= lo) & (kv < hi)
-                    allowed = one if allowed is None else allowed | one
-                scores[r, c] = select_(allowed & (q < self.at.q_len), scores[r, c], -Float32.inf)
+                inside = [kv < hi if lo is None else (kv >= lo) & (kv < hi) for lo, hi in spans]
+                allowed = functools.reduce(operator.or_, inside) & (q < self.at.q_len)
+                probabilities[r, c] = select_(allowed, probabilities[r, c], Float32(0.0))
         if hooks.mask is not None:
             for r, c, at in self.elements(hooks.mask, q_first, True):
-                scores[r, c] = select_(hooks.mask.element(at), scores[r, c], -Float32.inf)
+                probabilities[r, c] = select_(hooks.mask.element(at), probabilities[r, c], Float32(0.0))
 
 
 def _terms(pointwise: Pointwise, rate: str, at: At) -> tuple[Any, ...]:

@@ -41,6 +41,7 @@ from fa4flex.codegen.kernels.fwd_sm100.roles import (
     WARPS,
     Per,
     barrier_count,
+    readers,
 )
 from fa4flex.codegen.kernels.fwd_sm100.schedule import Scheduler
 from fa4flex.codegen.kernels.fwd_sm100.softmax import Softmax
@@ -49,6 +50,9 @@ from fa4flex.codegen.kernels.fwd_sm100.store import Store, store_atom
 
 class Forward:
     """A forward kernel for one Config and one variant's Hooks; `compile` takes the object itself."""
+
+    direction = "forward"
+    """Which arguments it takes."""
 
     def __init__(self, config: Config, hooks: Hooks) -> None:
         self.config = config
@@ -202,6 +206,8 @@ class Forward:
         with cute.arch.elect_one():
             for name, (per, arrivals) in BARRIERS.items():
                 count = arrivals * self.config.ctas if name in FROM_BOTH else arrivals
+                if name == "next_empty":
+                    count = readers(self.config.q_tiles, self.config.out_stages)
                 for i in range(self.count(per)):
                     cute.arch.mbarrier_init(getattr(storage, name).data_ptr() + i, count)
         cute.arch.mbarrier_init_fence()

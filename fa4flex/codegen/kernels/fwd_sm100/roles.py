@@ -15,8 +15,6 @@ MULTIPLY, STORE, LOAD, SCHEDULE = 12, 13, 14, 15
 """Warps."""
 
 WARPS = 16
-READERS = WARPS - 1
-"""Warps that read the next tile's number: all but the scheduler."""
 
 ALLOCATED, FINISHED = 1, 2
 """Named barriers: tensor memory is there, for all who touch it; the correction warpgroup has read the last of
@@ -38,9 +36,10 @@ BARRIERS: dict[str, tuple[Per, int]] = {
     "out_full": ("stage", 4),
     "out_empty": ("stage", 1),
     "next_full": ("one", 1),
-    "next_empty": ("one", READERS),
+    "next_empty": ("one", 1),
 }
-"""What there is one of, and how many arrivals complete a phase: a warp's lanes arrive as one."""
+"""What there is one of, and how many arrivals complete a phase: a warp's lanes arrive as one. At next_empty,
+all `readers` arrive."""
 
 FROM_BOTH = ("p_early", "p_late")
 """Barriers at which the warps of both CTAs of a pair arrive."""
@@ -48,6 +47,12 @@ FROM_BOTH = ("p_early", "p_late")
 
 def barrier_count(q_tiles: int, out_stages: int, per: Per) -> int:
     return {"tile": q_tiles, "warp": 4 * q_tiles, "stage": max(out_stages, 1), "one": 1}[per]
+
+
+def readers(q_tiles: int, out_stages: int) -> int:
+    """Warps that read the next tile's number: of softmax and correction, those that multiply and load, and the
+    one that stores where outputs are staged."""
+    return 4 * (q_tiles + 1) + 2 + (out_stages > 0)
 
 
 def barrier_total(q_tiles: int, out_stages: int) -> int:

@@ -58,7 +58,7 @@ def exponentiate(row: cute.Tensor, factor: Float32, shift: Float32, how: Exponen
     for i in range(0, size, 2):
         x = cute.arch.fma_packed_f32x2((row[i], row[i + 1]), (factor, factor), (-shift, -shift))
         if emulated((fragment * size + i) // 2, how.every, how.count, how.skip):
-            row[i], row[i + 1] = exp2_pair(*x, how.degree)
+            row[i], row[i + 1] = exp2_pair(x[0], x[1], how.degree)
         else:
             row[i], row[i + 1] = (cute.math.exp2(one, fastmath=True) for one in x)
 

@@ -31,6 +31,9 @@ from fa4flex.codegen.kernels.fwd_sm90.producer import Producer
 class Forward:
     """A forward kernel for one Config and one variant's Hooks; `compile` takes the object itself."""
 
+    direction = "forward"
+    """Which arguments it takes."""
+
     def __init__(self, config: Config, hooks: Hooks) -> None:
         self.config = config
         self.hooks = hooks

@@ -1,0 +1,1 @@
+"""Small kernels around the large ones."""

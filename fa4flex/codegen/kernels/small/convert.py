@@ -1,0 +1,89 @@
+"""After a backward pass: dQ leaves the order in which the registers of matrix products held it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+from cuda.bindings import driver as cuda
+from cutlass import Float32, Int32, cute
+from cutlass.memory import SmemAllocator
+
+WIDE = 8
+"""Elements of 16 bits that a thread stores at once."""
+
+PAD = 8
+"""Elements between rows in shared memory, so that rows start in different banks."""
+
+
+class ConvertArguments(NamedTuple):
+    """dq_sum float32 [B, H, R * head_dim] as in BackwardArguments; dq [B, S, H, D]."""
+
+    dq_sum: cute.Tensor
+    dq: cute.Tensor
+    scale: Float32
+
+
+class Convert:
+    """`config` is the main kernel's: tile_m, head_dim, consumers, dq_shape, split_columns."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    @cute.jit
+    def __call__(self, arguments: ConvertArguments, stream: cuda.CUstream) -> None:
+        batch, q_len, heads, _ = arguments.dq.shape
+        tiles = cute.ceil_div(q_len, self.config.tile_m)
+        threads = 128 * self.config.consumers
+        self.device(arguments).launch(grid=[tiles, heads, batch], block=[threads, 1, 1], stream=stream)
+
+    @cute.kernel
+    def device(self, arguments: ConvertArguments) -> None:
+        config = self.config
+        tile, h, b = cute.arch.block_idx()
+        thread = cute.arch.thread_idx()[0]
+        layout = cute.make_layout((config.tile_m, config.head_dim), stride=(config.head_dim + PAD, 1))
+        rows = SmemAllocator().allocate_tensor(arguments.dq.element_type, layout, byte_alignment=16)
+        self.collect(arguments, rows, (tile, h, b), thread)
+        cute.arch.sync_threads()
+        pieces = config.head_dim // WIDE
+        for i in cutlass.range_constexpr(config.tile_m * pieces // (128 * config.consumers)):
+            number = i * 128 * config.consumers + thread
+            row, piece = number // pieces, number % pieces
+            q = tile * config.tile_m + row
+            if q < arguments.dq.shape[1]:
+                if piece * WIDE < arguments.dq.shape[3]:
+                    source = cute.logical_divide(rows[row, None], cute.make_layout(WIDE))[None, piece]
+                    target = cute.logical_divide(arguments.dq[b, q, h, None], cute.make_layout(WIDE))
+                    cute.autovec_copy(source, target[None, piece])
+
+    def collect(
+        self,
+        arguments: ConvertArguments,
+        rows: cute.Tensor,
+        place: tuple[Int32, Int32, Int32],
+        thread: Int32,
+    ) -> None:
+        """A warpgroup's part lies in fours: two columns of a row, and of the row 8 below."""
+        config = self.config
+        tile, h, b = place
+        part_rows, part_columns = config.dq_shape
+        part = part_rows * part_columns
+        w, lane = thread // 128, thread % 128
+        sums = cute.local_tile(arguments.dq_sum[b, h, None], (part,), (tile * config.consumers + w,))
+        fours = cute.logical_divide(sums, cute.make_layout(4))
+        row = lane // 32 * 16 + lane % 32 // 4
+        column = lane % 4 * 2
+        if config.split_columns:
+            column = column + w * part_columns
+        else:
+            row = row + w * part_rows
+        for j in range(part // 512):
+            four = cute.make_rmem_tensor((4,), Float32)
+            cute.autovec_copy(fours[None, j * 128 + lane], four)
+            for half in range(2):
+                pair = cute.make_rmem_tensor((2,), rows.element_type)
+                for i in range(2):
+                    pair[i] = (four[2 * half + i] * arguments.scale).to(rows.element_type)
+                pairs = cute.logical_divide(rows[row + 8 * half, None], cute.make_layout(2))
+                cute.autovec_copy(pair, pairs[None, column // 2 + 4 * j])

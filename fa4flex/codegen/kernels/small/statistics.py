@@ -1,0 +1,87 @@
+"""Before a backward pass: what its main kernel needs of every row.
+
+delta = rowsum(dO * O) - dLSE: with it dS = P * (dP - delta), since dO . O = sum over keys of P dP
+(FlashAttention-2, Dao 2023, section 3.1; the last term is the gradient of the log-sum-exp).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+from cuda.bindings import driver as cuda
+from cutlass import Float32, Int32, const_expr, cute, select_
+
+from fa4flex.codegen.kernels.common.softmax import LOG2_E
+
+THREADS = 256
+WIDE = 8
+"""Elements of 16 bits that a thread loads at once."""
+
+
+class StatisticsArguments(NamedTuple):
+    """out, dout [B, S, H, D]; lse, dlse float32 [B, H, S]; lse2, delta float32 [B, H, R], R >= S: see
+    BackwardArguments. seqused_q int32 [B]."""
+
+    out: cute.Tensor
+    dout: cute.Tensor
+    lse: cute.Tensor
+    dlse: cute.Tensor | None
+    lse2: cute.Tensor
+    delta: cute.Tensor
+    seqused_q: cute.Tensor | None
+
+
+class Statistics:
+    """`width` is D: `lanes` threads next to each other take a row together."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self.lanes = 1
+        while self.lanes * WIDE < width:
+            self.lanes *= 2
+
+    @cute.jit
+    def __call__(self, arguments: StatisticsArguments, stream: cuda.CUstream) -> None:
+        batch, heads, rows = arguments.delta.shape
+        blocks = cute.ceil_div(rows, THREADS // self.lanes)
+        self.device(arguments).launch(grid=[blocks, heads, batch], block=[THREADS, 1, 1], stream=stream)
+
+    @cute.kernel
+    def device(self, arguments: StatisticsArguments) -> None:
+        block, h, b = cute.arch.block_idx()
+        thread = cute.arch.thread_idx()[0]
+        row = block * (THREADS // self.lanes) + thread // self.lanes
+        lane = thread % self.lanes
+        q_len = Int32(arguments.out.shape[1])
+        if const_expr(arguments.seqused_q is not None):
+            q_len = cutlass.min(q_len, Int32(arguments.seqused_q[b]))
+        total = Float32(0.0)
+        if row < q_len:
+            if lane * WIDE < self.width:
+                total = self.dot(arguments.out[b, row, h, None], arguments.dout[b, row, h, None], lane)
+        total = cute.arch.warp_reduction_sum(total, threads_in_group=self.lanes)
+        if lane == 0:
+            if row < arguments.delta.shape[2]:
+                lse2 = Float32.inf
+                if row < q_len:
+                    if const_expr(arguments.dlse is not None):
+                        total = total - arguments.dlse[b, h, row]
+                    lse = arguments.lse[b, h, row]
+                    # A row without keys has probabilities 0 whatever its scores are.
+                    lse2 = select_(lse == -Float32.inf, Float32.inf, lse * LOG2_E)
+                arguments.lse2[b, h, row] = lse2
+                arguments.delta[b, h, row] = total
+
+    def dot(self, x: cute.Tensor, y: cute.Tensor, lane: Int32) -> Float32:
+        """Of this lane's elements of two rows."""
+        parts = [self.piece(one, lane) for one in (x, y)]
+        total = Float32(0.0)
+        for i in range(WIDE):
+            total = total + parts[0][i].to(Float32) * parts[1][i].to(Float32)
+        return total
+
+    def piece(self, row: cute.Tensor, lane: Int32) -> Any:
+        mine = cute.make_rmem_tensor((WIDE,), row.element_type)
+        cute.autovec_copy(cute.logical_divide(row, cute.make_layout(WIDE))[None, lane], mine)
+        return mine

@@ -1,0 +1,50 @@
+"""The plan of a Hopper backward kernel. Data only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fa4flex.codegen.kernels.bwd_sm90.config import Config
+from fa4flex.codegen.plan.problem import Problem
+from fa4flex.codegen.plan.sm90.tiles import pad
+from fa4flex.codegen.plan.target import Target
+from fa4flex.errors import UnsupportedError
+
+WIDEST = 128
+
+
+@dataclass(frozen=True)
+class HopperBackwardPlan:
+    """A backward kernel for `problem` on `target`. tile: queries per step, and keys per block."""
+
+    target: Target
+    problem: Problem
+    tile: tuple[int, int]
+    head_dim: int
+    head_dim_v: int
+
+    def config(self) -> Config:
+        """What the hand-written kernel is built from."""
+        tile_m, tile_n = self.tile
+        return Config(
+            head_dim=self.head_dim,
+            head_dim_v=self.head_dim_v,
+            tile_m=tile_m,
+            tile_n=tile_n,
+            workers=self.target.multiprocessors,
+            lengths=self.problem.lengths,
+            masked=self.problem.mask_form != "none",
+        )
+
+
+def plan_hopper_backward(problem: Problem, target: Target) -> HopperBackwardPlan:
+    """Raises UnsupportedError for what the kernel does not have: callers then compute it another way."""
+    widths = pad(problem.head_dim), pad(problem.head_dim_v)
+    if max(widths) > WIDEST or 96 in widths or problem.lengths == "packed":
+        raise UnsupportedError(
+            f"a backward kernel for {problem.explain()}",
+            "dense heads of at most 64 or of 97 to 128",
+            "nothing: gradients are computed in PyTorch operations instead",
+        )
+    tile = (128, 128) if max(widths) <= 64 else (64, 128)
+    return HopperBackwardPlan(target, problem, tile, *widths)

@@ -1,0 +1,109 @@
+"""The entry point of a backward pass: one host function that launches its three kernels one after another."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cutlass import Float32, cute
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+from fa4flex.codegen.kernels.common.backward import ROW_BLOCK, BackwardArguments
+from fa4flex.codegen.kernels.small.convert import Convert, ConvertArguments
+from fa4flex.codegen.kernels.small.statistics import Statistics, StatisticsArguments
+from fa4flex.runtime.cuda.signature import (
+    fake_lengths,
+    fake_numbers,
+    fake_operands,
+    fake_plain,
+    fake_tables,
+    fake_wide,
+    tuple_of,
+)
+
+if TYPE_CHECKING:
+    from fa4flex.codegen.plan.problem import Problem
+    from fa4flex.runtime.cuda.call import Signature
+
+ENTRY_ARGUMENTS = (
+    "q", "k", "v", "out", "dout", "lse", "dlse", "lse2", "delta", "dq_sum", "dq", "dk", "dv",
+    "seqused_q", "seqused_k", "tables", "operands", "scalars", "scale",
+)  # fmt: skip
+
+
+def entry_point(kernel: Any, problem: Problem, signature: Signature) -> Any:
+    """Takes tensors [B, H, S, D], or [B, S, H, D], in the order of ENTRY_ARGUMENTS, and a stream."""
+    statistics, convert = Statistics(problem.head_dim_v), Convert(kernel.config)
+
+    def logical(x: cute.Tensor) -> cute.Tensor:
+        swapped = cute.select(x.layout, mode=[0, 2, 1, 3])
+        return cute.make_tensor(x.iterator, swapped) if signature.heads_first else x
+
+    @cute.jit
+    def attention_backward(
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        out: cute.Tensor,
+        dout: cute.Tensor,
+        lse: cute.Tensor,
+        dlse: Any,
+        lse2: cute.Tensor,
+        delta: cute.Tensor,
+        dq_sum: cute.Tensor,
+        dq: cute.Tensor,
+        dk: cute.Tensor,
+        dv: cute.Tensor,
+        seqused_q: Any,
+        seqused_k: Any,
+        tables: Any,
+        operands: Any,
+        scalars: Any,
+        scale: Float32,
+        stream: Any,
+    ) -> None:
+        q, k, v, out, dout = logical(q), logical(k), logical(v), logical(out), logical(dout)
+        dq, dk, dv = logical(dq), logical(dk), logical(dv)
+        statistics(StatisticsArguments(out, dout, lse, dlse, lse2, delta, seqused_q), stream)
+        rest = (seqused_q, seqused_k, tables, tuple_of(operands), tuple_of(scalars), scale)
+        kernel(BackwardArguments(q, k, v, dout, lse2, delta, dq_sum, dk, dv, *rest), stream)
+        convert(ConvertArguments(dq_sum, dq, scale), stream)
+
+    return attention_backward
+
+
+def fake_arguments(problem: Problem, signature: Signature, config: Any) -> list[Any]:
+    """Stand-ins for the arguments of the entry point, its stream included, for a kernel of this Config."""
+    batch, q_len, kv_len, q_heads, kv_heads, rows, sums = (cute.sym_int32() for _ in range(7))
+
+    def like(length: Any, heads: Any, width: int, dtype: str) -> Any:
+        order = (heads, length) if signature.heads_first else (length, heads)
+        return fake_wide((batch, *order, width), dtype)
+
+    def padded(extent: Any) -> Any:
+        steps = [cute.sym_int64(divisibility=ROW_BLOCK) for _ in range(2)]
+        return make_fake_tensor(Float32, (batch, q_heads, extent), (*steps, 1), assumed_align=16)
+
+    q, k = (q_len, q_heads, problem.head_dim), (kv_len, kv_heads, problem.head_dim)
+    v, out = (kv_len, kv_heads, problem.head_dim_v), (q_len, q_heads, problem.head_dim_v)
+    given = {
+        "q": like(*q, problem.dtype),
+        "k": like(*k, problem.dtype),
+        "v": like(*v, problem.dtype),
+        "out": like(*out, problem.out_dtype),
+        "dout": like(*out, problem.dtype),
+        "lse": fake_plain(Float32, (batch, q_heads, q_len)),
+        "dlse": fake_plain(Float32, (batch, q_heads, q_len), False) if signature.dlse else None,
+        "lse2": padded(rows),
+        "delta": padded(rows),
+        "dq_sum": padded(sums),
+        "dq": like(*q, problem.dtype),
+        "dk": like(*k, problem.dtype),
+        "dv": like(*v, problem.dtype),
+        "seqused_q": fake_lengths(batch) if signature.used_q else None,
+        "seqused_k": fake_lengths(batch) if signature.used_k else None,
+        "tables": fake_tables() if problem.mask_form != "none" else None,
+        "operands": fake_operands(problem, signature) or None,
+        "scalars": fake_numbers(problem, signature) or None,
+        "scale": Float32(1.0),
+    }
+    return [*(given[name] for name in ENTRY_ARGUMENTS), make_fake_stream(use_tvm_ffi_env_stream=True)]
