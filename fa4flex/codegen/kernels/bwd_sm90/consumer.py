@@ -13,7 +13,7 @@ from typing import Any
 
 import cutlass
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int32, cute, pipeline
+from cutlass import Boolean, Float32, Int32, const_expr, cute, pipeline
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
@@ -87,22 +87,31 @@ class Consumer:
         group = heads // arguments.k.shape[2]
         cute.arch.mbarrier_wait(pipes.k_full, 0)
         cute.arch.mbarrier_wait(pipes.v_full, 0)
+        scores = cute.make_rmem_tensor(mmas.scores.partition_shape_C((KEYS, config.tile_m)), Float32)
+        count = Int32(0)
         for g in cutlass.range(group, unroll=1):
             h = work.kv_head * group + g
             slab = self.slab(arguments, work, h, heads, warpgroup_index, lane)
             queries = self.course.queries(work, h, arguments)
+            if const_expr(config.overlap):
+                self.begin(mmas, operands, scores, pipes, q_state, queries.count > 0)
+                warpgroup.wait_group(0)
             for i in cutlass.range(queries.masked_count, unroll=1):
-                tile = query_tile_at(queries, i)
-                places = (tile, lane, warpgroup_index)
-                self.step(mmas, operands, slab, shared, pipes, (q_state, do_state), places, True)
+                tile, more = query_tile_at(queries, i), i + 1 < queries.count
+                places = (tile, lane, warpgroup_index, count % 2)
+                given = (mmas, operands, scores, slab)
+                self.step(given, shared, pipes, (q_state, do_state), places, more, True)
                 q_state.advance()
                 do_state.advance()
+                count += 1
             for i in cutlass.range(queries.masked_count, queries.count, unroll=1):
-                tile = query_tile_at(queries, i)
-                places = (tile, lane, warpgroup_index)
-                self.step(mmas, operands, slab, shared, pipes, (q_state, do_state), places, False)
+                tile, more = query_tile_at(queries, i), i + 1 < queries.count
+                places = (tile, lane, warpgroup_index, count % 2)
+                given = (mmas, operands, scores, slab)
+                self.step(given, shared, pipes, (q_state, do_state), places, more, False)
                 q_state.advance()
                 do_state.advance()
+                count += 1
         self.store(arguments.dv, mmas.dv, operands.dv, work, (lane, warpgroup_index), Float32(1.0))
         self.store(arguments.dk, mmas.dk, operands.dk, work, (lane, warpgroup_index), arguments.scale)
 
@@ -114,7 +123,7 @@ class Consumer:
         k = cute.local_tile(shared.k, (n, config.head_dim), (w, 0))
         v = cute.local_tile(shared.v, (n, config.head_dim_v), (w, 0))
         mine = (0, w) if config.split_columns else (w, 0)
-        ds = cute.local_tile(shared.ds, (rows, config.tile_n), (mine[0], 0))
+        ds = cute.local_tile(shared.ds, (rows, config.tile_n), (mine[0], 0, None))
         k_t = cute.local_tile(transposed(shared.k), (columns, config.tile_n), (mine[1], 0))
         return Operands(
             mmas.scores.make_fragment_A(scores.partition_A(k)),
@@ -140,73 +149,97 @@ class Consumer:
         return Slab(at, first, (0, 8), columns)
 
     @cute.jit
-    def step(
+    def begin(
         self,
         mmas: cutlass.Constexpr[Mmas],
         operands: cutlass.Constexpr[Operands],
-        slab: cutlass.Constexpr[Slab],
+        scores: cute.Tensor,
+        pipes: cutlass.Constexpr[Pipes],
+        state: pipeline.PipelineState,
+        some: Boolean,
+    ) -> None:
+        """Start the scores of the next tile. Where there is none, products of what lies there go nowhere: a
+        branch around them would make the assembler wait for each."""
+        if some:
+            pipes.q.consumer_wait(state)
+        multiply(mmas.scores, scores, operands.k, operands.q[None, None, None, state.index], False)
+
+    @cute.jit
+    def step(
+        self,
+        given: cutlass.Constexpr[tuple[Mmas, Operands, cute.Tensor, Slab]],
         shared: cutlass.Constexpr[Shared],
         pipes: cutlass.Constexpr[Pipes],
         states: tuple[pipeline.PipelineState, pipeline.PipelineState],
-        places: tuple[Int32, Int32, Int32],
+        places: tuple[Int32, Int32, Int32, Int32],
+        more: Boolean,
         masked: cutlass.Constexpr[bool],
     ) -> None:
+        """One tile of queries. With `overlap` its scores are there, and those of the next are computed here."""
+        mmas, operands, scores, slab = given
         q_state, do_state = states
-        tile, lane, w = places
+        tile, lane, w, parity = places
         config = self.config
-        shape = (KEYS, config.tile_m)
-        scores = cute.make_rmem_tensor(mmas.scores.partition_shape_C(shape), Float32)
-        dprob = cute.make_rmem_tensor(mmas.dprob.partition_shape_C(shape), Float32)
+        dprob = cute.make_rmem_tensor(scores.shape, Float32)
         q_stage, do_stage = q_state.index, do_state.index
-        pipes.q.consumer_wait(q_state)
-        multiply(mmas.scores, scores, operands.k, operands.q[None, None, None, q_stage], False)
+        if const_expr(not config.overlap):
+            self.begin(mmas, operands, scores, pipes, q_state, Boolean(True))
         pipes.dout.consumer_wait(do_state)
         multiply(mmas.dprob, dprob, operands.v, operands.dout[None, None, None, do_stage], False)
-        lse2 = self.columns(shared.lse2[None, q_stage], lane)
-        delta = self.columns(shared.delta[None, do_stage], lane)
-        warpgroup.wait_group(1)
+        lse2 = shared.lse2[None, q_stage]
+        if const_expr(not config.overlap):
+            warpgroup.wait_group(1)
         grid, d_grid = rows_and_columns(scores), rows_and_columns(dprob)
         q_first = tile * config.tile_m + lane % 4 * 2
         slopes = slab.slopes(self.hooks, grid, q_first, masked)
-        self.probabilities(grid, slab, lse2, q_first, masked)
+        self.probabilities(grid, slab, (lse2, lane), q_first, masked)
         p = self.narrowed(scores, shared.q.element_type)
         for (r, c), slope in ({} if slopes is None else slopes).items():
             grid[r, c] = grid[r, c] * slope
-        warpgroup.wait_group(0)
-        for c in cutlass.range_constexpr(cute.size(d_grid, mode=[1])):
-            for r in cutlass.range_constexpr(2):
-                d_grid[r, c] = grid[r, c] * (d_grid[r, c] - delta[c])
-        ds = self.narrowed(dprob, shared.q.element_type)
         multiply(mmas.dv, operands.dv, p, operands.dout_t[None, None, None, do_stage], True)
-        self.share(shared.ds, mmas.scores, ds, lane, w)
-        dq = cute.make_rmem_tensor(mmas.dq.partition_shape_C(config.dq_shape), Float32)
-        multiply(mmas.dq, dq, operands.ds, operands.k_t, False)
-        multiply(mmas.dk, operands.dk, ds, operands.q_t[None, None, None, q_stage], True)
-        warpgroup.wait_group(2)
-        pipes.dout.consumer_release(do_state)
         warpgroup.wait_group(1)
+        for c in cutlass.range_constexpr(0, cute.size(d_grid, mode=[1]), 2):
+            delta = self.pair(shared.delta[None, do_stage], lane, c)
+            for r in cutlass.range_constexpr(2):
+                for i in cutlass.range_constexpr(2):
+                    d_grid[r, c + i] = grid[r, c + i] * (d_grid[r, c + i] - delta[i])
+        ds = self.narrowed(dprob, shared.q.element_type)
+        self.share(shared.ds[None, None, parity], mmas.scores, ds, lane, w)
+        # Its operand's registers are needed for what follows.
+        warpgroup.wait_group(0)
+        pipes.dout.consumer_release(do_state)
+        dq = cute.make_rmem_tensor(mmas.dq.partition_shape_C(config.dq_shape), Float32)
+        multiply(mmas.dq, dq, operands.ds[None, None, None, parity], operands.k_t, False)
+        multiply(mmas.dk, operands.dk, ds, operands.q_t[None, None, None, q_stage], True)
+        if const_expr(config.overlap):
+            coming = q_state.clone()
+            coming.advance()
+            self.begin(mmas, operands, scores, pipes, coming, more)
+        warpgroup.wait_group(2 if config.overlap else 1)
         self.hand_over(dq, shared.dq[None, w], lane, w)
+        # Products in flight at the end of a loop's body would make the assembler wait for each.
         warpgroup.wait_group(0)
         pipes.q.consumer_release(q_state)
 
-    def columns(self, rows: cute.Tensor, lane: Int32) -> cute.Tensor:
-        """A number per query of a thread's columns."""
-        pairs = cute.logical_divide(rows, cute.make_layout(2))
-        mine = cute.make_rmem_tensor((self.config.tile_m // 4,), Float32)
-        for j in range(self.config.tile_m // 8):
-            two = cute.make_tensor(mine.iterator + 2 * j, cute.make_layout(2))
-            cute.autovec_copy(pairs[None, 4 * j + lane % 4], two)
-        return mine
+    def pair(self, rows: cute.Tensor, lane: Int32, column: int) -> cute.Tensor:
+        """Numbers of the queries of a thread's columns `column`, which is even, and the next. Those of all
+        columns are too many to keep in registers."""
+        two = cute.make_rmem_tensor((2,), Float32)
+        cute.autovec_copy(cute.logical_divide(rows, cute.make_layout(2))[None, 2 * column + lane % 4], two)
+        return two
 
     def probabilities(
-        self, grid: cute.Tensor, slab: Slab, lse2: cute.Tensor, q_first: Int32, masked: bool
+        self, grid: cute.Tensor, slab: Slab, rows: tuple[cute.Tensor, Int32], q_first: Int32, masked: bool
     ) -> None:
         """q.k (row, column) becomes its probability."""
         slab.modify(self.hooks, grid, q_first, masked)
         factor = slab.at.scale * LOG2_E if self.hooks.factor is None else self.hooks.factor(slab.at)
-        for c in range(cute.size(grid, mode=[1])):
+        for c in range(0, cute.size(grid, mode=[1]), 2):
+            lse2 = self.pair(*rows, c)
             for r in range(2):
-                grid[r, c] = cute.math.exp2(grid[r, c] * factor - lse2[c], fastmath=True)
+                for i in range(2):
+                    x = grid[r, c + i] * factor - lse2[i]
+                    grid[r, c + i] = cute.math.exp2(x, fastmath=True)
         if masked:
             slab.mask(self.hooks, grid, q_first)
 
@@ -218,9 +251,9 @@ class Consumer:
         return target
 
     def share(self, target: cute.Tensor, mma: cute.TiledMma, ds: cute.Tensor, lane: Int32, w: Int32) -> None:
-        """dS' of all warpgroups to shared memory, once dQ of the tile before was computed from it."""
+        """dS' of all warpgroups to shared memory. Of its two stages, each is free when all warpgroups have
+        met for the other one."""
         threads = 128 * self.config.consumers
-        cute.arch.barrier(barrier_id=SCORES, number_of_threads=threads)
         atom = sm90.sm90_get_smem_store_op(LayoutEnum.ROW_MAJOR, target.element_type, Float32)
         copy = cute.make_tiled_copy_C(atom, mma).get_slice(lane)
         mine = cute.local_tile(transposed(target), (KEYS, self.config.tile_m), (w, 0))

@@ -84,7 +84,7 @@ class Backward:
             sm90.make_smem_layout_b(row, (KEYS, m, dv), kind, config.do_stages),
             sm90.make_smem_layout_b(row, (KEYS, n, d), kind, 1),
             sm90.make_smem_layout_b(row, (KEYS, n, dv), kind, 1),
-            sm90.make_smem_layout_a(LayoutEnum.COL_MAJOR, (m, d, n), kind, 1),
+            sm90.make_smem_layout_a(LayoutEnum.COL_MAJOR, (m, d, n), kind, 2),
         )
 
     def transfers(self, arguments: BackwardArguments) -> tuple[Any, ...]:
@@ -176,7 +176,7 @@ class Backward:
             one(storage.k, k),
             one(storage.v, v),
             storage.dout.get_tensor(dout.outer, swizzle=dout.inner),
-            one(storage.ds, ds),
+            storage.ds.get_tensor(ds.outer, swizzle=ds.inner),
             storage.lse2.get_tensor(cute.make_layout((config.tile_m, config.q_stages))),
             storage.delta.get_tensor(cute.make_layout((config.tile_m, config.do_stages))),
             storage.dq.get_tensor(cute.make_layout((rows * columns, config.consumers))),
