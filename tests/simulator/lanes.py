@@ -12,7 +12,7 @@ from simulator.machine import execute, machine, reg, some_lanes
 from fa4flex.simulator.isa import approx, bits, compare, convert, floating, logic, move
 from fa4flex.simulator.isa import arithmetic as _arithmetic
 from fa4flex.simulator.ptx.nodes import Operand, Pair
-from fa4flex.simulator.state.warp import Warp
+from fa4flex.simulator.state.cta import Warp
 
 TRANSLATORS = (_arithmetic, approx, bits, compare, convert, floating, logic, move)
 """Imported because that is what registers them."""

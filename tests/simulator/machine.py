@@ -10,9 +10,9 @@ import numpy as np
 from fa4flex.simulator.isa import atomics, cpasync, matrices, memory, system, warpwide
 from fa4flex.simulator.isa.table import Act, Wait, translate
 from fa4flex.simulator.ptx.nodes import Address, Imm, Instruction, Operand, Reg, Vector
-from fa4flex.simulator.state.cta import Cluster, Grid
+from fa4flex.simulator.state.cta import Cluster, Grid, Warp
 from fa4flex.simulator.state.memory import HostMemory
-from fa4flex.simulator.state.warp import LANES, Mask, Warp
+from fa4flex.simulator.state.registers import LANES, Mask
 from fa4flex.simulator.watch.findings import Findings
 
 TRANSLATORS = (atomics, cpasync, matrices, memory, system, warpwide)

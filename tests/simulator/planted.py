@@ -141,6 +141,9 @@ TENSOR = """
     tcgen05.wait::ld.sync.aligned;
     tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r5, 32;
 """
+USED = "    xor.b32 %r7, %r6, %r1;\n"
+"""Uses what TENSOR loads."""
+WAITED = "    tcgen05.wait::ld.sync.aligned;\n"
 BLACKWELL = "sm_100a"
 
 FAULTS = (
@@ -208,6 +211,36 @@ FAULTS = (
         TENSOR,
         "tcgen05.wait::st.sync.aligned;",
         at="tcgen05.ld",
+        arch=BLACKWELL,
+        threads=32,
+    ),
+    Fault(
+        "load from tensor memory not waited for",
+        kinds("race"),
+        TENSOR,
+        WAITED,
+        at="tcgen05.dealloc",
+        says="a tcgen05.ld of warp 0",
+        arch=BLACKWELL,
+        threads=32,
+    ),
+    Fault(
+        "used before it is loaded",
+        kinds("missing wait"),
+        TENSOR.replace(WAITED, WAITED + USED),
+        WAITED + USED,
+        USED + WAITED,
+        at="xor",
+        arch=BLACKWELL,
+        threads=32,
+    ),
+    Fault(
+        "moved, and used before it is loaded",
+        kinds("missing wait"),
+        TENSOR.replace(WAITED, f"    mov.b32 %r8, %r6;\n{WAITED}    xor.b32 %r7, %r8, %r1;\n"),
+        f"{WAITED}    xor.b32 %r7, %r8, %r1;\n",
+        f"    xor.b32 %r7, %r8, %r1;\n{WAITED}",
+        at="xor",
         arch=BLACKWELL,
         threads=32,
     ),

@@ -6,8 +6,11 @@ import pytest
 import torch
 from cases import Size, fa4_forward
 
-from fa4flex.simulator.run.counts import cycles
+from fa4flex.simulator.run.counts import cycles, shared_memory
 
+REMARKS: dict[str, set[str]] = {"sm_90a": set(), "sm_100a": {"missing wait"}}
+"""Its forward for Blackwell has no tcgen05.wait::ld: it relies on hardware, which holds back what uses a
+register that is still being loaded."""
 TIMINGS = [("eager", 0), *((name, seed) for name in ("late", "random") for seed in range(5))]
 
 
@@ -21,6 +24,7 @@ def test_forward(arch: str, causal: bool, dim: int) -> None:
     for timing, seed in TIMINGS:
         result = captured.run(timing, seed)
         assert not result.findings, f"{timing} {seed}: {result.findings[0]}"
+        assert {remark.kind for remark in result.remarks} == REMARKS[arch], f"{timing} {seed}"
         assert captured.error <= captured.allowed, f"{timing} {seed}"
         first = captured.out.clone() if first is None else first
         assert torch.equal(captured.out, first), f"{timing} {seed}"
@@ -37,8 +41,9 @@ def test_persistent_loop() -> None:
 def test_clocks_of_the_paper() -> None:
     """Each 128 x 128 tile of head width 128: MMA 1024, shared memory 768, exponentials 1024 at most."""
     captured = fa4_forward("sm_100a", Size(), False)
-    found, tiles = cycles(captured.run("eager", 0)), 2 * 4
+    result, tiles = captured.run("eager", 0), 2 * 4
+    found = cycles(result)
     assert found["mma"] == 1024 * tiles
-    assert found["shared memory"] == 768 * tiles
+    assert shared_memory(result)["operands of MMAs"] == 768 * tiles
     # Some exponentials are computed by polynomials instead: on fp32 units.
     assert 0.75 * 1024 * tiles < found["special functions"] < 1024 * tiles * 1.02

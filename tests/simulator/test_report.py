@@ -35,9 +35,10 @@ def outcome(fault: Fault, body: str, timing: str) -> Result:
 @faults
 def test_planted_fault(fault: Fault) -> None:
     result = outcome(fault, fault.spoilt, "eager")
-    assert {finding.kind for finding in result.findings} == fault.kinds
-    assert any(fault.says in str(finding) for finding in result.findings)
-    at = [finding.instruction for finding in result.findings]
+    found = [*result.findings, *result.remarks]
+    assert {finding.kind for finding in found} == fault.kinds
+    assert any(fault.says in str(finding) for finding in found)
+    at = [finding.instruction for finding in found]
     assert not fault.at or any(i is not None and i.opcode.startswith(fault.at) for i in at)
     assert (result.fault is not None) == bool(fault.kinds & ENDS)
     if result.fault is not None:
@@ -47,14 +48,16 @@ def test_planted_fault(fault: Fault) -> None:
 @faults
 @pytest.mark.parametrize("timing", ["late", "random"])
 def test_planted_fault_under_other_timings(fault: Fault, timing: str) -> None:
-    found = {finding.kind for finding in outcome(fault, fault.spoilt, timing).findings}
+    result = outcome(fault, fault.spoilt, timing)
+    found = {finding.kind for finding in (*result.findings, *result.remarks)}
     assert found & fault.kinds or found == {"uninitialised"}
 
 
 @faults
 @pytest.mark.parametrize("timing", TIMINGS)
 def test_corrected_twin(fault: Fault, timing: str) -> None:
-    assert not outcome(fault, fault.body, timing).findings
+    result = outcome(fault, fault.body, timing)
+    assert not result.findings and not result.remarks
 
 
 # --- words --------------------------------------------------------------------------------------------------
@@ -89,6 +92,7 @@ def test_the_report() -> None:
     said = report.text(clean)
     assert said.startswith("planted on sm_90a: grid 1x1x1, block 64x1x1, cluster 1x1x1, ")
     assert "findings: none" in said and "clocks of one multiprocessor: mma 0" in said
+    assert "of shared memory: stores 2, copies out 2" in said
     assert "copies, warp 0: cp.async 3" in said and "other, warp 1: " in said
     found = report.text(spoilt)
     assert (

@@ -120,8 +120,7 @@ def test_copies_that_are_refused() -> None:
         tensor.copy("128x128b").store(cells(), 509, np.zeros((128, 4), np.uint32))
 
 
-# --- multiply-accumulate
-# ---------------------------------------------------------------------------------------
+# --- multiply-accumulate ------------------------------------------------------------------------------------
 
 
 def place(m: int, n: int, cta_group: int, lane: int, row: int, column: int) -> tuple[int, int]:

@@ -25,7 +25,7 @@ def bits_of(lanes: Any) -> int:
     return sum(1 << lane for lane in LANES if lanes[lane])
 
 
-# --- shfl ------------------------------------------------------------------------------------------------
+# --- shfl ---------------------------------------------------------------------------------------------------
 
 
 def shuffled(mode: str, lane: int, b: int, c: int) -> tuple[int, bool]:
@@ -104,7 +104,7 @@ def test_two_teams_with_their_own_membermasks() -> None:
     assert kinds(cluster) == []
 
 
-# --- membermasks -----------------------------------------------------------------------------------------
+# --- membermasks --------------------------------------------------------------------------------------------
 
 
 def test_misuse_of_membermasks_is_reported() -> None:
@@ -120,7 +120,7 @@ def test_misuse_of_membermasks_is_reported() -> None:
     assert kinds(cluster) == []
 
 
-# --- votes -----------------------------------------------------------------------------------------------
+# --- votes --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("partial", [False, True])
@@ -170,7 +170,7 @@ def test_match(bits: int) -> None:
         assert (warp.pred[0][lanes] == agree).all()
 
 
-# --- reductions ------------------------------------------------------------------------------------------
+# --- reductions ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("op", ["add", "min", "max"])
@@ -223,7 +223,7 @@ def test_redux_of_floats(op: str, absolute: bool, nan: bool) -> None:
             assert (warp.u32[0] == want).all(), (pool, hex(int(warp.u32[0][0])), hex(want))
 
 
-# --- election, system ------------------------------------------------------------------------------------
+# --- election, system ---------------------------------------------------------------------------------------
 
 
 def test_elect() -> None:

@@ -19,6 +19,7 @@ from fa4flex.simulator.isa import (
     system,
     tcgen05,
     tcgen05_copy,
+    tcgen05_load,
     warpwide,
     wgmma,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "system",
     "tcgen05",
     "tcgen05_copy",
+    "tcgen05_load",
     "warpwide",
     "wgmma",
 ]

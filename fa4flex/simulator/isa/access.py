@@ -11,33 +11,26 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fa4flex.simulator.isa.operands import read
+from fa4flex.simulator.isa.operands import constant_of, read
 from fa4flex.simulator.isa.table import Unmodelled
 from fa4flex.simulator.ptx.nodes import Address, Imm, Instruction, Operand, Reg, Symbol
-from fa4flex.simulator.state.cta import Cta
+from fa4flex.simulator.state.cta import Cta, Warp
 from fa4flex.simulator.state.memory import BadAccess
-from fa4flex.simulator.state.warp import LANES, Mask, Warp
+from fa4flex.simulator.state.registers import LANES, Mask
 from fa4flex.simulator.state.window import LOCAL_WINDOW, OFFSET_MASK, RANK_SHIFT, SHARED_WINDOW
 from fa4flex.simulator.watch.findings import Fault, Finding
 
 Addresses = NDArray[np.int64]
 Locate = Callable[[Warp], Addresses]
 """Addresses [32] of an operand, as int64."""
-SPACES = {"shared", "shared::cta", "shared::cluster", "global", "param", "param::entry", "const", "local"}
+SPACES = dict.fromkeys(("shared", "shared::cta", "shared::cluster"), "shared") | {"local": "local"}
+SPACES |= dict.fromkeys(("global", "param", "param::entry", "const"), "global")
+"""State spaces by their modifiers: parameters and constants lie in global memory here."""
 
 
 def space_of(instruction: Instruction) -> str:
-    """The state space among the modifiers: "shared", "global" (parameters and constants too), "local", or ""
-    for generic addresses."""
-    for part in instruction.modifiers:
-        if part in SPACES:
-            return {
-                "shared::cta": "shared",
-                "shared::cluster": "shared",
-                "local": "local",
-                "shared": "shared",
-            }.get(part, "global")
-    return ""
+    """The state space among the modifiers, or "" for generic addresses."""
+    return next((SPACES[part] for part in instruction.modifiers if part in SPACES), "")
 
 
 def locate(operand: Operand, instruction: Instruction) -> Locate:
@@ -52,7 +45,7 @@ def locate(operand: Operand, instruction: Instruction) -> Locate:
         return lambda warp: constant
     if isinstance(base, Symbol):
         name, plus = base.name, base.offset + offset
-        return lambda warp: np.full(LANES, warp.cta.symbols[name] + plus, np.int64)
+        return constant_of(operand, np.int64, lambda warp: warp.cta.symbols[name] + plus)
     value = read(base, "u32" if base.file == 32 else "s64")
     if base.file == 32:
         return lambda warp: value(warp).astype(np.int64) + offset & 0xFFFFFFFF
@@ -62,11 +55,6 @@ def locate(operand: Operand, instruction: Instruction) -> Locate:
 def lanes(values: NDArray[Any], mask: Mask) -> NDArray[Any]:
     """The rows of those lanes that take part."""
     return values if mask is None else values[mask]
-
-
-def shared_window(address: int) -> int:
-    """A 32-bit shared offset, from one or from a generic address."""
-    return address & (SHARED_WINDOW - 1)
 
 
 Part = tuple[Any, Addresses, NDArray[np.intp] | None]
@@ -99,6 +87,7 @@ class Accessor:
         number = order.warp_access(warp.agent, self.instruction)
         where = granules(offsets, width, cta.launch.granule)
         clock = order.clocks[warp.agent]
+        cta.cluster.shared[self.instruction.line] += bandwidth(offsets, width)
         if write:
             cta.shadow.write(number, where, clock)
         else:
@@ -176,6 +165,16 @@ class Accessor:
                 self.instruction,
             )
         )
+
+
+BANKS = 32
+
+
+def bandwidth(offsets: Addresses, width: int) -> int:
+    """Bytes of shared memory's bandwidth that an access of a warp takes: 128 for every word in the bank from
+    which most different words are wanted. That is the least it can take: hardware may split it further."""
+    words = np.unique(offsets[:, None] // 4 + np.arange(-(-width // 4)))
+    return int(np.bincount(words % BANKS).max()) * 4 * BANKS
 
 
 def granules(offsets: Addresses, width: int, granule: int) -> NDArray[np.intp]:

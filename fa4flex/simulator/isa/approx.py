@@ -26,7 +26,7 @@ import numpy as np
 from fa4flex.simulator.isa.halves import HALVES, Half
 from fa4flex.simulator.isa.lanewise import Form, Function, form, lanewise, only_type, require
 from fa4flex.simulator.isa.operands import Array
-from fa4flex.simulator.isa.rounding import NAN64, SINGLE, canonical, flushed
+from fa4flex.simulator.isa.rounding import NAN64, canonical, flushed, single
 from fa4flex.simulator.isa.table import Step, translates
 from fa4flex.simulator.ptx.nodes import Instruction
 
@@ -76,20 +76,19 @@ def approximation(ins: Instruction) -> Step:
     require(not (ftz and ins.name == "tanh"), ins, ".ftz")
     function = _SINGLE[ins.name]
     if not ftz:
-        nan = SINGLE[32].any_nan
-        return lanewise(ins, "f32", ("f32",), lambda a: canonical(r) if nan(r := function(a)) else r)
-    return lanewise(ins, "f32", ("f32",), _flushing(function, ins.name in _FEELS_SUBNORMALS))
+        return lanewise(ins, "f32", ("f32",), plain := lambda a: canonical(function(a)), plain)
+    flushing = _flushing(function, ins.name in _FEELS_SUBNORMALS)
+    return lanewise(ins, "f32", ("f32",), flushing, flushing)
 
 
 def _flushing(function: Function, both: bool) -> Function:
     """.ftz: results are flushed, and operands where it makes a difference."""
-    special = SINGLE[32].any_nan_or_subnormal
 
     def apply(a: Array) -> Array:
-        if both and special(a):
+        if both and single(a).any_nan_or_subnormal(a):
             a = flushed(a)
         result = function(a)
-        return canonical(flushed(result)) if special(result) else result
+        return canonical(flushed(result)) if single(result).any_nan_or_subnormal(result) else result
 
     return apply
 

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from fa4flex.simulator.isa.table import Wait
 from fa4flex.simulator.ptx.nodes import Instruction
 from fa4flex.simulator.state.barriers import MBarrier
-from fa4flex.simulator.state.cta import Cta
+from fa4flex.simulator.state.cta import Cta, Warp
 from fa4flex.simulator.state.operation import Operation
-from fa4flex.simulator.state.warp import LANES, Mask, Warp
+from fa4flex.simulator.state.registers import LANES, Mask, lanes_of
 from fa4flex.simulator.watch.clock import Clock
 from fa4flex.simulator.watch.order import ASYNC, Access
 from fa4flex.simulator.watch.shadow import Where
@@ -57,16 +57,22 @@ class Errand:
 
     def reads(self, cta: Cta, start: int, size: int) -> None:
         """It reads bytes of shared memory."""
+        self.moves(cta, size)
         cta.shadow.read(self.number, byte_granules(cta, start, size), self.clock)
 
-    def reads_chunks(self, cta: Cta, chunks: NDArray[np.intp]) -> None:
-        """It reads 16-byte chunks of shared memory."""
-        each = 16 // cta.launch.granule
-        where = (chunks[:, None] * each + np.arange(each)).reshape(-1) if each > 1 else chunks
-        cta.shadow.read(self.number, where, self.clock)
+    def reads_chunks(self, cta: Cta, chunks: NDArray[np.intp], size: int) -> None:
+        """It reads 16-byte chunks of shared memory, of which `size` bytes are its own share."""
+        self.moves(cta, size)
+        cta.shadow.read(self.number, chunk_granules(chunks, cta.launch.granule), self.clock)
 
     def writes(self, cta: Cta, start: int, size: int) -> None:
+        self.moves(cta, size)
         cta.shadow.write(self.number, byte_granules(cta, start, size), self.clock)
+
+    def moves(self, cta: Cta, size: int) -> None:
+        """It takes that many bytes of shared memory's bandwidth."""
+        cluster = cta.cluster
+        cluster.shared[cluster.order.accesses[self.number].instruction.line] += size
 
     def signals(self, warp: Warp, barrier: MBarrier) -> None:
         """Its end is signalled to an mbarrier, which must have been made visible to the asynchronous
@@ -79,6 +85,11 @@ class Errand:
             order.report(
                 "missing fence", f"signals {barrier.place} before it can see", self.number, barrier.made
             )
+
+
+def chunk_granules(chunks: NDArray[np.intp], granule: int) -> NDArray[np.intp]:
+    each = 16 // granule
+    return (chunks[:, None] * each + np.arange(each)).reshape(-1) if each > 1 else chunks
 
 
 def byte_granules(cta: Cta, start: int, size: int) -> Where:
@@ -107,10 +118,10 @@ class Groups:
         self.open.append((lane, operation, errand))
 
     def commit(self, mask: Mask, line: int) -> None:
-        for lane in _lanes(mask):
+        for lane in lanes_of(mask):
             mine = [(o, e) for at, o, e in self.open if at == lane]
             self.closed[lane].append(Group(mine, line))
-        acting = set(_lanes(mask))
+        acting = set(lanes_of(mask))
         self.open = [entry for entry in self.open if entry[0] not in acting]
 
     def wait(self, warp: Warp, mask: Mask, left: int, what: str, line: int) -> Wait | None:
@@ -118,7 +129,7 @@ class Groups:
         over. `line` is that of the instruction that waits."""
         over = [
             group
-            for lane in _lanes(mask)
+            for lane in lanes_of(mask)
             for group in self.closed[lane][: max(0, len(self.closed[lane]) - left)]
         ]
         pending = [operation for group in over for operation, _ in group.started if not operation.landed]
@@ -132,7 +143,7 @@ class Groups:
                 if clock.epochs[errand.agent] < errand.epoch:
                     clock.epochs[errand.agent] = errand.epoch
                     order.learns(warp.agent, (line, group.line))
-        for lane in _lanes(mask):
+        for lane in lanes_of(mask):
             if len(self.closed[lane]) > left:
                 self.closed[lane] = self.closed[lane][len(self.closed[lane]) - left :]
         return None
@@ -161,7 +172,3 @@ def submit(
     operation = Operation(instruction, land, signals, queue)
     warp.cta.cluster.units.submit(operation)
     return operation
-
-
-def _lanes(mask: Mask) -> list[int]:
-    return list(range(LANES)) if mask is None else [int(i) for i in np.flatnonzero(mask)]

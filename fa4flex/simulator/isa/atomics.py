@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fa4flex.simulator.isa.access import Accessor, Addresses, granules, lanes, locate, space_of
+from fa4flex.simulator.isa.access import Accessor, Addresses, bandwidth, granules, lanes, locate, space_of
 from fa4flex.simulator.isa.operands import Read, Write, read, write
 from fa4flex.simulator.isa.table import Act, Step, Unmodelled, translates
 from fa4flex.simulator.ptx.nodes import WIDTHS, Imm, Instruction, Operand, Vector
-from fa4flex.simulator.state.cta import Cta
+from fa4flex.simulator.state.cta import Cta, Warp
 from fa4flex.simulator.state.memory import BadAccess
-from fa4flex.simulator.state.warp import LANES, Mask, Warp
+from fa4flex.simulator.state.registers import LANES, Mask
 from fa4flex.simulator.units.reduction import DTYPES, reduce
 from fa4flex.simulator.watch.findings import Fault, Finding
 from fa4flex.simulator.watch.order import GENERIC, Access
@@ -220,7 +220,9 @@ class _Atomic(Accessor):
         order, clock = cta.cluster.order, cta.cluster.order.clocks[warp.agent]
         epoch, who = int(clock.epochs[warp.agent]), order.names[warp.agent]
         number = order.add(Access(warp.agent, epoch, GENERIC, who, self.instruction, reduces=True))
-        where = granules(offsets, self.size * self.count, cta.launch.granule)
+        width = self.size * self.count
+        where = granules(offsets, width, cta.launch.granule)
+        cta.cluster.shared[self.instruction.line] += bandwidth(offsets, width)
         unwritten = where[cta.shadow.writer[where] == NOBODY]
         if len(unwritten) and not self.overwrites:
             order.report(

@@ -12,7 +12,8 @@ from fa4flex.simulator.isa.operands import read
 from fa4flex.simulator.isa.table import Act, Unmodelled, Wait, translates
 from fa4flex.simulator.ptx.nodes import Instruction
 from fa4flex.simulator.state.barriers import Meeting
-from fa4flex.simulator.state.warp import LANES, Mask, Warp
+from fa4flex.simulator.state.cta import Warp
+from fa4flex.simulator.state.registers import LANES, Mask
 
 
 @translates("bar", "barrier")

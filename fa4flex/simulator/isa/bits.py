@@ -9,7 +9,7 @@ from fa4flex.simulator.isa.lanewise import element_type, form, lanewise, only_ty
 from fa4flex.simulator.isa.operands import Array
 from fa4flex.simulator.isa.table import Step, translates
 from fa4flex.simulator.ptx.nodes import WIDTHS, Instruction
-from fa4flex.simulator.state.warp import LANES
+from fa4flex.simulator.state.registers import LANES
 
 _WORDS, _WIDE_TYPES = ("b32", "b64"), tuple(t for t in INTEGERS if WIDTHS[t] >= 32)
 _REVERSED = np.packbits(np.unpackbits(np.arange(256, dtype=np.uint8)), bitorder="little")

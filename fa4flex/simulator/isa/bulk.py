@@ -17,9 +17,9 @@ from fa4flex.simulator.isa.operands import Read, read
 from fa4flex.simulator.isa.table import Act, Unmodelled, Wait, translates
 from fa4flex.simulator.ptx.nodes import Address, Instruction, Operand
 from fa4flex.simulator.state.barriers import MBarrier
-from fa4flex.simulator.state.cta import Cta
+from fa4flex.simulator.state.cta import Cta, Warp
 from fa4flex.simulator.state.memory import BadAccess
-from fa4flex.simulator.state.warp import LANES, Mask, Warp
+from fa4flex.simulator.state.registers import Mask, lanes_of
 from fa4flex.simulator.state.window import RANK_SHIFT
 from fa4flex.simulator.units import tma
 from fa4flex.simulator.units.reduction import DTYPES
@@ -51,11 +51,7 @@ class Tile:
         return tma.TensorMap.decode(raw), tuple(int(c(warp)[lane]) for c in self.coordinates)
 
 
-def lanes_of(mask: Mask) -> list[int]:
-    return list(range(LANES)) if mask is None else [int(i) for i in np.flatnonzero(mask)]
-
-
-# --- into shared memory, signalled at an mbarrier ----------------------------------------------------------
+# --- into shared memory, signalled at an mbarrier -----------------------------------------------------------
 
 
 def _destinations(access: Accessor, warp: Warp, address: int, mask: int | None) -> list[tuple[Cta, int]]:
@@ -200,7 +196,7 @@ def _range_in(instruction: Instruction, from_global: bool, operation: tuple[str,
     return Act(run)
 
 
-# --- out of shared memory, in groups that threads commit --------------------------------------------------
+# --- out of shared memory, in groups that threads commit ----------------------------------------------------
 
 
 def _out(

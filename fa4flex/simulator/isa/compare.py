@@ -9,6 +9,7 @@ from fa4flex.simulator.isa.halves import HALVES, half_values
 from fa4flex.simulator.isa.lanewise import (
     Form,
     Function,
+    elementwise,
     form,
     lanewise,
     require,
@@ -20,7 +21,8 @@ from fa4flex.simulator.isa.operands import Array
 from fa4flex.simulator.isa.rounding import SMALLEST_NORMAL, flushed
 from fa4flex.simulator.isa.table import Step, Unmodelled, translates
 from fa4flex.simulator.ptx.nodes import WIDTHS, Instruction, Pair, Reg
-from fa4flex.simulator.state.warp import Mask, Warp
+from fa4flex.simulator.state.cta import Warp
+from fa4flex.simulator.state.registers import Mask
 
 _ORDERED: dict[str, Function] = {
     "eq": np.equal,
@@ -100,7 +102,7 @@ def setp(ins: Instruction) -> Step:
     require(len(ins.operands) == (4 if combine else 3), ins, "another number of operands")
     first = ins.operands[0]
     if not isinstance(first, Pair) and not combine and not type.endswith("x2"):
-        return lanewise(ins, "pred", (source, source), compare)
+        return lanewise(ins, "pred", (source, source), compare, None if type in HALVES else compare)
     require(isinstance(first, Pair) == type.endswith("x2") or type not in HALVES, ins, "results")
     p = target_of(ins, first.first if isinstance(first, Pair) else first, "pred")
     q = target_of(ins, first.second, "pred") if isinstance(first, Pair) else None
@@ -173,7 +175,7 @@ def selp(ins: Instruction) -> Step:
             values[...] = b(warp)
             np.copyto(values, a(warp), where=c(warp))
 
-    return step
+    return elementwise(ins, step, type, (type, type, "pred"), lambda x, y, p: np.where(p, x, y))
 
 
 @translates("slct")

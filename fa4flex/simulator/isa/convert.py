@@ -15,6 +15,7 @@ from fa4flex.simulator.isa.halves import half_values
 from fa4flex.simulator.isa.lanewise import (
     Form,
     Function,
+    elementwise,
     form,
     require,
     target,
@@ -102,8 +103,15 @@ def _integers(ins: Instruction, found: Form, to: str, of: str) -> Step:
         require((low, high) != (here.min, here.max), ins, ".sat where nothing can overflow")
         return lambda warp, mask: d(warp, np.clip(a(warp), low, high).astype(dtype), mask)
     if isinstance(operand, Reg) and operand.file == WIDTHS[to]:
-        return lambda warp, mask: d(warp, a(warp), mask)  # storing wraps
+        return _whole(ins, lambda warp, mask: d(warp, a(warp), mask), to, of)  # storing wraps
     return lambda warp, mask: d(warp, a(warp).astype(dtype), mask)
+
+
+def _whole(ins: Instruction, step: Step, to: str, of: str) -> Step:
+    """Between registers of just these widths, a conversion that storing does."""
+    source = ins.operands[1]
+    fits = isinstance(source, Reg) and source.file == WIDTHS[of]
+    return elementwise(ins, step, to, (of,), lambda values: values) if fits else step
 
 
 def _from_integer(ins: Instruction, found: Form, to: str, of: str) -> Step:

@@ -11,15 +11,16 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from fa4flex.simulator.isa.access import Accessor, granules, lanes, locate
+from fa4flex.simulator.isa.access import Accessor, bandwidth, granules, lanes, locate
 from fa4flex.simulator.isa.mbarriers import barrier_at, distinct, guarded, must_know_init
 from fa4flex.simulator.isa.operands import Read, read
 from fa4flex.simulator.isa.table import Act, Step, Unmodelled, Wait, translates
 from fa4flex.simulator.ptx.nodes import Imm, Instruction, Negated, Operand, Reg
 from fa4flex.simulator.state.barriers import MBarrier
+from fa4flex.simulator.state.cta import Warp
 from fa4flex.simulator.state.memory import BadAccess
 from fa4flex.simulator.state.operation import Operation
-from fa4flex.simulator.state.warp import LANES, Mask, Warp
+from fa4flex.simulator.state.registers import LANES, Mask
 from fa4flex.simulator.state.window import OFFSET_MASK, RANK_SHIFT, SHARED_WINDOW
 from fa4flex.simulator.watch.findings import Fault, Finding
 from fa4flex.simulator.watch.order import GENERIC, Access
@@ -171,6 +172,7 @@ class _Copy:
         except BadAccess as bad:
             text = f"cp.async of {self.warp} accesses {bad.size} bytes at {bad.address:#x} of {bad.where}"
             raise Fault(Finding(bad.kind, text, self.instruction)) from None
+        cta.cluster.shared[self.instruction.line] += bandwidth(self.offsets, self.size)
         cta.shadow.write(self.access, granules(self.offsets, self.size, cta.launch.granule), self.clock)
 
     def _values(self) -> NDArray[np.uint32]:

@@ -16,6 +16,7 @@ from fa4flex.simulator.isa.lanewise import (
     Form,
     Function,
     elements,
+    elementwise,
     form,
     lanewise,
     only_type,
@@ -31,10 +32,12 @@ from fa4flex.simulator.isa.rounding import (
     flushed,
     rounded,
     saturated,
+    single,
 )
 from fa4flex.simulator.isa.table import Act, Step, Translator, Unmodelled, translates
 from fa4flex.simulator.ptx.nodes import Instruction, Reg
-from fa4flex.simulator.state.warp import Mask, Warp
+from fa4flex.simulator.state.cta import Warp
+from fa4flex.simulator.state.registers import Mask
 
 
 def floating(ins: Instruction) -> Step | Act:
@@ -56,14 +59,15 @@ def _arithmetic(ins: Instruction) -> Step:
             require(type == "f32" or "sat" not in found.flags, ins, ".sat")
             if mode == "rn" and not {"ftz", "sat"} & found.flags:
                 return _plain(ins, type, function)
-            return lanewise(ins, type, (type, type), _single(found, mode, function))
+            whole = _single(found, mode, function)
+            return lanewise(ins, type, (type, type), whole, whole)
         case ("f64",):
             require(not {"ftz", "sat"} & found.flags, ins, "modifiers")
             return lanewise(ins, "f64", ("f64",) * 2, lambda a, b: rounded(mode, function, a, b))
         case ("f32", "f16" | "bf16" as narrow):
             require(ins.name != "mul" and "ftz" not in found.flags, ins)
-            single = _single(found, mode, function)
-            return lanewise(ins, "f32", ("b16", "f32"), lambda a, c: single(half_values(narrow, a), c))
+            wide = _single(found, mode, function)
+            return lanewise(ins, "f32", ("b16", "f32"), lambda a, c: wide(half_values(narrow, a), c))
         case (type,) if type in HALVES:
             require(mode == "rn" and (type[0] == "f" or not {"ftz", "sat"} & found.flags), ins, "modifiers")
             return Half(type).step(ins, 2, function, found.flags)
@@ -87,7 +91,7 @@ def _plain(ins: Instruction, type: str, function: Function) -> Step:
         if any_nan(result):
             result[...] = canonical(result)
 
-    return step
+    return elementwise(ins, step, type, (type, type), lambda a, b: canonical(function(a, b)))
 
 
 def _single(found: Form, mode: str, function: Function) -> Function:
@@ -145,7 +149,8 @@ def _sign(ins: Instruction) -> Step:
     type = only_type(ins, found, ("f32", "f64", *HALVES))
     require(not found.flags or type in ("f32", "f16", "f16x2"), ins, ".ftz")
     if type == "f32":
-        return lanewise(ins, type, (type,), _single(found, "rn", function))
+        whole = _single(found, "rn", function)
+        return lanewise(ins, type, (type,), whole, whole)
     if type == "f64":
         return lanewise(ins, type, (type,), function)
     return Half(type).step(ins, 1, function, found.flags)
@@ -229,7 +234,7 @@ def _with_signs(extreme: Function, flags: frozenset[str]) -> Function:
 
 def _hot_minmax(ins: Instruction, count: int, propagate: bool) -> Step:
     """fp32 min and max of two or three: zeros and NaNs get their care only where there are any."""
-    extreme, special = _extreme(ins.name, propagate), SINGLE[32].any_nan_or_zero
+    extreme = _extreme(ins.name, propagate)
     plain: Function = {
         ("max", True): np.maximum,
         ("max", False): np.fmax,
@@ -239,13 +244,14 @@ def _hot_minmax(ins: Instruction, count: int, propagate: bool) -> Step:
 
     def two(a: Array, b: Array) -> Array:
         result = plain(a, b)
-        return canonical(extreme(a, b)) if special(result) else result
+        return canonical(extreme(a, b)) if single(result).any_nan_or_zero(result) else result
 
     def three(a: Array, b: Array, c: Array) -> Array:
         result = plain(plain(a, b), c)
-        return canonical(extreme(extreme(a, b), c)) if special(result) else result
+        return canonical(extreme(extreme(a, b), c)) if single(result).any_nan_or_zero(result) else result
 
-    return lanewise(ins, "f32", ("f32",) * count, two if count == 2 else three)
+    function: Function = two if count == 2 else three
+    return lanewise(ins, "f32", ("f32",) * count, function, function)
 
 
 _FAMILIES: dict[str, Translator] = {

@@ -17,12 +17,12 @@ from fa4flex.simulator.isa.lanewise import Form, Function, elements, form, lanew
 from fa4flex.simulator.isa.operands import Array
 from fa4flex.simulator.isa.rounding import (
     ROUNDINGS,
-    SINGLE,
     canonical,
     flushed,
     odd_sum,
     rounded,
     saturated,
+    single,
     to_single,
 )
 from fa4flex.simulator.isa.table import Step, Unmodelled, translates
@@ -40,16 +40,16 @@ def fma(ins: Instruction) -> Step:
             require(
                 "relu" not in found.flags and not (type == "f32x2" and "sat" in found.flags), ins, "modifiers"
             )
-            return lanewise(ins, type, (type,) * 3, _single(found, mode, elements(type)))
+            alone, many = _single(found, mode, elements(type)), _single(found, mode, None)
+            return lanewise(ins, type, (type,) * 3, alone, many)
         case ("f32", "f16" | "bf16" as narrow):
             require(ins.name == "fma" and not {"ftz", "relu"} & found.flags, ins, "modifiers")
-            fused = _of_halves if found.flags == {"rn"} else _single(found, mode, elements("f32"))
-            return lanewise(
-                ins,
-                "f32",
-                ("b16", "b16", "f32"),
-                lambda a, b, c: fused(half_values(narrow, a), half_values(narrow, b), c),
-            )
+            fused = _of_halves if found.flags == {"rn"} else _single(found, mode, None)
+
+            def of_halves(a: Array, b: Array, c: Array) -> Array:
+                return fused(half_values(narrow, a), half_values(narrow, b), c)
+
+            return lanewise(ins, "f32", ("b16", "b16", "f32"), of_halves, of_halves)
         case ("f64",):
             require(not {"ftz", "sat", "relu"} & found.flags, ins, "modifiers")
             return lanewise(ins, "f64", ("f64",) * 3, lambda a, b, c: fused_double(a, b, c, mode))
@@ -59,9 +59,10 @@ def fma(ins: Instruction) -> Step:
     raise Unmodelled(ins, "types")
 
 
-def _single(found: Form, mode: str, lanes: int) -> Function:
+def _single(found: Form, mode: str, size: int | None) -> Function:
+    """Of fp32 arrays of this size, or of any."""
     if mode == "rn" and not {"ftz", "sat"} & found.flags:
-        return _nearest(lanes)
+        return _nearest(size) if size else _nearest_of_any
     ftz, sat = "ftz" in found.flags, "sat" in found.flags
 
     def fused(a: Array, b: Array, c: Array) -> Array:
@@ -102,7 +103,7 @@ def _nearest(lanes: int) -> Function:
     """
     product, addend, total = np.empty(lanes), np.empty(lanes), np.empty(lanes)
     lowest: Callable[[], bytes] = total.view(np.uint16)[::4].tobytes
-    multiply, add, tail = np.multiply, np.add, _Tail(lanes)
+    multiply, add = np.multiply, np.add
 
     def fused(a: Array, b: Array, c: Array) -> Array:
         product[...] = a
@@ -110,30 +111,37 @@ def _nearest(lanes: int) -> Function:
         multiply(product, addend, product)
         addend[...] = c
         add(product, addend, total)
-        if b"\0\0" in lowest() and tail.matters(product, addend, total):
+        if b"\0\0" in lowest() and _tail_matters(product, addend, total):
             return canonical(to_single(odd_sum(product, addend)))
         return total
 
     return fused
 
 
-class _Tail:
-    """Whether rounding product + addend, fp64 [lanes], to fp32 by way of `total` can go wrong."""
+def _nearest_of_any(a: Array, b: Array, c: Array) -> Array:
+    """The same of arrays of any shapes that broadcast."""
+    product, addend = np.multiply(a, b, dtype=np.float64), c.astype(np.float64)
+    total = product + addend
+    if not total.view(np.uint16)[..., ::4].all() and _tail_matters(product, addend, total):
+        return canonical(to_single(odd_sum(product, addend)))
+    return total
 
-    def __init__(self, lanes: int) -> None:
-        self._last29, self._half = np.full(lanes, 0x1FFFFFFF), np.full(lanes, 0x10000000)
-        self._special = SINGLE[lanes].any_nan_or_subnormal
 
-    def matters(self, product: Array, addend: Array, total: Array) -> bool:
-        """False if no sum is subnormal or NaN in fp32, and those halfway between fp32 numbers are exact."""
-        halfway = (total.view(np.int64) & self._last29) == self._half
-        if self._special(to_single(total)):
-            return True
-        if not np.count_nonzero(halfway):
-            return False
-        back = total - product  # the error of a sum, exactly (Knuth)
-        error = (product - (total - back)) + (addend - back)
-        return bool(np.count_nonzero(halfway & (error != 0)))
+_LAST_29, _HALF = np.int64(0x1FFFFFFF), np.int64(0x10000000)
+
+
+def _tail_matters(product: Array, addend: Array, total: Array) -> bool:
+    """Whether rounding product + addend, fp64, to fp32 by way of `total` can go wrong: not if no sum is
+    subnormal or NaN in fp32, and those halfway between fp32 numbers are exact."""
+    narrow = to_single(total)
+    if single(narrow).any_nan_or_subnormal(narrow):
+        return True
+    halfway = (total.view(np.int64) & _LAST_29) == _HALF
+    if not np.count_nonzero(halfway):
+        return False
+    back = total - product  # the error of a sum, exactly (Knuth)
+    error = (product - (total - back)) + (addend - back)
+    return bool(np.count_nonzero(halfway & (error != 0)))
 
 
 # --- fp64 ---------------------------------------------------------------------------------------------------

@@ -20,7 +20,8 @@ from fa4flex.simulator.isa.lanewise import (
 from fa4flex.simulator.isa.operands import Array
 from fa4flex.simulator.isa.table import Act, Step, Translator, Unmodelled, translates
 from fa4flex.simulator.ptx.nodes import WIDTHS, Instruction
-from fa4flex.simulator.state.warp import LANES, Mask, Warp
+from fa4flex.simulator.state.cta import Warp
+from fa4flex.simulator.state.registers import LANES, Mask
 
 UNSIGNED, SIGNED = ("u16", "u32", "u64"), ("s16", "s32", "s64")
 INTEGERS = UNSIGNED + SIGNED
@@ -109,12 +110,16 @@ def _product(ins: Instruction) -> Step:
     result, half = _WIDE[type] if mode == "wide" else type, _HALVES[mode]
     if ins.name == "mul":
         require("sat" not in found.flags, ins, ".sat")
-        return lanewise(ins, result, (type, type), half)
+        return lanewise(ins, result, (type, type), half, half)
     if "sat" in found.flags:
         require(mode == "hi" and type == "s32", ins, ".sat of another form than mad.hi.s32")
         add = _saturating(np.add)
         return lanewise(ins, result, (type, type, result), lambda a, b, c: add(half(a, b), c))
-    return lanewise(ins, result, (type, type, result), lambda a, b, c: half(a, b) + c)
+
+    def product_and_sum(a: Array, b: Array, c: Array) -> Array:
+        return half(a, b) + c
+
+    return lanewise(ins, result, (type, type, result), product_and_sum, product_and_sum)
 
 
 @translates("mul24", "mad24")

@@ -14,13 +14,11 @@ import numpy as np
 
 from fa4flex.simulator.isa.operands import DTYPES, Array, Read, Write, read, view_of, write
 from fa4flex.simulator.isa.table import Step, Unmodelled
-from fa4flex.simulator.ptx.nodes import WIDTHS, Instruction, Operand, Reg
-from fa4flex.simulator.state.warp import LANES, Mask, Warp
+from fa4flex.simulator.isa.together import Elementwise, kind_of, place_of
+from fa4flex.simulator.ptx.nodes import WIDTHS, Imm, Instruction, Operand, Reg
+from fa4flex.simulator.state.cta import Warp
+from fa4flex.simulator.state.registers import LANES, PACKED, Mask
 
-PACKED = {"f32x2": ("u64", "f4"), "b32x2": ("u64", "u4"), "f16x2": ("u32", "f2"), "bf16x2": ("u32", "u2")}
-PACKED |= {"u16x2": ("u32", "u2"), "s16x2": ("u32", "i2"), "b16x2": ("u32", "u2"), "b16x4": ("u64", "u2")}
-PACKED |= {"u8x4": ("u32", "u1"), "s8x4": ("u32", "i1"), "b8x2": ("u16", "u1"), "b8x4": ("u32", "u1")}
-"""A packed type: the warp's view that holds it, and the numpy type of its elements."""
 _KNOWN = {*WIDTHS, *PACKED, "tf32"}
 _KNOWN |= {
     f"{kind}{count}" for kind in ("e4m3", "e5m2", "e3m2", "e2m3", "e2m1", "ue8m0") for count in ("x2", "x4")
@@ -104,8 +102,7 @@ def part_of(ins: Instruction, operand: Operand, type: str, part: int) -> Read:
 
 
 def _packed(operand: Operand, type: str, part: int | None = None) -> Read:
-    """All packed elements, or one of each lane. Views of registers are made when a warp first asks for them,
-    for all of its registers: making one costs as much as adding."""
+    """All packed elements, or one of each lane, in a view that is made when a warp first asks for it."""
     view, element = PACKED[type]
     whole = read(operand, view)
     count = elements(type) // LANES
@@ -123,7 +120,9 @@ def _packed(operand: Operand, type: str, part: int | None = None) -> Read:
         try:
             return getattr(warp, name)[index]
         except AttributeError:
-            setattr(warp, name, [select(register) for register in getattr(warp, view)])
+            every = warp.table(type)
+            if part is not None:
+                warp.add_view(name, every[:, part::count])
             return get(warp)
 
     return get
@@ -146,9 +145,36 @@ def _store_packed(operand: Operand, type: str) -> Write:
 # --- steps --------------------------------------------------------------------------------------------------
 
 
-def lanewise(ins: Instruction, result: str, sources: Sequence[str], function: Function) -> Step:
+def lanewise(
+    ins: Instruction, result: str, sources: Sequence[str], function: Function, many: Function | None = None
+) -> Step:
     """d = function(a, ...) for operands d, a, ... of these types. The function may return any type that
-    casts."""
+    casts. `many` is the same function of arrays [n, elements], where there is one; a ufunc is its own."""
+    step = _alone(ins, result, sources, function)
+    if many is None and isinstance(function, np.ufunc):
+        many = function
+    return step if many is None else elementwise(ins, step, result, sources, many)
+
+
+def elementwise(ins: Instruction, step: Step, result: str, sources: Sequence[str], many: Function) -> Step:
+    """The instruction as one that others can join, if its operands are registers and literals."""
+    first, *others = ins.operands
+    if not isinstance(first, Reg) or not all(isinstance(o, Reg | Imm) for o in others):
+        return step
+    nobody: Any = None  # literals need no warp
+    return Elementwise(
+        step,
+        kind_of(ins),
+        many,
+        (place_of(first, result),),
+        tuple(
+            place_of(o, type) if isinstance(o, Reg) else value_of(ins, o, type)(nobody)
+            for o, type in zip(others, sources)
+        ),
+    )
+
+
+def _alone(ins: Instruction, result: str, sources: Sequence[str], function: Function) -> Step:
     require(len(ins.operands) == 1 + len(sources), ins, "another number of operands")
     inputs = [value(ins, 1 + index, type) for index, type in enumerate(sources)]
     if (

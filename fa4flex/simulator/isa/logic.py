@@ -19,7 +19,8 @@ from fa4flex.simulator.isa.lanewise import (
 from fa4flex.simulator.isa.operands import Array
 from fa4flex.simulator.isa.table import Step, translates
 from fa4flex.simulator.ptx.nodes import WIDTHS, Imm, Instruction, Pair
-from fa4flex.simulator.state.warp import LANES, Mask, Warp
+from fa4flex.simulator.state.cta import Warp
+from fa4flex.simulator.state.registers import LANES, Mask
 
 _BITS = ("b16", "b32", "b64")
 _BITWISE: dict[str, Function] = {

@@ -15,7 +15,8 @@ from fa4flex.simulator.isa.access import Accessor, locate, space_of
 from fa4flex.simulator.isa.operands import Read, Write, read, write
 from fa4flex.simulator.isa.table import Step, Unmodelled, translates
 from fa4flex.simulator.ptx.nodes import Instruction, Operand, Vector
-from fa4flex.simulator.state.warp import Mask, Warp
+from fa4flex.simulator.state.cta import Warp
+from fa4flex.simulator.state.registers import Mask
 from fa4flex.simulator.units import fragments
 from fa4flex.simulator.units.matmul import multiply_add
 from fa4flex.simulator.units.numbers import BITS, decode

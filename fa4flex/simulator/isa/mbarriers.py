@@ -13,8 +13,8 @@ from fa4flex.simulator.isa.operands import read, write
 from fa4flex.simulator.isa.table import Act, Unmodelled, Wait, translates
 from fa4flex.simulator.ptx.nodes import Address, Discard, Instruction, Operand
 from fa4flex.simulator.state.barriers import MBarrier, Misuse
-from fa4flex.simulator.state.cta import Cta
-from fa4flex.simulator.state.warp import LANES, Mask, Warp
+from fa4flex.simulator.state.cta import Cta, Warp
+from fa4flex.simulator.state.registers import LANES, Mask
 from fa4flex.simulator.state.window import OFFSET_MASK, RANK_SHIFT, SHARED_WINDOW
 from fa4flex.simulator.watch.clock import Clock
 from fa4flex.simulator.watch.findings import Fault, Finding
@@ -61,12 +61,16 @@ def must_know_init(access: Accessor, warp: Warp, barrier: MBarrier) -> None:
         )
 
 
+_EVERYONE = np.arange(LANES)
+
+
 def distinct(addresses: NDArray[Any], mask: Mask) -> Iterator[tuple[int, NDArray[Any]]]:
     """(address, its lanes) for the lanes that take part; nearly always one."""
-    everyone = np.arange(LANES) if mask is None else np.flatnonzero(mask)
-    mine = addresses[everyone]
-    if (mine == mine[0]).all():
-        yield int(mine[0]), everyone
+    everyone = _EVERYONE if mask is None else mask.nonzero()[0]
+    mine = addresses if mask is None else addresses[everyone]
+    content, size = mine.tobytes(), mine.itemsize
+    if content[size:] == content[:-size]:
+        yield mine.item(0), everyone
         return
     for address in np.unique(mine):
         yield int(address), everyone[mine == address]

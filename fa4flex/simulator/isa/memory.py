@@ -4,16 +4,19 @@ st")."""
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fa4flex.simulator.isa.access import Accessor, lanes, locate, space_of
+from fa4flex.simulator.isa.access import SPACES, Accessor, Locate, lanes, locate, space_of
 from fa4flex.simulator.isa.operands import read, view_of, write
+from fa4flex.simulator.isa.shared import quick_load, quick_store, register_rows
 from fa4flex.simulator.isa.table import Act, Step, Unmodelled, translates
-from fa4flex.simulator.ptx.nodes import WIDTHS, Instruction, Operand, Reg, Vector
-from fa4flex.simulator.state.warp import LANES, Mask, Warp
+from fa4flex.simulator.ptx.nodes import WIDTHS, Address, Instruction, Operand, Reg, Symbol, Vector
+from fa4flex.simulator.state.cta import Warp
+from fa4flex.simulator.state.registers import LANES, Mask
 
 HINTS = {"ca", "cg", "cs", "lu", "cv", "wb", "wt", "nc", "weak", "volatile", "relaxed", "acquire", "release"}
 HINTS |= {"cta", "cluster", "gpu", "sys", "mmio", "unified", "L1::evict_normal", "L1::evict_unchanged"}
@@ -38,11 +41,7 @@ def _shape(instruction: Instruction) -> tuple[int, str, str]:
             count = int(part[1])
         elif part in WIDTHS:
             kind = part
-        elif (
-            part not in HINTS
-            and part not in ("shared", "global", "param", "const", "local")
-            and "::" not in part
-        ):
+        elif part not in HINTS and part not in SPACES and "::" not in part:
             raise Unmodelled(instruction, f"modifier .{part}")
     return count, kind, space_of(instruction)
 
@@ -68,12 +67,43 @@ def ld(instruction: Instruction) -> Step | Act:
         size, count = 8, 2
         sets = [_put_wide(t) for t in targets]
 
+    load = _load(access, where, size, count, _constant(instruction))
+    place = register_rows(targets, size)
+
     def step(warp: Warp, mask: Mask) -> None:
-        values = access.load(warp, lanes(where(warp), mask), size, count)
+        values = load(warp, mask)
+        if mask is None and place is not None:
+            warp.tables[place[0]][place[1]] = values.T
+            return
         for i, put in enumerate(sets):
             put(warp, values[:, i : i + max(1, count // len(sets))], mask)
 
-    return Act(step) if instruction.has("acquire") or instruction.has("volatile") else step
+    quick = quick_load(instruction, targets, size, count, step) if space == "shared" else step
+    return Act(quick) if instruction.has("acquire") or instruction.has("volatile") else quick
+
+
+def _constant(instruction: Instruction) -> bool:
+    """Whether it loads what is the same for all threads of a launch: a kernel parameter by its name."""
+    address = instruction.operands[1]
+    base = address.base if isinstance(address, Address) else address
+    return instruction.has("param") and isinstance(base, Symbol)
+
+
+def _load(
+    access: Accessor, where: Locate, size: int, count: int, constant: bool
+) -> Callable[[Warp, Mask], NDArray[Any]]:
+    """Unsigned [lanes, count]; constants are loaded once in a launch."""
+    if not constant:
+        return lambda warp, mask: access.load(warp, lanes(where(warp), mask), size, count)
+
+    def load(warp: Warp, mask: Mask) -> NDArray[Any]:
+        known = warp.cta.launch.constants
+        values = known.get(access)
+        if values is None:
+            values = known[access] = access.load(warp, where(warp), size, count)
+        return lanes(values, mask)
+
+    return load
 
 
 @translates("st")
@@ -93,15 +123,19 @@ def st(instruction: Instruction) -> Step | Act:
 
         return step_wide
     gets = [read(s, _register_type(s, size)) for s in sources]
-    dtype = np.dtype(f"u{size}")
+    dtype, place = np.dtype(f"u{size}"), register_rows(sources, size)
 
     def step(warp: Warp, mask: Mask) -> None:
+        if mask is None and place is not None:
+            access.store(warp, where(warp), warp.tables[place[0]][place[1]].T)
+            return
         values = np.empty((LANES, count), dtype)
         for i, get in enumerate(gets):
             values[:, i] = get(warp)
         access.store(warp, lanes(where(warp), mask), lanes(values, mask))
 
-    return Act(step) if instruction.has("release") or instruction.has("volatile") else step
+    quick = quick_store(instruction, sources, size, count, step) if space == "shared" else step
+    return Act(quick) if instruction.has("release") or instruction.has("volatile") else quick
 
 
 def _register_type(operand: Operand, size: int) -> str:

@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from fa4flex.simulator.isa.lanewise import (
+    element_type,
+    elementwise,
     form,
     lanewise,
     only_type,
@@ -18,8 +22,10 @@ from fa4flex.simulator.isa.lanewise import (
 )
 from fa4flex.simulator.isa.operands import Array
 from fa4flex.simulator.isa.table import Step, Unmodelled, translates
-from fa4flex.simulator.ptx.nodes import WIDTHS, Discard, Instruction, Reg, Vector
-from fa4flex.simulator.state.warp import Mask, Warp
+from fa4flex.simulator.isa.together import Elementwise, kind_of, place_of
+from fa4flex.simulator.ptx.nodes import WIDTHS, Discard, Imm, Instruction, Reg, Vector
+from fa4flex.simulator.state.cta import Warp
+from fa4flex.simulator.state.registers import LANES, Mask
 from fa4flex.simulator.state.window import LOCAL_WINDOW, RANK_SHIFT, SHARED_WINDOW
 
 _SCALARS = (*(f"{kind}{bits}" for kind in "bus" for bits in (16, 32, 64)), "f32", "f64")
@@ -48,7 +54,11 @@ def mov(ins: Instruction) -> Step:
             return _unpack(ins, vector, element)
         return _pack(ins, vector, element)
     d, a = target(ins, 0, type), value(ins, 1, type)
-    return lambda warp, mask: d(warp, a(warp), mask)
+
+    def step(warp: Warp, mask: Mask) -> None:
+        d(warp, a(warp), mask)
+
+    return step if type == "b128" else elementwise(ins, step, type, (type,), lambda values: values)
 
 
 def _unpack(ins: Instruction, vector: Vector, element: str) -> Step:
@@ -65,13 +75,26 @@ def _unpack(ins: Instruction, vector: Vector, element: str) -> Step:
             d(warp, a(warp), mask)
             e(warp, b(warp), mask)
 
-        return two
+        return _unpack_together(ins, vector, element, two)
 
     def several(warp: Warp, mask: Mask) -> None:
         for d, a in moves:
             d(warp, a(warp), mask)
 
-    return several
+    return _unpack_together(ins, vector, element, several)
+
+
+def _unpack_together(ins: Instruction, vector: Vector, element: str, step: Step) -> Step:
+    kept = [(part, item) for part, item in enumerate(vector.items) if isinstance(item, Reg)]
+    source, count, parts = ins.operands[1], len(vector.items), tuple(part for part, _ in kept)
+    if not isinstance(source, Reg) or len(kept) < 2 or element == "b8":
+        return step
+
+    def split(whole: Array) -> tuple[Array, ...]:
+        return tuple(whole[:, part::count] for part in parts)
+
+    results = tuple(place_of(item, element) for _, item in kept)
+    return Elementwise(step, kind_of(ins, parts), split, results, (place_of(source, f"{element}x{count}"),))
 
 
 def _pack(ins: Instruction, vector: Vector, element: str) -> Step:
@@ -90,7 +113,28 @@ def _pack(ins: Instruction, vector: Vector, element: str) -> Step:
             else:
                 np.copyto(place(warp), source(warp), casting="unsafe", where=mask)
 
-    return step
+    return step if element == "b8" else _pack_together(ins, vector, packed, element, step)
+
+
+def _pack_together(ins: Instruction, vector: Vector, packed: str, element: str, step: Step) -> Step:
+    first, items = ins.operands[0], vector.items
+    if not isinstance(first, Reg) or not all(isinstance(item, Reg | Imm) for item in items):
+        return step
+    nobody: Any = None  # literals need no warp
+    sources = tuple(
+        place_of(item, element) if isinstance(item, Reg) else value_of(ins, item, element)(nobody)
+        for item in items
+    )
+    count, dtype = len(items), element_type(packed)
+
+    def join(*parts: Array) -> Array:
+        whole = np.empty((max(map(len, parts)), count * LANES), dtype)
+        for at, part in enumerate(parts):
+            whole[:, at::count] = part
+        return whole
+
+    kinds = tuple(isinstance(item, Reg) for item in items)
+    return Elementwise(step, kind_of(ins, kinds), join, (place_of(first, packed),), sources)
 
 
 def _unpack_wide(ins: Instruction, vector: Vector) -> Step:

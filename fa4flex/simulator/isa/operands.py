@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fa4flex.simulator.ptx.nodes import WIDTHS, Discard, Imm, Negated, Operand, Reg, Special, Symbol
-from fa4flex.simulator.state.special import SPECIAL
-from fa4flex.simulator.state.warp import LANES, Mask, Warp
+from fa4flex.simulator.state.cta import Warp
+from fa4flex.simulator.state.registers import LANES, Mask
+from fa4flex.simulator.state.special import SPECIAL, VARYING
 
 Array = NDArray[Any]
 Read = Callable[[Warp], Array]
@@ -53,12 +54,27 @@ def read(operand: Operand, type: str) -> Read:
             constant.flags.writeable = False
             return lambda warp: constant
         case Symbol(name, offset):
-            dtype = DTYPES[view]
-            return lambda warp: np.full(LANES, warp.cta.symbols[name] + offset, dtype)
+            return constant_of(operand, DTYPES[view], lambda warp: warp.cta.symbols[name] + offset)
         case Special(name):
             give, dtype = SPECIAL[name], DTYPES[view]
+            if name not in VARYING:
+                return constant_of(operand, dtype, give)
             return lambda warp: np.broadcast_to(np.asarray(give(warp)), LANES).astype(dtype, copy=False)
     raise TypeError(f"a {operand.__class__.__name__} is not a value")
+
+
+def constant_of(operand: Operand, dtype: Any, give: Callable[[Warp], Any]) -> Read:
+    """How to get what never changes for a warp: `give` is asked once, for a scalar or 32 lanes."""
+    key = operand, np.dtype(dtype)
+
+    def get(warp: Warp) -> Array:
+        found = warp.constants.get(key)
+        if found is None:
+            found = warp.constants[key] = np.full(LANES, give(warp), dtype)
+            found.flags.writeable = False
+        return found
+
+    return get
 
 
 def write(operand: Operand, type: str) -> Write:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import numpy as np
 
 from fa4flex.simulator.isa.formats import FORMATS, decode_scale, encode, encode_scale, f16_bits
-from fa4flex.simulator.isa.lanewise import Form, Function, lanewise, require, target, value
+from fa4flex.simulator.isa.lanewise import Form, Function, elementwise, lanewise, require, target, value
 from fa4flex.simulator.isa.operands import Array
-from fa4flex.simulator.isa.rounding import SINGLE, rectified
+from fa4flex.simulator.isa.rounding import SINGLE, rectified, single
 from fa4flex.simulator.isa.table import Step, Unmodelled, translates
 from fa4flex.simulator.ptx.nodes import Instruction, Reg
-from fa4flex.simulator.state.warp import LANES, Mask, Warp
+from fa4flex.simulator.state.cta import Warp
+from fa4flex.simulator.state.registers import LANES, Mask
 from fa4flex.simulator.units.numbers import decode
 
 _HALF_PAIRS = ("f16x2", "bf16x2")
@@ -88,7 +89,25 @@ def _nearest_bf16(ins: Instruction) -> Step:
         bits = (high & _UPPER | low >> 16 & _LOWER).to_bytes(4 * LANES, "little")
         d(warp, np.frombuffer(bits, np.uint32), mask)
 
-    return step
+    return elementwise(ins, step, "b32", ("b32", "b32"), _many_nearest_bf16)
+
+
+def _many_nearest_bf16(a: Array, b: Array) -> Array:
+    """The same of any number of registers, with numpy calls."""
+    low, high = _rounded_bf16(b), _rounded_bf16(a)
+    high &= np.uint32(0xFFFF0000)
+    low >>= np.uint32(16)
+    return high | low
+
+
+def _rounded_bf16(bits: Array) -> Array:
+    """The nearest bf16 numbers in the upper halves; the lower ones are what is left over."""
+    if single(bits).any_nan(bits.view(np.float32)):
+        return _with_nan(bits) << np.uint32(16)
+    last_kept = bits >> np.uint32(16) & np.uint32(1)
+    last_kept += bits
+    last_kept += np.uint32(0x7FFF)
+    return last_kept
 
 
 def _with_nan(bits: Array) -> Array:

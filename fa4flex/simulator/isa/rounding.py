@@ -110,9 +110,32 @@ class Single:
 SINGLE = {lanes: Single(lanes) for lanes in (32, 64)}
 
 
+class Many:
+    """The same of any number of fp32 values, with numpy calls. May also say yes for zeros."""
+
+    def any_nan(self, values: Array) -> bool:
+        return bool(np.count_nonzero(values != values))
+
+    def any_nan_or_subnormal(self, values: Array) -> bool:
+        # One comparison of the bits' magnitudes less that of the smallest normal number: zeros and
+        # subnormals wrap around to above infinity.
+        bits = values.view(np.uint32) & np.uint32(0x7FFFFFFF)
+        return bool(np.count_nonzero(bits - np.uint32(0x00800000) > np.uint32(0x7F000000)))
+
+    any_nan_or_zero = any_nan_or_subnormal
+
+
+MANY = Many()
+
+
+def single(values: Array) -> Single | Many:
+    """What tests this many values quickest."""
+    return SINGLE.get(values.size, MANY)
+
+
 def canonical(values: Array) -> Array:
-    """fp32 [32] or [64] with every NaN replaced by the one that the hardware gives."""
-    return np.where(values != values, NAN32, values) if SINGLE[values.size].any_nan(values) else values
+    """fp32 with every NaN replaced by the one that the hardware gives."""
+    return np.where(values != values, NAN32, values) if single(values).any_nan(values) else values
 
 
 def flushed(values: Array, smallest: Any = SMALLEST_NORMAL) -> Array:

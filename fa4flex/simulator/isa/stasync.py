@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fa4flex.simulator.isa.access import Accessor, granules, locate
+from fa4flex.simulator.isa.access import Accessor, bandwidth, granules, locate
 from fa4flex.simulator.isa.asynchronous import Errand, submit
 from fa4flex.simulator.isa.bulk import fault
 from fa4flex.simulator.isa.mbarriers import barrier_at, cta_and_offset, distinct, must_know_init
@@ -21,9 +21,9 @@ from fa4flex.simulator.isa.operands import Read, read
 from fa4flex.simulator.isa.table import Act, Unmodelled, translates
 from fa4flex.simulator.ptx.nodes import WIDTHS, Instruction, Operand, Reg, Vector
 from fa4flex.simulator.state.barriers import MBarrier
-from fa4flex.simulator.state.cta import Cta
+from fa4flex.simulator.state.cta import Cta, Warp
 from fa4flex.simulator.state.memory import BadAccess
-from fa4flex.simulator.state.warp import Mask, Warp
+from fa4flex.simulator.state.registers import Mask
 from fa4flex.simulator.units.reduction import DTYPES, reduce
 from fa4flex.simulator.watch.findings import Fault, Finding
 
@@ -143,6 +143,7 @@ def _start(
         except BadAccess as bad:
             raise fault(warp, instruction, bad) from None
         where = granules(offsets, width, cta.launch.granule)
+        errand.moves(cta, bandwidth(offsets, width))
         cta.shadow.write(errand.number, where, errand.clock)
         barrier.learn(errand.load)
         barrier.deliver(values.nbytes)

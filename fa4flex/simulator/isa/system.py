@@ -8,7 +8,8 @@ from __future__ import annotations
 from fa4flex.simulator.isa.operands import read, write
 from fa4flex.simulator.isa.table import Act, Step, Unmodelled, translates
 from fa4flex.simulator.ptx.nodes import Imm, Instruction
-from fa4flex.simulator.state.warp import Mask, Warp
+from fa4flex.simulator.state.cta import Warp
+from fa4flex.simulator.state.registers import Mask
 from fa4flex.simulator.state.window import OFFSET_MASK, RANK_SHIFT, SHARED_WINDOW
 from fa4flex.simulator.watch.findings import Fault, Finding
 

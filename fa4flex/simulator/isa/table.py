@@ -13,7 +13,8 @@ from typing import Any
 
 from fa4flex.errors import UnsupportedError
 from fa4flex.simulator.ptx.nodes import Instruction
-from fa4flex.simulator.state.warp import Mask, Warp
+from fa4flex.simulator.state.cta import Warp
+from fa4flex.simulator.state.registers import Mask
 
 Step = Callable[[Warp, Mask], None]
 """Executes one instruction for the lanes in the mask. Only these lanes' registers and memory may change."""

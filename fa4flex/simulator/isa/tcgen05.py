@@ -2,25 +2,26 @@
 Instructions").
 
 Matrix multiplications and commits of a CTA are one queue: they end in the order in which they were issued.
-Stores to tensor memory end when tcgen05.wait::st says so; loads are over when issued, since registers wait
-for them."""
+Stores to tensor memory end when tcgen05.wait::st says so; tcgen05_load.py has the loads."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fa4flex.simulator.isa.access import Accessor, locate
-from fa4flex.simulator.isa.asynchronous import Errand, groups, submit
-from fa4flex.simulator.isa.bulk import lanes_of
+from fa4flex.simulator.isa.asynchronous import Errand, chunk_granules, groups, submit
 from fa4flex.simulator.isa.mbarriers import barrier_at, cta_and_offset, guarded
-from fa4flex.simulator.isa.operands import Read, read, write
-from fa4flex.simulator.isa.table import Act, Step, Unmodelled, Wait, translates
+from fa4flex.simulator.isa.operands import Read, read
+from fa4flex.simulator.isa.table import Act, Unmodelled, Wait, translates
+from fa4flex.simulator.isa.together import rows_of
 from fa4flex.simulator.ptx.nodes import Address, Imm, Instruction, Operand, Reg, Vector
-from fa4flex.simulator.state.cta import TENSOR_BAND, TENSOR_COLUMNS, TENSOR_LANES, Cta
-from fa4flex.simulator.state.warp import Mask, Warp
+from fa4flex.simulator.state.cta import TENSOR_BAND, TENSOR_COLUMNS, TENSOR_LANES, Cta, Warp
+from fa4flex.simulator.state.registers import Mask, lanes_of
 from fa4flex.simulator.state.window import RANK_SHIFT
 from fa4flex.simulator.units import accumulators, descriptors, numbers, tensor
 from fa4flex.simulator.units import instruction as idesc
@@ -34,7 +35,7 @@ def fail(kind: str, text: str, instruction: Instruction) -> Fault:
     return Fault(Finding(kind, text, instruction))
 
 
-# --- allocation ----------------------------------------------------------
+# --- allocation ---------------------------------------------------------------------------------------------
 
 
 @translates("tcgen05.alloc")
@@ -114,7 +115,7 @@ def granules(regions: tuple[tensor.Region, ...]) -> NDArray[np.intp]:
 
 
 def must_be_allocated(
-    cta: Cta, regions: tuple[tensor.Region, ...], who: str, instruction: Instruction
+    cta: Cta, regions: tuple[tensor.Region, ...], who: object, instruction: Instruction
 ) -> None:
     for place in regions:
         if not cta.allocated[place.columns].all():
@@ -124,7 +125,7 @@ def must_be_allocated(
             raise fail("tensor memory", f"{who} uses {columns}, which are not all allocated", instruction)
 
 
-# --- matrix multiplication ----------------------------------------------------------
+# --- matrix multiplication ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -177,13 +178,13 @@ def mma(instruction: Instruction) -> Act:
         raise Unmodelled(instruction, f"modifiers {sorted(extra)}, {len(instruction.operands)} operands")
     in_tensor = isinstance(a, Address)
     operands = Operands(
-        _tensor_address(d, instruction),
-        _tensor_address(a, instruction) if in_tensor else read(a, "u64"),
+        tensor_address(d, instruction),
+        tensor_address(a, instruction) if in_tensor else read(a, "u64"),
         in_tensor,
         read(b, "u64"),
         read(shape, "u32"),
         read(adds, "pred"),
-        tuple(read(word, "u32") for word in _registers(disabled[0], instruction)) if disabled else (),
+        tuple(read(word, "u32") for word in register_list(disabled[0], instruction)) if disabled else (),
     )
 
     def run(warp: Warp, mask: Mask) -> None:
@@ -208,7 +209,7 @@ def matrix_unit(warp: Warp) -> str:
     return f"the matrix unit of CTA {warp.cta.rank}"
 
 
-def _tensor_address(operand: Operand, instruction: Instruction) -> Read:
+def tensor_address(operand: Operand, instruction: Instruction) -> Read:
     where = locate(operand, instruction)
     return lambda warp: where(warp)
 
@@ -236,6 +237,15 @@ def _land(warp: Warp, job: Job, errand: Errand, instruction: Instruction) -> Non
     cluster.traffic["MMA multiply-adds"] += shape.m * shape.n * shape.k
 
 
+@lru_cache(maxsize=4096)
+def _chunks(
+    bits: int, major: descriptors.Major, rows: int, k: int, itemsize: int, granule: int
+) -> NDArray[np.intp]:
+    """The granules of shared memory that an operand lies in."""
+    where = descriptors.decode_tcgen05(bits)
+    return chunk_granules(descriptors.touched(where, major, rows, k, itemsize), granule)
+
+
 def _from_shared(
     cta: Cta,
     bits: int,
@@ -246,8 +256,9 @@ def _from_shared(
     errand: Errand,
 ) -> NDArray[np.float32]:
     where, raw = descriptors.decode_tcgen05(bits), numbers.raw_dtype(type)
-    cta.cluster.traffic["bytes of shared memory read by MMAs"] += rows * shape.k * raw.itemsize
-    errand.reads_chunks(cta, descriptors.touched(where, major, rows, shape.k, raw.itemsize))
+    errand.moves(cta, rows * shape.k * raw.itemsize)
+    chunks = _chunks(bits, major, rows, shape.k, raw.itemsize, cta.launch.granule)
+    cta.shadow.read(errand.number, chunks, errand.clock)
     return numbers.decode(type, descriptors.operand(where, major, rows, shape.k, raw, cta.shared.data))
 
 
@@ -255,9 +266,9 @@ def _a_from_tensor(
     cta: Cta, job: Job, errand: Errand, instruction: Instruction
 ) -> tuple[NDArray[np.float32], ...]:
     shape = job.shape
-    regions = accumulators.multiplicand_regions(job.a, shape.m, job.group)
+    regions, where = _multiplicand(job.a, shape.m, job.group)
     must_be_allocated(cta, regions, "tcgen05.mma", instruction)
-    cta.tensor_shadow.read(errand.number, granules(regions), errand.clock)
+    cta.tensor_shadow.read(errand.number, where, errand.clock)
     raw = numbers.raw_dtype(shape.a_type)
     found = accumulators.multiplicand(cta.tensor, job.a, shape.m, job.group)
     return tuple(numbers.decode(shape.a_type, np.ascontiguousarray(words).view(raw)) for words in found)
@@ -272,14 +283,28 @@ def _accumulate(
     instruction: Instruction,
 ) -> None:
     accumulator = accumulators.Accumulator.of(job.shape, job.d, job.group)
-    regions = accumulator.regions()
+    regions, where = _accumulator(accumulator)
     must_be_allocated(cta, regions, "tcgen05.mma", instruction)
-    where = granules(regions)
     if job.adds:
         cta.tensor_shadow.read(errand.number, where, errand.clock)
     cta.tensor_shadow.write(errand.number, where, errand.clock)
     what = accumulators.Operation(job.adds, 0, job.shape.saturate, _disabled(job, cta))
     accumulators.execute(cta.tensor, accumulator, left, right, what)
+
+
+Cells = tuple[tuple[tensor.Region, ...], NDArray[np.intp]]
+"""Of tensor memory, as rectangles and as granules."""
+
+
+@lru_cache(maxsize=4096)
+def _multiplicand(address: int, m: int, group: int) -> Cells:
+    regions = accumulators.multiplicand_regions(address, m, group)
+    return regions, granules(regions)
+
+
+@lru_cache(maxsize=4096)
+def _accumulator(accumulator: accumulators.Accumulator) -> Cells:
+    return accumulator.regions(), granules(accumulator.regions())
 
 
 def _disabled(job: Job, cta: Cta) -> NDArray[np.bool_] | None:
@@ -323,17 +348,17 @@ def commit(instruction: Instruction) -> Act:
     return Act(run)
 
 
-# --- between registers and tensor memory ----------------------------------------------------------
+# --- between registers and tensor memory --------------------------------------------------------------------
 
 
-def _registers(operand: Operand, instruction: Instruction) -> tuple[Operand, ...]:
+def register_list(operand: Operand, instruction: Instruction) -> tuple[Operand, ...]:
     items = operand.items if isinstance(operand, Vector) else (operand,)
     if not all(isinstance(i, Reg | Imm) for i in items):
         raise Unmodelled(instruction, "operands that are no registers")
     return items
 
 
-def _shape(instruction: Instruction) -> tensor.Transfer:
+def transfer_of(instruction: Instruction) -> tensor.Transfer:
     """The table of a .16x64b ... .32x32b shape and its repetition."""
     shape = next((m for m in instruction.modifiers if m in SHAPES), None)
     times = next((int(m[1:]) for m in instruction.modifiers if m[0] == "x" and m[1:].isdigit()), None)
@@ -344,37 +369,24 @@ def _shape(instruction: Instruction) -> tensor.Transfer:
     return tensor.transfer(shape, times, packs)
 
 
-@translates("tcgen05.ld")
-def ld(instruction: Instruction) -> Step:
-    table = _shape(instruction)
-    targets = [write(o, "u32") for o in _registers(instruction.operands[0], instruction)]
-    where = _tensor_address(instruction.operands[1], instruction)
-
-    def step(warp: Warp, mask: Mask) -> None:
-        start = _place(warp, table, int(where(warp)[0]), instruction)
-        order = warp.cta.cluster.order
-        number = order.warp_access(warp.agent, instruction)
-        warp.cta.tensor_shadow.read(number, granules(table.regions(start)), order.clocks[warp.agent])
-        for put, values in zip(targets, table.load(warp.cta.tensor, start), strict=True):
-            put(warp, values, mask)
-
-    return step
-
-
 @translates("tcgen05.st")
 def st(instruction: Instruction) -> Act:
-    table = _shape(instruction)
-    where = _tensor_address(instruction.operands[0], instruction)
-    sources = [read(o, "u32") for o in _registers(instruction.operands[1], instruction)]
+    table = transfer_of(instruction)
+    where = tensor_address(instruction.operands[0], instruction)
+    sources = [read(o, "u32") for o in register_list(instruction.operands[1], instruction)]
+    rows = register_rows(instruction.operands[1])
 
     def run(warp: Warp, mask: Mask) -> None:
-        start = _place(warp, table, int(where(warp)[0]), instruction)
-        values = np.stack([get(warp) for get in sources])
+        start = place_checked(warp, table, int(where(warp)[0]), instruction)
+        if rows is None:
+            values = np.stack([get(warp) for get in sources])
+        else:
+            values = warp.tables["u32"][rows].copy()
         errand = Errand.in_queue(warp, f"{STORES} of {warp}", f"a tcgen05.st of {warp}", instruction)
         cta = warp.cta
 
         def land() -> None:
-            cta.tensor_shadow.write(errand.number, granules(table.regions(start)), errand.clock)
+            cta.tensor_shadow.write(errand.number, cells_of(table, start)[1], errand.clock)
             table.store(cta.tensor, start, values)
 
         kind = groups(warp, STORES)
@@ -383,20 +395,27 @@ def st(instruction: Instruction) -> Act:
     return Act(run)
 
 
-def _place(warp: Warp, table: tensor.Transfer, address: int, instruction: Instruction) -> int:
+def register_rows(operand: Operand) -> Any:
+    """Rows of the table of 32-bit registers, if it is these that are named."""
+    items = operand.items if isinstance(operand, Vector) else (operand,)
+    named = [item.index for item in items if isinstance(item, Reg) and item.file == 32]
+    return rows_of(named) if len(named) == len(items) else None
+
+
+@lru_cache(maxsize=4096)
+def cells_of(table: tensor.Transfer, start: int) -> Cells:
+    return table.regions(start), granules(table.regions(start))
+
+
+def place_checked(warp: Warp, table: tensor.Transfer, address: int, instruction: Instruction) -> int:
     """The address, checked: warp w reaches the 32 lanes from 32 * (w % 4) on."""
     lane, _ = tensor.split_address(address)
     if lane // 32 != warp.index % 4:
         first = warp.index % 4 * 32
         text = f"{warp} accesses lane {lane} of tensor memory; it reaches lanes {first} to {first + 31}"
         raise fail("tensor memory", text, instruction)
-    must_be_allocated(warp.cta, table.regions(address), str(warp), instruction)
+    must_be_allocated(warp.cta, cells_of(table, address)[0], warp, instruction)
     return address
-
-
-@translates("tcgen05.wait::ld")
-def wait_ld(instruction: Instruction) -> Act:
-    return Act(lambda warp, mask: None)
 
 
 @translates("tcgen05.wait::st")

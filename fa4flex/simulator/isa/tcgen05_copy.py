@@ -10,12 +10,12 @@ import numpy as np
 
 from fa4flex.simulator.isa.access import locate
 from fa4flex.simulator.isa.asynchronous import Errand, submit
-from fa4flex.simulator.isa.bulk import lanes_of
 from fa4flex.simulator.isa.operands import read
 from fa4flex.simulator.isa.table import Act, Unmodelled, translates
 from fa4flex.simulator.isa.tcgen05 import granules, matrix_unit, must_be_allocated
 from fa4flex.simulator.ptx.nodes import Instruction
-from fa4flex.simulator.state.warp import Mask, Warp
+from fa4flex.simulator.state.cta import Warp
+from fa4flex.simulator.state.registers import Mask, lanes_of
 from fa4flex.simulator.units import descriptors, tensor
 
 SHAPES = {"128x256b", "128x128b", "4x256b", "64x128b", "32x128b"}
@@ -54,7 +54,8 @@ def _land(
     cta, where = warp.cta, descriptors.decode_tcgen05(bits)
     regions = copy.regions(address)
     must_be_allocated(cta, regions, "tcgen05.cp", instruction)
-    errand.reads_chunks(cta, descriptors.touched(where, "K", copy.rows, copy.columns, WORD.itemsize))
+    chunks = descriptors.touched(where, "K", copy.rows, copy.columns, WORD.itemsize)
+    errand.reads_chunks(cta, chunks, copy.rows * copy.columns * WORD.itemsize)
     words = descriptors.operand(where, "K", copy.rows, copy.columns, WORD, cta.shared.data)
     cta.tensor_shadow.write(errand.number, granules(regions), errand.clock)
     copy.store(cta.tensor, address, words)

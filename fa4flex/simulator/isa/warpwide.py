@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from fa4flex.simulator.isa.operands import read, write
 from fa4flex.simulator.isa.table import Act, Step, Unmodelled, translates
 from fa4flex.simulator.ptx.nodes import Discard, Imm, Instruction, Operand, Pair
-from fa4flex.simulator.state.warp import LANES, Mask, Warp
+from fa4flex.simulator.state.cta import Warp
+from fa4flex.simulator.state.registers import LANES, Mask
 from fa4flex.simulator.watch.findings import Finding
 
 Lanes = NDArray[np.bool_]

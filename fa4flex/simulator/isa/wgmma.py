@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,10 +14,11 @@ from numpy.typing import NDArray
 from fa4flex.simulator.isa.asynchronous import Errand, groups
 from fa4flex.simulator.isa.operands import Read, read
 from fa4flex.simulator.isa.table import Act, Unmodelled, Wait, translates
+from fa4flex.simulator.isa.together import rows_of
 from fa4flex.simulator.ptx.nodes import Imm, Instruction, Operand, Reg, Vector
-from fa4flex.simulator.state.cta import Cta
+from fa4flex.simulator.state.cta import Cta, Warp
 from fa4flex.simulator.state.operation import Operation
-from fa4flex.simulator.state.warp import Mask, Warp
+from fa4flex.simulator.state.registers import Mask
 from fa4flex.simulator.units import descriptors, matmul, numbers, wgmma
 from fa4flex.simulator.units.descriptors import Major
 from fa4flex.simulator.watch.findings import Finding
@@ -51,10 +54,16 @@ class Multiply:
     b: Read
     accumulate: Read
 
-    @property
+    @cached_property
     def registers(self) -> tuple[tuple[int, int], ...]:
         kept = self.a if isinstance(self.a, tuple) else ()
         return tuple((r.file, r.index) for r in (*self.d, *kept))
+
+    @cached_property
+    def rows(self) -> tuple[Any, Any]:
+        """Of D, and of A if it lies in registers, in the table of 32-bit registers."""
+        kept = self.a if isinstance(self.a, tuple) else self.d
+        return rows_of([r.index for r in self.d]), rows_of([r.index for r in kept])
 
 
 @translates("wgmma.mma_async")
@@ -86,9 +95,9 @@ def mma_async(instruction: Instruction) -> Act:
 def _multiply(
     warp: Warp, what: Multiply, a: tuple[Reg, ...] | int, b: int, adds: bool, errand: Errand
 ) -> None:
-    shape, row = what.shape, warp.index % 4 * ROWS
+    shape, row, table = what.shape, warp.index % 4 * ROWS, warp.tables["u32"]
     if isinstance(a, tuple):
-        registers = np.stack([warp.u32[r.index] for r in a])
+        registers = table[what.rows[1]]
         left = numbers.decode(shape.a, wgmma.multiplicand(BITS[shape.a]).matrix(registers))
     else:
         left = operand(warp.cta, descriptors.decode_wgmma(a), shape.a_major, 64, shape, shape.a, errand)
@@ -97,11 +106,9 @@ def _multiply(
     if shape.a_scale * shape.b_scale < 0:
         left = -left
     fragment = wgmma.accumulator(shape.n, BITS[shape.d])
-    held = np.stack([warp.u32[r.index] for r in what.d])
-    before = fragment.matrix(held).view(_ACCUMULATORS[shape.d]) if adds else None
+    before = fragment.matrix(table[what.rows[0]]).view(_ACCUMULATORS[shape.d]) if adds else None
     after = matmul.multiply_add(np.ascontiguousarray(left), np.ascontiguousarray(right), before, shape.d)
-    for register, value in zip(what.d, fragment.split(after.view(fragment.dtype))):
-        warp.u32[register.index][:] = value
+    table[what.rows[0]] = fragment.split(after.view(fragment.dtype))
     warp.cta.cluster.traffic["MMA multiply-adds"] += ROWS * shape.n * shape.k
 
 
@@ -119,10 +126,9 @@ def operand(
 ) -> NDArray[np.float32]:
     """float32 [rows, k] of an operand in shared memory, read by `errand`."""
     raw = numbers.raw_dtype(type)
-    # The four warps of a warpgroup read an operand once together; each counts its share.
-    cta.cluster.traffic["bytes of shared memory read by MMAs"] += rows * shape.k * raw.itemsize // 4
     chunks = descriptors.touched(where, major, rows, shape.k, raw.itemsize)
-    errand.reads_chunks(cta, chunks)
+    # The four warps of a warpgroup read an operand once together; each counts its share.
+    errand.reads_chunks(cta, chunks, rows * shape.k * raw.itemsize // 4)
     found = descriptors.operand(where, major, rows, shape.k, raw, cta.shared.data)
     return numbers.decode(type, found)
 

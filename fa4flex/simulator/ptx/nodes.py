@@ -24,7 +24,7 @@ WIDTHS |= {
 WIDTHS |= {"f16x2": 32, "bf16x2": 32, "f32x2": 64}
 """Bits of a type."""
 
-# --- operands ----------------------------------------------------------
+# --- operands -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Discard:
 
 Operand = Reg | Imm | Symbol | Special | Label | Address | Vector | Pair | Negated | Discard
 
-# --- statements ----------------------------------------------------------
+# --- statements ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

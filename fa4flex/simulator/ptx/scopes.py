@@ -52,7 +52,7 @@ class Names:
         """How many registers each file has, by its width."""
         self._copies = dict.fromkeys(variables, 1)
 
-    # --- scopes --------------------------------------------------------------------------------------------
+    # --- scopes ---------------------------------------------------------------------------------------------
 
     def open(self) -> None:
         self.scope = Scope(self.scope)
@@ -72,7 +72,7 @@ class Names:
                 parent.branches.append((index, at))
         self.scope = parent
 
-    # --- declarations --------------------------------------------------------------------------------------
+    # --- declarations ---------------------------------------------------------------------------------------
 
     def register(self, name: str, type: str, tokens: Tokens, at: int) -> None:
         self._new(name, tokens, at)
@@ -97,7 +97,7 @@ class Names:
         self._new(name, tokens, at)
         self.scope.tables[name] = Vector(tuple(Label(label, UNRESOLVED) for label in labels))
 
-    # --- uses ----------------------------------------------------------------------------------------------
+    # --- uses -----------------------------------------------------------------------------------------------
 
     def find(self, name: str) -> Reg | Symbol | None:
         """The innermost register or variable of this name."""

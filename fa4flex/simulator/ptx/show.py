@@ -147,7 +147,7 @@ def _labels(kernel: Kernel) -> dict[int, list[str]]:
     return found
 
 
-# --- declarations of registers -----------------------------------------------------------------------------
+# --- declarations of registers ------------------------------------------------------------------------------
 
 
 def _registers(kernel: Kernel) -> Iterator[str]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from fa4flex.simulator.ptx.nodes import Instruction
 from fa4flex.simulator.run.launch import Result
-from fa4flex.simulator.state.warp import LANES
+from fa4flex.simulator.state.registers import LANES
 
 MMA = {"sm_100a": 4096, "sm_90a": 2048}
 """Multiply-adds of 16-bit numbers per clock and multiprocessor."""
@@ -106,16 +106,46 @@ def _name(counts: Counter[str]) -> str:
     return "correction" if counts["float arithmetic"] + counts["float arithmetic, packed"] > 500 else "other"
 
 
+SOURCES = ("operands of MMAs", "loads", "stores", "updates", "copies in", "copies out", "copies between CTAs")
+
+
+def shared_memory(result: Result) -> dict[str, float]:
+    """Clocks that shared memory is busy, were all CTAs to run on one multiprocessor, by what moves through
+    it. Of loads and stores it is the least that their addresses allow."""
+    found = dict.fromkeys(SOURCES, 0.0)
+    for instruction in result.program.kernel.body:
+        if instruction.line in result.shared:
+            found[source(instruction)] += result.shared[instruction.line] / SHARED_BYTES
+    return found
+
+
+def source(instruction: Instruction) -> str:
+    """What an instruction that moves something through shared memory is among its like."""
+    name = instruction.name
+    if instruction.parts[:2] in (("tcgen05", "mma"), ("wgmma", "mma_async")):
+        return "operands of MMAs"
+    if name == "cp":
+        spaces = [
+            m for m in instruction.modifiers if m in ("global", "shared::cta", "shared::cluster", "shared")
+        ]
+        if "global" not in spaces:
+            return "copies between CTAs"
+        return "copies out" if spaces[0] == "global" else "copies in"
+    if name in ("st", "stmatrix"):
+        return "stores"
+    return "loads" if name in ("ld", "ldmatrix") or instruction.has("cp") else "updates"
+
+
 def cycles(result: Result) -> dict[str, float]:
     """Clocks that each unit of one multiprocessor is busy, were all CTAs to run on one: "mma", "shared
-    memory" (operands of MMAs), "special functions", "fp32"."""
+    memory", "special functions", "fp32"."""
     arch = result.arch
     total = sum(by_warp(result).values(), Counter())
     traffic = result.traffic
     fp32 = total["float arithmetic"] + total["float arithmetic, packed"]
     return {
         "mma": traffic["MMA multiply-adds"] / MMA.get(arch, MMA["sm_100a"]),
-        "shared memory": traffic["bytes of shared memory read by MMAs"] / SHARED_BYTES,
+        "shared memory": sum(shared_memory(result).values()),
         "special functions": total["special functions"] * LANES / SPECIAL,
         "fp32": fp32 * LANES / FMA,
     }

@@ -21,7 +21,7 @@ from fa4flex.simulator.run.timing import Timing
 from fa4flex.simulator.state.cta import Cluster, Grid, Triple
 from fa4flex.simulator.state.memory import HostMemory
 from fa4flex.simulator.state.window import RESERVED_SHARED
-from fa4flex.simulator.watch.findings import Fault, Finding, Findings
+from fa4flex.simulator.watch.findings import REMARKS, Fault, Finding, Findings
 
 
 @dataclass(frozen=True)
@@ -36,17 +36,20 @@ class Shape:
 
 @dataclass
 class Result:
-    """What a launch did. `findings` is empty where nothing is wrong; `fault` is the one that ended it
-    early."""
+    """What a launch did. `findings` is empty where nothing is wrong; `fault` is the one that ended it early.
+    `remarks` are on what works, though not by the letter of the PTX ISA."""
 
     kernel: str
     arch: str
     shape: Shape
     findings: list[Finding]
+    remarks: list[Finding]
     fault: Finding | None
     seconds: float
     executed: Counter[tuple[int, int, int]] = field(repr=False)
     traffic: Counter[str]
+    shared: Counter[int] = field(repr=False)
+    """Bytes that went through shared memory, by PTX line (see run/counts.py)."""
     program: Program = field(repr=False)
     turns: list[tuple[int, int, int, int, int]] = field(repr=False)
     useful: frozenset[int] = field(repr=False)
@@ -110,11 +113,13 @@ def execute(
         program.kernel.name,
         module.target,
         shape,
-        list(findings),
+        [finding for finding in findings if finding.kind not in REMARKS],
+        [finding for finding in findings if finding.kind in REMARKS],
         fault,
         time.perf_counter() - started,
-        scheduler.executed,
+        Counter(scheduler.executed),
         sum((cluster.traffic for cluster in made), Counter()),
+        sum((cluster.shared for cluster in made), Counter()),
         program,
         scheduler.turns,
         frozenset(line for cluster in made for line in cluster.order.useful),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from fa4flex.simulator.isa.operands import Read, read
 from fa4flex.simulator.isa.table import Act, Step, Unmodelled, translate
+from fa4flex.simulator.isa.together import Elementwise
 from fa4flex.simulator.ptx.nodes import (
     Address,
     Imm,
@@ -19,13 +21,17 @@ from fa4flex.simulator.ptx.nodes import (
     Reg,
     Vector,
 )
+from fa4flex.simulator.run import plan
+from fa4flex.simulator.run.plan import RegisterKey
+from fa4flex.simulator.state.cta import Warp
+from fa4flex.simulator.state.registers import LANES, Mask
 
 LEAVE = ("exit", "ret")
 JUMPS = ("bra", *LEAVE)
+MASKED = ("shfl", "vote", "match", "redux", "elect")
+"""Instructions, beside those with .warp, whose last operand says which lanes take part."""
 Made = dict[int, Step | Act | None]
 """Translations by index; None for jumps."""
-RegisterKey = tuple[int, int]
-"""(width of the file, index)."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,7 @@ class Guard:
 
 @dataclass(eq=False)
 class Block:
-    """Steps and perhaps a jump, or a single Act. Ends before instruction `stop`.
+    """Steps and perhaps a jump, or a single Act: `body`, which ends before instruction `stop` of the kernel.
 
     `together` says that its first instruction needs several lanes at once: those in `members`, or all alive.
     `touched` are the registers it reads or writes, `computed` those but for moves.
@@ -44,6 +50,7 @@ class Block:
 
     start: int
     stop: int
+    body: tuple[Instruction, ...]
     steps: list[tuple[Step, Guard | None]] = field(default_factory=list)
     act: tuple[Act, Guard | None] | None = None
     jump: tuple[int | None, Guard | None] | None = None
@@ -52,6 +59,17 @@ class Block:
     members: Read | None = None
     touched: frozenset[RegisterKey] = frozenset()
     computed: frozenset[RegisterKey] = frozenset()
+    runs: int = 0
+    """How often it was executed for all 32 lanes, by any launch."""
+
+    @cached_property
+    def planned(self) -> list[Step]:
+        """The steps as they are executed for all 32 lanes: many at once, and in another order. What an
+        observer has put in front of the instructions' own stays there."""
+        added = len(self.steps) - len(self.body) + (self.jump is not None)
+        first = [step if guard is None else _when(step, guard) for step, guard in self.steps[:added]]
+        own = [_item(i, step, guard) for i, (step, guard) in zip(self.body, self.steps[added:])]
+        return first + plan.steps(own)
 
 
 @dataclass(frozen=True)
@@ -96,7 +114,7 @@ def _blocks(kernel: Kernel, made: list[Step | Act | None]) -> list[Block]:
 
 
 def _block(body: tuple[Instruction, ...], made: Made, start: int, stop: int) -> Block:
-    block = Block(start, stop)
+    block = Block(start, stop, body[start:stop])
     touched: set[RegisterKey] = set()
     computed: set[RegisterKey] = set()
     for index in range(start, stop):
@@ -111,7 +129,7 @@ def _block(body: tuple[Instruction, ...], made: Made, start: int, stop: int) -> 
         else:
             block.jump = None, guard
         for operand in instruction.operands:
-            found = set(_registers(operand))
+            found = set(registers_of(operand))
             touched |= found
             # Compilers move registers about after a wgmma.fence as well; the assembler renames those away.
             if instruction.name != "mov":
@@ -121,6 +139,52 @@ def _block(body: tuple[Instruction, ...], made: Made, start: int, stop: int) -> 
         block.together, block.members = True, _members(first)
     block.touched, block.computed = frozenset(touched), frozenset(computed)
     return block
+
+
+def acting(warp: Warp, guard: Guard | None, mask: Mask) -> tuple[Mask, bool]:
+    """(lanes that take part, whether any does). The mask itself where the guard changes nothing."""
+    if guard is None:
+        return mask, True
+    lanes = ~warp.pred[guard.index] if guard.unless else warp.pred[guard.index].copy()
+    if mask is not None:
+        lanes &= mask
+    # Comparing bytes is several times quicker than numpy's all() and any() of 32 elements.
+    content = lanes.tobytes()
+    if content == (_ALL if mask is None else mask.tobytes()):
+        return mask, True
+    return lanes, content != _NONE
+
+
+_ALL, _NONE = b"\1" * LANES, b"\0" * LANES
+
+
+def _item(instruction: Instruction, step: Step, guard: Guard | None) -> plan.Item:
+    """What is known of a step: an instruction whose operands may be results and sources alike, or that does
+    more than to compute, keeps its order among its like."""
+    named = [set(registers_of(operand)) for operand in instruction.operands]
+    run = step if guard is None else _when(step, guard)
+    condition = {(1, guard.index)} if guard else set()
+    if not isinstance(step, Elementwise):
+        return plan.Item(run, None, condition, set().union(*named, {ORDER}))
+    result, reads = named[0], set().union(*named[1:])
+    if guard is None:
+        return plan.Item(run, step.key, reads, result)
+    return plan.Item(run, None, reads | condition, result)
+
+
+WORTH_PLANNING = 4
+"""Executions after which a block's instructions are put together: that takes as long as some of these."""
+ORDER: RegisterKey = (0, 0)
+"""Stands for memory, and for whatever else there is to the order of instructions."""
+
+
+def _when(step: Step, guard: Guard) -> Step:
+    def run(warp: Warp, mask: Mask) -> None:
+        lanes, any = acting(warp, guard, mask)
+        if any:
+            step(warp, lanes)
+
+    return run
 
 
 def _target(instruction: Instruction) -> int:
@@ -133,33 +197,25 @@ def _target(instruction: Instruction) -> int:
 def _members(instruction: Instruction) -> Read | None:
     """The mask of lanes that an instruction such as shfl.sync names last, None for all."""
     last = instruction.operands[-1] if instruction.operands else None
-    if instruction.has("aligned") or instruction.name not in (
-        "shfl",
-        "vote",
-        "match",
-        "redux",
-        "elect",
-        "bar",
-    ):
-        return None
-    if instruction.name == "bar" and not instruction.has("warp"):
+    if instruction.name not in MASKED and not instruction.has("warp"):
         return None
     if isinstance(last, Imm) and int(last.value) & 0xFFFFFFFF == 0xFFFFFFFF:
         return None
     return read(last, "u32") if isinstance(last, Reg | Imm) else None
 
 
-def _registers(operand: Operand) -> list[RegisterKey]:
+def registers_of(operand: Operand) -> list[RegisterKey]:
+    """The registers that an operand names, predicates of negated ones too."""
     match operand:
         case Reg():
             return [(operand.file, operand.index)]
         case Negated(register):
             return [(1, register.index)]
         case Vector(items):
-            return [key for item in items for key in _registers(item)]
+            return [key for item in items for key in registers_of(item)]
         case Pair(first, second):
-            return [*_registers(first), *_registers(second)]
+            return [*registers_of(first), *registers_of(second)]
         case Address(base, _, coords):
             parts = (base, *coords)
-            return [key for part in parts for key in _registers(part)]
+            return [key for part in parts for key in registers_of(part)]
     return []

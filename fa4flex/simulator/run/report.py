@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from fa4flex.simulator.run.counts import cycles, roles
+from fa4flex.simulator.run.counts import cycles, roles, shared_memory
 from fa4flex.simulator.run.launch import Result
 
 NAME = 48
@@ -22,11 +22,17 @@ def text(result: Result) -> str:
     ]
     lines += [f"  {line}" for finding in result.findings for line in str(finding).splitlines()]
     lines.append(f"  findings: {len(result.findings) or 'none'}")
+    if result.remarks:
+        lines += [f"  remark: {line}" for line in str(result.remarks[0]).splitlines()]
+        lines.append(f"  remarks: {len(result.remarks)}, the first of them above")
     for role in roles(result):
         warps = f"warps {role.warps[0]}-{role.warps[-1]}" if len(role.warps) > 1 else f"warp {role.warps[0]}"
         lines.append(f"  {role.name}, {warps}: {_most(role.counts)}")
     busy = ", ".join(f"{unit} {clocks:,.0f}" for unit, clocks in cycles(result).items())
     lines.append(f"  clocks of one multiprocessor: {busy}")
+    moved = [f"{what} {clocks:,.0f}" for what, clocks in shared_memory(result).items() if clocks]
+    if moved:
+        lines.append(f"  of shared memory: {', '.join(moved)}")
     return "\n".join(lines)
 
 

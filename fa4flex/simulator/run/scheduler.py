@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from fa4flex.simulator.isa.bulk import BULK
 from fa4flex.simulator.isa.table import Wait
-from fa4flex.simulator.run.program import Block, Guard, Program
+from fa4flex.simulator.run.program import WORTH_PLANNING, Block, Program, acting
 from fa4flex.simulator.run.registers import RegisterWatch
 from fa4flex.simulator.run.timing import Timing
-from fa4flex.simulator.state.cta import Cluster
-from fa4flex.simulator.state.warp import LANES, Mask, Warp
+from fa4flex.simulator.state.cta import Cluster, Warp
+from fa4flex.simulator.state.registers import LANES, Mask
 from fa4flex.simulator.watch.findings import Fault, Finding
 
 TURN = 4096
@@ -39,7 +39,7 @@ class Scheduler:
         """Blocks executed since anything changed, by warps that do not wait."""
         self._gave_up_at = -1
         self.registers = RegisterWatch(program)
-        self.executed: Counter[tuple[int, int, int]] = Counter()
+        self.executed: defaultdict[tuple[int, int, int], int] = defaultdict(int)
         """How often (warp index, CTA rank, block) was executed."""
         self.turns: list[tuple[int, int, int, int, int]] = []
         """(cluster, CTA rank, warp, from, to): in blocks executed so far, for the timeline."""
@@ -57,7 +57,7 @@ class Scheduler:
             else:
                 self._unblock()
 
-    # --- turns ----------------------------------------------------------
+    # --- turns ----------------------------------------------------------------------------------------------
 
     def _turn(self, warp: Warp) -> None:
         self._ready.remove(warp)
@@ -83,7 +83,8 @@ class Scheduler:
 
     def _advance(self, warp: Warp) -> Wait | str:
         """Run a warp until it waits, gives way ("yield"), spins ("spun") or is done ("done")."""
-        blocks = self.program.blocks
+        blocks, executed, watch = self.program.blocks, self.executed, self.registers.needed
+        index, rank = warp.index, warp.cta.rank
         stuck: dict[int, Wait] = {}
         for _ in range(TURN):
             group = self._group(warp, stuck)
@@ -91,18 +92,24 @@ class Scheduler:
                 return group
             pc, mask = group
             block = blocks[pc]
-            self.executed[warp.index, warp.cta.rank, pc] += 1
+            executed[index, rank, pc] += 1
             self.time += 1
-            if block.act is None:
+            if watch:
                 self.registers.check(warp, block)
-                self._steps(warp, block, mask)
+            if block.act is None:
+                if mask is None and block.runs > WORTH_PLANNING:
+                    for step in block.planned:
+                        step(warp, None)
+                else:
+                    block.runs += mask is None
+                    self._steps(warp, block, mask)
                 self._follow(warp, block, pc, mask)
                 if not warp.groups:
                     self._left(warp)
                     return "done"
                 continue
             act, guard = block.act
-            lanes, any = _guarded(warp, guard, mask)
+            lanes, any = acting(warp, guard, mask)
             wait = act.run(warp, lanes) if any else None
             if wait is not None:
                 stuck[pc] = wait
@@ -146,17 +153,17 @@ class Scheduler:
             if guard is None:
                 step(warp, mask)
                 continue
-            lanes, any = _guarded(warp, guard, mask)
+            lanes, any = acting(warp, guard, mask)
             if any:
                 step(warp, lanes)
 
-    # --- control flow ----------------------------------------------------------
+    # --- control flow ---------------------------------------------------------------------------------------
 
     def _follow(self, warp: Warp, block: Block, pc: int, mask: Mask) -> None:
         if block.jump is None:
             return self._move(warp, pc, block.stop)
         target, guard = block.jump
-        lanes, any = _guarded(warp, guard, mask)
+        lanes, any = acting(warp, guard, mask)
         if not any:
             return self._move(warp, pc, block.stop)
         if lanes is None or lanes is mask:
@@ -196,7 +203,7 @@ class Scheduler:
             cluster.finish()
         cta.cluster.units.landings += 1
 
-    # --- waiting ----------------------------------------------------------
+    # --- waiting --------------------------------------------------------------------------------------------
 
     def _wake(self) -> None:
         awake = [warp for warp, wait in self._waiting.items() if wait.ready()]
@@ -233,7 +240,7 @@ class Scheduler:
     def _changes(self) -> int:
         return sum(cluster.units.landings for cluster in self._resident)
 
-    # --- clusters ----------------------------------------------------------
+    # --- clusters -------------------------------------------------------------------------------------------
 
     def _admit(self) -> bool:
         cluster = next(self._coming, None)
@@ -253,23 +260,6 @@ class Scheduler:
             cluster.ctas.clear()  # their memory is not needed any more
         self._resident.clear()
         self._admit()
-
-
-def _guarded(warp: Warp, guard: Guard | None, mask: Mask) -> tuple[Mask, bool]:
-    """(lanes that take part, whether any does). The mask itself where the guard changes nothing."""
-    if guard is None:
-        return mask, True
-    lanes = ~warp.pred[guard.index] if guard.unless else warp.pred[guard.index].copy()
-    if mask is not None:
-        lanes &= mask
-    # Comparing bytes is several times quicker than numpy's all() and any() of 32 elements.
-    content = lanes.tobytes()
-    if content == (_ALL if mask is None else mask.tobytes()):
-        return mask, True
-    return lanes, content != _NONE
-
-
-_ALL, _NONE = b"\1" * LANES, b"\0" * LANES
 
 
 def _join(warp: Warp, pc: int, lanes: NDArray[Any]) -> None:

@@ -15,8 +15,8 @@ from typing import TypeVar
 
 from fa4flex.errors import InputError
 from fa4flex.simulator.isa.table import Wait
+from fa4flex.simulator.state.cta import Warp
 from fa4flex.simulator.state.operation import Operation, Units
-from fa4flex.simulator.state.warp import Warp
 
 TIMINGS = ("eager", "late", "random")
 T = TypeVar("T")

@@ -1,20 +1,22 @@
-"""CTAs and clusters: the memory, barriers and warps that threads share."""
+"""Warps, CTAs and clusters: what threads have of their own, and the memory and barriers that they share."""
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fa4flex.simulator.ptx.nodes import Instruction
 from fa4flex.simulator.state.barriers import MBarrier, Meeting
 from fa4flex.simulator.state.memory import HostMemory, Region, fresh
 from fa4flex.simulator.state.operation import Units
-from fa4flex.simulator.state.warp import LANES, Warp
+from fa4flex.simulator.state.registers import LANES, Registers
 from fa4flex.simulator.state.window import RANK_SHIFT
+from fa4flex.simulator.watch.clock import Clock
 from fa4flex.simulator.watch.findings import Finding, Findings
 from fa4flex.simulator.watch.order import Order
 from fa4flex.simulator.watch.shadow import Shadow
@@ -50,9 +52,61 @@ class Grid:
     processors: int = 132
     explicit_cluster: bool = False
     time: int = 0
+    spots: dict[object, Any] = field(default_factory=dict)
+    """Places in shared memory by the addresses that led there (isa/shared.Spot)."""
+    constants: dict[object, NDArray[Any]] = field(default_factory=dict)
+    """Kernel parameters as they were loaded, by who loads them."""
 
     def clock(self) -> int:
         return self.time
+
+
+class Warp(Registers):
+    """32 lanes, their registers and where each of them is. `index` counts warps of the CTA. `agent` is its
+    number for happens-before tracking."""
+
+    def __init__(self, cta: Cta, index: int, threads: int, registers: dict[int, int], agent: int) -> None:
+        super().__init__(registers)
+        self.cta, self.index, self.agent = cta, index, agent
+        self.live = np.arange(LANES) < threads
+        """Lanes that exist and have not exited."""
+        self.whole = threads >= LANES
+        """Whether all 32 lanes are alive."""
+        self.groups: dict[int, NDArray[np.bool_]] = {0: self.live.copy()}
+        """Where its lanes are: indices into Kernel.body, and who is there."""
+        self.local = fresh(f"the local memory of {self}", 0, LANES * cta.launch.local_bytes)
+        """The lanes' bytes one after the other: local addresses tell lanes apart."""
+        self.ticket: tuple[Meeting, int, Clock, set[int]] | None = None
+        """The barrier the warp has come to, its round, and what is gathered there; held while the warp
+        waits."""
+        self.cluster_ticket: tuple[Meeting, int, Clock, set[int]] | None = None
+        self.gives_up = False
+        """Whether the next try_wait answers false instead of waiting."""
+        self.busy: dict[tuple[int, int], Instruction] = {}
+        """Registers, by file and index, that a wgmma in flight reads or writes."""
+        self.loading: dict[tuple[int, int], Instruction] = {}
+        """Registers, by file and index, that a tcgen05.ld writes which was not waited for."""
+        self.unfenced: set[tuple[int, int]] = set()
+        """Registers used by other instructions since the last wgmma.fence."""
+        self.fenced = False
+        """Whether there was a wgmma.fence at all."""
+        self.started: dict[str, Any] = {}
+        """Asynchronous operations by kind, in groups as they were committed (isa/asynchronous.Groups)."""
+        self.carry = np.zeros(LANES, np.bool_)
+        """The carry flag of add.cc and its kin."""
+        self.constants: dict[object, NDArray[Any]] = {}
+        """What special registers and addresses of variables hold, by how they are read."""
+
+    def alive(self) -> bool:
+        return b"\1" in self.live.tobytes()
+
+    def leave(self, lanes: NDArray[np.bool_]) -> None:
+        """These lanes exit."""
+        self.live &= ~lanes
+        self.whole = False
+
+    def __str__(self) -> str:
+        return f"warp {self.index} of CTA {self.cta.rank}"
 
 
 class Cta:
@@ -94,7 +148,7 @@ class Cta:
 
     def living_threads(self) -> int:
         """Threads that have not exited, by whole warps."""
-        return sum(LANES for warp in self.warps if warp.live.any())
+        return sum(LANES for warp in self.warps if warp.alive())
 
     def _shared_place(self, granule: int) -> str:
         return f"shared memory at {granule * self.launch.granule:#x} of CTA {self.rank}"
@@ -116,6 +170,8 @@ class Cluster:
         self.meeting = Meeting("cluster barrier", self.capacity)
         self.traffic: Counter[str] = Counter()
         """Bytes and operations of the asynchronous units, for reports."""
+        self.shared: Counter[int] = Counter()
+        """Bytes that went through shared memory, by PTX line; of loads and stores 128 for every clock."""
         self.ctas: list[Cta] = []
         for rank, index in enumerate(indices):
             self.ctas.append(Cta(self, rank, index))

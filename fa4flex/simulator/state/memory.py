@@ -46,14 +46,14 @@ class Region:
 
     def load(self, addresses: Addresses, size: int, count: int = 1) -> Values:
         """uint8 ... uint64 [len(addresses), count]. Raises BadAccess."""
-        return self._view(size, count)[self._rows(addresses, size * count)]
+        return self.values(size, count)[self.rows(addresses, size * count)]
 
     def store(self, addresses: Addresses, values: Values) -> None:
         """`values` is unsigned [len(addresses), count]; of equal addresses the last one wins."""
         size, count = values.dtype.itemsize, values.shape[1]
         if not self.writable:
             raise BadAccess("read only", int(addresses[0]), size * count, self.name)
-        self._view(size, count)[self._rows(addresses, size * count)] = values
+        self.values(size, count)[self.rows(addresses, size * count)] = values
 
     def window(self, address: int, size: int) -> Bytes:
         """The bytes themselves, to read and write. Raises BadAccess."""
@@ -61,13 +61,15 @@ class Region:
             raise BadAccess("out of bounds", address, size, self.name)
         return self.data[address - self.start : address - self.start + size]
 
-    def _view(self, size: int, count: int) -> Values:
+    def values(self, size: int, count: int) -> Values:
+        """All of it as unsigned [rows, count] of `size` bytes."""
         view = self._views.get((size, count))
         if view is None:
             view = self._views[size, count] = self.data.view(UNSIGNED[size]).reshape(-1, count)
         return view
 
-    def _rows(self, addresses: Addresses, width: int) -> Addresses:
+    def rows(self, addresses: Addresses, width: int) -> Addresses:
+        """Which rows of `width` bytes lie at these addresses. Raises BadAccess."""
         # All bits that any address has: enough to see that they are aligned, and usually that they fit.
         every = int(np.bitwise_or.reduce(addresses))
         if not self.low and not every & (width - 1) and 0 <= every <= self.stop - width:

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from fa4flex.simulator.state.warp import LANES, Warp
+from fa4flex.simulator.state.cta import Warp
+from fa4flex.simulator.state.registers import LANES
 
 _LANE = np.arange(LANES, dtype=np.uint32)
 
@@ -37,6 +38,8 @@ SPECIAL: dict[str, Callable[[Warp], Any]] = {
     "%clock64": lambda w: w.cta.launch.clock(),
     "%globaltimer": lambda w: w.cta.launch.clock(),
 }
+VARYING = ("%clock", "%clock64", "%globaltimer")
+"""Those that change while a warp runs."""
 
 
 def _by_axis(axis: int) -> dict[str, Callable[[Warp], Any]]:

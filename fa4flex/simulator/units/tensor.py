@@ -44,8 +44,7 @@ def region(lane: int, lanes: int, column: int, columns: int) -> Region:
     return Region(slice(lane, lane + lanes), slice(column, column + columns))
 
 
-# --- tcgen05.ld and tcgen05.st
-# -------------------------------------------------------------------------------
+# --- tcgen05.ld and tcgen05.st ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +69,13 @@ class Transfer:
     def _flat(self) -> Indices:
         return self.lanes * COLUMNS + self.columns
 
+    @cached_property
+    def _straight(self) -> bool:
+        """Whether lanes of the warp and registers are lanes and columns of the cells, as in .32x32b."""
+        register, lane = np.ogrid[: self.registers, :WARP]
+        return not self.packed and bool((self.lanes == lane).all() and (self.columns == register).all())
+
+    @lru_cache(maxsize=4096)  # noqa: B019 - the tables are few and live on
     def regions(self, address: int) -> tuple[Region, ...]:
         """The cells it touches. Raises InputError where they leave tensor memory."""
         lane, column = split_address(address)
@@ -81,6 +87,8 @@ class Transfer:
         self.regions(address)
         lane, column = split_address(address)
         found = cells.reshape(-1)[lane * COLUMNS + column :]
+        if self._straight:
+            return cells[lane : lane + self.height, column : column + self.width].T.copy()
         if not self.packed:
             return found.take(self._flat)
         return (found.take(self._flat) & np.uint32(0xFFFF)) | (found.take(self._flat + 1) << np.uint32(16))
@@ -141,8 +149,7 @@ def transfer(shape: str, number: int, packed: bool = False, split: int | None = 
     return Transfer(lanes, columns, packed, int(shape[:2]), _WORDS[shape] * number * per_word, split)
 
 
-# --- tcgen05.cp
-# ----------------------------------------------------------------------------------------------
+# --- tcgen05.cp ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)

@@ -164,8 +164,7 @@ def _movable(tensor: TensorMap) -> None:
         raise unmodelled("a copy by a tensor map of tf32, which may round", "f32")
 
 
-# --- shared memory
-# -------------------------------------------------------------------------------------------
+# --- shared memory ------------------------------------------------------------------------------------------
 
 
 def to_shared(tensor: TensorMap, address: int, dense: Bytes) -> Bytes:

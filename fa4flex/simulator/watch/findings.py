@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 
 from fa4flex.simulator.ptx.nodes import Instruction
 
+REMARKS = frozenset(("missing wait",))
+"""Kinds of what the PTX ISA forbids and hardware is known to make good."""
+
 
 @dataclass(frozen=True)
 class Finding:

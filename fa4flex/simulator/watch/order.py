@@ -60,7 +60,7 @@ class Order:
             self.clocks.append(clock)
         return number
 
-    # --- what agents learn ---------------------------------------------------------------------------------
+    # --- what agents learn ----------------------------------------------------------------------------------
 
     def release(self, agent: int) -> Clock:
         """All that the agent did and knows so far, to be handed to others."""
@@ -89,7 +89,7 @@ class Order:
         clock.fence()
         clock.epochs[agent] += 1
 
-    # --- accesses ------------------------------------------------------------------------------------------
+    # --- accesses -------------------------------------------------------------------------------------------
 
     def warp_access(self, agent: int, instruction: Instruction) -> int:
         """The number of what a warp does now with memory."""
@@ -100,6 +100,23 @@ class Order:
         if number is None:
             number = self._last[key] = self.add(Access(agent, epoch, GENERIC, self.names[agent], instruction))
         return number
+
+    def queued(self, agent: int, queue: int, who: str, instruction: Instruction) -> int:
+        """The number of what a warp has a queue of its own do; the same for all that it waits for at once."""
+        self._uses(agent)
+        epoch = int(self.clocks[queue].epochs[queue])
+        key = (queue, epoch, instruction.line)
+        number = self._last.get(key)
+        if number is None:
+            number = self._last[key] = self.add(Access(queue, epoch, ASYNC, who, instruction))
+        return number
+
+    def ended(self, agent: int, queue: int, line: int) -> None:
+        """A warp learns, by the instruction on a PTX line, that all of its queue's actions are over."""
+        own = self.clocks[queue].epochs
+        self.clocks[agent].epochs[queue] = own[queue]
+        own[queue] += 1
+        self.learns(agent, (line,))
 
     def _uses(self, agent: int) -> None:
         if agent in self._fresh:

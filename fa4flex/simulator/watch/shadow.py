@@ -119,10 +119,10 @@ class Shadow:
 
 
 def _distinct(numbers: NDArray[Any]) -> list[int]:
-    """Different values; nearly always there is one."""
+    """Different values; nearly always there is one, and then bytes repeat."""
+    content, size = numbers.tobytes(), numbers.itemsize
+    if content[size:] == content[:-size]:
+        return [numbers.item(0)]
     if numbers.size <= 256:
         return list(set(numbers.tolist()))
-    lowest = numbers.min()
-    if lowest == numbers.max():
-        return [int(lowest)]
     return [int(x) for x in np.unique(numbers)]

@@ -81,7 +81,7 @@ def _multicast_case() -> Case:
     )
 
 
-# --- distributed shared memory -----------------------------------------------------------------------------
+# --- distributed shared memory ------------------------------------------------------------------------------
 
 
 def _place() -> tuple[Int32, Int32, Int32]:

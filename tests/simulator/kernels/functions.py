@@ -57,7 +57,7 @@ def _upper_first(a: Tensor, b: Tensor) -> Tensor:
     return torch.stack([b, a], -1)
 
 
-# --- conversions -------------------------------------------------------------------------------------------
+# --- conversions --------------------------------------------------------------------------------------------
 
 
 def _narrowing() -> None:
@@ -150,7 +150,7 @@ def _integers() -> None:
     _add("cvt.sat.f32.f32", ("f32",), "f32", _clamped)
 
 
-# --- arithmetic --------------------------------------------------------------------------------------------
+# --- arithmetic ---------------------------------------------------------------------------------------------
 
 
 def _lesser(a: Tensor, b: Tensor) -> Tensor:
@@ -265,7 +265,7 @@ def _compare(name: str, of: Callable[[Tensor, Tensor], Tensor]) -> None:
     FUNCTIONS[f"setp_{name}_f32"] = Function(ptx, ("f32", "f32"), "s32", of)
 
 
-# --- exactly rounded and approximate functions -------------------------------------------------------------
+# --- exactly rounded and approximate functions --------------------------------------------------------------
 
 
 def _approximate(

@@ -11,7 +11,7 @@ from simulator.kernels.case import Case, generator
 from simulator.kernels.launch import Grid, case, numbers, poison
 from torch import Tensor
 
-# --- named barriers ----------------------------------------------------------------------------------------
+# --- named barriers -----------------------------------------------------------------------------------------
 
 ROUNDS = 6
 FULL, EMPTY = 1, 3
@@ -78,7 +78,7 @@ def _reversed(x: Tensor) -> Tensor:
     return x.flip(1)
 
 
-# --- flags in global memory --------------------------------------------------------------------------------
+# --- flags in global memory ---------------------------------------------------------------------------------
 
 
 @cute.jit
@@ -128,7 +128,7 @@ def locked(x: cute.Tensor, y: cute.Tensor) -> None:
         cute.arch.atomic_exch(y.iterator + 1, Int32(0), sem="release", scope="gpu")
 
 
-# --- atomics -----------------------------------------------------------------------------------------------
+# --- atomics ------------------------------------------------------------------------------------------------
 
 COMMUTATIVE = (
     "add.u32",

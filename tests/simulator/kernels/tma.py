@@ -122,7 +122,7 @@ class Mover:
         )
 
 
-# --- what should happen ------------------------------------------------------------------------------------
+# --- what should happen -------------------------------------------------------------------------------------
 
 
 def swizzled(words: Tensor, swizzle: int) -> Tensor:
@@ -181,7 +181,7 @@ def stored(transfer: Transfer, images: Tensor, tensor: Tensor) -> Tensor:
     return tensor
 
 
-# --- cases -------------------------------------------------------------------------------------------------
+# --- cases --------------------------------------------------------------------------------------------------
 
 
 def _elements(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:

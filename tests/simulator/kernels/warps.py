@@ -13,7 +13,7 @@ from torch import Tensor
 ALL = 0xFFFFFFFF
 LANES = torch.arange(32)
 
-# --- shuffles ----------------------------------------------------------------------------------------------
+# --- shuffles -----------------------------------------------------------------------------------------------
 
 CONTROLS = {"up": (0x0000, 0x1800, 0x1C02, 0x0005), "down": (0x001F, 0x181F, 0x1C02, 0x0013)}
 CONTROLS |= {"bfly": (0x001F, 0x181F, 0x1801), "idx": (0x001F, 0x181F, 0x1003)}
@@ -92,7 +92,7 @@ def _values_and_lanes() -> Tensor:
     return torch.stack([numbers(32)(), numbers(32, seed=1)() & 31])
 
 
-# --- votes, matches, reductions ----------------------------------------------------------------------------
+# --- votes, matches, reductions -----------------------------------------------------------------------------
 
 REDUCTIONS = (
     "add.s32",
@@ -211,7 +211,7 @@ def _reductions_expected(x: Tensor) -> Tensor:
     return y
 
 
-# --- matrices ----------------------------------------------------------------------------------------------
+# --- matrices -----------------------------------------------------------------------------------------------
 
 MATRICES = [(count, transposed) for count in (1, 2, 4) for transposed in (False, True)]
 
