@@ -46,7 +46,9 @@ def test_generated(name: str, golden: Callable[[str], None]) -> None:
     program = build(compose(**composition))
     problem = SimpleNamespace(in_range=True, wide_index=False, positive_scale=True, mask_form=mask_form)
     plan = SimpleNamespace(
-        problem=problem, target=SimpleNamespace(name="sm_90a", family="sm90"), config=lambda: Config(128, 128, 128, 128)
+        problem=problem,
+        target=SimpleNamespace(name="sm_90a", family="sm90"),
+        config=lambda: Config(128, 128, 128, 128),
     )
     captions = Captions(name, [x.name for x in program.operands], program.scalar_names)
     origins = {k: v for t in (program.score, program.mask) if t is not None for k, v in t.origins.items()}

@@ -12,7 +12,7 @@ import pytest
 
 from fa4flex.codegen.plan import Event, Pipeline, PlanError, Role, Tiles
 from fa4flex.codegen.plan.pipeline import Staging
-from fa4flex.codegen.plan.simulate import Mbarrier, Pick, at_random, round_robin, simulate
+from fa4flex.codegen.plan.simulate import Mbarrier, Pick, at_random, round_robin, simulate, trace
 from fa4flex.codegen.plan.sm90.pipeline import forward_pipeline
 
 TILES = Tiles(128, 128, 128, 64)
@@ -77,7 +77,7 @@ def test_sound_pipelines_run_in_a_random_order(seed: int) -> None:
 @pytest.mark.slow
 def test_sound_pipelines_run_in_any_order(seed: int) -> None:
     for pipeline in every_pipeline():
-        for pick in picks(seed):
+        for pick in picks(seed, count=1):
             for work in WORKS:
                 assert simulate(pipeline, work, pick) > 0
 
@@ -102,11 +102,12 @@ def test_the_next_tile_is_known_before_it_is_begun() -> None:
     """Published behind the last values; read by every consumer when its output has left; one per tile."""
     producer, *consumers = sound(dynamic=True, tile_m=192).roles
     assert [(e.action, e.target) for e in producer.last] == [
-        ("acquire", "v"), ("load", "v"), ("acquire", "next"), ("load", "next"),
+        ("acquire", "v"), ("load", "v"), ("acquire", "next"), ("fill", "next"),
     ]  # fmt: skip
     assert len(consumers) == 3
     for role in consumers:
-        assert [(e.action, e.target) for e in role.last[-2:]] == [("wait", "next"), ("release", "next")]
+        assert [e.action for e in role.last if e.target == "next"] == ["wait", "read", "release"]
+        assert {e.target for e in role.last[-3:]} == {"next"}
         assert [e.tile for e in role.run([3, 1, 2]) if (e.action, e.target) == ("wait", "next")] == [0, 1, 2]
     ring = sound(dynamic=True, tile_m=192).ring("next")
     assert (ring.stages, ring.stage_bytes, ring.transaction_bytes) == (1, 4, 0)
@@ -119,7 +120,7 @@ def test_each_step_is_in_the_stated_order() -> None:
     _, consumer, other = sound().roles
     body = [
         ("wait", "k", 0), ("take", "turn 0", 0), ("issue", "S", 0), ("wait", "v", -1), ("issue", "O", -1),
-        ("give", "turn 1", 0), ("finish", "S", 0), ("release", "k", 0), ("softmax", "", 0),
+        ("give", "turn 1", 0), ("finish", "S", 0), ("release", "k", 0), ("softmax", "S of 0", 0),
         ("finish", "O", -1), ("release", "v", -1),
     ]  # fmt: skip
     assert [(e.action, e.target, e.tile) for e in consumer.body] == body
@@ -186,9 +187,11 @@ def dropped(pipeline: Pipeline) -> Iterator[tuple[Event, str, Pipeline]]:
 def test_every_dropped_event_is_found(staging: Staging, seed: int) -> None:
     found = 0
     for event, when, broken in dropped(sound(staging=staging, dynamic=True)):
-        # The softmax hands nothing over; threads of one warpgroup are one role here; and where the output was
-        # read before its queries were freed, nothing is left to wait for at the end.
-        if event.action in ("softmax", "sync") or (when == "closing" and staging == "queries"):
+        # Threads of one warpgroup are one role here; the next tile's number has other readers, too; and where
+        # the output was read before its queries were freed, nothing is left to wait for at the end.
+        if event.action == "sync" or (event.action, event.target) == ("read", "next"):
+            continue
+        if when == "closing" and staging == "queries":
             continue
         where = f"{event} of {when}"
         if event.action == "take":  # whether tokens are left over depends on the number of turns
@@ -196,12 +199,12 @@ def test_every_dropped_event_is_found(staging: Staging, seed: int) -> None:
         else:
             assert is_red(broken, seed), where
         found += 1
-    assert found > 34
+    assert found > 36
 
 
 def test_dropped_hand_overs_fail_the_check_of_counts() -> None:
     for event, when, broken in dropped(sound(dynamic=True)):
-        if event.action in ("acquire", "load", "wait", "release", "issue", "finish"):
+        if event.action in ("acquire", "load", "fill", "wait", "release", "issue", "finish"):
             assert fails_check(broken), f"{event} of {when}"
 
 
@@ -239,7 +242,13 @@ def test_too_small_a_named_barrier_is_found() -> None:
 
 def test_swapping_neighbours_is_found_where_it_matters(seed: int) -> None:
     """A stage freed before its product has read it, a tile copied before the stage is free, ..."""
-    wrong = {("finish", "release"), ("acquire", "load"), ("wait", "issue"), ("wait", "release")}
+    wrong = {
+        ("finish", "release"),
+        ("acquire", "load"),
+        ("acquire", "fill"),
+        ("wait", "issue"),
+        ("wait", "release"),
+    }
     tried = 0
     pipeline = sound(dynamic=True)
     for i, role in enumerate(pipeline.roles[:2]):
@@ -258,7 +267,7 @@ def test_swapping_neighbours_is_found_where_it_matters(seed: int) -> None:
 
 def test_a_deadlock_names_who_waits_for_what() -> None:
     broken = with_ring(sound(), "v", empty_arrivals=9)
-    with pytest.raises(PlanError, match=r"deadlock: producer: .*acquire.*'v'"):
+    with pytest.raises(PlanError, match=r"deadlock: producer: acquire v tile 2; consumer 0: wait v tile 2"):
         simulate(broken, [7], round_robin())
 
 
@@ -289,3 +298,15 @@ def test_interleavings_differ_and_are_reproducible(seed: int) -> None:
 
     assert trail(at_random(seed)) == trail(at_random(seed))
     assert len({tuple(trail(at_random(random.Random(seed + i).randrange(1 << 30)))) for i in range(4)}) > 1
+
+
+@pytest.mark.parametrize("staging", ("queries", "own", "none"))
+def test_one_run_stands_for_all(staging: Staging, seed: int) -> None:
+    """Whatever order steps are picked in, the same steps happen, after the same hand-overs."""
+
+    def edges(pick: Pick) -> set[tuple[str, str]]:
+        run = trace(sound(staging=staging, dynamic=True), [3, 1], pick)
+        return {(str(run.steps[a]), str(run.steps[b])) for a, b in run.graph.edges}
+
+    first = edges(round_robin())
+    assert len(first) > 100 and all(edges(pick) == first for pick in picks(seed))

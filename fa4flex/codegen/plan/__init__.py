@@ -4,7 +4,7 @@ from fa4flex.codegen.plan.bound import Bound, Size
 from fa4flex.codegen.plan.fault import PlanError
 from fa4flex.codegen.plan.forward import Plan, plan_forward
 from fa4flex.codegen.plan.memory import Memory, Region
-from fa4flex.codegen.plan.pipeline import Event, NamedBarrier, Pipeline, Ring, Role
+from fa4flex.codegen.plan.pipeline import Barrier, Event, NamedBarrier, Pipeline, Product, Ring, Role
 from fa4flex.codegen.plan.problem import Problem
 from fa4flex.codegen.plan.sm90.plan import HopperPlan
 from fa4flex.codegen.plan.sm90.registers import Need, Split
@@ -16,6 +16,7 @@ from fa4flex.codegen.plan.work import Bias, Work
 __all__ = [
     "SM90A",
     "SM100A",
+    "Barrier",
     "Bias",
     "BlackwellPlan",
     "Bound",
@@ -28,6 +29,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "Problem",
+    "Product",
     "Region",
     "Ring",
     "Role",

@@ -21,9 +21,12 @@ BARRIER = 8
 """Bytes of one mbarrier."""
 
 NUMBER = 4
-"""Bytes of the next tile's number, which the producer hands to the consumers."""
+"""Bytes of a number: of the next tile, of the first column of tensor memory, or of a row's scale."""
 
-ALIGNMENTS = {"barriers": BARRIER, "next": BARRIER}
+ALIGNMENTS = {
+    **dict.fromkeys(("barriers", "next", "freed"), BARRIER),
+    **dict.fromkeys(("columns", "scales", "finals"), NUMBER),
+}
 """Of regions that hold no tile."""
 
 

@@ -15,7 +15,7 @@ STATISTICS = ("lse", "max_scores")
 WIDEST = 256
 """The widest head: one matrix instruction makes at most 256 columns of the output."""
 
-_FLAGS = ("sinks", "wide_index", "in_range", "positive_scale")
+_FLAGS = ("few_queries", "sinks", "wide_index", "in_range", "positive_scale")
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Problem:
     in_range               every index into a captured tensor is proved to lie within it
     positive_scale         the softmax scale is positive
     operands               (dtype name, rank) of each captured tensor
+    few_queries            no sequence has more queries than `Target.few_queries`; False is always right
 
     Raises UnsupportedError for dtypes and widths that no kernel has, InputError for what is not a value.
     """
@@ -47,6 +48,7 @@ class Problem:
     in_range: bool = True
     positive_scale: bool = True
     operands: tuple[tuple[str, int], ...] = ()
+    few_queries: bool = False
 
     def __post_init__(self) -> None:
         for name in ("dtype", "out_dtype"):
@@ -76,7 +78,8 @@ class Problem:
             if self.head_dim == self.head_dim_v
             else f"{self.head_dim} and {self.head_dim_v} (v)"
         )
-        extras = [f"{len(self.operands)} captured tensors"] * bool(self.operands) + ["sinks"] * self.sinks
+        extras = ["few queries"] * self.few_queries
+        extras += [f"{len(self.operands)} captured tensors"] * bool(self.operands) + ["sinks"] * self.sinks
         parts = [f"heads of {heads}", self.dtype, f"{self.lengths} lengths", _MASKS[self.mask_form], *extras]
         return ", ".join(parts)
 

@@ -28,6 +28,14 @@ ORDERS = {
     "longest_first": "tiles of queries from the last, which has most keys, to the first, for balance",
 }
 
+BLOCKS = {
+    (True, False): "one block per multiprocessor takes tiles in turn",
+    (True, True): "one block per multiprocessor takes the next tile from a counter",
+    (False, False): "one block per tile",
+    (False, True): "one block per tile, and a counter that hands out no more",
+}
+"""By whether blocks are persistent, and whether they take tiles from a counter."""
+
 
 @dataclass(frozen=True)
 class Request:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 @dataclass(frozen=True)
 class Target:
     """capability                                 CUDA's name for what the chip can do, (major, minor)
-    family                                     of chips that share plans and kernels: the ending of their folders
+    family                                     of chips that share plans and kernels: how their folders end
     multiprocessors, clock                     SMs, and their boost clock in Hz
     shared_memory                              bytes that one block may own
     registers                                  32-bit registers of one SM

@@ -116,7 +116,7 @@ def _make_ready(engine: Engine, call: Call, saved: Saved) -> ReadyBackward:
     facts, rows = engine.facts, NO_TENSORS
     if proved.mask_form == "spans":
         facts, rows = tabulate(facts, shape, captured, call.q.device)
-    problem = problem_of(engine, call, proved, rows)
+    problem = problem_of(engine, call, proved, rows, target)
     plan, source = program(facts, problem, target)
     signature = replace(signature_of(engine, call, rows), dlse=saved.dlse is not None)
     kernel = compile_kernel(source, problem, signature, target.name)

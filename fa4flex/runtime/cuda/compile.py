@@ -176,7 +176,9 @@ def trace_and_compile(source: Source, problem: Problem, signature: Signature, op
     kernel = source.load()
     entry = {"forward": forward_signature, "backward": backward_signature}[kernel.direction]
     given = entry.fake_arguments(problem, signature, kernel.config)
-    return cute.compile(entry.entry_point(kernel, problem, signature), *given, options=options)
+    function = entry.entry_point(kernel, problem, signature)
+    # What is launched is the linked file: code for this process alone would be made for nothing.
+    return cute.compile(function, *given, options=options, no_jit_engine=not simulating())
 
 
 # --- load -------------------------------------------------------------------------------------------------

@@ -202,7 +202,7 @@ def make_ready(engine: Engine, call: Call) -> Ready:
     facts, rows = engine.facts, NO_TENSORS
     if proved.mask_form == "spans" and call.lengths is NO_LENGTHS:
         facts, rows = tabulate(facts, shape, captured, call.q.device)
-    problem = problem_of(engine, call, proved, rows)
+    problem = problem_of(engine, call, proved, rows, target)
     plan, source = program(facts, problem, engine.schedule, target)
     kernel = compile_kernel(source, problem, signature_of(engine, call, rows), target.name)
     return Ready(
@@ -243,7 +243,9 @@ def program(
     return plan, emit_forward(facts, plan)
 
 
-def problem_of(engine: Engine, call: Call, proved: Proved, rows: tuple[Tensor, ...]) -> Problem:
+def problem_of(
+    engine: Engine, call: Call, proved: Proved, rows: tuple[Tensor, ...], target: Target
+) -> Problem:
     from fa4flex.codegen.plan.problem import Problem
 
     ragged = "packed" if call.packed else "dense" if call.lengths is NO_LENGTHS else "used"
@@ -259,6 +261,7 @@ def problem_of(engine: Engine, call: Call, proved: Proved, rows: tuple[Tensor, .
         wide_index=proved.wide_index,
         in_range=proved.in_range,
         positive_scale=call.scale > 0,
+        few_queries=call.extents().q_len <= target.few_queries,
         operands=tuple((_name(x.dtype), x.ndim) for x in call.operands + rows),
     )
 

@@ -16,7 +16,6 @@ class Config:
     """head_dim, head_dim_v    widths of the tiles in shared memory: multiples of 32 that hold the tensors'
     tile_m                   queries per step, a multiple of 64
     tile_n                   keys per block; each consumer warpgroup owns 64 of them
-    overlap                  scores of the next tile of queries are computed under the end of this one
     q_stages, do_stages      tiles of Q, and of dO, in flight
     producer_registers, consumer_registers   per thread, after the split
     workers                  multiprocessors
@@ -28,7 +27,6 @@ class Config:
     head_dim_v: int
     tile_m: int = 64
     tile_n: int = 128
-    overlap: bool = False
     q_stages: int = 2
     do_stages: int = 2
     producer_registers: int = 24

@@ -13,7 +13,7 @@ from typing import Any
 
 import cutlass
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Boolean, Float32, Int32, const_expr, cute, pipeline
+from cutlass import Float32, Int32, cute, pipeline
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
@@ -87,28 +87,20 @@ class Consumer:
         group = heads // arguments.k.shape[2]
         cute.arch.mbarrier_wait(pipes.k_full, 0)
         cute.arch.mbarrier_wait(pipes.v_full, 0)
-        scores = cute.make_rmem_tensor(mmas.scores.partition_shape_C((KEYS, config.tile_m)), Float32)
         count = Int32(0)
         for g in cutlass.range(group, unroll=1):
             h = work.kv_head * group + g
             slab = self.slab(arguments, work, h, heads, warpgroup_index, lane)
             queries = self.course.queries(work, h, arguments)
-            if const_expr(config.overlap):
-                self.begin(mmas, operands, scores, pipes, q_state, queries.count > 0)
-                warpgroup.wait_group(0)
             for i in cutlass.range(queries.masked_count, unroll=1):
-                tile, more = query_tile_at(queries, i), i + 1 < queries.count
-                places = (tile, lane, warpgroup_index, count % 2)
-                given = (mmas, operands, scores, slab)
-                self.step(given, shared, pipes, (q_state, do_state), places, more, True)
+                places = (query_tile_at(queries, i), lane, warpgroup_index, count % 2)
+                self.step((mmas, operands, slab), shared, pipes, (q_state, do_state), places, True)
                 q_state.advance()
                 do_state.advance()
                 count += 1
             for i in cutlass.range(queries.masked_count, queries.count, unroll=1):
-                tile, more = query_tile_at(queries, i), i + 1 < queries.count
-                places = (tile, lane, warpgroup_index, count % 2)
-                given = (mmas, operands, scores, slab)
-                self.step(given, shared, pipes, (q_state, do_state), places, more, False)
+                places = (query_tile_at(queries, i), lane, warpgroup_index, count % 2)
+                self.step((mmas, operands, slab), shared, pipes, (q_state, do_state), places, False)
                 q_state.advance()
                 do_state.advance()
                 count += 1
@@ -149,46 +141,29 @@ class Consumer:
         return Slab(at, first, (0, 8), columns)
 
     @cute.jit
-    def begin(
-        self,
-        mmas: cutlass.Constexpr[Mmas],
-        operands: cutlass.Constexpr[Operands],
-        scores: cute.Tensor,
-        pipes: cutlass.Constexpr[Pipes],
-        state: pipeline.PipelineState,
-        some: Boolean,
-    ) -> None:
-        """Start the scores of the next tile. Where there is none, products of what lies there go nowhere: a
-        branch around them would make the assembler wait for each."""
-        if some:
-            pipes.q.consumer_wait(state)
-        multiply(mmas.scores, scores, operands.k, operands.q[None, None, None, state.index], False)
-
-    @cute.jit
     def step(
         self,
-        given: cutlass.Constexpr[tuple[Mmas, Operands, cute.Tensor, Slab]],
+        given: cutlass.Constexpr[tuple[Mmas, Operands, Slab]],
         shared: cutlass.Constexpr[Shared],
         pipes: cutlass.Constexpr[Pipes],
         states: tuple[pipeline.PipelineState, pipeline.PipelineState],
         places: tuple[Int32, Int32, Int32, Int32],
-        more: Boolean,
         masked: cutlass.Constexpr[bool],
     ) -> None:
-        """One tile of queries. With `overlap` its scores are there, and those of the next are computed here."""
-        mmas, operands, scores, slab = given
+        """One tile of queries."""
+        mmas, operands, slab = given
         q_state, do_state = states
         tile, lane, w, parity = places
         config = self.config
+        scores = cute.make_rmem_tensor(mmas.scores.partition_shape_C((KEYS, config.tile_m)), Float32)
         dprob = cute.make_rmem_tensor(scores.shape, Float32)
         q_stage, do_stage = q_state.index, do_state.index
-        if const_expr(not config.overlap):
-            self.begin(mmas, operands, scores, pipes, q_state, Boolean(True))
+        pipes.q.consumer_wait(q_state)
+        multiply(mmas.scores, scores, operands.k, operands.q[None, None, None, q_stage], False)
         pipes.dout.consumer_wait(do_state)
         multiply(mmas.dprob, dprob, operands.v, operands.dout[None, None, None, do_stage], False)
         lse2 = shared.lse2[None, q_stage]
-        if const_expr(not config.overlap):
-            warpgroup.wait_group(1)
+        warpgroup.wait_group(1)
         grid, d_grid = rows_and_columns(scores), rows_and_columns(dprob)
         q_first = tile * config.tile_m + lane % 4 * 2
         slopes = slab.slopes(self.hooks, grid, q_first, masked)
@@ -211,13 +186,8 @@ class Consumer:
         dq = cute.make_rmem_tensor(mmas.dq.partition_shape_C(config.dq_shape), Float32)
         multiply(mmas.dq, dq, operands.ds[None, None, None, parity], operands.k_t, False)
         multiply(mmas.dk, operands.dk, ds, operands.q_t[None, None, None, q_stage], True)
-        if const_expr(config.overlap):
-            coming = q_state.clone()
-            coming.advance()
-            self.begin(mmas, operands, scores, pipes, coming, more)
-        warpgroup.wait_group(2 if config.overlap else 1)
+        warpgroup.wait_group(1)
         self.hand_over(dq, shared.dq[None, w], lane, w)
-        # Products in flight at the end of a loop's body would make the assembler wait for each.
         warpgroup.wait_group(0)
         pipes.q.consumer_release(q_state)
 

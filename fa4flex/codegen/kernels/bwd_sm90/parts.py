@@ -13,8 +13,8 @@ to global memory; SCORES: dS of all warpgroups is in shared memory."""
 
 @dataclass(frozen=True)
 class Shared:
-    """Shared memory. q, dout (tile_m, width, stage), k, v (tile_n, width); ds (tile_m, tile_n, 2); lse2, delta
-    float32 (tile_m, stage); dq float32 (elements of a part, warpgroup)."""
+    """Shared memory. q, dout (tile_m, width, stage), k, v (tile_n, width); ds (tile_m, tile_n, 2); lse2,
+    delta float32 (tile_m, stage); dq float32 (elements of a part, warpgroup)."""
 
     q: cute.Tensor
     k: cute.Tensor

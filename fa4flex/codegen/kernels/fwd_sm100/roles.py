@@ -50,8 +50,8 @@ def barrier_count(q_tiles: int, out_stages: int, per: Per) -> int:
 
 
 def readers(q_tiles: int, out_stages: int) -> int:
-    """Warps that read the next tile's number: of softmax and correction, those that multiply and load, and the
-    one that stores where outputs are staged."""
+    """Warps that read the next tile's number: of softmax and correction, those that multiply and load, and
+    where outputs are staged, the one that stores."""
     return 4 * (q_tiles + 1) + 2 + (out_stages > 0)
 
 

@@ -58,8 +58,8 @@ class Tile:
 
 @dataclass(frozen=True)
 class Place:
-    """A warpgroup's query tile, a thread's row in it and the CTA's place in its pair; scores and probabilities
-    in tensor memory, by fragment, and the dtype of probabilities."""
+    """A warpgroup's query tile, a thread's row in it and the CTA's place in its pair; scores and
+    probabilities in tensor memory, by fragment, and the dtype of probabilities."""
 
     tile: Int32
     row: Int32

@@ -51,11 +51,10 @@ class Convert:
             number = i * 128 * config.consumers + thread
             row, piece = number // pieces, number % pieces
             q = tile * config.tile_m + row
-            if q < arguments.dq.shape[1]:
-                if piece * WIDE < arguments.dq.shape[3]:
-                    source = cute.logical_divide(rows[row, None], cute.make_layout(WIDE))[None, piece]
-                    target = cute.logical_divide(arguments.dq[b, q, h, None], cute.make_layout(WIDE))
-                    cute.autovec_copy(source, target[None, piece])
+            if q < arguments.dq.shape[1] and piece * WIDE < arguments.dq.shape[3]:
+                source = cute.logical_divide(rows[row, None], cute.make_layout(WIDE))[None, piece]
+                target = cute.logical_divide(arguments.dq[b, q, h, None], cute.make_layout(WIDE))
+                cute.autovec_copy(source, target[None, piece])
 
     def collect(
         self,

@@ -57,21 +57,19 @@ class Statistics:
         if const_expr(arguments.seqused_q is not None):
             q_len = cutlass.min(q_len, Int32(arguments.seqused_q[b]))
         total = Float32(0.0)
-        if row < q_len:
-            if lane * WIDE < self.width:
-                total = self.dot(arguments.out[b, row, h, None], arguments.dout[b, row, h, None], lane)
+        if row < q_len and lane * WIDE < self.width:
+            total = self.dot(arguments.out[b, row, h, None], arguments.dout[b, row, h, None], lane)
         total = cute.arch.warp_reduction_sum(total, threads_in_group=self.lanes)
-        if lane == 0:
-            if row < arguments.delta.shape[2]:
-                lse2 = Float32.inf
-                if row < q_len:
-                    if const_expr(arguments.dlse is not None):
-                        total = total - arguments.dlse[b, h, row]
-                    lse = arguments.lse[b, h, row]
-                    # A row without keys has probabilities 0 whatever its scores are.
-                    lse2 = select_(lse == -Float32.inf, Float32.inf, lse * LOG2_E)
-                arguments.lse2[b, h, row] = lse2
-                arguments.delta[b, h, row] = total
+        if lane == 0 and row < arguments.delta.shape[2]:
+            lse2 = Float32.inf
+            if row < q_len:
+                if const_expr(arguments.dlse is not None):
+                    total = total - arguments.dlse[b, h, row]
+                lse = arguments.lse[b, h, row]
+                # A row without keys has probabilities 0 whatever its scores are.
+                lse2 = select_(lse == -Float32.inf, Float32.inf, lse * LOG2_E)
+            arguments.lse2[b, h, row] = lse2
+            arguments.delta[b, h, row] = total
 
     def dot(self, x: cute.Tensor, y: cute.Tensor, lane: Int32) -> Float32:
         """Of this lane's elements of two rows."""

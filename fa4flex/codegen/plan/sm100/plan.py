@@ -5,18 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from fa4flex.codegen.kernels.fwd_sm100.config import FRAGMENT, ROWS, Config, Exponential, Registers
+from fa4flex.codegen.kernels.fwd_sm100.config import ROWS, Config, Exponential, Registers
 from fa4flex.codegen.plan.bound import Bound, Size, expected_bound
-from fa4flex.codegen.plan.fault import PlanError
 from fa4flex.codegen.plan.memory import Memory
+from fa4flex.codegen.plan.pipeline import Pipeline
 from fa4flex.codegen.plan.problem import Problem
-from fa4flex.codegen.plan.request import ORDERS, Order, Request, check_threshold, rescaling
+from fa4flex.codegen.plan.request import BLOCKS, ORDERS, Order, Request, check_threshold, rescaling
+from fa4flex.codegen.plan.simulate import prove
+from fa4flex.codegen.plan.sm100.exponential import check_exponential, choose_exponential, explain_exponential
+from fa4flex.codegen.plan.sm100.pipeline import forward_pipeline
+from fa4flex.codegen.plan.sm100.registers import check_registers, choose_registers
+from fa4flex.codegen.plan.sm100.sharing import sharing
 from fa4flex.codegen.plan.sm100.tensor_memory import Columns, lay_out_columns
 from fa4flex.codegen.plan.sm100.tiles import Tiles, choose
 from fa4flex.codegen.plan.target import Target
 from fa4flex.codegen.plan.work import Work
-
-WARPGROUPS = 4
 
 
 @dataclass(frozen=True)
@@ -31,8 +34,8 @@ class BlackwellPlan:
     dynamic              persistent blocks take the next tile when they are done, as tiles differ in work
     reasons              why these tiles, and why this order
 
-    Memory maps and estimates follow from these: `dataclasses.replace` makes a consistent other plan, and
-    `check` says whether it is a legal one.
+    Memory maps, pipeline and estimates follow from these: `dataclasses.replace` makes a consistent other
+    plan, with another exponential for instance, and `check` says whether it is a legal one.
     """
 
     target: Target
@@ -61,6 +64,12 @@ class BlackwellPlan:
         """The tensor-memory map of a block."""
         return lay_out_columns(self.tiles, self.target)
 
+    @cached_property
+    def pipeline(self) -> Pipeline:
+        """Roles, rings and barriers; `.graph` is the networkx form."""
+        ragged = self.problem.lengths != "dense"
+        return forward_pipeline(self.tiles, self.columns, self.dynamic, ragged)
+
     def bound(self, size: Size) -> Bound:
         """The least time of a launch of this size, and the unit that sets it."""
         widths = self.tiles.head_dim, self.tiles.head_dim_v
@@ -76,6 +85,7 @@ class BlackwellPlan:
             tile_n=self.tiles.tile_n,
             kv_stages=self.tiles.kv_stages,
             out_stages=self.tiles.out_stages,
+            early_keys=self.tiles.early_keys,
             registers=self.registers,
             exponential=self.exponential,
             rescale_threshold=self.rescale_threshold,
@@ -90,18 +100,22 @@ class BlackwellPlan:
         )
 
     def check(self) -> None:
-        """PlanError or UnsupportedError unless the plan holds: sums of bytes, columns and registers."""
+        """PlanError or UnsupportedError unless the plan holds: sums of bytes, columns, registers, barriers;
+        and a run of the token simulation, in which tensor memory is shared as its map says."""
         self.memory.check()
         self.columns.check()
         check_threshold(self.rescale_threshold, self.problem)
-        r = self.registers
-        wanted, pool = 2 * r.softmax + r.correction + r.other, self.target.register_pool(WARPGROUPS)
-        if wanted > pool:
-            raise PlanError(
-                f"2 x {r.softmax} + {r.correction} + {r.other} = {wanted} registers per thread",
-                f"at most {pool}, what {WARPGROUPS} warpgroups are launched with",
-                "give one of them fewer",
-            )
+        check_exponential(self.exponential, self.tiles.tile_n)
+        check_registers(self.registers, self.target)
+        self.pipeline.check()
+        self.pipeline.check_fits(self.memory, self.target, self._unused_barriers)
+        prove(self.pipeline)
+
+    @property
+    def _unused_barriers(self) -> int:
+        """The kernel has room for a full and an empty one, whether they are used or not."""
+        rings = {ring.region for ring in self.pipeline.rings}
+        return 2 * sum(name not in rings for name in ("next", "out"))
 
     def explain(self, size: Size | None = None) -> str:
         """The plan in words; with a `size`, also the time it cannot beat there."""
@@ -114,25 +128,20 @@ class BlackwellPlan:
             *(f"  {reason}" for reason in self.reasons),
             f"warpgroups: {t.q_tiles} softmax, 1 correction and 1 of single warps (load, multiply, store,"
             f" schedule), of {r.softmax}, {r.correction} and {r.other} registers",
-            f"softmax: {self._exponentials()};",
+            f"softmax: {explain_exponential(self.exponential, t.tile_n)};",
             f"  {rescaling(self.rescale_threshold)}",
-            f"order: {ORDERS[self.order]}",
+            f"order: {ORDERS[self.order]}; {BLOCKS[self.persistent, self.dynamic]}",
             "shared memory:",
             self.memory.explain(),
             "tensor memory:",
             self.columns.explain(),
+            *sharing(self.pipeline, self.columns),
+            "pipeline:",
+            self.pipeline.explain(),
             f"work: {self.work.explain()}",
             f"bound: {self._rates() if size is None else self.bound(size).explain()}",
         ]
         return "\n".join(lines)
-
-    def _exponentials(self) -> str:
-        e = self.exponential
-        if not e.count:
-            return "all exponentials on special-function units"
-        fragments = self.tiles.tile_n // FRAGMENT
-        share = (fragments - 1 - e.skip) * e.count / (fragments * e.every)
-        return f"{share:.0%} of the exponentials by a polynomial of degree {e.degree} on FMA units"
 
     def _rates(self) -> str:
         """Long rows of keys: what limits a score, whatever the lengths are."""
@@ -147,20 +156,11 @@ def plan_blackwell(request: Request) -> BlackwellPlan:
         target=request.target,
         problem=problem,
         tiles=tiles,
-        registers=REGISTERS[tiles.head_dim_v > 64],
-        exponential=_exponential(request.target),
+        registers=choose_registers(tiles),
+        exponential=choose_exponential(problem, request.target),
         order=request.order,
         rescale_threshold=request.rescale_threshold,
         work=request.work,
         dynamic=problem.uneven,
         reasons=(*reasons, request.why),
     )
-
-
-def _exponential(target: Target) -> Exponential:
-    """Polynomials help where exponentials take as long as products: not where their rate has doubled."""
-    return Exponential(count=0) if target.special_results > 16 else Exponential()
-
-
-REGISTERS = {True: Registers(192, 80, 48), False: Registers(200, 64, 48)}
-"""By whether the output is wider than 64 columns (FlashAttention-4's splits)."""

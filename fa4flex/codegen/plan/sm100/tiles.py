@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fa4flex.codegen.kernels.fwd_sm100.config import ROWS
 from fa4flex.codegen.kernels.fwd_sm100.roles import barrier_total
-from fa4flex.codegen.plan.memory import Memory, column_block, lay_out, tile_bytes
+from fa4flex.codegen.plan.memory import BARRIER, NUMBER, Memory, column_block, lay_out, tile_bytes
 from fa4flex.codegen.plan.problem import Problem
 from fa4flex.codegen.plan.target import Target
 from fa4flex.errors import UnsupportedError
@@ -44,11 +44,19 @@ class Tiles:
     def tile_m(self) -> int:
         return self.q_tiles * ROWS
 
+    @property
+    def early_keys(self) -> int:
+        """Probabilities of so many keys are handed to the product before the rest (FlashAttention-4)."""
+        return 3 * self.tile_n // 4
+
     def memory(self, target: Target) -> Memory:
         """The shared-memory map."""
         k_stages, v_stages = self.kv_stages
         rows = 4 * self.q_tiles * ROWS
         sizes = {
+            "next": NUMBER,
+            "freed": BARRIER,
+            "columns": NUMBER,
             "scales": rows,
             "finals": rows,
             "q": tile_bytes(self.tile_m, self.head_dim, self.itemsize),
@@ -74,7 +82,7 @@ def choose(problem: Problem, target: Target, wanted: Pair | None) -> tuple[Tiles
             " scores",
             "use narrower heads, or run this one on a Hopper GPU or on a CPU",
         )
-    q_tiles, reason = _query_tiles(wanted, target)
+    q_tiles, reason = _query_tiles(problem, wanted, target)
     widths = pad(problem.head_dim), pad(problem.head_dim_v)
     staged = STAGED if problem.lengths == "dense" else 0
     for out_stages in (staged, 0):
@@ -85,7 +93,9 @@ def choose(problem: Problem, target: Target, wanted: Pair | None) -> tuple[Tiles
     raise AssertionError(f"no rings fit heads of {widths}")
 
 
-def _query_tiles(wanted: Pair | None, target: Target) -> tuple[int, str]:
+def _query_tiles(problem: Problem, wanted: Pair | None, target: Target) -> tuple[int, str]:
+    if wanted is None and problem.few_queries:
+        return 1, f"one tile of queries: no sequence has more than {target.few_queries}"
     if wanted is None:
         return 2, "two tiles of queries: one is multiplied while the softmax of the other is taken"
     legal = {(ROWS * n, KEYS): n for n in (1, 2)}

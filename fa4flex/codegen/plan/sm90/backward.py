@@ -11,6 +11,8 @@ from fa4flex.codegen.plan.target import Target
 from fa4flex.errors import UnsupportedError
 
 WIDEST = 128
+TILE = (64, 128)
+"""128 queries leave too few registers at either width: the assembler then waits for each product."""
 
 
 @dataclass(frozen=True)
@@ -46,5 +48,4 @@ def plan_hopper_backward(problem: Problem, target: Target) -> HopperBackwardPlan
             "dense heads of at most 64 or of 97 to 128",
             "nothing: gradients are computed in PyTorch operations instead",
         )
-    tile = (128, 128) if max(widths) <= 64 else (64, 128)
-    return HopperBackwardPlan(target, problem, tile, *widths)
+    return HopperBackwardPlan(target, problem, TILE, *widths)

@@ -17,17 +17,22 @@ from dataclasses import replace
 
 from fa4flex.codegen.plan.memory import NUMBER, column_block
 from fa4flex.codegen.plan.pipeline import (
+    RECEIVE,
+    WARP,
     WARPGROUP,
     Event,
     Events,
     NamedBarrier,
+    Per,
     Pipeline,
+    Product,
     Ring,
     Role,
     Staging,
 )
 from fa4flex.codegen.plan.sm90.tiles import Tiles
 
+THREADS = WARP * WARPGROUP
 TURNS, STORES = 1, 5
 """Named barriers TURNS + w and STORES + w: it is consumer w's turn; consumer w's output is written."""
 
@@ -52,12 +57,14 @@ def forward_pipeline(
     )
     if dynamic:
         rings = (*rings, Ring("next", 1, NUMBER, (), 0, arrivals))
-        producer = replace(producer, last=producer.last + _copy("next"))
-        received = Event("wait", "next"), Event("release", "next")
+        publish = Event("acquire", "next", per="work"), Event("fill", "next", per="work")
+        producer = replace(producer, last=producer.last + publish)
+        received = tuple(Event(action, "next", per="work") for action in RECEIVE)
         consumers = tuple(replace(role, last=role.last + received) for role in consumers)
-    turns = [NamedBarrier(f"turn {i}", TURNS + i, 2 * WARPGROUP) for i in range(n) if pingpong]
-    stores = [NamedBarrier(f"rows {i}", STORES + i, WARPGROUP) for i in range(n) if staging != "none"]
-    return Pipeline((producer, *consumers), rings, (*turns, *stores), staging)
+    turns = [NamedBarrier(f"turn {i}", TURNS + i, 2 * THREADS) for i in range(n) if pingpong]
+    stores = [NamedBarrier(f"rows {i}", STORES + i, THREADS) for i in range(n) if staging != "none"]
+    overlaps = tuple((f"q {i}", f"out {i}") for i in range(n) if staging == "queries")
+    return Pipeline((producer, *consumers), rings, (*turns, *stores), staging, overlaps=overlaps)
 
 
 def _ring(name: str, stages: int, rows: int, width: int, arrivals: int) -> Ring:
@@ -68,14 +75,15 @@ def _ring(name: str, stages: int, rows: int, width: int, arrivals: int) -> Ring:
 
 
 def _copy(name: str, tile: int = 0) -> Events:
-    return Event("acquire", name, tile), Event("load", name, tile)
+    per: Per = "key" if name in ("k", "v") else "work"
+    return Event("acquire", name, tile, per), Event("load", name, tile, per)
 
 
 def _producer(consumers: int) -> Role:
     """Copies in the order in which consumers ask. Values take the same course through their ring as keys,
     one tile behind: K of a tile goes before V of the last one."""
     queries = tuple(event for i in range(consumers) for event in _copy(f"q {i}"))
-    return Role("producer", 0, (), _copy("k") + queries, _copy("k") + _copy("v", -1), _copy("v"))
+    return Role("producer", 1, (), _copy("k") + queries, _copy("k") + _copy("v", -1), _copy("v"))
 
 
 def _turns(i: int, n: int) -> tuple[Events, Events, Events]:
@@ -92,17 +100,27 @@ def _consumer(i: int, turns: tuple[Events, Events, Events], staging: Staging) ->
     are free after the last scores, or when the output staged over them is read."""
     opening, take, give = turns
     wait, scores = (Event("wait", "k"),), (Event("issue", "S"),)
-    softmax = Event("finish", "S"), Event("release", "k"), Event("softmax")
+    softmax = Event("finish", "S"), Event("release", "k"), Event("softmax", f"S of {i}")
     (start, end), (start_before, end_before) = _values(), _values(-1)
-    free, store = (Event("release", f"q {i}"),), _store(i, staging)
+    free, store = (Event("release", f"q {i}", per="work"),), (Event("read", f"O of {i}"), *_store(i, staging))
     return Role(
         f"consumer {i}",
-        warps=4,
+        warps=WARPGROUP,
         opening=opening,
-        first=(Event("wait", f"q {i}"), *wait, *scores, *softmax),
+        first=(Event("wait", f"q {i}", per="work"), *wait, *scores, *softmax),
         body=(*wait, *take, *scores, *start_before, *give, *softmax, *end_before),
         last=(*free, *start, *end, *store) if staging == "own" else (*start, *end, *store, *free),
-        closing=() if staging == "none" else (Event("drain", "out"),),
+        closing=() if staging == "none" else (Event("drain", f"out {i}", per="work"),),
+        products=_products(i),
+    )
+
+
+def _products(i: int) -> tuple[Product, ...]:
+    """S = q k' and O += P v, in consumer i's registers, where P is too."""
+    queries, keys, values = Event("read", f"q {i}", per="work"), Event("read", "k"), Event("read", "v")
+    return (
+        Product("S", (queries, keys), Event("write", f"S of {i}")),
+        Product("O", (values,), Event("update", f"O of {i}"), fresh=True),
     )
 
 
@@ -114,8 +132,8 @@ def _values(tile: int = 0) -> tuple[Events, Events]:
 
 def _store(i: int, staging: Staging) -> Events:
     """Registers to shared memory, and from there by TMA. Nobody writes where the last store still reads."""
-    gather, drain = Event("sync", f"rows {i}"), Event("drain", "out")
-    write, store = Event("write", "out"), Event("store", "out")
+    gather, drain = Event("sync", f"rows {i}"), Event("drain", f"out {i}", per="work")
+    write, store = Event("write", f"out {i}", per="work"), Event("store", f"out {i}", per="work")
     if staging == "none":
         return ()
     if staging == "own":

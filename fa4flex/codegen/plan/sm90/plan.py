@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 from fa4flex.codegen.kernels.fwd_sm90.config import Config
 from fa4flex.codegen.plan.bound import Bound, Size, expected_bound
@@ -12,8 +11,8 @@ from fa4flex.codegen.plan.fault import PlanError
 from fa4flex.codegen.plan.memory import Memory
 from fa4flex.codegen.plan.pipeline import Pipeline, Staging
 from fa4flex.codegen.plan.problem import Problem
-from fa4flex.codegen.plan.request import ORDERS, Order, Request, check_threshold, rescaling
-from fa4flex.codegen.plan.simulate import round_robin, simulate
+from fa4flex.codegen.plan.request import BLOCKS, ORDERS, Order, Request, check_threshold, rescaling
+from fa4flex.codegen.plan.simulate import prove
 from fa4flex.codegen.plan.sm90.pipeline import forward_pipeline
 from fa4flex.codegen.plan.sm90.registers import Need, Split, consumer_need, split_registers
 from fa4flex.codegen.plan.sm90.tiles import Tiles, choose, producer_computes
@@ -117,36 +116,9 @@ class HopperPlan:
                 "use fewer keys per tile",
             )
         check_threshold(self.rescale_threshold, self.problem)
-        self._check_bytes()
         self.pipeline.check()
-        highest = max((barrier.number for barrier in self.pipeline.barriers), default=0)
-        if highest >= self.target.named_barriers:
-            raise PlanError(
-                f"named barrier {highest}",
-                f"numbers below {self.target.named_barriers}",
-                "use fewer consumers",
-            )
-        _prove(self.pipeline)
-
-    def _check_bytes(self) -> None:
-        needed: Counter[str] = Counter()
-        for ring in self.pipeline.rings:
-            needed[ring.region] += ring.stages * ring.stage_bytes
-        sizes = {region.name: region.size for region in self.memory.regions}
-        for name, size in needed.items():
-            if size != sizes.get(name, 0):
-                raise PlanError(
-                    f"rings in region {name} of {size} bytes",
-                    f"the {sizes.get(name, 0)} bytes of the region",
-                    "lay the memory out anew",
-                )
-        barriers = 8 * sum(2 * ring.stages for ring in self.pipeline.rings)
-        if barriers != sizes["barriers"]:
-            raise PlanError(
-                f"{barriers} bytes of mbarriers",
-                f"the {sizes['barriers']} bytes of their region",
-                "lay the memory out anew",
-            )
+        self.pipeline.check_fits(self.memory, self.target)
+        prove(self.pipeline)
 
     def explain(self, size: Size | None = None) -> str:
         """The plan in words; with a `size`, also the time it cannot beat there."""
@@ -160,7 +132,7 @@ class HopperPlan:
             f"  a consumer needs about {self.need.explain()}",
             f"softmax: runs under the products of the next keys; {_PINGPONG[self.pingpong]};",
             f"  {rescaling(self.rescale_threshold)}",
-            f"order: {ORDERS[self.order]}; {_BLOCKS[self.persistent, self.dynamic]}",
+            f"order: {ORDERS[self.order]}; {BLOCKS[self.persistent, self.dynamic]}",
             "shared memory:",
             self.memory.explain(),
             "pipeline:",
@@ -176,20 +148,7 @@ class HopperPlan:
         return times.split(" (")[0] + " for long sequences"
 
 
-@lru_cache(maxsize=256)
-def _prove(pipeline: Pipeline) -> None:
-    """PlanError unless a short row of key tiles, and one that goes twice round the rings, run to their end.
-    One interleaving costs a few milliseconds, once per pipeline; tests try many."""
-    twice = 2 * max(ring.stages for ring in pipeline.rings) + 1
-    simulate(pipeline, [1, twice], round_robin())
-
-
 _PINGPONG = {True: "consumers take turns at the tensor cores", False: "consumers issue products freely"}
-_BLOCKS = {
-    (True, False): "one block per multiprocessor takes tiles in turn",
-    (True, True): "one block per multiprocessor takes the next tile from a counter",
-    (False, False): "one block per tile",
-}
 
 
 def plan_hopper(request: Request) -> HopperPlan:

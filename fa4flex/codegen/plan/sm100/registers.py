@@ -1,0 +1,43 @@
+"""Registers: how a block's are split between its warpgroups."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, fields
+
+from fa4flex.codegen.kernels.fwd_sm100.config import Registers
+from fa4flex.codegen.plan.fault import PlanError
+from fa4flex.codegen.plan.sm100.tiles import Tiles
+from fa4flex.codegen.plan.target import Target
+
+WARPGROUPS = 4
+"""Two take softmaxes (with one tile of queries, one of them is idle), one corrects, one has single warps."""
+
+SPLITS = {True: Registers(192, 80, 48), False: Registers(200, 64, 48)}
+"""By whether the output is wider than 64 columns (FlashAttention-4's splits)."""
+
+
+def choose_registers(tiles: Tiles) -> Registers:
+    return SPLITS[tiles.head_dim_v > 64]
+
+
+def check_registers(r: Registers, target: Target) -> None:
+    """PlanError unless setmaxnreg takes the numbers, lowers or raises them as the kernel says, and their sum
+    is there: it would wait for ever."""
+    pool = target.register_pool(WARPGROUPS)
+    each, step = pool // WARPGROUPS, target.register_step
+    for field, count in zip(fields(r), astuple(r), strict=True):
+        raised = field.name == "softmax"
+        least, most = (each, target.register_most) if raised else (target.register_least, each)
+        if not least <= count <= most or count % step:
+            raise PlanError(
+                f"{count} registers per {field.name} thread",
+                f"a multiple of {step} in {least}..{most}: warps are launched with {each}",
+                "take a split from registers.SPLITS",
+            )
+    wanted = 2 * r.softmax + r.correction + r.other
+    if wanted > pool:
+        raise PlanError(
+            f"2 x {r.softmax} + {r.correction} + {r.other} = {wanted} registers per thread",
+            f"at most {pool}, what {WARPGROUPS} warpgroups are launched with",
+            "give one of them fewer",
+        )
