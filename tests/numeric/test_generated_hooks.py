@@ -44,7 +44,7 @@ def plan(mask_form: str, **problem: Any) -> Any:
     }
     return SimpleNamespace(
         problem=SimpleNamespace(**given),
-        target=SimpleNamespace(name="sm_90a"),
+        target=SimpleNamespace(name="sm_90a", family="sm90"),
         config=lambda: Config(128, 128, 128, 128),
     )
 

@@ -28,7 +28,7 @@ def without_assembly(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return select_(condition, word | bits.bit(place), word)
 
     monkeypatch.setattr(pointwise, "with_bit", with_bit)
-    monkeypatch.setattr(pointwise, "compute_words_before", lambda words: None)
+    monkeypatch.setattr(pointwise, "compute_before", lambda words: None)
     yield
 
 

@@ -15,7 +15,7 @@ STATISTICS = ("lse", "max_scores")
 WIDEST = 256
 """The widest head: one matrix instruction makes at most 256 columns of the output."""
 
-_FLAGS = ("few_queries", "sinks", "wide_index", "in_range", "positive_scale")
+_FLAGS = ("few_queries", "many_queries", "sinks", "wide_index", "in_range", "positive_scale")
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Problem:
     positive_scale         the softmax scale is positive
     operands               (dtype name, rank) of each captured tensor
     few_queries            no sequence has more queries than `Target.few_queries`; False is always right
+    many_queries           every sequence has more queries than `Target.many_queries`; False is always right
 
     Raises UnsupportedError for dtypes and widths that no kernel has, InputError for what is not a value.
     """
@@ -49,6 +50,7 @@ class Problem:
     positive_scale: bool = True
     operands: tuple[tuple[str, int], ...] = ()
     few_queries: bool = False
+    many_queries: bool = False
 
     def __post_init__(self) -> None:
         for name in ("dtype", "out_dtype"):
@@ -78,7 +80,7 @@ class Problem:
             if self.head_dim == self.head_dim_v
             else f"{self.head_dim} and {self.head_dim_v} (v)"
         )
-        extras = ["few queries"] * self.few_queries
+        extras = ["few queries"] * self.few_queries + ["many queries"] * self.many_queries
         extras += [f"{len(self.operands)} captured tensors"] * bool(self.operands) + ["sinks"] * self.sinks
         parts = [f"heads of {heads}", self.dtype, f"{self.lengths} lengths", _MASKS[self.mask_form], *extras]
         return ", ".join(parts)

@@ -248,6 +248,7 @@ def problem_of(
 ) -> Problem:
     from fa4flex.codegen.plan.problem import Problem
 
+    longest = call.extents().q_len
     ragged = "packed" if call.packed else "dense" if call.lengths is NO_LENGTHS else "used"
     return Problem(
         head_dim=call.q.shape[-1],
@@ -261,7 +262,8 @@ def problem_of(
         wide_index=proved.wide_index,
         in_range=proved.in_range,
         positive_scale=call.scale > 0,
-        few_queries=call.extents().q_len <= target.few_queries,
+        few_queries=longest <= target.few_queries,
+        many_queries=ragged == "dense" and 0 < target.many_queries < longest,
         operands=tuple((_name(x.dtype), x.ndim) for x in call.operands + rows),
     )
 

@@ -64,22 +64,3 @@ def with_bit(word: Int32, place: int, condition: Boolean, *, loc: Any = None, ip
             asm_dialect=llvm.AsmDialect.AD_ATT,
         )
     )
-
-
-@dsl_user_op
-def compute_words_before(words: Int32, *, loc: Any = None, ip: Any = None) -> None:
-    """Keep what comes after from moving ahead of the computation of `words`, as `compute_before` does.
-
-    In place of a sleep stands an event of the performance monitor, triggered by one number in 2^32. A sleep
-    is branched around, and behind a branch the addresses of products are no longer known to be uniform: that
-    takes five registers of each thread, and ten instructions between a turn and its product.
-    """
-    llvm.inline_asm(
-        None,
-        [words.ir_value(loc=loc, ip=ip)],
-        "{ .reg .pred odd; setp.eq.b32 odd, $0, 0x7fa5a5a5; @odd pmevent 7; }",
-        "r",
-        has_side_effects=True,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
-    )

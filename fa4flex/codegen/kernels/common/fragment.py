@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cutlass import Float32, Int32, cute
-from cutlass._mlir.dialects import llvm
+from cutlass._mlir.dialects import llvm, vector
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import T, dsl_user_op
 
@@ -47,6 +47,13 @@ def multiply(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tenso
     warpgroup.commit_group()
 
 
+def numbers(registers: cute.Tensor) -> list[Float32]:
+    """All elements, loaded at once: one by one, each is an address and a load, and tracing takes a tenth
+    longer."""
+    values = registers.load().ir_value()
+    return [Float32(vector.extract(values, [], [i])) for i in range(cute.size(registers))]
+
+
 @dsl_user_op
 def _pack(low: Float32, high: Float32, name: str, *, loc: Any = None, ip: Any = None) -> Int32:
     return Int32(
@@ -72,18 +79,20 @@ def narrow(source: cute.Tensor, target: cute.Tensor) -> None:
 
 
 @dsl_user_op
-def compute_before(x: Float32, *, loc: Any = None, ip: Any = None) -> None:
+def compute_before(x: Float32 | Int32, *, loc: Any = None, ip: Any = None) -> None:
     """Keep what comes after from moving ahead of the computation of x.
 
-    The assembler hoists a wait for a matrix product above independent arithmetic that was written before it,
-    and the arithmetic then no longer runs under the product. A conditional sleep pins x, taken for one NaN in
-    2^24; anything that may end the program would serialise products instead.
+    The assembler hoists a wait above independent arithmetic that was written before it, and the arithmetic
+    then no longer runs under another warpgroup's product. An event of the performance monitor pins x,
+    triggered by one number in 2^32. Anything that may end the program would serialise products, and a sleep
+    is branched around: behind a branch the addresses of products are no longer known to be uniform, which
+    takes registers, and instructions between a turn and its product.
     """
     llvm.inline_asm(
         None,
-        [Float32(x).ir_value(loc=loc, ip=ip)],
-        "{ .reg .pred odd; setp.eq.b32 odd, $0, 0x7fa5a5a5; @odd nanosleep.u32 0; }",
-        "f",
+        [x.ir_value(loc=loc, ip=ip)],
+        "{ .reg .pred odd; setp.eq.b32 odd, $0, 0x7fa5a5a5; @odd pmevent 7; }",
+        "f" if isinstance(x, Float32) else "r",
         has_side_effects=True,
         is_align_stack=False,
         asm_dialect=llvm.AsmDialect.AD_ATT,
@@ -121,6 +130,7 @@ __all__ = [
     "computed_once",
     "multiply",
     "narrow",
+    "numbers",
     "quad_reduce",
     "rows_and_columns",
 ]

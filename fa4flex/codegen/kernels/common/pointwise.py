@@ -18,10 +18,10 @@ from fa4flex.codegen.kernels.common.bits import (
     between,
     bit,
     columns_below,
-    compute_words_before,
     ones,
     with_bit,
 )
+from fa4flex.codegen.kernels.common.fragment import compute_before, computed_once
 from fa4flex.codegen.kernels.common.hooks import At, Hooks, Pointwise
 from fa4flex.codegen.kernels.common.keys import row_spans
 
@@ -77,10 +77,12 @@ class _Places:
     def elements(self, pointwise: Pointwise) -> Any:
         """(r, c, at) of every element, columns outermost: a column's terms are computed once, and a
         diagonal's once for all elements of the thread that lie on it."""
-        diagonals: dict[int, At] = {}
+        diagonals: dict[int, tuple[Any, ...]] = {}
         base, base_float = self.first, self.first.to(Float32)
-        across = self.first - self.first_row
-        across_float = across.to(Float32)
+        across_float = (self.first - self.first_row).to(Float32)
+        # A row past the end has its own difference from its q, which is the last one: at another, tables need
+        # not have an element. Where nothing is read, no such row matters.
+        across = [self.first - (q - row) for q, row in zip(self.rows.q, self.row_offsets, strict=True)]
         for c, column in enumerate(self.columns):
             kv = base + column
             if self.at.guard:
@@ -95,31 +97,23 @@ class _Places:
             place = place.but(column=_terms(pointwise, "column", place))
             for r, row in enumerate(self.row_offsets):
                 offset = column - row
+                lies = {
+                    "offset": across[r] + offset,
+                    "offset_float": across_float + Float32(offset),
+                    "offset_base": across[r],
+                    "offset_base_float": across_float,
+                    "offset_step": offset,
+                }
                 if offset not in diagonals:
-                    here = self.at.but(
-                        offset=across + offset,
-                        offset_float=across_float + Float32(offset),
-                        offset_base=across,
-                        offset_base_float=across_float,
-                        offset_step=offset,
-                    )
-                    diagonals[offset] = here.but(diagonal=_terms(pointwise, "diagonal", here))
-                here = _joined(place, diagonals[offset]).but(
-                    q=self.rows.q[r], q_float=self.rows.q_float[r], row=self.row_terms[r]
+                    diagonals[offset] = _terms(pointwise, "diagonal", self.at.but(**lies))
+                here = place.but(
+                    **lies,
+                    diagonal=diagonals[offset],
+                    q=self.rows.q[r],
+                    q_float=self.rows.q_float[r],
+                    row=self.row_terms[r],
                 )
                 yield r, c, here.but(pair=_terms(pointwise, "pair", here))
-
-
-def _joined(column: At, diagonal: At) -> At:
-    """A place, as its column and its diagonal know it."""
-    return column.but(
-        offset=diagonal.offset,
-        offset_float=diagonal.offset_float,
-        offset_base=diagonal.offset_base,
-        offset_base_float=diagonal.offset_base_float,
-        offset_step=diagonal.offset_step,
-        diagonal=diagonal.diagonal,
-    )
 
 
 Early = tuple[tuple[int, int, At], ...]
@@ -161,8 +155,12 @@ class Fragment:
         if hooks.start is None:
             return
         places = self._places(kv_first, guard, self.rows.start)
-        for r, c, at in places.elements(hooks.start):
-            scores[r, c] = hooks.start.element(at)
+        values = [(r, c, hooks.start.element(at)) for r, c, at in places.elements(hooks.start)]
+        met: set[int] = set()
+        for r, c, value in values:
+            # What rows share is copied here, or the assembler does it between the turn and the product.
+            scores[r, c] = computed_once(value) if id(value) in met else value
+            met.add(id(value))
 
     def add_start(self, hooks: Hooks, scores: cute.Tensor, kv_first: Int32, guard: bool) -> None:
         """The same for scores (row, column) that are there already, where products start from 0."""
@@ -205,9 +203,7 @@ class Fragment:
             for row in words:
                 row[which] = row[which] & exist
             # Of bits, it may be known that they never are the number that is looked for; not so with kv_len.
-            compute_words_before(
-                functools.reduce(operator.xor, (row[which] for row in words), self.at.kv_len)
-            )
+            compute_before(functools.reduce(operator.xor, (row[which] for row in words), self.at.kv_len))
         return tuple(map(tuple, words))
 
     def mask(self, scores: cute.Tensor, kv_first: Int32, allowed: Words | None) -> None:

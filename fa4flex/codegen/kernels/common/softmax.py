@@ -15,7 +15,7 @@ from typing import Any
 
 from cutlass import Boolean, Float32, cute, select_
 
-from fa4flex.codegen.kernels.common.fragment import quad_reduce
+from fa4flex.codegen.kernels.common.fragment import numbers, quad_reduce
 
 Reduce = Callable[[Float32, Any], Float32]
 """Combines a number over the lanes that share a row."""
@@ -47,16 +47,18 @@ def running(rows: int) -> Running:
 
 def _largest(row: cute.Tensor) -> Float32:
     """Four chains: a single one would wait for itself."""
-    chains = [row[i] for i in range(4)]
-    for i in range(4, cute.size(row)):
-        chains[i % 4] = cute.arch.fmax(chains[i % 4], row[i])
+    x = numbers(row)
+    chains = x[:4]
+    for i in range(4, len(x)):
+        chains[i % 4] = cute.arch.fmax(chains[i % 4], x[i])
     return cute.arch.fmax(cute.arch.fmax(chains[0], chains[1]), cute.arch.fmax(chains[2], chains[3]))
 
 
 def _total(row: cute.Tensor, before: Float32) -> Float32:
-    chains = [before + row[0], row[1], row[2], row[3]]
-    for i in range(4, cute.size(row)):
-        chains[i % 4] = chains[i % 4] + row[i]
+    x = numbers(row)
+    chains = [before + x[0], x[1], x[2], x[3]]
+    for i in range(4, len(x)):
+        chains[i % 4] = chains[i % 4] + x[i]
     return (chains[0] + chains[1]) + (chains[2] + chains[3])
 
 

@@ -13,11 +13,9 @@ come between the first scores of its next one: the softmax does not wait for the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 from cutlass import Boolean, Int32, const_expr, cute, pipeline
-from cutlass.cute.nvgpu import tcgen05
 
 from fa4flex.codegen.kernels.common.arguments import Arguments
 from fa4flex.codegen.kernels.common.course import Course
@@ -25,10 +23,8 @@ from fa4flex.codegen.kernels.common.keys import KeyTiles, tile_at
 from fa4flex.codegen.kernels.common.work import Grid, Work
 from fa4flex.codegen.kernels.fwd_sm100.cluster import Cluster
 from fa4flex.codegen.kernels.fwd_sm100.config import Config
+from fa4flex.codegen.kernels.fwd_sm100.mma import MMA_K
 from fa4flex.codegen.kernels.fwd_sm100.parts import Pipes, Products, Shared
-
-MMA_K = 16
-"""Keys, or elements of a head, that one instruction multiplies."""
 
 
 @dataclass(frozen=True)
@@ -42,22 +38,6 @@ class Operands:
     p: tuple[cute.Tensor, ...]
     scores: tuple[cute.Tensor, ...]
     out: tuple[cute.Tensor, ...]
-
-
-def issue(
-    product: cute.TiledMma,
-    acc: cute.Tensor,
-    operands: tuple[cute.Tensor, cute.Tensor],
-    steps: range,
-    add: Any,
-) -> None:
-    """acc = a b, or acc += a b with `add`, over these instructions."""
-    # An atom of its own: the accumulate flag is state, which must not leak out of the caller's region.
-    atom = cute.make_mma_atom(product.op)
-    a, b = operands
-    for k in steps:
-        atom.set(tcgen05.Field.ACCUMULATE, add if k == steps.start else True)
-        cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
 
 
 class Multiply:
@@ -108,13 +88,14 @@ class Multiply:
                     self.values(products, operands, pipes, (v_state.index, p_phase), tile, j > 1)
                     if ends:
                         self.cluster.commit(pipes.o_full + tile)
+                    if const_expr(tile == config.q_tiles - 1):
+                        pipes.v.consumer_release(v_state)
                     if more:
                         if const_expr(tile == 0):
                             pipes.k.consumer_wait(k_state)
                         if ends:
                             cute.arch.mbarrier_wait(pipes.q_full + tile, phase)
                         self.scores(products, operands, pipes, k_state.index, tile, last_scores)
-                pipes.v.consumer_release(v_state)
                 v_state.advance()
                 if more:
                     pipes.k.consumer_release(k_state)
@@ -148,7 +129,7 @@ class Multiply:
     ) -> None:
         q, k = operands.q[None, None, None, tile], operands.k[None, None, None, stage]
         steps = range(self.config.head_dim // MMA_K)
-        issue(products.scores, operands.scores[tile], (q, k), steps, False)
+        products.scores_product.issue(operands.scores[tile], q, k, steps, False)
         self.cluster.commit(pipes.s_full + tile)
         if last:
             self.cluster.commit(pipes.q_empty + tile)
@@ -165,13 +146,14 @@ class Multiply:
     ) -> None:
         """O += p v, in two parts: the first begins while the last probabilities are computed."""
         stage, phase = stage_and_phase
-        pv, out = (operands.p[tile], operands.v[None, None, None, stage]), operands.out[tile]
+        p, v, out = operands.p[tile], operands.v[None, None, None, stage], operands.out[tile]
+        product = products.values_product
         early, steps = self.config.early_keys // MMA_K, self.config.tile_n // MMA_K
         cute.arch.mbarrier_wait(pipes.p_early + tile, phase)
-        issue(products.values, out, pv, range(early), accumulate)
+        product.issue(out, p, v, range(early), accumulate)
         if const_expr(early < steps):
             cute.arch.mbarrier_wait(pipes.p_late + tile, phase)
-            issue(products.values, out, pv, range(early, steps), True)
+            product.issue(out, p, v, range(early, steps), True)
 
     @cute.jit
     def clear_past_end(

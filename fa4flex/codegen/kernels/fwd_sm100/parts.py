@@ -14,6 +14,7 @@ from fa4flex.codegen.kernels.common.course import NextTile
 from fa4flex.codegen.kernels.common.work import Work
 from fa4flex.codegen.kernels.fwd_sm100.cluster import Cluster
 from fa4flex.codegen.kernels.fwd_sm100.config import ROWS, Config
+from fa4flex.codegen.kernels.fwd_sm100.mma import Product
 from fa4flex.codegen.kernels.fwd_sm100.roles import ALLOCATED, CORRECTION, TOUCH_TENSOR_MEMORY
 
 
@@ -77,6 +78,10 @@ class Products:
         self.values = sm100.make_trivial_tiled_mma(
             kind, kind, major.K, major.MN, Float32, group, self.values_tile[:2], tcgen05.OperandSource.TMEM
         )
+
+        (m, n, _), (_, dv, _) = self.scores_tile, self.values_tile
+        self.scores_product = Product(kind, config.ctas, m, n, False, False)
+        self.values_product = Product(kind, config.ctas, m, dv, True, True)
 
     @property
     def scores_tile(self) -> tuple[int, int, int]:

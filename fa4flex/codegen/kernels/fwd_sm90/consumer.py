@@ -218,9 +218,9 @@ class Consumer:
         begun = self.begin(products, tile, key_tile, masked)
         k = products.k[None, None, None, k_state.index]
         v = products.v[None, None, None, v_state.index]
+        pipes.k.consumer_wait(k_state)
         if const_expr(self.hooks.start is not None):
             compute_before(begun.scores[cute.size(begun.scores) - 1])
-        pipes.k.consumer_wait(k_state)
         self.take_turn(group)
         multiply(products.scores, begun.scores, products.q, k, self.hooks.start is not None)
         pipes.v.consumer_wait(v_state)

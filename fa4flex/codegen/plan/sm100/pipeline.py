@@ -106,8 +106,9 @@ def _rings(tiles: Tiles, dynamic: bool) -> Iterator[Ring]:
 
     for i in range(n):
         yield ring(f"q {i}", "q", 1, ROWS, tiles.head_dim)
-    yield ring("k", "", tiles.kv_stages[0], tiles.tile_n, tiles.head_dim)
-    yield ring("v", "", tiles.kv_stages[1], tiles.tile_n, tiles.head_dim_v)
+    # Of a pair of CTAs, each holds half of the keys of a tile of K, and half of the columns of V.
+    yield ring("k", "", tiles.kv_stages[0], tiles.tile_n // tiles.ctas, tiles.head_dim)
+    yield ring("v", "", tiles.kv_stages[1], tiles.tile_n, tiles.head_dim_v // tiles.ctas)
     if tiles.out_stages:
         out = ring("out", "out", tiles.out_stages, ROWS, column_block(tiles.head_dim_v))
         yield replace(out, copies=(), transaction_bytes=0)

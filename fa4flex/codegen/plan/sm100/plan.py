@@ -81,6 +81,7 @@ class BlackwellPlan:
             head_dim=self.tiles.head_dim,
             head_dim_v=self.tiles.head_dim_v,
             memory=self.columns.config(),
+            ctas=self.tiles.ctas,
             q_tiles=self.tiles.q_tiles,
             tile_n=self.tiles.tile_n,
             kv_stages=self.tiles.kv_stages,

@@ -30,7 +30,7 @@ STAGED = 2
 class Tiles:
     """q_tiles of 128 queries and tile_n keys per step; head_dim and head_dim_v as padded in shared memory;
     tiles of K and of V in flight; chunks of the output that are staged, 0 where rows go straight to global
-    memory."""
+    memory; CTAs that multiply together, each of which holds its own queries and half of K and V."""
 
     q_tiles: int
     tile_n: int
@@ -38,11 +38,13 @@ class Tiles:
     head_dim_v: int
     kv_stages: tuple[int, int]
     out_stages: int
+    ctas: int = 1
     itemsize: int = 2
 
     @property
     def tile_m(self) -> int:
-        return self.q_tiles * ROWS
+        """Queries that are worked on together."""
+        return self.q_tiles * self.ctas * ROWS
 
     @property
     def early_keys(self) -> int:
@@ -50,7 +52,7 @@ class Tiles:
         return 3 * self.tile_n // 4
 
     def memory(self, target: Target) -> Memory:
-        """The shared-memory map."""
+        """The shared-memory map of one CTA."""
         k_stages, v_stages = self.kv_stages
         rows = 4 * self.q_tiles * ROWS
         sizes = {
@@ -59,9 +61,9 @@ class Tiles:
             "columns": NUMBER,
             "scales": rows,
             "finals": rows,
-            "q": tile_bytes(self.tile_m, self.head_dim, self.itemsize),
-            "k": tile_bytes(self.tile_n, self.head_dim, self.itemsize) * k_stages,
-            "v": tile_bytes(self.tile_n, self.head_dim_v, self.itemsize) * v_stages,
+            "q": tile_bytes(self.q_tiles * ROWS, self.head_dim, self.itemsize),
+            "k": tile_bytes(self.tile_n, self.head_dim, self.itemsize) // self.ctas * k_stages,
+            "v": tile_bytes(self.tile_n, self.head_dim_v, self.itemsize) // self.ctas * v_stages,
             "out": tile_bytes(ROWS, column_block(self.head_dim_v), self.itemsize) * self.out_stages,
         }
         barriers = barrier_total(self.q_tiles, self.out_stages) + 2 * (k_stages + v_stages)
@@ -85,12 +87,23 @@ def choose(problem: Problem, target: Target, wanted: Pair | None) -> tuple[Tiles
     q_tiles, reason = _query_tiles(problem, wanted, target)
     widths = pad(problem.head_dim), pad(problem.head_dim_v)
     staged = STAGED if problem.lengths == "dense" else 0
+    ctas = 2 if wanted is None and _pays_in_pairs(problem, widths) else 1
+    reasons = [reason] + [_PAIR] * (ctas == 2)
     for out_stages in (staged, 0):
         for rings in RINGS:
-            tiles = Tiles(q_tiles, KEYS, *widths, rings, out_stages)
+            tiles = Tiles(q_tiles, KEYS, *widths, rings, out_stages, ctas)
             if tiles.memory(target).total <= target.shared_memory:
-                return tiles, (reason,)
+                return tiles, tuple(reasons)
     raise AssertionError(f"no rings fit heads of {widths}")
+
+
+_PAIR = "pairs of CTAs: each reads half of K and V from shared memory, which one alone would keep busy"
+
+
+def _pays_in_pairs(problem: Problem, widths: Pair) -> bool:
+    """Where all tiles of queries visit all keys: of others, the two halves of a pair differ in work."""
+    plain = problem.mask_form == "none" and problem.lengths == "dense"
+    return plain and problem.many_queries and min(widths) > 64
 
 
 def _query_tiles(problem: Problem, wanted: Pair | None, target: Target) -> tuple[int, str]:
