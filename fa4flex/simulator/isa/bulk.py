@@ -109,6 +109,19 @@ def _aligned(warp: Warp, instruction: Instruction, address: int, to: int, what: 
         raise Fault(Finding("misaligned", text, instruction))
 
 
+def _placed(
+    warp: Warp, instruction: Instruction, map: tma.TensorMap, at: tuple[int, ...], writes: bool
+) -> None:
+    """Faults where hardware takes a box's place for an illegal instruction, wherever the tensor ends."""
+    shown = ", ".join(str(coordinate) for coordinate in at)
+    if at[0] * map.itemsize % 16:
+        text = f"{warp} gives a box at ({shown}) of {map.element}: the first is no multiple of 16 bytes"
+        raise Fault(Finding("misaligned", text, instruction))
+    if writes and min(at) < 0:
+        text = f"{warp} writes a box at ({shown}), which begins before the tensor"
+        raise Fault(Finding("out of bounds", text, instruction))
+
+
 @translates("cp.async.bulk.tensor")
 def tensor_copy(instruction: Instruction) -> Act:
     known = (
@@ -134,6 +147,7 @@ def tensor_copy(instruction: Instruction) -> Act:
             chosen = int(ranks(warp)[lane]) if ranks else None
             places = _destinations(access, warp, int(target(warp)[lane]), chosen)
             _aligned(warp, instruction, places[0][1], 128, "a destination")
+            _placed(warp, instruction, map, coordinates, writes=False)
             at = int(barrier(warp)[lane])
             arrivals = [(c, o, _signalled(access, warp, at, c, multicast, pair)) for c, o in places]
             errand = Errand.alone(warp, f"a TMA load of {warp}", instruction)
@@ -234,6 +248,7 @@ def _tensor_store(instruction: Instruction, operation: str | None) -> Act:
             map, coordinates = tile.at(warp, lane)
             cta, offset = cta_and_offset(access, warp, int(source(warp)[lane]))
             _aligned(warp, instruction, offset, 128, "a source")
+            _placed(warp, instruction, map, coordinates, writes=True)
             memory = warp.cta.launch.memory
 
             def write(

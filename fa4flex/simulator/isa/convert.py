@@ -172,10 +172,13 @@ def _to_integer(ins: Instruction, found: Form, to: str, of: str) -> Step:
     return lambda warp, mask: d(warp, convert(a(warp)), mask)
 
 
+_DROPPED = 0x1FFF
+"""What fp32 has and tf32 has not."""
 _ORDER = {"f16": 16, "bf16": 16, "tf32": 19, "f32": 32, "f64": 64}
 
 
 def _floats(ins: Instruction, found: Form, to: str, of: str) -> Step:
+    """.rna cuts NaN off as Hopper does: one that only has bits which tf32 drops becomes infinity."""
     flags, mode, whole = found.flags, found.one_of(*ROUNDINGS, "rna"), found.one_of(*_INTEGRAL)
     _check_floats(ins, found, to, of, mode)
     a, d = _source(ins, of), _result(ins, to)
@@ -194,6 +197,8 @@ def _floats(ins: Instruction, found: Form, to: str, of: str) -> Step:
         if "relu" in flags:
             values = rectified(values)
         result = _round(values, to, mode or "rn", "satfinite" in flags)
+        if mode == "rna" and "satfinite" not in flags:
+            result = np.where(np.isnan(values), bits.view(np.uint32) & ~np.uint32(_DROPPED), result)
         return flushed(result) if flush_out else result
 
     return lambda warp, mask: d(warp, convert(a(warp)), mask)

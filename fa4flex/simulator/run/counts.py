@@ -112,10 +112,14 @@ SOURCES = ("operands of MMAs", "loads", "stores", "updates", "copies in", "copie
 def shared_memory(result: Result) -> dict[str, float]:
     """Clocks that shared memory is busy, were all CTAs to run on one multiprocessor, by what moves through
     it. Of loads and stores it is the least that their addresses allow."""
-    found = dict.fromkeys(SOURCES, 0.0)
+    by_line: dict[int, str] = {}
     for instruction in result.program.kernel.body:
-        if instruction.line in result.shared:
-            found[source(instruction)] += result.shared[instruction.line] / SHARED_BYTES
+        # Inline assembly may have several instructions on a line, of which one moves something.
+        if by_line.get(instruction.line, "updates") == "updates":
+            by_line[instruction.line] = source(instruction)
+    found = dict.fromkeys(SOURCES, 0.0)
+    for line, size in result.shared.items():
+        found[by_line[line]] += size / SHARED_BYTES
     return found
 
 

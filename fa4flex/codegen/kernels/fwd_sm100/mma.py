@@ -1,8 +1,7 @@
 """tcgen05.mma in runs: one lane issues all instructions of a product, one right after the other.
 
-The library's own product elects a lane for each instruction and computes its descriptors anew behind the
-branch that this is. The tensor core then waits for the warp that feeds it: a run of eight takes some 200 clocks
-to issue, of the 512 that it takes to execute.
+The library's own product elects a lane for each instruction, and computes its descriptors anew behind the
+branch that this is. The tensor core then waits for the warp that feeds it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Which share of the exponentials FMA units compute, by the width of heads and whether keys are masked.
+"""Which share of the exponentials FMA units compute, by the width of heads and how they are multiplied.
 
 FlashAttention-4's numbers (arXiv 2603.05451, section 3.1.3, and its published kernel), which it found by
-measurement on a B200; where it has none of its own for a case, those that it falls back to. A mask leaves
-time: rows differ in length and full tiles are fewer. docs/notes/exponential.md has the accuracy.
+measurement on a B200; where it has none of its own for a case, those that it falls back to. One CTA alone
+waits longer for its products, which leaves time. docs/notes/exponential.md has the accuracy.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ OFF = Exponential(count=0)
 
 @dataclass(frozen=True)
 class Row:
-    """For heads of q and k up to this width."""
+    """For heads of q and k up to this width: where pairs of CTAs multiply together, and where one does."""
 
     head_dim: int
-    plain: Exponential
-    masked: Exponential
+    paired: Exponential
+    alone: Exponential
 
 
 TABLE = (
@@ -40,11 +40,11 @@ TABLE = (
 """Two of every `every` pairs of keys, by a polynomial of degree 3."""
 
 
-def choose_exponential(problem: Problem, target: Target) -> Exponential:
+def choose_exponential(problem: Problem, target: Target, ctas: int) -> Exponential:
     if target.special_results > ENOUGH:
         return OFF
     row = next(row for row in TABLE if row.head_dim >= problem.head_dim)
-    return row.plain if problem.mask_form == "none" else row.masked
+    return row.paired if ctas == 2 else row.alone
 
 
 def check_exponential(e: Exponential, tile_n: int) -> None:

@@ -158,7 +158,7 @@ def plan_blackwell(request: Request) -> BlackwellPlan:
         problem=problem,
         tiles=tiles,
         registers=choose_registers(tiles),
-        exponential=choose_exponential(problem, request.target),
+        exponential=choose_exponential(problem, request.target, tiles.ctas),
         order=request.order,
         rescale_threshold=request.rescale_threshold,
         work=request.work,

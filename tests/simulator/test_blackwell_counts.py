@@ -1,0 +1,60 @@
+"""What the Blackwell forward executes: the paper's Table 1, and at most what FlashAttention-4 does."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from cases import Size, fa4_forward
+
+import fa4flex
+from fa4flex.simulator.run.counts import by_warp, cycles, shared_memory
+from fa4flex.simulator.run.launch import Result
+from fa4flex.variants import causal
+
+ALONE, PAIR = Size(q_len=256, kv_len=1024), Size(q_len=512, kv_len=1024)
+"""One CTA; without a mask, a pair of CTAs."""
+
+
+def own(size: Size, masked: bool) -> Result:
+    attn = fa4flex.compile(mask=causal) if masked else fa4flex.compile()
+    q, k, v = (torch.randn(1, 1, n, size.dim).bfloat16() for n in (size.q_len, size.kv_len, size.kv_len))
+    with torch.no_grad(), fa4flex.simulator.device("sm_100a", timing="eager") as gpu:
+        attn(q, k, v)
+    assert not gpu.findings
+    return gpu.results[0]
+
+
+def arithmetic(result: Result) -> float:
+    """float32 results of additions, products, maxima and multiply-adds of all warps; packed ones count
+    twice."""
+    total = sum(by_warp(result).values(), Counter())
+    return float(2 * total["float arithmetic, packed"] + total["float arithmetic"])
+
+
+def test_clocks_of_the_paper() -> None:
+    """Per 128 x 128 tile of width 128: MMA 1024, its operands 768, exponentials 1024 less those on FMA units
+    (Zadouri et al. 2026, Table 1)."""
+    result, tiles = own(ALONE, False), ALONE.q_len * ALONE.kv_len // 128**2
+    found = cycles(result)
+    assert found["mma"] == 1024 * tiles
+    assert shared_memory(result)["operands of MMAs"] == 768 * tiles
+    # An eighth of the exponentials are polynomials; a row that is rescaled takes one more.
+    assert 0.87 * 1024 * tiles < found["special functions"] < 0.89 * 1024 * tiles
+
+
+@pytest.mark.parametrize(
+    ("size", "masked"), [(ALONE, False), (ALONE, True), (PAIR, False)], ids=["full", "causal", "pair"]
+)
+def test_no_more_than_flash_attention_4(size: Size, masked: bool) -> None:
+    mine, peer = own(size, masked), fa4_forward("sm_100a", size, masked).run("eager", 0)
+    assert mine.shape.cluster == peer.shape.cluster
+    ours, theirs = cycles(mine), cycles(peer)
+    for unit in ("mma", "special functions"):
+        assert ours[unit] <= theirs[unit], unit
+    assert arithmetic(mine) <= arithmetic(peer)
+    moved, peers_moved = shared_memory(mine), shared_memory(peer)
+    assert moved["operands of MMAs"] <= peers_moved["operands of MMAs"]
+    # Who waits how often for a barrier differs: some thousandths.
+    assert sum(moved.values()) <= 1.005 * sum(peers_moved.values())
