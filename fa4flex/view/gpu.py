@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from fa4flex.codegen.analyze.tiles import Shape
 from fa4flex.codegen.build import Program
+from fa4flex.errors import UnsupportedError
 from fa4flex.view.names import Names, name_of
 from fa4flex.view.sizes import setting
 
@@ -13,18 +14,22 @@ if TYPE_CHECKING:
     from fa4flex.codegen.emit import Source
     from fa4flex.codegen.plan import Plan, Size
     from fa4flex.codegen.plan.problem import Problem
+    from fa4flex.codegen.plan.target import Target
 
 HEAD_DIM = 128
+ARCH = "sm_90a"
 
 
 def problem_of(
     program: Program, q_len: int | None = None, kv_len: int | None = None, **changes: Any
 ) -> Problem:
-    """The problem at these lengths: bfloat16 heads of 128, where `changes` (fields of Problem) agree."""
+    """The problem at these lengths: bfloat16 heads of 128, where `changes` (fields of Problem, and `arch`)
+    agree."""
     from fa4flex.codegen.plan import Problem
     from fa4flex.runtime.cuda.choose import prove
 
     shape = setting(program, q_len, kv_len).shape
+    target = target_named(changes.pop("arch", ARCH))
     proved = prove(program.facts, shape, program.captured())
     width = changes.pop("head_dim", HEAD_DIM)
     given: dict[str, Any] = {
@@ -34,16 +39,28 @@ def problem_of(
         "wide_index": proved.wide_index,
         "in_range": proved.in_range,
         "sinks": program.variant.sinks is not None,
+        "few_queries": shape.q_len <= target.few_queries,
+        "many_queries": 0 < target.many_queries < shape.q_len,
         "positive_scale": program.variant.scale is None or program.variant.scale > 0,
         "operands": tuple((str(o.dtype).removeprefix("torch."), len(o.shape)) for o in program.operands),
     }
     return Problem(**given | changes)
 
 
-def plan_of(program: Program, problem: Problem) -> Plan:
+def target_named(arch: str) -> Target:
+    from fa4flex.codegen.plan.target import TARGETS
+
+    found = next((target for target in TARGETS if target.name == arch), None)
+    if found is None:
+        names = ", ".join(target.name for target in TARGETS)
+        raise UnsupportedError(f"arch={arch!r}", f"one of {names}", f"pass arch={ARCH!r}")
+    return found
+
+
+def plan_of(program: Program, problem: Problem, arch: str = ARCH) -> Plan:
     from fa4flex.codegen.plan import plan_forward
 
-    return plan_forward(program.facts, problem, schedule=program.variant.schedule)
+    return plan_forward(program.facts, problem, target_named(arch), program.variant.schedule)
 
 
 def source_of(program: Program, plan: Plan) -> Source:
@@ -63,7 +80,8 @@ def source_of(program: Program, plan: Plan) -> Source:
 def plan_stage(program: Program, q_len: int | None = None, kv_len: int | None = None, **changes: Any) -> str:
     """Tiles, warp roles, registers, memory map, pipeline and expected bound."""
     shape = setting(program, q_len, kv_len).shape
-    return plan_of(program, problem_of(program, q_len, kv_len, **changes)).explain(_size(shape))
+    plan = plan_of(program, problem_of(program, q_len, kv_len, **changes), changes.get("arch", ARCH))
+    return plan.explain(_size(shape))
 
 
 _TOLD = ("forward kernel", "tile:", "softmax:", "order:", "bound:")
@@ -99,7 +117,7 @@ def forward_stage(
     program: Program, q_len: int | None = None, kv_len: int | None = None, **changes: Any
 ) -> str:
     """The generated module of the forward kernel."""
-    plan = plan_of(program, problem_of(program, q_len, kv_len, **changes))
+    plan = plan_of(program, problem_of(program, q_len, kv_len, **changes), changes.get("arch", ARCH))
     return source_of(program, plan).text
 
 
@@ -110,8 +128,9 @@ def ptx_stage(program: Program, q_len: int | None = None, kv_len: int | None = N
     from fa4flex.runtime.cuda.inspect import inspect
 
     problem = problem_of(program, q_len, kv_len, **changes)
-    source = source_of(program, plan_of(program, problem))
+    arch = changes.get("arch", ARCH)
+    source = source_of(program, plan_of(program, problem, arch))
     nodes = walk(program.facts.score, program.facts.mask)
     kinds = {node.value: node.kind for node in nodes if node.op == "scalar"}
     scalars = tuple(kinds[slot] for slot in range(len(program.scalars)))
-    return inspect(source, problem, Signature(scalars=scalars)).ptx
+    return inspect(source, problem, Signature(scalars=scalars), arch).ptx
