@@ -1,7 +1,7 @@
 """Run the simulator's small sm_90a test kernels on a Hopper GPU and keep what they wrote.
 
-    python scripts/record_silicon.py silicon_sm90.npz
-    python scripts/record_silicon.py some.npz --only tma_load_bf16_128 sweep_f32_to_32
+    python scripts/record_silicon.py tests/simulator/silicon_sm90.npz.xz
+    python scripts/record_silicon.py some.npz.xz --only tma_load_bf16_128 sweep_f32_to_32
 
 Inputs are the same in every run. Each result is also compared with what the case expects; differences are
 printed and do not stop the recording: the GPU is right, and the case or the ISA's text is to be looked at. A
@@ -32,7 +32,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("out", type=Path, help="the .npz to write; for a worker, a folder")
+    parser.add_argument("out", type=Path, help="the .npz.xz to write; for a worker, a folder")
     parser.add_argument("--only", nargs="+", metavar="CASE", help="names of cases (default: all)")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -108,13 +108,14 @@ def run_all(folder: Path, wanted: list[str]) -> list[str]:
 def gather(folder: Path, out: Path) -> int:
     """All parts in one compressed file; how many cases."""
     import numpy as np
+    from simulator.kernels.recording import write
 
     arrays = {}
     parts = sorted(folder.glob("*.npz"))
     for part in parts:
         with np.load(part) as found:
             arrays |= {key: found[key] for key in found.files}
-    np.savez_compressed(out, **arrays)
+    write(out, arrays)
     return len(parts)
 
 

@@ -113,12 +113,11 @@ def _placed(
     warp: Warp, instruction: Instruction, map: tma.TensorMap, at: tuple[int, ...], writes: bool
 ) -> None:
     """Faults where hardware takes a box's place for an illegal instruction, wherever the tensor ends."""
-    shown = ", ".join(str(coordinate) for coordinate in at)
     if at[0] * map.itemsize % 16:
-        text = f"{warp} gives a box at ({shown}) of {map.element}: the first is no multiple of 16 bytes"
+        text = f"{warp} gives a box at {at} of {map.element}: the first is no multiple of 16 bytes"
         raise Fault(Finding("misaligned", text, instruction))
     if writes and min(at) < 0:
-        text = f"{warp} writes a box at ({shown}), which begins before the tensor"
+        text = f"{warp} writes a box at {at}, which begins before the tensor"
         raise Fault(Finding("out of bounds", text, instruction))
 
 

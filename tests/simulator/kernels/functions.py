@@ -20,8 +20,8 @@ MODES = ("rn", "rz", "rm", "rp")
 @dataclass(frozen=True)
 class Function:
     """One instruction. `takes` and `gives` name formats, with "x2" for two numbers in one register, the first
-    in the low half; or s32, u32, f64. `of` maps values, float64 or integers, to results, which may be off by
-    `error` of the same values."""
+    in the low half; or s32, u32, f64; b32 is f32, of which `of` is given the bits. `of` maps values, float64
+    or integers, to results, which may be off by `error` of the same values."""
 
     ptx: str
     takes: tuple[str, ...]
@@ -50,6 +50,12 @@ def _positive(x: Tensor) -> Tensor:
 def _clamped(x: Tensor) -> Tensor:
     """.sat: to [0, 1]; NaN is 0."""
     return torch.where(x.isnan(), 0.0, x.clamp(0, 1)) + 0.0
+
+
+def _tf32_away(bits: Tensor) -> Tensor:
+    """Ties away from zero; NaN is cut off, so that one with nothing but low bits becomes infinity."""
+    value = F32.values(bits)
+    return torch.where(value.isnan(), F32.values(bits & ~0x1FFF), TF32.rounded(value, "rna"))
 
 
 def _upper_first(a: Tensor, b: Tensor) -> Tensor:
@@ -84,8 +90,9 @@ def _narrowing() -> None:
         )
     for mode in ("rm", "rp"):
         _add(f"cvt.{mode}.f16.f32", ("f32",), "f16", lambda x, m=mode: F16.rounded(x, m))
-    for mode in ("rn", "rz", "rna"):
+    for mode in ("rn", "rz"):
         _add(f"cvt.{mode}.tf32.f32", ("f32",), "tf32", lambda x, m=mode: TF32.rounded(x, m))
+    _add("cvt.rna.tf32.f32", ("b32",), "tf32", _tf32_away)
     for mode in MODES:
         _add(f"cvt.{mode}.f32.f64", ("f64",), "f32", lambda x, m=mode: F32.rounded(x, m))
 

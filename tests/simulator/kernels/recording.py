@@ -1,7 +1,9 @@
-"""Inputs and outputs of cases as they were on a GPU, in one .npz: what the simulator is compared with."""
+"""Inputs and outputs of cases as they were on a GPU, in one .npz.xz: what the simulator is compared with."""
 
 from __future__ import annotations
 
+import io
+import lzma
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +22,17 @@ def saved(name: str, inputs: Tensors, outputs: Tensors) -> dict[str, np.ndarray]
     return arrays
 
 
+def write(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    """An .npz compressed as a whole: sweeps repeat each other's inputs."""
+    plain = io.BytesIO()
+    np.savez(plain, **arrays)
+    path.write_bytes(lzma.compress(plain.getvalue(), preset=9))
+
+
 def load(path: Path) -> dict[str, tuple[Tensors, Tensors]]:
     """(inputs, outputs) of each recorded case."""
     found: dict[str, dict[str, dict[int, Tensor]]] = {}
-    with np.load(path) as arrays:
+    with np.load(io.BytesIO(lzma.decompress(path.read_bytes()))) as arrays:
         for key in arrays.files:
             name, side, number, kind = key.split("/")
             tensor = torch.from_numpy(arrays[key]).view(getattr(torch, kind))

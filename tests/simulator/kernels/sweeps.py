@@ -43,7 +43,7 @@ def width(kind: str) -> int:
     """Bits of the register that holds a format."""
     if kind.endswith("x2"):
         return 2 * FORMATS[kind[:-2]].width
-    return {"s32": 32, "u32": 32, "f64": 64, "s64": 64}.get(kind) or FORMATS[kind].width
+    return {"s32": 32, "u32": 32, "b32": 32, "f64": 64, "s64": 64}.get(kind) or FORMATS[kind].width
 
 
 class Sweep:
@@ -78,7 +78,7 @@ def values(bits: Tensor, kind: str) -> Tensor:
         return bits
     if kind == "s32":
         return bits.int().long()
-    if kind == "u32":
+    if kind in ("u32", "b32"):
         return bits.long() & 0xFFFFFFFF
     if kind.endswith("x2"):
         format = FORMATS[kind[:-2]]
@@ -98,6 +98,8 @@ SPECIAL += [0x4F000000, 0x4EFFFFFF, 0x4F800000, 0x40490FDB, 0x3FC90FDB, 0x430000
 def given(kind: str, operand: int) -> Tensor:
     """The sweep of a format as bits, [COUNT]: another order and selection for each operand."""
     random = generator(100 + operand)
+    if kind == "b32":
+        return given("f32", operand)
     if kind in ("e4m3x2", "e5m2x2"):
         low = torch.arange(COUNT) % 256
         return low | low[torch.randperm(COUNT, generator=random)] << 8

@@ -23,7 +23,8 @@ SWIZZLES = {0: None, 32: (1, 4, 3), 64: (2, 4, 3), 128: (3, 4, 3)}
 @dataclass(frozen=True)
 class Transfer:
     """Boxes of `box` elements of a tensor `sizes`, both slowest first, that begin `at` places, which may lie
-    outside. `kind` is load, store, or a reduction: add, min, max, and, or, xor, inc, dec."""
+    outside: for loads anywhere, else past the end. `kind` is load, store, or a reduction: add, min, max, and,
+    or, xor, inc, dec."""
 
     dtype: torch.dtype
     sizes: tuple[int, ...]
@@ -219,8 +220,11 @@ def case(name: str, transfer: Transfer) -> Case:
 
 BF16, F16, F32, I32, U8 = torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.uint8
 EDGES = ((0, 0), (16, 64), (30, 40), (-5, -24), (60, 200), (-40, 8))
-"""Of boxes in a tensor [40, 136]: within, over each end, and wholly outside."""
-APART = ((0, 0), (16, 64), (34, 72), (-10, -8), (60, 200))
+"""Of boxes in a tensor [40, 136]: within, over each end, and wholly outside. The last coordinate is always a
+multiple of 16 bytes."""
+PAST = ((0, 0), (16, 64), (30, 40), (30, 120), (60, 200), (60, 8), (0, 200))
+"""Where boxes may also be written, which must not begin before the tensor."""
+APART = ((0, 0), (16, 64), (0, 120), (34, 8), (34, 104), (60, 200), (60, 0))
 """The same, no two of which overlap."""
 
 CASES = (
@@ -237,11 +241,11 @@ CASES = (
             ("s32", I32, 8, 32),
         )
     ),
-    case("tma_load_u8_128", Transfer(U8, (40, 144), (16, 128), ((0, 0), (8, 16), (35, 100), (-3, -17)), 128)),
-    case("tma_load_1d", Transfer(F32, (200,), (64,), ((0,), (64,), (170,), (-10,), (300,)))),
+    case("tma_load_u8_128", Transfer(U8, (40, 144), (16, 128), ((0, 0), (8, 16), (35, 96), (-3, -16)), 128)),
+    case("tma_load_1d", Transfer(F32, (200,), (64,), ((0,), (64,), (168,), (-12,), (300,)))),
     case(
         "tma_load_3d",
-        Transfer(BF16, (5, 20, 72), (2, 8, 64), ((0, 0, 0), (1, 4, 8), (4, 18, 30), (-1, -2, -3)), 128),
+        Transfer(BF16, (5, 20, 72), (2, 8, 64), ((0, 0, 0), (1, 4, 8), (4, 18, 32), (-1, -2, -8)), 128),
     ),
     case(
         "tma_load_5d",
@@ -266,7 +270,7 @@ CASES = (
         Transfer(BF16, (2, 3, 20, 64), (1, 2, 8, 64), ((0, 0, 0, 0), (1, 2, 15, 0)), 128, "store"),
     ),
     *(
-        case(f"tma_{kind}_{name}", Transfer(dtype, (40, 136), (16, columns), EDGES, swizzle, kind))
+        case(f"tma_{kind}_{name}", Transfer(dtype, (40, 136), (16, columns), PAST, swizzle, kind))
         for name, dtype, columns, swizzle, kinds in (
             ("f32", F32, 32, 128, ("add",)),
             ("f32_plain", F32, 32, 0, ("add",)),
