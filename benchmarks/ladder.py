@@ -98,7 +98,8 @@ def main() -> None:
         config = step.config
         predicted, clocks = run(config)
         tiles = config.q_tiles * config.ctas * KEYS // config.tile_n
-        each = [clocks[unit] / tiles for unit in ("mma", "shared memory", "special functions", "fp32")]
+        units = "mma", "shared memory", "special functions", "fp32"
+        each = [clocks[unit] / tiles for unit in units]
         counts = "".join(f"{x:>6.0f}" for x in each)
         own = predicted.cycles_per_step / config.q_tiles
         busy = predicted.utilisation["tensor core"]

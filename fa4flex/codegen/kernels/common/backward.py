@@ -99,11 +99,13 @@ class BackwardCourse:
         return at if self.hooks.uniform is None else at.but(uniform=tuple(self.hooks.uniform(at)))
 
     def queries(self, work: KeyWork, h: Int32, arguments: BackwardArguments) -> QueryTiles:
-        """The tiles of queries to visit. In a tile of keys that passes the end, all need the mask."""
+        """The tiles of queries to visit. In a tile of keys that passes the end, all need the mask; and so
+        does a tile of queries that passes the end."""
         ends = work.tile * self.config.tile_n + self.config.tile_n > work.kv_len
         if not self.config.masked:
+            whole = work.q_len // self.config.tile_m
             count = (work.q_len + (self.config.tile_m - 1)) // self.config.tile_m
-            return QueryTiles(None, None, select_(ends, count, Int32(0)), count)
+            return QueryTiles(None, None, select_(ends, count, count - whole), count)
         tables = arguments.tables
         assert tables is not None
         parts = []
@@ -119,8 +121,8 @@ class BackwardCourse:
 
 @cute.jit
 def query_tile_at(queries: QueryTiles, i: Int32) -> Int32:
-    """Tile i of both parts."""
-    tile = i
+    """Tile i of both parts; without tables, from the last to the first."""
+    tile = queries.count - 1 - i
     if const_expr(queries.masked is not None):
         passed = queries.masked.total()
         if i < passed:

@@ -45,16 +45,18 @@ class Slab:
             row = row.but(row=_terms(pointwise, "row", row))
             for r, key in enumerate(self.keys):
                 step = key - query
+                # Past an end, the difference of the indices that stand in: tables need have no other element.
+                base = columns[r].kv - q - step if guard else across
                 here = row.but(
                     kv=columns[r].kv,
                     kv_float=columns[r].kv_float,
-                    kv_base=self.kv_first,
+                    kv_base=columns[r].kv_base,
                     kv_base_float=base_float,
                     kv_step=key,
                     column=columns[r].column,
-                    offset=across + step,
+                    offset=base + step,
                     offset_float=across_float + Float32(step),
-                    offset_base=across,
+                    offset_base=base,
                     offset_base_float=across_float,
                     offset_step=step,
                 )
@@ -69,7 +71,7 @@ class Slab:
             guard=guard,
             kv=kv,
             kv_float=base_float + Float32(self.keys[r]),
-            kv_base=self.kv_first,
+            kv_base=kv - self.keys[r],
             kv_base_float=base_float,
             kv_step=self.keys[r],
         )
