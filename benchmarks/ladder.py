@@ -91,9 +91,8 @@ def run(config: Config) -> tuple[Any, Any]:
 
 def main() -> None:
     print("clocks of one CTA's multiprocessor per 128 x 128 tile; busy and TFLOP/s by the model of time\n")
-    print(
-        f"{'step':<46}{'MMA':>6}{'smem':>6}{'ex2':>6}{'fp32':>6}{'modelled':>10}{'MMA busy':>10}{'TFLOP/s':>9}"
-    )
+    columns = f"{'MMA':>6}{'smem':>6}{'ex2':>6}{'fp32':>6}{'modelled':>10}{'MMA busy':>10}{'TFLOP/s':>9}"
+    print(f"{'step':<46}{columns}")
     for step in ladder():
         config = step.config
         predicted, clocks = run(config)

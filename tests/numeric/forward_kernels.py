@@ -1,4 +1,4 @@
-"""Which forward kernels are recorded, and what each costs: compiled for sm_90a without a GPU.
+"""Which forward kernels are recorded, and what each costs: compiled for every target without a GPU.
 
 A kernel is what a call of these sizes would launch: the runtime itself proves, plans and emits it.
 """
@@ -6,6 +6,7 @@ A kernel is what a call of these sizes would launch: the runtime itself proves, 
 from __future__ import annotations
 
 import importlib.metadata
+import resource
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,14 +19,47 @@ from cuda_cases import FEW, VARIANTS, Draw, Sizes
 
 import fa4flex
 from fa4flex.codegen.emit import Source
-from fa4flex.codegen.plan import SM90A, Plan, Problem
+from fa4flex.codegen.plan import SM90A, SM100A, Plan, Problem
+from fa4flex.codegen.plan.sm100.plan import BlackwellPlan
+from fa4flex.codegen.plan.target import Target
+from fa4flex.errors import Fa4flexError
 from fa4flex.runtime.cuda import engine
 from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, Lengths, Signature
 from fa4flex.runtime.cuda.inspect import Resources, inspect
 
-RECORD = Path(__file__).parents[1] / "golden" / "forward_sm90_resources.txt"
-WIDTHS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
-"""Of q and k, and of v: every tile width, and multi-head latent attention's."""
+GOLDEN = Path(__file__).parents[1] / "golden"
+Width = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What kernels are recorded for. `widths`, of q and k and of v: every tile width, and multi-head latent
+    attention's. `title` are the words with which its record begins."""
+
+    target: Target
+    widths: tuple[Width, ...]
+    title: str
+
+    @property
+    def record(self) -> Path:
+        return GOLDEN / f"forward_{self.target.family}_resources.txt"
+
+
+_COMMON = ((64, 64), (96, 96), (128, 128), (192, 128))
+CHIPS = {
+    "sm_90a": Chip(
+        SM90A,
+        (*_COMMON, (192, 192), (256, 256)),
+        "Forward kernels on sm_90a: registers per thread at launch, bytes spilled and of stack per thread,"
+        " and bytes of\nshared memory per block.",
+    ),
+    "sm_100a": Chip(
+        SM100A,
+        _COMMON,
+        "Forward kernels on sm_100a: columns of tensor memory in use, registers per thread at launch, bytes"
+        " spilled and\nof stack per thread, and bytes of shared memory per block.",
+    ),
+}
 
 # --- cases --------------------------------------------------------------------------------------------------
 
@@ -55,25 +89,36 @@ EVERY_WIDTH = ("plain", "causal")
 
 @dataclass(frozen=True)
 class Case:
+    arch: str
     kind: str
-    width: tuple[int, int]
+    width: Width
 
     @property
     def name(self) -> str:
-        return f"{self.kind} {self.heads}"
+        return f"{self.arch} {self.kind} {self.heads}"
+
+    @property
+    def chip(self) -> Chip:
+        return CHIPS[self.arch]
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Of its line in the record."""
+        return self.kind, self.heads
 
     @property
     def heads(self) -> str:
         return "/".join(map(str, dict.fromkeys(self.width)))
 
 
-CASES = tuple(Case(kind, width) for kind in KINDS for width in WIDTHS)
+CASES = tuple(Case(arch, kind, width) for arch in CHIPS for kind in KINDS for width in CHIPS[arch].widths)
 
 
 def representative(case: Case) -> bool:
     """Every kind once, at widths in turn, and EVERY_WIDTH at all of them."""
-    turn = list(KINDS).index(case.kind) % len(WIDTHS)
-    return case.kind in EVERY_WIDTH or case.width == WIDTHS[turn]
+    widths = case.chip.widths
+    turn = list(KINDS).index(case.kind) % len(widths)
+    return case.kind in EVERY_WIDTH or case.width == widths[turn]
 
 
 # --- compiling ----------------------------------------------------------------------------------------------
@@ -81,13 +126,15 @@ def representative(case: Case) -> bool:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the record; see fa4flex.runtime.cuda.inspect.Resources for the numbers."""
+    """A line of the record; see fa4flex.runtime.cuda.inspect.Resources for the numbers. `columns` of tensor
+    memory are those that the plan lays out; "" where the chip has none."""
 
     kernel: str
     heads: str
     mask: str
     tile: str
     stages: str
+    columns: str
     registers: str
     spilled: str
     stack: str
@@ -100,32 +147,58 @@ class Row:
 
 @dataclass(frozen=True)
 class Built:
-    """A compiled kernel: its line in the record, what the compiler said and what the plan had laid out."""
+    """A compiled kernel: its line in the record, what the compiler said, what the plan had laid out, and the
+    processor time that tracing and compiling took."""
 
     row: Row
     resources: Resources
     planned_bytes: int
+    seconds: float
 
 
 def build(case: Case) -> Built:
     """Compile the kernel of `case`. For a worker process: two compilations at once in one process end it."""
+    try:
+        return _build(case)
+    except Fa4flexError as error:  # with fields of its own, which do not travel between processes
+        raise RuntimeError(f"{case.name}: {error}") from None
+
+
+def _build(case: Case) -> Built:
     torch.set_num_threads(1)
     torch.manual_seed(0)  # what is proved may depend on the contents of tables
     with patch.object(cuda_cases, "DEVICE", torch.device("cpu")):
-        plan, (source, problem, signature) = _launched(KINDS[case.kind], case.width)
-    found = inspect(source, problem, signature).resources
+        plan, (source, problem, signature) = _launched(KINDS[case.kind], case.width, case.chip.target)
+    source.load()  # imports the compiler
+    start = _processor_time()
+    found = inspect(source, problem, signature, case.arch).resources
+    seconds = _processor_time() - start
+    columns = ""
+    if isinstance(plan, BlackwellPlan):
+        columns, stages = str(max(r.end for r in plan.columns.ranges)), plan.tiles.kv_stages
+    else:
+        stages = plan.kv_stages  # type: ignore[attr-defined]
     row = Row(
         case.kind,
         case.heads,
         problem.mask_form,
-        f"{plan.tiles.tile_m} x {plan.tiles.tile_n}",
-        str(plan.kv_stages),
+        " x ".join(map(str, plan.tile)),
+        str(stages).strip("()"),
+        columns,
         *map(str, (found.registers, found.spill_bytes, found.stack_bytes, found.shared_bytes)),
     )
-    return Built(row, found, plan.memory.total)
+    return Built(row, found, plan.memory.total, seconds)
 
 
-def _launched(kind: Kind, width: tuple[int, int]) -> tuple[Plan, tuple[Source, Problem, Signature]]:
+def _processor_time() -> float:
+    """Of this process and those it started: what others do meanwhile does not count."""
+    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(x.ru_utime + x.ru_stime for x in used)
+
+
+def _launched(
+    kind: Kind, width: Width, target: Target = SM90A
+) -> tuple[Plan, tuple[Source, Problem, Signature]]:
     """The plan that a call makes, and what it has compiled."""
     sizes = kind.draw.sizes(kind.sizes).wide(*width)
     prepared = fa4flex.compile(**kind.draw.make(sizes)).prepared
@@ -135,19 +208,19 @@ def _launched(kind: Kind, width: tuple[int, int]) -> tuple[Plan, tuple[Source, P
         planned.append(engine_program(*given))
         return planned[-1]
 
-    def compile_forward(*given: Any) -> Any:
+    def compile_kernel(*given: Any) -> Any:
         asked.append(given)
         return SimpleNamespace(launch=None)
 
     engine_program = engine.program
     with (
         patch.object(engine, "program", program),
-        patch.object(engine, "compile_forward", compile_forward),
-        patch.object(engine, "target_of", lambda device: SM90A),
+        patch.object(engine, "compile_kernel", compile_kernel),
+        patch.object(engine, "target_of", lambda device: target),
     ):
         engine.make_ready(prepared.engine, _call(prepared, sizes, kind.lengths))
-    ((plan, _),), (given,) = planned, asked
-    return plan, given
+    ((plan, _),), ((*given, _),) = planned, asked
+    return plan, tuple(given)
 
 
 def _call(prepared: Any, sizes: Sizes, lengths: str) -> Call:
@@ -167,39 +240,47 @@ def _call(prepared: Any, sizes: Sizes, lengths: str) -> Call:
 # --- the record ---------------------------------------------------------------------------------------------
 
 _HEADER = """\
-Forward kernels on sm_90a: registers per thread at launch, bytes spilled and of stack per thread, and bytes of
-shared memory per block. Rewritten by
+{title} Rewritten by
     pytest tests/numeric/test_forward_resources.py -m "" --update-golden
 compiler: nvidia-cutlass-dsl {version}
 """
-COLUMNS = tuple(f.name for f in fields(Row))
 
 
 def compiler() -> str:
     return importlib.metadata.version("nvidia-cutlass-dsl")
 
 
-def read() -> dict[tuple[str, str], Row]:
+def _names(chip: Chip) -> tuple[str, ...]:
+    """Of the record's columns."""
+    names = (f.name for f in fields(Row))
+    return tuple(name for name in names if name != "columns" or chip.target.tensor_columns)
+
+
+def read(chip: Chip) -> dict[tuple[str, str], Row]:
     """The lines of the record by kernel and head widths; none where there is no record."""
-    if not RECORD.exists():
+    if not chip.record.exists():
         return {}
-    table = RECORD.read_text().split("\n\n", 1)[1].splitlines()[1:]
-    rows = (Row(*(cell.strip() for cell in line.split("|"))) for line in table)
+    names, absent = _names(chip), {"columns": ""}
+    table = chip.record.read_text().split("\n\n", 1)[1].splitlines()[1:]
+    cells = ([cell.strip() for cell in line.split("|")] for line in table)
+    rows = (Row(**(absent | dict(zip(names, line, strict=True)))) for line in cells)
     return {row.key: row for row in rows}
 
 
-def write(rows: dict[tuple[str, str], Row]) -> None:
+def write(chip: Chip, rows: dict[tuple[str, str], Row]) -> None:
     """The record in the order of CASES, without lines of kernels that are no longer."""
-    kept = [rows[key] for case in CASES if (key := (case.kind, case.heads)) in rows]
-    cells = [COLUMNS, *(tuple(getattr(row, name) for name in COLUMNS) for row in kept)]
+    names = _names(chip)
+    kept = [rows[case.key] for case in CASES if case.chip is chip and case.key in rows]
+    cells = [names, *(tuple(getattr(row, name) for name in names) for row in kept)]
     widths = [max(map(len, column)) for column in zip(*cells)]
     words = ("kernel", "heads", "mask")
 
     def line(row: tuple[str, ...]) -> str:
         aligned = (
             f"{cell:<{width}}" if name in words else f"{cell:>{width}}"
-            for cell, width, name in zip(row, widths, COLUMNS)
+            for cell, width, name in zip(row, widths, names)
         )
         return " | ".join(aligned)
 
-    RECORD.write_text("\n".join([_HEADER.format(version=compiler()), *map(line, cells)]) + "\n")
+    header = _HEADER.format(title=chip.title, version=compiler())
+    chip.record.write_text("\n".join([header, *map(line, cells)]) + "\n")

@@ -33,7 +33,7 @@ from fa4flex.codegen.plan.pipeline import Barrier, Product
 from fa4flex.codegen.plan.simulate import at_random, round_robin, simulate, trace
 from fa4flex.codegen.plan.sm100.exponential import TABLE, share
 from fa4flex.codegen.plan.sm100.pipeline import CORE, STEPS, forward_pipeline
-from fa4flex.codegen.plan.sm100.registers import SPLITS
+from fa4flex.codegen.plan.sm100.registers import NARROW, SPLITS, WIDE
 from fa4flex.codegen.plan.sm100.sharing import lifetimes
 from fa4flex.codegen.plan.sm100.tensor_memory import WHOLE, Columns, Range, lay_out_columns
 from fa4flex.codegen.plan.sm100.tiles import RINGS, Tiles
@@ -539,7 +539,7 @@ def test_registers_that_no_launch_has_are_refused(registers: Registers, words: s
 
 
 def test_splits_use_the_whole_register_file() -> None:
-    for split in SPLITS.values():
+    for split in (*SPLITS, *NARROW, WIDE):
         assert 128 * (2 * split.softmax + split.correction + split.other) == SM100A.registers
 
 

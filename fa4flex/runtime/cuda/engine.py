@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -380,7 +380,8 @@ def _readable(x: Tensor) -> Tensor:
 
 
 def target_of(device: torch.device) -> Target:
-    """The chip that a GPU is; raises UnsupportedError where there is no kernel for it."""
+    """The chip that a GPU is, with as many multiprocessors as this one has; raises UnsupportedError where
+    there is no kernel for it."""
     from fa4flex.codegen.plan.target import TARGETS
 
     found = torch.cuda.get_device_capability(device)
@@ -392,7 +393,7 @@ def target_of(device: torch.device) -> Target:
             f"one of the compute capabilities that kernels exist for: {known}",
             "run on such a GPU, or move the tensors with .cpu()",
         )
-    return target
+    return replace(target, multiprocessors=torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _require_not_capturing() -> None:

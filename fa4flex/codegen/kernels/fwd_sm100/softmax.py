@@ -17,7 +17,7 @@ from cutlass.cute.nvgpu import tcgen05
 from fa4flex.codegen.kernels.common.arguments import Arguments
 from fa4flex.codegen.kernels.common.bits import consecutive
 from fa4flex.codegen.kernels.common.course import Course
-from fa4flex.codegen.kernels.common.fragment import narrow
+from fa4flex.codegen.kernels.common.fragment import compute_before, narrow
 from fa4flex.codegen.kernels.common.hooks import At, Hooks
 from fa4flex.codegen.kernels.common.keys import tile_at
 from fa4flex.codegen.kernels.common.pointwise import Fragment, Words, prepare_rows
@@ -188,6 +188,9 @@ class Softmax:
         tile.fragment.modify(self.hooks, one, early)
         if masked:
             tile.fragment.mask(one, kv_first, allowed)
+        if self.hooks.score is not None or self.hooks.start is not None:
+            # What the next fragment reads would else be read now, and wait in registers.
+            compute_before(one[FRAGMENT - 1])
 
     @cute.jit
     def raise_maximum(self, tile: cutlass.Constexpr[Tile], scores: cute.Tensor) -> None:

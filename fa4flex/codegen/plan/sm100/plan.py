@@ -157,7 +157,7 @@ def plan_blackwell(request: Request) -> BlackwellPlan:
         target=request.target,
         problem=problem,
         tiles=tiles,
-        registers=choose_registers(tiles),
+        registers=choose_registers(tiles, request),
         exponential=choose_exponential(problem, request.target, tiles.ctas),
         order=request.order,
         rescale_threshold=request.rescale_threshold,

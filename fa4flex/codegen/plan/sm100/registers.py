@@ -6,18 +6,32 @@ from dataclasses import astuple, fields
 
 from fa4flex.codegen.kernels.fwd_sm100.config import Registers
 from fa4flex.codegen.plan.fault import PlanError
+from fa4flex.codegen.plan.request import Request
 from fa4flex.codegen.plan.sm100.tiles import Tiles
 from fa4flex.codegen.plan.target import Target
 
 WARPGROUPS = 4
 """Two take softmaxes (with one tile of queries, one of them is idle), one corrects, one has single warps."""
 
-SPLITS = {True: Registers(192, 80, 48), False: Registers(200, 64, 48)}
-"""By whether the output is wider than 64 columns (FlashAttention-4's splits)."""
+SPLITS = (Registers(192, 80, 48), Registers(184, 80, 64))
+"""FlashAttention-4's, and one with more for single warps, which find the tiles of keys."""
+
+NARROW = (Registers(200, 64, 48), Registers(192, 64, 64))
+"""The same where the output is at most 64 columns wide: less to correct at a time."""
 
 
-def choose_registers(tiles: Tiles) -> Registers:
-    return SPLITS[tiles.head_dim_v > 64]
+WIDE = Registers(192, 72, 56)
+"""Between both, where single warps and the softmax are short of registers alike."""
+
+
+def choose_registers(tiles: Tiles, request: Request) -> Registers:
+    """Single warps keep the bounds of two spans of keys per row, or the addresses of wider operands."""
+    keys = request.facts.keys
+    two = request.problem.mask_form == "spans" and keys is not None and len(keys.spans) > 1
+    wide = tiles.head_dim > 128
+    if wide and request.work.row_ends > 1:
+        return WIDE
+    return (NARROW if tiles.head_dim_v <= 64 else SPLITS)[two or wide]
 
 
 def check_registers(r: Registers, target: Target) -> None:
