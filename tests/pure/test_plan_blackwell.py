@@ -496,9 +496,21 @@ def test_few_queries_take_one_tile() -> None:
     assert plan_forward(Facts(), problem).tile == plan_forward(Facts(), Problem(64, 64)).tile
 
 
-def test_the_share_of_polynomials_is_by_width_and_mask() -> None:
-    assert planned(128, 128).exponential == Exponential(degree=3, every=5, count=2, skip=1)
-    assert planned(128, 128, mask_form="spans").exponential == Exponential(3, 8, 2, 1)
+def test_many_queries_take_pairs_of_ctas() -> None:
+    """Where every tile of queries visits every key, and V splits into whole blocks of columns."""
+    for (d, dv), ctas in {(64, 64): 1, (96, 96): 1, (128, 128): 2, (192, 128): 2}.items():
+        plan = planned(d, dv, many_queries=True)
+        assert plan.config().ctas == ctas and plan.tile == (256 * ctas, 128)
+        assert planned(d, dv, many_queries=True, mask_form="spans").config().ctas == 1
+    alone, paired = planned(128, 128), planned(128, 128, many_queries=True)
+    assert sum(paired.tiles.kv_stages) > sum(alone.tiles.kv_stages)  # room that half of K and V leaves
+    assert SM100A.many_queries == 256 and SM90A.many_queries == 0
+
+
+def test_the_share_of_polynomials_is_by_width_and_topology() -> None:
+    paired = planned(128, 128, many_queries=True)
+    assert paired.exponential == Exponential(degree=3, every=5, count=2, skip=1)
+    assert planned(128, 128).exponential == Exponential(3, 8, 2, 1)
     assert [row.head_dim for row in TABLE] == [64, 128, 192]
     # by hand: two fragments of four; 2 of 8 pairs, or of 16 pairs in groups of 5 the last two of three groups
     assert share(Exponential(3, 8, 2, 1), 128) == 2 * 4 / 64

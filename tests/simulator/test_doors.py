@@ -22,8 +22,7 @@ from peers import flash_attention
 
 import fa4flex
 from fa4flex.errors import InputError, UnsupportedError
-from fa4flex.runtime.cuda import compile as cuda_compile
-from fa4flex.runtime.cuda import engine
+from fa4flex.runtime.cuda.simulated import simulated
 from fa4flex.simulator.doors import capture, shim
 from fa4flex.simulator.doors import launch as launches
 from fa4flex.simulator.doors.capture import capturing
@@ -378,22 +377,9 @@ def test_tensors_meant_for_the_host_stay_there() -> None:
 
 
 def test_attention_of_this_package_reaches_the_launch() -> None:
-    """Its engine, with the three hooks that it has no switch for yet."""
-
-    def obtain(source: Any, problem: Any, signature: Any, arch: str, key: str) -> Any:
-        options = f"--enable-tvm-ffi --gpu-arch {arch}"
-        compiled = cuda_compile.trace_and_compile(source, problem, signature, options)
-        return cuda_compile.Kernel(source.name, key, compiled, True, 0.0)
-
     q, k, v = (torch.randn(2, 3, 128, 64).bfloat16() for _ in range(3))
     seen: list[Launch] = []
-    with (
-        capturing("sm_90a", seen.append),
-        patch.object(torch.Tensor, "is_cuda", True, create=True),
-        patch.object(cuda_compile, "_kernels", {}),
-        patch.object(cuda_compile, "_obtain", obtain),
-        patch.object(engine, "counter", lambda device: torch.zeros(2, dtype=torch.int32)),
-    ):
+    with capturing("sm_90a", seen.append), simulated("sm_90a"):
         out = fa4flex.compile()(q, k, v)
     (found,) = seen
     assert found.block[0] >= 256 and found.shared_bytes > 0
