@@ -195,9 +195,7 @@ class _Module:
             return function.text(self._printer, self._lowering.came, provided, self._named, self._spans)
 
     def _docstring(self) -> str:
-        given = [f for f in ("start", "score", "slope", "mask") if f in self._roots] + ["spans"] * bool(
-            self._spans
-        )
+        given = [*self._roots, *["spans"] * bool(self._spans)]
         hooks = ", ".join(given) or "no hooks: the scaled product over every key"
         return (
             f'"""{self._captions.title}: {self._pass.word} for {self._plan.target.name}. Hooks: {hooks}."""\n'
@@ -212,8 +210,7 @@ class _Module:
         lines.append(f"from fa4flex.codegen.kernels.common.hooks import {hooks}")
         if helpers:
             lines += _call("from fa4flex.codegen.kernels.common.math import ", helpers)
-        folder = f"{self._pass.folder}_{self._plan.target.family}"
-        folder = f"from fa4flex.codegen.kernels.{folder}"
+        folder = f"from fa4flex.codegen.kernels.{self._pass.folder}_{self._plan.target.family}"
         lines += _call(f"{folder}.config import ", _names_in(self._plan.config()))
         lines.append(f"{folder}.kernel import {self._pass.kernel}")
         return lines

@@ -34,14 +34,12 @@ def in_units(score: Expr, lowering: Lowering, positive_scale: bool, ordered: boo
     """
     terms = lowering.terms(score)
     one = single(terms)
-    if one is not None and not ordered:
-        factor, atom = one
-        if atom is not SCORE and rate(atom) == "element":
-            return Scaled(atom, times(const(LOG2_E), factor))
     if one is not None:
         factor, atom = one
         if atom is SCORE:
             return _of_the_score(factor, terms, positive_scale)
+        if not ordered and rate(atom) == "element":
+            return Scaled(atom, times(const(LOG2_E), factor))
         if rate(atom) == "element" and not free_to_scale(atom):
             if factor.uniform is None and factor.constant > 0:
                 return Scaled(atom, const(factor.constant * LOG2_E))

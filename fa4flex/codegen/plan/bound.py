@@ -6,6 +6,7 @@ FlashAttention-3 (Shah et al. 2024, section 3.1) explains the pipeline by two of
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from fa4flex.codegen.plan.problem import Problem
@@ -92,3 +93,9 @@ def hbm_bytes(problem: Problem, work: Work, size: Size) -> float:
         x.itemsize * (size.b if x.batch else 1) * (size.h if x.heads else 1) * pairs for x in work.bias
     )
     return tensors + statistics + biases
+
+
+def for_long(bound: Callable[[Size], Bound]) -> str:
+    """Long rows of keys: what limits a score, whatever the lengths are."""
+    times = bound(Size(1, 1, 1 << 20, 1 << 20)).explain()
+    return times.split(" (")[0] + " for long sequences"

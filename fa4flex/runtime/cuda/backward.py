@@ -24,7 +24,8 @@ from fa4flex.runtime.cuda.engine import (
     MOST_READY,
     NO_TENSORS,
     Engine,
-    launch_arguments,
+    fixed,
+    fixes_of,
     numbers_of,
     problem_of,
     signature_of,
@@ -65,13 +66,14 @@ class ReadyBackward:
     """A launch in which only pointers are missing. `width`: of the tile that holds rows of q."""
 
     launch: Callable[..., None]
+    fixes: dict[int, Callable[[Tensor], Tensor]]
     width: int
     tables: BlockTables | None
     rows: tuple[Tensor, ...]
     scalars: tuple[int | float, ...] | None
 
     def __call__(self, call: Call, saved: Saved) -> Gradients:
-        q, k, v, sinks, lengths, operands = launch_arguments(call)
+        q, k, v, sinks, lengths, operands = fixed(call, self.fixes)
         dout = saved.dout if tma_able(saved.dout) else saved.dout.contiguous()
         batch, heads, q_len = saved.lse.shape
         padded = -(-q_len // ROW_BLOCK) * ROW_BLOCK
@@ -123,7 +125,7 @@ def _make_ready(engine: Engine, call: Call, saved: Saved) -> ReadyBackward:
     tables = None
     if problem.mask_form != "none":
         tables = dense_tables(engine.facts, shape, captured, plan.tile, call.q.device, by_keys=True)
-    return ReadyBackward(kernel.launch, plan.head_dim, tables, rows, numbers or None)
+    return ReadyBackward(kernel.launch, fixes_of(call), plan.head_dim, tables, rows, numbers or None)
 
 
 @lru_cache(maxsize=256)

@@ -82,7 +82,7 @@ class Ready:
         q, k, v, operands, sinks, lengths, _, scale, _, _ = call
         out, lse, largest = self.results(q)
         if self.fixes:
-            q, k, v, sinks, lengths, operands = _fixed(call, self.fixes)
+            q, k, v, sinks, lengths, operands = fixed(call, self.fixes)
         self.launch(
             q, k, v, out, lse, largest, *lengths,
             self.tables, sinks, operands + self.rows or None, self.scalars, scale, self.max_q_len,
@@ -208,7 +208,7 @@ def make_ready(engine: Engine, call: Call) -> Ready:
     return Ready(
         kernel.launch,
         tuple(map(weakref.ref, engine.watched_tensors(call))),
-        _fixes(call),
+        fixes_of(call),
         _layouts(call, shape, engine.precision.output_dtype(call.q.dtype)),
         _tables(engine, call, captured, plan.tile) if problem.mask_form == "tables" else None,
         rows,
@@ -315,7 +315,7 @@ def _name(dtype: torch.dtype) -> str:
 # --- what kernels do not read as it is --------------------------------------------------------------------
 
 
-def _fixes(call: Call) -> dict[int, Callable[[Tensor], Tensor]]:
+def fixes_of(call: Call) -> dict[int, Callable[[Tensor], Tensor]]:
     """By position in _arguments(call), what a tensor must go through at every launch."""
     fixes: dict[int, Callable[[Tensor], Tensor]] = {}
     for i, x in enumerate(_arguments(call)):
@@ -339,16 +339,12 @@ def _arguments(call: Call) -> tuple[Tensor | None, ...]:
     return (call.q, call.k, call.v, call.sinks, *call.lengths, *call.operands)
 
 
-def _fixed(call: Call, fixes: dict[int, Callable[[Tensor], Tensor]]) -> tuple[Any, ...]:
+def fixed(call: Call, fixes: dict[int, Callable[[Tensor], Tensor]]) -> tuple[Any, ...]:
+    """(q, k, v, sinks, lengths, operands) as kernels read them."""
     given: list[Any] = list(_arguments(call))
     for i, fix in fixes.items():
         given[i] = fix(given[i])
     return (*given[:4], given[4:8], tuple(given[8:]))
-
-
-def launch_arguments(call: Call) -> tuple[Any, ...]:
-    """(q, k, v, sinks, lengths, operands) as kernels read them."""
-    return _fixed(call, _fixes(call))
 
 
 def tma_able(x: Tensor) -> bool:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
-
-Lengths = Literal["dense", "packed", "used"]
 
 KEYS = 64
 """Keys of one consumer warpgroup: what one wgmma instruction spans."""
@@ -18,8 +15,6 @@ class Config:
     tile_n                   keys per block; each consumer warpgroup owns 64 of them
     q_stages, do_stages      tiles of Q, and of dO, in flight
     producer_registers, consumer_registers   per thread, after the split
-    workers                  multiprocessors
-    lengths                  "dense", "packed" (cu_seqlens) or "used" (seqused per batch)
     masked                   whether tiles come from block tables; otherwise all of them
     """
 
@@ -31,8 +26,6 @@ class Config:
     do_stages: int = 2
     producer_registers: int = 24
     consumer_registers: int = 240
-    workers: int = 132
-    lengths: Lengths = "dense"
     masked: bool = False
 
     @property

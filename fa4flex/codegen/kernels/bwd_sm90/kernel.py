@@ -22,6 +22,7 @@ from fa4flex.codegen.kernels.bwd_sm90.producer import Producer
 from fa4flex.codegen.kernels.bwd_sm90.writer import Writer
 from fa4flex.codegen.kernels.common.backward import BackwardArguments, BackwardCourse
 from fa4flex.codegen.kernels.common.hooks import Hooks
+from fa4flex.codegen.kernels.common.transfer import reordered
 from fa4flex.codegen.kernels.common.work import Grid
 
 
@@ -94,7 +95,7 @@ class Backward:
         m, n, d, dv = config.tile_m, config.tile_n, config.head_dim, config.head_dim_v
 
         def atom(tensor: cute.Tensor, layout: Any, tile: tuple[int, int]) -> Any:
-            rows = cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 3, 2, 0]))
+            rows = reordered(tensor, [1, 3, 2, 0])
             return cpasync.make_tiled_tma_atom(load, rows, layout, tile)
 
         return (

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from cutlass import cute, pipeline
 
+from fa4flex.codegen.kernels.common.transfer import reordered
+
 DQ_FULL, DQ_EMPTY, SCORES = 1, 4, 7
 """Named barriers. DQ_FULL + w and DQ_EMPTY + w: warpgroup w's part of dQ is in shared memory, or was added
 to global memory; SCORES: dS of all warpgroups is in shared memory."""
@@ -39,4 +41,4 @@ class Pipes:
 def transposed(tensor: cute.Tensor) -> cute.Tensor:
     """The same shared memory with its first two modes exchanged."""
     modes = [1, 0, *range(2, cute.rank(tensor))]
-    return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=modes))
+    return reordered(tensor, modes)

@@ -17,10 +17,7 @@ from fa4flex.codegen.kernels.common.backward import (
     KeyWork,
     query_tile_at,
 )
-from fa4flex.codegen.kernels.common.transfer import partition
-
-Views = tuple[cute.Tensor, cute.Tensor]
-"""(shared, global): what a transfer moves, the last mode counting stages and tiles."""
+from fa4flex.codegen.kernels.common.transfer import Views, load_stage, partition
 
 
 class Producer:
@@ -51,10 +48,10 @@ class Producer:
             do_views = self.views(dout, shared.dout, work, h, config.head_dim_v)
             for i in cutlass.range(queries.count, unroll=1):
                 tile = query_tile_at(queries, i)
-                self.load(q, pipes.q, q_state, q_views, tile)
+                load_stage(q, pipes.q, q_state, q_views, tile)
                 self.rows(arguments.lse2[work.b, h, None], shared.lse2, pipes.q, q_state, tile)
                 q_state.advance()
-                self.load(dout, pipes.dout, do_state, do_views, tile)
+                load_stage(dout, pipes.dout, do_state, do_views, tile)
                 self.rows(arguments.delta[work.b, h, None], shared.delta, pipes.dout, do_state, tile)
                 do_state.advance()
 
@@ -72,19 +69,6 @@ class Producer:
     def views(self, transfer: Any, shared: cute.Tensor, work: KeyWork, h: Int32, width: int) -> Views:
         whole = transfer.tma_tensor[None, None, h, work.b]
         return partition(transfer, shared, cute.local_tile(whole, (self.config.tile_m, width), (None, 0)))
-
-    def load(
-        self, transfer: Any, ring: Any, state: Any, views: tuple[cute.Tensor, cute.Tensor], tile: Int32
-    ) -> None:
-        """Copy a tile into the ring's next stage, once that is free. The caller advances `state`."""
-        to_shared, from_global = views
-        ring.producer_acquire(state)
-        cute.copy(
-            transfer.atom,
-            from_global[None, tile],
-            to_shared[None, state.index],
-            tma_bar_ptr=ring.producer_get_barrier(state),
-        )
 
     def rows(self, statistic: cute.Tensor, shared: cute.Tensor, ring: Any, state: Any, tile: Int32) -> None:
         """A number per row of a tile, on the same barrier."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import cutlass
-from cutlass import Boolean, Float32, Int32, const_expr, cute, select_
+from cutlass import Float32, Int32, const_expr, cute, select_
 
 from fa4flex.codegen.kernels.common.arguments import Tables
 from fa4flex.codegen.kernels.common.hooks import At, Hooks
@@ -130,8 +129,3 @@ def query_tile_at(queries: QueryTiles, i: Int32) -> Int32:
         else:
             tile = queries.full.at(i - passed)
     return tile
-
-
-def valid(work: KeyWork, tile_n: int) -> Boolean:
-    """Whether the tile of keys holds any."""
-    return work.tile * tile_n < cutlass.max(work.kv_len, Int32(0))

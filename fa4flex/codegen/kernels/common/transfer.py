@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from cutlass import Int32, cute
+from cutlass import Int32, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
 
@@ -20,17 +20,42 @@ class Transfers:
     out: Any
 
 
-def partition(
-    transfer: cpasync.TmaInfo, shared: cute.Tensor, tiles: cute.Tensor
-) -> tuple[cute.Tensor, cute.Tensor]:
-    """(shared, global) views of what a transfer moves, whose last mode counts stages and tiles."""
+Views = tuple[cute.Tensor, cute.Tensor]
+"""(shared, global): what a transfer moves, the last mode counting stages and tiles."""
+
+
+def partition(transfer: cpasync.TmaInfo, shared: cute.Tensor, tiles: cute.Tensor, modes: int = 2) -> Views:
+    """Views whose first `modes` modes are one tile."""
     return cpasync.tma_partition(
         transfer.atom,
         0,
         cute.make_layout(1),
-        cute.group_modes(shared, 0, 2),
-        cute.group_modes(tiles, 0, 2),
+        cute.group_modes(shared, 0, modes),
+        cute.group_modes(tiles, 0, modes),
     )
+
+
+def load_stage(
+    transfer: cpasync.TmaInfo,
+    ring: pipeline.PipelineTmaAsync | pipeline.PipelineTmaUmma,
+    state: pipeline.PipelineState,
+    views: Views,
+    tile: Int32,
+) -> None:
+    """Copy a tile into the ring's next stage, once that is free. The caller advances `state`."""
+    to_shared, from_global = views
+    ring.producer_acquire(state)
+    cute.copy(
+        transfer.atom,
+        from_global[None, tile],
+        to_shared[None, state.index],
+        tma_bar_ptr=ring.producer_get_barrier(state),
+    )
+
+
+def reordered(tensor: cute.Tensor, modes: list[int]) -> cute.Tensor:
+    """The same memory with its modes in another order."""
+    return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=modes))
 
 
 def sequence(tensor: cute.Tensor, offset: Int32, head: Int32, b: Int32, axis: int = 0) -> cute.Tensor:

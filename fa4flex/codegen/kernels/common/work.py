@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Boolean, Int32, Int64, const_expr, cute, select_
+from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute, select_
 
 from fa4flex.codegen.kernels.common.arguments import Arguments
 
@@ -123,3 +123,12 @@ def packed_work(number: Int32, grid: Grid, arguments: Arguments, tile_m: cutlass
     if const_expr(arguments.seqused_k is not None):
         kv_len = cutlass.min(kv_len, arguments.seqused_k[b])
     return Work(wanted - before, h, b, q_offset, kv_offset, q_len, kv_len, valid)
+
+
+@cute.jit
+def put_statistic(statistic: cute.Tensor, work: Work, q: Int32, value: Float32) -> None:
+    """Of row `q` of a sequence, to [B, H, S], or packed [H, T]."""
+    if const_expr(cute.rank(statistic) == 3):
+        statistic[work.b, work.h, q] = value
+    else:
+        statistic[work.h, work.q_offset + q] = value

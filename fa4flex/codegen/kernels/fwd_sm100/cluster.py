@@ -45,12 +45,7 @@ class Cluster:
 
     def arrive(self, barrier: cute.Pointer) -> None:
         """One arrival for the warp, after what all of its lanes did, at the multiplying warp's barrier."""
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            if self.ctas == 2:
-                cute.arch.mbarrier_arrive(barrier, peer_cta_rank_in_cluster=0)
-            else:
-                cute.arch.mbarrier_arrive(barrier)
+        arrive_once(barrier, first=self.ctas == 2)
 
     @cute.jit
     def depart(self) -> None:
@@ -58,3 +53,10 @@ class Cluster:
         if const_expr(self.ctas == 2):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
+
+
+def arrive_once(barrier: cute.Pointer, first: bool = False) -> None:
+    """One arrival for the warp, after what all of its lanes did; `first`: at the first CTA of its pair."""
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(barrier, peer_cta_rank_in_cluster=0 if first else None)

@@ -14,14 +14,13 @@ from cutlass.tensor_utils import LayoutEnum
 from fa4flex.codegen.kernels.common.arguments import Arguments
 from fa4flex.codegen.kernels.common.course import Course
 from fa4flex.codegen.kernels.common.work import Grid, Work
-from fa4flex.codegen.kernels.fwd_sm100.cluster import Cluster
+from fa4flex.codegen.kernels.fwd_sm100.cluster import Cluster, arrive_once
 from fa4flex.codegen.kernels.fwd_sm100.config import CORRECTED, FRAGMENT, ROWS, Config
 from fa4flex.codegen.kernels.fwd_sm100.parts import (
     Blocks,
     Pipes,
     Products,
     Shared,
-    arrive_once,
     first_row,
 )
 from fa4flex.codegen.kernels.fwd_sm100.rows import multiply

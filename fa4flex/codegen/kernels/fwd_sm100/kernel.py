@@ -21,7 +21,7 @@ from cutlass.tensor_utils import LayoutEnum
 from fa4flex.codegen.kernels.common.arguments import Arguments
 from fa4flex.codegen.kernels.common.course import Course, NextTile
 from fa4flex.codegen.kernels.common.hooks import Hooks
-from fa4flex.codegen.kernels.common.transfer import Transfers
+from fa4flex.codegen.kernels.common.transfer import Transfers, reordered
 from fa4flex.codegen.kernels.common.work import Grid, dense_grid, packed_grid
 from fa4flex.codegen.kernels.fwd_sm100.cluster import Cluster
 from fa4flex.codegen.kernels.fwd_sm100.config import COLUMNS, ROWS, Config
@@ -90,8 +90,8 @@ class Forward:
         config, products = self.config, self.products(arguments)
         dense = cute.rank(arguments.q) == 4
         rows, columns = ([1, 3, 2, 0], [3, 1, 2, 0]) if dense else ([0, 2, 1], [2, 0, 1])
-        q, k, out = (_select(x, rows) for x in (arguments.q, arguments.k, arguments.out))
-        v = _select(arguments.v, columns)
+        q, k, out = (reordered(x, rows) for x in (arguments.q, arguments.k, arguments.out))
+        v = reordered(arguments.v, columns)
         one = [cute.select(layout, mode=[0, 1, 2]) for layout in products.layouts()]
         load = cpasync.CopyBulkTensorTileG2SOp(self.cluster.group)
         cluster = self.cluster.layout(products.scores).shape
@@ -250,7 +250,3 @@ class Forward:
             next=handed_over,
             **barriers,
         )
-
-
-def _select(tensor: cute.Tensor, modes: list[int]) -> cute.Tensor:
-    return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=modes))

@@ -9,42 +9,11 @@ from cutlass.cute.nvgpu import cpasync
 from fa4flex.codegen.kernels.common.arguments import Arguments
 from fa4flex.codegen.kernels.common.course import Course
 from fa4flex.codegen.kernels.common.keys import tile_at
-from fa4flex.codegen.kernels.common.transfer import Transfers, sequence
+from fa4flex.codegen.kernels.common.transfer import Transfers, Views, load_stage, partition, sequence
 from fa4flex.codegen.kernels.common.work import Grid, Work
 from fa4flex.codegen.kernels.fwd_sm100.cluster import Cluster
 from fa4flex.codegen.kernels.fwd_sm100.config import Config
 from fa4flex.codegen.kernels.fwd_sm100.parts import Pipes, Products, Shared
-
-Views = tuple[cute.Tensor, cute.Tensor]
-"""(shared, global): what a transfer moves, the last mode counting stages and tiles."""
-
-
-def _views(transfer: cpasync.TmaInfo, shared: cute.Tensor, tiles: cute.Tensor) -> Views:
-    return cpasync.tma_partition(
-        transfer.atom,
-        0,
-        cute.make_layout(1),
-        cute.group_modes(shared, 0, 3),
-        cute.group_modes(tiles, 0, 3),
-    )
-
-
-def _load(
-    transfer: cpasync.TmaInfo,
-    ring: pipeline.PipelineTmaUmma,
-    state: pipeline.PipelineState,
-    views: Views,
-    tile: Int32,
-) -> None:
-    """Copy a tile into the ring's next stage, once that is free. The caller advances `state`."""
-    to_shared, from_global = views
-    ring.producer_acquire(state)
-    cute.copy(
-        transfer.atom,
-        from_global[None, tile],
-        to_shared[None, state.index],
-        tma_bar_ptr=ring.producer_get_barrier(state),
-    )
 
 
 class Load:
@@ -75,18 +44,18 @@ class Load:
             q, k, v = self.views(work, grid, arguments, transfers, shared, products)
             tile = tile_at(keys, Int32(0))
             self.queries(transfers.q, q, work, pipes, phase, 0)
-            _load(transfers.k, pipes.k, k_state, k, tile)
+            load_stage(transfers.k, pipes.k, k_state, k, tile)
             k_state.advance()
             for other in cutlass.range_constexpr(1, self.config.q_tiles):
                 self.queries(transfers.q, q, work, pipes, phase, other)
             # In the order in which they are multiplied: values of a tile before keys of the next.
             for i in cutlass.range(1, keys.count, unroll=1):
-                _load(transfers.v, pipes.v, v_state, v, tile)
+                load_stage(transfers.v, pipes.v, v_state, v, tile)
                 v_state.advance()
                 tile = tile_at(keys, i)
-                _load(transfers.k, pipes.k, k_state, k, tile)
+                load_stage(transfers.k, pipes.k, k_state, k, tile)
                 k_state.advance()
-            _load(transfers.v, pipes.v, v_state, v, tile)
+            load_stage(transfers.v, pipes.v, v_state, v, tile)
             v_state.advance()
             number = self.course.receive(number, pipes.next, phase)
             work = self.course.work(number, grid, arguments)
@@ -112,9 +81,9 @@ class Load:
         k_tiles = scores.partition_B(cute.local_tile(k, products.scores_tile[1:], (None, 0)))
         v_tiles = values.partition_B(cute.local_tile(v, products.values_tile[1:], (0, None)))
         return (
-            _views(transfers.q, shared.q, q_tiles),
-            _views(transfers.k, shared.k, k_tiles),
-            _views(transfers.v, shared.v, v_tiles),
+            partition(transfers.q, shared.q, q_tiles, modes=3),
+            partition(transfers.k, shared.k, k_tiles, modes=3),
+            partition(transfers.v, shared.v, v_tiles, modes=3),
         )
 
     @cute.jit

@@ -172,10 +172,3 @@ def tensor_memory(storage: Any, cluster: Cluster) -> TmemAllocator:
         is_two_cta=cluster.ctas == 2,
         two_cta_tmem_dealloc_mbar_ptr=storage.freed.ptr,
     )
-
-
-def arrive_once(barrier: cute.Pointer) -> None:
-    """One arrival for the warp, after what all of its lanes did."""
-    cute.arch.sync_warp()
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(barrier)

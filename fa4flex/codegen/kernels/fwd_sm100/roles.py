@@ -8,8 +8,8 @@ Per = Literal["tile", "warp", "stage", "one"]
 """What there is a barrier for: each query tile, each warp of its softmax warpgroup, each staged chunk of the
 output, or the block."""
 
-SOFTMAX, CORRECTION = 0, 8
-"""First warps of the warpgroups: two take the softmax of a query tile each, one corrects outputs."""
+CORRECTION = 8
+"""First warp of the warpgroup that corrects outputs; the two before take the softmax of a query tile each."""
 
 MULTIPLY, STORE, LOAD, SCHEDULE = 12, 13, 14, 15
 """Warps."""

@@ -31,15 +31,14 @@ from fa4flex.codegen.kernels.common.softmax import (
     raise_maxima,
     running,
 )
-from fa4flex.codegen.kernels.common.work import Grid, Work
-from fa4flex.codegen.kernels.fwd_sm100.cluster import Cluster
+from fa4flex.codegen.kernels.common.work import Grid, Work, put_statistic
+from fa4flex.codegen.kernels.fwd_sm100.cluster import Cluster, arrive_once
 from fa4flex.codegen.kernels.fwd_sm100.config import FRAGMENT, ROWS, Config
 from fa4flex.codegen.kernels.fwd_sm100.parts import (
     Blocks,
     Pipes,
     Products,
     Shared,
-    arrive_once,
     column,
     first_row,
 )
@@ -245,12 +244,3 @@ class Softmax:
                 put_statistic(arguments.lse, work, q, lse[0])
             if const_expr(arguments.max_scores is not None):
                 put_statistic(arguments.max_scores, work, q, state.largest[0] * tile.factor * LN_2)
-
-
-@cute.jit
-def put_statistic(statistic: cute.Tensor, work: Work, q: Int32, value: Float32) -> None:
-    """To [B, H, S], or packed [H, T]."""
-    if const_expr(cute.rank(statistic) == 3):
-        statistic[work.b, work.h, q] = value
-    else:
-        statistic[work.h, work.q_offset + q] = value

@@ -13,7 +13,7 @@ from fa4flex.codegen.kernels.common.arguments import Arguments
 from fa4flex.codegen.kernels.common.fragment import rows_and_columns
 from fa4flex.codegen.kernels.common.softmax import LN_2, Running, finish, multiply_rows
 from fa4flex.codegen.kernels.common.transfer import Transfers, partition, sequence
-from fa4flex.codegen.kernels.common.work import Work
+from fa4flex.codegen.kernels.common.work import Work, put_statistic
 from fa4flex.codegen.kernels.fwd_sm90.config import Config
 from fa4flex.codegen.kernels.fwd_sm90.parts import ROWS, Shared
 
@@ -68,16 +68,9 @@ class Epilogue:
                 q = row + 8 * r
                 if q < work.q_len:
                     if const_expr(arguments.lse is not None):
-                        self.put(arguments.lse, work, q, lse[r])
+                        put_statistic(arguments.lse, work, q, lse[r])
                     if const_expr(arguments.max_scores is not None):
-                        self.put(arguments.max_scores, work, q, state.largest[r] * factor * LN_2)
-
-    @cute.jit
-    def put(self, statistic: cute.Tensor, work: Work, q: Int32, value: Float32) -> None:
-        if const_expr(cute.rank(statistic) == 3):
-            statistic[work.b, work.h, q] = value
-        else:
-            statistic[work.h, work.q_offset + q] = value
+                        put_statistic(arguments.max_scores, work, q, state.largest[r] * factor * LN_2)
 
     @cute.jit
     def store(

@@ -20,7 +20,7 @@ from cutlass.tensor_utils import LayoutEnum
 from fa4flex.codegen.kernels.common.arguments import Arguments
 from fa4flex.codegen.kernels.common.course import Course, NextTile
 from fa4flex.codegen.kernels.common.hooks import Hooks
-from fa4flex.codegen.kernels.common.transfer import Transfers
+from fa4flex.codegen.kernels.common.transfer import Transfers, reordered
 from fa4flex.codegen.kernels.common.work import Grid, dense_grid, packed_grid
 from fa4flex.codegen.kernels.fwd_sm90.config import Config
 from fa4flex.codegen.kernels.fwd_sm90.consumer import Consumer
@@ -103,8 +103,8 @@ class Forward:
         config = self.config
         dense = cute.rank(arguments.q) == 4
         rows, columns = ([1, 3, 2, 0], [3, 1, 2, 0]) if dense else ([0, 2, 1], [2, 0, 1])
-        q, k, out = (_select(x, rows) for x in (arguments.q, arguments.k, arguments.out))
-        v = _select(arguments.v, columns)
+        q, k, out = (reordered(x, rows) for x in (arguments.q, arguments.k, arguments.out))
+        v = reordered(arguments.v, columns)
         one = [cute.slice_(layout, (None, None, 0)) for layout in layouts]
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         d, dv, n = config.head_dim, config.head_dim_v, config.tile_n
@@ -223,7 +223,3 @@ class Forward:
                 storage.next_empty.data_ptr(),
             ),
         )
-
-
-def _select(tensor: cute.Tensor, modes: list[int]) -> cute.Tensor:
-    return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=modes))

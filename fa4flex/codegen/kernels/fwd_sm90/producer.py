@@ -4,33 +4,14 @@ from __future__ import annotations
 
 import cutlass
 from cutlass import Int32, cute, pipeline
-from cutlass.cute.nvgpu import cpasync
 
 from fa4flex.codegen.kernels.common.arguments import Arguments
 from fa4flex.codegen.kernels.common.course import Course
 from fa4flex.codegen.kernels.common.keys import tile_at
-from fa4flex.codegen.kernels.common.transfer import Transfers, partition, sequence
+from fa4flex.codegen.kernels.common.transfer import Transfers, load_stage, partition, sequence
 from fa4flex.codegen.kernels.common.work import Grid, Work
 from fa4flex.codegen.kernels.fwd_sm90.config import Config
 from fa4flex.codegen.kernels.fwd_sm90.parts import ROWS, Pipes, Shared
-
-
-def _load(
-    transfer: cpasync.TmaInfo,
-    ring: pipeline.PipelineTmaAsync,
-    state: pipeline.PipelineState,
-    views: tuple[cute.Tensor, cute.Tensor],
-    tile: Int32,
-) -> None:
-    """Copy a tile into the ring's next stage, once that is free. The caller advances `state`."""
-    to_shared, from_global = views
-    ring.producer_acquire(state)
-    cute.copy(
-        transfer.atom,
-        from_global[None, tile],
-        to_shared[None, state.index],
-        tma_bar_ptr=ring.producer_get_barrier(state),
-    )
 
 
 class Producer:
@@ -70,19 +51,19 @@ class Producer:
                 cute.local_tile(v_global, (self.config.head_dim_v, self.config.tile_n), (0, None)),
             )
             tile = tile_at(keys, Int32(0))
-            _load(transfers.k, pipes.k, k_state, k_views, tile)
+            load_stage(transfers.k, pipes.k, k_state, k_views, tile)
             k_state.advance()
             self.queries(work, transfers, shared, pipes, q_phase)
             q_phase ^= 1
             # Keys run one tile ahead of values, as the consumers use them.
             for i in cutlass.range(1, keys.count, unroll=1):
                 coming = tile_at(keys, i)
-                _load(transfers.k, pipes.k, k_state, k_views, coming)
+                load_stage(transfers.k, pipes.k, k_state, k_views, coming)
                 k_state.advance()
-                _load(transfers.v, pipes.v, v_state, v_views, tile)
+                load_stage(transfers.v, pipes.v, v_state, v_views, tile)
                 v_state.advance()
                 tile = coming
-            _load(transfers.v, pipes.v, v_state, v_views, tile)
+            load_stage(transfers.v, pipes.v, v_state, v_views, tile)
             v_state.advance()
             self.course.publish(following, pipes.next, q_phase ^ 1)
             number = following

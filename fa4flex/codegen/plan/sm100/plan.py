@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fa4flex.codegen.kernels.fwd_sm100.config import ROWS, Config, Exponential, Registers
-from fa4flex.codegen.plan.bound import Bound, Size, expected_bound
+from fa4flex.codegen.plan.bound import Bound, Size, expected_bound, for_long
 from fa4flex.codegen.plan.memory import Memory
 from fa4flex.codegen.plan.pipeline import Pipeline
 from fa4flex.codegen.plan.problem import Problem
@@ -140,14 +140,9 @@ class BlackwellPlan:
             "pipeline:",
             self.pipeline.explain(),
             f"work: {self.work.explain()}",
-            f"bound: {self._rates() if size is None else self.bound(size).explain()}",
+            f"bound: {for_long(self.bound) if size is None else self.bound(size).explain()}",
         ]
         return "\n".join(lines)
-
-    def _rates(self) -> str:
-        """Long rows of keys: what limits a score, whatever the lengths are."""
-        times = self.bound(Size(1, 1, 1 << 20, 1 << 20)).explain()
-        return times.split(" (")[0] + " for long sequences"
 
 
 def plan_blackwell(request: Request) -> BlackwellPlan:

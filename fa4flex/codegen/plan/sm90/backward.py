@@ -33,8 +33,6 @@ class HopperBackwardPlan:
             head_dim_v=self.head_dim_v,
             tile_m=tile_m,
             tile_n=tile_n,
-            workers=self.target.multiprocessors,
-            lengths=self.problem.lengths,
             masked=self.problem.mask_form != "none",
         )
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fa4flex.codegen.kernels.fwd_sm90.config import Config
-from fa4flex.codegen.plan.bound import Bound, Size, expected_bound
+from fa4flex.codegen.plan.bound import Bound, Size, expected_bound, for_long
 from fa4flex.codegen.plan.fault import PlanError
 from fa4flex.codegen.plan.memory import Memory
 from fa4flex.codegen.plan.pipeline import Pipeline, Staging
@@ -138,14 +138,9 @@ class HopperPlan:
             "pipeline:",
             self.pipeline.explain(),
             f"work: {self.work.explain()}",
-            f"bound: {self._rates() if size is None else self.bound(size).explain()}",
+            f"bound: {for_long(self.bound) if size is None else self.bound(size).explain()}",
         ]
         return "\n".join(lines)
-
-    def _rates(self) -> str:
-        """Long rows of keys: what limits a score, whatever the lengths are."""
-        times = self.bound(Size(1, 1, 1 << 20, 1 << 20)).explain()
-        return times.split(" (")[0] + " for long sequences"
 
 
 _PINGPONG = {True: "consumers take turns at the tensor cores", False: "consumers issue products freely"}
