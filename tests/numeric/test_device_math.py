@@ -52,6 +52,14 @@ def by_constants(out: cute.Tensor, numbers: cute.Tensor) -> None:
 
 
 @cute.jit
+def of_extents(out: cute.Tensor, numbers: cute.Tensor) -> None:
+    for i in range(numbers.shape[0]):
+        lacking = numbers[i] - Int32(out.shape[1])
+        out[i, 0] = math.floor_div(lacking, 13)
+        out[i, 1] = math.floor_div(lacking, Int32(out.shape[1]))
+
+
+@cute.jit
 def searches(out: cute.Tensor, table: cute.Tensor, needles: cute.Tensor) -> None:
     for i in range(needles.shape[0]):
         for row in range(table.shape[0]):
@@ -103,6 +111,14 @@ def test_divisions_by_constants() -> None:
     call(by_constants, (Int32, out), (Int32, numbers))
     x, d = numbers.long()[:, None], torch.tensor(CONSTANTS)
     assert torch.equal(out.long(), torch.stack([x // d, x // -d, x.abs() // d], -1))
+
+
+def test_divisions_of_what_depends_on_extents() -> None:
+    """Extents of tensors, by themselves, divide towards zero."""
+    numbers = torch.arange(-30, 30).int()
+    out = torch.zeros(len(numbers), 5, dtype=torch.int32)
+    call(of_extents, (Int32, out), (Int32, numbers))
+    assert torch.equal(out[:, :2], torch.stack([(numbers - 5) // 13, (numbers - 5) // 5], -1))
 
 
 def test_searches() -> None:

@@ -126,11 +126,18 @@ def divided(x: Value, by: Divisor) -> Value:
 
 def floor_div(x: Value, d: Value) -> Value:
     """x // d, rounded down."""
+    x, d = _number(x), _number(d)
     # The compiler takes x // -3 for an unsigned division where it knows x >= 0: no such divisor here.
     if isinstance(d, int):
         return x // d if d > 0 else -x // -d
     negative = d < 0
     return where(negative, -x, x) // where(negative, -d, d)
+
+
+def _number(x: Value) -> Value:
+    """x as a plain integer: what is computed from a tensor's extent stays an extent to the compiler, also as
+    an Int32, and extents divide towards zero. No instruction comes of it."""
+    return x if isinstance(x, int) else x | 0
 
 
 def natural_div(x: Value, d: int) -> Value:
