@@ -15,7 +15,9 @@ STATISTICS = ("lse", "max_scores")
 WIDEST = 256
 """The widest head: one matrix instruction makes at most 256 columns of the output."""
 
-_FLAGS = ("few_queries", "many_queries", "sinks", "wide_index", "in_range", "positive_scale")
+_FLAGS = (
+    "few_queries", "many_queries", "sinks", "wide_index", "in_range", "positive_scale", "sloped",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Problem:
     operands               (dtype name, rank) of each captured tensor
     few_queries            no sequence has more queries than `Target.few_queries`; False is always right
     many_queries           every sequence has more queries than `Target.many_queries`; False is always right
+    sloped                 of backward passes: the modified score's derivative by the scaled one is not 1
 
     Raises UnsupportedError for dtypes and widths that no kernel has, InputError for what is not a value.
     """
@@ -51,6 +54,7 @@ class Problem:
     operands: tuple[tuple[str, int], ...] = ()
     few_queries: bool = False
     many_queries: bool = False
+    sloped: bool = False
 
     def __post_init__(self) -> None:
         for name in ("dtype", "out_dtype"):

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.evaluate import Captured
+from fa4flex.codegen.expr import const
 from fa4flex.errors import UnsupportedError
 from fa4flex.runtime.cuda.call import NO_LENGTHS, Call
 from fa4flex.runtime.cuda.choose import look, prove
@@ -119,6 +120,7 @@ def _make_ready(engine: Engine, call: Call, saved: Saved) -> ReadyBackward:
     if proved.mask_form == "spans":
         facts, rows = tabulate(facts, shape, captured, call.q.device)
     problem = problem_of(engine, call, proved, rows, target)
+    problem = replace(problem, sloped=facts.gradient.by_score is not const(1.0))
     plan, source = program(facts, problem, target)
     signature = replace(signature_of(engine, call, rows), dlse=saved.dlse is not None)
     kernel = compile_kernel(source, problem, signature, target.name)

@@ -14,6 +14,7 @@ class Config:
     tile_m                   queries per step, a multiple of 64
     tile_n                   keys per block; each consumer warpgroup owns 64 of them
     q_stages, do_stages      tiles of Q, and of dO, in flight
+    dq_stages                tiles of dQ on their way to global memory
     producer_registers, consumer_registers   per thread, after the split
     masked                   whether tiles come from block tables; otherwise all of them
     """
@@ -24,6 +25,7 @@ class Config:
     tile_n: int = 128
     q_stages: int = 2
     do_stages: int = 2
+    dq_stages: int = 2
     producer_registers: int = 24
     consumer_registers: int = 240
     masked: bool = False

@@ -18,7 +18,7 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from fa4flex.codegen.kernels.bwd_sm90.config import KEYS, Config
-from fa4flex.codegen.kernels.bwd_sm90.parts import DQ_EMPTY, DQ_FULL, SCORES, Pipes, Shared, transposed
+from fa4flex.codegen.kernels.bwd_sm90.parts import SCORES, Pipes, Shared, dq_empty, dq_full, transposed
 from fa4flex.codegen.kernels.bwd_sm90.writer import THREADS
 from fa4flex.codegen.kernels.common.backward import (
     BackwardArguments,
@@ -26,10 +26,23 @@ from fa4flex.codegen.kernels.common.backward import (
     KeyWork,
     query_tile_at,
 )
-from fa4flex.codegen.kernels.common.fragment import as_operand, multiply, narrow, rows_and_columns
+from fa4flex.codegen.kernels.common.fragment import (
+    as_operand,
+    multiply,
+    narrow,
+    rows_and_columns,
+    widened,
+)
 from fa4flex.codegen.kernels.common.hooks import Hooks
 from fa4flex.codegen.kernels.common.softmax import LOG2_E
+from fa4flex.codegen.kernels.common.transfer import release
 from fa4flex.codegen.kernels.common.transposed import Slab
+
+PART = 16
+"""Columns of a tile that are turned into probabilities together, and whose log-sum-exps are read before they
+are needed: registers for more there are not."""
+SLOPED = 2
+"""As many where scores have slopes, for the same reason."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +77,7 @@ class Consumer:
         self.config = config
         self.hooks = hooks
         self.course = course
+        self.together = PART if hooks.slope is None else SLOPED
 
     @cute.jit
     def run(
@@ -93,13 +107,13 @@ class Consumer:
             slab = self.slab(arguments, work, h, heads, warpgroup_index, lane)
             queries = self.course.queries(work, h, arguments)
             for i in cutlass.range(queries.masked_count, unroll=1):
-                places = (query_tile_at(queries, i), lane, warpgroup_index, count % 2)
+                places = (query_tile_at(queries, i), lane, warpgroup_index, count)
                 self.step((mmas, operands, slab), shared, pipes, (q_state, do_state), places, True)
                 q_state.advance()
                 do_state.advance()
                 count += 1
             for i in cutlass.range(queries.masked_count, queries.count, unroll=1):
-                places = (query_tile_at(queries, i), lane, warpgroup_index, count % 2)
+                places = (query_tile_at(queries, i), lane, warpgroup_index, count)
                 self.step((mmas, operands, slab), shared, pipes, (q_state, do_state), places, False)
                 q_state.advance()
                 do_state.advance()
@@ -153,65 +167,103 @@ class Consumer:
         """One tile of queries."""
         mmas, operands, slab = given
         q_state, do_state = states
-        tile, lane, w, parity = places
+        tile, lane, w, count = places
         config = self.config
+        parity = count % 2
         scores = cute.make_rmem_tensor(mmas.scores.partition_shape_C((KEYS, config.tile_m)), Float32)
         dprob = cute.make_rmem_tensor(scores.shape, Float32)
         q_stage, do_stage = q_state.index, do_state.index
-        pipes.q.consumer_wait(q_state)
+        # Before products run: behind their operands, waits and reads of shared memory take long.
+        q_there, do_there = pipes.q.consumer_try_wait(q_state), pipes.dout.consumer_try_wait(do_state)
+        pipes.q.consumer_wait(q_state, q_there)
+        pipes.dout.consumer_wait(do_state, do_there)
+        lse2 = self.statistics(shared.lse2[None, q_stage], lane, 0, self.together)
         multiply(mmas.scores, scores, operands.k, operands.q[None, None, None, q_stage], False)
-        pipes.dout.consumer_wait(do_state)
         multiply(mmas.dprob, dprob, operands.v, operands.dout[None, None, None, do_stage], False)
-        lse2 = shared.lse2[None, q_stage]
         warpgroup.wait_group(1)
-        grid, d_grid = rows_and_columns(scores), rows_and_columns(dprob)
         q_first = tile * config.tile_m + lane % 4 * 2
-        slopes = slab.slopes(self.hooks, grid, q_first, masked)
-        self.probabilities(grid, slab, (lse2, lane), q_first, masked)
-        p = self.narrowed(scores, shared.q.element_type)
-        for (r, c), slope in ({} if slopes is None else slopes).items():
-            grid[r, c] = grid[r, c] * slope
-        multiply(mmas.dv, operands.dv, p, operands.dout_t[None, None, None, do_stage], True)
-        warpgroup.wait_group(1)
-        for c in cutlass.range_constexpr(0, cute.size(d_grid, mode=[1]), 2):
-            delta = self.pair(shared.delta[None, do_stage], lane, c)
-            for r in cutlass.range_constexpr(2):
-                for i in cutlass.range_constexpr(2):
-                    d_grid[r, c + i] = grid[r, c + i] * (d_grid[r, c + i] - delta[i])
+        rows = (shared.lse2[None, q_stage], lse2, lane)
+        p, weights = self.probabilities(scores, slab, rows, q_first, masked, shared.q.element_type)
+        delta = self.statistics(shared.delta[None, do_stage], lane, 0, config.tile_m // 4)
+        warpgroup.wait_group(0)
+        self.score_gradients(dprob, weights, delta)
         ds = self.narrowed(dprob, shared.q.element_type)
         self.share(shared.ds[None, None, parity], mmas.scores, ds, lane, w)
-        # Its operand's registers are needed for what follows.
-        warpgroup.wait_group(0)
-        pipes.dout.consumer_release(do_state)
+        # Runs while all warpgroups meet.
+        multiply(mmas.dv, operands.dv, p, operands.dout_t[None, None, None, do_stage], True)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=SCORES, number_of_threads=128 * config.consumers)
         dq = cute.make_rmem_tensor(mmas.dq.partition_shape_C(config.dq_shape), Float32)
         multiply(mmas.dq, dq, operands.ds[None, None, None, parity], operands.k_t, False)
+        warpgroup.wait_group(1)
+        release(pipes.dout, do_state)
         multiply(mmas.dk, operands.dk, ds, operands.q_t[None, None, None, q_stage], True)
         warpgroup.wait_group(1)
-        self.hand_over(dq, shared.dq[None, w], lane, w)
+        self.hand_over(dq, shared, lane, w, count)
         warpgroup.wait_group(0)
-        pipes.q.consumer_release(q_state)
+        release(pipes.q, q_state)
 
-    def pair(self, rows: cute.Tensor, lane: Int32, column: int) -> cute.Tensor:
-        """Numbers of the queries of a thread's columns `column`, which is even, and the next. Those of all
-        columns are too many to keep in registers."""
-        two = cute.make_rmem_tensor((2,), Float32)
-        cute.autovec_copy(cute.logical_divide(rows, cute.make_layout(2))[None, 2 * column + lane % 4], two)
-        return two
+    def statistics(self, rows: cute.Tensor, lane: Int32, first: int, count: int) -> cute.Tensor:
+        """Numbers of the queries of a thread's columns `first` to `first` + `count`, both even."""
+        found = cute.make_rmem_tensor((2, count // 2), Float32)
+        pairs = cute.logical_divide(rows, cute.make_layout(2))
+        for c in range(count // 2):
+            cute.autovec_copy(pairs[None, 2 * first + 4 * c + lane % 4], found[None, c])
+        return cute.make_tensor(found.iterator, cute.make_layout(count))
 
     def probabilities(
-        self, grid: cute.Tensor, slab: Slab, rows: tuple[cute.Tensor, Int32], q_first: Int32, masked: bool
-    ) -> None:
-        """q.k (row, column) becomes its probability."""
-        slab.modify(self.hooks, grid, q_first, masked)
+        self,
+        scores: cute.Tensor,
+        slab: Slab,
+        rows: tuple[cute.Tensor, cute.Tensor, Int32],
+        q_first: Int32,
+        masked: bool,
+        kind: Any,
+    ) -> tuple[cute.Tensor, cute.Tensor]:
+        """P' as an operand, and what dP' less its row's sum is multiplied by: P' times the score's slope.
+        `rows`: log-sum-exps in shared memory, those of the first part of the columns, and the lane."""
+        shared, lse2, lane = rows
+        grid = rows_and_columns(scores)
+        p = cute.make_rmem_tensor(as_operand(scores).shape, kind)
+        weights = p if self.hooks.slope is None else cute.make_rmem_tensor(p.shape, kind)
         factor = slab.at.scale * LOG2_E if self.hooks.factor is None else self.hooks.factor(slab.at)
-        for c in range(0, cute.size(grid, mode=[1]), 2):
-            lse2 = self.pair(*rows, c)
+        columns = self.config.tile_m // 4
+        together = self.together
+        for first in range(0, columns, together):
+            here = lse2
+            if first + together < columns:
+                lse2 = self.statistics(shared, lane, first + together, together)
+            part = slab.part(first, together)
+            slopes = part.slopes(self.hooks, grid, q_first, masked)
+            part.modify(self.hooks, grid, q_first, masked)
+            for c in range(together):
+                for r in range(2):
+                    x = grid[r, first + c] * factor - here[c]
+                    grid[r, first + c] = cute.math.exp2(x, fastmath=True)
+            if masked:
+                part.mask(self.hooks, grid, q_first)
+            self.narrow_columns(scores, p, first, together)
+            if slopes is not None:
+                for (r, c), slope in slopes.items():
+                    grid[r, c] = grid[r, c] * slope
+                self.narrow_columns(scores, weights, first, together)
+        return p, weights
+
+    def narrow_columns(self, acc: cute.Tensor, target: cute.Tensor, first: int, count: int) -> None:
+        """Columns of an accumulator to 16 bits. `target` is an operand: its registers have the same order."""
+        layout = cute.make_layout(2 * count)
+        source, narrowed = (cute.make_tensor(x.iterator + 2 * first, layout) for x in (acc, target))
+        narrow(source, narrowed)
+
+    def score_gradients(self, dprob: cute.Tensor, weights: cute.Tensor, delta: cute.Tensor) -> None:
+        """dP' becomes dS'. P' comes from 16 bits, as dV's product has it: in 32 it would take registers that
+        products need meanwhile."""
+        grid = rows_and_columns(dprob)
+        words = cute.recast_tensor(weights, Int32)
+        for c in range(0, self.config.tile_m // 4, 2):
             for r in range(2):
-                for i in range(2):
-                    x = grid[r, c + i] * factor - lse2[i]
-                    grid[r, c + i] = cute.math.exp2(x, fastmath=True)
-        if masked:
-            slab.mask(self.hooks, grid, q_first)
+                for i, weight in enumerate(widened(words[c + r], weights.element_type)):
+                    grid[r, c + i] = weight * (grid[r, c + i] - delta[c + i])
 
     def narrowed(self, acc: cute.Tensor, kind: Any) -> cute.Tensor:
         """16-bit numbers, as the A operand of a next product."""
@@ -223,23 +275,21 @@ class Consumer:
     def share(self, target: cute.Tensor, mma: cute.TiledMma, ds: cute.Tensor, lane: Int32, w: Int32) -> None:
         """dS' of all warpgroups to shared memory. Of its two stages, each is free when all warpgroups have
         met for the other one."""
-        threads = 128 * self.config.consumers
         atom = sm90.sm90_get_smem_store_op(LayoutEnum.ROW_MAJOR, target.element_type, Float32)
         copy = cute.make_tiled_copy_C(atom, mma).get_slice(lane)
         mine = cute.local_tile(transposed(target), (KEYS, self.config.tile_m), (w, 0))
         cute.copy(copy, copy.retile(ds), copy.partition_D(mine))
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=SCORES, number_of_threads=threads)
 
-    def hand_over(self, dq: cute.Tensor, target: cute.Tensor, lane: Int32, w: Int32) -> None:
+    def hand_over(self, dq: cute.Tensor, shared: Shared, lane: Int32, w: Int32, count: Int32) -> None:
         """A warpgroup's part of dQ, four numbers of each lane after four of the lane before."""
-        cute.arch.barrier(barrier_id=DQ_EMPTY + w, number_of_threads=THREADS)
-        fours = cute.logical_divide(target, cute.make_layout(4))
+        stage = count % self.config.dq_stages
+        cute.arch.barrier(barrier_id=dq_empty(w, stage), number_of_threads=THREADS)
+        fours = cute.logical_divide(shared.dq[None, w, stage], cute.make_layout(4))
         for j in range(cute.size(dq) // 4):
             four = cute.make_tensor(dq.iterator + 4 * j, cute.make_layout(4))
             cute.autovec_copy(four, fours[None, j * 128 + lane])
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier_arrive(barrier_id=DQ_FULL + w, number_of_threads=THREADS)
+        cute.arch.barrier_arrive(barrier_id=dq_full(w, stage), number_of_threads=THREADS)
 
     @cute.jit
     def store(

@@ -124,7 +124,7 @@ class Backward:
             "k": tile(kind, k),
             "v": tile(kind, v),
             "ds": tile(kind, ds),
-            "dq": tile(Float32, config.tile_m * config.head_dim),
+            "dq": tile(Float32, config.tile_m * config.head_dim * config.dq_stages),
         }
         return cute.struct(type("Storage", (), {"__annotations__": members}))
 
@@ -180,7 +180,7 @@ class Backward:
             storage.ds.get_tensor(ds.outer, swizzle=ds.inner),
             storage.lse2.get_tensor(cute.make_layout((config.tile_m, config.q_stages))),
             storage.delta.get_tensor(cute.make_layout((config.tile_m, config.do_stages))),
-            storage.dq.get_tensor(cute.make_layout((rows * columns, config.consumers))),
+            storage.dq.get_tensor(cute.make_layout((rows * columns, config.consumers, config.dq_stages))),
         )
 
     def pipes(self, storage: Any, shared: Shared) -> Pipes:

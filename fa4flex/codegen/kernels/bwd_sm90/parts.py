@@ -4,19 +4,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cutlass import cute, pipeline
+from cutlass import Int32, cute, pipeline
 
 from fa4flex.codegen.kernels.common.transfer import reordered
 
-DQ_FULL, DQ_EMPTY, SCORES = 1, 4, 7
-"""Named barriers. DQ_FULL + w and DQ_EMPTY + w: warpgroup w's part of dQ is in shared memory, or was added
-to global memory; SCORES: dS of all warpgroups is in shared memory."""
+SCORES = 1
+"""Named barrier: dS of all warpgroups is in shared memory."""
+
+
+def dq_full(w: int | Int32, stage: int | Int32) -> int | Int32:
+    """Named barrier: warpgroup w's part of dQ is in stage `stage` of shared memory."""
+    return 2 + 2 * stage + w
+
+
+def dq_empty(w: int | Int32, stage: int | Int32) -> int | Int32:
+    """Named barrier: that stage has been read."""
+    return 6 + 2 * stage + w
 
 
 @dataclass(frozen=True)
 class Shared:
     """Shared memory. q, dout (tile_m, width, stage), k, v (tile_n, width); ds (tile_m, tile_n, 2); lse2,
-    delta float32 (tile_m, stage); dq float32 (elements of a part, warpgroup)."""
+    delta float32 (tile_m, stage); dq float32 (elements of a part, warpgroup, stage)."""
 
     q: cute.Tensor
     k: cute.Tensor

@@ -6,7 +6,7 @@ import cutlass
 from cutlass import Int32, cute
 
 from fa4flex.codegen.kernels.bwd_sm90.config import Config
-from fa4flex.codegen.kernels.bwd_sm90.parts import DQ_EMPTY, DQ_FULL, Shared
+from fa4flex.codegen.kernels.bwd_sm90.parts import Shared, dq_empty, dq_full
 from fa4flex.codegen.kernels.common.backward import (
     BackwardArguments,
     BackwardCourse,
@@ -30,7 +30,8 @@ class Writer:
         part = rows * columns
         group = arguments.q.shape[2] // arguments.k.shape[2]
         for w in cutlass.range_constexpr(config.consumers):
-            cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + w, number_of_threads=THREADS)
+            cute.arch.barrier_arrive(barrier_id=dq_empty(w, 0), number_of_threads=THREADS)
+        stage = Int32(0)
         for g in cutlass.range(group, unroll=1):
             h = work.kv_head * group + g
             queries = self.course.queries(work, h, arguments)
@@ -40,13 +41,16 @@ class Writer:
                     arguments.dq_sum[work.b, h, None], (part,), (tile * config.consumers,)
                 )
                 for w in cutlass.range_constexpr(config.consumers):
-                    cute.arch.barrier(barrier_id=DQ_FULL + w, number_of_threads=THREADS)
+                    cute.arch.barrier(barrier_id=dq_full(w, stage), number_of_threads=THREADS)
                     with cute.arch.elect_one():
-                        add_bulk(shared.dq[None, w], whole.iterator + w * part, part)
+                        add_bulk(shared.dq[None, w, stage], whole.iterator + w * part, part)
                     cute.arch.cp_async_bulk_commit_group()
+                stage = (stage + 1) % config.dq_stages
+                # Of its other stage, all but this step's additions have been read.
                 for w in cutlass.range_constexpr(config.consumers):
-                    cute.arch.cp_async_bulk_wait_group(config.consumers - 1 - w, read=True)
-                    cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + w, number_of_threads=THREADS)
+                    pending = config.consumers if config.dq_stages == 2 else config.consumers - 1 - w
+                    cute.arch.cp_async_bulk_wait_group(pending, read=True)
+                    cute.arch.barrier_arrive(barrier_id=dq_empty(w, stage), number_of_threads=THREADS)
         cute.arch.cp_async_bulk_wait_group(0)
 
 

@@ -78,6 +78,16 @@ def narrow(source: cute.Tensor, target: cute.Tensor) -> None:
         pairs[i] = _pack(source[2 * i], source[2 * i + 1], name)
 
 
+def widened(word: Int32, kind: Any) -> tuple[Float32, Float32]:
+    """The two numbers of 16 bits in a word, as float32."""
+    if kind.__name__ == "BFloat16":
+        # A bfloat16 is the upper half of a float32: shifts, where a conversion would take four times as long.
+        return (word << 16).bitcast(Float32), (word & -65536).bitcast(Float32)
+    pair = cute.make_rmem_tensor((2,), kind)
+    cute.recast_tensor(pair, Int32)[0] = word
+    return pair[0].to(Float32), pair[1].to(Float32)
+
+
 @dsl_user_op
 def compute_before(x: Float32 | Int32, *, loc: Any = None, ip: Any = None) -> None:
     """Keep what comes after from moving ahead of the computation of x.
@@ -133,4 +143,5 @@ __all__ = [
     "numbers",
     "quad_reduce",
     "rows_and_columns",
+    "widened",
 ]

@@ -64,3 +64,10 @@ def sequence(tensor: cute.Tensor, offset: Int32, head: Int32, b: Int32, axis: in
         return tensor[None, None, head, b]
     one = tensor[None, None, head]
     return cute.domain_offset((offset, 0) if axis == 0 else (0, offset), one)
+
+
+def release(ring: Any, state: Any) -> None:
+    """A warp is done with a stage. A pipeline's own release asks each time which lane it runs on, and that,
+    read from a special register, comes late where products keep shared memory busy."""
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(ring.consumer_get_barrier(state))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
@@ -23,13 +23,18 @@ Slopes = dict[tuple[int, int], Float32]
 
 @dataclass(frozen=True)
 class Slab:
-    """Where a thread's elements of a tile lie: row r is key kv_first + keys[r], column c is query
+    """Where a thread's elements of a tile lie: row r is key kv_first + keys[r], column first + c is query
     q_first + queries[c], q_first being the tile's first query and this thread's first column."""
 
     at: At
     kv_first: Int32
     keys: tuple[int, ...]
     queries: tuple[int, ...]
+    first: int = 0
+
+    def part(self, first: int, count: int) -> Slab:
+        """Columns `first` to `first` + `count` of a whole tile."""
+        return replace(self, queries=self.queries[first : first + count], first=first)
 
     def elements(self, pointwise: Pointwise, q_first: Int32, guard: bool) -> Iterator[tuple[int, int, At]]:
         """(r, c, at) of every element, columns outermost: a query's terms are computed once."""
@@ -37,7 +42,7 @@ class Slab:
         across = self.kv_first - q_first
         across_float = across.to(Float32)
         columns = [self._key(pointwise, r, guard, base_float) for r in range(len(self.keys))]
-        for c, query in enumerate(self.queries):
+        for c, query in enumerate(self.queries, self.first):
             q = q_first + query
             if guard:
                 q = cutlass.max(cutlass.min(q, self.at.q_len - 1), Int32(0))
@@ -95,7 +100,7 @@ class Slab:
 
     def mask(self, hooks: Hooks, probabilities: cute.Tensor, q_first: Int32) -> None:
         """probabilities (row, column): what is not allowed, or past an end, becomes 0."""
-        for c, query in enumerate(self.queries):
+        for c, query in enumerate(self.queries, self.first):
             q = q_first + query
             safe = cutlass.max(cutlass.min(q, self.at.q_len - 1), Int32(0))
             spans = row_spans(hooks, self.at.but(q=safe, q_float=safe.to(Float32)))

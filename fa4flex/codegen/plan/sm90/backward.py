@@ -12,7 +12,9 @@ from fa4flex.errors import UnsupportedError
 
 WIDEST = 128
 TILE = (64, 128)
-"""128 queries leave too few registers at either width: the assembler then waits for each product."""
+WIDE_TILE = (128, 128)
+"""Where registers hold 128 queries, operands are read from shared memory less often: narrow heads without
+slopes, which would be kept beside the scores."""
 
 
 @dataclass(frozen=True)
@@ -46,4 +48,6 @@ def plan_hopper_backward(problem: Problem, target: Target) -> HopperBackwardPlan
             "dense heads of at most 64 or of 97 to 128",
             "nothing: gradients are computed in PyTorch operations instead",
         )
-    return HopperBackwardPlan(target, problem, TILE, *widths)
+    return HopperBackwardPlan(
+        target, problem, WIDE_TILE if max(widths) <= 64 and not problem.sloped else TILE, *widths
+    )
