@@ -28,6 +28,7 @@ from fa4flex.codegen.kernels.common.backward import (
 )
 from fa4flex.codegen.kernels.common.fragment import as_operand, multiply, narrow, rows_and_columns
 from fa4flex.codegen.kernels.common.hooks import Hooks
+from fa4flex.codegen.kernels.common.shares import Collector, sums_of, targets
 from fa4flex.codegen.kernels.common.softmax import LOG2_E
 from fa4flex.codegen.kernels.common.transposed import Slab
 
@@ -88,22 +89,26 @@ class Consumer:
         cute.arch.mbarrier_wait(pipes.k_full, 0)
         cute.arch.mbarrier_wait(pipes.v_full, 0)
         count = Int32(0)
+        sums = sums_of(self.hooks.shares)
         for g in cutlass.range(group, unroll=1):
             h = work.kv_head * group + g
             slab = self.slab(arguments, work, h, heads, warpgroup_index, lane)
             queries = self.course.queries(work, h, arguments)
+            collector = self.collector(arguments, slab, sums, thread)
+            collector.begin()
             for i in cutlass.range(queries.masked_count, unroll=1):
                 places = (query_tile_at(queries, i), lane, warpgroup_index, count % 2)
-                self.step((mmas, operands, slab), shared, pipes, (q_state, do_state), places, True)
+                self.step((mmas, operands, collector), shared, pipes, (q_state, do_state), places, True)
                 q_state.advance()
                 do_state.advance()
                 count += 1
             for i in cutlass.range(queries.masked_count, queries.count, unroll=1):
                 places = (query_tile_at(queries, i), lane, warpgroup_index, count % 2)
-                self.step((mmas, operands, slab), shared, pipes, (q_state, do_state), places, False)
+                self.step((mmas, operands, collector), shared, pipes, (q_state, do_state), places, False)
                 q_state.advance()
                 do_state.advance()
                 count += 1
+            collector.finish()
         self.store(arguments.dv, mmas.dv, operands.dv, work, (lane, warpgroup_index), Float32(1.0))
         self.store(arguments.dk, mmas.dk, operands.dk, work, (lane, warpgroup_index), arguments.scale)
 
@@ -140,10 +145,18 @@ class Consumer:
         columns = tuple(8 * (c // 2) + c % 2 for c in range(self.config.tile_m // 4))
         return Slab(at, first, (0, 8), columns)
 
+    def collector(
+        self, arguments: BackwardArguments, slab: Slab, sums: tuple[cute.Tensor, ...], thread: Int32
+    ) -> Collector:
+        """A query head's shares in the gradients of captured tensors."""
+        number = cute.arch.block_idx()[0] * (4 * self.config.consumers) + thread // 32
+        where = targets(tuple(arguments.gradients), number)
+        return Collector(self.hooks.shares, slab, where, sums, thread % 32)
+
     @cute.jit
     def step(
         self,
-        given: cutlass.Constexpr[tuple[Mmas, Operands, Slab]],
+        given: cutlass.Constexpr[tuple[Mmas, Operands, Collector]],
         shared: cutlass.Constexpr[Shared],
         pipes: cutlass.Constexpr[Pipes],
         states: tuple[pipeline.PipelineState, pipeline.PipelineState],
@@ -151,7 +164,8 @@ class Consumer:
         masked: cutlass.Constexpr[bool],
     ) -> None:
         """One tile of queries."""
-        mmas, operands, slab = given
+        mmas, operands, collector = given
+        slab = collector.slab
         q_state, do_state = states
         tile, lane, w, parity = places
         config = self.config
@@ -167,9 +181,11 @@ class Consumer:
         grid, d_grid = rows_and_columns(scores), rows_and_columns(dprob)
         q_first = tile * config.tile_m + lane % 4 * 2
         slopes = slab.slopes(self.hooks, grid, q_first, masked)
+        weights = collector.early(grid, q_first, masked)
         self.probabilities(grid, slab, (lse2, lane), q_first, masked)
         p = self.narrowed(scores, shared.q.element_type)
-        for (r, c), slope in ({} if slopes is None else slopes).items():
+        late = collector.unscaled
+        for (r, c), slope in ({} if slopes is None or late else slopes).items():
             grid[r, c] = grid[r, c] * slope
         multiply(mmas.dv, operands.dv, p, operands.dout_t[None, None, None, do_stage], True)
         warpgroup.wait_group(1)
@@ -178,6 +194,10 @@ class Consumer:
             for r in cutlass.range_constexpr(2):
                 for i in cutlass.range_constexpr(2):
                     d_grid[r, c + i] = grid[r, c + i] * (d_grid[r, c + i] - delta[i])
+        collector.take(False, d_grid, q_first, masked, weights)
+        for (r, c), slope in (slopes if slopes is not None and late else {}).items():
+            d_grid[r, c] = d_grid[r, c] * slope
+        collector.take(True, d_grid, q_first, masked, weights)
         ds = self.narrowed(dprob, shared.q.element_type)
         self.share(shared.ds[None, None, parity], mmas.scores, ds, lane, w)
         # Its operand's registers are needed for what follows.
