@@ -30,7 +30,7 @@ from fa4flex.codegen.kernels.common.fragment import as_operand, multiply, narrow
 from fa4flex.codegen.kernels.common.hooks import Hooks
 from fa4flex.codegen.kernels.common.shares import Collector, sums_of, targets
 from fa4flex.codegen.kernels.common.softmax import LOG2_E
-from fa4flex.codegen.kernels.common.transposed import Slab
+from fa4flex.codegen.kernels.common.transposed import Slab, Slopes
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,8 @@ class Consumer:
         self.config = config
         self.hooks = hooks
         self.course = course
+        self.late = any(not share.scaled for share in hooks.shares)
+        """Whether slopes come in after what modified scores add to captured tensors was taken."""
 
     @cute.jit
     def run(
@@ -181,11 +183,10 @@ class Consumer:
         grid, d_grid = rows_and_columns(scores), rows_and_columns(dprob)
         q_first = tile * config.tile_m + lane % 4 * 2
         slopes = slab.slopes(self.hooks, grid, q_first, masked)
-        weights = collector.early(grid, q_first, masked)
+        early = collector.early(grid, q_first, masked)
         self.probabilities(grid, slab, (lse2, lane), q_first, masked)
         p = self.narrowed(scores, shared.q.element_type)
-        late = collector.unscaled
-        for (r, c), slope in ({} if slopes is None or late else slopes).items():
+        for (r, c), slope in ({} if slopes is None or self.late else slopes).items():
             grid[r, c] = grid[r, c] * slope
         multiply(mmas.dv, operands.dv, p, operands.dout_t[None, None, None, do_stage], True)
         warpgroup.wait_group(1)
@@ -194,10 +195,8 @@ class Consumer:
             for r in cutlass.range_constexpr(2):
                 for i in cutlass.range_constexpr(2):
                     d_grid[r, c + i] = grid[r, c + i] * (d_grid[r, c + i] - delta[i])
-        collector.take(False, d_grid, q_first, masked, weights)
-        for (r, c), slope in (slopes if slopes is not None and late else {}).items():
-            d_grid[r, c] = d_grid[r, c] * slope
-        collector.take(True, d_grid, q_first, masked, weights)
+        later = slopes if slopes is not None and self.late else {}
+        self.take_captured(collector, d_grid, later, (q_first, masked), early)
         ds = self.narrowed(dprob, shared.q.element_type)
         self.share(shared.ds[None, None, parity], mmas.scores, ds, lane, w)
         # Its operand's registers are needed for what follows.
@@ -232,6 +231,21 @@ class Consumer:
                     grid[r, c + i] = cute.math.exp2(x, fastmath=True)
         if masked:
             slab.mask(self.hooks, grid, q_first)
+
+    def take_captured(
+        self,
+        collector: Collector,
+        ds: cute.Tensor,
+        slopes: Slopes,
+        places: tuple[Int32, bool],
+        early: dict[int, Slopes],
+    ) -> None:
+        """What a tile adds to captured tensors. ds (row, column), of modified scores, becomes that of scaled
+        ones, where `slopes` were left for here."""
+        collector.take(False, ds, *places, early)
+        for (r, c), slope in slopes.items():
+            ds[r, c] = ds[r, c] * slope
+        collector.take(True, ds, *places, early)
 
     def narrowed(self, acc: cute.Tensor, kind: Any) -> cute.Tensor:
         """16-bit numbers, as the A operand of a next product."""

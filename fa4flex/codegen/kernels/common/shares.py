@@ -90,11 +90,6 @@ class Collector:
     sums: tuple[cute.Tensor, ...]
     lane: Int32
 
-    @property
-    def unscaled(self) -> bool:
-        """Whether some shares take gradients of modified scores: those before the slope comes in."""
-        return any(not share.scaled for share in self.shares)
-
     def begin(self) -> None:
         for x in self.sums:
             x.fill(0.0)
