@@ -227,12 +227,12 @@ def _on_gpu(
     """
     (dout, dlse), (out, lse, *_), lengths = given
     program, scalars, scale = plain
-    if not needs and dout.dtype == out.dtype == qkv[0].dtype:
+    if dout.dtype == out.dtype == qkv[0].dtype:
         some = NO_LENGTHS if all(x is None for x in lengths) else lengths
         call = Call(*qkv, tuple(operands), sinks, some, tuple(scalars), scale, True, ("lse",))  # type: ignore[arg-type]
-        found = run_backward(engine(program), call, Saved(out, lse, dout, dlse))
+        found = run_backward(engine(program), call, Saved(out, lse, dout, dlse), needs)
         if found is not None:
-            return [x for x in found if x is not None]
+            return [x for x in (*found[:4], *found.captured) if x is not None]
     whole = out, lse, lse, (lse > -torch.inf).to(lse.dtype)
     published = _published[program]
     with torch.device("cpu"):

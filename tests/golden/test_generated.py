@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from fa4flex.codegen.build import build
-from fa4flex.codegen.emit import emit_forward
+from fa4flex.codegen.emit import emit_backward, emit_forward
 from fa4flex.codegen.emit.module import Captions
+from fa4flex.codegen.kernels.bwd_sm90.config import Config as BackwardConfig
 from fa4flex.codegen.kernels.fwd_sm90.config import Config
 from fa4flex.variant import compose
 from fa4flex.variants import (
@@ -24,6 +25,7 @@ from fa4flex.variants import (
     natten,
     sliding_window,
     softcap,
+    t5_bias,
 )
 
 IDS = torch.arange(8, dtype=torch.int32) // 3
@@ -55,5 +57,34 @@ def test_generated(name: str, golden: Callable[[str], None]) -> None:
     text = emit_forward(program.facts, plan, captions, origins).text
     assert text.count("\n") <= LONGEST
     assert max(map(len, text.splitlines())) <= 130
+    golden(without_places(text))
+
+
+def without_places(text: str) -> str:
+    """Nor the configuration."""
     without_config = re.sub(r"CONFIG = Config\(.*?\n\)\n", "", text, flags=re.DOTALL)
-    golden(re.sub(r"(\.py):\d+", r"\1", without_config))
+    return re.sub(r"(\.py):\d+", r"\1", without_config)
+
+
+LEARNED: dict[str, tuple[str, dict[str, Any]]] = {
+    "capped slopes": ("sum", {"score_mod": alibi(torch.ones(4)) >> softcap(30.0)}),
+    "relative table": ("sum", {"score_mod": learned_bias(torch.zeros(4, 15))}),
+    "dense bias": ("once", {"score_mod": learned_bias(torch.zeros(2, 4, 8, 8))}),
+    "buckets": ("sum", {"score_mod": t5_bias(torch.zeros(32, 4))}),
+}
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_backward_of_captured_tensors(name: str, golden: Callable[[str], None]) -> None:
+    """What pairs add to their gradients, and where."""
+    adding, composition = LEARNED[name]
+    program = build(compose(**composition))
+    (slot,) = {term.slot for term in program.facts.gradient.captured}
+    given = {"in_range": True, "wide_index": False, "positive_scale": True, "mask_form": "none"}
+    plan = SimpleNamespace(
+        problem=SimpleNamespace(**given, gradients=((slot, adding),)),
+        target=SimpleNamespace(name="sm_90a", family="sm90"),
+        config=lambda: BackwardConfig(128, 128),
+    )
+    captions = Captions(name, [x.name for x in program.operands], program.scalar_names)
+    golden(without_places(emit_backward(program.facts, plan, captions).text))

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+import captured_cases
 import pytest
 import torch
 from cuda_cases import DEVICE, FEW, VARIANTS, Composition, Draw, Sizes, compiled, oracle_takes, plain, worst
 from torch import Tensor
 
 from fa4flex import reference
+from fa4flex.runtime import ops
 
 pytestmark = [
     pytest.mark.gpu,
@@ -102,3 +104,25 @@ def test_keys_and_values_repeat_bit_for_bit() -> None:
     for _ in range(20):
         again = gradients(lambda *x: attn(*x, return_lse=True), qkv, upstream)
         assert torch.equal(again[1], first[1]) and torch.equal(again[2], first[2])
+
+
+@pytest.mark.parametrize("dim", [64, 128], ids=lambda d: f"d{d}")
+@pytest.mark.parametrize("name", captured_cases.CASES)
+def test_captured(name: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of captured tensors too, by the kernel."""
+    if DEVICE is not None and DEVICE.type == "cuda":
+        monkeypatch.delattr(ops, "_blockwise_backward")
+    grid = captured_cases.Grid(2, 4, 517, 701)
+    composition, leaves = captured_cases.CASES[name](grid)
+    sizes = Sizes(*grid[:2], 2, *grid[2:]).wide(dim)
+    upstream = torch.randn(*grid[:3], dim, dtype=sizes.dtype), torch.randn(grid[:3])
+    qkv, attn = sizes.qkv(), compiled(**composition)
+    found, exact, same = (
+        captured_cases.gradients(forward, inputs, leaves, upstream)
+        for forward, inputs in (
+            (lambda *x: attn(*x, return_lse=True), qkv),
+            (lambda *x: reference.attention(*x, **composition), [x.double() for x in qkv]),
+            (lambda *x: captured_cases.plain(composition, *x), qkv),
+        )
+    )
+    captured_cases.judge(name, found, exact, same)

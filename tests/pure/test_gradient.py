@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fa4flex.codegen.analyze.gradient import RULES, classify, score_gradient
+from fa4flex.codegen.analyze.gradient import RULES, classify, quotient, score_gradient, written_once
 from fa4flex.codegen.evaluate import Captured, evaluate
 from fa4flex.codegen.expr import ELEMENTWISE, Expr, apply, const, load, reduce, round_to, sym, to_float
 
@@ -240,6 +240,38 @@ def difference(*, times: int = 1) -> Expr:
 )
 def test_patterns(index: tuple[Expr, ...], pattern: str) -> None:
     assert classify(index) == pattern
+
+
+B = sym("b")
+
+
+@pytest.mark.parametrize(
+    ("index", "alone", "once"),
+    [
+        ((B, H, Q, KV), (), True),
+        ((KV, const(0), H, Q, B), (), True),
+        ((H, Q, KV), (), False),
+        ((H, Q, KV), ("b",), True),
+        ((B, apply("floordiv", H, const(2)), Q, KV), (), False),
+        ((B, H, Q, apply("sub", Q, KV)), (), False),
+        ((B, H, Q, KV, apply("sub", Q, KV)), (), False),
+    ],
+)
+def test_elements_of_one_pair(index: tuple[Expr, ...], alone: tuple[str, ...], once: bool) -> None:
+    found = score_gradient(apply("add", SCORE, load(0, index, "float"))).captured
+    assert written_once(found, alone) == once
+    assert not written_once(found * 2, ("b", "h"))
+
+
+def test_what_a_slope_is_multiplied_by() -> None:
+    """Inside a soft cap, derivatives by captured tensors are the slope times something without scores."""
+    slope_of_head = load(0, (H,), "float")
+    inner = apply("add", SCORE, apply("mul", slope_of_head, to_float(apply("sub", KV, Q))))
+    gradient = score_gradient(apply("tanh", inner))
+    (term,) = gradient.captured
+    rest = quotient(term.value, gradient.by_score)
+    assert rest is to_float(apply("sub", KV, Q))
+    assert quotient(rest, gradient.by_score) is None
 
 
 def test_an_angle_at_the_origin_has_no_slope() -> None:

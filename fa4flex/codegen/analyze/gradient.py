@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -316,6 +316,33 @@ def classify(index: tuple[Expr, ...]) -> Pattern:
     if moves == {"kv"}:
         return "constant in q"
     return "diagonal" if all(map(_by_difference, index)) else "general"
+
+
+def written_once(terms: Sequence[CapturedGradient], alone: Collection[str] = ()) -> bool:
+    """Whether no two pairs of a launch read the same element of a tensor, whose only contributions these are:
+    q and kv stand in its index by themselves, and so do b and h, unless they are among `alone`, of which a
+    launch has a single value."""
+    if len(terms) != 1 or terms[0].axes:
+        return False
+    index = terms[0].index
+    plain = [i.value for i in index if i.op == "sym"]
+    moving = [i for i in index if i.free & {"q", "kv"}]
+    return len(moving) == 2 and {"b", "h", "q", "kv"} - set(alone) <= set(plain)
+
+
+def quotient(x: Expr, by: Expr) -> Expr | None:
+    """What times `by` is `x`, where `by` is one of its factors."""
+    if x is by:
+        return ONE
+    if x.op == "mul":
+        for one, other in (x.args, x.args[::-1]):
+            rest = quotient(one, by)
+            if rest is not None:
+                return _times(rest, other)
+    if x.op == "neg":
+        rest = quotient(x.args[0], by)
+        return None if rest is None else _neg(rest)
+    return None
 
 
 def _by_difference(x: Expr) -> bool:

@@ -88,6 +88,15 @@ class Lowering:
         self._here = None
         return found
 
+    def place(self, slot: int, index: tuple[Expr, ...], around: Expr) -> tuple[Expr, ...]:
+        """The index of an element of operand `slot`, whose gradient analysis derived from `around`."""
+        self._here = self._origins.get(around)
+        found = self._index(slot, index)
+        for i in found:
+            self.credit(i)
+        self._here = None
+        return found
+
     def _values_of(self, xs: Iterable[Expr]) -> tuple[Expr, ...]:
         return tuple(self.value(x) for x in xs)
 

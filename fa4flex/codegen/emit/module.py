@@ -12,6 +12,7 @@ from fa4flex.codegen.emit.lower import Lowering
 from fa4flex.codegen.emit.nodes import RATES, SCALE, Rate, device
 from fa4flex.codegen.emit.printer import Names, Printer
 from fa4flex.codegen.emit.scale import in_units
+from fa4flex.codegen.emit.shares import LoweredShare, lowered_shares
 from fa4flex.codegen.emit.source import Source
 from fa4flex.codegen.emit.steps import with_steps
 from fa4flex.codegen.emit.vectors import with_vectors
@@ -106,10 +107,28 @@ class _Module:
             self._roots["mask"] = self._lowering.value(facts.mask)
         elif problem.mask_form == "spans":
             self._spans = self._lowered_spans(facts)
-        for rewrite in (with_vectors, with_steps) if which.pairs else (with_steps,):
-            self._roots = {name: rewrite(root, self._lowering.came) for name, root in self._roots.items()}
-        self._needs = {name: cut([root], _rate_of(name)) for name, root in self._roots.items()}
+        self._shares = self._named_shares(facts) if which.slope else {}
+        for name, share in self._shares.items():
+            if share.weight is not None:
+                self._roots[f"{name}_weight"] = share.weight
+        self._roots = {name: self._rewritten(root) for name, root in self._roots.items()}
+        self._needs = {name: cut([root], _rate_of(name, root)) for name, root in self._roots.items()}
+        self._needs |= {f"{name}_place": cut(share.place, share.at) for name, share in self._shares.items()}
         self._named = self._names_of_shared_values()
+
+    def _rewritten(self, root: Expr) -> Expr:
+        came, pairs = self._lowering.came, self._pass.pairs
+        return with_steps(with_vectors(root, came) if pairs else root, came, pairs)
+
+    def _named_shares(self, facts: Facts) -> dict[str, LoweredShare]:
+        """After the tensors whose gradients they make."""
+        found: dict[str, LoweredShare] = {}
+        for share in lowered_shares(facts, self._plan.problem.gradients, self._lowering):
+            base = name = self._printer.names.tensor(share.slot)
+            while name in found:
+                name = f"{base}_{sum(other.slot == share.slot for other in found.values()) + 1}"
+            found[name] = share
+        return found
 
     def _lowered_spans(self, facts: Facts) -> tuple[Span, ...]:
         if facts.keys is None:
@@ -177,12 +196,23 @@ class _Module:
             for level in ARGUMENT_RATES:
                 shared = tuple(self._needs[name][level])
                 found += [Function(f"{name}_{level}", level, shared, name)] * bool(shared)
-            found.append(Function(name, _rate_of(name), (root,), name, "one"))
+            found.append(Function(name, _rate_of(name, root), (root,), name, "one"))
+        for name, share in self._shares.items():
+            found += self._place_functions(f"{name}_place", share)
         if self._factor is not None:
             found.append(Function("factor", "row", (self._factor,), returns="one"))
         if self._spans:
             found.append(Function("spans", "row", tuple(self._span_ends()), returns="spans"))
         return found
+
+    def _place_functions(self, name: str, share: LoweredShare) -> list[Function]:
+        slower = [level for level in ARGUMENT_RATES if self._needs[name][level]]
+        found = [
+            Function(f"{name}_{level}", level, tuple(self._needs[name][level]), name) for level in slower
+        ]
+        # A function at the rate "uniform" computes what all others share; this one is called with that.
+        here: Rate = "row" if share.at == "uniform" else share.at
+        return [*found, Function(name, here, share.place, name)]
 
     def _text(self, function: Function) -> list[str]:
         provided: dict[Rate, Sequence[Expr]] = {}
@@ -195,7 +225,8 @@ class _Module:
             return function.text(self._printer, self._lowering.came, provided, self._named, self._spans)
 
     def _docstring(self) -> str:
-        given = [*self._roots, *["spans"] * bool(self._spans)]
+        places = [f"{name}_place" for name in self._shares]
+        given = [*self._roots, *["spans"] * bool(self._spans), *places]
         hooks = ", ".join(given) or "no hooks: the scaled product over every key"
         return (
             f'"""{self._captions.title}: {self._pass.word} for {self._plan.target.name}. Hooks: {hooks}."""\n'
@@ -206,7 +237,8 @@ class _Module:
         types = sorted(used & set(_DEVICE_TYPES))
         helpers = sorted(used - set(_DEVICE_TYPES))
         lines = [f"from cutlass import {', '.join(types)}", ""] if types else []
-        hooks = "Hooks, Pointwise" if self._roots else "Hooks"
+        hooks = "Hooks, Pointwise" if self._roots or self._shares else "Hooks"
+        hooks += ", Share" * bool(self._shares)
         lines.append(f"from fa4flex.codegen.kernels.common.hooks import {hooks}")
         if helpers:
             lines += _call("from fa4flex.codegen.kernels.common.math import ", helpers)
@@ -217,16 +249,34 @@ class _Module:
 
     def _hooks(self) -> list[str]:
         items = ["uniform=uniform"] if self._uniform() else []
-        for name in self._roots:
-            rates = [f"{level}={name}_{level}" for level in ARGUMENT_RATES if self._needs[name][level]]
-            items.append(f"{name}=Pointwise({', '.join([name, *rates])})")
+        weights = [f"{name}_weight" for name in self._shares]
+        items += [f"{name}={self._pointwise(name)}" for name in self._roots if name not in weights]
         items += ["factor=factor"] * (self._factor is not None) + ["spans=spans"] * bool(self._spans)
-        return _call("HOOKS = Hooks", items)
+        lines = []
+        for name, share in self._shares.items():
+            rate = "once" if share.once else share.at
+            given = [str(share.which), repr(rate).replace("'", '"'), self._pointwise(f"{name}_place")]
+            if share.weight is not None:
+                given.append(f"weight={self._pointwise(f'{name}_weight')}")
+            given += ["scaled=True"] * share.scaled
+            if share.once:
+                given.append(f"axes={share.axes}")
+            lines += _call(f"{name}_share = Share", given)
+        shares = [f"{name}_share" for name in self._shares]
+        items += [f"shares=({', '.join(shares)},)"] * bool(shares)
+        return [*lines, *_call("HOOKS = Hooks", items)]
+
+    def _pointwise(self, name: str) -> str:
+        given = [f"{level}={name}_{level}" for level in ARGUMENT_RATES if self._needs[name][level]]
+        if name.endswith("_weight") and "score" in self._roots[name].free:
+            given.append("scored=True")
+        return f"Pointwise({', '.join([name, *given])})"
 
 
-def _rate_of(hook: str) -> Rate:
+def _rate_of(hook: str, root: Expr) -> Rate:
     """Only some hooks are called where there is a score."""
-    return "element" if hook in ("score", "slope") else "pair"
+    wanted = hook in ("score", "slope") or (hook.endswith("_weight") and "score" in root.free)
+    return "element" if wanted else "pair"
 
 
 def _config(config: Any) -> list[str]:

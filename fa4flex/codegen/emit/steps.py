@@ -12,14 +12,15 @@ from fa4flex.codegen.expr import Expr, apply, const, substitute, walk
 from fa4flex.errors import Origin
 
 
-def with_steps(root: Expr, came: dict[Expr, Origin | None]) -> Expr:
-    """`root` with what is linear in an index written by steps, from the same lines (`came`)."""
+def with_steps(root: Expr, came: dict[Expr, Origin | None], pairs: bool = True) -> Expr:
+    """`root` with what is linear in an index written by steps, from the same lines (`came`). `pairs`: a
+    thread's keys begin at an even one, so that neighbours may be loaded at once."""
     memo: dict[Expr, Expr] = {}
     for node in walk(root):
         args = tuple(memo[a] for a in node.args)
         found = _linear(node.op, args) if node.kind == "float" else None
         if found is None and node.op == "load":
-            found = _near(node, args)
+            found = _near(node, args, pairs)
         memo[node] = found or device(node.op, *args, value=node.value, kind=node.kind)
         _credit(memo[node], came, came.get(node))
     return memo[root]
@@ -66,7 +67,7 @@ def _plus(rest: Expr, y: Expr, subtract: bool) -> Expr:
 # --- loads ----------------------------------------------------------------------------------------------
 
 
-def _near(load: Expr, index: tuple[Expr, ...]) -> Expr | None:
+def _near(load: Expr, index: tuple[Expr, ...], pairs: bool) -> Expr | None:
     """`near` in place of a load whose index moves with the key by steps."""
     bases, steps = [], []
     for i in index:
@@ -78,7 +79,7 @@ def _near(load: Expr, index: tuple[Expr, ...]) -> Expr | None:
         steps.append((count, None if symbol is None else symbol.value))
     if not any(count for count, _ in steps):
         return None
-    even = index[-1] is KV and not any(count for count, _ in steps[:-1])
+    even = pairs and index[-1] is KV and not any(count for count, _ in steps[:-1])
     return device("near", *bases, value=(load.value, tuple(steps), even), kind=load.kind)
 
 

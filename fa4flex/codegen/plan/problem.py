@@ -11,6 +11,7 @@ from fa4flex.errors import InputError, UnsupportedError
 Half = Literal["bfloat16", "float16"]
 Lengths = Literal["dense", "packed", "used"]
 MaskForm = Literal["none", "spans", "tables"]
+Adding = Literal["sum", "once", "once in pairs"]
 STATISTICS = ("lse", "max_scores")
 WIDEST = 256
 """The widest head: one matrix instruction makes at most 256 columns of the output."""
@@ -36,6 +37,9 @@ class Problem:
     few_queries            no sequence has more queries than `Target.few_queries`; False is always right
     many_queries           every sequence has more queries than `Target.many_queries`; False is always right
     sloped                 of backward passes: the modified score's derivative by the scaled one is not 1
+    gradients              of backward passes: the slots of captured tensors whose gradients are asked for,
+                           and whether elements are a "sum" or written "once", float32 like sums, or 16 bits
+                           wide "once in pairs" of keys
 
     Raises UnsupportedError for dtypes and widths that no kernel has, InputError for what is not a value.
     """
@@ -55,6 +59,7 @@ class Problem:
     few_queries: bool = False
     many_queries: bool = False
     sloped: bool = False
+    gradients: tuple[tuple[int, Adding], ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("dtype", "out_dtype"):
@@ -67,6 +72,8 @@ class Problem:
             _require_one_of(name, getattr(self, name), (True, False))
         _require_statistics(self.statistics)
         _require_operands(self.operands)
+        for _, adding in self.gradients:
+            _require_one_of("gradients", adding, get_args(Adding))
 
     @property
     def itemsize(self) -> int:
@@ -86,6 +93,7 @@ class Problem:
         )
         extras = ["few queries"] * self.few_queries + ["many queries"] * self.many_queries
         extras += [f"{len(self.operands)} captured tensors"] * bool(self.operands) + ["sinks"] * self.sinks
+        extras += [f"gradients of {len(self.gradients)} of these"] * bool(self.gradients)
         parts = [f"heads of {heads}", self.dtype, f"{self.lengths} lengths", _MASKS[self.mask_form], *extras]
         return ", ".join(parts)
 

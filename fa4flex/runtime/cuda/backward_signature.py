@@ -11,6 +11,7 @@ from fa4flex.codegen.kernels.common.backward import ROW_BLOCK, BackwardArguments
 from fa4flex.codegen.kernels.small.convert import Convert, ConvertArguments
 from fa4flex.codegen.kernels.small.statistics import Statistics, StatisticsArguments
 from fa4flex.runtime.cuda.signature import (
+    DTYPES,
     fake_lengths,
     fake_numbers,
     fake_operands,
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 ENTRY_ARGUMENTS = (
     "q", "k", "v", "out", "dout", "lse", "dlse", "lse2", "delta", "dq_sum", "dq", "dk", "dv",
-    "seqused_q", "seqused_k", "tables", "operands", "scalars", "scale",
+    "seqused_q", "seqused_k", "tables", "operands", "scalars", "scale", "gradients",
 )  # fmt: skip
 
 
@@ -59,13 +60,15 @@ def entry_point(kernel: Any, problem: Problem, signature: Signature) -> Any:
         operands: Any,
         scalars: Any,
         scale: Float32,
+        gradients: Any,
         stream: Any,
     ) -> None:
         q, k, v, out, dout = logical(q), logical(k), logical(v), logical(out), logical(dout)
         dq, dk, dv = logical(dq), logical(dk), logical(dv)
         statistics(StatisticsArguments(out, dout, lse, dlse, lse2, delta, seqused_q), stream)
         rest = (seqused_q, seqused_k, tables, tuple_of(operands), tuple_of(scalars), scale)
-        kernel(BackwardArguments(q, k, v, dout, lse2, delta, dq_sum, dk, dv, *rest), stream)
+        results = (dq_sum, dk, dv, *rest, tuple_of(gradients))
+        kernel(BackwardArguments(q, k, v, dout, lse2, delta, *results), stream)
         convert(ConvertArguments(dq_sum, dq, scale), stream)
 
     return attention_backward
@@ -105,5 +108,17 @@ def fake_arguments(problem: Problem, signature: Signature, config: Any) -> list[
         "operands": fake_operands(problem, signature) or None,
         "scalars": fake_numbers(problem, signature) or None,
         "scale": Float32(1.0),
+        "gradients": fake_gradients(problem) or None,
     }
     return [*(given[name] for name in ENTRY_ARGUMENTS), make_fake_stream(use_tvm_ffi_env_stream=True)]
+
+
+def fake_gradients(problem: Problem) -> tuple[Any, ...]:
+    """[copies, shape...], with even rows where two elements are written at a time."""
+    found = []
+    for slot, adding in problem.gradients:
+        dtype, rank = problem.operands[slot]
+        pairs = adding == "once in pairs"
+        shape = tuple(cute.sym_int32() for _ in range(1 + max(rank, 1)))
+        found.append(fake_plain(DTYPES[dtype] if pairs else Float32, shape, even=pairs))
+    return tuple(found)

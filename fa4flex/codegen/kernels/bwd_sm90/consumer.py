@@ -34,9 +34,10 @@ from fa4flex.codegen.kernels.common.fragment import (
     widened,
 )
 from fa4flex.codegen.kernels.common.hooks import Hooks
+from fa4flex.codegen.kernels.common.shares import Collector, sums_of, targets
 from fa4flex.codegen.kernels.common.softmax import LOG2_E
 from fa4flex.codegen.kernels.common.transfer import release
-from fa4flex.codegen.kernels.common.transposed import Slab
+from fa4flex.codegen.kernels.common.transposed import Slab, Slopes
 
 PART = 16
 """Columns of a tile that are turned into probabilities together, and whose log-sum-exps are read before they
@@ -78,6 +79,8 @@ class Consumer:
         self.hooks = hooks
         self.course = course
         self.together = PART if hooks.slope is None else SLOPED
+        self.late = any(not share.scaled for share in hooks.shares)
+        """Whether slopes come in after what modified scores add to captured tensors was taken."""
 
     @cute.jit
     def run(
@@ -102,22 +105,26 @@ class Consumer:
         cute.arch.mbarrier_wait(pipes.k_full, 0)
         cute.arch.mbarrier_wait(pipes.v_full, 0)
         count = Int32(0)
+        sums = sums_of(self.hooks.shares)
         for g in cutlass.range(group, unroll=1):
             h = work.kv_head * group + g
             slab = self.slab(arguments, work, h, heads, warpgroup_index, lane)
             queries = self.course.queries(work, h, arguments)
+            collector = self.collector(arguments, slab, sums, thread)
+            collector.begin()
             for i in cutlass.range(queries.masked_count, unroll=1):
                 places = (query_tile_at(queries, i), lane, warpgroup_index, count)
-                self.step((mmas, operands, slab), shared, pipes, (q_state, do_state), places, True)
+                self.step((mmas, operands, collector), shared, pipes, (q_state, do_state), places, True)
                 q_state.advance()
                 do_state.advance()
                 count += 1
             for i in cutlass.range(queries.masked_count, queries.count, unroll=1):
                 places = (query_tile_at(queries, i), lane, warpgroup_index, count)
-                self.step((mmas, operands, slab), shared, pipes, (q_state, do_state), places, False)
+                self.step((mmas, operands, collector), shared, pipes, (q_state, do_state), places, False)
                 q_state.advance()
                 do_state.advance()
                 count += 1
+            collector.finish()
         self.store(arguments.dv, mmas.dv, operands.dv, work, (lane, warpgroup_index), Float32(1.0))
         self.store(arguments.dk, mmas.dk, operands.dk, work, (lane, warpgroup_index), arguments.scale)
 
@@ -154,10 +161,18 @@ class Consumer:
         columns = tuple(8 * (c // 2) + c % 2 for c in range(self.config.tile_m // 4))
         return Slab(at, first, (0, 8), columns)
 
+    def collector(
+        self, arguments: BackwardArguments, slab: Slab, sums: tuple[cute.Tensor, ...], thread: Int32
+    ) -> Collector:
+        """A query head's shares in the gradients of captured tensors."""
+        number = cute.arch.block_idx()[0] * (4 * self.config.consumers) + thread // 32
+        where = targets(tuple(arguments.gradients), number)
+        return Collector(self.hooks.shares, slab, where, sums, thread % 32)
+
     @cute.jit
     def step(
         self,
-        given: cutlass.Constexpr[tuple[Mmas, Operands, Slab]],
+        given: cutlass.Constexpr[tuple[Mmas, Operands, Collector]],
         shared: cutlass.Constexpr[Shared],
         pipes: cutlass.Constexpr[Pipes],
         states: tuple[pipeline.PipelineState, pipeline.PipelineState],
@@ -165,7 +180,8 @@ class Consumer:
         masked: cutlass.Constexpr[bool],
     ) -> None:
         """One tile of queries."""
-        mmas, operands, slab = given
+        mmas, operands, collector = given
+        slab = collector.slab
         q_state, do_state = states
         tile, lane, w, count = places
         config = self.config
@@ -182,11 +198,13 @@ class Consumer:
         multiply(mmas.dprob, dprob, operands.v, operands.dout[None, None, None, do_stage], False)
         warpgroup.wait_group(1)
         q_first = tile * config.tile_m + lane % 4 * 2
+        early = collector.early(rows_and_columns(scores), q_first, masked)
         rows = (shared.lse2[None, q_stage], lse2, lane)
-        p, weights = self.probabilities(scores, slab, rows, q_first, masked, shared.q.element_type)
+        p, weights, slopes = self.probabilities(scores, slab, rows, q_first, masked, shared.q.element_type)
         delta = self.statistics(shared.delta[None, do_stage], lane, 0, config.tile_m // 4)
         warpgroup.wait_group(0)
         self.score_gradients(dprob, weights, delta)
+        self.take_captured(collector, rows_and_columns(dprob), slopes, (q_first, masked), early)
         ds = self.narrowed(dprob, shared.q.element_type)
         self.share(shared.ds[None, None, parity], mmas.scores, ds, lane, w)
         # Runs while all warpgroups meet.
@@ -219,13 +237,16 @@ class Consumer:
         q_first: Int32,
         masked: bool,
         kind: Any,
-    ) -> tuple[cute.Tensor, cute.Tensor]:
-        """P' as an operand, and what dP' less its row's sum is multiplied by: P' times the score's slope.
+    ) -> tuple[cute.Tensor, cute.Tensor, Slopes]:
+        """P' as an operand, and what dP' less its row's sum is multiplied by: P' times the score's slope, or
+        P' where slopes are to come in late, which are then returned too.
         `rows`: log-sum-exps in shared memory, those of the first part of the columns, and the lane."""
         shared, lse2, lane = rows
         grid = rows_and_columns(scores)
         p = cute.make_rmem_tensor(as_operand(scores).shape, kind)
-        weights = p if self.hooks.slope is None else cute.make_rmem_tensor(p.shape, kind)
+        sloped = self.hooks.slope is not None and not self.late
+        weights = cute.make_rmem_tensor(p.shape, kind) if sloped else p
+        later: Slopes = {}
         factor = slab.at.scale * LOG2_E if self.hooks.factor is None else self.hooks.factor(slab.at)
         columns = self.config.tile_m // 4
         together = self.together
@@ -234,7 +255,7 @@ class Consumer:
             if first + together < columns:
                 lse2 = self.statistics(shared, lane, first + together, together)
             part = slab.part(first, together)
-            slopes = part.slopes(self.hooks, grid, q_first, masked)
+            slopes = part.slopes(self.hooks, grid, q_first, masked) or {}
             part.modify(self.hooks, grid, q_first, masked)
             for c in range(together):
                 for r in range(2):
@@ -243,11 +264,13 @@ class Consumer:
             if masked:
                 part.mask(self.hooks, grid, q_first)
             self.narrow_columns(scores, p, first, together)
-            if slopes is not None:
+            if sloped:
                 for (r, c), slope in slopes.items():
                     grid[r, c] = grid[r, c] * slope
                 self.narrow_columns(scores, weights, first, together)
-        return p, weights
+            else:
+                later |= slopes
+        return p, weights, later
 
     def narrow_columns(self, acc: cute.Tensor, target: cute.Tensor, first: int, count: int) -> None:
         """Columns of an accumulator to 16 bits. `target` is an operand: its registers have the same order."""
@@ -264,6 +287,21 @@ class Consumer:
             for r in range(2):
                 for i, weight in enumerate(widened(words[c + r], weights.element_type)):
                     grid[r, c + i] = weight * (grid[r, c + i] - delta[c + i])
+
+    def take_captured(
+        self,
+        collector: Collector,
+        ds: cute.Tensor,
+        slopes: Slopes,
+        places: tuple[Int32, bool],
+        early: dict[int, Slopes],
+    ) -> None:
+        """What a tile adds to captured tensors. ds (row, column), of modified scores, becomes that of scaled
+        ones, where `slopes` were left for here."""
+        collector.take(False, ds, *places, early)
+        for (r, c), slope in slopes.items():
+            ds[r, c] = ds[r, c] * slope
+        collector.take(True, ds, *places, early)
 
     def narrowed(self, acc: cute.Tensor, kind: Any) -> cute.Tensor:
         """16-bit numbers, as the A operand of a next product."""

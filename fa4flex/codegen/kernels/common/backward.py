@@ -22,6 +22,7 @@ class BackwardArguments(NamedTuple):
     dq_sum float32 [B, H, R * head_dim], zero at first: dQ / scale by tiles of tile_m rows, each as the
     registers of its matrix products lie.
     tables: by tile of keys, the tiles of queries to visit; pointers [B, H, key tiles + 1].
+    gradients: of captured tensors, [copies, shape...], zero at first; the sum of its copies is a gradient.
     """
 
     q: cute.Tensor
@@ -39,6 +40,7 @@ class BackwardArguments(NamedTuple):
     operands: tuple  # a length would be read from tuple[X, ...]: two
     scalars: tuple
     scale: Float32
+    gradients: tuple = ()
 
 
 class KeyWork(NamedTuple):

@@ -69,13 +69,17 @@ def _pack(low: Float32, high: Float32, name: str, *, loc: Any = None, ip: Any = 
     )
 
 
+def packed(low: Float32, high: Float32, kind: Any) -> Int32:
+    """Two numbers, rounded to a 16-bit dtype, in one register."""
+    return _pack(low, high, "bf16x2" if kind.__name__ == "BFloat16" else "f16x2")
+
+
 def narrow(source: cute.Tensor, target: cute.Tensor) -> None:
     """Round float32 registers to 16 bits, two at a time. The vector conversion does one at a time for most
     sizes, at half the rate."""
-    name = "bf16x2" if target.element_type.__name__ == "BFloat16" else "f16x2"
     pairs = cute.recast_tensor(target, Int32)
     for i in range(cute.size(pairs)):
-        pairs[i] = _pack(source[2 * i], source[2 * i + 1], name)
+        pairs[i] = packed(source[2 * i], source[2 * i + 1], target.element_type)
 
 
 def widened(word: Int32, kind: Any) -> tuple[Float32, Float32]:
@@ -141,6 +145,7 @@ __all__ = [
     "multiply",
     "narrow",
     "numbers",
+    "packed",
     "quad_reduce",
     "rows_and_columns",
     "widened",

@@ -72,13 +72,37 @@ class At:
 
 @dataclass(frozen=True)
 class Pointwise:
-    """A function of every (q, kv) pair, cut by rate. All but `element` return tuples and may be absent."""
+    """A function of every (q, kv) pair, cut by rate. All but `element` return tuples and may be absent.
+    `scored`: of a weight, whether it reads at.score."""
 
     element: Hook
     row: Hook | None = None
     column: Hook | None = None
     diagonal: Hook | None = None
     pair: Hook | None = None
+    scored: bool = False
+
+
+@dataclass(frozen=True)
+class Share:
+    """What every (q, kv) pair adds to the gradient of a captured tensor: the gradient of its modified score,
+    times a weight, at a place.
+
+    which    the position of the tensor's gradient among those that a launch asks for
+    rate     what a place depends on, "uniform", "row", "column", "diagonal" or "pair": pairs of one place are
+             added up before memory is touched. "once": each element belongs to one pair, which writes it
+    place    the element's index, a tuple of integers; called at that rate, "uniform" with at.uniform alone
+    weight   the derivative of the modified score by the element, a Float32; absent: 1
+    scaled   the weight is that of the scaled score's gradient instead: `slope` is in that one
+    axes     of "once": which of the place's integers are at.q and at.kv; the others depend on neither
+    """
+
+    which: int
+    rate: str
+    place: Pointwise
+    weight: Pointwise | None = None
+    scaled: bool = False
+    axes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -92,6 +116,7 @@ class Hooks:
     factor    a positive Float32 that depends on (b, h) alone; absent: at.scale * log2(e)
     mask      whether the pair takes part, a Boolean; absent: all do, or `spans` decides
     spans     the keys of row at.q as a tuple of (lo, hi), half open; None for lo = 0 and for hi = kv_len
+    shares    of backward passes: what pairs add to the gradients of captured tensors
     """
 
     uniform: Hook | None = None
@@ -101,3 +126,4 @@ class Hooks:
     factor: Hook | None = None
     mask: Pointwise | None = None
     spans: Hook | None = None
+    shares: tuple[Share, ...] = ()

@@ -93,10 +93,16 @@ class Slab:
 
     def slopes(self, hooks: Hooks, scores: cute.Tensor, q_first: Int32, guard: bool) -> Slopes | None:
         """What gradients are multiplied by on their way to scores (row, column), which hold q.k here."""
-        if hooks.slope is None:
-            return None
-        places = self.elements(hooks.slope, q_first, guard)
-        return {(r, c): hooks.slope.element(at.but(score=scores[r, c])) for r, c, at in places}
+        return None if hooks.slope is None else self.values(hooks.slope, q_first, guard, scores)
+
+    def values(
+        self, hook: Pointwise, q_first: Int32, guard: bool, scores: cute.Tensor | None = None
+    ) -> Slopes:
+        """Of every element; where there are `scores`, at.score is one."""
+        places = self.elements(hook, q_first, guard)
+        if scores is None:
+            return {(r, c): hook.element(at) for r, c, at in places}
+        return {(r, c): hook.element(at.but(score=scores[r, c])) for r, c, at in places}
 
     def mask(self, hooks: Hooks, probabilities: cute.Tensor, q_first: Int32) -> None:
         """probabilities (row, column): what is not allowed, or past an end, becomes 0."""

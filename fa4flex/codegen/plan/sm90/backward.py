@@ -14,7 +14,7 @@ WIDEST = 128
 TILE = (64, 128)
 WIDE_TILE = (128, 128)
 """Where registers hold 128 queries, operands are read from shared memory less often: narrow heads without
-slopes, which would be kept beside the scores."""
+slopes or captured gradients, which take more."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,5 @@ def plan_hopper_backward(problem: Problem, target: Target) -> HopperBackwardPlan
             "dense heads of at most 64 or of 97 to 128",
             "nothing: gradients are computed in PyTorch operations instead",
         )
-    return HopperBackwardPlan(
-        target, problem, WIDE_TILE if max(widths) <= 64 and not problem.sloped else TILE, *widths
-    )
+    roomy = max(widths) <= 64 and not problem.sloped and not problem.gradients
+    return HopperBackwardPlan(target, problem, WIDE_TILE if roomy else TILE, *widths)

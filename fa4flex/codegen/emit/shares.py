@@ -1,0 +1,82 @@
+"""What pairs add to the gradients of captured tensors, lowered: where, how much, how often that changes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from fa4flex.codegen.analyze.facts import Facts
+from fa4flex.codegen.analyze.gradient import ONE, CapturedGradient, quotient
+from fa4flex.codegen.emit.lower import Lowering
+from fa4flex.codegen.emit.nodes import KV, RATES, Q, Rate, rate
+from fa4flex.codegen.expr import Expr, const, substitute, sym
+from fa4flex.errors import UnsupportedError
+
+MOST = 16
+"""Reads of captured tensors whose gradients one kernel adds up: each takes registers and instructions."""
+
+
+@dataclass(frozen=True)
+class LoweredShare:
+    """See kernels/common/hooks.py: Share. `at` is the rate of `place`; weight None means 1."""
+
+    slot: int
+    which: int
+    at: Rate
+    once: bool
+    place: tuple[Expr, ...]
+    weight: Expr | None
+    scaled: bool
+
+    @property
+    def axes(self) -> tuple[int, int]:
+        """Where the query and the key stand in the place."""
+        return self.place.index(Q), self.place.index(KV)
+
+
+def lowered_shares(
+    facts: Facts, gradients: Sequence[tuple[int, str]], lowering: Lowering
+) -> tuple[LoweredShare, ...]:
+    """Of the slots asked for. Raises UnsupportedError where there are too many reads."""
+    found = []
+    for which, (slot, adding) in enumerate(gradients):
+        for term in facts.gradient.of_slots([slot]):
+            for one in _along_axes(term):
+                found.append(_lowered(facts, one, (which, adding), lowering))
+                if len(found) > MOST:
+                    raise UnsupportedError(
+                        f"gradients of more than {MOST} reads of captured tensors",
+                        f"at most {MOST} in a kernel",
+                        "nothing: gradients are computed in PyTorch operations instead",
+                    )
+    return tuple(found)
+
+
+def _along_axes(term: CapturedGradient) -> Iterator[CapturedGradient]:
+    """One for every value of the axes of reductions around the read."""
+    names = [sym(axis) for axis, _ in term.axes]
+    for point in itertools.product(*(range(extent) for _, extent in term.axes)):
+        values = dict(zip(names, map(const, point), strict=True))
+        index = tuple(substitute(i, values) for i in term.index)
+        yield replace(term, index=index, value=substitute(term.value, values), axes=())
+
+
+def _lowered(
+    facts: Facts, term: CapturedGradient, target: tuple[int, str], lowering: Lowering
+) -> LoweredShare:
+    by_score = facts.gradient.by_score
+    rest = None if by_score is ONE else quotient(term.value, by_score)
+    value = term.value if rest is None else rest
+    weight = None if value is ONE else lowering.value_within(value, facts.score)
+    place = lowering.place(term.slot, term.index, facts.score)
+    which, adding = target
+    return LoweredShare(term.slot, which, _rate_of(place), adding != "sum", place, weight, rest is not None)
+
+
+def _rate_of(place: Sequence[Expr]) -> Rate:
+    """How often a place changes: what moves with the query as well as the key changes for every pair."""
+    rates = {rate(i) for i in place} - {"uniform"}
+    if not rates:
+        return "uniform"
+    return max(rates, key=RATES.index) if len(rates) == 1 else "pair"

@@ -1,0 +1,147 @@
+"""Score mods with learnable tensors, one for each way in which kernels add up gradients; and the same maths
+in plain PyTorch at any dtype, by which errors are judged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fa4flex.primitives.base import call_mod, settle
+from fa4flex.variants import alibi, causal, learned_bias, softcap, t5_bias
+
+
+class Grid(NamedTuple):
+    batch: int
+    heads: int
+    q_len: int
+    kv_len: int
+
+
+Leaves = list[Tensor]
+Make = Callable[[Grid], tuple[dict[str, Any], Leaves]]
+
+
+def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, dtype=dtype).requires_grad_()
+
+
+def scored(mod: Callable[..., Any], *leaves: Tensor, mask: Any = causal) -> tuple[dict[str, Any], Leaves]:
+    """`mod` takes the leaves after the indices."""
+
+    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return mod(score, b, h, q_idx, kv_idx, *leaves)
+
+    return {"score_mod": score_mod, **({} if mask is None else {"mask": mask})}, list(leaves)
+
+
+def slopes(g: Grid) -> tuple[dict[str, Any], Leaves]:
+    given = (torch.rand(g.heads) * 0.2).requires_grad_()
+    return {"score_mod": alibi(given), "mask": causal}, [given]
+
+
+def capped_slopes(g: Grid) -> tuple[dict[str, Any], Leaves]:
+    given = (torch.rand(g.batch, g.heads) * 0.1).requires_grad_()
+    return {"score_mod": alibi(given) >> softcap(20.0), "mask": causal}, [given]
+
+
+def clipped(g: Grid) -> tuple[dict[str, Any], Leaves]:
+    given = leaf(g.heads, 33)
+    return {"score_mod": learned_bias(given), "mask": causal}, [given]
+
+
+def buckets(g: Grid) -> tuple[dict[str, Any], Leaves]:
+    given = leaf(32, g.heads, dtype=torch.bfloat16)
+    return {"score_mod": t5_bias(given), "mask": causal}, [given]
+
+
+def gathered(g: Grid) -> tuple[dict[str, Any], Leaves]:
+    ids = torch.randint(0, 9, (g.q_len, g.kv_len))
+    return scored(lambda s, b, h, q, k, t: s + t[h, ids[q, k]], leaf(g.heads, 9))
+
+
+def strided(g: Grid) -> tuple[dict[str, Any], Leaves]:
+    whole = leaf(g.q_len, 2 * g.heads)
+    table = whole.mT[::2]
+    return scored(lambda s, b, h, q, k: torch.tanh(s) * table[h, q])[0], [whole]
+
+
+def dense(g: Grid) -> tuple[dict[str, Any], Leaves]:
+    table = leaf(g.batch, g.heads, g.q_len, g.kv_len, dtype=torch.bfloat16)
+    return scored(lambda s, b, h, q, k, t: s + t[b, h, q, k], table, mask=None)
+
+
+CASES: dict[str, Make] = {
+    "slopes": slopes,
+    "slopes under a cap": capped_slopes,
+    "temperature": lambda g: scored(lambda s, b, h, q, k, t: s * t, torch.tensor(1.3).requires_grad_()),
+    "per key": lambda g: scored(lambda s, b, h, q, k, t: s + t[b, k], leaf(g.batch, g.kv_len), mask=None),
+    "per query": lambda g: scored(
+        lambda s, b, h, q, k, t: s * torch.sigmoid(t[h, q]), leaf(g.heads, g.q_len)
+    ),
+    "by distance": lambda g: scored(
+        lambda s, b, h, q, k, t: s + t[h, q - k + g.kv_len], leaf(g.heads, g.q_len + g.kv_len), mask=None
+    ),
+    "by distance, from the end": lambda g: scored(
+        lambda s, b, h, q, k, t: s + t[h, q - k], leaf(g.heads, g.q_len + g.kv_len)
+    ),
+    "clipped distance": clipped,
+    "buckets": buckets,
+    "dense": dense,
+    "dense, masked": lambda g: scored(
+        lambda s, b, h, q, k, t: s + 2.0 * t[b, h, q, k], leaf(g.batch, g.heads, g.q_len, g.kv_len)
+    ),
+    "dense of all heads": lambda g: scored(
+        lambda s, b, h, q, k, t: s + t[b, q, k], leaf(g.batch, g.q_len, g.kv_len, dtype=torch.bfloat16)
+    ),
+    "gathered": gathered,
+    "dot of tables": lambda g: scored(
+        lambda s, b, h, q, k, t, u: s + (t[q] * u[k]).sum(-1), leaf(g.q_len, 5), leaf(g.kv_len, 5)
+    ),
+    "read twice": lambda g: scored(
+        lambda s, b, h, q, k, t: s + t[q] * t[k], leaf(max(g.q_len, g.kv_len)), mask=None
+    ),
+    "strided": strided,
+}
+
+
+def gradients(
+    forward: Callable[..., Any], qkv: Sequence[Tensor], leaves: Leaves, upstream: tuple[Tensor, Tensor]
+) -> list[Tensor]:
+    """Of q, k, v and the leaves, through the output and the log-sum-exp of rows that see something."""
+    inputs = [x.detach().requires_grad_() for x in qkv]
+    out, lse = forward(*inputs)
+    dout, dlse = upstream
+    seen = torch.where(lse == -math.inf, 0.0, lse)
+    total = (out * dout.to(out.dtype)).sum() + (seen * dlse.to(lse.dtype)).sum()
+    return list(torch.autograd.grad(total, [*inputs, *leaves]))
+
+
+def plain(composition: dict[str, Any], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """out and lse, every operation but the mod's own in the dtype of q."""
+    batch, heads, q_len, kv_len = *q.shape[:3], k.shape[2]
+    k, v = (x.repeat_interleave(heads // k.shape[1], 1) for x in (k, v))
+    places = [
+        torch.arange(n, device=q.device).view([-1 if i == axis else 1 for i in range(4)])
+        for axis, n in enumerate((batch, heads, q_len, kv_len))
+    ]
+    context = {"q_len": q_len, "kv_len": kv_len, "num_heads": heads}
+    scores = (q @ k.mT) * (1 / math.sqrt(q.shape[-1]))
+    scores = call_mod(settle(composition["score_mod"]), (scores, *places), context).to(q.dtype)
+    if "mask" in composition:
+        allowed = call_mod(settle(composition["mask"]), tuple(places), context)
+        scores = scores.masked_fill(~allowed, -math.inf)
+    return scores.softmax(-1).nan_to_num(0) @ v, scores.logsumexp(-1)
+
+
+def judge(where: str, got: Sequence[Tensor], exact: Sequence[Tensor], same: Sequence[Tensor]) -> None:
+    """At most twice plain PyTorch's error, in the worst element; of gradients that are one number, in which
+    errors may cancel by chance, and where plain PyTorch happens to be exact, a rounding of the largest."""
+    for i, (x, y, z) in enumerate(zip(got, exact, same, strict=True)):
+        assert x.shape == y.shape and not x.isnan().any(), f"{where}: gradient {i}"
+        error, budget = ((a.double() - y.double()).abs().max().item() for a in (x, z))
+        limit = max(2 * budget, 2**-8 * y.double().abs().max().item())
+        assert error <= limit, f"{where}: gradient {i} is off by {error:.3e}, limit {limit:.3e}"

@@ -1,0 +1,56 @@
+"""Gradients of captured tensors by the generated Hopper kernels on the simulated GPU."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from captured_cases import CASES, Grid, gradients, judge, plain
+
+import fa4flex
+from fa4flex import reference
+from fa4flex.primitives.schedule import Schedule
+
+
+def close(name: str, grid: Grid, width: int) -> None:
+    timing, seed = random.choice([("eager", 0), ("late", 1), ("random", random.randrange(99))])
+    where = f"{name}, {grid}, width {width}, {timing} {seed}"
+    composition, leaves = CASES[name](grid)
+    sizes = ((grid.heads, grid.q_len), *[(grid.heads // 2, grid.kv_len)] * 2)
+    qkv = [torch.randn(grid.batch, h, n, width).bfloat16() for h, n in sizes]
+    upstream = torch.randn(*grid[:3], width).bfloat16(), torch.randn(grid[:3])
+    attn = fa4flex.compile(**composition)
+    with fa4flex.simulator.device("sm_90a", seed, timing) as gpu:
+        got = gradients(lambda *x: attn(*x, return_lse=True), qkv, leaves, upstream)
+    assert len(gpu.results) == 4 and not gpu.findings, f"{where}: {gpu.report()}"
+    wide = [x.double() for x in qkv]
+    exact = gradients(lambda *x: reference.attention(*x, **composition), wide, leaves, upstream)
+    same = gradients(lambda *x: plain(composition, *x), qkv, leaves, upstream)
+    judge(where, got, exact, same)
+
+
+@pytest.mark.parametrize("name", random.sample(sorted(CASES), 2))
+def test_some_gradients(name: str) -> None:
+    close(name, Grid(1, 2, random.choice((64, 70, 130)), random.choice((64, 129))), random.choice((64, 128)))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", CASES)
+def test_gradients(name: str) -> None:
+    close(name, Grid(2, 4, 130, 200), 64)
+
+
+def test_deterministic_sums_are_made_in_pytorch() -> None:
+    """Reductions in memory come in any order: no kernel is launched for gradients."""
+    slopes = torch.rand(2).requires_grad_()
+    attn = fa4flex.compile(
+        score_mod=lambda s, b, h, q, k: s + slopes[h] * (k - q), schedule=Schedule(deterministic=True)
+    )
+    qkv = [torch.randn(1, 2, 70, 64).bfloat16() for _ in range(3)]
+    upstream = torch.randn(1, 2, 70, 64).bfloat16(), torch.randn(1, 2, 70)
+    with fa4flex.simulator.device("sm_90a") as gpu:
+        got = gradients(lambda *x: attn(*x, return_lse=True), qkv, [slopes], upstream)
+    assert len(gpu.results) == 1
+    exact = gradients(lambda *x: attn(*x, return_lse=True), [x.double() for x in qkv], [slopes], upstream)
+    assert (got[-1] - exact[-1]).abs().max() <= 2**-6 * exact[-1].abs().max()
