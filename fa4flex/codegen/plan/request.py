@@ -11,7 +11,7 @@ from fa4flex.codegen.plan.problem import Problem
 from fa4flex.codegen.plan.target import Target
 from fa4flex.codegen.plan.work import Work, count_work
 from fa4flex.errors import InputError, UnsupportedError
-from fa4flex.primitives.schedule import Schedule
+from fa4flex.primitives.schedule import NextTile, Schedule
 
 Order = Literal["linear", "longest_first"]
 MOST_SPANS = 2
@@ -36,10 +36,12 @@ BLOCKS = {
 }
 """By whether blocks are persistent, and whether they take tiles from a counter."""
 
+CANCELLING = "one block per tile; those that run take over tiles of those that have not started"
+
 
 @dataclass(frozen=True)
 class Request:
-    """tile                 what the user's schedule asks for, or None
+    """tile, next_tile      what the user's schedule asks for: a tile, or None
     order, why           of tiles of queries
     rescale_threshold    log2 units by which a score may pass the maximum in use before that is raised
     work                 what the hooks cost and keep
@@ -53,6 +55,7 @@ class Request:
     why: str
     rescale_threshold: float
     work: Work
+    next_tile: NextTile = "auto"
 
     @staticmethod
     def of(
@@ -63,7 +66,7 @@ class Request:
         order, why = _order(facts, problem, schedule)
         threshold = _threshold(rescale_threshold, problem)
         work = count_work(facts, problem)
-        return Request(facts, problem, target, schedule.tile, order, why, threshold, work)
+        return Request(facts, problem, target, schedule.tile, order, why, threshold, work, schedule.next_tile)
 
 
 def rescaling(threshold: float) -> str:

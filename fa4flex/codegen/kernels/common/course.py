@@ -27,12 +27,13 @@ class NextTile:
 
 class Course:
     """`config` has tile_m, tile_n, lengths, tables, dynamic and longest_first. `ctas` work on a tile
-    together."""
+    together. `looped`: rows are looked at for their keys in a loop, in fewer registers."""
 
-    def __init__(self, config: Any, hooks: Hooks, ctas: int = 1) -> None:
+    def __init__(self, config: Any, hooks: Hooks, ctas: int = 1, looped: bool = False) -> None:
         self.config = config
         self.hooks = hooks
         self.ctas = ctas
+        self.looped = looped
 
     def first(self) -> Int32:
         """The number of a block's first tile."""
@@ -116,4 +117,4 @@ class Course:
         if arguments.tables is not None:
             return listed(arguments.tables, at, work.tile)
         first_row = work.tile * self.config.tile_m
-        return spanned(self.hooks, at, first_row, self.config.tile_m, self.config.tile_n)
+        return spanned(self.hooks, at, first_row, self.config.tile_m, self.config.tile_n, self.looped)

@@ -55,7 +55,8 @@ def numbers(registers: cute.Tensor) -> list[Float32]:
 
 
 @dsl_user_op
-def _pack(low: Float32, high: Float32, name: str, *, loc: Any = None, ip: Any = None) -> Int32:
+def pack(low: Float32, high: Float32, name: str, *, loc: Any = None, ip: Any = None) -> Int32:
+    """Two numbers rounded to 16 bits, as `name` says: bf16x2 or f16x2."""
     return Int32(
         llvm.inline_asm(
             T.i32(),
@@ -75,7 +76,7 @@ def narrow(source: cute.Tensor, target: cute.Tensor) -> None:
     name = "bf16x2" if target.element_type.__name__ == "BFloat16" else "f16x2"
     pairs = cute.recast_tensor(target, Int32)
     for i in range(cute.size(pairs)):
-        pairs[i] = _pack(source[2 * i], source[2 * i + 1], name)
+        pairs[i] = pack(source[2 * i], source[2 * i + 1], name)
 
 
 def widened(word: Int32, kind: Any) -> tuple[Float32, Float32]:
@@ -141,6 +142,7 @@ __all__ = [
     "multiply",
     "narrow",
     "numbers",
+    "pack",
     "quad_reduce",
     "rows_and_columns",
     "widened",
