@@ -19,7 +19,8 @@ class Schedule:
                    does not demand, sums in any order; forward passes and CPUs are deterministic either way
     order          in which tiles of queries are started: "row_major", "longest_first" (most keys first, for
                    balance between processors) or "auto". It is advice to GPU pipelines; one CPU walks the
-                   tiles one after the other, where order changes neither result nor balance
+                   tiles one after the other, where order changes neither result nor balance. Of ragged
+                   batches, "longest_first" sorts the tiles of all sequences, once per set of lengths
     next_tile      how a block of a GPU that is done finds its next tile of queries: "in_turn", every
                    so-manieth; from a "counter" in global memory, for balance where tiles differ in work; by
                    "launch_control": it cancels a block that has not started and takes over its tile

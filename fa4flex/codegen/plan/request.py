@@ -13,7 +13,7 @@ from fa4flex.codegen.plan.work import Work, count_work
 from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.primitives.schedule import NextTile, Schedule
 
-Order = Literal["linear", "longest_first"]
+Order = Literal["linear", "longest_first", "by_work"]
 MOST_SPANS = 2
 RESCALE = 8.0
 """Log2 units by which a score may pass the maximum in use (FlashAttention-4's threshold)."""
@@ -26,6 +26,7 @@ where sums over 2^31 keys stay finite up to a threshold of 96."""
 ORDERS = {
     "linear": "tiles of queries from the first to the last",
     "longest_first": "tiles of queries from the last, which has most keys, to the first, for balance",
+    "by_work": "tiles of queries sorted by their keys, over all sequences, most first, for balance",
 }
 
 BLOCKS = {
@@ -99,6 +100,8 @@ def check_threshold(given: float, problem: Problem) -> None:
 
 
 def _order(facts: Facts, problem: Problem, schedule: Schedule) -> tuple[Order, str]:
+    if schedule.order == "longest_first" and problem.lengths != "dense":
+        return "by_work", "by_work order: the schedule asks for longest_first, and sequences differ in length"
     if schedule.order != "auto":
         order: Order = "linear" if schedule.order == "row_major" else "longest_first"
         return order, f"{order} order: the schedule asks for it"

@@ -12,7 +12,7 @@ from fa4flex.codegen.kernels.common.arguments import Arguments
 from fa4flex.codegen.kernels.common.fragment import computed_once
 from fa4flex.codegen.kernels.common.hooks import At, Hooks
 from fa4flex.codegen.kernels.common.keys import KeyTiles, listed, spanned
-from fa4flex.codegen.kernels.common.work import Grid, Work, dense_work, packed_work
+from fa4flex.codegen.kernels.common.work import Grid, Work, dense_work, ordered_work, packed_work
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,9 @@ class Course:
         """The tile of a number; not valid past the last."""
         exists = number < grid.total
         number = cutlass.min(number, grid.total - 1)
-        if const_expr(self.config.lengths == "packed"):
+        if const_expr(arguments.order is not None):
+            work = ordered_work(number, grid, arguments)
+        elif const_expr(self.config.lengths == "packed"):
             work = packed_work(number, grid, arguments, self.config.tile_m)
         else:
             work = dense_work(number, grid, arguments, self.config.longest_first)
