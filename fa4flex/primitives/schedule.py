@@ -8,6 +8,7 @@ from typing import Literal, get_args
 from fa4flex.errors import InputError
 
 Order = Literal["auto", "row_major", "longest_first"]
+NextTile = Literal["auto", "in_turn", "counter", "launch_control"]
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,12 @@ class Schedule:
                    does not demand, sums in any order; forward passes and CPUs are deterministic either way
     order          in which tiles of queries are started: "row_major", "longest_first" (most keys first, for
                    balance between processors) or "auto". It is advice to GPU pipelines; one CPU walks the
-                   tiles one after the other, where order changes neither result nor balance
+                   tiles one after the other, where order changes neither result nor balance. Of ragged
+                   batches, "longest_first" sorts the tiles of all sequences, once per set of lengths
+    next_tile      how a block of a GPU that is done finds its next tile of queries: "in_turn", every
+                   so-manieth; from a "counter" in global memory, for balance where tiles differ in work; by
+                   "launch_control": it cancels a block that has not started and takes over its tile
+                   (Blackwell; other GPUs refuse); or "auto". On CPUs nothing is to be balanced
 
     Raises InputError for anything else.
     """
@@ -26,6 +32,7 @@ class Schedule:
     tile: tuple[int, int] | None = None
     deterministic: bool = False
     order: Order = "auto"
+    next_tile: NextTile = "auto"
 
     def __post_init__(self) -> None:
         if self.tile is not None:
@@ -41,3 +48,6 @@ class Schedule:
             raise InputError(f"deterministic={self.deterministic!r}", "True or False", "leave it at False")
         if self.order not in get_args(Order):
             raise InputError(f"order={self.order!r}", f"one of {get_args(Order)}", 'leave it at "auto"')
+        if self.next_tile not in get_args(NextTile):
+            given = f"next_tile={self.next_tile!r}"
+            raise InputError(given, f"one of {get_args(NextTile)}", 'leave it at "auto"')

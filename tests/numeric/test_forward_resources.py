@@ -20,10 +20,6 @@ WORKERS = 2
 MOST_SECONDS = 4.0
 """Of a processor, to trace, compile and inspect a kernel on a machine that has nothing else to do."""
 
-SPILLING = ("sm_100a block_diffusion 192/128", "sm_100a symmetric_window 192/128")
-"""No split of the register file was found that fits both their softmax and their single warps: a few dozen
-bytes."""
-
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl, which exists for Linux"
 )
@@ -70,8 +66,7 @@ def test_forward_kernel(case: Case, kernels: Compiler, pytestconfig: pytest.Conf
     if pytestconfig.getoption("--update-golden"):
         recorded[built.row.key] = built.row
         write(chip, recorded)
-    if case.name not in SPILLING:
-        assert found.spill_bytes == 0 and found.stack_bytes == 0, built.row
+    assert found.spill_bytes == 0 and found.stack_bytes == 0, built.row
     assert not found.ignored, "the compiler dropped what the kernel asks for"
     assert found.shared_bytes == built.planned_bytes <= chip.target.shared_memory
     before = recorded.get(built.row.key)
@@ -106,10 +101,8 @@ def test_the_record_holds_what_a_run_compiles(arch: str) -> None:
 
 @pytest.mark.parametrize("arch", CHIPS)
 def test_nothing_in_the_record_spills(arch: str) -> None:
-    spilling = {
-        f"{arch} {row.kernel} {row.heads}" for row in read(CHIPS[arch]).values() if row.spilled != "0"
-    }
-    assert spilling == {name for name in SPILLING if name.startswith(arch)}
+    spilling = [row for row in read(CHIPS[arch]).values() if row.spilled != "0"]
+    assert not spilling
 
 
 @pytest.mark.parametrize("arch", CHIPS)

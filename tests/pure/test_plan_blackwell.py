@@ -32,7 +32,7 @@ from fa4flex.codegen.plan.order import Trace
 from fa4flex.codegen.plan.pipeline import Barrier, Product
 from fa4flex.codegen.plan.simulate import at_random, round_robin, simulate, trace
 from fa4flex.codegen.plan.sm100.exponential import TABLE, share
-from fa4flex.codegen.plan.sm100.pipeline import CORE, STEPS, forward_pipeline
+from fa4flex.codegen.plan.sm100.pipeline import CORE, STEPS, Handed, forward_pipeline
 from fa4flex.codegen.plan.sm100.registers import NARROW, SPLITS, WIDE
 from fa4flex.codegen.plan.sm100.sharing import lifetimes
 from fa4flex.codegen.plan.sm100.tensor_memory import WHOLE, Columns, Range, lay_out_columns
@@ -65,9 +65,15 @@ def every_plan() -> Iterator[BlackwellPlan]:
 
 
 def sound(
-    tiles: Tiles = TILES, dynamic: bool = False, ragged: bool = False, columns: Columns | None = None
+    tiles: Tiles = TILES,
+    dynamic: bool = False,
+    ragged: bool = False,
+    columns: Columns | None = None,
+    asked: bool = False,
 ) -> Pipeline:
-    return forward_pipeline(tiles, columns or lay_out_columns(tiles, SM100A), dynamic, ragged)
+    """`dynamic`: with a counter; `asked`: with the hardware's answers."""
+    handed: Handed = "answer" if asked else "number" if dynamic else ""
+    return forward_pipeline(tiles, columns or lay_out_columns(tiles, SM100A), handed, ragged)
 
 
 def fault_of(pipeline: Pipeline, *works: list[int]) -> str:
@@ -212,6 +218,35 @@ def test_one_slot_for_the_next_number_is_enough() -> None:
     for short in (1, 4, 14):
         slot = with_ring(sound(dynamic=True), "next", empty_arrivals=short)
         assert "next" in fault_of(slot, [1, 1, 1, 1])
+
+
+def test_an_answer_is_read_by_all_before_the_next_is_asked_for() -> None:
+    """Also by the warp that asks, which must not ask again after a refusal."""
+    pipeline = sound(asked=True)
+    assert fault_of(pipeline) == ""
+    run = trace(pipeline, [4, 1, 3], round_robin())
+    assert sum(str(step).endswith("read next tile 0") for step in run.steps) == 16
+    assert ordered(run, "read next tile 0", "load next tile 1")
+    assert pipeline.ring("next").empty_arrivals == roles.answer_readers(TILES.q_tiles, TILES.out_stages)
+    for short in (1, 15):
+        assert "next" in fault_of(with_ring(pipeline, "next", empty_arrivals=short), [1, 1, 1, 1])
+
+
+@pytest.mark.parametrize(("ctas", "mask_form"), [(1, "spans"), (2, "none")])
+def test_a_schedule_asks_for_launch_control(ctas: int, mask_form: str) -> None:
+    """Pairs of CTAs stay pairs; those that count do not, as each would take a number of its own."""
+    problem = Problem(128, 128, mask_form=mask_form, many_queries=True)  # type: ignore[arg-type]
+    facts = Facts() if mask_form == "none" else CAUSAL
+    plan = plan_forward(facts, problem, SM100A, Schedule(next_tile="launch_control"))
+    assert isinstance(plan, BlackwellPlan) and plan.tiles.ctas == ctas
+    assert plan.cancel and not plan.dynamic and "not started" in plan.explain()
+    assert plan.memory["next"].size == 16 and plan.memory["next"].offset % 16 == 0
+    counted = plan_forward(facts, problem, SM100A, Schedule(next_tile="counter"))
+    assert isinstance(counted, BlackwellPlan) and counted.tiles.ctas == 1 and counted.dynamic
+    in_turn = plan_forward(facts, problem, SM100A, Schedule(next_tile="in_turn"))
+    assert isinstance(in_turn, BlackwellPlan) and not in_turn.dynamic and not in_turn.cancel
+    with pytest.raises(UnsupportedError, match="cannot cancel"):
+        plan_forward(facts, problem, SM90A, Schedule(next_tile="launch_control"))
 
 
 def test_the_first_arrival_at_p_early_stands_for_an_output_that_is_not_there() -> None:

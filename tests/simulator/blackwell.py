@@ -420,7 +420,13 @@ def _vector(numbers: Sequence[int]) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int32)
 
 
-def packed(draw: Draw, width: tuple[int, int], dtype: torch.dtype, used: bool = False) -> Call:
+def packed(
+    draw: Draw,
+    width: tuple[int, int],
+    dtype: torch.dtype,
+    used: bool = False,
+    schedule: Schedule = Schedule(),
+) -> Call:
     """Sequences one after another; with `used`, each has a tail of NaN and infinity."""
     composition = draw.make(LONGEST)
     rows = (
@@ -440,7 +446,7 @@ def packed(draw: Draw, width: tuple[int, int], dtype: torch.dtype, used: bool = 
     ranges = reference.sequence_ranges(cu_q, limits[0]), reference.sequence_ranges(cu_k, limits[1])
     known = oracle_takes(composition)
     return Call(
-        functools.partial(fa4flex.compile(**composition), return_lse=True),
+        functools.partial(fa4flex.compile(**composition, schedule=schedule), return_lse=True),
         qkv,  # type: ignore[arg-type]
         reference.varlen(qkv, ranges, **known),  # type: ignore[arg-type]
         plain_packed(qkv, ranges, known),  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.plan.bound import Bound, Size
 from fa4flex.codegen.plan.memory import Memory
 from fa4flex.codegen.plan.problem import Problem
-from fa4flex.codegen.plan.request import Request
+from fa4flex.codegen.plan.request import Order, Request
 from fa4flex.codegen.plan.sm90.plan import plan_hopper
 from fa4flex.codegen.plan.sm100.plan import plan_blackwell
 from fa4flex.codegen.plan.target import SM90A, Target
@@ -28,6 +28,11 @@ class Plan(Protocol):
     @property
     def tile(self) -> tuple[int, int]:
         """Queries and keys that a block multiplies at once."""
+        ...
+
+    @property
+    def order(self) -> Order:
+        """Of tiles of queries."""
         ...
 
     @property

@@ -20,11 +20,15 @@ ALIGNMENT = 1024
 BARRIER = 8
 """Bytes of one mbarrier."""
 
+ANSWER = 16
+"""Bytes of the hardware's answer to a request for another block's tile."""
+
 NUMBER = 4
 """Bytes of a number: of the next tile, of the first column of tensor memory, or of a row's scale."""
 
 ALIGNMENTS = {
-    **dict.fromkeys(("barriers", "next", "freed"), BARRIER),
+    **dict.fromkeys(("barriers", "freed"), BARRIER),
+    "next": ANSWER,
     **dict.fromkeys(("columns", "scales", "finals"), NUMBER),
 }
 """Of regions that hold no tile."""

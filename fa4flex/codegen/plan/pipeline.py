@@ -52,6 +52,7 @@ WORDS: dict[str, str] = {
 NEXT_WORDS: dict[str, str] = {
     "acquire": "wait until the last number is read", "fill": "publish the next tile's number",
     "wait": "wait for the next tile's number", "read": "read it", "release": "let it be overwritten",
+    "load": "ask for the tile of a block that has not started",
 }  # fmt: skip
 
 RECEIVE: tuple[Action, ...] = ("wait", "read", "release")

@@ -11,9 +11,9 @@ from fa4flex.codegen.plan.problem import Problem
 from fa4flex.codegen.plan.target import Target
 from fa4flex.codegen.plan.work import Work, count_work
 from fa4flex.errors import InputError, UnsupportedError
-from fa4flex.primitives.schedule import Schedule
+from fa4flex.primitives.schedule import NextTile, Schedule
 
-Order = Literal["linear", "longest_first"]
+Order = Literal["linear", "longest_first", "by_work"]
 MOST_SPANS = 2
 RESCALE = 8.0
 """Log2 units by which a score may pass the maximum in use (FlashAttention-4's threshold)."""
@@ -26,6 +26,7 @@ where sums over 2^31 keys stay finite up to a threshold of 96."""
 ORDERS = {
     "linear": "tiles of queries from the first to the last",
     "longest_first": "tiles of queries from the last, which has most keys, to the first, for balance",
+    "by_work": "tiles of queries sorted by their keys, over all sequences, most first, for balance",
 }
 
 BLOCKS = {
@@ -36,10 +37,12 @@ BLOCKS = {
 }
 """By whether blocks are persistent, and whether they take tiles from a counter."""
 
+CANCELLING = "one block per tile; those that run take over tiles of those that have not started"
+
 
 @dataclass(frozen=True)
 class Request:
-    """tile                 what the user's schedule asks for, or None
+    """tile, next_tile      what the user's schedule asks for: a tile, or None
     order, why           of tiles of queries
     rescale_threshold    log2 units by which a score may pass the maximum in use before that is raised
     work                 what the hooks cost and keep
@@ -53,6 +56,7 @@ class Request:
     why: str
     rescale_threshold: float
     work: Work
+    next_tile: NextTile = "auto"
 
     @staticmethod
     def of(
@@ -63,7 +67,7 @@ class Request:
         order, why = _order(facts, problem, schedule)
         threshold = _threshold(rescale_threshold, problem)
         work = count_work(facts, problem)
-        return Request(facts, problem, target, schedule.tile, order, why, threshold, work)
+        return Request(facts, problem, target, schedule.tile, order, why, threshold, work, schedule.next_tile)
 
 
 def rescaling(threshold: float) -> str:
@@ -96,6 +100,8 @@ def check_threshold(given: float, problem: Problem) -> None:
 
 
 def _order(facts: Facts, problem: Problem, schedule: Schedule) -> tuple[Order, str]:
+    if schedule.order == "longest_first" and problem.lengths != "dense":
+        return "by_work", "by_work order: the schedule asks for longest_first, and sequences differ in length"
     if schedule.order != "auto":
         order: Order = "linear" if schedule.order == "row_major" else "longest_first"
         return order, f"{order} order: the schedule asks for it"

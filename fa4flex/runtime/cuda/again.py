@@ -81,7 +81,15 @@ class Again:
         ready = self.ready
         out, lse, largest = (_empty_like(q), None, None) if self.allocate is None else self.allocate(q)
         ready.launch(
-            q, k, v, out, lse, largest, *self.rest, counter(q.get_device()) if ready.counted else None
+            q,
+            k,
+            v,
+            out,
+            lse,
+            largest,
+            *self.rest,
+            counter(q.get_device()) if ready.counted else None,
+            None,
         )
         return out, lse, largest
 

@@ -54,6 +54,7 @@ class Signature:
     unit_strides  per captured tensor, whether its last stride is 1
     dlse          of backward passes: the log-sum-exp has a gradient
     even_rows     per captured tensor, whether its address and all strides but the last are even in elements
+    ordered       of a ragged batch: tiles come in a given order
     """
 
     heads_first: bool = True
@@ -63,3 +64,4 @@ class Signature:
     unit_strides: tuple[bool, ...] = ()
     even_rows: tuple[bool, ...] = ()
     dlse: bool = False
+    ordered: bool = False

@@ -64,7 +64,7 @@ def compile_kernel(
     found = _kernels.get(key)
     if found is not None:
         return found
-    with compiler_lock, _without_collector():
+    with compiler_lock, without_collector():
         found = _kernels.get(key)
         if found is None:
             found = _kernels[key] = _obtain(source, problem, signature, arch, key)
@@ -154,7 +154,7 @@ def build_object(source: Source, problem: Problem, signature: Signature, arch: s
 
 
 @contextlib.contextmanager
-def _without_collector() -> Iterator[None]:
+def without_collector() -> Iterator[None]:
     """Tracing makes objects by the hundred thousand, few of them garbage: looking for that takes a tenth of
     the time."""
     was_on = gc.isenabled()

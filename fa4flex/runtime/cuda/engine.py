@@ -32,6 +32,7 @@ from fa4flex.runtime.cuda.choose import Proved, look, prove, watched
 from fa4flex.runtime.cuda.compile import compile_kernel
 from fa4flex.runtime.cuda.counter import counter
 from fa4flex.runtime.cuda.lengths import check_lengths, version
+from fa4flex.runtime.cuda.order import TileOrder
 from fa4flex.runtime.cuda.rows import tabulate
 from fa4flex.runtime.cuda.tables import BlockTables, dense_tables, ragged_tables
 
@@ -65,6 +66,7 @@ class Ready:
     rows      tables of key intervals, which follow the captured tensors
     gaps      whether there are query rows that no sequence uses, which kernels do not write
     counted   whether blocks take tiles from a counter
+    order     of the tiles of a ragged batch, where they are sorted
     """
 
     launch: Callable[..., None]
@@ -77,6 +79,7 @@ class Ready:
     max_q_len: int
     gaps: bool
     counted: bool
+    order: TileOrder | None = None
 
     def __call__(self, call: Call) -> Results:
         q, k, v, operands, sinks, lengths, _, scale, _, _ = call
@@ -87,6 +90,7 @@ class Ready:
             q, k, v, out, lse, largest, *lengths,
             self.tables, sinks, operands + self.rows or None, self.scalars, scale, self.max_q_len,
             counter(q.get_device()) if self.counted else None,
+            None if self.order is None else self.order(call),
         )  # fmt: skip
         return out, lse, largest
 
@@ -204,7 +208,9 @@ def make_ready(engine: Engine, call: Call) -> Ready:
         facts, rows = tabulate(facts, shape, captured, call.q.device)
     problem = problem_of(engine, call, proved, rows, target)
     plan, source = program(facts, problem, engine.schedule, target)
-    kernel = compile_kernel(source, problem, signature_of(engine, call, rows), target.name)
+    by_work = plan.order == "by_work"
+    signature = replace(signature_of(engine, call, rows), ordered=by_work)
+    kernel = compile_kernel(source, problem, signature, target.name)
     return Ready(
         kernel.launch,
         tuple(map(weakref.ref, engine.watched_tensors(call))),
@@ -216,6 +222,7 @@ def make_ready(engine: Engine, call: Call) -> Ready:
         shape.q_len,
         call.lengths[2] is not None,
         plan.config().dynamic,
+        TileOrder(engine.facts, plan.tile[0], numbers) if by_work else None,
     )
 
 

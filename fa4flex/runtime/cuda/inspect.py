@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from fa4flex.errors import UnsupportedError
 from fa4flex.runtime.cuda.call import Signature
-from fa4flex.runtime.cuda.compile import compiler_lock, trace_and_compile
+from fa4flex.runtime.cuda.compile import compiler_lock, trace_and_compile, without_collector
 
 if TYPE_CHECKING:
     from fa4flex.codegen.emit import Source
@@ -57,7 +57,7 @@ def inspect(
     source: Source, problem: Problem, signature: Signature = Signature(), arch: str = "sm_90a"
 ) -> Inspection:
     """Compile `source` for `arch` and read what the compiler says about it."""
-    with tempfile.TemporaryDirectory(prefix="fa4flex-") as folder, compiler_lock:
+    with tempfile.TemporaryDirectory(prefix="fa4flex-") as folder, compiler_lock, without_collector():
         options = f"--enable-tvm-ffi --gpu-arch {arch} --keep-ptx --keep-cubin --dump-dir={folder}"
         compiled, report = _reported(
             lambda: trace_and_compile(source, problem, signature, f"{options} remarks{{ptx}}")

@@ -66,11 +66,12 @@ def entry_point(kernel: Any, problem: Problem, signature: Signature) -> Any:
         scale: Float32,
         max_q_len: Int32,
         counter: Any,
+        order: Any,
         stream: Any,
     ) -> None:
         q, k, v, out = logical(q), logical(k), logical(v), logical(out)
         lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-        rest = (tables, sinks, tuple_of(operands), tuple_of(scalars), scale, max_q_len, counter)
+        rest = (tables, sinks, tuple_of(operands), tuple_of(scalars), scale, max_q_len, counter, order)
         kernel(Arguments(q, k, v, out, lse, max_scores, *lengths, *rest), stream)
 
     return attention
@@ -109,6 +110,7 @@ def fake_arguments(problem: Problem, signature: Signature, config: Any) -> list[
         "scale": Float32(1.0),
         "max_q_len": Int32(1),
         "counter": fake_plain(Int32, (2,)) if config.dynamic else None,
+        "order": fake_plain(Int32, (cute.sym_int32(), 2)) if signature.ordered else None,
     }
     return [*(given[name] for name in ENTRY_ARGUMENTS), make_fake_stream(use_tvm_ffi_env_stream=True)]
 

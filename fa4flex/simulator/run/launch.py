@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import product
 from math import prod
 
 import numpy as np
@@ -18,8 +16,9 @@ from fa4flex.simulator.ptx.nodes import WIDTHS, Instruction, Kernel, Module
 from fa4flex.simulator.run.program import Program
 from fa4flex.simulator.run.scheduler import Scheduler
 from fa4flex.simulator.run.timing import Timing
-from fa4flex.simulator.state.cta import Cluster, Grid, Triple
+from fa4flex.simulator.state.cta import Grid, Triple
 from fa4flex.simulator.state.memory import HostMemory
+from fa4flex.simulator.state.waiting import Waiting
 from fa4flex.simulator.state.window import RESERVED_SHARED
 from fa4flex.simulator.watch.findings import REMARKS, Fault, Finding, Findings
 
@@ -100,8 +99,8 @@ def execute(
     memory, timing = memory or HostMemory(), timing or Timing("eager", 0)
     findings = Findings()
     grid = _grid(module, program.kernel, shape, parameters, memory, findings)
-    made: list[Cluster] = []
-    scheduler = Scheduler(program, timing, _clusters(grid, made))
+    waiting = grid.waiting = Waiting(grid, timing.cancels)
+    scheduler = Scheduler(program, timing, waiting)
     fault, started = None, time.perf_counter()
     with np.errstate(all="ignore"):
         try:
@@ -118,24 +117,12 @@ def execute(
         fault,
         time.perf_counter() - started,
         Counter(scheduler.executed),
-        sum((cluster.traffic for cluster in made), Counter()),
-        sum((cluster.shared for cluster in made), Counter()),
+        sum((cluster.traffic for cluster in waiting.made), Counter()),
+        sum((cluster.shared for cluster in waiting.made), Counter()),
         program,
         scheduler.turns,
-        frozenset(line for cluster in made for line in cluster.order.useful),
+        frozenset(line for cluster in waiting.made for line in cluster.order.useful),
     )
-
-
-def _clusters(grid: Grid, made: list[Cluster]) -> Iterator[Cluster]:
-    """The clusters of a grid in the order of their indices, x fastest."""
-    counts = [n // c for n, c in zip(grid.grid, grid.cluster)]
-    for number, (z, y, x) in enumerate(product(*(range(n) for n in reversed(counts)))):
-        corner = (x * grid.cluster[0], y * grid.cluster[1], z * grid.cluster[2])
-        within = product(*(range(n) for n in reversed(grid.cluster)))
-        indices = [(corner[0] + i, corner[1] + j, corner[2] + k) for k, j, i in within]
-        cluster = Cluster(grid, number, indices)
-        made.append(cluster)
-        yield cluster
 
 
 def _grid(

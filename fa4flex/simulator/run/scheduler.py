@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from fa4flex.simulator.run.registers import RegisterWatch
 from fa4flex.simulator.run.timing import Timing
 from fa4flex.simulator.state.cta import Cluster, Warp
 from fa4flex.simulator.state.registers import LANES, Mask
+from fa4flex.simulator.state.waiting import Waiting
 from fa4flex.simulator.watch.findings import Fault, Finding
 
 TURN = 4096
@@ -26,12 +26,12 @@ hanging."""
 
 
 class Scheduler:
-    """`clusters` yields the clusters of a launch; one runs at a time, further ones are let in when those
-    that run wait for something that only they can do."""
+    """Of the clusters of a launch, one runs at a time; further ones are let in when those that run wait for
+    something that only they can do."""
 
-    def __init__(self, program: Program, timing: Timing, clusters: Iterator[Cluster]) -> None:
+    def __init__(self, program: Program, timing: Timing, waiting: Waiting) -> None:
         self.program, self.timing = program, timing
-        self._coming = clusters
+        self._coming = waiting
         self._resident: list[Cluster] = []
         self._ready: list[Warp] = []
         self._waiting: dict[Warp, Wait] = {}
@@ -243,7 +243,7 @@ class Scheduler:
     # --- clusters -------------------------------------------------------------------------------------------
 
     def _admit(self) -> bool:
-        cluster = next(self._coming, None)
+        cluster = self._coming.start()
         if cluster is None:
             return False
         cluster.units.eager = self.timing.eager

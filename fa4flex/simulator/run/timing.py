@@ -5,6 +5,9 @@ late    an operation lands only when no warp can go on, and then one that a warp
 signals
         lets all others go first; one warp, chosen by the seed, only runs when no other can
 random  both are drawn from the seed
+
+Of the clusters that have not started, a request cancels the first (eager), the last (late) or any; now and
+then a random one is refused.
 """
 
 from __future__ import annotations
@@ -60,3 +63,9 @@ class Timing:
             if wanted:
                 return self._random.choice(wanted) if self.name == "random" else wanted[0]
         return units.pending[0]
+
+    def cancels(self, waiting: int) -> int | None:
+        """Which of so many waiting clusters a request cancels, or None: it is refused."""
+        if self.name != "random":
+            return 0 if self.eager else waiting - 1
+        return None if self._random.random() < 0.1 else self._random.randrange(waiting)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,9 @@ from fa4flex.simulator.watch.clock import Clock
 from fa4flex.simulator.watch.findings import Finding, Findings
 from fa4flex.simulator.watch.order import Order
 from fa4flex.simulator.watch.shadow import Shadow
+
+if TYPE_CHECKING:
+    from fa4flex.simulator.state.waiting import Waiting
 
 Triple = tuple[int, int, int]
 TENSOR_LANES, TENSOR_COLUMNS = 128, 512
@@ -56,6 +59,8 @@ class Grid:
     """Places in shared memory by the addresses that led there (isa/shared.Spot)."""
     constants: dict[object, NDArray[Any]] = field(default_factory=dict)
     """Kernel parameters as they were loaded, by who loads them."""
+    waiting: Waiting | None = None
+    """The clusters that have not started."""
 
     def clock(self) -> int:
         return self.time
@@ -172,6 +177,8 @@ class Cluster:
         """Bytes and operations of the asynchronous units, for reports."""
         self.shared: Counter[int] = Counter()
         """Bytes that went through shared memory, by PTX line; of loads and stores 128 for every clock."""
+        self.refused = False
+        """Whether a warp has seen that a request to cancel another cluster was refused."""
         self.ctas: list[Cta] = []
         for rank, index in enumerate(indices):
             self.ctas.append(Cta(self, rank, index))

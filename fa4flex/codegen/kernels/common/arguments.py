@@ -25,6 +25,8 @@ class Arguments(NamedTuple):
     lse, max_scores float32 [B, H, S], or packed [H, T]; lengths are int32 vectors; None where absent.
     counter int32 [2], zero: tiles taken, blocks done. A launch leaves it zero, and may not share it with
     another that runs at the same time.
+    order int32 [tiles, 2]: of a ragged batch, the sequence and the number in it of each tile of queries, as
+    they are to be computed one after another; behind the last, the sequence is the number of sequences.
     """
 
     q: cute.Tensor
@@ -44,3 +46,4 @@ class Arguments(NamedTuple):
     scale: Float32
     max_q_len: Int32
     counter: cute.Tensor | None
+    order: cute.Tensor | None

@@ -12,7 +12,7 @@ from fa4flex.codegen.kernels.common.arguments import Arguments
 from fa4flex.codegen.kernels.common.fragment import computed_once
 from fa4flex.codegen.kernels.common.hooks import At, Hooks
 from fa4flex.codegen.kernels.common.keys import KeyTiles, listed, spanned
-from fa4flex.codegen.kernels.common.work import Grid, Work, dense_work, packed_work
+from fa4flex.codegen.kernels.common.work import Grid, Work, dense_work, ordered_work, packed_work
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,13 @@ class NextTile:
 
 class Course:
     """`config` has tile_m, tile_n, lengths, tables, dynamic and longest_first. `ctas` work on a tile
-    together."""
+    together. `looped`: rows are looked at for their keys in a loop, in fewer registers."""
 
-    def __init__(self, config: Any, hooks: Hooks, ctas: int = 1) -> None:
+    def __init__(self, config: Any, hooks: Hooks, ctas: int = 1, looped: bool = False) -> None:
         self.config = config
         self.hooks = hooks
         self.ctas = ctas
+        self.looped = looped
 
     def first(self) -> Int32:
         """The number of a block's first tile."""
@@ -47,7 +48,9 @@ class Course:
         """The tile of a number; not valid past the last."""
         exists = number < grid.total
         number = cutlass.min(number, grid.total - 1)
-        if const_expr(self.config.lengths == "packed"):
+        if const_expr(arguments.order is not None):
+            work = ordered_work(number, grid, arguments)
+        elif const_expr(self.config.lengths == "packed"):
             work = packed_work(number, grid, arguments, self.config.tile_m)
         else:
             work = dense_work(number, grid, arguments, self.config.longest_first)
@@ -116,4 +119,4 @@ class Course:
         if arguments.tables is not None:
             return listed(arguments.tables, at, work.tile)
         first_row = work.tile * self.config.tile_m
-        return spanned(self.hooks, at, first_row, self.config.tile_m, self.config.tile_n)
+        return spanned(self.hooks, at, first_row, self.config.tile_m, self.config.tile_n, self.looped)

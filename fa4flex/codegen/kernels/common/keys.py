@@ -71,32 +71,70 @@ def row_spans(hooks: Hooks, at: At) -> list[tuple[Int32 | None, Int32]]:
     return spans
 
 
-def _tile_range(hooks: Hooks, at: At, first_row: Int32, rows: int, tile_n: int) -> list[tuple[Int32, ...]]:
-    """Per span: tiles [a, d) hold a key of some row, tiles [b, c) only keys of every row; a <= b <= c <= d.
-
-    Each lane evaluates the spans of some rows, and the warp takes the least and the greatest of their ends.
-    """
-    ends: list[list[Int32]] = []
-    lane = cute.arch.lane_idx()
-    for step in range(0, rows, 32):
-        q = first_row + step + lane
-        inside = q < at.q_len
-        safe = cutlass.max(cutlass.min(q, at.q_len - 1), Int32(0))
-        for i, (lo, hi) in enumerate(row_spans(hooks, at.but(q=safe, q_float=safe.to(cutlass.Float32)))):
-            lo = Int32(0) if lo is None else lo
-            some = inside & (lo < hi)
-            # A row without keys in the span forbids full tiles; a row past the end has no say.
-            mine = [
+def _ends(hooks: Hooks, at: At, q: Int32) -> list[list[Int32]]:
+    """By span: for the least and the latest start, and for the soonest and the last end, what row q says."""
+    ends = []
+    inside = q < at.q_len
+    safe = cutlass.max(cutlass.min(q, at.q_len - 1), Int32(0))
+    for lo, hi in row_spans(hooks, at.but(q=safe, q_float=safe.to(cutlass.Float32))):
+        lo = Int32(0) if lo is None else lo
+        some = inside & (lo < hi)
+        # A row without keys in the span forbids full tiles; a row past the end has no say.
+        ends.append(
+            [
                 select_(some, lo, Int32(NEVER)),
                 select_(some, lo, select_(inside, Int32(NEVER), Int32(0))),
                 select_(some, hi, select_(inside, Int32(0), Int32(NEVER))),
                 select_(some, hi, Int32(0)),
             ]
-            if step == 0:
-                ends.append(mine)
-            else:
-                combine = (cutlass.min, cutlass.max, cutlass.min, cutlass.max)
-                ends[i] = [f(x, y) for f, x, y in zip(combine, ends[i], mine, strict=True)]
+        )
+    return ends
+
+
+def _combined(ends: list[list[Int32]], more: list[list[Int32]]) -> list[list[Int32]]:
+    combine = (cutlass.min, cutlass.max, cutlass.min, cutlass.max)
+    return [
+        [f(x, y) for f, x, y in zip(combine, *spans, strict=True)] for spans in zip(ends, more, strict=True)
+    ]
+
+
+def _keep(kept: cute.Tensor, ends: list[list[Int32]]) -> None:
+    for span, mine in enumerate(ends):
+        for i, end in enumerate(mine):
+            kept[i, span] = end
+
+
+@cute.jit
+def _more_rows(
+    hooks: cutlass.Constexpr[Hooks],
+    at: cutlass.Constexpr[At],
+    first_row: Int32,
+    rows: cutlass.Constexpr[int],
+    kept: cute.Tensor,
+) -> None:
+    """The ends of all rows but the first 32, in a loop: written out, they take more registers than a single
+    warp has beside its own work."""
+    for step in cutlass.range(32, rows, 32, unroll=1):
+        before = [[kept[i, span] for i in range(4)] for span in range(cute.size(kept, mode=[1]))]
+        _keep(kept, _combined(before, _ends(hooks, at, first_row + step + cute.arch.lane_idx())))
+
+
+def _tile_range(
+    hooks: Hooks, at: At, first_row: Int32, rows: int, tile_n: int, looped: bool
+) -> list[tuple[Int32, ...]]:
+    """Per span: tiles [a, d) hold a key of some row, tiles [b, c) only keys of every row; a <= b <= c <= d.
+
+    Each lane evaluates the spans of some rows, and the warp takes the least and the greatest of their ends.
+    """
+    ends = _ends(hooks, at, first_row + cute.arch.lane_idx())
+    if looped:
+        kept = cute.make_rmem_tensor((4, len(ends)), Int32)
+        _keep(kept, ends)
+        _more_rows(hooks, at, first_row, rows, kept)
+        ends = [[kept[i, span] for i in range(4)] for span in range(len(ends))]
+    else:
+        for step in range(32, rows, 32):
+            ends = _combined(ends, _ends(hooks, at, first_row + step + cute.arch.lane_idx()))
     tiles = []
     for mine in ends:
         kinds = ("min", "max", "min", "max")
@@ -125,15 +163,16 @@ def _disjoint(tiles: list[tuple[Int32, ...]]) -> list[tuple[Int32, ...]]:
     return [first, (a, b, c, d)]
 
 
-def spanned(hooks: Hooks, at: At, first_row: Int32, rows: int, tile_n: int) -> KeyTiles:
-    """Key tiles from the rows' spans, or all tiles where the variant has no mask."""
+def spanned(hooks: Hooks, at: At, first_row: Int32, rows: int, tile_n: int, looped: bool = False) -> KeyTiles:
+    """Key tiles from the rows' spans, or all tiles where the variant has no mask. `looped`: over rows, in
+    fewer registers."""
     if hooks.spans is None:
         whole = at.kv_len // tile_n
         tiles = [(Int32(0), Int32(0), whole, (at.kv_len + (tile_n - 1)) // tile_n)]
     else:
         if len(hooks.spans(at.but(q=first_row, q_float=first_row.to(cutlass.Float32)))) > 2:
             raise ValueError("a kernel takes at most two spans per row")
-        tiles = _disjoint(_tile_range(hooks, at, first_row, rows, tile_n))
+        tiles = _disjoint(_tile_range(hooks, at, first_row, rows, tile_n, looped))
     masked = Ranges(
         tuple(x for a, b, c, d in tiles for x in (a, c)),
         tuple(x for a, b, c, d in tiles for x in (b - a, d - c)),

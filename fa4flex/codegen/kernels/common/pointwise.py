@@ -162,13 +162,23 @@ class Fragment:
             scores[r, c] = computed_once(value) if id(value) in met else value
             met.add(id(value))
 
-    def add_start(self, hooks: Hooks, scores: cute.Tensor, kv_first: Int32, guard: bool) -> None:
-        """The same for scores (row, column) that are there already, where products start from 0."""
-        if hooks.start is None:
-            return
-        places = self._places(kv_first, guard, self.rows.start)
-        for r, c, at in places.elements(hooks.start):
-            scores[r, c] = scores[r, c] + hooks.start.element(at)
+    def change(self, hooks: Hooks, scores: Any, kv_first: Int32, guard: bool) -> None:
+        """scores (row, column) that started from 0: q.k becomes y. A group of columns is done before the next
+        one begins: addresses, elements and terms of all of them would else be alive at once."""
+        if hooks.start is not None:
+            places = self._places(kv_first, guard, self.rows.start).elements(hooks.start)
+            for r, c, at in self._pinned(scores, places):
+                scores[r, c] = scores[r, c] + hooks.start.element(at)
+        if hooks.score is not None:
+            places = self._places(kv_first, guard, self.rows.score).elements(hooks.score)
+            for r, c, at in self._pinned(scores, places):
+                scores[r, c] = hooks.score.element(at.but(score=scores[r, c]))
+
+    def _pinned(self, scores: Any, places: Any) -> Any:
+        rows, columns = len(self.row_offsets), len(self.columns)
+        for c in range(0, columns, GROUP):
+            yield from itertools.islice(places, GROUP * rows)
+            compute_before(scores[rows - 1, min(c + GROUP, columns) - 1])
 
     def prepare(self, hooks: Hooks, kv_first: Int32, guard: bool) -> Early | None:
         """What `modify` needs besides scores: may be computed before they are."""

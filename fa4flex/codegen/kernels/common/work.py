@@ -80,18 +80,22 @@ def locate(number: Int32, grid: Grid, longest_first: cutlass.Constexpr) -> tuple
 @cute.jit
 def dense_work(number: Int32, grid: Grid, arguments: Arguments, longest_first: cutlass.Constexpr) -> Work:
     tile, h, b = locate(number, grid, longest_first)
+    return _dense_tile(arguments, tile, h, b, Boolean(True))
+
+
+def _dense_tile(arguments: Arguments, tile: Int32, h: Int32, b: Int32, valid: Boolean) -> Work:
     q_len, kv_len = Int32(arguments.q.shape[1]), Int32(arguments.k.shape[1])
     if const_expr(arguments.seqused_q is not None):
         q_len = Int32(arguments.seqused_q[b])
     if const_expr(arguments.seqused_k is not None):
         kv_len = Int32(arguments.seqused_k[b])
-    return Work(tile, h, b, Int32(0), Int32(0), q_len, kv_len, Boolean(True))
+    return Work(tile, h, b, Int32(0), Int32(0), q_len, kv_len, valid)
 
 
 @cute.jit
 def packed_work(number: Int32, grid: Grid, arguments: Arguments, tile_m: cutlass.Constexpr) -> Work:
     """Find the sequence that holds query tile `number // heads`: 32 sequences at a time, one per lane."""
-    cu_q, cu_k = arguments.cu_seqlens_q, arguments.cu_seqlens_k
+    cu_q = arguments.cu_seqlens_q
     sequences = Int32(cu_q.shape[0] - 1)
     wanted, h = number // grid.heads, number % grid.heads
     lane = cute.arch.lane_idx()
@@ -116,13 +120,32 @@ def packed_work(number: Int32, grid: Grid, arguments: Arguments, tile_m: cutlass
         b = b + past
     valid = b < sequences
     b = cutlass.min(b, sequences - 1)
+    return _packed_tile(arguments, wanted - before, h, b, valid)
+
+
+@cute.jit
+def ordered_work(number: Int32, grid: Grid, arguments: Arguments) -> Work:
+    """All heads of a tile one after another: they read the same rows of the order, and near keys."""
+    entry, h = number // grid.heads, number % grid.heads
+    b, tile = (cute.arch.make_warp_uniform(arguments.order[entry, i]) for i in range(2))
+    if const_expr(arguments.cu_seqlens_q is not None):
+        sequences = Int32(arguments.cu_seqlens_q.shape[0] - 1)
+        work = _packed_tile(arguments, tile, h, cutlass.min(b, sequences - 1), b < sequences)
+    else:
+        batch = Int32(arguments.q.shape[0])
+        work = _dense_tile(arguments, tile, h, cutlass.min(b, batch - 1), b < batch)
+    return work
+
+
+def _packed_tile(arguments: Arguments, tile: Int32, h: Int32, b: Int32, valid: Boolean) -> Work:
+    cu_q, cu_k = arguments.cu_seqlens_q, arguments.cu_seqlens_k
     q_offset, kv_offset = cu_q[b], cu_k[b]
     q_len, kv_len = cu_q[b + 1] - q_offset, cu_k[b + 1] - kv_offset
     if const_expr(arguments.seqused_q is not None):
         q_len = cutlass.min(q_len, arguments.seqused_q[b])
     if const_expr(arguments.seqused_k is not None):
         kv_len = cutlass.min(kv_len, arguments.seqused_k[b])
-    return Work(wanted - before, h, b, q_offset, kv_offset, q_len, kv_len, valid)
+    return Work(tile, h, b, q_offset, kv_offset, q_len, kv_len, valid)
 
 
 @cute.jit

@@ -63,6 +63,7 @@ class Config:
     rescale_threshold        in log2 units: the output is rescaled only when a row maximum grew by more
     persistent               one block per multiprocessor takes tile after tile; otherwise one block per tile
     dynamic                  persistent blocks take the next tile from a counter; otherwise every so-manieth
+    cancel                   a block per tile is launched; those that run take over tiles of those that wait
     workers                  multiprocessors
     longest_first            tiles of queries start from the end of the sequence
     lengths                  "dense", "packed" (cu_seqlens) or "used" (seqused per batch)
@@ -85,6 +86,7 @@ class Config:
     rescale_threshold: float = 8.0
     persistent: bool = True
     dynamic: bool = False
+    cancel: bool = False
     workers: int = 148
     longest_first: bool = False
     lengths: Lengths = "dense"
@@ -101,3 +103,13 @@ class Config:
     def out_columns(self) -> int:
         """Columns of a staged chunk of the output."""
         return 64 if self.head_dim_v % 64 == 0 else 32
+
+    @property
+    def handed(self) -> bool:
+        """Whether a warp finds out the next tile and hands it to the others."""
+        return self.dynamic or self.cancel
+
+    @property
+    def next_words(self) -> int:
+        """Of 32 bits, in which it does: a number, or the hardware's answer."""
+        return 4 if self.cancel else 1

@@ -23,6 +23,7 @@ from fa4flex.codegen.kernels.common.course import Course, NextTile
 from fa4flex.codegen.kernels.common.hooks import Hooks
 from fa4flex.codegen.kernels.common.transfer import Transfers, reordered
 from fa4flex.codegen.kernels.common.work import Grid, dense_grid, packed_grid
+from fa4flex.codegen.kernels.fwd_sm100.cancel import Asking, Cancelling
 from fa4flex.codegen.kernels.fwd_sm100.cluster import Cluster
 from fa4flex.codegen.kernels.fwd_sm100.config import COLUMNS, ROWS, Config
 from fa4flex.codegen.kernels.fwd_sm100.correction import Correction
@@ -40,6 +41,7 @@ from fa4flex.codegen.kernels.fwd_sm100.roles import (
     STORE,
     WARPS,
     Per,
+    answer_readers,
     barrier_count,
     readers,
 )
@@ -58,13 +60,16 @@ class Forward:
         self.config = config
         self.hooks = hooks
         cluster = self.cluster = Cluster(config.ctas)
-        course = Course(config, hooks, config.ctas)
+        course = Course(config, hooks, config.ctas, looped=True)
+        self.scheduler: Scheduler | Asking = Scheduler(course)
+        if config.cancel:
+            course = Cancelling(config, hooks, cluster)
+            self.scheduler = Asking(course)
         self.load = Load(config, course, cluster)
         self.multiply = Multiply(config, course, cluster)
         self.softmax = Softmax(config, hooks, course, cluster)
         self.correction = Correction(config, course, cluster)
         self.store = Store(config, course, cluster)
-        self.scheduler = Scheduler(course)
 
     @cute.jit
     def __call__(self, arguments: Arguments, stream: cuda.CUstream) -> None:
@@ -76,7 +81,7 @@ class Forward:
             ordered = config.longest_first or config.tables or self.hooks.spans is not None
             grid = dense_grid(arguments, config.tile_m, ordered)
         blocks = grid.total
-        if const_expr(config.persistent):
+        if const_expr(config.persistent and not config.cancel):
             blocks = cutlass.min(blocks, config.workers // config.ctas)
         self.device(arguments, grid, *transfers).launch(
             grid=[blocks * config.ctas, 1, 1],
@@ -128,7 +133,7 @@ class Forward:
         members |= {
             "k": cute.struct.MemRange[Int64, 2 * k_stages],
             "v": cute.struct.MemRange[Int64, 2 * v_stages],
-            "next": cute.struct.MemRange[Int32, 1],
+            "next": cute.struct.Align[cute.struct.MemRange[Int32, config.next_words], 16],
             "freed": Int64,
             "columns": Int32,
         }
@@ -179,7 +184,7 @@ class Forward:
             if const_expr(out is not None):  # noqa: SIM102  one is decided when compiled, one when run
                 if warp == STORE:
                     self.store.run(arguments, grid, transfers, shared, pipes)
-            if const_expr(self.config.dynamic):  # noqa: SIM102
+            if const_expr(self.config.handed):  # noqa: SIM102
                 if warp == SCHEDULE:
                     self.scheduler.run(arguments, grid, pipes)
         elif warp >= CORRECTION:
@@ -202,12 +207,18 @@ class Forward:
     def count(self, per: Per) -> int:
         return barrier_count(self.config.q_tiles, self.config.out_stages, per)
 
+    def next_readers(self) -> int:
+        config = self.config
+        if config.cancel:
+            return answer_readers(config.q_tiles, config.out_stages, config.ctas)
+        return readers(config.q_tiles, config.out_stages)
+
     def initialise(self, storage: Any) -> None:
         with cute.arch.elect_one():
             for name, (per, arrivals) in BARRIERS.items():
                 count = arrivals * self.config.ctas if name in FROM_BOTH else arrivals
                 if name == "next_empty":
-                    count = readers(self.config.q_tiles, self.config.out_stages)
+                    count = self.next_readers()
                 for i in range(self.count(per)):
                     cute.arch.mbarrier_init(getattr(storage, name).data_ptr() + i, count)
         cute.arch.mbarrier_init_fence()
@@ -242,7 +253,7 @@ class Forward:
 
         k_stages, v_stages = self.config.kv_stages
         barriers = {name: getattr(storage, name).data_ptr() for name in BARRIERS}
-        number = storage.next.get_tensor(cute.make_layout(1))
+        number = storage.next.get_tensor(cute.make_layout(self.config.next_words))
         handed_over = NextTile(number, barriers.pop("next_full"), barriers.pop("next_empty"))
         return Pipes(
             ring(storage.k, shared.k, k_stages),

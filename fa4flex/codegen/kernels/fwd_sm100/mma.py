@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from cutlass import BFloat16, Boolean, Int32, Int64, cute
+from cutlass import BFloat16, Boolean, Int32, cute
 from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import tcgen05
-from cutlass.cutlass_dsl import dsl_user_op
+from cutlass.cutlass_dsl import T, dsl_user_op
 
 MMA_K = 16
 """Keys, or elements of a head, that one instruction multiplies."""
@@ -39,31 +39,84 @@ class Product:
         return types | self.b_along_columns << 16 | self.columns // 8 << 17 | self.rows // 16 << 24
 
     def issue(
-        self, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, steps: range, add: Boolean | bool
+        self,
+        acc: cute.Tensor,
+        a: cute.Tensor,
+        b: cute.Tensor,
+        steps: range,
+        add: Boolean | bool,
+        zero: Int32 | int = 0,
     ) -> None:
-        """acc = a b, or acc += a b with `add`, over these instructions. a, b: (M or N, M or N, K)."""
+        """acc = a b, or acc += a b with `add`, over these instructions. a, b: (M or N, M or N, K). In a loop,
+        `zero` is what `zero_here` returns."""
         result = Int32(acc.iterator.toint())
+        left = [Int32(a.iterator.toint())] if self.a_in_tensor_memory else _words(a)
+        right = _words(b)
+        left[0], right[0] = left[0] + zero, right[0] + zero
         with cute.arch.elect_one():
             for k in steps:
-                self._step(result, a[None, None, k].iterator, b[None, None, k].iterator, add)
+                offsets = [self._columns(a, k) if self.a_in_tensor_memory else _step(a, k), _step(b, k)]
+                instruction = f"tcgen05.mma.cta_group::{self.ctas}.kind::f16"
+                _mma((result, *left, *right, Int32(Boolean(add))), instruction, self.descriptor, offsets)
                 add = True
 
-    def _step(self, result: Int32, a: Any, b: Any, add: Boolean | bool) -> None:
-        left = Int32(a.toint()) if self.a_in_tensor_memory else tcgen05.smem_descriptor_to_int(a)
-        right = tcgen05.smem_descriptor_to_int(b)
-        instruction = f"tcgen05.mma.cta_group::{self.ctas}.kind::f16"
-        _mma((result, left, right, Int32(Boolean(add))), instruction, self.descriptor)
+    def _columns(self, a: cute.Tensor, k: int) -> int:
+        """Of tensor memory, 32 bits wide, to step k."""
+        return _step(a, k) * a.element_type.width // 32
+
+
+def _step(operand: cute.Tensor, k: int) -> int:
+    """How far step k lies behind the first: known when the kernel is compiled, so that an address is one
+    addition, and not a number that waits in a register from one product to the next."""
+    offset = cute.crd2idx((0, 0, k), operand.layout)
+    if not isinstance(offset, int):
+        raise TypeError(f"an operand whose steps lie {operand.layout} apart, expected constants")
+    return offset
+
+
+def _words(operand: cute.Tensor) -> list[Int32]:
+    """A shared-memory descriptor. All that differs between steps is in its low word."""
+    whole = tcgen05.smem_descriptor_to_int(operand.iterator)
+    return [Int32(whole), Int32(whole >> 32)]
 
 
 @dsl_user_op
-def _mma(operands: Any, name: str, descriptor: int, *, loc: Any = None, ip: Any = None) -> None:
-    result, left, right, add = operands
-    a, register = ("$1", "l") if isinstance(left, Int64) else ("[$1]", "r")
+def zero_here(i: Int32, most: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """0, as i <= most; but the compiler does not know.
+
+    Added to the addresses of a loop's products, it keeps the compiler from computing them all before the
+    loop: they fill the registers of the warp, and reading one back takes as long as adding anew.
+    """
+    return Int32(
+        llvm.inline_asm(
+            T.i32(),
+            [x.ir_value(loc=loc, ip=ip) for x in (i, most)],
+            "{ .reg .pred past; setp.gt.s32 past, $1, $2; selp.b32 $0, 1, 0, past; }",
+            "=r,r,r",
+            has_side_effects=True,
+            is_align_stack=False,
+            asm_dialect=llvm.AsmDialect.AD_ATT,
+        )
+    )
+
+
+@dsl_user_op
+def _mma(
+    operands: Any, name: str, descriptor: int, offsets: list[int], *, loc: Any = None, ip: Any = None
+) -> None:
+    """operands: result; A, a column or two words; B, two words; whether to add."""
+    in_memory = len(operands) == 5
+    b, add = (2, 4) if in_memory else (3, 5)
+    left = f"add.s32 la, $1, {offsets[0]};"
+    if not in_memory:
+        left += " mov.b64 a, {la, $2};"
     llvm.inline_asm(
         None,
-        [x.ir_value(loc=loc, ip=ip) for x in (result, left, right, add)],
-        f"{{ .reg .pred add; setp.ne.b32 add, $3, 0; {name} [$0], {a}, $2, {descriptor:#x}, add; }}",
-        f"r,{register},l,r",
+        [x.ir_value(loc=loc, ip=ip) for x in operands],
+        "{ .reg .pred add; .reg .b32 la, lb; .reg .b64 a, b; "
+        f"setp.ne.b32 add, ${add}, 0; {left} add.s32 lb, ${b}, {offsets[1]}; mov.b64 b, {{lb, ${b + 1}}}; "
+        f"{name} [$0], {'[la]' if in_memory else 'a'}, b, {descriptor:#x}, add; }}",
+        ",".join("r" * len(operands)),
         has_side_effects=True,
         is_align_stack=False,
         asm_dialect=llvm.AsmDialect.AD_ATT,

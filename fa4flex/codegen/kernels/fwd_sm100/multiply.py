@@ -23,7 +23,7 @@ from fa4flex.codegen.kernels.common.keys import KeyTiles, tile_at
 from fa4flex.codegen.kernels.common.work import Grid, Work
 from fa4flex.codegen.kernels.fwd_sm100.cluster import Cluster
 from fa4flex.codegen.kernels.fwd_sm100.config import Config
-from fa4flex.codegen.kernels.fwd_sm100.mma import MMA_K
+from fa4flex.codegen.kernels.fwd_sm100.mma import MMA_K, zero_here
 from fa4flex.codegen.kernels.fwd_sm100.parts import Pipes, Products, Shared
 
 
@@ -68,7 +68,7 @@ class Multiply:
             pipes.k.consumer_wait(k_state)
             for tile in cutlass.range_constexpr(config.q_tiles):
                 cute.arch.mbarrier_wait(pipes.q_full + tile, phase)
-                self.scores(products, operands, pipes, k_state.index, tile, count == 1)
+                self.scores(products, operands, pipes, (k_state.index, Int32(0)), tile, count == 1)
             pipes.k.consumer_release(k_state)
             k_state.advance()
         while work.valid:
@@ -80,12 +80,13 @@ class Multiply:
                 ends = j == count
                 more = not ends or following.valid
                 last_scores = j + 1 == count or (ends and coming == 1)
+                zero = zero_here(j, count)
                 pipes.v.consumer_wait(v_state)
                 if const_expr(config.lengths != "dense"):
                     keys = self.keys(work, grid, arguments)
                     self.clear_past_end(shared, v_state.index, work, tile_at(keys, j - 1))
                 for tile in cutlass.range_constexpr(config.q_tiles):
-                    self.values(products, operands, pipes, (v_state.index, p_phase), tile, j > 1)
+                    self.values(products, operands, pipes, (v_state.index, p_phase, zero), tile, j > 1)
                     if ends:
                         self.cluster.commit(pipes.o_full + tile)
                     if const_expr(tile == config.q_tiles - 1):
@@ -95,7 +96,7 @@ class Multiply:
                             pipes.k.consumer_wait(k_state)
                         if ends:
                             cute.arch.mbarrier_wait(pipes.q_full + tile, phase)
-                        self.scores(products, operands, pipes, k_state.index, tile, last_scores)
+                        self.scores(products, operands, pipes, (k_state.index, zero), tile, last_scores)
                 v_state.advance()
                 if more:
                     pipes.k.consumer_release(k_state)
@@ -123,13 +124,14 @@ class Multiply:
         products: cutlass.Constexpr[Products],
         operands: cutlass.Constexpr[Operands],
         pipes: cutlass.Constexpr[Pipes],
-        stage: Int32,
+        stage_and_zero: tuple[Int32, Int32],
         tile: cutlass.Constexpr[int],
         last: Boolean,
     ) -> None:
+        stage, zero = stage_and_zero
         q, k = operands.q[None, None, None, tile], operands.k[None, None, None, stage]
         steps = range(self.config.head_dim // MMA_K)
-        products.scores_product.issue(operands.scores[tile], q, k, steps, False)
+        products.scores_product.issue(operands.scores[tile], q, k, steps, False, zero)
         self.cluster.commit(pipes.s_full + tile)
         if last:
             self.cluster.commit(pipes.q_empty + tile)
@@ -140,20 +142,20 @@ class Multiply:
         products: cutlass.Constexpr[Products],
         operands: cutlass.Constexpr[Operands],
         pipes: cutlass.Constexpr[Pipes],
-        stage_and_phase: tuple[Int32, Int32],
+        stage_phase_zero: tuple[Int32, Int32, Int32],
         tile: cutlass.Constexpr[int],
         accumulate: Boolean,
     ) -> None:
         """O += p v, in two parts: the first begins while the last probabilities are computed."""
-        stage, phase = stage_and_phase
+        stage, phase, zero = stage_phase_zero
         p, v, out = operands.p[tile], operands.v[None, None, None, stage], operands.out[tile]
         product = products.values_product
         early, steps = self.config.early_keys // MMA_K, self.config.tile_n // MMA_K
         cute.arch.mbarrier_wait(pipes.p_early + tile, phase)
-        product.issue(out, p, v, range(early), accumulate)
+        product.issue(out, p, v, range(early), accumulate, zero)
         if const_expr(early < steps):
             cute.arch.mbarrier_wait(pipes.p_late + tile, phase)
-            product.issue(out, p, v, range(early, steps), True)
+            product.issue(out, p, v, range(early, steps), True, zero)
 
     @cute.jit
     def clear_past_end(

@@ -55,6 +55,12 @@ def readers(q_tiles: int, out_stages: int) -> int:
     return 4 * (q_tiles + 1) + 2 + (out_stages > 0)
 
 
+def answer_readers(q_tiles: int, out_stages: int, ctas: int = 1) -> int:
+    """The same where the number is the hardware's answer: the warp that asks reads it, too. Of a pair, both
+    CTAs do, but only the first multiplies."""
+    return ctas * (readers(q_tiles, out_stages) + 1) - (ctas - 1)
+
+
 def barrier_total(q_tiles: int, out_stages: int) -> int:
     """Barriers of a block, besides those of the K and V rings."""
     return sum(barrier_count(q_tiles, out_stages, per) for per, _ in BARRIERS.values())

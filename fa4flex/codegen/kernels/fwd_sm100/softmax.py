@@ -17,7 +17,6 @@ from cutlass.cute.nvgpu import tcgen05
 from fa4flex.codegen.kernels.common.arguments import Arguments
 from fa4flex.codegen.kernels.common.bits import consecutive
 from fa4flex.codegen.kernels.common.course import Course
-from fa4flex.codegen.kernels.common.fragment import compute_before, narrow
 from fa4flex.codegen.kernels.common.hooks import At, Hooks
 from fa4flex.codegen.kernels.common.keys import tile_at
 from fa4flex.codegen.kernels.common.pointwise import Fragment, Words, prepare_rows
@@ -42,7 +41,14 @@ from fa4flex.codegen.kernels.fwd_sm100.parts import (
     column,
     first_row,
 )
-from fa4flex.codegen.kernels.fwd_sm100.rows import exponentiate, largest_of, total_of
+from fa4flex.codegen.kernels.fwd_sm100.rows import (
+    Pair,
+    Row,
+    exponentiate,
+    largest_of,
+    narrowed,
+    total_of,
+)
 
 
 @dataclass(frozen=True)
@@ -158,44 +164,41 @@ class Softmax:
         key_tile, i, phase = which
         firsts = [key_tile * self.config.tile_n + start for start in range(0, self.config.tile_n, FRAGMENT)]
         allowed = [tile.fragment.allowed(self.hooks, first) if masked else None for first in firsts]
-        scores = cute.make_rmem_tensor((FRAGMENT, len(firsts)), Float32)
+        taken = cute.make_rmem_tensor((FRAGMENT, len(firsts)), Float32)
         cute.arch.mbarrier_wait(pipes.s_full + place.tile, phase)
         for f in cutlass.range_constexpr(len(firsts)):
-            place.scores.take(f, scores[None, f])
+            place.scores.take(f, taken[None, f])
         cute.arch.fence_view_async_tmem_load()
-        for f in cutlass.range_constexpr(len(firsts)):
-            self.modify(tile, scores[None, f], firsts[f], masked, allowed[f])
-        self.raise_maximum(tile, scores)
+        rows = [
+            self.modified(tile, taken[None, f], firsts[f], masked, allowed[f]) for f in range(len(firsts))
+        ]
+        self.raise_maximum(tile, largest_of([x for row in rows for x in row]))
         if i > 0:
             shared.scales[place.row, place.tile] = tile.state.scale[0]
             arrive_once(pipes.scale_full + 4 * place.tile + place.warp)
-        self.probabilities(tile, place, scores, pipes)
-        tile.state.total[0] = total_of(scores, tile.state.total[0])
+        pairs = self.probabilities(tile, place, rows, pipes)
+        tile.state.total[0] = total_of(pairs, tile.state.total[0])
 
-    def modify(
+    def modified(
         self,
         tile: Tile,
-        scores: cute.Tensor,
+        taken: cute.Tensor,
         kv_first: Int32,
         masked: bool,
         allowed: Words | None,
-    ) -> None:
-        """q.k of a fragment becomes what the softmax is taken of: the variant's score, or -inf."""
-        one = cute.make_tensor(scores.iterator, cute.make_layout((1, FRAGMENT)))
-        tile.fragment.add_start(self.hooks, one, kv_first, masked)
-        early = tile.fragment.prepare(self.hooks, kv_first, masked)
-        tile.fragment.modify(self.hooks, one, early)
+    ) -> list[Float32]:
+        """Of q.k of a fragment, what the softmax is taken of: the variant's score, or -inf."""
+        row = Row(taken)
+        tile.fragment.change(self.hooks, row, kv_first, masked)
         if masked:
-            tile.fragment.mask(one, kv_first, allowed)
-        if self.hooks.score is not None or self.hooks.start is not None:
-            # What the next fragment reads would else be read now, and wait in registers.
-            compute_before(one[FRAGMENT - 1])
+            tile.fragment.mask(row, kv_first, allowed)
+        return row.numbers
 
     @cute.jit
-    def raise_maximum(self, tile: cutlass.Constexpr[Tile], scores: cute.Tensor) -> None:
-        """Raise the maxima in use where a score passes a ceiling, and say what that does to the output."""
+    def raise_maximum(self, tile: cutlass.Constexpr[Tile], largest: Float32) -> None:
+        """Raise the maximum in use where a score passes the ceiling, and say what that does to the output."""
         state = tile.state
-        found = [largest_of(scores)]
+        found = [largest]
         state.scale[0] = Float32(1.0)
         if const_expr(self.config.rescale_threshold > 0):
             raised = passes(found, state)
@@ -204,19 +207,19 @@ class Softmax:
         else:
             raise_maxima(found, tile.factor, tile.slack, state, alone)
 
-    def probabilities(self, tile: Tile, place: Place, scores: cute.Tensor, pipes: Pipes) -> None:
+    def probabilities(self, tile: Tile, place: Place, rows: list[list[Float32]], pipes: Pipes) -> list[Pair]:
         """To tensor memory, by fragment."""
-        for f in range(cute.size(scores, mode=[1])):
-            exponentiate(scores[None, f], tile.factor, tile.state.shift[0], self.config.exponential, f)
-            packed = cute.make_rmem_tensor((FRAGMENT // 2,), Float32)
-            halves = cute.recast_ptr(packed.iterator, dtype=place.kind)
-            narrow(scores[None, f], cute.make_tensor(halves, cute.make_layout(FRAGMENT)))
-            place.probabilities.put(f, packed)
+        pairs = []
+        for f, row in enumerate(rows):
+            found = exponentiate(row, tile.factor, tile.state.shift[0], self.config.exponential, f)
+            place.probabilities.put(f, narrowed(found, place.kind))
+            pairs += found
             there = (f + 1) * FRAGMENT
             if there in (self.config.early_keys, self.config.tile_n):
                 cute.arch.fence_view_async_tmem_store()
                 barrier = pipes.p_early if there == self.config.early_keys else pipes.p_late
                 self.cluster.arrive(barrier + place.tile)
+        return pairs
 
     @cute.jit
     def finish(

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Literal
 
 from fa4flex.codegen.kernels.fwd_sm100.config import FRAGMENT, ROWS
 from fa4flex.codegen.kernels.fwd_sm100.roles import (
@@ -27,9 +28,10 @@ from fa4flex.codegen.kernels.fwd_sm100.roles import (
     BARRIERS,
     FINISHED,
     TOUCH_TENSOR_MEMORY,
+    answer_readers,
     readers,
 )
-from fa4flex.codegen.plan.memory import NUMBER, column_block, tile_bytes
+from fa4flex.codegen.plan.memory import ANSWER, NUMBER, column_block, tile_bytes
 from fa4flex.codegen.plan.pipeline import (
     RECEIVE,
     WARP,
@@ -60,21 +62,26 @@ MEANINGS = {
 }
 
 
-def forward_pipeline(tiles: Tiles, columns: Columns, dynamic: bool, ragged: bool) -> Pipeline:
-    """The pipeline of a forward kernel; with `dynamic`, a warp hands over the next tile's number. `ragged`:
-    sequences end within tiles, so that what values follow their ends is cleared."""
+Handed = Literal["", "number", "answer"]
+"""What tells the next tile: nothing, where blocks take tiles in turn; a number that a warp takes from a
+counter; or the hardware's answer, for which a warp asks."""
+
+
+def forward_pipeline(tiles: Tiles, columns: Columns, handed: Handed, ragged: bool) -> Pipeline:
+    """The pipeline of a forward kernel. `ragged`: sequences end within tiles, so that what values follow
+    their ends is cleared."""
     n, staged = tiles.q_tiles, tiles.out_stages > 0
     workers = [_load(n), _multiply(n, ragged), *(_softmax(i) for i in range(n)), _correction(tiles)]
     if staged:
         workers.append(_store(tiles))
-    if dynamic:
+    if handed:
         workers = [_receiving(role) for role in workers]
-        workers.append(Role("scheduler", 1, first=(_work("acquire", "next"), _work("fill", "next"))))
+        workers.append(_scheduler(handed))
     if n == 1:
         workers.append(Role("idle", WARPGROUP, opening=(Event("sync", "allocated"),), apart=True))
     return Pipeline(
         roles=tuple(workers),
-        rings=tuple(_rings(tiles, dynamic)),
+        rings=tuple(_rings(tiles, handed)),
         barriers=(
             NamedBarrier("allocated", ALLOCATED, TOUCH_TENSOR_MEMORY),
             NamedBarrier("finished", FINISHED, WARP * WARPGROUP),
@@ -94,7 +101,7 @@ def forward_pipeline(tiles: Tiles, columns: Columns, dynamic: bool, ragged: bool
     )
 
 
-def _rings(tiles: Tiles, dynamic: bool) -> Iterator[Ring]:
+def _rings(tiles: Tiles, handed: Handed) -> Iterator[Ring]:
     """Stages, bytes, and the kernel's counts of arrivals. A TMA box holds a block of columns of all rows."""
     n = tiles.q_tiles
 
@@ -115,13 +122,24 @@ def _rings(tiles: Tiles, dynamic: bool) -> Iterator[Ring]:
     for i in range(n):
         full, empty = (BARRIERS[f"final_{side}"][1] for side in ("full", "empty"))
         yield Ring(f"finals {i}", 1, 4 * ROWS, (), 0, empty, full, per_warp=True)
-    if dynamic:
+    if handed == "number":
         yield Ring("next", 1, NUMBER, (), 0, readers(n, tiles.out_stages), BARRIERS["next_full"][1])
+    if handed == "answer":
+        count = answer_readers(n, tiles.out_stages)
+        yield Ring("next", 1, ANSWER, (ANSWER,), ANSWER, count, BARRIERS["next_full"][1])
 
 
 def _work(action: str, target: str, tile: int = 0, **more: bool) -> Event:
     """Once per tile of queries."""
     return Event(action, target, tile, "work", **more)  # type: ignore[arg-type]
+
+
+def _scheduler(handed: Handed) -> Role:
+    """It asks once all have read the last answer, and reads the answer like all others."""
+    if handed == "number":
+        return Role("scheduler", 1, first=(_work("acquire", "next"), _work("fill", "next")))
+    asked = (_work("acquire", "next"), _work("load", "next"))
+    return Role("scheduler", 1, first=(*asked, *(_work(action, "next") for action in RECEIVE)))
 
 
 def _receiving(role: Role) -> Role:

@@ -10,10 +10,18 @@ from fa4flex.codegen.plan.bound import Bound, Size, expected_bound, for_long
 from fa4flex.codegen.plan.memory import Memory
 from fa4flex.codegen.plan.pipeline import Pipeline
 from fa4flex.codegen.plan.problem import Problem
-from fa4flex.codegen.plan.request import BLOCKS, ORDERS, Order, Request, check_threshold, rescaling
+from fa4flex.codegen.plan.request import (
+    BLOCKS,
+    CANCELLING,
+    ORDERS,
+    Order,
+    Request,
+    check_threshold,
+    rescaling,
+)
 from fa4flex.codegen.plan.simulate import prove
 from fa4flex.codegen.plan.sm100.exponential import check_exponential, choose_exponential, explain_exponential
-from fa4flex.codegen.plan.sm100.pipeline import forward_pipeline
+from fa4flex.codegen.plan.sm100.pipeline import Handed, forward_pipeline
 from fa4flex.codegen.plan.sm100.registers import check_registers, choose_registers
 from fa4flex.codegen.plan.sm100.sharing import sharing
 from fa4flex.codegen.plan.sm100.tensor_memory import Columns, lay_out_columns
@@ -32,6 +40,7 @@ class BlackwellPlan:
     work                 what the hooks cost and keep
     persistent           one block per multiprocessor takes tile after tile; otherwise one block per tile
     dynamic              persistent blocks take the next tile when they are done, as tiles differ in work
+    cancel               one block per tile, and those that run take over the tiles of those that wait
     reasons              why these tiles, and why this order
 
     Memory maps, pipeline and estimates follow from these: `dataclasses.replace` makes a consistent other
@@ -48,6 +57,7 @@ class BlackwellPlan:
     work: Work
     persistent: bool = True
     dynamic: bool = False
+    cancel: bool = False
     reasons: tuple[str, ...] = ()
 
     @property
@@ -57,7 +67,7 @@ class BlackwellPlan:
     @cached_property
     def memory(self) -> Memory:
         """The shared-memory map of a block."""
-        return self.tiles.memory(self.target)
+        return self.tiles.memory(self.target, self.cancel)
 
     @cached_property
     def columns(self) -> Columns:
@@ -68,7 +78,8 @@ class BlackwellPlan:
     def pipeline(self) -> Pipeline:
         """Roles, rings and barriers; `.graph` is the networkx form."""
         ragged = self.problem.lengths != "dense"
-        return forward_pipeline(self.tiles, self.columns, self.dynamic, ragged)
+        handed: Handed = "answer" if self.cancel else "number" if self.dynamic else ""
+        return forward_pipeline(self.tiles, self.columns, handed, ragged)
 
     def bound(self, size: Size) -> Bound:
         """The least time of a launch of this size, and the unit that sets it."""
@@ -92,6 +103,7 @@ class BlackwellPlan:
             rescale_threshold=self.rescale_threshold,
             persistent=self.persistent,
             dynamic=self.dynamic,
+            cancel=self.cancel,
             workers=self.target.multiprocessors,
             longest_first=self.order == "longest_first",
             lengths=self.problem.lengths,
@@ -118,6 +130,10 @@ class BlackwellPlan:
         rings = {ring.region for ring in self.pipeline.rings}
         return 2 * sum(name not in rings for name in ("next", "out"))
 
+    @property
+    def _blocks(self) -> str:
+        return CANCELLING if self.cancel else BLOCKS[self.persistent, self.dynamic]
+
     def explain(self, size: Size | None = None) -> str:
         """The plan in words; with a `size`, also the time it cannot beat there."""
         t, r = self.tiles, self.registers
@@ -131,7 +147,7 @@ class BlackwellPlan:
             f" schedule), of {r.softmax}, {r.correction} and {r.other} registers",
             f"softmax: {explain_exponential(self.exponential, t.tile_n)};",
             f"  {rescaling(self.rescale_threshold)}",
-            f"order: {ORDERS[self.order]}; {BLOCKS[self.persistent, self.dynamic]}",
+            f"order: {ORDERS[self.order]}; {self._blocks}",
             "shared memory:",
             self.memory.explain(),
             "tensor memory:",
@@ -147,7 +163,8 @@ class BlackwellPlan:
 
 def plan_blackwell(request: Request) -> BlackwellPlan:
     problem = request.problem
-    tiles, reasons = choose(problem, request.target, request.tile)
+    following = request.next_tile
+    tiles, reasons = choose(problem, request.target, request.tile, following == "counter")
     return BlackwellPlan(
         target=request.target,
         problem=problem,
@@ -157,6 +174,7 @@ def plan_blackwell(request: Request) -> BlackwellPlan:
         order=request.order,
         rescale_threshold=request.rescale_threshold,
         work=request.work,
-        dynamic=problem.uneven,
+        dynamic=problem.uneven if following == "auto" else following == "counter",
+        cancel=following == "launch_control",
         reasons=(*reasons, request.why),
     )

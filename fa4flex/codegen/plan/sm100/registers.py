@@ -17,21 +17,22 @@ SPLITS = (Registers(192, 80, 48), Registers(184, 80, 64))
 """FlashAttention-4's, and one with more for single warps, which find the tiles of keys."""
 
 NARROW = (Registers(200, 64, 48), Registers(192, 64, 64))
-"""The same where the output is at most 64 columns wide: less to correct at a time."""
+"""The same where the output is at most 64 columns wide: less to correct at a time. Not where scores read
+tensors: the assembler then keeps so many elements in flight that it spills."""
 
 
 WIDE = Registers(192, 72, 56)
-"""Between both, where single warps and the softmax are short of registers alike."""
+"""Between both, where operands are wider than 128: single warps have more addresses, the softmax as much to
+hold as ever."""
 
 
 def choose_registers(tiles: Tiles, request: Request) -> Registers:
-    """Single warps keep the bounds of two spans of keys per row, or the addresses of wider operands."""
+    """Single warps keep the bounds of two spans of keys per row."""
+    if tiles.head_dim > 128:
+        return WIDE
     keys = request.facts.keys
     two = request.problem.mask_form == "spans" and keys is not None and len(keys.spans) > 1
-    wide = tiles.head_dim > 128
-    if wide and request.work.row_ends > 1:
-        return WIDE
-    return (NARROW if tiles.head_dim_v <= 64 else SPLITS)[two or wide]
+    return (NARROW if tiles.head_dim_v <= 64 and not request.work.loads else SPLITS)[two]
 
 
 def check_registers(r: Registers, target: Target) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fa4flex.codegen.kernels.fwd_sm100.config import ROWS
 from fa4flex.codegen.kernels.fwd_sm100.roles import barrier_total
-from fa4flex.codegen.plan.memory import BARRIER, NUMBER, Memory, column_block, lay_out, tile_bytes
+from fa4flex.codegen.plan.memory import ANSWER, BARRIER, NUMBER, Memory, column_block, lay_out, tile_bytes
 from fa4flex.codegen.plan.problem import Problem
 from fa4flex.codegen.plan.target import Target
 from fa4flex.errors import UnsupportedError
@@ -51,12 +51,12 @@ class Tiles:
         """Probabilities of so many keys are handed to the product before the rest (FlashAttention-4)."""
         return 3 * self.tile_n // 4
 
-    def memory(self, target: Target) -> Memory:
-        """The shared-memory map of one CTA."""
+    def memory(self, target: Target, cancel: bool = False) -> Memory:
+        """The shared-memory map of one CTA. `cancel`: the next tile is found in the hardware's answer."""
         k_stages, v_stages = self.kv_stages
         rows = 4 * self.q_tiles * ROWS
         sizes = {
-            "next": NUMBER,
+            "next": ANSWER if cancel else NUMBER,
             "freed": BARRIER,
             "columns": NUMBER,
             "scales": rows,
@@ -75,8 +75,11 @@ def pad(width: int) -> int:
     return next(w for w in WIDTHS if w >= width)
 
 
-def choose(problem: Problem, target: Target, wanted: Pair | None) -> tuple[Tiles, tuple[str, ...]]:
-    """The deepest rings that fit, with a staged output where there is room and dense rows to store."""
+def choose(
+    problem: Problem, target: Target, wanted: Pair | None, counted: bool = False
+) -> tuple[Tiles, tuple[str, ...]]:
+    """The deepest rings that fit, with a staged output where there is room and dense rows to store.
+    `counted`: blocks take their tiles from a counter, as the CTAs of a pair cannot."""
     if problem.head_dim > WIDTHS[-1] or problem.head_dim_v > WIDEST_OUTPUT:
         raise UnsupportedError(
             f"heads of {problem.head_dim} and {problem.head_dim_v} (v) on {target.name}",
@@ -87,7 +90,7 @@ def choose(problem: Problem, target: Target, wanted: Pair | None) -> tuple[Tiles
     q_tiles, reason = _query_tiles(problem, wanted, target)
     widths = pad(problem.head_dim), pad(problem.head_dim_v)
     staged = STAGED if problem.lengths == "dense" else 0
-    ctas = 2 if wanted is None and _pays_in_pairs(problem, widths) else 1
+    ctas = 2 if wanted is None and not counted and _pays_in_pairs(problem, widths) else 1
     reasons = [reason] + [_PAIR] * (ctas == 2)
     for out_stages in (staged, 0):
         for rings in RINGS:

@@ -18,6 +18,7 @@ from fa4flex.codegen.plan.sm90.registers import Need, Split, consumer_need, spli
 from fa4flex.codegen.plan.sm90.tiles import Tiles, choose, producer_computes
 from fa4flex.codegen.plan.target import Target
 from fa4flex.codegen.plan.work import Work, is_plain
+from fa4flex.errors import UnsupportedError
 
 PINGPONG_WIDEST = 128
 
@@ -162,6 +163,16 @@ def plan_hopper(request: Request) -> HopperPlan:
         order=request.order,
         rescale_threshold=request.rescale_threshold,
         work=work,
-        dynamic=problem.uneven,
+        dynamic=_dynamic(request),
         reasons=(*choice.reasons, request.why),
     )
+
+
+def _dynamic(request: Request) -> bool:
+    if request.next_tile == "launch_control":
+        raise UnsupportedError(
+            f'next_tile="launch_control" on {request.target.name}',
+            "a Blackwell GPU: earlier ones cannot cancel blocks that wait",
+            'use Schedule(next_tile="counter"), which balances as well, or leave it at "auto"',
+        )
+    return request.problem.uneven if request.next_tile == "auto" else request.next_tile == "counter"

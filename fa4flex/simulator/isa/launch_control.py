@@ -1,0 +1,117 @@
+"""clusterlaunchcontrol.*: a block takes over the work of a cluster that has not started (PTX ISA,
+"clusterlaunchcontrol.try_cancel", "clusterlaunchcontrol.query_cancel").
+
+The answer is 16 bytes that only query_cancel may read; here four words: whether a cluster was cancelled, and
+the index of its first CTA.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fa4flex.simulator.isa.access import Accessor, locate
+from fa4flex.simulator.isa.asynchronous import Errand, submit
+from fa4flex.simulator.isa.mbarriers import barrier_at, cta_and_offset
+from fa4flex.simulator.isa.operands import read, write
+from fa4flex.simulator.isa.table import Act, Step, Unmodelled, translates
+from fa4flex.simulator.ptx.nodes import Discard, Instruction, Vector
+from fa4flex.simulator.state.cta import Warp
+from fa4flex.simulator.state.registers import Mask, lanes_of
+from fa4flex.simulator.state.window import RANK_SHIFT
+from fa4flex.simulator.watch.findings import Fault, Finding
+
+ANSWER = 16
+"""Bytes."""
+
+AXES = {"get_first_ctaid::x": 1, "get_first_ctaid::y": 2, "get_first_ctaid::z": 3}
+"""Words of an answer."""
+
+
+def _answer(warp: Warp) -> NDArray[np.uint8]:
+    waiting = warp.cta.launch.waiting
+    assert waiting is not None
+    index = waiting.cancel()
+    words = (0, 0, 0, 0) if index is None else (1, *index)
+    return np.array(words, np.uint32).view(np.uint8)
+
+
+@translates("clusterlaunchcontrol.try_cancel")
+def try_cancel(instruction: Instruction) -> Act:
+    """[answer], [mbarrier]: both in this CTA, or with multicast at the same places in each of its cluster."""
+    known = {"async", "shared::cta", "mbarrier::complete_tx::bytes", "multicast::cluster::all", "b128"}
+    extra = set(instruction.modifiers) - known - {"try_cancel"}
+    if extra or not instruction.has("mbarrier::complete_tx::bytes"):
+        raise Unmodelled(instruction, f"modifiers {sorted(extra)}")
+    access, everywhere = Accessor(instruction, "shared"), instruction.has("multicast::cluster::all")
+    target, barrier = (locate(operand, instruction) for operand in instruction.operands)
+
+    def run(warp: Warp, mask: Mask) -> None:
+        cluster = warp.cta.cluster
+        for lane in lanes_of(mask):
+            if cluster.refused:
+                text = f"{warp} asks for a cluster after it has seen that none is left"
+                raise Fault(Finding("launch control", text, instruction))
+            _, offset = cta_and_offset(access, warp, int(target(warp)[lane]))
+            if offset % ANSWER:
+                text = f"{warp} wants an answer at {offset:#x}, which is no multiple of {ANSWER}"
+                raise Fault(Finding("misaligned", text, instruction))
+            ctas = cluster.ctas if everywhere else [warp.cta]
+            _, place = cta_and_offset(access, warp, int(barrier(warp)[lane]))
+            barriers = [barrier_at(access, warp, cta.rank << RANK_SHIFT | place) for cta in ctas]
+            errand = Errand.alone(warp, f"a request of {warp} to cancel a cluster", instruction)
+
+            def land(ctas: Any = ctas, barriers: Any = barriers, errand: Errand = errand) -> None:
+                image = _answer(warp)
+                for cta, told in zip(ctas, barriers, strict=True):
+                    cta.shared.window(offset, ANSWER)[:] = image  # noqa: B023
+                    errand.writes(cta, offset, ANSWER)  # noqa: B023
+                    told.learn(errand.load)
+                    told.deliver(ANSWER)
+
+            for told in barriers:
+                errand.signals(warp, told)
+            submit(warp, instruction, land, tuple(barriers))
+
+    return Act(run, signals=True)
+
+
+@translates("clusterlaunchcontrol.query_cancel")
+def query_cancel(instruction: Instruction) -> Step:
+    answer = read(instruction.operands[-1], "b128")
+
+    def words(warp: Warp) -> NDArray[np.uint32]:
+        return np.ascontiguousarray(answer(warp)).view(np.uint32)
+
+    if instruction.has("is_canceled"):
+        put = write(instruction.operands[0], "pred")
+
+        def cancelled(warp: Warp, mask: Mask) -> None:
+            found = words(warp)[:, 0] != 0
+            if not found[lanes_of(mask)].all():
+                warp.cta.cluster.refused = True
+            put(warp, found, mask)
+
+        return cancelled
+    axis = next((AXES[name] for name in AXES if instruction.has(name)), None)
+    if axis is None and not instruction.has("get_first_ctaid"):
+        raise Unmodelled(instruction)
+    first = instruction.operands[0]
+    items = first.items if isinstance(first, Vector) else (first,)
+    puts = [
+        (write(item, "u32"), place)
+        for place, item in enumerate(items, axis or 1)
+        if not isinstance(item, Discard)
+    ]
+
+    def index(warp: Warp, mask: Mask) -> None:
+        found = words(warp)
+        if not found[lanes_of(mask), 0].all():
+            text = f"{warp} asks which cluster was cancelled, but none was"
+            raise Fault(Finding("launch control", text, instruction))
+        for put, place in puts:
+            put(warp, found[:, place] if place < 4 else 0, mask)
+
+    return index
