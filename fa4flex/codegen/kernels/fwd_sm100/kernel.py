@@ -82,7 +82,7 @@ class Forward:
             grid = dense_grid(arguments, config.tile_m, ordered)
         blocks = grid.total
         if const_expr(config.persistent and not config.cancel):
-            blocks = cutlass.min(blocks, config.workers // config.ctas)
+            blocks = cutlass.min(blocks, max(config.workers // config.ctas, 1))
         self.device(arguments, grid, *transfers).launch(
             grid=[blocks * config.ctas, 1, 1],
             block=[32 * WARPS, 1, 1],
