@@ -6,10 +6,9 @@ import random
 
 import pytest
 import torch
-from captured_cases import CASES, Grid, gradients, judge, plain
+from captured_cases import CASES, Grid, gradients, judge, measured
 
 import fa4flex
-from fa4flex import reference
 from fa4flex.primitives.schedule import Schedule
 
 
@@ -24,10 +23,7 @@ def close(name: str, grid: Grid, width: int) -> None:
     with fa4flex.simulator.device("sm_90a", seed, timing) as gpu:
         got = gradients(lambda *x: attn(*x, return_lse=True), qkv, leaves, upstream)
     assert len(gpu.results) == 4 and not gpu.findings, f"{where}: {gpu.report()}"
-    wide = [x.double() for x in qkv]
-    exact = gradients(lambda *x: reference.attention(*x, **composition), wide, leaves, upstream)
-    same = gradients(lambda *x: plain(composition, *x), qkv, leaves, upstream)
-    judge(where, got, exact, same)
+    judge(where, got, *measured(composition, qkv, leaves, upstream))
 
 
 @pytest.mark.parametrize("name", random.sample(sorted(CASES), 2))
