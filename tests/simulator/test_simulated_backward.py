@@ -47,15 +47,24 @@ def rounded(qkv: tuple[Tensor, ...], dout: Tensor) -> list[float]:
     return [((a.double() - b).abs().max() / b.abs().max()).item() for a, b in zip(*found, strict=True)]
 
 
-def close(name: str, q_len: int, kv_len: int, width: int) -> None:
+def close(
+    name: str,
+    q_len: int,
+    kv_len: int,
+    width: int,
+    arch: str = "sm_90a",
+    kv_heads: int = 2,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
     """At most twice bf16 PyTorch's error, relative to the largest gradient."""
     composition = COMPOSED[name]
     timing, seed = random.choice([("eager", 0), ("late", 1), ("random", random.randrange(99))])
-    where = f"{name}, {q_len} x {kv_len}, width {width}, {timing} {seed}"
-    qkv = tuple(torch.randn(1, h, n, width).bfloat16() for h, n in ((4, q_len), (2, kv_len), (2, kv_len)))
-    dout, dlse = torch.randn(1, 4, q_len, width).bfloat16(), torch.randn(1, 4, q_len)
+    where = f"{name}, {q_len} x {kv_len}, width {width}, {kv_heads} heads of keys, {arch}, {timing} {seed}"
+    sizes = ((4, q_len), (kv_heads, kv_len), (kv_heads, kv_len))
+    qkv = tuple(torch.randn(1, h, n, width).to(dtype) for h, n in sizes)
+    dout, dlse = torch.randn(1, 4, q_len, width).to(dtype), torch.randn(1, 4, q_len)
     attn = fa4flex.compile(**composition)
-    with fa4flex.simulator.device("sm_90a", seed, timing) as gpu:
+    with fa4flex.simulator.device(arch, seed, timing) as gpu:
         got = gradients(attn, qkv, dout, dlse)
     assert len(gpu.results) == 4 and not gpu.findings, f"{where}: {gpu.report()}"
     exact = gradients(fa4flex.compile(**composition), tuple(x.double() for x in qkv), dout, dlse)
