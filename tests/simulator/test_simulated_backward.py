@@ -35,10 +35,10 @@ def gradients(attn: fa4flex.Attention, qkv: tuple[Tensor, ...], dout: Tensor, dl
 
 
 def rounded(qkv: tuple[Tensor, ...], dout: Tensor) -> list[float]:
-    """The largest errors of plain attention's gradients in bf16 PyTorch, by input, relative to the largest
+    """The largest errors of plain attention's gradients in 16-bit PyTorch, by input, relative to the largest
     gradient."""
     found = []
-    for dtype in (torch.bfloat16, torch.float64):
+    for dtype in (qkv[0].dtype, torch.float64):
         q, k, v = (x.detach().to(dtype).requires_grad_() for x in qkv)
         ratio = q.shape[1] // k.shape[1]
         scores = q @ k.repeat_interleave(ratio, 1).transpose(-1, -2) / math.sqrt(q.shape[-1])
@@ -56,7 +56,7 @@ def close(
     kv_heads: int = 2,
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
-    """At most twice bf16 PyTorch's error, relative to the largest gradient."""
+    """At most twice 16-bit PyTorch's error, relative to the largest gradient."""
     composition = COMPOSED[name]
     timing, seed = random.choice([("eager", 0), ("late", 1), ("random", random.randrange(99))])
     where = f"{name}, {q_len} x {kv_len}, width {width}, {kv_heads} heads of keys, {arch}, {timing} {seed}"

@@ -26,6 +26,7 @@ NUMBER = 4
 ALIGNMENTS = {
     **dict.fromkeys(("barriers", "next", "freed"), BARRIER),
     **dict.fromkeys(("columns", "scales", "finals"), NUMBER),
+    **dict.fromkeys(("lse2", "delta"), 128),
 }
 """Of regions that hold no tile."""
 

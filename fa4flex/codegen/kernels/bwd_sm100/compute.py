@@ -24,7 +24,7 @@ from fa4flex.codegen.kernels.common.backward import (
     KeyWork,
     query_tile_at,
 )
-from fa4flex.codegen.kernels.common.fragment import narrow
+from fa4flex.codegen.kernels.common.fragment import computed_once, narrow
 from fa4flex.codegen.kernels.common.hooks import Hooks
 from fa4flex.codegen.kernels.common.softmax import LOG2_E
 from fa4flex.codegen.kernels.common.tensor_core import Blocks, arrive_once
@@ -32,6 +32,15 @@ from fa4flex.codegen.kernels.common.transposed import Slab
 
 WIDE = 8
 """Elements of 16 bits that a thread stores at once."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """What stays the same over the steps of a query head: where hooks are called for, and by what the
+    variant's scores are multiplied to be powers of two."""
+
+    slab: Slab
+    factor: Float32
 
 
 @dataclass(frozen=True)
@@ -83,17 +92,18 @@ class Compute:
             h = work.kv_head * group + g
             at = self.course.place(work, h, heads, arguments)
             first = work.tile * ROWS + place.row
-            slab = Slab(at, first, (0,), tuple(range(FRAGMENT)))
+            factor = at.scale * LOG2_E if self.hooks.factor is None else self.hooks.factor(at)
+            given = Head(Slab(at, first, (0,), tuple(range(FRAGMENT))), computed_once(factor))
             queries = self.course.queries(work, h, arguments)
             for i in cutlass.range(queries.masked_count, unroll=1):
                 which = (query_tile_at(queries, i), phase)
-                self.step(slab, place, (shared, pipes), (lse2, delta), which, True)
+                self.step(given, place, (shared, pipes), (lse2, delta), which, True)
                 lse2.advance()
                 delta.advance()
                 phase ^= 1
             for i in cutlass.range(queries.masked_count, queries.count, unroll=1):
                 which = (query_tile_at(queries, i), phase)
-                self.step(slab, place, (shared, pipes), (lse2, delta), which, False)
+                self.step(given, place, (shared, pipes), (lse2, delta), which, False)
                 lse2.advance()
                 delta.advance()
                 phase ^= 1
@@ -129,7 +139,7 @@ class Compute:
     @cute.jit
     def step(
         self,
-        slab: cutlass.Constexpr[Slab],
+        given: cutlass.Constexpr[Head],
         place: cutlass.Constexpr[Place],
         handed: cutlass.Constexpr[tuple[Shared, Pipes]],
         states: tuple[pipeline.PipelineState, pipeline.PipelineState],
@@ -149,7 +159,7 @@ class Compute:
             rows = self.numbers(shared.lse2, lse2.index, place.half, f)
             place.scores.take(f, p[None, f])
             cute.arch.fence_view_async_tmem_load()
-            slopes = self.probabilities(slab, p[None, f], rows, q_first + f * FRAGMENT, masked)
+            slopes = self.probabilities(given, p[None, f], rows, q_first + f * FRAGMENT, masked)
             place.probabilities.put(f, self.narrowed(p[None, f], shared.q.element_type))
             for c, slope in slopes.items():
                 p[c, f] = p[c, f] * slope
@@ -164,7 +174,7 @@ class Compute:
             place.dprob.take(f, ds)
             cute.arch.fence_view_async_tmem_load()
             for c in cutlass.range_constexpr(0, FRAGMENT, 2):
-                less = cute.arch.add_packed_f32x2((ds[c], ds[c + 1]), (-rows[c], -rows[c + 1]))
+                less = cute.arch.sub_packed_f32x2((ds[c], ds[c + 1]), (rows[c], rows[c + 1]))
                 ds[c], ds[c + 1] = cute.arch.mul_packed_f32x2((p[c, f], p[c + 1, f]), less)
             packed = self.narrowed(ds, shared.q.element_type)
             place.ds.put(f, packed)
@@ -182,14 +192,14 @@ class Compute:
         return found
 
     def probabilities(
-        self, slab: Slab, scores: cute.Tensor, lse2: cute.Tensor, q_first: Int32, masked: bool
+        self, given: Head, scores: cute.Tensor, lse2: cute.Tensor, q_first: Int32, masked: bool
     ) -> dict[int, Float32]:
         """q.k of a fragment becomes its probability. Returns what gradients are multiplied by on their way to
         the scaled scores, where that is not 1."""
-        one = cute.make_tensor(scores.iterator, cute.make_layout((1, FRAGMENT)))
+        slab, one = given.slab, cute.make_tensor(scores.iterator, cute.make_layout((1, FRAGMENT)))
         slopes = slab.slopes(self.hooks, one, q_first, masked)
         slab.modify(self.hooks, one, q_first, masked)
-        factor = slab.at.scale * LOG2_E if self.hooks.factor is None else self.hooks.factor(slab.at)
+        factor = given.factor
         for c in range(0, FRAGMENT, 2):
             shift = (-lse2[c], -lse2[c + 1])
             x = cute.arch.fma_packed_f32x2((scores[c], scores[c + 1]), (factor, factor), shift)

@@ -143,7 +143,7 @@ class Backward:
             cute.arch.barrier(barrier_id=FINISHED, number_of_threads=READ_TENSOR_MEMORY)
             memory.free(base)
         else:
-            cute.arch.setmaxregister_increase(registers.reduce)
+            cute.arch.setmaxregister_decrease(registers.reduce)
             memory.wait_for_alloc()
             base = memory.retrieve_ptr(Float32)
             self.reduce.run(arguments, work, shared, pipes, base)

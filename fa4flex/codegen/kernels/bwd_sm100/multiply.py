@@ -86,7 +86,6 @@ class Multiply:
             self.scores(given, s_state)
             s_state.advance()
             self.dk(given, q_state, phase, j > 1)
-            pipes.q.consumer_release(q_state)
             q_state.advance()
             self.dq(given)
             cute.arch.mbarrier_wait(pipes.dq_empty, phase)
@@ -150,6 +149,7 @@ class Multiply:
         q = operands.q_t[None, None, None, state.index]
         acc = given.base + self.config.memory.dk
         given.products.to_dk.issue(acc, operands.ds_t, q, STEPS, add)
+        given.pipes.q.consumer_release(state)
 
     def dq(self, given: Given) -> None:
         operands = given.operands
