@@ -8,7 +8,7 @@ well, where it is the first operand of dQ = dS K.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
@@ -24,11 +24,14 @@ from fa4flex.codegen.kernels.common.backward import (
     KeyWork,
     query_tile_at,
 )
-from fa4flex.codegen.kernels.common.fragment import computed_once, narrow
+from fa4flex.codegen.kernels.common.fragment import compute_before, computed_once, narrow
 from fa4flex.codegen.kernels.common.hooks import Hooks
 from fa4flex.codegen.kernels.common.softmax import LOG2_E
 from fa4flex.codegen.kernels.common.tensor_core import Blocks, arrive_once
 from fa4flex.codegen.kernels.common.transposed import Slab
+
+HOOKED = 16
+"""Queries that hooks are called for at a time: they keep registers for each."""
 
 WIDE = 8
 """Elements of 16 bits that a thread stores at once."""
@@ -36,8 +39,8 @@ WIDE = 8
 
 @dataclass(frozen=True)
 class Head:
-    """What stays the same over the steps of a query head: where hooks are called for, and by what the
-    variant's scores are multiplied to be powers of two."""
+    """What stays the same over the steps of a query head: where hooks are called for, queries apart, and by
+    what the variant's scores are multiplied to be powers of two."""
 
     slab: Slab
     factor: Float32
@@ -93,7 +96,7 @@ class Compute:
             at = self.course.place(work, h, heads, arguments)
             first = work.tile * ROWS + place.row
             factor = at.scale * LOG2_E if self.hooks.factor is None else self.hooks.factor(at)
-            given = Head(Slab(at, first, (0,), tuple(range(FRAGMENT))), computed_once(factor))
+            given = Head(Slab(at, first, (0,), ()), computed_once(factor))
             queries = self.course.queries(work, h, arguments)
             for i in cutlass.range(queries.masked_count, unroll=1):
                 which = (query_tile_at(queries, i), phase)
@@ -196,17 +199,24 @@ class Compute:
     ) -> dict[int, Float32]:
         """q.k of a fragment becomes its probability. Returns what gradients are multiplied by on their way to
         the scaled scores, where that is not 1."""
-        slab, one = given.slab, cute.make_tensor(scores.iterator, cute.make_layout((1, FRAGMENT)))
-        slopes = slab.slopes(self.hooks, one, q_first, masked)
-        slab.modify(self.hooks, one, q_first, masked)
         factor = given.factor
-        for c in range(0, FRAGMENT, 2):
-            shift = (-lse2[c], -lse2[c + 1])
-            x = cute.arch.fma_packed_f32x2((scores[c], scores[c + 1]), (factor, factor), shift)
-            scores[c], scores[c + 1] = (cute.math.exp2(y, fastmath=True) for y in x)
-        if masked:
-            slab.mask(self.hooks, one, q_first)
-        return {} if slopes is None else {c: slope for (_, c), slope in slopes.items()}
+        slopes: dict[int, Float32] = {}
+        for start in range(0, FRAGMENT, HOOKED):
+            slab = replace(given.slab, queries=tuple(range(start, start + HOOKED)))
+            one = cute.make_tensor(scores.iterator + start, cute.make_layout((1, HOOKED)))
+            found = slab.slopes(self.hooks, one, q_first, masked) or {}
+            slopes |= {start + c: slope for (_, c), slope in found.items()}
+            slab.modify(self.hooks, one, q_first, masked)
+            for c in range(start, start + HOOKED, 2):
+                shift = (-lse2[c], -lse2[c + 1])
+                x = cute.arch.fma_packed_f32x2((scores[c], scores[c + 1]), (factor, factor), shift)
+                scores[c], scores[c + 1] = (cute.math.exp2(y, fastmath=True) for y in x)
+            if masked:
+                slab.mask(self.hooks, one, q_first)
+            if self.hooks.score is not None or self.hooks.start is not None:
+                # What the next queries' hooks read would else be read now, and wait in registers.
+                compute_before(scores[start + HOOKED - 1])
+        return slopes
 
     def narrowed(self, source: cute.Tensor, kind: Any) -> cute.Tensor:
         """A fragment in 16 bits, two numbers in a register."""

@@ -24,8 +24,8 @@ class Registers:
     """Per thread, after the split: of the warpgroup that hands on dQ, of both that compute, and of the one
     that holds the warps which load and multiply."""
 
-    reduce: int = 104
-    compute: int = 160
+    reduce: int = 88
+    compute: int = 168
     other: int = 88
 
 
