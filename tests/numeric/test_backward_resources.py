@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl, which exists for Linux"
 )
 DRAWS = {"plain": FEW["dense"], **{name: draws[0] for name, draws in VARIANTS.items()}}
-WIDTHS = (64, 128)
+WIDTHS = (32, 64, 96, 128)
 
 
 def launched(draw: Draw, width: int) -> tuple[Any, tuple[Any, ...]]:

@@ -19,7 +19,7 @@ from fa4flex.codegen.plan.sm100.backward import BlackwellBackwardPlan
 from fa4flex.codegen.plan.sm100.sharing import lifetimes
 from fa4flex.codegen.plan.sm100.tensor_memory import Columns
 
-WIDTHS = tuple(product((64, 128), repeat=2))
+WIDTHS = ((32, 32), (64, 64), (64, 128), (96, 96), (128, 32), (128, 128))
 STEPS = ([1], [2], [5])
 """Tiles of queries that a block visits."""
 

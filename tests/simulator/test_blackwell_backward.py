@@ -13,7 +13,7 @@ from fa4flex.codegen.plan.problem import Problem
 from fa4flex.codegen.plan.target import SM100A
 from fa4flex.errors import UnsupportedError
 
-WIDTHS = (40, 64, 128)
+WIDTHS = (24, 40, 64, 96, 128, (64, 128), (128, 32))
 HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -27,7 +27,7 @@ def test_some_gradients(name: str) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", COMPOSED)
-def test_gradients(name: str, width: int) -> None:
+def test_gradients(name: str, width: int | tuple[int, int]) -> None:
     close(name, 200, 200, width, "sm_100a")
 
 

@@ -51,18 +51,19 @@ def close(
     name: str,
     q_len: int,
     kv_len: int,
-    width: int,
+    width: int | tuple[int, int],
     arch: str = "sm_90a",
     kv_heads: int = 2,
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
-    """At most twice 16-bit PyTorch's error, relative to the largest gradient."""
+    """At most twice 16-bit PyTorch's error, relative to the largest gradient. width: of q and k, and of v."""
     composition = COMPOSED[name]
     timing, seed = random.choice([("eager", 0), ("late", 1), ("random", random.randrange(99))])
     where = f"{name}, {q_len} x {kv_len}, width {width}, {kv_heads} heads of keys, {arch}, {timing} {seed}"
-    sizes = ((4, q_len), (kv_heads, kv_len), (kv_heads, kv_len))
-    qkv = tuple(torch.randn(1, h, n, width).to(dtype) for h, n in sizes)
-    dout, dlse = torch.randn(1, 4, q_len, width).to(dtype), torch.randn(1, 4, q_len)
+    wide, wide_v = width if isinstance(width, tuple) else (width, width)
+    sizes = ((4, q_len, wide), (kv_heads, kv_len, wide), (kv_heads, kv_len, wide_v))
+    qkv = tuple(torch.randn(1, *size).to(dtype) for size in sizes)
+    dout, dlse = torch.randn(1, 4, q_len, wide_v).to(dtype), torch.randn(1, 4, q_len)
     attn = fa4flex.compile(**composition)
     with fa4flex.simulator.device(arch, seed, timing) as gpu:
         got = gradients(attn, qkv, dout, dlse)

@@ -33,6 +33,9 @@ from fa4flex.codegen.kernels.common.transposed import Slab
 HOOKED = 16
 """Queries that hooks are called for at a time: they keep registers for each."""
 
+STORED = 16
+"""Columns of dK or dV that a thread takes at a time: half of the narrowest head."""
+
 WIDE = 8
 """Elements of 16 bits that a thread stores at once."""
 
@@ -243,26 +246,26 @@ class Compute:
         scale: Float32,
     ) -> None:
         """A half of the columns of dK or dV to global memory; 0 where no query was visited."""
-        count = sums.width // FRAGMENT // 2
+        count = sums.width // STORED // 2
         mine = in_columns(sums.columns, place.half * (sums.width // 2), sums.width // 2)
-        blocks = cute.flat_divide(mine, (ROWS, FRAGMENT))
-        load = tcgen05.Ld32x32bOp(tcgen05.Repetition(FRAGMENT))
+        blocks = cute.flat_divide(mine, (ROWS, STORED))
+        load = tcgen05.Ld32x32bOp(tcgen05.Repetition(STORED))
         found = Blocks.load(load, blocks[None, None, 0, None], place.row)
         if some:
             cute.arch.mbarrier_wait(sums.full, 0)
         for block in cutlass.range_constexpr(count):
-            part = cute.make_rmem_tensor((FRAGMENT,), Float32)
+            part = cute.make_rmem_tensor((STORED,), Float32)
             part.fill(0.0)
             if some:
                 found.take(block, part)
                 cute.arch.fence_view_async_tmem_load()
-            halves = cute.make_rmem_tensor((FRAGMENT,), target.element_type)
+            halves = cute.make_rmem_tensor((STORED,), target.element_type)
             halves.store((part.load() * scale).to(target.element_type))
             key = work.tile * ROWS + place.row
             if key < work.kv_len:
-                first = (place.half * count + block) * FRAGMENT
+                first = (place.half * count + block) * STORED
                 eights = cute.logical_divide(target[work.b, key, work.kv_head, None], cute.make_layout(WIDE))
-                for i in cutlass.range_constexpr(FRAGMENT // WIDE):
+                for i in cutlass.range_constexpr(STORED // WIDE):
                     if first + WIDE * i < target.shape[3]:
                         eight = cute.make_tensor(halves.iterator + WIDE * i, cute.make_layout(WIDE))
                         cute.autovec_copy(eight, eights[None, first // WIDE + i])

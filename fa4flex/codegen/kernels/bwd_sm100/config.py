@@ -45,7 +45,7 @@ class TensorMemory:
 
 @dataclass(frozen=True)
 class Config:
-    """head_dim, head_dim_v    widths of the tiles in shared memory: 64 or 128, as hold the tensors'
+    """head_dim, head_dim_v    widths of the tiles in shared memory: multiples of 32 that hold the tensors'
     memory                   where in tensor memory what lies
     q_stages, do_stages      tiles of Q, and of dO, in flight
     dq_stages                pieces of dQ, 32 rows by 32 columns, that a warp has staged in shared memory

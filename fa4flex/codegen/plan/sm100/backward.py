@@ -25,7 +25,7 @@ from fa4flex.codegen.plan.sm100.tensor_memory import Columns, Range
 from fa4flex.codegen.plan.target import Target
 from fa4flex.errors import UnsupportedError
 
-WIDTHS = (64, 128)
+WIDTHS = (32, 64, 96, 128)
 """Widths that a tile in shared memory may have."""
 
 WARPGROUPS = 4
