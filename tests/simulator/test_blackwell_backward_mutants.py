@@ -112,7 +112,7 @@ KERNELS = pytest.mark.parametrize("masked", [False, True], ids=["dense", "causal
 def test_some(masked: bool) -> None:
     own = main_kernel(masked)
     tried = [m for m in own.that_matter() if not m.instruction.opcode.startswith(IMPLIED)]
-    for mutant in random.sample(tried, 10):
+    for mutant in random.sample(tried, 6):
         assert own.noticed(mutant), mutant
 
 

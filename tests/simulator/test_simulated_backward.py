@@ -22,6 +22,7 @@ COMPOSED: dict[str, dict[str, Any]] = {
     "softcap, window": {"score_mod": softcap(20.0), "mask": causal & sliding_window(60)},
     "documents": {"mask": document(IDS) & causal},
     "empty rows": {"mask": lambda b, h, q, k: (q >= k) & (q % 64 < 40)},
+    "unseen keys": {"mask": lambda b, h, q, k: (k >= 128) & ((h != 1) | (k >= 190))},
     "sinks": {"mask": causal, "sinks": Sinks(torch.randn(4))},
 }
 
