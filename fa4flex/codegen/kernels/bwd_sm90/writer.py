@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import cutlass
-from cutlass import cute
+from cutlass import Int32, cute
 
 from fa4flex.codegen.kernels.bwd_sm90.config import Config
 from fa4flex.codegen.kernels.bwd_sm90.parts import Shared, dq_empty, dq_full
