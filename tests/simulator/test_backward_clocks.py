@@ -6,6 +6,7 @@ addition, so that what is done once for a tile of keys does not count.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from unittest.mock import patch
 
@@ -27,6 +28,7 @@ PASSES = {False: 3328, True: 2688}
 """The paper's clocks of shared memory, without and with pairs of CTAs."""
 
 
+@cache
 def backward(q_len: int, pairs: bool) -> Result:
     """The main kernel of the backward of 256 keys: two tiles, in two CTAs or in a pair."""
     gpu = Gpu("sm_100a", "eager", 0)
@@ -41,16 +43,20 @@ def backward(q_len: int, pairs: bool) -> Result:
     return found
 
 
+def more_per_tile(
+    counted: Callable[[Result], dict[str, float]], few: Result, many: Result
+) -> dict[str, float]:
+    """What each of the tiles costs that 256 more queries make of 256 keys."""
+    tiles = 2 * (512 - 256) // 128
+    before, after = counted(few), counted(many)
+    return {key: (after[key] - before[key]) / tiles for key in after}
+
+
 @cache
 def of_a_tile(pairs: bool) -> tuple[dict[str, float], dict[str, float]]:
     """Clocks of each unit, and of shared memory by what moves through it."""
     few, many = backward(256, pairs), backward(512, pairs)
-    tiles = 2 * (512 - 256) // 128
-
-    def more(few: dict[str, float], many: dict[str, float]) -> dict[str, float]:
-        return {key: (many[key] - few[key]) / tiles for key in many}
-
-    return more(cycles(few), cycles(many)), more(shared_memory(few), shared_memory(many))
+    return more_per_tile(cycles, few, many), more_per_tile(shared_memory, few, many)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ COMPOSED: dict[str, dict[str, Any]] = {
     "softcap, window": {"score_mod": softcap(20.0), "mask": causal & sliding_window(60)},
     "documents": {"mask": document(IDS) & causal},
     "empty rows": {"mask": lambda b, h, q, k: (q >= k) & (q % 64 < 40)},
+    "unseen keys": {"mask": lambda b, h, q, k: (k >= 128) & ((h != 1) | (k >= 190))},
     "sinks": {"mask": causal, "sinks": Sinks(torch.randn(4))},
 }
 
@@ -35,10 +36,10 @@ def gradients(attn: fa4flex.Attention, qkv: tuple[Tensor, ...], dout: Tensor, dl
 
 
 def rounded(qkv: tuple[Tensor, ...], dout: Tensor) -> list[float]:
-    """The largest errors of plain attention's gradients in bf16 PyTorch, by input, relative to the largest
+    """The largest errors of plain attention's gradients in 16-bit PyTorch, by input, relative to the largest
     gradient."""
     found = []
-    for dtype in (torch.bfloat16, torch.float64):
+    for dtype in (qkv[0].dtype, torch.float64):
         q, k, v = (x.detach().to(dtype).requires_grad_() for x in qkv)
         ratio = q.shape[1] // k.shape[1]
         scores = q @ k.repeat_interleave(ratio, 1).transpose(-1, -2) / math.sqrt(q.shape[-1])
@@ -47,15 +48,25 @@ def rounded(qkv: tuple[Tensor, ...], dout: Tensor) -> list[float]:
     return [((a.double() - b).abs().max() / b.abs().max()).item() for a, b in zip(*found, strict=True)]
 
 
-def close(name: str, q_len: int, kv_len: int, width: int) -> None:
-    """At most twice bf16 PyTorch's error, relative to the largest gradient."""
+def close(
+    name: str,
+    q_len: int,
+    kv_len: int,
+    width: int | tuple[int, int],
+    arch: str = "sm_90a",
+    kv_heads: int = 2,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """At most twice 16-bit PyTorch's error, relative to the largest gradient. width: of q and k, and of v."""
     composition = COMPOSED[name]
     timing, seed = random.choice([("eager", 0), ("late", 1), ("random", random.randrange(99))])
-    where = f"{name}, {q_len} x {kv_len}, width {width}, {timing} {seed}"
-    qkv = tuple(torch.randn(1, h, n, width).bfloat16() for h, n in ((4, q_len), (2, kv_len), (2, kv_len)))
-    dout, dlse = torch.randn(1, 4, q_len, width).bfloat16(), torch.randn(1, 4, q_len)
+    where = f"{name}, {q_len} x {kv_len}, width {width}, {kv_heads} heads of keys, {arch}, {timing} {seed}"
+    wide, wide_v = width if isinstance(width, tuple) else (width, width)
+    sizes = ((4, q_len, wide), (kv_heads, kv_len, wide), (kv_heads, kv_len, wide_v))
+    qkv = tuple(torch.randn(1, *size).to(dtype) for size in sizes)
+    dout, dlse = torch.randn(1, 4, q_len, wide_v).to(dtype), torch.randn(1, 4, q_len)
     attn = fa4flex.compile(**composition)
-    with fa4flex.simulator.device("sm_90a", seed, timing) as gpu:
+    with fa4flex.simulator.device(arch, seed, timing) as gpu:
         got = gradients(attn, qkv, dout, dlse)
     assert len(gpu.results) == 4 and not gpu.findings, f"{where}: {gpu.report()}"
     exact = gradients(fa4flex.compile(**composition), tuple(x.double() for x in qkv), dout, dlse)

@@ -30,6 +30,7 @@ ALIGNMENTS = {
     **dict.fromkeys(("barriers", "freed"), BARRIER),
     "next": ANSWER,
     **dict.fromkeys(("columns", "scales", "finals"), NUMBER),
+    **dict.fromkeys(("lse2", "delta"), 128),
 }
 """Of regions that hold no tile."""
 

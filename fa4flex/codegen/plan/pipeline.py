@@ -211,6 +211,7 @@ class Ring:
     full_arrivals, transaction_bytes   complete a phase of a full barrier
     empty_arrivals                     complete a phase of an empty one
     per_warp                           each warp of the roles hands its own part over, at its own barriers
+    once                               a block fills it once: nobody frees it, and there is no empty barrier
     """
 
     name: str
@@ -221,6 +222,7 @@ class Ring:
     empty_arrivals: int
     full_arrivals: int = 1
     per_warp: bool = False
+    once: bool = False
 
     @property
     def region(self) -> str:
@@ -324,7 +326,7 @@ class Pipeline:
         lines = [
             f"  {ring.name}: {_count(ring.stages, 'stage')} of {ring.stage_bytes} B; full after"
             f" {_count(ring.full_arrivals, 'arrival')} and {ring.transaction_bytes} B,"
-            f" empty after {_count(ring.empty_arrivals, 'arrival')}" + _EACH_WARP[ring.per_warp]
+            f" {_freed(ring)}" + _EACH_WARP[ring.per_warp]
             for ring in self.rings
         ]
         lines += [
@@ -345,16 +347,21 @@ class Pipeline:
             _check_ring(ring, self.roles)
         for barrier in self.mbarriers:
             _check_barrier(barrier, self.roles)
-        rings = {ring.name for ring in self.rings}
+        rings = {ring.name: ring.once for ring in self.rings}
         for role in self.roles:
             _check_pairs(role, rings)
             _check_products(role)
         _check_named(self)
 
     @property
+    def one_tile(self) -> bool:
+        """Whether a block has one tile of its own, and ends with it."""
+        return any(ring.once for ring in self.rings)
+
+    @property
     def mbarrier_count(self) -> int:
         """Rings have a full and an empty one per stage."""
-        rings = sum(2 * ring.stages * _copies(ring) for ring in self.rings)
+        rings = sum((1 if ring.once else 2) * ring.stages * _copies(ring) for ring in self.rings)
         return rings + sum(_copies(barrier) for barrier in self.mbarriers)
 
     def check_fits(self, memory: Memory, target: Target, unused: int = 0) -> None:
@@ -396,6 +403,10 @@ def _copies(of: Ring | Barrier) -> int:
 
 
 _EACH_WARP = {True: ", warp by warp", False: ""}
+
+
+def _freed(ring: Ring) -> str:
+    return "never freed" if ring.once else f"empty after {_count(ring.empty_arrivals, 'arrival')}"
 
 
 def _explain_role(role: Role) -> list[str]:
@@ -454,14 +465,15 @@ _CLOSED_BY: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-def _check_pairs(role: Role, rings: set[str]) -> None:
-    """Whatever a role opens it closes: the same tiles, later. Products of a shared engine tell by commits."""
+def _check_pairs(role: Role, rings: dict[str, bool]) -> None:
+    """Whatever a role opens it closes: the same tiles, later. Products of a shared engine tell by commits,
+    and rings that are filled once are not handed back."""
     events = role.run([3, 1])
     shared = {product.name for product in role.products if product.engine}
     for opening, closing in _CLOSED_BY.items():
         open_now: Counter[tuple[str, int]] = Counter()
         for event in events:
-            if event.target in shared or (event.action == "commit" and event.target not in rings):
+            if event.target in shared or rings.get(event.target, event.action == "commit"):
                 continue
             key = (event.target, event.tile)
             open_now[key] += (event.action == opening) - (event.action in closing)

@@ -54,16 +54,23 @@ class Inspection:
 
 
 def inspect(
-    source: Source, problem: Problem, signature: Signature = Signature(), arch: str = "sm_90a"
+    source: Source,
+    problem: Problem,
+    signature: Signature = Signature(),
+    arch: str = "sm_90a",
+    entry: str = "",
 ) -> Inspection:
-    """Compile `source` for `arch` and read what the compiler says about it."""
+    """Compile `source` for `arch` and read what the compiler says about it: of its several kernels about the
+    one with `entry` in its name, whose shared memory is the largest."""
     with tempfile.TemporaryDirectory(prefix="fa4flex-") as folder, compiler_lock, without_collector():
         options = f"--enable-tvm-ffi --gpu-arch {arch} --keep-ptx --keep-cubin --dump-dir={folder}"
         compiled, report = _reported(
             lambda: trace_and_compile(source, problem, signature, f"{options} remarks{{ptx}}")
         )
         ptx, cubin = compiled.__ptx__, compiled.__cubin__
-    return Inspection(read_report(report, shared_bytes(str(compiled.ir_module))), ptx, cubin)
+    _, *reports = re.split(r"(?=Compiling entry function)", report)
+    about = next((part for part in reports if entry in part.split("\n", 1)[0]), report)
+    return Inspection(read_report(about, shared_bytes(str(compiled.ir_module))), ptx, cubin)
 
 
 def read_report(report: str, shared: int) -> Resources:
@@ -86,20 +93,20 @@ _LAUNCH = r"!llvm\.struct<\(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32\)
 
 
 def shared_bytes(ir: str) -> int:
-    """Dynamic shared memory of the launch in lowered host code: the constant stored in its configuration."""
-    field = re.search(rf"(%\d+) = llvm\.getelementptr %\d+\[0, 2\][^\n]*{_LAUNCH}", ir)
-    store = field and re.search(rf"llvm\.store (%\d+), {field[1]} : i64", ir[field.end() :])
-    value = store and re.findall(
-        rf"{store[1]} = llvm\.mlir\.constant\((\d+) : i64\)",
-        ir[: field.end()],  # type: ignore[union-attr]
-    )
-    if not value:
+    """Dynamic shared memory of the largest launch in lowered host code: a constant that its configuration
+    holds."""
+    found = []
+    for place in re.finditer(rf"(%\d+) = llvm\.getelementptr %\d+\[0, 2\][^\n]*{_LAUNCH}", ir):
+        store = re.search(rf"llvm\.store (%\d+), {place[1]} : i64", ir[place.end() :])
+        constant = store and rf"{store[1]} = llvm\.mlir\.constant\((\d+) : i64\)"
+        found += re.findall(constant, ir[: place.end()])[-1:] if constant else []
+    if not found:
         raise UnsupportedError(
             "host code without a constant size of shared memory",
             "a launch whose shared memory is known when it is compiled",
             "check that the installed nvidia-cutlass-dsl is a version that this was written for (4.8)",
         )
-    return int(value[-1])
+    return max(map(int, found))
 
 
 def _reported(action: Callable[[], Any]) -> tuple[Any, str]:

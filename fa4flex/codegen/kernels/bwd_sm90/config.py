@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fa4flex.codegen.kernels.common.order import Order
+
 KEYS = 64
 """Keys of one consumer warpgroup: what one wgmma instruction spans."""
 
@@ -51,3 +53,15 @@ class Config:
         if self.split_columns:
             return self.tile_m, self.head_dim // self.consumers
         return self.tile_m // self.consumers, self.head_dim
+
+    @property
+    def dq_order(self) -> Order:
+        """Part by part, as an accumulator's registers lie: of lane l of a warpgroup, two columns from 2 (l %
+        4) on of a row and of the row 8 below, then the same 8 columns further."""
+        rows, columns = self.dq_shape
+        down, across = (0, columns) if self.split_columns else (rows, 0)
+        return Order(
+            (2, 2, 4, 8, 4, columns // 8, self.consumers),
+            rows=(0, 8, 0, 1, 16, 0, down),
+            columns=(1, 0, 2, 0, 0, 8, across),
+        )

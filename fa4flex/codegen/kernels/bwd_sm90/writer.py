@@ -13,6 +13,7 @@ from fa4flex.codegen.kernels.common.backward import (
     KeyWork,
     query_tile_at,
 )
+from fa4flex.codegen.kernels.common.transfer import add_bulk
 
 THREADS = 128 + 32
 """A warpgroup and this warp."""
@@ -52,11 +53,3 @@ class Writer:
                     cute.arch.cp_async_bulk_wait_group(pending, read=True)
                     cute.arch.barrier_arrive(barrier_id=dq_empty(w, stage), number_of_threads=THREADS)
         cute.arch.cp_async_bulk_wait_group(0)
-
-
-def add_bulk(source: cute.Tensor, target: cute.Pointer, count: int) -> None:
-    """Add `count` float32 of shared memory to global memory, in one operation of the copy engine."""
-    cute.arch.inline_ptx(
-        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
-        read_only_args=[target.toint(), source.iterator.toint(), Int32(4 * count)],
-    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import cutlass
 from cutlass import Float32, Int32, const_expr, cute, select_
 
 from fa4flex.codegen.kernels.common.arguments import Tables
@@ -19,8 +20,8 @@ class BackwardArguments(NamedTuple):
     """q, dout [B, S, H, D], k, v, dk, dv [B, S, H, D]; any strides whose last is 1.
     lse2, delta float32 [B, H, R], R being S padded to ROW_BLOCK: log-sum-exp in log2 units, and the sum of
     out * dout less the gradient of the log-sum-exp; rows past the end, and rows without keys, have lse2 inf.
-    dq_sum float32 [B, H, R * head_dim], zero at first: dQ / scale by tiles of tile_m rows, each as the
-    registers of its matrix products lie.
+    dq_sum float32 [B, H, R * head_dim], zero at first: dQ / scale by tiles of tile_m rows, each in its
+    kernel's own order.
     tables: by tile of keys, the tiles of queries to visit; pointers [B, H, key tiles + 1].
     gradients: of captured tensors, [copies, shape...], zero at first; the sum of its copies is a gradient.
     """
@@ -84,6 +85,15 @@ class BackwardCourse:
         if const_expr(arguments.seqused_k is not None):
             kv_len = Int32(arguments.seqused_k[b])
         return KeyWork(tile, kv_head, b, q_len, kv_len)
+
+    @cute.jit
+    def steps(self, work: KeyWork, arguments: BackwardArguments) -> Int32:
+        """Tiles of queries to visit, of all query heads that share the block's keys."""
+        group = arguments.q.shape[2] // arguments.k.shape[2]
+        count = Int32(0)
+        for g in cutlass.range(group, unroll=1):
+            count += self.queries(work, work.kv_head * group + g, arguments).count
+        return count
 
     def place(self, work: KeyWork, h: Int32, heads: Int32, arguments: BackwardArguments) -> At:
         """Where hooks are called for a tile and query head, with the uniform terms."""

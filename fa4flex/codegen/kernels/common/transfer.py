@@ -53,6 +53,14 @@ def load_stage(
     )
 
 
+def add_bulk(source: cute.Tensor, target: cute.Pointer, count: int) -> None:
+    """Add `count` float32 of shared memory to global memory, in one operation of the copy engine."""
+    cute.arch.inline_ptx(
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
+        read_only_args=[target.toint(), source.iterator.toint(), Int32(4 * count)],
+    )
+
+
 def reordered(tensor: cute.Tensor, modes: list[int]) -> cute.Tensor:
     """The same memory with its modes in another order."""
     return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=modes))

@@ -14,6 +14,8 @@ from typing import Any
 from cutlass import Boolean, Int32, const_expr, cute
 from cutlass.cute.nvgpu import tcgen05
 
+from fa4flex.codegen.kernels.common.tensor_core import arrive_once
+
 
 @dataclass(frozen=True)
 class Cluster:
@@ -53,10 +55,3 @@ class Cluster:
         if const_expr(self.ctas == 2):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
-
-
-def arrive_once(barrier: cute.Pointer, first: bool = False) -> None:
-    """One arrival for the warp, after what all of its lanes did; `first`: at the first CTA of its pair."""
-    cute.arch.sync_warp()
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(barrier, peer_cta_rank_in_cluster=0 if first else None)

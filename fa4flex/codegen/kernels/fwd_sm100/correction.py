@@ -13,11 +13,11 @@ from cutlass.tensor_utils import LayoutEnum
 
 from fa4flex.codegen.kernels.common.arguments import Arguments
 from fa4flex.codegen.kernels.common.course import Course
+from fa4flex.codegen.kernels.common.tensor_core import Blocks, arrive_once
 from fa4flex.codegen.kernels.common.work import Grid, Work
-from fa4flex.codegen.kernels.fwd_sm100.cluster import Cluster, arrive_once
+from fa4flex.codegen.kernels.fwd_sm100.cluster import Cluster
 from fa4flex.codegen.kernels.fwd_sm100.config import CORRECTED, FRAGMENT, ROWS, Config
 from fa4flex.codegen.kernels.fwd_sm100.parts import (
-    Blocks,
     Pipes,
     Products,
     Shared,

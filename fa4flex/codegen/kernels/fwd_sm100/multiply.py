@@ -20,10 +20,10 @@ from cutlass import Boolean, Int32, const_expr, cute, pipeline
 from fa4flex.codegen.kernels.common.arguments import Arguments
 from fa4flex.codegen.kernels.common.course import Course
 from fa4flex.codegen.kernels.common.keys import KeyTiles, tile_at
+from fa4flex.codegen.kernels.common.tensor_core import MMA_K, zero_here
 from fa4flex.codegen.kernels.common.work import Grid, Work
 from fa4flex.codegen.kernels.fwd_sm100.cluster import Cluster
 from fa4flex.codegen.kernels.fwd_sm100.config import Config
-from fa4flex.codegen.kernels.fwd_sm100.mma import MMA_K, zero_here
 from fa4flex.codegen.kernels.fwd_sm100.parts import Pipes, Products, Shared
 
 
@@ -131,7 +131,7 @@ class Multiply:
         stage, zero = stage_and_zero
         q, k = operands.q[None, None, None, tile], operands.k[None, None, None, stage]
         steps = range(self.config.head_dim // MMA_K)
-        products.scores_product.issue(operands.scores[tile], q, k, steps, False, zero)
+        products.scores_product.issue(operands.scores[tile].iterator, q, k, steps, False, zero)
         self.cluster.commit(pipes.s_full + tile)
         if last:
             self.cluster.commit(pipes.q_empty + tile)
@@ -148,7 +148,8 @@ class Multiply:
     ) -> None:
         """O += p v, in two parts: the first begins while the last probabilities are computed."""
         stage, phase, zero = stage_phase_zero
-        p, v, out = operands.p[tile], operands.v[None, None, None, stage], operands.out[tile]
+        p, v = operands.p[tile], operands.v[None, None, None, stage]
+        out = operands.out[tile].iterator
         product = products.values_product
         early, steps = self.config.early_keys // MMA_K, self.config.tile_n // MMA_K
         cute.arch.mbarrier_wait(pipes.p_early + tile, phase)

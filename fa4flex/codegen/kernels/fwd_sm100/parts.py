@@ -11,10 +11,10 @@ from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 from cutlass.memory import TmemAllocator
 
 from fa4flex.codegen.kernels.common.course import NextTile
+from fa4flex.codegen.kernels.common.tensor_core import Product
 from fa4flex.codegen.kernels.common.work import Work
 from fa4flex.codegen.kernels.fwd_sm100.cluster import Cluster
 from fa4flex.codegen.kernels.fwd_sm100.config import ROWS, Config
-from fa4flex.codegen.kernels.fwd_sm100.mma import Product
 from fa4flex.codegen.kernels.fwd_sm100.roles import ALLOCATED, CORRECTION, TOUCH_TENSOR_MEMORY
 
 
@@ -116,39 +116,6 @@ class Products:
         # The fragment itself starts at column 0, wherever its tensor does.
         fragment = self.values.make_fragment_A(cute.make_tensor(start, layout))[None, None, None, 0]
         return cute.make_tensor(start, fragment.layout)
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """A warpgroup's tile in tensor memory, (128, columns, block), as one of its threads copies it."""
-
-    copy: Any
-    memory: cute.Tensor
-    shape: Any
-    """Of the registers that hold the thread's part of a block."""
-
-    @staticmethod
-    def load(op: Any, blocks: cute.Tensor, thread: Int32) -> Blocks:
-        copy = tcgen05.make_tmem_copy(cute.make_copy_atom(op, Float32), blocks[None, None, 0])
-        mine = copy.get_slice(thread)
-        shape = mine.partition_D(cute.make_identity_tensor(blocks.shape[:2])).shape
-        return Blocks(copy, mine.partition_S(blocks), shape)
-
-    @staticmethod
-    def store(op: Any, blocks: cute.Tensor, thread: Int32) -> Blocks:
-        copy = tcgen05.make_tmem_copy(cute.make_copy_atom(op, Float32), blocks[None, None, 0])
-        mine = copy.get_slice(thread)
-        shape = mine.partition_S(cute.make_identity_tensor(blocks.shape[:2])).shape
-        return Blocks(copy, mine.partition_D(blocks), shape)
-
-    def take(self, block: int, registers: cute.Tensor) -> None:
-        cute.copy(self.copy, self.memory[None, None, None, block], self._shaped(registers))
-
-    def put(self, block: int, registers: cute.Tensor) -> None:
-        cute.copy(self.copy, self._shaped(registers), self.memory[None, None, None, block])
-
-    def _shaped(self, registers: cute.Tensor) -> cute.Tensor:
-        return cute.make_tensor(registers.iterator, cute.make_layout(self.shape))
 
 
 def first_row(config: Config, work: Work, tile: Any, rank: Any) -> Int32:

@@ -30,11 +30,11 @@ from fa4flex.codegen.kernels.common.softmax import (
     raise_maxima,
     running,
 )
+from fa4flex.codegen.kernels.common.tensor_core import Blocks, arrive_once
 from fa4flex.codegen.kernels.common.work import Grid, Work, put_statistic
-from fa4flex.codegen.kernels.fwd_sm100.cluster import Cluster, arrive_once
+from fa4flex.codegen.kernels.fwd_sm100.cluster import Cluster
 from fa4flex.codegen.kernels.fwd_sm100.config import FRAGMENT, ROWS, Config
 from fa4flex.codegen.kernels.fwd_sm100.parts import (
-    Blocks,
     Pipes,
     Products,
     Shared,

@@ -9,6 +9,7 @@ from cuda.bindings import driver as cuda
 from cutlass import Float32, Int32, cute
 from cutlass.memory import SmemAllocator
 
+THREADS = 256
 WIDE = 8
 """Elements of 16 bits that a thread stores at once."""
 
@@ -25,7 +26,7 @@ class ConvertArguments(NamedTuple):
 
 
 class Convert:
-    """`config` is the main kernel's: tile_m, head_dim, consumers, dq_shape, split_columns."""
+    """`config` is the main kernel's: tile_m, head_dim, and dq_order, in which the sums of a tile lie."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -34,8 +35,7 @@ class Convert:
     def __call__(self, arguments: ConvertArguments, stream: cuda.CUstream) -> None:
         batch, q_len, heads, _ = arguments.dq.shape
         tiles = cute.ceil_div(q_len, self.config.tile_m)
-        threads = 128 * self.config.consumers
-        self.device(arguments).launch(grid=[tiles, heads, batch], block=[threads, 1, 1], stream=stream)
+        self.device(arguments).launch(grid=[tiles, heads, batch], block=[THREADS, 1, 1], stream=stream)
 
     @cute.kernel
     def device(self, arguments: ConvertArguments) -> None:
@@ -47,8 +47,8 @@ class Convert:
         self.collect(arguments, rows, (tile, h, b), thread)
         cute.arch.sync_threads()
         pieces = config.head_dim // WIDE
-        for i in cutlass.range_constexpr(config.tile_m * pieces // (128 * config.consumers)):
-            number = i * 128 * config.consumers + thread
+        for i in cutlass.range_constexpr(config.tile_m * pieces // THREADS):
+            number = i * THREADS + thread
             row, piece = number // pieces, number % pieces
             q = tile * config.tile_m + row
             if q < arguments.dq.shape[1] and piece * WIDE < arguments.dq.shape[3]:
@@ -63,26 +63,21 @@ class Convert:
         place: tuple[Int32, Int32, Int32],
         thread: Int32,
     ) -> None:
-        """A warpgroup's part lies in fours: two columns of a row, and of the row 8 below."""
-        config = self.config
+        """Sums lie in fours, and two columns of a row next to each other."""
+        order = self.config.dq_order
         tile, h, b = place
-        part_rows, part_columns = config.dq_shape
-        part = part_rows * part_columns
-        w, lane = thread // 128, thread % 128
-        sums = cute.local_tile(arguments.dq_sum[b, h, None], (part,), (tile * config.consumers + w,))
-        fours = cute.logical_divide(sums, cute.make_layout(4))
-        row = lane // 32 * 16 + lane % 32 // 4
-        column = lane % 4 * 2
-        if config.split_columns:
-            column = column + w * part_columns
-        else:
-            row = row + w * part_rows
-        for j in range(part // 512):
+        fours = cute.logical_divide(
+            cute.local_tile(arguments.dq_sum[b, h, None], (order.size,), (tile,)), cute.make_layout(4)
+        )
+        for j in range(order.size // (4 * THREADS)):
+            number = j * THREADS + thread
             four = cute.make_rmem_tensor((4,), Float32)
-            cute.autovec_copy(fours[None, j * 128 + lane], four)
-            for half in range(2):
+            cute.autovec_copy(fours[None, number], four)
+            row, column = order.place(4 * number)
+            for start in range(0, 4, 2):
+                down, across = order.place(start)
                 pair = cute.make_rmem_tensor((2,), rows.element_type)
                 for i in range(2):
-                    pair[i] = (four[2 * half + i] * arguments.scale).to(rows.element_type)
-                pairs = cute.logical_divide(rows[row + 8 * half, None], cute.make_layout(2))
-                cute.autovec_copy(pair, pairs[None, column // 2 + 4 * j])
+                    pair[i] = (four[start + i] * arguments.scale).to(rows.element_type)
+                pairs = cute.logical_divide(rows[row + down, None], cute.make_layout(2))
+                cute.autovec_copy(pair, pairs[None, (column + across) // 2])

@@ -38,7 +38,7 @@ def lifetimes(pipeline: Pipeline, columns: Columns) -> networkx.DiGraph:
     """
     import networkx
 
-    run = trace(pipeline, KEY_TILES, round_robin())
+    run = trace(pipeline, KEY_TILES[:1] if pipeline.one_tile else KEY_TILES, round_robin())
     steps = run.graph
     graph = networkx.DiGraph()
     known = {name for name in columns.names if name != WHOLE}

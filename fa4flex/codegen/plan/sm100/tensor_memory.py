@@ -58,7 +58,7 @@ class Columns:
     def explain(self) -> str:
         """One line per range, and the sum."""
         lines = [f"  {r.name:<10}{r.first:>8} .. {r.end:<8}{r.count:>8} columns" for r in self.ranges]
-        used = sum(len(set(range(r.first, r.end))) for r in self.ranges if r.name[0] != "P")
+        used = len({column for r in self.ranges for column in range(r.first, r.end)})
         lines.append(f"  {'total':<10}{used:>29} columns of {self.capacity}")
         return "\n".join(lines)
 

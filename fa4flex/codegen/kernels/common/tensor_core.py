@@ -1,15 +1,17 @@
-"""tcgen05.mma in runs: one lane issues all instructions of a product, one right after the other.
+"""Blackwell's tensor cores: tcgen05.mma in runs, and tiles of tensor memory.
 
-The library's own product elects a lane for each instruction, and computes its descriptors anew behind the
-branch that this is. The tensor core then waits for the warp that feeds it.
+One lane issues all instructions of a product, one right after the other. The library's own product elects a
+lane for each instruction, and computes its descriptors anew behind the branch that this is. The tensor core
+then waits for the warp that feeds it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cutlass import BFloat16, Boolean, Int32, cute
+from cutlass import BFloat16, Boolean, Float32, Int32, cute
 from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import tcgen05
 from cutlass.cutlass_dsl import T, dsl_user_op
@@ -22,7 +24,7 @@ MMA_K = 16
 class Product:
     """What all instructions of a product have in common. rows: of the result, over all CTAs; columns of it;
     a_in_tensor_memory: else A is in shared memory; b_along_columns: B lies in memory along the columns of the
-    result, else along what is summed over."""
+    result, else along what is summed over; a_along_rows: likewise A along its rows."""
 
     kind: Any
     ctas: int
@@ -30,35 +32,48 @@ class Product:
     columns: int
     a_in_tensor_memory: bool
     b_along_columns: bool
+    a_along_rows: bool = False
 
     @property
     def descriptor(self) -> int:
         """PTX ISA, "instruction descriptor" of kind::f16; results are float32."""
         bf16 = int(self.kind is BFloat16)
         types = 1 << 4 | bf16 << 7 | bf16 << 10
-        return types | self.b_along_columns << 16 | self.columns // 8 << 17 | self.rows // 16 << 24
+        majors = self.a_along_rows << 15 | self.b_along_columns << 16
+        return types | majors | self.columns // 8 << 17 | self.rows // 16 << 24
 
     def issue(
         self,
-        acc: cute.Tensor,
-        a: cute.Tensor,
+        acc: cute.Pointer,
+        a: cute.Tensor | Sequence[cute.Pointer],
         b: cute.Tensor,
         steps: range,
         add: Boolean | bool,
         zero: Int32 | int = 0,
     ) -> None:
-        """acc = a b, or acc += a b with `add`, over these instructions. a, b: (M or N, M or N, K). In a loop,
-        `zero` is what `zero_here` returns."""
-        result = Int32(acc.iterator.toint())
-        left = [Int32(a.iterator.toint())] if self.a_in_tensor_memory else _words(a)
+        """acc = a b, or acc += a b with `add`, over these instructions. a, b: (M or N, M or N, K); in tensor
+        memory, a may be given by where the operand of each instruction begins. In a loop, `zero` is what
+        `zero_here` returns."""
+        result = Int32(acc.toint())
         right = _words(b)
-        left[0], right[0] = left[0] + zero, right[0] + zero
+        right[0] = right[0] + zero
+        left = self._left(a, zero)
         with cute.arch.elect_one():
             for k in steps:
-                offsets = [self._columns(a, k) if self.a_in_tensor_memory else _step(a, k), _step(b, k)]
+                words, offset = left or [Int32(a[k].toint())], 0
+                if isinstance(a, cute.Tensor):
+                    offset = self._columns(a, k) if self.a_in_tensor_memory else _step(a, k)
                 instruction = f"tcgen05.mma.cta_group::{self.ctas}.kind::f16"
-                _mma((result, *left, *right, Int32(Boolean(add))), instruction, self.descriptor, offsets)
+                numbers = (result, *words, *right, Int32(Boolean(add)))
+                _mma(numbers, instruction, self.descriptor, [offset, _step(b, k)])
                 add = True
+
+    def _left(self, a: cute.Tensor | Sequence[cute.Pointer], zero: Int32 | int) -> list[Int32]:
+        """Where A begins; nothing where each instruction has a place of its own."""
+        if not isinstance(a, cute.Tensor):
+            return []
+        words = [Int32(a.iterator.toint())] if self.a_in_tensor_memory else _words(a)
+        return [words[0] + zero, *words[1:]]
 
     def _columns(self, a: cute.Tensor, k: int) -> int:
         """Of tensor memory, 32 bits wide, to step k."""
@@ -78,6 +93,46 @@ def _words(operand: cute.Tensor) -> list[Int32]:
     """A shared-memory descriptor. All that differs between steps is in its low word."""
     whole = tcgen05.smem_descriptor_to_int(operand.iterator)
     return [Int32(whole), Int32(whole >> 32)]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A warpgroup's tile in tensor memory, (128, columns, block), as one of its threads copies it."""
+
+    copy: Any
+    memory: cute.Tensor
+    shape: Any
+    """Of the registers that hold the thread's part of a block."""
+
+    @staticmethod
+    def load(op: Any, blocks: cute.Tensor, thread: Int32) -> Blocks:
+        copy = tcgen05.make_tmem_copy(cute.make_copy_atom(op, Float32), blocks[None, None, 0])
+        mine = copy.get_slice(thread)
+        shape = mine.partition_D(cute.make_identity_tensor(blocks.shape[:2])).shape
+        return Blocks(copy, mine.partition_S(blocks), shape)
+
+    @staticmethod
+    def store(op: Any, blocks: cute.Tensor, thread: Int32) -> Blocks:
+        copy = tcgen05.make_tmem_copy(cute.make_copy_atom(op, Float32), blocks[None, None, 0])
+        mine = copy.get_slice(thread)
+        shape = mine.partition_S(cute.make_identity_tensor(blocks.shape[:2])).shape
+        return Blocks(copy, mine.partition_D(blocks), shape)
+
+    def take(self, block: int, registers: cute.Tensor) -> None:
+        cute.copy(self.copy, self.memory[None, None, None, block], self._shaped(registers))
+
+    def put(self, block: int, registers: cute.Tensor) -> None:
+        cute.copy(self.copy, self._shaped(registers), self.memory[None, None, None, block])
+
+    def _shaped(self, registers: cute.Tensor) -> cute.Tensor:
+        return cute.make_tensor(registers.iterator, cute.make_layout(self.shape))
+
+
+def arrive_once(barrier: cute.Pointer, first: bool = False) -> None:
+    """One arrival for the warp, after what all of its lanes did; `first`: at the first CTA of its pair."""
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(barrier, peer_cta_rank_in_cluster=0 if first else None)
 
 
 @dsl_user_op

@@ -1,0 +1,1 @@
+"""The Blackwell backward kernel."""

@@ -1,0 +1,97 @@
+"""The warp that brings keys and values once, then queries and output gradients with their rows' numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, cute, pipeline
+from cutlass.cute.nvgpu import cpasync
+
+from fa4flex.codegen.kernels.bwd_sm100.config import ROWS, Config
+from fa4flex.codegen.kernels.bwd_sm100.parts import Pipes, Products, Shared
+from fa4flex.codegen.kernels.common.backward import (
+    BackwardArguments,
+    BackwardCourse,
+    KeyWork,
+    query_tile_at,
+)
+from fa4flex.codegen.kernels.common.transfer import Views, load_stage, partition
+
+Transfers = tuple[cpasync.TmaInfo, cpasync.TmaInfo, cpasync.TmaInfo, cpasync.TmaInfo]
+"""Of q, k, v and dout."""
+
+
+class Load:
+    def __init__(self, config: Config, course: BackwardCourse) -> None:
+        self.config = config
+        self.course = course
+
+    @cute.jit
+    def run(
+        self,
+        arguments: BackwardArguments,
+        work: KeyWork,
+        transfers: cutlass.Constexpr[Transfers],
+        shared: cutlass.Constexpr[Shared],
+        pipes: cutlass.Constexpr[Pipes],
+        products: cutlass.Constexpr[Products],
+    ) -> None:
+        config = self.config
+        q, k, v, dout = transfers
+        q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.q_stages)
+        do_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.do_stages)
+        if self.course.steps(work, arguments) > 0:
+            self.once(k, self.keys(k, shared.k, products.scores, products.scores_tile, work), pipes.k_full)
+            self.once(v, self.keys(v, shared.v, products.dprob, products.dprob_tile, work), pipes.v_full)
+        group = arguments.q.shape[2] // arguments.k.shape[2]
+        for g in cutlass.range(group, unroll=1):
+            h = work.kv_head * group + g
+            queries = self.course.queries(work, h, arguments)
+            q_views = self.views(q, shared.q, products.scores, products.scores_tile, (h, work.b))
+            do_views = self.views(dout, shared.dout, products.dprob, products.dprob_tile, (h, work.b))
+            lse2, delta = arguments.lse2[work.b, h, None], arguments.delta[work.b, h, None]
+            for i in cutlass.range(queries.count, unroll=1):
+                tile = query_tile_at(queries, i)
+                load_stage(q, pipes.q, q_state, q_views, tile)
+                self.numbers(lse2, shared.lse2, (pipes.lse2_full, pipes.lse2_empty), q_state, tile)
+                q_state.advance()
+                load_stage(dout, pipes.dout, do_state, do_views, tile)
+                self.numbers(delta, shared.delta, (pipes.delta_full, pipes.delta_empty), do_state, tile)
+                do_state.advance()
+
+    def keys(self, transfer: Any, shared: cute.Tensor, product: Any, size: Any, work: KeyWork) -> Views:
+        """The block's tile of keys or values, as the first operand of a product."""
+        whole = transfer.tma_tensor[None, None, work.kv_head, work.b]
+        tiles = product.get_slice(0).partition_A(cute.local_tile(whole, size[::2], (None, 0)))
+        to_shared, from_global = partition(transfer, shared, tiles, modes=3)
+        return to_shared[None, 0], from_global[None, work.tile]
+
+    def views(self, transfer: Any, shared: cute.Tensor, product: Any, size: Any, place: Any) -> Views:
+        """Tiles of queries, as the second operand of a product."""
+        tiles = cute.local_tile(transfer.tma_tensor[None, None, *place], size[1:], (None, 0))
+        return partition(transfer, shared, product.get_slice(0).partition_B(tiles), modes=3)
+
+    def once(self, transfer: Any, views: Views, full: cute.Pointer) -> None:
+        to_shared, from_global = views
+        size = cute.size_in_bytes(to_shared.element_type, to_shared.layout)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full, size)
+        cute.copy(transfer.atom, from_global, to_shared, tma_bar_ptr=full)
+
+    def numbers(
+        self,
+        source: cute.Tensor,
+        shared: cute.Tensor,
+        barriers: tuple[cute.Pointer, cute.Pointer],
+        state: pipeline.PipelineState,
+        tile: Int32,
+    ) -> None:
+        """A number per row of a tile."""
+        full, empty = (barrier + state.index for barrier in barriers)
+        atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
+        cute.arch.mbarrier_wait(empty, state.phase)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full, 4 * ROWS)
+            one = cute.local_tile(source, (ROWS,), (tile,))
+            cute.copy(atom, one, shared[None, state.index], mbar_ptr=full)

@@ -1,0 +1,79 @@
+"""The warpgroup that hands on each step's dQ: from tensor memory by way of shared memory, where the copy
+engine takes it and adds it to global memory. Each warp has its own 32 rows, and its own pieces of them."""
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Float32, Int32, cute
+from cutlass.cute.nvgpu import tcgen05
+
+from fa4flex.codegen.kernels.bwd_sm100.config import FRAGMENT, ROWS, Config
+from fa4flex.codegen.kernels.bwd_sm100.parts import Pipes, Shared, in_columns
+from fa4flex.codegen.kernels.common.backward import (
+    BackwardArguments,
+    BackwardCourse,
+    KeyWork,
+    query_tile_at,
+)
+from fa4flex.codegen.kernels.common.tensor_core import Blocks, arrive_once
+from fa4flex.codegen.kernels.common.transfer import add_bulk
+
+PIECE = 32 * FRAGMENT
+"""Numbers of dQ that a warp hands on at a time."""
+
+
+class Reduce:
+    def __init__(self, config: Config, course: BackwardCourse) -> None:
+        self.config = config
+        self.course = course
+
+    @cute.jit
+    def run(
+        self,
+        arguments: BackwardArguments,
+        work: KeyWork,
+        shared: cutlass.Constexpr[Shared],
+        pipes: cutlass.Constexpr[Pipes],
+        base: cute.Pointer,
+    ) -> None:
+        config = self.config
+        row = cute.arch.thread_idx()[0] % ROWS
+        warp = cute.arch.make_warp_uniform(row // 32)
+        whole = in_columns(base, config.memory.dq, config.head_dim)
+        fragments = cute.flat_divide(whole, (ROWS, FRAGMENT))[None, None, 0, None]
+        dq = Blocks.load(tcgen05.Ld32x32bOp(tcgen05.Repetition(FRAGMENT)), fragments, row)
+        group = arguments.q.shape[2] // arguments.k.shape[2]
+        pieces = config.head_dim // FRAGMENT
+        phase, stage = Int32(0), Int32(0)
+        for g in cutlass.range(group, unroll=1):
+            h = work.kv_head * group + g
+            queries = self.course.queries(work, h, arguments)
+            for i in cutlass.range(queries.count, unroll=1):
+                first = (query_tile_at(queries, i) * 4 + warp) * pieces
+                cute.arch.mbarrier_wait(pipes.dq_full, phase)
+                phase ^= 1
+                for piece in cutlass.range_constexpr(pieces):
+                    part = cute.make_rmem_tensor((FRAGMENT,), Float32)
+                    dq.take(piece, part)
+                    cute.arch.fence_view_async_tmem_load()
+                    if cutlass.const_expr(piece == pieces - 1):
+                        arrive_once(pipes.dq_empty)
+                    target = cute.local_tile(arguments.dq_sum[work.b, h, None], (PIECE,), (first + piece,))
+                    self.hand_on(part, shared.dq[None, warp, stage], target)
+                    stage = (stage + 1) % config.dq_stages
+        cute.arch.cp_async_bulk_wait_group(0)
+
+    def hand_on(self, part: cute.Tensor, staged: cute.Tensor, target: cute.Tensor) -> None:
+        """Four numbers of each lane after four of the lane before."""
+        lane = cute.arch.lane_idx()
+        cute.arch.cp_async_bulk_wait_group(self.config.dq_stages - 1, read=True)
+        cute.arch.sync_warp()
+        fours = cute.logical_divide(staged, cute.make_layout(4))
+        for j in range(FRAGMENT // 4):
+            four = cute.make_tensor(part.iterator + 4 * j, cute.make_layout(4))
+            cute.autovec_copy(four, fours[None, j * 32 + lane])
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            add_bulk(staged, target.iterator, PIECE)
+        cute.arch.cp_async_bulk_commit_group()

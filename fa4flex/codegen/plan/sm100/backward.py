@@ -1,0 +1,183 @@
+"""The plan of a Blackwell backward kernel. Data only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from fa4flex.codegen.kernels.bwd_sm100.config import (
+    FRAGMENT,
+    HALF,
+    ROWS,
+    Config,
+    Registers,
+    TensorMemory,
+)
+from fa4flex.codegen.kernels.bwd_sm100.roles import barrier_total
+from fa4flex.codegen.plan.fault import PlanError
+from fa4flex.codegen.plan.memory import BARRIER, NUMBER, Memory, lay_out, tile_bytes
+from fa4flex.codegen.plan.pipeline import Pipeline
+from fa4flex.codegen.plan.problem import Problem
+from fa4flex.codegen.plan.simulate import prove
+from fa4flex.codegen.plan.sm100.backward_pipeline import HALVES, backward_pipeline
+from fa4flex.codegen.plan.sm100.sharing import sharing
+from fa4flex.codegen.plan.sm100.tensor_memory import Columns, Range
+from fa4flex.codegen.plan.target import Target
+from fa4flex.errors import UnsupportedError
+
+WIDTHS = (32, 64, 96, 128)
+"""Widths that a tile in shared memory may have."""
+
+WARPGROUPS = 4
+"""One hands on dQ, two compute, one has single warps."""
+
+
+@dataclass(frozen=True)
+class BlackwellBackwardPlan:
+    """A backward kernel for `problem` on `target`. head_dim, head_dim_v: as padded in shared memory."""
+
+    target: Target
+    problem: Problem
+    head_dim: int
+    head_dim_v: int
+    registers: Registers = Registers()
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Queries per step, and keys per block."""
+        return ROWS, ROWS
+
+    @cached_property
+    def columns(self) -> Columns:
+        """The tensor-memory map of a block: scores, dV, dP and dK. Probabilities lie over scores and dS over
+        dP, two in a column, at the start of each half of the queries; dQ lies over dP."""
+        dv, dprob = ROWS, ROWS + self.head_dim_v
+        halves = [
+            Range(f"{name} {i}", first + i * HALF, count)
+            for name, first, count in (
+                ("S", 0, HALF),
+                ("P", 0, HALF // 2),
+                ("dP", dprob, HALF),
+                ("dS", dprob, HALF // 2),
+            )
+            for i in HALVES
+        ]
+        sums = (
+            Range("dV", dv, self.head_dim_v),
+            Range("dK", dprob + ROWS, self.head_dim),
+            Range("dQ", dprob, self.head_dim),
+        )
+        return Columns((*halves, *sums), self.target.tensor_columns)
+
+    @cached_property
+    def memory(self) -> Memory:
+        """The shared-memory map of a block."""
+        config = self.config()
+        size = self.problem.itemsize
+        q, dout = (tile_bytes(ROWS, width, size) for width in (self.head_dim, self.head_dim_v))
+        sizes = {
+            "freed": BARRIER,
+            "columns": NUMBER,
+            "lse2": NUMBER * ROWS * config.q_stages,
+            "delta": NUMBER * ROWS * config.do_stages,
+            "q": q * config.q_stages,
+            "k": q,
+            "v": dout,
+            "dout": dout * config.do_stages,
+            "ds": tile_bytes(ROWS, ROWS, size),
+            "dq": NUMBER * ROWS * FRAGMENT * config.dq_stages,
+        }
+        return lay_out(sizes, {}, barrier_total(config.q_stages, config.do_stages), self.target)
+
+    @cached_property
+    def pipeline(self) -> Pipeline:
+        """Roles, rings and barriers; `.graph` is the networkx form."""
+        return backward_pipeline(self.config(), self.columns, self.problem.itemsize)
+
+    def config(self) -> Config:
+        """What the hand-written kernel is built from."""
+        first = {r.name: r.first for r in self.columns.ranges}
+        return Config(
+            head_dim=self.head_dim,
+            head_dim_v=self.head_dim_v,
+            memory=TensorMemory(
+                scores=first["S 0"],
+                probabilities=(first["P 0"], first["P 1"]),
+                dv=first["dV"],
+                dprob=first["dP 0"],
+                ds=(first["dS 0"], first["dS 1"]),
+                dk=first["dK"],
+                dq=first["dQ"],
+            ),
+            registers=self.registers,
+            masked=self.problem.mask_form != "none",
+        )
+
+    def check(self) -> None:
+        """PlanError or UnsupportedError unless the plan holds: sums of bytes, columns, registers, barriers;
+        and runs of the token simulation, in which tensor memory is shared as its map says."""
+        self.memory.check()
+        self.columns.check()
+        check_registers(self.registers, self.target)
+        self.pipeline.check()
+        self.pipeline.check_fits(self.memory, self.target)
+        prove(self.pipeline)
+
+    def explain(self) -> str:
+        """The plan in words."""
+        r = self.registers
+        lines = [
+            f"backward kernel for {self.target.name} ({self.target.chip}): {self.problem.explain()}",
+            f"tile: {ROWS} queries x {ROWS} keys, q and k {self.head_dim} wide, v {self.head_dim_v}",
+            "warpgroups: 1 hands on dQ, 2 compute and 1 of single warps (multiply, load), of"
+            f" {r.reduce}, {r.compute} and {r.other} registers",
+            "shared memory:",
+            self.memory.explain(),
+            "tensor memory:",
+            self.columns.explain(),
+            *sharing(self.pipeline, self.columns),
+            "pipeline (steps are tiles of queries):",
+            self.pipeline.explain(),
+        ]
+        return "\n".join(lines)
+
+
+def check_registers(r: Registers, target: Target) -> None:
+    """PlanError unless setmaxnreg takes the numbers, lowers or raises them as the kernel says, and their sum
+    is there: it would wait for ever."""
+    pool = target.register_pool(WARPGROUPS)
+    each, step = pool // WARPGROUPS, target.register_step
+    for name, count, raised in (
+        ("reduce", r.reduce, False),
+        ("compute", r.compute, True),
+        ("other", r.other, False),
+    ):
+        least, most = (each, target.register_most) if raised else (target.register_least, each)
+        if not least <= count <= most or count % step:
+            raise PlanError(
+                f"{count} registers per {name} thread",
+                f"a multiple of {step} in {least}..{most}: warps are launched with {each}",
+                "take the split of bwd_sm100.config.Registers",
+            )
+    wanted = r.reduce + 2 * r.compute + r.other
+    if wanted > pool:
+        raise PlanError(
+            f"{r.reduce} + 2 x {r.compute} + {r.other} = {wanted} registers per thread",
+            f"at most {pool}, what {WARPGROUPS} warpgroups are launched with",
+            "give one of them fewer",
+        )
+
+
+def plan_blackwell_backward(problem: Problem, target: Target) -> BlackwellBackwardPlan:
+    """Raises UnsupportedError for what the kernel does not have: callers then compute it another way."""
+    widths = [next((w for w in WIDTHS if w >= x), None) for x in (problem.head_dim, problem.head_dim_v)]
+    head_dim, head_dim_v = widths
+    if head_dim is None or head_dim_v is None or problem.lengths == "packed":
+        raise UnsupportedError(
+            f"a backward kernel for {problem.explain()}",
+            f"dense heads of at most {WIDTHS[-1]}",
+            "nothing: gradients are computed in PyTorch operations instead",
+        )
+    plan = BlackwellBackwardPlan(target, problem, head_dim, head_dim_v)
+    plan.check()
+    return plan

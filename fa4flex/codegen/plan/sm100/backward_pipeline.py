@@ -1,0 +1,225 @@
+"""The Blackwell backward pipeline, with the barriers and counts of the kernel (kernels/bwd_sm100/roles.py).
+
+A block has one tile of keys; what plans call its key tiles are here its steps j, a tile of queries each. One
+warp issues all products and the tensor core executes them in that order (FlashAttention-4, arXiv 2603.05451):
+
+    S(0) dP(0) dV(0)   S(1) dK(0) dQ(0) dP(1) dV(1)   ...   dK(J-1) dQ(J-1)
+
+Products are described by the halves of the queries, which two warpgroups have: S 0 and S 1 are one product.
+
+What is not there, and why the simulation finds nothing missing:
+
+no s_empty        S(j + 1) comes after dV(j), which waited until probabilities had been made of all of S(j),
+                  and has read them: they lie over the scores.
+no ds_empty       dS(j + 1) is made of dP(j + 1), which comes after dK(j) and dQ(j), and they have read dS(j).
+no dp_empty       dP(j + 1) waits until dQ(j) is read, which came after all had read dP(j) and dS(j).
+"""
+
+from __future__ import annotations
+
+from fa4flex.codegen.kernels.bwd_sm100.config import ROWS, Config
+from fa4flex.codegen.kernels.bwd_sm100.roles import (
+    ALLOCATED,
+    BARRIERS,
+    FINISHED,
+    READ_TENSOR_MEMORY,
+    STATISTICS,
+    TOUCH_TENSOR_MEMORY,
+)
+from fa4flex.codegen.plan.memory import column_block, tile_bytes
+from fa4flex.codegen.plan.pipeline import (
+    WARPGROUP,
+    Action,
+    Barrier,
+    Event,
+    Events,
+    NamedBarrier,
+    Pipeline,
+    Product,
+    Ring,
+    Role,
+)
+from fa4flex.codegen.plan.sm100.tensor_memory import WHOLE, Columns
+
+CORE = "the tensor core"
+HALVES = (0, 1)
+STATISTIC_BYTES = 4 * ROWS
+
+MEANINGS = {
+    "s_full": "scores are there, and all earlier products are done",
+    "p_full": "probabilities are there, and scores read",
+    "dp_full": "dP is there, and all earlier products are done",
+    "ds_full": "dS is there, in both memories, and dP read",
+    "dq_full": "dQ is there, and all earlier products are done",
+    "dq_empty": "dQ is read",
+    "dv_full": "dV is complete",
+    "dk_full": "dK is complete",
+}
+
+
+def backward_pipeline(config: Config, columns: Columns, itemsize: int) -> Pipeline:
+    return Pipeline(
+        roles=(_load(), _multiply(), *(_compute(i) for i in HALVES), _reduce()),
+        rings=_rings(config, itemsize),
+        barriers=(
+            NamedBarrier("allocated", ALLOCATED, TOUCH_TENSOR_MEMORY),
+            NamedBarrier("finished", FINISHED, READ_TENSOR_MEMORY),
+        ),
+        staging="none",
+        mbarriers=tuple(Barrier(name, BARRIERS[name], meaning) for name, meaning in MEANINGS.items()),
+        overlaps=columns.overlaps,
+        by_warp=(*columns.names, *(f"shared dS {i}" for i in HALVES)),
+    )
+
+
+def _rings(config: Config, itemsize: int) -> tuple[Ring, ...]:
+    """Stages, bytes, and the kernel's counts of arrivals. A TMA box holds a block of columns of all rows."""
+
+    def tiles(name: str, stages: int, width: int, once: bool = False) -> Ring:
+        box = tile_bytes(ROWS, column_block(width), itemsize)
+        boxes = (box,) * (width // column_block(width))
+        return Ring(name, stages, sum(boxes), boxes, sum(boxes), 0 if once else 1, once=once)
+
+    def numbers(name: str, stages: int) -> Ring:
+        size = STATISTIC_BYTES
+        return Ring(name, stages, size, (size,), size, STATISTICS["empty"], STATISTICS["full"])
+
+    return (
+        tiles("k", 1, config.head_dim, once=True),
+        tiles("v", 1, config.head_dim_v, once=True),
+        tiles("q", config.q_stages, config.head_dim),
+        tiles("dout", config.do_stages, config.head_dim_v),
+        numbers("lse2", config.q_stages),
+        numbers("delta", config.do_stages),
+    )
+
+
+def _once(action: Action, target: str) -> Event:
+    return Event(action, target, per="work")
+
+
+def _load() -> Role:
+    step = tuple(
+        Event(action, name) for name in ("q", "lse2", "dout", "delta") for action in ("acquire", "load")
+    )
+    return Role("load", 1, first=(_once("load", "k"), _once("load", "v"), *step), body=step)
+
+
+# --- products ------------------------------------------------------------------------------------------
+
+
+def _multiply() -> Role:
+    begin = _scores(0, _once("wait", "k")), _dprob(0, _once("wait", "v")), _dv(0)
+    middle = _scores(0), _dk(-1), _dq(-1), (Event("await", "dq_empty", -1),), _dprob(0), _dv(0)
+    end = (_once("commit", "dv_full"),), _dk(0), (_once("commit", "dk_full"),), _dq(0)
+    first, body, last = (tuple(event for part in parts for event in part) for parts in (begin, middle, end))
+    return Role(
+        "multiply",
+        1,
+        opening=(Event("sync", "allocated"),),
+        first=first,
+        body=body,
+        last=last,
+        products=_products(),
+    )
+
+
+def _products() -> tuple[Product, ...]:
+    """Operands are all halves of what has halves, but S and dP are made half by half."""
+
+    def halves(name: str) -> Events:
+        return tuple(Event("read", f"{name} {i}") for i in HALVES)
+
+    def square(name: str, keys: str, queries: str) -> tuple[Product, ...]:
+        reads = _once("read", keys), Event("read", queries)
+        return tuple(
+            Product(f"{name} {i}", reads, Event("write", f"{name} {i}"), engine=CORE) for i in HALVES
+        )
+
+    def sums(name: str, first: str, second: str) -> Product:
+        reads = (*halves(first), Event("read", second))
+        return Product(name, reads, Event("update", name), fresh=True, engine=CORE)
+
+    ds = (*halves("shared dS"), _once("read", "k"))
+    return (
+        *square("S", "k", "q"),
+        *square("dP", "v", "dout"),
+        sums("dV", "P", "dout"),
+        sums("dK", "dS", "q"),
+        Product("dQ", ds, Event("write", "dQ"), engine=CORE),
+    )
+
+
+def _issue(name: str, at: int) -> Events:
+    return tuple(Event("issue", f"{name} {i}", at) for i in HALVES)
+
+
+def _scores(at: int, *before: Event) -> Events:
+    return *before, Event("wait", "q", at), *_issue("S", at), Event("commit", "s_full", at)
+
+
+def _dprob(at: int, *before: Event) -> Events:
+    return *before, Event("wait", "dout", at), *_issue("dP", at), Event("commit", "dp_full", at)
+
+
+def _dv(at: int) -> Events:
+    return Event("await", "p_full", at), Event("issue", "dV", at), Event("commit", "dout", at)
+
+
+def _dk(at: int) -> Events:
+    return Event("await", "ds_full", at), Event("issue", "dK", at), Event("commit", "q", at)
+
+
+def _dq(at: int) -> Events:
+    return Event("issue", "dQ", at), Event("commit", "dq_full", at)
+
+
+# --- what is made of them --------------------------------------------------------------------------------
+
+
+def _compute(i: int) -> Role:
+    """A key per thread, so that no warp needs another's numbers."""
+    step = (
+        Event("wait", "lse2"),
+        Event("await", "s_full"),
+        Event("read", "lse2"),
+        Event("read", f"S {i}"),
+        Event("write", f"P {i}"),
+        Event("arrive", "p_full"),
+        Event("release", "lse2"),
+        Event("wait", "delta"),
+        Event("await", "dp_full"),
+        Event("read", "delta"),
+        Event("read", f"dP {i}"),
+        Event("write", f"dS {i}"),
+        Event("write", f"shared dS {i}"),
+        Event("arrive", "ds_full"),
+        Event("release", "delta"),
+    )
+    sums = (_once("await", "dv_full"), Event("read", "dV"), _once("await", "dk_full"), Event("read", "dK"))
+    first_warp = Event("allocate", WHOLE), Event("free", WHOLE)
+    opening, closing = Event("sync", "allocated"), Event("sync", "finished")
+    return Role(
+        f"compute {i}",
+        WARPGROUP,
+        opening=(opening,) if i else (first_warp[0], opening),
+        first=step,
+        body=step,
+        last=sums,
+        closing=(closing,) if i else (closing, first_warp[1]),
+        apart=True,
+    )
+
+
+def _reduce() -> Role:
+    """Its pieces in shared memory are each warp's own."""
+    step = Event("await", "dq_full"), Event("read", "dQ"), Event("arrive", "dq_empty")
+    return Role(
+        "reduce",
+        WARPGROUP,
+        opening=(Event("sync", "allocated"),),
+        first=step,
+        body=step,
+        closing=(Event("give", "finished"),),
+        apart=True,
+    )

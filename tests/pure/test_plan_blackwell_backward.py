@@ -1,0 +1,152 @@
+"""Plans of the Blackwell backward: the kernel's pipeline, proved and broken; memory; registers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from itertools import product
+
+import pytest
+from test_plan_blackwell import edges, fails_check, fault_of, ordered, with_barrier, with_ring, with_role
+
+from fa4flex.codegen.kernels.bwd_sm100 import roles
+from fa4flex.codegen.kernels.bwd_sm100.config import Registers
+from fa4flex.codegen.plan import SM100A, Event, Pipeline, PlanError, Problem
+from fa4flex.codegen.plan.backward import plan_backward
+from fa4flex.codegen.plan.simulate import at_random, round_robin, simulate, trace
+from fa4flex.codegen.plan.sm100.backward import BlackwellBackwardPlan
+from fa4flex.codegen.plan.sm100.sharing import lifetimes
+from fa4flex.codegen.plan.sm100.tensor_memory import Columns
+
+WIDTHS = ((32, 32), (64, 64), (64, 128), (96, 96), (128, 32), (128, 128))
+STEPS = ([1], [2], [5])
+"""Tiles of queries that a block visits."""
+
+
+@cache
+def planned(d: int = 128, dv: int = 128) -> BlackwellBackwardPlan:
+    plan = plan_backward(Problem(d, dv), SM100A)
+    assert isinstance(plan, BlackwellBackwardPlan)
+    return plan
+
+
+def broken(pipeline: Pipeline) -> str:
+    """What is said of it, or ""."""
+    return fails_check(pipeline) or fault_of(pipeline, *STEPS)
+
+
+@pytest.mark.parametrize("widths", WIDTHS)
+def test_every_plan_runs(widths: tuple[int, int], seed: int) -> None:
+    plan = planned(*widths)
+    plan.check()
+    for i, steps in enumerate((*STEPS, [9])):
+        assert simulate(plan.pipeline, steps, at_random(seed + i)) > 0
+    assert all(lifetimes(plan.pipeline, plan.columns).nodes[c]["read"] for c in (("dQ", 2), ("dV", 2)))
+
+
+def test_one_run_stands_for_all(seed: int) -> None:
+    """Whatever order steps are picked in, the same steps happen, after the same hand-overs."""
+    pipeline = planned().pipeline
+    first = edges(trace(pipeline, [3], round_robin()))
+    assert len(first) > 300
+    for i in range(4):
+        assert edges(trace(pipeline, [3], at_random(seed + i))) == first
+
+
+def test_products_are_issued_in_the_stated_order() -> None:
+    events = planned().pipeline.role("multiply").run([3])
+    order = [f"{e.target} {e.tile}" for e in events if e.action == "issue" and e.target[-1] != "1"]
+    begin = "S 0 0, dP 0 0, dV 0"
+    middle = "".join(f", S 0 {j}, dK {j - 1}, dQ {j - 1}, dP 0 {j}, dV {j}" for j in (1, 2))
+    assert order == f"{begin}{middle}, dK 2, dQ 2".split(", ")
+
+
+def test_counts_are_the_kernels() -> None:
+    plan = planned()
+    config, pipeline = plan.config(), plan.pipeline
+    counts = {barrier.name: barrier.arrivals for barrier in pipeline.mbarriers}
+    counts |= {f"{name}_full": pipeline.ring(name).full_arrivals for name in ("k", "v")}
+    assert counts == roles.BARRIERS
+    for name in ("lse2", "delta"):
+        ring = pipeline.ring(name)
+        assert {"full": ring.full_arrivals, "empty": ring.empty_arrivals} == roles.STATISTICS
+    assert pipeline.mbarrier_count == roles.barrier_total(config.q_stages, config.do_stages)
+    for name, threads in (("allocated", roles.TOUCH_TENSOR_MEMORY), ("finished", roles.READ_TENSOR_MEMORY)):
+        here = [r for r in pipeline.roles if r.uses("sync", name) or r.uses("give", name)]
+        assert sum(32 * role.warps for role in here) == threads
+
+
+def test_barriers_that_the_kernel_does_not_have_are_not_missing() -> None:
+    run = trace(planned().pipeline, [4], round_robin())
+    for half, j in product((0, 1), (0, 1, 2)):
+        assert ordered(run, f"compute {half} read S {half} tile {j}", f"product S {half} tile {j + 1}")
+        assert ordered(run, f"product dV tile {j}", f"product S {half} tile {j + 1}")
+        for name in ("dK", "dQ"):
+            assert ordered(run, f"product {name} tile {j}", f"write shared dS {half} tile {j + 1}")
+        assert ordered(run, f"read dQ tile {j}", f"product dP {half} tile {j + 1}")
+
+
+def dropped(pipeline: Pipeline) -> Iterator[tuple[Event, str, Pipeline]]:
+    for role in pipeline.roles:
+        for when, part in role.parts.items():
+            for at, event in enumerate(part):
+                less = replace(role, **{when: part[:at] + part[at + 1 :]})  # type: ignore[arg-type]
+                yield event, f"{role.name}, {when}", with_role(pipeline, less)
+
+
+def test_every_dropped_event_is_found() -> None:
+    """dV and dK are read by two, so that one read less leaves them read."""
+    pipeline = planned().pipeline
+    assert not broken(pipeline)
+    found = 0
+    for event, where, less in dropped(pipeline):
+        if event.action != "read" or event.target not in ("dV", "dK", "lse2", "delta"):
+            assert broken(less), f"{event} of {where}"
+            found += 1
+    assert found > 100
+
+
+def test_every_wrong_count_is_found() -> None:
+    pipeline = planned().pipeline
+    wrong = [with_barrier(pipeline, b.name, b.arrivals + m) for b in pipeline.mbarriers for m in (-1, 1)]
+    for ring, more in product(pipeline.rings, (-1, 1)):
+        wrong.append(with_ring(pipeline, ring.name, full_arrivals=ring.full_arrivals + more))
+        if not ring.once:
+            wrong.append(with_ring(pipeline, ring.name, empty_arrivals=ring.empty_arrivals + more))
+    assert len(wrong) > 30 and all(broken(one) for one in wrong)
+
+
+SHARED = (("dQ", "S 0"), ("dQ", "dV"), ("dK", "dP 0"), ("P 0", "S 1"), ("dS 1", "dP 0"))
+
+
+@pytest.mark.parametrize(("moved", "to"), SHARED)
+def test_columns_that_live_at_once_are_not_shared(moved: str, to: str) -> None:
+    """dQ(j) and S(j + 1), say: the one is read while the other is made into probabilities."""
+    plan = planned()
+    first = next(r.first for r in plan.columns.ranges if r.name == to)
+    ranges = tuple(replace(r, first=first) if r.name == moved else r for r in plan.columns.ranges)
+    columns = Columns(ranges, plan.columns.capacity)
+    with pytest.raises(PlanError, match=r"while|live at once|nobody has read|before it is there"):
+        pipeline = replace(plan.pipeline, overlaps=columns.overlaps)
+        simulate(pipeline, [3], round_robin())
+        lifetimes(pipeline, columns)
+
+
+@pytest.mark.parametrize(
+    "registers",
+    [Registers(152, 136, 96), Registers(104, 160, 132), Registers(136, 144, 88), Registers(80, 120, 88)],
+)
+def test_registers_that_are_not_there(registers: Registers) -> None:
+    with pytest.raises(PlanError, match="registers per"):
+        replace(planned(), registers=registers).check()
+
+
+def test_a_plan_says_what_it_is() -> None:
+    told = planned(64, 64).explain()
+    for words in ("backward kernel for sm_100a", "dQ tile 0 has ended when dP 0 tile 1 begins", "k: 1 stage"):
+        assert words in told
+    assert planned(40, 64).config() == planned(64, 64).config() != planned(128, 128).config()
+    assert planned().memory.total <= SM100A.shared_memory
+    assert planned().config().masked is False and planned().tile == (128, 128)
+    assert plan_backward(Problem(64, 64, mask_form="tables"), SM100A).config().masked

@@ -1,0 +1,45 @@
+"""Gradients by this library's generated Blackwell kernels on a simulated B200: right, and nothing found."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from test_simulated_backward import COMPOSED, close
+
+from fa4flex.codegen.plan.backward import plan_backward
+from fa4flex.codegen.plan.problem import Problem
+from fa4flex.codegen.plan.target import SM100A
+from fa4flex.errors import UnsupportedError
+
+WIDTHS = (24, 40, 64, 96, 128, (64, 128), (128, 32))
+HALVES = (torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("name", random.sample(sorted(COMPOSED), 2))
+def test_some_gradients(name: str) -> None:
+    kv_heads, dtype = random.choice((1, 2, 4)), random.choice(HALVES)
+    lengths = random.choice(((7, 9), (64, 200), (130, 128), (200, 129)))
+    close(name, *lengths, random.choice(WIDTHS), "sm_100a", kv_heads, dtype)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", COMPOSED)
+def test_gradients(name: str, width: int | tuple[int, int]) -> None:
+    close(name, 200, 200, width, "sm_100a")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("lengths", [(7, 9), (129, 200), (128, 128), (200, 64)])
+@pytest.mark.parametrize("kv_heads", (1, 4))
+@pytest.mark.parametrize("dtype", HALVES)
+def test_lengths_and_heads(lengths: tuple[int, int], kv_heads: int, dtype: torch.dtype) -> None:
+    close(random.choice(sorted(COMPOSED)), *lengths, random.choice(WIDTHS), "sm_100a", kv_heads, dtype)
+
+
+@pytest.mark.parametrize("problem", [Problem(192, 128), Problem(128, 136), Problem(64, 64, lengths="packed")])
+def test_what_there_is_no_kernel_for(problem: Problem) -> None:
+    with pytest.raises(UnsupportedError, match="a backward kernel for heads of"):
+        plan_backward(problem, SM100A)

@@ -1,0 +1,55 @@
+"""What a tile costs the Blackwell backward: the paper's Table 3, and at most what FlashAttention-4's costs.
+
+Each 128 x 128 tile of head width 128 and its share of the copies, as in test_backward_clocks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+
+import torch
+from test_backward_clocks import PASSES, TILE, backward, more_per_tile
+
+import fa4flex
+from fa4flex.simulator.run.counts import by_warp, cycles, shared_memory
+from fa4flex.simulator.run.launch import Result
+
+
+@cache
+def own(q_len: int) -> Result:
+    """The main kernel of the backward of 256 keys, whose tiles two CTAs have."""
+    q = torch.randn(1, 1, q_len, 128).bfloat16().requires_grad_()
+    k, v = (torch.randn(1, 1, 256, 128).bfloat16().requires_grad_() for _ in range(2))
+    with fa4flex.simulator.device("sm_100a", timing="eager") as gpu:
+        out = fa4flex.compile()(q, k, v)
+        out.backward(torch.randn_like(out))
+    assert not gpu.findings
+    _, _, found, _ = gpu.results
+    return found
+
+
+def arithmetic(result: Result) -> dict[str, float]:
+    """float32 results of sums, products and multiply-adds of all warps; packed ones count twice."""
+    total = sum(by_warp(result).values(), Counter())
+    return {"results": float(2 * total["float arithmetic, packed"] + total["float arithmetic"])}
+
+
+def test_clocks_of_the_paper() -> None:
+    """MMA 2560, shared memory 3328, exponentials 1024 (Zadouri et al. 2026, Table 3)."""
+    units, moved = (more_per_tile(f, own(256), own(512)) for f in (cycles, shared_memory))
+    assert units["mma"] == 2560 and units["special functions"] == 1024
+    assert moved["operands of MMAs"] == 3 * 2 * TILE + 2 * TILE
+    assert moved["operands of MMAs"] + moved["stores"] + moved["copies out"] == PASSES[False]
+
+
+def test_no_more_than_flash_attention_4() -> None:
+    peer = backward(256, False), backward(512, False)
+    for of, units in (
+        (cycles, ("mma", "shared memory", "special functions", "fp32")),
+        (shared_memory, ("operands of MMAs", "loads", "stores", "copies in", "copies out")),
+        (arithmetic, ("results",)),
+    ):
+        ours, theirs = more_per_tile(of, own(256), own(512)), more_per_tile(of, *peer)
+        for unit in units:
+            assert ours[unit] <= theirs[unit], unit
