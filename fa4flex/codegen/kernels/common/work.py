@@ -89,11 +89,12 @@ def dense_work(number: Int32, grid: Grid, arguments: Arguments, longest_first: c
 
 
 @cute.jit
-def packed_work(number: Int32, grid: Grid, arguments: Arguments, tile_m: cutlass.Constexpr) -> Work:
-    """Find the sequence that holds query tile `number // heads`: 32 sequences at a time, one per lane."""
-    cu_q, cu_k = arguments.cu_seqlens_q, arguments.cu_seqlens_k
-    sequences = Int32(cu_q.shape[0] - 1)
-    wanted, h = number // grid.heads, number % grid.heads
+def find_sequence(
+    wanted: Int32, cu_seqlens: cute.Tensor, used: cute.Tensor | None, rows: cutlass.Constexpr
+) -> tuple[Int32, Int32, Boolean]:
+    """(tile of its sequence, sequence, whether there is one) of tile number `wanted`, tiles having so many
+    rows: 32 sequences at a time, one per lane."""
+    sequences = Int32(cu_seqlens.shape[0] - 1)
     lane = cute.arch.lane_idx()
     b, before = Int32(0), Int32(0)
     found = Boolean(False)
@@ -101,10 +102,10 @@ def packed_work(number: Int32, grid: Grid, arguments: Arguments, tile_m: cutlass
         mine = b + lane
         tiles = Int32(0)
         if mine < sequences:
-            length = cu_q[mine + 1] - cu_q[mine]
-            if const_expr(arguments.seqused_q is not None):
-                length = cutlass.min(length, arguments.seqused_q[mine])
-            tiles = cute.ceil_div(length, tile_m)
+            length = cu_seqlens[mine + 1] - cu_seqlens[mine]
+            if const_expr(used is not None):
+                length = cutlass.min(length, used[mine])
+            tiles = cute.ceil_div(length, rows)
         upto = tiles
         for step in cutlass.range_constexpr(5):
             other = cute.arch.shuffle_sync_up(upto, offset=1 << step, mask_and_clamp=0)
@@ -114,15 +115,22 @@ def packed_work(number: Int32, grid: Grid, arguments: Arguments, tile_m: cutlass
         whole = cute.arch.shuffle_sync(upto, cutlass.max(past - 1, Int32(0)))
         before = before + select_(past > 0, whole, Int32(0))
         b = b + past
-    valid = b < sequences
-    b = cutlass.min(b, sequences - 1)
+    return wanted - before, cutlass.min(b, sequences - 1), b < sequences
+
+
+@cute.jit
+def packed_work(number: Int32, grid: Grid, arguments: Arguments, tile_m: cutlass.Constexpr) -> Work:
+    """The sequence that holds query tile `number // heads`."""
+    cu_q, cu_k = arguments.cu_seqlens_q, arguments.cu_seqlens_k
+    h = number % grid.heads
+    tile, b, valid = find_sequence(number // grid.heads, cu_q, arguments.seqused_q, tile_m)
     q_offset, kv_offset = cu_q[b], cu_k[b]
     q_len, kv_len = cu_q[b + 1] - q_offset, cu_k[b + 1] - kv_offset
     if const_expr(arguments.seqused_q is not None):
         q_len = cutlass.min(q_len, arguments.seqused_q[b])
     if const_expr(arguments.seqused_k is not None):
         kv_len = cutlass.min(kv_len, arguments.seqused_k[b])
-    return Work(wanted - before, h, b, q_offset, kv_offset, q_len, kv_len, valid)
+    return Work(tile, h, b, q_offset, kv_offset, q_len, kv_len, valid)
 
 
 @cute.jit
