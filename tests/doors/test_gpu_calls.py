@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor
 import fa4flex
 from fa4flex import Schedule
 from fa4flex.codegen.analyze.facts import SCORE, analyze
+from fa4flex.codegen.analyze.tilemap import PARTIAL
 from fa4flex.codegen.analyze.tiles import Shape
 from fa4flex.codegen.evaluate import Captured, PastTheEnd, evaluate
 from fa4flex.codegen.expr import FALSE, Expr, apply, const, load, sym
@@ -22,7 +24,13 @@ from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.runtime.cuda import engine as engine_module
 from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, Lengths, Signature
 from fa4flex.runtime.cuda.engine import Engine, empty_output
-from fa4flex.runtime.cuda.tables import BlockTables, dense_tables, ragged_tables
+from fa4flex.runtime.cuda.tables import (
+    BlockTables,
+    dense_tables,
+    ragged_maps,
+    ragged_tables,
+    turns_to_device,
+)
 from fa4flex.variants import alibi, causal, document, sliding_window
 
 Q, KV, H, B = (sym(name) for name in ("q", "kv", "h", "b"))
@@ -86,6 +94,27 @@ def test_tables_list_every_tile_once_and_in_its_class(name: str) -> None:
             expected = classes(mask, Shape(3, 2, *lengths[b]), captured, tile, b, h)
             assert torch.equal(listed(tables, b, h, expected), expected)
     assert all(x.dtype == torch.int32 and x.stride(-1) == 1 and x.numel() for x in tables)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_turns_count_the_later_tiles_of_keys(name: str) -> None:
+    """Both classes in the order of their tiles of queries; the last tile of keys to visit one adds first."""
+    mask, tile, shape = MASKS[name], (16, 8), Shape(3, 2, 50, 60)
+    captured, lengths = Captured((torch.rand(3, 2, 50, 60) < 0.95,)), [(50, 60), (0, 3), (17, 9)]
+    maps = [one.transposed() for one in ragged_maps(analyze(SCORE, mask), shape, captured, tile, lengths)]
+    turns = turns_to_device(maps, shape, CPU)
+    for b, h in product((0, 2), range(2)):
+        expected = classes(mask, Shape(3, 2, *lengths[b]), captured, tile, b, h).T
+        visits, pointers = expected > 0, turns.pointers[b, h].tolist()
+        for row in range(len(expected)):
+            of_row = slice(*pointers[row : row + 2])
+            entries, ranks = turns.entries[of_row], turns.ranks[of_row].tolist()
+            visited = visits[row].nonzero().flatten()
+            assert torch.equal(entries // 2, visited.to(torch.int32)), "every tile, in order"
+            partial = expected[row, visited] == PARTIAL
+            assert torch.equal(entries % 2 == 1, partial | (visited >= lengths[b][0] // 16))
+            assert ranks == visits[row + 1 :, visited].sum(0).tolist()
+    assert all(x.dtype == torch.int32 and x.stride(-1) == 1 and x.numel() for x in turns)
 
 
 # --- calls --------------------------------------------------------------------------------------------

@@ -10,10 +10,24 @@ from collections.abc import Callable, Iterator, Sequence
 import captured_cases
 import pytest
 import torch
-from cuda_cases import DEVICE, FEW, VARIANTS, Composition, Draw, Sizes, compiled, oracle_takes, plain, worst
+from cuda_cases import (
+    DEVICE,
+    FEW,
+    VARIANTS,
+    Composition,
+    Draw,
+    Sizes,
+    compiled,
+    cumulative,
+    oracle_takes,
+    plain,
+    plain_packed,
+    worst,
+)
 from torch import Tensor
 
-from fa4flex import reference
+from fa4flex import Schedule, reference
+from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime import ops
 
 pytestmark = [
@@ -57,7 +71,10 @@ def check(sizes: Sizes, composition: Composition) -> None:
     found = gradients(lambda *x: attn(*x, return_lse=True), qkv, upstream)
     wide = [x.double() for x in qkv]
     exact = gradients(lambda *x: reference.attention(*x, **known), wide, upstream)
-    same = gradients(lambda *x: plain(*x, known), qkv, upstream)
+    judge(found, exact, gradients(lambda *x: plain(*x, known), qkv, upstream))
+
+
+def judge(found: Sequence[Tensor], exact: Sequence[Tensor], same: Sequence[Tensor]) -> None:
     for name, got, true, by_torch in zip(("dq", "dk", "dv"), found, exact, same, strict=True):
         assert not got.isnan().any(), f"NaN in {name}"
         largest = true.abs().max().item(), true.norm(dim=-1).max().item()
@@ -119,3 +136,109 @@ def test_captured(name: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     qkv, attn = sizes.qkv(), compiled(**composition)
     found = captured_cases.gradients(lambda *x: attn(*x, return_lse=True), qkv, leaves, upstream)
     captured_cases.judge(name, found, *captured_cases.measured(composition, qkv, leaves, upstream))
+
+
+@pytest.mark.parametrize("name", ["dense", "causal", "tables"])
+def test_ordered_sums_repeat_bit_for_bit(name: str) -> None:
+    """A thousand times, and they are right."""
+    sizes = FEW[name].sizes(Sizes())
+    composition = FEW[name].make(sizes)
+    attn, qkv = compiled(**composition, schedule=Schedule(deterministic=True)), sizes.qkv()
+    upstream = torch.randn(*qkv[0].shape).bfloat16(), torch.randn(qkv[0].shape[:3])
+    first = gradients(lambda *x: attn(*x, return_lse=True), qkv, upstream)
+    wide = [x.double() for x in qkv]
+    exact = gradients(lambda *x: reference.attention(*x, **composition), wide, upstream)
+    judge(first, exact, gradients(lambda *x: plain(*x, composition), qkv, upstream))
+    for _ in range(1000):
+        again = gradients(lambda *x: attn(*x, return_lse=True), qkv, upstream)
+        assert all(map(torch.equal, again, first))
+
+
+@pytest.mark.parametrize("name", ["dense", "causal"])
+def test_ordered_sums_of_many_blocks(name: str) -> None:
+    """More blocks than run at the same time, of few and of many heads: nobody waits for ever."""
+    attn = compiled(**FEW[name].make(Sizes()), schedule=Schedule(deterministic=True))
+    for batch, heads, length in ((1, 1, 32768), (4, 32, 2048)):
+        qkv = Sizes(batch, heads, heads, length, length, 64, 64).qkv()
+        upstream = torch.randn_like(qkv[0]), torch.randn(qkv[0].shape[:3])
+        first, again = (gradients(lambda *x: attn(*x, return_lse=True), qkv, upstream) for _ in range(2))
+        assert all(map(torch.equal, again, first))
+
+
+# --- sequences ----------------------------------------------------------------------------------------------
+
+RAGGED = ("dense", "causal", "alibi causal", "softcap window", "document", "sinks window", "relative table")
+Q_LENGTHS, K_LENGTHS = (3, 0, 300, 129, 1, 257, 64), (7, 4, 128, 513, 0, 257, 1)
+Q_USED, K_USED = (2, 0, 130, 129, 0, 5, 64), (7, 0, 100, 200, 0, 1, 1)
+LONGEST = Sizes(batch=7, q_len=300, kv_len=513)
+SIDES = (0, 1, 1, 0)
+"""Of q, k, v and dout: whose lengths they have."""
+
+
+def unused(rows: Sequence[Sequence[int]], used: Sequence[Sequence[int]]) -> list[Tensor]:
+    """By side, which packed rows lie past the end of what their sequence uses."""
+    every = [zip(r, u, strict=True) for r, u in zip(rows, used, strict=True)]
+    return [torch.cat([torch.arange(n) >= m for n, m in pairs]) for pairs in every]
+
+
+@pytest.mark.parametrize("dim", [64, 128], ids=lambda d: f"d{d}")
+@pytest.mark.parametrize("partly", [False, True], ids=["", "used lengths"])
+@pytest.mark.parametrize("name", RAGGED)
+def test_packed(name: str, partly: bool, dim: int) -> None:
+    """What lies past the used lengths, here NaN, is not read, and its gradients are 0."""
+    sizes = LONGEST.wide(dim)
+    used = [torch.tensor(n, dtype=torch.int32) for n in (Q_USED, K_USED)] if partly else []
+    ends = [cumulative(n) for n in (Q_LENGTHS, K_LENGTHS)]
+    ranges = tuple(
+        reference.sequence_ranges(*x) for x in (zip(ends, used, strict=True) if partly else zip(ends))
+    )
+    heads = (sizes.heads, sizes.kv_heads, sizes.kv_heads, sizes.heads)
+    drawn = [
+        torch.randn(int(ends[side][-1]), h, dim).bfloat16() for h, side in zip(heads, SIDES, strict=True)
+    ]
+    dlse = torch.randn(sizes.heads, sum(Q_LENGTHS))
+    clean = [x.clone() for x in drawn], dlse.clone()
+    past = unused((Q_LENGTHS, K_LENGTHS), (Q_USED, K_USED) if partly else (Q_LENGTHS, K_LENGTHS))
+    for x, side in zip(drawn, SIDES, strict=True):
+        x[past[side]] = torch.nan
+    composition = FEW[name].make(sizes)
+    attn, known, varlen = compiled(**composition), oracle_takes(composition), Varlen(*ends, *used)
+    found = gradients(
+        lambda *x: attn(*x, varlen=varlen, return_lse=True), drawn[:3], (drawn[3].nan_to_num(0), dlse)
+    )
+    for x, side in zip(found, SIDES, strict=False):
+        assert x[past[side]].count_nonzero() == 0, "gradients past the end"
+    (*qkv, dout), dlse = clean
+    dout[past[0]] = 0
+    wide = [x.double() for x in qkv]
+    exact = gradients(lambda *x: reference.varlen(x, ranges, **known), wide, (dout, dlse))
+    judge(found, exact, gradients(lambda *x: plain_packed(x, ranges, known), qkv, (dout, dlse)))
+
+
+@pytest.mark.parametrize("name", RAGGED)
+def test_padded(name: str) -> None:
+    """A padded batch has the gradients of the packed batch of its used rows, bit for bit in k and v."""
+    sizes = LONGEST.wide(64)
+    used = [torch.tensor(n, dtype=torch.int32) for n in (Q_LENGTHS, K_LENGTHS)]
+    real = [torch.arange(n) < u[:, None] for n, u in zip((sizes.q_len, sizes.kv_len), used, strict=True)]
+    qkv = sizes.qkv()
+    dout, dlse = torch.randn(*qkv[0].shape[:3], 64).bfloat16(), torch.randn(qkv[0].shape[:3])
+    flat = [x.transpose(1, 2)[real[side]] for x, side in zip((*qkv, dout), SIDES, strict=True)]
+    for x, side in zip(qkv, SIDES, strict=False):
+        x.transpose(1, 2)[~real[side]] = torch.nan
+    attn = compiled(**FEW[name].make(sizes))
+    found = gradients(
+        lambda *x: attn(*x, varlen=Varlen(seqused_q=used[0], seqused_k=used[1]), return_lse=True),
+        qkv,
+        (dout, dlse),
+    )
+    ends = [cumulative(n) for n in (Q_LENGTHS, K_LENGTHS)]
+    packed = gradients(
+        lambda *x: attn(*x, varlen=Varlen(*ends), return_lse=True),
+        flat[:3],
+        (flat[3], dlse.transpose(1, 2)[real[0]].T),
+    )
+    for x, same, side in zip(found, packed, SIDES, strict=False):
+        rows = x.transpose(1, 2)
+        assert rows[~real[side]].count_nonzero() == 0
+        torch.testing.assert_close(rows[real[side]], same, rtol=2**-7, atol=1e-3 if side == 0 else 0)

@@ -175,7 +175,7 @@ FAULTS = (
         "mbarrier",
     ),
     Fault("nobody arrives", kinds("hang"), ARRIVE, "@%p2 mbarrier.arrive.shared::cta.b64 _, [bar];"),
-    Fault("no flag", kinds("hang"), FLAG, "@%p1 st.release.gpu.global.b32 [%rd1], 7;", says="keeps looping"),
+    Fault("no flag", kinds("hang"), FLAG, "@%p1 st.release.gpu.global.b32 [%rd1], 7;", says="to change"),
     Fault(
         "apart",
         kinds("divergence"),

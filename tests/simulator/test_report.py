@@ -14,6 +14,7 @@ from fa4flex.simulator import Result, Shape, launch
 from fa4flex.simulator.doors.device import Gpu
 from fa4flex.simulator.isa.table import Unmodelled
 from fa4flex.simulator.run import report, scheduler, timeline
+from fa4flex.simulator.run.timing import Timing
 
 TIMINGS = ("eager", "late", "random")
 ENDS = {"hang", "barrier", "divergence", "out of bounds", "misaligned", "tensor memory", "trap"}
@@ -145,3 +146,26 @@ def test_an_unknown_kernel_is_refused() -> None:
 def test_too_few_parameters_are_refused() -> None:
     with pytest.raises(InputError, match="4 bytes of parameters"):
         launch(text(EXCHANGE), "planted", Shape((1, 1, 1), (32, 1, 1)), bytes(4))
+
+
+@pytest.mark.parametrize("timing", TIMINGS)
+@pytest.mark.parametrize("together", (1, 3))
+def test_clusters_wait_for_each_other(timing: str, together: int) -> None:
+    """CTA n adds to a counter once n others have, whether they run beside it, before it, or are let in."""
+    body = """
+    mov.u32 %r5, %ctaid.x;
+LOOK:
+    ld.acquire.gpu.global.b32 %r6, [%rd1];
+    setp.ne.s32 %p3, %r6, %r5;
+    @%p3 bra LOOK;
+    bar.sync 0;
+    @%p1 red.release.gpu.global.add.s32 [%rd1], 1;
+    """
+    out = torch.zeros(1, dtype=torch.int32)
+    last_first = body.replace("%ctaid.x;", "%ctaid.x;\n    sub.s32 %r5, 2, %r5;")
+    for ordered in (body, last_first):
+        out.zero_()
+        shape, parameters = Shape((3, 1, 1), (64, 1, 1)), struct.pack("<Q", out.data_ptr())
+        drawn = Timing(timing, int(torch.randint(1000, ())))
+        result = launch(text(ordered), "planted", shape, parameters, timing=drawn, together=together)
+        assert not result.findings and result.fault is None and out.item() == 3

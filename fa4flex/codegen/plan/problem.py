@@ -18,6 +18,7 @@ WIDEST = 256
 
 _FLAGS = (
     "few_queries", "many_queries", "sinks", "wide_index", "in_range", "positive_scale", "sloped",
+    "deterministic",
 )  # fmt: skip
 
 
@@ -35,6 +36,7 @@ class Problem:
     positive_scale         the softmax scale is positive
     operands               (dtype name, rank) of each captured tensor
     few_queries            no sequence has more queries than `Target.few_queries`; False is always right
+    deterministic          of backward passes: sums are the same to the last bit, run after run
     many_queries           every sequence has more queries than `Target.many_queries`; False is always right
     sloped                 of backward passes: the modified score's derivative by the scaled one is not 1
     gradients              of backward passes: the slots of captured tensors whose gradients are asked for,
@@ -60,6 +62,7 @@ class Problem:
     many_queries: bool = False
     sloped: bool = False
     gradients: tuple[tuple[int, Adding], ...] = ()
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         for name in ("dtype", "out_dtype"):
@@ -94,6 +97,7 @@ class Problem:
         extras = ["few queries"] * self.few_queries + ["many queries"] * self.many_queries
         extras += [f"{len(self.operands)} captured tensors"] * bool(self.operands) + ["sinks"] * self.sinks
         extras += [f"gradients of {len(self.gradients)} of these"] * bool(self.gradients)
+        extras += ["deterministic"] * self.deterministic
         parts = [f"heads of {heads}", self.dtype, f"{self.lengths} lengths", _MASKS[self.mask_form], *extras]
         return ", ".join(parts)
 

@@ -6,6 +6,8 @@ kernels: rows' statistics, the products, and dQ into its own dtype and order.
 
 from __future__ import annotations
 
+import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -16,7 +18,7 @@ from torch import Tensor
 
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.evaluate import Captured
-from fa4flex.codegen.expr import const
+from fa4flex.codegen.expr import TRUE, const
 from fa4flex.errors import UnsupportedError
 from fa4flex.runtime.cuda.call import NO_LENGTHS, Call
 from fa4flex.runtime.cuda.captured import CapturedSum, sums_of
@@ -28,14 +30,16 @@ from fa4flex.runtime.cuda.engine import (
     Engine,
     fixed,
     fixes_of,
+    maps_of,
     numbers_of,
     problem_of,
     signature_of,
     target_of,
     tma_able,
 )
+from fa4flex.runtime.cuda.lengths import check_lengths, version
 from fa4flex.runtime.cuda.rows import tabulate
-from fa4flex.runtime.cuda.tables import BlockTables, dense_tables
+from fa4flex.runtime.cuda.tables import BlockTables, TurnTables, to_device, turns_to_device
 
 if TYPE_CHECKING:
     from fa4flex.codegen.emit import Source
@@ -48,7 +52,7 @@ ROW_BLOCK = 128
 
 class Saved(NamedTuple):
     """What the forward pass left, and the gradients that arrive: out, dout [B, H, S, D]; lse, dlse [B, H, S],
-    dlse None where nothing depends on the log-sum-exp."""
+    dlse None where nothing depends on the log-sum-exp. Packed: [T, H, D] and [H, T]."""
 
     out: Tensor
     lse: Tensor
@@ -67,12 +71,15 @@ class Gradients(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ReadyBackward:
-    """A launch in which only pointers are missing. `width`: of the tile that holds rows of q."""
+    """A launch in which only pointers are missing; `guards` are as those of Ready. width: of the tile that
+    holds rows of q; tile_m: its rows, where sums are ordered, else None."""
 
     launch: Callable[..., None]
+    guards: tuple[weakref.ref[Tensor], ...]
     fixes: dict[int, Callable[[Tensor], Tensor]]
     width: int
-    tables: BlockTables | None
+    tile_m: int | None
+    tables: BlockTables | TurnTables | None
     rows: tuple[Tensor, ...]
     scalars: tuple[int | float, ...] | None
     sums: tuple[CapturedSum, ...]
@@ -80,22 +87,33 @@ class ReadyBackward:
     def __call__(self, call: Call, saved: Saved) -> Gradients:
         q, k, v, sinks, lengths, operands = fixed(call, self.fixes)
         dout = saved.dout if tma_able(saved.dout) else saved.dout.contiguous()
-        batch, heads, q_len = saved.lse.shape
-        padded = -(-q_len // ROW_BLOCK) * ROW_BLOCK
-        lse2, delta = q.new_empty(2, batch, heads, padded, dtype=torch.float32)
-        dq_sum = q.new_zeros(batch, heads, padded * self.width, dtype=torch.float32)
+        *of_heads, rows = saved.lse.shape
+        padded = -(-rows // ROW_BLOCK) * ROW_BLOCK
+        if call.packed:
+            padded = (rows // ROW_BLOCK + call.extents().batch) * ROW_BLOCK
+        lse2, delta = q.new_empty(2, *of_heads, padded, dtype=torch.float32)
+        dq_sum = q.new_zeros(*of_heads, padded * self.width, dtype=torch.float32)
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        if call.lengths[3] is not None:  # keys that no sequence uses are not written
+            dk.zero_()
+            dv.zero_()
         sums = tuple(one.memory(q) for one in self.sums)
+        tables, turns = self.tables, None
+        if self.tile_m is not None:
+            done = q.new_zeros(*of_heads, padded // self.tile_m, dtype=torch.int32)
+            tables, turns = None, (done, *(tables or (None, None, None)))
         self.launch(
             q, k, v, saved.out, dout, saved.lse, saved.dlse, lse2, delta, dq_sum, dq, dk, dv,
-            *lengths[2:], self.tables, operands + self.rows or None, self.scalars, call.scale,
+            *lengths, tables, turns, operands + self.rows or None, self.scalars, call.scale,
             sums or None,
         )  # fmt: skip
         dsinks = None
         if sinks is not None:
-            # d lse / d sink is the sink's own share of the denominator, which has no value to bring.
-            share = (sinks.float()[:, None] - saved.lse).exp()
-            dsinks = -(share * delta[..., :q_len]).sum((0, 2)).to(call.sinks.dtype)  # type: ignore[union-attr]
+            # d lse / d sink is the sink's own share of the denominator, which has no value to bring. Of rows
+            # that are none, or see nothing, lse2 is inf.
+            share = (sinks.float()[:, None] * math.log2(math.e) - lse2).exp2()
+            found = (share * delta).sum(-1 if call.packed else (0, 2))
+            dsinks = -found.to(call.sinks.dtype)  # type: ignore[union-attr]
         captured = tuple(one.result(x, call.operands) for one, x in zip(self.sums, sums, strict=True))
         return Gradients(dq, dk, dv, dsinks, captured)
 
@@ -103,41 +121,72 @@ class ReadyBackward:
 def run_backward(engine: Engine, call: Call, saved: Saved, needs: Sequence[int] = ()) -> Gradients | None:
     """`needs` are the slots of captured tensors whose gradients are wanted. None where there is no kernel for
     it: callers then compute it another way."""
-    if engine.schedule.deterministic or call.lengths is not NO_LENGTHS:
+    deterministic = engine.schedule.deterministic or torch.are_deterministic_algorithms_enabled()
+    if needs and (deterministic or call.lengths is not NO_LENGTHS):
         return None
-    seen = engine.watched_tensors(call)
-    key = (engine.key(call, seen), look(saved.dout), saved.dlse is None, tuple(needs))
-    if key not in engine.backward:
+    if call.lengths is not NO_LENGTHS:
+        check_lengths(call)
+    seen = _decisive(engine, call)
+    looks = tuple((id(x), x.data_ptr(), version(x)) for x in seen)
+    key = (engine.key(call, ()), looks, look(saved.dout), saved.dlse is None, tuple(needs), deterministic)
+    ready = engine.backward.get(key)
+    if key not in engine.backward or not _guarded(ready, seen):
         while len(engine.backward) >= MOST_READY:
             engine.backward.pop(next(iter(engine.backward)))
         try:
             with torch.device("cpu"):
-                engine.backward[key] = _make_ready(engine, call, saved, needs)
+                ready = engine.backward[key] = _make_ready(engine, call, saved, needs, deterministic)
         except UnsupportedError:
-            engine.backward[key] = None
-    ready = engine.backward[key]
+            ready = engine.backward[key] = None
     return None if ready is None else ready(call, saved)
 
 
-def _make_ready(engine: Engine, call: Call, saved: Saved, needs: Sequence[int]) -> ReadyBackward:
+def _decisive(engine: Engine, call: Call) -> Sequence[Tensor]:
+    """Tensors whose contents decide what is launched: masks are tables here, which follow lengths."""
+    seen = list(engine.watched_tensors(call))
+    if call.lengths is NO_LENGTHS or engine.facts.mask is TRUE or engine.watched.lengths:
+        return seen
+    return seen + [x for x in call.lengths if x is not None]
+
+
+def _guarded(ready: ReadyBackward | None, seen: Sequence[Tensor]) -> bool:
+    """Whether these are the tensors it was made with: an id may be taken again by another tensor."""
+    return ready is None or all(guard() is x for guard, x in zip(ready.guards, seen, strict=True))
+
+
+def _make_ready(
+    engine: Engine, call: Call, saved: Saved, needs: Sequence[int], deterministic: bool
+) -> ReadyBackward:
     target = target_of(call.q.device)
     numbers = numbers_of(engine, call)
     shape, captured = call.extents(), Captured(call.operands, numbers)
     proved = prove(engine.facts, shape, captured)
     facts, rows = engine.facts, NO_TENSORS
-    if proved.mask_form == "spans":
+    if proved.mask_form == "spans" and call.lengths is NO_LENGTHS:
         facts, rows = tabulate(facts, shape, captured, call.q.device)
     problem = problem_of(engine, call, proved, rows, target)
-    problem = replace(problem, sloped=facts.gradient.by_score is not const(1.0))
+    sloped = facts.gradient.by_score is not const(1.0)
+    problem = replace(problem, sloped=sloped, deterministic=deterministic)
     sums = sums_of(engine.facts, call, problem, needs)
     problem = replace(problem, gradients=tuple((one.slot, one.adding) for one in sums))
     plan, source = program(facts, problem, target)
     signature = replace(signature_of(engine, call, rows), dlse=saved.dlse is not None)
     kernel = compile_kernel(source, problem, signature, target.name)
-    tables = None
+    tables: BlockTables | TurnTables | None = None
     if problem.mask_form != "none":
-        tables = dense_tables(engine.facts, shape, captured, plan.tile, call.q.device, by_keys=True)
-    return ReadyBackward(kernel.launch, fixes_of(call), plan.head_dim, tables, rows, numbers or None, sums)
+        maps = [one.transposed() for one in maps_of(engine, call, captured, plan.tile)]
+        tables = (turns_to_device if deterministic else to_device)(maps, shape, call.q.device)
+    return ReadyBackward(
+        kernel.launch,
+        tuple(map(weakref.ref, _decisive(engine, call))),
+        fixes_of(call),
+        plan.head_dim,
+        plan.tile[0] if deterministic else None,
+        tables,
+        rows,
+        numbers or None,
+        sums,
+    )
 
 
 @lru_cache(maxsize=256)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cutlass import Float32, cute
+from cutlass import Float32, Int32, cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from fa4flex.codegen.kernels.common.backward import ROW_BLOCK, BackwardArguments
+from fa4flex.codegen.kernels.common.backward import ROW_BLOCK, BackwardArguments, Turns
 from fa4flex.codegen.kernels.small.convert import Convert, ConvertArguments
 from fa4flex.codegen.kernels.small.statistics import Statistics, StatisticsArguments
 from fa4flex.runtime.cuda.signature import (
     DTYPES,
-    fake_lengths,
+    fake_all_lengths,
     fake_numbers,
     fake_operands,
     fake_plain,
@@ -27,17 +27,19 @@ if TYPE_CHECKING:
 
 ENTRY_ARGUMENTS = (
     "q", "k", "v", "out", "dout", "lse", "dlse", "lse2", "delta", "dq_sum", "dq", "dk", "dv",
-    "seqused_q", "seqused_k", "tables", "operands", "scalars", "scale", "gradients",
+    "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "tables", "turns",
+    "operands", "scalars", "scale", "gradients",
 )  # fmt: skip
 
 
 def entry_point(kernel: Any, problem: Problem, signature: Signature) -> Any:
-    """Takes tensors [B, H, S, D], or [B, S, H, D], in the order of ENTRY_ARGUMENTS, and a stream."""
+    """Takes tensors [B, H, S, D], [B, S, H, D] or packed [T, H, D], in the order of ENTRY_ARGUMENTS, and a
+    stream."""
+    swap = signature.heads_first and problem.lengths != "packed"
     statistics, convert = Statistics(problem.head_dim_v), Convert(kernel.config)
 
     def logical(x: cute.Tensor) -> cute.Tensor:
-        swapped = cute.select(x.layout, mode=[0, 2, 1, 3])
-        return cute.make_tensor(x.iterator, swapped) if signature.heads_first else x
+        return cute.make_tensor(x.iterator, cute.select(x.layout, mode=[0, 2, 1, 3])) if swap else x
 
     @cute.jit
     def attention_backward(
@@ -54,9 +56,12 @@ def entry_point(kernel: Any, problem: Problem, signature: Signature) -> Any:
         dq: cute.Tensor,
         dk: cute.Tensor,
         dv: cute.Tensor,
+        cu_seqlens_q: Any,
+        cu_seqlens_k: Any,
         seqused_q: Any,
         seqused_k: Any,
         tables: Any,
+        turns: Any,
         operands: Any,
         scalars: Any,
         scale: Float32,
@@ -65,11 +70,12 @@ def entry_point(kernel: Any, problem: Problem, signature: Signature) -> Any:
     ) -> None:
         q, k, v, out, dout = logical(q), logical(k), logical(v), logical(out), logical(dout)
         dq, dk, dv = logical(dq), logical(dk), logical(dv)
-        statistics(StatisticsArguments(out, dout, lse, dlse, lse2, delta, seqused_q), stream)
-        rest = (seqused_q, seqused_k, tables, tuple_of(operands), tuple_of(scalars), scale)
+        statistics(StatisticsArguments(out, dout, lse, dlse, lse2, delta, cu_seqlens_q, seqused_q), stream)
+        lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+        rest = (*lengths, tables, turns, tuple_of(operands), tuple_of(scalars), scale)
         results = (dq_sum, dk, dv, *rest, tuple_of(gradients))
         kernel(BackwardArguments(q, k, v, dout, lse2, delta, *results), stream)
-        convert(ConvertArguments(dq_sum, dq, scale), stream)
+        convert(ConvertArguments(dq_sum, dq, cu_seqlens_q, scale), stream)
 
     return attention_backward
 
@@ -78,13 +84,18 @@ def fake_arguments(problem: Problem, signature: Signature, config: Any) -> list[
     """Stand-ins for the arguments of the entry point, its stream included, for a kernel of this Config."""
     batch, q_len, kv_len, q_heads, kv_heads, rows, sums = (cute.sym_int32() for _ in range(7))
 
+    packed, masked = problem.lengths == "packed", problem.mask_form != "none"
+    of_heads = (q_heads,) if packed else (batch, q_heads)
+
     def like(length: Any, heads: Any, width: int, dtype: str) -> Any:
+        if packed:
+            return fake_wide((length, heads, width), dtype)
         order = (heads, length) if signature.heads_first else (length, heads)
         return fake_wide((batch, *order, width), dtype)
 
     def padded(extent: Any) -> Any:
-        steps = [cute.sym_int64(divisibility=ROW_BLOCK) for _ in range(2)]
-        return make_fake_tensor(Float32, (batch, q_heads, extent), (*steps, 1), assumed_align=16)
+        steps = [cute.sym_int64(divisibility=ROW_BLOCK) for _ in of_heads]
+        return make_fake_tensor(Float32, (*of_heads, extent), (*steps, 1), assumed_align=16)
 
     q, k = (q_len, q_heads, problem.head_dim), (kv_len, kv_heads, problem.head_dim)
     v, out = (kv_len, kv_heads, problem.head_dim_v), (q_len, q_heads, problem.head_dim_v)
@@ -94,17 +105,17 @@ def fake_arguments(problem: Problem, signature: Signature, config: Any) -> list[
         "v": like(*v, problem.dtype),
         "out": like(*out, problem.out_dtype),
         "dout": like(*out, problem.dtype),
-        "lse": fake_plain(Float32, (batch, q_heads, q_len)),
-        "dlse": fake_plain(Float32, (batch, q_heads, q_len), False) if signature.dlse else None,
+        "lse": fake_plain(Float32, (*of_heads, q_len)),
+        "dlse": fake_plain(Float32, (*of_heads, q_len), False) if signature.dlse else None,
         "lse2": padded(rows),
         "delta": padded(rows),
         "dq_sum": padded(sums),
         "dq": like(*q, problem.dtype),
         "dk": like(*k, problem.dtype),
         "dv": like(*v, problem.dtype),
-        "seqused_q": fake_lengths(batch) if signature.used_q else None,
-        "seqused_k": fake_lengths(batch) if signature.used_k else None,
-        "tables": fake_tables() if problem.mask_form != "none" else None,
+        **fake_all_lengths(problem, signature, cute.sym_int32() if packed else batch),
+        "tables": fake_tables() if masked and not problem.deterministic else None,
+        "turns": _fake_turns(of_heads, masked) if problem.deterministic else None,
         "operands": fake_operands(problem, signature) or None,
         "scalars": fake_numbers(problem, signature) or None,
         "scale": Float32(1.0),
@@ -122,3 +133,12 @@ def fake_gradients(problem: Problem) -> tuple[Any, ...]:
         shape = tuple(cute.sym_int32() for _ in range(1 + max(rank, 1)))
         found.append(fake_plain(DTYPES[dtype] if pairs else Float32, shape, even=pairs))
     return tuple(found)
+
+
+def _fake_turns(of_heads: tuple[Any, ...], masked: bool) -> Turns:
+    done = fake_plain(Int32, (*of_heads, cute.sym_int32()))
+    if not masked:
+        return Turns(done, None, None, None)
+    pointers = fake_plain(Int32, tuple(cute.sym_int32() for _ in range(3)))
+    entries = cute.sym_int32()
+    return Turns(done, pointers, *(fake_plain(Int32, (entries,)) for _ in range(2)))

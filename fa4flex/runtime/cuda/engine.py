@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fa4flex.codegen.analyze.domain import Shape
 from fa4flex.codegen.analyze.facts import Facts
+from fa4flex.codegen.analyze.tiles import TileMap, tile_map
 from fa4flex.codegen.evaluate import Captured
 from fa4flex.errors import UnsupportedError
 from fa4flex.primitives.precision import Precision
@@ -34,7 +35,7 @@ from fa4flex.runtime.cuda.counter import counter
 from fa4flex.runtime.cuda.lengths import check_lengths, version
 from fa4flex.runtime.cuda.order import TileOrder
 from fa4flex.runtime.cuda.rows import tabulate
-from fa4flex.runtime.cuda.tables import BlockTables, dense_tables, ragged_tables
+from fa4flex.runtime.cuda.tables import BlockTables, ragged_maps, to_device
 
 if TYPE_CHECKING:
     from fa4flex.codegen.emit import Source
@@ -300,11 +301,16 @@ def numbers_of(engine: Engine, call: Call) -> tuple[int | float, ...]:
 
 
 def _tables(engine: Engine, call: Call, captured: Captured, tile: tuple[int, int]) -> BlockTables:
-    shape, device = call.extents(), call.q.device
+    return to_device(maps_of(engine, call, captured, tile), call.extents(), call.q.device)
+
+
+def maps_of(engine: Engine, call: Call, captured: Captured, tile: tuple[int, int]) -> list[TileMap]:
+    """The tiles of the mask: a map for the whole batch, or one per sequence of a ragged one."""
+    facts, shape = engine.facts, call.extents()
     if call.lengths is NO_LENGTHS:
-        return dense_tables(engine.facts, shape, captured, tile, device)
+        return [tile_map(facts.mask, facts.keys, shape, captured, tile)]
     queries, keys = (_sequence_lengths(call, side, n) for side, n in ((0, shape.q_len), (1, shape.kv_len)))
-    return ragged_tables(engine.facts, shape, captured, tile, list(zip(queries, keys, strict=True)), device)
+    return ragged_maps(facts, shape, captured, tile, list(zip(queries, keys, strict=True)))
 
 
 def _sequence_lengths(call: Call, side: int, length: int) -> Sequence[int]:

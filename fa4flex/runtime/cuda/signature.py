@@ -102,7 +102,7 @@ def fake_arguments(problem: Problem, signature: Signature, config: Any) -> list[
         "out": rows(q_len, q_heads, problem.head_dim_v, problem.out_dtype),
         "lse": fake_plain(Float32, shape) if "lse" in problem.statistics else None,
         "max_scores": fake_plain(Float32, shape) if "max_scores" in problem.statistics else None,
-        **_lengths(problem, signature, sequences),
+        **fake_all_lengths(problem, signature, sequences),
         "tables": fake_tables() if problem.mask_form == "tables" else None,
         "sinks": fake_plain(Float32, (q_heads,)) if problem.sinks else None,
         "operands": fake_operands(problem, signature) or None,
@@ -131,7 +131,7 @@ def fake_plain(element: Any, shape: tuple[Any, ...], unit: bool = True, even: bo
     return make_fake_tensor(element, shape, tuple(strides), assumed_align=align)
 
 
-def _lengths(problem: Problem, signature: Signature, sequences: Any) -> dict[str, Any]:
+def fake_all_lengths(problem: Problem, signature: Signature, sequences: Any) -> dict[str, Any]:
     packed = problem.lengths == "packed"
     entries = cute.sym_int32()  # one more than there are sequences, which no symbol can say
     given = {

@@ -6,8 +6,8 @@ lists on the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,18 +28,24 @@ class BlockTables(NamedTuple):
     full_tiles: Tensor
 
 
+class TurnTables(NamedTuple):
+    """int32: pointers [B, H, key tiles + 1], entries and ranks: see Turns in
+    codegen/kernels/common/backward.py."""
+
+    pointers: Tensor
+    entries: Tensor
+    ranks: Tensor
+
+
 def dense_tables(
     facts: Facts,
     shape: Shape,
     captured: Captured,
     tile: tuple[int, int],
     device: torch.device,
-    by_keys: bool = False,
 ) -> BlockTables:
-    """Tables of a batch whose sequences all have the lengths of `shape`. `by_keys`: the tiles of queries that
-    visit each tile of keys."""
-    tiles = tile_map(facts.mask, facts.keys, shape, captured, tile)
-    return to_device([tiles.transposed() if by_keys else tiles], shape, device)
+    """Tables of a batch whose sequences all have the lengths of `shape`."""
+    return to_device([tile_map(facts.mask, facts.keys, shape, captured, tile)], shape, device)
 
 
 def ragged_tables(
@@ -51,45 +57,86 @@ def ragged_tables(
     device: torch.device,
 ) -> BlockTables:
     """Tables of a batch of sequences with these (q_len, kv_len), `shape` being their number and heads."""
+    return to_device(ragged_maps(facts, shape, captured, tile, lengths), shape, device)
+
+
+def ragged_maps(
+    facts: Facts,
+    shape: Shape,
+    captured: Captured,
+    tile: tuple[int, int],
+    lengths: Sequence[tuple[int, int]],
+) -> list[TileMap]:
     captured = on_host(captured, facts.mask)
     shapes = (Shape(1, shape.heads, *pair, b=b) for b, pair in enumerate(lengths))
-    maps = [tile_map(facts.mask, facts.keys, one, captured, tile) for one in shapes]
-    return to_device(maps, shape, device)
+    return [tile_map(facts.mask, facts.keys, one, captured, tile) for one in shapes]
 
 
 def to_device(maps: Sequence[TileMap], shape: Shape, device: torch.device) -> BlockTables:
     """Lists of tiles: of one map for the whole batch of `shape`, or of a map per sequence."""
-    rows = max(tiles.rows for tiles in maps)
-    parts = []
-    for full in (False, True):
-        pointers, listed, before = [], [], 0
-        for tiles in maps:
-            own, found = _expand(tiles, full)
-            pointers.append(_padded(own, rows) + before)
-            listed.append(found)
-            before += len(found)
-        # Kernels read an element before they know whether it counts, so there is at least one.
-        listed = [*listed, torch.zeros(1, dtype=torch.int32)] if before == 0 else listed
-        whole = torch.cat(pointers).to(device).expand(shape.batch, shape.heads, -1)
-        parts += [whole, torch.cat(listed).to(device)]
-    return BlockTables(*parts)
+    return BlockTables(*(x for full in (False, True) for x in _joined(maps, shape, device, _listed, full)))
 
 
-def _expand(tiles: TileMap, full: bool) -> tuple[Tensor, Tensor]:
+def turns_to_device(maps: Sequence[TileMap], shape: Shape, device: torch.device) -> TurnTables:
+    """Both classes in one list, with ranks, of maps whose rows are tiles of keys."""
+    return TurnTables(*_joined(maps, shape, device, _ordered))
+
+
+def _joined(
+    maps: Sequence[TileMap], shape: Shape, device: torch.device, make: Callable[..., Any], *given: Any
+) -> list[Tensor]:
+    """Pointers [B, H, rows + 1], and the lists that they point into, of all that `make` finds of each map:
+    (pointers into its own lists, those)."""
+    rows = max(1, *(tiles.rows for tiles in maps))  # kernels read a row's pointers before they know it exists
+    pointers, lists, before = [], [], 0
+    for tiles in maps:
+        own, *found = make(tiles, *given)
+        pointers.append(_padded(own, rows) + before)
+        lists.append(found)
+        before += len(found[0])
+    # Kernels read an element before they know whether it counts, so there is at least one.
+    if before == 0:
+        lists.append([torch.zeros(1, dtype=torch.int32) for _ in lists[0]])
+    whole = torch.cat(pointers).to(device).expand(shape.batch, shape.heads, -1)
+    return [whole, *(torch.cat(x).to(device) for x in zip(*lists, strict=True))]
+
+
+def _listed(tiles: TileMap, full: bool) -> tuple[Tensor, Tensor]:
     """([map_batch, map_heads, rows + 1] pointers into the list, all tiles of a class in row order)."""
     # Kernels do not look at the end of a run's axis in full tiles, so a last tile that passes it is not one.
     lengths = tiles.shape.kv_len // tiles.tile[1], tiles.shape.q_len // tiles.tile[0]
     whole = torch.where(tiles.full, tiles.stop.clamp(max=lengths[tiles.axis == "kv"]), tiles.start)
-    start, stop = (tiles.start, whole) if full else (whole, tiles.stop)
+    windows, _, listed = _expand(tiles, *((tiles.start, whole) if full else (whole, tiles.stop)))
+    return windows, listed
+
+
+def _ordered(tiles: TileMap) -> tuple[Tensor, Tensor, Tensor]:
+    """(pointers, entries, ranks): a map's rows, tiles of keys, add to tiles of queries last row first."""
+    windows, run, listed = _expand(tiles, tiles.start, tiles.stop)
+    row = torch.searchsorted(tiles.row_ptr.long(), run, right=True) - 1
+    map, row = row // max(tiles.rows, 1), row % max(tiles.rows, 1)
+    whole = tiles.shape.q_len // tiles.tile[0], tiles.shape.kv_len // tiles.tile[1]
+    partial = ~tiles.full[run] | (listed >= whole[0]) | (row >= whole[1])
+    place = map * tiles.columns + listed
+    order = (place * tiles.rows - row).argsort()
+    in_order = place[order]
+    ranks = torch.empty_like(listed)
+    ranks[order] = (torch.arange(len(order)) - torch.searchsorted(in_order, in_order)).to(torch.int32)
+    return windows, 2 * listed + partial, ranks
+
+
+def _expand(tiles: TileMap, start: Tensor, stop: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Pointers [map_batch, map_heads, rows + 1] into a list of all tiles from start to stop of each run, in
+    row order; of each of these its run, and which tile it is."""
     counts = (stop - start).long()
     ends = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
     rows = ends[tiles.row_ptr.long()].to(torch.int32)
     maps = tiles.map_batch, tiles.map_heads
     # The last pointer of a map is the first of the next: windows of rows + 1 that overlap by one.
     windows = rows.unfold(0, tiles.rows + 1, tiles.rows) if tiles.rows else rows.expand(maps[0] * maps[1], 1)
-    first = (start - ends[:-1]).repeat_interleave(counts)
-    listed = (first + torch.arange(len(first))).to(torch.int32)
-    return windows.unflatten(0, maps), listed
+    run = torch.arange(len(counts)).repeat_interleave(counts)
+    listed = ((start - ends[:-1])[run] + torch.arange(len(run))).to(torch.int32)
+    return windows.unflatten(0, maps), run, listed
 
 
 def _padded(pointers: Tensor, rows: int) -> Tensor:

@@ -24,6 +24,7 @@ class Gpu:
     arch: str
     timing: str
     seed: int
+    together: int = 1
     results: list[Result] = field(default_factory=list)
 
     @property
@@ -38,21 +39,25 @@ class Gpu:
         """Raises Fault where the launch cannot be finished: a hang, an access outside memory."""
         shape = Shape(captured.grid, captured.block, captured.cluster, captured.shared_bytes)
         timing = Timing(self.timing, self.seed)
-        result = launch(captured.ptx, captured.kernel, shape, captured.params, HostMemory(), timing)
+        memory, together = HostMemory(), self.together
+        result = launch(captured.ptx, captured.kernel, shape, captured.params, memory, timing, together)
         self.results.append(result)
         if result.fault is not None:
             raise Fault(result.fault)
 
 
 @contextlib.contextmanager
-def device(arch: str, seed: int = 0, timing: str = "late", sms: int | None = None) -> Iterator[Gpu]:
+def device(
+    arch: str, seed: int = 0, timing: str = "late", sms: int | None = None, together: int = 1
+) -> Iterator[Gpu]:
     """Within, CuTe-DSL functions compile for `arch` ("sm_90a" or "sm_100a") and run on CPU tensors.
 
     `timing` is when asynchronous operations land and whose turn it is: "eager", "late" or "random", drawn
     from `seed` (run/timing.py). `sms` is how many multiprocessors host code is told of: few make a persistent
-    kernel loop. Raises InputError for an unknown timing, UnsupportedError for an unknown arch.
+    kernel loop. `together` clusters of a launch run at the same time; others begin as those end, or where all
+    wait for them. Raises InputError for an unknown timing, UnsupportedError for an unknown arch.
     """
     Timing(timing, seed)
-    gpu = Gpu(arch, timing, seed)
+    gpu = Gpu(arch, timing, seed, together)
     with capturing(arch, gpu.run, sms), simulated(arch):
         yield gpu

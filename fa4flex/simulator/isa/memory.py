@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from fa4flex.simulator.isa.access import SPACES, Accessor, Locate, lanes, locate, space_of
 from fa4flex.simulator.isa.operands import read, view_of, write
 from fa4flex.simulator.isa.shared import quick_load, quick_store, register_rows
-from fa4flex.simulator.isa.table import Act, Step, Unmodelled, translates
+from fa4flex.simulator.isa.table import Act, Step, Unmodelled, Wait, translates
 from fa4flex.simulator.ptx.nodes import WIDTHS, Address, Instruction, Operand, Reg, Symbol, Vector
 from fa4flex.simulator.state.cta import Warp
 from fa4flex.simulator.state.registers import LANES, Mask
@@ -79,7 +79,26 @@ def ld(instruction: Instruction) -> Step | Act:
             put(warp, values[:, i : i + max(1, count // len(sets))], mask)
 
     quick = quick_load(instruction, targets, size, count, step) if space == "shared" else step
+    if instruction.has("acquire") and space != "shared":
+        return _polling(instruction, lambda warp, mask: load(warp, mask).tobytes(), where, step)
     return Act(quick) if instruction.has("acquire") or instruction.has("volatile") else quick
+
+
+def _polling(instruction: Instruction, look: Callable[[Warp, Mask], bytes], where: Locate, step: Step) -> Act:
+    """A loop around it waits for another thread: where it would find once more what it found last time, it is
+    held until that changes, and where nothing else can happen it finds the same once."""
+
+    def run(warp: Warp, mask: Mask) -> Wait | None:
+        at, found = lanes(where(warp), mask).tobytes(), look(warp, mask)
+        if warp.polled.get(instruction.line) == (at, found) and not warp.gives_up:
+            what = f"what {instruction} reads to change"
+            return Wait(lambda: look(warp, mask) != found, what, limited=True)
+        warp.gives_up = False
+        warp.polled[instruction.line] = at, found
+        step(warp, mask)
+        return None
+
+    return Act(run)
 
 
 def _constant(instruction: Instruction) -> bool:

@@ -77,14 +77,15 @@ def launch(
     parameters: bytes,
     memory: HostMemory | None = None,
     timing: Timing | None = None,
+    together: int = 1,
 ) -> Result:
     """Run one launch of an entry of a PTX module.
 
     `parameters` are the kernel's parameters in order, each at its declared alignment. `memory` is global
-    memory: by default all of this process's. Raises InputError and Unmodelled before anything runs; what
-    goes wrong while it runs is in the result.
+    memory: by default all of this process's. `together` clusters run at the same time. Raises InputError and
+    Unmodelled before anything runs; what goes wrong while it runs is in the result.
     """
-    return execute(module_of(text), program_of(text, kernel), shape, parameters, memory, timing)
+    return execute(module_of(text), program_of(text, kernel), shape, parameters, memory, timing, together)
 
 
 def execute(
@@ -94,13 +95,14 @@ def execute(
     parameters: bytes,
     memory: HostMemory | None = None,
     timing: Timing | None = None,
+    together: int = 1,
 ) -> Result:
     """As `launch`, of an entry that is translated already."""
     memory, timing = memory or HostMemory(), timing or Timing("eager", 0)
     findings = Findings()
     grid = _grid(module, program.kernel, shape, parameters, memory, findings)
     waiting = grid.waiting = Waiting(grid, timing.cancels)
-    scheduler = Scheduler(program, timing, waiting)
+    scheduler = Scheduler(program, timing, waiting, together)
     fault, started = None, time.perf_counter()
     with np.errstate(all="ignore"):
         try:

@@ -26,11 +26,11 @@ hanging."""
 
 
 class Scheduler:
-    """Of the clusters of a launch, one runs at a time; further ones are let in when those that run wait for
-    something that only they can do."""
+    """`together` of the clusters of a launch run at a time; further ones are let in when those that run wait
+    for something that only they can do."""
 
-    def __init__(self, program: Program, timing: Timing, waiting: Waiting) -> None:
-        self.program, self.timing = program, timing
+    def __init__(self, program: Program, timing: Timing, waiting: Waiting, together: int = 1) -> None:
+        self.program, self.timing, self.together = program, timing, together
         self._coming = waiting
         self._resident: list[Cluster] = []
         self._ready: list[Warp] = []
@@ -38,6 +38,8 @@ class Scheduler:
         self._idle = 0
         """Blocks executed since anything changed, by warps that do not wait."""
         self._gave_up_at = -1
+        self._retired = 0
+        """What changed in clusters that are over."""
         self.registers = RegisterWatch(program)
         self.executed: defaultdict[tuple[int, int, int], int] = defaultdict(int)
         """How often (warp index, CTA rank, block) was executed."""
@@ -47,13 +49,11 @@ class Scheduler:
 
     def run(self) -> None:
         """To the end of all clusters. Raises Fault."""
-        self._admit()
+        self._fill()
         while self._resident:
             self._wake()
             if self._ready:
                 self._turn(self.timing.next(self._ready))
-            elif not self._waiting:
-                self._retire()
             else:
                 self._unblock()
 
@@ -69,6 +69,9 @@ class Scheduler:
             self._waiting[warp] = result
         elif warp.groups:
             self._ready.append(warp)
+        elif not any(other.groups for other in warp.cta.cluster.warps):
+            self._retire(warp.cta.cluster)
+            return
         looping = result in ("spun", "yield")
         if looping and self._changes() == before:
             self._idle += self.time - started
@@ -214,11 +217,12 @@ class Scheduler:
     def _unblock(self) -> None:
         """Nobody can go on: land an operation, let a try_wait answer false, let the next cluster in, or give
         up."""
-        for cluster in self._resident:
-            if cluster.units.pending:
-                waits = [wait for warp, wait in self._waiting.items() if warp.cta.cluster is cluster]
-                cluster.units.land(self.timing.forced(cluster.units, waits))
-                return
+        pending = [cluster for cluster in self._resident if cluster.units.pending]
+        if pending:
+            cluster = self.timing.whose(pending)
+            waits = [wait for warp, wait in self._waiting.items() if warp.cta.cluster is cluster]
+            cluster.units.land(self.timing.forced(cluster.units, waits))
+            return
         peeking = [warp for warp, wait in self._waiting.items() if wait.limited]
         if peeking and self._gave_up_at != self._changes():
             self._gave_up_at = self._changes()
@@ -238,7 +242,7 @@ class Scheduler:
         return ", ".join(str(self.program.kernel.body[pc]) for pc in warp.groups)
 
     def _changes(self) -> int:
-        return sum(cluster.units.landings for cluster in self._resident)
+        return self._retired + sum(cluster.units.landings for cluster in self._resident)
 
     # --- clusters -------------------------------------------------------------------------------------------
 
@@ -251,15 +255,20 @@ class Scheduler:
         self._ready += cluster.warps
         return True
 
-    def _retire(self) -> None:
-        """All warps have exited: what is on its way lands, and what should be empty is looked at."""
-        for cluster in self._resident:
-            for operation in list(cluster.units.pending):
-                cluster.units.land(operation)
-            cluster.check_left()
-            cluster.ctas.clear()  # their memory is not needed any more
-        self._resident.clear()
-        self._admit()
+    def _fill(self) -> None:
+        while len(self._resident) < self.together and self._admit():
+            pass
+
+    def _retire(self, cluster: Cluster) -> None:
+        """All its warps have exited: what is on its way lands, and what should be empty is looked at."""
+        for operation in list(cluster.units.pending):
+            cluster.units.land(operation)
+        cluster.check_left()
+        cluster.ctas.clear()  # their memory is not needed any more
+        self._resident.remove(cluster)
+        self._retired += cluster.units.landings + 1
+        self._idle = 0
+        self._fill()
 
 
 def _join(warp: Warp, pc: int, lanes: NDArray[Any]) -> None:

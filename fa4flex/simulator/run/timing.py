@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from fa4flex.errors import InputError
 from fa4flex.simulator.isa.table import Wait
-from fa4flex.simulator.state.cta import Warp
+from fa4flex.simulator.state.cta import Cluster, Warp
 from fa4flex.simulator.state.operation import Operation, Units
 
 TIMINGS = ("eager", "late", "random")
@@ -55,6 +55,12 @@ class Timing:
         if self.name == "random" and units.pending and self._random.random() < 0.3:
             return self._random.choice(units.pending)
         return None
+
+    def whose(self, clusters: Sequence[Cluster]) -> Cluster:
+        """Of which cluster an operation lands when nobody can go on, the longest running first."""
+        if len(clusters) == 1 or self.eager:
+            return clusters[0]
+        return self._random.choice(clusters) if self.name == "random" else clusters[-1]
 
     def forced(self, units: Units, waits: Sequence[Wait]) -> Operation:
         """Which of the pending operations lands when nobody can go on."""

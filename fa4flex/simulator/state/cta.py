@@ -87,6 +87,8 @@ class Warp(Registers):
         self.cluster_ticket: tuple[Meeting, int, Clock, set[int]] | None = None
         self.gives_up = False
         """Whether the next try_wait answers false instead of waiting."""
+        self.polled: dict[int, tuple[bytes, bytes]] = {}
+        """By PTX line of a load that acquires, the addresses and what it found there last."""
         self.busy: dict[tuple[int, int], Instruction] = {}
         """Registers, by file and index, that a wgmma in flight reads or writes."""
         self.loading: dict[tuple[int, int], Instruction] = {}

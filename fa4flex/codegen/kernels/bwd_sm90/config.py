@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from fa4flex.codegen.kernels.common.order import Order
+
+Lengths = Literal["dense", "packed", "used"]
 
 KEYS = 64
 """Keys of one consumer warpgroup: what one wgmma instruction spans."""
@@ -19,6 +22,8 @@ class Config:
     dq_stages                tiles of dQ on their way to global memory
     producer_registers, consumer_registers   per thread, after the split
     masked                   whether tiles come from block tables; otherwise all of them
+    deterministic            whether sums of dQ are added up in one order
+    lengths                  "dense", "packed" (cu_seqlens) or "used" (seqused per batch)
     """
 
     head_dim: int
@@ -31,6 +36,8 @@ class Config:
     producer_registers: int = 24
     consumer_registers: int = 240
     masked: bool = False
+    lengths: Lengths = "dense"
+    deterministic: bool = False
 
     @property
     def consumers(self) -> int:

@@ -13,18 +13,28 @@ from typing import Any
 
 import cutlass
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int32, cute, pipeline
+from cutlass import Float32, Int32, const_expr, cute, pipeline
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from fa4flex.codegen.kernels.bwd_sm90.config import KEYS, Config
-from fa4flex.codegen.kernels.bwd_sm90.parts import SCORES, Pipes, Shared, dq_empty, dq_full, transposed
+from fa4flex.codegen.kernels.bwd_sm90.parts import (
+    CLEARED,
+    SCORES,
+    Pipes,
+    Shared,
+    dq_empty,
+    dq_full,
+    transposed,
+)
 from fa4flex.codegen.kernels.bwd_sm90.writer import THREADS
 from fa4flex.codegen.kernels.common.backward import (
     BackwardArguments,
     BackwardCourse,
     KeyWork,
+    needs_mask,
     query_tile_at,
+    token_of,
 )
 from fa4flex.codegen.kernels.common.fragment import (
     as_operand,
@@ -100,10 +110,11 @@ class Consumer:
         operands.dv.fill(0.0)
         q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.q_stages)
         do_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.do_stages)
-        heads = Int32(arguments.q.shape[2])
-        group = heads // arguments.k.shape[2]
+        heads = Int32(arguments.q.shape[-2])
+        group = heads // arguments.k.shape[-2]
         cute.arch.mbarrier_wait(pipes.k_full, 0)
         cute.arch.mbarrier_wait(pipes.v_full, 0)
+        self.clear_past_end((shared.k, shared.v), work.kv_len - work.tile * config.tile_n)
         count = Int32(0)
         sums = sums_of(self.hooks.shares)
         for g in cutlass.range(group, unroll=1):
@@ -112,15 +123,23 @@ class Consumer:
             queries = self.course.queries(work, h, arguments)
             collector = self.collector(arguments, slab, sums, thread)
             collector.begin()
-            for i in cutlass.range(queries.masked_count, unroll=1):
+            given = mmas, operands, collector
+            ordered = cutlass.const_expr(config.deterministic and config.masked)
+            for i in cutlass.range(0 if ordered else queries.masked_count, unroll=1):
                 places = (query_tile_at(queries, i), lane, warpgroup_index, count)
-                self.step((mmas, operands, collector), shared, pipes, (q_state, do_state), places, True)
+                self.step(given, shared, pipes, (q_state, do_state), places, True)
                 q_state.advance()
                 do_state.advance()
                 count += 1
             for i in cutlass.range(queries.masked_count, queries.count, unroll=1):
                 places = (query_tile_at(queries, i), lane, warpgroup_index, count)
-                self.step((mmas, operands, collector), shared, pipes, (q_state, do_state), places, False)
+                if const_expr(ordered):
+                    if needs_mask(queries, i):
+                        self.step(given, shared, pipes, (q_state, do_state), places, True)
+                    else:
+                        self.step(given, shared, pipes, (q_state, do_state), places, False)
+                else:
+                    self.step(given, shared, pipes, (q_state, do_state), places, False)
                 q_state.advance()
                 do_state.advance()
                 count += 1
@@ -193,6 +212,9 @@ class Consumer:
         q_there, do_there = pipes.q.consumer_try_wait(q_state), pipes.dout.consumer_try_wait(do_state)
         pipes.q.consumer_wait(q_state, q_there)
         pipes.dout.consumer_wait(do_state, do_there)
+        if const_expr(masked and config.lengths != "dense"):
+            end = slab.at.q_len - tile * config.tile_m
+            self.clear_past_end((shared.q[None, None, q_stage], shared.dout[None, None, do_stage]), end)
         lse2 = self.statistics(shared.lse2[None, q_stage], lane, 0, self.together)
         multiply(mmas.scores, scores, operands.k, operands.q[None, None, None, q_stage], False)
         multiply(mmas.dprob, dprob, operands.v, operands.dout[None, None, None, do_stage], False)
@@ -220,6 +242,22 @@ class Consumer:
         self.hand_over(dq, shared, lane, w, count)
         warpgroup.wait_group(0)
         release(pipes.q, q_state)
+
+    @cute.jit
+    def clear_past_end(self, tiles: cutlass.Constexpr[tuple[cute.Tensor, ...]], end: Int32) -> None:
+        """Zero the rows of tiles in shared memory from `end` on: what lies past the end of a sequence is
+        another's, or nobody's, and 0 times NaN is NaN. Dense tensors end where TMA fills in zeros itself."""
+        if const_expr(self.config.lengths != "dense"):
+            threads = 128 * self.config.consumers
+            thread = cute.arch.thread_idx()[0] - 128
+            if end < cute.size(tiles[0], mode=[0]):
+                for tile in tiles:
+                    rows, columns = (cute.size(tile, mode=[i]) for i in range(2))
+                    for column in cutlass.range(thread, columns, threads, unroll=1):
+                        for row in cutlass.range(cutlass.max(end, 0), rows, unroll=1):
+                            tile[row, column] = tile.element_type(0.0)
+                cute.arch.fence_proxy("async.shared", space="cta")
+                cute.arch.barrier(barrier_id=CLEARED, number_of_threads=threads)
 
     def statistics(self, rows: cute.Tensor, lane: Int32, first: int, count: int) -> cute.Tensor:
         """Numbers of the queries of a thread's columns `first` to `first` + `count`, both even."""
@@ -346,10 +384,12 @@ class Consumer:
         for r in cutlass.range_constexpr(2):
             key = first + 8 * r
             if key < work.kv_len:
-                pairs = cute.logical_divide(target[work.b, key, work.kv_head, None], cute.make_layout(2))
+                pairs = cute.logical_divide(
+                    token_of(target, work.b, work.kv_offset, key, work.kv_head), cute.make_layout(2)
+                )
                 for c in cutlass.range_constexpr(cute.size(grid, mode=[1]) // 2):
                     column = 8 * c + lane % 4 * 2
-                    if column < target.shape[3]:
+                    if column < target.shape[-1]:
                         pair = cute.make_rmem_tensor((2,), target.element_type)
                         pair[0] = (grid[r, 2 * c] * scale).to(target.element_type)
                         pair[1] = (grid[r, 2 * c + 1] * scale).to(target.element_type)

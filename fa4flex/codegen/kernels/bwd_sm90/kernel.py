@@ -95,7 +95,7 @@ class Backward:
         m, n, d, dv = config.tile_m, config.tile_n, config.head_dim, config.head_dim_v
 
         def atom(tensor: cute.Tensor, layout: Any, tile: tuple[int, int]) -> Any:
-            rows = reordered(tensor, [1, 3, 2, 0])
+            rows = reordered(tensor, [1, 3, 2, 0] if cute.rank(tensor) == 4 else [0, 2, 1])
             return cpasync.make_tiled_tma_atom(load, rows, layout, tile)
 
         return (

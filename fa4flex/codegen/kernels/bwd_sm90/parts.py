@@ -8,8 +8,9 @@ from cutlass import Int32, cute, pipeline
 
 from fa4flex.codegen.kernels.common.transfer import reordered
 
-SCORES = 1
-"""Named barrier: dS of all warpgroups is in shared memory."""
+SCORES, CLEARED = 1, 10
+"""Named barriers: dS of all warpgroups is in shared memory; what lay there past the end of a sequence is
+zero."""
 
 
 def dq_full(w: int | Int32, stage: int | Int32) -> int | Int32:

@@ -16,8 +16,9 @@ from fa4flex.codegen.kernels.common.backward import (
     BackwardCourse,
     KeyWork,
     query_tile_at,
+    rows_of,
 )
-from fa4flex.codegen.kernels.common.transfer import Views, load_stage, partition
+from fa4flex.codegen.kernels.common.transfer import Views, load_stage, partition, sequence
 
 
 class Producer:
@@ -40,7 +41,7 @@ class Producer:
         self.once(v, shared.v, work, pipes.v_full, config.head_dim_v)
         q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.q_stages)
         do_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.do_stages)
-        group = arguments.q.shape[2] // arguments.k.shape[2]
+        group = arguments.q.shape[-2] // arguments.k.shape[-2]
         for g in cutlass.range(group, unroll=1):
             h = work.kv_head * group + g
             queries = self.course.queries(work, h, arguments)
@@ -49,14 +50,14 @@ class Producer:
             for i in cutlass.range(queries.count, unroll=1):
                 tile = query_tile_at(queries, i)
                 load_stage(q, pipes.q, q_state, q_views, tile)
-                self.rows(arguments.lse2[work.b, h, None], shared.lse2, pipes.q, q_state, tile)
+                self.rows(rows_of(arguments.lse2, work, h), shared.lse2, pipes.q, q_state, tile)
                 q_state.advance()
                 load_stage(dout, pipes.dout, do_state, do_views, tile)
-                self.rows(arguments.delta[work.b, h, None], shared.delta, pipes.dout, do_state, tile)
+                self.rows(rows_of(arguments.delta, work, h), shared.delta, pipes.dout, do_state, tile)
                 do_state.advance()
 
     def once(self, transfer: Any, shared: cute.Tensor, work: KeyWork, full: cute.Pointer, width: int) -> None:
-        whole = transfer.tma_tensor[None, None, work.kv_head, work.b]
+        whole = sequence(transfer.tma_tensor, work.kv_offset, work.kv_head, work.b)
         tiles = cute.local_tile(whole, (self.config.tile_n, width), (None, 0))
         one = cute.make_tensor(shared.iterator, cute.append(shared.layout, cute.make_layout(1)))
         to_shared, from_global = partition(transfer, one, tiles)
@@ -67,7 +68,7 @@ class Producer:
         cute.copy(transfer.atom, from_global[None, work.tile], to_shared[None, 0], tma_bar_ptr=full)
 
     def views(self, transfer: Any, shared: cute.Tensor, work: KeyWork, h: Int32, width: int) -> Views:
-        whole = transfer.tma_tensor[None, None, h, work.b]
+        whole = sequence(transfer.tma_tensor, work.q_offset, h, work.b)
         return partition(transfer, shared, cute.local_tile(whole, (self.config.tile_m, width), (None, 0)))
 
     def rows(self, statistic: cute.Tensor, shared: cute.Tensor, ring: Any, state: Any, tile: Int32) -> None:

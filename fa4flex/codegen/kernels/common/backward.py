@@ -5,24 +5,45 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Float32, Int32, const_expr, cute, select_
+from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute, select_
 
 from fa4flex.codegen.kernels.common.arguments import Tables
 from fa4flex.codegen.kernels.common.hooks import At, Hooks
 from fa4flex.codegen.kernels.common.keys import Listed
-from fa4flex.codegen.kernels.common.work import Grid, locate
+from fa4flex.codegen.kernels.common.work import L2_BYTES, Grid, find_sequence, locate
 
 ROW_BLOCK = 128
 """Rows that the statistics and the accumulated dQ of a sequence are padded to a multiple of."""
 
 
+class Turns(NamedTuple):
+    """In which order tiles of keys add to a tile of queries, where sums are to be the same run after run:
+    that in which their blocks are launched. A block waits for blocks that were launched before it, and for
+    no others, so that the first of those that run can always go on.
+
+    done     int32 [B, H, R / tile_m], or packed [H, R / tile_m], zero at first: tiles of keys that have added
+    With a mask, tiles of keys are launched last to first, and each visits tiles of queries in their order:
+    pointers int32 [B, H, key tiles + 1] into
+    entries  int32, 2 * tile of queries + whether it needs the mask
+    ranks    int32, how many tiles of keys add before this entry's one does
+    Without one, they are launched first to last, and each visits all tiles of queries.
+    """
+
+    done: cute.Tensor
+    pointers: cute.Tensor | None
+    entries: cute.Tensor | None
+    ranks: cute.Tensor | None
+
+
 class BackwardArguments(NamedTuple):
-    """q, dout [B, S, H, D], k, v, dk, dv [B, S, H, D]; any strides whose last is 1.
+    """q, dout, k, v, dk, dv [B, S, H, D], or packed [T, H, D]; any strides whose last is 1.
     lse2, delta float32 [B, H, R], R being S padded to ROW_BLOCK: log-sum-exp in log2 units, and the sum of
     out * dout less the gradient of the log-sum-exp; rows past the end, and rows without keys, have lse2 inf.
     dq_sum float32 [B, H, R * head_dim], zero at first: dQ / scale by tiles of tile_m rows, each in its
-    kernel's own order.
-    tables: by tile of keys, the tiles of queries to visit; pointers [B, H, key tiles + 1].
+    kernel's own order. Packed, these three are [H, R]: rows of a sequence begin at
+    `first_row` of it.
+    tables: by tile of keys, the tiles of queries to visit; pointers [B, H, key tiles + 1]. turns: where sums
+    are ordered; they stand for tables too.
     gradients: of captured tensors, [copies, shape...], zero at first; the sum of its copies is a gradient.
     """
 
@@ -35,9 +56,12 @@ class BackwardArguments(NamedTuple):
     dq_sum: cute.Tensor
     dk: cute.Tensor
     dv: cute.Tensor
+    cu_seqlens_q: cute.Tensor | None
+    cu_seqlens_k: cute.Tensor | None
     seqused_q: cute.Tensor | None
     seqused_k: cute.Tensor | None
     tables: Tables | None
+    turns: Turns | None
     operands: tuple  # a length would be read from tuple[X, ...]: two
     scalars: tuple
     scale: Float32
@@ -45,17 +69,22 @@ class BackwardArguments(NamedTuple):
 
 
 class KeyWork(NamedTuple):
-    """One tile of keys: `tile` of sequence (b, kv_head), and the lengths."""
+    """One tile of keys: `tile` of sequence (b, kv_head), the lengths, and where the sequence begins in packed
+    tensors and in rows' statistics. A tile that is none has kv_len 0."""
 
     tile: Int32
     kv_head: Int32
     b: Int32
     q_len: Int32
     kv_len: Int32
+    q_offset: Int32
+    kv_offset: Int32
+    row_offset: Int32
 
 
 class QueryTiles(NamedTuple):
-    """Tiles of queries: `masked_count` that need the mask, then the others."""
+    """Tiles of queries: `masked_count` that need the mask, then the others; or both in one order, as
+    Turns.entries, in `masked` alone."""
 
     masked: Any
     full: Any
@@ -64,7 +93,8 @@ class QueryTiles(NamedTuple):
 
 
 class BackwardCourse:
-    """The tile of keys that a block takes; `config` has tile_m, tile_n and masked."""
+    """The tile of keys that a block takes; `config` has tile_m, tile_n and masked, and is `deterministic`
+    where sums are ordered."""
 
     def __init__(self, config: Any, hooks: Hooks) -> None:
         self.config = config
@@ -72,19 +102,57 @@ class BackwardCourse:
 
     @cute.jit
     def grid(self, arguments: BackwardArguments) -> Grid:
-        batch, kv_len, kv_heads, _ = arguments.k.shape
-        tiles = Int32(cute.ceil_div(kv_len, self.config.tile_n))
-        return Grid(tiles, Int32(kv_heads), Int32(batch), Int32(1))
+        if const_expr(arguments.cu_seqlens_k is not None):
+            # An upper bound: every sequence may end in a tile that is not full.
+            tokens, kv_heads, _ = arguments.k.shape
+            tiles = Int32(tokens // self.config.tile_n + arguments.cu_seqlens_k.shape[0] - 1)
+            group = Int32(kv_heads) if self.ordered(arguments) else Int32(1)
+            grid = Grid(tiles, Int32(kv_heads), Int32(1), group)
+        else:
+            batch, kv_len, kv_heads, _ = arguments.k.shape
+            tiles = Int32(cute.ceil_div(kv_len, self.config.tile_n))
+            grid = Grid(tiles, Int32(kv_heads), Int32(batch), self.heads_at_a_time(arguments))
+        return grid
+
+    def ordered(self, arguments: BackwardArguments) -> bool:
+        return arguments.turns is not None
+
+    def heads_at_a_time(self, arguments: BackwardArguments) -> Int32:
+        """Blocks of one head that run at the same time wait for each other where sums are ordered: as many
+        heads run beside each other as the L2 cache holds queries and sums of."""
+        if not self.ordered(arguments):
+            return Int32(1)
+        batch, q_len, heads, head_dim = arguments.q.shape
+        kv_heads = arguments.k.shape[2]
+        row_bytes = 2 * (head_dim + arguments.v.shape[3]) + 4 * head_dim
+        head_bytes = Int64(q_len) * row_bytes * (heads // kv_heads)
+        group = Int32(cutlass.min(L2_BYTES // cutlass.max(head_bytes, Int64(1)), Int64(1 << 20)))
+        return cutlass.min(cutlass.max(group, Int32(1)), Int32(kv_heads * batch))
 
     @cute.jit
     def work(self, grid: Grid, arguments: BackwardArguments) -> KeyWork:
-        tile, kv_head, b = locate(Int32(cute.arch.block_idx()[0]), grid, False)
-        q_len, kv_len = Int32(arguments.q.shape[1]), Int32(arguments.k.shape[1])
+        packed = arguments.cu_seqlens_k is not None
+        last_first = self.ordered(arguments) and self.config.masked
+        number = Int32(cute.arch.block_idx()[0])
+        tile, kv_head, b = locate(number, grid, last_first and not packed)
+        zero = Int32(0)
+        if const_expr(packed):
+            cu_q, cu_k = arguments.cu_seqlens_q, arguments.cu_seqlens_k
+            tile, b, valid = find_sequence(tile, cu_k, arguments.seqused_k, self.config.tile_n)
+            tile = Int32(select_(valid, tile, zero))
+            q_len, kv_len = cu_q[b + 1] - cu_q[b], Int32(select_(valid, cu_k[b + 1] - cu_k[b], zero))
+            work = KeyWork(tile, kv_head, b, q_len, kv_len, cu_q[b], cu_k[b], first_row(cu_q, b))
+        else:
+            q_len, kv_len = Int32(arguments.q.shape[1]), Int32(arguments.k.shape[1])
+            work = KeyWork(tile, kv_head, b, q_len, kv_len, zero, zero, zero)
         if const_expr(arguments.seqused_q is not None):
-            q_len = Int32(arguments.seqused_q[b])
+            work = work._replace(q_len=cutlass.min(work.q_len, Int32(arguments.seqused_q[b])))
         if const_expr(arguments.seqused_k is not None):
-            kv_len = Int32(arguments.seqused_k[b])
-        return KeyWork(tile, kv_head, b, q_len, kv_len)
+            work = work._replace(kv_len=cutlass.min(work.kv_len, Int32(arguments.seqused_k[b])))
+        if const_expr(packed and last_first):
+            tiles = (work.kv_len + (self.config.tile_n - 1)) // self.config.tile_n
+            work = work._replace(tile=cutlass.max(tiles - 1 - work.tile, zero))
+        return work
 
     @cute.jit
     def steps(self, work: KeyWork, arguments: BackwardArguments) -> Int32:
@@ -111,12 +179,24 @@ class BackwardCourse:
 
     def queries(self, work: KeyWork, h: Int32, arguments: BackwardArguments) -> QueryTiles:
         """The tiles of queries to visit. In a tile of keys that passes the end, all need the mask; and so
-        does a tile of queries that passes the end."""
-        ends = work.tile * self.config.tile_n + self.config.tile_n > work.kv_len
+        does a tile of queries that passes the end. A tile of keys wholly past the end visits none."""
+        lengths = (arguments.cu_seqlens_k, arguments.seqused_q, arguments.seqused_k)
+        ragged = any(x is not None for x in lengths)
+        first_key = work.tile * self.config.tile_n
+        there = first_key < work.kv_len
+        ends = first_key + self.config.tile_n > work.kv_len
         if not self.config.masked:
             whole = work.q_len // self.config.tile_m
             count = (work.q_len + (self.config.tile_m - 1)) // self.config.tile_m
+            if ragged:
+                count = select_(there, count, Int32(0))
             return QueryTiles(None, None, select_(ends, count, count - whole), count)
+        row = select_(there, work.tile, Int32(0)) if ragged else work.tile
+        if arguments.turns is not None:
+            pointers, entries = arguments.turns.pointers, arguments.turns.entries
+            first, last = pointers[work.b, h, row], pointers[work.b, h, row + 1]
+            count = select_(there, last - first, Int32(0)) if ragged else last - first
+            return QueryTiles(Listed(entries, first, count), None, Int32(0), count)
         tables = arguments.tables
         assert tables is not None
         parts = []
@@ -124,8 +204,9 @@ class BackwardCourse:
             (tables.partial_ptr, tables.partial_tiles),
             (tables.full_ptr, tables.full_tiles),
         ):
-            first, last = pointers[work.b, h, work.tile], pointers[work.b, h, work.tile + 1]
-            parts.append(Listed(tiles, first, last - first))
+            first, last = pointers[work.b, h, row], pointers[work.b, h, row + 1]
+            count = select_(there, last - first, Int32(0)) if ragged else last - first
+            parts.append(Listed(tiles, first, count))
         some, more = parts[0].total(), parts[1].total()
         return QueryTiles(parts[0], parts[1], select_(ends, some + more, some), some + more)
 
@@ -134,10 +215,90 @@ class BackwardCourse:
 def query_tile_at(queries: QueryTiles, i: Int32) -> Int32:
     """Tile i of both parts; without tables, from the last to the first."""
     tile = queries.count - 1 - i
-    if const_expr(queries.masked is not None):
+    if const_expr(queries.masked is not None and queries.full is None):
+        tile = queries.masked.at(i) >> 1
+    elif const_expr(queries.masked is not None):
         passed = queries.masked.total()
         if i < passed:
             tile = queries.masked.at(i)
         else:
             tile = queries.full.at(i - passed)
     return tile
+
+
+# --- whose turn it is ---------------------------------------------------------------------------------------
+
+
+def needs_mask(queries: QueryTiles, i: Int32) -> Boolean:
+    """Whether tile i of Turns.entries does."""
+    return (queries.masked.at(i) & 1) != 0
+
+
+@cute.jit
+def await_turn(
+    arguments: BackwardArguments, work: KeyWork, h: Int32, queries: QueryTiles, i: Int32, config: Any
+) -> cute.Pointer:
+    """A warp's: wait until all tiles of keys before this one have added to tile i; returns its counter."""
+    turns = arguments.turns
+    tile, rank = query_tile_at(queries, i), work.tile
+    if const_expr(turns.ranks is not None):
+        rank = queries.masked._replace(tiles=turns.ranks).at(i)
+    if const_expr(cute.rank(turns.done) == 3):
+        counter = turns.done[work.b, h, None].iterator + tile
+    else:
+        counter = turns.done[h, None].iterator + (work.row_offset // config.tile_m + tile)
+    if cute.arch.lane_idx() == 0:
+        done = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+        while done != rank:
+            done = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+    cute.arch.sync_warp()
+    # What others added, they added by the copy engine, and so does this warp.
+    cute.arch.fence_proxy("async.global")
+    return counter
+
+
+def pass_turn(counter: cute.Pointer) -> None:
+    """A warp's, once what it added is in global memory."""
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        cute.arch.atomic_add(counter, Int32(1), sem="release", scope="gpu")
+
+
+# --- where a sequence lies ----------------------------------------------------------------------------------
+
+
+def first_row(cu_seqlens_q: cute.Tensor, b: Int32) -> Int32:
+    """Of packed statistics: sequences begin at multiples of ROW_BLOCK, so far apart that each has room for
+    its rows, padded to a multiple of ROW_BLOCK."""
+    return (cu_seqlens_q[b] // ROW_BLOCK + b) * ROW_BLOCK
+
+
+@cute.jit
+def sequence_of_row(row: Int32, cu_seqlens_q: cute.Tensor) -> Int32:
+    """A warp's: which sequence a row of packed statistics belongs to."""
+    sequences = Int32(cu_seqlens_q.shape[0] - 1)
+    lane = cute.arch.lane_idx()
+    begun, looked = Int32(0), Int32(0)
+    while looked < sequences and begun == looked:
+        mine = looked + lane
+        passed = Boolean(False)
+        if mine < sequences:
+            passed = first_row(cu_seqlens_q, mine) <= row
+        begun += cute.arch.popc(cute.arch.vote_ballot_sync(passed))
+        looked += 32
+    return begun - 1
+
+
+def rows_of(statistic: cute.Tensor, work: KeyWork, h: Int32, width: int = 1) -> cute.Tensor:
+    """A head of a sequence, of [B, H, R * width] or packed [H, R * width]."""
+    if cute.rank(statistic) == 3:
+        return statistic[work.b, h, None]
+    first = cute.assume(Int64(work.row_offset) * width, divby=ROW_BLOCK * width)
+    return cute.domain_offset((first,), statistic[h, None])
+
+
+def token_of(tensor: cute.Tensor, b: Int32, offset: Int32, i: Int32, head: Int32) -> cute.Tensor:
+    """Token i of a sequence that begins at `offset`, of [B, S, H, D] or packed [T, H, D]."""
+    if cute.rank(tensor) == 4:
+        return tensor[b, i, head, None]
+    return tensor[offset + i, head, None]

@@ -93,11 +93,12 @@ def _dense_tile(arguments: Arguments, tile: Int32, h: Int32, b: Int32, valid: Bo
 
 
 @cute.jit
-def packed_work(number: Int32, grid: Grid, arguments: Arguments, tile_m: cutlass.Constexpr) -> Work:
-    """Find the sequence that holds query tile `number // heads`: 32 sequences at a time, one per lane."""
-    cu_q = arguments.cu_seqlens_q
-    sequences = Int32(cu_q.shape[0] - 1)
-    wanted, h = number // grid.heads, number % grid.heads
+def find_sequence(
+    wanted: Int32, cu_seqlens: cute.Tensor, used: cute.Tensor | None, rows: cutlass.Constexpr
+) -> tuple[Int32, Int32, Boolean]:
+    """(tile of its sequence, sequence, whether there is one) of tile number `wanted`, tiles having so many
+    rows: 32 sequences at a time, one per lane."""
+    sequences = Int32(cu_seqlens.shape[0] - 1)
     lane = cute.arch.lane_idx()
     b, before = Int32(0), Int32(0)
     found = Boolean(False)
@@ -105,10 +106,10 @@ def packed_work(number: Int32, grid: Grid, arguments: Arguments, tile_m: cutlass
         mine = b + lane
         tiles = Int32(0)
         if mine < sequences:
-            length = cu_q[mine + 1] - cu_q[mine]
-            if const_expr(arguments.seqused_q is not None):
-                length = cutlass.min(length, arguments.seqused_q[mine])
-            tiles = cute.ceil_div(length, tile_m)
+            length = cu_seqlens[mine + 1] - cu_seqlens[mine]
+            if const_expr(used is not None):
+                length = cutlass.min(length, used[mine])
+            tiles = cute.ceil_div(length, rows)
         upto = tiles
         for step in cutlass.range_constexpr(5):
             other = cute.arch.shuffle_sync_up(upto, offset=1 << step, mask_and_clamp=0)
@@ -118,9 +119,16 @@ def packed_work(number: Int32, grid: Grid, arguments: Arguments, tile_m: cutlass
         whole = cute.arch.shuffle_sync(upto, cutlass.max(past - 1, Int32(0)))
         before = before + select_(past > 0, whole, Int32(0))
         b = b + past
-    valid = b < sequences
-    b = cutlass.min(b, sequences - 1)
-    return _packed_tile(arguments, wanted - before, h, b, valid)
+    return wanted - before, cutlass.min(b, sequences - 1), b < sequences
+
+
+@cute.jit
+def packed_work(number: Int32, grid: Grid, arguments: Arguments, tile_m: cutlass.Constexpr) -> Work:
+    """The sequence that holds query tile `number // heads`."""
+    h = number % grid.heads
+    cu_q, used = arguments.cu_seqlens_q, arguments.seqused_q
+    tile, b, valid = find_sequence(number // grid.heads, cu_q, used, tile_m)
+    return _packed_tile(arguments, tile, h, b, valid)
 
 
 @cute.jit

@@ -6,8 +6,10 @@ from typing import Any, NamedTuple
 
 import cutlass
 from cuda.bindings import driver as cuda
-from cutlass import Float32, Int32, cute
+from cutlass import Float32, Int32, const_expr, cute
 from cutlass.memory import SmemAllocator
+
+from fa4flex.codegen.kernels.common.backward import first_row, sequence_of_row, token_of
 
 THREADS = 256
 WIDE = 8
@@ -18,10 +20,12 @@ PAD = 8
 
 
 class ConvertArguments(NamedTuple):
-    """dq_sum float32 [B, H, R * head_dim] as in BackwardArguments; dq [B, S, H, D]."""
+    """dq_sum float32 [B, H, R * head_dim] as in BackwardArguments; dq [B, S, H, D]. Packed: [H, R * head_dim]
+    and [T, H, D]; cu_seqlens_q int32 [B + 1]."""
 
     dq_sum: cute.Tensor
     dq: cute.Tensor
+    cu_seqlens_q: cute.Tensor | None
     scale: Float32
 
 
@@ -33,9 +37,15 @@ class Convert:
 
     @cute.jit
     def __call__(self, arguments: ConvertArguments, stream: cuda.CUstream) -> None:
-        batch, q_len, heads, _ = arguments.dq.shape
-        tiles = cute.ceil_div(q_len, self.config.tile_m)
-        self.device(arguments).launch(grid=[tiles, heads, batch], block=[THREADS, 1, 1], stream=stream)
+        config = self.config
+        if const_expr(arguments.cu_seqlens_q is not None):
+            _, heads, _ = arguments.dq.shape
+            tiles = arguments.dq_sum.shape[1] // (config.tile_m * config.head_dim)
+            grid = [tiles, heads, 1]
+        else:
+            batch, q_len, heads, _ = arguments.dq.shape
+            grid = [cute.ceil_div(q_len, config.tile_m), heads, batch]
+        self.device(arguments).launch(grid=grid, block=[THREADS, 1, 1], stream=stream)
 
     @cute.kernel
     def device(self, arguments: ConvertArguments) -> None:
@@ -44,31 +54,35 @@ class Convert:
         thread = cute.arch.thread_idx()[0]
         layout = cute.make_layout((config.tile_m, config.head_dim), stride=(config.head_dim + PAD, 1))
         rows = SmemAllocator().allocate_tensor(arguments.dq.element_type, layout, byte_alignment=16)
-        self.collect(arguments, rows, (tile, h, b), thread)
+        sums = arguments.dq_sum[h, None] if cute.rank(arguments.dq) == 3 else arguments.dq_sum[b, h, None]
+        self.collect(sums, rows, arguments.scale, tile, thread)
         cute.arch.sync_threads()
+        first_q, first, q_len = tile * config.tile_m, Int32(0), Int32(arguments.dq.shape[1])
+        if const_expr(arguments.cu_seqlens_q is not None):
+            cu = arguments.cu_seqlens_q
+            b = sequence_of_row(first_q, cu)
+            first_q, first, q_len = first_q - first_row(cu, b), cu[b], cu[b + 1] - cu[b]
         pieces = config.head_dim // WIDE
         for i in cutlass.range_constexpr(config.tile_m * pieces // THREADS):
             number = i * THREADS + thread
             row, piece = number // pieces, number % pieces
-            q = tile * config.tile_m + row
-            if q < arguments.dq.shape[1] and piece * WIDE < arguments.dq.shape[3]:
+            q = first_q + row
+            if q < q_len and piece * WIDE < arguments.dq.shape[-1]:
                 source = cute.logical_divide(rows[row, None], cute.make_layout(WIDE))[None, piece]
-                target = cute.logical_divide(arguments.dq[b, q, h, None], cute.make_layout(WIDE))
+                target = cute.logical_divide(token_of(arguments.dq, b, first, q, h), cute.make_layout(WIDE))
                 cute.autovec_copy(source, target[None, piece])
 
     def collect(
         self,
-        arguments: ConvertArguments,
+        sums: cute.Tensor,
         rows: cute.Tensor,
-        place: tuple[Int32, Int32, Int32],
+        scale: Float32,
+        tile: Int32,
         thread: Int32,
     ) -> None:
         """Sums lie in fours, and two columns of a row next to each other."""
         order = self.config.dq_order
-        tile, h, b = place
-        fours = cute.logical_divide(
-            cute.local_tile(arguments.dq_sum[b, h, None], (order.size,), (tile,)), cute.make_layout(4)
-        )
+        fours = cute.logical_divide(cute.local_tile(sums, (order.size,), (tile,)), cute.make_layout(4))
         for j in range(order.size // (4 * THREADS)):
             number = j * THREADS + thread
             four = cute.make_rmem_tensor((4,), Float32)
@@ -78,6 +92,6 @@ class Convert:
                 down, across = order.place(start)
                 pair = cute.make_rmem_tensor((2,), rows.element_type)
                 for i in range(2):
-                    pair[i] = (four[start + i] * arguments.scale).to(rows.element_type)
+                    pair[i] = (four[start + i] * scale).to(rows.element_type)
                 pairs = cute.logical_divide(rows[row + down, None], cute.make_layout(2))
                 cute.autovec_copy(pair, pairs[None, (column + across) // 2])

@@ -12,6 +12,7 @@ import cutlass
 from cuda.bindings import driver as cuda
 from cutlass import Float32, Int32, const_expr, cute, select_
 
+from fa4flex.codegen.kernels.common.backward import first_row, sequence_of_row, token_of
 from fa4flex.codegen.kernels.common.softmax import LOG2_E
 
 THREADS = 256
@@ -21,7 +22,7 @@ WIDE = 8
 
 class StatisticsArguments(NamedTuple):
     """out, dout [B, S, H, D]; lse, dlse float32 [B, H, S]; lse2, delta float32 [B, H, R], R >= S: see
-    BackwardArguments. seqused_q int32 [B]."""
+    BackwardArguments. Packed: [T, H, D], [H, T], [H, R]. cu_seqlens_q int32 [B + 1], seqused_q [B]."""
 
     out: cute.Tensor
     dout: cute.Tensor
@@ -29,6 +30,7 @@ class StatisticsArguments(NamedTuple):
     dlse: cute.Tensor | None
     lse2: cute.Tensor
     delta: cute.Tensor
+    cu_seqlens_q: cute.Tensor | None
     seqused_q: cute.Tensor | None
 
 
@@ -43,9 +45,10 @@ class Statistics:
 
     @cute.jit
     def __call__(self, arguments: StatisticsArguments, stream: cuda.CUstream) -> None:
-        batch, heads, rows = arguments.delta.shape
+        *batch, heads, rows = arguments.delta.shape
         blocks = cute.ceil_div(rows, THREADS // self.lanes)
-        self.device(arguments).launch(grid=[blocks, heads, batch], block=[THREADS, 1, 1], stream=stream)
+        grid = [blocks, heads, *batch] if len(batch) else [blocks, heads, 1]
+        self.device(arguments).launch(grid=grid, block=[THREADS, 1, 1], stream=stream)
 
     @cute.kernel
     def device(self, arguments: StatisticsArguments) -> None:
@@ -53,23 +56,37 @@ class Statistics:
         thread = cute.arch.thread_idx()[0]
         row = block * (THREADS // self.lanes) + thread // self.lanes
         lane = thread % self.lanes
-        q_len = Int32(arguments.out.shape[1])
-        if const_expr(arguments.seqused_q is not None):
-            q_len = cutlass.min(q_len, Int32(arguments.seqused_q[b]))
+        b, q, first, q_len = self.place(arguments, row, b, thread)
         total = Float32(0.0)
-        if row < q_len and lane * WIDE < self.width:
-            total = self.dot(arguments.out[b, row, h, None], arguments.dout[b, row, h, None], lane)
+        if q < q_len and lane * WIDE < self.width:
+            out, dout = (token_of(x, b, first, q, h) for x in (arguments.out, arguments.dout))
+            total = self.dot(out, dout, lane)
         total = cute.arch.warp_reduction_sum(total, threads_in_group=self.lanes)
-        if lane == 0 and row < arguments.delta.shape[2]:
+        lses, lse2s, deltas = (_of(x, b, h) for x in (arguments.lse, arguments.lse2, arguments.delta))
+        if lane == 0 and row < arguments.delta.shape[-1]:
             lse2 = Float32.inf
-            if row < q_len:
+            if q < q_len:
                 if const_expr(arguments.dlse is not None):
-                    total = total - arguments.dlse[b, h, row]
-                lse = arguments.lse[b, h, row]
+                    total = total - _of(arguments.dlse, b, h)[first + q]
+                lse = lses[first + q]
                 # A row without keys has probabilities 0 whatever its scores are.
                 lse2 = select_(lse == -Float32.inf, Float32.inf, lse * LOG2_E)
-            arguments.lse2[b, h, row] = lse2
-            arguments.delta[b, h, row] = total
+            lse2s[row] = lse2
+            deltas[row] = total
+
+    def place(
+        self, arguments: StatisticsArguments, row: Int32, b: Int32, thread: Int32
+    ) -> tuple[Int32, Int32, Int32, Int32]:
+        """(sequence, row within it, its first token, its queries) of a row of the statistics."""
+        q, first, q_len = row, Int32(0), Int32(arguments.out.shape[1])
+        if arguments.cu_seqlens_q is not None:
+            cu = arguments.cu_seqlens_q
+            # All rows of a warp are of one sequence.
+            b = sequence_of_row(cute.arch.make_warp_uniform(row - thread % 32 // self.lanes), cu)
+            q, first, q_len = row - first_row(cu, b), cu[b], cu[b + 1] - cu[b]
+        if arguments.seqused_q is not None:
+            q_len = cutlass.min(q_len, Int32(arguments.seqused_q[b]))
+        return b, q, first, q_len
 
     def dot(self, x: cute.Tensor, y: cute.Tensor, lane: Int32) -> Float32:
         """Of this lane's elements of two rows."""
@@ -83,3 +100,8 @@ class Statistics:
         mine = cute.make_rmem_tensor((WIDE,), row.element_type)
         cute.autovec_copy(cute.logical_divide(row, cute.make_layout(WIDE))[None, lane], mine)
         return mine
+
+
+def _of(statistic: cute.Tensor, b: Int32, h: Int32) -> cute.Tensor:
+    """A head of [B, H, R], or of packed [H, R]."""
+    return statistic[b, h, None] if cute.rank(statistic) == 3 else statistic[h, None]

@@ -36,16 +36,18 @@ class HopperBackwardPlan:
             tile_m=tile_m,
             tile_n=tile_n,
             masked=self.problem.mask_form != "none",
+            lengths=self.problem.lengths,
+            deterministic=self.problem.deterministic,
         )
 
 
 def plan_hopper_backward(problem: Problem, target: Target) -> HopperBackwardPlan:
     """Raises UnsupportedError for what the kernel does not have: callers then compute it another way."""
     widths = pad(problem.head_dim), pad(problem.head_dim_v)
-    if max(widths) > WIDEST or 96 in widths or problem.lengths == "packed":
+    if max(widths) > WIDEST or 96 in widths:
         raise UnsupportedError(
             f"a backward kernel for {problem.explain()}",
-            "dense heads of at most 64 or of 97 to 128",
+            "heads of at most 64 or of 97 to 128",
             "nothing: gradients are computed in PyTorch operations instead",
         )
     roomy = max(widths) <= 64 and not problem.sloped and not problem.gradients

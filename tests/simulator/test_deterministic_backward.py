@@ -1,0 +1,144 @@
+"""Ordered sums on the simulated Hopper: gradients to the last bit the same under any timing, and right."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fa4flex
+from fa4flex.primitives.schedule import Schedule
+from fa4flex.primitives.varlen import Varlen
+from fa4flex.simulator.doors.device import Gpu
+from fa4flex.variants import causal, sliding_window
+
+KEYS = 128
+"""Of a tile."""
+SCALE = 2.0**-40
+MASKS: dict[str, Any] = {
+    "full": None,
+    "causal": causal,
+    "window": sliding_window(150),
+    "by tables": lambda b, h, q, k: (q // 64 * 5 + k // KEYS * 3 + h) % 4 != 0,
+}
+
+
+def sensitive(q_len: int, kv_len: int) -> tuple[list[Tensor], Tensor]:
+    """q, k, v and dout with which dQ shows in which order it was added up: what the first tile of keys adds,
+    the second takes away again, and what others add is small beside it."""
+    q, k, v = (torch.randn(1, h, n, 64).bfloat16() for h, n in ((2, q_len), (1, kv_len), (1, kv_len)))
+    k[:, :, :KEYS] *= 2**12
+    k[:, :, KEYS : 2 * KEYS], v[:, :, KEYS : 2 * KEYS] = -k[:, :, :KEYS], v[:, :, :KEYS]
+    return [q, k, v], torch.randn(1, 2, q_len, 64).bfloat16()
+
+
+def gradients(
+    attn: fa4flex.Attention, qkv: list[Tensor], dout: Tensor, varlen: Varlen | None = None
+) -> tuple[Tensor, ...]:
+    inputs = [x.detach().requires_grad_() for x in qkv]
+    out = attn(*inputs, varlen=varlen)
+    return torch.autograd.grad(out, inputs, dout.to(out.dtype))  # type: ignore[union-attr]
+
+
+def simulated(timing: str, seed: int, *given: Any) -> tuple[tuple[Tensor, ...], Gpu]:
+    """Several blocks at the same time."""
+    with fa4flex.simulator.device("sm_90a", seed, timing, together=4) as gpu:
+        found = gradients(*given)
+    return found, gpu
+
+
+def repeated(name: str, deterministic: bool, timings: list[tuple[str, int]]) -> list[tuple[Tensor, ...]]:
+    q_len = 100 if name == "full" else 400
+    qkv, dout = sensitive(q_len, 500)
+    attn = fa4flex.compile(mask=MASKS[name], scale=SCALE, schedule=Schedule(deterministic=deterministic))
+    found = []
+    for timing, seed in timings:
+        one, gpu = simulated(timing, seed, attn, qkv, dout)
+        assert len(gpu.results) == 4 and not gpu.findings, f"{name}, {timing} {seed}: {gpu.report()}"
+        found.append(one)
+    return found
+
+
+def timings(count: int) -> list[tuple[str, int]]:
+    return [
+        ("eager", 0),
+        ("late", random.randrange(64)),
+        *(("random", random.randrange(99)) for _ in range(count)),
+    ]
+
+
+def test_sums_in_any_order_show() -> None:
+    """What these tests would find: dq, and nothing else, depends on the timing."""
+    (dq, dk, dv), *others = repeated("full", False, [("eager", 0), *(("random", seed) for seed in range(4))])
+    assert any(not torch.equal(other[0], dq) for other in others)
+    assert all(torch.equal(other[1], dk) and torch.equal(other[2], dv) for other in others)
+
+
+def same(name: str, count: int) -> None:
+    chosen = timings(count)
+    first, *others = repeated(name, True, chosen)
+    for other, (timing, seed) in zip(others, chosen[1:], strict=True):
+        for what, x, y in zip(("dq", "dk", "dv"), other, first, strict=True):
+            assert torch.equal(x, y), f"{name}: {what} differs, {timing} {seed}"
+
+
+@pytest.mark.parametrize("name", ["full", random.choice(sorted(set(MASKS) - {"full"}))])
+def test_bits_repeat(name: str) -> None:
+    same(name, 3)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", MASKS)
+def test_bits_repeat_often(name: str) -> None:
+    same(name, 12)
+
+
+def right(name: str, kind: str) -> None:
+    """At most twice the error of bf16, relative to the largest gradient, of which rounding is one part in
+    2^9."""
+    varlen = None
+    if kind == "packed":
+        ends = torch.tensor([0, 150, 150, 450, 451], dtype=torch.int32)
+        qkv, varlen = [torch.randn(451, heads, 64).bfloat16() for heads in (4, 2, 2)], Varlen(ends, ends)
+    else:
+        qkv = [torch.randn(2, heads, n, 64).bfloat16() for heads, n in ((4, 130), (2, 300), (2, 300))]
+        if kind == "padded":
+            used = torch.tensor([130, 20], dtype=torch.int32), torch.tensor([140, 300], dtype=torch.int32)
+            varlen = Varlen(seqused_q=used[0], seqused_k=used[1])
+    dout = torch.randn_like(qkv[0])
+    attn = fa4flex.compile(mask=MASKS[name], schedule=Schedule(deterministic=True))
+    timing, seed = random.choice(timings(1))
+    found, gpu = simulated(timing, seed, attn, qkv, dout, varlen)
+    findings = [finding for result in gpu.results[1:] for finding in result.findings]
+    assert len(gpu.results) == 4 and not findings, f"{name}, {timing} {seed}: {gpu.report()}"
+    exact = gradients(attn, [x.double() for x in qkv], dout, varlen)
+    for x, y in zip(found, exact, strict=True):
+        assert (x.double() - y).abs().max() <= 2 * 2**-7 * y.abs().max(), f"{name}, {kind}, {timing} {seed}"
+
+
+@pytest.mark.parametrize("kind", random.sample(("dense", "packed", "padded"), 1))
+def test_some_gradients(kind: str) -> None:
+    right(random.choice(sorted(MASKS)), kind)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ("dense", "packed", "padded"))
+@pytest.mark.parametrize("name", MASKS)
+def test_gradients(name: str, kind: str) -> None:
+    right(name, kind)
+
+
+def test_torch_asks_for_it_too() -> None:
+    """Under torch.use_deterministic_algorithms the same launches as with the schedule."""
+    qkv, dout = sensitive(64, 300)
+    ordered = fa4flex.compile(scale=SCALE, schedule=Schedule(deterministic=True))
+    expected, _ = simulated("eager", 0, ordered, qkv, dout)
+    torch.use_deterministic_algorithms(True)
+    try:
+        found, gpu = simulated("random", 1, fa4flex.compile(scale=SCALE), qkv, dout)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(gpu.results) == 4 and all(map(torch.equal, found, expected))
