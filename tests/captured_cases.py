@@ -131,11 +131,15 @@ def plain(composition: dict[str, Any], q: Tensor, k: Tensor, v: Tensor) -> tuple
     ]
     context = {"q_len": q_len, "kv_len": kv_len, "num_heads": heads}
     scores = (q @ k.mT) * (1 / math.sqrt(q.shape[-1]))
-    scores = call_mod(settle(composition["score_mod"]), (scores, *places), context).to(q.dtype)
+    if "score_mod" in composition:
+        scores = call_mod(settle(composition["score_mod"]), (scores, *places), context).to(q.dtype)
     if "mask" in composition:
         allowed = call_mod(settle(composition["mask"]), tuple(places), context)
         scores = scores.masked_fill(~allowed, -math.inf)
-    return scores.softmax(-1).nan_to_num(0) @ v, scores.logsumexp(-1)
+    if "sinks" in composition:
+        column = composition["sinks"].logits.to(q.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], -1)
+    return scores.softmax(-1).nan_to_num(0)[..., :kv_len] @ v, scores.logsumexp(-1)
 
 
 FEW = 64
