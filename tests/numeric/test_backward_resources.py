@@ -52,7 +52,7 @@ def launched(draw: Draw, width: int) -> tuple[Any, tuple[Any, ...]]:
         patch.object(backward, "compile_kernel", compile_kernel),
         patch.object(backward, "target_of", lambda device: SM100A),
     ):
-        backward._make_ready(prepared.engine, Call(*qkv, *given, True, ("lse",)), saved, ())
+        backward._make_ready(prepared.engine, Call(*qkv, *given, True, ("lse",)), saved, (), False)
     ((plan, _),), ((*found, _),) = planned, asked
     return plan, tuple(found)
 
