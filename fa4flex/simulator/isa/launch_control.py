@@ -31,9 +31,9 @@ AXES = {"get_first_ctaid::x": 1, "get_first_ctaid::y": 2, "get_first_ctaid::z": 
 
 
 def _answer(warp: Warp) -> NDArray[np.uint8]:
-    waiting = warp.cta.launch.waiting
-    assert waiting is not None
-    index = waiting.cancel()
+    cancel = warp.cta.launch.cancel
+    assert cancel is not None
+    index = cancel()
     words = (0, 0, 0, 0) if index is None else (1, *index)
     return np.array(words, np.uint32).view(np.uint8)
 

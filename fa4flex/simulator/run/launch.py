@@ -101,7 +101,8 @@ def execute(
     memory, timing = memory or HostMemory(), timing or Timing("eager", 0)
     findings = Findings()
     grid = _grid(module, program.kernel, shape, parameters, memory, findings)
-    waiting = grid.waiting = Waiting(grid, timing.cancels)
+    waiting = Waiting(grid, timing.cancels)
+    grid.cancel = waiting.cancel
     scheduler = Scheduler(program, timing, waiting, together)
     fault, started = None, time.perf_counter()
     with np.errstate(all="ignore"):

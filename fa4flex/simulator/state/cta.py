@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +21,6 @@ from fa4flex.simulator.watch.clock import Clock
 from fa4flex.simulator.watch.findings import Finding, Findings
 from fa4flex.simulator.watch.order import Order
 from fa4flex.simulator.watch.shadow import Shadow
-
-if TYPE_CHECKING:
-    from fa4flex.simulator.state.waiting import Waiting
 
 Triple = tuple[int, int, int]
 TENSOR_LANES, TENSOR_COLUMNS = 128, 512
@@ -59,8 +57,8 @@ class Grid:
     """Places in shared memory by the addresses that led there (isa/shared.Spot)."""
     constants: dict[object, NDArray[Any]] = field(default_factory=dict)
     """Kernel parameters as they were loaded, by who loads them."""
-    waiting: Waiting | None = None
-    """The clusters that have not started."""
+    cancel: Callable[[], Triple | None] | None = None
+    """Takes a cluster that has not started out of the launch: see state/waiting.py."""
 
     def clock(self) -> int:
         return self.time
