@@ -266,6 +266,19 @@ def test_lengths_are_checked_once_per_version(recorder: Recorder) -> None:
         engine.run(call)
 
 
+def test_tables_have_a_row_for_every_tile_of_a_padded_batch(recorder: Recorder) -> None:
+    """Blocks of tiles that no sequence uses read their row's pointers too."""
+    used = torch.tensor([40, 90], dtype=torch.int32)
+    mask = lambda b, h, q_idx, kv_idx: (q_idx * kv_idx) % 7 != 0  # noqa: E731
+    engine, call = call_of(fa4flex.compile(mask=mask), lengths=(None, None, used, None))
+    engine.run(call)
+    tables = dict(zip(engine_arguments(), recorder.launches[-1], strict=True))["tables"]
+    rows = -(-call.q.shape[2] // 192)  # of the tallest tile that there is
+    for pointers in (tables.partial_ptr, tables.full_ptr):
+        assert pointers.shape[-1] > rows and (pointers.diff() >= 0).all()
+        assert (pointers[..., -1] == pointers[..., -2]).all(), "a tile past the used queries sees keys"
+
+
 def test_a_ragged_mask_without_closed_form_has_a_map_per_sequence(recorder: Recorder) -> None:
     cu = torch.tensor([0, 100, 100, 300], dtype=torch.int32)
     mask = lambda b, h, q_idx, kv_idx, kv_len: (kv_len - kv_idx) % 3 == b  # noqa: E731

@@ -301,7 +301,10 @@ def numbers_of(engine: Engine, call: Call) -> tuple[int | float, ...]:
 
 
 def _tables(engine: Engine, call: Call, captured: Captured, tile: tuple[int, int]) -> BlockTables:
-    return to_device(maps_of(engine, call, captured, tile), call.extents(), call.q.device)
+    shape = call.extents()
+    # A padded batch has tiles that no sequence uses, and whose pointers are read like any others.
+    rows = 1 if call.packed else -(-shape.q_len // tile[0])
+    return to_device(maps_of(engine, call, captured, tile), shape, call.q.device, rows)
 
 
 def maps_of(engine: Engine, call: Call, captured: Captured, tile: tuple[int, int]) -> list[TileMap]:

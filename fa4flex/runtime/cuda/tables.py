@@ -72,9 +72,12 @@ def ragged_maps(
     return [tile_map(facts.mask, facts.keys, one, captured, tile) for one in shapes]
 
 
-def to_device(maps: Sequence[TileMap], shape: Shape, device: torch.device) -> BlockTables:
+def to_device(
+    maps: Sequence[TileMap], shape: Shape, device: torch.device, least_rows: int = 1
+) -> BlockTables:
     """Lists of tiles: of one map for the whole batch of `shape`, or of a map per sequence."""
-    return BlockTables(*(x for full in (False, True) for x in _joined(maps, shape, device, _listed, full)))
+    parts = (_joined(maps, shape, device, _listed, full, least_rows=least_rows) for full in (False, True))
+    return BlockTables(*(x for part in parts for x in part))
 
 
 def turns_to_device(maps: Sequence[TileMap], shape: Shape, device: torch.device) -> TurnTables:
@@ -83,11 +86,17 @@ def turns_to_device(maps: Sequence[TileMap], shape: Shape, device: torch.device)
 
 
 def _joined(
-    maps: Sequence[TileMap], shape: Shape, device: torch.device, make: Callable[..., Any], *given: Any
+    maps: Sequence[TileMap],
+    shape: Shape,
+    device: torch.device,
+    make: Callable[..., Any],
+    *given: Any,
+    least_rows: int = 1,
 ) -> list[Tensor]:
     """Pointers [B, H, rows + 1], and the lists that they point into, of all that `make` finds of each map:
     (pointers into its own lists, those)."""
-    rows = max(1, *(tiles.rows for tiles in maps))  # kernels read a row's pointers before they know it exists
+    # Kernels read a row's pointers before they know it exists.
+    rows = max(least_rows, *(tiles.rows for tiles in maps))
     pointers, lists, before = [], [], 0
     for tiles in maps:
         own, *found = make(tiles, *given)
