@@ -16,7 +16,7 @@ import fa4flex
 from fa4flex import Schedule
 from fa4flex.codegen.analyze.facts import SCORE, analyze
 from fa4flex.codegen.analyze.tilemap import PARTIAL
-from fa4flex.codegen.analyze.tiles import Shape
+from fa4flex.codegen.analyze.tiles import Shape, tile_map
 from fa4flex.codegen.evaluate import Captured, PastTheEnd, evaluate
 from fa4flex.codegen.expr import FALSE, Expr, apply, const, load, sym
 from fa4flex.codegen.plan import SM90A, Problem
@@ -26,9 +26,8 @@ from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, Lengths, Signature
 from fa4flex.runtime.cuda.engine import Engine, empty_output
 from fa4flex.runtime.cuda.tables import (
     BlockTables,
-    dense_tables,
     ragged_maps,
-    ragged_tables,
+    to_device,
     turns_to_device,
 )
 from fa4flex.variants import alibi, causal, document, sliding_window
@@ -82,13 +81,14 @@ MASKS = {
 def test_tables_list_every_tile_once_and_in_its_class(name: str) -> None:
     mask, tile, shape = MASKS[name], (16, 8), Shape(3, 2, 50, 60)
     captured = Captured((torch.rand(3, 2, 50, 60) < 0.95,))
-    tables = dense_tables(analyze(SCORE, mask), shape, captured, tile, CPU)
+    facts = analyze(SCORE, mask)
+    tables = to_device([tile_map(facts.mask, facts.keys, shape, captured, tile)], shape, CPU)
     for b in range(3):
         for h in range(2):
             expected = classes(mask, shape, captured, tile, b, h)
             assert torch.equal(listed(tables, b, h, expected), expected)
     lengths = [(50, 60), (0, 3), (17, 9)]
-    tables = ragged_tables(analyze(SCORE, mask), shape, captured, tile, lengths, CPU)
+    tables = to_device(ragged_maps(facts, shape, captured, tile, lengths), shape, CPU)
     for b in (0, 2):
         for h in range(2):
             expected = classes(mask, Shape(3, 2, *lengths[b]), captured, tile, b, h)

@@ -17,7 +17,7 @@ from cuda_cases import FEW, VARIANTS, Draw, Sizes
 
 import fa4flex
 from fa4flex.codegen.plan.target import SM100A
-from fa4flex.runtime.cuda import backward
+from fa4flex.runtime.cuda import backward, engine
 from fa4flex.runtime.cuda.call import NO_LENGTHS, Call
 from fa4flex.runtime.cuda.inspect import inspect
 
@@ -50,7 +50,7 @@ def launched(draw: Draw, width: int) -> tuple[Any, tuple[Any, ...]]:
     with (
         patch.object(backward, "program", program),
         patch.object(backward, "compile_kernel", compile_kernel),
-        patch.object(backward, "target_of", lambda device: SM100A),
+        patch.object(engine, "target_of", lambda device: SM100A),
     ):
         backward._make_ready(prepared.engine, Call(*qkv, *given, True, ("lse",)), saved, (), False)
     ((plan, _),), ((*found, _),) = planned, asked

@@ -6,10 +6,10 @@ import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from fa4flex.codegen.kernels.common.lengths import Lengths
 from fa4flex.errors import InputError, UnsupportedError
 
 Half = Literal["bfloat16", "float16"]
-Lengths = Literal["dense", "packed", "used"]
 MaskForm = Literal["none", "spans", "tables"]
 Adding = Literal["sum", "once", "once in pairs"]
 STATISTICS = ("lse", "max_scores")

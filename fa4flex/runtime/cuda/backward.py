@@ -7,7 +7,6 @@ kernels: rows' statistics, the products, and dQ into its own dtype and order.
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -17,37 +16,31 @@ import torch
 from torch import Tensor
 
 from fa4flex.codegen.analyze.facts import Facts
-from fa4flex.codegen.evaluate import Captured
 from fa4flex.codegen.expr import TRUE, const
+from fa4flex.codegen.kernels.common.lengths import ROW_BLOCK
 from fa4flex.errors import UnsupportedError
 from fa4flex.runtime.cuda.call import NO_LENGTHS, Call
 from fa4flex.runtime.cuda.captured import CapturedSum, sums_of
-from fa4flex.runtime.cuda.choose import look, prove
+from fa4flex.runtime.cuda.choose import look
 from fa4flex.runtime.cuda.compile import compile_kernel
 from fa4flex.runtime.cuda.engine import (
     MOST_READY,
-    NO_TENSORS,
     Engine,
     fixed,
     fixes_of,
     maps_of,
-    numbers_of,
-    problem_of,
+    settle,
     signature_of,
-    target_of,
     tma_able,
 )
-from fa4flex.runtime.cuda.lengths import check_lengths, version
-from fa4flex.runtime.cuda.rows import tabulate
+from fa4flex.runtime.cuda.identity import Guards, are_those, guards_of
+from fa4flex.runtime.cuda.lengths import check_lengths
 from fa4flex.runtime.cuda.tables import BlockTables, TurnTables, to_device, turns_to_device
 
 if TYPE_CHECKING:
     from fa4flex.codegen.emit import Source
     from fa4flex.codegen.plan.problem import Problem
     from fa4flex.codegen.plan.target import Target
-
-ROW_BLOCK = 128
-"""What rows are padded to: see codegen/kernels/common/backward.py."""
 
 
 class Saved(NamedTuple):
@@ -75,7 +68,7 @@ class ReadyBackward:
     holds rows of q; tile_m: its rows, where sums are ordered, else None."""
 
     launch: Callable[..., None]
-    guards: tuple[weakref.ref[Tensor], ...]
+    guards: Guards
     fixes: dict[int, Callable[[Tensor], Tensor]]
     width: int
     tile_m: int | None
@@ -127,10 +120,9 @@ def run_backward(engine: Engine, call: Call, saved: Saved, needs: Sequence[int] 
     if call.lengths is not NO_LENGTHS:
         check_lengths(call)
     seen = _decisive(engine, call)
-    looks = tuple((id(x), x.data_ptr(), version(x)) for x in seen)
-    key = (engine.key(call, ()), looks, look(saved.dout), saved.dlse is None, tuple(needs), deterministic)
+    key = (engine.key(call, seen), look(saved.dout), saved.dlse is None, tuple(needs), deterministic)
     ready = engine.backward.get(key)
-    if key not in engine.backward or not _guarded(ready, seen):
+    if key not in engine.backward or not (ready is None or are_those(ready.guards, seen)):
         while len(engine.backward) >= MOST_READY:
             engine.backward.pop(next(iter(engine.backward)))
         try:
@@ -149,22 +141,10 @@ def _decisive(engine: Engine, call: Call) -> Sequence[Tensor]:
     return seen + [x for x in call.lengths if x is not None]
 
 
-def _guarded(ready: ReadyBackward | None, seen: Sequence[Tensor]) -> bool:
-    """Whether these are the tensors it was made with: an id may be taken again by another tensor."""
-    return ready is None or all(guard() is x for guard, x in zip(ready.guards, seen, strict=True))
-
-
 def _make_ready(
     engine: Engine, call: Call, saved: Saved, needs: Sequence[int], deterministic: bool
 ) -> ReadyBackward:
-    target = target_of(call.q.device)
-    numbers = numbers_of(engine, call)
-    shape, captured = call.extents(), Captured(call.operands, numbers)
-    proved = prove(engine.facts, shape, captured)
-    facts, rows = engine.facts, NO_TENSORS
-    if proved.mask_form == "spans" and call.lengths is NO_LENGTHS:
-        facts, rows = tabulate(facts, shape, captured, call.q.device)
-    problem = problem_of(engine, call, proved, rows, target)
+    target, problem, facts, rows, captured, numbers = settle(engine, call)
     sloped = facts.gradient.by_score is not const(1.0)
     problem = replace(problem, sloped=sloped, deterministic=deterministic)
     sums = sums_of(engine.facts, call, problem, needs)
@@ -175,10 +155,10 @@ def _make_ready(
     tables: BlockTables | TurnTables | None = None
     if problem.mask_form != "none":
         maps = [one.transposed() for one in maps_of(engine, call, captured, plan.tile)]
-        tables = (turns_to_device if deterministic else to_device)(maps, shape, call.q.device)
+        tables = (turns_to_device if deterministic else to_device)(maps, call.extents(), call.q.device)
     return ReadyBackward(
         kernel.launch,
-        tuple(map(weakref.ref, _decisive(engine, call))),
+        guards_of(_decisive(engine, call)),
         fixes_of(call),
         plan.head_dim,
         plan.tile[0] if deterministic else None,

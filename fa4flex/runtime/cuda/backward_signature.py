@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from cutlass import Float32, Int32, cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from fa4flex.codegen.kernels.common.backward import ROW_BLOCK, BackwardArguments, Turns
+from fa4flex.codegen.kernels.common.backward import BackwardArguments, Turns
+from fa4flex.codegen.kernels.common.lengths import ROW_BLOCK
 from fa4flex.codegen.kernels.small.convert import Convert, ConvertArguments
 from fa4flex.codegen.kernels.small.statistics import Statistics, StatisticsArguments
 from fa4flex.runtime.cuda.signature import (

@@ -12,11 +12,10 @@ library writing into the memory, a replayed CUDA graph) is seen by scores, but n
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,7 +31,8 @@ from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, Signature
 from fa4flex.runtime.cuda.choose import Proved, look, prove, watched
 from fa4flex.runtime.cuda.compile import compile_kernel
 from fa4flex.runtime.cuda.counter import counter
-from fa4flex.runtime.cuda.lengths import check_lengths, version
+from fa4flex.runtime.cuda.identity import Guards, are_those, guards_of, identities
+from fa4flex.runtime.cuda.lengths import check_lengths
 from fa4flex.runtime.cuda.order import TileOrder
 from fa4flex.runtime.cuda.rows import tabulate
 from fa4flex.runtime.cuda.tables import BlockTables, ragged_maps, to_device
@@ -61,7 +61,7 @@ Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 class Ready:
     """A launch in which only pointers are missing.
 
-    guards    the watched tensors it was proved with: an id may be taken again by another tensor
+    guards    the watched tensors it was proved with
     fixes     by argument, what makes a tensor as the kernel reads it; most need nothing
     layouts   of out, lse and max_scores; None for what is not computed
     rows      tables of key intervals, which follow the captured tensors
@@ -71,7 +71,7 @@ class Ready:
     """
 
     launch: Callable[..., None]
-    guards: tuple[weakref.ref[Tensor], ...]
+    guards: Guards
     fixes: dict[int, Callable[[Tensor], Tensor]]
     layouts: tuple[Layout, Layout | None, Layout | None]
     tables: BlockTables | None
@@ -146,9 +146,8 @@ class Engine:
         seen = self.watched_tensors(call)
         ready = self._ready.get(self.key(call, seen))
         if ready is not None:
-            for guard, x in zip(ready.guards, seen, strict=True):
-                if guard() is not x:
-                    return None
+            if not are_those(ready.guards, seen):
+                return None
             if call.lengths is not NO_LENGTHS:
                 check_lengths(call)
         return ready
@@ -190,16 +189,27 @@ class Engine:
         if lengths is not NO_LENGTHS:
             key += tuple([look(x) for x in lengths])
         if seen:
-            key += tuple([(id(x), x.data_ptr(), version(x)) for x in seen])
+            key += identities(seen)
         return key if sinks is None else (*key, look(sinks))
 
 
 # --- making ready -----------------------------------------------------------------------------------------
 
 
-def make_ready(engine: Engine, call: Call) -> Ready:
-    """Prove, plan, emit, compile and build tables for calls that look like this one."""
-    _require_not_capturing()
+class Settled(NamedTuple):
+    """What a kernel is planned from, of calls that look like one: facts, in which spans of keys may be read
+    from `rows`; numbers, the captured ones by their kinds."""
+
+    target: Target
+    problem: Problem
+    facts: Facts
+    rows: tuple[Tensor, ...]
+    captured: Captured
+    numbers: tuple[int | float, ...]
+
+
+def settle(engine: Engine, call: Call) -> Settled:
+    """Raises UnsupportedError for what no kernel does, PastTheEnd for short captured tensors."""
     target = target_of(call.q.device)
     numbers = numbers_of(engine, call)
     shape, captured = call.extents(), Captured(call.operands, numbers)
@@ -207,14 +217,21 @@ def make_ready(engine: Engine, call: Call) -> Ready:
     facts, rows = engine.facts, NO_TENSORS
     if proved.mask_form == "spans" and call.lengths is NO_LENGTHS:
         facts, rows = tabulate(facts, shape, captured, call.q.device)
-    problem = problem_of(engine, call, proved, rows, target)
+    return Settled(target, problem_of(engine, call, proved, rows, target), facts, rows, captured, numbers)
+
+
+def make_ready(engine: Engine, call: Call) -> Ready:
+    """Prove, plan, emit, compile and build tables for calls that look like this one."""
+    _require_not_capturing()
+    target, problem, facts, rows, captured, numbers = settle(engine, call)
     plan, source = program(facts, problem, engine.schedule, target)
     by_work = plan.order == "by_work"
     signature = replace(signature_of(engine, call, rows), ordered=by_work)
     kernel = compile_kernel(source, problem, signature, target.name)
+    shape = call.extents()
     return Ready(
         kernel.launch,
-        tuple(map(weakref.ref, engine.watched_tensors(call))),
+        guards_of(engine.watched_tensors(call)),
         fixes_of(call),
         _layouts(call, shape, engine.precision.output_dtype(call.q.dtype)),
         _tables(engine, call, captured, plan.tile) if problem.mask_form == "tables" else None,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fa4flex.primitives.varlen import Varlen
+from fa4flex.runtime.cuda.identity import version
 
 if TYPE_CHECKING:
     from fa4flex.runtime.cuda.call import Call
@@ -42,8 +43,3 @@ def check_lengths(call: Call) -> None:
 def _known(x: Tensor, extents: tuple[int, ...]) -> bool:
     known = _fitting.get(id(x))
     return known is not None and known[0]() is x and known[1:] == (version(x), extents)
-
-
-def version(x: Tensor) -> int:
-    """How often torch changed x in place; it does not count changes of inference tensors."""
-    return 0 if x.is_inference() else x._version

@@ -7,7 +7,6 @@ them, once per set of lengths.
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +17,7 @@ from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.evaluate import Captured, evaluate
 from fa4flex.codegen.expr import walk
 from fa4flex.runtime.cuda.call import Call
-from fa4flex.runtime.cuda.lengths import version
+from fa4flex.runtime.cuda.identity import Guards, are_those, guards_of, identities
 from fa4flex.runtime.cuda.simulated import simulating
 
 MOST_KEPT = 16
@@ -44,21 +43,20 @@ class TileOrder:
     facts: Facts
     tile_m: int
     numbers: tuple[int | float, ...]
-    _kept: dict[Any, tuple[tuple[weakref.ref[Tensor], ...], Tensor]] = field(default_factory=dict)
+    _kept: dict[Any, tuple[Guards, Tensor]] = field(default_factory=dict)
 
     def __call__(self, call: Call) -> Tensor:
         lengths = [x for x in call.lengths if x is not None]
         if any(x.is_inference() for x in lengths) or _capturing(call.q):
             return self.compute(call)  # changes are not counted; or the memory is a graph's
-        seen = tuple((id(x), x.data_ptr(), version(x)) for x in lengths)
-        key = _stream(call.q), call.q.shape, call.k.shape, seen
+        key = _stream(call.q), call.q.shape, call.k.shape, identities(lengths)
         kept = self._kept.get(key)
-        if kept is not None and all(ref() is x for ref, x in zip(kept[0], lengths, strict=True)):
+        if kept is not None and are_those(kept[0], lengths):
             return kept[1]
         while len(self._kept) >= MOST_KEPT:
             self._kept.pop(next(iter(self._kept)))
         found = self.compute(call)
-        self._kept[key] = tuple(map(weakref.ref, lengths)), found
+        self._kept[key] = guards_of(lengths), found
         return found
 
     @torch.no_grad()

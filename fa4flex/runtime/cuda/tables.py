@@ -37,29 +37,6 @@ class TurnTables(NamedTuple):
     ranks: Tensor
 
 
-def dense_tables(
-    facts: Facts,
-    shape: Shape,
-    captured: Captured,
-    tile: tuple[int, int],
-    device: torch.device,
-) -> BlockTables:
-    """Tables of a batch whose sequences all have the lengths of `shape`."""
-    return to_device([tile_map(facts.mask, facts.keys, shape, captured, tile)], shape, device)
-
-
-def ragged_tables(
-    facts: Facts,
-    shape: Shape,
-    captured: Captured,
-    tile: tuple[int, int],
-    lengths: Sequence[tuple[int, int]],
-    device: torch.device,
-) -> BlockTables:
-    """Tables of a batch of sequences with these (q_len, kv_len), `shape` being their number and heads."""
-    return to_device(ragged_maps(facts, shape, captured, tile, lengths), shape, device)
-
-
 def ragged_maps(
     facts: Facts,
     shape: Shape,
@@ -67,6 +44,7 @@ def ragged_maps(
     tile: tuple[int, int],
     lengths: Sequence[tuple[int, int]],
 ) -> list[TileMap]:
+    """A map per sequence, these being their (q_len, kv_len); `shape` says how many heads there are."""
     captured = on_host(captured, facts.mask)
     shapes = (Shape(1, shape.heads, *pair, b=b) for b, pair in enumerate(lengths))
     return [tile_map(facts.mask, facts.keys, one, captured, tile) for one in shapes]

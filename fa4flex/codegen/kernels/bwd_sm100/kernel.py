@@ -32,6 +32,7 @@ from fa4flex.codegen.kernels.bwd_sm100.roles import (
 )
 from fa4flex.codegen.kernels.common.backward import BackwardArguments, BackwardCourse
 from fa4flex.codegen.kernels.common.hooks import Hooks
+from fa4flex.codegen.kernels.common.tensor_core import operand_ring
 from fa4flex.codegen.kernels.common.transfer import reordered
 from fa4flex.codegen.kernels.common.work import Grid
 
@@ -180,22 +181,9 @@ class Backward:
         )
 
     def pipes(self, storage: Any, shared: Shared) -> Pipes:
-        alone = pipeline.CooperativeGroup(pipeline.Agent.Thread)
-
-        def ring(barriers: Any, tensor: cute.Tensor, stages: int) -> pipeline.PipelineTmaUmma:
-            stage = cute.select(tensor.layout, mode=[0, 1, 2])
-            return pipeline.PipelineTmaUmma.create(
-                num_stages=stages,
-                producer_group=alone,
-                consumer_group=alone,
-                tx_count=cute.size_in_bytes(tensor.element_type, stage),
-                barrier_storage=barriers.data_ptr(),
-                defer_sync=True,
-            )
-
         numbers = [f"{name}_{side}" for name in ("lse2", "delta") for side in STATISTICS]
         return Pipes(
-            ring(storage.q_bar, shared.q, self.config.q_stages),
-            ring(storage.do_bar, shared.dout, self.config.do_stages),
+            operand_ring(storage.q_bar.data_ptr(), shared.q),
+            operand_ring(storage.do_bar.data_ptr(), shared.dout),
             **{name: getattr(storage, name).data_ptr() for name in (*BARRIERS, *numbers)},
         )

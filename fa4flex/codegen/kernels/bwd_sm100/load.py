@@ -16,7 +16,7 @@ from fa4flex.codegen.kernels.common.backward import (
     KeyWork,
     query_tile_at,
 )
-from fa4flex.codegen.kernels.common.transfer import Views, load_stage, partition
+from fa4flex.codegen.kernels.common.transfer import Views, load_once, load_stage, partition
 
 Transfers = tuple[cpasync.TmaInfo, cpasync.TmaInfo, cpasync.TmaInfo, cpasync.TmaInfo]
 """Of q, k, v and dout."""
@@ -42,9 +42,9 @@ class Load:
         q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.q_stages)
         do_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.do_stages)
         if self.course.steps(work, arguments) > 0:
-            self.once(k, self.keys(k, shared.k, products.scores, products.scores_tile, work), pipes.k_full)
-            self.once(v, self.keys(v, shared.v, products.dprob, products.dprob_tile, work), pipes.v_full)
-        group = arguments.q.shape[2] // arguments.k.shape[2]
+            load_once(k, self.keys(k, shared.k, products.scores, products.scores_tile, work), pipes.k_full)
+            load_once(v, self.keys(v, shared.v, products.dprob, products.dprob_tile, work), pipes.v_full)
+        group = self.course.group(arguments)
         for g in cutlass.range(group, unroll=1):
             h = work.kv_head * group + g
             queries = self.course.queries(work, h, arguments)
@@ -71,13 +71,6 @@ class Load:
         """Tiles of queries, as the second operand of a product."""
         tiles = cute.local_tile(transfer.tma_tensor[None, None, *place], size[1:], (None, 0))
         return partition(transfer, shared, product.get_slice(0).partition_B(tiles), modes=3)
-
-    def once(self, transfer: Any, views: Views, full: cute.Pointer) -> None:
-        to_shared, from_global = views
-        size = cute.size_in_bytes(to_shared.element_type, to_shared.layout)
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full, size)
-        cute.copy(transfer.atom, from_global, to_shared, tma_bar_ptr=full)
 
     def numbers(
         self,

@@ -16,7 +16,7 @@ from fa4flex.codegen.kernels.common.backward import (
     query_tile_at,
 )
 from fa4flex.codegen.kernels.common.tensor_core import Blocks, arrive_once
-from fa4flex.codegen.kernels.common.transfer import add_bulk
+from fa4flex.codegen.kernels.common.transfer import add_bulk, stage_by_fours
 
 PIECE = 32 * FRAGMENT
 """Numbers of dQ that a warp hands on at a time."""
@@ -42,7 +42,7 @@ class Reduce:
         whole = in_columns(base, config.memory.dq, config.head_dim)
         fragments = cute.flat_divide(whole, (ROWS, FRAGMENT))[None, None, 0, None]
         dq = Blocks.load(tcgen05.Ld32x32bOp(tcgen05.Repetition(FRAGMENT)), fragments, row)
-        group = arguments.q.shape[2] // arguments.k.shape[2]
+        group = self.course.group(arguments)
         pieces = config.head_dim // FRAGMENT
         phase, stage = Int32(0), Int32(0)
         for g in cutlass.range(group, unroll=1):
@@ -64,15 +64,9 @@ class Reduce:
         cute.arch.cp_async_bulk_wait_group(0)
 
     def hand_on(self, part: cute.Tensor, staged: cute.Tensor, target: cute.Tensor) -> None:
-        """Four numbers of each lane after four of the lane before."""
-        lane = cute.arch.lane_idx()
         cute.arch.cp_async_bulk_wait_group(self.config.dq_stages - 1, read=True)
         cute.arch.sync_warp()
-        fours = cute.logical_divide(staged, cute.make_layout(4))
-        for j in range(FRAGMENT // 4):
-            four = cute.make_tensor(part.iterator + 4 * j, cute.make_layout(4))
-            cute.autovec_copy(four, fours[None, j * 32 + lane])
-        cute.arch.fence_proxy("async.shared", space="cta")
+        stage_by_fours(part, staged, cute.arch.lane_idx(), 32)
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             add_bulk(staged, target.iterator, PIECE)

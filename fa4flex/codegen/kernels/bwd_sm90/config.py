@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
+from fa4flex.codegen.kernels.common.lengths import Lengths
 from fa4flex.codegen.kernels.common.order import Order
-
-Lengths = Literal["dense", "packed", "used"]
 
 KEYS = 64
 """Keys of one consumer warpgroup: what one wgmma instruction spans."""

@@ -46,7 +46,7 @@ from fa4flex.codegen.kernels.common.fragment import (
 from fa4flex.codegen.kernels.common.hooks import Hooks
 from fa4flex.codegen.kernels.common.shares import Collector, sums_of, targets
 from fa4flex.codegen.kernels.common.softmax import LOG2_E
-from fa4flex.codegen.kernels.common.transfer import release
+from fa4flex.codegen.kernels.common.transfer import release, stage_by_fours
 from fa4flex.codegen.kernels.common.transposed import Slab, Slopes
 
 PART = 16
@@ -357,14 +357,10 @@ class Consumer:
         cute.copy(copy, copy.retile(ds), copy.partition_D(mine))
 
     def hand_over(self, dq: cute.Tensor, shared: Shared, lane: Int32, w: Int32, count: Int32) -> None:
-        """A warpgroup's part of dQ, four numbers of each lane after four of the lane before."""
+        """A warpgroup's part of dQ."""
         stage = count % self.config.dq_stages
         cute.arch.barrier(barrier_id=dq_empty(w, stage), number_of_threads=THREADS)
-        fours = cute.logical_divide(shared.dq[None, w, stage], cute.make_layout(4))
-        for j in range(cute.size(dq) // 4):
-            four = cute.make_tensor(dq.iterator + 4 * j, cute.make_layout(4))
-            cute.autovec_copy(four, fours[None, j * 128 + lane])
-        cute.arch.fence_proxy("async.shared", space="cta")
+        stage_by_fours(dq, shared.dq[None, w, stage], lane, 128)
         cute.arch.barrier_arrive(barrier_id=dq_full(w, stage), number_of_threads=THREADS)
 
     @cute.jit

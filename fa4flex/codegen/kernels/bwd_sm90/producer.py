@@ -18,7 +18,7 @@ from fa4flex.codegen.kernels.common.backward import (
     query_tile_at,
     rows_of,
 )
-from fa4flex.codegen.kernels.common.transfer import Views, load_stage, partition, sequence
+from fa4flex.codegen.kernels.common.transfer import Views, load_once, load_stage, partition, sequence
 
 
 class Producer:
@@ -37,11 +37,11 @@ class Producer:
     ) -> None:
         config = self.config
         q, k, v, dout = transfers
-        self.once(k, shared.k, work, pipes.k_full, config.head_dim)
-        self.once(v, shared.v, work, pipes.v_full, config.head_dim_v)
+        load_once(k, self.keys(k, shared.k, work, config.head_dim), pipes.k_full)
+        load_once(v, self.keys(v, shared.v, work, config.head_dim_v), pipes.v_full)
         q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.q_stages)
         do_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.do_stages)
-        group = arguments.q.shape[-2] // arguments.k.shape[-2]
+        group = self.course.group(arguments)
         for g in cutlass.range(group, unroll=1):
             h = work.kv_head * group + g
             queries = self.course.queries(work, h, arguments)
@@ -56,16 +56,13 @@ class Producer:
                 self.rows(rows_of(arguments.delta, work, h), shared.delta, pipes.dout, do_state, tile)
                 do_state.advance()
 
-    def once(self, transfer: Any, shared: cute.Tensor, work: KeyWork, full: cute.Pointer, width: int) -> None:
+    def keys(self, transfer: Any, shared: cute.Tensor, work: KeyWork, width: int) -> Views:
+        """The block's tile of keys or values."""
         whole = sequence(transfer.tma_tensor, work.kv_offset, work.kv_head, work.b)
         tiles = cute.local_tile(whole, (self.config.tile_n, width), (None, 0))
         one = cute.make_tensor(shared.iterator, cute.append(shared.layout, cute.make_layout(1)))
         to_shared, from_global = partition(transfer, one, tiles)
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(
-                full, cute.size_in_bytes(shared.element_type, shared.layout)
-            )
-        cute.copy(transfer.atom, from_global[None, work.tile], to_shared[None, 0], tma_bar_ptr=full)
+        return to_shared[None, 0], from_global[None, work.tile]
 
     def views(self, transfer: Any, shared: cute.Tensor, work: KeyWork, h: Int32, width: int) -> Views:
         whole = sequence(transfer.tma_tensor, work.q_offset, h, work.b)

@@ -32,7 +32,7 @@ class Writer:
         config = self.config
         rows, columns = config.dq_shape
         part = rows * columns
-        group = arguments.q.shape[-2] // arguments.k.shape[-2]
+        group = self.course.group(arguments)
         for w in cutlass.range_constexpr(config.consumers):
             cute.arch.barrier_arrive(barrier_id=dq_empty(w, 0), number_of_threads=THREADS)
         stage = Int32(0)

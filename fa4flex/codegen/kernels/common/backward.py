@@ -10,10 +10,8 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute, select_
 from fa4flex.codegen.kernels.common.arguments import Tables
 from fa4flex.codegen.kernels.common.hooks import At, Hooks
 from fa4flex.codegen.kernels.common.keys import Listed
+from fa4flex.codegen.kernels.common.lengths import ROW_BLOCK
 from fa4flex.codegen.kernels.common.work import L2_BYTES, Grid, find_sequence, locate
-
-ROW_BLOCK = 128
-"""Rows that the statistics and the accumulated dQ of a sequence are padded to a multiple of."""
 
 
 class Turns(NamedTuple):
@@ -40,8 +38,7 @@ class BackwardArguments(NamedTuple):
     lse2, delta float32 [B, H, R], R being S padded to ROW_BLOCK: log-sum-exp in log2 units, and the sum of
     out * dout less the gradient of the log-sum-exp; rows past the end, and rows without keys, have lse2 inf.
     dq_sum float32 [B, H, R * head_dim], zero at first: dQ / scale by tiles of tile_m rows, each in its
-    kernel's own order. Packed, these three are [H, R]: rows of a sequence begin at
-    `first_row` of it.
+    kernel's own order. Packed, these three are [H, R]: rows of a sequence begin at `first_row` of it.
     tables: by tile of keys, the tiles of queries to visit; pointers [B, H, key tiles + 1]. turns: where sums
     are ordered; they stand for tables too.
     gradients: of captured tensors, [copies, shape...], zero at first; the sum of its copies is a gradient.
@@ -154,10 +151,14 @@ class BackwardCourse:
             work = work._replace(tile=cutlass.max(tiles - 1 - work.tile, zero))
         return work
 
+    def group(self, arguments: BackwardArguments) -> Int32:
+        """Query heads that share keys."""
+        return Int32(arguments.q.shape[-2] // arguments.k.shape[-2])
+
     @cute.jit
     def steps(self, work: KeyWork, arguments: BackwardArguments) -> Int32:
         """Tiles of queries to visit, of all query heads that share the block's keys."""
-        group = arguments.q.shape[2] // arguments.k.shape[2]
+        group = self.group(arguments)
         count = Int32(0)
         for g in cutlass.range(group, unroll=1):
             count += self.queries(work, work.kv_head * group + g, arguments).count
@@ -192,23 +193,20 @@ class BackwardCourse:
                 count = select_(there, count, Int32(0))
             return QueryTiles(None, None, select_(ends, count, count - whole), count)
         row = select_(there, work.tile, Int32(0)) if ragged else work.tile
-        if arguments.turns is not None:
-            pointers, entries = arguments.turns.pointers, arguments.turns.entries
+
+        def listed(pointers: cute.Tensor, tiles: cute.Tensor) -> Listed:
             first, last = pointers[work.b, h, row], pointers[work.b, h, row + 1]
-            count = select_(there, last - first, Int32(0)) if ragged else last - first
-            return QueryTiles(Listed(entries, first, count), None, Int32(0), count)
+            return Listed(tiles, first, select_(there, last - first, Int32(0)) if ragged else last - first)
+
+        if arguments.turns is not None:
+            turns = listed(arguments.turns.pointers, arguments.turns.entries)
+            return QueryTiles(turns, None, Int32(0), turns.total())
         tables = arguments.tables
         assert tables is not None
-        parts = []
-        for pointers, tiles in (
-            (tables.partial_ptr, tables.partial_tiles),
-            (tables.full_ptr, tables.full_tiles),
-        ):
-            first, last = pointers[work.b, h, row], pointers[work.b, h, row + 1]
-            count = select_(there, last - first, Int32(0)) if ragged else last - first
-            parts.append(Listed(tiles, first, count))
-        some, more = parts[0].total(), parts[1].total()
-        return QueryTiles(parts[0], parts[1], select_(ends, some + more, some), some + more)
+        partial = listed(tables.partial_ptr, tables.partial_tiles)
+        full = listed(tables.full_ptr, tables.full_tiles)
+        some, more = partial.total(), full.total()
+        return QueryTiles(partial, full, select_(ends, some + more, some), some + more)
 
 
 @cute.jit

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cutlass import BFloat16, Boolean, Float32, Int32, cute
+from cutlass import BFloat16, Boolean, Float32, Int32, cute, pipeline
 from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import tcgen05
 from cutlass.cutlass_dsl import T, dsl_user_op
@@ -175,4 +175,21 @@ def _mma(
         has_side_effects=True,
         is_align_stack=False,
         asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+
+
+def operand_ring(
+    barriers: cute.Pointer, operand: cute.Tensor, ctas: int = 1, cluster: cute.Layout | None = None
+) -> pipeline.PipelineTmaUmma:
+    """Stages that a TMA fills and products free; operand (instruction, M or N, K, stage) is one CTA's."""
+    alone = pipeline.CooperativeGroup(pipeline.Agent.Thread)
+    stage = cute.select(operand.layout, mode=[0, 1, 2])
+    return pipeline.PipelineTmaUmma.create(
+        num_stages=cute.size(operand, mode=[3]),
+        producer_group=alone,
+        consumer_group=alone,
+        tx_count=cute.size_in_bytes(operand.element_type, stage) * ctas,
+        barrier_storage=barriers,
+        cta_layout_vmnk=cluster,
+        defer_sync=True,
     )

@@ -53,6 +53,25 @@ def load_stage(
     )
 
 
+def load_once(transfer: cpasync.TmaInfo, views: Views, full: cute.Pointer) -> None:
+    """A warp's: copy what stays; `views` are of one tile."""
+    to_shared, from_global = views
+    size = cute.size_in_bytes(to_shared.element_type, to_shared.layout)
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(full, size)
+    cute.copy(transfer.atom, from_global, to_shared, tma_bar_ptr=full)
+
+
+def stage_by_fours(part: cute.Tensor, staged: cute.Tensor, lane: Int32, lanes: int) -> None:
+    """Numbers of every lane to shared memory, four of each after four of the lane before, for the copy
+    engine: no two lanes meet in a bank."""
+    fours = cute.logical_divide(staged, cute.make_layout(4))
+    for j in range(cute.size(part) // 4):
+        four = cute.make_tensor(part.iterator + 4 * j, cute.make_layout(4))
+        cute.autovec_copy(four, fours[None, j * lanes + lane])
+    cute.arch.fence_proxy("async.shared", space="cta")
+
+
 def add_bulk(source: cute.Tensor, target: cute.Pointer, count: int) -> None:
     """Add `count` float32 of shared memory to global memory, in one operation of the copy engine."""
     cute.arch.inline_ptx(

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-Lengths = Literal["dense", "packed", "used"]
+from fa4flex.codegen.kernels.common.lengths import Lengths
 
 ROWS = 128
 """Query rows of one tile: what one tcgen05.mma spans, and a softmax warpgroup owns, a row per thread."""

@@ -21,6 +21,7 @@ from cutlass.tensor_utils import LayoutEnum
 from fa4flex.codegen.kernels.common.arguments import Arguments
 from fa4flex.codegen.kernels.common.course import Course, NextTile
 from fa4flex.codegen.kernels.common.hooks import Hooks
+from fa4flex.codegen.kernels.common.tensor_core import operand_ring
 from fa4flex.codegen.kernels.common.transfer import Transfers, reordered
 from fa4flex.codegen.kernels.common.work import Grid, dense_grid, packed_grid
 from fa4flex.codegen.kernels.fwd_sm100.cancel import Asking, Cancelling
@@ -237,27 +238,13 @@ class Forward:
         )
 
     def pipes(self, storage: Any, shared: Shared, products: Products) -> Pipes:
-        alone = pipeline.CooperativeGroup(pipeline.Agent.Thread)
-
-        def ring(barriers: Any, tensor: cute.Tensor, stages: int) -> pipeline.PipelineTmaUmma:
-            stage = cute.select(tensor.layout, mode=[0, 1, 2])
-            return pipeline.PipelineTmaUmma.create(
-                num_stages=stages,
-                producer_group=alone,
-                consumer_group=alone,
-                tx_count=cute.size_in_bytes(tensor.element_type, stage) * self.config.ctas,
-                barrier_storage=barriers.data_ptr(),
-                cta_layout_vmnk=self.cluster.layout(products.scores),
-                defer_sync=True,
-            )
-
-        k_stages, v_stages = self.config.kv_stages
+        ctas, cluster = self.config.ctas, self.cluster.layout(products.scores)
         barriers = {name: getattr(storage, name).data_ptr() for name in BARRIERS}
         number = storage.next.get_tensor(cute.make_layout(self.config.next_words))
         handed_over = NextTile(number, barriers.pop("next_full"), barriers.pop("next_empty"))
         return Pipes(
-            ring(storage.k, shared.k, k_stages),
-            ring(storage.v, shared.v, v_stages),
+            operand_ring(storage.k.data_ptr(), shared.k, ctas, cluster),
+            operand_ring(storage.v.data_ptr(), shared.v, ctas, cluster),
             next=handed_over,
             **barriers,
         )

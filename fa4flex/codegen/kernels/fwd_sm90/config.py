@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-Lengths = Literal["dense", "packed", "used"]
+from fa4flex.codegen.kernels.common.lengths import Lengths
 
 
 @dataclass(frozen=True)

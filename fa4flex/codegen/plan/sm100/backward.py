@@ -14,12 +14,12 @@ from fa4flex.codegen.kernels.bwd_sm100.config import (
     TensorMemory,
 )
 from fa4flex.codegen.kernels.bwd_sm100.roles import barrier_total
-from fa4flex.codegen.plan.fault import PlanError
 from fa4flex.codegen.plan.memory import BARRIER, NUMBER, Memory, lay_out, tile_bytes
 from fa4flex.codegen.plan.pipeline import Pipeline
 from fa4flex.codegen.plan.problem import Problem
 from fa4flex.codegen.plan.simulate import prove
 from fa4flex.codegen.plan.sm100.backward_pipeline import HALVES, backward_pipeline
+from fa4flex.codegen.plan.sm100.registers import check_registers
 from fa4flex.codegen.plan.sm100.sharing import sharing
 from fa4flex.codegen.plan.sm100.tensor_memory import Columns, Range
 from fa4flex.codegen.plan.target import Target
@@ -27,9 +27,6 @@ from fa4flex.errors import UnsupportedError
 
 WIDTHS = (32, 64, 96, 128)
 """Widths that a tile in shared memory may have."""
-
-WARPGROUPS = 4
-"""One hands on dQ, two compute, one has single warps."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +115,9 @@ class BlackwellBackwardPlan:
         and runs of the token simulation, in which tensor memory is shared as its map says."""
         self.memory.check()
         self.columns.check()
-        check_registers(self.registers, self.target)
+        check_registers(
+            self.registers, "compute", self.target, "take the split of bwd_sm100.config.Registers"
+        )
         self.pipeline.check()
         self.pipeline.check_fits(self.memory, self.target)
         prove(self.pipeline)
@@ -140,32 +139,6 @@ class BlackwellBackwardPlan:
             self.pipeline.explain(),
         ]
         return "\n".join(lines)
-
-
-def check_registers(r: Registers, target: Target) -> None:
-    """PlanError unless setmaxnreg takes the numbers, lowers or raises them as the kernel says, and their sum
-    is there: it would wait for ever."""
-    pool = target.register_pool(WARPGROUPS)
-    each, step = pool // WARPGROUPS, target.register_step
-    for name, count, raised in (
-        ("reduce", r.reduce, False),
-        ("compute", r.compute, True),
-        ("other", r.other, False),
-    ):
-        least, most = (each, target.register_most) if raised else (target.register_least, each)
-        if not least <= count <= most or count % step:
-            raise PlanError(
-                f"{count} registers per {name} thread",
-                f"a multiple of {step} in {least}..{most}: warps are launched with {each}",
-                "take the split of bwd_sm100.config.Registers",
-            )
-    wanted = r.reduce + 2 * r.compute + r.other
-    if wanted > pool:
-        raise PlanError(
-            f"{r.reduce} + 2 x {r.compute} + {r.other} = {wanted} registers per thread",
-            f"at most {pool}, what {WARPGROUPS} warpgroups are launched with",
-            "give one of them fewer",
-        )
 
 
 def plan_blackwell_backward(problem: Problem, target: Target) -> BlackwellBackwardPlan:

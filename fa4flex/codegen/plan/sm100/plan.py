@@ -119,7 +119,7 @@ class BlackwellPlan:
         self.columns.check()
         check_threshold(self.rescale_threshold, self.problem)
         check_exponential(self.exponential, self.tiles.tile_n)
-        check_registers(self.registers, self.target)
+        check_registers(self.registers, "softmax", self.target, "take a split from registers.SPLITS")
         self.pipeline.check()
         self.pipeline.check_fits(self.memory, self.target, self._unused_barriers)
         prove(self.pipeline)

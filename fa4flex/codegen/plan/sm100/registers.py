@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, fields
+from dataclasses import asdict
+from typing import Any
 
 from fa4flex.codegen.kernels.fwd_sm100.config import Registers
 from fa4flex.codegen.plan.fault import PlanError
@@ -35,24 +36,27 @@ def choose_registers(tiles: Tiles, request: Request) -> Registers:
     return (NARROW if tiles.head_dim_v <= 64 and not request.work.loads else SPLITS)[two]
 
 
-def check_registers(r: Registers, target: Target) -> None:
-    """PlanError unless setmaxnreg takes the numbers, lowers or raises them as the kernel says, and their sum
-    is there: it would wait for ever."""
+def check_registers(r: Any, twice: str, target: Target, advice: str) -> None:
+    """Of a split by role, in whose role `twice` two warpgroups get more than they are launched with, and one
+    in every other gets fewer. PlanError unless setmaxnreg takes the numbers, and their sum is there: it would
+    wait for ever."""
     pool = target.register_pool(WARPGROUPS)
     each, step = pool // WARPGROUPS, target.register_step
-    for field, count in zip(fields(r), astuple(r), strict=True):
-        raised = field.name == "softmax"
+    split = asdict(r)
+    for name, count in split.items():
+        raised = name == twice
         least, most = (each, target.register_most) if raised else (target.register_least, each)
         if not least <= count <= most or count % step:
             raise PlanError(
-                f"{count} registers per {field.name} thread",
+                f"{count} registers per {name} thread",
                 f"a multiple of {step} in {least}..{most}: warps are launched with {each}",
-                "take a split from registers.SPLITS",
+                advice,
             )
-    wanted = 2 * r.softmax + r.correction + r.other
+    wanted = sum(split.values()) + split[twice]
     if wanted > pool:
+        terms = " + ".join(f"2 x {count}" if name == twice else f"{count}" for name, count in split.items())
         raise PlanError(
-            f"2 x {r.softmax} + {r.correction} + {r.other} = {wanted} registers per thread",
+            f"{terms} = {wanted} registers per thread",
             f"at most {pool}, what {WARPGROUPS} warpgroups are launched with",
             "give one of them fewer",
         )

@@ -1,0 +1,12 @@
+"""Which lengths the sequences of a batch have, and where rows' numbers of packed ones lie, as data."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Lengths = Literal["dense", "packed", "used"]
+"""All tokens of a padded tensor; tokens of all sequences one after the other; the first of each sequence of a
+padded tensor."""
+
+ROW_BLOCK = 128
+"""Rows that the statistics and the accumulated dQ of a sequence are padded to a multiple of."""
