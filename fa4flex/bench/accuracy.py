@@ -17,6 +17,11 @@ from fa4flex.primitives.base import call_mod
 
 HEADS, QUERIES = 8, 32
 """How many (batch, head) pairs are looked at, and how many query rows of each."""
+WHOLE_HEADS = 2
+"""Of gradients, which all rows of a head add to."""
+
+Qkv = tuple[Tensor, Tensor, Tensor]
+"""Of a pick: q [R, head_dim], k and v [length, head_dim]."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +52,14 @@ class Accuracy:
 
 
 def picks(problem: Problem, seed: int) -> list[Pick]:
-    """Random heads and rows, always with the first and last row and those at a tile's border."""
+    """Random heads and rows, always with the first and last row and those at a tile's border; of a backward
+    row, heads with all their rows."""
     row, device = problem.row, problem.q.device
     generator = torch.Generator().manual_seed(seed)
     heads = torch.randperm(row.batch * row.heads, generator=generator)[:HEADS].tolist()
+    if row.backward:
+        every = torch.arange(row.length, device=device)
+        return [Pick(head // row.heads, head % row.heads, every) for head in heads[:WHOLE_HEADS]]
     borders = [i for i in (0, 1, BLOCK - 1, BLOCK, row.length - 1) if i < row.length]
     found = []
     for head in heads:
@@ -60,9 +69,9 @@ def picks(problem: Problem, seed: int) -> list[Pick]:
     return found
 
 
-def exact_rows(problem: Problem, pick: Pick) -> Tensor:
+def exact_rows(problem: Problem, pick: Pick, qkv: Qkv) -> Tensor:
     """float64 [R, head_dim]: the oracle, asked about these rows only."""
-    q, k, v = (x[None, None] for x in _tensors(problem, pick))
+    q, k, v = (x[None, None] for x in qkv)
     score_mod, mask_mod = problem.mods.score_mod, problem.mods.mask_mod
     with torch.device(q.device):
         out, _ = reference.attention(
@@ -75,9 +84,9 @@ def exact_rows(problem: Problem, pick: Pick) -> Tensor:
     return out[0, 0]
 
 
-def plain_rows(problem: Problem, pick: Pick) -> Tensor:
+def plain_rows(problem: Problem, pick: Pick, qkv: Qkv) -> Tensor:
     """The same rows by PyTorch operations in the inputs' own dtype, with the whole score matrix."""
-    q, k, v = _tensors(problem, pick)
+    q, k, v = qkv
     scores = (q @ k.mT) / math.sqrt(q.shape[-1])
     b, h = (torch.tensor(i, device=q.device) for i in (pick.b, pick.h))
     index = (b, h, pick.rows[:, None], torch.arange(k.shape[0], device=q.device)[None, :])
@@ -89,9 +98,23 @@ def plain_rows(problem: Problem, pick: Pick) -> Tensor:
     return scores.softmax(-1) @ v
 
 
-def _tensors(problem: Problem, pick: Pick) -> tuple[Tensor, Tensor, Tensor]:
+def tensors(problem: Problem, pick: Pick) -> Qkv:
     b, h = pick.b, pick.h
     return problem.q[b, h, pick.rows], problem.k[b, h], problem.v[b, h]
+
+
+Way = Callable[[Problem, Pick, Qkv], Tensor]
+
+
+def computed(way: Way, problem: Problem, pick: Pick, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
+    """The pick's rows of the output; or of a backward row, the gradients of its q, k and v."""
+    qkv = tensors(problem, pick)
+    if problem.dout is None:
+        return (way(problem, pick, qkv),)
+    q, k, v = (x.to(dtype, copy=True).requires_grad_() for x in qkv)
+    with torch.enable_grad():
+        out = way(problem, pick, (q, k, v))
+    return torch.autograd.grad(out, (q, k, v), problem.dout[pick.b, pick.h, pick.rows].to(out.dtype))
 
 
 def _context(problem: Problem) -> dict[str, int]:
@@ -116,22 +139,29 @@ class Truth:
     """Exact rows of a problem, and how far plain PyTorch is from them."""
 
     picks: tuple[Pick, ...]
-    exact: tuple[Tensor, ...]
-    plain: tuple[float, float]
+    exact: tuple[tuple[Tensor, ...], ...]
+    """By result (the output; or three gradients), of every pick."""
+    plain: tuple[tuple[float, float], ...]
 
 
 def truth(problem: Problem, seed: int) -> Truth:
-    chosen = picks(problem, seed)
-    exact = [exact_rows(problem, pick) for pick in chosen]
-    return Truth(tuple(chosen), tuple(exact), _worst([plain_rows(problem, p) for p in chosen], exact))
+    chosen = tuple(picks(problem, seed))
+    exact = tuple(zip(*(computed(exact_rows, problem, p, torch.float64) for p in chosen), strict=True))
+    plain = zip(*(computed(plain_rows, problem, p) for p in chosen), strict=True)
+    return Truth(chosen, exact, tuple(_worst(*pair) for pair in zip(plain, exact, strict=True)))
 
 
 def accuracy(problem: Problem, run: Run, known: Truth) -> Accuracy:
-    """Errors of one call, whose output memory held NaN before."""
+    """Errors of one call, whose output memory held NaN before; of the worst of its results."""
     poison(problem.q)
     with torch.no_grad():
-        out = run()
-    return Accuracy(*_worst([out[p.b, p.h, p.rows] for p in known.picks], known.exact), *known.plain)
+        found = run()
+    results = found if isinstance(found, tuple) else (found,)
+    judged = []
+    for result, exact, plain in zip(results, known.exact, known.plain, strict=True):
+        rows = [result[p.b, p.h, p.rows] for p in known.picks]
+        judged.append(Accuracy(*_worst(rows, exact), *plain))
+    return max(judged, key=lambda one: math.inf if math.isnan(one.ratio) else one.ratio)
 
 
 def poison(like: Tensor, copies: int = 4) -> None:

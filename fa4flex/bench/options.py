@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-SUITE_NAMES = ("dense", "variants", "cost", "latency")
+SUITE_NAMES = ("dense", "variants", "cost", "backward", "backward-variants", "latency")
 ROUNDS = 11
 
 

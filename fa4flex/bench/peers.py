@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -15,18 +15,21 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from fa4flex.bench.suites import Draw, Mods, Row, build_mods
 
-Run = Callable[[], Tensor]
+Run = Callable[[], Tensor | tuple[Tensor, ...]]
+"""The output; of a backward row, the gradients of q, k and v."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A row with its tensors: q, k, v [batch, heads, length, head_dim], standard normal."""
+    """A row with its tensors, standard normal, [batch, heads, length, head_dim] each; dout, the gradient of
+    the output, where the row is a backward one."""
 
     row: Row
     mods: Mods
     q: Tensor
     k: Tensor
     v: Tensor
+    dout: Tensor | None = None
 
 
 def make_problem(row: Row, device: torch.device, seed: int, dtype: torch.dtype = torch.bfloat16) -> Problem:
@@ -34,7 +37,8 @@ def make_problem(row: Row, device: torch.device, seed: int, dtype: torch.dtype =
     draw = Draw(torch.Generator(device).manual_seed(seed))
     shape = (row.batch, row.heads, row.length, row.head_dim)
     q, k, v = (draw.normal(*shape, dtype=dtype) for _ in range(3))
-    return Problem(row, build_mods(row, draw), q, k, v)
+    mods = build_mods(row, draw)
+    return Problem(row, mods, q, k, v, draw.normal(*shape, dtype=dtype) if row.backward else None)
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ class Peer(Protocol):
 def attempt(peer: Peer, problem: Problem) -> Run | Absent:
     """`prepare`, and one call: a peer that cannot do it says why, in its own words."""
     try:
-        run = peer.prepare(problem)
+        run = peer.prepare(problem) if problem.dout is None else _backward(peer, problem, problem.dout)
         if isinstance(run, Absent):
             return run
         with torch.no_grad():
@@ -73,6 +77,21 @@ def attempt(peer: Peer, problem: Problem) -> Run | Absent:
         lines = str(error).strip().splitlines() or [""]
         return Absent(f"{type(error).__name__}: {lines[0][:200]}")
     return run
+
+
+def _backward(peer: Peer, problem: Problem, dout: Tensor) -> Run | Absent:
+    """The backward pass of one forward pass, again and again."""
+    if problem.row.deterministic and not isinstance(peer, Fa4flex):
+        return Absent("is not asked for ordered sums")
+    leaves = tuple(x.detach().requires_grad_() for x in (problem.q, problem.k, problem.v))
+    with torch.enable_grad():
+        forward = peer.prepare(replace(problem, q=leaves[0], k=leaves[1], v=leaves[2]))
+        if isinstance(forward, Absent):
+            return forward
+        out = forward()
+    assert isinstance(out, Tensor)
+    arriving = torch.empty_like(out).copy_(dout)  # in the order of the peer's own output
+    return lambda: torch.autograd.grad(out, leaves, arriving, retain_graph=True)
 
 
 def _version(*packages: str) -> str:
@@ -94,7 +113,8 @@ class Fa4flex:
     def prepare(self, problem: Problem) -> Run | Absent:
         import fa4flex
 
-        attn = fa4flex.compile(problem.mods.score_mod, problem.mods.mask_mod)
+        schedule = fa4flex.Schedule(deterministic=problem.row.deterministic)
+        attn = fa4flex.compile(problem.mods.score_mod, problem.mods.mask_mod, schedule=schedule)
         q, k, v = problem.q, problem.k, problem.v
         return lambda: attn(q, k, v)
 

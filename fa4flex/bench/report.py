@@ -8,7 +8,7 @@ from typing import Any
 
 from fa4flex.bench.accuracy import Accuracy
 from fa4flex.bench.measure import Samples
-from fa4flex.bench.suites import MOST_COST, MOST_ERROR, Row, Target
+from fa4flex.bench.suites import MOST_ERROR, Row, Target
 
 OURS = "fa4flex"
 
@@ -110,12 +110,12 @@ def _speed(report: RowReport, target: Target) -> Verdict:
 
 
 def _cost(report: RowReport, base: RowReport | None) -> Verdict:
-    says = f"cost over {report.row.base}"
+    says, most = f"cost over {report.row.base}", report.row.most_cost
     ours, without = report.seconds(OURS), base.seconds(OURS) if base else None
     if ours is None or without is None:
-        return Verdict(f"{says}: not measured", None, MOST_COST, False if base else None)
+        return Verdict(f"{says}: not measured", None, most, False if base else None)
     cost = ours / without - 1
-    return Verdict(says, cost, MOST_COST, cost <= MOST_COST)
+    return Verdict(says, cost, most, cost <= most)
 
 
 # --- tables -------------------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ def _cost(report: RowReport, base: RowReport | None) -> Verdict:
 def full_table(reports: Sequence[RowReport]) -> str:
     """Every peer of every row: TFLOP/s, milliseconds with quartiles, errors; reasons where there is none."""
     lines = [
-        f"{'row':18} {'peer':8} {'TFLOP/s':>8} {'ms':>9} {'quartiles':>17} {'ours/it':>8} "
+        f"{'row':24} {'peer':8} {'TFLOP/s':>8} {'ms':>9} {'quartiles':>17} {'ours/it':>8} "
         f"{'worst element':>14} {'worst row':>10} {'/plain':>7}"
     ]
     for report in reports:
@@ -133,7 +133,7 @@ def full_table(reports: Sequence[RowReport]) -> str:
 
 
 def _line(report: RowReport, name: str, measured: Measured) -> str:
-    head = f"{report.row.name:18} {name:8}"
+    head = f"{report.row.name:24} {name:8}"
     if measured.samples is None:
         return f"{head} -- {measured.reason}"
     low, high = (1e3 * t for t in measured.samples.quartiles)
@@ -151,10 +151,10 @@ def _line(report: RowReport, name: str, measured: Measured) -> str:
 
 def short_table(reports: Sequence[RowReport]) -> str:
     """One line per target."""
-    lines = [f"{'row':18} {'TF/s':>5}  {'':10} value / target"]
+    lines = [f"{'row':24} {'TF/s':>5}  {'':10} value / target"]
     for report in reports:
         rate = report.tflops(OURS)
-        head = f"{report.row.name:18} {f'{rate:.0f}' if rate else '-':>5}"
+        head = f"{report.row.name:24} {f'{rate:.0f}' if rate else '-':>5}"
         lines += [f"{head}  {verdict_text(verdict)}" for verdict in verdicts(report, reports)]
     return "\n".join(lines)
 
@@ -178,6 +178,7 @@ def _row_json(report: RowReport, reports: Sequence[RowReport]) -> dict[str, Any]
         "shape": {"batch": row.batch, "heads": row.heads, "length": row.length, "head_dim": row.head_dim},
         "mask": row.mask,
         "score_mod": row.score,
+        "pass": "backward" if row.backward else "forward",
         "flops": report.flops,
         "state under load": dict(report.state),
         "peers": {name: _measured_json(report, measured) for name, measured in report.peers.items()},

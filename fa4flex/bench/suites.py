@@ -34,6 +34,8 @@ class Target:
 
 MOST_COST = 0.06
 """Of a hoistable score mod: time over the time of the same mask without it, less 1."""
+MOST_ORDERING = 1 / 0.75 - 1
+"""Of sums in one order: at least 75 % of the speed without."""
 MOST_ERROR = 2.0
 """Error against float64 over the error of the same maths by PyTorch in the inputs' dtype."""
 
@@ -54,7 +56,9 @@ class Row:
     """q, k and v are [batch, heads, length, head_dim]; `mask` and `score` name entries of MASKS and SCORES.
 
     `shrink` divides every length that a mod holds (windows, prefixes), as the smoke run has divided `length`.
-    `base` names the row whose time this one is compared with; such rows are measured together.
+    `base` names the row whose time this one is compared with; such rows are measured together, and time over
+    the base's, less 1, is at most `most_cost`. `backward`: gradients of q, k and v are timed, not the output;
+    `deterministic`, with the same bits in every run.
     """
 
     name: str
@@ -66,6 +70,9 @@ class Row:
     score: str = "plain"
     targets: tuple[Target, ...] = ()
     base: str = ""
+    most_cost: float = MOST_COST
+    backward: bool = False
+    deterministic: bool = False
     shrink: int = 1
 
     def scaled(self, length: int) -> int:
@@ -284,10 +291,31 @@ def _cost_rows() -> list[Row]:
     return rows
 
 
+def _backward_rows() -> list[Row]:
+    """Dense rows, and the same with ordered sums."""
+    rows = []
+    for row in _dense_rows():
+        plain = replace(row, backward=True, targets=(Target("best", 1.0),))
+        ordered = replace(plain, name=f"{row.name} ordered", targets=(), base=row.name, deterministic=True)
+        rows += [plain, replace(ordered, most_cost=MOST_ORDERING)]
+    return rows
+
+
+def _backward_variants() -> list[Row]:
+    capped = (Target("flex", 1.8),)
+    long = [row for row in _VARIANT_ROWS if row.score in ("plain", "alibi", "softcap")]
+    return [
+        replace(row, backward=True, targets=capped if row.score == "softcap" else (Target("flex", 1.35),))
+        for row in long
+    ]
+
+
 SUITES: dict[str, tuple[Row, ...]] = {
     "dense": tuple(_dense_rows()),
     "variants": tuple(_VARIANT_ROWS),
     "cost": tuple(_cost_rows()),
+    "backward": tuple(_backward_rows()),
+    "backward-variants": tuple(_backward_variants()),
 }
 
 
@@ -349,5 +377,6 @@ def _blocks_of_entry(length: int, mask_mod: Mod, entry: int, device: torch.devic
 
 
 def flops(row: Row, blocks: int) -> int:
-    """Of both matrix products, in `blocks` squares for every head: 2 FLOPs per multiply-add."""
-    return 2 * 2 * row.head_dim * BLOCK**2 * blocks * row.heads
+    """Of both matrix products, or of the five of a backward pass, in `blocks` squares for every head: 2 FLOPs
+    per multiply-add."""
+    return 2 * (5 if row.backward else 2) * row.head_dim * BLOCK**2 * blocks * row.heads

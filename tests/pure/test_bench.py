@@ -239,14 +239,16 @@ def test_latency_limits() -> None:
 # --- errors -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("row", [p for p in ROWS if "variants" in str(p.id) or "key_bias" in str(p.id)])
+@pytest.mark.parametrize(
+    "row", [p for p in ROWS if str(p.id).startswith("variants") or "key_bias" in str(p.id)]
+)
 def test_exact_rows_are_the_oracles(row: Row, seed: int) -> None:
     problem = make_problem(at(row, 160), CPU, seed)
     whole, _ = reference.attention(
         problem.q, problem.k, problem.v, problem.mods.score_mod, problem.mods.mask_mod
     )
     for pick in errors.picks(problem, seed):
-        rows = errors.exact_rows(problem, pick)
+        rows = errors.exact_rows(problem, pick, errors.tensors(problem, pick))
         torch.testing.assert_close(rows, whole[pick.b, pick.h, pick.rows], rtol=1e-12, atol=1e-12)
 
 
@@ -275,6 +277,33 @@ def test_errors_are_found(seed: int) -> None:
         found = errors.accuracy(problem, lambda broken=broken: broken, known)
         assert found.element == pytest.approx(expected, rel=0.1, nan_ok=True)
         assert not found.ratio <= 10
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_errors_of_gradients_are_found(which: int, seed: int) -> None:
+    row = next(r for r in SUITES["backward-variants"] if r.name == "alibi+causal")
+    problem = make_problem(at(row, 160), CPU, seed)
+    assert problem.dout is not None
+    known = errors.truth(problem, seed)
+    run = attempt(Fa4flex(), problem)
+    assert not isinstance(run, Absent)
+    assert errors.accuracy(problem, run, known).ratio <= 2
+    gradients = [x.clone() for x in run()]
+    pick = known.picks[0]
+    gradients[which][pick.b, pick.h, 3, 5] += 0.5
+    found = errors.accuracy(problem, lambda: tuple(gradients), known)
+    assert found.element == pytest.approx(0.5, rel=0.1) and not found.ratio <= 10
+
+
+def test_ordered_rows_are_compared_with_the_same_row() -> None:
+    for ordered in (row for row in SUITES["backward"] if row.deterministic):
+        base = next(row for row in SUITES["backward"] if row.name == ordered.base)
+        assert replace(base, name=ordered.name, targets=()) == replace(
+            ordered, base="", most_cost=base.most_cost, deterministic=False
+        )
+        without = report(base, fa4flex=timed(3.0))
+        assert judged(report(ordered, fa4flex=timed(3.9)), without)[0] == (True, pytest.approx(0.3))
+        assert judged(report(ordered, fa4flex=timed(4.1)), without)[0][0] is False
 
 
 def test_a_peer_that_raises_says_why(seed: int) -> None:
