@@ -65,6 +65,19 @@ def test_packed_sequences() -> None:
     assert (out.double() - exact).abs().max().item() <= 2 * 2**-8 * exact.abs().max().item()
 
 
+def test_each_chip_has_its_own_kernel() -> None:
+    """Of one program, called on one and then on another."""
+    q, k, v = (torch.randn(1, 1, 64, 64).bfloat16() for _ in range(3))
+    attn, found = fa4flex.compile(mask=causal), []
+    for arch in ("sm_90a", "sm_100a", "sm_90a"):
+        with torch.no_grad(), fa4flex.simulator.device(arch) as gpu:
+            found.append(attn(q, k, v))
+        assert len(gpu.results) == 1 and not gpu.findings, gpu.report()
+    assert (
+        torch.equal(found[0], found[2]) and (found[0] - found[1]).abs().max() <= 2**-7 * found[0].abs().max()
+    )
+
+
 def test_outside_of_the_device_nothing_changed() -> None:
     q, k, v = (torch.randn(1, 1, 64, 64).bfloat16() for _ in range(3))
     attn = fa4flex.compile(mask=causal)

@@ -27,6 +27,7 @@ from fa4flex.codegen.evaluate import Captured
 from fa4flex.errors import UnsupportedError
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
+from fa4flex.runtime.cuda import simulated
 from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, Signature
 from fa4flex.runtime.cuda.choose import Proved, look, prove, watched
 from fa4flex.runtime.cuda.compile import compile_kernel
@@ -182,7 +183,7 @@ class Engine:
             q.shape, q.stride(), q.dtype, k.shape, k.stride(), k.dtype, v.shape, v.stride(), v.dtype,
             q.get_device(), k.get_device(), v.get_device(),
             (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT,
-            scalars, scale > 0, heads_first, statistics,
+            scalars, scale > 0, heads_first, statistics, simulated.target(),
         )  # fmt: skip
         if operands:
             key += tuple([look(x) for x in operands])
