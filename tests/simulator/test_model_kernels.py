@@ -159,10 +159,10 @@ def test_a_hopper_kernel_is_refused() -> None:
 
 def test_words_and_pictures() -> None:
     found = peer_prediction(False)
-    said = found.explain()
+    said = model.explain(found)
     assert f"takes {found.cycles_per_step:,.0f} clocks, 2,048 of them would be MMAs" in said
     assert "bounded by dependences" in said and "mma, warp 12: issues" in said
-    title, *rows = found.timeline(steps=2, width=80).splitlines()
+    title, *rows = model.timeline(found, steps=2, width=80).splitlines()
     assert title.startswith("2 steps from clock")
     assert [row.split("|")[0].strip() for row in rows][:3] == ["tensor core", "softmax 0", "softmax 1"]
     letters = rows[0].split("|")[1]

@@ -5,7 +5,7 @@
     with model.recording("sm_100a") as recorder, torch.no_grad():
         out = attn(q, k, v)
     prediction = model.predict(recorder.traces[-1])
-    print(prediction.explain())
+    print(model.explain(prediction))
 
 docs/model.md says what is modelled, from which numbers, and how far to trust it.
 """
@@ -18,13 +18,15 @@ if TYPE_CHECKING:
     from fa4flex.simulator.model.chip import B200, Chip
     from fa4flex.simulator.model.prediction import Attention, Prediction, predict, sensitivity
     from fa4flex.simulator.model.recorder import Trace, record, recording
+    from fa4flex.simulator.model.show import explain, timeline
 
 __all__ = ["B200", "Attention", "Chip", "Prediction", "Trace", "predict", "record", "recording"]
-__all__ += ["sensitivity"]
+__all__ += ["explain", "sensitivity", "timeline"]
 
 _HOME = {"B200": "chip", "Chip": "chip", "Attention": "prediction"}
 _HOME |= {"Prediction": "prediction", "predict": "prediction", "sensitivity": "prediction"}
 _HOME |= {"Trace": "recorder", "record": "recorder", "recording": "recorder"}
+_HOME |= {"explain": "show", "timeline": "show"}
 
 
 def __getattr__(name: str) -> Any:

@@ -12,10 +12,10 @@ from typing import Any
 
 from fa4flex.errors import InputError
 from fa4flex.simulator.doors.launch import Launch
-from fa4flex.simulator.model import show
 from fa4flex.simulator.model.chip import B200, SUBCORES, Chip
 from fa4flex.simulator.model.machine import BIN, Bins, Machine, Walker
 from fa4flex.simulator.model.recorder import Trace, record
+from fa4flex.simulator.model.roles import role
 
 UNITS = {
     "special functions": "xu",
@@ -119,14 +119,6 @@ class Prediction:
             heapq.heapreplace(free, free[0] + self.overhead + count * self.cycles_per_step)
         return shape.flops / max(free) * self.chip.gigahertz / 1000
 
-    def explain(self) -> str:
-        """The prediction in words."""
-        return show.explain(self)
-
-    def timeline(self, steps: float = 2.0, width: int = 96) -> str:
-        """A picture in text: one row per role and one for the tensor core, over some steps."""
-        return show.timeline(self, steps, width)
-
 
 def predict(source: Launch | Trace, chip: Chip = B200) -> Prediction:
     """`source` is a captured launch, which is run here, or what `record` made of one. Raises InputError
@@ -202,7 +194,7 @@ def _roles(machine: Machine, start: float, stop: float) -> tuple[Role, ...]:
     groups: dict[str, list[Walker]] = {}
     for walker in machine.walkers:
         if walker.trace.rank == 0:
-            groups.setdefault(show.role(walker), []).append(walker)
+            groups.setdefault(role(walker), []).append(walker)
     return tuple(
         Role(
             name,

@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import TYPE_CHECKING
-
-from fa4flex.simulator.model.events import Loaded, Multiplied, Stored
-
-if TYPE_CHECKING:
-    from fa4flex.simulator.model.machine import Walker
-    from fa4flex.simulator.model.prediction import Prediction
+from fa4flex.simulator.model.machine import Walker
+from fa4flex.simulator.model.prediction import Prediction
+from fa4flex.simulator.model.roles import role
 
 NAME = 60
 """Letters of a kernel's name that are shown."""
 
 
-def role(walker: Walker) -> str:
-    """What a warp's instructions say it does. Softmax warps are told apart by their warpgroup."""
-    events = [e for _, found in walker.pieces for e in found.values()]
-    kinds = {type(one) for e in events for one in (e if isinstance(e, tuple) else (e,))}
-    costs = Counter(op.cost.name for piece, _ in walker.pieces for op in piece.ops)
-    if Multiplied in kinds:
-        return "mma"
-    if costs["MUFU"] > 100:
-        return f"softmax {walker.trace.index // 4}"
-    if costs["tensor load"]:
-        return "reduce" if Stored in kinds else "correction"
-    return "load" if Loaded in kinds else "store" if Stored in kinds else "other"
-
-
 def explain(p: Prediction) -> str:
+    """The prediction in words."""
     chip = p.chip
     lines = [
         f"{p.kernel[:NAME]} on {chip.name}: {chip.processors} multiprocessors, {chip.gigahertz} GHz, "
@@ -48,9 +30,9 @@ def explain(p: Prediction) -> str:
     return "\n".join(lines)
 
 
-def timeline(p: Prediction, steps: float, width: int) -> str:
-    """`#` busy most of the time, `+` for a quarter of it, `:` held by its own results or pipes, `.` waiting
-    for others."""
+def timeline(p: Prediction, steps: float = 2.0, width: int = 96) -> str:
+    """A picture in text of some steps, one row per role and one for the tensor core: `#` busy most of the
+    time, `+` for a quarter of it, `:` held by its own results or pipes, `.` waiting for others."""
     start = p.window[0]
     each = steps * p.cycles_per_step / width
     lines = [f"{steps:g} steps from clock {start:,.0f}, {each:,.0f} clocks a letter"]
