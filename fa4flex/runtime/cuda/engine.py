@@ -35,6 +35,7 @@ from fa4flex.runtime.cuda.identity import Guards, are_those, guards_of, identiti
 from fa4flex.runtime.cuda.lengths import check_lengths
 from fa4flex.runtime.cuda.order import TileOrder
 from fa4flex.runtime.cuda.rows import tabulate
+from fa4flex.runtime.cuda.simulated import target
 from fa4flex.runtime.cuda.tables import BlockTables, ragged_maps, to_device
 
 if TYPE_CHECKING:
@@ -182,7 +183,7 @@ class Engine:
             q.shape, q.stride(), q.dtype, k.shape, k.stride(), k.dtype, v.shape, v.stride(), v.dtype,
             q.get_device(), k.get_device(), v.get_device(),
             (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT,
-            scalars, scale > 0, heads_first, statistics,
+            scalars, scale > 0, heads_first, statistics, target(),
         )  # fmt: skip
         if operands:
             key += tuple([look(x) for x in operands])

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, cute, pipeline
+from cutlass import Boolean, Float32, Int32, const_expr, cute, pipeline
 from cutlass.cute.nvgpu import tcgen05
 
 from fa4flex.codegen.kernels.bwd_sm100.config import FRAGMENT, HALF, ROWS, Config
@@ -22,7 +22,9 @@ from fa4flex.codegen.kernels.common.backward import (
     BackwardArguments,
     BackwardCourse,
     KeyWork,
+    needs_mask,
     query_tile_at,
+    token_of,
 )
 from fa4flex.codegen.kernels.common.fragment import compute_before, computed_once, narrow
 from fa4flex.codegen.kernels.common.hooks import Hooks
@@ -88,11 +90,12 @@ class Compute:
         base: cute.Pointer,
     ) -> None:
         config = self.config
+        ordered = config.deterministic and config.masked
         place = self.place(shared, base)
         lse2 = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.q_stages)
         delta = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.do_stages)
-        heads = Int32(arguments.q.shape[2])
-        group = heads // arguments.k.shape[2]
+        heads = Int32(arguments.q.shape[-2])
+        group = heads // arguments.k.shape[-2]
         phase = Int32(0)
         for g in cutlass.range(group, unroll=1):
             h = work.kv_head * group + g
@@ -101,7 +104,7 @@ class Compute:
             factor = at.scale * LOG2_E if self.hooks.factor is None else self.hooks.factor(at)
             given = Head(Slab(at, first, (0,), ()), computed_once(factor))
             queries = self.course.queries(work, h, arguments)
-            for i in cutlass.range(queries.masked_count, unroll=1):
+            for i in cutlass.range(0 if const_expr(ordered) else queries.masked_count, unroll=1):
                 which = (query_tile_at(queries, i), phase)
                 self.step(given, place, (shared, pipes), (lse2, delta), which, True)
                 lse2.advance()
@@ -109,7 +112,13 @@ class Compute:
                 phase ^= 1
             for i in cutlass.range(queries.masked_count, queries.count, unroll=1):
                 which = (query_tile_at(queries, i), phase)
-                self.step(given, place, (shared, pipes), (lse2, delta), which, False)
+                if const_expr(ordered):
+                    if needs_mask(queries, i):
+                        self.step(given, place, (shared, pipes), (lse2, delta), which, True)
+                    else:
+                        self.step(given, place, (shared, pipes), (lse2, delta), which, False)
+                else:
+                    self.step(given, place, (shared, pipes), (lse2, delta), which, False)
                 lse2.advance()
                 delta.advance()
                 phase ^= 1
@@ -264,8 +273,9 @@ class Compute:
             key = work.tile * ROWS + place.row
             if key < work.kv_len:
                 first = (place.half * count + block) * STORED
-                eights = cute.logical_divide(target[work.b, key, work.kv_head, None], cute.make_layout(WIDE))
+                row = token_of(target, work.b, work.kv_offset, key, work.kv_head)
+                eights = cute.logical_divide(row, cute.make_layout(WIDE))
                 for i in cutlass.range_constexpr(STORED // WIDE):
-                    if first + WIDE * i < target.shape[3]:
+                    if first + WIDE * i < target.shape[-1]:
                         eight = cute.make_tensor(halves.iterator + WIDE * i, cute.make_layout(WIDE))
                         cute.autovec_copy(eight, eights[None, first // WIDE + i])

@@ -108,6 +108,8 @@ class BlackwellBackwardPlan:
             ),
             registers=self.registers,
             masked=self.problem.mask_form != "none",
+            lengths=self.problem.lengths,
+            deterministic=self.problem.deterministic,
         )
 
     def check(self) -> None:
@@ -145,10 +147,10 @@ def plan_blackwell_backward(problem: Problem, target: Target) -> BlackwellBackwa
     """Raises UnsupportedError for what the kernel does not have: callers then compute it another way."""
     widths = [next((w for w in WIDTHS if w >= x), None) for x in (problem.head_dim, problem.head_dim_v)]
     head_dim, head_dim_v = widths
-    if head_dim is None or head_dim_v is None or problem.lengths == "packed":
+    if head_dim is None or head_dim_v is None:
         raise UnsupportedError(
             f"a backward kernel for {problem.explain()}",
-            f"dense heads of at most {WIDTHS[-1]}",
+            f"heads of at most {WIDTHS[-1]}",
             "nothing: gradients are computed in PyTorch operations instead",
         )
     plan = BlackwellBackwardPlan(target, problem, head_dim, head_dim_v)
