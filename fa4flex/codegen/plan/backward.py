@@ -39,9 +39,6 @@ PLANNERS: dict[str, Callable[[Problem, Target], BackwardPlan]] = {
 }
 """By family of targets."""
 
-WITH_CAPTURED = frozenset(("sm90",))
-"""Families whose kernels make the gradients of captured tensors."""
-
 
 def plan_backward(problem: Problem, target: Target) -> BackwardPlan:
     """Raises UnsupportedError where there is no kernel."""
@@ -49,12 +46,6 @@ def plan_backward(problem: Problem, target: Target) -> BackwardPlan:
         raise UnsupportedError(
             f"a backward kernel for {target.name}",
             f"one of the families {sorted(PLANNERS)}",
-            "nothing: gradients are computed in PyTorch operations instead",
-        )
-    if problem.gradients and target.family not in WITH_CAPTURED:
-        raise UnsupportedError(
-            f"gradients of captured tensors by a backward kernel for {target.name}",
-            f"one of the families {sorted(WITH_CAPTURED)}",
             "nothing: gradients are computed in PyTorch operations instead",
         )
     return PLANNERS[target.family](problem, target)

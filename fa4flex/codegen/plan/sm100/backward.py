@@ -126,12 +126,13 @@ class BlackwellBackwardPlan:
 
     def explain(self) -> str:
         """The plan in words."""
-        r = self.registers
+        r, ordered = self.registers, self.problem.deterministic
         lines = [
             f"backward kernel for {self.target.name} ({self.target.chip}): {self.problem.explain()}",
             f"tile: {ROWS} queries x {ROWS} keys, q and k {self.head_dim} wide, v {self.head_dim_v}",
             "warpgroups: 1 hands on dQ, 2 compute and 1 of single warps (multiply, load), of"
             f" {r.reduce}, {r.compute} and {r.other} registers",
+            *["sums of dQ come in one order: each warp that hands it on awaits its turn"] * ordered,
             "shared memory:",
             self.memory.explain(),
             "tensor memory:",
