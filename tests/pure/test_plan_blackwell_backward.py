@@ -142,10 +142,22 @@ def test_registers_that_are_not_there(registers: Registers) -> None:
         replace(planned(), registers=registers).check()
 
 
+@pytest.mark.parametrize("width", (32, 64, 96, 128))
+def test_turns_are_of_single_warps(width: int) -> None:
+    """A quarter of what is handed on of a step's dQ lies in the rows that take turns by themselves."""
+    config = planned(width, width).config()
+    quarter = config.dq_order.size // 4
+    for number in range(config.dq_order.size):
+        row, _ = config.dq_order.place(number)
+        assert row // config.turn_rows == number // quarter
+
+
 def test_a_plan_says_what_it_is() -> None:
     told = planned(64, 64).explain()
     for words in ("backward kernel for sm_100a", "dQ tile 0 has ended when dP 0 tile 1 begins", "k: 1 stage"):
         assert words in told
+    ordered = plan_backward(Problem(64, 64, lengths="packed", deterministic=True), SM100A)
+    assert ordered.config().ragged and "awaits its turn" in ordered.explain()  # type: ignore[attr-defined]
     assert planned(40, 64).config() == planned(64, 64).config() != planned(128, 128).config()
     assert planned().memory.total <= SM100A.shared_memory
     assert planned().config().masked is False and planned().tile == (128, 128)

@@ -39,7 +39,7 @@ def test_lengths_and_heads(lengths: tuple[int, int], kv_heads: int, dtype: torch
     close(random.choice(sorted(COMPOSED)), *lengths, random.choice(WIDTHS), "sm_100a", kv_heads, dtype)
 
 
-@pytest.mark.parametrize("problem", [Problem(192, 128), Problem(128, 136), Problem(64, 64, lengths="packed")])
+@pytest.mark.parametrize("problem", [Problem(192, 128), Problem(128, 136)])
 def test_what_there_is_no_kernel_for(problem: Problem) -> None:
     with pytest.raises(UnsupportedError, match="a backward kernel for heads of"):
         plan_backward(problem, SM100A)

@@ -1,4 +1,4 @@
-"""Ordered sums on the simulated Hopper: gradients to the last bit the same under any timing, and right."""
+"""Ordered sums on simulated GPUs: gradients to the last bit the same under any timing, and right."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from fa4flex.variants import causal, sliding_window
 KEYS = 128
 """Of a tile."""
 SCALE = 2.0**-40
+ARCHS = ("sm_90a", "sm_100a")
 MASKS: dict[str, Any] = {
     "full": None,
     "causal": causal,
@@ -45,21 +46,24 @@ def gradients(
     return torch.autograd.grad(out, inputs, dout.to(out.dtype))
 
 
-def simulated(timing: str, seed: int, *given: Any) -> tuple[tuple[Tensor, ...], Gpu]:
+def simulated(arch: str, timing: str, seed: int, *given: Any) -> tuple[tuple[Tensor, ...], Gpu]:
     """Several blocks at the same time."""
-    with fa4flex.simulator.device("sm_90a", seed, timing, together=4) as gpu:
+    with fa4flex.simulator.device(arch, seed, timing, together=4) as gpu:
         found = gradients(*given)
     return found, gpu
 
 
-def repeated(name: str, deterministic: bool, timings: list[tuple[str, int]]) -> list[tuple[Tensor, ...]]:
+def repeated(
+    arch: str, name: str, deterministic: bool, timings: list[tuple[str, int]]
+) -> list[tuple[Tensor, ...]]:
     q_len = 100 if name == "full" else 400
     qkv, dout = sensitive(q_len, 500)
     attn = fa4flex.compile(mask=MASKS[name], scale=SCALE, schedule=Schedule(deterministic=deterministic))
     found = []
     for timing, seed in timings:
-        one, gpu = simulated(timing, seed, attn, qkv, dout)
-        assert len(gpu.results) == 4 and not gpu.findings, f"{name}, {timing} {seed}: {gpu.report()}"
+        one, gpu = simulated(arch, timing, seed, attn, qkv, dout)
+        where = f"{arch}, {name}, {timing} {seed}"
+        assert len(gpu.results) == 4 and not gpu.findings, f"{where}: {gpu.report()}"
         found.append(one)
     return found
 
@@ -72,30 +76,33 @@ def timings(count: int) -> list[tuple[str, int]]:
     ]
 
 
-def test_sums_in_any_order_show() -> None:
+@pytest.mark.parametrize("arch", ARCHS)
+def test_sums_in_any_order_show(arch: str) -> None:
     """What these tests would find: dq, and nothing else, depends on the timing."""
-    (dq, dk, dv), *others = repeated("full", False, [("eager", 0), *(("random", seed) for seed in range(4))])
+    tried = [("eager", 0), *(("random", seed) for seed in range(4))]
+    (dq, dk, dv), *others = repeated(arch, "full", False, tried)
     assert any(not torch.equal(other[0], dq) for other in others)
     assert all(torch.equal(other[1], dk) and torch.equal(other[2], dv) for other in others)
 
 
-def same(name: str, count: int) -> None:
+def same(arch: str, name: str, count: int) -> None:
     chosen = timings(count)
-    first, *others = repeated(name, True, chosen)
+    first, *others = repeated(arch, name, True, chosen)
     for other, (timing, seed) in zip(others, chosen[1:], strict=True):
         for what, x, y in zip(("dq", "dk", "dv"), other, first, strict=True):
-            assert torch.equal(x, y), f"{name}: {what} differs, {timing} {seed}"
+            assert torch.equal(x, y), f"{arch}, {name}: {what} differs, {timing} {seed}"
 
 
-@pytest.mark.parametrize("name", ["full", random.choice(sorted(set(MASKS) - {"full"}))])
-def test_bits_repeat(name: str) -> None:
-    same(name, 3)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_bits_repeat(arch: str) -> None:
+    same(arch, random.choice(sorted(MASKS)), 3)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", MASKS)
-def test_bits_repeat_often(name: str) -> None:
-    same(name, 12)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_bits_repeat_often(arch: str, name: str) -> None:
+    same(arch, name, 12)
 
 
 def plain(mask: Any, lengths: list[tuple[int, int]], packed: bool, *qkv: Tensor) -> Tensor:
@@ -118,7 +125,7 @@ def plain(mask: Any, lengths: list[tuple[int, int]], packed: bool, *qkv: Tensor)
     return torch.cat(outs)
 
 
-def right(name: str, kind: str) -> None:
+def right(arch: str, name: str, kind: str) -> None:
     """At most twice the error of the same maths in PyTorch, in bf16."""
     varlen = None
     if kind == "packed":
@@ -135,9 +142,9 @@ def right(name: str, kind: str) -> None:
     dout = torch.randn_like(qkv[0])
     attn = fa4flex.compile(mask=MASKS[name], schedule=Schedule(deterministic=True))
     timing, seed = random.choice(timings(1))
-    found, gpu = simulated(timing, seed, attn, qkv, dout, varlen)
+    found, gpu = simulated(arch, timing, seed, attn, qkv, dout, varlen)
     findings = [finding for result in gpu.results[1:] for finding in result.findings]
-    assert len(gpu.results) == 4 and not findings, f"{name}, {timing} {seed}: {gpu.report()}"
+    assert len(gpu.results) == 4 and not findings, f"{arch}, {name}, {timing} {seed}: {gpu.report()}"
     exact = gradients(attn, [x.double() for x in qkv], dout, varlen)
 
     def by_hand(*qkv: Tensor, varlen: Varlen | None) -> Tensor:
@@ -145,29 +152,30 @@ def right(name: str, kind: str) -> None:
 
     same = gradients(by_hand, qkv, dout)
     budgets = [(x.double() - y).abs().max().item() for x, y in zip(same, exact, strict=True)]
-    captured_cases.judge(f"{name}, {kind}, {timing} {seed}", found, exact, budgets)
+    captured_cases.judge(f"{arch}, {name}, {kind}, {timing} {seed}", found, exact, budgets)
 
 
-@pytest.mark.parametrize("kind", random.sample(("dense", "packed", "padded"), 1))
-def test_some_gradients(kind: str) -> None:
-    right(random.choice(sorted(MASKS)), kind)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_some_gradients(arch: str) -> None:
+    right(arch, random.choice(sorted(MASKS)), random.choice(("dense", "packed", "padded")))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ("dense", "packed", "padded"))
 @pytest.mark.parametrize("name", MASKS)
-def test_gradients(name: str, kind: str) -> None:
-    right(name, kind)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_gradients(arch: str, name: str, kind: str) -> None:
+    right(arch, name, kind)
 
 
 def test_torch_asks_for_it_too() -> None:
     """Under torch.use_deterministic_algorithms the same launches as with the schedule."""
     qkv, dout = sensitive(64, 300)
     ordered = fa4flex.compile(scale=SCALE, schedule=Schedule(deterministic=True))
-    expected, _ = simulated("eager", 0, ordered, qkv, dout)
+    expected, _ = simulated("sm_90a", "eager", 0, ordered, qkv, dout)
     torch.use_deterministic_algorithms(True)
     try:
-        found, gpu = simulated("random", 1, fa4flex.compile(scale=SCALE), qkv, dout)
+        found, gpu = simulated("sm_90a", "random", 1, fa4flex.compile(scale=SCALE), qkv, dout)
     finally:
         torch.use_deterministic_algorithms(False)
     assert len(gpu.results) == 4 and all(map(torch.equal, found, expected))

@@ -1,5 +1,5 @@
-"""Gradients of ragged sequences by the generated Hopper kernels on the simulated GPU: right, nothing found in
-them, and what lies past a sequence's end, here NaN, is never read."""
+"""Gradients of ragged sequences by the generated kernels on simulated GPUs: right, nothing found in them,
+and what lies past a sequence's end, here NaN, is never read."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ COMPOSED: dict[str, dict[str, Any]] = {
     "by tables": {"mask": lambda b, h, q, k: (q >= k) & (q % 64 < 40) & (b != 2)},
     "sinks": {"mask": causal, "sinks": Sinks(SINKS)},
 }
+ARCHS = ("sm_90a", "sm_100a")
 KINDS = ("packed", "packed, used", "padded")
 Spans = list[tuple[slice, slice]]
 
@@ -95,13 +96,13 @@ def rounded(qkv: list[Tensor], dout: Tensor, spans: Spans) -> list[float]:
     return [((a.double() - b).abs().max() / b.abs().max()).item() for a, b in zip(*found, strict=True)]
 
 
-def close(name: str, kind: str, width: int) -> None:
+def close(name: str, kind: str, width: int, arch: str) -> None:
     """At most twice bf16 PyTorch's error, relative to the largest gradient; exactly 0 past the ends."""
     varlen, spans = described(kind)
     qkv, dout, dlse = drawn(kind, width, spans)
     timing, seed = random.choice([("eager", 0), ("late", 1), ("random", random.randrange(99))])
-    where = f"{name}, {kind}, width {width}, {timing} {seed}"
-    with fa4flex.simulator.device("sm_90a", seed, timing) as gpu:
+    where = f"{name}, {kind}, width {width}, {arch}, {timing} {seed}"
+    with fa4flex.simulator.device(arch, seed, timing) as gpu:
         got = gradients(name, qkv, (dout, dlse), varlen)
     findings = [finding for result in gpu.results[1:] for finding in result.findings]
     # Forward kernels clear what lies past an end by several warpgroups: see test_simulated_variants.py.
@@ -117,14 +118,15 @@ def close(name: str, kind: str, width: int) -> None:
         assert x.count_nonzero() == 0, f"{where}: gradients past the end"
 
 
-@pytest.mark.parametrize("kind", random.sample(KINDS, 2))
-def test_some_gradients(kind: str) -> None:
-    close(random.choice(sorted(COMPOSED)), kind, random.choice((40, 64, 128)))
+@pytest.mark.parametrize("arch", ARCHS)
+def test_some_gradients(arch: str) -> None:
+    close(random.choice(sorted(COMPOSED)), random.choice(KINDS), random.choice((40, 64, 128)), arch)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("width", (64, 128))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", COMPOSED)
-def test_gradients(name: str, kind: str, width: int) -> None:
-    close(name, kind, width)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_gradients(arch: str, name: str, kind: str, width: int) -> None:
+    close(name, kind, width, arch)

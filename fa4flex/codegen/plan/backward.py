@@ -39,12 +39,6 @@ PLANNERS: dict[str, Callable[[Problem, Target], BackwardPlan]] = {
 }
 """By family of targets."""
 
-WITH_CAPTURED = frozenset(("sm90",))
-"""Families whose kernels make the gradients of captured tensors."""
-
-ORDERED = ("sm90",)
-"""Families whose kernels can add up sums in one order."""
-
 
 def plan_backward(problem: Problem, target: Target) -> BackwardPlan:
     """Raises UnsupportedError where there is no kernel."""
@@ -52,18 +46,6 @@ def plan_backward(problem: Problem, target: Target) -> BackwardPlan:
         raise UnsupportedError(
             f"a backward kernel for {target.name}",
             f"one of the families {sorted(PLANNERS)}",
-            "nothing: gradients are computed in PyTorch operations instead",
-        )
-    if problem.gradients and target.family not in WITH_CAPTURED:
-        raise UnsupportedError(
-            f"gradients of captured tensors by a backward kernel for {target.name}",
-            f"one of the families {sorted(WITH_CAPTURED)}",
-            "nothing: gradients are computed in PyTorch operations instead",
-        )
-    if problem.deterministic and target.family not in ORDERED:
-        raise UnsupportedError(
-            f"a deterministic backward kernel for {target.name}",
-            f"one of the families {list(ORDERED)}, or sums in any order",
             "nothing: gradients are computed in PyTorch operations instead",
         )
     return PLANNERS[target.family](problem, target)

@@ -65,13 +65,13 @@ class Gradients(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class ReadyBackward:
     """A launch in which only pointers are missing; `guards` are as those of Ready. width: of the tile that
-    holds rows of q; tile_m: its rows, where sums are ordered, else None."""
+    holds rows of q; turn_rows: where sums are ordered, how many rows take turns together, else None."""
 
     launch: Callable[..., None]
     guards: Guards
     fixes: dict[int, Callable[[Tensor], Tensor]]
     width: int
-    tile_m: int | None
+    turn_rows: int | None
     tables: BlockTables | TurnTables | None
     rows: tuple[Tensor, ...]
     scalars: tuple[int | float, ...] | None
@@ -92,8 +92,8 @@ class ReadyBackward:
             dv.zero_()
         sums = tuple(one.memory(q) for one in self.sums)
         tables, turns = self.tables, None
-        if self.tile_m is not None:
-            done = q.new_zeros(*of_heads, padded // self.tile_m, dtype=torch.int32)
+        if self.turn_rows is not None:
+            done = q.new_zeros(*of_heads, padded // self.turn_rows, dtype=torch.int32)
             tables, turns = None, (done, *(tables or (None, None, None)))
         self.launch(
             q, k, v, saved.out, dout, saved.lse, saved.dlse, lse2, delta, dq_sum, dq, dk, dv,
@@ -161,7 +161,7 @@ def _make_ready(
         guards_of(_decisive(engine, call)),
         fixes_of(call),
         plan.head_dim,
-        plan.tile[0] if deterministic else None,
+        plan.config().turn_rows if deterministic else None,
         tables,
         rows,
         numbers or None,

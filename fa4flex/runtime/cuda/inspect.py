@@ -69,7 +69,8 @@ def inspect(
         )
         ptx, cubin = compiled.__ptx__, compiled.__cubin__
     _, *reports = re.split(r"(?=Compiling entry function)", report)
-    about = next((part for part in reports if entry in part.split("\n", 1)[0]), report)
+    # Where registers spill, the report is indented and its lines are broken.
+    about = next((part for part in reports if entry in part.partition("Function properties")[0]), "")
     return Inspection(read_report(about, shared_bytes(str(compiled.ir_module))), ptx, cubin)
 
 

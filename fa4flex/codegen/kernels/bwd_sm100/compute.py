@@ -12,20 +12,24 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, cute, pipeline
+from cutlass import Boolean, Float32, Int32, const_expr, cute, pipeline
 from cutlass.cute.nvgpu import tcgen05
 
 from fa4flex.codegen.kernels.bwd_sm100.config import FRAGMENT, HALF, ROWS, Config
 from fa4flex.codegen.kernels.bwd_sm100.parts import Pipes, Shared, in_columns, of_half
-from fa4flex.codegen.kernels.bwd_sm100.roles import COMPUTE
+from fa4flex.codegen.kernels.bwd_sm100.roles import COMPUTE, COMPUTING
+from fa4flex.codegen.kernels.bwd_sm100.shares import LaneCollector
 from fa4flex.codegen.kernels.common.backward import (
     BackwardArguments,
     BackwardCourse,
     KeyWork,
+    needs_mask,
     query_tile_at,
+    token_of,
 )
-from fa4flex.codegen.kernels.common.fragment import compute_before, computed_once, narrow
+from fa4flex.codegen.kernels.common.fragment import compute_before, computed_once, narrow, widened
 from fa4flex.codegen.kernels.common.hooks import Hooks
+from fa4flex.codegen.kernels.common.shares import sums_of, targets
 from fa4flex.codegen.kernels.common.softmax import LOG2_E
 from fa4flex.codegen.kernels.common.tensor_core import Blocks, arrive_once
 from fa4flex.codegen.kernels.common.transposed import Slab
@@ -42,11 +46,12 @@ WIDE = 8
 
 @dataclass(frozen=True)
 class Head:
-    """What stays the same over the steps of a query head: where hooks are called for, queries apart, and by
-    what the variant's scores are multiplied to be powers of two."""
+    """What stays the same over the steps of a query head: where hooks are called for, queries apart; by what
+    the variant's scores are multiplied to be powers of two; and what becomes of captured gradients."""
 
     slab: Slab
     factor: Float32
+    collector: LaneCollector
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,12 @@ class Compute:
         self.config = config
         self.hooks = hooks
         self.course = course
+        shares = hooks.shares
+        self.late = hooks.slope is not None and any(not share.scaled for share in shares)
+        """Whether slopes come in after what modified scores add to captured tensors was taken."""
+        weights = [share.weight for share in shares if share.weight is not None]
+        self.again = self.late or any(weight.scored for weight in weights)
+        """Whether scores are asked for again when their gradients are there."""
 
     @cute.jit
     def run(
@@ -88,20 +99,24 @@ class Compute:
         base: cute.Pointer,
     ) -> None:
         config = self.config
+        ordered = config.deterministic and config.masked
         place = self.place(shared, base)
         lse2 = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.q_stages)
         delta = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.do_stages)
-        heads = Int32(arguments.q.shape[2])
-        group = heads // arguments.k.shape[2]
+        heads = Int32(arguments.q.shape[-2])
+        group = heads // arguments.k.shape[-2]
         phase = Int32(0)
+        sums = sums_of(self.hooks.shares)
         for g in cutlass.range(group, unroll=1):
             h = work.kv_head * group + g
             at = self.course.place(work, h, heads, arguments)
             first = work.tile * ROWS + place.row
             factor = at.scale * LOG2_E if self.hooks.factor is None else self.hooks.factor(at)
-            given = Head(Slab(at, first, (0,), ()), computed_once(factor))
+            slab = Slab(at, first, (0,), tuple(range(FRAGMENT)))
+            given = Head(slab, computed_once(factor), self.collector(arguments, slab, sums))
+            given.collector.begin()
             queries = self.course.queries(work, h, arguments)
-            for i in cutlass.range(queries.masked_count, unroll=1):
+            for i in cutlass.range(0 if const_expr(ordered) else queries.masked_count, unroll=1):
                 which = (query_tile_at(queries, i), phase)
                 self.step(given, place, (shared, pipes), (lse2, delta), which, True)
                 lse2.advance()
@@ -109,16 +124,31 @@ class Compute:
                 phase ^= 1
             for i in cutlass.range(queries.masked_count, queries.count, unroll=1):
                 which = (query_tile_at(queries, i), phase)
-                self.step(given, place, (shared, pipes), (lse2, delta), which, False)
+                if const_expr(ordered):
+                    if needs_mask(queries, i):
+                        self.step(given, place, (shared, pipes), (lse2, delta), which, True)
+                    else:
+                        self.step(given, place, (shared, pipes), (lse2, delta), which, False)
+                else:
+                    self.step(given, place, (shared, pipes), (lse2, delta), which, False)
                 lse2.advance()
                 delta.advance()
                 phase ^= 1
+            given.collector.finish()
         some = self.course.steps(work, arguments) > 0
         memory = config.memory
         dv = Sums(base + memory.dv, pipes.dv_full, config.head_dim_v)
         dk = Sums(base + memory.dk, pipes.dk_full, config.head_dim)
         self.store(arguments.dv, work, place, dv, some, Float32(1.0))
         self.store(arguments.dk, work, place, dk, some, arguments.scale)
+
+    def collector(
+        self, arguments: BackwardArguments, slab: Slab, sums: tuple[cute.Tensor, ...]
+    ) -> LaneCollector:
+        """A query head's shares in the gradients of captured tensors."""
+        warp = cute.arch.thread_idx()[0] // 32 - COMPUTE
+        where = targets(tuple(arguments.gradients), cute.arch.block_idx()[0] * COMPUTING + warp)
+        return LaneCollector(self.hooks.shares, slab, where, sums, cute.arch.lane_idx())
 
     def place(self, shared: Shared, base: cute.Pointer) -> Place:
         thread = cute.arch.thread_idx()[0] - 32 * COMPUTE
@@ -158,17 +188,20 @@ class Compute:
         tile, phase = which
         q_first = tile * ROWS + place.half * HALF
         fragments = HALF // FRAGMENT
-        p = cute.make_rmem_tensor((FRAGMENT, fragments), Float32)
+        kind = shared.q.element_type
+        scores = cute.make_rmem_tensor((FRAGMENT, fragments), Float32)
+        weights = []
         cute.arch.mbarrier_wait(pipes.lse2_full + lse2.index, lse2.phase)
         cute.arch.mbarrier_wait(pipes.s_full, phase)
         for f in cutlass.range_constexpr(fragments):
             rows = self.numbers(shared.lse2, lse2.index, place.half, f)
-            place.scores.take(f, p[None, f])
+            place.scores.take(f, scores[None, f])
             cute.arch.fence_view_async_tmem_load()
-            slopes = self.probabilities(given, p[None, f], rows, q_first + f * FRAGMENT, masked)
-            place.probabilities.put(f, self.narrowed(p[None, f], shared.q.element_type))
-            for c, slope in slopes.items():
-                p[c, f] = p[c, f] * slope
+            p = self.to_change(scores[None, f])
+            slopes = self.probabilities(given, p, rows, q_first + f * FRAGMENT, masked)
+            packed = self.narrowed(p, kind)
+            place.probabilities.put(f, packed)
+            weights.append(self.weights(p, packed, slopes, kind))
         cute.arch.fence_view_async_tmem_store()
         arrive_once(pipes.p_full)
         arrive_once(pipes.lse2_empty + lse2.index)
@@ -181,10 +214,11 @@ class Compute:
             cute.arch.fence_view_async_tmem_load()
             for c in cutlass.range_constexpr(0, FRAGMENT, 2):
                 less = cute.arch.sub_packed_f32x2((ds[c], ds[c + 1]), (rows[c], rows[c + 1]))
-                ds[c], ds[c + 1] = cute.arch.mul_packed_f32x2((p[c, f], p[c + 1, f]), less)
-            packed = self.narrowed(ds, shared.q.element_type)
+                ds[c], ds[c + 1] = cute.arch.mul_packed_f32x2(self.weight_pair(weights[f], c, kind), less)
+            self.take_captured(given, ds, scores[None, f], q_first + f * FRAGMENT, masked)
+            packed = self.narrowed(ds, kind)
             place.ds.put(f, packed)
-            self.share(place.ds_row, packed, shared.q.element_type, f)
+            self.share(place.ds_row, packed, kind, f)
         cute.arch.fence_view_async_tmem_store()
         cute.arch.fence_proxy("async.shared", space="cta")
         arrive_once(pipes.ds_full)
@@ -220,6 +254,49 @@ class Compute:
                 # What the next queries' hooks read would else be read now, and wait in registers.
                 compute_before(scores[start + HOOKED - 1])
         return slopes
+
+    def to_change(self, scores: cute.Tensor) -> cute.Tensor:
+        """Registers with the scores of a fragment that may become something else."""
+        if not self.again:
+            return scores
+        copied = cute.make_rmem_tensor((FRAGMENT,), Float32)
+        copied.store(scores.load())
+        return copied
+
+    def weights(
+        self, p: cute.Tensor, packed: cute.Tensor, slopes: dict[int, Float32], kind: Any
+    ) -> cute.Tensor:
+        """What a fragment's dP' less their rows' sums are multiplied by: probabilities, times slopes where
+        these are not late. In 16 bits, two in a register, where scores are kept in registers too."""
+        if not self.late:
+            for c, slope in slopes.items():
+                p[c] = p[c] * slope
+        if not self.again:
+            return p
+        return packed if self.late or not slopes else self.narrowed(p, kind)
+
+    def weight_pair(self, weights: cute.Tensor, c: int, kind: Any) -> tuple[Float32, Float32]:
+        """Two neighbours of `weights`."""
+        if not self.again:
+            return weights[c], weights[c + 1]
+        return widened(cute.recast_tensor(weights, Int32)[c // 2], kind)
+
+    def take_captured(
+        self, given: Head, ds: cute.Tensor, scores: cute.Tensor, q_first: Int32, masked: bool
+    ) -> None:
+        """What a fragment adds to captured tensors. ds, of modified scores where slopes are late, becomes
+        that of scaled ones; `scores` hold q.k where they are needed again."""
+        if not self.hooks.shares:
+            return
+        grid = cute.make_layout((1, FRAGMENT))
+        found, raw = (cute.make_tensor(x.iterator, grid) for x in (ds, scores))
+        collector = given.collector
+        early = collector.early(raw, q_first, masked)
+        collector.take(False, found, q_first, masked, early)
+        if self.late:
+            for place, slope in (given.slab.slopes(self.hooks, raw, q_first, masked) or {}).items():
+                found[place] = found[place] * slope
+        collector.take(True, found, q_first, masked, early)
 
     def narrowed(self, source: cute.Tensor, kind: Any) -> cute.Tensor:
         """A fragment in 16 bits, two numbers in a register."""
@@ -264,8 +341,9 @@ class Compute:
             key = work.tile * ROWS + place.row
             if key < work.kv_len:
                 first = (place.half * count + block) * STORED
-                eights = cute.logical_divide(target[work.b, key, work.kv_head, None], cute.make_layout(WIDE))
+                row = token_of(target, work.b, work.kv_offset, key, work.kv_head)
+                eights = cute.logical_divide(row, cute.make_layout(WIDE))
                 for i in cutlass.range_constexpr(STORED // WIDE):
-                    if first + WIDE * i < target.shape[3]:
+                    if first + WIDE * i < target.shape[-1]:
                         eight = cute.make_tensor(halves.iterator + WIDE * i, cute.make_layout(WIDE))
                         cute.autovec_copy(eight, eights[None, first // WIDE + i])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fa4flex.codegen.kernels.common.lengths import Lengths
 from fa4flex.codegen.kernels.common.order import Order
 
 ROWS = 128
@@ -24,9 +25,9 @@ class Registers:
     """Per thread, after the split: of the warpgroup that hands on dQ, of both that compute, and of the one
     that holds the warps which load and multiply."""
 
-    reduce: int = 88
+    reduce: int = 72
     compute: int = 168
-    other: int = 88
+    other: int = 104
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,8 @@ class Config:
     dq_stages                pieces of dQ, 32 rows by 32 columns, that a warp has staged in shared memory
     registers                of each kind of warpgroup
     masked                   whether tiles come from block tables; otherwise all of them
+    lengths                  "dense", "packed" (cu_seqlens) or "used" (seqused per batch)
+    deterministic            whether sums of dQ are added up in one order
     """
 
     head_dim: int
@@ -61,6 +64,13 @@ class Config:
     dq_stages: int = 2
     registers: Registers = Registers()
     masked: bool = False
+    lengths: Lengths = "dense"
+    deterministic: bool = False
+
+    @property
+    def ragged(self) -> bool:
+        """Whether sequences may end before the tensors do."""
+        return self.lengths != "dense"
 
     @property
     def tile_m(self) -> int:
@@ -71,6 +81,11 @@ class Config:
     def tile_n(self) -> int:
         """Keys per block."""
         return ROWS
+
+    @property
+    def turn_rows(self) -> int:
+        """Each of four warps adds its own rows of dQ, and waits for those of other blocks alone."""
+        return ROWS // 4
 
     @property
     def dq_order(self) -> Order:

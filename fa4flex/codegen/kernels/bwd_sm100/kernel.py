@@ -33,7 +33,7 @@ from fa4flex.codegen.kernels.bwd_sm100.roles import (
 from fa4flex.codegen.kernels.common.backward import BackwardArguments, BackwardCourse
 from fa4flex.codegen.kernels.common.hooks import Hooks
 from fa4flex.codegen.kernels.common.tensor_core import operand_ring
-from fa4flex.codegen.kernels.common.transfer import reordered
+from fa4flex.codegen.kernels.common.transfer import ending, reordered
 from fa4flex.codegen.kernels.common.work import Grid
 
 
@@ -73,7 +73,8 @@ class Backward:
         cluster = cute.tiled_divide(cute.make_layout((1, 1, 1)), (products.scores.thr_id.shape,)).shape
 
         def rows(tensor: cute.Tensor) -> cute.Tensor:
-            return reordered(tensor, [1, 3, 2, 0])
+            whole = reordered(tensor, [1, 3, 2, 0] if cute.rank(tensor) == 4 else [0, 2, 1])
+            return ending(whole) if self.config.ragged else whole
 
         first, second = cute.nvgpu.make_tiled_tma_atom_A, cute.nvgpu.make_tiled_tma_atom_B
         return (

@@ -15,8 +15,9 @@ from fa4flex.codegen.kernels.common.backward import (
     BackwardCourse,
     KeyWork,
     query_tile_at,
+    rows_of,
 )
-from fa4flex.codegen.kernels.common.transfer import Views, load_once, load_stage, partition
+from fa4flex.codegen.kernels.common.transfer import Views, ended, load_once, load_stage, partition
 
 Transfers = tuple[cpasync.TmaInfo, cpasync.TmaInfo, cpasync.TmaInfo, cpasync.TmaInfo]
 """Of q, k, v and dout."""
@@ -48,9 +49,10 @@ class Load:
         for g in cutlass.range(group, unroll=1):
             h = work.kv_head * group + g
             queries = self.course.queries(work, h, arguments)
-            q_views = self.views(q, shared.q, products.scores, products.scores_tile, (h, work.b))
-            do_views = self.views(dout, shared.dout, products.dprob, products.dprob_tile, (h, work.b))
-            lse2, delta = arguments.lse2[work.b, h, None], arguments.delta[work.b, h, None]
+            q_rows, do_rows = (self.rows(x, work.q_offset, work.q_len, (h, work.b)) for x in (q, dout))
+            q_views = self.views(q_rows, q, shared.q, products.scores, products.scores_tile)
+            do_views = self.views(do_rows, dout, shared.dout, products.dprob, products.dprob_tile)
+            lse2, delta = rows_of(arguments.lse2, work, h), rows_of(arguments.delta, work, h)
             for i in cutlass.range(queries.count, unroll=1):
                 tile = query_tile_at(queries, i)
                 load_stage(q, pipes.q, q_state, q_views, tile)
@@ -62,14 +64,20 @@ class Load:
 
     def keys(self, transfer: Any, shared: cute.Tensor, product: Any, size: Any, work: KeyWork) -> Views:
         """The block's tile of keys or values, as the first operand of a product."""
-        whole = transfer.tma_tensor[None, None, work.kv_head, work.b]
+        whole = self.rows(transfer, work.kv_offset, work.kv_len, (work.kv_head, work.b))
         tiles = product.get_slice(0).partition_A(cute.local_tile(whole, size[::2], (None, 0)))
         to_shared, from_global = partition(transfer, shared, tiles, modes=3)
         return to_shared[None, 0], from_global[None, work.tile]
 
-    def views(self, transfer: Any, shared: cute.Tensor, product: Any, size: Any, place: Any) -> Views:
+    def rows(self, transfer: Any, offset: Int32, length: Int32, place: tuple[Int32, Int32]) -> cute.Tensor:
+        """A head of a sequence."""
+        if self.config.ragged:
+            return ended(transfer.tma_tensor, offset, length, *place)
+        return transfer.tma_tensor[None, None, *place]
+
+    def views(self, rows: cute.Tensor, transfer: Any, shared: cute.Tensor, product: Any, size: Any) -> Views:
         """Tiles of queries, as the second operand of a product."""
-        tiles = cute.local_tile(transfer.tma_tensor[None, None, *place], size[1:], (None, 0))
+        tiles = cute.local_tile(rows, size[1:], (None, 0))
         return partition(transfer, shared, product.get_slice(0).partition_B(tiles), modes=3)
 
     def numbers(

@@ -4,7 +4,7 @@ engine takes it and adds it to global memory. Each warp has its own 32 rows, and
 from __future__ import annotations
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Float32, Int32, const_expr, cute
 from cutlass.cute.nvgpu import tcgen05
 
 from fa4flex.codegen.kernels.bwd_sm100.config import FRAGMENT, ROWS, Config
@@ -13,7 +13,10 @@ from fa4flex.codegen.kernels.common.backward import (
     BackwardArguments,
     BackwardCourse,
     KeyWork,
+    await_turn,
+    pass_turn,
     query_tile_at,
+    rows_of,
 )
 from fa4flex.codegen.kernels.common.tensor_core import Blocks, arrive_once
 from fa4flex.codegen.kernels.common.transfer import add_bulk, stage_by_fours
@@ -48,19 +51,25 @@ class Reduce:
         for g in cutlass.range(group, unroll=1):
             h = work.kv_head * group + g
             queries = self.course.queries(work, h, arguments)
+            sums = rows_of(arguments.dq_sum, work, h, config.head_dim)
             for i in cutlass.range(queries.count, unroll=1):
                 first = (query_tile_at(queries, i) * 4 + warp) * pieces
+                if const_expr(config.deterministic):
+                    counter = await_turn(arguments, work, h, queries, i, config, warp)
                 cute.arch.mbarrier_wait(pipes.dq_full, phase)
                 phase ^= 1
                 for piece in cutlass.range_constexpr(pieces):
                     part = cute.make_rmem_tensor((FRAGMENT,), Float32)
                     dq.take(piece, part)
                     cute.arch.fence_view_async_tmem_load()
-                    if cutlass.const_expr(piece == pieces - 1):
+                    if const_expr(piece == pieces - 1):
                         arrive_once(pipes.dq_empty)
-                    target = cute.local_tile(arguments.dq_sum[work.b, h, None], (PIECE,), (first + piece,))
+                    target = cute.local_tile(sums, (PIECE,), (first + piece,))
                     self.hand_on(part, shared.dq[None, warp, stage], target)
                     stage = (stage + 1) % config.dq_stages
+                if const_expr(config.deterministic):
+                    cute.arch.cp_async_bulk_wait_group(0)
+                    pass_turn(counter)
         cute.arch.cp_async_bulk_wait_group(0)
 
     def hand_on(self, part: cute.Tensor, staged: cute.Tensor, target: cute.Tensor) -> None:

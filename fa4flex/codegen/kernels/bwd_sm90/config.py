@@ -47,6 +47,11 @@ class Config:
         return 128 * (1 + self.consumers)
 
     @property
+    def turn_rows(self) -> int:
+        """One warp adds all of a tile of dQ."""
+        return self.tile_m
+
+    @property
     def split_columns(self) -> bool:
         """Whether warpgroups share the rows of dQ and take half of its columns each; otherwise each takes
         its own rows."""

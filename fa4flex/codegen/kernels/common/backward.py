@@ -19,7 +19,8 @@ class Turns(NamedTuple):
     that in which their blocks are launched. A block waits for blocks that were launched before it, and for
     no others, so that the first of those that run can always go on.
 
-    done     int32 [B, H, R / tile_m], or packed [H, R / tile_m], zero at first: tiles of keys that have added
+    done     int32 [B, H, R / turn_rows], or packed [H, R / turn_rows], zero at first: tiles of keys that have
+             added to these rows
     With a mask, tiles of keys are launched last to first, and each visits tiles of queries in their order:
     pointers int32 [B, H, key tiles + 1] into
     entries  int32, 2 * tile of queries + whether it needs the mask
@@ -91,7 +92,7 @@ class QueryTiles(NamedTuple):
 
 class BackwardCourse:
     """The tile of keys that a block takes; `config` has tile_m, tile_n and masked, and is `deterministic`
-    where sums are ordered."""
+    where sums are ordered: then turn_rows tells how many rows of a tile take turns by themselves."""
 
     def __init__(self, config: Any, hooks: Hooks) -> None:
         self.config = config
@@ -234,17 +235,24 @@ def needs_mask(queries: QueryTiles, i: Int32) -> Boolean:
 
 @cute.jit
 def await_turn(
-    arguments: BackwardArguments, work: KeyWork, h: Int32, queries: QueryTiles, i: Int32, config: Any
+    arguments: BackwardArguments,
+    work: KeyWork,
+    h: Int32,
+    queries: QueryTiles,
+    i: Int32,
+    config: Any,
+    part: Int32 | int = 0,
 ) -> cute.Pointer:
-    """A warp's: wait until all tiles of keys before this one have added to tile i; returns its counter."""
-    turns = arguments.turns
-    tile, rank = query_tile_at(queries, i), work.tile
+    """A warp's: wait until all tiles of keys before this one have added to a part of tile i, turn_rows of its
+    rows; returns its counter."""
+    turns, rows = arguments.turns, config.turn_rows
+    place, rank = query_tile_at(queries, i) * (config.tile_m // rows) + part, work.tile
     if const_expr(turns.ranks is not None):
         rank = queries.masked._replace(tiles=turns.ranks).at(i)
     if const_expr(cute.rank(turns.done) == 3):
-        counter = turns.done[work.b, h, None].iterator + tile
+        counter = turns.done[work.b, h, None].iterator + place
     else:
-        counter = turns.done[h, None].iterator + (work.row_offset // config.tile_m + tile)
+        counter = turns.done[h, None].iterator + (work.row_offset // rows + place)
     if cute.arch.lane_idx() == 0:
         done = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
         while done != rank:

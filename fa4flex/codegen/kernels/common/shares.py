@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute, select_
@@ -82,7 +82,10 @@ def sums_of(shares: Sequence[Share]) -> tuple[cute.Tensor, ...]:
 
 @dataclass(frozen=True)
 class Collector:
-    """The shares of one head and tile of keys. `lane` is of the warp; `sums` are those of sums_of."""
+    """The shares of one head and tile of keys. `lane` is of the warp; `sums` are those of sums_of. Elements
+    lie in lanes as in an accumulator of a warpgroup's product; key_lanes have a key in common."""
+
+    key_lanes: ClassVar[int] = QUAD
 
     shares: tuple[Share, ...]
     slab: Slab
@@ -238,12 +241,18 @@ class Collector:
                 self.add(share, self.slab.at, select_(self.lane == 0, value, Float32(0.0)))
             if share.rate == "column":
                 for r, key in enumerate(self.slab.keys):
-                    value = cute.arch.warp_reduction_sum(total[r], threads_in_group=QUAD)
+                    value = self.of_key(total[r])
                     kv = cutlass.max(cutlass.min(self.slab.kv_first + key, self.slab.at.kv_len - 1), Int32(0))
                     number = kv.to(Float32)
                     at = self.slab.at.but(guard=True, kv=kv, kv_float=number, kv_base=kv, kv_step=0)
-                    value = select_(self.lane % QUAD == 0, value, Float32(0.0))
                     self.add(share, at.but(kv_base_float=number), value)
+
+    def of_key(self, total: Float32) -> Float32:
+        """The sum over the lanes of a key, in its first one; 0 in the others."""
+        if self.key_lanes == 1:
+            return total
+        total = cute.arch.warp_reduction_sum(total, threads_in_group=self.key_lanes)
+        return select_(self.lane % self.key_lanes == 0, total, Float32(0.0))
 
 
 def halved(values: list[Float32], distance: int, lane: Int32) -> list[Float32]:

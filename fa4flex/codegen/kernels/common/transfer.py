@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from cutlass import Int32, cute, pipeline
+from cutlass import Int32, Int64, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
 
@@ -91,6 +91,24 @@ def sequence(tensor: cute.Tensor, offset: Int32, head: Int32, b: Int32, axis: in
         return tensor[None, None, head, b]
     one = tensor[None, None, head]
     return cute.domain_offset((offset, 0) if axis == 0 else (0, offset), one)
+
+
+def ending(tensor: cute.Tensor) -> cute.Tensor:
+    """The same memory as (S, D, E, ...), in which TMA finds the ends of sequences: row S - n + i of end e is
+    token e - n + i. Of a sequence of n tokens, what follows its end is past row S, and zeros are brought."""
+    (rows, *others), (step, *steps) = tensor.shape, tensor.stride
+    before = cute.assume(Int64(rows) * step, divby=8)
+    layout = cute.make_layout(
+        (rows, others[0], rows + 1, *others[1:]), stride=(step, steps[0], step, *steps[1:])
+    )
+    return cute.make_tensor(tensor.iterator - before, layout)
+
+
+def ended(tensor: cute.Tensor, offset: Int32, length: Int32, head: Int32, b: Int32) -> cute.Tensor:
+    """One head of one sequence of `length` tokens, of an `ending` tensor."""
+    batch = (b,) if cute.rank(tensor) == 5 else ()
+    one = tensor[(None, None, offset + length, head, *batch)]
+    return cute.domain_offset((cute.size(tensor, mode=[0]) - length, 0), one)
 
 
 def release(ring: Any, state: Any) -> None:

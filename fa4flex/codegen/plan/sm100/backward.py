@@ -108,6 +108,8 @@ class BlackwellBackwardPlan:
             ),
             registers=self.registers,
             masked=self.problem.mask_form != "none",
+            lengths=self.problem.lengths,
+            deterministic=self.problem.deterministic,
         )
 
     def check(self) -> None:
@@ -124,12 +126,13 @@ class BlackwellBackwardPlan:
 
     def explain(self) -> str:
         """The plan in words."""
-        r = self.registers
+        r, ordered = self.registers, self.problem.deterministic
         lines = [
             f"backward kernel for {self.target.name} ({self.target.chip}): {self.problem.explain()}",
             f"tile: {ROWS} queries x {ROWS} keys, q and k {self.head_dim} wide, v {self.head_dim_v}",
             "warpgroups: 1 hands on dQ, 2 compute and 1 of single warps (multiply, load), of"
             f" {r.reduce}, {r.compute} and {r.other} registers",
+            *["sums of dQ come in one order: each warp that hands it on awaits its turn"] * ordered,
             "shared memory:",
             self.memory.explain(),
             "tensor memory:",
@@ -145,10 +148,10 @@ def plan_blackwell_backward(problem: Problem, target: Target) -> BlackwellBackwa
     """Raises UnsupportedError for what the kernel does not have: callers then compute it another way."""
     widths = [next((w for w in WIDTHS if w >= x), None) for x in (problem.head_dim, problem.head_dim_v)]
     head_dim, head_dim_v = widths
-    if head_dim is None or head_dim_v is None or problem.lengths == "packed":
+    if head_dim is None or head_dim_v is None:
         raise UnsupportedError(
             f"a backward kernel for {problem.explain()}",
-            f"dense heads of at most {WIDTHS[-1]}",
+            f"heads of at most {WIDTHS[-1]}",
             "nothing: gradients are computed in PyTorch operations instead",
         )
     plan = BlackwellBackwardPlan(target, problem, head_dim, head_dim_v)
