@@ -17,7 +17,7 @@ from fa4flex.simulator.ptx.nodes import WIDTHS, Instruction
 from fa4flex.simulator.state.registers import LANES
 
 SPECIAL = {"ex2", "lg2", "rcp", "rsqrt", "sqrt", "sin", "cos", "tanh", "popc", "clz", "brev", "bfind"}
-FREE = {"mov", "cvta", "mapa", "setmaxnreg", "griddepcontrol", "prefetch", "pmevent", "isspacep", "nanosleep"}
+FREE = {"mov", "cvta", "mapa", "setmaxnreg", "griddepcontrol", "prefetch", "isspacep", "nanosleep"}
 """Folded into operands, or done by nobody that the loop waits for."""
 FLOATS = ("f32", "f16", "bf16", "f16x2", "bf16x2", "f64")
 PACKED = ("f32x2", "f16x2", "bf16x2")
@@ -77,6 +77,8 @@ def cost(instruction: Instruction, chip: Chip, uniform: bool) -> Cost:
         return _conversion(parts, chip, uniform)
     if name in ("bra", "ret", "exit", "trap", "brkpt"):
         return Cost("branch", latency=chip.alu_latency, ordered=True)
+    if name == "pmevent":
+        return Cost("event", ordered=True)
     if name in ("vote", "elect", "match", "redux"):
         return _lanes(name, "alu", chip.alu, 3 * chip.alu_latency)
     if name == "shfl":

@@ -41,6 +41,30 @@ def between(lo: Int32 | None, hi: Int32, start: int) -> Int32:
     return below if lo is None else below & ~ones(lo - start)
 
 
+def word_between(lo: Int32 | None, hi: Int32, start: int) -> Int32:
+    """Bit i is set where lo <= start + i < hi, for WORD columns."""
+    below = _low_bits(hi - start)
+    return below if lo is None else below & ~_low_bits(lo - start)
+
+
+@dsl_user_op
+def _low_bits(count: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """As many ones as `count` says, none and WORD being the least and the most: a shift to the left loses
+    its number of places from 32 on, and one instruction has no such limit."""
+    count = cutlass.max(count, Int32(0))
+    return Int32(
+        llvm.inline_asm(
+            T.i32(),
+            [count.ir_value(loc=loc, ip=ip)],
+            "bmsk.clamp.b32 $0, 0, $1;",
+            "=r,r",
+            has_side_effects=False,
+            is_align_stack=False,
+            asm_dialect=llvm.AsmDialect.AD_ATT,
+        )
+    )
+
+
 def ones(count: Int32, most: int = RUN) -> Int32:
     """`count` ones, between none and `most`."""
     return (Int32(1) << cutlass.max(cutlass.min(count, Int32(most)), Int32(0))) - 1

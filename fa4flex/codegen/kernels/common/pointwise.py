@@ -20,6 +20,7 @@ from fa4flex.codegen.kernels.common.bits import (
     columns_below,
     ones,
     with_bit,
+    word_between,
 )
 from fa4flex.codegen.kernels.common.fragment import compute_before, computed_once
 from fa4flex.codegen.kernels.common.hooks import At, Hooks, Pointwise
@@ -215,6 +216,16 @@ class Fragment:
             # Of bits, it may be known that they never are the number that is looked for; not so with kv_len.
             compute_before(functools.reduce(operator.xor, (row[which] for row in words), self.at.kv_len))
         return tuple(map(tuple, words))
+
+    def inside(self, kv_first: Int32, count: int) -> list[Int32]:
+        """Of the only row, in `count` fragments of WORD columns next to each other: the bits of what its
+        spans allow."""
+        origin = kv_first + self.first_column
+        ends = [(None if lo is None else lo - origin, hi - origin) for lo, hi in self.rows.spans[0]]
+        return [
+            functools.reduce(operator.or_, (word_between(lo, hi, i * WORD) for lo, hi in ends))
+            for i in range(count)
+        ]
 
     def mask(self, scores: cute.Tensor, kv_first: Int32, allowed: Words | None) -> None:
         """scores (row, column): what is not allowed becomes -inf. `allowed` is what that returned for this

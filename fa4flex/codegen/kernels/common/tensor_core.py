@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cutlass import BFloat16, Boolean, Float32, Int32, cute, pipeline
-from cutlass._mlir.dialects import llvm
+from cutlass._mlir.dialects import llvm, nvvm
 from cutlass.cute.nvgpu import tcgen05
 from cutlass.cutlass_dsl import T, dsl_user_op
 
@@ -54,19 +54,40 @@ class Product:
         """acc = a b, or acc += a b with `add`, over these instructions. a, b: (M or N, M or N, K); in tensor
         memory, a may be given by where the operand of each instruction begins. In a loop, `zero` is what
         `zero_here` returns."""
-        result = Int32(acc.toint())
-        right = _words(b)
-        right[0] = right[0] + zero
-        left = self._left(a, zero)
+        operands = self.prepared(acc, a, b, zero)
         with cute.arch.elect_one():
-            for k in steps:
-                words, offset = left or [Int32(a[k].toint())], 0
-                if isinstance(a, cute.Tensor):
-                    offset = self._columns(a, k) if self.a_in_tensor_memory else _step(a, k)
-                instruction = f"tcgen05.mma.cta_group::{self.ctas}.kind::f16"
-                numbers = (result, *words, *right, Int32(Boolean(add)))
-                _mma(numbers, instruction, self.descriptor, [offset, _step(b, k)])
-                add = True
+            self.put(operands, a, b, steps, add)
+
+    def prepared(
+        self,
+        acc: cute.Pointer,
+        a: cute.Tensor | Sequence[cute.Pointer],
+        b: cute.Tensor,
+        zero: Int32 | int = 0,
+    ) -> tuple[Int32, list[Int32], list[Int32]]:
+        """The words of an instruction's operands, which `put` takes: the result's, A's and B's."""
+        result, right = Int32(acc.toint()), _words(b)
+        right[0] = right[0] + zero
+        return result, self._left(a, zero), right
+
+    def put(
+        self,
+        operands: tuple[Int32, list[Int32], list[Int32]],
+        a: cute.Tensor | Sequence[cute.Pointer],
+        b: cute.Tensor,
+        steps: range,
+        add: Boolean | bool,
+    ) -> None:
+        """What `issue` does, for one lane that is elected already."""
+        result, left, right = operands
+        for k in steps:
+            words, offset = left or [Int32(a[k].toint())], 0
+            if isinstance(a, cute.Tensor):
+                offset = self._columns(a, k) if self.a_in_tensor_memory else _step(a, k)
+            instruction = f"tcgen05.mma.cta_group::{self.ctas}.kind::f16"
+            numbers = (result, *words, *right, Int32(Boolean(add)))
+            _mma(numbers, instruction, self.descriptor, [offset, _step(b, k)])
+            add = True
 
     def _left(self, a: cute.Tensor | Sequence[cute.Pointer], zero: Int32 | int) -> list[Int32]:
         """Where A begins; nothing where each instruction has a place of its own."""
@@ -133,6 +154,36 @@ def arrive_once(barrier: cute.Pointer, first: bool = False) -> None:
     cute.arch.sync_warp()
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(barrier, peer_cta_rank_in_cluster=0 if first else None)
+
+
+@dsl_user_op
+def arrive_where(condition: Boolean, barrier: cute.Pointer, *, loc: Any = None, ip: Any = None) -> None:
+    """The arrival of each lane for which the condition holds, without a branch."""
+    _where(condition, [Int32(barrier.toint())], "mbarrier.arrive.shared::cta.b64 _, [$1];", loc, ip)
+
+
+@dsl_user_op
+def put_where(condition: Boolean, cell: cute.Pointer, x: Float32, *, loc: Any = None, ip: Any = None) -> None:
+    """x to shared memory, for each lane for which the condition holds, without a branch."""
+    _where(condition, [Int32(cell.toint()), x], "st.shared::cta.f32 [$1], $2;", loc, ip)
+
+
+def _where(condition: Boolean, operands: list[Any], instruction: str, loc: Any, ip: Any) -> None:
+    kinds = ["f" if isinstance(x, Float32) else "r" for x in operands]
+    llvm.inline_asm(
+        None,
+        [x.ir_value(loc=loc, ip=ip) for x in (Boolean(condition), *operands)],
+        f"@$0 {instruction}",
+        ",".join(["b", *kinds, "~{memory}"]),
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+
+
+def elect() -> Boolean:
+    """True in one lane of the warp."""
+    return Boolean(nvvm.elect_sync())
 
 
 @dsl_user_op

@@ -20,7 +20,7 @@ from cutlass import Boolean, Int32, const_expr, cute, pipeline
 from fa4flex.codegen.kernels.common.arguments import Arguments
 from fa4flex.codegen.kernels.common.course import Course
 from fa4flex.codegen.kernels.common.keys import KeyTiles, tile_at
-from fa4flex.codegen.kernels.common.tensor_core import MMA_K, zero_here
+from fa4flex.codegen.kernels.common.tensor_core import MMA_K, elect, zero_here
 from fa4flex.codegen.kernels.common.work import Grid, Work
 from fa4flex.codegen.kernels.fwd_sm100.cluster import Cluster
 from fa4flex.codegen.kernels.fwd_sm100.config import Config
@@ -149,14 +149,19 @@ class Multiply:
         """O += p v, in two parts: the first begins while the last probabilities are computed."""
         stage, phase, zero = stage_phase_zero
         p, v = operands.p[tile], operands.v[None, None, None, stage]
-        out = operands.out[tile].iterator
         product = products.values_product
+        words = product.prepared(operands.out[tile].iterator, p, v, zero)
         early, steps = self.config.early_keys // MMA_K, self.config.tile_n // MMA_K
+        # The lane that issues is elected before all wait: nothing is to be done between wait and product.
+        elected = elect()
         cute.arch.mbarrier_wait(pipes.p_early + tile, phase)
-        product.issue(out, p, v, range(early), accumulate, zero)
+        if elected:
+            product.put(words, p, v, range(early), accumulate)
         if const_expr(early < steps):
+            elected = elect()
             cute.arch.mbarrier_wait(pipes.p_late + tile, phase)
-            product.issue(out, p, v, range(early, steps), True, zero)
+            if elected:
+                product.put(words, p, v, range(early, steps), True)
 
     @cute.jit
     def clear_past_end(

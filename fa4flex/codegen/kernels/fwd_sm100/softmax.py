@@ -17,20 +17,20 @@ from cutlass.cute.nvgpu import tcgen05
 from fa4flex.codegen.kernels.common.arguments import Arguments
 from fa4flex.codegen.kernels.common.bits import consecutive
 from fa4flex.codegen.kernels.common.course import Course
+from fa4flex.codegen.kernels.common.fragment import compute_before
 from fa4flex.codegen.kernels.common.hooks import At, Hooks
 from fa4flex.codegen.kernels.common.keys import tile_at
-from fa4flex.codegen.kernels.common.pointwise import Fragment, Words, prepare_rows
+from fa4flex.codegen.kernels.common.pointwise import Fragment, prepare_rows
 from fa4flex.codegen.kernels.common.softmax import (
     LN_2,
     LOG2_E,
     Running,
     alone,
     finish,
-    passes,
     raise_maxima,
     running,
 )
-from fa4flex.codegen.kernels.common.tensor_core import Blocks, arrive_once
+from fa4flex.codegen.kernels.common.tensor_core import Blocks, arrive_once, arrive_where, put_where
 from fa4flex.codegen.kernels.common.work import Grid, Work, put_statistic
 from fa4flex.codegen.kernels.fwd_sm100.cluster import Cluster
 from fa4flex.codegen.kernels.fwd_sm100.config import FRAGMENT, ROWS, Config
@@ -162,36 +162,70 @@ class Softmax:
     ) -> None:
         """The key tile of this number, the i-th of its row, whose scores come in this phase."""
         key_tile, i, phase = which
-        firsts = [key_tile * self.config.tile_n + start for start in range(0, self.config.tile_n, FRAGMENT)]
-        allowed = [tile.fragment.allowed(self.hooks, first) if masked else None for first in firsts]
-        taken = cute.make_rmem_tensor((FRAGMENT, len(firsts)), Float32)
+        kv_first = key_tile * self.config.tile_n
+        words = self.allowed(tile, kv_first) if masked else None
         cute.arch.mbarrier_wait(pipes.s_full + place.tile, phase)
-        for f in cutlass.range_constexpr(len(firsts)):
-            place.scores.take(f, taken[None, f])
-        cute.arch.fence_view_async_tmem_load()
-        rows = [
-            self.modified(tile, taken[None, f], firsts[f], masked, allowed[f]) for f in range(len(firsts))
-        ]
-        self.raise_maximum(tile, largest_of([x for row in rows for x in row]))
-        if i > 0:
-            shared.scales[place.row, place.tile] = tile.state.scale[0]
-            arrive_once(pipes.scale_full + 4 * place.tile + place.warp)
+        rows, largest = self.take(tile, place, kv_first, words)
+        self.raise_maximum(tile, largest)
+        self.hand_scale(tile, place, shared, pipes, i)
         pairs = self.probabilities(tile, place, rows, pipes)
         tile.state.total[0] = total_of(pairs, tile.state.total[0])
 
+    @property
+    def fragments(self) -> int:
+        return self.config.tile_n // FRAGMENT
+
+    def allowed(self, tile: Tile, kv_first: Int32) -> list[Int32]:
+        """The bits of a key tile's columns, a word per fragment, before there are scores."""
+        if self.hooks.mask is None:
+            return tile.fragment.inside(kv_first, self.fragments)
+        words = cute.make_rmem_tensor((self.fragments,), Int32)
+        self.ask(tile, kv_first, words)
+        return [words[f] for f in range(self.fragments)]
+
+    @cute.jit
+    def ask(self, tile: cutlass.Constexpr[Tile], kv_first: Int32, words: cute.Tensor) -> None:
+        """A mask hook, in a loop over fragments: written out, it would be most of what is compiled."""
+        last = self.fragments - 1
+        for f in cutlass.range(self.fragments, unroll=1):
+            ((bits,),) = tile.fragment.allowed(self.hooks, kv_first + f * FRAGMENT)
+            for before in range(last):
+                words[before] = words[before + 1]
+            words[last] = bits
+
+    def take(
+        self, tile: Tile, place: Place, kv_first: Int32, words: list[Int32] | None
+    ) -> tuple[list[list[Float32]], Float32]:
+        """What the softmax is taken of, by fragment, and the largest of it. One half of a row is looked at
+        while the other comes."""
+        taken = cute.make_rmem_tensor((FRAGMENT, self.fragments), Float32)
+        half = self.fragments // 2
+        rows: list[list[Float32]] = []
+        found: list[Float32] = []
+        self.load(place, taken, range(half))
+        for some in (range(half), range(half, self.fragments)):
+            cute.arch.fence_view_async_tmem_load()
+            if not rows:
+                self.load(place, taken, range(half, self.fragments))
+            mine = [self.modified(tile, taken[None, f], kv_first, words, f) for f in some]
+            found.append(largest_of([x for row in mine for x in row]))
+            rows += mine
+            if some.stop == half:
+                compute_before(found[0])
+        return rows, cute.arch.fmax(*found)
+
+    def load(self, place: Place, taken: cute.Tensor, some: range) -> None:
+        for f in some:
+            place.scores.take(f, taken[None, f])
+
     def modified(
-        self,
-        tile: Tile,
-        taken: cute.Tensor,
-        kv_first: Int32,
-        masked: bool,
-        allowed: Words | None,
+        self, tile: Tile, taken: cute.Tensor, kv_first: Int32, words: list[Int32] | None, f: int
     ) -> list[Float32]:
-        """Of q.k of a fragment, what the softmax is taken of: the variant's score, or -inf."""
-        row = Row(taken)
-        tile.fragment.change(self.hooks, row, kv_first, masked)
-        if masked:
-            tile.fragment.mask(row, kv_first, allowed)
+        """Of q.k of fragment f, what the softmax is taken of: the variant's score, or -inf."""
+        row, first = Row(taken), kv_first + f * FRAGMENT
+        tile.fragment.change(self.hooks, row, first, words is not None)
+        if words is not None:
+            tile.fragment.mask(row, first, ((words[f],),))
         return row.numbers
 
     @cute.jit
@@ -201,11 +235,28 @@ class Softmax:
         found = [largest]
         state.scale[0] = Float32(1.0)
         if const_expr(self.config.rescale_threshold > 0):
-            raised = passes(found, state)
-            if raised:
+            # "All may stay" costs an instruction less than "any may not" on the way to the exponentials.
+            if ~cute.arch.vote_all_sync(largest <= state.ceiling[0]):
                 raise_maxima(found, tile.factor, tile.slack, state, alone)
         else:
             raise_maxima(found, tile.factor, tile.slack, state, alone)
+
+    @cute.jit
+    def hand_scale(
+        self,
+        tile: cutlass.Constexpr[Tile],
+        place: cutlass.Constexpr[Place],
+        shared: cutlass.Constexpr[Shared],
+        pipes: cutlass.Constexpr[Pipes],
+        i: Int32,
+    ) -> None:
+        """To the correction warp, but for the first key tile. Without a branch, so that exponentials may
+        begin meanwhile."""
+        later = i > 0
+        cell = shared.scales.iterator + shared.scales.layout((place.row, place.tile))
+        put_where(later, cell, tile.state.scale[0])
+        cute.arch.sync_warp()
+        arrive_where(later & (cute.arch.lane_idx() == 0), pipes.scale_full + 4 * place.tile + place.warp)
 
     def probabilities(self, tile: Tile, place: Place, rows: list[list[Float32]], pipes: Pipes) -> list[Pair]:
         """To tensor memory, by fragment."""
