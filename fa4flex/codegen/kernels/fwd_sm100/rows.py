@@ -67,14 +67,16 @@ def maximum(a: Float32, b: Float32, c: Float32, *, loc: Any = None, ip: Any = No
     )
 
 
-def largest_of(row: list[Float32]) -> Float32:
-    """A multiple of 8 numbers."""
+def largest_of(row: list[Float32], before: Float32 | None = None) -> Float32:
+    """Of a multiple of 8 numbers, and of what was the largest before them."""
     chains = row[:CHAINS]
     for i in range(CHAINS, len(row) - CHAINS, 2 * CHAINS):
         for c in range(CHAINS):
             chains[c] = maximum(chains[c], row[i + 2 * c], row[i + 2 * c + 1])
     chains = [*chains, *row[-CHAINS:]]
-    return maximum(maximum(*chains[:3]), maximum(*chains[3:6]), cute.arch.fmax(*chains[6:]))
+    *six, last, other = chains
+    end = cute.arch.fmax(last, other) if before is None else maximum(last, other, before)
+    return maximum(maximum(*six[:3]), maximum(*six[3:]), end)
 
 
 def total_of(row: list[Pair], before: Float32) -> Float32:

@@ -201,18 +201,18 @@ class Softmax:
         taken = cute.make_rmem_tensor((FRAGMENT, self.fragments), Float32)
         half = self.fragments // 2
         rows: list[list[Float32]] = []
-        found: list[Float32] = []
+        largest: Float32 | None = None
         self.load(place, taken, range(half))
         for some in (range(half), range(half, self.fragments)):
             cute.arch.fence_view_async_tmem_load()
             if not rows:
                 self.load(place, taken, range(half, self.fragments))
             mine = [self.modified(tile, taken[None, f], kv_first, words, f) for f in some]
-            found.append(largest_of([x for row in mine for x in row]))
+            largest = largest_of([x for row in mine for x in row], largest)
             rows += mine
             if some.stop == half:
-                compute_before(found[0])
-        return rows, cute.arch.fmax(*found)
+                compute_before(largest)
+        return rows, largest
 
     def load(self, place: Place, taken: cute.Tensor, some: range) -> None:
         for f in some:
