@@ -9,6 +9,7 @@ import torch
 from cases import Size, fa4_forward
 
 import fa4flex
+from fa4flex.simulator import model
 from fa4flex.simulator.run.counts import by_warp, cycles, shared_memory
 from fa4flex.simulator.run.launch import Result
 from fa4flex.variants import causal
@@ -58,3 +59,23 @@ def test_no_more_than_flash_attention_4(size: Size, masked: bool) -> None:
     assert moved["operands of MMAs"] <= peers_moved["operands of MMAs"]
     # Who waits how often for a barrier differs: some thousandths.
     assert sum(moved.values()) <= 1.005 * sum(peers_moved.values())
+
+
+@pytest.mark.parametrize(
+    ("size", "masked"),
+    [
+        pytest.param(Size(q_len=256, kv_len=1280), True, id="causal"),
+        pytest.param(Size(q_len=512, kv_len=1280), False, id="pair", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_step_takes_no_longer_than_flash_attention_4s(size: Size, masked: bool) -> None:
+    """In the steady state, by the model of time, which charges this kernel's waits for tensor memory."""
+    torch.manual_seed(0)  # which rows raise their maxima shifts some warps by some clocks
+    attn = fa4flex.compile(mask=causal) if masked else fa4flex.compile()
+    q, k, v = (torch.randn(1, 1, n, size.dim).bfloat16() for n in (size.q_len, size.kv_len, size.kv_len))
+    with model.recording("sm_100a") as recorder, torch.no_grad():
+        attn(q, k, v)
+    mine = model.predict(recorder.traces[-1])
+    peer = model.predict(model.record(fa4_forward("sm_100a", size, masked).launch))
+    assert mine.step_flops == peer.step_flops
+    assert mine.cycles_per_step <= peer.cycles_per_step
