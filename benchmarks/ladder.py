@@ -73,7 +73,7 @@ def run(config: Config) -> tuple[Any, Any]:
     q = torch.randn(1, 1, config.tile_m, WIDTH).bfloat16()
     k, v = (torch.randn(1, 1, KEYS, WIDTH).bfloat16() for _ in range(2))
     out, lse = torch.full_like(q, torch.nan), torch.empty(1, 1, config.tile_m)
-    given = q, k, v, out, lse, *[None] * 9, WIDTH**-0.5, config.tile_m, None
+    given = q, k, v, out, lse, *[None] * 9, WIDTH**-0.5, config.tile_m, None, None
 
     def kernel() -> Any:
         arguments = fake_arguments(problem, signature, config)
