@@ -15,6 +15,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
+from fa4flex.codegen.kernels.bwd_sm90.columns import ColumnConsumer
 from fa4flex.codegen.kernels.bwd_sm90.config import KEYS, Config
 from fa4flex.codegen.kernels.bwd_sm90.consumer import Consumer, Mmas
 from fa4flex.codegen.kernels.bwd_sm90.parts import Pipes, Shared
@@ -24,6 +25,9 @@ from fa4flex.codegen.kernels.common.backward import BackwardArguments, BackwardC
 from fa4flex.codegen.kernels.common.hooks import Hooks
 from fa4flex.codegen.kernels.common.transfer import reordered
 from fa4flex.codegen.kernels.common.work import Grid
+
+CONSUMERS = {"keys": Consumer, "columns": ColumnConsumer}
+"""By what they share out."""
 
 
 class Backward:
@@ -38,7 +42,7 @@ class Backward:
         self.course = BackwardCourse(config, hooks)
         self.producer = Producer(config, self.course)
         self.writer = Writer(config, self.course)
-        self.consumer = Consumer(config, hooks, self.course)
+        self.consumer = CONSUMERS[config.split](config, hooks, self.course)
 
     @cute.jit
     def __call__(self, arguments: BackwardArguments, stream: cuda.CUstream) -> None:
@@ -66,25 +70,35 @@ class Backward:
                 a_source=source,
             )
 
-        registers = warpgroup.OperandSource.RMEM
+        # With columns shared out, a warpgroup's scores are a part of what its dV and dK need.
+        share, source = 1, warpgroup.OperandSource.RMEM
+        if config.split == "columns":
+            share, source = config.consumers, warpgroup.OperandSource.SMEM
         return Mmas(
-            product((k_major, k_major), config.tile_m),
-            product((k_major, k_major), config.tile_m),
-            product((k_major, mn_major), config.head_dim_v, registers),
-            product((k_major, mn_major), config.head_dim, registers),
+            product((k_major, k_major), config.queries),
+            product((k_major, k_major), config.queries),
+            product((k_major, mn_major), config.head_dim_v // share, source),
+            product((k_major, mn_major), config.head_dim // share, source),
             product((mn_major, mn_major), columns),
         )
 
     def layouts(self, kind: Any) -> tuple[Any, ...]:
         """Swizzled shared-memory layouts of q, dout (by stage), k, v, and ds (queries, keys)."""
         config = self.config
-        row, m, n = LayoutEnum.ROW_MAJOR, config.tile_m, config.tile_n
-        d, dv = config.head_dim, config.head_dim_v
+        m, n, d, dv = config.tile_m, config.tile_n, config.head_dim, config.head_dim_v
+        q, dout, k, v = config.swizzles
+
+        def rows(shape: tuple[int, int], columns: int, stages: int) -> Any:
+            atom = sm90.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, kind, columns)
+            return cute.tile_to_shape(
+                sm90.make_smem_layout_atom(atom, kind), (*shape, stages), order=(0, 1, 2)
+            )
+
         return (
-            sm90.make_smem_layout_b(row, (KEYS, m, d), kind, config.q_stages),
-            sm90.make_smem_layout_b(row, (KEYS, m, dv), kind, config.do_stages),
-            sm90.make_smem_layout_b(row, (KEYS, n, d), kind, 1),
-            sm90.make_smem_layout_b(row, (KEYS, n, dv), kind, 1),
+            rows((m, d), q, config.q_stages),
+            rows((m, dv), dout, config.do_stages),
+            rows((n, d), k, 1),
+            rows((n, dv), v, 1),
             sm90.make_smem_layout_a(LayoutEnum.COL_MAJOR, (m, d, n), kind, 2),
         )
 
@@ -124,6 +138,7 @@ class Backward:
             "k": tile(kind, k),
             "v": tile(kind, v),
             "ds": tile(kind, ds),
+            "p": tile(kind, ds if config.split == "columns" else 0),
             "dq": tile(Float32, config.tile_m * config.head_dim * config.dq_stages),
         }
         return cute.struct(type("Storage", (), {"__annotations__": members}))
@@ -178,6 +193,7 @@ class Backward:
             one(storage.v, v),
             storage.dout.get_tensor(dout.outer, swizzle=dout.inner),
             storage.ds.get_tensor(ds.outer, swizzle=ds.inner),
+            storage.p.get_tensor(ds.outer, swizzle=ds.inner) if config.split == "columns" else None,
             storage.lse2.get_tensor(cute.make_layout((config.tile_m, config.q_stages))),
             storage.delta.get_tensor(cute.make_layout((config.tile_m, config.do_stages))),
             storage.dq.get_tensor(cute.make_layout((rows * columns, config.consumers, config.dq_stages))),
