@@ -68,8 +68,8 @@ class ColumnConsumer(Consumer):
         (mmas, operands, _), (p, ds), (q_state, do_state) = given, made, states
         lane, w, count, parity = where
         assert shared.p is not None and operands.p_t is not None and operands.ds_t is not None
-        self.share(shared.p[None, None, parity], mmas.scores, p, lane, w)
-        self.share(shared.ds[None, None, parity], mmas.scores, ds, lane, w)
+        self.share(shared.p[None, None, parity], mmas.scores, p, (lane, w), False)
+        self.share(shared.ds[None, None, parity], mmas.scores, ds, (lane, w), self.along_keys)
         self.meet()
         p_t, ds_t = operands.p_t[None, None, None, parity], operands.ds_t[None, None, None, parity]
         multiply(mmas.dv, operands.dv, p_t, operands.dout_t[None, None, None, do_state.index], True)

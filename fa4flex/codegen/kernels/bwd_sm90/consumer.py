@@ -105,7 +105,11 @@ class Consumer:
         self.hooks = hooks
         self.course = course
         self.together = min(PART if hooks.slope is None else SLOPED, config.queries // 4)
-        self.late = any(not share.scaled for share in hooks.shares)
+        self.shares = tuple(share for share in hooks.shares if share.rate != "copy")
+        """Those of captured tensors that take something else than dS as it lies in shared memory."""
+        self.along_keys = len(self.shares) < len(hooks.shares)
+        """Whether dS lies there along the keys."""
+        self.late = any(not share.scaled for share in self.shares)
         """Whether slopes come in after what modified scores add to captured tensors was taken."""
 
     @cute.jit
@@ -132,7 +136,7 @@ class Consumer:
         cute.arch.mbarrier_wait(pipes.v_full, 0)
         self.clear_past_end((shared.k, shared.v), work.kv_len - work.tile * config.tile_n)
         count = Int32(0)
-        sums = sums_of(self.hooks.shares)
+        sums = sums_of(self.shares)
         for g in cutlass.range(group, unroll=1):
             h = work.kv_head * group + g
             slab = self.slab(arguments, work, h, heads, warpgroup_index, lane)
@@ -223,7 +227,7 @@ class Consumer:
         """A query head's shares in the gradients of captured tensors."""
         number = cute.arch.block_idx()[0] * (4 * self.config.consumers) + thread // 32
         where = targets(tuple(arguments.gradients), number)
-        return Collector(self.hooks.shares, slab, where, sums, thread % 32)
+        return Collector(self.shares, slab, where, sums, thread % 32)
 
     @cute.jit
     def step(
@@ -295,7 +299,7 @@ class Consumer:
         (mmas, operands, _), (p, ds), (q_state, do_state) = given, made, states
         lane, w, count, parity = where
         config = self.config
-        self.share(shared.ds[None, None, parity], mmas.scores, ds, lane, w)
+        self.share(shared.ds[None, None, parity], mmas.scores, ds, (lane, w), self.along_keys)
         # Runs while all warpgroups meet.
         multiply(mmas.dv, operands.dv, p, operands.dout_t[None, None, None, do_state.index], True)
         self.meet()
@@ -419,10 +423,20 @@ class Consumer:
         narrow(source, target)
         return target
 
-    def share(self, target: cute.Tensor, mma: cute.TiledMma, ds: cute.Tensor, lane: Int32, w: Int32) -> None:
-        """dS' or P' of all warpgroups to shared memory. Of its two stages, each is free when all warpgroups
-        have met for the other one."""
-        atom = sm90.sm90_get_smem_store_op(LayoutEnum.ROW_MAJOR, target.element_type, Float32)
+    def share(
+        self,
+        target: cute.Tensor,
+        mma: cute.TiledMma,
+        ds: cute.Tensor,
+        where: tuple[Int32, Int32],
+        along_keys: bool,
+    ) -> None:
+        """dS' or P' of all warpgroups to shared memory, which holds it along the keys or the queries. Of its
+        two stages, each is free when all warpgroups have met for the other one; and, where the writer copies
+        it, when that is done with the dQ of the step before the last."""
+        lane, w = where
+        order = LayoutEnum.COL_MAJOR if along_keys else LayoutEnum.ROW_MAJOR
+        atom = sm90.sm90_get_smem_store_op(order, target.element_type, Float32)
         copy = cute.make_tiled_copy_C(atom, mma).get_slice(lane)
         mine = cute.local_tile(transposed(target), (KEYS, self.config.queries), self.score_tile(w))
         cute.copy(copy, copy.retile(ds), copy.partition_D(mine))

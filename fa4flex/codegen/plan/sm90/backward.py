@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 from fa4flex.codegen.kernels.bwd_sm90.config import Config
 from fa4flex.codegen.plan.memory import NUMBER, Memory, lay_out, tile_bytes
@@ -36,6 +37,8 @@ class HopperBackwardPlan:
     head_dim: int
     head_dim_v: int
     stages: tuple[int, int, int]
+    copies: ClassVar[bool] = True
+    """Whether its kernel copies tiles of dS to gradients of captured tensors that are dS."""
 
     @property
     def wide(self) -> bool:
