@@ -95,6 +95,15 @@ CASES: dict[str, Make] = {
     "dense, masked": lambda g: scored(
         lambda s, b, h, q, k, t: s + 2.0 * t[b, h, q, k], leaf(g.batch, g.heads, g.q_len, g.kv_len)
     ),
+    "dense, 16 bits, masked": lambda g: scored(
+        lambda s, b, h, q, k, t: s + t[h, b, q, k],
+        leaf(g.heads, g.batch, g.q_len, g.kv_len, dtype=torch.bfloat16),
+    ),
+    "dense, hidden tiles": lambda g: scored(
+        lambda s, b, h, q, k, t: s + t[b, h, q, k],
+        leaf(g.batch, g.heads, g.q_len, g.kv_len, dtype=torch.bfloat16),
+        mask=lambda b, h, q, k: (k >= 128) & (((q // 64 + k // 128) % 2 != 0) | (h == 1)),
+    ),
     "dense of all heads": lambda g: scored(
         lambda s, b, h, q, k, t: s + t[b, q, k], leaf(g.batch, g.q_len, g.kv_len, dtype=torch.bfloat16)
     ),

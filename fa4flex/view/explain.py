@@ -244,6 +244,6 @@ def _gpu(program: Program, q_len: int, kv_len: int) -> list[str]:
         return ["no kernel: " + line.strip() for line in str(error).splitlines()[:1]]
     return [
         *lines,
-        "backward: kernels for heads up to 64, or of 97 to 128, and on Blackwell up to 128;"
-        " else PyTorch operations, block by block: exact and deterministic, at PyTorch's speed",
+        "backward: kernels, on Blackwell for heads up to 128; for outputs in another dtype than q"
+        " PyTorch operations, block by block: exact and deterministic, at PyTorch's speed",
     ]

@@ -70,6 +70,7 @@ LEARNED: dict[str, tuple[str, dict[str, Any]]] = {
     "capped slopes": ("sum", {"score_mod": alibi(torch.ones(4)) >> softcap(30.0)}),
     "relative table": ("sum", {"score_mod": learned_bias(torch.zeros(4, 15))}),
     "dense bias": ("once", {"score_mod": learned_bias(torch.zeros(2, 4, 8, 8))}),
+    "copied bias": ("once in pairs", {"score_mod": learned_bias(torch.zeros(2, 4, 8, 8).bfloat16())}),
     "buckets": ("sum", {"score_mod": t5_bias(torch.zeros(32, 4))}),
 }
 
@@ -82,7 +83,10 @@ def test_backward_of_captured_tensors(name: str, golden: Callable[[str], None]) 
     (slot,) = {term.slot for term in program.facts.gradient.captured}
     given = {"in_range": True, "wide_index": False, "positive_scale": True, "mask_form": "none"}
     plan = SimpleNamespace(
-        problem=SimpleNamespace(**given, gradients=((slot, adding),)),
+        problem=SimpleNamespace(
+            **given, gradients=((slot, adding),), dtype="bfloat16", operands=(("bfloat16", 4),)
+        ),
+        copies=True,
         target=SimpleNamespace(name="sm_90a", family="sm90"),
         config=lambda: BackwardConfig(128, 128),
     )

@@ -93,10 +93,15 @@ def test_variant(draw: Draw, dim: int) -> None:
     check(sizes, draw.make(sizes))
 
 
-@pytest.mark.parametrize("dim", [40, 96, 112])
+@pytest.mark.parametrize(
+    "dims", [(d, d) for d in (40, 80, 96, 112, 160, 192, 256)] + [(192, 128), (128, 256)], ids=str
+)
 @pytest.mark.parametrize("draw", BY_NAME)
-def test_widths(draw: Draw, dim: int) -> None:
-    sizes = draw.sizes(Sizes().wide(dim))
+def test_widths(draw: Draw, dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them by kernels."""
+    if DEVICE is not None and DEVICE.type == "cuda":
+        monkeypatch.delattr(ops, "_blockwise_backward")
+    sizes = draw.sizes(Sizes().wide(*dims))
     check(sizes, draw.make(sizes))
 
 

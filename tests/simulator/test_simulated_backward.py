@@ -17,6 +17,9 @@ from fa4flex.primitives.sinks import Sinks
 from fa4flex.variants import alibi, causal, document, sliding_window, softcap
 
 IDS = torch.arange(200) // 70
+WIDE = (80, 96, 160, 192, 256, (192, 128), (128, 256))
+"""Widths of q and v for which a block has 64 keys, or whose parts of dQ are narrow."""
+
 COMPOSED: dict[str, dict[str, Any]] = {
     "plain": {},
     "alibi, causal": {"score_mod": alibi, "mask": causal},
@@ -84,11 +87,24 @@ def test_some_gradients(name: str) -> None:
     close(name, random.choice((64, 130, 200)), 200, random.choice((40, 64, 128)))
 
 
+def test_some_wide_gradients() -> None:
+    sizes = random.choice((65, 130)), random.choice((130, 200))
+    close(random.choice(sorted(COMPOSED)), *sizes, random.choice(WIDE), kv_heads=random.choice((1, 2, 4)))
+
+
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("width", (40, 64, 128))
+@pytest.mark.parametrize("width", (40, 64, 128, *WIDE))
 @pytest.mark.parametrize("name", COMPOSED)
 def test_gradients(name: str, width: int) -> None:
     close(name, 200, 200, width)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kv_heads", (1, 4))
+@pytest.mark.parametrize("width", WIDE)
+def test_wide_heads_and_lengths(width: int | tuple[int, int], kv_heads: int) -> None:
+    for q_len, kv_len in ((1, 1), (63, 130), (129, 65)):
+        close("alibi, causal", q_len, kv_len, width, kv_heads=kv_heads)
 
 
 def test_what_kernels_do_not_do_is_done_in_pytorch() -> None:

@@ -123,7 +123,15 @@ class _Module:
     def _named_shares(self, facts: Facts) -> dict[str, LoweredShare]:
         """After the tensors whose gradients they make."""
         found: dict[str, LoweredShare] = {}
-        for share in lowered_shares(facts, self._plan.problem.gradients, self._lowering):
+        problem = self._plan.problem
+        copied = {
+            slot
+            for slot, adding in problem.gradients
+            if adding == "once in pairs"
+            and getattr(self._plan, "copies", False)
+            and problem.operands[slot][0] == problem.dtype
+        }
+        for share in lowered_shares(facts, problem.gradients, self._lowering, copied):
             base = name = self._printer.names.tensor(share.slot)
             while name in found:
                 name = f"{base}_{sum(other.slot == share.slot for other in found.values()) + 1}"
@@ -254,8 +262,7 @@ class _Module:
         items += ["factor=factor"] * (self._factor is not None) + ["spans=spans"] * bool(self._spans)
         lines = []
         for name, share in self._shares.items():
-            rate = "once" if share.once else share.at
-            given = [str(share.which), repr(rate).replace("'", '"'), self._pointwise(f"{name}_place")]
+            given = [str(share.which), repr(share.rate).replace("'", '"'), self._pointwise(f"{name}_place")]
             if share.weight is not None:
                 given.append(f"weight={self._pointwise(f'{name}_weight')}")
             given += ["scaled=True"] * share.scaled

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fa4flex.codegen.analyze.facts import Facts
@@ -16,10 +16,14 @@ from fa4flex.errors import UnsupportedError
 MOST = 16
 """Reads of captured tensors whose gradients one kernel adds up: each takes registers and instructions."""
 
+MOST_AXES = 5
+"""Of a tensor that the copy engine writes tiles of."""
+
 
 @dataclass(frozen=True)
 class LoweredShare:
-    """See kernels/common/hooks.py: Share. `at` is the rate of `place`; weight None means 1."""
+    """See kernels/common/hooks.py: Share. `at` is the rate of `place`; weight None means 1; `copied`: what a
+    tile writes is dS itself."""
 
     slot: int
     which: int
@@ -28,6 +32,11 @@ class LoweredShare:
     place: tuple[Expr, ...]
     weight: Expr | None
     scaled: bool
+    copied: bool
+
+    @property
+    def rate(self) -> str:
+        return "copy" if self.copied else "once" if self.once else self.at
 
     @property
     def axes(self) -> tuple[int, int]:
@@ -36,14 +45,16 @@ class LoweredShare:
 
 
 def lowered_shares(
-    facts: Facts, gradients: Sequence[tuple[int, str]], lowering: Lowering
+    facts: Facts, gradients: Sequence[tuple[int, str]], lowering: Lowering, copied: Container[int] = ()
 ) -> tuple[LoweredShare, ...]:
-    """Of the slots asked for. Raises UnsupportedError where there are too many reads."""
+    """Of the slots asked for; `copied` are those that take copies of dS, where it is what they want. Raises
+    UnsupportedError where there are too many reads."""
     found = []
     for which, (slot, adding) in enumerate(gradients):
         for term in facts.gradient.of_slots([slot]):
             for one in _along_axes(term):
-                found.append(_lowered(facts, one, (which, adding), lowering))
+                share = _lowered(facts, one, (which, adding), lowering)
+                found.append(replace(share, copied=share.copied and slot in copied))
                 if len(found) > MOST:
                     raise UnsupportedError(
                         f"gradients of more than {MOST} reads of captured tensors",
@@ -71,7 +82,10 @@ def _lowered(
     weight = None if value is ONE else lowering.value_within(value, facts.score)
     place = lowering.place(term.slot, term.index, facts.score)
     which, adding = target
-    return LoweredShare(term.slot, which, _rate_of(place), adding != "sum", place, weight, rest is not None)
+    scaled, once = rest is not None, adding != "sum"
+    # dS of scaled scores is what lies in shared memory.
+    copied = once and weight is None and (scaled or by_score is ONE) and len(place) <= MOST_AXES
+    return LoweredShare(term.slot, which, _rate_of(place), once, place, weight, scaled, copied)
 
 
 def _rate_of(place: Sequence[Expr]) -> Rate:

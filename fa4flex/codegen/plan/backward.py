@@ -40,6 +40,10 @@ PLANNERS: dict[str, Callable[[Problem, Target], BackwardPlan]] = {
 """By family of targets."""
 
 
+ERASING = frozenset(("sm90",))
+"""Families whose kernels write the zeros of captured gradients in tiles that the mask hides."""
+
+
 def plan_backward(problem: Problem, target: Target) -> BackwardPlan:
     """Raises UnsupportedError where there is no kernel."""
     if target.family not in PLANNERS:

@@ -147,7 +147,7 @@ def _make_ready(
     target, problem, facts, rows, captured, numbers = settle(engine, call)
     sloped = facts.gradient.by_score is not const(1.0)
     problem = replace(problem, sloped=sloped, deterministic=deterministic)
-    sums = sums_of(engine.facts, call, problem, needs)
+    sums = sums_of(engine.facts, call, problem, target, needs)
     problem = replace(problem, gradients=tuple((one.slot, one.adding) for one in sums))
     plan, source = program(facts, problem, target)
     signature = replace(signature_of(engine, call, rows), dlse=saved.dlse is not None)

@@ -126,13 +126,13 @@ def fake_arguments(problem: Problem, signature: Signature, config: Any) -> list[
 
 
 def fake_gradients(problem: Problem) -> tuple[Any, ...]:
-    """[copies, shape...], with even rows where two elements are written at a time."""
+    """[copies, shape...]; rows of 16-bit ones may be written by the copy engine."""
     found = []
     for slot, adding in problem.gradients:
         dtype, rank = problem.operands[slot]
         pairs = adding == "once in pairs"
         shape = tuple(cute.sym_int32() for _ in range(1 + max(rank, 1)))
-        found.append(fake_plain(DTYPES[dtype] if pairs else Float32, shape, even=pairs))
+        found.append(fake_plain(DTYPES[dtype] if pairs else Float32, shape, together=8 if pairs else 1))
     return tuple(found)
 
 

@@ -16,10 +16,14 @@ from fa4flex.runtime.cuda.call import Call
 
 if TYPE_CHECKING:
     from fa4flex.codegen.plan.problem import Adding, Problem
+    from fa4flex.codegen.plan.target import Target
 
 MOST_COPIES = 64
 """Memory adds numbers to one place one after the other. With so many copies of a small tensor, blocks rarely
 wait for each other."""
+
+ROW_BYTES = 16
+"""What a lane or a copy of a tile writes at least where each element is written once."""
 
 COPIED_BYTES = 2 << 20
 """What the copies may take together, unless one alone takes more."""
@@ -27,8 +31,8 @@ COPIED_BYTES = 2 << 20
 
 @dataclass(frozen=True)
 class CapturedSum:
-    """The gradient of captured tensor `slot`: [copies, shape...] of `dtype`, rows made even where pairs of
-    keys are written. `whole`: every element is written, so that the memory may hold anything before."""
+    """The gradient of captured tensor `slot`: [copies, shape...] of `dtype`, rows along keys padded to a
+    multiple of ROW_BYTES. `whole`: every element is written, so that the memory may hold anything before."""
 
     slot: int
     adding: Adding
@@ -52,11 +56,17 @@ class CapturedSum:
         return total.to(like.dtype)
 
 
-def sums_of(facts: Facts, call: Call, problem: Problem, needs: Sequence[int]) -> tuple[CapturedSum, ...]:
-    return tuple(_sum_of(facts, call, problem, slot) for slot in needs)
+def sums_of(
+    facts: Facts, call: Call, problem: Problem, target: Target, needs: Sequence[int]
+) -> tuple[CapturedSum, ...]:
+    from fa4flex.codegen.plan.backward import ERASING
+
+    erases = target.family in ERASING
+    return tuple(_sum_of(facts, call, problem, slot, erases) for slot in needs)
 
 
-def _sum_of(facts: Facts, call: Call, problem: Problem, slot: int) -> CapturedSum:
+def _sum_of(facts: Facts, call: Call, problem: Problem, slot: int, erases: bool) -> CapturedSum:
+    """`erases`: kernels write the zeros of tiles that the mask hides, where memory lies along the keys."""
     tensor, extents = call.operands[slot], call.extents()
     alone = [name for name, n in (("b", extents.batch), ("h", extents.heads)) if n == 1]
     shape = tuple(tensor.shape) or (1,)
@@ -65,11 +75,18 @@ def _sum_of(facts: Facts, call: Call, problem: Problem, slot: int) -> CapturedSu
         while copies > 1 and copies * tensor.numel() * 4 > COPIED_BYTES:
             copies //= 2
         return CapturedSum(slot, "sum", torch.float32, (copies, *shape), False)
-    # Every pair writes, if every tile is visited; and every element belongs to one, if there are as many.
-    pairs = extents.batch * extents.heads * extents.q_len * extents.kv_len
-    whole = problem.mask_form == "none" and problem.lengths == "dense" and tensor.numel() == pairs
     (term,) = facts.gradient.of_slots([slot])
-    if tensor.dtype in (torch.float16, torch.bfloat16) and term.index[-1] is sym("kv"):
-        even = (1, *shape[:-1], shape[-1] + shape[-1] % 2)
-        return CapturedSum(slot, "once in pairs", tensor.dtype, even, whole)
-    return CapturedSum(slot, "once", torch.float32, (1, *shape), whole)
+    along_keys = term.index[-1] is sym("kv")
+    pairs = extents.batch * extents.heads * extents.q_len * extents.kv_len
+    # Every element belongs to a pair, if there are as many.
+    hidden = problem.mask_form != "none" and not (erases and along_keys)
+    whole = problem.lengths == "dense" and not hidden and tensor.numel() == pairs
+    if not along_keys:
+        return CapturedSum(slot, "once", torch.float32, (1, *shape), whole)
+    adding: Adding = "once"
+    dtype = torch.float32
+    if tensor.dtype in (torch.float16, torch.bfloat16):
+        adding, dtype = "once in pairs", tensor.dtype
+    per_row = ROW_BYTES // dtype.itemsize
+    padded = (1, *shape[:-1], -(-shape[-1] // per_row) * per_row)
+    return CapturedSum(slot, adding, dtype, padded, whole)

@@ -121,13 +121,13 @@ def fake_wide(shape: tuple[Any, ...], dtype: str) -> Any:
     return make_fake_tensor(element, shape, (*strides, 1), assumed_align=WIDE_COPY)
 
 
-def fake_plain(element: Any, shape: tuple[Any, ...], unit: bool = True, even: bool = False) -> Any:
-    """Any strides, the last of which is 1 if `unit`; aligned to its elements, or to two of them if `even`,
-    as all its rows then are."""
-    strides = [cute.sym_int64(divisibility=2 if even else 1) for _ in shape]
+def fake_plain(element: Any, shape: tuple[Any, ...], unit: bool = True, together: int = 1) -> Any:
+    """Any strides, the last of which is 1 if `unit`; aligned to `together` of its elements, as all its rows
+    then are."""
+    strides = [cute.sym_int64(divisibility=together) for _ in shape]
     if unit:
         strides[-1] = 1
-    align = element.width // 8 * (2 if even else 1)
+    align = element.width // 8 * together
     return make_fake_tensor(element, shape, tuple(strides), assumed_align=align)
 
 
@@ -158,7 +158,7 @@ def fake_operands(problem: Problem, signature: Signature) -> tuple[Any, ...]:
     nothing = (False,) * len(problem.operands)
     units, even = signature.unit_strides or nothing, signature.even_rows or nothing
     return tuple(
-        fake_plain(DTYPES[dtype], tuple(cute.sym_int32() for _ in range(max(rank, 1))), unit, rows)
+        fake_plain(DTYPES[dtype], tuple(cute.sym_int32() for _ in range(max(rank, 1))), unit, 1 + rows)
         for (dtype, rank), unit, rows in zip(problem.operands, units, even, strict=True)
     )
 

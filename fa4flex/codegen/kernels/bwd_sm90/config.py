@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from fa4flex.codegen.kernels.common.lengths import Lengths
 from fa4flex.codegen.kernels.common.order import Order
 
+Split = Literal["keys", "columns"]
+
 KEYS = 64
 """Keys of one consumer warpgroup: what one wgmma instruction spans."""
+
+SWIZZLES = (64, 32, 16)
+"""Columns of 16 bits that the patterns of shared memory span."""
 
 
 @dataclass(frozen=True)
 class Config:
     """head_dim, head_dim_v    widths of the tiles in shared memory: multiples of 32 that hold the tensors'
     tile_m                   queries per step, a multiple of 64
-    tile_n                   keys per block; each consumer warpgroup owns 64 of them
+    tile_n                   keys per block
+    split                    what consumer warpgroups share out: "keys", 64 each, and hold their dK and dV; or
+                             the "columns" of dK and dV of 64 keys, and the queries of a step for its scores
     q_stages, do_stages      tiles of Q, and of dO, in flight
     dq_stages                tiles of dQ on their way to global memory
     producer_registers, consumer_registers   per thread, after the split
@@ -28,6 +36,7 @@ class Config:
     head_dim_v: int
     tile_m: int = 64
     tile_n: int = 128
+    split: Split = "keys"
     q_stages: int = 2
     do_stages: int = 2
     dq_stages: int = 2
@@ -40,7 +49,12 @@ class Config:
     @property
     def consumers(self) -> int:
         """Consumer warpgroups."""
-        return self.tile_n // KEYS
+        return self.tile_n // KEYS if self.split == "keys" else 2
+
+    @property
+    def queries(self) -> int:
+        """Of a step, those whose scores one warpgroup computes."""
+        return self.tile_m if self.split == "keys" else self.tile_m // self.consumers
 
     @property
     def threads(self) -> int:
@@ -75,3 +89,23 @@ class Config:
             rows=(0, 8, 0, 1, 16, 0, down),
             columns=(1, 0, 2, 0, 0, 8, across),
         )
+
+    @property
+    def swizzles(self) -> tuple[int, int, int, int]:
+        """Columns of a block of q, dout, k and v in shared memory."""
+        q, dout = self.head_dim, self.head_dim_v
+        if self.split == "columns":
+            q, dout = q // self.consumers, dout // self.consumers
+        _, k = self.dq_shape
+        return (
+            swizzle(self.head_dim, q),
+            swizzle(self.head_dim_v, dout),
+            swizzle(self.head_dim, k),
+            swizzle(self.head_dim_v, self.head_dim_v),
+        )
+
+
+def swizzle(width: int, part: int) -> int:
+    """The widest pattern of which rows this wide have a whole number, and the `part` of the columns that one
+    instruction reads along them a whole number too, or lies in one."""
+    return next(s for s in SWIZZLES if width % s == 0 and (part % s == 0 or s % part == 0))

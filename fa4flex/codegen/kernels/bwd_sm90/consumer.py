@@ -69,7 +69,8 @@ class Mmas:
 
 @dataclass(frozen=True)
 class Operands:
-    """Shared-memory descriptors, q and dout by stage, and the accumulators that outlive a tile."""
+    """Shared-memory descriptors, q and dout by stage, and the accumulators that outlive a tile. p_t and ds_t
+    by stage, where P' and dS' are not operands in registers."""
 
     k: cute.Tensor
     q: cute.Tensor
@@ -81,6 +82,21 @@ class Operands:
     k_t: cute.Tensor
     dv: cute.Tensor
     dk: cute.Tensor
+    p_t: cute.Tensor | None = None
+    ds_t: cute.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """What a warpgroup multiplies, in shared memory, stages last: for scores, k and v (keys, width), q and
+    dout (queries, width); for sums, q_t and dout_t (columns, queries)."""
+
+    k: cute.Tensor
+    v: cute.Tensor
+    q: cute.Tensor
+    dout: cute.Tensor
+    q_t: cute.Tensor
+    dout_t: cute.Tensor
 
 
 class Consumer:
@@ -88,8 +104,12 @@ class Consumer:
         self.config = config
         self.hooks = hooks
         self.course = course
-        self.together = PART if hooks.slope is None else SLOPED
-        self.late = any(not share.scaled for share in hooks.shares)
+        self.together = min(PART if hooks.slope is None else SLOPED, config.queries // 4)
+        self.shares = tuple(share for share in hooks.shares if share.rate != "copy")
+        """Those of captured tensors that take something else than dS as it lies in shared memory."""
+        self.along_keys = len(self.shares) < len(hooks.shares)
+        """Whether dS lies there along the keys."""
+        self.late = any(not share.scaled for share in self.shares)
         """Whether slopes come in after what modified scores add to captured tensors was taken."""
 
     @cute.jit
@@ -116,7 +136,7 @@ class Consumer:
         cute.arch.mbarrier_wait(pipes.v_full, 0)
         self.clear_past_end((shared.k, shared.v), work.kv_len - work.tile * config.tile_n)
         count = Int32(0)
-        sums = sums_of(self.hooks.shares)
+        sums = sums_of(self.shares)
         for g in cutlass.range(group, unroll=1):
             h = work.kv_head * group + g
             slab = self.slab(arguments, work, h, heads, warpgroup_index, lane)
@@ -149,26 +169,32 @@ class Consumer:
 
     def operands(self, mmas: Mmas, shared: Shared, lane: Int32, w: Int32) -> Operands:
         config = self.config
-        n, (rows, columns) = KEYS, config.dq_shape
+        rows, columns = config.dq_shape
         scores, dprob = mmas.scores.get_slice(lane), mmas.dprob.get_slice(lane)
         dv, dk, dq = (mma.get_slice(lane) for mma in (mmas.dv, mmas.dk, mmas.dq))
-        k = cute.local_tile(shared.k, (n, config.head_dim), (w, 0))
-        v = cute.local_tile(shared.v, (n, config.head_dim_v), (w, 0))
+        tiles = self.tiles(shared, w)
         mine = (0, w) if config.split_columns else (w, 0)
         ds = cute.local_tile(shared.ds, (rows, config.tile_n), (mine[0], 0, None))
         k_t = cute.local_tile(transposed(shared.k), (columns, config.tile_n), (mine[1], 0))
+        width, width_v = (cute.size(x, mode=[0]) for x in (tiles.q_t, tiles.dout_t))
         return Operands(
-            mmas.scores.make_fragment_A(scores.partition_A(k)),
-            mmas.scores.make_fragment_B(scores.partition_B(shared.q)),
-            mmas.dprob.make_fragment_A(dprob.partition_A(v)),
-            mmas.dprob.make_fragment_B(dprob.partition_B(shared.dout)),
-            mmas.dv.make_fragment_B(dv.partition_B(transposed(shared.dout))),
-            mmas.dk.make_fragment_B(dk.partition_B(transposed(shared.q))),
+            mmas.scores.make_fragment_A(scores.partition_A(tiles.k)),
+            mmas.scores.make_fragment_B(scores.partition_B(tiles.q)),
+            mmas.dprob.make_fragment_A(dprob.partition_A(tiles.v)),
+            mmas.dprob.make_fragment_B(dprob.partition_B(tiles.dout)),
+            mmas.dv.make_fragment_B(dv.partition_B(tiles.dout_t)),
+            mmas.dk.make_fragment_B(dk.partition_B(tiles.q_t)),
             mmas.dq.make_fragment_A(dq.partition_A(ds)),
             mmas.dq.make_fragment_B(dq.partition_B(k_t)),
-            cute.make_rmem_tensor(dv.partition_shape_C((n, config.head_dim_v)), Float32),
-            cute.make_rmem_tensor(dk.partition_shape_C((n, config.head_dim)), Float32),
+            cute.make_rmem_tensor(dv.partition_shape_C((KEYS, width_v)), Float32),
+            cute.make_rmem_tensor(dk.partition_shape_C((KEYS, width)), Float32),
         )
+
+    def tiles(self, shared: Shared, w: Int32) -> Tiles:
+        config = self.config
+        k = cute.local_tile(shared.k, (KEYS, config.head_dim), (w, 0))
+        v = cute.local_tile(shared.v, (KEYS, config.head_dim_v), (w, 0))
+        return Tiles(k, v, shared.q, shared.dout, transposed(shared.q), transposed(shared.dout))
 
     def slab(
         self, arguments: BackwardArguments, work: KeyWork, h: Int32, heads: Int32, w: Int32, lane: Int32
@@ -176,9 +202,24 @@ class Consumer:
         """Lane l of a warpgroup holds keys l / 4 and l / 4 + 8 of its warp's 16, and of each 8 queries the
         two from 2 (l % 4) on."""
         at = self.course.place(work, h, heads, arguments)
-        first = work.tile * self.config.tile_n + w * KEYS + lane // 32 * 16 + lane % 32 // 4
-        columns = tuple(8 * (c // 2) + c % 2 for c in range(self.config.tile_m // 4))
-        return Slab(at, first, (0, 8), columns)
+        columns = tuple(8 * (c // 2) + c % 2 for c in range(self.config.queries // 4))
+        return Slab(at, self.first_key(work, w, lane), (0, 8), columns)
+
+    def first_key(self, work: KeyWork, w: Int32, lane: Int32) -> Int32:
+        """The first of a thread's two."""
+        return work.tile * self.config.tile_n + w * KEYS + lane // 32 * 16 + lane % 32 // 4
+
+    def first_query(self, tile: Int32, w: Int32, lane: Int32) -> Int32:
+        """Of a step, that of a thread's first column."""
+        return tile * self.config.tile_m + lane % 4 * 2
+
+    def first_column(self, width: int, w: Int32) -> Int32 | int:
+        """Of dK or dV, the first that a warpgroup has."""
+        return 0
+
+    def my_rows(self, statistic: cute.Tensor, w: Int32) -> cute.Tensor:
+        """Of the numbers of a step's queries, those of this warpgroup's."""
+        return statistic
 
     def collector(
         self, arguments: BackwardArguments, slab: Slab, sums: tuple[cute.Tensor, ...], thread: Int32
@@ -186,7 +227,7 @@ class Consumer:
         """A query head's shares in the gradients of captured tensors."""
         number = cute.arch.block_idx()[0] * (4 * self.config.consumers) + thread // 32
         where = targets(tuple(arguments.gradients), number)
-        return Collector(self.hooks.shares, slab, where, sums, thread % 32)
+        return Collector(self.shares, slab, where, sums, thread % 32)
 
     @cute.jit
     def step(
@@ -199,49 +240,83 @@ class Consumer:
         masked: cutlass.Constexpr[bool],
     ) -> None:
         """One tile of queries."""
+        _, lane, w, count = places
+        parity = count % 2
+        made = self.score_step(given, shared, pipes, states, places, masked)
+        self.products(given, made, shared, pipes, states, (lane, w, count, parity))
+
+    def score_step(
+        self,
+        given: tuple[Mmas, Operands, Collector],
+        shared: Shared,
+        pipes: Pipes,
+        states: tuple[pipeline.PipelineState, pipeline.PipelineState],
+        places: tuple[Int32, Int32, Int32, Int32],
+        masked: bool,
+    ) -> tuple[cute.Tensor, cute.Tensor]:
+        """P' and dS' of a warpgroup, as operands, once Q and dO are there."""
         mmas, operands, collector = given
         slab = collector.slab
         q_state, do_state = states
-        tile, lane, w, count = places
+        tile, lane, w, _ = places
         config = self.config
-        parity = count % 2
-        scores = cute.make_rmem_tensor(mmas.scores.partition_shape_C((KEYS, config.tile_m)), Float32)
+        scores = cute.make_rmem_tensor(mmas.scores.partition_shape_C((KEYS, config.queries)), Float32)
         dprob = cute.make_rmem_tensor(scores.shape, Float32)
         q_stage, do_stage = q_state.index, do_state.index
         # Before products run: behind their operands, waits and reads of shared memory take long.
         q_there, do_there = pipes.q.consumer_try_wait(q_state), pipes.dout.consumer_try_wait(do_state)
         pipes.q.consumer_wait(q_state, q_there)
         pipes.dout.consumer_wait(do_state, do_there)
-        if const_expr(masked and config.lengths != "dense"):
+        if masked and config.lengths != "dense":
             end = slab.at.q_len - tile * config.tile_m
             self.clear_past_end((shared.q[None, None, q_stage], shared.dout[None, None, do_stage]), end)
-        lse2 = self.statistics(shared.lse2[None, q_stage], lane, 0, self.together)
+        lse2s = self.my_rows(shared.lse2[None, q_stage], w)
+        lse2 = self.statistics(lse2s, lane, 0, self.together)
         multiply(mmas.scores, scores, operands.k, operands.q[None, None, None, q_stage], False)
         multiply(mmas.dprob, dprob, operands.v, operands.dout[None, None, None, do_stage], False)
         warpgroup.wait_group(1)
-        q_first = tile * config.tile_m + lane % 4 * 2
+        q_first = self.first_query(tile, w, lane)
         early = collector.early(rows_and_columns(scores), q_first, masked)
-        rows = (shared.lse2[None, q_stage], lse2, lane)
+        rows = (lse2s, lse2, lane)
         p, weights, slopes = self.probabilities(scores, slab, rows, q_first, masked, shared.q.element_type)
-        delta = self.statistics(shared.delta[None, do_stage], lane, 0, config.tile_m // 4)
+        deltas = self.my_rows(shared.delta[None, do_stage], w)
+        delta = self.statistics(deltas, lane, 0, config.queries // 4)
         warpgroup.wait_group(0)
         self.score_gradients(dprob, weights, delta)
         self.take_captured(collector, rows_and_columns(dprob), slopes, (q_first, masked), early)
-        ds = self.narrowed(dprob, shared.q.element_type)
-        self.share(shared.ds[None, None, parity], mmas.scores, ds, lane, w)
+        return p, self.narrowed(dprob, shared.q.element_type)
+
+    def products(
+        self,
+        given: tuple[Mmas, Operands, Collector],
+        made: tuple[cute.Tensor, cute.Tensor],
+        shared: Shared,
+        pipes: Pipes,
+        states: tuple[pipeline.PipelineState, pipeline.PipelineState],
+        where: tuple[Int32, Int32, Int32, Int32],
+    ) -> None:
+        """`made` are P' and dS'; `where` is (lane, warpgroup, step, stage of what lies in shared memory)."""
+        (mmas, operands, _), (p, ds), (q_state, do_state) = given, made, states
+        lane, w, count, parity = where
+        config = self.config
+        self.share(shared.ds[None, None, parity], mmas.scores, ds, (lane, w), self.along_keys)
         # Runs while all warpgroups meet.
-        multiply(mmas.dv, operands.dv, p, operands.dout_t[None, None, None, do_stage], True)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=SCORES, number_of_threads=128 * config.consumers)
+        multiply(mmas.dv, operands.dv, p, operands.dout_t[None, None, None, do_state.index], True)
+        self.meet()
         dq = cute.make_rmem_tensor(mmas.dq.partition_shape_C(config.dq_shape), Float32)
         multiply(mmas.dq, dq, operands.ds[None, None, None, parity], operands.k_t, False)
         warpgroup.wait_group(1)
         release(pipes.dout, do_state)
-        multiply(mmas.dk, operands.dk, ds, operands.q_t[None, None, None, q_stage], True)
+        multiply(mmas.dk, operands.dk, ds, operands.q_t[None, None, None, q_state.index], True)
         warpgroup.wait_group(1)
         self.hand_over(dq, shared, lane, w, count)
         warpgroup.wait_group(0)
         release(pipes.q, q_state)
+
+    def meet(self) -> None:
+        """What all warpgroups have put into shared memory is there for all of their products."""
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=SCORES, number_of_threads=128 * self.config.consumers)
 
     @cute.jit
     def clear_past_end(self, tiles: cutlass.Constexpr[tuple[cute.Tensor, ...]], end: Int32) -> None:
@@ -286,7 +361,7 @@ class Consumer:
         weights = cute.make_rmem_tensor(p.shape, kind) if sloped else p
         later: Slopes = {}
         factor = slab.at.scale * LOG2_E if self.hooks.factor is None else self.hooks.factor(slab.at)
-        columns = self.config.tile_m // 4
+        columns = self.config.queries // 4
         together = self.together
         for first in range(0, columns, together):
             here = lse2
@@ -321,7 +396,7 @@ class Consumer:
         products need meanwhile."""
         grid = rows_and_columns(dprob)
         words = cute.recast_tensor(weights, Int32)
-        for c in range(0, self.config.tile_m // 4, 2):
+        for c in range(0, self.config.queries // 4, 2):
             for r in range(2):
                 for i, weight in enumerate(widened(words[c + r], weights.element_type)):
                     grid[r, c + i] = weight * (grid[r, c + i] - delta[c + i])
@@ -348,13 +423,27 @@ class Consumer:
         narrow(source, target)
         return target
 
-    def share(self, target: cute.Tensor, mma: cute.TiledMma, ds: cute.Tensor, lane: Int32, w: Int32) -> None:
-        """dS' of all warpgroups to shared memory. Of its two stages, each is free when all warpgroups have
-        met for the other one."""
-        atom = sm90.sm90_get_smem_store_op(LayoutEnum.ROW_MAJOR, target.element_type, Float32)
+    def share(
+        self,
+        target: cute.Tensor,
+        mma: cute.TiledMma,
+        ds: cute.Tensor,
+        where: tuple[Int32, Int32],
+        along_keys: bool,
+    ) -> None:
+        """dS' or P' of all warpgroups to shared memory, which holds it along the keys or the queries. Of its
+        two stages, each is free when all warpgroups have met for the other one; and, where the writer copies
+        it, when that is done with the dQ of the step before the last."""
+        lane, w = where
+        order = LayoutEnum.COL_MAJOR if along_keys else LayoutEnum.ROW_MAJOR
+        atom = sm90.sm90_get_smem_store_op(order, target.element_type, Float32)
         copy = cute.make_tiled_copy_C(atom, mma).get_slice(lane)
-        mine = cute.local_tile(transposed(target), (KEYS, self.config.tile_m), (w, 0))
+        mine = cute.local_tile(transposed(target), (KEYS, self.config.queries), self.score_tile(w))
         cute.copy(copy, copy.retile(ds), copy.partition_D(mine))
+
+    def score_tile(self, w: Int32) -> tuple[Int32, Int32]:
+        """Where a warpgroup's scores lie among all, by keys and queries."""
+        return w, Int32(0)
 
     def hand_over(self, dq: cute.Tensor, shared: Shared, lane: Int32, w: Int32, count: Int32) -> None:
         """A warpgroup's part of dQ."""
@@ -376,7 +465,8 @@ class Consumer:
         """dK or dV to global memory, two columns at a time."""
         lane, w = places
         grid = rows_and_columns(acc)
-        first = work.tile * self.config.tile_n + w * KEYS + lane // 32 * 16 + lane % 32 // 4
+        first = self.first_key(work, w, lane)
+        start = self.first_column(cute.size(grid, mode=[1]) * 4, w)
         for r in cutlass.range_constexpr(2):
             key = first + 8 * r
             if key < work.kv_len:
@@ -384,7 +474,7 @@ class Consumer:
                     token_of(target, work.b, work.kv_offset, key, work.kv_head), cute.make_layout(2)
                 )
                 for c in cutlass.range_constexpr(cute.size(grid, mode=[1]) // 2):
-                    column = 8 * c + lane % 4 * 2
+                    column = start + 8 * c + lane % 4 * 2
                     if column < target.shape[-1]:
                         pair = cute.make_rmem_tensor((2,), target.element_type)
                         pair[0] = (grid[r, 2 * c] * scale).to(target.element_type)

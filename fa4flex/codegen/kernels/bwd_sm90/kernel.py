@@ -15,15 +15,20 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from fa4flex.codegen.kernels.bwd_sm90.config import KEYS, Config
+from fa4flex.codegen.kernels.bwd_sm90.columns import ColumnConsumer
+from fa4flex.codegen.kernels.bwd_sm90.config import KEYS, Config, swizzle
 from fa4flex.codegen.kernels.bwd_sm90.consumer import Consumer, Mmas
+from fa4flex.codegen.kernels.bwd_sm90.eraser import WARPS, Eraser
 from fa4flex.codegen.kernels.bwd_sm90.parts import Pipes, Shared
 from fa4flex.codegen.kernels.bwd_sm90.producer import Producer
-from fa4flex.codegen.kernels.bwd_sm90.writer import Writer
+from fa4flex.codegen.kernels.bwd_sm90.writer import Writer, others
 from fa4flex.codegen.kernels.common.backward import BackwardArguments, BackwardCourse
 from fa4flex.codegen.kernels.common.hooks import Hooks
 from fa4flex.codegen.kernels.common.transfer import reordered
 from fa4flex.codegen.kernels.common.work import Grid
+
+CONSUMERS = {"keys": Consumer, "columns": ColumnConsumer}
+"""By what they share out."""
 
 
 class Backward:
@@ -37,13 +42,15 @@ class Backward:
         self.hooks = hooks
         self.course = BackwardCourse(config, hooks)
         self.producer = Producer(config, self.course)
-        self.writer = Writer(config, self.course)
-        self.consumer = Consumer(config, hooks, self.course)
+        self.copied = tuple(share for share in hooks.shares if share.rate == "copy")
+        self.writer = Writer(config, self.copied, self.course)
+        self.eraser = Eraser(config, hooks, self.course)
+        self.consumer = CONSUMERS[config.split](config, hooks, self.course)
 
     @cute.jit
     def __call__(self, arguments: BackwardArguments, stream: cuda.CUstream) -> None:
         grid = self.course.grid(arguments)
-        self.device(arguments, grid, *self.transfers(arguments)).launch(
+        self.device(arguments, grid, *self.transfers(arguments), self.copies(arguments)).launch(
             grid=[grid.total, 1, 1],
             block=[self.config.threads, 1, 1],
             stream=stream,
@@ -66,31 +73,46 @@ class Backward:
                 a_source=source,
             )
 
-        registers = warpgroup.OperandSource.RMEM
+        # Along the queries, but for dS of which tiles are copied.
+        ds_major, ds_t_major = (k_major, mn_major) if self.copied else (mn_major, k_major)
+        # With columns shared out, a warpgroup's scores are a part of what its dV and dK need.
+        share, source = config.consumers, warpgroup.OperandSource.SMEM
+        if config.split == "keys":
+            share, source, ds_t_major = 1, warpgroup.OperandSource.RMEM, k_major
         return Mmas(
-            product((k_major, k_major), config.tile_m),
-            product((k_major, k_major), config.tile_m),
-            product((k_major, mn_major), config.head_dim_v, registers),
-            product((k_major, mn_major), config.head_dim, registers),
-            product((mn_major, mn_major), columns),
+            product((k_major, k_major), config.queries),
+            product((k_major, k_major), config.queries),
+            product((k_major, mn_major), config.head_dim_v // share, source),
+            product((ds_t_major, mn_major), config.head_dim // share, source),
+            product((ds_major, mn_major), columns),
         )
 
     def layouts(self, kind: Any) -> tuple[Any, ...]:
-        """Swizzled shared-memory layouts of q, dout (by stage), k, v, and ds (queries, keys)."""
+        """Swizzled shared-memory layouts of q, dout (by stage), k, v, and of ds and p (queries, keys), along
+        the queries; ds along the keys where tiles of it are copied to captured gradients."""
         config = self.config
-        row, m, n = LayoutEnum.ROW_MAJOR, config.tile_m, config.tile_n
-        d, dv = config.head_dim, config.head_dim_v
+        m, n, d, dv = config.tile_m, config.tile_n, config.head_dim, config.head_dim_v
+        q, dout, k, v = config.swizzles
+
+        def rows(shape: tuple[int, int], columns: int, stages: int) -> Any:
+            atom = sm90.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, kind, columns)
+            return cute.tile_to_shape(
+                sm90.make_smem_layout_atom(atom, kind), (*shape, stages), order=(0, 1, 2)
+            )
+
+        p = sm90.make_smem_layout_a(LayoutEnum.COL_MAJOR, (m, d, n), kind, 2)
         return (
-            sm90.make_smem_layout_b(row, (KEYS, m, d), kind, config.q_stages),
-            sm90.make_smem_layout_b(row, (KEYS, m, dv), kind, config.do_stages),
-            sm90.make_smem_layout_b(row, (KEYS, n, d), kind, 1),
-            sm90.make_smem_layout_b(row, (KEYS, n, dv), kind, 1),
-            sm90.make_smem_layout_a(LayoutEnum.COL_MAJOR, (m, d, n), kind, 2),
+            rows((m, d), q, config.q_stages),
+            rows((m, dv), dout, config.do_stages),
+            rows((n, d), k, 1),
+            rows((n, dv), v, 1),
+            rows((m, n), swizzle(n, n), 2) if self.copied else p,
+            p,
         )
 
     def transfers(self, arguments: BackwardArguments) -> tuple[Any, ...]:
         config = self.config
-        q, dout, k, v, _ = (cute.slice_(x, (None, None, 0)) for x in self.layouts(arguments.q.element_type))
+        q, dout, k, v, *_ = (cute.slice_(x, (None, None, 0)) for x in self.layouts(arguments.q.element_type))
         load = cpasync.CopyBulkTensorTileG2SOp()
         m, n, d, dv = config.tile_m, config.tile_n, config.head_dim, config.head_dim_v
 
@@ -105,13 +127,28 @@ class Backward:
             atom(arguments.dout, dout, (m, dv)),
         )
 
+    def copies(self, arguments: BackwardArguments) -> tuple[Any, ...]:
+        """Descriptors of captured gradients (queries, keys, other axes) that take tiles of dS."""
+        ds = cute.slice_(self.layouts(arguments.q.element_type)[4], (None, None, 0))
+        store = cpasync.CopyBulkTensorTileS2GOp()
+        tile = self.config.tile_m, self.config.tile_n
+        found = []
+        for share in self.copied:
+            gradient = arguments.gradients[share.which]
+            # The first mode counts copies, of which there is one.
+            axes = [*share.axes, *others(share, gradient)]
+            found.append(
+                cpasync.make_tiled_tma_atom(store, reordered(gradient, [1 + i for i in axes]), ds, tile)
+            )
+        return tuple(found)
+
     def storage(self, kind: Any) -> Any:
         config = self.config
 
         def tile(element: Any, size: int) -> Any:
             return cute.struct.Align[cute.struct.MemRange[element, size], 1024]  # TMA swizzles by 1024 bytes
 
-        q, dout, k, v, ds = (cute.cosize(x) for x in self.layouts(kind))
+        q, dout, k, v, ds, p = (cute.cosize(x) for x in self.layouts(kind))
         members = {
             "q_bar": cute.struct.MemRange[Int64, 2 * config.q_stages],
             "do_bar": cute.struct.MemRange[Int64, 2 * config.do_stages],
@@ -124,6 +161,7 @@ class Backward:
             "k": tile(kind, k),
             "v": tile(kind, v),
             "ds": tile(kind, ds),
+            "p": tile(kind, p if config.split == "columns" else 0),
             "dq": tile(Float32, config.tile_m * config.head_dim * config.dq_stages),
         }
         return cute.struct(type("Storage", (), {"__annotations__": members}))
@@ -137,10 +175,11 @@ class Backward:
         k: cpasync.TmaInfo,
         v: cpasync.TmaInfo,
         dout: cpasync.TmaInfo,
+        copies: tuple,
     ) -> None:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
-            for transfer in (q, k, v, dout):
+            for transfer in (q, k, v, dout, *copies):
                 cpasync.prefetch_descriptor(transfer.atom)
         kind = arguments.q.element_type
         storage = SmemAllocator().allocate(self.storage(kind))
@@ -159,14 +198,16 @@ class Backward:
             if warp == 0:
                 self.producer.run(arguments, work, (q, k, v, dout), shared, pipes)
             if warp == 1:
-                self.writer.run(arguments, work, shared)
+                self.writer.run(arguments, work, shared, tuple(copies))
+            if warp >= 4 - WARPS:
+                self.eraser.run(arguments, work, warp - (4 - WARPS))
         else:
             cute.arch.setmaxregister_increase(self.config.consumer_registers)
             self.consumer.run(arguments, work, shared, pipes, self.mmas(kind))
 
     def shared(self, storage: Any, kind: Any) -> Shared:
         config = self.config
-        q, dout, k, v, ds = self.layouts(kind)
+        q, dout, k, v, ds, p = self.layouts(kind)
 
         def one(member: Any, layout: Any) -> cute.Tensor:
             return member.get_tensor(layout.outer, swizzle=layout.inner)[None, None, 0]
@@ -178,6 +219,7 @@ class Backward:
             one(storage.v, v),
             storage.dout.get_tensor(dout.outer, swizzle=dout.inner),
             storage.ds.get_tensor(ds.outer, swizzle=ds.inner),
+            storage.p.get_tensor(p.outer, swizzle=p.inner) if config.split == "columns" else None,
             storage.lse2.get_tensor(cute.make_layout((config.tile_m, config.q_stages))),
             storage.delta.get_tensor(cute.make_layout((config.tile_m, config.do_stages))),
             storage.dq.get_tensor(cute.make_layout((rows * columns, config.consumers, config.dq_stages))),

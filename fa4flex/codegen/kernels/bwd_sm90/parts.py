@@ -25,14 +25,16 @@ def dq_empty(w: int | Int32, stage: int | Int32) -> int | Int32:
 
 @dataclass(frozen=True)
 class Shared:
-    """Shared memory. q, dout (tile_m, width, stage), k, v (tile_n, width); ds (tile_m, tile_n, 2); lse2,
-    delta float32 (tile_m, stage); dq float32 (elements of a part, warpgroup, stage)."""
+    """Shared memory. q, dout (tile_m, width, stage), k, v (tile_n, width); ds (tile_m, tile_n, 2), and p
+    likewise where warpgroups share out columns; lse2, delta float32 (tile_m, stage); dq float32 (elements of
+    a part, warpgroup, stage)."""
 
     q: cute.Tensor
     k: cute.Tensor
     v: cute.Tensor
     dout: cute.Tensor
     ds: cute.Tensor
+    p: cute.Tensor | None
     lse2: cute.Tensor
     delta: cute.Tensor
     dq: cute.Tensor

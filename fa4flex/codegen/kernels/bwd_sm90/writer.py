@@ -1,6 +1,9 @@
-"""The warp that adds each warpgroup's part of dQ to global memory."""
+"""The warp that adds each warpgroup's part of dQ to global memory, and copies tiles of dS to the captured
+gradients that are dS."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import cutlass
 from cutlass import Int32, const_expr, cute
@@ -16,30 +19,40 @@ from fa4flex.codegen.kernels.common.backward import (
     query_tile_at,
     rows_of,
 )
-from fa4flex.codegen.kernels.common.transfer import add_bulk
+from fa4flex.codegen.kernels.common.hooks import Share
+from fa4flex.codegen.kernels.common.transfer import Views, add_bulk, partition
 
 THREADS = 128 + 32
 """A warpgroup and this warp."""
 
 
 class Writer:
-    def __init__(self, config: Config, course: BackwardCourse) -> None:
+    def __init__(self, config: Config, copied: tuple[Share, ...], course: BackwardCourse) -> None:
         self.config = config
+        self.copied = copied
         self.course = course
 
     @cute.jit
-    def run(self, arguments: BackwardArguments, work: KeyWork, shared: cutlass.Constexpr[Shared]) -> None:
+    def run(
+        self,
+        arguments: BackwardArguments,
+        work: KeyWork,
+        shared: cutlass.Constexpr[Shared],
+        copies: cutlass.Constexpr[tuple[Any, ...]],
+    ) -> None:
+        """`copies`: descriptors of the gradients of `copied`."""
         config = self.config
         rows, columns = config.dq_shape
         part = rows * columns
         group = self.course.group(arguments)
         for w in cutlass.range_constexpr(config.consumers):
             cute.arch.barrier_arrive(barrier_id=dq_empty(w, 0), number_of_threads=THREADS)
-        stage = Int32(0)
+        stage, parity = Int32(0), Int32(0)
         for g in cutlass.range(group, unroll=1):
             h = work.kv_head * group + g
             queries = self.course.queries(work, h, arguments)
             sums = rows_of(arguments.dq_sum, work, h, config.head_dim)
+            views = self.views(arguments, work, h, shared, copies)
             for i in cutlass.range(queries.count, unroll=1):
                 tile = query_tile_at(queries, i)
                 whole = cute.local_tile(sums, (part,), (tile * config.consumers,))
@@ -47,11 +60,17 @@ class Writer:
                     counter = await_turn(arguments, work, h, queries, i, config)
                 for w in cutlass.range_constexpr(config.consumers):
                     cute.arch.barrier(barrier_id=dq_full(w, stage), number_of_threads=THREADS)
+                    if const_expr(w == 0 and len(copies) > 0):
+                        # There is dQ, so all warpgroups have met: all of dS is there.
+                        self.copy(copies, views, parity, (tile, work.tile))
                     with cute.arch.elect_one():
                         add_bulk(shared.dq[None, w, stage], whole.iterator + w * part, part)
                     cute.arch.cp_async_bulk_commit_group()
                 stage = (stage + 1) % config.dq_stages
-                # Of its other stage, all but this step's additions have been read.
+                if const_expr(len(copies) > 0):
+                    parity = 1 - parity
+                # Of its other stage, all but this step's additions have been read; and so has dS, which is
+                # written anew two steps on: after warpgroups have waited for this stage.
                 for w in cutlass.range_constexpr(config.consumers):
                     pending = config.consumers if config.dq_stages == 2 else config.consumers - 1 - w
                     cute.arch.cp_async_bulk_wait_group(pending, read=True)
@@ -60,3 +79,42 @@ class Writer:
                     cute.arch.cp_async_bulk_wait_group(0)
                     pass_turn(counter)
         cute.arch.cp_async_bulk_wait_group(0)
+
+    def copy(
+        self,
+        copies: tuple[Any, ...],
+        views: tuple[Views, ...],
+        parity: Int32,
+        at: tuple[Int32, Int32],
+    ) -> None:
+        """`at`: tile of queries, tile of keys. What lies past the ends of a gradient is not written."""
+        for copy, (from_shared, to_global) in zip(copies, views, strict=True):
+            cute.copy(copy.atom, from_shared[None, parity], to_global[(None, *at)])
+        cute.arch.cp_async_bulk_commit_group()
+
+    def views(
+        self,
+        arguments: BackwardArguments,
+        work: KeyWork,
+        h: Int32,
+        shared: Shared,
+        copies: tuple[Any, ...],
+    ) -> tuple[Views, ...]:
+        """Stages of dS, and the tiles (queries, keys) of a head's captured gradients."""
+        if not copies:
+            return ()
+        heads, zero = Int32(arguments.q.shape[-2]), Int32(0)
+        at = self.course.place(work, h, heads, arguments).but(q=zero, kv=zero)
+        found = []
+        for share, copy in zip(self.copied, copies, strict=True):
+            place = share.place.element(at)
+            rest = [place[i] for i in others(share, arguments.gradients[share.which])]
+            whole = copy.tma_tensor[(None, None, *rest)]
+            tiles = cute.local_tile(whole, (self.config.tile_m, self.config.tile_n), (None, None))
+            found.append(partition(copy, shared.ds, tiles))
+        return tuple(found)
+
+
+def others(share: Share, gradient: cute.Tensor) -> list[int]:
+    """The axes of a captured tensor, whose gradient is [copies, shape...], besides queries and keys."""
+    return [i for i in range(cute.rank(gradient) - 1) if i not in share.axes]

@@ -90,11 +90,12 @@ class Share:
 
     which    the position of the tensor's gradient among those that a launch asks for
     rate     what a place depends on, "uniform", "row", "column", "diagonal" or "pair": pairs of one place are
-             added up before memory is touched. "once": each element belongs to one pair, which writes it
+             added up before memory is touched. "once": each element belongs to one pair, which writes it.
+             "copy": likewise, in the dtype of q, and what it writes is the scaled score's gradient
     place    the element's index, a tuple of integers; called at that rate, "uniform" with at.uniform alone
     weight   the derivative of the modified score by the element, a Float32; absent: 1
     scaled   the weight is that of the scaled score's gradient instead: `slope` is in that one
-    axes     of "once": which of the place's integers are at.q and at.kv; the others depend on neither
+    axes     of these two: which of the place's integers are at.q and at.kv; the others depend on neither
     """
 
     which: int

@@ -84,9 +84,9 @@ class Epilogue:
     ) -> None:
         """Registers to shared memory, then one TMA store per warpgroup, which clips what is past the end."""
         if const_expr(not self.config.alias_output):
-            # The last tile's store may still be reading.
             self.drain()
-            cute.arch.barrier(barrier_id=STORES + group, number_of_threads=128)
+        # The last tile's store may still be reading; or, where the queries lie there, another warp's product.
+        cute.arch.barrier(barrier_id=STORES + group, number_of_threads=128)
         kind = shared.out.element_type
         narrow = cute.make_rmem_tensor_like(products.out, kind)
         narrow.store(products.out.load().to(kind))
