@@ -20,7 +20,7 @@ from fa4flex.codegen.expr import TRUE, const
 from fa4flex.codegen.kernels.common.lengths import ROW_BLOCK
 from fa4flex.errors import UnsupportedError
 from fa4flex.runtime.cuda.call import NO_LENGTHS, Call
-from fa4flex.runtime.cuda.captured import CapturedSum, sums_of
+from fa4flex.runtime.cuda.captured import CapturedSum, separate, sums_of
 from fa4flex.runtime.cuda.choose import look
 from fa4flex.runtime.cuda.compile import compile_kernel
 from fa4flex.runtime.cuda.engine import (
@@ -115,8 +115,6 @@ def run_backward(engine: Engine, call: Call, saved: Saved, needs: Sequence[int] 
     """`needs` are the slots of captured tensors whose gradients are wanted. None where there is no kernel for
     it: callers then compute it another way."""
     deterministic = engine.schedule.deterministic or torch.are_deterministic_algorithms_enabled()
-    if needs and (deterministic or call.lengths is not NO_LENGTHS):
-        return None
     if call.lengths is not NO_LENGTHS:
         check_lengths(call)
     seen = _decisive(engine, call)
@@ -165,7 +163,7 @@ def _make_ready(
         tables,
         rows,
         numbers or None,
-        sums,
+        separate(sums, engine.facts, call, plan) if deterministic else sums,
     )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,9 +13,11 @@ from torch import Tensor
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.analyze.gradient import written_once
 from fa4flex.codegen.expr import sym
+from fa4flex.errors import UnsupportedError
 from fa4flex.runtime.cuda.call import Call
 
 if TYPE_CHECKING:
+    from fa4flex.codegen.plan.backward import BackwardPlan
     from fa4flex.codegen.plan.problem import Adding, Problem
     from fa4flex.codegen.plan.target import Target
 
@@ -24,6 +27,12 @@ wait for each other."""
 
 ROW_BYTES = 16
 """What a lane or a copy of a tile writes at least where each element is written once."""
+
+MOST_SEPARATE = 64 << 20
+"""Bytes of copies that are written by one warp each."""
+
+ADDING = 8
+"""Warps of a block that add."""
 
 COPIED_BYTES = 2 << 20
 """What the copies may take together, unless one alone takes more."""
@@ -63,6 +72,32 @@ def sums_of(
 
     erases = target.family in ERASING
     return tuple(_sum_of(facts, call, problem, slot, erases) for slot in needs)
+
+
+def separate(
+    sums: tuple[CapturedSum, ...], facts: Facts, call: Call, plan: BackwardPlan
+) -> tuple[CapturedSum, ...]:
+    """A copy for every warp that adds, so that nothing is added up in memory, where the order is nobody's.
+    Raises UnsupportedError where several lanes add to an element, or copies take too much."""
+    return tuple(one if one.adding != "sum" else _separate(one, facts, call, plan) for one in sums)
+
+
+def _separate(one: CapturedSum, facts: Facts, call: Call, plan: BackwardPlan) -> CapturedSum:
+    extents, tile_n = call.extents(), plan.tile[1]
+    kv_heads = call.k.shape[1 if call.packed or call.heads_first else 2]
+    # As many as BackwardCourse.grid has, of ADDING warps each.
+    tiles = -(-extents.kv_len // tile_n) * extents.batch
+    if call.packed:
+        tiles = extents.kv_len // tile_n + extents.batch
+    shape = (tiles * kv_heads * ADDING, *one.shape[1:])
+    patterns = {term.pattern for term in facts.gradient.of_slots([one.slot])}
+    if patterns != {"constant in q and kv"} or 4 * math.prod(shape) > MOST_SEPARATE:
+        raise UnsupportedError(
+            "deterministic gradients of a captured tensor to whose elements several lanes add",
+            f"elements that depend on neither query nor key, and copies of at most {MOST_SEPARATE} bytes",
+            "nothing: gradients are computed in PyTorch operations instead",
+        )
+    return replace(one, shape=shape)
 
 
 def _sum_of(facts: Facts, call: Call, problem: Problem, slot: int, erases: bool) -> CapturedSum:
