@@ -27,6 +27,8 @@ MASKS: dict[str, Any] = {
     "window": sliding_window(150),
     "by tables": lambda b, h, q, k: (q // 64 * 5 + k // KEYS * 3 + h) % 4 != 0,
 }
+TELLING = ("full", "causal", "by tables")
+"""Those under which some rows see both tiles of keys that cancel each other."""
 
 
 def sensitive(q_len: int, kv_len: int) -> tuple[list[Tensor], Tensor]:
@@ -93,9 +95,9 @@ def same(arch: str, name: str, count: int) -> None:
             assert torch.equal(x, y), f"{arch}, {name}: {what} differs, {timing} {seed}"
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-def test_bits_repeat(arch: str) -> None:
-    same(arch, random.choice(sorted(MASKS)), 3)
+@pytest.mark.parametrize(("arch", "name"), list(zip(ARCHS, random.sample(TELLING, 2), strict=True)))
+def test_bits_repeat(arch: str, name: str) -> None:
+    same(arch, name, 3)
 
 
 @pytest.mark.exhaustive

@@ -34,7 +34,7 @@ from fa4flex.codegen.kernels.common.softmax import LOG2_E
 from fa4flex.codegen.kernels.common.tensor_core import Blocks, arrive_once
 from fa4flex.codegen.kernels.common.transposed import Slab
 
-HOOKED = 16
+HOOKED = 8
 """Queries that hooks are called for at a time: they keep registers for each."""
 
 STORED = 16
@@ -250,7 +250,8 @@ class Compute:
                 scores[c], scores[c + 1] = (cute.math.exp2(y, fastmath=True) for y in x)
             if masked:
                 slab.mask(self.hooks, one, q_first)
-            if self.hooks.score is not None or self.hooks.start is not None:
+            hooked = self.hooks.score, self.hooks.start, self.hooks.mask if masked else None
+            if any(hook is not None for hook in hooked):
                 # What the next queries' hooks read would else be read now, and wait in registers.
                 compute_before(scores[start + HOOKED - 1])
         return slopes
