@@ -14,6 +14,7 @@ import cuda_cases
 import pytest
 import torch
 from cuda_cases import FEW, VARIANTS, Draw, Sizes
+from pairs import in_pairs
 
 import fa4flex
 from fa4flex.codegen.plan.target import SM90A, SM100A, Target
@@ -69,13 +70,19 @@ def check(name: str, width: Width, target: Target = SM100A) -> None:
     with patch.object(cuda_cases, "DEVICE", torch.device("cpu")):
         plan, (source, problem, signature) = launched(DRAWS[name], width, target)
     source.load()  # imports the compiler
-    entry = f"bwd_{target.family}kernel"
+    entry = getattr(plan, "folder", f"bwd_{target.family}") + "kernel"
     found = inspect(source, problem, signature, target.name, entry=entry).resources
     most = 0 if name in LIGHT else SPILLED.get((target, width), 0)
     assert found.spill_bytes <= most, f"{name}, {width}: {found}"
     assert most or found.stack_bytes == 0, f"{name}, {width}: {found}"
     assert not found.ignored, "the compiler dropped what the kernel asks for"
     assert found.shared_bytes == plan.memory.total <= target.shared_memory
+
+
+def check_pair(name: str) -> None:
+    """Of the width that a pair is chosen for."""
+    with in_pairs():
+        check(name, WIDTHS[-1])
 
 
 @pytest.mark.parametrize(("name", "width"), random.sample(sorted(product(DRAWS, WIDTHS)), 2))
@@ -93,6 +100,16 @@ def test_some_wide_kernels_on_hopper(name: str, width: Width) -> None:
 @pytest.mark.parametrize("name", DRAWS)
 def test_wide_kernel_on_hopper(name: str, width: Width) -> None:
     check(name, width, SM90A)
+
+
+def test_some_kernel_of_a_pair() -> None:
+    check_pair(random.choice(sorted(DRAWS)))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", DRAWS)
+def test_kernel_of_a_pair(name: str) -> None:
+    check_pair(name)
 
 
 @pytest.mark.exhaustive

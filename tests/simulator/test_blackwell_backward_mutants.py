@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from mutants import Mutant, can_matter, mutants
+from pairs import in_pairs
 from torch import Tensor
 
 import fa4flex
@@ -28,13 +30,13 @@ from fa4flex.variants import causal
 TIMINGS = (("late", 1), ("eager", 0), ("random", 2), ("random", 3))
 HEADS, QUERIES, KEYS, DIM = 2, 384, 128, 128
 """One block takes three tiles of queries of each of two heads, or what is causal of them: its rings go
-round."""
+round. A pair of CTAs takes those of one head, whose keys are twice as many."""
 
 
 @dataclass(frozen=True, eq=False)
 class Own:
     """A launch of the main kernel, whatever it reads, and what it wrote when nothing was changed: sums of dQ,
-    dK and dV. Only one block adds to dQ, so results are the same bits in every timing."""
+    dK and dV. Only one block adds to an element of dQ, so results are the same bits in every timing."""
 
     launch: Launch
     kept: tuple[Any, ...]
@@ -68,10 +70,11 @@ class Own:
 
 
 @lru_cache
-def main_kernel(masked: bool) -> Own:
+def main_kernel(masked: bool, ctas: int = 1) -> Own:
     torch.manual_seed(0)
-    q = torch.randn(1, HEADS, QUERIES, DIM).bfloat16().requires_grad_()
-    k, v = (torch.randn(1, 1, KEYS, DIM).bfloat16().requires_grad_() for _ in range(2))
+    heads = HEADS // ctas
+    q = torch.randn(1, heads, QUERIES, DIM).bfloat16().requires_grad_()
+    k, v = (torch.randn(1, 1, KEYS * ctas, DIM).bfloat16().requires_grad_() for _ in range(2))
     attn = fa4flex.compile(mask=causal if masked else None)
     seen: list[Launch] = []
     given: list[tuple[Any, ...]] = []
@@ -93,10 +96,11 @@ def main_kernel(masked: bool) -> Own:
         capturing("sm_100a", launched),
         simulated("sm_100a"),
         patch.object(backward, "_make_ready", kept),
+        in_pairs() if ctas == 2 else contextlib.nullcontext(),
     ):
-        attn(q, k, v).backward(torch.randn(1, HEADS, QUERIES, DIM).bfloat16())
+        attn(q, k, v).backward(torch.randn(1, heads, QUERIES, DIM).bfloat16())
     _, _, launch, _ = seen
-    assert launch.grid == (1, 1, 1) and not gpu.findings
+    assert launch.grid == launch.cluster == (ctas, 1, 1) and not gpu.findings
     (tensors,) = given
     results = tensors[9], tensors[11], tensors[12]
     return Own(launch, tensors, results, tuple(x.clone() for x in results))  # type: ignore[arg-type]
@@ -110,16 +114,27 @@ KERNELS = pytest.mark.parametrize("masked", [False, True], ids=["dense", "causal
 
 @KERNELS
 def test_some(masked: bool) -> None:
-    own = main_kernel(masked)
-    tried = [m for m in own.that_matter() if not m.instruction.opcode.startswith(IMPLIED)]
-    for mutant in random.sample(tried, 6):
+    some(main_kernel(masked), 6)
+
+
+@pytest.mark.exhaustive
+def test_some_of_a_pair() -> None:
+    """Fences aside: whoever waits for dS has one of its own, for what the other CTA sends, and it covers what
+    this one's threads write after theirs."""
+    some(main_kernel(False, ctas=2), 2, ("fence.proxy.async",))
+
+
+def some(own: Own, count: int, besides: tuple[str, ...] = ()) -> None:
+    tried = [m for m in own.that_matter() if not m.instruction.opcode.startswith((*IMPLIED, *besides))]
+    for mutant in random.sample(tried, count):
         assert own.noticed(mutant), mutant
 
 
 @pytest.mark.exhaustive
 @KERNELS
-def test_all(masked: bool) -> None:
-    own = main_kernel(masked)
+@pytest.mark.parametrize("ctas", [1, 2])
+def test_all(masked: bool, ctas: int) -> None:
+    own = main_kernel(masked, ctas)
     tried = own.that_matter()
     left = [mutant for mutant in tried if not own.noticed(mutant)]
     for mutant in left:

@@ -250,7 +250,8 @@ class _Module:
         lines.append(f"from fa4flex.codegen.kernels.common.hooks import {hooks}")
         if helpers:
             lines += _call("from fa4flex.codegen.kernels.common.math import ", helpers)
-        folder = f"from fa4flex.codegen.kernels.{self._pass.folder}_{self._plan.target.family}"
+        here = f"{self._pass.folder}_{self._plan.target.family}"
+        folder = f"from fa4flex.codegen.kernels.{getattr(self._plan, 'folder', here)}"
         lines += _call(f"{folder}.config import ", _names_in(self._plan.config()))
         lines.append(f"{folder}.kernel import {self._pass.kernel}")
         return lines

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from fa4flex.codegen.plan.problem import Problem
 from fa4flex.codegen.plan.sm90.backward import plan_hopper_backward
-from fa4flex.codegen.plan.sm100.backward import plan_blackwell_backward
+from fa4flex.codegen.plan.sm100.backward_pair import plan_alone_or_in_pairs
 from fa4flex.codegen.plan.target import Target
 from fa4flex.errors import UnsupportedError
 
@@ -35,7 +35,7 @@ class BackwardPlan(Protocol):
 
 PLANNERS: dict[str, Callable[[Problem, Target], BackwardPlan]] = {
     "sm90": plan_hopper_backward,
-    "sm100": plan_blackwell_backward,
+    "sm100": plan_alone_or_in_pairs,
 }
 """By family of targets."""
 

@@ -17,8 +17,8 @@ WIDEST = 256
 """The widest head: one matrix instruction makes at most 256 columns of the output."""
 
 _FLAGS = (
-    "few_queries", "many_queries", "sinks", "wide_index", "in_range", "positive_scale", "sloped",
-    "deterministic",
+    "few_queries", "many_queries", "many_keys", "sinks", "wide_index", "in_range", "positive_scale",
+    "sloped", "deterministic",
 )  # fmt: skip
 
 
@@ -38,6 +38,8 @@ class Problem:
     few_queries            no sequence has more queries than `Target.few_queries`; False is always right
     deterministic          of backward passes: sums are the same to the last bit, run after run
     many_queries           every sequence has more queries than `Target.many_queries`; False is always right
+    many_keys              of backward passes: every sequence has more keys than `Target.many_keys`, and keys
+                           next to each other meet nearly the same queries; False is always right
     sloped                 of backward passes: the modified score's derivative by the scaled one is not 1
     gradients              of backward passes: the slots of captured tensors whose gradients are asked for,
                            and whether elements are a "sum" or written "once", float32 like sums, or 16 bits
@@ -60,6 +62,7 @@ class Problem:
     operands: tuple[tuple[str, int], ...] = ()
     few_queries: bool = False
     many_queries: bool = False
+    many_keys: bool = False
     sloped: bool = False
     gradients: tuple[tuple[int, Adding], ...] = ()
     deterministic: bool = False
@@ -95,6 +98,7 @@ class Problem:
             else f"{self.head_dim} and {self.head_dim_v} (v)"
         )
         extras = ["few queries"] * self.few_queries + ["many queries"] * self.many_queries
+        extras += ["many keys"] * self.many_keys
         extras += [f"{len(self.operands)} captured tensors"] * bool(self.operands) + ["sinks"] * self.sinks
         extras += [f"gradients of {len(self.gradients)} of these"] * bool(self.gradients)
         extras += ["deterministic"] * self.deterministic

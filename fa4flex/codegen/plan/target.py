@@ -21,8 +21,9 @@ class Target:
     special_results, fp32_results, load_lanes  results per clock and SM: ex2 or tanh, fp32 FMA, load lanes
     l2_bytes, hbm_bytes_per_second             cache size, memory bandwidth
     tensor_columns                             of tensor memory, 32 bits wide; 0 where there is none
-    few_queries, many_queries                  up to so many queries per sequence, and more than so many, are
-                                               planned for by themselves; 0: all lengths are planned alike
+    few_queries, many_queries, many_keys       up to so many queries per sequence, and more than so many, or
+                                               so many keys, are planned for by themselves; 0: all lengths are
+                                               planned alike
 
     Sources: CUDA C++ Programming Guide, tables of technical specifications and of arithmetic throughput for
     compute capability 9.0; PTX ISA, `setmaxnreg` and `wgmma` (k = 16 fixes key_step: keys are the inner
@@ -54,6 +55,7 @@ class Target:
     tensor_columns: int = 0
     few_queries: int = 0
     many_queries: int = 0
+    many_keys: int = 0
 
     @property
     def peak_flops(self) -> float:
@@ -121,6 +123,7 @@ SM100A = Target(
     tensor_columns=512,
     few_queries=128,
     many_queries=256,
+    many_keys=1024,
 )
 
 SM103A = replace(SM100A, name="sm_103a", chip="B300", capability=(10, 3), special_results=32)

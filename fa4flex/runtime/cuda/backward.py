@@ -144,7 +144,9 @@ def _make_ready(
 ) -> ReadyBackward:
     target, problem, facts, rows, captured, numbers = settle(engine, call)
     sloped = facts.gradient.by_score is not const(1.0)
-    problem = replace(problem, sloped=sloped, deterministic=deterministic)
+    many = call.lengths is NO_LENGTHS and 0 < target.many_keys < call.extents().kv_len
+    many_keys = many and _met_alike(engine.facts, problem)
+    problem = replace(problem, sloped=sloped, deterministic=deterministic, many_keys=many_keys)
     sums = sums_of(engine.facts, call, problem, target, needs)
     problem = replace(problem, gradients=tuple((one.slot, one.adding) for one in sums))
     plan, source = program(facts, problem, target)
@@ -165,6 +167,14 @@ def _make_ready(
         numbers or None,
         separate(sums, engine.facts, call, plan) if deterministic else sums,
     )
+
+
+def _met_alike(facts: Facts, problem: Problem) -> bool:
+    """Whether keys next to each other meet nearly the same queries: all of them, or those from some one on,
+    as under a causal mask."""
+    if problem.mask_form == "spans" and facts.keys is not None:
+        return all(lo is const(0) for lo, _ in facts.keys.spans)
+    return problem.mask_form == "none"
 
 
 @lru_cache(maxsize=256)

@@ -212,6 +212,21 @@ def _arrive(instruction: Instruction) -> Observer:
     return Observer(lambda warp, mask, found: found, before)
 
 
+def _sent(instruction: Instruction) -> Observer:
+    """st.async: as many bytes fewer are expected where they go."""
+    count = next((int(m[1]) for m in instruction.modifiers if m in ("v2", "v4")), 1)
+    size = count * next(int(m[1:]) for m in instruction.modifiers if m[1:] in ("32", "64")) // 8
+    where, access = locate(instruction.operands[2], instruction), Accessor(instruction, "shared")
+
+    def after(warp: Warp, mask: Mask, before: Any) -> Event | None:
+        found = [
+            Arrived(_key(access, warp, a), 0, -size * len(lanes)) for a, lanes in distinct(where(warp), mask)
+        ]
+        return _several(list(found))
+
+    return Observer(after)
+
+
 def _barrier(instruction: Instruction) -> Observer:
     number = read(instruction.operands[0], "u32")
     count = read(instruction.operands[1], "u32") if len(instruction.operands) > 1 else None
@@ -333,6 +348,7 @@ _OBSERVERS: dict[str, Callable[[Instruction], Observer]] = {
     "mbarrier.arrive": _arrive,
     "mbarrier.arrive_drop": _arrive,
     "mbarrier.expect_tx": _arrive,
+    "st.async": _sent,
     "barrier.cluster": _cluster,
     "bar.warp": _nothing,
     "bar": _barrier,

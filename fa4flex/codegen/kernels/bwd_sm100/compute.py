@@ -110,7 +110,7 @@ class Compute:
         for g in cutlass.range(group, unroll=1):
             h = work.kv_head * group + g
             at = self.course.place(work, h, heads, arguments)
-            first = work.tile * ROWS + place.row
+            first = self.first_key(work) + place.row
             factor = at.scale * LOG2_E if self.hooks.factor is None else self.hooks.factor(at)
             slab = Slab(at, first, (0,), tuple(range(FRAGMENT)))
             given = Head(slab, computed_once(factor), self.collector(arguments, slab, sums))
@@ -149,6 +149,9 @@ class Compute:
         warp = cute.arch.thread_idx()[0] // 32 - COMPUTE
         where = targets(tuple(arguments.gradients), cute.arch.block_idx()[0] * COMPUTING + warp)
         return LaneCollector(self.hooks.shares, slab, where, sums, cute.arch.lane_idx())
+
+    def first_key(self, work: KeyWork) -> Int32:
+        return work.tile * ROWS
 
     def place(self, shared: Shared, base: cute.Pointer) -> Place:
         thread = cute.arch.thread_idx()[0] - 32 * COMPUTE
@@ -339,7 +342,7 @@ class Compute:
                 cute.arch.fence_view_async_tmem_load()
             halves = cute.make_rmem_tensor((STORED,), target.element_type)
             halves.store((part.load() * scale).to(target.element_type))
-            key = work.tile * ROWS + place.row
+            key = self.first_key(work) + place.row
             if key < work.kv_len:
                 first = (place.half * count + block) * STORED
                 row = token_of(target, work.b, work.kv_offset, key, work.kv_head)

@@ -92,11 +92,13 @@ class QueryTiles(NamedTuple):
 
 class BackwardCourse:
     """The tile of keys that a block takes; `config` has tile_m, tile_n and masked, and is `deterministic`
-    where sums are ordered: then turn_rows tells how many rows of a tile take turns by themselves."""
+    where sums are ordered: then turn_rows tells how many rows of a tile take turns by themselves. ctas: that
+    take a tile together."""
 
-    def __init__(self, config: Any, hooks: Hooks) -> None:
+    def __init__(self, config: Any, hooks: Hooks, ctas: int = 1) -> None:
         self.config = config
         self.hooks = hooks
+        self.ctas = ctas
 
     @cute.jit
     def grid(self, arguments: BackwardArguments) -> Grid:
@@ -132,6 +134,8 @@ class BackwardCourse:
         packed = arguments.cu_seqlens_k is not None
         last_first = self.ordered(arguments) and self.config.masked
         number = Int32(cute.arch.block_idx()[0])
+        if const_expr(self.ctas > 1):
+            number = number // self.ctas
         tile, kv_head, b = locate(number, grid, last_first and not packed)
         zero = Int32(0)
         if const_expr(packed):

@@ -39,6 +39,9 @@ class BlackwellBackwardPlan:
     head_dim_v: int
     registers: Registers = Registers()
 
+    by = "one CTA"
+    """What has a tile of keys."""
+
     @property
     def tile(self) -> tuple[int, int]:
         """Queries per step, and keys per block."""
@@ -91,6 +94,11 @@ class BlackwellBackwardPlan:
         """Roles, rings and barriers; `.graph` is the networkx form."""
         return backward_pipeline(self.config(), self.columns, self.problem.itemsize)
 
+    @property
+    def of_one_cta(self) -> Pipeline:
+        """What of it a CTA has."""
+        return self.pipeline
+
     def config(self) -> Config:
         """What the hand-written kernel is built from."""
         first = {r.name: r.first for r in self.columns.ranges}
@@ -121,7 +129,7 @@ class BlackwellBackwardPlan:
             self.registers, "compute", self.target, "take the split of bwd_sm100.config.Registers"
         )
         self.pipeline.check()
-        self.pipeline.check_fits(self.memory, self.target)
+        self.of_one_cta.check_fits(self.memory, self.target)
         prove(self.pipeline)
 
     def explain(self) -> str:
@@ -129,7 +137,8 @@ class BlackwellBackwardPlan:
         r, ordered = self.registers, self.problem.deterministic
         lines = [
             f"backward kernel for {self.target.name} ({self.target.chip}): {self.problem.explain()}",
-            f"tile: {ROWS} queries x {ROWS} keys, q and k {self.head_dim} wide, v {self.head_dim_v}",
+            f"tile: {self.tile[0]} queries x {self.tile[1]} keys, q and k {self.head_dim} wide, v"
+            f" {self.head_dim_v}, by {self.by}",
             "warpgroups: 1 hands on dQ, 2 compute and 1 of single warps (multiply, load), of"
             f" {r.reduce}, {r.compute} and {r.other} registers",
             *["sums of dQ come in one order: each warp that hands it on awaits its turn"] * ordered,
@@ -139,7 +148,7 @@ class BlackwellBackwardPlan:
             self.columns.explain(),
             *sharing(self.pipeline, self.columns),
             "pipeline (steps are tiles of queries):",
-            self.pipeline.explain(),
+            self.of_one_cta.explain(),
         ]
         return "\n".join(lines)
 

@@ -1,0 +1,1 @@
+"""Blackwell backward by pairs of CTAs: one file per warp role."""

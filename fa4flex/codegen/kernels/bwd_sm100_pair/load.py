@@ -1,0 +1,126 @@
+"""The warp that brings keys and values once, then queries and output gradients with their rows' numbers.
+
+Each CTA of a pair brings its own part, and the first one's barriers count both. Operands that products take
+half of by rows and half of by columns come twice: by rows, and transposed.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Boolean, cute, pipeline
+
+from fa4flex.codegen.kernels.bwd_sm100 import load as alone
+from fa4flex.codegen.kernels.bwd_sm100_pair.config import CTAS, Config
+from fa4flex.codegen.kernels.bwd_sm100_pair.parts import Pipes, Products, Shared
+from fa4flex.codegen.kernels.common.backward import (
+    BackwardArguments,
+    BackwardCourse,
+    KeyWork,
+    query_tile_at,
+)
+from fa4flex.codegen.kernels.common.transfer import Views, load_stage, partition
+from fa4flex.codegen.kernels.fwd_sm100.cluster import Cluster
+
+
+class Transfers(NamedTuple):
+    """q, k, v, dout: (S, D, H, B); transposed, with _t: (D, S, H, B)."""
+
+    q: Any
+    k: Any
+    v: Any
+    dout: Any
+    q_t: Any
+    k_t: Any
+    dout_t: Any
+
+
+class Load(alone.Load):
+    def __init__(self, config: Config, course: BackwardCourse, cluster: Cluster) -> None:
+        super().__init__(config, course)
+        self.cluster = cluster
+
+    @cute.jit
+    def run(
+        self,
+        arguments: BackwardArguments,
+        work: KeyWork,
+        transfers: cutlass.Constexpr[Transfers],
+        shared: cutlass.Constexpr[Shared],
+        pipes: cutlass.Constexpr[Pipes],
+        products: cutlass.Constexpr[Products],
+    ) -> None:
+        config = self.config
+        q, k, v, dout, q_t, k_t, dout_t = transfers
+        q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.q_stages)
+        do_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.do_stages)
+        # The first dQ is the last to be multiplied of a first step, and what it takes of K comes behind it.
+        waiting = self.course.steps(work, arguments) > 0
+        if waiting:
+            self.once(k, self.keys(k, shared.k, products.scores, products.scores_tile, work), pipes.k_full)
+            self.once(v, self.keys(v, shared.v, products.dprob, products.dprob_tile, work), pipes.v_full)
+        group = arguments.q.shape[2] // arguments.k.shape[2]
+        for g in cutlass.range(group, unroll=1):
+            h = work.kv_head * group + g
+            queries = self.course.queries(work, h, arguments)
+            at = (h, work.b)
+            q_views = self.by_rows(q, shared.q, products.scores, products.scores_tile, at)
+            q_t_views = self.by_columns(q_t, shared.q_t, products.dk, products.dk_tile, at)
+            do_views = self.by_rows(dout, shared.dout, products.dprob, products.dprob_tile, at)
+            do_t_views = self.by_columns(dout_t, shared.dout_t, products.dv, products.dv_tile, at)
+            lse2, delta = arguments.lse2[work.b, h, None], arguments.delta[work.b, h, None]
+            for i in cutlass.range(queries.count, unroll=1):
+                tile = query_tile_at(queries, i)
+                load_stage(q, pipes.q, q_state, q_views, tile)
+                self.numbers(lse2, shared.lse2, (pipes.lse2_full, pipes.lse2_empty), q_state, tile)
+                load_stage(dout, pipes.dout, do_state, do_views, tile)
+                self.numbers(delta, shared.delta, (pipes.delta_full, pipes.delta_empty), do_state, tile)
+                load_stage(dout_t, pipes.dout_t, do_state, do_t_views, tile)
+                # Free later than all others: the products that come first have been asked for by now.
+                load_stage(q_t, pipes.q_t, q_state, q_t_views, tile)
+                q_state.advance()
+                do_state.advance()
+                if waiting:
+                    to_shared, tiles = self.by_columns(
+                        k_t, shared.k_t, products.dq, products.dq_tile, (work.kv_head, work.b)
+                    )
+                    views = to_shared[None, 0], tiles[None, work.tile]
+                    self.once(k_t, views, pipes.k_t_full)
+                    waiting = Boolean(False)
+
+    def keys(self, transfer: Any, shared: cute.Tensor, product: Any, size: Any, work: KeyWork) -> Views:
+        """This CTA's part of the pair's tile of keys or values, as the first operand of a product."""
+        whole = transfer.tma_tensor[None, None, work.kv_head, work.b]
+        part = product.get_slice(self.cluster.rank())
+        tiles = part.partition_A(cute.local_tile(whole, size[::2], (None, 0)))
+        to_shared, from_global = partition(transfer, shared, tiles, modes=3)
+        return to_shared[None, 0], from_global[None, work.tile]
+
+    def by_rows(self, transfer: Any, shared: cute.Tensor, product: Any, size: Any, place: Any) -> Views:
+        """This CTA's rows of tiles of queries, as the second operand of a product."""
+        return self._second(transfer, shared, product, size, (place, (None, 0)))
+
+    def by_columns(self, transfer: Any, shared: cute.Tensor, product: Any, size: Any, place: Any) -> Views:
+        """This CTA's columns of a head, of tiles of queries or keys."""
+        return self._second(transfer, shared, product, size, (place, (0, None)))
+
+    def _second(self, transfer: Any, shared: cute.Tensor, product: Any, size: Any, which: Any) -> Views:
+        place, axes = which
+        tiles = cute.local_tile(transfer.tma_tensor[None, None, *place], size[1:], axes)
+        part = product.get_slice(self.cluster.rank())
+        return partition(transfer, shared, part.partition_B(tiles), modes=3)
+
+    @cute.jit
+    def once(
+        self,
+        transfer: cutlass.Constexpr[Any],
+        views: cutlass.Constexpr[Views],
+        full: cutlass.Constexpr[cute.Pointer],
+    ) -> None:
+        to_shared, from_global = views
+        size = cute.size_in_bytes(to_shared.element_type, to_shared.layout)
+        if self.cluster.leads():
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(full, size * CTAS)
+        cute.copy(transfer.atom, from_global, to_shared, tma_bar_ptr=full)

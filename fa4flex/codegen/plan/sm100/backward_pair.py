@@ -1,0 +1,148 @@
+"""The plan of a Blackwell backward kernel of pairs of CTAs. Data only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from fa4flex.codegen.kernels.bwd_sm100.config import FRAGMENT, ROWS, TensorMemory
+from fa4flex.codegen.kernels.bwd_sm100_pair.config import CTAS, KEPT, PACKED, SPLIT, Config, Registers
+from fa4flex.codegen.kernels.bwd_sm100_pair.roles import barrier_total
+from fa4flex.codegen.plan.memory import BARRIER, NUMBER, Memory, lay_out, tile_bytes
+from fa4flex.codegen.plan.pipeline import Pipeline
+from fa4flex.codegen.plan.problem import Problem
+from fa4flex.codegen.plan.sm100.backward import BlackwellBackwardPlan, plan_blackwell_backward
+from fa4flex.codegen.plan.sm100.backward_pair_pipeline import of_one_cta, pair_pipeline
+from fa4flex.codegen.plan.sm100.backward_pipeline import HALVES
+from fa4flex.codegen.plan.sm100.tensor_memory import Columns, Range
+from fa4flex.codegen.plan.target import Target
+from fa4flex.errors import UnsupportedError
+
+WIDTHS = (64, 128)
+"""Widths that a tile in shared memory may have: each CTA reads half of its columns, as blocks of 32 or 64."""
+
+
+@dataclass(frozen=True)
+class BlackwellPairPlan(BlackwellBackwardPlan):
+    """A backward kernel for `problem` on `target`, by pairs of CTAs."""
+
+    registers: Registers = SPLIT
+
+    folder = "bwd_sm100_pair"
+    """Of kernels/."""
+
+    by = "a pair of CTAs"
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Queries per step, and keys per pair."""
+        return ROWS, CTAS * ROWS
+
+    @cached_property
+    def columns(self) -> Columns:
+        """The tensor-memory map of a CTA: scores, dV, dP and dK. A compute warpgroup has two fragments of
+        queries. Its probabilities, two in a column, lie over the first one's scores, and dS at the start of
+        their dP; dQ lies over the last scores."""
+        dv, dprob = ROWS, ROWS + self.head_dim_v
+        fragments = [
+            Range(f"{name} {half} {i}", first + half * by_half + i * by_fragment, count)
+            for name, first, by_half, by_fragment, count in (
+                ("S", 0, FRAGMENT, KEPT, FRAGMENT),
+                ("P", 0, FRAGMENT, PACKED, PACKED),
+                ("dP", dprob, FRAGMENT, KEPT, FRAGMENT),
+                ("dS", dprob, FRAGMENT, KEPT, PACKED),
+            )
+            for half in HALVES
+            for i in range(CTAS)
+        ]
+        width = self.head_dim // CTAS
+        sums = (
+            Range("dV", dv, self.head_dim_v),
+            Range("dK", dprob + ROWS, self.head_dim),
+            Range("dQ", ROWS - width, width),
+        )
+        return Columns((*fragments, *sums), self.target.tensor_columns)
+
+    @cached_property
+    def memory(self) -> Memory:
+        """The shared-memory map of a CTA."""
+        config = self.config()
+        size = self.problem.itemsize
+        q, dout = (tile_bytes(ROWS, width, size) for width in (self.head_dim, self.head_dim_v))
+        sizes = {
+            "freed": BARRIER,
+            "columns": NUMBER,
+            "lse2": NUMBER * ROWS * config.q_stages,
+            "delta": NUMBER * ROWS * config.do_stages,
+            "q": q // CTAS * config.q_stages,
+            "k": q,
+            "v": dout,
+            "dout": dout // CTAS * config.do_stages,
+            "ds": tile_bytes(config.tile_n, KEPT, size),
+            "q_t": q // CTAS * config.q_stages,
+            "k_t": q,
+            "dout_t": dout // CTAS * config.do_stages,
+            "dq": NUMBER * ROWS * FRAGMENT * config.dq_stages,
+        }
+        return lay_out(sizes, {}, barrier_total(config.q_stages, config.do_stages), self.target)
+
+    @cached_property
+    def pipeline(self) -> Pipeline:
+        """Roles, rings and barriers of both CTAs; `.graph` is the networkx form."""
+        return pair_pipeline(self.config(), self.columns, self.problem.itemsize)
+
+    @property
+    def of_one_cta(self) -> Pipeline:
+        return of_one_cta(self.pipeline)
+
+    def config(self) -> Config:
+        """What the hand-written kernel is built from."""
+        first = {r.name: r.first for r in self.columns.ranges}
+        return Config(
+            head_dim=self.head_dim,
+            head_dim_v=self.head_dim_v,
+            memory=TensorMemory(
+                scores=first["S 0 0"],
+                probabilities=(first["P 0 0"], first["P 1 0"]),
+                dv=first["dV"],
+                dprob=first["dP 0 0"],
+                ds=(first["dS 0 0"], first["dS 1 0"]),
+                dk=first["dK"],
+                dq=first["dQ"],
+            ),
+            registers=self.registers,
+            masked=self.problem.mask_form != "none",
+        )
+
+
+def pays_in_pairs(problem: Problem) -> bool:
+    """By the model of time (docs/model.md) a pair takes 4,578 clocks for a step at width 128, and a CTA alone
+    5,181; at width 64 both take 3,500, and 96 would be padded. Where the score has a slope of its own, it is
+    longer in the making than the products that a pair issues meanwhile: 5,329 and 5,224 with a soft cap."""
+    wide = all(96 < width <= WIDTHS[-1] for width in (problem.head_dim, problem.head_dim_v))
+    plain = problem.lengths == "dense" and not (problem.sloped or problem.deterministic or problem.gradients)
+    return wide and plain and problem.many_keys
+
+
+def plan_alone_or_in_pairs(problem: Problem, target: Target) -> BlackwellBackwardPlan:
+    """By pairs of CTAs where that pays. Raises UnsupportedError for what no kernel has: callers then compute
+    it another way."""
+    if not pays_in_pairs(problem):
+        return plan_blackwell_backward(problem, target)
+    return plan_pairs(problem, target)
+
+
+def plan_pairs(problem: Problem, target: Target) -> BlackwellPairPlan:
+    """Raises UnsupportedError for what the kernel of pairs does not have."""
+    widths = [next((w for w in WIDTHS if w >= x), None) for x in (problem.head_dim, problem.head_dim_v)]
+    head_dim, head_dim_v = widths
+    ordered = problem.deterministic or problem.gradients
+    if head_dim is None or head_dim_v is None or problem.lengths != "dense" or ordered:
+        raise UnsupportedError(
+            f"a backward kernel by pairs of CTAs for {problem.explain()}",
+            f"dense heads of at most {WIDTHS[-1]}, sums in any order, and no gradients of captured tensors",
+            "take the kernel of one CTA alone",
+        )
+    plan = BlackwellPairPlan(target, problem, head_dim, head_dim_v)
+    plan.check()
+    return plan

@@ -1,0 +1,165 @@
+"""Plans of the Blackwell backward by pairs of CTAs: the kernel's pipeline, proved and broken; when it is
+chosen."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from functools import cache
+from itertools import product
+
+import pytest
+from test_plan_blackwell import edges, ordered, with_barrier, with_ring
+from test_plan_blackwell_backward import broken, dropped
+
+from fa4flex.codegen.kernels.bwd_sm100 import roles as alone
+from fa4flex.codegen.kernels.bwd_sm100_pair import roles
+from fa4flex.codegen.plan import SM100A, Event, PlanError, Problem
+from fa4flex.codegen.plan.backward import plan_backward
+from fa4flex.codegen.plan.simulate import at_random, round_robin, simulate, trace
+from fa4flex.codegen.plan.sm100.backward_pair import BlackwellPairPlan, plan_pairs
+from fa4flex.codegen.plan.sm100.backward_pair_pipeline import THERE, arrivals
+from fa4flex.codegen.plan.sm100.sharing import lifetimes
+from fa4flex.codegen.plan.sm100.tensor_memory import Columns
+from fa4flex.errors import UnsupportedError
+
+WIDTHS = ((64, 64), (64, 128), (128, 64), (128, 128))
+
+
+@cache
+def planned(d: int = 128, dv: int = 128) -> BlackwellPairPlan:
+    return plan_pairs(Problem(d, dv), SM100A)
+
+
+@pytest.mark.parametrize("widths", WIDTHS)
+def test_every_plan_runs(widths: tuple[int, int], seed: int) -> None:
+    plan = planned(*widths)
+    plan.check()
+    for i, steps in enumerate(([1], [2], [4])):
+        assert simulate(plan.pipeline, steps, at_random(seed + i)) > 0
+    assert all(lifetimes(plan.pipeline, plan.columns).nodes[c]["read"] for c in (("dQ", 2), ("dV", 2)))
+
+
+def test_one_run_stands_for_all(seed: int) -> None:
+    pipeline = planned().pipeline
+    first = edges(trace(pipeline, [3], round_robin()))
+    assert len(first) > 600
+    assert edges(trace(pipeline, [3], at_random(seed))) == first
+
+
+def test_products_are_issued_in_the_stated_order() -> None:
+    events = planned().pipeline.role("multiply").run([3])
+    order = [f"{e.target} {e.tile}" for e in events if e.action == "issue" and " 1" not in e.target]
+    here = [name.replace(" 0 0 ", " ") for name in order if THERE not in name]
+    begin = "S 0, dP 0, dV 0"
+    middle = "".join(f", S {j}, dK {j - 1}, dP {j}, dQ {j - 1}, dV {j}" for j in (1, 2))
+    assert here == f"{begin}{middle}, dK 2, dQ 2".split(", ")
+    assert len(order) == 2 * len(here)
+
+
+def test_counts_are_the_kernels() -> None:
+    plan = planned()
+    config, pipeline = plan.config(), plan.of_one_cta
+    counts = {barrier.name: barrier.arrivals for barrier in pipeline.mbarriers}
+    counts |= {f"{name}_full": pipeline.ring(name).full_arrivals for name in ("k", "v", "k_t")}
+    assert counts == roles.BARRIERS | {"ds_come": arrivals("ds_come")}
+    # Here the other CTA's warps arrive; there, one arrival announces their bytes.
+    assert arrivals("ds_come") - alone.COMPUTING == alone.COMPUTING and roles.BARRIERS["ds_come"] == 9
+    for name in ("lse2", "delta"):
+        ring = pipeline.ring(name)
+        assert {"full": ring.full_arrivals, "empty": ring.empty_arrivals} == alone.STATISTICS
+    assert pipeline.mbarrier_count == roles.barrier_total(config.q_stages, config.do_stages)
+    for name, threads in (("allocated", alone.TOUCH_TENSOR_MEMORY), ("finished", alone.READ_TENSOR_MEMORY)):
+        here = [r for r in pipeline.roles if r.uses("sync", name) or r.uses("give", name)]
+        assert sum(32 * role.warps for role in here) == threads
+
+
+def test_barriers_that_the_kernel_does_not_have_are_not_missing() -> None:
+    run = trace(planned().pipeline, [4], round_robin())
+    for half, c, j in product((0, 1), ("", THERE), (0, 1, 2)):
+        assert ordered(run, f"compute {half}{c} read S {half} 1{c} tile {j}", f"product S 0 0 tile {j + 1}")
+        assert ordered(run, f"product dV tile {j}", f"product S {half} 0{c} tile {j + 1}")
+        for there, maker in product(("", THERE), (0, 1)):
+            name = f"write shared dS {half} of {maker}{there} tile {j + 1}"
+            assert ordered(run, f"product dQ{c} tile {j}", name)
+        if j:
+            assert ordered(run, f"read dQ{c} tile {j - 1}", f"product S {half} 1{c} tile {j + 1}")
+
+
+def test_dropped_events_are_found() -> None:
+    """Some of them; dV and dK are read by two, so that one read less leaves them read."""
+    pipeline = planned().pipeline
+    assert not broken(pipeline)
+    every = [x for x in dropped(pipeline) if matters(x[0])]
+    assert len(every) > 250
+    for event, where, less in random.sample(every, 12):
+        assert broken(less), f"{event} of {where}"
+
+
+@pytest.mark.exhaustive
+def test_every_dropped_event_is_found() -> None:
+    for event, where, less in dropped(planned().pipeline):
+        assert not matters(event) or broken(less), f"{event} of {where}"
+
+
+def matters(event: Event) -> bool:
+    name = event.target.removesuffix(THERE)
+    return event.action != "read" or name not in ("dV", "dK", "lse2", "delta")
+
+
+def test_wrong_counts_are_found() -> None:
+    pipeline = planned().pipeline
+    wrong = [with_barrier(pipeline, b.name, b.arrivals + m) for b in pipeline.mbarriers for m in (-1, 1)]
+    for ring, more in product(pipeline.rings, (-1, 1)):
+        wrong.append(with_ring(pipeline, ring.name, full_arrivals=ring.full_arrivals + more))
+        if not ring.once:
+            wrong.append(with_ring(pipeline, ring.name, empty_arrivals=ring.empty_arrivals + more))
+    assert len(wrong) > 80 and all(broken(one) for one in random.sample(wrong, 20))
+
+
+SHARED = (("dQ", "S 0 0"), ("dQ", "dP 0 1"), ("dK", "dP 0 0"), ("P 0 0", "S 1 1"), ("dS 1 0", "dP 0 0"))
+
+
+@pytest.mark.parametrize(("moved", "to"), SHARED)
+def test_columns_that_live_at_once_are_not_shared(moved: str, to: str) -> None:
+    """dQ(j) and P(j + 1), say, which the first columns of scores hold."""
+    plan = planned()
+    first = next(r.first for r in plan.columns.ranges if r.name == to)
+    ranges = tuple(replace(r, first=first) if r.name == moved else r for r in plan.columns.ranges)
+    columns = Columns(ranges, plan.columns.capacity)
+    with pytest.raises(PlanError, match=r"while|live at once|nobody has read|before it is there"):
+        simulate(replace(plan.pipeline, overlaps=columns.overlaps), [3], round_robin())
+        lifetimes(replace(plan.pipeline, overlaps=columns.overlaps), columns)
+
+
+def test_a_pair_is_chosen_where_it_pays() -> None:
+    many = Problem(128, 128, many_keys=True)
+    assert plan_backward(many, SM100A).tile == (128, 256)
+    assert plan_backward(replace(many, mask_form="spans"), SM100A).tile == (128, 256)
+    for other in (
+        {"many_keys": False},
+        {"head_dim": 64},
+        {"head_dim_v": 96},
+        {"sloped": True},
+        {"lengths": "used"},
+    ):
+        assert plan_backward(replace(many, **other), SM100A).tile == (128, 128)  # type: ignore[arg-type]
+
+
+def test_what_pairs_do_not_have() -> None:
+    for problem in (
+        Problem(192, 128),
+        Problem(128, 128, lengths="used"),
+        Problem(64, 64, deterministic=True),
+    ):
+        with pytest.raises(UnsupportedError, match="the kernel of one CTA alone"):
+            plan_pairs(problem, SM100A)
+
+
+def test_a_plan_says_what_it_is() -> None:
+    told = planned(64, 64).explain()
+    for words in ("128 queries x 256 keys", "by a pair of CTAs", "tell:", "k_t: 1 stage"):
+        assert words in told
+    assert f"compute 0{THERE}" not in told
+    assert planned(40, 64).config() == planned(64, 64).config() != planned(128, 128).config()
+    assert planned().memory.total <= SM100A.shared_memory

@@ -1,0 +1,84 @@
+"""Gradients by pairs of CTAs of a simulated B200: right, and nothing found; what a tile costs them."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+
+import pytest
+import torch
+from pairs import in_pairs
+from test_backward_clocks import PASSES, TILE, backward, more_per_tile
+from test_blackwell_backward_counts import arithmetic
+from test_simulated_backward import COMPOSED, close
+
+import fa4flex
+from fa4flex.simulator.run.counts import cycles, shared_memory
+from fa4flex.simulator.run.launch import Result
+
+HALVES = (torch.bfloat16, torch.float16)
+WIDTHS = (64, 128, 104, (64, 128), (128, 40))
+LENGTHS = ((1, 1), (1, 130), (130, 1), (127, 257), (257, 127), (130, 200), (200, 384), (384, 256))
+
+
+def check(name: str, lengths: tuple[int, int]) -> None:
+    if name == "documents":  # has ids of so many
+        lengths = min(lengths[0], 200), min(lengths[1], 200)
+    kv_heads, dtype = random.choice((1, 2, 4)), random.choice(HALVES)
+    with in_pairs():
+        close(name, *lengths, random.choice(WIDTHS), "sm_100a", kv_heads, dtype)
+
+
+def test_some_gradients() -> None:
+    check(random.choice(sorted(COMPOSED)), random.choice(LENGTHS))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", COMPOSED)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_gradients(name: str, lengths: tuple[int, int]) -> None:
+    check(name, lengths)
+
+
+@cache
+def own(q_len: int) -> Result:
+    """The main kernel of the backward of 256 keys, which a pair has."""
+    q = torch.randn(1, 1, q_len, 128).bfloat16().requires_grad_()
+    k, v = (torch.randn(1, 1, 256, 128).bfloat16().requires_grad_() for _ in range(2))
+    with in_pairs(), fa4flex.simulator.device("sm_100a", timing="eager") as gpu:
+        out = fa4flex.compile()(q, k, v)
+        out.backward(torch.randn_like(out))
+    assert not gpu.findings
+    _, _, found, _ = gpu.results
+    assert found.shape.cluster == (2, 1, 1)
+    return found
+
+
+def test_clocks_of_the_paper() -> None:
+    """MMA 2560 and exponentials 1024 (Zadouri et al. 2026, Table 3). Of shared memory, it halves the second
+    operand of all products and nothing else, 2688; here, as for flash-attn-4's kernel, dQ's rows are divided
+    between the CTAs as well: less to write and to read, for more operands. dS, half of which is the other
+    CTA's, is written once: there are no copies of it, which are clocks less than flash-attn-4's."""
+    units, moved = (more_per_tile(f, own(256), own(512)) for f in (cycles, shared_memory))
+    assert units["mma"] == 2560 and units["special functions"] == 1024
+    assert moved["operands of MMAs"] == 2 * 1.5 * TILE + 2 * 0.5 * TILE + 2 * TILE
+    assert moved["stores"] == TILE + TILE and moved["copies out"] == TILE
+    assert moved["copies between CTAs"] == moved["updates"] == 0
+    counted = moved["operands of MMAs"] + moved["stores"] + moved["copies out"]
+    assert counted == PASSES[True] - 2 * TILE + TILE // 2 == 2304
+
+
+def test_no_more_than_flash_attention_4() -> None:
+    peer = backward(256, True), backward(512, True)
+    for of, units in (
+        (cycles, ("mma", "shared memory", "special functions", "fp32")),
+        (
+            shared_memory,
+            ("operands of MMAs", "loads", "stores", "copies in", "copies out", "copies between CTAs"),
+        ),
+        (arithmetic, ("results",)),
+    ):
+        ours, theirs = more_per_tile(of, own(256), own(512)), more_per_tile(of, *peer)
+        for unit in units:
+            assert ours[unit] <= theirs[unit], unit
+    assert more_per_tile(cycles, own(256), own(512))["shared memory"] < 3100
