@@ -22,9 +22,9 @@ from fa4flex.codegen.kernels.bwd_sm100.roles import COMPUTE
 from fa4flex.codegen.kernels.bwd_sm100_pair.config import CTAS, KEPT, PACKED, Config
 from fa4flex.codegen.kernels.bwd_sm100_pair.parts import Pipes, Shared
 from fa4flex.codegen.kernels.common.backward import BackwardCourse, KeyWork
+from fa4flex.codegen.kernels.common.cluster import Cluster
 from fa4flex.codegen.kernels.common.hooks import Hooks
 from fa4flex.codegen.kernels.common.tensor_core import Blocks, arrive_once
-from fa4flex.codegen.kernels.fwd_sm100.cluster import Cluster
 
 SENT, HELD = 0, 1
 """A warpgroup's fragments of queries: the other CTA's, and its own."""

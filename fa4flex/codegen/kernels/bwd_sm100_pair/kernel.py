@@ -35,10 +35,10 @@ from fa4flex.codegen.kernels.bwd_sm100_pair.parts import Pipes, Products, Shared
 from fa4flex.codegen.kernels.bwd_sm100_pair.reduce import Reduce
 from fa4flex.codegen.kernels.bwd_sm100_pair.roles import BARRIERS, RINGS
 from fa4flex.codegen.kernels.common.backward import BackwardArguments, BackwardCourse
+from fa4flex.codegen.kernels.common.cluster import Cluster
 from fa4flex.codegen.kernels.common.hooks import Hooks
 from fa4flex.codegen.kernels.common.transfer import reordered
 from fa4flex.codegen.kernels.common.work import Grid
-from fa4flex.codegen.kernels.fwd_sm100.cluster import Cluster
 
 
 class Backward:

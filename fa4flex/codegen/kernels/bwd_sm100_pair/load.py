@@ -20,8 +20,8 @@ from fa4flex.codegen.kernels.common.backward import (
     KeyWork,
     query_tile_at,
 )
+from fa4flex.codegen.kernels.common.cluster import Cluster
 from fa4flex.codegen.kernels.common.transfer import Views, load_stage, partition
-from fa4flex.codegen.kernels.fwd_sm100.cluster import Cluster
 
 
 class Transfers(NamedTuple):

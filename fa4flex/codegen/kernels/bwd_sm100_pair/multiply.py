@@ -18,8 +18,8 @@ from fa4flex.codegen.kernels.bwd_sm100.multiply import STEPS, Operands
 from fa4flex.codegen.kernels.bwd_sm100_pair.config import CTAS, KEPT, PACKED, Config
 from fa4flex.codegen.kernels.bwd_sm100_pair.parts import Pipes, Products, Shared, operand_columns
 from fa4flex.codegen.kernels.common.backward import BackwardArguments, BackwardCourse, KeyWork
+from fa4flex.codegen.kernels.common.cluster import Cluster
 from fa4flex.codegen.kernels.common.tensor_core import MMA_K, arrive_once, zero_here
-from fa4flex.codegen.kernels.fwd_sm100.cluster import Cluster
 
 PAIR_STEPS = range(CTAS * ROWS // MMA_K)
 """Instructions of a product that sums over the pair's keys."""

@@ -19,8 +19,8 @@ from fa4flex.codegen.kernels.common.backward import (
     KeyWork,
     query_tile_at,
 )
+from fa4flex.codegen.kernels.common.cluster import Cluster
 from fa4flex.codegen.kernels.common.tensor_core import Blocks, arrive_once
-from fa4flex.codegen.kernels.fwd_sm100.cluster import Cluster
 
 
 class Reduce(alone.Reduce):

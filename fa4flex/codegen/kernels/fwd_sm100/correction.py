@@ -12,10 +12,10 @@ from cutlass.cute.nvgpu import tcgen05
 from cutlass.tensor_utils import LayoutEnum
 
 from fa4flex.codegen.kernels.common.arguments import Arguments
+from fa4flex.codegen.kernels.common.cluster import Cluster
 from fa4flex.codegen.kernels.common.course import Course
 from fa4flex.codegen.kernels.common.tensor_core import Blocks, arrive_once
 from fa4flex.codegen.kernels.common.work import Grid, Work
-from fa4flex.codegen.kernels.fwd_sm100.cluster import Cluster
 from fa4flex.codegen.kernels.fwd_sm100.config import CORRECTED, FRAGMENT, ROWS, Config
 from fa4flex.codegen.kernels.fwd_sm100.parts import (
     Pipes,

@@ -19,13 +19,13 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from fa4flex.codegen.kernels.common.arguments import Arguments
+from fa4flex.codegen.kernels.common.cluster import Cluster
 from fa4flex.codegen.kernels.common.course import Course, NextTile
 from fa4flex.codegen.kernels.common.hooks import Hooks
 from fa4flex.codegen.kernels.common.tensor_core import operand_ring
 from fa4flex.codegen.kernels.common.transfer import Transfers, reordered
 from fa4flex.codegen.kernels.common.work import Grid, dense_grid, packed_grid
 from fa4flex.codegen.kernels.fwd_sm100.cancel import Asking, Cancelling
-from fa4flex.codegen.kernels.fwd_sm100.cluster import Cluster
 from fa4flex.codegen.kernels.fwd_sm100.config import COLUMNS, ROWS, Config
 from fa4flex.codegen.kernels.fwd_sm100.correction import Correction
 from fa4flex.codegen.kernels.fwd_sm100.load import Load

@@ -7,11 +7,11 @@ from cutlass import Int32, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
 from fa4flex.codegen.kernels.common.arguments import Arguments
+from fa4flex.codegen.kernels.common.cluster import Cluster
 from fa4flex.codegen.kernels.common.course import Course
 from fa4flex.codegen.kernels.common.keys import tile_at
 from fa4flex.codegen.kernels.common.transfer import Transfers, Views, load_stage, partition, sequence
 from fa4flex.codegen.kernels.common.work import Grid, Work
-from fa4flex.codegen.kernels.fwd_sm100.cluster import Cluster
 from fa4flex.codegen.kernels.fwd_sm100.config import Config
 from fa4flex.codegen.kernels.fwd_sm100.parts import Pipes, Products, Shared
 

@@ -18,11 +18,11 @@ import cutlass
 from cutlass import Boolean, Int32, const_expr, cute, pipeline
 
 from fa4flex.codegen.kernels.common.arguments import Arguments
+from fa4flex.codegen.kernels.common.cluster import Cluster
 from fa4flex.codegen.kernels.common.course import Course
 from fa4flex.codegen.kernels.common.keys import KeyTiles, tile_at
 from fa4flex.codegen.kernels.common.tensor_core import MMA_K, elect, zero_here
 from fa4flex.codegen.kernels.common.work import Grid, Work
-from fa4flex.codegen.kernels.fwd_sm100.cluster import Cluster
 from fa4flex.codegen.kernels.fwd_sm100.config import Config
 from fa4flex.codegen.kernels.fwd_sm100.parts import Pipes, Products, Shared
 

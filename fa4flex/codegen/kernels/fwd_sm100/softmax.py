@@ -16,6 +16,7 @@ from cutlass.cute.nvgpu import tcgen05
 
 from fa4flex.codegen.kernels.common.arguments import Arguments
 from fa4flex.codegen.kernels.common.bits import consecutive
+from fa4flex.codegen.kernels.common.cluster import Cluster
 from fa4flex.codegen.kernels.common.course import Course
 from fa4flex.codegen.kernels.common.fragment import compute_before
 from fa4flex.codegen.kernels.common.hooks import At, Hooks
@@ -32,7 +33,6 @@ from fa4flex.codegen.kernels.common.softmax import (
 )
 from fa4flex.codegen.kernels.common.tensor_core import Blocks, arrive_once, arrive_where, put_where
 from fa4flex.codegen.kernels.common.work import Grid, Work, put_statistic
-from fa4flex.codegen.kernels.fwd_sm100.cluster import Cluster
 from fa4flex.codegen.kernels.fwd_sm100.config import FRAGMENT, ROWS, Config
 from fa4flex.codegen.kernels.fwd_sm100.parts import (
     Pipes,

@@ -8,10 +8,10 @@ from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync
 
 from fa4flex.codegen.kernels.common.arguments import Arguments
+from fa4flex.codegen.kernels.common.cluster import Cluster
 from fa4flex.codegen.kernels.common.course import Course
 from fa4flex.codegen.kernels.common.transfer import Transfers, partition, sequence
 from fa4flex.codegen.kernels.common.work import Grid
-from fa4flex.codegen.kernels.fwd_sm100.cluster import Cluster
 from fa4flex.codegen.kernels.fwd_sm100.config import ROWS, Config
 from fa4flex.codegen.kernels.fwd_sm100.parts import Pipes, Shared, first_row
 

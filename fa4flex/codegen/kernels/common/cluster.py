@@ -1,9 +1,8 @@
-"""The CTAs that multiply together: one alone, or a pair.
+"""The CTAs of a Blackwell kernel that multiply together: one alone, or a pair.
 
-A pair's products are twice as high: each CTA holds its own rows of the scores, the probabilities and the
-output, and half of each tile of keys and values, so that shared memory is read less. The first CTA of a pair
-issues the products for both; barriers that its multiplying warp waits for lie with it, and what it signals is
-signalled to both.
+A pair's products are twice as high: each CTA holds its own rows of first operands and of results, and half of
+each second operand, so that shared memory is read less. The first CTA of a pair issues the products for both;
+barriers that its multiplying warp waits for lie with it, and what it signals is signalled to both.
 """
 
 from __future__ import annotations
