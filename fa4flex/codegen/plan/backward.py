@@ -39,7 +39,6 @@ PLANNERS: dict[str, Callable[[Problem, Target], BackwardPlan]] = {
 }
 """By family of targets."""
 
-
 ERASING = frozenset(("sm90",))
 """Families whose kernels write the zeros of captured gradients in tiles that the mask hides."""
 

@@ -104,7 +104,7 @@ class Compute:
         lse2 = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.q_stages)
         delta = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.do_stages)
         heads = Int32(arguments.q.shape[-2])
-        group = heads // arguments.k.shape[-2]
+        group = self.course.group(arguments)
         phase = Int32(0)
         sums = sums_of(self.hooks.shares)
         for g in cutlass.range(group, unroll=1):

@@ -60,7 +60,7 @@ class Load(alone.Load):
         if waiting:
             self.once(k, self.keys(k, shared.k, products.scores, products.scores_tile, work), pipes.k_full)
             self.once(v, self.keys(v, shared.v, products.dprob, products.dprob_tile, work), pipes.v_full)
-        group = arguments.q.shape[2] // arguments.k.shape[2]
+        group = self.course.group(arguments)
         for g in cutlass.range(group, unroll=1):
             h = work.kv_head * group + g
             queries = self.course.queries(work, h, arguments)

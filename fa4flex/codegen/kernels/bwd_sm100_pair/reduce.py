@@ -44,7 +44,7 @@ class Reduce(alone.Reduce):
         whole = in_columns(base, config.memory.dq, columns)
         fragments = cute.flat_divide(whole, (ROWS, FRAGMENT))[None, None, 0, None]
         dq = Blocks.load(tcgen05.Ld32x32bOp(tcgen05.Repetition(FRAGMENT)), fragments, row)
-        group = arguments.q.shape[2] // arguments.k.shape[2]
+        group = self.course.group(arguments)
         pieces = columns // FRAGMENT
         rows = self.cluster.rank() * CTAS + warp % 2
         place = rows * 2 * pieces + warp // 2 * pieces

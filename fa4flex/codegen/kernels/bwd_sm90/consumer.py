@@ -131,7 +131,7 @@ class Consumer:
         q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.q_stages)
         do_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.do_stages)
         heads = Int32(arguments.q.shape[-2])
-        group = heads // arguments.k.shape[-2]
+        group = self.course.group(arguments)
         cute.arch.mbarrier_wait(pipes.k_full, 0)
         cute.arch.mbarrier_wait(pipes.v_full, 0)
         self.clear_past_end((shared.k, shared.v), work.kv_len - work.tile * config.tile_n)

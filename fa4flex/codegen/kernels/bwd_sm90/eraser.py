@@ -42,7 +42,7 @@ class Eraser:
     @cute.jit
     def erase_all(self, arguments: BackwardArguments, work: KeyWork, warp: Int32) -> None:
         heads = Int32(arguments.q.shape[-2])
-        group = heads // arguments.k.shape[-2]
+        group = self.course.group(arguments)
         tiles = (work.q_len + (self.config.tile_m - 1)) // self.config.tile_m
         for g in cutlass.range(group, unroll=1):
             h = work.kv_head * group + g
