@@ -92,10 +92,16 @@ def close(arch: str, name: str, kind: str, width: int, deterministic: bool) -> N
     findings = [finding for result in gpu.results[1:] for finding in result.findings]
     assert len(gpu.results) == 4 and not findings, f"{where}: {gpu.report()}"
     clean = [x.nan_to_num(0) for x in qkv], dout.nan_to_num(0)
-    wide = [x.double() for x in clean[0]]
-    exact = gradients(forward, wide, table, clean[1])
-    same = gradients(plain(name, table, clean[1], spans), clean[0], table, clean[1])
-    budgets = [(x.double() - y).abs().max().item() for x, y in zip(same, exact, strict=True)]
+
+    def errors(qkv: list[Tensor], dout: Tensor) -> tuple[list[Tensor], list[float]]:
+        exact = gradients(forward, [x.double() for x in qkv], table, dout)
+        same = gradients(plain(name, table, dout, spans), qkv, table, dout)
+        return exact, [(x.double() - y).abs().max().item() for x, y in zip(same, exact, strict=True)]
+
+    exact, budgets = errors(*clean)
+    if table.numel() <= captured_cases.FEW:  # errors of few sums may cancel in one draw
+        draws = [[torch.randn_like(x) for x in (*clean[0], dout)] for _ in range(5)]
+        budgets[3] = max(budgets[3], *(errors(drawn[:3], drawn[3])[1][3] for drawn in draws))
     captured_cases.judge(where, got, exact, budgets)
 
 
