@@ -31,8 +31,10 @@ def choose_registers(tiles: Tiles, request: Request) -> Registers:
     """Single warps keep the bounds of two spans of keys per row."""
     if tiles.head_dim > 128:
         return WIDE
-    keys = request.facts.keys
-    two = request.problem.mask_form == "spans" and keys is not None and len(keys.spans) > 1
+    form, keys = request.problem.mask_form, request.facts.keys
+    two = form == "spans" and keys is not None and len(keys.spans) > 1
+    if form == "tables" and tiles.head_dim_v <= 64:
+        return SPLITS[1]  # of all, the one with which no mask by tables spills
     return (NARROW if tiles.head_dim_v <= 64 and not request.work.loads else SPLITS)[two]
 
 
