@@ -9,6 +9,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from fa4flex.codegen.kernels.common.backward import BackwardArguments, Turns
 from fa4flex.codegen.kernels.common.lengths import ROW_BLOCK
+from fa4flex.codegen.kernels.common.softmax import LOG2_E
 from fa4flex.codegen.kernels.small.convert import Convert, ConvertArguments
 from fa4flex.codegen.kernels.small.statistics import Statistics, StatisticsArguments
 from fa4flex.runtime.cuda.signature import (
@@ -73,7 +74,7 @@ def entry_point(kernel: Any, problem: Problem, signature: Signature) -> Any:
         dq, dk, dv = logical(dq), logical(dk), logical(dv)
         statistics(StatisticsArguments(out, dout, lse, dlse, lse2, delta, cu_seqlens_q, seqused_q), stream)
         lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-        rest = (*lengths, tables, turns, tuple_of(operands), tuple_of(scalars), scale)
+        rest = (*lengths, tables, turns, tuple_of(operands), tuple_of(scalars), scale, scale * LOG2_E)
         results = (dq_sum, dk, dv, *rest, tuple_of(gradients))
         kernel(BackwardArguments(q, k, v, dout, lse2, delta, *results), stream)
         convert(ConvertArguments(dq_sum, dq, cu_seqlens_q, scale), stream)

@@ -17,7 +17,7 @@ from cutlass import Float32, Int32, const_expr, cute, pipeline
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from fa4flex.codegen.kernels.bwd_sm90.config import KEYS, Config
+from fa4flex.codegen.kernels.bwd_sm90.config import KEYS, Config, swizzle
 from fa4flex.codegen.kernels.bwd_sm90.parts import (
     CLEARED,
     SCORES,
@@ -25,6 +25,7 @@ from fa4flex.codegen.kernels.bwd_sm90.parts import (
     Shared,
     dq_empty,
     dq_full,
+    stored,
     transposed,
 )
 from fa4flex.codegen.kernels.bwd_sm90.writer import THREADS
@@ -40,12 +41,12 @@ from fa4flex.codegen.kernels.common.fragment import (
     as_operand,
     multiply,
     narrow,
+    numbers,
     rows_and_columns,
     widened,
 )
 from fa4flex.codegen.kernels.common.hooks import Hooks
 from fa4flex.codegen.kernels.common.shares import Collector, sums_of, targets
-from fa4flex.codegen.kernels.common.softmax import LOG2_E
 from fa4flex.codegen.kernels.common.transfer import release, stage_by_fours
 from fa4flex.codegen.kernels.common.transposed import Slab, Slopes
 
@@ -54,6 +55,9 @@ PART = 16
 are needed: registers for more there are not."""
 SLOPED = 2
 """As many where scores have slopes, for the same reason."""
+
+WIDE = 8
+"""Elements of 16 bits that a thread stores at once."""
 
 
 @dataclass(frozen=True)
@@ -164,8 +168,7 @@ class Consumer:
                 do_state.advance()
                 count += 1
             collector.finish()
-        self.store(arguments.dv, mmas.dv, operands.dv, work, (lane, warpgroup_index), Float32(1.0))
-        self.store(arguments.dk, mmas.dk, operands.dk, work, (lane, warpgroup_index), arguments.scale)
+        self.store_all(arguments, work, shared, mmas, (operands.dk, operands.dv), (lane, warpgroup_index))
 
     def operands(self, mmas: Mmas, shared: Shared, lane: Int32, w: Int32) -> Operands:
         config = self.config
@@ -272,17 +275,16 @@ class Consumer:
             self.clear_past_end((shared.q[None, None, q_stage], shared.dout[None, None, do_stage]), end)
         lse2s = self.my_rows(shared.lse2[None, q_stage], w)
         lse2 = self.statistics(lse2s, lane, 0, self.together)
+        self.begin_dprob(dprob, self.my_rows(shared.delta[None, do_stage], w), lane)
         multiply(mmas.scores, scores, operands.k, operands.q[None, None, None, q_stage], False)
-        multiply(mmas.dprob, dprob, operands.v, operands.dout[None, None, None, do_stage], False)
+        multiply(mmas.dprob, dprob, operands.v, operands.dout[None, None, None, do_stage], True)
         warpgroup.wait_group(1)
         q_first = self.first_query(tile, w, lane)
         early = collector.early(rows_and_columns(scores), q_first, masked)
         rows = (lse2s, lse2, lane)
         p, weights, slopes = self.probabilities(scores, slab, rows, q_first, masked, shared.q.element_type)
-        deltas = self.my_rows(shared.delta[None, do_stage], w)
-        delta = self.statistics(deltas, lane, 0, config.queries // 4)
         warpgroup.wait_group(0)
-        self.score_gradients(dprob, weights, delta)
+        self.score_gradients(dprob, weights)
         self.take_captured(collector, rows_and_columns(dprob), slopes, (q_first, masked), early)
         return p, self.narrowed(dprob, shared.q.element_type)
 
@@ -360,7 +362,7 @@ class Consumer:
         sloped = self.hooks.slope is not None and not self.late
         weights = cute.make_rmem_tensor(p.shape, kind) if sloped else p
         later: Slopes = {}
-        factor = slab.at.scale * LOG2_E if self.hooks.factor is None else self.hooks.factor(slab.at)
+        factor = slab.at.scale_log2 if self.hooks.factor is None else self.hooks.factor(slab.at)
         columns = self.config.queries // 4
         together = self.together
         for first in range(0, columns, together):
@@ -391,15 +393,22 @@ class Consumer:
         source, narrowed = (cute.make_tensor(x.iterator + 2 * first, layout) for x in (acc, target))
         narrow(source, narrowed)
 
-    def score_gradients(self, dprob: cute.Tensor, weights: cute.Tensor, delta: cute.Tensor) -> None:
-        """dP' becomes dS'. P' comes from 16 bits, as dV's product has it: in 32 it would take registers that
-        products need meanwhile."""
+    def begin_dprob(self, dprob: cute.Tensor, deltas: cute.Tensor, lane: Int32) -> None:
+        """The product for dP' starts from -delta: read later, deltas would take registers of their own, and
+        wait behind the products' operands, and exponentials behind them."""
+        grid = rows_and_columns(dprob)
+        for c, delta in enumerate(numbers(self.statistics(deltas, lane, 0, self.config.queries // 4))):
+            grid[0, c] = grid[1, c] = -delta
+
+    def score_gradients(self, dprob: cute.Tensor, weights: cute.Tensor) -> None:
+        """dP' less its rows' sums becomes dS'. P' comes from 16 bits, as dV's product has it: in 32 it would
+        take registers that products need meanwhile."""
         grid = rows_and_columns(dprob)
         words = cute.recast_tensor(weights, Int32)
         for c in range(0, self.config.queries // 4, 2):
             for r in range(2):
                 for i, weight in enumerate(widened(words[c + r], weights.element_type)):
-                    grid[r, c + i] = weight * (grid[r, c + i] - delta[c + i])
+                    grid[r, c + i] = weight * grid[r, c + i]
 
     def take_captured(
         self,
@@ -453,30 +462,58 @@ class Consumer:
         cute.arch.barrier_arrive(barrier_id=dq_full(w, stage), number_of_threads=THREADS)
 
     @cute.jit
+    def store_all(
+        self,
+        arguments: BackwardArguments,
+        work: KeyWork,
+        shared: cutlass.Constexpr[Shared],
+        mmas: cutlass.Constexpr[Mmas],
+        sums: cutlass.Constexpr[tuple[cute.Tensor, cute.Tensor]],
+        where: tuple[Int32, Int32],
+    ) -> None:
+        """dK and dV, by way of the shared memory in which Q and dO were."""
+        lane, w = where
+        dk, dv = sums
+        for i in cutlass.range_constexpr(cute.size(dk)):
+            dk[i] = dk[i] * arguments.scale
+        staged = self.staged(shared.q, dk)[None, None, w], self.staged(shared.dout, dv)[None, None, w]
+        cute.arch.barrier(barrier_id=SCORES, number_of_threads=128 * self.config.consumers)
+        for mma, acc, rows in zip((mmas.dk, mmas.dv), sums, staged, strict=True):
+            atom = sm90.sm90_get_smem_store_op(LayoutEnum.ROW_MAJOR, rows.element_type, Float32)
+            copy = cute.make_tiled_copy_C(atom, mma).get_slice(lane)
+            narrowed = self.narrowed(acc, rows.element_type)
+            cute.copy(copy, copy.retile(narrowed), copy.partition_D(rows))
+        cute.arch.barrier(barrier_id=stored(w), number_of_threads=128)
+        for target, rows in zip((arguments.dk, arguments.dv), staged, strict=True):
+            self.store(target, rows, work, where)
+
+    def staged(self, memory: cute.Tensor, acc: cute.Tensor) -> cute.Tensor:
+        """(64 keys, columns of a warpgroup, warpgroup), swizzled."""
+        kind, width = memory.element_type, 2 * cute.size(acc)
+        columns = sm90.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, kind, swizzle(width, width))
+        atom = sm90.make_smem_layout_atom(columns, kind)
+        layout = cute.tile_to_shape(atom, (KEYS, width, self.config.consumers), order=(0, 1, 2))
+        assert cute.cosize(layout) <= cute.cosize(memory.layout), "dK or dV needs more than Q or dO"
+        return cute.make_tensor(cute.recast_ptr(memory.iterator, layout.inner, dtype=kind), layout.outer)
+
+    @cute.jit
     def store(
         self,
         target: cute.Tensor,
-        mma: cutlass.Constexpr[cute.TiledMma],
-        acc: cute.Tensor,
+        staged: cute.Tensor,
         work: KeyWork,
-        places: tuple[Int32, Int32],
-        scale: Float32,
+        where: tuple[Int32, Int32],
     ) -> None:
-        """dK or dV to global memory, two columns at a time."""
-        lane, w = places
-        grid = rows_and_columns(acc)
-        first = self.first_key(work, w, lane)
-        start = self.first_column(cute.size(grid, mode=[1]) * 4, w)
-        for r in cutlass.range_constexpr(2):
-            key = first + 8 * r
-            if key < work.kv_len:
-                pairs = cute.logical_divide(
-                    token_of(target, work.b, work.kv_offset, key, work.kv_head), cute.make_layout(2)
-                )
-                for c in cutlass.range_constexpr(cute.size(grid, mode=[1]) // 2):
-                    column = start + 8 * c + lane % 4 * 2
-                    if column < target.shape[-1]:
-                        pair = cute.make_rmem_tensor((2,), target.element_type)
-                        pair[0] = (grid[r, 2 * c] * scale).to(target.element_type)
-                        pair[1] = (grid[r, 2 * c + 1] * scale).to(target.element_type)
-                        cute.autovec_copy(pair, pairs[None, column // 2])
+        """A warpgroup's part of dK or dV to global memory, 16 bytes at a time."""
+        lane, w = where
+        width = cute.size(staged, mode=[1])
+        pieces = width // WIDE
+        first, start = self.first_key(work, w, Int32(0)), self.first_column(width, w)
+        for i in cutlass.range_constexpr(KEYS * pieces // 128):
+            row, piece = (i * 128 + lane) // pieces, (i * 128 + lane) % pieces
+            key, column = first + row, start + piece * WIDE
+            if key < work.kv_len and column < target.shape[-1]:
+                token = token_of(target, work.b, work.kv_offset, key, work.kv_head)
+                source = cute.logical_divide(staged[row, None], cute.make_layout(WIDE))[None, piece]
+                there = cute.logical_divide(token, cute.make_layout(WIDE))
+                cute.autovec_copy(source, there[None, column // WIDE])

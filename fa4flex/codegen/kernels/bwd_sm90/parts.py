@@ -23,6 +23,11 @@ def dq_empty(w: int | Int32, stage: int | Int32) -> int | Int32:
     return 6 + 2 * stage + w
 
 
+def stored(w: int | Int32) -> int | Int32:
+    """Named barrier: what warpgroup w stages for global memory is there."""
+    return 11 + w
+
+
 @dataclass(frozen=True)
 class Shared:
     """Shared memory. q, dout (tile_m, width, stage), k, v (tile_n, width); ds (tile_m, tile_n, 2), and p

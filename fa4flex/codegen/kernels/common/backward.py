@@ -40,6 +40,7 @@ class BackwardArguments(NamedTuple):
     out * dout less the gradient of the log-sum-exp; rows past the end, and rows without keys, have lse2 inf.
     dq_sum float32 [B, H, R * head_dim], zero at first: dQ / scale by tiles of tile_m rows, each in its
     kernel's own order. Packed, these three are [H, R]: rows of a sequence begin at `first_row` of it.
+    scale_log2: scale * log2(e); each use of a product would compute it anew.
     tables: by tile of keys, the tiles of queries to visit; pointers [B, H, key tiles + 1]. turns: where sums
     are ordered; they stand for tables too.
     gradients: of captured tensors, [copies, shape...], zero at first; the sum of its copies is a gradient.
@@ -63,6 +64,7 @@ class BackwardArguments(NamedTuple):
     operands: tuple  # a length would be read from tuple[X, ...]: two
     scalars: tuple
     scale: Float32
+    scale_log2: Float32
     gradients: tuple = ()
 
 
@@ -178,6 +180,7 @@ class BackwardCourse:
             kv_len=work.kv_len,
             num_heads=heads,
             scale=arguments.scale,
+            scale_log2=arguments.scale_log2,
             operands=tuple(arguments.operands),
             scalars=tuple(arguments.scalars),
         )

@@ -44,6 +44,7 @@ class At:
     kv_len: Value = None
     num_heads: Value = None
     scale: Value = None
+    scale_log2: Value = None
     operands: tuple[Value, ...] = ()
     scalars: tuple[Value, ...] = ()
     guard: bool = True
