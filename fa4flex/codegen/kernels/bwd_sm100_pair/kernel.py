@@ -37,6 +37,7 @@ from fa4flex.codegen.kernels.bwd_sm100_pair.roles import BARRIERS, RINGS
 from fa4flex.codegen.kernels.common.backward import BackwardArguments, BackwardCourse
 from fa4flex.codegen.kernels.common.cluster import Cluster
 from fa4flex.codegen.kernels.common.hooks import Hooks
+from fa4flex.codegen.kernels.common.tensor_core import operand_ring
 from fa4flex.codegen.kernels.common.transfer import reordered
 from fa4flex.codegen.kernels.common.work import Grid
 
@@ -192,20 +193,11 @@ class Backward:
         )
 
     def pipes(self, storage: Any, shared: Shared, products: Products) -> Pipes:
-        alone = pipeline.CooperativeGroup(pipeline.Agent.Thread)
+        cluster = self.cluster.layout(products.scores)
 
         def ring(name: str) -> pipeline.PipelineTmaUmma:
-            tensor = getattr(shared, name)
-            stage = cute.select(tensor.layout, mode=[0, 1, 2])
-            return pipeline.PipelineTmaUmma.create(
-                num_stages=self.stages(name),
-                producer_group=alone,
-                consumer_group=alone,
-                tx_count=cute.size_in_bytes(tensor.element_type, stage) * CTAS,
-                barrier_storage=getattr(storage, f"{name}_bar").data_ptr(),
-                cta_layout_vmnk=self.cluster.layout(products.scores),
-                defer_sync=True,
-            )
+            barriers = getattr(storage, f"{name}_bar").data_ptr()
+            return operand_ring(barriers, getattr(shared, name), CTAS, cluster)
 
         numbers = [f"{name}_{side}" for name in ("lse2", "delta") for side in STATISTICS]
         return Pipes(
