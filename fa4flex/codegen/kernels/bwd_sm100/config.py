@@ -73,14 +73,19 @@ class Config:
         return self.lengths != "dense"
 
     @property
+    def ctas(self) -> int:
+        """That take a tile of keys together."""
+        return 1
+
+    @property
     def tile_m(self) -> int:
         """Queries per step."""
         return ROWS
 
     @property
     def tile_n(self) -> int:
-        """Keys per block."""
-        return ROWS
+        """Keys that a CTA has, or all of them together."""
+        return ROWS * self.ctas
 
     @property
     def turn_rows(self) -> int:

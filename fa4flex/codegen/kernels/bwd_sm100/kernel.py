@@ -18,9 +18,10 @@ from fa4flex.codegen.kernels.bwd_sm100.compute import Compute
 from fa4flex.codegen.kernels.bwd_sm100.config import COLUMNS, ROWS, Config
 from fa4flex.codegen.kernels.bwd_sm100.load import Load, Transfers
 from fa4flex.codegen.kernels.bwd_sm100.multiply import Multiply
-from fa4flex.codegen.kernels.bwd_sm100.parts import Pipes, Products, Shared, tensor_memory
+from fa4flex.codegen.kernels.bwd_sm100.parts import Pipes, Products, Shared
 from fa4flex.codegen.kernels.bwd_sm100.reduce import PIECE, Reduce
 from fa4flex.codegen.kernels.bwd_sm100.roles import (
+    ALLOCATED,
     BARRIERS,
     COMPUTE,
     FINISHED,
@@ -28,11 +29,13 @@ from fa4flex.codegen.kernels.bwd_sm100.roles import (
     MULTIPLY,
     READ_TENSOR_MEMORY,
     STATISTICS,
+    TOUCH_TENSOR_MEMORY,
     WARPS,
 )
 from fa4flex.codegen.kernels.common.backward import BackwardArguments, BackwardCourse
+from fa4flex.codegen.kernels.common.cluster import Cluster
 from fa4flex.codegen.kernels.common.hooks import Hooks
-from fa4flex.codegen.kernels.common.tensor_core import operand_ring
+from fa4flex.codegen.kernels.common.tensor_core import operand_ring, tensor_memory
 from fa4flex.codegen.kernels.common.transfer import ending, reordered
 from fa4flex.codegen.kernels.common.work import Grid
 
@@ -46,6 +49,7 @@ class Backward:
     def __init__(self, config: Config, hooks: Hooks) -> None:
         self.config = config
         self.hooks = hooks
+        self.cluster = Cluster(config.ctas)
         course = self.course = BackwardCourse(config, hooks)
         self.load = Load(config, course)
         self.multiply = Multiply(config, course)
@@ -63,7 +67,7 @@ class Backward:
         )
 
     def products(self, arguments: BackwardArguments) -> Products:
-        return Products(self.config, arguments.q.element_type)
+        return Products(self.config, arguments.q.element_type, self.cluster)
 
     def transfers(self, arguments: BackwardArguments) -> Transfers:
         products = self.products(arguments)
@@ -118,7 +122,8 @@ class Backward:
         storage = SmemAllocator().allocate(self.storage(products))
         shared = self.shared(storage, products)
         pipes = self.pipes(storage, shared)
-        memory = tensor_memory(storage)
+        allocated = pipeline.NamedBarrier(ALLOCATED, TOUCH_TENSOR_MEMORY)
+        memory = tensor_memory(storage, COMPUTE, allocated, self.config.ctas)
         if warp == LOAD:
             for transfer in (q, k, v, dout):
                 cpasync.prefetch_descriptor(transfer.atom)

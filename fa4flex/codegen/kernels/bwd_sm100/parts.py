@@ -1,4 +1,4 @@
-"""What the roles of the Blackwell backward kernel share: tensors, barriers and products of one block."""
+"""What the roles of the Blackwell backward kernel share: tensors, barriers and products."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from typing import Any
 
 import cutlass.utils.blackwell_helpers as sm100
 from cutlass import Float32, Int32, cute, pipeline
-from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
-from cutlass.memory import TmemAllocator
+from cutlass.cute.nvgpu import OperandMajorMode
 
 from fa4flex.codegen.kernels.bwd_sm100.config import HALF, ROWS, Config
-from fa4flex.codegen.kernels.bwd_sm100.roles import ALLOCATED, COMPUTE, TOUCH_TENSOR_MEMORY
+from fa4flex.codegen.kernels.common.cluster import Cluster
 from fa4flex.codegen.kernels.common.tensor_core import MMA_K, Product
 
 Tile = tuple[int, int, int]
@@ -71,31 +70,34 @@ class Pipes:
 
 class Products:
     """S' = K Q' and dP' = V dO' from shared memory; dV += P' dO and dK += dS' Q with their first operand in
-    tensor memory; dQ = dS K from shared memory, where dS lies along its rows."""
+    tensor memory; dQ = dS K from shared memory, where dS lies along its rows.
 
-    def __init__(self, config: Config, kind: Any) -> None:
-        self.config, self.kind = config, kind
+    Of a pair, each CTA has the rows of its own keys, and half of the second operand, by rows or by columns.
+    Of dQ, each has half of the queries as rows, and half of the columns of all the pair's keys; its 64 rows
+    lie in tensor memory twice, the first half of the columns in 64 lanes and the second in the others."""
+
+    def __init__(self, config: Config, kind: Any, cluster: Cluster) -> None:
+        self.config, self.kind, self.group = config, kind, cluster.group
         along, across = OperandMajorMode.K, OperandMajorMode.MN
-        d, dv = config.head_dim, config.head_dim_v
-        self.scores_tile: Tile = (ROWS, ROWS, d)
-        self.dprob_tile: Tile = (ROWS, ROWS, dv)
-        self.dv_tile: Tile = (ROWS, dv, ROWS)
-        self.dk_tile: Tile = (ROWS, d, ROWS)
-        self.dq_tile: Tile = (ROWS, d, ROWS)
+        d, dv, keys, ctas = config.head_dim, config.head_dim_v, config.tile_n, config.ctas
+        self.scores_tile: Tile = (keys, ROWS, d)
+        self.dprob_tile: Tile = (keys, ROWS, dv)
+        self.dv_tile: Tile = (keys, dv, ROWS)
+        self.dk_tile: Tile = (keys, d, ROWS)
+        self.dq_tile: Tile = (ROWS, d, keys)
         self.scores = self.tiled(along, along, self.scores_tile)
         self.dprob = self.tiled(along, along, self.dprob_tile)
         self.dv = self.tiled(along, across, self.dv_tile)
         self.dk = self.tiled(along, across, self.dk_tile)
         self.dq = self.tiled(across, across, self.dq_tile)
-        self.square = Product(kind, 1, ROWS, ROWS, False, False)
+        self.square = Product(kind, ctas, keys, ROWS, False, False)
         """Of keys and queries."""
-        self.to_dv = Product(kind, 1, ROWS, dv, True, True)
-        self.to_dk = Product(kind, 1, ROWS, d, True, True)
-        self.to_dq = Product(kind, 1, ROWS, d, False, True, a_along_rows=True)
+        self.to_dv = Product(kind, ctas, keys, dv, True, True)
+        self.to_dk = Product(kind, ctas, keys, d, True, True)
+        self.to_dq = Product(kind, ctas, ROWS, d, False, True, a_along_rows=True)
 
     def tiled(self, a: Any, b: Any, tile: Tile) -> cute.TiledMma:
-        group = tcgen05.CtaGroup.ONE
-        return sm100.make_trivial_tiled_mma(self.kind, self.kind, a, b, Float32, group, tile[:2])
+        return sm100.make_trivial_tiled_mma(self.kind, self.kind, a, b, Float32, self.group, tile[:2])
 
     def layouts(self) -> dict[str, Any]:
         """Swizzled shared-memory layouts by the names of Shared, whose last mode counts stages."""
@@ -134,12 +136,3 @@ def operand_columns(firsts: tuple[int, int]) -> list[int]:
 def of_half(firsts: tuple[int, int], half: Int32) -> Int32:
     """The first column of a compute warpgroup."""
     return firsts[0] + half * (firsts[1] - firsts[0])
-
-
-def tensor_memory(storage: Any) -> TmemAllocator:
-    """The first warp that computes allocates, and frees what all have read."""
-    return TmemAllocator(
-        storage.columns.ptr,
-        barrier_for_retrieve=pipeline.NamedBarrier(ALLOCATED, TOUCH_TENSOR_MEMORY),
-        allocator_warp_id=COMPUTE,
-    )

@@ -35,6 +35,5 @@ class Config(alone.Config):
     registers: Registers = SPLIT
 
     @property
-    def tile_n(self) -> int:
-        """Keys per pair."""
-        return CTAS * alone.ROWS
+    def ctas(self) -> int:
+        return CTAS

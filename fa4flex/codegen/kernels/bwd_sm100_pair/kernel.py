@@ -17,27 +17,30 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from fa4flex.codegen.kernels.bwd_sm100.config import COLUMNS, ROWS
+from fa4flex.codegen.kernels.bwd_sm100.parts import Products
 from fa4flex.codegen.kernels.bwd_sm100.reduce import PIECE
 from fa4flex.codegen.kernels.bwd_sm100.roles import (
+    ALLOCATED,
     COMPUTE,
     FINISHED,
     LOAD,
     MULTIPLY,
     READ_TENSOR_MEMORY,
     STATISTICS,
+    TOUCH_TENSOR_MEMORY,
     WARPS,
 )
 from fa4flex.codegen.kernels.bwd_sm100_pair.compute import Compute
 from fa4flex.codegen.kernels.bwd_sm100_pair.config import CTAS, KEPT, Config
 from fa4flex.codegen.kernels.bwd_sm100_pair.load import Load, Transfers
 from fa4flex.codegen.kernels.bwd_sm100_pair.multiply import Multiply
-from fa4flex.codegen.kernels.bwd_sm100_pair.parts import Pipes, Products, Shared, tensor_memory
+from fa4flex.codegen.kernels.bwd_sm100_pair.parts import Pipes, Shared
 from fa4flex.codegen.kernels.bwd_sm100_pair.reduce import Reduce
 from fa4flex.codegen.kernels.bwd_sm100_pair.roles import BARRIERS, RINGS
 from fa4flex.codegen.kernels.common.backward import BackwardArguments, BackwardCourse
 from fa4flex.codegen.kernels.common.cluster import Cluster
 from fa4flex.codegen.kernels.common.hooks import Hooks
-from fa4flex.codegen.kernels.common.tensor_core import operand_ring
+from fa4flex.codegen.kernels.common.tensor_core import operand_ring, tensor_memory
 from fa4flex.codegen.kernels.common.transfer import reordered
 from fa4flex.codegen.kernels.common.work import Grid
 
@@ -70,7 +73,7 @@ class Backward:
         )
 
     def products(self, arguments: BackwardArguments) -> Products:
-        return Products(self.config, arguments.q.element_type)
+        return Products(self.config, arguments.q.element_type, self.cluster)
 
     def transfers(self, arguments: BackwardArguments) -> Transfers:
         products = self.products(arguments)
@@ -125,7 +128,8 @@ class Backward:
         storage = SmemAllocator().allocate(self.storage(products))
         shared = self.shared(storage, products)
         pipes = self.pipes(storage, shared, products)
-        memory = tensor_memory(storage)
+        allocated = pipeline.NamedBarrier(ALLOCATED, TOUCH_TENSOR_MEMORY)
+        memory = tensor_memory(storage, COMPUTE, allocated, self.config.ctas)
         if warp == LOAD:
             for transfer in transfers:
                 cpasync.prefetch_descriptor(transfer.atom)

@@ -12,8 +12,9 @@ import cutlass
 from cutlass import Boolean, cute, pipeline
 
 from fa4flex.codegen.kernels.bwd_sm100 import load as alone
+from fa4flex.codegen.kernels.bwd_sm100.parts import Products
 from fa4flex.codegen.kernels.bwd_sm100_pair.config import CTAS, Config
-from fa4flex.codegen.kernels.bwd_sm100_pair.parts import Pipes, Products, Shared
+from fa4flex.codegen.kernels.bwd_sm100_pair.parts import Pipes, Shared
 from fa4flex.codegen.kernels.common.backward import (
     BackwardArguments,
     BackwardCourse,

@@ -15,8 +15,9 @@ from cutlass import Boolean, Int32, cute, pipeline
 
 from fa4flex.codegen.kernels.bwd_sm100.config import ROWS
 from fa4flex.codegen.kernels.bwd_sm100.multiply import STEPS, Operands
+from fa4flex.codegen.kernels.bwd_sm100.parts import Products
 from fa4flex.codegen.kernels.bwd_sm100_pair.config import CTAS, KEPT, PACKED, Config
-from fa4flex.codegen.kernels.bwd_sm100_pair.parts import Pipes, Products, Shared, operand_columns
+from fa4flex.codegen.kernels.bwd_sm100_pair.parts import Pipes, Shared, operand_columns
 from fa4flex.codegen.kernels.common.backward import BackwardArguments, BackwardCourse, KeyWork
 from fa4flex.codegen.kernels.common.cluster import Cluster
 from fa4flex.codegen.kernels.common.tensor_core import MMA_K, arrive_once, zero_here

@@ -1,21 +1,15 @@
-"""What the roles of a pair's backward kernel share: tensors, barriers and products."""
+"""What the roles of a pair's backward kernel share: tensors and barriers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-import cutlass.utils.blackwell_helpers as sm100
-from cutlass import Float32, cute, pipeline
-from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
-from cutlass.memory import TmemAllocator
+from cutlass import cute, pipeline
 
 from fa4flex.codegen.kernels.bwd_sm100 import parts as alone
-from fa4flex.codegen.kernels.bwd_sm100.config import FRAGMENT, ROWS
-from fa4flex.codegen.kernels.bwd_sm100.parts import Tile
-from fa4flex.codegen.kernels.bwd_sm100.roles import ALLOCATED, COMPUTE, TOUCH_TENSOR_MEMORY
-from fa4flex.codegen.kernels.bwd_sm100_pair.config import CTAS, FRAGMENTS, Config
-from fa4flex.codegen.kernels.common.tensor_core import MMA_K, Product
+from fa4flex.codegen.kernels.bwd_sm100.config import FRAGMENT
+from fa4flex.codegen.kernels.bwd_sm100_pair.config import FRAGMENTS
+from fa4flex.codegen.kernels.common.tensor_core import MMA_K
 
 
 @dataclass(frozen=True)
@@ -65,58 +59,6 @@ class Pipes:
     dk_full: cute.Pointer
 
 
-class Products:
-    """S' = K Q', dP' = V dO', dV += P' dO and dK += dS' Q: each CTA has the rows of its own keys, and half of
-    the second operand, by rows or by columns. dQ = dS K: each CTA has half of the queries as rows, and half
-    of the columns of all the pair's keys. A CTA's 64 rows of dQ lie in tensor memory twice, the first half of
-    the columns in 64 lanes and the second in the others."""
-
-    def __init__(self, config: Config, kind: Any) -> None:
-        self.config, self.kind = config, kind
-        along, across = OperandMajorMode.K, OperandMajorMode.MN
-        d, dv, keys = config.head_dim, config.head_dim_v, config.tile_n
-        self.scores_tile: Tile = (keys, ROWS, d)
-        self.dprob_tile: Tile = (keys, ROWS, dv)
-        self.dv_tile: Tile = (keys, dv, ROWS)
-        self.dk_tile: Tile = (keys, d, ROWS)
-        self.dq_tile: Tile = (ROWS, d, keys)
-        self.scores = self.tiled(along, along, self.scores_tile)
-        self.dprob = self.tiled(along, along, self.dprob_tile)
-        self.dv = self.tiled(along, across, self.dv_tile)
-        self.dk = self.tiled(along, across, self.dk_tile)
-        self.dq = self.tiled(across, across, self.dq_tile)
-        self.square = Product(kind, CTAS, keys, ROWS, False, False)
-        """Of keys and queries."""
-        self.to_dv = Product(kind, CTAS, keys, dv, True, True)
-        self.to_dk = Product(kind, CTAS, keys, d, True, True)
-        self.to_dq = Product(kind, CTAS, ROWS, d, False, True, a_along_rows=True)
-
-    def tiled(self, a: Any, b: Any, tile: Tile) -> cute.TiledMma:
-        group = tcgen05.CtaGroup.TWO
-        return sm100.make_trivial_tiled_mma(self.kind, self.kind, a, b, Float32, group, tile[:2])
-
-    def layouts(self) -> dict[str, Any]:
-        """Swizzled shared-memory layouts by the names of Shared, whose last mode counts stages."""
-        q_stages, do_stages = self.config.q_stages, self.config.do_stages
-
-        def first(product: cute.TiledMma, tile: Tile) -> Any:
-            return sm100.make_smem_layout_a(product, tile, self.kind, 1)
-
-        def second(product: cute.TiledMma, tile: Tile, stages: int) -> Any:
-            return sm100.make_smem_layout_b(product, tile, self.kind, stages)
-
-        return {
-            "q": second(self.scores, self.scores_tile, q_stages),
-            "k": first(self.scores, self.scores_tile),
-            "v": first(self.dprob, self.dprob_tile),
-            "dout": second(self.dprob, self.dprob_tile, do_stages),
-            "ds": first(self.dq, self.dq_tile),
-            "q_t": second(self.dk, self.dk_tile, q_stages),
-            "k_t": second(self.dq, self.dq_tile, 1),
-            "dout_t": second(self.dv, self.dv_tile, do_stages),
-        }
-
-
 def operand_columns(firsts: tuple[int, int], apart: int) -> list[int]:
     """Where in tensor memory the first operand of each instruction begins: two queries in a column, and the
     fragments of a compute warpgroup so far apart."""
@@ -126,14 +68,3 @@ def operand_columns(firsts: tuple[int, int], apart: int) -> list[int]:
         for fragment in range(FRAGMENTS)
         for i in range(steps)
     ]
-
-
-def tensor_memory(storage: Any) -> TmemAllocator:
-    """The first warp that computes allocates, and frees what all have read."""
-    return TmemAllocator(
-        storage.columns.ptr,
-        barrier_for_retrieve=pipeline.NamedBarrier(ALLOCATED, TOUCH_TENSOR_MEMORY),
-        allocator_warp_id=COMPUTE,
-        is_two_cta=True,
-        two_cta_tmem_dealloc_mbar_ptr=storage.freed.ptr,
-    )

@@ -15,6 +15,7 @@ from cutlass import BFloat16, Boolean, Float32, Int32, cute, pipeline
 from cutlass._mlir.dialects import llvm, nvvm
 from cutlass.cute.nvgpu import tcgen05
 from cutlass.cutlass_dsl import T, dsl_user_op
+from cutlass.memory import TmemAllocator
 
 MMA_K = 16
 """Keys, or elements of a head, that one instruction multiplies."""
@@ -226,6 +227,20 @@ def _mma(
         has_side_effects=True,
         is_align_stack=False,
         asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+
+
+def tensor_memory(
+    storage: Any, allocator: int, barrier: pipeline.NamedBarrier, ctas: int = 1
+) -> TmemAllocator:
+    """Of one CTA, or of a pair, which allocates and frees together. storage: with `columns` and `freed`;
+    allocator: the warp that does it; barrier: for all who touch it."""
+    return TmemAllocator(
+        storage.columns.ptr,
+        barrier_for_retrieve=barrier,
+        allocator_warp_id=allocator,
+        is_two_cta=ctas == 2,
+        two_cta_tmem_dealloc_mbar_ptr=storage.freed.ptr,
     )
 
 

@@ -22,7 +22,7 @@ from fa4flex.codegen.kernels.common.arguments import Arguments
 from fa4flex.codegen.kernels.common.cluster import Cluster
 from fa4flex.codegen.kernels.common.course import Course, NextTile
 from fa4flex.codegen.kernels.common.hooks import Hooks
-from fa4flex.codegen.kernels.common.tensor_core import operand_ring
+from fa4flex.codegen.kernels.common.tensor_core import operand_ring, tensor_memory
 from fa4flex.codegen.kernels.common.transfer import Transfers, reordered
 from fa4flex.codegen.kernels.common.work import Grid, dense_grid, packed_grid
 from fa4flex.codegen.kernels.fwd_sm100.cancel import Asking, Cancelling
@@ -30,8 +30,9 @@ from fa4flex.codegen.kernels.fwd_sm100.config import COLUMNS, ROWS, Config
 from fa4flex.codegen.kernels.fwd_sm100.correction import Correction
 from fa4flex.codegen.kernels.fwd_sm100.load import Load
 from fa4flex.codegen.kernels.fwd_sm100.multiply import Multiply
-from fa4flex.codegen.kernels.fwd_sm100.parts import Pipes, Products, Shared, tensor_memory
+from fa4flex.codegen.kernels.fwd_sm100.parts import Pipes, Products, Shared
 from fa4flex.codegen.kernels.fwd_sm100.roles import (
+    ALLOCATED,
     BARRIERS,
     CORRECTION,
     FINISHED,
@@ -40,6 +41,7 @@ from fa4flex.codegen.kernels.fwd_sm100.roles import (
     MULTIPLY,
     SCHEDULE,
     STORE,
+    TOUCH_TENSOR_MEMORY,
     WARPS,
     Per,
     answer_readers,
@@ -164,7 +166,8 @@ class Forward:
         storage = SmemAllocator().allocate(self.storage(products, arguments.out.element_type))
         shared = self.shared(storage, products, arguments.out.element_type)
         pipes = self.pipes(storage, shared, products)
-        memory = tensor_memory(storage, self.cluster)
+        allocated = pipeline.NamedBarrier(ALLOCATED, TOUCH_TENSOR_MEMORY)
+        memory = tensor_memory(storage, CORRECTION, allocated, self.config.ctas)
         if warp == LOAD:
             for transfer in (q, k, v):
                 cpasync.prefetch_descriptor(transfer.atom)

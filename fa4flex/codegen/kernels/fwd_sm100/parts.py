@@ -8,14 +8,12 @@ from typing import Any
 import cutlass.utils.blackwell_helpers as sm100
 from cutlass import Float32, Int32, cute, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
-from cutlass.memory import TmemAllocator
 
 from fa4flex.codegen.kernels.common.cluster import Cluster
 from fa4flex.codegen.kernels.common.course import NextTile
 from fa4flex.codegen.kernels.common.tensor_core import Product
 from fa4flex.codegen.kernels.common.work import Work
 from fa4flex.codegen.kernels.fwd_sm100.config import ROWS, Config
-from fa4flex.codegen.kernels.fwd_sm100.roles import ALLOCATED, CORRECTION, TOUCH_TENSOR_MEMORY
 
 
 @dataclass(frozen=True)
@@ -128,14 +126,3 @@ def column(columns: tuple[int, ...], tile: Any) -> Any:
     if isinstance(tile, int):
         return columns[tile]
     return columns[0] + tile * (columns[-1] - columns[0])
-
-
-def tensor_memory(storage: Any, cluster: Cluster) -> TmemAllocator:
-    """The correction warpgroup's first warp allocates, and frees what it was the last to read."""
-    return TmemAllocator(
-        storage.columns.ptr,
-        barrier_for_retrieve=pipeline.NamedBarrier(ALLOCATED, TOUCH_TENSOR_MEMORY),
-        allocator_warp_id=CORRECTION,
-        is_two_cta=cluster.ctas == 2,
-        two_cta_tmem_dealloc_mbar_ptr=storage.freed.ptr,
-    )
