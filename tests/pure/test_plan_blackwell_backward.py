@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import product
 
 import pytest
-from test_plan_blackwell import edges, fails_check, fault_of, ordered, with_barrier, with_ring, with_role
+from blackwell_plans import broken, dropped, edges, ordered, refuses_columns, wrong_counts
 
 from fa4flex.codegen.kernels.bwd_sm100 import roles
 from fa4flex.codegen.kernels.bwd_sm100.config import Registers
-from fa4flex.codegen.plan import SM100A, Event, Pipeline, PlanError, Problem
+from fa4flex.codegen.plan import SM100A, PlanError, Problem
 from fa4flex.codegen.plan.backward import plan_backward
 from fa4flex.codegen.plan.simulate import at_random, round_robin, simulate, trace
 from fa4flex.codegen.plan.sm100.backward import BlackwellBackwardPlan
 from fa4flex.codegen.plan.sm100.sharing import lifetimes
-from fa4flex.codegen.plan.sm100.tensor_memory import Columns
 
 WIDTHS = ((32, 32), (64, 64), (64, 128), (96, 96), (128, 32), (128, 128))
 STEPS = ([1], [2], [5])
@@ -29,11 +27,6 @@ def planned(d: int = 128, dv: int = 128) -> BlackwellBackwardPlan:
     plan = plan_backward(Problem(d, dv), SM100A)
     assert isinstance(plan, BlackwellBackwardPlan)
     return plan
-
-
-def broken(pipeline: Pipeline) -> str:
-    """What is said of it, or ""."""
-    return fails_check(pipeline) or fault_of(pipeline, *STEPS)
 
 
 @pytest.mark.parametrize("widths", WIDTHS)
@@ -87,34 +80,21 @@ def test_barriers_that_the_kernel_does_not_have_are_not_missing() -> None:
         assert ordered(run, f"read dQ tile {j}", f"product dP {half} tile {j + 1}")
 
 
-def dropped(pipeline: Pipeline) -> Iterator[tuple[Event, str, Pipeline]]:
-    for role in pipeline.roles:
-        for when, part in role.parts.items():
-            for at, event in enumerate(part):
-                less = replace(role, **{when: part[:at] + part[at + 1 :]})  # type: ignore[arg-type]
-                yield event, f"{role.name}, {when}", with_role(pipeline, less)
-
-
 def test_every_dropped_event_is_found() -> None:
     """dV and dK are read by two, so that one read less leaves them read."""
     pipeline = planned().pipeline
-    assert not broken(pipeline)
+    assert not broken(pipeline, *STEPS)
     found = 0
     for event, where, less in dropped(pipeline):
         if event.action != "read" or event.target not in ("dV", "dK", "lse2", "delta"):
-            assert broken(less), f"{event} of {where}"
+            assert broken(less, *STEPS), f"{event} of {where}"
             found += 1
     assert found > 100
 
 
 def test_every_wrong_count_is_found() -> None:
-    pipeline = planned().pipeline
-    wrong = [with_barrier(pipeline, b.name, b.arrivals + m) for b in pipeline.mbarriers for m in (-1, 1)]
-    for ring, more in product(pipeline.rings, (-1, 1)):
-        wrong.append(with_ring(pipeline, ring.name, full_arrivals=ring.full_arrivals + more))
-        if not ring.once:
-            wrong.append(with_ring(pipeline, ring.name, empty_arrivals=ring.empty_arrivals + more))
-    assert len(wrong) > 30 and all(broken(one) for one in wrong)
+    wrong = wrong_counts(planned().pipeline)
+    assert len(wrong) > 30 and all(broken(one, *STEPS) for one in wrong)
 
 
 SHARED = (("dQ", "S 0"), ("dQ", "dV"), ("dK", "dP 0"), ("P 0", "S 1"), ("dS 1", "dP 0"))
@@ -123,14 +103,7 @@ SHARED = (("dQ", "S 0"), ("dQ", "dV"), ("dK", "dP 0"), ("P 0", "S 1"), ("dS 1", 
 @pytest.mark.parametrize(("moved", "to"), SHARED)
 def test_columns_that_live_at_once_are_not_shared(moved: str, to: str) -> None:
     """dQ(j) and S(j + 1), say: the one is read while the other is made into probabilities."""
-    plan = planned()
-    first = next(r.first for r in plan.columns.ranges if r.name == to)
-    ranges = tuple(replace(r, first=first) if r.name == moved else r for r in plan.columns.ranges)
-    columns = Columns(ranges, plan.columns.capacity)
-    with pytest.raises(PlanError, match=r"while|live at once|nobody has read|before it is there"):
-        pipeline = replace(plan.pipeline, overlaps=columns.overlaps)
-        simulate(pipeline, [3], round_robin())
-        lifetimes(pipeline, columns)
+    refuses_columns(planned(), moved, to)
 
 
 @pytest.mark.parametrize(

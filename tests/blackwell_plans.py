@@ -1,0 +1,159 @@
+"""Blackwell plans and their pipelines for tests, as they are and broken in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from typing import Any
+
+import pytest
+
+from fa4flex.codegen.analyze.facts import SCORE, Facts
+from fa4flex.codegen.expr import apply, sym
+from fa4flex.codegen.plan import (
+    SM100A,
+    BlackwellPlan,
+    Event,
+    Pipeline,
+    PlanError,
+    Problem,
+    Role,
+    plan_forward,
+)
+from fa4flex.codegen.plan.order import Trace
+from fa4flex.codegen.plan.simulate import round_robin, simulate
+from fa4flex.codegen.plan.sm100.backward import BlackwellBackwardPlan
+from fa4flex.codegen.plan.sm100.pipeline import Handed, forward_pipeline
+from fa4flex.codegen.plan.sm100.sharing import lifetimes
+from fa4flex.codegen.plan.sm100.tensor_memory import Columns, lay_out_columns
+from fa4flex.codegen.plan.sm100.tiles import Tiles
+
+WIDTHS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (64, 32), (32, 128))
+CAUSAL = Facts(SCORE, apply("ge", sym("q"), sym("kv")))
+TILES = Tiles(2, 128, 128, 128, (2, 2), 2)
+
+
+@cache
+def planned(d: int, dv: int, **more: Any) -> BlackwellPlan:
+    facts = Facts() if more.get("mask_form", "none") == "none" else CAUSAL
+    plan = plan_forward(facts, Problem(d, dv, **more), SM100A)
+    assert isinstance(plan, BlackwellPlan)
+    return plan
+
+
+def every_plan() -> Iterator[BlackwellPlan]:
+    """Of all supported widths, lengths and masks; equal pipelines may come more than once."""
+    forms = (("dense", "none"), ("dense", "tables"), ("packed", "spans"), ("used", "none"))
+    for (d, dv), (lengths, mask_form), few in product(WIDTHS, forms, (False, True)):
+        yield planned(d, dv, lengths=lengths, mask_form=mask_form, few_queries=few)
+
+
+def sound(
+    tiles: Tiles = TILES,
+    dynamic: bool = False,
+    ragged: bool = False,
+    columns: Columns | None = None,
+    asked: bool = False,
+) -> Pipeline:
+    """`dynamic`: with a counter; `asked`: with the hardware's answers."""
+    handed: Handed = "answer" if asked else "number" if dynamic else ""
+    return forward_pipeline(tiles, columns or lay_out_columns(tiles, SM100A), handed, ragged)
+
+
+def fault_of(pipeline: Pipeline, *works: list[int]) -> str:
+    """What the simulation says, or ""."""
+    for work in works or ([4, 1, 3], [1, 4, 1, 3], [1]):
+        try:
+            simulate(pipeline, work, round_robin())
+        except PlanError as error:
+            return str(error).splitlines()[0]
+    return ""
+
+
+def fails_check(pipeline: Pipeline) -> str:
+    """What its sums say, or ""."""
+    try:
+        pipeline.check()
+    except PlanError as error:
+        return str(error).splitlines()[0]
+    return ""
+
+
+def broken(pipeline: Pipeline, *works: list[int]) -> str:
+    """What its sums or the simulation say, or ""."""
+    return fails_check(pipeline) or fault_of(pipeline, *works)
+
+
+# --- what a run did ------------------------------------------------------------------------------------
+
+
+def edges(run: Trace) -> set[tuple[str, str]]:
+    return {(str(run.steps[a]), str(run.steps[b])) for a, b in run.graph.edges}
+
+
+def ordered(run: Trace, before: str, after: str) -> bool:
+    """Whether a chain of hand-overs leads from every step of these words to every one of those: warp by warp
+    where both are a warpgroup's."""
+    firsts, seconds = (
+        [(i, step.warp) for i, step in enumerate(run.steps) if str(step).endswith(words)]
+        for words in (before, after)
+    )
+    pairs = [(a, b) for (a, v), (b, w) in product(firsts, seconds) if v == w or None in (v, w)]
+    assert pairs, (before, after)
+    return all(run.before(a, b) for a, b in pairs)
+
+
+# --- broken --------------------------------------------------------------------------------------------
+
+
+def with_role(pipeline: Pipeline, role: Role) -> Pipeline:
+    return replace(pipeline, roles=tuple(role if r.name == role.name else r for r in pipeline.roles))
+
+
+def with_ring(pipeline: Pipeline, name: str, **changes: int) -> Pipeline:
+    rings = tuple(replace(r, **changes) if r.name == name else r for r in pipeline.rings)  # type: ignore[arg-type]
+    return replace(pipeline, rings=rings)
+
+
+def with_barrier(pipeline: Pipeline, name: str, arrivals: int) -> Pipeline:
+    changed = (replace(b, arrivals=arrivals) if b.name == name else b for b in pipeline.mbarriers)
+    return replace(pipeline, mbarriers=tuple(changed))
+
+
+def dropped(pipeline: Pipeline, *but: str) -> Iterator[tuple[Event, str, Pipeline]]:
+    """Each event of its roles, but those named; where it is; and the pipeline without it."""
+    for role in pipeline.roles:
+        if role.name in but:
+            continue
+        for when, part in role.parts.items():
+            for at, event in enumerate(part):
+                less = replace(role, **{when: part[:at] + part[at + 1 :]})  # type: ignore[arg-type]
+                yield event, f"{role.name}, {when}", with_role(pipeline, less)
+
+
+def wrong_counts(pipeline: Pipeline) -> list[Pipeline]:
+    """With one arrival more, or less, at each barrier."""
+    wrong = [with_barrier(pipeline, b.name, b.arrivals + m) for b in pipeline.mbarriers for m in (-1, 1)]
+    for ring, more in product(pipeline.rings, (-1, 1)):
+        wrong.append(with_ring(pipeline, ring.name, full_arrivals=ring.full_arrivals + more))
+        if not ring.once:
+            wrong.append(with_ring(pipeline, ring.name, empty_arrivals=ring.empty_arrivals + more))
+    return wrong
+
+
+def with_columns(columns: Columns, name: str, first: int) -> Columns:
+    """One range elsewhere."""
+    ranges = tuple(replace(r, first=first) if r.name == name else r for r in columns.ranges)
+    return replace(columns, ranges=ranges)
+
+
+def refuses_columns(plan: BlackwellBackwardPlan, moved: str, to: str) -> None:
+    """PlanError is raised where one range is put over another."""
+    first = next(r.first for r in plan.columns.ranges if r.name == to)
+    columns = with_columns(plan.columns, moved, first)
+    with pytest.raises(PlanError, match=r"while|live at once|nobody has read|before it is there"):
+        pipeline = replace(plan.pipeline, overlaps=columns.overlaps)
+        simulate(pipeline, [3], round_robin())
+        lifetimes(pipeline, columns)
