@@ -27,6 +27,7 @@ from fa4flex.codegen.kernels.common.backward import (
     query_tile_at,
     token_of,
 )
+from fa4flex.codegen.kernels.common.cluster import Cluster
 from fa4flex.codegen.kernels.common.fragment import compute_before, computed_once, narrow, widened
 from fa4flex.codegen.kernels.common.hooks import Hooks
 from fa4flex.codegen.kernels.common.shares import sums_of, targets
@@ -78,10 +79,11 @@ class Sums:
 
 
 class Compute:
-    def __init__(self, config: Config, hooks: Hooks, course: BackwardCourse) -> None:
+    def __init__(self, config: Config, hooks: Hooks, course: BackwardCourse, cluster: Cluster) -> None:
         self.config = config
         self.hooks = hooks
         self.course = course
+        self.cluster = cluster
         shares = hooks.shares
         self.late = hooks.slope is not None and any(not share.scaled for share in shares)
         """Whether slopes come in after what modified scores add to captured tensors was taken."""
@@ -151,7 +153,8 @@ class Compute:
         return LaneCollector(self.hooks.shares, slab, where, sums, cute.arch.lane_idx())
 
     def first_key(self, work: KeyWork) -> Int32:
-        return work.tile * ROWS
+        """Of this CTA."""
+        return (work.tile * self.config.ctas + self.cluster.rank()) * ROWS
 
     def place(self, shared: Shared, base: cute.Pointer) -> Place:
         thread = cute.arch.thread_idx()[0] - 32 * COMPUTE
@@ -197,7 +200,7 @@ class Compute:
         cute.arch.mbarrier_wait(pipes.lse2_full + lse2.index, lse2.phase)
         cute.arch.mbarrier_wait(pipes.s_full, phase)
         for f in cutlass.range_constexpr(fragments):
-            rows = self.numbers(shared.lse2, lse2.index, place.half, f)
+            rows = self.numbers(shared.lse2, lse2.index, place.half * fragments + f)
             place.scores.take(f, scores[None, f])
             cute.arch.fence_view_async_tmem_load()
             p = self.to_change(scores[None, f])
@@ -211,13 +214,11 @@ class Compute:
         cute.arch.mbarrier_wait(pipes.delta_full + delta.index, delta.phase)
         cute.arch.mbarrier_wait(pipes.dp_full, phase)
         for f in cutlass.range_constexpr(fragments):
-            rows = self.numbers(shared.delta, delta.index, place.half, f)
+            rows = self.numbers(shared.delta, delta.index, place.half * fragments + f)
             ds = cute.make_rmem_tensor((FRAGMENT,), Float32)
             place.dprob.take(f, ds)
             cute.arch.fence_view_async_tmem_load()
-            for c in cutlass.range_constexpr(0, FRAGMENT, 2):
-                less = cute.arch.sub_packed_f32x2((ds[c], ds[c + 1]), (rows[c], rows[c + 1]))
-                ds[c], ds[c + 1] = cute.arch.mul_packed_f32x2(self.weight_pair(weights[f], c, kind), less)
+            self.gradients(ds, rows, weights[f], kind)
             self.take_captured(given, ds, scores[None, f], q_first + f * FRAGMENT, masked)
             packed = self.narrowed(ds, kind)
             place.ds.put(f, packed)
@@ -227,11 +228,11 @@ class Compute:
         arrive_once(pipes.ds_full)
         arrive_once(pipes.delta_empty + delta.index)
 
-    def numbers(self, rows: cute.Tensor, stage: Int32, half: Int32, fragment: int) -> cute.Tensor:
+    def numbers(self, rows: cute.Tensor, stage: Int32, fragment: Int32) -> cute.Tensor:
         """Those of a fragment's queries."""
         found = cute.make_rmem_tensor((FRAGMENT,), Float32)
         pieces = cute.logical_divide(rows[None, stage], cute.make_layout(FRAGMENT))
-        cute.autovec_copy(pieces[None, half * (HALF // FRAGMENT) + fragment], found)
+        cute.autovec_copy(pieces[None, fragment], found)
         return found
 
     def probabilities(
@@ -278,6 +279,12 @@ class Compute:
         if not self.again:
             return p
         return packed if self.late or not slopes else self.narrowed(p, kind)
+
+    def gradients(self, ds: cute.Tensor, deltas: cute.Tensor, weights: cute.Tensor, kind: Any) -> None:
+        """A fragment's dP becomes its dS."""
+        for c in range(0, FRAGMENT, 2):
+            less = cute.arch.sub_packed_f32x2((ds[c], ds[c + 1]), (deltas[c], deltas[c + 1]))
+            ds[c], ds[c + 1] = cute.arch.mul_packed_f32x2(self.weight_pair(weights, c, kind), less)
 
     def weight_pair(self, weights: cute.Tensor, c: int, kind: Any) -> tuple[Float32, Float32]:
         """Two neighbours of `weights`."""

@@ -49,17 +49,17 @@ class Backward:
     def __init__(self, config: Config, hooks: Hooks) -> None:
         self.config = config
         self.hooks = hooks
-        self.cluster = Cluster(config.ctas)
-        course = self.course = BackwardCourse(config, hooks)
-        self.load = Load(config, course)
-        self.multiply = Multiply(config, course)
-        self.compute = Compute(config, hooks, course)
-        self.reduce = Reduce(config, course)
+        cluster = self.cluster = Cluster(config.ctas)
+        course = self.course = BackwardCourse(config, hooks, config.ctas)
+        self.load = Load(config, course, cluster)
+        self.multiply = Multiply(config, course, cluster)
+        self.compute = Compute(config, hooks, course, cluster)
+        self.reduce = Reduce(config, course, cluster)
 
     @cute.jit
     def __call__(self, arguments: BackwardArguments, stream: cuda.CUstream) -> None:
         grid = self.course.grid(arguments)
-        self.device(arguments, grid, *self.transfers(arguments)).launch(
+        self.device(arguments, grid, self.transfers(arguments)).launch(
             grid=[grid.total, 1, 1],
             block=[32 * WARPS, 1, 1],
             stream=stream,
@@ -81,7 +81,7 @@ class Backward:
             return ending(whole) if self.config.ragged else whole
 
         first, second = cute.nvgpu.make_tiled_tma_atom_A, cute.nvgpu.make_tiled_tma_atom_B
-        return (
+        return Transfers(
             second(load, rows(arguments.q), layouts["q"], *scores, cluster),
             first(load, rows(arguments.k), layouts["k"], *scores, cluster),
             first(load, rows(arguments.v), layouts["v"], *dprob, cluster),
@@ -107,15 +107,7 @@ class Backward:
         return cute.struct(type("Storage", (), {"__annotations__": members}))
 
     @cute.kernel
-    def device(
-        self,
-        arguments: BackwardArguments,
-        grid: Grid,
-        q: cpasync.TmaInfo,
-        k: cpasync.TmaInfo,
-        v: cpasync.TmaInfo,
-        dout: cpasync.TmaInfo,
-    ) -> None:
+    def device(self, arguments: BackwardArguments, grid: Grid, transfers: Transfers) -> None:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         registers = self.config.registers
         products = self.products(arguments)
@@ -125,7 +117,7 @@ class Backward:
         allocated = pipeline.NamedBarrier(ALLOCATED, TOUCH_TENSOR_MEMORY)
         memory = tensor_memory(storage, COMPUTE, allocated, self.config.ctas)
         if warp == LOAD:
-            for transfer in (q, k, v, dout):
+            for transfer in transfers:
                 cpasync.prefetch_descriptor(transfer.atom)
         if warp == 0:
             self.initialise(storage)
@@ -139,7 +131,7 @@ class Backward:
                 base = memory.retrieve_ptr(Float32)
                 self.multiply.run(arguments, work, shared, pipes, products, base)
             if warp == LOAD:
-                self.load.run(arguments, work, (q, k, v, dout), shared, pipes, products)
+                self.load.run(arguments, work, transfers, shared, pipes, products)
         elif warp >= COMPUTE:
             cute.arch.setmaxregister_increase(registers.compute)
             memory.allocate(COLUMNS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Float32, Int32, cute, pipeline
@@ -17,16 +17,24 @@ from fa4flex.codegen.kernels.common.backward import (
     query_tile_at,
     rows_of,
 )
+from fa4flex.codegen.kernels.common.cluster import Cluster
 from fa4flex.codegen.kernels.common.transfer import Views, ended, load_once, load_stage, partition
 
-Transfers = tuple[cpasync.TmaInfo, cpasync.TmaInfo, cpasync.TmaInfo, cpasync.TmaInfo]
-"""Of q, k, v and dout."""
+
+class Transfers(NamedTuple):
+    """q, k, v, dout: (S, D, H, B), or packed (T, D, H); ragged ones as `ending` has them."""
+
+    q: Any
+    k: Any
+    v: Any
+    dout: Any
 
 
 class Load:
-    def __init__(self, config: Config, course: BackwardCourse) -> None:
+    def __init__(self, config: Config, course: BackwardCourse, cluster: Cluster) -> None:
         self.config = config
         self.course = course
+        self.cluster = cluster
 
     @cute.jit
     def run(
@@ -63,9 +71,10 @@ class Load:
                 do_state.advance()
 
     def keys(self, transfer: Any, shared: cute.Tensor, product: Any, size: Any, work: KeyWork) -> Views:
-        """The block's tile of keys or values, as the first operand of a product."""
+        """This CTA's part of a tile of keys or values, as the first operand of a product."""
         whole = self.rows(transfer, work.kv_offset, work.kv_len, (work.kv_head, work.b))
-        tiles = product.get_slice(0).partition_A(cute.local_tile(whole, size[::2], (None, 0)))
+        part = product.get_slice(self.cluster.rank())
+        tiles = part.partition_A(cute.local_tile(whole, size[::2], (None, 0)))
         to_shared, from_global = partition(transfer, shared, tiles, modes=3)
         return to_shared[None, 0], from_global[None, work.tile]
 
@@ -75,10 +84,11 @@ class Load:
             return ended(transfer.tma_tensor, offset, length, *place)
         return transfer.tma_tensor[None, None, *place]
 
-    def views(self, rows: cute.Tensor, transfer: Any, shared: cute.Tensor, product: Any, size: Any) -> Views:
-        """Tiles of queries, as the second operand of a product."""
-        tiles = cute.local_tile(rows, size[1:], (None, 0))
-        return partition(transfer, shared, product.get_slice(0).partition_B(tiles), modes=3)
+    def views(self, whole: cute.Tensor, transfer: Any, shared: cute.Tensor, product: Any, size: Any) -> Views:
+        """This CTA's part of tiles of rows, as the second operand of a product."""
+        tiles = cute.local_tile(whole, size[1:], (None, 0))
+        part = product.get_slice(self.cluster.rank())
+        return partition(transfer, shared, part.partition_B(tiles), modes=3)
 
     def numbers(
         self,

@@ -11,18 +11,19 @@ as dK(j) has.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 from cutlass import Boolean, Int32, cute, pipeline
-from cutlass.cute.nvgpu import tcgen05
 
 from fa4flex.codegen.kernels.bwd_sm100.config import ROWS, Config
 from fa4flex.codegen.kernels.bwd_sm100.parts import Pipes, Products, Shared, operand_columns
 from fa4flex.codegen.kernels.common.backward import BackwardArguments, BackwardCourse, KeyWork
+from fa4flex.codegen.kernels.common.cluster import Cluster
 from fa4flex.codegen.kernels.common.tensor_core import MMA_K
 
 STEPS = range(ROWS // MMA_K)
-"""Instructions of a product that sums over queries or keys."""
+"""Instructions of a product that sums over queries."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +48,16 @@ class Given:
 
     products: Products
     operands: Operands
-    pipes: Pipes
+    pipes: Any
+    """Pipes, or a pair's."""
     base: cute.Pointer
 
 
 class Multiply:
-    def __init__(self, config: Config, course: BackwardCourse) -> None:
+    def __init__(self, config: Config, course: BackwardCourse, cluster: Cluster) -> None:
         self.config = config
         self.course = course
+        self.cluster = cluster
 
     @cute.jit
     def run(
@@ -80,27 +83,31 @@ class Multiply:
             s_state.advance()
             cute.arch.mbarrier_wait(pipes.v_full, 0)
             self.dprob(given, do_state)
-            self.dv(given, do_state, phase, False)
+            cute.arch.mbarrier_wait(pipes.p_full, phase)
+            self.dv(given, do_state, False)
             do_state.advance()
         for j in cutlass.range(1, steps, unroll=1):
             self.scores(given, s_state)
             s_state.advance()
-            self.dk(given, q_state, phase, j > 1)
+            cute.arch.mbarrier_wait(pipes.ds_full, phase)
+            self.dk(given, q_state, j > 1)
             q_state.advance()
             self.dq(given)
             cute.arch.mbarrier_wait(pipes.dq_empty, phase)
             phase ^= 1
             self.dprob(given, do_state)
-            self.dv(given, do_state, phase, True)
+            cute.arch.mbarrier_wait(pipes.p_full, phase)
+            self.dv(given, do_state, True)
             do_state.advance()
         if steps > 0:
-            self.commit(pipes.dv_full)
-            self.dk(given, q_state, phase, steps > 1)
-            self.commit(pipes.dk_full)
+            self.cluster.commit(pipes.dv_full)
+            cute.arch.mbarrier_wait(pipes.ds_full, phase)
+            self.dk(given, q_state, steps > 1)
+            self.cluster.commit(pipes.dk_full)
             self.dq(given)
 
     def operands(self, shared: Shared, products: Products, base: cute.Pointer) -> Operands:
-        memory = self.config.memory
+        p, ds = self.operand_columns()
         return Operands(
             products.scores.make_fragment_A(shared.k)[None, None, None, 0],
             products.scores.make_fragment_B(shared.q),
@@ -110,49 +117,51 @@ class Multiply:
             products.dk.make_fragment_B(shared.q_t),
             products.dq.make_fragment_A(shared.ds)[None, None, None, 0],
             products.dq.make_fragment_B(shared.k_t)[None, None, None, 0],
-            [base + column for column in operand_columns(memory.probabilities)],
-            [base + column for column in operand_columns(memory.ds)],
+            [base + column for column in p],
+            [base + column for column in ds],
         )
 
-    def commit(self, barrier: cute.Pointer) -> None:
-        """An arrival once all products issued so far are done."""
-        with cute.arch.elect_one():
-            tcgen05.commit(barrier)
+    def operand_columns(self) -> tuple[list[int], list[int]]:
+        """Of probabilities, and of dS."""
+        memory = self.config.memory
+        return operand_columns(memory.probabilities), operand_columns(memory.ds)
 
-    def scores(self, given: Given, state: pipeline.PipelineState) -> None:
+    def scores(self, given: Given, state: pipeline.PipelineState, zero: Int32 | int = 0) -> None:
         operands, steps = given.operands, range(self.config.head_dim // MMA_K)
         given.pipes.q.consumer_wait(state)
         q = operands.q[None, None, None, state.index]
         acc = given.base + self.config.memory.scores
-        given.products.square.issue(acc, operands.k, q, steps, False)
-        self.commit(given.pipes.s_full)
+        given.products.square.issue(acc, operands.k, q, steps, False, zero)
+        self.cluster.commit(given.pipes.s_full)
 
-    def dprob(self, given: Given, state: pipeline.PipelineState) -> None:
+    def dprob(self, given: Given, state: pipeline.PipelineState, zero: Int32 | int = 0) -> None:
         operands, steps = given.operands, range(self.config.head_dim_v // MMA_K)
         given.pipes.dout.consumer_wait(state)
         dout = operands.dout[None, None, None, state.index]
         acc = given.base + self.config.memory.dprob
-        given.products.square.issue(acc, operands.v, dout, steps, False)
-        self.commit(given.pipes.dp_full)
+        given.products.square.issue(acc, operands.v, dout, steps, False, zero)
+        self.cluster.commit(given.pipes.dp_full)
 
-    def dv(self, given: Given, state: pipeline.PipelineState, phase: Int32, add: Boolean | bool) -> None:
+    def dv(
+        self, given: Given, state: pipeline.PipelineState, add: Boolean | bool, zero: Int32 | int = 0
+    ) -> None:
         operands = given.operands
-        cute.arch.mbarrier_wait(given.pipes.p_full, phase)
         dout = operands.dout_t[None, None, None, state.index]
         acc = given.base + self.config.memory.dv
-        given.products.to_dv.issue(acc, operands.p, dout, STEPS, add)
+        given.products.to_dv.issue(acc, operands.p, dout, STEPS, add, zero)
         given.pipes.dout.consumer_release(state)
 
-    def dk(self, given: Given, state: pipeline.PipelineState, phase: Int32, add: Boolean | bool) -> None:
+    def dk(
+        self, given: Given, state: pipeline.PipelineState, add: Boolean | bool, zero: Int32 | int = 0
+    ) -> None:
         operands = given.operands
-        cute.arch.mbarrier_wait(given.pipes.ds_full, phase)
         q = operands.q_t[None, None, None, state.index]
         acc = given.base + self.config.memory.dk
-        given.products.to_dk.issue(acc, operands.ds_t, q, STEPS, add)
+        given.products.to_dk.issue(acc, operands.ds_t, q, STEPS, add, zero)
         given.pipes.q.consumer_release(state)
 
-    def dq(self, given: Given) -> None:
-        operands = given.operands
+    def dq(self, given: Given, zero: Int32 | int = 0) -> None:
+        operands, steps = given.operands, range(self.config.tile_n // MMA_K)
         acc = given.base + self.config.memory.dq
-        given.products.to_dq.issue(acc, operands.ds, operands.k_t, STEPS, False)
-        self.commit(given.pipes.dq_full)
+        given.products.to_dq.issue(acc, operands.ds, operands.k_t, steps, False, zero)
+        self.cluster.commit(given.pipes.dq_full)

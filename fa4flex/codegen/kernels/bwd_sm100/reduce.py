@@ -3,6 +3,8 @@ engine takes it and adds it to global memory. Each warp has its own 32 rows, and
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import cutlass
 from cutlass import Float32, Int32, const_expr, cute
 from cutlass.cute.nvgpu import tcgen05
@@ -18,7 +20,8 @@ from fa4flex.codegen.kernels.common.backward import (
     query_tile_at,
     rows_of,
 )
-from fa4flex.codegen.kernels.common.tensor_core import Blocks, arrive_once
+from fa4flex.codegen.kernels.common.cluster import Cluster
+from fa4flex.codegen.kernels.common.tensor_core import Blocks
 from fa4flex.codegen.kernels.common.transfer import add_bulk, stage_by_fours
 
 PIECE = 32 * FRAGMENT
@@ -26,9 +29,10 @@ PIECE = 32 * FRAGMENT
 
 
 class Reduce:
-    def __init__(self, config: Config, course: BackwardCourse) -> None:
+    def __init__(self, config: Config, course: BackwardCourse, cluster: Cluster) -> None:
         self.config = config
         self.course = course
+        self.cluster = cluster
 
     @cute.jit
     def run(
@@ -42,18 +46,20 @@ class Reduce:
         config = self.config
         row = cute.arch.thread_idx()[0] % ROWS
         warp = cute.arch.make_warp_uniform(row // 32)
-        whole = in_columns(base, config.memory.dq, config.head_dim)
+        columns = config.head_dim // config.ctas
+        whole = in_columns(base, config.memory.dq, columns)
         fragments = cute.flat_divide(whole, (ROWS, FRAGMENT))[None, None, 0, None]
         dq = Blocks.load(tcgen05.Ld32x32bOp(tcgen05.Repetition(FRAGMENT)), fragments, row)
         group = self.course.group(arguments)
-        pieces = config.head_dim // FRAGMENT
+        pieces = columns // FRAGMENT
+        first_piece = self.first_piece(warp, pieces)
         phase, stage = Int32(0), Int32(0)
         for g in cutlass.range(group, unroll=1):
             h = work.kv_head * group + g
             queries = self.course.queries(work, h, arguments)
             sums = rows_of(arguments.dq_sum, work, h, config.head_dim)
             for i in cutlass.range(queries.count, unroll=1):
-                first = (query_tile_at(queries, i) * 4 + warp) * pieces
+                first = first_piece(query_tile_at(queries, i))
                 if const_expr(config.deterministic):
                     counter = await_turn(arguments, work, h, queries, i, config, warp)
                 cute.arch.mbarrier_wait(pipes.dq_full, phase)
@@ -63,7 +69,7 @@ class Reduce:
                     dq.take(piece, part)
                     cute.arch.fence_view_async_tmem_load()
                     if const_expr(piece == pieces - 1):
-                        arrive_once(pipes.dq_empty)
+                        self.cluster.arrive(pipes.dq_empty)
                     target = cute.local_tile(sums, (PIECE,), (first + piece,))
                     self.hand_on(part, shared.dq[None, warp, stage], target)
                     stage = (stage + 1) % config.dq_stages
@@ -71,6 +77,10 @@ class Reduce:
                     cute.arch.cp_async_bulk_wait_group(0)
                     pass_turn(counter)
         cute.arch.cp_async_bulk_wait_group(0)
+
+    def first_piece(self, warp: Int32, pieces: int) -> Callable[[Int32], Int32]:
+        """Of a warp's of a tile of queries, among those of all rows."""
+        return lambda tile: (tile * 4 + warp) * pieces
 
     def hand_on(self, part: cute.Tensor, staged: cute.Tensor, target: cute.Tensor) -> None:
         cute.arch.cp_async_bulk_wait_group(self.config.dq_stages - 1, read=True)

@@ -19,11 +19,8 @@ from fa4flex.codegen.kernels.bwd_sm100.compute import WIDE, Head
 from fa4flex.codegen.kernels.bwd_sm100.config import FRAGMENT, ROWS
 from fa4flex.codegen.kernels.bwd_sm100.parts import of_half
 from fa4flex.codegen.kernels.bwd_sm100.roles import COMPUTE
-from fa4flex.codegen.kernels.bwd_sm100_pair.config import CTAS, KEPT, PACKED, Config
+from fa4flex.codegen.kernels.bwd_sm100_pair.config import CTAS, KEPT, PACKED
 from fa4flex.codegen.kernels.bwd_sm100_pair.parts import Pipes, Shared
-from fa4flex.codegen.kernels.common.backward import BackwardCourse, KeyWork
-from fa4flex.codegen.kernels.common.cluster import Cluster
-from fa4flex.codegen.kernels.common.hooks import Hooks
 from fa4flex.codegen.kernels.common.tensor_core import Blocks, arrive_once
 
 SENT, HELD = 0, 1
@@ -46,13 +43,6 @@ class Place(alone.Place):
 
 
 class Compute(alone.Compute):
-    def __init__(self, config: Config, hooks: Hooks, course: BackwardCourse, cluster: Cluster) -> None:
-        super().__init__(config, hooks, course)
-        self.cluster = cluster
-
-    def first_key(self, work: KeyWork) -> Int32:
-        return (work.tile * CTAS + self.cluster.rank()) * ROWS
-
     def place(self, shared: Any, base: cute.Pointer) -> Place:
         thread = cute.arch.thread_idx()[0] - 32 * COMPUTE
         half = cute.arch.make_warp_uniform(thread // ROWS)
@@ -101,6 +91,7 @@ class Compute(alone.Compute):
         tile, phase = which
         kind = shared.q.element_type
         p = cute.make_rmem_tensor((FRAGMENT, CTAS), Float32)
+        weights, handed_on = [], []
         cute.arch.mbarrier_wait(pipes.lse2_full + lse2.index, lse2.phase)
         cute.arch.mbarrier_wait(pipes.s_full, phase)
         # Both, before the first probabilities are written over one of them.
@@ -108,43 +99,33 @@ class Compute(alone.Compute):
             place.scores.take(f, p[None, f])
         cute.arch.fence_view_async_tmem_load()
         for f in cutlass.range_constexpr(CTAS):
-            rows = self.fragment(shared.lse2, lse2.index, place.first[f])
+            rows = self.numbers(shared.lse2, lse2.index, place.first[f] // FRAGMENT)
             slopes = self.probabilities(given, p[None, f], rows, tile * ROWS + place.first[f], masked)
-            place.probabilities.put(f, self.narrowed(p[None, f], kind))
-            for c, slope in slopes.items():
-                p[c, f] = p[c, f] * slope
+            packed = self.narrowed(p[None, f], kind)
+            place.probabilities.put(f, packed)
+            weights.append(self.weights(p[None, f], packed, slopes, kind))
         cute.arch.fence_view_async_tmem_store()
         arrive_once(pipes.p_full, first=True)
         arrive_once(pipes.lse2_empty + lse2.index)
         cute.arch.mbarrier_wait(pipes.delta_full + delta.index, delta.phase)
         cute.arch.mbarrier_wait(pipes.dp_full, phase)
-        packed = []
         for f in cutlass.range_constexpr(CTAS):
-            rows = self.fragment(shared.delta, delta.index, place.first[f])
+            rows = self.numbers(shared.delta, delta.index, place.first[f] // FRAGMENT)
             ds = cute.make_rmem_tensor((FRAGMENT,), Float32)
             place.dprob.take(f, ds)
             cute.arch.fence_view_async_tmem_load()
-            for c in cutlass.range_constexpr(0, FRAGMENT, 2):
-                less = cute.arch.sub_packed_f32x2((ds[c], ds[c + 1]), (rows[c], rows[c + 1]))
-                ds[c], ds[c + 1] = cute.arch.mul_packed_f32x2((p[c, f], p[c + 1, f]), less)
-            packed.append(self.narrowed(ds, kind))
-            place.ds.put(f, packed[f])
+            self.gradients(ds, rows, weights[f], kind)
+            handed_on.append(self.narrowed(ds, kind))
+            place.ds.put(f, handed_on[f])
         cute.arch.fence_view_async_tmem_store()
         arrive_once(pipes.ds_full, first=True)
         arrive_once(pipes.delta_empty + delta.index)
         # The dQ before has read what lies in shared memory, in both CTAs.
         cute.arch.mbarrier_wait(pipes.dq_full, phase ^ 1)
-        self.send(place, packed[SENT], pipes.ds_come)
-        self.share(place.ds_row, packed[HELD], kind, 0)
+        self.send(place, handed_on[SENT], pipes.ds_come)
+        self.share(place.ds_row, handed_on[HELD], kind, 0)
         cute.arch.fence_proxy("async.shared", space="cta")
         arrive_once(pipes.ds_come)
-
-    def fragment(self, rows: cute.Tensor, stage: Int32, first: Int32) -> cute.Tensor:
-        """The numbers of a fragment's queries."""
-        found = cute.make_rmem_tensor((FRAGMENT,), Float32)
-        pieces = cute.logical_divide(rows[None, stage], cute.make_layout(FRAGMENT))
-        cute.autovec_copy(pieces[None, first // FRAGMENT], found)
-        return found
 
     def send(self, place: Place, packed: cute.Tensor, come: cute.Pointer) -> None:
         """A thread's fragment of dS' to the other CTA."""

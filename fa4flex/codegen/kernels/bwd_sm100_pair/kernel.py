@@ -144,10 +144,7 @@ class Backward:
             if warp == MULTIPLY:
                 memory.wait_for_alloc()
                 base = memory.retrieve_ptr(Float32)
-                if self.cluster.leads():
-                    self.multiply.run(arguments, work, shared, pipes, products, base)
-                else:
-                    self.multiply.tell(arguments, work, pipes)
+                self.multiply.run(arguments, work, shared, pipes, products, base)
             if warp == LOAD:
                 self.load.run(arguments, work, transfers, shared, pipes, products)
         elif warp >= COMPUTE:

@@ -13,15 +13,13 @@ from cutlass import Boolean, cute, pipeline
 
 from fa4flex.codegen.kernels.bwd_sm100 import load as alone
 from fa4flex.codegen.kernels.bwd_sm100.parts import Products
-from fa4flex.codegen.kernels.bwd_sm100_pair.config import CTAS, Config
 from fa4flex.codegen.kernels.bwd_sm100_pair.parts import Pipes, Shared
 from fa4flex.codegen.kernels.common.backward import (
     BackwardArguments,
-    BackwardCourse,
     KeyWork,
     query_tile_at,
+    rows_of,
 )
-from fa4flex.codegen.kernels.common.cluster import Cluster
 from fa4flex.codegen.kernels.common.transfer import Views, load_stage, partition
 
 
@@ -38,10 +36,6 @@ class Transfers(NamedTuple):
 
 
 class Load(alone.Load):
-    def __init__(self, config: Config, course: BackwardCourse, cluster: Cluster) -> None:
-        super().__init__(config, course)
-        self.cluster = cluster
-
     @cute.jit
     def run(
         self,
@@ -66,11 +60,12 @@ class Load(alone.Load):
             h = work.kv_head * group + g
             queries = self.course.queries(work, h, arguments)
             at = (h, work.b)
-            q_views = self.by_rows(q, shared.q, products.scores, products.scores_tile, at)
+            q_rows, do_rows = (self.rows(x, work.q_offset, work.q_len, at) for x in (q, dout))
+            q_views = self.views(q_rows, q, shared.q, products.scores, products.scores_tile)
             q_t_views = self.by_columns(q_t, shared.q_t, products.dk, products.dk_tile, at)
-            do_views = self.by_rows(dout, shared.dout, products.dprob, products.dprob_tile, at)
+            do_views = self.views(do_rows, dout, shared.dout, products.dprob, products.dprob_tile)
             do_t_views = self.by_columns(dout_t, shared.dout_t, products.dv, products.dv_tile, at)
-            lse2, delta = arguments.lse2[work.b, h, None], arguments.delta[work.b, h, None]
+            lse2, delta = rows_of(arguments.lse2, work, h), rows_of(arguments.delta, work, h)
             for i in cutlass.range(queries.count, unroll=1):
                 tile = query_tile_at(queries, i)
                 load_stage(q, pipes.q, q_state, q_views, tile)
@@ -90,38 +85,13 @@ class Load(alone.Load):
                     self.once(k_t, views, pipes.k_t_full)
                     waiting = Boolean(False)
 
-    def keys(self, transfer: Any, shared: cute.Tensor, product: Any, size: Any, work: KeyWork) -> Views:
-        """This CTA's part of the pair's tile of keys or values, as the first operand of a product."""
-        whole = transfer.tma_tensor[None, None, work.kv_head, work.b]
-        part = product.get_slice(self.cluster.rank())
-        tiles = part.partition_A(cute.local_tile(whole, size[::2], (None, 0)))
-        to_shared, from_global = partition(transfer, shared, tiles, modes=3)
-        return to_shared[None, 0], from_global[None, work.tile]
-
-    def by_rows(self, transfer: Any, shared: cute.Tensor, product: Any, size: Any, place: Any) -> Views:
-        """This CTA's rows of tiles of queries, as the second operand of a product."""
-        return self._second(transfer, shared, product, size, (place, (None, 0)))
-
     def by_columns(self, transfer: Any, shared: cute.Tensor, product: Any, size: Any, place: Any) -> Views:
-        """This CTA's columns of a head, of tiles of queries or keys."""
-        return self._second(transfer, shared, product, size, (place, (0, None)))
-
-    def _second(self, transfer: Any, shared: cute.Tensor, product: Any, size: Any, which: Any) -> Views:
-        place, axes = which
-        tiles = cute.local_tile(transfer.tma_tensor[None, None, *place], size[1:], axes)
+        """This CTA's columns of a head, of tiles of queries or keys, as the second operand of a product."""
+        tiles = cute.local_tile(transfer.tma_tensor[None, None, *place], size[1:], (0, None))
         part = product.get_slice(self.cluster.rank())
         return partition(transfer, shared, part.partition_B(tiles), modes=3)
 
-    @cute.jit
-    def once(
-        self,
-        transfer: cutlass.Constexpr[Any],
-        views: cutlass.Constexpr[Views],
-        full: cutlass.Constexpr[cute.Pointer],
-    ) -> None:
+    def once(self, transfer: Any, views: Views, full: cute.Pointer) -> None:
         to_shared, from_global = views
-        size = cute.size_in_bytes(to_shared.element_type, to_shared.layout)
-        if self.cluster.leads():
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(full, size * CTAS)
+        self.cluster.expect(full, cute.size_in_bytes(to_shared.element_type, to_shared.layout))
         cute.copy(transfer.atom, from_global, to_shared, tma_bar_ptr=full)

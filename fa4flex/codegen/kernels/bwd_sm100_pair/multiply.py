@@ -8,45 +8,40 @@ lies over the second half of the scores, which are read when their probabilities
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import cutlass
 from cutlass import Boolean, Int32, cute, pipeline
 
+from fa4flex.codegen.kernels.bwd_sm100 import multiply as alone
 from fa4flex.codegen.kernels.bwd_sm100.config import ROWS
-from fa4flex.codegen.kernels.bwd_sm100.multiply import STEPS, Operands
+from fa4flex.codegen.kernels.bwd_sm100.multiply import STEPS, Given
 from fa4flex.codegen.kernels.bwd_sm100.parts import Products
-from fa4flex.codegen.kernels.bwd_sm100_pair.config import CTAS, KEPT, PACKED, Config
+from fa4flex.codegen.kernels.bwd_sm100_pair.config import KEPT, PACKED
 from fa4flex.codegen.kernels.bwd_sm100_pair.parts import Pipes, Shared, operand_columns
-from fa4flex.codegen.kernels.common.backward import BackwardArguments, BackwardCourse, KeyWork
-from fa4flex.codegen.kernels.common.cluster import Cluster
-from fa4flex.codegen.kernels.common.tensor_core import MMA_K, arrive_once, zero_here
-
-PAIR_STEPS = range(CTAS * ROWS // MMA_K)
-"""Instructions of a product that sums over the pair's keys."""
+from fa4flex.codegen.kernels.common.backward import BackwardArguments, KeyWork
+from fa4flex.codegen.kernels.common.tensor_core import arrive_once, zero_here
 
 SENT_BYTES = 2 * KEPT * ROWS
 """Of dS, that a CTA sends to the other one per step."""
 
 
-@dataclass(frozen=True)
-class Given:
-    """What all products need; base is where tensor memory begins."""
-
-    products: Products
-    operands: Operands
-    pipes: Pipes
-    base: cute.Pointer
-
-
-class Multiply:
-    def __init__(self, config: Config, course: BackwardCourse, cluster: Cluster) -> None:
-        self.config = config
-        self.course = course
-        self.cluster = cluster
-
+class Multiply(alone.Multiply):
     @cute.jit
     def run(
+        self,
+        arguments: BackwardArguments,
+        work: KeyWork,
+        shared: cutlass.Constexpr[Shared],
+        pipes: cutlass.Constexpr[Pipes],
+        products: cutlass.Constexpr[Products],
+        base: cute.Pointer,
+    ) -> None:
+        if self.cluster.leads():
+            self.lead(arguments, work, shared, pipes, products, base)
+        else:
+            self.tell(arguments, work, pipes)
+
+    @cute.jit
+    def lead(
         self,
         arguments: BackwardArguments,
         work: KeyWork,
@@ -90,7 +85,9 @@ class Multiply:
             self.dprob(given, do_state, zero)
             do_state.advance()
             cute.arch.mbarrier_wait(pipes.p_full, phase ^ 1)
-            self.dq(given, phase, zero)
+            self.await_ds(pipes, phase)
+            cute.arch.mbarrier_wait(pipes.ds_there, phase)
+            self.dq(given, zero)
             phase ^= 1
             self.dv(given, do_t_state, True, zero)
             do_t_state.advance()
@@ -100,7 +97,9 @@ class Multiply:
             self.dk(given, q_t_state, steps > 1)
             self.cluster.commit(pipes.dk_full)
             cute.arch.mbarrier_wait(pipes.dq_empty, phase ^ 1)
-            self.dq(given, phase)
+            self.await_ds(pipes, phase)
+            cute.arch.mbarrier_wait(pipes.ds_there, phase)
+            self.dq(given)
 
     @cute.jit
     def tell(self, arguments: BackwardArguments, work: KeyWork, pipes: cutlass.Constexpr[Pipes]) -> None:
@@ -119,37 +118,16 @@ class Multiply:
         # The other CTA's threads wrote it, and they cannot say that products read it here.
         cute.arch.fence_proxy("async.shared", space="cta")
 
-    def operands(self, shared: Shared, products: Products, base: cute.Pointer) -> Operands:
+    def operand_columns(self) -> tuple[list[int], list[int]]:
         memory = self.config.memory
-        return Operands(
-            products.scores.make_fragment_A(shared.k)[None, None, None, 0],
-            products.scores.make_fragment_B(shared.q),
-            products.dprob.make_fragment_A(shared.v)[None, None, None, 0],
-            products.dprob.make_fragment_B(shared.dout),
-            products.dv.make_fragment_B(shared.dout_t),
-            products.dk.make_fragment_B(shared.q_t),
-            products.dq.make_fragment_A(shared.ds)[None, None, None, 0],
-            products.dq.make_fragment_B(shared.k_t)[None, None, None, 0],
-            [base + column for column in operand_columns(memory.probabilities, PACKED)],
-            [base + column for column in operand_columns(memory.ds, KEPT)],
-        )
+        return operand_columns(memory.probabilities, PACKED), operand_columns(memory.ds, KEPT)
 
     def scores(self, given: Given, state: pipeline.PipelineState, zero: Int32 | int = 0) -> None:
-        operands, steps = given.operands, range(self.config.head_dim // MMA_K)
-        given.pipes.q.consumer_wait(state)
-        q = operands.q[None, None, None, state.index]
-        acc = given.base + self.config.memory.scores
-        given.products.square.issue(acc, operands.k, q, steps, False, zero)
-        self.cluster.commit(given.pipes.s_full)
+        super().scores(given, state, zero)
         given.pipes.q.consumer_release(state)
 
     def dprob(self, given: Given, state: pipeline.PipelineState, zero: Int32 | int = 0) -> None:
-        operands, steps = given.operands, range(self.config.head_dim_v // MMA_K)
-        given.pipes.dout.consumer_wait(state)
-        dout = operands.dout[None, None, None, state.index]
-        acc = given.base + self.config.memory.dprob
-        given.products.square.issue(acc, operands.v, dout, steps, False, zero)
-        self.cluster.commit(given.pipes.dp_full)
+        super().dprob(given, state, zero)
         given.pipes.dout.consumer_release(state)
 
     def dv(
@@ -171,14 +149,6 @@ class Multiply:
         acc = given.base + self.config.memory.dk
         given.products.to_dk.issue(acc, moved(operands.ds_t, zero), q, STEPS, add, zero)
         given.pipes.q_t.consumer_release(state)
-
-    def dq(self, given: Given, phase: Int32, zero: Int32 | int = 0) -> None:
-        operands, pipes = given.operands, given.pipes
-        self.await_ds(pipes, phase)
-        cute.arch.mbarrier_wait(pipes.ds_there, phase)
-        acc = given.base + self.config.memory.dq
-        given.products.to_dq.issue(acc, operands.ds, operands.k_t, PAIR_STEPS, False, zero)
-        self.cluster.commit(pipes.dq_full)
 
 
 def moved(columns: list[cute.Pointer], zero: Int32 | int) -> list[cute.Pointer]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import cutlass
 from cutlass import Boolean, Int32, const_expr, cute
 from cutlass.cute.nvgpu import tcgen05
 
@@ -43,6 +44,13 @@ class Cluster:
                 tcgen05.commit(barrier, 0b11, self.group)
             else:
                 tcgen05.commit(barrier)
+
+    @cute.jit
+    def expect(self, barrier: cutlass.Constexpr[cute.Pointer], size: cutlass.Constexpr[int]) -> None:
+        """A warp's, for a copy of so many bytes in each CTA: the first one's barrier counts them all."""
+        if self.leads():
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(barrier, size * self.ctas)
 
     def arrive(self, barrier: cute.Pointer) -> None:
         """One arrival for the warp, after what all of its lanes did, at the multiplying warp's barrier."""

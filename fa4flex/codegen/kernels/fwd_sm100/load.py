@@ -100,9 +100,7 @@ class Load:
         to_shared, from_global = views
         size = cute.size_in_bytes(to_shared.element_type, cute.select(to_shared.layout, mode=[0]))
         cute.arch.mbarrier_wait(pipes.q_empty + tile, phase ^ 1)
-        if self.cluster.leads():
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(pipes.q_full + tile, size * self.config.ctas)
+        self.cluster.expect(pipes.q_full + tile, size)
         cute.copy(
             transfer.atom,
             from_global[None, work.tile * self.config.q_tiles + tile],
