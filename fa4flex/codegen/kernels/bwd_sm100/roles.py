@@ -19,6 +19,9 @@ TOUCH_TENSOR_MEMORY = READ_TENSOR_MEMORY + 32
 COMPUTING = 8
 """Warps that compute."""
 
+RINGS = ("q", "dout")
+"""Of tiles, with a full and an empty barrier per stage."""
+
 BARRIERS: dict[str, int] = {
     "k_full": 1,
     "v_full": 1,

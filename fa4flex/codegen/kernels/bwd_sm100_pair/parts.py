@@ -21,42 +21,22 @@ class Shared(alone.Shared):
 
 
 @dataclass(frozen=True)
-class Pipes:
-    """Rings of q and dout, by queries, and of their transposes, by columns of a head; and barriers. Of those
-    that the multiplying warp waits for, the first CTA's count; what it signals is signalled in both CTAs.
+class Pipes(alone.Pipes):
+    """As of one CTA alone; rings of q and dout are by queries, and there are those of their transposes, by
+    columns of a head. Of barriers that the multiplying warp waits for, the first CTA's count; what it signals
+    is signalled in both CTAs.
 
-    k_full, v_full, k_t_full   the pair's keys and values have come
-    lse2_full, lse2_empty      by stage of q: rows' log-sum-exps have come; they are read
-    delta_full, delta_empty    by stage of dout: likewise rows' deltas
-    s_full, dp_full            scores, or dP, are there, and all earlier products are done
-    p_full, ds_full            probabilities, or dS, are in tensor memory, and scores, or dP, read
-    ds_come                    dS of this CTA's queries and all keys is in its shared memory
-    ds_there                   that has happened in the second CTA
-    dq_full, dq_empty          a step's dQ is there, and all earlier products are done; it is read
-    dv_full, dk_full           all steps have been added to dV, or dK
+    k_t_full   likewise the pair's keys have come, by columns
+    ds_full    dS are in tensor memory, and dP read
+    ds_come    dS of this CTA's queries and all keys is in its shared memory
+    ds_there   that has happened in the second CTA
     """
 
-    q: pipeline.PipelineTmaUmma
     q_t: pipeline.PipelineTmaUmma
-    dout: pipeline.PipelineTmaUmma
     dout_t: pipeline.PipelineTmaUmma
-    k_full: cute.Pointer
-    v_full: cute.Pointer
     k_t_full: cute.Pointer
-    lse2_full: cute.Pointer
-    lse2_empty: cute.Pointer
-    delta_full: cute.Pointer
-    delta_empty: cute.Pointer
-    s_full: cute.Pointer
-    p_full: cute.Pointer
-    dp_full: cute.Pointer
-    ds_full: cute.Pointer
     ds_come: cute.Pointer
     ds_there: cute.Pointer
-    dq_full: cute.Pointer
-    dq_empty: cute.Pointer
-    dv_full: cute.Pointer
-    dk_full: cute.Pointer
 
 
 def operand_columns(firsts: tuple[int, int], apart: int) -> list[int]:
