@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 from fa4flex.codegen.kernels.bwd_sm100.config import (
     FRAGMENT,
@@ -42,6 +43,12 @@ class BlackwellBackwardPlan:
     by = "one CTA"
     """What has a tile of keys."""
 
+    kind: ClassVar[type[Config]] = Config
+    """Of what the kernel is built from."""
+
+    part = ""
+    """What names of a half's first columns end with."""
+
     @property
     def tile(self) -> tuple[int, int]:
         """Queries per step, and keys per block."""
@@ -71,23 +78,33 @@ class BlackwellBackwardPlan:
 
     @cached_property
     def memory(self) -> Memory:
-        """The shared-memory map of a block."""
+        """The shared-memory map of a CTA."""
         config = self.config()
-        size = self.problem.itemsize
-        q, dout = (tile_bytes(ROWS, width, size) for width in (self.head_dim, self.head_dim_v))
         sizes = {
             "freed": BARRIER,
             "columns": NUMBER,
             "lse2": NUMBER * ROWS * config.q_stages,
             "delta": NUMBER * ROWS * config.do_stages,
+            **self.operands(config),
+            "dq": NUMBER * ROWS * FRAGMENT * config.dq_stages,
+        }
+        return lay_out(sizes, {}, self.barriers(config), self.target)
+
+    def operands(self, config: Config) -> dict[str, int]:
+        """Bytes of what products read in shared memory."""
+        size = self.problem.itemsize
+        q, dout = (tile_bytes(ROWS, width, size) for width in (self.head_dim, self.head_dim_v))
+        return {
             "q": q * config.q_stages,
             "k": q,
             "v": dout,
             "dout": dout * config.do_stages,
             "ds": tile_bytes(ROWS, ROWS, size),
-            "dq": NUMBER * ROWS * FRAGMENT * config.dq_stages,
         }
-        return lay_out(sizes, {}, barrier_total(config.q_stages, config.do_stages), self.target)
+
+    def barriers(self, config: Config) -> int:
+        """Of a CTA."""
+        return barrier_total(config.q_stages, config.do_stages)
 
     @cached_property
     def pipeline(self) -> Pipeline:
@@ -101,23 +118,31 @@ class BlackwellBackwardPlan:
 
     def config(self) -> Config:
         """What the hand-written kernel is built from."""
-        first = {r.name: r.first for r in self.columns.ranges}
-        return Config(
+        return self.kind(
             head_dim=self.head_dim,
             head_dim_v=self.head_dim_v,
-            memory=TensorMemory(
-                scores=first["S 0"],
-                probabilities=(first["P 0"], first["P 1"]),
-                dv=first["dV"],
-                dprob=first["dP 0"],
-                ds=(first["dS 0"], first["dS 1"]),
-                dk=first["dK"],
-                dq=first["dQ"],
-            ),
+            memory=self.tensor_memory(),
             registers=self.registers,
             masked=self.problem.mask_form != "none",
             lengths=self.problem.lengths,
             deterministic=self.problem.deterministic,
+        )
+
+    def tensor_memory(self) -> TensorMemory:
+        """Where in `columns` what begins."""
+        first = {r.name: r.first for r in self.columns.ranges}
+
+        def halves(name: str) -> tuple[int, int]:
+            return first[f"{name} 0{self.part}"], first[f"{name} 1{self.part}"]
+
+        return TensorMemory(
+            scores=halves("S")[0],
+            probabilities=halves("P"),
+            dv=first["dV"],
+            dprob=halves("dP")[0],
+            ds=halves("dS"),
+            dk=first["dK"],
+            dq=first["dQ"],
         )
 
     def check(self) -> None:
@@ -153,10 +178,18 @@ class BlackwellBackwardPlan:
         return "\n".join(lines)
 
 
+def padded(problem: Problem, widths: tuple[int, ...]) -> tuple[int | None, int | None]:
+    """The least of these widths that hold a head of q and k, and of v; None where none does."""
+    head_dim, head_dim_v = (
+        next((width for width in widths if width >= wanted), None)
+        for wanted in (problem.head_dim, problem.head_dim_v)
+    )
+    return head_dim, head_dim_v
+
+
 def plan_blackwell_backward(problem: Problem, target: Target) -> BlackwellBackwardPlan:
     """Raises UnsupportedError for what the kernel does not have: callers then compute it another way."""
-    widths = [next((w for w in WIDTHS if w >= x), None) for x in (problem.head_dim, problem.head_dim_v)]
-    head_dim, head_dim_v = widths
+    head_dim, head_dim_v = padded(problem, WIDTHS)
     if head_dim is None or head_dim_v is None:
         raise UnsupportedError(
             f"a backward kernel for {problem.explain()}",

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from fa4flex.codegen.kernels.bwd_sm100.config import FRAGMENT, ROWS, TensorMemory
+from fa4flex.codegen.kernels.bwd_sm100 import config as alone
+from fa4flex.codegen.kernels.bwd_sm100.config import FRAGMENT, ROWS
 from fa4flex.codegen.kernels.bwd_sm100_pair.config import CTAS, KEPT, PACKED, SPLIT, Config, Registers
 from fa4flex.codegen.kernels.bwd_sm100_pair.roles import barrier_total
-from fa4flex.codegen.plan.memory import BARRIER, NUMBER, Memory, lay_out, tile_bytes
+from fa4flex.codegen.plan.memory import tile_bytes
 from fa4flex.codegen.plan.pipeline import Pipeline
 from fa4flex.codegen.plan.problem import Problem
-from fa4flex.codegen.plan.sm100.backward import BlackwellBackwardPlan, plan_blackwell_backward
+from fa4flex.codegen.plan.sm100.backward import BlackwellBackwardPlan, padded, plan_blackwell_backward
 from fa4flex.codegen.plan.sm100.backward_pair_pipeline import of_one_cta, pair_pipeline
 from fa4flex.codegen.plan.sm100.backward_pipeline import HALVES
 from fa4flex.codegen.plan.sm100.tensor_memory import Columns, Range
@@ -32,6 +33,10 @@ class BlackwellPairPlan(BlackwellBackwardPlan):
     """Of kernels/."""
 
     by = "a pair of CTAs"
+
+    kind = Config
+
+    part = " 0"
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -63,17 +68,10 @@ class BlackwellPairPlan(BlackwellBackwardPlan):
         )
         return Columns((*fragments, *sums), self.target.tensor_columns)
 
-    @cached_property
-    def memory(self) -> Memory:
-        """The shared-memory map of a CTA."""
-        config = self.config()
+    def operands(self, config: alone.Config) -> dict[str, int]:
         size = self.problem.itemsize
         q, dout = (tile_bytes(ROWS, width, size) for width in (self.head_dim, self.head_dim_v))
-        sizes = {
-            "freed": BARRIER,
-            "columns": NUMBER,
-            "lse2": NUMBER * ROWS * config.q_stages,
-            "delta": NUMBER * ROWS * config.do_stages,
+        return {
             "q": q // CTAS * config.q_stages,
             "k": q,
             "v": dout,
@@ -82,9 +80,10 @@ class BlackwellPairPlan(BlackwellBackwardPlan):
             "q_t": q // CTAS * config.q_stages,
             "k_t": q,
             "dout_t": dout // CTAS * config.do_stages,
-            "dq": NUMBER * ROWS * FRAGMENT * config.dq_stages,
         }
-        return lay_out(sizes, {}, barrier_total(config.q_stages, config.do_stages), self.target)
+
+    def barriers(self, config: alone.Config) -> int:
+        return barrier_total(config.q_stages, config.do_stages)
 
     @cached_property
     def pipeline(self) -> Pipeline:
@@ -94,25 +93,6 @@ class BlackwellPairPlan(BlackwellBackwardPlan):
     @property
     def of_one_cta(self) -> Pipeline:
         return of_one_cta(self.pipeline)
-
-    def config(self) -> Config:
-        """What the hand-written kernel is built from."""
-        first = {r.name: r.first for r in self.columns.ranges}
-        return Config(
-            head_dim=self.head_dim,
-            head_dim_v=self.head_dim_v,
-            memory=TensorMemory(
-                scores=first["S 0 0"],
-                probabilities=(first["P 0 0"], first["P 1 0"]),
-                dv=first["dV"],
-                dprob=first["dP 0 0"],
-                ds=(first["dS 0 0"], first["dS 1 0"]),
-                dk=first["dK"],
-                dq=first["dQ"],
-            ),
-            registers=self.registers,
-            masked=self.problem.mask_form != "none",
-        )
 
 
 def pays_in_pairs(problem: Problem) -> bool:
@@ -134,8 +114,7 @@ def plan_alone_or_in_pairs(problem: Problem, target: Target) -> BlackwellBackwar
 
 def plan_pairs(problem: Problem, target: Target) -> BlackwellPairPlan:
     """Raises UnsupportedError for what the kernel of pairs does not have."""
-    widths = [next((w for w in WIDTHS if w >= x), None) for x in (problem.head_dim, problem.head_dim_v)]
-    head_dim, head_dim_v = widths
+    head_dim, head_dim_v = padded(problem, WIDTHS)
     ordered = problem.deterministic or problem.gradients
     if head_dim is None or head_dim_v is None or problem.lengths != "dense" or ordered:
         raise UnsupportedError(

@@ -22,7 +22,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 
-from fa4flex.codegen.kernels.bwd_sm100.config import ROWS
+from fa4flex.codegen.kernels.bwd_sm100.config import ROWS, Config
 from fa4flex.codegen.kernels.bwd_sm100.roles import (
     ALLOCATED,
     COMPUTING,
@@ -31,7 +31,7 @@ from fa4flex.codegen.kernels.bwd_sm100.roles import (
     STATISTICS,
     TOUCH_TENSOR_MEMORY,
 )
-from fa4flex.codegen.kernels.bwd_sm100_pair.config import CTAS, KEPT, Config
+from fa4flex.codegen.kernels.bwd_sm100_pair.config import CTAS, KEPT
 from fa4flex.codegen.kernels.bwd_sm100_pair.roles import BARRIERS
 from fa4flex.codegen.plan.memory import column_block, tile_bytes
 from fa4flex.codegen.plan.pipeline import (
