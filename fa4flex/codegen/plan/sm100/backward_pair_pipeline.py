@@ -28,12 +28,10 @@ from fa4flex.codegen.kernels.bwd_sm100.roles import (
     COMPUTING,
     FINISHED,
     READ_TENSOR_MEMORY,
-    STATISTICS,
     TOUCH_TENSOR_MEMORY,
 )
 from fa4flex.codegen.kernels.bwd_sm100_pair.config import CTAS, KEPT
 from fa4flex.codegen.kernels.bwd_sm100_pair.roles import BARRIERS
-from fa4flex.codegen.plan.memory import column_block, tile_bytes
 from fa4flex.codegen.plan.pipeline import (
     WARPGROUP,
     Action,
@@ -46,7 +44,15 @@ from fa4flex.codegen.plan.pipeline import (
     Ring,
     Role,
 )
-from fa4flex.codegen.plan.sm100.backward_pipeline import CORE, HALVES, MEANINGS, STATISTIC_BYTES
+from fa4flex.codegen.plan.sm100.backward_pipeline import (
+    CORE,
+    HALVES,
+    MEANINGS,
+    numbers,
+    once,
+    reduce_role,
+    tiles,
+)
 from fa4flex.codegen.plan.sm100.tensor_memory import WHOLE, Columns
 
 THERE = " there"
@@ -78,7 +84,7 @@ def pair_pipeline(config: Config, columns: Columns, itemsize: int) -> Pipeline:
             _multiply(),
             _tell(),
             *(_compute(i, c) for c in BOTH for i in HALVES),
-            *(_reduce(c) for c in BOTH),
+            *(reduce_role(THERE * c) for c in BOTH),
         ),
         rings=tuple(ring for c in BOTH for ring in _rings(config, itemsize, c)),
         barriers=tuple(
@@ -127,41 +133,26 @@ def _shared_ds() -> tuple[str, ...]:
 
 
 def _rings(config: Config, itemsize: int, cta: int) -> tuple[Ring, ...]:
-    """Stages, bytes, and the kernel's counts of arrivals. A TMA box holds a block of columns of all rows."""
-
-    def tiles(name: str, rows: int, width: int, stages: int = 0) -> Ring:
-        box = tile_bytes(rows, column_block(width), itemsize)
-        boxes = (box,) * (width // column_block(width))
-        size, once = sum(boxes), not stages
-        return Ring(at(name, cta), stages or 1, size, boxes, size, 0 if once else 1, once=once)
-
-    def numbers(name: str, stages: int) -> Ring:
-        size = STATISTIC_BYTES
-        return Ring(at(name, cta), stages, size, (size,), size, STATISTICS["empty"], STATISTICS["full"])
-
     d, dv = config.head_dim, config.head_dim_v
-    return (
-        tiles("k", ROWS, d),
-        tiles("v", ROWS, dv),
-        tiles("k_t", CTAS * ROWS, d // CTAS),
-        tiles("q", KEPT, d, config.q_stages),
-        tiles("q_t", ROWS, d // CTAS, config.q_stages),
-        tiles("dout", KEPT, dv, config.do_stages),
-        tiles("dout_t", ROWS, dv // CTAS, config.do_stages),
+    rings = (
+        tiles("k", ROWS, d, itemsize),
+        tiles("v", ROWS, dv, itemsize),
+        tiles("k_t", CTAS * ROWS, d // CTAS, itemsize),
+        tiles("q", KEPT, d, itemsize, config.q_stages),
+        tiles("q_t", ROWS, d // CTAS, itemsize, config.q_stages),
+        tiles("dout", KEPT, dv, itemsize, config.do_stages),
+        tiles("dout_t", ROWS, dv // CTAS, itemsize, config.do_stages),
         numbers("lse2", config.q_stages),
         numbers("delta", config.do_stages),
     )
-
-
-def _once(action: Action, target: str) -> Event:
-    return Event(action, target, per="work")
+    return tuple(replace(ring, name=at(ring.name, cta)) for ring in rings)
 
 
 def _load(cta: int) -> Role:
     names = ("q", "lse2", "dout", "delta", "dout_t", "q_t")
     actions: tuple[Action, ...] = ("acquire", "load")
     step = tuple(Event(action, at(name, cta)) for name in names for action in actions)
-    keys = [_once("load", at(name, cta)) for name in ("k", "v", "k_t")]
+    keys = [once("load", at(name, cta)) for name in ("k", "v", "k_t")]
     return Role(at("load", cta), 1, first=(*keys[:2], *step, keys[2]), body=step)
 
 
@@ -204,7 +195,7 @@ def _products() -> tuple[Product, ...]:
         return _both("read", name, once)
 
     def square(name: str, keys: str, queries: str, c: int) -> list[Product]:
-        reads = _once("read", at(keys, c)), *second(queries)
+        reads = once("read", at(keys, c)), *second(queries)
         return [Product(at(one, c), reads, Event("write", at(one, c)), engine=CORE) for one in parts(name)]
 
     def sums(name: str, first: str, queries: str, c: int) -> Product:
@@ -312,13 +303,13 @@ def _compute(i: int, c: int) -> Role:
     sums = tuple(
         event
         for name in ("dv", "dk")
-        for event in (_once("await", at(f"{name}_full", c)), here("read", f"d{name[1].upper()}"))
+        for event in (once("await", at(f"{name}_full", c)), here("read", f"d{name[1].upper()}"))
     )
     opening, closing = Event("sync", at("allocated", c)), Event("sync", at("finished", c))
     # A pair allocates and frees together: no CTA has tensor memory before both have, and none frees it before
     # both are done.
     allocate = () if i or c else _both("allocate", WHOLE)
-    done = _once("arrive", "freed") if c else _once("await", "freed")
+    done = once("arrive", "freed") if c else once("await", "freed")
     free = () if i else (done,) if c else (done, *_both("free", WHOLE))
     return Role(
         at(f"compute {i}", c),
@@ -328,19 +319,5 @@ def _compute(i: int, c: int) -> Role:
         body=(*before, here("await", "dq_full", -1), *shared),
         last=sums,
         closing=(closing, *free),
-        apart=True,
-    )
-
-
-def _reduce(c: int) -> Role:
-    """Its pieces in shared memory are each warp's own."""
-    step = Event("await", at("dq_full", c)), Event("read", at("dQ", c)), Event("arrive", "dq_empty")
-    return Role(
-        at("reduce", c),
-        WARPGROUP,
-        opening=(Event("sync", at("allocated", c)),),
-        first=step,
-        body=step,
-        closing=(Event("give", at("finished", c)),),
         apart=True,
     )

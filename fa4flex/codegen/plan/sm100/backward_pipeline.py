@@ -59,7 +59,7 @@ MEANINGS = {
 
 def backward_pipeline(config: Config, columns: Columns, itemsize: int) -> Pipeline:
     return Pipeline(
-        roles=(_load(), _multiply(), *(_compute(i) for i in HALVES), _reduce()),
+        roles=(_load(), _multiply(), *(_compute(i) for i in HALVES), reduce_role()),
         rings=_rings(config, itemsize),
         barriers=(
             NamedBarrier("allocated", ALLOCATED, TOUCH_TENSOR_MEMORY),
@@ -73,28 +73,32 @@ def backward_pipeline(config: Config, columns: Columns, itemsize: int) -> Pipeli
 
 
 def _rings(config: Config, itemsize: int) -> tuple[Ring, ...]:
-    """Stages, bytes, and the kernel's counts of arrivals. A TMA box holds a block of columns of all rows."""
-
-    def tiles(name: str, stages: int, width: int, once: bool = False) -> Ring:
-        box = tile_bytes(ROWS, column_block(width), itemsize)
-        boxes = (box,) * (width // column_block(width))
-        return Ring(name, stages, sum(boxes), boxes, sum(boxes), 0 if once else 1, once=once)
-
-    def numbers(name: str, stages: int) -> Ring:
-        size = STATISTIC_BYTES
-        return Ring(name, stages, size, (size,), size, STATISTICS["empty"], STATISTICS["full"])
-
     return (
-        tiles("k", 1, config.head_dim, once=True),
-        tiles("v", 1, config.head_dim_v, once=True),
-        tiles("q", config.q_stages, config.head_dim),
-        tiles("dout", config.do_stages, config.head_dim_v),
+        tiles("k", ROWS, config.head_dim, itemsize),
+        tiles("v", ROWS, config.head_dim_v, itemsize),
+        tiles("q", ROWS, config.head_dim, itemsize, config.q_stages),
+        tiles("dout", ROWS, config.head_dim_v, itemsize, config.do_stages),
         numbers("lse2", config.q_stages),
         numbers("delta", config.do_stages),
     )
 
 
-def _once(action: Action, target: str) -> Event:
+def tiles(name: str, rows: int, width: int, itemsize: int, stages: int = 0) -> Ring:
+    """Bytes, and the kernel's counts of arrivals; without stages, what comes once. A TMA box holds a block of
+    columns of all rows."""
+    box = tile_bytes(rows, column_block(width), itemsize)
+    boxes = (box,) * (width // column_block(width))
+    size, once = sum(boxes), not stages
+    return Ring(name, stages or 1, size, boxes, size, 0 if once else 1, once=once)
+
+
+def numbers(name: str, stages: int) -> Ring:
+    """Likewise of rows' numbers."""
+    size = STATISTIC_BYTES
+    return Ring(name, stages, size, (size,), size, STATISTICS["empty"], STATISTICS["full"])
+
+
+def once(action: Action, target: str) -> Event:
     return Event(action, target, per="work")
 
 
@@ -102,16 +106,16 @@ def _load() -> Role:
     step = tuple(
         Event(action, name) for name in ("q", "lse2", "dout", "delta") for action in ("acquire", "load")
     )
-    return Role("load", 1, first=(_once("load", "k"), _once("load", "v"), *step), body=step)
+    return Role("load", 1, first=(once("load", "k"), once("load", "v"), *step), body=step)
 
 
 # --- products ------------------------------------------------------------------------------------------
 
 
 def _multiply() -> Role:
-    begin = _scores(0, _once("wait", "k")), _dprob(0, _once("wait", "v")), _dv(0)
+    begin = _scores(0, once("wait", "k")), _dprob(0, once("wait", "v")), _dv(0)
     middle = _scores(0), _dk(-1), _dq(-1), (Event("await", "dq_empty", -1),), _dprob(0), _dv(0)
-    end = (_once("commit", "dv_full"),), _dk(0), (_once("commit", "dk_full"),), _dq(0)
+    end = (once("commit", "dv_full"),), _dk(0), (once("commit", "dk_full"),), _dq(0)
     first, body, last = (tuple(event for part in parts for event in part) for parts in (begin, middle, end))
     return Role(
         "multiply",
@@ -131,7 +135,7 @@ def _products() -> tuple[Product, ...]:
         return tuple(Event("read", f"{name} {i}") for i in HALVES)
 
     def square(name: str, keys: str, queries: str) -> tuple[Product, ...]:
-        reads = _once("read", keys), Event("read", queries)
+        reads = once("read", keys), Event("read", queries)
         return tuple(
             Product(f"{name} {i}", reads, Event("write", f"{name} {i}"), engine=CORE) for i in HALVES
         )
@@ -140,7 +144,7 @@ def _products() -> tuple[Product, ...]:
         reads = (*halves(first), Event("read", second))
         return Product(name, reads, Event("update", name), fresh=True, engine=CORE)
 
-    ds = (*halves("shared dS"), _once("read", "k"))
+    ds = (*halves("shared dS"), once("read", "k"))
     return (
         *square("S", "k", "q"),
         *square("dP", "v", "dout"),
@@ -196,7 +200,7 @@ def _compute(i: int) -> Role:
         Event("arrive", "ds_full"),
         Event("release", "delta"),
     )
-    sums = (_once("await", "dv_full"), Event("read", "dV"), _once("await", "dk_full"), Event("read", "dK"))
+    sums = (once("await", "dv_full"), Event("read", "dV"), once("await", "dk_full"), Event("read", "dK"))
     first_warp = Event("allocate", WHOLE), Event("free", WHOLE)
     opening, closing = Event("sync", "allocated"), Event("sync", "finished")
     return Role(
@@ -211,15 +215,16 @@ def _compute(i: int) -> Role:
     )
 
 
-def _reduce() -> Role:
-    """Its pieces in shared memory are each warp's own."""
-    step = Event("await", "dq_full"), Event("read", "dQ"), Event("arrive", "dq_empty")
+def reduce_role(there: str = "") -> Role:
+    """Its pieces in shared memory are each warp's own. there: what names end with in the second CTA of a
+    pair; dQ that is read counts in the first."""
+    step = Event("await", f"dq_full{there}"), Event("read", f"dQ{there}"), Event("arrive", "dq_empty")
     return Role(
-        "reduce",
+        f"reduce{there}",
         WARPGROUP,
-        opening=(Event("sync", "allocated"),),
+        opening=(Event("sync", f"allocated{there}"),),
         first=step,
         body=step,
-        closing=(Event("give", "finished"),),
+        closing=(Event("give", f"finished{there}"),),
         apart=True,
     )
