@@ -84,9 +84,18 @@ class Load:
             return ended(transfer.tma_tensor, offset, length, *place)
         return transfer.tma_tensor[None, None, *place]
 
-    def views(self, whole: cute.Tensor, transfer: Any, shared: cute.Tensor, product: Any, size: Any) -> Views:
-        """This CTA's part of tiles of rows, as the second operand of a product."""
-        tiles = cute.local_tile(whole, size[1:], (None, 0))
+    def views(
+        self,
+        whole: cute.Tensor,
+        transfer: Any,
+        shared: cute.Tensor,
+        product: Any,
+        size: Any,
+        axes: tuple[int | None, int | None] = (None, 0),
+    ) -> Views:
+        """This CTA's part of tiles, which follow each other along the axis that is None, as the second
+        operand of a product."""
+        tiles = cute.local_tile(whole, size[1:], axes)
         part = product.get_slice(self.cluster.rank())
         return partition(transfer, shared, part.partition_B(tiles), modes=3)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import cutlass
 from cutlass import Float32, Int32, cute, select_
 
 from fa4flex.codegen.kernels.common.fragment import packed
@@ -26,8 +25,7 @@ class LaneCollector(Collector):
         sums = list(values.values())
         for distance in (16, 8, 4, 2, 1):
             sums = halved(sums, distance, self.lane)
-        q = cutlass.max(cutlass.min(q_first + self.lane, self.slab.at.q_len - 1), Int32(0))
-        self.add(share, self.slab.at.but(guard=True, q=q, q_float=q.to(Float32)), sums[0])
+        self.add_to_row(share, q_first + self.lane, sums[0])
 
     def take_diagonal(self, i: int, share: Share, values: Values, q_first: Int32, guard: bool) -> None:
         """Key l and query c are l - c apart: lane t gets, of query c, what lane t + c has, which is t apart
@@ -39,11 +37,7 @@ class LaneCollector(Collector):
             near = near + select_(inside, moved, Float32(0.0))
             far = far + select_(inside, Float32(0.0), moved)
         for sum_, back in ((near, 0), (far, LANES)):
-            offset = self.slab.kv_first - q_first - back
-            number = offset.to(Float32)
-            at = self.slab.at.but(guard=True, offset=offset, offset_float=number)
-            at = at.but(offset_base=offset, offset_base_float=number, offset_step=0)
-            self.add(share, at, sum_)
+            self.add_to_diagonal(share, self.slab.kv_first - q_first - back, sum_)
 
     def write_pairs(self, share: Share, target: Target, values: Values, q_first: Int32, guard: bool) -> None:
         """Of two queries, a lane with an even key takes the first, and the next one the second; each has then

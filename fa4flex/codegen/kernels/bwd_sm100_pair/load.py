@@ -20,7 +20,7 @@ from fa4flex.codegen.kernels.common.backward import (
     query_tile_at,
     rows_of,
 )
-from fa4flex.codegen.kernels.common.transfer import Views, load_stage, partition
+from fa4flex.codegen.kernels.common.transfer import Views, load_stage
 
 
 class Transfers(NamedTuple):
@@ -87,9 +87,8 @@ class Load(alone.Load):
 
     def by_columns(self, transfer: Any, shared: cute.Tensor, product: Any, size: Any, place: Any) -> Views:
         """This CTA's columns of a head, of tiles of queries or keys, as the second operand of a product."""
-        tiles = cute.local_tile(transfer.tma_tensor[None, None, *place], size[1:], (0, None))
-        part = product.get_slice(self.cluster.rank())
-        return partition(transfer, shared, part.partition_B(tiles), modes=3)
+        whole = transfer.tma_tensor[None, None, *place]
+        return self.views(whole, transfer, shared, product, size, (0, None))
 
     def once(self, transfer: Any, views: Views, full: cute.Pointer) -> None:
         to_shared, from_global = views

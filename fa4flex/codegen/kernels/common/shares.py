@@ -153,10 +153,7 @@ class Collector:
         first = q_first - self.lane % QUAD * 2
         for n, value in enumerate(sums):
             c = self.lane // QUAD * len(sums) + n
-            q = first + c // 2 * 8 + self.lane % QUAD * 2 + c % 2
-            safe = cutlass.max(cutlass.min(q, self.slab.at.q_len - 1), Int32(0))
-            at = self.slab.at.but(guard=True, q=safe, q_float=safe.to(Float32))
-            self.add(share, at, value)
+            self.add_to_row(share, first + c // 2 * 8 + self.lane % QUAD * 2 + c % 2, value)
 
     def of_keys(self, values: Values, c: int) -> Float32:
         total = values[0, c]
@@ -175,11 +172,7 @@ class Collector:
         first = self.slab.kv_first - a - (q_first - 2 * b)
         skipped = b % 2 * (2 * len(sums)) + b // 2 * len(sums)
         for n, value in enumerate(sums):
-            offset = first + a + 8 * (lowest + skipped + n)
-            number = offset.to(Float32)
-            at = self.slab.at.but(guard=True, offset=offset, offset_float=number)
-            at = at.but(offset_base=offset, offset_base_float=number, offset_step=0)
-            self.add(share, at, value)
+            self.add_to_diagonal(share, first + a + 8 * (lowest + skipped + n), value)
 
     def by_distance(self, values: Values) -> tuple[int, list[Float32]]:
         """(m, sums): of lane 4 a + b, sums[n] belongs to the distance 8 (m + n) + a."""
@@ -227,6 +220,15 @@ class Collector:
                     read_only_args=[word],
                 )
                 write(8 * j, key, moved)
+
+    def add_to_row(self, share: Share, q: Int32, value: Float32) -> None:
+        q = cutlass.max(cutlass.min(q, self.slab.at.q_len - 1), Int32(0))
+        self.add(share, self.slab.at.but(guard=True, q=q, q_float=q.to(Float32)), value)
+
+    def add_to_diagonal(self, share: Share, offset: Int32, value: Float32) -> None:
+        number = offset.to(Float32)
+        at = self.slab.at.but(guard=True, offset=offset, offset_float=number)
+        self.add(share, at.but(offset_base=offset, offset_base_float=number, offset_step=0), value)
 
     def add(self, share: Share, at: At, value: Float32) -> None:
         self.targets[share.which].add(share.place.element(at), value)
