@@ -29,14 +29,15 @@ DRAWS = {"plain": FEW["dense"], **{name: draws[0] for name, draws in VARIANTS.it
 Width = int | tuple[int, int]
 WIDTHS: tuple[Width, ...] = (32, 64, 96, 128)
 WIDE: tuple[Width, ...] = (96, (192, 128), 192, 256)
-"""Of Hopper. Where a step of 128 queries, or slopes at 128, spill a few numbers, it was faster than the
-alternative: docs/notes/backward_sm90.md."""
+"""Of Hopper. At 128, masks and biases from tables spill up to 228 bytes; at 64 some variants do in steps of
+128 queries, which are faster than steps of 64 yet: docs/notes/backward_sm90.md."""
 LIGHT = ("plain", "causal", "alibi", "softcap")
-SPILLED: dict[tuple[Target, Width], int] = {(SM90A, 256): 16, **{(SM100A, width): 32 for width in WIDTHS}}
+SPILLED: dict[tuple[Target, Width], int] = {
+    **{(SM90A, width): 16 for width in (192, 256)},
+    **{(SM100A, width): 32 for width in WIDTHS},
+}
 """Bytes, stores and loads together, at most, where masks or biases are read from tables: Hopper has no
-register left at 256; on Blackwell it is what is put away once, in no loop."""
-ALSO_SPILLED: dict[tuple[Target, str, Width], int] = {(SM90A, name, 192): 16 for name in ("alibi", "softcap")}
-"""Of LIGHT ones, which otherwise spill nothing."""
+register left for wide heads; on Blackwell it is what is put away once, in no loop. LIGHT ones: none."""
 
 
 def launched(draw: Draw, width: Width, target: Target) -> tuple[Any, tuple[Any, ...]]:
@@ -74,8 +75,7 @@ def check(name: str, width: Width, target: Target = SM100A) -> None:
     source.load()  # imports the compiler
     entry = getattr(plan, "folder", f"bwd_{target.family}") + "kernel"
     found = inspect(source, problem, signature, target.name, entry=entry).resources
-    light = ALSO_SPILLED.get((target, name, width), 0)
-    most = light if name in LIGHT else SPILLED.get((target, width), 0)
+    most = 0 if name in LIGHT else SPILLED.get((target, width), 0)
     assert found.spill_bytes <= most, f"{name}, {width}: {found}"
     assert most or found.stack_bytes == 0, f"{name}, {width}: {found}"
     assert not found.ignored, "the compiler dropped what the kernel asks for"
@@ -97,15 +97,15 @@ def test_some_kernels(name: str, width: Width) -> None:
     check(name, width)
 
 
-@pytest.mark.parametrize(("name", "width"), random.sample(sorted(product(LIGHT, WIDE), key=str), 2))
-def test_some_wide_kernels_on_hopper(name: str, width: Width) -> None:
+@pytest.mark.parametrize(("name", "width"), random.sample(sorted(product(LIGHT, (128, *WIDE)), key=str), 2))
+def test_some_kernels_on_hopper(name: str, width: Width) -> None:
     check(name, width, SM90A)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("width", WIDE, ids=str)
 @pytest.mark.parametrize("name", DRAWS)
-def test_wide_kernel_on_hopper(name: str, width: Width) -> None:
+def test_kernel_on_hopper(name: str, width: Width) -> None:
     check(name, width, SM90A)
 
 
