@@ -1,9 +1,11 @@
 """Write the measured tables of README.md from the files of `python -m fa4flex bench`.
 
     python -m fa4flex bench --suite dense variants cost latency --out results
+    python -m fa4flex bench --suite backward backward-variants --out results
     python scripts/readme_tables.py results
 
-What stands between the two markers is replaced; every number comes from bench-<suite>.json.
+What stands between two markers is replaced, for the passes of which there are files; every number comes from
+bench-<suite>.json.
 """
 
 from __future__ import annotations
@@ -15,10 +17,13 @@ from pathlib import Path
 from typing import Any
 
 README = Path(__file__).parents[1] / "README.md"
-START, END = "<!-- measured on a GPU: written by scripts/readme_tables.py -->", "<!-- end of measured -->"
+START, END = "<!-- measured on a GPU, {}: written by scripts/readme_tables.py -->", "<!-- end of {} -->"
 OURS = "fa4flex"
 WRONG = 10
 """Times plain PyTorch's error at which a result is wrong, and its speed no competition, as in the bench."""
+
+ORDERED = " ordered"
+"""How the bench names a row with ordered sums, after the row without."""
 
 Row = dict[str, Any]
 
@@ -30,26 +35,35 @@ def main() -> None:
     parser.add_argument("--readme", type=Path, default=README)
     given = parser.parse_args()
     text = given.readme.read_text()
-    given.readme.write_text(replace_between(text, sections(given.folder)))
+    for which, body in sections(given.folder).items():
+        text = replace_between(text, which, body)
+    given.readme.write_text(text)
 
 
-def replace_between(text: str, body: str) -> str:
-    """`text` with `body` between the markers, each of which must occur once."""
-    if text.count(START) != 1 or text.count(END) != 1:
-        raise SystemExit(f"expected the lines {START!r} and {END!r} once each: put them where tables belong")
-    before, _, rest = text.partition(START)
-    _, _, after = rest.partition(END)
-    return f"{before}{START}\n{body}\n{END}{after}"
+def replace_between(text: str, which: str, body: str) -> str:
+    """`text` with `body` between the markers of a pass, each of which must occur once."""
+    start, end = START.format(which), END.format(which)
+    if text.count(start) != 1 or text.count(end) != 1:
+        raise SystemExit(f"expected the lines {start!r} and {end!r} once each: put them where tables belong")
+    before, _, rest = text.partition(start)
+    _, _, after = rest.partition(end)
+    return f"{before}{start}\n{body}\n{end}{after}"
 
 
-def sections(folder: Path) -> str:
-    """A heading line and a table for each suite that was measured."""
-    found = {name: json.loads(path.read_text()) for name in TABLES if (path := _file(folder, name)).exists()}
+def sections(folder: Path) -> dict[str, str]:
+    """By pass, a heading line and a table for each suite that was measured."""
+    found = {}
+    for which, tables in TABLES.items():
+        suites = {
+            name: json.loads(path.read_text()) for name in tables if (path := _file(folder, name)).exists()
+        }
+        if suites:
+            parts = [machine(next(iter(suites.values()))["environment"])]
+            parts += [f"{TITLES[name]}\n\n{tables[name](data)}" for name, data in suites.items()]
+            found[which] = "\n\n".join(parts)
     if not found:
         raise SystemExit(f"no bench-*.json in {folder}: run `python -m fa4flex bench --out {folder}`")
-    parts = [machine(next(iter(found.values()))["environment"])]
-    parts += [f"{TITLES[name]}\n\n{TABLES[name](data)}" for name, data in found.items()]
-    return "\n\n".join(parts)
+    return found
 
 
 def _file(folder: Path, suite: str) -> Path:
@@ -105,6 +119,18 @@ def _ratios(row: Row) -> list[str]:
     return [f"{best:.2f} ({row['best peer']})" if best else "-", f"{flex:.2f}" if flex else "-"]
 
 
+def ordered(data: Row) -> str:
+    """Speeds, where rows with ordered sums are a peer of those without."""
+    rows = {row["row"]: row for row in data["rows"]}
+    plain = [row for name, row in rows.items() if not name.endswith(ORDERED)]
+    for row in plain:
+        same = rows.get(row["row"] + ORDERED)
+        if same is not None:
+            ours = row["peers"].pop(OURS)
+            row["peers"] = {OURS: ours, "the same bits": same["peers"][OURS], **row["peers"]}
+    return speeds({"rows": plain})
+
+
 def costs(data: Row) -> str:
     """Time over that of the same mask without a score mod."""
     said = "cost over "
@@ -139,17 +165,17 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-TABLES: dict[str, Callable[[Row], str]] = {
-    "dense": speeds,
-    "variants": speeds,
-    "cost": costs,
-    "latency": latencies,
+TABLES: dict[str, dict[str, Callable[[Row], str]]] = {
+    "forward": {"dense": speeds, "variants": speeds, "cost": costs, "latency": latencies},
+    "backward": {"backward": ordered, "backward-variants": speeds},
 }
 TITLES = {
     "dense": "Forward, plain attention, TFLOP/s; 32,768 tokens, hidden size 2,048:",
     "variants": "Forward, variants, TFLOP/s over the 128 x 128 blocks with allowed pairs:",
     "cost": "Forward, what a score mod of row, key and head terms adds to its mask:",
     "latency": "On the host:",
+    "backward": "Backward, plain attention, TFLOP/s; 32,768 tokens, hidden size 2,048:",
+    "backward-variants": "Backward, variants, TFLOP/s over the 128 x 128 blocks with allowed pairs:",
 }
 
 if __name__ == "__main__":

@@ -41,25 +41,29 @@ def test_tables(tables: ModuleType, tmp_path: Path) -> None:
     about = {"name": "NVIDIA H200", "torch": "2.11.0"}
     rows = [row(FA4=peer(499.6), fa4flex=peer(627.5), flex=peer(9, 11.0), cuDNN={"reason": "takes no mods"})]
     rows.append(row(fa4flex=peer(1.0), cuDNN=peer(2.0)))
-    for suite in ("dense", "cost"):
-        text = json.dumps({"environment": about, "rows": rows})
+    same = {**row(fa4flex=peer(61.0)), "row": "causal ordered"}
+    for suite, given in {"dense": rows, "cost": rows, "backward": [*rows[:1], same]}.items():
+        text = json.dumps({"environment": about, "rows": given})
         (tmp_path / f"bench-{suite}.json").write_text(text)
-    found = tables.sections(tmp_path)
+    found, backward = tables.sections(tmp_path).values()
     assert "NVIDIA H200" in found and "torch 2.11.0" in found
     assert "|  | fa4flex | FA4 | flex | cuDNN | over the best other | over flex |" in found
     assert "| causal | 628 | 500 | wrong | - | 1.26 (FA4) | - |" in found
     assert "No number: cuDNN: takes no mods." in found
     assert "| causal | full | +3.1% |" in found
+    assert "|  | fa4flex | the same bits | FA4 | flex | over the best other | over flex |" in backward
+    assert "| causal | 628 | 61 | 500 | wrong | 1.26 (FA4) | - |" in backward
 
 
 def test_only_what_stands_between_the_markers_is_replaced(tables: ModuleType) -> None:
     text = (ROOT / "README.md").read_text()
-    once = tables.replace_between(text, "new")
-    assert once == tables.replace_between(once, "new")
-    before, after = text.split(tables.START)[0], text.split(tables.END)[1]
-    assert once == f"{before}{tables.START}\nnew\n{tables.END}{after}"
-    with pytest.raises(SystemExit, match="once each"):
-        tables.replace_between(text + tables.END, "new")
+    for which in tables.TABLES:
+        start, end = tables.START.format(which), tables.END.format(which)
+        once = tables.replace_between(text, which, "new")
+        assert once == tables.replace_between(once, which, "new")
+        assert once == f"{text.split(start)[0]}{start}\nnew\n{end}{text.split(end)[1]}"
+        with pytest.raises(SystemExit, match="once each"):
+            tables.replace_between(text + end, which, "new")
 
 
 def test_nothing_measured_is_an_error(tables: ModuleType, tmp_path: Path) -> None:
