@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from fa4flex.codegen.emit.nodes import COLLECT, DEVICE_SYMBOLS, KV, LOADS, OFFSET, SCALE, Q
+from fa4flex.codegen.emit.nodes import COLLECT, DEVICE_SYMBOLS, KV, LOADS, OFFSET, RATES, SCALE, Q, rate
 from fa4flex.codegen.expr import INFIX, PREFIX, SYMBOLS, Expr, walk
 
 # operation -> function of kernels/common/math.py
@@ -158,7 +158,7 @@ class Printer:
             return f"{PREFIX[node.op]}{args[0]}"
         match node.op:
             case "load":
-                return self._load(node.value, node.kind, args)
+                return self._load(node.value, node.kind, args, *_order(node.args))
             case "near":
                 slot, steps, even = node.value
                 places = _tuple([_step(*step) for step in steps])
@@ -180,9 +180,9 @@ class Printer:
                 return args[0] if node.value == "float32" else self.call(ROUNDED[node.value], args[0])
         raise NotImplementedError(f"no device code for {node.op}")
 
-    def _load(self, slot: int, kind: str, args: list[str], *steps: str) -> str:
+    def _load(self, slot: int, kind: str, args: list[str], *more: str) -> str:
         function = "load_wide" if kind == "int" and self.wide else f"load_{kind}"
-        return self.call(function, self.names.tensor(slot), _tuple(args or ["0"]), "at.guard", *steps)
+        return self.call(function, self.names.tensor(slot), _tuple(args or ["0"]), "at.guard", *more)
 
     def _search(self, node: Expr, args: list[str]) -> str:
         slot, side = node.value
@@ -208,6 +208,14 @@ def _step(count: int, index: str | None) -> str:
     if not count:
         return "0"
     return {1: f"at.{index}_step", -1: f"-at.{index}_step"}.get(count, f"{count} * at.{index}_step")
+
+
+def _order(index: Sequence[Expr]) -> list[str]:
+    """The dimensions of a load by how often their index changes, where that is not their order: their part
+    of the address is then computed as seldom."""
+    often = [min(RATES.index(rate(i)), RATES.index("column")) for i in index]
+    order = sorted(range(len(often)), key=often.__getitem__)
+    return [] if order == sorted(order) else [f"order={_tuple(list(map(str, order)))}"]
 
 
 def _stepped(index: str, given: Sequence[Expr], texts: Sequence[str]) -> str:

@@ -163,32 +163,50 @@ def wrapped(i: Value, table: Value, dimension: int) -> Value:
 
 Index = tuple[Value, ...]
 Steps = tuple[int, ...]
+Order = tuple[int, ...]
 
 
-def _element(table: Value, index: Index, guard: bool, steps: Steps, even: bool) -> Value:
+def _element(table: Value, index: Index, guard: bool, steps: Steps, even: bool, order: Order) -> Value:
     """The element at index + steps.
 
     even: the last of `index` is even, and only there is a step: neighbours may be loaded at once.
     guard: clamp into the tensor, so that what lies past a sequence's end reads some element of it.
+    order: the dimensions, those first whose index changes least often; () where they are in that order.
     """
+    strides = table.stride if isinstance(table.stride, tuple) else (table.stride,)
     if guard:
         shape, whole = table.shape, index
         if steps:
             whole = tuple(i + step for i, step in zip(index, steps, strict=True))
-        return table[tuple(maximum(minimum(i, shape[d] - 1), 0) for d, i in enumerate(whole))]
-    if not steps:
-        return table[index]
+        index = tuple(maximum(minimum(i, shape[d] - 1), 0) for d, i in enumerate(whole))
+    if guard or not steps:
+        # One addition of a dimension after the other: what a row or a head adds is added once for all of its
+        # elements. A sum of all of them would be made anew, in 64 bits, for each.
+        place = table.iterator
+        for d in order or range(len(index)):
+            place = _beyond(place, index[d], strides[d])
+        return place.load()
     # The address of `index` is the same for all elements of a tile; what a step adds to it is a constant.
     # Added to the index instead, a step would take part in 32-bit arithmetic, anew for each element.
     if even:
         index = (*index[:-1], cute.assume(index[-1], divby=2))
     place = table.iterator + cute.crd2idx(index, table.layout)
-    strides = table.stride if isinstance(table.stride, tuple) else (table.stride,)
     if even and _is_one(strides[-1]) and _is_aligned(place, 2):
         # Both neighbours are loaded for each; the compiler drops the second of two equal loads.
         return _of_pair(place + (steps[-1] - steps[-1] % 2), steps[-1] % 2)
     jumps = [step * stride for step, stride in zip(steps, strides, strict=True) if step]
-    return cute.make_tensor(place + sum(jumps), cute.make_layout(1))[0]
+    return (place + sum(jumps)).load()
+
+
+def _beyond(place: Value, i: Value, stride: Value) -> Value:
+    """place + i * stride, for i >= 0 as indices are where they are read with."""
+    if isinstance(stride, int) or isinstance(i, Int64):
+        return place + i * stride
+    # In bytes, and without a sign: a multiply-add, whose addend is the address, and little more for the upper
+    # half of the stride.
+    size = place.dtype.width // 8
+    address = place.toint() + Int64(Uint32(i)) * (Int64(stride) * size)
+    return cute.make_ptr(place.dtype, address, place.memspace, assumed_align=size)
 
 
 def _of_pair(place: Value, which: int) -> Value:
@@ -210,25 +228,34 @@ def _is_aligned(place: Value, elements: int) -> bool:
     return place.alignment % (elements * place.dtype.width // 8) == 0
 
 
-def load_float(table: Value, index: Index, guard: bool, steps: Steps = (), even: bool = False) -> Value:
+def load_float(
+    table: Value, index: Index, guard: bool, steps: Steps = (), even: bool = False, order: Order = ()
+) -> Value:
     """An element as Float32, from any dtype. Where `steps` is given, the one at index + steps;
-    `even` promises that the last of `index` is even, so that neighbours may be loaded at once."""
-    return Float32(_element(table, index, guard, steps, even))
+    `even` promises that the last of `index` is even, so that neighbours may be loaded at once. `order` are
+    the dimensions from the one on whose index changes least often; absent: they are in that order."""
+    return Float32(_element(table, index, guard, steps, even, order))
 
 
-def load_int(table: Value, index: Index, guard: bool, steps: Steps = (), even: bool = False) -> Value:
+def load_int(
+    table: Value, index: Index, guard: bool, steps: Steps = (), even: bool = False, order: Order = ()
+) -> Value:
     """An element of an integer tensor as Int32; of an int64 tensor, its low 32 bits."""
-    return Int32(_element(table, index, guard, steps, even))
+    return Int32(_element(table, index, guard, steps, even, order))
 
 
-def load_wide(table: Value, index: Index, guard: bool, steps: Steps = (), even: bool = False) -> Value:
+def load_wide(
+    table: Value, index: Index, guard: bool, steps: Steps = (), even: bool = False, order: Order = ()
+) -> Value:
     """An element of an integer tensor as Int64."""
-    return Int64(_element(table, index, guard, steps, even))
+    return Int64(_element(table, index, guard, steps, even, order))
 
 
-def load_bool(table: Value, index: Index, guard: bool, steps: Steps = (), even: bool = False) -> Value:
+def load_bool(
+    table: Value, index: Index, guard: bool, steps: Steps = (), even: bool = False, order: Order = ()
+) -> Value:
     """An element of a bool tensor, which the launch passes as uint8 (0 or 1)."""
-    element = _element(table, index, guard, steps, even)
+    element = _element(table, index, guard, steps, even, order)
     return element if isinstance(element, Boolean) else element != 0
 
 

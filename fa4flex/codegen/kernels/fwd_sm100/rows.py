@@ -119,5 +119,10 @@ def multiply(row: cute.Tensor, scale: Float32) -> None:
     products: list[Float32] = []
     for i in range(0, len(x), 2):
         products += halves(nvvm.mul_packed_f32x2(pair(*x[i : i + 2]), scales, rnd=rounding))
-    whole = vector.from_elements(ir.VectorType.get([len(x)], T.f32()), [y.ir_value() for y in products])
+    put(row, products)
+
+
+def put(row: cute.Tensor, values: list[Float32]) -> None:
+    """All elements, stored at once."""
+    whole = vector.from_elements(ir.VectorType.get([len(values)], T.f32()), [y.ir_value() for y in values])
     row.store(cute.TensorSSA(whole, row.shape, Float32))

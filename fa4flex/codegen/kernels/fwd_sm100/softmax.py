@@ -7,6 +7,7 @@ first of them while the last are computed, and the row's sum is taken after all 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from fa4flex.codegen.kernels.common.arguments import Arguments
 from fa4flex.codegen.kernels.common.bits import consecutive
 from fa4flex.codegen.kernels.common.cluster import Cluster
 from fa4flex.codegen.kernels.common.course import Course
-from fa4flex.codegen.kernels.common.fragment import compute_before
+from fa4flex.codegen.kernels.common.fragment import compute_before, numbers
 from fa4flex.codegen.kernels.common.hooks import At, Hooks
 from fa4flex.codegen.kernels.common.keys import tile_at
 from fa4flex.codegen.kernels.common.pointwise import Fragment, prepare_rows
@@ -47,6 +48,7 @@ from fa4flex.codegen.kernels.fwd_sm100.rows import (
     exponentiate,
     largest_of,
     narrowed,
+    put,
     total_of,
 )
 
@@ -63,14 +65,15 @@ class Tile:
 
 @dataclass(frozen=True)
 class Place:
-    """A warpgroup's query tile, a thread's row in it and the CTA's place in its pair; scores and
-    probabilities in tensor memory, by fragment, and the dtype of probabilities."""
+    """A warpgroup's query tile, a thread's row in it and the CTA's place in its pair; scores, to be read and
+    to be written, and probabilities in tensor memory, by fragment, and the dtype of probabilities."""
 
     tile: Int32
     row: Int32
     warp: Int32
     rank: Int32
     scores: Blocks
+    changed: Blocks
     probabilities: Blocks
     kind: Any
 
@@ -130,6 +133,7 @@ class Softmax:
             cute.arch.make_warp_uniform(row // 32),
             self.cluster.rank(),
             Blocks.load(tcgen05.Ld32x32bOp(tcgen05.Repetition(FRAGMENT)), scores, row),
+            Blocks.store(tcgen05.St32x32bOp(tcgen05.Repetition(FRAGMENT)), scores, row),
             Blocks.store(
                 tcgen05.St32x32bOp(tcgen05.Repetition(FRAGMENT // 2)), probabilities[None, None, 0, None], row
             ),
@@ -165,7 +169,7 @@ class Softmax:
         kv_first = key_tile * self.config.tile_n
         words = self.allowed(tile, kv_first) if masked else None
         cute.arch.mbarrier_wait(pipes.s_full + place.tile, phase)
-        rows, largest = self.take(tile, place, kv_first, words)
+        rows, largest = self.taken(tile, place, kv_first, words)
         self.raise_maximum(tile, largest)
         self.hand_scale(tile, place, shared, pipes, i)
         pairs = self.probabilities(tile, place, rows, pipes)
@@ -193,10 +197,48 @@ class Softmax:
                 words[before] = words[before + 1]
             words[last] = bits
 
-    def take(
+    def taken(
         self, tile: Tile, place: Place, kv_first: Int32, words: list[Int32] | None
     ) -> tuple[list[list[Float32]], Float32]:
-        """What the softmax is taken of, by fragment, and the largest of it. One half of a row is looked at
+        """What the softmax is taken of, by fragment, and the largest of it."""
+        if words is None or not self.config.in_place:
+            bits = words or [None] * self.fragments
+            return self.take(
+                place, lambda taken, f: self.modified(tile, taken, kv_first + f * FRAGMENT, bits[f])
+            )
+        self.modify(tile, place, kv_first, words)
+        return self.take(place, lambda taken, f: numbers(taken))
+
+    @cute.jit
+    def modify(
+        self,
+        tile: cutlass.Constexpr[Tile],
+        place: cutlass.Constexpr[Place],
+        kv_first: Int32,
+        words: cutlass.Constexpr[list[Int32]],
+    ) -> None:
+        """Scores of a tile with these bits, where they are, in a loop over fragments.
+
+        Hooks that read tensors would be compiled for each column twice, with and without guarded reads. A
+        loop cannot choose registers by its count, but it can choose columns of tensor memory.
+        """
+        scores = cute.make_rmem_tensor((FRAGMENT,), Float32)
+        bits = cute.make_rmem_tensor((self.fragments,), Int32)
+        for f in cutlass.range_constexpr(self.fragments):
+            bits[f] = words[f]
+        for f in cutlass.range(self.fragments, unroll=1):
+            place.scores.take(f, scores)
+            cute.arch.fence_view_async_tmem_load()
+            put(scores, self.modified(tile, scores, kv_first + f * FRAGMENT, bits[0]))
+            place.changed.put(f, scores)
+            for after in cutlass.range_constexpr(1, self.fragments):
+                bits[after - 1] = bits[after]
+        cute.arch.fence_view_async_tmem_store()
+
+    def take(
+        self, place: Place, looked_at: Callable[[cute.Tensor, int], list[Float32]]
+    ) -> tuple[list[list[Float32]], Float32]:
+        """What is made of the scores, by fragment, and the largest of it. One half of a row is looked at
         while the other comes."""
         taken = cute.make_rmem_tensor((FRAGMENT, self.fragments), Float32)
         half = self.fragments // 2
@@ -207,7 +249,7 @@ class Softmax:
             cute.arch.fence_view_async_tmem_load()
             if not rows:
                 self.load(place, taken, range(half, self.fragments))
-            mine = [self.modified(tile, taken[None, f], kv_first, words, f) for f in some]
+            mine = [looked_at(taken[None, f], f) for f in some]
             largest = largest_of([x for row in mine for x in row], largest)
             rows += mine
             if some.stop == half:
@@ -218,14 +260,13 @@ class Softmax:
         for f in some:
             place.scores.take(f, taken[None, f])
 
-    def modified(
-        self, tile: Tile, taken: cute.Tensor, kv_first: Int32, words: list[Int32] | None, f: int
-    ) -> list[Float32]:
-        """Of q.k of fragment f, what the softmax is taken of: the variant's score, or -inf."""
-        row, first = Row(taken), kv_first + f * FRAGMENT
-        tile.fragment.change(self.hooks, row, first, words is not None)
-        if words is not None:
-            tile.fragment.mask(row, first, ((words[f],),))
+    def modified(self, tile: Tile, taken: cute.Tensor, first: Int32, bits: Int32 | None) -> list[Float32]:
+        """Of q.k of a fragment from key `first` on, what the softmax is taken of: the variant's score, or
+        -inf."""
+        row = Row(taken)
+        tile.fragment.change(self.hooks, row, first, bits is not None)
+        if bits is not None:
+            tile.fragment.mask(row, first, ((bits,),))
         return row.numbers
 
     @cute.jit

@@ -101,6 +101,7 @@ class BlackwellPlan:
             registers=self.registers,
             exponential=self.exponential,
             rescale_threshold=self.rescale_threshold,
+            in_place=self.work.loads > 0,
             persistent=self.persistent,
             dynamic=self.dynamic,
             cancel=self.cancel,
