@@ -26,11 +26,15 @@ WIDE = Registers(192, 72, 56)
 """Between both, where operands are wider than 128: single warps have more addresses, the softmax as much to
 hold as ever."""
 
+WIDE_PAIR = Registers(200, 64, 48)
+"""Where pairs of CTAs multiply such operands: twice as many of their exponentials are polynomials, and there
+are no tiles of keys to find."""
+
 
 def choose_registers(tiles: Tiles, request: Request) -> Registers:
     """Single warps keep the bounds of two spans of keys per row."""
     if tiles.head_dim > 128:
-        return WIDE
+        return WIDE_PAIR if tiles.ctas == 2 else WIDE
     form, keys = request.problem.mask_form, request.facts.keys
     two = form == "spans" and keys is not None and len(keys.spans) > 1
     if form == "tables" and tiles.head_dim_v <= 64:
