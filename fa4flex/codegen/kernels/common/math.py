@@ -173,13 +173,14 @@ def _element(table: Value, index: Index, guard: bool, steps: Steps, even: bool, 
     guard: clamp into the tensor, so that what lies past a sequence's end reads some element of it.
     order: the dimensions, those first whose index changes least often; () where they are in that order.
     """
-    strides = table.stride if isinstance(table.stride, tuple) else (table.stride,)
     if guard:
+        # No sums of addresses here: where a thread has many rows, they would be kept for each of them.
         shape, whole = table.shape, index
         if steps:
             whole = tuple(i + step for i, step in zip(index, steps, strict=True))
-        index = tuple(maximum(minimum(i, shape[d] - 1), 0) for d, i in enumerate(whole))
-    if guard or not steps:
+        return table[tuple(maximum(minimum(i, shape[d] - 1), 0) for d, i in enumerate(whole))]
+    strides = table.stride if isinstance(table.stride, tuple) else (table.stride,)
+    if not steps:
         # One addition of a dimension after the other: what a row or a head adds is added once for all of its
         # elements. A sum of all of them would be made anew, in 64 bits, for each.
         place = table.iterator
