@@ -200,13 +200,12 @@ def _element(table: Value, index: Index, guard: bool, steps: Steps, even: bool, 
 
 
 def _beyond(place: Value, i: Value, stride: Value) -> Value:
-    """place + i * stride, for i >= 0 as indices are where they are read with."""
+    """place + i * stride, in 64 bits where the stride is known only at run time."""
     if isinstance(stride, int) or isinstance(i, Int64):
         return place + i * stride
-    # In bytes, and without a sign: a multiply-add, whose addend is the address, and little more for the upper
-    # half of the stride.
+    # In bytes, so that the product is added to the address as it is.
     size = place.dtype.width // 8
-    address = place.toint() + Int64(Uint32(i)) * (Int64(stride) * size)
+    address = place.toint() + Int64(i) * (Int64(stride) * size)
     return cute.make_ptr(place.dtype, address, place.memspace, assumed_align=size)
 
 
