@@ -122,7 +122,7 @@ def by_fa4flex(sizes: Sizes, ids: Tensor, bias: Tensor, dtype: torch.dtype) -> A
 def by_flex(sizes: Sizes, ids: Tensor, bias: Tensor, dtype: torch.dtype) -> Attend:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    compiled, masks = torch.compile(flex_attention), torch.compile(create_block_mask)
+    compiled, masks = torch.compile(flex_attention, dynamic=False), torch.compile(create_block_mask)
     far = sizes.window - 1
 
     def allowed(b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -210,7 +210,13 @@ def main() -> None:
     sizes = Sizes(given.batch, given.length, given.window)
     exact: Run | None = None
     for kind in KINDS if given.device == "cuda" else ("float32", "fa4flex"):
-        run = train(kind, sizes, given.steps, given.device)
+        try:
+            run = train(kind, sizes, given.steps, given.device)
+        except RuntimeError as error:  # a peer's compiler, which may not have a kernel for this
+            if kind != "flex_attention":
+                raise
+            print(f"{kind:15} fails: {str(error).splitlines()[0]}")
+            continue
         exact = exact or run
         apart = max(abs(a - b) for a, b in zip(run.losses, exact.losses, strict=True))
         shown = " ".join(f"{x:.3f}" for x in run.losses[:: max(1, given.steps // 8)])
