@@ -40,7 +40,9 @@ def fail(kind: str, text: str, instruction: Instruction) -> Fault:
 
 @translates("tcgen05.alloc")
 def alloc(instruction: Instruction) -> Act:
-    """The lowest free columns; waits while too few are free. Writes the address to shared memory."""
+    """The lowest free columns; waits while too few are free. Writes the address to shared memory. A pair's
+    CTAs allocate together: neither goes on before both have their columns (PTX ISA, tcgen05.alloc)."""
+    pair = instruction.has("cta_group::2")
     where, count = locate(instruction.operands[0], instruction), read(instruction.operands[1], "u32")
     access = Accessor(instruction, "shared")
 
@@ -56,7 +58,9 @@ def alloc(instruction: Instruction) -> Act:
             raise fail(
                 "tensor memory", f"{warp} allocates after tcgen05.relinquish_alloc_permit", instruction
             )
-        start = _free(cta, columns)
+        start = _with_the_other(warp, columns, instruction.line) if pair else _free(cta, columns)
+        if isinstance(start, Wait):
+            return start
         if start is None:
             return Wait(lambda: _free(cta, columns) is not None, f"{columns} free columns of tensor memory")
         cta.allocated[start : start + columns] = instruction.line
@@ -64,6 +68,31 @@ def alloc(instruction: Instruction) -> Act:
         return None
 
     return Act(run)
+
+
+def _with_the_other(warp: Warp, columns: int, line: int) -> int | Wait:
+    """The first column, once both CTAs of a pair have asked; the second to ask allocates for both."""
+    cta, other = warp.cta, warp.cta.cluster.ctas[warp.cta.rank ^ 1]
+    if warp.agent not in cta.pair_requests:
+        cta.pair_requested += 1
+        cta.pair_requests[warp.agent] = cta.pair_requested
+    number = cta.pair_requests[warp.agent]
+    start = cta.pair_granted.pop(number, None)
+    if start is None:
+        if other.pair_requested < number:
+            return Wait(
+                lambda: number in cta.pair_granted, f"tcgen05.alloc of CTA {other.rank}, its pair's other one"
+            )
+        start, there = _free(cta, columns), _free(other, columns)
+        if start is None or there is None:
+            return Wait(
+                lambda: _free(cta, columns) is not None and _free(other, columns) is not None,
+                f"{columns} free columns of tensor memory in both CTAs of a pair",
+            )
+        other.allocated[there : there + columns] = line
+        other.pair_granted[number] = there
+    del cta.pair_requests[warp.agent]
+    return start
 
 
 def _free(cta: Cta, columns: int) -> int | None:

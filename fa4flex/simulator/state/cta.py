@@ -130,6 +130,11 @@ class Cta:
         self.allocated: NDArray[np.int32] = np.zeros(TENSOR_COLUMNS, np.int32)
         """By column of tensor memory: the PTX line that allocated it, or 0."""
         self.may_allocate = True
+        self.pair_requests: dict[int, int] = {}
+        """By agent that allocates together with the other CTA of its pair: the number of its request."""
+        self.pair_requested = 0
+        self.pair_granted: dict[int, int] = {}
+        """By request that the other CTA has completed: the first column."""
         self.mbarriers: dict[int, MBarrier] = {}
         self.meetings: dict[int, Meeting] = {}
         self.symbols: dict[str, Any] = dict(launch.symbols)

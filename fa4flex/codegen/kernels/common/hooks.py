@@ -36,6 +36,7 @@ class At:
     `operands` and `scalars` are the captured tensors and numbers by slot. `guard` is a Python bool: True
     where rows or keys past the end of a sequence may be asked for, so that loads must be clamped.
     `score` is the accumulated q.k, before `scale`; what it started from is in it. `kv_base` is even.
+    `scale_log2` is scale * log2(e), in backward passes.
     """
 
     b: Value = None
@@ -44,7 +45,6 @@ class At:
     kv_len: Value = None
     num_heads: Value = None
     scale: Value = None
-    scale_log2: Value = None
     operands: tuple[Value, ...] = ()
     scalars: tuple[Value, ...] = ()
     guard: bool = True
@@ -66,6 +66,7 @@ class At:
     diagonal: tuple[Value, ...] = ()
     pair: tuple[Value, ...] = ()
     score: Value = None
+    scale_log2: Value = None
 
     def but(self, **changes: Value) -> At:
         return replace(self, **changes)
