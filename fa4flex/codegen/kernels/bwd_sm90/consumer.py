@@ -26,6 +26,7 @@ from fa4flex.codegen.kernels.bwd_sm90.parts import (
     dq_empty,
     dq_full,
     stored,
+    swizzled_rows,
     transposed,
 )
 from fa4flex.codegen.kernels.bwd_sm90.writer import THREADS
@@ -490,9 +491,7 @@ class Consumer:
     def staged(self, memory: cute.Tensor, acc: cute.Tensor) -> cute.Tensor:
         """(64 keys, columns of a warpgroup, warpgroup), swizzled."""
         kind, width = memory.element_type, 2 * cute.size(acc)
-        columns = sm90.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, kind, swizzle(width, width))
-        atom = sm90.make_smem_layout_atom(columns, kind)
-        layout = cute.tile_to_shape(atom, (KEYS, width, self.config.consumers), order=(0, 1, 2))
+        layout = swizzled_rows(kind, (KEYS, width, self.config.consumers), swizzle(width, width))
         assert cute.cosize(layout) <= cute.cosize(memory.layout), "dK or dV needs more than Q or dO"
         return cute.make_tensor(cute.recast_ptr(memory.iterator, layout.inner, dtype=kind), layout.outer)
 

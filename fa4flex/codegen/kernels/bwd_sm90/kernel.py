@@ -19,7 +19,7 @@ from fa4flex.codegen.kernels.bwd_sm90.columns import ColumnConsumer
 from fa4flex.codegen.kernels.bwd_sm90.config import KEYS, Config, swizzle
 from fa4flex.codegen.kernels.bwd_sm90.consumer import Consumer, Mmas
 from fa4flex.codegen.kernels.bwd_sm90.eraser import WARPS, Eraser
-from fa4flex.codegen.kernels.bwd_sm90.parts import Pipes, Shared
+from fa4flex.codegen.kernels.bwd_sm90.parts import Pipes, Shared, swizzled_rows
 from fa4flex.codegen.kernels.bwd_sm90.producer import Producer
 from fa4flex.codegen.kernels.bwd_sm90.writer import Writer, others
 from fa4flex.codegen.kernels.common.backward import BackwardArguments, BackwardCourse
@@ -94,19 +94,13 @@ class Backward:
         m, n, d, dv = config.tile_m, config.tile_n, config.head_dim, config.head_dim_v
         q, dout, k, v = config.swizzles
 
-        def rows(shape: tuple[int, int], columns: int, stages: int) -> Any:
-            atom = sm90.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, kind, columns)
-            return cute.tile_to_shape(
-                sm90.make_smem_layout_atom(atom, kind), (*shape, stages), order=(0, 1, 2)
-            )
-
         p = sm90.make_smem_layout_a(LayoutEnum.COL_MAJOR, (m, d, n), kind, 2)
         return (
-            rows((m, d), q, config.q_stages),
-            rows((m, dv), dout, config.do_stages),
-            rows((n, d), k, 1),
-            rows((n, dv), v, 1),
-            rows((m, n), swizzle(n, n), 2) if self.copied else p,
+            swizzled_rows(kind, (m, d, config.q_stages), q),
+            swizzled_rows(kind, (m, dv, config.do_stages), dout),
+            swizzled_rows(kind, (n, d, 1), k),
+            swizzled_rows(kind, (n, dv, 1), v),
+            swizzled_rows(kind, (m, n, 2), swizzle(n, n)) if self.copied else p,
             p,
         )
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import cutlass.utils.hopper_helpers as sm90
 from cutlass import Int32, cute, pipeline
+from cutlass.tensor_utils import LayoutEnum
 
 from fa4flex.codegen.kernels.common.transfer import reordered
 
@@ -59,3 +62,9 @@ def transposed(tensor: cute.Tensor) -> cute.Tensor:
     """The same shared memory with its first two modes exchanged."""
     modes = [1, 0, *range(2, cute.rank(tensor))]
     return reordered(tensor, modes)
+
+
+def swizzled_rows(kind: Any, shape: tuple[int, int, int], columns: int) -> Any:
+    """A layout of (rows, width, stage), swizzled by rows of `columns` elements."""
+    atom = sm90.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, kind, columns)
+    return cute.tile_to_shape(sm90.make_smem_layout_atom(atom, kind), shape, order=(0, 1, 2))
