@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import resource
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from fa4flex.codegen.plan.target import Target
 from fa4flex.errors import Fa4flexError
 from fa4flex.runtime.cuda import engine
 from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, Lengths, Signature
+from fa4flex.runtime.cuda.compile import build_object, without_collector
 from fa4flex.runtime.cuda.inspect import Resources, inspect
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -83,6 +85,27 @@ KINDS: dict[str, Kind] = {
 }
 """By name: the first composition of every variant, and what else changes the code around the hooks."""
 
+
+def _gym() -> dict[str, Kind]:
+    """Every mod of attention-gym, at the sizes that it is made for."""
+    from gym import mask_instances, score_instances
+
+    with torch.device("cpu"):
+        kinds = (("mask", mask_instances()), ("score_mod", score_instances()))
+    return {
+        f"gym {x.name}": Kind(
+            Draw(lambda s, part=part, fn=x.fn: {part: fn}, x.q_len, x.kv_len), sizes=Sizes(x.B, x.H, x.H)
+        )
+        for part, found in kinds
+        for x in found
+    }
+
+
+GYM = _gym()
+GYM_WIDTHS: dict[str, tuple[Width, ...]] = {"sm_90a": (), "sm_100a": ((128, 128),)}
+"""Compiled by `-m exhaustive` alone: variants have the same kinds of code. On Hopper two of them spill
+(docs/notes/forward_sm90.md)."""
+
 EVERY_WIDTH = ("plain", "causal")
 """Recorded at every width in each run; the others take turns."""
 
@@ -111,11 +134,18 @@ class Case:
         return "/".join(map(str, dict.fromkeys(self.width)))
 
 
-CASES = tuple(Case(arch, kind, width) for arch in CHIPS for kind in KINDS for width in CHIPS[arch].widths)
+def _cases(arch: str) -> Iterator[Case]:
+    for kinds, widths in ((KINDS, CHIPS[arch].widths), (GYM, GYM_WIDTHS[arch])):
+        yield from (Case(arch, kind, width) for kind in kinds for width in widths)
+
+
+CASES = tuple(case for arch in CHIPS for case in _cases(arch))
 
 
 def representative(case: Case) -> bool:
-    """Every kind once, at widths in turn, and EVERY_WIDTH at all of them."""
+    """Every one of KINDS once, at widths in turn, and EVERY_WIDTH at all of them."""
+    if case.kind in GYM:
+        return False
     widths = case.chip.widths
     turn = list(KINDS).index(case.kind) % len(widths)
     return case.kind in EVERY_WIDTH or case.width == widths[turn]
@@ -148,7 +178,7 @@ class Row:
 @dataclass(frozen=True)
 class Built:
     """A compiled kernel: its line in the record, what the compiler said, what the plan had laid out, and the
-    processor time that tracing and compiling took."""
+    processor time that this took, on a machine that may have had else to do."""
 
     row: Row
     resources: Resources
@@ -165,11 +195,7 @@ def build(case: Case) -> Built:
 
 
 def _build(case: Case) -> Built:
-    torch.set_num_threads(1)
-    torch.manual_seed(0)  # what is proved may depend on the contents of tables
-    with patch.object(cuda_cases, "DEVICE", torch.device("cpu")):
-        plan, (source, problem, signature) = _launched(KINDS[case.kind], case.width, case.chip.target)
-    source.load()  # imports the compiler
+    plan, (source, problem, signature) = _planned(case)
     start = _processor_time()
     found = inspect(source, problem, signature, case.arch).resources
     seconds = _processor_time() - start
@@ -188,6 +214,29 @@ def _build(case: Case) -> Built:
         *map(str, (found.registers, found.spill_bytes, found.stack_bytes, found.shared_bytes)),
     )
     return Built(row, found, plan.memory.total, seconds)
+
+
+def seconds(case: Case, repeats: int = 5) -> float:
+    """The least processor time, of several, from a plan to the code that a first call loads: what else a
+    machine does makes its processors slower as well."""
+    _, (source, problem, signature) = _planned(case)
+    found = []
+    for _ in range(repeats):
+        start = _processor_time()
+        with without_collector():
+            build_object(source, problem, signature, case.arch)
+        found.append(_processor_time() - start)
+    return min(found)
+
+
+def _planned(case: Case) -> tuple[Plan, tuple[Source, Problem, Signature]]:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)  # what is proved may depend on the contents of tables
+    kind = KINDS.get(case.kind) or GYM[case.kind]
+    with patch.object(cuda_cases, "DEVICE", torch.device("cpu")):
+        plan, given = _launched(kind, case.width, case.chip.target)
+    given[0].load()  # imports the compiler
+    return plan, given
 
 
 def _processor_time() -> float:

@@ -1,4 +1,4 @@
-"""A few small launches for compute-sanitizer, each printing one line:
+"""A few small launches, forward and backward, for compute-sanitizer, each printing one line:
 
     export PYTORCH_NO_CUDA_MEMORY_CACHING=1       # every tensor is an allocation, so that overruns show
     compute-sanitizer --tool memcheck  --error-exitcode 9 python tests/numeric/sanitize.py
@@ -12,27 +12,53 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).parents[1]))
+
+import captured_cases
 import torch
 from cuda_cases import FEW, Draw, Sizes, cumulative, on_device
 from torch import Tensor
 
 import fa4flex
-from fa4flex import Varlen
+from fa4flex import Schedule, Varlen
 
-Launch = Callable[[torch.device], tuple[Tensor, Tensor]]
+Results = list[Tensor]
+"""out, lse, dq, dk, dv, and gradients of captured tensors."""
+Launch = Callable[[torch.device], Results]
 
 
-def dense(draw: Draw, given: Sizes) -> Launch:
-    def launch(device: torch.device) -> tuple[Tensor, Tensor]:
+def results(attn: Callable[..., Any], qkv: Sequence[Tensor], leaves: Sequence[Tensor] = ()) -> Results:
+    q, k, v = (x.detach().requires_grad_() for x in qkv)
+    out, lse = attn(q, k, v, return_lse=True)
+    total = (out.float() * torch.arange(out.shape[-1], device=q.device).sin()).sum() + lse.sum()
+    return [out, lse, *torch.autograd.grad(total, [q, k, v, *leaves])]
+
+
+def dense(draw: Draw, given: Sizes, **options: Any) -> Launch:
+    def launch(device: torch.device) -> Results:
         sizes = draw.sizes(given)
         with torch.device("cpu"):
             qkv, composition = sizes.qkv(), draw.make(sizes)
-        q, k, v = (x.to(device) for x in qkv)
         moved = {name: _moved(part, device) for name, part in composition.items()}
-        out, lse = fa4flex.compile(**moved)(q, k, v, return_lse=True)
-        return out, lse
+        return results(fa4flex.compile(**moved, **options), [x.to(device) for x in qkv])
+
+    return launch
+
+
+def captured(name: str, given: Sizes) -> Launch:
+    grid = captured_cases.Grid(given.batch, given.heads, given.q_len, given.kv_len)
+
+    def launch(device: torch.device) -> Results:
+        qkv = [x.to(device) for x in given.qkv()]
+        _, drawn = captured_cases.CASES[name](grid)
+        with torch.device(device):
+            composition, leaves = captured_cases.CASES[name](grid)
+        for x, same in zip(leaves, drawn, strict=True):
+            x.data.copy_(same)
+        return results(fa4flex.compile(**composition), qkv, leaves)
 
     return launch
 
@@ -49,12 +75,11 @@ def _relative(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, bias: Tensor 
     return score + bias[h, q_idx - kv_idx + 300]
 
 
-def packed(device: torch.device) -> tuple[Tensor, Tensor]:
+def packed(device: torch.device) -> Results:
     lengths = cumulative([70, 0, 130, 1]).to(device)
-    q, k, v = (torch.randn(201, 2, 64, dtype=torch.bfloat16).to(device) for _ in range(3))
-    composition = FEW["softcap window"].make(Sizes())
-    out, lse = fa4flex.compile(**composition)(q, k, v, varlen=Varlen(lengths), return_lse=True)
-    return out, lse
+    qkv = [torch.randn(201, 2, 64, dtype=torch.bfloat16).to(device) for _ in range(3)]
+    attn = fa4flex.compile(**FEW["softcap window"].make(Sizes()))
+    return results(lambda *x, **options: attn(*x, varlen=Varlen(lengths), **options), qkv)
 
 
 CASES: dict[str, Launch] = {
@@ -65,7 +90,17 @@ CASES: dict[str, Launch] = {
     "documents": dense(Draw(lambda s: {"mask": _document}), Sizes(1, 2, 2, 300, 300)),
     "relative table": dense(Draw(lambda s: {"score_mod": _relative}), Sizes(1, 2, 2, 200, 300)),
     "packed, softcap, window": packed,
+    "ordered": dense(FEW["causal"], Sizes(1, 2, 1, 201, 201), schedule=Schedule(deterministic=True)),
+    "captured slopes": captured("slopes under a cap", Sizes(1, 2, 2, 150, 201)),
+    "captured by distance": captured("by distance", Sizes(1, 2, 2, 150, 201, 128, 128)),
+    "captured dense": captured("dense, hidden tiles", Sizes(1, 2, 2, 150, 280)),
 }
+
+
+def _close(found: Tensor, same: Tensor) -> bool:
+    return torch.allclose(
+        found.float(), same.float(), rtol=0.03, atol=0.03 * max(1.0, same.abs().max().item())
+    )
 
 
 def main(names: Sequence[str]) -> int:
@@ -77,14 +112,10 @@ def main(names: Sequence[str]) -> int:
     failed = 0
     for name in names or CASES:
         torch.manual_seed(0)
-        with torch.no_grad():
-            out, lse = (x.cpu() for x in CASES[name](device))
-            torch.manual_seed(0)
-            same_out, same_lse = CASES[name](torch.device("cpu"))
-        close = torch.allclose(out, same_out, atol=0.03, rtol=0.03) and torch.allclose(
-            lse, same_lse, atol=0.03
-        )
-        good = bool(out.isfinite().all()) and close
+        found = [x.cpu() for x in CASES[name](device)]
+        torch.manual_seed(0)
+        same = CASES[name](torch.device("cpu"))
+        good = all(map(_close, found, same))
         failed += not good
         print(f"{name:28} {'ok' if good else 'WRONG'}", flush=True)
     return 1 if failed else 0

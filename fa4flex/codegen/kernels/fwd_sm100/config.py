@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from fa4flex.codegen.kernels.common.lengths import Lengths
 
@@ -14,6 +15,8 @@ COLUMNS = 512
 
 FRAGMENT = 32
 """Keys that a softmax thread takes from tensor memory, modifies and turns into probabilities at a time."""
+
+InPlace = Literal["none", "masked", "all"]
 
 CORRECTED = 16
 """Columns of the output that a correction thread holds at a time."""
@@ -60,7 +63,7 @@ class Config:
     out_stages               chunks of the output, 128 rows by 64 columns, staged in shared memory
     early_keys               probabilities of so many keys are handed to the product before the rest; or all
     rescale_threshold        in log2 units: the output is rescaled only when a row maximum grew by more
-    in_place                 scores of masked tiles are modified in tensor memory, by one fragment's code
+    in_place                 of which tiles scores are modified in tensor memory, by one fragment's code
     persistent               one block per multiprocessor takes tile after tile; otherwise one block per tile
     dynamic                  persistent blocks take the next tile from a counter; otherwise every so-manieth
     cancel                   a block per tile is launched; those that run take over tiles of those that wait
@@ -84,7 +87,7 @@ class Config:
     registers: Registers = Registers()
     exponential: Exponential = Exponential()
     rescale_threshold: float = 8.0
-    in_place: bool = False
+    in_place: InPlace = "none"
     persistent: bool = True
     dynamic: bool = False
     cancel: bool = False

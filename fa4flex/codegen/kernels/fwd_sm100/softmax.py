@@ -19,7 +19,7 @@ from fa4flex.codegen.kernels.common.arguments import Arguments
 from fa4flex.codegen.kernels.common.bits import consecutive
 from fa4flex.codegen.kernels.common.cluster import Cluster
 from fa4flex.codegen.kernels.common.course import Course
-from fa4flex.codegen.kernels.common.fragment import compute_before, numbers
+from fa4flex.codegen.kernels.common.fragment import compute_before, computed_once, numbers
 from fa4flex.codegen.kernels.common.hooks import At, Hooks
 from fa4flex.codegen.kernels.common.keys import tile_at
 from fa4flex.codegen.kernels.common.pointwise import Fragment, prepare_rows
@@ -141,11 +141,13 @@ class Softmax:
         )
 
     def tile(self, at: At, row: Int32, state: Running) -> Tile:
-        rows = prepare_rows(self.hooks, at, row, (0,))
-        fragment = Fragment(at, rows, (0,), tuple(range(FRAGMENT)), row, Int32(0), consecutive)
         factor = at.scale * LOG2_E if self.hooks.factor is None else self.hooks.factor(at)
         slack = self.config.rescale_threshold * cute.arch.rcp_approx(factor)
-        return Tile(fragment, factor, slack, state)
+        return Tile(self.fragment(at, row), factor, slack, state)
+
+    def fragment(self, at: At, row: Int32) -> Fragment:
+        rows = prepare_rows(self.hooks, at, row, (0,))
+        return Fragment(at, rows, (0,), tuple(range(FRAGMENT)), row, Int32(0), consecutive)
 
     def begin(self, state: Running) -> None:
         """No key was seen yet: the first tile's maxima pass any ceiling."""
@@ -201,10 +203,11 @@ class Softmax:
         self, tile: Tile, place: Place, kv_first: Int32, words: list[Int32] | None
     ) -> tuple[list[list[Float32]], Float32]:
         """What the softmax is taken of, by fragment, and the largest of it."""
-        if words is None or not self.config.in_place:
+        in_place = self.config.in_place
+        if in_place == "none" or (in_place == "masked" and words is None):
             bits = words or [None] * self.fragments
             return self.take(
-                place, lambda taken, f: self.modified(tile, taken, kv_first + f * FRAGMENT, bits[f])
+                place, lambda taken, f: self.modified(tile.fragment, taken, kv_first + f * FRAGMENT, bits[f])
             )
         self.modify(tile, place, kv_first, words)
         return self.take(place, lambda taken, f: numbers(taken))
@@ -215,7 +218,7 @@ class Softmax:
         tile: cutlass.Constexpr[Tile],
         place: cutlass.Constexpr[Place],
         kv_first: Int32,
-        words: cutlass.Constexpr[list[Int32]],
+        words: cutlass.Constexpr[list[Int32] | None],
     ) -> None:
         """Scores of a tile with these bits, where they are, in a loop over fragments.
 
@@ -224,16 +227,26 @@ class Softmax:
         """
         scores = cute.make_rmem_tensor((FRAGMENT,), Float32)
         bits = cute.make_rmem_tensor((self.fragments,), Int32)
-        for f in cutlass.range_constexpr(self.fragments):
+        masked = words is not None
+        fragment = self.anew(tile.fragment)
+        for f in cutlass.range_constexpr(self.fragments if masked else 0):
             bits[f] = words[f]
         for f in cutlass.range(self.fragments, unroll=1):
             place.scores.take(f, scores)
             cute.arch.fence_view_async_tmem_load()
-            put(scores, self.modified(tile, scores, kv_first + f * FRAGMENT, bits[0]))
+            mine = bits[0] if masked else None
+            put(scores, self.modified(fragment, scores, kv_first + f * FRAGMENT, mine))
             place.changed.put(f, scores)
-            for after in cutlass.range_constexpr(1, self.fragments):
+            for after in cutlass.range_constexpr(1, self.fragments if masked else 0):
                 bits[after - 1] = bits[after]
         cute.arch.fence_view_async_tmem_store()
+
+    def anew(self, fragment: Fragment) -> Fragment:
+        """Where no scores are modified in registers, what a row has is read at each step: kept, it would take
+        registers beside a whole row of scores."""
+        if self.config.in_place != "all":
+            return fragment
+        return self.fragment(fragment.at, computed_once(fragment.first_row))
 
     def take(
         self, place: Place, looked_at: Callable[[cute.Tensor, int], list[Float32]]
@@ -260,13 +273,15 @@ class Softmax:
         for f in some:
             place.scores.take(f, taken[None, f])
 
-    def modified(self, tile: Tile, taken: cute.Tensor, first: Int32, bits: Int32 | None) -> list[Float32]:
+    def modified(
+        self, fragment: Fragment, taken: cute.Tensor, first: Int32, bits: Int32 | None
+    ) -> list[Float32]:
         """Of q.k of a fragment from key `first` on, what the softmax is taken of: the variant's score, or
         -inf."""
         row = Row(taken)
-        tile.fragment.change(self.hooks, row, first, bits is not None)
+        fragment.change(self.hooks, row, first, bits is not None)
         if bits is not None:
-            tile.fragment.mask(row, first, ((bits,),))
+            fragment.mask(row, first, ((bits,),))
         return row.numbers
 
     @cute.jit

@@ -22,7 +22,7 @@ from fa4flex.codegen.plan.request import (
 from fa4flex.codegen.plan.simulate import prove
 from fa4flex.codegen.plan.sm100.exponential import check_exponential, choose_exponential, explain_exponential
 from fa4flex.codegen.plan.sm100.pipeline import Handed, forward_pipeline
-from fa4flex.codegen.plan.sm100.registers import check_registers, choose_registers
+from fa4flex.codegen.plan.sm100.registers import check_registers, choose_registers, in_place
 from fa4flex.codegen.plan.sm100.sharing import sharing
 from fa4flex.codegen.plan.sm100.tensor_memory import Columns, lay_out_columns
 from fa4flex.codegen.plan.sm100.tiles import Tiles, choose
@@ -101,7 +101,7 @@ class BlackwellPlan:
             registers=self.registers,
             exponential=self.exponential,
             rescale_threshold=self.rescale_threshold,
-            in_place=self.work.loads > 0,
+            in_place=in_place(self.work),
             persistent=self.persistent,
             dynamic=self.dynamic,
             cancel=self.cancel,

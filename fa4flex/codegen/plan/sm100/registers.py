@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from fa4flex.codegen.kernels.fwd_sm100.config import Registers
+from fa4flex.codegen.kernels.fwd_sm100.config import InPlace, Registers
 from fa4flex.codegen.plan.fault import PlanError
 from fa4flex.codegen.plan.request import Request
 from fa4flex.codegen.plan.sm100.tiles import Tiles
 from fa4flex.codegen.plan.target import Target
+from fa4flex.codegen.plan.work import Work
 
 WARPGROUPS = 4
 """Two take softmaxes (with one tile of queries, one of them is idle), one corrects, one has single warps."""
@@ -40,6 +41,16 @@ def choose_registers(tiles: Tiles, request: Request) -> Registers:
     if form == "tables" and tiles.head_dim_v <= 64:
         return SPLITS[1]  # of all, the one with which no mask by tables spills
     return (NARROW if tiles.head_dim_v <= 64 and not request.work.loads else SPLITS)[two]
+
+
+MOST_LOADS = 2
+"""Per score that is modified in registers."""
+
+
+def in_place(work: Work) -> InPlace:
+    """Of which tiles scores are modified in tensor memory. In registers, next to a whole row of scores, the
+    code of a score that reads tensors is long, and the elements in flight spill where they are many."""
+    return "none" if not work.loads else "masked" if work.loads <= MOST_LOADS else "all"
 
 
 def check_registers(r: Any, twice: str, target: Target, advice: str) -> None:
