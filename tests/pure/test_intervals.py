@@ -7,9 +7,16 @@ import torch
 from mask_zoo import KV, KV_LEN, Q_LEN, B, H, Q, both, clamp, dense, either, near, op, zoo
 from torch import Tensor
 
-from fa4flex.codegen.analyze.intervals import MOST_SPANS, KeyIntervals, describe, key_intervals
+from fa4flex.codegen.analyze.intervals import (
+    MOST_SPANS,
+    Intervals,
+    KeyIntervals,
+    describe,
+    key_intervals,
+    query_intervals,
+)
 from fa4flex.codegen.analyze.tables import Tables
-from fa4flex.codegen.analyze.tiles import Shape
+from fa4flex.codegen.analyze.tiles import Shape, unmet
 from fa4flex.codegen.evaluate import Captured
 from fa4flex.codegen.expr import Expr, load, scalar, search
 
@@ -17,13 +24,13 @@ NOTHING = Captured()
 SHAPES = [Shape(2, 3, 60, 60), Shape(2, 3, 41, 60), Shape(2, 3, 60, 23)]
 
 
-def covered(keys: KeyIntervals, shape: Shape, captured: Captured) -> Tensor:
-    """Elements in the union of the spans, bool [batch, heads, q_len, kv_len]."""
+def covered(intervals: Intervals, shape: Shape, captured: Captured, of: Expr = KV) -> Tensor:
+    """Elements in the union of the spans, of keys or queries, bool [batch, heads, q_len, kv_len]."""
     wide = Captured(tuple(_long(t) for t in captured.operands), captured.scalars)
     inside = torch.zeros(shape.batch, shape.heads, shape.q_len, shape.kv_len, dtype=torch.bool)
-    for lo, hi in keys.spans:
-        assert "kv" not in lo.free | hi.free
-        inside |= dense(both(op("le", lo, KV), op("lt", KV, hi)), shape, wide)
+    for lo, hi in intervals.spans:
+        assert of.value not in lo.free | hi.free
+        inside |= dense(both(op("le", lo, of), op("lt", of, hi)), shape, wide)
     return inside
 
 
@@ -49,6 +56,20 @@ def test_zoo(i: int) -> None:
     if keys is not None and all(Tables(case.captured).is_sorted(slot) for slot in keys.sorted_operands):
         shape = Shape(2, 3, 180, 256)
         assert torch.equal(covered(keys, shape, case.captured), dense(case.mask, shape, case.captured))
+
+
+@pytest.mark.parametrize("i", range(len(zoo())))
+def test_queries_of_the_zoo(i: int) -> None:
+    """The same mask, asked the other way round."""
+    case, shape = zoo()[i], Shape(2, 3, 180, 256)
+    queries = query_intervals(case.mask)
+    if queries is not None and not unmet(queries, shape, Tables(case.captured)):
+        assert torch.equal(covered(queries, shape, case.captured, Q), dense(case.mask, shape, case.captured))
+
+
+def test_which_masks_have_query_intervals() -> None:
+    found = {case.name for case in zoo() if query_intervals(case.mask) is not None}
+    assert {"causal", "sliding window"} <= found, found
 
 
 @pytest.mark.parametrize("comparison", ["lt", "le", "gt", "ge", "eq", "ne"])

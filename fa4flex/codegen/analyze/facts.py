@@ -8,7 +8,12 @@ from functools import cached_property, lru_cache
 
 from fa4flex.codegen.analyze.gradient import ScoreGradient, score_gradient
 from fa4flex.codegen.analyze.hoist import Hoisting, hoist
-from fa4flex.codegen.analyze.intervals import KeyIntervals, key_intervals
+from fa4flex.codegen.analyze.intervals import (
+    KeyIntervals,
+    QueryIntervals,
+    key_intervals,
+    query_intervals,
+)
 from fa4flex.codegen.expr import TRUE, Expr, sym
 
 SCORE = sym("score")
@@ -29,6 +34,11 @@ class Facts:
     def keys(self) -> KeyIntervals | None:
         """The mask as a union of key intervals per query row, or None where it is not one."""
         return key_intervals(self.mask) if self.intervals is None else self.intervals
+
+    @cached_property
+    def queries(self) -> QueryIntervals | None:
+        """The mask as a union of query intervals per key, or None where it is not one."""
+        return query_intervals(self.mask)
 
     @cached_property
     def gradient(self) -> ScoreGradient:

@@ -1,4 +1,5 @@
-"""From a mask to the keys each query row attends: a union of half-open key intervals, found symbolically.
+"""From a mask to the keys each query row attends: a union of half-open key intervals, found symbolically; and
+by the same rules, with the two indices exchanged, to the queries that attend each key.
 
 `q >= kv` becomes [0, q + 1); `q - kv < w` becomes [q - w + 1, kv_len); documents with sorted ids become
 [search_left(ids, ids[q]), search_right(ids, ids[q])). The result is exactly the mask, element by element,
@@ -23,17 +24,32 @@ _NOTHING: Spans = ()
 
 
 @dataclass(frozen=True)
-class KeyIntervals:
-    """Row (b, h, q) attends exactly the keys in the union of [lo, hi), each clipped to [0, kv_len).
+class Intervals:
+    """A union of [lo, hi), which may overlap; one with lo >= hi is empty.
 
-    `lo` and `hi` are free of `kv`; spans may overlap, and a span with lo >= hi is empty. The equality holds
-    when every operand in `sorted_operands` is non-decreasing along its last dimension and every expression
-    in `nonnegative` is >= 0 for all elements of the problem: whoever uses the spans checks both.
+    It equals the mask when every operand in `sorted_operands` is non-decreasing along its last dimension and
+    every expression in `nonnegative` is >= 0 for all elements of the problem: whoever uses it checks both.
     """
 
     spans: tuple[tuple[Expr, Expr], ...]
     sorted_operands: frozenset[int] = frozenset()
     nonnegative: tuple[Expr, ...] = ()
+
+    @property
+    def certain(self) -> bool:
+        """Whether there is nothing to check."""
+        return not self.sorted_operands and not self.nonnegative
+
+
+@dataclass(frozen=True)
+class KeyIntervals(Intervals):
+    """Row (b, h, q) attends exactly the keys in them, each clipped to [0, kv_len). Ends are free of `kv`."""
+
+
+@dataclass(frozen=True)
+class QueryIntervals(Intervals):
+    """Key (b, h, kv) is attended by exactly the queries in them, each clipped to [0, q_len). Ends are free of
+    `q`."""
 
 
 class _NoIntervals(Exception):
@@ -49,6 +65,19 @@ def key_intervals(mask: Expr) -> KeyIntervals | None:
         return None
     named = tuple((const(0) if lo is None else lo, _KV_LEN if hi is None else hi) for lo, hi in spans)
     return KeyIntervals(named, frozenset(solver.sorted_operands), tuple(solver.nonnegative))
+
+
+_EXCHANGED = {sym(a): sym(b) for a, b in (("q", "kv"), ("kv", "q"), ("q_len", "kv_len"), ("kv_len", "q_len"))}
+
+
+def query_intervals(mask: Expr) -> QueryIntervals | None:
+    """The query intervals of a mask, or None where they are not found."""
+    found = key_intervals(substitute(mask, _EXCHANGED))
+    if found is None:
+        return None
+    spans = tuple((substitute(lo, _EXCHANGED), substitute(hi, _EXCHANGED)) for lo, hi in found.spans)
+    nonnegative = tuple(substitute(x, _EXCHANGED) for x in found.nonnegative)
+    return QueryIntervals(spans, found.sorted_operands, nonnegative)
 
 
 def describe(keys: KeyIntervals) -> str:

@@ -15,7 +15,7 @@ import torch
 
 from fa4flex.codegen.analyze.bounds import bounds
 from fa4flex.codegen.analyze.domain import READS, Shape, bind, on_host
-from fa4flex.codegen.analyze.intervals import KeyIntervals
+from fa4flex.codegen.analyze.intervals import Intervals, KeyIntervals
 from fa4flex.codegen.analyze.overflow import beyond_int64
 from fa4flex.codegen.analyze.rows import IntervalRows, one_thread
 from fa4flex.codegen.analyze.squares import classify_squares
@@ -100,8 +100,8 @@ def _refuse_short_tables(mask: Expr, shape: Shape, captured: Captured) -> None:
                 raise PastTheEnd(table, f"{index} goes up to {last} in a dimension of {size}")
 
 
-def unmet(keys: KeyIntervals, shape: Shape, tables: Tables) -> str:
-    """What the key intervals assume and this problem does not provide, in words; "" if nothing."""
+def unmet(keys: Intervals, shape: Shape, tables: Tables) -> str:
+    """What the intervals assume and this problem does not provide, in words; "" if nothing."""
     for slot in sorted(keys.sorted_operands):
         if not tables.is_sorted(slot):
             return f"t{slot} is not sorted"

@@ -82,6 +82,25 @@ FORWARD = _Pass("forward", "fwd", "Forward", True, False)
 BACKWARD = _Pass("backward", "bwd", "Backward", False, True)
 
 
+@dataclass(frozen=True)
+class _Ends:
+    """Intervals that a kernel computes itself: what they are of, the hook that does, at a rate, the fact that
+    they are, and the symbol that an end beyond all others is."""
+
+    word: str
+    hook: str
+    rate: Rate
+    fact: str
+    length: str
+
+
+ENDS = {
+    "spans": _Ends("key", "spans", "row", "keys", "kv_len"),
+    "queries": _Ends("query", "queries", "column", "queries", "q_len"),
+}
+"""By mask_form."""
+
+
 class _Module:
     def __init__(
         self,
@@ -105,8 +124,9 @@ class _Module:
         self._spans: tuple[Span, ...] = ()
         if problem.mask_form == "tables":
             self._roots["mask"] = self._lowering.value(facts.mask)
-        elif problem.mask_form == "spans":
-            self._spans = self._lowered_spans(facts)
+        elif problem.mask_form in ENDS:
+            self._spans = self._lowered_spans(facts, ENDS[problem.mask_form])
+        self._ends = ENDS.get(problem.mask_form, ENDS["spans"])
         self._shares = self._named_shares(facts) if which.slope else {}
         for name, share in self._shares.items():
             if share.weight is not None:
@@ -138,20 +158,21 @@ class _Module:
             found[name] = share
         return found
 
-    def _lowered_spans(self, facts: Facts) -> tuple[Span, ...]:
-        if facts.keys is None:
+    def _lowered_spans(self, facts: Facts, ends: _Ends) -> tuple[Span, ...]:
+        intervals = getattr(facts, ends.fact)
+        if intervals is None:
             raise InputError(
-                "mask_form='spans' for a mask that is no union of key intervals",
-                "spans where Facts.keys is not None",
+                f"mask_form={ends.hook!r} for a mask that is no union of {ends.word} intervals",
+                f"{ends.hook} where Facts.{ends.fact} is not None",
                 "use tables",
             )
-        all_keys = sym("kv_len")
+        everything = sym(ends.length)
         return tuple(
             (
                 None if lo is const(0) else self._lowering.value_within(lo, facts.mask),
-                None if hi is all_keys else self._lowering.value_within(hi, facts.mask),
+                None if hi is everything else self._lowering.value_within(hi, facts.mask),
             )
-            for lo, hi in facts.keys.spans
+            for lo, hi in intervals.spans
         )
 
     def _span_ends(self) -> list[Expr]:
@@ -160,7 +181,7 @@ class _Module:
     def _uniform(self) -> list[Expr]:
         """Values that all hooks share."""
         found = [x for needed in self._needs.values() for x in needed["uniform"]]
-        found += cut(self._span_ends(), "row")["uniform"]
+        found += cut(self._span_ends(), self._ends.rate)["uniform"]
         if self._factor is not None and self._factor.op != "const":
             found.append(self._factor)
         return list(dict.fromkeys(found))
@@ -210,7 +231,9 @@ class _Module:
         if self._factor is not None:
             found.append(Function("factor", "row", (self._factor,), returns="one"))
         if self._spans:
-            found.append(Function("spans", "row", tuple(self._span_ends()), returns="spans"))
+            found.append(
+                Function(self._ends.hook, self._ends.rate, tuple(self._span_ends()), returns="spans")
+            )
         return found
 
     def _place_functions(self, name: str, share: LoweredShare) -> list[Function]:
@@ -234,7 +257,7 @@ class _Module:
 
     def _docstring(self) -> str:
         places = [f"{name}_place" for name in self._shares]
-        given = [*self._roots, *["spans"] * bool(self._spans), *places]
+        given = [*self._roots, *[self._ends.hook] * bool(self._spans), *places]
         hooks = ", ".join(given) or "no hooks: the scaled product over every key"
         return (
             f'"""{self._captions.title}: {self._pass.word} for {self._plan.target.name}. Hooks: {hooks}."""\n'
@@ -260,7 +283,8 @@ class _Module:
         items = ["uniform=uniform"] if self._uniform() else []
         weights = [f"{name}_weight" for name in self._shares]
         items += [f"{name}={self._pointwise(name)}" for name in self._roots if name not in weights]
-        items += ["factor=factor"] * (self._factor is not None) + ["spans=spans"] * bool(self._spans)
+        items += ["factor=factor"] * (self._factor is not None)
+        items += [f"{self._ends.hook}={self._ends.hook}"] * bool(self._spans)
         lines = []
         for name, share in self._shares.items():
             given = [str(share.which), repr(share.rate).replace("'", '"'), self._pointwise(f"{name}_place")]

@@ -88,7 +88,8 @@ class Names:
 
 _RESERVED = frozenset(
     (
-        "at", "range", "tuple", "kernel", "uniform", "start", "score", "mask", "factor", "spans", "terms",
+        "at", "range", "tuple", "kernel", "uniform", "start", "score", "mask", "factor", "spans", "queries",
+        "terms",
         "Float32", "Int32", "Int64", "Boolean", "INFINITY", "NAN", "wrapped",
         "load_int", "load_float", "load_wide", "load_bool", "search_left", "search_right",
         *SYMBOLS, *FUNCTIONS.values(), *REDUCTIONS.values(), *ROUNDED.values(), *NAMES.values(),

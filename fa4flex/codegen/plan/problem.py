@@ -10,7 +10,7 @@ from fa4flex.codegen.kernels.common.lengths import Lengths
 from fa4flex.errors import InputError, UnsupportedError
 
 Half = Literal["bfloat16", "float16"]
-MaskForm = Literal["none", "spans", "tables"]
+MaskForm = Literal["none", "spans", "queries", "tables"]
 Adding = Literal["sum", "once", "once in pairs"]
 STATISTICS = ("lse", "max_scores")
 WIDEST = 256
@@ -28,7 +28,8 @@ class Problem:
     dtype, out_dtype       of q, k and v, and of the output
     lengths                "dense", "packed" (cu_seqlens) or "used" (dense, with lengths per batch element)
     mask_form              "none": all pairs; "spans": the key intervals of the facts hold, and at most two
-                           per row; "tables": block tables, and the mask in partial tiles
+                           per row; "queries": of backward passes, the query intervals of the facts hold, and
+                           at most two per key; "tables": block tables, and the mask in partial tiles
     sinks                  a learnable logit per head joins the denominator
     statistics             which of STATISTICS are written
     wide_index             index arithmetic may pass 2^31
@@ -106,7 +107,12 @@ class Problem:
         return ", ".join(parts)
 
 
-_MASKS = {"none": "no mask", "spans": "a mask of key intervals", "tables": "a mask by block tables"}
+_MASKS = {
+    "none": "no mask",
+    "spans": "a mask of key intervals",
+    "queries": "a mask of query intervals",
+    "tables": "a mask by block tables",
+}
 
 
 def itemsize(dtype: str) -> int:

@@ -21,7 +21,7 @@ from fa4flex.codegen.kernels.common.lengths import ROW_BLOCK
 from fa4flex.errors import UnsupportedError
 from fa4flex.runtime.cuda.call import NO_LENGTHS, Call
 from fa4flex.runtime.cuda.captured import CapturedSum, separate, sums_of
-from fa4flex.runtime.cuda.choose import look
+from fa4flex.runtime.cuda.choose import ProvedQueries, look, prove_queries, read_queries
 from fa4flex.runtime.cuda.compile import compile_kernel
 from fa4flex.runtime.cuda.engine import (
     MOST_READY,
@@ -117,7 +117,7 @@ def run_backward(engine: Engine, call: Call, saved: Saved, needs: Sequence[int] 
     deterministic = engine.schedule.deterministic or torch.are_deterministic_algorithms_enabled()
     if call.lengths is not NO_LENGTHS:
         check_lengths(call)
-    seen = _decisive(engine, call)
+    seen = _decisive(engine, call, deterministic)
     key = (engine.key(call, seen), look(saved.dout), saved.dlse is None, tuple(needs), deterministic)
     ready = engine.backward.get(key)
     if key not in engine.backward or not (ready is None or are_those(ready.guards, seen)):
@@ -131,10 +131,12 @@ def run_backward(engine: Engine, call: Call, saved: Saved, needs: Sequence[int] 
     return None if ready is None else ready(call, saved)
 
 
-def _decisive(engine: Engine, call: Call) -> Sequence[Tensor]:
-    """Tensors whose contents decide what is launched: masks are tables here, which follow lengths."""
+def _decisive(engine: Engine, call: Call, deterministic: bool) -> Sequence[Tensor]:
+    """Tensors whose contents decide what is launched: most masks are tables here, which follow lengths."""
     seen = list(engine.watched_tensors(call))
     if call.lengths is NO_LENGTHS or engine.facts.mask is TRUE or engine.watched.lengths:
+        return seen
+    if not deterministic and read_queries(engine.facts) and engine.facts.queries.certain:  # type: ignore[union-attr]
         return seen
     return seen + [x for x in call.lengths if x is not None]
 
@@ -147,18 +149,22 @@ def _make_ready(
     many = call.lengths is NO_LENGTHS and 0 < target.many_keys < call.extents().kv_len
     many_keys = many and _met_alike(engine.facts, problem)
     problem = replace(problem, sloped=sloped, deterministic=deterministic, many_keys=many_keys)
+    if not deterministic:
+        queries = prove_queries(engine.facts, call.extents(), captured)
+        if queries is not None:
+            facts, rows, problem = engine.facts, (), by_queries(problem, queries, len(call.operands))
     sums = sums_of(engine.facts, call, problem, target, needs)
     problem = replace(problem, gradients=tuple((one.slot, one.adding) for one in sums))
     plan, source = program(facts, problem, target)
     signature = replace(signature_of(engine, call, rows), dlse=saved.dlse is not None)
     kernel = compile_kernel(source, problem, signature, target.name)
     tables: BlockTables | TurnTables | None = None
-    if problem.mask_form != "none":
+    if problem.mask_form in ("spans", "tables"):
         maps = [one.transposed() for one in maps_of(engine, call, captured, plan.tile)]
         tables = (turns_to_device if deterministic else to_device)(maps, call.extents(), call.q.device)
     return ReadyBackward(
         kernel.launch,
-        guards_of(_decisive(engine, call)),
+        guards_of(_decisive(engine, call, deterministic)),
         fixes_of(call),
         plan.head_dim,
         plan.config().turn_rows if deterministic else None,
@@ -166,6 +172,18 @@ def _make_ready(
         rows,
         numbers or None,
         separate(sums, engine.facts, call, plan) if deterministic else sums,
+    )
+
+
+def by_queries(problem: Problem, proved: ProvedQueries, operands: int) -> Problem:
+    """The same problem, its mask computed by query intervals, without the tables of key intervals that follow
+    `operands` captured tensors."""
+    return replace(
+        problem,
+        mask_form="queries",
+        operands=problem.operands[:operands],
+        wide_index=problem.wide_index or proved.wide_index,
+        in_range=problem.in_range and proved.in_range,
     )
 
 

@@ -86,7 +86,7 @@ def fake_arguments(problem: Problem, signature: Signature, config: Any) -> list[
     """Stand-ins for the arguments of the entry point, its stream included, for a kernel of this Config."""
     batch, q_len, kv_len, q_heads, kv_heads, rows, sums = (cute.sym_int32() for _ in range(7))
 
-    packed, masked = problem.lengths == "packed", problem.mask_form != "none"
+    packed, masked = problem.lengths == "packed", problem.mask_form in ("spans", "tables")
     of_heads = (q_heads,) if packed else (batch, q_heads)
 
     def like(length: Any, heads: Any, width: int, dtype: str) -> Any:

@@ -16,13 +16,14 @@ from torch import Tensor
 from fa4flex.codegen.analyze.bounds import bounds
 from fa4flex.codegen.analyze.domain import READS, Shape, on_host
 from fa4flex.codegen.analyze.facts import Facts
-from fa4flex.codegen.analyze.intervals import KeyIntervals
+from fa4flex.codegen.analyze.intervals import Intervals
 from fa4flex.codegen.analyze.overflow import overflowing
 from fa4flex.codegen.analyze.rules import Bounds
 from fa4flex.codegen.analyze.tables import Tables
 from fa4flex.codegen.analyze.tiles import unmet
 from fa4flex.codegen.evaluate import Captured, PastTheEnd
 from fa4flex.codegen.expr import FALSE, INDICES, TRUE, Expr, walk
+from fa4flex.runtime.cuda.rows import FEWEST_READS, dependent_reads
 
 if TYPE_CHECKING:
     from fa4flex.codegen.plan.problem import MaskForm
@@ -62,7 +63,7 @@ def watched(facts: Facts) -> Watched:
     indices. Floats that scores alone read are looked up at each launch and decide nothing before it."""
     slots = {_slot(node) for node in walk(facts.mask) if node.op in READS}
     slots |= {_slot(node) for node in walk(facts.score) if node.op in READS and node.kind != "float"}
-    certain = facts.mask is TRUE or (_few(facts.keys) and not _conditions(facts.keys))
+    certain = facts.mask is TRUE or (_few(facts.keys) and facts.keys.certain)  # type: ignore[union-attr]
     return Watched(frozenset(slots), lengths=not certain)
 
 
@@ -77,6 +78,37 @@ def prove(facts: Facts, shape: Shape, captured: Captured) -> Proved:
     )
 
 
+@dataclass(frozen=True)
+class ProvedQueries:
+    """What holds for the ends of query intervals."""
+
+    wide_index: bool
+    in_range: bool
+
+
+@lru_cache(maxsize=1024)
+def read_queries(facts: Facts) -> bool:
+    """Whether kernels could compute which queries see a key, and need not ask memory one question after
+    another for it."""
+    if facts.mask in (TRUE, FALSE) or not _few(facts.queries):
+        return False
+    assert facts.queries is not None
+    return all(dependent_reads(end) < FEWEST_READS for span in facts.queries.spans for end in span)
+
+
+def prove_queries(facts: Facts, shape: Shape, captured: Captured) -> ProvedQueries | None:
+    """None where kernels cannot compute which queries see a key."""
+    if not read_queries(facts):
+        return None
+    assert facts.queries is not None
+    ends = [end for span in facts.queries.spans for end in span]
+    tables = Tables(on_host(captured, *ends, *facts.queries.nonnegative))
+    if unmet(facts.queries, shape, tables):
+        return None
+    in_range = _in_range(ends, _never_past(facts, shape), shape, tables)
+    return ProvedQueries(bool(overflowing(ends, shape, tables.captured)), in_range)
+
+
 def _mask_form(facts: Facts, shape: Shape, tables: Tables) -> MaskForm:
     if facts.mask is TRUE:
         return "none"
@@ -84,12 +116,8 @@ def _mask_form(facts: Facts, shape: Shape, tables: Tables) -> MaskForm:
     return "spans" if usable else "tables"
 
 
-def _few(keys: KeyIntervals | None) -> bool:
+def _few(keys: Intervals | None) -> bool:
     return keys is not None and 0 < len(keys.spans) <= MOST_SPANS
-
-
-def _conditions(keys: KeyIntervals | None) -> bool:
-    return keys is None or bool(keys.sorted_operands or keys.nonnegative)
 
 
 def _ends(facts: Facts) -> tuple[Expr, ...]:

@@ -40,6 +40,7 @@ from fa4flex.codegen.kernels.common.backward import (
 )
 from fa4flex.codegen.kernels.common.fragment import (
     as_operand,
+    computed_once,
     multiply,
     narrow,
     numbers,
@@ -399,7 +400,9 @@ class Consumer:
         wait behind the products' operands, and exponentials behind them."""
         grid = rows_and_columns(dprob)
         for c, delta in enumerate(numbers(self.statistics(deltas, lane, 0, self.config.queries // 4))):
-            grid[0, c] = grid[1, c] = -delta
+            grid[0, c] = -delta
+            # What keys share is copied here, or the assembler does it between the products, and waits.
+            grid[1, c] = computed_once(-delta)
 
     def score_gradients(self, dprob: cute.Tensor, weights: cute.Tensor) -> None:
         """dP' less its rows' sums becomes dS'. P' comes from 16 bits, as dV's product has it: in 32 it would

@@ -9,7 +9,7 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute, select_
 
 from fa4flex.codegen.kernels.common.arguments import Tables
 from fa4flex.codegen.kernels.common.hooks import At, Hooks
-from fa4flex.codegen.kernels.common.keys import Listed
+from fa4flex.codegen.kernels.common.keys import Listed, Ranges, visited_by
 from fa4flex.codegen.kernels.common.lengths import ROW_BLOCK
 from fa4flex.codegen.kernels.common.work import L2_BYTES, Grid, find_sequence, locate
 
@@ -83,8 +83,8 @@ class KeyWork(NamedTuple):
 
 
 class QueryTiles(NamedTuple):
-    """Tiles of queries: `masked_count` that need the mask, then the others; or both in one order, as
-    Turns.entries, in `masked` alone."""
+    """Tiles of queries: `masked_count` that need the mask, then the others, Ranges or Listed; or both in one
+    order, as Turns.entries, in `masked` alone."""
 
     masked: Any
     full: Any
@@ -200,6 +200,11 @@ class BackwardCourse:
             if ragged:
                 count = select_(there, count, Int32(0))
             return QueryTiles(None, None, select_(ends, count, count - whole), count)
+        if self.hooks.queries is not None:
+            at = self.place(work, h, Int32(arguments.q.shape[-2]), arguments)
+            seen = visited_by(self.hooks, at, first_key, self.config.tile_n, self.config.tile_m)
+            some, more = (tiles.total() for tiles in seen)
+            return QueryTiles(*seen, select_(ends, some + more, some), some + more)
         row = select_(there, work.tile, Int32(0)) if ragged else work.tile
 
         def listed(pointers: cute.Tensor, tiles: cute.Tensor) -> Listed:
@@ -223,6 +228,9 @@ def query_tile_at(queries: QueryTiles, i: Int32) -> Int32:
     tile = queries.count - 1 - i
     if const_expr(queries.masked is not None and queries.full is None):
         tile = queries.masked.at(i) >> 1
+    elif const_expr(isinstance(queries.masked, Ranges)):
+        passed = queries.masked.total()
+        tile = select_(i < passed, queries.masked.at(i), queries.full.at(i - passed))
     elif const_expr(queries.masked is not None):
         passed = queries.masked.total()
         if i < passed:

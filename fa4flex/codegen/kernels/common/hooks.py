@@ -119,6 +119,7 @@ class Hooks:
     factor    a positive Float32 that depends on (b, h) alone; absent: at.scale * log2(e)
     mask      whether the pair takes part, a Boolean; absent: all do, or `spans` decides
     spans     the keys of row at.q as a tuple of (lo, hi), half open; None for lo = 0 and for hi = kv_len
+    queries   of backward passes: the queries of key at.kv likewise, None for hi = q_len; instead of `spans`
     shares    of backward passes: what pairs add to the gradients of captured tensors
     """
 
@@ -129,4 +130,5 @@ class Hooks:
     factor: Hook | None = None
     mask: Pointwise | None = None
     spans: Hook | None = None
+    queries: Hook | None = None
     shares: tuple[Share, ...] = ()

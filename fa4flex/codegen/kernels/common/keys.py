@@ -1,7 +1,9 @@
-"""Which tiles of keys a tile of queries visits: first those that need the mask, then those that do not."""
+"""Which tiles of keys a tile of queries visits: first those that need the mask, then those that do not. In
+backward passes the same of a tile of keys, which visits tiles of queries."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import cutlass
@@ -11,6 +13,9 @@ from fa4flex.codegen.kernels.common.arguments import Tables
 from fa4flex.codegen.kernels.common.hooks import At, Hooks
 
 NEVER = 0x3FFFFFFF
+
+Span = tuple[Int32 | None, Int32]
+"""[lo, hi), clipped; None for lo = 0."""
 
 
 class Ranges(NamedTuple):
@@ -60,26 +65,55 @@ class KeyTiles(NamedTuple):
         return self.masked_count + self.full_count
 
 
-def row_spans(hooks: Hooks, at: At) -> list[tuple[Int32 | None, Int32]]:
-    """The keys of row at.q, each span clipped to [0, kv_len); None for a span from the first key on."""
-    if hooks.spans is None:
-        return [(None, at.kv_len)]
-    spans: list[tuple[Int32 | None, Int32]] = []
-    for lo, hi in hooks.spans(at):
-        high = at.kv_len if hi is None else cutlass.min(Int32(hi), at.kv_len)
-        spans.append((None if lo is None else cutlass.max(Int32(lo), Int32(0)), high))
-    return spans
+def row_spans(hooks: Hooks, at: At) -> list[Span]:
+    """The keys of row at.q, each span clipped to [0, kv_len)."""
+    return [(None, at.kv_len)] if hooks.spans is None else _clipped(hooks.spans(at), at.kv_len)
 
 
-def _ends(hooks: Hooks, at: At, q: Int32) -> list[list[Int32]]:
-    """By span: for the least and the latest start, and for the soonest and the last end, what row q says."""
+def column_spans(hooks: Hooks, at: At) -> list[Span]:
+    """The queries of key at.kv, each span clipped to [0, q_len)."""
+    assert hooks.queries is not None
+    return _clipped(hooks.queries(at), at.q_len)
+
+
+def _clipped(spans: Any, length: Int32) -> list[Span]:
+    found: list[Span] = []
+    for lo, hi in spans:
+        high = length if hi is None else cutlass.min(Int32(hi), length)
+        found.append((None if lo is None else cutlass.max(Int32(lo), Int32(0)), high))
+    return found
+
+
+class Lines(NamedTuple):
+    """What has spans, and how many of them there are: the rows of a tile of queries, which have spans of
+    keys; or the keys of a tile, which have spans of queries."""
+
+    spans: Callable[[Int32], list[Span]]
+    count: Int32
+
+
+def _rows(hooks: Hooks, at: At) -> Lines:
+    def spans(q: Int32) -> list[Span]:
+        return row_spans(hooks, at.but(q=q, q_float=q.to(cutlass.Float32)))
+
+    return Lines(spans, at.q_len)
+
+
+def _columns(hooks: Hooks, at: At) -> Lines:
+    def spans(kv: Int32) -> list[Span]:
+        return column_spans(hooks, at.but(kv=kv, kv_float=kv.to(cutlass.Float32)))
+
+    return Lines(spans, at.kv_len)
+
+
+def _ends(lines: Lines, i: Int32) -> list[list[Int32]]:
+    """By span: for the least and the latest start, and for the soonest and the last end, what line i says."""
     ends = []
-    inside = q < at.q_len
-    safe = cutlass.max(cutlass.min(q, at.q_len - 1), Int32(0))
-    for lo, hi in row_spans(hooks, at.but(q=safe, q_float=safe.to(cutlass.Float32))):
+    inside = i < lines.count
+    for lo, hi in lines.spans(cutlass.max(cutlass.min(i, lines.count - 1), Int32(0))):
         lo = Int32(0) if lo is None else lo
         some = inside & (lo < hi)
-        # A row without keys in the span forbids full tiles; a row past the end has no say.
+        # A line with an empty span forbids full tiles; one past the end has no say.
         ends.append(
             [
                 select_(some, lo, Int32(NEVER)),
@@ -105,46 +139,44 @@ def _keep(kept: cute.Tensor, ends: list[list[Int32]]) -> None:
 
 
 @cute.jit
-def _more_rows(
-    hooks: cutlass.Constexpr[Hooks],
-    at: cutlass.Constexpr[At],
-    first_row: Int32,
-    rows: cutlass.Constexpr[int],
+def _more_lines(
+    lines: cutlass.Constexpr[Lines],
+    first: Int32,
+    count: cutlass.Constexpr[int],
     kept: cute.Tensor,
 ) -> None:
-    """The ends of all rows but the first 32, in a loop: written out, they take more registers than a single
+    """The ends of all lines but the first 32, in a loop: written out, they take more registers than a single
     warp has beside its own work."""
-    for step in cutlass.range(32, rows, 32, unroll=1):
+    for step in cutlass.range(32, count, 32, unroll=1):
         before = [[kept[i, span] for i in range(4)] for span in range(cute.size(kept, mode=[1]))]
-        _keep(kept, _combined(before, _ends(hooks, at, first_row + step + cute.arch.lane_idx())))
+        _keep(kept, _combined(before, _ends(lines, first + step + cute.arch.lane_idx())))
 
 
-def _tile_range(
-    hooks: Hooks, at: At, first_row: Int32, rows: int, tile_n: int, looped: bool
-) -> list[tuple[Int32, ...]]:
-    """Per span: tiles [a, d) hold a key of some row, tiles [b, c) only keys of every row; a <= b <= c <= d.
+def _tile_range(lines: Lines, first: Int32, count: int, size: int, looped: bool) -> list[tuple[Int32, ...]]:
+    """Of `count` lines, per span: tiles of `size` in [a, d) hold what some line sees, tiles in [b, c) only
+    what every line does; a <= b <= c <= d.
 
-    Each lane evaluates the spans of some rows, and the warp takes the least and the greatest of their ends.
+    Each lane evaluates the spans of some lines, and the warp takes the least and the greatest of their ends.
     """
-    ends = _ends(hooks, at, first_row + cute.arch.lane_idx())
+    ends = _ends(lines, first + cute.arch.lane_idx())
     if looped:
         kept = cute.make_rmem_tensor((4, len(ends)), Int32)
         _keep(kept, ends)
-        _more_rows(hooks, at, first_row, rows, kept)
+        _more_lines(lines, first, count, kept)
         ends = [[kept[i, span] for i in range(4)] for span in range(len(ends))]
     else:
-        for step in range(32, rows, 32):
-            ends = _combined(ends, _ends(hooks, at, first_row + step + cute.arch.lane_idx()))
+        for step in range(32, count, 32):
+            ends = _combined(ends, _ends(lines, first + step + cute.arch.lane_idx()))
     tiles = []
     for mine in ends:
         kinds = ("min", "max", "min", "max")
         least, latest, soonest, most = (
             cute.arch.warp_redux_sync(x, kind) for x, kind in zip(mine, kinds, strict=True)
         )
-        a = select_(least < most, least // tile_n, Int32(0))
-        d = select_(least < most, (most + (tile_n - 1)) // tile_n, Int32(0))
-        b = cutlass.min(cutlass.max((latest + (tile_n - 1)) // tile_n, a), d)
-        c = cutlass.min(cutlass.max(soonest // tile_n, b), d)
+        a = select_(least < most, least // size, Int32(0))
+        d = select_(least < most, (most + (size - 1)) // size, Int32(0))
+        b = cutlass.min(cutlass.max((latest + (size - 1)) // size, a), d)
+        c = cutlass.min(cutlass.max(soonest // size, b), d)
         tiles.append((a, b, c, d))
     return tiles
 
@@ -172,13 +204,21 @@ def spanned(hooks: Hooks, at: At, first_row: Int32, rows: int, tile_n: int, loop
     else:
         if len(hooks.spans(at.but(q=first_row, q_float=first_row.to(cutlass.Float32)))) > 2:
             raise ValueError("a kernel takes at most two spans per row")
-        tiles = _disjoint(_tile_range(hooks, at, first_row, rows, tile_n, looped))
+        tiles = _disjoint(_tile_range(_rows(hooks, at), first_row, rows, tile_n, looped))
+    return _at_least_one(*_ranges(tiles))
+
+
+def visited_by(hooks: Hooks, at: At, first_key: Int32, keys: int, tile_m: int) -> tuple[Ranges, Ranges]:
+    """Tiles of queries, from the spans of a tile's keys: those that need the mask, and the others."""
+    return _ranges(_disjoint(_tile_range(_columns(hooks, at), first_key, keys, tile_m, True)))
+
+
+def _ranges(tiles: list[tuple[Int32, ...]]) -> tuple[Ranges, Ranges]:
     masked = Ranges(
         tuple(x for a, b, c, d in tiles for x in (a, c)),
         tuple(x for a, b, c, d in tiles for x in (b - a, d - c)),
     )
-    full = Ranges(tuple(b for a, b, c, d in tiles), tuple(c - b for a, b, c, d in tiles))
-    return _at_least_one(masked, full)
+    return masked, Ranges(tuple(b for a, b, c, d in tiles), tuple(c - b for a, b, c, d in tiles))
 
 
 def listed(tables: Tables, at: At, row: Int32) -> KeyTiles:

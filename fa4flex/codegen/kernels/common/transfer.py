@@ -114,5 +114,6 @@ def ended(tensor: cute.Tensor, offset: Int32, length: Int32, head: Int32, b: Int
 def release(ring: Any, state: Any) -> None:
     """A warp is done with a stage. A pipeline's own release asks each time which lane it runs on, and that,
     read from a special register, comes late where products keep shared memory busy."""
+    cute.arch.sync_warp()  # all lanes have read
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(ring.consumer_get_barrier(state))

@@ -15,7 +15,7 @@ import cutlass
 from cutlass import Float32, Int32, cute, select_
 
 from fa4flex.codegen.kernels.common.hooks import At, Hooks, Pointwise
-from fa4flex.codegen.kernels.common.keys import row_spans
+from fa4flex.codegen.kernels.common.keys import column_spans, row_spans
 
 Slopes = dict[tuple[int, int], Float32]
 """By (row, column) of a tile."""
@@ -106,6 +106,9 @@ class Slab:
 
     def mask(self, hooks: Hooks, probabilities: cute.Tensor, q_first: Int32) -> None:
         """probabilities (row, column): what is not allowed, or past an end, becomes 0."""
+        if hooks.queries is not None:
+            self._keep_spans(hooks, probabilities, q_first)
+            return
         for c, query in enumerate(self.queries, self.first):
             q = q_first + query
             safe = cutlass.max(cutlass.min(q, self.at.q_len - 1), Int32(0))
@@ -118,6 +121,21 @@ class Slab:
         if hooks.mask is not None:
             for r, c, at in self.elements(hooks.mask, q_first, True):
                 probabilities[r, c] = select_(hooks.mask.element(at), probabilities[r, c], Float32(0.0))
+
+    def _keep_spans(self, hooks: Hooks, probabilities: cute.Tensor, q_first: Int32) -> None:
+        """By the spans of queries of a thread's few keys."""
+        for r, key in enumerate(self.keys):
+            kv = self.kv_first + key
+            safe = cutlass.max(cutlass.min(kv, self.at.kv_len - 1), Int32(0))
+            # A key past the end sees nothing.
+            spans = [
+                (None if lo is None else lo - q_first, select_(kv < self.at.kv_len, hi, Int32(0)) - q_first)
+                for lo, hi in column_spans(hooks, self.at.but(kv=safe, kv_float=safe.to(Float32)))
+            ]
+            for c, query in enumerate(self.queries, self.first):
+                inside = [query < hi if lo is None else (query >= lo) & (query < hi) for lo, hi in spans]
+                allowed = functools.reduce(operator.or_, inside)
+                probabilities[r, c] = select_(allowed, probabilities[r, c], Float32(0.0))
 
 
 def _terms(pointwise: Pointwise, rate: str, at: At) -> tuple[Any, ...]:
