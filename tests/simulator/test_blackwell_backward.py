@@ -13,7 +13,8 @@ from fa4flex.codegen.plan.problem import Problem
 from fa4flex.codegen.plan.target import SM100A
 from fa4flex.errors import UnsupportedError
 
-WIDTHS = (24, 40, 64, 96, 128, (64, 128), (128, 32))
+WIDE = ((192, 128), (160, 128), (136, 72), (192, 32))
+WIDTHS = (24, 40, 64, 96, 128, (64, 128), (128, 32), *WIDE)
 HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -24,8 +25,16 @@ def test_some_gradients(name: str) -> None:
     close(name, *lengths, random.choice(WIDTHS), "sm_100a", kv_heads, dtype)
 
 
+def test_some_wide_gradients() -> None:
+    """Whose scores, dP and dQ take turns in tensor memory."""
+    lengths = random.choice(((9, 7), (200, 129), (330, 130)))
+    kv_heads, dtype = random.choice((1, 2, 4)), random.choice(HALVES)
+    name = random.choice(sorted(COMPOSED.keys() - {"documents"}))
+    close(name, *lengths, random.choice(WIDE), "sm_100a", kv_heads, dtype)
+
+
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", WIDTHS, ids=str)
 @pytest.mark.parametrize("name", COMPOSED)
 def test_gradients(name: str, width: int | tuple[int, int]) -> None:
     close(name, 200, 200, width, "sm_100a")
@@ -39,7 +48,7 @@ def test_lengths_and_heads(lengths: tuple[int, int], kv_heads: int, dtype: torch
     close(random.choice(sorted(COMPOSED)), *lengths, random.choice(WIDTHS), "sm_100a", kv_heads, dtype)
 
 
-@pytest.mark.parametrize("problem", [Problem(192, 128), Problem(128, 136)])
+@pytest.mark.parametrize("problem", [Problem(200, 128), Problem(128, 136), Problem(192, 192)])
 def test_what_there_is_no_kernel_for(problem: Problem) -> None:
     with pytest.raises(UnsupportedError, match="a backward kernel for heads of"):
         plan_backward(problem, SM100A)

@@ -4,6 +4,7 @@ engine takes it and adds it to global memory. Each warp has its own 32 rows, and
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import cutlass
 from cutlass import Float32, Int32, const_expr, cute
@@ -28,11 +29,24 @@ PIECE = 32 * FRAGMENT
 """Numbers of dQ that a warp hands on at a time."""
 
 
+@dataclass(frozen=True)
+class Way:
+    """Of a warp's part of a step's dQ: by way of its own pieces of `staged` (number, warp, stage) into `sums`,
+    where it begins with piece `first`."""
+
+    warp: Int32
+    staged: cute.Tensor
+    sums: cute.Tensor
+    first: Int32
+
+
 class Reduce:
     def __init__(self, config: Config, course: BackwardCourse, cluster: Cluster) -> None:
         self.config = config
         self.course = course
         self.cluster = cluster
+        self.pieces = config.head_dim // config.ctas // FRAGMENT
+        """Of a step's dQ, that a warp hands on."""
 
     @cute.jit
     def run(
@@ -46,13 +60,11 @@ class Reduce:
         config = self.config
         row = cute.arch.thread_idx()[0] % ROWS
         warp = cute.arch.make_warp_uniform(row // 32)
-        columns = config.head_dim // config.ctas
-        whole = in_columns(base, config.memory.dq, columns)
+        whole = in_columns(base, config.memory.dq, self.pieces * FRAGMENT)
         fragments = cute.flat_divide(whole, (ROWS, FRAGMENT))[None, None, 0, None]
         dq = Blocks.load(tcgen05.Ld32x32bOp(tcgen05.Repetition(FRAGMENT)), fragments, row)
         group = self.course.group(arguments)
-        pieces = columns // FRAGMENT
-        first_piece = self.first_piece(warp, pieces)
+        first_piece = self.first_piece(warp, self.pieces)
         phase, stage = Int32(0), Int32(0)
         for g in cutlass.range(group, unroll=1):
             h = work.kv_head * group + g
@@ -64,15 +76,7 @@ class Reduce:
                     counter = await_turn(arguments, work, h, queries, i, config, warp)
                 cute.arch.mbarrier_wait(pipes.dq_full, phase)
                 phase ^= 1
-                for piece in cutlass.range_constexpr(pieces):
-                    part = cute.make_rmem_tensor((FRAGMENT,), Float32)
-                    dq.take(piece, part)
-                    cute.arch.fence_view_async_tmem_load()
-                    if const_expr(piece == pieces - 1):
-                        self.cluster.arrive(pipes.dq_empty)
-                    target = cute.local_tile(sums, (PIECE,), (first + piece,))
-                    self.hand_on(part, shared.dq[None, warp, stage], target)
-                    stage = (stage + 1) % config.dq_stages
+                stage = self.hand_over(dq, pipes, Way(warp, shared.dq, sums, first), stage)
                 if const_expr(config.deterministic):
                     cute.arch.cp_async_bulk_wait_group(0)
                     pass_turn(counter)
@@ -82,7 +86,21 @@ class Reduce:
         """Of a warp's of a tile of queries, among those of all rows."""
         return lambda tile: (tile * 4 + warp) * pieces
 
-    def hand_on(self, part: cute.Tensor, staged: cute.Tensor, target: cute.Tensor) -> None:
+    def hand_over(self, dq: Blocks, pipes: Pipes, way: Way, stage: Int32) -> Int32:
+        """A warp's part of a step's dQ; returns the next stage."""
+        for piece in range(self.pieces):
+            part = cute.make_rmem_tensor((FRAGMENT,), Float32)
+            dq.take(piece, part)
+            cute.arch.fence_view_async_tmem_load()
+            if piece == self.pieces - 1:
+                self.cluster.arrive(pipes.dq_empty)
+            stage = self.hand_on(part, way, piece, stage)
+        return stage
+
+    def hand_on(self, part: cute.Tensor, way: Way, piece: int, stage: Int32) -> Int32:
+        """A piece of it; returns the next stage."""
+        target = cute.local_tile(way.sums, (PIECE,), (way.first + piece,))
+        staged = way.staged[None, way.warp, stage]
         cute.arch.cp_async_bulk_wait_group(self.config.dq_stages - 1, read=True)
         cute.arch.sync_warp()
         stage_by_fours(part, staged, cute.arch.lane_idx(), 32)
@@ -90,3 +108,4 @@ class Reduce:
         with cute.arch.elect_one():
             add_bulk(staged, target.iterator, PIECE)
         cute.arch.cp_async_bulk_commit_group()
+        return (stage + 1) % self.config.dq_stages

@@ -15,6 +15,7 @@ from fa4flex.codegen.plan.problem import Problem
 from fa4flex.codegen.plan.sm100.backward import BlackwellBackwardPlan, padded, plan_blackwell_backward
 from fa4flex.codegen.plan.sm100.backward_pair_pipeline import of_one_cta, pair_pipeline
 from fa4flex.codegen.plan.sm100.backward_pipeline import HALVES
+from fa4flex.codegen.plan.sm100.backward_wide import plan_wide
 from fa4flex.codegen.plan.sm100.tensor_memory import Columns, Range
 from fa4flex.codegen.plan.target import Target
 from fa4flex.errors import UnsupportedError
@@ -107,9 +108,10 @@ def pays_in_pairs(problem: Problem) -> bool:
 def plan_alone_or_in_pairs(problem: Problem, target: Target) -> BlackwellBackwardPlan:
     """By pairs of CTAs where that pays. Raises UnsupportedError for what no kernel has: callers then compute
     it another way."""
-    if not pays_in_pairs(problem):
-        return plan_blackwell_backward(problem, target)
-    return plan_pairs(problem, target)
+    if pays_in_pairs(problem):
+        return plan_pairs(problem, target)
+    wide = max(problem.head_dim, problem.head_dim_v) > WIDTHS[-1]
+    return (plan_wide if wide else plan_blackwell_backward)(problem, target)
 
 
 def plan_pairs(problem: Problem, target: Target) -> BlackwellPairPlan:

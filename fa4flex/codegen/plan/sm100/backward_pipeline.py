@@ -56,15 +56,17 @@ MEANINGS = {
     "dk_full": "dK is complete",
 }
 
+NAMED_BARRIERS = (
+    NamedBarrier("allocated", ALLOCATED, TOUCH_TENSOR_MEMORY),
+    NamedBarrier("finished", FINISHED, READ_TENSOR_MEMORY),
+)
+
 
 def backward_pipeline(config: Config, columns: Columns, itemsize: int) -> Pipeline:
     return Pipeline(
-        roles=(_load(), _multiply(), *(_compute(i) for i in HALVES), reduce_role()),
-        rings=_rings(config, itemsize),
-        barriers=(
-            NamedBarrier("allocated", ALLOCATED, TOUCH_TENSOR_MEMORY),
-            NamedBarrier("finished", FINISHED, READ_TENSOR_MEMORY),
-        ),
+        roles=(load_role(), _multiply(), *(_compute(i) for i in HALVES), reduce_role()),
+        rings=rings_of(config, itemsize),
+        barriers=NAMED_BARRIERS,
         staging="none",
         mbarriers=tuple(Barrier(name, BARRIERS[name], meaning) for name, meaning in MEANINGS.items()),
         overlaps=columns.overlaps,
@@ -72,7 +74,7 @@ def backward_pipeline(config: Config, columns: Columns, itemsize: int) -> Pipeli
     )
 
 
-def _rings(config: Config, itemsize: int) -> tuple[Ring, ...]:
+def rings_of(config: Config, itemsize: int) -> tuple[Ring, ...]:
     return (
         tiles("k", ROWS, config.head_dim, itemsize),
         tiles("v", ROWS, config.head_dim_v, itemsize),
@@ -102,7 +104,7 @@ def once(action: Action, target: str) -> Event:
     return Event(action, target, per="work")
 
 
-def _load() -> Role:
+def load_role() -> Role:
     step = tuple(
         Event(action, name) for name in ("q", "lse2", "dout", "delta") for action in ("acquire", "load")
     )
@@ -124,33 +126,33 @@ def _multiply() -> Role:
         first=first,
         body=body,
         last=last,
-        products=_products(),
+        products=products_of(("0", "1")),
     )
 
 
-def _products() -> tuple[Product, ...]:
-    """Operands are all halves of what has halves, but S and dP are made half by half."""
+def products_of(parts: tuple[str, ...], dq: tuple[str, ...] = ("dQ",)) -> tuple[Product, ...]:
+    """Operands are all parts of what has parts, but S and dP are made part by part."""
 
-    def halves(name: str) -> Events:
-        return tuple(Event("read", f"{name} {i}") for i in HALVES)
+    def of(name: str) -> Events:
+        return tuple(Event("read", f"{name} {part}") for part in parts)
 
     def square(name: str, keys: str, queries: str) -> tuple[Product, ...]:
         reads = once("read", keys), Event("read", queries)
         return tuple(
-            Product(f"{name} {i}", reads, Event("write", f"{name} {i}"), engine=CORE) for i in HALVES
+            Product(f"{name} {part}", reads, Event("write", f"{name} {part}"), engine=CORE) for part in parts
         )
 
     def sums(name: str, first: str, second: str) -> Product:
-        reads = (*halves(first), Event("read", second))
+        reads = (*of(first), Event("read", second))
         return Product(name, reads, Event("update", name), fresh=True, engine=CORE)
 
-    ds = (*halves("shared dS"), once("read", "k"))
+    ds = (*(Event("read", f"shared dS {i}") for i in HALVES), once("read", "k"))
     return (
         *square("S", "k", "q"),
         *square("dP", "v", "dout"),
         sums("dV", "P", "dout"),
         sums("dK", "dS", "q"),
-        Product("dQ", ds, Event("write", "dQ"), engine=CORE),
+        *(Product(name, ds, Event("write", name), engine=CORE) for name in dq),
     )
 
 
@@ -182,8 +184,8 @@ def _dq(at: int) -> Events:
 
 
 def _compute(i: int) -> Role:
-    """A key per thread, so that no warp needs another's numbers."""
-    step = (
+    return compute_role(
+        i,
         Event("wait", "lse2"),
         Event("await", "s_full"),
         Event("read", "lse2"),
@@ -200,6 +202,10 @@ def _compute(i: int) -> Role:
         Event("arrive", "ds_full"),
         Event("release", "delta"),
     )
+
+
+def compute_role(i: int, *step: Event) -> Role:
+    """A key per thread, so that no warp needs another's numbers."""
     sums = (once("await", "dv_full"), Event("read", "dV"), once("await", "dk_full"), Event("read", "dK"))
     first_warp = Event("allocate", WHOLE), Event("free", WHOLE)
     opening, closing = Event("sync", "allocated"), Event("sync", "finished")
@@ -215,10 +221,14 @@ def _compute(i: int) -> Role:
     )
 
 
-def reduce_role(there: str = "") -> Role:
+def reduce_role(there: str = "", *step: Event) -> Role:
     """Its pieces in shared memory are each warp's own. there: what names end with in the second CTA of a
     pair; dQ that is read counts in the first."""
-    step = Event("await", f"dq_full{there}"), Event("read", f"dQ{there}"), Event("arrive", "dq_empty")
+    step = step or (
+        Event("await", f"dq_full{there}"),
+        Event("read", f"dQ{there}"),
+        Event("arrive", "dq_empty"),
+    )
     return Role(
         f"reduce{there}",
         WARPGROUP,
