@@ -1,8 +1,9 @@
-"""Plans of the Blackwell backward of heads wider than 128: the kernel's pipeline, proved and broken; its maps."""
+"""Plans of the Blackwell backward of heads wider than 128: the kernel's pipeline, proved and broken; maps."""
 
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import cache
 from itertools import product
 
@@ -11,6 +12,7 @@ from blackwell_plans import broken, dropped, edges, ordered, refuses_columns, wr
 
 from fa4flex.codegen.kernels.bwd_sm100 import roles as alone
 from fa4flex.codegen.kernels.bwd_sm100_wide import roles
+from fa4flex.codegen.kernels.bwd_sm100_wide.config import SLOPED
 from fa4flex.codegen.plan import SM100A, Event, Problem
 from fa4flex.codegen.plan.backward import plan_backward
 from fa4flex.codegen.plan.simulate import at_random, round_robin, simulate, trace
@@ -23,8 +25,8 @@ STEPS = ([1], [2], [5])
 
 
 @cache
-def planned(d: int = 192, dv: int = 128) -> BlackwellWidePlan:
-    plan = plan_backward(Problem(d, dv), SM100A)
+def planned(d: int = 192, dv: int = 128, sloped: bool = False) -> BlackwellWidePlan:
+    plan = plan_backward(Problem(d, dv, sloped=sloped), SM100A)
     assert isinstance(plan, BlackwellWidePlan)
     return plan
 
@@ -75,9 +77,10 @@ def test_barriers_that_the_kernel_does_not_have_are_not_missing() -> None:
         assert ordered(run, f"read dQ late tile {j}", f"product dP {half} {i} tile {j + 1}")
 
 
-def test_every_dropped_event_is_found() -> None:
+@pytest.mark.parametrize("sloped", (False, True))
+def test_every_dropped_event_is_found(sloped: bool) -> None:
     """dV and dK are read by two, so that one read less leaves them read."""
-    pipeline = planned().pipeline
+    pipeline = planned(sloped=sloped).pipeline
     assert not broken(pipeline, *STEPS)
     every = [x for x in dropped(pipeline) if matters(x[0])]
     assert len(every) > 130
@@ -125,3 +128,4 @@ def test_what_every_kernel_has() -> None:
     config = plan.config()
     assert (config.head_dim, config.head_dim_v) == (160, 64) and plan.tile == (128, 128)
     assert config.ragged and config.masked and config.deterministic
+    assert plan_backward(replace(wide, sloped=True), SM100A).config().registers == SLOPED

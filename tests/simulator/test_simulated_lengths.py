@@ -133,7 +133,9 @@ def test_some_gradients(arch: str) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("arch", "width"), [(arch, width) for arch in ARCHS for width in WIDTHS[arch]], ids=str)
+@pytest.mark.parametrize(
+    ("arch", "width"), [(arch, width) for arch in ARCHS for width in WIDTHS[arch]], ids=str
+)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", COMPOSED)
 def test_gradients(arch: str, name: str, kind: str, width: Width) -> None:

@@ -31,8 +31,8 @@ PIECE = 32 * FRAGMENT
 
 @dataclass(frozen=True)
 class Way:
-    """Of a warp's part of a step's dQ: by way of its own pieces of `staged` (number, warp, stage) into `sums`,
-    where it begins with piece `first`."""
+    """Of a warp's part of a step's dQ: by way of its own pieces of `staged` (number, warp, stage) into
+    `sums`, where it begins with piece `first`."""
 
     warp: Int32
     staged: cute.Tensor
@@ -92,10 +92,14 @@ class Reduce:
             part = cute.make_rmem_tensor((FRAGMENT,), Float32)
             dq.take(piece, part)
             cute.arch.fence_view_async_tmem_load()
-            if piece == self.pieces - 1:
-                self.cluster.arrive(pipes.dq_empty)
+            self.tell(pipes, piece)
             stage = self.hand_on(part, way, piece, stage)
         return stage
+
+    def tell(self, pipes: Pipes, piece: int) -> None:
+        """That a piece is read."""
+        if piece == self.pieces - 1:
+            self.cluster.arrive(pipes.dq_empty)
 
     def hand_on(self, part: cute.Tensor, way: Way, piece: int, stage: Int32) -> Int32:
         """A piece of it; returns the next stage."""

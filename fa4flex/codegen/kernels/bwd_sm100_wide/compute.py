@@ -71,10 +71,7 @@ class Compute(alone.Compute):
         cute.arch.mbarrier_wait(pipes.lse2_full + lse2.index, lse2.phase)
         cute.arch.mbarrier_wait(pipes.s_full, phase)
         for f in cutlass.range_constexpr(FRAGMENTS):
-            place.scores.take(f, scores[None, f])
-        cute.arch.fence_view_async_tmem_load()
-        arrive_once(pipes.s_read)
-        for f in cutlass.range_constexpr(FRAGMENTS):
+            self.take(f, place, scores, pipes)
             rows = self.numbers(shared.lse2, lse2.index, place.first[f] // FRAGMENT)
             p = self.to_change(scores[None, f])
             slopes = self.probabilities(given, p, rows, tile * ROWS + place.first[f], masked)
@@ -100,3 +97,16 @@ class Compute(alone.Compute):
         cute.arch.fence_proxy("async.shared", space="cta")
         arrive_once(pipes.ds_full)
         arrive_once(pipes.delta_empty + delta.index)
+
+    def take(self, f: int, place: Place, scores: cute.Tensor, pipes: Pipes) -> None:
+        """Scores of fragment f to registers; with the first one's all others, unless slopes need the room."""
+        taken = range(f, f + 1)
+        if self.hooks.slope is None:
+            taken = range(FRAGMENTS if f == 0 else 0)
+        if not taken:
+            return
+        for one in taken:
+            place.scores.take(one, scores[None, one])
+        cute.arch.fence_view_async_tmem_load()
+        if taken[-1] == FRAGMENTS - 1:
+            arrive_once(pipes.s_read)

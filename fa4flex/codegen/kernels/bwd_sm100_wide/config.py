@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fa4flex.codegen.kernels.bwd_sm100 import config as alone
 from fa4flex.codegen.kernels.bwd_sm100.config import FRAGMENT, HALF, ROWS, Registers, TensorMemory
 
-__all__ = ["EARLY", "FRAGMENTS", "PACKED", "SPLIT", "TURNS", "Config", "Registers", "TensorMemory"]
+__all__ = ["EARLY", "FRAGMENTS", "PACKED", "SLOPED", "SPLIT", "TURNS", "Config", "Registers", "TensorMemory"]
 
 FRAGMENTS = HALF // FRAGMENT
 """Of queries, that a compute warpgroup has of a step: every other one, the second one HALF behind the
@@ -23,7 +23,10 @@ TURNS = ROWS + HALF
 EARLY = ROWS
 """Columns of dQ that the next scores lie over."""
 
-SPLIT = Registers(reduce=104, compute=152, other=104)
+SPLIT = Registers(reduce=96, compute=160, other=96)
+
+SLOPED = Registers(reduce=88, compute=168, other=88)
+"""Where scores have slopes of their own, which wait in registers for dP."""
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ which order they take turns in tensor memory)."""
 from __future__ import annotations
 
 from fa4flex.codegen.kernels.bwd_sm100 import kernel as alone
-from fa4flex.codegen.kernels.bwd_sm100.load import Load
 from fa4flex.codegen.kernels.bwd_sm100_wide.compute import Compute
+from fa4flex.codegen.kernels.bwd_sm100_wide.load import Load
 from fa4flex.codegen.kernels.bwd_sm100_wide.multiply import Multiply
 from fa4flex.codegen.kernels.bwd_sm100_wide.parts import Pipes
 from fa4flex.codegen.kernels.bwd_sm100_wide.reduce import Reduce

@@ -64,7 +64,7 @@ NAMED_BARRIERS = (
 
 def backward_pipeline(config: Config, columns: Columns, itemsize: int) -> Pipeline:
     return Pipeline(
-        roles=(load_role(), _multiply(), *(_compute(i) for i in HALVES), reduce_role()),
+        roles=(_load(), _multiply(), *(_compute(i) for i in HALVES), reduce_role()),
         rings=rings_of(config, itemsize),
         barriers=NAMED_BARRIERS,
         staging="none",
@@ -104,7 +104,7 @@ def once(action: Action, target: str) -> Event:
     return Event(action, target, per="work")
 
 
-def load_role() -> Role:
+def _load() -> Role:
     step = tuple(
         Event(action, name) for name in ("q", "lse2", "dout", "delta") for action in ("acquire", "load")
     )

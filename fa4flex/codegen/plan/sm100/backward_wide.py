@@ -11,6 +11,7 @@ from fa4flex.codegen.kernels.bwd_sm100_wide.config import (
     EARLY,
     FRAGMENTS,
     PACKED,
+    SLOPED,
     SPLIT,
     TURNS,
     Config,
@@ -46,9 +47,10 @@ class BlackwellWidePlan(BlackwellBackwardPlan):
 
     @cached_property
     def columns(self) -> Columns:
-        """The tensor-memory map of a block: dV and dK, and the columns in which all else takes turns. A compute
-        warpgroup has every other fragment of queries. All probabilities, two in a column, lie over the first
-        half of the scores, and dP over the second; dS lie at the start of their dP, and dQ over everything."""
+        """The tensor-memory map of a block: dV and dK, and the columns in which all else takes turns. A
+        compute warpgroup has every other fragment of queries. All probabilities, two in a column, lie over
+        the first half of the scores, and dP over the second; dS lie at the start of their dP, and dQ over
+        everything."""
         turns = self.target.tensor_columns - TURNS
         fragments = [
             Range(f"{name} {half} {i}", first + half * FRAGMENT + i * apart, count)
@@ -74,7 +76,8 @@ class BlackwellWidePlan(BlackwellBackwardPlan):
 
     @cached_property
     def pipeline(self) -> Pipeline:
-        return wide_pipeline(self.config(), self.columns, self.problem.itemsize)
+        problem = self.problem
+        return wide_pipeline(self.config(), self.columns, problem.itemsize, problem.sloped)
 
 
 def plan_wide(problem: Problem, target: Target) -> BlackwellWidePlan:
@@ -83,10 +86,11 @@ def plan_wide(problem: Problem, target: Target) -> BlackwellWidePlan:
     if head_dim is None or head_dim_v is None:
         raise UnsupportedError(
             f"a backward kernel for {problem.explain()}",
-            f"heads of at most {WIDTHS[-1]}, and {backward.WIDTHS[-1]} of v: tensor memory holds dV and dK beside"
-            f" {TURNS} columns in which all else takes turns",
+            f"heads of at most {WIDTHS[-1]}, and {backward.WIDTHS[-1]} of v: tensor memory holds dV and dK"
+            f" beside {TURNS} columns in which all else takes turns",
             "nothing: gradients are computed in PyTorch operations instead",
         )
-    plan = BlackwellWidePlan(target, problem, head_dim, head_dim_v)
+    registers = SLOPED if problem.sloped else SPLIT
+    plan = BlackwellWidePlan(target, problem, head_dim, head_dim_v, registers)
     plan.check()
     return plan

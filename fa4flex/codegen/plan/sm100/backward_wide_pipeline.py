@@ -29,7 +29,6 @@ from fa4flex.codegen.plan.sm100.backward_pipeline import (
     MEANINGS,
     NAMED_BARRIERS,
     compute_role,
-    load_role,
     once,
     products_of,
     reduce_role,
@@ -44,14 +43,15 @@ DQ = ("dQ", "dQ late")
 """One product: the columns that the next scores take, and the others."""
 
 
-def wide_pipeline(config: Config, columns: Columns, itemsize: int) -> Pipeline:
+def wide_pipeline(config: Config, columns: Columns, itemsize: int, sloped: bool) -> Pipeline:
+    """sloped: scores have slopes of their own, for which registers are kept."""
     told = MEANINGS | {
         "s_read": "scores are in registers",
         "p_full": "probabilities are there",
         "dq_begun": "the columns of dQ that the next scores take are read",
     }
     return Pipeline(
-        roles=(load_role(), _multiply(), *(_compute(i) for i in HALVES), _reduce()),
+        roles=(_load(), _multiply(), *(_compute(i, sloped) for i in HALVES), _reduce()),
         rings=rings_of(config, itemsize),
         barriers=NAMED_BARRIERS,
         staging="none",
@@ -59,6 +59,13 @@ def wide_pipeline(config: Config, columns: Columns, itemsize: int) -> Pipeline:
         overlaps=columns.overlaps,
         by_warp=(*columns.names, *(f"shared dS {i}" for i in HALVES)),
     )
+
+
+def _load() -> Role:
+    step = tuple(
+        Event(action, name) for name in ("dout", "delta", "q", "lse2") for action in ("acquire", "load")
+    )
+    return Role("load", 1, first=(once("load", "k"), *step, once("load", "v")), body=step)
 
 
 def _multiply() -> Role:
@@ -94,18 +101,20 @@ def _multiply() -> Role:
     )
 
 
-def _compute(i: int) -> Role:
+def _compute(i: int, sloped: bool) -> Role:
     def each(*actions: tuple[Action, str]) -> Events:
         return tuple(Event(act, f"{name} {i} {f}") for f in range(FRAGMENTS) for act, name in actions)
 
+    made = each(("read", "S"), ("write", "P")) if sloped else (*each(("read", "S")), *each(("write", "P")))
+    last = made.index(Event("read", f"S {i} {FRAGMENTS - 1}")) + 1
     return compute_role(
         i,
         Event("wait", "lse2"),
         Event("await", "s_full"),
-        *each(("read", "S")),
-        Event("arrive", "s_read"),
         Event("read", "lse2"),
-        *each(("write", "P")),
+        *made[:last],
+        Event("arrive", "s_read"),
+        *made[last:],
         Event("arrive", "p_full"),
         Event("release", "lse2"),
         Event("wait", "delta"),
