@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
 )
 DRAWS = {"plain": FEW["dense"], **{name: draws[0] for name, draws in VARIANTS.items()}}
 Width = int | tuple[int, int]
-WIDTHS: tuple[Width, ...] = (32, 64, 96, 128)
+WIDTHS: tuple[Width, ...] = (32, 64, 96, 128, (160, 128), (192, 128))
 WIDE: tuple[Width, ...] = (96, (192, 128), 192, 256)
 """Of Hopper. At 128, masks and biases from tables spill up to 228 bytes; at 64 some variants do in steps of
 128 queries, which are faster than steps of 64 yet: docs/notes/backward_sm90.md."""
@@ -89,10 +89,10 @@ PAIRED = ("plain", "alibi", "causal", "prefix_lm")
 def check_pair(name: str) -> None:
     """Of the width that a pair is chosen for."""
     with in_pairs():
-        check(name, WIDTHS[-1])
+        check(name, 128)
 
 
-@pytest.mark.parametrize(("name", "width"), random.sample(sorted(product(DRAWS, WIDTHS)), 2))
+@pytest.mark.parametrize(("name", "width"), random.sample(sorted(product(DRAWS, WIDTHS), key=str), 2))
 def test_some_kernels(name: str, width: Width) -> None:
     check(name, width)
 
@@ -120,7 +120,7 @@ def test_kernel_of_a_pair(name: str) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", WIDTHS, ids=str)
 @pytest.mark.parametrize("name", DRAWS)
 def test_kernel(name: str, width: Width) -> None:
     check(name, width)

@@ -9,7 +9,7 @@ from collections import Counter
 from functools import cache
 
 import torch
-from test_backward_clocks import PASSES, TILE, backward, more_per_tile
+from test_backward_clocks import PASSES, ROWS, TILE, backward, more_per_tile
 
 import fa4flex
 from fa4flex.simulator.run.counts import by_warp, cycles, shared_memory
@@ -17,10 +17,10 @@ from fa4flex.simulator.run.launch import Result
 
 
 @cache
-def own(q_len: int) -> Result:
-    """The main kernel of the backward of 256 keys, whose tiles two CTAs have."""
-    q = torch.randn(1, 1, q_len, 128).bfloat16().requires_grad_()
-    k, v = (torch.randn(1, 1, 256, 128).bfloat16().requires_grad_() for _ in range(2))
+def own(q_len: int, dim: int = 128) -> Result:
+    """The main kernel of the backward of 256 keys, whose tiles two CTAs have. dim: of q and k."""
+    q = torch.randn(1, 1, q_len, dim).bfloat16().requires_grad_()
+    k, v = (torch.randn(1, 1, 256, d).bfloat16().requires_grad_() for d in (dim, 128))
     with fa4flex.simulator.device("sm_100a", timing="eager") as gpu:
         out = fa4flex.compile()(q, k, v)
         out.backward(torch.randn_like(out))
@@ -53,3 +53,15 @@ def test_no_more_than_flash_attention_4() -> None:
         ours, theirs = more_per_tile(of, own(256), own(512)), more_per_tile(of, *peer)
         for unit in units:
             assert ours[unit] <= theirs[unit], unit
+
+
+def test_clocks_of_wide_heads() -> None:
+    """Of (192, 128), five products with the operands that each must read of shared memory, dS and dQ that pass
+    through it, and tiles that come in: nothing is read twice for taking turns in tensor memory."""
+    units, moved = (more_per_tile(f, own(256, 192), own(512, 192)) for f in (cycles, shared_memory))
+    wide = 3 * TILE // 2
+    assert units["mma"] == (3 * 192 + 2 * 128) * 4 and units["special functions"] == 1024
+    assert moved["operands of MMAs"] == 2 * wide + 2 * TILE + TILE + wide + TILE + wide
+    assert moved["stores"] == TILE + 2 * wide and moved["copies out"] == 2 * wide
+    assert moved["copies in"] == wide + TILE + ROWS
+    assert units["shared memory"] == 5256

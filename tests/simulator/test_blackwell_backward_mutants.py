@@ -28,7 +28,7 @@ from fa4flex.simulator.run.timing import Timing
 from fa4flex.variants import causal
 
 TIMINGS = (("late", 1), ("eager", 0), ("random", 2), ("random", 3))
-HEADS, QUERIES, KEYS, DIM = 2, 384, 128, 128
+HEADS, QUERIES, KEYS, DIM, WIDE = 2, 384, 128, 128, 192
 """One block takes three tiles of queries of each of two heads, or what is causal of them: its rings go
 round. A pair of CTAs takes those of one head, whose keys are twice as many."""
 
@@ -70,11 +70,12 @@ class Own:
 
 
 @lru_cache
-def main_kernel(masked: bool, ctas: int = 1) -> Own:
+def main_kernel(masked: bool, ctas: int = 1, dim: int = DIM) -> Own:
+    """dim: of q and k."""
     torch.manual_seed(0)
     heads = HEADS // ctas
-    q = torch.randn(1, heads, QUERIES, DIM).bfloat16().requires_grad_()
-    k, v = (torch.randn(1, 1, KEYS * ctas, DIM).bfloat16().requires_grad_() for _ in range(2))
+    q = torch.randn(1, heads, QUERIES, dim).bfloat16().requires_grad_()
+    k, v = (torch.randn(1, 1, KEYS * ctas, d).bfloat16().requires_grad_() for d in (dim, DIM))
     attn = fa4flex.compile(mask=causal if masked else None)
     seen: list[Launch] = []
     given: list[tuple[Any, ...]] = []
@@ -117,6 +118,10 @@ def test_some(masked: bool) -> None:
     some(main_kernel(masked), 6)
 
 
+def test_some_of_wide_heads() -> None:
+    some(main_kernel(random.random() < 0.5, dim=WIDE), 3)
+
+
 @pytest.mark.exhaustive
 def test_some_of_a_pair() -> None:
     """Fences aside: whoever waits for dS has one of its own, for what the other CTA sends, and it covers what
@@ -132,9 +137,9 @@ def some(own: Own, count: int, besides: tuple[str, ...] = ()) -> None:
 
 @pytest.mark.exhaustive
 @KERNELS
-@pytest.mark.parametrize("ctas", [1, 2])
-def test_all(masked: bool, ctas: int) -> None:
-    own = main_kernel(masked, ctas)
+@pytest.mark.parametrize(("ctas", "dim"), [(1, DIM), (2, DIM), (1, WIDE)])
+def test_all(masked: bool, ctas: int, dim: int) -> None:
+    own = main_kernel(masked, ctas, dim)
     tried = own.that_matter()
     left = [mutant for mutant in tried if not own.noticed(mutant)]
     for mutant in left:
