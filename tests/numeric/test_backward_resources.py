@@ -34,10 +34,11 @@ WIDE: tuple[Width, ...] = (96, (192, 128), 192, 256)
 LIGHT = ("plain", "causal", "alibi", "softcap")
 SPILLED: dict[tuple[Target, Width], int] = {
     **{(SM90A, width): 16 for width in (192, 256)},
-    **{(SM100A, width): 32 for width in WIDTHS},
+    **{(SM100A, width): 64 if isinstance(width, tuple) else 32 for width in WIDTHS},
 }
 """Bytes, stores and loads together, at most, where masks or biases are read from tables: Hopper has no
-register left for wide heads; on Blackwell it is what is put away once, in no loop. LIGHT ones: none."""
+register left for wide heads; on Blackwell it is what is put away once, in no loop, but for two registers of
+a neighbourhood's mask where heads are wide. LIGHT ones: none."""
 
 
 def launched(draw: Draw, width: Width, target: Target) -> tuple[Any, tuple[Any, ...]]:
