@@ -51,14 +51,15 @@ def prepare_rows(hooks: Hooks, at: At, first: Int32, offsets: tuple[int, ...]) -
     return Rows(
         q,
         q_float,
-        tuple(_terms(hooks.start, "row", place) for place in places),
-        tuple(_terms(hooks.score, "row", place) for place in places),
-        tuple(_terms(hooks.mask, "row", place) for place in places),
+        tuple(terms_of(hooks.start, "row", place) for place in places),
+        tuple(terms_of(hooks.score, "row", place) for place in places),
+        tuple(terms_of(hooks.mask, "row", place) for place in places),
         tuple(row_spans(hooks, place) for place in places),
     )
 
 
-def _terms(pointwise: Pointwise | None, rate: str, at: At) -> tuple[Any, ...]:
+def terms_of(pointwise: Pointwise | None, rate: str, at: At) -> tuple[Any, ...]:
+    """What a hook computes once per "row", "column", "diagonal" or "pair" of elements."""
     hook = None if pointwise is None else getattr(pointwise, rate)
     return () if hook is None else hook(at)
 
@@ -95,7 +96,7 @@ class _Places:
                 kv_base_float=base_float,
                 kv_step=column,
             )
-            place = place.but(column=_terms(pointwise, "column", place))
+            place = place.but(column=terms_of(pointwise, "column", place))
             for r, row in enumerate(self.row_offsets):
                 offset = column - row
                 lies = {
@@ -106,7 +107,7 @@ class _Places:
                     "offset_step": offset,
                 }
                 if offset not in diagonals:
-                    diagonals[offset] = _terms(pointwise, "diagonal", self.at.but(**lies))
+                    diagonals[offset] = terms_of(pointwise, "diagonal", self.at.but(**lies))
                 here = place.but(
                     **lies,
                     diagonal=diagonals[offset],
@@ -114,7 +115,7 @@ class _Places:
                     q_float=self.rows.q_float[r],
                     row=self.row_terms[r],
                 )
-                yield r, c, here.but(pair=_terms(pointwise, "pair", here))
+                yield r, c, here.but(pair=terms_of(pointwise, "pair", here))
 
 
 Early = tuple[tuple[int, int, At], ...]

@@ -9,13 +9,13 @@ import functools
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import cutlass
 from cutlass import Float32, Int32, cute, select_
 
 from fa4flex.codegen.kernels.common.hooks import At, Hooks, Pointwise
 from fa4flex.codegen.kernels.common.keys import column_spans, row_spans
+from fa4flex.codegen.kernels.common.pointwise import terms_of
 
 Slopes = dict[tuple[int, int], Float32]
 """By (row, column) of a tile."""
@@ -47,7 +47,7 @@ class Slab:
             if guard:
                 q = cutlass.max(cutlass.min(q, self.at.q_len - 1), Int32(0))
             row = self.at.but(guard=guard, q=q, q_float=q.to(Float32))
-            row = row.but(row=_terms(pointwise, "row", row))
+            row = row.but(row=terms_of(pointwise, "row", row))
             for r, key in enumerate(self.keys):
                 step = key - query
                 # Past an end, the difference of the indices that stand in: tables need have no other element.
@@ -65,8 +65,8 @@ class Slab:
                     offset_base_float=across_float,
                     offset_step=step,
                 )
-                here = here.but(diagonal=_terms(pointwise, "diagonal", here))
-                yield r, c, here.but(pair=_terms(pointwise, "pair", here))
+                here = here.but(diagonal=terms_of(pointwise, "diagonal", here))
+                yield r, c, here.but(pair=terms_of(pointwise, "pair", here))
 
     def _key(self, pointwise: Pointwise, r: int, guard: bool, base_float: Float32) -> At:
         kv = self.kv_first + self.keys[r]
@@ -80,7 +80,7 @@ class Slab:
             kv_base_float=base_float,
             kv_step=self.keys[r],
         )
-        return at.but(column=_terms(pointwise, "column", at))
+        return at.but(column=terms_of(pointwise, "column", at))
 
     def modify(self, hooks: Hooks, scores: cute.Tensor, q_first: Int32, guard: bool) -> None:
         """scores (row, column): q.k becomes y."""
@@ -136,8 +136,3 @@ class Slab:
                 inside = [query < hi if lo is None else (query >= lo) & (query < hi) for lo, hi in spans]
                 allowed = functools.reduce(operator.or_, inside)
                 probabilities[r, c] = select_(allowed, probabilities[r, c], Float32(0.0))
-
-
-def _terms(pointwise: Pointwise, rate: str, at: At) -> tuple[Any, ...]:
-    hook = getattr(pointwise, rate)
-    return () if hook is None else hook(at)
