@@ -22,6 +22,7 @@ import math
 import operator
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from functools import lru_cache
 from typing import Any, Literal
 
 Kind = Literal["bool", "int", "float"]
@@ -340,6 +341,12 @@ def walk(*roots: Expr) -> Iterator[Expr]:
             stack.extend((arg, False) for arg in reversed(node.args))
 
 
+@lru_cache(maxsize=4096)
+def nodes(*roots: Expr) -> tuple[Expr, ...]:
+    """`walk`, for expressions that are asked about again and again."""
+    return tuple(walk(*roots))
+
+
 def rebuild(node: Expr, args: tuple[Expr, ...]) -> Expr:
     """`node` with other arguments, simplified anew."""
     if args == node.args:
@@ -368,7 +375,7 @@ def substitute(root: Expr, replacement: dict[Expr, Expr]) -> Expr:
 
 def loads(*roots: Expr) -> list[Expr]:
     """Every `load` node under `roots`, in order of first use."""
-    return [node for node in walk(*roots) if node.op == "load"]
+    return [node for node in nodes(*roots) if node.op == "load"]
 
 
 # --- printing -------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fa4flex.contents import on_host
 from fa4flex.errors import InputError
 from fa4flex.primitives.base import show
 
@@ -64,12 +65,14 @@ class Varlen:
                 "one number of sequences (cu_seqlens have one entry more)",
                 "pass lengths of the same batch",
             )
-        for name, tensor in given.items():
+        here = {name: on_host(tensor) for name, tensor in given.items()}
+        for name, tensor in here.items():
             _check_values(name, tensor)
-        _check_used("seqused_q", self.seqused_q, self.cu_seqlens_q)
-        _check_used("seqused_k", self.seqused_k, self.cu_k)
-        self._check_max("max_seqlen_q", self.max_seqlen_q, self.cu_seqlens_q, self.seqused_q)
-        self._check_max("max_seqlen_k", self.max_seqlen_k, self.cu_k, self.seqused_k)
+        cu_q = here.get("cu_seqlens_q")
+        for side, cu in (("q", cu_q), ("k", here.get("cu_seqlens_k", cu_q))):
+            used = here.get(f"seqused_{side}")
+            _check_used(f"seqused_{side}", used, cu)
+            self._check_max(f"max_seqlen_{side}", getattr(self, f"max_seqlen_{side}"), cu, used)
 
     @property
     def packed(self) -> bool:
@@ -96,9 +99,9 @@ class Varlen:
                     "cu_seqlens_q",
                     "pass cu_seqlens_q [N + 1]",
                 )
-            if tokens is not None and int(cu[-1]) != tokens:
+            if tokens is not None and (end := int(on_host(cu)[-1])) != tokens:
                 raise InputError(
-                    f"cu_seqlens_{side} ends at {int(cu[-1])}, {side} has {tokens} tokens",
+                    f"cu_seqlens_{side} ends at {end}, {side} has {tokens} tokens",
                     "the last entry equal to the number of packed tokens",
                     "slice the tensor, or pass seqused for sequences with unused tail tokens"
                     if side == "q" or self.cu_seqlens_k is not None
@@ -121,9 +124,9 @@ class Varlen:
             ("seqused_q", self.seqused_q, q_len),
             ("seqused_k", self.seqused_k, kv_len),
         ):
-            if used is not None and int(used.max()) > length:
+            if used is not None and (longest := int(on_host(used).max())) > length:
                 raise InputError(
-                    f"{name} up to {int(used.max())} for a length of {length}",
+                    f"{name} up to {longest} for a length of {length}",
                     f"at most {length}",
                     "check the batch",
                 )
@@ -212,11 +215,12 @@ def _check_used(name: str, used: Tensor | None, cu: Tensor | None) -> None:
 def _spans(
     cu: Tensor | None, used: Tensor | None, count: int, length: int | None, name: str
 ) -> list[tuple[int, int]]:
-    starts = [0] * count if cu is None else cu[:-1].tolist()
+    ends = None if cu is None else on_host(cu).tolist()
+    starts = [0] * count if ends is None else ends[:-1]
     if used is not None:
-        return [(start, start + n) for start, n in zip(starts, used.tolist(), strict=True)]
-    if cu is not None:
-        return list(zip(starts, cu[1:].tolist(), strict=True))
+        return [(start, start + n) for start, n in zip(starts, on_host(used).tolist(), strict=True)]
+    if ends is not None:
+        return list(zip(starts, ends[1:], strict=True))
     if length is None:
         raise InputError(
             f"bounds() of a padded batch without {name}", f"{name} in tokens", f"pass {name}=..."

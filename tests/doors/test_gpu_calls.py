@@ -74,21 +74,42 @@ MASKS = {
     ),
     "table": load(0, (B, H, Q, KV), "bool"),
     "nothing": FALSE,
+    "near documents": apply(
+        "and_",
+        apply("eq", load(1, (B, Q), "int"), load(1, (B, KV), "int")),
+        apply("lt", apply("sub", Q, KV), const(9)),
+    ),
+    "a prefix and a window": apply(
+        "or_",
+        apply("lt", KV, load(2, (B,), "int")),
+        apply("and_", apply("le", KV, Q), apply("lt", apply("sub", Q, KV), apply("add", H, const(5)))),
+    ),
 }
+
+
+def operands() -> Captured:
+    """A dense table, documents of each batch entry, lengths of prefixes."""
+    ids = torch.randint(0, 5, (3, 60)).sort(-1).values
+    return Captured((torch.rand(3, 2, 50, 60) < 0.95, ids.to(torch.int32), torch.randint(0, 30, (3,))))
+
+
+def sides(lengths: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+    """Lengths of queries, and of keys."""
+    q_lengths, k_lengths = torch.tensor(lengths).T
+    return q_lengths, k_lengths
 
 
 @pytest.mark.parametrize("name", MASKS)
 def test_tables_list_every_tile_once_and_in_its_class(name: str) -> None:
     mask, tile, shape = MASKS[name], (16, 8), Shape(3, 2, 50, 60)
-    captured = Captured((torch.rand(3, 2, 50, 60) < 0.95,))
-    facts = analyze(SCORE, mask)
+    captured, facts = operands(), analyze(SCORE, mask)
     tables = to_device([tile_map(facts.mask, facts.keys, shape, captured, tile)], shape, CPU)
     for b in range(3):
         for h in range(2):
             expected = classes(mask, shape, captured, tile, b, h)
             assert torch.equal(listed(tables, b, h, expected), expected)
     lengths = [(50, 60), (0, 3), (17, 9)]
-    tables = to_device(ragged_maps(facts, shape, captured, tile, lengths), shape, CPU)
+    tables = to_device(ragged_maps(facts, 2, captured, tile, sides(lengths)), shape, CPU)
     for b in (0, 2):
         for h in range(2):
             expected = classes(mask, Shape(3, 2, *lengths[b]), captured, tile, b, h)
@@ -100,8 +121,9 @@ def test_tables_list_every_tile_once_and_in_its_class(name: str) -> None:
 def test_turns_count_the_later_tiles_of_keys(name: str) -> None:
     """Both classes in the order of their tiles of queries; the last tile of keys to visit one adds first."""
     mask, tile, shape = MASKS[name], (16, 8), Shape(3, 2, 50, 60)
-    captured, lengths = Captured((torch.rand(3, 2, 50, 60) < 0.95,)), [(50, 60), (0, 3), (17, 9)]
-    maps = [one.transposed() for one in ragged_maps(analyze(SCORE, mask), shape, captured, tile, lengths)]
+    captured, lengths = operands(), [(50, 60), (0, 3), (17, 9)]
+    maps = ragged_maps(analyze(SCORE, mask), 2, captured, tile, sides(lengths))
+    maps = [one.transposed() for one in maps]
     turns = turns_to_device(maps, shape, CPU)
     for b, h in product((0, 2), range(2)):
         expected = classes(mask, Shape(3, 2, *lengths[b]), captured, tile, b, h).T

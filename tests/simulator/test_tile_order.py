@@ -78,8 +78,8 @@ def test_an_order_is_kept_for_its_lengths(monkeypatch: pytest.MonkeyPatch) -> No
     assert order(call) is first and len(made) == 1
     cu[1:3] = torch.tensor([300, 305])
     assert not torch.equal(order(call), first) and len(made) == 2
-    for n in range(2 * order_module.MOST_KEPT):
-        other = cumulative([n, 312 - n])
+    others = [cumulative([n, 312 - n]) for n in range(2 * order_module.MOST_KEPT)]
+    for other in others:
         order(call._replace(lengths=(other, other, None, None)))
     assert len(order._kept) == order_module.MOST_KEPT
     with torch.inference_mode():

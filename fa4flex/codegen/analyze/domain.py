@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
+from fa4flex import contents
 from fa4flex.codegen.analyze.rules import Bounds
 from fa4flex.codegen.evaluate import Captured
 from fa4flex.codegen.expr import Expr, const, substitute, sym, walk
@@ -36,18 +38,54 @@ class Shape:
         return {name: x.lo for name, x in self.ranges().items() if x.lo == x.hi and name not in ("q", "kv")}
 
 
+@dataclass(frozen=True)
+class Ragged(Shape):
+    """Sequences of unknown lengths, up to q_len and kv_len."""
+
+    def ranges(self) -> dict[str, Bounds]:
+        return super().ranges() | {"q_len": Bounds(0, self.q_len), "kv_len": Bounds(0, self.kv_len)}
+
+
 def bind(root: Expr, shape: Shape, captured: Captured) -> Expr:
     """`root` for this problem alone: lengths and captured numbers become constants, and fold."""
-    replacement = {sym(name): const(value) for name, value in shape.values().items()}
-    as_kind = {"bool": bool, "int": int, "float": float}
+    values = shape.values()
+    here = tuple((name, values[name]) for name in sorted(root.free & values.keys()))
+    numbers = tuple((slot, captured.scalars[slot]) for slot in numbers_read(root))
+    return _bound(root, here, numbers, repr(numbers))
+
+
+@lru_cache(maxsize=1024)
+def numbers_read(*roots: Expr) -> tuple[int, ...]:
+    """The slots of the captured numbers that are read under `roots`."""
+    return tuple(sorted({node.value for node in walk(*roots) if node.op == "scalar"}))
+
+
+@lru_cache(maxsize=1024)
+def _bound(
+    root: Expr, values: tuple[tuple[str, int], ...], numbers: tuple[tuple[int, float], ...], exact: str
+) -> Expr:
+    """`exact` tells numbers apart that compare equal: 0.0 from -0.0."""
+    replacement = {sym(name): const(value) for name, value in values}
+    as_kind, by_slot = {"bool": bool, "int": int, "float": float}, dict(numbers)
     for node in walk(root):
         if node.op == "scalar":
-            replacement[node] = const(as_kind[node.kind](captured.scalars[node.value]))
+            replacement[node] = const(as_kind[node.kind](by_slot[node.value]))
     return substitute(root, replacement)
 
 
 def on_host(captured: Captured, *roots: Expr) -> Captured:
     """The tensors that `roots` read, where the analysis runs and without gradients; others as they are."""
-    read = {node.value if node.op == "load" else node.value[0] for node in walk(*roots) if node.op in READS}
-    operands = enumerate(captured.operands)
-    return Captured(tuple(x.detach().cpu() if i in read else x for i, x in operands), captured.scalars)
+    read, operands = slots_read(*roots), enumerate(captured.operands)
+    return Captured(tuple(contents.on_host(x) if i in read else x for i, x in operands), captured.scalars)
+
+
+@lru_cache(maxsize=1024)
+def slots_read(*roots: Expr) -> frozenset[int]:
+    """The slots of the captured tensors that are read under `roots`."""
+    return frozenset(slot_of(node) for node in walk(*roots) if node.op in READS)
+
+
+def slot_of(read: Expr) -> int:
+    """The slot that a load or a search reads."""
+    slot: int = read.value if read.op == "load" else read.value[0]
+    return slot

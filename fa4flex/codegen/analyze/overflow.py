@@ -6,6 +6,7 @@ Device code computes indices in 32 bits where they fit and in 64 where they do n
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import torch
 
@@ -14,7 +15,7 @@ from fa4flex.codegen.analyze.domain import Shape, on_host
 from fa4flex.codegen.analyze.rules import Bounds
 from fa4flex.codegen.analyze.tables import Tables
 from fa4flex.codegen.evaluate import Captured
-from fa4flex.codegen.expr import Expr, walk
+from fa4flex.codegen.expr import Expr, nodes
 from fa4flex.errors import UnsupportedError
 
 _SAFE = 1 << 61
@@ -23,8 +24,15 @@ _SAFE = 1 << 61
 
 def index_ranges(roots: Sequence[Expr], shape: Shape, captured: Captured) -> dict[Expr, tuple[int, int]]:
     """Bounds, as exact Python ints, of every integer node under `roots` over all b, h, q, kv of `shape`."""
-    found = _ranges(roots, shape, Tables(on_host(captured, *roots)))
-    return {node: (int(x.lo), int(x.hi)) for node, x in found.items() if node.kind == "int"}
+    wanted = integers(*roots)
+    found = _ranges(roots, wanted, shape, Tables(on_host(captured, *wanted)))
+    return {node: (int(found[node].lo), int(found[node].hi)) for node in wanted}
+
+
+@lru_cache(maxsize=1024)
+def integers(*roots: Expr) -> tuple[Expr, ...]:
+    """Every integer node under `roots`: what these are computed from decides indices."""
+    return tuple(node for node in nodes(*roots) if node.kind == "int")
 
 
 def overflowing(
@@ -39,7 +47,7 @@ def overflowing(
 def refuse_overflow(roots: Sequence[Expr], shape: Shape, captured: Captured) -> None:
     """Raise UnsupportedError where integer arithmetic of `roots` might not fit in 64 bits."""
     grows = (
-        node for node in walk(*roots) if node.kind == "int" and node.op in ("mul", "shl", "reduce", "to_int")
+        node for node in nodes(*roots) if node.kind == "int" and node.op in ("mul", "shl", "reduce", "to_int")
     )
     if next(grows, None) is None:
         return  # sums of a few indices and lengths cannot get there
@@ -56,9 +64,9 @@ def beyond_int64(root: Expr, shape: Shape, tables: Tables) -> Mapping[Expr, Boun
 
     These are the nodes that may be too large, and all that is computed from them.
     """
-    found = _ranges([root], shape, tables)
+    found = _ranges([root], [root], shape, tables)
     tainted: dict[Expr, Bounds] = {}
-    for node in walk(root):
+    for node in nodes(root):
         x = found.get(node)
         too_large = node.kind == "int" and x is not None and (x.lo < -_SAFE or x.hi > _SAFE)
         if x is not None and (too_large or any(a in tainted for a in node.args)):
@@ -66,13 +74,16 @@ def beyond_int64(root: Expr, shape: Shape, tables: Tables) -> Mapping[Expr, Boun
     return tainted
 
 
-def _ranges(roots: Sequence[Expr], shape: Shape, tables: Tables) -> dict[Expr, Bounds]:
-    nodes = list(walk(*roots))
+def _ranges(
+    roots: Sequence[Expr], wanted: Sequence[Expr], shape: Shape, tables: Tables
+) -> dict[Expr, Bounds]:
+    """Of every node under those `wanted`, which are under `roots`, and perhaps in their loops."""
+    every = nodes(*wanted)
     infinity = torch.tensor(torch.inf, dtype=torch.float64)
     symbols = shape.ranges() | {"score": Bounds(-infinity, infinity, True)}
-    axes = {node.value[1]: Bounds(0, node.value[2] - 1) for node in nodes if node.op == "reduce"}
+    axes = {node.value[1]: Bounds(0, node.value[2] - 1) for node in nodes(*roots) if node.op == "reduce"}
     # A loop bounds its body step by step. What is inside is bounded apart, over all steps at once.
-    outside = [node for node in nodes if not node.free & axes.keys()]
-    inside = [node for node in nodes if node.free & axes.keys()]
+    outside = [node for node in every if not node.free & axes.keys()]
+    inside = [node for node in every if node.free & axes.keys()]
     found = dict(zip(outside, bounds(outside, symbols, tables)))
     return found | dict(zip(inside, bounds(inside, symbols | axes, tables)))

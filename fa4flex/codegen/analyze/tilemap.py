@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -12,6 +11,8 @@ from torch import Tensor
 from fa4flex.codegen.analyze.domain import Shape
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
+TILES_AT_ONCE = 1 << 20
+"""Tiles of whole maps that are turned round in one step."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class TileMap:
     row_ptr  int32 [map_batch * map_heads * rows + 1];  start, stop  int32 [runs];  full  bool [runs]
     map_batch, map_heads are 1 where the mask does not depend on b, on h.
     axis     "q": a row is a tile of queries and runs are over keys; "kv": the other way round.
+    lengths  of a ragged batch, int64 [map_batch] of queries and of keys: `shape` has the longest, and tiles
+             past the ends of a sequence are empty.
     """
 
     shape: Shape
@@ -46,6 +49,7 @@ class TileMap:
     full: Tensor
     proof: Proof = Proof()
     axis: Literal["q", "kv"] = "q"
+    lengths: tuple[Tensor, Tensor] | None = None
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -82,39 +86,40 @@ class TileMap:
 
     def classes(self) -> Tensor:
         """uint8 [map_batch, map_heads, q tiles, kv tiles]: 0 empty, 1 partial, 2 full."""
-        maps = self.map_batch * self.map_heads
-        dense = (
-            torch.stack([self._classes(i) for i in range(maps)])
-            if maps
-            else torch.empty(0, dtype=torch.uint8)
-        )
+        dense = self._classes(0, self.map_batch * self.map_heads)
         dense = dense.reshape(self.map_batch, self.map_heads, self.rows, self.columns)
         return dense if self.axis == "q" else dense.transpose(2, 3)
 
     def transposed(self) -> TileMap:
         """The same tiles by the other axis: for each kv tile, runs of q tiles, as in a backward pass."""
-        builder = RunBuilder(self.columns)
-        for i in range(self.map_batch * self.map_heads):
-            builder.append(self._classes(i).T.contiguous())
+        builder, maps = RunBuilder(), self.map_batch * self.map_heads
+        together = max(TILES_AT_ONCE // (self.rows * self.columns + 1), 1)
+        for i in range(0, maps, together):
+            turned = self._classes(i, min(i + together, maps)).transpose(1, 2)
+            builder.append(turned.flatten(0, 1))
         return replace(self, **builder.finish(self.start.device), axis="kv" if self.axis == "q" else "q")
 
-    def _classes(self, i: int) -> Tensor:
-        """uint8 [rows, columns] of one map: +class where a run starts, -class where it stops, summed up."""
-        pointers = self.row_ptr[i * self.rows : (i + 1) * self.rows + 1].long()
+    def _classes(self, i: int, end: int) -> Tensor:
+        """uint8 [maps, rows, columns] of maps i .. end - 1: +class where a run starts, -class where it stops,
+        summed up."""
+        rows = (end - i) * self.rows
+        pointers = self.row_ptr[i * self.rows : end * self.rows + 1].long()
         first, last = int(pointers[0]), int(pointers[-1])
-        row = torch.repeat_interleave(torch.arange(self.rows, device=pointers.device), pointers.diff())
+        row = torch.repeat_interleave(
+            torch.arange(rows, device=pointers.device), pointers.diff(), output_size=last - first
+        )
         value = self.full[first:last].to(torch.int8) + 1
-        steps = torch.zeros(self.rows, self.columns + 1, dtype=torch.int8, device=pointers.device)
+        steps = torch.zeros(rows, self.columns + 1, dtype=torch.int8, device=pointers.device)
         steps.index_put_((row, self.start[first:last].long()), value, accumulate=True)
         steps.index_put_((row, self.stop[first:last].long()), -value, accumulate=True)
-        return steps.cumsum(1, dtype=torch.int8)[:, :-1].to(torch.uint8)
+        dense = steps.cumsum(1, dtype=torch.int8)[:, :-1].to(torch.uint8)
+        return dense.reshape(end - i, self.rows, self.columns)
 
 
 class RunBuilder:
     """Gathers runs, block of rows after block of rows, in row order."""
 
-    def __init__(self, rows: int) -> None:
-        self.rows = rows
+    def __init__(self) -> None:
         self._lengths: list[Tensor] = []
         self._runs: list[tuple[Tensor, Tensor, Tensor]] = []
 
@@ -134,27 +139,27 @@ class RunBuilder:
         self._lengths.append(torch.bincount(row, minlength=classes.shape[0]))
         self._runs.append((start.to(torch.int32), stop.to(torch.int32), full))
 
-    def append_ranges(self, ends: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
-        """Rows partial from ends[0] to ends[1], full to ends[2], partial to ends[3]; int64 [n] each."""
-        start, stop = torch.stack(ends[:-1], 1), torch.stack(ends[1:], 1)
+    def append_ranges(self, ends: Tensor) -> None:
+        """Of [n, 4], rows partial from ends[:, 0] to [:, 1], full to [:, 2], partial to [:, 3]."""
+        start, stop = ends[:, :-1], ends[:, 1:]
         full = torch.tensor([False, True, False], device=start.device).expand_as(start)
         present = start < stop
         self._lengths.append(present.sum(1))
         self._runs.append((start[present].to(torch.int32), stop[present].to(torch.int32), full[present]))
 
-    def finish(self, device: torch.device | None = None) -> dict[str, Any]:
-        """row_ptr, start, stop and full of all rows."""
+    def finish(
+        self, device: torch.device | None = None, places: Tensor | None = None, rows: int = 0
+    ) -> dict[str, Any]:
+        """row_ptr, start, stop and full of all rows; where `places` are given, those were rows that stand
+        there among `rows`, all others of which are empty."""
         lengths = (
             torch.cat(self._lengths) if self._lengths else torch.zeros(0, dtype=torch.int64, device=device)
         )
+        if places is not None:
+            lengths = torch.zeros(rows, dtype=torch.int64).index_copy(0, places, lengths)
         row_ptr = torch.zeros(len(lengths) + 1, dtype=torch.int32, device=device)
         row_ptr[1:] = lengths.cumsum(0)
         none = (torch.empty(0, dtype=d, device=device) for d in (torch.int32, torch.int32, torch.bool))
         parts = zip(*self._runs, strict=True) if self._runs else ((x,) for x in none)
         start, stop, full = (torch.cat(part) for part in parts)
         return {"row_ptr": row_ptr, "start": start, "stop": stop, "full": full}
-
-
-def maps(map_batch: int, map_heads: int) -> Iterator[tuple[int, int]]:
-    """(b, h) of every map, in the order in which their rows are stored."""
-    return ((b, h) for b in range(map_batch) for h in range(map_heads))

@@ -12,17 +12,18 @@ from dataclasses import replace
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 from fa4flex.codegen.analyze.bounds import bounds
-from fa4flex.codegen.analyze.domain import READS, Shape, bind, on_host
+from fa4flex.codegen.analyze.domain import READS, Ragged, Shape, bind, on_host
 from fa4flex.codegen.analyze.intervals import Intervals, KeyIntervals
 from fa4flex.codegen.analyze.overflow import beyond_int64
 from fa4flex.codegen.analyze.rows import IntervalRows, one_thread
 from fa4flex.codegen.analyze.squares import classify_squares
 from fa4flex.codegen.analyze.tables import Tables
-from fa4flex.codegen.analyze.tilemap import Proof, RunBuilder, TileMap, maps
+from fa4flex.codegen.analyze.tilemap import Proof, RunBuilder, TileMap
 from fa4flex.codegen.evaluate import Captured, PastTheEnd
-from fa4flex.codegen.expr import Expr, loads, walk
+from fa4flex.codegen.expr import Expr, loads, nodes
 
 __all__ = ["Proof", "Shape", "TileMap", "tile_map"]
 
@@ -49,7 +50,7 @@ def tile_map(
 
 @lru_cache(maxsize=1024)
 def _reads_tensors(mask: Expr) -> bool:
-    return any(node.op in READS for node in walk(mask))
+    return any(node.op in READS for node in nodes(mask))
 
 
 def _classified(
@@ -66,27 +67,49 @@ def _classified(
     map_batch = shape.batch if "b" in problem.free else 1
     map_heads = shape.heads if "h" in problem.free else 1
     grid = -(-shape.q_len // tile[0]), -(-shape.kv_len // tile[1])
-    builder = RunBuilder(grid[0])
+    builder = RunBuilder()
     tables = Tables(captured)
     with one_thread():
         missing = "no key intervals known" if keys is None else unmet(keys, shape, tables)
     if keys is not None and not missing:
         with one_thread():
-            rows = IntervalRows(keys, shape, tile, captured)
-            for b, h in maps(map_batch, map_heads):
-                rows.append_to(builder, b, h)
+            IntervalRows(keys, shape, tile, captured).append_to(builder, (map_batch, map_heads))
         proof = Proof(by_intervals=map_batch * map_heads * grid[0] * grid[1])
     else:
         known = beyond_int64(problem, shape, tables)
         squares = classify_squares(problem, (map_batch, map_heads), shape, tile, tables, known, dtype)
-        for classes in squares.classes:
-            builder.append(classes)
+        builder.append(squares.classes.flatten(0, 1))
         proof = squares.proof(missing)
     return TileMap(shape, tile, map_batch, map_heads, **builder.finish(), proof=proof)
 
 
 remembered = lru_cache(maxsize=256)(_classified)
 """Of masks that read lengths and numbers only: the contents of captured tensors may change between calls."""
+
+
+def ragged_tile_map(
+    mask: Expr,
+    keys: KeyIntervals | None,
+    heads: int,
+    captured: Captured,
+    tile: tuple[int, int],
+    lengths: tuple[Tensor, Tensor],
+) -> TileMap | None:
+    """One map with an entry per sequence of a ragged batch, `lengths` being those of queries and of keys,
+    int64 [batch]; None where the key intervals are not known to hold for all of its sequences."""
+    if keys is None or not len(lengths[0]):
+        return None
+    shape = Ragged(len(lengths[0]), heads, *(int(x.max()) for x in lengths))
+    captured = on_host(captured, mask)
+    _refuse_short_tables(mask, shape, captured)
+    with one_thread():
+        if unmet(keys, shape, Tables(captured)):
+            return None
+        builder, maps = RunBuilder(), (shape.batch, heads if "h" in mask.free else 1)
+        rows = maps[0] * maps[1] * -(-shape.q_len // tile[0])
+        places = IntervalRows(keys, shape, tile, captured, lengths).append_to(builder, maps)
+        proof = Proof(by_intervals=rows * -(-shape.kv_len // tile[1]))
+        return TileMap(shape, tile, *maps, **builder.finish(None, places, rows), proof=proof, lengths=lengths)
 
 
 def _refuse_short_tables(mask: Expr, shape: Shape, captured: Captured) -> None:
@@ -109,7 +132,7 @@ def unmet(keys: Intervals, shape: Shape, tables: Tables) -> str:
         bound = bind(x, shape, tables.captured)
         if bounds([bound], shape.ranges(), tables)[0].lo < 0:
             return f"{x} may be negative"
-    for node in walk(*(end for span in keys.spans for end in span)):
+    for node in nodes(*(end for span in keys.spans for end in span)):
         if node.op == "search" and any("q" in lead.free for lead in node.args[1:]):
             return f"{node} searches another table row for each query"
     return ""

@@ -21,10 +21,9 @@ from fa4flex.codegen.kernels.common.lengths import ROW_BLOCK
 from fa4flex.errors import UnsupportedError
 from fa4flex.runtime.cuda.call import NO_LENGTHS, Call
 from fa4flex.runtime.cuda.captured import CapturedSum, separate, sums_of
-from fa4flex.runtime.cuda.choose import ProvedQueries, look, prove_queries, read_queries
+from fa4flex.runtime.cuda.choose import ProvedQueries, look, prove_queries, proving, read_queries
 from fa4flex.runtime.cuda.compile import compile_kernel
 from fa4flex.runtime.cuda.engine import (
-    MOST_READY,
     Engine,
     fixed,
     fixes_of,
@@ -33,7 +32,6 @@ from fa4flex.runtime.cuda.engine import (
     signature_of,
     tma_able,
 )
-from fa4flex.runtime.cuda.identity import Guards, are_those, guards_of
 from fa4flex.runtime.cuda.lengths import check_lengths
 from fa4flex.runtime.cuda.tables import BlockTables, TurnTables, to_device, turns_to_device
 
@@ -64,11 +62,10 @@ class Gradients(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ReadyBackward:
-    """A launch in which only pointers are missing; `guards` are as those of Ready. width: of the tile that
-    holds rows of q; turn_rows: where sums are ordered, how many rows take turns together, else None."""
+    """A launch in which only pointers are missing. width: of the tile that holds rows of q; turn_rows: where
+    sums are ordered, how many rows take turns together, else None."""
 
     launch: Callable[..., None]
-    guards: Guards
     fixes: dict[int, Callable[[Tensor], Tensor]]
     width: int
     turn_rows: int | None
@@ -118,17 +115,19 @@ def run_backward(engine: Engine, call: Call, saved: Saved, needs: Sequence[int] 
     if call.lengths is not NO_LENGTHS:
         check_lengths(call)
     seen = _decisive(engine, call, deterministic)
-    key = (engine.key(call, seen), look(saved.dout), saved.dlse is None, tuple(needs), deterministic)
-    ready = engine.backward.get(key)
-    if key not in engine.backward or not (ready is None or are_those(ready.guards, seen)):
-        while len(engine.backward) >= MOST_READY:
-            engine.backward.pop(next(iter(engine.backward)))
+    key = (engine.key(call), look(saved.dout), saved.dlse is None, tuple(needs), deterministic)
+    ready = engine.backward.get(key, seen, _UNKNOWN)
+    if ready is _UNKNOWN:
         try:
-            with torch.device("cpu"):
-                ready = engine.backward[key] = _make_ready(engine, call, saved, needs, deterministic)
+            with proving():
+                ready = _make_ready(engine, call, saved, needs, deterministic)
         except UnsupportedError:
-            ready = engine.backward[key] = None
+            ready = None
+        engine.backward.keep(key, seen, ready)
     return None if ready is None else ready(call, saved)
+
+
+_UNKNOWN = object()
 
 
 def _decisive(engine: Engine, call: Call, deterministic: bool) -> Sequence[Tensor]:
@@ -164,7 +163,6 @@ def _make_ready(
         tables = (turns_to_device if deterministic else to_device)(maps, call.extents(), call.q.device)
     return ReadyBackward(
         kernel.launch,
-        guards_of(_decisive(engine, call, deterministic)),
         fixes_of(call),
         plan.head_dim,
         plan.config().turn_rows if deterministic else None,

@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fa4flex.codegen.analyze.domain import Shape
-from fa4flex.runtime.cuda.choose import Ragged
+from fa4flex.codegen.analyze.domain import Ragged, Shape
 
 Lengths = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 """cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k."""

@@ -6,23 +6,26 @@ are copied to the host, so this runs once per look of a call and not at each lau
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from fa4flex.codegen.analyze.bounds import bounds
-from fa4flex.codegen.analyze.domain import READS, Shape, on_host
+from fa4flex.codegen.analyze.domain import READS, Ragged, Shape, numbers_read, on_host, slot_of, slots_read
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.analyze.intervals import Intervals
-from fa4flex.codegen.analyze.overflow import overflowing
+from fa4flex.codegen.analyze.overflow import integers, overflowing
 from fa4flex.codegen.analyze.rules import Bounds
 from fa4flex.codegen.analyze.tables import Tables
 from fa4flex.codegen.analyze.tiles import unmet
 from fa4flex.codegen.evaluate import Captured, PastTheEnd
-from fa4flex.codegen.expr import FALSE, INDICES, TRUE, Expr, walk
+from fa4flex.codegen.expr import FALSE, INDICES, TRUE, Expr, nodes
 from fa4flex.runtime.cuda.rows import FEWEST_READS, dependent_reads
 
 if TYPE_CHECKING:
@@ -30,14 +33,6 @@ if TYPE_CHECKING:
 
 MOST_SPANS = 2
 """Key intervals per query row that kernels compute themselves."""
-
-
-@dataclass(frozen=True)
-class Ragged(Shape):
-    """Sequences of unknown lengths, up to q_len and kv_len."""
-
-    def ranges(self) -> dict[str, Bounds]:
-        return super().ranges() | {"q_len": Bounds(0, self.q_len), "kv_len": Bounds(0, self.kv_len)}
 
 
 @dataclass(frozen=True)
@@ -51,26 +46,39 @@ class Proved:
 
 @dataclass(frozen=True)
 class Watched:
-    """Whose contents decide what is proved: operand slots, and whether lengths do as well."""
+    """Whose contents decide what is proved: operand slots, slots of captured numbers, and whether lengths do
+    as well."""
 
     slots: frozenset[int]
+    numbers: tuple[int, ...]
     lengths: bool
+
+    def numbers_of(self, numbers: tuple[int | float, ...]) -> str:
+        """Which tells numbers apart that compare equal: 0.0 from -0.0."""
+        return repr([numbers[slot] for slot in self.numbers])
 
 
 @lru_cache(maxsize=1024)
 def watched(facts: Facts) -> Watched:
     """Masks are proved, and turned into tables, with the contents of what they read, and integers may be
-    indices. Floats that scores alone read are looked up at each launch and decide nothing before it."""
-    slots = {_slot(node) for node in walk(facts.mask) if node.op in READS}
-    slots |= {_slot(node) for node in walk(facts.score) if node.op in READS and node.kind != "float"}
+    indices. Floats of which no integer is made are looked up at each launch and decide nothing before it."""
+    decisive = facts.mask, *integers(facts.score)
     certain = facts.mask is TRUE or (_few(facts.keys) and facts.keys.certain)  # type: ignore[union-attr]
-    return Watched(frozenset(slots), lengths=not certain)
+    return Watched(slots_read(*decisive), numbers_read(*decisive), lengths=not certain)
+
+
+def proving() -> AbstractContextManager[Any]:
+    """Within, tensors are made on the host, where proofs run, whatever torch's default device is.
+
+    The mode that sees to it takes a call of a Python function per operation: only where one is needed.
+    """
+    return contextlib.nullcontext() if torch.empty(0).is_cpu else torch.device("cpu")
 
 
 def prove(facts: Facts, shape: Shape, captured: Captured) -> Proved:
     """Raises PastTheEnd where a batch entry, a head, or a mask's row or key has no element in a tensor."""
     roots = (facts.score, facts.mask, *_ends(facts))
-    tables = Tables(on_host(captured, *roots))
+    tables = Tables(on_host(captured, facts.mask, *integers(facts.score)))
     return Proved(
         _mask_form(facts, shape, tables),
         bool(overflowing(roots, shape, tables.captured)),
@@ -128,16 +136,11 @@ def _ends(facts: Facts) -> tuple[Expr, ...]:
     return tuple(end for span in facts.keys.spans for end in span)
 
 
-def _slot(node: Expr) -> int:
-    slot: int = node.value if node.op == "load" else node.value[0]
-    return slot
-
-
 def _never_past(facts: Facts, shape: Shape) -> dict[Expr, tuple[str, ...]]:
     """By read, the symbols that may not run past its table: masks are asked about every pair, scores about
     allowed ones, and the lengths of ragged sequences are not known."""
-    found: dict[Expr, tuple[str, ...]] = dict.fromkeys(walk(facts.score), ("b", "h"))
-    found |= dict.fromkeys(walk(facts.mask), ("b", "h") if isinstance(shape, Ragged) else INDICES)
+    found: dict[Expr, tuple[str, ...]] = dict.fromkeys(nodes(facts.score), ("b", "h"))
+    found |= dict.fromkeys(nodes(facts.mask), ("b", "h") if isinstance(shape, Ragged) else INDICES)
     return found
 
 
@@ -145,12 +148,12 @@ def _in_range(
     roots: Sequence[Expr], never_past: dict[Expr, tuple[str, ...]], shape: Shape, tables: Tables
 ) -> bool:
     """Whether every index is proved to lie within its captured tensor, without counting from the end."""
-    reads = [node for node in walk(*roots) if node.op in READS]
-    axes = {node.value[1]: Bounds(0, node.value[2] - 1) for node in walk(*roots) if node.op == "reduce"}
+    reads = [node for node in nodes(*roots) if node.op in READS]
+    axes = {node.value[1]: Bounds(0, node.value[2] - 1) for node in nodes(*roots) if node.op == "reduce"}
     symbols = shape.ranges() | axes | {"score": _ANY_SCORE}
     proved = True
     for node in reads:
-        table = tables.captured.operands[_slot(node)]
+        table = tables.captured.operands[slot_of(node)]
         index = node.args if node.op == "load" else node.args[1:]
         for i, found, size in zip(index, bounds(index, symbols, tables), table.shape, strict=False):
             if i.op == "sym" and i.value in never_past.get(node, ()) and found.hi >= size:

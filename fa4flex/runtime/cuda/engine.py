@@ -12,7 +12,7 @@ library writing into the memory, a replayed CUDA graph) is seen by scores, but n
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,15 +24,15 @@ from fa4flex.codegen.analyze.domain import Shape
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.analyze.tiles import TileMap, tile_map
 from fa4flex.codegen.evaluate import Captured
+from fa4flex.contents import Kept, on_host
 from fa4flex.errors import UnsupportedError
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.runtime.cuda import simulated
 from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, Signature
-from fa4flex.runtime.cuda.choose import Proved, look, prove, watched
+from fa4flex.runtime.cuda.choose import Proved, look, prove, proving, watched
 from fa4flex.runtime.cuda.compile import compile_kernel
 from fa4flex.runtime.cuda.counter import counter
-from fa4flex.runtime.cuda.identity import Guards, are_those, guards_of, identities
 from fa4flex.runtime.cuda.lengths import check_lengths
 from fa4flex.runtime.cuda.order import TileOrder
 from fa4flex.runtime.cuda.rows import tabulate
@@ -46,6 +46,9 @@ if TYPE_CHECKING:
 
 MOST_READY = 256
 """Looks of calls remembered per program; the oldest is forgotten first."""
+
+MOST_PROVED = 64
+"""Proofs of one program: one serves forward and backward passes, whatever else their tensors look like."""
 
 ALIGNMENT = 16
 NO_TENSORS: tuple[Tensor, ...] = ()
@@ -62,7 +65,6 @@ Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 class Ready:
     """A launch in which only pointers are missing.
 
-    guards    the watched tensors it was proved with
     fixes     by argument, what makes a tensor as the kernel reads it; most need nothing
     layouts   of out, lse and max_scores; None for what is not computed
     rows      tables of key intervals, which follow the captured tensors
@@ -72,7 +74,6 @@ class Ready:
     """
 
     launch: Callable[..., None]
-    guards: Guards
     fixes: dict[int, Callable[[Tensor], Tensor]]
     layouts: tuple[Layout, Layout | None, Layout | None]
     tables: BlockTables | None
@@ -138,19 +139,17 @@ class Engine:
         """By slot, the kind of each captured number."""
         self.watched = watched(facts)
         self._slots = sorted(self.watched.slots)
-        self._ready: dict[Any, Ready] = {}
-        self.backward: dict[Any, Any] = {}
+        self._ready: Kept[Ready] = Kept(MOST_READY)
+        self.backward: Kept[Any] = Kept(MOST_READY)
         """What runtime/cuda/backward.py keeps: launches by look, None where there is no kernel."""
+        self.proved: Kept[Proved] = Kept(MOST_PROVED)
 
     def find(self, call: Call) -> Ready | None:
         """What was made ready for calls that look like this one."""
         seen = self.watched_tensors(call)
-        ready = self._ready.get(self.key(call, seen))
-        if ready is not None:
-            if not are_those(ready.guards, seen):
-                return None
-            if call.lengths is not NO_LENGTHS:
-                check_lengths(call)
+        ready: Ready | None = self._ready.get(self.key(call), seen)
+        if ready is not None and call.lengths is not NO_LENGTHS:
+            check_lengths(call)
         return ready
 
     def run(self, call: Call) -> Results:
@@ -158,26 +157,21 @@ class Engine:
         ready = self.find(call)
         if ready is None:
             check_lengths(call)
-            with torch.device("cpu"):  # proofs run on the host, whatever torch's default device is
+            with proving():
                 ready = make_ready(self, call)
-            self._remember(call, ready)
+            self._ready.keep(self.key(call), self.watched_tensors(call), ready)
         return ready(call)
 
-    def _remember(self, call: Call, ready: Ready) -> None:
-        seen = self.watched_tensors(call)
-        if any(x.is_inference() for x in seen):
-            return  # torch counts no versions of inference tensors: a change would not be seen
-        while len(self._ready) >= MOST_READY:
-            self._ready.pop(next(iter(self._ready)), None)
-        self._ready[self.key(call, seen)] = ready
+    def watched_operands(self, call: Call) -> list[Tensor]:
+        return [call.operands[slot] for slot in self._slots]
 
-    def watched_tensors(self, call: Call) -> Sequence[Tensor]:
-        found = [call.operands[slot] for slot in self._slots]
+    def watched_tensors(self, call: Call) -> list[Tensor]:
+        found = self.watched_operands(call)
         if self.watched.lengths and call.lengths is not NO_LENGTHS:
             found += [x for x in call.lengths if x is not None]
         return found
 
-    def key(self, call: Call, seen: Sequence[Tensor]) -> Any:
+    def key(self, call: Call) -> Any:
         q, k, v, operands, sinks, lengths, scalars, scale, heads_first, statistics = call
         key: tuple[Any, ...] = (
             q.shape, q.stride(), q.dtype, k.shape, k.stride(), k.dtype, v.shape, v.stride(), v.dtype,
@@ -189,8 +183,6 @@ class Engine:
             key += tuple([look(x) for x in operands])
         if lengths is not NO_LENGTHS:
             key += tuple([look(x) for x in lengths])
-        if seen:
-            key += identities(seen)
         return key if sinks is None else (*key, look(sinks))
 
 
@@ -214,7 +206,9 @@ def settle(engine: Engine, call: Call) -> Settled:
     target = target_of(call.q.device)
     numbers = numbers_of(engine, call)
     shape, captured = call.extents(), Captured(call.operands, numbers)
-    proved = prove(engine.facts, shape, captured)
+    sizes = tuple([(x.shape, x.dtype) for x in call.operands])
+    key, seen = (shape, engine.watched.numbers_of(numbers), sizes), engine.watched_operands(call)
+    proved = engine.proved.made(key, seen, lambda: prove(engine.facts, shape, captured))
     facts, rows = engine.facts, NO_TENSORS
     if proved.mask_form == "spans" and call.lengths is NO_LENGTHS:
         facts, rows = tabulate(facts, shape, captured, call.q.device)
@@ -232,7 +226,6 @@ def make_ready(engine: Engine, call: Call) -> Ready:
     shape = call.extents()
     return Ready(
         kernel.launch,
-        guards_of(engine.watched_tensors(call)),
         fixes_of(call),
         _layouts(call, shape, engine.precision.output_dtype(call.q.dtype)),
         _tables(engine, call, captured, plan.tile) if problem.mask_form == "tables" else None,
@@ -330,16 +323,16 @@ def maps_of(engine: Engine, call: Call, captured: Captured, tile: tuple[int, int
     facts, shape = engine.facts, call.extents()
     if call.lengths is NO_LENGTHS:
         return [tile_map(facts.mask, facts.keys, shape, captured, tile)]
-    queries, keys = (_sequence_lengths(call, side, n) for side, n in ((0, shape.q_len), (1, shape.kv_len)))
-    return ragged_maps(facts, shape, captured, tile, list(zip(queries, keys, strict=True)))
+    lengths = _sequence_lengths(call, 0, shape.q_len), _sequence_lengths(call, 1, shape.kv_len)
+    return ragged_maps(facts, shape.heads, captured, tile, lengths)
 
 
-def _sequence_lengths(call: Call, side: int, length: int) -> Sequence[int]:
-    """The used length of every sequence, copied to the host."""
+def _sequence_lengths(call: Call, side: int, length: int) -> Tensor:
+    """The used length of every sequence on the host, int64 [sequences]."""
     cu, used = call.lengths[side], call.lengths[side + 2]
     if used is not None:
-        return list(map(int, used.tolist()))
-    return [length] * call.q.shape[0] if cu is None else list(map(int, cu.diff().tolist()))
+        return on_host(used).long()
+    return torch.full((call.q.shape[0],), length) if cu is None else on_host(cu).long().diff()
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from fa4flex.contents import Guards, guards_of, hold
 from fa4flex.primitives.varlen import Varlen
-from fa4flex.runtime.cuda.identity import version
 
 if TYPE_CHECKING:
     from fa4flex.runtime.cuda.call import Call
 
 MOST_KNOWN = 1024
-_fitting: dict[int, tuple[weakref.ref[Tensor], int, tuple[int, ...]]] = {}
-"""By id: tensors whose values were found to fit, with their version and the extents they fit."""
+_fitting: dict[int, tuple[Guards, tuple[int, ...]]] = {}
+"""By id: tensors whose values were found to fit, and the extents they fit. Inference tensors as well, though
+torch does not count their changes: to look at them at each call would be to wait for the device."""
 
 
 def check_lengths(call: Call) -> None:
@@ -37,9 +37,9 @@ def check_lengths(call: Call) -> None:
     if len(_fitting) > MOST_KNOWN:
         _fitting.clear()
     for x in unknown:
-        _fitting[id(x)] = weakref.ref(x), version(x), extents
+        _fitting[id(x)] = guards_of([x]), extents
 
 
 def _known(x: Tensor, extents: tuple[int, ...]) -> bool:
     known = _fitting.get(id(x))
-    return known is not None and known[0]() is x and known[1:] == (version(x), extents)
+    return known is not None and known[1] == extents and hold(known[0], [x])

@@ -16,8 +16,8 @@ from torch import Tensor
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.evaluate import Captured, evaluate
 from fa4flex.codegen.expr import walk
+from fa4flex.contents import Kept
 from fa4flex.runtime.cuda.call import Call
-from fa4flex.runtime.cuda.identity import Guards, are_those, guards_of, identities
 from fa4flex.runtime.cuda.simulated import simulating
 
 MOST_KEPT = 16
@@ -43,21 +43,14 @@ class TileOrder:
     facts: Facts
     tile_m: int
     numbers: tuple[int | float, ...]
-    _kept: dict[Any, tuple[Guards, Tensor]] = field(default_factory=dict)
+    _kept: Kept[Tensor] = field(default_factory=lambda: Kept(MOST_KEPT))
 
     def __call__(self, call: Call) -> Tensor:
         lengths = [x for x in call.lengths if x is not None]
-        if any(x.is_inference() for x in lengths) or _capturing(call.q):
-            return self.compute(call)  # changes are not counted; or the memory is a graph's
-        key = _stream(call.q), call.q.shape, call.k.shape, identities(lengths)
-        kept = self._kept.get(key)
-        if kept is not None and are_those(kept[0], lengths):
-            return kept[1]
-        while len(self._kept) >= MOST_KEPT:
-            self._kept.pop(next(iter(self._kept)))
-        found = self.compute(call)
-        self._kept[key] = guards_of(lengths), found
-        return found
+        if _capturing(call.q):
+            return self.compute(call)  # in the graph's memory
+        key = _stream(call.q), call.q.shape, call.k.shape
+        return self._kept.made(key, lengths, lambda: self.compute(call))
 
     @torch.no_grad()
     def compute(self, call: Call) -> Tensor:

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from fa4flex.codegen.analyze.domain import on_host
 from fa4flex.codegen.analyze.facts import Facts
-from fa4flex.codegen.analyze.tiles import Shape, TileMap, tile_map
+from fa4flex.codegen.analyze.tiles import Shape, TileMap, ragged_tile_map, tile_map
 from fa4flex.codegen.evaluate import Captured
+from fa4flex.runtime.cuda.upload import upload
 
 
 class BlockTables(NamedTuple):
@@ -38,15 +39,15 @@ class TurnTables(NamedTuple):
 
 
 def ragged_maps(
-    facts: Facts,
-    shape: Shape,
-    captured: Captured,
-    tile: tuple[int, int],
-    lengths: Sequence[tuple[int, int]],
+    facts: Facts, heads: int, captured: Captured, tile: tuple[int, int], lengths: tuple[Tensor, Tensor]
 ) -> list[TileMap]:
-    """A map per sequence, these being their (q_len, kv_len); `shape` says how many heads there are."""
-    captured = on_host(captured, facts.mask)
-    shapes = (Shape(1, shape.heads, *pair, b=b) for b, pair in enumerate(lengths))
+    """One map with an entry per sequence, or a map per sequence; `lengths` of queries and of keys, int64
+    [sequences]."""
+    together = ragged_tile_map(facts.mask, facts.keys, heads, captured, tile, lengths)
+    if together is not None:
+        return [together]
+    captured, pairs = on_host(captured, facts.mask), zip(*(x.tolist() for x in lengths), strict=True)
+    shapes = (Shape(1, heads, q_len, kv_len, b) for b, (q_len, kv_len) in enumerate(pairs))
     return [tile_map(facts.mask, facts.keys, one, captured, tile) for one in shapes]
 
 
@@ -54,25 +55,26 @@ def to_device(
     maps: Sequence[TileMap], shape: Shape, device: torch.device, least_rows: int = 1
 ) -> BlockTables:
     """Lists of tiles: of one map for the whole batch of `shape`, or of a map per sequence."""
-    parts = (_joined(maps, shape, device, _listed, full, least_rows=least_rows) for full in (False, True))
-    return BlockTables(*(x for part in parts for x in part))
+    parts = (_joined(maps, _listed, full, least_rows=least_rows) for full in (False, True))
+    return BlockTables(*_uploaded([x for part in parts for x in part], shape, device))
 
 
 def turns_to_device(maps: Sequence[TileMap], shape: Shape, device: torch.device) -> TurnTables:
     """Both classes in one list, with ranks, of maps whose rows are tiles of keys."""
-    return TurnTables(*_joined(maps, shape, device, _ordered))
+    return TurnTables(*_uploaded(_joined(maps, _ordered), shape, device))
+
+
+def _uploaded(parts: Sequence[Tensor], shape: Shape, device: torch.device) -> list[Tensor]:
+    """Pointers, which are the parts with several dimensions, for all of the batch and all heads."""
+    there = upload(parts, device)
+    return [x.expand(shape.batch, shape.heads, -1) if x.ndim > 1 else x for x in there]
 
 
 def _joined(
-    maps: Sequence[TileMap],
-    shape: Shape,
-    device: torch.device,
-    make: Callable[..., Any],
-    *given: Any,
-    least_rows: int = 1,
+    maps: Sequence[TileMap], make: Callable[..., Any], *given: Any, least_rows: int = 1
 ) -> list[Tensor]:
-    """Pointers [B, H, rows + 1], and the lists that they point into, of all that `make` finds of each map:
-    (pointers into its own lists, those)."""
+    """Pointers [maps of batch entries, maps of heads, rows + 1], and the lists that they point into, of all
+    that `make` finds of each map: (pointers into its own lists, those)."""
     # Kernels read a row's pointers before they know it exists.
     rows = max(least_rows, *(tiles.rows for tiles in maps))
     pointers, lists, before = [], [], 0
@@ -84,26 +86,38 @@ def _joined(
     # Kernels read an element before they know whether it counts, so there is at least one.
     if before == 0:
         lists.append([torch.zeros(1, dtype=torch.int32) for _ in lists[0]])
-    whole = torch.cat(pointers).to(device).expand(shape.batch, shape.heads, -1)
-    return [whole, *(torch.cat(x).to(device) for x in zip(*lists, strict=True))]
+    return [torch.cat(pointers), *(torch.cat(x) for x in zip(*lists, strict=True))]
 
 
 def _listed(tiles: TileMap, full: bool) -> tuple[Tensor, Tensor]:
     """([map_batch, map_heads, rows + 1] pointers into the list, all tiles of a class in row order)."""
     # Kernels do not look at the end of a run's axis in full tiles, so a last tile that passes it is not one.
-    lengths = tiles.shape.kv_len // tiles.tile[1], tiles.shape.q_len // tiles.tile[0]
-    whole = torch.where(tiles.full, tiles.stop.clamp(max=lengths[tiles.axis == "kv"]), tiles.start)
+    last = _whole(tiles, 1 if tiles.axis == "q" else 0, _rows_of_runs(tiles))
+    whole = torch.where(tiles.full, tiles.stop.minimum(last), tiles.start)
     windows, _, listed = _expand(tiles, *((tiles.start, whole) if full else (whole, tiles.stop)))
     return windows, listed
+
+
+def _rows_of_runs(tiles: TileMap) -> Tensor:
+    rows = tiles.row_ptr.diff()
+    return torch.arange(len(rows)).repeat_interleave(rows, output_size=len(tiles.start))
+
+
+def _whole(tiles: TileMap, axis: int, row: Tensor) -> Tensor:
+    """How many tiles along the queries, 0, or the keys, 1, lie before their end, in the sequences of rows."""
+    if tiles.lengths is None:
+        length = tiles.shape.kv_len if axis else tiles.shape.q_len
+        return torch.tensor(length // tiles.tile[axis], dtype=torch.int32)
+    entry = row // max(tiles.map_heads * tiles.rows, 1)
+    return (tiles.lengths[axis] // tiles.tile[axis])[entry].to(torch.int32)
 
 
 def _ordered(tiles: TileMap) -> tuple[Tensor, Tensor, Tensor]:
     """(pointers, entries, ranks): a map's rows, tiles of keys, add to tiles of queries last row first."""
     windows, run, listed = _expand(tiles, tiles.start, tiles.stop)
-    row = torch.searchsorted(tiles.row_ptr.long(), run, right=True) - 1
-    map, row = row // max(tiles.rows, 1), row % max(tiles.rows, 1)
-    whole = tiles.shape.q_len // tiles.tile[0], tiles.shape.kv_len // tiles.tile[1]
-    partial = ~tiles.full[run] | (listed >= whole[0]) | (row >= whole[1])
+    place = _rows_of_runs(tiles)[run]
+    map, row = place // max(tiles.rows, 1), place % max(tiles.rows, 1)
+    partial = ~tiles.full[run] | (listed >= _whole(tiles, 0, place)) | (row >= _whole(tiles, 1, place))
     place = map * tiles.columns + listed
     order = (place * tiles.rows - row).argsort()
     in_order = place[order]
@@ -121,7 +135,7 @@ def _expand(tiles: TileMap, start: Tensor, stop: Tensor) -> tuple[Tensor, Tensor
     maps = tiles.map_batch, tiles.map_heads
     # The last pointer of a map is the first of the next: windows of rows + 1 that overlap by one.
     windows = rows.unfold(0, tiles.rows + 1, tiles.rows) if tiles.rows else rows.expand(maps[0] * maps[1], 1)
-    run = torch.arange(len(counts)).repeat_interleave(counts)
+    run = torch.arange(len(counts)).repeat_interleave(counts, output_size=int(ends[-1]))
     listed = ((start - ends[:-1])[run] + torch.arange(len(run))).to(torch.int32)
     return windows.unflatten(0, maps), run, listed
 

@@ -1,0 +1,112 @@
+"""What is known of tensors' contents: copies on the host, and whatever was made of them, for as long as torch
+counts no change.
+
+A copy to the host waits for all that a GPU still has to do. So contents are copied once per tensor and
+version, whoever asks, and what follows from them is found again as long as the tensors are the same objects,
+in the same memory, not changed since. Tensors are referred to weakly: nothing here keeps one alive.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+Value = TypeVar("Value")
+
+MOST_BYTES = 256 << 20
+"""Of copies on the host, all together; the oldest are forgotten first."""
+
+
+class Guard(NamedTuple):
+    """A tensor as it was: the object, where its memory was, how often torch had changed it in place; -1 for
+    inference tensors, whose changes torch does not count."""
+
+    tensor: weakref.ref[Tensor]
+    place: int
+    version: int
+
+
+Guards = tuple[Guard, ...]
+
+
+def guards_of(tensors: Iterable[Tensor]) -> Guards:
+    return tuple(
+        [Guard(weakref.ref(x), x.data_ptr(), -1 if x.is_inference() else x._version) for x in tensors]
+    )
+
+
+def hold(guards: Guards, tensors: Sequence[Tensor]) -> bool:
+    """Whether these are the very tensors that the guards were made of, unchanged."""
+    for (tensor, place, version), x in zip(guards, tensors, strict=True):
+        if tensor() is not x or x.data_ptr() != place or (version >= 0 and x._version != version):
+            return False
+    return True
+
+
+class Kept(Generic[Value]):
+    """Values that follow from a key and from tensors as they are now.
+
+    There are at most `most`, and what `weigh` says of them adds up to at most `room`. The oldest are
+    forgotten first, and before them those of tensors that are gone.
+    """
+
+    def __init__(self, most: int, room: int = 0, weigh: Callable[[Value], int] = lambda _: 0) -> None:
+        self._most, self._room, self._weigh = most, room, weigh
+        self._found: dict[Any, tuple[Guards, Value]] = {}
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def get(self, key: Hashable, tensors: Sequence[Tensor], default: Any = None) -> Any:
+        """What was kept for this key and these tensors, else `default`."""
+        found = self._found.get((key, *map(id, tensors)))
+        return found[1] if found is not None and hold(found[0], tensors) else default
+
+    def keep(self, key: Hashable, tensors: Sequence[Tensor], value: Value) -> Value:
+        """The value. It is not kept for inference tensors: a change would not be seen."""
+        if any(x.is_inference() for x in tensors) or self._weigh(value) > self._room:
+            return value
+        known = self._found
+        whole = (key, *map(id, tensors))
+        known.pop(whole, None)  # what the tensors were before a change, and then the youngest comes last
+        for other, (guards, _) in list(known.items()):
+            if any(guard.tensor() is None for guard in guards):
+                known.pop(other, None)
+        known[whole] = guards_of(tensors), value
+        total = sum(self._weigh(x) for _, x in list(known.values())) if self._room else 0
+        for other, (_, old) in list(known.items()):
+            if len(known) <= self._most and total <= self._room:
+                break
+            total -= self._weigh(old)
+            known.pop(other, None)
+        return value
+
+    def made(self, key: Hashable, tensors: Sequence[Tensor], make: Callable[[], Value]) -> Value:
+        """What was kept, or what `make` makes now."""
+        found = self.get(key, tensors, _NOTHING)
+        return self.keep(key, tensors, make()) if found is _NOTHING else found
+
+
+_NOTHING: Any = object()
+
+_copies: Kept[Tensor] = Kept(256, MOST_BYTES, lambda x: x.nbytes)
+
+
+def on_host(x: Tensor) -> Tensor:
+    """x as it is now where the host computes, without gradients; to be read only. One copy per version of a
+    tensor on a device."""
+    if torch.compiler.is_compiling() or not _elsewhere(x):
+        return x.detach().cpu()
+    return _copies.made(None, (x,), lambda: _copied(x))
+
+
+def _elsewhere(x: Tensor) -> bool:
+    return not x.is_cpu
+
+
+def _copied(x: Tensor) -> Tensor:
+    return x.detach().cpu()

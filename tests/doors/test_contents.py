@@ -1,0 +1,241 @@
+"""What is kept of captured tensors' contents: how often they are copied to the host, and that nothing stale
+is launched. Kernels are left out; CPU tensors stand for those of a GPU, and are copied as those are."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from test_gpu_calls import Recorder, call_of
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fa4flex
+from fa4flex import Varlen, contents
+from fa4flex.codegen.plan import SM90A
+from fa4flex.contents import Kept, on_host
+from fa4flex.runtime.cuda import backward as backward_module
+from fa4flex.runtime.cuda import engine as engine_module
+from fa4flex.variants import causal, document, learned_bias, sliding_window, softcap
+
+LENGTH = 300
+
+
+class Copies:
+    """In place of the copy to the host: which tensors were copied."""
+
+    def __init__(self) -> None:
+        self.of: list[Tensor] = []
+        self.made: list[Tensor] = []
+        self.copying = False
+
+    def elsewhere(self, x: Tensor) -> bool:
+        return not any(x is one for one in self.made)
+
+    def copied(self, x: Tensor) -> Tensor:
+        self.of.append(x)
+        self.copying = True
+        self.made.append(x.detach().clone())
+        self.copying = False
+        return self.made[-1]
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Copies]:
+    copies = Copies()
+    monkeypatch.setattr(contents, "_elsewhere", copies.elsewhere)
+    monkeypatch.setattr(contents, "_copied", copies.copied)
+    monkeypatch.setattr(contents, "_copies", Kept(64, contents.MOST_BYTES, lambda x: x.nbytes))
+    yield copies
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
+    """Launches forward and backward, both of a simulated GPU."""
+    recorder = Recorder()
+    for module in (engine_module, backward_module):
+        monkeypatch.setattr(module, "compile_kernel", recorder.compile)
+    monkeypatch.setattr(engine_module, "target_of", lambda device: SM90A)
+    with fa4flex.simulator.device("sm_90a"):
+        yield recorder
+
+
+class Readers(TorchDispatchMode):
+    """Operators that are given memory of one tensor, outside of copies."""
+
+    def __init__(self, x: Tensor, copies: Copies) -> None:
+        super().__init__()
+        self.memory, self.copies = x.untyped_storage().data_ptr(), copies
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        given = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        name = str(function)
+        if not self.copies.copying and "fa4flex" not in name and "detach" not in name:
+            self.names += [name for x in given if x.untyped_storage().data_ptr() == self.memory]
+        return function(*args, **(kwargs or {}))
+
+
+def drawn(batch: int = 2) -> Tensor:
+    """Documents, int32 [batch, LENGTH]."""
+    return torch.randint(0, 9, (batch, LENGTH)).sort(-1).values.to(torch.int32)
+
+
+def step(attn: Any, *captured: Tensor, **options: Any) -> None:
+    shape = (LENGTH, 4, 64) if options else (2, 4, LENGTH, 64)
+    qkv = [torch.randn(shape, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    torch.autograd.grad(attn(*qkv, **options).sum(), (*qkv, *captured))
+
+
+def rows(ids: Tensor, window: int) -> tuple[Tensor, Tensor]:
+    """First key of each row and the one behind its last, by the definition of the mask."""
+    q = torch.arange(LENGTH)
+    near = (q[:, None] >= q) & (q[:, None] - q < window)
+    allowed = near & (ids[:, :, None] == ids[:, None])
+    return allowed.int().argmax(-1), allowed.int().argmax(-1) + allowed.sum(-1)
+
+
+def test_a_change_is_copied_once_for_all_that_capture_it(copies: Copies, recorder: Recorder) -> None:
+    """By two programs, forward and backward; the bias, which changes too, decides nothing."""
+    ids, bias = drawn(), torch.zeros(4, 127, requires_grad=True)
+    programs = [
+        fa4flex.compile(score_mod=learned_bias(bias) >> softcap(9.0), mask=causal & document(ids)),
+        fa4flex.compile(mask=causal & document(ids) & sliding_window(64)),
+    ]
+    for _ in range(3):
+        ids.copy_(drawn())
+        with torch.no_grad():
+            bias.add_(1.0)
+        copies.of.clear()
+        with Readers(ids, copies) as readers:
+            for _ in range(2):
+                step(programs[0], bias)
+                step(programs[1])
+        assert [x is ids for x in copies.of] == [True]
+        assert not readers.names, "the host reads a tensor of the device"
+    assert len(recorder.launches) == 3 * 2 * 2 * 2
+
+
+def test_changed_lengths_are_copied_once(copies: Copies, recorder: Recorder) -> None:
+    attn = fa4flex.compile(mask=causal)
+    for _ in range(2):
+        cu = torch.tensor([0, *sorted(torch.randint(1, LENGTH, (5,)).tolist()), LENGTH], dtype=torch.int32)
+        copies.of.clear()
+        with Readers(cu, copies) as readers:
+            varlen = Varlen(cu)
+            for _ in range(2):
+                step(attn, varlen=varlen)
+        assert [x is cu for x in copies.of] == [True]
+        assert not readers.names, "the host reads a tensor of the device"
+
+
+def test_what_changes_is_seen(copies: Copies, recorder: Recorder) -> None:
+    """In place, through a view of the same memory, as optimisers do it, and by other memory."""
+    memory = drawn(4)
+    ids = memory[1:3]
+    engine, call = call_of(fa4flex.compile(mask=causal & document(ids) & sliding_window(64)))
+
+    def launched() -> tuple[Tensor, Tensor]:
+        engine.run(call)
+        (given, lo, hi) = recorder.launches[-1][12]
+        assert given is ids
+        return lo, hi
+
+    def swapped() -> None:
+        ids.data = drawn()
+
+    changes = (
+        lambda: ids.copy_(drawn()),
+        lambda: memory.copy_(drawn(4)),
+        lambda: memory[2].zero_(),
+        lambda: torch._foreach_add_([ids], 1),
+        swapped,
+    )
+    for change in changes:
+        before = launched()
+        assert launched()[0] is before[0], "unchanged: found again"
+        change()
+        for found, expected in zip(launched(), rows(ids, 64), strict=True):
+            assert torch.equal(found.long(), expected)
+
+
+def test_memory_that_is_used_again_is_another_tensor(copies: Copies, recorder: Recorder) -> None:
+    memory = drawn()
+    engine, call = call_of(fa4flex.compile(mask=causal & document(memory) & sliding_window(64)))
+    numbers: set[int] = set()
+    for count in range(50):
+        if len(numbers) < count:
+            return  # the number of an object was used again as well
+        ids = torch.frombuffer(memory.numpy(), dtype=torch.int32).view(2, LENGTH)
+        ids.numpy()[:] = drawn().numpy()  # torch counts nothing: the tensor is as new as before
+        assert ids._version == 0 and ids.data_ptr() == memory.data_ptr()
+        numbers.add(id(ids))
+        engine.run(call._replace(operands=(ids,)))
+        (_, lo, hi) = recorder.launches[-1][12]
+        for found, expected in zip((lo, hi), rows(ids, 64), strict=True):
+            assert torch.equal(found.long(), expected)
+        recorder.launches.clear()
+        copies.of.clear()
+        del ids
+        gc.collect()
+    pytest.fail("no number was used again: the test shows nothing")
+
+
+def test_inference_tensors_are_looked_at_each_time(copies: Copies, recorder: Recorder) -> None:
+    with torch.inference_mode():
+        ids = drawn()
+        engine, call = call_of(fa4flex.compile(mask=causal & document(ids) & sliding_window(64)))
+        for _ in range(3):
+            ids.copy_(drawn())
+            engine.run(call)
+            (_, lo, hi) = recorder.launches[-1][12]
+            for found, expected in zip((lo, hi), rows(ids, 64), strict=True):
+                assert torch.equal(found.long(), expected)
+
+
+def test_nothing_keeps_a_tensor_alive(copies: Copies, recorder: Recorder) -> None:
+    ids = drawn()
+    engine, call = call_of(fa4flex.compile(mask=causal & document(ids)))
+    engine.run(call)
+    gone = weakref.ref(ids)
+    recorder.launches.clear()
+    copies.of.clear()
+    del ids, call
+    gc.collect()
+    assert gone() is None
+
+
+def test_what_is_kept_is_bounded() -> None:
+    tensors = [torch.zeros(n + 1) for n in range(9)]
+    few: Kept[int] = Kept(3)
+    for n, x in enumerate(tensors):
+        few.keep("n", [x], n)
+    assert len(few) == 3 and [few.get("n", [x]) for x in tensors[-4:]] == [None, 6, 7, 8]
+    assert few.get("m", tensors[-1:]) is None
+    small: Kept[Tensor] = Kept(99, 40, lambda x: x.nbytes)
+    for x in tensors[:5]:
+        small.keep(None, [x], x)  # 4, 8, 12, 16, 20 bytes
+    assert [small.get(None, [x]) is x for x in tensors[:5]] == [False, False, False, True, True]
+    assert small.keep(None, [tensors[0]], torch.zeros(11)).numel() == 11 and len(small) == 2, "too large"
+    del x, tensors[3:]
+    gc.collect()
+    small.keep(None, [tensors[0]], tensors[0])
+    few.keep("n", tensors, 5)
+    assert len(few) == 1, "what belonged to tensors that are gone is forgotten"
+    tensors[1].add_(1)
+    assert few.get("n", tensors, "changed") == "changed"
+
+
+def test_a_copy_serves_until_a_change(copies: Copies) -> None:
+    x = torch.arange(5)
+    first = on_host(x)
+    assert on_host(x) is first and len(copies.of) == 1
+    x.add_(1)
+    assert torch.equal(on_host(x), x) and torch.equal(first, x - 1) and len(copies.of) == 2
+    with torch.inference_mode():
+        y = torch.arange(5)
+        assert on_host(y) is not on_host(y), "torch counts no changes of these"
