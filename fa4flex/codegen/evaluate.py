@@ -210,8 +210,7 @@ def _place(table: Tensor, position: Index) -> Tensor | None:
     None where that does not apply, or an index lies outside [0, size)."""
     if len(position) != table.ndim or not table.is_contiguous():
         return None
-    shapes = [x.shape for x in position if isinstance(x, Tensor)]
-    if not shapes or math.prod(torch.broadcast_shapes(*shapes)) < FEWEST_PLACES:
+    if math.prod([x.numel() for x in position if isinstance(x, Tensor)]) < FEWEST_PLACES:
         return None
     place: Value = 0
     for x, size, step in zip(position, table.shape, table.stride(), strict=True):
@@ -225,6 +224,7 @@ def _place(table: Tensor, position: Index) -> Tensor | None:
 
 
 FEWEST_PLACES = 2048
+"""An estimate from above: indices that depend on one symbol each are as many as their product."""
 
 
 def _refuse_past_the_end(table: Tensor, position: Index) -> None:

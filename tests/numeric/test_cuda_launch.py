@@ -4,6 +4,7 @@ for what is computed."""
 from __future__ import annotations
 
 import time
+import warnings
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from torch import Tensor
 import fa4flex
 from fa4flex import Varlen
 from fa4flex.errors import UnsupportedError
-from fa4flex.variants import alibi, causal, document, sliding_window, softcap
+from fa4flex.runtime.cuda.upload import upload
+from fa4flex.variants import alibi, causal, document, learned_bias, sliding_window, softcap
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [
@@ -106,6 +108,52 @@ def test_captured_tensors_and_updates(default_device: bool) -> None:
             with torch.device("cpu"):
                 there = fa4flex.compile(mask=causal & document(ids.cpu()))
                 close(out, exactly(there, q, k, v))
+
+
+def test_a_changed_table_is_waited_for_once() -> None:
+    """By all programs that capture it and both of their passes; the copies of tables wait for nothing."""
+    ids = torch.zeros(2, 512, dtype=torch.int32, device="cuda")
+    bias = torch.zeros(4, 127, device="cuda", requires_grad=True)
+    first = fa4flex.compile(score_mod=learned_bias(bias) >> softcap(9.0), mask=causal & document(ids))
+    second = fa4flex.compile(mask=causal & document(ids) & sliding_window(64))
+    qkv = [x.requires_grad_() for x in inputs()]
+    weights = torch.randn_like(qkv[0])
+    drawn = [torch.randint(0, 9, (2, 512), dtype=torch.int32).sort(-1).values for _ in range(4)]
+    for x in drawn:
+        ids.copy_(x)
+        torch.cuda.synchronize()
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            for attn in (first, second, first):
+                out = attn(*qkv)
+                gradients = torch.autograd.grad(out, qkv, weights)
+            torch.cuda.set_sync_debug_mode("default")
+        if x is not drawn[0]:  # compiles
+            waits = [str(one.message) for one in found if "synchronizing" in str(one.message)]
+            assert len(waits) == 1, waits
+        there = [y.detach().cpu().double().requires_grad_() for y in (*qkv, bias)]
+        mask = causal & document(x)
+        exact = fa4flex.compile(score_mod=learned_bias(there[3]) >> softcap(9.0), mask=mask)(*there[:3])
+        close(out.detach(), exact.detach())
+        for a, b in zip(
+            gradients, torch.autograd.grad(exact, there[:3], weights.cpu().double()), strict=True
+        ):
+            close(a / float(b.abs().max()), b / float(b.abs().max()))
+
+
+def test_copies_of_tables_wait_for_nothing() -> None:
+    numbers = [torch.arange(n, dtype=torch.int32).view(shape) for n, shape in ((35, (5, 7)), (3, (3,)))]
+    upload(numbers, torch.device("cuda", 0))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(1_000_000_000)
+    start = time.perf_counter()
+    there = upload(numbers, torch.device("cuda", 0))
+    seconds, waits = time.perf_counter() - start, not torch.cuda.current_stream().query()
+    assert waits and seconds < 0.1
+    assert all(
+        torch.equal(x.cpu(), y) and x.data_ptr() % 128 == 0 for x, y in zip(there, numbers, strict=True)
+    )
 
 
 def test_torch_compile_gives_the_same() -> None:

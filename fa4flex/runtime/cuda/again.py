@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 from fa4flex.runtime.cuda.call import NO_LENGTHS, Call
 from fa4flex.runtime.cuda.counter import counter
 from fa4flex.runtime.cuda.engine import ALIGNMENT, Ready, Results
+from fa4flex.runtime.cuda.graphs import hold_if_captured
 
 _empty_like = torch.empty_like
 
@@ -79,6 +80,8 @@ class Again:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Results:
         ready = self.ready
+        if ready.rows or ready.tables is not None:
+            hold_if_captured(q.get_device(), ready)
         out, lse, largest = (_empty_like(q), None, None) if self.allocate is None else self.allocate(q)
         ready.launch(
             q,

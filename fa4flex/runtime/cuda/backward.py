@@ -32,6 +32,7 @@ from fa4flex.runtime.cuda.engine import (
     signature_of,
     tma_able,
 )
+from fa4flex.runtime.cuda.graphs import hold_if_captured
 from fa4flex.runtime.cuda.lengths import check_lengths
 from fa4flex.runtime.cuda.tables import BlockTables, TurnTables, to_device, turns_to_device
 
@@ -92,6 +93,8 @@ class ReadyBackward:
         if self.turn_rows is not None:
             done = q.new_zeros(*of_heads, padded // self.turn_rows, dtype=torch.int32)
             tables, turns = None, (done, *(tables or (None, None, None)))
+        if self.rows or self.tables is not None:
+            hold_if_captured(q.get_device(), self)
         self.launch(
             q, k, v, saved.out, dout, saved.lse, saved.dlse, lse2, delta, dq_sum, dq, dk, dv,
             *lengths, tables, turns, operands + self.rows or None, self.scalars, call.scale,

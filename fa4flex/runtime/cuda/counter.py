@@ -21,8 +21,7 @@ def counter(device: int) -> Tensor:
     """The counter for a launch on the current stream of CUDA device number `device`."""
     if simulating():
         return torch.zeros(2, dtype=torch.int32)
-    assert _current_stream is not None, "counters are for CUDA devices"
-    stream = _current_stream(device)
+    stream = _stream(device)
     # The default stream, 0, cannot be captured. A captured launch has a counter of its own, filled by the
     # graph and in the graph's memory: replays may run beside launches on the stream that was captured.
     if stream and _capturing(device):
@@ -31,6 +30,16 @@ def counter(device: int) -> Tensor:
     if found is None:
         found = _counters[device, stream] = _zeros(device)
     return found
+
+
+def being_captured(device: int) -> bool:
+    """Whether launches on the current stream of CUDA device number `device` become part of a graph."""
+    return _stream(device) != 0 and _capturing(device)
+
+
+def _stream(device: int) -> int:
+    assert _current_stream is not None, "counters are for CUDA devices"
+    return int(_current_stream(device))
 
 
 def _zeros(device: int) -> Tensor:

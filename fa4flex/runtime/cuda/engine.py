@@ -33,6 +33,7 @@ from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, Signature
 from fa4flex.runtime.cuda.choose import Proved, look, prove, proving, watched
 from fa4flex.runtime.cuda.compile import compile_kernel
 from fa4flex.runtime.cuda.counter import counter
+from fa4flex.runtime.cuda.graphs import hold_if_captured
 from fa4flex.runtime.cuda.lengths import check_lengths
 from fa4flex.runtime.cuda.order import TileOrder
 from fa4flex.runtime.cuda.rows import tabulate
@@ -87,6 +88,8 @@ class Ready:
     def __call__(self, call: Call) -> Results:
         q, k, v, operands, sinks, lengths, _, scale, _, _ = call
         out, lse, largest = self.results(q)
+        if self.rows or self.tables is not None:
+            hold_if_captured(q.get_device(), self)
         if self.fixes:
             q, k, v, sinks, lengths, operands = fixed(call, self.fixes)
         self.launch(

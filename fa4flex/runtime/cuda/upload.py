@@ -13,8 +13,11 @@ TOGETHER = 32
 
 
 def upload(parts: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """int32 tensors of the host on `device`, which any stream may read from now on. On a GPU they are one
-    copy, on a stream of its own: waiting for that is not waiting for what else the GPU has to do."""
+    """int32 tensors of the host on `device`, which any stream may read from now on.
+
+    On a GPU they are one copy, on a stream of its own: waiting for that is not waiting for what else the GPU
+    has to do.
+    """
     if device.type != "cuda":
         return [x.contiguous() for x in parts]
     sizes = [-(-x.numel() // TOGETHER) * TOGETHER for x in parts]
@@ -24,7 +27,7 @@ def upload(parts: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     stream = _stream(device)
     with torch.cuda.stream(stream):
         there = staged.to(device, non_blocking=True)
-    stream.synchronize()
+        stream.record_event().synchronize()
     # The memory is the copying stream's: it is not given to the next copy while launches may read it.
     there.record_stream(torch.cuda.current_stream(device))
     return [room[: x.numel()].view(x.shape) for room, x in zip(there.split(sizes), parts, strict=True)]
