@@ -68,7 +68,7 @@ class Prepared:
 
     @cached_property
     def memory(self) -> Remembered:
-        """Captured tensors of calls without gradients on GPUs."""
+        """Captured tensors of calls on GPUs."""
         return Remembered(self.engine.watched.slots)
 
     def scale(self, q: Tensor) -> float:
@@ -136,13 +136,20 @@ def run(
     if swap:
         q, k, v = (x.transpose(1, 2) if x.ndim == 4 else x for x in (q, k, v))
     _check_call(prepared, (q, k, v), varlen)
-    operands = prepared.program.tensors() if call is None else call.operands
+    operands = _operands(prepared, q) if call is None else call.operands
     check_operand_devices(operands, prepared.names, q)
     check_transforms(q, k, v, *operands, prepared.sinks)
     if call is not None:
         return Result(*prepared.engine.run(call))
     result = _operator(prepared, (q, k, v), operands, _lengths(varlen), "max_scores" in statistics)
     return Result(result.out.transpose(1, 2), result.lse, result.max_scores) if swap else result
+
+
+def _operands(prepared: Prepared, q: Tensor) -> tuple[Tensor, ...]:
+    """On a GPU, a mask is proved anew for a tensor that is computed anew."""
+    if (q.is_cuda or simulating()) and not _observed():
+        return prepared.memory.tensors(prepared.program.operands)
+    return prepared.program.tensors()
 
 
 def _lengths(varlen: Varlen | None) -> Lengths:

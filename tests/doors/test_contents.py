@@ -120,6 +120,29 @@ def test_a_change_is_copied_once_for_all_that_capture_it(copies: Copies, recorde
     assert len(recorder.launches) == 3 * 2 * 2 * 2
 
 
+def test_what_a_mask_derives_is_derived_once_per_change(copies: Copies, recorder: Recorder) -> None:
+    """With gradients too, and after a call in inference mode, whose tensors no backward pass may save."""
+    offsets = torch.arange(2 * LENGTH).view(2, LENGTH)
+
+    def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        ids = offsets // 50
+        return ids[b, q_idx] == ids[b, kv_idx]
+
+    attn = fa4flex.compile(mask=mask)
+    with torch.inference_mode():
+        attn(*(torch.randn(2, 4, LENGTH, 64, dtype=torch.bfloat16) for _ in range(3)))
+    for change in (0, 1, 0):
+        offsets.mul_(1 + change)
+        for expected in (1, 0):
+            copies.of.clear()
+            step(attn)
+            assert len(copies.of) == expected
+        _, lo, _ = recorder.launches[-2][12]
+        assert torch.equal(
+            lo[0].long(), (offsets[0][None] // 50 == offsets[0][:, None] // 50).int().argmax(-1)
+        )
+
+
 def test_changed_lengths_are_copied_once(copies: Copies, recorder: Recorder) -> None:
     attn = fa4flex.compile(mask=causal)
     for _ in range(2):

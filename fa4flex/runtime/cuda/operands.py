@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fa4flex.codegen.trace import Operand
 
-State = tuple[tuple[int, int, int], ...]
+State = tuple[bool, tuple[tuple[int, int, int], ...]]
 
 
 class Remembered:
@@ -36,7 +36,8 @@ class Remembered:
             return operand.value()
         if slot not in self._watched and _capturing():
             return operand.value()  # a replay of the graph computes it again
-        state = tuple((id(x), x.data_ptr(), x._version) for x in bases)
+        # What inference mode makes, no later call could save for its backward pass.
+        state = torch.is_inference_mode_enabled(), tuple((id(x), x.data_ptr(), x._version) for x in bases)
         known = self._derived.get(slot)
         if known is None or known[0] != state:
             known = self._derived[slot] = state, operand.value()
