@@ -220,6 +220,16 @@ def test_inference_tensors_are_looked_at_each_time(copies: Copies, recorder: Rec
                 assert torch.equal(found.long(), expected)
 
 
+def test_proofs_run_on_the_host_whatever_the_default_device(copies: Copies, recorder: Recorder) -> None:
+    ids = drawn()
+    engine, call = call_of(fa4flex.compile(mask=causal & document(ids) & sliding_window(64)))
+    with torch.device("meta"):
+        engine.run(call)
+    _, *found = recorder.launches[-1][12]
+    for one, expected in zip(found, rows(ids, 64), strict=True):
+        assert torch.equal(one.long(), expected)
+
+
 def test_nothing_keeps_a_tensor_alive(copies: Copies, recorder: Recorder) -> None:
     ids = drawn()
     engine, call = call_of(fa4flex.compile(mask=causal & document(ids)))
