@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -19,6 +22,22 @@ def leaf(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 def cumulative(lengths: Sequence[int]) -> Tensor:
     """int32 [N + 1]: where each of N sequences of these lengths starts, and where the last one ends."""
     return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
+    """What nobody writes of tensors that are made within is NaN: fresh memory is often zero, which is right
+    for keys that no query sees."""
+    like, empty = torch.empty_like, Tensor.new_empty
+
+    def filled(x: Tensor) -> Tensor:
+        return x.fill_(math.nan) if x.is_floating_point() else x
+
+    with (
+        patch.object(torch, "empty_like", lambda *x, **how: filled(like(*x, **how))),
+        patch.object(Tensor, "new_empty", lambda *x, **how: filled(empty(*x, **how))),
+    ):
+        yield
 
 
 # --- comparing ------------------------------------------------------------------------------------------

@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
 import types
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -325,6 +327,55 @@ def check(
     judge(found, exact, plain(q, k, v, known))
     if not approximate:
         judge_exact_lse(found[1], exact[1])
+
+
+# --- gradients ----------------------------------------------------------------------------------------------
+
+ROUNDING = 2.0**-9
+"""Of bfloat16, relative: what gradients may differ by where plain PyTorch happens to be exact."""
+
+HERE: AbstractContextManager[Any] = contextlib.nullcontext()
+
+
+def gradients(
+    forward: Callable[..., tuple[Tensor, Tensor]],
+    qkv: Sequence[Tensor],
+    upstream: tuple[Tensor, Tensor],
+    within: AbstractContextManager[Any] = HERE,
+) -> list[Tensor]:
+    """Of q, k and v, through the output and the log-sum-exp of rows that see something. within: where the
+    backward pass is made."""
+    inputs = [x.detach().clone().requires_grad_() for x in qkv]
+    out, lse = forward(*inputs)
+    dout, dlse = upstream
+    seen = torch.where(lse.isinf(), 0.0, lse)
+    total = (out * dout.to(out.dtype)).sum() + (seen * dlse.to(lse.dtype)).sum()
+    with within:
+        return list(torch.autograd.grad(total, inputs))
+
+
+def check_gradients(
+    sizes: Sizes, composition: Composition, within: AbstractContextManager[Any] = HERE
+) -> None:
+    """At most twice plain PyTorch's error, in the worst element and in the worst row."""
+    qkv = sizes.qkv()
+    shape = qkv[0].shape[:3]
+    upstream = torch.randn(*shape, sizes.dim_v, dtype=sizes.dtype), torch.randn(shape)
+    attn, known = compiled(**composition), oracle_takes(composition)
+    found = gradients(lambda *x: attn(*x, return_lse=True), qkv, upstream, within)
+    wide = [x.double() for x in qkv]
+    exact = gradients(lambda *x: reference.attention(*x, **known), wide, upstream)
+    judge_gradients(found, exact, gradients(lambda *x: plain(*x, known), qkv, upstream))
+
+
+def judge_gradients(found: Sequence[Tensor], exact: Sequence[Tensor], same: Sequence[Tensor]) -> None:
+    for name, got, true, by_torch in zip(("dq", "dk", "dv"), found, exact, same, strict=True):
+        assert not got.isnan().any(), f"NaN in {name}"
+        largest = true.abs().max().item(), true.norm(dim=-1).max().item()
+        errors, budgets = worst(got, true), worst(by_torch, true)
+        for what, error, budget, size in zip(("element", "row"), errors, budgets, largest, strict=True):
+            limit = max(2 * budget, ROUNDING * size)
+            assert error <= limit, f"{name}: worst {what} off by {error:.3e}, limit {limit:.3e}"
 
 
 # --- packed sequences ---------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ pytest tests/numeric/test_cuda_backward.py -n 8        compiling the kernels tak
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import captured_cases
 import pytest
@@ -14,15 +14,16 @@ from cuda_cases import (
     DEVICE,
     FEW,
     VARIANTS,
-    Composition,
     Draw,
     Sizes,
+    check_gradients,
     compiled,
     cumulative,
+    gradients,
+    judge_gradients,
     oracle_takes,
     plain,
     plain_packed,
-    worst,
 )
 from torch import Tensor
 
@@ -37,8 +38,6 @@ pytestmark = [
 DRAWS = [pytest.param(draws[0], id=name) for name, draws in VARIANTS.items()]
 BY_NAME = [pytest.param(draw, id=name) for name, draw in FEW.items()]
 LENGTHS = [(1, 1), (63, 200), (128, 129), (300, 64)]
-ROUNDING = 2.0**-9
-"""Of bfloat16, relative: what gradients may differ by where plain PyTorch happens to be exact."""
 
 
 @pytest.fixture(autouse=True)
@@ -50,47 +49,13 @@ def on_the_device(seed: int) -> Iterator[None]:
         yield
 
 
-def gradients(
-    forward: Callable[..., tuple[Tensor, Tensor]], qkv: Sequence[Tensor], upstream: tuple[Tensor, Tensor]
-) -> list[Tensor]:
-    """Of q, k and v, through the output and the log-sum-exp of rows that see something."""
-    inputs = [x.detach().clone().requires_grad_() for x in qkv]
-    out, lse = forward(*inputs)
-    dout, dlse = upstream
-    seen = torch.where(lse.isinf(), 0.0, lse)
-    total = (out * dout.to(out.dtype)).sum() + (seen * dlse.to(lse.dtype)).sum()
-    return list(torch.autograd.grad(total, inputs))
-
-
-def check(sizes: Sizes, composition: Composition) -> None:
-    """At most twice plain PyTorch's error, in the worst element and in the worst row."""
-    qkv = sizes.qkv()
-    shape = qkv[0].shape[:3]
-    upstream = torch.randn(*shape, sizes.dim_v, dtype=sizes.dtype), torch.randn(shape)
-    attn, known = compiled(**composition), oracle_takes(composition)
-    found = gradients(lambda *x: attn(*x, return_lse=True), qkv, upstream)
-    wide = [x.double() for x in qkv]
-    exact = gradients(lambda *x: reference.attention(*x, **known), wide, upstream)
-    judge(found, exact, gradients(lambda *x: plain(*x, known), qkv, upstream))
-
-
-def judge(found: Sequence[Tensor], exact: Sequence[Tensor], same: Sequence[Tensor]) -> None:
-    for name, got, true, by_torch in zip(("dq", "dk", "dv"), found, exact, same, strict=True):
-        assert not got.isnan().any(), f"NaN in {name}"
-        largest = true.abs().max().item(), true.norm(dim=-1).max().item()
-        errors, budgets = worst(got, true), worst(by_torch, true)
-        for what, error, budget, size in zip(("element", "row"), errors, budgets, largest, strict=True):
-            limit = max(2 * budget, ROUNDING * size)
-            assert error <= limit, f"{name}: worst {what} off by {error:.3e}, limit {limit:.3e}"
-
-
 @pytest.mark.parametrize("dim", [64, 128], ids=lambda d: f"d{d}")
 @pytest.mark.parametrize("draw", DRAWS)
 def test_variant(draw: Draw, dim: int) -> None:
     if draw.dims is not None and dim != 64:
         pytest.skip("this variant has head dimensions of its own")
     sizes = draw.sizes(Sizes().wide(dim))
-    check(sizes, draw.make(sizes))
+    check_gradients(sizes, draw.make(sizes))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +67,7 @@ def test_widths(draw: Draw, dims: tuple[int, int], monkeypatch: pytest.MonkeyPat
     if DEVICE is not None and DEVICE.type == "cuda":
         monkeypatch.delattr(ops, "_blockwise_backward")
     sizes = draw.sizes(Sizes().wide(*dims))
-    check(sizes, draw.make(sizes))
+    check_gradients(sizes, draw.make(sizes))
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (4, 1), (7, 1), (8, 8)], ids=lambda h: f"{h[0]}-{h[1]}")
@@ -112,7 +77,7 @@ def test_widths(draw: Draw, dims: tuple[int, int], monkeypatch: pytest.MonkeyPat
 def test_heads_and_lengths(heads: tuple[int, int], lengths: tuple[int, int]) -> None:
     draw = VARIANTS["causal"][0]
     sizes = draw.sizes(Sizes(1, *heads, *lengths))
-    check(sizes, draw.make(sizes))
+    check_gradients(sizes, draw.make(sizes))
 
 
 def test_keys_and_values_repeat_bit_for_bit() -> None:
@@ -153,7 +118,7 @@ def test_ordered_sums_repeat_bit_for_bit(name: str) -> None:
     first = gradients(lambda *x: attn(*x, return_lse=True), qkv, upstream)
     wide = [x.double() for x in qkv]
     exact = gradients(lambda *x: reference.attention(*x, **composition), wide, upstream)
-    judge(first, exact, gradients(lambda *x: plain(*x, composition), qkv, upstream))
+    judge_gradients(first, exact, gradients(lambda *x: plain(*x, composition), qkv, upstream))
     for _ in range(1000):
         again = gradients(lambda *x: attn(*x, return_lse=True), qkv, upstream)
         assert all(map(torch.equal, again, first))
@@ -217,7 +182,7 @@ def test_packed(name: str, partly: bool, dim: int) -> None:
     dout[past[0]] = 0
     wide = [x.double() for x in qkv]
     exact = gradients(lambda *x: reference.varlen(x, ranges, **known), wide, (dout, dlse))
-    judge(found, exact, gradients(lambda *x: plain_packed(x, ranges, known), qkv, (dout, dlse)))
+    judge_gradients(found, exact, gradients(lambda *x: plain_packed(x, ranges, known), qkv, (dout, dlse)))
 
 
 @pytest.mark.parametrize("name", RAGGED)
@@ -250,4 +215,4 @@ def test_padded(name: str) -> None:
         lambda *x: reference.varlen(x, ranges, **known), [x.double() for x in flat[:3]], upstream
     )
     same = gradients(lambda *x: plain_packed(x, ranges, known), flat[:3], upstream)
-    judge([x[real[side]] for x, side in zip(rows, SIDES, strict=False)], exact, same)
+    judge_gradients([x[real[side]] for x, side in zip(rows, SIDES, strict=False)], exact, same)

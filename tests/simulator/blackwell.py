@@ -149,12 +149,15 @@ def drawn(draw: Draw, sizes: Sizes, **how: Any) -> Call:
 
 SMALL = Sizes(batch=2, heads=2, kv_heads=1, q_len=200, kv_len=300)
 Maker = Callable[[], Call]
+DRAWS = {"dense": FEW["dense"]} | {
+    f"{name} {i}": x for name, xs in VARIANTS.items() for i, x in enumerate(xs)
+}
+"""Every composition of every variant."""
 
 
 def _variants() -> Iterator[tuple[str, Maker]]:
-    """Every composition of every variant; widths and multiprocessors by turns."""
-    draws = [(f"{name} {i}", draw) for name, found in VARIANTS.items() for i, draw in enumerate(found)]
-    turns = zip([("dense", FEW["dense"]), *draws], itertools.cycle(WIDTHS), itertools.cycle(WORKERS[:3]))
+    """DRAWS; widths and multiprocessors by turns."""
+    turns = zip(DRAWS.items(), itertools.cycle(WIDTHS), itertools.cycle(WORKERS[:3]))
     for (name, draw), width, workers in turns:
         yield name, functools.partial(drawn, draw, SMALL.wide(*width), workers=workers)
     for name, width in itertools.product(("dense", "causal"), WIDTHS):
@@ -175,26 +178,26 @@ APPROXIMATE = [
 
 
 def gym_call(kind: str, name: str, width: tuple[int, int], workers: int) -> Call:
-    x = _gym()[kind, name]
+    x = gym()[kind, name]
     sizes = Sizes(x.B, x.H, x.H, x.q_len, x.kv_len).wide(*width)
     return dense(sizes, {kind: x.fn}, approximate=name in APPROXIMATE, workers=workers)
 
 
 @functools.lru_cache(maxsize=1)
-def _gym() -> dict[tuple[str, str], Any]:
-    from gym import mask_instances, score_instances
-
+def gym() -> dict[tuple[str, str], Any]:
+    """By the argument that takes it and by name, every mod of attention-gym, or none where that is not
+    installed."""
+    try:
+        from gym import mask_instances, score_instances
+    except ImportError:
+        return {}
     kinds = (("mask", mask_instances()), ("score_mod", score_instances(200)))
     return {(kind, x.name): x for kind, found in kinds for x in found}
 
 
 def _of_gym() -> Iterator[tuple[str, Maker]]:
     """Every mask_mod and score_mod of attention-gym."""
-    try:
-        found = list(_gym())
-    except ImportError:
-        return
-    for key, width, workers in zip(found, itertools.cycle(WIDTHS), itertools.cycle(WORKERS[:3])):
+    for key, width, workers in zip(gym(), itertools.cycle(WIDTHS), itertools.cycle(WORKERS[:3])):
         yield f"gym {key[1]}", functools.partial(gym_call, *key, width, workers)
 
 

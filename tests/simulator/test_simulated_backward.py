@@ -9,6 +9,7 @@ from typing import Any
 import captured_cases
 import pytest
 import torch
+from helpers import poisoned
 from torch import Tensor
 
 import fa4flex
@@ -76,7 +77,7 @@ def close(
     qkv = tuple(torch.randn(1, *size).to(dtype) for size in sizes)
     dout, dlse = torch.randn(1, 4, q_len, wide_v).to(dtype), torch.randn(1, 4, q_len)
     attn = fa4flex.compile(**composition)
-    with fa4flex.simulator.device(arch, seed, timing) as gpu:
+    with poisoned(), fa4flex.simulator.device(arch, seed, timing) as gpu:
         got = gradients(attn, qkv, dout, dlse)
     assert len(gpu.results) == 4 and not gpu.findings, f"{where}: {gpu.report()}"
     judge(where, composition, got, (qkv, dout, dlse))

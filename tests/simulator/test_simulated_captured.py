@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from captured_cases import CASES, Grid, gradients, judge, measured
+from torch import Tensor
 
 import fa4flex
 from fa4flex.runtime.cuda.captured import CapturedSum
@@ -30,9 +31,14 @@ Width = int | tuple[int, int]
 
 
 def close(name: str, grid: Grid, width: Width, arch: str) -> None:
+    right(name, *CASES[name](grid), grid, width, arch)
+
+
+def right(
+    name: str, composition: dict[str, Any], leaves: list[Tensor], grid: Grid, width: Width, arch: str
+) -> None:
     timing, seed = random.choice([("eager", 0), ("late", 1), ("random", random.randrange(99))])
     where = f"{name}, {grid}, width {width}, {arch}, {timing} {seed}"
-    composition, leaves = CASES[name](grid)
     d, dv = width if isinstance(width, tuple) else (width, width)
     keys = grid.heads // 2, grid.kv_len
     sizes = ((grid.heads, grid.q_len, d), (*keys, d), (*keys, dv))

@@ -1,0 +1,91 @@
+"""Gradients of every variant and of every mod of attention-gym on a simulated B200, by one CTA and by pairs:
+right, and nothing found. What they start from, out and lse, is the CPU executor's; test_blackwell_forward.py
+has those of kernels.
+
+A run takes a random sample; `-m exhaustive` takes all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import cycle
+from unittest.mock import patch
+
+import pytest
+import torch
+from blackwell import DRAWS, SMALL, TIMINGS, gym
+from captured_cases import Grid
+from helpers import poisoned
+from numeric import cuda_cases
+from numeric.cuda_cases import Composition, Sizes, check_gradients
+from pairs import in_pairs
+from test_simulated_captured import right
+
+import fa4flex
+
+Width = tuple[int, int]
+WIDTHS: tuple[Width, ...] = ((64, 64), (128, 128), (96, 96), (64, 128), (40, 72))
+EVERY = dict(zip((*DRAWS, *gym()), cycle(WIDTHS)))
+"""Widths by turns, of a variant by its name and of a mod by its kind and name. One variant has its own."""
+
+LEARNED = [key for key, x in gym().items() if x.differentiable]
+
+
+def made(key: str | tuple[str, str], width: Width) -> tuple[Sizes, Composition]:
+    if isinstance(key, tuple):
+        x = gym()[key]
+        return Sizes(x.B, x.H, x.H, x.q_len, x.kv_len).wide(*width), {key[0]: x.fn}
+    draw = DRAWS[key]
+    small = SMALL if draw.q_len is None else replace(SMALL, batch=1)
+    with patch.object(cuda_cases, "DEVICE", torch.device("cpu")):
+        sizes = draw.sizes(small.wide(*width))
+        return sizes, draw.make(sizes)
+
+
+@contextlib.contextmanager
+def launched(timing: str, seed: int, clusters: list[int]) -> Iterator[None]:
+    """Within, gradients are made by kernels in clusters of so many CTAs."""
+    by = in_pairs() if 2 in clusters else contextlib.nullcontext()
+    with by, poisoned(), fa4flex.simulator.device("sm_100a", seed, timing) as gpu:
+        yield
+    assert not gpu.findings, gpu.report()
+    assert [found.shape.cluster[0] for found in gpu.results] == clusters
+
+
+def check(key: str | tuple[str, str], width: Width, ctas: int = 1) -> None:
+    """What a failure says repeats it, with its seed. No pair has heads wider than 128."""
+    sizes, composition = made(key, width)
+    timing, seed = random.choice(TIMINGS)
+    print(f"{key}, {sizes.dim} and {sizes.dim_v} wide, {ctas} CTAs: {timing} {seed}")
+    clusters = [1, ctas, 1] if ctas == 1 or sizes.dim <= 128 else []
+    check_gradients(sizes, composition, launched(timing, seed, clusters))
+
+
+@pytest.mark.parametrize("ctas", [1, 2])
+def test_some(ctas: int) -> None:
+    key = random.choice([key for key in EVERY if key not in LEARNED])
+    check(key, random.choice(WIDTHS), ctas)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("key", [key for key in EVERY if key not in LEARNED], ids=str)
+@pytest.mark.parametrize("ctas", [1, 2])
+def test_every(key: str | tuple[str, str], ctas: int) -> None:
+    check(key, EVERY[key], ctas)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("key", LEARNED, ids=str)
+def test_learned_tables(key: tuple[str, str]) -> None:
+    """Their gradients, too, which pairs of CTAs do not add up."""
+    x = gym()[key]
+    grid = Grid(x.B, x.H, x.q_len, x.kv_len)
+    right(x.name, {key[0]: x.fn}, list(x.differentiable), grid, random.choice((64, 128)), "sm_100a")
+
+
+def test_nothing_is_left_out() -> None:
+    assert {name.rsplit(" ", 1)[0] for name in DRAWS} >= set(cuda_cases.VARIANTS) and len(DRAWS) > 40
+    assert not gym() or (len(gym()) == 41 and len(LEARNED) == 4)
