@@ -79,6 +79,9 @@ EXCHANGE = """
     xor.b32 %r5, %r4, 128;
     ld.shared.b32 %r6, [%r5];
 """
+CLUSTER = EXCHANGE.replace(
+    "bar.sync 0;", "barrier.cluster.arrive.aligned;\n    barrier.cluster.wait.aligned;"
+)
 STORE = """
     st.shared.b32 [%r4], %r1;
     fence.proxy.async.shared::cta;
@@ -149,6 +152,14 @@ BLACKWELL = "sm_100a"
 FAULTS = (
     Fault("no bar.sync", kinds("race", "uninitialised"), EXCHANGE, "    bar.sync 0;\n", at="ld.shared"),
     Fault("other count", kinds("barrier"), EXCHANGE, "bar.sync 0;", "@%p2 bar.sync 0;\n bar.sync 0, 96;"),
+    Fault(
+        "nobody came",
+        kinds("barrier"),
+        CLUSTER,
+        "    barrier.cluster.arrive.aligned;\n",
+        says="waits for its cluster without having arrived",
+        at="barrier.cluster.wait",
+    ),
     Fault("nobody wrote", kinds("uninitialised"), EXCHANGE, "[%r4], %r1;", "[%r4+512], %r1;", at="ld.shared"),
     Fault("outside", kinds("out of bounds"), EXCHANGE, "[%r4],", "[%r4+4096],", "CTA 0", "st.shared"),
     Fault("askew", kinds("misaligned"), EXCHANGE, "[%r4],", "[%r4+2],", "CTA 0", "st.shared"),

@@ -14,6 +14,7 @@ from fa4flex.simulator.ptx.nodes import Instruction
 from fa4flex.simulator.state.barriers import Meeting
 from fa4flex.simulator.state.cta import Warp
 from fa4flex.simulator.state.registers import LANES, Mask
+from fa4flex.simulator.watch.findings import Fault, Finding
 
 
 @translates("bar", "barrier")
@@ -63,7 +64,8 @@ def cluster_wait(instruction: Instruction) -> Act:
         if warp.ticket is None:
             warp.ticket, warp.cluster_ticket = warp.cluster_ticket, None
             if warp.ticket is None:
-                raise Unmodelled(instruction, "a wait for the cluster without having arrived")
+                text = f"{warp} waits for its cluster without having arrived"
+                raise Fault(Finding("barrier", text, instruction))
         return _stay(warp, instruction.line)
 
     return Act(run)
