@@ -60,6 +60,28 @@ def test_reading_before_the_barrier_is_a_race() -> None:
     assert "race" in {finding.kind for finding in run(body)[0].findings}
 
 
+FENCE = "    fence.proxy.async.shared::cta;\n"
+OUT = f"""
+    @!%p1 bra END;
+{FENCE}    cp.async.bulk.global.shared::cta.bulk_group [%rd1], [%r3], 256;
+    cp.async.bulk.commit_group;
+    cp.async.bulk.wait_group.read 0;
+END:
+"""
+
+
+@pytest.mark.parametrize("timing", TIMINGS)
+def test_tma_reads_what_was_stored_after_a_proxy_fence(timing: str) -> None:
+    """Of one who has waited: when the stores are issued, they are not there yet."""
+    waited = ASYNC.replace("BODY", STORE).partition("    ld.shared")[0]
+    result, out = run(waited + OUT, timing=timing)
+    assert not result.findings and (out.numpy() == THREADS).all()
+    unfenced = OUT.replace(FENCE, "")
+    for body in (waited + unfenced, waited.replace("WAIT:", f"{FENCE}WAIT:") + unfenced):
+        found = {finding.kind for finding in run(body, timing=timing)[0].findings}
+        assert found == {"missing proxy fence"}
+
+
 @pytest.mark.parametrize(
     ("right", "wrong", "kind"),
     [

@@ -46,13 +46,15 @@ class Errand:
         return cls(number, clock, agent, epoch)
 
     @classmethod
-    def alone(cls, warp: Warp, who: str, instruction: Instruction, reduces: bool = False) -> Errand:
+    def alone(
+        cls, warp: Warp, who: str, instruction: Instruction, reduces: bool = False, proxy: str = ASYNC
+    ) -> Errand:
         """One that is waited for by itself, at an mbarrier."""
         order = warp.cta.cluster.order
         agent, load = order.agent(LOADS), order.loads
         order.loads += 1
         clock = order.release(warp.agent)
-        number = order.add(Access(agent, 0, ASYNC, who, instruction, load, reduces))
+        number = order.add(Access(agent, 0, proxy, who, instruction, load, reduces))
         return cls(number, clock, agent, 0, load)
 
     def reads(self, cta: Cta, start: int, size: int) -> None:

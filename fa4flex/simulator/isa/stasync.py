@@ -2,7 +2,8 @@
 "st.async", "red.async").
 
 Lanes that signal the same mbarrier are one operation. What it writes is known to be over by those who wait
-for the barrier's phase. Both work in the generic proxy: the barrier needs no proxy fence.
+for the barrier's phase. Both work in the generic proxy: the barrier needs no proxy fence, but what TMA and
+tensor cores read does, by one who has waited.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from fa4flex.simulator.state.memory import BadAccess
 from fa4flex.simulator.state.registers import Mask
 from fa4flex.simulator.units.reduction import DTYPES, reduce
 from fa4flex.simulator.watch.findings import Fault, Finding
+from fa4flex.simulator.watch.order import GENERIC
 
 Values = NDArray[Any]
 Store = Callable[[Cta, Values, Values], None]
@@ -111,7 +113,8 @@ def _operation(instruction: Instruction, sources: list[Read], store: Store, redu
             must_know_init(access, warp, barrier)
             cta, _ = cta_and_offset(access, warp, address)
             offsets = _offsets(access, warp, target(warp)[lanes], cta)
-            errand = Errand.alone(warp, f"a {instruction.name}.async of {warp}", instruction, reduces)
+            who = f"a {instruction.name}.async of {warp}"
+            errand = Errand.alone(warp, who, instruction, reduces, GENERIC)
             _start(warp, errand, barrier, (cta, offsets, values[lanes]), store, instruction)
 
     return Act(run)

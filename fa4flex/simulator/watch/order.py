@@ -19,7 +19,8 @@ Describe = Callable[[int], str]
 
 @dataclass(frozen=True)
 class Access:
-    """`agent` did it in its `epoch`; a TMA load is named by its bit `load` instead. `who` is for people."""
+    """`agent` did it in its `epoch`; what is waited for by itself, such as a TMA load, is named by its bit
+    `load` instead. `who` is for people."""
 
     agent: int
     epoch: int
@@ -136,7 +137,11 @@ class Order:
     def visible(self, number: int, clock: Clock) -> bool:
         """Whether a generic write has passed a proxy fence on its way to an asynchronous operation."""
         access = self.accesses[number]
-        return access.proxy != GENERIC or bool(clock.fenced[access.agent] >= access.epoch)
+        if access.proxy != GENERIC:
+            return True
+        if access.load >= 0:
+            return bool(clock.fenced_loads >> access.load & 1)
+        return bool(clock.fenced[access.agent] >= access.epoch)
 
     def report(self, kind: str, text: str, now: int, before: int | None = None) -> None:
         """A finding about access `now`, and the earlier one it conflicts with."""
