@@ -107,42 +107,55 @@ def main_kernel(masked: bool, ctas: int = 1, dim: int = DIM) -> Own:
     return Own(launch, tensors, results, tuple(x.clone() for x in results))  # type: ignore[arg-type]
 
 
-IMPLIED = ("fence.mbarrier_init",)
-"""What some of the mutants that are not noticed lack."""
-
 KERNELS = pytest.mark.parametrize("masked", [False, True], ids=["dense", "causal"])
+
+
+def implied(mutant: Mutant, ctas: int) -> bool:
+    """Whether what it lacks is known not to matter. Of the fences after the initialisation of barriers, any
+    one will do. In a pair, the warp that waits for dS has a fence for what the other CTA sends, which covers
+    what threads of its own CTA wrote before theirs; and no CTA frees tensor memory before the other one has
+    read its own, without which a plan is refused, but here each frees its own."""
+    body, opcode = mutant.program.kernel.body, mutant.instruction.opcode
+    if ctas == 1 or opcode.startswith("fence.mbarrier_init"):
+        return opcode.startswith("fence.mbarrier_init")
+    told = ("mbarrier", "tcgen05")
+    later = next((x.opcode for x in body[mutant.index + 1 :] if x.opcode.startswith(told)), "")
+    if opcode.startswith("fence.proxy.async"):
+        return later.startswith("mbarrier.arrive.shared.b64")
+    return opcode.startswith("mbarrier.try_wait") and later.startswith("tcgen05.dealloc")
+
+
+def some(ctas: int, masked: bool, count: int, dim: int = DIM) -> None:
+    own = main_kernel(masked, ctas, dim)
+    for mutant in random.sample([m for m in own.that_matter() if not implied(m, ctas)], count):
+        assert own.noticed(mutant), mutant
 
 
 @KERNELS
 def test_some(masked: bool) -> None:
-    some(main_kernel(masked), 6)
+    some(1, masked, 6)
 
 
 def test_some_of_wide_heads() -> None:
-    some(main_kernel(random.random() < 0.5, dim=WIDE), 3)
+    some(1, random.random() < 0.5, 3, WIDE)
 
 
 @pytest.mark.exhaustive
-def test_some_of_a_pair() -> None:
-    """Fences aside: whoever waits for dS has one of its own, for what the other CTA sends, and it covers what
-    this one's threads write after theirs."""
-    some(main_kernel(False, ctas=2), 2, ("fence.proxy.async",))
-
-
-def some(own: Own, count: int, besides: tuple[str, ...] = ()) -> None:
-    tried = [m for m in own.that_matter() if not m.instruction.opcode.startswith((*IMPLIED, *besides))]
-    for mutant in random.sample(tried, count):
-        assert own.noticed(mutant), mutant
+@KERNELS
+def test_some_of_a_pair(masked: bool) -> None:
+    some(2, masked, 2)
 
 
 @pytest.mark.exhaustive
 @KERNELS
 @pytest.mark.parametrize(("ctas", "dim"), [(1, DIM), (2, DIM), (1, WIDE)])
 def test_all(masked: bool, ctas: int, dim: int) -> None:
+    """Every mutant that can matter is noticed but for 2 of about 85, and 5 of about 120 of a pair."""
     own = main_kernel(masked, ctas, dim)
     tried = own.that_matter()
     left = [mutant for mutant in tried if not own.noticed(mutant)]
     for mutant in left:
         print("not noticed:", mutant)
+        assert dim == WIDE or implied(mutant, ctas), mutant
     print(len(left), "of", len(tried))
     assert len(tried) >= 50 and len(left) <= 0.05 * len(tried)
