@@ -543,5 +543,9 @@ def test_planning_loads_neither_torch_nor_cutlass() -> None:
 
 
 def test_mask_forms_are_all_planned() -> None:
-    assert set(get_args(MaskForm)) == {options.get("mask_form", "none") for _, options in VARIANTS.values()}
+    """That of backward passes aside."""
+    given = {options.get("mask_form", "none") for _, options in VARIANTS.values()}
+    assert set(get_args(MaskForm)) == given | {"queries"}
+    with pytest.raises(InputError, match="in a forward pass"):
+        plan_forward(Facts(SCORE, TRUE), Problem(64, 64, mask_form="queries"))
     assert plan_forward(Facts(SCORE, TRUE), Problem(64, 64, mask_form="spans")).order == "linear"

@@ -120,6 +120,12 @@ def _require_consistent(facts: Facts, problem: Problem) -> None:
         raise InputError(
             'mask_form="none" with a mask', "a mask that is true everywhere", 'use "spans" or "tables"'
         )
+    if problem.mask_form == "queries":
+        raise InputError(
+            'mask_form="queries" in a forward pass',
+            "tiles of queries that visit keys",
+            'use "spans" or "tables"',
+        )
     if problem.mask_form == "spans":
         if facts.keys is None:
             raise InputError(
