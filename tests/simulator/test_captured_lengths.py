@@ -100,7 +100,7 @@ def close(arch: str, name: str, kind: str, width: Width, deterministic: bool) ->
 
     exact, budgets = errors(*clean)
     if table.numel() <= captured_cases.FEW:  # errors of few sums may cancel in one draw
-        draws = [[torch.randn_like(x) for x in (*clean[0], dout)] for _ in range(5)]
+        draws = [[torch.randn_like(x) for x in (*clean[0], dout)] for _ in range(15)]
         budgets[3] = max(budgets[3], *(errors(drawn[:3], drawn[3])[1][3] for drawn in draws))
     captured_cases.judge(where, got, exact, budgets)
 
