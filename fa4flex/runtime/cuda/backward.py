@@ -106,7 +106,7 @@ class ReadyBackward:
             # that are none, or see nothing, lse2 is inf.
             share = (sinks.float()[:, None] * math.log2(math.e) - lse2).exp2()
             found = (share * delta).sum(-1 if call.packed else (0, 2))
-            dsinks = -found.to(call.sinks.dtype)  # type: ignore[union-attr]
+            dsinks = found.to(call.sinks.dtype)  # type: ignore[union-attr]
         captured = tuple(one.result(x, call.operands) for one, x in zip(self.sums, sums, strict=True))
         return Gradients(dq, dk, dv, dsinks, captured)
 

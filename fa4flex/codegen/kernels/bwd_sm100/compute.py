@@ -283,8 +283,8 @@ class Compute:
     def gradients(self, ds: cute.Tensor, deltas: cute.Tensor, weights: cute.Tensor, kind: Any) -> None:
         """A fragment's dP becomes its dS."""
         for c in range(0, FRAGMENT, 2):
-            less = cute.arch.sub_packed_f32x2((ds[c], ds[c + 1]), (deltas[c], deltas[c + 1]))
-            ds[c], ds[c + 1] = cute.arch.mul_packed_f32x2(self.weight_pair(weights, c, kind), less)
+            moved = cute.arch.add_packed_f32x2((ds[c], ds[c + 1]), (deltas[c], deltas[c + 1]))
+            ds[c], ds[c + 1] = cute.arch.mul_packed_f32x2(self.weight_pair(weights, c, kind), moved)
 
     def weight_pair(self, weights: cute.Tensor, c: int, kind: Any) -> tuple[Float32, Float32]:
         """Two neighbours of `weights`."""

@@ -40,16 +40,14 @@ from fa4flex.codegen.kernels.common.backward import (
 )
 from fa4flex.codegen.kernels.common.fragment import (
     as_operand,
-    computed_once,
     multiply,
     narrow,
-    numbers,
     rows_and_columns,
     widened,
 )
 from fa4flex.codegen.kernels.common.hooks import Hooks
 from fa4flex.codegen.kernels.common.shares import Collector, sums_of, targets
-from fa4flex.codegen.kernels.common.transfer import release, stage_by_fours
+from fa4flex.codegen.kernels.common.transfer import read_pair, release, stage_by_fours
 from fa4flex.codegen.kernels.common.transposed import Slab, Slopes
 
 PART = 16
@@ -396,13 +394,17 @@ class Consumer:
         narrow(source, narrowed)
 
     def begin_dprob(self, dprob: cute.Tensor, deltas: cute.Tensor, lane: Int32) -> None:
-        """The product for dP' starts from -delta: read later, deltas would take registers of their own, and
-        wait behind the products' operands, and exponentials behind them."""
+        """The product for dP' starts from delta: read later, deltas would take registers of their own, and
+        wait behind the products' operands, and exponentials behind them.
+
+        Each of a thread's keys has its own read, so that nothing is to be computed before the product for S'.
+        A copy for the second one would be made by the assembler between the products, which it waits for.
+        """
         grid = rows_and_columns(dprob)
-        for c, delta in enumerate(numbers(self.statistics(deltas, lane, 0, self.config.queries // 4))):
-            grid[0, c] = -delta
-            # What keys share is copied here, or the assembler does it between the products, and waits.
-            grid[1, c] = computed_once(-delta)
+        pairs = cute.logical_divide(deltas, cute.make_layout(2))
+        for c in range(0, self.config.queries // 4, 2):
+            for r in range(2):
+                grid[r, c], grid[r, c + 1] = read_pair(pairs[None, 2 * c + lane % 4])
 
     def score_gradients(self, dprob: cute.Tensor, weights: cute.Tensor) -> None:
         """dP' less its rows' sums becomes dS'. P' comes from 16 bits, as dV's product has it: in 32 it would

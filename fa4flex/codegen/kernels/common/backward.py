@@ -36,8 +36,9 @@ class Turns(NamedTuple):
 
 class BackwardArguments(NamedTuple):
     """q, dout, k, v, dk, dv [B, S, H, D], or packed [T, H, D]; any strides whose last is 1.
-    lse2, delta float32 [B, H, R], R being S padded to ROW_BLOCK: log-sum-exp in log2 units, and the sum of
-    out * dout less the gradient of the log-sum-exp; rows past the end, and rows without keys, have lse2 inf.
+    lse2, delta float32 [B, H, R], R being S padded to ROW_BLOCK: log-sum-exp in log2 units, and the gradient
+    of the log-sum-exp less the sum of out * dout, which dP is added to; rows past the end, and rows without
+    keys, have lse2 inf.
     dq_sum float32 [B, H, R * head_dim], zero at first: dQ / scale by tiles of tile_m rows, each in its
     kernel's own order. Packed, these three are [H, R]: rows of a sequence begin at `first_row` of it.
     scale_log2: scale * log2(e); each use of a product would compute it anew.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from cutlass import Int32, Int64, cute, pipeline
+from cutlass import Float32, Int32, Int64, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
 
@@ -70,6 +70,15 @@ def stage_by_fours(part: cute.Tensor, staged: cute.Tensor, lane: Int32, lanes: i
         four = cute.make_tensor(part.iterator + 4 * j, cute.make_layout(4))
         cute.autovec_copy(four, fours[None, j * lanes + lane])
     cute.arch.fence_proxy("async.shared", space="cta")
+
+
+def read_pair(two: cute.Tensor) -> tuple[Float32, Float32]:
+    """Two float32 of shared memory, read here, and again where that is said again."""
+    return cute.arch.inline_ptx(
+        "ld.shared.v2.f32 {{$w0}, {$w1}}, [{$r0}];",
+        write_only_types=[Float32, Float32],
+        read_only_args=[two.iterator.toint()],
+    )
 
 
 def add_bulk(source: cute.Tensor, target: cute.Pointer, count: int) -> None:

@@ -1,7 +1,8 @@
 """Before a backward pass: what its main kernel needs of every row.
 
-delta = rowsum(dO * O) - dLSE: with it dS = P * (dP - delta), since dO . O = sum over keys of P dP
-(FlashAttention-2, Dao 2023, section 3.1; the last term is the gradient of the log-sum-exp).
+delta = dLSE - rowsum(dO * O): with it dS = P * (dP + delta), since dO . O = sum over keys of P dP
+(FlashAttention-2, Dao 2023, section 3.1; the first term is the gradient of the log-sum-exp). With this sign a
+sum may start from it as it is.
 """
 
 from __future__ import annotations
@@ -66,8 +67,9 @@ class Statistics:
         if lane == 0 and row < arguments.delta.shape[-1]:
             lse2 = Float32.inf
             if q < q_len:
+                total = -total
                 if const_expr(arguments.dlse is not None):
-                    total = total - _of(arguments.dlse, b, h)[first + q]
+                    total = total + _of(arguments.dlse, b, h)[first + q]
                 lse = lses[first + q]
                 # A row without keys has probabilities 0 whatever its scores are.
                 lse2 = select_(lse == -Float32.inf, Float32.inf, lse * LOG2_E)
