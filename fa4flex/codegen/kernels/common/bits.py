@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Boolean, Int32
+from cutlass import Boolean, Int32, Uint32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
@@ -68,6 +68,14 @@ def _low_bits(count: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
 def ones(count: Int32, most: int = RUN) -> Int32:
     """`count` ones, between none and `most`."""
     return (Int32(1) << cutlass.max(cutlass.min(count, Int32(most)), Int32(0))) - 1
+
+
+def shifted(word: Int32, after: Int32, count: int) -> Int32:
+    """The word of the columns from `count` on, of those of two words next to each other."""
+    if count == WORD:
+        return after
+    low, high = Uint32(word) >> count, Uint32(after) << (WORD - count)
+    return Int32(low | high)
 
 
 @dsl_user_op

@@ -63,7 +63,8 @@ class Config:
     out_stages               chunks of the output, 128 rows by 64 columns, staged in shared memory
     early_keys               probabilities of so many keys are handed to the product before the rest; or all
     rescale_threshold        in log2 units: the output is rescaled only when a row maximum grew by more
-    in_place                 of which tiles scores are modified in tensor memory, by one fragment's code
+    in_place                 of which tiles scores are modified in tensor memory, by the code of one piece
+    piece                    columns of those scores
     persistent               one block per multiprocessor takes tile after tile; otherwise one block per tile
     dynamic                  persistent blocks take the next tile from a counter; otherwise every so-manieth
     cancel                   a block per tile is launched; those that run take over tiles of those that wait
@@ -88,6 +89,7 @@ class Config:
     exponential: Exponential = Exponential()
     rescale_threshold: float = 8.0
     in_place: InPlace = "none"
+    piece: int = FRAGMENT
     persistent: bool = True
     dynamic: bool = False
     cancel: bool = False

@@ -8,7 +8,7 @@ first of them while the last are computed, and the row's sum is taken after all 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
@@ -16,12 +16,12 @@ from cutlass import Float32, Int32, const_expr, cute
 from cutlass.cute.nvgpu import tcgen05
 
 from fa4flex.codegen.kernels.common.arguments import Arguments
-from fa4flex.codegen.kernels.common.bits import consecutive
+from fa4flex.codegen.kernels.common.bits import consecutive, shifted
 from fa4flex.codegen.kernels.common.cluster import Cluster
 from fa4flex.codegen.kernels.common.course import Course
 from fa4flex.codegen.kernels.common.fragment import compute_before, computed_once, numbers
 from fa4flex.codegen.kernels.common.hooks import At, Hooks
-from fa4flex.codegen.kernels.common.keys import tile_at
+from fa4flex.codegen.kernels.common.keys import KeyTiles, tile_at
 from fa4flex.codegen.kernels.common.pointwise import Fragment, prepare_rows
 from fa4flex.codegen.kernels.common.softmax import (
     LN_2,
@@ -65,16 +65,18 @@ class Tile:
 
 @dataclass(frozen=True)
 class Place:
-    """A warpgroup's query tile, a thread's row in it and the CTA's place in its pair; scores, to be read and
-    to be written, and probabilities in tensor memory, by fragment, and the dtype of probabilities."""
+    """A warpgroup's query tile, a thread's row in it and the CTA's place in its pair; in tensor memory scores
+    and probabilities, by fragment, and scores to be read and to be written in place, by piece; and the dtype
+    of probabilities."""
 
     tile: Int32
     row: Int32
     warp: Int32
     rank: Int32
     scores: Blocks
-    changed: Blocks
     probabilities: Blocks
+    pieces: Blocks
+    changed: Blocks
     kind: Any
 
 
@@ -106,16 +108,23 @@ class Softmax:
             q = first_row(self.config, work, place.tile, place.rank) + place.row
             tile = self.tile(at, q, state)
             self.begin(state)
-            for i in cutlass.range(0, keys.masked_count, unroll=1):
-                self.step(tile, place, shared, pipes, (tile_at(keys, i), i, s_phase), True)
-                s_phase ^= 1
-            for i in cutlass.range(keys.masked_count, keys.count, unroll=1):
-                self.step(tile, place, shared, pipes, (tile_at(keys, i), i, s_phase), False)
-                s_phase ^= 1
+            passes = self.passes(keys)
+            for p in cutlass.range_constexpr(len(passes)):
+                masked, first, end = passes[p]
+                for i in cutlass.range(first, end, unroll=1):
+                    self.step(tile, place, shared, pipes, (tile_at(keys, i), i, s_phase), masked)
+                    s_phase ^= 1
             self.finish(arguments, work, tile, place, (shared, pipes), (q, phase))
             number = self.course.receive(number, pipes.next, phase)
             work = self.course.work(number, grid, arguments)
             phase ^= 1
+
+    def passes(self, keys: KeyTiles) -> list[tuple[bool, Int32, Int32]]:
+        """Which key tiles are masked, the first and the end of them. Where all scores are modified in place,
+        a second step would take longer to compile than bits take to apply."""
+        if self.config.in_place == "all":
+            return [(True, Int32(0), keys.count)]
+        return [(True, Int32(0), keys.masked_count), (False, keys.masked_count, keys.count)]
 
     def place(self, products: Products, base: cute.Pointer) -> Place:
         thread = cute.arch.thread_idx()[0]
@@ -123,6 +132,8 @@ class Softmax:
         row = thread % ROWS
         rows_and_keys = products.scores_at(base, tile)[(None, None), 0, 0]
         scores = cute.flat_divide(rows_and_keys, (ROWS, FRAGMENT))[None, None, 0, None]
+        columns = self.config.piece
+        pieces = cute.flat_divide(rows_and_keys, (ROWS, columns))[None, None, 0, None]
         # Two probabilities in a column of 32 bits.
         packed = cute.composition(rows_and_keys.layout, cute.make_layout((ROWS, self.config.tile_n // 2)))
         start = base + column(self.config.memory.probabilities, tile)
@@ -133,10 +144,11 @@ class Softmax:
             cute.arch.make_warp_uniform(row // 32),
             self.cluster.rank(),
             Blocks.load(tcgen05.Ld32x32bOp(tcgen05.Repetition(FRAGMENT)), scores, row),
-            Blocks.store(tcgen05.St32x32bOp(tcgen05.Repetition(FRAGMENT)), scores, row),
             Blocks.store(
                 tcgen05.St32x32bOp(tcgen05.Repetition(FRAGMENT // 2)), probabilities[None, None, 0, None], row
             ),
+            Blocks.load(tcgen05.Ld32x32bOp(tcgen05.Repetition(columns)), pieces, row),
+            Blocks.store(tcgen05.St32x32bOp(tcgen05.Repetition(columns)), pieces, row),
             products.kind,
         )
 
@@ -203,8 +215,7 @@ class Softmax:
         self, tile: Tile, place: Place, kv_first: Int32, words: list[Int32] | None
     ) -> tuple[list[list[Float32]], Float32]:
         """What the softmax is taken of, by fragment, and the largest of it."""
-        in_place = self.config.in_place
-        if in_place == "none" or (in_place == "masked" and words is None):
+        if self.config.in_place == "none" or words is None:
             bits = words or [None] * self.fragments
             return self.take(
                 place, lambda taken, f: self.modified(tile.fragment, taken, kv_first + f * FRAGMENT, bits[f])
@@ -218,35 +229,36 @@ class Softmax:
         tile: cutlass.Constexpr[Tile],
         place: cutlass.Constexpr[Place],
         kv_first: Int32,
-        words: cutlass.Constexpr[list[Int32] | None],
+        words: cutlass.Constexpr[list[Int32]],
     ) -> None:
-        """Scores of a tile with these bits, where they are, in a loop over fragments.
+        """Scores of a tile with these bits, where they are, in a loop over pieces.
 
         Hooks that read tensors would be compiled for each column twice, with and without guarded reads. A
         loop cannot choose registers by its count, but it can choose columns of tensor memory.
         """
-        scores = cute.make_rmem_tensor((FRAGMENT,), Float32)
+        columns = self.config.piece
+        scores = cute.make_rmem_tensor((columns,), Float32)
         bits = cute.make_rmem_tensor((self.fragments,), Int32)
-        masked = words is not None
         fragment = self.anew(tile.fragment)
-        for f in cutlass.range_constexpr(self.fragments if masked else 0):
+        for f in cutlass.range_constexpr(self.fragments):
             bits[f] = words[f]
-        for f in cutlass.range(self.fragments, unroll=1):
-            place.scores.take(f, scores)
+        for p in cutlass.range(self.config.tile_n // columns, unroll=1):
+            place.pieces.take(p, scores)
             cute.arch.fence_view_async_tmem_load()
-            mine = bits[0] if masked else None
-            put(scores, self.modified(fragment, scores, kv_first + f * FRAGMENT, mine))
-            place.changed.put(f, scores)
-            for after in cutlass.range_constexpr(1, self.fragments if masked else 0):
-                bits[after - 1] = bits[after]
+            put(scores, self.modified(fragment, scores, kv_first + p * columns, bits[0]))
+            place.changed.put(p, scores)
+            for f in cutlass.range_constexpr(self.fragments):
+                after = bits[f + 1] if f + 1 < self.fragments else Int32(0)
+                bits[f] = shifted(bits[f], after, columns)
         cute.arch.fence_view_async_tmem_store()
 
     def anew(self, fragment: Fragment) -> Fragment:
-        """Where no scores are modified in registers, what a row has is read at each step: kept, it would take
-        registers beside a whole row of scores."""
+        """Of a piece. Where no scores are modified in registers, what a row has is read at each step: kept,
+        it would take registers beside a whole row of scores."""
         if self.config.in_place != "all":
             return fragment
-        return self.fragment(fragment.at, computed_once(fragment.first_row))
+        again = self.fragment(fragment.at, computed_once(fragment.first_row))
+        return replace(again, columns=tuple(range(self.config.piece)))
 
     def take(
         self, place: Place, looked_at: Callable[[cute.Tensor, int], list[Float32]]

@@ -22,7 +22,7 @@ from fa4flex.codegen.plan.request import (
 from fa4flex.codegen.plan.simulate import prove
 from fa4flex.codegen.plan.sm100.exponential import check_exponential, choose_exponential, explain_exponential
 from fa4flex.codegen.plan.sm100.pipeline import Handed, forward_pipeline
-from fa4flex.codegen.plan.sm100.registers import check_registers, choose_registers, in_place
+from fa4flex.codegen.plan.sm100.registers import check_registers, choose_registers, in_place, piece
 from fa4flex.codegen.plan.sm100.sharing import sharing
 from fa4flex.codegen.plan.sm100.tensor_memory import Columns, lay_out_columns
 from fa4flex.codegen.plan.sm100.tiles import Tiles, choose
@@ -102,6 +102,7 @@ class BlackwellPlan:
             exponential=self.exponential,
             rescale_threshold=self.rescale_threshold,
             in_place=in_place(self.work),
+            piece=piece(self.work),
             persistent=self.persistent,
             dynamic=self.dynamic,
             cancel=self.cancel,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from fa4flex.codegen.kernels.fwd_sm100.config import InPlace, Registers
+from fa4flex.codegen.kernels.fwd_sm100.config import FRAGMENT, InPlace, Registers
 from fa4flex.codegen.plan.fault import PlanError
 from fa4flex.codegen.plan.request import Request
 from fa4flex.codegen.plan.sm100.tiles import Tiles
@@ -43,7 +43,10 @@ def choose_registers(tiles: Tiles, request: Request) -> Registers:
     return (NARROW if tiles.head_dim_v <= 64 and not request.work.loads else SPLITS)[two]
 
 
-MOST_LOADS = 2
+LEAST_PIECE = 4
+"""Columns: each piece waits once for what it reads."""
+
+MOST_LOADS = 1
 """Per score that is modified in registers."""
 
 
@@ -51,6 +54,19 @@ def in_place(work: Work) -> InPlace:
     """Of which tiles scores are modified in tensor memory. In registers, next to a whole row of scores, the
     code of a score that reads tensors is long, and the elements in flight spill where they are many."""
     return "none" if not work.loads else "masked" if work.loads <= MOST_LOADS else "all"
+
+
+LOADS_IN_FLIGHT = 32
+"""Of one piece of scores that is modified in tensor memory: what they bring takes registers, and each is
+compiled for."""
+
+
+def piece(work: Work) -> int:
+    """Columns whose scores are modified at a time, where that happens in tensor memory in every tile."""
+    columns = FRAGMENT
+    while in_place(work) == "all" and columns > LEAST_PIECE and columns * work.loads > LOADS_IN_FLIGHT:
+        columns //= 2
+    return columns
 
 
 def check_registers(r: Any, twice: str, target: Target, advice: str) -> None:
