@@ -57,8 +57,19 @@ def test_no_more_than_flash_attention_4(size: Size, masked: bool) -> None:
     assert arithmetic(mine) <= arithmetic(peer)
     moved, peers_moved = shared_memory(mine), shared_memory(peer)
     assert moved["operands of MMAs"] <= peers_moved["operands of MMAs"]
-    # Who waits how often for a barrier differs: some thousandths.
+    # At the start of a CTA, and where it waits for barriers, some thousandths.
     assert sum(moved.values()) <= 1.005 * sum(peers_moved.values())
+
+
+@pytest.mark.parametrize("q_len", [256, 512], ids=["alone", "pair"])
+def test_a_step_moves_no_more_than_flash_attention_4s(q_len: int) -> None:
+    """Clocks of shared memory that four more tiles of keys take."""
+    mine, peers = [], []
+    for kv_len in (512, 1024):
+        size = Size(q_len=q_len, kv_len=kv_len)
+        mine.append(sum(shared_memory(own(size, False)).values()))
+        peers.append(sum(shared_memory(fa4_forward("sm_100a", size, False).run("eager", 0)).values()))
+    assert 0 < mine[1] - mine[0] <= peers[1] - peers[0]
 
 
 @pytest.mark.parametrize(
