@@ -120,9 +120,9 @@ class Softmax:
             phase ^= 1
 
     def passes(self, keys: KeyTiles) -> list[tuple[bool, Int32, Int32]]:
-        """Which key tiles are masked, the first and the end of them. Where all scores are modified in place,
-        a second step would take longer to compile than bits take to apply."""
-        if self.config.in_place == "all":
+        """Which key tiles are masked, the first and the end of them. Where scores read so much that pieces
+        are short, all are: a second step would take long to compile, and bits are nothing beside reads."""
+        if self.config.piece < FRAGMENT:
             return [(True, Int32(0), keys.count)]
         return [(True, Int32(0), keys.masked_count), (False, keys.masked_count, keys.count)]
 
@@ -215,7 +215,8 @@ class Softmax:
         self, tile: Tile, place: Place, kv_first: Int32, words: list[Int32] | None
     ) -> tuple[list[list[Float32]], Float32]:
         """What the softmax is taken of, by fragment, and the largest of it."""
-        if self.config.in_place == "none" or words is None:
+        in_place = self.config.in_place
+        if in_place == "none" or (in_place == "masked" and words is None):
             bits = words or [None] * self.fragments
             return self.take(
                 place, lambda taken, f: self.modified(tile.fragment, taken, kv_first + f * FRAGMENT, bits[f])
@@ -229,7 +230,7 @@ class Softmax:
         tile: cutlass.Constexpr[Tile],
         place: cutlass.Constexpr[Place],
         kv_first: Int32,
-        words: cutlass.Constexpr[list[Int32]],
+        words: cutlass.Constexpr[list[Int32] | None],
     ) -> None:
         """Scores of a tile with these bits, where they are, in a loop over pieces.
 
@@ -239,15 +240,16 @@ class Softmax:
         columns = self.config.piece
         scores = cute.make_rmem_tensor((columns,), Float32)
         bits = cute.make_rmem_tensor((self.fragments,), Int32)
-        fragment = self.anew(tile.fragment)
-        for f in cutlass.range_constexpr(self.fragments):
+        masked, fragment = words is not None, self.anew(tile.fragment)
+        for f in cutlass.range_constexpr(self.fragments if masked else 0):
             bits[f] = words[f]
         for p in cutlass.range(self.config.tile_n // columns, unroll=1):
             place.pieces.take(p, scores)
             cute.arch.fence_view_async_tmem_load()
-            put(scores, self.modified(fragment, scores, kv_first + p * columns, bits[0]))
+            mine = bits[0] if masked else None
+            put(scores, self.modified(fragment, scores, kv_first + p * columns, mine))
             place.changed.put(p, scores)
-            for f in cutlass.range_constexpr(self.fragments):
+            for f in cutlass.range_constexpr(self.fragments if masked else 0):
                 after = bits[f + 1] if f + 1 < self.fragments else Int32(0)
                 bits[f] = shifted(bits[f], after, columns)
         cute.arch.fence_view_async_tmem_store()

@@ -49,11 +49,17 @@ LEAST_PIECE = 4
 MOST_LOADS = 1
 """Per score that is modified in registers."""
 
+MOST_ARITHMETIC = 24
+"""Likewise, slots of the fp32 pipe, softmax included."""
+
 
 def in_place(work: Work) -> InPlace:
     """Of which tiles scores are modified in tensor memory. In registers, next to a whole row of scores, the
-    code of a score that reads tensors is long, and the elements in flight spill where they are many."""
-    return "none" if not work.loads else "masked" if work.loads <= MOST_LOADS else "all"
+    code of a score that reads tensors is long, and the elements in flight spill where they are many. Where
+    arithmetic is as long, writing scores back is nothing beside it."""
+    if work.loads > MOST_LOADS or work.fp32 > MOST_ARITHMETIC:
+        return "all"
+    return "masked" if work.loads else "none"
 
 
 LOADS_IN_FLIGHT = 32
