@@ -106,11 +106,10 @@ class Compute:
         lse2 = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.q_stages)
         delta = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.do_stages)
         heads = Int32(arguments.q.shape[-2])
-        group = self.course.group(arguments)
         phase = Int32(0)
         sums = sums_of(self.hooks.shares)
-        for g in cutlass.range(group, unroll=1):
-            h = work.kv_head * group + g
+        for g in cutlass.range(work.group, unroll=1):
+            h = work.kv_head * work.group + g
             at = self.course.place(work, h, heads, arguments)
             first = self.first_key(work) + place.row
             factor = at.scale * LOG2_E if self.hooks.factor is None else self.hooks.factor(at)

@@ -33,12 +33,11 @@ from fa4flex.codegen.kernels.bwd_sm100.roles import (
     TOUCH_TENSOR_MEMORY,
     WARPS,
 )
-from fa4flex.codegen.kernels.common.backward import BackwardArguments, BackwardCourse
+from fa4flex.codegen.kernels.common.backward import BackwardArguments, BackwardCourse, KeyGrid
 from fa4flex.codegen.kernels.common.cluster import Cluster
 from fa4flex.codegen.kernels.common.hooks import Hooks
 from fa4flex.codegen.kernels.common.tensor_core import operand_ring, tensor_memory
 from fa4flex.codegen.kernels.common.transfer import ending, reordered
-from fa4flex.codegen.kernels.common.work import Grid
 
 NUMBERS = ("lse2", "delta")
 """Of rows, in rings of their own."""
@@ -135,7 +134,7 @@ class Backward:
         return cute.struct(type("Storage", (), {"__annotations__": members}))
 
     @cute.kernel
-    def device(self, arguments: BackwardArguments, grid: Grid, transfers: Any) -> None:
+    def device(self, arguments: BackwardArguments, grid: KeyGrid, transfers: Any) -> None:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         registers = self.config.registers
         products = self.products(arguments)

@@ -63,11 +63,10 @@ class Reduce:
         whole = in_columns(base, config.memory.dq, self.pieces * FRAGMENT)
         fragments = cute.flat_divide(whole, (ROWS, FRAGMENT))[None, None, 0, None]
         dq = Blocks.load(tcgen05.Ld32x32bOp(tcgen05.Repetition(FRAGMENT)), fragments, row)
-        group = self.course.group(arguments)
         first_piece = self.first_piece(warp, self.pieces)
         phase, stage = Int32(0), Int32(0)
-        for g in cutlass.range(group, unroll=1):
-            h = work.kv_head * group + g
+        for g in cutlass.range(work.group, unroll=1):
+            h = work.kv_head * work.group + g
             queries = self.course.queries(work, h, arguments)
             sums = rows_of(arguments.dq_sum, work, h, config.head_dim)
             for i in cutlass.range(queries.count, unroll=1):
@@ -80,7 +79,8 @@ class Reduce:
                 if const_expr(config.deterministic):
                     cute.arch.cp_async_bulk_wait_group(0)
                     pass_turn(counter)
-        cute.arch.cp_async_bulk_wait_group(0)
+        # Shared memory must last until all was read. What is under way after that, the grid's end waits for.
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     def first_piece(self, warp: Int32, pieces: int) -> Callable[[Int32], Int32]:
         """Of a warp's of a tile of queries, among those of all rows."""

@@ -55,9 +55,8 @@ class Load(alone.Load):
         if waiting:
             self.once(k, self.keys(k, shared.k, products.scores, products.scores_tile, work), pipes.k_full)
             self.once(v, self.keys(v, shared.v, products.dprob, products.dprob_tile, work), pipes.v_full)
-        group = self.course.group(arguments)
-        for g in cutlass.range(group, unroll=1):
-            h = work.kv_head * group + g
+        for g in cutlass.range(work.group, unroll=1):
+            h = work.kv_head * work.group + g
             queries = self.course.queries(work, h, arguments)
             at = (h, work.b)
             q_rows, do_rows = (self.rows(x, work.q_offset, work.q_len, at) for x in (q, dout))

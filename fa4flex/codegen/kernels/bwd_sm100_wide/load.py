@@ -41,9 +41,8 @@ class Load(alone.Load):
         waiting = self.course.steps(work, arguments) > 0
         if waiting:
             load_once(k, self.keys(k, shared.k, products.scores, products.scores_tile, work), pipes.k_full)
-        group = self.course.group(arguments)
-        for g in cutlass.range(group, unroll=1):
-            h = work.kv_head * group + g
+        for g in cutlass.range(work.group, unroll=1):
+            h = work.kv_head * work.group + g
             queries = self.course.queries(work, h, arguments)
             q_rows, do_rows = (self.rows(x, work.q_offset, work.q_len, (h, work.b)) for x in (q, dout))
             q_views = self.views(q_rows, q, shared.q, products.scores, products.scores_tile)

@@ -135,14 +135,13 @@ class Consumer:
         q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.q_stages)
         do_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.do_stages)
         heads = Int32(arguments.q.shape[-2])
-        group = self.course.group(arguments)
         cute.arch.mbarrier_wait(pipes.k_full, 0)
         cute.arch.mbarrier_wait(pipes.v_full, 0)
         self.clear_past_end((shared.k, shared.v), work.kv_len - work.tile * config.tile_n)
         count = Int32(0)
         sums = sums_of(self.shares)
-        for g in cutlass.range(group, unroll=1):
-            h = work.kv_head * group + g
+        for g in cutlass.range(work.group, unroll=1):
+            h = work.kv_head * work.group + g
             slab = self.slab(arguments, work, h, heads, warpgroup_index, lane)
             queries = self.course.queries(work, h, arguments)
             collector = self.collector(arguments, slab, sums, thread)
@@ -480,8 +479,7 @@ class Consumer:
         """dK and dV, by way of the shared memory in which Q and dO were."""
         lane, w = where
         dk, dv = sums
-        for i in cutlass.range_constexpr(cute.size(dk)):
-            dk[i] = dk[i] * arguments.scale
+        dk.store(dk.load() * arguments.scale)
         staged = self.staged(shared.q, dk)[None, None, w], self.staged(shared.dout, dv)[None, None, w]
         cute.arch.barrier(barrier_id=SCORES, number_of_threads=128 * self.config.consumers)
         for mma, acc, rows in zip((mmas.dk, mmas.dv), sums, staged, strict=True):

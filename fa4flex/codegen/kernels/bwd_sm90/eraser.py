@@ -42,10 +42,9 @@ class Eraser:
     @cute.jit
     def erase_all(self, arguments: BackwardArguments, work: KeyWork, warp: Int32) -> None:
         heads = Int32(arguments.q.shape[-2])
-        group = self.course.group(arguments)
         tiles = (work.q_len + (self.config.tile_m - 1)) // self.config.tile_m
-        for g in cutlass.range(group, unroll=1):
-            h = work.kv_head * group + g
+        for g in cutlass.range(work.group, unroll=1):
+            h = work.kv_head * work.group + g
             at = self.course.place(work, h, heads, arguments)
             queries = self.course.queries(work, h, arguments)
             for first in cutlass.range(0, tiles, LANES, unroll=1):

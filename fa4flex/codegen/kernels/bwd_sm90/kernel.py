@@ -22,10 +22,9 @@ from fa4flex.codegen.kernels.bwd_sm90.eraser import WARPS, Eraser
 from fa4flex.codegen.kernels.bwd_sm90.parts import Pipes, Shared, swizzled_rows
 from fa4flex.codegen.kernels.bwd_sm90.producer import Producer
 from fa4flex.codegen.kernels.bwd_sm90.writer import Writer, others
-from fa4flex.codegen.kernels.common.backward import BackwardArguments, BackwardCourse
+from fa4flex.codegen.kernels.common.backward import BackwardArguments, BackwardCourse, KeyGrid
 from fa4flex.codegen.kernels.common.hooks import Hooks
 from fa4flex.codegen.kernels.common.transfer import reordered
-from fa4flex.codegen.kernels.common.work import Grid
 
 CONSUMERS = {"keys": Consumer, "columns": ColumnConsumer}
 """By what they share out."""
@@ -164,7 +163,7 @@ class Backward:
     def device(
         self,
         arguments: BackwardArguments,
-        grid: Grid,
+        grid: KeyGrid,
         q: cpasync.TmaInfo,
         k: cpasync.TmaInfo,
         v: cpasync.TmaInfo,

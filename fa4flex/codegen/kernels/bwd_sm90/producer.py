@@ -41,9 +41,8 @@ class Producer:
         load_once(v, self.keys(v, shared.v, work, config.head_dim_v), pipes.v_full)
         q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.q_stages)
         do_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.do_stages)
-        group = self.course.group(arguments)
-        for g in cutlass.range(group, unroll=1):
-            h = work.kv_head * group + g
+        for g in cutlass.range(work.group, unroll=1):
+            h = work.kv_head * work.group + g
             queries = self.course.queries(work, h, arguments)
             q_views = self.views(q, shared.q, work, h, config.head_dim)
             do_views = self.views(dout, shared.dout, work, h, config.head_dim_v)

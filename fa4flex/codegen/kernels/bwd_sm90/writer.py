@@ -44,12 +44,11 @@ class Writer:
         config = self.config
         rows, columns = config.dq_shape
         part = rows * columns
-        group = self.course.group(arguments)
         for w in cutlass.range_constexpr(config.consumers):
             cute.arch.barrier_arrive(barrier_id=dq_empty(w, 0), number_of_threads=THREADS)
         stage, parity = Int32(0), Int32(0)
-        for g in cutlass.range(group, unroll=1):
-            h = work.kv_head * group + g
+        for g in cutlass.range(work.group, unroll=1):
+            h = work.kv_head * work.group + g
             queries = self.course.queries(work, h, arguments)
             sums = rows_of(arguments.dq_sum, work, h, config.head_dim)
             views = self.views(arguments, work, h, shared, copies)
@@ -78,7 +77,8 @@ class Writer:
                 if const_expr(config.deterministic):
                     cute.arch.cp_async_bulk_wait_group(0)
                     pass_turn(counter)
-        cute.arch.cp_async_bulk_wait_group(0)
+        # Shared memory must last until all was read. What is under way after that, the grid's end waits for.
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     def copy(
         self,

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute, select_
+from cutlass.cute import FastDivmodDivisorV2 as Divisor
 
 from fa4flex.codegen.kernels.common.arguments import Tables
 from fa4flex.codegen.kernels.common.hooks import At, Hooks
@@ -69,9 +70,24 @@ class BackwardArguments(NamedTuple):
     gradients: tuple = ()
 
 
+class KeyGrid(NamedTuple):
+    """How numbers of blocks map to (tile of keys, kv_head, batch): all tiles of one head before the next, or
+    by sections where sums are ordered. group: query heads that share keys.
+
+    All warps of a block divide, before roles part: by numbers that the host prepares, or each division would
+    take some hundred clocks.
+    """
+
+    total: Int32
+    tiles: Divisor
+    kv_heads: Divisor
+    group: Int32
+    sections: Grid | None
+
+
 class KeyWork(NamedTuple):
     """One tile of keys: `tile` of sequence (b, kv_head), the lengths, and where the sequence begins in packed
-    tensors and in rows' statistics. A tile that is none has kv_len 0."""
+    tensors and in rows' statistics. A tile that is none has kv_len 0. group: query heads that share it."""
 
     tile: Int32
     kv_head: Int32
@@ -81,6 +97,7 @@ class KeyWork(NamedTuple):
     q_offset: Int32
     kv_offset: Int32
     row_offset: Int32
+    group: Int32
 
 
 class QueryTiles(NamedTuple):
@@ -104,18 +121,21 @@ class BackwardCourse:
         self.ctas = ctas
 
     @cute.jit
-    def grid(self, arguments: BackwardArguments) -> Grid:
+    def grid(self, arguments: BackwardArguments) -> KeyGrid:
         if const_expr(arguments.cu_seqlens_k is not None):
             # An upper bound: every sequence may end in a tile that is not full.
             tokens, kv_heads, _ = arguments.k.shape
             tiles = Int32(tokens // self.config.tile_n + arguments.cu_seqlens_k.shape[0] - 1)
-            group = Int32(kv_heads) if self.ordered(arguments) else Int32(1)
-            grid = Grid(tiles, Int32(kv_heads), Int32(1), group)
+            batch, together = Int32(1), Int32(kv_heads)
         else:
             batch, kv_len, kv_heads, _ = arguments.k.shape
             tiles = Int32(cute.ceil_div(kv_len, self.config.tile_n))
-            grid = Grid(tiles, Int32(kv_heads), Int32(batch), self.heads_at_a_time(arguments))
-        return grid
+            batch, together = Int32(batch), self.heads_at_a_time(arguments)
+        heads = Int32(kv_heads)
+        group = Int32(arguments.q.shape[-2]) // heads
+        total = tiles * heads * batch
+        sections = Grid(tiles, heads, batch, together) if self.ordered(arguments) else None
+        return KeyGrid(total, Divisor(tiles), Divisor(heads), group, sections)
 
     def ordered(self, arguments: BackwardArguments) -> bool:
         return arguments.turns is not None
@@ -123,8 +143,6 @@ class BackwardCourse:
     def heads_at_a_time(self, arguments: BackwardArguments) -> Int32:
         """Blocks of one head that run at the same time wait for each other where sums are ordered: as many
         heads run beside each other as the L2 cache holds queries and sums of."""
-        if not self.ordered(arguments):
-            return Int32(1)
         batch, q_len, heads, head_dim = arguments.q.shape
         kv_heads = arguments.k.shape[2]
         row_bytes = 2 * (head_dim + arguments.v.shape[3]) + 4 * head_dim
@@ -133,23 +151,27 @@ class BackwardCourse:
         return cutlass.min(cutlass.max(group, Int32(1)), Int32(kv_heads * batch))
 
     @cute.jit
-    def work(self, grid: Grid, arguments: BackwardArguments) -> KeyWork:
+    def work(self, grid: KeyGrid, arguments: BackwardArguments) -> KeyWork:
         packed = arguments.cu_seqlens_k is not None
         last_first = self.ordered(arguments) and self.config.masked
         number = Int32(cute.arch.block_idx()[0])
         if const_expr(self.ctas > 1):
             number = number // self.ctas
-        tile, kv_head, b = locate(number, grid, last_first and not packed)
         zero = Int32(0)
+        if const_expr(grid.sections is not None):
+            tile, kv_head, b = locate(number, grid.sections, last_first and not packed)
+        else:
+            pair, tile = divmod(number, grid.tiles)
+            b, kv_head = divmod(pair, grid.kv_heads)
         if const_expr(packed):
             cu_q, cu_k = arguments.cu_seqlens_q, arguments.cu_seqlens_k
             tile, b, valid = find_sequence(tile, cu_k, arguments.seqused_k, self.config.tile_n)
             tile = Int32(select_(valid, tile, zero))
             q_len, kv_len = cu_q[b + 1] - cu_q[b], Int32(select_(valid, cu_k[b + 1] - cu_k[b], zero))
-            work = KeyWork(tile, kv_head, b, q_len, kv_len, cu_q[b], cu_k[b], first_row(cu_q, b))
+            work = KeyWork(tile, kv_head, b, q_len, kv_len, cu_q[b], cu_k[b], first_row(cu_q, b), grid.group)
         else:
             q_len, kv_len = Int32(arguments.q.shape[1]), Int32(arguments.k.shape[1])
-            work = KeyWork(tile, kv_head, b, q_len, kv_len, zero, zero, zero)
+            work = KeyWork(tile, kv_head, b, q_len, kv_len, zero, zero, zero, grid.group)
         if const_expr(arguments.seqused_q is not None):
             work = work._replace(q_len=cutlass.min(work.q_len, Int32(arguments.seqused_q[b])))
         if const_expr(arguments.seqused_k is not None):
@@ -159,17 +181,12 @@ class BackwardCourse:
             work = work._replace(tile=cutlass.max(tiles - 1 - work.tile, zero))
         return work
 
-    def group(self, arguments: BackwardArguments) -> Int32:
-        """Query heads that share keys."""
-        return Int32(arguments.q.shape[-2] // arguments.k.shape[-2])
-
     @cute.jit
     def steps(self, work: KeyWork, arguments: BackwardArguments) -> Int32:
         """Tiles of queries to visit, of all query heads that share the block's keys."""
-        group = self.group(arguments)
         count = Int32(0)
-        for g in cutlass.range(group, unroll=1):
-            count += self.queries(work, work.kv_head * group + g, arguments).count
+        for g in cutlass.range(work.group, unroll=1):
+            count += self.queries(work, work.kv_head * work.group + g, arguments).count
         return count
 
     def place(self, work: KeyWork, h: Int32, heads: Int32, arguments: BackwardArguments) -> At:
