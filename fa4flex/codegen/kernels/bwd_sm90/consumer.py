@@ -135,9 +135,10 @@ class Consumer:
         q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.q_stages)
         do_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.do_stages)
         heads = Int32(arguments.q.shape[-2])
-        cute.arch.mbarrier_wait(pipes.k_full, 0)
-        cute.arch.mbarrier_wait(pipes.v_full, 0)
-        self.clear_past_end((shared.k, shared.v), work.kv_len - work.tile * config.tile_n)
+        ragged = cutlass.const_expr(config.lengths != "dense")
+        if const_expr(ragged):
+            self.await_keys(pipes)
+            self.clear_past_end((shared.k, shared.v), work.kv_len - work.tile * config.tile_n)
         count = Int32(0)
         sums = sums_of(self.shares)
         for g in cutlass.range(work.group, unroll=1):
@@ -147,6 +148,9 @@ class Consumer:
             collector = self.collector(arguments, slab, sums, thread)
             collector.begin()
             given = mmas, operands, collector
+            # As late as can be: what a head begins with takes as long as keys take to come.
+            if const_expr(not ragged):
+                self.await_keys(pipes)
             ordered = cutlass.const_expr(config.deterministic and config.masked)
             for i in cutlass.range(0 if ordered else queries.masked_count, unroll=1):
                 places = (query_tile_at(queries, i), lane, warpgroup_index, count)
@@ -168,6 +172,10 @@ class Consumer:
                 count += 1
             collector.finish()
         self.store_all(arguments, work, shared, mmas, (operands.dk, operands.dv), (lane, warpgroup_index))
+
+    def await_keys(self, pipes: Pipes) -> None:
+        cute.arch.mbarrier_wait(pipes.k_full, 0)
+        cute.arch.mbarrier_wait(pipes.v_full, 0)
 
     def operands(self, mmas: Mmas, shared: Shared, lane: Int32, w: Int32) -> Operands:
         config = self.config
@@ -511,11 +519,18 @@ class Consumer:
         width = cute.size(staged, mode=[1])
         pieces = width // WIDE
         first, start = self.first_key(work, w, Int32(0)), self.first_column(width, w)
+        # Read, and addressed, before the first branch: behind it, each piece would take that long by itself.
+        found = []
         for i in cutlass.range_constexpr(KEYS * pieces // 128):
             row, piece = (i * 128 + lane) // pieces, (i * 128 + lane) % pieces
             key, column = first + row, start + piece * WIDE
+            taken = cute.make_rmem_tensor((WIDE,), staged.element_type)
+            source = cute.logical_divide(staged[row, None], cute.make_layout(WIDE))[None, piece]
+            cute.autovec_copy(source, taken)
+            token = token_of(target, work.b, work.kv_offset, key, work.kv_head)
+            there = cute.logical_divide(token, cute.make_layout(WIDE))[None, column // WIDE]
+            found.append((key, column, taken, there))
+        for i in cutlass.range_constexpr(len(found)):
+            key, column, taken, there = found[i]
             if key < work.kv_len and column < target.shape[-1]:
-                token = token_of(target, work.b, work.kv_offset, key, work.kv_head)
-                source = cute.logical_divide(staged[row, None], cute.make_layout(WIDE))[None, piece]
-                there = cute.logical_divide(token, cute.make_layout(WIDE))
-                cute.autovec_copy(source, there[None, column // WIDE])
+                cute.autovec_copy(taken, there)
