@@ -83,7 +83,7 @@ class ReadyBackward:
         if call.packed:
             padded = (rows // ROW_BLOCK + call.extents().batch) * ROW_BLOCK
         lse2, delta = q.new_empty(2, *of_heads, padded, dtype=torch.float32)
-        dq_sum = q.new_zeros(*of_heads, padded * self.width, dtype=torch.float32)
+        dq_sum = q.new_empty(*of_heads, padded * self.width, dtype=torch.float32)
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         if call.lengths[3] is not None:  # keys that no sequence uses are not written
             dk.zero_()

@@ -38,7 +38,7 @@ def entry_point(kernel: Any, problem: Problem, signature: Signature) -> Any:
     """Takes tensors [B, H, S, D], [B, S, H, D] or packed [T, H, D], in the order of ENTRY_ARGUMENTS, and a
     stream."""
     swap = signature.heads_first and problem.lengths != "packed"
-    statistics, convert = Statistics(problem.head_dim_v), Convert(kernel.config)
+    statistics, convert = Statistics(problem.head_dim_v, kernel.config.head_dim), Convert(kernel.config)
 
     def logical(x: cute.Tensor) -> cute.Tensor:
         return cute.make_tensor(x.iterator, cute.select(x.layout, mode=[0, 2, 1, 3])) if swap else x
@@ -72,7 +72,8 @@ def entry_point(kernel: Any, problem: Problem, signature: Signature) -> Any:
     ) -> None:
         q, k, v, out, dout = logical(q), logical(k), logical(v), logical(out), logical(dout)
         dq, dk, dv = logical(dq), logical(dk), logical(dv)
-        statistics(StatisticsArguments(out, dout, lse, dlse, lse2, delta, cu_seqlens_q, seqused_q), stream)
+        rows = lse2, delta, dq_sum
+        statistics(StatisticsArguments(out, dout, lse, dlse, *rows, cu_seqlens_q, seqused_q), stream)
         lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
         rest = (*lengths, tables, turns, tuple_of(operands), tuple_of(scalars), scale, scale * LOG2_E)
         results = (dq_sum, dk, dv, *rest, tuple_of(gradients))

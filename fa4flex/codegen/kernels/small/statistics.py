@@ -1,4 +1,4 @@
-"""Before a backward pass: what its main kernel needs of every row.
+"""Before a backward pass: what its main kernel needs of every row, and zeros for what it adds up.
 
 delta = dLSE - rowsum(dO * O): with it dS = P * (dP + delta), since dO . O = sum over keys of P dP
 (FlashAttention-2, Dao 2023, section 3.1; the first term is the gradient of the log-sum-exp). With this sign a
@@ -20,10 +20,14 @@ THREADS = 256
 WIDE = 8
 """Elements of 16 bits that a thread loads at once."""
 
+FOUR = 4
+"""float32 that it stores at once."""
+
 
 class StatisticsArguments(NamedTuple):
-    """out, dout [B, S, H, D]; lse, dlse float32 [B, H, S]; lse2, delta float32 [B, H, R], R >= S: see
-    BackwardArguments. Packed: [T, H, D], [H, T], [H, R]. cu_seqlens_q int32 [B + 1], seqused_q [B]."""
+    """out, dout [B, S, H, D]; lse, dlse float32 [B, H, S]; lse2, delta float32 [B, H, R], R >= S, and dq_sum
+    [B, H, R * head_dim]: see BackwardArguments. Packed: [T, H, D], [H, T], [H, R], [H, R * head_dim].
+    cu_seqlens_q int32 [B + 1], seqused_q [B]."""
 
     out: cute.Tensor
     dout: cute.Tensor
@@ -31,15 +35,17 @@ class StatisticsArguments(NamedTuple):
     dlse: cute.Tensor | None
     lse2: cute.Tensor
     delta: cute.Tensor
+    dq_sum: cute.Tensor
     cu_seqlens_q: cute.Tensor | None
     seqused_q: cute.Tensor | None
 
 
 class Statistics:
-    """`width` is D: `lanes` threads next to each other take a row together."""
+    """`width` is D: `lanes` threads next to each other take a row together. head_dim: of rows of dq_sum."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, head_dim: int) -> None:
         self.width = width
+        self.head_dim = head_dim
         self.lanes = 1
         while self.lanes * WIDE < width:
             self.lanes *= 2
@@ -63,6 +69,8 @@ class Statistics:
             out, dout = (token_of(x, b, first, q, h) for x in (arguments.out, arguments.dout))
             total = self.dot(out, dout, lane)
         total = cute.arch.warp_reduction_sum(total, threads_in_group=self.lanes)
+        if row < arguments.delta.shape[-1]:
+            self.clear(_of(arguments.dq_sum, b, h), row, lane)
         lses, lse2s, deltas = (_of(x, b, h) for x in (arguments.lse, arguments.lse2, arguments.delta))
         if lane == 0 and row < arguments.delta.shape[-1]:
             lse2 = Float32.inf
@@ -75,6 +83,16 @@ class Statistics:
                 lse2 = select_(lse == -Float32.inf, Float32.inf, lse * LOG2_E)
             lse2s[row] = lse2
             deltas[row] = total
+
+    @cute.jit
+    def clear(self, sums: cute.Tensor, row: Int32, lane: Int32) -> None:
+        """A row of a head's sums of dQ."""
+        zeros = cute.make_rmem_tensor((FOUR,), Float32)
+        zeros.fill(0.0)
+        fours, count = cute.logical_divide(sums, cute.make_layout(FOUR)), self.head_dim // FOUR
+        for first in cutlass.range_constexpr(0, count, self.lanes):
+            if first + lane < count:
+                cute.autovec_copy(zeros, fours[None, row * count + first + lane])
 
     def place(
         self, arguments: StatisticsArguments, row: Int32, b: Int32, thread: Int32
