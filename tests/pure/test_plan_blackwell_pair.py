@@ -9,6 +9,7 @@ from functools import cache
 from itertools import product
 
 import pytest
+import torch
 from blackwell_plans import broken, dropped, edges, ordered, refuses_columns, wrong_counts
 
 from fa4flex.codegen.kernels.bwd_sm100 import roles as alone
@@ -20,6 +21,8 @@ from fa4flex.codegen.plan.sm100.backward_pair import BlackwellPairPlan, plan_pai
 from fa4flex.codegen.plan.sm100.backward_pair_pipeline import THERE, arrivals
 from fa4flex.codegen.plan.sm100.sharing import lifetimes
 from fa4flex.errors import UnsupportedError
+from fa4flex.runtime.cuda.backward import _keys
+from fa4flex.runtime.cuda.call import NO_LENGTHS, Call
 
 WIDTHS = ((64, 64), (64, 128), (128, 64), (128, 128))
 STEPS = ([1], [2], [5])
@@ -129,21 +132,36 @@ def test_columns_that_live_at_once_are_not_shared(moved: str, to: str) -> None:
 def test_a_pair_is_chosen_where_it_pays() -> None:
     many = Problem(128, 128, many_keys=True)
     assert plan_backward(many, SM100A).tile == (128, 256)
-    assert plan_backward(replace(many, mask_form="spans"), SM100A).tile == (128, 256)
+    for alike in ({"mask_form": "spans"}, {"lengths": "used"}, {"lengths": "packed"}):
+        assert plan_backward(replace(many, **alike), SM100A).tile == (128, 256)  # type: ignore[arg-type]
     for other in (
         {"many_keys": False},
         {"head_dim": 64},
         {"head_dim_v": 96},
         {"sloped": True},
-        {"lengths": "used"},
     ):
         assert plan_backward(replace(many, **other), SM100A).tile == (128, 128)  # type: ignore[arg-type]
+
+
+def test_how_many_keys_a_sequence_has() -> None:
+    """As far as shapes tell: they decide what is launched, and lengths change under graphs."""
+    ends, used = torch.tensor([0, 5, 5, 3000]), torch.tensor([7, 9, 11])
+    q, k = torch.empty(3000, 4, 64), torch.empty(6300, 2, 64)
+    rest = (), 1.0, True, ("lse",)
+    for lengths, kv_len in (((ends, ends, None, None), 2100), ((ends, ends, used, used), 2100)):
+        assert _keys(Call(q, k, k, (), None, lengths, *rest)) == kv_len
+    q, k = torch.empty(3, 4, 70, 64), torch.empty(3, 2, 2050, 64)
+    for lengths, kv_len in (
+        (NO_LENGTHS, 2050),
+        ((None, None, used, None), 2050),
+        ((None,) * 3 + (used,), 1025),
+    ):
+        assert _keys(Call(q, k, k, (), None, lengths, *rest)) == kv_len
 
 
 def test_what_pairs_do_not_have() -> None:
     for problem in (
         Problem(192, 128),
-        Problem(128, 128, lengths="used"),
         Problem(64, 64, deterministic=True),
     ):
         with pytest.raises(UnsupportedError, match="the kernel of one CTA alone"):

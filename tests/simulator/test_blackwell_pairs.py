@@ -11,6 +11,9 @@ from pairs import in_pairs
 from test_backward_clocks import PASSES, TILE, backward, more_per_tile
 from test_blackwell_backward_counts import arithmetic
 from test_simulated_backward import COMPOSED, close
+from test_simulated_lengths import COMPOSED as RAGGED
+from test_simulated_lengths import KINDS
+from test_simulated_lengths import close as close_ragged
 
 import fa4flex
 from fa4flex.simulator.run.counts import cycles, shared_memory
@@ -38,6 +41,22 @@ def test_some_gradients() -> None:
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_gradients(name: str, lengths: tuple[int, int]) -> None:
     check(name, lengths)
+
+
+# Of 256 keys that a pair has, the second CTA has none of some sequences, and one of others.
+
+
+def test_some_lengths() -> None:
+    with in_pairs():
+        close_ragged(random.choice(sorted(RAGGED)), random.choice(KINDS), random.choice(WIDTHS), "sm_100a")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", RAGGED)
+def test_lengths(name: str, kind: str) -> None:
+    with in_pairs():
+        close_ragged(name, kind, random.choice(WIDTHS), "sm_100a")
 
 
 @cache

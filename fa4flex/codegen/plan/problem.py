@@ -39,8 +39,9 @@ class Problem:
     few_queries            no sequence has more queries than `Target.few_queries`; False is always right
     deterministic          of backward passes: sums are the same to the last bit, run after run
     many_queries           every sequence has more queries than `Target.many_queries`; False is always right
-    many_keys              of backward passes: every sequence has more keys than `Target.many_keys`, and keys
-                           next to each other meet nearly the same queries; False is always right
+    many_keys              of backward passes: sequences have more keys than `Target.many_keys`, as far as
+                           shapes tell, and keys next to each other meet nearly the same queries; either is
+                           always right, and may be slower
     sloped                 of backward passes: the modified score's derivative by the scaled one is not 1
     gradients              of backward passes: the slots of captured tensors whose gradients are asked for,
                            and whether elements are a "sum" or written "once", float32 like sums, or 16 bits

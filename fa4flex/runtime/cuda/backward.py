@@ -148,8 +148,7 @@ def _make_ready(
 ) -> ReadyBackward:
     target, problem, facts, rows, captured, numbers = settle(engine, call)
     sloped = facts.gradient.by_score is not const(1.0)
-    many = call.lengths is NO_LENGTHS and 0 < target.many_keys < call.extents().kv_len
-    many_keys = many and _met_alike(engine.facts, problem)
+    many_keys = 0 < target.many_keys < _keys(call) and _met_alike(engine.facts, problem)
     problem = replace(problem, sloped=sloped, deterministic=deterministic, many_keys=many_keys)
     if not deterministic:
         queries = prove_queries(engine.facts, call.extents(), captured)
@@ -186,6 +185,15 @@ def by_queries(problem: Problem, proved: ProvedQueries, operands: int) -> Proble
         wide_index=problem.wide_index or proved.wide_index,
         in_range=problem.in_range and proved.in_range,
     )
+
+
+def _keys(call: Call) -> int:
+    """Of a sequence: of packed ones on average, and of padded ones half of the padded length. Lengths
+    themselves may change from call to call of the same look."""
+    extents = call.extents()
+    if call.packed:
+        return extents.kv_len // max(extents.batch, 1)
+    return extents.kv_len if call.lengths[3] is None else extents.kv_len // 2
 
 
 def _met_alike(facts: Facts, problem: Problem) -> bool:

@@ -77,10 +77,12 @@ class Load:
         to_shared, from_global = partition(transfer, shared, tiles, modes=3)
         return to_shared[None, 0], from_global[None, work.tile]
 
-    def rows(self, transfer: Any, offset: Int32, length: Int32, place: tuple[Int32, Int32]) -> cute.Tensor:
-        """A head of a sequence."""
+    def rows(
+        self, transfer: Any, offset: Int32, length: Int32, place: tuple[Int32, Int32], axis: int = 0
+    ) -> cute.Tensor:
+        """A head of a sequence, whose tokens follow each other along `axis`."""
         if self.config.ragged:
-            return ended(transfer.tma_tensor, offset, length, *place)
+            return ended(transfer.tma_tensor, offset, length, *place, axis)
         return transfer.tma_tensor[None, None, *place]
 
     def views(

@@ -35,8 +35,8 @@ class Backward(alone.Backward):
     operands = (*alone.Backward.operands, "q_t", "k_t", "dout_t")
 
     def whole(self, name: str, arguments: BackwardArguments) -> cute.Tensor:
-        tensor = getattr(arguments, name.removesuffix("_t"))
-        return reordered(tensor, [3, 1, 2, 0] if name.endswith("_t") else [1, 3, 2, 0])
+        rows = super().whole(name.removesuffix("_t"), arguments)
+        return reordered(rows, [1, 0, *range(2, cute.rank(rows))]) if name.endswith("_t") else rows
 
     def shared(self, storage: Any, products: Products) -> Shared:
         # A key's queries lie next to each other, in a row of the swizzle.

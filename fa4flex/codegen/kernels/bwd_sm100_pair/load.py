@@ -22,9 +22,12 @@ from fa4flex.codegen.kernels.common.backward import (
 )
 from fa4flex.codegen.kernels.common.transfer import Views, load_stage
 
+BY_COLUMNS = (0, None)
+"""Tiles of transposes follow each other along the second axis: a CTA's columns of a head, of each in turn."""
+
 
 class Transfers(NamedTuple):
-    """q, k, v, dout: (S, D, H, B); transposed, with _t: (D, S, H, B)."""
+    """q, k, v, dout: as of one CTA alone; with _t, the first two modes are exchanged."""
 
     q: Any
     k: Any
@@ -60,10 +63,15 @@ class Load(alone.Load):
             queries = self.course.queries(work, h, arguments)
             at = (h, work.b)
             q_rows, do_rows = (self.rows(x, work.q_offset, work.q_len, at) for x in (q, dout))
+            q_columns, do_columns = (
+                self.rows(x, work.q_offset, work.q_len, at, axis=1) for x in (q_t, dout_t)
+            )
             q_views = self.views(q_rows, q, shared.q, products.scores, products.scores_tile)
-            q_t_views = self.by_columns(q_t, shared.q_t, products.dk, products.dk_tile, at)
+            q_t_views = self.views(q_columns, q_t, shared.q_t, products.dk, products.dk_tile, BY_COLUMNS)
             do_views = self.views(do_rows, dout, shared.dout, products.dprob, products.dprob_tile)
-            do_t_views = self.by_columns(dout_t, shared.dout_t, products.dv, products.dv_tile, at)
+            do_t_views = self.views(
+                do_columns, dout_t, shared.dout_t, products.dv, products.dv_tile, BY_COLUMNS
+            )
             lse2, delta = rows_of(arguments.lse2, work, h), rows_of(arguments.delta, work, h)
             for i in cutlass.range(queries.count, unroll=1):
                 tile = query_tile_at(queries, i)
@@ -77,17 +85,16 @@ class Load(alone.Load):
                 q_state.advance()
                 do_state.advance()
                 if waiting:
-                    to_shared, tiles = self.by_columns(
-                        k_t, shared.k_t, products.dq, products.dq_tile, (work.kv_head, work.b)
-                    )
-                    views = to_shared[None, 0], tiles[None, work.tile]
+                    views = self.keys_by_columns(k_t, shared.k_t, products, work)
                     self.once(k_t, views, pipes.k_t_full)
                     waiting = Boolean(False)
 
-    def by_columns(self, transfer: Any, shared: cute.Tensor, product: Any, size: Any, place: Any) -> Views:
-        """This CTA's columns of a head, of tiles of queries or keys, as the second operand of a product."""
-        whole = transfer.tma_tensor[None, None, *place]
-        return self.views(whole, transfer, shared, product, size, (0, None))
+    def keys_by_columns(self, transfer: Any, shared: cute.Tensor, products: Products, work: KeyWork) -> Views:
+        """This CTA's columns of all the pair's keys, as the second operand of a product."""
+        at = work.kv_head, work.b
+        whole = self.rows(transfer, work.kv_offset, work.kv_len, at, axis=1)
+        to_shared, tiles = self.views(whole, transfer, shared, products.dq, products.dq_tile, BY_COLUMNS)
+        return to_shared[None, 0], tiles[None, work.tile]
 
     def once(self, transfer: Any, views: Views, full: cute.Pointer) -> None:
         to_shared, from_global = views

@@ -113,11 +113,15 @@ def ending(tensor: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(tensor.iterator - before, layout)
 
 
-def ended(tensor: cute.Tensor, offset: Int32, length: Int32, head: Int32, b: Int32) -> cute.Tensor:
-    """One head of one sequence of `length` tokens, of an `ending` tensor."""
+def ended(
+    tensor: cute.Tensor, offset: Int32, length: Int32, head: Int32, b: Int32, axis: int = 0
+) -> cute.Tensor:
+    """One head of one sequence of `length` tokens, of an `ending` tensor, or of one whose first two modes are
+    exchanged: tokens follow each other along `axis`."""
     batch = (b,) if cute.rank(tensor) == 5 else ()
     one = tensor[(None, None, offset + length, head, *batch)]
-    return cute.domain_offset((cute.size(tensor, mode=[0]) - length, 0), one)
+    before = cute.size(tensor, mode=[axis]) - length
+    return cute.domain_offset((before, 0) if axis == 0 else (0, before), one)
 
 
 def release(ring: Any, state: Any) -> None:
