@@ -13,6 +13,7 @@ import torch
 from blackwell_plans import broken, dropped, edges, ordered, refuses_columns, wrong_counts
 
 from fa4flex.codegen.kernels.bwd_sm100 import roles as alone
+from fa4flex.codegen.kernels.bwd_sm100.config import ROWS
 from fa4flex.codegen.kernels.bwd_sm100_pair import roles
 from fa4flex.codegen.plan import SM100A, Event, Problem
 from fa4flex.codegen.plan.backward import plan_backward
@@ -132,7 +133,12 @@ def test_columns_that_live_at_once_are_not_shared(moved: str, to: str) -> None:
 def test_a_pair_is_chosen_where_it_pays() -> None:
     many = Problem(128, 128, many_keys=True)
     assert plan_backward(many, SM100A).tile == (128, 256)
-    for alike in ({"mask_form": "spans"}, {"lengths": "used"}, {"lengths": "packed"}):
+    for alike in (
+        {"mask_form": "spans"},
+        {"lengths": "used"},
+        {"lengths": "packed"},
+        {"deterministic": True},
+    ):
         assert plan_backward(replace(many, **alike), SM100A).tile == (128, 256)  # type: ignore[arg-type]
     for other in (
         {"many_keys": False},
@@ -159,10 +165,22 @@ def test_how_many_keys_a_sequence_has() -> None:
         assert _keys(Call(q, k, k, (), None, lengths, *rest)) == kv_len
 
 
+@pytest.mark.parametrize("width", (64, 128))
+def test_turns_are_of_single_warps(width: int) -> None:
+    """An eighth of what is handed on of a step's dQ, which is 32 rows of half of the columns."""
+    config = planned(width, width).config()
+    eighth = config.dq_order.size // config.dq_parts
+    parts: dict[int, set[tuple[int, bool]]] = {}
+    for number in range(config.dq_order.size):
+        row, column = config.dq_order.place(number)
+        parts.setdefault(number // eighth, set()).add((row // 32, column < width // 2))
+    assert [len(part) for part in parts.values()] == [1] * 8 == [1] * (ROWS // config.turn_rows)
+
+
 def test_what_pairs_do_not_have() -> None:
     for problem in (
         Problem(192, 128),
-        Problem(64, 64, deterministic=True),
+        Problem(64, 64, gradients=((0, "sum"),)),
     ):
         with pytest.raises(UnsupportedError, match="the kernel of one CTA alone"):
             plan_pairs(problem, SM100A)

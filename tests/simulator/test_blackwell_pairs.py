@@ -6,6 +6,7 @@ import random
 from functools import cache
 
 import pytest
+import test_deterministic_backward as ordered
 import torch
 from pairs import in_pairs
 from test_backward_clocks import PASSES, TILE, backward, more_per_tile
@@ -19,6 +20,8 @@ import fa4flex
 from fa4flex.simulator.run.counts import cycles, shared_memory
 from fa4flex.simulator.run.launch import Result
 
+KEYS = 256
+"""Of a pair."""
 HALVES = (torch.bfloat16, torch.float16)
 WIDTHS = (64, 128, 104, (64, 128), (128, 40))
 LENGTHS = ((1, 1), (1, 130), (130, 1), (127, 257), (257, 127), (130, 200), (200, 384), (384, 256))
@@ -57,6 +60,40 @@ def test_some_lengths() -> None:
 def test_lengths(name: str, kind: str) -> None:
     with in_pairs():
         close_ragged(name, kind, random.choice(WIDTHS), "sm_100a")
+
+
+@pytest.mark.exhaustive
+def test_sums_in_any_order_show() -> None:
+    with in_pairs():
+        ordered.in_any_order("sm_100a", KEYS)
+
+
+def test_ordered_sums_repeat() -> None:
+    with in_pairs():
+        ordered.same("sm_100a", random.choice(ordered.TELLING), 1, KEYS)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ordered.MASKS)
+def test_ordered_sums_repeat_often(name: str) -> None:
+    with in_pairs():
+        ordered.same("sm_100a", name, 12, KEYS)
+
+
+def check_ordered(name: str, kind: str) -> None:
+    with in_pairs():
+        ordered.right("sm_100a", name, kind, random.choice((64, 128)))
+
+
+def test_some_ordered_sums() -> None:
+    check_ordered(random.choice(sorted(ordered.MASKS)), random.choice(("dense", "packed", "padded")))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ("dense", "packed", "padded"))
+@pytest.mark.parametrize("name", ordered.MASKS)
+def test_ordered_sums(name: str, kind: str) -> None:
+    check_ordered(name, kind)
 
 
 @cache

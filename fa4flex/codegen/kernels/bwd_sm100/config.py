@@ -88,9 +88,15 @@ class Config:
         return ROWS * self.ctas
 
     @property
+    def dq_parts(self) -> int:
+        """Of a step's dQ, one for each warp that hands it on."""
+        return 4 * self.ctas
+
+    @property
     def turn_rows(self) -> int:
-        """Each of four warps adds its own rows of dQ, and waits for those of other blocks alone."""
-        return ROWS // 4
+        """Each of these warps adds as many numbers of dQ as so many rows have, and waits for those who add to
+        the same ones alone."""
+        return ROWS // self.dq_parts
 
     @property
     def dq_order(self) -> Order:

@@ -3,7 +3,6 @@ engine takes it and adds it to global memory. Each warp has its own 32 rows, and
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import cutlass
@@ -63,16 +62,16 @@ class Reduce:
         whole = in_columns(base, config.memory.dq, self.pieces * FRAGMENT)
         fragments = cute.flat_divide(whole, (ROWS, FRAGMENT))[None, None, 0, None]
         dq = Blocks.load(tcgen05.Ld32x32bOp(tcgen05.Repetition(FRAGMENT)), fragments, row)
-        first_piece = self.first_piece(warp, self.pieces)
+        part = self.part(warp)
         phase, stage = Int32(0), Int32(0)
         for g in cutlass.range(work.group, unroll=1):
             h = work.kv_head * work.group + g
             queries = self.course.queries(work, h, arguments)
             sums = rows_of(arguments.dq_sum, work, h, config.head_dim)
             for i in cutlass.range(queries.count, unroll=1):
-                first = first_piece(query_tile_at(queries, i))
+                first = (query_tile_at(queries, i) * config.dq_parts + part) * self.pieces
                 if const_expr(config.deterministic):
-                    counter = await_turn(arguments, work, h, queries, i, config, warp)
+                    counter = await_turn(arguments, work, h, queries, i, config, part)
                 cute.arch.mbarrier_wait(pipes.dq_full, phase)
                 phase ^= 1
                 stage = self.hand_over(dq, pipes, Way(warp, shared.dq, sums, first), stage)
@@ -82,9 +81,9 @@ class Reduce:
         # Shared memory must last until all was read. What is under way after that, the grid's end waits for.
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
-    def first_piece(self, warp: Int32, pieces: int) -> Callable[[Int32], Int32]:
-        """Of a warp's of a tile of queries, among those of all rows."""
-        return lambda tile: (tile * 4 + warp) * pieces
+    def part(self, warp: Int32) -> Int32:
+        """Of a tile's dQ, which one a warp has: its pieces follow each other in memory."""
+        return warp
 
     def hand_over(self, dq: Blocks, pipes: Pipes, way: Way, stage: Int32) -> Int32:
         """A warp's part of a step's dQ; returns the next stage."""

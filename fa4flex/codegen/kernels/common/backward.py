@@ -21,7 +21,7 @@ class Turns(NamedTuple):
     no others, so that the first of those that run can always go on.
 
     done     int32 [B, H, R / turn_rows], or packed [H, R / turn_rows], zero at first: tiles of keys that have
-             added to these rows
+             added to so many rows, or to as many numbers
     With a mask, tiles of keys are launched last to first, and each visits tiles of queries in their order:
     pointers int32 [B, H, key tiles + 1] into
     entries  int32, 2 * tile of queries + whether it needs the mask
@@ -277,7 +277,7 @@ def await_turn(
     part: Int32 | int = 0,
 ) -> cute.Pointer:
     """A warp's: wait until all tiles of keys before this one have added to a part of tile i, turn_rows of its
-    rows; returns its counter."""
+    rows or as many numbers; returns its counter."""
     turns, rows = arguments.turns, config.turn_rows
     place, rank = query_tile_at(queries, i) * (config.tile_m // rows) + part, work.tile
     if const_expr(turns.ranks is not None):
