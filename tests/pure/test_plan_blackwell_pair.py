@@ -138,13 +138,14 @@ def test_a_pair_is_chosen_where_it_pays() -> None:
         {"lengths": "used"},
         {"lengths": "packed"},
         {"deterministic": True},
+        {"sloped": True, "gradients": ((0, "sum"),)},
     ):
         assert plan_backward(replace(many, **alike), SM100A).tile == (128, 256)  # type: ignore[arg-type]
     for other in (
         {"many_keys": False},
         {"head_dim": 64},
         {"head_dim_v": 96},
-        {"sloped": True},
+        {"long_scores": True},
     ):
         assert plan_backward(replace(many, **other), SM100A).tile == (128, 128)  # type: ignore[arg-type]
 
@@ -178,10 +179,7 @@ def test_turns_are_of_single_warps(width: int) -> None:
 
 
 def test_what_pairs_do_not_have() -> None:
-    for problem in (
-        Problem(192, 128),
-        Problem(64, 64, gradients=((0, "sum"),)),
-    ):
+    for problem in (Problem(192, 128),):
         with pytest.raises(UnsupportedError, match="the kernel of one CTA alone"):
             plan_pairs(problem, SM100A)
 

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import random
 from functools import cache
+from typing import Any
 
+import captured_cases
 import pytest
+import test_captured_lengths as captured_ragged
 import test_deterministic_backward as ordered
+import test_simulated_captured as captured
 import torch
+from captured_cases import Grid
 from pairs import in_pairs
 from test_backward_clocks import PASSES, TILE, backward, more_per_tile
 from test_blackwell_backward_counts import arithmetic
@@ -17,8 +22,10 @@ from test_simulated_lengths import KINDS
 from test_simulated_lengths import close as close_ragged
 
 import fa4flex
+from fa4flex.runtime.cuda.backward import _long_scores
 from fa4flex.simulator.run.counts import cycles, shared_memory
 from fa4flex.simulator.run.launch import Result
+from fa4flex.variants import alibi, softcap
 
 KEYS = 256
 """Of a pair."""
@@ -94,6 +101,53 @@ def test_some_ordered_sums() -> None:
 @pytest.mark.parametrize("name", ordered.MASKS)
 def test_ordered_sums(name: str, kind: str) -> None:
     check_ordered(name, kind)
+
+
+def check_captured(name: str) -> None:
+    grid = Grid(1, 2, random.choice((70, 130, 200)), random.choice((129, 200, 300)))
+    with in_pairs():
+        captured.close(name, grid, random.choice(WIDTHS), "sm_100a")
+
+
+def test_some_captured() -> None:
+    check_captured(random.choice(sorted(captured_cases.CASES)))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", captured_cases.CASES)
+def test_captured(name: str) -> None:
+    check_captured(name)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("deterministic", (False, True))
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", captured_ragged.CASES)
+def test_captured_and_lengths(name: str, kind: str, deterministic: bool) -> None:
+    with in_pairs():
+        in_order = deterministic and name in captured_ragged.FIXED
+        captured_ragged.close("sm_100a", name, kind, random.choice((64, 128)), in_order)
+
+
+def test_captured_repeat() -> None:
+    """Each warp of both CTAs has a copy to itself: it adds twice to an element of a sequence, and if two
+    warps did, four numbers would come in any order."""
+    timings = [("eager", 0), *(("random", random.randrange(99)) for _ in range(3))]
+    with in_pairs():
+        captured_ragged.ordered("sm_100a", "per sequence", timings)
+
+
+def test_where_scores_are_long_in_the_making() -> None:
+    of_key, of_head = torch.zeros(8), torch.zeros(4)
+    mods: list[tuple[bool, Any]] = [
+        (False, alibi),
+        (False, lambda s, b, h, q, k: s * of_head[h] + (q - k) * of_head[h]),
+        (True, lambda s, b, h, q, k: s + of_key[k]),
+        (True, lambda s, b, h, q, k: s + of_key[q // 2]),
+        (True, softcap(20.0)),
+    ]
+    for long, mod in mods:
+        assert _long_scores(fa4flex.compile(score_mod=mod).prepared.engine.facts) == long
 
 
 @cache

@@ -13,8 +13,8 @@ from fa4flex.errors import UnsupportedError
 
 
 class BackwardPlan(Protocol):
-    """A backward kernel for `problem` on `target`. tile: queries per step, and keys per block; head_dim: of
-    the tile that holds rows of q."""
+    """A backward kernel for `problem` on `target`. tile: queries per step, and keys per block, or per `ctas`
+    of them; head_dim: of the tile that holds rows of q."""
 
     @property
     def target(self) -> Target: ...
@@ -27,6 +27,9 @@ class BackwardPlan(Protocol):
 
     @property
     def head_dim(self) -> int: ...
+
+    @property
+    def ctas(self) -> int: ...
 
     def config(self) -> Any:
         """What the hand-written kernel is built from."""

@@ -18,7 +18,7 @@ WIDEST = 256
 
 _FLAGS = (
     "few_queries", "many_queries", "many_keys", "sinks", "wide_index", "in_range", "positive_scale",
-    "sloped", "deterministic",
+    "sloped", "deterministic", "long_scores",
 )  # fmt: skip
 
 
@@ -43,6 +43,8 @@ class Problem:
                            shapes tell, and keys next to each other meet nearly the same queries; either is
                            always right, and may be slower
     sloped                 of backward passes: the modified score's derivative by the scaled one is not 1
+    long_scores            of backward passes: a score is long in the making, as captured tensors are read for
+                           it by query or key, or its derivative is another one for each score
     gradients              of backward passes: the slots of captured tensors whose gradients are asked for,
                            and whether elements are a "sum" or written "once", float32 like sums, or 16 bits
                            wide "once in pairs" of keys
@@ -66,6 +68,7 @@ class Problem:
     many_queries: bool = False
     many_keys: bool = False
     sloped: bool = False
+    long_scores: bool = False
     gradients: tuple[tuple[int, Adding], ...] = ()
     deterministic: bool = False
 

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fa4flex.codegen.analyze.domain import READS
 from fa4flex.codegen.analyze.facts import Facts
-from fa4flex.codegen.expr import TRUE, const
+from fa4flex.codegen.expr import TRUE, const, nodes
 from fa4flex.codegen.kernels.common.lengths import ROW_BLOCK
 from fa4flex.errors import UnsupportedError
 from fa4flex.runtime.cuda.call import NO_LENGTHS, Call
@@ -149,7 +150,13 @@ def _make_ready(
     target, problem, facts, rows, captured, numbers = settle(engine, call)
     sloped = facts.gradient.by_score is not const(1.0)
     many_keys = 0 < target.many_keys < _keys(call) and _met_alike(engine.facts, problem)
-    problem = replace(problem, sloped=sloped, deterministic=deterministic, many_keys=many_keys)
+    problem = replace(
+        problem,
+        sloped=sloped,
+        deterministic=deterministic,
+        many_keys=many_keys,
+        long_scores=_long_scores(engine.facts),
+    )
     if not deterministic:
         queries = prove_queries(engine.facts, call.extents(), captured)
         if queries is not None:
@@ -194,6 +201,12 @@ def _keys(call: Call) -> int:
     if call.packed:
         return extents.kv_len // max(extents.batch, 1)
     return extents.kv_len if call.lengths[3] is None else extents.kv_len // 2
+
+
+def _long_scores(facts: Facts) -> bool:
+    """Whether tensors are read for a score by query or key, or its derivative is another one for each."""
+    read = {name for node in nodes(facts.score) if node.op in READS for name in node.free}
+    return not {"q", "kv", "score"}.isdisjoint(read | facts.gradient.by_score.free)
 
 
 def _met_alike(facts: Facts, problem: Problem) -> bool:

@@ -85,11 +85,11 @@ def separate(
 def _separate(one: CapturedSum, facts: Facts, call: Call, plan: BackwardPlan) -> CapturedSum:
     extents, tile_n = call.extents(), plan.tile[1]
     kv_heads = call.k.shape[1 if call.packed or call.heads_first else 2]
-    # As many as BackwardCourse.grid has, of ADDING warps each.
+    # As many as BackwardCourse.grid has, of plan.ctas blocks each, of ADDING warps.
     tiles = -(-extents.kv_len // tile_n) * extents.batch
     if call.packed:
         tiles = extents.kv_len // tile_n + extents.batch
-    shape = (tiles * kv_heads * ADDING, *one.shape[1:])
+    shape = (tiles * kv_heads * plan.ctas * ADDING, *one.shape[1:])
     patterns = {term.pattern for term in facts.gradient.of_slots([one.slot])}
     if patterns != {"constant in q and kv"} or 4 * math.prod(shape) > MOST_SEPARATE:
         raise UnsupportedError(

@@ -90,20 +90,21 @@ class Compute(alone.Compute):
         lse2, delta = states
         tile, phase = which
         kind = shared.q.element_type
-        p = cute.make_rmem_tensor((FRAGMENT, CTAS), Float32)
+        scores = cute.make_rmem_tensor((FRAGMENT, CTAS), Float32)
         weights, handed_on = [], []
         cute.arch.mbarrier_wait(pipes.lse2_full + lse2.index, lse2.phase)
         cute.arch.mbarrier_wait(pipes.s_full, phase)
         # Both, before the first probabilities are written over one of them.
         for f in cutlass.range_constexpr(CTAS):
-            place.scores.take(f, p[None, f])
+            place.scores.take(f, scores[None, f])
         cute.arch.fence_view_async_tmem_load()
         for f in cutlass.range_constexpr(CTAS):
             rows = self.numbers(shared.lse2, lse2.index, place.first[f] // FRAGMENT)
-            slopes = self.probabilities(given, p[None, f], rows, tile * ROWS + place.first[f], masked)
-            packed = self.narrowed(p[None, f], kind)
+            p = self.to_change(scores[None, f])
+            slopes = self.probabilities(given, p, rows, tile * ROWS + place.first[f], masked)
+            packed = self.narrowed(p, kind)
             place.probabilities.put(f, packed)
-            weights.append(self.weights(p[None, f], packed, slopes, kind))
+            weights.append(self.weights(p, packed, slopes, kind))
         cute.arch.fence_view_async_tmem_store()
         arrive_once(pipes.p_full, first=True)
         arrive_once(pipes.lse2_empty + lse2.index)
@@ -115,6 +116,7 @@ class Compute(alone.Compute):
             place.dprob.take(f, ds)
             cute.arch.fence_view_async_tmem_load()
             self.gradients(ds, rows, weights[f], kind)
+            self.take_captured(given, ds, scores[None, f], tile * ROWS + place.first[f], masked)
             handed_on.append(self.narrowed(ds, kind))
             place.ds.put(f, handed_on[f])
         cute.arch.fence_view_async_tmem_store()

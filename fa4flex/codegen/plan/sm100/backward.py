@@ -40,8 +40,11 @@ class BlackwellBackwardPlan:
     head_dim_v: int
     registers: Registers = Registers()
 
+    ctas = 1
+    """That have a tile of keys."""
+
     by = "one CTA"
-    """What has a tile of keys."""
+    """In words."""
 
     kind: ClassVar[type[Config]] = Config
     """Of what the kernel is built from."""

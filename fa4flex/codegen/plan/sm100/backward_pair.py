@@ -33,6 +33,8 @@ class BlackwellPairPlan(BlackwellBackwardPlan):
     folder = "bwd_sm100_pair"
     """Of kernels/."""
 
+    ctas = CTAS
+
     by = "a pair of CTAs"
 
     kind = Config
@@ -99,11 +101,10 @@ class BlackwellPairPlan(BlackwellBackwardPlan):
 def pays_in_pairs(problem: Problem) -> bool:
     """By the model of time (docs/model.md) a pair takes 4,578 clocks for a step at width 128, and a CTA alone
     5,181, whatever the lengths and the order of sums; at width 64 both take 3,500, and 96 would be padded.
-    Where the score has a slope of its own, it is longer in the making than the products that a pair issues
-    meanwhile: 5,329 and 5,224 with a soft cap."""
+    Dependences bound a pair: where scores are longer in the making than the products that are issued
+    meanwhile, it is slower, 5,326 and 5,220 with a soft cap, 6,536 and 5,535 with a bias by key."""
     wide = all(96 < width <= WIDTHS[-1] for width in (problem.head_dim, problem.head_dim_v))
-    plain = not (problem.sloped or problem.gradients)
-    return wide and plain and problem.many_keys
+    return wide and problem.many_keys and not problem.long_scores
 
 
 def plan_alone_or_in_pairs(problem: Problem, target: Target) -> BlackwellBackwardPlan:
@@ -118,10 +119,10 @@ def plan_alone_or_in_pairs(problem: Problem, target: Target) -> BlackwellBackwar
 def plan_pairs(problem: Problem, target: Target) -> BlackwellPairPlan:
     """Raises UnsupportedError for what the kernel of pairs does not have."""
     head_dim, head_dim_v = padded(problem, WIDTHS)
-    if head_dim is None or head_dim_v is None or problem.gradients:
+    if head_dim is None or head_dim_v is None:
         raise UnsupportedError(
             f"a backward kernel by pairs of CTAs for {problem.explain()}",
-            f"heads of at most {WIDTHS[-1]}, and no gradients of captured tensors",
+            f"heads of at most {WIDTHS[-1]}",
             "take the kernel of one CTA alone",
         )
     plan = BlackwellPairPlan(target, problem, head_dim, head_dim_v)

@@ -40,6 +40,9 @@ class HopperBackwardPlan:
     copies: ClassVar[bool] = True
     """Whether its kernel copies tiles of dS to gradients of captured tensors that are dS."""
 
+    ctas = 1
+    """That have a tile of keys."""
+
     @property
     def wide(self) -> bool:
         return max(self.head_dim, self.head_dim_v) > KEYS_APART
