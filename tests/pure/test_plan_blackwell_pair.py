@@ -179,9 +179,8 @@ def test_turns_are_of_single_warps(width: int) -> None:
 
 
 def test_what_pairs_do_not_have() -> None:
-    for problem in (Problem(192, 128),):
-        with pytest.raises(UnsupportedError, match="the kernel of one CTA alone"):
-            plan_pairs(problem, SM100A)
+    with pytest.raises(UnsupportedError, match="the kernel of one CTA alone"):
+        plan_pairs(Problem(192, 128), SM100A)
 
 
 def test_a_plan_says_what_it_is() -> None:

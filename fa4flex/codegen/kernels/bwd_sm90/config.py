@@ -47,6 +47,11 @@ class Config:
     deterministic: bool = False
 
     @property
+    def ragged(self) -> bool:
+        """Whether sequences may end before the tensors that hold them."""
+        return self.lengths != "dense"
+
+    @property
     def consumers(self) -> int:
         """Consumer warpgroups."""
         return self.tile_n // KEYS if self.split == "keys" else 2

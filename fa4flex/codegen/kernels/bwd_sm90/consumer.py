@@ -135,8 +135,7 @@ class Consumer:
         q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.q_stages)
         do_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.do_stages)
         heads = Int32(arguments.q.shape[-2])
-        ragged = cutlass.const_expr(config.lengths != "dense")
-        if const_expr(ragged):
+        if const_expr(config.ragged):
             self.await_keys(pipes)
             self.clear_past_end((shared.k, shared.v), work.kv_len - work.tile * config.tile_n)
         count = Int32(0)
@@ -149,7 +148,7 @@ class Consumer:
             collector.begin()
             given = mmas, operands, collector
             # As late as can be: what a head begins with takes as long as keys take to come.
-            if const_expr(not ragged):
+            if const_expr(not config.ragged):
                 self.await_keys(pipes)
             ordered = cutlass.const_expr(config.deterministic and config.masked)
             for i in cutlass.range(0 if ordered else queries.masked_count, unroll=1):
@@ -277,7 +276,7 @@ class Consumer:
         q_there, do_there = pipes.q.consumer_try_wait(q_state), pipes.dout.consumer_try_wait(do_state)
         pipes.q.consumer_wait(q_state, q_there)
         pipes.dout.consumer_wait(do_state, do_there)
-        if masked and config.lengths != "dense":
+        if masked and config.ragged:
             end = slab.at.q_len - tile * config.tile_m
             self.clear_past_end((shared.q[None, None, q_stage], shared.dout[None, None, do_stage]), end)
         lse2s = self.my_rows(shared.lse2[None, q_stage], w)
@@ -331,17 +330,16 @@ class Consumer:
     def clear_past_end(self, tiles: cutlass.Constexpr[tuple[cute.Tensor, ...]], end: Int32) -> None:
         """Zero the rows of tiles in shared memory from `end` on: what lies past the end of a sequence is
         another's, or nobody's, and 0 times NaN is NaN. Dense tensors end where TMA fills in zeros itself."""
-        if const_expr(self.config.lengths != "dense"):
-            threads = 128 * self.config.consumers
-            thread = cute.arch.thread_idx()[0] - 128
-            if end < cute.size(tiles[0], mode=[0]):
-                for tile in tiles:
-                    rows, columns = (cute.size(tile, mode=[i]) for i in range(2))
-                    for column in cutlass.range(thread, columns, threads, unroll=1):
-                        for row in cutlass.range(cutlass.max(end, 0), rows, unroll=1):
-                            tile[row, column] = tile.element_type(0.0)
-                cute.arch.fence_proxy("async.shared", space="cta")
-                cute.arch.barrier(barrier_id=CLEARED, number_of_threads=threads)
+        threads = 128 * self.config.consumers
+        thread = cute.arch.thread_idx()[0] - 128
+        if end < cute.size(tiles[0], mode=[0]):
+            for tile in tiles:
+                rows, columns = (cute.size(tile, mode=[i]) for i in range(2))
+                for column in cutlass.range(thread, columns, threads, unroll=1):
+                    for row in cutlass.range(cutlass.max(end, 0), rows, unroll=1):
+                        tile[row, column] = tile.element_type(0.0)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.barrier(barrier_id=CLEARED, number_of_threads=threads)
 
     def statistics(self, rows: cute.Tensor, lane: Int32, first: int, count: int) -> cute.Tensor:
         """Numbers of the queries of a thread's columns `first` to `first` + `count`, both even."""

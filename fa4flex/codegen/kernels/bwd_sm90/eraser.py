@@ -28,7 +28,7 @@ class Eraser:
 
     def shares(self, arguments: BackwardArguments) -> list[Share]:
         """Whose gradients [copies, shape...] are written once, and lie in memory along the keys."""
-        if not self.config.masked or self.config.lengths != "dense":
+        if not self.config.masked or self.config.ragged:
             return []
         ranks = [cute.rank(x) - 1 for x in arguments.gradients]
         return [s for s in self.hooks.shares if s.axes and s.axes[1] == ranks[s.which] - 1]

@@ -74,8 +74,8 @@ class KeyGrid(NamedTuple):
     """How numbers of blocks map to (tile of keys, kv_head, batch): all tiles of one head before the next, or
     by sections where sums are ordered. group: query heads that share keys.
 
-    All warps of a block divide, before roles part: by numbers that the host prepares, or each division would
-    take some hundred clocks.
+    All warps of a block divide, before the roles part: by numbers that the host prepares, or each division
+    would take some hundred clocks.
     """
 
     total: Int32

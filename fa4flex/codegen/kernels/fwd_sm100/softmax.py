@@ -8,7 +8,7 @@ first of them while the last are computed, and the row's sum is taken after all 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -157,9 +157,9 @@ class Softmax:
         slack = self.config.rescale_threshold * cute.arch.rcp_approx(factor)
         return Tile(self.fragment(at, row), factor, slack, state)
 
-    def fragment(self, at: At, row: Int32) -> Fragment:
+    def fragment(self, at: At, row: Int32, columns: int = FRAGMENT) -> Fragment:
         rows = prepare_rows(self.hooks, at, row, (0,))
-        return Fragment(at, rows, (0,), tuple(range(FRAGMENT)), row, Int32(0), consecutive)
+        return Fragment(at, rows, (0,), tuple(range(columns)), row, Int32(0), consecutive)
 
     def begin(self, state: Running) -> None:
         """No key was seen yet: the first tile's maxima pass any ceiling."""
@@ -259,8 +259,7 @@ class Softmax:
         it would take registers beside a whole row of scores."""
         if self.config.in_place != "all":
             return fragment
-        again = self.fragment(fragment.at, computed_once(fragment.first_row))
-        return replace(again, columns=tuple(range(self.config.piece)))
+        return self.fragment(fragment.at, computed_once(fragment.first_row), self.config.piece)
 
     def take(
         self, place: Place, looked_at: Callable[[cute.Tensor, int], list[Float32]]

@@ -43,9 +43,6 @@ def choose_registers(tiles: Tiles, request: Request) -> Registers:
     return (NARROW if tiles.head_dim_v <= 64 and not request.work.loads else SPLITS)[two]
 
 
-LEAST_PIECE = 4
-"""Columns: each piece waits once for what it reads."""
-
 MOST_LOADS = 1
 """Per score that is modified in registers."""
 
@@ -62,15 +59,18 @@ def in_place(work: Work) -> InPlace:
     return "masked" if work.loads else "none"
 
 
-LOADS_IN_FLIGHT = 32
+LOADS_IN_FLIGHT = FRAGMENT * MOST_LOADS
 """Of one piece of scores that is modified in tensor memory: what they bring takes registers, and each is
 compiled for."""
 
+LEAST_PIECE = 4
+"""Columns: each piece waits once for what it reads."""
+
 
 def piece(work: Work) -> int:
-    """Columns whose scores are modified at a time, where that happens in tensor memory in every tile."""
+    """Columns whose scores are modified in tensor memory at a time."""
     columns = FRAGMENT
-    while in_place(work) == "all" and columns > LEAST_PIECE and columns * work.loads > LOADS_IN_FLIGHT:
+    while columns > LEAST_PIECE and columns * work.loads > LOADS_IN_FLIGHT:
         columns //= 2
     return columns
 
