@@ -126,8 +126,9 @@ class Consumer:
         mmas: cutlass.Constexpr[Mmas],
     ) -> None:
         config = self.config
-        thread = cute.arch.thread_idx()[0] - 128
-        warpgroup_index = cute.arch.make_warp_uniform(thread // 128)
+        thread = cute.arch.thread_idx()[0]
+        # Remainders and quotients of a number that cannot be negative, which `thread - 128` could be, are bits.
+        warpgroup_index = cute.arch.make_warp_uniform(thread // 128 - 1)
         lane = thread % 128
         operands = self.operands(mmas, shared, lane, warpgroup_index)
         operands.dk.fill(0.0)
@@ -144,7 +145,7 @@ class Consumer:
             h = work.kv_head * work.group + g
             slab = self.slab(arguments, work, h, heads, warpgroup_index, lane)
             queries = self.course.queries(work, h, arguments)
-            collector = self.collector(arguments, slab, sums, thread)
+            collector = self.collector(arguments, slab, sums, (lane, warpgroup_index))
             collector.begin()
             given = mmas, operands, collector
             # As late as can be: what a head begins with takes as long as keys take to come.
@@ -231,12 +232,17 @@ class Consumer:
         return statistic
 
     def collector(
-        self, arguments: BackwardArguments, slab: Slab, sums: tuple[cute.Tensor, ...], thread: Int32
+        self,
+        arguments: BackwardArguments,
+        slab: Slab,
+        sums: tuple[cute.Tensor, ...],
+        where: tuple[Int32, Int32],
     ) -> Collector:
         """A query head's shares in the gradients of captured tensors."""
-        number = cute.arch.block_idx()[0] * (4 * self.config.consumers) + thread // 32
-        where = targets(tuple(arguments.gradients), number)
-        return Collector(self.shares, slab, where, sums, thread % 32)
+        lane, w = where
+        number = cute.arch.block_idx()[0] * (4 * self.config.consumers) + 4 * w + lane // 32
+        into = targets(tuple(arguments.gradients), number)
+        return Collector(self.shares, slab, into, sums, lane % 32)
 
     @cute.jit
     def step(
