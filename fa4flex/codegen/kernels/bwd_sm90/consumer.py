@@ -127,7 +127,7 @@ class Consumer:
     ) -> None:
         config = self.config
         thread = cute.arch.thread_idx()[0]
-        # Remainders and quotients of a number that cannot be negative, which `thread - 128` could be, are bits.
+        # Of a number that is not negative, as `thread - 128` could be, remainders and quotients are bits.
         warpgroup_index = cute.arch.make_warp_uniform(thread // 128 - 1)
         lane = thread % 128
         operands = self.operands(mmas, shared, lane, warpgroup_index)
