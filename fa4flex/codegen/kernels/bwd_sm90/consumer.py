@@ -40,6 +40,7 @@ from fa4flex.codegen.kernels.common.backward import (
 )
 from fa4flex.codegen.kernels.common.fragment import (
     as_operand,
+    computed_once,
     multiply,
     narrow,
     rows_and_columns,
@@ -129,7 +130,9 @@ class Consumer:
         thread = cute.arch.thread_idx()[0]
         # Of a number that is not negative, as `thread - 128` could be, remainders and quotients are bits.
         warpgroup_index = cute.arch.make_warp_uniform(thread // 128 - 1)
-        lane = thread % 128
+        # Kept: the compiler would read the thread's number anew in each step, and all reads of shared memory
+        # would wait for it.
+        lane = computed_once(thread) & 127
         operands = self.operands(mmas, shared, lane, warpgroup_index)
         operands.dk.fill(0.0)
         operands.dv.fill(0.0)
