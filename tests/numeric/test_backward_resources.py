@@ -30,7 +30,7 @@ DRAWS = {"plain": FEW["dense"], **{name: draws[0] for name, draws in VARIANTS.it
 Width = int | tuple[int, int]
 WIDTHS: tuple[Width, ...] = (32, 64, 96, 128, (160, 128), (192, 128))
 WIDE: tuple[Width, ...] = (96, (192, 128), 192, 256)
-"""Of Hopper. At 128, masks and biases from tables spill up to 228 bytes; at 64 some variants do in steps of
+"""Of Hopper. At 128, masks from tables spill up to 296 bytes; at 64 some variants do in steps of
 128 queries, which are faster than steps of 64 yet: docs/notes/backward_sm90.md."""
 LIGHT = ("plain", "causal", "alibi", "softcap")
 HEAVY = tuple(name for name in DRAWS if name not in LIGHT)
