@@ -128,10 +128,10 @@ class Consumer:
     ) -> None:
         config = self.config
         thread = cute.arch.thread_idx()[0]
-        # Of a number that is not negative, as `thread - 128` could be, remainders and quotients are bits.
+        # Not from `thread - 128`, which might be negative: quotients and remainders would be more than bits.
         warpgroup_index = cute.arch.make_warp_uniform(thread // 128 - 1)
         # Kept: the compiler would read the thread's number anew in each step, and all reads of shared memory
-        # would wait for it.
+        # would wait for it. What is kept might be anything, so the remainder is said in bits.
         lane = computed_once(thread) & 127
         operands = self.operands(mmas, shared, lane, warpgroup_index)
         operands.dk.fill(0.0)
