@@ -65,7 +65,7 @@ def forward(masked: bool) -> Own:
 def clean(own: Own, timing: str, seed: int, program: Program | None = None) -> bool:
     """Whether nothing is found or remarked, and the results are right."""
     result = own.run(timing, seed, program)
-    return not result.findings and not result.remarks and own.error <= own.allowed
+    return not result.findings and not result.remarks and own.error <= 2 * own.plain_error
 
 
 def noticed(own: Own, mutant: Mutant) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import Size, fa4_forward
+from cases import Captured, Size, fa4_forward
+from helpers import no_worse
 
 from fa4flex.simulator.run.counts import cycles, shared_memory
 
@@ -14,20 +15,35 @@ register that is still being loaded."""
 TIMINGS = [("eager", 0), *((name, seed) for name in ("late", "random") for seed in range(5))]
 
 
+def accurate(captured: Captured) -> None:
+    """Over several draws no worse than bf16 PyTorch.
+
+    Blackwell's kernels keep an earlier maximum, so that a row's largest weight is rounded and not exactly 1:
+    typically their worst element is 1.1 times as far off as PyTorch's, and once in 40 draws more than twice.
+    """
+    ours, plain = [], []
+    for _ in range(5):
+        captured.draw()
+        captured.run("eager", 0)
+        ours.append((captured.error,))
+        plain.append((captured.plain_error,))
+    no_worse(ours, plain)
+
+
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_forward(arch: str, causal: bool, dim: int) -> None:
-    """Under every timing the same bits, within twice bf16 PyTorch's error, and nothing found."""
+    """Under every timing the same bits and nothing found; as near to float64 as bf16 PyTorch."""
     captured = fa4_forward(arch, Size(dim=dim), causal)
     first = None
     for timing, seed in TIMINGS:
         result = captured.run(timing, seed)
         assert not result.findings, f"{timing} {seed}: {result.findings[0]}"
         assert {remark.kind for remark in result.remarks} == REMARKS[arch], f"{timing} {seed}"
-        assert captured.error <= captured.allowed, f"{timing} {seed}"
         first = captured.out.clone() if first is None else first
         assert torch.equal(captured.out, first), f"{timing} {seed}"
+    accurate(captured)
 
 
 def test_persistent_loop() -> None:
@@ -35,7 +51,8 @@ def test_persistent_loop() -> None:
     captured = fa4_forward("sm_100a", Size(batch=3, kv_len=384), False, sms=1)
     assert captured.launch.grid == (1, 1, 1)
     result = captured.run("late", 1)
-    assert not result.findings and captured.error <= captured.allowed
+    assert not result.findings
+    accurate(captured)
 
 
 def test_clocks_of_the_paper() -> None:
