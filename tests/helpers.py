@@ -14,6 +14,9 @@ from torch import Tensor
 
 from fa4flex.primitives.base import call_mod
 
+SMS = 3
+"""Multiprocessors that simulated GPUs are said to have: so few that persistent blocks take several tiles."""
+
 
 def leaf(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(*shape, dtype=dtype, requires_grad=True)

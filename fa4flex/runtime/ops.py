@@ -166,7 +166,7 @@ def attention_backward(
 ) -> list[Tensor]:
     """[dq, dk, dv, dsinks if there are sinks, then a gradient per operand slot in `needs`].
 
-    `upstream` is (dout, dlse) and `saved` what the forward returned.
+    `upstream` is [dout, dlse], or [dout] where nothing depends on the lse; `saved` what the forward returned.
     """
     if simulating():
         return _on_gpu(
@@ -183,7 +183,8 @@ def _blockwise_backward(
     given: tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor | None]],
     needs: Sequence[int],
 ) -> list[Tensor]:
-    (dout, dlse), saved, lengths = given
+    (dout, *of_lse), saved, lengths = given
+    dlse = of_lse[0] if of_lse else None
     sequences, forward = _sequences(inputs.q, inputs.k, lengths), cpu.Forward(*saved)
     if sequences is None:
         found = cpu.backward(published.facts, inputs, forward, dout, dlse, needs)
@@ -225,7 +226,8 @@ def _on_gpu(
     Probabilities are exp(score - lse): where scores are so large that the lse has no digits left for the
     number of keys (some 1e7), rows of equal scores get too large a gradient.
     """
-    (dout, dlse), (out, lse, *_), lengths = given
+    (dout, *of_lse), (out, lse, *_), lengths = given
+    dlse = of_lse[0] if of_lse else None
     program, scalars, scale = plain
     if dout.dtype == out.dtype == qkv[0].dtype:
         some = NO_LENGTHS if all(x is None for x in lengths) else lengths
@@ -238,7 +240,7 @@ def _on_gpu(
     with torch.device("cpu"):
         inputs = _inputs(published, qkv, operands, scalars, (scale, sinks))
     with torch.device(qkv[0].device):
-        return _blockwise_backward(published, inputs, ((dout, dlse), whole, lengths), needs)
+        return _blockwise_backward(published, inputs, (given[0], whole, lengths), needs)
 
 
 def _inputs(
@@ -323,15 +325,18 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     q, k, v, operands, sinks, *lengths, program, scalars, scale, _ = inputs
     ctx.save_for_backward(q, k, v, sinks, *lengths, *output, *operands)
     ctx.mark_non_differentiable(*output[2:])
+    # Zeros for a log-sum-exp that nothing depends on would be a kernel of their own.
+    ctx.set_materialize_grads(False)
     ctx.plain = program, scalars, scale
 
 
-def _backward(ctx: Any, dout: Tensor, dlse: Tensor, *_: Tensor) -> tuple[Any, ...]:
+def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tuple[Any, ...]:
     q, k, v, sinks, *rest = ctx.saved_tensors
     lengths, saved, operands = rest[:4], rest[4:8], rest[8:]
     wanted = ctx.needs_input_grad[3]
     needs = [slot for slot, want in enumerate(wanted) if want] if isinstance(wanted, (list, tuple)) else []
-    found = attention_backward([dout, dlse], saved, q, k, v, operands, sinks, lengths, *ctx.plain, needs)
+    upstream = [torch.zeros_like(saved[0]) if dout is None else dout, *([] if dlse is None else [dlse])]
+    found = attention_backward(upstream, saved, q, k, v, operands, sinks, lengths, *ctx.plain, needs)
     dsinks, captured = (None, found[3:]) if sinks is None else (found[3], found[4:])
     by_slot: list[Tensor | None] = [None] * len(operands)
     for slot, gradient in zip(needs, captured, strict=True):

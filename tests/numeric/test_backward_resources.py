@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import random
 import re
+import struct
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ import fa4flex
 from fa4flex.codegen.plan.target import SM90A, SM100A, Target
 from fa4flex.runtime.cuda import backward, engine
 from fa4flex.runtime.cuda.call import NO_LENGTHS, Call
-from fa4flex.runtime.cuda.inspect import inspect
+from fa4flex.runtime.cuda.inspect import Inspection, inspect
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl, which exists for Linux"
@@ -94,6 +95,8 @@ def check(name: str, width: Width, target: Target = SM100A) -> None:
     assert not found.ignored, "the compiler dropped what the kernel asks for"
     assert found.shared_bytes == plan.memory.total <= target.shared_memory
     assert not copies_under_products(ptx), f"{name}, {width}"
+    if target is SM90A:
+        assert_products_overlap(f"{name}, {width}", inspected, entry)
 
 
 def copies_under_products(ptx: str) -> list[str]:
@@ -103,6 +106,32 @@ def copies_under_products(ptx: str) -> list[str]:
         r"wgmma\.commit_group((?:(?!wgmma\.(?:wait|mma)).)*)wgmma\.mma_async", ptx, re.DOTALL
     )
     return [copy for text in between for copy in re.findall(r"mov\.b32\s+%r\d+, %r\d+;", text)]
+
+
+def assert_products_overlap(where: str, inspected: Inspection, entry: str) -> None:
+    groups = inspected.ptx.count("wgmma.commit_group")
+    assert products_waited_for(inspected.cubin, entry) == groups, f"{where}: products one after another"
+
+
+HGMMA = (0x9F0, 0xDF0)
+"""Opcodes of Hopper's products, in the lowest 12 bits of an instruction: the first operand from shared
+memory, and from registers."""
+
+
+def products_waited_for(cubin: bytes, entry: str) -> int:
+    """Products in a kernel's machine code whose end is signalled. One in each group should be; where
+    registers do not suffice, the assembler silently makes every product wait for the one before."""
+    (table,) = struct.unpack_from("<Q", cubin, 40)
+    size, count, names = struct.unpack_from("<HHH", cubin, 58)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, table + i * size) for i in range(count)]
+    found = 0
+    for name, _, _, _, start, length in sections:
+        at = sections[names][4] + name
+        title = cubin[at : cubin.index(b"\0", at)].decode()
+        if title.startswith(".text.") and entry in title:
+            for low, high in struct.iter_unpack("<QQ", cubin[start : start + length]):
+                found += low & 0xFFF in HGMMA and high >> 20 & 7 == 0
+    return found
 
 
 PAIRED = ("plain", "alibi", "causal", "prefix_lm")
@@ -129,6 +158,25 @@ def test_some_kernels_on_hopper(name: str, width: Width) -> None:
 @pytest.mark.parametrize(("name", "width"), [*ON_HOPPER, *product(HEAVY, WIDE)], ids=str)
 def test_kernel_on_hopper(name: str, width: Width) -> None:
     check(name, width, SM90A)
+
+
+def check_order(name: str, width: Width) -> None:
+    """On Hopper, whatever registers spill."""
+    with patch.object(cuda_cases, "DEVICE", torch.device("cpu")):
+        _, (source, problem, signature) = launched(DRAWS[name], width, SM90A)
+    source.load()
+    inspected = inspect(source, problem, signature, SM90A.name, entry="bwd_sm90kernel")
+    assert_products_overlap(f"{name}, {width}", inspected, "bwd_sm90kernel")
+
+
+def test_products_overlap_on_hopper() -> None:
+    check_order(random.choice(HEAVY), random.choice((64, 128)))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("name", "width"), list(product(HEAVY, (64, 128))))
+def test_all_products_overlap_on_hopper(name: str, width: Width) -> None:
+    check_order(name, width)
 
 
 def test_some_kernel_of_a_pair() -> None:

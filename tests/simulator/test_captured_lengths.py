@@ -10,6 +10,7 @@ from typing import Any
 import captured_cases
 import pytest
 import torch
+from helpers import SMS
 from test_simulated_lengths import KINDS, Spans, Width, described, drawn, sequences
 from torch import Tensor
 
@@ -87,7 +88,7 @@ def close(arch: str, name: str, kind: str, width: Width, deterministic: bool) ->
     def forward(*x: Tensor) -> Tensor:
         return attn(*x, varlen=varlen)
 
-    with fa4flex.simulator.device(arch, seed, timing) as gpu:
+    with fa4flex.simulator.device(arch, seed, timing, sms=SMS) as gpu:
         got = gradients(forward, qkv, table, dout)
     findings = [finding for result in gpu.results[1:] for finding in result.findings]
     assert len(gpu.results) == 4 and not findings, f"{where}: {gpu.report()}"

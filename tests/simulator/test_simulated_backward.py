@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 import random
 from typing import Any
+from unittest.mock import patch
 
 import captured_cases
 import pytest
 import torch
-from helpers import poisoned
+from helpers import SMS, poisoned
 from torch import Tensor
 
 import fa4flex
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.sinks import Sinks
+from fa4flex.runtime.cuda import backward
 from fa4flex.variants import alibi, causal, document, sliding_window, softcap
 
 IDS = torch.arange(200) // 70
@@ -77,7 +79,7 @@ def close(
     qkv = tuple(torch.randn(1, *size).to(dtype) for size in sizes)
     dout, dlse = torch.randn(1, 4, q_len, wide_v).to(dtype), torch.randn(1, 4, q_len)
     attn = fa4flex.compile(**composition)
-    with poisoned(), fa4flex.simulator.device(arch, seed, timing) as gpu:
+    with poisoned(), fa4flex.simulator.device(arch, seed, timing, sms=SMS) as gpu:
         got = gradients(attn, qkv, dout, dlse)
     assert len(gpu.results) == 4 and not gpu.findings, f"{where}: {gpu.report()}"
     judge(where, composition, got, (qkv, dout, dlse))
@@ -106,6 +108,24 @@ def test_gradients(name: str, width: int) -> None:
 def test_wide_heads_and_lengths(width: int | tuple[int, int], kv_heads: int) -> None:
     for q_len, kv_len in ((1, 1), (63, 130), (129, 65)):
         close("alibi, causal", q_len, kv_len, width, kv_heads=kv_heads)
+
+
+def test_blocks_take_tile_after_tile() -> None:
+    """Nine tiles of keys, some of which no query sees, by three blocks, which leave the counter as it was."""
+    composition = COMPOSED["unseen keys"]
+    qkv = tuple(torch.randn(1, h, n, 64).bfloat16() for h, n in ((3, 130), (3, 300), (3, 300)))
+    dout, dlse = torch.randn(1, 3, 130, 64).bfloat16(), torch.randn(1, 3, 130)
+    attn, shared = fa4flex.compile(**composition), torch.zeros(2, dtype=torch.int32)
+    for timing in ("eager", "late", "random"):
+        with (
+            poisoned(),
+            patch.object(backward, "counter", lambda device: shared),
+            fa4flex.simulator.device("sm_90a", random.randrange(99), timing, sms=SMS) as gpu,
+        ):
+            got = gradients(attn, qkv, dout, dlse)
+        assert gpu.results[2].shape.grid[0] == SMS and not gpu.findings, f"{timing}: {gpu.report()}"
+        assert not shared.any()
+        judge(timing, composition, got, (qkv, dout, dlse))
 
 
 def test_what_kernels_do_not_do_is_done_in_pytorch() -> None:

@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from captured_cases import CASES, Grid, gradients, judge, measured
+from helpers import SMS
 from torch import Tensor
 
 import fa4flex
@@ -45,7 +46,7 @@ def right(
     qkv = [torch.randn(grid.batch, *size).bfloat16() for size in sizes]
     upstream = torch.randn(*grid[:3], dv).bfloat16(), torch.randn(grid[:3])
     attn = fa4flex.compile(**composition)
-    with poisoned(), fa4flex.simulator.device(arch, seed, timing) as gpu:
+    with poisoned(), fa4flex.simulator.device(arch, seed, timing, sms=SMS) as gpu:
         got = gradients(lambda *x: attn(*x, return_lse=True), qkv, leaves, upstream)
     assert len(gpu.results) == 4 and not gpu.findings, f"{where}: {gpu.report()}"
     judge(where, got, *measured(composition, qkv, leaves, upstream))

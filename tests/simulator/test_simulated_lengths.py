@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import poisoned
+from helpers import SMS, poisoned
 from torch import Tensor
 
 import fa4flex
@@ -111,7 +111,7 @@ def close(name: str, kind: str, width: Width, arch: str) -> None:
     qkv, dout, dlse = drawn(kind, width, spans)
     timing, seed = random.choice([("eager", 0), ("late", 1), ("random", random.randrange(99))])
     where = f"{name}, {kind}, width {width}, {arch}, {timing} {seed}"
-    with poisoned(), fa4flex.simulator.device(arch, seed, timing) as gpu:
+    with poisoned(), fa4flex.simulator.device(arch, seed, timing, sms=SMS) as gpu:
         got = gradients(name, qkv, (dout, dlse), varlen)
     findings = [finding for result in gpu.results[1:] for finding in result.findings]
     # Forward kernels clear what lies past an end by several warpgroups: see test_simulated_variants.py.

@@ -1,4 +1,5 @@
-"""Ragged batches whose tiles are sorted by their keys: every tile once, the most first, the same results."""
+"""Ragged batches whose tiles are sorted by their keys: every tile once, the most first, the same results; and
+tiles of keys by sections of heads."""
 
 from __future__ import annotations
 
@@ -7,13 +8,17 @@ import runpy
 from pathlib import Path
 from typing import Any
 
+import cutlass
 import pytest
 import torch
 from blackwell import BF16, PACKED, TIMINGS, packed
+from cutlass import Int32, cute
+from cutlass.cute.runtime import from_dlpack
 from torch import Tensor
 
 import fa4flex
 from fa4flex import Schedule, Varlen
+from fa4flex.codegen.kernels.common.backward import in_section, sections_of
 from fa4flex.codegen.plan import SM100A, Problem, plan_forward
 from fa4flex.runtime.cuda import order as order_module
 from fa4flex.runtime.cuda.call import Call
@@ -139,3 +144,24 @@ def test_only_ragged_batches_are_sorted() -> None:
     for lengths, order in (("dense", "longest_first"), ("packed", "by_work"), ("used", "by_work")):
         plan = plan_forward(facts, Problem(64, 64, lengths=lengths), SM100A, SORTED)  # type: ignore[arg-type]
         assert plan.order == order
+
+
+@cute.jit
+def place_all(places: cute.Tensor, tiles: Int32, pairs: Int32, width: Int32) -> None:
+    sections = sections_of(tiles, pairs, width)
+    for number in cutlass.range(tiles * pairs, unroll=1):
+        places[number, 0], places[number, 1] = in_section(number, sections)
+
+
+@pytest.mark.parametrize(("pairs", "width"), [(1, 1), (7, 1), (7, 7), (12, 4), (11, 4), (3, 2)])
+def test_a_section_of_heads_takes_one_tile_of_keys_after_the_other(pairs: int, width: int) -> None:
+    tiles = random.randint(1, 40)
+    places = torch.full((tiles * pairs, 2), -1, dtype=torch.int32)
+    place_all(from_dlpack(places), tiles, pairs, width)
+    expected = [
+        [pair, tile]
+        for first in range(0, pairs, width)
+        for tile in range(tiles)
+        for pair in range(first, min(first + width, pairs))
+    ]
+    assert places.tolist() == expected

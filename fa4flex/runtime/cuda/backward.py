@@ -18,12 +18,13 @@ from torch import Tensor
 from fa4flex.codegen.analyze.domain import READS
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.expr import TRUE, const, nodes
-from fa4flex.codegen.kernels.common.lengths import ROW_BLOCK
+from fa4flex.codegen.kernels.common.lengths import ROW_BLOCK, row_block
 from fa4flex.errors import UnsupportedError
 from fa4flex.runtime.cuda.call import NO_LENGTHS, Call
 from fa4flex.runtime.cuda.captured import CapturedSum, separate, sums_of
 from fa4flex.runtime.cuda.choose import ProvedQueries, look, prove_queries, proving, read_queries
 from fa4flex.runtime.cuda.compile import compile_kernel
+from fa4flex.runtime.cuda.counter import counter
 from fa4flex.runtime.cuda.engine import (
     Engine,
     fixed,
@@ -65,12 +66,15 @@ class Gradients(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class ReadyBackward:
     """A launch in which only pointers are missing. width: of the tile that holds rows of q; turn_rows: where
-    sums are ordered, how many rows take turns together, else None."""
+    sums are ordered, how many rows take turns together, else None; counted: whether blocks take tiles of keys
+    from a counter."""
 
     launch: Callable[..., None]
     fixes: dict[int, Callable[[Tensor], Tensor]]
     width: int
+    row_block: int
     turn_rows: int | None
+    counted: bool
     tables: BlockTables | TurnTables | None
     rows: tuple[Tensor, ...]
     scalars: tuple[int | float, ...] | None
@@ -80,7 +84,7 @@ class ReadyBackward:
         q, k, v, sinks, lengths, operands = fixed(call, self.fixes)
         dout = saved.dout if tma_able(saved.dout) else saved.dout.contiguous()
         *of_heads, rows = saved.lse.shape
-        padded = -(-rows // ROW_BLOCK) * ROW_BLOCK
+        padded = -(-rows // self.row_block) * self.row_block
         if call.packed:
             padded = (rows // ROW_BLOCK + call.extents().batch) * ROW_BLOCK
         lse2, delta = q.new_empty(2, *of_heads, padded, dtype=torch.float32)
@@ -99,7 +103,7 @@ class ReadyBackward:
         self.launch(
             q, k, v, saved.out, dout, saved.lse, saved.dlse, lse2, delta, dq_sum, dq, dk, dv,
             *lengths, tables, turns, operands + self.rows or None, self.scalars, call.scale,
-            sums or None,
+            sums or None, counter(q.get_device()) if self.counted else None,
         )  # fmt: skip
         dsinks = None
         if sinks is not None:
@@ -156,6 +160,7 @@ def _make_ready(
         deterministic=deterministic,
         many_keys=many_keys,
         long_scores=_long_scores(engine.facts),
+        long_masks=_long_masks(engine.facts),
     )
     if not deterministic:
         queries = prove_queries(engine.facts, call.extents(), captured)
@@ -174,7 +179,9 @@ def _make_ready(
         kernel.launch,
         fixes_of(call),
         plan.head_dim,
+        row_block(plan.config().tile_m),
         plan.config().turn_rows if deterministic else None,
+        plan.persistent,
         tables,
         rows,
         numbers or None,
@@ -207,6 +214,12 @@ def _long_scores(facts: Facts) -> bool:
     """Whether tensors are read for a score by query or key, or its derivative is another one for each."""
     read = {name for node in nodes(facts.score) if node.op in READS for name in node.free}
     return not {"q", "kv", "score"}.isdisjoint(read | facts.gradient.by_score.free)
+
+
+def _long_masks(facts: Facts) -> bool:
+    """Whether query intervals take divisions, or elements of captured tensors."""
+    bounds = () if facts.queries is None else (bound for span in facts.queries.spans for bound in span)
+    return any(node.op in (*READS, "floordiv", "mod") for bound in bounds for node in nodes(bound))
 
 
 def _met_alike(facts: Facts, problem: Problem) -> bool:

@@ -8,7 +8,7 @@ from cutlass import Float32, Int32, cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from fa4flex.codegen.kernels.common.backward import BackwardArguments, Turns
-from fa4flex.codegen.kernels.common.lengths import ROW_BLOCK
+from fa4flex.codegen.kernels.common.lengths import row_block
 from fa4flex.codegen.kernels.common.softmax import LOG2_E
 from fa4flex.codegen.kernels.small.convert import Convert, ConvertArguments
 from fa4flex.codegen.kernels.small.statistics import Statistics, StatisticsArguments
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 ENTRY_ARGUMENTS = (
     "q", "k", "v", "out", "dout", "lse", "dlse", "lse2", "delta", "dq_sum", "dq", "dk", "dv",
     "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "tables", "turns",
-    "operands", "scalars", "scale", "gradients",
+    "operands", "scalars", "scale", "gradients", "counter",
 )  # fmt: skip
 
 
@@ -68,6 +68,7 @@ def entry_point(kernel: Any, problem: Problem, signature: Signature) -> Any:
         scalars: Any,
         scale: Float32,
         gradients: Any,
+        counter: Any,
         stream: Any,
     ) -> None:
         q, k, v, out, dout = logical(q), logical(k), logical(v), logical(out), logical(dout)
@@ -76,7 +77,7 @@ def entry_point(kernel: Any, problem: Problem, signature: Signature) -> Any:
         statistics(StatisticsArguments(out, dout, lse, dlse, *rows, cu_seqlens_q, seqused_q), stream)
         lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
         rest = (*lengths, tables, turns, tuple_of(operands), tuple_of(scalars), scale, scale * LOG2_E)
-        results = (dq_sum, dk, dv, *rest, tuple_of(gradients))
+        results = (dq_sum, dk, dv, *rest, tuple_of(gradients), counter)
         kernel(BackwardArguments(q, k, v, dout, lse2, delta, *results), stream)
         convert(ConvertArguments(dq_sum, dq, cu_seqlens_q, scale), stream)
 
@@ -97,7 +98,7 @@ def fake_arguments(problem: Problem, signature: Signature, config: Any) -> list[
         return fake_wide((batch, *order, width), dtype)
 
     def padded(extent: Any) -> Any:
-        steps = [cute.sym_int64(divisibility=ROW_BLOCK) for _ in of_heads]
+        steps = [cute.sym_int64(divisibility=row_block(config.tile_m)) for _ in of_heads]
         return make_fake_tensor(Float32, (*of_heads, extent), (*steps, 1), assumed_align=16)
 
     q, k = (q_len, q_heads, problem.head_dim), (kv_len, kv_heads, problem.head_dim)
@@ -123,6 +124,7 @@ def fake_arguments(problem: Problem, signature: Signature, config: Any) -> list[
         "scalars": fake_numbers(problem, signature) or None,
         "scale": Float32(1.0),
         "gradients": fake_gradients(problem) or None,
+        "counter": fake_plain(Int32, (2,)) if config.persistent else None,
     }
     return [*(given[name] for name in ENTRY_ARGUMENTS), make_fake_stream(use_tvm_ffi_env_stream=True)]
 

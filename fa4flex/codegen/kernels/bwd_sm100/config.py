@@ -67,6 +67,8 @@ class Config:
     lengths: Lengths = "dense"
     deterministic: bool = False
 
+    persistent = False
+
     @property
     def ragged(self) -> bool:
         """Whether sequences may end before the tensors do."""

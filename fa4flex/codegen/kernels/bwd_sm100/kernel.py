@@ -151,7 +151,7 @@ class Backward:
         ctas = self.cluster.layout(products.scores)
         pipeline.pipeline_init_arrive(cluster_shape_mn=ctas, is_relaxed=True)
         pipeline.pipeline_init_wait(cluster_shape_mn=ctas)
-        work = self.course.work(grid, arguments)
+        work = self.course.work(self.course.first(), grid, arguments)
         if warp >= MULTIPLY:
             cute.arch.setmaxregister_decrease(registers.other)
             if warp == MULTIPLY:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cutlass import Float32, Int32, cute, pipeline
+from cutlass import Int32, cute, pipeline
 from cutlass.cute.nvgpu import warpgroup
 
 from fa4flex.codegen.kernels.bwd_sm90.consumer import Collector, Consumer, Mmas, Operands, Tiles
@@ -74,8 +74,7 @@ class ColumnConsumer(Consumer):
         p_t, ds_t = operands.p_t[None, None, None, parity], operands.ds_t[None, None, None, parity]
         multiply(mmas.dv, operands.dv, p_t, operands.dout_t[None, None, None, do_state.index], True)
         multiply(mmas.dk, operands.dk, ds_t, operands.q_t[None, None, None, q_state.index], True)
-        dq = cute.make_rmem_tensor(mmas.dq.partition_shape_C(self.config.dq_shape), Float32)
-        multiply(mmas.dq, dq, operands.ds[None, None, None, parity], operands.k_t, False)
+        dq = self.query_gradients(mmas, operands, parity)
         # dQ comes last: the next tiles of Q and dO come under its product, and there is room for few.
         warpgroup.wait_group(2)
         release(pipes.dout, do_state)

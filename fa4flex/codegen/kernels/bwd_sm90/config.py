@@ -20,7 +20,7 @@ SWIZZLES = (64, 32, 16)
 @dataclass(frozen=True)
 class Config:
     """head_dim, head_dim_v    widths of the tiles in shared memory: multiples of 32 that hold the tensors'
-    tile_m                   queries per step, a multiple of 64
+    tile_m                   queries per step, a multiple of 64; of 16 where dQ is transposed
     tile_n                   keys per block
     split                    what consumer warpgroups share out: "keys", 64 each, and hold their dK and dV; or
                              the "columns" of dK and dV of 64 keys, and the queries of a step for its scores
@@ -30,6 +30,8 @@ class Config:
     masked                   whether tiles come from block tables; otherwise all of them
     deterministic            whether sums of dQ are added up in one order
     lengths                  "dense", "packed" (cu_seqlens) or "used" (seqused per batch)
+    workers                  multiprocessors, where blocks are persistent, one on each, and take tiles of keys
+                             from a counter; 0 where each tile has a block
     """
 
     head_dim: int
@@ -45,6 +47,12 @@ class Config:
     masked: bool = False
     lengths: Lengths = "dense"
     deterministic: bool = False
+    workers: int = 0
+
+    @property
+    def persistent(self) -> bool:
+        """dK and dV then leave by the memory of dQ: the next tiles of Q and dO come meanwhile."""
+        return self.workers > 0
 
     @property
     def ragged(self) -> bool:
@@ -77,6 +85,12 @@ class Config:
         return self.tile_m < 64 * self.consumers
 
     @property
+    def transposes_dq(self) -> bool:
+        """Whether dQ' = K' dS' is what is multiplied: columns of dQ are then the 64 rows of an instruction,
+        of which queries need not be a whole number. dS lies along the keys."""
+        return self.tile_m % KEYS != 0
+
+    @property
     def dq_shape(self) -> tuple[int, int]:
         """(rows, columns) of dQ that one warpgroup computes."""
         if self.split_columns:
@@ -86,9 +100,16 @@ class Config:
     @property
     def dq_order(self) -> Order:
         """Part by part, as an accumulator's registers lie: of lane l of a warpgroup, two columns from 2 (l %
-        4) on of a row and of the row 8 below, then the same 8 columns further."""
+        4) on of a row and of the row 8 below, then the same 8 columns further. Where dQ is transposed,
+        rows for columns."""
         rows, columns = self.dq_shape
         down, across = (0, columns) if self.split_columns else (rows, 0)
+        if self.transposes_dq:
+            return Order(
+                (2, 2, 4, 8, 4, rows // 8, self.consumers),
+                rows=(1, 0, 2, 0, 0, 8, down),
+                columns=(0, 8, 0, 1, 16, 0, across),
+            )
         return Order(
             (2, 2, 4, 8, 4, columns // 8, self.consumers),
             rows=(0, 8, 0, 1, 16, 0, down),

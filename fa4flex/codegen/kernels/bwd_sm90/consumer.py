@@ -17,7 +17,8 @@ from cutlass import Float32, Int32, const_expr, cute, pipeline
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from fa4flex.codegen.kernels.bwd_sm90.config import KEYS, Config, swizzle
+from fa4flex.codegen.kernels.bwd_sm90.config import KEYS, Config
+from fa4flex.codegen.kernels.bwd_sm90.delivery import put, staged_sums, store_by_copies, store_by_threads
 from fa4flex.codegen.kernels.bwd_sm90.parts import (
     CLEARED,
     SCORES,
@@ -26,17 +27,16 @@ from fa4flex.codegen.kernels.bwd_sm90.parts import (
     dq_empty,
     dq_full,
     stored,
-    swizzled_rows,
     transposed,
 )
 from fa4flex.codegen.kernels.bwd_sm90.writer import THREADS
 from fa4flex.codegen.kernels.common.backward import (
     BackwardArguments,
     BackwardCourse,
+    KeyGrid,
     KeyWork,
     needs_mask,
     query_tile_at,
-    token_of,
 )
 from fa4flex.codegen.kernels.common.fragment import (
     as_operand,
@@ -47,18 +47,16 @@ from fa4flex.codegen.kernels.common.fragment import (
     widened,
 )
 from fa4flex.codegen.kernels.common.hooks import Hooks
+from fa4flex.codegen.kernels.common.next_tile import receive
 from fa4flex.codegen.kernels.common.shares import Collector, sums_of, targets
 from fa4flex.codegen.kernels.common.transfer import read_pair, release, stage_by_fours
 from fa4flex.codegen.kernels.common.transposed import Slab, Slopes
 
-PART = 16
+PARTS = (16, 10, 8)
 """Columns of a tile that are turned into probabilities together, and whose log-sum-exps are read before they
-are needed: registers for more there are not."""
+are needed: the first of which a tile has a whole number. Registers for more there are not."""
 SLOPED = 2
 """As many where scores have slopes, for the same reason."""
-
-WIDE = 8
-"""Elements of 16 bits that a thread stores at once."""
 
 
 @dataclass(frozen=True)
@@ -109,11 +107,15 @@ class Consumer:
         self.config = config
         self.hooks = hooks
         self.course = course
-        self.together = min(PART if hooks.slope is None else SLOPED, config.queries // 4)
+        columns = config.queries // 4
+        self.together = SLOPED if hooks.slope is not None else next(n for n in PARTS if columns % n == 0)
         self.shares = tuple(share for share in hooks.shares if share.rate != "copy")
         """Those of captured tensors that take something else than dS as it lies in shared memory."""
-        self.along_keys = len(self.shares) < len(hooks.shares)
+        self.along_keys = config.transposes_dq or len(self.shares) < len(hooks.shares)
         """Whether dS lies there along the keys."""
+        apart = config.persistent and config.dq_stages == 1
+        self.batches = ((0,), (1,)) if apart else ((0, 1),)
+        """Of dK and dV, what leaves together: shared memory may hold one of them."""
         self.late = any(not share.scaled for share in self.shares)
         """Whether slopes come in after what modified scores add to captured tensors was taken."""
 
@@ -121,11 +123,13 @@ class Consumer:
     def run(
         self,
         arguments: BackwardArguments,
-        work: KeyWork,
+        grid: KeyGrid,
         shared: cutlass.Constexpr[Shared],
         pipes: cutlass.Constexpr[Pipes],
         mmas: cutlass.Constexpr[Mmas],
+        stores: cutlass.Constexpr[tuple[Any, ...]],
     ) -> None:
+        """stores: of dK and dV, where they leave by the copy engine."""
         config = self.config
         thread = cute.arch.thread_idx()[0]
         # Not from `thread - 128`, which might be negative: quotients and remainders would be more than bits.
@@ -134,15 +138,54 @@ class Consumer:
         # would wait for it. What is kept might be anything, so the remainder is said in bits.
         lane = computed_once(thread) & 127
         operands = self.operands(mmas, shared, lane, warpgroup_index)
-        operands.dk.fill(0.0)
-        operands.dv.fill(0.0)
         q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.q_stages)
         do_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.do_stages)
+        states, count = (q_state, do_state), Int32(0)
+        number, turn = self.course.first(), Int32(0)
+        given, where = (mmas, operands), (lane, warpgroup_index)
+        if const_expr(config.persistent):
+            while number < grid.total:
+                work = self.course.work(number, grid, arguments)
+                before = count
+                states, count = self.tile(
+                    arguments, work, shared, pipes, given, states, (*where, count, turn)
+                )
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(pipes.keys_empty)
+                self.deliver(arguments, work, shared, given, stores, where, (count - before, count))
+                number = receive(pipes.next, turn & 1)
+                # Others of the warpgroup meet this warp before they write there anew.
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                turn += 1
+        else:
+            work = self.course.work(number, grid, arguments)
+            _, count = self.tile(arguments, work, shared, pipes, given, states, (*where, count, turn))
+            self.deliver(arguments, work, shared, given, stores, where, (count, count))
+
+    @cute.jit
+    def tile(
+        self,
+        arguments: BackwardArguments,
+        work: KeyWork,
+        shared: cutlass.Constexpr[Shared],
+        pipes: cutlass.Constexpr[Pipes],
+        given: cutlass.Constexpr[tuple[Mmas, Operands]],
+        states: tuple[pipeline.PipelineState, pipeline.PipelineState],
+        places: tuple[Int32, Int32, Int32, Int32],
+    ) -> tuple[tuple[pipeline.PipelineState, pipeline.PipelineState], Int32]:
+        """dK and dV of a tile of keys; places: lane, warpgroup, and how many steps, and tiles, were before.
+        Returns how many steps there were with it."""
+        config = self.config
+        mmas, operands = given
+        lane, warpgroup_index, count, turn = places
+        q_state, do_state = states
+        operands.dk.fill(0.0)
+        operands.dv.fill(0.0)
         heads = Int32(arguments.q.shape[-2])
         if const_expr(config.ragged):
-            self.await_keys(pipes)
+            self.await_keys(pipes, turn & 1)
             self.clear_past_end((shared.k, shared.v), work.kv_len - work.tile * config.tile_n)
-        count = Int32(0)
         sums = sums_of(self.shares)
         for g in cutlass.range(work.group, unroll=1):
             h = work.kv_head * work.group + g
@@ -150,14 +193,14 @@ class Consumer:
             queries = self.course.queries(work, h, arguments)
             collector = self.collector(arguments, slab, sums, (lane, warpgroup_index))
             collector.begin()
-            given = mmas, operands, collector
+            given_all = mmas, operands, collector
             # As late as can be: what a head begins with takes as long as keys take to come.
             if const_expr(not config.ragged):
-                self.await_keys(pipes)
+                self.await_keys(pipes, turn & 1)
             ordered = cutlass.const_expr(config.deterministic and config.masked)
             for i in cutlass.range(0 if ordered else queries.masked_count, unroll=1):
                 places = (query_tile_at(queries, i), lane, warpgroup_index, count)
-                self.step(given, shared, pipes, (q_state, do_state), places, True)
+                self.step(given_all, shared, pipes, (q_state, do_state), places, True)
                 q_state.advance()
                 do_state.advance()
                 count += 1
@@ -165,20 +208,21 @@ class Consumer:
                 places = (query_tile_at(queries, i), lane, warpgroup_index, count)
                 if const_expr(ordered):
                     if needs_mask(queries, i):
-                        self.step(given, shared, pipes, (q_state, do_state), places, True)
+                        self.step(given_all, shared, pipes, (q_state, do_state), places, True)
                     else:
-                        self.step(given, shared, pipes, (q_state, do_state), places, False)
+                        self.step(given_all, shared, pipes, (q_state, do_state), places, False)
                 else:
-                    self.step(given, shared, pipes, (q_state, do_state), places, False)
+                    self.step(given_all, shared, pipes, (q_state, do_state), places, False)
                 q_state.advance()
                 do_state.advance()
                 count += 1
             collector.finish()
-        self.store_all(arguments, work, shared, mmas, (operands.dk, operands.dv), (lane, warpgroup_index))
+        return (q_state, do_state), count
 
-    def await_keys(self, pipes: Pipes) -> None:
-        cute.arch.mbarrier_wait(pipes.k_full, 0)
-        cute.arch.mbarrier_wait(pipes.v_full, 0)
+    def await_keys(self, pipes: Pipes, phase: Int32) -> None:
+        phase = phase if self.config.persistent else 0
+        cute.arch.mbarrier_wait(pipes.k_full, phase)
+        cute.arch.mbarrier_wait(pipes.v_full, phase)
 
     def operands(self, mmas: Mmas, shared: Shared, lane: Int32, w: Int32) -> Operands:
         config = self.config
@@ -189,6 +233,12 @@ class Consumer:
         mine = (0, w) if config.split_columns else (w, 0)
         ds = cute.local_tile(shared.ds, (rows, config.tile_n), (mine[0], 0, None))
         k_t = cute.local_tile(transposed(shared.k), (columns, config.tile_n), (mine[1], 0))
+        dq_a, dq_b = (k_t, ds) if config.transposes_dq else (ds, k_t)
+        for_dq = [
+            mmas.dq.make_fragment_A(dq.partition_A(dq_a)),
+            mmas.dq.make_fragment_B(dq.partition_B(dq_b)),
+        ]
+        ds_operand, k_t_operand = reversed(for_dq) if config.transposes_dq else for_dq
         width, width_v = (cute.size(x, mode=[0]) for x in (tiles.q_t, tiles.dout_t))
         return Operands(
             mmas.scores.make_fragment_A(scores.partition_A(tiles.k)),
@@ -197,8 +247,8 @@ class Consumer:
             mmas.dprob.make_fragment_B(dprob.partition_B(tiles.dout)),
             mmas.dv.make_fragment_B(dv.partition_B(tiles.dout_t)),
             mmas.dk.make_fragment_B(dk.partition_B(tiles.q_t)),
-            mmas.dq.make_fragment_A(dq.partition_A(ds)),
-            mmas.dq.make_fragment_B(dq.partition_B(k_t)),
+            ds_operand,
+            k_t_operand,
             cute.make_rmem_tensor(dv.partition_shape_C((KEYS, width_v)), Float32),
             cute.make_rmem_tensor(dk.partition_shape_C((KEYS, width)), Float32),
         )
@@ -297,8 +347,14 @@ class Consumer:
         q_first = self.first_query(tile, w, lane)
         early = collector.early(rows_and_columns(scores), q_first, masked)
         rows = (lse2s, lse2, lane)
+        # Before exponentials are written down: dS' and its stores then pass between them. Slopes, which take
+        # longer, pass under the product.
+        waits_first = self.hooks.slope is None
+        if waits_first:
+            warpgroup.wait_group(0)
         p, weights, slopes = self.probabilities(scores, slab, rows, q_first, masked, shared.q.element_type)
-        warpgroup.wait_group(0)
+        if not waits_first:
+            warpgroup.wait_group(0)
         self.score_gradients(dprob, weights)
         self.take_captured(collector, rows_and_columns(dprob), slopes, (q_first, masked), early)
         return p, self.narrowed(dprob, shared.q.element_type)
@@ -315,13 +371,11 @@ class Consumer:
         """`made` are P' and dS'; `where` is (lane, warpgroup, step, stage of what lies in shared memory)."""
         (mmas, operands, _), (p, ds), (q_state, do_state) = given, made, states
         lane, w, count, parity = where
-        config = self.config
         self.share(shared.ds[None, None, parity], mmas.scores, ds, (lane, w), self.along_keys)
         # Runs while all warpgroups meet.
         multiply(mmas.dv, operands.dv, p, operands.dout_t[None, None, None, do_state.index], True)
         self.meet()
-        dq = cute.make_rmem_tensor(mmas.dq.partition_shape_C(config.dq_shape), Float32)
-        multiply(mmas.dq, dq, operands.ds[None, None, None, parity], operands.k_t, False)
+        dq = self.query_gradients(mmas, operands, parity)
         warpgroup.wait_group(1)
         release(pipes.dout, do_state)
         multiply(mmas.dk, operands.dk, ds, operands.q_t[None, None, None, q_state.index], True)
@@ -329,6 +383,18 @@ class Consumer:
         self.hand_over(dq, shared, lane, w, count)
         warpgroup.wait_group(0)
         release(pipes.q, q_state)
+
+    def query_gradients(self, mmas: Mmas, operands: Operands, parity: Int32) -> cute.Tensor:
+        """A warpgroup's part of dQ, or of dQ', once its product is waited for."""
+        rows, columns = self.config.dq_shape
+        ds = operands.ds[None, None, None, parity]
+        if self.config.transposes_dq:
+            dq = cute.make_rmem_tensor(mmas.dq.partition_shape_C((columns, rows)), Float32)
+            multiply(mmas.dq, dq, operands.k_t, ds, False)
+        else:
+            dq = cute.make_rmem_tensor(mmas.dq.partition_shape_C((rows, columns)), Float32)
+            multiply(mmas.dq, dq, ds, operands.k_t, False)
+        return dq
 
     def meet(self) -> None:
         """What all warpgroups have put into shared memory is there for all of their products."""
@@ -482,62 +548,43 @@ class Consumer:
         cute.arch.barrier_arrive(barrier_id=dq_full(w, stage), number_of_threads=THREADS)
 
     @cute.jit
-    def store_all(
+    def deliver(
         self,
         arguments: BackwardArguments,
         work: KeyWork,
         shared: cutlass.Constexpr[Shared],
-        mmas: cutlass.Constexpr[Mmas],
-        sums: cutlass.Constexpr[tuple[cute.Tensor, cute.Tensor]],
+        given: cutlass.Constexpr[tuple[Mmas, Operands]],
+        stores: cutlass.Constexpr[tuple[Any, ...]],
         where: tuple[Int32, Int32],
+        steps: tuple[Int32, Int32],
     ) -> None:
-        """dK and dV, by way of the shared memory in which Q and dO were."""
+        """dK and dV to global memory; steps: of this tile of keys, and of all so far."""
+        mmas, operands = given
         lane, w = where
-        dk, dv = sums
-        dk.store(dk.load() * arguments.scale)
-        staged = self.staged(shared.q, dk)[None, None, w], self.staged(shared.dout, dv)[None, None, w]
-        cute.arch.barrier(barrier_id=SCORES, number_of_threads=128 * self.config.consumers)
-        for mma, acc, rows in zip((mmas.dk, mmas.dv), sums, staged, strict=True):
-            atom = sm90.sm90_get_smem_store_op(LayoutEnum.ROW_MAJOR, rows.element_type, Float32)
-            copy = cute.make_tiled_copy_C(atom, mma).get_slice(lane)
-            narrowed = self.narrowed(acc, rows.element_type)
-            cute.copy(copy, copy.retile(narrowed), copy.partition_D(rows))
-        cute.arch.barrier(barrier_id=stored(w), number_of_threads=128)
-        for target, rows in zip((arguments.dk, arguments.dv), staged, strict=True):
-            self.store(target, rows, work, where)
-
-    def staged(self, memory: cute.Tensor, acc: cute.Tensor) -> cute.Tensor:
-        """(64 keys, columns of a warpgroup, warpgroup), swizzled."""
-        kind, width = memory.element_type, 2 * cute.size(acc)
-        layout = swizzled_rows(kind, (KEYS, width, self.config.consumers), swizzle(width, width))
-        assert cute.cosize(layout) <= cute.cosize(memory.layout), "dK or dV needs more than Q or dO"
-        return cute.make_tensor(cute.recast_ptr(memory.iterator, layout.inner, dtype=kind), layout.outer)
-
-    @cute.jit
-    def store(
-        self,
-        target: cute.Tensor,
-        staged: cute.Tensor,
-        work: KeyWork,
-        where: tuple[Int32, Int32],
-    ) -> None:
-        """A warpgroup's part of dK or dV to global memory, 16 bytes at a time."""
-        lane, w = where
-        width = cute.size(staged, mode=[1])
-        pieces = width // WIDE
-        first, start = self.first_key(work, w, Int32(0)), self.first_column(width, w)
-        # Read, and addressed, before the first branch: behind it, each piece would take that long by itself.
-        found = []
-        for i in cutlass.range_constexpr(KEYS * pieces // 128):
-            row, piece = (i * 128 + lane) // pieces, (i * 128 + lane) % pieces
-            key, column = first + row, start + piece * WIDE
-            taken = cute.make_rmem_tensor((WIDE,), staged.element_type)
-            source = cute.logical_divide(staged[row, None], cute.make_layout(WIDE))[None, piece]
-            cute.autovec_copy(source, taken)
-            token = token_of(target, work.b, work.kv_offset, key, work.kv_head)
-            there = cute.logical_divide(token, cute.make_layout(WIDE))[None, column // WIDE]
-            found.append((key, column, taken, there))
-        for i in cutlass.range_constexpr(len(found)):
-            key, column, taken, there = found[i]
-            if key < work.kv_len and column < target.shape[-1]:
-                cute.autovec_copy(taken, there)
+        sums, products = (operands.dk, operands.dv), (mmas.dk, mmas.dv)
+        operands.dk.store(operands.dk.load() * arguments.scale)
+        staged = staged_sums(self.config, shared, sums, w)
+        if const_expr(not self.config.persistent):
+            cute.arch.barrier(barrier_id=SCORES, number_of_threads=128 * self.config.consumers)
+        elif steps[0] > 0:
+            # The writer has read all of dQ.
+            last = steps[1] % self.config.dq_stages
+            cute.arch.barrier(barrier_id=dq_empty(w, 1 - last), number_of_threads=THREADS)
+        else:
+            # What the tile of keys before left there has been stored.
+            cute.arch.barrier(barrier_id=stored(w), number_of_threads=128)
+        first_key = self.first_key(work, w, Int32(0))
+        for batch in self.batches:
+            if const_expr(batch != self.batches[0]):
+                # What left before has been read.
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                cute.arch.barrier(barrier_id=stored(w), number_of_threads=128)
+            for i in batch:
+                put(products[i], self.narrowed(sums[i], staged[i].element_type), staged[i], lane)
+            rows = tuple(staged[i] for i in batch)
+            if const_expr(len(stores) > 0):
+                store_by_copies(tuple(stores[i] for i in batch), rows, work, first_key // KEYS, where)
+            else:
+                targets = tuple((arguments.dk, arguments.dv)[i] for i in batch)
+                columns = tuple(self.first_column(cute.size(x, mode=[1]), w) for x in rows)
+                store_by_threads(targets, rows, work, (first_key, columns), where)

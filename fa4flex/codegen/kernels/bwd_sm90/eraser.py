@@ -8,7 +8,13 @@ import cutlass
 from cutlass import Int32, const_expr, cute
 
 from fa4flex.codegen.kernels.bwd_sm90.config import Config
-from fa4flex.codegen.kernels.common.backward import BackwardArguments, BackwardCourse, KeyWork, QueryTiles
+from fa4flex.codegen.kernels.common.backward import (
+    BackwardArguments,
+    BackwardCourse,
+    KeyGrid,
+    KeyWork,
+    QueryTiles,
+)
 from fa4flex.codegen.kernels.common.hooks import At, Hooks, Share
 
 WARPS = 2
@@ -34,10 +40,10 @@ class Eraser:
         return [s for s in self.hooks.shares if s.axes and s.axes[1] == ranks[s.which] - 1]
 
     @cute.jit
-    def run(self, arguments: BackwardArguments, work: KeyWork, warp: Int32) -> None:
-        """`warp` of WARPS."""
+    def run(self, arguments: BackwardArguments, grid: KeyGrid, warp: Int32) -> None:
+        """`warp` of WARPS. Blocks are not persistent where pairs have elements of their own."""
         if const_expr(len(self.shares(arguments)) > 0):
-            self.erase_all(arguments, work, warp)
+            self.erase_all(arguments, self.course.work(self.course.first(), grid, arguments), warp)
 
     @cute.jit
     def erase_all(self, arguments: BackwardArguments, work: KeyWork, warp: Int32) -> None:

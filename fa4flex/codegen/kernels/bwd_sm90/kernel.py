@@ -2,15 +2,19 @@
 
 producer warp --[k, v once; q, dout rings]--> consumer warpgroups --(dQ parts)--> writer warp --> dq_sum
                                               consumer warpgroups --> dk, dv
+
+A block has one tile of keys, or is persistent and takes one after another: the producer takes their numbers
+from a counter and hands them on.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import cutlass
 import cutlass.utils.hopper_helpers as sm90
 from cuda.bindings import driver as cuda
-from cutlass import Float32, Int64, cute, pipeline
+from cutlass import Float32, Int32, Int64, const_expr, cute, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
@@ -24,6 +28,7 @@ from fa4flex.codegen.kernels.bwd_sm90.producer import Producer
 from fa4flex.codegen.kernels.bwd_sm90.writer import Writer, others
 from fa4flex.codegen.kernels.common.backward import BackwardArguments, BackwardCourse, KeyGrid
 from fa4flex.codegen.kernels.common.hooks import Hooks
+from fa4flex.codegen.kernels.common.next_tile import NextTile
 from fa4flex.codegen.kernels.common.transfer import reordered
 
 CONSUMERS = {"keys": Consumer, "columns": ColumnConsumer}
@@ -45,12 +50,18 @@ class Backward:
         self.writer = Writer(config, self.copied, self.course)
         self.eraser = Eraser(config, hooks, self.course)
         self.consumer = CONSUMERS[config.split](config, hooks, self.course)
+        self.along_keys = self.consumer.along_keys
 
     @cute.jit
     def __call__(self, arguments: BackwardArguments, stream: cuda.CUstream) -> None:
+        config = self.config
         grid = self.course.grid(arguments)
-        self.device(arguments, grid, *self.transfers(arguments), self.copies(arguments)).launch(
-            grid=[grid.total, 1, 1],
+        moved = *self.transfers(arguments), self.copies(arguments), self.stores(arguments)
+        blocks = grid.total
+        if const_expr(config.persistent):
+            blocks = cutlass.min(blocks, config.workers)
+        self.device(arguments, grid, *moved).launch(
+            grid=[blocks, 1, 1],
             block=[self.config.threads, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,  # without it the compiler drops the register split
@@ -59,7 +70,7 @@ class Backward:
     def mmas(self, kind: Any) -> Mmas:
         config = self.config
         k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
-        _, columns = config.dq_shape
+        rows, columns = config.dq_shape
 
         def product(majors: tuple[Any, Any], width: int, source: Any = warpgroup.OperandSource.SMEM) -> Any:
             return sm90.make_trivial_tiled_mma(
@@ -72,8 +83,10 @@ class Backward:
                 a_source=source,
             )
 
-        # Along the queries, but for dS of which tiles are copied.
-        ds_major, ds_t_major = (k_major, mn_major) if self.copied else (mn_major, k_major)
+        ds_major, ds_t_major = (k_major, mn_major) if self.along_keys else (mn_major, k_major)
+        dq_operands: tuple[Any, Any, int] = (ds_major, mn_major, columns)
+        if config.transposes_dq:
+            dq_operands = (mn_major, ds_major, rows)
         # With columns shared out, a warpgroup's scores are a part of what its dV and dK need.
         share, source = config.consumers, warpgroup.OperandSource.SMEM
         if config.split == "keys":
@@ -83,24 +96,27 @@ class Backward:
             product((k_major, k_major), config.queries),
             product((k_major, mn_major), config.head_dim_v // share, source),
             product((ds_t_major, mn_major), config.head_dim // share, source),
-            product((ds_major, mn_major), columns),
+            product(dq_operands[:2], dq_operands[2]),
         )
 
     def layouts(self, kind: Any) -> tuple[Any, ...]:
         """Swizzled shared-memory layouts of q, dout (by stage), k, v, and of ds and p (queries, keys), along
-        the queries; ds along the keys where tiles of it are copied to captured gradients."""
+        the queries; ds along the keys where it is copied to captured gradients, or dQ is transposed."""
         config = self.config
         m, n, d, dv = config.tile_m, config.tile_n, config.head_dim, config.head_dim_v
         q, dout, k, v = config.swizzles
 
-        p = sm90.make_smem_layout_a(LayoutEnum.COL_MAJOR, (m, d, n), kind, 2)
+        def along_queries() -> Any:
+            return sm90.make_smem_layout_a(LayoutEnum.COL_MAJOR, (m, d, n), kind, 2)
+
+        ds = swizzled_rows(kind, (m, n, 2), swizzle(n, n)) if self.along_keys else along_queries()
         return (
             swizzled_rows(kind, (m, d, config.q_stages), q),
             swizzled_rows(kind, (m, dv, config.do_stages), dout),
             swizzled_rows(kind, (n, d, 1), k),
             swizzled_rows(kind, (n, dv, 1), v),
-            swizzled_rows(kind, (m, n, 2), swizzle(n, n)) if self.copied else p,
-            p,
+            ds,
+            along_queries() if config.split == "columns" else ds,
         )
 
     def transfers(self, arguments: BackwardArguments) -> tuple[Any, ...]:
@@ -135,6 +151,21 @@ class Backward:
             )
         return tuple(found)
 
+    def stores(self, arguments: BackwardArguments) -> tuple[Any, ...]:
+        """Descriptors of dK and dV, for which persistent blocks then need not wait; not of sequences that end
+        where others begin."""
+        config = self.config
+        if not config.persistent or config.ragged:
+            return ()
+        found = []
+        for gradient, width in ((arguments.dk, config.head_dim), (arguments.dv, config.head_dim_v)):
+            rows = swizzled_rows(gradient.element_type, (KEYS, width, 1), swizzle(width, width))
+            tile = cute.slice_(rows, (None, None, 0))
+            store = cpasync.CopyBulkTensorTileS2GOp()
+            ordered = reordered(gradient, [1, 3, 2, 0])
+            found.append(cpasync.make_tiled_tma_atom(store, ordered, tile, (KEYS, width)))
+        return tuple(found)
+
     def storage(self, kind: Any) -> Any:
         config = self.config
 
@@ -147,6 +178,10 @@ class Backward:
             "do_bar": cute.struct.MemRange[Int64, 2 * config.do_stages],
             "k_full": cute.struct.MemRange[Int64, 1],
             "v_full": cute.struct.MemRange[Int64, 1],
+            "keys_empty": cute.struct.MemRange[Int64, 1],
+            "next_full": cute.struct.MemRange[Int64, 1],
+            "next_empty": cute.struct.MemRange[Int64, 1],
+            "next": cute.struct.MemRange[Int32, 1],
             "lse2": cute.struct.Align[cute.struct.MemRange[Float32, config.tile_m * config.q_stages], 128],
             "delta": cute.struct.Align[cute.struct.MemRange[Float32, config.tile_m * config.do_stages], 128],
             "q": tile(kind, q),
@@ -169,10 +204,11 @@ class Backward:
         v: cpasync.TmaInfo,
         dout: cpasync.TmaInfo,
         copies: tuple,
+        stores: tuple,
     ) -> None:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
-            for transfer in (q, k, v, dout, *copies):
+            for transfer in (q, k, v, dout, *copies, *stores):
                 cpasync.prefetch_descriptor(transfer.atom)
         kind = arguments.q.element_type
         storage = SmemAllocator().allocate(self.storage(kind))
@@ -182,21 +218,25 @@ class Backward:
             with cute.arch.elect_one():
                 cute.arch.mbarrier_init(pipes.k_full, 1)
                 cute.arch.mbarrier_init(pipes.v_full, 1)
+                if const_expr(self.config.persistent):
+                    warps = 4 * self.config.consumers
+                    cute.arch.mbarrier_init(pipes.keys_empty, warps)
+                    cute.arch.mbarrier_init(pipes.next.full, 1)
+                    cute.arch.mbarrier_init(pipes.next.empty, warps + 1)  # and the writer
             cute.arch.mbarrier_init_fence()
         pipeline.pipeline_init_arrive()
         pipeline.pipeline_init_wait()
-        work = self.course.work(grid, arguments)
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.config.producer_registers)
             if warp == 0:
-                self.producer.run(arguments, work, (q, k, v, dout), shared, pipes)
+                self.producer.run(arguments, grid, (q, k, v, dout), shared, pipes)
             if warp == 1:
-                self.writer.run(arguments, work, shared, tuple(copies))
+                self.writer.run(arguments, grid, shared, pipes, tuple(copies))
             if warp >= 4 - WARPS:
-                self.eraser.run(arguments, work, warp - (4 - WARPS))
+                self.eraser.run(arguments, grid, warp - (4 - WARPS))
         else:
             cute.arch.setmaxregister_increase(self.config.consumer_registers)
-            self.consumer.run(arguments, work, shared, pipes, self.mmas(kind))
+            self.consumer.run(arguments, grid, shared, pipes, self.mmas(kind), tuple(stores))
 
     def shared(self, storage: Any, kind: Any) -> Shared:
         config = self.config
@@ -238,4 +278,10 @@ class Backward:
             ring(storage.do_bar, shared.dout, self.config.do_stages),
             storage.k_full.data_ptr(),
             storage.v_full.data_ptr(),
+            storage.keys_empty.data_ptr(),
+            NextTile(
+                storage.next.get_tensor(cute.make_layout(1)),
+                storage.next_full.data_ptr(),
+                storage.next_empty.data_ptr(),
+            ),
         )

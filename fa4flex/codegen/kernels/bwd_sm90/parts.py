@@ -9,6 +9,7 @@ import cutlass.utils.hopper_helpers as sm90
 from cutlass import Int32, cute, pipeline
 from cutlass.tensor_utils import LayoutEnum
 
+from fa4flex.codegen.kernels.common.next_tile import NextTile
 from fa4flex.codegen.kernels.common.transfer import reordered
 
 SCORES, CLEARED = 1, 10
@@ -50,12 +51,15 @@ class Shared:
 
 @dataclass(frozen=True)
 class Pipes:
-    """q ring (with lse2) and dout ring (with delta); k and v have come."""
+    """q ring (with lse2) and dout ring (with delta); k and v have come. Of persistent blocks: k and v may be
+    overwritten; and the next tile of keys."""
 
     q: pipeline.PipelineTmaAsync
     dout: pipeline.PipelineTmaAsync
     k_full: cute.Pointer
     v_full: cute.Pointer
+    keys_empty: cute.Pointer
+    next: NextTile
 
 
 def transposed(tensor: cute.Tensor) -> cute.Tensor:

@@ -9,10 +9,11 @@ import cutlass
 from cutlass import Int32, const_expr, cute
 
 from fa4flex.codegen.kernels.bwd_sm90.config import Config
-from fa4flex.codegen.kernels.bwd_sm90.parts import Shared, dq_empty, dq_full
+from fa4flex.codegen.kernels.bwd_sm90.parts import Pipes, Shared, dq_empty, dq_full
 from fa4flex.codegen.kernels.common.backward import (
     BackwardArguments,
     BackwardCourse,
+    KeyGrid,
     KeyWork,
     await_turn,
     pass_turn,
@@ -20,6 +21,7 @@ from fa4flex.codegen.kernels.common.backward import (
     rows_of,
 )
 from fa4flex.codegen.kernels.common.hooks import Share
+from fa4flex.codegen.kernels.common.next_tile import receive
 from fa4flex.codegen.kernels.common.transfer import Views, add_bulk, partition
 
 THREADS = 128 + 32
@@ -36,20 +38,52 @@ class Writer:
     def run(
         self,
         arguments: BackwardArguments,
-        work: KeyWork,
+        grid: KeyGrid,
         shared: cutlass.Constexpr[Shared],
+        pipes: cutlass.Constexpr[Pipes],
         copies: cutlass.Constexpr[tuple[Any, ...]],
     ) -> None:
         """`copies`: descriptors of the gradients of `copied`."""
         config = self.config
-        rows, columns = config.dq_shape
-        part = rows * columns
         for w in cutlass.range_constexpr(config.consumers):
             cute.arch.barrier_arrive(barrier_id=dq_empty(w, 0), number_of_threads=THREADS)
         stage, parity = Int32(0), Int32(0)
+        number, turn = self.course.first(), Int32(0)
+        if const_expr(config.persistent):
+            while number < grid.total:
+                work = self.course.work(number, grid, arguments)
+                stage, parity, steps = self.tile(arguments, work, shared, copies, (stage, parity))
+                if steps > 0:
+                    # The other stage is free too, for dK and dV.
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                    for w in cutlass.range_constexpr(config.consumers):
+                        cute.arch.barrier_arrive(barrier_id=dq_empty(w, 1 - stage), number_of_threads=THREADS)
+                number = receive(pipes.next, turn & 1)
+                turn += 1
+        else:
+            self.tile(arguments, self.course.work(number, grid, arguments), shared, copies, (stage, parity))
+            # Shared memory must last until all was read. What is under way then, the grid's end waits for.
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def tile(
+        self,
+        arguments: BackwardArguments,
+        work: KeyWork,
+        shared: cutlass.Constexpr[Shared],
+        copies: cutlass.Constexpr[tuple[Any, ...]],
+        stages: tuple[Int32, Int32],
+    ) -> tuple[Int32, Int32, Int32]:
+        """The parts of dQ that a tile of keys makes. stages: of dQ, and of dS."""
+        config = self.config
+        rows, columns = config.dq_shape
+        part = rows * columns
+        stage, parity = stages
+        steps = Int32(0)
         for g in cutlass.range(work.group, unroll=1):
             h = work.kv_head * work.group + g
             queries = self.course.queries(work, h, arguments)
+            steps += queries.count
             sums = rows_of(arguments.dq_sum, work, h, config.head_dim)
             views = self.views(arguments, work, h, shared, copies)
             for i in cutlass.range(queries.count, unroll=1):
@@ -77,8 +111,7 @@ class Writer:
                 if const_expr(config.deterministic):
                     cute.arch.cp_async_bulk_wait_group(0)
                     pass_turn(counter)
-        # Shared memory must last until all was read. What is under way after that, the grid's end waits for.
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        return stage, parity, steps
 
     def copy(
         self,

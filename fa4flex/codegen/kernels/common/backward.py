@@ -12,7 +12,7 @@ from fa4flex.codegen.kernels.common.arguments import Tables
 from fa4flex.codegen.kernels.common.hooks import At, Hooks
 from fa4flex.codegen.kernels.common.keys import Listed, Ranges, visited_by
 from fa4flex.codegen.kernels.common.lengths import ROW_BLOCK
-from fa4flex.codegen.kernels.common.work import L2_BYTES, Grid, find_sequence, locate
+from fa4flex.codegen.kernels.common.work import L2_BYTES, find_sequence
 
 
 class Turns(NamedTuple):
@@ -46,6 +46,7 @@ class BackwardArguments(NamedTuple):
     tables: by tile of keys, the tiles of queries to visit; pointers [B, H, key tiles + 1]. turns: where sums
     are ordered; they stand for tables too.
     gradients: of captured tensors, [copies, shape...], zero at first; the sum of its copies is a gradient.
+    counter: from which persistent blocks take tiles of keys.
     """
 
     q: cute.Tensor
@@ -68,11 +69,22 @@ class BackwardArguments(NamedTuple):
     scale: Float32
     scale_log2: Float32
     gradients: tuple = ()
+    counter: cute.Tensor | None = None
+
+
+class Sections(NamedTuple):
+    """`width` (kv_head, batch) pairs at a time, of which a section has one tile of keys after the other; of
+    the last, number `whole`, the pairs that are `left`."""
+
+    length: Divisor
+    width: Divisor
+    left: Divisor
+    whole: Int32
 
 
 class KeyGrid(NamedTuple):
-    """How numbers of blocks map to (tile of keys, kv_head, batch): all tiles of one head before the next, or
-    by sections where sums are ordered. group: query heads that share keys.
+    """How numbers of blocks map to (tile of keys, kv_head, batch): all tiles of one head before the next; or,
+    where sums are ordered or tiles differ in work, by sections. group: query heads that share keys.
 
     All warps of a block divide, before the roles part: by numbers that the host prepares, or each division
     would take some hundred clocks.
@@ -82,7 +94,24 @@ class KeyGrid(NamedTuple):
     tiles: Divisor
     kv_heads: Divisor
     group: Int32
-    sections: Grid | None
+    sections: Sections | None
+
+
+@cute.jit
+def sections_of(tiles: Int32, pairs: Int32, width: Int32) -> Sections:
+    left = pairs % width
+    left = Int32(select_(left > 0, left, width))
+    return Sections(Divisor(tiles * width), Divisor(width), Divisor(left), pairs // width)
+
+
+@cute.jit
+def in_section(number: Int32, sections: Sections) -> tuple[Int32, Int32]:
+    """(pair, tile of keys) of a block."""
+    section, within = divmod(number, sections.length)
+    tile, pair = divmod(within, sections.width)
+    if section == sections.whole:
+        tile, pair = divmod(within, sections.left)
+    return section * sections.width.divisor + pair, tile
 
 
 class KeyWork(NamedTuple):
@@ -111,7 +140,7 @@ class QueryTiles(NamedTuple):
 
 
 class BackwardCourse:
-    """The tile of keys that a block takes; `config` has tile_m, tile_n and masked, and is `deterministic`
+    """The tiles of keys that a block takes; `config` has tile_m, tile_n and masked, and is `deterministic`
     where sums are ordered: then turn_rows tells how many rows of a tile take turns by themselves. ctas: that
     take a tile together."""
 
@@ -133,36 +162,48 @@ class BackwardCourse:
             batch, together = Int32(batch), self.heads_at_a_time(arguments)
         heads = Int32(kv_heads)
         group = Int32(arguments.q.shape[-2]) // heads
-        total = tiles * heads * batch
-        sections = Grid(tiles, heads, batch, together) if self.ordered(arguments) else None
-        return KeyGrid(total, Divisor(tiles), Divisor(heads), group, sections)
+        pairs = heads * batch
+        sections = None
+        if const_expr(self.in_sections(arguments)):
+            sections = sections_of(tiles, pairs, together)
+        return KeyGrid(tiles * pairs, Divisor(tiles), Divisor(heads), group, sections)
 
     def ordered(self, arguments: BackwardArguments) -> bool:
         return arguments.turns is not None
 
+    def in_sections(self, arguments: BackwardArguments) -> bool:
+        return self.ordered(arguments) or (self.config.masked and arguments.cu_seqlens_k is None)
+
     def heads_at_a_time(self, arguments: BackwardArguments) -> Int32:
-        """Blocks of one head that run at the same time wait for each other where sums are ordered: as many
-        heads run beside each other as the L2 cache holds queries and sums of."""
+        """Blocks of one head that run at the same time wait for each other where sums are ordered; and where
+        a mask leaves the tiles of keys of a head less and less work, a head that comes last ends with its
+        longest tiles' blocks alone. As many heads run beside each other as the L2 cache holds queries and
+        sums of."""
         batch, q_len, heads, head_dim = arguments.q.shape
         kv_heads = arguments.k.shape[2]
         row_bytes = 2 * (head_dim + arguments.v.shape[3]) + 4 * head_dim
         head_bytes = Int64(q_len) * row_bytes * (heads // kv_heads)
         group = Int32(cutlass.min(L2_BYTES // cutlass.max(head_bytes, Int64(1)), Int64(1 << 20)))
-        return cutlass.min(cutlass.max(group, Int32(1)), Int32(kv_heads * batch))
+        return cutlass.max(cutlass.min(group, Int32(kv_heads * batch)), Int32(1))
+
+    def first(self) -> Int32:
+        """The number of a block's first tile."""
+        number = Int32(cute.arch.block_idx()[0])
+        return number // self.ctas if self.ctas > 1 else number
 
     @cute.jit
-    def work(self, grid: KeyGrid, arguments: BackwardArguments) -> KeyWork:
+    def work(self, number: Int32, grid: KeyGrid, arguments: BackwardArguments) -> KeyWork:
+        """The tile of a number."""
         packed = arguments.cu_seqlens_k is not None
         last_first = self.ordered(arguments) and self.config.masked
-        number = Int32(cute.arch.block_idx()[0])
-        if const_expr(self.ctas > 1):
-            number = number // self.ctas
         zero = Int32(0)
         if const_expr(grid.sections is not None):
-            tile, kv_head, b = locate(number, grid.sections, last_first and not packed)
+            pair, tile = in_section(number, grid.sections)
+            if const_expr(last_first and not packed):
+                tile = grid.tiles.divisor - 1 - tile
         else:
             pair, tile = divmod(number, grid.tiles)
-            b, kv_head = divmod(pair, grid.kv_heads)
+        b, kv_head = divmod(pair, grid.kv_heads)
         if const_expr(packed):
             cu_q, cu_k = arguments.cu_seqlens_q, arguments.cu_seqlens_k
             tile, b, valid = find_sequence(tile, cu_k, arguments.seqused_k, self.config.tile_n)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -12,17 +11,8 @@ from fa4flex.codegen.kernels.common.arguments import Arguments
 from fa4flex.codegen.kernels.common.fragment import computed_once
 from fa4flex.codegen.kernels.common.hooks import At, Hooks
 from fa4flex.codegen.kernels.common.keys import KeyTiles, listed, spanned
+from fa4flex.codegen.kernels.common.next_tile import NextTile, finish, publish, receive, take
 from fa4flex.codegen.kernels.common.work import Grid, Work, dense_work, ordered_work, packed_work
-
-
-@dataclass(frozen=True)
-class NextTile:
-    """Where the number of the next tile is handed over, int32 [1], between two barriers: it is there, and
-    every warp has read it."""
-
-    number: cute.Tensor
-    full: cute.Pointer
-    empty: cute.Pointer
 
 
 class Course:
@@ -61,42 +51,28 @@ class Course:
         """One warp's: the number of this block's next tile."""
         following = number + self.stride()
         if const_expr(self.config.dynamic):
-            taken = Int32(0)
-            if cute.arch.lane_idx() == 0:
-                taken = cute.arch.atomic_add(arguments.counter.iterator, Int32(1), sem="relaxed", scope="gpu")
-            following = self.stride() + cute.arch.shuffle_sync(taken, 0)
+            following = take(arguments.counter, self.stride())
         return following
 
     @cute.jit
     def publish(self, following: Int32, next_tile: cutlass.Constexpr[NextTile], phase: Int32) -> None:
         """The same warp's: hand the number to the others, once they have read the last one."""
         if const_expr(self.config.dynamic):
-            cute.arch.mbarrier_wait(next_tile.empty, phase)
-            with cute.arch.elect_one():
-                next_tile.number[0] = following
-                cute.arch.mbarrier_arrive(next_tile.full)
+            publish(following, next_tile, phase)
 
     @cute.jit
     def receive(self, number: Int32, next_tile: cutlass.Constexpr[NextTile], phase: Int32) -> Int32:
         """The others': the number of this block's next tile."""
         following = number + self.stride()
         if const_expr(self.config.dynamic):
-            cute.arch.mbarrier_wait(next_tile.full, phase)
-            following = cute.arch.make_warp_uniform(next_tile.number[0])
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(next_tile.empty)
+            following = receive(next_tile, phase)
         return following
 
     @cute.jit
     def finish(self, arguments: Arguments) -> None:
         """The taking warp's: the last block to run out of tiles leaves the counter as it was found."""
-        if const_expr(self.config.dynamic):  # noqa: SIM102  one is decided when compiled, one when run
-            if cute.arch.lane_idx() == 0:
-                counter = arguments.counter
-                done = cute.arch.atomic_add(counter.iterator + 1, Int32(1), sem="acq_rel", scope="gpu")
-                if done == self.stride() - 1:
-                    counter[0] = Int32(0)
-                    counter[1] = Int32(0)
+        if const_expr(self.config.dynamic):
+            finish(arguments.counter, self.stride())
 
     def place(self, work: Work, grid: Grid, arguments: Arguments) -> At:
         """Where hooks are called for a tile, with the uniform terms."""

@@ -10,3 +10,8 @@ padded tensor."""
 
 ROW_BLOCK = 128
 """Rows that the statistics and the accumulated dQ of a sequence are padded to a multiple of."""
+
+
+def row_block(tile_m: int) -> int:
+    """As many where a step takes tile_m queries: a whole number of steps. Packed sequences need ROW_BLOCK."""
+    return tile_m if ROW_BLOCK % tile_m else ROW_BLOCK

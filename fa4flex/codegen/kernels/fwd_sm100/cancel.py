@@ -17,8 +17,9 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 
 from fa4flex.codegen.kernels.common.arguments import Arguments
 from fa4flex.codegen.kernels.common.cluster import Cluster, arrive_once
-from fa4flex.codegen.kernels.common.course import Course, NextTile
+from fa4flex.codegen.kernels.common.course import Course
 from fa4flex.codegen.kernels.common.hooks import Hooks
+from fa4flex.codegen.kernels.common.next_tile import NextTile
 from fa4flex.codegen.kernels.common.work import Grid
 from fa4flex.codegen.kernels.fwd_sm100.config import Config
 from fa4flex.codegen.kernels.fwd_sm100.parts import Pipes

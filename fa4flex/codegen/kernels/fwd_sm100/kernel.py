@@ -20,8 +20,9 @@ from cutlass.tensor_utils import LayoutEnum
 
 from fa4flex.codegen.kernels.common.arguments import Arguments
 from fa4flex.codegen.kernels.common.cluster import Cluster
-from fa4flex.codegen.kernels.common.course import Course, NextTile
+from fa4flex.codegen.kernels.common.course import Course
 from fa4flex.codegen.kernels.common.hooks import Hooks
+from fa4flex.codegen.kernels.common.next_tile import NextTile
 from fa4flex.codegen.kernels.common.tensor_core import operand_ring, tensor_memory
 from fa4flex.codegen.kernels.common.transfer import Transfers, reordered
 from fa4flex.codegen.kernels.common.work import Grid, dense_grid, packed_grid

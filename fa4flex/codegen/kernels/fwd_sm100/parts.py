@@ -10,7 +10,7 @@ from cutlass import Float32, Int32, cute, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 
 from fa4flex.codegen.kernels.common.cluster import Cluster
-from fa4flex.codegen.kernels.common.course import NextTile
+from fa4flex.codegen.kernels.common.next_tile import NextTile
 from fa4flex.codegen.kernels.common.tensor_core import Product
 from fa4flex.codegen.kernels.common.work import Work
 from fa4flex.codegen.kernels.fwd_sm100.config import ROWS, Config

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from cutlass import cute, pipeline
 
-from fa4flex.codegen.kernels.common.course import NextTile
+from fa4flex.codegen.kernels.common.next_tile import NextTile
 
 ROWS = 64
 """Query rows of one consumer warpgroup: what one wgmma instruction spans."""

@@ -80,7 +80,7 @@ class Convert:
         tile: Int32,
         thread: Int32,
     ) -> None:
-        """Sums lie in fours, and two columns of a row next to each other."""
+        """Sums lie in fours, of which two next to each other are of one row, or of one column."""
         order = self.config.dq_order
         fours = cute.logical_divide(cute.local_tile(sums, (order.size,), (tile,)), cute.make_layout(4))
         for j in range(order.size // (4 * THREADS)):
@@ -88,6 +88,11 @@ class Convert:
             four = cute.make_rmem_tensor((4,), Float32)
             cute.autovec_copy(fours[None, number], four)
             row, column = order.place(4 * number)
+            if order.columns[0] == 0:
+                for i in range(4):
+                    down, across = order.place(i)
+                    rows[row + down, column + across] = (four[i] * scale).to(rows.element_type)
+                continue
             for start in range(0, 4, 2):
                 down, across = order.place(start)
                 pair = cute.make_rmem_tensor((2,), rows.element_type)

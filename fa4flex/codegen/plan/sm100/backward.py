@@ -43,6 +43,9 @@ class BlackwellBackwardPlan:
     ctas = 1
     """That have a tile of keys."""
 
+    persistent = False
+    """Whether blocks take one tile of keys after another."""
+
     by = "one CTA"
     """In words."""
 

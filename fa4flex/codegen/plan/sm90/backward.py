@@ -19,7 +19,12 @@ registers than a warpgroup has, and warpgroups share out columns."""
 TILE = (64, 128)
 ROOMY_TILE = (128, 128)
 """Where registers hold 128 queries, operands are read from shared memory less often: narrow heads without
-slopes or captured gradients, which take more."""
+slopes, or gradients of what is read by query or key, which take more."""
+
+LONG_TILE = (80, 128)
+"""Where neither mask nor scores take registers, nor gradients of captured tensors: more queries per step
+share what a step costs, and operands are read less often. Were registers short, the assembler would let
+products wait for each other."""
 
 WIDE_TILE = (64, 64)
 STAGES = ((2, 2, 2), (2, 2, 1), (2, 1, 1), (1, 1, 1))
@@ -47,6 +52,15 @@ class HopperBackwardPlan:
     def wide(self) -> bool:
         return max(self.head_dim, self.head_dim_v) > KEYS_APART
 
+    @property
+    def persistent(self) -> bool:
+        """Whether blocks take one tile of keys after another: dK and dV of a tile then leave by the tiles of
+        dQ. Where sums are ordered, each tile has a block of its own. It takes registers that long scores
+        need."""
+        if self.problem.deterministic or self.problem.long_scores:
+            return False
+        return self.head_dim_v <= self.head_dim and not self.wide
+
     @cached_property
     def memory(self) -> Memory:
         """The shared-memory map of a block."""
@@ -64,7 +78,7 @@ class HopperBackwardPlan:
             "p": scores if self.wide else 0,
             "dq": tile_bytes(m, d, NUMBER) * dq_stages,
         }
-        return lay_out(sizes, {}, 2 * (q_stages + do_stages + 1), self.target)
+        return lay_out(sizes, {}, 2 * (q_stages + do_stages + 1) + 4, self.target)
 
     def config(self) -> Config:
         """What the hand-written kernel is built from."""
@@ -81,15 +95,28 @@ class HopperBackwardPlan:
             masked=self.problem.mask_form != "none",
             lengths=self.problem.lengths,
             deterministic=self.problem.deterministic,
+            workers=self.target.multiprocessors if self.persistent else 0,
         )
 
 
 def plan_hopper_backward(problem: Problem, target: Target) -> HopperBackwardPlan:
     """Raises UnsupportedError for what the kernel does not have: callers then compute it another way."""
     widths = pad(problem.head_dim), pad(problem.head_dim_v)
-    roomy = max(widths) <= 64 and not problem.sloped and not problem.gradients
-    tile = ROOMY_TILE if roomy else TILE if max(widths) <= KEYS_APART else WIDE_TILE
+    tile = _tile(problem, *widths)
     plans = [HopperBackwardPlan(target, problem, tile, *widths, stages) for stages in STAGES]
     plan = next((p for p in plans if p.memory.total <= target.shared_memory), plans[-1])
     plan.memory.check()
     return plan
+
+
+def _tile(problem: Problem, width: int, width_v: int) -> tuple[int, int]:
+    if max(width, width_v) > KEYS_APART:
+        return WIDE_TILE
+    if problem.sloped or (problem.gradients and problem.long_scores):
+        return TILE
+    if max(width, width_v) <= 64:
+        return ROOMY_TILE
+    long = problem.long_scores or problem.long_masks or problem.gradients
+    # The rows of packed sequences begin at multiples of ROW_BLOCK, which is no whole number of such steps.
+    whole = width == KEYS_APART and problem.lengths == "dense" and problem.mask_form in ("none", "queries")
+    return LONG_TILE if whole and not long else TILE

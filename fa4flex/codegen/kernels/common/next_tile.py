@@ -1,0 +1,58 @@
+"""Tiles that persistent blocks take from a counter, int32 [2], zero before and after each launch: how many
+were taken, and how many blocks have run out of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Int32, cute
+
+
+@dataclass(frozen=True)
+class NextTile:
+    """Where the number of the next tile is handed over, int32 [1], between two barriers: it is there, and
+    every warp has read it."""
+
+    number: cute.Tensor
+    full: cute.Pointer
+    empty: cute.Pointer
+
+
+@cute.jit
+def take(counter: cute.Tensor, stride: Int32) -> Int32:
+    """One warp's: the number of this block's next tile. The first `stride` tiles are those that blocks begin
+    with."""
+    taken = Int32(0)
+    if cute.arch.lane_idx() == 0:
+        taken = cute.arch.atomic_add(counter.iterator, Int32(1), sem="relaxed", scope="gpu")
+    return stride + cute.arch.shuffle_sync(taken, 0)
+
+
+@cute.jit
+def publish(following: Int32, next_tile: cutlass.Constexpr[NextTile], phase: Int32) -> None:
+    """The same warp's: hand the number to the others, once they have read the last one."""
+    cute.arch.mbarrier_wait(next_tile.empty, phase)
+    with cute.arch.elect_one():
+        next_tile.number[0] = following
+        cute.arch.mbarrier_arrive(next_tile.full)
+
+
+@cute.jit
+def receive(next_tile: cutlass.Constexpr[NextTile], phase: Int32) -> Int32:
+    """The others': the number of this block's next tile."""
+    cute.arch.mbarrier_wait(next_tile.full, phase)
+    following = cute.arch.make_warp_uniform(next_tile.number[0])
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(next_tile.empty)
+    return following
+
+
+@cute.jit
+def finish(counter: cute.Tensor, blocks: Int32) -> None:
+    """The taking warp's: the last block to run out of tiles leaves the counter as it was found."""
+    if cute.arch.lane_idx() == 0:
+        done = cute.arch.atomic_add(counter.iterator + 1, Int32(1), sem="acq_rel", scope="gpu")
+        if done == blocks - 1:
+            counter[0] = Int32(0)
+            counter[1] = Int32(0)

@@ -1,0 +1,65 @@
+"""Plans of the Hopper backward: tiles and stages by what a problem takes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fa4flex.codegen.plan import SM90A, Problem
+from fa4flex.codegen.plan.backward import plan_backward
+from fa4flex.codegen.plan.sm90.backward import LONG_TILE, ROOMY_TILE, TILE, WIDE_TILE, HopperBackwardPlan
+
+WIDTHS = (32, 64, 80, 96, 128, 192, 256)
+LIGHT = Problem(128, 128, mask_form="queries")
+
+
+def planned(problem: Problem) -> HopperBackwardPlan:
+    plan = plan_backward(problem, SM90A)
+    assert isinstance(plan, HopperBackwardPlan)
+    return plan
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_every_plan_fits(width: int) -> None:
+    for width_v in WIDTHS:
+        for problem in (Problem(width, width_v), Problem(width, width_v, sloped=True, lengths="packed")):
+            plan = planned(problem)
+            assert plan.memory.total <= SM90A.shared_memory
+            config = plan.config()
+            assert config.persistent == plan.persistent == (config.workers > 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "tile"),
+    [
+        ({}, LONG_TILE),
+        ({"mask_form": "none"}, LONG_TILE),
+        ({"deterministic": True}, LONG_TILE),
+        ({"mask_form": "tables"}, TILE),
+        ({"long_scores": True}, TILE),
+        ({"lengths": "packed"}, TILE),
+        ({"sloped": True}, TILE),
+        ({"gradients": ((0, "sum"),)}, TILE),
+        ({"long_masks": True}, TILE),
+        ({"head_dim": 96, "head_dim_v": 96}, TILE),
+        ({"head_dim": 64, "head_dim_v": 64}, ROOMY_TILE),
+        ({"head_dim": 64, "head_dim_v": 64, "sloped": True}, TILE),
+        ({"head_dim": 64, "head_dim_v": 64, "gradients": ((0, "sum"),), "long_scores": True}, TILE),
+        ({"head_dim": 192}, WIDE_TILE),
+    ],
+    ids=str,
+)
+def test_queries_of_a_step(changes: dict[str, object], tile: tuple[int, int]) -> None:
+    assert planned(replace(LIGHT, **changes)).tile == tile  # type: ignore[arg-type]
+
+
+def test_blocks_are_persistent_where_results_can_leave_by_tiles_of_dq() -> None:
+    narrow = replace(LIGHT, head_dim=64, head_dim_v=64)
+    assert planned(narrow).persistent and planned(replace(LIGHT, sloped=True)).persistent
+    assert planned(LIGHT).persistent and planned(LIGHT).stages[2] == 1
+    assert not planned(replace(narrow, head_dim_v=128)).persistent  # dV is wider
+    assert not planned(replace(narrow, deterministic=True)).persistent
+    assert not planned(replace(LIGHT, head_dim=192)).persistent
+    assert not planned(replace(narrow, long_scores=True)).persistent
+    assert planned(replace(narrow, gradients=((0, "sum"),))).persistent
