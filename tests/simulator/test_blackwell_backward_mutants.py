@@ -3,108 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import random
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-from mutants import Mutant, can_matter, mutants
+from mutants import Mutant
+from own_backward import Own, captured
 from pairs import in_pairs
-from torch import Tensor
 
 import fa4flex
-from fa4flex.runtime.cuda import backward
-from fa4flex.runtime.cuda.simulated import simulated
-from fa4flex.simulator.doors.capture import capturing
-from fa4flex.simulator.doors.device import Gpu
-from fa4flex.simulator.doors.launch import Launch
-from fa4flex.simulator.run.launch import Result, Shape, execute, module_of, program_of
-from fa4flex.simulator.run.program import Program
-from fa4flex.simulator.run.timing import Timing
 from fa4flex.variants import causal
 
-TIMINGS = (("late", 1), ("eager", 0), ("random", 2), ("random", 3))
 HEADS, QUERIES, KEYS, DIM, WIDE = 2, 384, 128, 128, 192
 """One block takes three tiles of queries of each of two heads, or what is causal of them: its rings go
 round. A pair of CTAs takes those of one head, whose keys are twice as many."""
-
-
-@dataclass(frozen=True, eq=False)
-class Own:
-    """A launch of the main kernel, whatever it reads, and what it wrote when nothing was changed: sums of dQ,
-    dK and dV. Only one block adds to an element of dQ, so results are the same bits in every timing."""
-
-    launch: Launch
-    kept: tuple[Any, ...]
-    results: tuple[Tensor, Tensor, Tensor]
-    expected: tuple[Tensor, Tensor, Tensor]
-
-    def run(self, timing: str, seed: int, program: Program | None = None) -> Result:
-        """Once more, into poisoned outputs and cleared sums."""
-        at = self.launch
-        for x, start in zip(self.results, (0.0, math.nan, math.nan), strict=True):
-            x.fill_(start)
-        shape = Shape(at.grid, at.block, at.cluster, at.shared_bytes)
-        whole = program or program_of(at.ptx, at.kernel)
-        return execute(module_of(at.ptx), whole, shape, at.params, None, Timing(timing, seed))
-
-    def clean(self, timing: str, seed: int, program: Program | None = None) -> bool:
-        """Whether nothing is found or remarked, and the results are those of the kernel as it stands."""
-        result = self.run(timing, seed, program)
-        same = all(torch.equal(x, y) for x, y in zip(self.results, self.expected, strict=True))
-        return not result.findings and not result.remarks and same
-
-    def noticed(self, mutant: Mutant) -> bool:
-        """Whether some timing tells."""
-        return not all(self.clean(timing, seed, mutant.program) for timing, seed in TIMINGS)
-
-    def that_matter(self) -> list[Mutant]:
-        for timing, seed in TIMINGS:
-            assert self.clean(timing, seed)
-        result = self.run("eager", 0)
-        return [mutant for mutant in mutants(result) if can_matter(mutant, result)]
 
 
 @lru_cache
 def main_kernel(masked: bool, ctas: int = 1, dim: int = DIM) -> Own:
     """dim: of q and k."""
     torch.manual_seed(0)
-    heads = HEADS // ctas
-    q = torch.randn(1, heads, QUERIES, dim).bfloat16().requires_grad_()
-    k, v = (torch.randn(1, 1, KEYS * ctas, d).bfloat16().requires_grad_() for d in (dim, DIM))
+    q = torch.randn(1, HEADS // ctas, QUERIES, dim).bfloat16()
+    k, v = (torch.randn(1, 1, KEYS * ctas, d).bfloat16() for d in (dim, DIM))
     attn = fa4flex.compile(mask=causal if masked else None)
-    seen: list[Launch] = []
-    given: list[tuple[Any, ...]] = []
-    gpu = Gpu("sm_100a", "eager", 0)
-
-    def launched(launch: Launch) -> None:
-        seen.append(launch)
-        gpu.run(launch)
-
-    make_ready = backward._make_ready
-
-    def kept(*call: Any) -> Any:
-        ready = make_ready(*call)
-        launch = ready.launch
-        object.__setattr__(ready, "launch", lambda *x: (given.append(x), launch(*x)))
-        return ready
-
-    with (
-        capturing("sm_100a", launched),
-        simulated("sm_100a"),
-        patch.object(backward, "_make_ready", kept),
-        in_pairs() if ctas == 2 else contextlib.nullcontext(),
-    ):
-        attn(q, k, v).backward(torch.randn(1, heads, QUERIES, DIM).bfloat16())
-    _, _, launch, _ = seen
-    assert launch.grid == launch.cluster == (ctas, 1, 1) and not gpu.findings
-    (tensors,) = given
-    results = tensors[9], tensors[11], tensors[12]
-    return Own(launch, tensors, results, tuple(x.clone() for x in results))  # type: ignore[arg-type]
+    with in_pairs() if ctas == 2 else contextlib.nullcontext():
+        own = captured("sm_100a", attn, (q, k, v))
+    assert own.launch.grid == own.launch.cluster == (ctas, 1, 1)
+    return own
 
 
 KERNELS = pytest.mark.parametrize("masked", [False, True], ids=["dense", "causal"])

@@ -42,23 +42,35 @@ def gradients(attn: Any, qkv: tuple[Tensor, ...], dout: Tensor, dlse: Tensor) ->
     return list(torch.autograd.grad(total, inputs))
 
 
-def judge(
-    where: str,
-    composition: dict[str, Any],
-    got: list[Tensor],
-    given: tuple[tuple[Tensor, ...], Tensor, Tensor],
-) -> None:
+Given = tuple[tuple[Tensor, ...], Tensor, Tensor]
+"""q, k and v; dout; dlse."""
+
+
+def judge(where: str, composition: dict[str, Any], got: list[Tensor], given: Given) -> None:
     """At most twice the error of the same maths in PyTorch, in the tensors' own dtype."""
+    exact, budgets = measured(composition, given)
+    q, k, _ = given[0]
+    if q.shape[2] * k.shape[2] <= captured_cases.FEW:  # roundings of few pairs may cancel in one draw
+        draws = [budgets, *(measured(composition, redrawn(given))[1] for _ in range(5))]
+        budgets = [max(errors) for errors in zip(*draws, strict=True)]
+    captured_cases.judge(where, got, exact, budgets)
+
+
+def redrawn(given: Given) -> Given:
+    qkv, dout, dlse = given
+    return tuple(torch.randn_like(x) for x in qkv), torch.randn_like(dout), torch.randn_like(dlse)
+
+
+def measured(composition: dict[str, Any], given: Given) -> tuple[list[Tensor], list[float]]:
+    """The oracle's gradients, and the worst error of an element of each in plain PyTorch."""
     qkv, *upstream = given
-    wide = tuple(x.double() for x in qkv)
-    exact = gradients(fa4flex.compile(**composition), wide, *upstream)
+    exact = gradients(fa4flex.compile(**composition), tuple(x.double() for x in qkv), *upstream)
 
     def plain(q: Tensor, k: Tensor, v: Tensor, return_lse: bool) -> tuple[Tensor, Tensor]:
         return captured_cases.plain(composition, q, k, v)
 
     same = gradients(plain, qkv, *upstream)
-    budgets = [(x.double() - y).abs().max().item() for x, y in zip(same, exact, strict=True)]
-    captured_cases.judge(where, got, exact, budgets)
+    return exact, [(x.double() - y).abs().max().item() for x, y in zip(same, exact, strict=True)]
 
 
 def close(

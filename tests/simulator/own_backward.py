@@ -1,0 +1,100 @@
+"""This library's backward kernels with their tensors, which can be run again with something changed."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from mutants import Mutant, can_matter, mutants
+from torch import Tensor
+
+from fa4flex.runtime.cuda import backward
+from fa4flex.runtime.cuda.simulated import simulated
+from fa4flex.simulator.doors.capture import capturing
+from fa4flex.simulator.doors.device import Gpu
+from fa4flex.simulator.doors.launch import Launch
+from fa4flex.simulator.run.launch import Result, Shape, execute, module_of, program_of
+from fa4flex.simulator.run.program import Program
+from fa4flex.simulator.run.timing import Timing
+
+TIMINGS = (("late", 1), ("eager", 0), ("random", 2), ("random", 3))
+
+
+@dataclass(frozen=True, eq=False)
+class Own:
+    """A launch of the main kernel, whatever it reads, and what it wrote when nothing was changed: sums of dQ,
+    dK and dV. Only one block adds to an element of dQ, so results are the same bits in every timing."""
+
+    launch: Launch
+    kept: tuple[Any, ...]
+    results: tuple[Tensor, Tensor, Tensor]
+    expected: tuple[Tensor, Tensor, Tensor]
+
+    def run(self, timing: str, seed: int, program: Program | None = None) -> Result:
+        """Once more, into poisoned outputs and cleared sums; the counter of tiles, too, which a launch that
+        does not end leaves as it is."""
+        at = self.launch
+        for x, start in zip(self.results, (0.0, math.nan, math.nan), strict=True):
+            x.fill_(start)
+        if self.kept[-1] is not None:
+            self.kept[-1].zero_()
+        shape = Shape(at.grid, at.block, at.cluster, at.shared_bytes)
+        whole = program or program_of(at.ptx, at.kernel)
+        return execute(module_of(at.ptx), whole, shape, at.params, None, Timing(timing, seed))
+
+    def clean(self, timing: str, seed: int, program: Program | None = None) -> bool:
+        """Whether nothing is found or remarked, and the results are those of the kernel as it stands."""
+        result = self.run(timing, seed, program)
+        same = all(torch.equal(x, y) for x, y in zip(self.results, self.expected, strict=True))
+        return not result.findings and not result.remarks and same
+
+    def noticed(self, mutant: Mutant) -> bool:
+        """Whether some timing tells."""
+        return not all(self.clean(timing, seed, mutant.program) for timing, seed in TIMINGS)
+
+    def that_matter(self) -> list[Mutant]:
+        for timing, seed in TIMINGS:
+            assert self.clean(timing, seed)
+        result = self.run("eager", 0)
+        return [mutant for mutant in mutants(result) if can_matter(mutant, result)]
+
+
+def captured(arch: str, attn: Any, qkv: tuple[Tensor, Tensor, Tensor], sms: int | None = None) -> Own:
+    """The main kernel of attn's gradients, run once on a GPU of so many multiprocessors."""
+    inputs = [x.requires_grad_() for x in qkv]
+    seen: list[Launch] = []
+    given: list[tuple[Any, ...]] = []
+    gpu = Gpu(arch, "eager", 0)
+
+    def launched(launch: Launch) -> None:
+        seen.append(launch)
+        gpu.run(launch)
+
+    with capturing(arch, launched, sms), simulated(arch), _kept(given):
+        out = attn(*inputs)
+        out.backward(torch.randn_like(out))
+    assert not gpu.findings, gpu.report()
+    _, _, launch, _ = seen
+    (tensors,) = given
+    results = tensors[9], tensors[11], tensors[12]
+    return Own(launch, tensors, results, tuple(x.clone() for x in results))  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def _kept(given: list[tuple[Any, ...]]) -> Iterator[None]:
+    """What backward launches are given."""
+    make_ready = backward._make_ready
+
+    def kept(*call: Any) -> Any:
+        ready = make_ready(*call)
+        launch = ready.launch
+        object.__setattr__(ready, "launch", lambda *x: (given.append(x), launch(*x)))
+        return ready
+
+    with patch.object(backward, "_make_ready", kept):
+        yield
