@@ -80,8 +80,24 @@ def test_every(key: str | tuple[str, str], ctas: int) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("key", LEARNED, ids=str)
+@pytest.mark.parametrize("ctas", [1, 2])
+def test_fixed_tables(key: tuple[str, str], ctas: int) -> None:
+    """Of those that have gradients, too, when none are asked for."""
+    tables = gym()[key].differentiable
+    for table in tables:
+        table.requires_grad_(False)
+    try:
+        check(key, EVERY[key], ctas)
+    finally:
+        for table in tables:
+            table.requires_grad_(True)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("key", [key for key in LEARNED if not key[1].startswith("mla_rope")], ids=str)
 def test_learned_tables(key: tuple[str, str]) -> None:
-    """Their gradients, too, which pairs of CTAs do not add up."""
+    """Their gradients, too, which pairs of CTAs do not add up. Those of dot products are PyTorch's: they are
+    more reads than a kernel adds up."""
     x = gym()[key]
     grid = Grid(1, x.H, 70, 130)
     right(x.name, {key[0]: x.fn}, list(x.differentiable), grid, random.choice((64, 128)), "sm_100a")
