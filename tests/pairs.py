@@ -14,11 +14,11 @@ from fa4flex.runtime.cuda import backward, engine
 @contextlib.contextmanager
 def in_pairs() -> Iterator[None]:
     """Whatever the kernel of pairs has, and something must be; what is made ready is not kept for others."""
-    key, plan_pairs = engine.Engine.key, backward_pair.plan_pairs
+    key, plan_pairs, this = engine.Engine.key, backward_pair.plan_pairs, object()
     planned: list[backward_pair.BlackwellPairPlan] = []
 
     def of_pairs(self: engine.Engine, *call: Any) -> Any:
-        return "pairs", key(self, *call)
+        return this, key(self, *call)
 
     def noted(*given: Any) -> backward_pair.BlackwellPairPlan:
         planned.append(plan_pairs(*given))
