@@ -152,27 +152,40 @@ def plain(composition: dict[str, Any], q: Tensor, k: Tensor, v: Tensor) -> tuple
     return scores.softmax(-1).nan_to_num(0)[..., :kv_len] @ v, scores.logsumexp(-1)
 
 
+DRAWS, MORE = 3, 6
+"""Of which plain PyTorch's worst error is taken. One compares luck: whether the largest element happens to be
+near a number of 16 bits."""
 FEW = 64
-"""Of so few numbers, each a sum over pairs, errors may cancel in one draw: several are taken."""
+"""Of so few numbers, each a sum over pairs, errors may cancel in a draw: MORE are taken."""
+
+
+def of_draws(
+    first: list[float], again: Callable[[], list[float]], sizes: Sequence[int], more: int = MORE
+) -> list[float]:
+    """The worst errors over several draws, of which `first` are one's; sizes: of what they are errors of."""
+    count = more if min(sizes) <= FEW else DRAWS
+    draws = [first, *(again() for _ in range(count - 1))]
+    by_gradient = zip(sizes, zip(*draws, strict=True), strict=True)
+    return [max(errors if size <= FEW else errors[:DRAWS]) for size, errors in by_gradient]
 
 
 def measured(
     composition: dict[str, Any], qkv: Sequence[Tensor], leaves: Leaves, upstream: tuple[Tensor, Tensor]
 ) -> tuple[list[Tensor], list[float]]:
     """The oracle's gradients, and the worst error of an element of each in plain PyTorch."""
-    first: list[Tensor] = []
-    worst: list[list[float]] = []
-    for draw in range(6 if any(x.numel() <= FEW for x in leaves) else 1):
-        if draw:
-            qkv = [torch.randn_like(x) for x in qkv]
-            upstream = torch.randn_like(upstream[0]), torch.randn_like(upstream[1])
+
+    def once(qkv: Sequence[Tensor], upstream: tuple[Tensor, Tensor]) -> tuple[list[Tensor], list[float]]:
         wide = [x.double() for x in qkv]
         exact = gradients(lambda *x: reference.attention(*x, **composition), wide, leaves, upstream)
         same = gradients(lambda *x: plain(composition, *x), qkv, leaves, upstream)
-        first = first or exact
-        worst.append([(a.double() - b.double()).abs().max().item() for a, b in zip(same, exact, strict=True)])
-    by_gradient = zip(first, zip(*worst, strict=True), strict=True)
-    return first, [max(errors) if x.numel() <= FEW else errors[0] for x, errors in by_gradient]
+        return exact, [(a.double() - b.double()).abs().max().item() for a, b in zip(same, exact, strict=True)]
+
+    def again() -> list[float]:
+        dout, dlse = map(torch.randn_like, upstream)
+        return once([torch.randn_like(x) for x in qkv], (dout, dlse))[1]
+
+    exact, errors = once(qkv, upstream)
+    return exact, of_draws(errors, again, [x.numel() for x in exact])
 
 
 def judge(where: str, got: Sequence[Tensor], exact: Sequence[Tensor], budgets: Sequence[float]) -> None:

@@ -99,10 +99,11 @@ def close(arch: str, name: str, kind: str, width: Width, deterministic: bool) ->
         same = gradients(plain(name, table, dout, spans), qkv, table, dout)
         return exact, [(x.double() - y).abs().max().item() for x, y in zip(same, exact, strict=True)]
 
-    exact, budgets = errors(*clean)
-    if table.numel() <= captured_cases.FEW:  # errors of few sums may cancel in one draw
-        draws = [[torch.randn_like(x) for x in (*clean[0], dout)] for _ in range(15)]
-        budgets[3] = max(budgets[3], *(errors(drawn[:3], drawn[3])[1][3] for drawn in draws))
+    def again() -> list[float]:
+        return errors([torch.randn_like(x) for x in clean[0]], torch.randn_like(clean[1]))[1]
+
+    exact, found = errors(*clean)
+    budgets = captured_cases.of_draws(found, again, [x.numel() for x in exact], 16)
     captured_cases.judge(where, got, exact, budgets)
 
 

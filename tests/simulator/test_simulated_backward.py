@@ -48,11 +48,11 @@ Given = tuple[tuple[Tensor, ...], Tensor, Tensor]
 
 def judge(where: str, composition: dict[str, Any], got: list[Tensor], given: Given) -> None:
     """At most twice the error of the same maths in PyTorch, in the tensors' own dtype."""
-    exact, budgets = measured(composition, given)
-    q, k, _ = given[0]
-    if q.shape[2] * k.shape[2] <= captured_cases.FEW:  # roundings of few pairs may cancel in one draw
-        draws = [budgets, *(measured(composition, redrawn(given))[1] for _ in range(5))]
-        budgets = [max(errors) for errors in zip(*draws, strict=True)]
+    exact, errors = measured(composition, given)
+    pairs = given[0][0].shape[2] * given[0][1].shape[2]
+    budgets = captured_cases.of_draws(
+        errors, lambda: measured(composition, redrawn(given))[1], [pairs] * len(errors)
+    )
     captured_cases.judge(where, got, exact, budgets)
 
 
