@@ -48,8 +48,9 @@ def test_all(masked: bool, dim: int) -> None:
 
     Those are: of two fences after the initialisation of barriers, either; fences of products that follow
     another one with no use of the registers between; the commit of scores and the wait for them, before a
-    wait for all; those of dV, whose dO is released before Q, but comes anew after it; and, of wide heads, the
-    last meeting of warpgroups, whose sums lie where each alone has read.
+    wait for all, by which the assembler may begin with exponentials; those of dV, whose dO is released before
+    Q, but comes anew after it; and, of wide heads, the last meeting of warpgroups, whose sums lie where each
+    alone has read.
     """
     own = main_kernel(masked, dim)
     tried = own.that_matter()
