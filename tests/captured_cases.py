@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from helpers import worst
 from torch import Tensor
 
 from fa4flex import reference
@@ -178,7 +179,7 @@ def measured(
         wide = [x.double() for x in qkv]
         exact = gradients(lambda *x: reference.attention(*x, **composition), wide, leaves, upstream)
         same = gradients(lambda *x: plain(composition, *x), qkv, leaves, upstream)
-        return exact, [(a.double() - b.double()).abs().max().item() for a, b in zip(same, exact, strict=True)]
+        return exact, [worst(a, b)[0] for a, b in zip(same, exact, strict=True)]
 
     def again() -> list[float]:
         dout, dlse = map(torch.randn_like, upstream)
@@ -193,6 +194,6 @@ def judge(where: str, got: Sequence[Tensor], exact: Sequence[Tensor], budgets: S
     of the largest."""
     for i, (x, y, budget) in enumerate(zip(got, exact, budgets, strict=True)):
         assert x.shape == y.shape and not x.isnan().any(), f"{where}: gradient {i}"
-        error = (x.double() - y.double()).abs().max().item()
+        error = worst(x, y)[0]
         limit = max(2 * budget, 2**-8 * y.double().abs().max().item())
         assert error <= limit, f"{where}: gradient {i} is off by {error:.3e}, limit {limit:.3e}"

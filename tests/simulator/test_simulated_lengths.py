@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from captured_cases import DRAWS
+from captured_cases import of_draws
 from helpers import SMS, poisoned
 from torch import Tensor
 
@@ -118,11 +118,10 @@ def close(name: str, kind: str, width: Width, arch: str) -> None:
     # Forward kernels clear what lies past an end by several warpgroups: see test_simulated_variants.py.
     assert len(gpu.results) == 4 and not findings, f"{where}: {gpu.report()}"
     exact = gradients(name, [x.double() for x in qkv], (dout, dlse), varlen)
-    draws = [rounded(qkv, dout, spans)]
-    for _ in range(DRAWS - 1):
-        again, upstream, _ = drawn(kind, width, spans)
-        draws.append(rounded(again, upstream, spans))
-    errors = [max(each) for each in zip(*draws, strict=True)]
+    sizes = [x.numel() for x in qkv]
+    errors = of_draws(
+        rounded(qkv, dout, spans), lambda: rounded(*drawn(kind, width, spans)[:2], spans), sizes
+    )
     errors += [max(errors)] * (len(got) - 3)
     for x, y, error in zip(got, exact, errors, strict=True):
         assert (x.double() - y).abs().max() <= 2 * error * y.abs().max(), where
