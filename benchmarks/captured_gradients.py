@@ -1,8 +1,8 @@
 """What gradients of captured tensors cost a backward pass on a GPU, beside compiled flex_attention.
 
-    python benchmarks/captured_gradients.py [--length 4096] [--rounds 11]
+    python benchmarks/captured_gradients.py [--length 4096] [--dim 128] [--rounds 11]
 
-Batch 2, 16 heads of 128, causal, bf16: a slope per head, a table [heads, 2 * length] by distance, a bias
+Batch 2, 16 heads, causal, bf16: a slope per head, a table [heads, 2 * length] by distance, a bias
 [batch, heads, length, length], and for comparison numbers per key, per query and T5's buckets. Times are of
 the backward pass alone, medians of samples taken in turns; "without" is the same score mod on a tensor that
 requires no gradient. Peers that fail stand there with the reason.
@@ -21,7 +21,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import fa4flex
 from fa4flex.bench.measure import DeviceClock, interleave
 
-BATCH, HEADS, DIM = 2, 16, 128
+BATCH, HEADS = 2, 16
 Mod = Callable[..., Any]
 
 
@@ -89,12 +89,13 @@ def calls_of(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--dim", type=int, default=128, help="of a head")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--only", default="", help="a part of a row's name")
     given = parser.parse_args()
     torch.manual_seed(0)
     with torch.device("cuda"):
-        qkv = [torch.randn(BATCH, HEADS, given.length, DIM, dtype=torch.bfloat16) for _ in range(3)]
+        qkv = [torch.randn(BATCH, HEADS, given.length, given.dim, dtype=torch.bfloat16) for _ in range(3)]
         dout = torch.randn_like(qkv[0])
         for name, (shape, make) in mods(given.length).items():
             if given.only not in name:

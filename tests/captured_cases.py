@@ -171,14 +171,18 @@ def of_draws(
 
 
 def measured(
-    composition: dict[str, Any], qkv: Sequence[Tensor], leaves: Leaves, upstream: tuple[Tensor, Tensor]
+    composition: dict[str, Any],
+    qkv: Sequence[Tensor],
+    leaves: Leaves,
+    upstream: tuple[Tensor, Tensor],
+    by: Callable[..., tuple[Tensor, Tensor]] = plain,
 ) -> tuple[list[Tensor], list[float]]:
-    """The oracle's gradients, and the worst error of an element of each in plain PyTorch."""
+    """The oracle's gradients, and the worst error of an element of each in plain PyTorch, which `by` is."""
 
     def once(qkv: Sequence[Tensor], upstream: tuple[Tensor, Tensor]) -> tuple[list[Tensor], list[float]]:
         wide = [x.double() for x in qkv]
         exact = gradients(lambda *x: reference.attention(*x, **composition), wide, leaves, upstream)
-        same = gradients(lambda *x: plain(composition, *x), qkv, leaves, upstream)
+        same = gradients(lambda *x: by(composition, *x), qkv, leaves, upstream)
         return exact, [worst(a, b)[0] for a, b in zip(same, exact, strict=True)]
 
     def again() -> list[float]:

@@ -10,7 +10,7 @@ import functools
 import math
 import os
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -417,21 +417,29 @@ def plain_packed(
 
 # --- moving what functions captured -------------------------------------------------------------------------
 
+NOTHING: Mapping[int, Tensor] = types.MappingProxyType({})
 
-def on_device(value: Any, device: torch.device) -> Any:
-    """A function, or what it captured, with every captured tensor moved; the code is the same."""
+
+def on_device(value: Any, device: torch.device, known: Mapping[int, Tensor] = NOTHING) -> Any:
+    """A function, or what it captured, with every captured tensor moved; the code is the same. What a tensor
+    is there may be known by its id."""
     if isinstance(value, Tensor):
-        return value.detach().to(device)
+        return known[id(value)] if id(value) in known else value.detach().to(device)
+
+    def move(part: Any) -> Any:
+        return on_device(part, device, known)
+
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-        return type(value)(on_device(x, device) for x in value)
+        return type(value)(map(move, value))
     if isinstance(value, functools.partial):
-        moved = {name: on_device(x, device) for name, x in value.keywords.items()}
-        return functools.partial(on_device(value.func, device), *on_device(value.args, device), **moved)
+        moved = {name: move(x) for name, x in value.keywords.items()}
+        return functools.partial(move(value.func), *move(value.args), **moved)
     if not isinstance(value, types.FunctionType):
         return value
-    cells = tuple(types.CellType(on_device(c.cell_contents, device)) for c in value.__closure__ or ())
-    defaults = on_device(value.__defaults__, device)
-    copy = types.FunctionType(value.__code__, value.__globals__, value.__name__, defaults, cells)
+    cells = tuple(types.CellType(move(c.cell_contents)) for c in value.__closure__ or ())
+    copy = types.FunctionType(
+        value.__code__, value.__globals__, value.__name__, move(value.__defaults__), cells
+    )
     copy.__kwdefaults__ = value.__kwdefaults__
     copy.__dict__.update(value.__dict__)
     return copy

@@ -32,12 +32,12 @@ Width = int | tuple[int, int]
 WIDTHS: tuple[Width, ...] = (32, 64, 96, 128, (160, 128), (192, 128))
 WIDE: tuple[Width, ...] = (96, (192, 128), 192, 256)
 """Of Hopper, at which all variants are judged. At 128 masks from tables spill, and at 64, in steps of 128
-queries, they and biases do: docs/notes/backward_sm90.md."""
+queries, they and most biases do: docs/notes/backward_sm90.md."""
 LIGHT = ("plain", "causal", "alibi", "softcap")
 HEAVY = tuple(name for name in DRAWS if name not in LIGHT)
 ON_HOPPER: tuple[tuple[str, Width], ...] = (
     *product(LIGHT, (128, *WIDE)),
-    *product(("plain", "causal", "softcap"), (64,)),
+    *product(("plain", "causal", "softcap", "graphormer"), (64,)),
 )
 """What spills nothing there but what SPILLED allows."""
 SPILLED: dict[tuple[Target, Width], int] = {

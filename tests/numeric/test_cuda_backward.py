@@ -1,4 +1,5 @@
-"""Gradients on the GPU against the fp64 oracle: every variant, widths, grouped heads, lengths, repeats.
+"""Gradients on the GPU against the fp64 oracle: every variant and mod of attention-gym, widths, heads,
+lengths, repeats.
 
 pytest tests/numeric/test_cuda_backward.py -n 8        compiling the kernels takes most of the time
 """
@@ -6,14 +7,17 @@ pytest tests/numeric/test_cuda_backward.py -n 8        compiling the kernels tak
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import captured_cases
+import cuda_gym
 import pytest
 import torch
 from cuda_cases import (
     DEVICE,
     FEW,
     VARIANTS,
+    Composition,
     Draw,
     Sizes,
     check_gradients,
@@ -49,6 +53,17 @@ def on_the_device(seed: int) -> Iterator[None]:
         yield
 
 
+def check_captured(
+    name: str, sizes: Sizes, composition: Composition, leaves: list[Tensor], by: Any = captured_cases.plain
+) -> None:
+    """Gradients of captured tensors too; `by` is plain PyTorch, whose error is the measure."""
+    qkv, attn = sizes.qkv(), compiled(**composition)
+    rows = qkv[0].shape[:3]
+    upstream = torch.randn(*rows, sizes.dim_v, dtype=sizes.dtype), torch.randn(rows)
+    found = captured_cases.gradients(lambda *x: attn(*x, return_lse=True), qkv, leaves, upstream)
+    captured_cases.judge(name, found, *captured_cases.measured(composition, qkv, leaves, upstream, by))
+
+
 @pytest.mark.parametrize("dim", [64, 128], ids=lambda d: f"d{d}")
 @pytest.mark.parametrize("draw", DRAWS)
 def test_variant(draw: Draw, dim: int) -> None:
@@ -56,6 +71,28 @@ def test_variant(draw: Draw, dim: int) -> None:
         pytest.skip("this variant has head dimensions of its own")
     sizes = draw.sizes(Sizes().wide(dim))
     check_gradients(sizes, draw.make(sizes))
+
+
+@cuda_gym.installed
+@pytest.mark.parametrize("dim", [64, 128], ids=lambda d: f"d{d}")
+@pytest.mark.parametrize("key", cuda_gym.KEYS, ids=str)
+def test_gym(key: cuda_gym.Key, dim: int) -> None:
+    composition, _ = cuda_gym.composed(key)
+    check_gradients(cuda_gym.sizes_of(key).wide(dim), composition)
+
+
+@cuda_gym.installed
+@pytest.mark.parametrize("dim", [64, 128], ids=lambda d: f"d{d}")
+@pytest.mark.parametrize("key", cuda_gym.LEARNED, ids=str)
+def test_learned_tables_of_gym(key: cuda_gym.Key, dim: int) -> None:
+    composition, tables = cuda_gym.composed(key)
+    for x in tables:
+        x.requires_grad_()
+
+    def by_pairs(known: Composition, *qkv: Tensor) -> tuple[Tensor, Tensor]:
+        return plain(*qkv, known)  # dot products of MLA take one pair at a time
+
+    check_captured(key[1], cuda_gym.sizes_of(key).wide(dim), composition, tables, by_pairs)
 
 
 @pytest.mark.parametrize(
@@ -101,11 +138,7 @@ def test_captured(name: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delattr(ops, "_blockwise_backward")
     grid = captured_cases.Grid(2, 4, 517, 701)
     composition, leaves = captured_cases.CASES[name](grid)
-    sizes = Sizes(*grid[:2], 2, *grid[2:]).wide(dim)
-    upstream = torch.randn(*grid[:3], dim, dtype=sizes.dtype), torch.randn(grid[:3])
-    qkv, attn = sizes.qkv(), compiled(**composition)
-    found = captured_cases.gradients(lambda *x: attn(*x, return_lse=True), qkv, leaves, upstream)
-    captured_cases.judge(name, found, *captured_cases.measured(composition, qkv, leaves, upstream))
+    check_captured(name, Sizes(*grid[:2], 2, *grid[2:]).wide(dim), composition, leaves)
 
 
 @pytest.mark.parametrize("name", ["dense", "causal", "tables"])

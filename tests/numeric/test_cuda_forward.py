@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
+import cuda_gym
 import pytest
 import torch
 from cuda_cases import (
@@ -30,7 +30,6 @@ from cuda_cases import (
     judge_exact_lse,
     mask,
     offsets,
-    on_device,
     oracle_takes,
     plain,
     plain_packed,
@@ -96,33 +95,11 @@ APPROXIMATE = (
 )
 
 
-@lru_cache(maxsize=1)
-def _gym_names() -> tuple[tuple[str, str], ...]:
-    try:
-        from gym import mask_instances, score_instances
-    except ImportError:
-        return ()
-    kinds = (("mask", mask_instances()), ("score_mod", score_instances(32)))
-    return tuple((kind, x.name) for kind, found in kinds for x in found)
-
-
-@lru_cache(maxsize=1)
-def _gym() -> dict[tuple[str, str], Any]:
-    """At longer lengths than on the CPU. Made there: attention-gym draws with a CPU generator."""
-    from gym import mask_instances, score_instances
-
-    with torch.device("cpu"):
-        kinds = (("mask", mask_instances(777)), ("score_mod", score_instances(520)))
-    return {(kind, x.name): x for kind, found in kinds for x in found}
-
-
-@pytest.mark.skipif(not _gym_names(), reason="attn_gym is not installed")
-@pytest.mark.parametrize(("kind", "name"), _gym_names(), ids=str)
-def test_gym(kind: str, name: str) -> None:
-    x = _gym()[kind, name]
-    assert DEVICE is not None
-    sizes = Sizes(x.B, x.H, x.H, x.q_len, x.kv_len)
-    check(sizes, {kind: on_device(x.fn, DEVICE)}, approximate=name in APPROXIMATE)
+@cuda_gym.installed
+@pytest.mark.parametrize("key", cuda_gym.KEYS, ids=str)
+def test_gym(key: cuda_gym.Key) -> None:
+    composition, _ = cuda_gym.composed(key)
+    check(cuda_gym.sizes_of(key), composition, approximate=key[1] in APPROXIMATE)
 
 
 # --- head dimensions, dtypes, heads -------------------------------------------------------------------------

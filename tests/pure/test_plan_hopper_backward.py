@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 
+import fa4flex
 from fa4flex.codegen.plan import SM90A, Problem
 from fa4flex.codegen.plan.backward import plan_backward
 from fa4flex.codegen.plan.sm90.backward import LONG_TILE, ROOMY_TILE, TILE, WIDE_TILE, HopperBackwardPlan
+from fa4flex.runtime.cuda.backward import _pair_reads
 
 WIDTHS = (32, 64, 80, 96, 128, 192, 256)
 LIGHT = Problem(128, 128, mask_form="queries")
@@ -46,6 +50,8 @@ def test_every_plan_fits(width: int) -> None:
         ({"head_dim": 64, "head_dim_v": 64}, ROOMY_TILE),
         ({"head_dim": 64, "head_dim_v": 64, "sloped": True}, TILE),
         ({"head_dim": 64, "head_dim_v": 64, "gradients": ((0, "sum"),), "long_scores": True}, TILE),
+        ({"head_dim": 64, "head_dim_v": 64, "long_scores": True}, ROOMY_TILE),
+        ({"head_dim": 64, "head_dim_v": 64, "long_scores": True, "pair_reads": True}, TILE),
         ({"head_dim": 192}, WIDE_TILE),
     ],
     ids=str,
@@ -63,3 +69,16 @@ def test_blocks_are_persistent_where_results_can_leave_by_tiles_of_dq() -> None:
     assert not planned(replace(LIGHT, head_dim=192)).persistent
     assert not planned(replace(narrow, long_scores=True)).persistent
     assert planned(replace(narrow, gradients=((0, "sum"),))).persistent
+
+
+def test_where_pairs_read_elements_of_their_own() -> None:
+    row, square, buckets = torch.zeros(8), torch.zeros(8, 8), torch.zeros(8, 8, dtype=torch.int64)
+    mods: list[tuple[bool, Any]] = [
+        (False, lambda s, b, h, q, k: s + row[q] * row[k]),
+        (False, lambda s, b, h, q, k: s + square[h, q - k + 4]),
+        (True, lambda s, b, h, q, k: s + square[q, k]),
+        (True, lambda s, b, h, q, k: s + square[k // 2, q + 1]),
+        (True, lambda s, b, h, q, k: s + row[buckets[q, k]]),
+    ]
+    for own, mod in mods:
+        assert _pair_reads(fa4flex.compile(score_mod=mod).prepared.engine.facts) == own

@@ -18,7 +18,7 @@ WIDEST = 256
 
 _FLAGS = (
     "few_queries", "many_queries", "many_keys", "sinks", "wide_index", "in_range", "positive_scale",
-    "sloped", "deterministic", "long_scores", "long_masks",
+    "sloped", "deterministic", "long_scores", "pair_reads", "long_masks",
 )  # fmt: skip
 
 
@@ -45,6 +45,7 @@ class Problem:
     sloped                 of backward passes: the modified score's derivative by the scaled one is not 1
     long_scores            of backward passes: a score is long in the making, as captured tensors are read for
                            it by query or key, or its derivative is another one for each score
+    pair_reads             of backward passes: scores are long, and read elements that belong to one pair each
     long_masks             of backward passes: query intervals take divisions, or elements of captured tensors
     gradients              of backward passes: the slots of captured tensors whose gradients are asked for,
                            and whether elements are a "sum" or written "once", float32 like sums, or 16 bits
@@ -70,6 +71,7 @@ class Problem:
     many_keys: bool = False
     sloped: bool = False
     long_scores: bool = False
+    pair_reads: bool = False
     long_masks: bool = False
     gradients: tuple[tuple[int, Adding], ...] = ()
     deterministic: bool = False

@@ -19,7 +19,7 @@ registers than a warpgroup has, and warpgroups share out columns."""
 TILE = (64, 128)
 ROOMY_TILE = (128, 128)
 """Where registers hold 128 queries, operands are read from shared memory less often: narrow heads without
-slopes, or gradients of what is read by query or key, which take more."""
+slopes, elements of each pair, or gradients of what is read by query or key, which take more."""
 
 LONG_TILE = (80, 128)
 """Where neither mask nor scores take registers, nor gradients of captured tensors: more queries per step
@@ -112,7 +112,7 @@ def plan_hopper_backward(problem: Problem, target: Target) -> HopperBackwardPlan
 def _tile(problem: Problem, width: int, width_v: int) -> tuple[int, int]:
     if max(width, width_v) > KEYS_APART:
         return WIDE_TILE
-    if problem.sloped or (problem.gradients and problem.long_scores):
+    if problem.sloped or problem.pair_reads or (problem.gradients and problem.long_scores):
         return TILE
     if max(width, width_v) <= 64:
         return ROOMY_TILE
