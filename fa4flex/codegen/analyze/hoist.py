@@ -39,6 +39,13 @@ def rate(node: Expr) -> Rate:
     return "row" if "q" in node.free else "column" if "kv" in node.free else "uniform"
 
 
+def read_by_pairs(node: Expr) -> bool:
+    """Whether it is a load that has as many elements as there are scores: q stands in one place of its index,
+    and kv in another one."""
+    places = [i.free & {"q", "kv"} for i in node.args] if node.op == "load" else []
+    return {"q"} in places and {"kv"} in places
+
+
 def hoist(*roots: Expr) -> Hoisting:
     """Cut the graph of `roots` where a cheaper rate feeds an element-rate (or faster) node."""
     nodes = list(walk(*roots))  # arguments before their users, and each node once

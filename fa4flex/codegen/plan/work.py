@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fa4flex.codegen.analyze.facts import SCORE, Facts
-from fa4flex.codegen.analyze.hoist import hoist
+from fa4flex.codegen.analyze.hoist import hoist, read_by_pairs
 from fa4flex.codegen.expr import Expr, apply, sym, walk
 from fa4flex.codegen.plan.problem import Problem, itemsize
 
@@ -185,11 +185,10 @@ def _row_ends(facts: Facts) -> tuple[Expr, ...]:
 
 
 def _biases(score: Expr, problem: Problem) -> list[Bias]:
-    """Loads whose index has q in one place and kv in another: as many elements as scores."""
+    """Loads of as many elements as scores."""
     found = []
     for node in _evaluated(score):
-        places = [i.free & {"q", "kv"} for i in node.args] if node.op == "load" else []
-        if {"q"} in places and {"kv"} in places:
+        if read_by_pairs(node):
             dtype, _ = problem.operands[node.value]
             found.append(Bias(itemsize(dtype), "b" in node.free, "h" in node.free))
     return found

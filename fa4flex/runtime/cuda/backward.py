@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fa4flex.codegen.analyze.domain import READS
 from fa4flex.codegen.analyze.facts import Facts
+from fa4flex.codegen.analyze.hoist import read_by_pairs
 from fa4flex.codegen.expr import TRUE, const, nodes
 from fa4flex.codegen.kernels.common.lengths import ROW_BLOCK, row_block
 from fa4flex.errors import UnsupportedError
@@ -160,7 +161,7 @@ def _make_ready(
         deterministic=deterministic,
         many_keys=many_keys,
         long_scores=_long_scores(engine.facts),
-        pair_reads=_pair_reads(engine.facts),
+        pair_reads=any(map(read_by_pairs, nodes(engine.facts.score))),
         long_masks=_long_masks(engine.facts),
     )
     if not deterministic:
@@ -215,13 +216,6 @@ def _long_scores(facts: Facts) -> bool:
     """Whether tensors are read for a score by query or key, or its derivative is another one for each."""
     read = {name for node in nodes(facts.score) if node.op in READS for name in node.free}
     return not {"q", "kv", "score"}.isdisjoint(read | facts.gradient.by_score.free)
-
-
-def _pair_reads(facts: Facts) -> bool:
-    """Whether pairs read elements of their own: one index is of the query, and another one of the key."""
-    loads = [node for node in nodes(facts.score) if node.op == "load"]
-    indices = [[index.free & {"q", "kv"} for index in load.args] for load in loads]
-    return any({"q"} in free and {"kv"} in free for free in indices)
 
 
 def _long_masks(facts: Facts) -> bool:
