@@ -160,14 +160,25 @@ FEW = 64
 """Of so few numbers, each a sum over pairs, errors may cancel in a draw: MORE are taken."""
 
 
-def of_draws(
-    first: list[float], again: Callable[[], list[float]], sizes: Sequence[int], more: int = MORE
-) -> list[float]:
-    """The worst errors over several draws, of which `first` are one's; sizes: of what they are errors of."""
+def over_draws(
+    once: Callable[..., tuple[list[Tensor], list[Tensor]]],
+    given: Sequence[Tensor],
+    sizes: Sequence[int] | None = None,
+    more: int = MORE,
+) -> tuple[list[Tensor], list[float]]:
+    """once(*given) -> the oracle's gradients and plain PyTorch's. The former, and the latter's worst error of
+    an element, over several draws of `given`. sizes: of what these are errors, if not of gradients."""
+
+    def errors(exact: list[Tensor], same: list[Tensor]) -> list[float]:
+        return [worst(a, b)[0] for a, b in zip(same, exact, strict=True)]
+
+    exact, same = once(*given)
+    sizes = sizes or [x.numel() for x in exact]
     count = more if min(sizes) <= FEW else DRAWS
-    draws = [first, *(again() for _ in range(count - 1))]
+    draws = [errors(exact, same)]
+    draws += [errors(*once(*map(torch.randn_like, given))) for _ in range(count - 1)]
     by_gradient = zip(sizes, zip(*draws, strict=True), strict=True)
-    return [max(errors if size <= FEW else errors[:DRAWS]) for size, errors in by_gradient]
+    return exact, [max(found if size <= FEW else found[:DRAWS]) for size, found in by_gradient]
 
 
 def measured(
@@ -179,18 +190,13 @@ def measured(
 ) -> tuple[list[Tensor], list[float]]:
     """The oracle's gradients, and the worst error of an element of each in plain PyTorch, which `by` is."""
 
-    def once(qkv: Sequence[Tensor], upstream: tuple[Tensor, Tensor]) -> tuple[list[Tensor], list[float]]:
+    def once(*given: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        *qkv, dout, dlse = given
         wide = [x.double() for x in qkv]
-        exact = gradients(lambda *x: reference.attention(*x, **composition), wide, leaves, upstream)
-        same = gradients(lambda *x: by(composition, *x), qkv, leaves, upstream)
-        return exact, [worst(a, b)[0] for a, b in zip(same, exact, strict=True)]
+        exact = gradients(lambda *x: reference.attention(*x, **composition), wide, leaves, (dout, dlse))
+        return exact, gradients(lambda *x: by(composition, *x), qkv, leaves, (dout, dlse))
 
-    def again() -> list[float]:
-        dout, dlse = map(torch.randn_like, upstream)
-        return once([torch.randn_like(x) for x in qkv], (dout, dlse))[1]
-
-    exact, errors = once(qkv, upstream)
-    return exact, of_draws(errors, again, [x.numel() for x in exact])
+    return over_draws(once, (*qkv, *upstream))
 
 
 def judge(where: str, got: Sequence[Tensor], exact: Sequence[Tensor], budgets: Sequence[float]) -> None:

@@ -29,6 +29,33 @@ class Instance:
     kv_len: int
     differentiable: tuple[Tensor, ...] = ()
 
+    @property
+    def approximate(self) -> bool:
+        """Whether it has functions that a GPU approximates, such as tanh."""
+        return self.name in APPROXIMATE
+
+
+APPROXIMATE = (
+    "softcap",
+    "softcap_approx",
+    "softcap_wide",
+    "sandwich",
+    "gelu",
+    "gelu_tanh",
+    "sigmoid",
+    "silu",
+)
+Key = tuple[str, str]
+"""The argument that takes a mod, and its name."""
+
+
+def instances(masks: int = 333, scores: int = 270) -> dict[Key, Instance]:
+    """All mods; of those that work at any length, mask_mods at `masks` and score_mods at `scores`. They are
+    made on the CPU, with whose generator attention-gym draws."""
+    with torch.device("cpu"):
+        kinds = (("mask", mask_instances(masks)), ("score_mod", score_instances(scores)))
+    return {(kind, x.name): x for kind, found in kinds for x in found}
+
 
 def _offsets(total: int, documents: int, generator: torch.Generator) -> Tensor:
     cuts = torch.randperm(total - 1, generator=generator)[: documents - 1].sort().values + 1

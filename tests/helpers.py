@@ -47,7 +47,7 @@ def poisoned() -> Iterator[None]:
 
 
 def worst(got: Tensor, want: Tensor) -> tuple[float, float]:
-    """The largest error of an element, and the largest Euclidean error of a row."""
+    """The largest error of an element, and the largest Euclidean error of a row; NaN spreads."""
     error = (got.double() - want.double()).abs()
     if error.numel() == 0:
         return 0.0, 0.0

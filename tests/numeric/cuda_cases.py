@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from helpers import worst
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -247,12 +248,6 @@ def oracle_takes(composition: Composition) -> Composition:
 
 
 # --- judging ------------------------------------------------------------------------------------------------
-
-
-def worst(got: Tensor, want: Tensor) -> tuple[float, float]:
-    """The largest error of an element, and the largest Euclidean error of a row; NaN spreads."""
-    error = (got.double() - want.double()).abs()
-    return (error.max().item(), error.norm(dim=-1).max().item()) if error.numel() else (0.0, 0.0)
 
 
 def judge(found: Sequence[Tensor], exact: Sequence[Tensor], same: Sequence[Tensor]) -> None:

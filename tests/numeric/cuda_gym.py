@@ -6,7 +6,6 @@ from functools import lru_cache
 from typing import Any
 
 import pytest
-import torch
 from cuda_cases import DEVICE, Composition, Sizes, on_device
 from torch import Tensor
 
@@ -16,14 +15,12 @@ Key = tuple[str, str]
 
 @lru_cache(maxsize=1)
 def instances() -> dict[Key, Any]:
-    """Made on the CPU, with whose generator attention-gym draws; none where that is not installed."""
+    """None where attention-gym is not installed."""
     try:
-        from gym import mask_instances, score_instances
+        import gym
     except ImportError:
         return {}
-    with torch.device("cpu"):
-        kinds = (("mask", mask_instances(777)), ("score_mod", score_instances(520)))
-    return {(kind, x.name): x for kind, found in kinds for x in found}
+    return gym.instances(777, 520)
 
 
 KEYS = tuple(instances())

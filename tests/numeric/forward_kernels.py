@@ -88,16 +88,13 @@ KINDS: dict[str, Kind] = {
 
 def _gym() -> dict[str, Kind]:
     """Every mod of attention-gym, at the sizes that it is made for."""
-    from gym import mask_instances, score_instances
+    from gym import instances
 
-    with torch.device("cpu"):
-        kinds = (("mask", mask_instances()), ("score_mod", score_instances()))
     return {
         f"gym {x.name}": Kind(
             Draw(lambda s, part=part, fn=x.fn: {part: fn}, x.q_len, x.kv_len), sizes=Sizes(x.B, x.H, x.H)
         )
-        for part, found in kinds
-        for x in found
+        for (part, _), x in instances().items()
     }
 
 

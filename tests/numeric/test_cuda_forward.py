@@ -83,23 +83,11 @@ def test_variant(draw: Draw, dim: int) -> None:
     draw.check(Sizes().wide(dim))
 
 
-APPROXIMATE = (
-    "softcap",
-    "softcap_approx",
-    "softcap_wide",
-    "sandwich",
-    "gelu",
-    "gelu_tanh",
-    "sigmoid",
-    "silu",
-)
-
-
 @cuda_gym.installed
 @pytest.mark.parametrize("key", cuda_gym.KEYS, ids=str)
 def test_gym(key: cuda_gym.Key) -> None:
     composition, _ = cuda_gym.composed(key)
-    check(cuda_gym.sizes_of(key), composition, approximate=key[1] in APPROXIMATE)
+    check(cuda_gym.sizes_of(key), composition, approximate=cuda_gym.instances()[key].approximate)
 
 
 # --- head dimensions, dtypes, heads -------------------------------------------------------------------------

@@ -165,22 +165,10 @@ def _variants() -> Iterator[tuple[str, Maker]]:
         yield f"{name} {width}", functools.partial(drawn, FEW[name], SMALL.wide(*width), **how)
 
 
-APPROXIMATE = [
-    "softcap",
-    "softcap_approx",
-    "softcap_wide",
-    "sandwich",
-    "gelu",
-    "gelu_tanh",
-    "sigmoid",
-    "silu",
-]
-
-
 def gym_call(kind: str, name: str, width: tuple[int, int], workers: int) -> Call:
     x = gym()[kind, name]
     sizes = Sizes(x.B, x.H, x.H, x.q_len, x.kv_len).wide(*width)
-    return dense(sizes, {kind: x.fn}, approximate=name in APPROXIMATE, workers=workers)
+    return dense(sizes, {kind: x.fn}, approximate=x.approximate, workers=workers)
 
 
 @functools.lru_cache(maxsize=1)
@@ -188,11 +176,10 @@ def gym() -> dict[tuple[str, str], Any]:
     """By the argument that takes it and by name, every mod of attention-gym, or none where that is not
     installed."""
     try:
-        from gym import mask_instances, score_instances
+        from gym import instances
     except ImportError:
         return {}
-    kinds = (("mask", mask_instances()), ("score_mod", score_instances(200)))
-    return {(kind, x.name): x for kind, found in kinds for x in found}
+    return instances(scores=200)
 
 
 def _of_gym() -> Iterator[tuple[str, Maker]]:

@@ -9,7 +9,6 @@ from typing import Any
 import captured_cases
 import pytest
 import torch
-from helpers import worst
 from torch import Tensor
 
 import fa4flex
@@ -157,16 +156,11 @@ def right(arch: str, name: str, kind: str, width: int | tuple[int, int] = 64) ->
     def by_hand(*qkv: Tensor, varlen: Varlen | None) -> Tensor:
         return plain(MASKS[name], lengths, kind == "packed", *qkv)
 
-    def errors(qkv: list[Tensor], dout: Tensor) -> tuple[list[Tensor], list[float]]:
-        exact = gradients(attn, [x.double() for x in qkv], dout, varlen)
-        same = gradients(by_hand, qkv, dout)
-        return exact, [worst(x, y)[0] for x, y in zip(same, exact, strict=True)]
+    def once(*given: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        *qkv, dout = given
+        return gradients(attn, [x.double() for x in qkv], dout, varlen), gradients(by_hand, qkv, dout)
 
-    def again() -> list[float]:
-        return errors([torch.randn_like(x) for x in qkv], torch.randn_like(dout))[1]
-
-    exact, first = errors(qkv, dout)
-    budgets = captured_cases.of_draws(first, again, [x.numel() for x in exact])
+    exact, budgets = captured_cases.over_draws(once, (*qkv, dout))
     captured_cases.judge(f"{arch}, {name}, {kind}, width {width}, {timing} {seed}", found, exact, budgets)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from captured_cases import of_draws
+from captured_cases import over_draws
 from helpers import SMS, poisoned
 from torch import Tensor
 
@@ -89,11 +89,10 @@ def gradients(name: str, qkv: list[Tensor], upstream: tuple[Tensor, Tensor], var
     return list(torch.autograd.grad((out, lse), inputs, [x.to(y) for x, y in zip(upstream, (out, lse))]))
 
 
-def rounded(qkv: list[Tensor], dout: Tensor, spans: Spans) -> list[float]:
-    """The largest errors of plain attention's gradients in bf16 PyTorch, by input, relative to the largest
-    gradient."""
+def rounded(qkv: tuple[Tensor, ...], dout: Tensor, spans: Spans) -> tuple[list[Tensor], list[Tensor]]:
+    """Gradients of plain attention, exact and by bf16 PyTorch, relative to the largest of each input's."""
     found: list[list[Tensor]] = []
-    for dtype in (torch.bfloat16, torch.float64):
+    for dtype in (torch.float64, torch.bfloat16):
         inputs = [x.detach().to(dtype).requires_grad_() for x in qkv]
         total = torch.zeros((), dtype=dtype)
         parts = [sequences(x, spans, side) for x, side in zip((*inputs, dout), (0, 1, 1, 0), strict=True)]
@@ -103,7 +102,10 @@ def rounded(qkv: list[Tensor], dout: Tensor, spans: Spans) -> list[float]:
                 scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
                 total = total + (scores.softmax(-1) @ v * upstream.to(dtype)).sum()
         found.append(list(torch.autograd.grad(total, inputs)))
-    return [((a.double() - b).abs().max() / b.abs().max()).item() for a, b in zip(*found, strict=True)]
+    largest = [x.abs().max() for x in found[0]]
+    # In float64: the division itself must not round.
+    exact, same = ([x.double() / y for x, y in zip(one, largest, strict=True)] for one in found)
+    return exact, same
 
 
 def close(name: str, kind: str, width: Width, arch: str) -> None:
@@ -118,10 +120,7 @@ def close(name: str, kind: str, width: Width, arch: str) -> None:
     # Forward kernels clear what lies past an end by several warpgroups: see test_simulated_variants.py.
     assert len(gpu.results) == 4 and not findings, f"{where}: {gpu.report()}"
     exact = gradients(name, [x.double() for x in qkv], (dout, dlse), varlen)
-    sizes = [x.numel() for x in qkv]
-    errors = of_draws(
-        rounded(qkv, dout, spans), lambda: rounded(*drawn(kind, width, spans)[:2], spans), sizes
-    )
+    _, errors = over_draws(lambda *given: rounded(given[:3], given[3], spans), (*qkv, dout))
     errors += [max(errors)] * (len(got) - 3)
     for x, y, error in zip(got, exact, errors, strict=True):
         assert (x.double() - y).abs().max() <= 2 * error * y.abs().max(), where
