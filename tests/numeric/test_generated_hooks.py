@@ -111,6 +111,21 @@ def test_loads_by_steps(dtype: torch.dtype, even_rows: bool) -> None:
             torch.testing.assert_close(scores, wanted, rtol=3e-5, atol=3e-5)
 
 
+@pytest.mark.parametrize("fn", [torch.log2, torch.exp2, torch.sqrt, torch.tanh, torch.exp, torch.log])
+def test_functions_of_infinities(fn: Any) -> None:
+    """Also where a compiler can see that an operand is infinite."""
+
+    def known(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return 2 * torch.tanh(fn(torch.abs(torch.where(kv < 0, -1.5, -torch.inf)) + 0.1) / 3)
+
+    def hidden(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return 2 * torch.tanh(fn(torch.where(kv <= q, torch.abs(score), torch.inf)) / 3)
+
+    for mod in (known, hidden):
+        program = build(compose(score_mod=mod))
+        check(program.facts, Grid(2, 2, 5, 8), program.captured(), "none")
+
+
 @pytest.mark.parametrize(("draw", "number"), DRAWS)
 def test_every_variant(draw: Draw, number: int) -> None:
     """The first composition of a variant by spans where it has them, the others by tables."""
