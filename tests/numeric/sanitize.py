@@ -45,7 +45,7 @@ def dense(draw: Draw, given: Sizes, **options: Any) -> Launch:
         sizes = draw.sizes(given)
         with torch.device("cpu"):
             qkv, composition = sizes.qkv(), draw.make(sizes)
-        moved = {name: _moved(part, device) for name, part in composition.items()}
+        moved = {name: on_device(part, device) for name, part in composition.items()}
         return results(fa4flex.compile(**moved, **options), [x.to(device) for x in qkv])
 
     return launch
@@ -64,10 +64,6 @@ def captured(name: str, given: Sizes) -> Launch:
         return results(fa4flex.compile(**composition), qkv, leaves)
 
     return launch
-
-
-def _moved(part: Any, device: torch.device) -> Any:
-    return on_device(part, device) if callable(part) or isinstance(part, Tensor) else part
 
 
 def _document(b: Any, h: Any, q_idx: Any, kv_idx: Any, ids: Tensor = torch.arange(300) // 70) -> Any:
