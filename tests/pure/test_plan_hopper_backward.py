@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,7 +14,15 @@ from fa4flex.codegen.analyze.hoist import read_by_pairs
 from fa4flex.codegen.expr import nodes
 from fa4flex.codegen.plan import SM90A, Problem
 from fa4flex.codegen.plan.backward import plan_backward
-from fa4flex.codegen.plan.sm90.backward import LONG_TILE, ROOMY_TILE, TILE, WIDE_TILE, HopperBackwardPlan
+from fa4flex.codegen.plan.sm90.backward import (
+    LATENT_TILE,
+    LONG_LATENT_TILE,
+    LONG_TILE,
+    ROOMY_TILE,
+    TILE,
+    WIDE_TILE,
+    HopperBackwardPlan,
+)
 
 WIDTHS = (32, 64, 80, 96, 128, 192, 256)
 LIGHT = Problem(128, 128, mask_form="queries")
@@ -53,7 +62,14 @@ def test_every_plan_fits(width: int) -> None:
         ({"head_dim": 64, "head_dim_v": 64, "gradients": ((0, "sum"),), "long_scores": True}, TILE),
         ({"head_dim": 64, "head_dim_v": 64, "long_scores": True}, ROOMY_TILE),
         ({"head_dim": 64, "head_dim_v": 64, "long_scores": True, "pair_reads": True}, TILE),
-        ({"head_dim": 192}, WIDE_TILE),
+        ({"head_dim": 192}, LONG_LATENT_TILE),
+        ({"head_dim": 192, "mask_form": "spans", "deterministic": True}, LONG_LATENT_TILE),
+        ({"head_dim": 192, "mask_form": "tables"}, LATENT_TILE),
+        ({"head_dim": 192, "lengths": "packed"}, LATENT_TILE),
+        ({"head_dim": 192, "long_scores": True}, LATENT_TILE),
+        ({"head_dim": 192, "gradients": ((0, "sum"),)}, WIDE_TILE),
+        ({"head_dim": 192, "head_dim_v": 192}, WIDE_TILE),
+        ({"head_dim": 160}, LONG_LATENT_TILE),
     ],
     ids=str,
 )
@@ -67,9 +83,30 @@ def test_blocks_are_persistent_where_results_can_leave_by_tiles_of_dq() -> None:
     assert planned(LIGHT).persistent and planned(LIGHT).stages[2] == 1
     assert not planned(replace(narrow, head_dim_v=128)).persistent  # dV is wider
     assert not planned(replace(narrow, deterministic=True)).persistent
-    assert not planned(replace(LIGHT, head_dim=192)).persistent
+    assert planned(replace(LIGHT, head_dim=192)).persistent
+    assert not planned(replace(LIGHT, head_dim=192, lengths="packed")).persistent
+    assert not planned(replace(LIGHT, head_dim=192, head_dim_v=192)).persistent
     assert not planned(replace(narrow, long_scores=True)).persistent
     assert planned(replace(narrow, gradients=((0, "sum"),))).persistent
+
+
+@pytest.mark.parametrize("mask_form", ["queries", "tables"])
+@pytest.mark.parametrize("width", [*WIDTHS, (192, 128)], ids=str)
+def test_warpgroups_share_out_dq(width: int | tuple[int, int], mask_form: str) -> None:
+    """Each element of a tile is one warpgroup's, which says where its numbers lie."""
+    width, width_v = width if isinstance(width, tuple) else (width, width)
+    config = planned(Problem(width, width_v, mask_form=mask_form)).config()  # type: ignore[arg-type]
+    found = []
+    for w in range(config.consumers):
+        dealt = zip(config.dq_shapes, config.dq_tiles(w), config.dq_numbers(w), strict=True)
+        for (rows, columns), (down, across), (first, count) in dealt:
+            places = [config.dq_order.place(n) for n in range(first, first + count)]
+            mine = product(
+                range(down * rows, (down + 1) * rows), range(across * columns, (across + 1) * columns)
+            )
+            assert sorted(places) == list(mine)
+            found += places
+    assert sorted(found) == list(product(range(config.tile_m), range(config.head_dim)))
 
 
 def test_where_pairs_read_elements_of_their_own() -> None:

@@ -20,8 +20,8 @@ from fa4flex.runtime.cuda import backward
 from fa4flex.variants import alibi, causal, document, sliding_window, softcap
 
 IDS = torch.arange(200) // 70
-WIDE = (80, 96, 160, 192, 256, (192, 128), (128, 256))
-"""Widths of q and v for which a block has 64 keys, or whose parts of dQ are narrow."""
+WIDE = (80, 96, 160, 192, 256, (192, 128), (160, 120), (128, 256))
+"""Widths of q and v for which a block has 64 keys, or whose parts of dQ are narrow or several."""
 
 COMPOSED: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -114,11 +114,13 @@ def test_wide_heads_and_lengths(width: int | tuple[int, int], kv_heads: int) -> 
         close("alibi, causal", q_len, kv_len, width, kv_heads=kv_heads)
 
 
-def test_blocks_take_tile_after_tile() -> None:
+@pytest.mark.parametrize(("width", "width_v"), [(64, 64), (192, 128)])
+def test_blocks_take_tile_after_tile(width: int, width_v: int) -> None:
     """Nine tiles of keys, some of which no query sees, by three blocks, which leave the counter as it was."""
     composition = COMPOSED["unseen keys"]
-    qkv = tuple(torch.randn(1, h, n, 64).bfloat16() for h, n in ((3, 130), (3, 300), (3, 300)))
-    dout, dlse = torch.randn(1, 3, 130, 64).bfloat16(), torch.randn(1, 3, 130)
+    sizes = (130, width), (300, width), (300, width_v)
+    qkv = tuple(torch.randn(1, 3, *size).bfloat16() for size in sizes)
+    dout, dlse = torch.randn(1, 3, 130, width_v).bfloat16(), torch.randn(1, 3, 130)
     attn, shared = fa4flex.compile(**composition), torch.zeros(2, dtype=torch.int32)
     for timing in ("eager", "late", "random"):
         with (

@@ -34,7 +34,7 @@ Spans = list[tuple[slice, slice]]
 Width = int | tuple[int, int]
 """Of q and k, and of v where it differs."""
 WIDTHS: dict[str, tuple[Width, ...]] = {
-    "sm_90a": (64, 96, 128, 192, 256),
+    "sm_90a": (64, 96, 128, 192, (192, 128), 256),
     "sm_100a": (64, 96, 128, (160, 128), (192, 128)),
 }
 

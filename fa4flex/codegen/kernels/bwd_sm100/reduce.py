@@ -106,7 +106,7 @@ class Reduce:
         staged = way.staged[None, way.warp, stage]
         cute.arch.cp_async_bulk_wait_group(self.config.dq_stages - 1, read=True)
         cute.arch.sync_warp()
-        stage_by_fours(part, staged, cute.arch.lane_idx(), 32)
+        stage_by_fours([part], staged, cute.arch.lane_idx(), 32)
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             add_bulk(staged, target.iterator, PIECE)

@@ -1,9 +1,9 @@
 """A consumer warpgroup for wide heads: it has the same 64 keys as the others, and of their dK and dV, and of
 dQ, a part of the columns.
 
-The sums of 128 keys take more registers than there are where rows are wider than 128. Scores are shared out
-by queries, so that each is computed once; then P' and dS' go through shared memory, because all columns need
-them all.
+The sums of 128 keys take more registers than there are where heads and values are wider than 128. Scores are
+shared out by queries, so that each is computed once; then P' and dS' go through shared memory, because all
+columns need them all.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class ColumnConsumer(Consumer):
         p_t, ds_t = operands.p_t[None, None, None, parity], operands.ds_t[None, None, None, parity]
         multiply(mmas.dv, operands.dv, p_t, operands.dout_t[None, None, None, do_state.index], True)
         multiply(mmas.dk, operands.dk, ds_t, operands.q_t[None, None, None, q_state.index], True)
-        dq = self.query_gradients(mmas, operands, parity)
+        dq = [self.query_gradient(0, mmas, operands, parity)]
         # dQ comes last: the next tiles of Q and dO come under its product, and there is room for few.
         warpgroup.wait_group(2)
         release(pipes.dout, do_state)

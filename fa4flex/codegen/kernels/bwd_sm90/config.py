@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from fa4flex.codegen.kernels.common.lengths import Lengths
 from fa4flex.codegen.kernels.common.order import Order
@@ -91,24 +91,49 @@ class Config:
         return self.tile_m % KEYS != 0
 
     @property
-    def dq_shape(self) -> tuple[int, int]:
-        """(rows, columns) of dQ that one warpgroup computes."""
-        if self.split_columns:
-            return self.tile_m, self.head_dim // self.consumers
-        return self.tile_m // self.consumers, self.head_dim
+    def dq_shapes(self) -> tuple[tuple[int, int], ...]:
+        """(rows, columns) of each product for dQ of one warpgroup. Where dQ is transposed, 64 columns are
+        the least: of the last ones, where they cannot be dealt out evenly, warpgroups have some rows each."""
+        if not self.split_columns:
+            return ((self.tile_m // self.consumers, self.head_dim),)
+        if not self.transposes_dq or self.head_dim // KEYS % self.consumers == 0:
+            return ((self.tile_m, self.head_dim // self.consumers),)
+        even = self.head_dim // KEYS // self.consumers * KEYS
+        return (self.tile_m, even), (self.tile_m // self.consumers, KEYS)
+
+    def dq_tiles(self, w: Any) -> tuple[tuple[Any, Any], ...]:
+        """Where warpgroup w has them, counted in tiles of the product's shape."""
+        first = (0, w) if self.split_columns else (w, 0)
+        return first, *((w, self.head_dim // columns - 1) for _, columns in self.dq_shapes[1:])
+
+    def dq_numbers(self, w: int) -> tuple[tuple[int, int], ...]:
+        """Where the numbers of each lie among those of a tile of dQ: the first one, and how many they are."""
+        found, first = [], 0
+        for rows, columns in self.dq_shapes:
+            count = rows * columns
+            found.append((first + w * count, count))
+            first += self.consumers * count
+        return tuple(found)
+
+    @property
+    def dq_room(self) -> int:
+        """float32 of shared memory that a warpgroup's part of a tile of dQ has: of persistent blocks, its dK,
+        or dV, in 16 bits must fit there too."""
+        numbers = self.tile_m * self.head_dim // self.consumers
+        return max(numbers, KEYS * self.head_dim // 2) if self.persistent else numbers
 
     @property
     def dq_order(self) -> Order:
         """Part by part, as an accumulator's registers lie: of lane l of a warpgroup, two columns from 2 (l %
         4) on of a row and of the row 8 below, then the same 8 columns further. Where dQ is transposed,
         rows for columns."""
-        rows, columns = self.dq_shape
+        rows, columns = self.dq_shapes[0]
         down, across = (0, columns) if self.split_columns else (rows, 0)
         if self.transposes_dq:
             return Order(
-                (2, 2, 4, 8, 4, rows // 8, self.consumers),
-                rows=(1, 0, 2, 0, 0, 8, down),
-                columns=(0, 8, 0, 1, 16, 0, across),
+                (2, 2, 4, 8, 4, rows // 8, self.head_dim // KEYS),
+                rows=(1, 0, 2, 0, 0, 8, 0),
+                columns=(0, 8, 0, 1, 16, 0, KEYS),
             )
         return Order(
             (2, 2, 4, 8, 4, columns // 8, self.consumers),
@@ -122,7 +147,7 @@ class Config:
         q, dout = self.head_dim, self.head_dim_v
         if self.split == "columns":
             q, dout = q // self.consumers, dout // self.consumers
-        _, k = self.dq_shape
+        _, k = self.dq_shapes[0]
         return (
             swizzle(self.head_dim, q),
             swizzle(self.head_dim_v, dout),

@@ -52,7 +52,7 @@ from fa4flex.codegen.kernels.common.shares import Collector, sums_of, targets
 from fa4flex.codegen.kernels.common.transfer import read_pair, release, stage_by_fours
 from fa4flex.codegen.kernels.common.transposed import Slab, Slopes
 
-PARTS = (16, 10, 8)
+PARTS = (16, 12, 10, 8)
 """Columns of a tile that are turned into probabilities together, and whose log-sum-exps are read before they
 are needed: the first of which a tile has a whole number. Registers for more there are not."""
 SLOPED = 2
@@ -61,19 +61,21 @@ SLOPED = 2
 
 @dataclass(frozen=True)
 class Mmas:
-    """Tiled products of one warpgroup: S' = K Q' and dP' = V dO'; dV += P' dO; dK += dS' Q; dQ = dS K."""
+    """Tiled products of one warpgroup: S' = K Q' and dP' = V dO'; dV += P' dO; dK += dS' Q; dQ = dS K, by
+    parts."""
 
     scores: cute.TiledMma
     dprob: cute.TiledMma
     dv: cute.TiledMma
     dk: cute.TiledMma
-    dq: cute.TiledMma
+    dq: tuple[cute.TiledMma, ...]
 
 
 @dataclass(frozen=True)
 class Operands:
-    """Shared-memory descriptors, q and dout by stage, and the accumulators that outlive a tile. p_t and ds_t
-    by stage, where P' and dS' are not operands in registers."""
+    """Shared-memory descriptors, q and dout by stage, and the accumulators that outlive a tile. for_dq: dS,
+    by stage, and K, for each product for dQ. p_t and ds_t by stage, where P' and dS' are not operands in
+    registers."""
 
     k: cute.Tensor
     q: cute.Tensor
@@ -81,8 +83,7 @@ class Operands:
     dout: cute.Tensor
     dout_t: cute.Tensor
     q_t: cute.Tensor
-    ds: cute.Tensor
-    k_t: cute.Tensor
+    for_dq: tuple[tuple[cute.Tensor, cute.Tensor], ...]
     dv: cute.Tensor
     dk: cute.Tensor
     p_t: cute.Tensor | None = None
@@ -225,20 +226,9 @@ class Consumer:
         cute.arch.mbarrier_wait(pipes.v_full, phase)
 
     def operands(self, mmas: Mmas, shared: Shared, lane: Int32, w: Int32) -> Operands:
-        config = self.config
-        rows, columns = config.dq_shape
         scores, dprob = mmas.scores.get_slice(lane), mmas.dprob.get_slice(lane)
-        dv, dk, dq = (mma.get_slice(lane) for mma in (mmas.dv, mmas.dk, mmas.dq))
+        dv, dk = mmas.dv.get_slice(lane), mmas.dk.get_slice(lane)
         tiles = self.tiles(shared, w)
-        mine = (0, w) if config.split_columns else (w, 0)
-        ds = cute.local_tile(shared.ds, (rows, config.tile_n), (mine[0], 0, None))
-        k_t = cute.local_tile(transposed(shared.k), (columns, config.tile_n), (mine[1], 0))
-        dq_a, dq_b = (k_t, ds) if config.transposes_dq else (ds, k_t)
-        for_dq = [
-            mmas.dq.make_fragment_A(dq.partition_A(dq_a)),
-            mmas.dq.make_fragment_B(dq.partition_B(dq_b)),
-        ]
-        ds_operand, k_t_operand = reversed(for_dq) if config.transposes_dq else for_dq
         width, width_v = (cute.size(x, mode=[0]) for x in (tiles.q_t, tiles.dout_t))
         return Operands(
             mmas.scores.make_fragment_A(scores.partition_A(tiles.k)),
@@ -247,11 +237,22 @@ class Consumer:
             mmas.dprob.make_fragment_B(dprob.partition_B(tiles.dout)),
             mmas.dv.make_fragment_B(dv.partition_B(tiles.dout_t)),
             mmas.dk.make_fragment_B(dk.partition_B(tiles.q_t)),
-            ds_operand,
-            k_t_operand,
+            self.for_dq(mmas, shared, lane, w),
             cute.make_rmem_tensor(dv.partition_shape_C((KEYS, width_v)), Float32),
             cute.make_rmem_tensor(dk.partition_shape_C((KEYS, width)), Float32),
         )
+
+    def for_dq(self, mmas: Mmas, shared: Shared, lane: Int32, w: Int32) -> tuple[Any, ...]:
+        """dS, by stage, and K of each product for dQ."""
+        config, found = self.config, []
+        for mma, shape, place in zip(mmas.dq, config.dq_shapes, config.dq_tiles(w), strict=True):
+            ds = cute.local_tile(shared.ds, (shape[0], config.tile_n), (place[0], 0, None))
+            k_t = cute.local_tile(transposed(shared.k), (shape[1], config.tile_n), (place[1], 0))
+            a, b = (k_t, ds) if config.transposes_dq else (ds, k_t)
+            one = mma.get_slice(lane)
+            operands = mma.make_fragment_A(one.partition_A(a)), mma.make_fragment_B(one.partition_B(b))
+            found.append(operands[::-1] if config.transposes_dq else operands)
+        return tuple(found)
 
     def tiles(self, shared: Shared, w: Int32) -> Tiles:
         config = self.config
@@ -375,25 +376,25 @@ class Consumer:
         # Runs while all warpgroups meet.
         multiply(mmas.dv, operands.dv, p, operands.dout_t[None, None, None, do_state.index], True)
         self.meet()
-        dq = self.query_gradients(mmas, operands, parity)
+        dq = [self.query_gradient(0, mmas, operands, parity)]
         warpgroup.wait_group(1)
         release(pipes.dout, do_state)
+        # Only now, in the registers that P' had.
+        dq += [self.query_gradient(i, mmas, operands, parity) for i in range(1, len(mmas.dq))]
         multiply(mmas.dk, operands.dk, ds, operands.q_t[None, None, None, q_state.index], True)
         warpgroup.wait_group(1)
         self.hand_over(dq, shared, lane, w, count)
         warpgroup.wait_group(0)
         release(pipes.q, q_state)
 
-    def query_gradients(self, mmas: Mmas, operands: Operands, parity: Int32) -> cute.Tensor:
-        """A warpgroup's part of dQ, or of dQ', once its product is waited for."""
-        rows, columns = self.config.dq_shape
-        ds = operands.ds[None, None, None, parity]
+    def query_gradient(self, i: int, mmas: Mmas, operands: Operands, parity: Int32) -> cute.Tensor:
+        """A warpgroup's part i of dQ, or of dQ', once its product is waited for."""
+        mma, (rows, columns), (ds, k_t) = mmas.dq[i], self.config.dq_shapes[i], operands.for_dq[i]
+        shape, a, b = (rows, columns), ds[None, None, None, parity], k_t
         if self.config.transposes_dq:
-            dq = cute.make_rmem_tensor(mmas.dq.partition_shape_C((columns, rows)), Float32)
-            multiply(mmas.dq, dq, operands.k_t, ds, False)
-        else:
-            dq = cute.make_rmem_tensor(mmas.dq.partition_shape_C((rows, columns)), Float32)
-            multiply(mmas.dq, dq, ds, operands.k_t, False)
+            shape, a, b = (columns, rows), b, a
+        dq = cute.make_rmem_tensor(mma.partition_shape_C(shape), Float32)
+        multiply(mma, dq, a, b, False)
         return dq
 
     def meet(self) -> None:
@@ -540,11 +541,13 @@ class Consumer:
         """Where a warpgroup's scores lie among all, by keys and queries."""
         return w, Int32(0)
 
-    def hand_over(self, dq: cute.Tensor, shared: Shared, lane: Int32, w: Int32, count: Int32) -> None:
-        """A warpgroup's part of dQ."""
+    def hand_over(
+        self, parts: list[cute.Tensor], shared: Shared, lane: Int32, w: Int32, count: Int32
+    ) -> None:
+        """A warpgroup's parts of dQ."""
         stage = count % self.config.dq_stages
         cute.arch.barrier(barrier_id=dq_empty(w, stage), number_of_threads=THREADS)
-        stage_by_fours(dq, shared.dq[None, w, stage], lane, 128)
+        stage_by_fours(parts, shared.dq[None, w, stage], lane, 128)
         cute.arch.barrier_arrive(barrier_id=dq_full(w, stage), number_of_threads=THREADS)
 
     @cute.jit

@@ -22,15 +22,15 @@ WIDE = 8
 def staged_sums(
     config: Config, shared: Shared, sums: tuple[cute.Tensor, cute.Tensor], w: Int32
 ) -> tuple[cute.Tensor, ...]:
-    """Where a warpgroup leaves dK and dV in shared memory, (64 keys, columns): where Q and dO were; or, where
+    """Where a warpgroup leaves dK and dV in shared memory, (64 keys, columns): where K and V were; or, where
     the next ones are coming then, its parts of the tiles of dQ, which may be one."""
-    kinds = shared.q.element_type, shared.dout.element_type
+    kinds = shared.k.element_type, shared.v.element_type
     if config.persistent:
         memories = [shared.dq[None, w, i % config.dq_stages] for i in range(2)]
         return tuple(
             _rows(x, kind, acc, 1)[None, None, 0] for x, kind, acc in zip(memories, kinds, sums, strict=True)
         )
-    memories = [shared.q, shared.dout]
+    memories = [shared.k, shared.v]
     return tuple(
         _rows(x, kind, acc, config.consumers)[None, None, w]
         for x, kind, acc in zip(memories, kinds, sums, strict=True)

@@ -70,7 +70,6 @@ class Backward:
     def mmas(self, kind: Any) -> Mmas:
         config = self.config
         k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
-        rows, columns = config.dq_shape
 
         def product(majors: tuple[Any, Any], width: int, source: Any = warpgroup.OperandSource.SMEM) -> Any:
             return sm90.make_trivial_tiled_mma(
@@ -84,9 +83,10 @@ class Backward:
             )
 
         ds_major, ds_t_major = (k_major, mn_major) if self.along_keys else (mn_major, k_major)
-        dq_operands: tuple[Any, Any, int] = (ds_major, mn_major, columns)
         if config.transposes_dq:
-            dq_operands = (mn_major, ds_major, rows)
+            dq = [product((mn_major, ds_major), rows) for rows, _ in config.dq_shapes]
+        else:
+            dq = [product((ds_major, mn_major), columns) for _, columns in config.dq_shapes]
         # With columns shared out, a warpgroup's scores are a part of what its dV and dK need.
         share, source = config.consumers, warpgroup.OperandSource.SMEM
         if config.split == "keys":
@@ -96,7 +96,7 @@ class Backward:
             product((k_major, k_major), config.queries),
             product((k_major, mn_major), config.head_dim_v // share, source),
             product((ds_t_major, mn_major), config.head_dim // share, source),
-            product(dq_operands[:2], dq_operands[2]),
+            tuple(dq),
         )
 
     def layouts(self, kind: Any) -> tuple[Any, ...]:
@@ -190,7 +190,7 @@ class Backward:
             "v": tile(kind, v),
             "ds": tile(kind, ds),
             "p": tile(kind, p if config.split == "columns" else 0),
-            "dq": tile(Float32, config.tile_m * config.head_dim * config.dq_stages),
+            "dq": tile(Float32, config.dq_room * config.consumers * config.dq_stages),
         }
         return cute.struct(type("Storage", (), {"__annotations__": members}))
 
@@ -245,7 +245,6 @@ class Backward:
         def one(member: Any, layout: Any) -> cute.Tensor:
             return member.get_tensor(layout.outer, swizzle=layout.inner)[None, None, 0]
 
-        rows, columns = config.dq_shape
         return Shared(
             storage.q.get_tensor(q.outer, swizzle=q.inner),
             one(storage.k, k),
@@ -255,7 +254,7 @@ class Backward:
             storage.p.get_tensor(p.outer, swizzle=p.inner) if config.split == "columns" else None,
             storage.lse2.get_tensor(cute.make_layout((config.tile_m, config.q_stages))),
             storage.delta.get_tensor(cute.make_layout((config.tile_m, config.do_stages))),
-            storage.dq.get_tensor(cute.make_layout((rows * columns, config.consumers, config.dq_stages))),
+            storage.dq.get_tensor(cute.make_layout((config.dq_room, config.consumers, config.dq_stages))),
         )
 
     def pipes(self, storage: Any, shared: Shared) -> Pipes:

@@ -76,8 +76,6 @@ class Writer:
     ) -> tuple[Int32, Int32, Int32]:
         """The parts of dQ that a tile of keys makes. stages: of dQ, and of dS."""
         config = self.config
-        rows, columns = config.dq_shape
-        part = rows * columns
         stage, parity = stages
         steps = Int32(0)
         for g in cutlass.range(work.group, unroll=1):
@@ -88,7 +86,7 @@ class Writer:
             views = self.views(arguments, work, h, shared, copies)
             for i in cutlass.range(queries.count, unroll=1):
                 tile = query_tile_at(queries, i)
-                whole = cute.local_tile(sums, (part,), (tile * config.consumers,))
+                whole = cute.local_tile(sums, (config.tile_m * config.head_dim,), (tile,))
                 if const_expr(config.deterministic):
                     counter = await_turn(arguments, work, h, queries, i, config)
                 for w in cutlass.range_constexpr(config.consumers):
@@ -97,7 +95,7 @@ class Writer:
                         # There is dQ, so all warpgroups have met: all of dS is there.
                         self.copy(copies, views, parity, (tile, work.tile))
                     with cute.arch.elect_one():
-                        add_bulk(shared.dq[None, w, stage], whole.iterator + w * part, part)
+                        self.add(w, shared.dq[None, w, stage], whole)
                     cute.arch.cp_async_bulk_commit_group()
                 stage = (stage + 1) % config.dq_stages
                 if const_expr(len(copies) > 0):
@@ -112,6 +110,13 @@ class Writer:
                     cute.arch.cp_async_bulk_wait_group(0)
                     pass_turn(counter)
         return stage, parity, steps
+
+    def add(self, w: int, part: cute.Tensor, whole: cute.Tensor) -> None:
+        """A warpgroup's part of a tile of dQ."""
+        done = 0
+        for place, count in self.config.dq_numbers(w):
+            add_bulk(cute.domain_offset((done,), part), whole.iterator + place, count)
+            done += count
 
     def copy(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,12 +63,13 @@ def load_once(transfer: cpasync.TmaInfo, views: Views, full: cute.Pointer) -> No
     cute.copy(transfer.atom, from_global, to_shared, tma_bar_ptr=full)
 
 
-def stage_by_fours(part: cute.Tensor, staged: cute.Tensor, lane: Int32, lanes: int) -> None:
-    """Numbers of every lane to shared memory, four of each after four of the lane before, for the copy
-    engine: no two lanes meet in a bank."""
+def stage_by_fours(parts: Sequence[cute.Tensor], staged: cute.Tensor, lane: Int32, lanes: int) -> None:
+    """Numbers of every lane to shared memory, part after part, four of each after four of the lane before,
+    for the copy engine: no two lanes meet in a bank."""
     fours = cute.logical_divide(staged, cute.make_layout(4))
-    for j in range(cute.size(part) // 4):
-        four = cute.make_tensor(part.iterator + 4 * j, cute.make_layout(4))
+    pieces = [part.iterator + start for part in parts for start in range(0, cute.size(part), 4)]
+    for j, piece in enumerate(pieces):
+        four = cute.make_tensor(piece, cute.make_layout(4))
         cute.autovec_copy(four, fours[None, j * lanes + lane])
     cute.arch.fence_proxy("async.shared", space="cta")
 

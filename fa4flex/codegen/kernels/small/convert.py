@@ -11,7 +11,8 @@ from cutlass.memory import SmemAllocator
 
 from fa4flex.codegen.kernels.common.backward import first_row, sequence_of_row, token_of
 
-THREADS = 256
+THREADS = (256, 128)
+"""Of a block: the first of which a tile's pieces are a whole number."""
 WIDE = 8
 """Elements of 16 bits that a thread stores at once."""
 
@@ -34,6 +35,8 @@ class Convert:
 
     def __init__(self, config: Any) -> None:
         self.config = config
+        pieces = config.tile_m * config.head_dim // WIDE
+        self.threads = next(n for n in THREADS if pieces % n == 0)
 
     @cute.jit
     def __call__(self, arguments: ConvertArguments, stream: cuda.CUstream) -> None:
@@ -45,7 +48,7 @@ class Convert:
         else:
             batch, q_len, heads, _ = arguments.dq.shape
             grid = [cute.ceil_div(q_len, config.tile_m), heads, batch]
-        self.device(arguments).launch(grid=grid, block=[THREADS, 1, 1], stream=stream)
+        self.device(arguments).launch(grid=grid, block=[self.threads, 1, 1], stream=stream)
 
     @cute.kernel
     def device(self, arguments: ConvertArguments) -> None:
@@ -63,8 +66,8 @@ class Convert:
             b = sequence_of_row(first_q, cu)
             first_q, first, q_len = first_q - first_row(cu, b), cu[b], cu[b + 1] - cu[b]
         pieces = config.head_dim // WIDE
-        for i in cutlass.range_constexpr(config.tile_m * pieces // THREADS):
-            number = i * THREADS + thread
+        for i in cutlass.range_constexpr(config.tile_m * pieces // self.threads):
+            number = i * self.threads + thread
             row, piece = number // pieces, number % pieces
             q = first_q + row
             if q < q_len and piece * WIDE < arguments.dq.shape[-1]:
@@ -83,8 +86,8 @@ class Convert:
         """Sums lie in fours, of which two next to each other are of one row, or of one column."""
         order = self.config.dq_order
         fours = cute.logical_divide(cute.local_tile(sums, (order.size,), (tile,)), cute.make_layout(4))
-        for j in range(order.size // (4 * THREADS)):
-            number = j * THREADS + thread
+        for j in range(order.size // (4 * self.threads)):
+            number = j * self.threads + thread
             four = cute.make_rmem_tensor((4,), Float32)
             cute.autovec_copy(fours[None, number], four)
             row, column = order.place(4 * number)

@@ -6,15 +6,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from fa4flex.codegen.kernels.bwd_sm90.config import Config
+from fa4flex.codegen.kernels.bwd_sm90.config import Config, Split
 from fa4flex.codegen.plan.memory import NUMBER, Memory, lay_out, tile_bytes
 from fa4flex.codegen.plan.problem import Problem
 from fa4flex.codegen.plan.sm90.tiles import pad
 from fa4flex.codegen.plan.target import Target
 
 KEYS_APART = 128
-"""The widest heads of which warpgroups have keys of their own: of wider ones, the sums of 64 keys take more
-registers than a warpgroup has, and warpgroups share out columns."""
+"""The widest heads of which warpgroups always have keys of their own."""
 
 TILE = (64, 128)
 ROOMY_TILE = (128, 128)
@@ -26,7 +25,15 @@ LONG_TILE = (80, 128)
 share what a step costs, and operands are read less often. Were registers short, the assembler would let
 products wait for each other."""
 
+LATENT = (192, 128)
+LATENT_TILE = (32, 128)
+LONG_LATENT_TILE = (48, 128)
+"""Of heads of 192 and values of 128, warpgroups have keys of their own too. Besides the sums of these,
+registers hold so few queries; the latter where neither scores nor masks take registers."""
+
 WIDE_TILE = (64, 64)
+"""Else, the sums of 64 keys take more registers than a warpgroup has, and warpgroups share out columns."""
+
 STAGES = ((2, 2, 2), (2, 2, 1), (2, 1, 1), (1, 1, 1))
 """Tiles of Q, dO and dQ in flight, best first; shared memory decides."""
 
@@ -49,17 +56,19 @@ class HopperBackwardPlan:
     """That have a tile of keys."""
 
     @property
-    def wide(self) -> bool:
-        return max(self.head_dim, self.head_dim_v) > KEYS_APART
+    def split(self) -> Split:
+        return "columns" if self.tile == WIDE_TILE else "keys"
 
     @property
     def persistent(self) -> bool:
         """Whether blocks take one tile of keys after another: dK and dV of a tile then leave by the tiles of
         dQ. Where sums are ordered, each tile has a block of its own. It takes registers that long scores
         need."""
-        if self.problem.deterministic or self.problem.long_scores:
+        if self.problem.deterministic or self.problem.long_scores or self.split == "columns":
             return False
-        return self.head_dim_v <= self.head_dim and not self.wide
+        if self.head_dim > KEYS_APART and self.problem.lengths != "dense":
+            return False
+        return self.head_dim_v <= self.head_dim
 
     @cached_property
     def memory(self) -> Memory:
@@ -75,8 +84,8 @@ class HopperBackwardPlan:
             "k": tile_bytes(n, d, size),
             "v": tile_bytes(n, dv, size),
             "ds": scores,
-            "p": scores if self.wide else 0,
-            "dq": tile_bytes(m, d, NUMBER) * dq_stages,
+            "p": scores if self.split == "columns" else 0,
+            "dq": NUMBER * self.config().dq_room * self.config().consumers * dq_stages,
         }
         return lay_out(sizes, {}, 2 * (q_stages + do_stages + 1) + 4, self.target)
 
@@ -88,7 +97,7 @@ class HopperBackwardPlan:
             head_dim_v=self.head_dim_v,
             tile_m=tile_m,
             tile_n=tile_n,
-            split="columns" if self.wide else "keys",
+            split=self.split,
             q_stages=q_stages,
             do_stages=do_stages,
             dq_stages=dq_stages,
@@ -110,13 +119,15 @@ def plan_hopper_backward(problem: Problem, target: Target) -> HopperBackwardPlan
 
 
 def _tile(problem: Problem, width: int, width_v: int) -> tuple[int, int]:
+    long = problem.long_scores or problem.long_masks or problem.gradients
+    # The rows of packed sequences begin at multiples of ROW_BLOCK, which is no whole number of long steps.
+    roomy = not long and problem.lengths == "dense" and problem.mask_form != "tables"
+    if (width, width_v) == LATENT and not problem.gradients:
+        return LONG_LATENT_TILE if roomy else LATENT_TILE
     if max(width, width_v) > KEYS_APART:
         return WIDE_TILE
     if problem.sloped or problem.pair_reads or (problem.gradients and problem.long_scores):
         return TILE
     if max(width, width_v) <= 64:
         return ROOMY_TILE
-    long = problem.long_scores or problem.long_masks or problem.gradients
-    # The rows of packed sequences begin at multiples of ROW_BLOCK, which is no whole number of such steps.
-    whole = width == KEYS_APART and problem.lengths == "dense" and problem.mask_form in ("none", "queries")
-    return LONG_TILE if whole and not long else TILE
+    return LONG_TILE if roomy and width == KEYS_APART and problem.mask_form != "spans" else TILE
