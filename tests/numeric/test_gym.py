@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
 from gym import Instance, mask_instances, score_instances
-from helpers import Errors, gradients, no_worse, worst
+from helpers import gradients, no_worse, worst
 from mask_zoo import tile_classes
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -78,29 +77,24 @@ def compare_exact(names: list[str], found: list[Tensor], exact: list[Tensor]) ->
 
 
 def compare(x: Instance, mods: dict[str, object], dtype: torch.dtype) -> None:
-    """Against the oracle: in fp64 its rounding only, else no worse than plain PyTorch."""
+    """Against the oracle: in fp64 its rounding only, else no worse than plain PyTorch in several draws."""
     names = ["out", "lse", "dq", "dk", "dv", *(f"captured {i}" for i in range(len(x.differentiable)))]
-
-    def drawn() -> tuple[list[Tensor], list[Tensor], Callable[[], list[Tensor]]]:
-        """Found, exact, and how plain PyTorch has it."""
+    ours, allowed = [], []
+    # Of three, one comparison in 9,000 fails by luck; of seven, none in 500,000 that were drawn anew.
+    for _ in range(1 if dtype == torch.float64 else 7):
         qkv = inputs(x, dtype)
         tensors = [*qkv, *x.differentiable]
         upstream = [torch.randn(x.B, x.H, x.q_len, 16).double(), torch.randn(x.B, x.H, x.q_len).double()]
         exact = results(partial(reference.attention, *qkv, **mods), tensors, upstream)  # type: ignore[arg-type]
         found = results(partial(fa4flex.compile(**mods), *qkv, return_lse=True), tensors, upstream)  # type: ignore[arg-type]
-        return found, exact, partial(plain, qkv, mods, tensors, upstream)
-
-    def once() -> tuple[Errors, Errors]:
-        found, exact, same = drawn()
+        if dtype == torch.float64:
+            return compare_exact(names, found, exact)
         # A unit in the last place of the largest element: less than that is luck of the rounding.
         units = [torch.finfo(dtype).eps * e.abs().max().item() for e in exact]
-        ours = [worst(f, e)[0] for f, e in zip(found, exact, strict=True)]
-        return ours, [max(u, worst(s, e)[0]) for u, s, e in zip(units, same(), exact, strict=True)]
-
-    if dtype == torch.float64:
-        compare_exact(names, *drawn()[:2])
-    else:
-        no_worse(once, draws=3)
+        same = plain(qkv, mods, tensors, upstream)
+        ours.append([worst(f, e)[0] for f, e in zip(found, exact, strict=True)])
+        allowed.append([max(u, worst(s, e)[0]) for u, s, e in zip(units, same, exact, strict=True)])
+    no_worse(ours, allowed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
