@@ -16,7 +16,6 @@ HEADS, QUERIES, KEYS, WIDE, LATENT = 3, 320, 128, 192, (192, 128)
 go round, and the memory of dQ takes dK and dV in turn; LATENT ones have two products for dQ. WIDE ones have
 a block each: its 64 keys."""
 
-
 Dim = int | tuple[int, int]
 
 
@@ -51,7 +50,7 @@ def test_some() -> None:
 @pytest.mark.parametrize("dim", [64, 128, LATENT, WIDE], ids=str)
 def test_all(masked: bool, dim: Dim) -> None:
     """Every mutant that can matter is noticed but for those known not to: at most nine of a loop, or ten
-    where dQ takes two products, of which there are two there and in masked kernels; and two besides.
+    where dQ takes two products, and two besides. Masked kernels have two such bodies, and so have LATENT ones.
 
     Those are: of two fences after the initialisation of barriers, either; fences of products that follow
     another one with no use of the registers between; the commit of scores and the wait for them, before a

@@ -127,14 +127,14 @@ class Config:
         """Part by part, as an accumulator's registers lie: of lane l of a warpgroup, two columns from 2 (l %
         4) on of a row and of the row 8 below, then the same 8 columns further. Where dQ is transposed,
         rows for columns."""
-        rows, columns = self.dq_shapes[0]
-        down, across = (0, columns) if self.split_columns else (rows, 0)
         if self.transposes_dq:
             return Order(
-                (2, 2, 4, 8, 4, rows // 8, self.head_dim // KEYS),
+                (2, 2, 4, 8, 4, self.tile_m // 8, self.head_dim // KEYS),
                 rows=(1, 0, 2, 0, 0, 8, 0),
                 columns=(0, 8, 0, 1, 16, 0, KEYS),
             )
+        ((rows, columns),) = self.dq_shapes
+        down, across = (0, columns) if self.split_columns else (rows, 0)
         return Order(
             (2, 2, 4, 8, 4, columns // 8, self.consumers),
             rows=(0, 8, 0, 1, 16, 0, down),

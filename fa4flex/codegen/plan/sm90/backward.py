@@ -63,7 +63,7 @@ class HopperBackwardPlan:
     def persistent(self) -> bool:
         """Whether blocks take one tile of keys after another: dK and dV of a tile then leave by the tiles of
         dQ. Where sums are ordered, each tile has a block of its own. It takes registers that long scores
-        need."""
+        need, and ragged batches of wide heads."""
         if self.problem.deterministic or self.problem.long_scores or self.split == "columns":
             return False
         if self.head_dim > KEYS_APART and self.problem.lengths != "dense":
@@ -75,7 +75,7 @@ class HopperBackwardPlan:
         """The shared-memory map of a block."""
         (m, n), (q_stages, do_stages, dq_stages) = self.tile, self.stages
         size, d, dv = self.problem.itemsize, self.head_dim, self.head_dim_v
-        scores = 2 * tile_bytes(m, n, size)
+        scores, config = 2 * tile_bytes(m, n, size), self.config()
         sizes = {
             "lse2": NUMBER * m * q_stages,
             "delta": NUMBER * m * do_stages,
@@ -85,7 +85,7 @@ class HopperBackwardPlan:
             "v": tile_bytes(n, dv, size),
             "ds": scores,
             "p": scores if self.split == "columns" else 0,
-            "dq": NUMBER * self.config().dq_room * self.config().consumers * dq_stages,
+            "dq": NUMBER * config.dq_room * config.consumers * dq_stages,
         }
         return lay_out(sizes, {}, 2 * (q_stages + do_stages + 1) + 4, self.target)
 
