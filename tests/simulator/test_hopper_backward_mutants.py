@@ -50,7 +50,7 @@ def test_some() -> None:
 @pytest.mark.parametrize("dim", [64, 128, LATENT, WIDE], ids=str)
 def test_all(masked: bool, dim: Dim) -> None:
     """Every mutant that can matter is noticed but for those known not to: at most nine of a loop, or ten
-    where dQ takes two products, and two besides. Masked kernels have two such bodies, and so have LATENT ones.
+    where dQ takes two products, and two besides. Kernels that are masked or LATENT have two such bodies.
 
     Those are: of two fences after the initialisation of barriers, either; fences of products that follow
     another one with no use of the registers between; the commit of scores and the wait for them, before a
