@@ -16,6 +16,7 @@ import cuda_cases
 import pytest
 import torch
 from cuda_cases import FEW, VARIANTS, Draw, Sizes
+from helpers import Width, widths
 from pairs import in_pairs
 
 import fa4flex
@@ -28,7 +29,6 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl, which exists for Linux"
 )
 DRAWS = {"plain": FEW["dense"], **{name: draws[0] for name, draws in VARIANTS.items()}}
-Width = int | tuple[int, int]
 WIDTHS: tuple[Width, ...] = (32, 64, 96, 128, (160, 128), (192, 128))
 WIDE: tuple[Width, ...] = (96, (192, 128), 192, 256)
 """Of Hopper, at which all variants are judged. At 128 masks from tables spill, and at 64, in steps of 128
@@ -55,7 +55,7 @@ PER_HEAD = {(SM100A, 128): 96}
 def launched(draw: Draw, width: Width, target: Target) -> tuple[Any, tuple[Any, ...]]:
     """The plan that gradients of a call make, and what they have compiled."""
     torch.manual_seed(0)  # what is proved may depend on the contents of tables
-    sizes = draw.sizes(Sizes()).wide(*(width if isinstance(width, tuple) else (width, width)))
+    sizes = draw.sizes(Sizes()).wide(*widths(width))
     prepared = fa4flex.compile(**draw.make(sizes)).prepared
     qkv = sizes.qkv()
     given = prepared.program.tensors(), prepared.sinks, NO_LENGTHS, prepared.scalars, prepared.scale(qkv[0])

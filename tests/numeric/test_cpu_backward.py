@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cpu_cases import CASES, MODIFIED, PLAIN, Case, Sizes, uniform
-from helpers import close, no_worse, worst
+from helpers import DRAWS, close, no_worse, worst
 from test_cpu_forward import plain_scores
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -176,7 +176,7 @@ def test_precision(name: str, dtype: torch.dtype) -> None:
     """At most twice plain PyTorch's error in the same dtype, in the worst element and row."""
     case, sizes = CASES[name], Sizes(1, 4, 2, 200, 300, 64, 64)
     ours, plain = [], []
-    for _ in range(7):
+    for _ in range(DRAWS):
         qkv, tables = sizes.qkv(dtype), [t.to(dtype) for t in case.tables(sizes)]
         dout = upstreams(sizes)[0].to(dtype)
         got = listed(run(case, qkv, tables, [dout, None]))

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from cpu_cases import CASES, MODIFIED, PLAIN, Case, Sizes, uniform
-from helpers import close, no_worse, worst
+from helpers import DRAWS, close, no_worse, worst
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -120,7 +120,7 @@ def test_precision(name: str, dtype: torch.dtype) -> None:
     """At most twice plain PyTorch's error in the same dtype, in the worst element and row."""
     case, sizes = CASES[name], Sizes(1, 4, 2, 200, 300, 64, 64)
     ours, plain = [], []
-    for _ in range(7):
+    for _ in range(DRAWS):
         qkv, tables = sizes.qkv(dtype), [t.to(dtype) for t in case.tables(sizes)]
         got, (out, lse) = run(case, qkv, tables), oracle(case, qkv, tables)
         plain_out, plain_lse = plainly(case, qkv, tables)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import Width, widths
 
 import fa4flex
 from fa4flex.codegen.analyze.hoist import read_by_pairs
@@ -92,10 +93,9 @@ def test_blocks_are_persistent_where_results_can_leave_by_tiles_of_dq() -> None:
 
 @pytest.mark.parametrize("mask_form", ["queries", "tables"])
 @pytest.mark.parametrize("width", [*WIDTHS, (192, 128)], ids=str)
-def test_warpgroups_share_out_dq(width: int | tuple[int, int], mask_form: str) -> None:
+def test_warpgroups_share_out_dq(width: Width, mask_form: str) -> None:
     """Each element of a tile is one warpgroup's, which says where its numbers lie."""
-    width, width_v = width if isinstance(width, tuple) else (width, width)
-    config = planned(Problem(width, width_v, mask_form=mask_form)).config()  # type: ignore[arg-type]
+    config = planned(Problem(*widths(width), mask_form=mask_form)).config()  # type: ignore[arg-type]
     found = []
     for w in range(config.consumers):
         dealt = zip(config.dq_shapes, config.dq_tiles(w), config.dq_numbers(w), strict=True)

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from helpers import Width
 from test_simulated_backward import COMPOSED, close
 
 from fa4flex.codegen.plan.backward import plan_backward
@@ -36,7 +37,7 @@ def test_some_wide_gradients() -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("width", WIDTHS, ids=str)
 @pytest.mark.parametrize("name", COMPOSED)
-def test_gradients(name: str, width: int | tuple[int, int]) -> None:
+def test_gradients(name: str, width: Width) -> None:
     close(name, 200, 200, width, "sm_100a")
 
 

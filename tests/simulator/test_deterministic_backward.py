@@ -9,6 +9,7 @@ from typing import Any
 import captured_cases
 import pytest
 import torch
+from helpers import Width, widths
 from torch import Tensor
 
 import fa4flex
@@ -131,9 +132,9 @@ def plain(mask: Any, lengths: list[tuple[int, int]], packed: bool, *qkv: Tensor)
     return torch.cat(outs)
 
 
-def right(arch: str, name: str, kind: str, width: int | tuple[int, int] = 64) -> None:
-    """At most twice the error of the same maths in PyTorch, in bf16. width: of q and k, and of v."""
-    d, dv = width if isinstance(width, tuple) else (width, width)
+def right(arch: str, name: str, kind: str, width: Width = 64) -> None:
+    """At most twice the error of the same maths in PyTorch, in bf16."""
+    d, dv = widths(width)
     varlen = None
     if kind == "packed":
         lengths = [(n, n) for n in (150, 0, 300, 1)]
@@ -175,7 +176,7 @@ def test_some_gradients(arch: str) -> None:
 @pytest.mark.parametrize("kind", ("dense", "packed", "padded"))
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("arch", ARCHS)
-def test_gradients(arch: str, name: str, kind: str, width: int | tuple[int, int]) -> None:
+def test_gradients(arch: str, name: str, kind: str, width: Width) -> None:
     if arch == "sm_90a" or width != 192:
         right(arch, name, kind, width)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import Captured, Size, fa4_forward
-from helpers import no_worse
+from helpers import DRAWS, no_worse
 
 from fa4flex.simulator.run.counts import cycles, shared_memory
 
@@ -22,7 +22,7 @@ def accurate(captured: Captured) -> None:
     typically their worst element is 1.1 times as far off as PyTorch's, and once in 40 draws more than twice.
     """
     ours, plain = [], []
-    for _ in range(5):
+    for _ in range(DRAWS):
         captured.draw()
         captured.run("eager", 0)
         ours.append((captured.error,))

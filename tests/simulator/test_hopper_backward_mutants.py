@@ -7,6 +7,7 @@ from functools import lru_cache
 
 import pytest
 import torch
+from helpers import Width, widths
 from own_backward import Own, captured
 
 import fa4flex
@@ -16,20 +17,18 @@ HEADS, QUERIES, KEYS, WIDE, LATENT = 3, 320, 128, 192, (192, 128)
 go round, and the memory of dQ takes dK and dV in turn; LATENT ones have two products for dQ. WIDE ones have
 a block each: its 64 keys."""
 
-Dim = int | tuple[int, int]
-
 
 @lru_cache
-def main_kernel(masked: bool, dim: Dim) -> Own:
+def main_kernel(masked: bool, width: Width) -> Own:
     torch.manual_seed(0)
-    dim_qk, dim_v = dim if isinstance(dim, tuple) else (dim, dim)
-    keys = KEYS // 2 if dim == WIDE else KEYS
+    dim, dim_v = widths(width)
+    keys = KEYS // 2 if width == WIDE else KEYS
     q, k, v = (
-        torch.randn(1, HEADS, *size).bfloat16() for size in ((QUERIES, dim_qk), (keys, dim_qk), (keys, dim_v))
+        torch.randn(1, HEADS, *size).bfloat16() for size in ((QUERIES, dim), (keys, dim), (keys, dim_v))
     )
     attn = fa4flex.compile(mask=(lambda b, h, q, k: q >= k) if masked else None)
     own = captured("sm_90a", attn, (q, k, v), sms=1)
-    assert own.launch.grid == (HEADS if dim == WIDE else 1, 1, 1)
+    assert own.launch.grid == (HEADS if width == WIDE else 1, 1, 1)
     return own
 
 
@@ -47,8 +46,8 @@ def test_some() -> None:
 
 @pytest.mark.exhaustive
 @KERNELS
-@pytest.mark.parametrize("dim", [64, 128, LATENT, WIDE], ids=str)
-def test_all(masked: bool, dim: Dim) -> None:
+@pytest.mark.parametrize("width", [64, 128, LATENT, WIDE], ids=str)
+def test_all(masked: bool, width: Width) -> None:
     """Every mutant that can matter is noticed but for those known not to: at most nine of a loop, or ten
     where dQ takes two products, and two besides. Kernels that are masked or LATENT have two such bodies.
 
@@ -58,12 +57,12 @@ def test_all(masked: bool, dim: Dim) -> None:
     Q, but comes anew after it; and, of wide heads, the last meeting of warpgroups, whose sums lie where each
     alone has read.
     """
-    own = main_kernel(masked, dim)
+    own = main_kernel(masked, width)
     tried = own.that_matter()
     left = [mutant for mutant in tried if not own.noticed(mutant)]
     for mutant in left:
         print("not noticed:", mutant)
     others = [mutant for mutant in left if not mutant.instruction.opcode.startswith(IMPLIED)]
     print(len(left), "of", len(tried))
-    assert len(tried) >= 45 and len(left) <= (22 if dim == LATENT else 20 if masked else 17)
-    assert [mutant.instruction.opcode for mutant in others] == (["bar.sync"] if dim == WIDE else [])
+    assert len(tried) >= 45 and len(left) <= (22 if width == LATENT else 20 if masked else 17)
+    assert [mutant.instruction.opcode for mutant in others] == (["bar.sync"] if width == WIDE else [])

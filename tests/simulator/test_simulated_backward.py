@@ -10,7 +10,7 @@ from unittest.mock import patch
 import captured_cases
 import pytest
 import torch
-from helpers import SMS, poisoned
+from helpers import SMS, Width, poisoned, widths
 from torch import Tensor
 
 import fa4flex
@@ -69,16 +69,16 @@ def close(
     name: str,
     q_len: int,
     kv_len: int,
-    width: int | tuple[int, int],
+    width: Width,
     arch: str = "sm_90a",
     kv_heads: int = 2,
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
-    """As good as PyTorch, and nothing found. width: of q and k, and of v."""
+    """As good as PyTorch, and nothing found."""
     composition = COMPOSED[name]
     timing, seed = random.choice([("eager", 0), ("late", 1), ("random", random.randrange(99))])
     where = f"{name}, {q_len} x {kv_len}, width {width}, {kv_heads} heads of keys, {arch}, {timing} {seed}"
-    wide, wide_v = width if isinstance(width, tuple) else (width, width)
+    wide, wide_v = widths(width)
     sizes = ((4, q_len, wide), (kv_heads, kv_len, wide), (kv_heads, kv_len, wide_v))
     qkv = tuple(torch.randn(1, *size).to(dtype) for size in sizes)
     dout, dlse = torch.randn(1, 4, q_len, wide_v).to(dtype), torch.randn(1, 4, q_len)
@@ -102,14 +102,14 @@ def test_some_wide_gradients() -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("width", (40, 64, 128, *WIDE))
 @pytest.mark.parametrize("name", COMPOSED)
-def test_gradients(name: str, width: int) -> None:
+def test_gradients(name: str, width: Width) -> None:
     close(name, 200, 200, width)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kv_heads", (1, 4))
 @pytest.mark.parametrize("width", WIDE)
-def test_wide_heads_and_lengths(width: int | tuple[int, int], kv_heads: int) -> None:
+def test_wide_heads_and_lengths(width: Width, kv_heads: int) -> None:
     for q_len, kv_len in ((1, 1), (63, 130), (129, 65)):
         close("alibi, causal", q_len, kv_len, width, kv_heads=kv_heads)
 

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from captured_cases import CASES, Grid, gradients, judge, measured
-from helpers import SMS
+from helpers import SMS, Width, widths
 from torch import Tensor
 
 import fa4flex
@@ -27,8 +27,6 @@ def poisoned() -> AbstractContextManager[Any]:
 
 
 ARCHS = ("sm_90a", "sm_100a")
-Width = int | tuple[int, int]
-"""Of q and k, and of v where it differs."""
 
 
 def close(name: str, grid: Grid, width: Width, arch: str) -> None:
@@ -40,7 +38,7 @@ def right(
 ) -> None:
     timing, seed = random.choice([("eager", 0), ("late", 1), ("random", random.randrange(99))])
     where = f"{name}, {grid}, width {width}, {arch}, {timing} {seed}"
-    d, dv = width if isinstance(width, tuple) else (width, width)
+    d, dv = widths(width)
     keys = grid.heads // 2, grid.kv_len
     sizes = ((grid.heads, grid.q_len, d), (*keys, d), (*keys, dv))
     qkv = [torch.randn(grid.batch, *size).bfloat16() for size in sizes]

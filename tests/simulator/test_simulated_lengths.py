@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from captured_cases import over_draws
-from helpers import SMS, poisoned
+from helpers import SMS, Width, poisoned, widths
 from torch import Tensor
 
 import fa4flex
@@ -31,8 +31,6 @@ COMPOSED: dict[str, dict[str, Any]] = {
 ARCHS = ("sm_90a", "sm_100a")
 KINDS = ("packed", "packed, used", "padded")
 Spans = list[tuple[slice, slice]]
-Width = int | tuple[int, int]
-"""Of q and k, and of v where it differs."""
 WIDTHS: dict[str, tuple[Width, ...]] = {
     "sm_90a": (64, 96, 128, 192, (192, 128), 256),
     "sm_100a": (64, 96, 128, (160, 128), (192, 128)),
@@ -65,7 +63,7 @@ def sequences(x: Tensor, spans: Spans, side: int) -> list[Tensor]:
 
 def drawn(kind: str, width: Width, spans: Spans) -> tuple[list[Tensor], Tensor, Tensor]:
     """q, k, v, dout and dlse, NaN where nothing takes part."""
-    d, dv = width if isinstance(width, tuple) else (width, width)
+    d, dv = widths(width)
     q_rows, k_rows = (sum(pair[side] for pair in LENGTHS) for side in range(2))
     given = []
     queries, keys = (q_rows, 130, 4, 0), (k_rows, 300, 2, 1)

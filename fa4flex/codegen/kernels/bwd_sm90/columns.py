@@ -1,9 +1,9 @@
 """A consumer warpgroup for wide heads: it has the same 64 keys as the others, and of their dK and dV, and of
 dQ, a part of the columns.
 
-The sums of 128 keys take more registers than there are where heads and values are wider than 128. Scores are
-shared out by queries, so that each is computed once; then P' and dS' go through shared memory, because all
-columns need them all.
+The sums of 128 keys, or they and what else a variant keeps, take more registers than there are where heads or
+values are wider than 128. Scores are shared out by queries, so that each is computed once; then P' and dS' go
+through shared memory, because all columns need them all.
 """
 
 from __future__ import annotations
