@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
-from fa4flex.codegen.build import Program, build
+from fa4flex.codegen.build import Program
 from fa4flex.errors import Fa4flexError, InputError, UnsupportedError
 from fa4flex.primitives.blocks import BlockMap
 from fa4flex.primitives.heads import ratio
@@ -34,15 +34,21 @@ _LSE = ("lse",)
 class Attention:
     """A compiled variant: `attn(q, k, v)`. Differentiable; one object serves every length and device."""
 
-    prepared: launch.Prepared
+    variant: Variant
+    _caller: launch.Caller = field(default_factory=launch.Caller)
 
     @property
     def program(self) -> Program:
-        return self.prepared.program
+        """The variant traced and analysed, with what it captured as it is now."""
+        return Program(self.variant, self._calling().bound)
 
     @property
-    def variant(self) -> Variant:
-        return self.program.variant
+    def prepared(self) -> launch.Prepared:
+        """What calls of this variant share."""
+        return self._calling().prepared
+
+    def _calling(self) -> launch.Calling:
+        return launch.calling(self.variant, self._caller)
 
     def __call__(
         self,
@@ -78,7 +84,7 @@ class Attention:
         statistics: launch.Statistics = (),
     ) -> launch.Result:
         try:
-            return launch.run(self.prepared, q, k, v, varlen, paging, statistics)
+            return launch.run(self._calling(), q, k, v, varlen, paging, statistics)
         except Fa4flexError as error:
             error.add_note(f"in {self!r}")
             raise
@@ -160,7 +166,9 @@ def compile(
     Raises TraceError, InputError or UnsupportedError; nothing is ignored.
     """
     variant = compose(score_mod, mask, blocks=blocks, sinks=sinks, scale=scale, layout=layout, **data)
-    return Attention(launch.prepare(build(variant)))
+    made = Attention(variant)
+    made._calling()  # errors of the functions belong here
+    return made
 
 
 def attention(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 from torch import Tensor
@@ -42,7 +43,7 @@ class Variant:
     precision: Precision = Precision()
     schedule: Schedule = Schedule()
 
-    @property
+    @cached_property
     def allowed(self) -> Mask | None:
         """Block map and mask as one: allowed = block map AND (full block OR mask)."""
         return self.mask if self.blocks is None else self.blocks.mask(self.mask)

@@ -14,6 +14,7 @@ from torch import Tensor
 from fa4flex.codegen.expr import Expr, apply, const, reduce, substitute, sym
 from fa4flex.codegen.trace.captures import Captures, Recipe
 from fa4flex.codegen.trace.origin import user_line
+from fa4flex.codegen.trace.paths import Path
 from fa4flex.errors import Origin, TraceError
 
 
@@ -32,8 +33,14 @@ class State:
     captures: Captures
     boundary: CodeType
     device: torch.device = torch.device("cpu")
-    names: dict[int, str] = field(default_factory=dict)
-    """Names in the user's code of captured tensors, by id."""
+    found: dict[int, tuple[Tensor, str, Path]] = field(default_factory=dict)
+    """Captured tensors by id: with their names in the user's code, and where they were found."""
+    numbers: dict[str, tuple[int | float, Path]] = field(default_factory=dict)
+    """Captured numbers by name."""
+    opaque: str | None = None
+    """A captured tensor that was met and whose path is not known; None if there is none."""
+    seen: dict[int, set[str]] = field(default_factory=dict)
+    """By id of a captured tensor, what the trace depends on: "element" if one is read, "shape", "all"."""
     made: dict[int, Derived] = field(default_factory=dict)
     """Tensors made while tracing, by id."""
     origins: dict[Expr, Origin] = field(default_factory=dict)
@@ -44,12 +51,33 @@ class State:
     compute_dtype_read: bool = False
     cut_axes: set[str] = field(default_factory=set)
     """Axes that cover part of a dimension: a negative index into them is not one into the tensor."""
+    _owner: dict[str, int] = field(default_factory=dict)
     _bound: dict[tuple[Expr, str], str] = field(default_factory=dict)
     _axes: int = 0
 
     def fresh_axis(self) -> str:
         self._axes += 1
         return f"r{self._axes - 1}"
+
+    def axis_of(self, tensor: Tensor) -> str:
+        """A fresh axis that runs over a dimension of `tensor`."""
+        axis = self.fresh_axis()
+        self._owner[axis] = id(tensor)
+        return axis
+
+    def meet(self, tensor: Tensor) -> None:
+        """Notice a tensor that was neither made by the mod nor found among its captures."""
+        if id(tensor) not in self.found and id(tensor) not in self.made:
+            self.opaque = self.opaque or f"a tensor of shape {tuple(tensor.shape)} from a place unknown"
+
+    def see(self, tensor: int, what: str) -> None:
+        """The trace depends on this of the tensor with that id."""
+        self.seen.setdefault(tensor, set()).add(what)
+
+    def measure(self, axis: str | None) -> None:
+        """The trace depends on the extent of the dimension that `axis` runs over."""
+        if axis in self._owner:
+            self.see(self._owner[axis], "shape")
 
     def where(self) -> Origin | None:
         return user_line(self.boundary, depth=2)

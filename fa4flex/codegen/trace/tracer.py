@@ -21,6 +21,7 @@ from fa4flex.codegen.trace.closure import Lifter
 from fa4flex.codegen.trace.dispatch import Tracing
 from fa4flex.codegen.trace.functions import intercepting
 from fa4flex.codegen.trace.origin import definition_line, raising_line
+from fa4flex.codegen.trace.paths import Path, root
 from fa4flex.codegen.trace.state import State, running
 from fa4flex.codegen.trace.traced import ModKind, Pinned, Traced
 from fa4flex.codegen.trace.value import Value, is_number
@@ -124,18 +125,19 @@ def _attempt(
     constants: dict[str, Pinned],
     freeze: bool,
 ) -> Traced:  # fmt: skip
-    lifter = Lifter(set(constants), freeze)
-    lifted = _callable(lifter, fn)
-    state = State(captures, _call.__code__, lifter.device or torch.device("cpu"), lifter.tensor_names)
+    lifter, lifted = _lifted(fn, kind, set(constants), freeze)
+    device = lifter.device or torch.device("cpu")
+    state = State(captures, _call.__code__, device, lifter.tensors, lifter.numbers)
     with running(state):
         result = _call(lifted, kind, context, state)
         _restart_if_looked(state, constants)
         lifter.check_unchanged()
-        root = _root(result, kind, state, fn)
+        root = _root(result, kind, fn)
         _restart_if_looked(state, constants)
     pinned = tuple(constants.values())
     if freeze:
-        pinned = tuple(Pinned(n, value, _defined(fn)) for n, value in lifter.numbers.items())
+        pinned = tuple(Pinned(n, value, _defined(fn)) for n, (value, _) in lifter.numbers.items())
+    captures.depend(lifter.guards, lifter.tensors, state.seen, lifter.opaque or state.opaque)
     return Traced(_name(fn), kind, root, MappingProxyType(state.origins), pinned)
 
 
@@ -144,12 +146,25 @@ def _restart_if_looked(state: State, constants: dict[str, Pinned]) -> None:
         raise _Restart(state.looked_at)
 
 
-def _callable(lifter: Lifter, fn: Callable[..., Any]) -> Callable[..., Any]:
+def _lifted(
+    fn: Callable[..., Any], kind: ModKind, constant: set[str], freeze: bool
+) -> tuple[Lifter, Callable[..., Any]]:
+    """The lifted function, which knows all names that its code mentions."""
+    names: frozenset[str] = frozenset()
+    while True:
+        lifter = Lifter(constant, freeze, names)
+        lifted = _callable(lifter, fn, root(kind))
+        if lifter.mentioned <= names:
+            return lifter, lifted
+        names |= lifter.mentioned
+
+
+def _callable(lifter: Lifter, fn: Callable[..., Any], path: Path) -> Callable[..., Any]:
     """The lifted function; for a callable instance, its __call__ lifted as well."""
-    lifted = lifter.lift(fn, "mod")
+    lifted = lifter.lift(fn, "mod", path)
     method = next((vars(c)["__call__"] for c in type(fn).__mro__ if "__call__" in vars(c)), None)
     if lifted is not fn and isinstance(method, FunctionType) and not isinstance(fn, torch.nn.Module):
-        return MethodType(lifter.lift(method, "mod"), lifted)
+        return MethodType(lifter.lift(method, "mod", Path(None, "constant", method)), lifted)
     return lifted
 
 
@@ -255,7 +270,7 @@ def _name(fn: Any) -> str:
 # --- results ----------------------------------------------------------------------------------------
 
 
-def _root(result: Any, kind: ModKind, state: State, fn: Callable[..., Any]) -> Expr:
+def _root(result: Any, kind: ModKind, fn: Callable[..., Any]) -> Expr:
     """The expression that the mod returned, checked to be one bool or one float."""
     value = _as_value(result, kind, fn)
     if value.dims:
@@ -272,9 +287,7 @@ def _root(result: Any, kind: ModKind, state: State, fn: Callable[..., Any]) -> E
         raise _bad_result(
             given, kind, fn, "pass it as a mask_mod, or use torch.where(condition, score, -inf)"
         )
-    root = to_float(value.expr) if kind == "score" else value.expr
-    state.record(root)
-    return root
+    return to_float(value.expr) if kind == "score" else value.expr
 
 
 def _as_value(result: Any, kind: ModKind, fn: Callable[..., Any]) -> Value:
