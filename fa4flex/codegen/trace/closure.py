@@ -322,9 +322,13 @@ class Lifter:
         """A class is used as it is: its plain attributes are compared by value at each call."""
         self._guard("is", path, thing)
         self._class_code(thing)
-        for key, x in class_data(thing, self.names or frozenset(dir(thing))).items():
+        for key, x in class_data(thing, self._names(thing)).items():
             self._pin(x, f"{name}.{key}", path.attribute(key))
         return thing
+
+    def _names(self, cls: type) -> frozenset[str]:
+        """Names that code may look up in a class."""
+        return frozenset(dir(cls)) if self.names is None else self.names
 
     def _looked_at(self, attributes: Any) -> list[str]:
         """Those of an object's attributes that code may read."""
@@ -361,7 +365,7 @@ class Lifter:
                 object.__setattr__(
                     clone, key, self.lift(getattr(thing, key), prefix + key, path.attribute(key))
                 )
-        for key, x in class_data(cls, self.names or frozenset(dir(cls))).items():
+        for key, x in class_data(cls, self._names(cls)).items():
             if key not in own and key not in slots and hasattr(clone, "__dict__"):
                 clone.__dict__[key] = self.lift(x, prefix + key, path.attribute(key))
         call = vars(cls).get("__call__")
@@ -384,7 +388,7 @@ class Lifter:
 
     def _class_code(self, cls: type) -> None:
         """Functions of a class run as they are: globals that they read are compared by value."""
-        for function in class_functions(cls, self.names or frozenset(dir(cls))):
+        for function in class_functions(cls, self._names(cls)):
             self._pin_code(function, Path(None, "constant", function))
 
     def _pin_code(self, function: FunctionType, path: Path) -> None:
