@@ -172,10 +172,12 @@ class Lifter:
     def _function(self, function: FunctionType, path: Path) -> Any:
         lowering = registered(function)
         library = is_library(function.__code__.co_filename)
-        if lowering is not None or (library and not function.__closure__):
+        if lowering is not None:
             self._guard("is", path, function)
-            return lowering or function
+            return lowering
         self._guard("code", path, function.__code__)
+        if library and not function.__closure__:
+            return function
         cells, fresh = self._cells(function, path)
         namespace = function.__globals__ if library else self._space(function).copy
         lifted = FunctionType(function.__code__, namespace, function.__name__, None, cells)
