@@ -260,9 +260,10 @@ def _guards_of(tensor: Tensor, path: Path, seen: set[str]) -> Iterator[Guard]:
     if seen:
         yield Guard("dtype", path, tensor.dtype)
         yield Guard("rank", path, tensor.dim())
-    if seen & {"shape", "all"}:
+    if "shape" in seen:
         yield Guard("shape", path, tuple(tensor.shape))
     if "all" in seen:
+        yield Guard("layout", path, tuple(tensor.shape))
         yield Guard("device", path, tensor.device)
         yield Guard("grad", path, tensor.requires_grad)
 

@@ -37,6 +37,8 @@ class State:
     """Captured tensors by id: with their names in the user's code, and where they were found."""
     numbers: dict[str, tuple[int | float, Path]] = field(default_factory=dict)
     """Captured numbers by name."""
+    place: Origin | None = None
+    """The user's line, where the running code is a graph that was made of it."""
     opaque: str | None = None
     """A captured tensor that was met and whose path is not known; None if there is none."""
     seen: dict[int, set[str]] = field(default_factory=dict)
@@ -76,11 +78,16 @@ class State:
 
     def measure(self, axis: str | None) -> None:
         """The trace depends on the extent of the dimension that `axis` runs over."""
-        if axis in self._owner:
-            self.see(self._owner[axis], "shape")
+        if axis not in self._owner:
+            return
+        owner = self._owner[axis]
+        self.see(owner, "shape")
+        derived = self.made.get(owner)
+        for base in () if derived is None or derived.recipe is None else derived.recipe.bases():
+            self.see(id(base), "shape")
 
     def where(self) -> Origin | None:
-        return user_line(self.boundary, depth=2)
+        return self.place or user_line(self.boundary, depth=2)
 
     def error(self, given: str, expected: str, fix: str) -> TraceError:
         """A TraceError at the user's current line, remembered in case a library swallows it."""
@@ -115,7 +122,7 @@ class State:
     def look(self, numbers: dict[str, int | float]) -> None:
         """The code needs these run-time numbers now: they become constants of the trace."""
         for name, value in numbers.items():
-            self.looked_at.setdefault(name, (value, user_line(self.boundary, depth=2)))
+            self.looked_at.setdefault(name, (value, self.where()))
 
 
 def _fold_nothing(state: State, how: str, body: Expr) -> Expr:

@@ -20,6 +20,7 @@ from fa4flex.codegen.trace.captures import Captures
 from fa4flex.codegen.trace.closure import Lifter
 from fa4flex.codegen.trace.dispatch import Tracing
 from fa4flex.codegen.trace.functions import intercepting
+from fa4flex.codegen.trace.graph import GraphFunction, GraphLifting
 from fa4flex.codegen.trace.origin import definition_line, raising_line
 from fa4flex.codegen.trace.paths import Path, root
 from fa4flex.codegen.trace.state import State, running
@@ -148,8 +149,11 @@ def _restart_if_looked(state: State, constants: dict[str, Pinned]) -> None:
 
 def _lifted(
     fn: Callable[..., Any], kind: ModKind, constant: set[str], freeze: bool
-) -> tuple[Lifter, Callable[..., Any]]:
+) -> tuple[Lifter | GraphLifting, Callable[..., Any]]:
     """The lifted function, which knows all names that its code mentions."""
+    if isinstance(fn, GraphFunction):
+        graph = fn.lift(constant, freeze)
+        return graph, graph.run
     names: frozenset[str] = frozenset()
     while True:
         lifter = Lifter(constant, freeze, names)
