@@ -132,7 +132,8 @@ class MaskView:
     @property
     def name(self) -> str:
         """The mask in the user's words."""
-        return name_of(self.program.variant.allowed) if self.program.variant.allowed else "every key"
+        allowed = self.program.variant.allowed
+        return "every key" if allowed is None else name_of(allowed)
 
     def __str__(self) -> str:
         return self.draw()
