@@ -49,6 +49,23 @@ def bound_keywords(mod: Any) -> set[str]:
     return set(mod.keywords) | bound_keywords(mod.func) if isinstance(mod, functools.partial) else set()
 
 
+_USUAL_NAMES = {
+    "s": "score", "batch": "b", "head": "h", "q": "q_idx", "kv": "kv_idx", "k": "kv_idx", "k_idx": "kv_idx",
+}  # fmt: skip
+
+
+def out_of_order(names: list[str], standard: tuple[str, ...]) -> bool:
+    """True if parameters have the standard names, or the usual short ones, but not in the standard order.
+
+    Where other names stand among them, only q_idx and kv_idx are taken at their word.
+    """
+    meant = [_USUAL_NAMES.get(name, name) for name in names]
+    if sorted(meant) == sorted(standard):
+        return meant != list(standard)
+    pairs = zip(names, standard, strict=False)
+    return any(name in ("q_idx", "kv_idx") and name != wanted for name, wanted in pairs)
+
+
 def call_mod(mod: Callable[..., Any], indices: tuple[Any, ...], context: dict[str, Any]) -> Any:
     """`mod(*indices)` with the part of `context` that it asks for.
 
@@ -60,7 +77,7 @@ def call_mod(mod: Callable[..., Any], indices: tuple[Any, ...], context: dict[st
 def call_with(
     mod: Callable[..., Any], indices: tuple[Any, ...], wanted: tuple[str, ...], context: dict[str, Any]
 ) -> Any:
-    """`mod(*indices)` with the entries of `context` that are `wanted`. Raises InputError where one is missing."""
+    """`mod(*indices)` with the `wanted` entries of `context`. Raises InputError where one is missing."""
     for name in wanted:
         if name not in context:
             raise _missing(mod, wanted, context)
@@ -133,7 +150,7 @@ def no_truth_value(value: Any, operators: str) -> TraceError:
 class Made:
     """The call of a family that made a mod: what its representation, its pickle and its copies come from."""
 
-    __slots__ = ("family", "args", "kwargs")
+    __slots__ = ("args", "family", "kwargs")
 
     family: Family[Any]
     args: tuple[Any, ...]
@@ -189,8 +206,7 @@ class FunctionMod(Mod):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy with tensors of its own: its family makes it from copied arguments, or its function is copied
-        with copied closure variables."""
+        """A copy with tensors of its own: made by its family from copied arguments, or a copied closure."""
         other = object.__new__(type(self))
         memo[id(self)] = other  # before its contents: a module that the function reads may hold this mod
         made = copy.deepcopy(self.made, memo)
@@ -394,7 +410,7 @@ def importable(value: Any) -> bool:
 
 
 def _held_by_name(function: FunctionType) -> bool:
-    """True for what a module holds, also under a plain name (decorators of libraries keep no qualified one)."""
+    """True for what a module holds, also under a plain name: torch's decorators keep no qualified one."""
     module = sys.modules.get(function.__module__ or "")
     return importable(function) or getattr(module, function.__name__, None) is function
 
@@ -414,9 +430,9 @@ def _not_importable(value: Any) -> FunctionType | None:
 def _unpicklable(value: Any, function: Callable[..., Any]) -> UnsupportedError:
     code = getattr(function, "__code__", None)
     where = None if code is None else Origin(code.co_filename, code.co_firstlineno)
+    name = getattr(function, "__qualname__", repr(function))
     return UnsupportedError(
-        f"pickling {value!r}: the function {getattr(function, '__qualname__', function)!r} is known by no name "
-        "in its module",
+        f"pickling {value!r}: its module does not hold {name!r} by name",
         "functions and families at module level, and named variants",
         "define it at module level, and bind its tensors with functools.partial or as a family's parameters",
         where,

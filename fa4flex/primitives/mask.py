@@ -59,7 +59,7 @@ def _part(mask: Mask, indices: tuple[Any, ...], context: dict[str, Any]) -> Any:
     return call_with(mask, indices, mask.context, context)
 
 
-# Contexts are found once, where masks are composed: a call reads attributes and calls functions, nothing more.
+# Contexts are found once, when masks are composed: a call only reads attributes and calls functions.
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -34,6 +34,12 @@ class Sinks:
                 "a floating tensor [query heads]",
                 "convert: torch.as_tensor(sinks, dtype=torch.float32)",
             )
+        if self.logits.layout is not torch.strided or self.logits.is_nested:
+            raise InputError(
+                f"sinks {'nested' if self.logits.is_nested else f'of layout {self.logits.layout}'}",
+                "a strided tensor [query heads]",
+                "convert them with .to_dense()",
+            )
         if self.logits.ndim != 1:
             raise InputError(
                 f"sinks of shape {list(self.logits.shape)}",

@@ -19,7 +19,7 @@ from torch import Tensor
 from fa4flex.errors import InputError
 from fa4flex.primitives.score import ScoreFunction, score_family
 from fa4flex.variants._alone import show_score
-from fa4flex.variants._check import FLOATS, table, whole
+from fa4flex.variants._check import FLOATS, for_heads, table, whole
 from fa4flex.variants._positions import aligned
 
 Axes = Literal["bucket_head", "head_bucket"]
@@ -62,7 +62,7 @@ def t5_bias(
         bucket = buckets[torch.clamp(torch.abs(ahead), max=far)]
         return score + values[torch.where(ahead > 0, bucket + per_side, bucket), h]
 
-    return mod_bidirectional if bidirectional else mod
+    return for_heads(mod_bidirectional if bidirectional else mod, values.shape[1])
 
 
 def distance_buckets(count: int, far: int) -> list[int]:

@@ -156,6 +156,7 @@ class MaskView:
 def tiles_of(program: Program, chosen: Setting, tile: tuple[int, int]) -> TileMap:
     """Tile classes at these sizes. Raises InputError where the mask reads beyond a captured tensor."""
     facts, shape = program.facts, chosen.shape
+    tile = min(tile[0], shape.q_len), min(tile[1], shape.kv_len)  # larger ones are one tile
     try:
         return tile_map(facts.mask, facts.keys, shape, program.captured(), tile)
     except PastTheEnd as error:

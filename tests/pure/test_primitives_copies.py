@@ -103,8 +103,8 @@ def test_a_mask_has_no_truth_value(value: Any) -> None:
 
 @pytest.mark.parametrize("value", [softcap, softcap(3.0), alibi >> softcap(3.0)], ids=repr)
 def test_a_score_mod_has_no_truth_value(value: Any) -> None:
-    with pytest.raises(TraceError, match="(?s)truth value.*>>"):
-        value or alibi
+    with pytest.raises(TraceError, match=r"(?s)truth value.*>>"):
+        assert value or alibi
     with pytest.raises(TraceError):
         bool(value)
 
@@ -130,7 +130,7 @@ def test_families_are_shared_by_copies_and_pickles() -> None:
 
     assert copy.deepcopy(local) is local
     for thing in (local, local()):
-        with pytest.raises(UnsupportedError, match="(?s)local.*module level"):
+        with pytest.raises(UnsupportedError, match=r"(?s)local.*module level"):
             pickle.dumps(thing)
 
 
@@ -167,7 +167,7 @@ def test_what_pickle_cannot_carry_is_named() -> None:
         (fa4flex.as_mask(functools.partial(closure)), "<lambda>"),
         (fa4flex.as_score(local) >> softcap, "local"),
     ):
-        with pytest.raises(UnsupportedError, match=f"(?s){name}.*module level.*{__file__}"):
+        with pytest.raises(UnsupportedError, match=rf"(?s){name}.*module level.*{__file__}"):
             pickle.dumps(mod)
 
 
