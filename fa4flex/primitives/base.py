@@ -59,10 +59,12 @@ def out_of_order(names: list[str], standard: tuple[str, ...]) -> bool:
 
     Where other names stand among them, only q_idx and kv_idx are taken at their word.
     """
+    if len(names) != len(standard):
+        return False
     meant = [_USUAL_NAMES.get(name, name) for name in names]
     if sorted(meant) == sorted(standard):
         return meant != list(standard)
-    pairs = zip(names, standard, strict=False)
+    pairs = zip(names, standard, strict=True)
     return any(name in ("q_idx", "kv_idx") and name != wanted for name, wanted in pairs)
 
 
@@ -337,8 +339,8 @@ def copy_function(function: Any, memo: dict[int, Any]) -> Any:
     if id(function) in memo:
         return memo[id(function)]
     if isinstance(function, functools.partial):
-        parts = (_copied(part, memo) for part in (function.func, *function.args))
-        other: Any = type(function)(*parts, **_copied(function.keywords, memo))
+        func, *args = (_copied(part, memo) for part in (function.func, *function.args))
+        other: Any = type(function)(func, *args, **_copied(function.keywords, memo))
     elif isinstance(function, MethodType):
         other = MethodType(copy_function(function.__func__, memo), copy.deepcopy(function.__self__, memo))
     elif not isinstance(function, FunctionType):

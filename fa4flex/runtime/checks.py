@@ -76,7 +76,7 @@ def check_descriptions(varlen: object, paging: object) -> None:
     ):
         if given is not None and not isinstance(given, wanted):
             raise InputError(
-                f"{name} is a {kind_of(given)}",
+                f"{name} is a {type(given).__name__}",
                 f"a fa4flex.{wanted.__name__}",
                 f"pass fa4flex.{example}",
             )
@@ -234,8 +234,9 @@ def check_paged(q: Tensor, k: Tensor, v: Tensor, paging: Paging, varlen: Varlen 
 def check_operand_devices(tensors: tuple[Tensor, ...], names: tuple[str, ...], q: Tensor) -> None:
     for tensor, name in zip(tensors, names, strict=True):
         if tensor.layout is not torch.strided or tensor.is_nested:
+            layout = "nested" if tensor.is_nested else f"of layout {tensor.layout}"
             raise InputError(
-                f"captured tensor {name!r} is {'nested' if tensor.is_nested else f'of layout {tensor.layout}'}",
+                f"captured tensor {name!r} is {layout}",
                 "strided captured tensors",
                 f"convert {name!r} before it is captured: .to_dense(), or to_padded_tensor() where nested",
             )

@@ -65,7 +65,7 @@ def table(
 
 
 def for_heads(mod: ScoreFunction, heads: int) -> ScoreFunction:
-    """`mod`, marked as one whose tables have a row for each of `heads` query heads: calls with others raise."""
+    """`mod`, marked: its tables have a row for each of `heads` query heads, and calls with others raise."""
     mod.query_heads = heads  # type: ignore[attr-defined]
     return mod
 

@@ -135,15 +135,14 @@ def _mask(program: Program, names: Names, chosen: Setting) -> list[str]:
 
 
 def _block_map(blocks: BlockMap, tile: tuple[int, int]) -> list[str]:
-    """The map itself: nothing is proved about a table of blocks. Tiles that span blocks hide what it skips."""
-    rows, keys = blocks.block_size
-    counts = ", ".join(f"{blocks.counts[name]} {name}" for name in ("full", "partial", "empty"))
-    lines = [
-        f"a table for q_len={blocks.q_len}, kv_len={blocks.kv_len} alone, in blocks of {rows} x {keys}: {counts}"
-    ]
+    """The map itself, about which nothing is proved, and whether tiles are fine enough to skip its blocks."""
+    (rows, keys), counts = blocks.block_size, blocks.counts
+    listed = ", ".join(f"{counts[name]} {name}" for name in ("full", "partial", "empty"))
+    lengths = f"q_len={blocks.q_len}, kv_len={blocks.kv_len}"
+    lines = [f"a table for {lengths} alone, in blocks of {rows} x {keys}: {listed}"]
     if rows % tile[0] or keys % tile[1]:
         lines.append(
-            f"a CPU's tiles of {tile[0]} x {tile[1]} span several blocks, of which it skips none alone:"
+            f"a CPU's tiles of {tile[0]} x {tile[1]} span several blocks and skip none of them singly:"
             f" schedule=Schedule(tile=({rows}, {keys})) makes them fit"
         )
     return lines
@@ -255,7 +254,7 @@ def _place(program: Program) -> list[str]:
 
 
 def _gpu(program: Program, q_len: int, kv_len: int, arch: str | None) -> list[str]:
-    """The kernel that this machine's GPU or one of `arch` runs, or why there is none; without both, its name."""
+    """The kernel of this machine's GPU, or of `arch`, or why there is none; the name alone without both."""
     from fa4flex.view import gpu
 
     arch = arch or gpu.arch_here()

@@ -66,7 +66,8 @@ def _panel(name: str, grid: Grid) -> str:
     caption = f'<figcaption style="font-size:12px;opacity:.8">{escape(name)}</figcaption>' if name else ""
     layers = "".join(_layer(tile_class, grid) for tile_class in COLOURS)
     return (
-        f'<figure style="margin:0">{caption}<svg xmlns="{NAMESPACE}" width="{width}" height="{height}" role="img" '
+        f'<figure style="margin:0">{caption}'
+        f'<svg xmlns="{NAMESPACE}" width="{width}" height="{height}" role="img" '
         f'viewBox="0 0 {grid.columns} {grid.rows}" preserveAspectRatio="none" '
         f'style="border:1px solid {EMPTY_COLOUR};border-radius:3px;display:block">'
         f'<rect width="100%" height="100%" fill="{EMPTY_COLOUR}" fill-opacity=".16">'

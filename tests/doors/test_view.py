@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
-from xml.etree import ElementTree
 from html.parser import HTMLParser
+from xml.etree import ElementTree
 
 import numpy
 import pytest
