@@ -105,7 +105,8 @@ def positional(*names: str) -> inspect.Signature:
 def show(value: Any) -> str:
     """A parameter as it stands in a repr: tensors by dtype and shape, functions by name."""
     if isinstance(value, torch.Tensor):
-        if value.numel() <= 8 and value.layout is torch.strided and not value.is_meta:
+        readable = type(value) in (torch.Tensor, torch.nn.Parameter) and not value.is_meta
+        if readable and value.layout is torch.strided and value.numel() <= 8:
             return f"torch.tensor({value.tolist()}, dtype={value.dtype})"
         return f"<{str(value.dtype).removeprefix('torch.')}{list(value.shape)}>"
     if callable(value) and hasattr(value, "__name__"):

@@ -154,6 +154,20 @@ def test_pieces_pickle_and_copy(piece: Any) -> None:
                 assert value.data_ptr() != getattr(again, name).data_ptr()
 
 
+def test_a_variant_pickles_and_copies() -> None:
+    variant = fa4flex.compile(
+        alibi(SLOPES) >> softcap(20.0), causal & document(IDS), sinks=torch.zeros(2), scale=0.5
+    ).variant
+    for again in (pickle.loads(pickle.dumps(variant)), copy.deepcopy(variant)):
+        assert repr(again) == repr(variant)
+        q = torch.randn(1, 2, SIZE, 8)
+        one, other = (
+            fa4flex.compile(v.score_mod, v.mask, sinks=v.sinks, scale=v.scale)(q, q, q)
+            for v in (variant, again)
+        )
+        assert torch.equal(one, other)
+
+
 def test_what_pickle_cannot_carry_is_named() -> None:
     bound = 3
     closure = lambda b, h, q_idx, kv_idx: kv_idx < bound  # noqa: E731
