@@ -170,6 +170,9 @@ class Made:
         given = [show(a) for a in self.args] + [f"{k}={show(v)}" for k, v in self.kwargs.items()]
         return f"{self.family!r}({', '.join(given)})"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Made:
+        return Made(self.family, _copied(self.args, memo), _copied(self.kwargs, memo))
+
     def __reduce__(self) -> Any:
         return Made, (self.family, self.args, self.kwargs)
 

@@ -41,7 +41,7 @@ def t5_bias(
             f"t5_bias(axes={axes!r})", f"one of {get_args(Axes)}", "name the axes of bias in order"
         )
     count, heads = values.shape if axes == "bucket_head" else values.shape[::-1]
-    # The mod indexes the tensor that was given, not a view: a view would not follow a parameter's new storage.
+    # The mod indexes the tensor that was given: a view of it would not follow a parameter's new storage.
     value_of = (lambda i, h: values[i, h]) if axes == "bucket_head" else (lambda i, h: values[h, i])
     per_side = count // 2 if bidirectional else count
     if per_side < 2 or (bidirectional and count % 2):

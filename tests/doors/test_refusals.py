@@ -208,14 +208,29 @@ def test_a_numpy_array_is_called_one(make: Callable[[], Any]) -> None:
 # --- tensors without data or in other layouts ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "logits",
-    [torch.ones(4).to_sparse(), torch.nested.nested_tensor([torch.ones(2)] * 2)],
-    ids=["sparse", "nested"],
-)
-def test_sinks_are_strided(logits: Tensor) -> None:
-    with pytest.raises(InputError, match=r"(?s)sinks .*strided"):
-        Sinks(logits)
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested")
+def test_sinks_are_strided() -> None:
+    for logits in (torch.ones(4).to_sparse(), torch.nested.nested_tensor([torch.ones(2)] * 2)):
+        with pytest.raises(InputError, match=r"(?s)sinks .*strided"):
+            Sinks(logits)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_captured_tensors_are_strided() -> None:
+    table = torch.ones(16).to_sparse()
+    square = torch.ones(16, 16).to_sparse_csr()
+    for mod, name in (
+        (lambda s, b, h, q, kv: s + table[kv], "table"),
+        (lambda s, b, h, q, kv: s + square[q, kv], "square"),
+    ):
+        with pytest.raises(InputError, match=rf"(?s)captured tensor '{name}' is of layout .*to_dense"):
+            fa4flex.compile(mod)(*qkv())
+
+
+def test_captured_tensors_have_data() -> None:
+    ids = torch.empty(16, dtype=torch.int64, device="meta")
+    with pytest.raises(InputError, match="captured tensor 'ids' is on meta, q on cpu"):
+        fa4flex.compile(mask=lambda b, h, q, kv: ids[q] == ids[kv])(*qkv())
 
 
 def test_sinks_on_meta_are_refused_where_they_are_used() -> None:

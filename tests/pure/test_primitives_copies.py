@@ -305,7 +305,20 @@ def test_functions_without_state_are_themselves() -> None:
     assert again.__globals__ is recursive.__globals__ and again.__qualname__ == recursive.__qualname__  # type: ignore[attr-defined]
 
 
-@pytest.mark.filterwarnings("ignore")
+def test_a_function_given_to_a_family_is_copied_too() -> None:
+    @score_family
+    def times(factor: Callable[[], Tensor]) -> Callable[..., Any]:
+        return lambda s, b, h, q, kv: s * factor()
+
+    module = nn.Module()
+    module.factor = nn.Parameter(torch.tensor(2.0))
+    module.mod = times(lambda: module.factor)
+    other = copy.deepcopy(module)
+    with torch.no_grad():
+        module.factor.fill_(5.0)
+    assert float(scored(other.mod, torch.ones(1, 1, 1)).detach()) == 2.0
+
+
 def test_a_score_family_of_the_user_is_rebuilt_from_copied_arguments() -> None:
     @score_family
     def scaled(by: Tensor) -> Callable[..., Any]:
