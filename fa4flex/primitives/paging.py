@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fa4flex.errors import InputError
-from fa4flex.primitives.base import show
+from fa4flex.primitives.base import kind_of, show
 
 _INDEX_DTYPES = (torch.int32, torch.int64)
 
@@ -29,7 +29,7 @@ class Paging:
         for name, tensor, rank in (("page_table", self.page_table, 2), ("seqused_k", self.seqused_k, 1)):
             if not isinstance(tensor, Tensor) or tensor.dtype not in _INDEX_DTYPES:
                 raise InputError(
-                    f"{name} of {getattr(tensor, 'dtype', type(tensor).__name__)}",
+                    f"{name} of {kind_of(tensor)}",
                     "an int32 or int64 tensor",
                     f"convert: torch.as_tensor({name}, dtype=torch.int32)",
                 )

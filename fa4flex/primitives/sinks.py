@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fa4flex.errors import InputError
-from fa4flex.primitives.base import show
+from fa4flex.primitives.base import kind_of, show
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -30,9 +30,15 @@ class Sinks:
     def __post_init__(self) -> None:
         if not isinstance(self.logits, Tensor) or self.logits.dtype not in _FLOATS:
             raise InputError(
-                f"sinks of {getattr(self.logits, 'dtype', type(self.logits).__name__)}",
+                f"sinks of {kind_of(self.logits)}",
                 "a floating tensor [query heads]",
                 "convert: torch.as_tensor(sinks, dtype=torch.float32)",
+            )
+        if self.logits.layout is not torch.strided or self.logits.is_nested:
+            raise InputError(
+                f"sinks {'nested' if self.logits.is_nested else f'of layout {self.logits.layout}'}",
+                "a strided tensor [query heads]",
+                "convert them with .to_dense()",
             )
         if self.logits.ndim != 1:
             raise InputError(

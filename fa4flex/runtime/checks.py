@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from fa4flex.errors import InputError, UnsupportedError
+from fa4flex.primitives.base import functions_of, kind_of
 from fa4flex.primitives.heads import ratio
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.varlen import Varlen
@@ -39,7 +40,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
             raise InputError(
-                f"{name} is a {type(tensor).__name__}", "a torch.Tensor", f"convert {name} to a tensor"
+                f"{name} is a {kind_of(tensor)}", "a torch.Tensor", f"convert it: torch.as_tensor({name})"
             )
         if tensor.layout is not torch.strided or tensor.is_nested:
             raise InputError(
@@ -172,10 +173,22 @@ def check_variant(sizes: Sizes, q: Tensor, variant: Variant) -> None:
             "a dense batch",
             "express the blocks as a mask_mod over each sequence's own indices, e.g. q_idx // 128",
         )
+    _check_tables(variant, sizes.q_heads)
     if variant.sinks is not None:
         variant.sinks.check(sizes.q_heads, q.device)
     if variant.blocks is not None:
         variant.blocks.fits(sizes.q_len, sizes.kv_len, sizes.batch, sizes.q_heads)
+
+
+def _check_tables(variant: Variant, q_heads: int) -> None:
+    """Tables of named variants have a row per query head; a longer one is most likely another model's."""
+    for part in (*functions_of(variant.score_mod), *functions_of(variant.mask)):
+        if part.query_heads not in (None, q_heads):
+            raise InputError(
+                f"{part!r} holds a table of {part.query_heads} heads, q has {q_heads} query heads",
+                "one entry per query head (not per key/value head)",
+                "give it the table of this model; select heads of a larger one with table[..., :heads]",
+            )
 
 
 def _check_cuda(q: Tensor, variant: Variant) -> None:
@@ -220,6 +233,13 @@ def check_paged(q: Tensor, k: Tensor, v: Tensor, paging: Paging, varlen: Varlen 
 
 def check_operand_devices(tensors: tuple[Tensor, ...], names: tuple[str, ...], q: Tensor) -> None:
     for tensor, name in zip(tensors, names, strict=True):
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            layout = "nested" if tensor.is_nested else f"of layout {tensor.layout}"
+            raise InputError(
+                f"captured tensor {name!r} is {layout}",
+                "strided captured tensors",
+                f"convert {name!r} before it is captured: .to_dense(), or to_padded_tensor() where nested",
+            )
         if tensor.device != q.device:
             raise InputError(
                 f"captured tensor {name!r} is on {tensor.device}, q on {q.device}",

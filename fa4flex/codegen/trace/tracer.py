@@ -27,6 +27,7 @@ from fa4flex.codegen.trace.state import State, running
 from fa4flex.codegen.trace.traced import ModKind, Pinned, Traced
 from fa4flex.codegen.trace.value import Value, is_number
 from fa4flex.errors import Fa4flexError, Origin, TraceError
+from fa4flex.primitives.base import out_of_order
 from fa4flex.primitives.mask import Mask, ModMask
 from fa4flex.primitives.score import ModScore, ScoreMod
 
@@ -241,8 +242,10 @@ def _check_signature(fn: Callable[..., Any], kind: ModKind) -> tuple[str, ...]:
         for p in parameters
         if p.kind is p.KEYWORD_ONLY and p.default is p.empty and p.name not in CONTEXT
     ]
-    if stuck or len(indices) > needed or (len(indices) < needed and not takes_any):
-        raise _wrong_arity(fn, kind, [p.name for p in indices], stuck)
+    names = [p.name for p in indices]
+    arity = len(names) > needed or (len(names) < needed and not takes_any)
+    if stuck or arity or out_of_order(names, SIGNATURES[kind]):
+        raise _wrong_arity(fn, kind, names, stuck)
     return context
 
 
@@ -253,6 +256,13 @@ def _bound_keywords(fn: Any) -> set[str]:
 
 def _wrong_arity(fn: Callable[..., Any], kind: ModKind, given: list[str], stuck: list[str]) -> TraceError:
     other: ModKind = "mask" if kind == "score" else "score"
+    if not stuck and out_of_order(given, SIGNATURES[kind]):
+        return TraceError(
+            given=f"{_name(fn)} takes ({', '.join(given)})",
+            expected=f"{_form(kind)}: arguments are passed by position, whatever they are called",
+            fix="put the parameters in this order",
+            where=_defined(fn),
+        )
     fix = "bind other arguments with functools.partial, a closure or defaults"
     if len(given) == len(SIGNATURES[other]) and not stuck:
         fix = f"this looks like a {other}_mod: pass it as one"
