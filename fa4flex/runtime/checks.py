@@ -98,12 +98,12 @@ def check_transforms(*tensors: Tensor | None) -> None:
             )
 
 
-def check_dense(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> Sizes:
+def check_dense(q: Tensor, k: Tensor, v: Tensor, layout: str = "bhsd") -> Sizes:
     """q [B, Hq, Sq, D], k [B, Hkv, Skv, D], v [B, Hkv, Skv, Dv], already in bhsd."""
     if not q.ndim == k.ndim == v.ndim == 4:
         raise InputError(
             f"ranks do not fit: {_shape(q=q, k=k, v=v)}",
-            f"4-D tensors in layout {variant.layout}",
+            f"4-D tensors in layout {layout}",
             "unsqueeze the missing dimension, or pass varlen= for packed (tokens, heads, dim) tensors",
         )
     if 0 in (*q.shape, *k.shape, *v.shape):
@@ -124,8 +124,11 @@ def check_dense(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> Sizes:
     return Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
 
 
-def check_packed(q: Tensor, k: Tensor, v: Tensor, varlen: Varlen) -> Sizes:
-    """q [Tq, Hq, D], k [Tk, Hkv, D], v [Tk, Hkv, Dv] with cumulative sequence lengths."""
+def check_packed(q: Tensor, k: Tensor, v: Tensor, varlen: Varlen | None, sequences: int = 0) -> Sizes:
+    """q [Tq, Hq, D], k [Tk, Hkv, D], v [Tk, Hkv, Dv] with cumulative sequence lengths.
+
+    While compiling there are no lengths to check: `varlen` is None, and `sequences` says how many there are.
+    """
     if not q.ndim == k.ndim == v.ndim == 3:
         raise InputError(
             f"ranks do not fit: {_shape(q=q, k=k, v=v)}",
@@ -139,9 +142,9 @@ def check_packed(q: Tensor, k: Tensor, v: Tensor, varlen: Varlen) -> Sizes:
             "slice both alike",
         )
     _check_heads(q, k, v)
-    if not torch.compiler.is_compiling():  # while compiling there is no data; the operator checks it too
+    if varlen is not None and not torch.compiler.is_compiling():
         varlen.check(q.shape[0], k.shape[0])
-    return Sizes(varlen.sequences, q.shape[1], k.shape[1], q.shape[0], k.shape[0])
+    return Sizes(sequences if varlen is None else varlen.sequences, q.shape[1], k.shape[1], q.shape[0], k.shape[0])
 
 
 def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:

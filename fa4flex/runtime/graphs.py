@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fa4flex.codegen.analyze.facts import Facts, analyze
 from fa4flex.codegen.trace import Captures, Operand, trace
 from fa4flex.codegen.trace.graph import GraphFunction, StandIn
+from fa4flex.primitives.paging import Paging
+from fa4flex.primitives.precision import Precision
+from fa4flex.primitives.schedule import Schedule
+from fa4flex.primitives.varlen import Varlen
+from fa4flex.runtime.checks import check_dense, check_descriptions, check_packed, check_tensors
+from fa4flex.runtime.cuda.call import NO_LENGTHS
+from fa4flex.runtime.launch import Result, Statistics
 from fa4flex.runtime.programs import publish
+from fa4flex.variant import Variant
 
 NAME = "fa4flex_flex_attention"
 CONTEXT = ("q_len", "kv_len", "num_heads")
@@ -61,6 +69,8 @@ class _Attention(HigherOrderOperator):
         mask_lifted: Sequence[Any] = (),
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(out, lse, max_scores) of q, k, v [B, H, S, D], or packed. `options`: see `attend`."""
+        check_tensors(q, k, v)
+        _check_shapes(q, k, v, options["lengths"][0])
         graphs = (score_mod, score_lifted), (block_mask[-1], mask_lifted)
         lifted = (*score_lifted, *mask_lifted)
         found = _kept(graphs, options["context"])
@@ -70,14 +80,14 @@ class _Attention(HigherOrderOperator):
         bases = tuple([lifted[position] for position in found.bases])
         operands = [operand.of(bases).value() for operand in found.operands]
         numbers = [lifted[position] for position in found.scalars]
-        ints = [x for x in numbers if not isinstance(x, Tensor)]
-        floats = [x for x in numbers if isinstance(x, Tensor)]
+        ints = [x for x in numbers if isinstance(x, (int, torch.SymInt))]
+        floats = [_as_tensor(x) for x in numbers if not isinstance(x, (int, torch.SymInt))]
         plain: float | None = None
         if isinstance(scale, Tensor):
             floats.append(scale)
         else:
             plain = 1 / math.sqrt(int(q.shape[-1])) if scale is None else float(scale)
-        program = publish(found.facts, options["schedule"], options["precision"]).text
+        program = publish(found.facts, Schedule(*options["schedule"]), Precision(*options["precision"])).text
         out, lse, largest, _ = torch.ops.fa4flex.attention(
             q, k, v, operands, options["sinks"], *options["lengths"], program, ints, floats, plain,
             options["max_scores"],
@@ -102,19 +112,70 @@ def _register() -> None:
 vars(_register).update(_dynamo_marked_constant=True)
 
 
-def attend(
+def run(
+    variant: Variant,
     qkv: tuple[Tensor, Tensor, Tensor],
-    mods: tuple[Callable[..., Any] | None, Callable[..., Any] | None],
-    scale: Any,
-    options: dict[str, Any],
+    varlen: Varlen | None,
+    paging: Paging | None,
+    statistics: Statistics,
+) -> Result:
+    """What launch.run does, in code that torch.compile traces: it reads no contents and keeps nothing."""
+    check_descriptions(varlen, paging)
+    if paging is not None:
+        return _paged(variant, qkv, varlen, paging, statistics)
+    packed = varlen is not None and varlen.packed
+    swap = variant.layout == "bshd" and not packed
+    if swap:
+        qkv = qkv[0].transpose(1, 2), qkv[1].transpose(1, 2), qkv[2].transpose(1, 2)
+    if variant.blocks is not None:
+        q, k = qkv[0], qkv[1]
+        variant.blocks.fits(q.shape[2], k.shape[2], q.shape[0], q.shape[1])
+    lengths = NO_LENGTHS
+    if varlen is not None:
+        lengths = varlen.cu_seqlens_q, varlen.cu_k, varlen.seqused_q, varlen.seqused_k
+    schedule, precision = variant.schedule, variant.precision
+    options = {
+        "sinks": None if variant.sinks is None else variant.sinks.now(),
+        "lengths": lengths,
+        "max_scores": "max_scores" in statistics,
+        "schedule": (schedule.tile, schedule.deterministic, schedule.order, schedule.next_tile),
+        "precision": (precision.compute, precision.output),
+    }
+    out, lse, largest = attend(qkv, variant, options)
+    return Result(out.transpose(1, 2) if swap else out, lse, largest)
+
+
+def _paged(
+    variant: Variant,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    varlen: Varlen | None,
+    paging: Paging,
+    statistics: Statistics,
+) -> Result:
+    """Every page of each sequence is gathered, used or not: how many are used is not known in a graph."""
+    q, k, v = qkv
+    paging.check(k, v)
+    k, v = paging.spread(k), paging.spread(v)  # [B, T, Hkv, D]
+    if varlen is None:
+        swap = variant.layout == "bhsd"
+        k, v = (k.transpose(1, 2), v.transpose(1, 2)) if swap else (k, v)
+        return run(variant, (q, k, v), Varlen(seqused_k=paging.seqused_k), None, statistics)
+    batch, tokens = k.shape[:2]
+    starts = torch.arange(batch + 1, dtype=torch.int32, device=k.device) * tokens
+    ragged = Varlen(varlen.cu_seqlens_q, starts, varlen.seqused_q, paging.seqused_k)
+    return run(variant, (q, k.flatten(0, 1), v.flatten(0, 1)), ragged, None, statistics)
+
+
+def attend(
+    qkv: tuple[Tensor, Tensor, Tensor], variant: Variant, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """In compiled code: (out, lse, max_scores). `mods` take the context that they ask for by keyword.
+    """(out, lse, max_scores) of q, k, v [B, H, S, D], or packed.
 
     options: sinks [Hq] or None; lengths (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k); max_scores, whether
-    they are wanted; schedule and precision.
+    they are wanted; schedule and precision as tuples of their fields.
     """
     _register()
-    score, mask = mods
+    score, mask, scale = variant.score_mod, variant.allowed, variant.scale
     # 0-d tensors that stand for the lengths of a sequence: the graphs' inputs are recognised by them.
     q_len, kv_len, heads = [torch.zeros((), dtype=torch.int64) for _ in range(3)]
     lengths = {"q_len": q_len, "kv_len": kv_len, "num_heads": heads}
@@ -130,7 +191,7 @@ def attend(
         return mask(b, h, q, kv, **{name: lengths[name] for name in mask.context})
 
     if scale is not None:
-        scale = torch.ones((), dtype=torch.float64) * scale
+        scale = torch.ones((), dtype=torch.float64) * scale  # type: ignore[assignment]
     options = {**options, "context": (q_len, kv_len, heads)}
     return attention(*qkv, score_mod, (mask_mod,), scale, options)
 
@@ -233,9 +294,21 @@ def _stand_ins(lifted: Sequence[Any], carriers: Sequence[Any], context: Sequence
     return found
 
 
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None) -> None:
+    if cu_seqlens_q is None:
+        check_dense(q, k, v)
+    else:
+        check_packed(q, k, v, None, cu_seqlens_q.shape[0] - 1)
+
+
+def _as_tensor(x: Any) -> Tensor:
+    """A float as operators take it; one that is symbolic stays so."""
+    return x if isinstance(x, Tensor) else torch.ones((), dtype=torch.float64) * x
+
+
 def _value(x: Any) -> Any:
     """The value of a lifted number, which torch.compile guards."""
     if isinstance(x, Tensor):
         return float(x.item())
-    return int(x)
+    return float(x) if isinstance(x, (float, torch.SymFloat)) else int(x)
 

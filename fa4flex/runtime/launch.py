@@ -78,11 +78,11 @@ class Prepared:
         return self.memory.tensors(self.trace, bases) if on_gpu else self.trace.tensors(bases)
 
 
-@dataclass(eq=False, repr=False, slots=True)
 class Caller:
     """What one Attention keeps between its calls. It is asked first and found stale by the trace's guards."""
 
-    prepared: Prepared | None = None
+    def __init__(self) -> None:
+        self.prepared: Prepared | None = None
 
 
 class Calling(NamedTuple):
@@ -99,16 +99,18 @@ class Calling(NamedTuple):
     @property
     def sinks(self) -> Tensor | None:
         sinks = self.variant.sinks
-        return None if sinks is None else sinks.logits
+        return None if sinks is None else sinks.now()
 
 
-def calling(variant: Variant, caller: Caller) -> Calling:
+def calling(variant: Variant, caller: Caller | None) -> Calling:
     """Read what the variant captured, tracing its functions where no kept trace holds."""
-    last = caller.prepared
+    last = None if caller is None else caller.prepared
     bound = bind(variant, None if last is None else last.trace)
     if last is None or last.trace is not bound.trace:
         program = publish(bound.trace.facts, variant.schedule, variant.precision)
-        last = caller.prepared = Prepared(bound.trace, program)
+        last = Prepared(bound.trace, program)
+        if caller is not None:
+            caller.prepared = last
     return Calling(variant, last, bound)
 
 
@@ -190,7 +192,7 @@ def _check_call(now: Calling, qkv: tuple[Tensor, Tensor, Tensor], varlen: Varlen
     if varlen is not None and varlen.packed:
         check_variant(check_packed(*qkv, varlen), q, variant)
     else:
-        sizes = check_dense(*qkv, variant)
+        sizes = check_dense(*qkv, variant.layout)
         check_variant(sizes, q, variant)
         if varlen is not None and not torch.compiler.is_compiling():
             varlen.check_padded(sizes.batch, sizes.q_len, sizes.kv_len)

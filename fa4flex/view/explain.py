@@ -77,7 +77,7 @@ def _composition(program: Program) -> list[str]:
         )
     if variant.sinks is not None:
         lines.append(
-            f"sinks       {variant.sinks.logits.numel()} logits, one per query head, in the denominator"
+            f"sinks       {variant.sinks.now().shape[0]} logits, one per query head, in the denominator"
         )
     lines.append(f"layout      {variant.layout}")
     return [*lines, *_alignment(program)]
