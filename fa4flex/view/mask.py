@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy
 import torch
 
+from fa4flex.codegen.analyze.overflow import fitted
 from fa4flex.codegen.analyze.tiles import Shape, TileMap, tile_map
 from fa4flex.codegen.build import Program
 from fa4flex.codegen.evaluate import PastTheEnd, Value, evaluate
@@ -126,7 +127,8 @@ class MaskView:
             "b": b, "h": h, "q": torch.arange(shape.q_len).view(-1, 1), "kv": torch.arange(shape.kv_len),
             "q_len": shape.q_len, "kv_len": shape.kv_len, "num_heads": shape.heads,
         }  # fmt: skip
-        (allowed,) = evaluate([self.program.facts.mask], symbols, self.program.captured())
+        captured = self.program.captured()
+        (allowed,) = evaluate(fitted([self.program.facts.mask], shape, captured), symbols, captured)
         return torch.broadcast_to(torch.as_tensor(allowed), (shape.q_len, shape.kv_len)).numpy()
 
     @property

@@ -157,7 +157,7 @@ def _in_range(
         index = node.args if node.op == "load" else node.args[1:]
         for i, found, size in zip(index, bounds(index, symbols, tables), table.shape, strict=False):
             if i.op == "sym" and i.value in never_past.get(node, ()) and found.hi >= size:
-                raise PastTheEnd(table, f"{i} goes up to {found.hi} in a dimension of {size}")
+                raise PastTheEnd(table, f"{i} goes up to {found.hi} in a dimension of {size}", node)
             proved = proved and bool(found.lo >= 0 and found.hi < size)
     return proved
 
