@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fa4flex.codegen.expr import ELEMENTWISE, Expr, walk
-from fa4flex.errors import InputError
+from fa4flex.errors import InputError, UnsupportedError
 
 Number = bool | int | float
 Value = Tensor | Number
@@ -32,6 +32,30 @@ class Captured:
 
     operands: tuple[Tensor, ...] = ()
     scalars: tuple[Number, ...] = ()
+
+    def signed(self) -> Captured:
+        """The same contents without uint16, uint32 and uint64, for which torch has few operations.
+
+        Raises UnsupportedError where an element does not fit in int64.
+        """
+        if not any(x.dtype in UNSIGNED for x in self.operands):
+            return self
+        return Captured(tuple(map(_signed, self.operands)), self.scalars)
+
+
+UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+
+
+def _signed(x: Tensor) -> Tensor:
+    if x.dtype not in UNSIGNED:
+        return x
+    if x.dtype == torch.uint64 and bool((x.view(torch.int64) < 0).any()):
+        raise UnsupportedError(
+            "a captured uint64 tensor with elements beyond 2^63 - 1",
+            "integers that fit in int64",
+            "clamp or rescale it before the call, and store it as int64",
+        )
+    return x.to(torch.int64)
 
 
 DIVISIONS = frozenset(("floordiv", "mod", "truncdiv"))

@@ -127,7 +127,7 @@ class MaskView:
             "b": b, "h": h, "q": torch.arange(shape.q_len).view(-1, 1), "kv": torch.arange(shape.kv_len),
             "q_len": shape.q_len, "kv_len": shape.kv_len, "num_heads": shape.heads,
         }  # fmt: skip
-        captured = self.program.captured()
+        captured = self.program.captured().signed()
         (allowed,) = evaluate(fitted([self.program.facts.mask], shape, captured), symbols, captured)
         return torch.broadcast_to(torch.as_tensor(allowed), (shape.q_len, shape.kv_len)).numpy()
 

@@ -124,13 +124,13 @@ def test_sums_with_contents() -> None:
         op("bitnot", op("sub", op("neg", W), 1)),
         reduce("sum", "k0", 3, op("sub", W, sym("k0"))),
         reduce("prod", "k0", 3, op("sub", W, sym("k0"))),
-        to_int(to_float(W)),
+        to_int(op("mul", to_float(W), 2.0)),
         to_int(op("mul", SCORE, 2.0)),
     ],
     ids=str,
 )
 def test_what_leaves_the_word_is_refused(grown: Expr) -> None:
-    facts = Facts(op("add", SCORE, to_float(op("mod", grown, 7))))
+    facts = Facts(op("add", SCORE, to_float(op("where", op("lt", Q, 3), grown, KV))))
     with pytest.raises(TooLarge):
         attend(facts, Captured((), (MIN,)))
 
@@ -207,3 +207,63 @@ def test_what_is_decided_becomes_a_constant() -> None:
     near = op("and_", op("le", KV, Q), far)
     assert fitted([near], SHAPE, Captured((), (MAX,))) == (op("le", KV, Q),)
     assert fitted([near], SHAPE, Captured((), (16,))) == (near,)
+
+
+def test_nothing_is_decided_by_a_number_without_a_bound() -> None:
+    """Ranges of wide shifts and of floats as integers end somewhere; the numbers themselves do not."""
+    limit = const(2**200)
+    for far in (op("shl", 1, op("add", KV, 300)), to_int(op("mul", SCORE, 1e300))):
+        with pytest.raises(TooLarge):
+            fitted([op("le", far, limit)], SHAPE, Captured())
+        with pytest.raises(TooLarge):
+            fitted([op("le", op("minimum", far, limit), KV)], SHAPE, Captured())
+    lost = op("shr", op("mul", limit, op("add", KV, 1)), W)
+    assert fitted([op("lt", lost, 1)], SHAPE, Captured((), (10**6,))) == (TRUE,)
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_floats_of_large_numbers(captured: bool) -> None:
+    """A number as a float needs no 64 bits; one beyond all floats is refused in a line."""
+    factor, given = number(2**70, captured)
+    root = op("mul", to_float(factor), SCORE)
+    (found,) = evaluate(fitted([root], SHAPE, given), {"score": torch.tensor(3.0)}, given)
+    assert float(found) == 3 * 2.0**70
+    factor, given = number(10**400, captured)
+    with pytest.raises(TooLarge) as caught:
+        fitted([op("mul", to_float(factor), SCORE)], SHAPE, given)
+    assert "2^1328" in caught.value.given and len(caught.value.given) < 100
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32, torch.uint64])
+def test_unsigned_tensors(dtype: torch.dtype) -> None:
+    table = torch.tensor([5, 200]).to(dtype)
+    wanted = Captured((torch.tensor([5, 200]),))
+    for facts in (Facts(SCORE, op("lt", KV, LIMIT)), Facts(op("add", SCORE, to_float(op("mul", LIMIT, KV))))):
+        assert torch.equal(attend(facts, Captured((table,))), attend(facts, wanted))
+    by_row = Facts(op("add", SCORE, to_float(load(0, (op("mul", Q, KV),), "int"))))
+    large = (torch.arange(70 * 70) % 256).to(dtype)
+    assert torch.equal(attend(by_row, Captured((large,))), attend(by_row, Captured((large.long(),))))
+    if dtype == torch.uint64:
+        far = Captured((torch.tensor([5, -1]).view(dtype),))
+        with pytest.raises(UnsupportedError, match="uint64"):
+            attend(Facts(SCORE, op("lt", KV, LIMIT)), far)
+
+
+def test_ragged_batches() -> None:
+    """Lengths differ: what is decided holds for all sequences, and what is refused could happen in one."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(30, 1, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    cu = torch.tensor([0, 7, 30], dtype=torch.int32)
+    sequences = cpu.packed(cu, cu)
+
+    def run(mask: Expr, captured: Captured) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs, facts = cpu.Inputs(q.detach(), k.detach(), v.detach(), captured), Facts(SCORE, mask)
+        saved = cpu.forward_sequences(facts, inputs, sequences)
+        found = cpu.backward_sequences(facts, inputs, sequences, saved, (saved.out, None))
+        return saved.out, found.dq
+
+    window = op("le", KV, op("add", Q, W))
+    for found, wanted in zip(run(window, Captured((), (MAX,))), run(TRUE, Captured()), strict=True):
+        assert torch.equal(found, wanted)
+    with pytest.raises(TooLarge):  # by the shorter sequence alone
+        run(op("lt", op("sub", op("add", KV, W), KV_LEN), MAX), Captured((), (MAX - 5,)))

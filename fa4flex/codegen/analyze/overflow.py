@@ -19,10 +19,10 @@ import torch
 from fa4flex import contents
 from fa4flex.codegen.analyze.bounds import bounds
 from fa4flex.codegen.analyze.domain import READS, Shape, numbers_read, on_host, slot_of, slots_read
-from fa4flex.codegen.analyze.rules import UNSURE, Bounds
+from fa4flex.codegen.analyze.rules import UNSURE, VAGUE, Bounds
 from fa4flex.codegen.analyze.tables import Tables
 from fa4flex.codegen.evaluate import DIVISIONS, Captured, DividedByZero
-from fa4flex.codegen.expr import CONTEXT, INDICES, Expr, const, nodes, rebuild
+from fa4flex.codegen.expr import CONTEXT, INDICES, Expr, const, nodes, rebuild, to_float
 from fa4flex.errors import UnsupportedError
 
 _SAFE = 1 << 61
@@ -40,14 +40,20 @@ class TooLarge(UnsupportedError):
 
     def __init__(self, node: Expr, ends: tuple[int, int], shape: Shape) -> None:
         self.node = node
-        low, high = ends
-        value = f"is {low}" if low == high else f"lies between {low} and {high}"
+        low, high = map(_written, ends)
+        value = f"`{node}` is {low}" if low == high else f"`{node}` lies between {low} and {high}"
+        value = f"the constant {low}" if node.op == "const" else value
         super().__init__(
-            f"`{node}` {value} at q_len={shape.q_len}, kv_len={shape.kv_len}",
+            f"{value} at q_len={shape.q_len}, kv_len={shape.kv_len}",
             "integer arithmetic that fits in 64-bit integers",
             "keep the numbers smaller: clamp them, compare before adding or multiplying, or compute in "
             "floats with .float()",
         )
+
+
+def _written(x: int) -> str:
+    """Digits tell little of a very large number, and Python refuses to write some."""
+    return str(x) if abs(x) < VAGUE else f"about {'-' if x < 0 else ''}2^{x.bit_length() - 1}"
 
 
 # --- exact ranges -----------------------------------------------------------------------------------------
@@ -130,6 +136,7 @@ def fits(roots: Sequence[Expr], shape: Shape, captured: Captured) -> bool:
 
 
 def _modest(roots: tuple[Expr, ...], shape: Shape, captured: Captured) -> bool:
+    captured = captured.signed()
     assumed = _assumed(roots, tuple([x.dtype for x in captured.operands]))
     if assumed is None or max(shape.q_len, shape.kv_len) > MODEST_LENGTH:
         return False
@@ -149,11 +156,11 @@ def _assumed(roots: tuple[Expr, ...], dtypes: Dtypes) -> _Assumed | None:
     """What suffices for all integers to fit, for any modest shape; None where nothing does."""
     wanted = integers(*roots)
     read = slots_read(*wanted)
-    narrow = {slot for slot in read if dtypes[slot] in (torch.int64, torch.uint64)}
+    narrow = {slot for slot in read if dtypes[slot] == torch.int64}
     if not _proved(roots, wanted, dtypes, narrow):
         return None
     for slot in sorted(narrow):  # most tensors are only compared, or are indices: their contents may be any
-        if dtypes[slot] == torch.int64 and _proved(roots, wanted, dtypes, narrow - {slot}):
+        if _proved(roots, wanted, dtypes, narrow - {slot}):
             narrow.remove(slot)
     whole = {node.value for node in wanted if node.op == "scalar"}
     return _Assumed(tuple(sorted(whole)), tuple(sorted(narrow)))
@@ -221,42 +228,48 @@ def _fitted(roots: tuple[Expr, ...], shape: Shape, captured: Captured) -> tuple[
     large = {node for node, (low, high) in ranges.items() if low < -_SAFE or high > _SAFE}
     if not large:
         return roots
-    decided = _decided(roots, large, shape, captured)
+    vague = {node for node in large if node.op in ("shl", "to_int") and max(map(abs, ranges[node])) >= VAGUE}
+    decidable = dict.fromkeys(
+        node
+        for node in nodes(*roots)
+        if node.args
+        and node.args[0].kind == "int"
+        and not large.isdisjoint(nodes(node))
+        and vague.isdisjoint(nodes(node))
+    )
+    decided = _decided(roots, tuple(decidable), shape, captured)
     memo: dict[Expr, Expr] = {}
     for node in nodes(*roots):
-        chosen = _chosen(node, ranges) if node in ranges else None
         if node in decided:
             memo[node] = const(decided[node])
-        elif chosen is not None and not large.isdisjoint(node.args):
-            memo[node] = memo[chosen]
         else:
-            memo[node] = rebuild(node, tuple(memo[a] for a in node.args))
+            simpler = _simpler(node, ranges, memo) if node in decidable else None
+            memo[node] = simpler or rebuild(node, tuple(memo[a] for a in node.args))
     settled = tuple(memo[root] for root in roots)
     refuse_overflow(settled, shape, captured)
     return settled
 
 
-def _decided(roots: tuple[Expr, ...], large: set[Expr], shape: Shape, captured: Captured) -> dict[Expr, bool]:
-    """Comparisons of large numbers that come out the same for every element."""
-    asked = [
-        node
-        for node in nodes(*roots)
-        if node.op in ("lt", "le", "eq", "ne", "to_bool")
-        and node.args[0].kind == "int"
-        and not large.isdisjoint(nodes(node))
-    ]
+def _decided(
+    roots: tuple[Expr, ...], decidable: Sequence[Expr], shape: Shape, captured: Captured
+) -> dict[Expr, bool]:
+    """Comparisons that come out the same for every element."""
+    asked = [node for node in decidable if node.op in ("lt", "le", "eq", "ne", "to_bool")]
     found = _ranges(roots, asked, shape.ranges(), Tables(on_host(captured, *asked)))
     return {node: bool(found[node].lo) for node in asked if found[node].lo == found[node].hi}
 
 
-def _chosen(node: Expr, ranges: Mapping[Expr, tuple[int, int]]) -> Expr | None:
-    """The argument that a minimum or maximum takes for every element, if it is one."""
+def _simpler(node: Expr, ranges: Mapping[Expr, tuple[int, int]], memo: Mapping[Expr, Expr]) -> Expr | None:
+    """The argument that a minimum or maximum takes for every element; the float that a large int becomes."""
+    if node.op == "to_float":
+        low, high = ranges[node.args[0]]
+        return to_float(const(low)) if low == high else None
     if node.op not in ("minimum", "maximum"):
         return None
     lower, upper = sorted(node.args, key=lambda x: ranges[x])
     if ranges[lower][1] > ranges[upper][0]:
         return None
-    return lower if node.op == "minimum" else upper
+    return memo[lower if node.op == "minimum" else upper]
 
 
 def _refuse_zero(roots: tuple[Expr, ...], captured: Captured) -> None:

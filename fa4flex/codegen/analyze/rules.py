@@ -29,10 +29,12 @@ class Bounds:
 
 ANY_INT = Bounds(-(1 << 70), 1 << 70)
 """An integer nothing is known of. Too wide for int64, so it only ever appears with Python ends."""
+VAGUE = 1 << 70
+"""Conversions of floats and left shifts that get here may go further."""
 UNSURE = Bounds(False, True)
 _INF = float("inf")
-_WIDEST_SHIFT = 128
-"""Shifts are exact up to here. Beyond it any number but 0 has long left 64 bits, or lost all of its bits."""
+_WIDEST_LEFT, _WIDEST_RIGHT = 128, 1 << 32
+"""Shifts are exact up to here. Shifted further left, any number but 0 is VAGUE or more."""
 # --- arithmetic on ends: Python numbers or tensors --------------------------------------------------------
 
 
@@ -173,12 +175,13 @@ def _bitwise(op: str) -> Callable[[Bounds, Bounds], Bounds]:
 def _shift(name: str) -> Callable[[Bounds, Bounds], Bounds]:
     """Extreme at corners. As in torch, a negative shift loses all bits, as too wide a one does."""
     left = name == "shl"
+    widest = _WIDEST_LEFT if left else _WIDEST_RIGHT
 
     def shifted(x: Value, step: Value) -> Value:
         return x << step if left else x >> step
 
     def rule(a: Bounds, s: Bounds) -> Bounds:
-        steps = [greatest(least(end, _WIDEST_SHIFT), 0) for end in (s.lo, s.hi)]
+        steps = [greatest(least(end, widest), 0) for end in (s.lo, s.hi)]
         lo, hi = _hull(*(shifted(x, step) for x in (a.lo, a.hi) for step in steps))
         negative = s.lo < 0
         lost = (0, 0) if left else (choose(a.lo < 0, -1, 0), choose(a.hi < 0, -1, 0))

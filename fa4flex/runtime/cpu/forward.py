@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fa4flex.codegen.analyze.facts import Facts
-from fa4flex.runtime.cpu.tiles import Block, Heads, Inputs, Span, Walk, Workspace, fitted_facts, matmul
+from fa4flex.runtime.cpu.tiles import Block, Heads, Inputs, Span, Walk, Workspace, fitted_call, matmul
 
 INFINITY = float("inf")
 
@@ -41,7 +41,7 @@ def forward(facts: Facts, inputs: Inputs) -> Forward:
     Raises UnsupportedError where integers of the mods may leave 64 bits, InputError where one is divided
     by 0.
     """
-    return attend(fitted_facts(facts, inputs.shape, inputs.captured), inputs)
+    return attend(*fitted_call(facts, inputs))
 
 
 def attend(facts: Facts, inputs: Inputs) -> Forward:

@@ -18,7 +18,7 @@ from fa4flex.errors import InputError
 from fa4flex.runtime.cpu.backward import Gradients, accumulate
 from fa4flex.runtime.cpu.captured import SharedGradients
 from fa4flex.runtime.cpu.forward import INFINITY, Forward, attend
-from fa4flex.runtime.cpu.tiles import Inputs, fitted_facts
+from fa4flex.runtime.cpu.tiles import Inputs, fitted_call
 
 Range = tuple[int, int]
 
@@ -160,7 +160,7 @@ def _statistics(result: Forward) -> tuple[Tensor, Tensor, Tensor]:
 def forward_sequences(facts: Facts, inputs: Inputs, sequences: Sequences) -> Forward:
     """`forward` of every sequence; results are laid out as the inputs are."""
     _check(inputs, sequences)
-    facts = fitted_facts(facts, _shape(inputs, sequences), inputs.captured)
+    facts, inputs = fitted_call(facts, inputs, _shape(inputs, sequences))
     result = _results(inputs, sequences.packed)
     for n, one in _each(inputs, sequences):
         part = attend(facts, one)
@@ -181,7 +181,7 @@ def backward_sequences(
 ) -> Gradients:
     """Gradients of `forward_sequences`, from upstream (dout, dlse) laid out as its out and lse."""
     _check(inputs, sequences)
-    facts = fitted_facts(facts, _shape(inputs, sequences), inputs.captured)
+    facts, inputs = fitted_call(facts, inputs, _shape(inputs, sequences))
     dout, dlse = upstream
     dq, dk, dv = (
         torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (inputs.q, inputs.k, inputs.v)

@@ -9,7 +9,7 @@ grouped-query attention a copy of k and v.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import torch
@@ -108,10 +108,17 @@ class Span:
         return slice(self.start, self.stop)
 
 
-def fitted_facts(facts: Facts, shape: Shape, captured: Captured) -> Facts:
-    """Facts of the same mods over this problem, all of whose integers fit in 64 bits. Raises TooLarge."""
-    score, mask = fitted((facts.score, facts.mask), shape, captured)
-    return facts if score is facts.score and mask is facts.mask else analyze(score, mask)
+def fitted_call(facts: Facts, inputs: Inputs, shape: Shape | None = None) -> tuple[Facts, Inputs]:
+    """The same call with all integers of its mods in int64, whose extents are `shape`'s or the inputs'.
+
+    Raises UnsupportedError where they may not fit, InputError where one is divided by a number that is 0.
+    """
+    captured = inputs.captured.signed()
+    if captured is not inputs.captured:
+        inputs = replace(inputs, captured=captured)
+    score, mask = fitted((facts.score, facts.mask), inputs.shape if shape is None else shape, captured)
+    same = score is facts.score and mask is facts.mask
+    return facts if same else analyze(score, mask), inputs
 
 
 def spans(runs: Sequence[tuple[int, int, bool]], tile: int, kv_len: int, limit: int) -> list[Span]:
