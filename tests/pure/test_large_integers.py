@@ -8,8 +8,10 @@ import pytest
 import torch
 from mask_zoo import KV, KV_LEN, Q, op
 
+from fa4flex.codegen.analyze.bounds import Bounds, bounds
 from fa4flex.codegen.analyze.facts import SCORE, Facts
 from fa4flex.codegen.analyze.overflow import TooLarge, fits, fitted
+from fa4flex.codegen.analyze.tables import Tables
 from fa4flex.codegen.analyze.tiles import Shape, tile_map
 from fa4flex.codegen.blame import dress
 from fa4flex.codegen.evaluate import Captured, DividedByZero, PastTheEnd, evaluate
@@ -267,3 +269,15 @@ def test_ragged_batches() -> None:
         assert torch.equal(found, wanted)
     with pytest.raises(TooLarge):  # by the shorter sequence alone
         run(op("lt", op("sub", op("add", KV, W), KV_LEN), MAX), Captured((), (MAX - 5,)))
+
+
+@pytest.mark.parametrize("value", [2**60 + 2**36 + 1, -(2**60) - 2**36 - 1, 2**63 - 1, 2**53 + 1])
+def test_ranges_of_floats_hold_for_both_ways_of_rounding(value: int) -> None:
+    """int64 to float32 rounds once; by way of float64 it rounds twice, and may end elsewhere."""
+    table = torch.tensor([value, value])
+    tables = Tables(Captured((table,), (value,)))
+    for point in (Bounds(0, 0), Bounds(torch.tensor([0]), torch.tensor([1]))):
+        for node in (load(0, (Q,), "int"), W):
+            (found,) = bounds([to_float(node)], {"q": point}, tables)
+            for rounded in (table.float().double(), table.double().float().double(), table.double()):
+                assert bool(((found.lo <= rounded) & (rounded <= found.hi)).all())

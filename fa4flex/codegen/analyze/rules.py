@@ -366,8 +366,13 @@ def _where(c: Bounds, a: Bounds, b: Bounds) -> Bounds:
 
 def _to_float(a: Bounds) -> Bounds:
     """An int is rounded once, or to float64 and then to float32: large ones may differ."""
-    single = [x.float().double() if isinstance(x, Tensor) else real(x) for x in (a.lo, a.hi)]
-    return rounded(least(real(a.lo), single[0]), greatest(real(a.hi), single[1]))
+    return rounded(least(real(a.lo), _single(a.lo)), greatest(real(a.hi), _single(a.hi)))
+
+
+def _single(x: Value) -> Tensor:
+    if not isinstance(x, Tensor) and -(1 << 63) <= x < 1 << 63:
+        x = torch.tensor(x)
+    return x.float().double() if isinstance(x, Tensor) else real(x)
 
 
 def _bool_to_int(a: Bounds) -> Bounds:
