@@ -281,3 +281,21 @@ def test_ranges_of_floats_hold_for_both_ways_of_rounding(value: int) -> None:
             (found,) = bounds([to_float(node)], {"q": point}, tables)
             for rounded in (table.float().double(), table.double().float().double(), table.double()):
                 assert bool(((found.lo <= rounded) & (rounded <= found.hi)).all())
+
+
+def test_gradients_of_what_was_decided() -> None:
+    bias = torch.randn(1, 139, dtype=torch.float64)
+    read = load(0, (sym("h"), op("add", op("sub", Q, KV), 69)), "float")
+    plain = Facts(op("add", SCORE, read), op("le", KV, Q))
+    inside = op("le", KV, op("add", Q, W))
+    chosen = op("where", inside, op("add", SCORE, read), op("mul", SCORE, op("to_float", op("mul", W, KV))))
+    large = Facts(chosen, op("and_", inside, op("le", KV, Q)))
+    q, k, v = (torch.randn(1, 1, 70, 8, dtype=torch.float64) for _ in range(3))
+    found = []
+    for facts in (plain, large):
+        inputs = cpu.Inputs(q, k, v, Captured((bias,), (MAX,)))
+        saved = cpu.forward(facts, inputs)
+        gradients = cpu.backward(facts, inputs, saved, v, None, [0])
+        found.append((saved.out, gradients.dq, gradients.dk, gradients.operands[0]))
+    for x, y in zip(*found, strict=True):
+        torch.testing.assert_close(x, y)
