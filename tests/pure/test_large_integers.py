@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from mask_zoo import KV, KV_LEN, Q, op
 
+import fa4flex
 from fa4flex.codegen.analyze.bounds import Bounds, bounds
 from fa4flex.codegen.analyze.facts import SCORE, Facts
 from fa4flex.codegen.analyze.overflow import TooLarge, fits, fitted
@@ -16,7 +20,7 @@ from fa4flex.codegen.analyze.tiles import Shape, tile_map
 from fa4flex.codegen.blame import dress
 from fa4flex.codegen.evaluate import Captured, DividedByZero, PastTheEnd, evaluate
 from fa4flex.codegen.expr import FALSE, TRUE, Expr, const, load, reduce, scalar, sym, to_float, to_int
-from fa4flex.errors import InputError, Origin, UnsupportedError
+from fa4flex.errors import Fa4flexError, InputError, Origin, UnsupportedError
 from fa4flex.runtime import cpu
 
 SHAPE = Shape(2, 1, 70, 70)
@@ -299,3 +303,43 @@ def test_gradients_of_what_was_decided() -> None:
         found.append((saved.out, gradients.dq, gradients.dk, gradients.operands[0]))
     for x, y in zip(*found, strict=True):
         torch.testing.assert_close(x, y)
+
+
+ENDS, EDGE, HUGE, ZERO = torch.tensor([5, MAX]), MAX, 2**70, 0
+EVERY_KEY: list[Callable[..., Any]] = [
+    lambda b, h, q, kv: q - kv <= EDGE,
+    lambda b, h, q, kv: kv <= q + sys.maxsize,
+    lambda b, h, q, kv: abs(q - kv) <= sys.maxsize,
+    lambda b, h, q, kv: (q - kv).abs() <= EDGE,
+    lambda b, h, q, kv: kv < (q + EDGE).clamp(max=70),
+    lambda b, h, q, kv: q - kv <= HUGE,
+    lambda b, h, q, kv: kv < 2**70,
+    lambda b, h, q, kv: kv < q + abs(MIN),
+    lambda b, h, q, kv: kv < -(kv * 0 + MIN),
+    lambda b, h, q, kv: kv < (ENDS + q).sum(),
+]
+REFUSED: list[tuple[Callable[..., Any], type[Exception]]] = [
+    (lambda b, h, q, kv: kv < q + ENDS[b], UnsupportedError),
+    (lambda b, h, q, kv: kv < (q * 1e30).long(), UnsupportedError),
+    (lambda b, h, q, kv: kv <= 2**q, UnsupportedError),
+    (lambda b, h, q, kv: kv // 0 <= q, InputError),
+    (lambda b, h, q, kv: kv % ZERO <= q, InputError),
+]
+
+
+@pytest.mark.parametrize("mask", EVERY_KEY)
+def test_every_key_as_users_write_it(mask: Callable[..., Any]) -> None:
+    program = fa4flex.compile(mask=mask).program
+    assert torch.equal(attend(program.facts, program.captured()), attend(Facts(), Captured()))
+
+
+@pytest.mark.parametrize(("mask", "error"), REFUSED)
+def test_refused_as_users_write_it(mask: Callable[..., Any], error: type[Exception]) -> None:
+    program = fa4flex.compile(mask=mask).program
+    assert program.mask is not None
+    with pytest.raises(error) as caught:
+        attend(program.facts, program.captured())
+    assert isinstance(caught.value, Fa4flexError)
+    dress(caught.value, [x.name for x in program.operands], program.scalar_names, program.mask.origins)
+    assert caught.value.where is not None and caught.value.where.line == mask.__code__.co_firstlineno
+    assert not re.search(r"\b[ts]\d\b", caught.value.given)
