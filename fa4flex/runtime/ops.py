@@ -17,8 +17,6 @@ import torch
 from torch import Tensor
 
 from fa4flex.codegen.analyze.facts import Facts
-from fa4flex.codegen.analyze.overflow import refuse_overflow
-from fa4flex.codegen.analyze.tiles import Shape
 from fa4flex.codegen.evaluate import Captured
 from fa4flex.codegen.expr import walk
 from fa4flex.errors import UnsupportedError
@@ -251,12 +249,8 @@ def _inputs(
     numbers: tuple[float, Tensor | None],
 ) -> cpu.Inputs:
     scale, sinks = numbers
-    q, k, _ = qkv
+    q = qkv[0]
     captured = published.captured(operands, scalars)
-    # Packed tensors have no batch dimension; all their tokens bound the length of any sequence.
-    batch, heads = q.shape[:2] if q.ndim == 4 else (q.shape[0], q.shape[1])
-    shape = Shape(batch, heads, q.shape[-2 if q.ndim == 4 else 0], k.shape[-2 if q.ndim == 4 else 0])
-    refuse_overflow((published.facts.score, published.facts.mask), shape, captured)
     precision = published.precision
     return cpu.Inputs(
         *qkv,
