@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
+from fa4flex.codegen.blame import dress
 from fa4flex.codegen.build import Program
 from fa4flex.errors import Fa4flexError, InputError, UnsupportedError
 from fa4flex.primitives.blocks import BlockMap
@@ -152,9 +153,15 @@ def _run(
         from fa4flex.runtime.graphs import run
 
         return run(variant, qkv, varlen, paging, statistics)
+    now: launch.Calling | None = None
     try:
-        return launch.run(launch.calling(variant, caller), *qkv, varlen, paging, statistics)
+        now = launch.calling(variant, caller)
+        return launch.run(now, *qkv, varlen, paging, statistics)
     except Fa4flexError as error:
+        if now is not None:
+            trace = now.prepared.trace
+            origins = [traced.origins for traced in (trace.score, trace.mask) if traced is not None]
+            dress(error, [operand.name for operand in trace.operands], trace.scalar_names, *origins)
         error.add_note(f"in Attention({variant!r})")
         raise
 

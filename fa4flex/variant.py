@@ -170,7 +170,7 @@ def _check_types(options: dict[str, Any]) -> None:
     for name, value in options.items():
         types, expected, fix = _TYPES[name]
         if not isinstance(value, types):
-            raise InputError(f"{name} is a {kind_of(value)}", expected, fix)
+            raise InputError(f"{name} is a {'Tensor' if isinstance(value, Tensor) else kind_of(value)}", expected, fix)
 
 
 def _check_scale(scale: Any) -> None:

@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fa4flex.codegen.analyze.overflow import refuse_overflow
-from fa4flex.codegen.analyze.tiles import Shape
 from fa4flex.errors import UnsupportedError
 from fa4flex.runtime import cpu
 from fa4flex.runtime.cuda.backward import Saved, run_backward
@@ -144,10 +142,6 @@ def _blockwise_backward(
 def _inputs(program: Published, given: Tensors, numbers: Numbers) -> cpu.Inputs:
     q, k, v = given[:3]
     captured = program.captured(given.operands, numbers)
-    # Packed tensors have no batch dimension; all their tokens bound the length of any sequence.
-    batch, heads = q.shape[:2] if q.ndim == 4 else (q.shape[0], q.shape[1])
-    shape = Shape(batch, heads, q.shape[-2 if q.ndim == 4 else 0], k.shape[-2 if q.ndim == 4 else 0])
-    refuse_overflow((program.facts.score, program.facts.mask), shape, captured)
     return cpu.Inputs(
         q,
         k,

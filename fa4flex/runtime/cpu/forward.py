@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fa4flex.codegen.analyze.facts import Facts
-from fa4flex.runtime.cpu.tiles import Block, Heads, Inputs, Span, Walk, Workspace, matmul
+from fa4flex.runtime.cpu.tiles import Block, Heads, Inputs, Span, Walk, Workspace, fitted_call, matmul
 from fa4flex.runtime.layouts import empty_output
 
 INFINITY = float("inf")
@@ -37,7 +37,16 @@ class Forward:
 
 @torch.no_grad()
 def forward(facts: Facts, inputs: Inputs) -> Forward:
-    """Attention of `inputs` under the score and mask of `facts`. Deterministic."""
+    """Attention of `inputs` under the score and mask of `facts`. Deterministic.
+
+    Raises UnsupportedError where integers of the mods may leave 64 bits, InputError where one is divided
+    by 0.
+    """
+    return attend(*fitted_call(facts, inputs))
+
+
+def attend(facts: Facts, inputs: Inputs) -> Forward:
+    """`forward` of facts whose integers fit in 64 bits."""
     batch, heads, q_len, _ = inputs.q.shape
     out = empty_output(inputs.q, inputs.v.shape[3], inputs.output or inputs.q.dtype).zero_()
     lse = torch.full((batch, heads, q_len), -INFINITY, dtype=inputs.precision)
