@@ -1,8 +1,8 @@
-"""What scripts/torch_flex_tests.py and scripts/gym_tests.py share: they run another project's tests on fa4flex.
+"""Run another project's tests on fa4flex: what torch_flex_tests.py and gym_tests.py share.
 
-Worker processes collect the tests with pytest and run those that are asked for, one at a time: a case that takes
-too long is ended with its process, and a new one goes on. Each case that does not pass must be matched by a
-`Reason`; one that is not matched makes the script fail.
+Worker processes collect the tests with pytest and run those that are asked for, one at a time: a case that
+takes too long is ended with its process, and a new one goes on. Each case that does not pass must be matched
+by a `Reason`; one that is not makes the script fail.
 """
 
 from __future__ import annotations
@@ -37,21 +37,28 @@ KINDS = (
     "crash",
     "not applicable",
 )
-"""How a case can end. Without a call: the test never reached fa4flex, and says nothing about it."""
+"""The ends of a case. One that passed without a call never reached fa4flex, and says nothing about it."""
 
-NUMBERS = re.compile(r"not close|not equal|Compiled error|with NaN|non-finite|exceeds\s+reference|is not true")
-"""What assertions about numbers say."""
+NUMBERS = re.compile(r"Tensor-likes are not|not close|[Ee]rror|NaN|non-finite|is not true|are not equal$")
+"""Words of assertions about numbers. Where one says only "False is not true", the worst is assumed."""
 
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a case does not pass. `pattern` is searched in "case\\nkind: error"; `modes` are those it holds in,
-    all where empty. `defect` says that fa4flex is to be changed, and not the test that is out of place."""
+    """A reason for which cases do not pass.
+
+    pattern   is searched in "case\\nkind: error"
+    words     what the tables say
+    modes     those in which it holds; all where empty
+    defect    fa4flex is to be changed; otherwise the test does not apply to it
+    kind      how the case ends, where its error does not say it
+    """
 
     pattern: str
     words: str
     modes: tuple[str, ...] = ()
     defect: bool = False
+    kind: str = ""
 
     def holds(self, outcome: Outcome) -> bool:
         text = f"{outcome.case}\n{outcome.kind}: {outcome.error}"
@@ -70,7 +77,7 @@ class Outcome:
 
 
 class Suite(Protocol):
-    """What a script says about the tests that it runs."""
+    """The tests that a script runs, and how they are made to call fa4flex."""
 
     files: Sequence[Path]
     reasons: Sequence[Reason]
@@ -78,7 +85,7 @@ class Suite(Protocol):
     def prepare(self, mode: str) -> None:
         """Replace what the tests import. Called once in a worker, before the tests are imported."""
 
-    def attempts(self) -> Iterator[contextlib.AbstractContextManager[None]]:
+    def attempts(self, case: str) -> Iterator[contextlib.AbstractContextManager[None]]:
         """The ways in which a case is run, one after another until it called fa4flex."""
 
     def called(self) -> bool:
@@ -110,7 +117,7 @@ class _Worker:
     def _run(self, item: Any) -> Outcome:
         from _pytest.runner import runtestprotocol
 
-        for attempt in self.suite.attempts():
+        for attempt in self.suite.attempts(item.name):
             self.failure = None
             with attempt:
                 reports = runtestprotocol(item, nextitem=None, log=False)
@@ -182,7 +189,7 @@ class _Process:
         theirs_in, ours_out = os.pipe()
         ours_in, theirs_out = os.pipe()
         command = [*self.command, "--worker", f"{theirs_in},{theirs_out}"]
-        self.log = tempfile.TemporaryFile()
+        self.log = tempfile.TemporaryFile()  # noqa: SIM115 - for as long as the process runs
         self.process = subprocess.Popen(
             command, pass_fds=(theirs_in, theirs_out), stdout=self.log, stderr=subprocess.STDOUT
         )
@@ -249,10 +256,9 @@ def explained(outcomes: Sequence[Outcome], reasons: Sequence[Reason]) -> list[Ou
         if not outcome.kind.startswith("passed"):
             for reason in reasons:
                 if reason.holds(outcome):
-                    outcome = replace(outcome, reason=reason.words, defect=reason.defect)
+                    kind = reason.kind or (outcome.kind if reason.defect else "not applicable")
+                    outcome = replace(outcome, kind=kind, reason=reason.words, defect=reason.defect)
                     break
-            if outcome.reason and not outcome.defect:
-                outcome = replace(outcome, kind="not applicable")
         result.append(outcome)
     return result
 
@@ -274,7 +280,9 @@ def table(outcomes: Sequence[Outcome]) -> str:
     groups: dict[tuple[str, ...], list[Outcome]] = {}
     for x in outcomes:
         if not x.kind.startswith("passed"):
-            words = ("to be changed: " if x.defect else "") + x.reason if x.reason else f"UNEXPECTED: {x.error}"
+            words = (
+                ("to be changed: " if x.defect else "") + x.reason if x.reason else f"UNEXPECTED: {x.error}"
+            )
             groups.setdefault((x.mode, x.kind, words.replace("|", "\\|")[:300]), []).append(x)
     for (mode, kind, words), group in sorted(groups.items(), key=lambda pair: (pair[0][0], -len(pair[1]))):
         lines.append(f"| {mode} | {kind} | {words} | {len(group)} | {group[0].case} |")

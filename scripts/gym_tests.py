@@ -3,8 +3,9 @@
     pip install attn-gym
     python scripts/gym_tests.py ~/attention-gym --mode eager aot_eager --out results
 
-The argument is a checkout of attention-gym, or test files of it. Calls of flex_attention in its tests and in the
-package run on fa4flex; tensors that a test makes on a GPU are made on the CPU. In mode "eager" nothing is compiled.
+The argument is a checkout of attention-gym, or test files of it. Calls of flex_attention in its tests and in
+the package run on fa4flex; tensors that a test makes on a GPU are made on the CPU. In mode "eager" nothing is
+compiled.
 """
 
 from __future__ import annotations
@@ -22,13 +23,19 @@ from typing import Any
 from foreign_tests import Reason, Suite, arguments, compiled, main
 
 MODES = ("eager", "aot_eager", "inductor")
-REASONS: tuple[Reason, ...] = ()
+REASONS = (
+    Reason(r"requires SM100", "is about a kernel of torch"),
+    Reason(r"kernel_options", "kernel_options other than BLOCK_M with BLOCK_N", defect=True),
+)
 ON_THE_CPU = {
     '"cuda"': '"cpu"',
     "torch.cuda.is_available()": "True",
     "torch.cuda.get_device_capability()": "(9, 0)",
     ".is_cuda": ".is_cpu",
+    "    B=16,\n    H=16,\n    W=128,\n": "    B=1,\n    H=2,\n    W=32,\n",
 }
+"""What is replaced in the tests; the last makes 256 heads of 16,384 tokens 2 heads of 1,024."""
+
 
 calls = [0]
 
@@ -67,7 +74,7 @@ class Tests(Suite):
         torch.compile = compile
         self.files = _on_the_cpu(self.files)
 
-    def attempts(self) -> Iterator[contextlib.AbstractContextManager[None]]:
+    def attempts(self, case: str) -> Iterator[contextlib.AbstractContextManager[None]]:
         calls[0] = 0
         yield contextlib.nullcontext()
 
