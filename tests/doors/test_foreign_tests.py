@@ -1,4 +1,4 @@
-"""The scripts that run other projects' tests on fa4flex: how each case ends, and which ends are unexpected."""
+"""The scripts that run other projects' tests on fa4flex: how each case ends, and which are unexpected."""
 
 from __future__ import annotations
 
