@@ -39,7 +39,7 @@ KINDS = (
 )
 """The ends of a case. One that passed without a call never reached fa4flex, and says nothing about it."""
 
-NUMBERS = re.compile(r"Tensor-likes are not|not close|[Ee]rror|NaN|non-finite|is not true|are not equal$")
+NUMBERS = re.compile(r"are not close|(Compiled|[Rr]ef|reference) error|exceeds|NaN|non-finite|is not true")
 """Words of assertions about numbers. Where one says only "False is not true", the worst is assumed."""
 
 
@@ -152,7 +152,7 @@ def _describe(error: BaseException) -> tuple[str, str]:
     words = f"{type(chain).__name__}: {chain}".strip()
     if seen is not None and seen is not chain:
         words = f"{type(seen).__name__}: {seen} | seen as {words}"
-    words = " ".join(words.split())[:600]
+    words = " ".join(words.split()).split(" from user code: ")[0][:600]
     if isinstance(chain, AssertionError) and seen is None:
         return ("wrong result" if NUMBERS.search(str(chain)) else "failed assertion"), words
     return ("fa4flex error" if seen is not None else "raw error"), words

@@ -25,7 +25,7 @@ from foreign_tests import Reason, Suite, arguments, compiled, main
 MODES = ("eager", "aot_eager", "inductor")
 REASONS = (
     Reason(r"requires SM100", "is about a kernel of torch"),
-    Reason(r"kernel_options", "kernel_options other than BLOCK_M with BLOCK_N", defect=True),
+    Reason(r"Error: kernel_options", "kernel_options other than BLOCK_M with BLOCK_N", defect=True),
 )
 ON_THE_CPU = {
     '"cuda"': '"cpu"',

@@ -30,6 +30,7 @@ FILES = ("test_flex_attention.py", "test_flex_decoding.py")
 ON_A_GPU = ("Requires Triton", "Skip on CPU", "Requires A100")
 """How PyTorch's reasons begin for skipping, on a CPU, tests that fa4flex can run there."""
 
+COMPILED = ("aot_eager", "inductor")
 FAILED = "failed assertion"
 REASONS = (
     # what looks at torch itself, or at a GPU
@@ -59,7 +60,18 @@ REASONS = (
     ),
     Reason(r"TraceError: .* returned a bool", "a score_mod that returns a bool is refused in words"),
     # what fa4flex is to learn
-    Reason(r"kernel_options", "kernel_options other than BLOCK_M with BLOCK_N", defect=True),
+    Reason(r"ClosureConversionError", "mods made inside a compiled function", COMPILED, True),
+    Reason(r"'BlockMask' object has no attr", "BlockMasks made inside a compiled function", COMPILED, True),
+    Reason(r"Observed exception", "two calls in one graph", COMPILED, True),
+    Reason(r"assume_constant_result", "options whose values are dynamic", COMPILED, True),
+    Reason(r"super\(\)", "errors that Dynamo cannot make", COMPILED, True, FAILED),
+    Reason(
+        r"test_(builtin_score_mods_(automatic_)?dynamic|free_symbol|do_not_trigger)[^|]*Scalars are not equal",
+        "too many compilations",
+        COMPILED,
+        True,
+    ),
+    Reason(r"Error: kernel_options", "kernel_options other than BLOCK_M with BLOCK_N", defect=True),
     Reason(
         r"InputError: mixed dtypes|test_mixed_dtype", "mixed dtypes, without and under autocast", defect=True
     ),
