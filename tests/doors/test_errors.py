@@ -30,6 +30,11 @@ def packed(tokens: int = 16, h: int = 4, d: int = 8) -> tuple[Tensor, Tensor, Te
     return rand(tokens, h, d), rand(tokens, h, d), rand(tokens, h, d)
 
 
+def nested_tensor() -> Tensor:
+    """[2, 4, ragged, 8], as torch makes it of two sequences."""
+    return torch.nested.nested_tensor([rand(3, 4, 8), rand(2, 4, 8)], layout=torch.jagged).transpose(1, 2)
+
+
 def cu(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
@@ -44,11 +49,17 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         InputError,
         "mixed dtypes: q float32.*k float16",
     ),
+    "nested tensors": (
+        lambda: fa4flex.flex_attention(*[nested_tensor()] * 3),
+        NotImplementedError,
+        "flex_attention does not support NestedTensor inputs.*Varlen",
+    ),
     "integer dtype": (lambda: plain(*(x.int() for x in dense())), UnsupportedError, "torch.int32.*bfloat16"),
     "device mix": (
         lambda: plain(rand(1, 1, 4, 8), rand(1, 1, 4, 8).to("meta"), rand(1, 1, 4, 8)),
         InputError,
-        "q on cpu, k on meta",
+        "Expected query, key, and value to have the same device type, but got "
+        "query.device: cpu, key.device: meta, and value.device: cpu instead.",
     ),
     "other device": (
         lambda: plain(*(x.to("meta") for x in dense())),
