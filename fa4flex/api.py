@@ -107,9 +107,7 @@ class Attention:
     def __reduce__(self) -> Any:
         return _loaded, (self.variant,)
 
-    def explain(
-        self, q_len: int = 4096, kv_len: int | None = None, arch: str | None = None
-    ) -> Explanation:
+    def explain(self, q_len: int = 4096, kv_len: int | None = None, arch: str | None = None) -> Explanation:
         """In words: what was composed, what was proved and what is evaluated, and why, at these lengths."""
         from fa4flex.view.explain import explain
 

@@ -152,7 +152,9 @@ def check_packed(q: Tensor, k: Tensor, v: Tensor, varlen: Varlen | None, sequenc
     _check_heads(q, k, v)
     if varlen is not None and not torch.compiler.is_compiling():
         varlen.check(q.shape[0], k.shape[0])
-    return Sizes(sequences if varlen is None else varlen.sequences, q.shape[1], k.shape[1], q.shape[0], k.shape[0])
+    return Sizes(
+        sequences if varlen is None else varlen.sequences, q.shape[1], k.shape[1], q.shape[0], k.shape[0]
+    )
 
 
 def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -311,4 +311,3 @@ def _value(x: Any) -> Any:
     if isinstance(x, Tensor):
         return float(x.item())
     return float(x) if isinstance(x, (float, torch.SymFloat)) else int(x)
-

@@ -191,7 +191,11 @@ class Plain:
         return found
 
     def backward(
-        self, tensors: Sequence[Tensor | None], upstream: list[Tensor], saved: Sequence[Tensor], needs: list[int]
+        self,
+        tensors: Sequence[Tensor | None],
+        upstream: list[Tensor],
+        saved: Sequence[Tensor],
+        needs: list[int],
     ) -> list[Tensor]:
         given, floats = self._given(tensors)
         if self.floats is not None:
@@ -267,9 +271,7 @@ class _Gradients(torch.autograd.Function):
         )
 
 
-def attend(
-    program: Published, given: Tensors, numbers: Numbers, max_scores: bool, observed: bool
-) -> Forward:
+def attend(program: Published, given: Tensors, numbers: Numbers, max_scores: bool, observed: bool) -> Forward:
     """One call, with gradients where autograd wants some. `observed`: something traces or intercepts
     operators, which then see one."""
     q, k, v, sinks, lengths, operands = given
@@ -295,8 +297,10 @@ def _wants_gradient(*tensors: Tensor | None) -> bool:
 def _numbers_of(ints: Sequence[int], floats: Sequence[Tensor], scale: float | None) -> Numbers:
     """From an operator's arguments. The floats lie on the host: reading them waits for nothing."""
     values = tuple([float(x) for x in floats])
-    return Numbers(tuple(ints), values, scale) if scale is not None else Numbers(
-        tuple(ints), values[:-1], values[-1]
+    return (
+        Numbers(tuple(ints), values, scale)
+        if scale is not None
+        else Numbers(tuple(ints), values[:-1], values[-1])
     )
 
 

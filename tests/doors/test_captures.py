@@ -278,7 +278,9 @@ def test_replaced_parameters_are_read_and_trained() -> None:
     given, module = qkv(), Owner()
     attn = fa4flex.compile(module.by_parameter)
     trained(module, given, attn)
-    module.load_state_dict({name: torch.randn_like(x) for name, x in module.state_dict().items()}, assign=True)
+    module.load_state_dict(
+        {name: torch.randn_like(x) for name, x in module.state_dict().items()}, assign=True
+    )
     module.requires_grad_()
     trained(module, given, attn)
     module.bias = nn.Parameter(torch.randn(H))
@@ -332,9 +334,7 @@ def test_a_module_of_another_size_or_dtype_is_traced_anew() -> None:
     given, module = qkv(), Owner()
     attn = fa4flex.compile(lambda s, b, h, q, k: s + (module.bias * 2)[h])
     module.bias = nn.Parameter(torch.randn(5).double())
-    torch.testing.assert_close(
-        attn(*given), formula(given, 2 * module.bias[:H, None, None].float()), **CLOSE
-    )
+    torch.testing.assert_close(attn(*given), formula(given, 2 * module.bias[:H, None, None].float()), **CLOSE)
 
 
 # --- what a trace depends on ----------------------------------------------------------------------------------
@@ -365,7 +365,10 @@ def test_an_extent_that_the_mod_depends_on_needs_one() -> None:
 
 
 def test_named_variants_share_traces() -> None:
-    assert traces([fa4flex.compile(softcap(c), causal & sliding_window(w)) for c, w in ((9.0, 2), (3.0, 7))]) == 1
+    assert (
+        traces([fa4flex.compile(softcap(c), causal & sliding_window(w)) for c, w in ((9.0, 2), (3.0, 7))])
+        == 1
+    )
     assert traces([fa4flex.compile(alibi(torch.rand(n))) for n in (2, 4)]) == 1
 
 

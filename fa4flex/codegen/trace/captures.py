@@ -68,7 +68,10 @@ class Recipe:
     def key(self) -> Hashable:
         """Equal for two recipes that do the same to the same tensors."""
         owner = getattr(self.function, "__self__", None)
-        called = id(owner) if owner is not None else None, getattr(self.function, "__name__", id(self.function))
+        called = (
+            id(owner) if owner is not None else None,
+            getattr(self.function, "__name__", id(self.function)),
+        )
         given = map_leaves((self.args, dict(self.kwargs)), _leaf_key)
         return called, _hashable(given), self.output, self.grad
 
@@ -134,7 +137,9 @@ class Operand:
     def at(self, bases: Sequence[Tensor]) -> Operand:
         """The same operand with positions in `bases` in place of its tensors: it holds none of them."""
         places = {id(x): Place(i) for i, x in enumerate(bases)}
-        recipe = None if self.recipe is None else self.recipe.exchanged(Tensor, lambda x: places.get(id(x), x))
+        recipe = (
+            None if self.recipe is None else self.recipe.exchanged(Tensor, lambda x: places.get(id(x), x))
+        )
         return replace(self, base=None if self.base is None else places[id(self.base)], recipe=recipe)
 
     def of(self, bases: Sequence[Tensor]) -> Operand:

@@ -204,9 +204,7 @@ class Lifter:
             lifted.__defaults__ = tuple(self.lift(x, n, inside.item(i)) for i, (x, n) in enumerate(named))
         if keyword:
             inside = path.attribute("__kwdefaults__")
-            lifted.__kwdefaults__ = {
-                key: self.lift(x, key, inside.item(key)) for key, x in keyword.items()
-            }
+            lifted.__kwdefaults__ = {key: self.lift(x, key, inside.item(key)) for key, x in keyword.items()}
 
     def _cells(
         self, function: FunctionType, path: Path
@@ -289,7 +287,9 @@ class Lifter:
             self._guard("length", path, len(thing))
             fields = getattr(thing, "_fields", None)
             names = [f"{name}.{f}" for f in fields] if fields else [f"{name}[{i}]" for i in range(len(thing))]
-            lifted = [self.lift(x, n, path.item(i)) for i, (x, n) in enumerate(zip(thing, names, strict=True))]
+            lifted = [
+                self.lift(x, n, path.item(i)) for i, (x, n) in enumerate(zip(thing, names, strict=True))
+            ]
             return type(thing)(*lifted) if hasattr(thing, "_fields") else tuple(lifted)
         return self._as_it_is(thing, path)
 
