@@ -179,8 +179,8 @@ def compile(
     score_mod  any FlexAttention score_mod, a fa4flex score mod, or a chain of them with `>>`
     mask       any FlexAttention mask_mod, fa4flex masks combined with `&`, `|`, `~`, or a torch BlockMask
     blocks     a block-sparse map (fa4flex.BlockMap or BlockMask); `mask` then decides in partial blocks only
-    sinks      [Hq] floating tensor: a learnable logit per head in the softmax's denominator; or a function that
-               returns it, asked at each call
+    sinks      [Hq] floating tensor: a learnable logit per head in the softmax's denominator; or a function
+               that returns it, asked at each call
     scale      multiplies q.k; default 1 / sqrt(head_dim)
     layout     "bhsd" (PyTorch) or "bshd" (FlashAttention)
     precision, schedule   see fa4flex.Precision and fa4flex.Schedule

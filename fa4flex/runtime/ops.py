@@ -1,7 +1,7 @@
 """The registered torch operators `fa4flex::attention` and its backward, and the same calls without them.
 
-An operator's arguments are tensors and plain numbers, so a program enters as its text. Captured tensors travel
-as an argument, so that autograd, torch.compile and functionalisation see them. Where nothing traces or
+An operator's arguments are tensors and plain numbers, so a program enters as its text. Captured tensors are
+an argument, so that autograd, torch.compile and functionalisation see them. Where nothing traces or
 intercepts operators, `attend` goes past them, straight to what computes: that is what eager calls do.
 """
 
@@ -29,8 +29,8 @@ where it is not asked for."""
 library = torch.library.Library("fa4flex", "DEF")
 library.define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor[] operands, Tensor? sinks, Tensor? cu_seqlens_q,"
-    " Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, str program, SymInt[] ints, Tensor[] floats,"
-    " float? scale, bool max_scores) -> (Tensor, Tensor, Tensor, Tensor)",
+    " Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, str program, SymInt[] ints,"
+    " Tensor[] floats, float? scale, bool max_scores) -> (Tensor, Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 library.define(
@@ -267,7 +267,7 @@ class _Gradients(torch.autograd.Function):
         raise UnsupportedError(
             "a second derivative of attention",
             "first derivatives",
-            "leave out create_graph=True, or take the second derivative of the dense formula in plain PyTorch",
+            "leave out create_graph=True, or differentiate the dense formula twice, in plain PyTorch",
         )
 
 
@@ -284,7 +284,7 @@ def attend(program: Published, given: Tensors, numbers: Numbers, max_scores: boo
     if not torch.is_grad_enabled() or not _wants_gradient(q, k, v, sinks, *operands):
         return forward(program, given, numbers, max_scores)
     plain = Plain(program, len(operands), numbers.ints, numbers.floats, numbers.scale, max_scores)
-    return _Attend.apply(plain, q, k, v, sinks, *lengths, *operands)  # type: ignore[no-any-return]
+    return _Attend.apply(plain, q, k, v, sinks, *lengths, *operands)
 
 
 def _wants_gradient(*tensors: Tensor | None) -> bool:
@@ -313,7 +313,7 @@ def _attention(
     *rest: Any,
 ) -> Forward:
     *lengths, program, ints, floats, scale, max_scores = rest
-    given = Tensors(q, k, v, sinks, tuple(lengths), tuple(operands))  # type: ignore[arg-type]
+    given = Tensors(q, k, v, sinks, tuple(lengths), tuple(operands))
     return forward(read(program), given, _numbers_of(ints, floats, scale), max_scores)
 
 
@@ -344,7 +344,7 @@ def _attention_with_gradients(
     tensors = (q, k, v, sinks, *lengths, *operands, *floats)
     if not torch.is_grad_enabled() or not _wants_gradient(q, k, v, sinks, *operands):
         return plain.forward(*tensors)
-    return _Attend.apply(plain, *tensors)  # type: ignore[no-any-return]
+    return _Attend.apply(plain, *tensors)
 
 
 def _backward_below(*args: Any) -> list[Tensor]:

@@ -93,7 +93,7 @@ def from_tensor(tensor: Tensor) -> Value:
     state.see(id(tensor), "element")
     kind = kind_of(tensor.dtype)
     slot = state.captures.slot(recipe or tensor, _name(tensor, recipe), tensor)
-    dims = tuple(Dim(state.axis_of(tensor), extent) for extent in tensor.shape)
+    dims = tuple(Dim(state.axis_of(tensor, d), extent) for d, extent in enumerate(tensor.shape))
     return Value(load(slot, [sym(dim.axis) for dim in dims if dim.axis], kind), dims, tensor.dtype)
 
 

@@ -433,8 +433,9 @@ class Lifter:
             for key in self._looked_at(vars(thing)):
                 self._pin(vars(thing)[key], f"{name}.{key}", path.attribute("__dict__").item(key))
         elif type(thing) in (list, tuple, dict) and any(isinstance(x, Tensor) for x in _items(thing)):
-            for key, x in thing.items() if isinstance(thing, dict) else enumerate(thing):
-                self._pin(x, f"{name}[{key!r}]", path.item(key))
+            pairs = thing.items() if isinstance(thing, dict) else enumerate(thing)
+            for at, x in pairs:
+                self._pin(x, f"{name}[{at!r}]", path.item(at))
         else:
             self._as_it_is(thing, path)
 
