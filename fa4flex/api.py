@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from fa4flex.codegen.blame import dress
-from fa4flex.codegen.build import Program
+from fa4flex.codegen.build import Program, Trace
 from fa4flex.errors import Fa4flexError, InputError, UnsupportedError
 from fa4flex.primitives.blocks import BlockMap
 from fa4flex.primitives.heads import ratio
@@ -46,6 +46,11 @@ class Attention:
     def program(self) -> Program:
         """The variant traced and analysed, with what it captured as it is now."""
         return Program(self.variant, self._calling().bound)
+
+    @property
+    def trace(self) -> Trace:
+        """What was found in its functions; other variants of the same code share it."""
+        return self._calling().bound.trace
 
     @property
     def prepared(self) -> launch.Prepared:
@@ -157,7 +162,7 @@ def _run(
         return launch.run(now, *qkv, varlen, paging, statistics)
     except Fa4flexError as error:
         if now is not None:
-            trace = now.prepared.trace
+            trace = now.bound.trace
             origins = [traced.origins for traced in (trace.score, trace.mask) if traced is not None]
             dress(error, [operand.name for operand in trace.operands], trace.scalar_names, *origins)
         error.add_note(f"in Attention({variant!r})")

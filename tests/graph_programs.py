@@ -48,26 +48,26 @@ def plus(s: Any, b: Any, h: Any, q: Any, k: Any, table: Any, slope: Any) -> Any:
 
 
 SCORES: dict[str, Callable[[Any, Values], Callable[..., Any]]] = {
-    "closure over a tensor": lambda m, x: (lambda s, b, h, q, k: s + x.per_head[h] * (q - k) * 0.1),
-    "closure over a float": lambda m, x: (lambda s, b, h, q, k: s * x.number),
-    "closure over an int": lambda m, x: (lambda s, b, h, q, k: torch.where(q - k < x.count, s, s - 1.0)),
-    "parameter": lambda m, x: (lambda s, b, h, q, k: s + m.bias[h]),
-    "attribute": lambda m, x: (lambda s, b, h, q, k: s - m.slope * (q - k).abs()),
+    "closure over a tensor": lambda m, x: lambda s, b, h, q, k: s + x.per_head[h] * (q - k) * 0.1,
+    "closure over a float": lambda m, x: lambda s, b, h, q, k: s * x.number,
+    "closure over an int": lambda m, x: lambda s, b, h, q, k: torch.where(q - k < x.count, s, s - 1.0),
+    "parameter": lambda m, x: lambda s, b, h, q, k: s + m.bias[h],
+    "attribute": lambda m, x: lambda s, b, h, q, k: s - m.slope * (q - k).abs(),
     "bound method": lambda m, x: m.capped,
-    "global float": lambda m, x: (lambda s, b, h, q, k: s + SLOPE * (k % 2)),
-    "global tensor": lambda m, x: (lambda s, b, h, q, k: s + TABLE[k]),
+    "global float": lambda m, x: lambda s, b, h, q, k: s + SLOPE * (k % 2),
+    "global tensor": lambda m, x: lambda s, b, h, q, k: s + TABLE[k],
     "partial": lambda m, x: functools.partial(plus, table=x.per_head, slope=x.number),
-    "derived": lambda m, x: (lambda s, b, h, q, k: s + (x.per_key * 2).tanh()[k]),
-    "both": lambda m, x: (lambda s, b, h, q, k: s + x.per_key[q] * x.number + x.per_head[h]),
+    "derived": lambda m, x: lambda s, b, h, q, k: s + (x.per_key * 2).tanh()[k],
+    "both": lambda m, x: lambda s, b, h, q, k: s + x.per_key[q] * x.number + x.per_head[h],
 }
 
 MASKS: dict[str, Callable[[Any, Values], Callable[..., Any]]] = {
-    "causal": lambda m, x: (lambda b, h, q, k: q >= k),
-    "window": lambda m, x: (lambda b, h, q, k: (q - k).abs() <= x.count),
-    "documents": lambda m, x: (lambda b, h, q, k: x.ids[q] == x.ids[k]),
-    "attribute": lambda m, x: (lambda b, h, q, k: q - k < m.reach),
-    "global int": lambda m, x: (lambda b, h, q, k: (k < REACH) | (q >= k)),
-    "threshold": lambda m, x: (lambda b, h, q, k: x.per_key[k] > -x.number),
+    "causal": lambda m, x: lambda b, h, q, k: q >= k,
+    "window": lambda m, x: lambda b, h, q, k: (q - k).abs() <= x.count,
+    "documents": lambda m, x: lambda b, h, q, k: x.ids[q] == x.ids[k],
+    "attribute": lambda m, x: lambda b, h, q, k: q - k < m.reach,
+    "global int": lambda m, x: lambda b, h, q, k: (k < REACH) | (q >= k),
+    "threshold": lambda m, x: lambda b, h, q, k: x.per_key[k] > -x.number,
     "family": lambda m, x: fa4flex.variants.causal & fa4flex.variants.sliding_window(x.count),
 }
 

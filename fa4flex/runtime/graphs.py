@@ -120,8 +120,8 @@ vars(_register).update(_dynamo_marked_constant=True)
 def _floats_of_the_whole_graph() -> Iterator[None]:
     """Within, Dynamo unpacks a captured float in the model's graph rather than in that of the mod.
 
-    Dynamo remembers what it unpacked for the rest of the model, and a second mod that reads the same float could
-    not reach into the graph of the first.
+    Dynamo remembers what it unpacked for the rest of the model, and a second mod that reads the same float
+    could not reach into the graph of the first.
     """
     from torch._dynamo.variables.builder import VariableBuilder
 

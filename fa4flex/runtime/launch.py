@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+import weakref
+from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,11 +56,9 @@ MOST_TRIES = 4
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Prepared:
-    """What calls of one trace share, whatever tensors and numbers they captured."""
+    """What calls of one trace share, whatever they captured. It does not hold the trace."""
 
-    trace: Trace
     program: Published
-    recent: Recent = field(default_factory=Recent)
 
     @property
     def engine(self) -> Engine:
@@ -71,18 +70,21 @@ class Prepared:
         """Captured tensors of calls on GPUs."""
         return Remembered(self.engine.watched.slots)
 
-    def tensors(self, bases: tuple[Tensor, ...], on_gpu: bool) -> tuple[Tensor, ...]:
+    def tensors(self, bound: Bound, on_gpu: bool) -> tuple[Tensor, ...]:
         """The captured tensors by slot. A GPU's mask is proved anew for a tensor that is computed anew."""
-        if not self.trace.derived:
+        trace, bases = bound.trace, bound.bases
+        if not trace.derived:
             return bases
-        return self.memory.tensors(self.trace, bases) if on_gpu else self.trace.tensors(bases)
+        return self.memory.tensors(trace, bases) if on_gpu else trace.tensors(bases)
 
 
 class Caller:
-    """What one Attention keeps between its calls. It is asked first and found stale by the trace's guards."""
+    """What one Attention keeps between its calls: what served the last one, which its guards let go."""
 
     def __init__(self) -> None:
+        self.trace: Trace | None = None
         self.prepared: Prepared | None = None
+        self.recent = Recent()
 
 
 class Calling(NamedTuple):
@@ -91,6 +93,7 @@ class Calling(NamedTuple):
     variant: Variant
     prepared: Prepared
     bound: Bound
+    recent: Recent | None = None
 
     def scale(self, q: Tensor) -> float:
         given = self.variant.scale
@@ -104,14 +107,25 @@ class Calling(NamedTuple):
 
 def calling(variant: Variant, caller: Caller | None) -> Calling:
     """Read what the variant captured, tracing its functions where no kept trace holds."""
-    last = None if caller is None else caller.prepared
-    bound = bind(variant, None if last is None else last.trace)
-    if last is None or last.trace is not bound.trace:
-        program = publish(bound.trace.facts, variant.schedule, variant.precision)
-        last = Prepared(bound.trace, program)
-        if caller is not None:
-            caller.prepared = last
-    return Calling(variant, last, bound)
+    if caller is None:
+        bound = bind(variant)
+        return Calling(variant, _prepare(bound.trace, variant), bound)
+    bound, prepared = bind(variant, caller.trace), caller.prepared
+    if prepared is None or caller.trace is not bound.trace:
+        prepared = caller.prepared = _prepare(bound.trace, variant)
+        caller.trace, caller.recent = bound.trace, Recent()
+    return Calling(variant, prepared, bound, caller.recent)
+
+
+_prepared: weakref.WeakKeyDictionary[Trace, dict[Any, Prepared]] = weakref.WeakKeyDictionary()
+"""What was prepared for traces that are kept, by schedule and precision."""
+
+
+def _prepare(trace: Trace, variant: Variant) -> Prepared:
+    known, key = _prepared.setdefault(trace, {}), (variant.schedule, variant.precision)
+    if key not in known:
+        known[key] = Prepared(publish(trace.facts, *key))
+    return known[key]
 
 
 class Result(NamedTuple):
@@ -140,7 +154,7 @@ def run(
     Of lse and max_scores at least those in `statistics` are computed.
     """
     prepared = now.prepared
-    again = None if torch.compiler.is_compiling() else prepared.recent.again
+    again = None if now.recent is None or torch.compiler.is_compiling() else now.recent.again
     if (
         again is not None
         and varlen is None
@@ -165,7 +179,7 @@ def run(
         q, k, v = (x.transpose(1, 2) if x.ndim == 4 else x for x in (q, k, v))
     _check_call(now, (q, k, v), varlen)
     operands = _operands(now, q) if call is None else call.operands
-    check_operand_devices(operands, tuple(o.name for o in prepared.trace.operands), q)
+    check_operand_devices(operands, tuple(o.name for o in now.bound.trace.operands), q)
     check_transforms(q, k, v, *operands, now.sinks)
     if call is not None:
         return Result(*prepared.engine.run(call))
@@ -177,7 +191,7 @@ def run(
 
 
 def _operands(now: Calling, q: Tensor) -> tuple[Tensor, ...]:
-    return now.prepared.tensors(now.bound.bases, (q.is_cuda or simulating()) and not _observed())
+    return now.prepared.tensors(now.bound, (q.is_cuda or simulating()) and not _observed())
 
 
 def _lengths(varlen: Varlen | None) -> Lengths:
@@ -210,12 +224,12 @@ def _plain(*tensors: Tensor) -> bool:
 
 def _remember(now: Calling, call: Call, ready: Ready) -> None:
     """For the next call. Two calls in a row must have looked alike: what is made here costs some time."""
-    recent = now.prepared.recent
-    if simulating():
+    recent = now.recent
+    if recent is None or simulating():
         return
     if recent.ready is not ready:
         recent.ready, recent.again, recent.tries = ready, None, 0
-    elif recent.tries < MOST_TRIES and not now.prepared.trace.derived:
+    elif recent.tries < MOST_TRIES and not now.bound.trace.derived:
         # Derived operands are computed from others, perhaps anew at each call.
         recent.tries += 1
         watched = tuple(call.operands[slot] for slot in sorted(now.prepared.engine.watched.slots))
@@ -230,7 +244,7 @@ def _direct_call(
     if not _plain(q, k, v) or _observed() or not (q.is_cuda or simulating()):
         return None
     sinks = now.sinks
-    operands = now.prepared.tensors(now.bound.bases, True)
+    operands = now.prepared.tensors(now.bound, True)
     if torch.is_grad_enabled() and _wants_gradient(q, k, v, *operands, sinks):
         return None
     lengths = _lengths(varlen) if isinstance(varlen, Varlen) else NO_LENGTHS

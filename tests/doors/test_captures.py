@@ -181,7 +181,7 @@ def test_fresh_closures_share_a_trace_and_read_their_own() -> None:
 
     calls = [(torch.randn(H), i) for i in range(1, 6)]
     made = [make(*call) for call in calls]
-    assert len({attn.prepared.trace for attn in made}) == 1
+    assert len({attn.trace for attn in made}) == 1
     for attn, (bias, window) in zip(made, calls, strict=True):
         expected = formula(given, bias[:, None, None], distance() < window)
         torch.testing.assert_close(attn(*given), expected, **CLOSE)
@@ -239,7 +239,7 @@ def test_what_cannot_be_watched_is_traced_at_each_call() -> None:
     for _ in range(3):
         out = attn(*given)
         torch.testing.assert_close(out, formula(given, 0.1 * steps[-1] * distance()), **CLOSE)
-    assert attn.prepared.trace.read is None
+    assert attn.trace.read is None
 
 
 def test_derived_tensors_told_apart_by_long_numpy_indices() -> None:
@@ -343,7 +343,7 @@ def test_a_module_of_another_size_or_dtype_is_traced_anew() -> None:
 
 
 def traces(attns: list[fa4flex.Attention]) -> int:
-    return len({attn.prepared.trace for attn in attns})
+    return len({attn.trace for attn in attns})
 
 
 def test_lengths_of_captured_tensors_need_no_new_trace() -> None:

@@ -52,7 +52,7 @@ def classes(length: int = S) -> Tensor:
 def agree(
     function: Callable[..., Tensor], calls: list[tuple[Any, ...]], backend: str, dynamic: bool | None
 ) -> int:
-    """Compiled equals eager at each call, gradients of the tensors too; returns the number of compilations."""
+    """Check that compiled equals eager at each call, with gradients; returns the number of compilations."""
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(function, backend=counter, fullgraph=True, dynamic=dynamic)
     for given in calls:
@@ -206,8 +206,12 @@ def test_a_model_through_masks_lengths_maps_and_scales_compiles_five_times_at_mo
     model, counter = Model(), CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     at: dict[str, Any] = {
-        "x": torch.randn(2, S, H * D), "ids": ids(), "mask": blocks_of(ids()), "scale": 0.3, "classes": classes(),
-    }  # fmt: skip
+        "x": torch.randn(2, S, H * D),
+        "ids": ids(),
+        "mask": blocks_of(ids()),
+        "scale": 0.3,
+        "classes": classes(),
+    }
     changes: dict[str, list[dict[str, Any]]] = {
         "masks": [{"ids": ids(), "mask": blocks_of(ids())} for _ in range(13)],
         "scales": [{"scale": 0.1 + 0.1 * i} for i in range(5)],

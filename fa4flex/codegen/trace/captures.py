@@ -14,7 +14,6 @@ from fa4flex.codegen.trace.paths import Guard, Path
 from fa4flex.codegen.trace.snapshot import Opaque, snapshot
 from fa4flex.codegen.trace.traced import Traced
 
-
 Seen = Literal["element", "all"] | int
 """Of a captured tensor: that an element is read, everything but contents, or the extent of a dimension."""
 
