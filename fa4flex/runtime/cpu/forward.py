@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fa4flex.codegen.analyze.facts import Facts
+from fa4flex.runtime.cpu.few import few_queries
 from fa4flex.runtime.cpu.tiles import Block, Heads, Inputs, Span, Walk, Workspace, matmul
 
 INFINITY = float("inf")
@@ -37,6 +38,9 @@ class Forward:
 @torch.no_grad()
 def forward(facts: Facts, inputs: Inputs) -> Forward:
     """Attention of `inputs` under the score and mask of `facts`. Deterministic."""
+    few = few_queries(facts, inputs)
+    if few is not None:
+        return Forward(*few)
     batch, heads, q_len, _ = inputs.q.shape
     out = inputs.q.new_zeros(batch, heads, q_len, inputs.v.shape[3], dtype=inputs.output)
     lse = torch.full((batch, heads, q_len), -INFINITY, dtype=inputs.precision)
