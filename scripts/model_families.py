@@ -1,12 +1,12 @@
-"""Print how Hugging Face models agree with `eager` when they run on fa4flex: families of models by kinds of call.
+"""Print how Hugging Face models on fa4flex agree with `eager`: families of models by kinds of call.
 
     python scripts/model_families.py                                         # everything, as a Markdown table
     python scripts/model_families.py --families llama,gpt2 --columns prefill,static
 
-Models are random and tiny. A cell is the largest difference of fa4flex's float32 result to eager's in float64,
-over that of eager's own float32 result: up to 2 counts as equal. Where a cell says "refused", fa4flex or
-transformers raised the error below the table; "-" stands where a family has
-no such call, or fails in it under eager too.
+Models are random and tiny. A cell is the largest difference of fa4flex's float32 result to eager's in
+float64, over that of eager's own float32 result: up to 2 counts as equal. Where a cell says "refused",
+fa4flex raised the error below the table; "-" stands where a family has no such call, or fails in it under
+eager too.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from torch import Tensor
 from transformers.masking_utils import eager_mask
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from model_family_configs import FAMILIES, Family  # noqa: E402
+from model_family_configs import FAMILIES, Family
 
-from fa4flex.errors import UnsupportedError  # noqa: E402
-from fa4flex.integrations.transformers import register  # noqa: E402
+from fa4flex.errors import UnsupportedError
+from fa4flex.integrations.transformers import register
 
 NAME = "fa4flex"
 BATCH, PROMPT, ROOM = 2, 23, 40
@@ -80,7 +80,12 @@ class Call:
         return self.model(**{**self.inputs, **changes})
 
     def in_pieces(
-        self, cache: Any, sizes: tuple[int, ...], padding: Tensor | None = None, start: int = 0, model: Any = None
+        self,
+        cache: Any,
+        sizes: tuple[int, ...],
+        padding: Tensor | None = None,
+        start: int = 0,
+        model: Any = None,
     ) -> Results:
         """Logits of the prompt from `start` on, fed to a cache in pieces; of real tokens only."""
         made = []
@@ -90,7 +95,9 @@ class Call:
                 given["attention_mask"] = padding[:, : start + size]
             run = self.model if model is None else model
             step = run(**given, past_key_values=cache, use_cache=True)
-            made.append(step.logits if padding is None else step.logits[padding[:, start : start + size].bool()])
+            made.append(
+                step.logits if padding is None else step.logits[padding[:, start : start + size].bool()]
+            )
             start += size
         return made
 
@@ -106,8 +113,8 @@ class Call:
 
 
 def finite_eager_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """eager's mask with float32's lowest number. float64's is -inf to the softmax, which eager takes in float32:
-    padded tokens then become NaN, and with them what attends to them with weight 0."""
+    """eager's mask with float32's lowest number. float64's is -inf to the softmax, which eager takes in
+    float32: padded tokens then become NaN, and with them what attends to them with weight 0."""
     return eager_mask(*args, **{**kwargs, "dtype": torch.float32})
 
 
@@ -226,7 +233,11 @@ def applies(family: Family, name: str) -> bool:
 def cell(family: Family, name: str) -> float:
     """fa4flex's error over eager's own; the median of five draws where the first says too much."""
     first = _draw(family, name, 0)
-    return first if first <= ALLOWED else statistics.median([first, *(_draw(family, name, n) for n in range(1, 5))])
+    return (
+        first
+        if first <= ALLOWED
+        else statistics.median([first, *(_draw(family, name, n) for n in range(1, 5))])
+    )
 
 
 def _draw(family: Family, name: str, seed: int) -> float:
@@ -288,7 +299,9 @@ def _note(notes: list[str], error: Exception) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--families", default=",".join(FAMILIES), help="comma-separated; default: all")
     parser.add_argument("--columns", default=",".join(COLUMNS), help="comma-separated; default: all")
     given = parser.parse_args()

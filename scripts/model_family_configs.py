@@ -88,8 +88,8 @@ def _decoder(name: str, cls: str, **settings: Any) -> Family:
     without = settings.pop("without", ())
     sizes = {} if settings.pop("own_names", False) else DECODER
     return Family(
-        name, f"{cls}Config", settings.pop("model", f"{cls}ForCausalLM"), {**sizes, **settings}, window=window,
-        without=without,
+        name, f"{cls}Config", settings.pop("model", f"{cls}ForCausalLM"), {**sizes, **settings},
+        window=window, without=without,
     )  # fmt: skip
 
 
@@ -109,17 +109,18 @@ _BART = {
     "decoder_ffn_dim": 48, "decoder_start_token_id": 1, "max_position_embeddings": 128,
 }  # fmt: skip
 _T5 = {
-    **_TOKENS, "d_model": HIDDEN, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": HEADS, "dropout_rate": 0.0,
-    "decoder_start_token_id": 1,
+    **_TOKENS, "d_model": HIDDEN, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": HEADS,
+    "dropout_rate": 0.0, "decoder_start_token_id": 1,
 }  # fmt: skip
 _WHISPER = {
-    **_BART, "num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 128, "suppress_tokens": None,
-    "begin_suppress_tokens": None,
+    **_BART, "num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 128,
+    "suppress_tokens": None, "begin_suppress_tokens": None,
 }  # fmt: skip
 _MLA = {
     "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8,
-    "num_key_value_heads": HEADS, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
-    "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1,
+    "num_key_value_heads": HEADS, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
 }  # fmt: skip
 _TOWER_TEXT = {k: v for k, v in ENCODER.items() if "dropout" not in k}
 _TWO_TOWERS = {"text_config": {**_TOWER_TEXT, "bos_token_id": 1, "eos_token_id": 2}, "vision_config": VISION}
@@ -137,16 +138,15 @@ _ALL = [
     _decoder("qwen2", "Qwen2"),
     _decoder("qwen3", "Qwen3", head_dim=8),
     _decoder("gemma", "Gemma", head_dim=8),
-    _decoder(
-        "gemma2", "Gemma2", head_dim=8, sliding_window=WINDOW, attn_logit_softcapping=5.0, layer_types=_LAYERS,
-        windowed=True,
-    ),
+    _decoder("gemma2", "Gemma2", head_dim=8, sliding_window=WINDOW, attn_logit_softcapping=5.0,
+             layer_types=_LAYERS, windowed=True),
     _decoder("gemma3", "Gemma3Text", model="Gemma3ForCausalLM", head_dim=8, sliding_window=WINDOW,
              layer_types=_LAYERS, windowed=True),
-    _decoder("gpt_oss", "GptOss", head_dim=8, sliding_window=WINDOW, layer_types=_LAYERS, windowed=True, **MOE),
+    _decoder("gpt_oss", "GptOss", head_dim=8, sliding_window=WINDOW, layer_types=_LAYERS, windowed=True,
+             **MOE),
     _decoder("llama4", "Llama4Text", model="Llama4ForCausalLM", head_dim=8, attention_chunk_size=WINDOW,
-             layer_types=["chunked_attention", "full_attention"], no_rope_layers=[1, 0], intermediate_size_mlp=48,
-             windowed=True, **MOE),
+             layer_types=["chunked_attention", "full_attention"], no_rope_layers=[1, 0],
+             intermediate_size_mlp=48, windowed=True, **MOE),
     _decoder("phi", "Phi"),
     _decoder("phi3", "Phi3", sliding_window=WINDOW, windowed=True),
     _decoder("cohere", "Cohere"),
@@ -170,12 +170,13 @@ _ALL = [
     _decoder("doge", "Doge", keep_window_size=12, without=("padding", "generate")),
     _decoder("bloom", "Bloom", own_names=True, hidden_size=HIDDEN, n_layer=2, n_head=HEADS, **_TOKENS),
     _decoder("falcon", "Falcon", alibi=True),
-    _decoder("mpt", "Mpt", own_names=True, d_model=HIDDEN, n_layers=2, n_heads=HEADS, max_seq_len=128, **_TOKENS),
+    _decoder("mpt", "Mpt", own_names=True, d_model=HIDDEN, n_layers=2, n_heads=HEADS, max_seq_len=128,
+             **_TOKENS),
     _decoder("gptj", "GPTJ", own_names=True, rotary_dim=4, **_GPT2),
     Family("t5", "T5Config", "T5ForConditionalGeneration", _T5, "seq2seq"),
     Family("bart", "BartConfig", "BartForConditionalGeneration", _BART, "seq2seq"),
-    Family("whisper", "WhisperConfig", "WhisperForConditionalGeneration", _WHISPER, "seq2seq", extra={"mels": 8},
-           without=("padding",)),
+    Family("whisper", "WhisperConfig", "WhisperForConditionalGeneration", _WHISPER, "seq2seq",
+           extra={"mels": 8}, without=("padding",)),
     Family("paligemma", "PaliGemmaConfig", "PaliGemmaForConditionalGeneration", _PALIGEMMA, "prefix"),
     _encoder("bert", "Bert", "BertForMaskedLM"),
     _encoder("roberta", "Roberta", "RobertaForMaskedLM"),

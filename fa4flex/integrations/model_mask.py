@@ -81,7 +81,9 @@ class ModelMask(BlockMask):
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         args = [x.dense() if isinstance(x, ModelMask) else x for x in args]
-        return func(*args, **{k: x.dense() if isinstance(x, ModelMask) else x for k, x in (kwargs or {}).items()})
+        return func(
+            *args, **{k: x.dense() if isinstance(x, ModelMask) else x for k, x in (kwargs or {}).items()}
+        )
 
     def __and__(self, other: Any) -> Any:
         return self.dense() & other
@@ -143,7 +145,7 @@ READ_THEIR_MASKS = {"deepseek_v4", "doge"}
 
 
 def _known_to_be_full(padding: Tensor) -> bool:
-    """True where it costs no wait for a device, and no guard of a compiler, to see that no token is padding."""
+    """True where it is seen, without a wait for a device or a compiler's guard, that no token is padding."""
     from transformers.utils.import_utils import is_tracing
 
     return padding.device.type == "cpu" and not is_tracing(padding) and bool(padding.all())

@@ -49,9 +49,7 @@ def paged_attention(
             "set max_blocks_per_request=0 in the ContinuousBatchingConfig",
         )
     query, *new = qkv
-    key, value = cache.update(
-        key_states=new[0], value_states=new[1], layer_idx=layer.index, kwargs=options
-    )
+    key, value = cache.update(key_states=new[0], value_states=new[1], layer_idx=layer.index, kwargs=options)
     packed = (x[0].transpose(0, 1) for x in (query, key, value))
     out = attention(
         *packed,
@@ -96,7 +94,9 @@ def _check_mask(mask: ModelMask | Tensor | None) -> None:
 def _known_codes() -> set[Any]:
     from transformers import masking_utils as made
 
-    packed = made.packed_sequence_compatibility_function(made.sliding_window_causal_mask_function(1), None, None)
+    packed = made.packed_sequence_compatibility_function(
+        made.sliding_window_causal_mask_function(1), None, None
+    )
     return {part.__code__ for part in _parts(packed)}
 
 

@@ -151,7 +151,7 @@ def _causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 def _from_model(
     mask: ModelMask | Tensor | None, query: Tensor, key: Tensor, causal: bool
 ) -> tuple[Callable[..., Any] | None, Tensor | None]:
-    """The layer's mask_mod and additive bias. Without a mask, a causal layer is top-left causal, as in sdpa."""
+    """The layer's mask_mod and additive bias. Without a mask, causal is top-left, as in sdpa."""
     if isinstance(mask, ModelMask):
         _check_lengths(mask, query, key)
         return mask.mask_mod, None

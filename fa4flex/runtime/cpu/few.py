@@ -25,7 +25,7 @@ INFINITY = float("inf")
 def few_queries(facts: Facts, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
     """(out, lse, max_scores, total) as in Forward, or None where the pairs are not few.
 
-    None also where a mod cannot be evaluated at some pair: the mask may hide it, and tiles know what it hides.
+    None also where a mod cannot be evaluated at some pair: the mask may hide it, and tiles know that.
     """
     if not _are_few(inputs):
         return None
