@@ -13,6 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
+from transformers.masking_utils import (
+    bidirectional_mask_function,
+    causal_mask_function,
+    prepare_padding_mask,
+    sdpa_mask,
+    sliding_window_causal_mask_function,
+)
+from transformers.utils.import_utils import is_tracing
 
 MaskFunction = Callable[..., Any]
 
@@ -61,8 +69,6 @@ class ModelMask(BlockMask):
 
     def dense(self) -> Tensor:
         """[B, 1, Sq, Skv] bool."""
-        from transformers.masking_utils import sdpa_mask
-
         batch, q_len, kv_len = self.sizes
         made = sdpa_mask(batch, q_len, kv_len, allow_is_causal_skip=False, **self.source)
         assert made is not None
@@ -116,8 +122,6 @@ def attention_mask(
                     advance in place before the layers read the mask, so it is copied
     attention_mask  [batch, tokens seen so far] bool, False where a token is padding, or None
     """
-    from transformers.masking_utils import causal_mask_function, prepare_padding_mask
-
     function = causal_mask_function if mask_function is None else mask_function
     padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if padding is not None and _known_to_be_full(padding):
@@ -146,33 +150,28 @@ READ_THEIR_MASKS = {"deepseek_v4", "doge"}
 
 def _known_to_be_full(padding: Tensor) -> bool:
     """True where it is seen, without a wait for a device or a compiler's guard, that no token is padding."""
-    from transformers.utils.import_utils import is_tracing
-
     return padding.device.type == "cpu" and not is_tracing(padding) and bool(padding.all())
 
 
 EVERYWHERE = 0
 """The window of a mask that allows all keys up to the query."""
 
+_EXAMPLE: Any = sliding_window_causal_mask_function(1)
+_OVERLAY: Any = _EXAMPLE.__closure__[0].cell_contents[0]
 
-def _window(function: MaskFunction) -> int | None:
+
+def _window(function: Any) -> int | None:
     """The window of a causal mask, EVERYWHERE without one; None for any other mask, or while compiling.
 
     These masks depend on the distance from query to key alone. Written with that distance, the mask of every
     decoded token is the same, and nothing about it has to be found out again.
     """
-    from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
-
     if function is causal_mask_function:
         return EVERYWHERE
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or getattr(function, "__code__", None) is not _EXAMPLE.__code__:
         return None
-    known = sliding_window_causal_mask_function(1)
-    if getattr(function, "__code__", None) is not known.__code__:
-        return None
-    overlay, *rest = function.__closure__[0].cell_contents  # type: ignore[attr-defined]
-    example = known.__closure__[0].cell_contents[0]  # type: ignore[attr-defined]
-    if rest != [causal_mask_function] or getattr(overlay, "__code__", None) is not example.__code__:
+    overlay, *rest = function.__closure__[0].cell_contents
+    if rest != [causal_mask_function] or getattr(overlay, "__code__", None) is not _OVERLAY.__code__:
         return None
     return int(overlay.__closure__[0].cell_contents)
 
@@ -194,8 +193,6 @@ def _diagonal(window: int, shift: int | Tensor, lengths: tuple[int, int]) -> Mas
 
 def _positioned(function: MaskFunction, q_offset: int | Tensor, kv_offset: int) -> MaskFunction | None:
     """`function` at absolute token positions, None if it allows all keys."""
-    from transformers.masking_utils import bidirectional_mask_function
-
     if function is bidirectional_mask_function:
         return None
 

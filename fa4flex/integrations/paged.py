@@ -12,6 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from transformers.masking_utils import (
+    packed_sequence_compatibility_function,
+    sliding_window_causal_mask_function,
+)
 
 from fa4flex.api import attention
 from fa4flex.errors import UnsupportedError
@@ -59,7 +63,7 @@ def paged_attention(
         scale=layer.scale,
         sinks=layer.sinks,
     )
-    return out.unsqueeze(0)  # type: ignore[no-any-return]
+    return out.unsqueeze(0)
 
 
 def _from_the_end(window: int | None) -> Callable[..., Any]:
@@ -79,9 +83,8 @@ def _check_mask(mask: ModelMask | Tensor | None) -> None:
     """Raise where a model's mask is more than causal with a window: it is not kept for each request."""
     if mask is None:
         return
-    known = _known_codes()
     unknown = isinstance(mask, Tensor) or any(
-        part.__code__ not in known for part in _parts(mask.source["mask_function"])
+        part.__code__ not in _KNOWN for part in _parts(mask.source["mask_function"])
     )
     if unknown:
         raise UnsupportedError(
@@ -89,15 +92,6 @@ def _check_mask(mask: ModelMask | Tensor | None) -> None:
             "causal attention, with or without a sliding window",
             "call generate(), which keeps the model's mask",
         )
-
-
-def _known_codes() -> set[Any]:
-    from transformers import masking_utils as made
-
-    packed = made.packed_sequence_compatibility_function(
-        made.sliding_window_causal_mask_function(1), None, None
-    )
-    return {part.__code__ for part in _parts(packed)}
 
 
 def _parts(function: Any) -> Iterator[Any]:
@@ -108,3 +102,12 @@ def _parts(function: Any) -> Iterator[Any]:
         for inner in held if isinstance(held, tuple) else (held,):
             if hasattr(inner, "__code__"):
                 yield from _parts(inner)
+
+
+_KNOWN = {
+    part.__code__
+    for part in _parts(
+        packed_sequence_compatibility_function(sliding_window_causal_mask_function(1), None, None)
+    )
+}
+"""What causal masks, with a window or without, of packed sequences are made of."""

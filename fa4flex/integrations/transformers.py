@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from fa4flex.api import attention
 from fa4flex.errors import UnsupportedError
@@ -33,8 +34,6 @@ def register(name: str = NAME, paged_name: str = PAGED_NAME) -> None:
     """Make `attn_implementation=name` known to transformers (5.0 or later), and `paged_name` for its
     continuous batching. From then on, a model that would ignore them is refused when it is made (see
     `check`). Calling it again is harmless."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
     for each in (name, paged_name):
         AttentionInterface.register(each, attention_forward)
         AttentionMaskInterface.register(each, attention_mask)
@@ -45,8 +44,6 @@ def register(name: str = NAME, paged_name: str = PAGED_NAME) -> None:
 def check(model: torch.nn.Module) -> None:
     """Raise UnsupportedError if the model, or a model inside it, computes attention itself and would ignore
     attn_implementation="fa4flex", as DeBERTa, BLOOM, Falcon and MPT do."""
-    from transformers import PreTrainedModel
-
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
             _check_class(type(part))
@@ -66,8 +63,6 @@ def _check_class(cls: type) -> None:
 def _check_models_when_made() -> None:
     """transformers asks a model's class about every implementation by name, but lets any registered name pass
     and looks for a package behind those with "flash". Both are answered here, for our names alone."""
-    from transformers import PreTrainedModel
-
     asked = getattr(PreTrainedModel, "_check_and_adjust_attn_implementation", None)
     if asked is None or hasattr(asked, "__wrapped__"):
         return

@@ -77,7 +77,7 @@ def _are_few(inputs: Inputs) -> bool:
 
 def _modify(facts: Facts, inputs: Inputs, scores: Tensor) -> None:
     """The score mod in place, then -inf where the mask hides scores."""
-    symbols = _symbols(inputs)
+    symbols = _symbols(inputs, facts.score.free | facts.mask.free)
     if facts.score is not SCORE:
         (value,) = evaluate([facts.score], {**symbols, "score": scores}, inputs.captured, inputs.precision)
         scores.copy_(value) if isinstance(value, Tensor) else scores.fill_(value)
@@ -97,16 +97,17 @@ def _sinks(inputs: Inputs) -> Tensor:
     return sinks.reshape(-1, inputs.ratio * q_len, 1)
 
 
-def _symbols(inputs: Inputs) -> dict[str, Value]:
-    """Indices shaped to broadcast over the tile."""
+def _symbols(inputs: Inputs, read: frozenset[str]) -> dict[str, Value]:
+    """The indices that are read, shaped to broadcast over the tile; one alone is a number."""
     batch, heads, q_len, _ = inputs.q.shape
-    sequence = torch.arange(batch).view(-1, 1, 1, 1, 1) if batch > 1 else 0
-    return {
-        "b": sequence if inputs.sequence is None else inputs.sequence,
-        "h": torch.arange(heads).view(-1, inputs.ratio, 1, 1) if heads > 1 else 0,
-        "q": torch.arange(q_len).view(-1, 1),
-        "kv": torch.arange(inputs.k.shape[2]),
-        "q_len": q_len,
-        "kv_len": inputs.k.shape[2],
-        "num_heads": heads,
-    }
+    made: dict[str, Value] = {"q_len": q_len, "kv_len": inputs.k.shape[2], "num_heads": heads}
+    made |= {"b": 0 if inputs.sequence is None else inputs.sequence, "h": 0, "q": 0}
+    if "b" in read and inputs.sequence is None and batch > 1:
+        made["b"] = torch.arange(batch).view(-1, 1, 1, 1, 1)
+    if "h" in read and heads > 1:
+        made["h"] = torch.arange(heads).view(-1, inputs.ratio, 1, 1)
+    if "q" in read and q_len > 1:
+        made["q"] = torch.arange(q_len).view(-1, 1)
+    if "kv" in read:
+        made["kv"] = torch.arange(inputs.k.shape[2])
+    return made
