@@ -16,6 +16,7 @@ import statistics
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from model_family_configs import FAMILIES, Family
 
 from fa4flex.errors import UnsupportedError
+from fa4flex.integrations import transformers as integration
 from fa4flex.integrations.transformers import register
 
 NAME = "fa4flex"
@@ -254,7 +256,28 @@ def _draw(family: Family, name: str, seed: int) -> float:
         except Exception as error:
             raise EagerFails from error
     exact, own = eager[torch.float64], eager[torch.float32]
-    return _distance(_detached(function(call)), exact) / max(_distance(own, exact), 1e-12)
+    with _called() as calls:
+        found = _detached(function(call))
+    if not calls:
+        raise AssertionError("fa4flex was not called")
+    return _distance(found, exact) / max(_distance(own, exact), 1e-12)
+
+
+@contextmanager
+def _called() -> Iterator[list[None]]:
+    """A list that grows with each call of fa4flex by a layer."""
+    calls: list[None] = []
+    original = integration.attention
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+        return original(*args, **kwargs)
+
+    integration.attention = counted
+    try:
+        yield calls
+    finally:
+        integration.attention = original
 
 
 class EagerFails(Exception):

@@ -235,6 +235,27 @@ def with_bias(score_mod: Callable[..., Any] | None, bias: Tensor) -> Callable[..
     return biased
 
 
+def within_sequences(
+    mask_mod: MaskFunction | None, cu_seqlens: tuple[Tensor, Tensor], qk: tuple[Tensor, Tensor]
+) -> MaskFunction:
+    """`mask_mod` within packed sequences of query and key [1, H, S, D], which begin at cu_seqlens [N + 1].
+
+    Models and collators pass them as arguments of flash attention, with positions or without.
+    """
+    rows, keys = (
+        torch.searchsorted(starts[1:], torch.arange(x.shape[2], device=x.device), right=True)
+        for starts, x in zip(cu_seqlens, qk, strict=True)
+    )
+
+    def same(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return rows[q_idx] == keys[kv_idx]
+
+    def both(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return mask_mod(b, h, q_idx, kv_idx) & (rows[q_idx] == keys[kv_idx])  # type: ignore[misc]
+
+    return same if mask_mod is None else both
+
+
 def _reader(table: Tensor) -> Callable[..., Any]:
     """The element of a tensor of up to four dimensions for an index of [B, H, Sq, Skv]."""
     table = table[(None,) * (4 - table.ndim)]

@@ -18,7 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from fa4flex.api import attention
 from fa4flex.errors import UnsupportedError
-from fa4flex.integrations.model_mask import ModelMask, attention_mask, from_table, with_bias
+from fa4flex.integrations.model_mask import ModelMask, attention_mask, from_table, with_bias, within_sequences
 from fa4flex.integrations.paged import PagedLayer, paged_attention
 
 __all__ = ["attention_forward", "attention_mask", "check", "register"]
@@ -64,7 +64,7 @@ def _check_models_when_made() -> None:
     """transformers asks a model's class about every implementation by name, but lets any registered name pass
     and looks for a package behind those with "flash". Both are answered here, for our names alone."""
     asked = getattr(PreTrainedModel, "_check_and_adjust_attn_implementation", None)
-    if asked is None or hasattr(asked, "__wrapped__"):
+    if asked is None or hasattr(asked, "fa4flex"):
         return
 
     @functools.wraps(asked)
@@ -74,6 +74,7 @@ def _check_models_when_made() -> None:
         _check_class(type(self))
         return attn_implementation
 
+    answer.fa4flex = True  # type: ignore[attr-defined]
     PreTrainedModel._check_and_adjust_attn_implementation = answer
 
 
@@ -100,6 +101,9 @@ def attention_forward(
         layer = PagedLayer(module.layer_idx, scaling, score, s_aux)  # type: ignore[arg-type]
         return paged_attention(cache, layer, (query, key, value), attention_mask, options), None
     mask, bias = _from_model(attention_mask, query, key, bool(causal) and query.shape[2] > 1)
+    starts = options.get("cu_seq_lens_q")
+    if starts is not None:
+        mask = within_sequences(mask, (starts, options.get("cu_seq_lens_k", starts)), (query, key))
     for each in (bias, position_bias):
         score = score if each is None else with_bias(score, each)
     out = attention(query, key, value, score_mod=score, mask=mask, scale=scaling, sinks=s_aux)

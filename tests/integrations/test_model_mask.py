@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -125,6 +126,35 @@ def test_masks_given_as_tensors(shape: tuple[int, ...], dtype: torch.dtype) -> N
     out, _ = attention_forward(torch.nn.Module(), q, k, v, mask)
     want = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
     torch.testing.assert_close(out, want.transpose(1, 2))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_sequences_given_by_their_starts(causal: bool) -> None:
+    q, k, v = (torch.randn(1, heads, 12, 8) for heads in (4, 2, 2))
+    starts = torch.tensor([0, 5, 6, 12], dtype=torch.int32)
+    given = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "is_causal": causal}
+    out, _ = attention_forward(torch.nn.Module(), q, k, v, None, **given)
+    for a, b in itertools.pairwise(starts):
+        want = torch.nn.functional.scaled_dot_product_attention(
+            *(x[:, :, a:b] for x in (q, k, v)), is_causal=causal, enable_gqa=True
+        )
+        torch.testing.assert_close(out[:, a:b], want.transpose(1, 2))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["fa4flex", "fa4flex_flash"])
+def test_packed_sequences_of_a_model(name: str) -> None:
+    """Told by positions, by starts, and by both: each sequence is as it is alone."""
+    model = FAMILIES["mistral"].build(name, torch.float64)
+    ids = FAMILIES["mistral"].inputs(torch.float64)["input_ids"][:1]
+    starts = torch.tensor([0, 9, 23], dtype=torch.int32)
+    positions = torch.cat([torch.arange(9), torch.arange(14)])[None]
+    told = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
+    alone = torch.cat([model(ids[:, :9]).logits, model(ids[:, 9:]).logits], 1)
+    for given in ({"position_ids": positions}, {"position_ids": positions, **told}):
+        torch.testing.assert_close(model(ids, use_cache=False, **given).logits, alone)
+    whole = model(ids, use_cache=False, **told).logits  # rotated by other angles, which are relative
+    torch.testing.assert_close(whole, alone)
 
 
 def layer(mask: Any = None, keys: int = 5, **options: Any) -> Any:
