@@ -22,9 +22,11 @@ import platform
 import re
 import sys
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import fa4flex
 from fa4flex.bench.options import add_options
 from fa4flex.errors import Fa4flexError, InputError
 from fa4flex.simulator.doors.command import add_options as add_simulator_options
@@ -76,11 +78,14 @@ def select(text: str, parameters: dict[str, Any] | None = None) -> Selection:
     return selection
 
 
-def _not_a_variant(text: str, why: str) -> InputError:
+def _not_a_variant(text: str, why: str, name: str = "") -> InputError:
+    """`name` is what was taken for a variant's name; the nearest one is suggested."""
+    names = variant_names()
+    near = get_close_matches(name.lower(), names, 1)
     return InputError(
         f"VARIANT {text!r}: {why}",
         'a name, names combined with & | ~ >>, "score, mask", or path/to/file.py:function',
-        f"names: {', '.join(variant_names())}",
+        f"{f'did you mean {near[0]}? ' if near else ''}names: {', '.join(names)}",
     )
 
 
@@ -144,7 +149,7 @@ def _named(name: str, text: str) -> Any:
     from fa4flex import variants
 
     if name not in variant_names():
-        raise _not_a_variant(text, f"there is no variant {name!r}")
+        raise _not_a_variant(text, f"there is no variant {name!r}", name)
     return getattr(variants, name)
 
 
@@ -230,8 +235,6 @@ def _parameters(extra: Sequence[str]) -> dict[str, Any]:
 
 def compiled(arguments: argparse.Namespace) -> Attention:
     """The attention that the command line names."""
-    import fa4flex
-
     return fa4flex.compile(**select(arguments.variant, _parameters(arguments.extra)))
 
 
@@ -295,7 +298,10 @@ def show(arguments: argparse.Namespace) -> int:
 
 def explain(arguments: argparse.Namespace) -> int:
     """In words: what was composed, what was proved, what is evaluated and why."""
-    print(compiled(arguments).explain(arguments.q_len, arguments.kv_len))
+    from fa4flex.view.explain import explain as described
+
+    q_len, kv_len = arguments.q_len, arguments.kv_len
+    print(described(compiled(arguments).program, q_len, kv_len or q_len, arguments.arch))
     return 0
 
 
@@ -329,6 +335,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m fa4flex", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--version", action="version", version=f"fa4flex {fa4flex.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add = functools.partial(_command, commands)
     add(doctor, variant=False)
@@ -344,6 +351,7 @@ def _parser() -> argparse.ArgumentParser:
     explaining, checking = add(explain), add(check)
     explaining.add_argument("--q-len", **size, default=4096, help="queries (default 4096)")
     explaining.add_argument("--kv-len", **size, help=same)
+    explaining.add_argument("--arch", help="describe the kernel of a GPU: sm_90a, sm_100a, ...")
     checking.add_argument("--q-len", **size, default=200, help="queries (default 200)")
     checking.add_argument("--kv-len", **size, help=same)
     checking.add_argument("--seed", **size, default=0, help="of the random inputs (default 0)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
-from fa4flex.codegen.build import Program, build
+from fa4flex.codegen.build import Program
 from fa4flex.errors import Fa4flexError, InputError, UnsupportedError
 from fa4flex.primitives.blocks import BlockMap
 from fa4flex.primitives.heads import ratio
@@ -21,7 +22,7 @@ from fa4flex.primitives.schedule import Schedule
 from fa4flex.primitives.sinks import Sinks
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime import launch
-from fa4flex.variant import Layout, Variant, compose
+from fa4flex.variant import Layout, Variant, at_call, compose
 
 if TYPE_CHECKING:
     from fa4flex.view.explain import Explanation
@@ -32,17 +33,26 @@ _LSE = ("lse",)
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Attention:
-    """A compiled variant: `attn(q, k, v)`. Differentiable; one object serves every length and device."""
+    """A compiled variant: `attn(q, k, v)`. Differentiable; one object serves every length and device.
 
-    prepared: launch.Prepared
+    What its functions captured (tensors, numbers, attributes, globals) is looked up again at each call.
+    """
+
+    variant: Variant
+    _caller: launch.Caller | None = None
 
     @property
     def program(self) -> Program:
-        return self.prepared.program
+        """The variant traced and analysed, with what it captured as it is now."""
+        return Program(self.variant, self._calling().bound)
 
     @property
-    def variant(self) -> Variant:
-        return self.program.variant
+    def prepared(self) -> launch.Prepared:
+        """What calls of this variant share."""
+        return self._calling().prepared
+
+    def _calling(self) -> launch.Calling:
+        return launch.calling(self.variant, self._caller)
 
     def __call__(
         self,
@@ -52,6 +62,9 @@ class Attention:
         *,
         varlen: Varlen | None = None,
         paging: Paging | None = None,
+        blocks: BlockMap | BlockMask | None = None,
+        scale: float | None = None,
+        sinks: Tensor | Sinks | None = None,
         return_lse: bool = False,
     ) -> Any:
         """softmax(score_mod(scale * q k^T)) v over the allowed keys.
@@ -61,27 +74,16 @@ class Attention:
         packed: q [Tq, Hq, D], k [Tk, Hkv, D], v [Tk, Hkv, Dv]. With `paging` k and v are caches
         [pages, page_size, Hkv, D].
 
+        blocks, scale and sinks [Hq], where given, take the place of those that were composed.
+
         Returns out in q's dtype and layout, or (out, lse) with lse [B, Hq, Sq] ([Hq, Tq] packed), the
         natural logarithm of the softmax's denominator, in float32 (float64 for float64 inputs). A query
         without allowed keys gives out 0, lse -inf and zero gradients. Both carry gradients.
         """
-        result = self._run(q, k, v, varlen, paging, _LSE if return_lse else ())
+        changed = blocks is not None or scale is not None or sinks is not None
+        variant = at_call(self.variant, blocks, scale, sinks) if changed else self.variant
+        result = _run(variant, self._caller, (q, k, v), varlen, paging, _LSE if return_lse else ())
         return (result.out, result.lse) if return_lse else result.out
-
-    def _run(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        varlen: Varlen | None = None,
-        paging: Paging | None = None,
-        statistics: launch.Statistics = (),
-    ) -> launch.Result:
-        try:
-            return launch.run(self.prepared, q, k, v, varlen, paging, statistics)
-        except Fa4flexError as error:
-            error.add_note(f"in {self!r}")
-            raise
 
     def __repr__(self) -> str:
         return f"Attention({self.variant!r})"
@@ -90,28 +92,27 @@ class Attention:
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Attention:
-        """Itself, where no tensor is captured. Raises UnsupportedError where one is: a copied module has its
-        own parameters, and the functions would go on reading the original's."""
-        if self.program.operands or self.variant.sinks is not None:
-            raise UnsupportedError(
-                f"a deep copy of {self!r}, which captured tensors",
-                "an Attention without captured tensors or sinks, which copies share",
-                "construct the module anew and load_state_dict(); its constructor compiles the attention",
-            )
-        return self
+        """A copy whose functions read copies of what they captured, as `copy.deepcopy` made them.
+
+        A module that owns an Attention and the parameters that it reads is thus copied whole. Globals are
+        shared.
+        """
+        other = object.__new__(Attention)
+        memo[id(self)] = other  # before its contents: a module that a function reads may hold this object
+        object.__setattr__(other, "variant", copy.deepcopy(self.variant, memo))
+        object.__setattr__(other, "_caller", launch.Caller())
+        return other
 
     def __reduce__(self) -> Any:
-        raise UnsupportedError(
-            f"pickling {self!r}",
-            "its arguments: it holds Python functions and captured tensors, which pickle does not carry",
-            "pickle what was composed, and call fa4flex.compile() again after loading",
-        )
+        return _loaded, (self.variant,)
 
-    def explain(self, q_len: int = 4096, kv_len: int | None = None) -> Explanation:
+    def explain(
+        self, q_len: int = 4096, kv_len: int | None = None, arch: str | None = None
+    ) -> Explanation:
         """In words: what was composed, what was proved and what is evaluated, and why, at these lengths."""
         from fa4flex.view.explain import explain
 
-        return explain(self.program, q_len, q_len if kv_len is None else kv_len)
+        return explain(self.program, q_len, q_len if kv_len is None else kv_len, arch)
 
     def source(self, stage: str = "trace", **problem: Any) -> str:
         """The program at a stage as readable text, each line with the user's line that it came from.
@@ -135,12 +136,35 @@ class Attention:
         return self.mask._repr_html_()
 
 
+def _loaded(variant: Variant) -> Attention:
+    return Attention(variant, launch.Caller())
+
+
+def _run(
+    variant: Variant,
+    caller: launch.Caller | None,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    varlen: Varlen | None,
+    paging: Paging | None,
+    statistics: launch.Statistics,
+) -> launch.Result:
+    if torch.compiler.is_dynamo_compiling():
+        from fa4flex.runtime.graphs import run
+
+        return run(variant, qkv, varlen, paging, statistics)
+    try:
+        return launch.run(launch.calling(variant, caller), *qkv, varlen, paging, statistics)
+    except Fa4flexError as error:
+        error.add_note(f"in Attention({variant!r})")
+        raise
+
+
 def compile(
     score_mod: Callable[..., Any] | None = None,
     mask: Callable[..., Any] | BlockMask | BlockMap | None = None,
     *,
     blocks: BlockMap | BlockMask | None = None,
-    sinks: Tensor | Sinks | None = None,
+    sinks: Tensor | Callable[[], Tensor] | Sinks | None = None,
     scale: float | None = None,
     layout: Layout = "bhsd",
     **data: Precision | Schedule,
@@ -150,17 +174,22 @@ def compile(
     score_mod  any FlexAttention score_mod, a fa4flex score mod, or a chain of them with `>>`
     mask       any FlexAttention mask_mod, fa4flex masks combined with `&`, `|`, `~`, or a torch BlockMask
     blocks     a block-sparse map (fa4flex.BlockMap or BlockMask); `mask` then decides in partial blocks only
-    sinks      [Hq] floating tensor: a learnable logit per head in the softmax's denominator
+    sinks      [Hq] floating tensor: a learnable logit per head in the softmax's denominator; or a function that
+               returns it, asked at each call
     scale      multiplies q.k; default 1 / sqrt(head_dim)
     layout     "bhsd" (PyTorch) or "bshd" (FlashAttention)
     precision, schedule   see fa4flex.Precision and fa4flex.Schedule
 
-    Numbers that the functions captured are this compile's; captured tensors are read anew at each call and
-    receive gradients: change their contents, since a tensor put in their place is not seen.
+    What the functions captured is looked up again at each call, where it was found: closure variables,
+    globals, attributes, default arguments. Tensors receive gradients.
     Raises TraceError, InputError or UnsupportedError; nothing is ignored.
     """
     variant = compose(score_mod, mask, blocks=blocks, sinks=sinks, scale=scale, layout=layout, **data)
-    return Attention(launch.prepare(build(variant)))
+    if torch.compiler.is_dynamo_compiling():
+        return Attention(variant)
+    made = Attention(variant, launch.Caller())
+    made._calling()  # errors of the functions belong here
+    return made
 
 
 def attention(
@@ -171,10 +200,12 @@ def attention(
     varlen: Varlen | None = None,
     paging: Paging | None = None,
     return_lse: bool = False,
+    sinks: Tensor | Callable[[], Tensor] | Sinks | None = None,
     **composition: Any,
 ) -> Any:
-    """compile(**composition) and call it, once. Keep the result of compile() where calls repeat."""
-    return compile(**composition)(q, k, v, varlen=varlen, paging=paging, return_lse=return_lse)
+    """compile(**composition) and call it, once. Functions of one code share what tracing found."""
+    attn = Attention(at_call(compose(**composition), sinks=sinks))
+    return attn(q, k, v, varlen=varlen, paging=paging, return_lse=return_lse)
 
 
 def flex_attention(
@@ -195,8 +226,6 @@ def flex_attention(
     query [B, Hq, L, E], key [Bkv, Hkv, S, E], value [Bkv, Hkv, S, Ev]; Bkv is B, or 1 to share keys over the
     batch. Unlike eager flex_attention, a BlockMask without mask_mod masks (its unlisted blocks are not
     allowed). kernel_options: BLOCK_M and BLOCK_N set the tile; any other raises UnsupportedError.
-
-    Inside torch.compile the mods must exist before compilation (module level, or stored on the module).
     """
     if return_lse and return_aux is not None:
         raise InputError(
@@ -210,11 +239,11 @@ def flex_attention(
         ratio(query.shape[1], key.shape[1], enable_gqa)
         if key.shape[0] == 1 and query.shape[0] > 1:
             key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
-    compiled = _drop_in(score_mod, block_mask, scale, kernel_options)
     lse = return_lse or (return_aux is not None and bool(return_aux.lse))
     max_scores = return_aux is not None and bool(return_aux.max_scores)
     statistics = ("lse",) * lse + ("max_scores",) * max_scores
-    result = compiled._run(query, key, value, statistics=statistics)
+    variant = compose(score_mod, block_mask, scale=scale, schedule=_schedule(kernel_options))
+    result = _run(variant, None, (query, key, value), None, None, statistics)
     if return_lse:
         return result.out, result.lse
     if return_aux is None:
@@ -225,19 +254,10 @@ def flex_attention(
     )
 
 
-def _drop_in(
-    score_mod: Callable[..., Any] | None,
-    block_mask: BlockMask | None,
-    scale: float | None,
-    kernel_options: dict[str, Any] | None,
-) -> Attention:
-    if torch.compiler.is_compiling():
-        return _kept[_keep(score_mod, block_mask, scale, kernel_options)]
-    return compile(score_mod, block_mask, scale=scale, schedule=_schedule(kernel_options))
-
-
 def _schedule(kernel_options: dict[str, Any] | None) -> Schedule:
-    options = dict(kernel_options or {})
+    if not kernel_options:
+        return _SCHEDULE
+    options = dict(kernel_options)
     rows, keys = options.pop("BLOCK_M", None), options.pop("BLOCK_N", None)
     if options:
         raise UnsupportedError(
@@ -247,21 +267,7 @@ def _schedule(kernel_options: dict[str, Any] | None) -> Schedule:
         )
     if (rows is None) != (keys is None):
         raise InputError(f"kernel_options {kernel_options}", "BLOCK_M and BLOCK_N together", "give both")
-    return Schedule() if rows is None else Schedule(tile=(rows, keys))
+    return _SCHEDULE if rows is None or keys is None else Schedule(tile=(rows, keys))
 
 
-# Dynamo cannot trace the tracer. It runs _keep once, while it compiles, takes the key that comes back for a
-# constant, and finds the compiled attention under it.
-_kept: dict[str, Attention] = {}
-
-
-def _keep(*arguments: Any) -> str:
-    score_mod, block_mask, scale, kernel_options = arguments
-    compiled = compile(score_mod, block_mask, scale=scale, schedule=_schedule(kernel_options))
-    key = f"flex_attention {len(_kept)}"
-    _kept[key] = compiled
-    return key
-
-
-# What torch.compiler.assume_constant_result does, without loading Dynamo: that takes longer than all else.
-vars(_keep).update(_dynamo_marked_constant=True)
+_SCHEDULE = Schedule()

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.nn.attention.flex_attention import BlockMask
 
 from fa4flex.errors import InputError
+from fa4flex.primitives.base import kind_of
 from fa4flex.primitives.blocks import BlockMap
 from fa4flex.primitives.mask import Mask, as_mask
 from fa4flex.primitives.precision import Precision
@@ -42,14 +45,16 @@ class Variant:
     precision: Precision = Precision()
     schedule: Schedule = Schedule()
 
-    @property
-    def allowed(self) -> Mask | None:
-        """Block map and mask as one: allowed = block map AND (full block OR mask)."""
-        return self.mask if self.blocks is None else self.blocks.mask(self.mask)
+    allowed: Mask | None = field(init=False)
+    """Block map and mask as one: allowed = block map AND (full block OR mask)."""
+
+    def __post_init__(self) -> None:
+        allowed = self.mask if self.blocks is None else self.blocks.mask(self.mask)
+        object.__setattr__(self, "allowed", allowed)
 
     def __repr__(self) -> str:
         given = [
-            f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default
+            f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if f.init and getattr(self, f.name) != f.default
         ]
         return f"Variant({', '.join(given)})"
 
@@ -59,7 +64,7 @@ def compose(
     mask: Callable[..., Any] | BlockMask | BlockMap | None = None,
     *,
     blocks: BlockMap | BlockMask | None = None,
-    sinks: Tensor | Sinks | None = None,
+    sinks: Tensor | Callable[[], Tensor] | Sinks | None = None,
     scale: float | None = None,
     layout: Layout = "bhsd",
     **data: Any,
@@ -88,7 +93,7 @@ def compose(
             )
         mask = own if own is not None else mask
     _check_scale(scale)
-    _check_types({"blocks": blocks, "sinks": sinks, **data})
+    _check_types({"blocks": blocks, **data})
     if layout not in get_args(Layout):
         raise InputError(
             f"layout={layout!r}",
@@ -99,21 +104,54 @@ def compose(
         score_mod=None if score_mod is None else as_score(score_mod),
         mask=None if mask is None else as_mask(mask),
         blocks=blocks,
-        sinks=Sinks(sinks) if isinstance(sinks, Tensor) else sinks,
+        sinks=sinks if sinks is None or isinstance(sinks, Sinks) else Sinks(sinks),
         scale=None if scale is None else float(scale),
         layout=layout,
-        **data,
+        # Given as they are: torch.compile does not know how to make defaults of a class.
+        precision=data.get("precision", _PRECISION),
+        schedule=data.get("schedule", _SCHEDULE),
     )
+
+
+_PRECISION, _SCHEDULE = Precision(), Schedule()
+
+
+def at_call(
+    variant: Variant,
+    blocks: BlockMap | BlockMask | None = None,
+    scale: float | None = None,
+    sinks: Tensor | Callable[[], Tensor] | Sinks | None = None,
+) -> Variant:
+    """The variant with what was given along with one call in place of what was composed."""
+    mask = variant.mask
+    if isinstance(blocks, BlockMask):
+        blocks, own = BlockMap.from_torch(blocks)
+        mask = mask if own is None else as_mask(own)
+    _check_scale(scale)
+    _check_types({"blocks": blocks})
+    return Variant(
+        variant.score_mod,
+        mask,
+        variant.blocks if blocks is None else blocks,
+        variant.sinks if sinks is None else _sinks_of_call(sinks),
+        variant.scale if scale is None else scale,
+        variant.layout,
+        variant.precision,
+        variant.schedule,
+    )
+
+
+def _sinks_of_call(sinks: Any) -> Sinks:
+    """Sinks that serve one call: a Parameter is one that the caller has just looked up."""
+    if isinstance(sinks, Sinks):
+        return sinks
+    return Sinks(lambda: sinks) if isinstance(sinks, Parameter) else Sinks(sinks)
 
 
 _TYPES: dict[str, tuple[tuple[type, ...], str, str]] = {
     "blocks": (
         (BlockMap, type(None)), "a fa4flex.BlockMap or a torch BlockMask",
         "build one with fa4flex.BlockMap.from_dense(classes, block_size)",
-    ),
-    "sinks": (
-        (Tensor, Sinks, type(None)), "a floating tensor [query heads]",
-        "convert: torch.as_tensor(sinks, dtype=torch.float32)",
     ),
     "precision": ((Precision,), "a fa4flex.Precision", 'e.g. fa4flex.Precision(compute="float64")'),
     "schedule": ((Schedule,), "a fa4flex.Schedule", "e.g. fa4flex.Schedule(tile=(64, 64))"),
@@ -124,7 +162,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], str, str]] = {
 def _check_options(data: dict[str, Any]) -> None:
     unknown = sorted(data.keys() - _TYPES.keys())
     if unknown:
-        names = [field.name for field in fields(Variant)]
+        names = [field.name for field in fields(Variant) if field.init]
         raise TypeError(f"unknown options {', '.join(unknown)}; there are {', '.join(names)}")
 
 
@@ -132,7 +170,7 @@ def _check_types(options: dict[str, Any]) -> None:
     for name, value in options.items():
         types, expected, fix = _TYPES[name]
         if not isinstance(value, types):
-            raise InputError(f"{name} is a {type(value).__name__}", expected, fix)
+            raise InputError(f"{name} is a {kind_of(value)}", expected, fix)
 
 
 def _check_scale(scale: Any) -> None:
@@ -140,6 +178,8 @@ def _check_scale(scale: Any) -> None:
     if isinstance(scale, Tensor) and scale.requires_grad:
         fix = "multiply the score in a score_mod, which carries gradients"
         raise InputError("scale is a tensor that requires grad", "a number", fix)
+    if torch.compiler.is_compiling():  # a number that varies has no value yet
+        return
     try:
         finite = scale is None or math.isfinite(scale)
     except (TypeError, ValueError, RuntimeError):

@@ -1,10 +1,19 @@
-"""The whole flow from a variant to a program, one line per stage."""
+"""The whole flow from a variant to a program, one line per stage, and the traces that are kept.
+
+Running and analysing a user's functions takes a millisecond and more, so traces are kept by the code of the
+functions. A kept trace serves another call, also with other closures over the same code, while its guards
+hold; captured tensors and numbers are read anew at each call in either case (see `trace/paths.py`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import cached_property
+from types import FunctionType, MethodType
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -12,37 +21,165 @@ from fa4flex.codegen.analyze.facts import SCORE, Facts, analyze
 from fa4flex.codegen.evaluate import Captured
 from fa4flex.codegen.expr import TRUE
 from fa4flex.codegen.trace import Captures, Operand, Traced, trace
+from fa4flex.codegen.trace.dispatch import registrations
+from fa4flex.codegen.trace.paths import Reader, Reading, reader_of
+from fa4flex.primitives.mask import Mask
+from fa4flex.primitives.score import ScoreMod
 from fa4flex.variant import Variant
 
 Mod = Callable[..., Any]
 
+MOST_CODES, MOST_TRACES = 1024, 32
+"""Traces are kept for so many pairs of functions, so many for each pair; the least recently used go first."""
 
-@dataclass(frozen=True)
-class Program:
-    """A variant, traced and analysed. Operands are read anew at each run; scalars are this compile's."""
 
-    variant: Variant
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """What tracing and analysis found in a variant's functions, without any tensor or number of theirs.
+
+    `operands` have in place of their tensors positions among the tensors that `read` returns.
+    """
+
     score: Traced | None
     mask: Traced | None
     facts: Facts
     operands: tuple[Operand, ...]
-    scalars: tuple[int | float, ...]
     scalar_names: tuple[str, ...]
+    read: Reader | None
+    """None where something captured could change without notice: such a trace serves one call."""
+
+    def tensors(self, bases: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The captured tensors by slot, derived ones computed now."""
+        if len(bases) == len(self.operands) and not self.derived:
+            return bases
+        return tuple([operand.of(bases).value() for operand in self.operands])
+
+    @cached_property
+    def derived(self) -> bool:
+        """True if some operand is computed from captured tensors."""
+        return any(operand.recipe is not None for operand in self.operands)
+
+
+class Bound(NamedTuple):
+    """A trace, with the captured tensors and numbers of one variant as they are now."""
+
+    trace: Trace
+    bases: tuple[Tensor, ...]
+    scalars: tuple[int | float, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A variant, traced and analysed, with what it captured as it is now."""
+
+    variant: Variant
+    bound: Bound
+
+    @property
+    def score(self) -> Traced | None:
+        return self.bound.trace.score
+
+    @property
+    def mask(self) -> Traced | None:
+        return self.bound.trace.mask
+
+    @property
+    def facts(self) -> Facts:
+        return self.bound.trace.facts
+
+    @property
+    def scalars(self) -> tuple[int | float, ...]:
+        return self.bound.scalars
+
+    @property
+    def scalar_names(self) -> tuple[str, ...]:
+        return self.bound.trace.scalar_names
+
+    @cached_property
+    def operands(self) -> tuple[Operand, ...]:
+        return tuple(operand.of(self.bound.bases) for operand in self.bound.trace.operands)
 
     def captured(self) -> Captured:
-        """The captured tensors as they are now, and the captured numbers."""
+        """The captured tensors and numbers."""
         return Captured(self.tensors(), self.scalars)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return tuple(operand.value() for operand in self.operands)
+        return self.bound.trace.tensors(self.bound.bases)
 
 
 def build(variant: Variant) -> Program:
     """Variant -> Program. Raises TraceError where a mod cannot be turned into an expression."""
+    return Program(variant, bind(variant))
+
+
+# --- kept traces --------------------------------------------------------------------------------------------
+
+_kept: OrderedDict[Hashable, list[Trace]] = OrderedDict()
+
+
+def bind(variant: Variant, likely: Trace | None = None) -> Bound:
+    """A trace of the variant's functions that holds now, and what they captured. `likely` is asked first."""
+    score, mask = variant.score_mod, variant.allowed
+    if likely is not None and likely.read is not None:
+        reading = likely.read(score, mask)
+        if reading is not None:
+            return Bound(likely, *reading)
+    key = registrations(), code_key(score), code_key(mask)
+    traces = _kept.get(key, [])
+    for found in traces:
+        reading = None if found is likely or found.read is None else found.read(score, mask)
+        if reading is not None:
+            if found is not traces[0]:
+                traces.remove(found)
+                traces.insert(0, found)
+            return Bound(found, *reading)
+    bound = _traced(variant)
+    if bound.trace.read is not None:
+        _keep(key, bound.trace)
+    return bound
+
+
+def _keep(key: Hashable, made: Trace) -> None:
+    traces = _kept.setdefault(key, [])
+    _kept.move_to_end(key)
+    traces.insert(0, made)
+    del traces[MOST_TRACES:]
+    while len(_kept) > MOST_CODES:
+        _kept.popitem(last=False)
+
+
+def code_key(fn: Any) -> Hashable:
+    """What functions have in common that may share a trace: their code, whatever it closes over."""
+    if isinstance(fn, FunctionType):
+        return fn.__code__
+    if isinstance(fn, MethodType):
+        return code_key(fn.__func__), type(fn.__self__)
+    if isinstance(fn, functools.partial):
+        return functools.partial, code_key(fn.func)
+    if isinstance(fn, (Mask, ScoreMod)):
+        parts = [getattr(fn, name) for name in type(fn).__dataclass_fields__]
+        return (type(fn), *[code_key(part) for part in parts if callable(part)])
+    return type(fn)
+
+
+def _traced(variant: Variant) -> Bound:
+    """The stages: trace the functions, analyse the expressions, write down how to read what they captured."""
     captures = Captures()
     mods: dict[Literal["score", "mask"], Mod | None] = {"score": variant.score_mod, "mask": variant.allowed}
     traced = [trace(mod, kind, captures) for kind, mod in mods.items() if mod is not None]
     traces = {t.kind: t for t in captures.finish(*traced)}
     score, mask = traces.get("score"), traces.get("mask")
     facts = analyze(SCORE if score is None else score.root, TRUE if mask is None else mask.root)
-    return Program(variant, score, mask, facts, captures.operands, captures.scalars, captures.scalar_names)
+    bases = captures.bases()
+    operands = tuple(operand.at(bases) for operand in captures.operands)
+    made = Trace(score, mask, facts, operands, captures.scalar_names, _reader(captures, bases))
+    return Bound(made, bases, captures.scalars)
+
+
+def _reader(captures: Captures, bases: tuple[Tensor, ...]) -> Reader | None:
+    if captures.opaque is not None:
+        return None
+    return reader_of(captures.guards, [captures.paths[id(x)] for x in bases], captures.scalar_paths)
+
+
+__all__ = ["Bound", "Program", "Reading", "Trace", "bind", "build"]

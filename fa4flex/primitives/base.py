@@ -1,4 +1,4 @@
-"""What every primitive shares: calling a mod with the context it asks for, and families of mods.
+"""What every primitive shares: calling a mod with the context it asks for, families of mods, and copies.
 
 A mod is an ordinary function of FlexAttention: `score_mod(score, b, h, q_idx, kv_idx)` or
 `mask_mod(b, h, q_idx, kv_idx)`. It may also take parameters named `q_len`, `kv_len` (lengths of the
@@ -7,16 +7,23 @@ sequence at hand) and `num_heads` (query heads); they are passed by keyword to w
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import CellType, FunctionType, MethodType
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
-from fa4flex.errors import InputError
+from fa4flex.errors import InputError, Origin, TraceError, UnsupportedError
 
 CONTEXT = ("q_len", "kv_len", "num_heads")
+
+
+# --- calling a mod --------------------------------------------------------------------------------------
 
 
 def accepted_context(mod: Callable[..., Any]) -> tuple[str, ...]:
@@ -24,11 +31,41 @@ def accepted_context(mod: Callable[..., Any]) -> tuple[str, ...]:
     declared = getattr(mod, "context", None)
     if isinstance(declared, tuple):
         return declared
+    if isinstance(mod, FunctionType) and not hasattr(mod, "__wrapped__"):
+        # The code object tells at once, also where torch.compile traces the construction of a mask.
+        code = mod.__code__
+        names: tuple[str, ...] = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        return tuple(name for name in CONTEXT if name in names)
     try:
         parameters = inspect.signature(mod).parameters
     except (TypeError, ValueError):
         return ()
-    return tuple(name for name in CONTEXT if name in parameters)
+    given = bound_keywords(mod)
+    return tuple(name for name in CONTEXT if name in parameters and name not in given)
+
+
+def bound_keywords(mod: Any) -> set[str]:
+    """Keyword arguments that a functools.partial already gives."""
+    return set(mod.keywords) | bound_keywords(mod.func) if isinstance(mod, functools.partial) else set()
+
+
+_USUAL_NAMES = {
+    "s": "score", "batch": "b", "head": "h", "q": "q_idx", "kv": "kv_idx", "k": "kv_idx", "k_idx": "kv_idx",
+}  # fmt: skip
+
+
+def out_of_order(names: list[str], standard: tuple[str, ...]) -> bool:
+    """True if parameters have the standard names, or the usual short ones, but not in the standard order.
+
+    Where other names stand among them, only q_idx and kv_idx are taken at their word.
+    """
+    if len(names) != len(standard):
+        return False
+    meant = [_USUAL_NAMES.get(name, name) for name in names]
+    if sorted(meant) == sorted(standard):
+        return meant != list(standard)
+    pairs = zip(names, standard, strict=True)
+    return any(name in ("q_idx", "kv_idx") and name != wanted for name, wanted in pairs)
 
 
 def call_mod(mod: Callable[..., Any], indices: tuple[Any, ...], context: dict[str, Any]) -> Any:
@@ -36,16 +73,27 @@ def call_mod(mod: Callable[..., Any], indices: tuple[Any, ...], context: dict[st
 
     Raises InputError when the mod needs a length that the caller did not give.
     """
-    wanted = accepted_context(mod)
-    missing = [name for name in wanted if name not in context]
-    if missing:
-        name = getattr(mod, "__name__", repr(mod))
-        raise InputError(
-            f"{name} was called without {', '.join(missing)}",
-            f"{name}(b, h, q_idx, kv_idx, {', '.join(f'{n}=...' for n in wanted)})",
-            f"pass the lengths, or fix them once: {name}.bind({', '.join(f'{n}=...' for n in wanted)})",
-        )
+    return call_with(mod, indices, accepted_context(mod), context)
+
+
+def call_with(
+    mod: Callable[..., Any], indices: tuple[Any, ...], wanted: tuple[str, ...], context: dict[str, Any]
+) -> Any:
+    """`mod(*indices)` with the `wanted` entries of `context`. Raises InputError where one is missing."""
+    for name in wanted:
+        if name not in context:
+            raise _missing(mod, wanted, context)
     return mod(*indices, **{name: context[name] for name in wanted})
+
+
+def _missing(mod: Callable[..., Any], wanted: tuple[str, ...], context: dict[str, Any]) -> InputError:
+    name = getattr(mod, "__name__", repr(mod))
+    lengths = ", ".join(f"{n}=..." for n in wanted)
+    return InputError(
+        f"{name} was called without {', '.join(n for n in wanted if n not in context)}",
+        f"{name}(b, h, q_idx, kv_idx, {lengths})",
+        f"pass the lengths, or fix them once: {name}.bind({lengths})",
+    )
 
 
 def positional(*names: str) -> inspect.Signature:
@@ -57,12 +105,143 @@ def positional(*names: str) -> inspect.Signature:
 def show(value: Any) -> str:
     """A parameter as it stands in a repr: tensors by dtype and shape, functions by name."""
     if isinstance(value, torch.Tensor):
-        if value.numel() <= 8:
+        readable = type(value) in (torch.Tensor, torch.nn.Parameter) and not value.is_meta
+        if readable and value.layout is torch.strided and value.numel() <= 8:
             return f"torch.tensor({value.tolist()}, dtype={value.dtype})"
         return f"<{str(value.dtype).removeprefix('torch.')}{list(value.shape)}>"
     if callable(value) and hasattr(value, "__name__"):
         return str(value.__name__)
     return repr(value)
+
+
+def kind_of(value: Any) -> str:
+    """What `value` is, for a message: a tensor by its dtype, anything else by its type."""
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype)
+    module = type(value).__module__.partition(".")[0]
+    name = type(value).__name__
+    return name if module == "builtins" else f"{module}.{name}"
+
+
+# --- mods as objects ------------------------------------------------------------------------------------
+
+
+class Mod:
+    """Base of masks and score mods. `context` names the lengths it needs, `role` the argument it is for."""
+
+    context: tuple[str, ...] = ()
+    role: ClassVar[str] = ""
+    combined_with: ClassVar[str] = ""
+
+    def __bool__(self) -> bool:
+        """Raise TraceError: `and`, `or`, `not` and `if` would silently drop one side."""
+        raise no_truth_value(self, self.combined_with)
+
+    @property
+    def __name__(self) -> str:
+        return repr(self)
+
+
+def no_truth_value(value: Any, operators: str) -> TraceError:
+    return TraceError(
+        f"the truth value of {value!r}, as `and`, `or`, `not`, `if` and bool() ask for",
+        f"{operators}, which combine every pair of indices",
+        f"write {operators}; to test whether one was given, `is not None`",
+    )
+
+
+class Made:
+    """The call of a family that made a mod: what its representation, its pickle and its copies come from."""
+
+    __slots__ = ("args", "family", "kwargs")
+
+    family: Family[Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    # Tracing looks for captured numbers in plain objects. These have reached the function already: a class
+    # with a constructor of its own is passed over.
+    def __new__(cls, family: Family[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Made:
+        self = object.__new__(cls)
+        self.family, self.args, self.kwargs = family, args, kwargs
+        return self
+
+    def __repr__(self) -> str:
+        given = [show(a) for a in self.args] + [f"{k}={show(v)}" for k, v in self.kwargs.items()]
+        return f"{self.family!r}({', '.join(given)})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Made:
+        return Made(self.family, _copied(self.args, memo), _copied(self.kwargs, memo))
+
+    def __reduce__(self) -> Any:
+        return Made, (self.family, self.args, self.kwargs)
+
+    def function(self) -> Callable[..., Any]:
+        """The function, made anew from the arguments."""
+        return self.family.function(*self.args, **self.kwargs)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class FunctionMod(Mod):
+    """One function as a mask or score mod.
+
+    mod     the function
+    label   what its repr prints; empty means the call that made it, or the function's name
+    made    the family and the arguments that made the function, or None for a function of the user
+    """
+
+    mod: Callable[..., Any]
+    label: str = ""
+    made: Made | None = None
+    context: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "context", accepted_context(self.mod))
+
+    @property
+    def query_heads(self) -> int | None:
+        """How many query heads the tensors of a named variant are for; None where any number will do."""
+        return None if self.made is None else getattr(self.mod, "query_heads", None)
+
+    def __repr__(self) -> str:
+        if self.label:
+            return self.label
+        return str(getattr(self.mod, "__name__", repr(self.mod))) if self.made is None else repr(self.made)
+
+    def __copy__(self) -> Any:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy with tensors of its own: made by its family from copied arguments, or a copied closure."""
+        other = object.__new__(type(self))
+        memo[id(self)] = other  # before its contents: a module that the function reads may hold this mod
+        made = copy.deepcopy(self.made, memo)
+        mod = copy_function(self.mod, memo) if made is None else made.function()
+        for name, value in {**vars(self), "mod": mod, "made": made}.items():
+            object.__setattr__(other, name, value)
+        return other
+
+    def __reduce__(self) -> Any:
+        if self.made is not None:
+            return _remade, (type(self), self.made, self.label)
+        function = _not_importable(self.mod)
+        if function is not None:
+            raise _unpicklable(self, function)
+        return type(self), (self.mod, self.label)
+
+
+def _remade(kind: Callable[..., Any], made: Made, label: str) -> Any:
+    return kind(made.function(), label, made)
+
+
+def functions_of(mod: Mod | None) -> Iterator[FunctionMod]:
+    """The single functions that a mask or score mod is composed of, from left to right."""
+    if isinstance(mod, FunctionMod):
+        yield mod
+    elif mod is not None:
+        for part in vars(mod).values():
+            if isinstance(part, Mod):
+                yield from functions_of(part)
 
 
 P = TypeVar("P")
@@ -75,12 +254,23 @@ class Family(Generic[P]):
     """
 
     def __init__(
-        self, make: Callable[..., Callable[..., Any]], wrap: Callable[[Callable[..., Any], str], P]
+        self, make: Callable[..., Callable[..., Any]], wrap: Callable[[Callable[..., Any], str, Made], P]
     ) -> None:
         functools.update_wrapper(self, make)
         self._make, self._wrap = make, wrap
 
     def __call__(self, *args: Any, **params: Any) -> P:
+        return self._wrap(self.function(*args, **params), "", Made(self, args, params))
+
+    def function(self, *args: Any, **params: Any) -> Callable[..., Any]:
+        """The mod of these parameters, not wrapped. Raises InputError for parameters that do not fit."""
+        try:
+            return self._make(*args, **params)
+        except TypeError:
+            self._check_parameters(args, params)
+            raise
+
+    def _check_parameters(self, args: tuple[Any, ...], params: dict[str, Any]) -> None:
         try:
             inspect.signature(self._make).bind(*args, **params)
         except TypeError as error:
@@ -90,13 +280,28 @@ class Family(Generic[P]):
                 signature.split(" -> ")[0],
                 f"call it before composing: {self.__name__}(...)",
             ) from None
-        given = [show(a) for a in args] + [f"{k}={show(v)}" for k, v in params.items()]
-        return self._wrap(self._make(*args, **params), f"{self.__name__}({', '.join(given)})")
 
     def __repr__(self) -> str:
         return str(self.__name__)
 
     __name__: str
+
+    def __bool__(self) -> bool:
+        """Raise TraceError, as the masks and score mods of the family do."""
+        raise no_truth_value(self, getattr(self._wrap, "combined_with", "its operators"))
+
+    def __copy__(self) -> Family[P]:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Family[P]:
+        return self
+
+    def __reduce__(self) -> Any:
+        if not importable(self):
+            raise _unpicklable(self, self._make)
+        return self.__qualname__
+
+    __qualname__: str
 
     def __and__(self, other: Any) -> Any:
         return self() & other
@@ -123,3 +328,118 @@ class Family(Generic[P]):
 def settle(value: Any) -> Any:
     """A bare family as the primitive of its defaults; anything else unchanged."""
     return value() if isinstance(value, Family) else value
+
+
+# --- copies and pickles of functions ----------------------------------------------------------------------
+
+
+def copy_function(function: Any, memo: dict[int, Any]) -> Any:
+    """A deep copy of a mod: it reads copies of what `function` captured. `memo` is copy.deepcopy's.
+
+    Closure variables and default arguments are copied, and cells that functions share stay shared; bound
+    methods are bound to copies, and functools.partial objects are built anew. Globals are shared, and so are
+    functions that a module holds by name and functions that captured nothing: they are returned as they are.
+    """
+    if id(function) in memo:
+        return memo[id(function)]
+    if isinstance(function, functools.partial):
+        func, *args = (_copied(part, memo) for part in (function.func, *function.args))
+        other: Any = type(function)(func, *args, **_copied(function.keywords, memo))
+    elif isinstance(function, MethodType):
+        other = MethodType(copy_function(function.__func__, memo), copy.deepcopy(function.__self__, memo))
+    elif not isinstance(function, FunctionType):
+        return copy.deepcopy(function, memo)
+    elif _held_by_name(function) or not (
+        function.__closure__ or function.__defaults__ or function.__kwdefaults__ or vars(function)
+    ):
+        return function
+    else:
+        return _copied_closure(function, memo)
+    _remember(function, other, memo)
+    return other
+
+
+def _copied_closure(function: FunctionType, memo: dict[int, Any]) -> FunctionType:
+    fresh = [cell for cell in function.__closure__ or () if id(cell) not in memo]
+    for cell in fresh:
+        _remember(cell, CellType(), memo)
+    cells = tuple(memo[id(cell)] for cell in function.__closure__ or ())
+    other = FunctionType(function.__code__, function.__globals__, function.__name__, None, cells)
+    _remember(function, other, memo)  # before its contents: a function may refer to itself
+    functools.update_wrapper(other, function, updated=())
+    del other.__wrapped__  # type: ignore[attr-defined]
+    vars(other).update(_copied(vars(function), memo))
+    other.__defaults__ = _copied(function.__defaults__, memo)
+    other.__kwdefaults__ = _copied(function.__kwdefaults__, memo)
+    for cell in fresh:
+        try:
+            contents = cell.cell_contents
+        except ValueError:  # a variable that the enclosing function has not assigned
+            continue
+        memo[id(cell)].cell_contents = _copied(contents, memo)
+    return other
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    """copy.deepcopy, except that functions, also those in containers, are copied with what they captured."""
+    if id(value) in memo:
+        return memo[id(value)]
+    if isinstance(value, (FunctionType, MethodType, functools.partial)):
+        return copy_function(value, memo)
+    if type(value) is tuple:
+        return tuple(_copied(item, memo) for item in value)
+    if type(value) is list:
+        items: list[Any] = []
+        _remember(value, items, memo)
+        items.extend(_copied(item, memo) for item in value)
+        return items
+    if type(value) is dict:
+        entries: dict[Any, Any] = {}
+        _remember(value, entries, memo)
+        entries.update((copy.deepcopy(key, memo), _copied(item, memo)) for key, item in value.items())
+        return entries
+    return copy.deepcopy(value, memo)
+
+
+def _remember(original: Any, other: Any, memo: dict[int, Any]) -> None:
+    """Enter a copy. The original is kept alive, as copy.deepcopy does: the memo knows it by its id."""
+    memo[id(original)] = other
+    memo.setdefault(id(memo), []).append(original)
+
+
+def importable(value: Any) -> bool:
+    """True if a module holds this very object under its qualified name."""
+    found: Any = sys.modules.get(getattr(value, "__module__", None) or "")
+    for name in str(getattr(value, "__qualname__", "")).split("."):
+        found = getattr(found, name, None)
+    return found is value
+
+
+def _held_by_name(function: FunctionType) -> bool:
+    """True for what a module holds, also under a plain name: torch's decorators keep no qualified one."""
+    module = sys.modules.get(function.__module__ or "")
+    return importable(function) or getattr(module, function.__name__, None) is function
+
+
+def _not_importable(value: Any) -> FunctionType | None:
+    """The first function in `value` that pickle cannot find by its name."""
+    if isinstance(value, FunctionType):
+        return None if importable(value) else value
+    parts: tuple[Any, ...] = ()
+    if isinstance(value, functools.partial):
+        parts = (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, (list, tuple)):
+        parts = tuple(value)
+    return next((found for part in parts if (found := _not_importable(part)) is not None), None)
+
+
+def _unpicklable(value: Any, function: Callable[..., Any]) -> UnsupportedError:
+    code = getattr(function, "__code__", None)
+    where = None if code is None else Origin(code.co_filename, code.co_firstlineno)
+    name = getattr(function, "__qualname__", repr(function))
+    return UnsupportedError(
+        f"pickling {value!r}: its module does not hold {name!r} by name",
+        "functions and families at module level, and named variants",
+        "define it at module level, and bind its tensors with functools.partial or as a family's parameters",
+        where,
+    )

@@ -7,15 +7,15 @@ A block map without a mask_mod is therefore a mask by itself.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
 from fa4flex.errors import InputError
-from fa4flex.primitives.base import Family, call_mod, show
+from fa4flex.primitives.base import Family, call_with, kind_of, no_truth_value, show
 from fa4flex.primitives.mask import Mask, MaskMod, as_mask
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
@@ -28,12 +28,15 @@ class BlockMap:
 
     R = ceil(q_len / block_size[0]), C = ceil(kv_len / block_size[1]). B = 1 or H = 1 stands for every
     batch or every query head. Raises InputError for anything else.
+
+    `&`, `|` and `~` combine a map, as the mask that it is by itself, with masks, and give a Mask.
     """
 
     classes: Tensor
     block_size: tuple[int, int]
     q_len: int
     kv_len: int
+    role: ClassVar[str] = "blocks"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "block_size", _block_size(self.block_size))
@@ -78,7 +81,7 @@ class BlockMap:
                     "build both lists from one map",
                 )
             both = full & (classes != EMPTY)
-            if bool(both.any()):
+            if not torch.compiler.is_compiling() and bool(both.any()):
                 raise InputError(
                     f"block {_first(both)} (batch, head, row, column) is both partial and full",
                     "each block in one list",
@@ -100,7 +103,7 @@ class BlockMap:
         """
         if not isinstance(classes, Tensor) or classes.dtype not in (torch.bool, torch.uint8):
             raise InputError(
-                f"a block map of {getattr(classes, 'dtype', type(classes).__name__)}",
+                f"a block map of {kind_of(classes)}",
                 "a bool tensor, or uint8 with 0 empty, 1 partial, 2 full",
                 "convert with .bool() (listed blocks) or .to(torch.uint8) (classes)",
             )
@@ -233,6 +236,25 @@ class BlockMap:
         """The map as a Mask; `inner` decides inside partial blocks (None: they are allowed)."""
         return BlockedMask(self, None if inner is None else as_mask(inner))
 
+    def __and__(self, other: Any) -> Mask:
+        return self.mask() & other
+
+    def __rand__(self, other: Any) -> Mask:
+        return as_mask(other) & self.mask()
+
+    def __or__(self, other: Any) -> Mask:
+        return self.mask() | other
+
+    def __ror__(self, other: Any) -> Mask:
+        return as_mask(other) | self.mask()
+
+    def __invert__(self) -> Mask:
+        return ~self.mask()
+
+    def __bool__(self) -> bool:
+        """Raise TraceError, as masks do."""
+        raise no_truth_value(self, Mask.combined_with)
+
     def fits(self, q_len: int, kv_len: int, batch: int, heads: int) -> None:
         """Raise InputError unless the map was made for these lengths, this batch and these query heads."""
         if (self.q_len, self.kv_len) != (q_len, kv_len):
@@ -278,10 +300,10 @@ class BlockedMask(Mask):
 
     blocks: BlockMap
     inner: Mask | None
+    context: tuple[str, ...] = field(init=False)
 
-    @property
-    def context(self) -> tuple[str, ...]:  # type: ignore[override]
-        return () if self.inner is None else self.inner.context
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "context", () if self.inner is None else self.inner.context)
 
     def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any, **context: Any) -> Any:
         classes, (rows, columns) = self.blocks.classes, self.blocks.block_size
@@ -290,10 +312,19 @@ class BlockedMask(Mask):
         found = classes[batch, head, q_idx // rows, kv_idx // columns]
         if self.inner is None:
             return found != EMPTY
-        return (found == FULL) | ((found == PARTIAL) & call_mod(self.inner, (b, h, q_idx, kv_idx), context))
+        inside = call_with(self.inner, (b, h, q_idx, kv_idx), self.inner.context, context)
+        return (found == FULL) | ((found == PARTIAL) & inside)
 
     def __repr__(self) -> str:
         return f"{self.blocks!r}.mask({'' if self.inner is None else repr(self.inner)})"
+
+
+def mask_of_blocks(value: Any) -> Mask | None:
+    """A BlockMap or a torch BlockMask, with its own mask_mod, as a Mask; None for anything else."""
+    if isinstance(value, BlockMask):
+        blocks, inner = BlockMap.from_torch(value)
+        return blocks.mask(inner)
+    return value.mask() if isinstance(value, BlockMap) else None
 
 
 # --- checks -----------------------------------------------------------------------------------------
@@ -323,7 +354,7 @@ def _check_classes(blocks: BlockMap) -> None:
     classes, (rows, columns) = blocks.classes, blocks.block_size
     if not isinstance(classes, Tensor) or classes.dtype != torch.uint8:
         raise InputError(
-            f"classes of {getattr(classes, 'dtype', type(classes).__name__)}",
+            f"classes of {kind_of(classes)}",
             "a uint8 tensor: 0 empty, 1 partial, 2 full",
             "use BlockMap.from_dense for bool maps",
         )
@@ -341,7 +372,7 @@ def _check_classes(blocks: BlockMap) -> None:
             f"{wanted} blocks: ceil(length / block size)",
             "check block_size (query, key) and the lengths in tokens",
         )
-    if bool((classes > FULL).any()):
+    if not torch.compiler.is_compiling() and bool((classes > FULL).any()):
         raise InputError(
             f"class {int(classes.max())} in the map",
             "0 empty, 1 partial, 2 full",
@@ -352,7 +383,7 @@ def _check_classes(blocks: BlockMap) -> None:
 def _check_index_tensor(tensor: Tensor, rank: int, name: str) -> None:
     if not isinstance(tensor, Tensor) or tensor.dtype not in _INDEX_DTYPES:
         raise InputError(
-            f"{name} of {getattr(tensor, 'dtype', type(tensor).__name__)}",
+            f"{name} of {kind_of(tensor)}",
             "an int32 or int64 tensor",
             f"convert with {name}.to(torch.int32)",
         )
@@ -375,7 +406,7 @@ def _check_range(live: Tensor, columns: int, name: str) -> None:
 
 
 def _check_once(hits: Tensor, name: str) -> None:
-    if bool((hits > 1).any()):
+    if not torch.compiler.is_compiling() and bool((hits > 1).any()):
         raise InputError(
             f"block {_first(hits > 1)} (batch, head, row, column) is listed more than once in {name}",
             "each key block once per row",
@@ -400,17 +431,20 @@ def _listed(counts: Tensor, indices: Tensor, columns: int, name: str) -> Tensor:
             "pass the matching pair of tensors",
         )
     width = indices.shape[3]
-    if counts.numel() and (int(counts.min()) < 0 or int(counts.max()) > width):
+    compiling = torch.compiler.is_compiling()
+    if not compiling and counts.numel() and (int(counts.min()) < 0 or int(counts.max()) > width):
         raise InputError(
             f"{counts_name} from {int(counts.min())} to {int(counts.max())}",
             f"0 to {width}: {name} has {width} entries per row",
             f"give {name} room for the longest row",
         )
     live = torch.arange(width, device=counts.device) < counts.unsqueeze(-1)
-    _check_range(indices[live], columns, name)
+    if not compiling:
+        _check_range(indices[live], columns, name)
     # Dead entries may hold anything: they are sent to one extra column, which is cut off.
     hits = torch.zeros(*counts.shape, columns + 1, dtype=torch.int32, device=counts.device)
-    hits.scatter_add_(3, torch.where(live, indices, columns).long(), live.to(torch.int32))
+    known = live & (indices >= 0) & (indices < columns)
+    hits.scatter_add_(3, torch.where(known, indices, columns).long(), live.to(torch.int32))
     hits = hits[..., :columns]
     _check_once(hits, name)
     return hits > 0

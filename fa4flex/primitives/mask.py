@@ -7,35 +7,36 @@ A Mask is callable like the mask_mod that it is, so it also runs under torch's f
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fa4flex.errors import InputError
-from fa4flex.primitives.base import CONTEXT, Family, accepted_context, call_mod, positional, settle
+from fa4flex.primitives.base import CONTEXT, Family, FunctionMod, Mod, call_with, kind_of, positional, settle
 
 MaskMod = Callable[..., Any]
 
 
-class Mask:
+class Mask(Mod):
     """Base of all masks. `context` names the lengths it needs."""
 
-    context: tuple[str, ...] = ()
+    role = "mask"
+    combined_with = "& (and), | (or), ~ (not)"
     # torch tells mask_mods from score_mods by counting parameters, and would count **context as one.
     __signature__ = positional("b", "h", "q_idx", "kv_idx")
 
     def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any, **context: Any) -> Any:
         raise NotImplementedError
 
-    def __and__(self, other: Mask | MaskMod) -> Mask:
+    def __and__(self, other: Any) -> Mask:
         return And(self, as_mask(other))
 
-    def __rand__(self, other: Mask | MaskMod) -> Mask:
+    def __rand__(self, other: Any) -> Mask:
         return And(as_mask(other), self)
 
-    def __or__(self, other: Mask | MaskMod) -> Mask:
+    def __or__(self, other: Any) -> Mask:
         return Or(self, as_mask(other))
 
-    def __ror__(self, other: Mask | MaskMod) -> Mask:
+    def __ror__(self, other: Any) -> Mask:
         return Or(as_mask(other), self)
 
     def __invert__(self) -> Mask:
@@ -45,45 +46,35 @@ class Mask:
         """This mask with lengths fixed, e.g. to hand it to torch's `create_block_mask`."""
         return Bound(self, tuple(sorted(context.items())))
 
-    @property
-    def __name__(self) -> str:
-        return repr(self)
-
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ModMask(Mask):
-    """A mask_mod as a mask; `label` is what its repr prints."""
-
-    mod: MaskMod
-    label: str
-
-    @property
-    def context(self) -> tuple[str, ...]:  # type: ignore[override]
-        return accepted_context(self.mod)
+class ModMask(FunctionMod, Mask):
+    """A mask_mod as a mask."""
 
     def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any, **context: Any) -> Any:
-        return call_mod(self.mod, (b, h, q_idx, kv_idx), context)
-
-    def __repr__(self) -> str:
-        return self.label
-
-
-def _union_of_contexts(*masks: Mask) -> tuple[str, ...]:
-    return tuple(name for name in CONTEXT if any(name in mask.context for mask in masks))
+        return call_with(self.mod, (b, h, q_idx, kv_idx), self.context, context)
 
 
 def _part(mask: Mask, indices: tuple[Any, ...], context: dict[str, Any]) -> Any:
-    return call_mod(mask, indices, context)
+    return call_with(mask, indices, mask.context, context)
+
+
+# Contexts are found once, when masks are composed: a call only reads attributes and calls functions.
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class And(Mask):
+class _Pair(Mask):
     left: Mask
     right: Mask
+    context: tuple[str, ...] = field(init=False)
 
-    @property
-    def context(self) -> tuple[str, ...]:  # type: ignore[override]
-        return _union_of_contexts(self.left, self.right)
+    def __post_init__(self) -> None:
+        names = (*self.left.context, *self.right.context)
+        object.__setattr__(self, "context", tuple(name for name in CONTEXT if name in names))
+
+
+class And(_Pair):
+    """Pairs that both masks allow."""
 
     def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any, **context: Any) -> Any:
         indices = (b, h, q_idx, kv_idx)
@@ -93,14 +84,8 @@ class And(Mask):
         return f"({self.left!r} & {self.right!r})"
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class Or(Mask):
-    left: Mask
-    right: Mask
-
-    @property
-    def context(self) -> tuple[str, ...]:  # type: ignore[override]
-        return _union_of_contexts(self.left, self.right)
+class Or(_Pair):
+    """Pairs that one of the masks allows."""
 
     def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any, **context: Any) -> Any:
         indices = (b, h, q_idx, kv_idx)
@@ -112,11 +97,13 @@ class Or(Mask):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Not(Mask):
-    inner: Mask
+    """Pairs that the mask hides."""
 
-    @property
-    def context(self) -> tuple[str, ...]:  # type: ignore[override]
-        return self.inner.context
+    inner: Mask
+    context: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "context", self.inner.context)
 
     def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any, **context: Any) -> Any:
         # xor rather than ~, because a mask_mod may return a plain Python bool and ~True is -2.
@@ -132,10 +119,11 @@ class Bound(Mask):
 
     inner: Mask
     fixed: tuple[tuple[str, int], ...]
+    context: tuple[str, ...] = field(init=False)
 
-    @property
-    def context(self) -> tuple[str, ...]:  # type: ignore[override]
-        return tuple(name for name in self.inner.context if name not in dict(self.fixed))
+    def __post_init__(self) -> None:
+        given = [name for name, _ in self.fixed]
+        object.__setattr__(self, "context", tuple(name for name in self.inner.context if name not in given))
 
     def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any, **context: Any) -> Any:
         return _part(self.inner, (b, h, q_idx, kv_idx), {**context, **dict(self.fixed)})
@@ -144,21 +132,32 @@ class Bound(Mask):
         return f"{self.inner!r}.bind({', '.join(f'{k}={v}' for k, v in self.fixed)})"
 
 
-def as_mask(value: Mask | MaskMod | Family[Mask]) -> Mask:
-    """`value` as a Mask: a mask, a family (its defaults), or any mask_mod.
+def as_mask(value: Any) -> Mask:
+    """`value` as a Mask: a mask, a family (its defaults), any mask_mod, a BlockMap or a torch BlockMask.
 
-    Raises InputError for anything that is not callable.
+    Raises InputError for anything else, a score mod among it.
     """
     value = settle(value)
     if isinstance(value, Mask):
         return value
-    if not callable(value):
+    if isinstance(value, Mod):
         raise InputError(
-            f"{value!r} was given as a mask",
+            f"the score mod {value!r} was given as a mask",
+            "a mask_mod(b, h, q_idx, kv_idx), a fa4flex mask, or a block map",
+            f"pass it as {value.role}=; scores are chained with >>, masks combined with & | ~",
+        )
+    if callable(value):
+        return ModMask(value)
+    from fa4flex.primitives.blocks import mask_of_blocks  # it imports this module
+
+    found = mask_of_blocks(value)
+    if found is None:
+        raise InputError(
+            f"{kind_of(value)} was given as a mask",
             "a mask_mod(b, h, q_idx, kv_idx), a fa4flex mask, or a torch BlockMask",
             "wrap a boolean tensor as a function: lambda b, h, q_idx, kv_idx: allowed[q_idx, kv_idx]",
         )
-    return ModMask(value, getattr(value, "__name__", repr(value)))
+    return found
 
 
 def mask_family(make: Callable[..., MaskMod]) -> Family[Mask]:

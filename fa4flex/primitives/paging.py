@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fa4flex.errors import InputError
-from fa4flex.primitives.base import show
+from fa4flex.primitives.base import kind_of, show
 
 _INDEX_DTYPES = (torch.int32, torch.int64)
 
@@ -29,7 +29,7 @@ class Paging:
         for name, tensor, rank in (("page_table", self.page_table, 2), ("seqused_k", self.seqused_k, 1)):
             if not isinstance(tensor, Tensor) or tensor.dtype not in _INDEX_DTYPES:
                 raise InputError(
-                    f"{name} of {getattr(tensor, 'dtype', type(tensor).__name__)}",
+                    f"{name} of {kind_of(tensor)}",
                     "an int32 or int64 tensor",
                     f"convert: torch.as_tensor({name}, dtype=torch.int32)",
                 )
@@ -51,6 +51,8 @@ class Paging:
                 "one device",
                 "move them with .to(q.device)",
             )
+        if torch.compiler.is_compiling():  # there is no data; whoever computes checks it
+            return
         if int(self.seqused_k.min()) < 0:
             raise InputError(
                 f"seqused_k of {int(self.seqused_k.min())}", "lengths >= 0", "use 0 for an empty sequence"
@@ -82,6 +84,8 @@ class Paging:
                 "the same dtype, pages, page size and heads",
                 "allocate both caches alike; only the last dimension may differ",
             )
+        if torch.compiler.is_compiling():
+            return
         pages, page_size = k_cache.shape[:2]
         capacity = self.page_table.shape[1] * page_size
         if int(self.seqused_k.max()) > capacity:
@@ -113,6 +117,13 @@ class Paging:
         page = self.page_table[sequence, token // page_size].long()
         # Two index tensors rather than a flattened cache: flattening would copy a strided pool whole.
         return cache[page, token % page_size], cu_seqlens.to(torch.int32)
+
+    def spread(self, cache: Tensor) -> Tensor:
+        """All pages of each sequence, [B, max_pages * page_size, Hkv, D]: what follows `seqused_k` tokens is
+        arbitrary. Nothing is read on the host, so compiled graphs use it. Differentiable."""
+        live = self._live(cache.shape[1])
+        pages = torch.where(live, self.page_table, 0).clamp(0, cache.shape[0] - 1)
+        return cache[pages.long()].flatten(1, 2)
 
     def _live(self, page_size: int) -> Tensor:
         """bool [B, max_pages]: entries that hold keys."""

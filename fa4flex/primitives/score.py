@@ -3,51 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fa4flex.errors import InputError
-from fa4flex.primitives.base import CONTEXT, Family, accepted_context, call_mod, positional, settle
+from fa4flex.primitives.base import CONTEXT, Family, FunctionMod, Mod, call_with, kind_of, positional, settle
 
 ScoreFunction = Callable[..., Any]
 
 
-class ScoreMod:
+class ScoreMod(Mod):
     """Base of all score mods: callable as `score_mod(score, b, h, q_idx, kv_idx)`."""
 
-    context: tuple[str, ...] = ()
+    role = "score_mod"
+    combined_with = ">> (then)"
     __signature__ = positional("score", "b", "h", "q_idx", "kv_idx")
 
     def __call__(self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, **context: Any) -> Any:
         raise NotImplementedError
 
-    def __rshift__(self, other: ScoreMod | ScoreFunction) -> ScoreMod:
+    def __rshift__(self, other: Any) -> ScoreMod:
         return Chain(self, as_score(other))
 
-    def __rrshift__(self, other: ScoreMod | ScoreFunction) -> ScoreMod:
+    def __rrshift__(self, other: Any) -> ScoreMod:
         return Chain(as_score(other), self)
-
-    @property
-    def __name__(self) -> str:
-        return repr(self)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ModScore(ScoreMod):
-    """A score_mod function; `label` is what its repr prints."""
-
-    mod: ScoreFunction
-    label: str
-
-    @property
-    def context(self) -> tuple[str, ...]:  # type: ignore[override]
-        return accepted_context(self.mod)
+class ModScore(FunctionMod, ScoreMod):
+    """A score_mod function as a score mod."""
 
     def __call__(self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, **context: Any) -> Any:
-        return call_mod(self.mod, (score, b, h, q_idx, kv_idx), context)
-
-    def __repr__(self) -> str:
-        return self.label
+        return call_with(self.mod, (score, b, h, q_idx, kv_idx), self.context, context)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -56,34 +43,42 @@ class Chain(ScoreMod):
 
     first: ScoreMod
     then: ScoreMod
+    context: tuple[str, ...] = field(init=False)
 
-    @property
-    def context(self) -> tuple[str, ...]:  # type: ignore[override]
-        return tuple(name for name in CONTEXT if name in self.first.context or name in self.then.context)
+    def __post_init__(self) -> None:
+        names = (*self.first.context, *self.then.context)
+        object.__setattr__(self, "context", tuple(name for name in CONTEXT if name in names))
 
     def __call__(self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, **context: Any) -> Any:
-        score = call_mod(self.first, (score, b, h, q_idx, kv_idx), context)
-        return call_mod(self.then, (score, b, h, q_idx, kv_idx), context)
+        score = call_with(self.first, (score, b, h, q_idx, kv_idx), self.first.context, context)
+        return call_with(self.then, (score, b, h, q_idx, kv_idx), self.then.context, context)
 
     def __repr__(self) -> str:
         return f"({self.first!r} >> {self.then!r})"
 
 
-def as_score(value: ScoreMod | ScoreFunction | Family[ScoreMod]) -> ScoreMod:
+def as_score(value: Any) -> ScoreMod:
     """`value` as a ScoreMod: a score mod, a family (its defaults), or any score_mod function.
 
-    Raises InputError for anything that is not callable.
+    Raises InputError for anything else, masks and block maps among it.
     """
     value = settle(value)
     if isinstance(value, ScoreMod):
         return value
+    if isinstance(value, Mod) or hasattr(value, "kv_num_blocks") or getattr(value, "role", "") == "blocks":
+        what = f"the mask {value!r}" if isinstance(value, Mod) else f"a {type(value).__name__}"
+        raise InputError(
+            f"{what} was given as a score_mod",
+            "a function score_mod(score, b, h, q_idx, kv_idx) or a fa4flex score mod",
+            "pass it as mask= (block_mask= of flex_attention); scores and masks are separate arguments",
+        )
     if not callable(value):
         raise InputError(
-            f"{value!r} was given as a score_mod",
+            f"{kind_of(value)} was given as a score_mod",
             "a function score_mod(score, b, h, q_idx, kv_idx) or a fa4flex score mod",
             "capture a bias tensor in a function: lambda s, b, h, q, kv: s + bias[h, q, kv]",
         )
-    return ModScore(value, getattr(value, "__name__", repr(value)))
+    return ModScore(value)
 
 
 def score_family(make: Callable[..., ScoreFunction]) -> Family[ScoreMod]:

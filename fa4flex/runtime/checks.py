@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from fa4flex.errors import InputError, UnsupportedError
+from fa4flex.primitives.base import functions_of, kind_of
 from fa4flex.primitives.heads import ratio
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.varlen import Varlen
@@ -39,7 +40,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
             raise InputError(
-                f"{name} is a {type(tensor).__name__}", "a torch.Tensor", f"convert {name} to a tensor"
+                f"{name} is a {kind_of(tensor)}", "a torch.Tensor", f"convert it: torch.as_tensor({name})"
             )
         if tensor.layout is not torch.strided or tensor.is_nested:
             raise InputError(
@@ -97,12 +98,12 @@ def check_transforms(*tensors: Tensor | None) -> None:
             )
 
 
-def check_dense(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> Sizes:
+def check_dense(q: Tensor, k: Tensor, v: Tensor, layout: str = "bhsd") -> Sizes:
     """q [B, Hq, Sq, D], k [B, Hkv, Skv, D], v [B, Hkv, Skv, Dv], already in bhsd."""
     if not q.ndim == k.ndim == v.ndim == 4:
         raise InputError(
             f"ranks do not fit: {_shape(q=q, k=k, v=v)}",
-            f"4-D tensors in layout {variant.layout}",
+            f"4-D tensors in layout {layout}",
             "unsqueeze the missing dimension, or pass varlen= for packed (tokens, heads, dim) tensors",
         )
     if 0 in (*q.shape, *k.shape, *v.shape):
@@ -123,8 +124,11 @@ def check_dense(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> Sizes:
     return Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
 
 
-def check_packed(q: Tensor, k: Tensor, v: Tensor, varlen: Varlen) -> Sizes:
-    """q [Tq, Hq, D], k [Tk, Hkv, D], v [Tk, Hkv, Dv] with cumulative sequence lengths."""
+def check_packed(q: Tensor, k: Tensor, v: Tensor, varlen: Varlen | None, sequences: int = 0) -> Sizes:
+    """q [Tq, Hq, D], k [Tk, Hkv, D], v [Tk, Hkv, Dv] with cumulative sequence lengths.
+
+    While compiling there are no lengths to check: `varlen` is None, and `sequences` says how many there are.
+    """
     if not q.ndim == k.ndim == v.ndim == 3:
         raise InputError(
             f"ranks do not fit: {_shape(q=q, k=k, v=v)}",
@@ -138,9 +142,9 @@ def check_packed(q: Tensor, k: Tensor, v: Tensor, varlen: Varlen) -> Sizes:
             "slice both alike",
         )
     _check_heads(q, k, v)
-    if not torch.compiler.is_compiling():  # while compiling there is no data; the operator checks it too
+    if varlen is not None and not torch.compiler.is_compiling():
         varlen.check(q.shape[0], k.shape[0])
-    return Sizes(varlen.sequences, q.shape[1], k.shape[1], q.shape[0], k.shape[0])
+    return Sizes(sequences if varlen is None else varlen.sequences, q.shape[1], k.shape[1], q.shape[0], k.shape[0])
 
 
 def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -172,10 +176,22 @@ def check_variant(sizes: Sizes, q: Tensor, variant: Variant) -> None:
             "a dense batch",
             "express the blocks as a mask_mod over each sequence's own indices, e.g. q_idx // 128",
         )
+    _check_tables(variant, sizes.q_heads)
     if variant.sinks is not None:
         variant.sinks.check(sizes.q_heads, q.device)
     if variant.blocks is not None:
         variant.blocks.fits(sizes.q_len, sizes.kv_len, sizes.batch, sizes.q_heads)
+
+
+def _check_tables(variant: Variant, q_heads: int) -> None:
+    """Tables of named variants have a row per query head; a longer one is most likely another model's."""
+    for part in (*functions_of(variant.score_mod), *functions_of(variant.mask)):
+        if part.query_heads not in (None, q_heads):
+            raise InputError(
+                f"{part!r} holds a table of {part.query_heads} heads, q has {q_heads} query heads",
+                "one entry per query head (not per key/value head)",
+                "give it the table of this model; select heads of a larger one with table[..., :heads]",
+            )
 
 
 def _check_cuda(q: Tensor, variant: Variant) -> None:
@@ -220,6 +236,13 @@ def check_paged(q: Tensor, k: Tensor, v: Tensor, paging: Paging, varlen: Varlen 
 
 def check_operand_devices(tensors: tuple[Tensor, ...], names: tuple[str, ...], q: Tensor) -> None:
     for tensor, name in zip(tensors, names, strict=True):
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            layout = "nested" if tensor.is_nested else f"of layout {tensor.layout}"
+            raise InputError(
+                f"captured tensor {name!r} is {layout}",
+                "strided captured tensors",
+                f"convert {name!r} before it is captured: .to_dense(), or to_padded_tensor() where nested",
+            )
         if tensor.device != q.device:
             raise InputError(
                 f"captured tensor {name!r} is on {tensor.device}, q on {q.device}",

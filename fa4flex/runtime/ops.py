@@ -1,223 +1,106 @@
-"""The registered torch operators `fa4flex::attention` and its backward.
+"""The registered torch operators `fa4flex::attention` and its backward, and the same calls without them.
 
-An operator's arguments are tensors and plain numbers, so a program enters by its key: `publish` puts its
-expressions into a table, and the operator looks them up. Captured tensors travel as an argument, so that
-autograd, torch.compile and functionalisation see them.
+An operator's arguments are tensors and plain numbers, so a program enters as its text. Captured tensors travel
+as an argument, so that autograd, torch.compile and functionalisation see them. Where nothing traces or
+intercepts operators, `attend` goes past them, straight to what computes: that is what eager calls do.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.analyze.overflow import refuse_overflow
 from fa4flex.codegen.analyze.tiles import Shape
-from fa4flex.codegen.evaluate import Captured
-from fa4flex.codegen.expr import walk
 from fa4flex.errors import UnsupportedError
-from fa4flex.primitives.precision import Precision
-from fa4flex.primitives.schedule import Schedule
 from fa4flex.runtime import cpu
 from fa4flex.runtime.cuda.backward import Saved, run_backward
 from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, Lengths
-from fa4flex.runtime.cuda.engine import Engine, empty_output
 from fa4flex.runtime.cuda.simulated import simulating
+from fa4flex.runtime.layouts import empty_output
+from fa4flex.runtime.programs import Numbers, Published, read
 
-# torch.compile keeps graphs on disk, gradients of operators included, and knows them by their arguments
-# alone. With this in the key, a graph compiled against another version of this file is not found again.
-_CONTRACT = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
+Forward = tuple[Tensor, Tensor, Tensor, Tensor]
+"""out, lse, max_scores and total, as cpu.Forward has them. On a GPU `total` is empty, and so is `max_scores`
+where it is not asked for."""
 
-
-@dataclass(frozen=True)
-class Published:
-    """A program without its tensors: what an operator's key stands for."""
-
-    facts: Facts
-    schedule: Schedule
-    precision: Precision
-
-    @property
-    def key(self) -> str:
-        return f"{_CONTRACT}/{self.facts.key}/{self.schedule!r}/{self.precision!r}"
-
-    def captured(self, operands: Sequence[Tensor], scalars: Sequence[float]) -> Captured:
-        """Operands and scalars as the expressions expect them: int scalars travel as floats."""
-        kinds = self.kinds
-        numbers = (int(x) if kinds[slot] == "int" else x for slot, x in enumerate(scalars))
-        return Captured(tuple(operands), tuple(numbers))
-
-    @property
-    def kinds(self) -> dict[int, str]:
-        """The kind of each captured number, by slot."""
-        return {n.value: n.kind for n in walk(self.facts.score, self.facts.mask) if n.op == "scalar"}
+library = torch.library.Library("fa4flex", "DEF")
+library.define(
+    "attention(Tensor q, Tensor k, Tensor v, Tensor[] operands, Tensor? sinks, Tensor? cu_seqlens_q,"
+    " Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, str program, SymInt[] ints, Tensor[] floats,"
+    " float? scale, bool max_scores) -> (Tensor, Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+library.define(
+    "attention_backward(Tensor[] upstream, Tensor[] saved, Tensor q, Tensor k, Tensor v, Tensor[] operands,"
+    " Tensor? sinks, Tensor?[] lengths, str program, SymInt[] ints, Tensor[] floats, float? scale,"
+    " int[] needs) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
 
 
-_published: dict[str, Published] = {}
-_engines: dict[str, Engine] = {}
+class Tensors(NamedTuple):
+    """Tensors of one call: q, k, v dense [B, H, S, D], or packed [T, H, D] with cu_seqlens."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor | None
+    lengths: Lengths
+    operands: tuple[Tensor, ...]
 
 
-def publish(facts: Facts, schedule: Schedule, precision: Precision) -> str:
-    """Make a program known to the operators; returns its key. Equal programs share one."""
-    program = Published(facts, schedule, precision)
-    _published.setdefault(program.key, program)
-    return program.key
+# --- what computes ----------------------------------------------------------------------------------------
 
 
-def engine(key: str) -> Engine:
-    """What launches a published program on NVIDIA GPUs; equal programs share what it remembers."""
-    if key not in _engines:
-        p = _published[key]
-        _engines[key] = Engine(p.facts, p.schedule, p.precision, p.kinds)
-    return _engines[key]
-
-
-@torch.library.custom_op("fa4flex::attention", mutates_args=(), device_types="cpu")
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    operands: Sequence[Tensor],
-    sinks: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    seqused_q: Tensor | None,
-    seqused_k: Tensor | None,
-    program: str,
-    scalars: Sequence[float],
-    scale: float,
-    max_scores: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """cpu.Forward of dense [B, H, S, D] tensors, or of packed [T, H, D] ones with cu_seqlens.
-
-    On a GPU `total` is empty, and so is `max_scores` where it is not asked for.
-    """
-    if simulating():
-        lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-        return _launch((q, k, v), operands, sinks, lengths, (program, scalars, scale), max_scores)
-    published = _published[program]
-    inputs = _inputs(published, (q, k, v), operands, scalars, (scale, sinks))
-    sequences = _sequences(q, k, (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k))
+def forward(program: Published, given: Tensors, numbers: Numbers, max_scores: bool) -> Forward:
+    """By a GPU's kernel, or blockwise on a CPU."""
+    if given.q.is_cuda or simulating():
+        statistics = ("lse", "max_scores") if max_scores else ("lse",)
+        out, lse, largest = program.engine.run(_call(program, given, numbers, statistics))
+        assert lse is not None
+        return out, lse, lse.new_empty(0) if largest is None else largest, lse.new_empty(0)
+    inputs = _inputs(program, given, numbers)
+    sequences = _sequences(given)
     if sequences is None:
-        result = cpu.forward(published.facts, inputs)
+        result = cpu.forward(program.facts, inputs)
     else:
-        result = cpu.forward_sequences(published.facts, inputs, sequences)
+        result = cpu.forward_sequences(program.facts, inputs, sequences)
     return result.out, result.lse, result.max_scores, result.total
 
 
-@attention.register_kernel("cuda")
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    operands: Sequence[Tensor],
-    sinks: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    seqused_q: Tensor | None,
-    seqused_k: Tensor | None,
-    program: str,
-    scalars: Sequence[float],
-    scale: float,
-    max_scores: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    return _launch((q, k, v), operands, sinks, lengths, (program, scalars, scale), max_scores)
-
-
-def _launch(
-    qkv: tuple[Tensor, Tensor, Tensor],
-    operands: Sequence[Tensor],
-    sinks: Tensor | None,
-    lengths: Lengths,
-    plain: tuple[str, Sequence[float], float],
-    max_scores: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """By a GPU's kernel."""
-    program, scalars, scale = plain
-    lengths = NO_LENGTHS if all(x is None for x in lengths) else lengths
-    statistics = ("lse", "max_scores") if max_scores else ("lse",)
-    call = Call(*qkv, tuple(operands), sinks, lengths, tuple(scalars), scale, True, statistics)
-    out, lse, largest = engine(program).run(call)
-    assert lse is not None
-    return out, lse, lse.new_empty(0) if largest is None else largest, lse.new_empty(0)
-
-
-@torch.library.custom_op("fa4flex::attention_backward", mutates_args=(), device_types="cpu")
-def attention_backward(
-    upstream: Sequence[Tensor],
-    saved: Sequence[Tensor],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    operands: Sequence[Tensor],
-    sinks: Tensor | None,
-    lengths: Sequence[Tensor | None],
-    program: str,
-    scalars: Sequence[float],
-    scale: float,
+def backward(
+    program: Published,
+    given: Tensors,
+    numbers: Numbers,
+    gradients: tuple[Sequence[Tensor], Sequence[Tensor]],
     needs: Sequence[int],
 ) -> list[Tensor]:
     """[dq, dk, dv, dsinks if there are sinks, then a gradient per operand slot in `needs`].
 
-    `upstream` is [dout, dlse], or [dout] where nothing depends on the lse; `saved` what the forward returned.
+    `gradients` is ([dout, dlse], what the forward returned); without dlse where nothing depends on the lse.
     """
-    if simulating():
-        return _on_gpu(
-            (upstream, saved, lengths), (q, k, v), operands, sinks, (program, scalars, scale), needs
-        )
-    published = _published[program]
-    inputs = _inputs(published, (q, k, v), operands, scalars, (scale, sinks))
-    return _blockwise_backward(published, inputs, (upstream, saved, lengths), needs)
+    if given.q.is_cuda or simulating():
+        return _backward_on_gpu(program, given, numbers, gradients, needs)
+    return _blockwise_backward(program, given, _inputs(program, given, numbers), gradients, needs)
 
 
-def _blockwise_backward(
-    published: Published,
-    inputs: cpu.Inputs,
-    given: tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor | None]],
-    needs: Sequence[int],
-) -> list[Tensor]:
-    (dout, *of_lse), saved, lengths = given
-    dlse = of_lse[0] if of_lse else None
-    sequences, forward = _sequences(inputs.q, inputs.k, lengths), cpu.Forward(*saved)
-    if sequences is None:
-        found = cpu.backward(published.facts, inputs, forward, dout, dlse, needs)
-    else:
-        found = cpu.backward_sequences(published.facts, inputs, sequences, forward, (dout, dlse), needs)
-    gradients = [found.dq, found.dk, found.dv, found.sinks, *(found.operands[slot] for slot in needs)]
-    return [x for x in gradients if x is not None]
+def _call(program: Published, given: Tensors, numbers: Numbers, statistics: tuple[str, ...]) -> Call:
+    q, k, v, sinks, lengths, operands = given
+    lengths = NO_LENGTHS if all(x is None for x in lengths) else lengths
+    scalars = program.scalars(numbers)
+    return Call(q, k, v, operands, sinks, lengths, scalars, numbers.scale, True, statistics)
 
 
-@attention_backward.register_kernel("cuda")
-def _(
-    upstream: Sequence[Tensor],
-    saved: Sequence[Tensor],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    operands: Sequence[Tensor],
-    sinks: Tensor | None,
-    lengths: Sequence[Tensor | None],
-    program: str,
-    scalars: Sequence[float],
-    scale: float,
-    needs: Sequence[int],
-) -> list[Tensor]:
-    return _on_gpu((upstream, saved, lengths), (q, k, v), operands, sinks, (program, scalars, scale), needs)
-
-
-def _on_gpu(
-    given: tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor | None]],
-    qkv: tuple[Tensor, Tensor, Tensor],
-    operands: Sequence[Tensor],
-    sinks: Tensor | None,
-    plain: tuple[str, Sequence[float], float],
+def _backward_on_gpu(
+    program: Published,
+    given: Tensors,
+    numbers: Numbers,
+    gradients: tuple[Sequence[Tensor], Sequence[Tensor]],
     needs: Sequence[int],
 ) -> list[Tensor]:
     """By kernels where there are some. Else the blockwise backward of the CPU, in PyTorch operations on the
@@ -226,60 +109,263 @@ def _on_gpu(
     Probabilities are exp(score - lse): where scores are so large that the lse has no digits left for the
     number of keys (some 1e7), rows of equal scores get too large a gradient.
     """
-    (dout, *of_lse), (out, lse, *_), lengths = given
+    (dout, *of_lse), (out, lse, *_) = gradients
     dlse = of_lse[0] if of_lse else None
-    program, scalars, scale = plain
-    if dout.dtype == out.dtype == qkv[0].dtype:
-        some = NO_LENGTHS if all(x is None for x in lengths) else lengths
-        call = Call(*qkv, tuple(operands), sinks, some, tuple(scalars), scale, True, ("lse",))  # type: ignore[arg-type]
-        found = run_backward(engine(program), call, Saved(out, lse, dout, dlse), needs)
+    if dout.dtype == out.dtype == given.q.dtype:
+        call = _call(program, given, numbers, ("lse",))
+        found = run_backward(program.engine, call, Saved(out, lse, dout, dlse), needs)
         if found is not None:
             return [x for x in (*found[:4], *found.captured) if x is not None]
     whole = out, lse, lse, (lse > -torch.inf).to(lse.dtype)
-    published = _published[program]
     with torch.device("cpu"):
-        inputs = _inputs(published, qkv, operands, scalars, (scale, sinks))
-    with torch.device(qkv[0].device):
-        return _blockwise_backward(published, inputs, (given[0], whole, lengths), needs)
+        inputs = _inputs(program, given, numbers)
+    with torch.device(given.q.device):
+        return _blockwise_backward(program, given, inputs, (gradients[0], whole), needs)
 
 
-def _inputs(
-    published: Published,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    operands: Sequence[Tensor],
-    scalars: Sequence[float],
-    numbers: tuple[float, Tensor | None],
-) -> cpu.Inputs:
-    scale, sinks = numbers
-    q, k, _ = qkv
-    captured = published.captured(operands, scalars)
+def _blockwise_backward(
+    program: Published,
+    given: Tensors,
+    inputs: cpu.Inputs,
+    gradients: tuple[Sequence[Tensor], Sequence[Tensor]],
+    needs: Sequence[int],
+) -> list[Tensor]:
+    (dout, *of_lse), saved = gradients
+    dlse = of_lse[0] if of_lse else None
+    sequences, before = _sequences(given), cpu.Forward(*saved)
+    if sequences is None:
+        found = cpu.backward(program.facts, inputs, before, dout, dlse, needs)
+    else:
+        found = cpu.backward_sequences(program.facts, inputs, sequences, before, (dout, dlse), needs)
+    results = [found.dq, found.dk, found.dv, found.sinks, *(found.operands[slot] for slot in needs)]
+    return [x for x in results if x is not None]
+
+
+def _inputs(program: Published, given: Tensors, numbers: Numbers) -> cpu.Inputs:
+    q, k, v = given[:3]
+    captured = program.captured(given.operands, numbers)
     # Packed tensors have no batch dimension; all their tokens bound the length of any sequence.
     batch, heads = q.shape[:2] if q.ndim == 4 else (q.shape[0], q.shape[1])
     shape = Shape(batch, heads, q.shape[-2 if q.ndim == 4 else 0], k.shape[-2 if q.ndim == 4 else 0])
-    refuse_overflow((published.facts.score, published.facts.mask), shape, captured)
-    precision = published.precision
+    refuse_overflow((program.facts.score, program.facts.mask), shape, captured)
     return cpu.Inputs(
-        *qkv,
+        q,
+        k,
+        v,
         captured,
-        scale,
-        sinks,
-        compute=precision.compute_dtype(q.dtype),
-        output=precision.output_dtype(q.dtype),
-        tile=published.schedule.tile,
+        numbers.scale,
+        given.sinks,
+        compute=program.precision.compute_dtype(q.dtype),
+        output=program.precision.output_dtype(q.dtype),
+        tile=program.schedule.tile,
     )
 
 
-def _sequences(q: Tensor, k: Tensor, lengths: Sequence[Tensor | None]) -> cpu.Sequences | None:
-    cu_q, cu_k, used_q, used_k = lengths
+def _sequences(given: Tensors) -> cpu.Sequences | None:
+    cu_q, cu_k, used_q, used_k = given.lengths
     if cu_q is not None and cu_k is not None:
         return cpu.packed(cu_q, cu_k, used_q, used_k)
-    return None if used_q is None and used_k is None else cpu.padded(q, k, used_q, used_k)
+    return None if used_q is None and used_k is None else cpu.padded(given.q, given.k, used_q, used_k)
+
+
+# --- autograd ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Plain:
+    """Arguments of one call that are no tensors. `floats` None: they come as tensors, through the operator.
+
+    `scale` None: the last of the float tensors.
+    """
+
+    program: Published
+    operands: int
+    ints: tuple[int, ...]
+    floats: tuple[float, ...] | None
+    scale: float | None
+    max_scores: bool
+
+    def forward(self, *tensors: Tensor | None) -> Forward:
+        """`tensors` are q, k, v, sinks, four of lengths, operands, floats."""
+        given, floats = self._given(tensors)
+        if self.floats is not None:
+            return forward(self.program, given, self._numbers(self.floats), self.max_scores)
+        plain = self.program.text, self.ints, floats, self.scale, self.max_scores
+        q, k, v, sinks, lengths, operands = given
+        with torch._C._AutoDispatchBelowAutograd():
+            found: Forward = torch.ops.fa4flex.attention(q, k, v, operands, sinks, *lengths, *plain)
+        return found
+
+    def backward(
+        self, tensors: Sequence[Tensor | None], upstream: list[Tensor], saved: Sequence[Tensor], needs: list[int]
+    ) -> list[Tensor]:
+        given, floats = self._given(tensors)
+        if self.floats is not None:
+            return backward(self.program, given, self._numbers(self.floats), (upstream, saved), needs)
+        plain = self.program.text, self.ints, floats, self.scale, needs
+        q, k, v, sinks, lengths, operands = given
+        found: list[Tensor] = torch.ops.fa4flex.attention_backward(
+            upstream, saved, q, k, v, operands, sinks, lengths, *plain
+        )
+        return found
+
+    def _given(self, tensors: Sequence[Any]) -> tuple[Tensors, tuple[Tensor, ...]]:
+        q, k, v, sinks, cu_q, cu_k, used_q, used_k, *rest = tensors
+        operands, floats = tuple(rest[: self.operands]), tuple(rest[self.operands :])
+        return Tensors(q, k, v, sinks, (cu_q, cu_k, used_q, used_k), operands), floats
+
+    def _numbers(self, floats: tuple[float, ...]) -> Numbers:
+        assert self.scale is not None
+        return Numbers(self.ints, floats, self.scale)
+
+
+class _Attend(torch.autograd.Function):
+    """Attention with gradients, whoever computes it."""
+
+    @staticmethod
+    def forward(ctx: Any, plain: Plain, *tensors: Tensor | None) -> Forward:
+        results = plain.forward(*tensors)
+        ctx.plain = plain
+        ctx.save_for_backward(*tensors, *results)
+        ctx.mark_non_differentiable(*results[2:])
+        # Zeros for a log-sum-exp that nothing depends on would be a kernel of their own.
+        ctx.set_materialize_grads(False)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tuple[Any, ...]:
+        plain: Plain = ctx.plain
+        *tensors, out, lse, largest, total = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[1 + _FIXED : 1 + _FIXED + plain.operands]
+        needs = [slot for slot, want in enumerate(wanted) if want]
+        upstream = [torch.zeros_like(out) if dout is None else dout, *([] if dlse is None else [dlse])]
+        saved = [out, lse, largest, total]
+        if torch.is_grad_enabled():  # create_graph=True
+            found = _Gradients.apply(plain, needs, len(upstream), *upstream, *saved, *tensors)
+        else:
+            found = plain.backward(tensors, upstream, saved, needs)
+        dq, dk, dv, *rest = found
+        dsinks = rest.pop(0) if tensors[3] is not None else None
+        gradients: list[Tensor | None] = [dq, dk, dv, dsinks, *[None] * (len(tensors) - 4)]
+        for slot, gradient in zip(needs, rest, strict=True):
+            gradients[_FIXED + slot] = gradient
+        return (None, *gradients)
+
+
+_FIXED = 8
+"""Number of tensors before the operands: q, k, v, sinks and four of lengths."""
+
+
+class _Gradients(torch.autograd.Function):
+    """The backward pass where a second derivative might be wanted, which is refused in words."""
+
+    @staticmethod
+    def forward(ctx: Any, plain: Plain, needs: list[int], count: int, *given: Any) -> tuple[Tensor, ...]:
+        upstream, saved, tensors = given[:count], given[count : count + 4], given[count + 4 :]
+        return tuple(plain.backward(tensors, list(upstream), saved, needs))
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        raise UnsupportedError(
+            "a second derivative of attention",
+            "first derivatives",
+            "leave out create_graph=True, or take the second derivative of the dense formula in plain PyTorch",
+        )
+
+
+def attend(
+    program: Published, given: Tensors, numbers: Numbers, max_scores: bool, observed: bool
+) -> Forward:
+    """One call, with gradients where autograd wants some. `observed`: something traces or intercepts
+    operators, which then see one."""
+    q, k, v, sinks, lengths, operands = given
+    if observed:
+        floats = [torch.tensor(x, dtype=torch.float64, device="cpu") for x in numbers.floats]
+        found: Forward = torch.ops.fa4flex.attention(
+            q, k, v, operands, sinks, *lengths, program.text, numbers.ints, floats, numbers.scale, max_scores
+        )
+        return found
+    if not torch.is_grad_enabled() or not _wants_gradient(q, k, v, sinks, *operands):
+        return forward(program, given, numbers, max_scores)
+    plain = Plain(program, len(operands), numbers.ints, numbers.floats, numbers.scale, max_scores)
+    return _Attend.apply(plain, q, k, v, sinks, *lengths, *operands)  # type: ignore[no-any-return]
+
+
+def _wants_gradient(*tensors: Tensor | None) -> bool:
+    return any(x is not None and x.requires_grad for x in tensors)
+
+
+# --- the operators ----------------------------------------------------------------------------------------
+
+
+def _numbers_of(ints: Sequence[int], floats: Sequence[Tensor], scale: float | None) -> Numbers:
+    """From an operator's arguments. The floats lie on the host: reading them waits for nothing."""
+    values = tuple([float(x) for x in floats])
+    return Numbers(tuple(ints), values, scale) if scale is not None else Numbers(
+        tuple(ints), values[:-1], values[-1]
+    )
+
+
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    operands: Sequence[Tensor],
+    sinks: Tensor | None,
+    *rest: Any,
+) -> Forward:
+    *lengths, program, ints, floats, scale, max_scores = rest
+    given = Tensors(q, k, v, sinks, tuple(lengths), tuple(operands))  # type: ignore[arg-type]
+    return forward(read(program), given, _numbers_of(ints, floats, scale), max_scores)
+
+
+def _attention_backward(
+    upstream: Sequence[Tensor],
+    saved: Sequence[Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    operands: Sequence[Tensor],
+    sinks: Tensor | None,
+    lengths: Sequence[Tensor | None],
+    program: str,
+    *rest: Any,
+) -> list[Tensor]:
+    ints, floats, scale, needs = rest
+    given = Tensors(q, k, v, sinks, tuple(lengths), tuple(operands))  # type: ignore[arg-type]
+    numbers = _numbers_of(ints, floats, scale)
+    found = backward(read(program), given, numbers, (upstream, saved), needs)
+    return [x.contiguous() for x in found]
+
+
+def _attention_with_gradients(
+    q: Tensor, k: Tensor, v: Tensor, operands: Sequence[Tensor], sinks: Tensor | None, *rest: Any
+) -> Forward:
+    *lengths, text, ints, floats, scale, max_scores = rest
+    plain = Plain(read(text), len(operands), tuple(ints), None, scale, max_scores)
+    tensors = (q, k, v, sinks, *lengths, *operands, *floats)
+    if not torch.is_grad_enabled() or not _wants_gradient(q, k, v, sinks, *operands):
+        return plain.forward(*tensors)
+    return _Attend.apply(plain, *tensors)  # type: ignore[no-any-return]
+
+
+def _backward_below(*args: Any) -> list[Tensor]:
+    with torch._C._AutoDispatchBelowAutograd():
+        found: list[Tensor] = torch.ops.fa4flex.attention_backward(*args)
+    return found
+
+
+for _device in ("CPU", "CUDA"):
+    library.impl("attention", _attention, _device)
+    library.impl("attention_backward", _attention_backward, _device)
+library.impl("attention", _attention_with_gradients, "Autograd")
+library.impl("attention_backward", _backward_below, "Autograd")
 
 
 # --- shapes without data, for torch.compile ---------------------------------------------------------
 
 
-@attention.register_fake
+@torch.library.register_fake("fa4flex::attention", lib=library)
 def _(
     q: Tensor,
     k: Tensor,
@@ -288,21 +374,20 @@ def _(
     sinks: Tensor | None,
     cu_seqlens_q: Tensor | None,
     *rest: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    precision, max_scores = _published[rest[3]].precision, rest[-1]
+) -> Forward:
+    precision, max_scores = read(rest[3]).precision, rest[-1]
     shape = q.shape[:-1] if cu_seqlens_q is None else (q.shape[1], q.shape[0])
     compute, output = precision.compute_dtype(q.dtype), precision.output_dtype(q.dtype)
     if q.device.type == "cuda":
         sizes: tuple[Any, ...] = (shape, shape if max_scores else (0,), (0,))
-        out = empty_output(q, v.shape[-1], output)
     else:
         sizes = (shape, shape, shape)
-        out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=output)
+    out = empty_output(q, v.shape[-1], output)
     lse, largest, total = (q.new_empty(size, dtype=compute) for size in sizes)
     return out, lse, largest, total
 
 
-@attention_backward.register_fake
+@torch.library.register_fake("fa4flex::attention_backward", lib=library)
 def _(
     upstream: Sequence[Tensor],
     saved: Sequence[Tensor],
@@ -316,47 +401,3 @@ def _(
     needs = rest[-1]
     like = [q, k, v, *([] if sinks is None else [sinks]), *(operands[slot] for slot in needs)]
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in like]
-
-
-# --- autograd -----------------------------------------------------------------------------------------
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, operands, sinks, *lengths, program, scalars, scale, _ = inputs
-    ctx.save_for_backward(q, k, v, sinks, *lengths, *output, *operands)
-    ctx.mark_non_differentiable(*output[2:])
-    # Zeros for a log-sum-exp that nothing depends on would be a kernel of their own.
-    ctx.set_materialize_grads(False)
-    ctx.plain = program, scalars, scale
-
-
-def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    q, k, v, sinks, *rest = ctx.saved_tensors
-    lengths, saved, operands = rest[:4], rest[4:8], rest[8:]
-    wanted = ctx.needs_input_grad[3]
-    needs = [slot for slot, want in enumerate(wanted) if want] if isinstance(wanted, (list, tuple)) else []
-    upstream = [torch.zeros_like(saved[0]) if dout is None else dout, *([] if dlse is None else [dlse])]
-    found = attention_backward(upstream, saved, q, k, v, operands, sinks, lengths, *ctx.plain, needs)
-    dsinks, captured = (None, found[3:]) if sinks is None else (found[3], found[4:])
-    by_slot: list[Tensor | None] = [None] * len(operands)
-    for slot, gradient in zip(needs, captured, strict=True):
-        by_slot[slot] = gradient
-    _, scalars, _ = ctx.plain
-    # torch compares this with the inputs' structure, where an empty list is a list and a full one a leaf.
-    return (*found[:3], by_slot, dsinks, *[None] * 5, None if scalars else [], None, None)
-
-
-def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    pass
-
-
-def _second_derivative(ctx: Any, *upstream: Any) -> Any:
-    raise UnsupportedError(
-        "a second derivative of attention",
-        "first derivatives",
-        "leave out create_graph=True, or take the second derivative of the dense formula in plain PyTorch",
-    )
-
-
-attention.register_autograd(_backward, setup_context=_save)
-attention_backward.register_autograd(_second_derivative, setup_context=_save_nothing)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from difflib import get_close_matches
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -52,9 +53,9 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
-        raise AttributeError(
-            f"module 'fa4flex.variants' has no attribute {name!r}; it has {', '.join(__all__)}"
-        )
+        near = get_close_matches(name.lower(), __all__, 1)
+        instead = f"did you mean {near[0]}?" if near else f"it has {', '.join(__all__)}"
+        raise AttributeError(f"module 'fa4flex.variants' has no attribute {name!r}; {instead}")
     return getattr(importlib.import_module(f"{__name__}.{name}"), name)
 
 

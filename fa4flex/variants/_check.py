@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from fa4flex.errors import InputError
+from fa4flex.primitives.base import kind_of
+from fa4flex.primitives.score import ScoreFunction
 
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -51,8 +53,8 @@ def table(
 ) -> Tensor:
     """`value` as a tensor of a dtype in `kinds` and of a rank in `ranks`; `shape` is how to say it."""
     if not isinstance(value, Tensor) or value.dtype not in kinds:
-        given = value.dtype if isinstance(value, Tensor) else type(value).__name__
-        raise InputError(f"{variant}({name}=<{given}>)", f"{_KINDS[kinds]} {shape}", f"convert {name} first")
+        fix = f"convert {name} first" if isinstance(value, Tensor) else f"convert it: torch.as_tensor({name})"
+        raise InputError(f"{variant}({name}=<{kind_of(value)}>)", f"{_KINDS[kinds]} {shape}", fix)
     if value.ndim not in ranks or value.numel() == 0:
         raise InputError(
             f"{variant}({name}=<{list(value.shape)}>)",
@@ -60,6 +62,12 @@ def table(
             "add or drop dimensions to match",
         )
     return value
+
+
+def for_heads(mod: ScoreFunction, heads: int) -> ScoreFunction:
+    """`mod`, marked: its tables have a row for each of `heads` query heads, and calls with others raise."""
+    mod.query_heads = heads  # type: ignore[attr-defined]
+    return mod
 
 
 def offsets_to_ids(variant: str, name: str, offsets: Any) -> Tensor:

@@ -18,13 +18,15 @@ from torch import Tensor
 
 from fa4flex.primitives.score import ScoreFunction, score_family
 from fa4flex.variants._alone import show_score
-from fa4flex.variants._check import FLOATS, table
+from fa4flex.variants._check import FLOATS, for_heads, table
 from fa4flex.variants._positions import aligned
 
 
 @score_family
 def alibi(slopes: Tensor | None = None, symmetric: bool = False) -> ScoreFunction:
     """slopes: floating [H] or [B, H], learnable; None means the paper's, from the number of query heads.
+
+    A call with another number of query heads than H raises InputError.
 
     The paper's bias is signed (for causal masks, where kv <= p). symmetric=True takes -|p - kv| instead, as
     FlashAttention does for bidirectional attention. Aligned bottom-right. Raises InputError.
@@ -45,7 +47,7 @@ def alibi(slopes: Tensor | None = None, symmetric: bool = False) -> ScoreFunctio
     def mod_given(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, q_len: Any, kv_len: Any) -> Any:
         return score + slope_of(b, h) * away(kv_idx - aligned(q_idx, q_len, kv_len))
 
-    return mod_given
+    return for_heads(mod_given, given.shape[-1])
 
 
 def default_slope(h: Any, num_heads: Any) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor
 from fa4flex.errors import InputError
 from fa4flex.primitives.score import ScoreFunction, score_family
 from fa4flex.variants._alone import show_score
-from fa4flex.variants._check import FLOATS, INTEGERS, table
+from fa4flex.variants._check import FLOATS, INTEGERS, for_heads, table
 
 
 @score_family
@@ -37,7 +37,7 @@ def graphormer(spatial_bias: Tensor, distances: Tensor) -> ScoreFunction:
     def mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return score + bias[h, distances[b, q_idx, kv_idx]]
 
-    return mod
+    return for_heads(mod, bias.shape[0])
 
 
 def definition(score: float, h: int, q: int, kv: int, bias: list[list[float]]) -> float:

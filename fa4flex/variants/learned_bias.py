@@ -16,7 +16,7 @@ from torch import Tensor
 from fa4flex.errors import InputError
 from fa4flex.primitives.score import ScoreFunction, score_family
 from fa4flex.variants._alone import show_score
-from fa4flex.variants._check import FLOATS, table
+from fa4flex.variants._check import FLOATS, for_heads, table
 from fa4flex.variants._positions import aligned
 
 
@@ -33,15 +33,19 @@ def learned_bias(bias: Tensor) -> ScoreFunction:
     """
     bias = table("learned_bias", "bias", bias, FLOATS, (2, 3, 4), "[H, 2 S - 1], [H, Q, KV] or [B, H, Q, KV]")
     if bias.ndim == 2:
-        return _relative(bias)
-    dense = bias if bias.ndim == 4 else bias.unsqueeze(0)
-    shared = [size == 1 for size in dense.shape]
+        return _for_its_heads(_relative(bias), bias.shape[0])
+    shared = [size == 1 for size in bias.shape]
 
     def mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        index = [0 if same else i for same, i in zip(shared, (b, h, q_idx, kv_idx), strict=True)]
-        return score + dense[index[0], index[1], index[2], index[3]]
+        indices = (b, h, q_idx, kv_idx)[-len(shared) :]
+        return score + bias[tuple(0 if same else i for same, i in zip(shared, indices, strict=True))]
 
-    return mod
+    return _for_its_heads(mod, bias.shape[-3])
+
+
+def _for_its_heads(mod: ScoreFunction, heads: int) -> ScoreFunction:
+    """A table of one head is shared by any number of heads."""
+    return mod if heads == 1 else for_heads(mod, heads)
 
 
 def _relative(bias: Tensor) -> ScoreFunction:

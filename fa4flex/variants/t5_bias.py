@@ -19,7 +19,7 @@ from torch import Tensor
 from fa4flex.errors import InputError
 from fa4flex.primitives.score import ScoreFunction, score_family
 from fa4flex.variants._alone import show_score
-from fa4flex.variants._check import FLOATS, table, whole
+from fa4flex.variants._check import FLOATS, for_heads, table, whole
 from fa4flex.variants._positions import aligned
 
 Axes = Literal["bucket_head", "head_bucket"]
@@ -40,11 +40,13 @@ def t5_bias(
         raise InputError(
             f"t5_bias(axes={axes!r})", f"one of {get_args(Axes)}", "name the axes of bias in order"
         )
-    values = values if axes == "bucket_head" else values.T
-    per_side = values.shape[0] // 2 if bidirectional else values.shape[0]
-    if per_side < 2 or (bidirectional and values.shape[0] % 2):
+    count, heads = values.shape if axes == "bucket_head" else values.shape[::-1]
+    # The mod indexes the tensor that was given: a view of it would not follow a parameter's new storage.
+    value_of = (lambda i, h: values[i, h]) if axes == "bucket_head" else (lambda i, h: values[h, i])
+    per_side = count // 2 if bidirectional else count
+    if per_side < 2 or (bidirectional and count % 2):
         raise InputError(
-            f"t5_bias: {values.shape[0]} buckets, {bidirectional=}",
+            f"t5_bias: {count} buckets, {bidirectional=}",
             "at least 2 buckets per direction, and an even number when bidirectional",
             'check `axes`: "bucket_head" expects [num_buckets, H]',
         )
@@ -53,16 +55,16 @@ def t5_bias(
 
     def mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, q_len: Any, kv_len: Any) -> Any:
         behind = aligned(q_idx, q_len, kv_len) - kv_idx
-        return score + values[buckets[torch.clamp(behind, 0, far)], h]
+        return score + value_of(buckets[torch.clamp(behind, 0, far)], h)
 
     def mod_bidirectional(
         score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, q_len: Any, kv_len: Any
     ) -> Any:
         ahead = kv_idx - aligned(q_idx, q_len, kv_len)
         bucket = buckets[torch.clamp(torch.abs(ahead), max=far)]
-        return score + values[torch.where(ahead > 0, bucket + per_side, bucket), h]
+        return score + value_of(torch.where(ahead > 0, bucket + per_side, bucket), h)
 
-    return mod_bidirectional if bidirectional else mod
+    return for_heads(mod_bidirectional if bidirectional else mod, heads)
 
 
 def distance_buckets(count: int, far: int) -> list[int]:

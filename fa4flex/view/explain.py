@@ -13,6 +13,7 @@ from fa4flex.codegen.build import Program
 from fa4flex.codegen.expr import TRUE, Expr, apply, const, sym, walk
 from fa4flex.codegen.trace import Pinned
 from fa4flex.errors import Fa4flexError
+from fa4flex.primitives.blocks import BlockMap
 from fa4flex.view.closed_form import closed_form
 from fa4flex.view.mask import tile_counts, tiles_of
 from fa4flex.view.names import Names, describe_numbers, describe_operands, name_of
@@ -32,8 +33,8 @@ class Explanation(str):
         return str(self)
 
 
-def explain(program: Program, q_len: int, kv_len: int) -> Explanation:
-    """The program at these lengths, in words."""
+def explain(program: Program, q_len: int, kv_len: int, arch: str | None = None) -> Explanation:
+    """The program at these lengths, in words; the GPU's part in full where there is one, or for `arch`."""
     chosen, names = setting(program, q_len, kv_len), Names.of(program)
     sections = (
         ("composed", _composition(program)),
@@ -42,7 +43,7 @@ def explain(program: Program, q_len: int, kv_len: int) -> Explanation:
         ("captured", _captured(program, names)),
         ("indices", _indices(program, names, chosen)),
         ("on a CPU", _place(program)),
-        ("on a GPU", _gpu(program, q_len, kv_len)),
+        ("on a GPU", _gpu(program, q_len, kv_len, arch)),
     )
     return Explanation("\n\n".join(_section(title, lines) for title, lines in sections if lines))
 
@@ -76,7 +77,7 @@ def _composition(program: Program) -> list[str]:
         )
     if variant.sinks is not None:
         lines.append(
-            f"sinks       {variant.sinks.logits.numel()} logits, one per query head, in the denominator"
+            f"sinks       {variant.sinks.now().shape[0]} logits, one per query head, in the denominator"
         )
     lines.append(f"layout      {variant.layout}")
     return [*lines, *_alignment(program)]
@@ -105,28 +106,46 @@ def _mask(program: Program, names: Names, chosen: Setting) -> list[str]:
     facts, shape = program.facts, chosen.shape
     if facts.mask is TRUE:
         return ["every key is allowed: nothing to skip, nothing to evaluate"]
+    tile = program.variant.schedule.tile or _cpu_tile()
+    tiles = tiles_of(program, chosen, tile)
+    reasons = () if facts.keys is None else tiles.proof.reasons  # without intervals, the reason stands above
     lines = [f"allowed where {names.show(facts.mask)}"]
-    if facts.keys is not None:
-        lines.append("proved in closed form, for all lengths and tile sizes:")
-        lines += [f"  {line}" for line in names.rename(describe(facts.keys)).splitlines()]
-    else:
+    if program.variant.blocks is not None:
+        reasons = ()
+        lines += _block_map(program.variant.blocks, tile)
+    elif facts.keys is None:
         lines.append(
             "no closed form as key intervals: tiles are bounded, and evaluated where bounds do not decide"
         )
-    tile = program.variant.schedule.tile or _cpu_tile()
-    tiles = tiles_of(program, chosen, tile)
+    else:
+        held = "proved in closed form, for all lengths and tile sizes:"
+        lines.append("a closed form would hold, but not for these tensors:" if reasons else held)
+        lines += [f"  {line}" for line in names.rename(describe(facts.keys)).splitlines()]
     sizes = f"q_len={shape.q_len}, kv_len={shape.kv_len}{_sharing(program, chosen)}"
     lines.append(f"at {sizes}, tile {tile[0]} x {tile[1]}:")
-    if facts.keys is not None:
+    if facts.keys is not None and not reasons and program.variant.blocks is None:
         form = closed_form(facts.keys, shape, program.captured(), names.show)
         lines.append(f"  query q attends {', and '.join(form) or 'no key'}")
-    reasons = () if facts.keys is None else tiles.proof.reasons  # without intervals, the reason stands above
     below = [
         *(f"({note})" for note in chosen.notes),
         tile_counts(tiles),
         *_decided(tiles.proof, reasons, names),
     ]
     return [*lines, *(f"  {line}" for line in below)]
+
+
+def _block_map(blocks: BlockMap, tile: tuple[int, int]) -> list[str]:
+    """The map itself, about which nothing is proved, and whether tiles are fine enough to skip its blocks."""
+    (rows, keys), counts = blocks.block_size, blocks.counts
+    listed = ", ".join(f"{counts[name]} {name}" for name in ("full", "partial", "empty"))
+    lengths = f"q_len={blocks.q_len}, kv_len={blocks.kv_len}"
+    lines = [f"a table for {lengths} alone, in blocks of {rows} x {keys}: {listed}"]
+    if rows % tile[0] or keys % tile[1]:
+        lines.append(
+            f"a CPU's tiles of {tile[0]} x {tile[1]} span several blocks and skip none of them singly:"
+            f" schedule=Schedule(tile=({rows}, {keys})) makes them fit"
+        )
+    return lines
 
 
 def _sharing(program: Program, chosen: Setting) -> str:
@@ -234,13 +253,18 @@ def _place(program: Program) -> list[str]:
     ]
 
 
-def _gpu(program: Program, q_len: int, kv_len: int) -> list[str]:
-    """The kernel that a Hopper GPU runs, or why there is none."""
-    from fa4flex.view.gpu import summary
+def _gpu(program: Program, q_len: int, kv_len: int, arch: str | None) -> list[str]:
+    """The kernel of this machine's GPU, or of `arch`, or why there is none; the name alone without both."""
+    from fa4flex.view import gpu
 
+    arch = arch or gpu.arch_here()
     try:
-        lines = summary(program, q_len, kv_len)
+        if arch is None:
+            return [gpu.headline(program, q_len, kv_len), f'explain(arch="{gpu.ARCH}") says how it runs']
+        lines = gpu.summary(program, q_len, kv_len, arch)
     except Fa4flexError as error:
+        if arch is not None:
+            gpu.target_named(arch)
         return ["no kernel: " + line.strip() for line in str(error).splitlines()[:1]]
     return [
         *lines,

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from fa4flex.codegen.analyze.tiles import Shape
 from fa4flex.codegen.build import Program
-from fa4flex.errors import UnsupportedError
+from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.view.names import Names, name_of
 from fa4flex.view.sizes import setting
 
@@ -45,6 +49,21 @@ def problem_of(
         "operands": tuple((str(o.dtype).removeprefix("torch."), len(o.shape)) for o in program.operands),
     }
     return Problem(**given | changes)
+
+
+def check_names(changes: dict[str, Any]) -> None:
+    """Raise InputError unless `changes` names fields of Problem, lengths, and arch."""
+    from fa4flex.codegen.plan import Problem
+
+    known = ["arch", "q_len", "kv_len", *(field.name for field in fields(Problem))]
+    for name, value in changes.items():
+        if name not in known:
+            near = get_close_matches(name, known, 1)
+            raise InputError(
+                f"{name}={value!r}",
+                f"some of {', '.join(known)}",
+                f"did you mean {near[0]}?" if near else f"leave {name} out",
+            )
 
 
 def target_named(arch: str) -> Target:
@@ -92,11 +111,27 @@ _MASKS = {
 }
 
 
-def summary(program: Program, q_len: int | None = None, kv_len: int | None = None) -> list[str]:
+def headline(program: Program, q_len: int, kv_len: int, arch: str = ARCH) -> str:
+    """One line: which kernel it would be."""
+    shape = setting(program, q_len, kv_len).shape
+    plan = plan_of(program, problem_of(program, shape.q_len, shape.kv_len, arch=arch), arch)
+    return plan.explain(_size(shape)).splitlines()[0]
+
+
+def arch_here() -> str | None:
+    """The kernels' target of the GPU that this machine has; None without one that kernels are made for."""
+    if not torch.cuda.is_available():
+        return None
+    return {9: "sm_90a", 10: "sm_100a"}.get(torch.cuda.get_device_capability()[0])
+
+
+def summary(
+    program: Program, q_len: int | None = None, kv_len: int | None = None, arch: str = ARCH
+) -> list[str]:
     """The plan's headlines, and what was proved for it."""
     shape = setting(program, q_len, kv_len).shape
-    problem = problem_of(program, shape.q_len, shape.kv_len)
-    lines = plan_of(program, problem).explain(_size(shape)).splitlines()
+    problem = problem_of(program, shape.q_len, shape.kv_len, arch=arch)
+    lines = plan_of(program, problem, arch).explain(_size(shape)).splitlines()
     proved = [f"mask: {_MASKS[problem.mask_form]}"]
     if problem.operands:
         proved.append(

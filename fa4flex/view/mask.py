@@ -132,7 +132,8 @@ class MaskView:
     @property
     def name(self) -> str:
         """The mask in the user's words."""
-        return name_of(self.program.variant.allowed) if self.program.variant.allowed else "every key"
+        allowed = self.program.variant.allowed
+        return "every key" if allowed is None else name_of(allowed)
 
     def __str__(self) -> str:
         return self.draw()
@@ -155,6 +156,7 @@ class MaskView:
 def tiles_of(program: Program, chosen: Setting, tile: tuple[int, int]) -> TileMap:
     """Tile classes at these sizes. Raises InputError where the mask reads beyond a captured tensor."""
     facts, shape = program.facts, chosen.shape
+    tile = min(tile[0], shape.q_len), min(tile[1], shape.kv_len)  # larger ones are one tile
     try:
         return tile_map(facts.mask, facts.keys, shape, program.captured(), tile)
     except PastTheEnd as error:

@@ -37,7 +37,7 @@ def implied(program: Program) -> dict[str, int]:
         found |= {"q": blocks.q_len, "kv": blocks.kv_len}
         found |= {name: size for name, size in zip("bh", blocks.classes.shape) if size > 1}
     if sinks is not None:
-        found["h"] = sinks.logits.numel()
+        found["h"] = sinks.now().shape[0]
     return found
 
 

@@ -26,9 +26,11 @@ def source(program: Program, stage: str = "trace", **problem: Any) -> str:
     `problem` says for which lengths (q_len, kv_len) and fields of Problem (head_dim, dtype, lengths, ...) GPU
     stages are shown. Raises InputError for other stages, and for a problem where none is shown.
     """
-    if stage in GPU_STAGES:
+    if stage in GPU_STAGES or problem:
         from fa4flex.view import gpu
 
+        gpu.check_names(problem)
+    if stage in GPU_STAGES:
         show: Callable[..., str] = getattr(gpu, GPU_STAGES[stage])
         return show(program, **problem)
     if stage not in STAGES:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import fa4flex
 from fa4flex import check as check_module
 from fa4flex.__main__ import main, select
 from fa4flex.errors import InputError
@@ -151,3 +152,31 @@ def test_runs_as_a_module(tmp_path: Path) -> None:
     assert all(name in help_text for name in ("doctor", "demo", "draw", "show", "explain", "check"))
     wrong = subprocess.run([*command, "draw", "nope"], capture_output=True, text=True, check=False, cwd=root)
     assert wrong.returncode == 2 and "Traceback" not in wrong.stderr
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.strip() == f"fa4flex {fa4flex.__version__}"
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [("slidng_window(3)", "sliding_window"), ("causl & document", "causal"), ("~Natten", "natten")],
+)
+def test_a_mistyped_variant_is_suggested(text: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["draw", text]) == 2
+    assert f"did you mean {meant}?" in capsys.readouterr().err
+
+
+def test_a_mistyped_variant_is_suggested_by_the_package() -> None:
+    with pytest.raises(AttributeError, match=r"'slidingwindow'; did you mean sliding_window\?"):
+        fa4flex.variants.slidingwindow  # noqa: B018
+    with pytest.raises(AttributeError, match=r"'xyzzy'; it has alibi"):
+        fa4flex.variants.xyzzy  # noqa: B018
+
+
+def test_explain_describes_a_gpu_on_request(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "causal", "--arch", "sm_100a"]) == 0
+    assert "forward kernel for sm_100a" in capsys.readouterr().out

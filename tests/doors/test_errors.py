@@ -201,13 +201,13 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "score mod among masks": (
         lambda: fa4flex.compile(mask=causal & alibi),
-        TraceError,
-        "looks like a score_mod",
+        InputError,
+        "score mod alibi.. was given as a mask.*pass it as score_mod=",
     ),
     "mask as a chained score mod": (
         lambda: fa4flex.compile(alibi >> causal),
-        TraceError,
-        "looks like a mask_mod",
+        InputError,
+        "mask causal.. was given as a score_mod.*pass it as mask=",
     ),
     "nothing returned": (
         lambda: fa4flex.compile(lambda s, b, h, q_idx, kv_idx: None),

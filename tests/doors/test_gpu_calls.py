@@ -23,13 +23,14 @@ from fa4flex.codegen.plan import SM90A, Problem
 from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.runtime.cuda import engine as engine_module
 from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, Lengths, Signature
-from fa4flex.runtime.cuda.engine import Engine, empty_output
+from fa4flex.runtime.cuda.engine import Engine
 from fa4flex.runtime.cuda.tables import (
     BlockTables,
     ragged_maps,
     to_device,
     turns_to_device,
 )
+from fa4flex.runtime.layouts import empty_output
 from fa4flex.variants import alibi, causal, document, sliding_window
 
 Q, KV, H, B = (sym(name) for name in ("q", "kv", "h", "b"))
@@ -180,8 +181,9 @@ def call_of(
     # An engine of its own: equal programs share what is ready, from other tests too.
     published = prepared.engine
     engine = Engine(published.facts, published.schedule, published.precision, published.kinds)
-    operands, sinks = prepared.program.tensors(), prepared.sinks
-    call = Call(q, k, v, operands, sinks, lengths, prepared.scalars, prepared.scale(q), True, ("lse",))
+    now = attn._calling()
+    operands, scalars = attn.program.tensors(), now.bound.scalars
+    call = Call(q, k, v, operands, now.sinks, lengths, scalars, now.scale(q), True, ("lse",))
     return engine, call._replace(**changes)
 
 
@@ -356,8 +358,8 @@ compile_kernel = engine.compile_kernel
 engine.compile_kernel = lambda *a: kernels.append(compile_kernel(*a)) or kernels[-1]
 attn = fa4flex.compile(mask=fa4flex.variants.sliding_window(100))
 q = torch.randn(1, 2, 128, 64, dtype=torch.bfloat16)
-p = attn.prepared
-make_ready(p.engine, Call(q, q, q, (), None, NO_LENGTHS, p.scalars, 0.125, True, ("lse",)))
+scalars = attn.program.scalars
+make_ready(attn.prepared.engine, Call(q, q, q, (), None, NO_LENGTHS, scalars, 0.125, True, ("lse",)))
 print(kernels[0].compiled, "cutlass" in sys.modules, kernels[0].seconds)
 """
 

@@ -43,7 +43,7 @@ def test_import_is_lazy_and_names_are_variants_whatever_came_first() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    with pytest.raises(AttributeError, match="no attribute 'casual'; it has alibi"):
+    with pytest.raises(AttributeError, match="no attribute 'casual'; did you mean causal"):
         _ = v.casual
     with pytest.raises(ImportError):
         from fa4flex.variants import nothing  # type: ignore[attr-defined]  # noqa: F401

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from html.parser import HTMLParser
+from xml.etree import ElementTree
 
 import numpy
 import pytest
@@ -14,6 +15,7 @@ import fa4flex
 from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.variants import alibi, causal, document, prefix_lm, sliding_window, softcap
 from fa4flex.view import ascii, svg
+from fa4flex.view.explain import explain
 from fa4flex.view.grid import Grid
 
 
@@ -111,8 +113,27 @@ def test_svg_is_small_and_self_contained(seed: int) -> None:
         panels = [(f"head {h} <&>", random_grid(rng, side, side)) for h in range(4)]
         html = svg.picture(panels, "a <mask> & more", ["fact"])
         assert len(html.encode()) < 200_000
+        html = html.replace('xmlns="http://www.w3.org/2000/svg"', "")  # a name, not a resource
         assert "http" not in html and "<script" not in html and "<mask>" not in html
         Tags().feed(html)
+
+
+def test_svg_shows_single_tiles_in_every_renderer() -> None:
+    """Lines are filled boxes inside the drawing's units: nothing depends on strokes or their scaling."""
+    html = fa4flex.compile(mask=sliding_window(300))._repr_html_()
+    image = ElementTree.fromstring(html[html.index("<svg") : html.index("</svg>") + 6])
+    assert image.tag == "{http://www.w3.org/2000/svg}svg" and "stroke" not in html
+    _, _, columns, rows = map(int, image.attrib["viewBox"].split())
+    assert (columns, rows) == (16, 16)
+    (lines,) = image.iter("{http://www.w3.org/2000/svg}path")
+    boxes = re.findall(r"M([\d.]+) ([\d.]+)h([\d.]+)v([\d.]+)h-", lines.attrib["d"])
+    found = {tuple(float(n) for n in box) for box in boxes}
+    thick = svg.LINE * columns / int(image.attrib["width"])
+    for n in range(1, 16):
+        assert any(abs(x + w / 2 - n) < 1e-3 and abs(w - thick) < 1e-2 and h == rows for x, _, w, h in found)
+        assert any(
+            abs(y + h / 2 - n) < 1e-3 and abs(h - thick) < 1e-2 and w == columns for _, y, w, h in found
+        )
 
 
 def test_html_shows_each_head_that_differs() -> None:
@@ -206,6 +227,37 @@ def test_explain_says_why_tiles_are_evaluated(seed: int) -> None:
     assert "shown at 512 instead of 4096" in text and "not sorted" in text
     sorted_ids = flat(fa4flex.compile(mask=document(ids.sort().values)).explain(512))
     assert "sorted" in sorted_ids and "not sorted" not in sorted_ids
+
+
+def test_explain_of_a_block_map_claims_no_proof() -> None:
+    blocks = fa4flex.BlockMap.from_dense(torch.tril(torch.ones(4, 4)).bool(), 16)
+    text = flat(fa4flex.compile(mask=blocks).explain(64))
+    assert "proved" not in text and "all lengths" not in text and "sorted" not in text
+    assert "q_len=64, kv_len=64 alone, in blocks of 16 x 16: 0 full, 10 partial, 6 empty" in text
+    assert "schedule=Schedule(tile=(16, 16)) makes them fit" in text
+    fitting = fa4flex.compile(mask=blocks, schedule=fa4flex.Schedule(tile=(16, 16)))
+    text = flat(fitting.explain(64))
+    assert "makes them fit" not in text and "16 tiles: 10 full, 0 partial, 6 empty" in text
+    with_mask = flat(fa4flex.compile(mask=causal, blocks=blocks).explain(64))
+    assert "proved in closed form" not in with_mask and "alone, in blocks of 16 x 16" in with_mask
+
+
+def test_explain_claims_a_closed_form_only_where_it_holds() -> None:
+    ids = torch.tensor([0, 1, 0, 2])
+    text = flat(fa4flex.compile(mask=document(ids)).explain(4))
+    assert "proved" not in text and "would hold, but not for these tensors" in text and "not sorted" in text
+    assert "query q attends" not in text
+    assert "proved in closed form" in flat(fa4flex.compile(mask=document(ids.sort().values)).explain(4))
+
+
+def test_explain_of_a_gpu_is_short_without_one() -> None:
+    program = fa4flex.compile(mask=causal).program
+    short = str(explain(program, 4096, 4096)).split("on a GPU")[1]
+    long = str(explain(program, 4096, 4096, "sm_100a")).split("on a GPU")[1]
+    assert len(short.splitlines()) <= 2 and "sm_90a" in short and 'arch="sm_90a"' in short
+    assert len(long.splitlines()) > 6 and "forward kernel for sm_100a" in long and "bound:" in long
+    with pytest.raises(UnsupportedError, match="arch='sm_80'"):
+        explain(program, 64, 64, "sm_80")
 
 
 def test_explain_names_what_passes_32_bits() -> None:

@@ -56,9 +56,9 @@ def launched(draw: Draw, width: Width, target: Target) -> tuple[Any, tuple[Any, 
     """The plan that gradients of a call make, and what they have compiled."""
     torch.manual_seed(0)  # what is proved may depend on the contents of tables
     sizes = draw.sizes(Sizes()).wide(*widths(width))
-    prepared = fa4flex.compile(**draw.make(sizes)).prepared
-    qkv = sizes.qkv()
-    given = prepared.program.tensors(), prepared.sinks, NO_LENGTHS, prepared.scalars, prepared.scale(qkv[0])
+    attn, qkv = fa4flex.compile(**draw.make(sizes)), sizes.qkv()
+    now = attn._calling()
+    given = attn.program.tensors(), now.sinks, NO_LENGTHS, now.bound.scalars, now.scale(qkv[0])
     saved = backward.Saved(torch.empty_like(qkv[0]), torch.empty(qkv[0].shape[:3]), qkv[0], None)
     planned, asked = [], []
 
@@ -76,7 +76,7 @@ def launched(draw: Draw, width: Width, target: Target) -> tuple[Any, tuple[Any, 
         patch.object(backward, "compile_kernel", compile_kernel),
         patch.object(engine, "target_of", lambda device: target),
     ):
-        backward._make_ready(prepared.engine, Call(*qkv, *given, True, ("lse",)), saved, (), False)
+        backward._make_ready(now.prepared.engine, Call(*qkv, *given, True, ("lse",)), saved, (), False)
     ((plan, _),), ((*found, _),) = planned, asked
     return plan, tuple(found)
 

@@ -34,9 +34,9 @@ def cumulative(lengths: list[int]) -> Tensor:
 
 
 def order_of(mask: Any, tile_m: int, lengths: Any, q: Tensor, k: Tensor) -> tuple[TileOrder, Call]:
-    prepared = fa4flex.compile(**({} if mask is None else {"mask": mask})).prepared
-    call = Call(q, k, k, (), None, lengths, prepared.scalars, 1.0, True, ())
-    return TileOrder(prepared.engine.facts, tile_m, prepared.scalars), call
+    program = fa4flex.compile(**({} if mask is None else {"mask": mask})).program
+    call = Call(q, k, k, (), None, lengths, program.scalars, 1.0, True, ())
+    return TileOrder(program.facts, tile_m, program.scalars), call
 
 
 def work_of(name: str, tile: int, tile_m: int, q_len: int, kv_len: int) -> int:

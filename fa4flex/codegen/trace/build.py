@@ -81,18 +81,21 @@ def from_tensor(tensor: Tensor) -> Value:
     recipe: Recipe | None = derived.recipe if derived else None
     if derived and recipe is None and tensor.ndim == 0:
         return Value(const(tensor.item()), (), tensor.dtype)
+    state.meet(tensor)
+    state.see(id(tensor), "element")
     kind = kind_of(tensor.dtype)
     slot = state.captures.slot(recipe or tensor, _name(tensor, recipe), tensor)
-    dims = tuple(Dim(state.fresh_axis(), extent) for extent in tensor.shape)
+    dims = tuple(Dim(state.axis_of(tensor), extent) for extent in tensor.shape)
     return Value(load(slot, [sym(dim.axis) for dim in dims if dim.axis], kind), dims, tensor.dtype)
 
 
 def _name(tensor: Tensor, recipe: Recipe | None) -> str:
     state = current()
     if recipe is None:
-        return state.names.get(id(tensor), f"tensor{len(state.captures.operands)}")
+        found = state.found.get(id(tensor))
+        return f"tensor{len(state.captures.operands)}" if found is None else found[1]
     function = getattr(recipe.function, "__name__", "").strip("_")
-    base = next((state.names.get(id(b), "tensor") for b in recipe.bases()), "tensor")
+    base = next((state.found[id(b)][1] for b in recipe.bases() if id(b) in state.found), "tensor")
     return f"{function}({base})" if function not in ("getitem", "get") else f"{base}[...]"
 
 

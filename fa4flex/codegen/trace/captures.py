@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fa4flex.codegen.expr import Expr, walk
+from fa4flex.codegen.trace.paths import Guard, Path
+from fa4flex.codegen.trace.snapshot import Opaque, snapshot
 from fa4flex.codegen.trace.traced import Traced
 
 
@@ -55,22 +57,31 @@ class Recipe:
             tensor: Tensor = leaves(self.function(*again[0], **again[1]))[self.output]
         return tensor
 
-    def bases(self) -> Iterator[Tensor]:
+    def bases(self, kind: type = Tensor) -> Iterator[Any]:
+        """Tensors, or places of tensors, that it is computed from."""
         for leaf in leaves((self.args, dict(self.kwargs))):
             if isinstance(leaf, Recipe):
-                yield from leaf.bases()
-            elif isinstance(leaf, Tensor):
+                yield from leaf.bases(kind)
+            elif isinstance(leaf, kind):
                 yield leaf
 
     def key(self) -> Hashable:
         """Equal for two recipes that do the same to the same tensors."""
-        called = getattr(self.function, "__self__", None), getattr(self.function, "__name__", self.function)
-        return (
-            repr(called),
-            repr(map_leaves((self.args, dict(self.kwargs)), _leaf_key)),
-            self.output,
-            self.grad,
-        )
+        owner = getattr(self.function, "__self__", None)
+        called = id(owner) if owner is not None else None, getattr(self.function, "__name__", id(self.function))
+        given = map_leaves((self.args, dict(self.kwargs)), _leaf_key)
+        return called, _hashable(given), self.output, self.grad
+
+    def exchanged(self, kind: type, other: Callable[[Any], Any]) -> Recipe:
+        """The same recipe with `other(leaf)` for each of its leaves of that kind."""
+
+        def exchange(leaf: Any) -> Any:
+            if isinstance(leaf, Recipe):
+                return leaf.exchanged(kind, other)
+            return other(leaf) if isinstance(leaf, kind) else leaf
+
+        args, kwargs = map_leaves((self.args, dict(self.kwargs)), exchange)
+        return replace(self, args=args, kwargs=kwargs)
 
 
 def _run_again(leaf: Any) -> Any:
@@ -78,9 +89,29 @@ def _run_again(leaf: Any) -> Any:
 
 
 def _leaf_key(leaf: Any) -> Hashable:
+    """Equal only for equal leaves: what has no snapshot is told apart by its identity."""
     if isinstance(leaf, Recipe):
         return leaf.key()
-    return ("tensor", id(leaf)) if isinstance(leaf, Tensor) else repr(leaf)
+    try:
+        return ("object", id(leaf)) if isinstance(leaf, Tensor) else ("value", snapshot(leaf))
+    except Opaque:
+        return "object", id(leaf)
+
+
+def _hashable(tree: Any) -> Hashable:
+    """A tree whose leaves are hashable, as tuples."""
+    if isinstance(tree, dict):
+        return "dict", tuple((key, _hashable(item)) for key, item in tree.items())
+    if isinstance(tree, slice):
+        return "slice", tree.start, tree.stop, tree.step
+    return (type(tree).__name__, *map(_hashable, tree)) if isinstance(tree, (list, tuple)) else tree
+
+
+@dataclass(frozen=True)
+class Place:
+    """The position of a tensor among those that a trace reads."""
+
+    position: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,27 +119,45 @@ class Operand:
     """A tensor that a traced function reads: `base`, or what `recipe` computes from captured tensors."""
 
     name: str
-    base: Tensor | None
+    base: Tensor | Place | None
     recipe: Recipe | None
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     def value(self) -> Tensor:
         """The current tensor, computed anew when it is derived; shape `shape`, dtype `dtype`."""
-        if self.base is not None:
+        if isinstance(self.base, Tensor):
             return self.base
         assert self.recipe is not None, "an operand has a base or a recipe"
         return self.recipe.run()
+
+    def at(self, bases: Sequence[Tensor]) -> Operand:
+        """The same operand with positions in `bases` in place of its tensors: it holds none of them."""
+        places = {id(x): Place(i) for i, x in enumerate(bases)}
+        recipe = None if self.recipe is None else self.recipe.exchanged(Tensor, lambda x: places.get(id(x), x))
+        return replace(self, base=None if self.base is None else places[id(self.base)], recipe=recipe)
+
+    def of(self, bases: Sequence[Tensor]) -> Operand:
+        """The operand of tensors in place of positions: its shape and dtype are theirs."""
+        if self.recipe is not None:
+            return replace(self, recipe=self.recipe.exchanged(Place, lambda place: bases[place.position]))
+        assert isinstance(self.base, Place), "an operand has a base or a recipe"
+        base = bases[self.base.position]
+        return replace(self, base=base, shape=tuple(base.shape))
 
     @property
     def differentiable(self) -> bool:
         """Whether autograd wants a gradient for this tensor."""
         if not self.dtype.is_floating_point:
             return False
-        if self.base is not None:
+        if isinstance(self.base, Tensor):
             return self.base.requires_grad
         assert self.recipe is not None, "an operand has a base or a recipe"
         return self.recipe.grad and any(base.requires_grad for base in self.recipe.bases())
+
+
+_LIMITS = {int: "int64", float: "finite"}
+"""Beyond these, a number is part of the program rather than one that varies."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +175,13 @@ class Captures:
     operands: tuple[Operand, ...] = ()
     scalars: tuple[int | float, ...] = ()
     scalar_names: tuple[str, ...] = ()
+    scalar_paths: tuple[Path, ...] = ()
+    paths: dict[int, Path] = field(default_factory=dict)
+    """Where each captured tensor that the traces read was found, by id."""
+    guards: tuple[Guard, ...] = ()
+    """Conditions under which the traces hold for another call."""
+    opaque: str | None = None
+    """Something that the traces may depend on and that no guard can watch: they serve one call."""
     _keys: list[Hashable] = field(default_factory=list, repr=False)
 
     def slot(self, source: Tensor | Recipe, name: str, like: Tensor) -> int:
@@ -138,11 +194,36 @@ class Captures:
         self._keys.append(key)
         return len(self.operands) - 1
 
-    def scalar_slot(self, name: str, value: int | float) -> int:
-        """A new slot for a run-time number."""
+    def scalar_slot(self, name: str, value: int | float, path: Path) -> int:
+        """A new slot for a run-time number, which was found at `path`."""
         self.scalars += (value,)
         self.scalar_names += (name,)
+        self.scalar_paths += (path,)
         return len(self.scalars) - 1
+
+    def depend(
+        self,
+        guards: Sequence[Guard],
+        found: Mapping[int, tuple[Tensor, str, Path]],
+        seen: Mapping[int, set[str]],
+        opaque: str | None,
+    ) -> None:
+        """Note what a finished trace depends on: guards, and what was `seen` of the tensors that were `found`."""
+        self.guards += tuple(guards)
+        self.opaque = self.opaque or opaque
+        for key, (tensor, _, path) in found.items():
+            self.guards += tuple(_guards_of(tensor, path, seen.get(key, set())))
+            if key in seen and self.paths.setdefault(key, path) is not path:
+                self.guards += (Guard("same", path, self.paths[key]),)
+
+    def bases(self) -> tuple[Tensor, ...]:
+        """The captured tensors that operands are, or are computed from."""
+        found: dict[int, Tensor] = {}
+        for operand in self.operands:
+            own = [operand.base] if isinstance(operand.base, Tensor) else []
+            of_recipe = [] if operand.recipe is None else operand.recipe.bases()
+            found |= {id(x): x for x in (*own, *of_recipe) if id(x) in self.paths or own}
+        return tuple(found.values())
 
     def mark(self) -> Mark:
         return Mark(len(self.operands), len(self.scalars))
@@ -153,6 +234,7 @@ class Captures:
         del self._keys[mark.operands :]
         self.scalars = self.scalars[: mark.scalars]
         self.scalar_names = self.scalar_names[: mark.scalars]
+        self.scalar_paths = self.scalar_paths[: mark.scalars]
 
     def finish(self, *traced: Traced) -> tuple[Traced, ...]:
         """The traces with slots numbered by first use in their roots, and unused slots dropped.
@@ -163,9 +245,27 @@ class Captures:
         tensor_slots, scalar_slots = _used_slots([t.root for t in traced])
         self.operands = tuple(self.operands[slot] for slot in tensor_slots)
         self._keys = [self._keys[slot] for slot in tensor_slots]
+        self.guards += tuple(
+            Guard(_LIMITS[type(self.scalars[slot])], self.scalar_paths[slot]) for slot in scalar_slots
+        )
         self.scalars = tuple(self.scalars[slot] for slot in scalar_slots)
         self.scalar_names = tuple(self.scalar_names[slot] for slot in scalar_slots)
+        self.scalar_paths = tuple(self.scalar_paths[slot] for slot in scalar_slots)
         return tuple(t.renumbered(tensor_slots, scalar_slots) for t in traced)
+
+
+def _guards_of(tensor: Tensor, path: Path, seen: set[str]) -> Iterator[Guard]:
+    """What must stay as it is of a captured tensor."""
+    yield Guard("tensor", path)
+    if seen:
+        yield Guard("dtype", path, tensor.dtype)
+        yield Guard("rank", path, tensor.dim())
+    if "shape" in seen:
+        yield Guard("shape", path, tuple(tensor.shape))
+    if "all" in seen:
+        yield Guard("layout", path, tuple(tensor.shape))
+        yield Guard("device", path, tensor.device)
+        yield Guard("grad", path, tensor.requires_grad)
 
 
 def _used_slots(roots: Sequence[Expr]) -> tuple[dict[int, int], dict[int, int]]:

@@ -4,6 +4,8 @@ Closure cells, default arguments, referenced globals, functools.partial argument
 `self`, and the containers among them are copied with every int and float replaced by a Number. Nested
 functions are lifted too. The originals are never touched; what the mod stores into the copies shows up in
 `Lifter.check_unchanged`.
+
+On the way every thing gets the path along which it was found, and what must stay as it is becomes a guard.
 """
 
 from __future__ import annotations
@@ -12,10 +14,17 @@ import dis
 import enum
 import functools
 import math
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any
 
 import numpy
@@ -24,25 +33,28 @@ from torch import Tensor
 
 from fa4flex.codegen.trace.dispatch import registered
 from fa4flex.codegen.trace.functions import applying, is_apply
+from fa4flex.codegen.trace.mentions import (
+    all_attributes,
+    class_data,
+    class_functions,
+    from_library,
+    is_users_module,
+    mentioned,
+    nested,
+)
 from fa4flex.codegen.trace.origin import first_line, is_library
+from fa4flex.codegen.trace.paths import INT64, Guard, Path
+from fa4flex.codegen.trace.snapshot import Opaque, snapshot
 from fa4flex.codegen.trace.value import Number
 from fa4flex.errors import Origin, TraceError
 
 MAX_ITEMS = 1024
 """Containers longer than this keep their numbers as constants."""
 MAX_OBJECTS, MAX_DEPTH = 20_000, 50
-"""Beyond these, what the mod captured is used as it is, its numbers as constants."""
-_LEFT_ALONE = (
-    str,
-    bytes,
-    type,
-    ModuleType,
-    BuiltinFunctionType,
-    enum.Enum,
-    torch.dtype,
-    torch.device,
-    BaseException,
-)
+"""Beyond these, what the mod captured is used as it is, and the trace serves one call."""
+_LEFT_ALONE = (str, bytes, BuiltinFunctionType, enum.Enum, torch.dtype, torch.device, BaseException)
+_STORES = ("_parameters", "_buffers", "_modules")
+"""Dictionaries of an nn.Module whose entries are its attributes."""
 
 
 @dataclass
@@ -55,120 +67,171 @@ class _Globals:
 
 
 class Lifter:
-    """Copies a callable; numbers named in `constant` (all of them, if `freeze`) stay plain numbers."""
+    """Copies a callable; numbers named in `constant` (all of them, if `freeze`) stay plain numbers.
 
-    def __init__(self, constant: set[str], freeze: bool) -> None:
+    Of objects only attributes in `names` are looked at. `mentioned` are the names that the code which was
+    found mentions: where there are new ones among them, lifting begins again with these.
+    """
+
+    def __init__(self, constant: set[str], freeze: bool, names: frozenset[str]) -> None:
         self.constant, self.freeze = constant, freeze
-        self.tensor_names: dict[int, str] = {}
-        self.numbers: dict[str, int | float] = {}
+        self.names: frozenset[str] | None = None if all_attributes(names) else names
+        self.mentioned: set[str] = set()
+        self.tensors: dict[int, tuple[Tensor, str, Path]] = {}
+        """Captured tensors by id, with what the user would call them, and where they were found first."""
+        self.numbers: dict[str, tuple[int | float, Path]] = {}
+        self.guards: list[Guard] = []
+        self.opaque: str | None = None
+        """What is among the captures whose change nobody would notice; None if there is nothing."""
         self.device: torch.device | None = None
         self._memo: dict[int, Any] = {}
+        self._first: dict[int, Path] = {}
         self._alive: list[Any] = []
         self._depth = 0
         self._codes: list[CodeType] = []
         self._spaces: dict[int, _Globals] = {}
         self._watched: list[tuple[str, str, Callable[[], dict[Any, Any]], dict[Any, Any]]] = []
 
-    def lift(self, thing: Any, name: str) -> Any:
+    def lift(self, thing: Any, name: str, path: Path) -> Any:
         """A copy of `thing` with proxies for its numbers; `name` is what the user would call it."""
         if type(thing) in (int, float) or isinstance(thing, numpy.number):
-            return self._number(thing, name)
+            return self._number(thing, name, path)
         if thing is None or isinstance(thing, (bool, *_LEFT_ALONE)):
-            return thing
+            return self._as_it_is(thing, path)
         if id(thing) in self._memo:
+            if id(thing) in self._first:
+                self._guard("same", path, self._first[id(thing)])
             return self._memo[id(thing)]
         if len(self._memo) > MAX_OBJECTS or self._depth > MAX_DEPTH:
+            self.opaque = self.opaque or f"more than {MAX_OBJECTS} objects, or {MAX_DEPTH} inside each other"
             return thing
         self._alive.append(thing)  # ids in the memo must not be reused
-        self._memo[id(thing)] = thing
+        self._memo[id(thing)], self._first[id(thing)] = thing, path
         self._depth += 1
-        lifted = self._copy(thing, name)
+        lifted = self._copy(thing, name, path)
         self._depth -= 1
         self._memo[id(thing)] = lifted
         return lifted
 
-    def _number(self, value: Any, name: str) -> Any:
-        value = value.item() if isinstance(value, numpy.number) else value
+    def _guard(self, kind: str, path: Path, constant: Any = None) -> None:
+        if path.kind != "constant":
+            self.guards.append(Guard(kind, path, constant))
+
+    def _as_it_is(self, thing: Any, path: Path) -> Any:
+        """`thing`, compared by value at each call."""
+        try:
+            self._guard("value", path, snapshot(thing))
+        except Opaque as what:
+            self.opaque = self.opaque or str(what)
+        return thing
+
+    def _number(self, given: Any, name: str, path: Path) -> Any:
+        value = given.item() if isinstance(given, numpy.number) else given
         if name in self.numbers:
             name = next(
                 f"{name}#{i}" for i in range(2, len(self.numbers) + 3) if f"{name}#{i}" not in self.numbers
             )
-        self.numbers[name] = value
+        self.numbers[name] = value, path.result("item") if isinstance(given, numpy.number) else path
         # An infinite or NaN constant is structure (-inf masks), not a parameter that varies.
-        if (
-            self.freeze
-            or name in self.constant
-            or not math.isfinite(value)
-            or not isinstance(value, (int, float))
-        ):
+        varies = isinstance(value, (int, float)) and math.isfinite(value) and abs(value) < INT64
+        if self.freeze or name in self.constant or not varies:
+            self._as_it_is(given, path)
             return value
+        self._guard("type", path, type(given))
         return Number(value, {name: value})
 
-    def _copy(self, thing: Any, name: str) -> Any:
+    def _copy(self, thing: Any, name: str, path: Path) -> Any:
         if isinstance(thing, Tensor):
-            return self._tensor(thing, name)
+            return self._tensor(thing, name, path)
         if is_apply(thing):
+            self._guard("type", path, type(thing))
+            self._guard("is", path.attribute("__self__"), thing.__self__)
             return applying(thing.__self__)
         if isinstance(thing, FunctionType):
-            return self._function(thing)
+            return self._function(thing, path)
         if isinstance(thing, MethodType):
-            return MethodType(self.lift(thing.__func__, name), self.lift(thing.__self__, name))
+            function = self.lift(thing.__func__, name, path.attribute("__func__"))
+            return MethodType(function, self.lift(thing.__self__, name, path.attribute("__self__")))
         if isinstance(thing, functools.partial):
-            return self._partial(thing, name)
+            return self._partial(thing, name, path)
         if isinstance(thing, (list, tuple, dict, set)):
-            return self._container(thing, name)
-        return self._object(thing, name)
+            return self._container(thing, name, path)
+        if isinstance(thing, ModuleType):
+            return self._module(thing, name, path)
+        if isinstance(thing, type):
+            return self._class(thing, name, path)
+        return self._object(thing, name, path)
 
-    def _tensor(self, tensor: Tensor, name: str) -> Tensor:
-        self.tensor_names[id(tensor)] = name
+    def _tensor(self, tensor: Tensor, name: str, path: Path) -> Tensor:
+        self.tensors[id(tensor)] = tensor, name, path
         self.device = self.device or tensor.device
         return tensor
 
     # --- functions ----------------------------------------------------------------------------------
 
-    def _function(self, function: FunctionType) -> Any:
+    def _function(self, function: FunctionType, path: Path) -> Any:
         lowering = registered(function)
-        if lowering is not None:
-            return lowering
         library = is_library(function.__code__.co_filename)
+        if lowering is not None:
+            self._guard("is", path, function)
+            return lowering
+        self._guard("code", path, function.__code__)
         if library and not function.__closure__:
             return function
-        cells, fresh = self._cells(function)
+        cells, fresh = self._cells(function, path)
         namespace = function.__globals__ if library else self._space(function).copy
         lifted = FunctionType(function.__code__, namespace, function.__name__, None, cells)
         self._memo[id(function)] = lifted  # before its contents: a function may refer to itself
         self._codes.append(function.__code__)
+        self.mentioned.update(mentioned(function.__code__))
         lifted.__qualname__, lifted.__module__ = function.__qualname__, function.__module__
-        lifted.__dict__.update(
-            {key: self.lift(x, key) if callable(x) else x for key, x in function.__dict__.items()}
-        )
-        lifted.__defaults__ = self._items(function.__defaults__, _default_names(function))
-        keyword = function.__kwdefaults__
-        lifted.__kwdefaults__ = {key: self.lift(x, key) for key, x in keyword.items()} if keyword else None
-        for name, original in fresh:
-            self._fill(name, original)
+        for key, x in function.__dict__.items():
+            inner = path.attribute("__dict__").item(key)
+            lifted.__dict__[key] = self.lift(x, key, inner) if callable(x) else x
+        self._defaults(function, lifted, path)
+        for name, original, cell in fresh:
+            self._fill(name, original, cell)
         if not library:
-            self._lift_globals(function)
+            self._lift_globals(function, path)
         return lifted
 
-    def _cells(self, function: FunctionType) -> tuple[tuple[CellType, ...], list[tuple[str, CellType]]]:
+    def _defaults(self, function: FunctionType, lifted: FunctionType, path: Path) -> None:
+        positional, keyword = function.__defaults__, function.__kwdefaults__
+        if positional:
+            inside = path.attribute("__defaults__")
+            self._guard("length", inside, len(positional))
+            named = zip(positional, _default_names(function), strict=True)
+            lifted.__defaults__ = tuple(self.lift(x, n, inside.item(i)) for i, (x, n) in enumerate(named))
+        if keyword:
+            inside = path.attribute("__kwdefaults__")
+            lifted.__kwdefaults__ = {
+                key: self.lift(x, key, inside.item(key)) for key, x in keyword.items()
+            }
+
+    def _cells(
+        self, function: FunctionType, path: Path
+    ) -> tuple[tuple[CellType, ...], list[tuple[str, CellType, Path]]]:
         """Copies of the closure's cells, one per original, shared as it was; and which are new."""
         cells, fresh = [], []
-        for name, original in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        freevars = function.__code__.co_freevars
+        for at, (name, original) in enumerate(zip(freevars, function.__closure__ or (), strict=True)):
+            here = path.attribute("__closure__").item(at)
             if id(original) not in self._memo:
-                self._memo[id(original)] = CellType()
+                self._memo[id(original)], self._first[id(original)] = CellType(), here
                 self._alive.append(original)
-                fresh.append((name, original))
+                fresh.append((name, original, path.cell(at)))
+            else:
+                self._guard("same", here, self._first[id(original)])
             cells.append(self._memo[id(original)])
         return tuple(cells), fresh
 
-    def _fill(self, name: str, original: CellType) -> None:
+    def _fill(self, name: str, original: CellType, path: Path) -> None:
         cell: CellType = self._memo[id(original)]
         try:
             contents = original.cell_contents
         except ValueError:  # a variable that the enclosing function has not assigned
             return
-        cell.cell_contents = lifted = self.lift(contents, name)
+        cell.cell_contents = lifted = self.lift(contents, name, path)
         self._watch("the closure variable", "STORE_DEREF", lambda: {name: cell.cell_contents}, {name: lifted})
 
     def _space(self, function: FunctionType) -> _Globals:
@@ -179,77 +242,201 @@ class Lifter:
             self._watch("the global variable", "STORE_GLOBAL", lambda: space.copy, space.before)
         return self._spaces[id(original)]
 
-    def _lift_globals(self, function: FunctionType) -> None:
-        space = self._space(function)
-        for name in _mentioned(function.__code__):
+    def _lift_globals(self, function: FunctionType, path: Path) -> None:
+        space, inside = self._space(function), path.attribute("__globals__")
+        for name in mentioned(function.__code__):
             if name in function.__globals__ and name not in space.lifted:
                 space.lifted.add(name)
-                space.copy[name] = space.before[name] = self.lift(function.__globals__[name], name)
+                lifted = self.lift(function.__globals__[name], name, inside.item(name))
+                space.copy[name] = space.before[name] = lifted
 
     def _watch(
         self, what: str, instruction: str, now: Callable[[], dict[Any, Any]], before: dict[Any, Any]
     ) -> None:
         self._watched.append((what, instruction, now, before))
 
-    def _items(self, items: tuple[Any, ...] | None, names: list[str]) -> tuple[Any, ...] | None:
-        return None if items is None else tuple(self.lift(x, n) for x, n in zip(items, names, strict=True))
-
-    def _partial(self, thing: functools.partial[Any], name: str) -> functools.partial[Any]:
-        args = (self.lift(x, f"{name}.args[{i}]") for i, x in enumerate(thing.args))
-        keywords = {key: self.lift(x, key) for key, x in thing.keywords.items()}
-        return functools.partial(self.lift(thing.func, name), *args, **keywords)
+    def _partial(self, thing: functools.partial[Any], name: str, path: Path) -> functools.partial[Any]:
+        self._guard("type", path, type(thing))
+        self._guard("length", path.attribute("args"), len(thing.args))
+        self._guard("keys", path.attribute("keywords"), tuple(thing.keywords))
+        args = (
+            self.lift(x, f"{name}.args[{i}]", path.attribute("args").item(i))
+            for i, x in enumerate(thing.args)
+        )
+        named = path.attribute("keywords")
+        keywords = {key: self.lift(x, key, named.item(key)) for key, x in thing.keywords.items()}
+        return functools.partial(self.lift(thing.func, name, path.attribute("func")), *args, **keywords)
 
     # --- containers and objects -----------------------------------------------------------------------
 
-    def _container(self, thing: Any, name: str) -> Any:
+    def _container(self, thing: Any, name: str, path: Path) -> Any:
         if len(thing) > MAX_ITEMS:
-            return thing
+            return self._as_it_is(thing, path)
         if type(thing) is dict:
-            copy: dict[Any, Any] = {}
-            self._memo[id(thing)] = copy
-            of_module = name.endswith(("_parameters", "_buffers", "_modules"))
-            copy.update(
-                (key, self.lift(x, key if of_module else f"{name}[{key!r}]")) for key, x in thing.items()
-            )
-            self._watch(f"the dictionary {name}", "STORE_SUBSCR", lambda: copy, dict(copy))
-            return copy
+            return self._dictionary(thing, name, path)
         if type(thing) is list:
+            self._guard("type", path, list)
+            self._guard("length", path, len(thing))
             items: list[Any] = []
             self._memo[id(thing)] = items
-            items.extend(self.lift(x, f"{name}[{i}]") for i, x in enumerate(thing))
+            items.extend(self.lift(x, f"{name}[{i}]", path.item(i)) for i, x in enumerate(thing))
             self._watch(
                 f"the list {name}", "STORE_SUBSCR", lambda: dict(enumerate(items)), dict(enumerate(items))
             )
             return items
         if type(thing) is tuple or hasattr(thing, "_fields"):
+            self._guard("type", path, type(thing))
+            self._guard("length", path, len(thing))
             fields = getattr(thing, "_fields", None)
             names = [f"{name}.{f}" for f in fields] if fields else [f"{name}[{i}]" for i in range(len(thing))]
-            lifted = [self.lift(x, n) for x, n in zip(thing, names, strict=True)]
+            lifted = [self.lift(x, n, path.item(i)) for i, (x, n) in enumerate(zip(thing, names, strict=True))]
             return type(thing)(*lifted) if hasattr(thing, "_fields") else tuple(lifted)
+        return self._as_it_is(thing, path)
+
+    def _dictionary(self, thing: dict[Any, Any], name: str, path: Path) -> Any:
+        of_module = name.endswith(_STORES)
+        copy: dict[Any, Any] = {}
+        self._memo[id(thing)] = copy
+        if not of_module:
+            self._guard("type", path, dict)
+            self._guard("keys", path, tuple(thing))
+        for key, x in thing.items():
+            matters = not of_module or self.names is None or key in self.names
+            copy[key] = x
+            if matters:
+                copy[key] = self.lift(x, key if of_module else f"{name}[{key!r}]", path.item(key))
+        self._watch(f"the dictionary {name}", "STORE_SUBSCR", lambda: copy, dict(copy))
+        return copy
+
+    def _module(self, thing: ModuleType, name: str, path: Path) -> Any:
+        """A copy of a user's module; a library's is used as it is."""
+        if not is_users_module(thing):
+            return self._as_it_is(thing, path)
+        self._guard("type", path, type(thing))
+        clone = ModuleType(thing.__name__)
+        self._memo[id(thing)] = clone
+        clone.__dict__.update(thing.__dict__)
+        for key in self._looked_at(thing.__dict__):
+            clone.__dict__[key] = self.lift(thing.__dict__[key], f"{name}.{key}", path.attribute(key))
+        return clone
+
+    def _class(self, thing: type, name: str, path: Path) -> Any:
+        """A class is used as it is: its plain attributes are compared by value at each call."""
+        self._guard("is", path, thing)
+        self._class_code(thing)
+        for key, x in class_data(thing, self._names(thing)).items():
+            self._pin(x, f"{name}.{key}", path.attribute(key))
         return thing
 
-    def _object(self, thing: Any, name: str) -> Any:
+    def _names(self, cls: type) -> frozenset[str]:
+        """Names that code may look up in a class."""
+        return frozenset(dir(cls)) if self.names is None else self.names
+
+    def _looked_at(self, attributes: Any) -> list[str]:
+        """Those of an object's attributes that code may read."""
+        names = self.names
+        return [key for key in attributes if names is None or key in names or key in _STORES]
+
+    def _object(self, thing: Any, name: str, path: Path) -> Any:
         """A shallow clone of an instance of a user's class or an nn.Module; others are used as they are."""
         cls = type(thing)
+        if cls is SimpleNamespace:
+            return self._namespace(thing, name, path)
         slots = _slots(cls)
         # A copy of an object with a finaliser would release the original's resources when it dies.
         plain = cls.__new__ is object.__new__ and not hasattr(cls, "__del__")
         plain = plain and bool(slots or hasattr(thing, "__dict__"))
-        if not plain or (_from_library(cls) and not isinstance(thing, torch.nn.Module)):
-            return thing
+        if not plain or (from_library(cls) and not isinstance(thing, torch.nn.Module)):
+            if hasattr(thing, "__wrapped__"):
+                self._guard("is", path, thing)
+                self._pin(thing.__wrapped__, name, path.attribute("__wrapped__"))
+                return thing
+            return self._as_it_is(thing, path)
+        self._guard("type", path, cls)
         clone = object.__new__(cls)
         self._memo[id(thing)] = clone
         prefix = "" if name in ("", "mod") else f"{name}."
-        for key, x in getattr(thing, "__dict__", {}).items():
-            clone.__dict__[key] = self.lift(x, prefix + key)
+        self._class_code(cls)
+        own = getattr(thing, "__dict__", {})
+        clone.__dict__.update(own) if own else None
+        for key in self._looked_at(own):
+            stored = path.attribute("__dict__").item(key) if hasattr(cls, key) else path.attribute(key)
+            clone.__dict__[key] = self.lift(own[key], prefix + key, stored)
         for key in slots:
             if hasattr(thing, key):
-                object.__setattr__(clone, key, self.lift(getattr(thing, key), prefix + key))
+                object.__setattr__(
+                    clone, key, self.lift(getattr(thing, key), prefix + key, path.attribute(key))
+                )
+        for key, x in class_data(cls, self._names(cls)).items():
+            if key not in own and key not in slots and hasattr(clone, "__dict__"):
+                clone.__dict__[key] = self.lift(x, prefix + key, path.attribute(key))
         call = vars(cls).get("__call__")
         if isinstance(call, FunctionType):
             self._codes.append(call.__code__)
         self._watch("an attribute of the mod", "STORE_ATTR", lambda: _stored(clone), _stored(clone))
         return clone
+
+    def _namespace(self, thing: SimpleNamespace, name: str, path: Path) -> Any:
+        self._guard("type", path, SimpleNamespace)
+        clone = SimpleNamespace()
+        self._memo[id(thing)] = clone
+        clone.__dict__.update(
+            {key: self.lift(x, f"{name}.{key}", path.attribute(key)) for key, x in vars(thing).items()}
+        )
+        self._watch("an attribute of the mod", "STORE_ATTR", lambda: _stored(clone), _stored(clone))
+        return clone
+
+    # --- what runs without being copied -----------------------------------------------------------------
+
+    def _class_code(self, cls: type) -> None:
+        """Functions of a class run as they are: globals that they read are compared by value."""
+        for function in class_functions(cls, self._names(cls)):
+            self._pin_code(function, Path(None, "constant", function))
+
+    def _pin_code(self, function: FunctionType, path: Path) -> None:
+        if id(function) in self._first:
+            return
+        self._alive.append(function)
+        self._first[id(function)] = path
+        self.mentioned.update(mentioned(function.__code__))
+        if is_library(function.__code__.co_filename):
+            return
+        space, inside = function.__globals__, path.attribute("__globals__")
+        for name in mentioned(function.__code__):
+            if name in space:
+                self._pin(space[name], name, inside.item(name))
+        for at, cell in enumerate(function.__closure__ or ()):
+            try:
+                self._pin(cell.cell_contents, function.__code__.co_freevars[at], path.cell(at))
+            except ValueError:
+                continue
+
+    def _pin(self, thing: Any, name: str, path: Path) -> None:
+        """Guard what code that is not copied may read: all of it by value, but for tensors."""
+        if isinstance(thing, Tensor):
+            if id(thing) not in self.tensors:
+                self._alive.append(thing)
+                self._tensor(thing, name, path)
+        elif isinstance(thing, FunctionType):
+            self._guard("is", path, thing)
+            self._pin_code(thing, path)
+        elif isinstance(thing, MethodType):
+            self._pin(thing.__func__, name, path.attribute("__func__"))
+            self._pin(thing.__self__, name, path.attribute("__self__"))
+        elif isinstance(thing, type) or id(thing) in self._first:
+            self._guard("is", path, thing)
+        elif hasattr(thing, "__dict__") and not isinstance(thing, (ModuleType, *_LEFT_ALONE)):
+            self._first[id(thing)] = path
+            self._alive.append(thing)
+            self._guard("type", path, type(thing))
+            self._class_code(type(thing))
+            for key in self._looked_at(vars(thing)):
+                self._pin(vars(thing)[key], f"{name}.{key}", path.attribute("__dict__").item(key))
+        elif type(thing) in (list, tuple, dict) and any(isinstance(x, Tensor) for x in _items(thing)):
+            for key, x in thing.items() if isinstance(thing, dict) else enumerate(thing):
+                self._pin(x, f"{name}[{key!r}]", path.item(key))
+        else:
+            self._as_it_is(thing, path)
 
     # --- after the call -------------------------------------------------------------------------------
 
@@ -270,7 +457,7 @@ class Lifter:
 
     def _storing_line(self, instruction: str, name: Any) -> Origin | None:
         for code in self._codes:
-            for inner in _nested(code):
+            for inner in nested(code):
                 line = inner.co_firstlineno
                 for step in dis.get_instructions(inner):
                     line = step.starts_line or line
@@ -280,6 +467,10 @@ class Lifter:
 
 
 _MISSING = object()
+
+
+def _items(thing: Any) -> list[Any]:
+    return list(thing.values() if isinstance(thing, dict) else thing)
 
 
 def _stored(thing: Any) -> dict[str, Any]:
@@ -299,24 +490,6 @@ def _as_tuple(slots: Any) -> tuple[str, ...]:
     return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
-def _from_library(cls: type) -> bool:
-    root = cls.__module__.partition(".")[0]
-    return root in ("torch", "numpy", "builtins") or (root in sys.stdlib_module_names and root != "__main__")
-
-
 def _default_names(function: FunctionType) -> list[str]:
     code, count = function.__code__, len(function.__defaults__ or ())
     return list(code.co_varnames[code.co_argcount - count : code.co_argcount])
-
-
-def _nested(code: CodeType) -> Iterator[CodeType]:
-    """`code` and the code of functions defined inside it."""
-    yield code
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _nested(inner)
-
-
-def _mentioned(code: CodeType) -> list[str]:
-    """Names of globals that `code` may read, in order (attribute names are among them, harmlessly)."""
-    return list(dict.fromkeys(name for inner in _nested(code) for name in inner.co_names))

@@ -52,6 +52,7 @@ _READS = frozenset((
     "__array__", "equal", "allclose", "is_nonzero", "nonzero", "unique", "masked_select",
 ))  # fmt: skip
 _REGISTERED: dict[Any, Callable[..., Any]] = {}
+_count = [0]
 
 
 def register_op(function: Any, lowering: Callable[..., Any]) -> None:
@@ -66,6 +67,12 @@ def register_op(function: Any, lowering: Callable[..., Any]) -> None:
             f"register_op(..., {lowering!r})", "a callable lowering", "pass a function of the arguments"
         )
     _REGISTERED[_registry_key(function)] = lowering
+    _count[0] += 1
+
+
+def registrations() -> int:
+    """Number of operations registered so far: a trace made before one may not hold after it."""
+    return _count[0]
 
 
 def registered(function: Any) -> Callable[..., Any] | None:
@@ -261,6 +268,9 @@ def _run_real(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         raise _random(name)
     tensors = [x for x in leaves((args, kwargs)) if isinstance(x, Tensor)]
     captured = [t for t in tensors if id(t) not in state.made or state.made[id(t)].recipe is not None]
+    for tensor in captured:
+        state.meet(tensor)
+        state.see(id(tensor), "all")
     if captured and _is_mutation(name, kwargs):
         raise _mutation(name)
     if captured and name in _READS:

@@ -14,6 +14,7 @@ from torch import Tensor
 from fa4flex.codegen.expr import Expr, apply, const, reduce, substitute, sym
 from fa4flex.codegen.trace.captures import Captures, Recipe
 from fa4flex.codegen.trace.origin import user_line
+from fa4flex.codegen.trace.paths import Path
 from fa4flex.errors import Origin, TraceError
 
 
@@ -32,8 +33,16 @@ class State:
     captures: Captures
     boundary: CodeType
     device: torch.device = torch.device("cpu")
-    names: dict[int, str] = field(default_factory=dict)
-    """Names in the user's code of captured tensors, by id."""
+    found: dict[int, tuple[Tensor, str, Path]] = field(default_factory=dict)
+    """Captured tensors by id: with their names in the user's code, and where they were found."""
+    numbers: dict[str, tuple[int | float, Path]] = field(default_factory=dict)
+    """Captured numbers by name."""
+    place: Origin | None = None
+    """The user's line, where the running code is a graph that was made of it."""
+    opaque: str | None = None
+    """A captured tensor that was met and whose path is not known; None if there is none."""
+    seen: dict[int, set[str]] = field(default_factory=dict)
+    """By id of a captured tensor, what the trace depends on: "element" if one is read, "shape", "all"."""
     made: dict[int, Derived] = field(default_factory=dict)
     """Tensors made while tracing, by id."""
     origins: dict[Expr, Origin] = field(default_factory=dict)
@@ -44,6 +53,7 @@ class State:
     compute_dtype_read: bool = False
     cut_axes: set[str] = field(default_factory=set)
     """Axes that cover part of a dimension: a negative index into them is not one into the tensor."""
+    _owner: dict[str, int] = field(default_factory=dict)
     _bound: dict[tuple[Expr, str], str] = field(default_factory=dict)
     _axes: int = 0
 
@@ -51,8 +61,33 @@ class State:
         self._axes += 1
         return f"r{self._axes - 1}"
 
+    def axis_of(self, tensor: Tensor) -> str:
+        """A fresh axis that runs over a dimension of `tensor`."""
+        axis = self.fresh_axis()
+        self._owner[axis] = id(tensor)
+        return axis
+
+    def meet(self, tensor: Tensor) -> None:
+        """Notice a tensor that was neither made by the mod nor found among its captures."""
+        if id(tensor) not in self.found and id(tensor) not in self.made:
+            self.opaque = self.opaque or f"a tensor of shape {tuple(tensor.shape)} from a place unknown"
+
+    def see(self, tensor: int, what: str) -> None:
+        """The trace depends on this of the tensor with that id."""
+        self.seen.setdefault(tensor, set()).add(what)
+
+    def measure(self, axis: str | None) -> None:
+        """The trace depends on the extent of the dimension that `axis` runs over."""
+        if axis not in self._owner:
+            return
+        owner = self._owner[axis]
+        self.see(owner, "shape")
+        derived = self.made.get(owner)
+        for base in () if derived is None or derived.recipe is None else derived.recipe.bases():
+            self.see(id(base), "shape")
+
     def where(self) -> Origin | None:
-        return user_line(self.boundary, depth=2)
+        return self.place or user_line(self.boundary, depth=2)
 
     def error(self, given: str, expected: str, fix: str) -> TraceError:
         """A TraceError at the user's current line, remembered in case a library swallows it."""
@@ -87,7 +122,7 @@ class State:
     def look(self, numbers: dict[str, int | float]) -> None:
         """The code needs these run-time numbers now: they become constants of the trace."""
         for name, value in numbers.items():
-            self.looked_at.setdefault(name, (value, user_line(self.boundary, depth=2)))
+            self.looked_at.setdefault(name, (value, self.where()))
 
 
 def _fold_nothing(state: State, how: str, body: Expr) -> Expr:

@@ -20,11 +20,14 @@ from fa4flex.codegen.trace.captures import Captures
 from fa4flex.codegen.trace.closure import Lifter
 from fa4flex.codegen.trace.dispatch import Tracing
 from fa4flex.codegen.trace.functions import intercepting
+from fa4flex.codegen.trace.graph import GraphFunction, GraphLifting
 from fa4flex.codegen.trace.origin import definition_line, raising_line
+from fa4flex.codegen.trace.paths import Path, root
 from fa4flex.codegen.trace.state import State, running
 from fa4flex.codegen.trace.traced import ModKind, Pinned, Traced
 from fa4flex.codegen.trace.value import Value, is_number
 from fa4flex.errors import Fa4flexError, Origin, TraceError
+from fa4flex.primitives.base import out_of_order
 from fa4flex.primitives.mask import Mask, ModMask
 from fa4flex.primitives.score import ModScore, ScoreMod
 
@@ -124,18 +127,19 @@ def _attempt(
     constants: dict[str, Pinned],
     freeze: bool,
 ) -> Traced:  # fmt: skip
-    lifter = Lifter(set(constants), freeze)
-    lifted = _callable(lifter, fn)
-    state = State(captures, _call.__code__, lifter.device or torch.device("cpu"), lifter.tensor_names)
+    lifter, lifted = _lifted(fn, kind, set(constants), freeze)
+    device = lifter.device or torch.device("cpu")
+    state = State(captures, _call.__code__, device, lifter.tensors, lifter.numbers)
     with running(state):
         result = _call(lifted, kind, context, state)
         _restart_if_looked(state, constants)
         lifter.check_unchanged()
-        root = _root(result, kind, state, fn)
+        root = _root(result, kind, fn)
         _restart_if_looked(state, constants)
     pinned = tuple(constants.values())
     if freeze:
-        pinned = tuple(Pinned(n, value, _defined(fn)) for n, value in lifter.numbers.items())
+        pinned = tuple(Pinned(n, value, _defined(fn)) for n, (value, _) in lifter.numbers.items())
+    captures.depend(lifter.guards, lifter.tensors, state.seen, lifter.opaque or state.opaque)
     return Traced(_name(fn), kind, root, MappingProxyType(state.origins), pinned)
 
 
@@ -144,12 +148,28 @@ def _restart_if_looked(state: State, constants: dict[str, Pinned]) -> None:
         raise _Restart(state.looked_at)
 
 
-def _callable(lifter: Lifter, fn: Callable[..., Any]) -> Callable[..., Any]:
+def _lifted(
+    fn: Callable[..., Any], kind: ModKind, constant: set[str], freeze: bool
+) -> tuple[Lifter | GraphLifting, Callable[..., Any]]:
+    """The lifted function, which knows all names that its code mentions."""
+    if isinstance(fn, GraphFunction):
+        graph = fn.lift(constant, freeze)
+        return graph, graph.run
+    names: frozenset[str] = frozenset()
+    while True:
+        lifter = Lifter(constant, freeze, names)
+        lifted = _callable(lifter, fn, root(kind))
+        if lifter.mentioned <= names:
+            return lifter, lifted
+        names |= lifter.mentioned
+
+
+def _callable(lifter: Lifter, fn: Callable[..., Any], path: Path) -> Callable[..., Any]:
     """The lifted function; for a callable instance, its __call__ lifted as well."""
-    lifted = lifter.lift(fn, "mod")
+    lifted = lifter.lift(fn, "mod", path)
     method = next((vars(c)["__call__"] for c in type(fn).__mro__ if "__call__" in vars(c)), None)
     if lifted is not fn and isinstance(method, FunctionType) and not isinstance(fn, torch.nn.Module):
-        return MethodType(lifter.lift(method, "mod"), lifted)
+        return MethodType(lifter.lift(method, "mod", Path(None, "constant", method)), lifted)
     return lifted
 
 
@@ -222,8 +242,10 @@ def _check_signature(fn: Callable[..., Any], kind: ModKind) -> tuple[str, ...]:
         for p in parameters
         if p.kind is p.KEYWORD_ONLY and p.default is p.empty and p.name not in CONTEXT
     ]
-    if stuck or len(indices) > needed or (len(indices) < needed and not takes_any):
-        raise _wrong_arity(fn, kind, [p.name for p in indices], stuck)
+    names = [p.name for p in indices]
+    arity = len(names) > needed or (len(names) < needed and not takes_any)
+    if stuck or arity or out_of_order(names, SIGNATURES[kind]):
+        raise _wrong_arity(fn, kind, names, stuck)
     return context
 
 
@@ -234,6 +256,13 @@ def _bound_keywords(fn: Any) -> set[str]:
 
 def _wrong_arity(fn: Callable[..., Any], kind: ModKind, given: list[str], stuck: list[str]) -> TraceError:
     other: ModKind = "mask" if kind == "score" else "score"
+    if not stuck and out_of_order(given, SIGNATURES[kind]):
+        return TraceError(
+            given=f"{_name(fn)} takes ({', '.join(given)})",
+            expected=f"{_form(kind)}: arguments are passed by position, whatever they are called",
+            fix="put the parameters in this order",
+            where=_defined(fn),
+        )
     fix = "bind other arguments with functools.partial, a closure or defaults"
     if len(given) == len(SIGNATURES[other]) and not stuck:
         fix = f"this looks like a {other}_mod: pass it as one"
@@ -255,7 +284,7 @@ def _name(fn: Any) -> str:
 # --- results ----------------------------------------------------------------------------------------
 
 
-def _root(result: Any, kind: ModKind, state: State, fn: Callable[..., Any]) -> Expr:
+def _root(result: Any, kind: ModKind, fn: Callable[..., Any]) -> Expr:
     """The expression that the mod returned, checked to be one bool or one float."""
     value = _as_value(result, kind, fn)
     if value.dims:
@@ -272,9 +301,7 @@ def _root(result: Any, kind: ModKind, state: State, fn: Callable[..., Any]) -> E
         raise _bad_result(
             given, kind, fn, "pass it as a mask_mod, or use torch.where(condition, score, -inf)"
         )
-    root = to_float(value.expr) if kind == "score" else value.expr
-    state.record(root)
-    return root
+    return to_float(value.expr) if kind == "score" else value.expr
 
 
 def _as_value(result: Any, kind: ModKind, fn: Callable[..., Any]) -> Value:

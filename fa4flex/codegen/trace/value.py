@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -19,11 +19,21 @@ from fa4flex.codegen.trace.state import current
 from fa4flex.errors import TraceError
 
 
-class Dim(NamedTuple):
-    """One dimension of a vector: the axis symbol that runs over it (None when nothing varies along it)."""
+class Dim:
+    """One dimension of a vector: the axis symbol that runs over it (None when nothing varies along it).
 
-    axis: str | None
-    extent: int
+    Whoever reads the extent makes the trace depend on it.
+    """
+
+    __slots__ = ("_extent", "axis")
+
+    def __init__(self, axis: str | None, extent: int) -> None:
+        self.axis, self._extent = axis, extent
+
+    @property
+    def extent(self) -> int:
+        current().measure(self.axis)
+        return self._extent
 
 
 Dims = tuple[Dim, ...]
@@ -192,7 +202,8 @@ class Number(Proxy):
         """Slots are given at first use, so that numbers the mod never touches take none."""
         if self._expr is None:
             (name,) = self.sources
-            slot = current().captures.scalar_slot(name, self.value)
+            state = current()
+            slot = state.captures.scalar_slot(name, self.value, state.numbers[name][1])
             self._expr = scalar(slot, "int" if isinstance(self.value, int) else "float")
         return self._expr
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.runtime.cpu.few import few_queries
 from fa4flex.runtime.cpu.tiles import Block, Heads, Inputs, Span, Walk, Workspace, matmul
+from fa4flex.runtime.layouts import empty_output
 
 INFINITY = float("inf")
 
@@ -42,7 +43,7 @@ def forward(facts: Facts, inputs: Inputs) -> Forward:
     if few is not None:
         return Forward(*few)
     batch, heads, q_len, _ = inputs.q.shape
-    out = inputs.q.new_zeros(batch, heads, q_len, inputs.v.shape[3], dtype=inputs.output)
+    out = empty_output(inputs.q, inputs.v.shape[3], inputs.output or inputs.q.dtype).zero_()
     lse = torch.full((batch, heads, q_len), -INFINITY, dtype=inputs.precision)
     result = Forward(out, lse, lse.clone(), torch.zeros_like(lse))
     space = Workspace(inputs.precision)

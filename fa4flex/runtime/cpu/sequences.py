@@ -18,6 +18,7 @@ from fa4flex.runtime.cpu.backward import Gradients, accumulate
 from fa4flex.runtime.cpu.captured import SharedGradients
 from fa4flex.runtime.cpu.forward import INFINITY, Forward, forward
 from fa4flex.runtime.cpu.tiles import Inputs
+from fa4flex.runtime.layouts import empty_output
 
 Range = tuple[int, int]
 
@@ -139,7 +140,7 @@ def _each(inputs: Inputs, sequences: Sequences) -> Iterator[tuple[int, Inputs]]:
 def _results(inputs: Inputs, packed: bool) -> Forward:
     q = inputs.q
     statistics = (q.shape[1], q.shape[0]) if packed else q.shape[:3]
-    out = q.new_zeros(*q.shape[:-1], inputs.v.shape[-1], dtype=inputs.output)
+    out = empty_output(q, inputs.v.shape[-1], inputs.output or q.dtype).zero_()
     lse = torch.full(statistics, -INFINITY, dtype=inputs.precision)
     return Forward(out, lse, lse.clone(), torch.zeros_like(lse))
 

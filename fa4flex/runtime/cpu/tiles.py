@@ -232,7 +232,10 @@ class Walk:
         self.facts, self.inputs = facts, inputs
         # Query heads that share keys stand in one tile: it keeps its size when each gives fewer rows.
         fitting = max(16, min(rows, _power_of_two(rows // max(inputs.ratio, 1)))), KEY_TILE
-        self.rows, self.keys = tile = fitting if inputs.tile is None else inputs.tile
+        if inputs.tile is not None:  # a larger tile than the lengths is one of their size
+            q_len, kv_len = inputs.q.shape[2], inputs.k.shape[2]
+            fitting = max(1, min(inputs.tile[0], q_len)), max(1, min(inputs.tile[1], kv_len))
+        self.rows, self.keys = tile = fitting
         with torch.device("cpu"):  # masks are analysed on the host, whatever torch's default device is
             self.tiles = tile_map(
                 facts.mask, facts.keys, inputs.shape, inputs.captured, tile, inputs.precision

@@ -7,12 +7,14 @@ properties; torch compares all of them in one, with the guard that its compiler 
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from fa4flex.codegen.build import Bound
 from fa4flex.runtime.cuda.call import NO_LENGTHS, Call
 from fa4flex.runtime.cuda.counter import counter
 from fa4flex.runtime.cuda.engine import ALIGNMENT, Ready, Results
@@ -28,9 +30,12 @@ class Again:
         "alignment",
         "allocate",
         "looks",
+        "operands",
         "others",
         "ready",
         "rest",
+        "scalars",
+        "sinks",
         "statistics",
         "trains",
         "watched",
@@ -41,6 +46,7 @@ class Again:
     ) -> None:
         self.ready, self.looks = ready, looks
         self.statistics = call.statistics
+        self.operands, self.sinks, self.scalars = call.operands, call.sinks, repr(call.scalars)
         self.others = call.operands if call.sinks is None else (*call.operands, call.sinks)
         self.trains = any(x.requires_grad for x in (call.q, call.k, call.v, *self.others))
         self.alignment = (call.q.data_ptr() | call.k.data_ptr() | call.v.data_ptr()) % ALIGNMENT
@@ -60,6 +66,11 @@ class Again:
         tensors = call.q, call.k, call.v, *call.operands
         looks = _guard(tensors if call.sinks is None else (*tensors, call.sinks))
         return None if looks is None else Again(call, ready, looks, watched)
+
+    def serves(self, bound: Bound, sinks: Tensor | None) -> bool:
+        """True if a call captured the very tensors and numbers of this launch."""
+        same = len(bound.bases) == len(self.operands) and all(map(is_, bound.bases, self.operands))
+        return same and sinks is self.sinks and repr(bound.scalars) == self.scalars
 
     def fits(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Whether a call with these tensors is this launch.

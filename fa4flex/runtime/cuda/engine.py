@@ -38,6 +38,7 @@ from fa4flex.runtime.cuda.lengths import check_lengths
 from fa4flex.runtime.cuda.order import TileOrder
 from fa4flex.runtime.cuda.rows import tabulate
 from fa4flex.runtime.cuda.tables import BlockTables, ragged_maps, to_device
+from fa4flex.runtime.layouts import empty_output
 
 if TYPE_CHECKING:
     from fa4flex.codegen.emit import Source
@@ -121,16 +122,6 @@ def _fill(out: Tensor, *statistics: Tensor | None) -> None:
 
 def _empty(q: Tensor, layout: Layout) -> Tensor:
     return q.new_empty_strided(layout[0], layout[1], dtype=layout[2])
-
-
-def empty_output(q: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """An output for q, its elements in the order of q's: a transposed q gives a transposed output."""
-    if q.shape[-1] == width and q.stride(-1) == 1 and 1 not in q.shape:
-        return torch.empty_like(q, dtype=dtype)
-    if q.ndim == 4 and q.stride(1) < q.stride(2):
-        b, h, s, _ = q.shape
-        return q.new_empty((b, s, h, width), dtype=dtype).transpose(1, 2)
-    return q.new_empty((*q.shape[:-1], width), dtype=dtype)
 
 
 class Engine:

@@ -6,42 +6,45 @@ proved again, and computing it costs more host time than the launch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from fa4flex.codegen.trace import Operand
+from fa4flex.codegen.build import Trace
+from fa4flex.codegen.trace.captures import Place
+from fa4flex.contents import Kept
 
-State = tuple[bool, tuple[tuple[int, int, int], ...]]
+MOST_DERIVED = 64
+"""Derived tensors kept per program, for as many captured ones."""
 
 
 class Remembered:
-    """Operands of one program as they are now. `watched` are the slots that masks are proved with."""
+    """Operands of one program as they are now. `watched` are the slots that masks are proved with.
+
+    A derived tensor is kept for the tensors that it was computed from: their objects, memory and versions.
+    """
 
     def __init__(self, watched: frozenset[int]) -> None:
         self._watched = watched
-        self._derived: dict[int, tuple[State, Tensor]] = {}
+        self._derived: Kept[Tensor] = Kept(MOST_DERIVED)
 
-    def tensors(self, operands: Sequence[Operand]) -> tuple[Tensor, ...]:
-        return tuple(
-            operand.base if operand.base is not None else self._value(slot, operand)
-            for slot, operand in enumerate(operands)
-        )
+    def tensors(self, trace: Trace, bases: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple([self._value(trace, slot, bases) for slot in range(len(trace.operands))])
 
-    def _value(self, slot: int, operand: Operand) -> Tensor:
-        assert operand.recipe is not None, "an operand has a base or a recipe"
-        bases = list(operand.recipe.bases())
-        if any(x.is_inference() or (x.requires_grad and torch.is_grad_enabled()) for x in bases):
-            return operand.value()
+    def _value(self, trace: Trace, slot: int, bases: tuple[Tensor, ...]) -> Tensor:
+        operand = trace.operands[slot]
+        if operand.recipe is None:
+            return operand.of(bases).value()
+        read = [bases[place.position] for place in operand.recipe.bases(Place)]
+
+        def value() -> Tensor:
+            return operand.of(bases).value()
+
+        if any(x.requires_grad for x in read) and torch.is_grad_enabled():
+            return value()
         if slot not in self._watched and _capturing():
-            return operand.value()  # a replay of the graph computes it again
+            return value()  # a replay of the graph computes it again
         # What inference mode makes, no later call could save for its backward pass.
-        state = torch.is_inference_mode_enabled(), tuple((id(x), x.data_ptr(), x._version) for x in bases)
-        known = self._derived.get(slot)
-        if known is None or known[0] != state:
-            known = self._derived[slot] = state, operand.value()
-        return known[1]
+        return self._derived.made((slot, torch.is_inference_mode_enabled()), read, value)
 
 
 def _capturing() -> bool:

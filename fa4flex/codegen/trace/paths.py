@@ -1,0 +1,167 @@
+"""Paths: where a captured value was found, and the generated function that reads it there again.
+
+A trace holds for another call when everything that it depends on is as it was. What may vary without a new
+trace (contents of tensors, run-time numbers) is read anew along its path at each call; everything else that
+the traced code could see stands in a guard. The function that does both is generated once per trace, as
+straight-line Python: it runs at every call, in well under a microsecond per captured value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fa4flex.codegen.trace.snapshot import Opaque, snapshot
+
+INT64 = 1 << 63
+
+
+@dataclass(frozen=True, eq=False)
+class Path:
+    """A step from another path, or a root: an argument of the reader, or a constant object.
+
+    kind is "root" (key: the argument's name), "constant" (key: the object), "attribute", "item", "cell" (key:
+    the position in a function's closure) or "result" (key: a method without arguments).
+    """
+
+    parent: Path | None
+    kind: str
+    key: Any
+
+    def attribute(self, name: str) -> Path:
+        return Path(self, "attribute", name)
+
+    def item(self, key: Any) -> Path:
+        return Path(self, "item", key)
+
+    def cell(self, position: int) -> Path:
+        return Path(self, "cell", position)
+
+    def result(self, method: str) -> Path:
+        """What a method without arguments returns."""
+        return Path(self, "result", method)
+
+
+def root(name: str) -> Path:
+    """The path of an argument of the reader: "score" or "mask"."""
+    return Path(None, "root", name)
+
+
+class Guard(NamedTuple):
+    """A condition on the value at `path` under which a trace holds. `kind` names a row of FAILS."""
+
+    kind: str
+    path: Path
+    constant: Any = None
+
+
+FAILS = {
+    "is": "{x} is not {c}",
+    "type": "type({x}) is not {c}",
+    "code": "{x}.__code__ is not {c}",
+    "length": "len({x}) != {c}",
+    "keys": "tuple({x}) != {c}",
+    "value": "snapshot({x}) != {c}",
+    "finite": "not -inf < {x} < inf",
+    "int64": "not -int64 <= {x} < int64",
+    "tensor": "not isinstance({x}, Tensor)",
+    "dtype": "{x}.dtype is not {c}",
+    "rank": "{x}.dim() != {c}",
+    "shape": "tuple({x}.shape) != {c}",
+    "layout": "tuple({x}.shape) != {c} or {x}.layout is not strided",
+    "device": "{x}.device != {c}",
+    "grad": "{x}.requires_grad is not {c}",
+    "same": "{x} is not {y}",
+}
+"""Python text that is true where a guard fails. {x} is the value, {c} the constant, {y} the value at a
+second path, which the guard has for its constant."""
+
+Reading = tuple[tuple[Tensor, ...], tuple[int | float, ...]]
+Reader = Callable[..., Reading | None]
+"""reader(score_mod, mask) -> captured tensors and numbers as they are now; None where the trace does not hold."""
+
+_MISSES = (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError, Opaque)
+"""What a path raises that leads nowhere any more."""
+
+
+def reader_of(guards: Sequence[Guard], tensors: Sequence[Path], numbers: Sequence[Path]) -> Reader:
+    """The function that checks the guards in their order and reads tensors and numbers."""
+    writer = _Writer()
+    for guard in guards:
+        writer.check(guard)
+    results = [_tuple([writer.variable(path) for path in paths]) for paths in (tensors, numbers)]
+    body = [*writer.lines, f"return {results[0]}, {results[1]}"]
+    lines = ["def read(score, mask):", "    try:", *(f"        {line}" for line in body)]
+    lines += ["    except MISSES:", "        return None"]
+    space = {**_NAMES, **writer.constants}
+    exec(compile("\n".join(lines), "<fa4flex reader>", "exec"), space)
+    read: Reader = space["read"]
+    return read
+
+
+_NAMES: dict[str, Any] = {
+    "MISSES": _MISSES, "Tensor": Tensor, "snapshot": snapshot, "strided": torch.strided,
+    "inf": float("inf"), "int64": INT64,
+}  # fmt: skip
+
+
+def _tuple(names: list[str]) -> str:
+    return f"({', '.join(names)}{',' * bool(names)})"
+
+
+class _Writer:
+    """Lines of a reader; each path that is needed gets a variable once, after that of its parent."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.constants: dict[str, Any] = {}
+        self._variables: dict[Path, str] = {}
+        self._by_step: dict[tuple[str, str], str] = {}
+
+    def check(self, guard: Guard) -> None:
+        x = self.variable(guard.path)
+        second = self.variable(guard.constant) if guard.kind == "same" else ""
+        constant = "" if guard.kind == "same" else self._constant(guard.constant)
+        test = FAILS[guard.kind].format(x=x, y=second, c=constant)
+        self.lines.append(f"if {test}: return None")
+
+    def variable(self, path: Path) -> str:
+        """The variable that holds the value at `path`."""
+        if path.kind == "root":
+            return str(path.key)
+        if path not in self._variables:
+            self._variables[path] = self._constant(path.key) if path.parent is None else self._step(path)
+        return self._variables[path]
+
+    def _step(self, path: Path) -> str:
+        assert path.parent is not None
+        parent = self.variable(path.parent)
+        text = parent + self._access(path)
+        # Two Path objects may say the same.
+        known = self._by_step.get((parent, text))
+        if known is not None:
+            return known
+        name = self._by_step[parent, text] = f"v{len(self._by_step)}"
+        self.lines.append(f"{name} = {text}")
+        return name
+
+    def _access(self, path: Path) -> str:
+        if path.kind == "attribute":
+            plain = path.key.isidentifier()
+            return f".{path.key}" if plain else f".__dict__[{self._constant(path.key)}]"
+        if path.kind == "result":
+            return f".{path.key}()"
+        if path.kind == "cell":
+            return f".__closure__[{path.key}].cell_contents"
+        return f"[{self._constant(path.key)}]"
+
+    def _constant(self, value: Any) -> str:
+        if value is None or type(value) in (bool, int, str):
+            return repr(value)
+        name = f"c{len(self.constants)}"
+        self.constants[name] = value
+        return name

@@ -1,0 +1,314 @@
+"""Attention inside torch.compile: the higher-order operator through which mods enter a graph.
+
+Dynamo captures each mod as a graph of its own and lifts what it closes over into inputs of the model's graph,
+as it does for torch's flex_attention. The operator then is made of ordinary parts: it turns the two graphs
+into a program and calls `torch.ops.fa4flex.attention`, which is all that later stages see.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fa4flex.codegen.analyze.facts import Facts, analyze
+from fa4flex.codegen.trace import Captures, Operand, trace
+from fa4flex.codegen.trace.graph import GraphFunction, StandIn
+from fa4flex.primitives.paging import Paging
+from fa4flex.primitives.precision import Precision
+from fa4flex.primitives.schedule import Schedule
+from fa4flex.primitives.varlen import Varlen
+from fa4flex.runtime.checks import check_dense, check_descriptions, check_packed, check_tensors
+from fa4flex.runtime.cuda.call import NO_LENGTHS
+from fa4flex.runtime.launch import Result, Statistics
+from fa4flex.runtime.programs import publish
+from fa4flex.variant import Variant
+
+NAME = "fa4flex_flex_attention"
+CONTEXT = ("q_len", "kv_len", "num_heads")
+
+
+@dataclass(frozen=True, eq=False)
+class GraphTrace:
+    """A program made of two graphs; positions are among the inputs that were lifted.
+
+    `fixed` are tensors whose extents the program depends on, `pinned` numbers that are part of it, with their
+    values.
+    """
+
+    facts: Facts
+    operands: tuple[Operand, ...]
+    bases: tuple[int, ...]
+    scalars: tuple[int, ...]
+    fixed: tuple[int, ...]
+    pinned: tuple[tuple[int, int | float], ...]
+
+
+class _Attention(HigherOrderOperator):
+    def __init__(self) -> None:
+        super().__init__(NAME, cacheable=True)
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        score_mod: fx.GraphModule,
+        block_mask: tuple[Any, ...],
+        scale: Tensor | float | None,
+        options: dict[str, Any],
+        score_lifted: Sequence[Any] = (),
+        mask_lifted: Sequence[Any] = (),
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(out, lse, max_scores) of q, k, v [B, H, S, D], or packed. `options`: see `attend`."""
+        check_tensors(q, k, v)
+        _check_shapes(q, k, v, options["lengths"][0])
+        graphs = (score_mod, score_lifted), (block_mask[-1], mask_lifted)
+        lifted = (*score_lifted, *mask_lifted)
+        found = _kept(graphs, options["context"])
+        for position in found.fixed:
+            for extent in lifted[position].shape:
+                int(extent)  # torch.compile guards what is looked at
+        bases = tuple([lifted[position] for position in found.bases])
+        operands = [operand.of(bases).value() for operand in found.operands]
+        numbers = [lifted[position] for position in found.scalars]
+        ints = [x for x in numbers if isinstance(x, (int, torch.SymInt))]
+        floats = [_as_tensor(x) for x in numbers if not isinstance(x, (int, torch.SymInt))]
+        plain: float | None = None
+        if isinstance(scale, Tensor):
+            floats.append(scale)
+        else:
+            plain = 1 / math.sqrt(int(q.shape[-1])) if scale is None else float(scale)
+        program = publish(found.facts, Schedule(*options["schedule"]), Precision(*options["precision"])).text
+        out, lse, largest, _ = torch.ops.fa4flex.attention(
+            q, k, v, operands, options["sinks"], *options["lengths"], program, ints, floats, plain,
+            options["max_scores"],
+        )  # fmt: skip
+        return out, lse, largest
+
+
+attention = _Attention()
+
+
+def _register() -> None:
+    """Tell Dynamo how to capture the mods; called in compiled code, where Dynamo is loaded."""
+    from torch._dynamo.variables import higher_order_ops
+
+    class Variable(higher_order_ops.FlexAttentionHigherOrderVariable):
+        _HOP_NAME = f"torch.ops.higher_order.{NAME}"
+
+    higher_order_ops._hop_name_to_variable_class.setdefault(NAME, Variable)
+
+
+# Dynamo runs it once, while it compiles, and does not trace it.
+vars(_register).update(_dynamo_marked_constant=True)
+
+
+def run(
+    variant: Variant,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    varlen: Varlen | None,
+    paging: Paging | None,
+    statistics: Statistics,
+) -> Result:
+    """What launch.run does, in code that torch.compile traces: it reads no contents and keeps nothing."""
+    check_descriptions(varlen, paging)
+    if paging is not None:
+        return _paged(variant, qkv, varlen, paging, statistics)
+    packed = varlen is not None and varlen.packed
+    swap = variant.layout == "bshd" and not packed
+    if swap:
+        qkv = qkv[0].transpose(1, 2), qkv[1].transpose(1, 2), qkv[2].transpose(1, 2)
+    if variant.blocks is not None:
+        q, k = qkv[0], qkv[1]
+        variant.blocks.fits(q.shape[2], k.shape[2], q.shape[0], q.shape[1])
+    lengths = NO_LENGTHS
+    if varlen is not None:
+        lengths = varlen.cu_seqlens_q, varlen.cu_k, varlen.seqused_q, varlen.seqused_k
+    schedule, precision = variant.schedule, variant.precision
+    options = {
+        "sinks": None if variant.sinks is None else variant.sinks.now(),
+        "lengths": lengths,
+        "max_scores": "max_scores" in statistics,
+        "schedule": (schedule.tile, schedule.deterministic, schedule.order, schedule.next_tile),
+        "precision": (precision.compute, precision.output),
+    }
+    out, lse, largest = attend(qkv, variant, options)
+    return Result(out.transpose(1, 2) if swap else out, lse, largest)
+
+
+def _paged(
+    variant: Variant,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    varlen: Varlen | None,
+    paging: Paging,
+    statistics: Statistics,
+) -> Result:
+    """Every page of each sequence is gathered, used or not: how many are used is not known in a graph."""
+    q, k, v = qkv
+    paging.check(k, v)
+    k, v = paging.spread(k), paging.spread(v)  # [B, T, Hkv, D]
+    if varlen is None:
+        swap = variant.layout == "bhsd"
+        k, v = (k.transpose(1, 2), v.transpose(1, 2)) if swap else (k, v)
+        return run(variant, (q, k, v), Varlen(seqused_k=paging.seqused_k), None, statistics)
+    batch, tokens = k.shape[:2]
+    starts = torch.arange(batch + 1, dtype=torch.int32, device=k.device) * tokens
+    ragged = Varlen(varlen.cu_seqlens_q, starts, varlen.seqused_q, paging.seqused_k)
+    return run(variant, (q, k.flatten(0, 1), v.flatten(0, 1)), ragged, None, statistics)
+
+
+def attend(
+    qkv: tuple[Tensor, Tensor, Tensor], variant: Variant, options: dict[str, Any]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, lse, max_scores) of q, k, v [B, H, S, D], or packed.
+
+    options: sinks [Hq] or None; lengths (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k); max_scores, whether
+    they are wanted; schedule and precision as tuples of their fields.
+    """
+    _register()
+    score, mask, scale = variant.score_mod, variant.allowed, variant.scale
+    # 0-d tensors that stand for the lengths of a sequence: the graphs' inputs are recognised by them.
+    q_len, kv_len, heads = [torch.zeros((), dtype=torch.int64) for _ in range(3)]
+    lengths = {"q_len": q_len, "kv_len": kv_len, "num_heads": heads}
+
+    def score_mod(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        if score is None:
+            return s
+        return score(s, b, h, q, kv, **{name: lengths[name] for name in score.context})
+
+    def mask_mod(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        if mask is None:
+            return torch.ones_like(b, dtype=torch.bool)
+        return mask(b, h, q, kv, **{name: lengths[name] for name in mask.context})
+
+    if scale is not None:
+        scale = torch.ones((), dtype=torch.float64) * scale  # type: ignore[assignment]
+    options = {**options, "context": (q_len, kv_len, heads)}
+    return attention(*qkv, score_mod, (mask_mod,), scale, options)
+
+
+# --- from graphs to a program -------------------------------------------------------------------------------
+
+Graph = tuple[fx.GraphModule, Sequence[Any]]
+
+Known = dict[Any, tuple[fx.GraphModule, GraphTrace]]
+_traces: weakref.WeakKeyDictionary[fx.GraphModule, Known] = weakref.WeakKeyDictionary()
+"""By the score's graph: by the mask's graph and what the lifted inputs look like, that graph and the program."""
+
+
+def _kept(graphs: tuple[Graph, Graph], context: Sequence[Tensor]) -> GraphTrace:
+    (score, score_lifted), (mask, mask_lifted) = graphs
+    lifted = (*score_lifted, *mask_lifted)
+    key = id(mask), tuple([_look(x, lifted, context) for x in lifted])
+    known = _traces.setdefault(score, {})
+    # Numbers that are part of a program are guarded by torch.compile, too, once they were looked at.
+    if key not in known or any(_value(lifted[at]) != value for at, value in known[key][1].pinned):
+        known[key] = mask, _traced(graphs, context)
+    return known[key][1]
+
+
+def _look(x: Any, lifted: Sequence[Any], context: Sequence[Tensor]) -> Any:
+    """What the program may depend on of a lifted input."""
+    if not isinstance(x, Tensor):
+        return type(x).__name__
+    first = next(i for i, other in enumerate(lifted) if other is x)
+    role = next((i for i, other in enumerate(context) if other is x), None)
+    return first, role, x.dtype, x.device, tuple([str(n) for n in x.shape])
+
+
+def _traced(graphs: tuple[Graph, Graph], context: Sequence[Tensor]) -> GraphTrace:
+    (score, score_lifted), (mask, mask_lifted) = graphs
+    lifted = (*score_lifted, *mask_lifted)
+    carriers = _carriers(score, len(score_lifted)) + _carriers(mask, len(mask_lifted))
+    with _disable_current_modes(), torch._C._DisableFuncTorch(), torch.enable_grad():
+        stand_ins = _stand_ins(lifted, carriers, context)
+        count, captures = len(score_lifted), Captures()
+        functions = (
+            GraphFunction(score, "score", stand_ins[:count]),
+            GraphFunction(mask, "mask", stand_ins[count:]),
+        )
+        traced = [trace(function, kind, captures) for function, kind in zip(functions, ("score", "mask"))]  # type: ignore[arg-type]
+        traced_score, traced_mask = captures.finish(*traced)
+    pinned = [
+        (function.positions[number.name], number.value)
+        for function, one in zip(functions, (traced_score, traced_mask), strict=True)
+        for number in one.pinned
+    ]
+    bases = captures.bases()
+    places = {id(x.tensor): x.position for x in reversed(stand_ins) if x.tensor is not None}
+    return GraphTrace(
+        analyze(traced_score.root, traced_mask.root),
+        tuple(operand.at(bases) for operand in captures.operands),
+        tuple(places[id(x)] for x in bases),
+        tuple(path.key for path in captures.scalar_paths),
+        tuple({guard.path.key: None for guard in captures.guards if guard.kind == "shape"}),
+        tuple(pinned),
+    )
+
+
+def _carriers(graph: fx.GraphModule, count: int) -> list[Any]:
+    """By lifted input, the value now of the float that it carries; None for other inputs."""
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    return [_carried(node) for node in placeholders[len(placeholders) - count :]]
+
+
+def _carried(node: fx.Node) -> Any:
+    items = [user for user in node.users if user.op == "call_method" and user.target == "item"]
+    if not items or len(items) < len(node.users):
+        return None
+    value = items[0].meta.get("example_value")
+    return 1.0 if value is None else _hint(value)
+
+
+def _hint(value: Any) -> Any:
+    """The value of a number for now, without a guard."""
+    node = getattr(value, "node", None)
+    return value if node is None else node.hint if node.has_hint() else 1
+
+
+def _stand_ins(lifted: Sequence[Any], carriers: Sequence[Any], context: Sequence[Tensor]) -> list[StandIn]:
+    mode, made = FakeTensorMode(allow_non_fake_inputs=True), dict[int, Tensor]()
+    symbols = {id(x): name for x, name in zip(context, CONTEXT, strict=True)}
+    found = []
+    for position, (x, carried) in enumerate(zip(lifted, carriers, strict=True)):
+        if not isinstance(x, Tensor):
+            found.append(StandIn(position, number=_hint(x)))
+        elif id(x) in symbols:
+            found.append(StandIn(position, symbol=symbols[id(x)]))
+        else:
+            if id(x) not in made:
+                with mode:
+                    sizes = [_hint(n) for n in x.shape]
+                    made[id(x)] = torch.empty(sizes, dtype=x.dtype, device=x.device)
+            number = float(carried) if carried is not None and x.dtype == torch.float64 else None
+            found.append(StandIn(position, made[id(x)], number))
+    return found
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None) -> None:
+    if cu_seqlens_q is None:
+        check_dense(q, k, v)
+    else:
+        check_packed(q, k, v, None, cu_seqlens_q.shape[0] - 1)
+
+
+def _as_tensor(x: Any) -> Tensor:
+    """A float as operators take it; one that is symbolic stays so."""
+    return x if isinstance(x, Tensor) else torch.ones((), dtype=torch.float64) * x
+
+
+def _value(x: Any) -> Any:
+    """The value of a lifted number, which torch.compile guards."""
+    if isinstance(x, Tensor):
+        return float(x.item())
+    return float(x) if isinstance(x, (float, torch.SymFloat)) else int(x)
+

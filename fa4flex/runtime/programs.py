@@ -1,0 +1,122 @@
+"""Programs as operators know them: expressions, schedule and precision, and the text that stands for them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fa4flex.codegen.analyze.facts import Facts, analyze
+from fa4flex.codegen.evaluate import Captured
+from fa4flex.codegen.expr import nodes
+from fa4flex.codegen.text import dump, parse
+from fa4flex.errors import InputError
+from fa4flex.primitives.precision import Precision
+from fa4flex.primitives.schedule import Schedule
+from fa4flex.runtime.cuda.engine import Engine
+
+# torch.compile keeps graphs on disk, gradients of operators included, and knows them by their arguments
+# alone. With this in the text, a graph compiled against other operators is not found again.
+_CONTRACT = hashlib.sha256((Path(__file__).parent / "ops.py").read_bytes()).hexdigest()[:8]
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Captured numbers by slot, and the scale of q.k.
+
+    Operators carry ints as they are and floats as 0-d float64 tensors on the CPU: torch.compile makes both
+    inputs of its graphs, where a plain float would be compiled in.
+    """
+
+    ints: tuple[int, ...]
+    floats: tuple[float, ...]
+    scale: float
+
+
+@dataclass(frozen=True)
+class Published:
+    """A program without its tensors and numbers."""
+
+    facts: Facts
+    schedule: Schedule = Schedule()
+    precision: Precision = Precision()
+
+    @cached_property
+    def kinds(self) -> tuple[str, ...]:
+        """The kind of each captured number, by slot: "int" or "float"."""
+        found = {n.value: n.kind for n in nodes(self.facts.score, self.facts.mask) if n.op == "scalar"}
+        return tuple(found[slot] for slot in range(len(found)))
+
+    @cached_property
+    def text(self) -> str:
+        """The program as an operator's argument: `read` gives it back, in any process."""
+        output = self.precision.output
+        fields = {
+            "contract": _CONTRACT,
+            "program": dump(self.facts.score, self.facts.mask),
+            "schedule": asdict(self.schedule),
+            "compute": self.precision.compute,
+            "output": None if output is None else str(output).removeprefix("torch."),
+        }
+        return json.dumps(fields, separators=(",", ":"))
+
+    @cached_property
+    def engine(self) -> Engine:
+        """What launches this program on NVIDIA GPUs; equal programs share what it keeps."""
+        return _engine(self)
+
+    def numbers(self, scalars: Sequence[int | float], scale: float) -> Numbers:
+        """Captured numbers by their kinds."""
+        ints = tuple(int(x) for x, kind in zip(scalars, self.kinds, strict=True) if kind != "float")
+        floats = tuple(float(x) for x, kind in zip(scalars, self.kinds, strict=True) if kind == "float")
+        return Numbers(ints, floats, scale)
+
+    def scalars(self, numbers: Numbers) -> tuple[int | float, ...]:
+        """Captured numbers by slot."""
+        ints, floats = iter(numbers.ints), iter(numbers.floats)
+        return tuple([next(floats) if kind == "float" else next(ints) for kind in self.kinds])
+
+    def captured(self, operands: Sequence[Tensor], numbers: Numbers) -> Captured:
+        return Captured(tuple(operands), self.scalars(numbers))
+
+
+@lru_cache(maxsize=4096)
+def _engine(program: Published) -> Engine:
+    kinds = dict(enumerate(program.kinds))
+    return Engine(program.facts, program.schedule, program.precision, kinds)
+
+
+@lru_cache(maxsize=4096)
+def publish(facts: Facts, schedule: Schedule, precision: Precision) -> Published:
+    """The program of these parts; equal parts give the same object."""
+    return Published(facts, schedule, precision)
+
+
+@lru_cache(maxsize=4096)
+def read(text: str) -> Published:
+    """The program that a text stands for. Raises InputError for text of another version, or of none."""
+    try:
+        fields = json.loads(text)
+        contract, output = fields["contract"], fields["output"]
+        roots = parse(fields["program"])
+        precision = Precision(fields["compute"], None if output is None else getattr(torch, output))
+        schedule = Schedule(**fields["schedule"])
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise _unreadable(str(error)) from error
+    if contract != _CONTRACT or len(roots) != 2:
+        raise _unreadable("it was written by another version")
+    return publish(analyze(*roots), schedule, precision)
+
+
+def _unreadable(why: str) -> InputError:
+    return InputError(
+        f"a compiled or exported program that cannot be read: {why}",
+        "a program of this version of fa4flex",
+        "compile or export the model again",
+    )
