@@ -204,7 +204,7 @@ def _compiled_or_not(call: Call, model: Any) -> Results:
     made = [model(**given)[call.family.read[0]]]
     if "input_ids" in call.inputs and call.family.kind != "prefix":
         real = torch.ones_like(call.inputs["input_ids"])
-        real[0, :5] = 0
+        real[0, slice(-5, None) if call.family.kind == "vision" else slice(5)] = 0
         made.append(model(**{**given, "attention_mask": real})[call.family.read[0]][1:])
     if cached and "static" not in call.family.without:
         cache = call.cache("static")
@@ -257,7 +257,12 @@ def _draw(family: Family, name: str, seed: int) -> float:
             raise EagerFails from error
     exact, own = eager[torch.float64], eager[torch.float32]
     with _called() as calls:
-        found = _detached(function(call))
+        try:
+            found = _detached(function(call))
+        except Exception:
+            if name == "compiled":
+                _compiles_under_eager(family)
+            raise
     if not calls:
         raise AssertionError("fa4flex was not called")
     return _distance(found, exact) / max(_distance(own, exact), 1e-12)
@@ -278,6 +283,13 @@ def _called() -> Iterator[list[None]]:
         yield calls
     finally:
         integration.attention = original
+
+
+def _compiles_under_eager(family: Family) -> None:
+    try:
+        compiled(Call(family, family.build("eager", torch.float32), family.inputs(torch.float32)))
+    except Exception as error:
+        raise EagerFails from error
 
 
 class EagerFails(Exception):

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from fa4flex.api import attention
@@ -166,9 +167,10 @@ def _from_model(
 
 
 def _check_lengths(mask: ModelMask, query: Tensor, key: Tensor) -> None:
-    """A mask says nothing about keys past its end, which some models append."""
+    """A mask says nothing about keys past its end, which some models append. Lengths that a compiler does not
+    know, because the model computes them from contents, are not compared."""
     _, q_len, kv_len = mask.sizes
-    if query.shape[2] != q_len or key.shape[2] > kv_len:
+    if guard_or_false(query.shape[2] != q_len) or guard_or_false(key.shape[2] > kv_len):
         raise UnsupportedError(
             f"{query.shape[2]} queries and {key.shape[2]} keys under a mask for {q_len} and {kv_len}",
             "a mask for all queries and keys of the layer",

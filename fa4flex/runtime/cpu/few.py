@@ -14,6 +14,7 @@ from fa4flex.codegen.evaluate import Value, evaluate
 from fa4flex.codegen.expr import TRUE
 from fa4flex.errors import InputError
 from fa4flex.runtime.cpu.tiles import Inputs, exponential
+from fa4flex.runtime.layouts import empty_output
 
 FEW_QUERIES = 4
 FEW_PRODUCTS = 1 << 23
@@ -56,15 +57,9 @@ def few_queries(facts: Facts, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, T
     # A row that attends to nothing has output 0 and total 0. Any other total is about 1 or more.
     out = torch.bmm(weights, v.reshape(tiles, kv_len, -1)).div_(total.clamp(min=limits.tiny))
     lse = total.log().add_(shift)
-    out = out.view(batch, heads, q_len, -1)
-    output = inputs.q.dtype if inputs.output is None else inputs.output
     shape = batch, heads, q_len
-    return (
-        out if out.dtype == output else out.to(output),
-        lse.view(shape),
-        maximum.view(shape),
-        total.view(shape),
-    )
+    result = empty_output(inputs.q, v.shape[3], inputs.output or inputs.q.dtype).copy_(out.view(*shape, -1))
+    return result, lse.view(shape), maximum.view(shape), total.view(shape)
 
 
 def _are_few(inputs: Inputs) -> bool:
