@@ -21,6 +21,10 @@ FEW_PRODUCTS = 1 << 23
 """Multiplications that take about as long as a map of tiles does."""
 
 INFINITY = float("inf")
+LIMITS = {
+    dtype: (torch.finfo(dtype).min, torch.finfo(dtype).tiny) for dtype in (torch.float32, torch.float64)
+}
+"""The lowest and the smallest positive number of each dtype of scores."""
 
 
 def few_queries(facts: Facts, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
@@ -48,17 +52,19 @@ def few_queries(facts: Facts, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, T
     maximum = scores.amax(-1, keepdim=True)
     sinks = None if inputs.sinks is None else _sinks(inputs)
     # Subtracting the lowest number from -inf leaves -inf, where -inf would make it NaN.
-    limits = torch.finfo(q.dtype)
-    shift = (maximum if sinks is None else torch.maximum(maximum, sinks)).clamp(min=limits.min)
+    lowest, tiny = LIMITS[q.dtype]
+    shift = (maximum if sinks is None else torch.maximum(maximum, sinks)).clamp(min=lowest)
     weights = scores.sub_(shift).exp_() if plain else exponential(scores.sub_(shift))
     total = weights.sum(-1, keepdim=True)
     if sinks is not None:
         total = total.add_((sinks - shift).exp_())
     # A row that attends to nothing has output 0 and total 0. Any other total is about 1 or more.
-    out = torch.bmm(weights, v.reshape(tiles, kv_len, -1)).div_(total.clamp(min=limits.tiny))
+    out = torch.bmm(weights, v.reshape(tiles, kv_len, -1)).div_(total.clamp(min=tiny))
     lse = total.log().add_(shift)
     shape = batch, heads, q_len
-    result = empty_output(inputs.q, v.shape[3], inputs.output or inputs.q.dtype).copy_(out.view(*shape, -1))
+    result, dtype = out.view(*shape, -1), inputs.output or inputs.q.dtype
+    if dtype != result.dtype or not inputs.q.is_contiguous():
+        result = empty_output(inputs.q, v.shape[3], dtype).copy_(result)
     return result, lse.view(shape), maximum.view(shape), total.view(shape)
 
 
