@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
+from fa4flex.codegen.blame import dress
 from fa4flex.codegen.build import Program
 from fa4flex.errors import Fa4flexError, InputError, UnsupportedError
 from fa4flex.primitives.blocks import BlockMap
@@ -106,9 +107,7 @@ class Attention:
     def __reduce__(self) -> Any:
         return _loaded, (self.variant,)
 
-    def explain(
-        self, q_len: int = 4096, kv_len: int | None = None, arch: str | None = None
-    ) -> Explanation:
+    def explain(self, q_len: int = 4096, kv_len: int | None = None, arch: str | None = None) -> Explanation:
         """In words: what was composed, what was proved and what is evaluated, and why, at these lengths."""
         from fa4flex.view.explain import explain
 
@@ -152,9 +151,15 @@ def _run(
         from fa4flex.runtime.graphs import run
 
         return run(variant, qkv, varlen, paging, statistics)
+    now: launch.Calling | None = None
     try:
-        return launch.run(launch.calling(variant, caller), *qkv, varlen, paging, statistics)
+        now = launch.calling(variant, caller)
+        return launch.run(now, *qkv, varlen, paging, statistics)
     except Fa4flexError as error:
+        if now is not None:
+            trace = now.prepared.trace
+            origins = [traced.origins for traced in (trace.score, trace.mask) if traced is not None]
+            dress(error, [operand.name for operand in trace.operands], trace.scalar_names, *origins)
         error.add_note(f"in Attention({variant!r})")
         raise
 
@@ -174,8 +179,8 @@ def compile(
     score_mod  any FlexAttention score_mod, a fa4flex score mod, or a chain of them with `>>`
     mask       any FlexAttention mask_mod, fa4flex masks combined with `&`, `|`, `~`, or a torch BlockMask
     blocks     a block-sparse map (fa4flex.BlockMap or BlockMask); `mask` then decides in partial blocks only
-    sinks      [Hq] floating tensor: a learnable logit per head in the softmax's denominator; or a function that
-               returns it, asked at each call
+    sinks      [Hq] floating tensor: a learnable logit per head in the softmax's denominator; or a function
+               that returns it, asked at each call
     scale      multiplies q.k; default 1 / sqrt(head_dim)
     layout     "bhsd" (PyTorch) or "bshd" (FlashAttention)
     precision, schedule   see fa4flex.Precision and fa4flex.Schedule

@@ -64,10 +64,10 @@ def check(attn: Attention, q_len: int = 200, kv_len: int | None = None, seed: in
         torch.randn(shape.batch, shape.heads, length, HEAD_DIM, generator=generator)
         for length in (shape.q_len, shape.kv_len, shape.kv_len, shape.q_len)
     )
-    learned = {o.name: o.base for o in attn.program.operands if o.base is not None and o.base.requires_grad}
-    if variant.sinks is not None and variant.sinks.logits.requires_grad:
-        learned["sinks"] = variant.sinks.logits
-    sinks = None if variant.sinks is None else variant.sinks.logits
+    bases = {o.name: o.base for o in attn.program.operands}
+    sinks = None if variant.sinks is None else variant.sinks.now()
+    given = {**bases, "sinks": sinks}
+    learned = {name: x for name, x in given.items() if isinstance(x, Tensor) and x.requires_grad}
 
     def ours(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if variant.layout == "bshd":

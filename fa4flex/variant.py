@@ -54,7 +54,9 @@ class Variant:
 
     def __repr__(self) -> str:
         given = [
-            f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if f.init and getattr(self, f.name) != f.default
+            f"{f.name}={getattr(self, f.name)!r}"
+            for f in fields(self)
+            if f.init and getattr(self, f.name) != f.default
         ]
         return f"Variant({', '.join(given)})"
 
@@ -170,7 +172,9 @@ def _check_types(options: dict[str, Any]) -> None:
     for name, value in options.items():
         types, expected, fix = _TYPES[name]
         if not isinstance(value, types):
-            raise InputError(f"{name} is a {kind_of(value)}", expected, fix)
+            raise InputError(
+                f"{name} is a {'Tensor' if isinstance(value, Tensor) else kind_of(value)}", expected, fix
+            )
 
 
 def _check_scale(scale: Any) -> None:

@@ -157,9 +157,9 @@ def code_key(fn: Any) -> Hashable:
     if isinstance(fn, functools.partial):
         return functools.partial, code_key(fn.func)
     if isinstance(fn, (Mask, ScoreMod)):
-        parts = [getattr(fn, name) for name in type(fn).__dataclass_fields__]
-        return (type(fn), *[code_key(part) for part in parts if callable(part)])
-    return type(fn)
+        parts = [part for part in vars(fn).values() if callable(part)]
+        return (type(fn), *[code_key(part) for part in parts])
+    return id(type(fn))
 
 
 def _traced(variant: Variant) -> Bound:

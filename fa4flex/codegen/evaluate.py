@@ -1,6 +1,7 @@
 """The meaning of every operation, on torch tensors: expressions evaluated over broadcast index tensors.
 
-Integers are int64, so index arithmetic is exact up to 2^63. Floats are computed at `dtype`: float32 for
+Integers are int64: exact up to 2^63, and whoever evaluates has proved that they stay below it
+(`analyze.overflow`). Floats are computed at `dtype`: float32 for
 half-precision inputs and float32, float64 for float64. Broadcasting does the hoisting: a term that
 depends on the query alone is computed on a (rows, 1) tensor.
 """
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fa4flex.codegen.expr import ELEMENTWISE, Expr, walk
-from fa4flex.errors import InputError
+from fa4flex.errors import InputError, UnsupportedError
 
 Number = bool | int | float
 Value = Tensor | Number
@@ -32,15 +33,65 @@ class Captured:
     operands: tuple[Tensor, ...] = ()
     scalars: tuple[Number, ...] = ()
 
+    def signed(self) -> Captured:
+        """The same contents without uint16, uint32 and uint64, for which torch has few operations.
+
+        Raises UnsupportedError where an element does not fit in int64.
+        """
+        if not any(x.dtype in UNSIGNED for x in self.operands):
+            return self
+        return Captured(tuple(map(_signed, self.operands)), self.scalars)
+
+
+UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+
+
+def _signed(x: Tensor) -> Tensor:
+    if x.dtype not in UNSIGNED:
+        return x
+    if x.dtype == torch.uint64 and bool((x.view(torch.int64) < 0).any()):
+        raise UnsupportedError(
+            "a captured uint64 tensor with elements beyond 2^63 - 1",
+            "integers that fit in int64",
+            "clamp or rescale it before the call, and store it as int64",
+        )
+    return x.to(torch.int64)
+
+
+DIVISIONS = frozenset(("floordiv", "mod", "truncdiv"))
+
 
 class PastTheEnd(InputError, IndexError):
-    """A mod read outside a captured tensor. Also an IndexError, as it is when the mod runs under torch."""
+    """A mod read outside a captured tensor. Also an IndexError, as it is when the mod runs under torch.
 
-    def __init__(self, table: Tensor, index: str) -> None:
+    `node` is the load or search, `slot` that of the tensor.
+    """
+
+    def __init__(self, table: Tensor, index: str, node: Expr | None = None) -> None:
+        self.node = node
         super().__init__(
             f"a mod read past a captured tensor of shape {list(table.shape)}: {index}",
             "indices within the tensor: in a mask for every pair, in a score mod for every allowed pair",
             "make the tensor larger, or clamp the index in the mod",
+        )
+
+    @property
+    def slot(self) -> int | None:
+        if self.node is None:
+            return None
+        return self.node.value if self.node.op == "load" else self.node.value[0]
+
+
+class DividedByZero(InputError, ZeroDivisionError):
+    """An integer division or remainder by 0: `node`."""
+
+    def __init__(self, node: Expr) -> None:
+        self.node = node
+        super().__init__(
+            f"`{node}` divides an integer by 0",
+            "divisors other than 0: in a mask for every pair, in a score mod for every allowed pair",
+            "clamp the divisor (x.clamp(min=1)), as a division in the other branch of a where runs too, "
+            "or divide floats",
         )
 
 
@@ -96,6 +147,19 @@ def _truncdiv(dtype: torch.dtype, a: Value, b: Value) -> Value:
     return torch.div(a, b, rounding_mode="trunc")
 
 
+def _shift(name: str) -> Callable[..., Value]:
+    """A negative shift loses all bits, as too wide a one does: for Python's numbers too, as for tensors."""
+    function = getattr(operator, name)
+
+    def call(dtype: torch.dtype, a: Value, s: Value) -> Value:
+        if not isinstance(s, Tensor) and s < 0:
+            a, s = (0 * a, 0) if name == "lshift" else (a, 63)
+        shifted: Value = function(a, s)
+        return shifted
+
+    return call
+
+
 def _divide(dtype: torch.dtype, a: Value, b: Value) -> Value:
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return a / b
@@ -122,8 +186,8 @@ OPERATIONS: dict[str, Callable[..., Value]] = {
     "bitor": _plain(operator.or_),
     "bitxor": _plain(operator.xor),
     "bitnot": _plain(operator.invert),
-    "shl": _plain(operator.lshift),
-    "shr": _plain(operator.rshift),
+    "shl": _shift("lshift"),
+    "shr": _shift("rshift"),
     "and_": _plain(operator.and_),
     "or_": _plain(operator.or_),
     "xor": _plain(operator.xor),
@@ -181,28 +245,35 @@ def _value(
         case "scalar":
             return captured.scalars[node.value]
         case "load":
-            return _load(captured.operands[node.value], [memo[a] for a in node.args], node.kind, dtype)
+            return _load(captured.operands[node.value], [memo[a] for a in node.args], node, dtype)
         case "search":
-            return _search(captured.operands[node.value[0]], node.value[1], [memo[a] for a in node.args])
+            return _search(captured.operands[node.value[0]], [memo[a] for a in node.args], node)
         case "round_to":
             narrow = getattr(torch, node.value)
             return _tensor(memo[node.args[0]], dtype).to(narrow).to(dtype)
         case "reduce":
             return _reduce(node, memo, symbols, captured, dtype)
         case _:
+            if node.op in DIVISIONS and node.kind == "int":
+                _refuse_zero(node, memo[node.args[1]])
             return OPERATIONS[node.op](dtype, *(memo[a] for a in node.args))
 
 
-def _read(table: Tensor, index: Sequence[Value]) -> Tensor:
+def _refuse_zero(node: Expr, divisor: Value) -> None:
+    if bool((divisor == 0).any()) if isinstance(divisor, Tensor) else divisor == 0:
+        raise DividedByZero(node)
+
+
+def _read(table: Tensor, index: Sequence[Value], node: Expr) -> Tensor:
     position: Index = tuple(index)
     if table.is_cuda:
-        _refuse_past_the_end(table, position)
+        _refuse_past_the_end(table, position, node)
     elif (place := _place(table, position)) is not None:
         return table.view(-1).index_select(0, place.flatten()).view(place.shape)
     try:
         return table[position] if position else table
     except IndexError as error:
-        raise PastTheEnd(table, str(error)) from None
+        raise PastTheEnd(table, str(error), node) from None
 
 
 def _place(table: Tensor, position: Index) -> Tensor | None:
@@ -227,21 +298,22 @@ FEWEST_PLACES = 2048
 """An estimate from above: indices that depend on one symbol each are as many as their product."""
 
 
-def _refuse_past_the_end(table: Tensor, position: Index) -> None:
+def _refuse_past_the_end(table: Tensor, position: Index, node: Expr) -> None:
     """On a GPU a read past the end would not raise: it would end the process's use of the device."""
     for i, size in zip(position, table.shape, strict=False):
         if isinstance(i, Tensor) and i.numel() and bool(((i < -size) | (i >= size)).any()):
-            raise PastTheEnd(table, f"an index outside [-{size}, {size})")
+            raise PastTheEnd(table, f"an index outside [-{size}, {size})", node)
 
 
-def _load(table: Tensor, index: Sequence[Value], kind: str, dtype: torch.dtype) -> Value:
-    element = _read(table, index)
-    return element.to({"float": dtype, "int": torch.int64, "bool": torch.bool}[kind])
+def _load(table: Tensor, index: Sequence[Value], node: Expr, dtype: torch.dtype) -> Value:
+    element = _read(table, index, node)
+    return element.to({"float": dtype, "int": torch.int64, "bool": torch.bool}[node.kind])
 
 
-def _search(table: Tensor, side: str, args: Sequence[Value]) -> Tensor:
+def _search(table: Tensor, args: Sequence[Value], node: Expr) -> Tensor:
     needle, *lead = args
-    vector = _read(table, lead)
+    side: str = node.value[1]
+    vector = _read(table, lead, node)
     needle = torch.as_tensor(needle)
     common = torch.promote_types(vector.dtype, needle.dtype)  # searchsorted wants one dtype
     vector, needle = vector.to(common), needle.to(common)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import lru_cache
@@ -168,7 +169,9 @@ def round_to(dtype: str, x: Expr) -> Expr:
 def to_float(x: Expr) -> Expr:
     if x.kind == "float":
         return x
-    return const(float(x.value)) if x.op == "const" else _node("to_float", (x,), None, "float")
+    if x.op == "const" and abs(x.value) <= sys.float_info.max:
+        return const(float(x.value))
+    return _node("to_float", (x,), None, "float")
 
 
 def to_int(x: Expr) -> Expr:
@@ -233,12 +236,21 @@ def apply(op: str, *args: Expr) -> Expr:
 
 # --- simplification: exact rewrites only ------------------------------------------------------------
 
+_WIDEST_SHIFT = 128
+
+
+def _folded(shift: int) -> int:
+    if shift > _WIDEST_SHIFT:  # a number of any size would have to be written down
+        raise ArithmeticError
+    return shift
+
+
 _FOLD: dict[str, Callable[..., Any]] = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "neg": operator.neg, "abs": abs,
     "minimum": min, "maximum": max, "floordiv": operator.floordiv, "mod": operator.mod,
     "truncdiv": lambda a, b: abs(a) // abs(b) * (1 if a * b >= 0 else -1),
     "bitand": operator.and_, "bitor": operator.or_, "bitxor": operator.xor, "bitnot": operator.invert,
-    "shl": operator.lshift, "shr": operator.rshift,
+    "shl": lambda a, s: a << _folded(s), "shr": lambda a, s: a >> _folded(s),
     "lt": operator.lt, "le": operator.le, "eq": operator.eq, "ne": operator.ne,
     "and_": operator.and_, "or_": operator.or_, "xor": operator.xor, "not_": operator.not_,
     "div": operator.truediv, "exp2": lambda a: 2.0**a, "exp": math.exp, "log": math.log, "sqrt": math.sqrt,

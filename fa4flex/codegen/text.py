@@ -92,7 +92,7 @@ def _node(op: str, kind: Any, value: Any, args: list[Expr]) -> Expr:
 def _const(value: Any, kind: Any) -> bool | int | float:
     if type(value) not in (bool, int, float):
         raise TypeError(f"constant {value!r}")
-    return float(value) if kind == "float" else value  # type: ignore[no-any-return]
+    return float(value) if kind == "float" else value
 
 
 def _kind(kind: Any) -> Any:

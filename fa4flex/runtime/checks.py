@@ -1,4 +1,7 @@
-"""What a call must satisfy, checked once at the door. Each message says what to change."""
+"""What a call must satisfy, checked once at the door. Each message says what to change.
+
+Where programs and tests look for the words of torch's flex_attention, a message begins with them.
+"""
 
 from __future__ import annotations
 
@@ -42,13 +45,15 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise InputError(
                 f"{name} is a {kind_of(tensor)}", "a torch.Tensor", f"convert it: torch.as_tensor({name})"
             )
-        if tensor.layout is not torch.strided or tensor.is_nested:
+        if tensor.is_nested:
+            raise UnsupportedError(
+                f"flex_attention does not support NestedTensor inputs: {name} is one",
+                "strided tensors",
+                "pack the sequences, and give their lengths in varlen=fa4flex.Varlen(...)",
+            )
+        if tensor.layout is not torch.strided:
             raise InputError(
-                f"{name} is a nested tensor" if tensor.is_nested else f"{name} has layout {tensor.layout}",
-                "a strided tensor",
-                "pack nested tensors and give varlen=fa4flex.Varlen(...)"
-                if tensor.is_nested
-                else f"convert it with {name}.to_dense()",
+                f"{name} has layout {tensor.layout}", "a strided tensor", f"convert it with {name}.to_dense()"
             )
     if not q.dtype == k.dtype == v.dtype:
         raise InputError(
@@ -64,7 +69,10 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
     if not q.device == k.device == v.device:
         raise InputError(
-            f"q on {q.device}, k on {k.device}, v on {v.device}", "one device", "move them with .to(q.device)"
+            "Expected query, key, and value to have the same device type, but got "
+            f"query.device: {q.device}, key.device: {k.device}, and value.device: {v.device} instead.",
+            "one device",
+            "move them with .to(q.device)",
         )
 
 
@@ -144,7 +152,9 @@ def check_packed(q: Tensor, k: Tensor, v: Tensor, varlen: Varlen | None, sequenc
     _check_heads(q, k, v)
     if varlen is not None and not torch.compiler.is_compiling():
         varlen.check(q.shape[0], k.shape[0])
-    return Sizes(sequences if varlen is None else varlen.sequences, q.shape[1], k.shape[1], q.shape[0], k.shape[0])
+    return Sizes(
+        sequences if varlen is None else varlen.sequences, q.shape[1], k.shape[1], q.shape[0], k.shape[0]
+    )
 
 
 def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -40,15 +40,15 @@ CONTEXT = ("q_len", "kv_len", "num_heads")
 class GraphTrace:
     """A program made of two graphs; positions are among the inputs that were lifted.
 
-    `fixed` are tensors whose extents the program depends on, `pinned` numbers that are part of it, with their
-    values.
+    `fixed` are tensors and dimensions whose extents the program depends on, `pinned` numbers that are part of
+    it, with their values.
     """
 
     facts: Facts
     operands: tuple[Operand, ...]
     bases: tuple[int, ...]
     scalars: tuple[int, ...]
-    fixed: tuple[int, ...]
+    fixed: tuple[tuple[int, int], ...]
     pinned: tuple[tuple[int, int | float], ...]
 
 
@@ -74,9 +74,8 @@ class _Attention(HigherOrderOperator):
         graphs = (score_mod, score_lifted), (block_mask[-1], mask_lifted)
         lifted = (*score_lifted, *mask_lifted)
         found = _kept(graphs, options["context"])
-        for position in found.fixed:
-            for extent in lifted[position].shape:
-                int(extent)  # torch.compile guards what is looked at
+        for position, dimension in found.fixed:
+            int(lifted[position].shape[dimension])  # torch.compile guards what is looked at
         bases = tuple([lifted[position] for position in found.bases])
         operands = [operand.of(bases).value() for operand in found.operands]
         numbers = [lifted[position] for position in found.scalars]
@@ -171,8 +170,8 @@ def attend(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, max_scores) of q, k, v [B, H, S, D], or packed.
 
-    options: sinks [Hq] or None; lengths (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k); max_scores, whether
-    they are wanted; schedule and precision as tuples of their fields.
+    options: sinks [Hq] or None; lengths (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k); max_scores,
+    whether they are wanted; schedule and precision as tuples of their fields.
     """
     _register()
     score, mask, scale = variant.score_mod, variant.allowed, variant.scale
@@ -193,7 +192,7 @@ def attend(
     if scale is not None:
         scale = torch.ones((), dtype=torch.float64) * scale  # type: ignore[assignment]
     options = {**options, "context": (q_len, kv_len, heads)}
-    return attention(*qkv, score_mod, (mask_mod,), scale, options)
+    return attention(*qkv, score_mod, (mask_mod,), scale, options)  # type: ignore[arg-type]
 
 
 # --- from graphs to a program -------------------------------------------------------------------------------
@@ -202,7 +201,7 @@ Graph = tuple[fx.GraphModule, Sequence[Any]]
 
 Known = dict[Any, tuple[fx.GraphModule, GraphTrace]]
 _traces: weakref.WeakKeyDictionary[fx.GraphModule, Known] = weakref.WeakKeyDictionary()
-"""By the score's graph: by the mask's graph and what the lifted inputs look like, that graph and the program."""
+"""By the score's graph: by the mask's graph and the look of the lifted inputs, that graph and the program."""
 
 
 def _kept(graphs: tuple[Graph, Graph], context: Sequence[Tensor]) -> GraphTrace:
@@ -250,7 +249,7 @@ def _traced(graphs: tuple[Graph, Graph], context: Sequence[Tensor]) -> GraphTrac
         tuple(operand.at(bases) for operand in captures.operands),
         tuple(places[id(x)] for x in bases),
         tuple(path.key for path in captures.scalar_paths),
-        tuple({guard.path.key: None for guard in captures.guards if guard.kind == "shape"}),
+        tuple({(g.path.key, g.constant[0]): None for g in captures.guards if g.kind == "extent"}),
         tuple(pinned),
     )
 
@@ -311,4 +310,3 @@ def _value(x: Any) -> Any:
     if isinstance(x, Tensor):
         return float(x.item())
     return float(x) if isinstance(x, (float, torch.SymFloat)) else int(x)
-

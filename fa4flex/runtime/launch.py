@@ -72,7 +72,7 @@ class Prepared:
         return Remembered(self.engine.watched.slots)
 
     def tensors(self, bases: tuple[Tensor, ...], on_gpu: bool) -> tuple[Tensor, ...]:
-        """The captured tensors by slot. On a GPU, a mask is proved anew for a tensor that is computed anew."""
+        """The captured tensors by slot. A GPU's mask is proved anew for a tensor that is computed anew."""
         if not self.trace.derived:
             return bases
         return self.memory.tensors(self.trace, bases) if on_gpu else self.trace.tensors(bases)

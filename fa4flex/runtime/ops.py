@@ -1,7 +1,7 @@
 """The registered torch operators `fa4flex::attention` and its backward, and the same calls without them.
 
-An operator's arguments are tensors and plain numbers, so a program enters as its text. Captured tensors travel
-as an argument, so that autograd, torch.compile and functionalisation see them. Where nothing traces or
+An operator's arguments are tensors and plain numbers, so a program enters as its text. Captured tensors are
+an argument, so that autograd, torch.compile and functionalisation see them. Where nothing traces or
 intercepts operators, `attend` goes past them, straight to what computes: that is what eager calls do.
 """
 
@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fa4flex.codegen.analyze.overflow import refuse_overflow
-from fa4flex.codegen.analyze.tiles import Shape
 from fa4flex.errors import UnsupportedError
 from fa4flex.runtime import cpu
 from fa4flex.runtime.cuda.backward import Saved, run_backward
@@ -31,8 +29,8 @@ where it is not asked for."""
 library = torch.library.Library("fa4flex", "DEF")
 library.define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor[] operands, Tensor? sinks, Tensor? cu_seqlens_q,"
-    " Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, str program, SymInt[] ints, Tensor[] floats,"
-    " float? scale, bool max_scores) -> (Tensor, Tensor, Tensor, Tensor)",
+    " Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, str program, SymInt[] ints,"
+    " Tensor[] floats, float? scale, bool max_scores) -> (Tensor, Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 library.define(
@@ -144,10 +142,6 @@ def _blockwise_backward(
 def _inputs(program: Published, given: Tensors, numbers: Numbers) -> cpu.Inputs:
     q, k, v = given[:3]
     captured = program.captured(given.operands, numbers)
-    # Packed tensors have no batch dimension; all their tokens bound the length of any sequence.
-    batch, heads = q.shape[:2] if q.ndim == 4 else (q.shape[0], q.shape[1])
-    shape = Shape(batch, heads, q.shape[-2 if q.ndim == 4 else 0], k.shape[-2 if q.ndim == 4 else 0])
-    refuse_overflow((program.facts.score, program.facts.mask), shape, captured)
     return cpu.Inputs(
         q,
         k,
@@ -197,7 +191,11 @@ class Plain:
         return found
 
     def backward(
-        self, tensors: Sequence[Tensor | None], upstream: list[Tensor], saved: Sequence[Tensor], needs: list[int]
+        self,
+        tensors: Sequence[Tensor | None],
+        upstream: list[Tensor],
+        saved: Sequence[Tensor],
+        needs: list[int],
     ) -> list[Tensor]:
         given, floats = self._given(tensors)
         if self.floats is not None:
@@ -269,13 +267,11 @@ class _Gradients(torch.autograd.Function):
         raise UnsupportedError(
             "a second derivative of attention",
             "first derivatives",
-            "leave out create_graph=True, or take the second derivative of the dense formula in plain PyTorch",
+            "leave out create_graph=True, or differentiate the dense formula twice, in plain PyTorch",
         )
 
 
-def attend(
-    program: Published, given: Tensors, numbers: Numbers, max_scores: bool, observed: bool
-) -> Forward:
+def attend(program: Published, given: Tensors, numbers: Numbers, max_scores: bool, observed: bool) -> Forward:
     """One call, with gradients where autograd wants some. `observed`: something traces or intercepts
     operators, which then see one."""
     q, k, v, sinks, lengths, operands = given
@@ -288,7 +284,7 @@ def attend(
     if not torch.is_grad_enabled() or not _wants_gradient(q, k, v, sinks, *operands):
         return forward(program, given, numbers, max_scores)
     plain = Plain(program, len(operands), numbers.ints, numbers.floats, numbers.scale, max_scores)
-    return _Attend.apply(plain, q, k, v, sinks, *lengths, *operands)  # type: ignore[no-any-return]
+    return _Attend.apply(plain, q, k, v, sinks, *lengths, *operands)
 
 
 def _wants_gradient(*tensors: Tensor | None) -> bool:
@@ -301,8 +297,10 @@ def _wants_gradient(*tensors: Tensor | None) -> bool:
 def _numbers_of(ints: Sequence[int], floats: Sequence[Tensor], scale: float | None) -> Numbers:
     """From an operator's arguments. The floats lie on the host: reading them waits for nothing."""
     values = tuple([float(x) for x in floats])
-    return Numbers(tuple(ints), values, scale) if scale is not None else Numbers(
-        tuple(ints), values[:-1], values[-1]
+    return (
+        Numbers(tuple(ints), values, scale)
+        if scale is not None
+        else Numbers(tuple(ints), values[:-1], values[-1])
     )
 
 
@@ -315,7 +313,7 @@ def _attention(
     *rest: Any,
 ) -> Forward:
     *lengths, program, ints, floats, scale, max_scores = rest
-    given = Tensors(q, k, v, sinks, tuple(lengths), tuple(operands))  # type: ignore[arg-type]
+    given = Tensors(q, k, v, sinks, tuple(lengths), tuple(operands))
     return forward(read(program), given, _numbers_of(ints, floats, scale), max_scores)
 
 
@@ -346,7 +344,7 @@ def _attention_with_gradients(
     tensors = (q, k, v, sinks, *lengths, *operands, *floats)
     if not torch.is_grad_enabled() or not _wants_gradient(q, k, v, sinks, *operands):
         return plain.forward(*tensors)
-    return _Attend.apply(plain, *tensors)  # type: ignore[no-any-return]
+    return _Attend.apply(plain, *tensors)
 
 
 def _backward_below(*args: Any) -> list[Tensor]:

@@ -23,8 +23,8 @@ _KINDS = {INTEGERS: "an integer tensor", FLOATS: "a floating tensor", BOOL: "a b
 def whole(variant: str, name: str, value: Any, least: int = 1) -> int:
     """`value` as an int >= least."""
     if not isinstance(value, (bool, Tensor, float)):
-        try:
-            number = operator.index(value)
+        try:  # an int as it is: torch.compile would take operator.index() of one for a constant
+            number = value if isinstance(value, int) else operator.index(value)
         except TypeError:
             number = least - 1
         if number >= least:

@@ -34,7 +34,7 @@ def definition(scores: list[float], sink: float) -> list[float]:
 
 
 def main() -> None:
-    logits = gpt_oss_sinks(torch.tensor([-4.0, 0.0, 4.0])).logits
+    logits = gpt_oss_sinks(torch.tensor([-4.0, 0.0, 4.0])).now()
     scores = [0.5, -1.0, 2.0]
     print(f"weights of scores {scores} by sink logit; the rest goes to the sink")
     for sink in logits.tolist():

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 import numpy
 import torch
 
+from fa4flex.codegen.analyze.overflow import fitted
 from fa4flex.codegen.analyze.tiles import Shape, TileMap, tile_map
+from fa4flex.codegen.blame import dress
 from fa4flex.codegen.build import Program
 from fa4flex.codegen.evaluate import PastTheEnd, Value, evaluate
-from fa4flex.errors import InputError, UnsupportedError
+from fa4flex.errors import Fa4flexError, InputError, UnsupportedError
 from fa4flex.view import ascii, svg
 from fa4flex.view.grid import Grid
 from fa4flex.view.names import name_of
@@ -126,7 +128,8 @@ class MaskView:
             "b": b, "h": h, "q": torch.arange(shape.q_len).view(-1, 1), "kv": torch.arange(shape.kv_len),
             "q_len": shape.q_len, "kv_len": shape.kv_len, "num_heads": shape.heads,
         }  # fmt: skip
-        (allowed,) = evaluate([self.program.facts.mask], symbols, self.program.captured())
+        captured = self.program.captured().signed()
+        (allowed,) = evaluate(fitted([self.program.facts.mask], shape, captured), symbols, captured)
         return torch.broadcast_to(torch.as_tensor(allowed), (shape.q_len, shape.kv_len)).numpy()
 
     @property
@@ -160,12 +163,22 @@ def tiles_of(program: Program, chosen: Setting, tile: tuple[int, int]) -> TileMa
     try:
         return tile_map(facts.mask, facts.keys, shape, program.captured(), tile)
     except PastTheEnd as error:
+        _dress(error, program)
         raise InputError(
             f"at batch={shape.batch}, heads={shape.heads}, q_len={shape.q_len}, kv_len={shape.kv_len} "
             f"the mask reads beyond a captured tensor: {error.given}",
             "sizes that the captured tensors cover",
             "pass q_len and kv_len (on the command line --size or --q-len, and --kv-len)",
+            error.where,
         ) from error
+    except Fa4flexError as error:
+        _dress(error, program)
+        raise
+
+
+def _dress(error: Fa4flexError, program: Program) -> None:
+    lines = [] if program.mask is None else [program.mask.origins]
+    dress(error, [operand.name for operand in program.operands], program.scalar_names, *lines)
 
 
 def _share(length: int, parts: int = 32) -> int:

@@ -242,17 +242,25 @@ def test_second_derivatives_and_transforms_are_refused() -> None:
             attn(dual, k, v)
 
 
-def test_copies_share_or_refuse() -> None:
-    """A deep copy that captured tensors would go on reading those of the original."""
-    plain = fa4flex.compile(mask=causal)
-    assert copy.deepcopy(plain) is plain and copy.copy(plain) is plain
-    bias = leaf(2)
-    learned = fa4flex.compile(lambda s, b, h, i, j: s + bias[h])
-    for attn in (learned, fa4flex.compile(sinks=bias)):
-        with pytest.raises(fa4flex.UnsupportedError, match="deep copy"):
-            copy.deepcopy(attn)
-    with pytest.raises(fa4flex.UnsupportedError, match="pickling"):
-        pickle.dumps(plain)
+def test_copies_read_copies_of_what_was_captured() -> None:
+    given = leaf(1, 2, 8, 8), leaf(1, 2, 8, 8), leaf(1, 2, 8, 8)
+    bias = torch.randn(2)
+    attn = fa4flex.compile(lambda s, b, h, i, j: s + bias[h] * j)
+    before, other = attn(*given), copy.deepcopy(attn)
+    assert copy.copy(attn) is attn
+    torch.testing.assert_close(other(*given), before)
+    bias.add_(1)
+    torch.testing.assert_close(other(*given), before)
+    assert not torch.equal(attn(*given), before)
+
+
+def test_pickles_carry_what_was_composed() -> None:
+    given = leaf(1, 2, 8, 8), leaf(1, 2, 8, 8), leaf(1, 2, 8, 8)
+    attn = fa4flex.compile(alibi(torch.rand(2)), causal & sliding_window(3), sinks=torch.randn(2))
+    torch.testing.assert_close(pickle.loads(pickle.dumps(attn))(*given), attn(*given))
+    bias = torch.randn(2)
+    with pytest.raises(fa4flex.UnsupportedError, match=r"test_api\.py"):
+        pickle.dumps(fa4flex.compile(lambda s, b, h, i, j: s + bias[h]))
 
 
 VARIANTS: dict[str, Callable[[], dict[str, Any]]] = {

@@ -31,7 +31,7 @@ class Block(nn.Module):
         def biased(score, b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]
             return score + slopes[h].exp() * (kv_idx - q_idx)
 
-        self.attention = fa4flex.compile(biased, causal & sliding_window(7), sinks=self.sinks)
+        self.attention = fa4flex.compile(biased, causal & sliding_window(7), sinks=lambda: self.sinks)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.project(x).unflatten(-1, (3, self.heads, self.dim)).permute(2, 0, 3, 1, 4)
@@ -69,7 +69,9 @@ def test_the_operators_meet_torchs_contract() -> None:
         causal,
     )
     q, k, v = qkv(1, 2, 6, 4, dtype=torch.float64)
-    prepared = attn.prepared
+    now = attn._calling()
+    program = now.prepared.program
+    numbers = program.numbers(now.bound.scalars, 0.5)
     arguments = (
         q,
         k,
@@ -80,9 +82,10 @@ def test_the_operators_meet_torchs_contract() -> None:
         None,
         None,
         None,
-        prepared.key,
-        prepared.scalars,
-        0.5,
+        program.text,
+        numbers.ints,
+        [torch.tensor(x, dtype=torch.float64) for x in numbers.floats],
+        numbers.scale,
         False,
     )
     torch.library.opcheck(

@@ -315,3 +315,15 @@ def test_lengths_beyond_a_table_are_refused_in_words() -> None:
     with pytest.raises(InputError, match="reads beyond a captured tensor"):
         attn.mask.tile_map(4096)
     assert attn.mask.tile_map(32).counts()[1] > 0
+
+
+def test_errors_of_evaluation_name_tensor_and_line() -> None:
+    limits = torch.tensor([5, 7])
+    attn = fa4flex.compile(mask=lambda b, h, q_idx, kv_idx: kv_idx < limits[q_idx + kv_idx])
+    with pytest.raises(InputError, match="past the captured tensor limits of shape") as caught:
+        attn.mask.tile_map(64)
+    assert caught.value.where is not None and "limits[q_idx + kv_idx]" in caught.value.where.text
+    far = fa4flex.compile(mask=lambda b, h, q_idx, kv_idx: kv_idx < limits[b] * (1 << q_idx))
+    with pytest.raises(UnsupportedError, match="lies between") as refused:
+        far.mask.tile_map(64)
+    assert refused.value.where is not None and "1 << q_idx" in refused.value.where.text

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 from fa4flex.codegen.analyze.linear import Linear, linear
 from fa4flex.codegen.analyze.rules import SIGN_TESTS, Bounds, Value, real, rounded, rule_for
@@ -27,6 +28,7 @@ _FOLDS = {"sum": "add", "prod": "mul", "max": "maximum", "min": "minimum", "any"
 
 _SUMS = frozenset(("add", "sub", "neg", "mul", "shl", "bitnot"))
 _COMPARISONS = frozenset(("lt", "le", "eq", "ne"))
+_WORD = 1 << 63
 
 
 def bounds(
@@ -137,14 +139,26 @@ def _reduce(node: Expr, memo: Mapping[Expr, Bounds], symbols: Mapping[str, Bound
 
 
 def _sum(form: Linear, memo: Mapping[Expr, Bounds]) -> Bounds:
-    # Partial sums may wrap in int64; the total does not, or its node would be in `known`.
-    lo: Value = form.constant
-    hi: Value = form.constant
+    lo, hi = [form.constant], [form.constant]
     for atom, c in form.terms:
         low, high = (memo[atom].lo, memo[atom].hi) if c > 0 else (memo[atom].hi, memo[atom].lo)
-        lo, hi = lo + _times(low, c), hi + _times(high, c)
+        lo.append(_times(low, c))
+        hi.append(_times(high, c))
     points = all(memo[atom].lo is memo[atom].hi for atom, _ in form.terms)
-    return Bounds(lo, lo if points else hi)
+    total = _total(lo)
+    return Bounds(total, total if points else _total(hi))
+
+
+def _total(parts: list[Value]) -> Value:
+    """Partial sums of tensors may wrap in int64; the total does not, or its node would be in `known`."""
+    number: Value = sum(x for x in parts if not isinstance(x, Tensor))
+    tensors = [x for x in parts if isinstance(x, Tensor)]
+    if not tensors:
+        return number
+    total: Value = (number + _WORD) % (2 * _WORD) - _WORD
+    for x in tensors:
+        total = x + total
+    return total
 
 
 def _times(x: Value, c: int) -> Value:

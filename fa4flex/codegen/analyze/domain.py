@@ -74,9 +74,13 @@ def _bound(
 
 
 def on_host(captured: Captured, *roots: Expr) -> Captured:
-    """The tensors that `roots` read, where the analysis runs and without gradients; others as they are."""
+    """The tensors that `roots` read, where the analysis runs and without gradients; others as they are.
+
+    Raises UnsupportedError where an element of a uint64 tensor does not fit in int64.
+    """
     read, operands = slots_read(*roots), enumerate(captured.operands)
-    return Captured(tuple(contents.on_host(x) if i in read else x for i, x in operands), captured.scalars)
+    there = tuple(contents.on_host(x) if i in read else x for i, x in operands)
+    return Captured(there, captured.scalars).signed()
 
 
 @lru_cache(maxsize=1024)

@@ -29,7 +29,12 @@ class Bounds:
 
 ANY_INT = Bounds(-(1 << 70), 1 << 70)
 """An integer nothing is known of. Too wide for int64, so it only ever appears with Python ends."""
+VAGUE = 1 << 70
+"""Conversions of floats and left shifts that get here may go further."""
 UNSURE = Bounds(False, True)
+_INF = float("inf")
+_WIDEST_LEFT, _WIDEST_RIGHT = 128, 1 << 32
+"""Shifts are exact up to here. Shifted further left, any number but 0 is VAGUE or more."""
 # --- arithmetic on ends: Python numbers or tensors --------------------------------------------------------
 
 
@@ -60,7 +65,14 @@ def negate(c: Value) -> Value:
 
 
 def real(x: Value) -> Tensor:
-    return x.double() if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64)
+    return x.double() if isinstance(x, Tensor) else torch.tensor(_nearest(x), dtype=torch.float64)
+
+
+def _nearest(x: float) -> float:
+    try:
+        return float(x)
+    except OverflowError:  # an int beyond the largest float
+        return _INF if x > 0 else -_INF
 
 
 def _hull(*values: Value) -> tuple[Value, Value]:
@@ -160,22 +172,25 @@ def _bitwise(op: str) -> Callable[[Bounds, Bounds], Bounds]:
     return rule
 
 
-def _shift(function: Callable[[Value, Value], Value]) -> Callable[[Bounds, Bounds], Bounds]:
-    """Extreme at corners; a shift that may be negative or as wide as the word gives anything."""
+def _shift(name: str) -> Callable[[Bounds, Bounds], Bounds]:
+    """Extreme at corners. As in torch, a negative shift loses all bits, as too wide a one does."""
+    left = name == "shl"
+    widest = _WIDEST_LEFT if left else _WIDEST_RIGHT
+
+    def shifted(x: Value, step: Value) -> Value:
+        return x << step if left else x >> step
 
     def rule(a: Bounds, s: Bounds) -> Bounds:
-        python = not isinstance(s.lo, Tensor) and not isinstance(s.hi, Tensor)
-        if python and (s.lo < 0 or s.hi > 62):
-            return ANY_INT
-        steps = [greatest(least(end, 62), 0) for end in (s.lo, s.hi)]
-        return Bounds(*_hull(*(function(x, step) for x in (a.lo, a.hi) for step in steps)))
+        steps = [greatest(least(end, widest), 0) for end in (s.lo, s.hi)]
+        lo, hi = _hull(*(shifted(x, step) for x in (a.lo, a.hi) for step in steps))
+        negative = s.lo < 0
+        lost = (0, 0) if left else (choose(a.lo < 0, -1, 0), choose(a.hi < 0, -1, 0))
+        return Bounds(choose(negative, least(lo, lost[0]), lo), choose(negative, greatest(hi, lost[1]), hi))
 
     return rule
 
 
 # --- rules for floats -------------------------------------------------------------------------------------
-
-_INF = float("inf")
 
 
 def _undefined_as_anything(lo: Tensor, hi: Tensor, nan: Value) -> Bounds:
@@ -350,7 +365,14 @@ def _where(c: Bounds, a: Bounds, b: Bounds) -> Bounds:
 
 
 def _to_float(a: Bounds) -> Bounds:
-    return rounded(real(a.lo), real(a.hi))
+    """An int is rounded once, or to float64 and then to float32: large ones may differ."""
+    return rounded(least(real(a.lo), _single(a.lo)), greatest(real(a.hi), _single(a.hi)))
+
+
+def _single(x: Value) -> Tensor:
+    if not isinstance(x, Tensor) and -(1 << 63) <= x < 1 << 63:
+        x = torch.tensor(x)
+    return x.float().double() if isinstance(x, Tensor) else real(x)
 
 
 def _bool_to_int(a: Bounds) -> Bounds:
@@ -393,8 +415,8 @@ INT_RULES: dict[str, Callable[..., Bounds]] = {
     "mod": _int_mod,
     **{op: _bitwise(op) for op in ("bitand", "bitor", "bitxor")},
     "bitnot": lambda a: Bounds(~a.hi, ~a.lo),
-    "shl": _shift(lambda x, s: x << s),
-    "shr": _shift(lambda x, s: x >> s),
+    "shl": _shift("shl"),
+    "shr": _shift("shr"),
     "to_float": _to_float,
     "to_bool": _number_to_bool,
 }

@@ -286,10 +286,9 @@ def _pooled(table: Tensor, axis: int, fold: Callable[..., Tensor]) -> Tensor:
 def _search_rows(vectors: Tensor, row: Value, needle: Value, side: str) -> Value:
     """searchsorted where each needle names its own row; numbers in, numbers out."""
     limits = torch.iinfo(torch.int64)
-    exact = torch.as_tensor(
-        needle if isinstance(needle, Tensor) else min(max(needle, limits.min), limits.max)
-    )
-    rows, exact = torch.broadcast_tensors(torch.as_tensor(row), exact)
+    if not isinstance(needle, Tensor) and not limits.min <= needle <= limits.max:
+        return 0 if needle < 0 else vectors.shape[1]
+    rows, exact = torch.broadcast_tensors(torch.as_tensor(row), torch.as_tensor(needle))
     found = torch.empty_like(exact)
     for r in rows.unique().tolist():
         chosen = rows == r

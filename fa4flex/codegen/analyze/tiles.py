@@ -16,8 +16,8 @@ from torch import Tensor
 
 from fa4flex.codegen.analyze.bounds import bounds
 from fa4flex.codegen.analyze.domain import READS, Ragged, Shape, bind, on_host
-from fa4flex.codegen.analyze.intervals import Intervals, KeyIntervals
-from fa4flex.codegen.analyze.overflow import beyond_int64
+from fa4flex.codegen.analyze.intervals import Intervals, KeyIntervals, key_intervals
+from fa4flex.codegen.analyze.overflow import beyond_int64, fits, fitted
 from fa4flex.codegen.analyze.rows import IntervalRows, one_thread
 from fa4flex.codegen.analyze.squares import classify_squares
 from fa4flex.codegen.analyze.tables import Tables
@@ -63,6 +63,7 @@ def _classified(
 ) -> TileMap:
     captured = on_host(captured, mask)
     _refuse_short_tables(mask, shape, captured)
+    mask, keys = _fitted(mask, keys, shape, captured)
     problem = bind(mask, shape, captured)
     map_batch = shape.batch if "b" in problem.free else 1
     map_heads = shape.heads if "h" in problem.free else 1
@@ -103,13 +104,22 @@ def ragged_tile_map(
     captured = on_host(captured, mask)
     _refuse_short_tables(mask, shape, captured)
     with one_thread():
-        if unmet(keys, shape, Tables(captured)):
+        mask, keys = _fitted(mask, keys, shape, captured)
+        if keys is None or unmet(keys, shape, Tables(captured)):
             return None
         builder, maps = RunBuilder(), (shape.batch, heads if "h" in mask.free else 1)
         rows = maps[0] * maps[1] * -(-shape.q_len // tile[0])
         places = IntervalRows(keys, shape, tile, captured, lengths).append_to(builder, maps)
         proof = Proof(by_intervals=rows * -(-shape.kv_len // tile[1]))
         return TileMap(shape, tile, *maps, **builder.finish(None, places, rows), proof=proof, lengths=lengths)
+
+
+def _fitted(
+    mask: Expr, keys: KeyIntervals | None, shape: Shape, captured: Captured
+) -> tuple[Expr, KeyIntervals | None]:
+    """A mask whose integers fit in 64 bits over this problem, and its key intervals. Raises TooLarge."""
+    (found,) = fitted([mask], shape, captured)
+    return found, keys if found is mask else key_intervals(found)
 
 
 def _refuse_short_tables(mask: Expr, shape: Shape, captured: Captured) -> None:
@@ -120,11 +130,13 @@ def _refuse_short_tables(mask: Expr, shape: Shape, captured: Captured) -> None:
         for index, size in zip(node.args, table.shape, strict=True):
             last = ranges[index.value].hi if index.op == "sym" and index.value in ranges else 0
             if last >= max(size, 1):
-                raise PastTheEnd(table, f"{index} goes up to {last} in a dimension of {size}")
+                raise PastTheEnd(table, f"{index} goes up to {last} in a dimension of {size}", node)
 
 
 def unmet(keys: Intervals, shape: Shape, tables: Tables) -> str:
     """What the intervals assume and this problem does not provide, in words; "" if nothing."""
+    if not fits([end for span in keys.spans for end in span], shape, tables.captured):
+        return "the ends of the intervals may not fit in 64 bits"
     for slot in sorted(keys.sorted_operands):
         if not tables.is_sorted(slot):
             return f"t{slot} is not sorted"

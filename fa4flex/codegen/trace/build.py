@@ -81,11 +81,19 @@ def from_tensor(tensor: Tensor) -> Value:
     recipe: Recipe | None = derived.recipe if derived else None
     if derived and recipe is None and tensor.ndim == 0:
         return Value(const(tensor.item()), (), tensor.dtype)
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        layout = "nested" if tensor.is_nested else f"of layout {tensor.layout}"
+        name = state.found[id(tensor)][1] if id(tensor) in state.found else "tensor"
+        raise state.error(
+            f"captured tensor {name!r} is {layout}",
+            "strided captured tensors",
+            f"convert {name!r} before it is captured: .to_dense(), or to_padded_tensor() where nested",
+        )
     state.meet(tensor)
     state.see(id(tensor), "element")
     kind = kind_of(tensor.dtype)
     slot = state.captures.slot(recipe or tensor, _name(tensor, recipe), tensor)
-    dims = tuple(Dim(state.axis_of(tensor), extent) for extent in tensor.shape)
+    dims = tuple(Dim(state.axis_of(tensor, d), extent) for d, extent in enumerate(tensor.shape))
     return Value(load(slot, [sym(dim.axis) for dim in dims if dim.axis], kind), dims, tensor.dtype)
 
 
@@ -156,10 +164,21 @@ def elementwise(op: str, *args: Any) -> Value:
     """The grammar's operation `op` on broadcast arguments."""
     values = [coerce(a) for a in args]
     exprs, dims = broadcast(values)
+    refuse_zero_division(op, exprs)
     node = expr.apply(op, *exprs)
     dtype = promoted(node.kind, values)
     refuse_wrapping(op, dtype)
     return made(node, dims, dtype)
+
+
+def refuse_zero_division(op: str, exprs: Sequence[Expr]) -> None:
+    """Floats divided by 0 are infinite; integers have no quotient."""
+    if op not in ("floordiv", "mod", "truncdiv") or any(e.kind == "float" for e in exprs):
+        return
+    if exprs[1].op == "const" and exprs[1].value == 0:
+        raise current().error(
+            "an integer divided by 0", "a divisor other than 0", "clamp the divisor, or divide floats"
+        )
 
 
 def refuse_wrapping(op: str, dtype: torch.dtype) -> None:

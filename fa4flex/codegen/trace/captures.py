@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,6 +13,10 @@ from fa4flex.codegen.expr import Expr, walk
 from fa4flex.codegen.trace.paths import Guard, Path
 from fa4flex.codegen.trace.snapshot import Opaque, snapshot
 from fa4flex.codegen.trace.traced import Traced
+
+
+Seen = Literal["element", "all"] | int
+"""Of a captured tensor: that an element is read, everything but contents, or the extent of a dimension."""
 
 
 def map_leaves(tree: Any, change: Callable[[Any], Any]) -> Any:
@@ -68,7 +72,10 @@ class Recipe:
     def key(self) -> Hashable:
         """Equal for two recipes that do the same to the same tensors."""
         owner = getattr(self.function, "__self__", None)
-        called = id(owner) if owner is not None else None, getattr(self.function, "__name__", id(self.function))
+        called = (
+            id(owner) if owner is not None else None,
+            getattr(self.function, "__name__", id(self.function)),
+        )
         given = map_leaves((self.args, dict(self.kwargs)), _leaf_key)
         return called, _hashable(given), self.output, self.grad
 
@@ -134,7 +141,9 @@ class Operand:
     def at(self, bases: Sequence[Tensor]) -> Operand:
         """The same operand with positions in `bases` in place of its tensors: it holds none of them."""
         places = {id(x): Place(i) for i, x in enumerate(bases)}
-        recipe = None if self.recipe is None else self.recipe.exchanged(Tensor, lambda x: places.get(id(x), x))
+        recipe = (
+            None if self.recipe is None else self.recipe.exchanged(Tensor, lambda x: places.get(id(x), x))
+        )
         return replace(self, base=None if self.base is None else places[id(self.base)], recipe=recipe)
 
     def of(self, bases: Sequence[Tensor]) -> Operand:
@@ -205,10 +214,10 @@ class Captures:
         self,
         guards: Sequence[Guard],
         found: Mapping[int, tuple[Tensor, str, Path]],
-        seen: Mapping[int, set[str]],
+        seen: Mapping[int, set[Seen]],
         opaque: str | None,
     ) -> None:
-        """Note what a finished trace depends on: guards, and what was `seen` of the tensors that were `found`."""
+        """Note what a finished trace depends on: guards, and what was `seen` of tensors that were `found`."""
         self.guards += tuple(guards)
         self.opaque = self.opaque or opaque
         for key, (tensor, _, path) in found.items():
@@ -254,14 +263,14 @@ class Captures:
         return tuple(t.renumbered(tensor_slots, scalar_slots) for t in traced)
 
 
-def _guards_of(tensor: Tensor, path: Path, seen: set[str]) -> Iterator[Guard]:
+def _guards_of(tensor: Tensor, path: Path, seen: set[Seen]) -> Iterator[Guard]:
     """What must stay as it is of a captured tensor."""
     yield Guard("tensor", path)
     if seen:
         yield Guard("dtype", path, tensor.dtype)
         yield Guard("rank", path, tensor.dim())
-    if "shape" in seen:
-        yield Guard("shape", path, tuple(tensor.shape))
+    for dimension in sorted(what for what in seen if isinstance(what, int)):
+        yield Guard("extent", path, (dimension, tensor.shape[dimension]))
     if "all" in seen:
         yield Guard("layout", path, tuple(tensor.shape))
         yield Guard("device", path, tensor.device)

@@ -204,9 +204,7 @@ class Lifter:
             lifted.__defaults__ = tuple(self.lift(x, n, inside.item(i)) for i, (x, n) in enumerate(named))
         if keyword:
             inside = path.attribute("__kwdefaults__")
-            lifted.__kwdefaults__ = {
-                key: self.lift(x, key, inside.item(key)) for key, x in keyword.items()
-            }
+            lifted.__kwdefaults__ = {key: self.lift(x, key, inside.item(key)) for key, x in keyword.items()}
 
     def _cells(
         self, function: FunctionType, path: Path
@@ -289,7 +287,9 @@ class Lifter:
             self._guard("length", path, len(thing))
             fields = getattr(thing, "_fields", None)
             names = [f"{name}.{f}" for f in fields] if fields else [f"{name}[{i}]" for i in range(len(thing))]
-            lifted = [self.lift(x, n, path.item(i)) for i, (x, n) in enumerate(zip(thing, names, strict=True))]
+            lifted = [
+                self.lift(x, n, path.item(i)) for i, (x, n) in enumerate(zip(thing, names, strict=True))
+            ]
             return type(thing)(*lifted) if hasattr(thing, "_fields") else tuple(lifted)
         return self._as_it_is(thing, path)
 
@@ -433,8 +433,9 @@ class Lifter:
             for key in self._looked_at(vars(thing)):
                 self._pin(vars(thing)[key], f"{name}.{key}", path.attribute("__dict__").item(key))
         elif type(thing) in (list, tuple, dict) and any(isinstance(x, Tensor) for x in _items(thing)):
-            for key, x in thing.items() if isinstance(thing, dict) else enumerate(thing):
-                self._pin(x, f"{name}[{key!r}]", path.item(key))
+            pairs = thing.items() if isinstance(thing, dict) else enumerate(thing)
+            for at, x in pairs:
+                self._pin(x, f"{name}[{at!r}]", path.item(at))
         else:
             self._as_it_is(thing, path)
 

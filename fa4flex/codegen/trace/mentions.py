@@ -25,8 +25,8 @@ _BY_COMPUTED_NAME = frozenset((
 """Names whose mention means that any attribute may be read."""
 
 _BINARY = (
-    "add", "sub", "mul", "truediv", "floordiv", "mod", "divmod", "pow", "lshift", "rshift", "and", "or", "xor",
-    "matmul",
+    "add", "sub", "mul", "truediv", "floordiv", "mod", "divmod", "pow", "lshift", "rshift", "and", "or",
+    "xor", "matmul",
 )  # fmt: skip
 _OTHERS = (
     "call", "getitem", "getattr", "get", "len", "iter", "next", "contains", "bool", "int", "float", "index",

@@ -71,7 +71,7 @@ FAILS = {
     "tensor": "not isinstance({x}, Tensor)",
     "dtype": "{x}.dtype is not {c}",
     "rank": "{x}.dim() != {c}",
-    "shape": "tuple({x}.shape) != {c}",
+    "extent": "{x}.shape[{c}[0]] != {c}[1]",
     "layout": "tuple({x}.shape) != {c} or {x}.layout is not strided",
     "device": "{x}.device != {c}",
     "grad": "{x}.requires_grad is not {c}",
@@ -82,7 +82,7 @@ second path, which the guard has for its constant."""
 
 Reading = tuple[tuple[Tensor, ...], tuple[int | float, ...]]
 Reader = Callable[..., Reading | None]
-"""reader(score_mod, mask) -> captured tensors and numbers as they are now; None where the trace does not hold."""
+"""reader(score_mod, mask) -> captured tensors and numbers as they are now; None if a guard fails."""
 
 _MISSES = (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError, Opaque)
 """What a path raises that leads nowhere any more."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fa4flex.codegen.expr import Expr, apply, const, reduce, substitute, sym
-from fa4flex.codegen.trace.captures import Captures, Recipe
+from fa4flex.codegen.trace.captures import Captures, Recipe, Seen
 from fa4flex.codegen.trace.origin import user_line
 from fa4flex.codegen.trace.paths import Path
 from fa4flex.errors import Origin, TraceError
@@ -41,8 +41,8 @@ class State:
     """The user's line, where the running code is a graph that was made of it."""
     opaque: str | None = None
     """A captured tensor that was met and whose path is not known; None if there is none."""
-    seen: dict[int, set[str]] = field(default_factory=dict)
-    """By id of a captured tensor, what the trace depends on: "element" if one is read, "shape", "all"."""
+    seen: dict[int, set[Seen]] = field(default_factory=dict)
+    """What the trace depends on of a captured tensor, by the tensor's id."""
     made: dict[int, Derived] = field(default_factory=dict)
     """Tensors made while tracing, by id."""
     origins: dict[Expr, Origin] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class State:
     compute_dtype_read: bool = False
     cut_axes: set[str] = field(default_factory=set)
     """Axes that cover part of a dimension: a negative index into them is not one into the tensor."""
-    _owner: dict[str, int] = field(default_factory=dict)
+    _owner: dict[str, tuple[int, int]] = field(default_factory=dict)
     _bound: dict[tuple[Expr, str], str] = field(default_factory=dict)
     _axes: int = 0
 
@@ -61,10 +61,10 @@ class State:
         self._axes += 1
         return f"r{self._axes - 1}"
 
-    def axis_of(self, tensor: Tensor) -> str:
+    def axis_of(self, tensor: Tensor, dimension: int) -> str:
         """A fresh axis that runs over a dimension of `tensor`."""
         axis = self.fresh_axis()
-        self._owner[axis] = id(tensor)
+        self._owner[axis] = id(tensor), dimension
         return axis
 
     def meet(self, tensor: Tensor) -> None:
@@ -72,7 +72,7 @@ class State:
         if id(tensor) not in self.found and id(tensor) not in self.made:
             self.opaque = self.opaque or f"a tensor of shape {tuple(tensor.shape)} from a place unknown"
 
-    def see(self, tensor: int, what: str) -> None:
+    def see(self, tensor: int, what: Seen) -> None:
         """The trace depends on this of the tensor with that id."""
         self.seen.setdefault(tensor, set()).add(what)
 
@@ -80,11 +80,12 @@ class State:
         """The trace depends on the extent of the dimension that `axis` runs over."""
         if axis not in self._owner:
             return
-        owner = self._owner[axis]
-        self.see(owner, "shape")
+        owner, dimension = self._owner[axis]
+        self.see(owner, dimension)
         derived = self.made.get(owner)
         for base in () if derived is None or derived.recipe is None else derived.recipe.bases():
-            self.see(id(base), "shape")
+            for other in range(base.dim()):
+                self.see(id(base), other)
 
     def where(self) -> Origin | None:
         return self.place or user_line(self.boundary, depth=2)

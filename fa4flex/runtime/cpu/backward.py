@@ -22,7 +22,7 @@ from fa4flex.codegen.analyze.gradient import ONE
 from fa4flex.codegen.evaluate import Value
 from fa4flex.runtime.cpu.captured import SharedGradients
 from fa4flex.runtime.cpu.forward import INFINITY, Forward, raw_scores, scaled_queries, sink_logits
-from fa4flex.runtime.cpu.tiles import Block, Inputs, Span, Walk, Workspace, matmul
+from fa4flex.runtime.cpu.tiles import Block, Inputs, Span, Walk, Workspace, fitted_call, matmul
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ def backward(
     dout [B, H, Sq, Dv] and dlse [B, H, Sq] (None: zero) may have any strides, expanded ones included.
     `needs` names the operand slots whose gradient is wanted.
     """
+    facts, inputs = fitted_call(facts, inputs)
     shared = SharedGradients(facts, inputs, needs)
     dq, dk, dv = accumulate(facts, inputs, saved, (dout, dlse), shared)
     return Gradients(dq, dk, dv, *shared.result())
@@ -62,7 +63,10 @@ def accumulate(
     upstream: tuple[Tensor, Tensor | None],
     shared: SharedGradients,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of one call, from upstream (dout, dlse); gradients of operands and sinks go to `shared`."""
+    """dq, dk, dv of one call, from upstream (dout, dlse); gradients of operands and sinks go to `shared`.
+
+    All integers of `facts` fit in 64 bits.
+    """
     state = _Backward(inputs, saved, upstream, shared)
     for block in Walk(facts, inputs):
         _Rows(block, state).run()

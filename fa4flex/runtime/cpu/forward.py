@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.runtime.cpu.few import few_queries
-from fa4flex.runtime.cpu.tiles import Block, Heads, Inputs, Span, Walk, Workspace, matmul
+from fa4flex.runtime.cpu.tiles import Block, Heads, Inputs, Span, Walk, Workspace, fitted_call, matmul
 from fa4flex.runtime.layouts import empty_output
 
 INFINITY = float("inf")
@@ -38,7 +38,16 @@ class Forward:
 
 @torch.no_grad()
 def forward(facts: Facts, inputs: Inputs) -> Forward:
-    """Attention of `inputs` under the score and mask of `facts`. Deterministic."""
+    """Attention of `inputs` under the score and mask of `facts`. Deterministic.
+
+    Raises UnsupportedError where integers of the mods may leave 64 bits, InputError where one is divided
+    by 0.
+    """
+    return attend(*fitted_call(facts, inputs))
+
+
+def attend(facts: Facts, inputs: Inputs) -> Forward:
+    """`forward` of facts whose integers fit in 64 bits."""
     few = few_queries(facts, inputs)
     if few is not None:
         return Forward(*few)

@@ -12,12 +12,13 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from fa4flex.codegen.analyze.domain import Ragged
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.errors import InputError
 from fa4flex.runtime.cpu.backward import Gradients, accumulate
 from fa4flex.runtime.cpu.captured import SharedGradients
-from fa4flex.runtime.cpu.forward import INFINITY, Forward, forward
-from fa4flex.runtime.cpu.tiles import Inputs
+from fa4flex.runtime.cpu.forward import INFINITY, Forward, attend
+from fa4flex.runtime.cpu.tiles import Inputs, fitted_call
 from fa4flex.runtime.layouts import empty_output
 
 Range = tuple[int, int]
@@ -128,6 +129,13 @@ def _check(inputs: Inputs, sequences: Sequences) -> None:
             )
 
 
+def _shape(inputs: Inputs, sequences: Sequences) -> Ragged:
+    of_queries, of_keys = (
+        max((stop - start for start, stop in rows), default=0) for rows in (sequences.queries, sequences.keys)
+    )
+    return Ragged(len(sequences), inputs.q.shape[1], of_queries, of_keys)
+
+
 def _each(inputs: Inputs, sequences: Sequences) -> Iterator[tuple[int, Inputs]]:
     for n in range(len(sequences)):
         q, k, v = (
@@ -153,9 +161,10 @@ def _statistics(result: Forward) -> tuple[Tensor, Tensor, Tensor]:
 def forward_sequences(facts: Facts, inputs: Inputs, sequences: Sequences) -> Forward:
     """`forward` of every sequence; results are laid out as the inputs are."""
     _check(inputs, sequences)
+    facts, inputs = fitted_call(facts, inputs, _shape(inputs, sequences))
     result = _results(inputs, sequences.packed)
     for n, one in _each(inputs, sequences):
-        part = forward(facts, one)
+        part = attend(facts, one)
         sequences.of_queries(result.out, n).copy_(part.out)
         for whole, own in zip(_statistics(result), _statistics(part), strict=True):
             sequences.of_statistics(whole, n).copy_(own)
@@ -173,6 +182,7 @@ def backward_sequences(
 ) -> Gradients:
     """Gradients of `forward_sequences`, from upstream (dout, dlse) laid out as its out and lse."""
     _check(inputs, sequences)
+    facts, inputs = fitted_call(facts, inputs, _shape(inputs, sequences))
     dout, dlse = upstream
     dq, dk, dv = (
         torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (inputs.q, inputs.k, inputs.v)

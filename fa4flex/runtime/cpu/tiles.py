@@ -9,15 +9,16 @@ grouped-query attention a copy of k and v.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from fa4flex.codegen.analyze.facts import SCORE, Facts
+from fa4flex.codegen.analyze.facts import SCORE, Facts, analyze
+from fa4flex.codegen.analyze.overflow import fitted
 from fa4flex.codegen.analyze.tiles import Shape, TileMap, tile_map
-from fa4flex.codegen.evaluate import Captured, PastTheEnd, Value, evaluate
+from fa4flex.codegen.evaluate import Captured, DividedByZero, PastTheEnd, Value, evaluate
 from fa4flex.codegen.expr import Expr
 
 QUERY_TILE, KEY_TILE = 128, 128
@@ -107,6 +108,19 @@ class Span:
         return slice(self.start, self.stop)
 
 
+def fitted_call(facts: Facts, inputs: Inputs, shape: Shape | None = None) -> tuple[Facts, Inputs]:
+    """The same call with all integers of its mods in int64, whose extents are `shape`'s or the inputs'.
+
+    Raises UnsupportedError where they may not fit, InputError where one is divided by a number that is 0.
+    """
+    captured = inputs.captured.signed()
+    if captured is not inputs.captured:
+        inputs = replace(inputs, captured=captured)
+    score, mask = fitted((facts.score, facts.mask), inputs.shape if shape is None else shape, captured)
+    same = score is facts.score and mask is facts.mask
+    return facts if same else analyze(score, mask), inputs
+
+
 def spans(runs: Sequence[tuple[int, int, bool]], tile: int, kv_len: int, limit: int) -> list[Span]:
     """Runs of tiles joined where they touch, then cut into pieces of at most `limit` keys."""
     pieces: list[Span] = []
@@ -164,15 +178,15 @@ class Block:
     ) -> list[Value]:
         """Expressions on the tile of this block's rows and the keys of `span`, with `extra` symbols.
 
-        A mod may read past a captured tensor for pairs that the mask hides (a bias table as long as the
-        window). Where that happens the expressions are evaluated at the allowed pairs alone.
-        Raises InputError when an allowed pair reads past a captured tensor.
+        A mod may read past a captured tensor, or divide by 0, for pairs that the mask hides (a bias table as
+        long as the window). Where that happens the expressions are evaluated at the allowed pairs alone.
+        Raises InputError when it happens for an allowed pair.
         """
         inputs = self.walk.inputs
         symbols = {**self.symbols(span.keys), **extra}
         try:
             return evaluate(roots, symbols, inputs.captured, inputs.precision)
-        except PastTheEnd:
+        except (PastTheEnd, DividedByZero):
             return self._evaluate_allowed(roots, span, symbols)
 
     def _evaluate_allowed(self, roots: Sequence[Expr], span: Span, symbols: dict[str, Value]) -> list[Value]:

@@ -20,7 +20,7 @@ from fa4flex.codegen.analyze.bounds import bounds
 from fa4flex.codegen.analyze.domain import READS, Ragged, Shape, numbers_read, on_host, slot_of, slots_read
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.analyze.intervals import Intervals
-from fa4flex.codegen.analyze.overflow import integers, overflowing
+from fa4flex.codegen.analyze.overflow import integers, overflowing, refuse_overflow
 from fa4flex.codegen.analyze.rules import Bounds
 from fa4flex.codegen.analyze.tables import Tables
 from fa4flex.codegen.analyze.tiles import unmet
@@ -79,6 +79,7 @@ def prove(facts: Facts, shape: Shape, captured: Captured) -> Proved:
     """Raises PastTheEnd where a batch entry, a head, or a mask's row or key has no element in a tensor."""
     roots = (facts.score, facts.mask, *_ends(facts))
     tables = Tables(on_host(captured, facts.mask, *integers(facts.score)))
+    refuse_overflow((facts.score, facts.mask), shape, tables.captured)
     return Proved(
         _mask_form(facts, shape, tables),
         bool(overflowing(roots, shape, tables.captured)),
@@ -157,7 +158,7 @@ def _in_range(
         index = node.args if node.op == "load" else node.args[1:]
         for i, found, size in zip(index, bounds(index, symbols, tables), table.shape, strict=False):
             if i.op == "sym" and i.value in never_past.get(node, ()) and found.hi >= size:
-                raise PastTheEnd(table, f"{i} goes up to {found.hi} in a dimension of {size}")
+                raise PastTheEnd(table, f"{i} goes up to {found.hi} in a dimension of {size}", node)
             proved = proved and bool(found.lo >= 0 and found.hi < size)
     return proved
 

@@ -1,0 +1,292 @@
+"""Run PyTorch's tests of FlexAttention on fa4flex.flex_attention, on the CPU.
+
+    pip install expecttest
+    python scripts/torch_flex_tests.py ~/pytorch --mode eager aot_eager --out results
+    python scripts/torch_flex_tests.py test_flex_attention.py --mode inductor --only causal
+
+The argument is a checkout of PyTorch, of the installed version where possible, or its two files
+test/inductor/test_flex_attention.py and test_flex_decoding.py. What a test compiles runs on fa4flex: as it is
+in mode "eager", compiled with a backend of torch.compile in the others. What it calls without compiling is
+its reference, and runs on torch; where a test compiles nothing, its direct calls run on fa4flex. Tests that
+PyTorch skips on the CPU, gradients among them, are run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import os
+import sys
+import unittest
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from foreign_tests import Reason, Suite, arguments, compiled, main, of_tests
+
+MODES = ("eager", "aot_eager", "inductor")
+FILES = ("test_flex_attention.py", "test_flex_decoding.py")
+ON_A_GPU = ("Requires Triton", "Skip on CPU", "Requires A100")
+"""How PyTorch's reasons begin for skipping, on a CPU, tests that fa4flex can run there."""
+
+COMPILED = ("aot_eager", "inductor")
+FAILED = "failed assertion"
+REASONS = (
+    # what looks at torch itself, or at a GPU
+    Reason(r"reads the code that Inductor generates", "reads the code that Inductor generates"),
+    Reason(r"reads Dynamo's graphs", "reads Dynamo's graphs", ("eager",)),
+    Reason(r"gm\.sdpa_score|has no attribute 'sdpa_score0'", "reads the graph of torch's operator"),
+    Reason(
+        r"as_strided_error|AsStridedErrorTensor|dispatch_order", "registers a class with torch's operator"
+    ),
+    Reason(r"FP8 is not supported|does not support bf16", "PyTorch names a GPU's number formats"),
+    Reason(r"detected only one GPU|CUDAGraph|cuda:1|TMA enabled|TMA is not avail", "needs a CUDA device"),
+    Reason(r"FBCODE Triton|Requires TMA|flash-attn|SM100", "is about a kernel of torch"),
+    Reason(r"Too large to run|TODO: Figure out", "is skipped by PyTorch everywhere"),
+    Reason(r"issues/162464", "is skipped by PyTorch on Linux"),
+    Reason(r"disables_internal_compilation", "is about a switch of torch's own flex_attention"),
+    Reason(r"test_free_symbol_dynamic|do_not_trigger_dynamic", "counts compilations", ("eager",)),
+    Reason(r"test_nested_tensor.*\n.*does not support Nested", "expects Dynamo's error", ("eager",)),
+    # what torch cannot do, and fa4flex can
+    Reason(r"test_captured_reduction.*\n.*Unexpected success", "expects torch's failure: reductions work"),
+    Reason(r"none_q_indices.*\n.*not raised", "expects torch's failure: no query index is needed"),
+    Reason(r"InductorError not raised", "expects a limit of Inductor, which fa4flex does not have"),
+    Reason(r"cant_lower_error.*\n.*not raised", "expects torch's failure: the reduction works"),
+    Reason(r"test_invalid_block_size.*\n.*not raised", "expects torch's failure: blocks of 96 work"),
+    Reason(
+        r"which_distinct|test_distinct_biases.*float16.*\n.*reference",
+        "the exact gradient of a bias of queries is 0, which torch's float64 reference, as it is summed "
+        "in float16, misses by more than fa4flex",
+    ),
+    Reason(r"TraceError: .* returned a bool", "a score_mod that returns a bool is refused in words"),
+    # what fa4flex is to learn
+    Reason(r"ClosureConversionError", "mods made inside a compiled function", COMPILED, True),
+    Reason(r"'BlockMask' object has no attr", "BlockMasks made inside a compiled function", COMPILED, True),
+    Reason(r"Observed exception", "two calls in one graph", COMPILED, True),
+    Reason(r"assume_constant_result", "options whose values are dynamic", COMPILED, True),
+    Reason(r"super\(\)", "errors that Dynamo cannot make", COMPILED, True, FAILED),
+    Reason(
+        r"(mods_(automatic_)?dynamic|free_symbol|do_not_trigger)[^|]*Scalars are not equal",
+        "too many compilations",
+        COMPILED,
+        True,
+    ),
+    Reason(r"Error: kernel_options", "kernel_options other than BLOCK_M with BLOCK_N", defect=True),
+    Reason(
+        r"InputError: mixed dtypes|test_mixed_dtype", "mixed dtypes, without and under autocast", defect=True
+    ),
+    Reason(r"a block map for q_len=1, kv_len=1 ", "torch's BlockMask that stands for none", defect=True),
+    Reason(
+        r"a block map for q_len=\d+, kv_len=\d+ with", "words and type of the error for lengths", defect=True
+    ),
+    Reason(r"InputError: a sliced BlockMask", "type of the error for a sliced BlockMask", defect=True),
+    Reason(r"an empty tensor", "tensors without elements", defect=True),
+    Reason(
+        r"Stride order mismatch|view size is not compat", "order of the output's strides", (), True, FAILED
+    ),
+    Reason(r"deprecation_warnings", "the warning and error about return_lse", (), True, FAILED),
+)
+
+
+class Switch:
+    """Where a call of flex_attention in a test goes."""
+
+    direct = False  # calls that are not compiled run on fa4flex
+    inside = False  # within what the test compiled
+    calls = 0
+
+
+def _count() -> None:
+    """Runs when Dynamo compiles a call, or with the call; Dynamo takes its result for a constant."""
+    Switch.calls += 1
+
+
+vars(_count).update(_dynamo_marked_constant=True)
+
+
+class Tests(Suite):
+    def __init__(self, files: Sequence[Path]) -> None:
+        self.files = files
+        self.reasons = REASONS
+
+    def prepare(self, mode: str) -> None:
+        try:
+            import expecttest  # noqa: F401
+        except ImportError:
+            raise SystemExit("PyTorch's tests need expecttest: pip install expecttest") from None
+        os.environ["PYTORCH_PRINT_REPRO_ON_FAILURE"] = "0"
+        _let_cpu_tests_run()
+        _replace_flex_attention()
+        _replace_compile(mode, self.files)
+        _skip_internals(mode)
+
+    def attempts(self, case: str) -> Iterator[contextlib.AbstractContextManager[None]]:
+        # what a backward pass computes anew must run where the forward pass ran
+        for direct in (True,) if "selective_ac" in case else (False, True):
+            yield _attempt(direct)
+
+    def called(self) -> bool:
+        return Switch.calls > 0
+
+
+@contextlib.contextmanager
+def _attempt(direct: bool) -> Iterator[None]:
+    Switch.direct, Switch.inside, Switch.calls = direct, False, 0
+    for module in list(sys.modules.values()):
+        names = vars(module)
+        if "DEVICE_SUPPORTS_BACKWARDS" in names:
+            names["DEVICE_SUPPORTS_BACKWARDS"].items.add("cpu")
+        if "TestFlexDecodingCPU" in names:
+            _with_gradients(names["TestFlexDecodingCPU"])
+    yield
+
+
+def _with_gradients(case: Any) -> None:
+    """Make tests of decoding ask for gradients and the LSE, as they do on a GPU."""
+    if vars(case).get("with_gradients"):
+        return
+    set_up = case.setUp
+
+    def setUp(self: Any) -> None:
+        set_up(self)
+        self.test_inference_only = False
+
+    case.setUp, case.with_gradients = setUp, True
+
+
+def _let_cpu_tests_run() -> None:
+    from torch.testing._internal import common_device_type as devices
+
+    def as_it_is(*_: Any, **__: Any) -> Callable[[Any], Any]:
+        return lambda test: test
+
+    for name in ("skipIf", "skipUnless"):
+        real = getattr(unittest, name)
+        setattr(unittest, name, functools.partial(_skip, real, as_it_is))
+    devices.skipCPUIf = as_it_is
+    devices.largeTensorTest = as_it_is
+    devices.flex_attention_supported_platform = lambda test: test
+    instantiate = devices.instantiate_device_type_tests
+
+    def on_cpu(case: type, scope: dict[str, Any], **_: Any) -> None:
+        instantiate(case, scope, only_for=("cpu",))
+
+    devices.instantiate_device_type_tests = on_cpu
+
+
+def _skip(real: Any, as_it_is: Any, condition: Any, reason: str) -> Any:
+    return as_it_is() if reason.startswith(ON_A_GPU) else real(condition, reason)
+
+
+def _replace_flex_attention() -> None:
+    import torch.nn.attention.flex_attention as flex
+
+    import fa4flex
+
+    reference, apply_options = flex.flex_attention, flex._apply_kernel_options
+
+    def flex_attention(*args: Any, **kwargs: Any) -> Any:
+        if Switch.inside or Switch.direct:
+            _count()
+            return fa4flex.flex_attention(*args, **kwargs)
+        return reference(*args, **kwargs)
+
+    def with_statistics(*args: Any, return_aux: Any = None, **kwargs: Any) -> Any:
+        """Options for which torch's reference returns the largest scores also on a CPU."""
+        if return_aux is None and len(args) > 5:
+            *args, return_aux = args
+        asked = return_aux is not None and return_aux.max_scores
+        given = return_aux._replace(max_scores=False) if asked else return_aux
+        options = apply_options(*args, return_aux=given, **kwargs)
+        return {**options, "OUTPUT_MAX": True} if asked else options
+
+    flex.flex_attention = flex_attention
+    flex._apply_kernel_options = with_statistics
+    flex._validate_device = lambda *_: None  # the reference has gradients on a CPU too, if asked
+
+
+def _replace_compile(mode: str, files: Sequence[Path]) -> None:
+    import torch
+
+    real = torch.compile
+    way = _uncompiled if mode == "eager" else compiled(real, mode)
+
+    def compile(model: Any = None, **options: Any) -> Any:
+        if not of_tests(sys._getframe(1).f_globals, files):
+            return real(model, **options)
+        return _inside(way, options) if model is None else _inside(way, options)(model)
+
+    torch.compile = compile
+
+
+def _uncompiled(model: Any, **_: Any) -> Any:
+    return model
+
+
+def _inside(way: Any, options: dict[str, Any]) -> Callable[[Any], Any]:
+    def decorate(model: Any) -> Any:
+        function = way(model, **options)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before, Switch.inside = Switch.inside, True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                Switch.inside = before
+
+        return functools.wraps(model)(call) if hasattr(model, "__name__") else call
+
+    return decorate
+
+
+class _NotCounted:
+    """A counter of compilations where nothing is compiled: its count equals any."""
+
+    def __init__(self, backend: str) -> None:
+        self.frame_count = self
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _skip_internals(mode: str) -> None:
+    """Make tests that look at what torch generates, or count its compilations, say so."""
+    import torch._dynamo.testing
+    import torch._inductor.utils
+    import torch.testing
+
+    def skip(words: str) -> Callable[..., Any]:
+        def raising(*_: Any, **__: Any) -> Any:
+            raise unittest.SkipTest(words)
+
+        return raising
+
+    torch._inductor.utils.run_and_get_code = skip("reads the code that Inductor generates")
+    torch.testing.FileCheck = skip("reads the code that Inductor generates")
+    if mode == "eager":
+        torch._dynamo.testing.CompileCounterWithBackend = _NotCounted
+        torch._dynamo.testing.EagerAndRecordGraphs = skip("reads Dynamo's graphs")
+    else:
+        counter = torch._dynamo.testing.CompileCounterWithBackend
+        torch._dynamo.testing.CompileCounterWithBackend = lambda _: counter(mode)
+
+
+def _files(given: Sequence[Path]) -> list[Path]:
+    found = []
+    for path in given:
+        found += [path] if path.is_file() else [path / "test/inductor" / name for name in FILES]
+    missing = [str(path) for path in found if not path.is_file()]
+    if missing:
+        raise SystemExit(f"no {', '.join(missing)}: give a checkout of PyTorch, or the files themselves")
+    return [path.resolve() for path in found]
+
+
+def run(given: argparse.Namespace) -> int:
+    return main("torch_flex_tests", __file__, Tests(_files(given.checkout)), given)
+
+
+if __name__ == "__main__":
+    sys.exit(run(arguments(__doc__, MODES).parse_args()))
