@@ -71,3 +71,30 @@ def test_beams_reorder_the_cache() -> None:
         inputs = FAMILIES["mistral"].inputs(torch.float64)
         made.append(model.generate(**inputs, max_new_tokens=6, num_beams=3, do_sample=False, pad_token_id=0))
     assert torch.equal(*made)
+
+
+@torch.no_grad()
+@pytest.mark.slow
+@pytest.mark.parametrize("padded", [0, 5])
+def test_generate_compiles_once(padded: int) -> None:
+    """Masks are made outside the graph and given to it, one per step; offsets and padding are its inputs."""
+    from torch._dynamo.utils import counters
+
+    made = []
+    for implementation in ("eager", "fa4flex"):
+        model = FAMILIES["llama"].build(implementation, torch.float64)
+        ids = FAMILIES["llama"].inputs(torch.float64)["input_ids"]
+        padding = torch.ones_like(ids)
+        padding[0, :padded] = 0
+        compiling = transformers.CompileConfig(backend="aot_eager", fullgraph=True, mode=None)
+        compiling._compile_all_devices = True
+        torch._dynamo.reset()
+        counters.clear()
+        made.append(
+            model.generate(
+                ids, attention_mask=padding, max_new_tokens=8, min_new_tokens=8, do_sample=False,
+                pad_token_id=0, cache_implementation="static", compile_config=compiling,
+            )
+        )  # fmt: skip
+        assert counters["stats"]["unique_graphs"] == 1
+    assert torch.equal(*made)
