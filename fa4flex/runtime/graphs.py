@@ -7,9 +7,10 @@ into a program and calls `torch.ops.fa4flex.attention`, which is all that later 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,11 +105,42 @@ def _register() -> None:
     class Variable(higher_order_ops.FlexAttentionHigherOrderVariable):
         _HOP_NAME = f"torch.ops.higher_order.{NAME}"
 
+        def create_wrapped_node(self, *args: Any, **kwargs: Any) -> Any:
+            with _floats_of_the_whole_graph():
+                return super().create_wrapped_node(*args, **kwargs)
+
     higher_order_ops._hop_name_to_variable_class.setdefault(NAME, Variable)
 
 
 # Dynamo runs it once, while it compiles, and does not trace it.
 vars(_register).update(_dynamo_marked_constant=True)
+
+
+@contextlib.contextmanager
+def _floats_of_the_whole_graph() -> Iterator[None]:
+    """Within, Dynamo unpacks a captured float in the model's graph rather than in that of the mod.
+
+    Dynamo remembers what it unpacked for the rest of the model, and a second mod that reads the same float could
+    not reach into the graph of the first.
+    """
+    from torch._dynamo.variables.builder import VariableBuilder
+
+    wrap = VariableBuilder.wrap_symfloat
+
+    def wrap_at_the_root(self: Any, value: float) -> Any:
+        output = self.tx.output
+        tracers = output.tracers
+        output.tracers = tracers[:1]
+        try:
+            return wrap(self, value)
+        finally:
+            output.tracers = tracers
+
+    VariableBuilder.wrap_symfloat = wrap_at_the_root  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        VariableBuilder.wrap_symfloat = wrap  # type: ignore[method-assign]
 
 
 def run(
