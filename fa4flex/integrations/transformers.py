@@ -1,80 +1,82 @@
 """Hugging Face transformers: `attn_implementation="fa4flex"`.
 
-`register()` adds two functions to the library's registries. The mask function hands on the model's own
-mask_function (causal, sliding, chunked, packed, padded ...) as a fa4flex mask instead of evaluating it, so
-the model's mask is analysed and no batch x heads x S x S tensor exists. The attention function adds what the
-model asks for at the layer: scaling, soft cap, attention sinks, position bias.
+`register()` adds two functions to the library's registries. The mask function (model_mask.py) hands on the
+model's own mask_function (causal, sliding, chunked, packed, padded ...) as a fa4flex mask instead of
+evaluating it. The attention function adds what the model asks for at the layer: scaling, soft cap, attention
+sinks, position bias. Under the name "fa4flex_flash" the same two serve continuous batching (paged.py).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_or_false
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from fa4flex.api import Attention, compile
+from fa4flex.api import attention
 from fa4flex.errors import UnsupportedError
-from fa4flex.primitives.mask import Mask, ModMask
-from fa4flex.primitives.score import ScoreMod
-from fa4flex.variants import softcap as softcap_family
+from fa4flex.integrations.model_mask import ModelMask, attention_mask, from_table, with_bias, within_sequences
+from fa4flex.integrations.paged import PagedLayer, paged_attention
+
+__all__ = ["attention_forward", "attention_mask", "check", "register"]
 
 NAME = "fa4flex"
+PAGED_NAME = "fa4flex_flash"
+"""Continuous batching takes an implementation for one without dense masks if its name contains "flash"."""
+
+_names: set[str] = set()
 
 
-def register(name: str = NAME) -> None:
-    """Make `attn_implementation=name` known to transformers (5.0 or later). Calling it again is harmless."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    AttentionInterface.register(name, attention_forward)
-    AttentionMaskInterface.register(name, attention_mask)
-
-
-@dataclass(frozen=True, eq=False)
-class ModelMask:
-    """The mask of one forward pass, and what was compiled with it: all layers with one mask share that."""
-
-    mask: Mask
-    compiled: dict[tuple[Any, ...], Attention] = field(default_factory=dict, repr=False)
+def register(name: str = NAME, paged_name: str = PAGED_NAME) -> None:
+    """Make `attn_implementation=name` known to transformers (5.0 or later), and `paged_name` for its
+    continuous batching. From then on, a model that would ignore them is refused when it is made (see
+    `check`). Calling it again is harmless."""
+    for each in (name, paged_name):
+        AttentionInterface.register(each, attention_forward)
+        AttentionMaskInterface.register(each, attention_mask)
+        _names.add(each)
+    _check_models_when_made()
 
 
-def attention_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int = 0,
-    kv_offset: int = 0,
-    mask_function: Callable[..., Any] | None = None,
-    attention_mask: Tensor | None = None,
-    **options: Any,
-) -> ModelMask:
-    """The model's mask as a fa4flex mask over this call's query and key positions.
-
-    attention_mask  [batch, tokens seen so far] bool or 0/1, False where a token is padding, or None
-    """
-    from transformers.masking_utils import causal_mask_function, prepare_padding_mask
-
-    function = causal_mask_function if mask_function is None else mask_function
-    padding = None if attention_mask is None else prepare_padding_mask(attention_mask, kv_length, kv_offset)
-    if padding is not None and bool(padding.all()):
-        padding = None
-    mask_mod = _positioned(function, q_offset, kv_offset, padding)
-    return ModelMask(ModMask(mask_mod, f"transformers({function.__name__})"))
+def check(model: torch.nn.Module) -> None:
+    """Raise UnsupportedError if the model, or a model inside it, computes attention itself and would ignore
+    attn_implementation="fa4flex", as DeBERTa, BLOOM, Falcon and MPT do."""
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            _check_class(type(part))
 
 
-def _positioned(
-    function: Callable[..., Any], q_offset: int | Tensor, kv_offset: int | Tensor, padding: Tensor | None
-) -> Callable[..., Any]:
-    """`function` at absolute token positions, without the padded keys."""
-    real = None if padding is None else padding.to(torch.bool)
+def _check_class(cls: type) -> None:
+    if not cls._can_set_attn_implementation():  # type: ignore[attr-defined]
+        raise UnsupportedError(
+            f"{cls.__name__} with attn_implementation={NAME!r}",
+            f"a model whose layers call transformers' attention interface; {cls.__module__} computes its "
+            "attention itself and would ignore what is asked for",
+            'load it with attn_implementation="eager", or, inside a larger model, with a dict: '
+            f'attn_implementation={{"": "{NAME}", "<its config\'s name>": "eager"}}',
+        )
 
-    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        allowed = function(b, h, q_idx + q_offset, kv_idx + kv_offset)
-        return allowed if real is None else allowed & real[b, kv_idx + kv_offset]
 
-    return mask_mod
+def _check_models_when_made() -> None:
+    """transformers asks a model's class about every implementation by name, but lets any registered name pass
+    and looks for a package behind those with "flash". Both are answered here, for our names alone."""
+    asked = getattr(PreTrainedModel, "_check_and_adjust_attn_implementation", None)
+    if asked is None or hasattr(asked, "fa4flex"):
+        return
+
+    @functools.wraps(asked)
+    def answer(self: Any, attn_implementation: str | None, *args: Any, **kwargs: Any) -> Any:
+        if attn_implementation not in _names:
+            return asked(self, attn_implementation, *args, **kwargs)
+        _check_class(type(self))
+        return attn_implementation
+
+    answer.fa4flex = True  # type: ignore[attr-defined]
+    PreTrainedModel._check_and_adjust_attn_implementation = answer
 
 
 def attention_forward(
@@ -89,9 +91,31 @@ def attention_forward(
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
     is_causal: bool | None = None,
+    cache: Any = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """query [B, Hq, Sq, D], key and value [B, Hkv, Skv, D]; returns (out [B, Sq, Hq, Dv], None)."""
+    _refuse(dropout, options)
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    score = None if softcap is None else _capped(softcap)
+    if cache is not None:
+        layer = PagedLayer(module.layer_idx, scaling, score, s_aux)  # type: ignore[arg-type]
+        return paged_attention(cache, layer, (query, key, value), attention_mask, options), None
+    mask, bias = _from_model(attention_mask, query, key, bool(causal) and query.shape[2] > 1)
+    starts = options.get("cu_seq_lens_q")
+    if starts is not None:
+        mask = within_sequences(mask, (starts, options.get("cu_seq_lens_k", starts)), (query, key))
+    for each in (bias, position_bias):
+        score = score if each is None else with_bias(score, each)
+    out = attention(query, key, value, score_mod=score, mask=mask, scale=scaling, sinks=s_aux)
+    return out.transpose(1, 2).contiguous(), None
+
+
+_UNREAD = ("indices", "block_indices", "sinks", "head_mask")
+"""Arguments that change the result and are not read here: chosen keys, sinks per query, weights per head."""
+
+
+def _refuse(dropout: float, options: dict[str, Any]) -> None:
     if dropout:
         raise UnsupportedError(
             f"attention dropout {dropout}",
@@ -104,48 +128,51 @@ def attention_forward(
             "attention that never stores its weights",
             'load the model with attn_implementation="eager" to see the weights',
         )
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    compiled = attention_mask.compiled if isinstance(attention_mask, ModelMask) else {}
-    layer = (softcap, scaling, id(s_aux), id(position_bias))
-    if layer not in compiled:
-        mask, score = _from_model(attention_mask, softcap, bool(causal) and query.shape[2] > 1)
-        if position_bias is not None:
-            score = _with_bias(score, position_bias)
-        compiled[layer] = compile(score, mask, scale=scaling, sinks=s_aux)
-    out = compiled[layer](query, key, value)
-    return out.transpose(1, 2).contiguous(), None
+    for name in _UNREAD:
+        if options.get(name) is not None:
+            raise UnsupportedError(
+                f"a model whose layers pass {name}= to their attention",
+                "masks, padding, scaling, soft cap, position bias and sinks per head",
+                'load the model with attn_implementation="eager"',
+            )
+
+
+def _capped(softcap: float) -> Callable[..., Any]:
+    def capped(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return softcap * torch.tanh(score / softcap)
+
+    return capped
+
+
+def _causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return q_idx >= kv_idx
 
 
 def _from_model(
-    mask: ModelMask | Tensor | None, softcap: float | None, causal: bool
-) -> tuple[Mask | None, Callable[..., Any] | None]:
-    """The layer's mask and score mod. Without a mask, a causal layer is top-left causal, as in sdpa."""
-    score: ScoreMod | Callable[..., Any] | None = None if softcap is None else softcap_family(softcap)
+    mask: ModelMask | Tensor | None, query: Tensor, key: Tensor, causal: bool
+) -> tuple[Callable[..., Any] | None, Tensor | None]:
+    """The layer's mask_mod and additive bias. Without a mask, causal is top-left, as in sdpa."""
     if isinstance(mask, ModelMask):
-        return mask.mask, score
+        _check_lengths(mask, query, key)
+        return mask.mask_mod, None
     if isinstance(mask, Tensor):
-        if mask.dtype != torch.bool:
-            return None, _with_bias(score, mask)
-        return _from_table(mask), score
-    return (ModMask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, "causal") if causal else None), score
+        return (from_table(mask), None) if mask.dtype == torch.bool else (None, mask)
+    if mask is not None:
+        raise UnsupportedError(
+            f"an attention_mask of type {type(mask).__name__}",
+            "None, a tensor, or what fa4flex's mask function made",
+            "pass padding as a [batch, tokens] tensor, or any mask as a [batch, heads, queries, keys] tensor",
+        )
+    return (_causal if causal else None), None
 
 
-def _from_table(allowed: Tensor) -> Mask:
-    """A ready-made boolean [B or 1, H or 1, Sq, Skv] mask."""
-    batches, heads = allowed.shape[0] > 1, allowed.shape[1] > 1
-
-    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return allowed[b if batches else 0, h if heads else 0, q_idx, kv_idx]
-
-    return ModMask(mask_mod, "attention_mask")
-
-
-def _with_bias(score: Callable[..., Any] | None, bias: Tensor) -> Callable[..., Any]:
-    """`score`, then an additive [B or 1, H or 1, Sq, Skv] bias."""
-    batches, heads = bias.shape[0] > 1, bias.shape[1] > 1
-
-    def biased(s: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        before = s if score is None else score(s, b, h, q_idx, kv_idx)
-        return before + bias[b if batches else 0, h if heads else 0, q_idx, kv_idx]
-
-    return biased
+def _check_lengths(mask: ModelMask, query: Tensor, key: Tensor) -> None:
+    """A mask says nothing about keys past its end, which some models append. Lengths that a compiler does not
+    know, because the model computes them from contents, are not compared."""
+    _, q_len, kv_len = mask.sizes
+    if guard_or_false(query.shape[2] != q_len) or guard_or_false(key.shape[2] > kv_len):
+        raise UnsupportedError(
+            f"{query.shape[2]} queries and {key.shape[2]} keys under a mask for {q_len} and {kv_len}",
+            "a mask for all queries and keys of the layer",
+            'load the model with attn_implementation="eager"',
+        )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fa4flex.codegen.analyze.facts import Facts
+from fa4flex.runtime.cpu.few import few_queries
 from fa4flex.runtime.cpu.tiles import Block, Heads, Inputs, Span, Walk, Workspace, fitted_call, matmul
 from fa4flex.runtime.layouts import empty_output
 
@@ -47,6 +48,9 @@ def forward(facts: Facts, inputs: Inputs) -> Forward:
 
 def attend(facts: Facts, inputs: Inputs) -> Forward:
     """`forward` of facts whose integers fit in 64 bits."""
+    few = few_queries(facts, inputs)
+    if few is not None:
+        return Forward(*few)
     batch, heads, q_len, _ = inputs.q.shape
     out = empty_output(inputs.q, inputs.v.shape[3], inputs.output or inputs.q.dtype).zero_()
     lse = torch.full((batch, heads, q_len), -INFINITY, dtype=inputs.precision)

@@ -1,0 +1,114 @@
+"""A few queries at once, as in decoding: all pairs in one tile, without a map of tiles.
+
+Where the scores are few, proving which of them are masked takes longer than computing them. The batch is a
+dimension of the tile, [B, key heads, query heads per key head, queries, keys].
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fa4flex.codegen.analyze.facts import SCORE, Facts
+from fa4flex.codegen.evaluate import Value, evaluate
+from fa4flex.codegen.expr import TRUE
+from fa4flex.errors import InputError
+from fa4flex.runtime.cpu.tiles import Inputs, exponential
+from fa4flex.runtime.layouts import empty_output
+
+FEW_QUERIES = 4
+FEW_PRODUCTS = 1 << 23
+"""Multiplications that take about as long as a map of tiles does."""
+
+INFINITY = float("inf")
+LIMITS = {
+    dtype: (torch.finfo(dtype).min, torch.finfo(dtype).tiny) for dtype in (torch.float32, torch.float64)
+}
+"""The lowest and the smallest positive number of each dtype of scores."""
+
+
+def few_queries(facts: Facts, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+    """(out, lse, max_scores, total) as in Forward, or None where the pairs are not few.
+
+    None also where a mod cannot be evaluated at some pair: the mask may hide it, and tiles know that.
+    """
+    if not _are_few(inputs):
+        return None
+    q, k, v = (
+        x if x.dtype == inputs.precision else x.to(inputs.precision) for x in (inputs.q, inputs.k, inputs.v)
+    )
+    batch, heads, q_len, width = q.shape
+    tiles, rows, kv_len = batch * k.shape[1], inputs.ratio * q_len, k.shape[2]
+    keys = k.reshape(tiles, kv_len, width)
+    scores = torch.baddbmm(
+        q.new_empty(()), q.reshape(tiles, rows, width), keys.mT, beta=0, alpha=inputs.scale
+    )
+    plain = facts.score is SCORE and facts.mask is TRUE
+    try:
+        if not plain:
+            _modify(facts, inputs, scores.view(batch, k.shape[1], inputs.ratio, q_len, kv_len))
+    except InputError:
+        return None
+    maximum = scores.amax(-1, keepdim=True)
+    sinks = None if inputs.sinks is None else _sinks(inputs)
+    # Subtracting the lowest number from -inf leaves -inf, where -inf would make it NaN.
+    lowest, tiny = LIMITS[q.dtype]
+    shift = (maximum if sinks is None else torch.maximum(maximum, sinks)).clamp(min=lowest)
+    weights = scores.sub_(shift).exp_() if plain else exponential(scores.sub_(shift))
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total.add_((sinks - shift).exp_())
+    # A row that attends to nothing has output 0 and total 0. Any other total is about 1 or more.
+    out = torch.bmm(weights, v.reshape(tiles, kv_len, -1)).div_(total.clamp(min=tiny))
+    lse = total.log().add_(shift)
+    shape = batch, heads, q_len
+    result, dtype = out.view(*shape, -1), inputs.output or inputs.q.dtype
+    if dtype != result.dtype or not inputs.q.is_contiguous():
+        result = empty_output(inputs.q, v.shape[3], dtype).copy_(result)
+    return result, lse.view(shape), maximum.view(shape), total.view(shape)
+
+
+def _are_few(inputs: Inputs) -> bool:
+    batch, heads, q_len, width = inputs.q.shape
+    kv_len, out_width = inputs.v.shape[2:]
+    if inputs.tile is not None or not 0 < q_len <= FEW_QUERIES or inputs.k.numel() == 0 or out_width == 0:
+        return False
+    return batch * heads > 0 and batch * heads * q_len * kv_len * (width + out_width) <= FEW_PRODUCTS
+
+
+def _modify(facts: Facts, inputs: Inputs, scores: Tensor) -> None:
+    """The score mod in place, then -inf where the mask hides scores."""
+    symbols = _symbols(inputs, facts.score.free | facts.mask.free)
+    if facts.score is not SCORE:
+        (value,) = evaluate([facts.score], {**symbols, "score": scores}, inputs.captured, inputs.precision)
+        scores.copy_(value) if isinstance(value, Tensor) else scores.fill_(value)
+    if facts.mask is not TRUE:
+        (allowed,) = evaluate([facts.mask], symbols, inputs.captured, inputs.precision)
+        if isinstance(allowed, Tensor):
+            scores.masked_fill_(~allowed, -INFINITY)
+        elif not allowed:
+            scores.fill_(-INFINITY)
+
+
+def _sinks(inputs: Inputs) -> Tensor:
+    """A logit for each row of the tiles: [B * key heads, query heads per key head * queries, 1]."""
+    assert inputs.sinks is not None
+    batch, heads, q_len, _ = inputs.q.shape
+    sinks = inputs.sinks.to(inputs.precision).view(1, heads, 1).expand(batch, heads, q_len)
+    return sinks.reshape(-1, inputs.ratio * q_len, 1)
+
+
+def _symbols(inputs: Inputs, read: frozenset[str]) -> dict[str, Value]:
+    """The indices that are read, shaped to broadcast over the tile; one alone is a number."""
+    batch, heads, q_len, _ = inputs.q.shape
+    made: dict[str, Value] = {"q_len": q_len, "kv_len": inputs.k.shape[2], "num_heads": heads}
+    made |= {"b": 0 if inputs.sequence is None else inputs.sequence, "h": 0, "q": 0}
+    if "b" in read and inputs.sequence is None and batch > 1:
+        made["b"] = torch.arange(batch).view(-1, 1, 1, 1, 1)
+    if "h" in read and heads > 1:
+        made["h"] = torch.arange(heads).view(-1, inputs.ratio, 1, 1)
+    if "q" in read and q_len > 1:
+        made["q"] = torch.arange(q_len).view(-1, 1)
+    if "kv" in read:
+        made["kv"] = torch.arange(inputs.k.shape[2])
+    return made

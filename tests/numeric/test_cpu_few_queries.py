@@ -1,0 +1,127 @@
+"""A few queries at once: what they give is what tiles give, and the oracle."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cpu_cases import CASES, Case, Sizes, uniform
+from helpers import close
+from torch import Tensor
+
+import fa4flex
+from fa4flex import reference
+from fa4flex.codegen.evaluate import Captured
+from fa4flex.runtime.cpu import Forward, Inputs, few, forward
+
+F64 = torch.float64
+SIZES = {
+    "decoding": Sizes(q_len=1),
+    "four queries": Sizes(1, 6, 2, 4, 90, 8, 24),
+    "one head": Sizes(3, 1, 1, 2, 130),
+    "one key": Sizes(2, 4, 4, 1, 1),
+}
+
+
+def inputs(case: Case, sizes: Sizes, sinks: bool) -> tuple[Inputs, list[Tensor], Tensor | None]:
+    tables, sink = case.tables(sizes), uniform(sizes.heads) * 3 if sinks else None
+    return Inputs(*sizes.qkv(F64), Captured(tuple(tables)), 0.25, sink), tables, sink
+
+
+def by_tiles(case: Case, given: Inputs, monkeypatch: pytest.MonkeyPatch) -> Forward:
+    with monkeypatch.context() as patched:
+        patched.setattr(few, "FEW_QUERIES", 0)
+        return forward(case.facts, given)
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("name", CASES)
+def test_case(name: str, sinks: bool, sizes: Sizes, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES[name]
+    given, tables, sink = inputs(case, sizes, sinks)
+    found, tiles = forward(case.facts, given), by_tiles(case, given, monkeypatch)
+    score_mod, mask_mod = case.mods(tables)
+    out, lse = reference.attention(given.q, given.k, given.v, score_mod, mask_mod, scale=0.25, sinks=sink)
+    assert close(found.out, out) and close(found.lse, lse)
+    assert close(found.max_scores, tiles.max_scores) and close(found.total, tiles.total)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_dtypes_are_those_of_tiles(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, given = CASES["alibi"], Sizes(q_len=1)
+    one = Inputs(*given.qkv(dtype), Captured((uniform(given.heads).float(),)), 0.25)
+    for a, b in zip(
+        vars(forward(case.facts, one)).values(), vars(by_tiles(case, one, monkeypatch)).values(), strict=True
+    ):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        torch.testing.assert_close(a, b)
+
+
+def test_strides_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES["causal"]
+    q, k, v = (torch.randn(2, n, 3, 16, dtype=F64).transpose(1, 2) for n in (2, 40, 40))
+    for given in (Inputs(q, k, v), Inputs(q, k[:, :1].expand_as(k), v[..., ::2])):
+        found, tiles = forward(case.facts, given).out, by_tiles(case, given, monkeypatch).out
+        assert close(found, tiles) and found.stride() == tiles.stride()
+
+
+@pytest.mark.parametrize("name", ["causal", "nothing at all", "soft cap"])
+def test_infinite_scores(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys whose every score is -inf give what tiles give, not NaN where those give none."""
+    case, sizes = CASES[name], Sizes(q_len=1)
+    q, k, v = sizes.qkv(F64)
+    given = Inputs(q.abs(), torch.full_like(k, -torch.inf), v, Captured(tuple(case.tables(sizes))))
+    found, tiles = forward(case.facts, given), by_tiles(case, given, monkeypatch)
+    torch.testing.assert_close(found.out, tiles.out, equal_nan=True)
+    torch.testing.assert_close(found.lse, tiles.lse, equal_nan=True)
+
+
+def test_reads_past_a_table_where_the_mask_hides_them() -> None:
+    table = torch.randn(5, requires_grad=True)
+    attn = fa4flex.compile(
+        lambda s, b, h, q_idx, kv_idx: s + table[kv_idx], lambda b, h, q_idx, kv_idx: kv_idx < 5
+    )
+    q, k, v = (torch.randn(1, 2, n, 8) for n in (1, 30, 30))
+    out = attn(q, k, v)
+    want = fa4flex.compile(lambda s, b, h, q_idx, kv_idx: s + table[kv_idx])(q, k[:, :, :5], v[:, :, :5])
+    torch.testing.assert_close(out, want)
+
+
+def test_reads_past_a_table_raise() -> None:
+    table = torch.zeros(5)
+    attn = fa4flex.compile(lambda s, b, h, q_idx, kv_idx: s + table[kv_idx])
+    with pytest.raises(IndexError, match="past"):
+        attn(*(torch.randn(1, 2, n, 8) for n in (1, 30, 30)))
+
+
+def test_gradients() -> None:
+    """The backward pass reads what the forward pass saved."""
+    sizes = Sizes(q_len=2, kv_len=40)
+    tensors = [*sizes.qkv(F64), uniform(sizes.heads)]
+    for x in tensors:
+        x.requires_grad_()
+    q, k, v, sinks = tensors
+    slopes = uniform(sizes.heads).requires_grad_()
+
+    def alibi(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return s + slopes[h] * (q_idx - kv_idx)
+
+    def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return kv_idx <= q_idx + 30
+
+    attn = fa4flex.compile(alibi, mask, sinks=sinks, scale=0.25)
+    out, lse = attn(q, k, v, return_lse=True)
+    found = torch.autograd.grad(out.sin().sum() + lse.sum(), [*tensors, slopes])
+    out, lse = reference.attention(q, k, v, alibi, mask, scale=0.25, sinks=sinks)
+    want = torch.autograd.grad(out.sin().sum() + lse.sum(), [*tensors, slopes])
+    for a, b in zip(found, want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_chosen_tile_and_long_calls_walk_tiles() -> None:
+    q, k, v = Sizes(q_len=1).qkv(F64)
+    assert few.few_queries(CASES["dense"].facts, Inputs(q, k, v)) is not None
+    assert few.few_queries(CASES["dense"].facts, Inputs(q, k, v, tile=(16, 16))) is None
+    assert few.few_queries(CASES["dense"].facts, Inputs(q.expand(-1, -1, 5, -1), k, v)) is None
+    long = k[:, :, :1].expand(-1, -1, few.FEW_PRODUCTS // 64, -1)
+    assert few.few_queries(CASES["dense"].facts, Inputs(q, long, long)) is None
