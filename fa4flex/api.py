@@ -214,8 +214,11 @@ def attention(
     **composition: Any,
 ) -> Any:
     """compile(**composition) and call it, once. Functions of one code share what tracing found."""
-    attn = Attention(at_call(compose(**composition), sinks=sinks))
-    return attn(q, k, v, varlen=varlen, paging=paging, return_lse=return_lse)
+    variant = compose(**composition)
+    if sinks is not None:
+        variant = at_call(variant, sinks=sinks)
+    result = _run(variant, None, (q, k, v), varlen, paging, _LSE if return_lse else ())
+    return (result.out, result.lse) if return_lse else result.out
 
 
 def flex_attention(

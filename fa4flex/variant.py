@@ -96,7 +96,7 @@ def compose(
         mask = own if own is not None else mask
     _check_scale(scale)
     _check_types({"blocks": blocks, **data})
-    if layout not in get_args(Layout):
+    if layout not in _LAYOUTS:
         raise InputError(
             f"layout={layout!r}",
             '"bhsd" (batch, heads, sequence, head_dim) or "bshd"',
@@ -116,6 +116,7 @@ def compose(
 
 
 _PRECISION, _SCHEDULE = Precision(), Schedule()
+_LAYOUTS = get_args(Layout)
 
 
 def at_call(

@@ -150,6 +150,8 @@ def _keep(key: Hashable, made: Trace) -> None:
 
 def code_key(fn: Any) -> Hashable:
     """What functions have in common that may share a trace: their code, whatever it closes over."""
+    if fn is None:
+        return None
     if isinstance(fn, FunctionType):
         return fn.__code__
     if isinstance(fn, MethodType):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.forward_ad import unpack_dual
 
 from fa4flex.errors import InputError, UnsupportedError
@@ -95,6 +96,8 @@ def check_transforms(*tensors: Tensor | None) -> None:
 
     Forward-mode tangents would be dropped without a word; grad and vmap fail deep inside torch.
     """
+    if torch._C._functorch.maybe_current_level() is None and forward_ad._current_level < 0:
+        return
     for x in tensors:
         if x is None or torch.compiler.is_compiling():
             continue

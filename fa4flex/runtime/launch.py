@@ -164,7 +164,9 @@ def run(
         and again.fits(q, k, v)
     ):
         return Result(*again(q, k, v))
-    call = None if paging is not None else _direct_call(now, (q, k, v), varlen, statistics)
+    observed = _observed() or not _plain(q, k, v)
+    on_gpu = not observed and paging is None and (q.is_cuda or simulating())
+    call = _direct_call(now, (q, k, v), varlen, statistics) if on_gpu else None
     if call is not None:
         ready = prepared.engine.find(call)
         if ready is not None:  # a call that looks like this one was checked before
@@ -178,20 +180,15 @@ def run(
     if swap:
         q, k, v = (x.transpose(1, 2) if x.ndim == 4 else x for x in (q, k, v))
     _check_call(now, (q, k, v), varlen)
-    operands = _operands(now, q) if call is None else call.operands
+    operands = now.prepared.tensors(now.bound, on_gpu) if call is None else call.operands
     check_operand_devices(operands, tuple(o.name for o in now.bound.trace.operands), q)
     check_transforms(q, k, v, *operands, now.sinks)
     if call is not None:
         return Result(*prepared.engine.run(call))
     given = ops.Tensors(q, k, v, now.sinks, _lengths(varlen), operands)
     numbers = prepared.program.numbers(now.bound.scalars, now.scale(q))
-    seen = _observed() or not _plain(q, k, v)
-    result = Result(*ops.attend(prepared.program, given, numbers, "max_scores" in statistics, seen)[:3])
+    result = Result(*ops.attend(prepared.program, given, numbers, "max_scores" in statistics, observed)[:3])
     return Result(result.out.transpose(1, 2), result.lse, result.max_scores) if swap else result
-
-
-def _operands(now: Calling, q: Tensor) -> tuple[Tensor, ...]:
-    return now.prepared.tensors(now.bound, (q.is_cuda or simulating()) and not _observed())
 
 
 def _lengths(varlen: Varlen | None) -> Lengths:
@@ -218,8 +215,8 @@ def _check_call(now: Calling, qkv: tuple[Tensor, Tensor, Tensor], varlen: Varlen
 _OWN_TYPES = (Tensor, Parameter)
 
 
-def _plain(*tensors: Tensor) -> bool:
-    return all(type(x) in _OWN_TYPES for x in tensors)
+def _plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    return type(q) in _OWN_TYPES and type(k) in _OWN_TYPES and type(v) in _OWN_TYPES
 
 
 def _remember(now: Calling, call: Call, ready: Ready) -> None:
@@ -239,10 +236,8 @@ def _remember(now: Calling, call: Call, ready: Ready) -> None:
 def _direct_call(
     now: Calling, qkv: tuple[Tensor, Tensor, Tensor], varlen: Varlen | None, statistics: Statistics
 ) -> Call | None:
-    """The call, if it needs nothing that the registered operator is for: gradients, tracing, modes."""
+    """The call on a GPU, if it needs no gradients."""
     q, k, v = qkv
-    if not _plain(q, k, v) or _observed() or not (q.is_cuda or simulating()):
-        return None
     sinks = now.sinks
     operands = now.prepared.tensors(now.bound, True)
     if torch.is_grad_enabled() and _wants_gradient(q, k, v, *operands, sinks):

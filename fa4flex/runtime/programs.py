@@ -73,12 +73,16 @@ class Published:
 
     def numbers(self, scalars: Sequence[int | float], scale: float) -> Numbers:
         """Captured numbers by their kinds."""
+        if not scalars:
+            return Numbers((), (), scale)
         ints = tuple(int(x) for x, kind in zip(scalars, self.kinds, strict=True) if kind != "float")
         floats = tuple(float(x) for x, kind in zip(scalars, self.kinds, strict=True) if kind == "float")
         return Numbers(ints, floats, scale)
 
     def scalars(self, numbers: Numbers) -> tuple[int | float, ...]:
         """Captured numbers by slot."""
+        if not self.kinds:
+            return ()
         ints, floats = iter(numbers.ints), iter(numbers.floats)
         return tuple([next(floats) if kind == "float" else next(ints) for kind in self.kinds])
 
