@@ -114,6 +114,18 @@ def show(value: Any) -> str:
     return repr(value)
 
 
+def holds(condition: torch.Tensor, message: str) -> bool:
+    """True if `condition` is true everywhere.
+
+    Code that is being compiled cannot look at contents. There the graph looks when it runs, and raises a
+    RuntimeError with `message`; it must be said in full.
+    """
+    if torch.compiler.is_compiling():
+        torch._assert_async(condition.all(), message)
+        return True
+    return bool(condition.all())
+
+
 def kind_of(value: Any) -> str:
     """What `value` is, for a message: a tensor by its dtype, anything else by its type."""
     if isinstance(value, torch.Tensor):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fa4flex.errors import InputError
-from fa4flex.primitives.base import kind_of, show
+from fa4flex.primitives.base import holds, kind_of, show
 
 _INDEX_DTYPES = (torch.int32, torch.int64)
 
@@ -51,9 +51,7 @@ class Paging:
                 "one device",
                 "move them with .to(q.device)",
             )
-        if torch.compiler.is_compiling():  # there is no data; whoever computes checks it
-            return
-        if int(self.seqused_k.min()) < 0:
+        if not holds(self.seqused_k >= 0, "Paging: seqused_k holds a negative length"):
             raise InputError(
                 f"seqused_k of {int(self.seqused_k.min())}", "lengths >= 0", "use 0 for an empty sequence"
             )
@@ -84,18 +82,17 @@ class Paging:
                 "the same dtype, pages, page size and heads",
                 "allocate both caches alike; only the last dimension may differ",
             )
-        if torch.compiler.is_compiling():
-            return
         pages, page_size = k_cache.shape[:2]
         capacity = self.page_table.shape[1] * page_size
-        if int(self.seqused_k.max()) > capacity:
+        if not holds(self.seqused_k <= capacity, "Paging: seqused_k exceeds max_pages * page_size"):
             raise InputError(
                 f"seqused_k of {int(self.seqused_k.max())} tokens",
                 f"at most max_pages * page_size = {self.page_table.shape[1]} * {page_size} = {capacity}",
                 "give the page table more columns",
             )
-        live = self.page_table[self._live(page_size)]
-        if live.numel() and (int(live.min()) < 0 or int(live.max()) >= pages):
+        known = (self.page_table >= 0) & (self.page_table < pages)
+        if not holds(known | ~self._live(page_size), "Paging: a page of page_table does not exist"):
+            live = self.page_table[self._live(page_size)]
             wrong = int(live.min()) if int(live.min()) < 0 else int(live.max())
             raise InputError(
                 f"page {wrong} in the page table",
@@ -121,8 +118,7 @@ class Paging:
     def spread(self, cache: Tensor) -> Tensor:
         """All pages of each sequence, [B, max_pages * page_size, Hkv, D]: what follows `seqused_k` tokens is
         arbitrary. Nothing is read on the host, so compiled graphs use it. Differentiable."""
-        live = self._live(cache.shape[1])
-        pages = torch.where(live, self.page_table, 0).clamp(0, cache.shape[0] - 1)
+        pages = torch.where(self._live(cache.shape[1]), self.page_table, 0)
         return cache[pages.long()].flatten(1, 2)
 
     def _live(self, page_size: int) -> Tensor:

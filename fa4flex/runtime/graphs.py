@@ -27,7 +27,14 @@ from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.primitives.varlen import Varlen
-from fa4flex.runtime.checks import check_dense, check_descriptions, check_packed, check_tensors
+from fa4flex.runtime.checks import (
+    Sizes,
+    check_dense,
+    check_descriptions,
+    check_packed,
+    check_tensors,
+    check_variant,
+)
 from fa4flex.runtime.cuda.call import NO_LENGTHS
 from fa4flex.runtime.launch import Result, Statistics
 from fa4flex.runtime.programs import publish
@@ -158,9 +165,11 @@ def run(
     swap = variant.layout == "bshd" and not packed
     if swap:
         qkv = qkv[0].transpose(1, 2), qkv[1].transpose(1, 2), qkv[2].transpose(1, 2)
-    if variant.blocks is not None:
-        q, k = qkv[0], qkv[1]
-        variant.blocks.fits(q.shape[2], k.shape[2], q.shape[0], q.shape[1])
+    q, k, _ = qkv
+    if packed and q.ndim == 3:
+        check_variant(Sizes(0, q.shape[1], k.shape[1], q.shape[0], k.shape[0]), q, variant)
+    elif q.ndim == 4 and k.ndim == 4:  # other ranks are refused by the operator
+        check_variant(Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2]), q, variant)
     lengths = NO_LENGTHS
     if varlen is not None:
         lengths = varlen.cu_seqlens_q, varlen.cu_k, varlen.seqused_q, varlen.seqused_k

@@ -307,3 +307,28 @@ def test_data_that_steers_a_mod_is_refused_in_words() -> None:
 
     with pytest.raises(Exception, match=r"(?i)data-dependent|branch"):
         torch.compile(branching, backend="aot_eager", fullgraph=True)(qkv()[0])
+
+
+def test_pages_that_do_not_exist_are_noticed_when_the_graph_runs() -> None:
+    compiled = torch.compile(paged, backend="aot_eager", fullgraph=True)
+    table, used = torch.randperm(20)[:8].view(2, 4).int(), torch.tensor([S, 40], dtype=torch.int32)
+    compiled(*qkv(), table, used)
+    for bad in (-1, 20):
+        wrong = table.clone()
+        wrong[1, 0] = bad
+        with pytest.raises(RuntimeError, match="page of page_table does not exist"):
+            compiled(*qkv(), wrong, used)
+    with pytest.raises(RuntimeError, match="seqused_k exceeds"):
+        compiled(*qkv(), table, used + 1)
+
+
+def test_shapes_are_checked_in_compiled_code() -> None:
+    for sinks in (torch.randn(H + 1), torch.randn(H, 1)):
+        with pytest.raises(Exception, match="sinks"):
+            torch.compile(at_the_call, backend="aot_eager", fullgraph=True)(*qkv(), sinks, 0.5)
+    with pytest.raises(Exception, match="table of 3 heads"):
+        torch.compile(
+            lambda q: fa4flex.attention(q, q, q, score_mod=alibi(torch.rand(3))),
+            backend="aot_eager",
+            fullgraph=True,
+        )(qkv()[0])
