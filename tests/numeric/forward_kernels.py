@@ -247,7 +247,7 @@ def _launched(
 ) -> tuple[Plan, tuple[Source, Problem, Signature]]:
     """The plan that a call makes, and what it has compiled."""
     sizes = kind.draw.sizes(kind.sizes).wide(*width)
-    prepared = fa4flex.compile(**kind.draw.make(sizes)).prepared
+    now = fa4flex.compile(**kind.draw.make(sizes))._calling()
     planned, asked = [], []
 
     def program(*given: Any) -> Any:
@@ -264,12 +264,12 @@ def _launched(
         patch.object(engine, "compile_kernel", compile_kernel),
         patch.object(engine, "target_of", lambda device: target),
     ):
-        engine.make_ready(prepared.engine, _call(prepared, sizes, kind.lengths))
+        engine.make_ready(now.prepared.engine, _call(now, sizes, kind.lengths))
     ((plan, _),), ((*given, _),) = planned, asked
     return plan, tuple(given)
 
 
-def _call(prepared: Any, sizes: Sizes, lengths: str) -> Call:
+def _call(now: Any, sizes: Sizes, lengths: str) -> Call:
     qkv = sizes.qkv()
     given: Lengths = NO_LENGTHS
     if lengths == "packed":
@@ -278,9 +278,8 @@ def _call(prepared: Any, sizes: Sizes, lengths: str) -> Call:
         qkv = tuple(x[0].transpose(0, 1).contiguous() for x in qkv)  # type: ignore[assignment]
     elif lengths == "used":
         given = None, None, None, torch.tensor([sizes.kv_len, 1], dtype=torch.int32)
-    operands, scalars = prepared.program.tensors(), prepared.scalars
-    scale = prepared.scale(qkv[0])
-    return Call(*qkv, operands, prepared.sinks, given, scalars, scale, True, ("lse",))
+    operands = now.bound.trace.tensors(now.bound.bases)
+    return Call(*qkv, operands, now.sinks, given, now.bound.scalars, now.scale(qkv[0]), True, ("lse",))
 
 
 # --- the record ---------------------------------------------------------------------------------------------
