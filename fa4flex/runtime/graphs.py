@@ -26,6 +26,7 @@ from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.primitives.varlen import Varlen
+from fa4flex.runtime import autocast
 from fa4flex.runtime.checks import check_dense, check_descriptions, check_packed, check_tensors
 from fa4flex.runtime.cuda.call import NO_LENGTHS
 from fa4flex.runtime.launch import Result, Statistics
@@ -121,6 +122,7 @@ def run(
 ) -> Result:
     """What launch.run does, in code that torch.compile traces: it reads no contents and keeps nothing."""
     check_descriptions(varlen, paging)
+    qkv = autocast.cast(*qkv)
     if paging is not None:
         return _paged(variant, qkv, varlen, paging, statistics)
     packed = varlen is not None and varlen.packed

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from fa4flex.codegen.build import Bound, Trace, bind
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.varlen import Varlen
-from fa4flex.runtime import ops
+from fa4flex.runtime import autocast, ops
 from fa4flex.runtime.checks import (
     check_dense,
     check_descriptions,
@@ -139,6 +139,10 @@ def run(
 
     Of lse and max_scores at least those in `statistics` are computed.
     """
+    if autocast.active(q):
+        q, k, v = autocast.cast(q, k, v)
+        with autocast.off(q):
+            return run(now, q, k, v, varlen, paging, statistics)
     prepared = now.prepared
     again = None if torch.compiler.is_compiling() else prepared.recent.again
     if (
@@ -228,6 +232,8 @@ def _direct_call(
     """The call, if it needs nothing that the registered operator is for: gradients, tracing, modes."""
     q, k, v = qkv
     if not _plain(q, k, v) or _observed() or not (q.is_cuda or simulating()):
+        return None
+    if q.ndim == 4 and not (q.numel() and k.numel()):  # there is nothing to launch
         return None
     sinks = now.sinks
     operands = now.prepared.tensors(now.bound.bases, True)
