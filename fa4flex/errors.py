@@ -1,6 +1,6 @@
 """Every error a user can see: what was given, what is expected, what to do, and where in their code.
 
-Errors are raised deep and terse, and dressed once at the door (`fa4flex.api`). All of them derive
+Errors are raised deep and terse, and dressed once at the door (`fa4flex.calls`). All of them derive
 from `Fa4flexError`, and from the built-in exception that a PyTorch user would catch.
 """
 

@@ -139,7 +139,7 @@ def run(
 
     Of lse and max_scores at least those in `statistics` are computed.
     """
-    if autocast.active(q):
+    if torch._C._is_any_autocast_enabled() and autocast.active(q):
         q, k, v = autocast.cast(q, k, v)
         with autocast.off(q):
             return run(now, q, k, v, varlen, paging, statistics)

@@ -242,6 +242,8 @@ def test_the_block_mask_that_stands_for_none() -> None:
         fa4flex.compile(mask=causal & none)(q, k, v), fa4flex.compile(mask=causal)(q, k, v)
     )
     torch.testing.assert_close(compiled(fa4flex.flex_attention)(q, k, v, block_mask=none), wanted)
+    some = fa4flex.BlockMap.from_dense(torch.tensor([[True, False]]), (20, 6), 20, 12)
+    torch.testing.assert_close(fa4flex.compile(blocks=some)(q, k, v, blocks=none), wanted, atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("way", ["eager", "compiled"])

@@ -52,7 +52,7 @@ def tile_map(
     return replace(remembered(mask, keys, alike, Captured((), captured.scalars), tile, dtype), shape=shape)
 
 
-_maps: Alike[TileMap] = Alike(64, 8)
+_maps: Alike[TileMap] = Alike(32, 4)
 """Maps of masks that read captured tensors, by the tensors' elements."""
 
 
