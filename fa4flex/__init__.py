@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     import fa4flex.reference as reference
     import fa4flex.simulator as simulator
     import fa4flex.variants as variants
-    from fa4flex.api import Attention, attention, compile, flex_attention
+    from fa4flex.api import Attention, attention, compile
     from fa4flex.codegen.trace import register_op
+    from fa4flex.drop_in import flex_attention
     from fa4flex.errors import Fa4flexError, InputError, TraceError, UnsupportedError
     from fa4flex.primitives.blocks import BlockMap
     from fa4flex.primitives.mask import Mask, as_mask
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
-    **dict.fromkeys(("Attention", "attention", "compile", "flex_attention"), "fa4flex.api"),
+    **dict.fromkeys(("Attention", "attention", "compile"), "fa4flex.api"),
+    "flex_attention": "fa4flex.drop_in",
     **dict.fromkeys(("Fa4flexError", "InputError", "TraceError", "UnsupportedError"), "fa4flex.errors"),
     "register_op": "fa4flex.codegen.trace",
     "BlockMap": "fa4flex.primitives.blocks",

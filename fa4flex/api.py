@@ -1,4 +1,4 @@
-"""The doors: compile(), attention(), flex_attention(). Every error is dressed here, once."""
+"""The doors: compile() and attention(); flex_attention() is in drop_in.py."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
+from torch.nn.attention.flex_attention import BlockMask
 
-from fa4flex.codegen.blame import dress
+from fa4flex import calls
 from fa4flex.codegen.build import Program, Trace
-from fa4flex.errors import Fa4flexError, InputError, UnsupportedError
+from fa4flex.drop_in import flex_attention
 from fa4flex.primitives.blocks import BlockMap
-from fa4flex.primitives.heads import ratio
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
@@ -28,6 +27,8 @@ from fa4flex.variant import Layout, Variant, at_call, compose
 if TYPE_CHECKING:
     from fa4flex.view.explain import Explanation
     from fa4flex.view.mask import MaskView
+
+__all__ = ["Attention", "attention", "compile", "flex_attention"]
 
 _LSE = ("lse",)
 
@@ -88,7 +89,7 @@ class Attention:
         """
         changed = blocks is not None or scale is not None or sinks is not None
         variant = at_call(self.variant, blocks, scale, sinks) if changed else self.variant
-        result = _run(variant, self._caller, (q, k, v), varlen, paging, _LSE if return_lse else ())
+        result = calls.run(variant, self._caller, (q, k, v), varlen, paging, _LSE if return_lse else ())
         return (result.out, result.lse) if return_lse else result.out
 
     def __repr__(self) -> str:
@@ -144,31 +145,6 @@ def _loaded(variant: Variant) -> Attention:
     return Attention(variant, launch.Caller())
 
 
-def _run(
-    variant: Variant,
-    caller: launch.Caller | None,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    varlen: Varlen | None,
-    paging: Paging | None,
-    statistics: launch.Statistics,
-) -> launch.Result:
-    if torch.compiler.is_dynamo_compiling():
-        from fa4flex.runtime.graphs import run
-
-        return run(variant, qkv, varlen, paging, statistics)
-    now: launch.Calling | None = None
-    try:
-        now = launch.calling(variant, caller)
-        return launch.run(now, *qkv, varlen, paging, statistics)
-    except Fa4flexError as error:
-        if now is not None:
-            trace = now.bound.trace
-            origins = [traced.origins for traced in (trace.score, trace.mask) if traced is not None]
-            dress(error, [operand.name for operand in trace.operands], trace.scalar_names, *origins)
-        error.add_note(f"in Attention({variant!r})")
-        raise
-
-
 def compile(
     score_mod: Callable[..., Any] | None = None,
     mask: Callable[..., Any] | BlockMask | BlockMap | None = None,
@@ -217,70 +193,5 @@ def attention(
     variant = compose(**composition)
     if sinks is not None:
         variant = at_call(variant, sinks=sinks)
-    result = _run(variant, None, (q, k, v), varlen, paging, _LSE if return_lse else ())
+    result = calls.run(variant, None, (q, k, v), varlen, paging, _LSE if return_lse else ())
     return (result.out, result.lse) if return_lse else result.out
-
-
-def flex_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score_mod: Callable[..., Any] | None = None,
-    block_mask: BlockMask | None = None,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    return_lse: bool = False,
-    kernel_options: dict[str, Any] | None = None,
-    *,
-    return_aux: AuxRequest | None = None,
-) -> Any:
-    """Drop-in for torch.nn.attention.flex_attention.flex_attention, with its arguments and results.
-
-    query [B, Hq, L, E], key [Bkv, Hkv, S, E], value [Bkv, Hkv, S, Ev]; Bkv is B, or 1 to share keys over the
-    batch. Unlike eager flex_attention, a BlockMask without mask_mod masks (its unlisted blocks are not
-    allowed). kernel_options: BLOCK_M and BLOCK_N set the tile; any other raises UnsupportedError.
-    """
-    if return_lse and return_aux is not None:
-        raise InputError(
-            "return_lse and return_aux together", "one of them", "use return_aux=AuxRequest(lse=True)"
-        )
-    if return_aux is not None and not isinstance(return_aux, AuxRequest):
-        raise InputError(
-            f"return_aux is a {type(return_aux).__name__}", "an AuxRequest", "e.g. AuxRequest(lse=True)"
-        )
-    if query.ndim == 4 and key.ndim == 4 and value.ndim == 4:
-        ratio(query.shape[1], key.shape[1], enable_gqa)
-        if key.shape[0] == 1 and query.shape[0] > 1:
-            key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
-    lse = return_lse or (return_aux is not None and bool(return_aux.lse))
-    max_scores = return_aux is not None and bool(return_aux.max_scores)
-    statistics = ("lse",) * lse + ("max_scores",) * max_scores
-    variant = compose(score_mod, block_mask, scale=scale, schedule=_schedule(kernel_options))
-    result = _run(variant, None, (query, key, value), None, None, statistics)
-    if return_lse:
-        return result.out, result.lse
-    if return_aux is None:
-        return result.out
-    return result.out, AuxOutput(
-        lse=result.lse if return_aux.lse else None,
-        max_scores=result.max_scores if return_aux.max_scores else None,
-    )
-
-
-def _schedule(kernel_options: dict[str, Any] | None) -> Schedule:
-    if not kernel_options:
-        return _SCHEDULE
-    options = dict(kernel_options)
-    rows, keys = options.pop("BLOCK_M", None), options.pop("BLOCK_N", None)
-    if options:
-        raise UnsupportedError(
-            f"kernel_options {sorted(options)}",
-            "BLOCK_M and BLOCK_N",
-            "leave them out: they tune Triton kernels, which fa4flex does not use",
-        )
-    if (rows is None) != (keys is None):
-        raise InputError(f"kernel_options {kernel_options}", "BLOCK_M and BLOCK_N together", "give both")
-    return _SCHEDULE if rows is None or keys is None else Schedule(tile=(rows, keys))
-
-
-_SCHEDULE = Schedule()

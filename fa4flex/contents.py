@@ -93,6 +93,39 @@ class Kept(Generic[Value]):
 
 _NOTHING: Any = object()
 
+
+class Alike(Generic[Value]):
+    """Values that follow from a key and from the elements of small tensors of integers on the host.
+
+    They are found by comparing elements, which notices every change, also those that torch does not count.
+    For other tensors nothing is kept. There are at most `keys` keys, the least recently made go first, and
+    at most `each` values per key.
+    """
+
+    def __init__(self, keys: int, each: int) -> None:
+        self._keys, self._each = keys, each
+        self._found: dict[Hashable, list[tuple[list[Tensor], Value]]] = {}
+
+    def made(self, key: Hashable, tensors: Sequence[Tensor], make: Callable[[], Value]) -> Value:
+        """What was kept, or what `make` makes now."""
+        if any(x.is_floating_point() or not x.is_cpu or x.nbytes > MOST_COMPARED for x in tensors):
+            return make()
+        like = key, *[(x.shape, x.dtype) for x in tensors]
+        known = self._found.get(like, [])
+        for copies, value in known:
+            if all(map(torch.equal, copies, tensors)):
+                return value
+        copies, value = [x.clone() for x in tensors], make()
+        self._found.pop(like, None)
+        self._found[like] = [(copies, value), *known][: self._each]
+        while len(self._found) > self._keys:
+            self._found.pop(next(iter(self._found)), None)
+        return value
+
+
+MOST_COMPARED = 128 << 10
+"""Bytes of a tensor that is compared with a copy."""
+
 _copies: Kept[Tensor] = Kept(256, MOST_BYTES, lambda x: x.nbytes)
 
 

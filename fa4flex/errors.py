@@ -1,6 +1,6 @@
 """Every error a user can see: what was given, what is expected, what to do, and where in their code.
 
-Errors are raised deep and terse, and dressed once at the door (`fa4flex.api`). All of them derive
+Errors are raised deep and terse, and dressed once at the door (`fa4flex.calls`). All of them derive
 from `Fa4flexError`, and from the built-in exception that a PyTorch user would catch.
 """
 
@@ -26,14 +26,37 @@ class Origin:
 
 
 class Fa4flexError(Exception):
-    """`given` and `expected` say what is wrong, `fix` what to do, `where` the user's line if known."""
+    """The base of all errors: `Fa4flexError(given, expected, fix, where=None)`.
 
+    `given` and `expected` say what is wrong, `fix` what to do, `where` is the user's line if known. They are
+    the exception's `args`: Dynamo can then make one while it traces, and shows its words in its own error.
+    """
+
+    # super().__init__() is what Dynamo cannot trace here.
     def __init__(self, given: str, expected: str, fix: str, where: Origin | None = None) -> None:
-        self.given, self.expected, self.fix, self.where = given, expected, fix, where
-        lines = [given, f"  expected: {expected}", f"  to fix:   {fix}"]
-        if where is not None:
-            lines.append(f"  at:       {where}")
-        super().__init__("\n".join(lines))
+        self.args = (given, expected, fix) if where is None else (given, expected, fix, where)
+
+    @property
+    def given(self) -> str:
+        return str(self.args[0])
+
+    @property
+    def expected(self) -> str:
+        return str(self.args[1])
+
+    @property
+    def fix(self) -> str:
+        return str(self.args[2])
+
+    @property
+    def where(self) -> Origin | None:
+        return self.args[3] if len(self.args) > 3 else None
+
+    def __str__(self) -> str:
+        lines = [self.given, f"  expected: {self.expected}", f"  to fix:   {self.fix}"]
+        if self.where is not None:
+            lines.append(f"  at:       {self.where}")
+        return "\n".join(lines)
 
 
 class InputError(Fa4flexError, ValueError):
@@ -46,3 +69,14 @@ class TraceError(Fa4flexError, TypeError):
 
 class UnsupportedError(Fa4flexError, NotImplementedError):
     """A request that is meaningful but not built: says why, and the nearest legal alternative."""
+
+
+# Where torch raises another class than those above, the error is one of that class, too.
+
+
+class StateError(InputError, RuntimeError):
+    """An object that does not fit the call: a block map for other lengths, a sliced BlockMask."""
+
+
+class OptionError(InputError, AssertionError):
+    """An option that is not the caller's to set."""

@@ -126,8 +126,8 @@ def at_call(
     sinks: Tensor | Callable[[], Tensor] | Sinks | None = None,
 ) -> Variant:
     """The variant with what was given along with one call in place of what was composed."""
-    mask = variant.mask
-    if isinstance(blocks, BlockMask):
+    mask, given = variant.mask, blocks is not None
+    if isinstance(blocks, BlockMask):  # torch's BlockMask that stands for none has no map
         blocks, own = BlockMap.from_torch(blocks)
         mask = mask if own is None else as_mask(own)
     _check_scale(scale)
@@ -135,7 +135,7 @@ def at_call(
     return Variant(
         variant.score_mod,
         mask,
-        variant.blocks if blocks is None else blocks,
+        blocks if given else variant.blocks,
         variant.sinks if sinks is None else _sinks_of_call(sinks),
         variant.scale if scale is None else scale,
         variant.layout,

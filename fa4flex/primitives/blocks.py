@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
-from fa4flex.errors import InputError
+from fa4flex.contents import Kept
+from fa4flex.errors import InputError, StateError
 from fa4flex.primitives.base import Family, call_with, kind_of, no_truth_value, show
 from fa4flex.primitives.mask import Mask, MaskMod, as_mask
 
@@ -121,27 +122,28 @@ class BlockMap:
         return BlockMap(classes.to(torch.uint8), size, q_len, kv_len)
 
     @staticmethod
-    def from_torch(block_mask: BlockMask) -> tuple[BlockMap, MaskMod | None]:
+    def from_torch(block_mask: BlockMask) -> tuple[BlockMap | None, MaskMod | None]:
         """A torch BlockMask as its map and its mask_mod (None where it has none).
 
-        A map without a mask_mod keeps its meaning: listed blocks are allowed, all others are not.
+        A map without a mask_mod keeps its meaning: listed blocks are allowed, all others are not. The map is
+        None for the BlockMask that torch itself makes where none is given: one block for any length.
+
+        Eager calls find the map of a BlockMask again while its tensors are the same objects and unchanged.
+        Raises StateError for a sliced BlockMask that was given no new mask_mod.
         """
         mask_mod = block_mask.mask_mod
         if getattr(mask_mod, "__name__", "") == "_sliced_mask_mod_error":
-            raise InputError(
-                "a sliced BlockMask: slicing replaced its mask_mod by a function that only raises",
+            raise StateError(
+                "Cannot use mask_mod from a sliced BlockMask: slicing replaced it by one that only raises",
                 "a BlockMask whose mask_mod fits the slice",
                 "reassign it: sliced.mask_mod = original.mask_mod, with q_idx offset by the rows cut off",
             )
-        blocks = BlockMap.from_counts(
-            block_mask.kv_num_blocks,
-            block_mask.kv_indices,
-            block_mask.BLOCK_SIZE,
-            *block_mask.seq_lengths,
-            block_mask.full_kv_num_blocks,
-            block_mask.full_kv_indices,
-        )
-        return blocks, None if mask_mod is None or mask_mod is noop_mask else mask_mod
+        own = None if mask_mod is None or mask_mod is noop_mask else mask_mod
+        if torch.compiler.is_compiling():
+            return _map_of(block_mask), own
+        tensors = [x for name in _LISTS if (x := getattr(block_mask, name)) is not None]
+        key = tuple(block_mask.BLOCK_SIZE), tuple(block_mask.seq_lengths)
+        return _maps.made(key, tensors, lambda: _map_of(block_mask)), own
 
     @staticmethod
     def from_csr(
@@ -256,11 +258,12 @@ class BlockMap:
         raise no_truth_value(self, Mask.combined_with)
 
     def fits(self, q_len: int, kv_len: int, batch: int, heads: int) -> None:
-        """Raise InputError unless the map was made for these lengths, this batch and these query heads."""
+        """Raise StateError unless the map was made for these lengths, InputError unless for this batch and
+        these query heads."""
         if (self.q_len, self.kv_len) != (q_len, kv_len):
-            raise InputError(
-                f"a block map for q_len={self.q_len}, kv_len={self.kv_len} "
-                f"with q_len={q_len}, kv_len={kv_len}",
+            raise StateError(
+                f"block_mask was created for q_len={self.q_len}, kv_len={self.kv_len}, "
+                f"but got q_len={q_len}, kv_len={kv_len}",
                 "the lengths that the map was made for",
                 "build the map for these lengths; a mask without a block map serves any length",
             )
@@ -323,8 +326,40 @@ def mask_of_blocks(value: Any) -> Mask | None:
     """A BlockMap or a torch BlockMask, with its own mask_mod, as a Mask; None for anything else."""
     if isinstance(value, BlockMask):
         blocks, inner = BlockMap.from_torch(value)
-        return blocks.mask(inner)
+        return as_mask(inner or noop_mask) if blocks is None else blocks.mask(inner)
     return value.mask() if isinstance(value, BlockMap) else None
+
+
+# --- torch's BlockMask --------------------------------------------------------------------------------
+
+_LISTS = "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"
+_ANY_LENGTH = 1 << 30
+"""The block size of a BlockMask that stands for none."""
+
+_maps: Kept[BlockMap | None] = Kept(64)
+"""Maps of BlockMasks by block size, lengths and the tensors that list their blocks."""
+
+
+def _map_of(block_mask: BlockMask) -> BlockMap | None:
+    size, lengths = tuple(block_mask.BLOCK_SIZE), tuple(block_mask.seq_lengths)
+    if size == (_ANY_LENGTH, _ANY_LENGTH) and lengths == (1, 1) and _lists_its_block(block_mask):
+        return None
+    return BlockMap.from_counts(
+        block_mask.kv_num_blocks,
+        block_mask.kv_indices,
+        block_mask.BLOCK_SIZE,
+        *block_mask.seq_lengths,
+        block_mask.full_kv_num_blocks,
+        block_mask.full_kv_indices,
+    )
+
+
+def _lists_its_block(block_mask: BlockMask) -> bool:
+    """True if the one block there is is partial, for all batches and heads."""
+    counts, full = block_mask.kv_num_blocks, block_mask.full_kv_num_blocks
+    if counts.numel() != 1 or full is not None:
+        return False
+    return torch.compiler.is_compiling() or bool(counts == 1)
 
 
 # --- checks -----------------------------------------------------------------------------------------

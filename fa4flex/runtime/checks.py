@@ -39,8 +39,8 @@ class Sizes:
     kv_len: int
 
 
-def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Types, dtypes, devices: what holds for every layout."""
+def check_strided(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """q, k, v are strided tensors of one device."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
             raise InputError(
@@ -56,6 +56,18 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise InputError(
                 f"{name} has layout {tensor.layout}", "a strided tensor", f"convert it with {name}.to_dense()"
             )
+    if not q.device == k.device == v.device:
+        raise InputError(
+            "Expected query, key, and value to have the same device type, but got "
+            f"query.device: {q.device}, key.device: {k.device}, and value.device: {v.device} instead.",
+            "one device",
+            "move them with .to(q.device)",
+        )
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Types, dtypes, devices: requirements of every layout."""
+    check_strided(q, k, v)
     if not q.dtype == k.dtype == v.dtype:
         raise InputError(
             f"mixed dtypes: {_shape(q=q, k=k, v=v)}",
@@ -67,13 +79,6 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"dtype {q.dtype}",
             "bfloat16, float16, float32 or float64",
             "cast q, k and v to bfloat16; scores are computed in float32 either way",
-        )
-    if not q.device == k.device == v.device:
-        raise InputError(
-            "Expected query, key, and value to have the same device type, but got "
-            f"query.device: {q.device}, key.device: {k.device}, and value.device: {v.device} instead.",
-            "one device",
-            "move them with .to(q.device)",
         )
 
 
@@ -117,11 +122,11 @@ def check_dense(q: Tensor, k: Tensor, v: Tensor, layout: str = "bhsd") -> Sizes:
             f"4-D tensors in layout {layout}",
             "unsqueeze the missing dimension, or pass varlen= for packed (tokens, heads, dim) tensors",
         )
-    if 0 in (*q.shape, *k.shape, *v.shape):
+    if 0 in (q.shape[1], k.shape[1], v.shape[1], q.shape[3], k.shape[3], v.shape[3]):
         raise InputError(
             f"an empty tensor: {_shape(q=q, k=k, v=v)}",
-            "at least one batch, head, token and channel",
-            "skip the call, or express empty sequences with varlen=fa4flex.Varlen(...)",
+            "at least one head and one channel",
+            "check the shapes; batches and sequences may be empty",
         )
     if not q.shape[0] == k.shape[0] == v.shape[0]:
         raise InputError(

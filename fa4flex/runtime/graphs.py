@@ -27,6 +27,7 @@ from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.primitives.varlen import Varlen
+from fa4flex.runtime import autocast
 from fa4flex.runtime.checks import (
     Sizes,
     check_dense,
@@ -159,6 +160,7 @@ def run(
 ) -> Result:
     """What launch.run does, in code that torch.compile traces: it reads no contents and keeps nothing."""
     check_descriptions(varlen, paging)
+    qkv = autocast.cast(*qkv)
     if paging is not None:
         return _paged(variant, qkv, varlen, paging, statistics)
     packed = varlen is not None and varlen.packed

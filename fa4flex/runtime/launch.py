@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from fa4flex.codegen.build import Bound, Trace, bind
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.varlen import Varlen
-from fa4flex.runtime import ops
+from fa4flex.runtime import autocast, ops
 from fa4flex.runtime.checks import (
     check_dense,
     check_descriptions,
@@ -153,6 +153,10 @@ def run(
 
     Of lse and max_scores at least those in `statistics` are computed.
     """
+    if torch._C._is_any_autocast_enabled() and autocast.active(q):
+        q, k, v = autocast.cast(q, k, v)
+        with autocast.off(q):
+            return run(now, q, k, v, varlen, paging, statistics)
     prepared = now.prepared
     again = None if now.recent is None or torch.compiler.is_compiling() else now.recent.again
     if (
@@ -238,6 +242,8 @@ def _direct_call(
 ) -> Call | None:
     """The call on a GPU, if it needs no gradients."""
     q, k, v = qkv
+    if q.ndim == 4 and not (q.numel() and k.numel()):  # there is nothing to launch
+        return None
     sinks = now.sinks
     operands = now.prepared.tensors(now.bound, True)
     if torch.is_grad_enabled() and _wants_gradient(q, k, v, *operands, sinks):

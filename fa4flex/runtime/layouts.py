@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 
 def empty_output(q: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """An output for q, its rows in the order of q's: a transposed q gives a transposed output."""
-    steps = q.stride()[:-1]
-    order = sorted(range(q.ndim - 1), key=lambda i: steps[i], reverse=True)
-    if any(step == 0 for step in steps):  # an expanded q has no order of its own
-        order = list(range(q.ndim - 1))
-    size = (*q.shape[:-1], width)
-    return torch.empty_permuted(size, [*order, q.ndim - 1], dtype=dtype, device=q.device)
+    """An output [*q.shape[:-1], width] whose dimensions lie in memory in the order of q's."""
+    return torch.empty_permuted(
+        (*q.shape[:-1], width), outermost_first(q.stride()), dtype=dtype, device=q.device
+    )
+
+
+def outermost_first(strides: Sequence[int]) -> list[int]:
+    """Dimensions by falling stride, as torch's flex_attention orders its output's: equal strides in the order
+    of the dimensions, expanded dimensions inside all others. The last dimension is innermost in any case:
+    kernels store rows."""
+    last = len(strides) - 1
+    return [*sorted(range(last), key=lambda i: strides[i], reverse=True), last]

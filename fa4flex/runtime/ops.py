@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fa4flex.errors import UnsupportedError
-from fa4flex.runtime import cpu
+from fa4flex.runtime import autocast, cpu
 from fa4flex.runtime.cuda.backward import Saved, run_backward
 from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, Lengths
 from fa4flex.runtime.cuda.simulated import simulating
@@ -57,6 +57,8 @@ class Tensors(NamedTuple):
 
 def forward(program: Published, given: Tensors, numbers: Numbers, max_scores: bool) -> Forward:
     """By a GPU's kernel, or blockwise on a CPU."""
+    if _empty(given) and given.q.is_cuda:
+        return _without_keys_on_gpu(program, given, numbers, max_scores)
     if given.q.is_cuda or simulating():
         statistics = ("lse", "max_scores") if max_scores else ("lse",)
         out, lse, largest = program.engine.run(_call(program, given, numbers, statistics))
@@ -69,6 +71,21 @@ def forward(program: Published, given: Tensors, numbers: Numbers, max_scores: bo
     else:
         result = cpu.forward_sequences(program.facts, inputs, sequences)
     return result.out, result.lse, result.max_scores, result.total
+
+
+def _empty(given: Tensors) -> bool:
+    """True for a dense batch without entries, queries or keys."""
+    return given.q.ndim == 4 and not (given.q.numel() and given.k.numel())
+
+
+def _without_keys_on_gpu(program: Published, given: Tensors, numbers: Numbers, max_scores: bool) -> Forward:
+    """No kernel has anything to do: rows, if there are any, have no keys."""
+    with torch.device("cpu"):
+        inputs = _inputs(program, given, numbers)
+    with torch.device(given.q.device):
+        result = cpu.forward(program.facts, inputs)
+    none = result.lse.new_empty(0)
+    return result.out, result.lse, result.max_scores if max_scores else none, none
 
 
 def backward(
@@ -109,7 +126,7 @@ def _backward_on_gpu(
     """
     (dout, *of_lse), (out, lse, *_) = gradients
     dlse = of_lse[0] if of_lse else None
-    if dout.dtype == out.dtype == given.q.dtype:
+    if dout.dtype == out.dtype == given.q.dtype and not _empty(given):
         call = _call(program, given, numbers, ("lse",))
         found = run_backward(program.engine, call, Saved(out, lse, dout, dlse), needs)
         if found is not None:
@@ -314,7 +331,8 @@ def _attention(
 ) -> Forward:
     *lengths, program, ints, floats, scale, max_scores = rest
     given = Tensors(q, k, v, sinks, tuple(lengths), tuple(operands))
-    return forward(read(program), given, _numbers_of(ints, floats, scale), max_scores)
+    with autocast.off(q):
+        return forward(read(program), given, _numbers_of(ints, floats, scale), max_scores)
 
 
 def _attention_backward(
@@ -332,7 +350,8 @@ def _attention_backward(
     ints, floats, scale, needs = rest
     given = Tensors(q, k, v, sinks, tuple(lengths), tuple(operands))  # type: ignore[arg-type]
     numbers = _numbers_of(ints, floats, scale)
-    found = backward(read(program), given, numbers, (upstream, saved), needs)
+    with autocast.off(q):
+        found = backward(read(program), given, numbers, (upstream, saved), needs)
     return [x.contiguous() for x in found]
 
 

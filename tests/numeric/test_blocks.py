@@ -154,7 +154,7 @@ def test_statistics_repr_and_fits() -> None:
     again = eval(repr(blocks), {"BlockMap": BlockMap, "torch": torch})
     assert torch.equal(again.classes, blocks.classes) and again.block_size == (8, 4) and again.kv_len == 16
     blocks.fits(9, 16, 5, 7)
-    with pytest.raises(InputError, match="q_len=9, kv_len=16 with q_len=9, kv_len=17"):
+    with pytest.raises(InputError, match="q_len=9, kv_len=16, but got q_len=9, kv_len=17"):
         blocks.fits(9, 17, 1, 1)
     wide = BlockMap(drawn(2, 3, 2, 4), (8, 4), 9, 16)
     wide.fits(9, 16, 2, 3)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fa4flex.codegen.analyze.bounds import bounds
-from fa4flex.codegen.analyze.domain import READS, Ragged, Shape, bind, on_host
+from fa4flex.codegen.analyze.domain import READS, Ragged, Shape, bind, on_host, slots_read
 from fa4flex.codegen.analyze.intervals import Intervals, KeyIntervals, key_intervals
 from fa4flex.codegen.analyze.overflow import beyond_int64, fits, fitted
 from fa4flex.codegen.analyze.rows import IntervalRows, one_thread
@@ -24,6 +24,7 @@ from fa4flex.codegen.analyze.tables import Tables
 from fa4flex.codegen.analyze.tilemap import Proof, RunBuilder, TileMap
 from fa4flex.codegen.evaluate import Captured, PastTheEnd
 from fa4flex.codegen.expr import Expr, loads, nodes
+from fa4flex.contents import Alike
 
 __all__ = ["Proof", "Shape", "TileMap", "tile_map"]
 
@@ -42,10 +43,17 @@ def tile_map(
     assume holds for the captured tables as they are now. `dtype` is that of float arithmetic in the mask.
     """
     if _reads_tensors(mask):
-        return _classified(mask, keys, shape, captured, tile, dtype)
+        here = on_host(captured, mask)
+        read = [here.operands[slot] for slot in sorted(slots_read(mask))]
+        key = mask, keys, shape, captured.scalars, tile, dtype
+        return _maps.made(key, read, lambda: _classified(mask, keys, shape, here, tile, dtype))
     # What depends on numbers alone is the same at every layer and for every sequence of these lengths.
     alike = shape if "b" in mask.free else replace(shape, batch=1, b=None)
     return replace(remembered(mask, keys, alike, Captured((), captured.scalars), tile, dtype), shape=shape)
+
+
+_maps: Alike[TileMap] = Alike(32, 4)
+"""Maps of masks that read captured tensors, by the tensors' elements."""
 
 
 @lru_cache(maxsize=1024)

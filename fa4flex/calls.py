@@ -1,0 +1,39 @@
+"""One call of a variant, eager or in code that torch.compile traces. Every error is dressed here, once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fa4flex.codegen.blame import dress
+from fa4flex.errors import Fa4flexError
+from fa4flex.primitives.paging import Paging
+from fa4flex.primitives.varlen import Varlen
+from fa4flex.runtime import launch
+from fa4flex.variant import Variant
+
+
+def run(
+    variant: Variant,
+    caller: launch.Caller | None,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    varlen: Varlen | None,
+    paging: Paging | None,
+    statistics: launch.Statistics,
+) -> launch.Result:
+    """The results of `variant` for q, k, v. See fa4flex.api.Attention for shapes and errors."""
+    if torch.compiler.is_dynamo_compiling():
+        from fa4flex.runtime import graphs
+
+        return graphs.run(variant, qkv, varlen, paging, statistics)
+    now: launch.Calling | None = None
+    try:
+        now = launch.calling(variant, caller)
+        return launch.run(now, *qkv, varlen, paging, statistics)
+    except Fa4flexError as error:
+        if now is not None:
+            trace = now.bound.trace
+            origins = [traced.origins for traced in (trace.score, trace.mask) if traced is not None]
+            dress(error, [operand.name for operand in trace.operands], trace.scalar_names, *origins)
+        error.add_note(f"in Attention({variant!r})")
+        raise
