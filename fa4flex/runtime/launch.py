@@ -171,7 +171,7 @@ def run(
         return Result(*prepared.engine.run(call))
     given = ops.Tensors(q, k, v, now.sinks, _lengths(varlen), operands)
     numbers = prepared.program.numbers(now.bound.scalars, now.scale(q))
-    seen = _observed() or not _plain(q, k, v)
+    seen = _observed() or not _plain(q, k, v, *operands, *(() if given.sinks is None else (given.sinks,)))
     result = Result(*ops.attend(prepared.program, given, numbers, "max_scores" in statistics, seen)[:3])
     return Result(result.out.transpose(1, 2), result.lse, result.max_scores) if swap else result
 
