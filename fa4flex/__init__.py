@@ -15,6 +15,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import fa4flex.nn as nn
     import fa4flex.reference as reference
     import fa4flex.simulator as simulator
     import fa4flex.variants as variants
@@ -46,6 +47,7 @@ _HOME = {
     **dict.fromkeys(("ScoreMod", "as_score"), "fa4flex.primitives.score"),
     "Sinks": "fa4flex.primitives.sinks",
     "Varlen": "fa4flex.primitives.varlen",
+    "nn": "fa4flex.nn",
     "reference": "fa4flex.reference",
     "simulator": "fa4flex.simulator",
     "variants": "fa4flex.variants",
@@ -54,8 +56,7 @@ _HOME = {
 __all__ = [
     "Attention", "BlockMap", "Fa4flexError", "InputError", "Mask", "Paging", "Precision", "Schedule",
     "ScoreMod", "Sinks", "TraceError", "UnsupportedError", "Varlen", "as_mask", "as_score", "attention",
-    "compile", "flex_attention", "reference", "register_op", "simulator",
-    "variants",
+    "compile", "flex_attention", "nn", "reference", "register_op", "simulator", "variants",
 ]  # fmt: skip
 
 

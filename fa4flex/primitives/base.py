@@ -218,7 +218,11 @@ class FunctionMod(Mod):
     def __repr__(self) -> str:
         if self.label:
             return self.label
-        return str(getattr(self.mod, "__name__", repr(self.mod))) if self.made is None else repr(self.made)
+        if self.made is not None:
+            return repr(self.made)
+        # A bound method's repr holds its module's, which may show this mod: it is asked for a name first.
+        name = getattr(self.mod, "__name__", None)
+        return repr(self.mod) if name is None else str(name)
 
     def __copy__(self) -> Any:
         return self

@@ -191,7 +191,8 @@ def run(
         return Result(*prepared.engine.run(call))
     given = ops.Tensors(q, k, v, now.sinks, _lengths(varlen), operands)
     numbers = prepared.program.numbers(now.bound.scalars, now.scale(q))
-    result = Result(*ops.attend(prepared.program, given, numbers, "max_scores" in statistics, observed)[:3])
+    seen = observed or not _own(given.sinks, *operands)
+    result = Result(*ops.attend(prepared.program, given, numbers, "max_scores" in statistics, seen)[:3])
     return Result(result.out.transpose(1, 2), result.lse, result.max_scores) if swap else result
 
 
@@ -221,6 +222,11 @@ _OWN_TYPES = (Tensor, Parameter)
 
 def _plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return type(q) in _OWN_TYPES and type(k) in _OWN_TYPES and type(v) in _OWN_TYPES
+
+
+def _own(*tensors: Tensor | None) -> bool:
+    """True if none is of a subclass, such as DTensor, that has its own idea of operators."""
+    return all(x is None or type(x) in _OWN_TYPES for x in tensors)
 
 
 def _remember(now: Calling, call: Call, ready: Ready) -> None:

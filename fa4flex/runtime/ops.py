@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fa4flex.errors import UnsupportedError
-from fa4flex.runtime import autocast, cpu
+from fa4flex.runtime import autocast, cpu, flops, sharding
 from fa4flex.runtime.cuda.backward import Saved, run_backward
 from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, Lengths
 from fa4flex.runtime.cuda.simulated import simulating
@@ -293,6 +293,7 @@ def attend(program: Published, given: Tensors, numbers: Numbers, max_scores: boo
     operators, which then see one."""
     q, k, v, sinks, lengths, operands = given
     if observed:
+        _follow()
         floats = [torch.tensor(x, dtype=torch.float64, device="cpu") for x in numbers.floats]
         found: Forward = torch.ops.fa4flex.attention(
             q, k, v, operands, sinks, *lengths, program.text, numbers.ints, floats, numbers.scale, max_scores
@@ -358,6 +359,7 @@ def _attention_backward(
 def _attention_with_gradients(
     q: Tensor, k: Tensor, v: Tensor, operands: Sequence[Tensor], sinks: Tensor | None, *rest: Any
 ) -> Forward:
+    _follow()
     *lengths, text, ints, floats, scale, max_scores = rest
     plain = Plain(read(text), len(operands), tuple(ints), None, scale, max_scores)
     tensors = (q, k, v, sinks, *lengths, *operands, *floats)
@@ -377,6 +379,15 @@ for _device in ("CPU", "CUDA"):
     library.impl("attention_backward", _attention_backward, _device)
 library.impl("attention", _attention_with_gradients, "Autograd")
 library.impl("attention_backward", _backward_below, "Autograd")
+
+
+def _follow() -> None:
+    """Register with parts of torch that were loaded since the last call; loading them is not ours."""
+    sharding.follow(library)
+    flops.follow()
+
+
+_follow()
 
 
 # --- shapes without data, for torch.compile ---------------------------------------------------------

@@ -1,0 +1,294 @@
+"""Attention as a `torch.nn.Module` that owns what its functions learn: biases, slopes, gates, sinks.
+
+    attention = fa4flex.nn.Attention(relative, causal, parameters={"bias": torch.zeros(8, 1023)}, sinks=8)
+
+    def relative(score, b, h, q_idx, kv_idx, bias):
+        return score + bias[h, q_idx - kv_idx + 511]
+
+Parameters and buffers are looked up in the module at each call and passed on, so whatever replaces them is seen:
+fully_shard, load_state_dict(assign=True), functional_call, AveragedModel, deepcopy, to_empty. Importing this module
+registers the operators that exported programs call.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
+
+from fa4flex import api
+from fa4flex.errors import InputError, UnsupportedError
+from fa4flex.primitives.base import CONTEXT, FunctionMod, Mod, bound_keywords, kind_of
+from fa4flex.primitives.blocks import BlockMap
+from fa4flex.primitives.mask import Mask, ModMask
+from fa4flex.primitives.paging import Paging
+from fa4flex.primitives.score import ModScore, ScoreMod
+from fa4flex.primitives.varlen import Varlen
+from fa4flex.runtime import launch
+from fa4flex.variant import Variant, at_call, compose
+
+Shape = int | tuple[int, ...]
+"""The shape of a tensor that is made here, of float32 zeros."""
+
+
+class Attention(nn.Module):
+    """A compiled variant that owns its learnable parts.
+
+    score_mod   what `fa4flex.compile` takes; its functions may have further parameters, named in `parameters` or
+                `buffers`, and receive these tensors by keyword
+    mask        the same for masks
+    parameters  by name, a tensor, which becomes a Parameter, or the shape of one that starts as zeros
+    buffers     by name, a tensor that does not learn
+    sinks       the number of query heads, for a Parameter of zeros, or a floating tensor [Hq]
+    composition `blocks`, `scale`, `layout`, `precision` and `schedule` of fa4flex.compile; a block map stays on its
+                device, so one that follows the model is given with each call
+
+    A subclass may define `score_mod(self, score, b, h, q_idx, kv_idx)` and `mask_mod(self, b, h, q_idx, kv_idx)`
+    instead, which read parameters that the subclass registers.
+    Raises InputError for names that no function takes, or that the module or an index has already.
+    """
+
+    score_mod: Callable[..., Any] | None = None
+    mask_mod: Callable[..., Any] | None = None
+
+    def __init__(
+        self,
+        score_mod: Any = None,
+        mask: Any = None,
+        *,
+        parameters: Mapping[str, Tensor | Shape] | None = None,
+        buffers: Mapping[str, Tensor] | None = None,
+        sinks: Tensor | int | None = None,
+        **composition: Any,
+    ) -> None:
+        super().__init__()
+        score_mod = _either("score_mod", score_mod, self.score_mod)
+        mask = _either("mask", mask, self.mask_mod)
+        parameters, buffers = dict(parameters or {}), dict(buffers or {})
+        for name in (*parameters, *buffers):
+            self._check_name(name, name in parameters and name in buffers)
+        for name, given in parameters.items():
+            self.register_parameter(name, _parameter(name, given))
+        for name, given in buffers.items():
+            self.register_buffer(name, given)
+        self.register_parameter("sinks", None if sinks is None else _parameter("sinks", sinks))
+        self._zeroed = tuple(
+            name for name, x in {**parameters, "sinks": sinks}.items() if isinstance(x, (int, tuple))
+        )
+        variant = compose(score_mod, mask, **composition)
+        owned = frozenset((*parameters, *buffers))
+        score, allowed = _open(variant.score_mod, owned), _open(variant.mask, owned)
+        _check_all_taken(owned, (score, allowed))
+        self._variant = _with_mods(variant, score, allowed)
+        self._open = bool(owned)
+        self._caller = launch.Caller()
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        varlen: Varlen | None = None,
+        paging: Paging | None = None,
+        blocks: BlockMap | BlockMask | None = None,
+        scale: float | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        """Attention of q, k, v, as `fa4flex.compile(...)(q, k, v, ...)`: its shapes, dtypes, results and errors.
+
+        blocks and scale, where given, take the place of those that were composed.
+        """
+        attention = api.Attention(self._now(), self._caller)
+        return attention(
+            q,
+            k,
+            v,
+            varlen=varlen,
+            paging=paging,
+            blocks=blocks,
+            scale=scale,
+            sinks=self.sinks,
+            return_lse=return_lse,
+        )
+
+    def compiled(self) -> api.Attention:
+        """The variant with the tensors that the module holds now, to look at: `.explain()`, `.source()`, `.mask`."""
+        return api.Attention(at_call(self._now(), sinks=self.sinks), self._caller)
+
+    def _now(self) -> Variant:
+        """The variant whose functions receive the parameters and buffers of this moment."""
+        variant: Variant = self._variant
+        if not self._open:
+            return variant
+        return _with_mods(variant, _closed(variant.score_mod, self), _closed(variant.mask, self))
+
+    def reset_parameters(self) -> None:
+        """Fill with zeros what was declared by its shape.
+
+        Raises UnsupportedError where parameters were given as tensors: their first values are not kept.
+        """
+        given = [name for name, _ in self.named_parameters(recurse=False) if name not in self._zeroed]
+        if given:
+            raise UnsupportedError(
+                f"reset_parameters() of {', '.join(given)}, given as tensors",
+                "parameters declared by their shape, which start as zeros",
+                "define reset_parameters() in a subclass, or load a state dict",
+            )
+        for name in self._zeroed:
+            nn.init.zeros_(getattr(self, name))
+
+    def extra_repr(self) -> str:
+        return repr(self._variant)
+
+    def _check_name(self, name: str, twice: bool) -> None:
+        if twice or not name.isidentifier() or name in _INDICES or hasattr(self, name):
+            why = "both among parameters and buffers" if twice else "taken, or no Python name"
+            raise InputError(
+                f"the name {name!r}, {why}",
+                "names that the module, the indices and the lengths do not have",
+                f"rename it there and in the function, e.g. {name}_table",
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_caller": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._caller = launch.Caller()
+
+
+_INDICES = ("score", "b", "h", "q_idx", "kv_idx", *CONTEXT)
+
+
+def _either(name: str, given: Any, method: Any) -> Any:
+    if given is not None and method is not None:
+        raise InputError(
+            f"{name}= and a method of the class",
+            "one of them",
+            f"leave out {name}=, or call its function from the method",
+        )
+    return method if given is None else given
+
+
+def _parameter(name: str, given: Any) -> nn.Parameter:
+    if isinstance(given, nn.Parameter):
+        return given
+    if isinstance(given, Tensor) and given.is_floating_point():
+        return nn.Parameter(given.detach())
+    if isinstance(given, (int, tuple)) and not isinstance(given, bool):
+        return nn.Parameter(torch.zeros(given))
+    raise InputError(
+        f"{name} of {kind_of(given)}",
+        "a floating tensor, or its shape",
+        f"what does not learn is a buffer: buffers={{{name!r}: ...}}",
+    )
+
+
+# --- functions that take parameters of the module -----------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class _Open(FunctionMod):
+    """A function that still needs tensors of the module, by `names`."""
+
+    names: tuple[str, ...] = ()
+    kind: type[FunctionMod] = FunctionMod
+
+    def closed(self, owner: nn.Module) -> Mod:
+        """The mod of the function with the tensors that `owner` holds now."""
+        function = functools.partial(self.mod, **{name: getattr(owner, name) for name in self.names})
+        if not torch.compiler.is_compiling():
+            function.context = self.context  # type: ignore[attr-defined]  # spares a look at the signature
+        return self.kind(function, self.label)
+
+    def __reduce__(self) -> Any:
+        _, (mod, label) = super().__reduce__()
+        return type(self), (mod, label, None, self.names, self.kind)
+
+
+class _OpenScore(_Open, ScoreMod):
+    pass
+
+
+class _OpenMask(_Open, Mask):
+    pass
+
+
+def _open(mod: Any, owned: frozenset[str]) -> Any:
+    """`mod` with an _Open in place of each function that takes parameters named in `owned`."""
+    if isinstance(mod, (ModScore, ModMask)):
+        names = _taken(mod.mod, owned, 5 if isinstance(mod, ModScore) else 4) if mod.made is None else ()
+        kind = _OpenScore if isinstance(mod, ModScore) else _OpenMask
+        return kind(mod.mod, mod.label, None, names, type(mod)) if names else mod
+    return _rebuilt(mod, lambda part: _open(part, owned))
+
+
+def _closed(mod: Any, owner: nn.Module) -> Any:
+    """`mod` with its open functions closed over the tensors that `owner` holds now."""
+    if isinstance(mod, _Open):
+        return mod.closed(owner)
+    return _rebuilt(mod, lambda part: _closed(part, owner))
+
+
+def _rebuilt(mod: Any, change: Callable[[Mod], Mod]) -> Any:
+    """A composition of changed parts; anything else as it is."""
+    if not isinstance(mod, Mod) or isinstance(mod, FunctionMod):
+        return mod
+    parts = [getattr(mod, name) for name, field in _dataclass_fields(mod).items() if field.init]
+    changed = [change(part) if isinstance(part, Mod) else part for part in parts]
+    same = all(new is old for new, old in zip(changed, parts, strict=True))
+    return mod if same else type(mod)(*changed)
+
+
+def _dataclass_fields(value: Any) -> dict[str, Any]:
+    return getattr(type(value), "__dataclass_fields__", {})
+
+
+def _with_mods(variant: Variant, score: ScoreMod | None, mask: Mask | None) -> Variant:
+    if score is variant.score_mod and mask is variant.mask:
+        return variant
+    return Variant(
+        score,
+        mask,
+        variant.blocks,
+        variant.sinks,
+        variant.scale,
+        variant.layout,
+        variant.precision,
+        variant.schedule,
+    )
+
+
+def _taken(function: Any, owned: frozenset[str], indices: int) -> tuple[str, ...]:
+    """Names in `owned` of parameters that `function` has besides its indices."""
+    try:
+        parameters = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return ()
+    given = bound_keywords(function)
+    return tuple(name for name in parameters[indices:] if name in owned and name not in given)
+
+
+def _check_all_taken(owned: frozenset[str], mods: tuple[Any, ...]) -> None:
+    missing = sorted(owned - {name for mod in mods for name in _names(mod)})
+    if missing:
+        raise InputError(
+            f"{', '.join(missing)}, which no function of score_mod= or mask= takes",
+            f"functions with such a parameter: score_mod(score, b, h, q_idx, kv_idx, {missing[0]})",
+            "add the parameter, or register the tensor in a subclass whose method reads it",
+        )
+
+
+def _names(mod: Any) -> Iterator[str]:
+    if isinstance(mod, _Open):
+        yield from mod.names
+    elif isinstance(mod, Mod):
+        for name in _dataclass_fields(mod):
+            yield from _names(getattr(mod, name))

@@ -1,0 +1,85 @@
+"""Matrix-multiplication FLOPs of both operators, for torch.utils.flop_counter.FlopCounterMode.
+
+As torch counts its own attention: every (query, key) pair of a sequence, masked or not; two products forward, five
+backward, of which one computes the scores again.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+COUNTER = "torch.utils.flop_counter"
+_registered = False
+
+
+def follow() -> None:
+    """Register the formulas once torch's counter is loaded, also with counters that are counting already."""
+    global _registered
+    counting = sys.modules.get(COUNTER)
+    if _registered or counting is None or not hasattr(counting, "FlopCounterMode"):
+        return
+    _registered = True
+    formulas = {
+        torch.ops.fa4flex.attention: forward_flops,
+        torch.ops.fa4flex.attention_backward: backward_flops,
+    }
+    for operator, formula in formulas.items():
+        counting.register_flop_formula(operator, get_raw=True)(formula)
+    for mode in torch.utils._python_dispatch._get_current_dispatch_mode_stack():
+        counter = getattr(mode, "counter", None)  # it copied torch's formulas when it was made
+        if isinstance(counter, counting.FlopCounterMode):
+            counter.flop_registry.update(formulas)
+
+
+def forward_flops(q: Tensor, k: Tensor, v: Tensor, operands: Any, sinks: Any, *rest: Any, **_: Any) -> int:
+    return 2 * _scores(q, k, rest[:4]) * (q.shape[-1] + v.shape[-1])
+
+
+def backward_flops(
+    upstream: Any,
+    saved: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    operands: Any,
+    sinks: Any,
+    *rest: Any,
+    **_: Any,
+) -> int:
+    return 2 * _scores(q, k, rest[0]) * (3 * q.shape[-1] + 2 * v.shape[-1])
+
+
+def _scores(q: Tensor, k: Tensor, lengths: Sequence[Tensor | None]) -> int:
+    """Scores of all heads and sequences. Where lengths are not known, the most that there can be."""
+    cu_q, cu_k, used_q, used_k = lengths
+    if cu_q is None or cu_k is None:
+        batch, heads, q_len = q.shape[:3]
+        queries, keys = _used(used_q, batch, q_len), _used(used_k, batch, k.shape[2])
+    else:
+        heads = q.shape[1]
+        queries, keys = _packed(cu_q, used_q), _packed(cu_k, used_k)
+        if queries is None or keys is None:
+            return int(q.shape[0] * k.shape[0] * heads)
+    return int(heads * sum(n * m for n, m in zip(queries, keys, strict=True)))
+
+
+def _used(used: Tensor | None, batch: int, length: int) -> list[int]:
+    known = None if used is None else _read(used)
+    return [length] * batch if known is None else known
+
+
+def _packed(starts: Tensor, used: Tensor | None) -> list[int] | None:
+    return _read(starts.diff() if used is None else used)
+
+
+def _read(lengths: Tensor) -> list[int] | None:
+    """None where a tensor has no contents."""
+    if lengths.is_meta or torch.compiler.is_compiling() or type(lengths) is not Tensor:
+        return None
+    found: list[int] = lengths.tolist()
+    return found
