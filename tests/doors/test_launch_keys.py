@@ -1,106 +1,45 @@
-"""Keys of what is kept between launches: each component is changed alone, and must lead to another entry, which
-launches what an engine that has seen nothing else launches. Kernels are left out; see test_gpu_calls.Recorder."""
+"""Keys of what is kept between launches: a change of each component alone leads to another entry, which launches
+what an engine that has seen nothing else launches. Kernels are left out; see test_gpu_calls.Recorder."""
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from test_gpu_calls import Recorder, call_of, classes, inputs, listed
+from launch_changes import (
+    HEADS,
+    LOOKS,
+    Change,
+    S,
+    afresh,
+    alone,
+    components,
+    described,
+    field,
+    mod,
+    of_tensors,
+    recording,
+    same,
+    with_length,
+)
+from test_gpu_calls import Recorder, call_of
 from torch import Tensor
 
 import fa4flex
-from fa4flex.codegen.evaluate import Captured
-from fa4flex.codegen.plan import SM90A, Problem
-from fa4flex.errors import InputError
-from fa4flex.runtime.cuda import again as again_module
-from fa4flex.runtime.cuda import backward as backward_module
-from fa4flex.runtime.cuda import engine as engine_module
-from fa4flex.runtime.cuda import order as order_module
 from fa4flex.runtime.cuda import simulated
-from fa4flex.runtime.cuda.again import Again
-from fa4flex.runtime.cuda.backward import Saved, run_backward
-from fa4flex.runtime.cuda.call import Call, Lengths
+from fa4flex.runtime.cuda.call import Call
 from fa4flex.runtime.cuda.choose import look
 from fa4flex.runtime.cuda.engine import Engine
-from fa4flex.runtime.cuda.lengths import check_lengths
-from fa4flex.runtime.cuda.order import TileOrder
-from fa4flex.variants import causal, document
-
-S, HEADS = 300, 4
-BACKWARD_ARGUMENTS = 24
 
 
 @pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
-    recorder, zeros = Recorder(), torch.zeros(2, dtype=torch.int32)
-    for module in (engine_module, backward_module):
-        monkeypatch.setattr(module, "compile_kernel", recorder.compile)
-    for module in (engine_module, backward_module, again_module):
-        monkeypatch.setattr(module, "counter", lambda device: zeros)
-    monkeypatch.setattr(engine_module, "target_of", lambda device: SM90A)
-    yield recorder
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    return recording(monkeypatch)
 
 
 # --- one change at a time -----------------------------------------------------------------------------
-
-
-class Elsewhere(Tensor):
-    """A tensor of another device, as far as keys can tell."""
-
-    def get_device(self) -> int:
-        return 1
-
-
-def elsewhere(x: Tensor) -> Tensor:
-    return x.as_subclass(Elsewhere)
-
-
-def shifted(x: Tensor) -> Tensor:
-    """The same contents, one element behind an aligned address."""
-    memory = torch.empty(x.numel() + 1, dtype=x.dtype)[1:]
-    assert memory.data_ptr() % 16
-    return memory.as_strided(x.shape, x.stride(), memory.storage_offset()).copy_(x)
-
-
-def strided(x: Tensor) -> Tensor:
-    """The same contents, the last dimension but one (or the only one) with other strides."""
-    if x.ndim == 1:
-        return x.repeat_interleave(2)[::2]
-    return x.transpose(-2, -3).contiguous().transpose(-2, -3) if x.ndim > 2 else x.t().contiguous().t()
-
-
-LOOKS: dict[str, Callable[[Tensor], Tensor]] = {
-    "strides": strided,
-    "dtype": lambda x: x.half() if x.is_floating_point() else x.long(),
-    "alignment": shifted,
-    "device": elsewhere,
-}
-"""Changes of what a tensor looks like. Its shape is changed case by case."""
-
-Change = Callable[[Call], Call]
-
-
-def field(name: str, change: Callable[[Any], Any]) -> Change:
-    return lambda call: call._replace(**{name: change(getattr(call, name))})
-
-
-def of_tensors(names: tuple[str, ...], shorter: Callable[[Tensor], Tensor]) -> dict[str, Change]:
-    looks = {**LOOKS, "shape": shorter}
-    return {f"{name}: {look}": field(name, looks[look]) for name in names for look in looks}
-
-
-def with_length(position: int, change: Callable[[Tensor], Tensor | None]) -> Change:
-    def changed(call: Call) -> Call:
-        return call._replace(
-            lengths=tuple(change(x) if i == position else x for i, x in enumerate(call.lengths))
-        )
-
-    return changed
-
 
 DENSE: dict[str, Change] = {
     **of_tensors(("q", "k", "v"), lambda x: x[:, :, :200]),
@@ -132,13 +71,6 @@ def packed_fewer(call: Call) -> Call:
     return call._replace(lengths=tuple(None if x is None else x[[0, 1, 3]] for x in call.lengths))
 
 
-TABLE = torch.randn(2, 512)
-
-
-def mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, table: Any = TABLE, slope: Any = 0.5) -> Any:
-    return score + slope * table[kv_idx % 2, q_idx]
-
-
 def attention(window: int = 70) -> fa4flex.Attention:
     return fa4flex.compile(mod, lambda b, h, q, kv: q - kv < window, sinks=torch.randn(HEADS))
 
@@ -166,28 +98,6 @@ CASES: dict[str, tuple[Callable[[], tuple[Engine, Call]], Change]] = {
 }
 
 
-def afresh(engine: Engine) -> Engine:
-    return Engine(engine.facts, engine.schedule, engine.precision, engine.kinds)
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor):
-        alike = isinstance(b, Tensor) and (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
-        return alike and torch.equal(a, b)
-    if isinstance(a, tuple):
-        return isinstance(b, tuple) and len(a) == len(b) and all(map(same, a, b))
-    return type(a) is type(b) and repr(a) == repr(b)
-
-
-def described(recorder: Recorder, results: tuple[int, ...]) -> tuple[Any, ...]:
-    """The last launch: what was compiled last, and the arguments; of results what they look like."""
-    given = [
-        (x.shape, x.stride(), x.dtype) if i in results and x is not None else x
-        for i, x in enumerate(recorder.launches[-1])
-    ]
-    return tuple(given)
-
-
 RESULTS = (3, 4, 5)
 
 
@@ -204,22 +114,6 @@ def test_each_component_leads_to_another_launch(recorder: Recorder, name: str) -
     afresh(engine).run(changed)
     assert compiled == (recorder.problems[-1], recorder.signatures[-1])
     assert same(launched, described(recorder, RESULTS))
-
-
-def components(key: Any) -> list[Any]:
-    """A key with what tensors look like taken apart."""
-    if isinstance(key, tuple) and any(isinstance(part, (torch.dtype, torch.Size)) for part in key):
-        return [leaf for part in key for leaf in components(part)]
-    return [key]
-
-
-def alone(base: Any, other: Any) -> set[int]:
-    """The components that differ, if it is one."""
-    pairs = components(base), components(other)
-    if len(pairs[0]) != len(pairs[1]):
-        return set()
-    found = {i for i, (a, b) in enumerate(zip(*pairs, strict=True)) if a != b}
-    return found if len(found) == 1 else set()
 
 
 TABLES = {"dense": (dense, DENSE), "used": (used, USED), "packed": (packed, PACKED)}
@@ -269,9 +163,7 @@ def test_a_key_without_a_component_finds_what_is_stale(
         monkeypatch.setattr(Engine, "key", whole)
 
 
-def test_a_simulated_gpu_has_launches_of_its_own(
-    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_simulated_gpu_has_launches_of_its_own(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, call = dense()
     engine.run(call)
     monkeypatch.setattr(simulated, "target", lambda: "simulated sm_90a")
