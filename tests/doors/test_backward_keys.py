@@ -1,4 +1,4 @@
-"""The key of what is kept for backward passes, each component changed alone; the form that their masks take."""
+"""Keys of backward passes, each component changed alone, and the form that their masks take."""
 
 from __future__ import annotations
 
