@@ -1,5 +1,5 @@
 """Keys of what is kept between launches: a change of each component alone leads to another entry, which
-launches what an engine that has seen nothing else launches. Kernels are left out; see test_gpu_calls.Recorder."""
+launches what an engine that has seen nothing else launches. Kernels are left out: see test_gpu_calls."""
 
 from __future__ import annotations
 
