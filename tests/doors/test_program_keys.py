@@ -1,4 +1,4 @@
-"""Keys of programs, of analysis, of graphs and of what is made of captured tensors, each part changed alone."""
+"""Keys of programs, analysis, graphs and of what is made of captured tensors, each part changed alone."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Compiled kernels on disk: whole or absent, verified, private, and compiled once by many processes."""
+"""Compiled kernels on disk: whole or absent, verified, private, and found by all that decides them."""
 
 from __future__ import annotations
 
 import importlib.metadata
-import multiprocessing
 import os
 import stat
 import time
@@ -104,29 +103,6 @@ def test_the_longest_unused_go_first(folder: Path, monkeypatch: pytest.MonkeyPat
     assert cache.find(folder, "a") is not None  # now "b" is the one that was not used for longest
     cache.store(folder, "d", ".so", b"x")
     assert sorted(path.stem for path in folder.iterdir()) == ["a", "c", "d"]
-
-
-def _obtain_slowly(folder: str, results: multiprocessing.Queue) -> None:
-    def build() -> tuple[str, bytes]:
-        time.sleep(0.5)
-        return ".so", b"the same code" * 1000
-
-    path, built = cache.obtain(Path(folder), KEY, build)
-    results.put((built, body(path) == b"the same code" * 1000))
-
-
-def test_processes_that_start_at_once_build_one_kernel(folder: Path) -> None:
-    spawn = multiprocessing.get_context("spawn")
-    results = spawn.Queue()
-    processes = [spawn.Process(target=_obtain_slowly, args=(str(folder), results)) for _ in range(4)]
-    for process in processes:
-        process.start()
-    found = [results.get(timeout=120) for _ in processes]
-    for process in processes:
-        process.join()
-    assert all(right for _, right in found)
-    assert sum(built for built, _ in found) == 1
-    assert [path.name for path in folder.iterdir()] == [f"{KEY}.so"]
 
 
 def test_a_lock_that_is_never_released_does_not_block_for_ever(folder: Path) -> None:
