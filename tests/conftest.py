@@ -1,12 +1,19 @@
-"""One seed for every test, printed when the test fails, and golden files; see tests/README.md."""
+"""One seed and a time limit for every test, and golden files; see tests/README.md."""
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import os
 import random
 import re
-from collections.abc import Callable
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import numpy
 import pytest
@@ -14,9 +21,16 @@ import torch
 
 GOLDEN = Path(__file__).parent / "golden"
 
+TIME_LIMIT, EXHAUSTIVE_LIMIT = 300.0, 3600.0
+"""Seconds for each of a test's setup, call and teardown, and for those of tests marked exhaustive."""
+
+GRACE = 60.0
+"""Seconds after its limit that a test, which waits where no Python code runs, has before the process ends."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=None, help="seed of every test (default: fresh)")
+    parser.addoption("--time-limit", type=float, default=None, help="seconds for each test; 0: no limit")
     parser.addoption("--update-golden", action="store_true", help="rewrite golden files from this run")
 
 
@@ -24,6 +38,71 @@ def pytest_configure(config: pytest.Config) -> None:
     in_ci = os.environ.get("CI", "").lower() not in ("", "0", "false")
     if in_ci and config.getoption("--update-golden"):
         raise pytest.UsageError("--update-golden where CI is set: update on your machine and read the diff")
+    config.addinivalue_line("markers", "timeout_s(seconds): the test's time limit; 0: none")
+    config.stash[_STDERR] = os.fdopen(os.dup(2), "w")  # nothing is captured yet
+
+
+# --- time limits ------------------------------------------------------------------------------------------
+
+_STDERR = pytest.StashKey[Any]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    with time_limit(item):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    with time_limit(item):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    with time_limit(item):
+        return (yield)
+
+
+def seconds_of(item: pytest.Item) -> float:
+    """The test's own limit, else the command line's, else the default."""
+    own, given = item.get_closest_marker("timeout_s"), item.config.getoption("--time-limit")
+    if own is not None:
+        return float(own.args[0])
+    if given is not None:
+        return float(given)
+    return EXHAUSTIVE_LIMIT if item.get_closest_marker("exhaustive") else TIME_LIMIT
+
+
+@contextlib.contextmanager
+def time_limit(item: pytest.Item) -> Iterator[None]:
+    """Within, the test fails after its limit, with the stack of where it was.
+
+    Signals reach Python code only. A test that waits in a library's code for GRACE more seconds ends the
+    process, with the stacks of all threads on stderr: nothing else can be done about it.
+    """
+    seconds = seconds_of(item)
+    if not seconds or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def expired(number: int, frame: FrameType | None) -> None:
+        stack = "".join(traceback.format_stack(frame))
+        pytest.fail(f"{item.nodeid} took more than {seconds:g} s; it was here:\n{stack}", pytrace=False)
+
+    before = signal.signal(signal.SIGALRM, expired)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    faulthandler.dump_traceback_later(seconds + GRACE, exit=True, file=item.config.stash[_STDERR])
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+# --- seeds and golden files -------------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)

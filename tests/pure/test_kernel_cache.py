@@ -1,19 +1,22 @@
-"""Compiled kernels on disk: whole or absent, verified, private, and compiled once by many processes."""
+"""Compiled kernels on disk: whole or absent, verified, private, and found by all that decides them."""
 
 from __future__ import annotations
 
-import multiprocessing
+import importlib.metadata
 import os
 import stat
 import time
 import warnings
 from collections.abc import Iterator
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fa4flex.codegen.plan import Problem
 from fa4flex.runtime.cuda import cache
+from fa4flex.runtime.cuda import compile as compile_module
 from fa4flex.runtime.cuda.call import Signature
 from fa4flex.runtime.cuda.compile import digest, kernel_key
 
@@ -102,29 +105,6 @@ def test_the_longest_unused_go_first(folder: Path, monkeypatch: pytest.MonkeyPat
     assert sorted(path.stem for path in folder.iterdir()) == ["a", "c", "d"]
 
 
-def _obtain_slowly(folder: str, results: multiprocessing.Queue) -> None:
-    def build() -> tuple[str, bytes]:
-        time.sleep(0.5)
-        return ".so", b"the same code" * 1000
-
-    path, built = cache.obtain(Path(folder), KEY, build)
-    results.put((built, body(path) == b"the same code" * 1000))
-
-
-def test_processes_that_start_at_once_build_one_kernel(folder: Path) -> None:
-    spawn = multiprocessing.get_context("spawn")
-    results = spawn.Queue()
-    processes = [spawn.Process(target=_obtain_slowly, args=(str(folder), results)) for _ in range(4)]
-    for process in processes:
-        process.start()
-    found = [results.get(timeout=120) for _ in processes]
-    for process in processes:
-        process.join()
-    assert all(right for _, right in found)
-    assert sum(built for built, _ in found) == 1
-    assert [path.name for path in folder.iterdir()] == [f"{KEY}.so"]
-
-
 def test_a_lock_that_is_never_released_does_not_block_for_ever(folder: Path) -> None:
     lock = folder / "held.lock"
     with cache.locked(lock):
@@ -149,6 +129,70 @@ def test_every_choice_is_part_of_the_key() -> None:
     ]
     assert len(set(keys)) == len(keys)
     assert keys[0] == kernel_key("source", Problem(64, 64), Signature(), "sm_90a")
+
+
+PROBLEMS: dict[str, Any] = {
+    "head_dim": 128, "head_dim_v": 128, "dtype": "float16", "out_dtype": "float16", "lengths": "packed",
+    "mask_form": "spans", "sinks": True, "statistics": ("lse", "max_scores"), "wide_index": True,
+    "in_range": False, "positive_scale": False, "operands": (("int32", 1),), "few_queries": True,
+    "many_queries": True, "many_keys": True, "sloped": True, "long_scores": True, "pair_reads": True,
+    "long_masks": True, "gradients": ((0, "sum"),), "deterministic": True,
+}  # fmt: skip
+SIGNATURES: dict[str, Any] = {
+    "heads_first": False, "used_q": True, "used_k": True, "scalars": ("int",), "unit_strides": (True,),
+    "even_rows": (True,), "dlse": True, "ordered": True,
+}  # fmt: skip
+SURROUNDINGS: dict[str, Any] = {
+    "target": "simulated sm_90a", "toolchain": ("another version",), "digest": "other kernels",
+    "_own_digest": "other entry points",
+}  # fmt: skip
+
+
+def test_every_field_is_part_of_the_key() -> None:
+    """Each changed alone: all of a problem, and all of a signature."""
+    problem, signature = Problem(64, 64), Signature()
+    assert PROBLEMS.keys() == {field.name for field in fields(Problem)}
+    assert SIGNATURES.keys() == {field.name for field in fields(Signature)}
+    keys = [kernel_key("source", problem, signature, "sm_90a")]
+    for name, value in PROBLEMS.items():
+        keys.append(kernel_key("source", replace(problem, **{name: value}), signature, "sm_90a"))
+    for name, value in SIGNATURES.items():
+        keys.append(kernel_key("source", problem, replace(signature, **{name: value}), "sm_90a"))
+    assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.parametrize("name", SURROUNDINGS)
+def test_what_compiles_is_part_of_the_key(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def key() -> str:
+        return kernel_key("source", Problem(64, 64), Signature(), "sm_90a")
+
+    before = key()
+    monkeypatch.setattr(compile_module, name, lambda *_: SURROUNDINGS[name])
+    assert key() != before
+    monkeypatch.undo()
+    assert key() == before
+
+
+@pytest.mark.parametrize("package", ("nvidia-cutlass-dsl", "apache-tvm-ffi"))
+def test_versions_of_the_compiler_are_noticed(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    version, before = importlib.metadata.version, compile_module.toolchain()
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0" if name == package else version(name))
+    compile_module.toolchain.cache_clear()
+    try:
+        assert compile_module.toolchain() != before
+    finally:
+        compile_module.toolchain.cache_clear()
+
+
+@pytest.mark.parametrize("name", compile_module.OWN_FILES)
+def test_files_that_make_entry_points_are_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, read = compile_module._own_digest(), Path.read_bytes
+    compile_module._own_digest.cache_clear()
+    monkeypatch.setattr(Path, "read_bytes", lambda self: read(self) + b"#" * (self.name == name))
+    try:
+        assert compile_module._own_digest() != before
+    finally:
+        compile_module._own_digest.cache_clear()
 
 
 def test_a_change_in_any_kernel_file_changes_the_digest(tmp_path: Path) -> None:

@@ -100,9 +100,9 @@ def same(arch: str, name: str, count: int, keys: int = KEYS) -> None:
             assert torch.equal(x, y), f"{arch}, {name}: {what} differs, {timing} {seed}"
 
 
-@pytest.mark.parametrize(("arch", "name"), list(zip(ARCHS, random.sample(TELLING, 2), strict=True)))
-def test_bits_repeat(arch: str, name: str) -> None:
-    same(arch, name, 3)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_bits_repeat(arch: str) -> None:
+    same(arch, random.choice(TELLING), 3)
 
 
 @pytest.mark.exhaustive

@@ -89,8 +89,9 @@ def close(
     judge(where, composition, got, (qkv, dout, dlse))
 
 
-@pytest.mark.parametrize("name", random.sample(sorted(COMPOSED), 2))
-def test_some_gradients(name: str) -> None:
+@pytest.mark.parametrize("draw", range(2))
+def test_some_gradients(draw: int) -> None:
+    name = random.sample(sorted(COMPOSED), 2)[draw]
     close(name, random.choice((64, 130, 200)), 200, random.choice((40, 64, 128)))
 
 

@@ -49,7 +49,8 @@ def tile_map(
         return _maps.made(key, read, lambda: _classified(mask, keys, shape, here, tile, dtype))
     # What depends on numbers alone is the same at every layer and for every sequence of these lengths.
     alike = shape if "b" in mask.free else replace(shape, batch=1, b=None)
-    return replace(remembered(mask, keys, alike, Captured((), captured.scalars), tile, dtype), shape=shape)
+    numbers = captured.scalars
+    return replace(remembered(mask, keys, alike, numbers, repr(numbers), tile, dtype), shape=shape)
 
 
 _maps: Alike[TileMap] = Alike(32, 4)
@@ -92,8 +93,19 @@ def _classified(
     return TileMap(shape, tile, map_batch, map_heads, **builder.finish(), proof=proof)
 
 
-remembered = lru_cache(maxsize=256)(_classified)
-"""Of masks that read lengths and numbers only: the contents of captured tensors may change between calls."""
+@lru_cache(maxsize=256)
+def remembered(
+    mask: Expr,
+    keys: KeyIntervals | None,
+    shape: Shape,
+    numbers: tuple[bool | int | float, ...],
+    exact: str,
+    tile: tuple[int, int],
+    dtype: torch.dtype,
+) -> TileMap:
+    """Tiles of masks that read lengths and numbers only: the contents of captured tensors may change between
+    calls. `exact` tells numbers apart that compare equal: 0.0 from -0.0."""
+    return _classified(mask, keys, shape, Captured((), numbers), tile, dtype)
 
 
 def ragged_tile_map(

@@ -166,12 +166,13 @@ class Engine:
         return found
 
     def key(self, call: Call) -> Any:
+        """What a launch depends on of a call. Numbers are told apart by their text: 0.0 equals -0.0."""
         q, k, v, operands, sinks, lengths, scalars, scale, heads_first, statistics = call
         key: tuple[Any, ...] = (
             q.shape, q.stride(), q.dtype, k.shape, k.stride(), k.dtype, v.shape, v.stride(), v.dtype,
             q.get_device(), k.get_device(), v.get_device(),
             (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT,
-            scalars, scale > 0, heads_first, statistics, simulated.target(),
+            repr(scalars), scale > 0, heads_first, statistics, simulated.target(),
         )  # fmt: skip
         if operands:
             key += tuple([look(x) for x in operands])

@@ -1,0 +1,139 @@
+"""Calls of kernels that are changed in one respect at a time, and what was launched, compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_gpu_calls import Recorder
+from torch import Tensor
+
+from fa4flex.codegen.plan import SM90A
+from fa4flex.runtime.cuda import again as again_module
+from fa4flex.runtime.cuda import backward as backward_module
+from fa4flex.runtime.cuda import engine as engine_module
+from fa4flex.runtime.cuda.call import Call
+from fa4flex.runtime.cuda.engine import Engine
+
+S, HEADS = 300, 4
+
+
+def recording(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    """What is compiled and launched, forward and backward, from now on."""
+    recorder, zeros = Recorder(), torch.zeros(2, dtype=torch.int32)
+    for module in (engine_module, backward_module):
+        monkeypatch.setattr(module, "compile_kernel", recorder.compile)
+    for module in (engine_module, backward_module, again_module):
+        monkeypatch.setattr(module, "counter", lambda device: zeros)
+    monkeypatch.setattr(engine_module, "target_of", lambda device: SM90A)
+    return recorder
+
+
+# --- changes ------------------------------------------------------------------------------------------
+
+
+class Elsewhere(Tensor):
+    """A tensor of another device, as far as keys can tell."""
+
+    def get_device(self) -> int:
+        return 1
+
+
+def elsewhere(x: Tensor) -> Tensor:
+    return x.as_subclass(Elsewhere)
+
+
+def shifted(x: Tensor) -> Tensor:
+    """The same contents, one element behind an aligned address."""
+    memory = torch.empty(x.numel() + 1, dtype=x.dtype)[1:]
+    assert memory.data_ptr() % 16
+    return memory.as_strided(x.shape, x.stride(), memory.storage_offset()).copy_(x)
+
+
+def strided(x: Tensor) -> Tensor:
+    """The same contents, the last dimension but one (or the only one) with other strides."""
+    if x.ndim == 1:
+        return x.repeat_interleave(2)[::2]
+    return x.transpose(-2, -3).contiguous().transpose(-2, -3) if x.ndim > 2 else x.t().contiguous().t()
+
+
+LOOKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "strides": strided,
+    "dtype": lambda x: x.half() if x.is_floating_point() else x.long(),
+    "alignment": shifted,
+    "device": elsewhere,
+}
+"""Changes of what a tensor looks like. Its shape is changed case by case."""
+
+Change = Callable[[Call], Call]
+
+
+def field(name: str, change: Callable[[Any], Any]) -> Change:
+    return lambda call: call._replace(**{name: change(getattr(call, name))})
+
+
+def of_tensors(names: tuple[str, ...], shorter: Callable[[Tensor], Tensor]) -> dict[str, Change]:
+    looks = {**LOOKS, "shape": shorter}
+    return {f"{name}: {look}": field(name, looks[look]) for name in names for look in looks}
+
+
+def with_length(position: int, change: Callable[[Tensor], Tensor | None]) -> Change:
+    def changed(call: Call) -> Call:
+        return call._replace(
+            lengths=tuple(change(x) if i == position else x for i, x in enumerate(call.lengths))
+        )
+
+    return changed
+
+
+TABLE = torch.linspace(-1, 1, 1024).view(2, 512)
+
+
+def mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, table: Any = TABLE, slope: Any = 0.5) -> Any:
+    return score + slope * table[kv_idx % 2, q_idx]
+
+
+# --- comparing ----------------------------------------------------------------------------------------
+
+
+def afresh(engine: Engine) -> Engine:
+    return Engine(engine.facts, engine.schedule, engine.precision, engine.kinds)
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        alike = isinstance(b, Tensor) and (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+        return alike and torch.equal(a, b)
+    if isinstance(a, tuple):
+        return isinstance(b, tuple) and len(a) == len(b) and all(map(same, a, b))
+    return type(a) is type(b) and repr(a) == repr(b)
+
+
+def described(recorder: Recorder, results: tuple[int, ...]) -> tuple[Any, ...]:
+    """The last launch: what was compiled last, and the arguments; of results what they look like."""
+    given = [
+        (x.shape, x.stride(), x.dtype) if i in results and x is not None else x
+        for i, x in enumerate(recorder.launches[-1])
+    ]
+    return tuple(given)
+
+
+RESULTS = (3, 4, 5)
+
+
+def components(key: Any) -> list[Any]:
+    """A key with what tensors look like taken apart."""
+    if isinstance(key, tuple) and any(isinstance(part, (torch.dtype, torch.Size)) for part in key):
+        return [leaf for part in key for leaf in components(part)]
+    return [key]
+
+
+def alone(base: Any, other: Any) -> set[int]:
+    """The components that differ, if it is one."""
+    pairs = components(base), components(other)
+    if len(pairs[0]) != len(pairs[1]):
+        return set()
+    found = {i for i, (a, b) in enumerate(zip(*pairs, strict=True)) if a != b}
+    return found if len(found) == 1 else set()

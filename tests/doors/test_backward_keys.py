@@ -1,0 +1,215 @@
+"""Keys of backward passes, each component changed alone, and the form that their masks take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from launch_changes import (
+    HEADS,
+    LOOKS,
+    TABLE,
+    S,
+    afresh,
+    alone,
+    described,
+    field,
+    recording,
+    same,
+)
+from test_gpu_calls import Recorder, call_of, classes, listed
+
+import fa4flex
+from fa4flex.codegen.evaluate import Captured
+from fa4flex.codegen.plan import SM90A
+from fa4flex.runtime.cuda import backward as backward_module
+from fa4flex.runtime.cuda import engine as engine_module
+from fa4flex.runtime.cuda.backward import Saved, run_backward
+from fa4flex.runtime.cuda.backward_signature import ENTRY_ARGUMENTS
+from fa4flex.runtime.cuda.call import Call
+from fa4flex.runtime.cuda.engine import Engine
+from fa4flex.variants import causal, document
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    return recording(monkeypatch)
+
+
+def learned(s: Any, b: Any, h: Any, q: Any, kv: Any, bias: Any = TABLE, gain: Any = TABLE[0]) -> Any:
+    return s * gain[q] + bias[kv % 2, q]
+
+
+def training() -> tuple[Engine, Call, Saved, tuple[int, ...]]:
+    """An engine, a call, what its backward pass is given, and whose gradients are wanted."""
+    engine, call = call_of(fa4flex.compile(learned, causal))
+    lse = torch.randn(2, HEADS, S)
+    saved = Saved(torch.randn_like(call.q), lse, torch.randn_like(call.q), torch.randn_like(lse))
+    return engine, call, saved, (0,)
+
+
+Step = tuple[Call, Saved, tuple[int, ...]]
+
+BACKWARD: dict[str, Callable[[Step], Step]] = {
+    **{
+        f"{name}: {look}": lambda x, name=name, look=look: (field(name, LOOKS[look])(x[0]), *x[1:])
+        for name in ("q", "k", "v")
+        for look in LOOKS
+    },
+    **{
+        f"dout: {look}": lambda x, f=f: (x[0], x[1]._replace(dout=f(x[1].dout)), x[2])
+        for look, f in {**LOOKS, "shape": lambda x: x[:, :, :200]}.items()
+        if look != "dtype"
+    },
+    "dout: dtype": lambda x: (x[0], x[1]._replace(dout=x[1].dout.half()), x[2]),
+    "no dlse": lambda x: (x[0], x[1]._replace(dlse=None), x[2]),
+    "needs nothing": lambda x: (*x[:2], ()),
+    "needs the other": lambda x: (*x[:2], (1,)),
+    "needs both": lambda x: (*x[:2], (0, 1)),
+    "needs both, the other way round": lambda x: (*x[:2], (1, 0)),
+}
+FOUND = tuple(range(7, 13))
+"""What a backward pass computes, and memory for it; gradients of captured tensors are at SUMS."""
+SUMS = 22
+
+
+def described_backward(recorder: Recorder) -> tuple[Any, ...]:
+    given = list(described(recorder, FOUND))
+    given[SUMS] = [(x.shape, x.stride(), x.dtype) for x in given[SUMS] or ()]
+    return tuple(given)
+
+
+@pytest.mark.parametrize("name", BACKWARD)
+def test_each_component_leads_to_another_backward_pass(recorder: Recorder, name: str) -> None:
+    engine, *step = training()
+    first = run_backward(engine, *step)
+    changed = BACKWARD[name](tuple(step))
+    run_backward(engine, *step)
+    assert first is not None and len(recorder.problems) == len(engine.backward) == 1
+    got = run_backward(engine, *changed)
+    assert len(engine.backward) == 2 and got is not None
+    launched, compiled = described_backward(recorder), (recorder.problems[-1], recorder.signatures[-1])
+    assert len(recorder.launches[-1]) == len(ENTRY_ARGUMENTS)
+    assert [x.shape for x in got.captured] == [changed[0].operands[slot].shape for slot in changed[2]]
+    assert recorder.signatures[-1].dlse == (changed[1].dlse is not None)
+    assert tuple(slot for slot, _ in recorder.problems[-1].gradients) == changed[2]
+    run_backward(engine, *step)
+    assert len(engine.backward) == 2, "both are kept"
+    run_backward(afresh(engine), *changed)
+    assert compiled == (recorder.problems[-1], recorder.signatures[-1])
+    assert same(launched, described_backward(recorder))
+
+
+class Keys:
+    """In place of what an engine keeps: the keys that are asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    def get(self, key: Any, tensors: Any, default: Any) -> None:
+        self.asked.append(key)
+
+
+def test_every_component_of_a_backward_key_is_changed_alone() -> None:
+    """(the forward key, dout, no dlse, needs, deterministic)"""
+    engine, *step = training()
+    engine.backward = keys = Keys()  # type: ignore[assignment]
+    for change in (lambda x: x, *BACKWARD.values()):
+        run_backward(engine, *change(tuple(step)))
+    torch.use_deterministic_algorithms(True)
+    try:
+        run_backward(engine, *step)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    base, *others = keys.asked
+    found = {tuple(i for i, (a, b) in enumerate(zip(base, other)) if a != b) for other in others}
+    assert found == {(i,) for i in range(len(base))}
+    of_dout = {i for other in others for i in range(5) if alone(base[1], other[1]) == {i}}
+    assert of_dout == set(range(5))
+
+
+def test_ordered_sums_are_another_backward_pass(recorder: Recorder) -> None:
+    engine, call, saved, _ = training()
+    run_backward(engine, call, saved)
+    torch.use_deterministic_algorithms(True)
+    try:
+        run_backward(engine, call, saved)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    run_backward(engine, call, saved)
+    assert [given[18] is not None for given in recorder.launches] == [False, True, False]
+    assert [problem.deterministic for problem in recorder.problems] == [False, True]
+
+
+# --- masks of backward passes ---------------------------------------------------------------------------
+
+ids = torch.arange(S) // 50
+reach = torch.arange(S) * 2
+
+
+def mixed(b: Any, h: Any, q: Any, kv: Any, step: Any = 1) -> Any:
+    """Queries from some one on: -(-kv // step), if step is positive."""
+    return q * step >= kv
+
+
+MASKS: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "no mask": (None, {}, "none"),
+    "causal": (causal, {}, "queries"),
+    "a row by key": (lambda b, h, q, kv, t=reach: q >= t[kv], {}, "queries"),
+    "by number": (mixed, {}, "queries"),
+    "by number, not proved": (mixed, {"scalars": (-1,)}, "spans"),
+    "every third": (lambda b, h, q, kv: (q - kv) % 3 == 0, {}, "tables"),
+    "documents": (document(ids), {}, "spans"),
+    "documents in no order": (document(ids), {"operands": (ids.flip(0),)}, "tables"),
+}
+
+
+def backward_of(engine: Engine, call: Call) -> None:
+    packed = call.lengths[0] is not None
+    lse = torch.randn(HEADS, S) if packed else torch.randn(2, HEADS, S)
+    run_backward(engine, call, Saved(torch.randn_like(call.q), lse, torch.randn_like(call.q), None))
+
+
+def assert_lists_all(recorder: Recorder, engine: Engine, call: Call) -> None:
+    """The tables of the last backward launch: of each tile of keys, the tiles of queries that meet it."""
+    problem, shape = recorder.problems[-1], call.extents()
+    plan, _ = backward_module.program(engine.facts, problem, SM90A)
+    captured = Captured(call.operands, engine_module.numbers_of(engine, call))
+    expected = (classes(engine.facts.mask, shape, captured, plan.tile, 0, 0) > 0).T.int()
+    assert torch.equal((listed(recorder.launches[-1][17], 0, 0, expected) > 0).int(), expected)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_backward_masks_have_the_form_that_is_proved(recorder: Recorder, name: str) -> None:
+    """Query intervals where kernels can compute them, without the tables of key intervals; else block tables,
+    which list every pair of tiles."""
+    mask, changes, form = MASKS[name]
+    engine, call = call_of(fa4flex.compile(mask=mask), **changes)
+    backward_of(engine, call)
+    problem, launched = recorder.problems[-1], recorder.launches[-1]
+    assert problem.mask_form == form
+    assert (launched[17] is not None) == (form in ("spans", "tables"))
+    assert len(problem.operands) == len(launched[19] or ()) >= len(call.operands)
+    if form == "queries":
+        assert len(problem.operands) == len(call.operands)
+    if launched[17] is not None:
+        assert_lists_all(recorder, engine, call)
+
+
+@pytest.mark.parametrize("name", ("causal", "every third"))
+def test_lengths_decide_where_query_intervals_do_not(recorder: Recorder, name: str) -> None:
+    """A mask of query intervals that are certain needs no new entry for other lengths; tables do."""
+    cu = torch.tensor([0, 100, 200, S], dtype=torch.int32)
+    qkv = tuple(torch.randn(S, heads, 64, dtype=torch.bfloat16) for heads in (HEADS, 2, 2))
+    engine, call = call_of(fa4flex.compile(mask=MASKS[name][0]), qkv, (cu, cu, None, None))  # type: ignore[arg-type]
+    backward_of(engine, call)
+    cu.copy_(torch.tensor([0, 10, 290, S]))
+    backward_of(engine, call)
+    assert len(recorder.launches) == 2
+    before, after = (given[17] for given in recorder.launches)
+    assert (before is after) == (name == "causal")
+    if after is not None:
+        backward_of(afresh(engine), call)
+        assert same(after, recorder.launches[-1][17]) and not same(before, after)

@@ -1,0 +1,235 @@
+"""Keys of what is kept between launches: a change of each component alone leads to another entry, which
+launches what an engine that has seen nothing else launches. Kernels are left out: see test_gpu_calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from launch_changes import (
+    HEADS,
+    LOOKS,
+    Change,
+    S,
+    afresh,
+    alone,
+    components,
+    described,
+    field,
+    mod,
+    of_tensors,
+    recording,
+    same,
+    with_length,
+)
+from test_gpu_calls import Recorder, call_of
+from torch import Tensor
+
+import fa4flex
+from fa4flex.runtime.cuda import simulated
+from fa4flex.runtime.cuda.call import Call
+from fa4flex.runtime.cuda.choose import look
+from fa4flex.runtime.cuda.engine import Engine
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    return recording(monkeypatch)
+
+
+# --- one change at a time -----------------------------------------------------------------------------
+
+DENSE: dict[str, Change] = {
+    **of_tensors(("q", "k", "v"), lambda x: x[:, :, :200]),
+    **of_tensors(("sinks",), lambda x: x[:3]),
+    **{f"operand: {look}": field("operands", lambda x, f=f: (f(x[0]),)) for look, f in LOOKS.items()},
+    "operand: shape": field("operands", lambda x: (x[0][:, :400],)),
+    "no sinks": lambda call: call._replace(sinks=None),
+    "number": lambda call: call._replace(scalars=(call.scalars[0] + 1, *call.scalars[1:])),
+    "another number": lambda call: call._replace(scalars=(*call.scalars[:-1], call.scalars[-1] + 1)),
+    "negative scale": lambda call: call._replace(scale=-call.scale),
+    "scale 0": lambda call: call._replace(scale=0.0),
+    "layout": lambda call: call._replace(heads_first=False),
+    "no statistics": lambda call: call._replace(statistics=()),
+    "maximum": lambda call: call._replace(statistics=("lse", "max_scores")),
+}
+USED = {
+    f"{name}: {look}": with_length(at, change)
+    for at, name in ((2, "seqused_q"), (3, "seqused_k"))
+    for look, change in {**LOOKS, "none": lambda x: None}.items()
+}
+PACKED = {
+    f"{name}: {look}": with_length(at, change)
+    for at, name in ((0, "cu_seqlens_q"), (1, "cu_seqlens_k"))
+    for look, change in LOOKS.items()
+}
+
+
+def packed_fewer(call: Call) -> Call:
+    return call._replace(lengths=tuple(None if x is None else x[[0, 1, 3]] for x in call.lengths))
+
+
+def attention(window: int = 70) -> fa4flex.Attention:
+    return fa4flex.compile(mod, lambda b, h, q, kv: q - kv < window, sinks=torch.randn(HEADS))
+
+
+def dense() -> tuple[Engine, Call]:
+    return call_of(attention())
+
+
+def used() -> tuple[Engine, Call]:
+    lengths = torch.tensor([S, 7], dtype=torch.int32), torch.tensor([200, S], dtype=torch.int32)
+    return call_of(attention(), lengths=(None, None, *lengths))
+
+
+def packed() -> tuple[Engine, Call]:
+    q, k, v = (torch.randn(S, heads, 64, dtype=torch.bfloat16) for heads in (HEADS, 2, 2))
+    cu = [torch.tensor([0, n, 200, S], dtype=torch.int32) for n in (100, 150)]
+    return call_of(attention(), (q, k, v), (*cu, None, None))
+
+
+CASES: dict[str, tuple[Callable[[], tuple[Engine, Call]], Change]] = {
+    **{f"dense, {name}": (dense, change) for name, change in DENSE.items()},
+    **{f"used, {name}": (used, change) for name, change in USED.items()},
+    **{f"packed, {name}": (packed, change) for name, change in PACKED.items()},
+    "packed, fewer sequences": (packed, packed_fewer),
+}
+
+
+RESULTS = (3, 4, 5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_component_leads_to_another_launch(recorder: Recorder, name: str) -> None:
+    make, change = CASES[name]
+    engine, call = make()
+    engine.run(call)
+    first, changed = engine.find(call), change(call)
+    assert first is not None and engine.find(changed) is None, "an entry of another call is found"
+    engine.run(changed)
+    compiled, launched = (recorder.problems[-1], recorder.signatures[-1]), described(recorder, RESULTS)
+    assert engine.find(call) is first and engine.find(changed) not in (None, first)
+    afresh(engine).run(changed)
+    assert compiled == (recorder.problems[-1], recorder.signatures[-1])
+    assert same(launched, described(recorder, RESULTS))
+
+
+TABLES = {"dense": (dense, DENSE), "used": (used, USED), "packed": (packed, PACKED)}
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_every_component_is_changed_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cases above are complete: whichever component were left out of the key, one of them would fail."""
+    make, table = TABLES[kind]
+    engine, call = make()
+    base = engine.key(call)
+    found = set().union(*(alone(base, engine.key(change(call))) for change in table.values()))
+    count, sinks = len(components(base)), len(components(look(call.sinks)))
+    looks = [component for x in call.lengths for component in components(look(x))]
+    first = count - sinks - len(looks) if kind != "dense" else 0
+    expected = set(range(first, count - sinks if kind != "dense" else count))
+    # Of ragged calls, the shape of one tensor cannot change alone, and both kinds need all that is given.
+    expected -= {first + i for i, x in enumerate(looks) if x is None or isinstance(x, torch.Size)}
+    if kind == "dense":
+        monkeypatch.setattr(simulated, "target", lambda: "simulated sm_90a")
+        found |= alone(base, engine.key(call))
+        expected = set(range(count))
+    assert found == expected
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_a_key_without_a_component_finds_what_is_stale(
+    recorder: Recorder, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the cases look for would be seen."""
+    make, table = TABLES[kind]
+    engine, call = make()
+    whole = Engine.key
+    for name, change in table.items():
+        (left_out,) = alone(engine.key(call), engine.key(change(call))) or (None,)
+        if left_out is None:
+            continue
+
+        def key(self: Engine, call: Call, left_out: int = left_out) -> Any:
+            parts = components(whole(self, call))
+            return tuple(parts[:left_out] + parts[left_out + 1 :])
+
+        monkeypatch.setattr(Engine, "key", key)
+        other = afresh(engine)
+        other.run(call)
+        assert other.find(change(call)) is other.find(call) is not None, name
+        monkeypatch.setattr(Engine, "key", whole)
+
+
+def test_a_simulated_gpu_has_launches_of_its_own(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, call = dense()
+    engine.run(call)
+    monkeypatch.setattr(simulated, "target", lambda: "simulated sm_90a")
+    assert engine.find(call) is None
+    engine.run(call)
+    assert len(recorder.problems) == 2
+
+
+def test_a_number_that_equals_another_is_another(recorder: Recorder) -> None:
+    """0.0 and -0.0 are equal, and their inverses are not."""
+    engine, call = call_of(fa4flex.compile(lambda s, b, h, q, kv, c=0.0: s + 1 / (c * (q + 1))))
+    engine.run(call)
+    engine.run(call._replace(scalars=(-0.0,)))
+    assert [repr(given[13]) for given in recorder.launches] == ["(0.0,)", "(-0.0,)"]
+
+
+# --- how captured tensors are read ----------------------------------------------------------------------
+
+
+def pairs_of(x: Tensor) -> bool:
+    """By addresses: elements 2 i and 2 i + 1 of every row are next to each other, in one aligned word."""
+    size, places = x.element_size(), torch.arange(x.untyped_storage().nbytes() // x.element_size())
+    if x.ndim == 0:
+        return False
+    at = places.as_strided(x.shape, x.stride(), x.storage_offset()) * size + x.untyped_storage().data_ptr()
+    rows = at.reshape(-1, x.shape[-1])
+    first, second = rows[:, 0 : x.shape[-1] // 2 * 2 : 2], rows[:, 1::2]
+    return bool((first % (2 * size) == 0).all() and (second - first == size).all())
+
+
+READ: dict[str, Callable[[Tensor], Tensor]] = {
+    "as it is": lambda x: x[:192].view(4, 6, 8),
+    "one element later": lambda x: x[1:].as_strided((4, 6, 8), (48, 8, 1), 1),
+    "two elements later": lambda x: x.as_strided((4, 6, 8), (48, 8, 1), 2),
+    "odd rows": lambda x: x.as_strided((4, 6, 8), (54, 9, 1)),
+    "odd matrices": lambda x: x.as_strided((4, 6, 8), (49, 8, 1)),
+    "even, with gaps": lambda x: x.as_strided((4, 6, 8), (60, 10, 1)),
+    "every other element": lambda x: x.as_strided((4, 6, 8), (96, 16, 2)),
+    "columns": lambda x: x.as_strided((4, 6, 8), (48, 1, 6)),
+    "one row": lambda x: x[:8],
+    "one odd row": lambda x: x[1:9],
+    "one number": lambda x: x[0],
+}
+
+
+def reading(table: Tensor) -> fa4flex.Attention:
+    """Of a table of 0, 1 or 3 dimensions."""
+
+    def mod(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        index: tuple[Any, ...] = {0: (), 1: (kv % 8,), 3: (h, q % 6, kv % 8)}[table.ndim]
+        return s + (table[index] if index else table)
+
+    return fa4flex.compile(mod)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32, torch.int64), ids=str)
+@pytest.mark.parametrize("name", READ)
+def test_how_a_captured_tensor_is_read_follows_its_layout(
+    recorder: Recorder, name: str, dtype: torch.dtype
+) -> None:
+    """Alone, and after one of the same size that can be read in pairs."""
+    memory = torch.arange(512).to(dtype)
+    table = READ[name](memory)
+    engine, call = call_of(reading(table))
+    engine.run(call._replace(operands=(table.contiguous().clone(),)))
+    assert recorder.signatures[-1].even_rows == (table.ndim > 0,)
+    engine.run(call)
+    assert recorder.signatures[-1].even_rows == (pairs_of(table),)
+    assert recorder.signatures[-1].unit_strides == (table.ndim == 0 or table.stride(-1) == 1,)

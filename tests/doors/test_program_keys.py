@@ -1,0 +1,452 @@
+"""Keys of programs, analysis, graphs and of what is made of captured tensors, each part changed alone."""
+
+from __future__ import annotations
+
+import gc
+import json
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+import fa4flex
+from fa4flex.codegen.analyze import tables as tables_module
+from fa4flex.codegen.analyze import tiles
+from fa4flex.codegen.analyze.domain import Ragged, Shape, bind
+from fa4flex.codegen.analyze.facts import SCORE, Facts, analyze
+from fa4flex.codegen.analyze.rows import runs_of
+from fa4flex.codegen.analyze.tables import Tables
+from fa4flex.codegen.analyze.tiles import tile_map
+from fa4flex.codegen.evaluate import Captured
+from fa4flex.codegen.expr import TRUE, Expr, apply, const, load, scalar, sym
+from fa4flex.errors import InputError
+from fa4flex.primitives.precision import Precision
+from fa4flex.primitives.schedule import Schedule
+from fa4flex.runtime import graphs
+from fa4flex.runtime import programs as programs_module
+from fa4flex.runtime.cuda import rows as rows_module
+from fa4flex.runtime.cuda.operands import Remembered
+from fa4flex.runtime.cuda.rows import tabulate
+from fa4flex.runtime.programs import publish, read
+
+B, H, Q, KV = (sym(name) for name in ("b", "h", "q", "kv"))
+CPU = torch.device("cpu")
+CAUSAL, LATER = apply("le", KV, Q), apply("lt", KV, Q)
+
+# --- programs -------------------------------------------------------------------------------------------
+
+PUBLISHED: dict[str, tuple[Facts, Schedule, Precision]] = {
+    "base": (analyze(SCORE, CAUSAL), Schedule(), Precision()),
+    "score": (analyze(apply("mul", SCORE, const(2.0)), CAUSAL), Schedule(), Precision()),
+    "zero": (analyze(apply("mul", SCORE, const(0.0)), CAUSAL), Schedule(), Precision()),
+    "minus zero": (analyze(apply("mul", SCORE, const(-0.0)), CAUSAL), Schedule(), Precision()),
+    "mask": (analyze(SCORE, LATER), Schedule(), Precision()),
+    "no mask": (analyze(SCORE, TRUE), Schedule(), Precision()),
+    "tile": (analyze(SCORE, CAUSAL), Schedule(tile=(64, 64)), Precision()),
+    "another tile": (analyze(SCORE, CAUSAL), Schedule(tile=(64, 128)), Precision()),
+    "deterministic": (analyze(SCORE, CAUSAL), Schedule(deterministic=True), Precision()),
+    "order": (analyze(SCORE, CAUSAL), Schedule(order="row_major"), Precision()),
+    "next tile": (analyze(SCORE, CAUSAL), Schedule(next_tile="counter"), Precision()),
+    "compute": (analyze(SCORE, CAUSAL), Schedule(), Precision(compute="float64")),
+    "output": (analyze(SCORE, CAUSAL), Schedule(), Precision(output=torch.float32)),
+}
+
+
+def test_programs_are_told_apart_in_memory_and_as_text() -> None:
+    made = {name: publish(*parts) for name, parts in PUBLISHED.items()}
+    assert len({id(program) for program in made.values()}) == len(made)
+    assert len({id(program.engine) for program in made.values()}) == len(made)
+    assert len({program.text for program in made.values()}) == len(made)
+    for name, program in made.items():
+        assert publish(*PUBLISHED[name]) is program and read(program.text) is program
+        engine = program.engine
+        assert (engine.facts, engine.schedule, engine.precision) == PUBLISHED[name]
+
+
+def test_every_field_of_a_schedule_is_in_the_text() -> None:
+    written = json.loads(publish(*PUBLISHED["base"]).text)["schedule"]
+    assert written.keys() == {field.name for field in fields(Schedule)}
+    changed = {
+        name
+        for _, schedule, _ in PUBLISHED.values()
+        for name in written
+        if getattr(schedule, name) != getattr(Schedule(), name)
+    }
+    assert changed == written.keys(), "each is changed above"
+
+
+@pytest.mark.parametrize("part", ("contract", "program", "schedule", "compute", "output"))
+def test_a_text_without_a_part_is_refused(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = publish(*PUBLISHED["base"]).text
+    written = json.loads(text)
+    del written[part]
+    with pytest.raises(InputError, match="cannot be read"):
+        read(json.dumps(written))
+
+
+def test_a_text_of_other_operators_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = json.loads(publish(*PUBLISHED["base"]).text)
+    with pytest.raises(InputError, match="another version"):
+        read(json.dumps({**written, "contract": "00000000"}))
+    monkeypatch.setattr(programs_module, "_CONTRACT", "11111111")
+    other = programs_module.Published(*PUBLISHED["base"])
+    assert json.loads(other.text)["contract"] == "11111111"
+
+
+def test_facts_with_other_intervals_are_other_facts() -> None:
+    facts = analyze(SCORE, CAUSAL)
+    assert analyze(SCORE, CAUSAL) is facts and analyze(SCORE, LATER) is not facts
+    assert replace(facts, intervals=analyze(SCORE, LATER).keys) != facts
+    assert len({facts.key, analyze(SCORE, LATER).key, PUBLISHED["score"][0].key}) == 3
+
+
+# --- tiles ----------------------------------------------------------------------------------------------
+
+WINDOW = apply("lt", apply("sub", Q, KV), scalar(0, "int"))
+BY_BATCH = apply("lt", apply("sub", Q, KV), apply("add", B, const(20)))
+BY_HEAD = apply("lt", apply("sub", Q, KV), apply("add", H, const(20)))
+
+TILES: dict[str, tuple[Expr, Shape, tuple[Any, ...], tuple[int, int]]] = {
+    "base": (WINDOW, Shape(2, 2, 40, 50), (7,), (8, 8)),
+    "mask": (LATER, Shape(2, 2, 40, 50), (7,), (8, 8)),
+    "queries": (WINDOW, Shape(2, 2, 41, 50), (7,), (8, 8)),
+    "keys": (WINDOW, Shape(2, 2, 40, 58), (7,), (8, 8)),
+    "number": (WINDOW, Shape(2, 2, 40, 50), (17,), (8, 8)),
+    "rows of a tile": (WINDOW, Shape(2, 2, 40, 50), (7,), (16, 8)),
+    "columns of a tile": (WINDOW, Shape(2, 2, 40, 50), (7,), (8, 16)),
+    "batch": (BY_BATCH, Shape(1, 2, 40, 50), (7,), (8, 8)),
+    "larger batch": (BY_BATCH, Shape(2, 2, 40, 50), (7,), (8, 8)),
+    "heads": (BY_HEAD, Shape(2, 1, 40, 50), (7,), (8, 8)),
+    "more heads": (BY_HEAD, Shape(2, 2, 40, 50), (7,), (8, 8)),
+    "a sequence": (BY_BATCH, Shape(1, 2, 40, 50, 9), (7,), (8, 8)),
+}
+
+
+def classes(name: str) -> Tensor:
+    mask, shape, numbers, tile = TILES[name]
+    found = tile_map(mask, analyze(SCORE, mask).keys, shape, Captured((), numbers), tile)
+    parts = [found.row_ptr, found.start, found.stop, found.full.int()]
+    return torch.cat([torch.tensor([found.map_batch, found.map_heads]), *(x.flatten() for x in parts)])
+
+
+@pytest.mark.parametrize("name", TILES)
+def test_each_part_leads_to_other_tiles(name: str) -> None:
+    """What is remembered gives what is found without memory."""
+    tiles.remembered.cache_clear()
+    for other in TILES:
+        classes(other)
+    kept = classes(name)
+    tiles.remembered.cache_clear()
+    assert torch.equal(kept, classes(name))
+    assert name == "base" or not torch.equal(kept, classes("base"))
+
+
+def test_the_shape_of_tiles_is_that_of_the_call() -> None:
+    """Batches of one length share what was found."""
+    keys = analyze(SCORE, WINDOW).keys
+    maps = [tile_map(WINDOW, keys, Shape(n, 2, 40, 50), Captured((), (7,)), (8, 8)) for n in (1, 5)]
+    assert [one.shape.batch for one in maps] == [1, 5] and maps[0].start is maps[1].start
+
+
+def test_zeros_of_either_sign_are_told_apart() -> None:
+    """They compare equal; what is made of them does not."""
+    mask = apply("lt", apply("div", const(1.0), scalar(0, "float")), const(0.0))
+    shape = Shape(1, 1, 16, 16)
+    bound = [bind(mask, shape, Captured((), (x,))) for x in (0.0, -0.0, 0.0)]
+    assert bound[0] is bound[2] and bound[0] is not bound[1]
+    tiles.remembered.cache_clear()
+    maps = [tile_map(mask, None, shape, Captured((), (x,)), (8, 8)) for x in (0.0, -0.0, 0.0)]
+    assert [bool(len(one.start)) for one in maps] == [False, True, False]
+
+
+def test_ragged_extents_are_others() -> None:
+    assert Shape(1, 2, 3, 4) != Ragged(1, 2, 3, 4) and Ragged(1, 2, 3, 4) == Ragged(1, 2, 3, 4)
+
+
+# --- tables of key intervals ----------------------------------------------------------------------------
+
+SAME = apply("eq", load(0, (B, Q), "int"), load(0, (B, KV), "int"))
+
+
+def documents(*shape: int) -> Tensor:
+    return torch.randint(0, 9, shape).sort(-1).values.to(torch.int32)
+
+
+def made(mask: Expr, shape: Shape, captured: Captured) -> tuple[Tensor, ...]:
+    return tabulate(analyze(SCORE, mask), shape, captured, CPU)[1]
+
+
+def fresh(mask: Expr, shape: Shape, captured: Captured) -> tuple[Tensor, ...]:
+    """Without what is kept."""
+    copies = Captured(tuple(x.clone() for x in captured.operands), captured.scalars)
+    return made(mask, shape, copies)
+
+
+BY_NUMBER = apply("lt", KV, load(0, (apply("minimum", load(0, (Q,), "int"), scalar(0, "int")),), "int"))
+
+
+def changes() -> dict[str, tuple[Expr, Shape, Captured]]:
+    ids, others, row = documents(3, 60), documents(3, 60), torch.arange(60) * 7 % 60
+    return {
+        "base": (SAME, Shape(3, 2, 50, 60), Captured((ids,))),
+        "another tensor": (SAME, Shape(3, 2, 50, 60), Captured((others,))),
+        "queries": (SAME, Shape(3, 2, 51, 60), Captured((ids,))),
+        "keys": (SAME, Shape(3, 2, 50, 40), Captured((ids,))),
+        "batch": (SAME, Shape(2, 2, 50, 60), Captured((ids,))),
+        "mask": (apply("and_", SAME, CAUSAL), Shape(3, 2, 50, 60), Captured((ids.clone(),))),
+        "number": (BY_NUMBER, Shape(3, 2, 50, 60), Captured((row,), (2,))),
+        "another number": (BY_NUMBER, Shape(3, 2, 50, 60), Captured((row,), (5,))),
+    }
+
+
+@pytest.mark.parametrize("name", list(changes()))
+def test_each_part_leads_to_other_tables(name: str) -> None:
+    table = changes()
+    kept = {other: made(*given) for other, given in table.items()}
+    again = made(*table[name])
+    assert all(a is b for a, b in zip(again, kept[name], strict=True)) and len(again)
+    expected = fresh(*table[name])
+    assert all(map(torch.equal, again, expected)) and again[0] is not expected[0]
+    base = kept["number" if "number" in name else "base"]
+    assert name in ("base", "number", "mask") or not (
+        len(base) == len(again) and all(map(torch.equal, base, again))
+    )
+
+
+def test_tables_follow_contents() -> None:
+    ids, shape = documents(3, 60), Shape(3, 2, 50, 60)
+    for change in (lambda: None, lambda: ids.copy_(documents(3, 60)), lambda: ids.zero_()):
+        change()
+        assert all(
+            map(torch.equal, made(SAME, shape, Captured((ids,))), fresh(SAME, shape, Captured((ids,))))
+        )
+
+
+def test_another_device_has_tables_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as a machine without one can tell: they are made again."""
+    calls = []
+    monkeypatch.setattr(rows_module, "upload", lambda tables, device: calls.append(device) or list(tables))
+    ids, facts, shape = documents(3, 60), analyze(SCORE, SAME), Shape(3, 2, 50, 60)
+    for device in ("cuda:0", "cuda:1", "cuda:0"):
+        tabulate(facts, shape, Captured((ids,)), torch.device(device))
+    assert calls == [torch.device("cuda:0"), torch.device("cuda:1")]
+
+
+# --- large tables ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("least", (1, 99, 299, 300, 1 << 20))
+def test_row_tables_are_the_same_at_once_and_one_by_one(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 300 rows in all; of more than AT_ONCE, one (b, h) after another."""
+    ids, shape = documents(3, 60), Shape(3, 2, 50, 60)
+    monkeypatch.setattr(rows_module, "AT_ONCE", least)
+    singly = []
+    one_by_one = rows_module._one_by_one
+    monkeypatch.setattr(rows_module, "_one_by_one", lambda *given: singly.append(1) or one_by_one(*given))
+    lo, hi = fresh(SAME, shape, Captured((ids,)))
+    begins, ends = runs_of(ids)
+    assert torch.equal(lo.long(), begins[:, :50]) and torch.equal(hi.long(), ends[:, :50])
+    assert bool(singly) == (least < 300)
+
+
+@pytest.mark.parametrize("size", ((1 << 20) - 1, 1 << 20, (1 << 20) + 1, (1 << 20) + 37))
+def test_ranges_of_large_tables_hold_every_element(size: int) -> None:
+    """Up to LARGE_TABLE elements exactly; beyond, widened to whole granules at most."""
+    table = torch.randint(-99, 99, (size,), dtype=torch.int32)
+    found = Tables(Captured((table,)))
+    lo = torch.cat([torch.randint(0, size - 200, (200,)), torch.tensor([0, size - 200, size - 1])])
+    hi = torch.cat([lo[:-3] + torch.randint(1, 200, (200,)), torch.tensor([size - 1, size - 1, size - 1])])
+    least, greatest, _ = found.range(0, [(lo, hi)])
+    granule = tables_module.GRANULE if size > tables_module.LARGE_TABLE else 1
+    for i, (first, last) in enumerate(zip(lo.tolist(), hi.tolist(), strict=True)):
+        inside = table[first : last + 1]
+        wider = table[first // granule * granule : (last // granule + 1) * granule]
+        assert wider.min() <= least[i] <= inside.min() and inside.max() <= greatest[i] <= wider.max()
+
+
+@pytest.mark.parametrize("axis", (0, 1))
+def test_ranges_along_either_axis(axis: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables_module, "LARGE_TABLE", 100)
+    shape = (130, 7) if axis == 0 else (7, 130)
+    table = torch.randint(-99, 99, shape)
+    lo = torch.randint(0, 100, (50,))
+    hi, other = lo + torch.randint(1, 30, (50,)), torch.randint(0, 7, (50,))
+    ends = [(lo, hi), (other, other)]
+    least, greatest, _ = Tables(Captured((table,))).range(0, ends if axis == 0 else ends[::-1])
+    lines = table if axis == 0 else table.T
+    for i in range(50):
+        inside = lines[lo[i] : hi[i] + 1, other[i]]
+        assert least[i] <= inside.min() and inside.max() <= greatest[i]
+
+
+# --- captured tensors that are computed from others -------------------------------------------------------
+
+
+def remembered() -> tuple[Remembered, Any, list[Tensor]]:
+    """What remembers three tables of a mask, its trace, and the two tensors that they are made of."""
+    first, second = torch.arange(1.0, 13.0), torch.arange(12) * 2
+
+    def mask(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return ((first * 2)[k] <= (first * 3)[q]) & ((second // 2)[k] <= q)
+
+    trace = fa4flex.compile(mask=mask).prepared.trace
+    slots = frozenset(range(len(trace.operands)))
+    assert len(slots) == 3
+    return Remembered(slots), trace, [first, second]
+
+
+def values(known: Remembered, trace: Any, bases: list[Tensor]) -> tuple[Tensor, ...]:
+    found = known.tensors(trace, tuple(bases))
+    exact = {tuple((bases[0] * n).tolist()) for n in (2, 3)} | {tuple((bases[1] // 2).tolist())}
+    assert {tuple(x.tolist()) for x in found} == exact
+    return found
+
+
+@pytest.mark.parametrize("change", ("in place", "through a view", "memory", "another tensor", "a used id"))
+def test_a_derived_tensor_follows_what_it_is_made_of(change: str) -> None:
+    known, trace, bases = remembered()
+    before = values(known, trace, bases)
+    assert all(a is b for a, b in zip(before, values(known, trace, bases), strict=True)), "kept"
+    if change == "in place":
+        bases[0].add_(1)
+    elif change == "through a view":
+        bases[0][3:5].zero_()
+    elif change == "memory":
+        bases[0].data = bases[0] + 5
+    elif change == "another tensor":
+        bases[0] = bases[0] + 5
+    else:
+        number, memory = id(bases[0]), bases[0].numpy()
+        bases[0] = torch.zeros(0)
+        gc.collect()
+        for _ in range(50):
+            memory += 1  # torch counts nothing
+            again = torch.from_numpy(memory)
+            if id(again) == number:
+                break
+            number = id(again)
+            del again
+        else:
+            pytest.fail("no id was used again: the test shows nothing")
+        bases[0] = again
+        assert again._version == 0
+    after = values(known, trace, bases)
+    kept = sum(a is b for a, b in zip(before, after, strict=True))
+    assert kept == 1, "what is made of the other tensor stays"
+
+
+def test_a_derived_tensor_with_gradients_is_made_at_each_call() -> None:
+    known, trace, bases = remembered()
+    plain = values(known, trace, bases)
+    bases[0].requires_grad_()
+    first, second = values(known, trace, bases), values(known, trace, bases)
+    trained = [x for x in first if x.is_floating_point()]
+    assert all(x.requires_grad for x in trained) and not any(x.requires_grad for x in plain)
+    assert sum(a is b for a, b in zip(first, second, strict=True)) == 1
+    with torch.no_grad():
+        assert not any(x.requires_grad for x in values(known, trace, bases))
+    (grad,) = torch.autograd.grad(sum(x.sum() for x in trained), bases[0])
+    assert torch.equal(grad, torch.full_like(grad, 5.0))
+
+
+def test_inference_mode_has_derived_tensors_of_its_own() -> None:
+    known, trace, bases = remembered()
+    with torch.inference_mode():
+        inside = values(known, trace, bases)
+        assert all(x.is_inference() for x in inside)
+    outside = values(known, trace, bases)
+    assert not any(x.is_inference() for x in outside)
+    with torch.inference_mode():
+        made_inside = [torch.arange(1.0, 13.0), torch.arange(12) * 2]
+        first = values(known, trace, made_inside)
+        made_inside[0].add_(1)  # torch counts no change of these
+        assert values(known, trace, made_inside)[0] is not first[0]
+
+
+# --- graphs ---------------------------------------------------------------------------------------------
+
+
+def graph(function: Any) -> fx.GraphModule:
+    return fx.symbolic_trace(function)
+
+
+def pair() -> tuple[fx.GraphModule, fx.GraphModule]:
+    def score(s: Any, b: Any, h: Any, q: Any, k: Any, table: Any, other: Any, number: Any) -> Any:
+        return s + table[q] * other[k] * number
+
+    def mask(b: Any, h: Any, q: Any, k: Any, window: Any) -> Any:
+        return q - k < window
+
+    return graph(score), graph(mask)
+
+
+LIFTED: dict[str, Any] = {
+    "dtype": lambda a, c: (a.double(), c, 0.5, 3),
+    "the other's dtype": lambda a, c: (a, c.double(), 0.5, 3),
+    "device": lambda a, c: (a.to("meta"), c, 0.5, 3),
+    "shape": lambda a, c: (a[:8], c, 0.5, 3),
+    "one tensor twice": lambda a, c: (a, a, 0.5, 3),
+    "type of a number": lambda a, c: (a, c, 2, 3),
+    "type of the mask's number": lambda a, c: (a, c, 0.5, 3.5),
+}
+
+
+@pytest.mark.parametrize("name", LIFTED)
+def test_each_look_of_a_lifted_input_leads_to_another_program(name: str) -> None:
+    (score, mask), context = pair(), [torch.zeros((), dtype=torch.int64) for _ in range(3)]
+    a, c = torch.rand(12), torch.rand(12)
+
+    def kept(score: fx.GraphModule, mask: fx.GraphModule, given: tuple[Any, ...]) -> graphs.GraphTrace:
+        return graphs._kept(((score, given[:3]), (mask, given[3:])), context)
+
+    base = a, c, 0.5, 3
+    first, other = kept(score, mask, base), kept(score, mask, LIFTED[name](a, c))
+    assert other is not first and kept(score, mask, base) is first
+    assert kept(score, mask, (torch.rand(12), torch.rand(12), 0.25, 5)) is first, "contents are no part of it"
+    alone = kept(*pair(), LIFTED[name](a, c))
+    assert (other.facts, other.bases, other.scalars) == (alone.facts, alone.bases, alone.scalars)
+    assert len(graphs._traces[score]) == 2
+
+
+def test_another_mask_is_another_program() -> None:
+    (score, mask), context = pair(), [torch.zeros((), dtype=torch.int64) for _ in range(3)]
+    given = (torch.rand(12), torch.rand(12), 0.5)
+    later = graph(lambda b, h, q, k, window: q - k > window)
+    first, other = (graphs._kept(((score, given), (x, (3,))), context) for x in (mask, later))
+    assert first.facts.mask != other.facts.mask and first.facts.score == other.facts.score
+    assert graphs._kept(((score, given), (mask, (3,))), context) is first
+
+
+def test_a_tensor_that_stands_for_a_length_is_another_program() -> None:
+    score = graph(lambda s, b, h, q, k, n: s + n * (q - k))
+    mask = graph(lambda b, h, q, k: q >= k)
+    context = [torch.zeros((), dtype=torch.int64) for _ in range(3)]
+    given = (torch.zeros((), dtype=torch.int64), context[0], context[1], context[0])
+    found = [graphs._kept(((score, (x,)), (mask, ())), context) for x in given]
+    assert len({id(one) for one in found}) == 3 and found[1] is found[3]
+    assert [len(one.operands) for one in found] == [1, 0, 0, 0]
+    assert {"q_len"} <= found[1].facts.score.free and {"kv_len"} <= found[2].facts.score.free
+
+
+def test_a_number_that_is_part_of_the_program_is_compared() -> None:
+    score, body = graph(lambda s, b, h, q, k: s), fx.Graph()
+    _, _, q, k, far = (body.placeholder(name) for name in ("b", "h", "q", "k", "far"))
+    body.output(body.call_function(lambda q, k, far: q - k < 3 if far else q >= k, (q, k, far)))
+    mask = fx.GraphModule(torch.nn.Module(), body)
+    context = [torch.zeros((), dtype=torch.int64) for _ in range(3)]
+
+    def kept(far: int) -> graphs.GraphTrace:
+        return graphs._kept(((score, ()), (mask, (far,))), context)
+
+    assert kept(1).facts.mask is not kept(0).facts.mask
+    assert kept(1).pinned and kept(2) is kept(2)
+
+
+def test_masks_of_zeros_of_either_sign() -> None:
+    """The whole way: equal numbers, and masks of which one allows all and the other nothing."""
+    q = torch.randn(1, 1, 16, 8)
+    for zero in (0.0, -0.0, 0.0):
+        out = fa4flex.compile(mask=lambda b, h, q, k, zero=zero: 1 / (zero * (q + 1)) > 0)(q, q, q)
+        assert bool(out.abs().sum()) == (str(zero) == "0.0")
