@@ -38,7 +38,7 @@ def biased(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, bias: Any) -> An
 
 
 class Layer(nn.Module):
-    """Self-attention whose bias is read by a bound method, by a closure over self, or owned by its attention."""
+    """Self-attention; its bias is read by a method or a closure over self, or owned by its attention."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -85,7 +85,9 @@ def training(parallel: Callable[[nn.Module], nn.Module]) -> None:
     steps = [torch.optim.SGD(x.parameters(), 0.1) for x in (one, other)]
     for batch in batches:
         losses = []
-        for module, step, x in zip((one, ours), steps, (batch, batch.chunk(dist.get_world_size())[dist.get_rank()])):
+        for module, step, x in zip(
+            (one, ours), steps, (batch, batch.chunk(dist.get_world_size())[dist.get_rank()])
+        ):
             step.zero_grad()
             loss = module(x).square().mean()
             loss.backward()
@@ -93,7 +95,9 @@ def training(parallel: Callable[[nn.Module], nn.Module]) -> None:
         dist.all_reduce(losses[1])
         torch.testing.assert_close(losses[1] / dist.get_world_size(), losses[0])
         for name, a, b in zip(names, one.parameters(), other.parameters(), strict=True):
-            torch.testing.assert_close(whole(b.grad), a.grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                whole(b.grad), a.grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+            )
         for step in steps:
             step.step()
     for name, a, b in zip(names, one.parameters(), other.parameters(), strict=True):
@@ -211,6 +215,7 @@ def grouped_heads() -> None:
     world = dist.get_world_size()
     given = inputs(2, gain=torch.ones(1), sinks=torch.randn(H))
     agree(windowed, given, {"q": [Shard(1)]}, [Shard(1) if world == 2 else Replicate()])
+    agree(windowed, {**given, **inputs(1)}, {"q": [Shard(1)]}, [Replicate()])
 
 
 def by_head(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, slopes: Tensor) -> Any:
@@ -235,7 +240,9 @@ def arithmetic_with_heads_gathers() -> None:
         return fa4flex.compile(lambda s, b, h, i, j: s - gain[0] * h * (i - j))(q, k, v, return_lse=True)
 
     def shares(q: Tensor, k: Tensor, v: Tensor, gain: Tensor) -> Any:
-        return fa4flex.compile(lambda s, b, h, i, j, num_heads: s * gain[0] / num_heads)(q, k, v, return_lse=True)
+        return fa4flex.compile(lambda s, b, h, i, j, num_heads: s * gain[0] / num_heads)(
+            q, k, v, return_lse=True
+        )
 
     def halves(q: Tensor, k: Tensor, v: Tensor, gain: Tensor) -> Any:
         return fa4flex.compile(lambda s, b, h, i, j: s + gain[h // 2])(q, k, v, return_lse=True)
@@ -247,7 +254,9 @@ def arithmetic_with_heads_gathers() -> None:
 
 
 def documents(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Any:
-    return fa4flex.compile(mask=lambda b, h, i, j: (ids[b, i] == ids[b, j]) & (j <= i))(q, k, v, return_lse=True)
+    return fa4flex.compile(mask=lambda b, h, i, j: (ids[b, i] == ids[b, j]) & (j <= i))(
+        q, k, v, return_lse=True
+    )
 
 
 @scenario
@@ -279,7 +288,11 @@ def lengths_and_packed_sequences() -> None:
     rows = {name: x.transpose(1, 2).flatten(0, 1) for name, x in inputs().items()}
     agree(packed, {**rows, "starts": starts}, placed(Shard(1)), [Shard(1)])
     tokens = [distribute_tensor(x, mesh(), [Shard(0)]) for x in rows.values()]
-    raises(UnsupportedError, "along tokens", lambda: packed(*tokens, distribute_tensor(starts, mesh(), [Replicate()])))
+    raises(
+        UnsupportedError,
+        "along tokens",
+        lambda: packed(*tokens, distribute_tensor(starts, mesh(), [Replicate()])),
+    )
 
 
 @scenario
@@ -342,7 +355,11 @@ def compiled_graphs_of_dtensors() -> None:
 
     def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, slopes: Tensor) -> Any:
         return fa4flex.flex_attention(
-            q, k, v, score_mod=lambda s, b, h, i, j: s + bias[h, i - j + S] - slopes[h] * (i - j), return_lse=True
+            q,
+            k,
+            v,
+            score_mod=lambda s, b, h, i, j: s + bias[h, i - j + S] - slopes[h] * (i - j),
+            return_lse=True,
         )
 
     agree(torch.compile(attend, backend="aot_eager", fullgraph=True), given, placed(Shard(1)), [Shard(1)])

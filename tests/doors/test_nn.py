@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
 
 import fa4flex
 from fa4flex import InputError, UnsupportedError
@@ -81,7 +82,9 @@ def truth(tensors: dict[str, Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor
 
 def check(module: Any, tensors: dict[str, Tensor] | None = None, call: Any = None) -> None:
     """Results and gradients by the module's tensors (or by `tensors`) are those of the dense formula."""
-    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())} if tensors is None else tensors
+    tensors = (
+        {**dict(module.named_parameters()), **dict(module.named_buffers())} if tensors is None else tensors
+    )
     inputs = qkv()
     wanted = truth(tensors, *inputs)
     found = (module if call is None else call)(*inputs)
@@ -204,6 +207,12 @@ def test_pickle(make: Any) -> None:
     other = pickle.loads(pickle.dumps(module))
     check(other)
     torch.testing.assert_close(dict(other.state_dict()), dict(module.state_dict()))
+
+
+@KINDS
+def test_checkpointed(make: Any) -> None:
+    module = make()
+    check(module, call=lambda *x: checkpoint(module, *x, use_reentrant=False))
 
 
 @KINDS
