@@ -212,7 +212,7 @@ def _plain_tensor(name: str) -> InputError:
     return InputError(
         f"{name} is a plain tensor among DTensors",
         "q, k, v, captured tensors, sinks and lengths all DTensors, or all plain",
-        "distribute_tensor(x, mesh, [Replicate()]), or call under implicit_replication() where it is the same "
+        "distribute_tensor(x, mesh, [Replicate()]), or call under implicit_replication() if it is the same "
         "in every process; under fully_shard, let the module own its tensors: fa4flex.nn.Attention",
     )
 
