@@ -5,9 +5,9 @@
     def relative(score, b, h, q_idx, kv_idx, bias):
         return score + bias[h, q_idx - kv_idx + 511]
 
-Parameters and buffers are looked up in the module at each call and passed on, so whatever replaces them is seen:
-fully_shard, load_state_dict(assign=True), functional_call, AveragedModel, deepcopy, to_empty. Importing this module
-registers the operators that exported programs call.
+Parameters and buffers are looked up in the module at each call and passed on, so whatever replaces them is
+seen: fully_shard, load_state_dict(assign=True), functional_call, AveragedModel, deepcopy, to_empty. Importing
+this module registers the operators that exported programs call.
 """
 
 from __future__ import annotations
@@ -40,20 +40,21 @@ Shape = int | tuple[int, ...]
 class Attention(nn.Module):
     """A compiled variant that owns its learnable parts.
 
-    score_mod   what `fa4flex.compile` takes; its functions may have further parameters, named in `parameters` or
-                `buffers`, and receive these tensors by keyword
+    score_mod   what `fa4flex.compile` takes; its functions may have further parameters, named in `parameters`
+                or `buffers`, and receive these tensors by keyword
     mask        the same for masks
     parameters  by name, a tensor, which becomes a Parameter, or the shape of one that starts as zeros
     buffers     by name, a tensor that does not learn
     sinks       the number of query heads, for a Parameter of zeros, or a floating tensor [Hq]
-    composition `blocks`, `scale`, `layout`, `precision` and `schedule` of fa4flex.compile; a block map stays on its
-                device, so one that follows the model is given with each call
+    composition `blocks`, `scale`, `layout`, `precision` and `schedule` of fa4flex.compile; a block map
+                stays on its device, so one that follows the model is given with each call
 
-    A subclass may define `score_mod(self, score, b, h, q_idx, kv_idx)` and `mask_mod(self, b, h, q_idx, kv_idx)`
-    instead, which read parameters that the subclass registers.
+    A subclass may define `score_mod(self, score, b, h, q_idx, kv_idx)` and
+    `mask_mod(self, b, h, q_idx, kv_idx)` instead, which read parameters that the subclass registers.
     Raises InputError for names that no function takes, or that the module or an index has already.
     """
 
+    sinks: Tensor | None
     score_mod: Callable[..., Any] | None = None
     mask_mod: Callable[..., Any] | None = None
 
@@ -101,7 +102,7 @@ class Attention(nn.Module):
         scale: float | None = None,
         return_lse: bool = False,
     ) -> Any:
-        """Attention of q, k, v, as `fa4flex.compile(...)(q, k, v, ...)`: its shapes, dtypes, results and errors.
+        """Attention of q, k, v, with shapes, dtypes, results and errors of `fa4flex.compile(...)(q, k, v)`.
 
         blocks and scale, where given, take the place of those that were composed.
         """
@@ -119,7 +120,7 @@ class Attention(nn.Module):
         )
 
     def compiled(self) -> api.Attention:
-        """The variant with the tensors that the module holds now, to look at: `.explain()`, `.source()`, `.mask`."""
+        """The variant with the module's tensors as they are now: see `.explain()`, `.source()`, `.mask`."""
         return api.Attention(at_call(self._now(), sinks=self.sinks), self._caller)
 
     def _now(self) -> Variant:

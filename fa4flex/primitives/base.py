@@ -106,6 +106,7 @@ def show(value: Any) -> str:
     """A parameter as it stands in a repr: tensors by dtype and shape, functions by name."""
     if isinstance(value, torch.Tensor):
         readable = type(value) in (torch.Tensor, torch.nn.Parameter) and not value.is_meta
+        readable = readable and not torch.compiler.is_compiling()
         if readable and value.layout is torch.strided and value.numel() <= 8:
             return f"torch.tensor({value.tolist()}, dtype={value.dtype})"
         return f"<{str(value.dtype).removeprefix('torch.')}{list(value.shape)}>"

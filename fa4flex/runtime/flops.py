@@ -1,7 +1,7 @@
 """Matrix-multiplication FLOPs of both operators, for torch.utils.flop_counter.FlopCounterMode.
 
-As torch counts its own attention: every (query, key) pair of a sequence, masked or not; two products forward, five
-backward, of which one computes the scores again.
+They count what torch's formulas count for its own attention: every (query, key) pair of a sequence, masked or
+not; two products forward, five backward, of which one computes the scores again.
 """
 
 from __future__ import annotations
@@ -40,18 +40,8 @@ def forward_flops(q: Tensor, k: Tensor, v: Tensor, operands: Any, sinks: Any, *r
     return 2 * _scores(q, k, rest[:4]) * (q.shape[-1] + v.shape[-1])
 
 
-def backward_flops(
-    upstream: Any,
-    saved: Any,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    operands: Any,
-    sinks: Any,
-    *rest: Any,
-    **_: Any,
-) -> int:
-    return 2 * _scores(q, k, rest[0]) * (3 * q.shape[-1] + 2 * v.shape[-1])
+def backward_flops(upstream: Any, saved: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **_: Any) -> int:
+    return 2 * _scores(q, k, rest[2]) * (3 * q.shape[-1] + 2 * v.shape[-1])
 
 
 def _scores(q: Tensor, k: Tensor, lengths: Sequence[Tensor | None]) -> int:
@@ -59,13 +49,15 @@ def _scores(q: Tensor, k: Tensor, lengths: Sequence[Tensor | None]) -> int:
     cu_q, cu_k, used_q, used_k = lengths
     if cu_q is None or cu_k is None:
         batch, heads, q_len = q.shape[:3]
-        queries, keys = _used(used_q, batch, q_len), _used(used_k, batch, k.shape[2])
-    else:
-        heads = q.shape[1]
-        queries, keys = _packed(cu_q, used_q), _packed(cu_k, used_k)
-        if queries is None or keys is None:
-            return int(q.shape[0] * k.shape[0] * heads)
-    return int(heads * sum(n * m for n, m in zip(queries, keys, strict=True)))
+        return heads * _pairs(_used(used_q, batch, q_len), _used(used_k, batch, k.shape[2]))
+    queries, keys = _packed(cu_q, used_q), _packed(cu_k, used_k)
+    if queries is None or keys is None:
+        return q.shape[1] * q.shape[0] * k.shape[0]
+    return q.shape[1] * _pairs(queries, keys)
+
+
+def _pairs(queries: list[int], keys: list[int]) -> int:
+    return sum(n * m for n, m in zip(queries, keys, strict=True))
 
 
 def _used(used: Tensor | None, batch: int, length: int) -> list[int]:

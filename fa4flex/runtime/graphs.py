@@ -38,11 +38,12 @@ from fa4flex.runtime.checks import (
 )
 from fa4flex.runtime.cuda.call import NO_LENGTHS
 from fa4flex.runtime.launch import Result, Statistics
-from fa4flex.runtime.programs import publish
+from fa4flex.runtime.programs import contract, publish
 from fa4flex.variant import Variant
 
 NAME = "fa4flex_flex_attention"
 CONTEXT = ("q_len", "kv_len", "num_heads")
+_CONTRACT = contract()
 
 
 @dataclass(frozen=True, eq=False)
@@ -234,7 +235,7 @@ def attend(
 
     if scale is not None:
         scale = torch.ones((), dtype=torch.float64) * scale  # type: ignore[assignment]
-    options = {**options, "context": (q_len, kv_len, heads)}
+    options = {**options, "context": (q_len, kv_len, heads), "contract": _CONTRACT}
     return attention(*qkv, score_mod, (mask_mod,), scale, options)  # type: ignore[arg-type]
 
 

@@ -216,7 +216,9 @@ class Plain:
     ) -> list[Tensor]:
         given, floats = self._given(tensors)
         if self.floats is not None:
-            return backward(self.program, given, self._numbers(self.floats), (upstream, saved), needs)
+            if not torch._C._len_torch_dispatch_stack():
+                return backward(self.program, given, self._numbers(self.floats), (upstream, saved), needs)
+            floats = _as_tensors(self.floats)  # modes see operators, also where the forward pass had none
         plain = self.program.text, self.ints, floats, self.scale, needs
         q, k, v, sinks, lengths, operands = given
         found: list[Tensor] = torch.ops.fa4flex.attention_backward(
@@ -294,7 +296,7 @@ def attend(program: Published, given: Tensors, numbers: Numbers, max_scores: boo
     q, k, v, sinks, lengths, operands = given
     if observed:
         _follow()
-        floats = [torch.tensor(x, dtype=torch.float64, device="cpu") for x in numbers.floats]
+        floats = _as_tensors(numbers.floats)
         found: Forward = torch.ops.fa4flex.attention(
             q, k, v, operands, sinks, *lengths, program.text, numbers.ints, floats, numbers.scale, max_scores
         )
@@ -303,6 +305,11 @@ def attend(program: Published, given: Tensors, numbers: Numbers, max_scores: boo
         return forward(program, given, numbers, max_scores)
     plain = Plain(program, len(operands), numbers.ints, numbers.floats, numbers.scale, max_scores)
     return _Attend.apply(plain, q, k, v, sinks, *lengths, *operands)
+
+
+def _as_tensors(floats: Sequence[float]) -> tuple[Tensor, ...]:
+    """Captured floats as operators take them."""
+    return tuple([torch.tensor(x, dtype=torch.float64, device="cpu") for x in floats])
 
 
 def _wants_gradient(*tensors: Tensor | None) -> bool:

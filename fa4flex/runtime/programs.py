@@ -21,9 +21,23 @@ from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.runtime.cuda.engine import Engine
 
-# torch.compile keeps graphs on disk, gradients of operators included, and knows them by their arguments
-# alone. With this in the text, a graph compiled against other operators is not found again.
-_CONTRACT = hashlib.sha256((Path(__file__).parent / "ops.py").read_bytes()).hexdigest()[:8]
+FORMAT = 1
+"""Version of programs' text and of the operators' meaning. Exported programs of another version are refused."""
+
+
+@lru_cache(maxsize=1)
+def contract() -> str:
+    """A digest of the sources that decide what a compiled model's graph computes.
+
+    torch.compile keeps graphs on disk and knows them by what stands in them. With the digest among that, a
+    graph made by other sources is not found again.
+    """
+    package = Path(__file__).parents[1]
+    names = "codegen/trace/*.py", "codegen/*.py", "codegen/analyze/*.py", "runtime/*.py", "primitives/*.py"
+    digest = hashlib.sha256()
+    for path in sorted(path for name in names for path in package.glob(name)):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -58,7 +72,7 @@ class Published:
         """The program as an operator's argument: `read` gives it back, in any process."""
         output = self.precision.output
         fields = {
-            "contract": _CONTRACT,
+            "format": FORMAT,
             "program": dump(self.facts.score, self.facts.mask),
             "schedule": asdict(self.schedule),
             "compute": self.precision.compute,
@@ -107,13 +121,13 @@ def read(text: str) -> Published:
     """The program that a text stands for. Raises InputError for text of another version, or of none."""
     try:
         fields = json.loads(text)
-        contract, output = fields["contract"], fields["output"]
+        version, output = fields["format"], fields["output"]
         roots = parse(fields["program"])
         precision = Precision(fields["compute"], None if output is None else getattr(torch, output))
         schedule = Schedule(**fields["schedule"])
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise _unreadable(str(error)) from error
-    if contract != _CONTRACT or len(roots) != 2:
+    if version != FORMAT or len(roots) != 2:
         raise _unreadable("it was written by another version")
     return publish(analyze(*roots), schedule, precision)
 

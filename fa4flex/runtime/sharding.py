@@ -1,9 +1,9 @@
 """The sharding rule of both operators: attention of DTensors, by batch, by heads, or replicated.
 
-Each process computes the batch entries and heads that it holds. A mod's `b` and `h` would then count from 0 in
-each process, so a dimension is sharded only if the mod reads them nowhere but as an index of captured tensors,
-which are sharded along with it, and sees no difference; elsewhere inputs are gathered and every process computes
-the whole. Gradients of what all processes share are summed.
+Each process computes the batch entries and heads that it holds. A mod's `b` and `h` would then count from 0
+in each process, so a dimension is sharded only if the mod reads its index nowhere but to select from captured
+tensors, which are sharded along with it: it sees no difference. Elsewhere inputs are gathered, and every
+process computes the whole. Gradients of what all processes share are summed.
 """
 
 from __future__ import annotations
@@ -85,7 +85,10 @@ def _parts(node: Expr) -> tuple[int | None, tuple[Expr, ...], tuple[Expr, ...]]:
 
 @dataclass(frozen=True, eq=False)
 class _Plan:
-    """The placement of one call: what each dimension of `mesh` shards, and the captured tensors that are sharded along with it, by slot."""
+    """The placement of one call: what each dimension of `mesh` shards.
+
+    `by_batch` and `by_heads` are the dimensions along which captured tensors are sharded with it, by slot.
+    """
 
     mesh: Any
     choices: tuple[Choice, ...]
@@ -116,6 +119,12 @@ class _Plan:
         if x.dim() < 2:
             return self.placed(None, None)
         return self.placed(None, 0) if self.packed else self.placed(0, 1)
+
+    def results(self, given: Sequence[Any]) -> list[Any]:
+        """The local parts of an output and its statistics, or of their gradients."""
+        return [
+            self.here(x, self.statistics(x) if at else self.rows, "a gradient") for at, x in enumerate(given)
+        ]
 
     def sinks(self, partial: bool = False) -> list[Any]:
         return self.placed(None, 0, partial)
@@ -179,14 +188,18 @@ def _plan(program: str, qkv: Sequence[Any], operands: Sequence[Any], lengths: Se
     return _Plan(mesh, tuple(wanted), packed, found["batch"], found["heads"])
 
 
+_DIMENSIONS = ("batch", "heads", "the sequence", "head_dim")
+
+
 def _wanted(placements: Sequence[Any], packed: bool) -> Choice:
-    """Read from placements what one dimension of the mesh would shard. Raises UnsupportedError for other dimensions of q, k and v."""
+    """Read from placements what one dimension of the mesh shards of q, k and v.
+
+    Raises UnsupportedError for what is neither batch nor heads.
+    """
     shards = [p.dim for p in placements if type(p) is sys.modules[DTENSOR].Shard]
     for dim in shards:
         if dim != 1 and (packed or dim != 0):
-            what = (
-                "tokens" if packed and dim == 0 else "the sequence" if dim == 2 and not packed else "head_dim"
-            )
+            what = ("tokens", "heads", "head_dim")[dim] if packed else _DIMENSIONS[dim]
             raise UnsupportedError(
                 f"q, k or v sharded along {what} (dimension {dim})",
                 "heads" if packed else "batch or heads sharded, or replicated tensors",
@@ -199,8 +212,8 @@ def _plain_tensor(name: str) -> InputError:
     return InputError(
         f"{name} is a plain tensor among DTensors",
         "q, k, v, captured tensors, sinks and lengths all DTensors, or all plain",
-        "distribute_tensor(x, mesh, [Replicate()]), or call under implicit_replication() where it is the same in "
-        "every process; under fully_shard, read parameters in the module that owns them (fa4flex.nn.Attention)",
+        "distribute_tensor(x, mesh, [Replicate()]), or call under implicit_replication() if it is the same "
+        "in every process; under fully_shard, let the module own its tensors: fa4flex.nn.Attention",
     )
 
 
@@ -222,13 +235,7 @@ def _backward(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = No
     with torch.no_grad():
         plan = _plan(program, (q, k, v), operands, lengths)
         tensors = plan.inputs((q, k, v), operands, sinks, lengths)
-        above, before = (
-            [
-                plan.here(x, plan.statistics(x) if at else plan.rows, "a gradient")
-                for at, x in enumerate(given)
-            ]
-            for given in (upstream, saved)
-        )
+        above, before = plan.results(upstream), plan.results(saved)
         found = func(above, before, *tensors, program, *numbers, needs)
         owners = [(x, plan.rows) for x in (q, k, v)]
         owners += [] if sinks is None else [(sinks, plan.sinks(partial=True))]

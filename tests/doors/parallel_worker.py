@@ -38,7 +38,7 @@ def biased(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, bias: Any) -> An
 
 
 class Layer(nn.Module):
-    """Self-attention whose bias is read by a bound method, by a closure over self, or owned by its attention."""
+    """Self-attention; its bias is read by a method or a closure over self, or owned by its attention."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -215,6 +215,7 @@ def grouped_heads() -> None:
     world = dist.get_world_size()
     given = inputs(2, gain=torch.ones(1), sinks=torch.randn(H))
     agree(windowed, given, {"q": [Shard(1)]}, [Shard(1) if world == 2 else Replicate()])
+    agree(windowed, {**given, **inputs(1)}, {"q": [Shard(1)]}, [Replicate()])
 
 
 def by_head(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, slopes: Tensor) -> Any:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
 
 import fa4flex
 from fa4flex import InputError, UnsupportedError
@@ -206,6 +207,12 @@ def test_pickle(make: Any) -> None:
     other = pickle.loads(pickle.dumps(module))
     check(other)
     torch.testing.assert_close(dict(other.state_dict()), dict(module.state_dict()))
+
+
+@KINDS
+def test_checkpointed(make: Any) -> None:
+    module = make()
+    check(module, call=lambda *x: checkpoint(module, *x, use_reentrant=False))
 
 
 @KINDS

@@ -77,7 +77,7 @@ def test_every_field_of_a_schedule_is_in_the_text() -> None:
     assert changed == written.keys(), "each is changed above"
 
 
-@pytest.mark.parametrize("part", ("contract", "program", "schedule", "compute", "output"))
+@pytest.mark.parametrize("part", ("format", "program", "schedule", "compute", "output"))
 def test_a_text_without_a_part_is_refused(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     text = publish(*PUBLISHED["base"]).text
     written = json.loads(text)
@@ -89,10 +89,10 @@ def test_a_text_without_a_part_is_refused(part: str, monkeypatch: pytest.MonkeyP
 def test_a_text_of_other_operators_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     written = json.loads(publish(*PUBLISHED["base"]).text)
     with pytest.raises(InputError, match="another version"):
-        read(json.dumps({**written, "contract": "00000000"}))
-    monkeypatch.setattr(programs_module, "_CONTRACT", "11111111")
+        read(json.dumps({**written, "format": programs_module.FORMAT + 1}))
+    monkeypatch.setattr(programs_module, "FORMAT", programs_module.FORMAT + 1)
     other = programs_module.Published(*PUBLISHED["base"])
-    assert json.loads(other.text)["contract"] == "11111111"
+    assert json.loads(other.text)["format"] == programs_module.FORMAT
 
 
 def test_facts_with_other_intervals_are_other_facts() -> None:

@@ -1,6 +1,6 @@
 """Attention trained in parallel: DDP, FSDP2 and DTensors in 2 and 4 processes give what one process gives.
 
-Also FLOPs as torch's counter sees them. The processes run tests/doors/parallel_worker.py, all scenarios in one go.
+Also FLOPs as torch's counter sees them. The processes run tests/doors/parallel_worker.py, all its scenarios.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def test_four_processes(four: Path, name: str) -> None:
     check(four, name, 4)
 
 
-# --- what a program reads ------------------------------------------------------------------------------------
+# --- what a program reads -----------------------------------------------------------------------------------
 
 
 def test_how_programs_use_an_index() -> None:
@@ -146,6 +146,10 @@ def test_flops_are_those_of_torchs_attention(kv_heads: int) -> None:
     with FlopCounterMode(display=False) as both:
         attn(q, k, v).sum().backward()
     assert both.get_total_flops() == sum(wanted)
+    out = attn(q, k, v)
+    with FlopCounterMode(display=False) as backward:
+        out.sum().backward()
+    assert backward.get_total_flops() == wanted[1]
 
 
 def test_flops_of_sequences() -> None:

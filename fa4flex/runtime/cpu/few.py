@@ -62,9 +62,8 @@ def few_queries(facts: Facts, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, T
     out = torch.bmm(weights, v.reshape(tiles, kv_len, -1)).div_(total.clamp(min=tiny))
     lse = total.log().add_(shift)
     shape = batch, heads, q_len
-    result, dtype = out.view(*shape, -1), inputs.output or inputs.q.dtype
-    if dtype != result.dtype or not inputs.q.is_contiguous():
-        result = empty_output(inputs.q, v.shape[3], dtype).copy_(result)
+    result = empty_output(inputs.q, v.shape[3], inputs.output or inputs.q.dtype)
+    result.copy_(out.view(*shape, -1))
     return result, lse.view(shape), maximum.view(shape), total.view(shape)
 
 
