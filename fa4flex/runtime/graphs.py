@@ -96,7 +96,10 @@ class _Attention(HigherOrderOperator):
             floats.append(scale)
         else:
             plain = 1 / math.sqrt(int(q.shape[-1])) if scale is None else float(scale)
-        program = publish(found.facts, Schedule(*options["schedule"]), Precision(*options["precision"])).text
+        tile, *others = options["schedule"]
+        tile = None if tile is None else (int(tile[0]), int(tile[1]))  # one that is dynamic is guarded
+        schedule, precision = Schedule(tile, *others), Precision(*options["precision"])
+        program = publish(found.facts, schedule, precision).text
         out, lse, largest, _ = torch.ops.fa4flex.attention(
             q, k, v, operands, options["sinks"], *options["lengths"], program, ints, floats, plain,
             options["max_scores"],

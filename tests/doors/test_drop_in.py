@@ -120,6 +120,11 @@ def test_such_options_give_a_warning_while_compiling() -> None:
 
 def test_both_block_sizes_set_the_tile() -> None:
     assert drop_in._schedule({"BLOCK_M": 8, "BLOCK_N": 4}, False).tile == (8, 4)
+    q, k, v = qkv()
+    found = compiled(fa4flex.flex_attention, dynamic=True)(
+        q, k, v, kernel_options={"BLOCK_M": 8, "BLOCK_N": 4}
+    )
+    torch.testing.assert_close(found, fa4flex.flex_attention(q, k, v))
     with pytest.raises(InputError, match=r"(?s)tile=.*two positive ints"):
         fa4flex.flex_attention(*qkv(), kernel_options={"BLOCK_M": 0, "BLOCK_N": 4})
 
