@@ -198,12 +198,12 @@ def test_backward_masks_have_the_form_that_is_proved(recorder: Recorder, name: s
         assert_lists_all(recorder, engine, call)
 
 
-@pytest.mark.parametrize("name", ("causal", "every third"))
+@pytest.mark.parametrize("name", ("causal", "every third", "by number, not proved"))
 def test_lengths_decide_where_query_intervals_do_not(recorder: Recorder, name: str) -> None:
     """A mask of query intervals that are certain needs no new entry for other lengths; tables do."""
     cu = torch.tensor([0, 100, 200, S], dtype=torch.int32)
     qkv = tuple(torch.randn(S, heads, 64, dtype=torch.bfloat16) for heads in (HEADS, 2, 2))
-    engine, call = call_of(fa4flex.compile(mask=MASKS[name][0]), qkv, (cu, cu, None, None))  # type: ignore[arg-type]
+    engine, call = call_of(fa4flex.compile(mask=MASKS[name][0]), qkv, (cu, cu, None, None), **MASKS[name][1])  # type: ignore[arg-type]
     backward_of(engine, call)
     cu.copy_(torch.tensor([0, 10, 290, S]))
     backward_of(engine, call)
