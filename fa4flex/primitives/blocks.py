@@ -16,8 +16,8 @@ from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
 from fa4flex.contents import Kept
 from fa4flex.errors import InputError, StateError
-from fa4flex.primitives.base import Family, call_with, kind_of, no_truth_value, show
-from fa4flex.primitives.mask import Mask, MaskMod, as_mask
+from fa4flex.primitives.base import Family, call_with, holds, kind_of, no_truth_value, show
+from fa4flex.primitives.mask import CONVERSIONS, Mask, MaskMod, as_mask
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 _INDEX_DTYPES = (torch.int32, torch.int64)
@@ -82,7 +82,7 @@ class BlockMap:
                     "build both lists from one map",
                 )
             both = full & (classes != EMPTY)
-            if not torch.compiler.is_compiling() and bool(both.any()):
+            if not holds(~both, "BlockMap: a block is both partial and full"):
                 raise InputError(
                     f"block {_first(both)} (batch, head, row, column) is both partial and full",
                     "each block in one list",
@@ -330,6 +330,9 @@ def mask_of_blocks(value: Any) -> Mask | None:
     return value.mask() if isinstance(value, BlockMap) else None
 
 
+CONVERSIONS.append(mask_of_blocks)
+
+
 # --- torch's BlockMask --------------------------------------------------------------------------------
 
 _LISTS = "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"
@@ -407,7 +410,7 @@ def _check_classes(blocks: BlockMap) -> None:
             f"{wanted} blocks: ceil(length / block size)",
             "check block_size (query, key) and the lengths in tokens",
         )
-    if not torch.compiler.is_compiling() and bool((classes > FULL).any()):
+    if not holds(classes <= FULL, "BlockMap: a class above 2"):
         raise InputError(
             f"class {int(classes.max())} in the map",
             "0 empty, 1 partial, 2 full",
@@ -441,7 +444,7 @@ def _check_range(live: Tensor, columns: int, name: str) -> None:
 
 
 def _check_once(hits: Tensor, name: str) -> None:
-    if not torch.compiler.is_compiling() and bool((hits > 1).any()):
+    if not holds(hits <= 1, "BlockMap: a block is listed more than once"):
         raise InputError(
             f"block {_first(hits > 1)} (batch, head, row, column) is listed more than once in {name}",
             "each key block once per row",
@@ -466,19 +469,18 @@ def _listed(counts: Tensor, indices: Tensor, columns: int, name: str) -> Tensor:
             "pass the matching pair of tensors",
         )
     width = indices.shape[3]
-    compiling = torch.compiler.is_compiling()
-    if not compiling and counts.numel() and (int(counts.min()) < 0 or int(counts.max()) > width):
+    if not holds((counts >= 0) & (counts <= width), "BlockMap: a count beyond the listed blocks"):
         raise InputError(
             f"{counts_name} from {int(counts.min())} to {int(counts.max())}",
             f"0 to {width}: {name} has {width} entries per row",
             f"give {name} room for the longest row",
         )
     live = torch.arange(width, device=counts.device) < counts.unsqueeze(-1)
-    if not compiling:
+    known = live & (indices >= 0) & (indices < columns)
+    if not holds(known | ~live, "BlockMap: a key block outside the map"):
         _check_range(indices[live], columns, name)
     # Dead entries may hold anything: they are sent to one extra column, which is cut off.
     hits = torch.zeros(*counts.shape, columns + 1, dtype=torch.int32, device=counts.device)
-    known = live & (indices >= 0) & (indices < columns)
     hits.scatter_add_(3, torch.where(known, indices, columns).long(), live.to(torch.int32))
     hits = hits[..., :columns]
     _check_once(hits, name)

@@ -132,6 +132,10 @@ class Bound(Mask):
         return f"{self.inner!r}.bind({', '.join(f'{k}={v}' for k, v in self.fixed)})"
 
 
+CONVERSIONS: list[Callable[[Any], Mask | None]] = []
+"""Functions that make a Mask of another kind of object, None of any they do not know; its module adds one."""
+
+
 def as_mask(value: Any) -> Mask:
     """`value` as a Mask: a mask, a family (its defaults), any mask_mod, a BlockMap or a torch BlockMask.
 
@@ -148,9 +152,7 @@ def as_mask(value: Any) -> Mask:
         )
     if callable(value):
         return ModMask(value)
-    from fa4flex.primitives.blocks import mask_of_blocks  # it imports this module
-
-    found = mask_of_blocks(value)
+    found = next((mask for convert in CONVERSIONS if (mask := convert(value)) is not None), None)
     if found is None:
         raise InputError(
             f"{kind_of(value)} was given as a mask",

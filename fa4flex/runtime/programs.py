@@ -22,7 +22,7 @@ from fa4flex.primitives.schedule import Schedule
 from fa4flex.runtime.cuda.engine import Engine
 
 FORMAT = 1
-"""Version of programs' text and of the operators' meaning. Exported programs of another version are refused."""
+"""Version of programs' text and of the operators' meaning; exported programs of another one are refused."""
 
 
 @lru_cache(maxsize=1)

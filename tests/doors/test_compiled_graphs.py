@@ -322,6 +322,24 @@ def test_pages_that_do_not_exist_are_noticed_when_the_graph_runs() -> None:
         compiled(*qkv(), table, used + 1)
 
 
+def test_block_maps_are_checked_when_the_graph_runs() -> None:
+    compiled = torch.compile(block_map, backend="aot_eager", fullgraph=True)
+    compiled(*qkv(), classes())
+    with pytest.raises(RuntimeError, match="class above 2"):
+        compiled(*qkv(), classes() + 3)
+
+    def listed(q: Tensor, counts: Tensor, indices: Tensor) -> Any:
+        return fa4flex.attention(q, q, q, blocks=fa4flex.BlockMap.from_counts(counts, indices, BLOCK, S, S))
+
+    compiled = torch.compile(listed, backend="aot_eager", fullgraph=True)
+    q, counts = qkv()[0], torch.full((1, 1, 4), 2, dtype=torch.int32)
+    indices = torch.arange(4, dtype=torch.int32).expand(1, 1, 4, 4).contiguous()
+    torch.testing.assert_close(compiled(q, counts, indices), listed(q, counts, indices))
+    for bad, words in (((counts + 3, indices), "count beyond"), ((counts, indices + 3), "outside the map")):
+        with pytest.raises(RuntimeError, match=words):
+            compiled(q, *bad)
+
+
 def test_shapes_are_checked_in_compiled_code() -> None:
     for sinks in (torch.randn(H + 1), torch.randn(H, 1)):
         with pytest.raises(Exception, match="sinks"):

@@ -210,11 +210,11 @@ TRACES: dict[str, Callable[[], Iterator[Any]]] = {"finite": infinite, "int64": l
 @pytest.mark.parametrize("kind", TRACES)
 def test_a_change_leads_to_another_trace(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     scenario = TRACES[kind]
-    first, other, again = (fa4flex.compile(*mods).prepared.trace for mods in scenario())
+    first, other, again = (fa4flex.compile(*mods).trace for mods in scenario())
     assert first is again and other is not first
     monkeypatch.setitem(paths.FAILS, kind, "False")
     build._kept.clear()
-    first, other, again = (fa4flex.compile(*mods).prepared.trace for mods in scenario())
+    first, other, again = (fa4flex.compile(*mods).trace for mods in scenario())
     assert first is other, "nothing else notices it"
 
 
@@ -287,7 +287,7 @@ def test_code_is_told_apart(name: str) -> None:
     build._kept.clear()
     for mod, expected in (*zip(pair, alone), *zip(pair, alone)):
         assert torch.equal(fa4flex.compile(mod)(*given), expected)
-    traces = [fa4flex.compile(mod).prepared.trace for mod in (*pair, *pair)]
+    traces = [fa4flex.compile(mod).trace for mod in (*pair, *pair)]
     assert traces[:2] == traces[2:] and traces[0] is not traces[1]
 
 
@@ -349,7 +349,7 @@ def test_derived_tensors_are_told_apart(name: str) -> None:
     twin, bias = both(torch.randn(S, S), (RECIPES[name][0],) * 2)
     attn = fa4flex.compile(twin)
     torch.testing.assert_close(attn(*given), formula(given, bias), **CLOSE)
-    assert len(attn.prepared.trace.operands) == 1, "what is computed twice is one tensor"
+    assert len(attn.trace.operands) == 1, "what is computed twice is one tensor"
 
 
 def test_derived_tensors_with_and_without_gradient_are_told_apart() -> None:

@@ -291,7 +291,7 @@ def remembered() -> tuple[Remembered, Any, list[Tensor]]:
     def mask(b: Any, h: Any, q: Any, k: Any) -> Any:
         return ((first * 2)[k] <= (first * 3)[q]) & ((second // 2)[k] <= q)
 
-    trace = fa4flex.compile(mask=mask).prepared.trace
+    trace = fa4flex.compile(mask=mask).trace
     slots = frozenset(range(len(trace.operands)))
     assert len(slots) == 3
     return Remembered(slots), trace, [first, second]
