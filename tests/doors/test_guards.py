@@ -145,7 +145,7 @@ SCENARIOS: dict[str, Callable[[], Iterator[Step]]] = {
     "tensor": ducks,
     "dtype": dtypes,
     "rank": ranks,
-    "shape": extents,
+    "extent": extents,
     "layout": derived_extents,
     "grad": gradients,
     "same": aliases,
