@@ -50,12 +50,12 @@ class Attention:
 
     @property
     def trace(self) -> Trace:
-        """What was found in its functions; other variants of the same code share it."""
+        """Trace of its functions, which other variants of the same code share."""
         return self._calling().bound.trace
 
     @property
     def prepared(self) -> launch.Prepared:
-        """What calls of this variant share."""
+        """Program and memory that calls of this variant share."""
         return self._calling().prepared
 
     def _calling(self) -> launch.Calling:

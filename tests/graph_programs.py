@@ -27,7 +27,7 @@ REACH: Any = 1
 
 @dataclass
 class Values:
-    """What one call captures."""
+    """Values that one call captures."""
 
     per_head: Tensor
     per_key: Tensor

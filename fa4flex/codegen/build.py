@@ -35,7 +35,7 @@ MOST_CODES, MOST_TRACES = 1024, 32
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """What tracing and analysis found in a variant's functions, without any tensor or number of theirs.
+    """Result of tracing and analysing a variant's functions, without any tensor or number of theirs.
 
     `operands` have in place of their tensors positions among the tensors that `read` returns.
     """
@@ -149,7 +149,7 @@ def _keep(key: Hashable, made: Trace) -> None:
 
 
 def code_key(fn: Any) -> Hashable:
-    """What functions have in common that may share a trace: their code, whatever it closes over."""
+    """Key of functions that may share a trace: their code, whatever it closes over."""
     if fn is None:
         return None
     if isinstance(fn, FunctionType):

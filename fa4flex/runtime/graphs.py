@@ -162,7 +162,7 @@ def run(
     paging: Paging | None,
     statistics: Statistics,
 ) -> Result:
-    """What launch.run does, in code that torch.compile traces: it reads no contents and keeps nothing."""
+    """Counterpart of launch.run in code that torch.compile traces: reads no contents and keeps nothing."""
     check_descriptions(varlen, paging)
     qkv = autocast.cast(*qkv)
     if paging is not None:
@@ -248,7 +248,7 @@ Graph = tuple[fx.GraphModule, Sequence[Any]]
 
 Known = dict[Any, tuple[fx.GraphModule, GraphTrace]]
 _traces: weakref.WeakKeyDictionary[fx.GraphModule, Known] = weakref.WeakKeyDictionary()
-"""By the score's graph: by the mask's graph and the look of the lifted inputs, that graph and the program."""
+"""Programs by the score's graph, then by the mask's graph (kept beside) and the look of the lifted inputs."""
 
 
 def _kept(graphs: tuple[Graph, Graph], context: Sequence[Tensor]) -> GraphTrace:
@@ -263,7 +263,7 @@ def _kept(graphs: tuple[Graph, Graph], context: Sequence[Tensor]) -> GraphTrace:
 
 
 def _look(x: Any, lifted: Sequence[Any], context: Sequence[Tensor]) -> Any:
-    """What the program may depend on of a lifted input."""
+    """Key of all that the program may depend on of a lifted input."""
     if not isinstance(x, Tensor):
         return type(x).__name__
     first = next(i for i, other in enumerate(lifted) if other is x)
@@ -302,7 +302,7 @@ def _traced(graphs: tuple[Graph, Graph], context: Sequence[Tensor]) -> GraphTrac
 
 
 def _carriers(graph: fx.GraphModule, count: int) -> list[Any]:
-    """By lifted input, the value now of the float that it carries; None for other inputs."""
+    """Value now of the float that each lifted input carries; None for other inputs."""
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
     return [_carried(node) for node in placeholders[len(placeholders) - count :]]
 

@@ -56,7 +56,7 @@ MOST_TRIES = 4
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Prepared:
-    """What calls of one trace share, whatever they captured. It does not hold the trace."""
+    """Program and memory that calls of one trace share. It does not hold the trace."""
 
     program: Published
 
@@ -79,7 +79,7 @@ class Prepared:
 
 
 class Caller:
-    """What one Attention keeps between its calls: what served the last one, which its guards let go."""
+    """State of one Attention between its calls: the trace and launch of the last one, checked by guards."""
 
     def __init__(self) -> None:
         self.trace: Trace | None = None
@@ -118,7 +118,7 @@ def calling(variant: Variant, caller: Caller | None) -> Calling:
 
 
 _prepared: weakref.WeakKeyDictionary[Trace, dict[Any, Prepared]] = weakref.WeakKeyDictionary()
-"""What was prepared for traces that are kept, by schedule and precision."""
+"""Prepared programs of the traces that are kept, by schedule and precision."""
 
 
 def _prepare(trace: Trace, variant: Variant) -> Prepared:

@@ -82,7 +82,7 @@ class Published:
 
     @cached_property
     def engine(self) -> Engine:
-        """What launches this program on NVIDIA GPUs; equal programs share what it keeps."""
+        """Launcher of this program on NVIDIA GPUs; equal programs share what it keeps."""
         return _engine(self)
 
     def numbers(self, scalars: Sequence[int | float], scale: float) -> Numbers:

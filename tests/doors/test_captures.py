@@ -1,4 +1,4 @@
-"""What a mod captured is read anew at each call, however it was replaced; kept traces notice every change."""
+"""Captured values are read anew at each call, however they were replaced; kept traces notice changes."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def in_global(value: Any) -> None:
 
 
 def places(start: Any) -> dict[str, Place]:
-    """By name: a mod that reads a slope, and what puts another one into its place."""
+    """Mods that read a slope, by name, each with the function that puts another one into its place."""
     owner, cell, items = Owner(), start, [start]
     in_global(start)
     owner.plain = owner.table["slope"] = Owner.class_level = CONFIG.slope = SETTINGS.slope = start

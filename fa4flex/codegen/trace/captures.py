@@ -15,7 +15,7 @@ from fa4flex.codegen.trace.snapshot import Opaque, snapshot
 from fa4flex.codegen.trace.traced import Traced
 
 Seen = Literal["element", "all"] | int
-"""Of a captured tensor: that an element is read, everything but contents, or the extent of a dimension."""
+"""Dependence on a captured tensor: "element" (one is read), "all" (but contents), or a dimension's extent."""
 
 
 def map_leaves(tree: Any, change: Callable[[Any], Any]) -> Any:
@@ -263,7 +263,7 @@ class Captures:
 
 
 def _guards_of(tensor: Tensor, path: Path, seen: set[Seen]) -> Iterator[Guard]:
-    """What must stay as it is of a captured tensor."""
+    """Guards on what must stay as it is of a captured tensor."""
     yield Guard("tensor", path)
     if seen:
         yield Guard("dtype", path, tensor.dtype)

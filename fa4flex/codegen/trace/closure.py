@@ -82,7 +82,7 @@ class Lifter:
         self.numbers: dict[str, tuple[int | float, Path]] = {}
         self.guards: list[Guard] = []
         self.opaque: str | None = None
-        """What is among the captures whose change nobody would notice; None if there is nothing."""
+        """Description of a capture whose change nobody would notice; None if there is none."""
         self.device: torch.device | None = None
         self._memo: dict[int, Any] = {}
         self._first: dict[int, Path] = {}

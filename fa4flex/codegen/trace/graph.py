@@ -65,7 +65,7 @@ class GraphFunction:
 
 
 class GraphLifting:
-    """What tracing asks of a lifted function, for a graph: see Lifter."""
+    """Inputs of a graph as proxies; the counterpart of a Lifter."""
 
     opaque: str | None = None
 

@@ -42,7 +42,7 @@ class Path:
         return Path(self, "cell", position)
 
     def result(self, method: str) -> Path:
-        """What a method without arguments returns."""
+        """Path of the result of a method without arguments."""
         return Path(self, "result", method)
 
 
@@ -85,7 +85,7 @@ Reader = Callable[..., Reading | None]
 """reader(score_mod, mask) -> captured tensors and numbers as they are now; None if a guard fails."""
 
 _MISSES = (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError, Opaque)
-"""What a path raises that leads nowhere any more."""
+"""Errors of a path that leads nowhere any more."""
 
 
 def reader_of(guards: Sequence[Guard], tensors: Sequence[Path], numbers: Sequence[Path]) -> Reader:

@@ -42,7 +42,7 @@ class State:
     opaque: str | None = None
     """A captured tensor that was met and whose path is not known; None if there is none."""
     seen: dict[int, set[Seen]] = field(default_factory=dict)
-    """What the trace depends on of a captured tensor, by the tensor's id."""
+    """Dependences of the trace on captured tensors, by the tensors' ids."""
     made: dict[int, Derived] = field(default_factory=dict)
     """Tensors made while tracing, by id."""
     origins: dict[Expr, Origin] = field(default_factory=dict)
