@@ -40,7 +40,8 @@ _HOME = {
     **dict.fromkeys(("Fa4flexError", "InputError", "TraceError", "UnsupportedError"), "fa4flex.errors"),
     "register_op": "fa4flex.codegen.trace",
     "BlockMap": "fa4flex.primitives.blocks",
-    **dict.fromkeys(("Mask", "as_mask"), "fa4flex.primitives.mask"),
+    # where masks are told that a block map is one, too
+    **dict.fromkeys(("Mask", "as_mask"), "fa4flex.primitives.blocks"),
     "Paging": "fa4flex.primitives.paging",
     "Precision": "fa4flex.primitives.precision",
     "Schedule": "fa4flex.primitives.schedule",

@@ -15,6 +15,8 @@ from difflib import get_close_matches
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import fa4flex.primitives.blocks  # noqa: F401  (masks combine with block maps once these are known)
+
 if TYPE_CHECKING:
     from fa4flex.variants.alibi import alibi
     from fa4flex.variants.bigbird import bigbird
