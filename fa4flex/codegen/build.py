@@ -22,7 +22,7 @@ from fa4flex.codegen.evaluate import Captured
 from fa4flex.codegen.expr import TRUE
 from fa4flex.codegen.trace import Captures, Operand, Traced, trace
 from fa4flex.codegen.trace.dispatch import registrations
-from fa4flex.codegen.trace.paths import Reader, Reading, reader_of
+from fa4flex.codegen.trace.paths import Reader, reader_of
 from fa4flex.primitives.mask import Mask
 from fa4flex.primitives.score import ScoreMod
 from fa4flex.variant import Variant
@@ -182,6 +182,3 @@ def _reader(captures: Captures, bases: tuple[Tensor, ...]) -> Reader | None:
     if captures.opaque is not None:
         return None
     return reader_of(captures.guards, [captures.paths[id(x)] for x in bases], captures.scalar_paths)
-
-
-__all__ = ["Bound", "Program", "Reading", "Trace", "bind", "build"]

@@ -56,7 +56,7 @@ class Tensors(NamedTuple):
 
 
 def forward(program: Published, given: Tensors, numbers: Numbers, max_scores: bool) -> Forward:
-    """By a GPU's kernel, or blockwise on a CPU."""
+    """Compute attention by a GPU's kernel, or blockwise on a CPU."""
     if _empty(given) and given.q.is_cuda:
         return _without_keys_on_gpu(program, given, numbers, max_scores)
     if given.q.is_cuda or simulating():
@@ -118,8 +118,8 @@ def _backward_on_gpu(
     gradients: tuple[Sequence[Tensor], Sequence[Tensor]],
     needs: Sequence[int],
 ) -> list[Tensor]:
-    """By kernels where there are some. Else the blockwise backward of the CPU, in PyTorch operations on the
-    GPU: exact, deterministic and slow.
+    """Compute gradients by kernels where there are some. Else the blockwise backward of the CPU runs, in
+    PyTorch operations on the GPU: exact, deterministic and slow.
 
     Probabilities are exp(score - lse): where scores are so large that the lse has no digits left for the
     number of keys (some 1e7), rows of equal scores get too large a gradient.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import random
 from collections.abc import Callable, Iterator
@@ -27,7 +26,7 @@ from fa4flex.codegen.trace.state import State, running
 from fa4flex.codegen.trace.traced import ModKind, Pinned, Traced
 from fa4flex.codegen.trace.value import Value, is_number
 from fa4flex.errors import Fa4flexError, Origin, TraceError
-from fa4flex.primitives.base import out_of_order
+from fa4flex.primitives.base import bound_keywords, out_of_order
 from fa4flex.primitives.mask import Mask, ModMask
 from fa4flex.primitives.score import ModScore, ScoreMod
 
@@ -227,7 +226,7 @@ def _check_signature(fn: Callable[..., Any], kind: ModKind) -> tuple[str, ...]:
         parameters = list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):  # a builtin without a signature: calling it will tell
         return ()
-    bound = _bound_keywords(fn)
+    bound = bound_keywords(fn)
     context = tuple(p.name for p in parameters if p.name in CONTEXT and p.name not in bound)
     if isinstance(declared, tuple) and all(name in CONTEXT for name in declared):
         context = declared
@@ -247,11 +246,6 @@ def _check_signature(fn: Callable[..., Any], kind: ModKind) -> tuple[str, ...]:
     if stuck or arity or out_of_order(names, SIGNATURES[kind]):
         raise _wrong_arity(fn, kind, names, stuck)
     return context
-
-
-def _bound_keywords(fn: Any) -> set[str]:
-    """Keyword arguments that a functools.partial already gives."""
-    return set(fn.keywords) | _bound_keywords(fn.func) if isinstance(fn, functools.partial) else set()
 
 
 def _wrong_arity(fn: Callable[..., Any], kind: ModKind, given: list[str], stuck: list[str]) -> TraceError:
