@@ -1,6 +1,6 @@
 """Which forward kernels are recorded, and what each costs: compiled for every target without a GPU.
 
-A kernel is what a call of these sizes would launch: the runtime itself proves, plans and emits it.
+A kernel is what a call of these sizes would launch: see kernel_programs.py.
 """
 
 from __future__ import annotations
@@ -10,27 +10,20 @@ import resource
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
-from unittest.mock import patch
 
-import cuda_cases
 import torch
-from cuda_cases import FEW, VARIANTS, Draw, Sizes
+from kernel_programs import GYM, KINDS, Width, launched_forward
 
-import fa4flex
 from fa4flex.codegen.emit import Source
 from fa4flex.codegen.plan import SM90A, SM100A, Plan, Problem
 from fa4flex.codegen.plan.sm100.plan import BlackwellPlan
 from fa4flex.codegen.plan.target import Target
 from fa4flex.errors import Fa4flexError
-from fa4flex.runtime.cuda import engine
-from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, Lengths, Signature
+from fa4flex.runtime.cuda.call import Signature
 from fa4flex.runtime.cuda.compile import build_object, without_collector
 from fa4flex.runtime.cuda.inspect import Resources, inspect
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-Width = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -65,40 +58,6 @@ CHIPS = {
 
 # --- cases --------------------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class Kind:
-    """A composition and how it is called. `lengths` is "dense", "packed" or "used"."""
-
-    draw: Draw
-    lengths: str = "dense"
-    sizes: Sizes = Sizes()
-
-
-_CAUSAL = VARIANTS["causal"][0]
-KINDS: dict[str, Kind] = {
-    "plain": Kind(FEW["dense"]),
-    **{name: Kind(draws[0]) for name, draws in VARIANTS.items()},
-    "causal, packed": Kind(_CAUSAL, "packed"),
-    "causal, used lengths": Kind(_CAUSAL, "used"),
-    "causal, float16": Kind(_CAUSAL, sizes=Sizes(dtype=torch.float16)),
-}
-"""By name: the first composition of every variant, and what else changes the code around the hooks."""
-
-
-def _gym() -> dict[str, Kind]:
-    """Every mod of attention-gym, at the sizes that it is made for."""
-    from gym import instances
-
-    return {
-        f"gym {x.name}": Kind(
-            Draw(lambda s, part=part, fn=x.fn: {part: fn}, x.q_len, x.kv_len), sizes=Sizes(x.B, x.H, x.H)
-        )
-        for (part, _), x in instances().items()
-    }
-
-
-GYM = _gym()
 GYM_WIDTHS: dict[str, tuple[Width, ...]] = {"sm_90a": (), "sm_100a": ((128, 128),)}
 """Compiled by `-m exhaustive` alone: variants have the same kinds of code. On Hopper two of them spill
 (docs/notes/forward_sm90.md)."""
@@ -228,10 +187,8 @@ def seconds(case: Case, repeats: int = 5) -> float:
 
 def _planned(case: Case) -> tuple[Plan, tuple[Source, Problem, Signature]]:
     torch.set_num_threads(1)
-    torch.manual_seed(0)  # what is proved may depend on the contents of tables
     kind = KINDS.get(case.kind) or GYM[case.kind]
-    with patch.object(cuda_cases, "DEVICE", torch.device("cpu")):
-        plan, given = _launched(kind, case.width, case.chip.target)
+    plan, given = launched_forward(kind, case.width, case.chip.target)
     given[0].load()  # imports the compiler
     return plan, given
 
@@ -240,46 +197,6 @@ def _processor_time() -> float:
     """Of this process and those it started: what others do meanwhile does not count."""
     used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(x.ru_utime + x.ru_stime for x in used)
-
-
-def _launched(
-    kind: Kind, width: Width, target: Target = SM90A
-) -> tuple[Plan, tuple[Source, Problem, Signature]]:
-    """The plan that a call makes, and what it has compiled."""
-    sizes = kind.draw.sizes(kind.sizes).wide(*width)
-    now = fa4flex.compile(**kind.draw.make(sizes))._calling()
-    planned, asked = [], []
-
-    def program(*given: Any) -> Any:
-        planned.append(engine_program(*given))
-        return planned[-1]
-
-    def compile_kernel(*given: Any) -> Any:
-        asked.append(given)
-        return SimpleNamespace(launch=None)
-
-    engine_program = engine.program
-    with (
-        patch.object(engine, "program", program),
-        patch.object(engine, "compile_kernel", compile_kernel),
-        patch.object(engine, "target_of", lambda device: target),
-    ):
-        engine.make_ready(now.prepared.engine, _call(now, sizes, kind.lengths))
-    ((plan, _),), ((*given, _),) = planned, asked
-    return plan, tuple(given)
-
-
-def _call(now: Any, sizes: Sizes, lengths: str) -> Call:
-    qkv = sizes.qkv()
-    given: Lengths = NO_LENGTHS
-    if lengths == "packed":
-        cu_q, cu_k = (torch.tensor([0, 100, n], dtype=torch.int32) for n in (sizes.q_len, sizes.kv_len))
-        given = cu_q, cu_k, None, None
-        qkv = tuple(x[0].transpose(0, 1).contiguous() for x in qkv)  # type: ignore[assignment]
-    elif lengths == "used":
-        given = None, None, None, torch.tensor([sizes.kv_len, 1], dtype=torch.int32)
-    operands = now.bound.trace.tensors(now.bound.bases)
-    return Call(*qkv, operands, now.sinks, given, now.bound.scalars, now.scale(qkv[0]), True, ("lse",))
 
 
 # --- the record ---------------------------------------------------------------------------------------------

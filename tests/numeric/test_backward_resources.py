@@ -8,21 +8,14 @@ import random
 import re
 import struct
 from itertools import product
-from types import SimpleNamespace
-from typing import Any
-from unittest.mock import patch
 
-import cuda_cases
 import pytest
-import torch
-from cuda_cases import FEW, VARIANTS, Draw, Sizes
+from cuda_cases import FEW, VARIANTS
 from helpers import Width, widths
+from kernel_programs import Kind, launched_backward
 from pairs import in_pairs
 
-import fa4flex
 from fa4flex.codegen.plan.target import SM90A, SM100A, Target
-from fa4flex.runtime.cuda import backward, engine
-from fa4flex.runtime.cuda.call import NO_LENGTHS, Call
 from fa4flex.runtime.cuda.inspect import Inspection, inspect
 
 pytestmark = pytest.mark.skipif(
@@ -52,38 +45,8 @@ PER_HEAD = {(SM100A, 128): 96}
 """Of all, where the warps that hand on dQ put away, once per head, which tiles of queries see their keys."""
 
 
-def launched(draw: Draw, width: Width, target: Target) -> tuple[Any, tuple[Any, ...]]:
-    """The plan that gradients of a call make, and what they have compiled."""
-    torch.manual_seed(0)  # what is proved may depend on the contents of tables
-    sizes = draw.sizes(Sizes()).wide(*widths(width))
-    attn, qkv = fa4flex.compile(**draw.make(sizes)), sizes.qkv()
-    now = attn._calling()
-    given = attn.program.tensors(), now.sinks, NO_LENGTHS, now.bound.scalars, now.scale(qkv[0])
-    saved = backward.Saved(torch.empty_like(qkv[0]), torch.empty(qkv[0].shape[:3]), qkv[0], None)
-    planned, asked = [], []
-
-    def program(*known: Any) -> Any:
-        planned.append(whole(*known))
-        return planned[-1]
-
-    def compile_kernel(*known: Any) -> Any:
-        asked.append(known)
-        return SimpleNamespace(launch=None)
-
-    whole = backward.program
-    with (
-        patch.object(backward, "program", program),
-        patch.object(backward, "compile_kernel", compile_kernel),
-        patch.object(engine, "target_of", lambda device: target),
-    ):
-        backward._make_ready(now.prepared.engine, Call(*qkv, *given, True, ("lse",)), saved, (), False)
-    ((plan, _),), ((*found, _),) = planned, asked
-    return plan, tuple(found)
-
-
 def check(name: str, width: Width, target: Target = SM100A) -> None:
-    with patch.object(cuda_cases, "DEVICE", torch.device("cpu")):
-        plan, (source, problem, signature) = launched(DRAWS[name], width, target)
+    plan, (source, problem, signature) = launched_backward(Kind(DRAWS[name]), widths(width), target)
     source.load()  # imports the compiler
     entry = getattr(plan, "folder", f"bwd_{target.family}") + "kernel"
     inspected = inspect(source, problem, signature, target.name, entry=entry)
@@ -162,8 +125,7 @@ def test_kernel_on_hopper(name: str, width: Width) -> None:
 
 def check_order(name: str, width: Width) -> None:
     """On Hopper, whatever registers spill."""
-    with patch.object(cuda_cases, "DEVICE", torch.device("cpu")):
-        _, (source, problem, signature) = launched(DRAWS[name], width, SM90A)
+    _, (source, problem, signature) = launched_backward(Kind(DRAWS[name]), widths(width), SM90A)
     source.load()
     inspected = inspect(source, problem, signature, SM90A.name, entry="bwd_sm90kernel")
     assert_products_overlap(f"{name}, {width}", inspected, "bwd_sm90kernel")

@@ -1,0 +1,161 @@
+"""What a call on a GPU would compile, without one: the runtime itself proves, plans and emits it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import cuda_cases
+import torch
+from cuda_cases import FEW, VARIANTS, Draw, Sizes
+from torch import Tensor
+
+import fa4flex
+from fa4flex.codegen.emit import Source
+from fa4flex.codegen.plan import Problem
+from fa4flex.codegen.plan.target import Target
+from fa4flex.runtime.cuda import backward, engine
+from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, Lengths, Signature
+
+Width = tuple[int, int]
+"""Of q and k, and of v."""
+
+Given = tuple[Source, Problem, Signature]
+"""What the compiler is given."""
+
+# --- how compositions are called ----------------------------------------------------------------------------
+
+
+def _ends(length: int) -> Tensor:
+    """Of two sequences, the first of 100 tokens at most."""
+    return torch.tensor([0, min(100, length // 2), length], dtype=torch.int32)
+
+
+def _used(length: int) -> Tensor:
+    """Of both batch entries."""
+    return torch.tensor([length, 1], dtype=torch.int32)
+
+
+LENGTHS: dict[str, Callable[[int, int], Lengths]] = {
+    "dense": lambda q_len, kv_len: NO_LENGTHS,
+    "packed": lambda q_len, kv_len: (_ends(q_len), _ends(kv_len), None, None),
+    "used": lambda q_len, kv_len: (None, None, None, _used(kv_len)),
+    "used queries": lambda q_len, kv_len: (None, None, _used(q_len), None),
+    "used both": lambda q_len, kv_len: (None, None, _used(q_len), _used(kv_len)),
+    "packed, used both": lambda q_len, kv_len: (
+        _ends(q_len), _ends(kv_len), _used(q_len // 2), _used(kv_len // 2),
+    ),
+}  # fmt: skip
+"""By name, from the longest query and key length of a batch of two."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A composition and how it is called.
+
+    lengths       one of LENGTHS
+    heads_first   q, k and v come as [B, H, S, D] rather than [B, S, H, D]; packed ones are [T, H, D]
+    statistics    what a forward pass returns besides the output
+    dlse          the log-sum-exp has a gradient
+    options       what fa4flex.compile takes besides the composition
+    """
+
+    draw: Draw
+    lengths: str = "dense"
+    sizes: Sizes = Sizes()
+    heads_first: bool = True
+    statistics: tuple[str, ...] = ("lse",)
+    dlse: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def called(self, width: Width) -> tuple[Any, Call]:
+        """The engine that takes a call of heads of these widths, and the call."""
+        torch.manual_seed(0)  # what is proved may depend on the contents of tables
+        with patch.object(cuda_cases, "DEVICE", torch.device("cpu")):
+            sizes = self.draw.sizes(self.sizes).wide(*width)
+            composition = self.draw.make(sizes)
+        now = fa4flex.compile(**composition, **self.options)._calling()
+        q, k, v = self._laid_out(*sizes.qkv())
+        operands = now.bound.trace.tensors(now.bound.bases)
+        given = LENGTHS[self.lengths](sizes.q_len, sizes.kv_len)
+        rest = now.bound.scalars, now.scale(q), self.heads_first, self.statistics
+        return now.prepared.engine, Call(q, k, v, operands, now.sinks, given, *rest)
+
+    def _laid_out(self, *qkv: Tensor) -> tuple[Tensor, ...]:
+        if self.lengths.startswith("packed"):
+            return tuple(x[0].transpose(0, 1).contiguous() for x in qkv)
+        return qkv if self.heads_first else tuple(x.transpose(1, 2).contiguous() for x in qkv)
+
+
+_CAUSAL = VARIANTS["causal"][0]
+KINDS: dict[str, Kind] = {
+    "plain": Kind(FEW["dense"]),
+    **{name: Kind(draws[0]) for name, draws in VARIANTS.items()},
+    "causal, packed": Kind(_CAUSAL, "packed"),
+    "causal, used lengths": Kind(_CAUSAL, "used"),
+    "causal, float16": Kind(_CAUSAL, sizes=Sizes(dtype=torch.float16)),
+}
+"""By name: the first composition of every variant, and what else changes the code around the hooks."""
+
+
+def _gym() -> dict[str, Kind]:
+    """Every mod of attention-gym, at the sizes that it is made for; none where it is not installed."""
+    try:
+        from gym import instances
+    except ImportError:
+        return {}
+    return {
+        f"gym {x.name}": Kind(
+            Draw(lambda s, part=part, fn=x.fn: {part: fn}, x.q_len, x.kv_len), sizes=Sizes(x.B, x.H, x.H)
+        )
+        for (part, _), x in instances().items()
+    }
+
+
+GYM = _gym()
+
+# --- what is compiled for a call ----------------------------------------------------------------------------
+
+
+def launched_forward(kind: Kind, width: Width, target: Target) -> tuple[Any, Given]:
+    """The plan that a call makes, and what it has compiled."""
+    taken, call = kind.called(width)
+    return _asked(engine, lambda: engine.make_ready(taken, call), target)
+
+
+def launched_backward(kind: Kind, width: Width, target: Target) -> tuple[Any, Given]:
+    """The plan that gradients of a call make, also those of captured tensors that ask for them, and what they
+    have compiled."""
+    taken, call = kind.called(width)
+    out = torch.empty(*call.q.shape[:-1], call.v.shape[-1], dtype=call.q.dtype)
+    lse = torch.empty(call.q.shape[:-1])
+    saved = backward.Saved(out, lse, out, lse if kind.dlse else None)
+    needs = tuple(slot for slot, x in enumerate(call.operands) if x.requires_grad)
+    ordered = taken.schedule.deterministic
+    return _asked(backward, lambda: backward._make_ready(taken, call, saved, needs, ordered), target)
+
+
+def _asked(module: ModuleType, make_ready: Callable[[], Any], target: Target) -> tuple[Any, Given]:
+    """The plan, and what the compiler is asked for, instead of which nothing is compiled."""
+    planned, asked = [], []
+    whole: Any = module.program
+
+    def program(*known: Any) -> Any:
+        planned.append(whole(*known))
+        return planned[-1]
+
+    def compile_kernel(*known: Any) -> Any:
+        asked.append(known)
+        return SimpleNamespace(launch=None)
+
+    with (
+        patch.object(module, "program", program),
+        patch.object(module, "compile_kernel", compile_kernel),
+        patch.object(engine, "target_of", lambda device: target),
+    ):
+        make_ready()
+    ((plan, _),), ((*given, _),) = planned, asked
+    return plan, tuple(given)  # type: ignore[return-value]
