@@ -94,8 +94,12 @@ _LAUNCH = r"!llvm\.struct<\(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32\)
 
 
 def shared_bytes(ir: str) -> int:
-    """Dynamic shared memory of the largest launch in lowered host code: a constant that its configuration
-    holds."""
+    """Dynamic shared memory of the largest launch in lowered host code."""
+    return max(bytes_of_launches(ir))
+
+
+def bytes_of_launches(ir: str) -> list[int]:
+    """Dynamic shared memory of every launch in lowered host code: constants that its configurations hold."""
     found = []
     for place in re.finditer(rf"(%\d+) = llvm\.getelementptr %\d+\[0, 2\][^\n]*{_LAUNCH}", ir):
         store = re.search(rf"llvm\.store (%\d+), {place[1]} : i64", ir[place.end() :])
@@ -107,7 +111,7 @@ def shared_bytes(ir: str) -> int:
             "a launch whose shared memory is known when it is compiled",
             "check that the installed nvidia-cutlass-dsl is a version that this was written for (4.8)",
         )
-    return max(map(int, found))
+    return list(map(int, found))
 
 
 def _reported(action: Callable[[], Any]) -> tuple[Any, str]:

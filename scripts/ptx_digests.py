@@ -1,0 +1,311 @@
+"""Digest the PTX of every kernel that the project generates, to show which kernels a change changes.
+
+    python scripts/ptx_digests.py --out before.txt --jobs 2
+    python scripts/ptx_digests.py --out after.txt --only "causal d128" --chips sm_100a --passes backward
+    python scripts/ptx_digests.py --compare before.txt after.txt
+
+A line of the result is a kernel: chip, pass, composition, width of heads, how it is called, and its number
+where a pass has several; the sha256 of its PTX without names, comments and debug information (ptx_text.py);
+and its launch: block, cluster, shared memory, and a digest of how the grid follows from the arguments. What
+no kernel exists for has the reason in their place. No GPU is needed, no cache of kernels is read or written,
+and equal programs are compiled once. --compare prints what differs, and ends with 1 if anything does, as does
+a run in which a case raised what is no refusal.
+
+Cases come from this checkout's tests (ptx_cases.py): tests/ and tests/numeric/ are put on sys.path. Those of
+attention-gym's mods are left out where it is not installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import multiprocessing
+import os
+import pickle
+import re
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "numeric"), str(ROOT / "scripts")]
+
+CHIPS, PASSES = ("sm_90a", "sm_100a"), ("forward", "backward")
+MOST_BYTES = 3 << 30
+"""Memory of a worker beyond which another takes its place: compilers never give back all of theirs."""
+
+AT_ONCE = 8
+"""Cases that a worker plans before it asks for more."""
+
+EVERY = 10.0
+"""Seconds between two lines about progress."""
+
+GAP = "  "
+"""What separates the parts of a line; single blanks are within them."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--out", type=Path, help="the file to write")
+    what.add_argument("--compare", type=Path, nargs=2, metavar=("BEFORE", "AFTER"))
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="worker processes")
+    parser.add_argument("--only", type=re.compile, metavar="REGEX", help="cases in whose names this is found")
+    parser.add_argument("--chips", nargs="+", choices=CHIPS, default=CHIPS)
+    parser.add_argument("--passes", nargs="+", choices=PASSES, default=PASSES)
+    given = parser.parse_args(arguments)
+    if given.compare:
+        found = list(differences(*(path.read_text() for path in given.compare)))
+        print(*found, f"{len(found)} differences", sep="\n")
+        return int(bool(found))
+    return run(given)
+
+
+# --- comparing --------------------------------------------------------------------------------------------
+
+
+def differences(before: str, after: str) -> Iterator[str]:
+    """In words, line by line."""
+    old, new = (dict(_named(text)) for text in (before, after))
+    for name in sorted(old.keys() | new.keys()):
+        if name not in new:
+            yield f"{name}: only before"
+        elif name not in old:
+            yield f"{name}: only after"
+        elif old[name] != new[name]:
+            yield f"{name}: {_difference(old[name], new[name])}"
+
+
+def _named(text: str) -> Iterator[tuple[str, list[str]]]:
+    for line in text.splitlines():
+        name, *parts = line.split(GAP)
+        yield name, parts
+
+
+def _difference(old: list[str], new: list[str]) -> str:
+    if len(old) == len(new) == 2:
+        code = [f"code {old[0][:12]} became {new[0][:12]}"] * (old[0] != new[0])
+        return ", ".join([*code, *[f"launch ({old[1]}) became ({new[1]})"] * (old[1] != new[1])])
+    return f"{GAP.join(old)} became {GAP.join(new)}"
+
+
+# --- all cases --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Why there is no kernel: a refusal, or an error of the project or the compiler."""
+
+    refused: bool
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{'refused' if self.refused else 'error'}: {' '.join(self.reason.split())}"
+
+
+Kernels = list[str] | Failed
+"""What lines say about a case."""
+
+
+def run(given: argparse.Namespace) -> int:
+    start = time.monotonic()
+    with Workers(given.jobs) as workers:
+        found = results(workers, given)
+    if not found:
+        sys.exit(
+            f"no case is one of {given.chips}, {given.passes}, and has {given.only and given.only.pattern!r}"
+        )
+    given.out.write_text(
+        "".join(f"{line}\n" for line in sorted([f"# compiler{GAP}{compiler()}", *lines(found)]))
+    )
+    failed = [x for x in found.values() if isinstance(x, Failed)]
+    errors = sum(not x.refused for x in failed)
+    distinct = {kernel for x in found.values() if not isinstance(x, Failed) for kernel in x}
+    say(
+        f"{len(found)} cases, {len(failed) - errors} of them refused and {errors} errors; {len(distinct)}"
+        f" distinct kernels; {time.monotonic() - start:.0f} s"
+    )
+    return int(errors > 0)
+
+
+def results(workers: Workers, given: argparse.Namespace) -> dict[str, Kernels]:
+    """By case."""
+    ((_, known),) = workers.results(names, {"": None})
+    if isinstance(known, Failed):
+        sys.exit(str(known))
+    wanted = [
+        name
+        for name, chip, direction in known
+        if chip in given.chips
+        and direction in given.passes
+        and (given.only is None or given.only.search(name))
+    ]
+    found: dict[str, Kernels] = {}
+    keys: dict[str, str] = {}
+    programs: dict[str, bytes] = {}
+    parts = {tuple(wanted[i : i + AT_ONCE]): wanted[i : i + AT_ONCE] for i in range(0, len(wanted), AT_ONCE)}
+    for part, planned in progress("parts planned", len(parts), workers.results(plan, parts)):
+        for name in part:
+            one = planned if isinstance(planned, Failed) else planned[name]
+            if isinstance(one, Failed):
+                found[name] = one
+            else:
+                keys[name], programs[one[0]] = one
+    compiled = dict(progress("programs compiled", len(programs), workers.results(compile_one, programs)))
+    return found | {name: compiled[key] for name, key in keys.items()}
+
+
+def lines(found: dict[str, Kernels]) -> Iterator[str]:
+    for name, kernels in found.items():
+        if isinstance(kernels, Failed):
+            yield f"{name}{GAP}{kernels}"
+            continue
+        for number, kernel in enumerate(kernels, 1):
+            which = f" {number}/{len(kernels)}" if len(kernels) > 1 else ""
+            yield f"{name}{which}{GAP}{kernel}"
+
+
+def compiler() -> str:
+    packages = (x for x in importlib.metadata.distributions() if x.name.startswith("nvidia-cutlass-dsl"))
+    return ", ".join(sorted({f"{x.name} {x.version}" for x in packages}))
+
+
+def progress(what: str, total: int, done: Iterable[Any]) -> Iterator[Any]:
+    last = start = time.monotonic()
+    for number, one in enumerate(done, 1):
+        yield one
+        now = time.monotonic()
+        if now - last >= EVERY or number == total:
+            last = now
+            say(f"{number} of {total} {what}, {now - start:.0f} s")
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+# --- what workers do --------------------------------------------------------------------------------------
+
+
+def names(_: None) -> list[tuple[str, str, str]]:
+    """Of all cases, with their chip and pass."""
+    from ptx_cases import cases
+
+    return [(name, case.chip, case.direction) for name, case in cases().items()]
+
+
+def plan(part: Sequence[str]) -> dict[str, tuple[str, bytes] | Failed]:
+    """By case, the key of its program, and the program."""
+    from ptx_cases import cases
+    from ptx_compile import PASSES
+
+    def planned(name: str) -> tuple[str, bytes]:
+        case = cases()[name]
+        program = PASSES[case.direction](case)
+        return program.key, pickle.dumps(program)
+
+    return {name: caught(planned, name) for name in part}
+
+
+def compile_one(program: bytes) -> Kernels:
+    from ptx_compile import compiled
+
+    return caught(lambda: list(map(str, compiled(pickle.loads(program)))))
+
+
+def caught(function: Callable[..., Any], *given: Any) -> Any:
+    from fa4flex.errors import UnsupportedError
+
+    try:
+        return function(*given)
+    except UnsupportedError as error:
+        return Failed(True, str(error).partition("\n")[0])
+    except Exception as error:
+        traceback.print_exc()
+        return Failed(False, traceback.format_exception_only(error)[-1])
+
+
+# --- workers ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Worker:
+    process: Any
+    pipe: Connection
+
+
+class Workers:
+    """Processes that call functions, one at a time each. One that has grown, failed or ended is replaced."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.idle: list[Worker] = []
+        self.busy: dict[Connection, tuple[Worker, Any]] = {}
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for worker in (*self.idle, *(worker for worker, _ in self.busy.values())):
+            worker.process.terminate()
+
+    def results(self, function: Callable[[Any], Any], tasks: dict[Any, Any]) -> Iterator[tuple[Any, Any]]:
+        """Label and result of each task, as they come; Failed where the process ended."""
+        waiting = list(reversed(tasks.items()))
+        while waiting or self.busy:
+            while waiting and len(self.busy) < self.count:
+                worker = self.idle.pop() if self.idle else _started()
+                label, task = waiting.pop()
+                worker.pipe.send((function, task))
+                self.busy[worker.pipe] = worker, label
+            for pipe in wait(list(self.busy)):
+                worker, label = self.busy.pop(pipe)  # type: ignore[arg-type]
+                yield label, self._result(worker)
+
+    def _result(self, worker: Worker) -> Any:
+        try:
+            result, size = worker.pipe.recv()
+        except EOFError:
+            worker.process.join()
+            return Failed(False, f"the process ended with {worker.process.exitcode}")
+        if size < MOST_BYTES and not isinstance(result, Failed):
+            self.idle.append(worker)
+        else:
+            worker.pipe.send(None)
+            worker.pipe.close()
+        return result
+
+
+def _started() -> Worker:
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=_serve, args=(there,), daemon=True)
+    process.start()
+    there.close()  # so that the end of the process is the end of the pipe
+    return Worker(process, here)
+
+
+def _serve(pipe: Connection) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    with contextlib.suppress(EOFError):  # nobody waits for results any longer
+        while (given := pipe.recv()) is not None:
+            function, task = given
+            pipe.send((caught(function, task), _bytes()))
+
+
+def _bytes() -> int:
+    """Memory that this process has now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
