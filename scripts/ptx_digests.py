@@ -27,7 +27,7 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -62,6 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--chips", nargs="+", choices=CHIPS, default=CHIPS)
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=PASSES)
     given = parser.parse_args(arguments)
+    if given.out is not None and not given.out.parent.is_dir():
+        parser.error(f"{given.out.parent} is no folder")
     if given.compare:
         found = list(differences(*(path.read_text() for path in given.compare)))
         print(*found, f"{len(found)} differences", sep="\n")
@@ -117,50 +119,56 @@ Kernels = list[str] | Failed
 
 def run(given: argparse.Namespace) -> int:
     start = time.monotonic()
+    os.environ["OMP_NUM_THREADS"] = "1"  # of workers, each of which has a processor
     with Workers(given.jobs) as workers:
-        found = results(workers, given)
-    if not found:
-        sys.exit(
-            f"no case is one of {given.chips}, {given.passes}, and has {given.only and given.only.pattern!r}"
-        )
-    given.out.write_text(
-        "".join(f"{line}\n" for line in sorted([f"# compiler{GAP}{compiler()}", *lines(found)]))
-    )
-    failed = [x for x in found.values() if isinstance(x, Failed)]
-    errors = sum(not x.refused for x in failed)
-    distinct = {kernel for x in found.values() if not isinstance(x, Failed) for kernel in x}
+        found, count = results(workers, chosen(workers, given))
+    text = [f"# compiler{GAP}{compiler()}", *sorted(lines(found))]
+    given.out.write_text("\n".join(text) + "\n")
+    errors = [name for name, x in found.items() if isinstance(x, Failed) and not x.refused]
+    for name in errors:
+        say(f"{name}: {found[name]}")
+    refused = sum(isinstance(x, Failed) for x in found.values()) - len(errors)
+    distinct = {one.split(GAP)[0] for x in found.values() if not isinstance(x, Failed) for one in x}
     say(
-        f"{len(found)} cases, {len(failed) - errors} of them refused and {errors} errors; {len(distinct)}"
-        f" distinct kernels; {time.monotonic() - start:.0f} s"
+        f"{len(found)} cases, {refused} of them refused and {len(errors)} errors; {count} programs;"
+        f" {len(distinct)} distinct kernels; {time.monotonic() - start:.0f} s"
     )
-    return int(errors > 0)
+    return int(bool(errors))
 
 
-def results(workers: Workers, given: argparse.Namespace) -> dict[str, Kernels]:
-    """By case."""
+def chosen(workers: Workers, given: argparse.Namespace) -> list[str]:
+    """The names of the cases that are asked for."""
     ((_, known),) = workers.results(names, {"": None})
     if isinstance(known, Failed):
         sys.exit(str(known))
-    wanted = [
+    if not any(" gym " in name for name, *_ in known):
+        say("attention-gym is not installed: without cases of its mods")
+    asked = given.only or re.compile("")
+    found = [
         name
         for name, chip, direction in known
-        if chip in given.chips
-        and direction in given.passes
-        and (given.only is None or given.only.search(name))
+        if chip in given.chips and direction in given.passes and asked.search(name)
     ]
-    found: dict[str, Kernels] = {}
+    if not found:
+        sys.exit(f"no case is one of {given.chips}, of {given.passes}, and has {asked.pattern!r} in its name")
+    return found
+
+
+def results(workers: Workers, wanted: Sequence[str]) -> tuple[dict[str, Kernels], int]:
+    """By case; and of how many programs."""
+    failed: dict[str, Kernels] = {}
     keys: dict[str, str] = {}
     programs: dict[str, bytes] = {}
-    parts = {tuple(wanted[i : i + AT_ONCE]): wanted[i : i + AT_ONCE] for i in range(0, len(wanted), AT_ONCE)}
-    for part, planned in progress("parts planned", len(parts), workers.results(plan, parts)):
-        for name in part:
+    parts = {first: wanted[first : first + AT_ONCE] for first in range(0, len(wanted), AT_ONCE)}
+    for first, planned in progress("parts planned", parts, workers.results(plan, parts)):
+        for name in parts[first]:
             one = planned if isinstance(planned, Failed) else planned[name]
             if isinstance(one, Failed):
-                found[name] = one
+                failed[name] = one
             else:
                 keys[name], programs[one[0]] = one
-    compiled = dict(progress("programs compiled", len(programs), workers.results(compile_one, programs)))
-    return found | {name: compiled[key] for name, key in keys.items()}
+    compiled = dict(progress("programs compiled", programs, workers.results(compile_one, programs)))
+    return failed | {name: compiled[key] for name, key in keys.items()}, len(programs)
 
 
 def lines(found: dict[str, Kernels]) -> Iterator[str]:
@@ -178,14 +186,14 @@ def compiler() -> str:
     return ", ".join(sorted({f"{x.name} {x.version}" for x in packages}))
 
 
-def progress(what: str, total: int, done: Iterable[Any]) -> Iterator[Any]:
+def progress(what: str, tasks: Sized, done: Iterable[Any]) -> Iterator[Any]:
     last = start = time.monotonic()
     for number, one in enumerate(done, 1):
         yield one
         now = time.monotonic()
-        if now - last >= EVERY or number == total:
+        if now - last >= EVERY or number == len(tasks):
             last = now
-            say(f"{number} of {total} {what}, {now - start:.0f} s")
+            say(f"{number} of {len(tasks)} {what}, {now - start:.0f} s")
 
 
 def say(text: str) -> None:
@@ -273,7 +281,7 @@ class Workers:
     def _result(self, worker: Worker) -> Any:
         try:
             result, size = worker.pipe.recv()
-        except EOFError:
+        except (EOFError, OSError):
             worker.process.join()
             return Failed(False, f"the process ended with {worker.process.exitcode}")
         if size < MOST_BYTES and not isinstance(result, Failed):
@@ -293,9 +301,6 @@ def _started() -> Worker:
 
 
 def _serve(pipe: Connection) -> None:
-    import torch
-
-    torch.set_num_threads(1)
     with contextlib.suppress(EOFError):  # nobody waits for results any longer
         while (given := pipe.recv()) is not None:
             function, task = given
