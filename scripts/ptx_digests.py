@@ -43,6 +43,9 @@ MOST_BYTES = 3 << 30
 AT_ONCE = 8
 """Cases that a worker plans before it asks for more."""
 
+WORKERS = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+"""Environment of workers: each has a processor, and none takes memory of a GPU."""
+
 EVERY = 10.0
 """Seconds between two lines about progress."""
 
@@ -119,7 +122,7 @@ Kernels = list[str] | Failed
 
 def run(given: argparse.Namespace) -> int:
     start = time.monotonic()
-    os.environ["OMP_NUM_THREADS"] = "1"  # of workers, each of which has a processor
+    os.environ |= WORKERS
     with Workers(given.jobs) as workers:
         found, count = results(workers, chosen(workers, given))
     text = [f"# compiler{GAP}{compiler()}", *sorted(lines(found))]

@@ -8,12 +8,12 @@ import re
 from collections.abc import Iterator
 
 WITHOUT_MEANING = (
-    re.compile(
-        r"^[ \t]*\.(?:file|loc)\b[^\n]*$", re.MULTILINE
-    ),  # first: names of files may hold what follows
+    re.compile(r"^[ \t]*\.(?:file|loc)\b[^\n]*$", re.MULTILINE),
     re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL),
     re.compile(r"^[ \t]*\.section\b[^{]*\{[^}]*\}", re.MULTILINE),
 )
+"""In this order: names of files may hold what begins comments, and those in sections what ends these."""
+
 HEADER = (".version", ".target", ".address_size")
 ENTRY = re.compile(r"\.entry ([\w$]+)")
 FUNCTION = re.compile(r"\.func (?:\([^)]*\) ?)?([\w$]+)")

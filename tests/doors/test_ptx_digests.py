@@ -57,6 +57,7 @@ $L__BB0_1:
 
 	mov.b32 	%r1, __dynamic_shmem__0;
 	mov.b32 	%r2, table_7;
+	mov.b32 	%r0, table_7;
 $L__BB1_1:
 	bra 	$L__BB1_1;
 }
@@ -108,7 +109,7 @@ def test_names_comments_and_debug_information_do_not_count(text: Any) -> None:
         ("[kernel_1_param_0]", "[kernel_1_param_0+4]", [True, False]),
         ("[kernel_1_param_0]", "[kernel_1_param_1]", [True, False]),
         (".reqntid 128", ".reqntid 256", [False, True]),
-        ("mov.b32 \t%r2, table_7", "mov.b32 \t%r2, __dynamic_shmem__0", [False, True]),
+        ("mov.b32 \t%r0, table_7", "mov.b32 \t%r0, __dynamic_shmem__0", [False, True]),
         ("{1, 2, 3, 4}", "{1, 2, 3, 5}", [False, True]),
         (".align 1024", ".align 128", [True, True]),
         ("sm_90a", "sm_100a", [True, True]),
@@ -154,6 +155,23 @@ def test_lines(digests: Any) -> None:
     ]
 
 
+def test_a_run_with_an_error(
+    digests: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {"a": ["1  block 1", "1  block 2"], "b": digests.Failed(True, "too wide")}
+    monkeypatch.setattr(digests, "chosen", lambda workers, given: [*found])
+    monkeypatch.setattr(digests, "results", lambda workers, wanted: (found, 1))
+    monkeypatch.setattr(digests, "WORKERS", {})
+    command = ["--out", str(tmp_path / "out")]
+    assert digests.main(command) == 0
+    found["c"] = digests.Failed(False, "KeyError: 1")
+    assert digests.main(command) == 1
+    assert (tmp_path / "out").read_text().splitlines()[1:] == sorted(digests.lines(found))
+    *_, error, last = capsys.readouterr().err.splitlines()
+    assert error == "c: error: KeyError: 1"
+    assert last.startswith("3 cases, 1 of them refused and 1 errors; 1 programs; 1 distinct kernels; 0 s")
+
+
 def test_comparing(digests: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
     same = "same  11  block 1\n"
@@ -197,6 +215,66 @@ def test_workers_that_have_grown_are_replaced(
     with digests.Workers(1) as workers:
         found = {pid for _, pid in workers.results(eval, tasks)}
     assert len(found) == (1 if most else 3)
+
+
+# --- launches ---------------------------------------------------------------------------------------------
+
+TOY = """
+import cutlass
+from cutlass import Float32, cute
+
+@cute.kernel
+def {kernel}(x: cute.Tensor):
+    x[cute.arch.block_idx()[0]] = Float32(1.0)
+
+@cute.jit
+def host({x}: cute.Tensor, other: cute.Tensor):
+    {kernel}({x}).launch(grid=[{grid}, 1, 1], block=[{block}, 1, 1], cluster={cluster})
+"""
+LAUNCH = {
+    "kernel": "device",
+    "x": "x",
+    "grid": "cute.ceil_div(x.shape[0], 128)",
+    "block": "64",
+    "cluster": "None",
+}
+
+
+def launched(folder: Path, **changes: str) -> str:
+    """The launch of a toy that is changed in some places."""
+    from cutlass import Float32, cute
+    from cutlass.cute.runtime import make_fake_tensor
+
+    compile = importlib.import_module("ptx_compile")
+    name = f"toy_{len(list(folder.iterdir()))}"
+    path = folder / f"{name}.py"
+    path.write_text(TOY.format(**LAUNCH | changes))
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    toy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(toy)
+    fakes = [make_fake_tensor(Float32, (cute.sym_int32(),), (1,)) for _ in range(2)]
+    launches: list[Any] = []
+    with compile._to_ptx(launches):
+        cute.compile(toy.host, *fakes, options="--gpu-arch sm_90a", no_jit_engine=True)
+    (launch,) = launches
+    assert changes.get("kernel", "device") in launch.kernel
+    return str(launch.text)
+
+
+@pytest.mark.slow
+@compiles
+def test_launches(digests: Any, tmp_path: Path) -> None:
+    usual = launched(tmp_path)
+    assert usual.startswith("block 64x1x1, 0 bytes, grid ")
+    assert launched(tmp_path, kernel="renamed", x="y", grid="cute.ceil_div(y.shape[0], 128)") == usual
+    assert launched(tmp_path, block="96") == usual.replace("64", "96", 1)
+    assert launched(tmp_path, cluster="[2, 1, 1]") == usual.replace(", 0", ", cluster_dim 2x1x1, 0")
+    assert launched(tmp_path, grid="cute.ceil_div(other.shape[0], 128)") == usual
+    forms = "cute.ceil_div(x.shape[0], 64)", "x.shape[0] // 128", "min(x.shape[0], 9)", "min(x.shape[0], 8)"
+    others = {launched(tmp_path, grid=grid) for grid in (*forms, "9", "8")}
+    assert len(others | {usual}) == len(forms) + 3
+    assert {text.partition(" grid ")[0] for text in others} == {usual.partition(" grid ")[0]}
 
 
 # --- kernels ----------------------------------------------------------------------------------------------
