@@ -27,6 +27,10 @@ def run(
 
         return graphs.run(variant, qkv, varlen, paging, statistics)
     now: launch.Calling | None = None
+    if caller is not None and varlen is None and paging is None:
+        repeated = launch.repeat(variant, caller, qkv, statistics)
+        if repeated is not None:
+            return repeated
     try:
         now = launch.calling(variant, caller)
         return launch.run(now, *qkv, varlen, paging, statistics)

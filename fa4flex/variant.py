@@ -42,8 +42,9 @@ class Variant:
     sinks: Sinks | None = None
     scale: float | None = None
     layout: Layout = "bhsd"
-    precision: Precision = Precision()
-    schedule: Schedule = Schedule()
+    # None stands for Precision() and Schedule(): Dynamo of torch 2.11 takes no object for a default.
+    precision: Precision = None  # type: ignore[assignment]
+    schedule: Schedule = None  # type: ignore[assignment]
 
     allowed: Mask | None = field(init=False)
     """Block map and mask as one: allowed = block map AND (full block OR mask)."""
@@ -51,12 +52,17 @@ class Variant:
     def __post_init__(self) -> None:
         allowed = self.mask if self.blocks is None else self.blocks.mask(self.mask)
         object.__setattr__(self, "allowed", allowed)
+        if self.precision is None:
+            object.__setattr__(self, "precision", _PRECISION)
+        if self.schedule is None:
+            object.__setattr__(self, "schedule", _SCHEDULE)
 
     def __repr__(self) -> str:
+        defaults = {"precision": _PRECISION, "schedule": _SCHEDULE}
         given = [
             f"{f.name}={getattr(self, f.name)!r}"
             for f in fields(self)
-            if f.init and getattr(self, f.name) != f.default
+            if f.init and getattr(self, f.name) != defaults.get(f.name, f.default)
         ]
         return f"Variant({', '.join(given)})"
 
@@ -109,7 +115,6 @@ def compose(
         sinks=sinks if sinks is None or isinstance(sinks, Sinks) else Sinks(sinks),
         scale=None if scale is None else float(scale),
         layout=layout,
-        # Given as they are: torch.compile does not know how to make defaults of a class.
         precision=data.get("precision", _PRECISION),
         schedule=data.get("schedule", _SCHEDULE),
     )

@@ -36,6 +36,8 @@ def accepted_context(mod: Callable[..., Any]) -> tuple[str, ...]:
         code = mod.__code__
         names: tuple[str, ...] = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         return tuple(name for name in CONTEXT if name in names)
+    if isinstance(mod, functools.partial) and not mod.args:
+        return tuple([name for name in accepted_context(mod.func) if name not in mod.keywords])
     try:
         parameters = inspect.signature(mod).parameters
     except (TypeError, ValueError):
@@ -148,15 +150,25 @@ class Mod:
 
     def __bool__(self) -> bool:
         """Raise TraceError: `and`, `or`, `not` and `if` would silently drop one side."""
-        raise no_truth_value(self, self.combined_with)
+        return truth_value(self, self.combined_with)
 
     @property
     def __name__(self) -> str:
         return repr(self)
 
+    @property
+    def parts(self) -> tuple[Mod, ...]:
+        """The masks or score mods that this one is composed of, from left to right."""
+        return ()
 
-def no_truth_value(value: Any, operators: str) -> TraceError:
-    return TraceError(
+
+def truth_value(value: Any, operators: str) -> bool:
+    """True for Dynamo, which in torch 2.11 asks `if function` of what compiled code calls with `**`; all
+    others get a TraceError."""
+    compiled = torch.compiler.is_dynamo_compiling()  # this very code is being traced
+    if not compiled and sys._getframe(2).f_globals.get("__name__", "").startswith("torch._dynamo."):
+        return True
+    raise TraceError(
         f"the truth value of {value!r}, as `and`, `or`, `not`, `if` and bool() ask for",
         f"{operators}, which combine every pair of indices",
         f"write {operators}; to test whether one was given, `is not None`",
@@ -256,9 +268,8 @@ def functions_of(mod: Mod | None) -> Iterator[FunctionMod]:
     if isinstance(mod, FunctionMod):
         yield mod
     elif mod is not None:
-        for part in vars(mod).values():
-            if isinstance(part, Mod):
-                yield from functions_of(part)
+        for part in mod.parts:
+            yield from functions_of(part)
 
 
 P = TypeVar("P")
@@ -305,7 +316,7 @@ class Family(Generic[P]):
 
     def __bool__(self) -> bool:
         """Raise TraceError, as the masks and score mods of the family do."""
-        raise no_truth_value(self, getattr(self._wrap, "combined_with", "its operators"))
+        return truth_value(self, getattr(self._wrap, "combined_with", "its operators"))
 
     def __copy__(self) -> Family[P]:
         return self

@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
 from fa4flex.contents import Kept
 from fa4flex.errors import InputError, StateError
-from fa4flex.primitives.base import Family, call_with, holds, kind_of, no_truth_value, show
+from fa4flex.primitives.base import Family, Mod, call_with, holds, kind_of, show, truth_value
 from fa4flex.primitives.mask import CONVERSIONS, Mask, MaskMod, as_mask
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
@@ -255,7 +255,7 @@ class BlockMap:
 
     def __bool__(self) -> bool:
         """Raise TraceError, as masks do."""
-        raise no_truth_value(self, Mask.combined_with)
+        return truth_value(self, Mask.combined_with)
 
     def fits(self, q_len: int, kv_len: int, batch: int, heads: int) -> None:
         """Raise StateError unless the map was made for these lengths, InputError unless for this batch and
@@ -307,6 +307,10 @@ class BlockedMask(Mask):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "context", () if self.inner is None else self.inner.context)
+
+    @property
+    def parts(self) -> tuple[Mod, ...]:
+        return () if self.inner is None else (self.inner,)
 
     def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any, **context: Any) -> Any:
         classes, (rows, columns) = self.blocks.classes, self.blocks.block_size

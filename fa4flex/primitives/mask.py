@@ -72,6 +72,10 @@ class _Pair(Mask):
         names = (*self.left.context, *self.right.context)
         object.__setattr__(self, "context", tuple(name for name in CONTEXT if name in names))
 
+    @property
+    def parts(self) -> tuple[Mod, ...]:
+        return self.left, self.right
+
 
 class And(_Pair):
     """Pairs that both masks allow."""
@@ -105,6 +109,10 @@ class Not(Mask):
     def __post_init__(self) -> None:
         object.__setattr__(self, "context", self.inner.context)
 
+    @property
+    def parts(self) -> tuple[Mod, ...]:
+        return (self.inner,)
+
     def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any, **context: Any) -> Any:
         # xor rather than ~, because a mask_mod may return a plain Python bool and ~True is -2.
         return _part(self.inner, (b, h, q_idx, kv_idx), context) ^ True
@@ -124,6 +132,10 @@ class Bound(Mask):
     def __post_init__(self) -> None:
         given = [name for name, _ in self.fixed]
         object.__setattr__(self, "context", tuple(name for name in self.inner.context if name not in given))
+
+    @property
+    def parts(self) -> tuple[Mod, ...]:
+        return (self.inner,)
 
     def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any, **context: Any) -> Any:
         return _part(self.inner, (b, h, q_idx, kv_idx), {**context, **dict(self.fixed)})

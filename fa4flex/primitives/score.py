@@ -49,6 +49,10 @@ class Chain(ScoreMod):
         names = (*self.first.context, *self.then.context)
         object.__setattr__(self, "context", tuple(name for name in CONTEXT if name in names))
 
+    @property
+    def parts(self) -> tuple[Mod, ...]:
+        return self.first, self.then
+
     def __call__(self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, **context: Any) -> Any:
         score = call_with(self.first, (score, b, h, q_idx, kv_idx), self.first.context, context)
         return call_with(self.then, (score, b, h, q_idx, kv_idx), self.then.context, context)

@@ -140,6 +140,17 @@ class Result(NamedTuple):
     max_scores: Tensor | None
 
 
+def repeat(
+    variant: Variant, caller: Caller, qkv: tuple[Tensor, Tensor, Tensor], statistics: Statistics
+) -> Result | None:
+    """The last call's launch anew, where this call is just like it: dense, on a GPU, without gradients."""
+    again = caller.recent.again
+    if again is None or again.statistics != statistics:
+        return None
+    q, k, v = qkv
+    return Result(*again(q, k, v)) if again.fits(q, k, v) and again.serves(variant, q) else None
+
+
 def run(
     now: Calling,
     q: Tensor,
@@ -158,16 +169,6 @@ def run(
         with autocast.off(q):
             return run(now, q, k, v, varlen, paging, statistics)
     prepared = now.prepared
-    again = None if now.recent is None or torch.compiler.is_compiling() else now.recent.again
-    if (
-        again is not None
-        and varlen is None
-        and paging is None
-        and again.statistics == statistics
-        and again.serves(now.bound, now.sinks)
-        and again.fits(q, k, v)
-    ):
-        return Result(*again(q, k, v))
     observed = _observed() or not _plain(q, k, v)
     on_gpu = not observed and paging is None and (q.is_cuda or simulating())
     call = _direct_call(now, (q, k, v), varlen, statistics) if on_gpu else None
@@ -240,7 +241,8 @@ def _remember(now: Calling, call: Call, ready: Ready) -> None:
         # Derived operands are computed from others, perhaps anew at each call.
         recent.tries += 1
         watched = tuple(call.operands[slot] for slot in sorted(now.prepared.engine.watched.slots))
-        recent.again = Again.of(call, ready, watched)
+        read = now.bound.trace.read
+        recent.again = None if read is None else Again.of(call, ready, read, watched)
 
 
 def _direct_call(

@@ -142,7 +142,9 @@ class _Plan:
                 raise _plain_tensor(name)
             replicated = [sys.modules[DTENSOR].Replicate()] * self.mesh.ndim
             x = distributed.from_local(x, self.mesh, replicated, run_check=False)
-        return x.redistribute(self.mesh, placements).to_local()
+        # Autograd is above: of a tensor that asks for gradients, torch 2.11 would detach the result in place,
+        # which DTensors cannot.
+        return x.detach().redistribute(self.mesh, placements).to_local()
 
     def whole(self, x: Tensor, placements: list[Any], like: Any = None) -> Any:
         """The DTensor of every process's part, placed as `like` is."""

@@ -344,7 +344,8 @@ def test_shapes_are_checked_in_compiled_code() -> None:
     for sinks in (torch.randn(H + 1), torch.randn(H, 1)):
         with pytest.raises(Exception, match="sinks"):
             torch.compile(at_the_call, backend="aot_eager", fullgraph=True)(*qkv(), sinks, 0.5)
-    with pytest.raises(Exception, match="table of 3 heads"):
+    told = torch.__version__ >= (2, 12)  # earlier ones name the exception that code raises, not its words
+    with pytest.raises(Exception, match="table of 3 heads" if told else "InputError"):
         torch.compile(
             lambda q: fa4flex.attention(q, q, q, score_mod=alibi(torch.rand(3))),
             backend="aot_eager",

@@ -228,7 +228,8 @@ def test_mixed_dtypes_have_no_backward_pass() -> None:
     out = fa4flex.flex_attention(q, k.to(BF16), v.to(BF16), relative)
     with pytest.raises(ValueError, match=words):
         out.sum().backward()
-    with pytest.raises(Exception, match=words):
+    told = torch.__version__ >= (2, 12)  # earlier ones name the exception that code raises, not its words
+    with pytest.raises(Exception, match=words if told else "InputError"):
         compiled(fa4flex.flex_attention)(q, k.to(BF16), v.to(BF16), relative)
     with pytest.raises(InputError, match="mixed dtypes"):
         fa4flex.compile()(q, k.to(BF16), v)

@@ -159,11 +159,12 @@ def test_only_kernels_that_count_get_a_counter(recorder: Recorder) -> None:
 
 def repeated(recorder: Recorder, **composition: Any) -> tuple[Again, tuple[Tensor, Tensor, Tensor]]:
     statistics = composition.pop("statistics", ())
-    engine, call = call_of(fa4flex.compile(**composition), statistics=statistics)
+    attn = fa4flex.compile(**composition)
+    engine, call = call_of(attn, statistics=statistics)
     engine.run(call)
-    ready = engine.find(call)
-    assert ready is not None
-    again = Again.of(call, ready, tuple(engine.watched_tensors(call)))
+    ready, read = engine.find(call), attn._calling().bound.trace.read
+    assert ready is not None and read is not None
+    again = Again.of(call, ready, read, tuple(engine.watched_tensors(call)))
     assert again is not None
     return again, (call.q, call.k, call.v)
 
@@ -266,7 +267,7 @@ def test_calls_that_do_more_than_launch_are_not_repeated(recorder: Recorder) -> 
         engine, call = call_of(fa4flex.compile(mask=causal), qkv, **changes)
         engine.run(call)
         ready = engine.find(call)
-        assert ready is not None and Again.of(call, ready, ()) is None
+        assert ready is not None and Again.of(call, ready, lambda score, mask: ((), ()), ()) is None
 
 
 # --- rows without a sequence, numbers by kind ---------------------------------------------------------

@@ -87,6 +87,13 @@ def texts() -> Iterator[Step]:
         yield mod, None, sign * distance(), True
 
 
+def sets() -> Iterator[Step]:
+    for near in ({1}, {2}):
+        sign = 1 if 1 in near else -1
+        mod = lambda s, b, h, q, k, near=near: s + (q - k if 1 in near else k - q)  # noqa: E731
+        yield mod, None, sign * distance(), True
+
+
 def ducks() -> Iterator[Step]:
     yield slope(torch.tensor(0.5)), None, 0.5 * distance(), True
     yield slope(Duck()), None, 0.25 * distance(), True
@@ -141,7 +148,8 @@ SCENARIOS: dict[str, Callable[[], Iterator[Step]]] = {
     "code": codes,
     "length": sizes,
     "keys": dictionaries,
-    "value": texts,
+    "value": sets,
+    "same or equal": texts,
     "tensor": ducks,
     "dtype": dtypes,
     "rank": ranks,

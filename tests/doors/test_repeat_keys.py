@@ -9,7 +9,6 @@ import torch
 from launch_changes import (
     HEADS,
     LOOKS,
-    TABLE,
     Change,
     S,
     field,
@@ -21,11 +20,11 @@ from test_gpu_calls import Recorder, call_of, inputs
 from torch import Tensor
 
 import fa4flex
-from fa4flex.codegen.build import Bound
 from fa4flex.errors import InputError
 from fa4flex.runtime.cuda import order as order_module
 from fa4flex.runtime.cuda.again import Again
 from fa4flex.runtime.cuda.call import Call
+from fa4flex.runtime.cuda.engine import Engine
 from fa4flex.runtime.cuda.lengths import check_lengths
 from fa4flex.runtime.cuda.order import TileOrder
 from fa4flex.variants import causal, document
@@ -42,16 +41,20 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 ids = torch.arange(S) // 50
 
 
-def repeated(recorder: Recorder) -> tuple[Again, Call]:
-    engine, call = call_of(
-        fa4flex.compile(mod, document(ids), sinks=torch.randn(HEADS)), operands=(TABLE.clone(), ids.clone())
-    )
+def repeated(recorder: Recorder, attn: fa4flex.Attention | None = None) -> tuple[Again, Call]:
+    attn = attn or fa4flex.compile(mod, document(ids), sinks=torch.randn(HEADS))
+    now = attn._calling()
+    engine, call = call_of(attn, operands=tuple(x.clone() for x in now.bound.bases))
+    return made(engine, call, now.bound.trace.read), call
+
+
+def made(engine: Engine, call: Call, read: Any) -> Again:
     engine.run(call)
     ready = engine.find(call)
     assert ready is not None
-    again = Again.of(call, ready, tuple(engine.watched_tensors(call)))
+    again = Again.of(call, ready, read, tuple(engine.watched_tensors(call)))
     assert again is not None
-    return again, call
+    return again
 
 
 AGAIN = {
@@ -70,30 +73,45 @@ def test_each_look_is_no_repetition(recorder: Recorder, name: str) -> None:
     assert not again.fits(changed.q, changed.k, changed.v)
 
 
-def test_only_what_was_captured_before_is_served(recorder: Recorder) -> None:
-    again, call = repeated(recorder)
-    trace: Any = None
-    table, documents = call.operands
-    bound = Bound(trace, call.operands, call.scalars)
-    assert again.serves(bound, call.sinks) and again.serves(
-        bound._replace(bases=(table, documents)), call.sinks
-    )
-    others: dict[str, tuple[Bound, Tensor | None]] = {
-        "a tensor": (bound._replace(bases=(table.clone(), documents)), call.sinks),
-        "another tensor": (bound._replace(bases=(table, documents.clone())), call.sinks),
-        "an exchange": (bound._replace(bases=(documents, table)), call.sinks),
-        "one less": (bound._replace(bases=(table,)), call.sinks),
-        "one more": (bound._replace(bases=(table, documents, table)), call.sinks),
-        "a number": (bound._replace(scalars=(call.scalars[0] + 1,)), call.sinks),
-        "a type": (bound._replace(scalars=(int(call.scalars[0]),)), call.sinks),
-        "sinks": (bound, torch.randn(HEADS)),
-        "no sinks": (bound, None),
-    }
-    assert [name for name, (bound, sinks) in others.items() if again.serves(bound, sinks)] == []
-    again, call = repeated(recorder)
-    again.scalars = repr((0.0,))
-    zero = Bound(trace, call.operands, (0.0,))
-    assert again.serves(zero, call.sinks) and not again.serves(zero._replace(scalars=(-0.0,)), call.sinks)
+SERVED: dict[str, Any] = {
+    "a tensor": {"table": torch.randn(HEADS, S)},
+    "another tensor": {"documents": ids.clone()},
+    "a number": {"window": 71},
+    "a type": {"window": 70.0},
+    "the sign of zero": {"shift": -0.0},
+    "sinks": {"sinks": torch.randn(HEADS)},
+    "no sinks": {"sinks": None},
+    "a scale": {"scale": 0.5},
+    "other code": {"other": True},
+}
+CAPTURED: dict[str, Any] = {
+    "table": torch.randn(HEADS, S), "documents": ids, "window": 70, "shift": 0.0, "scale": None,
+    "sinks": torch.randn(HEADS),
+}  # fmt: skip
+
+
+def composed(
+    table: Tensor, documents: Tensor, window: float, shift: float, other: bool = False, **options: Any
+) -> fa4flex.Attention:
+    def score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score + table[h, kv_idx] + shift
+
+    def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (documents[q_idx] == documents[kv_idx]) & (q_idx - kv_idx < window)
+
+    return fa4flex.compile(score, ~fa4flex.as_mask(mask) if other else mask, **options)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_only_what_was_captured_before_is_served(recorder: Recorder, name: str) -> None:
+    attn = composed(**CAPTURED)
+    engine, call = call_of(attn)
+    again = made(engine, call, attn._calling().bound.trace.read)
+    assert again.serves(attn.variant, call.q)
+    assert again.serves(composed(**CAPTURED).variant, call.q), "the functions may be others of the same code"
+    scale = 1 / call.q.shape[-1] ** 0.5
+    assert again.serves(composed(**{**CAPTURED, "scale": scale}).variant, call.q)
+    assert not again.serves(composed(**{**CAPTURED, **SERVED[name]}).variant, call.q)
 
 
 @pytest.mark.parametrize("change", ("contents", "memory", "a gradient", "the layout"))

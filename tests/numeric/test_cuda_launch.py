@@ -55,6 +55,13 @@ def test_host_time_of_a_repeated_call(layout: str) -> None:
     assert sorted(times)[15] < 25e-6  # 15 us is the aim on a quiet machine
 
 
+def test_a_repeated_call_has_its_own_scale() -> None:
+    attn, qkv = fa4flex.compile(mask=causal), inputs()
+    with torch.no_grad():
+        for scale in (None, None, None, 0.5, None, 0.25):
+            close(attn(*qkv, scale=scale), exactly(attn, *qkv, scale=scale))
+
+
 @pytest.mark.parametrize("mask", [causal, lambda b, h, q_idx, kv_idx: (q_idx - kv_idx) % 3 == 0])
 def test_a_graph_replays_with_new_numbers(mask: Any) -> None:
     attn = fa4flex.compile(mask=mask)

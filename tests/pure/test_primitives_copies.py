@@ -109,6 +109,15 @@ def test_a_score_mod_has_no_truth_value(value: Any) -> None:
         bool(value)
 
 
+@pytest.mark.parametrize("value", [causal, causal(), alibi >> softcap(3.0)], ids=repr)
+def test_dynamo_may_ask_whether_there_is_a_function(value: Any) -> None:
+    """Dynamo of torch 2.11 asks so before it traces a call with `**`."""
+    names = {"__name__": "torch._dynamo.symbolic_convert", "value": value}
+    assert eval("bool(value)", names)
+    with pytest.raises(TraceError):
+        eval("bool(value)", {**names, "__name__": "torch"})
+
+
 # --- pickle and deepcopy --------------------------------------------------------------------------------
 
 

@@ -44,7 +44,7 @@ from fa4flex.codegen.trace.mentions import (
 )
 from fa4flex.codegen.trace.origin import first_line, is_library
 from fa4flex.codegen.trace.paths import INT64, Guard, Path
-from fa4flex.codegen.trace.snapshot import Opaque, snapshot
+from fa4flex.codegen.trace.snapshot import Opaque, immutable, snapshot
 from fa4flex.codegen.trace.value import Number
 from fa4flex.errors import Origin, TraceError
 
@@ -120,7 +120,10 @@ class Lifter:
     def _as_it_is(self, thing: Any, path: Path) -> Any:
         """`thing`, compared by value at each call."""
         try:
-            self._guard("value", path, snapshot(thing))
+            if immutable(thing):  # a look at its identity spares one at its contents
+                self._guard("same or equal", path, (thing, snapshot(thing)))
+            else:
+                self._guard("value", path, snapshot(thing))
         except Opaque as what:
             self.opaque = self.opaque or str(what)
         return thing
@@ -282,6 +285,8 @@ class Lifter:
                 f"the list {name}", "STORE_SUBSCR", lambda: dict(enumerate(items)), dict(enumerate(items))
             )
             return items
+        if type(thing) is tuple and all(type(x) is str for x in thing):
+            return self._as_it_is(thing, path)
         if type(thing) is tuple or hasattr(thing, "_fields"):
             self._guard("type", path, type(thing))
             self._guard("length", path, len(thing))

@@ -66,6 +66,7 @@ FAILS = {
     "length": "len({x}) != {c}",
     "keys": "tuple({x}) != {c}",
     "value": "snapshot({x}) != {c}",
+    "same or equal": "{x} is not {y} and snapshot({x}) != {c}",
     "finite": "not -inf < {x} < inf",
     "int64": "not -int64 <= {x} < int64",
     "tensor": "not isinstance({x}, Tensor)",
@@ -124,8 +125,12 @@ class _Writer:
 
     def check(self, guard: Guard) -> None:
         x = self.variable(guard.path)
-        second = self.variable(guard.constant) if guard.kind == "same" else ""
-        constant = "" if guard.kind == "same" else self._constant(guard.constant)
+        second, constant = "", guard.constant
+        if guard.kind == "same":
+            second, constant = self.variable(constant), None
+        elif guard.kind == "same or equal":
+            second, constant = self._named(constant[0]), constant[1]
+        constant = self._constant(constant)
         test = FAILS[guard.kind].format(x=x, y=second, c=constant)
         self.lines.append(f"if {test}: return None")
 
@@ -162,6 +167,9 @@ class _Writer:
     def _constant(self, value: Any) -> str:
         if value is None or type(value) in (bool, int, str):
             return repr(value)
+        return self._named(value)
+
+    def _named(self, value: Any) -> str:
         name = f"c{len(self.constants)}"
         self.constants[name] = value
         return name

@@ -52,6 +52,13 @@ def snapshot(x: Any) -> Any:
     raise Opaque(f"a {kind.__module__}.{kind.__qualname__}")
 
 
+def immutable(x: Any) -> bool:
+    """Whether `x` itself, found again, cannot have changed."""
+    if type(x) is tuple:
+        return all(immutable(item) for item in x)
+    return type(x) is float or type(x) in _BY_VALUE
+
+
 class _Same:
     """Equal to a snapshot of the very same object, which it keeps alive."""
 

@@ -6,6 +6,7 @@ properties; torch compares all of them in one, with the guard that its compiler 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from operator import is_
 from typing import Any
@@ -14,17 +15,22 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fa4flex.codegen.build import Bound
+from fa4flex.codegen.trace.paths import Reader
 from fa4flex.runtime.cuda.call import NO_LENGTHS, Call
 from fa4flex.runtime.cuda.counter import counter
 from fa4flex.runtime.cuda.engine import ALIGNMENT, Ready, Results
 from fa4flex.runtime.cuda.graphs import hold_if_captured
+from fa4flex.variant import Variant
 
 _empty_like = torch.empty_like
 
 
 class Again:
-    """One launch, with all of its arguments but q, k, v and what it computes."""
+    """One launch, with all of its arguments but q, k, v and what it computes.
+
+    `read` finds what a variant has captured by now, `watched` are the captured tensors whose contents the
+    launch was proved with.
+    """
 
     __slots__ = (
         "alignment",
@@ -32,9 +38,11 @@ class Again:
         "looks",
         "operands",
         "others",
+        "read",
         "ready",
         "rest",
         "scalars",
+        "scale",
         "sinks",
         "statistics",
         "trains",
@@ -42,11 +50,16 @@ class Again:
     )
 
     def __init__(
-        self, call: Call, ready: Ready, looks: Callable[..., bool], watched: tuple[Tensor, ...]
+        self,
+        call: Call,
+        ready: Ready,
+        looks: Callable[..., bool],
+        read: Reader,
+        watched: tuple[Tensor, ...],
     ) -> None:
-        self.ready, self.looks = ready, looks
-        self.statistics = call.statistics
-        self.operands, self.sinks, self.scalars = call.operands, call.sinks, repr(call.scalars)
+        self.ready, self.looks, self.read = ready, looks, read
+        self.statistics, self.scale = call.statistics, call.scale
+        self.operands, self.sinks, self.scalars = call.operands, call.sinks, call.scalars
         self.others = call.operands if call.sinks is None else (*call.operands, call.sinks)
         self.trains = any(x.requires_grad for x in (call.q, call.k, call.v, *self.others))
         self.alignment = (call.q.data_ptr() | call.k.data_ptr() | call.v.data_ptr()) % ALIGNMENT
@@ -59,18 +72,26 @@ class Again:
         )  # fmt: skip
 
     @staticmethod
-    def of(call: Call, ready: Ready, watched: tuple[Tensor, ...]) -> Again | None:
+    def of(call: Call, ready: Ready, read: Reader, watched: tuple[Tensor, ...]) -> Again | None:
         """None where a call does more than launch, or where torch cannot compare its tensors at once."""
         if call.lengths is not NO_LENGTHS or ready.fixes or ready.gaps:
             return None
         tensors = call.q, call.k, call.v, *call.operands
         looks = _guard(tensors if call.sinks is None else (*tensors, call.sinks))
-        return None if looks is None else Again(call, ready, looks, watched)
+        return None if looks is None else Again(call, ready, looks, read, watched)
 
-    def serves(self, bound: Bound, sinks: Tensor | None) -> bool:
-        """True if a call captured the very tensors and numbers of this launch."""
-        same = len(bound.bases) == len(self.operands) and all(map(is_, bound.bases, self.operands))
-        return same and sinks is self.sinks and repr(bound.scalars) == self.scalars
+    def serves(self, variant: Variant, q: Tensor) -> bool:
+        """Whether `variant` has the scale of this launch, and has captured its very tensors and numbers."""
+        scale, sinks = variant.scale, variant.sinks
+        if (1 / math.sqrt(q.shape[-1]) if scale is None else scale) != self.scale:
+            return False
+        reading = self.read(variant.score_mod, variant.allowed)
+        if reading is None or (None if sinks is None else sinks.now()) is not self.sinks:
+            return False
+        tensors, numbers = reading
+        return _same(tensors, self.operands) and (
+            _same(numbers, self.scalars) or repr(numbers) == repr(self.scalars)
+        )
 
     def fits(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Whether a call with these tensors is this launch.
@@ -106,6 +127,10 @@ class Again:
             None,
         )
         return out, lse, largest
+
+
+def _same(found: tuple[Any, ...], known: tuple[Any, ...]) -> bool:
+    return len(found) == len(known) and all(map(is_, found, known))
 
 
 def _allocation(q: Tensor, ready: Ready) -> Callable[[Tensor], Results] | None:
