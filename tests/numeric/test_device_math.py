@@ -11,26 +11,15 @@ from cutlass import Boolean, Float32, Int32, cute
 from cutlass.cute.runtime import make_fake_tensor
 from hook_runner import fake, without_approximations
 
+from fa4flex.codegen.emit.printer import functions
 from fa4flex.codegen.kernels.common import math
+from fa4flex.codegen.ops import OPS
 
 CONSTANTS = (1, 3, 7, 10, 1000)
 SIDES = ("left", "right")
-UNARY = (
-    "tanh",
-    "exp2",
-    "log2",
-    "sqrt",
-    "erf",
-    "reciprocal",
-    "rounded",
-    "floor",
-    "ceil",
-    "trunc",
-    "absolute",
-    "sign",
-)
-UNARY += ("sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "expm1", "log1p", "signum")
-UNARY += ("to_float16", "to_bfloat16")
+ROWS = tuple(row for row in OPS.values() if row.arity == 1 and row.gives in ("same", "float") and row.device)
+UNARY = (*(row.device for row in ROWS), "reciprocal", "signum", "to_float16", "to_bfloat16")
+FUNCTIONS = tuple(row.device for row in ROWS if row.takes == "float")
 
 
 @cute.jit
@@ -137,6 +126,24 @@ def test_erf() -> None:
     out = torch.zeros_like(x)
     call(erfs, (Float32, out), (Float32, x))
     assert (out.double() - torch.erf(x.double())).abs().max() < 6e-7
+
+
+@cute.jit
+def every_float(out: cute.Tensor, x: cute.Tensor) -> None:
+    for i in range(x.shape[0]):
+        for j in cutlass.range_constexpr(len(FUNCTIONS)):
+            out[j, i] = getattr(math, FUNCTIONS[j])(x[i])
+
+
+def test_rows_name_the_functions_they_mean() -> None:
+    """As torch computes them, on a CPU without approximations; outside of a domain both say NaN."""
+    x = torch.linspace(-3, 3, 241)
+    out = torch.zeros(len(FUNCTIONS), len(x))
+    call(every_float, (Float32, out), (Float32, x))
+    rows = [row for row in ROWS if row.takes == "float"]
+    wanted = torch.stack([getattr(torch, row.torch[0])(x) for row in rows])
+    torch.testing.assert_close(out, wanted, rtol=2e-6, atol=5e-7, equal_nan=True)
+    assert all(hasattr(math, name) for name in functions())
 
 
 @cute.kernel

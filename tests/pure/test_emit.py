@@ -14,7 +14,7 @@ import torch
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.build import build
 from fa4flex.codegen.emit import Source, emit_forward
-from fa4flex.codegen.emit.printer import FUNCTIONS, NAMES, REDUCTIONS, ROUNDED
+from fa4flex.codegen.emit.printer import functions, words
 from fa4flex.codegen.expr import apply, const, load, reduce, scalar, sym, to_float
 from fa4flex.codegen.kernels.fwd_sm90.config import Config
 from fa4flex.errors import InputError, UnsupportedError
@@ -178,8 +178,7 @@ def test_spans_need_intervals() -> None:
 
 
 def test_values_do_not_hide_the_functions_they_are_computed_by() -> None:
-    functions = {*FUNCTIONS.values(), *REDUCTIONS.values(), *ROUNDED.values()}
-    assert not functions & set(NAMES.values())
+    assert not functions() & words()
 
 
 def test_emitting_does_not_import_the_compiler() -> None:
