@@ -86,6 +86,12 @@ class Operation(NamedTuple):
     word: str = ""
     odd: bool = False
 
+    @property
+    def slow(self) -> bool:
+        """Whether a value of floats costs a special function, and is no mere rounding."""
+        exact = self.range is not None and self.range.exact
+        return self.gives == "float" and self.cost.special > 0 and not exact
+
 
 # --- parts of rows ----------------------------------------------------------------------------------------
 
