@@ -257,7 +257,7 @@ _ROWS = (
     _function("cosh", lambda y, x: x.sinh(), EVEN, Cost(2, 3)),
     _function("tanh", lambda y, x: 1.0 - y * y, RISING, Cost(1, 0), odd=True),
     _function("sigmoid", lambda y, x: y * (1.0 - y), RISING, Cost(1, 2), "expit", device=""),
-    _function("erf", lambda y, x: 2 / math.sqrt(math.pi) * (-(x * x)).exp(), RISING, Cost(1, 16), odd=True),
+    _function("erf", lambda y, x: 2 / math.sqrt(math.pi) * (-(x * x)).exp(), RISING, Cost(1, 19), odd=True),
     _rounding("floor", fold=lambda a: float(math.floor(a))),
     _rounding("ceil"),
     _rounding("round", device="rounded"),  # halves to even
