@@ -26,12 +26,11 @@ METHODS: dict[str, Builder] = {"where": lambda self, condition, other: where(con
 """Methods whose arguments come in another order than those of the function of that name."""
 
 _SPELLINGS = {
-    "greater": "gt", "greater_equal": "ge", "clip": "clamp",
     "swapaxes": "transpose", "swapdims": "transpose", "_unsafe_view": "view",
-    "log_sigmoid": "logsigmoid", "mm": "matmul", "linalg_vecdot": "vecdot", "linalg_vector_norm": "norm",
+    "mm": "matmul", "linalg_vecdot": "vecdot", "linalg_vector_norm": "norm",
     "linalg_norm": "norm", "_softmax": "softmax",
 }  # fmt: skip
-"""Names of one function; those of the grammar's own operations stand in their rows."""
+"""Names of one function; those of elementwise functions stand beside them."""
 
 _OPERATORS = {
     "truediv": "div", "rtruediv": "rdiv", "floordiv": "floor_divide", "mod": "remainder", "rmul": "mul",

@@ -318,15 +318,15 @@ _OWN: dict[str, Builder] = {
 """Operations for which torch's functions are more than the operation on the same arguments."""
 
 _COMPOSED: dict[str, Builder] = {
-    "gt": lambda input, other: elementwise("gt", input, other),
-    "ge": lambda input, other: elementwise("ge", input, other),
+    **dict.fromkeys(("gt", "greater"), lambda input, other: elementwise("gt", input, other)),
+    **dict.fromkeys(("ge", "greater_equal"), lambda input, other: elementwise("ge", input, other)),
     "rsub": lambda input, other, *, alpha=1: sub(other, input, alpha=alpha),
     "rpow": lambda input, other: pow(other, input), "rdiv": lambda input, other: div(other, input),
     "rfloordiv": lambda input, other: elementwise("floordiv", other, input),
     "rmod": lambda input, other: elementwise("mod", other, input), "fmod": fmod,
     # fmin and fmax ignore a NaN, minimum and maximum return it.
     "fmin": _without_nan(_minimum), "fmax": _without_nan(_maximum),
-    "clamp": clamp, "masked_fill": masked_fill,
+    "clamp": clamp, "clip": clamp, "masked_fill": masked_fill,
     "clamp_min": lambda input, min: clamp(input, min=min),
     "clamp_max": lambda input, max: clamp(input, max=max),
     "square": square, "reciprocal": reciprocal, "rsqrt": rsqrt, "isfinite": isfinite,
@@ -340,7 +340,8 @@ _COMPOSED: dict[str, Builder] = {
     "lerp": lerp, "addcmul": addcmul, "addcdiv": addcdiv, "logaddexp": logaddexp, "logit": logit,
     "relu": relu, "relu6": lambda input, inplace=False: clamp(input, 0.0, 6.0), "silu": silu, "gelu": gelu,
     "softplus": softplus, "leaky_relu": leaky_relu, "elu": elu, "selu": selu, "hardtanh": hardtanh,
-    "hardsigmoid": hardsigmoid, "hardswish": hardswish, "logsigmoid": logsigmoid, "mish": mish,
+    "hardsigmoid": hardsigmoid, "hardswish": hardswish, "logsigmoid": logsigmoid,
+    "log_sigmoid": logsigmoid, "mish": mish,
     "softsign": softsign, "tanhshrink": tanhshrink, "dropout": dropout,
 }  # fmt: skip
 
