@@ -12,13 +12,14 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fa4flex.codegen.expr import ELEMENTWISE, Expr, walk
+from fa4flex.codegen.expr import Expr, walk
+from fa4flex.codegen.ops import DIVISIONS, OPS
 from fa4flex.errors import InputError, UnsupportedError
 
 Number = bool | int | float
@@ -56,9 +57,6 @@ def _signed(x: Tensor) -> Tensor:
             "clamp or rescale it before the call, and store it as int64",
         )
     return x.to(torch.int64)
-
-
-DIVISIONS = frozenset(("floordiv", "mod", "truncdiv"))
 
 
 class PastTheEnd(InputError, IndexError):
@@ -166,20 +164,12 @@ def _divide(dtype: torch.dtype, a: Value, b: Value) -> Value:
     return _tensor(a, torch.float64) / _tensor(b, torch.float64)  # inf and nan as torch gives them
 
 
-OPERATIONS: dict[str, Callable[..., Value]] = {
+_OWN: dict[str, Callable[..., Value]] = {
     **{
         name: _plain(getattr(operator, name))
-        for name in ("add", "sub", "mul", "neg", "abs", "lt", "le", "eq", "ne")
+        for name in ("add", "sub", "mul", "neg", "abs", "lt", "le", "eq", "ne", "floordiv", "mod")
     },
     **{name: _torch_int(name) for name in ("minimum", "maximum", "sign")},
-    **{
-        name: _torch_float(name)
-        for name, kind in ELEMENTWISE.items()
-        if kind == "float" and hasattr(torch, name)
-    },
-    **{name: _torch_float(name) for name in ("isnan", "isinf")},
-    "floordiv": _plain(operator.floordiv),
-    "mod": _plain(operator.mod),
     "truncdiv": _truncdiv,
     "div": _divide,
     "bitand": _plain(operator.and_),
@@ -199,6 +189,15 @@ OPERATIONS: dict[str, Callable[..., Value]] = {
     "detach": _plain(lambda x: x),
     "with_grad": _plain(lambda value, x, slope: value),
 }
+"""Operations that are no function of floats."""
+
+
+@cache
+def operation(op: str) -> Callable[..., Value]:
+    """What evaluates `op`: called with the precision of the computation and the arguments' values."""
+    return _OWN.get(op) or _torch_float(OPS[op].torch[0])
+
+
 _REDUCERS: dict[str, Callable[[Value, Value], Value]] = {
     "sum": operator.add,
     "prod": operator.mul,
@@ -256,7 +255,7 @@ def _value(
         case _:
             if node.op in DIVISIONS and node.kind == "int":
                 _refuse_zero(node, memo[node.args[1]])
-            return OPERATIONS[node.op](dtype, *(memo[a] for a in node.args))
+            return operation(node.op)(dtype, *(memo[a] for a in node.args))
 
 
 def _refuse_zero(node: Expr, divisor: Value) -> None:

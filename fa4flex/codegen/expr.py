@@ -6,7 +6,7 @@
          | Load(slot, index...)          one element of a captured tensor
          | Search(slot, side, needle, lead...)   where `needle` falls in a sorted captured vector
          | Reduce(how, axis, extent, x)  x folded over a small static axis
-         | <elementwise>(x...)           add, lt, where, tanh, ... : the names in ELEMENTWISE
+         | <elementwise>(x...)           add, lt, where, tanh, ... : the rows of ops.py
          | RoundTo(dtype, x)             x rounded to a named float precision
 
 Every node has a kind: "bool", "int" (a mathematical integer) or "float" (a number at the
@@ -19,12 +19,13 @@ dictionary keyed by node is a memo table and shared work is shared in the graph.
 from __future__ import annotations
 
 import math
-import operator
 import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import lru_cache
 from typing import Any, Literal
+
+from fa4flex.codegen.ops import INFIX, OPS, PREFIX, Operation
 
 Kind = Literal["bool", "int", "float"]
 
@@ -33,25 +34,6 @@ CONTEXT = ("q_len", "kv_len", "num_heads")
 """What a mod may also ask for, by parameter name: lengths of the sequence, number of query heads."""
 SYMBOLS = ("score", *INDICES, *CONTEXT)
 
-# name -> result kind; "same" is the common kind of the value arguments.
-ELEMENTWISE: dict[str, str] = {
-    **dict.fromkeys(("add", "sub", "mul", "neg", "abs", "minimum", "maximum", "sign"), "same"),
-    **dict.fromkeys(("floordiv", "mod", "truncdiv"), "same"),  # floordiv and mod floor, as in Python
-    **dict.fromkeys(("bitand", "bitor", "bitxor", "bitnot", "shl", "shr"), "int"),
-    **dict.fromkeys(("lt", "le", "eq", "ne", "and_", "or_", "xor", "not_", "isnan", "isinf"), "bool"),
-    **dict.fromkeys(("div", "pow", "exp", "exp2", "expm1", "log", "log2", "log1p"), "float"),
-    **dict.fromkeys(("sqrt", "sin", "cos", "tan", "asin", "acos", "atan", "atan2"), "float"),
-    **dict.fromkeys(("sinh", "cosh", "tanh", "sigmoid", "erf"), "float"),
-    **dict.fromkeys(("floor", "ceil", "round", "trunc"), "float"),
-    "where": "same",
-    "to_float": "float",
-    "to_int": "int",  # truncates towards zero
-    "to_bool": "bool",
-    "detach": "float",  # its argument, with no gradient
-    "with_grad": "float",  # (value, x, slope): value, whose derivative by x is declared to be slope
-}
-
-FLOAT_ONLY = frozenset(name for name, kind in ELEMENTWISE.items() if kind == "float") - {"to_float"}
 REDUCTIONS = ("sum", "prod", "max", "min", "any", "all")
 
 
@@ -197,11 +179,21 @@ def _promote(args: tuple[Expr, ...]) -> tuple[Expr, ...]:
     return args
 
 
+def _numbers(args: tuple[Expr, ...]) -> tuple[Expr, ...]:
+    """`_promote`, but two bools are ints as well."""
+    args = _promote(args)
+    return tuple(map(to_int, args)) if args[0].kind == "bool" else args
+
+
+_CONVERTED: dict[str, Callable[[tuple[Expr, ...]], tuple[Expr, ...]]] = {
+    "bool": lambda args: tuple(map(to_bool, args)),
+    "int": lambda args: tuple(map(to_int, args)),
+    "float": lambda args: tuple(map(to_float, args)),
+    "any": _promote,
+    "number": _numbers,
+}
+_CONVERSIONS = {"to_float": to_float, "to_int": to_int, "to_bool": to_bool}
 _SWAPPED = {"gt": "lt", "ge": "le"}
-_LOGIC = frozenset(("and_", "or_", "xor", "not_"))
-_ARITHMETIC_ON_BOOL = frozenset(
-    ("add", "sub", "mul", "neg", "abs", "minimum", "maximum", "sign", "floordiv", "mod")
-)
 
 
 def apply(op: str, *args: Expr) -> Expr:
@@ -211,61 +203,34 @@ def apply(op: str, *args: Expr) -> Expr:
     """
     if op in _SWAPPED:
         op, args = _SWAPPED[op], args[::-1]
-    if op not in ELEMENTWISE:
+    row = OPS.get(op)
+    if row is None:
         raise ValueError(f"unknown operation {op!r}")
-    if op in ("to_float", "to_int", "to_bool"):
-        return {"to_float": to_float, "to_int": to_int, "to_bool": to_bool}[op](args[0])
-    if op in _LOGIC:
-        args = tuple(map(to_bool, args))
-    elif op in FLOAT_ONLY:
-        args = tuple(map(to_float, args))
-    elif op == "where":
+    if len(args) != row.arity:
+        raise TypeError(f"{op} takes {row.arity} arguments; got {len(args)}")
+    if op in _CONVERSIONS:
+        return _CONVERSIONS[op](args[0])
+    if op == "where":
         args = (to_bool(args[0]), *_promote(args[1:]))
-    elif ELEMENTWISE[op] == "int":
-        args = tuple(map(to_int, args))
     else:
-        args = _promote(args)
-        if op in _ARITHMETIC_ON_BOOL and args[0].kind == "bool":
-            args = tuple(map(to_int, args))
-    simple = _simplify(op, args)
+        args = _CONVERTED[row.takes](args)
+    simple = _simplify(row, args)
     if simple is not None:
         return simple
-    rule = ELEMENTWISE[op]
-    return _node(op, args, None, args[-1].kind if rule == "same" else rule)  # type: ignore[arg-type]
+    return _node(op, args, None, args[-1].kind if row.gives == "same" else row.gives)
 
 
 # --- simplification: exact rewrites only ------------------------------------------------------------
 
-_WIDEST_SHIFT = 128
 
-
-def _folded(shift: int) -> int:
-    if shift > _WIDEST_SHIFT:  # a number of any size would have to be written down
-        raise ArithmeticError
-    return shift
-
-
-_FOLD: dict[str, Callable[..., Any]] = {
-    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "neg": operator.neg, "abs": abs,
-    "minimum": min, "maximum": max, "floordiv": operator.floordiv, "mod": operator.mod,
-    "truncdiv": lambda a, b: abs(a) // abs(b) * (1 if a * b >= 0 else -1),
-    "bitand": operator.and_, "bitor": operator.or_, "bitxor": operator.xor, "bitnot": operator.invert,
-    "shl": lambda a, s: a << _folded(s), "shr": lambda a, s: a >> _folded(s),
-    "lt": operator.lt, "le": operator.le, "eq": operator.eq, "ne": operator.ne,
-    "and_": operator.and_, "or_": operator.or_, "xor": operator.xor, "not_": operator.not_,
-    "div": operator.truediv, "exp2": lambda a: 2.0**a, "exp": math.exp, "log": math.log, "sqrt": math.sqrt,
-    "log2": math.log2, "pow": operator.pow, "floor": lambda a: float(math.floor(a)),
-}  # fmt: skip
-
-
-def _simplify(op: str, args: tuple[Expr, ...]) -> Expr | None:
-    if op in _FOLD and all(a.op == "const" for a in args):
+def _simplify(row: Operation, args: tuple[Expr, ...]) -> Expr | None:
+    if row.fold is not None and all(a.op == "const" for a in args):
         try:
-            value = _FOLD[op](*(a.value for a in args))
+            value = row.fold(*(a.value for a in args))
         except (ArithmeticError, ValueError):
             return None  # 1/0 or log(-1): left to the run time, where torch says inf or nan
         return None if isinstance(value, complex) else const(value)
-    rule = _RULES.get(op)
+    rule = _RULES.get(row.name)
     return rule(*args) if rule else None
 
 
@@ -391,13 +356,6 @@ def loads(*roots: Expr) -> list[Expr]:
 
 
 # --- printing -------------------------------------------------------------------------------------
-
-INFIX = {
-    "add": "+", "sub": "-", "mul": "*", "div": "/", "floordiv": "//", "mod": "%", "pow": "**",
-    "lt": "<", "le": "<=", "eq": "==", "ne": "!=", "and_": "&", "or_": "|", "xor": "^",
-    "bitand": "&", "bitor": "|", "bitxor": "^", "shl": "<<", "shr": ">>",
-}  # fmt: skip
-PREFIX = {"neg": "-", "not_": "~", "bitnot": "~"}
 
 
 def _print_infix(root: Expr) -> str:

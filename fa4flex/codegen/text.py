@@ -11,7 +11,6 @@ import math
 from typing import Any
 
 from fa4flex.codegen.expr import (
-    ELEMENTWISE,
     REDUCTIONS,
     Expr,
     apply,
@@ -24,6 +23,7 @@ from fa4flex.codegen.expr import (
     sym,
     walk,
 )
+from fa4flex.codegen.ops import OPS
 from fa4flex.errors import InputError
 
 
@@ -84,7 +84,7 @@ def _node(op: str, kind: Any, value: Any, args: list[Expr]) -> Expr:
         if value not in ("float16", "bfloat16", "float32"):
             raise ValueError(f"precision {value!r}")
         return round_to(value, args[0])
-    if op not in ELEMENTWISE:
+    if op not in OPS:
         raise ValueError(f"operation {op!r}")
     return apply(op, *args)
 

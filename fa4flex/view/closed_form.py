@@ -8,7 +8,8 @@ from typing import Any
 from fa4flex.codegen.analyze.domain import Shape, bind
 from fa4flex.codegen.analyze.intervals import KeyIntervals
 from fa4flex.codegen.evaluate import Captured
-from fa4flex.codegen.expr import INFIX, Expr, walk
+from fa4flex.codegen.expr import Expr, walk
+from fa4flex.codegen.ops import INFIX
 
 
 def closed_form(

@@ -11,7 +11,8 @@ from typing import Any
 from fa4flex.codegen.analyze.facts import SCORE
 from fa4flex.codegen.analyze.intervals import describe
 from fa4flex.codegen.build import Program
-from fa4flex.codegen.expr import INFIX, PREFIX, TRUE, Expr, walk
+from fa4flex.codegen.expr import TRUE, Expr, walk
+from fa4flex.codegen.ops import INFIX, PREFIX
 from fa4flex.codegen.trace.origin import definition_line
 from fa4flex.errors import InputError, Origin
 from fa4flex.view.names import Names, describe_numbers, describe_operands

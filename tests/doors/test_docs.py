@@ -35,3 +35,23 @@ def test_every_variant_is_documented() -> None:
 
     page = (ROOT / "docs" / "variants.md").read_text()
     assert not [name for name in variants.__all__ if f"`{name}" not in page]
+
+
+def section(page: str, title: str) -> str:
+    text = (ROOT / "docs" / page).read_text()
+    return re.split(r"^#+ ", text.partition(f"# {title}\n")[2], maxsplit=1, flags=re.MULTILINE)[0]
+
+
+def test_every_elementwise_function_is_documented() -> None:
+    from fa4flex.codegen.trace.elementwise import ELEMENTWISE
+
+    operators = {"rsub", "rdiv", "rfloordiv", "rmod", "rpow"}
+    listed = section("tracing.md", "Elementwise functions").strip().split("\n\n")[1]
+    assert re.findall(r"`(\w+)`", listed) == sorted(ELEMENTWISE.keys() - operators)
+
+
+def test_every_field_of_an_operation_is_documented() -> None:
+    from fa4flex.codegen.ops import Operation
+
+    rows = re.findall(r"^\| (`.*?) \|", section("tracing.md", "How an operation is added"), re.MULTILINE)
+    assert re.findall(r"`(\w+)`", " ".join(rows)) == list(Operation._fields)

@@ -16,7 +16,6 @@ import pytest
 import fa4flex.codegen.plan as plan_package
 from fa4flex.codegen.analyze.facts import SCORE, Facts
 from fa4flex.codegen.expr import (
-    ELEMENTWISE,
     FALSE,
     TRUE,
     Expr,
@@ -44,7 +43,7 @@ from fa4flex.codegen.plan import (
 from fa4flex.codegen.plan.problem import Lengths, MaskForm, itemsize
 from fa4flex.codegen.plan.sm90.registers import SPLITS, consumer_need
 from fa4flex.codegen.plan.sm90.tiles import TABLE, WIDTHS, candidates, may_share, pad
-from fa4flex.codegen.plan.work import COSTS, Bias, Work, count_work, score_cost
+from fa4flex.codegen.plan.work import Bias, Work, count_work, score_cost
 from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.primitives.schedule import Schedule
 
@@ -454,10 +453,6 @@ def test_a_plan_is_checked_in_order_too() -> None:
 
 
 # --- costs and bounds ----------------------------------------------------------------------------------
-
-
-def test_every_operation_has_a_cost() -> None:
-    assert set(COSTS) | {"round_to"} == set(ELEMENTWISE) | {"round_to"}
 
 
 @pytest.mark.parametrize(

@@ -13,19 +13,13 @@ from fa4flex.codegen.analyze.bounds import Bounds, bounds
 from fa4flex.codegen.analyze.rules import rule_for
 from fa4flex.codegen.analyze.tables import Tables
 from fa4flex.codegen.evaluate import Captured, evaluate
-from fa4flex.codegen.expr import ELEMENTWISE, FLOAT_ONLY, Expr, apply, load, reduce, round_to, search, sym
+from fa4flex.codegen.expr import Expr, apply, load, reduce, round_to, search, sym
+from fa4flex.codegen.ops import OPS
 
 SYMBOLS = ("q", "kv", "b")
 NOTHING = Captured()
 BOXES = 300
 POINTS = 24
-ARITY = {
-    **dict.fromkeys(("neg", "abs", "sign", "bitnot", "not_", "isnan", "isinf", "detach"), 1),
-    **dict.fromkeys(("exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "sin", "cos", "tan"), 1),
-    **dict.fromkeys(("asin", "acos", "atan", "sinh", "cosh", "tanh", "sigmoid", "erf"), 1),
-    **dict.fromkeys(("floor", "ceil", "round", "trunc", "to_float", "to_int", "to_bool"), 1),
-    **dict.fromkeys(("where", "with_grad"), 3),
-}
 
 
 def random_boxes(low: int, high: int) -> tuple[dict[str, Bounds], dict[str, Tensor]]:
@@ -81,7 +75,7 @@ def arguments(name: str, kind: str) -> list[Expr]:
     if name == "where":
         return [random.choice(bools), *random.choices(float_values() if kind == "float" else ints, k=2)]
     values = {"int": ints, "float": float_values(), "bool": bools}[kind]
-    chosen = random.choices(values, k=ARITY.get(name, 2))
+    chosen = random.choices(values, k=OPS[name].arity)
     if name in ("floordiv", "mod", "truncdiv") and kind == "int":  # torch raises on an integer zero divisor
         chosen[1] = random.choice(
             [op("add", op("abs", b), 1), op("sub", -1, op("abs", b)), op("sub", op("mul", b, 2), 1)]
@@ -92,12 +86,10 @@ def arguments(name: str, kind: str) -> list[Expr]:
 
 
 def kinds_of(name: str) -> list[str]:
-    if name in ("and_", "or_", "xor", "not_"):
-        return ["bool"]
-    if name in FLOAT_ONLY or name in ("isnan", "isinf"):
+    if name in ("isnan", "isinf"):
         return ["float"]
-    if ELEMENTWISE[name] == "int" and name != "to_int":
-        return ["int"]
+    if OPS[name].takes in ("bool", "int", "float"):
+        return [OPS[name].takes]
     if name in ("to_float", "to_int", "to_bool", "lt", "le", "eq", "ne"):
         return {"to_float": ["int", "bool"], "to_int": ["float", "bool"], "to_bool": ["int", "float"]}.get(
             name, ["int", "float", "bool"]
@@ -105,7 +97,7 @@ def kinds_of(name: str) -> list[str]:
     return ["int", "float"]
 
 
-@pytest.mark.parametrize(("name", "kind"), [(name, kind) for name in ELEMENTWISE for kind in kinds_of(name)])
+@pytest.mark.parametrize(("name", "kind"), [(name, kind) for name in OPS for kind in kinds_of(name)])
 def test_every_operation(name: str, kind: str) -> None:
     assert callable(rule_for(name, kind))
     for _ in range(12):
@@ -119,8 +111,8 @@ def test_every_operation(name: str, kind: str) -> None:
 def test_values_from_nothing_but_points_are_exact() -> None:
     boxes = {name: Bounds(x, x) for name, x in zip(SYMBOLS, torch.randint(-50, 50, (3, 200)), strict=True)}
     at = {name: x.lo for name, x in boxes.items()}
-    for name in ELEMENTWISE:
-        if "int" in kinds_of(name) and ELEMENTWISE[name] != "float":
+    for name in OPS:
+        if "int" in kinds_of(name) and OPS[name].gives != "float":
             root = apply(name, *arguments(name, "int"))
             (found,) = bounds([root], boxes, Tables(Captured()))
             (value,) = evaluate([root], at)

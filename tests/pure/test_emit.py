@@ -14,9 +14,10 @@ import torch
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.build import build
 from fa4flex.codegen.emit import Source, emit_forward
-from fa4flex.codegen.emit.printer import FUNCTIONS, NAMES, REDUCTIONS, ROUNDED
+from fa4flex.codegen.emit.printer import functions, words
 from fa4flex.codegen.expr import apply, const, load, reduce, scalar, sym, to_float
 from fa4flex.codegen.kernels.fwd_sm90.config import Config
+from fa4flex.codegen.ops import OPS
 from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.variant import compose
 from fa4flex.variants import alibi, causal, learned_bias, softcap
@@ -70,6 +71,13 @@ def test_a_constant_cap_is_the_factor() -> None:
     assert float(re.findall(r"[\d.]+", line.replace("Float32", ""))[0]) == pytest.approx(
         30 / 0.6931471805599453
     )
+
+
+@pytest.mark.parametrize("op", [row.name for row in OPS.values() if row.slow and row.arity == 1])
+def test_slow_functions_of_pairs_are_ready_before_their_scores(op: str) -> None:
+    pair = to_float(apply("mul", sym("q"), sym("kv")))
+    cheap, slow = (emitted(Facts(apply("mul", SCORE, x))).text for x in (pair, apply(op, pair)))
+    assert "def score_pair(" in slow and "def score_pair(" not in cheap
 
 
 def test_a_relative_table_is_read_once_per_diagonal() -> None:
@@ -178,8 +186,7 @@ def test_spans_need_intervals() -> None:
 
 
 def test_values_do_not_hide_the_functions_they_are_computed_by() -> None:
-    functions = {*FUNCTIONS.values(), *REDUCTIONS.values(), *ROUNDED.values()}
-    assert not functions & set(NAMES.values())
+    assert not functions() & words()
 
 
 def test_emitting_does_not_import_the_compiler() -> None:

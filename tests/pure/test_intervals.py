@@ -8,7 +8,7 @@ from mask_zoo import KV, KV_LEN, Q_LEN, B, H, Q, both, clamp, dense, either, nea
 from torch import Tensor
 
 from fa4flex.codegen.analyze.intervals import (
-    MOST_SPANS,
+    MOST_INTERVALS,
     Intervals,
     KeyIntervals,
     describe,
@@ -166,7 +166,7 @@ def test_conditions_are_stated() -> None:
         op("lt", load(0, (KV,), "float"), 3.0),
         op("lt", op("floordiv", KV, -3), -2),
         op("ge", op("add", KV, op("floordiv", KV, 2)), Q),
-        either(*(op("eq", KV, op("mul", Q, i)) for i in range(2, MOST_SPANS + 4))),
+        either(*(op("eq", KV, op("mul", Q, i)) for i in range(2, MOST_INTERVALS + 4))),
     ],
     ids=str,
 )

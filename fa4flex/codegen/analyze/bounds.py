@@ -21,13 +21,13 @@ from fa4flex.codegen.analyze.linear import Linear, linear
 from fa4flex.codegen.analyze.rules import SIGN_TESTS, Bounds, Value, real, rounded, rule_for
 from fa4flex.codegen.analyze.tables import Tables
 from fa4flex.codegen.expr import Expr
+from fa4flex.codegen.ops import COMPARISONS
 
 __all__ = ["Bounds", "bounds"]
 
 _FOLDS = {"sum": "add", "prod": "mul", "max": "maximum", "min": "minimum", "any": "or_", "all": "and_"}
 
 _SUMS = frozenset(("add", "sub", "neg", "mul", "shl", "bitnot"))
-_COMPARISONS = frozenset(("lt", "le", "eq", "ne"))
 _WORD = 1 << 63
 
 
@@ -48,7 +48,7 @@ def bounds(
 
 def _difference(node: Expr) -> Linear | None:
     """The sum an integer node or comparison is bounded through, if it is."""
-    if node.op in _COMPARISONS and node.args[0].kind == "int":
+    if node.op in COMPARISONS and node.args[0].kind == "int":
         return linear(node.args[0]) - linear(node.args[1])
     if node.op in _SUMS and node.kind == "int":
         form = linear(node)
@@ -83,7 +83,7 @@ def _fill(
             continue
         if form is not None:
             total = _sum(form, memo)
-            memo[node] = SIGN_TESTS[node.op](total) if node.op in _COMPARISONS else total
+            memo[node] = SIGN_TESTS[node.op](total) if node.op in COMPARISONS else total
         elif node.op == "reduce":
             memo[node] = _reduce(node, memo, symbols, tables)
         else:

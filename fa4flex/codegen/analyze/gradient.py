@@ -11,12 +11,12 @@ does not vary along the axis, the adjoint is summed over it.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from fa4flex.codegen.expr import Expr, apply, const, rebuild, reduce, substitute, sym, to_float, walk
+from fa4flex.codegen.ops import OPS
 
 Pattern = Literal["constant in q and kv", "constant in kv", "constant in q", "diagonal", "general"]
 
@@ -51,7 +51,7 @@ class ScoreGradient:
         return tuple(term for term in self.captured if term.slot in wanted)
 
 
-ZERO, HALF, ONE = const(0.0), const(0.5), const(1.0)
+ZERO, ONE = const(0.0), const(1.0)
 
 
 # --- algebra that keeps unselected branches out --------------------------------------------------------
@@ -83,108 +83,72 @@ def _times(a: Expr, b: Expr) -> Expr:
     return apply("mul", a, b)
 
 
-def _mul(a: Expr, b: Expr) -> Expr:
-    return apply("mul", a, b)
-
-
-def _div(a: Expr, b: Expr) -> Expr:
-    return apply("div", a, b)
-
-
-def _neg(a: Expr) -> Expr:
-    return apply("neg", a)
-
-
-def _one_minus_square(x: Expr) -> Expr:
-    return apply("sub", ONE, _mul(x, x))
-
-
-def _one_plus_square(x: Expr) -> Expr:
-    return apply("add", ONE, _mul(x, x))
-
-
 # --- one rule per operation: the partial derivative by each argument, None where it is zero -------------
 
 Partials = tuple[Expr | None, ...]
 
 
-def _extremum(order: str) -> Callable[..., Partials]:
-    """minimum, maximum: the argument that wins takes the gradient; equal arguments share it, as in torch."""
+class Formula:
+    """An expression to do arithmetic with: what the `slopes` of a row of ops.py are written in."""
 
-    def rule(node: Expr, a: Expr, b: Expr) -> Partials:
-        def share(x: Expr, y: Expr) -> Expr:
-            return _guard(apply(order, x, y), apply("where", apply("eq", x, y), HALF, ONE))
+    __slots__ = ("expr",)
 
-        return share(a, b), share(b, a)
+    def __init__(self, expr: Expr) -> None:
+        self.expr = expr
 
-    return rule
+    def __getattr__(self, op: str) -> Callable[..., Formula]:
+        if op not in OPS:
+            raise AttributeError(op)
+        return lambda *others: _formula(op, self, *others)
+
+    def __add__(self, other: Any) -> Formula:
+        return _formula("add", self, other)
+
+    def __radd__(self, other: Any) -> Formula:
+        return _formula("add", other, self)
+
+    def __sub__(self, other: Any) -> Formula:
+        return _formula("sub", self, other)
+
+    def __rsub__(self, other: Any) -> Formula:
+        return _formula("sub", other, self)
+
+    def __mul__(self, other: Any) -> Formula:
+        return _formula("mul", self, other)
+
+    def __rmul__(self, other: Any) -> Formula:
+        return _formula("mul", other, self)
+
+    def __truediv__(self, other: Any) -> Formula:
+        return _formula("div", self, other)
+
+    def __rtruediv__(self, other: Any) -> Formula:
+        return _formula("div", other, self)
+
+    def __floordiv__(self, other: Any) -> Formula:
+        return _formula("floordiv", self, other)
+
+    def __neg__(self) -> Formula:
+        return _formula("neg", self)
+
+
+def _formula(op: str, *args: Formula | float) -> Formula:
+    return Formula(apply(op, *map(_expr, args)))
+
+
+def _expr(x: Formula | float) -> Expr:
+    return x.expr if isinstance(x, Formula) else const(float(x))
 
 
 def _power(node: Expr, a: Expr, b: Expr) -> Partials:
-    by_exponent = apply(
-        "where",
-        apply("and_", apply("eq", a, ZERO), apply("ge", b, ZERO)),
-        ZERO,
-        _mul(node, apply("log", a)),
-    )
+    """Derivatives of a ** b; that of a square by a is a product."""
+    y, base, exponent = map(Formula, (node, a, b))
+    flat = base.eq(0.0).and_(Formula(apply("ge", b, ZERO)))
+    by_exponent = flat.where(0.0, y * base.log())
     if b.op == "const" and b.value == 2:
-        return _mul(const(2.0), a), by_exponent
-    slope = _mul(b, apply("pow", a, apply("sub", b, ONE)))
-    return apply("where", apply("eq", b, ZERO), ZERO, slope), by_exponent
-
-
-def _angle(node: Expr, y: Expr, x: Expr) -> Partials:
-    square = apply("add", _mul(y, y), _mul(x, x))
-    # At the origin, where the angle has no slope, torch says 0; dividing by 1 there makes it so.
-    square = apply("where", apply("eq", square, ZERO), ONE, square)
-    return _div(x, square), _neg(_div(y, square))
-
-
-def _unary(derivative: Callable[[Expr, Expr], Expr]) -> Callable[..., Partials]:
-    """`derivative` takes the node, often the cheapest way to its own slope, and its argument."""
-    return lambda node, x: (derivative(node, x),)
-
-
-def _scaled(factor: float, x: Expr) -> Expr:
-    return _mul(const(factor), x)
-
-
-_FLAT = ("sign", "floordiv", "truncdiv", "floor", "ceil", "round", "trunc", "to_float", "detach")
-
-RULES: dict[str, Callable[..., Partials]] = {
-    **{name: lambda node, *args: (None,) * len(args) for name in _FLAT},
-    "add": lambda node, a, b: (ONE, ONE),
-    "sub": lambda node, a, b: (ONE, const(-1.0)),
-    "mul": lambda node, a, b: (b, a),
-    "div": lambda node, a, b: (_div(ONE, b), _neg(_div(node, b))),
-    "mod": lambda node, a, b: (ONE, _neg(apply("floordiv", a, b))),
-    "neg": _unary(lambda node, x: const(-1.0)),
-    "abs": _unary(lambda node, x: apply("sign", x)),
-    "minimum": _extremum("le"),
-    "maximum": _extremum("ge"),
-    "where": lambda node, c, a, b: (None, _guard(c, ONE), apply("where", c, ZERO, ONE)),
-    "with_grad": lambda node, value, x, slope: (None, slope, None),
-    "pow": _power,
-    "atan2": _angle,
-    "exp": _unary(lambda node, x: node),
-    "exp2": _unary(lambda node, x: _scaled(math.log(2), node)),
-    "expm1": _unary(lambda node, x: apply("add", node, ONE)),
-    "log": _unary(lambda node, x: _div(ONE, x)),
-    "log2": _unary(lambda node, x: _div(const(1 / math.log(2)), x)),
-    "log1p": _unary(lambda node, x: _div(ONE, apply("add", ONE, x))),
-    "sqrt": _unary(lambda node, x: _div(HALF, node)),
-    "sin": _unary(lambda node, x: apply("cos", x)),
-    "cos": _unary(lambda node, x: _neg(apply("sin", x))),
-    "tan": _unary(lambda node, x: _one_plus_square(node)),
-    "asin": _unary(lambda node, x: _div(ONE, apply("sqrt", _one_minus_square(x)))),
-    "acos": _unary(lambda node, x: _div(const(-1.0), apply("sqrt", _one_minus_square(x)))),
-    "atan": _unary(lambda node, x: _div(ONE, _one_plus_square(x))),
-    "sinh": _unary(lambda node, x: apply("cosh", x)),
-    "cosh": _unary(lambda node, x: apply("sinh", x)),
-    "tanh": _unary(lambda node, x: _one_minus_square(node)),
-    "sigmoid": _unary(lambda node, x: _mul(node, apply("sub", ONE, node))),
-    "erf": _unary(lambda node, x: _scaled(2 / math.sqrt(math.pi), apply("exp", _neg(_mul(x, x))))),
-}
+        return (2.0 * base).expr, by_exponent.expr
+    slope = exponent * base.pow(exponent - 1.0)
+    return exponent.eq(0.0).where(0.0, slope).expr, by_exponent.expr
 
 
 def _reduction_partial(node: Expr) -> Expr:
@@ -201,7 +165,7 @@ def _reduction_partial(node: Expr) -> Expr:
         return reduce("prod", other, extent, rest)
     wins = apply("eq", body, node)
     winners = reduce("sum", axis, extent, _guard(wins, ONE))
-    return _guard(wins, _div(ONE, winners))
+    return _guard(wins, apply("div", ONE, winners))
 
 
 def _partials(node: Expr) -> Partials:
@@ -209,7 +173,11 @@ def _partials(node: Expr) -> Partials:
         return (_reduction_partial(node),)
     if node.op == "round_to":
         return (ONE,)
-    return RULES[node.op](node, *node.args)
+    if node.op == "pow":
+        return _power(node, *node.args)
+    slopes = OPS[node.op].slopes
+    assert slopes is not None, f"no derivative of {node.op}"
+    return tuple(None if x is None else _expr(x) for x in slopes(*map(Formula, (node, *node.args))))
 
 
 # --- the reverse pass -----------------------------------------------------------------------------------
@@ -341,7 +309,7 @@ def quotient(x: Expr, by: Expr) -> Expr | None:
                 return _times(rest, other)
     if x.op == "neg":
         rest = quotient(x.args[0], by)
-        return None if rest is None else _neg(rest)
+        return None if rest is None else apply("neg", rest)
     return None
 
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 from fa4flex.codegen.expr import Expr, walk
 
-Rate = Literal["uniform", "row", "column", "element"]
+Frequency = Literal["uniform", "row", "column", "element"]
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Hoisting:
         return "; ".join([*parts, f"{self.element_operations} operations per score"])
 
 
-def rate(node: Expr) -> Rate:
-    """How often `node` changes while a tile is computed."""
+def frequency(node: Expr) -> Frequency:
+    """How often hoisting lets `node` be computed; generated code tells more rates apart (emit/nodes.py)."""
     if "score" in node.free or {"q", "kv"} <= node.free:
         return "element"
     return "row" if "q" in node.free else "column" if "kv" in node.free else "uniform"
@@ -47,7 +47,7 @@ def read_by_pairs(node: Expr) -> bool:
 
 
 def hoist(*roots: Expr) -> Hoisting:
-    """Cut the graph of `roots` where a cheaper rate feeds an element-rate (or faster) node."""
+    """Cut the graph of `roots` where what is computed less often feeds what is computed more often."""
     nodes = list(walk(*roots))  # arguments before their users, and each node once
     users: dict[Expr, list[Expr]] = {node: [] for node in nodes}
     for node in nodes:
@@ -56,11 +56,11 @@ def hoist(*roots: Expr) -> Hoisting:
     bound = {node.value[1] for node in nodes if node.op == "reduce"}
     found: dict[str, list[Expr]] = {"uniform": [], "row": [], "column": []}
     for node in nodes:
-        mine = rate(node)
+        mine = frequency(node)
         # Leaves cost nothing, and a term under a reduction's axis only exists inside its loop.
         if mine == "element" or not node.args or node.free & bound:
             continue
-        if not users[node] or any(rate(user) != mine for user in users[node]):
+        if not users[node] or any(frequency(user) != mine for user in users[node]):
             found[mine].append(node)
-    per_element = sum(1 for node in nodes if rate(node) == "element" and node.args)
+    per_element = sum(1 for node in nodes if frequency(node) == "element" and node.args)
     return Hoisting(tuple(found["uniform"]), tuple(found["row"]), tuple(found["column"]), per_element)

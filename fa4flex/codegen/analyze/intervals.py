@@ -13,7 +13,11 @@ from dataclasses import dataclass
 from fa4flex.codegen.analyze.linear import Linear, linear
 from fa4flex.codegen.expr import FALSE, TRUE, Expr, apply, const, search, substitute, sym
 
-MOST_SPANS = 8
+MOST_INTERVALS = 8
+"""Intervals of a row that are found symbolically."""
+
+MOST_SPANS = 2
+"""Intervals of a row that kernels compute themselves; masks of more are read from tables."""
 
 _KV, _KV_LEN = sym("kv"), sym("kv_len")
 _ONE = Linear((), 1)
@@ -113,7 +117,7 @@ def _unite(a: Spans, b: Spans) -> Spans:
         elif (lo, hi) not in inner:
             inner.append((lo, hi))
     spans = [(None, below)] * (below is not None) + inner + [(above, None)] * (above is not None)
-    if len(spans) > MOST_SPANS:
+    if len(spans) > MOST_INTERVALS:
         raise _NoIntervals
     return tuple(spans)
 
@@ -186,7 +190,7 @@ class _Solver:
 
     def _reduced(self, node: Expr, wanted: bool) -> Spans:
         how, axis, extent = node.value
-        if how not in ("any", "all") or extent > MOST_SPANS:
+        if how not in ("any", "all") or extent > MOST_INTERVALS:
             raise _NoIntervals
         joined = _switch(const(how == "all"))
         for i in range(extent):

@@ -21,8 +21,9 @@ from fa4flex.codegen.analyze.bounds import bounds
 from fa4flex.codegen.analyze.domain import READS, Shape, numbers_read, on_host, slot_of, slots_read
 from fa4flex.codegen.analyze.rules import UNSURE, VAGUE, Bounds
 from fa4flex.codegen.analyze.tables import Tables
-from fa4flex.codegen.evaluate import DIVISIONS, Captured, DividedByZero
+from fa4flex.codegen.evaluate import Captured, DividedByZero
 from fa4flex.codegen.expr import CONTEXT, INDICES, Expr, const, nodes, rebuild, to_float
+from fa4flex.codegen.ops import COMPARISONS, DIVISIONS
 from fa4flex.errors import UnsupportedError
 
 _SAFE = 1 << 61
@@ -254,7 +255,7 @@ def _decided(
     roots: tuple[Expr, ...], decidable: Sequence[Expr], shape: Shape, captured: Captured
 ) -> dict[Expr, bool]:
     """Comparisons that come out the same for every element."""
-    asked = [node for node in decidable if node.op in ("lt", "le", "eq", "ne", "to_bool")]
+    asked = [node for node in decidable if node.op in COMPARISONS or node.op == "to_bool"]
     found = _ranges(roots, asked, shape.ranges(), Tables(on_host(captured, *asked)))
     return {node: bool(found[node].lo) for node in asked if found[node].lo == found[node].hi}
 

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from fa4flex.codegen.ops import OPS
 
 Value = Any  # a Python number, or a tensor over boxes
 
@@ -281,42 +284,28 @@ def _float_sign(a: Bounds) -> Bounds:
     return Bounds(choose(a.nan, lo.clamp(max=0.0), lo), choose(a.nan, hi.clamp(min=0.0), hi), a.nan)
 
 
-def _exact_float(function: Callable[..., Tensor]) -> Callable[..., Bounds]:
-    """For functions that rise in every argument and round nothing."""
-
-    def rule(*xs: Bounds) -> Bounds:
-        nan: Value = False
-        for x in xs:
-            nan = nan | x.nan
-        return Bounds(function(*(x.lo for x in xs)), function(*(x.hi for x in xs)), nan)
-
-    return rule
+def _exact_float(function: Callable[[Value, Value], Value]) -> Callable[[Bounds, Bounds], Bounds]:
+    """For minimum and maximum, which rise in both arguments and round nothing."""
+    return lambda a, b: Bounds(function(a.lo, b.lo), function(a.hi, b.hi), a.nan | b.nan)
 
 
-def _rising(
-    function: Callable[[Tensor], Tensor], low: float = -_INF, high: float = _INF
-) -> Callable[[Bounds], Bounds]:
-    """For functions that rise on their domain [low, high] and are NaN outside it."""
+def _from_row(op: str) -> Callable[..., Bounds]:
+    """The rule that the `range` of an operation's row states."""
+    row = OPS[op]
+    found = row.range
+    assert found is not None, f"no range of {op}"
+    low, high = found.low, found.high
+    if found.shape == "within":
+        return lambda *xs: Bounds(torch.tensor(low).double(), torch.tensor(high).double(), _unbounded(*xs))
+    function, enclosed = getattr(torch, row.torch[0]), Bounds if found.exact else _widened
 
     def rule(a: Bounds) -> Bounds:
-        outside = (a.lo < low) | (a.hi > high)
-        return _widened(function(a.lo.clamp(low, high)), function(a.hi.clamp(low, high)), outside | a.nan)
+        a = _float_abs(a) if found.shape == "even" else a
+        first, last = (a.hi, a.lo) if found.shape == "falling" else (a.lo, a.hi)
+        nan = (a.lo < low) | (a.hi > high) | a.nan
+        return enclosed(function(first.clamp(low, high)), function(last.clamp(low, high)), nan)
 
     return rule
-
-
-def _acos(a: Bounds) -> Bounds:
-    outside = (a.lo < -1) | (a.hi > 1)
-    return _widened(torch.acos(a.hi.clamp(-1, 1)), torch.acos(a.lo.clamp(-1, 1)), outside | a.nan)
-
-
-def _cosh(a: Bounds) -> Bounds:
-    return _rising(torch.cosh)(_float_abs(a))
-
-
-def _within(low: float, high: float) -> Callable[..., Bounds]:
-    """For functions of which only the range is used."""
-    return lambda *xs: Bounds(torch.tensor(low).double(), torch.tensor(high).double(), _unbounded(*xs))
 
 
 # --- rules for truth, comparison and conversion -----------------------------------------------------------
@@ -397,10 +386,6 @@ def _same(a: Bounds, *ignored: Bounds) -> Bounds:
     return a
 
 
-def _log_like(name: str, low: float) -> Callable[[Bounds], Bounds]:
-    return _rising(getattr(torch, name), low)
-
-
 INT_RULES: dict[str, Callable[..., Bounds]] = {
     "add": _int_add,
     "sub": lambda a, b: Bounds(a.lo - b.hi, a.hi - b.lo),
@@ -434,19 +419,6 @@ FLOAT_RULES: dict[str, Callable[..., Bounds]] = {
     "sign": _float_sign,
     "minimum": _exact_float(least),
     "maximum": _exact_float(greatest),
-    **{op: _exact_float(getattr(torch, op)) for op in ("floor", "ceil", "round", "trunc")},
-    **{
-        op: _rising(getattr(torch, op))
-        for op in ("exp", "exp2", "expm1", "atan", "sinh", "tanh", "sigmoid", "erf")
-    },
-    **{op: _log_like(op, 0.0) for op in ("log", "log2", "sqrt")},
-    "log1p": _log_like("log1p", -1.0),
-    "asin": _rising(torch.asin, -1.0, 1.0),
-    "acos": _acos,
-    "cosh": _cosh,
-    **dict.fromkeys(("sin", "cos"), _within(-1.0, 1.0)),
-    "tan": _within(-_INF, _INF),
-    "atan2": _within(-3.1416, 3.1416),
     "isnan": lambda a: Bounds(False, a.nan),
     "isinf": lambda a: Bounds(False, a.lo.isinf() | a.hi.isinf()),
     "to_int": _float_to_int,
@@ -471,6 +443,10 @@ ANY_KIND_RULES: dict[str, Callable[..., Bounds]] = {
 }
 
 
+RULES = {"int": INT_RULES, "float": FLOAT_RULES, "bool": BOOL_RULES}
+
+
+@cache
 def rule_for(op: str, kind: str) -> Callable[..., Bounds]:
     """The rule of `op` on arguments of `kind`."""
-    return ANY_KIND_RULES.get(op) or {"int": INT_RULES, "float": FLOAT_RULES, "bool": BOOL_RULES}[kind][op]
+    return ANY_KIND_RULES.get(op) or RULES[kind].get(op) or _from_row(op)

@@ -40,9 +40,9 @@ from fa4flex.codegen.emit.terms import (
     total,
 )
 from fa4flex.codegen.expr import Expr, apply, const, load, rebuild, search, to_float
+from fa4flex.codegen.ops import COMPARISONS
 from fa4flex.errors import Origin
 
-_COMPARISONS = frozenset(("lt", "le", "eq", "ne"))
 _REWRITTEN = frozenset(("detach", "with_grad", "exp", "log", "sigmoid", "pow"))
 
 
@@ -168,7 +168,7 @@ class Lowering:
     # --- booleans -----------------------------------------------------------------------------------
 
     def _bool(self, x: Expr) -> Expr:
-        if x.op in _COMPARISONS and x.args[0].kind == "int" and rate(x) in ("pair", "element"):
+        if x.op in COMPARISONS and x.args[0].kind == "int" and rate(x) in ("pair", "element"):
             return self._compared(x)
         if x.op in ("and_", "or_"):
             groups: Groups = {}

@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from typing import Literal
 
 from fa4flex.codegen.expr import SYMBOLS, Expr, Kind, _node, apply, const, scalar, sym, walk
+from fa4flex.codegen.ops import OPS
 
 Rate = Literal["uniform", "row", "column", "diagonal", "pair", "element"]
 RATES: tuple[Rate, ...] = ("uniform", "row", "column", "diagonal", "pair", "element")
@@ -68,16 +69,17 @@ def is_leaf(x: Expr) -> bool:
 
 
 LOADS = frozenset(("load", "near"))
-_SLOW = LOADS | {"search", "reduce", "stepped"}
+_SLOW = LOADS | {"search", "reduce", "stepped", "reciprocal"}
 
 
 def keeps(x: Expr) -> bool:
     """Whether a value for each pair is worth a register until the scores are there: not if it is arithmetic
     on what is kept anyway."""
-    return any(rate(node) == "pair" and node.op in _SLOW | _FUNCTIONS for node in walk(x))
+    return any(rate(node) == "pair" and _is_slow(node.op) for node in walk(x))
 
 
-_FUNCTIONS = frozenset(("exp2", "log2", "sqrt", "tanh", "erf", "pow", "sin", "cos", "div", "reciprocal"))
+def _is_slow(op: str) -> bool:
+    return OPS[op].slow if op in OPS else op in _SLOW
 
 
 def nonnegative(x: Expr) -> bool:

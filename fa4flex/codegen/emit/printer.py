@@ -9,34 +9,45 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from fa4flex.codegen.emit.nodes import COLLECT, DEVICE_SYMBOLS, KV, LOADS, OFFSET, RATES, SCALE, Q, rate
-from fa4flex.codegen.expr import INFIX, PREFIX, SYMBOLS, Expr, walk
+from fa4flex.codegen.expr import SYMBOLS, Expr, walk
+from fa4flex.codegen.ops import INFIX, OPS, PREFIX
 
-# operation -> function of kernels/common/math.py
-FUNCTIONS = {
-    "floordiv": "floor_div", "natural_div": "natural_div", "truncdiv": "trunc_div",
-    "divisor": "divisor", "divided": "divided", "minimum": "minimum", "maximum": "maximum",
-    "abs": "absolute", "sign": "sign", "signum": "signum", "where": "where", "reciprocal": "reciprocal",
-    "div": "divide", "tanh": "tanh", "exp2": "exp2", "log2": "log2", "sqrt": "sqrt", "erf": "erf",
-    "pow": "power", "round": "rounded", "isnan": "is_nan", "isinf": "is_inf",
-    **{name: name for name in ("floor", "ceil", "trunc", "sin", "cos", "tan", "asin", "acos", "atan")},
-    **{name: name for name in ("atan2", "sinh", "cosh", "expm1", "log1p")},
+DEVICE_FUNCTIONS = {
+    "natural_div": "natural_div", "divisor": "divisor", "divided": "divided", "signum": "signum",
+    "reciprocal": "reciprocal",
 }  # fmt: skip
+"""Functions of kernels/common/math.py for operations that no mod can name; rows of ops.py name the others."""
 REDUCTIONS = {
     "sum": "sum_of", "prod": "product_of", "max": "largest", "min": "smallest", "any": "any_of",
     "all": "all_of",
 }  # fmt: skip
 ROUNDED = {"float16": "to_float16", "bfloat16": "to_bfloat16"}
-NAMES = {
-    "add": "added", "sub": "difference", "mul": "product", "neg": "negative", "div": "ratio",
-    "reciprocal": "inverse", "floordiv": "quotient", "natural_div": "quotient", "divided": "quotient",
-    "truncdiv": "quotient", "divisor": "by", "minimum": "least", "maximum": "most", "abs": "size",
-    "lt": "below", "le": "within", "eq": "same", "ne": "other", "and_": "both", "or_": "either",
-    "not_": "opposite", "where": "choice", "bitand": "bits", "bitor": "bits", "bitxor": "bits",
-    "shr": "shifted", "shl": "shifted",
-    "to_float": "number", "to_int": "integer", "wrapped": "index", "search": "position",
-    "exp2": "exponential", "log2": "logarithm", "sqrt": "root",
+DEVICE_WORDS = {
+    "reciprocal": "inverse", "natural_div": "quotient", "divided": "quotient", "divisor": "by",
+    "wrapped": "index", "search": "position",
 }  # fmt: skip
-"""What a value is called after, unless something better is known."""
+"""What a value is called after, unless something better is known; rows of ops.py say the others."""
+
+
+def function_of(op: str) -> str:
+    """The device function that computes an operation, "" where none does."""
+    return OPS[op].device if op in OPS else DEVICE_FUNCTIONS.get(op, "")
+
+
+def word_of(op: str) -> str:
+    """What values of an operation are called."""
+    word = OPS[op].word if op in OPS else DEVICE_WORDS.get(op, "")
+    return word or (function_of(op) or op.rstrip("_")) + "_value"
+
+
+def functions() -> frozenset[str]:
+    """All device functions that generated modules call by the name of an operation."""
+    rows = {row.device for row in OPS.values() if row.device}
+    return frozenset((*rows, *DEVICE_FUNCTIONS.values(), *REDUCTIONS.values(), *ROUNDED.values()))
+
+
+def words() -> frozenset[str]:
+    return frozenset((*(row.word for row in OPS.values() if row.word), *DEVICE_WORDS.values()))
 
 
 @dataclass
@@ -92,7 +103,7 @@ _RESERVED = frozenset(
         "terms",
         "Float32", "Int32", "Int64", "Boolean", "INFINITY", "NAN", "wrapped",
         "load_int", "load_float", "load_wide", "load_bool", "search_left", "search_right",
-        *SYMBOLS, *FUNCTIONS.values(), *REDUCTIONS.values(), *ROUNDED.values(), *NAMES.values(),
+        *SYMBOLS, *functions(), *words(),
     )
 )  # fmt: skip
 
@@ -151,8 +162,9 @@ class Printer:
             args[0] = self.typed(node.args[0])
         if node.op == "div" and not fast:
             return f"{args[0]} / {args[1]}"
-        if node.op in FUNCTIONS:
-            return self.call(FUNCTIONS[node.op], *args)
+        function = function_of(node.op)
+        if function:
+            return self.call(function, *args)
         if node.op in INFIX:
             return f"{args[0]} {INFIX[node.op]} {args[1]}"
         if node.op in PREFIX:
@@ -201,7 +213,7 @@ class Printer:
             return {"any": "some", "all": "every", "sum": "total", "prod": "whole"}.get(
                 node.value[0], "extreme"
             )
-        return NAMES.get(node.op, FUNCTIONS.get(node.op, node.op.rstrip("_")) + "_value")
+        return word_of(node.op)
 
 
 def _step(count: int, index: str | None) -> str:

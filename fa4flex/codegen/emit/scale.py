@@ -11,8 +11,8 @@ from fa4flex.codegen.emit.lower import Lowering
 from fa4flex.codegen.emit.nodes import LOG2_E, SCALE, SCORE, device, rate
 from fa4flex.codegen.emit.terms import Factor, Terms, free_to_scale, scaled, single, times, total
 from fa4flex.codegen.expr import Expr, apply, const
+from fa4flex.codegen.ops import OPS
 
-_ODD = frozenset(("tanh", "sin", "tan", "asin", "atan", "sinh", "erf"))
 _TINY = const(1e-30)
 
 
@@ -43,7 +43,7 @@ def in_units(score: Expr, lowering: Lowering, positive_scale: bool, ordered: boo
         if rate(atom) == "element" and not free_to_scale(atom):
             if factor.uniform is None and factor.constant > 0:
                 return Scaled(atom, const(factor.constant * LOG2_E))
-            if atom.op in _ODD and free_to_scale(atom.args[0]):
+            if atom.op in OPS and OPS[atom.op].odd and free_to_scale(atom.args[0]):
                 return _odd(factor, atom)
     return _started(terms, positive_scale) or _in_log2(terms)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fa4flex.codegen.analyze.facts import Facts
+from fa4flex.codegen.analyze.intervals import MOST_SPANS
 from fa4flex.codegen.expr import TRUE, walk
 from fa4flex.codegen.plan.problem import Problem
 from fa4flex.codegen.plan.target import Target
@@ -14,7 +15,6 @@ from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.primitives.schedule import NextTile, Schedule
 
 Order = Literal["linear", "longest_first", "by_work"]
-MOST_SPANS = 2
 RESCALE = 8.0
 """Log2 units by which a score may pass the maximum in use (FlashAttention-4's threshold)."""
 

@@ -9,54 +9,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from fa4flex.codegen.analyze.facts import SCORE, Facts
 from fa4flex.codegen.analyze.hoist import hoist, read_by_pairs
 from fa4flex.codegen.expr import Expr, apply, sym, walk
+from fa4flex.codegen.ops import OPS, Cost
 from fa4flex.codegen.plan.problem import Problem, itemsize
-
-
-class Cost(NamedTuple):
-    """`special`: results of the special-function unit; `fp32`: slots of the fp32 pipe; `loads`: lanes."""
-
-    special: float = 0
-    fp32: float = 0
-    loads: float = 0
-
-    def times(self, n: float) -> Cost:
-        return Cost(*(x * n for x in self))
-
-    def plus(self, other: Cost) -> Cost:
-        return Cost(*(x + y for x, y in zip(self, other, strict=True)))
-
 
 SOFTMAX = Cost(special=1, fp32=5)
 """Per score: exp2 of one FMA (1), the row's maximum (2) and sum (1), and half a packed conversion (1)."""
 
-COSTS: dict[str, Cost] = {
-    **dict.fromkeys(("add", "sub", "mul"), Cost(0, 1)),
-    **dict.fromkeys(
-        ("minimum", "maximum", "where", "isnan", "isinf", "to_float", "to_int", "to_bool"), Cost(0, 2)
-    ),
-    **dict.fromkeys(("lt", "le", "eq", "ne"), Cost(0, 2)),
-    **dict.fromkeys(("and_", "or_", "xor", "not_"), Cost(0, 1)),
-    **dict.fromkeys(("bitand", "bitor", "bitxor", "bitnot", "shl", "shr"), Cost(0, 2)),
-    **dict.fromkeys(("neg", "abs", "detach", "with_grad"), Cost()),  # modifiers of the next instruction
-    "sign": Cost(0, 4),
-    **dict.fromkeys(("floordiv", "mod", "truncdiv"), Cost(1, 24)),
-    **dict.fromkeys(("exp2", "log2", "tanh"), Cost(1, 0)),
-    **dict.fromkeys(("exp", "log", "sqrt", "sin", "cos"), Cost(1, 1)),
-    **dict.fromkeys(("expm1", "log1p"), Cost(1, 4)),
-    **dict.fromkeys(("floor", "ceil", "round", "trunc"), Cost(1, 0)),
-    **dict.fromkeys(("asin", "acos", "atan", "atan2", "erf"), Cost(1, 16)),
-    **dict.fromkeys(("sinh", "cosh"), Cost(2, 3)),
-    "sigmoid": Cost(1, 2),
-    "div": Cost(1, 2),
-    "pow": Cost(2, 1),
-    "tan": Cost(3, 1),
-    "round_to": Cost(0, 4),
-}
 _SEARCH_STEPS = 12  # a binary search of a few thousand elements
 
 
@@ -155,12 +117,14 @@ def node_cost(node: Expr) -> Cost:
         return Cost(0, 4 * _SEARCH_STEPS, _SEARCH_STEPS)
     if node.op == "reduce":
         return Cost(0, node.value[2])
+    if node.op == "round_to":
+        return Cost(0, 4)
     if node.op == "div" and node.args[1].op == "const":
-        return COSTS["mul"]
+        return OPS["mul"].cost
     if node.op in ("floordiv", "mod") and _power_of_two(node.args[1]):
-        return COSTS["shr"]
+        return OPS["shr"].cost
     doubled = node.kind == "int" and node.op in ("add", "sub", "mul")
-    return COSTS[node.op].times(2 if doubled else 1)
+    return OPS[node.op].cost.times(2 if doubled else 1)
 
 
 def _power_of_two(x: Expr) -> bool:

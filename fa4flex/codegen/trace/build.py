@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fa4flex.codegen import expr
 from fa4flex.codegen.expr import Expr, Kind, const, load, substitute, sym
+from fa4flex.codegen.ops import DIVISIONS
 from fa4flex.codegen.trace.captures import Recipe
 from fa4flex.codegen.trace.state import current
 from fa4flex.codegen.trace.value import Dim, Dims, Value, is_number
@@ -173,7 +174,7 @@ def elementwise(op: str, *args: Any) -> Value:
 
 def refuse_zero_division(op: str, exprs: Sequence[Expr]) -> None:
     """Floats divided by 0 are infinite; integers have no quotient."""
-    if op not in ("floordiv", "mod", "truncdiv") or any(e.kind == "float" for e in exprs):
+    if op not in DIVISIONS or any(e.kind == "float" for e in exprs):
         return
     if exprs[1].op == "const" and exprs[1].value == 0:
         raise current().error(

@@ -26,14 +26,12 @@ METHODS: dict[str, Builder] = {"where": lambda self, condition, other: where(con
 """Methods whose arguments come in another order than those of the function of that name."""
 
 _SPELLINGS = {
-    "absolute": "abs", "negative": "neg", "multiply": "mul", "subtract": "sub", "divide": "div",
-    "true_divide": "div", "float_power": "pow", "greater": "gt", "greater_equal": "ge", "less": "lt",
-    "less_equal": "le", "not_equal": "ne", "clip": "clamp", "expit": "sigmoid", "arctan": "atan",
-    "arcsin": "asin", "arccos": "acos", "arctan2": "atan2",
-    "fix": "trunc", "sgn": "sign", "swapaxes": "transpose", "swapdims": "transpose", "_unsafe_view": "view",
-    "log_sigmoid": "logsigmoid", "mm": "matmul", "linalg_vecdot": "vecdot", "linalg_vector_norm": "norm",
+    "swapaxes": "transpose", "swapdims": "transpose", "_unsafe_view": "view",
+    "mm": "matmul", "linalg_vecdot": "vecdot", "linalg_vector_norm": "norm",
     "linalg_norm": "norm", "_softmax": "softmax",
 }  # fmt: skip
+"""Names of one function; those of elementwise functions stand beside them."""
+
 _OPERATORS = {
     "truediv": "div", "rtruediv": "rdiv", "floordiv": "floor_divide", "mod": "remainder", "rmul": "mul",
     "radd": "add",
@@ -105,7 +103,7 @@ register_op("approx::tanh", torch.tanh)
 
 
 def canonical(name: str) -> str:
-    """The table's name for one of torch's: operators lose their underscores, `special_expit` is `sigmoid`."""
+    """The table's name for one of torch's: operators lose their underscores, `special_erf` is `erf`."""
     if name.startswith("__") and name.endswith("__"):
         return _OPERATORS.get(name[2:-2], name[2:-2])
     name = name.removeprefix("special_")

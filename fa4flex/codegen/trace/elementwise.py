@@ -1,4 +1,4 @@
-"""Elementwise torch operations, by torch's name, as compositions of the grammar's operations.
+"""Elementwise torch operations, by torch's name, as operations of the grammar and compositions of them.
 
 Formulas are those of the torch documentation. Where a formula overflows in a branch that `where` discards,
 its argument is bounded first: the discarded branch then has a finite derivative too.
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fa4flex.codegen.expr import const
+from fa4flex.codegen.ops import OPS, Operation
 from fa4flex.codegen.trace.build import coerce, elementwise, made
 from fa4flex.codegen.trace.state import current
 from fa4flex.codegen.trace.value import Value, scalar_of
@@ -18,12 +19,11 @@ from fa4flex.codegen.trace.value import Value, scalar_of
 Builder = Callable[..., Any]
 
 
-def _primitive(op: str) -> Builder:
-    return lambda input, other: elementwise(op, input, other)
-
-
-def _unary(op: str) -> Builder:
-    return lambda input: elementwise(op, input)
+def _plain(row: Operation) -> Builder:
+    """The operation on torch's arguments, under torch's names for them."""
+    if row.arity == 1:
+        return lambda input: elementwise(row.name, input)
+    return lambda input, other: elementwise(row.name, input, other)
 
 
 def _is_bool(x: Value) -> bool:
@@ -308,35 +308,28 @@ def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = F
     )
 
 
-_GRAMMAR_UNARY = (
-    "neg", "abs", "sign", "exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "sin", "cos", "tan", "asin",
-    "acos", "atan", "sinh", "cosh", "tanh", "sigmoid", "erf", "detach",
-)  # fmt: skip
-_COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
-
-ELEMENTWISE: dict[str, Builder] = {
-    **{name: _unary(name) for name in _GRAMMAR_UNARY},
-    **{name: _primitive(name) for name in (*_COMPARISONS, "atan2")},
+_OWN: dict[str, Builder] = {
+    "add": add, "sub": sub, "mul": _mul, "div": div, "pow": pow, "minimum": _minimum, "maximum": _maximum,
+    "bitand": _int_or_bool("bitand", "and_"), "bitor": _int_or_bool("bitor", "or_"),
+    "bitxor": _int_or_bool("bitxor", "xor"), "bitnot": bitwise_not,
+    "where": where, "isnan": isnan, "isinf": isinf,
     **{name: _whole(name) for name in ("floor", "ceil", "round", "trunc")},
-    "add": add, "sub": sub, "mul": _mul, "div": div,
+}  # fmt: skip
+"""Operations for which torch's functions are more than the operation on the same arguments."""
+
+_COMPOSED: dict[str, Builder] = {
+    **dict.fromkeys(("gt", "greater"), lambda input, other: elementwise("gt", input, other)),
+    **dict.fromkeys(("ge", "greater_equal"), lambda input, other: elementwise("ge", input, other)),
     "rsub": lambda input, other, *, alpha=1: sub(other, input, alpha=alpha),
-    "floor_divide": _primitive("floordiv"), "remainder": _primitive("mod"), "fmod": fmod, "pow": pow,
     "rpow": lambda input, other: pow(other, input), "rdiv": lambda input, other: div(other, input),
     "rfloordiv": lambda input, other: elementwise("floordiv", other, input),
-    "rmod": lambda input, other: elementwise("mod", other, input),
-    "minimum": _minimum, "maximum": _maximum,
+    "rmod": lambda input, other: elementwise("mod", other, input), "fmod": fmod,
     # fmin and fmax ignore a NaN, minimum and maximum return it.
     "fmin": _without_nan(_minimum), "fmax": _without_nan(_maximum),
-    "bitwise_and": _int_or_bool("bitand", "and_"), "bitwise_or": _int_or_bool("bitor", "or_"),
-    "bitwise_xor": _int_or_bool("bitxor", "xor"), "bitwise_not": bitwise_not,
-    "bitwise_left_shift": _primitive("shl"), "bitwise_right_shift": _primitive("shr"),
-    "logical_and": _primitive("and_"), "logical_or": _primitive("or_"), "logical_xor": _primitive("xor"),
-    "logical_not": _unary("not_"),
-    "where": where, "clamp": clamp, "masked_fill": masked_fill,
+    "clamp": clamp, "clip": clamp, "masked_fill": masked_fill,
     "clamp_min": lambda input, min: clamp(input, min=min),
     "clamp_max": lambda input, max: clamp(input, max=max),
-    "square": square, "reciprocal": reciprocal, "rsqrt": rsqrt,
-    "isnan": isnan, "isinf": isinf, "isfinite": isfinite,
+    "square": square, "reciprocal": reciprocal, "rsqrt": rsqrt, "isfinite": isfinite,
     "isposinf": lambda input: elementwise("eq", input, math.inf),
     "isneginf": lambda input: elementwise("eq", input, -math.inf),
     "nan_to_num": nan_to_num, "frac": lambda input: sub(input, trunc(input)),
@@ -347,6 +340,13 @@ ELEMENTWISE: dict[str, Builder] = {
     "lerp": lerp, "addcmul": addcmul, "addcdiv": addcdiv, "logaddexp": logaddexp, "logit": logit,
     "relu": relu, "relu6": lambda input, inplace=False: clamp(input, 0.0, 6.0), "silu": silu, "gelu": gelu,
     "softplus": softplus, "leaky_relu": leaky_relu, "elu": elu, "selu": selu, "hardtanh": hardtanh,
-    "hardsigmoid": hardsigmoid, "hardswish": hardswish, "logsigmoid": logsigmoid, "mish": mish,
+    "hardsigmoid": hardsigmoid, "hardswish": hardswish, "logsigmoid": logsigmoid,
+    "log_sigmoid": logsigmoid, "mish": mish,
     "softsign": softsign, "tanhshrink": tanhshrink, "dropout": dropout,
 }  # fmt: skip
+
+
+ELEMENTWISE: dict[str, Builder] = {
+    **{name: _OWN.get(row.name) or _plain(row) for row in OPS.values() for name in row.torch},
+    **_COMPOSED,
+}

@@ -2,7 +2,7 @@
 
 `Value` stands for a tensor: a scalar, or a small vector left over when a captured tensor was indexed with
 fewer indices than it has dimensions. `Number` stands for a captured Python number. Operators call the
-operation table by name (`ops.OPERATIONS`), so `x + y`, `torch.add(x, y)` and `x.add(y)` are one thing.
+operation table by name (`dispatch.OPERATIONS`), so `x + y`, `torch.add(x, y)` and `x.add(y)` are one thing.
 """
 
 from __future__ import annotations

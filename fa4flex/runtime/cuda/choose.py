@@ -19,7 +19,7 @@ from torch import Tensor
 from fa4flex.codegen.analyze.bounds import bounds
 from fa4flex.codegen.analyze.domain import READS, Ragged, Shape, numbers_read, on_host, slot_of, slots_read
 from fa4flex.codegen.analyze.facts import Facts
-from fa4flex.codegen.analyze.intervals import Intervals
+from fa4flex.codegen.analyze.intervals import MOST_SPANS, Intervals
 from fa4flex.codegen.analyze.overflow import integers, overflowing, refuse_overflow
 from fa4flex.codegen.analyze.rules import Bounds
 from fa4flex.codegen.analyze.tables import Tables
@@ -30,9 +30,6 @@ from fa4flex.runtime.cuda.rows import FEWEST_READS, dependent_reads
 
 if TYPE_CHECKING:
     from fa4flex.codegen.plan.problem import MaskForm
-
-MOST_SPANS = 2
-"""Key intervals per query row that kernels compute themselves."""
 
 
 @dataclass(frozen=True)
