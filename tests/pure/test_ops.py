@@ -9,12 +9,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fa4flex.codegen import text
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.emit import emit_forward
 from fa4flex.codegen.evaluate import evaluate
 from fa4flex.codegen.expr import apply, const, sym, to_float
 from fa4flex.codegen.kernels.fwd_sm90.config import Config
 from fa4flex.codegen.ops import OPS, Operation
+from fa4flex.errors import InputError
 
 ASINH = """
 import math
@@ -100,9 +102,9 @@ def test_devices_compute_every_operation(kind: str) -> None:
     )
     for op, row in OPS.items():
         root = apply("mul", sym("score"), to_float(apply(op, *values[: row.arity])))
-        text = emit_forward(Facts(root), plan).text  # raises NotImplementedError where there is no code
+        module = emit_forward(Facts(root), plan).text  # raises NotImplementedError where there is no code
         if row.device and (row.takes, row.arity) == ("float", 1):
-            assert f"{row.device}(" in text, text
+            assert f"{row.device}(" in module, module
 
 
 def test_names_are_not_shared() -> None:
@@ -142,3 +144,6 @@ def test_the_number_of_arguments_is_checked() -> None:
     for op, count in (("tanh", 2), ("add", 1), ("where", 2)):
         with pytest.raises(TypeError, match=f"{op} takes {OPS[op].arity} arguments; got {count}"):
             apply(op, *[sym("score")] * count)
+    written = text.dump(apply("tanh", sym("score")))
+    with pytest.raises(InputError, match="tanh takes 1 arguments; got 2"):
+        text.parse(written.replace("[0]", "[0,0]", 1))
