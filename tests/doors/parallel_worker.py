@@ -106,11 +106,12 @@ def training(parallel: Callable[[nn.Module], nn.Module]) -> None:
 
 
 def sharded(module: nn.Module) -> nn.Module:
+    on = mesh()  # of CPUs, also where there are GPUs
     for layer in module:
         if isinstance(layer.attention, nn.Module):
-            fully_shard(layer.attention)
-        fully_shard(layer)
-    return fully_shard(module)
+            fully_shard(layer.attention, mesh=on)
+        fully_shard(layer, mesh=on)
+    return fully_shard(module, mesh=on)
 
 
 def compiled(module: nn.Module) -> nn.Module:
