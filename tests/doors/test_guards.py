@@ -81,9 +81,11 @@ def dictionaries() -> Iterator[Step]:
 
 
 def texts() -> Iterator[Step]:
-    for mode in ("near", "far"):
-        sign = 1 if mode == "near" else -1
-        mod = lambda s, b, h, q, k, m=mode: s + (q - k if m == "near" else k - q)  # noqa: E731
+    for mode, modes in (("near", ("a", "b")), ("far", ("a", "b")), ("far", ("a", "c"))):
+        sign = (1 if mode == "near" else -1) * (1 if "b" in modes else 2)
+        mod = lambda s, b, h, q, k, m=mode, ms=modes: (  # noqa: E731
+            s + (q - k if m == "near" else k - q) * (1 if "b" in ms else 2)
+        )
         yield mod, None, sign * distance(), True
 
 
@@ -149,7 +151,7 @@ SCENARIOS: dict[str, Callable[[], Iterator[Step]]] = {
     "length": sizes,
     "keys": dictionaries,
     "value": sets,
-    "same or equal": texts,
+    "equal": texts,
     "tensor": ducks,
     "dtype": dtypes,
     "rank": ranks,

@@ -44,7 +44,7 @@ from fa4flex.codegen.trace.mentions import (
 )
 from fa4flex.codegen.trace.origin import first_line, is_library
 from fa4flex.codegen.trace.paths import INT64, Guard, Path
-from fa4flex.codegen.trace.snapshot import Opaque, immutable, snapshot
+from fa4flex.codegen.trace.snapshot import Opaque, plain, snapshot
 from fa4flex.codegen.trace.value import Number
 from fa4flex.errors import Origin, TraceError
 
@@ -120,8 +120,8 @@ class Lifter:
     def _as_it_is(self, thing: Any, path: Path) -> Any:
         """`thing`, compared by value at each call."""
         try:
-            if immutable(thing):  # a look at its identity spares one at its contents
-                self._guard("same or equal", path, (thing, snapshot(thing)))
+            if plain(thing):  # no snapshot is to be taken at each call
+                self._guard("equal", path, thing)
             else:
                 self._guard("value", path, snapshot(thing))
         except Opaque as what:

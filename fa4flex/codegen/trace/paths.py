@@ -66,7 +66,7 @@ FAILS = {
     "length": "len({x}) != {c}",
     "keys": "tuple({x}) != {c}",
     "value": "snapshot({x}) != {c}",
-    "same or equal": "{x} is not {y} and snapshot({x}) != {c}",
+    "equal": "{x} is not {c} and (type({x}) is not type({c}) or {x} != {c})",
     "finite": "not -inf < {x} < inf",
     "int64": "not -int64 <= {x} < int64",
     "tensor": "not isinstance({x}, Tensor)",
@@ -128,9 +128,7 @@ class _Writer:
         second, constant = "", guard.constant
         if guard.kind == "same":
             second, constant = self.variable(constant), None
-        elif guard.kind == "same or equal":
-            second, constant = self._named(constant[0]), constant[1]
-        constant = self._constant(constant)
+        constant = self._named(constant) if guard.kind == "equal" else self._constant(constant)
         test = FAILS[guard.kind].format(x=x, y=second, c=constant)
         self.lines.append(f"if {test}: return None")
 

@@ -52,11 +52,11 @@ def snapshot(x: Any) -> Any:
     raise Opaque(f"a {kind.__module__}.{kind.__qualname__}")
 
 
-def immutable(x: Any) -> bool:
-    """Whether `x` itself, found again, cannot have changed."""
+def plain(x: Any) -> bool:
+    """Whether `x` cannot change, and a value of its type that equals it cannot be told from it."""
     if type(x) is tuple:
-        return all(immutable(item) for item in x)
-    return type(x) is float or type(x) in _BY_VALUE
+        return all(type(item) is str for item in x)
+    return x is None or type(x) in (str, bytes, bool, int, torch.dtype)
 
 
 class _Same:
