@@ -22,7 +22,7 @@ SOME: dict[str, tuple[Width, ...]] = {
     "forward": ((64, 64), (128, 128)),
     "backward": ((64, 64), (128, 128), (192, 128)),
 }
-"""By pass, one width of each kind of pipeline."""
+"""Widths by pass, one of each kind of pipeline."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ RAGGED = (
 # --- how they are called ----------------------------------------------------------------------------------
 
 Calls = Mapping[str, Mapping[str, Any]]
-"""What Kind has besides a draw, by how a line says it."""
+"""Fields of Kind besides its draw, by the words of a line for them."""
 
 LENGTHS = ("dense", "packed", "used")
 

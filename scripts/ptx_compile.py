@@ -29,7 +29,7 @@ TARGETS = {target.name: target for target in (SM90A, SM100A)}
 
 @dataclass(frozen=True)
 class Program:
-    """What the compiler is given. Programs of equal keys are one."""
+    """Input of the compiler. Programs of equal keys are one."""
 
     given: Given
     arch: str
@@ -120,7 +120,7 @@ def _to_ptx(launches: list[Launch]) -> Iterator[None]:
 
 
 def _launches(module: Any) -> list[Launch]:
-    """Of traced host code."""
+    """Return the launches that traced host code configures."""
     from cutlass._mlir import ir
 
     found: list[Launch] = []

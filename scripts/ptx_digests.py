@@ -117,7 +117,7 @@ class Failed:
 
 
 Kernels = list[str] | Failed
-"""What lines say about a case."""
+"""Kernels of a case as lines tell them."""
 
 
 def run(given: argparse.Namespace) -> int:

@@ -88,7 +88,7 @@ class Operation(NamedTuple):
 
     @property
     def slow(self) -> bool:
-        """Whether a value of floats costs a special function, and is no mere rounding."""
+        """True if a value of floats costs a special function, and is no mere rounding."""
         exact = self.range is not None and self.range.exact
         return self.gives == "float" and self.cost.special > 0 and not exact
 

@@ -285,7 +285,7 @@ class Lifter:
                 f"the list {name}", "STORE_SUBSCR", lambda: dict(enumerate(items)), dict(enumerate(items))
             )
             return items
-        if type(thing) is tuple and all(type(x) is str for x in thing):
+        if type(thing) is tuple and plain(thing):
             return self._as_it_is(thing, path)
         if type(thing) is tuple or hasattr(thing, "_fields"):
             self._guard("type", path, type(thing))

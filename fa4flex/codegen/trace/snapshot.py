@@ -53,7 +53,7 @@ def snapshot(x: Any) -> Any:
 
 
 def plain(x: Any) -> bool:
-    """Whether `x` cannot change, and a value of its type that equals it cannot be told from it."""
+    """True if `x` cannot change, and no value of its type that equals it can be told from it."""
     if type(x) is tuple:
         return all(type(item) is str for item in x)
     return x is None or type(x) in (str, bytes, bool, int, torch.dtype)

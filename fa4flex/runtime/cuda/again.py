@@ -81,7 +81,7 @@ class Again:
         return None if looks is None else Again(call, ready, looks, read, watched)
 
     def serves(self, variant: Variant, q: Tensor) -> bool:
-        """Whether `variant` has the scale of this launch, and has captured its very tensors and numbers."""
+        """True if `variant` has the scale of this launch, and captured its very tensors and numbers."""
         scale, sinks = variant.scale, variant.sinks
         if (1 / math.sqrt(q.shape[-1]) if scale is None else scale) != self.scale:
             return False
