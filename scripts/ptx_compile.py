@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
-import ptx_text
+import ptx_normal_form
 from kernel_programs import Given, launched_backward, launched_forward
 from ptx_cases import Case
 
@@ -74,11 +74,11 @@ def compiled(program: Program) -> tuple[Kernel, ...]:
         options = f"--enable-tvm-ffi --gpu-arch {program.arch} --keep-ptx --dump-dir={folder}"
         found = trace_and_compile(*program.given, options)
         ptx, shared = found.__ptx__, bytes_of_launches(str(found.ir_module))
-    texts = ptx_text.kernels(ptx)
+    texts = ptx_normal_form.kernels(ptx)
     if set(texts) != {launch.kernel for launch in launches} or len(shared) != len(launches):
         raise RuntimeError(f"{len(texts)} kernels, {len(launches)} launches, {len(shared)} sizes of memory")
     return tuple(
-        Kernel(ptx_text.digest(texts[launch.kernel]), replace(launch, shared=size).text)
+        Kernel(ptx_normal_form.digest(texts[launch.kernel]), replace(launch, shared=size).text)
         for launch, size in zip(launches, shared, strict=True)
     )
 

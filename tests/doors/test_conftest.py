@@ -134,3 +134,11 @@ def test_no_case_is_drawn_while_tests_are_collected() -> None:
         if line.startswith("@pytest") and ("random." in line or "torch.rand" in line)
     ]
     assert lines == []
+
+
+def test_no_two_modules_have_one_name() -> None:
+    """Folders of tests and scripts are all in sys.path, where the first of two modules hides the other."""
+    root = Path(__file__).parents[2]
+    names = [path.stem for folder in ("tests", "scripts") for path in (root / folder).rglob("*.py")]
+    twice = {name for name in names if names.count(name) > 1}
+    assert twice <= {"conftest", "__init__"}

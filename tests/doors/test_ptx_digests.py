@@ -73,7 +73,7 @@ def digests() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def text(digests: Any) -> Any:
-    return importlib.import_module("ptx_text")
+    return importlib.import_module("ptx_normal_form")
 
 
 def digested(text: Any, ptx: str) -> list[str]:
