@@ -183,6 +183,11 @@ def _check_types(options: dict[str, Any]) -> None:
             )
 
 
+def default_scale(head_dim: int) -> float:
+    """What q.k is multiplied by where no scale was given."""
+    return 1 / math.sqrt(head_dim)
+
+
 def _check_scale(scale: Any) -> None:
     fix = "leave scale out for 1/sqrt(head_dim)"
     if isinstance(scale, Tensor) and scale.requires_grad:

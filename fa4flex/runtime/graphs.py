@@ -8,7 +8,6 @@ into a program and calls `torch.ops.fa4flex.attention`, which is all that later 
 from __future__ import annotations
 
 import contextlib
-import math
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -39,7 +38,7 @@ from fa4flex.runtime.checks import (
 from fa4flex.runtime.cuda.call import NO_LENGTHS
 from fa4flex.runtime.launch import Result, Statistics
 from fa4flex.runtime.programs import contract, publish
-from fa4flex.variant import Variant
+from fa4flex.variant import Variant, default_scale
 
 NAME = "fa4flex_flex_attention"
 CONTEXT = ("q_len", "kv_len", "num_heads")
@@ -95,7 +94,7 @@ class _Attention(HigherOrderOperator):
         if isinstance(scale, Tensor):
             floats.append(scale)
         else:
-            plain = 1 / math.sqrt(int(q.shape[-1])) if scale is None else float(scale)
+            plain = default_scale(int(q.shape[-1])) if scale is None else float(scale)
         tile, *others = options["schedule"]
         tile = None if tile is None else (int(tile[0]), int(tile[1]))  # one that is dynamic is guarded
         schedule, precision = Schedule(tile, *others), Precision(*options["precision"])

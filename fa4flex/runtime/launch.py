@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,7 +31,7 @@ from fa4flex.runtime.cuda.engine import Engine, Ready
 from fa4flex.runtime.cuda.operands import Remembered
 from fa4flex.runtime.cuda.simulated import simulating
 from fa4flex.runtime.programs import Published, publish
-from fa4flex.variant import Variant
+from fa4flex.variant import Variant, default_scale
 
 Statistics = tuple[str, ...]
 """Which of "lse" and "max_scores", in this order."""
@@ -97,7 +96,7 @@ class Calling(NamedTuple):
 
     def scale(self, q: Tensor) -> float:
         given = self.variant.scale
-        return 1 / math.sqrt(q.shape[-1]) if given is None else given
+        return default_scale(q.shape[-1]) if given is None else given
 
     @property
     def sinks(self) -> Tensor | None:
@@ -148,7 +147,7 @@ def repeat(
     if again is None or again.statistics != statistics:
         return None
     q, k, v = qkv
-    return Result(*again(q, k, v)) if again.fits(q, k, v) and again.serves(variant, q) else None
+    return Result(*again(q, k, v)) if again.fits(q, k, v) and again.serves(variant) else None
 
 
 def run(

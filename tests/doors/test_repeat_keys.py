@@ -107,11 +107,11 @@ def test_only_what_was_captured_before_is_served(recorder: Recorder, name: str) 
     attn = composed(**CAPTURED)
     engine, call = call_of(attn)
     again = made(engine, call, attn._calling().bound.trace.read)
-    assert again.serves(attn.variant, call.q)
-    assert again.serves(composed(**CAPTURED).variant, call.q), "the functions may be others of the same code"
+    assert again.serves(attn.variant)
+    assert again.serves(composed(**CAPTURED).variant), "the functions may be others of the same code"
     scale = 1 / call.q.shape[-1] ** 0.5
-    assert again.serves(composed(**{**CAPTURED, "scale": scale}).variant, call.q)
-    assert not again.serves(composed(**{**CAPTURED, **SERVED[name]}).variant, call.q)
+    assert again.serves(composed(**{**CAPTURED, "scale": scale}).variant)
+    assert not again.serves(composed(**{**CAPTURED, **SERVED[name]}).variant)
 
 
 @pytest.mark.parametrize("change", ("contents", "memory", "a gradient", "the layout"))

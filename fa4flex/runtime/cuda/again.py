@@ -6,7 +6,6 @@ properties; torch compares all of them in one, with the guard that its compiler 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from operator import is_
 from typing import Any
@@ -20,7 +19,7 @@ from fa4flex.runtime.cuda.call import NO_LENGTHS, Call
 from fa4flex.runtime.cuda.counter import counter
 from fa4flex.runtime.cuda.engine import ALIGNMENT, Ready, Results
 from fa4flex.runtime.cuda.graphs import hold_if_captured
-from fa4flex.variant import Variant
+from fa4flex.variant import Variant, default_scale
 
 _empty_like = torch.empty_like
 
@@ -35,6 +34,7 @@ class Again:
     __slots__ = (
         "alignment",
         "allocate",
+        "default_scale",
         "looks",
         "operands",
         "others",
@@ -59,6 +59,7 @@ class Again:
     ) -> None:
         self.ready, self.looks, self.read = ready, looks, read
         self.statistics, self.scale = call.statistics, call.scale
+        self.default_scale = default_scale(call.q.shape[-1])
         self.operands, self.sinks, self.scalars = call.operands, call.sinks, call.scalars
         self.others = call.operands if call.sinks is None else (*call.operands, call.sinks)
         self.trains = any(x.requires_grad for x in (call.q, call.k, call.v, *self.others))
@@ -80,13 +81,15 @@ class Again:
         looks = _guard(tensors if call.sinks is None else (*tensors, call.sinks))
         return None if looks is None else Again(call, ready, looks, read, watched)
 
-    def serves(self, variant: Variant, q: Tensor) -> bool:
-        """True if `variant` has the scale of this launch, and captured its very tensors and numbers."""
+    def serves(self, variant: Variant) -> bool:
+        """True if `variant`, for inputs that fit, has the scale, sinks and captured values of this launch."""
         scale, sinks = variant.scale, variant.sinks
-        if (1 / math.sqrt(q.shape[-1]) if scale is None else scale) != self.scale:
+        if (self.default_scale if scale is None else scale) != self.scale:
+            return False
+        if (None if sinks is None else sinks.now()) is not self.sinks:
             return False
         reading = self.read(variant.score_mod, variant.allowed)
-        if reading is None or (None if sinks is None else sinks.now()) is not self.sinks:
+        if reading is None:
             return False
         tensors, numbers = reading
         return _same(tensors, self.operands) and (
@@ -130,7 +133,8 @@ class Again:
 
 
 def _same(found: tuple[Any, ...], known: tuple[Any, ...]) -> bool:
-    return len(found) == len(known) and all(map(is_, found, known))
+    """True if both tuples, of one length, hold the same objects; at once for two without any."""
+    return found is known or all(map(is_, found, known))
 
 
 def _allocation(q: Tensor, ready: Ready) -> Callable[[Tensor], Results] | None:
