@@ -89,8 +89,9 @@ class Attention:
         """
         changed = blocks is not None or scale is not None or sinks is not None
         variant = at_call(self.variant, blocks, scale, sinks) if changed else self.variant
-        result = calls.run(variant, self._caller, (q, k, v), varlen, paging, _LSE if return_lse else ())
-        return (result.out, result.lse) if return_lse else result.out
+        statistics = _LSE if return_lse else ()
+        out, lse, _ = calls.run(variant, self._caller, (q, k, v), varlen, paging, statistics)
+        return (out, lse) if return_lse else out
 
     def __repr__(self) -> str:
         return f"Attention({self.variant!r})"
@@ -193,5 +194,5 @@ def attention(
     variant = compose(**composition)
     if sinks is not None:
         variant = at_call(variant, sinks=sinks)
-    result = calls.run(variant, None, (q, k, v), varlen, paging, _LSE if return_lse else ())
-    return (result.out, result.lse) if return_lse else result.out
+    out, lse, _ = calls.run(variant, None, (q, k, v), varlen, paging, _LSE if return_lse else ())
+    return (out, lse) if return_lse else out

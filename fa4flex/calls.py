@@ -20,7 +20,7 @@ def run(
     varlen: Varlen | None,
     paging: Paging | None,
     statistics: launch.Statistics,
-) -> launch.Result:
+) -> launch.Results:
     """The results of `variant` for q, k, v. See fa4flex.api.Attention for shapes and errors."""
     if torch.compiler.is_dynamo_compiling():
         from fa4flex.runtime import graphs

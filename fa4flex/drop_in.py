@@ -59,20 +59,19 @@ def flex_attention(
         )
     if return_lse:
         _warn_of_return_lse()
-    lse = return_lse or (return_aux is not None and bool(return_aux.lse))
+    with_lse = return_lse or (return_aux is not None and bool(return_aux.lse))
     max_scores = return_aux is not None and bool(return_aux.max_scores)
     schedule = _SCHEDULE if not kernel_options else _schedule(kernel_options, max_scores)
     qkv, precision = _prepared(query, key, value, enable_gqa)
     variant = compose(score_mod, block_mask, scale=scale, schedule=schedule, precision=precision)
-    statistics = ("lse",) * lse + ("max_scores",) * max_scores
-    result = calls.run(variant, None, qkv, None, None, statistics)
+    statistics = ("lse",) * with_lse + ("max_scores",) * max_scores
+    out, lse, largest = calls.run(variant, None, qkv, None, None, statistics)
     if return_lse:
-        return result.out, result.lse
+        return out, lse
     if return_aux is None:
-        return result.out
-    return result.out, AuxOutput(
-        lse=result.lse if return_aux.lse else None,
-        max_scores=result.max_scores if return_aux.max_scores else None,
+        return out
+    return out, AuxOutput(
+        lse=lse if return_aux.lse else None, max_scores=largest if return_aux.max_scores else None
     )
 
 

@@ -36,7 +36,7 @@ from fa4flex.runtime.checks import (
     check_variant,
 )
 from fa4flex.runtime.cuda.call import NO_LENGTHS
-from fa4flex.runtime.launch import Result, Statistics
+from fa4flex.runtime.launch import Results, Statistics
 from fa4flex.runtime.programs import contract, publish
 from fa4flex.variant import Variant, default_scale
 
@@ -160,7 +160,7 @@ def run(
     varlen: Varlen | None,
     paging: Paging | None,
     statistics: Statistics,
-) -> Result:
+) -> Results:
     """Counterpart of launch.run in code that torch.compile traces: reads no contents and keeps nothing."""
     check_descriptions(varlen, paging)
     qkv = autocast.cast(*qkv)
@@ -187,7 +187,7 @@ def run(
         "precision": (precision.compute, precision.output),
     }
     out, lse, largest = attend(qkv, variant, options)
-    return Result(out.transpose(1, 2) if swap else out, lse, largest)
+    return out.transpose(1, 2) if swap else out, lse, largest
 
 
 def _paged(
@@ -196,7 +196,7 @@ def _paged(
     varlen: Varlen | None,
     paging: Paging,
     statistics: Statistics,
-) -> Result:
+) -> Results:
     """Every page of each sequence is gathered, used or not: how many are used is not known in a graph."""
     q, k, v = qkv
     paging.check(k, v)

@@ -27,7 +27,7 @@ from fa4flex.runtime.checks import (
 )
 from fa4flex.runtime.cuda.again import Again
 from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, Lengths
-from fa4flex.runtime.cuda.engine import Engine, Ready
+from fa4flex.runtime.cuda.engine import Engine, Ready, Results
 from fa4flex.runtime.cuda.operands import Remembered
 from fa4flex.runtime.cuda.simulated import simulating
 from fa4flex.runtime.programs import Published, publish
@@ -127,27 +127,15 @@ def _prepare(trace: Trace, variant: Variant) -> Prepared:
     return known[key]
 
 
-class Result(NamedTuple):
-    """out in q's layout; lse and max_scores [B, Hq, Sq], or [Hq, Tq] for packed queries.
-
-    lse is None, and max_scores None or an empty tensor, where they are computed on request and were not
-    asked for.
-    """
-
-    out: Tensor
-    lse: Tensor | None
-    max_scores: Tensor | None
-
-
 def repeat(
     variant: Variant, caller: Caller, qkv: tuple[Tensor, Tensor, Tensor], statistics: Statistics
-) -> Result | None:
+) -> Results | None:
     """The last call's launch anew, where this call is just like it: dense, on a GPU, without gradients."""
     again = caller.recent.again
     if again is None or again.statistics != statistics:
         return None
     q, k, v = qkv
-    return Result(*again(q, k, v)) if again.fits(q, k, v) and again.serves(variant) else None
+    return again(q, k, v) if again.fits(q, k, v) and again.serves(variant) else None
 
 
 def run(
@@ -158,7 +146,7 @@ def run(
     varlen: Varlen | None = None,
     paging: Paging | None = None,
     statistics: Statistics = ("lse",),
-) -> Result:
+) -> Results:
     """One call of a program. See fa4flex.api.Attention for shapes and errors.
 
     Of lse and max_scores at least those in `statistics` are computed.
@@ -175,7 +163,7 @@ def run(
         ready = prepared.engine.find(call)
         if ready is not None:  # a call that looks like this one was checked before
             _remember(now, call, ready)
-            return Result(*ready(call))
+            return ready(call)
     check_tensors(q, k, v)
     check_descriptions(varlen, paging)
     if paging is not None:
@@ -188,12 +176,12 @@ def run(
     check_operand_devices(operands, tuple(o.name for o in now.bound.trace.operands), q)
     check_transforms(q, k, v, *operands, now.sinks)
     if call is not None:
-        return Result(*prepared.engine.run(call))
+        return prepared.engine.run(call)
     given = ops.Tensors(q, k, v, now.sinks, _lengths(varlen), operands)
     numbers = prepared.program.numbers(now.bound.scalars, now.scale(q))
     seen = observed or not _own(given.sinks, *operands)
-    result = Result(*ops.attend(prepared.program, given, numbers, "max_scores" in statistics, seen)[:3])
-    return Result(result.out.transpose(1, 2), result.lse, result.max_scores) if swap else result
+    out, lse, largest, _ = ops.attend(prepared.program, given, numbers, "max_scores" in statistics, seen)
+    return out.transpose(1, 2) if swap else out, lse, largest
 
 
 def _lengths(varlen: Varlen | None) -> Lengths:
@@ -280,7 +268,7 @@ def _paged(
     varlen: Varlen | None,
     paging: Paging,
     statistics: Statistics,
-) -> Result:
+) -> Results:
     """Keys and values are gathered page by page into packed sequences; the rest is a ragged call.
 
     q [B, Hq, Sq, D] (or "bshd"), or packed [Tq, Hq, D] with varlen's cu_seqlens_q. Gathering needs the
@@ -297,10 +285,9 @@ def _paged(
     rows = q if swapped else q.transpose(1, 2)  # [B, Sq, Hq, D]
     batch, q_len = rows.shape[:2]
     cu_q = torch.arange(0, (batch + 1) * q_len, q_len, dtype=torch.int32, device=q.device)
-    result = run(now, rows.flatten(0, 1), k, v, Varlen(cu_q, cu_k), statistics=statistics)
-    out = result.out.unflatten(0, (batch, q_len))
+    packed, *each = run(now, rows.flatten(0, 1), k, v, Varlen(cu_q, cu_k), statistics=statistics)
+    out = packed.unflatten(0, (batch, q_len))
     lse, largest = (
-        x.unflatten(1, (batch, q_len)).transpose(0, 1) if x is not None and x.numel() else x
-        for x in (result.lse, result.max_scores)
+        x.unflatten(1, (batch, q_len)).transpose(0, 1) if x is not None and x.numel() else x for x in each
     )
-    return Result(out if swapped else out.transpose(1, 2), lse, largest)
+    return out if swapped else out.transpose(1, 2), lse, largest

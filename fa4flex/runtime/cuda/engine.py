@@ -57,7 +57,8 @@ NO_TENSORS: tuple[Tensor, ...] = ()
 
 
 Results = tuple[Tensor, Tensor | None, Tensor | None]
-"""out in q's layout, lse and max_scores [B, H, S] or [H, T]; None for statistics not asked for."""
+"""out in q's layout; lse and max_scores [B, Hq, Sq], or [Hq, Tq] for packed queries, each None or empty where
+it is computed on request and was not asked for."""
 
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """Shape, strides and dtype of a result."""
