@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fa4flex.codegen.kernels.common.exponential import LOWEST, POLYNOMIALS, WHOLE
+from fa4flex.kernels.common.exponential import LOWEST, POLYNOMIALS, WHOLE
 
 Array = NDArray[Any]
 CHUNK = 1 << 20

@@ -12,23 +12,20 @@ import pytest
 
 from fa4flex.codegen.analyze.facts import SCORE, Facts
 from fa4flex.codegen.expr import apply, sym
-from fa4flex.codegen.plan import (
-    SM100A,
-    BlackwellPlan,
-    Event,
-    Pipeline,
-    PlanError,
-    Problem,
-    Role,
-    plan_forward,
-)
+from fa4flex.codegen.plan.errors import PlanError
 from fa4flex.codegen.plan.order import Trace
-from fa4flex.codegen.plan.simulate import round_robin, simulate
-from fa4flex.codegen.plan.sm100.backward import BlackwellBackwardPlan
-from fa4flex.codegen.plan.sm100.pipeline import Handed, forward_pipeline
-from fa4flex.codegen.plan.sm100.sharing import lifetimes
-from fa4flex.codegen.plan.sm100.tensor_memory import Columns, lay_out_columns
-from fa4flex.codegen.plan.sm100.tiles import Tiles
+from fa4flex.codegen.plan.problem import Problem
+from fa4flex.codegen.plan.sharing import lifetimes
+from fa4flex.codegen.plan.target import SM100A
+from fa4flex.codegen.plan.tensor_memory import Columns
+from fa4flex.codegen.plan.topology import Event, Role, Topology
+from fa4flex.codegen.plan.verify import round_robin, simulate
+from fa4flex.kernels.bwd_sm100.plan import BlackwellBackwardPlan
+from fa4flex.kernels.dispatch import plan_forward
+from fa4flex.kernels.fwd_sm100.columns import lay_out_columns
+from fa4flex.kernels.fwd_sm100.plan import BlackwellPlan
+from fa4flex.kernels.fwd_sm100.tiles import Tiles
+from fa4flex.kernels.fwd_sm100.topology import Handed, forward_topology
 
 WIDTHS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (64, 32), (32, 128))
 CAUSAL = Facts(SCORE, apply("ge", sym("q"), sym("kv")))
@@ -56,13 +53,13 @@ def sound(
     ragged: bool = False,
     columns: Columns | None = None,
     asked: bool = False,
-) -> Pipeline:
+) -> Topology:
     """`dynamic`: with a counter; `asked`: with the hardware's answers."""
     handed: Handed = "answer" if asked else "number" if dynamic else ""
-    return forward_pipeline(tiles, columns or lay_out_columns(tiles, SM100A), handed, ragged)
+    return forward_topology(tiles, columns or lay_out_columns(tiles, SM100A), handed, ragged)
 
 
-def fault_of(pipeline: Pipeline, *works: list[int]) -> str:
+def fault_of(pipeline: Topology, *works: list[int]) -> str:
     """What the simulation says, or ""."""
     for work in works or ([4, 1, 3], [1, 4, 1, 3], [1]):
         try:
@@ -72,7 +69,7 @@ def fault_of(pipeline: Pipeline, *works: list[int]) -> str:
     return ""
 
 
-def fails_check(pipeline: Pipeline) -> str:
+def fails_check(pipeline: Topology) -> str:
     """What its sums say, or ""."""
     try:
         pipeline.check()
@@ -81,7 +78,7 @@ def fails_check(pipeline: Pipeline) -> str:
     return ""
 
 
-def broken(pipeline: Pipeline, *works: list[int]) -> str:
+def broken(pipeline: Topology, *works: list[int]) -> str:
     """What its sums or the simulation say, or ""."""
     return fails_check(pipeline) or fault_of(pipeline, *works)
 
@@ -108,21 +105,21 @@ def ordered(run: Trace, before: str, after: str) -> bool:
 # --- broken --------------------------------------------------------------------------------------------
 
 
-def with_role(pipeline: Pipeline, role: Role) -> Pipeline:
+def with_role(pipeline: Topology, role: Role) -> Topology:
     return replace(pipeline, roles=tuple(role if r.name == role.name else r for r in pipeline.roles))
 
 
-def with_ring(pipeline: Pipeline, name: str, **changes: int) -> Pipeline:
+def with_ring(pipeline: Topology, name: str, **changes: int) -> Topology:
     rings = tuple(replace(r, **changes) if r.name == name else r for r in pipeline.rings)  # type: ignore[arg-type]
     return replace(pipeline, rings=rings)
 
 
-def with_barrier(pipeline: Pipeline, name: str, arrivals: int) -> Pipeline:
+def with_barrier(pipeline: Topology, name: str, arrivals: int) -> Topology:
     changed = (replace(b, arrivals=arrivals) if b.name == name else b for b in pipeline.mbarriers)
     return replace(pipeline, mbarriers=tuple(changed))
 
 
-def dropped(pipeline: Pipeline, *but: str) -> Iterator[tuple[Event, str, Pipeline]]:
+def dropped(pipeline: Topology, *but: str) -> Iterator[tuple[Event, str, Topology]]:
     """Each event of its roles, but those named; where it is; and the pipeline without it."""
     for role in pipeline.roles:
         if role.name in but:
@@ -133,7 +130,7 @@ def dropped(pipeline: Pipeline, *but: str) -> Iterator[tuple[Event, str, Pipelin
                 yield event, f"{role.name}, {when}", with_role(pipeline, less)
 
 
-def wrong_counts(pipeline: Pipeline) -> list[Pipeline]:
+def wrong_counts(pipeline: Topology) -> list[Topology]:
     """With one arrival more, or less, at each barrier."""
     wrong = [with_barrier(pipeline, b.name, b.arrivals + m) for b in pipeline.mbarriers for m in (-1, 1)]
     for ring, more in product(pipeline.rings, (-1, 1)):
@@ -154,6 +151,6 @@ def refuses_columns(plan: BlackwellBackwardPlan, moved: str, to: str) -> None:
     first = next(r.first for r in plan.columns.ranges if r.name == to)
     columns = with_columns(plan.columns, moved, first)
     with pytest.raises(PlanError, match=r"while|live at once|nobody has read|before it is there"):
-        pipeline = replace(plan.pipeline, overlaps=columns.overlaps)
+        pipeline = replace(plan.topology, overlaps=columns.overlaps)
         simulate(pipeline, [3], round_robin())
         lifetimes(pipeline, columns)

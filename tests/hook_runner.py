@@ -19,8 +19,8 @@ from cutlass.cute.runtime import make_fake_tensor
 from torch import Tensor
 
 from fa4flex.codegen.evaluate import Captured
-from fa4flex.codegen.kernels.common import math
-from fa4flex.codegen.kernels.common.hooks import At, Hooks, Pointwise
+from fa4flex.kernels.common import math
+from fa4flex.kernels.common.hooks import At, Hooks, Pointwise
 
 LOG2_E = 1.4426950408889634
 DTYPES = {

@@ -4,30 +4,32 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from fa4flex.codegen.plan.sm100 import backward_pair
-from fa4flex.runtime.cuda import backward, engine
+from fa4flex.codegen.plan.request import Request
+from fa4flex.kernels import dispatch
+from fa4flex.kernels.bwd_sm100.two_cta.plan import TWO_CTA, TwoCtaPlan, plan_two_cta
+from fa4flex.runtime.cuda import engine
 
 
 @contextlib.contextmanager
 def in_pairs() -> Iterator[None]:
     """Whatever the kernel of pairs has, and something must be; what is made ready is not kept for others."""
-    key, plan_pairs, this = engine.Engine.key, backward_pair.plan_pairs, object()
-    planned: list[backward_pair.BlackwellPairPlan] = []
+    key, this = engine.Engine.key, object()
+    planned: list[TwoCtaPlan] = []
 
     def of_pairs(self: engine.Engine, *call: Any) -> Any:
         return this, key(self, *call)
 
-    def noted(*given: Any) -> backward_pair.BlackwellPairPlan:
-        planned.append(plan_pairs(*given))
+    def noted(request: Request) -> TwoCtaPlan:
+        planned.append(plan_two_cta(request))
         return planned[-1]
 
+    always = replace(TWO_CTA, accepts=lambda problem, target: target.family == "sm100", plan=noted)
     with (
-        patch.object(backward_pair, "pays_in_pairs", lambda problem: True),
-        patch.object(backward_pair, "plan_pairs", noted),
-        patch.object(backward, "program", backward.program.__wrapped__),
+        patch.object(dispatch, "PIPELINES", (always, *dispatch.PIPELINES)),
         patch.object(engine.Engine, "key", of_pairs),
     ):
         yield

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fa4flex.codegen.build import Bound, Trace, bind
+from fa4flex.compiler.simulated import simulating
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime import autocast, ops
@@ -27,9 +28,9 @@ from fa4flex.runtime.checks import (
 )
 from fa4flex.runtime.cuda.again import Again
 from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, Lengths
-from fa4flex.runtime.cuda.engine import Engine, Ready, Results
+from fa4flex.runtime.cuda.engine import Engine
 from fa4flex.runtime.cuda.operands import Remembered
-from fa4flex.runtime.cuda.simulated import simulating
+from fa4flex.runtime.cuda.ready import Ready, Results
 from fa4flex.runtime.programs import Published, publish
 from fa4flex.variant import Variant, default_scale
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fa4flex.codegen.analyze.tiles import Shape
+from fa4flex.codegen.analyze.domain import Ragged, Shape
 from fa4flex.codegen.build import Program
 from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.view.names import Names, name_of
@@ -16,46 +16,68 @@ from fa4flex.view.sizes import setting
 
 if TYPE_CHECKING:
     from fa4flex.codegen.emit import Source
-    from fa4flex.codegen.plan import Plan, Size
-    from fa4flex.codegen.plan.problem import Problem
+    from fa4flex.codegen.plan.bound import Size
+    from fa4flex.codegen.plan.inputs import Inputs
     from fa4flex.codegen.plan.target import Target
+    from fa4flex.lower import Lowered
 
 HEAD_DIM = 128
 ARCH = "sm_90a"
+DIRECTIONS = ("forward", "backward")
 
 
-def problem_of(
-    program: Program, q_len: int | None = None, kv_len: int | None = None, **changes: Any
-) -> Problem:
-    """The problem at these lengths: bfloat16 heads of 128, where `changes` (fields of Problem, and `arch`)
-    agree."""
-    from fa4flex.codegen.plan import Problem
-    from fa4flex.runtime.cuda.choose import prove
+def lowered(program: Program, q_len: int | None = None, kv_len: int | None = None, **changes: Any) -> Lowered:
+    """The pass at these lengths, for bfloat16 heads of 128, where `changes` (fields of Problem, `arch` and
+    `direction`) agree. The chip is the GPU at hand, or else a Hopper GPU."""
+    from fa4flex.lower import Given, lower_backward, lower_forward
 
-    shape = setting(program, q_len, kv_len).shape
-    target = target_named(changes.pop("arch", ARCH))
-    proved = prove(program.facts, shape, program.captured())
-    width = changes.pop("head_dim", HEAD_DIM)
+    target = target_named(changes.pop("arch", None) or arch_here() or ARCH)
+    direction = changes.pop("direction", "forward")
+    if direction not in DIRECTIONS:
+        raise InputError(f"direction={direction!r}", f"one of {', '.join(DIRECTIONS)}", "pick one")
+    inputs = inputs_of(program, setting(program, q_len, kv_len).shape, changes)
+    captured, schedule = program.captured(), program.variant.schedule
+    given = Given(program.facts, schedule, inputs, captured, target, changes=changes)
+    if direction == "forward":
+        return lower_forward(given)
+    wanted = enumerate(captured.operands)
+    return lower_backward(given, [slot for slot, x in wanted if x.requires_grad])
+
+
+def inputs_of(program: Program, shape: Shape, changes: dict[str, Any]) -> Inputs:
+    """The inputs at this shape; what `changes` says of them is taken out of it."""
+    from fa4flex.codegen.plan.inputs import Inputs
+
+    variant = program.variant
+    width, dtype = changes.pop("head_dim", HEAD_DIM), changes.pop("dtype", "bfloat16")
+    output, lengths = variant.precision.output, changes.pop("lengths", "dense")
     given: dict[str, Any] = {
-        "head_dim": width,
         "head_dim_v": width,
-        "mask_form": proved.mask_form,
-        "wide_index": proved.wide_index,
-        "in_range": proved.in_range,
-        "sinks": program.variant.sinks is not None,
-        "few_queries": shape.q_len <= target.few_queries,
-        "many_queries": 0 < target.many_queries < shape.q_len,
-        "positive_scale": program.variant.scale is None or program.variant.scale > 0,
-        "operands": tuple((str(o.dtype).removeprefix("torch."), len(o.shape)) for o in program.operands),
+        "out_dtype": dtype if output is None else _name(output),
+        "sinks": variant.sinks is not None,
+        "positive_scale": variant.scale is None or variant.scale > 0,
     }
-    return Problem(**given | changes)
+    known = {name: changes.pop(name) for name in (*given, "statistics") if name in changes}
+    return Inputs(
+        extents=shape if lengths == "dense" else Ragged(**vars(shape)),
+        kv_heads=shape.heads,
+        head_dim=width,
+        dtype=dtype,
+        lengths=lengths,
+        captured=tuple((_name(o.dtype), tuple(o.shape)) for o in program.operands),
+        **given | known,
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def check_names(changes: dict[str, Any]) -> None:
-    """Raise InputError unless `changes` names fields of Problem, lengths, and arch."""
-    from fa4flex.codegen.plan import Problem
+    """Raise InputError unless `changes` names fields of Problem, lengths, arch and direction."""
+    from fa4flex.codegen.plan.problem import Problem
 
-    known = ["arch", "q_len", "kv_len", *(field.name for field in fields(Problem))]
+    known = ["arch", "direction", "q_len", "kv_len", *(field.name for field in fields(Problem))]
     for name, value in changes.items():
         if name not in known:
             near = get_close_matches(name, known, 1)
@@ -67,8 +89,12 @@ def check_names(changes: dict[str, Any]) -> None:
 
 
 def target_named(arch: str) -> Target:
+    """The chip of this name, as the GPU at hand has it where that is one."""
     from fa4flex.codegen.plan.target import TARGETS
+    from fa4flex.runtime.cuda.device import target_of
 
+    if arch == arch_here():
+        return target_of(torch.device("cuda", torch.cuda.current_device()))
     found = next((target for target in TARGETS if target.name == arch), None)
     if found is None:
         names = ", ".join(target.name for target in TARGETS)
@@ -76,16 +102,20 @@ def target_named(arch: str) -> Target:
     return found
 
 
-def plan_of(program: Program, problem: Problem, arch: str = ARCH) -> Plan:
-    from fa4flex.codegen.plan import plan_forward
+def arch_here() -> str | None:
+    """The kernels' target of the GPU that this machine has; None without one that kernels are made for."""
+    if not torch.cuda.is_available():
+        return None
+    from fa4flex.codegen.plan.target import TARGETS
 
-    return plan_forward(program.facts, problem, target_named(arch), program.variant.schedule)
+    capability = torch.cuda.get_device_capability()
+    return next((target.name for target in TARGETS if target.capability == capability), None)
 
 
-def source_of(program: Program, plan: Plan) -> Source:
+def source_of(program: Program, found: Lowered) -> Source:
     """The generated module, under the names of the user's code and with the lines that it comes from."""
-    from fa4flex.codegen.emit import emit_forward
     from fa4flex.codegen.emit.module import Captions
+    from fa4flex.lower import captioned
 
     names = Names.of(program)
     traced = [t for t in (program.score, program.mask) if t is not None]
@@ -93,14 +123,14 @@ def source_of(program: Program, plan: Plan) -> Source:
     variant = program.variant
     mods = [name_of(mod) for mod in (variant.score_mod, variant.mask) if mod is not None]
     captions = Captions(" with ".join(mods) or "attention", names.tensors, names.numbers)
-    return emit_forward(program.facts, plan, captions, origins)
+    return captioned(found, captions, origins)
 
 
 def plan_stage(program: Program, q_len: int | None = None, kv_len: int | None = None, **changes: Any) -> str:
-    """Tiles, warp roles, registers, memory map, pipeline and expected bound."""
+    """Tiles, warp roles, registers, memory map, topology and expected bound."""
     shape = setting(program, q_len, kv_len).shape
-    plan = plan_of(program, problem_of(program, q_len, kv_len, **changes), changes.get("arch", ARCH))
-    return plan.explain(_size(shape))
+    text: str = lowered(program, q_len, kv_len, **changes).plan.explain(_size(shape))
+    return text
 
 
 _TOLD = ("forward kernel", "tile:", "softmax:", "order:", "bound:")
@@ -111,27 +141,18 @@ _MASKS = {
 }
 
 
-def headline(program: Program, q_len: int, kv_len: int, arch: str = ARCH) -> str:
+def headline(program: Program, q_len: int, kv_len: int, arch: str | None = None) -> str:
     """One line: which kernel it would be."""
-    shape = setting(program, q_len, kv_len).shape
-    plan = plan_of(program, problem_of(program, shape.q_len, shape.kv_len, arch=arch), arch)
-    return plan.explain(_size(shape)).splitlines()[0]
-
-
-def arch_here() -> str | None:
-    """The kernels' target of the GPU that this machine has; None without one that kernels are made for."""
-    if not torch.cuda.is_available():
-        return None
-    return {9: "sm_90a", 10: "sm_100a"}.get(torch.cuda.get_device_capability()[0])
+    return plan_stage(program, q_len, kv_len, arch=arch).splitlines()[0]
 
 
 def summary(
-    program: Program, q_len: int | None = None, kv_len: int | None = None, arch: str = ARCH
+    program: Program, q_len: int | None = None, kv_len: int | None = None, arch: str | None = None
 ) -> list[str]:
     """The plan's headlines, and what was proved for it."""
     shape = setting(program, q_len, kv_len).shape
-    problem = problem_of(program, shape.q_len, shape.kv_len, arch=arch)
-    lines = plan_of(program, problem, arch).explain(_size(shape)).splitlines()
+    found = lowered(program, shape.q_len, shape.kv_len, arch=arch)
+    lines, problem = found.plan.explain(_size(shape)).splitlines(), found.problem
     proved = [f"mask: {_MASKS[problem.mask_form]}"]
     if problem.operands:
         proved.append(
@@ -143,7 +164,7 @@ def summary(
 
 
 def _size(shape: Shape) -> Size:
-    from fa4flex.codegen.plan import Size
+    from fa4flex.codegen.plan.bound import Size
 
     return Size(shape.batch, shape.heads, shape.q_len, shape.kv_len)
 
@@ -151,21 +172,26 @@ def _size(shape: Shape) -> Size:
 def forward_stage(
     program: Program, q_len: int | None = None, kv_len: int | None = None, **changes: Any
 ) -> str:
-    """The generated module of the forward kernel."""
-    plan = plan_of(program, problem_of(program, q_len, kv_len, **changes), changes.get("arch", ARCH))
-    return source_of(program, plan).text
+    """The generated module of the forward kernel, or of the one of `direction`."""
+    return source_of(program, lowered(program, q_len, kv_len, **changes)).text
+
+
+def backward_stage(
+    program: Program, q_len: int | None = None, kv_len: int | None = None, **changes: Any
+) -> str:
+    """The generated module of the backward kernel, and of gradients of captured tensors that ask for them."""
+    return forward_stage(program, q_len, kv_len, **changes | {"direction": "backward"})
 
 
 def ptx_stage(program: Program, q_len: int | None = None, kv_len: int | None = None, **changes: Any) -> str:
-    """The PTX of the forward kernel, compiled now."""
+    """The PTX of the kernel, compiled now."""
     from fa4flex.codegen.expr import walk
-    from fa4flex.runtime.cuda.call import Signature
-    from fa4flex.runtime.cuda.inspect import inspect
+    from fa4flex.compiler.inspect import inspect
+    from fa4flex.compiler.signature import Signature
 
-    problem = problem_of(program, q_len, kv_len, **changes)
-    arch = changes.get("arch", ARCH)
-    source = source_of(program, plan_of(program, problem, arch))
+    found = lowered(program, q_len, kv_len, **changes)
     nodes = walk(program.facts.score, program.facts.mask)
     kinds = {node.value: node.kind for node in nodes if node.op == "scalar"}
     scalars = tuple(kinds[slot] for slot in range(len(program.scalars)))
-    return inspect(source, problem, Signature(scalars=scalars), arch).ptx
+    source = source_of(program, found)
+    return inspect(source, found.problem, Signature(scalars=scalars), found.plan.target.name).ptx

@@ -17,12 +17,18 @@ from fa4flex.codegen.trace.origin import definition_line
 from fa4flex.errors import InputError, Origin
 from fa4flex.view.names import Names, describe_numbers, describe_operands
 
-GPU_STAGES = {"plan": "plan_stage", "forward": "forward_stage", "source": "forward_stage", "ptx": "ptx_stage"}
+GPU_STAGES = {
+    "plan": "plan_stage",
+    "forward": "forward_stage",
+    "source": "forward_stage",
+    "backward": "backward_stage",
+    "ptx": "ptx_stage",
+}
 COMMENT_COLUMN, CODE_WIDTH = 48, 64
 
 
 def source(program: Program, stage: str = "trace", **problem: Any) -> str:
-    """The program at `stage`: "trace", "facts", "gradient"; for GPUs "plan", "forward" and "ptx".
+    """The program at `stage`: "trace", "facts", "gradient"; for GPUs "plan", "forward", "backward" and "ptx".
 
     `problem` says for which lengths (q_len, kv_len) and fields of Problem (head_dim, dtype, lengths, ...) GPU
     stages are shown. Raises InputError for other stages, and for a problem where none is shown.

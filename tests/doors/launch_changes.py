@@ -10,10 +10,12 @@ import torch
 from test_gpu_calls import Recorder
 from torch import Tensor
 
-from fa4flex.codegen.plan import SM90A
+from fa4flex import lower as lower_module
+from fa4flex.codegen.plan.target import SM90A
 from fa4flex.runtime.cuda import again as again_module
 from fa4flex.runtime.cuda import backward as backward_module
 from fa4flex.runtime.cuda import engine as engine_module
+from fa4flex.runtime.cuda import ready as ready_module
 from fa4flex.runtime.cuda.call import Call
 from fa4flex.runtime.cuda.engine import Engine
 
@@ -23,9 +25,8 @@ S, HEADS = 300, 4
 def recording(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     """What is compiled and launched, forward and backward, from now on."""
     recorder, zeros = Recorder(), torch.zeros(2, dtype=torch.int32)
-    for module in (engine_module, backward_module):
-        monkeypatch.setattr(module, "compile_kernel", recorder.compile)
-    for module in (engine_module, backward_module, again_module):
+    monkeypatch.setattr(lower_module, "compile_kernel", recorder.compile)
+    for module in (ready_module, backward_module, again_module):
         monkeypatch.setattr(module, "counter", lambda device: zeros)
     monkeypatch.setattr(engine_module, "target_of", lambda device: SM90A)
     return recorder

@@ -23,11 +23,11 @@ from test_gpu_calls import Recorder, call_of, classes, listed
 
 import fa4flex
 from fa4flex.codegen.evaluate import Captured
-from fa4flex.codegen.plan import SM90A
-from fa4flex.runtime.cuda import backward as backward_module
+from fa4flex.codegen.plan.target import SM90A
+from fa4flex.compiler.backward_entry import ENTRY_ARGUMENTS
+from fa4flex.kernels.dispatch import plan_backward
 from fa4flex.runtime.cuda import engine as engine_module
 from fa4flex.runtime.cuda.backward import Saved, run_backward
-from fa4flex.runtime.cuda.backward_signature import ENTRY_ARGUMENTS
 from fa4flex.runtime.cuda.call import Call
 from fa4flex.runtime.cuda.engine import Engine
 from fa4flex.variants import causal, document
@@ -175,7 +175,7 @@ def backward_of(engine: Engine, call: Call) -> None:
 def assert_lists_all(recorder: Recorder, engine: Engine, call: Call) -> None:
     """The tables of the last backward launch: of each tile of keys, the tiles of queries that meet it."""
     problem, shape = recorder.problems[-1], call.extents()
-    plan, _ = backward_module.program(engine.facts, problem, SM90A)
+    plan = plan_backward(engine.facts, problem, SM90A)
     captured = Captured(call.operands, engine_module.numbers_of(engine, call))
     expected = (classes(engine.facts.mask, shape, captured, plan.tile, 0, 0) > 0).T.int()
     assert torch.equal((listed(recorder.launches[-1][17], 0, 0, expected) > 0).int(), expected)

@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fa4flex
 from fa4flex import Varlen, contents
-from fa4flex.codegen.plan import SM90A
+from fa4flex import lower as lower_module
+from fa4flex.codegen.plan.target import SM90A
 from fa4flex.contents import Kept, on_host
-from fa4flex.runtime.cuda import backward as backward_module
 from fa4flex.runtime.cuda import engine as engine_module
 from fa4flex.variants import causal, document, learned_bias, sliding_window, softcap
 
@@ -57,8 +57,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Copies]:
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     """Launches forward and backward, both of a simulated GPU."""
     recorder = Recorder()
-    for module in (engine_module, backward_module):
-        monkeypatch.setattr(module, "compile_kernel", recorder.compile)
+    monkeypatch.setattr(lower_module, "compile_kernel", recorder.compile)
     monkeypatch.setattr(engine_module, "target_of", lambda device: SM90A)
     with fa4flex.simulator.device("sm_90a"):
         yield recorder

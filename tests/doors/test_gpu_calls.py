@@ -14,22 +14,26 @@ from torch import Tensor
 
 import fa4flex
 from fa4flex import Schedule
+from fa4flex import lower as lower_module
 from fa4flex.codegen.analyze.facts import SCORE, analyze
 from fa4flex.codegen.analyze.tilemap import PARTIAL
 from fa4flex.codegen.analyze.tiles import Shape, tile_map
 from fa4flex.codegen.evaluate import Captured, PastTheEnd, evaluate
 from fa4flex.codegen.expr import FALSE, Expr, apply, const, load, sym
-from fa4flex.codegen.plan import SM90A, Problem
+from fa4flex.codegen.plan.problem import Problem
+from fa4flex.codegen.plan.target import SM90A
+from fa4flex.compiler.signature import Signature
 from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.runtime.cuda import engine as engine_module
-from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, Lengths, Signature
-from fa4flex.runtime.cuda.engine import Engine
-from fa4flex.runtime.cuda.tables import (
+from fa4flex.runtime.cuda import ready as ready_module
+from fa4flex.runtime.cuda.block_tables import (
     BlockTables,
     ragged_maps,
     to_device,
     turns_to_device,
 )
+from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, Lengths
+from fa4flex.runtime.cuda.engine import Engine
 from fa4flex.runtime.layouts import empty_output
 from fa4flex.variants import alibi, causal, document, sliding_window
 
@@ -160,9 +164,9 @@ class Recorder:
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     recorder = Recorder()
-    monkeypatch.setattr(engine_module, "compile_kernel", recorder.compile)
+    monkeypatch.setattr(lower_module, "compile_kernel", recorder.compile)
     monkeypatch.setattr(engine_module, "target_of", lambda device: SM90A)
-    monkeypatch.setattr(engine_module, "counter", lambda device: torch.zeros(2, dtype=torch.int32))
+    monkeypatch.setattr(ready_module, "counter", lambda device: torch.zeros(2, dtype=torch.int32))
     yield recorder
 
 
@@ -275,7 +279,7 @@ def test_what_a_kernel_cannot_read_is_converted(recorder: Recorder) -> None:
 
 
 def engine_arguments() -> tuple[str, ...]:
-    from fa4flex.runtime.cuda.signature import ENTRY_ARGUMENTS
+    from fa4flex.compiler.forward_entry import ENTRY_ARGUMENTS
 
     return ENTRY_ARGUMENTS
 
@@ -348,14 +352,15 @@ def test_what_no_kernel_does_is_refused(recorder: Recorder) -> None:
 
 COMPILE = """
 import sys, time, torch, fa4flex
+from fa4flex import lower
 from fa4flex.runtime.cuda import engine
 from fa4flex.runtime.cuda.call import NO_LENGTHS, Call
 from fa4flex.runtime.cuda.engine import make_ready
 from fa4flex.codegen.plan.target import SM90A
 engine.target_of = lambda device: SM90A
 kernels = []
-compile_kernel = engine.compile_kernel
-engine.compile_kernel = lambda *a: kernels.append(compile_kernel(*a)) or kernels[-1]
+compile_kernel = lower.compile_kernel
+lower.compile_kernel = lambda *a: kernels.append(compile_kernel(*a)) or kernels[-1]
 attn = fa4flex.compile(mask=fa4flex.variants.sliding_window(100))
 q = torch.randn(1, 2, 128, 64, dtype=torch.bfloat16)
 scalars = attn.program.scalars
@@ -389,12 +394,13 @@ def test_importing_loads_no_compiler() -> None:
 
 
 def test_the_record_of_a_kernel_is_what_was_compiled() -> None:
-    from fa4flex.runtime.cuda.engine import program
-    from fa4flex.runtime.cuda.inspect import inspect
+    from fa4flex.codegen.emit import emit_forward
+    from fa4flex.compiler.inspect import inspect
+    from fa4flex.kernels.dispatch import plan_forward
 
-    problem = Problem(64, 64, mask_form="spans")
-    plan, source = program(fa4flex.compile(mask=causal).program.facts, problem)
-    found = inspect(source, problem)
+    problem, facts = Problem(64, 64, mask_form="spans"), fa4flex.compile(mask=causal).program.facts
+    plan = plan_forward(facts, problem)
+    found = inspect(emit_forward(facts, plan), problem)
     assert 0 < found.resources.registers <= 255 and found.resources.spill_bytes == 0
     assert found.resources.shared_bytes == plan.memory.total, "the kernel asks for what the plan lays out"
     assert any(name.startswith("wgmma.mma_async") for name in found.instructions)

@@ -14,17 +14,20 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fa4flex
+from fa4flex import lower as lower_module
 from fa4flex.codegen.analyze.facts import SCORE, analyze
+from fa4flex.codegen.analyze.tabulate import Tabulated, dependent_reads, tabulate
 from fa4flex.codegen.analyze.tiles import Shape
 from fa4flex.codegen.evaluate import Captured, evaluate
 from fa4flex.codegen.expr import Expr, apply, load, sym, walk
-from fa4flex.codegen.plan import SM90A
+from fa4flex.codegen.plan.target import SM90A
+from fa4flex.compiler.forward_entry import ENTRY_ARGUMENTS
 from fa4flex.runtime.cuda import again as again_module
 from fa4flex.runtime.cuda import counter as counter_module
 from fa4flex.runtime.cuda import engine as engine_module
+from fa4flex.runtime.cuda import ready as ready_module
 from fa4flex.runtime.cuda.again import Again
-from fa4flex.runtime.cuda.rows import dependent_reads, tabulate
-from fa4flex.runtime.cuda.signature import ENTRY_ARGUMENTS
+from fa4flex.runtime.cuda.interval_tables import interval_tables
 from fa4flex.variants import causal, document, sliding_window
 
 B, H, Q, KV = (sym(name) for name in ("b", "h", "q", "kv"))
@@ -34,9 +37,9 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     recorder, counter = Recorder(), torch.zeros(2, dtype=torch.int32)
-    monkeypatch.setattr(engine_module, "compile_kernel", recorder.compile)
+    monkeypatch.setattr(lower_module, "compile_kernel", recorder.compile)
     monkeypatch.setattr(engine_module, "target_of", lambda device: SM90A)
-    for module in (engine_module, again_module):
+    for module in (ready_module, again_module):
         monkeypatch.setattr(module, "counter", lambda device: counter)
     yield recorder
 
@@ -81,7 +84,8 @@ def test_row_tables_hold_the_same_keys(name: str, seed: int) -> None:
     mask, size, largest = MASKS[name]
     shape, captured = Shape(3, 2, 50, 70), Captured((sorted_ids(*size),))
     facts = analyze(SCORE, mask)
-    replaced, tables = tabulate(facts, shape, captured, CPU)
+    found = tabulate(facts, shape, 1)
+    replaced, tables = found.facts, interval_tables(found.ends, shape, captured, CPU)
     assert replaced.keys is not None and facts.keys is not None
     assert not any(node.op == "search" for span in replaced.keys.spans for end in span for node in walk(end))
     assert all(x.dtype == torch.int32 for x in tables) and largest in {tuple(x.shape) for x in tables}
@@ -96,15 +100,15 @@ def test_what_one_read_gives_stays_in_the_kernel() -> None:
     once = load(0, (Q,), "int")
     assert [dependent_reads(x) for x in (Q, once, load(1, (once,), "int"))] == [0, 1, 2]
     facts = analyze(SCORE, apply("lt", KV, once))
-    assert tabulate(facts, Shape(1, 1, 5, 9), Captured((torch.arange(5),)), CPU) == (facts, ())
+    assert tabulate(facts, Shape(1, 1, 5, 9), 1) == Tabulated(facts)
 
 
 def test_an_end_that_varies_too_much_stays_in_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fa4flex.runtime.cuda.rows.MOST_ENTRIES", 149)
-    shape, captured = Shape(3, 2, 50, 70), Captured((sorted_ids(3, 70),))
-    assert tabulate(analyze(SCORE, PER_BATCH), shape, captured, CPU)[1] == ()
-    monkeypatch.setattr("fa4flex.runtime.cuda.rows.MOST_ENTRIES", 150)
-    assert len(tabulate(analyze(SCORE, PER_BATCH), shape, captured, CPU)[1]) == 2
+    monkeypatch.setattr("fa4flex.codegen.analyze.tabulate.MOST_ENTRIES", 149)
+    shape = Shape(3, 2, 50, 70)
+    assert tabulate(analyze(SCORE, PER_BATCH), shape, 1).ends == ()
+    monkeypatch.setattr("fa4flex.codegen.analyze.tabulate.MOST_ENTRIES", 150)
+    assert len(tabulate(analyze(SCORE, PER_BATCH), shape, 1).ends) == 2
 
 
 def test_row_tables_follow_the_operands_and_their_changes(recorder: Recorder) -> None:

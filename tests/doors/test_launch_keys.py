@@ -28,9 +28,8 @@ from test_gpu_calls import Recorder, call_of
 from torch import Tensor
 
 import fa4flex
-from fa4flex.runtime.cuda import simulated
-from fa4flex.runtime.cuda.call import Call
-from fa4flex.runtime.cuda.choose import look
+from fa4flex.compiler import simulated
+from fa4flex.runtime.cuda.call import Call, layout_key
 from fa4flex.runtime.cuda.engine import Engine
 
 
@@ -126,8 +125,8 @@ def test_every_component_is_changed_alone(kind: str, monkeypatch: pytest.MonkeyP
     engine, call = make()
     base = engine.key(call)
     found = set().union(*(alone(base, engine.key(change(call))) for change in table.values()))
-    count, sinks = len(components(base)), len(components(look(call.sinks)))
-    looks = [component for x in call.lengths for component in components(look(x))]
+    count, sinks = len(components(base)), len(components(layout_key(call.sinks)))
+    looks = [component for x in call.lengths for component in components(layout_key(x))]
     first = count - sinks - len(looks) if kind != "dense" else 0
     expected = set(range(first, count - sinks if kind != "dense" else count))
     # Of ragged calls, the shape of one tensor cannot change alone, and both kinds need all that is given.

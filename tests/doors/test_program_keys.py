@@ -18,6 +18,7 @@ from fa4flex.codegen.analyze.domain import Ragged, Shape, bind
 from fa4flex.codegen.analyze.facts import SCORE, Facts, analyze
 from fa4flex.codegen.analyze.rows import runs_of
 from fa4flex.codegen.analyze.tables import Tables
+from fa4flex.codegen.analyze.tabulate import tabulate
 from fa4flex.codegen.analyze.tiles import tile_map
 from fa4flex.codegen.evaluate import Captured
 from fa4flex.codegen.expr import TRUE, Expr, apply, const, load, scalar, sym
@@ -26,9 +27,9 @@ from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.runtime import graphs
 from fa4flex.runtime import programs as programs_module
-from fa4flex.runtime.cuda import rows as rows_module
+from fa4flex.runtime.cuda import interval_tables as contents_module
+from fa4flex.runtime.cuda.interval_tables import interval_tables
 from fa4flex.runtime.cuda.operands import Remembered
-from fa4flex.runtime.cuda.rows import tabulate
 from fa4flex.runtime.programs import publish, read
 
 B, H, Q, KV = (sym(name) for name in ("b", "h", "q", "kv"))
@@ -174,8 +175,13 @@ def documents(*shape: int) -> Tensor:
     return torch.randint(0, 9, shape).sort(-1).values.to(torch.int32)
 
 
+def tables_of(facts: Facts, shape: Shape, captured: Captured, device: torch.device) -> tuple[Tensor, ...]:
+    ends = tabulate(facts, shape, len(captured.operands)).ends
+    return interval_tables(ends, shape, captured, device)
+
+
 def made(mask: Expr, shape: Shape, captured: Captured) -> tuple[Tensor, ...]:
-    return tabulate(analyze(SCORE, mask), shape, captured, CPU)[1]
+    return tables_of(analyze(SCORE, mask), shape, captured, CPU)
 
 
 def fresh(mask: Expr, shape: Shape, captured: Captured) -> tuple[Tensor, ...]:
@@ -227,10 +233,12 @@ def test_tables_follow_contents() -> None:
 def test_another_device_has_tables_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """As far as a machine without one can tell: they are made again."""
     calls = []
-    monkeypatch.setattr(rows_module, "upload", lambda tables, device: calls.append(device) or list(tables))
+    monkeypatch.setattr(
+        contents_module, "upload", lambda tables, device: calls.append(device) or list(tables)
+    )
     ids, facts, shape = documents(3, 60), analyze(SCORE, SAME), Shape(3, 2, 50, 60)
     for device in ("cuda:0", "cuda:1", "cuda:0"):
-        tabulate(facts, shape, Captured((ids,)), torch.device(device))
+        tables_of(facts, shape, Captured((ids,)), torch.device(device))
     assert calls == [torch.device("cuda:0"), torch.device("cuda:1")]
 
 
@@ -241,10 +249,10 @@ def test_another_device_has_tables_of_its_own(monkeypatch: pytest.MonkeyPatch) -
 def test_row_tables_are_the_same_at_once_and_one_by_one(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 300 rows in all; of more than AT_ONCE, one (b, h) after another."""
     ids, shape = documents(3, 60), Shape(3, 2, 50, 60)
-    monkeypatch.setattr(rows_module, "AT_ONCE", least)
+    monkeypatch.setattr(contents_module, "AT_ONCE", least)
     singly = []
-    one_by_one = rows_module._one_by_one
-    monkeypatch.setattr(rows_module, "_one_by_one", lambda *given: singly.append(1) or one_by_one(*given))
+    one_by_one = contents_module._one_by_one
+    monkeypatch.setattr(contents_module, "_one_by_one", lambda *given: singly.append(1) or one_by_one(*given))
     lo, hi = fresh(SAME, shape, Captured((ids,)))
     begins, ends = runs_of(ids)
     assert torch.equal(lo.long(), begins[:, :50]) and torch.equal(hi.long(), ends[:, :50])

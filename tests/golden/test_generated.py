@@ -13,8 +13,8 @@ import torch
 from fa4flex.codegen.build import build
 from fa4flex.codegen.emit import emit_backward, emit_forward
 from fa4flex.codegen.emit.module import Captions
-from fa4flex.codegen.kernels.bwd_sm90.config import Config as BackwardConfig
-from fa4flex.codegen.kernels.fwd_sm90.config import Config
+from fa4flex.kernels.bwd_sm90.config import Config as BackwardConfig
+from fa4flex.kernels.fwd_sm90.config import Config
 from fa4flex.variant import compose
 from fa4flex.variants import (
     alibi,
@@ -49,7 +49,8 @@ def test_generated(name: str, golden: Callable[[str], None]) -> None:
     problem = SimpleNamespace(in_range=True, wide_index=False, positive_scale=True, mask_form=mask_form)
     plan = SimpleNamespace(
         problem=problem,
-        target=SimpleNamespace(name="sm_90a", family="sm90"),
+        target=SimpleNamespace(name="sm_90a"),
+        module="fa4flex.kernels.fwd_sm90",
         config=lambda: Config(128, 128, 128, 128),
     )
     captions = Captions(name, [x.name for x in program.operands], program.scalar_names)
@@ -87,7 +88,8 @@ def test_backward_of_captured_tensors(name: str, golden: Callable[[str], None]) 
             **given, gradients=((slot, adding),), dtype="bfloat16", operands=(("bfloat16", 4),)
         ),
         copies=True,
-        target=SimpleNamespace(name="sm_90a", family="sm90"),
+        target=SimpleNamespace(name="sm_90a"),
+        module="fa4flex.kernels.bwd_sm90",
         config=lambda: BackwardConfig(128, 128),
     )
     captions = Captions(name, [x.name for x in program.operands], program.scalar_names)

@@ -15,13 +15,14 @@ import torch
 from kernel_programs import GYM, KINDS, Width, launched_forward
 
 from fa4flex.codegen.emit import Source
-from fa4flex.codegen.plan import SM90A, SM100A, Plan, Problem
-from fa4flex.codegen.plan.sm100.plan import BlackwellPlan
-from fa4flex.codegen.plan.target import Target
+from fa4flex.codegen.plan.pipeline import Plan
+from fa4flex.codegen.plan.problem import Problem
+from fa4flex.codegen.plan.target import SM90A, SM100A, Target
+from fa4flex.compiler.compile import build_object, without_collector
+from fa4flex.compiler.inspect import Resources, inspect
+from fa4flex.compiler.signature import Signature
 from fa4flex.errors import Fa4flexError
-from fa4flex.runtime.cuda.call import Signature
-from fa4flex.runtime.cuda.compile import build_object, without_collector
-from fa4flex.runtime.cuda.inspect import Resources, inspect
+from fa4flex.kernels.fwd_sm100.plan import BlackwellPlan
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -112,7 +113,7 @@ def representative(case: Case) -> bool:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the record; see fa4flex.runtime.cuda.inspect.Resources for the numbers. `columns` of tensor
+    """A line of the record; see fa4flex.compiler.inspect.Resources for the numbers. `columns` of tensor
     memory are those that the plan lays out; "" where the chip has none."""
 
     kernel: str

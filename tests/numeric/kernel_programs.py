@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -15,10 +15,12 @@ from torch import Tensor
 
 import fa4flex
 from fa4flex.codegen.emit import Source
-from fa4flex.codegen.plan import Problem
+from fa4flex.codegen.plan.problem import Problem
 from fa4flex.codegen.plan.target import Target
+from fa4flex.compiler.signature import Signature
+from fa4flex.lower import Lowered
 from fa4flex.runtime.cuda import backward, engine
-from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, Lengths, Signature
+from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, Lengths
 
 Width = tuple[int, int]
 """Of q and k, and of v."""
@@ -123,7 +125,7 @@ GYM = _gym()
 def launched_forward(kind: Kind, width: Width, target: Target) -> tuple[Any, Given]:
     """The plan that a call makes, and what it has compiled."""
     taken, call = kind.called(width)
-    return _asked(engine, lambda: engine.make_ready(taken, call), target)
+    return _asked(lambda: engine.make_ready(taken, call), target)
 
 
 def launched_backward(kind: Kind, width: Width, target: Target) -> tuple[Any, Given]:
@@ -135,27 +137,21 @@ def launched_backward(kind: Kind, width: Width, target: Target) -> tuple[Any, Gi
     saved = backward.Saved(out, lse, out, lse if kind.dlse else None)
     needs = tuple(slot for slot, x in enumerate(call.operands) if x.requires_grad)
     ordered = taken.schedule.deterministic
-    return _asked(backward, lambda: backward._make_ready(taken, call, saved, needs, ordered), target)
+    return _asked(lambda: backward._make_ready(taken, call, saved, needs, ordered), target)
 
 
-def _asked(module: ModuleType, make_ready: Callable[[], Any], target: Target) -> tuple[Any, Given]:
+def _asked(make_ready: Callable[[], Any], target: Target) -> tuple[Any, Given]:
     """The plan, and what the compiler is asked for, instead of which nothing is compiled."""
-    planned, asked = [], []
-    whole: Any = module.program
+    asked: list[tuple[Lowered, Signature]] = []
 
-    def program(*known: Any) -> Any:
-        planned.append(whole(*known))
-        return planned[-1]
-
-    def compile_kernel(*known: Any) -> Any:
-        asked.append(known)
+    def not_compiled(lowered: Lowered, signature: Signature) -> Any:
+        asked.append((lowered, signature))
         return SimpleNamespace(launch=None)
 
     with (
-        patch.object(module, "program", program),
-        patch.object(module, "compile_kernel", compile_kernel),
+        patch.object(Lowered, "compile", not_compiled),
         patch.object(engine, "target_of", lambda device: target),
     ):
         make_ready()
-    ((plan, _),), ((*given, _),) = planned, asked
-    return plan, tuple(given)  # type: ignore[return-value]
+    ((lowered, signature),) = asked
+    return lowered.plan, (lowered.source, lowered.problem, signature)

@@ -16,7 +16,7 @@ from kernel_programs import Kind, launched_backward
 from pairs import in_pairs
 
 from fa4flex.codegen.plan.target import SM90A, SM100A, Target
-from fa4flex.runtime.cuda.inspect import Inspection, inspect
+from fa4flex.compiler.inspect import Inspection, inspect
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl, which exists for Linux"

@@ -12,8 +12,8 @@ from cutlass.cute.runtime import make_fake_tensor
 from hook_runner import fake, without_approximations
 
 from fa4flex.codegen.emit.printer import functions
-from fa4flex.codegen.kernels.common import math
 from fa4flex.codegen.ops import OPS
+from fa4flex.kernels.common import math
 
 CONSTANTS = (1, 3, 7, 10, 1000)
 SIDES = ("left", "right")

@@ -19,9 +19,9 @@ from cutlass import Float32, cute
 from cutlass.cute.runtime import make_fake_tensor
 from simulator.kernels.case import Compiled, compile_for
 
-from fa4flex.codegen.kernels.common import exponential
-from fa4flex.codegen.kernels.common.exponential import POLYNOMIALS, emulated, exp2_pair
-from fa4flex.codegen.kernels.common.math import exp2
+from fa4flex.kernels.common import exponential
+from fa4flex.kernels.common.exponential import POLYNOMIALS, emulated, exp2_pair
+from fa4flex.kernels.common.math import exp2
 from fa4flex.simulator import device
 
 THREADS = 128

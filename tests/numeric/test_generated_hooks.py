@@ -18,7 +18,7 @@ from fa4flex.codegen.build import build
 from fa4flex.codegen.emit import emit_forward
 from fa4flex.codegen.evaluate import Captured, evaluate
 from fa4flex.codegen.expr import TRUE
-from fa4flex.codegen.kernels.fwd_sm90.config import Config
+from fa4flex.kernels.fwd_sm90.config import Config
 from fa4flex.variant import compose
 
 SCALE = 0.31
@@ -44,7 +44,8 @@ def plan(mask_form: str, **problem: Any) -> Any:
     }
     return SimpleNamespace(
         problem=SimpleNamespace(**given),
-        target=SimpleNamespace(name="sm_90a", family="sm90"),
+        target=SimpleNamespace(name="sm_90a"),
+        module="fa4flex.kernels.fwd_sm90",
         config=lambda: Config(128, 128, 128, 128),
     )
 

@@ -11,9 +11,9 @@ import torch
 from cutlass import Float32, Int32, cute, select_
 from hook_runner import fake
 
-from fa4flex.codegen.kernels.common import bits, pointwise
-from fa4flex.codegen.kernels.common.hooks import At, Hooks, Pointwise
-from fa4flex.codegen.kernels.common.pointwise import Fragment, prepare_rows
+from fa4flex.kernels.common import bits, pointwise
+from fa4flex.kernels.common.hooks import At, Hooks, Pointwise
+from fa4flex.kernels.common.pointwise import Fragment, prepare_rows
 
 TILES = (16, 80, 128, 176)
 ROW_OFFSETS = (0, 8)

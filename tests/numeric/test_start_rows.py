@@ -11,9 +11,9 @@ import torch
 from cutlass import Float32, Int32, cute
 from hook_runner import fake
 
-from fa4flex.codegen.kernels.common import pointwise
-from fa4flex.codegen.kernels.common.hooks import At, Hooks, Pointwise
-from fa4flex.codegen.kernels.common.pointwise import Fragment, prepare_rows
+from fa4flex.kernels.common import pointwise
+from fa4flex.kernels.common.hooks import At, Hooks, Pointwise
+from fa4flex.kernels.common.pointwise import Fragment, prepare_rows
 
 ROW_OFFSETS, TILE_N, KV_FIRST, Q_LEN = (0, 8), 64, 128, 40
 COLUMNS = tuple(8 * (c // 2) + c % 2 for c in range(TILE_N // 4))

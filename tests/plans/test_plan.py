@@ -13,7 +13,6 @@ from typing import Any, get_args
 
 import pytest
 
-import fa4flex.codegen.plan as plan_package
 from fa4flex.codegen.analyze.facts import SCORE, Facts
 from fa4flex.codegen.expr import (
     FALSE,
@@ -27,24 +26,23 @@ from fa4flex.codegen.expr import (
     sym,
     to_float,
 )
-from fa4flex.codegen.kernels.fwd_sm90.config import Config
-from fa4flex.codegen.plan import (
-    SM90A,
-    Memory,
-    Plan,
-    PlanError,
-    Problem,
-    Region,
-    Size,
-    Split,
-    Tiles,
-    plan_forward,
-)
-from fa4flex.codegen.plan.problem import Lengths, MaskForm, itemsize
-from fa4flex.codegen.plan.sm90.registers import SPLITS, consumer_need
-from fa4flex.codegen.plan.sm90.tiles import TABLE, WIDTHS, candidates, may_share, pad
+from fa4flex.codegen.plan import problem as problem_module
+from fa4flex.codegen.plan import target as target_module
+from fa4flex.codegen.plan import work
+from fa4flex.codegen.plan.bound import Size
+from fa4flex.codegen.plan.errors import PlanError
+from fa4flex.codegen.plan.memory import Memory, Region
+from fa4flex.codegen.plan.pipeline import Plan
+from fa4flex.codegen.plan.problem import Lengths, MaskForm, Problem, itemsize
+from fa4flex.codegen.plan.target import SM90A
 from fa4flex.codegen.plan.work import Bias, Work, count_work, score_cost
 from fa4flex.errors import InputError, UnsupportedError
+from fa4flex.kernels.dispatch import plan_forward
+from fa4flex.kernels.fwd_sm90 import plan as plan_module
+from fa4flex.kernels.fwd_sm90 import registers
+from fa4flex.kernels.fwd_sm90.config import Config
+from fa4flex.kernels.fwd_sm90.registers import SPLITS, Split, consumer_need
+from fa4flex.kernels.fwd_sm90.tiles import TABLE, WIDTHS, Tiles, candidates, may_share, pad
 from fa4flex.primitives.schedule import Schedule
 
 Q, KV, H, B = sym("q"), sym("kv"), sym("h"), sym("b")
@@ -147,6 +145,14 @@ def test_itemsize_of_dtypes_by_name() -> None:
 # --- plans of everything -------------------------------------------------------------------------------
 
 
+NAMES = {
+    name: value
+    for module in (plan_module, registers, work, target_module, problem_module)
+    for name, value in vars(module).items()
+}
+"""Names that the repr of a plan has."""
+
+
 @pytest.mark.parametrize("count", (15, pytest.param(600, marks=pytest.mark.slow)))
 def test_every_supported_problem_has_a_checked_plan(count: int, seed: int) -> None:
     rng = random.Random(seed)
@@ -163,8 +169,8 @@ def test_every_supported_problem_has_a_checked_plan(count: int, seed: int) -> No
         assert tiles.head_dim == min(w for w in WIDTHS if w >= d)
         assert plan.kv_stages == 2 and plan.need.total <= plan.registers.consumer
         assert plan.memory.total <= 232448
-        assert eval(repr(plan), vars(plan_package)) == plan
-        assert hash(plan) == hash(eval(repr(plan), vars(plan_package)))
+        assert eval(repr(plan), NAMES) == plan
+        assert hash(plan) == hash(eval(repr(plan), NAMES))
 
 
 @pytest.mark.parametrize(
@@ -188,7 +194,7 @@ def test_blocks_take_tiles_from_a_counter_where_tiles_differ_in_work() -> None:
         plan = planned(name, 64, 64, lengths=lengths)
         expected = lengths != "dense" or plan.problem.mask_form != "none"
         assert plan.persistent and plan.dynamic == plan.config().dynamic == expected, (name, lengths)
-        assert expected == any(ring.name == "next" for ring in plan.pipeline.rings)
+        assert expected == any(ring.name == "next" for ring in plan.topology.rings)
         assert expected == any(region.name == "next" for region in plan.memory.regions)
         assert ("publish the next tile's number" in plan.explain()) == expected
 
@@ -359,7 +365,7 @@ def test_output_has_room_of_its_own_where_it_fits(
         plan = plan_forward(Facts(), problem, schedule=Schedule(tile=tile))
         assert plan.kv_stages == 2
         expected = staging if lengths == "dense" else "none"  # rows go straight to global memory
-        assert plan.pipeline.staging == expected
+        assert plan.topology.staging == expected
         assert plan.config().alias_output == (expected != "own") == plan.tiles.shares(problem, 2, SM90A)
         outs = [(r.alias, r.size) for r in plan.memory.regions if r.name == "out"]
         alias = "q" if expected == "queries" else None
@@ -440,14 +446,14 @@ def test_a_changed_plan_is_checked_anew() -> None:
 def test_a_plan_is_checked_in_order_too() -> None:
     """Scores multiplied before their keys are there: no count is wrong, so only the simulation tells."""
     plan = replace(planned("dense", 128, 128))
-    producer, *consumers = plan.pipeline.roles
+    producer, *consumers = plan.topology.roles
     hasty = []
     for role in consumers:
         wait, take, issue, *rest = role.body
         hasty.append(replace(role, body=(take, issue, wait, *rest)))
-    broken = replace(plan.pipeline, roles=(producer, *hasty))
+    broken = replace(plan.topology, roles=(producer, *hasty))
     broken.check()
-    plan.__dict__["pipeline"] = broken
+    plan.__dict__["topology"] = broken
     with pytest.raises(PlanError, match="before it is there"):
         plan.check()
 
@@ -528,7 +534,8 @@ def test_planning_loads_neither_torch_nor_cutlass() -> None:
     program = (
         "import sys\n"
         "from fa4flex.codegen.analyze.facts import Facts\n"
-        "from fa4flex.codegen.plan import Problem, plan_forward\n"
+        "from fa4flex.codegen.plan.problem import Problem\n"
+        "from fa4flex.kernels.dispatch import plan_forward\n"
         "assert 'networkx' not in sys.modules\n"
         "plan_forward(Facts(), Problem(128, 128)).explain()\n"
         "print(sorted({'torch', 'cutlass', 'sympy'} & set(sys.modules)))\n"

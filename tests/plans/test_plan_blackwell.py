@@ -20,14 +20,18 @@ from blackwell_plans import (
 )
 
 from fa4flex.codegen.analyze.facts import Facts
-from fa4flex.codegen.kernels.fwd_sm100.config import Exponential, Registers
-from fa4flex.codegen.plan import SM90A, SM100A, BlackwellPlan, PlanError, Problem, plan_forward
-from fa4flex.codegen.plan.sm100.exponential import TABLE, share
-from fa4flex.codegen.plan.sm100.registers import NARROW, SPLITS, WIDE
-from fa4flex.codegen.plan.sm100.sharing import lifetimes
-from fa4flex.codegen.plan.sm100.tensor_memory import WHOLE, Range, lay_out_columns
-from fa4flex.codegen.plan.target import SM103A
+from fa4flex.codegen.plan.errors import PlanError
+from fa4flex.codegen.plan.problem import Problem
+from fa4flex.codegen.plan.sharing import lifetimes
+from fa4flex.codegen.plan.target import SM90A, SM100A, SM103A
+from fa4flex.codegen.plan.tensor_memory import WHOLE, Range
 from fa4flex.errors import UnsupportedError
+from fa4flex.kernels.dispatch import plan_forward
+from fa4flex.kernels.fwd_sm100.columns import first_columns, lay_out_columns
+from fa4flex.kernels.fwd_sm100.config import Exponential, Registers
+from fa4flex.kernels.fwd_sm100.exponential import TABLE, share
+from fa4flex.kernels.fwd_sm100.plan import BlackwellPlan
+from fa4flex.kernels.fwd_sm100.registers import NARROW, SPLITS, WIDE
 from fa4flex.primitives.schedule import Schedule
 
 # --- tensor memory -------------------------------------------------------------------------------------
@@ -86,7 +90,7 @@ def test_columns_that_are_not_there_are_refused() -> None:
     for bad in (with_columns(columns, "O 1", 400), replace(columns, ranges=(Range("S 0", 0, 0),))):
         with pytest.raises(PlanError, match=r"in columns .*\n.*some of 0 .. 512"):
             bad.check()
-    assert planned(128, 128).columns.config() == planned(128, 128).config().memory
+    assert first_columns(planned(128, 128).columns) == planned(128, 128).config().memory
     assert planned(128, 128).config().memory.probabilities == (64, 192)
     assert planned(64, 64, few_queries=True).config().memory.outputs == (256,)
 
@@ -195,12 +199,12 @@ def test_a_changed_plan_is_checked_anew() -> None:
         with pytest.raises(kind):
             replace(plan, **changes).check()
     replace(plan, dynamic=True).check()
-    role = plan.pipeline.role("correction")
+    role = plan.topology.role("correction")
     late = (*role.body[:2], role.body[3], role.body[2], *role.body[4:])
-    broken = with_role(plan.pipeline, replace(role, body=late))
+    broken = with_role(plan.topology, replace(role, body=late))
     broken.check()  # no count is wrong, so only the simulation tells
     hasty = replace(plan)
-    hasty.__dict__["pipeline"] = broken
+    hasty.__dict__["topology"] = broken
     with pytest.raises(PlanError, match="O 0 tile"):
         hasty.check()
 

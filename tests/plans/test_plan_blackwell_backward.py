@@ -9,13 +9,16 @@ from itertools import product
 import pytest
 from blackwell_plans import broken, dropped, edges, ordered, refuses_columns, wrong_counts
 
-from fa4flex.codegen.kernels.bwd_sm100 import roles
-from fa4flex.codegen.kernels.bwd_sm100.config import Registers
-from fa4flex.codegen.plan import SM100A, PlanError, Problem
-from fa4flex.codegen.plan.backward import plan_backward
-from fa4flex.codegen.plan.simulate import at_random, round_robin, simulate, trace
-from fa4flex.codegen.plan.sm100.backward import BlackwellBackwardPlan
-from fa4flex.codegen.plan.sm100.sharing import lifetimes
+from fa4flex.codegen.analyze.facts import Facts
+from fa4flex.codegen.plan.errors import PlanError
+from fa4flex.codegen.plan.problem import Problem
+from fa4flex.codegen.plan.sharing import lifetimes
+from fa4flex.codegen.plan.target import SM100A
+from fa4flex.codegen.plan.verify import at_random, round_robin, simulate, trace
+from fa4flex.kernels.bwd_sm100 import roles
+from fa4flex.kernels.bwd_sm100.config import Registers
+from fa4flex.kernels.bwd_sm100.one_cta.plan import OneCtaPlan
+from fa4flex.kernels.dispatch import plan_backward
 
 WIDTHS = ((32, 32), (64, 64), (64, 128), (96, 96), (128, 32), (128, 128))
 STEPS = ([1], [2], [5])
@@ -23,9 +26,9 @@ STEPS = ([1], [2], [5])
 
 
 @cache
-def planned(d: int = 128, dv: int = 128) -> BlackwellBackwardPlan:
-    plan = plan_backward(Problem(d, dv), SM100A)
-    assert isinstance(plan, BlackwellBackwardPlan)
+def planned(d: int = 128, dv: int = 128) -> OneCtaPlan:
+    plan = plan_backward(Facts(), Problem(d, dv), SM100A)
+    assert isinstance(plan, OneCtaPlan)
     return plan
 
 
@@ -34,13 +37,13 @@ def test_every_plan_runs(widths: tuple[int, int], seed: int) -> None:
     plan = planned(*widths)
     plan.check()
     for i, steps in enumerate((*STEPS, [9])):
-        assert simulate(plan.pipeline, steps, at_random(seed + i)) > 0
-    assert all(lifetimes(plan.pipeline, plan.columns).nodes[c]["read"] for c in (("dQ", 2), ("dV", 2)))
+        assert simulate(plan.topology, steps, at_random(seed + i)) > 0
+    assert all(lifetimes(plan.topology, plan.columns).nodes[c]["read"] for c in (("dQ", 2), ("dV", 2)))
 
 
 def test_one_run_stands_for_all(seed: int) -> None:
     """Whatever order steps are picked in, the same steps happen, after the same hand-overs."""
-    pipeline = planned().pipeline
+    pipeline = planned().topology
     first = edges(trace(pipeline, [3], round_robin()))
     assert len(first) > 300
     for i in range(4):
@@ -48,7 +51,7 @@ def test_one_run_stands_for_all(seed: int) -> None:
 
 
 def test_products_are_issued_in_the_stated_order() -> None:
-    events = planned().pipeline.role("multiply").run([3])
+    events = planned().topology.role("multiply").run([3])
     order = [f"{e.target} {e.tile}" for e in events if e.action == "issue" and e.target[-1] != "1"]
     begin = "S 0 0, dP 0 0, dV 0"
     middle = "".join(f", S 0 {j}, dK {j - 1}, dQ {j - 1}, dP 0 {j}, dV {j}" for j in (1, 2))
@@ -57,7 +60,7 @@ def test_products_are_issued_in_the_stated_order() -> None:
 
 def test_counts_are_the_kernels() -> None:
     plan = planned()
-    config, pipeline = plan.config(), plan.pipeline
+    config, pipeline = plan.config(), plan.topology
     counts = {barrier.name: barrier.arrivals for barrier in pipeline.mbarriers}
     counts |= {f"{name}_full": pipeline.ring(name).full_arrivals for name in ("k", "v")}
     assert counts == roles.BARRIERS
@@ -71,7 +74,7 @@ def test_counts_are_the_kernels() -> None:
 
 
 def test_barriers_that_the_kernel_does_not_have_are_not_missing() -> None:
-    run = trace(planned().pipeline, [4], round_robin())
+    run = trace(planned().topology, [4], round_robin())
     for half, j in product((0, 1), (0, 1, 2)):
         assert ordered(run, f"compute {half} read S {half} tile {j}", f"product S {half} tile {j + 1}")
         assert ordered(run, f"product dV tile {j}", f"product S {half} tile {j + 1}")
@@ -82,7 +85,7 @@ def test_barriers_that_the_kernel_does_not_have_are_not_missing() -> None:
 
 def test_every_dropped_event_is_found() -> None:
     """dV and dK are read by two, so that one read less leaves them read."""
-    pipeline = planned().pipeline
+    pipeline = planned().topology
     assert not broken(pipeline, *STEPS)
     found = 0
     for event, where, less in dropped(pipeline):
@@ -93,7 +96,7 @@ def test_every_dropped_event_is_found() -> None:
 
 
 def test_every_wrong_count_is_found() -> None:
-    wrong = wrong_counts(planned().pipeline)
+    wrong = wrong_counts(planned().topology)
     assert len(wrong) > 30 and all(broken(one, *STEPS) for one in wrong)
 
 
@@ -129,9 +132,9 @@ def test_a_plan_says_what_it_is() -> None:
     told = planned(64, 64).explain()
     for words in ("backward kernel for sm_100a", "dQ tile 0 has ended when dP 0 tile 1 begins", "k: 1 stage"):
         assert words in told
-    ordered = plan_backward(Problem(64, 64, lengths="packed", deterministic=True), SM100A)
+    ordered = plan_backward(Facts(), Problem(64, 64, lengths="packed", deterministic=True), SM100A)
     assert ordered.config().ragged and "awaits its turn" in ordered.explain()  # type: ignore[attr-defined]
     assert planned(40, 64).config() == planned(64, 64).config() != planned(128, 128).config()
     assert planned().memory.total <= SM100A.shared_memory
     assert planned().config().masked is False and planned().tile == (128, 128)
-    assert plan_backward(Problem(64, 64, mask_form="tables"), SM100A).config().masked
+    assert plan_backward(Facts(), Problem(64, 64, mask_form="tables"), SM100A).config().masked

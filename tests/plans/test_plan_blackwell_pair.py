@@ -12,17 +12,20 @@ import pytest
 import torch
 from blackwell_plans import broken, dropped, edges, ordered, refuses_columns, wrong_counts
 
-from fa4flex.codegen.kernels.bwd_sm100 import roles as alone
-from fa4flex.codegen.kernels.bwd_sm100.config import ROWS
-from fa4flex.codegen.kernels.bwd_sm100_pair import roles
-from fa4flex.codegen.plan import SM100A, Event, Problem
-from fa4flex.codegen.plan.backward import plan_backward
-from fa4flex.codegen.plan.simulate import at_random, round_robin, simulate, trace
-from fa4flex.codegen.plan.sm100.backward_pair import BlackwellPairPlan, plan_pairs
-from fa4flex.codegen.plan.sm100.backward_pair_pipeline import THERE, arrivals
-from fa4flex.codegen.plan.sm100.sharing import lifetimes
+from fa4flex.codegen.analyze.facts import Facts
+from fa4flex.codegen.plan.problem import Problem
+from fa4flex.codegen.plan.request import Request
+from fa4flex.codegen.plan.sharing import lifetimes
+from fa4flex.codegen.plan.target import SM100A
+from fa4flex.codegen.plan.topology import Event
+from fa4flex.codegen.plan.verify import at_random, round_robin, simulate, trace
 from fa4flex.errors import UnsupportedError
-from fa4flex.runtime.cuda.backward import _keys
+from fa4flex.kernels.bwd_sm100 import roles as alone
+from fa4flex.kernels.bwd_sm100.config import ROWS
+from fa4flex.kernels.bwd_sm100.two_cta import roles
+from fa4flex.kernels.bwd_sm100.two_cta.plan import TwoCtaPlan, plan_two_cta
+from fa4flex.kernels.bwd_sm100.two_cta.topology import THERE, arrivals
+from fa4flex.kernels.dispatch import plan_backward
 from fa4flex.runtime.cuda.call import NO_LENGTHS, Call
 
 WIDTHS = ((64, 64), (64, 128), (128, 64), (128, 128))
@@ -31,8 +34,10 @@ STEPS = ([1], [2], [5])
 
 
 @cache
-def planned(d: int = 128, dv: int = 128) -> BlackwellPairPlan:
-    return plan_pairs(Problem(d, dv), SM100A)
+def planned(d: int = 128, dv: int = 128) -> TwoCtaPlan:
+    plan = plan_two_cta(Request(Facts(), Problem(d, dv), SM100A))
+    plan.check()
+    return plan
 
 
 @pytest.mark.parametrize("widths", WIDTHS)
@@ -40,19 +45,19 @@ def test_every_plan_runs(widths: tuple[int, int], seed: int) -> None:
     plan = planned(*widths)
     plan.check()
     for i, steps in enumerate(([1], [2], [4])):
-        assert simulate(plan.pipeline, steps, at_random(seed + i)) > 0
-    assert all(lifetimes(plan.pipeline, plan.columns).nodes[c]["read"] for c in (("dQ", 2), ("dV", 2)))
+        assert simulate(plan.topology, steps, at_random(seed + i)) > 0
+    assert all(lifetimes(plan.topology, plan.columns).nodes[c]["read"] for c in (("dQ", 2), ("dV", 2)))
 
 
 def test_one_run_stands_for_all(seed: int) -> None:
-    pipeline = planned().pipeline
+    pipeline = planned().topology
     first = edges(trace(pipeline, [3], round_robin()))
     assert len(first) > 600
     assert edges(trace(pipeline, [3], at_random(seed))) == first
 
 
 def test_products_are_issued_in_the_stated_order() -> None:
-    events = planned().pipeline.role("multiply").run([3])
+    events = planned().topology.role("multiply").run([3])
     order = [f"{e.target} {e.tile}" for e in events if e.action == "issue" and " 1" not in e.target]
     here = [name.replace(" 0 0 ", " ") for name in order if THERE not in name]
     begin = "S 0, dP 0, dV 0"
@@ -79,7 +84,7 @@ def test_counts_are_the_kernels() -> None:
 
 
 def test_barriers_that_the_kernel_does_not_have_are_not_missing() -> None:
-    run = trace(planned().pipeline, [4], round_robin())
+    run = trace(planned().topology, [4], round_robin())
     for half, c, j in product((0, 1), ("", THERE), (0, 1, 2)):
         assert ordered(run, f"compute {half}{c} read S {half} 1{c} tile {j}", f"product S 0 0 tile {j + 1}")
         assert ordered(run, f"product dV tile {j}", f"product S {half} 0{c} tile {j + 1}")
@@ -92,7 +97,7 @@ def test_barriers_that_the_kernel_does_not_have_are_not_missing() -> None:
 
 def test_dropped_events_are_found() -> None:
     """Some of them; dV and dK are read by two, so that one read less leaves them read."""
-    pipeline = planned().pipeline
+    pipeline = planned().topology
     assert not broken(pipeline, *STEPS)
     every = [x for x in dropped(pipeline) if matters(x[0])]
     assert len(every) > 250
@@ -102,7 +107,7 @@ def test_dropped_events_are_found() -> None:
 
 @pytest.mark.exhaustive
 def test_every_dropped_event_is_found() -> None:
-    for event, where, less in dropped(planned().pipeline):
+    for event, where, less in dropped(planned().topology):
         assert not matters(event) or broken(less, *STEPS), f"{event} of {where}"
 
 
@@ -117,7 +122,7 @@ def matters(event: Event) -> bool:
 
 
 def test_wrong_counts_are_found() -> None:
-    wrong = wrong_counts(planned().pipeline)
+    wrong = wrong_counts(planned().topology)
     assert len(wrong) > 80 and all(broken(one, *STEPS) for one in random.sample(wrong, 20))
 
 
@@ -132,7 +137,7 @@ def test_columns_that_live_at_once_are_not_shared(moved: str, to: str) -> None:
 
 def test_a_pair_is_chosen_where_it_pays() -> None:
     many = Problem(128, 128, many_keys=True)
-    assert plan_backward(many, SM100A).tile == (128, 256)
+    assert plan_backward(Facts(), many, SM100A).tile == (128, 256)
     for alike in (
         {"mask_form": "spans"},
         {"lengths": "used"},
@@ -140,14 +145,14 @@ def test_a_pair_is_chosen_where_it_pays() -> None:
         {"deterministic": True},
         {"sloped": True, "gradients": ((0, "sum"),)},
     ):
-        assert plan_backward(replace(many, **alike), SM100A).tile == (128, 256)  # type: ignore[arg-type]
+        assert plan_backward(Facts(), replace(many, **alike), SM100A).tile == (128, 256)  # type: ignore[arg-type]
     for other in (
         {"many_keys": False},
         {"head_dim": 64},
         {"head_dim_v": 96},
         {"long_scores": True},
     ):
-        assert plan_backward(replace(many, **other), SM100A).tile == (128, 128)  # type: ignore[arg-type]
+        assert plan_backward(Facts(), replace(many, **other), SM100A).tile == (128, 128)  # type: ignore[arg-type]
 
 
 def test_how_many_keys_a_sequence_has() -> None:
@@ -156,14 +161,14 @@ def test_how_many_keys_a_sequence_has() -> None:
     q, k = torch.empty(3000, 4, 64), torch.empty(6300, 2, 64)
     rest = (), 1.0, True, ("lse",)
     for lengths, kv_len in (((ends, ends, None, None), 2100), ((ends, ends, used, used), 2100)):
-        assert _keys(Call(q, k, k, (), None, lengths, *rest)) == kv_len
+        assert Call(q, k, k, (), None, lengths, *rest).inputs(q.dtype).usual_keys == kv_len
     q, k = torch.empty(3, 4, 70, 64), torch.empty(3, 2, 2050, 64)
     for lengths, kv_len in (
         (NO_LENGTHS, 2050),
         ((None, None, used, None), 2050),
         ((None,) * 3 + (used,), 1025),
     ):
-        assert _keys(Call(q, k, k, (), None, lengths, *rest)) == kv_len
+        assert Call(q, k, k, (), None, lengths, *rest).inputs(q.dtype).usual_keys == kv_len
 
 
 @pytest.mark.parametrize("width", (64, 128))
@@ -180,7 +185,7 @@ def test_turns_are_of_single_warps(width: int) -> None:
 
 def test_what_pairs_do_not_have() -> None:
     with pytest.raises(UnsupportedError, match="the kernel of one CTA alone"):
-        plan_pairs(Problem(192, 128), SM100A)
+        plan_two_cta(Request(Facts(), Problem(192, 128), SM100A))
 
 
 def test_a_plan_says_what_it_is() -> None:

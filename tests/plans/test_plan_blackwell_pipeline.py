@@ -25,12 +25,12 @@ from blackwell_plans import (
     with_role,
 )
 
-from fa4flex.codegen.kernels.fwd_sm100 import roles
-from fa4flex.codegen.plan import Event, Pipeline, PlanError, Role
-from fa4flex.codegen.plan.pipeline import Barrier, Product
-from fa4flex.codegen.plan.simulate import at_random, round_robin, simulate, trace
-from fa4flex.codegen.plan.sm100.pipeline import CORE, STEPS
-from fa4flex.codegen.plan.sm100.tiles import RINGS
+from fa4flex.codegen.plan.errors import PlanError
+from fa4flex.codegen.plan.topology import Barrier, Event, Product, Role, Topology
+from fa4flex.codegen.plan.verify import at_random, round_robin, simulate, trace
+from fa4flex.kernels.fwd_sm100 import roles
+from fa4flex.kernels.fwd_sm100.tiles import RINGS
+from fa4flex.kernels.fwd_sm100.topology import CORE, STEPS
 
 WORKS: tuple[list[int], ...] = ([], [1], [2], [9], [1, 9], [9, 1, 9, 1], [1, 1, 1, 1], [4, 1, 3])
 """Key tiles of the tiles of queries that a block takes: none at all; one; alternating short and long rows."""
@@ -41,7 +41,7 @@ WORKS: tuple[list[int], ...] = ([], [1], [2], [9], [1, 9], [9, 1, 9, 1], [1, 1, 
 
 def test_every_plan_runs(seed: int) -> None:
     """Plans are checked when they are made; here again, with other rows and in a random order."""
-    pipelines = list(dict.fromkeys(plan.pipeline for plan in every_plan()))
+    pipelines = list(dict.fromkeys(plan.topology for plan in every_plan()))
     assert len(pipelines) > 30
     for i, pipeline in enumerate(pipelines):
         pipeline.check()
@@ -50,7 +50,7 @@ def test_every_plan_runs(seed: int) -> None:
 
 @pytest.mark.slow
 def test_every_plan_runs_any_rows_in_any_order(seed: int) -> None:
-    for pipeline in dict.fromkeys(plan.pipeline for plan in every_plan()):
+    for pipeline in dict.fromkeys(plan.topology for plan in every_plan()):
         for i, work in enumerate(WORKS):
             assert simulate(pipeline, work, round_robin() if i % 2 else at_random(seed + i)) > 0
 
@@ -178,7 +178,7 @@ def test_the_first_arrival_at_p_early_stands_for_an_output_that_is_not_there() -
 # --- broken pipelines ----------------------------------------------------------------------------------
 
 
-def moved(pipeline: Pipeline, role: str, when: str, event: int, to: int) -> Pipeline:
+def moved(pipeline: Topology, role: str, when: str, event: int, to: int) -> Topology:
     """One event of a part at another place."""
     old = pipeline.role(role)
     part = list(getattr(old, when))
@@ -221,7 +221,7 @@ def test_every_wrong_count_is_found_by_sums_and_by_simulation() -> None:
         assert fails_check(wrong) and fault_of(wrong)
 
 
-def find(pipeline: Pipeline, role: str, when: str, words: str) -> int:
+def find(pipeline: Topology, role: str, when: str, words: str) -> int:
     events = getattr(pipeline.role(role), when)
     return next(i for i, e in enumerate(events) if f"{e.action} {e.target}" == words)
 
@@ -288,15 +288,15 @@ def test_a_ring_without_its_stages_does_not_fit_its_region() -> None:
     plan = planned(128, 128)
     for name in ("k", "v", "out"):
         wrong = replace(plan)
-        wrong.__dict__["pipeline"] = with_ring(
-            plan.pipeline, name, stages=plan.pipeline.ring(name).stages - 1
+        wrong.__dict__["topology"] = with_ring(
+            plan.topology, name, stages=plan.topology.ring(name).stages - 1
         )
         with pytest.raises(PlanError, match=rf"region {name} of \d+ bytes"):
             wrong.check()
 
 
-def toy(*parts: Role, barriers: tuple[Barrier, ...]) -> Pipeline:
-    return Pipeline(parts, (), (), mbarriers=barriers)
+def toy(*parts: Role, barriers: tuple[Barrier, ...]) -> Topology:
+    return Topology(parts, (), (), mbarriers=barriers)
 
 
 def test_a_waiter_two_phases_behind_is_found() -> None:

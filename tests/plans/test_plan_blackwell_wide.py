@@ -10,14 +10,17 @@ from itertools import product
 import pytest
 from blackwell_plans import broken, dropped, edges, ordered, refuses_columns, wrong_counts
 
-from fa4flex.codegen.kernels.bwd_sm100 import roles as alone
-from fa4flex.codegen.kernels.bwd_sm100_wide import roles
-from fa4flex.codegen.kernels.bwd_sm100_wide.config import SLOPED
-from fa4flex.codegen.plan import SM100A, Event, Problem
-from fa4flex.codegen.plan.backward import plan_backward
-from fa4flex.codegen.plan.simulate import at_random, round_robin, simulate, trace
-from fa4flex.codegen.plan.sm100.backward_wide import BlackwellWidePlan
-from fa4flex.codegen.plan.sm100.sharing import lifetimes
+from fa4flex.codegen.analyze.facts import Facts
+from fa4flex.codegen.plan.problem import Problem
+from fa4flex.codegen.plan.sharing import lifetimes
+from fa4flex.codegen.plan.target import SM100A
+from fa4flex.codegen.plan.topology import Event
+from fa4flex.codegen.plan.verify import at_random, round_robin, simulate, trace
+from fa4flex.kernels.bwd_sm100 import roles as alone
+from fa4flex.kernels.bwd_sm100.wide_heads import roles
+from fa4flex.kernels.bwd_sm100.wide_heads.config import SLOPED
+from fa4flex.kernels.bwd_sm100.wide_heads.plan import WideHeadsPlan
+from fa4flex.kernels.dispatch import plan_backward
 
 WIDTHS = ((192, 128), (192, 32), (160, 128), (160, 96))
 STEPS = ([1], [2], [5])
@@ -25,9 +28,9 @@ STEPS = ([1], [2], [5])
 
 
 @cache
-def planned(d: int = 192, dv: int = 128, sloped: bool = False) -> BlackwellWidePlan:
-    plan = plan_backward(Problem(d, dv, sloped=sloped), SM100A)
-    assert isinstance(plan, BlackwellWidePlan)
+def planned(d: int = 192, dv: int = 128, sloped: bool = False) -> WideHeadsPlan:
+    plan = plan_backward(Facts(), Problem(d, dv, sloped=sloped), SM100A)
+    assert isinstance(plan, WideHeadsPlan)
     return plan
 
 
@@ -36,20 +39,20 @@ def test_every_plan_runs(widths: tuple[int, int], seed: int) -> None:
     plan = planned(*widths)
     plan.check()
     for i, steps in enumerate((*STEPS, [9])):
-        assert simulate(plan.pipeline, steps, at_random(seed + i)) > 0
-    nodes = lifetimes(plan.pipeline, plan.columns).nodes
+        assert simulate(plan.topology, steps, at_random(seed + i)) > 0
+    nodes = lifetimes(plan.topology, plan.columns).nodes
     assert all(nodes[c]["read"] for c in (("dQ", 2), ("dQ late", 2), ("dV", 2)))
 
 
 def test_one_run_stands_for_all(seed: int) -> None:
-    pipeline = planned().pipeline
+    pipeline = planned().topology
     first = edges(trace(pipeline, [3], round_robin()))
     assert len(first) > 400
     assert edges(trace(pipeline, [3], at_random(seed))) == first
 
 
 def test_products_are_issued_in_the_stated_order() -> None:
-    events = planned().pipeline.role("multiply").run([3])
+    events = planned().topology.role("multiply").run([3])
     order = [f"{e.target} {e.tile}" for e in events if e.action == "issue" and " 1" not in e.target]
     names = ("S 0 0", "dP 0 0", "dV", "dK", "dQ", "dQ late")
     assert order == [f"{name} {j}" for j in range(3) for name in names]
@@ -57,7 +60,7 @@ def test_products_are_issued_in_the_stated_order() -> None:
 
 def test_counts_are_the_kernels() -> None:
     plan = planned()
-    config, pipeline = plan.config(), plan.pipeline
+    config, pipeline = plan.config(), plan.topology
     counts = {barrier.name: barrier.arrivals for barrier in pipeline.mbarriers}
     counts |= {f"{name}_full": pipeline.ring(name).full_arrivals for name in ("k", "v")}
     assert counts == roles.BARRIERS
@@ -68,7 +71,7 @@ def test_counts_are_the_kernels() -> None:
 
 
 def test_barriers_that_the_kernel_does_not_have_are_not_missing() -> None:
-    run = trace(planned().pipeline, [4], round_robin())
+    run = trace(planned().topology, [4], round_robin())
     for half, i, j in product((0, 1), (0, 1), (0, 1, 2)):
         assert ordered(run, f"read S {half} {i} tile {j}", f"product dP 0 0 tile {j}")
         assert ordered(run, f"product dV tile {j}", f"product S {half} {i} tile {j + 1}")
@@ -80,7 +83,7 @@ def test_barriers_that_the_kernel_does_not_have_are_not_missing() -> None:
 @pytest.mark.parametrize("sloped", (False, True))
 def test_every_dropped_event_is_found(sloped: bool) -> None:
     """dV and dK are read by two, so that one read less leaves them read."""
-    pipeline = planned(sloped=sloped).pipeline
+    pipeline = planned(sloped=sloped).topology
     assert not broken(pipeline, *STEPS)
     every = [x for x in dropped(pipeline) if matters(x[0])]
     assert len(every) > 130
@@ -93,7 +96,7 @@ def matters(event: Event) -> bool:
 
 
 def test_wrong_counts_are_found() -> None:
-    wrong = wrong_counts(planned().pipeline)
+    wrong = wrong_counts(planned().topology)
     assert len(wrong) > 35 and all(broken(one, *STEPS) for one in random.sample(wrong, 20))
 
 
@@ -124,8 +127,8 @@ def test_turns_are_of_single_warps() -> None:
 def test_what_every_kernel_has() -> None:
     """Lengths, masks, ordered sums and captured gradients are those of narrower heads."""
     wide = Problem(136, 40, lengths="packed", mask_form="tables", deterministic=True, gradients=((0, "sum"),))
-    plan = plan_backward(wide, SM100A)
+    plan = plan_backward(Facts(), wide, SM100A)
     config = plan.config()
     assert (config.head_dim, config.head_dim_v) == (160, 64) and plan.tile == (128, 128)
     assert config.ragged and config.masked and config.deterministic
-    assert plan_backward(replace(wide, sloped=True), SM100A).config().registers == SLOPED
+    assert plan_backward(Facts(), replace(wide, sloped=True), SM100A).config().registers == SLOPED

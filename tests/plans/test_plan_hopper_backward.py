@@ -11,11 +11,12 @@ import torch
 from helpers import Width, widths
 
 import fa4flex
+from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.analyze.hoist import read_by_pairs
 from fa4flex.codegen.expr import nodes
-from fa4flex.codegen.plan import SM90A, Problem
-from fa4flex.codegen.plan.backward import plan_backward
-from fa4flex.codegen.plan.sm90.backward import (
+from fa4flex.codegen.plan.problem import Problem
+from fa4flex.codegen.plan.target import SM90A
+from fa4flex.kernels.bwd_sm90.plan import (
     LATENT_TILE,
     LONG_LATENT_TILE,
     LONG_TILE,
@@ -24,13 +25,14 @@ from fa4flex.codegen.plan.sm90.backward import (
     WIDE_TILE,
     HopperBackwardPlan,
 )
+from fa4flex.kernels.dispatch import plan_backward
 
 WIDTHS = (32, 64, 80, 96, 128, 192, 256)
 LIGHT = Problem(128, 128, mask_form="queries")
 
 
 def planned(problem: Problem) -> HopperBackwardPlan:
-    plan = plan_backward(problem, SM90A)
+    plan = plan_backward(Facts(), problem, SM90A)
     assert isinstance(plan, HopperBackwardPlan)
     return plan
 

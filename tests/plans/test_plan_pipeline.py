@@ -10,10 +10,11 @@ from itertools import product
 import networkx
 import pytest
 
-from fa4flex.codegen.plan import Event, Pipeline, PlanError, Role, Tiles
-from fa4flex.codegen.plan.pipeline import Staging
-from fa4flex.codegen.plan.simulate import Mbarrier, Pick, at_random, round_robin, simulate, trace
-from fa4flex.codegen.plan.sm90.pipeline import forward_pipeline
+from fa4flex.codegen.plan.errors import PlanError
+from fa4flex.codegen.plan.topology import Event, Role, Staging, Topology
+from fa4flex.codegen.plan.verify import Mbarrier, Pick, at_random, round_robin, simulate, trace
+from fa4flex.kernels.fwd_sm90.tiles import Tiles
+from fa4flex.kernels.fwd_sm90.topology import forward_topology
 
 TILES = Tiles(128, 128, 128, 64)
 WORKS = ([1], [2, 2], [7], [1, 3, 2], [1, 1, 1, 1])
@@ -27,7 +28,7 @@ def picks(seed: int, count: int = 6) -> Iterator[Pick]:
     yield from (at_random(seed + i) for i in range(count))
 
 
-def is_red(pipeline: Pipeline, seed: int) -> bool:
+def is_red(pipeline: Topology, seed: int) -> bool:
     """Whether some interleaving fails."""
     for pick in picks(seed):
         for work in WORKS:
@@ -38,7 +39,7 @@ def is_red(pipeline: Pipeline, seed: int) -> bool:
     return False
 
 
-def fails_check(pipeline: Pipeline) -> bool:
+def fails_check(pipeline: Topology) -> bool:
     try:
         pipeline.check()
     except PlanError:
@@ -52,11 +53,11 @@ def sound(
     stages: int = 2,
     tile_m: int = 128,
     dynamic: bool = False,
-) -> Pipeline:
-    return forward_pipeline(replace(TILES, tile_m=tile_m), stages, pingpong, staging, dynamic)
+) -> Topology:
+    return forward_topology(replace(TILES, tile_m=tile_m), stages, pingpong, staging, dynamic)
 
 
-def every_pipeline() -> Iterator[Pipeline]:
+def every_pipeline() -> Iterator[Topology]:
     """Each that differs from the others: a lone consumer takes no turns."""
     stagings: tuple[Staging, ...] = ("queries", "own", "none")
     for staging, stages, tile_m in product(stagings, (1, 2, 3), (64, 128, 192)):
@@ -156,7 +157,7 @@ def test_graph_carries_stages_bytes_and_arrivals() -> None:
 
 def test_copies_add_up_to_the_bytes_announced() -> None:
     for width in (64, 96, 128, 192, 256):
-        pipeline = forward_pipeline(Tiles(128, 80, width, width), 2, True, "queries")
+        pipeline = forward_topology(Tiles(128, 80, width, width), 2, True, "queries")
         for ring in pipeline.rings:
             rows = 64 if ring.name.startswith("q") else 80
             assert sum(ring.copies) == ring.transaction_bytes == ring.stage_bytes == rows * width * 2
@@ -165,16 +166,16 @@ def test_copies_add_up_to_the_bytes_announced() -> None:
 # --- broken pipelines ----------------------------------------------------------------------------------
 
 
-def with_role(pipeline: Pipeline, i: int, role: Role) -> Pipeline:
+def with_role(pipeline: Topology, i: int, role: Role) -> Topology:
     return replace(pipeline, roles=(*pipeline.roles[:i], role, *pipeline.roles[i + 1 :]))
 
 
-def with_ring(pipeline: Pipeline, name: str, **changes: int) -> Pipeline:
+def with_ring(pipeline: Topology, name: str, **changes: int) -> Topology:
     rings = tuple(replace(r, **changes) if r.name == name else r for r in pipeline.rings)  # type: ignore[arg-type]
     return replace(pipeline, rings=rings)
 
 
-def dropped(pipeline: Pipeline) -> Iterator[tuple[Event, str, Pipeline]]:
+def dropped(pipeline: Topology) -> Iterator[tuple[Event, str, Topology]]:
     """Every pipeline with one event left out, and where."""
     for i, role in enumerate(pipeline.roles[:2]):
         for when, part in role.parts.items():

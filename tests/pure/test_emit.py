@@ -16,9 +16,9 @@ from fa4flex.codegen.build import build
 from fa4flex.codegen.emit import Source, emit_forward
 from fa4flex.codegen.emit.printer import functions, words
 from fa4flex.codegen.expr import apply, const, load, reduce, scalar, sym, to_float
-from fa4flex.codegen.kernels.fwd_sm90.config import Config
 from fa4flex.codegen.ops import OPS
 from fa4flex.errors import InputError, UnsupportedError
+from fa4flex.kernels.fwd_sm90.config import Config
 from fa4flex.variant import compose
 from fa4flex.variants import alibi, causal, learned_bias, softcap
 
@@ -31,7 +31,8 @@ def emitted(facts: Facts, mask_form: str = "none", **problem: Any) -> Source:
         facts,
         SimpleNamespace(
             problem=SimpleNamespace(**given),
-            target=SimpleNamespace(name="sm_90a", family="sm90"),
+            target=SimpleNamespace(name="sm_90a"),
+            module="fa4flex.kernels.fwd_sm90",
             config=lambda: Config(128, 128, 128, 128),
         ),
     )

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from fa4flex.codegen.plan import Problem
-from fa4flex.runtime.cuda import cache
-from fa4flex.runtime.cuda import compile as compile_module
-from fa4flex.runtime.cuda.call import Signature
-from fa4flex.runtime.cuda.compile import digest, kernel_key
+from fa4flex.codegen.plan.problem import Problem
+from fa4flex.compiler import cache
+from fa4flex.compiler import compile as compile_module
+from fa4flex.compiler.compile import digest, kernel_key
+from fa4flex.compiler.signature import Signature
 
 KEY = "k" * 64
 
@@ -144,7 +144,6 @@ SIGNATURES: dict[str, Any] = {
 }  # fmt: skip
 SURROUNDINGS: dict[str, Any] = {
     "target": "simulated sm_90a", "toolchain": ("another version",), "digest": "other kernels",
-    "_own_digest": "other entry points",
 }  # fmt: skip
 
 
@@ -184,15 +183,15 @@ def test_versions_of_the_compiler_are_noticed(package: str, monkeypatch: pytest.
         compile_module.toolchain.cache_clear()
 
 
-@pytest.mark.parametrize("name", compile_module.OWN_FILES)
-def test_files_that_make_entry_points_are_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, read = compile_module._own_digest(), Path.read_bytes
-    compile_module._own_digest.cache_clear()
-    monkeypatch.setattr(Path, "read_bytes", lambda self: read(self) + b"#" * (self.name == name))
-    try:
-        assert compile_module._own_digest() != before
-    finally:
-        compile_module._own_digest.cache_clear()
+@pytest.mark.parametrize("folder", (compile_module.KERNELS, compile_module.HERE))
+def test_files_of_kernels_and_entry_points_are_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def key() -> str:
+        return kernel_key("source", Problem(64, 64), Signature(), "sm_90a")
+
+    before, digest = key(), compile_module.digest
+    assert list(folder.glob("*.py")) and digest(folder) == digest.__wrapped__(folder)
+    monkeypatch.setattr(compile_module, "digest", lambda which: digest(which) + "#" * (which == folder))
+    assert key() != before
 
 
 def test_a_change_in_any_kernel_file_changes_the_digest(tmp_path: Path) -> None:

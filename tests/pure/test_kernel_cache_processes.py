@@ -6,7 +6,7 @@ import multiprocessing
 import time
 from pathlib import Path
 
-from fa4flex.runtime.cuda import cache
+from fa4flex.compiler import cache
 
 KEY = "k" * 64
 CODE = b"the same code" * 1000

@@ -14,9 +14,9 @@ from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.emit import emit_forward
 from fa4flex.codegen.evaluate import evaluate
 from fa4flex.codegen.expr import apply, const, sym, to_float
-from fa4flex.codegen.kernels.fwd_sm90.config import Config
 from fa4flex.codegen.ops import OPS, Operation
 from fa4flex.errors import InputError
+from fa4flex.kernels.fwd_sm90.config import Config
 
 ASINH = """
 import math
@@ -41,7 +41,7 @@ from fa4flex.codegen.analyze.rules import real
 from fa4flex.codegen.analyze.tables import Tables
 from fa4flex.codegen.emit import emit_backward, emit_forward
 from fa4flex.codegen.evaluate import Captured
-from fa4flex.codegen.kernels.fwd_sm90.config import Config
+from fa4flex.kernels.fwd_sm90.config import Config
 from fa4flex.codegen.plan.work import score_cost
 
 table = torch.randn(2, 24, dtype=torch.float64, requires_grad=True)
@@ -72,7 +72,9 @@ assert -0.8814 < found.lo < -0.8813 and 1.4436 < found.hi < 1.4437
 problem = {"in_range": True, "wide_index": False, "positive_scale": True, "mask_form": "none"}
 plan = SimpleNamespace(
     problem=SimpleNamespace(**problem, gradients=()),
-    target=SimpleNamespace(name="sm_90a", family="sm90"),
+    target=SimpleNamespace(name="sm_90a"),
+            module="fa4flex.kernels.fwd_sm90",
+            copies=True,
     config=lambda: Config(128, 128, 128, 128),
 )
 for emit in (emit_forward, emit_backward):
@@ -97,7 +99,9 @@ def test_devices_compute_every_operation(kind: str) -> None:
     given = {"in_range": True, "wide_index": False, "positive_scale": True, "mask_form": "none"}
     plan = SimpleNamespace(
         problem=SimpleNamespace(**given),
-        target=SimpleNamespace(name="sm_90a", family="sm90"),
+        target=SimpleNamespace(name="sm_90a"),
+        module="fa4flex.kernels.fwd_sm90",
+        copies=True,
         config=lambda: Config(128, 128, 128, 128),
     )
     for op, row in OPS.items():

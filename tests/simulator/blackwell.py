@@ -38,11 +38,11 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 import fa4flex
-from fa4flex import Varlen, reference
+from fa4flex import Varlen, lower, reference
 from fa4flex import variants as v
 from fa4flex.codegen.plan import request, target
 from fa4flex.primitives.schedule import Schedule
-from fa4flex.runtime.cuda import engine
+from fa4flex.runtime.cuda import engine, ready
 
 TIMINGS = (("eager", 0), *((name, seed) for name in ("late", "random") for seed in range(5)))
 WIDTHS = ((64, 64), (96, 96), (128, 128), (192, 128))
@@ -88,17 +88,17 @@ class Call:
 @contextlib.contextmanager
 def _poisoned() -> Iterator[None]:
     """Results that are not written are NaN."""
-    results = engine.Ready.results
+    results = ready.Ready.results
 
-    def poisoned(ready: engine.Ready, q: Tensor) -> Any:
-        found = results(ready, q)
-        if not ready.gaps:  # otherwise rows without keys are there already, and the kernel writes the others
+    def poisoned(launch: ready.Ready, q: Tensor) -> Any:
+        found = results(launch, q)
+        if not launch.gaps:  # otherwise rows without keys are there already, and the kernel writes the others
             for x in found:
                 if x is not None:
                     x.fill_(math.nan)
         return found
 
-    with patch.object(engine.Ready, "results", poisoned):
+    with patch.object(ready.Ready, "results", poisoned):
         yield
 
 
@@ -113,7 +113,7 @@ def planned(workers: int, rescale: float = 8.0) -> Iterator[None]:
 
     with (
         patch.object(engine, "target_of", lambda device: chip),
-        patch.object(engine, "program", engine.program.__wrapped__),
+        patch.object(lower, "_forward", lower._forward.__wrapped__),
         patch.object(request, "RESCALE", rescale),
         patch.object(engine.Engine, "key", with_plan),
     ):

@@ -13,8 +13,8 @@ import torch
 from mutants import Mutant, can_matter, mutants
 from torch import Tensor
 
+from fa4flex.compiler.simulated import simulated
 from fa4flex.runtime.cuda import backward
-from fa4flex.runtime.cuda.simulated import simulated
 from fa4flex.simulator.doors.capture import capturing
 from fa4flex.simulator.doors.device import Gpu
 from fa4flex.simulator.doors.launch import Launch

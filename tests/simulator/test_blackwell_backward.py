@@ -9,10 +9,11 @@ import torch
 from helpers import Width
 from test_simulated_backward import COMPOSED, close
 
-from fa4flex.codegen.plan.backward import plan_backward
+from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.plan.problem import Problem
 from fa4flex.codegen.plan.target import SM100A
 from fa4flex.errors import UnsupportedError
+from fa4flex.kernels.dispatch import plan_backward
 
 WIDE = ((192, 128), (160, 128), (136, 72), (192, 32))
 WIDTHS = (24, 40, 64, 96, 128, (64, 128), (128, 32), *WIDE)
@@ -53,4 +54,4 @@ def test_lengths_and_heads(lengths: tuple[int, int], kv_heads: int, dtype: torch
 @pytest.mark.parametrize("problem", [Problem(200, 128), Problem(128, 136), Problem(192, 192)])
 def test_what_there_is_no_kernel_for(problem: Problem) -> None:
     with pytest.raises(UnsupportedError, match="a backward kernel for heads of"):
-        plan_backward(problem, SM100A)
+        plan_backward(Facts(), problem, SM100A)

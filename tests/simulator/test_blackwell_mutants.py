@@ -16,8 +16,8 @@ from mutants import Mutant, can_matter, mutants
 from torch import Tensor
 
 import fa4flex
+from fa4flex.compiler.simulated import simulated
 from fa4flex.runtime.cuda import engine
-from fa4flex.runtime.cuda.simulated import simulated
 from fa4flex.simulator.doors.capture import capturing
 from fa4flex.simulator.doors.launch import Launch
 from fa4flex.simulator.run.launch import Result

@@ -21,8 +21,8 @@ from cutlass.cute.runtime import from_dlpack, make_fake_compact_tensor, make_fak
 from peers import flash_attention
 
 import fa4flex
+from fa4flex.compiler.simulated import simulated
 from fa4flex.errors import InputError, UnsupportedError
-from fa4flex.runtime.cuda.simulated import simulated
 from fa4flex.simulator.doors import capture, shim
 from fa4flex.simulator.doors import launch as launches
 from fa4flex.simulator.doors.capture import capturing

@@ -15,7 +15,7 @@ from helpers import SMS, Width, widths
 from torch import Tensor
 
 import fa4flex
-from fa4flex.runtime.cuda.captured import CapturedSum
+from fa4flex.codegen.plan.captured_sums import CapturedSum
 
 
 def poisoned() -> AbstractContextManager[Any]:

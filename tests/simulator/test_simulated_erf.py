@@ -20,7 +20,7 @@ from torch import Tensor
 
 import fa4flex
 from fa4flex import reference
-from fa4flex.codegen.kernels.common import math
+from fa4flex.kernels.common import math
 
 ARCHS = ("sm_90a", "sm_100a")
 THREADS = 128

@@ -13,8 +13,8 @@ from cutlass.cute.runtime import make_fake_tensor
 from simulator.kernels.case import compile_for
 
 import fa4flex
-from fa4flex.codegen.kernels.common import math
 from fa4flex.codegen.ops import OPS
+from fa4flex.kernels.common import math
 
 ROWS = tuple(row for row in OPS.values() if (row.takes, row.arity) == ("float", 1) and row.device)
 THREADS = 128

@@ -18,8 +18,10 @@ from torch import Tensor
 
 import fa4flex
 from fa4flex import Schedule, Varlen
-from fa4flex.codegen.kernels.common.backward import in_section, sections_of
-from fa4flex.codegen.plan import SM100A, Problem, plan_forward
+from fa4flex.codegen.plan.problem import Problem
+from fa4flex.codegen.plan.target import SM100A
+from fa4flex.kernels.common.backward import in_section, sections_of
+from fa4flex.kernels.dispatch import plan_forward
 from fa4flex.runtime.cuda import order as order_module
 from fa4flex.runtime.cuda.call import Call
 from fa4flex.runtime.cuda.order import TileOrder

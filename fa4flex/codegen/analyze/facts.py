@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Literal
 
 from fa4flex.codegen.analyze.gradient import ScoreGradient, score_gradient
 from fa4flex.codegen.analyze.hoist import Hoisting, hoist
@@ -17,6 +18,10 @@ from fa4flex.codegen.analyze.intervals import (
 from fa4flex.codegen.expr import TRUE, Expr, sym
 
 SCORE = sym("score")
+
+
+MaskForm = Literal["none", "spans", "queries", "tables"]
+"""How a kernel is told of the mask: see Problem."""
 
 
 @dataclass(frozen=True)

@@ -65,21 +65,19 @@ def emit_backward(
 @dataclass(frozen=True)
 class _Pass:
     """word        for people
-    folder      of kernels/, before the family of chips
     kernel      the class that a module makes its kernel of
     pairs       whether a thread holds keys next to each other, whose captured numbers may be read as one
     slope       whether the derivative of the score is asked for
     """
 
     word: str
-    folder: str
     kernel: str
     pairs: bool
     slope: bool
 
 
-FORWARD = _Pass("forward", "fwd", "Forward", True, False)
-BACKWARD = _Pass("backward", "bwd", "Backward", False, True)
+FORWARD = _Pass("forward", "Forward", True, False)
+BACKWARD = _Pass("backward", "Backward", False, True)
 
 
 @dataclass(frozen=True)
@@ -147,9 +145,7 @@ class _Module:
         copied = {
             slot
             for slot, adding in problem.gradients
-            if adding == "once in pairs"
-            and getattr(self._plan, "copies", False)
-            and problem.operands[slot][0] == problem.dtype
+            if adding == "once in pairs" and self._plan.copies and problem.operands[slot][0] == problem.dtype
         }
         for share in lowered_shares(facts, problem.gradients, self._lowering, copied):
             base = name = self._printer.names.tensor(share.slot)
@@ -270,11 +266,10 @@ class _Module:
         lines = [f"from cutlass import {', '.join(types)}", ""] if types else []
         hooks = "Hooks, Pointwise" if self._roots or self._shares else "Hooks"
         hooks += ", Share" * bool(self._shares)
-        lines.append(f"from fa4flex.codegen.kernels.common.hooks import {hooks}")
+        lines.append(f"from fa4flex.kernels.common.hooks import {hooks}")
         if helpers:
-            lines += _call("from fa4flex.codegen.kernels.common.math import ", helpers)
-        here = f"{self._pass.folder}_{self._plan.target.family}"
-        folder = f"from fa4flex.codegen.kernels.{getattr(self._plan, 'folder', here)}"
+            lines += _call("from fa4flex.kernels.common.math import ", helpers)
+        folder = f"from {self._plan.module}"
         lines += _call(f"{folder}.config import ", _names_in(self._plan.config()))
         lines.append(f"{folder}.kernel import {self._pass.kernel}")
         return lines

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from fa4flex.codegen.plan.fault import PlanError
+from fa4flex.codegen.plan.errors import PlanError
 from fa4flex.codegen.plan.target import Target
 from fa4flex.errors import UnsupportedError
 

@@ -6,11 +6,11 @@ import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from fa4flex.codegen.kernels.common.lengths import Lengths
+from fa4flex.codegen.analyze.facts import MaskForm
+from fa4flex.codegen.plan.lengths import Lengths
 from fa4flex.errors import InputError, UnsupportedError
 
 Half = Literal["bfloat16", "float16"]
-MaskForm = Literal["none", "spans", "queries", "tables"]
 Adding = Literal["sum", "once", "once in pairs"]
 STATISTICS = ("lse", "max_scores")
 WIDEST = 256

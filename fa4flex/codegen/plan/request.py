@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from fa4flex.codegen.analyze.facts import Facts
@@ -12,7 +13,7 @@ from fa4flex.codegen.plan.problem import Problem
 from fa4flex.codegen.plan.target import Target
 from fa4flex.codegen.plan.work import Work, count_work
 from fa4flex.errors import InputError, UnsupportedError
-from fa4flex.primitives.schedule import NextTile, Schedule
+from fa4flex.primitives.schedule import Schedule
 
 Order = Literal["linear", "longest_first", "by_work"]
 RESCALE = 8.0
@@ -42,45 +43,67 @@ CANCELLING = "one block per tile; those that run take over tiles of those that h
 
 @dataclass(frozen=True)
 class Request:
-    """tile, next_tile      what the user's schedule asks for: a tile, or None
-    order, why           of tiles of queries
-    rescale_threshold    log2 units by which a score may pass the maximum in use before that is raised
-    work                 what the hooks cost and keep
-    """
+    """A kernel for `problem` on `target`, as the user's schedule asks for it."""
 
     facts: Facts
     problem: Problem
     target: Target
-    tile: tuple[int, int] | None
-    order: Order
-    why: str
-    rescale_threshold: float
-    work: Work
-    next_tile: NextTile = "auto"
+    schedule: Schedule = Schedule()
 
-    @staticmethod
-    def of(
-        facts: Facts, problem: Problem, target: Target, schedule: Schedule, rescale_threshold: float | None
-    ) -> Request:
-        """Raises UnsupportedError and InputError as `plan_forward` does."""
-        _require_consistent(facts, problem)
-        order, why = _order(facts, problem, schedule)
-        threshold = _threshold(rescale_threshold, problem)
-        work = count_work(facts, problem)
-        return Request(facts, problem, target, schedule.tile, order, why, threshold, work, schedule.next_tile)
+
+@dataclass(frozen=True)
+class ForwardRequest(Request):
+    """threshold    log2 units by which a score may pass the maximum in use before that is raised. None means
+                 RESCALE, and 0 where `max_scores` is asked for: then the maximum in use must be the true one
+
+    The softmax may use a maximum that lags behind the true one, which is the idea of FlashAttention-4's
+    conditional rescaling. Here it is raised only where some score of a warp's rows passes a ceiling, the
+    maximum in use + t: most tiles then need neither a reduction over lanes nor a rescaling. Probabilities are
+    at most 2^t instead of 1, and the final division undoes it. t = 8 is safe for both dtypes that hold
+    probabilities: 2^8 is far below float16's 65504, bfloat16 has float32's range, both keep their relative
+    precision, small probabilities only move away from underflow, and sums are float32.
+
+    Raises UnsupportedError for a threshold that overflows, InputError where facts and problem contradict each
+    other.
+    """
+
+    threshold: float | None = None
+
+    def __post_init__(self) -> None:
+        _require_consistent(self.facts, self.problem)
+        if self.threshold is not None:
+            check_threshold(self.threshold, self.problem)
+
+    @property
+    def rescale_threshold(self) -> float:
+        if self.threshold is None:
+            return 0.0 if "max_scores" in self.problem.statistics else RESCALE
+        return float(self.threshold)
+
+    @cached_property
+    def work(self) -> Work:
+        """What the hooks cost and keep."""
+        return count_work(self.facts, self.problem)
+
+    @property
+    def order(self) -> Order:
+        """Order of the tiles of queries."""
+        return self._ordered[0]
+
+    @property
+    def why(self) -> str:
+        """The reason of this order."""
+        return self._ordered[1]
+
+    @cached_property
+    def _ordered(self) -> tuple[Order, str]:
+        return _order(self.facts, self.problem, self.schedule)
 
 
 def rescaling(threshold: float) -> str:
     if not threshold:
         return "maxima are taken and the output rescaled at every tile of keys"
     return f"maxima are raised and the output rescaled where a probability would pass 2^{threshold:g}"
-
-
-def _threshold(given: float | None, problem: Problem) -> float:
-    if given is None:
-        return 0.0 if "max_scores" in problem.statistics else RESCALE
-    check_threshold(given, problem)
-    return float(given)
 
 
 def check_threshold(given: float, problem: Problem) -> None:

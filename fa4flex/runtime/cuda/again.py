@@ -16,9 +16,10 @@ from torch.autograd import forward_ad
 
 from fa4flex.codegen.trace.paths import Reader
 from fa4flex.runtime.cuda.call import NO_LENGTHS, Call
+from fa4flex.runtime.cuda.conversions import ALIGNMENT
 from fa4flex.runtime.cuda.counter import counter
-from fa4flex.runtime.cuda.engine import ALIGNMENT, Ready, Results
 from fa4flex.runtime.cuda.graphs import hold_if_captured
+from fa4flex.runtime.cuda.ready import Ready, Results
 from fa4flex.variant import Variant, default_scale
 
 _empty_like = torch.empty_like
@@ -75,7 +76,7 @@ class Again:
     @staticmethod
     def of(call: Call, ready: Ready, read: Reader, watched: tuple[Tensor, ...]) -> Again | None:
         """None where a call does more than launch, or where torch cannot compare its tensors at once."""
-        if call.lengths is not NO_LENGTHS or ready.fixes or ready.gaps:
+        if call.lengths is not NO_LENGTHS or ready.conversions or ready.gaps:
             return None
         tensors = call.q, call.k, call.v, *call.operands
         looks = _guard(tensors if call.sinks is None else (*tensors, call.sinks))

@@ -9,40 +9,29 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fa4flex.codegen.analyze.domain import READS
-from fa4flex.codegen.analyze.facts import Facts
-from fa4flex.codegen.analyze.hoist import read_by_pairs
-from fa4flex.codegen.expr import TRUE, const, nodes
-from fa4flex.codegen.kernels.common.lengths import ROW_BLOCK, row_block
+from fa4flex.codegen.analyze.prove import proving, read_queries
+from fa4flex.codegen.expr import TRUE
+from fa4flex.codegen.plan.lengths import ROW_BLOCK, row_block
 from fa4flex.errors import UnsupportedError
-from fa4flex.runtime.cuda.call import NO_LENGTHS, Call
-from fa4flex.runtime.cuda.captured import CapturedSum, separate, sums_of
-from fa4flex.runtime.cuda.choose import ProvedQueries, look, prove_queries, proving, read_queries
-from fa4flex.runtime.cuda.compile import compile_kernel
+from fa4flex.runtime.cuda.block_tables import BlockTables, TurnTables, to_device, turns_to_device
+from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, layout_key
+from fa4flex.runtime.cuda.captured_sums import memory_of, result_of
+from fa4flex.runtime.cuda.conversions import converted, input_conversions, tma_able
 from fa4flex.runtime.cuda.counter import counter
-from fa4flex.runtime.cuda.engine import (
-    Engine,
-    fixed,
-    fixes_of,
-    maps_of,
-    settle,
-    signature_of,
-    tma_able,
-)
+from fa4flex.runtime.cuda.device import require_not_capturing
+from fa4flex.runtime.cuda.engine import Engine, given_of, maps_of, signature_of
 from fa4flex.runtime.cuda.graphs import hold_if_captured
+from fa4flex.runtime.cuda.interval_tables import interval_tables
 from fa4flex.runtime.cuda.lengths import check_lengths
-from fa4flex.runtime.cuda.tables import BlockTables, TurnTables, to_device, turns_to_device
 
 if TYPE_CHECKING:
-    from fa4flex.codegen.emit import Source
-    from fa4flex.codegen.plan.problem import Problem
-    from fa4flex.codegen.plan.target import Target
+    from fa4flex.codegen.plan.captured_sums import CapturedSum
+    from fa4flex.codegen.plan.pipeline import BackwardPlan
 
 
 class Saved(NamedTuple):
@@ -71,7 +60,7 @@ class ReadyBackward:
     from a counter."""
 
     launch: Callable[..., None]
-    fixes: dict[int, Callable[[Tensor], Tensor]]
+    conversions: dict[int, Callable[[Tensor], Tensor]]
     width: int
     row_block: int
     turn_rows: int | None
@@ -82,7 +71,7 @@ class ReadyBackward:
     sums: tuple[CapturedSum, ...]
 
     def __call__(self, call: Call, saved: Saved) -> Gradients:
-        q, k, v, sinks, lengths, operands = fixed(call, self.fixes)
+        q, k, v, sinks, lengths, operands = converted(call, self.conversions)
         dout = saved.dout if tma_able(saved.dout) else saved.dout.contiguous()
         *of_heads, rows = saved.lse.shape
         padded = -(-rows // self.row_block) * self.row_block
@@ -94,7 +83,7 @@ class ReadyBackward:
         if call.lengths[3] is not None:  # keys that no sequence uses are not written
             dk.zero_()
             dv.zero_()
-        sums = tuple(one.memory(q) for one in self.sums)
+        sums = tuple(memory_of(one, q) for one in self.sums)
         tables, turns = self.tables, None
         if self.turn_rows is not None:
             done = q.new_zeros(*of_heads, padded // self.turn_rows, dtype=torch.int32)
@@ -113,7 +102,7 @@ class ReadyBackward:
             share = (sinks.float()[:, None] * math.log2(math.e) - lse2).exp2()
             found = (share * delta).sum(-1 if call.packed else (0, 2))
             dsinks = found.to(call.sinks.dtype)  # type: ignore[union-attr]
-        captured = tuple(one.result(x, call.operands) for one, x in zip(self.sums, sums, strict=True))
+        captured = tuple(result_of(one, x, call.operands) for one, x in zip(self.sums, sums, strict=True))
         return Gradients(dq, dk, dv, dsinks, captured)
 
 
@@ -124,7 +113,7 @@ def run_backward(engine: Engine, call: Call, saved: Saved, needs: Sequence[int] 
     if call.lengths is not NO_LENGTHS:
         check_lengths(call)
     seen = _decisive(engine, call, deterministic)
-    key = (engine.key(call), look(saved.dout), saved.dlse is None, tuple(needs), deterministic)
+    key = (engine.key(call), layout_key(saved.dout), saved.dlse is None, tuple(needs), deterministic)
     ready = engine.backward.get(key, seen, _UNKNOWN)
     if ready is _UNKNOWN:
         try:
@@ -152,91 +141,28 @@ def _decisive(engine: Engine, call: Call, deterministic: bool) -> Sequence[Tenso
 def _make_ready(
     engine: Engine, call: Call, saved: Saved, needs: Sequence[int], deterministic: bool
 ) -> ReadyBackward:
-    target, problem, facts, rows, captured, numbers = settle(engine, call)
-    sloped = facts.gradient.by_score is not const(1.0)
-    many_keys = 0 < target.many_keys < _keys(call) and _met_alike(engine.facts, problem)
-    problem = replace(
-        problem,
-        sloped=sloped,
-        deterministic=deterministic,
-        many_keys=many_keys,
-        long_scores=_long_scores(engine.facts),
-        pair_reads=any(map(read_by_pairs, nodes(engine.facts.score))),
-        long_masks=_long_masks(engine.facts),
-    )
-    if not deterministic:
-        queries = prove_queries(engine.facts, call.extents(), captured)
-        if queries is not None:
-            facts, rows, problem = engine.facts, (), by_queries(problem, queries, len(call.operands))
-    sums = sums_of(engine.facts, call, problem, target, needs)
-    problem = replace(problem, gradients=tuple((one.slot, one.adding) for one in sums))
-    plan, source = program(facts, problem, target)
-    signature = replace(signature_of(engine, call, rows), dlse=saved.dlse is not None)
-    kernel = compile_kernel(source, problem, signature, target.name)
+    from fa4flex.lower import lower_backward
+
+    require_not_capturing()
+    given = given_of(engine, call, replace(engine.schedule, deterministic=deterministic))
+    lowered, captured = lower_backward(given, needs), given.captured
+    plan: BackwardPlan = lowered.plan
+    rows = interval_tables(lowered.tabulated.ends, given.inputs.extents, captured, call.q.device)
+    signature = signature_of(engine, call, rows)
+    kernel = lowered.compile(replace(signature, dlse=saved.dlse is not None))
     tables: BlockTables | TurnTables | None = None
-    if problem.mask_form in ("spans", "tables"):
+    if lowered.problem.mask_form in ("spans", "tables"):
         maps = [one.transposed() for one in maps_of(engine, call, captured, plan.tile)]
         tables = (turns_to_device if deterministic else to_device)(maps, call.extents(), call.q.device)
     return ReadyBackward(
         kernel.launch,
-        fixes_of(call),
+        input_conversions(call),
         plan.head_dim,
         row_block(plan.config().tile_m),
         plan.config().turn_rows if deterministic else None,
         plan.persistent,
         tables,
         rows,
-        numbers or None,
-        separate(sums, engine.facts, call, plan) if deterministic else sums,
+        captured.scalars or None,
+        lowered.sums,
     )
-
-
-def by_queries(problem: Problem, proved: ProvedQueries, operands: int) -> Problem:
-    """The same problem, its mask computed by query intervals, without the tables of key intervals that follow
-    `operands` captured tensors."""
-    return replace(
-        problem,
-        mask_form="queries",
-        operands=problem.operands[:operands],
-        wide_index=problem.wide_index or proved.wide_index,
-        in_range=problem.in_range and proved.in_range,
-    )
-
-
-def _keys(call: Call) -> int:
-    """Of a sequence: of packed ones on average, and of padded ones half of the padded length. Lengths
-    themselves may change from call to call of the same look."""
-    extents = call.extents()
-    if call.packed:
-        return extents.kv_len // max(extents.batch, 1)
-    return extents.kv_len if call.lengths[3] is None else extents.kv_len // 2
-
-
-def _long_scores(facts: Facts) -> bool:
-    """Whether tensors are read for a score by query or key, or its derivative is another one for each."""
-    read = {name for node in nodes(facts.score) if node.op in READS for name in node.free}
-    return not {"q", "kv", "score"}.isdisjoint(read | facts.gradient.by_score.free)
-
-
-def _long_masks(facts: Facts) -> bool:
-    """Whether query intervals take divisions, or elements of captured tensors."""
-    bounds = () if facts.queries is None else (bound for span in facts.queries.spans for bound in span)
-    return any(node.op in (*READS, "floordiv", "mod") for bound in bounds for node in nodes(bound))
-
-
-def _met_alike(facts: Facts, problem: Problem) -> bool:
-    """Whether keys next to each other meet nearly the same queries: all of them, or those from some one on,
-    as under a causal mask."""
-    if problem.mask_form == "spans" and facts.keys is not None:
-        return all(lo is const(0) for lo, _ in facts.keys.spans)
-    return problem.mask_form == "none"
-
-
-@lru_cache(maxsize=256)
-def program(facts: Facts, problem: Problem, target: Target) -> tuple[Any, Source]:
-    """The plan and the generated source, without the user's lines: equal programs are one kernel."""
-    from fa4flex.codegen.emit import emit_backward
-    from fa4flex.codegen.plan.backward import plan_backward
-
-    plan = plan_backward(problem, target)
-    return plan, emit_backward(facts, plan)

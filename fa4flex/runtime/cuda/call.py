@@ -1,13 +1,14 @@
-"""What a call of a program consists of, and what its kernel is compiled for besides the problem."""
+"""What a call of a program consists of."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fa4flex.codegen.analyze.domain import Ragged, Shape
+from fa4flex.codegen.plan.inputs import Inputs
 
 Lengths = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 """cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k."""
@@ -42,25 +43,30 @@ class Call(NamedTuple):
         kind = Shape if self.lengths is NO_LENGTHS else Ragged
         return kind(q[0], q[heads], q[rows], k[rows])
 
+    def inputs(self, out_dtype: torch.dtype) -> Inputs:
+        """What calls that look like this one have in common, of tensors alone."""
+        dense = self.lengths is NO_LENGTHS
+        return Inputs(
+            extents=self.extents(),
+            kv_heads=self.k.shape[1 if self.packed or self.heads_first else 2],
+            head_dim=self.q.shape[-1],
+            head_dim_v=self.v.shape[-1],
+            dtype=name_of(self.q.dtype),
+            out_dtype=name_of(out_dtype),
+            lengths="packed" if self.packed else "dense" if dense else "used",
+            keys_used=self.lengths[3] is not None,
+            sinks=self.sinks is not None,
+            statistics=self.statistics,
+            positive_scale=self.scale > 0,
+            captured=tuple((name_of(x.dtype), tuple(x.shape)) for x in self.operands),
+        )
 
-@dataclass(frozen=True)
-class Signature:
-    """What the arguments of a launch look like, besides what the problem says.
 
-    heads_first   q, k, v and out come as [B, H, S, D] rather than [B, S, H, D]; packed ones are [T, H, D]
-    used_q, used_k   seqused_q and seqused_k are given
-    scalars       the kind of each run-time number, "int", "bool" or "float"
-    unit_strides  per captured tensor, whether its last stride is 1
-    dlse          of backward passes: the log-sum-exp has a gradient
-    even_rows     per captured tensor, whether its address and all strides but the last are even in elements
-    ordered       of a ragged batch: tiles come in a given order
-    """
+def name_of(dtype: torch.dtype) -> str:
+    """Name of a dtype as plans have it: "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
 
-    heads_first: bool = True
-    used_q: bool = False
-    used_k: bool = False
-    scalars: tuple[str, ...] = ()
-    unit_strides: tuple[bool, ...] = ()
-    even_rows: tuple[bool, ...] = ()
-    dlse: bool = False
-    ordered: bool = False
+
+def layout_key(x: Tensor | None) -> Any:
+    """What a tensor looks like from outside: two tensors that look alike can take each other's place."""
+    return None if x is None else (x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa4flex.runtime.cuda.simulated import simulating
+from fa4flex.compiler.simulated import simulating
 
 _counters: dict[tuple[int, int], Tensor] = {}
 """By device index and stream handle. A new stream with the handle of a destroyed one finds zeros as well."""

@@ -16,9 +16,9 @@ from torch import Tensor
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.evaluate import Captured, evaluate
 from fa4flex.codegen.expr import walk
+from fa4flex.compiler.simulated import simulating
 from fa4flex.contents import Kept
 from fa4flex.runtime.cuda.call import Call
-from fa4flex.runtime.cuda.simulated import simulating
 
 MOST_KEPT = 16
 """Orders, of as many sets of lengths."""

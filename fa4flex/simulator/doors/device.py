@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from fa4flex.runtime.cuda.simulated import simulated
+from fa4flex.compiler.simulated import simulated
 from fa4flex.simulator.doors.capture import capturing
 from fa4flex.simulator.doors.launch import Launch
 from fa4flex.simulator.run import report

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from fa4flex.compiler.simulated import simulated
 from fa4flex.errors import InputError
-from fa4flex.runtime.cuda.simulated import simulated
 from fa4flex.simulator.doors.capture import capturing
 from fa4flex.simulator.doors.device import Gpu
 from fa4flex.simulator.doors.launch import Launch

@@ -1,0 +1,159 @@
+"""From a call's tensors to the problem that its kernel is specialised to: what holds for them is proved here.
+
+Proofs read lengths, captured numbers and, where an index or a mask is made of them, captured tensors. Those
+are copied to the host, so this runs once per look of a call and not at each launch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from fa4flex.codegen.analyze.bounds import bounds
+from fa4flex.codegen.analyze.domain import READS, Ragged, Shape, numbers_read, on_host, slot_of, slots_read
+from fa4flex.codegen.analyze.facts import Facts, MaskForm
+from fa4flex.codegen.analyze.intervals import MOST_SPANS, Intervals
+from fa4flex.codegen.analyze.overflow import integers, overflowing, refuse_overflow
+from fa4flex.codegen.analyze.rules import Bounds
+from fa4flex.codegen.analyze.tables import Tables
+from fa4flex.codegen.analyze.tabulate import FEWEST_READS, dependent_reads
+from fa4flex.codegen.analyze.tiles import unmet
+from fa4flex.codegen.evaluate import Captured, PastTheEnd
+from fa4flex.codegen.expr import FALSE, INDICES, TRUE, Expr, nodes
+
+
+@dataclass(frozen=True)
+class Proved:
+    """What holds for a program over the extents of a call; see Problem for the meaning of each."""
+
+    mask_form: MaskForm
+    wide_index: bool
+    in_range: bool
+
+
+@dataclass(frozen=True)
+class Watched:
+    """Whose contents decide what is proved: operand slots, slots of captured numbers, and whether lengths do
+    as well."""
+
+    slots: frozenset[int]
+    numbers: tuple[int, ...]
+    lengths: bool
+
+    def numbers_of(self, numbers: tuple[int | float, ...]) -> str:
+        """Which tells numbers apart that compare equal: 0.0 from -0.0."""
+        return repr([numbers[slot] for slot in self.numbers])
+
+
+@lru_cache(maxsize=1024)
+def watched(facts: Facts) -> Watched:
+    """Masks are proved, and turned into tables, with the contents of what they read, and integers may be
+    indices. Floats of which no integer is made are looked up at each launch and decide nothing before it."""
+    decisive = facts.mask, *integers(facts.score)
+    certain = facts.mask is TRUE or (_few(facts.keys) and facts.keys.certain)  # type: ignore[union-attr]
+    return Watched(slots_read(*decisive), numbers_read(*decisive), lengths=not certain)
+
+
+def proving() -> AbstractContextManager[Any]:
+    """Within, tensors are made on the host, where proofs run, whatever torch's default device is.
+
+    The mode that sees to it takes a call of a Python function per operation: only where one is needed.
+    """
+    return contextlib.nullcontext() if torch.empty(0).is_cpu else torch.device("cpu")
+
+
+def prove(facts: Facts, shape: Shape, captured: Captured) -> Proved:
+    """Raises PastTheEnd where a batch entry, a head, or a mask's row or key has no element in a tensor."""
+    roots = (facts.score, facts.mask, *_ends(facts))
+    tables = Tables(on_host(captured, facts.mask, *integers(facts.score)))
+    refuse_overflow((facts.score, facts.mask), shape, tables.captured)
+    return Proved(
+        _mask_form(facts, shape, tables),
+        bool(overflowing(roots, shape, tables.captured)),
+        _in_range(roots, _never_past(facts, shape), shape, tables),
+    )
+
+
+@dataclass(frozen=True)
+class ProvedQueries:
+    """What holds for the ends of query intervals."""
+
+    wide_index: bool
+    in_range: bool
+
+
+@lru_cache(maxsize=1024)
+def read_queries(facts: Facts) -> bool:
+    """Whether kernels could compute which queries see a key, and need not ask memory one question after
+    another for it."""
+    if facts.mask in (TRUE, FALSE) or not _few(facts.queries):
+        return False
+    assert facts.queries is not None
+    return all(dependent_reads(end) < FEWEST_READS for span in facts.queries.spans for end in span)
+
+
+def prove_queries(facts: Facts, shape: Shape, captured: Captured) -> ProvedQueries | None:
+    """None where kernels cannot compute which queries see a key."""
+    if not read_queries(facts):
+        return None
+    assert facts.queries is not None
+    ends = [end for span in facts.queries.spans for end in span]
+    tables = Tables(on_host(captured, *ends, *facts.queries.nonnegative))
+    if unmet(facts.queries, shape, tables):
+        return None
+    in_range = _in_range(ends, _never_past(facts, shape), shape, tables)
+    return ProvedQueries(bool(overflowing(ends, shape, tables.captured)), in_range)
+
+
+def _mask_form(facts: Facts, shape: Shape, tables: Tables) -> MaskForm:
+    if facts.mask is TRUE:
+        return "none"
+    usable = _few(facts.keys) and not unmet(facts.keys, shape, tables)  # type: ignore[arg-type]
+    return "spans" if usable else "tables"
+
+
+def _few(keys: Intervals | None) -> bool:
+    return keys is not None and 0 < len(keys.spans) <= MOST_SPANS
+
+
+def _ends(facts: Facts) -> tuple[Expr, ...]:
+    """The ends of the key intervals, which a kernel computes, where it uses them."""
+    if facts.mask in (TRUE, FALSE) or not _few(facts.keys):
+        return ()
+    assert facts.keys is not None
+    return tuple(end for span in facts.keys.spans for end in span)
+
+
+def _never_past(facts: Facts, shape: Shape) -> dict[Expr, tuple[str, ...]]:
+    """By read, the symbols that may not run past its table: masks are asked about every pair, scores about
+    allowed ones, and the lengths of ragged sequences are not known."""
+    found: dict[Expr, tuple[str, ...]] = dict.fromkeys(nodes(facts.score), ("b", "h"))
+    found |= dict.fromkeys(nodes(facts.mask), ("b", "h") if isinstance(shape, Ragged) else INDICES)
+    return found
+
+
+def _in_range(
+    roots: Sequence[Expr], never_past: dict[Expr, tuple[str, ...]], shape: Shape, tables: Tables
+) -> bool:
+    """Whether every index is proved to lie within its captured tensor, without counting from the end."""
+    reads = [node for node in nodes(*roots) if node.op in READS]
+    axes = {node.value[1]: Bounds(0, node.value[2] - 1) for node in nodes(*roots) if node.op == "reduce"}
+    symbols = shape.ranges() | axes | {"score": _ANY_SCORE}
+    proved = True
+    for node in reads:
+        table = tables.captured.operands[slot_of(node)]
+        index = node.args if node.op == "load" else node.args[1:]
+        for i, found, size in zip(index, bounds(index, symbols, tables), table.shape, strict=False):
+            if i.op == "sym" and i.value in never_past.get(node, ()) and found.hi >= size:
+                raise PastTheEnd(table, f"{i} goes up to {found.hi} in a dimension of {size}", node)
+            proved = proved and bool(found.lo >= 0 and found.hi < size)
+    return proved
+
+
+_ANY_SCORE = Bounds(-float("inf"), float("inf"), True)

@@ -1,0 +1,82 @@
+"""From inputs and proofs to the problem of a pass: what its kernel is specialised to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fa4flex.codegen.analyze.domain import READS
+from fa4flex.codegen.analyze.facts import Facts
+from fa4flex.codegen.analyze.hoist import read_by_pairs
+from fa4flex.codegen.analyze.prove import Proved, ProvedQueries
+from fa4flex.codegen.analyze.tabulate import Tabulated
+from fa4flex.codegen.expr import const, nodes
+from fa4flex.codegen.plan.inputs import Inputs
+from fa4flex.codegen.plan.problem import Problem
+from fa4flex.codegen.plan.target import Target
+
+
+def forward_problem(inputs: Inputs, proved: Proved, tabulated: Tabulated, target: Target) -> Problem:
+    """The problem of a forward pass, whose mask may be read from tables."""
+    longest = inputs.extents.q_len
+    return Problem(
+        head_dim=inputs.head_dim,
+        head_dim_v=inputs.head_dim_v,
+        dtype=inputs.dtype,  # type: ignore[arg-type]
+        out_dtype=inputs.out_dtype,  # type: ignore[arg-type]
+        lengths=inputs.lengths,
+        mask_form=proved.mask_form,
+        sinks=inputs.sinks,
+        statistics=inputs.statistics,
+        wide_index=proved.wide_index,
+        in_range=proved.in_range,
+        positive_scale=inputs.positive_scale,
+        few_queries=longest <= target.few_queries,
+        many_queries=inputs.lengths == "dense" and 0 < target.many_queries < longest,
+        operands=inputs.operands + tabulated.operands,
+    )
+
+
+def backward_problem(
+    problem: Problem, facts: Facts, inputs: Inputs, target: Target, deterministic: bool
+) -> Problem:
+    """The problem of a backward pass from that of the forward pass, its mask by tables of key intervals."""
+    return replace(
+        problem,
+        sloped=facts.gradient.by_score is not const(1.0),
+        deterministic=deterministic,
+        many_keys=0 < target.many_keys < inputs.usual_keys and _met_alike(facts, problem),
+        long_scores=_long_scores(facts),
+        pair_reads=any(map(read_by_pairs, nodes(facts.score))),
+        long_masks=_long_masks(facts),
+    )
+
+
+def by_queries(problem: Problem, proved: ProvedQueries, inputs: Inputs) -> Problem:
+    """The same problem, its mask computed by query intervals, without tables of key intervals."""
+    return replace(
+        problem,
+        mask_form="queries",
+        operands=inputs.operands,
+        wide_index=problem.wide_index or proved.wide_index,
+        in_range=problem.in_range and proved.in_range,
+    )
+
+
+def _long_scores(facts: Facts) -> bool:
+    """Whether tensors are read for a score by query or key, or its derivative is another one for each."""
+    read = {name for node in nodes(facts.score) if node.op in READS for name in node.free}
+    return not {"q", "kv", "score"}.isdisjoint(read | facts.gradient.by_score.free)
+
+
+def _long_masks(facts: Facts) -> bool:
+    """Whether query intervals take divisions, or elements of captured tensors."""
+    bounds = () if facts.queries is None else (bound for span in facts.queries.spans for bound in span)
+    return any(node.op in (*READS, "floordiv", "mod") for bound in bounds for node in nodes(bound))
+
+
+def _met_alike(facts: Facts, problem: Problem) -> bool:
+    """Whether keys next to each other meet nearly the same queries: all of them, or those from some one on,
+    as under a causal mask."""
+    if problem.mask_form == "spans" and facts.keys is not None:
+        return all(lo is const(0) for lo, _ in facts.keys.spans)
+    return problem.mask_form == "none"

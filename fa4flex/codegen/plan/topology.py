@@ -1,0 +1,526 @@
+"""The pipeline: roles, what they hand to each other, and in which order each role uses it.
+
+An mbarrier completes a phase when its arrivals and its bytes have all come (PTX ISA, mbarrier). A ring has a
+full and an empty one per stage: the producer arrives on `full` and announces the bytes that its copies will
+bring; consumers arrive on `empty`, one lane of every warp. Asynchronous products are executed in order: by a
+tensor core that all roles share, which signals by arriving at a barrier, or role by role, which waits.
+
+`simulate` runs the roles; `Topology.check` looks at counts and sums.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cached_property
+from textwrap import wrap
+from typing import TYPE_CHECKING, Literal
+
+from fa4flex.codegen.plan.errors import PlanError
+from fa4flex.codegen.plan.memory import BARRIER as MBARRIER
+from fa4flex.codegen.plan.memory import Memory
+
+if TYPE_CHECKING:
+    import networkx
+
+    from fa4flex.codegen.plan.target import Target
+
+Staging = Literal["queries", "own", "none"]
+"""Where the output passes through shared memory: over the queries, in a region of its own, or not."""
+Per = Literal["key", "work", "later"]
+"""What there is one use of: each key tile, each tile of queries, or each key tile but the first of a row."""
+Action = Literal[
+    "acquire", "load", "fill", "wait", "release",  # stages of rings, which copies load or their role fills
+    "arrive", "await",  # other mbarriers
+    "issue", "finish", "commit", "softmax",  # products; `commit` arrives, once those issued are done
+    "take", "give", "sync",  # named barriers
+    "read", "write", "update", "clear", "store", "drain",  # memory; stores read it asynchronously
+    "allocate", "free",  # tensor memory, by the role's first warp
+]  # fmt: skip
+WORDS: dict[str, str] = {
+    "acquire": "wait for a free stage of {}", "load": "start the copy of {}",
+    "fill": "fill {}", "wait": "wait for {}", "release": "free {}",
+    "arrive": "arrive at {}", "await": "wait for {}",
+    "issue": "start {}", "finish": "wait for {}", "commit": "signal {} when all this is done",
+    "softmax": "softmax",
+    "take": "await {}", "give": "pass {}", "sync": "gather at {}",
+    "read": "read {}", "write": "write {}", "update": "rescale {}",
+    "clear": "clear the end of {}",
+    "store": "start the store of {}", "drain": "wait until {} is read",
+    "allocate": "allocate {}", "free": "free {}",
+}  # fmt: skip
+NEXT_WORDS: dict[str, str] = {
+    "acquire": "wait until the last number is read", "fill": "publish the next tile's number",
+    "wait": "wait for the next tile's number", "read": "read it", "release": "let it be overwritten",
+    "load": "ask for the tile of a block that has not started",
+}  # fmt: skip
+
+RECEIVE: tuple[Action, ...] = ("wait", "read", "release")
+"""What those do who read the next tile's number."""
+
+WARP = 32
+WARPGROUP = 4
+"""Its warps."""
+WIDTH = 110
+"""Columns of what explains."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """`action` on `target`: a ring, a barrier, a product, or memory.
+
+    tile, per, each    which use of it: `each` times the number of the key tile at hand (of the tile of
+                       queries, of the later key tile) plus `tile`: -1 is the one before
+    ahead              it is left out where there is no such tile
+    ending             it is left out unless the key tile so far from the one at hand ends its row
+    """
+
+    action: Action
+    target: str = ""
+    tile: int = 0
+    per: Per = "key"
+    each: int = 1
+    ahead: bool = False
+    ending: int | None = None
+
+    def explain(self) -> str:
+        if self.target == "next":
+            return NEXT_WORDS[self.action]
+        offset = self.tile // self.each
+        indexed = self.per == "key" and not self.is_timeless
+        index = "_j" + (f"{offset:+d}" if offset else "") if indexed else ""
+        words = WORDS[self.action].format(self.target + index)
+        return words if self.ending is None else f"{words} if it ends a row"
+
+    @property
+    def is_timeless(self) -> bool:
+        """Whether its use has no number."""
+        return self.action in ("take", "give", "sync", "allocate", "free")
+
+
+Events = tuple[Event, ...]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Tiles of queries by their numbers of key tiles. Key tiles count on from one to the next."""
+
+    counts: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts)
+
+    def starts(self, key_tile: int) -> bool:
+        return any(sum(self.counts[:i]) == key_tile for i in range(len(self.counts)))
+
+    def ends(self, key_tile: int) -> bool:
+        return any(sum(self.counts[: i + 1]) - 1 == key_tile for i in range(len(self.counts)))
+
+    def row(self, key_tile: int) -> int:
+        """The tile of queries that a key tile belongs to."""
+        return next(i for i in range(len(self.counts)) if key_tile < sum(self.counts[: i + 1]))
+
+    def place(self, event: Event, work: int, key_tile: int) -> Event | None:
+        """The event at these tiles, with the number of the use as its `tile`; None where it is left out."""
+        if event.is_timeless:
+            return event
+        base = {"key": key_tile, "work": work, "later": key_tile - work - 1}[event.per]
+        number = event.each * base + event.tile
+        total = {"key": self.total, "work": len(self.counts), "later": self.total - len(self.counts)}
+        if event.ahead and number >= event.each * total[event.per]:
+            return None
+        if event.ending is not None and not self.ends(key_tile + event.ending):
+            return None
+        return replace(event, tile=number)
+
+
+@dataclass(frozen=True)
+class Product:
+    """An asynchronous matrix product of a key tile.
+
+    reads      operands, read until it is done
+    result     written until it is done; "update" adds to it, with `fresh` only after the first key tile of a
+               row
+    engine     whatever executes products in order: a name that roles share, or "" for one per role
+    """
+
+    name: str
+    reads: Events
+    result: Event
+    fresh: bool = False
+    engine: str = ""
+
+
+@dataclass(frozen=True)
+class Role:
+    """Who runs which events: `opening` once; then per tile of queries `first` (its first key tile), `body`
+    for each later one, and `last` (after the last one, whose number `tile` counts from); `closing` once.
+
+    warps       how many arrive when the role does; 0 for a role that never does
+    products    that the role issues
+    apart       its warps never wait for each other, so each runs the events by itself
+    """
+
+    name: str
+    warps: int
+    opening: Events = ()
+    first: Events = ()
+    body: Events = ()
+    last: Events = ()
+    closing: Events = ()
+    products: tuple[Product, ...] = ()
+    apart: bool = False
+
+    def run(self, key_tiles: list[int]) -> list[Event]:
+        """All events for tiles of queries with these numbers of key tiles; `tile` is the number of the use:
+        key tiles count on from one tile of queries to the next."""
+        rows = Rows(tuple(key_tiles))
+        placed = [rows.place(event, 0, 0) for event in self.opening]
+        start = 0
+        for work, count in enumerate(key_tiles):
+            parts = [(self.first, 0), *((self.body, j) for j in range(1, count)), (self.last, count - 1)]
+            for part, j in parts:
+                placed += [rows.place(event, work, start + j) for event in part]
+            start += count
+        placed += [rows.place(event, len(key_tiles) - 1, start - 1) for event in self.closing]
+        return [event for event in placed if event is not None]
+
+    @property
+    def parts(self) -> dict[str, Events]:
+        return {name: getattr(self, name) for name in WHEN}
+
+    @property
+    def events(self) -> Events:
+        return tuple(event for part in self.parts.values() for event in part)
+
+    def uses(self, action: str, target: str) -> bool:
+        return any(event.action == action and event.target == target for event in self.events)
+
+    @property
+    def kind(self) -> str:
+        """The name without its number: roles of one kind differ in nothing else."""
+        return self.name.rstrip("0123456789 ")
+
+
+@dataclass(frozen=True)
+class Ring:
+    """`stages` buffers of `stage_bytes` each. One copy of a tile is a few TMA boxes of `copies` bytes; where
+    there are none, the producer itself fills the stage before it arrives.
+
+    full_arrivals, transaction_bytes   complete a phase of a full barrier
+    empty_arrivals                     complete a phase of an empty one
+    per_warp                           each warp of the roles hands its own part over, at its own barriers
+    once                               a block fills it once: nobody frees it, and there is no empty barrier
+    """
+
+    name: str
+    stages: int
+    stage_bytes: int
+    copies: tuple[int, ...]
+    transaction_bytes: int
+    empty_arrivals: int
+    full_arrivals: int = 1
+    per_warp: bool = False
+    once: bool = False
+
+    @property
+    def region(self) -> str:
+        """Of shared memory; the queries of all query tiles make up one."""
+        return self.name.split()[0]
+
+
+@dataclass(frozen=True)
+class Barrier:
+    """An mbarrier that guards no ring. With `per_warp`, each warp of the roles has its own."""
+
+    name: str
+    arrivals: int
+    meaning: str = ""
+    per_warp: bool = False
+
+
+@dataclass(frozen=True)
+class NamedBarrier:
+    """Hardware barrier `number`; a phase completes when `threads` threads have arrived or wait."""
+
+    name: str
+    number: int
+    threads: int
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Roles and what they hand to each other.
+
+    overlaps     pairs of names that share bytes or columns
+    by_warp      memory of which each warp of a role that runs `apart` touches its own rows
+    """
+
+    roles: tuple[Role, ...]
+    rings: tuple[Ring, ...]
+    barriers: tuple[NamedBarrier, ...]
+    staging: Staging = "queries"
+    mbarriers: tuple[Barrier, ...] = ()
+    overlaps: tuple[tuple[str, str], ...] = ()
+    by_warp: tuple[str, ...] = ()
+
+    def ring(self, name: str) -> Ring:
+        return next(ring for ring in self.rings if ring.name == name)
+
+    def role(self, name: str) -> Role:
+        return next(role for role in self.roles if role.name == name)
+
+    def said(self, name: str, number: int | None) -> str:
+        """The words for a use: which tile it is of, and which of the tile's uses."""
+        if number is None:
+            return name
+        tile, use = divmod(number, self._uses.get(name, 1))
+        return f"{name} tile {tile}" + (f" use {use}" if name in self._uses else "")
+
+    @cached_property
+    def _uses(self) -> dict[str, int]:
+        """Of names that are used more than once per tile."""
+        return {event.target: event.each for role in self.roles for event in role.events if event.each > 1}
+
+    @property
+    def graph(self) -> networkx.DiGraph:
+        """Nodes are roles, rings and barriers; edges carry arrivals and bytes."""
+        import networkx
+
+        graph = networkx.DiGraph()
+        for ring in self.rings:
+            graph.add_node(ring.name, kind="ring", stages=ring.stages, bytes=ring.transaction_bytes)
+        for arrival in self.mbarriers:
+            graph.add_node(arrival.name, kind="mbarrier", arrivals=arrival.arrivals)
+        for barrier in self.barriers:
+            graph.add_node(barrier.name, kind="barrier", number=barrier.number, threads=barrier.threads)
+        for role in self.roles:
+            graph.add_node(role.name, kind="role", warps=role.warps)
+            for action, target in sorted({(e.action, e.target) for e in role.events}):
+                self._connect(graph, role, action, target)
+        return graph
+
+    def _connect(self, graph: networkx.DiGraph, role: Role, action: str, target: str) -> None:
+        threads = WARP * role.warps
+        if action in ("load", "fill"):
+            ring = self.ring(target)
+            graph.add_edge(role.name, target, full=ring.full_arrivals, bytes=ring.transaction_bytes)
+        elif action == "wait":
+            graph.add_edge(target, role.name, stages=self.ring(target).stages)
+        elif action == "release":
+            graph.add_edge(role.name, target, empty=role.warps)
+        elif action == "commit" and any(ring.name == target for ring in self.rings):
+            graph.add_edge(role.name, target, empty=1)
+        elif action in ("arrive", "commit"):
+            graph.add_edge(role.name, target, arrivals=role.warps if action == "arrive" else 1)
+        elif action == "await":
+            graph.add_edge(target, role.name)
+        elif action in ("take", "sync"):
+            graph.add_edge(target, role.name, threads=threads)
+        elif action == "give":
+            graph.add_edge(role.name, target, threads=threads)
+
+    def explain(self) -> str:
+        """Rings and barriers with their counts, and each kind of role in words."""
+        lines = [
+            f"  {ring.name}: {_count(ring.stages, 'stage')} of {ring.stage_bytes} B; full after"
+            f" {_count(ring.full_arrivals, 'arrival')} and {ring.transaction_bytes} B,"
+            f" {_freed(ring)}" + _EACH_WARP[ring.per_warp]
+            for ring in self.rings
+        ]
+        lines += [
+            f"  {barrier.name}: {_count(barrier.arrivals, 'arrival')}{_EACH_WARP[barrier.per_warp]}:"
+            f" {barrier.meaning}"
+            for barrier in self.mbarriers
+        ]
+        told: set[str] = set()
+        for role in self.roles:
+            if role.kind not in told:
+                told.add(role.kind)
+                lines += _explain_role(role)
+        return "\n".join(lines)
+
+    def check(self) -> None:
+        """PlanError where counts and sums do not fit; `simulate` then looks at the order."""
+        for ring in self.rings:
+            _check_ring(ring, self.roles)
+        for barrier in self.mbarriers:
+            _check_barrier(barrier, self.roles)
+        rings = {ring.name: ring.once for ring in self.rings}
+        for role in self.roles:
+            _check_pairs(role, rings)
+            _check_products(role)
+        _check_named(self)
+
+    @property
+    def one_tile(self) -> bool:
+        """Whether a block has one tile of its own, and ends with it."""
+        return any(ring.once for ring in self.rings)
+
+    @property
+    def mbarrier_count(self) -> int:
+        """Rings have a full and an empty one per stage."""
+        rings = sum((1 if ring.once else 2) * ring.stages * _copies(ring) for ring in self.rings)
+        return rings + sum(_copies(barrier) for barrier in self.mbarriers)
+
+    def check_fits(self, memory: Memory, target: Target, unused: int = 0) -> None:
+        """PlanError where the rings are not what the memory has room for, or named barriers run out. There is
+        room for `unused` mbarriers beside those of the pipeline."""
+        needed: Counter[str] = Counter()
+        for ring in self.rings:
+            needed[ring.region] += ring.stages * ring.stage_bytes
+        needed["barriers"] = MBARRIER * (self.mbarrier_count + unused)
+        sizes = {region.name: region.size for region in memory.regions}
+        for name, size in needed.items():
+            if size != sizes.get(name, 0):
+                what = "mbarriers" if name == "barriers" else f"rings in region {name}"
+                raise PlanError(
+                    f"{what} of {size} bytes",
+                    f"the {sizes.get(name, 0)} bytes of the region",
+                    "lay the memory out anew",
+                )
+        highest = max((barrier.number for barrier in self.barriers), default=0)
+        if highest >= target.named_barriers:
+            raise PlanError(
+                f"named barrier {highest}",
+                f"numbers below {target.named_barriers}",
+                "use fewer of them",
+            )
+
+
+WHEN = {
+    "opening": "at the start",
+    "first": "first key tile, j",
+    "body": "each later one, j",
+    "last": "after the last, j",
+    "closing": "at the end",
+}
+
+
+def _copies(of: Ring | Barrier) -> int:
+    return WARPGROUP if of.per_warp else 1
+
+
+_EACH_WARP = {True: ", warp by warp", False: ""}
+
+
+def _freed(ring: Ring) -> str:
+    return "never freed" if ring.once else f"empty after {_count(ring.empty_arrivals, 'arrival')}"
+
+
+def _explain_role(role: Role) -> list[str]:
+    lines = [f"  {role.name}:"]
+    for when, part in role.parts.items():
+        if part:
+            words = f"{WHEN[when]}: " + ", ".join(event.explain() for event in part)
+            lines += wrap(words, WIDTH, initial_indent=" " * 4, subsequent_indent=" " * 6)
+    return lines
+
+
+def _count(n: int, unit: str) -> str:
+    return f"{n} {unit}" if n == 1 else f"{n} {unit}s"
+
+
+# --- checks of counts and sums --------------------------------------------------------------------------
+
+
+def _require(given: int, expected: int, what: str) -> None:
+    if given != expected:
+        raise PlanError(what, f"{expected}, not {given}", "make both sides equal")
+
+
+def _check_ring(ring: Ring, roles: tuple[Role, ...]) -> None:
+    name = f"ring {ring.name}"
+    if ring.stages < 1:
+        raise PlanError(f"{name} has {ring.stages} stages", "at least 1", "give it one")
+    brought = sum(ring.copies)
+    _require(ring.transaction_bytes, brought, f"{name}: bytes announced, against bytes that its copies bring")
+    if ring.copies:
+        _require(ring.stage_bytes, brought, f"{name}: bytes of a stage, against bytes that its copies bring")
+    loading = [role for role in roles if role.uses("load" if ring.copies else "fill", ring.name)]
+    filled = sum(_warps(role, ring.per_warp) for role in loading)
+    _require(ring.full_arrivals, filled, f"{name}: arrivals that fill a stage, against warps that do")
+    freed = sum(_warps(role, ring.per_warp) for role in roles if role.uses("release", ring.name))
+    freed += sum(role.uses("commit", ring.name) for role in roles)
+    _require(ring.empty_arrivals, freed, f"{name}: arrivals that free a stage, against warps that do")
+
+
+def _check_barrier(barrier: Barrier, roles: tuple[Role, ...]) -> None:
+    arriving = sum(_warps(role, barrier.per_warp) for role in roles if role.uses("arrive", barrier.name))
+    arriving += sum(role.uses("commit", barrier.name) for role in roles)
+    _require(
+        barrier.arrivals, arriving, f"barrier {barrier.name}: arrivals of a phase, against warps that arrive"
+    )
+    if not any(role.uses("await", barrier.name) for role in roles):
+        raise PlanError(f"barrier {barrier.name} that nobody waits for", "a role that does", "leave it out")
+
+
+def _warps(role: Role, per_warp: bool) -> int:
+    return 1 if per_warp else role.warps
+
+
+_CLOSED_BY: dict[str, tuple[str, ...]] = {
+    "allocate": ("free",), "acquire": ("load", "fill"), "wait": ("release", "commit"), "issue": ("finish",),
+}  # fmt: skip
+
+
+def _check_pairs(role: Role, rings: dict[str, bool]) -> None:
+    """Whatever a role opens it closes: the same tiles, later. Products of a shared engine tell by commits,
+    and rings that are filled once are not handed back."""
+    events = role.run([3, 1])
+    shared = {product.name for product in role.products if product.engine}
+    for opening, closing in _CLOSED_BY.items():
+        open_now: Counter[tuple[str, int]] = Counter()
+        for event in events:
+            if event.target in shared or rings.get(event.target, event.action == "commit"):
+                continue
+            key = (event.target, event.tile)
+            open_now[key] += (event.action == opening) - (event.action in closing)
+            if open_now[key] not in (0, 1):
+                word = closing[0] if open_now[key] < 0 else opening
+                raise PlanError(
+                    f"{role.name}: {word} of {event.target} tile {event.tile} out of place",
+                    f"each {opening} before its one {closing[0]}",
+                    "reorder the role's events",
+                )
+        left = sorted(key for key, n in open_now.items() if n)
+        if left:
+            raise PlanError(
+                f"{role.name}: {opening} of {left[0][0]} tile {left[0][1]}, and no {closing[0]}",
+                f"one {closing[0]} for each {opening}",
+                f"add the missing {closing[0]}",
+            )
+
+
+def _check_products(role: Role) -> None:
+    known = {product.name for product in role.products}
+    for event in role.events:
+        if event.action in ("issue", "finish") and event.target not in known:
+            raise PlanError(
+                f"{role.name} issues {event.target}", f"one of its products, {sorted(known)}", "describe it"
+            )
+
+
+def _check_named(topology: Topology) -> None:
+    numbers = [barrier.number for barrier in topology.barriers]
+    if len(set(numbers)) < len(numbers) or 0 in numbers:
+        raise PlanError(
+            f"named barriers numbered {numbers}", "different numbers, none 0 (__syncthreads)", "renumber them"
+        )
+    for barrier in topology.barriers:
+        # The first turn is given once, by whoever opens; then each phase has one giver and one taker.
+        used = {
+            (role.name, role.warps, event.action)
+            for role in topology.roles
+            for when, part in role.parts.items()
+            for event in part
+            if event.target == barrier.name and (event.action, when) != ("give", "opening")
+        }
+        threads = sum(WARP * warps for _, warps, _ in used)
+        if threads != barrier.threads:
+            raise PlanError(
+                f"named barrier {barrier.name} of {barrier.threads} threads, where {threads} come",
+                "as many threads as arrive and wait in a phase",
+                "count both sides",
+            )

@@ -1,0 +1,203 @@
+"""From generated source to a function that launches: trace, compile, link, keep.
+
+Compiling needs no GPU. What is kept on disk is a shared library, which a later process loads without
+importing the compiler; see cache.py for where and how.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import hashlib
+import importlib.metadata
+import os
+import platform
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fa4flex.compiler import cache
+from fa4flex.compiler.link import shared_library
+from fa4flex.compiler.signature import Signature
+from fa4flex.compiler.simulated import simulating, target
+
+if TYPE_CHECKING:
+    from fa4flex.codegen.emit import Source
+    from fa4flex.codegen.plan.problem import Problem
+
+ENTRY = "attention"
+HERE = Path(__file__).parent
+KERNELS = HERE.parent / "kernels"
+
+compiler_lock = threading.Lock()
+"""Two compilations at the same time end the process: the compiler's context belongs to one thread."""
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """A compiled pass. `launch` takes the ENTRY_ARGUMENTS of its signature, in order, on torch's current
+    stream.
+
+    `compiled` tells whether this process compiled it or found it on disk; `seconds` is what that took.
+    """
+
+    name: str
+    key: str
+    launch: Callable[..., None]
+    compiled: bool
+    seconds: float
+
+
+_kernels: dict[str, Kernel] = {}
+
+
+def compile_kernel(
+    source: Source, problem: Problem, signature: Signature = Signature(), arch: str = "sm_90a"
+) -> Kernel:
+    """The kernel of `source`: from memory, from disk, or compiled now. Safe in any thread and process."""
+    key = kernel_key(source.key, problem, signature, arch)
+    found = _kernels.get(key)
+    if found is not None:
+        return found
+    with compiler_lock, without_collector():
+        found = _kernels.get(key)
+        if found is None:
+            found = _kernels[key] = _obtain(source, problem, signature, arch, key)
+        return found
+
+
+def _obtain(source: Source, problem: Problem, signature: Signature, arch: str, key: str) -> Kernel:
+    start = time.perf_counter()
+
+    def build() -> tuple[str, bytes]:
+        return build_object(source, problem, signature, arch)
+
+    if simulating():  # what is caught cannot be kept on disk: its PTX is not in an object file
+        launch = trace_and_compile(source, problem, signature, f"--enable-tvm-ffi --gpu-arch {arch}")
+        return Kernel(source.name, key, launch, True, time.perf_counter() - start)
+    folder = cache.directory()
+    if folder is None:
+        launch, compiled = _load_once(*build()), True
+    else:
+        path, compiled = cache.obtain(folder, key, build)
+        try:
+            launch = load(path)
+        except Exception:  # a whole file that does not load was built for other libraries: build it again
+            path = cache.store(folder, key, *build())
+            launch, compiled = load(path), True
+    return Kernel(source.name, key, launch, compiled, time.perf_counter() - start)
+
+
+# --- identity ---------------------------------------------------------------------------------------------
+
+
+def kernel_key(source: str, problem: Problem, signature: Signature, arch: str) -> str:
+    """sha256 of everything that decides the compiled code, `source` being the key of its source."""
+    parts = (
+        source,
+        repr(problem),
+        repr(signature),
+        arch,
+        target(),
+        *toolchain(),
+        digest(KERNELS),
+        digest(HERE),
+    )
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+@functools.cache
+def toolchain() -> tuple[str, ...]:
+    """Versions of the compiler and of the calling convention, and where the run-time libraries are."""
+    versions = (importlib.metadata.version(name) for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi"))
+    home = importlib.metadata.distribution("nvidia-cutlass-dsl").locate_file("")
+    return (*versions, str(home), platform.machine())
+
+
+@functools.cache
+def digest(folder: Path) -> str:
+    """sha256 of all Python files below a folder, with their names."""
+    total = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        content = path.read_bytes()
+        total.update(f"{path.relative_to(folder)} {len(content)}\n".encode())
+        total.update(content)
+    return total.hexdigest()
+
+
+# --- build ------------------------------------------------------------------------------------------------
+
+
+def build_object(source: Source, problem: Problem, signature: Signature, arch: str) -> tuple[str, bytes]:
+    """Compile to (".so", a shared library), or (".o", an object file) where no linker is installed."""
+    from cutlass import cute
+
+    compiled = trace_and_compile(source, problem, signature, f"--enable-tvm-ffi --gpu-arch {arch}")
+    with tempfile.TemporaryDirectory(prefix="fa4flex-") as folder:
+        path = Path(folder, "kernel.o")
+        compiled.export_to_c(str(path), function_name=ENTRY)
+        content = path.read_bytes()
+    libraries = cute.runtime.find_runtime_libraries(enable_tvm_ffi=True)
+    linked = shared_library(content, libraries)
+    return (".o", content) if linked is None else (".so", linked)
+
+
+@contextlib.contextmanager
+def without_collector() -> Iterator[None]:
+    """Tracing makes objects by the hundred thousand, few of them garbage: looking for that takes a tenth of
+    the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def trace_and_compile(source: Source, problem: Problem, signature: Signature, options: str) -> Any:
+    """What cute.compile returns for the kernel of `source` with these arguments."""
+    from cutlass import cute
+
+    from fa4flex.compiler import backward_entry as backward_signature
+    from fa4flex.compiler import forward_entry as forward_signature
+
+    kernel = source.load()
+    entry = {"forward": forward_signature, "backward": backward_signature}[kernel.direction]
+    given = entry.fake_arguments(problem, signature, kernel.config)
+    function = entry.entry_point(kernel, problem, signature)
+    # What is launched is the linked file: code for this process alone would be made for nothing.
+    return cute.compile(function, *given, options=options, no_jit_engine=not simulating())
+
+
+# --- load -------------------------------------------------------------------------------------------------
+
+
+def load(path: Path) -> Callable[..., None]:
+    """The entry point of a compiled file."""
+    if path.suffix == ".so":
+        import tvm_ffi
+
+        module = tvm_ffi.load_module(str(path))
+    else:
+        from cutlass import cute
+
+        module = cute.runtime.load_module(str(path), enable_tvm_ffi=True)
+    launch: Callable[..., None] = getattr(module, ENTRY)
+    return launch
+
+
+def _load_once(suffix: str, content: bytes) -> Callable[..., None]:
+    """Load code that is not kept: its file is gone when this returns, its pages stay."""
+    descriptor, name = tempfile.mkstemp(prefix="fa4flex-", suffix=suffix)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        return load(Path(name))
+    finally:
+        os.unlink(name)

@@ -1,0 +1,130 @@
+"""What a compiled kernel costs a multiprocessor, and its PTX: facts for records and for reading.
+
+Compiles anew, with the compiler's reports on: nothing of it is kept, and no GPU is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from fa4flex.compiler.compile import compiler_lock, trace_and_compile, without_collector
+from fa4flex.compiler.signature import Signature
+from fa4flex.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from fa4flex.codegen.emit import Source
+    from fa4flex.codegen.plan.problem import Problem
+
+
+@dataclass(frozen=True)
+class Resources:
+    """Of one kernel, as ptxas reports: registers per thread before warps trade them, bytes that registers
+    spill per thread (stores and loads together), bytes of stack, hardware barriers; and the bytes of shared
+    memory that a launch asks for. `ignored` are ptxas' warnings that it dropped something (C7508 and such).
+    """
+
+    registers: int
+    spill_bytes: int
+    stack_bytes: int
+    barriers: int
+    shared_bytes: int
+    ignored: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Inspection:
+    resources: Resources
+    ptx: str = field(repr=False)
+    cubin: bytes = field(repr=False)
+
+    @property
+    def instructions(self) -> Counter[str]:
+        """How often each PTX instruction occurs, by its full name ("wgmma.mma_async.sync.aligned....")."""
+        statements = re.split(r"[;{}\n]", self.ptx)
+        found = (re.match(r"\s*(?:@!?%?\w+\s+)?([a-z]\w*(?:\.[\w:]+)+)(?:\s|$)", text) for text in statements)
+        return Counter(match[1] for match in found if match)
+
+
+def inspect(
+    source: Source,
+    problem: Problem,
+    signature: Signature = Signature(),
+    arch: str = "sm_90a",
+    entry: str = "",
+) -> Inspection:
+    """Compile `source` for `arch` and read what the compiler says about it: of its several kernels about the
+    one with `entry` in its name, whose shared memory is the largest."""
+    with tempfile.TemporaryDirectory(prefix="fa4flex-") as folder, compiler_lock, without_collector():
+        options = f"--enable-tvm-ffi --gpu-arch {arch} --keep-ptx --keep-cubin --dump-dir={folder}"
+        compiled, report = _reported(
+            lambda: trace_and_compile(source, problem, signature, f"{options} remarks{{ptx}}")
+        )
+        ptx, cubin = compiled.__ptx__, compiled.__cubin__
+    _, *reports = re.split(r"(?=Compiling entry function)", report)
+    # Where registers spill, the report is indented and its lines are broken.
+    about = next((part for part in reports if entry in part.partition("Function properties")[0]), "")
+    return Inspection(read_report(about, shared_bytes(str(compiled.ir_module))), ptx, cubin)
+
+
+def read_report(report: str, shared: int) -> Resources:
+    """The numbers in the text that `ptxas -v` prints. Raises UnsupportedError where there are none."""
+    used = re.search(r"Used (\d+) registers(?:, used (\d+) barriers)?", report)
+    frame = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report)
+    if used is None or frame is None:
+        raise UnsupportedError(
+            f"a compiler report without resources: {report[-200:]!r}",
+            "the lines that ptxas prints with -v",
+            "check that the installed nvidia-cutlass-dsl is a version that this was written for (4.8)",
+        )
+    ignored = tuple(re.findall(r"\(C7\d+\)[^\n]*", report))
+    stack, stores, loads = map(int, frame.groups())
+    return Resources(int(used[1]), stores + loads, stack, int(used[2] or 0), shared, ignored)
+
+
+_LAUNCH = r"!llvm\.struct<\(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32\)>"
+"""cudaLaunchConfig_t: grid, block, dynamic shared memory, stream, attributes and their number."""
+
+
+def shared_bytes(ir: str) -> int:
+    """Dynamic shared memory of the largest launch in lowered host code."""
+    return max(bytes_of_launches(ir))
+
+
+def bytes_of_launches(ir: str) -> list[int]:
+    """Dynamic shared memory of every launch in lowered host code: constants that its configurations hold."""
+    found = []
+    for place in re.finditer(rf"(%\d+) = llvm\.getelementptr %\d+\[0, 2\][^\n]*{_LAUNCH}", ir):
+        store = re.search(rf"llvm\.store (%\d+), {place[1]} : i64", ir[place.end() :])
+        constant = store and rf"{store[1]} = llvm\.mlir\.constant\((\d+) : i64\)"
+        found += re.findall(constant, ir[: place.end()])[-1:] if constant else []
+    if not found:
+        raise UnsupportedError(
+            "host code without a constant size of shared memory",
+            "a launch whose shared memory is known when it is compiled",
+            "check that the installed nvidia-cutlass-dsl is a version that this was written for (4.8)",
+        )
+    return list(map(int, found))
+
+
+def _reported(action: Callable[[], Any]) -> tuple[Any, str]:
+    """What `action` returns, and what was written to standard error meanwhile: by Python, and past it by the
+    compiler's libraries."""
+    kept, own = os.dup(2), io.StringIO()
+    with tempfile.TemporaryFile() as file, contextlib.redirect_stderr(own):
+        os.dup2(file.fileno(), 2)
+        try:
+            result = action()
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+            file.seek(0)
+            report = file.read().decode(errors="replace")
+    return result, report + own.getvalue()

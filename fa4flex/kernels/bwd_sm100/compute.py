@@ -1,0 +1,359 @@
+"""Two warpgroups: from scores to probabilities, from their gradients to dS, and at last dK and dV.
+
+Each thread has one key: its row of the transposed tiles in tensor memory. Each warpgroup has half of a step's
+queries, all of its threads the same ones, so that rows' numbers are broadcast. Probabilities and dS go back
+over the scores and dP that the same thread has read: no warp waits for another. dS goes to shared memory as
+well, where it is the first operand of dQ = dS K.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, const_expr, cute, pipeline
+from cutlass.cute.nvgpu import tcgen05
+
+from fa4flex.kernels.bwd_sm100.config import FRAGMENT, HALF, ROWS, Config
+from fa4flex.kernels.bwd_sm100.parts import Pipes, Shared, in_columns, of_half
+from fa4flex.kernels.bwd_sm100.roles import COMPUTE, COMPUTING
+from fa4flex.kernels.bwd_sm100.shares import LaneCollector
+from fa4flex.kernels.common.backward import (
+    BackwardArguments,
+    BackwardCourse,
+    KeyWork,
+    needs_mask,
+    query_tile_at,
+    token_of,
+)
+from fa4flex.kernels.common.cluster import Cluster
+from fa4flex.kernels.common.fragment import compute_before, computed_once, narrow, widened
+from fa4flex.kernels.common.hooks import Hooks
+from fa4flex.kernels.common.shares import sums_of, targets
+from fa4flex.kernels.common.softmax import LOG2_E
+from fa4flex.kernels.common.tensor_core import Blocks, arrive_once
+from fa4flex.kernels.common.transposed import Slab
+
+HOOKED = 8
+"""Queries that hooks are called for at a time: they keep registers for each."""
+
+STORED = 16
+"""Columns of dK or dV that a thread takes at a time: half of the narrowest head."""
+
+WIDE = 8
+"""Elements of 16 bits that a thread stores at once."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """What stays the same over the steps of a query head: where hooks are called for, queries apart; by what
+    the variant's scores are multiplied to be powers of two; and what becomes of captured gradients."""
+
+    slab: Slab
+    factor: Float32
+    collector: LaneCollector
+
+
+@dataclass(frozen=True)
+class Place:
+    """A thread's key in the block's tile, and the half of the queries of its warpgroup; that half of scores,
+    probabilities, dP and dS in tensor memory, by fragment, and dS in shared memory, by eights."""
+
+    row: Int32
+    half: Int32
+    scores: Blocks
+    probabilities: Blocks
+    dprob: Blocks
+    ds: Blocks
+    ds_row: cute.Tensor
+
+
+@dataclass(frozen=True)
+class Sums:
+    """dK or dV: where in tensor memory it lies, the barrier that says it is complete, and its width."""
+
+    columns: cute.Pointer
+    full: cute.Pointer
+    width: int
+
+
+class Compute:
+    def __init__(self, config: Config, hooks: Hooks, course: BackwardCourse, cluster: Cluster) -> None:
+        self.config = config
+        self.hooks = hooks
+        self.course = course
+        self.cluster = cluster
+        shares = hooks.shares
+        self.late = hooks.slope is not None and any(not share.scaled for share in shares)
+        """Whether slopes come in after what modified scores add to captured tensors was taken."""
+        weights = [share.weight for share in shares if share.weight is not None]
+        self.again = self.late or any(weight.scored for weight in weights)
+        """Whether scores are asked for again when their gradients are there."""
+
+    @cute.jit
+    def run(
+        self,
+        arguments: BackwardArguments,
+        work: KeyWork,
+        shared: cutlass.Constexpr[Shared],
+        pipes: cutlass.Constexpr[Pipes],
+        base: cute.Pointer,
+    ) -> None:
+        config = self.config
+        ordered = config.deterministic and config.masked
+        place = self.place(shared, base)
+        lse2 = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.q_stages)
+        delta = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.do_stages)
+        heads = Int32(arguments.q.shape[-2])
+        phase = Int32(0)
+        sums = sums_of(self.hooks.shares)
+        for g in cutlass.range(work.group, unroll=1):
+            h = work.kv_head * work.group + g
+            at = self.course.place(work, h, heads, arguments)
+            first = self.first_key(work) + place.row
+            factor = at.scale * LOG2_E if self.hooks.factor is None else self.hooks.factor(at)
+            slab = Slab(at, first, (0,), tuple(range(FRAGMENT)))
+            given = Head(slab, computed_once(factor), self.collector(arguments, slab, sums))
+            given.collector.begin()
+            queries = self.course.queries(work, h, arguments)
+            for i in cutlass.range(0 if const_expr(ordered) else queries.masked_count, unroll=1):
+                which = (query_tile_at(queries, i), phase)
+                self.step(given, place, (shared, pipes), (lse2, delta), which, True)
+                lse2.advance()
+                delta.advance()
+                phase ^= 1
+            for i in cutlass.range(queries.masked_count, queries.count, unroll=1):
+                which = (query_tile_at(queries, i), phase)
+                if const_expr(ordered):
+                    if needs_mask(queries, i):
+                        self.step(given, place, (shared, pipes), (lse2, delta), which, True)
+                    else:
+                        self.step(given, place, (shared, pipes), (lse2, delta), which, False)
+                else:
+                    self.step(given, place, (shared, pipes), (lse2, delta), which, False)
+                lse2.advance()
+                delta.advance()
+                phase ^= 1
+            given.collector.finish()
+        some = self.course.steps(work, arguments) > 0
+        memory = config.memory
+        dv = Sums(base + memory.dv, pipes.dv_full, config.head_dim_v)
+        dk = Sums(base + memory.dk, pipes.dk_full, config.head_dim)
+        self.store(arguments.dv, work, place, dv, some, Float32(1.0))
+        self.store(arguments.dk, work, place, dk, some, arguments.scale)
+
+    def collector(
+        self, arguments: BackwardArguments, slab: Slab, sums: tuple[cute.Tensor, ...]
+    ) -> LaneCollector:
+        """A query head's shares in the gradients of captured tensors."""
+        warp = cute.arch.thread_idx()[0] // 32 - COMPUTE
+        where = targets(tuple(arguments.gradients), cute.arch.block_idx()[0] * COMPUTING + warp)
+        return LaneCollector(self.hooks.shares, slab, where, sums, cute.arch.lane_idx())
+
+    def first_key(self, work: KeyWork) -> Int32:
+        """Of this CTA."""
+        return (work.tile * self.config.ctas + self.cluster.rank()) * ROWS
+
+    def place(self, shared: Shared, base: cute.Pointer) -> Place:
+        thread = cute.arch.thread_idx()[0] - 32 * COMPUTE
+        half = cute.arch.make_warp_uniform(thread // ROWS)
+        row = thread % ROWS
+        memory = self.config.memory
+
+        def fragments(first: Any, count: int) -> cute.Tensor:
+            columns = in_columns(base, first, count * HALF // FRAGMENT)
+            return cute.flat_divide(columns, (ROWS, count))[None, None, 0, None]
+
+        load = tcgen05.Ld32x32bOp(tcgen05.Repetition(FRAGMENT))
+        store = tcgen05.St32x32bOp(tcgen05.Repetition(FRAGMENT // 2))
+        return Place(
+            row,
+            half,
+            Blocks.load(load, fragments(memory.scores + half * HALF, FRAGMENT), row),
+            Blocks.store(store, fragments(of_half(memory.probabilities, half), FRAGMENT // 2), row),
+            Blocks.load(load, fragments(memory.dprob + half * HALF, FRAGMENT), row),
+            Blocks.store(store, fragments(of_half(memory.ds, half), FRAGMENT // 2), row),
+            cute.logical_divide(shared.ds_rows[(None, half), row], cute.make_layout(WIDE)),
+        )
+
+    @cute.jit
+    def step(
+        self,
+        given: cutlass.Constexpr[Head],
+        place: cutlass.Constexpr[Place],
+        handed: cutlass.Constexpr[tuple[Shared, Pipes]],
+        states: tuple[pipeline.PipelineState, pipeline.PipelineState],
+        which: tuple[Int32, Int32],
+        masked: cutlass.Constexpr[bool],
+    ) -> None:
+        """One tile of queries: its number, and the phase of what is there once per step."""
+        shared, pipes = handed
+        lse2, delta = states
+        tile, phase = which
+        q_first = tile * ROWS + place.half * HALF
+        fragments = HALF // FRAGMENT
+        kind = shared.q.element_type
+        scores = cute.make_rmem_tensor((FRAGMENT, fragments), Float32)
+        weights = []
+        cute.arch.mbarrier_wait(pipes.lse2_full + lse2.index, lse2.phase)
+        cute.arch.mbarrier_wait(pipes.s_full, phase)
+        for f in cutlass.range_constexpr(fragments):
+            rows = self.numbers(shared.lse2, lse2.index, place.half * fragments + f)
+            place.scores.take(f, scores[None, f])
+            cute.arch.fence_view_async_tmem_load()
+            p = self.to_change(scores[None, f])
+            slopes = self.probabilities(given, p, rows, q_first + f * FRAGMENT, masked)
+            packed = self.narrowed(p, kind)
+            place.probabilities.put(f, packed)
+            weights.append(self.weights(p, packed, slopes, kind))
+        cute.arch.fence_view_async_tmem_store()
+        arrive_once(pipes.p_full)
+        arrive_once(pipes.lse2_empty + lse2.index)
+        cute.arch.mbarrier_wait(pipes.delta_full + delta.index, delta.phase)
+        cute.arch.mbarrier_wait(pipes.dp_full, phase)
+        for f in cutlass.range_constexpr(fragments):
+            rows = self.numbers(shared.delta, delta.index, place.half * fragments + f)
+            ds = cute.make_rmem_tensor((FRAGMENT,), Float32)
+            place.dprob.take(f, ds)
+            cute.arch.fence_view_async_tmem_load()
+            self.gradients(ds, rows, weights[f], kind)
+            self.take_captured(given, ds, scores[None, f], q_first + f * FRAGMENT, masked)
+            packed = self.narrowed(ds, kind)
+            place.ds.put(f, packed)
+            self.share(place.ds_row, packed, kind, f)
+        cute.arch.fence_view_async_tmem_store()
+        cute.arch.fence_proxy("async.shared", space="cta")
+        arrive_once(pipes.ds_full)
+        arrive_once(pipes.delta_empty + delta.index)
+
+    def numbers(self, rows: cute.Tensor, stage: Int32, fragment: Int32) -> cute.Tensor:
+        """Those of a fragment's queries."""
+        found = cute.make_rmem_tensor((FRAGMENT,), Float32)
+        pieces = cute.logical_divide(rows[None, stage], cute.make_layout(FRAGMENT))
+        cute.autovec_copy(pieces[None, fragment], found)
+        return found
+
+    def probabilities(
+        self, given: Head, scores: cute.Tensor, lse2: cute.Tensor, q_first: Int32, masked: bool
+    ) -> dict[int, Float32]:
+        """q.k of a fragment becomes its probability. Returns what gradients are multiplied by on their way to
+        the scaled scores, where that is not 1."""
+        factor = given.factor
+        slopes: dict[int, Float32] = {}
+        for start in range(0, FRAGMENT, HOOKED):
+            slab = replace(given.slab, queries=tuple(range(start, start + HOOKED)))
+            one = cute.make_tensor(scores.iterator + start, cute.make_layout((1, HOOKED)))
+            found = slab.slopes(self.hooks, one, q_first, masked) or {}
+            slopes |= {start + c: slope for (_, c), slope in found.items()}
+            slab.modify(self.hooks, one, q_first, masked)
+            for c in range(start, start + HOOKED, 2):
+                shift = (-lse2[c], -lse2[c + 1])
+                x = cute.arch.fma_packed_f32x2((scores[c], scores[c + 1]), (factor, factor), shift)
+                scores[c], scores[c + 1] = (cute.math.exp2(y, fastmath=True) for y in x)
+            if masked:
+                slab.mask(self.hooks, one, q_first)
+            hooked = self.hooks.score, self.hooks.start, self.hooks.mask if masked else None
+            if any(hook is not None for hook in hooked):
+                # What the next queries' hooks read would else be read now, and wait in registers.
+                compute_before(scores[start + HOOKED - 1])
+        return slopes
+
+    def to_change(self, scores: cute.Tensor) -> cute.Tensor:
+        """Registers with the scores of a fragment that may become something else."""
+        if not self.again:
+            return scores
+        copied = cute.make_rmem_tensor((FRAGMENT,), Float32)
+        copied.store(scores.load())
+        return copied
+
+    def weights(
+        self, p: cute.Tensor, packed: cute.Tensor, slopes: dict[int, Float32], kind: Any
+    ) -> cute.Tensor:
+        """What a fragment's dP' less their rows' sums are multiplied by: probabilities, times slopes where
+        these are not late. In 16 bits, two in a register, where scores are kept in registers too."""
+        if not self.late:
+            for c, slope in slopes.items():
+                p[c] = p[c] * slope
+        if not self.again:
+            return p
+        return packed if self.late or not slopes else self.narrowed(p, kind)
+
+    def gradients(self, ds: cute.Tensor, deltas: cute.Tensor, weights: cute.Tensor, kind: Any) -> None:
+        """A fragment's dP becomes its dS."""
+        for c in range(0, FRAGMENT, 2):
+            moved = cute.arch.add_packed_f32x2((ds[c], ds[c + 1]), (deltas[c], deltas[c + 1]))
+            ds[c], ds[c + 1] = cute.arch.mul_packed_f32x2(self.weight_pair(weights, c, kind), moved)
+
+    def weight_pair(self, weights: cute.Tensor, c: int, kind: Any) -> tuple[Float32, Float32]:
+        """Two neighbours of `weights`."""
+        if not self.again:
+            return weights[c], weights[c + 1]
+        return widened(cute.recast_tensor(weights, Int32)[c // 2], kind)
+
+    def take_captured(
+        self, given: Head, ds: cute.Tensor, scores: cute.Tensor, q_first: Int32, masked: bool
+    ) -> None:
+        """What a fragment adds to captured tensors. ds, of modified scores where slopes are late, becomes
+        that of scaled ones; `scores` hold q.k where they are needed again."""
+        if not self.hooks.shares:
+            return
+        grid = cute.make_layout((1, FRAGMENT))
+        found, raw = (cute.make_tensor(x.iterator, grid) for x in (ds, scores))
+        collector = given.collector
+        early = collector.early(raw, q_first, masked)
+        collector.take(False, found, q_first, masked, early)
+        if self.late:
+            for place, slope in (given.slab.slopes(self.hooks, raw, q_first, masked) or {}).items():
+                found[place] = found[place] * slope
+        collector.take(True, found, q_first, masked, early)
+
+    def narrowed(self, source: cute.Tensor, kind: Any) -> cute.Tensor:
+        """A fragment in 16 bits, two numbers in a register."""
+        packed = cute.make_rmem_tensor((FRAGMENT // 2,), Float32)
+        halves = cute.recast_ptr(packed.iterator, dtype=kind)
+        narrow(source, cute.make_tensor(halves, cute.make_layout(FRAGMENT)))
+        return packed
+
+    def share(self, row: cute.Tensor, packed: cute.Tensor, kind: Any, fragment: int) -> None:
+        """A thread's fragment of dS' to shared memory."""
+        halves = cute.recast_ptr(packed.iterator, dtype=kind)
+        for i in range(FRAGMENT // WIDE):
+            eight = cute.make_tensor(halves + WIDE * i, cute.make_layout(WIDE))
+            cute.autovec_copy(eight, row[None, fragment * (FRAGMENT // WIDE) + i])
+
+    @cute.jit
+    def store(
+        self,
+        target: cute.Tensor,
+        work: KeyWork,
+        place: cutlass.Constexpr[Place],
+        sums: cutlass.Constexpr[Sums],
+        some: Boolean,
+        scale: Float32,
+    ) -> None:
+        """A half of the columns of dK or dV to global memory; 0 where no query was visited."""
+        count = sums.width // STORED // 2
+        mine = in_columns(sums.columns, place.half * (sums.width // 2), sums.width // 2)
+        blocks = cute.flat_divide(mine, (ROWS, STORED))
+        load = tcgen05.Ld32x32bOp(tcgen05.Repetition(STORED))
+        found = Blocks.load(load, blocks[None, None, 0, None], place.row)
+        if some:
+            cute.arch.mbarrier_wait(sums.full, 0)
+        for block in cutlass.range_constexpr(count):
+            part = cute.make_rmem_tensor((STORED,), Float32)
+            part.fill(0.0)
+            if some:
+                found.take(block, part)
+                cute.arch.fence_view_async_tmem_load()
+            halves = cute.make_rmem_tensor((STORED,), target.element_type)
+            halves.store((part.load() * scale).to(target.element_type))
+            key = self.first_key(work) + place.row
+            if key < work.kv_len:
+                first = (place.half * count + block) * STORED
+                row = token_of(target, work.b, work.kv_offset, key, work.kv_head)
+                eights = cute.logical_divide(row, cute.make_layout(WIDE))
+                for i in cutlass.range_constexpr(STORED // WIDE):
+                    if first + WIDE * i < target.shape[-1]:
+                        eight = cute.make_tensor(halves.iterator + WIDE * i, cute.make_layout(WIDE))
+                        cute.autovec_copy(eight, eights[None, first // WIDE + i])

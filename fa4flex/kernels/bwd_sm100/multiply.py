@@ -1,0 +1,171 @@
+"""The warp that issues all products. For step j of a block's J, in this order:
+
+    S(0) dP(0) dV(0)   S(1) dK(0) dQ(0) dP(1) dV(1)   S(2) dK(1) dQ(1) dP(2) dV(2)   ...   dK(J-1) dQ(J-1)
+
+The tensor core executes products in the order of their issue (FlashAttention-4's backward pipeline). While
+the probabilities of a step are made of its scores, dK and dQ of the step before are multiplied; S(j + 1) may
+overwrite the probabilities that lie over scores, as dV(j) has read them, and dQ(j) the dS that lie over dP,
+as dK(j) has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Boolean, Int32, cute, pipeline
+
+from fa4flex.kernels.bwd_sm100.config import ROWS, Config
+from fa4flex.kernels.bwd_sm100.parts import Pipes, Products, Shared, operand_columns
+from fa4flex.kernels.common.backward import BackwardArguments, BackwardCourse, KeyWork
+from fa4flex.kernels.common.cluster import Cluster
+from fa4flex.kernels.common.tensor_core import MMA_K
+
+STEPS = range(ROWS // MMA_K)
+"""Instructions of a product that sums over queries."""
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Shared-memory descriptors, by stage; p and dS' lie in tensor memory, by instruction."""
+
+    k: cute.Tensor
+    q: cute.Tensor
+    v: cute.Tensor
+    dout: cute.Tensor
+    dout_t: cute.Tensor
+    q_t: cute.Tensor
+    ds: cute.Tensor
+    k_t: cute.Tensor
+    p: list[cute.Pointer]
+    ds_t: list[cute.Pointer]
+
+
+@dataclass(frozen=True)
+class Given:
+    """What all products need; base is where tensor memory begins."""
+
+    products: Products
+    operands: Operands
+    pipes: Any
+    """Pipes, or a pair's."""
+    base: cute.Pointer
+
+
+class Multiply:
+    def __init__(self, config: Config, course: BackwardCourse, cluster: Cluster) -> None:
+        self.config = config
+        self.course = course
+        self.cluster = cluster
+
+    @cute.jit
+    def run(
+        self,
+        arguments: BackwardArguments,
+        work: KeyWork,
+        shared: cutlass.Constexpr[Shared],
+        pipes: cutlass.Constexpr[Pipes],
+        products: cutlass.Constexpr[Products],
+        base: cute.Pointer,
+    ) -> None:
+        config = self.config
+        given = Given(products, self.operands(shared, products, base), pipes, base)
+        # The Q that S takes, and the one that dK takes.
+        s_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.q_stages)
+        q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.q_stages)
+        do_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.do_stages)
+        steps = self.course.steps(work, arguments)
+        phase = Int32(0)
+        if steps > 0:
+            cute.arch.mbarrier_wait(pipes.k_full, 0)
+            self.scores(given, s_state)
+            s_state.advance()
+            cute.arch.mbarrier_wait(pipes.v_full, 0)
+            self.dprob(given, do_state)
+            cute.arch.mbarrier_wait(pipes.p_full, phase)
+            self.dv(given, do_state, False)
+            do_state.advance()
+        for j in cutlass.range(1, steps, unroll=1):
+            self.scores(given, s_state)
+            s_state.advance()
+            cute.arch.mbarrier_wait(pipes.ds_full, phase)
+            self.dk(given, q_state, j > 1)
+            q_state.advance()
+            self.dq(given)
+            cute.arch.mbarrier_wait(pipes.dq_empty, phase)
+            phase ^= 1
+            self.dprob(given, do_state)
+            cute.arch.mbarrier_wait(pipes.p_full, phase)
+            self.dv(given, do_state, True)
+            do_state.advance()
+        if steps > 0:
+            self.cluster.commit(pipes.dv_full)
+            cute.arch.mbarrier_wait(pipes.ds_full, phase)
+            self.dk(given, q_state, steps > 1)
+            self.cluster.commit(pipes.dk_full)
+            self.dq(given)
+
+    def operands(self, shared: Shared, products: Products, base: cute.Pointer) -> Operands:
+        p, ds = self.operand_columns()
+        return Operands(
+            products.scores.make_fragment_A(shared.k)[None, None, None, 0],
+            products.scores.make_fragment_B(shared.q),
+            products.dprob.make_fragment_A(shared.v)[None, None, None, 0],
+            products.dprob.make_fragment_B(shared.dout),
+            products.dv.make_fragment_B(shared.dout_t),
+            products.dk.make_fragment_B(shared.q_t),
+            products.dq.make_fragment_A(shared.ds)[None, None, None, 0],
+            products.dq.make_fragment_B(shared.k_t)[None, None, None, 0],
+            [base + column for column in p],
+            [base + column for column in ds],
+        )
+
+    def operand_columns(self) -> tuple[list[int], list[int]]:
+        """Of probabilities, and of dS."""
+        memory = self.config.memory
+        return operand_columns(memory.probabilities), operand_columns(memory.ds)
+
+    def scores(self, given: Given, state: pipeline.PipelineState, zero: Int32 | int = 0) -> None:
+        operands, steps = given.operands, range(self.config.head_dim // MMA_K)
+        given.pipes.q.consumer_wait(state)
+        q = operands.q[None, None, None, state.index]
+        acc = given.base + self.config.memory.scores
+        given.products.square.issue(acc, operands.k, q, steps, False, zero)
+        self.cluster.commit(given.pipes.s_full)
+
+    def dprob(self, given: Given, state: pipeline.PipelineState, zero: Int32 | int = 0) -> None:
+        operands, steps = given.operands, range(self.config.head_dim_v // MMA_K)
+        given.pipes.dout.consumer_wait(state)
+        dout = operands.dout[None, None, None, state.index]
+        acc = given.base + self.config.memory.dprob
+        given.products.square.issue(acc, operands.v, dout, steps, False, zero)
+        self.cluster.commit(given.pipes.dp_full)
+
+    def dv(
+        self, given: Given, state: pipeline.PipelineState, add: Boolean | bool, zero: Int32 | int = 0
+    ) -> None:
+        operands = given.operands
+        dout = operands.dout_t[None, None, None, state.index]
+        acc = given.base + self.config.memory.dv
+        given.products.to_dv.issue(acc, operands.p, dout, STEPS, add, zero)
+        given.pipes.dout.consumer_release(state)
+
+    def dk(
+        self, given: Given, state: pipeline.PipelineState, add: Boolean | bool, zero: Int32 | int = 0
+    ) -> None:
+        operands = given.operands
+        q = operands.q_t[None, None, None, state.index]
+        acc = given.base + self.config.memory.dk
+        given.products.to_dk.issue(acc, operands.ds_t, q, STEPS, add, zero)
+        given.pipes.q.consumer_release(state)
+
+    def dq(self, given: Given, zero: Int32 | int = 0) -> None:
+        operands, steps = given.operands, range(self.config.tile_n // MMA_K)
+        acc = given.base + self.config.memory.dq
+        given.products.to_dq.issue(acc, operands.ds, operands.k_t, steps, False, zero)
+        self.cluster.commit(given.pipes.dq_full)
+
+
+def moved(columns: list[cute.Pointer], zero: Int32 | int) -> list[cute.Pointer]:
+    return [column + zero for column in columns]

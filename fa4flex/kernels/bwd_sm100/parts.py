@@ -1,0 +1,149 @@
+"""What the roles of the Blackwell backward kernel share: tensors, barriers and products."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass.utils.blackwell_helpers as sm100
+from cutlass import Float32, Int32, cute, pipeline
+from cutlass.cute.nvgpu import OperandMajorMode
+
+from fa4flex.kernels.bwd_sm100.config import FRAGMENT, HALF, ROWS, Config
+from fa4flex.kernels.common.cluster import Cluster
+from fa4flex.kernels.common.tensor_core import MMA_K, Product
+
+Tile = tuple[int, int, int]
+"""Rows and columns of a product, and what is summed over."""
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Shared memory. As operands of products, (instruction, M or N, K, stage): q, k, v, dout, and ds; the
+    same bytes with rows and columns exchanged: q_t, k_t, dout_t; as compute threads write it: ds_rows
+    (queries, keys). float32: lse2, delta (128, stage); dq (number, warp, stage)."""
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    dout: cute.Tensor
+    ds: cute.Tensor
+    q_t: cute.Tensor
+    k_t: cute.Tensor
+    dout_t: cute.Tensor
+    ds_rows: cute.Tensor
+    lse2: cute.Tensor
+    delta: cute.Tensor
+    dq: cute.Tensor
+
+
+@dataclass(frozen=True)
+class Pipes:
+    """q and dout rings, and barriers:
+
+    k_full, v_full          the block's keys and values have come
+    lse2_full, lse2_empty   by stage of q: rows' log-sum-exps have come; they are read
+    delta_full, delta_empty   by stage of dout: likewise rows' deltas
+    s_full, dp_full         scores, or dP, are there, and all earlier products are done
+    p_full, ds_full         probabilities, or dS, are there, and scores, or dP, read
+    dq_full, dq_empty       a step's dQ is there, and all earlier products are done; it is read
+    dv_full, dk_full        all steps have been added to dV, or dK
+    """
+
+    q: pipeline.PipelineTmaUmma
+    dout: pipeline.PipelineTmaUmma
+    k_full: cute.Pointer
+    v_full: cute.Pointer
+    lse2_full: cute.Pointer
+    lse2_empty: cute.Pointer
+    delta_full: cute.Pointer
+    delta_empty: cute.Pointer
+    s_full: cute.Pointer
+    p_full: cute.Pointer
+    dp_full: cute.Pointer
+    ds_full: cute.Pointer
+    dq_full: cute.Pointer
+    dq_empty: cute.Pointer
+    dv_full: cute.Pointer
+    dk_full: cute.Pointer
+
+
+class Products:
+    """S' = K Q' and dP' = V dO' from shared memory; dV += P' dO and dK += dS' Q with their first operand in
+    tensor memory; dQ = dS K from shared memory, where dS lies along its rows.
+
+    Of a pair, each CTA has the rows of its own keys, and half of the second operand, by rows or by columns.
+    Of dQ, each has half of the queries as rows, and half of the columns of all the pair's keys; its 64 rows
+    lie in tensor memory twice, the first half of the columns in 64 lanes and the second in the others."""
+
+    def __init__(self, config: Config, kind: Any, cluster: Cluster) -> None:
+        self.config, self.kind, self.group = config, kind, cluster.group
+        along, across = OperandMajorMode.K, OperandMajorMode.MN
+        d, dv, keys, ctas = config.head_dim, config.head_dim_v, config.tile_n, config.ctas
+        self.scores_tile: Tile = (keys, ROWS, d)
+        self.dprob_tile: Tile = (keys, ROWS, dv)
+        self.dv_tile: Tile = (keys, dv, ROWS)
+        self.dk_tile: Tile = (keys, d, ROWS)
+        self.dq_tile: Tile = (ROWS, d, keys)
+        self.scores = self.tiled(along, along, self.scores_tile)
+        self.dprob = self.tiled(along, along, self.dprob_tile)
+        self.dv = self.tiled(along, across, self.dv_tile)
+        self.dk = self.tiled(along, across, self.dk_tile)
+        self.dq = self.tiled(across, across, self.dq_tile)
+        self.square = Product(kind, ctas, keys, ROWS, False, False)
+        """Of keys and queries."""
+        self.to_dv = Product(kind, ctas, keys, dv, True, True)
+        self.to_dk = Product(kind, ctas, keys, d, True, True)
+        self.to_dq = Product(kind, ctas, ROWS, d, False, True, a_along_rows=True)
+
+    def tiled(self, a: Any, b: Any, tile: Tile) -> cute.TiledMma:
+        return sm100.make_trivial_tiled_mma(self.kind, self.kind, a, b, Float32, self.group, tile[:2])
+
+    def layouts(self) -> dict[str, Any]:
+        """Swizzled shared-memory layouts by the names of Shared, whose last mode counts stages."""
+        q_stages, do_stages = self.config.q_stages, self.config.do_stages
+
+        def first(product: cute.TiledMma, tile: Tile) -> Any:
+            return sm100.make_smem_layout_a(product, tile, self.kind, 1)
+
+        def second(product: cute.TiledMma, tile: Tile, stages: int) -> Any:
+            return sm100.make_smem_layout_b(product, tile, self.kind, stages)
+
+        return {
+            "q": second(self.scores, self.scores_tile, q_stages),
+            "k": first(self.scores, self.scores_tile),
+            "v": first(self.dprob, self.dprob_tile),
+            "dout": second(self.dprob, self.dprob_tile, do_stages),
+            "ds": first(self.dq, self.dq_tile),
+            "q_t": second(self.dk, self.dk_tile, q_stages),
+            "k_t": second(self.dq, self.dq_tile, 1),
+            "dout_t": second(self.dv, self.dv_tile, do_stages),
+        }
+
+
+def in_columns(base: cute.Pointer, first: Any, count: int) -> cute.Tensor:
+    """All rows of so many columns of tensor memory, (128, count)."""
+    return cute.make_tensor(base + first, cute.make_layout((ROWS, count), stride=(1 << 16, 1)))
+
+
+def operand_columns(firsts: tuple[int, int]) -> list[int]:
+    """Where in tensor memory the first operand of each instruction begins: two queries in a column, and
+    each compute warpgroup's queries for themselves."""
+    each = HALF // MMA_K
+    return [first + i * MMA_K // 2 for first in firsts for i in range(each)]
+
+
+def of_half(firsts: tuple[int, int], half: Int32) -> Int32:
+    """The first column of a compute warpgroup."""
+    return firsts[0] + half * (firsts[1] - firsts[0])
+
+
+def fragment_columns(firsts: tuple[int, int], apart: int) -> list[int]:
+    """Where in tensor memory the first operand of each instruction begins: two queries in a column, and the
+    fragments of a compute warpgroup so far apart."""
+    steps = FRAGMENT // MMA_K
+    return [
+        firsts[fragment % 2] + fragment // 2 * apart + i * MMA_K // 2
+        for fragment in range(ROWS // FRAGMENT)
+        for i in range(steps)
+    ]

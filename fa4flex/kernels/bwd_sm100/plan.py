@@ -1,0 +1,172 @@
+"""What plans of Blackwell backward kernels have in common. Data only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+from fa4flex.codegen.plan.bound import Size
+from fa4flex.codegen.plan.memory import BARRIER, NUMBER, Memory, lay_out, tile_bytes
+from fa4flex.codegen.plan.problem import Problem
+from fa4flex.codegen.plan.registers import check_registers
+from fa4flex.codegen.plan.sharing import sharing
+from fa4flex.codegen.plan.target import Target
+from fa4flex.codegen.plan.tensor_memory import Columns
+from fa4flex.codegen.plan.topology import Topology
+from fa4flex.codegen.plan.verify import prove
+from fa4flex.kernels.bwd_sm100.config import (
+    FRAGMENT,
+    ROWS,
+    Config,
+    Registers,
+    TensorMemory,
+)
+from fa4flex.kernels.bwd_sm100.roles import barrier_total
+
+
+@dataclass(frozen=True)
+class BlackwellBackwardPlan:
+    """A backward kernel for `problem` on `target`. head_dim, head_dim_v: as padded in shared memory."""
+
+    target: Target
+    problem: Problem
+    head_dim: int
+    head_dim_v: int
+    registers: Registers = Registers()
+
+    ctas = 1
+    persistent = False
+
+    by = "one CTA"
+    """In words."""
+
+    module: ClassVar[str]
+
+    kind: ClassVar[type[Config]] = Config
+    """The class of what the kernel is built from."""
+
+    copies = False
+
+    part = ""
+    """What names of a half's first columns end with."""
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Queries per step, and keys per block."""
+        return ROWS, ROWS
+
+    @property
+    def columns(self) -> Columns:
+        """The tensor-memory map of a CTA."""
+        raise NotImplementedError
+
+    @property
+    def topology(self) -> Topology:
+        """Roles, rings and barriers; `.graph` is the networkx form."""
+        raise NotImplementedError
+
+    @cached_property
+    def memory(self) -> Memory:
+        """The shared-memory map of a CTA."""
+        config = self.config()
+        sizes = {
+            "freed": BARRIER,
+            "columns": NUMBER,
+            "lse2": NUMBER * ROWS * config.q_stages,
+            "delta": NUMBER * ROWS * config.do_stages,
+            **self.operands(config),
+            "dq": NUMBER * ROWS * FRAGMENT * config.dq_stages,
+        }
+        return lay_out(sizes, {}, self.barriers(config), self.target)
+
+    def operands(self, config: Config) -> dict[str, int]:
+        """Bytes of what products read in shared memory."""
+        size = self.problem.itemsize
+        q, dout = (tile_bytes(ROWS, width, size) for width in (self.head_dim, self.head_dim_v))
+        return {
+            "q": q * config.q_stages,
+            "k": q,
+            "v": dout,
+            "dout": dout * config.do_stages,
+            "ds": tile_bytes(ROWS, ROWS, size),
+        }
+
+    def barriers(self, config: Config) -> int:
+        """Of a CTA."""
+        return barrier_total(config.q_stages, config.do_stages)
+
+    @property
+    def of_one_cta(self) -> Topology:
+        """What of it a CTA has."""
+        return self.topology
+
+    def config(self) -> Config:
+        """What the hand-written kernel is built from."""
+        return self.kind(
+            head_dim=self.head_dim,
+            head_dim_v=self.head_dim_v,
+            memory=self.tensor_memory(),
+            registers=self.registers,
+            masked=self.problem.mask_form != "none",
+            lengths=self.problem.lengths,
+            deterministic=self.problem.deterministic,
+        )
+
+    def tensor_memory(self) -> TensorMemory:
+        """Where in `columns` what begins."""
+        first = {r.name: r.first for r in self.columns.ranges}
+
+        def halves(name: str) -> tuple[int, int]:
+            return first[f"{name} 0{self.part}"], first[f"{name} 1{self.part}"]
+
+        return TensorMemory(
+            scores=halves("S")[0],
+            probabilities=halves("P"),
+            dv=first["dV"],
+            dprob=halves("dP")[0],
+            ds=halves("dS"),
+            dk=first["dK"],
+            dq=first["dQ"],
+        )
+
+    def check(self) -> None:
+        """PlanError or UnsupportedError unless the plan holds: sums of bytes, columns, registers, barriers;
+        and runs of the token simulation, in which tensor memory is shared as its map says."""
+        self.memory.check()
+        self.columns.check()
+        check_registers(
+            self.registers, "compute", self.target, "take the split of bwd_sm100.config.Registers"
+        )
+        self.topology.check()
+        self.of_one_cta.check_fits(self.memory, self.target)
+        prove(self.topology)
+
+    def explain(self, size: Size | None = None) -> str:
+        """The plan in words. How long a launch of a `size` takes at least is not known."""
+        r, ordered = self.registers, self.problem.deterministic
+        lines = [
+            f"backward kernel for {self.target.name} ({self.target.chip}): {self.problem.explain()}",
+            f"tile: {self.tile[0]} queries x {self.tile[1]} keys, q and k {self.head_dim} wide, v"
+            f" {self.head_dim_v}, by {self.by}",
+            "warpgroups: 1 hands on dQ, 2 compute and 1 of single warps (multiply, load), of"
+            f" {r.reduce}, {r.compute} and {r.other} registers",
+            *["sums of dQ come in one order: each warp that hands it on awaits its turn"] * ordered,
+            "shared memory:",
+            self.memory.explain(),
+            "tensor memory:",
+            self.columns.explain(),
+            *sharing(self.topology, self.columns),
+            "pipeline (steps are tiles of queries):",
+            self.of_one_cta.explain(),
+        ]
+        return "\n".join(lines)
+
+
+def padded(problem: Problem, widths: tuple[int, ...]) -> tuple[int | None, int | None]:
+    """The least of these widths that hold a head of q and k, and of v; None where none does."""
+    head_dim, head_dim_v = (
+        next((width for width in widths if width >= wanted), None)
+        for wanted in (problem.head_dim, problem.head_dim_v)
+    )
+    return head_dim, head_dim_v

@@ -1,0 +1,114 @@
+"""The warpgroup that hands on each step's dQ: from tensor memory by way of shared memory, where the copy
+engine takes it and adds it to global memory. Each warp has its own 32 rows, and its own pieces of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Float32, Int32, const_expr, cute
+from cutlass.cute.nvgpu import tcgen05
+
+from fa4flex.kernels.bwd_sm100.config import FRAGMENT, ROWS, Config
+from fa4flex.kernels.bwd_sm100.parts import Pipes, Shared, in_columns
+from fa4flex.kernels.common.backward import (
+    BackwardArguments,
+    BackwardCourse,
+    KeyWork,
+    await_turn,
+    pass_turn,
+    query_tile_at,
+    rows_of,
+)
+from fa4flex.kernels.common.cluster import Cluster
+from fa4flex.kernels.common.tensor_core import Blocks
+from fa4flex.kernels.common.transfer import add_bulk, stage_by_fours
+
+PIECE = 32 * FRAGMENT
+"""Numbers of dQ that a warp hands on at a time."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """Of a warp's part of a step's dQ: by way of its own pieces of `staged` (number, warp, stage) into
+    `sums`, where it begins with piece `first`."""
+
+    warp: Int32
+    staged: cute.Tensor
+    sums: cute.Tensor
+    first: Int32
+
+
+class Reduce:
+    def __init__(self, config: Config, course: BackwardCourse, cluster: Cluster) -> None:
+        self.config = config
+        self.course = course
+        self.cluster = cluster
+        self.pieces = config.head_dim // config.ctas // FRAGMENT
+        """Of a step's dQ, that a warp hands on."""
+
+    @cute.jit
+    def run(
+        self,
+        arguments: BackwardArguments,
+        work: KeyWork,
+        shared: cutlass.Constexpr[Shared],
+        pipes: cutlass.Constexpr[Pipes],
+        base: cute.Pointer,
+    ) -> None:
+        config = self.config
+        row = cute.arch.thread_idx()[0] % ROWS
+        warp = cute.arch.make_warp_uniform(row // 32)
+        whole = in_columns(base, config.memory.dq, self.pieces * FRAGMENT)
+        fragments = cute.flat_divide(whole, (ROWS, FRAGMENT))[None, None, 0, None]
+        dq = Blocks.load(tcgen05.Ld32x32bOp(tcgen05.Repetition(FRAGMENT)), fragments, row)
+        part = self.part(warp)
+        phase, stage = Int32(0), Int32(0)
+        for g in cutlass.range(work.group, unroll=1):
+            h = work.kv_head * work.group + g
+            queries = self.course.queries(work, h, arguments)
+            sums = rows_of(arguments.dq_sum, work, h, config.head_dim)
+            for i in cutlass.range(queries.count, unroll=1):
+                first = (query_tile_at(queries, i) * config.dq_parts + part) * self.pieces
+                if const_expr(config.deterministic):
+                    counter = await_turn(arguments, work, h, queries, i, config, part)
+                cute.arch.mbarrier_wait(pipes.dq_full, phase)
+                phase ^= 1
+                stage = self.hand_over(dq, pipes, Way(warp, shared.dq, sums, first), stage)
+                if const_expr(config.deterministic):
+                    cute.arch.cp_async_bulk_wait_group(0)
+                    pass_turn(counter)
+        # Shared memory must last until all was read. What is under way after that, the grid's end waits for.
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    def part(self, warp: Int32) -> Int32:
+        """Of a tile's dQ, which one a warp has: its pieces follow each other in memory."""
+        return warp
+
+    def hand_over(self, dq: Blocks, pipes: Pipes, way: Way, stage: Int32) -> Int32:
+        """A warp's part of a step's dQ; returns the next stage."""
+        for piece in range(self.pieces):
+            part = cute.make_rmem_tensor((FRAGMENT,), Float32)
+            dq.take(piece, part)
+            cute.arch.fence_view_async_tmem_load()
+            self.tell(pipes, piece)
+            stage = self.hand_on(part, way, piece, stage)
+        return stage
+
+    def tell(self, pipes: Pipes, piece: int) -> None:
+        """That a piece is read."""
+        if piece == self.pieces - 1:
+            self.cluster.arrive(pipes.dq_empty)
+
+    def hand_on(self, part: cute.Tensor, way: Way, piece: int, stage: Int32) -> Int32:
+        """A piece of it; returns the next stage."""
+        target = cute.local_tile(way.sums, (PIECE,), (way.first + piece,))
+        staged = way.staged[None, way.warp, stage]
+        cute.arch.cp_async_bulk_wait_group(self.config.dq_stages - 1, read=True)
+        cute.arch.sync_warp()
+        stage_by_fours([part], staged, cute.arch.lane_idx(), 32)
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            add_bulk(staged, target.iterator, PIECE)
+        cute.arch.cp_async_bulk_commit_group()
+        return (stage + 1) % self.config.dq_stages

@@ -1,0 +1,240 @@
+"""The Blackwell backward pipeline, with the barriers and counts of the kernel (kernels/bwd_sm100/roles.py).
+
+A block has one tile of keys; what plans call its key tiles are here its steps j, a tile of queries each. One
+warp issues all products and the tensor core executes them in that order (FlashAttention-4, arXiv 2603.05451):
+
+    S(0) dP(0) dV(0)   S(1) dK(0) dQ(0) dP(1) dV(1)   ...   dK(J-1) dQ(J-1)
+
+Products are described by the halves of the queries, which two warpgroups have: S 0 and S 1 are one product.
+
+What is not there, and why the simulation finds nothing missing:
+
+no s_empty        S(j + 1) comes after dV(j), which waited until probabilities had been made of all of S(j),
+                  and has read them: they lie over the scores.
+no ds_empty       dS(j + 1) is made of dP(j + 1), which comes after dK(j) and dQ(j), and they have read dS(j).
+no dp_empty       dP(j + 1) waits until dQ(j) is read, which came after all had read dP(j) and dS(j).
+"""
+
+from __future__ import annotations
+
+from fa4flex.codegen.plan.memory import column_block, tile_bytes
+from fa4flex.codegen.plan.tensor_memory import WHOLE, Columns
+from fa4flex.codegen.plan.topology import (
+    WARPGROUP,
+    Action,
+    Barrier,
+    Event,
+    Events,
+    NamedBarrier,
+    Product,
+    Ring,
+    Role,
+    Topology,
+)
+from fa4flex.kernels.bwd_sm100.config import ROWS, Config
+from fa4flex.kernels.bwd_sm100.roles import (
+    ALLOCATED,
+    BARRIERS,
+    FINISHED,
+    READ_TENSOR_MEMORY,
+    STATISTICS,
+    TOUCH_TENSOR_MEMORY,
+)
+
+CORE = "the tensor core"
+HALVES = (0, 1)
+STATISTIC_BYTES = 4 * ROWS
+
+MEANINGS = {
+    "s_full": "scores are there, and all earlier products are done",
+    "p_full": "probabilities are there, and scores read",
+    "dp_full": "dP is there, and all earlier products are done",
+    "ds_full": "dS is there, in both memories, and dP read",
+    "dq_full": "dQ is there, and all earlier products are done",
+    "dq_empty": "dQ is read",
+    "dv_full": "dV is complete",
+    "dk_full": "dK is complete",
+}
+
+NAMED_BARRIERS = (
+    NamedBarrier("allocated", ALLOCATED, TOUCH_TENSOR_MEMORY),
+    NamedBarrier("finished", FINISHED, READ_TENSOR_MEMORY),
+)
+
+
+def backward_topology(config: Config, columns: Columns, itemsize: int) -> Topology:
+    return Topology(
+        roles=(_load(), _multiply(), *(_compute(i) for i in HALVES), reduce_role()),
+        rings=rings_of(config, itemsize),
+        barriers=NAMED_BARRIERS,
+        staging="none",
+        mbarriers=tuple(Barrier(name, BARRIERS[name], meaning) for name, meaning in MEANINGS.items()),
+        overlaps=columns.overlaps,
+        by_warp=(*columns.names, *(f"shared dS {i}" for i in HALVES)),
+    )
+
+
+def rings_of(config: Config, itemsize: int) -> tuple[Ring, ...]:
+    return (
+        tiles("k", ROWS, config.head_dim, itemsize),
+        tiles("v", ROWS, config.head_dim_v, itemsize),
+        tiles("q", ROWS, config.head_dim, itemsize, config.q_stages),
+        tiles("dout", ROWS, config.head_dim_v, itemsize, config.do_stages),
+        numbers("lse2", config.q_stages),
+        numbers("delta", config.do_stages),
+    )
+
+
+def tiles(name: str, rows: int, width: int, itemsize: int, stages: int = 0) -> Ring:
+    """Bytes, and the kernel's counts of arrivals; without stages, what comes once. A TMA box holds a block of
+    columns of all rows."""
+    box = tile_bytes(rows, column_block(width), itemsize)
+    boxes = (box,) * (width // column_block(width))
+    size, once = sum(boxes), not stages
+    return Ring(name, stages or 1, size, boxes, size, 0 if once else 1, once=once)
+
+
+def numbers(name: str, stages: int) -> Ring:
+    """Likewise of rows' numbers."""
+    size = STATISTIC_BYTES
+    return Ring(name, stages, size, (size,), size, STATISTICS["empty"], STATISTICS["full"])
+
+
+def once(action: Action, target: str) -> Event:
+    return Event(action, target, per="work")
+
+
+def _load() -> Role:
+    step = tuple(
+        Event(action, name) for name in ("q", "lse2", "dout", "delta") for action in ("acquire", "load")
+    )
+    return Role("load", 1, first=(once("load", "k"), once("load", "v"), *step), body=step)
+
+
+# --- products ------------------------------------------------------------------------------------------
+
+
+def _multiply() -> Role:
+    begin = _scores(0, once("wait", "k")), _dprob(0, once("wait", "v")), _dv(0)
+    middle = _scores(0), _dk(-1), _dq(-1), (Event("await", "dq_empty", -1),), _dprob(0), _dv(0)
+    end = (once("commit", "dv_full"),), _dk(0), (once("commit", "dk_full"),), _dq(0)
+    first, body, last = (tuple(event for part in parts for event in part) for parts in (begin, middle, end))
+    return Role(
+        "multiply",
+        1,
+        opening=(Event("sync", "allocated"),),
+        first=first,
+        body=body,
+        last=last,
+        products=products_of(("0", "1")),
+    )
+
+
+def products_of(parts: tuple[str, ...], dq: tuple[str, ...] = ("dQ",)) -> tuple[Product, ...]:
+    """Operands are all parts of what has parts, but S and dP are made part by part."""
+
+    def of(name: str) -> Events:
+        return tuple(Event("read", f"{name} {part}") for part in parts)
+
+    def square(name: str, keys: str, queries: str) -> tuple[Product, ...]:
+        reads = once("read", keys), Event("read", queries)
+        return tuple(
+            Product(f"{name} {part}", reads, Event("write", f"{name} {part}"), engine=CORE) for part in parts
+        )
+
+    def sums(name: str, first: str, second: str) -> Product:
+        reads = (*of(first), Event("read", second))
+        return Product(name, reads, Event("update", name), fresh=True, engine=CORE)
+
+    ds = (*(Event("read", f"shared dS {i}") for i in HALVES), once("read", "k"))
+    return (
+        *square("S", "k", "q"),
+        *square("dP", "v", "dout"),
+        sums("dV", "P", "dout"),
+        sums("dK", "dS", "q"),
+        *(Product(name, ds, Event("write", name), engine=CORE) for name in dq),
+    )
+
+
+def _issue(name: str, at: int) -> Events:
+    return tuple(Event("issue", f"{name} {i}", at) for i in HALVES)
+
+
+def _scores(at: int, *before: Event) -> Events:
+    return *before, Event("wait", "q", at), *_issue("S", at), Event("commit", "s_full", at)
+
+
+def _dprob(at: int, *before: Event) -> Events:
+    return *before, Event("wait", "dout", at), *_issue("dP", at), Event("commit", "dp_full", at)
+
+
+def _dv(at: int) -> Events:
+    return Event("await", "p_full", at), Event("issue", "dV", at), Event("commit", "dout", at)
+
+
+def _dk(at: int) -> Events:
+    return Event("await", "ds_full", at), Event("issue", "dK", at), Event("commit", "q", at)
+
+
+def _dq(at: int) -> Events:
+    return Event("issue", "dQ", at), Event("commit", "dq_full", at)
+
+
+# --- what is made of them --------------------------------------------------------------------------------
+
+
+def _compute(i: int) -> Role:
+    return compute_role(
+        i,
+        Event("wait", "lse2"),
+        Event("await", "s_full"),
+        Event("read", "lse2"),
+        Event("read", f"S {i}"),
+        Event("write", f"P {i}"),
+        Event("arrive", "p_full"),
+        Event("release", "lse2"),
+        Event("wait", "delta"),
+        Event("await", "dp_full"),
+        Event("read", "delta"),
+        Event("read", f"dP {i}"),
+        Event("write", f"dS {i}"),
+        Event("write", f"shared dS {i}"),
+        Event("arrive", "ds_full"),
+        Event("release", "delta"),
+    )
+
+
+def compute_role(i: int, *step: Event) -> Role:
+    """A key per thread, so that no warp needs another's numbers."""
+    sums = (once("await", "dv_full"), Event("read", "dV"), once("await", "dk_full"), Event("read", "dK"))
+    first_warp = Event("allocate", WHOLE), Event("free", WHOLE)
+    opening, closing = Event("sync", "allocated"), Event("sync", "finished")
+    return Role(
+        f"compute {i}",
+        WARPGROUP,
+        opening=(opening,) if i else (first_warp[0], opening),
+        first=step,
+        body=step,
+        last=sums,
+        closing=(closing,) if i else (closing, first_warp[1]),
+        apart=True,
+    )
+
+
+def reduce_role(there: str = "", *step: Event) -> Role:
+    """Its pieces in shared memory are each warp's own. there: what names end with in the second CTA of a
+    pair; dQ that is read counts in the first."""
+    step = step or (
+        Event("await", f"dq_full{there}"),
+        Event("read", f"dQ{there}"),
+        Event("arrive", "dq_empty"),
+    )
+    return Role(
+        f"reduce{there}",
+        WARPGROUP,
+        opening=(Event("sync", f"allocated{there}"),),
+        first=step,
+        body=step,
+        closing=(Event("give", f"finished{there}"),),
+        apart=True,
+    )

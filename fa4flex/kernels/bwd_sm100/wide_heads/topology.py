@@ -1,0 +1,138 @@
+"""The Blackwell backward pipeline of heads wider than 128, with the barriers and counts of the kernel
+(kernels/bwd_sm100_wide/roles.py). For step j, products are issued in this order:
+
+    S(j) dP(j) dV(j) dK(j) dQ(j)
+
+Beside dV and dK, tensor memory has 192 columns, in which all else takes turns:
+
+               0 ..        64 ..      128 ..     192
+    S          ----------------------            from q_full, and from when dQ(j - 1) is read there
+    P          ----------                        of all queries, next to each other
+    dP                     --------------------- from when scores are in registers
+    dS                     -----      -----      at the start of each fragment's dP
+    dQ         --------------------------------- after dV and dK, in order
+
+What is not there, and why the simulation finds nothing missing, is what narrower heads do not have
+(backward_topology.py), and
+
+no s_empty     S(j + 1) comes after dV(j) and dK(j), which have read P(j) and dS(j), and dQ(j) after them.
+"""
+
+from __future__ import annotations
+
+from fa4flex.codegen.plan.tensor_memory import Columns
+from fa4flex.codegen.plan.topology import Action, Barrier, Event, Events, Role, Topology
+from fa4flex.kernels.bwd_sm100.config import Config
+from fa4flex.kernels.bwd_sm100.topology import (
+    HALVES,
+    MEANINGS,
+    NAMED_BARRIERS,
+    compute_role,
+    once,
+    products_of,
+    reduce_role,
+    rings_of,
+)
+from fa4flex.kernels.bwd_sm100.wide_heads.config import FRAGMENTS
+from fa4flex.kernels.bwd_sm100.wide_heads.roles import BARRIERS
+
+PARTS = tuple(f"{half} {i}" for half in HALVES for i in range(FRAGMENTS))
+"""Of what has the queries of a step as columns: fragments, by the warpgroup that has them."""
+
+DQ = ("dQ", "dQ late")
+"""One product: the columns that the next scores take, and the others."""
+
+
+def wide_topology(config: Config, columns: Columns, itemsize: int, sloped: bool) -> Topology:
+    """sloped: scores have slopes of their own, for which registers are kept."""
+    told = MEANINGS | {
+        "s_read": "scores are in registers",
+        "p_full": "probabilities are there",
+        "dq_begun": "the columns of dQ that the next scores take are read",
+    }
+    return Topology(
+        roles=(_load(), _multiply(), *(_compute(i, sloped) for i in HALVES), _reduce()),
+        rings=rings_of(config, itemsize),
+        barriers=NAMED_BARRIERS,
+        staging="none",
+        mbarriers=tuple(Barrier(name, BARRIERS[name], meaning) for name, meaning in told.items()),
+        overlaps=columns.overlaps,
+        by_warp=(*columns.names, *(f"shared dS {i}" for i in HALVES)),
+    )
+
+
+def _load() -> Role:
+    step = tuple(
+        Event(action, name) for name in ("dout", "delta", "q", "lse2") for action in ("acquire", "load")
+    )
+    return Role("load", 1, first=(once("load", "k"), *step, once("load", "v")), body=step)
+
+
+def _multiply() -> Role:
+    def step(first: bool) -> Events:
+        def keys(name: str) -> Events:
+            return (once("wait", name),) if first else ()
+
+        def read(name: str) -> Events:
+            return () if first else (Event("await", name, -1),)
+
+        def issue(name: str) -> Events:
+            return tuple(Event("issue", f"{name} {part}") for part in PARTS)
+
+        def last(name: str) -> Event:
+            return Event("commit", name, per="work", ending=0)
+
+        return (
+            *(*keys("k"), *read("dq_begun"), Event("wait", "q"), *issue("S"), Event("commit", "s_full")),
+            *(*keys("v"), *read("dq_empty"), Event("await", "s_read")),
+            *(Event("wait", "dout"), *issue("dP"), Event("commit", "dp_full")),
+            *(Event("await", "p_full"), Event("issue", "dV"), Event("commit", "dout"), last("dv_full")),
+            *(Event("await", "ds_full"), Event("issue", "dK"), Event("commit", "q"), last("dk_full")),
+            *(*(Event("issue", name) for name in DQ), Event("commit", "dq_full")),
+        )
+
+    return Role(
+        "multiply",
+        1,
+        opening=(Event("sync", "allocated"),),
+        first=step(True),
+        body=step(False),
+        products=products_of(PARTS, DQ),
+    )
+
+
+def _compute(i: int, sloped: bool) -> Role:
+    def each(*actions: tuple[Action, str]) -> Events:
+        return tuple(Event(act, f"{name} {i} {f}") for f in range(FRAGMENTS) for act, name in actions)
+
+    made = each(("read", "S"), ("write", "P")) if sloped else (*each(("read", "S")), *each(("write", "P")))
+    last = made.index(Event("read", f"S {i} {FRAGMENTS - 1}")) + 1
+    return compute_role(
+        i,
+        Event("wait", "lse2"),
+        Event("await", "s_full"),
+        Event("read", "lse2"),
+        *made[:last],
+        Event("arrive", "s_read"),
+        *made[last:],
+        Event("arrive", "p_full"),
+        Event("release", "lse2"),
+        Event("wait", "delta"),
+        Event("await", "dp_full"),
+        Event("read", "delta"),
+        *each(("read", "dP"), ("write", "dS")),
+        Event("write", f"shared dS {i}"),
+        Event("arrive", "ds_full"),
+        Event("release", "delta"),
+    )
+
+
+def _reduce() -> Role:
+    return reduce_role(
+        "",
+        Event("await", "dq_full"),
+        Event("read", "dQ"),
+        Event("arrive", "dq_begun"),
+        Event("read", "dQ late"),
+        Event("arrive", "dq_empty"),
+    )

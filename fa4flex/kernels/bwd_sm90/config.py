@@ -1,0 +1,162 @@
+"""What the Hopper backward kernel is specialised to, besides hooks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fa4flex.codegen.plan.lengths import Lengths
+from fa4flex.kernels.common.order import Order
+
+Split = Literal["keys", "columns"]
+
+KEYS = 64
+"""Keys of one consumer warpgroup: what one wgmma instruction spans."""
+
+SWIZZLES = (64, 32, 16)
+"""Columns of 16 bits that the patterns of shared memory span."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """head_dim, head_dim_v    widths of the tiles in shared memory: multiples of 32 that hold the tensors'
+    tile_m                   queries per step, a multiple of 64; of 16 where dQ is transposed
+    tile_n                   keys per block
+    split                    what consumer warpgroups share out: "keys", 64 each, and hold their dK and dV; or
+                             the "columns" of dK and dV of 64 keys, and the queries of a step for its scores
+    q_stages, do_stages      tiles of Q, and of dO, in flight
+    dq_stages                tiles of dQ on their way to global memory
+    producer_registers, consumer_registers   per thread, after the split
+    masked                   whether tiles come from block tables; otherwise all of them
+    deterministic            whether sums of dQ are added up in one order
+    lengths                  "dense", "packed" (cu_seqlens) or "used" (seqused per batch)
+    workers                  multiprocessors, where blocks are persistent, one on each, and take tiles of keys
+                             from a counter; 0 where each tile has a block
+    """
+
+    head_dim: int
+    head_dim_v: int
+    tile_m: int = 64
+    tile_n: int = 128
+    split: Split = "keys"
+    q_stages: int = 2
+    do_stages: int = 2
+    dq_stages: int = 2
+    producer_registers: int = 24
+    consumer_registers: int = 240
+    masked: bool = False
+    lengths: Lengths = "dense"
+    deterministic: bool = False
+    workers: int = 0
+
+    @property
+    def persistent(self) -> bool:
+        """dK and dV then leave by the memory of dQ: the next tiles of Q and dO come meanwhile."""
+        return self.workers > 0
+
+    @property
+    def ragged(self) -> bool:
+        """Whether sequences may end before the tensors that hold them."""
+        return self.lengths != "dense"
+
+    @property
+    def consumers(self) -> int:
+        """Consumer warpgroups."""
+        return self.tile_n // KEYS if self.split == "keys" else 2
+
+    @property
+    def queries(self) -> int:
+        """Of a step, those whose scores one warpgroup computes."""
+        return self.tile_m if self.split == "keys" else self.tile_m // self.consumers
+
+    @property
+    def threads(self) -> int:
+        return 128 * (1 + self.consumers)
+
+    @property
+    def turn_rows(self) -> int:
+        """One warp adds all of a tile of dQ."""
+        return self.tile_m
+
+    @property
+    def split_columns(self) -> bool:
+        """Whether warpgroups share the rows of dQ and take half of its columns each; otherwise each takes
+        its own rows."""
+        return self.tile_m < 64 * self.consumers
+
+    @property
+    def transposes_dq(self) -> bool:
+        """Whether dQ' = K' dS' is what is multiplied: columns of dQ are then the 64 rows of an instruction,
+        of which queries need not be a whole number. dS lies along the keys."""
+        return self.tile_m % KEYS != 0
+
+    @property
+    def dq_shapes(self) -> tuple[tuple[int, int], ...]:
+        """(rows, columns) of each product for dQ of one warpgroup. Where dQ is transposed, 64 columns are
+        the least: of the last ones, where they cannot be dealt out evenly, warpgroups have some rows each."""
+        if not self.split_columns:
+            return ((self.tile_m // self.consumers, self.head_dim),)
+        if not self.transposes_dq or self.head_dim // KEYS % self.consumers == 0:
+            return ((self.tile_m, self.head_dim // self.consumers),)
+        even = self.head_dim // KEYS // self.consumers * KEYS
+        return (self.tile_m, even), (self.tile_m // self.consumers, KEYS)
+
+    def dq_tiles(self, w: Any) -> tuple[tuple[Any, Any], ...]:
+        """Where warpgroup w has them, counted in tiles of the product's shape."""
+        first = (0, w) if self.split_columns else (w, 0)
+        return first, *((w, self.head_dim // columns - 1) for _, columns in self.dq_shapes[1:])
+
+    def dq_numbers(self, w: int) -> tuple[tuple[int, int], ...]:
+        """Where the numbers of each lie among those of a tile of dQ: the first one, and how many they are."""
+        found, first = [], 0
+        for rows, columns in self.dq_shapes:
+            count = rows * columns
+            found.append((first + w * count, count))
+            first += self.consumers * count
+        return tuple(found)
+
+    @property
+    def dq_room(self) -> int:
+        """float32 of shared memory that a warpgroup's part of a tile of dQ has: of persistent blocks, its dK,
+        or dV, in 16 bits must fit there too."""
+        numbers = self.tile_m * self.head_dim // self.consumers
+        return max(numbers, KEYS * self.head_dim // 2) if self.persistent else numbers
+
+    @property
+    def dq_order(self) -> Order:
+        """Part by part, as an accumulator's registers lie: of lane l of a warpgroup, two columns from 2 (l %
+        4) on of a row and of the row 8 below, then the same 8 columns further. Where dQ is transposed,
+        rows for columns."""
+        if self.transposes_dq:
+            return Order(
+                (2, 2, 4, 8, 4, self.tile_m // 8, self.head_dim // KEYS),
+                rows=(1, 0, 2, 0, 0, 8, 0),
+                columns=(0, 8, 0, 1, 16, 0, KEYS),
+            )
+        ((rows, columns),) = self.dq_shapes
+        down, across = (0, columns) if self.split_columns else (rows, 0)
+        return Order(
+            (2, 2, 4, 8, 4, columns // 8, self.consumers),
+            rows=(0, 8, 0, 1, 16, 0, down),
+            columns=(1, 0, 2, 0, 0, 8, across),
+        )
+
+    @property
+    def swizzles(self) -> tuple[int, int, int, int]:
+        """Columns of a block of q, dout, k and v in shared memory."""
+        q, dout = self.head_dim, self.head_dim_v
+        if self.split == "columns":
+            q, dout = q // self.consumers, dout // self.consumers
+        _, k = self.dq_shapes[0]
+        return (
+            swizzle(self.head_dim, q),
+            swizzle(self.head_dim_v, dout),
+            swizzle(self.head_dim, k),
+            swizzle(self.head_dim_v, self.head_dim_v),
+        )
+
+
+def swizzle(width: int, part: int) -> int:
+    """The widest pattern of which rows this wide have a whole number, and the `part` of the columns that one
+    instruction reads along them a whole number too, or lies in one."""
+    return next(s for s in SWIZZLES if width % s == 0 and (part % s == 0 or s % part == 0))

@@ -1,0 +1,593 @@
+"""A consumer warpgroup: 64 keys; it holds their dK and dV in registers while queries pass by.
+
+Scores are transposed: S' = K Q' and dP' = V dO', so that P' and dS', in the registers they were made in, are
+operands of dV += P' dO and dK += dS' Q. Only dQ = dS K needs all keys of a block together: dS goes through
+shared memory, and dQ, a part per warpgroup, to the warp that adds it up (FlashAttention-3's backward; Shah et
+al. 2024, section 3 and appendix B.1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float32, Int32, const_expr, cute, pipeline
+from cutlass.cute.nvgpu import warpgroup
+from cutlass.tensor_utils import LayoutEnum
+
+from fa4flex.kernels.bwd_sm90.config import KEYS, Config
+from fa4flex.kernels.bwd_sm90.delivery import put, staged_sums, store_by_copies, store_by_threads
+from fa4flex.kernels.bwd_sm90.parts import (
+    CLEARED,
+    SCORES,
+    Pipes,
+    Shared,
+    dq_empty,
+    dq_full,
+    stored,
+    transposed,
+)
+from fa4flex.kernels.bwd_sm90.writer import THREADS
+from fa4flex.kernels.common.backward import (
+    BackwardArguments,
+    BackwardCourse,
+    KeyGrid,
+    KeyWork,
+    needs_mask,
+    query_tile_at,
+)
+from fa4flex.kernels.common.fragment import (
+    as_operand,
+    computed_once,
+    multiply,
+    narrow,
+    rows_and_columns,
+    widened,
+)
+from fa4flex.kernels.common.hooks import Hooks
+from fa4flex.kernels.common.next_tile import receive
+from fa4flex.kernels.common.shares import Collector, sums_of, targets
+from fa4flex.kernels.common.transfer import read_pair, release, stage_by_fours
+from fa4flex.kernels.common.transposed import Slab, Slopes
+
+PARTS = (16, 12, 10, 8)
+"""Columns of a tile that are turned into probabilities together, and whose log-sum-exps are read before they
+are needed: the first of which a tile has a whole number. Registers for more there are not."""
+SLOPED = 2
+"""As many where scores have slopes, for the same reason."""
+
+
+@dataclass(frozen=True)
+class Mmas:
+    """Tiled products of one warpgroup: S' = K Q' and dP' = V dO'; dV += P' dO; dK += dS' Q; dQ = dS K, by
+    parts."""
+
+    scores: cute.TiledMma
+    dprob: cute.TiledMma
+    dv: cute.TiledMma
+    dk: cute.TiledMma
+    dq: tuple[cute.TiledMma, ...]
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Shared-memory descriptors, q and dout by stage, and the accumulators that outlive a tile. for_dq: dS,
+    by stage, and K, for each product for dQ. p_t and ds_t by stage, where P' and dS' are not operands in
+    registers."""
+
+    k: cute.Tensor
+    q: cute.Tensor
+    v: cute.Tensor
+    dout: cute.Tensor
+    dout_t: cute.Tensor
+    q_t: cute.Tensor
+    for_dq: tuple[tuple[cute.Tensor, cute.Tensor], ...]
+    dv: cute.Tensor
+    dk: cute.Tensor
+    p_t: cute.Tensor | None = None
+    ds_t: cute.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """What a warpgroup multiplies, in shared memory, stages last: for scores, k and v (keys, width), q and
+    dout (queries, width); for sums, q_t and dout_t (columns, queries)."""
+
+    k: cute.Tensor
+    v: cute.Tensor
+    q: cute.Tensor
+    dout: cute.Tensor
+    q_t: cute.Tensor
+    dout_t: cute.Tensor
+
+
+class Consumer:
+    def __init__(self, config: Config, hooks: Hooks, course: BackwardCourse) -> None:
+        self.config = config
+        self.hooks = hooks
+        self.course = course
+        columns = config.queries // 4
+        self.together = SLOPED if hooks.slope is not None else next(n for n in PARTS if columns % n == 0)
+        self.shares = tuple(share for share in hooks.shares if share.rate != "copy")
+        """Those of captured tensors that take something else than dS as it lies in shared memory."""
+        self.along_keys = config.transposes_dq or len(self.shares) < len(hooks.shares)
+        """Whether dS lies there along the keys."""
+        apart = config.persistent and config.dq_stages == 1
+        self.batches = ((0,), (1,)) if apart else ((0, 1),)
+        """Of dK and dV, what leaves together: shared memory may hold one of them."""
+        self.late = any(not share.scaled for share in self.shares)
+        """Whether slopes come in after what modified scores add to captured tensors was taken."""
+
+    @cute.jit
+    def run(
+        self,
+        arguments: BackwardArguments,
+        grid: KeyGrid,
+        shared: cutlass.Constexpr[Shared],
+        pipes: cutlass.Constexpr[Pipes],
+        mmas: cutlass.Constexpr[Mmas],
+        stores: cutlass.Constexpr[tuple[Any, ...]],
+    ) -> None:
+        """stores: of dK and dV, where they leave by the copy engine."""
+        config = self.config
+        thread = cute.arch.thread_idx()[0]
+        # Not from `thread - 128`, which might be negative: quotients and remainders would be more than bits.
+        warpgroup_index = cute.arch.make_warp_uniform(thread // 128 - 1)
+        # Kept: the compiler would read the thread's number anew in each step, and all reads of shared memory
+        # would wait for it. What is kept might be anything, so the remainder is said in bits.
+        lane = computed_once(thread) & 127
+        operands = self.operands(mmas, shared, lane, warpgroup_index)
+        q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.q_stages)
+        do_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.do_stages)
+        states, count = (q_state, do_state), Int32(0)
+        number, turn = self.course.first(), Int32(0)
+        given, where = (mmas, operands), (lane, warpgroup_index)
+        if const_expr(config.persistent):
+            while number < grid.total:
+                work = self.course.work(number, grid, arguments)
+                before = count
+                states, count = self.tile(
+                    arguments, work, shared, pipes, given, states, (*where, count, turn)
+                )
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(pipes.keys_empty)
+                self.deliver(arguments, work, shared, given, stores, where, (count - before, count))
+                number = receive(pipes.next, turn & 1)
+                # Others of the warpgroup meet this warp before they write there anew.
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                turn += 1
+        else:
+            work = self.course.work(number, grid, arguments)
+            _, count = self.tile(arguments, work, shared, pipes, given, states, (*where, count, turn))
+            self.deliver(arguments, work, shared, given, stores, where, (count, count))
+
+    @cute.jit
+    def tile(
+        self,
+        arguments: BackwardArguments,
+        work: KeyWork,
+        shared: cutlass.Constexpr[Shared],
+        pipes: cutlass.Constexpr[Pipes],
+        given: cutlass.Constexpr[tuple[Mmas, Operands]],
+        states: tuple[pipeline.PipelineState, pipeline.PipelineState],
+        places: tuple[Int32, Int32, Int32, Int32],
+    ) -> tuple[tuple[pipeline.PipelineState, pipeline.PipelineState], Int32]:
+        """dK and dV of a tile of keys; places: lane, warpgroup, and how many steps, and tiles, were before.
+        Returns how many steps there were with it."""
+        config = self.config
+        mmas, operands = given
+        lane, warpgroup_index, count, turn = places
+        q_state, do_state = states
+        operands.dk.fill(0.0)
+        operands.dv.fill(0.0)
+        heads = Int32(arguments.q.shape[-2])
+        if const_expr(config.ragged):
+            self.await_keys(pipes, turn & 1)
+            self.clear_past_end((shared.k, shared.v), work.kv_len - work.tile * config.tile_n)
+        sums = sums_of(self.shares)
+        for g in cutlass.range(work.group, unroll=1):
+            h = work.kv_head * work.group + g
+            slab = self.slab(arguments, work, h, heads, warpgroup_index, lane)
+            queries = self.course.queries(work, h, arguments)
+            collector = self.collector(arguments, slab, sums, (lane, warpgroup_index))
+            collector.begin()
+            given_all = mmas, operands, collector
+            # As late as can be: what a head begins with takes as long as keys take to come.
+            if const_expr(not config.ragged):
+                self.await_keys(pipes, turn & 1)
+            ordered = cutlass.const_expr(config.deterministic and config.masked)
+            for i in cutlass.range(0 if ordered else queries.masked_count, unroll=1):
+                places = (query_tile_at(queries, i), lane, warpgroup_index, count)
+                self.step(given_all, shared, pipes, (q_state, do_state), places, True)
+                q_state.advance()
+                do_state.advance()
+                count += 1
+            for i in cutlass.range(queries.masked_count, queries.count, unroll=1):
+                places = (query_tile_at(queries, i), lane, warpgroup_index, count)
+                if const_expr(ordered):
+                    if needs_mask(queries, i):
+                        self.step(given_all, shared, pipes, (q_state, do_state), places, True)
+                    else:
+                        self.step(given_all, shared, pipes, (q_state, do_state), places, False)
+                else:
+                    self.step(given_all, shared, pipes, (q_state, do_state), places, False)
+                q_state.advance()
+                do_state.advance()
+                count += 1
+            collector.finish()
+        return (q_state, do_state), count
+
+    def await_keys(self, pipes: Pipes, phase: Int32) -> None:
+        phase = phase if self.config.persistent else 0
+        cute.arch.mbarrier_wait(pipes.k_full, phase)
+        cute.arch.mbarrier_wait(pipes.v_full, phase)
+
+    def operands(self, mmas: Mmas, shared: Shared, lane: Int32, w: Int32) -> Operands:
+        scores, dprob = mmas.scores.get_slice(lane), mmas.dprob.get_slice(lane)
+        dv, dk = mmas.dv.get_slice(lane), mmas.dk.get_slice(lane)
+        tiles = self.tiles(shared, w)
+        width, width_v = (cute.size(x, mode=[0]) for x in (tiles.q_t, tiles.dout_t))
+        return Operands(
+            mmas.scores.make_fragment_A(scores.partition_A(tiles.k)),
+            mmas.scores.make_fragment_B(scores.partition_B(tiles.q)),
+            mmas.dprob.make_fragment_A(dprob.partition_A(tiles.v)),
+            mmas.dprob.make_fragment_B(dprob.partition_B(tiles.dout)),
+            mmas.dv.make_fragment_B(dv.partition_B(tiles.dout_t)),
+            mmas.dk.make_fragment_B(dk.partition_B(tiles.q_t)),
+            self.for_dq(mmas, shared, lane, w),
+            cute.make_rmem_tensor(dv.partition_shape_C((KEYS, width_v)), Float32),
+            cute.make_rmem_tensor(dk.partition_shape_C((KEYS, width)), Float32),
+        )
+
+    def for_dq(self, mmas: Mmas, shared: Shared, lane: Int32, w: Int32) -> tuple[Any, ...]:
+        """dS, by stage, and K of each product for dQ."""
+        config, found = self.config, []
+        for mma, shape, place in zip(mmas.dq, config.dq_shapes, config.dq_tiles(w), strict=True):
+            ds = cute.local_tile(shared.ds, (shape[0], config.tile_n), (place[0], 0, None))
+            k_t = cute.local_tile(transposed(shared.k), (shape[1], config.tile_n), (place[1], 0))
+            a, b = (k_t, ds) if config.transposes_dq else (ds, k_t)
+            one = mma.get_slice(lane)
+            operands = mma.make_fragment_A(one.partition_A(a)), mma.make_fragment_B(one.partition_B(b))
+            found.append(operands[::-1] if config.transposes_dq else operands)
+        return tuple(found)
+
+    def tiles(self, shared: Shared, w: Int32) -> Tiles:
+        config = self.config
+        k = cute.local_tile(shared.k, (KEYS, config.head_dim), (w, 0))
+        v = cute.local_tile(shared.v, (KEYS, config.head_dim_v), (w, 0))
+        return Tiles(k, v, shared.q, shared.dout, transposed(shared.q), transposed(shared.dout))
+
+    def slab(
+        self, arguments: BackwardArguments, work: KeyWork, h: Int32, heads: Int32, w: Int32, lane: Int32
+    ) -> Slab:
+        """Lane l of a warpgroup holds keys l / 4 and l / 4 + 8 of its warp's 16, and of each 8 queries the
+        two from 2 (l % 4) on."""
+        at = self.course.place(work, h, heads, arguments)
+        columns = tuple(8 * (c // 2) + c % 2 for c in range(self.config.queries // 4))
+        return Slab(at, self.first_key(work, w, lane), (0, 8), columns)
+
+    def first_key(self, work: KeyWork, w: Int32, lane: Int32) -> Int32:
+        """The first of a thread's two."""
+        return work.tile * self.config.tile_n + w * KEYS + lane // 32 * 16 + lane % 32 // 4
+
+    def first_query(self, tile: Int32, w: Int32, lane: Int32) -> Int32:
+        """Of a step, that of a thread's first column."""
+        return tile * self.config.tile_m + lane % 4 * 2
+
+    def first_column(self, width: int, w: Int32) -> Int32 | int:
+        """Of dK or dV, the first that a warpgroup has."""
+        return 0
+
+    def my_rows(self, statistic: cute.Tensor, w: Int32) -> cute.Tensor:
+        """Of the numbers of a step's queries, those of this warpgroup's."""
+        return statistic
+
+    def collector(
+        self,
+        arguments: BackwardArguments,
+        slab: Slab,
+        sums: tuple[cute.Tensor, ...],
+        where: tuple[Int32, Int32],
+    ) -> Collector:
+        """A query head's shares in the gradients of captured tensors."""
+        lane, w = where
+        number = cute.arch.block_idx()[0] * (4 * self.config.consumers) + 4 * w + lane // 32
+        into = targets(tuple(arguments.gradients), number)
+        return Collector(self.shares, slab, into, sums, lane % 32)
+
+    @cute.jit
+    def step(
+        self,
+        given: cutlass.Constexpr[tuple[Mmas, Operands, Collector]],
+        shared: cutlass.Constexpr[Shared],
+        pipes: cutlass.Constexpr[Pipes],
+        states: tuple[pipeline.PipelineState, pipeline.PipelineState],
+        places: tuple[Int32, Int32, Int32, Int32],
+        masked: cutlass.Constexpr[bool],
+    ) -> None:
+        """One tile of queries."""
+        _, lane, w, count = places
+        parity = count % 2
+        made = self.score_step(given, shared, pipes, states, places, masked)
+        self.products(given, made, shared, pipes, states, (lane, w, count, parity))
+
+    def score_step(
+        self,
+        given: tuple[Mmas, Operands, Collector],
+        shared: Shared,
+        pipes: Pipes,
+        states: tuple[pipeline.PipelineState, pipeline.PipelineState],
+        places: tuple[Int32, Int32, Int32, Int32],
+        masked: bool,
+    ) -> tuple[cute.Tensor, cute.Tensor]:
+        """P' and dS' of a warpgroup, as operands, once Q and dO are there."""
+        mmas, operands, collector = given
+        slab = collector.slab
+        q_state, do_state = states
+        tile, lane, w, _ = places
+        config = self.config
+        scores = cute.make_rmem_tensor(mmas.scores.partition_shape_C((KEYS, config.queries)), Float32)
+        dprob = cute.make_rmem_tensor(scores.shape, Float32)
+        q_stage, do_stage = q_state.index, do_state.index
+        # Before products run: behind their operands, waits and reads of shared memory take long.
+        q_there, do_there = pipes.q.consumer_try_wait(q_state), pipes.dout.consumer_try_wait(do_state)
+        pipes.q.consumer_wait(q_state, q_there)
+        pipes.dout.consumer_wait(do_state, do_there)
+        if masked and config.ragged:
+            end = slab.at.q_len - tile * config.tile_m
+            self.clear_past_end((shared.q[None, None, q_stage], shared.dout[None, None, do_stage]), end)
+        lse2s = self.my_rows(shared.lse2[None, q_stage], w)
+        lse2 = self.statistics(lse2s, lane, 0, self.together)
+        self.begin_dprob(dprob, self.my_rows(shared.delta[None, do_stage], w), lane)
+        multiply(mmas.scores, scores, operands.k, operands.q[None, None, None, q_stage], False)
+        multiply(mmas.dprob, dprob, operands.v, operands.dout[None, None, None, do_stage], True)
+        warpgroup.wait_group(1)
+        q_first = self.first_query(tile, w, lane)
+        early = collector.early(rows_and_columns(scores), q_first, masked)
+        rows = (lse2s, lse2, lane)
+        # Before exponentials are written down: dS' and its stores then pass between them. Slopes, which take
+        # longer, pass under the product.
+        waits_first = self.hooks.slope is None
+        if waits_first:
+            warpgroup.wait_group(0)
+        p, weights, slopes = self.probabilities(scores, slab, rows, q_first, masked, shared.q.element_type)
+        if not waits_first:
+            warpgroup.wait_group(0)
+        self.score_gradients(dprob, weights)
+        self.take_captured(collector, rows_and_columns(dprob), slopes, (q_first, masked), early)
+        return p, self.narrowed(dprob, shared.q.element_type)
+
+    def products(
+        self,
+        given: tuple[Mmas, Operands, Collector],
+        made: tuple[cute.Tensor, cute.Tensor],
+        shared: Shared,
+        pipes: Pipes,
+        states: tuple[pipeline.PipelineState, pipeline.PipelineState],
+        where: tuple[Int32, Int32, Int32, Int32],
+    ) -> None:
+        """`made` are P' and dS'; `where` is (lane, warpgroup, step, stage of what lies in shared memory)."""
+        (mmas, operands, _), (p, ds), (q_state, do_state) = given, made, states
+        lane, w, count, parity = where
+        self.share(shared.ds[None, None, parity], mmas.scores, ds, (lane, w), self.along_keys)
+        # Runs while all warpgroups meet.
+        multiply(mmas.dv, operands.dv, p, operands.dout_t[None, None, None, do_state.index], True)
+        self.meet()
+        dq = [self.query_gradient(0, mmas, operands, parity)]
+        warpgroup.wait_group(1)
+        release(pipes.dout, do_state)
+        # Only now, in the registers that P' had.
+        dq += [self.query_gradient(i, mmas, operands, parity) for i in range(1, len(mmas.dq))]
+        multiply(mmas.dk, operands.dk, ds, operands.q_t[None, None, None, q_state.index], True)
+        warpgroup.wait_group(1)
+        self.hand_over(dq, shared, lane, w, count)
+        warpgroup.wait_group(0)
+        release(pipes.q, q_state)
+
+    def query_gradient(self, i: int, mmas: Mmas, operands: Operands, parity: Int32) -> cute.Tensor:
+        """A warpgroup's part i of dQ, or of dQ', once its product is waited for."""
+        mma, (rows, columns), (ds, k_t) = mmas.dq[i], self.config.dq_shapes[i], operands.for_dq[i]
+        shape, a, b = (rows, columns), ds[None, None, None, parity], k_t
+        if self.config.transposes_dq:
+            shape, a, b = (columns, rows), b, a
+        dq = cute.make_rmem_tensor(mma.partition_shape_C(shape), Float32)
+        multiply(mma, dq, a, b, False)
+        return dq
+
+    def meet(self) -> None:
+        """What all warpgroups have put into shared memory is there for all of their products."""
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=SCORES, number_of_threads=128 * self.config.consumers)
+
+    @cute.jit
+    def clear_past_end(self, tiles: cutlass.Constexpr[tuple[cute.Tensor, ...]], end: Int32) -> None:
+        """Zero the rows of tiles in shared memory from `end` on: what lies past the end of a sequence is
+        another's, or nobody's, and 0 times NaN is NaN. Dense tensors end where TMA fills in zeros itself."""
+        threads = 128 * self.config.consumers
+        thread = cute.arch.thread_idx()[0] - 128
+        if end < cute.size(tiles[0], mode=[0]):
+            for tile in tiles:
+                rows, columns = (cute.size(tile, mode=[i]) for i in range(2))
+                for column in cutlass.range(thread, columns, threads, unroll=1):
+                    for row in cutlass.range(cutlass.max(end, 0), rows, unroll=1):
+                        tile[row, column] = tile.element_type(0.0)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.barrier(barrier_id=CLEARED, number_of_threads=threads)
+
+    def statistics(self, rows: cute.Tensor, lane: Int32, first: int, count: int) -> cute.Tensor:
+        """Numbers of the queries of a thread's columns `first` to `first` + `count`, both even."""
+        found = cute.make_rmem_tensor((2, count // 2), Float32)
+        pairs = cute.logical_divide(rows, cute.make_layout(2))
+        for c in range(count // 2):
+            cute.autovec_copy(pairs[None, 2 * first + 4 * c + lane % 4], found[None, c])
+        return cute.make_tensor(found.iterator, cute.make_layout(count))
+
+    def probabilities(
+        self,
+        scores: cute.Tensor,
+        slab: Slab,
+        rows: tuple[cute.Tensor, cute.Tensor, Int32],
+        q_first: Int32,
+        masked: bool,
+        kind: Any,
+    ) -> tuple[cute.Tensor, cute.Tensor, Slopes]:
+        """P' as an operand, and what dP' less its row's sum is multiplied by: P' times the score's slope, or
+        P' where slopes are to come in late, which are then returned too.
+        `rows`: log-sum-exps in shared memory, those of the first part of the columns, and the lane."""
+        shared, lse2, lane = rows
+        grid = rows_and_columns(scores)
+        p = cute.make_rmem_tensor(as_operand(scores).shape, kind)
+        sloped = self.hooks.slope is not None and not self.late
+        weights = cute.make_rmem_tensor(p.shape, kind) if sloped else p
+        later: Slopes = {}
+        factor = slab.at.scale_log2 if self.hooks.factor is None else self.hooks.factor(slab.at)
+        columns = self.config.queries // 4
+        together = self.together
+        for first in range(0, columns, together):
+            here = lse2
+            if first + together < columns:
+                lse2 = self.statistics(shared, lane, first + together, together)
+            part = slab.part(first, together)
+            slopes = part.slopes(self.hooks, grid, q_first, masked) or {}
+            part.modify(self.hooks, grid, q_first, masked)
+            for c in range(together):
+                for r in range(2):
+                    x = grid[r, first + c] * factor - here[c]
+                    grid[r, first + c] = cute.math.exp2(x, fastmath=True)
+            if masked:
+                part.mask(self.hooks, grid, q_first)
+            self.narrow_columns(scores, p, first, together)
+            if sloped:
+                for (r, c), slope in slopes.items():
+                    grid[r, c] = grid[r, c] * slope
+                self.narrow_columns(scores, weights, first, together)
+            else:
+                later |= slopes
+        return p, weights, later
+
+    def narrow_columns(self, acc: cute.Tensor, target: cute.Tensor, first: int, count: int) -> None:
+        """Columns of an accumulator to 16 bits. `target` is an operand: its registers have the same order."""
+        layout = cute.make_layout(2 * count)
+        source, narrowed = (cute.make_tensor(x.iterator + 2 * first, layout) for x in (acc, target))
+        narrow(source, narrowed)
+
+    def begin_dprob(self, dprob: cute.Tensor, deltas: cute.Tensor, lane: Int32) -> None:
+        """The product for dP' starts from delta: read later, deltas would take registers of their own, and
+        wait behind the products' operands, and exponentials behind them.
+
+        Each of a thread's keys has its own read, so that nothing is to be computed before the product for S'.
+        A copy for the second one would be made by the assembler between the products, which it waits for.
+        """
+        grid = rows_and_columns(dprob)
+        pairs = cute.logical_divide(deltas, cute.make_layout(2))
+        for c in range(0, self.config.queries // 4, 2):
+            for r in range(2):
+                grid[r, c], grid[r, c + 1] = read_pair(pairs[None, 2 * c + lane % 4])
+
+    def score_gradients(self, dprob: cute.Tensor, weights: cute.Tensor) -> None:
+        """dP' less its rows' sums becomes dS'. P' comes from 16 bits, as dV's product has it: in 32 it would
+        take registers that products need meanwhile."""
+        grid = rows_and_columns(dprob)
+        words = cute.recast_tensor(weights, Int32)
+        for c in range(0, self.config.queries // 4, 2):
+            for r in range(2):
+                for i, weight in enumerate(widened(words[c + r], weights.element_type)):
+                    grid[r, c + i] = weight * grid[r, c + i]
+
+    def take_captured(
+        self,
+        collector: Collector,
+        ds: cute.Tensor,
+        slopes: Slopes,
+        places: tuple[Int32, bool],
+        early: dict[int, Slopes],
+    ) -> None:
+        """What a tile adds to captured tensors. ds (row, column), of modified scores, becomes that of scaled
+        ones, where `slopes` were left for here."""
+        collector.take(False, ds, *places, early)
+        for (r, c), slope in slopes.items():
+            ds[r, c] = ds[r, c] * slope
+        collector.take(True, ds, *places, early)
+
+    def narrowed(self, acc: cute.Tensor, kind: Any) -> cute.Tensor:
+        """16-bit numbers, as the A operand of a next product."""
+        source = as_operand(acc)
+        target = cute.make_rmem_tensor(source.shape, kind)
+        narrow(source, target)
+        return target
+
+    def share(
+        self,
+        target: cute.Tensor,
+        mma: cute.TiledMma,
+        ds: cute.Tensor,
+        where: tuple[Int32, Int32],
+        along_keys: bool,
+    ) -> None:
+        """dS' or P' of all warpgroups to shared memory, which holds it along the keys or the queries. Of its
+        two stages, each is free when all warpgroups have met for the other one; and, where the writer copies
+        it, when that is done with the dQ of the step before the last."""
+        lane, w = where
+        order = LayoutEnum.COL_MAJOR if along_keys else LayoutEnum.ROW_MAJOR
+        atom = sm90.sm90_get_smem_store_op(order, target.element_type, Float32)
+        copy = cute.make_tiled_copy_C(atom, mma).get_slice(lane)
+        mine = cute.local_tile(transposed(target), (KEYS, self.config.queries), self.score_tile(w))
+        cute.copy(copy, copy.retile(ds), copy.partition_D(mine))
+
+    def score_tile(self, w: Int32) -> tuple[Int32, Int32]:
+        """Where a warpgroup's scores lie among all, by keys and queries."""
+        return w, Int32(0)
+
+    def hand_over(
+        self, parts: list[cute.Tensor], shared: Shared, lane: Int32, w: Int32, count: Int32
+    ) -> None:
+        """A warpgroup's parts of dQ."""
+        stage = count % self.config.dq_stages
+        cute.arch.barrier(barrier_id=dq_empty(w, stage), number_of_threads=THREADS)
+        stage_by_fours(parts, shared.dq[None, w, stage], lane, 128)
+        cute.arch.barrier_arrive(barrier_id=dq_full(w, stage), number_of_threads=THREADS)
+
+    @cute.jit
+    def deliver(
+        self,
+        arguments: BackwardArguments,
+        work: KeyWork,
+        shared: cutlass.Constexpr[Shared],
+        given: cutlass.Constexpr[tuple[Mmas, Operands]],
+        stores: cutlass.Constexpr[tuple[Any, ...]],
+        where: tuple[Int32, Int32],
+        steps: tuple[Int32, Int32],
+    ) -> None:
+        """dK and dV to global memory; steps: of this tile of keys, and of all so far."""
+        mmas, operands = given
+        lane, w = where
+        sums, products = (operands.dk, operands.dv), (mmas.dk, mmas.dv)
+        operands.dk.store(operands.dk.load() * arguments.scale)
+        staged = staged_sums(self.config, shared, sums, w)
+        if const_expr(not self.config.persistent):
+            cute.arch.barrier(barrier_id=SCORES, number_of_threads=128 * self.config.consumers)
+        elif steps[0] > 0:
+            # The writer has read all of dQ.
+            last = steps[1] % self.config.dq_stages
+            cute.arch.barrier(barrier_id=dq_empty(w, 1 - last), number_of_threads=THREADS)
+        else:
+            # What the tile of keys before left there has been stored.
+            cute.arch.barrier(barrier_id=stored(w), number_of_threads=128)
+        first_key = self.first_key(work, w, Int32(0))
+        for batch in self.batches:
+            if const_expr(batch != self.batches[0]):
+                # What left before has been read.
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                cute.arch.barrier(barrier_id=stored(w), number_of_threads=128)
+            for i in batch:
+                put(products[i], self.narrowed(sums[i], staged[i].element_type), staged[i], lane)
+            rows = tuple(staged[i] for i in batch)
+            if const_expr(len(stores) > 0):
+                store_by_copies(tuple(stores[i] for i in batch), rows, work, first_key // KEYS, where)
+            else:
+                targets = tuple((arguments.dk, arguments.dv)[i] for i in batch)
+                columns = tuple(self.first_column(cute.size(x, mode=[1]), w) for x in rows)
+                store_by_threads(targets, rows, work, (first_key, columns), where)

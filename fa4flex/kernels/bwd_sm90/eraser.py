@@ -1,0 +1,103 @@
+"""Warps that write the zeros of captured gradients of which each element belongs to one pair: those of the
+tiles that the mask hides, which no consumer visits. All others are written by consumers, zeros too, so that
+no element is written twice, and the memory may have held anything before."""
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Int32, const_expr, cute
+
+from fa4flex.kernels.bwd_sm90.config import Config
+from fa4flex.kernels.common.backward import (
+    BackwardArguments,
+    BackwardCourse,
+    KeyGrid,
+    KeyWork,
+    QueryTiles,
+)
+from fa4flex.kernels.common.hooks import At, Hooks, Share
+
+WARPS = 2
+"""They take turns at rows."""
+
+BYTES = 16
+"""That a lane writes at once; rows of such gradients are padded to a multiple of them."""
+
+LANES = 32
+
+
+class Eraser:
+    def __init__(self, config: Config, hooks: Hooks, course: BackwardCourse) -> None:
+        self.config = config
+        self.hooks = hooks
+        self.course = course
+
+    def shares(self, arguments: BackwardArguments) -> list[Share]:
+        """Whose gradients [copies, shape...] are written once, and lie in memory along the keys."""
+        if not self.config.masked or self.config.ragged:
+            return []
+        ranks = [cute.rank(x) - 1 for x in arguments.gradients]
+        return [s for s in self.hooks.shares if s.axes and s.axes[1] == ranks[s.which] - 1]
+
+    @cute.jit
+    def run(self, arguments: BackwardArguments, grid: KeyGrid, warp: Int32) -> None:
+        """`warp` of WARPS. Blocks are not persistent where pairs have elements of their own."""
+        if const_expr(len(self.shares(arguments)) > 0):
+            self.erase_all(arguments, self.course.work(self.course.first(), grid, arguments), warp)
+
+    @cute.jit
+    def erase_all(self, arguments: BackwardArguments, work: KeyWork, warp: Int32) -> None:
+        heads = Int32(arguments.q.shape[-2])
+        tiles = (work.q_len + (self.config.tile_m - 1)) // self.config.tile_m
+        for g in cutlass.range(work.group, unroll=1):
+            h = work.kv_head * work.group + g
+            at = self.course.place(work, h, heads, arguments)
+            queries = self.course.queries(work, h, arguments)
+            for first in cutlass.range(0, tiles, LANES, unroll=1):
+                visited = self.visited(queries, first)
+                for i in cutlass.range(cutlass.min(tiles - first, LANES), unroll=1):
+                    if (visited >> i) & 1 == 0:
+                        self.erase(arguments, work, at, first + i, warp)
+
+    @cute.jit
+    def visited(self, queries: QueryTiles, first: Int32) -> Int32:
+        """A bit for each of 32 tiles of queries from `first` on."""
+        lane = cute.arch.lane_idx()
+        found = Int32(0)
+        both = queries.full is not None
+        for tiles in (queries.masked, queries.full) if both else (queries.masked,):
+            for start in cutlass.range(0, tiles.total(), LANES, unroll=1):
+                if start + lane < tiles.total():
+                    tile = tiles.at(start + lane)
+                    if const_expr(not both):
+                        tile = tile >> 1  # see Turns.entries
+                    if (tile >= first) & (tile < first + LANES):
+                        found = found | (Int32(1) << (tile - first))
+        return Int32(cute.arch.warp_redux_sync(found, "or"))
+
+    @cute.jit
+    def erase(
+        self,
+        arguments: BackwardArguments,
+        work: KeyWork,
+        at: cutlass.Constexpr[At],
+        tile: Int32,
+        warp: Int32,
+    ) -> None:
+        first_q, first_kv = tile * self.config.tile_m, work.tile * self.config.tile_n
+        lane = cute.arch.lane_idx()
+        for share in self.shares(arguments):
+            gradient = arguments.gradients[share.which]
+            per_lane = BYTES * 8 // gradient.element_type.width
+            across = self.config.tile_n // per_lane
+            together = LANES // across
+            row, kv = warp * together + lane // across, first_kv + lane % across * per_lane
+            place = share.place.element(at.but(q=first_q + row, kv=kv))
+            start = gradient.iterator + cute.crd2idx((0, *place), gradient.layout)
+            stride = gradient.stride[1 + share.axes[0]]
+            for step in cutlass.range(0, self.config.tile_m, together * WARPS, unroll=1):
+                if (first_q + row + step < work.q_len) & (kv < work.kv_len):
+                    cute.arch.inline_ptx(
+                        "st.global.v4.b32 [{$r0}], {{$r1}, {$r1}, {$r1}, {$r1}};",
+                        read_only_args=[(start + step * stride).toint(), Int32(0)],
+                    )

@@ -1,0 +1,286 @@
+"""The Hopper backward kernel: descriptors and launch on the host, and on the device the split into roles.
+
+producer warp --[k, v once; q, dout rings]--> consumer warpgroups --(dQ parts)--> writer warp --> dq_sum
+                                              consumer warpgroups --> dk, dv
+
+A block has one tile of keys, or is persistent and takes one after another: the producer takes their numbers
+from a counter and hands them on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.utils.hopper_helpers as sm90
+from cuda.bindings import driver as cuda
+from cutlass import Float32, Int32, Int64, const_expr, cute, pipeline
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
+
+from fa4flex.kernels.bwd_sm90.columns import ColumnConsumer
+from fa4flex.kernels.bwd_sm90.config import KEYS, Config, swizzle
+from fa4flex.kernels.bwd_sm90.consumer import Consumer, Mmas
+from fa4flex.kernels.bwd_sm90.eraser import WARPS, Eraser
+from fa4flex.kernels.bwd_sm90.parts import Pipes, Shared, swizzled_rows
+from fa4flex.kernels.bwd_sm90.producer import Producer
+from fa4flex.kernels.bwd_sm90.writer import Writer, others
+from fa4flex.kernels.common.backward import BackwardArguments, BackwardCourse, KeyGrid
+from fa4flex.kernels.common.hooks import Hooks
+from fa4flex.kernels.common.next_tile import NextTile
+from fa4flex.kernels.common.transfer import reordered
+
+CONSUMERS = {"keys": Consumer, "columns": ColumnConsumer}
+"""By what they share out."""
+
+
+class Backward:
+    """A backward kernel for one Config and one variant's Hooks; `compile` takes the object itself."""
+
+    direction = "backward"
+    """Which arguments it takes."""
+
+    def __init__(self, config: Config, hooks: Hooks) -> None:
+        self.config = config
+        self.hooks = hooks
+        self.course = BackwardCourse(config, hooks)
+        self.producer = Producer(config, self.course)
+        self.copied = tuple(share for share in hooks.shares if share.rate == "copy")
+        self.writer = Writer(config, self.copied, self.course)
+        self.eraser = Eraser(config, hooks, self.course)
+        self.consumer = CONSUMERS[config.split](config, hooks, self.course)
+        self.along_keys = self.consumer.along_keys
+
+    @cute.jit
+    def __call__(self, arguments: BackwardArguments, stream: cuda.CUstream) -> None:
+        config = self.config
+        grid = self.course.grid(arguments)
+        moved = *self.transfers(arguments), self.copies(arguments), self.stores(arguments)
+        blocks = grid.total
+        if const_expr(config.persistent):
+            blocks = cutlass.min(blocks, config.workers)
+        self.device(arguments, grid, *moved).launch(
+            grid=[blocks, 1, 1],
+            block=[self.config.threads, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,  # without it the compiler drops the register split
+        )
+
+    def mmas(self, kind: Any) -> Mmas:
+        config = self.config
+        k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
+
+        def product(majors: tuple[Any, Any], width: int, source: Any = warpgroup.OperandSource.SMEM) -> Any:
+            return sm90.make_trivial_tiled_mma(
+                kind,
+                kind,
+                *majors,
+                Float32,
+                atom_layout_mnk=(1, 1, 1),
+                tiler_mn=(KEYS, width),
+                a_source=source,
+            )
+
+        ds_major, ds_t_major = (k_major, mn_major) if self.along_keys else (mn_major, k_major)
+        if config.transposes_dq:
+            dq = [product((mn_major, ds_major), rows) for rows, _ in config.dq_shapes]
+        else:
+            dq = [product((ds_major, mn_major), columns) for _, columns in config.dq_shapes]
+        # With columns shared out, a warpgroup's scores are a part of what its dV and dK need.
+        share, source = config.consumers, warpgroup.OperandSource.SMEM
+        if config.split == "keys":
+            share, source, ds_t_major = 1, warpgroup.OperandSource.RMEM, k_major
+        return Mmas(
+            product((k_major, k_major), config.queries),
+            product((k_major, k_major), config.queries),
+            product((k_major, mn_major), config.head_dim_v // share, source),
+            product((ds_t_major, mn_major), config.head_dim // share, source),
+            tuple(dq),
+        )
+
+    def layouts(self, kind: Any) -> tuple[Any, ...]:
+        """Swizzled shared-memory layouts of q, dout (by stage), k, v, and of ds and p (queries, keys), along
+        the queries; ds along the keys where it is copied to captured gradients, or dQ is transposed."""
+        config = self.config
+        m, n, d, dv = config.tile_m, config.tile_n, config.head_dim, config.head_dim_v
+        q, dout, k, v = config.swizzles
+
+        def along_queries() -> Any:
+            return sm90.make_smem_layout_a(LayoutEnum.COL_MAJOR, (m, d, n), kind, 2)
+
+        ds = swizzled_rows(kind, (m, n, 2), swizzle(n, n)) if self.along_keys else along_queries()
+        return (
+            swizzled_rows(kind, (m, d, config.q_stages), q),
+            swizzled_rows(kind, (m, dv, config.do_stages), dout),
+            swizzled_rows(kind, (n, d, 1), k),
+            swizzled_rows(kind, (n, dv, 1), v),
+            ds,
+            along_queries() if config.split == "columns" else ds,
+        )
+
+    def transfers(self, arguments: BackwardArguments) -> tuple[Any, ...]:
+        config = self.config
+        q, dout, k, v, *_ = (cute.slice_(x, (None, None, 0)) for x in self.layouts(arguments.q.element_type))
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        m, n, d, dv = config.tile_m, config.tile_n, config.head_dim, config.head_dim_v
+
+        def atom(tensor: cute.Tensor, layout: Any, tile: tuple[int, int]) -> Any:
+            rows = reordered(tensor, [1, 3, 2, 0] if cute.rank(tensor) == 4 else [0, 2, 1])
+            return cpasync.make_tiled_tma_atom(load, rows, layout, tile)
+
+        return (
+            atom(arguments.q, q, (m, d)),
+            atom(arguments.k, k, (n, d)),
+            atom(arguments.v, v, (n, dv)),
+            atom(arguments.dout, dout, (m, dv)),
+        )
+
+    def copies(self, arguments: BackwardArguments) -> tuple[Any, ...]:
+        """Descriptors of captured gradients (queries, keys, other axes) that take tiles of dS."""
+        ds = cute.slice_(self.layouts(arguments.q.element_type)[4], (None, None, 0))
+        store = cpasync.CopyBulkTensorTileS2GOp()
+        tile = self.config.tile_m, self.config.tile_n
+        found = []
+        for share in self.copied:
+            gradient = arguments.gradients[share.which]
+            # The first mode counts copies, of which there is one.
+            axes = [*share.axes, *others(share, gradient)]
+            found.append(
+                cpasync.make_tiled_tma_atom(store, reordered(gradient, [1 + i for i in axes]), ds, tile)
+            )
+        return tuple(found)
+
+    def stores(self, arguments: BackwardArguments) -> tuple[Any, ...]:
+        """Descriptors of dK and dV, for which persistent blocks then need not wait; not of sequences that end
+        where others begin."""
+        config = self.config
+        if not config.persistent or config.ragged:
+            return ()
+        found = []
+        for gradient, width in ((arguments.dk, config.head_dim), (arguments.dv, config.head_dim_v)):
+            rows = swizzled_rows(gradient.element_type, (KEYS, width, 1), swizzle(width, width))
+            tile = cute.slice_(rows, (None, None, 0))
+            store = cpasync.CopyBulkTensorTileS2GOp()
+            ordered = reordered(gradient, [1, 3, 2, 0])
+            found.append(cpasync.make_tiled_tma_atom(store, ordered, tile, (KEYS, width)))
+        return tuple(found)
+
+    def storage(self, kind: Any) -> Any:
+        config = self.config
+
+        def tile(element: Any, size: int) -> Any:
+            return cute.struct.Align[cute.struct.MemRange[element, size], 1024]  # TMA swizzles by 1024 bytes
+
+        q, dout, k, v, ds, p = (cute.cosize(x) for x in self.layouts(kind))
+        members = {
+            "q_bar": cute.struct.MemRange[Int64, 2 * config.q_stages],
+            "do_bar": cute.struct.MemRange[Int64, 2 * config.do_stages],
+            "k_full": cute.struct.MemRange[Int64, 1],
+            "v_full": cute.struct.MemRange[Int64, 1],
+            "keys_empty": cute.struct.MemRange[Int64, 1],
+            "next_full": cute.struct.MemRange[Int64, 1],
+            "next_empty": cute.struct.MemRange[Int64, 1],
+            "next": cute.struct.MemRange[Int32, 1],
+            "lse2": cute.struct.Align[cute.struct.MemRange[Float32, config.tile_m * config.q_stages], 128],
+            "delta": cute.struct.Align[cute.struct.MemRange[Float32, config.tile_m * config.do_stages], 128],
+            "q": tile(kind, q),
+            "dout": tile(kind, dout),
+            "k": tile(kind, k),
+            "v": tile(kind, v),
+            "ds": tile(kind, ds),
+            "p": tile(kind, p if config.split == "columns" else 0),
+            "dq": tile(Float32, config.dq_room * config.consumers * config.dq_stages),
+        }
+        return cute.struct(type("Storage", (), {"__annotations__": members}))
+
+    @cute.kernel
+    def device(
+        self,
+        arguments: BackwardArguments,
+        grid: KeyGrid,
+        q: cpasync.TmaInfo,
+        k: cpasync.TmaInfo,
+        v: cpasync.TmaInfo,
+        dout: cpasync.TmaInfo,
+        copies: tuple,
+        stores: tuple,
+    ) -> None:
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == 0:
+            for transfer in (q, k, v, dout, *copies, *stores):
+                cpasync.prefetch_descriptor(transfer.atom)
+        kind = arguments.q.element_type
+        storage = SmemAllocator().allocate(self.storage(kind))
+        shared = self.shared(storage, kind)
+        pipes = self.pipes(storage, shared)
+        if warp == 0:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_init(pipes.k_full, 1)
+                cute.arch.mbarrier_init(pipes.v_full, 1)
+                if const_expr(self.config.persistent):
+                    warps = 4 * self.config.consumers
+                    cute.arch.mbarrier_init(pipes.keys_empty, warps)
+                    cute.arch.mbarrier_init(pipes.next.full, 1)
+                    cute.arch.mbarrier_init(pipes.next.empty, warps + 1)  # and the writer
+            cute.arch.mbarrier_init_fence()
+        pipeline.pipeline_init_arrive()
+        pipeline.pipeline_init_wait()
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(self.config.producer_registers)
+            if warp == 0:
+                self.producer.run(arguments, grid, (q, k, v, dout), shared, pipes)
+            if warp == 1:
+                self.writer.run(arguments, grid, shared, pipes, tuple(copies))
+            if warp >= 4 - WARPS:
+                self.eraser.run(arguments, grid, warp - (4 - WARPS))
+        else:
+            cute.arch.setmaxregister_increase(self.config.consumer_registers)
+            self.consumer.run(arguments, grid, shared, pipes, self.mmas(kind), tuple(stores))
+
+    def shared(self, storage: Any, kind: Any) -> Shared:
+        config = self.config
+        q, dout, k, v, ds, p = self.layouts(kind)
+
+        def one(member: Any, layout: Any) -> cute.Tensor:
+            return member.get_tensor(layout.outer, swizzle=layout.inner)[None, None, 0]
+
+        return Shared(
+            storage.q.get_tensor(q.outer, swizzle=q.inner),
+            one(storage.k, k),
+            one(storage.v, v),
+            storage.dout.get_tensor(dout.outer, swizzle=dout.inner),
+            storage.ds.get_tensor(ds.outer, swizzle=ds.inner),
+            storage.p.get_tensor(p.outer, swizzle=p.inner) if config.split == "columns" else None,
+            storage.lse2.get_tensor(cute.make_layout((config.tile_m, config.q_stages))),
+            storage.delta.get_tensor(cute.make_layout((config.tile_m, config.do_stages))),
+            storage.dq.get_tensor(cute.make_layout((config.dq_room, config.consumers, config.dq_stages))),
+        )
+
+    def pipes(self, storage: Any, shared: Shared) -> Pipes:
+        thread = pipeline.Agent.Thread
+
+        def ring(barriers: Any, tensor: cute.Tensor, stages: int) -> pipeline.PipelineTmaAsync:
+            stage = cute.select(tensor.layout, mode=[0, 1])
+            rows = 4 * self.config.tile_m
+            return pipeline.PipelineTmaAsync.create(
+                num_stages=stages,
+                producer_group=pipeline.CooperativeGroup(thread),
+                consumer_group=pipeline.CooperativeGroup(thread, self.config.consumers * 4),
+                tx_count=cute.size_in_bytes(tensor.element_type, stage) + rows,
+                barrier_storage=barriers.data_ptr(),
+                defer_sync=True,
+            )
+
+        return Pipes(
+            ring(storage.q_bar, shared.q, self.config.q_stages),
+            ring(storage.do_bar, shared.dout, self.config.do_stages),
+            storage.k_full.data_ptr(),
+            storage.v_full.data_ptr(),
+            storage.keys_empty.data_ptr(),
+            NextTile(
+                storage.next.get_tensor(cute.make_layout(1)),
+                storage.next_full.data_ptr(),
+                storage.next_empty.data_ptr(),
+            ),
+        )

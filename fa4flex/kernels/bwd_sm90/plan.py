@@ -1,0 +1,146 @@
+"""The plan of a Hopper backward kernel. Data only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+from fa4flex.codegen.plan.memory import NUMBER, Memory, lay_out, tile_bytes
+from fa4flex.codegen.plan.pipeline import Pipeline
+from fa4flex.codegen.plan.problem import Problem
+from fa4flex.codegen.plan.request import Request
+from fa4flex.codegen.plan.target import Target
+from fa4flex.kernels.bwd_sm90.config import Config, Split
+from fa4flex.kernels.fwd_sm90.tiles import pad
+
+KEYS_APART = 128
+"""The widest heads of which warpgroups always have keys of their own."""
+
+TILE = (64, 128)
+ROOMY_TILE = (128, 128)
+"""Where registers hold 128 queries, operands are read from shared memory less often: narrow heads without
+slopes, elements of each pair, or gradients of what is read by query or key, which take more."""
+
+LONG_TILE = (80, 128)
+"""Where neither mask nor scores take registers, nor gradients of captured tensors: more queries per step
+share what a step costs, and operands are read less often. Were registers short, the assembler would let
+products wait for each other."""
+
+LATENT = (192, 128)
+LATENT_TILE = (32, 128)
+LONG_LATENT_TILE = (48, 128)
+"""Of heads of 192 and values of 128, warpgroups have keys of their own too. Besides the sums of these,
+registers hold so few queries; the latter where neither scores nor masks take registers."""
+
+WIDE_TILE = (64, 64)
+"""Else, the sums of 64 keys take more registers than a warpgroup has, and warpgroups share out columns."""
+
+STAGES = ((2, 2, 2), (2, 2, 1), (2, 1, 1), (1, 1, 1))
+"""Tiles of Q, dO and dQ in flight, best first; shared memory decides."""
+
+
+@dataclass(frozen=True)
+class HopperBackwardPlan:
+    """A backward kernel for `problem` on `target`. tile: queries per step, and keys per block; stages: tiles
+    of Q, dO and dQ in flight."""
+
+    target: Target
+    problem: Problem
+    tile: tuple[int, int]
+    head_dim: int
+    head_dim_v: int
+    stages: tuple[int, int, int]
+    module: ClassVar[str] = "fa4flex.kernels.bwd_sm90"
+
+    copies: ClassVar[bool] = True
+    ctas: ClassVar[int] = 1
+
+    @property
+    def split(self) -> Split:
+        return "columns" if self.tile == WIDE_TILE else "keys"
+
+    @property
+    def persistent(self) -> bool:
+        """Whether blocks take one tile of keys after another: dK and dV of a tile then leave by the tiles of
+        dQ. Where sums are ordered, each tile has a block of its own. It takes registers that long scores
+        need, and ragged batches of wide heads."""
+        if self.problem.deterministic or self.problem.long_scores or self.split == "columns":
+            return False
+        if self.head_dim > KEYS_APART and self.problem.lengths != "dense":
+            return False
+        return self.head_dim_v <= self.head_dim
+
+    @cached_property
+    def memory(self) -> Memory:
+        """The shared-memory map of a block."""
+        (m, n), (q_stages, do_stages, dq_stages) = self.tile, self.stages
+        size, d, dv = self.problem.itemsize, self.head_dim, self.head_dim_v
+        scores, config = 2 * tile_bytes(m, n, size), self.config()
+        sizes = {
+            "lse2": NUMBER * m * q_stages,
+            "delta": NUMBER * m * do_stages,
+            "q": tile_bytes(m, d, size) * q_stages,
+            "dout": tile_bytes(m, dv, size) * do_stages,
+            "k": tile_bytes(n, d, size),
+            "v": tile_bytes(n, dv, size),
+            "ds": scores,
+            "p": scores if self.split == "columns" else 0,
+            "dq": NUMBER * config.dq_room * config.consumers * dq_stages,
+        }
+        return lay_out(sizes, {}, 2 * (q_stages + do_stages + 1) + 4, self.target)
+
+    def config(self) -> Config:
+        """What the hand-written kernel is built from."""
+        (tile_m, tile_n), (q_stages, do_stages, dq_stages) = self.tile, self.stages
+        return Config(
+            head_dim=self.head_dim,
+            head_dim_v=self.head_dim_v,
+            tile_m=tile_m,
+            tile_n=tile_n,
+            split=self.split,
+            q_stages=q_stages,
+            do_stages=do_stages,
+            dq_stages=dq_stages,
+            masked=self.problem.mask_form != "none",
+            lengths=self.problem.lengths,
+            deterministic=self.problem.deterministic,
+            workers=self.target.multiprocessors if self.persistent else 0,
+        )
+
+    def check(self) -> None:
+        """PlanError or UnsupportedError unless the plan holds: sums of bytes."""
+        self.memory.check()
+
+
+def plan_hopper_backward(request: Request) -> HopperBackwardPlan:
+    """The deepest rings that fit."""
+    problem, target = request.problem, request.target
+    widths = pad(problem.head_dim), pad(problem.head_dim_v)
+    tile = _tile(problem, *widths)
+    plans = [HopperBackwardPlan(target, problem, tile, *widths, stages) for stages in STAGES]
+    return next((p for p in plans if p.memory.total <= target.shared_memory), plans[-1])
+
+
+def _tile(problem: Problem, width: int, width_v: int) -> tuple[int, int]:
+    long = problem.long_scores or problem.long_masks or problem.gradients
+    # The rows of packed sequences begin at multiples of ROW_BLOCK, which is no whole number of long steps.
+    roomy = not long and problem.lengths == "dense" and problem.mask_form != "tables"
+    if (width, width_v) == LATENT and not problem.gradients:
+        return LONG_LATENT_TILE if roomy else LATENT_TILE
+    if max(width, width_v) > KEYS_APART:
+        return WIDE_TILE
+    if problem.sloped or problem.pair_reads or (problem.gradients and problem.long_scores):
+        return TILE
+    if max(width, width_v) <= 64:
+        return ROOMY_TILE
+    return LONG_TILE if roomy and width == KEYS_APART and problem.mask_form != "spans" else TILE
+
+
+BWD_SM90 = Pipeline(
+    "Hopper backward",
+    "backward",
+    lambda problem, target: target.family == "sm90",
+    plan_hopper_backward,
+    zero_fills=True,
+)

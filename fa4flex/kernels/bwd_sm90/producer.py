@@ -1,0 +1,106 @@
+"""The producer warp: brings keys and values of a tile once, then queries and output gradients with their
+rows' statistics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, const_expr, cute, pipeline
+from cutlass.cute.nvgpu import cpasync
+
+from fa4flex.kernels.bwd_sm90.config import Config
+from fa4flex.kernels.bwd_sm90.parts import Pipes, Shared
+from fa4flex.kernels.common.backward import (
+    BackwardArguments,
+    BackwardCourse,
+    KeyGrid,
+    KeyWork,
+    query_tile_at,
+    rows_of,
+)
+from fa4flex.kernels.common.next_tile import finish, publish, take
+from fa4flex.kernels.common.transfer import Views, load_once, load_stage, partition, sequence
+
+
+class Producer:
+    def __init__(self, config: Config, course: BackwardCourse) -> None:
+        self.config = config
+        self.course = course
+
+    @cute.jit
+    def run(
+        self,
+        arguments: BackwardArguments,
+        grid: KeyGrid,
+        transfers: cutlass.Constexpr[tuple[Any, ...]],
+        shared: cutlass.Constexpr[Shared],
+        pipes: cutlass.Constexpr[Pipes],
+    ) -> None:
+        config = self.config
+        q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.q_stages)
+        do_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.do_stages)
+        number, turn = self.course.first(), Int32(0)
+        if const_expr(config.persistent):
+            while number < grid.total:
+                work = self.course.work(number, grid, arguments)
+                cute.arch.mbarrier_wait(pipes.keys_empty, (turn & 1) ^ 1)
+                q_state, do_state = self.tile(arguments, work, transfers, shared, pipes, (q_state, do_state))
+                # Not before: what a block took at the start of a long tile would wait for its end.
+                number = take(arguments.counter, cute.arch.grid_dim()[0])
+                publish(number, pipes.next, (turn & 1) ^ 1)
+                turn += 1
+            finish(arguments.counter, cute.arch.grid_dim()[0])
+        else:
+            work = self.course.work(number, grid, arguments)
+            self.tile(arguments, work, transfers, shared, pipes, (q_state, do_state))
+
+    @cute.jit
+    def tile(
+        self,
+        arguments: BackwardArguments,
+        work: KeyWork,
+        transfers: cutlass.Constexpr[tuple[Any, ...]],
+        shared: cutlass.Constexpr[Shared],
+        pipes: cutlass.Constexpr[Pipes],
+        states: tuple[pipeline.PipelineState, pipeline.PipelineState],
+    ) -> tuple[pipeline.PipelineState, pipeline.PipelineState]:
+        """What a tile of keys takes."""
+        config = self.config
+        q, k, v, dout = transfers
+        q_state, do_state = states
+        load_once(k, self.keys(k, shared.k, work, config.head_dim), pipes.k_full)
+        load_once(v, self.keys(v, shared.v, work, config.head_dim_v), pipes.v_full)
+        for g in cutlass.range(work.group, unroll=1):
+            h = work.kv_head * work.group + g
+            queries = self.course.queries(work, h, arguments)
+            q_views = self.views(q, shared.q, work, h, config.head_dim)
+            do_views = self.views(dout, shared.dout, work, h, config.head_dim_v)
+            for i in cutlass.range(queries.count, unroll=1):
+                tile = query_tile_at(queries, i)
+                load_stage(q, pipes.q, q_state, q_views, tile)
+                self.rows(rows_of(arguments.lse2, work, h), shared.lse2, pipes.q, q_state, tile)
+                q_state.advance()
+                load_stage(dout, pipes.dout, do_state, do_views, tile)
+                self.rows(rows_of(arguments.delta, work, h), shared.delta, pipes.dout, do_state, tile)
+                do_state.advance()
+        return q_state, do_state
+
+    def keys(self, transfer: Any, shared: cute.Tensor, work: KeyWork, width: int) -> Views:
+        """The block's tile of keys or values."""
+        whole = sequence(transfer.tma_tensor, work.kv_offset, work.kv_head, work.b)
+        tiles = cute.local_tile(whole, (self.config.tile_n, width), (None, 0))
+        one = cute.make_tensor(shared.iterator, cute.append(shared.layout, cute.make_layout(1)))
+        to_shared, from_global = partition(transfer, one, tiles)
+        return to_shared[None, 0], from_global[None, work.tile]
+
+    def views(self, transfer: Any, shared: cute.Tensor, work: KeyWork, h: Int32, width: int) -> Views:
+        whole = sequence(transfer.tma_tensor, work.q_offset, h, work.b)
+        return partition(transfer, shared, cute.local_tile(whole, (self.config.tile_m, width), (None, 0)))
+
+    def rows(self, statistic: cute.Tensor, shared: cute.Tensor, ring: Any, state: Any, tile: Int32) -> None:
+        """A number per row of a tile, on the same barrier."""
+        atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
+        source = cute.local_tile(statistic, (self.config.tile_m,), (tile,))
+        with cute.arch.elect_one():
+            cute.copy(atom, source, shared[None, state.index], mbar_ptr=ring.producer_get_barrier(state))

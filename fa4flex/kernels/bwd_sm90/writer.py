@@ -1,0 +1,158 @@
+"""The warp that adds each warpgroup's part of dQ to global memory, and copies tiles of dS to the captured
+gradients that are dS."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Int32, const_expr, cute
+
+from fa4flex.kernels.bwd_sm90.config import Config
+from fa4flex.kernels.bwd_sm90.parts import Pipes, Shared, dq_empty, dq_full
+from fa4flex.kernels.common.backward import (
+    BackwardArguments,
+    BackwardCourse,
+    KeyGrid,
+    KeyWork,
+    await_turn,
+    pass_turn,
+    query_tile_at,
+    rows_of,
+)
+from fa4flex.kernels.common.hooks import Share
+from fa4flex.kernels.common.next_tile import receive
+from fa4flex.kernels.common.transfer import Views, add_bulk, partition
+
+THREADS = 128 + 32
+"""A warpgroup and this warp."""
+
+
+class Writer:
+    def __init__(self, config: Config, copied: tuple[Share, ...], course: BackwardCourse) -> None:
+        self.config = config
+        self.copied = copied
+        self.course = course
+
+    @cute.jit
+    def run(
+        self,
+        arguments: BackwardArguments,
+        grid: KeyGrid,
+        shared: cutlass.Constexpr[Shared],
+        pipes: cutlass.Constexpr[Pipes],
+        copies: cutlass.Constexpr[tuple[Any, ...]],
+    ) -> None:
+        """`copies`: descriptors of the gradients of `copied`."""
+        config = self.config
+        for w in cutlass.range_constexpr(config.consumers):
+            cute.arch.barrier_arrive(barrier_id=dq_empty(w, 0), number_of_threads=THREADS)
+        stage, parity = Int32(0), Int32(0)
+        number, turn = self.course.first(), Int32(0)
+        if const_expr(config.persistent):
+            while number < grid.total:
+                work = self.course.work(number, grid, arguments)
+                stage, parity, steps = self.tile(arguments, work, shared, copies, (stage, parity))
+                if steps > 0:
+                    # The other stage is free too, for dK and dV.
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                    for w in cutlass.range_constexpr(config.consumers):
+                        cute.arch.barrier_arrive(barrier_id=dq_empty(w, 1 - stage), number_of_threads=THREADS)
+                number = receive(pipes.next, turn & 1)
+                turn += 1
+        else:
+            self.tile(arguments, self.course.work(number, grid, arguments), shared, copies, (stage, parity))
+            # Shared memory must last until all was read. What is under way then, the grid's end waits for.
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def tile(
+        self,
+        arguments: BackwardArguments,
+        work: KeyWork,
+        shared: cutlass.Constexpr[Shared],
+        copies: cutlass.Constexpr[tuple[Any, ...]],
+        stages: tuple[Int32, Int32],
+    ) -> tuple[Int32, Int32, Int32]:
+        """The parts of dQ that a tile of keys makes. stages: of dQ, and of dS."""
+        config = self.config
+        stage, parity = stages
+        steps = Int32(0)
+        for g in cutlass.range(work.group, unroll=1):
+            h = work.kv_head * work.group + g
+            queries = self.course.queries(work, h, arguments)
+            steps += queries.count
+            sums = rows_of(arguments.dq_sum, work, h, config.head_dim)
+            views = self.views(arguments, work, h, shared, copies)
+            for i in cutlass.range(queries.count, unroll=1):
+                tile = query_tile_at(queries, i)
+                whole = cute.local_tile(sums, (config.tile_m * config.head_dim,), (tile,))
+                if const_expr(config.deterministic):
+                    counter = await_turn(arguments, work, h, queries, i, config)
+                for w in cutlass.range_constexpr(config.consumers):
+                    cute.arch.barrier(barrier_id=dq_full(w, stage), number_of_threads=THREADS)
+                    if const_expr(w == 0 and len(copies) > 0):
+                        # There is dQ, so all warpgroups have met: all of dS is there.
+                        self.copy(copies, views, parity, (tile, work.tile))
+                    with cute.arch.elect_one():
+                        self.add(w, shared.dq[None, w, stage], whole)
+                    cute.arch.cp_async_bulk_commit_group()
+                stage = (stage + 1) % config.dq_stages
+                if const_expr(len(copies) > 0):
+                    parity = 1 - parity
+                # Of its other stage, all but this step's additions have been read; and so has dS, which is
+                # written anew two steps on: after warpgroups have waited for this stage.
+                for w in cutlass.range_constexpr(config.consumers):
+                    pending = config.consumers if config.dq_stages == 2 else config.consumers - 1 - w
+                    cute.arch.cp_async_bulk_wait_group(pending, read=True)
+                    cute.arch.barrier_arrive(barrier_id=dq_empty(w, stage), number_of_threads=THREADS)
+                if const_expr(config.deterministic):
+                    cute.arch.cp_async_bulk_wait_group(0)
+                    pass_turn(counter)
+        return stage, parity, steps
+
+    def add(self, w: int, part: cute.Tensor, whole: cute.Tensor) -> None:
+        """A warpgroup's part of a tile of dQ."""
+        done = 0
+        for place, count in self.config.dq_numbers(w):
+            add_bulk(cute.domain_offset((done,), part), whole.iterator + place, count)
+            done += count
+
+    def copy(
+        self,
+        copies: tuple[Any, ...],
+        views: tuple[Views, ...],
+        parity: Int32,
+        at: tuple[Int32, Int32],
+    ) -> None:
+        """`at`: tile of queries, tile of keys. What lies past the ends of a gradient is not written."""
+        for copy, (from_shared, to_global) in zip(copies, views, strict=True):
+            cute.copy(copy.atom, from_shared[None, parity], to_global[(None, *at)])
+        cute.arch.cp_async_bulk_commit_group()
+
+    def views(
+        self,
+        arguments: BackwardArguments,
+        work: KeyWork,
+        h: Int32,
+        shared: Shared,
+        copies: tuple[Any, ...],
+    ) -> tuple[Views, ...]:
+        """Stages of dS, and the tiles (queries, keys) of a head's captured gradients."""
+        if not copies:
+            return ()
+        heads, zero = Int32(arguments.q.shape[-2]), Int32(0)
+        at = self.course.place(work, h, heads, arguments).but(q=zero, kv=zero)
+        found = []
+        for share, copy in zip(self.copied, copies, strict=True):
+            place = share.place.element(at)
+            rest = [place[i] for i in others(share, arguments.gradients[share.which])]
+            whole = copy.tma_tensor[(None, None, *rest)]
+            tiles = cute.local_tile(whole, (self.config.tile_m, self.config.tile_n), (None, None))
+            found.append(partition(copy, shared.ds, tiles))
+        return tuple(found)
+
+
+def others(share: Share, gradient: cute.Tensor) -> list[int]:
+    """The axes of a captured tensor, whose gradient is [copies, shape...], besides queries and keys."""
+    return [i for i in range(cute.rank(gradient) - 1) if i not in share.axes]

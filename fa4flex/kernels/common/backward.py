@@ -1,0 +1,384 @@
+"""What a launch passes to the kernels of a backward pass, and the tiles of keys that its blocks take."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute, select_
+from cutlass.cute import FastDivmodDivisorV2 as Divisor
+
+from fa4flex.codegen.plan.lengths import ROW_BLOCK
+from fa4flex.kernels.common.arguments import Tables
+from fa4flex.kernels.common.hooks import At, Hooks
+from fa4flex.kernels.common.keys import Listed, Ranges, visited_by
+from fa4flex.kernels.common.work import L2_BYTES, find_sequence
+
+
+class Turns(NamedTuple):
+    """In which order tiles of keys add to a tile of queries, where sums are to be the same run after run:
+    that in which their blocks are launched. A block waits for blocks that were launched before it, and for
+    no others, so that the first of those that run can always go on.
+
+    done     int32 [B, H, R / turn_rows], or packed [H, R / turn_rows], zero at first: tiles of keys that have
+             added to so many rows, or to as many numbers
+    With a mask, tiles of keys are launched last to first, and each visits tiles of queries in their order:
+    pointers int32 [B, H, key tiles + 1] into
+    entries  int32, 2 * tile of queries + whether it needs the mask
+    ranks    int32, how many tiles of keys add before this entry's one does
+    Without one, they are launched first to last, and each visits all tiles of queries.
+    """
+
+    done: cute.Tensor
+    pointers: cute.Tensor | None
+    entries: cute.Tensor | None
+    ranks: cute.Tensor | None
+
+
+class BackwardArguments(NamedTuple):
+    """q, dout, k, v, dk, dv [B, S, H, D], or packed [T, H, D]; any strides whose last is 1.
+    lse2, delta float32 [B, H, R], R being S padded to ROW_BLOCK: log-sum-exp in log2 units, and the gradient
+    of the log-sum-exp less the sum of out * dout, which dP is added to; rows past the end, and rows without
+    keys, have lse2 inf.
+    dq_sum float32 [B, H, R * head_dim], zero at first: dQ / scale by tiles of tile_m rows, each in its
+    kernel's own order. Packed, these three are [H, R]: rows of a sequence begin at `first_row` of it.
+    scale_log2: scale * log2(e); each use of a product would compute it anew.
+    tables: by tile of keys, the tiles of queries to visit; pointers [B, H, key tiles + 1]. turns: where sums
+    are ordered; they stand for tables too.
+    gradients: of captured tensors, [copies, shape...], zero at first; the sum of its copies is a gradient.
+    counter: from which persistent blocks take tiles of keys.
+    """
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    dout: cute.Tensor
+    lse2: cute.Tensor
+    delta: cute.Tensor
+    dq_sum: cute.Tensor
+    dk: cute.Tensor
+    dv: cute.Tensor
+    cu_seqlens_q: cute.Tensor | None
+    cu_seqlens_k: cute.Tensor | None
+    seqused_q: cute.Tensor | None
+    seqused_k: cute.Tensor | None
+    tables: Tables | None
+    turns: Turns | None
+    operands: tuple  # a length would be read from tuple[X, ...]: two
+    scalars: tuple
+    scale: Float32
+    scale_log2: Float32
+    gradients: tuple = ()
+    counter: cute.Tensor | None = None
+
+
+class Sections(NamedTuple):
+    """`width` (kv_head, batch) pairs at a time, of which a section has one tile of keys after the other; of
+    the last, number `whole`, the pairs that are `left`."""
+
+    length: Divisor
+    width: Divisor
+    left: Divisor
+    whole: Int32
+
+
+class KeyGrid(NamedTuple):
+    """How numbers of blocks map to (tile of keys, kv_head, batch): all tiles of one head before the next; or,
+    where sums are ordered or tiles differ in work, by sections. group: query heads that share keys.
+
+    All warps of a block divide, before the roles part: by numbers that the host prepares, or each division
+    would take some hundred clocks.
+    """
+
+    total: Int32
+    tiles: Divisor
+    kv_heads: Divisor
+    group: Int32
+    sections: Sections | None
+
+
+@cute.jit
+def sections_of(tiles: Int32, pairs: Int32, width: Int32) -> Sections:
+    left = pairs % width
+    left = Int32(select_(left > 0, left, width))
+    return Sections(Divisor(tiles * width), Divisor(width), Divisor(left), pairs // width)
+
+
+@cute.jit
+def in_section(number: Int32, sections: Sections) -> tuple[Int32, Int32]:
+    """(pair, tile of keys) of a block."""
+    section, within = divmod(number, sections.length)
+    tile, pair = divmod(within, sections.width)
+    if section == sections.whole:
+        tile, pair = divmod(within, sections.left)
+    return section * sections.width.divisor + pair, tile
+
+
+class KeyWork(NamedTuple):
+    """One tile of keys: `tile` of sequence (b, kv_head), the lengths, and where the sequence begins in packed
+    tensors and in rows' statistics. A tile that is none has kv_len 0. group: query heads that share it."""
+
+    tile: Int32
+    kv_head: Int32
+    b: Int32
+    q_len: Int32
+    kv_len: Int32
+    q_offset: Int32
+    kv_offset: Int32
+    row_offset: Int32
+    group: Int32
+
+
+class QueryTiles(NamedTuple):
+    """Tiles of queries: `masked_count` that need the mask, then the others, Ranges or Listed; or both in one
+    order, as Turns.entries, in `masked` alone."""
+
+    masked: Any
+    full: Any
+    masked_count: Int32
+    count: Int32
+
+
+class BackwardCourse:
+    """The tiles of keys that a block takes; `config` has tile_m, tile_n and masked, and is `deterministic`
+    where sums are ordered: then turn_rows tells how many rows of a tile take turns by themselves. ctas: that
+    take a tile together."""
+
+    def __init__(self, config: Any, hooks: Hooks, ctas: int = 1) -> None:
+        self.config = config
+        self.hooks = hooks
+        self.ctas = ctas
+
+    @cute.jit
+    def grid(self, arguments: BackwardArguments) -> KeyGrid:
+        if const_expr(arguments.cu_seqlens_k is not None):
+            # An upper bound: every sequence may end in a tile that is not full.
+            tokens, kv_heads, _ = arguments.k.shape
+            tiles = Int32(tokens // self.config.tile_n + arguments.cu_seqlens_k.shape[0] - 1)
+            batch, together = Int32(1), Int32(kv_heads)
+        else:
+            batch, kv_len, kv_heads, _ = arguments.k.shape
+            tiles = Int32(cute.ceil_div(kv_len, self.config.tile_n))
+            batch, together = Int32(batch), self.heads_at_a_time(arguments)
+        heads = Int32(kv_heads)
+        group = Int32(arguments.q.shape[-2]) // heads
+        pairs = heads * batch
+        sections = None
+        if const_expr(self.in_sections(arguments)):
+            sections = sections_of(tiles, pairs, together)
+        return KeyGrid(tiles * pairs, Divisor(tiles), Divisor(heads), group, sections)
+
+    def ordered(self, arguments: BackwardArguments) -> bool:
+        return arguments.turns is not None
+
+    def in_sections(self, arguments: BackwardArguments) -> bool:
+        return self.ordered(arguments) or (self.config.masked and arguments.cu_seqlens_k is None)
+
+    def heads_at_a_time(self, arguments: BackwardArguments) -> Int32:
+        """Blocks of one head that run at the same time wait for each other where sums are ordered; and where
+        a mask leaves the tiles of keys of a head less and less work, a head that comes last ends with its
+        longest tiles' blocks alone. As many heads run beside each other as the L2 cache holds queries and
+        sums of."""
+        batch, q_len, heads, head_dim = arguments.q.shape
+        kv_heads = arguments.k.shape[2]
+        row_bytes = 2 * (head_dim + arguments.v.shape[3]) + 4 * head_dim
+        head_bytes = Int64(q_len) * row_bytes * (heads // kv_heads)
+        group = Int32(cutlass.min(L2_BYTES // cutlass.max(head_bytes, Int64(1)), Int64(1 << 20)))
+        return cutlass.max(cutlass.min(group, Int32(kv_heads * batch)), Int32(1))
+
+    def first(self) -> Int32:
+        """The number of a block's first tile."""
+        number = Int32(cute.arch.block_idx()[0])
+        return number // self.ctas if self.ctas > 1 else number
+
+    @cute.jit
+    def work(self, number: Int32, grid: KeyGrid, arguments: BackwardArguments) -> KeyWork:
+        """The tile of a number."""
+        packed = arguments.cu_seqlens_k is not None
+        last_first = self.ordered(arguments) and self.config.masked
+        zero = Int32(0)
+        if const_expr(grid.sections is not None):
+            pair, tile = in_section(number, grid.sections)
+            if const_expr(last_first and not packed):
+                tile = grid.tiles.divisor - 1 - tile
+        else:
+            pair, tile = divmod(number, grid.tiles)
+        b, kv_head = divmod(pair, grid.kv_heads)
+        if const_expr(packed):
+            cu_q, cu_k = arguments.cu_seqlens_q, arguments.cu_seqlens_k
+            tile, b, valid = find_sequence(tile, cu_k, arguments.seqused_k, self.config.tile_n)
+            tile = Int32(select_(valid, tile, zero))
+            q_len, kv_len = cu_q[b + 1] - cu_q[b], Int32(select_(valid, cu_k[b + 1] - cu_k[b], zero))
+            work = KeyWork(tile, kv_head, b, q_len, kv_len, cu_q[b], cu_k[b], first_row(cu_q, b), grid.group)
+        else:
+            q_len, kv_len = Int32(arguments.q.shape[1]), Int32(arguments.k.shape[1])
+            work = KeyWork(tile, kv_head, b, q_len, kv_len, zero, zero, zero, grid.group)
+        if const_expr(arguments.seqused_q is not None):
+            work = work._replace(q_len=cutlass.min(work.q_len, Int32(arguments.seqused_q[b])))
+        if const_expr(arguments.seqused_k is not None):
+            work = work._replace(kv_len=cutlass.min(work.kv_len, Int32(arguments.seqused_k[b])))
+        if const_expr(packed and last_first):
+            tiles = (work.kv_len + (self.config.tile_n - 1)) // self.config.tile_n
+            work = work._replace(tile=cutlass.max(tiles - 1 - work.tile, zero))
+        return work
+
+    @cute.jit
+    def steps(self, work: KeyWork, arguments: BackwardArguments) -> Int32:
+        """Tiles of queries to visit, of all query heads that share the block's keys."""
+        count = Int32(0)
+        for g in cutlass.range(work.group, unroll=1):
+            count += self.queries(work, work.kv_head * work.group + g, arguments).count
+        return count
+
+    def place(self, work: KeyWork, h: Int32, heads: Int32, arguments: BackwardArguments) -> At:
+        """Where hooks are called for a tile and query head, with the uniform terms."""
+        at = At(
+            b=work.b,
+            h=h,
+            q_len=work.q_len,
+            kv_len=work.kv_len,
+            num_heads=heads,
+            scale=arguments.scale,
+            scale_log2=arguments.scale_log2,
+            operands=tuple(arguments.operands),
+            scalars=tuple(arguments.scalars),
+        )
+        return at if self.hooks.uniform is None else at.but(uniform=tuple(self.hooks.uniform(at)))
+
+    def queries(self, work: KeyWork, h: Int32, arguments: BackwardArguments) -> QueryTiles:
+        """The tiles of queries to visit. In a tile of keys that passes the end, all need the mask; and so
+        does a tile of queries that passes the end. A tile of keys wholly past the end visits none."""
+        lengths = (arguments.cu_seqlens_k, arguments.seqused_q, arguments.seqused_k)
+        ragged = any(x is not None for x in lengths)
+        first_key = work.tile * self.config.tile_n
+        there = first_key < work.kv_len
+        ends = first_key + self.config.tile_n > work.kv_len
+        if not self.config.masked:
+            whole = work.q_len // self.config.tile_m
+            count = (work.q_len + (self.config.tile_m - 1)) // self.config.tile_m
+            if ragged:
+                count = select_(there, count, Int32(0))
+            return QueryTiles(None, None, select_(ends, count, count - whole), count)
+        if self.hooks.queries is not None:
+            at = self.place(work, h, Int32(arguments.q.shape[-2]), arguments)
+            seen = visited_by(self.hooks, at, first_key, self.config.tile_n, self.config.tile_m)
+            some, more = (tiles.total() for tiles in seen)
+            return QueryTiles(*seen, select_(ends, some + more, some), some + more)
+        row = select_(there, work.tile, Int32(0)) if ragged else work.tile
+
+        def listed(pointers: cute.Tensor, tiles: cute.Tensor) -> Listed:
+            first, last = pointers[work.b, h, row], pointers[work.b, h, row + 1]
+            return Listed(tiles, first, select_(there, last - first, Int32(0)) if ragged else last - first)
+
+        if arguments.turns is not None:
+            turns = listed(arguments.turns.pointers, arguments.turns.entries)
+            return QueryTiles(turns, None, Int32(0), turns.total())
+        tables = arguments.tables
+        assert tables is not None
+        partial = listed(tables.partial_ptr, tables.partial_tiles)
+        full = listed(tables.full_ptr, tables.full_tiles)
+        some, more = partial.total(), full.total()
+        return QueryTiles(partial, full, select_(ends, some + more, some), some + more)
+
+
+@cute.jit
+def query_tile_at(queries: QueryTiles, i: Int32) -> Int32:
+    """Tile i of both parts; without tables, from the last to the first."""
+    tile = queries.count - 1 - i
+    if const_expr(queries.masked is not None and queries.full is None):
+        tile = queries.masked.at(i) >> 1
+    elif const_expr(isinstance(queries.masked, Ranges)):
+        passed = queries.masked.total()
+        tile = select_(i < passed, queries.masked.at(i), queries.full.at(i - passed))
+    elif const_expr(queries.masked is not None):
+        passed = queries.masked.total()
+        if i < passed:
+            tile = queries.masked.at(i)
+        else:
+            tile = queries.full.at(i - passed)
+    return tile
+
+
+# --- whose turn it is ---------------------------------------------------------------------------------------
+
+
+def needs_mask(queries: QueryTiles, i: Int32) -> Boolean:
+    """Whether tile i of Turns.entries does."""
+    return (queries.masked.at(i) & 1) != 0
+
+
+@cute.jit
+def await_turn(
+    arguments: BackwardArguments,
+    work: KeyWork,
+    h: Int32,
+    queries: QueryTiles,
+    i: Int32,
+    config: Any,
+    part: Int32 | int = 0,
+) -> cute.Pointer:
+    """A warp's: wait until all tiles of keys before this one have added to a part of tile i, turn_rows of its
+    rows or as many numbers; returns its counter."""
+    turns, rows = arguments.turns, config.turn_rows
+    place, rank = query_tile_at(queries, i) * (config.tile_m // rows) + part, work.tile
+    if const_expr(turns.ranks is not None):
+        rank = queries.masked._replace(tiles=turns.ranks).at(i)
+    if const_expr(cute.rank(turns.done) == 3):
+        counter = turns.done[work.b, h, None].iterator + place
+    else:
+        counter = turns.done[h, None].iterator + (work.row_offset // rows + place)
+    if cute.arch.lane_idx() == 0:
+        done = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+        while done != rank:
+            done = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+    cute.arch.sync_warp()
+    # What others added, they added by the copy engine, and so does this warp.
+    cute.arch.fence_proxy("async.global")
+    return counter
+
+
+def pass_turn(counter: cute.Pointer) -> None:
+    """A warp's, once what it added is in global memory."""
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        cute.arch.atomic_add(counter, Int32(1), sem="release", scope="gpu")
+
+
+# --- where a sequence lies ----------------------------------------------------------------------------------
+
+
+def first_row(cu_seqlens_q: cute.Tensor, b: Int32) -> Int32:
+    """Of packed statistics: sequences begin at multiples of ROW_BLOCK, so far apart that each has room for
+    its rows, padded to a multiple of ROW_BLOCK."""
+    return (cu_seqlens_q[b] // ROW_BLOCK + b) * ROW_BLOCK
+
+
+@cute.jit
+def sequence_of_row(row: Int32, cu_seqlens_q: cute.Tensor) -> Int32:
+    """A warp's: which sequence a row of packed statistics belongs to."""
+    sequences = Int32(cu_seqlens_q.shape[0] - 1)
+    lane = cute.arch.lane_idx()
+    begun, looked = Int32(0), Int32(0)
+    while looked < sequences and begun == looked:
+        mine = looked + lane
+        passed = Boolean(False)
+        if mine < sequences:
+            passed = first_row(cu_seqlens_q, mine) <= row
+        begun += cute.arch.popc(cute.arch.vote_ballot_sync(passed))
+        looked += 32
+    return begun - 1
+
+
+def rows_of(statistic: cute.Tensor, work: KeyWork, h: Int32, width: int = 1) -> cute.Tensor:
+    """A head of a sequence, of [B, H, R * width] or packed [H, R * width]."""
+    if cute.rank(statistic) == 3:
+        return statistic[work.b, h, None]
+    first = cute.assume(Int64(work.row_offset) * width, divby=ROW_BLOCK * width)
+    return cute.domain_offset((first,), statistic[h, None])
+
+
+def token_of(tensor: cute.Tensor, b: Int32, offset: Int32, i: Int32, head: Int32) -> cute.Tensor:
+    """Token i of a sequence that begins at `offset`, of [B, S, H, D] or packed [T, H, D]."""
+    if cute.rank(tensor) == 4:
+        return tensor[b, i, head, None]
+    return tensor[offset + i, head, None]

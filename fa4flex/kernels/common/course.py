@@ -1,0 +1,98 @@
+"""The tiles of queries that a block takes, one after another: the same for every role of a kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, const_expr, cute
+
+from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.fragment import computed_once
+from fa4flex.kernels.common.hooks import At, Hooks
+from fa4flex.kernels.common.keys import KeyTiles, listed, spanned
+from fa4flex.kernels.common.next_tile import NextTile, finish, publish, receive, take
+from fa4flex.kernels.common.work import Grid, Work, dense_work, ordered_work, packed_work
+
+
+class Course:
+    """`config` has tile_m, tile_n, lengths, tables, dynamic and longest_first. `ctas` work on a tile
+    together. `looped`: rows are looked at for their keys in a loop, in fewer registers."""
+
+    def __init__(self, config: Any, hooks: Hooks, ctas: int = 1, looped: bool = False) -> None:
+        self.config = config
+        self.hooks = hooks
+        self.ctas = ctas
+        self.looped = looped
+
+    def first(self) -> Int32:
+        """The number of a block's first tile."""
+        return Int32(cute.arch.block_idx()[0] // self.ctas)
+
+    def stride(self) -> Int32:
+        """How many tiles are worked on at a time."""
+        return Int32(cute.arch.grid_dim()[0] // self.ctas)
+
+    @cute.jit
+    def work(self, number: Int32, grid: Grid, arguments: Arguments) -> Work:
+        """The tile of a number; not valid past the last."""
+        exists = number < grid.total
+        number = cutlass.min(number, grid.total - 1)
+        if const_expr(arguments.order is not None):
+            work = ordered_work(number, grid, arguments)
+        elif const_expr(self.config.lengths == "packed"):
+            work = packed_work(number, grid, arguments, self.config.tile_m)
+        else:
+            work = dense_work(number, grid, arguments, self.config.longest_first)
+        return work._replace(valid=work.valid & exists)
+
+    @cute.jit
+    def take(self, number: Int32, arguments: Arguments) -> Int32:
+        """One warp's: the number of this block's next tile."""
+        following = number + self.stride()
+        if const_expr(self.config.dynamic):
+            following = take(arguments.counter, self.stride())
+        return following
+
+    @cute.jit
+    def publish(self, following: Int32, next_tile: cutlass.Constexpr[NextTile], phase: Int32) -> None:
+        """The same warp's: hand the number to the others, once they have read the last one."""
+        if const_expr(self.config.dynamic):
+            publish(following, next_tile, phase)
+
+    @cute.jit
+    def receive(self, number: Int32, next_tile: cutlass.Constexpr[NextTile], phase: Int32) -> Int32:
+        """The others': the number of this block's next tile."""
+        following = number + self.stride()
+        if const_expr(self.config.dynamic):
+            following = receive(next_tile, phase)
+        return following
+
+    @cute.jit
+    def finish(self, arguments: Arguments) -> None:
+        """The taking warp's: the last block to run out of tiles leaves the counter as it was found."""
+        if const_expr(self.config.dynamic):
+            finish(arguments.counter, self.stride())
+
+    def place(self, work: Work, grid: Grid, arguments: Arguments) -> At:
+        """Where hooks are called for a tile, with the uniform terms."""
+        at = At(
+            b=work.b,
+            h=work.h,
+            q_len=work.q_len,
+            kv_len=work.kv_len,
+            num_heads=grid.heads,
+            scale=arguments.scale,
+            operands=tuple(arguments.operands),
+            scalars=tuple(arguments.scalars),
+        )
+        if self.hooks.uniform is None:
+            return at
+        found = self.hooks.uniform(at)
+        return at.but(uniform=tuple(computed_once(x) if isinstance(x, Float32) else x for x in found))
+
+    def keys(self, at: At, work: Work, arguments: Arguments) -> KeyTiles:
+        if arguments.tables is not None:
+            return listed(arguments.tables, at, work.tile)
+        first_row = work.tile * self.config.tile_m
+        return spanned(self.hooks, at, first_row, self.config.tile_m, self.config.tile_n, self.looped)

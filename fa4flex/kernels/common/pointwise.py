@@ -1,0 +1,255 @@
+"""Score and mask hooks applied to a tile of scores in registers, each part at its own rate."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, cute, select_
+
+from fa4flex.kernels.common.bits import (
+    RUN,
+    WORD,
+    between,
+    bit,
+    columns_below,
+    ones,
+    with_bit,
+    word_between,
+)
+from fa4flex.kernels.common.fragment import compute_before, computed_once
+from fa4flex.kernels.common.hooks import At, Hooks, Pointwise
+from fa4flex.kernels.common.keys import row_spans
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What is computed once per query row of a thread: indices, the hooks' row terms, the keys' limits."""
+
+    q: tuple[Int32, ...]
+    q_float: tuple[Float32, ...]
+    start: tuple[tuple[Any, ...], ...]
+    score: tuple[tuple[Any, ...], ...]
+    mask: tuple[tuple[Any, ...], ...]
+    spans: tuple[list[tuple[Int32 | None, Int32]], ...]
+
+    @property
+    def most_spans(self) -> int:
+        return max(map(len, self.spans))
+
+
+def prepare_rows(hooks: Hooks, at: At, first: Int32, offsets: tuple[int, ...]) -> Rows:
+    """Rows first + offset. Rows past the end of the sequence repeat its last one: they are not written."""
+    q = tuple(cutlass.max(cutlass.min(first + offset, at.q_len - 1), Int32(0)) for offset in offsets)
+    q_float = tuple(x.to(Float32) for x in q)
+    places = [at.but(q=x, q_float=y) for x, y in zip(q, q_float, strict=True)]
+    return Rows(
+        q,
+        q_float,
+        tuple(terms_of(hooks.start, "row", place) for place in places),
+        tuple(terms_of(hooks.score, "row", place) for place in places),
+        tuple(terms_of(hooks.mask, "row", place) for place in places),
+        tuple(row_spans(hooks, place) for place in places),
+    )
+
+
+def terms_of(pointwise: Pointwise | None, rate: str, at: At) -> tuple[Any, ...]:
+    """What a hook computes once per "row", "column", "diagonal" or "pair" of elements."""
+    hook = None if pointwise is None else getattr(pointwise, rate)
+    return () if hook is None else hook(at)
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where a thread's elements lie: row r is at.q = rows.q[r], column c is at.kv = first + columns[c]."""
+
+    at: At
+    rows: Rows
+    row_terms: tuple[tuple[Any, ...], ...]
+    row_offsets: tuple[int, ...]
+    first_row: Int32
+    first: Int32
+    columns: tuple[int, ...]
+
+    def elements(self, pointwise: Pointwise) -> Any:
+        """(r, c, at) of every element, columns outermost: a column's terms are computed once, and a
+        diagonal's once for all elements of the thread that lie on it."""
+        diagonals: dict[int, tuple[Any, ...]] = {}
+        base, base_float = self.first, self.first.to(Float32)
+        across_float = (self.first - self.first_row).to(Float32)
+        # A row past the end has its own difference from its q, which is the last one: at another, tables need
+        # not have an element. Where nothing is read, no such row matters.
+        across = [self.first - (q - row) for q, row in zip(self.rows.q, self.row_offsets, strict=True)]
+        for c, column in enumerate(self.columns):
+            kv = base + column
+            if self.at.guard:
+                kv = cutlass.min(kv, self.at.kv_len - 1)
+            place = self.at.but(
+                kv=kv,
+                kv_float=base_float + Float32(column),
+                kv_base=base,
+                kv_base_float=base_float,
+                kv_step=column,
+            )
+            place = place.but(column=terms_of(pointwise, "column", place))
+            for r, row in enumerate(self.row_offsets):
+                offset = column - row
+                lies = {
+                    "offset": across[r] + offset,
+                    "offset_float": across_float + Float32(offset),
+                    "offset_base": across[r],
+                    "offset_base_float": across_float,
+                    "offset_step": offset,
+                }
+                if offset not in diagonals:
+                    diagonals[offset] = terms_of(pointwise, "diagonal", self.at.but(**lies))
+                here = place.but(
+                    **lies,
+                    diagonal=diagonals[offset],
+                    q=self.rows.q[r],
+                    q_float=self.rows.q_float[r],
+                    row=self.row_terms[r],
+                )
+                yield r, c, here.but(pair=terms_of(pointwise, "pair", here))
+
+
+Early = tuple[tuple[int, int, At], ...]
+"""The elements of a tile as (r, c, at), with all that needs no score computed."""
+
+Words = tuple[tuple[Int32, ...], ...]
+"""By row of a tile: bits of its columns, see bits.py."""
+
+GROUP = 16
+"""Columns whose mask is computed at a time: their loads and terms take about a register each."""
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """The places of one tile of scores: thread-constant offsets, and the tile's first key. `below` says how
+    many of the columns lie below a limit."""
+
+    at: At
+    rows: Rows
+    row_offsets: tuple[int, ...]
+    columns: tuple[int, ...]
+    first_row: Int32
+    first_column: Int32
+    below: Callable[[Int32], Int32] = columns_below
+
+    def _places(self, kv_first: Int32, guard: bool, row_terms: tuple[tuple[Any, ...], ...]) -> _Places:
+        return _Places(
+            self.at.but(guard=guard),
+            self.rows,
+            row_terms,
+            self.row_offsets,
+            self.first_row,
+            kv_first + self.first_column,
+            self.columns,
+        )
+
+    def start(self, hooks: Hooks, scores: cute.Tensor, kv_first: Int32, guard: bool) -> None:
+        """scores (row, column): what q.k is to be added to. Nothing happens where that is 0."""
+        if hooks.start is None:
+            return
+        places = self._places(kv_first, guard, self.rows.start)
+        values = [(r, c, hooks.start.element(at)) for r, c, at in places.elements(hooks.start)]
+        met: set[int] = set()
+        for r, c, value in values:
+            # What rows share is copied here, or the assembler does it between the turn and the product.
+            scores[r, c] = computed_once(value) if id(value) in met else value
+            met.add(id(value))
+
+    def change(self, hooks: Hooks, scores: Any, kv_first: Int32, guard: bool) -> None:
+        """scores (row, column) that started from 0: q.k becomes y. A group of columns is done before the next
+        one begins: addresses, elements and terms of all of them would else be alive at once."""
+        if hooks.start is not None:
+            places = self._places(kv_first, guard, self.rows.start).elements(hooks.start)
+            for r, c, at in self._pinned(scores, places):
+                scores[r, c] = scores[r, c] + hooks.start.element(at)
+        if hooks.score is not None:
+            places = self._places(kv_first, guard, self.rows.score).elements(hooks.score)
+            for r, c, at in self._pinned(scores, places):
+                scores[r, c] = hooks.score.element(at.but(score=scores[r, c]))
+
+    def _pinned(self, scores: Any, places: Any) -> Any:
+        rows, columns = len(self.row_offsets), len(self.columns)
+        for c in range(0, columns, GROUP):
+            yield from itertools.islice(places, GROUP * rows)
+            compute_before(scores[rows - 1, min(c + GROUP, columns) - 1])
+
+    def prepare(self, hooks: Hooks, kv_first: Int32, guard: bool) -> Early | None:
+        """What `modify` needs besides scores: may be computed before they are."""
+        if hooks.score is None:
+            return None
+        return tuple(self._places(kv_first, guard, self.rows.score).elements(hooks.score))
+
+    def modify(self, hooks: Hooks, scores: cute.Tensor, early: Early | None) -> None:
+        """scores (row, column): q.k becomes y. `early` is what `prepare` returned for this tile."""
+        if hooks.score is None or early is None:
+            return
+        for r, c, at in early:
+            scores[r, c] = hooks.score.element(at.but(score=scores[r, c]))
+
+    def allowed(self, hooks: Hooks, kv_first: Int32) -> Words | None:
+        """The bits of what a mask hook allows: it needs no score, and is called before there are any.
+
+        What it computes per column and per pair would else be alive beside scores, probabilities and output.
+        For the same reason, a group of columns is done before the next one begins.
+        """
+        if hooks.mask is None:
+            return None
+        count = len(self.columns)
+        words = [[Int32(0)] * len(range(0, count, WORD)) for _ in self.row_offsets]
+        inside = self.below(self.at.kv_len - (kv_first + self.first_column))
+        elements = self._places(kv_first, True, self.rows.mask).elements(hooks.mask)
+        for start in range(0, count, GROUP):
+            which, place = divmod(start, WORD)
+            for r, c, at in itertools.islice(elements, GROUP * len(words)):
+                words[r][which] = with_bit(words[r][which], c % WORD, hooks.mask.element(at))
+            exist = ones(inside - start, GROUP) << place | ((1 << place) - 1)
+            for row in words:
+                row[which] = row[which] & exist
+            # Of bits, it may be known that they never are the number that is looked for; not so with kv_len.
+            compute_before(functools.reduce(operator.xor, (row[which] for row in words), self.at.kv_len))
+        return tuple(map(tuple, words))
+
+    def inside(self, kv_first: Int32, count: int) -> list[Int32]:
+        """Of the only row, in `count` fragments of WORD columns next to each other: the bits of what its
+        spans allow."""
+        origin = kv_first + self.first_column
+        ends = [(None if lo is None else lo - origin, hi - origin) for lo, hi in self.rows.spans[0]]
+        return [
+            functools.reduce(operator.or_, (word_between(lo, hi, i * WORD) for lo, hi in ends))
+            for i in range(count)
+        ]
+
+    def mask(self, scores: cute.Tensor, kv_first: Int32, allowed: Words | None) -> None:
+        """scores (row, column): what is not allowed becomes -inf. `allowed` is what that returned for this
+        tile; where it is None, the rows' spans decide."""
+        if allowed is None:
+            self._limit(scores, kv_first)
+            return
+        for r, words in enumerate(allowed):
+            for i, bits in enumerate(words):
+                self._keep(scores, r, i * WORD, WORD, bits)
+
+    def _limit(self, scores: cute.Tensor, kv_first: Int32) -> None:
+        origin = kv_first + self.first_column
+        for r, spans in enumerate(self.rows.spans):
+            ends = [
+                (None if lo is None else self.below(lo - origin), self.below(hi - origin)) for lo, hi in spans
+            ]
+            for start in range(0, len(self.columns), RUN):
+                bits = functools.reduce(operator.or_, (between(lo, hi, start) for lo, hi in ends))
+                self._keep(scores, r, start, RUN, bits)
+
+    def _keep(self, scores: cute.Tensor, r: int, start: int, most: int, bits: Int32) -> None:
+        """Row r: -inf where a column from `start` on has no bit."""
+        for place in range(min(most, len(self.columns) - start)):
+            allowed = (bits & bit(place)) != 0
+            scores[r, start + place] = select_(allowed, scores[r, start + place], -Float32.inf)

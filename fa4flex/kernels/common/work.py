@@ -1,0 +1,165 @@
+"""Which tile of queries a block computes next, and where its sequence lies."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute, select_
+
+from fa4flex.kernels.common.arguments import Arguments
+
+L2_BYTES = 32 << 20
+"""Keys and values of the heads that run at the same time should stay within this."""
+
+
+class Grid(NamedTuple):
+    """How tile numbers map to (query tile, head, batch): `group` (batch, head) pairs at a time, so that their
+    keys and values stay in the L2 cache, and within a group all pairs of one query tile before the next."""
+
+    tiles: Int32
+    heads: Int32
+    batch: Int32
+    group: Int32
+
+    @property
+    def total(self) -> Int32:
+        return self.tiles * self.heads * self.batch
+
+
+class Work(NamedTuple):
+    """One tile of queries: `tile` of sequence (b, h), its offsets into packed tensors and its lengths."""
+
+    tile: Int32
+    h: Int32
+    b: Int32
+    q_offset: Int32
+    kv_offset: Int32
+    q_len: Int32
+    kv_len: Int32
+    valid: Boolean
+
+
+@cute.jit
+def dense_grid(arguments: Arguments, tile_m: cutlass.Constexpr, ordered: cutlass.Constexpr) -> Grid:
+    """The grid of dense tensors. `ordered`: query tiles differ in work, and all heads of one come first."""
+    batch, q_len, heads, head_dim = arguments.q.shape
+    ratio = heads // arguments.k.shape[2]
+    group = Int32(1)
+    if const_expr(ordered):
+        head_bytes = Int64(arguments.k.shape[1]) * 2 * (head_dim + arguments.v.shape[3])
+        group = Int32(cutlass.min(Int64(L2_BYTES) // head_bytes, Int64(1 << 20)))
+        group = cutlass.max(group, Int32(1)) * ratio
+    group = cutlass.min(group, Int32(heads * batch))
+    return Grid(Int32(cute.ceil_div(q_len, tile_m)), Int32(heads), Int32(batch), group)
+
+
+@cute.jit
+def packed_grid(arguments: Arguments, tile_m: cutlass.Constexpr) -> Grid:
+    """An upper bound: every sequence may end in a tile that is not full."""
+    tokens, heads, _ = arguments.q.shape
+    batch = arguments.cu_seqlens_q.shape[0] - 1
+    return Grid(Int32(tokens // tile_m + batch), Int32(heads), Int32(1), Int32(1))
+
+
+@cute.jit
+def locate(number: Int32, grid: Grid, longest_first: cutlass.Constexpr) -> tuple[Int32, Int32, Int32]:
+    """(query tile, h, b) of tile `number`."""
+    section = grid.group * grid.tiles
+    first = number // section * grid.group
+    within = number % section
+    # The last section holds what is left of the pairs.
+    width = cutlass.min(grid.group, grid.heads * grid.batch - first)
+    tile = within // width
+    pair = first + within % width
+    if const_expr(longest_first):
+        tile = grid.tiles - 1 - tile
+    return tile, pair % grid.heads, pair // grid.heads
+
+
+@cute.jit
+def dense_work(number: Int32, grid: Grid, arguments: Arguments, longest_first: cutlass.Constexpr) -> Work:
+    tile, h, b = locate(number, grid, longest_first)
+    return _dense_tile(arguments, tile, h, b, Boolean(True))
+
+
+def _dense_tile(arguments: Arguments, tile: Int32, h: Int32, b: Int32, valid: Boolean) -> Work:
+    q_len, kv_len = Int32(arguments.q.shape[1]), Int32(arguments.k.shape[1])
+    if const_expr(arguments.seqused_q is not None):
+        q_len = Int32(arguments.seqused_q[b])
+    if const_expr(arguments.seqused_k is not None):
+        kv_len = Int32(arguments.seqused_k[b])
+    return Work(tile, h, b, Int32(0), Int32(0), q_len, kv_len, valid)
+
+
+@cute.jit
+def find_sequence(
+    wanted: Int32, cu_seqlens: cute.Tensor, used: cute.Tensor | None, rows: cutlass.Constexpr
+) -> tuple[Int32, Int32, Boolean]:
+    """(tile of its sequence, sequence, whether there is one) of tile number `wanted`, tiles having so many
+    rows: 32 sequences at a time, one per lane."""
+    sequences = Int32(cu_seqlens.shape[0] - 1)
+    lane = cute.arch.lane_idx()
+    b, before = Int32(0), Int32(0)
+    found = Boolean(False)
+    while b < sequences and not found:
+        mine = b + lane
+        tiles = Int32(0)
+        if mine < sequences:
+            length = cu_seqlens[mine + 1] - cu_seqlens[mine]
+            if const_expr(used is not None):
+                length = cutlass.min(length, used[mine])
+            tiles = cute.ceil_div(length, rows)
+        upto = tiles
+        for step in cutlass.range_constexpr(5):
+            other = cute.arch.shuffle_sync_up(upto, offset=1 << step, mask_and_clamp=0)
+            upto = select_(lane >= (1 << step), upto + other, upto)
+        past = cute.arch.popc(cute.arch.vote_ballot_sync(before + upto <= wanted))
+        found = past < 32
+        whole = cute.arch.shuffle_sync(upto, cutlass.max(past - 1, Int32(0)))
+        before = before + select_(past > 0, whole, Int32(0))
+        b = b + past
+    return wanted - before, cutlass.min(b, sequences - 1), b < sequences
+
+
+@cute.jit
+def packed_work(number: Int32, grid: Grid, arguments: Arguments, tile_m: cutlass.Constexpr) -> Work:
+    """The sequence that holds query tile `number // heads`."""
+    h = number % grid.heads
+    cu_q, used = arguments.cu_seqlens_q, arguments.seqused_q
+    tile, b, valid = find_sequence(number // grid.heads, cu_q, used, tile_m)
+    return _packed_tile(arguments, tile, h, b, valid)
+
+
+@cute.jit
+def ordered_work(number: Int32, grid: Grid, arguments: Arguments) -> Work:
+    """All heads of a tile one after another: they read the same rows of the order, and near keys."""
+    entry, h = number // grid.heads, number % grid.heads
+    b, tile = (cute.arch.make_warp_uniform(arguments.order[entry, i]) for i in range(2))
+    if const_expr(arguments.cu_seqlens_q is not None):
+        sequences = Int32(arguments.cu_seqlens_q.shape[0] - 1)
+        work = _packed_tile(arguments, tile, h, cutlass.min(b, sequences - 1), b < sequences)
+    else:
+        batch = Int32(arguments.q.shape[0])
+        work = _dense_tile(arguments, tile, h, cutlass.min(b, batch - 1), b < batch)
+    return work
+
+
+def _packed_tile(arguments: Arguments, tile: Int32, h: Int32, b: Int32, valid: Boolean) -> Work:
+    cu_q, cu_k = arguments.cu_seqlens_q, arguments.cu_seqlens_k
+    q_offset, kv_offset = cu_q[b], cu_k[b]
+    q_len, kv_len = cu_q[b + 1] - q_offset, cu_k[b + 1] - kv_offset
+    if const_expr(arguments.seqused_q is not None):
+        q_len = cutlass.min(q_len, arguments.seqused_q[b])
+    if const_expr(arguments.seqused_k is not None):
+        kv_len = cutlass.min(kv_len, arguments.seqused_k[b])
+    return Work(tile, h, b, q_offset, kv_offset, q_len, kv_len, valid)
+
+
+@cute.jit
+def put_statistic(statistic: cute.Tensor, work: Work, q: Int32, value: Float32) -> None:
+    """Of row `q` of a sequence, to [B, H, S], or packed [H, T]."""
+    if const_expr(cute.rank(statistic) == 3):
+        statistic[work.b, work.h, q] = value
+    else:
+        statistic[work.h, work.q_offset + q] = value

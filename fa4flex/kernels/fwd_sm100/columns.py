@@ -1,0 +1,30 @@
+"""Tensor memory of the Blackwell forward kernel: which columns hold what, by query tile."""
+
+from __future__ import annotations
+
+from fa4flex.codegen.plan.target import Target
+from fa4flex.codegen.plan.tensor_memory import Columns, Range
+from fa4flex.kernels.fwd_sm100.config import TensorMemory
+from fa4flex.kernels.fwd_sm100.tiles import Tiles
+
+
+def lay_out_columns(tiles: Tiles, target: Target) -> Columns:
+    """Scores, then outputs. Probabilities, two in a column, lie over the second half of their scores."""
+    n, dv, early = tiles.tile_n, tiles.head_dim_v, tiles.early_keys
+    scores, probabilities, outputs = [], [], []
+    for i in range(tiles.q_tiles):
+        start = i * n + n // 2
+        scores.append(Range(f"S {i}", i * n, n))
+        probabilities.append(Range(f"P {i} early", start, early // 2))
+        probabilities.append(Range(f"P {i} late", start + early // 2, (n - early) // 2))
+        outputs.append(Range(f"O {i}", 2 * n + i * dv, dv))
+    return Columns((*scores, *probabilities, *outputs), target.tensor_columns)
+
+
+def first_columns(columns: Columns) -> TensorMemory:
+    """First columns by query tile."""
+
+    def firsts(letter: str) -> tuple[int, ...]:
+        return tuple(r.first for r in columns.ranges if r.name[0] == letter and not r.name.endswith("late"))
+
+    return TensorMemory(firsts("S"), firsts("P"), firsts("O"))

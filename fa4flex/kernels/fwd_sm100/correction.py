@@ -1,0 +1,186 @@
+"""The correction warpgroup: rescales outputs in tensor memory where a maximum was raised, off the softmax's
+way, and finishes them (FlashAttention-4)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.utils.blackwell_helpers as sm100
+from cutlass import Float32, Int32, const_expr, cute
+from cutlass.cute.nvgpu import tcgen05
+from cutlass.tensor_utils import LayoutEnum
+
+from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.cluster import Cluster
+from fa4flex.kernels.common.course import Course
+from fa4flex.kernels.common.tensor_core import Blocks, arrive_once
+from fa4flex.kernels.common.work import Grid, Work
+from fa4flex.kernels.fwd_sm100.config import CORRECTED, FRAGMENT, ROWS, Config
+from fa4flex.kernels.fwd_sm100.parts import (
+    Pipes,
+    Products,
+    Shared,
+    first_row,
+)
+from fa4flex.kernels.fwd_sm100.rows import multiply
+
+
+@dataclass(frozen=True)
+class Output:
+    """A query tile's output in tensor memory: to be rescaled in place, and to be read by fragments."""
+
+    taken: Blocks
+    put: Blocks
+    whole: Blocks
+
+
+class Correction:
+    def __init__(self, config: Config, course: Course, cluster: Cluster) -> None:
+        self.config = config
+        self.course = course
+        self.cluster = cluster
+
+    @cute.jit
+    def run(
+        self,
+        arguments: Arguments,
+        grid: Grid,
+        shared: cutlass.Constexpr[Shared],
+        pipes: cutlass.Constexpr[Pipes],
+        products: cutlass.Constexpr[Products],
+        base: cute.Pointer,
+    ) -> None:
+        row = cute.arch.thread_idx()[0] % ROWS
+        warp = cute.arch.make_warp_uniform(row // 32)
+        outputs = [self.output(products, base, tile, row) for tile in range(self.config.q_tiles)]
+        scale_phase, phase, out_count = Int32(0), Int32(0), Int32(0)
+        number = self.course.first()
+        work = self.course.work(number, grid, arguments)
+        for tile in cutlass.range_constexpr(self.config.q_tiles):
+            self.cluster.arrive(pipes.p_early + tile)
+        while work.valid:
+            at = self.course.place(work, grid, arguments)
+            count = self.course.keys(at, work, arguments).count
+            for _ in cutlass.range(1, count, unroll=1):
+                for tile in cutlass.range_constexpr(self.config.q_tiles):
+                    cute.arch.mbarrier_wait(pipes.scale_full + 4 * tile + warp, scale_phase)
+                    self.rescale(outputs[tile], shared.scales[row, tile])
+                    self.cluster.arrive(pipes.p_early + tile)
+                scale_phase ^= 1
+            for tile in cutlass.range_constexpr(self.config.q_tiles):
+                place = (row, warp, tile)
+                scale = self.final(shared, pipes, place, phase)
+                cute.arch.mbarrier_wait(pipes.o_full + tile, phase)
+                given = (outputs[tile], place, scale)
+                out_count = self.hand_out(arguments, work, shared, pipes, given, out_count)
+            number = self.course.receive(number, pipes.next, phase)
+            work = self.course.work(number, grid, arguments)
+            phase ^= 1
+
+    def output(self, products: Products, base: cute.Pointer, tile: int, row: Int32) -> Output:
+        out = products.outputs_at(base, tile)[(None, None), 0, 0]
+        narrow = cute.flat_divide(out, (ROWS, CORRECTED))[None, None, 0, None]
+        wide = cute.flat_divide(out, (ROWS, FRAGMENT))[None, None, 0, None]
+        few, many = tcgen05.Repetition(CORRECTED), tcgen05.Repetition(FRAGMENT)
+        return Output(
+            Blocks.load(tcgen05.Ld32x32bOp(few), narrow, row),
+            Blocks.store(tcgen05.St32x32bOp(few), narrow, row),
+            Blocks.load(tcgen05.Ld32x32bOp(many), wide, row),
+        )
+
+    @cute.jit
+    def rescale(self, out: cutlass.Constexpr[Output], scale: Float32) -> None:
+        """Nearly always, no row of the warp has raised its maximum."""
+        if cute.arch.vote_any_sync(scale < 1.0):
+            for block in cutlass.range_constexpr(self.config.head_dim_v // CORRECTED):
+                part = cute.make_rmem_tensor((CORRECTED,), Float32)
+                out.taken.take(block, part)
+                cute.arch.fence_view_async_tmem_load()
+                multiply(part, scale)
+                out.put.put(block, part)
+            cute.arch.fence_view_async_tmem_store()
+
+    @cute.jit
+    def final(
+        self,
+        shared: cutlass.Constexpr[Shared],
+        pipes: cutlass.Constexpr[Pipes],
+        place: tuple[Int32, Int32, int],
+        phase: Int32,
+    ) -> Float32:
+        """What the output is to be multiplied by at last."""
+        row, warp, tile = place
+        barrier = 4 * tile + warp
+        cute.arch.mbarrier_wait(pipes.final_full + barrier, phase)
+        scale = shared.finals[row, tile]
+        arrive_once(pipes.final_empty + barrier)
+        return scale
+
+    @cute.jit
+    def hand_out(
+        self,
+        arguments: Arguments,
+        work: Work,
+        shared: cutlass.Constexpr[Shared],
+        pipes: cutlass.Constexpr[Pipes],
+        given: tuple[Output, tuple[Int32, Int32, int], Float32],
+        count: Int32,
+    ) -> Int32:
+        """The finished output leaves tensor memory: for a TMA store by way of shared memory, or straight to
+        global memory. Returns how many chunks have been staged so far."""
+        out, (row, _, tile), scale = given
+        blocks = self.config.head_dim_v // FRAGMENT
+        per_chunk = self.config.out_columns // FRAGMENT
+        for block in cutlass.range_constexpr(blocks):
+            part = cute.make_rmem_tensor((FRAGMENT,), Float32)
+            out.whole.take(block, part)
+            cute.arch.fence_view_async_tmem_load()
+            if const_expr(block == blocks - 1):
+                # The next tile's output may be written: its first product waits for this.
+                self.cluster.arrive(pipes.p_early + tile)
+            multiply(part, scale)
+            halves = cute.make_rmem_tensor((FRAGMENT,), arguments.out.element_type)
+            halves.store(part.load().to(arguments.out.element_type))
+            if const_expr(shared.out is None):
+                q = first_row(self.config, work, tile, self.cluster.rank()) + row
+                self.write(arguments, work, q, halves, block * FRAGMENT)
+            else:
+                stage = count % self.config.out_stages
+                if const_expr(block % per_chunk == 0):
+                    reused = count // self.config.out_stages
+                    cute.arch.mbarrier_wait(pipes.out_empty + stage, (reused & 1) ^ 1)
+                self.stage(shared.out, out.whole, halves, (row, block % per_chunk, stage))
+                if const_expr(block % per_chunk == per_chunk - 1):
+                    cute.arch.fence_proxy("async.shared", space="cta")
+                    arrive_once(pipes.out_full + stage)
+                    count = count + 1
+        return count
+
+    def stage(
+        self, target: cute.Tensor, whole: Blocks, halves: cute.Tensor, place: tuple[Int32, int, Int32]
+    ) -> None:
+        """A thread's part of a row to its chunk in shared memory."""
+        row, block, stage = place
+        atom = sm100.get_smem_store_op(LayoutEnum.ROW_MAJOR, halves.element_type, Float32, whole.copy)
+        copy = cute.make_tiled_copy_D(atom, whole.copy)
+        mine = copy.get_slice(row)
+        pieces = cute.flat_divide(target, (ROWS, FRAGMENT))[None, None, 0, None, None]
+        shaped = cute.make_tensor(halves.iterator, cute.make_layout(whole.shape))
+        cute.copy(copy, copy.retile(shaped), mine.partition_D(pieces)[None, None, None, block, stage])
+
+    @cute.jit
+    def write(
+        self, arguments: Arguments, work: Work, q: Int32, halves: cute.Tensor, first: cutlass.Constexpr[int]
+    ) -> None:
+        """A thread's part of a row to global memory, 16 bytes at a time; rows end where the sequence does."""
+        if q < work.q_len:
+            if const_expr(cute.rank(arguments.out) == 4):
+                target = arguments.out[work.b, q, work.h, None]
+            else:
+                target = arguments.out[work.q_offset + q, work.h, None]
+            eights = cute.logical_divide(target, cute.make_layout(8))
+            for i in cutlass.range_constexpr(FRAGMENT // 8):
+                if first + 8 * i < target.shape[0]:
+                    eight = cute.make_tensor(halves.iterator + 8 * i, cute.make_layout(8))
+                    cute.autovec_copy(eight, eights[None, first // 8 + i])

@@ -1,0 +1,254 @@
+"""The Blackwell forward kernel: descriptors and launch on the host, and on the device the split into roles.
+
+load warp --[q x tiles]--> multiply warp <--(probabilities)--> softmax warpgroups
+          --[k ring]----->      |     ^                               | (scales, denominators)
+          --[v ring]----->      | (outputs in tensor memory)          v
+                                +-----+------------------> correction warpgroup --[out ring]--> store warp
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.utils.blackwell_helpers as sm100
+from cuda.bindings import driver as cuda
+from cutlass import Float32, Int32, Int64, const_expr, cute, pipeline
+from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
+
+from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.cluster import Cluster
+from fa4flex.kernels.common.course import Course
+from fa4flex.kernels.common.hooks import Hooks
+from fa4flex.kernels.common.next_tile import NextTile
+from fa4flex.kernels.common.tensor_core import operand_ring, tensor_memory
+from fa4flex.kernels.common.transfer import Transfers, reordered
+from fa4flex.kernels.common.work import Grid, dense_grid, packed_grid
+from fa4flex.kernels.fwd_sm100.cancel import Asking, Cancelling
+from fa4flex.kernels.fwd_sm100.config import COLUMNS, ROWS, Config
+from fa4flex.kernels.fwd_sm100.correction import Correction
+from fa4flex.kernels.fwd_sm100.load import Load
+from fa4flex.kernels.fwd_sm100.multiply import Multiply
+from fa4flex.kernels.fwd_sm100.parts import Pipes, Products, Shared
+from fa4flex.kernels.fwd_sm100.roles import (
+    ALLOCATED,
+    BARRIERS,
+    CORRECTION,
+    FINISHED,
+    FROM_BOTH,
+    LOAD,
+    MULTIPLY,
+    SCHEDULE,
+    STORE,
+    TOUCH_TENSOR_MEMORY,
+    WARPS,
+    Per,
+    answer_readers,
+    barrier_count,
+    readers,
+)
+from fa4flex.kernels.fwd_sm100.schedule import Scheduler
+from fa4flex.kernels.fwd_sm100.softmax import Softmax
+from fa4flex.kernels.fwd_sm100.store import Store, store_atom
+
+
+class Forward:
+    """A forward kernel for one Config and one variant's Hooks; `compile` takes the object itself."""
+
+    direction = "forward"
+    """Which arguments it takes."""
+
+    def __init__(self, config: Config, hooks: Hooks) -> None:
+        self.config = config
+        self.hooks = hooks
+        cluster = self.cluster = Cluster(config.ctas)
+        course = Course(config, hooks, config.ctas, looped=True)
+        self.scheduler: Scheduler | Asking = Scheduler(course)
+        if config.cancel:
+            course = Cancelling(config, hooks, cluster)
+            self.scheduler = Asking(course)
+        self.load = Load(config, course, cluster)
+        self.multiply = Multiply(config, course, cluster)
+        self.softmax = Softmax(config, hooks, course, cluster)
+        self.correction = Correction(config, course, cluster)
+        self.store = Store(config, course, cluster)
+
+    @cute.jit
+    def __call__(self, arguments: Arguments, stream: cuda.CUstream) -> None:
+        config = self.config
+        transfers = self.transfers(arguments)
+        if const_expr(config.lengths == "packed"):
+            grid = packed_grid(arguments, config.tile_m)
+        else:
+            ordered = config.longest_first or config.tables or self.hooks.spans is not None
+            grid = dense_grid(arguments, config.tile_m, ordered)
+        blocks = grid.total
+        if const_expr(config.persistent and not config.cancel):
+            blocks = cutlass.min(blocks, max(config.workers // config.ctas, 1))
+        self.device(arguments, grid, *transfers).launch(
+            grid=[blocks * config.ctas, 1, 1],
+            block=[32 * WARPS, 1, 1],
+            cluster=[config.ctas, 1, 1] if const_expr(config.ctas > 1) else None,
+            stream=stream,
+            min_blocks_per_mp=1,  # without it the compiler drops the register split
+        )
+
+    def transfers(self, arguments: Arguments) -> tuple[Any, ...]:
+        config, products = self.config, self.products(arguments)
+        dense = cute.rank(arguments.q) == 4
+        rows, columns = ([1, 3, 2, 0], [3, 1, 2, 0]) if dense else ([0, 2, 1], [2, 0, 1])
+        q, k, out = (reordered(x, rows) for x in (arguments.q, arguments.k, arguments.out))
+        v = reordered(arguments.v, columns)
+        one = [cute.select(layout, mode=[0, 1, 2]) for layout in products.layouts()]
+        load = cpasync.CopyBulkTensorTileG2SOp(self.cluster.group)
+        cluster = self.cluster.layout(products.scores).shape
+        scores, values = (products.scores_tile, products.scores), (products.values_tile, products.values)
+        chunk = self.out_layout(arguments.out.element_type)
+        return (
+            cute.nvgpu.make_tiled_tma_atom_A(load, q, one[0], *scores, cluster),
+            cute.nvgpu.make_tiled_tma_atom_B(load, k, one[1], *scores, cluster),
+            cute.nvgpu.make_tiled_tma_atom_B(load, v, one[2], *values, cluster),
+            None if chunk is None else store_atom(out, cute.select(chunk, mode=[0, 1]), config),
+        )
+
+    def products(self, arguments: Arguments) -> Products:
+        return Products(self.config, arguments.q.element_type, self.cluster)
+
+    def out_layout(self, kind: Any) -> Any:
+        """(128, columns, stage), swizzled; None where rows go straight to global memory."""
+        config = self.config
+        if config.lengths != "dense" or config.out_stages == 0:
+            return None
+        shape = (ROWS, config.out_columns)
+        return sm100.make_smem_layout_epi(kind, LayoutEnum.ROW_MAJOR, shape, config.out_stages)
+
+    def storage(self, products: Products, out_kind: Any) -> Any:
+        config = self.config
+
+        def tile(element: Any, size: int) -> Any:
+            return cute.struct.Align[cute.struct.MemRange[element, size], 1024]  # TMA swizzles by 1024 bytes
+
+        members: dict[str, Any] = {
+            name: cute.struct.MemRange[Int64, self.count(per)] for name, (per, _) in BARRIERS.items()
+        }
+        k_stages, v_stages = config.kv_stages
+        members |= {
+            "k": cute.struct.MemRange[Int64, 2 * k_stages],
+            "v": cute.struct.MemRange[Int64, 2 * v_stages],
+            "next": cute.struct.Align[cute.struct.MemRange[Int32, config.next_words], 16],
+            "freed": Int64,
+            "columns": Int32,
+        }
+        rows = cute.struct.MemRange[Float32, ROWS * config.q_tiles]
+        members |= {"scales": rows, "finals": rows}
+        names = ("queries", "keys", "values")
+        for name, layout in zip(names, products.layouts(), strict=True):
+            members[name] = tile(products.kind, cute.cosize(layout))
+        chunk = self.out_layout(out_kind)
+        members["out"] = tile(out_kind, 0 if chunk is None else cute.cosize(chunk))
+        return cute.struct(type("Storage", (), {"__annotations__": members}))
+
+    @cute.kernel
+    def device(
+        self,
+        arguments: Arguments,
+        grid: Grid,
+        q: cpasync.TmaInfo,
+        k: cpasync.TmaInfo,
+        v: cpasync.TmaInfo,
+        out: cpasync.TmaInfo | None,
+    ) -> None:
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        registers = self.config.registers
+        transfers = Transfers(q, k, v, out)
+        products = self.products(arguments)
+        storage = SmemAllocator().allocate(self.storage(products, arguments.out.element_type))
+        shared = self.shared(storage, products, arguments.out.element_type)
+        pipes = self.pipes(storage, shared, products)
+        allocated = pipeline.NamedBarrier(ALLOCATED, TOUCH_TENSOR_MEMORY)
+        memory = tensor_memory(storage, CORRECTION, allocated, self.config.ctas)
+        if warp == LOAD:
+            for transfer in (q, k, v):
+                cpasync.prefetch_descriptor(transfer.atom)
+        if warp == 0:
+            self.initialise(storage)
+        ctas = self.cluster.layout(products.scores)
+        pipeline.pipeline_init_arrive(cluster_shape_mn=ctas, is_relaxed=True)
+        pipeline.pipeline_init_wait(cluster_shape_mn=ctas)
+        if warp >= MULTIPLY:
+            cute.arch.setmaxregister_decrease(registers.other)
+            if warp == MULTIPLY:
+                memory.wait_for_alloc()
+                base = memory.retrieve_ptr(Float32)
+                if self.cluster.leads():
+                    self.multiply.run(arguments, grid, shared, pipes, products, base)
+            if warp == LOAD:
+                self.load.run(arguments, grid, transfers, shared, pipes, products)
+            if const_expr(out is not None):  # noqa: SIM102  one is decided when compiled, one when run
+                if warp == STORE:
+                    self.store.run(arguments, grid, transfers, shared, pipes)
+            if const_expr(self.config.handed):  # noqa: SIM102
+                if warp == SCHEDULE:
+                    self.scheduler.run(arguments, grid, pipes)
+        elif warp >= CORRECTION:
+            cute.arch.setmaxregister_decrease(registers.correction)
+            memory.allocate(COLUMNS)
+            memory.wait_for_alloc()
+            base = memory.retrieve_ptr(Float32)
+            self.correction.run(arguments, grid, shared, pipes, products, base)
+            memory.relinquish_alloc_permit()
+            cute.arch.barrier(barrier_id=FINISHED, number_of_threads=ROWS)
+            memory.free(base)
+        else:
+            cute.arch.setmaxregister_increase(registers.softmax)
+            memory.wait_for_alloc()
+            base = memory.retrieve_ptr(Float32)
+            if warp < 4 * self.config.q_tiles:
+                self.softmax.run(arguments, grid, shared, pipes, products, base)
+        self.cluster.depart()
+
+    def count(self, per: Per) -> int:
+        return barrier_count(self.config.q_tiles, self.config.out_stages, per)
+
+    def next_readers(self) -> int:
+        config = self.config
+        if config.cancel:
+            return answer_readers(config.q_tiles, config.out_stages, config.ctas)
+        return readers(config.q_tiles, config.out_stages)
+
+    def initialise(self, storage: Any) -> None:
+        with cute.arch.elect_one():
+            for name, (per, arrivals) in BARRIERS.items():
+                count = arrivals * self.config.ctas if name in FROM_BOTH else arrivals
+                if name == "next_empty":
+                    count = self.next_readers()
+                for i in range(self.count(per)):
+                    cute.arch.mbarrier_init(getattr(storage, name).data_ptr() + i, count)
+        cute.arch.mbarrier_init_fence()
+
+    def shared(self, storage: Any, products: Products, out_kind: Any) -> Shared:
+        q, k, v = products.layouts()
+        chunk = self.out_layout(out_kind)
+        rows = cute.make_layout((ROWS, self.config.q_tiles))
+        return Shared(
+            storage.queries.get_tensor(q.outer, swizzle=q.inner),
+            storage.keys.get_tensor(k.outer, swizzle=k.inner),
+            storage.values.get_tensor(v.outer, swizzle=v.inner),
+            None if chunk is None else storage.out.get_tensor(chunk.outer, swizzle=chunk.inner),
+            storage.scales.get_tensor(rows),
+            storage.finals.get_tensor(rows),
+        )
+
+    def pipes(self, storage: Any, shared: Shared, products: Products) -> Pipes:
+        ctas, cluster = self.config.ctas, self.cluster.layout(products.scores)
+        barriers = {name: getattr(storage, name).data_ptr() for name in BARRIERS}
+        number = storage.next.get_tensor(cute.make_layout(self.config.next_words))
+        handed_over = NextTile(number, barriers.pop("next_full"), barriers.pop("next_empty"))
+        return Pipes(
+            operand_ring(storage.k.data_ptr(), shared.k, ctas, cluster),
+            operand_ring(storage.v.data_ptr(), shared.v, ctas, cluster),
+            next=handed_over,
+            **barriers,
+        )

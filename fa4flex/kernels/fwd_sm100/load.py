@@ -1,0 +1,109 @@
+"""The warp that brings queries, keys and values from global into shared memory by TMA."""
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Int32, cute, pipeline
+from cutlass.cute.nvgpu import cpasync
+
+from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.cluster import Cluster
+from fa4flex.kernels.common.course import Course
+from fa4flex.kernels.common.keys import tile_at
+from fa4flex.kernels.common.transfer import Transfers, Views, load_stage, partition, sequence
+from fa4flex.kernels.common.work import Grid, Work
+from fa4flex.kernels.fwd_sm100.config import Config
+from fa4flex.kernels.fwd_sm100.parts import Pipes, Products, Shared
+
+
+class Load:
+    def __init__(self, config: Config, course: Course, cluster: Cluster) -> None:
+        self.config = config
+        self.course = course
+        self.cluster = cluster
+
+    @cute.jit
+    def run(
+        self,
+        arguments: Arguments,
+        grid: Grid,
+        transfers: cutlass.Constexpr[Transfers],
+        shared: cutlass.Constexpr[Shared],
+        pipes: cutlass.Constexpr[Pipes],
+        products: cutlass.Constexpr[Products],
+    ) -> None:
+        k_stages, v_stages = self.config.kv_stages
+        k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, k_stages)
+        v_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, v_stages)
+        phase = Int32(0)
+        number = self.course.first()
+        work = self.course.work(number, grid, arguments)
+        while work.valid:
+            at = self.course.place(work, grid, arguments)
+            keys = self.course.keys(at, work, arguments)
+            q, k, v = self.views(work, grid, arguments, transfers, shared, products)
+            tile = tile_at(keys, Int32(0))
+            self.queries(transfers.q, q, work, pipes, phase, 0)
+            load_stage(transfers.k, pipes.k, k_state, k, tile)
+            k_state.advance()
+            for other in cutlass.range_constexpr(1, self.config.q_tiles):
+                self.queries(transfers.q, q, work, pipes, phase, other)
+            # In the order in which they are multiplied: values of a tile before keys of the next.
+            for i in cutlass.range(1, keys.count, unroll=1):
+                load_stage(transfers.v, pipes.v, v_state, v, tile)
+                v_state.advance()
+                tile = tile_at(keys, i)
+                load_stage(transfers.k, pipes.k, k_state, k, tile)
+                k_state.advance()
+            load_stage(transfers.v, pipes.v, v_state, v, tile)
+            v_state.advance()
+            number = self.course.receive(number, pipes.next, phase)
+            work = self.course.work(number, grid, arguments)
+            phase ^= 1
+
+    def views(
+        self,
+        work: Work,
+        grid: Grid,
+        arguments: Arguments,
+        transfers: Transfers,
+        shared: Shared,
+        products: Products,
+    ) -> tuple[Views, Views, Views]:
+        """Of the queries, keys and values of a tile's sequence and head."""
+        rank = self.cluster.rank()
+        scores, values = products.scores.get_slice(rank), products.values.get_slice(rank)
+        kv_head = work.h // (grid.heads // arguments.k.shape[-2])
+        q = sequence(transfers.q.tma_tensor, work.q_offset, work.h, work.b)
+        k = sequence(transfers.k.tma_tensor, work.kv_offset, kv_head, work.b)
+        v = sequence(transfers.v.tma_tensor, work.kv_offset, kv_head, work.b, axis=1)
+        q_tiles = scores.partition_A(cute.local_tile(q, products.scores_tile[::2], (None, 0)))
+        k_tiles = scores.partition_B(cute.local_tile(k, products.scores_tile[1:], (None, 0)))
+        v_tiles = values.partition_B(cute.local_tile(v, products.values_tile[1:], (0, None)))
+        return (
+            partition(transfers.q, shared.q, q_tiles, modes=3),
+            partition(transfers.k, shared.k, k_tiles, modes=3),
+            partition(transfers.v, shared.v, v_tiles, modes=3),
+        )
+
+    @cute.jit
+    def queries(
+        self,
+        transfer: cutlass.Constexpr[cpasync.TmaInfo],
+        views: cutlass.Constexpr[Views],
+        work: Work,
+        pipes: cutlass.Constexpr[Pipes],
+        phase: Int32,
+        tile: cutlass.Constexpr[int],
+    ) -> None:
+        """One tile of queries, as soon as the last scores of those before it are multiplied."""
+        to_shared, from_global = views
+        size = cute.size_in_bytes(to_shared.element_type, cute.select(to_shared.layout, mode=[0]))
+        cute.arch.mbarrier_wait(pipes.q_empty + tile, phase ^ 1)
+        self.cluster.expect(pipes.q_full + tile, size)
+        cute.copy(
+            transfer.atom,
+            from_global[None, work.tile * self.config.q_tiles + tile],
+            to_shared[None, tile],
+            tma_bar_ptr=pipes.q_full + tile,
+        )

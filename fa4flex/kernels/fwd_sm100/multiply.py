@@ -1,0 +1,179 @@
+"""The warp that issues all products.
+
+By query tile i and key tile j, in this order:
+
+    S_0(0) S_1(0)   O_0(0) S_0(1) O_1(0) S_1(1)   O_0(1) S_0(2) O_1(1) S_1(2)   ...
+
+The tensor core executes products in the order of their issue. So scores that are there tell that the output
+of the same query tile was added to before, and scores may overwrite the probabilities that lie over them.
+While one query tile is multiplied, the other's softmax runs. The last outputs of a block's tile of queries
+come between the first scores of its next one: the softmax does not wait for them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Boolean, Int32, const_expr, cute, pipeline
+
+from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.cluster import Cluster
+from fa4flex.kernels.common.course import Course
+from fa4flex.kernels.common.keys import KeyTiles, tile_at
+from fa4flex.kernels.common.tensor_core import MMA_K, elect, zero_here
+from fa4flex.kernels.common.work import Grid, Work
+from fa4flex.kernels.fwd_sm100.config import Config
+from fa4flex.kernels.fwd_sm100.parts import Pipes, Products, Shared
+
+
+@dataclass(frozen=True)
+class Operands:
+    """By query tile: q, p and the accumulators; k and v by stage. q, k and v are shared-memory descriptors,
+    p, scores and out lie in tensor memory."""
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    p: tuple[cute.Tensor, ...]
+    scores: tuple[cute.Tensor, ...]
+    out: tuple[cute.Tensor, ...]
+
+
+class Multiply:
+    def __init__(self, config: Config, course: Course, cluster: Cluster) -> None:
+        self.config = config
+        self.course = course
+        self.cluster = cluster
+
+    @cute.jit
+    def run(
+        self,
+        arguments: Arguments,
+        grid: Grid,
+        shared: cutlass.Constexpr[Shared],
+        pipes: cutlass.Constexpr[Pipes],
+        products: cutlass.Constexpr[Products],
+        base: cute.Pointer,
+    ) -> None:
+        config = self.config
+        operands = self.operands(shared, products, base)
+        k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.kv_stages[0])
+        v_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.kv_stages[1])
+        p_phase, phase = Int32(0), Int32(0)
+        number = self.course.first()
+        work = self.course.work(number, grid, arguments)
+        count = self.keys(work, grid, arguments).count
+        if work.valid:
+            pipes.k.consumer_wait(k_state)
+            for tile in cutlass.range_constexpr(config.q_tiles):
+                cute.arch.mbarrier_wait(pipes.q_full + tile, phase)
+                self.scores(products, operands, pipes, (k_state.index, Int32(0)), tile, count == 1)
+            pipes.k.consumer_release(k_state)
+            k_state.advance()
+        while work.valid:
+            number = self.course.receive(number, pipes.next, phase)
+            following = self.course.work(number, grid, arguments)
+            coming = self.keys(following, grid, arguments).count
+            phase ^= 1
+            for j in cutlass.range(1, count + 1, unroll=1):
+                ends = j == count
+                more = not ends or following.valid
+                last_scores = j + 1 == count or (ends and coming == 1)
+                zero = zero_here(j, count)
+                pipes.v.consumer_wait(v_state)
+                if const_expr(config.lengths != "dense"):
+                    keys = self.keys(work, grid, arguments)
+                    self.clear_past_end(shared, v_state.index, work, tile_at(keys, j - 1))
+                for tile in cutlass.range_constexpr(config.q_tiles):
+                    self.values(products, operands, pipes, (v_state.index, p_phase, zero), tile, j > 1)
+                    if ends:
+                        self.cluster.commit(pipes.o_full + tile)
+                    if const_expr(tile == config.q_tiles - 1):
+                        pipes.v.consumer_release(v_state)
+                    if more:
+                        if const_expr(tile == 0):
+                            pipes.k.consumer_wait(k_state)
+                        if ends:
+                            cute.arch.mbarrier_wait(pipes.q_full + tile, phase)
+                        self.scores(products, operands, pipes, (k_state.index, zero), tile, last_scores)
+                v_state.advance()
+                if more:
+                    pipes.k.consumer_release(k_state)
+                    k_state.advance()
+                p_phase ^= 1
+            work, count = following, coming
+
+    def operands(self, shared: Shared, products: Products, base: cute.Pointer) -> Operands:
+        tiles = range(self.config.q_tiles)
+        return Operands(
+            products.scores.make_fragment_A(shared.q),
+            products.scores.make_fragment_B(shared.k),
+            products.values.make_fragment_B(shared.v),
+            tuple(products.probabilities_at(base, tile) for tile in tiles),
+            tuple(products.scores_at(base, tile) for tile in tiles),
+            tuple(products.outputs_at(base, tile) for tile in tiles),
+        )
+
+    def keys(self, work: Work, grid: Grid, arguments: Arguments) -> KeyTiles:
+        return self.course.keys(self.course.place(work, grid, arguments), work, arguments)
+
+    @cute.jit
+    def scores(
+        self,
+        products: cutlass.Constexpr[Products],
+        operands: cutlass.Constexpr[Operands],
+        pipes: cutlass.Constexpr[Pipes],
+        stage_and_zero: tuple[Int32, Int32],
+        tile: cutlass.Constexpr[int],
+        last: Boolean,
+    ) -> None:
+        stage, zero = stage_and_zero
+        q, k = operands.q[None, None, None, tile], operands.k[None, None, None, stage]
+        steps = range(self.config.head_dim // MMA_K)
+        products.scores_product.issue(operands.scores[tile].iterator, q, k, steps, False, zero)
+        self.cluster.commit(pipes.s_full + tile)
+        if last:
+            self.cluster.commit(pipes.q_empty + tile)
+
+    @cute.jit
+    def values(
+        self,
+        products: cutlass.Constexpr[Products],
+        operands: cutlass.Constexpr[Operands],
+        pipes: cutlass.Constexpr[Pipes],
+        stage_phase_zero: tuple[Int32, Int32, Int32],
+        tile: cutlass.Constexpr[int],
+        accumulate: Boolean,
+    ) -> None:
+        """O += p v, in two parts: the first begins while the last probabilities are computed."""
+        stage, phase, zero = stage_phase_zero
+        p, v = operands.p[tile], operands.v[None, None, None, stage]
+        product = products.values_product
+        words = product.prepared(operands.out[tile].iterator, p, v, zero)
+        early, steps = self.config.early_keys // MMA_K, self.config.tile_n // MMA_K
+        # The lane that issues is elected before all wait: nothing is to be done between wait and product.
+        elected = elect()
+        cute.arch.mbarrier_wait(pipes.p_early + tile, phase)
+        if elected:
+            product.put(words, p, v, range(early), accumulate)
+        if const_expr(early < steps):
+            elected = elect()
+            cute.arch.mbarrier_wait(pipes.p_late + tile, phase)
+            if elected:
+                product.put(words, p, v, range(early, steps), True)
+
+    @cute.jit
+    def clear_past_end(
+        self, shared: cutlass.Constexpr[Shared], stage: Int32, work: Work, key_tile: Int32
+    ) -> None:
+        """Zero the values past the end of a sequence: what lies there is another's, or nobody's, and a
+        probability 0 times NaN is NaN. Dense tensors end where TMA fills in zeros itself."""
+        end = work.kv_len - key_tile * self.config.tile_n
+        if end < self.config.tile_n:
+            values = shared.v[None, None, None, stage]
+            for key in cutlass.range(cutlass.max(end, 0), self.config.tile_n, unroll=1):
+                for d in cutlass.range(cute.arch.lane_idx(), self.config.head_dim_v, 32, unroll=1):
+                    values[(d, key % MMA_K), 0, key // MMA_K] = values.element_type(0.0)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.sync_warp()

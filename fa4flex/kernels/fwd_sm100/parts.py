@@ -1,0 +1,128 @@
+"""What the roles of the Blackwell forward kernel share: tensors, barriers and products of one block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass.utils.blackwell_helpers as sm100
+from cutlass import Float32, Int32, cute, pipeline
+from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
+
+from fa4flex.kernels.common.cluster import Cluster
+from fa4flex.kernels.common.next_tile import NextTile
+from fa4flex.kernels.common.tensor_core import Product
+from fa4flex.kernels.common.work import Work
+from fa4flex.kernels.fwd_sm100.config import ROWS, Config
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Shared memory. q, k, v as operands of products, (instruction, M or N, K, tile or stage); out (128,
+    columns, stage). Both float32 (128, query tile): what a row's output is to be multiplied by, `scales` for
+    the next key tile, `finals` after the last."""
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    out: cute.Tensor | None
+    scales: cute.Tensor
+    finals: cute.Tensor
+
+
+@dataclass(frozen=True)
+class Pipes:
+    """k and v rings, and barriers. By query tile:
+
+    q_full, q_empty     its queries have come; its last scores are multiplied
+    s_full              scores are there, and all earlier products of that tile are done
+    p_early             the first probabilities are there and the output may be added to
+    p_late              the other probabilities are there
+    o_full              the output is complete
+
+    By query tile and warp of the softmax warpgroup, for the correction warp with the same rows:
+
+    scale_full                what the output is to be multiplied by before the next product
+    final_full, final_empty   what it is to be multiplied by at last; that has been read
+
+    By stage: out_full, out_empty: a chunk of the output is staged; its store has read it.
+    """
+
+    k: pipeline.PipelineTmaUmma
+    v: pipeline.PipelineTmaUmma
+    q_full: cute.Pointer
+    q_empty: cute.Pointer
+    s_full: cute.Pointer
+    p_early: cute.Pointer
+    p_late: cute.Pointer
+    o_full: cute.Pointer
+    scale_full: cute.Pointer
+    final_full: cute.Pointer
+    final_empty: cute.Pointer
+    out_full: cute.Pointer
+    out_empty: cute.Pointer
+    next: NextTile
+
+
+class Products:
+    """S = q k^T from shared memory, and O += p v with p from tensor memory."""
+
+    def __init__(self, config: Config, kind: Any, cluster: Cluster) -> None:
+        self.config, self.kind = config, kind
+        major, group = OperandMajorMode, cluster.group
+        self.scores = sm100.make_trivial_tiled_mma(
+            kind, kind, major.K, major.K, Float32, group, self.scores_tile[:2]
+        )
+        self.values = sm100.make_trivial_tiled_mma(
+            kind, kind, major.K, major.MN, Float32, group, self.values_tile[:2], tcgen05.OperandSource.TMEM
+        )
+
+        (m, n, _), (_, dv, _) = self.scores_tile, self.values_tile
+        self.scores_product = Product(kind, config.ctas, m, n, False, False)
+        self.values_product = Product(kind, config.ctas, m, dv, True, True)
+
+    @property
+    def scores_tile(self) -> tuple[int, int, int]:
+        return ROWS * self.config.ctas, self.config.tile_n, self.config.head_dim
+
+    @property
+    def values_tile(self) -> tuple[int, int, int]:
+        return ROWS * self.config.ctas, self.config.head_dim_v, self.config.tile_n
+
+    def layouts(self) -> tuple[Any, Any, Any]:
+        """Swizzled shared-memory layouts of q, k and v, whose last mode counts tiles or stages."""
+        k_stages, v_stages = self.config.kv_stages
+        return (
+            sm100.make_smem_layout_a(self.scores, self.scores_tile, self.kind, self.config.q_tiles),
+            sm100.make_smem_layout_b(self.scores, self.scores_tile, self.kind, k_stages),
+            sm100.make_smem_layout_b(self.values, self.values_tile, self.kind, v_stages),
+        )
+
+    def scores_at(self, base: cute.Pointer, tile: Any) -> cute.Tensor:
+        """Scores of a query tile in tensor memory, as accumulators."""
+        layout = self.scores.make_fragment_C(self.scores.partition_shape_C(self.scores_tile[:2])).layout
+        return cute.make_tensor(base + column(self.config.memory.scores, tile), layout)
+
+    def outputs_at(self, base: cute.Pointer, tile: Any) -> cute.Tensor:
+        layout = self.values.make_fragment_C(self.values.partition_shape_C(self.values_tile[:2])).layout
+        return cute.make_tensor(base + column(self.config.memory.outputs, tile), layout)
+
+    def probabilities_at(self, base: cute.Pointer, tile: int) -> cute.Tensor:
+        """Probabilities of a query tile in tensor memory, as the A operand of the product with values."""
+        start = cute.recast_ptr(base + self.config.memory.probabilities[tile], dtype=self.kind)
+        layout = sm100.make_smem_layout_a(self.values, self.values_tile, self.kind, 1).outer
+        # The fragment itself starts at column 0, wherever its tensor does.
+        fragment = self.values.make_fragment_A(cute.make_tensor(start, layout))[None, None, None, 0]
+        return cute.make_tensor(start, fragment.layout)
+
+
+def first_row(config: Config, work: Work, tile: Any, rank: Any) -> Int32:
+    """The query that the first row of a CTA's tile holds."""
+    return work.tile * config.tile_m + (tile * config.ctas + rank) * ROWS
+
+
+def column(columns: tuple[int, ...], tile: Any) -> Any:
+    """The one of a query tile, whose number may be known only when the kernel runs."""
+    if isinstance(tile, int):
+        return columns[tile]
+    return columns[0] + tile * (columns[-1] - columns[0])

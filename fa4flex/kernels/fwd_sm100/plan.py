@@ -1,0 +1,193 @@
+"""The plan of a Blackwell forward kernel. Data only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+from fa4flex.codegen.plan.bound import Bound, Size, expected_bound, for_long
+from fa4flex.codegen.plan.memory import Memory
+from fa4flex.codegen.plan.pipeline import Pipeline
+from fa4flex.codegen.plan.problem import Problem
+from fa4flex.codegen.plan.registers import check_registers
+from fa4flex.codegen.plan.request import (
+    BLOCKS,
+    CANCELLING,
+    ORDERS,
+    ForwardRequest,
+    Order,
+    check_threshold,
+    rescaling,
+)
+from fa4flex.codegen.plan.sharing import sharing
+from fa4flex.codegen.plan.target import Target
+from fa4flex.codegen.plan.tensor_memory import Columns
+from fa4flex.codegen.plan.topology import Topology
+from fa4flex.codegen.plan.verify import prove
+from fa4flex.codegen.plan.work import Work
+from fa4flex.kernels.fwd_sm100.columns import first_columns, lay_out_columns
+from fa4flex.kernels.fwd_sm100.config import ROWS, Config, Exponential, Registers
+from fa4flex.kernels.fwd_sm100.exponential import check_exponential, choose_exponential, explain_exponential
+from fa4flex.kernels.fwd_sm100.registers import choose_registers, in_place, piece
+from fa4flex.kernels.fwd_sm100.tiles import Tiles, choose
+from fa4flex.kernels.fwd_sm100.topology import Handed, forward_topology
+
+
+@dataclass(frozen=True)
+class BlackwellPlan:
+    """A forward kernel for `problem` on `target`.
+
+    registers            of each kind of warpgroup
+    exponential          which exponentials FMA units compute
+    rescale_threshold    log2 units by which a score may pass the maximum in use before that is raised
+    work                 what the hooks cost and keep
+    persistent           one block per multiprocessor takes tile after tile; otherwise one block per tile
+    dynamic              persistent blocks take the next tile when they are done, as tiles differ in work
+    cancel               one block per tile, and those that run take over the tiles of those that wait
+    reasons              why these tiles, and why this order
+
+    Memory maps, pipeline and estimates follow from these: `dataclasses.replace` makes a consistent other
+    plan, with another exponential for instance, and `check` says whether it is a legal one.
+    """
+
+    target: Target
+    problem: Problem
+    tiles: Tiles
+    registers: Registers
+    exponential: Exponential
+    order: Order
+    rescale_threshold: float
+    work: Work
+    persistent: bool = True
+    dynamic: bool = False
+    cancel: bool = False
+    reasons: tuple[str, ...] = ()
+
+    module: ClassVar[str] = "fa4flex.kernels.fwd_sm100"
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        return self.tiles.tile_m, self.tiles.tile_n
+
+    @cached_property
+    def memory(self) -> Memory:
+        """The shared-memory map of a block."""
+        return self.tiles.memory(self.target, self.cancel)
+
+    @cached_property
+    def columns(self) -> Columns:
+        """The tensor-memory map of a block."""
+        return lay_out_columns(self.tiles, self.target)
+
+    @cached_property
+    def topology(self) -> Topology:
+        """Roles, rings and barriers; `.graph` is the networkx form."""
+        ragged = self.problem.lengths != "dense"
+        handed: Handed = "answer" if self.cancel else "number" if self.dynamic else ""
+        return forward_topology(self.tiles, self.columns, handed, ragged)
+
+    def bound(self, size: Size) -> Bound:
+        """The least time of a launch of this size, and the unit that sets it."""
+        widths = self.tiles.head_dim, self.tiles.head_dim_v
+        return expected_bound(self.problem, widths, self.work, self.target, size)
+
+    def config(self) -> Config:
+        """What the hand-written kernel is built from."""
+        return Config(
+            head_dim=self.tiles.head_dim,
+            head_dim_v=self.tiles.head_dim_v,
+            memory=first_columns(self.columns),
+            ctas=self.tiles.ctas,
+            q_tiles=self.tiles.q_tiles,
+            tile_n=self.tiles.tile_n,
+            kv_stages=self.tiles.kv_stages,
+            out_stages=self.tiles.out_stages,
+            early_keys=self.tiles.early_keys,
+            registers=self.registers,
+            exponential=self.exponential,
+            rescale_threshold=self.rescale_threshold,
+            in_place=in_place(self.work),
+            piece=piece(self.work),
+            persistent=self.persistent,
+            dynamic=self.dynamic,
+            cancel=self.cancel,
+            workers=self.target.multiprocessors,
+            longest_first=self.order == "longest_first",
+            lengths=self.problem.lengths,
+            tables=self.problem.mask_form == "tables",
+            sinks=self.problem.sinks,
+            statistics=self.problem.statistics,
+        )
+
+    def check(self) -> None:
+        """PlanError or UnsupportedError unless the plan holds: sums of bytes, columns, registers, barriers;
+        and a run of the token simulation, in which tensor memory is shared as its map says."""
+        self.memory.check()
+        self.columns.check()
+        check_threshold(self.rescale_threshold, self.problem)
+        check_exponential(self.exponential, self.tiles.tile_n)
+        check_registers(self.registers, "softmax", self.target, "take a split from registers.SPLITS")
+        self.topology.check()
+        self.topology.check_fits(self.memory, self.target, self._unused_barriers)
+        prove(self.topology)
+
+    @property
+    def _unused_barriers(self) -> int:
+        """The kernel has room for a full and an empty one, whether they are used or not."""
+        rings = {ring.region for ring in self.topology.rings}
+        return 2 * sum(name not in rings for name in ("next", "out"))
+
+    @property
+    def _blocks(self) -> str:
+        return CANCELLING if self.cancel else BLOCKS[self.persistent, self.dynamic]
+
+    def explain(self, size: Size | None = None) -> str:
+        """The plan in words; with a `size`, also the time it cannot beat there."""
+        t, r = self.tiles, self.registers
+        k_stages, v_stages = t.kv_stages
+        lines = [
+            f"forward kernel for {self.target.name} ({self.target.chip}): {self.problem.explain()}",
+            f"tile: {t.q_tiles} x {ROWS} queries x {t.tile_n} keys, q and k {t.head_dim} wide,"
+            f" v {t.head_dim_v}, K {k_stages} and V {v_stages} deep",
+            *(f"  {reason}" for reason in self.reasons),
+            f"warpgroups: {t.q_tiles} softmax, 1 correction and 1 of single warps (load, multiply, store,"
+            f" schedule), of {r.softmax}, {r.correction} and {r.other} registers",
+            f"softmax: {explain_exponential(self.exponential, t.tile_n)};",
+            f"  {rescaling(self.rescale_threshold)}",
+            f"order: {ORDERS[self.order]}; {self._blocks}",
+            "shared memory:",
+            self.memory.explain(),
+            "tensor memory:",
+            self.columns.explain(),
+            *sharing(self.topology, self.columns),
+            "pipeline:",
+            self.topology.explain(),
+            f"work: {self.work.explain()}",
+            f"bound: {for_long(self.bound) if size is None else self.bound(size).explain()}",
+        ]
+        return "\n".join(lines)
+
+
+def plan_blackwell(request: ForwardRequest) -> BlackwellPlan:
+    problem = request.problem
+    following = request.schedule.next_tile
+    tiles, reasons = choose(problem, request.target, request.schedule.tile, following == "counter")
+    return BlackwellPlan(
+        target=request.target,
+        problem=problem,
+        tiles=tiles,
+        registers=choose_registers(tiles, request),
+        exponential=choose_exponential(problem, request.target, tiles.ctas),
+        order=request.order,
+        rescale_threshold=request.rescale_threshold,
+        work=request.work,
+        dynamic=problem.uneven if following == "auto" else following == "counter",
+        cancel=following == "launch_control",
+        reasons=(*reasons, request.why),
+    )
+
+
+FWD_SM100 = Pipeline(
+    "Blackwell forward", "forward", lambda problem, target: target.family == "sm100", plan_blackwell
+)

@@ -1,0 +1,67 @@
+"""Registers: how a block's are split between its warpgroups."""
+
+from __future__ import annotations
+
+from fa4flex.codegen.plan.request import ForwardRequest
+from fa4flex.codegen.plan.work import Work
+from fa4flex.kernels.fwd_sm100.config import FRAGMENT, InPlace, Registers
+from fa4flex.kernels.fwd_sm100.tiles import Tiles
+
+SPLITS = (Registers(192, 80, 48), Registers(184, 80, 64))
+"""FlashAttention-4's, and one with more for single warps, which find the tiles of keys."""
+
+NARROW = (Registers(200, 64, 48), Registers(192, 64, 64))
+"""The same where the output is at most 64 columns wide: less to correct at a time. Not where scores read
+tensors: the assembler then keeps so many elements in flight that it spills."""
+
+
+WIDE = Registers(192, 72, 56)
+"""Between both, where operands are wider than 128: single warps have more addresses, the softmax as much to
+hold as ever."""
+
+WIDE_PAIR = Registers(200, 64, 48)
+"""Where pairs of CTAs multiply such operands: twice as many of their exponentials are polynomials, and there
+are no tiles of keys to find."""
+
+
+def choose_registers(tiles: Tiles, request: ForwardRequest) -> Registers:
+    """Single warps keep the bounds of two spans of keys per row."""
+    if tiles.head_dim > 128:
+        return WIDE_PAIR if tiles.ctas == 2 else WIDE
+    form, keys = request.problem.mask_form, request.facts.keys
+    two = form == "spans" and keys is not None and len(keys.spans) > 1
+    if form == "tables" and tiles.head_dim_v <= 64:
+        return SPLITS[1]  # of all, the one with which no mask by tables spills
+    return (NARROW if tiles.head_dim_v <= 64 and not request.work.loads else SPLITS)[two]
+
+
+MOST_LOADS = 1
+"""Per score that is modified in registers."""
+
+MOST_ARITHMETIC = 24
+"""Likewise, slots of the fp32 pipe, softmax included."""
+
+
+def in_place(work: Work) -> InPlace:
+    """Of which tiles scores are modified in tensor memory. In registers, next to a whole row of scores, the
+    code of a score that reads tensors is long, and the elements in flight spill where they are many. Where
+    arithmetic is as long, writing scores back is nothing beside it."""
+    if work.loads > MOST_LOADS or work.fp32 > MOST_ARITHMETIC:
+        return "all"
+    return "masked" if work.loads else "none"
+
+
+LOADS_IN_FLIGHT = FRAGMENT * MOST_LOADS
+"""Of one piece of scores that is modified in tensor memory: what they bring takes registers, and each is
+compiled for."""
+
+LEAST_PIECE = 4
+"""Columns: each piece waits once for what it reads."""
+
+
+def piece(work: Work) -> int:
+    """Columns whose scores are modified in tensor memory at a time."""
+    columns = FRAGMENT
+    while columns > LEAST_PIECE and columns * work.loads > LOADS_IN_FLIGHT:
+        columns //= 2
+    return columns

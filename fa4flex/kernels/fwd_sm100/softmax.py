@@ -1,0 +1,369 @@
+"""A softmax warpgroup: one query tile of 128 rows, a row per thread, so that no lane needs another's numbers.
+
+Scores come from tensor memory and probabilities go back over them. The product with the values starts on the
+first of them while the last are computed, and the row's sum is taken after all are handed over
+(FlashAttention-4's forward pipeline).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, const_expr, cute
+from cutlass.cute.nvgpu import tcgen05
+
+from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.bits import consecutive, shifted
+from fa4flex.kernels.common.cluster import Cluster
+from fa4flex.kernels.common.course import Course
+from fa4flex.kernels.common.fragment import compute_before, computed_once, numbers
+from fa4flex.kernels.common.hooks import At, Hooks
+from fa4flex.kernels.common.keys import KeyTiles, tile_at
+from fa4flex.kernels.common.pointwise import Fragment, prepare_rows
+from fa4flex.kernels.common.softmax import (
+    LN_2,
+    LOG2_E,
+    Running,
+    alone,
+    finish,
+    raise_maxima,
+    running,
+)
+from fa4flex.kernels.common.tensor_core import Blocks, arrive_once, arrive_where, put_where
+from fa4flex.kernels.common.work import Grid, Work, put_statistic
+from fa4flex.kernels.fwd_sm100.config import FRAGMENT, ROWS, Config
+from fa4flex.kernels.fwd_sm100.parts import (
+    Pipes,
+    Products,
+    Shared,
+    column,
+    first_row,
+)
+from fa4flex.kernels.fwd_sm100.rows import (
+    Pair,
+    Row,
+    exponentiate,
+    largest_of,
+    narrowed,
+    put,
+    total_of,
+)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What stays the same over the key tiles of one query tile."""
+
+    fragment: Fragment
+    factor: Float32
+    slack: Float32
+    state: Running
+
+
+@dataclass(frozen=True)
+class Place:
+    """A warpgroup's query tile, a thread's row in it and the CTA's place in its pair; in tensor memory scores
+    and probabilities, by fragment, and scores to be read and to be written in place, by piece; and the dtype
+    of probabilities."""
+
+    tile: Int32
+    row: Int32
+    warp: Int32
+    rank: Int32
+    scores: Blocks
+    probabilities: Blocks
+    pieces: Blocks
+    changed: Blocks
+    kind: Any
+
+
+class Softmax:
+    def __init__(self, config: Config, hooks: Hooks, course: Course, cluster: Cluster) -> None:
+        self.config = config
+        self.hooks = hooks
+        self.course = course
+        self.cluster = cluster
+
+    @cute.jit
+    def run(
+        self,
+        arguments: Arguments,
+        grid: Grid,
+        shared: cutlass.Constexpr[Shared],
+        pipes: cutlass.Constexpr[Pipes],
+        products: cutlass.Constexpr[Products],
+        base: cute.Pointer,
+    ) -> None:
+        place = self.place(products, base)
+        state = running(1)
+        s_phase, phase = Int32(0), Int32(0)
+        number = self.course.first()
+        work = self.course.work(number, grid, arguments)
+        while work.valid:
+            at = self.course.place(work, grid, arguments)
+            keys = self.course.keys(at, work, arguments)
+            q = first_row(self.config, work, place.tile, place.rank) + place.row
+            tile = self.tile(at, q, state)
+            self.begin(state)
+            passes = self.passes(keys)
+            for p in cutlass.range_constexpr(len(passes)):
+                masked, first, end = passes[p]
+                for i in cutlass.range(first, end, unroll=1):
+                    self.step(tile, place, shared, pipes, (tile_at(keys, i), i, s_phase), masked)
+                    s_phase ^= 1
+            self.finish(arguments, work, tile, place, (shared, pipes), (q, phase))
+            number = self.course.receive(number, pipes.next, phase)
+            work = self.course.work(number, grid, arguments)
+            phase ^= 1
+
+    def passes(self, keys: KeyTiles) -> list[tuple[bool, Int32, Int32]]:
+        """Which key tiles are masked, the first and the end of them. Where scores read so much that pieces
+        are short, all are: a second step would take long to compile, and bits are nothing beside reads."""
+        if self.config.piece < FRAGMENT:
+            return [(True, Int32(0), keys.count)]
+        return [(True, Int32(0), keys.masked_count), (False, keys.masked_count, keys.count)]
+
+    def place(self, products: Products, base: cute.Pointer) -> Place:
+        thread = cute.arch.thread_idx()[0]
+        tile = cute.arch.make_warp_uniform(thread // ROWS)
+        row = thread % ROWS
+        rows_and_keys = products.scores_at(base, tile)[(None, None), 0, 0]
+        scores = cute.flat_divide(rows_and_keys, (ROWS, FRAGMENT))[None, None, 0, None]
+        columns = self.config.piece
+        pieces = cute.flat_divide(rows_and_keys, (ROWS, columns))[None, None, 0, None]
+        # Two probabilities in a column of 32 bits.
+        packed = cute.composition(rows_and_keys.layout, cute.make_layout((ROWS, self.config.tile_n // 2)))
+        start = base + column(self.config.memory.probabilities, tile)
+        probabilities = cute.flat_divide(cute.make_tensor(start, packed), (ROWS, FRAGMENT // 2))
+        return Place(
+            tile,
+            row,
+            cute.arch.make_warp_uniform(row // 32),
+            self.cluster.rank(),
+            Blocks.load(tcgen05.Ld32x32bOp(tcgen05.Repetition(FRAGMENT)), scores, row),
+            Blocks.store(
+                tcgen05.St32x32bOp(tcgen05.Repetition(FRAGMENT // 2)), probabilities[None, None, 0, None], row
+            ),
+            Blocks.load(tcgen05.Ld32x32bOp(tcgen05.Repetition(columns)), pieces, row),
+            Blocks.store(tcgen05.St32x32bOp(tcgen05.Repetition(columns)), pieces, row),
+            products.kind,
+        )
+
+    def tile(self, at: At, row: Int32, state: Running) -> Tile:
+        factor = at.scale * LOG2_E if self.hooks.factor is None else self.hooks.factor(at)
+        slack = self.config.rescale_threshold * cute.arch.rcp_approx(factor)
+        return Tile(self.fragment(at, row), factor, slack, state)
+
+    def fragment(self, at: At, row: Int32, columns: int = FRAGMENT) -> Fragment:
+        rows = prepare_rows(self.hooks, at, row, (0,))
+        return Fragment(at, rows, (0,), tuple(range(columns)), row, Int32(0), consecutive)
+
+    def begin(self, state: Running) -> None:
+        """No key was seen yet: the first tile's maxima pass any ceiling."""
+        state.largest[0] = -Float32.inf
+        state.ceiling[0] = -Float32.inf
+        state.shift[0] = Float32(0.0)
+        state.total[0] = Float32(0.0)
+
+    @cute.jit
+    def step(
+        self,
+        tile: cutlass.Constexpr[Tile],
+        place: cutlass.Constexpr[Place],
+        shared: cutlass.Constexpr[Shared],
+        pipes: cutlass.Constexpr[Pipes],
+        which: tuple[Int32, Int32, Int32],
+        masked: cutlass.Constexpr[bool],
+    ) -> None:
+        """The key tile of this number, the i-th of its row, whose scores come in this phase."""
+        key_tile, i, phase = which
+        kv_first = key_tile * self.config.tile_n
+        words = self.allowed(tile, kv_first) if masked else None
+        cute.arch.mbarrier_wait(pipes.s_full + place.tile, phase)
+        rows, largest = self.taken(tile, place, kv_first, words)
+        self.raise_maximum(tile, largest)
+        self.hand_scale(tile, place, shared, pipes, i)
+        pairs = self.probabilities(tile, place, rows, pipes)
+        tile.state.total[0] = total_of(pairs, tile.state.total[0])
+
+    @property
+    def fragments(self) -> int:
+        return self.config.tile_n // FRAGMENT
+
+    def allowed(self, tile: Tile, kv_first: Int32) -> list[Int32]:
+        """The bits of a key tile's columns, a word per fragment, before there are scores."""
+        if self.hooks.mask is None:
+            return tile.fragment.inside(kv_first, self.fragments)
+        words = cute.make_rmem_tensor((self.fragments,), Int32)
+        self.ask(tile, kv_first, words)
+        return [words[f] for f in range(self.fragments)]
+
+    @cute.jit
+    def ask(self, tile: cutlass.Constexpr[Tile], kv_first: Int32, words: cute.Tensor) -> None:
+        """A mask hook, in a loop over fragments: written out, it would be most of what is compiled."""
+        last = self.fragments - 1
+        for f in cutlass.range(self.fragments, unroll=1):
+            ((bits,),) = tile.fragment.allowed(self.hooks, kv_first + f * FRAGMENT)
+            for before in range(last):
+                words[before] = words[before + 1]
+            words[last] = bits
+
+    def taken(
+        self, tile: Tile, place: Place, kv_first: Int32, words: list[Int32] | None
+    ) -> tuple[list[list[Float32]], Float32]:
+        """What the softmax is taken of, by fragment, and the largest of it."""
+        in_place = self.config.in_place
+        if in_place == "none" or (in_place == "masked" and words is None):
+            bits = words or [None] * self.fragments
+            return self.take(
+                place, lambda taken, f: self.modified(tile.fragment, taken, kv_first + f * FRAGMENT, bits[f])
+            )
+        self.modify(tile, place, kv_first, words)
+        return self.take(place, lambda taken, f: numbers(taken))
+
+    @cute.jit
+    def modify(
+        self,
+        tile: cutlass.Constexpr[Tile],
+        place: cutlass.Constexpr[Place],
+        kv_first: Int32,
+        words: cutlass.Constexpr[list[Int32] | None],
+    ) -> None:
+        """Scores of a tile with these bits, where they are, in a loop over pieces.
+
+        Hooks that read tensors would be compiled for each column twice, with and without guarded reads. A
+        loop cannot choose registers by its count, but it can choose columns of tensor memory.
+        """
+        columns = self.config.piece
+        scores = cute.make_rmem_tensor((columns,), Float32)
+        bits = cute.make_rmem_tensor((self.fragments,), Int32)
+        masked, fragment = words is not None, self.anew(tile.fragment)
+        for f in cutlass.range_constexpr(self.fragments if masked else 0):
+            bits[f] = words[f]
+        for p in cutlass.range(self.config.tile_n // columns, unroll=1):
+            place.pieces.take(p, scores)
+            cute.arch.fence_view_async_tmem_load()
+            mine = bits[0] if masked else None
+            put(scores, self.modified(fragment, scores, kv_first + p * columns, mine))
+            place.changed.put(p, scores)
+            for f in cutlass.range_constexpr(self.fragments if masked else 0):
+                after = bits[f + 1] if f + 1 < self.fragments else Int32(0)
+                bits[f] = shifted(bits[f], after, columns)
+        cute.arch.fence_view_async_tmem_store()
+
+    def anew(self, fragment: Fragment) -> Fragment:
+        """Of a piece. Where no scores are modified in registers, what a row has is read at each step: kept,
+        it would take registers beside a whole row of scores."""
+        if self.config.in_place != "all":
+            return fragment
+        return self.fragment(fragment.at, computed_once(fragment.first_row), self.config.piece)
+
+    def take(
+        self, place: Place, looked_at: Callable[[cute.Tensor, int], list[Float32]]
+    ) -> tuple[list[list[Float32]], Float32]:
+        """What is made of the scores, by fragment, and the largest of it. One half of a row is looked at
+        while the other comes."""
+        taken = cute.make_rmem_tensor((FRAGMENT, self.fragments), Float32)
+        half = self.fragments // 2
+        rows: list[list[Float32]] = []
+        largest: Float32 | None = None
+        self.load(place, taken, range(half))
+        for some in (range(half), range(half, self.fragments)):
+            cute.arch.fence_view_async_tmem_load()
+            if not rows:
+                self.load(place, taken, range(half, self.fragments))
+            mine = [looked_at(taken[None, f], f) for f in some]
+            largest = largest_of([x for row in mine for x in row], largest)
+            rows += mine
+            if some.stop == half:
+                compute_before(largest)
+        return rows, largest
+
+    def load(self, place: Place, taken: cute.Tensor, some: range) -> None:
+        for f in some:
+            place.scores.take(f, taken[None, f])
+
+    def modified(
+        self, fragment: Fragment, taken: cute.Tensor, first: Int32, bits: Int32 | None
+    ) -> list[Float32]:
+        """Of q.k of a fragment from key `first` on, what the softmax is taken of: the variant's score, or
+        -inf."""
+        row = Row(taken)
+        fragment.change(self.hooks, row, first, bits is not None)
+        if bits is not None:
+            fragment.mask(row, first, ((bits,),))
+        return row.numbers
+
+    @cute.jit
+    def raise_maximum(self, tile: cutlass.Constexpr[Tile], largest: Float32) -> None:
+        """Raise the maximum in use where a score passes the ceiling, and say what that does to the output."""
+        state = tile.state
+        found = [largest]
+        state.scale[0] = Float32(1.0)
+        if const_expr(self.config.rescale_threshold > 0):
+            # "All may stay" costs an instruction less than "any may not" on the way to the exponentials.
+            if ~cute.arch.vote_all_sync(largest <= state.ceiling[0]):
+                raise_maxima(found, tile.factor, tile.slack, state, alone)
+        else:
+            raise_maxima(found, tile.factor, tile.slack, state, alone)
+
+    @cute.jit
+    def hand_scale(
+        self,
+        tile: cutlass.Constexpr[Tile],
+        place: cutlass.Constexpr[Place],
+        shared: cutlass.Constexpr[Shared],
+        pipes: cutlass.Constexpr[Pipes],
+        i: Int32,
+    ) -> None:
+        """To the correction warp, but for the first key tile. Without a branch, so that exponentials may
+        begin meanwhile."""
+        later = i > 0
+        cell = shared.scales.iterator + shared.scales.layout((place.row, place.tile))
+        put_where(later, cell, tile.state.scale[0])
+        cute.arch.sync_warp()
+        arrive_where(later & (cute.arch.lane_idx() == 0), pipes.scale_full + 4 * place.tile + place.warp)
+
+    def probabilities(self, tile: Tile, place: Place, rows: list[list[Float32]], pipes: Pipes) -> list[Pair]:
+        """To tensor memory, by fragment."""
+        pairs = []
+        for f, row in enumerate(rows):
+            found = exponentiate(row, tile.factor, tile.state.shift[0], self.config.exponential, f)
+            place.probabilities.put(f, narrowed(found, place.kind))
+            pairs += found
+            there = (f + 1) * FRAGMENT
+            if there in (self.config.early_keys, self.config.tile_n):
+                cute.arch.fence_view_async_tmem_store()
+                barrier = pipes.p_early if there == self.config.early_keys else pipes.p_late
+                self.cluster.arrive(barrier + place.tile)
+        return pairs
+
+    @cute.jit
+    def finish(
+        self,
+        arguments: Arguments,
+        work: Work,
+        tile: cutlass.Constexpr[Tile],
+        place: cutlass.Constexpr[Place],
+        handed: cutlass.Constexpr[tuple[Shared, Pipes]],
+        which: tuple[Int32, Int32],
+    ) -> None:
+        """Write the row's statistics, and hand over what its output is to be multiplied by at last."""
+        (shared, pipes), (q, phase) = handed, which
+        state = tile.state
+        sink = None
+        if const_expr(self.config.sinks):
+            sink = arguments.sinks[work.h].to(Float32)
+        scales, lse = finish(state, sink, alone)
+        barrier = 4 * place.tile + place.warp
+        cute.arch.mbarrier_wait(pipes.final_empty + barrier, phase ^ 1)
+        shared.finals[place.row, place.tile] = scales[0]
+        arrive_once(pipes.final_full + barrier)
+        if q < work.q_len:
+            if const_expr(arguments.lse is not None):
+                put_statistic(arguments.lse, work, q, lse[0])
+            if const_expr(arguments.max_scores is not None):
+                put_statistic(arguments.max_scores, work, q, state.largest[0] * tile.factor * LN_2)

@@ -1,0 +1,63 @@
+"""The warp that stores finished outputs from shared to global memory by TMA, which clips what is past the
+end."""
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Int32, cute
+from cutlass.cute.nvgpu import cpasync
+
+from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.cluster import Cluster
+from fa4flex.kernels.common.course import Course
+from fa4flex.kernels.common.transfer import Transfers, partition, sequence
+from fa4flex.kernels.common.work import Grid
+from fa4flex.kernels.fwd_sm100.config import ROWS, Config
+from fa4flex.kernels.fwd_sm100.parts import Pipes, Shared, first_row
+
+
+class Store:
+    def __init__(self, config: Config, course: Course, cluster: Cluster) -> None:
+        self.config = config
+        self.course = course
+        self.cluster = cluster
+
+    @cute.jit
+    def run(
+        self,
+        arguments: Arguments,
+        grid: Grid,
+        transfers: cutlass.Constexpr[Transfers],
+        shared: cutlass.Constexpr[Shared],
+        pipes: cutlass.Constexpr[Pipes],
+    ) -> None:
+        chunks = self.config.head_dim_v // self.config.out_columns
+        count, phase = Int32(0), Int32(0)
+        number = self.course.first()
+        work = self.course.work(number, grid, arguments)
+        while work.valid:
+            whole = sequence(transfers.out.tma_tensor, work.q_offset, work.h, work.b)
+            tiles = cute.local_tile(whole, (ROWS, self.config.out_columns), (None, None))
+            from_shared, to_global = partition(transfers.out, shared.out, tiles)
+            for tile in cutlass.range_constexpr(self.config.q_tiles):
+                number_of_tile = first_row(self.config, work, tile, self.cluster.rank()) // ROWS
+                for chunk in cutlass.range_constexpr(chunks):
+                    stage = count % self.config.out_stages
+                    cute.arch.mbarrier_wait(pipes.out_full + stage, (count // self.config.out_stages) & 1)
+                    cute.copy(
+                        transfers.out.atom, from_shared[None, stage], to_global[None, number_of_tile, chunk]
+                    )
+                    cute.arch.cp_async_bulk_commit_group()
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive(pipes.out_empty + stage)
+                    count = count + 1
+            number = self.course.receive(number, pipes.next, phase)
+            work = self.course.work(number, grid, arguments)
+            phase ^= 1
+
+
+def store_atom(out: cute.Tensor, chunk: object, config: Config) -> cpasync.TmaInfo:
+    """The transfer of one chunk."""
+    operation = cpasync.CopyBulkTensorTileS2GOp()
+    return cpasync.make_tiled_tma_atom(operation, out, chunk, (ROWS, config.out_columns))

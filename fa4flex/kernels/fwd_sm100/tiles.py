@@ -1,0 +1,125 @@
+"""Tiles of a Blackwell forward kernel: what a block multiplies at once, and how deep its rings are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fa4flex.codegen.plan.memory import ANSWER, BARRIER, NUMBER, Memory, column_block, lay_out, tile_bytes
+from fa4flex.codegen.plan.problem import Problem
+from fa4flex.codegen.plan.target import Target
+from fa4flex.errors import UnsupportedError
+from fa4flex.kernels.fwd_sm100.config import ROWS
+from fa4flex.kernels.fwd_sm100.roles import barrier_total
+
+Pair = tuple[int, int]
+WIDTHS = (32, 64, 96, 128, 192)
+"""Widths that a tile in shared memory may have."""
+
+WIDEST_OUTPUT = 128
+"""Two outputs and two tiles of scores are all of tensor memory."""
+
+KEYS = 128
+RINGS = ((4, 4), (3, 3), (2, 2), (2, 1))
+"""Tiles of K and of V in flight, deepest first."""
+
+STAGED = 2
+"""Chunks of the output on their way from tensor to global memory."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """q_tiles of 128 queries and tile_n keys per step; head_dim and head_dim_v as padded in shared memory;
+    tiles of K and of V in flight; chunks of the output that are staged, 0 where rows go straight to global
+    memory; CTAs that multiply together, each of which holds its own queries and half of K and V."""
+
+    q_tiles: int
+    tile_n: int
+    head_dim: int
+    head_dim_v: int
+    kv_stages: tuple[int, int]
+    out_stages: int
+    ctas: int = 1
+    itemsize: int = 2
+
+    @property
+    def tile_m(self) -> int:
+        """Queries that are worked on together."""
+        return self.q_tiles * self.ctas * ROWS
+
+    @property
+    def early_keys(self) -> int:
+        """Probabilities of so many keys are handed to the product before the rest (FlashAttention-4)."""
+        return 3 * self.tile_n // 4
+
+    def memory(self, target: Target, cancel: bool = False) -> Memory:
+        """The shared-memory map of one CTA. `cancel`: the next tile is found in the hardware's answer."""
+        k_stages, v_stages = self.kv_stages
+        rows = 4 * self.q_tiles * ROWS
+        sizes = {
+            "next": ANSWER if cancel else NUMBER,
+            "freed": BARRIER,
+            "columns": NUMBER,
+            "scales": rows,
+            "finals": rows,
+            "q": tile_bytes(self.q_tiles * ROWS, self.head_dim, self.itemsize),
+            "k": tile_bytes(self.tile_n, self.head_dim, self.itemsize) // self.ctas * k_stages,
+            "v": tile_bytes(self.tile_n, self.head_dim_v, self.itemsize) // self.ctas * v_stages,
+            "out": tile_bytes(ROWS, column_block(self.head_dim_v), self.itemsize) * self.out_stages,
+        }
+        barriers = barrier_total(self.q_tiles, self.out_stages) + 2 * (k_stages + v_stages)
+        return lay_out({name: size for name, size in sizes.items() if size}, {}, barriers, target)
+
+
+def pad(width: int) -> int:
+    """The width of the tile in shared memory that holds rows this wide; TMA fills the rest with zeros."""
+    return next(w for w in WIDTHS if w >= width)
+
+
+def choose(
+    problem: Problem, target: Target, wanted: Pair | None, counted: bool = False
+) -> tuple[Tiles, tuple[str, ...]]:
+    """The deepest rings that fit, with a staged output where there is room and dense rows to store.
+    `counted`: blocks take their tiles from a counter, as the CTAs of a pair cannot."""
+    if problem.head_dim > WIDTHS[-1] or problem.head_dim_v > WIDEST_OUTPUT:
+        raise UnsupportedError(
+            f"heads of {problem.head_dim} and {problem.head_dim_v} (v) on {target.name}",
+            f"at most {WIDTHS[-1]} and {WIDEST_OUTPUT}: tensor memory holds two outputs beside two tiles of"
+            " scores",
+            "use narrower heads, or run this one on a Hopper GPU or on a CPU",
+        )
+    q_tiles, reason = _query_tiles(problem, wanted, target)
+    widths = pad(problem.head_dim), pad(problem.head_dim_v)
+    staged = STAGED if problem.lengths == "dense" else 0
+    ctas = 2 if wanted is None and not counted and _pays_in_pairs(problem, widths) else 1
+    reasons = [reason] + [_PAIR] * (ctas == 2)
+    for out_stages in (staged, 0):
+        for rings in RINGS:
+            tiles = Tiles(q_tiles, KEYS, *widths, rings, out_stages, ctas)
+            if tiles.memory(target).total <= target.shared_memory:
+                return tiles, tuple(reasons)
+    raise AssertionError(f"no rings fit heads of {widths}")
+
+
+_PAIR = "pairs of CTAs: each reads half of K and V from shared memory, which one alone would keep busy"
+
+
+def _pays_in_pairs(problem: Problem, widths: Pair) -> bool:
+    """Where all tiles of queries visit all keys: of others, the two halves of a pair differ in work."""
+    plain = problem.mask_form == "none" and problem.lengths == "dense"
+    # Each CTA holds half of V's columns: whole blocks of 64.
+    return plain and problem.many_queries and widths[0] > 64 and widths[1] % 128 == 0
+
+
+def _query_tiles(problem: Problem, wanted: Pair | None, target: Target) -> tuple[int, str]:
+    if wanted is None and problem.few_queries:
+        return 1, f"one tile of queries: no sequence has more than {target.few_queries}"
+    if wanted is None:
+        return 2, "two tiles of queries: one is multiplied while the softmax of the other is taken"
+    legal = {(ROWS * n, KEYS): n for n in (1, 2)}
+    if wanted not in legal:
+        raise UnsupportedError(
+            f"tile={wanted} on {target.name}",
+            f"one of {sorted(legal)}",
+            "use one of these, or leave it at None",
+        )
+    return legal[wanted], f"{wanted[0]} queries x {wanted[1]} keys: the schedule asks for it"

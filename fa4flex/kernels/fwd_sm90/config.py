@@ -1,0 +1,55 @@
+"""What the Hopper forward kernel is specialised to, besides hooks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fa4flex.codegen.plan.lengths import Lengths
+
+
+@dataclass(frozen=True)
+class Config:
+    """head_dim, head_dim_v    widths of the tiles in shared memory: multiples of 16 that hold the tensors'
+    tile_m, tile_n           queries and keys per tile; each consumer warpgroup owns 64 rows
+    kv_stages                tiles of K, and as many of V, in flight
+    producer_registers, consumer_registers   per thread, after the split
+    pingpong                 warpgroups take turns at the tensor cores
+    rescale_threshold        in log2 units: the output is rescaled only when the row maximum grew by more
+    alias_output             the output tile lies where the queries were; otherwise it has room of its own
+    persistent               one block per multiprocessor takes tile after tile; otherwise one block per tile
+    dynamic                  persistent blocks take the next tile from a counter; otherwise every so-manieth
+    workers                  multiprocessors
+    longest_first            tiles of queries start from the end of the sequence
+    lengths                  "dense", "packed" (cu_seqlens) or "used" (seqused per batch)
+    tables                   tiles come from block tables; otherwise from the hooks' spans, or all of them
+    sinks                    a learnable logit per head joins the denominator
+    statistics               which of "lse" and "max_scores" are written
+    """
+
+    head_dim: int
+    head_dim_v: int
+    tile_m: int
+    tile_n: int
+    kv_stages: int = 2
+    producer_registers: int = 24
+    consumer_registers: int = 240
+    pingpong: bool = True
+    rescale_threshold: float = 0.0
+    alias_output: bool = True
+    persistent: bool = False
+    dynamic: bool = False
+    workers: int = 132
+    longest_first: bool = False
+    lengths: Lengths = "dense"
+    tables: bool = False
+    sinks: bool = False
+    statistics: tuple[str, ...] = ("lse",)
+
+    @property
+    def consumers(self) -> int:
+        """Consumer warpgroups."""
+        return self.tile_m // 64
+
+    @property
+    def threads(self) -> int:
+        return 128 * (1 + self.consumers)

@@ -1,0 +1,354 @@
+"""A consumer warpgroup: 64 query rows; products by wgmma, softmax in registers between them.
+
+While a warpgroup computes the softmax of one tile of scores, the tensor cores multiply the next tile's scores
+and the last tile's output (FlashAttention-3, Shah et al. 2024, section 3.2), and warpgroups take turns at
+issuing products, so that one's softmax runs under another's products (section 3.1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, const_expr, cute, pipeline
+from cutlass.cute.nvgpu import warpgroup
+
+from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.course import Course
+from fa4flex.kernels.common.fragment import (
+    as_operand,
+    compute_before,
+    computed_once,
+    multiply,
+    narrow,
+    rows_and_columns,
+)
+from fa4flex.kernels.common.hooks import At, Hooks
+from fa4flex.kernels.common.keys import tile_at
+from fa4flex.kernels.common.pointwise import Early, Fragment, Words, prepare_rows
+from fa4flex.kernels.common.softmax import (
+    LOG2_E,
+    Running,
+    accumulate,
+    exponentiate,
+    maxima,
+    multiply_rows,
+    passes,
+    raise_maxima,
+    running,
+    start,
+)
+from fa4flex.kernels.common.transfer import Transfers
+from fa4flex.kernels.common.work import Grid
+from fa4flex.kernels.fwd_sm90.config import Config
+from fa4flex.kernels.fwd_sm90.epilogue import STORES, Epilogue
+from fa4flex.kernels.fwd_sm90.parts import ROWS, Pipes, Shared
+
+TURNS = 1
+"""Named barriers TURNS + w: it is warpgroup w's turn to issue products."""
+
+
+@dataclass(frozen=True)
+class Products:
+    """The two products of a warpgroup: q and k are shared-memory descriptors of S = q k^T, p registers and v
+    descriptors of O += p v; v_shared is what v describes, (head_dim_v, tile_n, stage)."""
+
+    scores: cute.TiledMma
+    values: cute.TiledMma
+    q: cute.Tensor
+    k: cute.Tensor
+    p: cute.Tensor
+    v: cute.Tensor
+    v_shared: cute.Tensor
+    out: cute.Tensor
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What stays the same over the key tiles of one query tile."""
+
+    fragment: Fragment
+    factor: Float32
+    slack: Float32
+    state: Running
+
+
+@dataclass(frozen=True)
+class Begun:
+    """Scores of one key tile, as accumulators and as a (row, column) grid, and what does not need them."""
+
+    scores: cute.Tensor
+    grid: cute.Tensor
+    kv_first: Int32
+    early: Early | None
+    allowed: Words | None
+
+
+class Consumer:
+    def __init__(self, config: Config, hooks: Hooks, course: Course) -> None:
+        self.config = config
+        self.hooks = hooks
+        self.course = course
+        self.epilogue = Epilogue(config)
+
+    @cute.jit
+    def run(
+        self,
+        arguments: Arguments,
+        grid: Grid,
+        transfers: cutlass.Constexpr[Transfers],
+        shared: cutlass.Constexpr[Shared],
+        pipes: cutlass.Constexpr[Pipes],
+        mma: cutlass.Constexpr[tuple[cute.TiledMma, cute.TiledMma]],
+    ) -> None:
+        thread = cute.arch.thread_idx()[0] - 128
+        group = cute.arch.make_warp_uniform(thread // 128)
+        lane = thread % 128
+        products = self.products(mma, shared, lane, group)
+        state = running(2)
+        k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.kv_stages)
+        v_state = k_state.clone()
+        q_phase = Int32(0)
+        self.open_turns(group)
+        number = cute.arch.block_idx()[0]
+        work = self.course.work(number, grid, arguments)
+        while work.valid:
+            at = self.course.place(work, grid, arguments)
+            keys = self.course.keys(at, work, arguments)
+            first_row = work.tile * self.config.tile_m + group * ROWS
+            tile = self.tile(at, first_row, lane, state)
+            products.out.fill(0.0)
+            cute.arch.mbarrier_wait(pipes.q_full + group, q_phase)
+            q_phase ^= 1
+            key_tile = tile_at(keys, Int32(0))
+            k_state, v_state = self.first(products, tile, pipes, key_tile, k_state)
+            for i in cutlass.range(1, keys.masked_count, unroll=1):
+                before, key_tile = key_tile, tile_at(keys, i)
+                k_state, v_state = self.step(
+                    products, tile, pipes, (before, key_tile), (k_state, v_state), group, True
+                )
+            for i in cutlass.range(cutlass.max(keys.masked_count, 1), keys.count, unroll=1):
+                before, key_tile = key_tile, tile_at(keys, i)
+                k_state, v_state = self.step(
+                    products, tile, pipes, (before, key_tile), (k_state, v_state), group, False
+                )
+            if const_expr(not self.config.alias_output):
+                self.release_queries(pipes, group)
+            self.last(products, tile, pipes, key_tile, v_state, group)
+            where = (tile.factor, self.storing_lane(lane, tile), group)
+            self.epilogue.run(arguments, work, transfers, shared, products, tile.state, where)
+            if const_expr(self.config.alias_output):
+                self.release_queries(pipes, group)
+            number = self.course.receive(number, pipes.next, q_phase ^ 1)
+            work = self.course.work(number, grid, arguments)
+        self.epilogue.drain()
+
+    def products(self, mma: tuple[Any, Any], shared: Shared, lane: Int32, group: Int32) -> Products:
+        scores, values = mma
+        one, two = scores.get_slice(lane), values.get_slice(lane)
+        shape = (ROWS, self.config.tile_n, self.config.head_dim_v)
+        p = cute.make_rmem_tensor(
+            as_operand(cute.make_rmem_tensor(one.partition_shape_C(shape[:2]), Float32)).shape,
+            shared.v.element_type,
+        )
+        return Products(
+            scores,
+            values,
+            scores.make_fragment_A(one.partition_A(shared.q[None, None, group])),
+            scores.make_fragment_B(one.partition_B(shared.k)),
+            p,
+            values.make_fragment_B(two.partition_B(shared.v)),
+            shared.v,
+            cute.make_rmem_tensor(two.partition_shape_C((ROWS, shape[2])), Float32),
+        )
+
+    def tile(self, at: At, first_row: Int32, lane: Int32, state: Running) -> Tile:
+        """Lane l of a warpgroup holds rows l / 4 and l / 4 + 8 of its warp's 16, and of each 8 columns the
+        two from 2 (l % 4) on."""
+        row = first_row + lane // 32 * 16 + lane % 32 // 4
+        columns = tuple(8 * (c // 2) + c % 2 for c in range(self.config.tile_n // 4))
+        offsets = (0, 8)
+        rows = prepare_rows(self.hooks, at, row, offsets)
+        fragment = Fragment(at, rows, offsets, columns, row, lane % 4 * 2)
+        factor = at.scale * LOG2_E if self.hooks.factor is None else self.hooks.factor(at)
+        slack = self.config.rescale_threshold * cute.arch.rcp_approx(factor)
+        return Tile(fragment, factor, slack, state)
+
+    @cute.jit
+    def first(
+        self,
+        products: cutlass.Constexpr[Products],
+        tile: cutlass.Constexpr[Tile],
+        pipes: cutlass.Constexpr[Pipes],
+        key_tile: Int32,
+        k_state: pipeline.PipelineState,
+    ) -> tuple[pipeline.PipelineState, pipeline.PipelineState]:
+        """Scores and softmax of the first key tile; its values follow in the next step."""
+        begun = self.begin(products, tile, key_tile, True)
+        k = products.k[None, None, None, k_state.index]
+        pipes.k.consumer_wait(k_state)
+        multiply(products.scores, begun.scores, products.q, k, self.hooks.start is not None)
+        warpgroup.wait_group(0)
+        pipes.k.consumer_release(k_state)
+        self.modify(begun, tile, True)
+        grid = begun.grid
+        start(maxima(grid, tile.state), tile.factor, tile.slack, tile.state)
+        self.probabilities(grid, tile)
+        narrow(as_operand(begun.scores), products.p)
+        v_state = k_state.clone()
+        k_state.advance()
+        return k_state, v_state
+
+    @cute.jit
+    def step(
+        self,
+        products: cutlass.Constexpr[Products],
+        tile: cutlass.Constexpr[Tile],
+        pipes: cutlass.Constexpr[Pipes],
+        key_tiles: tuple[Int32, Int32],
+        states: tuple[pipeline.PipelineState, pipeline.PipelineState],
+        group: Int32,
+        masked: cutlass.Constexpr[bool],
+    ) -> tuple[pipeline.PipelineState, pipeline.PipelineState]:
+        """Scores of this key tile and values of the one before, with this tile's softmax under both."""
+        before, key_tile = key_tiles
+        k_state, v_state = states
+        # Between a turn and its last product, nothing should be computed that could have been before.
+        begun = self.begin(products, tile, key_tile, masked)
+        k = products.k[None, None, None, k_state.index]
+        v = products.v[None, None, None, v_state.index]
+        pipes.k.consumer_wait(k_state)
+        if const_expr(self.hooks.start is not None):
+            compute_before(begun.scores[cute.size(begun.scores) - 1])
+        self.take_turn(group)
+        multiply(products.scores, begun.scores, products.q, k, self.hooks.start is not None)
+        pipes.v.consumer_wait(v_state)
+        self.clear_past_end(products, tile, before, v_state, group)
+        multiply(products.values, products.out, products.p, v, True)
+        self.give_turn(self.next(group))
+        warpgroup.wait_group(1)
+        pipes.k.consumer_release(k_state)
+        self.modify(begun, tile, masked)
+        grid = begun.grid
+        raised = self.take_maxima(grid, tile)
+        warpgroup.wait_group(0)
+        pipes.v.consumer_release(v_state)
+        self.probabilities(grid, tile)
+        narrow(as_operand(begun.scores), products.p)
+        self.rescale(products.out, tile, raised)
+        # Values take the same course through their ring as keys, one tile behind.
+        v_state = k_state.clone()
+        k_state.advance()
+        return k_state, v_state
+
+    @cute.jit
+    def last(
+        self,
+        products: cutlass.Constexpr[Products],
+        tile: cutlass.Constexpr[Tile],
+        pipes: cutlass.Constexpr[Pipes],
+        key_tile: Int32,
+        v_state: pipeline.PipelineState,
+        group: Int32,
+    ) -> None:
+        """Values of the last key tile."""
+        pipes.v.consumer_wait(v_state)
+        self.clear_past_end(products, tile, key_tile, v_state, group)
+        multiply(products.values, products.out, products.p, products.v[None, None, None, v_state.index], True)
+        warpgroup.wait_group(0)
+        pipes.v.consumer_release(v_state)
+
+    @cute.jit
+    def clear_past_end(
+        self,
+        products: cutlass.Constexpr[Products],
+        tile: cutlass.Constexpr[Tile],
+        key_tile: Int32,
+        v_state: pipeline.PipelineState,
+        group: Int32,
+    ) -> None:
+        """Zero the values past the end of a sequence: what lies there is another's, or nobody's, and a
+        probability 0 times NaN is NaN. Dense tensors end where TMA fills in zeros itself."""
+        if const_expr(self.config.lengths != "dense"):
+            end = tile.fragment.at.kv_len - key_tile * self.config.tile_n
+            if end < self.config.tile_n:
+                lane = cute.arch.thread_idx()[0] % 128
+                values = products.v_shared[None, None, v_state.index]
+                for d in cutlass.range(lane, self.config.head_dim_v, 128, unroll=1):
+                    for key in cutlass.range(cutlass.max(end, 0), self.config.tile_n, unroll=1):
+                        values[d, key] = values.element_type(0.0)
+                cute.arch.fence_proxy("async.shared", space="cta")
+                cute.arch.barrier(barrier_id=STORES + group, number_of_threads=128)
+
+    def begin(self, products: Products, tile: Tile, key_tile: Int32, masked: bool) -> Begun:
+        """Scores to accumulate into, and what the variant computes without them."""
+        shape = products.scores.partition_shape_C((ROWS, self.config.tile_n))
+        scores = cute.make_rmem_tensor(shape, Float32)
+        kv_first = key_tile * self.config.tile_n
+        grid = rows_and_columns(scores)
+        tile.fragment.start(self.hooks, grid, kv_first, masked)
+        early = tile.fragment.prepare(self.hooks, kv_first, masked)
+        allowed = tile.fragment.allowed(self.hooks, kv_first) if masked else None
+        return Begun(scores, grid, kv_first, early, allowed)
+
+    def modify(self, begun: Begun, tile: Tile, masked: bool) -> None:
+        """q.k becomes what the softmax is taken of: the variant's score, or -inf."""
+        tile.fragment.modify(self.hooks, begun.grid, begun.early)
+        if masked:
+            tile.fragment.mask(begun.grid, begun.kv_first, begun.allowed)
+
+    def probabilities(self, grid: cute.Tensor, tile: Tile) -> None:
+        for r in range(tile.state.rows):
+            exponentiate(grid[r, None], tile.factor, tile.state, r)
+            accumulate(grid[r, None], tile.state, r)
+
+    def storing_lane(self, lane: Int32, tile: Tile) -> Int32:
+        """The lane, for the epilogue, whose addresses depend on nothing else: the compiler computes them
+        before all tiles and keeps head_dim_v / 16 registers. Two spans per row leave no room for that."""
+        return computed_once(lane) if tile.fragment.rows.most_spans > 1 else lane
+
+    @cute.jit
+    def take_maxima(self, grid: cute.Tensor, tile: cutlass.Constexpr[Tile]) -> Boolean:
+        """Raise the running maxima to this tile's; with a threshold, only where a score passes a ceiling.
+        Returns whether the output must be rescaled."""
+        found = maxima(grid, tile.state)
+        raised = Boolean(True)
+        if const_expr(self.config.rescale_threshold > 0):
+            raised = passes(found, tile.state)
+            if raised:
+                raise_maxima(found, tile.factor, tile.slack, tile.state)
+        else:
+            raise_maxima(found, tile.factor, tile.slack, tile.state)
+        return raised
+
+    @cute.jit
+    def rescale(self, out: cute.Tensor, tile: cutlass.Constexpr[Tile], raised: Boolean) -> None:
+        if const_expr(self.config.rescale_threshold > 0):
+            if raised:
+                multiply_rows(rows_and_columns(out), [tile.state.scale[0], tile.state.scale[1]])
+        else:
+            multiply_rows(rows_and_columns(out), [tile.state.scale[0], tile.state.scale[1]])
+
+    # --- turns ------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def next(self, group: Int32) -> Int32:
+        return group + 1 if group + 1 < self.config.consumers else Int32(0)
+
+    @cute.jit
+    def open_turns(self, group: Int32) -> None:
+        if group == 0:
+            self.give_turn(Int32(0))
+
+    def take_turn(self, group: Int32) -> None:
+        if self.config.pingpong:
+            cute.arch.barrier(barrier_id=TURNS + group, number_of_threads=256)
+
+    def give_turn(self, group: Int32) -> None:
+        if self.config.pingpong:
+            cute.arch.barrier_arrive(barrier_id=TURNS + group, number_of_threads=256)
+
+    def release_queries(self, pipes: Pipes, group: Int32) -> None:
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(pipes.q_empty + group)

@@ -1,0 +1,134 @@
+"""From a warpgroup's accumulators to the output and the row statistics in global memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float32, Int32, const_expr, cute
+from cutlass.tensor_utils import LayoutEnum
+
+from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.fragment import rows_and_columns
+from fa4flex.kernels.common.softmax import LN_2, Running, finish, multiply_rows
+from fa4flex.kernels.common.transfer import Transfers, partition, sequence
+from fa4flex.kernels.common.work import Work, put_statistic
+from fa4flex.kernels.fwd_sm90.config import Config
+from fa4flex.kernels.fwd_sm90.parts import ROWS, Shared
+
+STORES = 5
+"""Named barriers STORES + w: warpgroup w's output lies in shared memory."""
+
+
+class Epilogue:
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    @cute.jit
+    def run(
+        self,
+        arguments: Arguments,
+        work: Work,
+        transfers: cutlass.Constexpr[Transfers],
+        shared: cutlass.Constexpr[Shared],
+        products: cutlass.Constexpr[Any],
+        state: cutlass.Constexpr[Running],
+        where: cutlass.Constexpr[tuple[Float32, Int32, Int32]],
+    ) -> None:
+        """`where` is (factor, lane of the warpgroup, warpgroup)."""
+        factor, lane, group = where
+        sink = None
+        if const_expr(arguments.sinks is not None):
+            sink = arguments.sinks[work.h].to(Float32)
+        scales, lse = finish(state, sink)
+        row = work.tile * self.config.tile_m + group * ROWS + lane // 32 * 16 + lane % 32 // 4
+        self.statistics(arguments, work, row, lane, lse, state, factor)
+        out = rows_and_columns(products.out)
+        multiply_rows(out, scales)
+        if const_expr(self.config.lengths == "dense" and transfers.out is not None):
+            self.store(work, transfers, shared, products, lane, group)
+        else:
+            self.store_rows(arguments, work, out, row, lane)
+
+    @cute.jit
+    def statistics(
+        self,
+        arguments: Arguments,
+        work: Work,
+        row: Int32,
+        lane: Int32,
+        lse: cutlass.Constexpr[list],
+        state: cutlass.Constexpr[Running],
+        factor: Float32,
+    ) -> None:
+        """Natural logarithms of the denominators and largest scores; one lane of four writes a row's."""
+        if lane % 4 == 0:
+            for r in cutlass.range_constexpr(state.rows):
+                q = row + 8 * r
+                if q < work.q_len:
+                    if const_expr(arguments.lse is not None):
+                        put_statistic(arguments.lse, work, q, lse[r])
+                    if const_expr(arguments.max_scores is not None):
+                        put_statistic(arguments.max_scores, work, q, state.largest[r] * factor * LN_2)
+
+    @cute.jit
+    def store(
+        self,
+        work: Work,
+        transfers: cutlass.Constexpr[Transfers],
+        shared: cutlass.Constexpr[Shared],
+        products: cutlass.Constexpr[Any],
+        lane: Int32,
+        group: Int32,
+    ) -> None:
+        """Registers to shared memory, then one TMA store per warpgroup, which clips what is past the end."""
+        if const_expr(not self.config.alias_output):
+            self.drain()
+        # The last tile's store may still be reading; or, where the queries lie there, another warp's product.
+        cute.arch.barrier(barrier_id=STORES + group, number_of_threads=128)
+        kind = shared.out.element_type
+        narrow = cute.make_rmem_tensor_like(products.out, kind)
+        narrow.store(products.out.load().to(kind))
+        atom = sm90.sm90_get_smem_store_op(LayoutEnum.ROW_MAJOR, kind, Float32)
+        copy = cute.make_tiled_copy_C(atom, products.values).get_slice(lane)
+        mine = shared.out[None, None, group]
+        cute.copy(copy, copy.retile(narrow), copy.partition_D(mine))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=STORES + group, number_of_threads=128)
+        if cute.arch.make_warp_uniform(lane // 32) == 0:
+            whole = sequence(transfers.out.tma_tensor, work.q_offset, work.h, work.b)
+            tiles = cute.local_tile(whole, (ROWS, self.config.head_dim_v), (None, 0))
+            from_shared, to_global = partition(transfers.out, shared.out, tiles)
+            tile = work.tile * self.config.consumers + group
+            cute.copy(transfers.out.atom, from_shared[None, group], to_global[None, tile])
+            cute.arch.cp_async_bulk_commit_group()
+            if const_expr(self.config.alias_output):
+                self.drain()
+        if const_expr(self.config.alias_output):
+            # Queries must not overwrite the output before it has been read.
+            cute.arch.barrier(barrier_id=STORES + group, number_of_threads=128)
+
+    def drain(self) -> None:
+        """Wait until this thread's TMA stores have read shared memory."""
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def store_rows(self, arguments: Arguments, work: Work, out: cute.Tensor, row: Int32, lane: Int32) -> None:
+        """Registers to global memory, two columns at a time: rows end where the sequence does."""
+        kind = arguments.out.element_type
+        for r in cutlass.range_constexpr(2):
+            q = row + 8 * r
+            if q < work.q_len:
+                if const_expr(cute.rank(arguments.out) == 4):
+                    target = arguments.out[work.b, q, work.h, None]
+                else:
+                    target = arguments.out[work.q_offset + q, work.h, None]
+                pairs = cute.logical_divide(target, cute.make_layout(2))
+                for c in cutlass.range_constexpr(self.config.head_dim_v // 8):
+                    column = 8 * c + lane % 4 * 2
+                    if column < target.shape[0]:
+                        pair = cute.make_rmem_tensor((2,), kind)
+                        pair[0] = out[r, 2 * c].to(kind)
+                        pair[1] = out[r, 2 * c + 1].to(kind)
+                        cute.autovec_copy(pair, pairs[None, column // 2])

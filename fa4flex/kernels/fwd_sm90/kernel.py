@@ -1,0 +1,226 @@
+"""The Hopper forward kernel: descriptors and launch on the host, and on the device the split into roles.
+
+producer warp --[q x warpgroups]--> consumer warpgroups --(TMA store)--> out
+              --[k ring]---------->
+              --[v ring]---------->
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.utils.hopper_helpers as sm90
+from cuda.bindings import driver as cuda
+from cutlass import Float32, Int32, Int64, const_expr, cute, pipeline
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
+
+from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.course import Course
+from fa4flex.kernels.common.hooks import Hooks
+from fa4flex.kernels.common.next_tile import NextTile
+from fa4flex.kernels.common.transfer import Transfers, reordered
+from fa4flex.kernels.common.work import Grid, dense_grid, packed_grid
+from fa4flex.kernels.fwd_sm90.config import Config
+from fa4flex.kernels.fwd_sm90.consumer import Consumer
+from fa4flex.kernels.fwd_sm90.parts import ROWS, Pipes, Shared
+from fa4flex.kernels.fwd_sm90.producer import Producer
+
+
+class Forward:
+    """A forward kernel for one Config and one variant's Hooks; `compile` takes the object itself."""
+
+    direction = "forward"
+    """Which arguments it takes."""
+
+    def __init__(self, config: Config, hooks: Hooks) -> None:
+        self.config = config
+        self.hooks = hooks
+        course = Course(config, hooks)
+        self.producer = Producer(config, course)
+        self.consumer = Consumer(config, hooks, course)
+
+    @cute.jit
+    def __call__(self, arguments: Arguments, stream: cuda.CUstream) -> None:
+        config = self.config
+        kind = arguments.q.element_type
+        layouts = self.layouts(kind, arguments.out.element_type)
+        transfers = self.transfers(arguments, layouts)
+        if const_expr(config.lengths == "packed"):
+            grid = packed_grid(arguments, config.tile_m)
+        else:
+            ordered = config.longest_first or config.tables or self.hooks.spans is not None
+            grid = dense_grid(arguments, config.tile_m, ordered)
+        blocks = grid.total
+        if const_expr(config.persistent):
+            blocks = cutlass.min(blocks, config.workers)
+        self.device(arguments, grid, *transfers, self.matrix_products(kind)).launch(
+            grid=[blocks, 1, 1],
+            block=[config.threads, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,  # without it the compiler drops the register split
+        )
+
+    def matrix_products(self, kind: Any) -> tuple[cute.TiledMma, cute.TiledMma]:
+        """S = q k^T from shared memory, O += p v with p in registers; one warpgroup each."""
+        k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
+        scores = sm90.make_trivial_tiled_mma(
+            kind,
+            kind,
+            k_major,
+            k_major,
+            Float32,
+            atom_layout_mnk=(1, 1, 1),
+            tiler_mn=(ROWS, self.config.tile_n),
+        )
+        values = sm90.make_trivial_tiled_mma(
+            kind,
+            kind,
+            k_major,
+            mn_major,
+            Float32,
+            atom_layout_mnk=(1, 1, 1),
+            tiler_mn=(ROWS, self.config.head_dim_v),
+            a_source=warpgroup.OperandSource.RMEM,
+        )
+        return scores, values
+
+    def layouts(self, kind: Any, out_kind: Any) -> tuple[Any, Any, Any, Any]:
+        """Swizzled shared-memory layouts of q, k, v, out; their last mode counts warpgroups or stages."""
+        config = self.config
+        row, column = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
+        n, d, dv = config.tile_n, config.head_dim, config.head_dim_v
+        return (
+            sm90.make_smem_layout_a(row, (ROWS, n, d), kind, config.consumers),
+            sm90.make_smem_layout_b(row, (ROWS, n, d), kind, config.kv_stages),
+            # values are loaded (tile_n, head_dim_v) row by row, which is an MN-major B operand
+            sm90.make_smem_layout_b(column, (ROWS, dv, n), kind, config.kv_stages),
+            sm90.make_smem_layout_a(row, (ROWS, n, dv), out_kind, config.consumers),
+        )
+
+    def transfers(self, arguments: Arguments, layouts: tuple[Any, ...]) -> tuple[Any, ...]:
+        config = self.config
+        dense = cute.rank(arguments.q) == 4
+        rows, columns = ([1, 3, 2, 0], [3, 1, 2, 0]) if dense else ([0, 2, 1], [2, 0, 1])
+        q, k, out = (reordered(x, rows) for x in (arguments.q, arguments.k, arguments.out))
+        v = reordered(arguments.v, columns)
+        one = [cute.slice_(layout, (None, None, 0)) for layout in layouts]
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        d, dv, n = config.head_dim, config.head_dim_v, config.tile_n
+        return (
+            cpasync.make_tiled_tma_atom(load, q, one[0], (ROWS, d)),
+            cpasync.make_tiled_tma_atom(load, k, one[1], (n, d)),
+            cpasync.make_tiled_tma_atom(load, v, one[2], (dv, n)),
+            cpasync.make_tiled_tma_atom(store, out, one[3], (ROWS, dv))
+            if config.lengths == "dense"
+            else None,
+        )
+
+    def storage(self, layouts: tuple[Any, ...], kinds: tuple[Any, Any]) -> Any:
+        config = self.config
+        kind, out_kind = kinds
+
+        def barriers(count: int) -> Any:
+            return cute.struct.MemRange[Int64, count]
+
+        def tile(element: Any, size: int) -> Any:
+            return cute.struct.Align[cute.struct.MemRange[element, size], 1024]  # TMA swizzles by 1024 bytes
+
+        members = {
+            "q_full": barriers(config.consumers),
+            "q_empty": barriers(config.consumers),
+            "k": barriers(config.kv_stages * 2),
+            "v": barriers(config.kv_stages * 2),
+            "next_full": barriers(1),
+            "next_empty": barriers(1),
+            "next": cute.struct.MemRange[Int32, 1],
+            "queries": tile(kind, cute.cosize(layouts[0])),
+            "keys": tile(kind, cute.cosize(layouts[1])),
+            "values": tile(kind, cute.cosize(layouts[2])),
+            "out": tile(out_kind, 0 if config.alias_output else cute.cosize(layouts[3])),
+        }
+        return cute.struct(type("Storage", (), {"__annotations__": members}))
+
+    @cute.kernel
+    def device(
+        self,
+        arguments: Arguments,
+        grid: Grid,
+        q: cpasync.TmaInfo,
+        k: cpasync.TmaInfo,
+        v: cpasync.TmaInfo,
+        out: cpasync.TmaInfo | None,
+        mma: tuple[cute.TiledMma, cute.TiledMma],
+    ) -> None:
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        transfers = Transfers(q, k, v, out)
+        if warp == 0:
+            for transfer in (q, k, v):
+                cpasync.prefetch_descriptor(transfer.atom)
+        kinds = (arguments.q.element_type, arguments.out.element_type)
+        layouts = self.layouts(*kinds)
+        storage = SmemAllocator().allocate(self.storage(layouts, kinds))
+        shared = self.shared(storage, layouts, kinds)
+        pipes = self.pipes(storage, shared)
+        if warp == 0:
+            with cute.arch.elect_one():
+                for group in cutlass.range_constexpr(self.config.consumers):
+                    cute.arch.mbarrier_init(pipes.q_full + group, 1)
+                    cute.arch.mbarrier_init(pipes.q_empty + group, 4)
+                cute.arch.mbarrier_init(pipes.next.full, 1)
+                cute.arch.mbarrier_init(pipes.next.empty, self.config.consumers * 4)
+            cute.arch.mbarrier_init_fence()
+        pipeline.pipeline_init_arrive()
+        pipeline.pipeline_init_wait()
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(self.config.producer_registers)
+            if warp == 0:
+                self.producer.run(arguments, grid, transfers, shared, pipes)
+        else:
+            cute.arch.setmaxregister_increase(self.config.consumer_registers)
+            self.consumer.run(arguments, grid, transfers, shared, pipes, mma)
+
+    def shared(self, storage: Any, layouts: tuple[Any, ...], kinds: tuple[Any, Any]) -> Shared:
+        q_layout, k_layout, v_layout, out_layout = layouts
+        q = storage.queries.get_tensor(q_layout.outer, swizzle=q_layout.inner)
+        if self.config.alias_output:
+            # Each warpgroup's output in the room of its own queries, which may be wider.
+            pointer = cute.recast_ptr(q.iterator, out_layout.inner, dtype=kinds[1])
+            groups = cute.make_layout(self.config.consumers, stride=ROWS * self.config.head_dim)
+            out = cute.make_tensor(pointer, cute.append(cute.select(out_layout.outer, mode=[0, 1]), groups))
+        else:
+            out = storage.out.get_tensor(out_layout.outer, swizzle=out_layout.inner)
+        return Shared(
+            q,
+            storage.keys.get_tensor(k_layout.outer, swizzle=k_layout.inner),
+            storage.values.get_tensor(v_layout.outer, swizzle=v_layout.inner),
+            out,
+        )
+
+    def pipes(self, storage: Any, shared: Shared) -> Pipes:
+        thread = pipeline.Agent.Thread
+
+        def ring(barriers: Any, tensor: cute.Tensor) -> pipeline.PipelineTmaAsync:
+            stage = cute.select(tensor.layout, mode=[0, 1])
+            return pipeline.PipelineTmaAsync.create(
+                num_stages=self.config.kv_stages,
+                producer_group=pipeline.CooperativeGroup(thread),
+                consumer_group=pipeline.CooperativeGroup(thread, self.config.consumers * 4),
+                tx_count=cute.size_in_bytes(tensor.element_type, stage),
+                barrier_storage=barriers.data_ptr(),
+                defer_sync=True,
+            )
+
+        return Pipes(
+            ring(storage.k, shared.k),
+            ring(storage.v, shared.v),
+            storage.q_full.data_ptr(),
+            storage.q_empty.data_ptr(),
+            NextTile(
+                storage.next.get_tensor(cute.make_layout(1)),
+                storage.next_full.data_ptr(),
+                storage.next_empty.data_ptr(),
+            ),
+        )

@@ -1,0 +1,186 @@
+"""The plan of a Hopper forward kernel. Data only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+from fa4flex.codegen.plan.bound import Bound, Size, expected_bound, for_long
+from fa4flex.codegen.plan.errors import PlanError
+from fa4flex.codegen.plan.memory import Memory
+from fa4flex.codegen.plan.pipeline import Pipeline
+from fa4flex.codegen.plan.problem import Problem
+from fa4flex.codegen.plan.request import BLOCKS, ORDERS, ForwardRequest, Order, check_threshold, rescaling
+from fa4flex.codegen.plan.target import Target
+from fa4flex.codegen.plan.topology import Staging, Topology
+from fa4flex.codegen.plan.verify import prove
+from fa4flex.codegen.plan.work import Work, is_plain
+from fa4flex.errors import UnsupportedError
+from fa4flex.kernels.fwd_sm90.config import Config
+from fa4flex.kernels.fwd_sm90.registers import Need, Split, consumer_need, split_registers
+from fa4flex.kernels.fwd_sm90.tiles import Tiles, choose, producer_computes
+from fa4flex.kernels.fwd_sm90.topology import forward_topology
+
+PINGPONG_WIDEST = 128
+
+
+@dataclass(frozen=True)
+class HopperPlan:
+    """A forward kernel for `problem` on `target`: tiles and stages, registers, hand-over and order.
+
+    pingpong             see topology.py
+    rescale_threshold    log2 units by which a score may pass the maximum in use before that is raised
+    work                 what the hooks cost and keep
+    persistent           one block per multiprocessor takes tile after tile; otherwise one block per tile
+    dynamic              persistent blocks take the next tile when they are done, as tiles differ in work
+    reasons              why these tiles, and why this order
+
+    Memory map, pipeline and estimates follow from these: `dataclasses.replace` makes a consistent other plan,
+    and `check` says whether it is a legal one.
+    """
+
+    target: Target
+    problem: Problem
+    tiles: Tiles
+    kv_stages: int
+    registers: Split
+    pingpong: bool
+    order: Order
+    rescale_threshold: float
+    work: Work
+    persistent: bool = True
+    dynamic: bool = False
+    reasons: tuple[str, ...] = ()
+
+    module: ClassVar[str] = "fa4flex.kernels.fwd_sm90"
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        return self.tiles.tile_m, self.tiles.tile_n
+
+    @cached_property
+    def memory(self) -> Memory:
+        """The shared-memory map of a block."""
+        return self.tiles.memory(self.problem, self.kv_stages, self.target, self.dynamic)
+
+    @cached_property
+    def topology(self) -> Topology:
+        """Roles, rings and barriers; `.graph` is the networkx form."""
+        staging: Staging = "none"
+        if self.problem.lengths == "dense":
+            staging = "queries" if self._shares else "own"
+        return forward_topology(self.tiles, self.kv_stages, self.pingpong, staging, self.dynamic)
+
+    @property
+    def _shares(self) -> bool:
+        return self.tiles.shares(self.problem, self.kv_stages, self.target)
+
+    @property
+    def need(self) -> Need:
+        """Estimate of what a consumer thread keeps in registers."""
+        return consumer_need(self.tiles.tile_n, self.tiles.head_dim_v, self.work)
+
+    def bound(self, size: Size) -> Bound:
+        """The least time of a launch of this size, and the unit that sets it."""
+        widths = self.tiles.head_dim, self.tiles.head_dim_v
+        return expected_bound(self.problem, widths, self.work, self.target, size)
+
+    def config(self) -> Config:
+        """What the hand-written kernel is built from."""
+        return Config(
+            head_dim=self.tiles.head_dim,
+            head_dim_v=self.tiles.head_dim_v,
+            tile_m=self.tiles.tile_m,
+            tile_n=self.tiles.tile_n,
+            kv_stages=self.kv_stages,
+            producer_registers=self.registers.producer,
+            consumer_registers=self.registers.consumer,
+            pingpong=self.pingpong,
+            rescale_threshold=self.rescale_threshold,
+            alias_output=self._shares,
+            persistent=self.persistent,
+            dynamic=self.dynamic,
+            workers=self.target.multiprocessors,
+            longest_first=self.order == "longest_first",
+            lengths=self.problem.lengths,
+            tables=self.problem.mask_form == "tables",
+            sinks=self.problem.sinks,
+            statistics=self.problem.statistics,
+        )
+
+    def check(self) -> None:
+        """PlanError or UnsupportedError unless the plan holds: sums of bytes, registers, barriers; regions;
+        and a run of the token simulation."""
+        self.memory.check()
+        self.registers.check(self.tiles.consumers, self.target)
+        if self.need.accumulators > self.registers.consumer:
+            raise PlanError(
+                f"{self.need.explain()} registers per consumer thread",
+                f"at most {self.registers.consumer} for scores, probabilities and output",
+                "use fewer keys per tile",
+            )
+        check_threshold(self.rescale_threshold, self.problem)
+        self.topology.check()
+        self.topology.check_fits(self.memory, self.target)
+        prove(self.topology)
+
+    def explain(self, size: Size | None = None) -> str:
+        """The plan in words; with a `size`, also the time it cannot beat there."""
+        t, r = self.tiles, self.registers
+        lines = [
+            f"forward kernel for {self.target.name} ({self.target.chip}): {self.problem.explain()}",
+            f"tile: {t.tile_m} queries x {t.tile_n} keys, q and k {t.head_dim} wide, v {t.head_dim_v},"
+            f" K and V {self.kv_stages} deep",
+            *(f"  {reason}" for reason in self.reasons),
+            f"warpgroups: 1 producer, {t.consumers} consumers of {r.producer} and {r.consumer} registers",
+            f"  a consumer needs about {self.need.explain()}",
+            f"softmax: runs under the products of the next keys; {_PINGPONG[self.pingpong]};",
+            f"  {rescaling(self.rescale_threshold)}",
+            f"order: {ORDERS[self.order]}; {BLOCKS[self.persistent, self.dynamic]}",
+            "shared memory:",
+            self.memory.explain(),
+            "pipeline:",
+            self.topology.explain(),
+            f"work: {self.work.explain()}",
+            f"bound: {for_long(self.bound) if size is None else self.bound(size).explain()}",
+        ]
+        return "\n".join(lines)
+
+
+_PINGPONG = {True: "consumers take turns at the tensor cores", False: "consumers issue products freely"}
+
+
+def plan_hopper(request: ForwardRequest) -> HopperPlan:
+    problem, work = request.problem, request.work
+    plain = is_plain(request.facts, problem)
+    choice = choose(problem, work, plain, request.target, request.schedule.tile)
+    tiles = choice.tiles
+    return HopperPlan(
+        target=request.target,
+        problem=problem,
+        tiles=tiles,
+        kv_stages=choice.kv_stages,
+        registers=split_registers(tiles.consumers, producer_computes(problem, work)),
+        # Wider heads spend so long in products that turns only add waiting (FlashAttention-3's rule).
+        pingpong=tiles.consumers > 1 and tiles.head_dim <= PINGPONG_WIDEST,
+        order=request.order,
+        rescale_threshold=request.rescale_threshold,
+        work=work,
+        dynamic=_dynamic(request),
+        reasons=(*choice.reasons, request.why),
+    )
+
+
+def _dynamic(request: ForwardRequest) -> bool:
+    following = request.schedule.next_tile
+    if following == "launch_control":
+        raise UnsupportedError(
+            f'next_tile="launch_control" on {request.target.name}',
+            "a Blackwell GPU: earlier ones cannot cancel blocks that wait",
+            'use Schedule(next_tile="counter"), which balances as well, or leave it at "auto"',
+        )
+    return request.problem.uneven if following == "auto" else following == "counter"
+
+
+FWD_SM90 = Pipeline("Hopper forward", "forward", lambda problem, target: target.family == "sm90", plan_hopper)

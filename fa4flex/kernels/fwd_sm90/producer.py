@@ -1,0 +1,96 @@
+"""The producer warp: brings queries, keys and values from global into shared memory by TMA."""
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Int32, cute, pipeline
+
+from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.course import Course
+from fa4flex.kernels.common.keys import tile_at
+from fa4flex.kernels.common.transfer import Transfers, load_stage, partition, sequence
+from fa4flex.kernels.common.work import Grid, Work
+from fa4flex.kernels.fwd_sm90.config import Config
+from fa4flex.kernels.fwd_sm90.parts import ROWS, Pipes, Shared
+
+
+class Producer:
+    def __init__(self, config: Config, course: Course) -> None:
+        self.config = config
+        self.course = course
+
+    @cute.jit
+    def run(
+        self,
+        arguments: Arguments,
+        grid: Grid,
+        transfers: cutlass.Constexpr[Transfers],
+        shared: cutlass.Constexpr[Shared],
+        pipes: cutlass.Constexpr[Pipes],
+    ) -> None:
+        k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.kv_stages)
+        v_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.kv_stages)
+        q_phase = Int32(1)
+        number = cute.arch.block_idx()[0]
+        work = self.course.work(number, grid, arguments)
+        while work.valid:
+            following = self.course.take(number, arguments)
+            at = self.course.place(work, grid, arguments)
+            keys = self.course.keys(at, work, arguments)
+            kv_head = work.h // (grid.heads // arguments.k.shape[-2])
+            k_global = sequence(transfers.k.tma_tensor, work.kv_offset, kv_head, work.b)
+            v_global = sequence(transfers.v.tma_tensor, work.kv_offset, kv_head, work.b, axis=1)
+            k_views = partition(
+                transfers.k,
+                shared.k,
+                cute.local_tile(k_global, (self.config.tile_n, self.config.head_dim), (None, 0)),
+            )
+            v_views = partition(
+                transfers.v,
+                shared.v,
+                cute.local_tile(v_global, (self.config.head_dim_v, self.config.tile_n), (0, None)),
+            )
+            tile = tile_at(keys, Int32(0))
+            load_stage(transfers.k, pipes.k, k_state, k_views, tile)
+            k_state.advance()
+            self.queries(work, transfers, shared, pipes, q_phase)
+            q_phase ^= 1
+            # Keys run one tile ahead of values, as the consumers use them.
+            for i in cutlass.range(1, keys.count, unroll=1):
+                coming = tile_at(keys, i)
+                load_stage(transfers.k, pipes.k, k_state, k_views, coming)
+                k_state.advance()
+                load_stage(transfers.v, pipes.v, v_state, v_views, tile)
+                v_state.advance()
+                tile = coming
+            load_stage(transfers.v, pipes.v, v_state, v_views, tile)
+            v_state.advance()
+            self.course.publish(following, pipes.next, q_phase ^ 1)
+            number = following
+            work = self.course.work(number, grid, arguments)
+        self.course.finish(arguments)
+
+    @cute.jit
+    def queries(
+        self,
+        work: Work,
+        transfers: cutlass.Constexpr[Transfers],
+        shared: cutlass.Constexpr[Shared],
+        pipes: cutlass.Constexpr[Pipes],
+        phase: Int32,
+    ) -> None:
+        """Each warpgroup's 64 rows, as soon as that warpgroup has let go of its last ones."""
+        q_global = sequence(transfers.q.tma_tensor, work.q_offset, work.h, work.b)
+        width = self.config.head_dim
+        q_to, q_from = partition(transfers.q, shared.q, cute.local_tile(q_global, (ROWS, width), (None, 0)))
+        size = cute.size_in_bytes(shared.q.element_type, cute.select(shared.q.layout, mode=[0, 1]))
+        for group in cutlass.range_constexpr(self.config.consumers):
+            cute.arch.mbarrier_wait(pipes.q_empty + group, phase)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(pipes.q_full + group, size)
+            cute.copy(
+                transfers.q.atom,
+                q_from[None, work.tile * self.config.consumers + group],
+                q_to[None, group],
+                tma_bar_ptr=pipes.q_full + group,
+            )

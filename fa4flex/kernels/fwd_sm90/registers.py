@@ -1,0 +1,100 @@
+"""Registers: how a block's are split between its warpgroups, and what a consumer thread needs.
+
+A warpgroup multiplies 64 rows with 128 threads, so a tile of 64 x n float32 takes n / 2 registers of each
+thread, and every thread holds parts of two rows (PTX ISA, wgmma register fragments).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fa4flex.codegen.plan.errors import PlanError
+from fa4flex.codegen.plan.target import Target
+from fa4flex.codegen.plan.work import Work
+
+ROWS = 2
+"""Rows of the accumulator that a thread has a part of."""
+
+ADDRESSES = 20
+"""Descriptors, barrier addresses and phases, tile counters: what such a kernel keeps besides its data."""
+
+MOST_SCRATCH = 8
+"""Temporaries of a score's expression; the compiler walks a fragment in pieces, so they do not grow."""
+
+LOADS = 8
+"""Addresses and values of loads that are under way at once, where each score has one of its own."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """Registers per thread of the producer warpgroup and of each consumer warpgroup, after setmaxnreg."""
+
+    producer: int
+    consumer: int
+
+    def check(self, consumers: int, target: Target) -> None:
+        """PlanError unless setmaxnreg takes both numbers and their sum is there: it would wait for ever."""
+        for name in ("producer", "consumer"):
+            count = getattr(self, name)
+            least, most, step = target.register_least, target.register_most, target.register_step
+            if not least <= count <= most or count % step:
+                raise PlanError(
+                    f"{count} registers per {name} thread",
+                    f"a multiple of {step} in {least}..{most}",
+                    "take a split from registers.SPLITS",
+                )
+        wanted, pool = self.producer + consumers * self.consumer, target.register_pool(1 + consumers)
+        if wanted > pool:
+            raise PlanError(
+                f"{self.producer} + {consumers} x {self.consumer} = {wanted} registers per thread",
+                f"at most {pool}, what {1 + consumers} warpgroups are launched with",
+                "take a split from registers.SPLITS",
+            )
+
+
+# consumer warpgroups -> splits: first FlashAttention-3's, then one for producers that compute as they copy
+SPLITS: dict[int, tuple[Split, ...]] = {
+    1: (Split(56, 240),),
+    2: (Split(24, 240), Split(40, 232)),
+    3: (Split(32, 160),),
+}
+
+
+def split_registers(consumers: int, producer_computes: bool) -> Split:
+    """`producer_computes`: it finds key tiles or sequences itself, beside copying."""
+    return SPLITS[consumers][-1 if producer_computes else 0]
+
+
+@dataclass(frozen=True)
+class Need:
+    """An estimate of the registers a consumer thread needs, part by part."""
+
+    parts: tuple[tuple[str, int], ...]
+
+    @property
+    def total(self) -> int:
+        return sum(count for _, count in self.parts)
+
+    @property
+    def accumulators(self) -> int:
+        """Scores, probabilities and output alone: what no compiler can do without."""
+        return sum(count for name, count in self.parts if name in ("scores", "probabilities", "output"))
+
+    def explain(self) -> str:
+        return " + ".join(f"{count} {name}" for name, count in self.parts if count) + f" = {self.total}"
+
+
+def consumer_need(tile_n: int, head_dim_v: int, work: Work) -> Need:
+    """What a consumer thread keeps when most is alive: the next scores land while probabilities are used."""
+    hooks = work.uniform + ROWS * (work.row + work.row_ends + work.column) + min(work.element, MOST_SCRATCH)
+    return Need(
+        (
+            ("scores", tile_n // 2),
+            ("probabilities", tile_n // 4),
+            ("output", head_dim_v // 2),
+            ("row state", 2 * ROWS),
+            ("hooks", hooks),
+            ("loads", LOADS if work.loads >= 1 else 0),
+            ("addresses", ADDRESSES),
+        )
+    )

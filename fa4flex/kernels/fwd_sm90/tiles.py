@@ -1,0 +1,225 @@
+"""Tiles: how many queries and keys a block multiplies at once, as a table.
+
+The shapes are those of FlashAttention-3 (Shah et al. 2024, "FlashAttention-3: Fast and Accurate Attention
+with Asynchrony and Low-precision", section 4 and its published kernels): long tiles of keys make few, large
+products; the output's accumulator leaves fewer registers for scores as heads grow wider.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from fa4flex.codegen.plan.memory import NUMBER, Memory, lay_out, tile_bytes
+from fa4flex.codegen.plan.problem import Problem
+from fa4flex.codegen.plan.target import Target
+from fa4flex.codegen.plan.work import Work
+from fa4flex.errors import UnsupportedError
+from fa4flex.kernels.fwd_sm90.registers import Need, consumer_need, split_registers
+
+Pair = tuple[int, int]
+WIDTHS = (64, 96, 128, 192, 256)
+"""Widths that a tile in shared memory may have: those that swizzle in whole blocks of 32 or 64 columns."""
+
+STAGES = (2, 1)
+"""Tiles of K, and as many of V, in flight: two hide the copy of one behind the products of the other."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """tile_m queries and tile_n keys per step; head_dim and head_dim_v as padded in shared memory."""
+
+    tile_m: int
+    tile_n: int
+    head_dim: int
+    head_dim_v: int
+
+    @property
+    def consumers(self) -> int:
+        """Consumer warpgroups: each owns 64 rows."""
+        return self.tile_m // 64
+
+    @property
+    def threads(self) -> int:
+        return 128 * (1 + self.consumers)
+
+    def shares(self, problem: Problem, kv_stages: int, target: Target) -> bool:
+        """Whether the output takes no memory of its own: it is staged where the queries lie, or not at all.
+        Only dense tensors take it by TMA; with other lengths, registers go straight to global memory. With
+        memory of its own, the next queries come while the output leaves."""
+        if problem.lengths != "dense":
+            return True
+        if not may_share(self.head_dim, self.head_dim_v):
+            return False
+        sizes = self._sizes(problem, kv_stages)
+        apart = lay_out(sizes, {}, barriers(self.consumers, kv_stages, problem.uneven), target)
+        return apart.total > target.shared_memory
+
+    def memory(self, problem: Problem, kv_stages: int, target: Target, dynamic: bool | None = None) -> Memory:
+        """The shared-memory map with this many tiles of K and of V in flight. `dynamic`: the next tile's
+        number is handed over in it; None: as plans do by default, where tiles differ in work."""
+        dynamic = problem.uneven if dynamic is None else dynamic
+        sizes = ({"next": NUMBER} if dynamic else {}) | self._sizes(problem, kv_stages)
+        aliased = "out" in sizes and self.shares(problem, kv_stages, target)
+        alias = {"out": "q"} if aliased else {}
+        return lay_out(sizes, alias, barriers(self.consumers, kv_stages, dynamic), target)
+
+    def _sizes(self, problem: Problem, kv_stages: int) -> dict[str, int]:
+        size = problem.itemsize
+        sizes = {
+            "q": tile_bytes(self.tile_m, self.head_dim, size),
+            "k": tile_bytes(self.tile_n, self.head_dim, size) * kv_stages,
+            "v": tile_bytes(self.tile_n, self.head_dim_v, size) * kv_stages,
+        }
+        if problem.lengths == "dense":
+            sizes["out"] = tile_bytes(self.tile_m, self.head_dim_v, size)
+        return sizes
+
+
+def may_share(head_dim: int, head_dim_v: int) -> bool:
+    """Whether the output may be staged where the queries lie: one warpgroup stores its rows while another
+    multiplies its queries, so each one's output starts where its own queries do, and must fit there."""
+    return head_dim_v <= head_dim
+
+
+def barriers(consumers: int, kv_stages: int, dynamic: bool) -> int:
+    """mbarriers: a full and an empty one per consumer's queries, per stage of K and per stage of V, and for
+    the next tile's number where it is handed over (`dynamic`)."""
+    return 2 * (consumers + 2 * kv_stages + dynamic)
+
+
+@dataclass(frozen=True)
+class Row:
+    """For heads up to (head_dim, head_dim_v): tiles in order of preference where the score is used as it is
+    (`plain`) and where hooks run per pair (`hooked`)."""
+
+    head_dim: int
+    head_dim_v: int
+    plain: tuple[Pair, ...]
+    hooked: tuple[Pair, ...]
+
+
+# 64: three consumer warpgroups have 160 registers each, so heavier hooks fall back to two with 240.
+# 96: 192 queries would leave 160 registers for scores, probabilities and 48 of output: too few.
+# 128: longer tiles fit where no hook needs registers, but none was faster (docs/notes/forward_sm90.md).
+# 192, 256: the output takes 64 to 128 registers, and K and V of two stages most of the memory.
+# Where v is wider than q, the output needs memory of its own, and what is left may hold fewer keys.
+TABLE = (
+    Row(64, 64, ((192, 128), (128, 128)), ((192, 128), (128, 128))),
+    Row(96, 96, ((128, 128),), ((128, 128), (128, 96))),
+    Row(128, 128, ((128, 128),), ((128, 128), (128, 96))),
+    Row(192, 128, ((128, 128), (128, 112)), ((128, 128), (128, 112), (128, 96))),
+    Row(192, 192, ((128, 112), (128, 96)), ((128, 112), (128, 96))),
+    Row(256, 256, ((128, 80), (128, 64)), ((128, 64),)),
+)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Tiles, stages and why."""
+
+    tiles: Tiles
+    kv_stages: int
+    reasons: tuple[str, ...]
+
+
+def pad(width: int) -> int:
+    """The width of the tile in shared memory that holds rows this wide; TMA fills the rest with zeros."""
+    return next(w for w in WIDTHS if w >= width)
+
+
+def candidates(problem: Problem, plain: bool) -> tuple[Pair, ...]:
+    """The (queries, keys) that the table has for this problem, best first."""
+    row = next(r for r in TABLE if r.head_dim >= problem.head_dim and r.head_dim_v >= problem.head_dim_v)
+    return row.plain if plain else row.hooked
+
+
+def choose(problem: Problem, work: Work, plain: bool, target: Target, wanted: Pair | None) -> Choice:
+    """The user's tile where it is legal, else the first of the table whose estimate of registers fits.
+
+    Raises UnsupportedError for a tile that the chip's instructions, registers or shared memory do not have.
+    """
+    if wanted is not None:
+        return _honour(problem, work, target, wanted)
+    reasons: list[str] = []
+    over: dict[int, Choice] = {}
+    for pair in candidates(problem, plain):
+        tiles, need, limit = _try(pair, problem, work)
+        memory = tiles.memory(problem, STAGES[0], target)
+        if memory.total > target.shared_memory:
+            reasons.append(
+                f"not {_name(pair)}: {memory.total} bytes of shared memory of {target.shared_memory}"
+            )
+        elif need.total > limit:
+            reasons.append(f"not {_name(pair)}: {need.explain()} registers of {limit}")
+            over.setdefault(need.total - limit, Choice(tiles, STAGES[0], ()))
+        else:
+            reasons.append(f"{_name(pair)} by the table: {need.explain()} registers of {limit}")
+            return Choice(tiles, STAGES[0], tuple(reasons))
+    best = over[min(over)]
+    reasons.append(f"{_name((best.tiles.tile_m, best.tiles.tile_n))} is the least over; it may spill")
+    return replace(best, reasons=tuple(reasons))
+
+
+def _name(pair: Pair) -> str:
+    return f"{pair[0]} x {pair[1]}"
+
+
+def _try(pair: Pair, problem: Problem, work: Work) -> tuple[Tiles, Need, int]:
+    tiles = Tiles(*pair, pad(problem.head_dim), pad(problem.head_dim_v))
+    need = consumer_need(tiles.tile_n, tiles.head_dim_v, work)
+    limit = split_registers(tiles.consumers, producer_computes(problem, work)).consumer
+    return tiles, need, limit
+
+
+def producer_computes(problem: Problem, work: Work) -> bool:
+    """Whether the producer finds key tiles in block tables or from rows' spans, or sequences in lengths."""
+    return problem.mask_form == "tables" or work.row_ends > 0 or problem.lengths == "packed"
+
+
+def _stages(tiles: Tiles, problem: Problem, target: Target) -> int | None:
+    """The most stages that fit, or None."""
+    fitting = (s for s in STAGES if tiles.memory(problem, s, target).total <= target.shared_memory)
+    return next(fitting, None)
+
+
+def _honour(problem: Problem, work: Work, target: Target, wanted: Pair) -> Choice:
+    _require_legal(wanted, target)
+    tiles, need, limit = _try(wanted, problem, work)
+    if need.accumulators > limit:
+        raise UnsupportedError(
+            f"tile={wanted}: scores, probabilities and output take {need.accumulators} registers per thread",
+            f"at most {limit} with {tiles.consumers} consumer warpgroups",
+            f"use fewer keys per tile, or one of {_offers(problem)}",
+        )
+    kv_stages = _stages(tiles, problem, target)
+    if kv_stages is None:
+        tiles.memory(problem, STAGES[-1], target).check()  # raises, with every region in the message
+    assert kv_stages is not None
+    reasons = [f"{_name(wanted)}: the schedule asks for it"]
+    if need.total > limit:
+        reasons.append(f"it may spill: {need.explain()} registers, of {limit}")
+    if kv_stages < STAGES[0]:
+        reasons.append(f"{kv_stages} stage: more do not fit in shared memory, so copies are not hidden")
+    return Choice(tiles, kv_stages, tuple(reasons))
+
+
+def _require_legal(wanted: Pair, target: Target) -> None:
+    tile_m, tile_n = wanted
+    legal_m = [target.mma_rows * n for n in range(1, target.most_consumers + 1)]
+    if tile_m not in legal_m:
+        raise UnsupportedError(
+            f"tile={wanted}: a consumer warpgroup multiplies {target.mma_rows} queries on {target.name}",
+            f"{legal_m} queries",
+            f"use tile=({min(legal_m, key=lambda m: abs(m - tile_m))}, {tile_n}), or leave it at None",
+        )
+    if tile_n % target.key_step or not 0 < tile_n <= target.most_keys:
+        nearest = min(max(round(tile_n / target.key_step), 1) * target.key_step, target.most_keys)
+        raise UnsupportedError(
+            f"tile={wanted}: {tile_n} keys are no shape of a matrix instruction of {target.name}",
+            f"a multiple of {target.key_step} up to {target.most_keys}",
+            f"use tile=({tile_m}, {nearest}), or leave it at None",
+        )
+
+
+def _offers(problem: Problem) -> list[Pair]:
+    return sorted(set(candidates(problem, True) + candidates(problem, False)))

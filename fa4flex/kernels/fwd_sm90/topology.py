@@ -1,0 +1,141 @@
+"""The Hopper forward pipeline.
+
+A producer warp copies tiles by TMA; consumer warpgroups multiply, take the softmax and store (warp
+specialisation: Shah et al. 2024, FlashAttention-3, section 3.1). The scores of key tile j are multiplied
+before the values of tile j - 1, so that the softmax of one runs under the product of the other (its section
+3.2, two-stage pipelining); with `pingpong` consumers take turns at issuing products, so that the softmax of
+one runs under the products of another (its section 3.1).
+
+Where blocks take tiles of queries from a counter, the producer asks for the next one and hands its number to
+the consumers through a ring of one stage: it writes the number behind the last values, every consumer warp
+reads it when its output has left. No copy brings it, so its full barrier counts an arrival and no bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fa4flex.codegen.plan.memory import NUMBER, column_block
+from fa4flex.codegen.plan.topology import (
+    RECEIVE,
+    WARP,
+    WARPGROUP,
+    Event,
+    Events,
+    NamedBarrier,
+    Per,
+    Product,
+    Ring,
+    Role,
+    Staging,
+    Topology,
+)
+from fa4flex.kernels.fwd_sm90.tiles import Tiles
+
+THREADS = WARP * WARPGROUP
+TURNS, STORES = 1, 5
+"""Named barriers TURNS + w and STORES + w: it is consumer w's turn; consumer w's output is written."""
+
+
+def forward_topology(
+    tiles: Tiles, kv_stages: int, pingpong: bool, staging: Staging, dynamic: bool = False
+) -> Topology:
+    """The pipeline of a forward kernel with one producer and `tiles.consumers` consumers; with `dynamic`, the
+    next tile's number is handed over."""
+    n = tiles.consumers
+    pingpong = pingpong and n > 1
+    consumers = tuple(_consumer(i, _turns(i, n) if pingpong else _NO_TURNS, staging) for i in range(n))
+    producer = _producer(n)
+    arrivals = sum(role.warps for role in consumers)
+    rings = (
+        *(
+            _ring(f"q {i}", 1, tiles.tile_m // n, tiles.head_dim, role.warps)
+            for i, role in enumerate(consumers)
+        ),
+        _ring("k", kv_stages, tiles.tile_n, tiles.head_dim, arrivals),
+        _ring("v", kv_stages, tiles.tile_n, tiles.head_dim_v, arrivals),
+    )
+    if dynamic:
+        rings = (*rings, Ring("next", 1, NUMBER, (), 0, arrivals))
+        publish = Event("acquire", "next", per="work"), Event("fill", "next", per="work")
+        producer = replace(producer, last=producer.last + publish)
+        received = tuple(Event(action, "next", per="work") for action in RECEIVE)
+        consumers = tuple(replace(role, last=role.last + received) for role in consumers)
+    turns = [NamedBarrier(f"turn {i}", TURNS + i, 2 * THREADS) for i in range(n) if pingpong]
+    stores = [NamedBarrier(f"rows {i}", STORES + i, THREADS) for i in range(n) if staging != "none"]
+    overlaps = tuple((f"q {i}", f"out {i}") for i in range(n) if staging == "queries")
+    return Topology((producer, *consumers), rings, (*turns, *stores), staging, overlaps=overlaps)
+
+
+def _ring(name: str, stages: int, rows: int, width: int, arrivals: int) -> Ring:
+    """16-bit elements. A TMA box holds a block of columns of all rows."""
+    block = column_block(width)
+    copies = (rows * block * 2,) * (width // block)
+    return Ring(name, stages, rows * width * 2, copies, sum(copies), arrivals)
+
+
+def _copy(name: str, tile: int = 0) -> Events:
+    per: Per = "key" if name in ("k", "v") else "work"
+    return Event("acquire", name, tile, per), Event("load", name, tile, per)
+
+
+def _producer(consumers: int) -> Role:
+    """Copies in the order in which consumers ask. Values take the same course through their ring as keys,
+    one tile behind: K of a tile goes before V of the last one."""
+    queries = tuple(event for i in range(consumers) for event in _copy(f"q {i}"))
+    return Role("producer", 1, (), _copy("k") + queries, _copy("k") + _copy("v", -1), _copy("v"))
+
+
+def _turns(i: int, n: int) -> tuple[Events, Events, Events]:
+    """(at the start, before products, after products): the first consumer gives itself the first turn."""
+    take, give = (Event("take", f"turn {i}"),), (Event("give", f"turn {(i + 1) % n}"),)
+    return (Event("give", "turn 0"),) if i == 0 else (), take, give
+
+
+_NO_TURNS: tuple[Events, Events, Events] = ((), (), ())
+
+
+def _consumer(i: int, turns: tuple[Events, Events, Events], staging: Staging) -> Role:
+    """Consumer i. A turn covers both products: S_j goes first, so that its softmax runs under O_j-1. Queries
+    are free after the last scores, or when the output staged over them is read."""
+    opening, take, give = turns
+    wait, scores = (Event("wait", "k"),), (Event("issue", "S"),)
+    softmax = Event("finish", "S"), Event("release", "k"), Event("softmax", f"S of {i}")
+    (start, end), (start_before, end_before) = _values(), _values(-1)
+    free, store = (Event("release", f"q {i}", per="work"),), (Event("read", f"O of {i}"), *_store(i, staging))
+    return Role(
+        f"consumer {i}",
+        warps=WARPGROUP,
+        opening=opening,
+        first=(Event("wait", f"q {i}", per="work"), *wait, *scores, *softmax),
+        body=(*wait, *take, *scores, *start_before, *give, *softmax, *end_before),
+        last=(*free, *start, *end, *store) if staging == "own" else (*start, *end, *store, *free),
+        closing=() if staging == "none" else (Event("drain", f"out {i}", per="work"),),
+        products=_products(i),
+    )
+
+
+def _products(i: int) -> tuple[Product, ...]:
+    """S = q k' and O += P v, in consumer i's registers, where P is too."""
+    queries, keys, values = Event("read", f"q {i}", per="work"), Event("read", "k"), Event("read", "v")
+    return (
+        Product("S", (queries, keys), Event("write", f"S of {i}")),
+        Product("O", (values,), Event("update", f"O of {i}"), fresh=True),
+    )
+
+
+def _values(tile: int = 0) -> tuple[Events, Events]:
+    """O += P v of a key tile: what starts it, and what ends it."""
+    start = Event("wait", "v", tile), Event("issue", "O", tile)
+    return start, (Event("finish", "O", tile), Event("release", "v", tile))
+
+
+def _store(i: int, staging: Staging) -> Events:
+    """Registers to shared memory, and from there by TMA. Nobody writes where the last store still reads."""
+    gather, drain = Event("sync", f"rows {i}"), Event("drain", f"out {i}", per="work")
+    write, store = Event("write", f"out {i}", per="work"), Event("store", f"out {i}", per="work")
+    if staging == "none":
+        return ()
+    if staging == "own":
+        return replace(drain, tile=-1), gather, write, gather, store
+    return write, gather, store, drain, gather

@@ -1,0 +1,105 @@
+"""After a backward pass: dQ leaves the order in which the registers of matrix products held it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+from cuda.bindings import driver as cuda
+from cutlass import Float32, Int32, const_expr, cute
+from cutlass.memory import SmemAllocator
+
+from fa4flex.kernels.common.backward import first_row, sequence_of_row, token_of
+
+THREADS = (256, 128)
+"""Of a block: the first of which a tile's pieces are a whole number."""
+WIDE = 8
+"""Elements of 16 bits that a thread stores at once."""
+
+PAD = 8
+"""Elements between rows in shared memory, so that rows start in different banks."""
+
+
+class ConvertArguments(NamedTuple):
+    """dq_sum float32 [B, H, R * head_dim] as in BackwardArguments; dq [B, S, H, D]. Packed: [H, R * head_dim]
+    and [T, H, D]; cu_seqlens_q int32 [B + 1]."""
+
+    dq_sum: cute.Tensor
+    dq: cute.Tensor
+    cu_seqlens_q: cute.Tensor | None
+    scale: Float32
+
+
+class Convert:
+    """`config` is the main kernel's: tile_m, head_dim, and dq_order, in which the sums of a tile lie."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+        pieces = config.tile_m * config.head_dim // WIDE
+        self.threads = next(n for n in THREADS if pieces % n == 0)
+
+    @cute.jit
+    def __call__(self, arguments: ConvertArguments, stream: cuda.CUstream) -> None:
+        config = self.config
+        if const_expr(arguments.cu_seqlens_q is not None):
+            _, heads, _ = arguments.dq.shape
+            tiles = arguments.dq_sum.shape[1] // (config.tile_m * config.head_dim)
+            grid = [tiles, heads, 1]
+        else:
+            batch, q_len, heads, _ = arguments.dq.shape
+            grid = [cute.ceil_div(q_len, config.tile_m), heads, batch]
+        self.device(arguments).launch(grid=grid, block=[self.threads, 1, 1], stream=stream)
+
+    @cute.kernel
+    def device(self, arguments: ConvertArguments) -> None:
+        config = self.config
+        tile, h, b = cute.arch.block_idx()
+        thread = cute.arch.thread_idx()[0]
+        layout = cute.make_layout((config.tile_m, config.head_dim), stride=(config.head_dim + PAD, 1))
+        rows = SmemAllocator().allocate_tensor(arguments.dq.element_type, layout, byte_alignment=16)
+        sums = arguments.dq_sum[h, None] if cute.rank(arguments.dq) == 3 else arguments.dq_sum[b, h, None]
+        self.collect(sums, rows, arguments.scale, tile, thread)
+        cute.arch.sync_threads()
+        first_q, first, q_len = tile * config.tile_m, Int32(0), Int32(arguments.dq.shape[1])
+        if const_expr(arguments.cu_seqlens_q is not None):
+            cu = arguments.cu_seqlens_q
+            b = sequence_of_row(first_q, cu)
+            first_q, first, q_len = first_q - first_row(cu, b), cu[b], cu[b + 1] - cu[b]
+        pieces = config.head_dim // WIDE
+        for i in cutlass.range_constexpr(config.tile_m * pieces // self.threads):
+            number = i * self.threads + thread
+            row, piece = number // pieces, number % pieces
+            q = first_q + row
+            if q < q_len and piece * WIDE < arguments.dq.shape[-1]:
+                source = cute.logical_divide(rows[row, None], cute.make_layout(WIDE))[None, piece]
+                target = cute.logical_divide(token_of(arguments.dq, b, first, q, h), cute.make_layout(WIDE))
+                cute.autovec_copy(source, target[None, piece])
+
+    def collect(
+        self,
+        sums: cute.Tensor,
+        rows: cute.Tensor,
+        scale: Float32,
+        tile: Int32,
+        thread: Int32,
+    ) -> None:
+        """Sums lie in fours, of which two next to each other are of one row, or of one column."""
+        order = self.config.dq_order
+        fours = cute.logical_divide(cute.local_tile(sums, (order.size,), (tile,)), cute.make_layout(4))
+        for j in range(order.size // (4 * self.threads)):
+            number = j * self.threads + thread
+            four = cute.make_rmem_tensor((4,), Float32)
+            cute.autovec_copy(fours[None, number], four)
+            row, column = order.place(4 * number)
+            if order.columns[0] == 0:
+                for i in range(4):
+                    down, across = order.place(i)
+                    rows[row + down, column + across] = (four[i] * scale).to(rows.element_type)
+                continue
+            for start in range(0, 4, 2):
+                down, across = order.place(start)
+                pair = cute.make_rmem_tensor((2,), rows.element_type)
+                for i in range(2):
+                    pair[i] = (four[start + i] * scale).to(rows.element_type)
+                pairs = cute.logical_divide(rows[row + down, None], cute.make_layout(2))
+                cute.autovec_copy(pair, pairs[None, (column + across) // 2])

@@ -1,0 +1,127 @@
+"""Before a backward pass: what its main kernel needs of every row, and zeros for what it adds up.
+
+delta = dLSE - rowsum(dO * O): with it dS = P * (dP + delta), since dO . O = sum over keys of P dP
+(FlashAttention-2, Dao 2023, section 3.1; the first term is the gradient of the log-sum-exp). With this sign a
+sum may start from it as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+from cuda.bindings import driver as cuda
+from cutlass import Float32, Int32, const_expr, cute, select_
+
+from fa4flex.kernels.common.backward import first_row, sequence_of_row, token_of
+from fa4flex.kernels.common.softmax import LOG2_E
+
+THREADS = 256
+WIDE = 8
+"""Elements of 16 bits that a thread loads at once."""
+
+FOUR = 4
+"""float32 that it stores at once."""
+
+
+class StatisticsArguments(NamedTuple):
+    """out, dout [B, S, H, D]; lse, dlse float32 [B, H, S]; lse2, delta float32 [B, H, R], R >= S, and dq_sum
+    [B, H, R * head_dim]: see BackwardArguments. Packed: [T, H, D], [H, T], [H, R], [H, R * head_dim].
+    cu_seqlens_q int32 [B + 1], seqused_q [B]."""
+
+    out: cute.Tensor
+    dout: cute.Tensor
+    lse: cute.Tensor
+    dlse: cute.Tensor | None
+    lse2: cute.Tensor
+    delta: cute.Tensor
+    dq_sum: cute.Tensor
+    cu_seqlens_q: cute.Tensor | None
+    seqused_q: cute.Tensor | None
+
+
+class Statistics:
+    """`width` is D: `lanes` threads next to each other take a row together. head_dim: of rows of dq_sum."""
+
+    def __init__(self, width: int, head_dim: int) -> None:
+        self.width = width
+        self.head_dim = head_dim
+        self.lanes = 1
+        while self.lanes * WIDE < width:
+            self.lanes *= 2
+
+    @cute.jit
+    def __call__(self, arguments: StatisticsArguments, stream: cuda.CUstream) -> None:
+        *batch, heads, rows = arguments.delta.shape
+        blocks = cute.ceil_div(rows, THREADS // self.lanes)
+        grid = [blocks, heads, *batch] if len(batch) else [blocks, heads, 1]
+        self.device(arguments).launch(grid=grid, block=[THREADS, 1, 1], stream=stream)
+
+    @cute.kernel
+    def device(self, arguments: StatisticsArguments) -> None:
+        block, h, b = cute.arch.block_idx()
+        thread = cute.arch.thread_idx()[0]
+        row = block * (THREADS // self.lanes) + thread // self.lanes
+        lane = thread % self.lanes
+        b, q, first, q_len = self.place(arguments, row, b, thread)
+        total = Float32(0.0)
+        if q < q_len and lane * WIDE < self.width:
+            out, dout = (token_of(x, b, first, q, h) for x in (arguments.out, arguments.dout))
+            total = self.dot(out, dout, lane)
+        total = cute.arch.warp_reduction_sum(total, threads_in_group=self.lanes)
+        if row < arguments.delta.shape[-1]:
+            self.clear(_of(arguments.dq_sum, b, h), row, lane)
+        lses, lse2s, deltas = (_of(x, b, h) for x in (arguments.lse, arguments.lse2, arguments.delta))
+        if lane == 0 and row < arguments.delta.shape[-1]:
+            lse2 = Float32.inf
+            if q < q_len:
+                total = -total
+                if const_expr(arguments.dlse is not None):
+                    total = total + _of(arguments.dlse, b, h)[first + q]
+                lse = lses[first + q]
+                # A row without keys has probabilities 0 whatever its scores are.
+                lse2 = select_(lse == -Float32.inf, Float32.inf, lse * LOG2_E)
+            lse2s[row] = lse2
+            deltas[row] = total
+
+    @cute.jit
+    def clear(self, sums: cute.Tensor, row: Int32, lane: Int32) -> None:
+        """A row of a head's sums of dQ."""
+        zeros = cute.make_rmem_tensor((FOUR,), Float32)
+        zeros.fill(0.0)
+        fours, count = cute.logical_divide(sums, cute.make_layout(FOUR)), self.head_dim // FOUR
+        for first in cutlass.range_constexpr(0, count, self.lanes):
+            if first + lane < count:
+                cute.autovec_copy(zeros, fours[None, row * count + first + lane])
+
+    def place(
+        self, arguments: StatisticsArguments, row: Int32, b: Int32, thread: Int32
+    ) -> tuple[Int32, Int32, Int32, Int32]:
+        """(sequence, row within it, its first token, its queries) of a row of the statistics."""
+        q, first, q_len = row, Int32(0), Int32(arguments.out.shape[1])
+        if arguments.cu_seqlens_q is not None:
+            cu = arguments.cu_seqlens_q
+            # All rows of a warp are of one sequence.
+            b = sequence_of_row(cute.arch.make_warp_uniform(row - thread % 32 // self.lanes), cu)
+            q, first, q_len = row - first_row(cu, b), cu[b], cu[b + 1] - cu[b]
+        if arguments.seqused_q is not None:
+            q_len = cutlass.min(q_len, Int32(arguments.seqused_q[b]))
+        return b, q, first, q_len
+
+    def dot(self, x: cute.Tensor, y: cute.Tensor, lane: Int32) -> Float32:
+        """Of this lane's elements of two rows."""
+        parts = [self.piece(one, lane) for one in (x, y)]
+        total = Float32(0.0)
+        for i in range(WIDE):
+            total = total + parts[0][i].to(Float32) * parts[1][i].to(Float32)
+        return total
+
+    def piece(self, row: cute.Tensor, lane: Int32) -> Any:
+        mine = cute.make_rmem_tensor((WIDE,), row.element_type)
+        cute.autovec_copy(cute.logical_divide(row, cute.make_layout(WIDE))[None, lane], mine)
+        return mine
+
+
+def _of(statistic: cute.Tensor, b: Int32, h: Int32) -> cute.Tensor:
+    """A head of [B, H, R], or of packed [H, R]."""
+    return statistic[b, h, None] if cute.rank(statistic) == 3 else statistic[h, None]

@@ -1,0 +1,132 @@
+"""The whole compiler in one list, for both passes: prove, problem, pipeline, plan, source, kernel.
+
+Whoever launches a kernel, shows it or simulates it goes through this list: what is shown is what runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
+
+from fa4flex.codegen.analyze.domain import Shape
+from fa4flex.codegen.analyze.facts import Facts
+from fa4flex.codegen.analyze.prove import Proved, prove, prove_queries
+from fa4flex.codegen.analyze.tabulate import Tabulated, tabulate
+from fa4flex.codegen.emit import Source, emit_backward, emit_forward
+from fa4flex.codegen.emit.module import Captions
+from fa4flex.codegen.evaluate import Captured
+from fa4flex.codegen.expr import Expr
+from fa4flex.codegen.plan.captured_sums import CapturedSum, separate, sums_of
+from fa4flex.codegen.plan.inputs import Inputs
+from fa4flex.codegen.plan.pipeline import BackwardPlan, Direction, ForwardPlan, Pipeline
+from fa4flex.codegen.plan.problem import Problem
+from fa4flex.codegen.plan.specialize import backward_problem, by_queries, forward_problem
+from fa4flex.codegen.plan.target import Target
+from fa4flex.compiler.compile import Kernel, compile_kernel
+from fa4flex.compiler.signature import Signature
+from fa4flex.errors import Origin
+from fa4flex.kernels import dispatch
+from fa4flex.primitives.schedule import Schedule
+
+EMIT: dict[Direction, Callable[..., Source]] = {"forward": emit_forward, "backward": emit_backward}
+Prove = Callable[[Facts, Shape, Captured], Proved]
+
+
+@dataclass(frozen=True, eq=False)
+class Given:
+    """facts, schedule   the program
+    inputs            what calls that look alike have in common
+    captured          the captured tensors and numbers, whose contents proofs read
+    target            the chip
+    prove             makes proofs, or finds them again
+    changes           fields of Problem that are to be as they are here, whatever was found
+    """
+
+    facts: Facts
+    schedule: Schedule
+    inputs: Inputs
+    captured: Captured
+    target: Target
+    prove: Prove = prove
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Lowered:
+    """A pass of a program, down to the source of its kernel. tabulated: the facts that it was made of, which
+    may read tables; sums: memory for the gradients of captured tensors."""
+
+    direction: Direction
+    tabulated: Tabulated
+    problem: Problem
+    plan: Any
+    source: Source
+    sums: tuple[CapturedSum, ...] = ()
+
+    def compile(self, signature: Signature) -> Kernel:
+        """The kernel for arguments that look like this."""
+        return compile_kernel(self.source, self.problem, signature, self.plan.target.name)
+
+
+def lower_forward(given: Given) -> Lowered:
+    """Raises UnsupportedError for what no kernel does, PastTheEnd for short captured tensors."""
+    tabulated, problem = _proved(given)
+    problem = replace(problem, **given.changes)
+    plan, source = _forward(dispatch.PIPELINES, tabulated.facts, problem, given.target, given.schedule)
+    return Lowered("forward", tabulated, problem, plan, source)
+
+
+def lower_backward(given: Given, needs: Sequence[int] = ()) -> Lowered:
+    """`needs` are the slots of captured tensors whose gradients are wanted. Errors as in the forward pass."""
+    facts, inputs, target = given.facts, given.inputs, given.target
+    tabulated, problem = _proved(given)
+    deterministic = given.schedule.deterministic
+    problem = backward_problem(problem, facts, inputs, target, deterministic)
+    queries = None if deterministic else prove_queries(facts, inputs.extents, given.captured)
+    if queries is not None:
+        tabulated, problem = Tabulated(facts), by_queries(problem, queries, inputs)
+    problem = replace(problem, **given.changes)
+    pipeline = dispatch.choose("backward", problem, target)
+    sums = sums_of(facts, inputs, problem, pipeline.zero_fills, needs)
+    problem = replace(problem, gradients=tuple((one.slot, one.adding) for one in sums))
+    plan, source = _backward(dispatch.PIPELINES, tabulated.facts, problem, target)
+    if deterministic:
+        sums = separate(sums, facts, inputs, plan)
+    return Lowered("backward", tabulated, problem, plan, source, sums)
+
+
+def captioned(lowered: Lowered, captions: Captions, origins: Mapping[Expr, Origin]) -> Source:
+    """The source under the user's names, with the lines that it comes from. Its code is the same."""
+    return EMIT[lowered.direction](lowered.tabulated.facts, lowered.plan, captions, origins)
+
+
+def _proved(given: Given) -> tuple[Tabulated, Problem]:
+    """The proof, whether key intervals are read from tables, and the problem of a forward pass."""
+    facts, inputs = given.facts, given.inputs
+    proved = given.prove(facts, inputs.extents, given.captured)
+    tabulated = Tabulated(facts)
+    if proved.mask_form == "spans" and inputs.lengths == "dense":
+        tabulated = tabulate(facts, inputs.extents, len(inputs.captured))
+    return tabulated, forward_problem(inputs, proved, tabulated, given.target)
+
+
+# Equal programs are one kernel, whose source has no lines of a user's. The pipelines are a part of the keys:
+# a plan that was made before the table changed is not found after it.
+
+
+@lru_cache(maxsize=256)
+def _forward(
+    pipelines: tuple[Pipeline, ...], facts: Facts, problem: Problem, target: Target, schedule: Schedule
+) -> tuple[ForwardPlan, Source]:
+    plan = dispatch.plan_forward(facts, problem, target, schedule)
+    return plan, emit_forward(facts, plan)
+
+
+@lru_cache(maxsize=256)
+def _backward(
+    pipelines: tuple[Pipeline, ...], facts: Facts, problem: Problem, target: Target
+) -> tuple[BackwardPlan, Source]:
+    plan = dispatch.plan_backward(facts, problem, target)
+    return plan, emit_backward(facts, plan)

@@ -1,0 +1,35 @@
+"""The GPU of a call, and what cannot be done on it now."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from fa4flex.codegen.plan.target import TARGETS, Target
+from fa4flex.errors import UnsupportedError
+
+
+def target_of(device: torch.device) -> Target:
+    """The chip that a GPU is, with as many multiprocessors as this one has; raises UnsupportedError where
+    there is no kernel for it."""
+    found = torch.cuda.get_device_capability(device)
+    target = next((target for target in TARGETS if target.capability == found), None)
+    if target is None:
+        known = ", ".join(f"{'.'.join(map(str, t.capability))} ({t.chip})" for t in TARGETS)
+        raise UnsupportedError(
+            f"{torch.cuda.get_device_name(device)} of compute capability {found[0]}.{found[1]}",
+            f"one of the compute capabilities that kernels exist for: {known}",
+            "run on such a GPU, or move the tensors with .cpu()",
+        )
+    return replace(target, multiprocessors=torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def require_not_capturing() -> None:
+    """UnsupportedError while a CUDA graph is captured: a first call compiles and copies to the host."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            "the first call of its kind while a CUDA graph is being captured",
+            "a kernel that is compiled, and masks that are proved, before the capture begins",
+            "call once with the same shapes and the same captured tensors before capturing",
+        )
