@@ -47,7 +47,7 @@ def hold(guards: Guards, tensors: Sequence[Tensor]) -> bool:
     return True
 
 
-class Kept(Generic[Value]):
+class VersionedCache(Generic[Value]):
     """Values that follow from a key and from tensors as they are now.
 
     There are at most `most`, and what `weigh` says of them adds up to at most `room`. The oldest are
@@ -126,7 +126,7 @@ class Alike(Generic[Value]):
 MOST_COMPARED = 128 << 10
 """Bytes of a tensor that is compared with a copy."""
 
-_copies: Kept[Tensor] = Kept(256, MOST_BYTES, lambda x: x.nbytes)
+_copies: VersionedCache[Tensor] = VersionedCache(256, MOST_BYTES, lambda x: x.nbytes)
 
 
 def on_host(x: Tensor) -> Tensor:

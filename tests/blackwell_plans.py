@@ -13,7 +13,7 @@ import pytest
 from fa4flex.codegen.analyze.facts import SCORE, Facts
 from fa4flex.codegen.expr import apply, sym
 from fa4flex.codegen.plan.errors import PlanError
-from fa4flex.codegen.plan.order import Trace
+from fa4flex.codegen.plan.happens_before import Trace
 from fa4flex.codegen.plan.problem import Problem
 from fa4flex.codegen.plan.sharing import lifetimes
 from fa4flex.codegen.plan.target import SM100A

@@ -18,10 +18,10 @@ from fa4flex.compiler.forward_entry import (
     fake_wide,
     tuple_of,
 )
+from fa4flex.kernels.around.postprocess import Postprocess, PostprocessArguments
+from fa4flex.kernels.around.preprocess import Preprocess, PreprocessArguments
 from fa4flex.kernels.common.backward import BackwardArguments, Turns
 from fa4flex.kernels.common.softmax import LOG2_E
-from fa4flex.kernels.small.convert import Convert, ConvertArguments
-from fa4flex.kernels.small.statistics import Statistics, StatisticsArguments
 
 if TYPE_CHECKING:
     from fa4flex.codegen.plan.problem import Problem
@@ -38,7 +38,7 @@ def entry_point(kernel: Any, problem: Problem, signature: Signature) -> Any:
     """Takes tensors [B, H, S, D], [B, S, H, D] or packed [T, H, D], in the order of ENTRY_ARGUMENTS, and a
     stream."""
     swap = signature.heads_first and problem.lengths != "packed"
-    statistics, convert = Statistics(problem.head_dim_v, kernel.config.head_dim), Convert(kernel.config)
+    statistics, convert = Preprocess(problem.head_dim_v, kernel.config.head_dim), Postprocess(kernel.config)
 
     def logical(x: cute.Tensor) -> cute.Tensor:
         return cute.make_tensor(x.iterator, cute.select(x.layout, mode=[0, 2, 1, 3])) if swap else x
@@ -74,12 +74,12 @@ def entry_point(kernel: Any, problem: Problem, signature: Signature) -> Any:
         q, k, v, out, dout = logical(q), logical(k), logical(v), logical(out), logical(dout)
         dq, dk, dv = logical(dq), logical(dk), logical(dv)
         rows = lse2, delta, dq_sum
-        statistics(StatisticsArguments(out, dout, lse, dlse, *rows, cu_seqlens_q, seqused_q), stream)
+        statistics(PreprocessArguments(out, dout, lse, dlse, *rows, cu_seqlens_q, seqused_q), stream)
         lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
         rest = (*lengths, tables, turns, tuple_of(operands), tuple_of(scalars), scale, scale * LOG2_E)
         results = (dq_sum, dk, dv, *rest, tuple_of(gradients), counter)
         kernel(BackwardArguments(q, k, v, dout, lse2, delta, *results), stream)
-        convert(ConvertArguments(dq_sum, dq, cu_seqlens_q, scale), stream)
+        convert(PostprocessArguments(dq_sum, dq, cu_seqlens_q, scale), stream)
 
     return attention_backward
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
-from fa4flex.contents import Kept
+from fa4flex.contents import VersionedCache
 from fa4flex.errors import InputError, StateError
 from fa4flex.primitives.base import Family, Mod, call_with, holds, kind_of, show, truth_value
 from fa4flex.primitives.mask import CONVERSIONS, Mask, MaskMod, as_mask
@@ -343,7 +343,7 @@ _LISTS = "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"
 _ANY_LENGTH = 1 << 30
 """The block size of a BlockMask that stands for none."""
 
-_maps: Kept[BlockMap | None] = Kept(64)
+_maps: VersionedCache[BlockMap | None] = VersionedCache(64)
 """Maps of BlockMasks by block size, lengths and the tensors that list their blocks."""
 
 

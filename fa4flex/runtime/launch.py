@@ -26,9 +26,9 @@ from fa4flex.runtime.checks import (
     check_transforms,
     check_variant,
 )
-from fa4flex.runtime.cuda.again import Again
 from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, Lengths
 from fa4flex.runtime.cuda.engine import Engine
+from fa4flex.runtime.cuda.fast_path import FastPath
 from fa4flex.runtime.cuda.operands import Remembered
 from fa4flex.runtime.cuda.ready import Ready, Results
 from fa4flex.runtime.programs import Published, publish
@@ -47,7 +47,7 @@ class Recent:
     """
 
     ready: Ready | None = None
-    again: Again | None = None
+    fast_path: FastPath | None = None
     tries: int = 0
 
 
@@ -132,11 +132,11 @@ def repeat(
     variant: Variant, caller: Caller, qkv: tuple[Tensor, Tensor, Tensor], statistics: Statistics
 ) -> Results | None:
     """The last call's launch anew, where this call is just like it: dense, on a GPU, without gradients."""
-    again = caller.recent.again
-    if again is None or again.statistics != statistics:
+    path = caller.recent.fast_path
+    if path is None or path.statistics != statistics:
         return None
     q, k, v = qkv
-    return again(q, k, v) if again.fits(q, k, v) and again.serves(variant) else None
+    return path(q, k, v) if path.fits(q, k, v) and path.serves(variant) else None
 
 
 def run(
@@ -224,13 +224,13 @@ def _remember(now: Calling, call: Call, ready: Ready) -> None:
     if recent is None or simulating():
         return
     if recent.ready is not ready:
-        recent.ready, recent.again, recent.tries = ready, None, 0
+        recent.ready, recent.fast_path, recent.tries = ready, None, 0
     elif recent.tries < MOST_TRIES and not now.bound.trace.derived:
         # Derived operands are computed from others, perhaps anew at each call.
         recent.tries += 1
         watched = tuple(call.operands[slot] for slot in sorted(now.prepared.engine.watched.slots))
         read = now.bound.trace.read
-        recent.again = None if read is None else Again.of(call, ready, read, watched)
+        recent.fast_path = None if read is None else FastPath.of(call, ready, read, watched)
 
 
 def _direct_call(

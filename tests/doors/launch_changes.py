@@ -12,9 +12,9 @@ from torch import Tensor
 
 from fa4flex import lower as lower_module
 from fa4flex.codegen.plan.target import SM90A
-from fa4flex.runtime.cuda import again as again_module
 from fa4flex.runtime.cuda import backward as backward_module
 from fa4flex.runtime.cuda import engine as engine_module
+from fa4flex.runtime.cuda import fast_path as again_module
 from fa4flex.runtime.cuda import ready as ready_module
 from fa4flex.runtime.cuda.call import Call
 from fa4flex.runtime.cuda.engine import Engine

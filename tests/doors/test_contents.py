@@ -18,7 +18,7 @@ import fa4flex
 from fa4flex import Varlen, contents
 from fa4flex import lower as lower_module
 from fa4flex.codegen.plan.target import SM90A
-from fa4flex.contents import Kept, on_host
+from fa4flex.contents import VersionedCache, on_host
 from fa4flex.runtime.cuda import engine as engine_module
 from fa4flex.variants import causal, document, learned_bias, sliding_window, softcap
 
@@ -49,7 +49,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Copies]:
     copies = Copies()
     monkeypatch.setattr(contents, "_elsewhere", copies.elsewhere)
     monkeypatch.setattr(contents, "_copied", copies.copied)
-    monkeypatch.setattr(contents, "_copies", Kept(64, contents.MOST_BYTES, lambda x: x.nbytes))
+    monkeypatch.setattr(contents, "_copies", VersionedCache(64, contents.MOST_BYTES, lambda x: x.nbytes))
     yield copies
 
 
@@ -243,12 +243,12 @@ def test_nothing_keeps_a_tensor_alive(copies: Copies, recorder: Recorder) -> Non
 
 def test_what_is_kept_is_bounded() -> None:
     tensors = [torch.zeros(n + 1) for n in range(9)]
-    few: Kept[int] = Kept(3)
+    few: VersionedCache[int] = VersionedCache(3)
     for n, x in enumerate(tensors):
         few.keep("n", [x], n)
     assert len(few) == 3 and [few.get("n", [x]) for x in tensors[-4:]] == [None, 6, 7, 8]
     assert few.get("m", tensors[-1:]) is None
-    small: Kept[Tensor] = Kept(99, 40, lambda x: x.nbytes)
+    small: VersionedCache[Tensor] = VersionedCache(99, 40, lambda x: x.nbytes)
     for x in tensors[:5]:
         small.keep(None, [x], x)  # 4, 8, 12, 16, 20 bytes
     assert [small.get(None, [x]) is x for x in tensors[:5]] == [False, False, False, True, True]

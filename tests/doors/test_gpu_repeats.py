@@ -22,11 +22,11 @@ from fa4flex.codegen.evaluate import Captured, evaluate
 from fa4flex.codegen.expr import Expr, apply, load, sym, walk
 from fa4flex.codegen.plan.target import SM90A
 from fa4flex.compiler.forward_entry import ENTRY_ARGUMENTS
-from fa4flex.runtime.cuda import again as again_module
 from fa4flex.runtime.cuda import counter as counter_module
 from fa4flex.runtime.cuda import engine as engine_module
+from fa4flex.runtime.cuda import fast_path as again_module
 from fa4flex.runtime.cuda import ready as ready_module
-from fa4flex.runtime.cuda.again import Again
+from fa4flex.runtime.cuda.fast_path import FastPath
 from fa4flex.runtime.cuda.interval_tables import interval_tables
 from fa4flex.variants import causal, document, sliding_window
 
@@ -161,14 +161,14 @@ def test_only_kernels_that_count_get_a_counter(recorder: Recorder) -> None:
 # --- the launch of the last call ----------------------------------------------------------------------
 
 
-def repeated(recorder: Recorder, **composition: Any) -> tuple[Again, tuple[Tensor, Tensor, Tensor]]:
+def repeated(recorder: Recorder, **composition: Any) -> tuple[FastPath, tuple[Tensor, Tensor, Tensor]]:
     statistics = composition.pop("statistics", ())
     attn = fa4flex.compile(**composition)
     engine, call = call_of(attn, statistics=statistics)
     engine.run(call)
     ready, read = engine.find(call), attn._calling().bound.trace.read
     assert ready is not None and read is not None
-    again = Again.of(call, ready, read, tuple(engine.watched_tensors(call)))
+    again = FastPath.of(call, ready, read, tuple(engine.watched_tensors(call)))
     assert again is not None
     return again, (call.q, call.k, call.v)
 
@@ -271,7 +271,7 @@ def test_calls_that_do_more_than_launch_are_not_repeated(recorder: Recorder) -> 
         engine, call = call_of(fa4flex.compile(mask=causal), qkv, **changes)
         engine.run(call)
         ready = engine.find(call)
-        assert ready is not None and Again.of(call, ready, lambda score, mask: ((), ()), ()) is None
+        assert ready is not None and FastPath.of(call, ready, lambda score, mask: ((), ()), ()) is None
 
 
 # --- rows without a sequence, numbers by kind ---------------------------------------------------------

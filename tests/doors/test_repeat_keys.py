@@ -21,12 +21,12 @@ from torch import Tensor
 
 import fa4flex
 from fa4flex.errors import InputError
-from fa4flex.runtime.cuda import order as order_module
-from fa4flex.runtime.cuda.again import Again
+from fa4flex.runtime.cuda import tile_order as order_module
 from fa4flex.runtime.cuda.call import Call
 from fa4flex.runtime.cuda.engine import Engine
+from fa4flex.runtime.cuda.fast_path import FastPath
 from fa4flex.runtime.cuda.lengths import check_lengths
-from fa4flex.runtime.cuda.order import TileOrder
+from fa4flex.runtime.cuda.tile_order import TileOrder
 from fa4flex.variants import causal, document
 
 
@@ -41,18 +41,18 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 ids = torch.arange(S) // 50
 
 
-def repeated(recorder: Recorder, attn: fa4flex.Attention | None = None) -> tuple[Again, Call]:
+def repeated(recorder: Recorder, attn: fa4flex.Attention | None = None) -> tuple[FastPath, Call]:
     attn = attn or fa4flex.compile(mod, document(ids), sinks=torch.randn(HEADS))
     now = attn._calling()
     engine, call = call_of(attn, operands=tuple(x.clone() for x in now.bound.bases))
     return made(engine, call, now.bound.trace.read), call
 
 
-def made(engine: Engine, call: Call, read: Any) -> Again:
+def made(engine: Engine, call: Call, read: Any) -> FastPath:
     engine.run(call)
     ready = engine.find(call)
     assert ready is not None
-    again = Again.of(call, ready, read, tuple(engine.watched_tensors(call)))
+    again = FastPath.of(call, ready, read, tuple(engine.watched_tensors(call)))
     assert again is not None
     return again
 

@@ -22,9 +22,9 @@ from fa4flex.codegen.plan.problem import Problem
 from fa4flex.codegen.plan.target import SM100A
 from fa4flex.kernels.common.backward import in_section, sections_of
 from fa4flex.kernels.dispatch import plan_forward
-from fa4flex.runtime.cuda import order as order_module
+from fa4flex.runtime.cuda import tile_order as order_module
 from fa4flex.runtime.cuda.call import Call
-from fa4flex.runtime.cuda.order import TileOrder
+from fa4flex.runtime.cuda.tile_order import TileOrder
 from fa4flex.variants import causal, sliding_window
 
 SORTED = Schedule(order="longest_first")

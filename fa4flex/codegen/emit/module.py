@@ -10,9 +10,9 @@ from typing import Any
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.emit.lower import Lowering
 from fa4flex.codegen.emit.nodes import RATES, SCALE, Rate, device
+from fa4flex.codegen.emit.operand_gradients import LoweredShare, lowered_shares
 from fa4flex.codegen.emit.printer import Names, Printer
 from fa4flex.codegen.emit.scale import in_units
-from fa4flex.codegen.emit.shares import LoweredShare, lowered_shares
 from fa4flex.codegen.emit.source import Source
 from fa4flex.codegen.emit.steps import with_steps
 from fa4flex.codegen.emit.vectors import with_vectors

@@ -13,7 +13,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from fa4flex.codegen.plan.errors import PlanError
-from fa4flex.codegen.plan.order import Lifetime, Step, Trace
+from fa4flex.codegen.plan.happens_before import Lifetime, Step, Trace
 from fa4flex.codegen.plan.tensor_memory import WHOLE, Columns
 from fa4flex.codegen.plan.topology import WIDTH, Topology
 from fa4flex.codegen.plan.verify import round_robin, trace

@@ -4,10 +4,10 @@ Barriers follow the hardware's rules: an mbarrier counts arrivals and bytes and 
 named barrier counts threads. Copies and stores end at any later moment; products are executed one by one, in
 order, at any later moment, and use their operands and their result until then.
 
-Beside what happens, a run finds what could happen: it knows which steps hand-overs order (order.py). Each
-arrival must be sure to fall into its own phase, each wait to see no other phase's parity, and each use of
-memory to come after those it depends on. Where all of that holds, no step's outcome depends on the order in
-which steps were picked, so one run stands for all of them.
+Beside what happens, a run finds what could happen: it knows which steps hand-overs order
+(happens_before.py). Each arrival must be sure to fall into its own phase, each wait to see no other phase's
+parity, and each use of memory to come after those it depends on. Where all of that holds, no step's outcome
+depends on the order in which steps were picked, so one run stands for all of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 
 from fa4flex.codegen.plan.errors import PlanError
-from fa4flex.codegen.plan.order import Kind, Known, Memory, Place, Trace
+from fa4flex.codegen.plan.happens_before import Kind, Known, Memory, Place, Trace
 from fa4flex.codegen.plan.topology import WARP, Event, Product, Ring, Role, Rows, Topology
 
 Pick = Callable[[int], int]

@@ -16,12 +16,12 @@ from cutlass import Boolean, Float32, Int32, const_expr, cute, pipeline
 from cutlass.cute.nvgpu import tcgen05
 
 from fa4flex.kernels.bwd_sm100.config import FRAGMENT, HALF, ROWS, Config
-from fa4flex.kernels.bwd_sm100.parts import Pipes, Shared, in_columns, of_half
+from fa4flex.kernels.bwd_sm100.operand_gradients import LaneCollector
+from fa4flex.kernels.bwd_sm100.resources import Pipes, Shared, in_columns, of_half
 from fa4flex.kernels.bwd_sm100.roles import COMPUTE, COMPUTING
-from fa4flex.kernels.bwd_sm100.shares import LaneCollector
 from fa4flex.kernels.common.backward import (
     BackwardArguments,
-    BackwardCourse,
+    BackwardTileScheduler,
     KeyWork,
     needs_mask,
     query_tile_at,
@@ -30,7 +30,7 @@ from fa4flex.kernels.common.backward import (
 from fa4flex.kernels.common.cluster import Cluster
 from fa4flex.kernels.common.fragment import compute_before, computed_once, narrow, widened
 from fa4flex.kernels.common.hooks import Hooks
-from fa4flex.kernels.common.shares import sums_of, targets
+from fa4flex.kernels.common.operand_gradients import sums_of, targets
 from fa4flex.kernels.common.softmax import LOG2_E
 from fa4flex.kernels.common.tensor_core import Blocks, arrive_once
 from fa4flex.kernels.common.transposed import Slab
@@ -79,10 +79,12 @@ class Sums:
 
 
 class Compute:
-    def __init__(self, config: Config, hooks: Hooks, course: BackwardCourse, cluster: Cluster) -> None:
+    def __init__(
+        self, config: Config, hooks: Hooks, scheduler: BackwardTileScheduler, cluster: Cluster
+    ) -> None:
         self.config = config
         self.hooks = hooks
-        self.course = course
+        self.scheduler = scheduler
         self.cluster = cluster
         shares = hooks.shares
         self.late = hooks.slope is not None and any(not share.scaled for share in shares)
@@ -110,13 +112,13 @@ class Compute:
         sums = sums_of(self.hooks.shares)
         for g in cutlass.range(work.group, unroll=1):
             h = work.kv_head * work.group + g
-            at = self.course.place(work, h, heads, arguments)
+            at = self.scheduler.place(work, h, heads, arguments)
             first = self.first_key(work) + place.row
             factor = at.scale * LOG2_E if self.hooks.factor is None else self.hooks.factor(at)
             slab = Slab(at, first, (0,), tuple(range(FRAGMENT)))
             given = Head(slab, computed_once(factor), self.collector(arguments, slab, sums))
             given.collector.begin()
-            queries = self.course.queries(work, h, arguments)
+            queries = self.scheduler.queries(work, h, arguments)
             for i in cutlass.range(0 if const_expr(ordered) else queries.masked_count, unroll=1):
                 which = (query_tile_at(queries, i), phase)
                 self.step(given, place, (shared, pipes), (lse2, delta), which, True)
@@ -136,7 +138,7 @@ class Compute:
                 delta.advance()
                 phase ^= 1
             given.collector.finish()
-        some = self.course.steps(work, arguments) > 0
+        some = self.scheduler.steps(work, arguments) > 0
         memory = config.memory
         dv = Sums(base + memory.dv, pipes.dv_full, config.head_dim_v)
         dk = Sums(base + memory.dk, pipes.dk_full, config.head_dim)

@@ -17,9 +17,9 @@ from cutlass.memory import SmemAllocator
 from fa4flex.kernels.bwd_sm100.compute import Compute
 from fa4flex.kernels.bwd_sm100.config import COLUMNS, ROWS, Config
 from fa4flex.kernels.bwd_sm100.load import Load, Transfers
-from fa4flex.kernels.bwd_sm100.multiply import Multiply
-from fa4flex.kernels.bwd_sm100.parts import Pipes, Products, Shared
+from fa4flex.kernels.bwd_sm100.mma import Mma
 from fa4flex.kernels.bwd_sm100.reduce import PIECE, Reduce
+from fa4flex.kernels.bwd_sm100.resources import Pipes, Products, Shared
 from fa4flex.kernels.bwd_sm100.roles import (
     ALLOCATED,
     BARRIERS,
@@ -33,7 +33,7 @@ from fa4flex.kernels.bwd_sm100.roles import (
     TOUCH_TENSOR_MEMORY,
     WARPS,
 )
-from fa4flex.kernels.common.backward import BackwardArguments, BackwardCourse, KeyGrid
+from fa4flex.kernels.common.backward import BackwardArguments, BackwardTileScheduler, KeyGrid
 from fa4flex.kernels.common.cluster import Cluster
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.tensor_core import operand_ring, tensor_memory
@@ -50,7 +50,7 @@ class Backward:
     """Which arguments it takes."""
 
     # A pair's has others of these (kernels/bwd_sm100_pair).
-    roles: Any = Load, Multiply, Compute, Reduce
+    roles: Any = Load, Mma, Compute, Reduce
     transfers_kind: Any = Transfers
     pipes_kind: Any = Pipes
     rings: tuple[str, ...] = RINGS
@@ -62,16 +62,16 @@ class Backward:
         self.config = config
         self.hooks = hooks
         cluster = self.cluster = Cluster(config.ctas)
-        course = self.course = BackwardCourse(config, hooks, config.ctas)
+        scheduler = self.scheduler = BackwardTileScheduler(config, hooks, config.ctas)
         load, multiply, compute, reduce = self.roles
-        self.load = load(config, course, cluster)
-        self.multiply = multiply(config, course, cluster)
-        self.compute = compute(config, hooks, course, cluster)
-        self.reduce = reduce(config, course, cluster)
+        self.load = load(config, scheduler, cluster)
+        self.multiply = multiply(config, scheduler, cluster)
+        self.compute = compute(config, hooks, scheduler, cluster)
+        self.reduce = reduce(config, scheduler, cluster)
 
     @cute.jit
     def __call__(self, arguments: BackwardArguments, stream: cuda.CUstream) -> None:
-        grid, ctas = self.course.grid(arguments), self.config.ctas
+        grid, ctas = self.scheduler.grid(arguments), self.config.ctas
         self.device(arguments, grid, self.transfers(arguments)).launch(
             grid=[grid.total * ctas, 1, 1],
             block=[32 * WARPS, 1, 1],
@@ -151,7 +151,7 @@ class Backward:
         ctas = self.cluster.layout(products.scores)
         pipeline.pipeline_init_arrive(cluster_shape_mn=ctas, is_relaxed=True)
         pipeline.pipeline_init_wait(cluster_shape_mn=ctas)
-        work = self.course.work(self.course.first(), grid, arguments)
+        work = self.scheduler.work(self.scheduler.first(), grid, arguments)
         if warp >= MULTIPLY:
             cute.arch.setmaxregister_decrease(registers.other)
             if warp == MULTIPLY:

@@ -9,10 +9,10 @@ from cutlass import Float32, Int32, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
 from fa4flex.kernels.bwd_sm100.config import ROWS, Config
-from fa4flex.kernels.bwd_sm100.parts import Pipes, Products, Shared
+from fa4flex.kernels.bwd_sm100.resources import Pipes, Products, Shared
 from fa4flex.kernels.common.backward import (
     BackwardArguments,
-    BackwardCourse,
+    BackwardTileScheduler,
     KeyWork,
     query_tile_at,
     rows_of,
@@ -31,9 +31,9 @@ class Transfers(NamedTuple):
 
 
 class Load:
-    def __init__(self, config: Config, course: BackwardCourse, cluster: Cluster) -> None:
+    def __init__(self, config: Config, scheduler: BackwardTileScheduler, cluster: Cluster) -> None:
         self.config = config
-        self.course = course
+        self.scheduler = scheduler
         self.cluster = cluster
 
     @cute.jit
@@ -50,12 +50,12 @@ class Load:
         q, k, v, dout = transfers
         q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.q_stages)
         do_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.do_stages)
-        if self.course.steps(work, arguments) > 0:
+        if self.scheduler.steps(work, arguments) > 0:
             load_once(k, self.keys(k, shared.k, products.scores, products.scores_tile, work), pipes.k_full)
             load_once(v, self.keys(v, shared.v, products.dprob, products.dprob_tile, work), pipes.v_full)
         for g in cutlass.range(work.group, unroll=1):
             h = work.kv_head * work.group + g
-            queries = self.course.queries(work, h, arguments)
+            queries = self.scheduler.queries(work, h, arguments)
             q_rows, do_rows = (self.rows(x, work.q_offset, work.q_len, (h, work.b)) for x in (q, dout))
             q_views = self.views(q_rows, q, shared.q, products.scores, products.scores_tile)
             do_views = self.views(do_rows, dout, shared.dout, products.dprob, products.dprob_tile)

@@ -10,10 +10,10 @@ from cutlass import Float32, Int32, const_expr, cute
 from cutlass.cute.nvgpu import tcgen05
 
 from fa4flex.kernels.bwd_sm100.config import FRAGMENT, ROWS, Config
-from fa4flex.kernels.bwd_sm100.parts import Pipes, Shared, in_columns
+from fa4flex.kernels.bwd_sm100.resources import Pipes, Shared, in_columns
 from fa4flex.kernels.common.backward import (
     BackwardArguments,
-    BackwardCourse,
+    BackwardTileScheduler,
     KeyWork,
     await_turn,
     pass_turn,
@@ -40,9 +40,9 @@ class Way:
 
 
 class Reduce:
-    def __init__(self, config: Config, course: BackwardCourse, cluster: Cluster) -> None:
+    def __init__(self, config: Config, scheduler: BackwardTileScheduler, cluster: Cluster) -> None:
         self.config = config
-        self.course = course
+        self.scheduler = scheduler
         self.cluster = cluster
         self.pieces = config.head_dim // config.ctas // FRAGMENT
         """Of a step's dQ, that a warp hands on."""
@@ -66,7 +66,7 @@ class Reduce:
         phase, stage = Int32(0), Int32(0)
         for g in cutlass.range(work.group, unroll=1):
             h = work.kv_head * work.group + g
-            queries = self.course.queries(work, h, arguments)
+            queries = self.scheduler.queries(work, h, arguments)
             sums = rows_of(arguments.dq_sum, work, h, config.head_dim)
             for i in cutlass.range(queries.count, unroll=1):
                 first = (query_tile_at(queries, i) * config.dq_parts + part) * self.pieces

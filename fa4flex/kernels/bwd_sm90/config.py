@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fa4flex.codegen.plan.lengths import Lengths
-from fa4flex.kernels.common.order import Order
+from fa4flex.kernels.common.dq_layout import Order
 
 Split = Literal["keys", "columns"]
 

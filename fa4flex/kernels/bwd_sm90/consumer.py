@@ -18,8 +18,9 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from fa4flex.kernels.bwd_sm90.config import KEYS, Config
-from fa4flex.kernels.bwd_sm90.delivery import put, staged_sums, store_by_copies, store_by_threads
-from fa4flex.kernels.bwd_sm90.parts import (
+from fa4flex.kernels.bwd_sm90.dkv_epilogue import put, staged_sums, store_by_copies, store_by_threads
+from fa4flex.kernels.bwd_sm90.dq_store import THREADS
+from fa4flex.kernels.bwd_sm90.resources import (
     CLEARED,
     SCORES,
     Pipes,
@@ -29,10 +30,9 @@ from fa4flex.kernels.bwd_sm90.parts import (
     stored,
     transposed,
 )
-from fa4flex.kernels.bwd_sm90.writer import THREADS
 from fa4flex.kernels.common.backward import (
     BackwardArguments,
-    BackwardCourse,
+    BackwardTileScheduler,
     KeyGrid,
     KeyWork,
     needs_mask,
@@ -48,7 +48,7 @@ from fa4flex.kernels.common.fragment import (
 )
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.next_tile import receive
-from fa4flex.kernels.common.shares import Collector, sums_of, targets
+from fa4flex.kernels.common.operand_gradients import Collector, sums_of, targets
 from fa4flex.kernels.common.transfer import read_pair, release, stage_by_fours
 from fa4flex.kernels.common.transposed import Slab, Slopes
 
@@ -104,10 +104,10 @@ class Tiles:
 
 
 class Consumer:
-    def __init__(self, config: Config, hooks: Hooks, course: BackwardCourse) -> None:
+    def __init__(self, config: Config, hooks: Hooks, scheduler: BackwardTileScheduler) -> None:
         self.config = config
         self.hooks = hooks
-        self.course = course
+        self.scheduler = scheduler
         columns = config.queries // 4
         self.together = SLOPED if hooks.slope is not None else next(n for n in PARTS if columns % n == 0)
         self.shares = tuple(share for share in hooks.shares if share.rate != "copy")
@@ -142,11 +142,11 @@ class Consumer:
         q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.q_stages)
         do_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.do_stages)
         states, count = (q_state, do_state), Int32(0)
-        number, turn = self.course.first(), Int32(0)
+        number, turn = self.scheduler.first(), Int32(0)
         given, where = (mmas, operands), (lane, warpgroup_index)
         if const_expr(config.persistent):
             while number < grid.total:
-                work = self.course.work(number, grid, arguments)
+                work = self.scheduler.work(number, grid, arguments)
                 before = count
                 states, count = self.tile(
                     arguments, work, shared, pipes, given, states, (*where, count, turn)
@@ -160,7 +160,7 @@ class Consumer:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
                 turn += 1
         else:
-            work = self.course.work(number, grid, arguments)
+            work = self.scheduler.work(number, grid, arguments)
             _, count = self.tile(arguments, work, shared, pipes, given, states, (*where, count, turn))
             self.deliver(arguments, work, shared, given, stores, where, (count, count))
 
@@ -191,7 +191,7 @@ class Consumer:
         for g in cutlass.range(work.group, unroll=1):
             h = work.kv_head * work.group + g
             slab = self.slab(arguments, work, h, heads, warpgroup_index, lane)
-            queries = self.course.queries(work, h, arguments)
+            queries = self.scheduler.queries(work, h, arguments)
             collector = self.collector(arguments, slab, sums, (lane, warpgroup_index))
             collector.begin()
             given_all = mmas, operands, collector
@@ -265,7 +265,7 @@ class Consumer:
     ) -> Slab:
         """Lane l of a warpgroup holds keys l / 4 and l / 4 + 8 of its warp's 16, and of each 8 queries the
         two from 2 (l % 4) on."""
-        at = self.course.place(work, h, heads, arguments)
+        at = self.scheduler.place(work, h, heads, arguments)
         columns = tuple(8 * (c // 2) + c % 2 for c in range(self.config.queries // 4))
         return Slab(at, self.first_key(work, w, lane), (0, 8), columns)
 

@@ -19,14 +19,14 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from fa4flex.kernels.bwd_sm90.columns import ColumnConsumer
+from fa4flex.kernels.bwd_sm90.column_split import ColumnConsumer
 from fa4flex.kernels.bwd_sm90.config import KEYS, Config, swizzle
 from fa4flex.kernels.bwd_sm90.consumer import Consumer, Mmas
-from fa4flex.kernels.bwd_sm90.eraser import WARPS, Eraser
-from fa4flex.kernels.bwd_sm90.parts import Pipes, Shared, swizzled_rows
+from fa4flex.kernels.bwd_sm90.dq_store import DqStore, others
 from fa4flex.kernels.bwd_sm90.producer import Producer
-from fa4flex.kernels.bwd_sm90.writer import Writer, others
-from fa4flex.kernels.common.backward import BackwardArguments, BackwardCourse, KeyGrid
+from fa4flex.kernels.bwd_sm90.resources import Pipes, Shared, swizzled_rows
+from fa4flex.kernels.bwd_sm90.zero_fill import WARPS, ZeroFill
+from fa4flex.kernels.common.backward import BackwardArguments, BackwardTileScheduler, KeyGrid
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.next_tile import NextTile
 from fa4flex.kernels.common.transfer import reordered
@@ -44,18 +44,18 @@ class Backward:
     def __init__(self, config: Config, hooks: Hooks) -> None:
         self.config = config
         self.hooks = hooks
-        self.course = BackwardCourse(config, hooks)
-        self.producer = Producer(config, self.course)
+        self.scheduler = BackwardTileScheduler(config, hooks)
+        self.producer = Producer(config, self.scheduler)
         self.copied = tuple(share for share in hooks.shares if share.rate == "copy")
-        self.writer = Writer(config, self.copied, self.course)
-        self.eraser = Eraser(config, hooks, self.course)
-        self.consumer = CONSUMERS[config.split](config, hooks, self.course)
+        self.writer = DqStore(config, self.copied, self.scheduler)
+        self.eraser = ZeroFill(config, hooks, self.scheduler)
+        self.consumer = CONSUMERS[config.split](config, hooks, self.scheduler)
         self.along_keys = self.consumer.along_keys
 
     @cute.jit
     def __call__(self, arguments: BackwardArguments, stream: cuda.CUstream) -> None:
         config = self.config
-        grid = self.course.grid(arguments)
+        grid = self.scheduler.grid(arguments)
         moved = *self.transfers(arguments), self.copies(arguments), self.stores(arguments)
         blocks = grid.total
         if const_expr(config.persistent):

@@ -10,10 +10,10 @@ from cutlass import Float32, Int32, const_expr, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
 from fa4flex.kernels.bwd_sm90.config import Config
-from fa4flex.kernels.bwd_sm90.parts import Pipes, Shared
+from fa4flex.kernels.bwd_sm90.resources import Pipes, Shared
 from fa4flex.kernels.common.backward import (
     BackwardArguments,
-    BackwardCourse,
+    BackwardTileScheduler,
     KeyGrid,
     KeyWork,
     query_tile_at,
@@ -24,9 +24,9 @@ from fa4flex.kernels.common.transfer import Views, load_once, load_stage, partit
 
 
 class Producer:
-    def __init__(self, config: Config, course: BackwardCourse) -> None:
+    def __init__(self, config: Config, scheduler: BackwardTileScheduler) -> None:
         self.config = config
-        self.course = course
+        self.scheduler = scheduler
 
     @cute.jit
     def run(
@@ -40,10 +40,10 @@ class Producer:
         config = self.config
         q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.q_stages)
         do_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.do_stages)
-        number, turn = self.course.first(), Int32(0)
+        number, turn = self.scheduler.first(), Int32(0)
         if const_expr(config.persistent):
             while number < grid.total:
-                work = self.course.work(number, grid, arguments)
+                work = self.scheduler.work(number, grid, arguments)
                 cute.arch.mbarrier_wait(pipes.keys_empty, (turn & 1) ^ 1)
                 q_state, do_state = self.tile(arguments, work, transfers, shared, pipes, (q_state, do_state))
                 # Not before: what a block took at the start of a long tile would wait for its end.
@@ -52,7 +52,7 @@ class Producer:
                 turn += 1
             finish(arguments.counter, cute.arch.grid_dim()[0])
         else:
-            work = self.course.work(number, grid, arguments)
+            work = self.scheduler.work(number, grid, arguments)
             self.tile(arguments, work, transfers, shared, pipes, (q_state, do_state))
 
     @cute.jit
@@ -73,7 +73,7 @@ class Producer:
         load_once(v, self.keys(v, shared.v, work, config.head_dim_v), pipes.v_full)
         for g in cutlass.range(work.group, unroll=1):
             h = work.kv_head * work.group + g
-            queries = self.course.queries(work, h, arguments)
+            queries = self.scheduler.queries(work, h, arguments)
             q_views = self.views(q, shared.q, work, h, config.head_dim)
             do_views = self.views(dout, shared.dout, work, h, config.head_dim_v)
             for i in cutlass.range(queries.count, unroll=1):

@@ -139,7 +139,7 @@ class QueryTiles(NamedTuple):
     count: Int32
 
 
-class BackwardCourse:
+class BackwardTileScheduler:
     """The tiles of keys that a block takes; `config` has tile_m, tile_n and masked, and is `deterministic`
     where sums are ordered: then turn_rows tells how many rows of a tile take turns by themselves. ctas: that
     take a tile together."""

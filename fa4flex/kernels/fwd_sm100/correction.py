@@ -13,11 +13,11 @@ from cutlass.tensor_utils import LayoutEnum
 
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.cluster import Cluster
-from fa4flex.kernels.common.course import Course
 from fa4flex.kernels.common.tensor_core import Blocks, arrive_once
+from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.common.work import Grid, Work
 from fa4flex.kernels.fwd_sm100.config import CORRECTED, FRAGMENT, ROWS, Config
-from fa4flex.kernels.fwd_sm100.parts import (
+from fa4flex.kernels.fwd_sm100.resources import (
     Pipes,
     Products,
     Shared,
@@ -36,9 +36,9 @@ class Output:
 
 
 class Correction:
-    def __init__(self, config: Config, course: Course, cluster: Cluster) -> None:
+    def __init__(self, config: Config, scheduler: TileScheduler, cluster: Cluster) -> None:
         self.config = config
-        self.course = course
+        self.scheduler = scheduler
         self.cluster = cluster
 
     @cute.jit
@@ -55,13 +55,13 @@ class Correction:
         warp = cute.arch.make_warp_uniform(row // 32)
         outputs = [self.output(products, base, tile, row) for tile in range(self.config.q_tiles)]
         scale_phase, phase, out_count = Int32(0), Int32(0), Int32(0)
-        number = self.course.first()
-        work = self.course.work(number, grid, arguments)
+        number = self.scheduler.first()
+        work = self.scheduler.work(number, grid, arguments)
         for tile in cutlass.range_constexpr(self.config.q_tiles):
             self.cluster.arrive(pipes.p_early + tile)
         while work.valid:
-            at = self.course.place(work, grid, arguments)
-            count = self.course.keys(at, work, arguments).count
+            at = self.scheduler.place(work, grid, arguments)
+            count = self.scheduler.keys(at, work, arguments).count
             for _ in cutlass.range(1, count, unroll=1):
                 for tile in cutlass.range_constexpr(self.config.q_tiles):
                     cute.arch.mbarrier_wait(pipes.scale_full + 4 * tile + warp, scale_phase)
@@ -74,8 +74,8 @@ class Correction:
                 cute.arch.mbarrier_wait(pipes.o_full + tile, phase)
                 given = (outputs[tile], place, scale)
                 out_count = self.hand_out(arguments, work, shared, pipes, given, out_count)
-            number = self.course.receive(number, pipes.next, phase)
-            work = self.course.work(number, grid, arguments)
+            number = self.scheduler.receive(number, pipes.next, phase)
+            work = self.scheduler.work(number, grid, arguments)
             phase ^= 1
 
     def output(self, products: Products, base: cute.Pointer, tile: int, row: Int32) -> Output:

@@ -20,18 +20,19 @@ from cutlass.tensor_utils import LayoutEnum
 
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.cluster import Cluster
-from fa4flex.kernels.common.course import Course
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.next_tile import NextTile
 from fa4flex.kernels.common.tensor_core import operand_ring, tensor_memory
+from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.common.transfer import Transfers, reordered
 from fa4flex.kernels.common.work import Grid, dense_grid, packed_grid
-from fa4flex.kernels.fwd_sm100.cancel import Asking, Cancelling
 from fa4flex.kernels.fwd_sm100.config import COLUMNS, ROWS, Config
 from fa4flex.kernels.fwd_sm100.correction import Correction
+from fa4flex.kernels.fwd_sm100.epilogue import Epilogue, store_atom
+from fa4flex.kernels.fwd_sm100.launch_control import Asking, Cancelling
 from fa4flex.kernels.fwd_sm100.load import Load
-from fa4flex.kernels.fwd_sm100.multiply import Multiply
-from fa4flex.kernels.fwd_sm100.parts import Pipes, Products, Shared
+from fa4flex.kernels.fwd_sm100.mma import Mma
+from fa4flex.kernels.fwd_sm100.resources import Pipes, Products, Shared
 from fa4flex.kernels.fwd_sm100.roles import (
     ALLOCATED,
     BARRIERS,
@@ -51,7 +52,6 @@ from fa4flex.kernels.fwd_sm100.roles import (
 )
 from fa4flex.kernels.fwd_sm100.schedule import Scheduler
 from fa4flex.kernels.fwd_sm100.softmax import Softmax
-from fa4flex.kernels.fwd_sm100.store import Store, store_atom
 
 
 class Forward:
@@ -64,16 +64,16 @@ class Forward:
         self.config = config
         self.hooks = hooks
         cluster = self.cluster = Cluster(config.ctas)
-        course = Course(config, hooks, config.ctas, looped=True)
-        self.scheduler: Scheduler | Asking = Scheduler(course)
+        tiles: TileScheduler = TileScheduler(config, hooks, config.ctas, looped=True)
+        self.schedule: Scheduler | Asking = Scheduler(tiles)
         if config.cancel:
-            course = Cancelling(config, hooks, cluster)
-            self.scheduler = Asking(course)
-        self.load = Load(config, course, cluster)
-        self.multiply = Multiply(config, course, cluster)
-        self.softmax = Softmax(config, hooks, course, cluster)
-        self.correction = Correction(config, course, cluster)
-        self.store = Store(config, course, cluster)
+            tiles = Cancelling(config, hooks, cluster)
+            self.schedule = Asking(tiles)
+        self.load = Load(config, tiles, cluster)
+        self.mma = Mma(config, tiles, cluster)
+        self.softmax = Softmax(config, hooks, tiles, cluster)
+        self.correction = Correction(config, tiles, cluster)
+        self.epilogue = Epilogue(config, tiles, cluster)
 
     @cute.jit
     def __call__(self, arguments: Arguments, stream: cuda.CUstream) -> None:
@@ -183,15 +183,15 @@ class Forward:
                 memory.wait_for_alloc()
                 base = memory.retrieve_ptr(Float32)
                 if self.cluster.leads():
-                    self.multiply.run(arguments, grid, shared, pipes, products, base)
+                    self.mma.run(arguments, grid, shared, pipes, products, base)
             if warp == LOAD:
                 self.load.run(arguments, grid, transfers, shared, pipes, products)
             if const_expr(out is not None):  # noqa: SIM102  one is decided when compiled, one when run
                 if warp == STORE:
-                    self.store.run(arguments, grid, transfers, shared, pipes)
+                    self.epilogue.run(arguments, grid, transfers, shared, pipes)
             if const_expr(self.config.handed):  # noqa: SIM102
                 if warp == SCHEDULE:
-                    self.scheduler.run(arguments, grid, pipes)
+                    self.schedule.run(arguments, grid, pipes)
         elif warp >= CORRECTION:
             cute.arch.setmaxregister_decrease(registers.correction)
             memory.allocate(COLUMNS)

@@ -8,18 +8,18 @@ from cutlass.cute.nvgpu import cpasync
 
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.cluster import Cluster
-from fa4flex.kernels.common.course import Course
 from fa4flex.kernels.common.keys import tile_at
+from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.common.transfer import Transfers, Views, load_stage, partition, sequence
 from fa4flex.kernels.common.work import Grid, Work
 from fa4flex.kernels.fwd_sm100.config import Config
-from fa4flex.kernels.fwd_sm100.parts import Pipes, Products, Shared
+from fa4flex.kernels.fwd_sm100.resources import Pipes, Products, Shared
 
 
 class Load:
-    def __init__(self, config: Config, course: Course, cluster: Cluster) -> None:
+    def __init__(self, config: Config, scheduler: TileScheduler, cluster: Cluster) -> None:
         self.config = config
-        self.course = course
+        self.scheduler = scheduler
         self.cluster = cluster
 
     @cute.jit
@@ -36,11 +36,11 @@ class Load:
         k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, k_stages)
         v_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, v_stages)
         phase = Int32(0)
-        number = self.course.first()
-        work = self.course.work(number, grid, arguments)
+        number = self.scheduler.first()
+        work = self.scheduler.work(number, grid, arguments)
         while work.valid:
-            at = self.course.place(work, grid, arguments)
-            keys = self.course.keys(at, work, arguments)
+            at = self.scheduler.place(work, grid, arguments)
+            keys = self.scheduler.keys(at, work, arguments)
             q, k, v = self.views(work, grid, arguments, transfers, shared, products)
             tile = tile_at(keys, Int32(0))
             self.queries(transfers.q, q, work, pipes, phase, 0)
@@ -57,8 +57,8 @@ class Load:
                 k_state.advance()
             load_stage(transfers.v, pipes.v, v_state, v, tile)
             v_state.advance()
-            number = self.course.receive(number, pipes.next, phase)
-            work = self.course.work(number, grid, arguments)
+            number = self.scheduler.receive(number, pipes.next, phase)
+            work = self.scheduler.work(number, grid, arguments)
             phase ^= 1
 
     def views(

@@ -6,23 +6,23 @@ import cutlass
 from cutlass import Int32, cute
 
 from fa4flex.kernels.common.arguments import Arguments
-from fa4flex.kernels.common.course import Course
+from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.common.work import Grid
-from fa4flex.kernels.fwd_sm100.parts import Pipes
+from fa4flex.kernels.fwd_sm100.resources import Pipes
 
 
 class Scheduler:
-    def __init__(self, course: Course) -> None:
-        self.course = course
+    def __init__(self, scheduler: TileScheduler) -> None:
+        self.scheduler = scheduler
 
     @cute.jit
     def run(self, arguments: Arguments, grid: Grid, pipes: cutlass.Constexpr[Pipes]) -> None:
         phase = Int32(1)
-        number = self.course.first()
-        work = self.course.work(number, grid, arguments)
+        number = self.scheduler.first()
+        work = self.scheduler.work(number, grid, arguments)
         while work.valid:
-            number = self.course.take(number, arguments)
-            self.course.publish(number, pipes.next, phase)
-            work = self.course.work(number, grid, arguments)
+            number = self.scheduler.take(number, arguments)
+            self.scheduler.publish(number, pipes.next, phase)
+            work = self.scheduler.work(number, grid, arguments)
             phase ^= 1
-        self.course.finish(arguments)
+        self.scheduler.finish(arguments)

@@ -18,7 +18,6 @@ from cutlass.cute.nvgpu import tcgen05
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.bits import consecutive, shifted
 from fa4flex.kernels.common.cluster import Cluster
-from fa4flex.kernels.common.course import Course
 from fa4flex.kernels.common.fragment import compute_before, computed_once, numbers
 from fa4flex.kernels.common.hooks import At, Hooks
 from fa4flex.kernels.common.keys import KeyTiles, tile_at
@@ -33,9 +32,10 @@ from fa4flex.kernels.common.softmax import (
     running,
 )
 from fa4flex.kernels.common.tensor_core import Blocks, arrive_once, arrive_where, put_where
+from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.common.work import Grid, Work, put_statistic
 from fa4flex.kernels.fwd_sm100.config import FRAGMENT, ROWS, Config
-from fa4flex.kernels.fwd_sm100.parts import (
+from fa4flex.kernels.fwd_sm100.resources import (
     Pipes,
     Products,
     Shared,
@@ -81,10 +81,10 @@ class Place:
 
 
 class Softmax:
-    def __init__(self, config: Config, hooks: Hooks, course: Course, cluster: Cluster) -> None:
+    def __init__(self, config: Config, hooks: Hooks, scheduler: TileScheduler, cluster: Cluster) -> None:
         self.config = config
         self.hooks = hooks
-        self.course = course
+        self.scheduler = scheduler
         self.cluster = cluster
 
     @cute.jit
@@ -100,11 +100,11 @@ class Softmax:
         place = self.place(products, base)
         state = running(1)
         s_phase, phase = Int32(0), Int32(0)
-        number = self.course.first()
-        work = self.course.work(number, grid, arguments)
+        number = self.scheduler.first()
+        work = self.scheduler.work(number, grid, arguments)
         while work.valid:
-            at = self.course.place(work, grid, arguments)
-            keys = self.course.keys(at, work, arguments)
+            at = self.scheduler.place(work, grid, arguments)
+            keys = self.scheduler.keys(at, work, arguments)
             q = first_row(self.config, work, place.tile, place.rank) + place.row
             tile = self.tile(at, q, state)
             self.begin(state)
@@ -115,8 +115,8 @@ class Softmax:
                     self.step(tile, place, shared, pipes, (tile_at(keys, i), i, s_phase), masked)
                     s_phase ^= 1
             self.finish(arguments, work, tile, place, (shared, pipes), (q, phase))
-            number = self.course.receive(number, pipes.next, phase)
-            work = self.course.work(number, grid, arguments)
+            number = self.scheduler.receive(number, pipes.next, phase)
+            work = self.scheduler.work(number, grid, arguments)
             phase ^= 1
 
     def passes(self, keys: KeyTiles) -> list[tuple[bool, Int32, Int32]]:

@@ -15,7 +15,6 @@ from cutlass import Boolean, Float32, Int32, const_expr, cute, pipeline
 from cutlass.cute.nvgpu import warpgroup
 
 from fa4flex.kernels.common.arguments import Arguments
-from fa4flex.kernels.common.course import Course
 from fa4flex.kernels.common.fragment import (
     as_operand,
     compute_before,
@@ -39,11 +38,12 @@ from fa4flex.kernels.common.softmax import (
     running,
     start,
 )
+from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.common.transfer import Transfers
 from fa4flex.kernels.common.work import Grid
 from fa4flex.kernels.fwd_sm90.config import Config
 from fa4flex.kernels.fwd_sm90.epilogue import STORES, Epilogue
-from fa4flex.kernels.fwd_sm90.parts import ROWS, Pipes, Shared
+from fa4flex.kernels.fwd_sm90.resources import ROWS, Pipes, Shared
 
 TURNS = 1
 """Named barriers TURNS + w: it is warpgroup w's turn to issue products."""
@@ -86,10 +86,10 @@ class Begun:
 
 
 class Consumer:
-    def __init__(self, config: Config, hooks: Hooks, course: Course) -> None:
+    def __init__(self, config: Config, hooks: Hooks, scheduler: TileScheduler) -> None:
         self.config = config
         self.hooks = hooks
-        self.course = course
+        self.scheduler = scheduler
         self.epilogue = Epilogue(config)
 
     @cute.jit
@@ -112,10 +112,10 @@ class Consumer:
         q_phase = Int32(0)
         self.open_turns(group)
         number = cute.arch.block_idx()[0]
-        work = self.course.work(number, grid, arguments)
+        work = self.scheduler.work(number, grid, arguments)
         while work.valid:
-            at = self.course.place(work, grid, arguments)
-            keys = self.course.keys(at, work, arguments)
+            at = self.scheduler.place(work, grid, arguments)
+            keys = self.scheduler.keys(at, work, arguments)
             first_row = work.tile * self.config.tile_m + group * ROWS
             tile = self.tile(at, first_row, lane, state)
             products.out.fill(0.0)
@@ -140,8 +140,8 @@ class Consumer:
             self.epilogue.run(arguments, work, transfers, shared, products, tile.state, where)
             if const_expr(self.config.alias_output):
                 self.release_queries(pipes, group)
-            number = self.course.receive(number, pipes.next, q_phase ^ 1)
-            work = self.course.work(number, grid, arguments)
+            number = self.scheduler.receive(number, pipes.next, q_phase ^ 1)
+            work = self.scheduler.work(number, grid, arguments)
         self.epilogue.drain()
 
     def products(self, mma: tuple[Any, Any], shared: Shared, lane: Int32, group: Int32) -> Products:

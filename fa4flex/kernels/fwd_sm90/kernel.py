@@ -18,15 +18,15 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from fa4flex.kernels.common.arguments import Arguments
-from fa4flex.kernels.common.course import Course
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.next_tile import NextTile
+from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.common.transfer import Transfers, reordered
 from fa4flex.kernels.common.work import Grid, dense_grid, packed_grid
 from fa4flex.kernels.fwd_sm90.config import Config
 from fa4flex.kernels.fwd_sm90.consumer import Consumer
-from fa4flex.kernels.fwd_sm90.parts import ROWS, Pipes, Shared
 from fa4flex.kernels.fwd_sm90.producer import Producer
+from fa4flex.kernels.fwd_sm90.resources import ROWS, Pipes, Shared
 
 
 class Forward:
@@ -38,9 +38,9 @@ class Forward:
     def __init__(self, config: Config, hooks: Hooks) -> None:
         self.config = config
         self.hooks = hooks
-        course = Course(config, hooks)
-        self.producer = Producer(config, course)
-        self.consumer = Consumer(config, hooks, course)
+        scheduler = TileScheduler(config, hooks)
+        self.producer = Producer(config, scheduler)
+        self.consumer = Consumer(config, hooks, scheduler)
 
     @cute.jit
     def __call__(self, arguments: Arguments, stream: cuda.CUstream) -> None:

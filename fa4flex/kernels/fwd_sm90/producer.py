@@ -6,18 +6,18 @@ import cutlass
 from cutlass import Int32, cute, pipeline
 
 from fa4flex.kernels.common.arguments import Arguments
-from fa4flex.kernels.common.course import Course
 from fa4flex.kernels.common.keys import tile_at
+from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.common.transfer import Transfers, load_stage, partition, sequence
 from fa4flex.kernels.common.work import Grid, Work
 from fa4flex.kernels.fwd_sm90.config import Config
-from fa4flex.kernels.fwd_sm90.parts import ROWS, Pipes, Shared
+from fa4flex.kernels.fwd_sm90.resources import ROWS, Pipes, Shared
 
 
 class Producer:
-    def __init__(self, config: Config, course: Course) -> None:
+    def __init__(self, config: Config, scheduler: TileScheduler) -> None:
         self.config = config
-        self.course = course
+        self.scheduler = scheduler
 
     @cute.jit
     def run(
@@ -32,11 +32,11 @@ class Producer:
         v_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.kv_stages)
         q_phase = Int32(1)
         number = cute.arch.block_idx()[0]
-        work = self.course.work(number, grid, arguments)
+        work = self.scheduler.work(number, grid, arguments)
         while work.valid:
-            following = self.course.take(number, arguments)
-            at = self.course.place(work, grid, arguments)
-            keys = self.course.keys(at, work, arguments)
+            following = self.scheduler.take(number, arguments)
+            at = self.scheduler.place(work, grid, arguments)
+            keys = self.scheduler.keys(at, work, arguments)
             kv_head = work.h // (grid.heads // arguments.k.shape[-2])
             k_global = sequence(transfers.k.tma_tensor, work.kv_offset, kv_head, work.b)
             v_global = sequence(transfers.v.tma_tensor, work.kv_offset, kv_head, work.b, axis=1)
@@ -65,10 +65,10 @@ class Producer:
                 tile = coming
             load_stage(transfers.v, pipes.v, v_state, v_views, tile)
             v_state.advance()
-            self.course.publish(following, pipes.next, q_phase ^ 1)
+            self.scheduler.publish(following, pipes.next, q_phase ^ 1)
             number = following
-            work = self.course.work(number, grid, arguments)
-        self.course.finish(arguments)
+            work = self.scheduler.work(number, grid, arguments)
+        self.scheduler.finish(arguments)
 
     @cute.jit
     def queries(

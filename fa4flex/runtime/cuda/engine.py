@@ -24,7 +24,7 @@ from fa4flex.codegen.analyze.tiles import TileMap, tile_map
 from fa4flex.codegen.evaluate import Captured
 from fa4flex.compiler import simulated
 from fa4flex.compiler.signature import Signature
-from fa4flex.contents import Kept, on_host
+from fa4flex.contents import VersionedCache, on_host
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.runtime.cuda.block_tables import BlockTables, ragged_maps, to_device
@@ -33,8 +33,8 @@ from fa4flex.runtime.cuda.conversions import ALIGNMENT, input_conversions
 from fa4flex.runtime.cuda.device import require_not_capturing, target_of
 from fa4flex.runtime.cuda.interval_tables import interval_tables
 from fa4flex.runtime.cuda.lengths import check_lengths
-from fa4flex.runtime.cuda.order import TileOrder
 from fa4flex.runtime.cuda.ready import Ready, Results, result_layouts
+from fa4flex.runtime.cuda.tile_order import TileOrder
 
 if TYPE_CHECKING:
     from fa4flex.codegen.plan.pipeline import ForwardPlan
@@ -56,10 +56,10 @@ class Engine:
         """By slot, the kind of each captured number."""
         self.watched = watched(facts)
         self._slots = sorted(self.watched.slots)
-        self._ready: Kept[Ready] = Kept(MOST_READY)
-        self.backward: Kept[Any] = Kept(MOST_READY)
+        self._ready: VersionedCache[Ready] = VersionedCache(MOST_READY)
+        self.backward: VersionedCache[Any] = VersionedCache(MOST_READY)
         """What runtime/cuda/backward.py keeps: launches by look, None where there is no kernel."""
-        self.proved: Kept[Proved] = Kept(MOST_PROVED)
+        self.proved: VersionedCache[Proved] = VersionedCache(MOST_PROVED)
 
     def find(self, call: Call) -> Ready | None:
         """What was made ready for calls that look like this one."""

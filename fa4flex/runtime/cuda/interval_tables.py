@@ -13,7 +13,7 @@ from fa4flex.codegen.analyze.rows import looked_up, one_thread
 from fa4flex.codegen.analyze.tabulate import extents, varying
 from fa4flex.codegen.evaluate import Captured, evaluate
 from fa4flex.codegen.expr import Expr, nodes
-from fa4flex.contents import MOST_BYTES, Kept
+from fa4flex.contents import MOST_BYTES, VersionedCache
 from fa4flex.runtime.cuda.upload import upload
 
 AT_ONCE = 1 << 20
@@ -33,7 +33,9 @@ def interval_tables(
     return _kept.made(key, seen, lambda: _tables(ends, shape, captured, device))
 
 
-_kept: Kept[tuple[Tensor, ...]] = Kept(64, MOST_BYTES, lambda tables: sum(x.nbytes for x in tables))
+_kept: VersionedCache[tuple[Tensor, ...]] = VersionedCache(
+    64, MOST_BYTES, lambda tables: sum(x.nbytes for x in tables)
+)
 """Tables on devices: one for the forward and the backward pass, and for all programs with the same ends."""
 
 

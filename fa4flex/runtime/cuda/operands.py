@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fa4flex.codegen.build import Trace
 from fa4flex.codegen.trace.captures import Place
-from fa4flex.contents import Kept
+from fa4flex.contents import VersionedCache
 
 MOST_DERIVED = 64
 """Derived tensors kept per program, for as many captured ones."""
@@ -25,7 +25,7 @@ class Remembered:
 
     def __init__(self, watched: frozenset[int]) -> None:
         self._watched = watched
-        self._derived: Kept[Tensor] = Kept(MOST_DERIVED)
+        self._derived: VersionedCache[Tensor] = VersionedCache(MOST_DERIVED)
 
     def tensors(self, trace: Trace, bases: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return tuple([self._value(trace, slot, bases) for slot in range(len(trace.operands))])

@@ -15,7 +15,7 @@ from fa4flex.runtime.cuda.call import Call
 from fa4flex.runtime.cuda.conversions import converted
 from fa4flex.runtime.cuda.counter import counter
 from fa4flex.runtime.cuda.graphs import hold_if_captured
-from fa4flex.runtime.cuda.order import TileOrder
+from fa4flex.runtime.cuda.tile_order import TileOrder
 from fa4flex.runtime.layouts import empty_output
 
 Results = tuple[Tensor, Tensor | None, Tensor | None]

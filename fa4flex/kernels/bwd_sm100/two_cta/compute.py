@@ -17,10 +17,10 @@ from cutlass.cute.nvgpu import tcgen05
 from fa4flex.kernels.bwd_sm100 import compute as base
 from fa4flex.kernels.bwd_sm100.compute import WIDE, Head
 from fa4flex.kernels.bwd_sm100.config import FRAGMENT, ROWS
-from fa4flex.kernels.bwd_sm100.parts import of_half
+from fa4flex.kernels.bwd_sm100.resources import of_half
 from fa4flex.kernels.bwd_sm100.roles import COMPUTE
 from fa4flex.kernels.bwd_sm100.two_cta.config import CTAS, KEPT, PACKED
-from fa4flex.kernels.bwd_sm100.two_cta.parts import Pipes, Shared
+from fa4flex.kernels.bwd_sm100.two_cta.resources import Pipes, Shared
 from fa4flex.kernels.common.tensor_core import Blocks, arrive_once
 
 SENT, HELD = 0, 1

@@ -14,13 +14,13 @@ from typing import Any
 from cutlass import cute
 
 from fa4flex.kernels.bwd_sm100 import kernel as base
-from fa4flex.kernels.bwd_sm100.parts import Products
+from fa4flex.kernels.bwd_sm100.resources import Products
 from fa4flex.kernels.bwd_sm100.two_cta.compute import Compute
 from fa4flex.kernels.bwd_sm100.two_cta.config import KEPT
 from fa4flex.kernels.bwd_sm100.two_cta.load import Load, Transfers
-from fa4flex.kernels.bwd_sm100.two_cta.multiply import Multiply
-from fa4flex.kernels.bwd_sm100.two_cta.parts import Pipes, Shared
+from fa4flex.kernels.bwd_sm100.two_cta.mma import Mma
 from fa4flex.kernels.bwd_sm100.two_cta.reduce import Reduce
+from fa4flex.kernels.bwd_sm100.two_cta.resources import Pipes, Shared
 from fa4flex.kernels.bwd_sm100.two_cta.roles import BARRIERS, RINGS
 from fa4flex.kernels.common.backward import BackwardArguments
 from fa4flex.kernels.common.transfer import reordered
@@ -29,7 +29,7 @@ from fa4flex.kernels.common.transfer import reordered
 class Backward(base.Backward):
     """A backward kernel for one Config and one variant's Hooks; `compile` takes the object itself."""
 
-    roles = Load, Multiply, Compute, Reduce
+    roles = Load, Mma, Compute, Reduce
     transfers_kind, pipes_kind = Transfers, Pipes
     rings, barriers = RINGS, BARRIERS
     operands = (*base.Backward.operands, "q_t", "k_t", "dout_t")

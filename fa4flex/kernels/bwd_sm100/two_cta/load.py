@@ -12,8 +12,8 @@ import cutlass
 from cutlass import Boolean, cute, pipeline
 
 from fa4flex.kernels.bwd_sm100 import load as base
-from fa4flex.kernels.bwd_sm100.parts import Products
-from fa4flex.kernels.bwd_sm100.two_cta.parts import Pipes, Shared
+from fa4flex.kernels.bwd_sm100.resources import Products
+from fa4flex.kernels.bwd_sm100.two_cta.resources import Pipes, Shared
 from fa4flex.kernels.common.backward import (
     BackwardArguments,
     KeyWork,
@@ -54,13 +54,13 @@ class Load(base.Load):
         q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.q_stages)
         do_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.do_stages)
         # The first dQ is the last to be multiplied of a first step, and what it takes of K comes behind it.
-        waiting = self.course.steps(work, arguments) > 0
+        waiting = self.scheduler.steps(work, arguments) > 0
         if waiting:
             self.once(k, self.keys(k, shared.k, products.scores, products.scores_tile, work), pipes.k_full)
             self.once(v, self.keys(v, shared.v, products.dprob, products.dprob_tile, work), pipes.v_full)
         for g in cutlass.range(work.group, unroll=1):
             h = work.kv_head * work.group + g
-            queries = self.course.queries(work, h, arguments)
+            queries = self.scheduler.queries(work, h, arguments)
             at = (h, work.b)
             q_rows, do_rows = (self.rows(x, work.q_offset, work.q_len, at) for x in (q, dout))
             q_columns, do_columns = (

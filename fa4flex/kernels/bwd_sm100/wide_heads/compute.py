@@ -13,10 +13,10 @@ from cutlass.cute.nvgpu import tcgen05
 from fa4flex.kernels.bwd_sm100 import compute as base
 from fa4flex.kernels.bwd_sm100.compute import WIDE, Head
 from fa4flex.kernels.bwd_sm100.config import FRAGMENT, HALF, ROWS
-from fa4flex.kernels.bwd_sm100.parts import Shared, of_half
+from fa4flex.kernels.bwd_sm100.resources import Shared, of_half
 from fa4flex.kernels.bwd_sm100.roles import COMPUTE
 from fa4flex.kernels.bwd_sm100.wide_heads.config import FRAGMENTS, PACKED
-from fa4flex.kernels.bwd_sm100.wide_heads.parts import Pipes
+from fa4flex.kernels.bwd_sm100.wide_heads.resources import Pipes
 from fa4flex.kernels.common.tensor_core import Blocks, arrive_once
 
 

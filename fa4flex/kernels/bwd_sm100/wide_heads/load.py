@@ -12,8 +12,8 @@ from cutlass import Boolean, cute, pipeline
 
 from fa4flex.kernels.bwd_sm100 import load as base
 from fa4flex.kernels.bwd_sm100.load import Transfers
-from fa4flex.kernels.bwd_sm100.parts import Products, Shared
-from fa4flex.kernels.bwd_sm100.wide_heads.parts import Pipes
+from fa4flex.kernels.bwd_sm100.resources import Products, Shared
+from fa4flex.kernels.bwd_sm100.wide_heads.resources import Pipes
 from fa4flex.kernels.common.backward import (
     BackwardArguments,
     KeyWork,
@@ -38,12 +38,12 @@ class Load(base.Load):
         q, k, v, dout = transfers
         q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.q_stages)
         do_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.do_stages)
-        waiting = self.course.steps(work, arguments) > 0
+        waiting = self.scheduler.steps(work, arguments) > 0
         if waiting:
             load_once(k, self.keys(k, shared.k, products.scores, products.scores_tile, work), pipes.k_full)
         for g in cutlass.range(work.group, unroll=1):
             h = work.kv_head * work.group + g
-            queries = self.course.queries(work, h, arguments)
+            queries = self.scheduler.queries(work, h, arguments)
             q_rows, do_rows = (self.rows(x, work.q_offset, work.q_len, (h, work.b)) for x in (q, dout))
             q_views = self.views(q_rows, q, shared.q, products.scores, products.scores_tile)
             do_views = self.views(do_rows, dout, shared.dout, products.dprob, products.dprob_tile)

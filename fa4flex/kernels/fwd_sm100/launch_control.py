@@ -17,12 +17,12 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.cluster import Cluster, arrive_once
-from fa4flex.kernels.common.course import Course
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.next_tile import NextTile
+from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.common.work import Grid
 from fa4flex.kernels.fwd_sm100.config import Config
-from fa4flex.kernels.fwd_sm100.parts import Pipes
+from fa4flex.kernels.fwd_sm100.resources import Pipes
 
 ANSWER = 16
 """Bytes."""
@@ -31,7 +31,7 @@ NONE_LEFT = 0x7FFFFFFF
 """Passes for the index of a block, and is past the last tile."""
 
 
-class Cancelling(Course):
+class Cancelling(TileScheduler):
     """The tiles of a block that takes over those of others. `number` of a NextTile is the answer, int32
     [4]."""
 
@@ -64,18 +64,18 @@ class Cancelling(Course):
 class Asking:
     """The warp that asks for tiles."""
 
-    def __init__(self, course: Cancelling) -> None:
-        self.course = course
+    def __init__(self, scheduler: Cancelling) -> None:
+        self.scheduler = scheduler
 
     @cute.jit
     def run(self, arguments: Arguments, grid: Grid, pipes: cutlass.Constexpr[Pipes]) -> None:
         phase = Int32(0)
-        number = self.course.first()
-        work = self.course.work(number, grid, arguments)
+        number = self.scheduler.first()
+        work = self.scheduler.work(number, grid, arguments)
         while work.valid:
-            self.course.ask(pipes.next, phase)
-            number = self.course.receive(number, pipes.next, phase)
-            work = self.course.work(number, grid, arguments)
+            self.scheduler.ask(pipes.next, phase)
+            number = self.scheduler.receive(number, pipes.next, phase)
+            work = self.scheduler.work(number, grid, arguments)
             phase ^= 1
 
 

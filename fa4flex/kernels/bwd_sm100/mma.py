@@ -17,8 +17,8 @@ import cutlass
 from cutlass import Boolean, Int32, cute, pipeline
 
 from fa4flex.kernels.bwd_sm100.config import ROWS, Config
-from fa4flex.kernels.bwd_sm100.parts import Pipes, Products, Shared, operand_columns
-from fa4flex.kernels.common.backward import BackwardArguments, BackwardCourse, KeyWork
+from fa4flex.kernels.bwd_sm100.resources import Pipes, Products, Shared, operand_columns
+from fa4flex.kernels.common.backward import BackwardArguments, BackwardTileScheduler, KeyWork
 from fa4flex.kernels.common.cluster import Cluster
 from fa4flex.kernels.common.tensor_core import MMA_K
 
@@ -53,10 +53,10 @@ class Given:
     base: cute.Pointer
 
 
-class Multiply:
-    def __init__(self, config: Config, course: BackwardCourse, cluster: Cluster) -> None:
+class Mma:
+    def __init__(self, config: Config, scheduler: BackwardTileScheduler, cluster: Cluster) -> None:
         self.config = config
-        self.course = course
+        self.scheduler = scheduler
         self.cluster = cluster
 
     @cute.jit
@@ -75,7 +75,7 @@ class Multiply:
         s_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.q_stages)
         q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.q_stages)
         do_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.do_stages)
-        steps = self.course.steps(work, arguments)
+        steps = self.scheduler.steps(work, arguments)
         phase = Int32(0)
         if steps > 0:
             cute.arch.mbarrier_wait(pipes.k_full, 0)

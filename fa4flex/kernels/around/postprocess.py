@@ -20,7 +20,7 @@ PAD = 8
 """Elements between rows in shared memory, so that rows start in different banks."""
 
 
-class ConvertArguments(NamedTuple):
+class PostprocessArguments(NamedTuple):
     """dq_sum float32 [B, H, R * head_dim] as in BackwardArguments; dq [B, S, H, D]. Packed: [H, R * head_dim]
     and [T, H, D]; cu_seqlens_q int32 [B + 1]."""
 
@@ -30,7 +30,7 @@ class ConvertArguments(NamedTuple):
     scale: Float32
 
 
-class Convert:
+class Postprocess:
     """`config` is the main kernel's: tile_m, head_dim, and dq_order, in which the sums of a tile lie."""
 
     def __init__(self, config: Any) -> None:
@@ -39,7 +39,7 @@ class Convert:
         self.threads = next(n for n in THREADS if pieces % n == 0)
 
     @cute.jit
-    def __call__(self, arguments: ConvertArguments, stream: cuda.CUstream) -> None:
+    def __call__(self, arguments: PostprocessArguments, stream: cuda.CUstream) -> None:
         config = self.config
         if const_expr(arguments.cu_seqlens_q is not None):
             _, heads, _ = arguments.dq.shape
@@ -51,7 +51,7 @@ class Convert:
         self.device(arguments).launch(grid=grid, block=[self.threads, 1, 1], stream=stream)
 
     @cute.kernel
-    def device(self, arguments: ConvertArguments) -> None:
+    def device(self, arguments: PostprocessArguments) -> None:
         config = self.config
         tile, h, b = cute.arch.block_idx()
         thread = cute.arch.thread_idx()[0]

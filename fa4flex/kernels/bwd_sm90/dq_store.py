@@ -9,10 +9,10 @@ import cutlass
 from cutlass import Int32, const_expr, cute
 
 from fa4flex.kernels.bwd_sm90.config import Config
-from fa4flex.kernels.bwd_sm90.parts import Pipes, Shared, dq_empty, dq_full
+from fa4flex.kernels.bwd_sm90.resources import Pipes, Shared, dq_empty, dq_full
 from fa4flex.kernels.common.backward import (
     BackwardArguments,
-    BackwardCourse,
+    BackwardTileScheduler,
     KeyGrid,
     KeyWork,
     await_turn,
@@ -28,11 +28,11 @@ THREADS = 128 + 32
 """A warpgroup and this warp."""
 
 
-class Writer:
-    def __init__(self, config: Config, copied: tuple[Share, ...], course: BackwardCourse) -> None:
+class DqStore:
+    def __init__(self, config: Config, copied: tuple[Share, ...], scheduler: BackwardTileScheduler) -> None:
         self.config = config
         self.copied = copied
-        self.course = course
+        self.scheduler = scheduler
 
     @cute.jit
     def run(
@@ -48,10 +48,10 @@ class Writer:
         for w in cutlass.range_constexpr(config.consumers):
             cute.arch.barrier_arrive(barrier_id=dq_empty(w, 0), number_of_threads=THREADS)
         stage, parity = Int32(0), Int32(0)
-        number, turn = self.course.first(), Int32(0)
+        number, turn = self.scheduler.first(), Int32(0)
         if const_expr(config.persistent):
             while number < grid.total:
-                work = self.course.work(number, grid, arguments)
+                work = self.scheduler.work(number, grid, arguments)
                 stage, parity, steps = self.tile(arguments, work, shared, copies, (stage, parity))
                 if steps > 0:
                     # The other stage is free too, for dK and dV.
@@ -61,7 +61,8 @@ class Writer:
                 number = receive(pipes.next, turn & 1)
                 turn += 1
         else:
-            self.tile(arguments, self.course.work(number, grid, arguments), shared, copies, (stage, parity))
+            only = self.scheduler.work(number, grid, arguments)
+            self.tile(arguments, only, shared, copies, (stage, parity))
             # Shared memory must last until all was read. What is under way then, the grid's end waits for.
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
@@ -80,7 +81,7 @@ class Writer:
         steps = Int32(0)
         for g in cutlass.range(work.group, unroll=1):
             h = work.kv_head * work.group + g
-            queries = self.course.queries(work, h, arguments)
+            queries = self.scheduler.queries(work, h, arguments)
             steps += queries.count
             sums = rows_of(arguments.dq_sum, work, h, config.head_dim)
             views = self.views(arguments, work, h, shared, copies)
@@ -142,7 +143,7 @@ class Writer:
         if not copies:
             return ()
         heads, zero = Int32(arguments.q.shape[-2]), Int32(0)
-        at = self.course.place(work, h, heads, arguments).but(q=zero, kv=zero)
+        at = self.scheduler.place(work, h, heads, arguments).but(q=zero, kv=zero)
         found = []
         for share, copy in zip(self.copied, copies, strict=True):
             place = share.place.element(at)

@@ -24,7 +24,7 @@ FOUR = 4
 """float32 that it stores at once."""
 
 
-class StatisticsArguments(NamedTuple):
+class PreprocessArguments(NamedTuple):
     """out, dout [B, S, H, D]; lse, dlse float32 [B, H, S]; lse2, delta float32 [B, H, R], R >= S, and dq_sum
     [B, H, R * head_dim]: see BackwardArguments. Packed: [T, H, D], [H, T], [H, R], [H, R * head_dim].
     cu_seqlens_q int32 [B + 1], seqused_q [B]."""
@@ -40,7 +40,7 @@ class StatisticsArguments(NamedTuple):
     seqused_q: cute.Tensor | None
 
 
-class Statistics:
+class Preprocess:
     """`width` is D: `lanes` threads next to each other take a row together. head_dim: of rows of dq_sum."""
 
     def __init__(self, width: int, head_dim: int) -> None:
@@ -51,14 +51,14 @@ class Statistics:
             self.lanes *= 2
 
     @cute.jit
-    def __call__(self, arguments: StatisticsArguments, stream: cuda.CUstream) -> None:
+    def __call__(self, arguments: PreprocessArguments, stream: cuda.CUstream) -> None:
         *batch, heads, rows = arguments.delta.shape
         blocks = cute.ceil_div(rows, THREADS // self.lanes)
         grid = [blocks, heads, *batch] if len(batch) else [blocks, heads, 1]
         self.device(arguments).launch(grid=grid, block=[THREADS, 1, 1], stream=stream)
 
     @cute.kernel
-    def device(self, arguments: StatisticsArguments) -> None:
+    def device(self, arguments: PreprocessArguments) -> None:
         block, h, b = cute.arch.block_idx()
         thread = cute.arch.thread_idx()[0]
         row = block * (THREADS // self.lanes) + thread // self.lanes
@@ -95,7 +95,7 @@ class Statistics:
                 cute.autovec_copy(zeros, fours[None, row * count + first + lane])
 
     def place(
-        self, arguments: StatisticsArguments, row: Int32, b: Int32, thread: Int32
+        self, arguments: PreprocessArguments, row: Int32, b: Int32, thread: Int32
     ) -> tuple[Int32, Int32, Int32, Int32]:
         """(sequence, row within it, its first token, its queries) of a row of the statistics."""
         q, first, q_len = row, Int32(0), Int32(arguments.out.shape[1])

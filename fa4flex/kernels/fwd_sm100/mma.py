@@ -19,12 +19,12 @@ from cutlass import Boolean, Int32, const_expr, cute, pipeline
 
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.cluster import Cluster
-from fa4flex.kernels.common.course import Course
 from fa4flex.kernels.common.keys import KeyTiles, tile_at
 from fa4flex.kernels.common.tensor_core import MMA_K, elect, zero_here
+from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.common.work import Grid, Work
 from fa4flex.kernels.fwd_sm100.config import Config
-from fa4flex.kernels.fwd_sm100.parts import Pipes, Products, Shared
+from fa4flex.kernels.fwd_sm100.resources import Pipes, Products, Shared
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class Operands:
     out: tuple[cute.Tensor, ...]
 
 
-class Multiply:
-    def __init__(self, config: Config, course: Course, cluster: Cluster) -> None:
+class Mma:
+    def __init__(self, config: Config, scheduler: TileScheduler, cluster: Cluster) -> None:
         self.config = config
-        self.course = course
+        self.scheduler = scheduler
         self.cluster = cluster
 
     @cute.jit
@@ -61,8 +61,8 @@ class Multiply:
         k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.kv_stages[0])
         v_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.kv_stages[1])
         p_phase, phase = Int32(0), Int32(0)
-        number = self.course.first()
-        work = self.course.work(number, grid, arguments)
+        number = self.scheduler.first()
+        work = self.scheduler.work(number, grid, arguments)
         count = self.keys(work, grid, arguments).count
         if work.valid:
             pipes.k.consumer_wait(k_state)
@@ -72,8 +72,8 @@ class Multiply:
             pipes.k.consumer_release(k_state)
             k_state.advance()
         while work.valid:
-            number = self.course.receive(number, pipes.next, phase)
-            following = self.course.work(number, grid, arguments)
+            number = self.scheduler.receive(number, pipes.next, phase)
+            following = self.scheduler.work(number, grid, arguments)
             coming = self.keys(following, grid, arguments).count
             phase ^= 1
             for j in cutlass.range(1, count + 1, unroll=1):
@@ -116,7 +116,7 @@ class Multiply:
         )
 
     def keys(self, work: Work, grid: Grid, arguments: Arguments) -> KeyTiles:
-        return self.course.keys(self.course.place(work, grid, arguments), work, arguments)
+        return self.scheduler.keys(self.scheduler.place(work, grid, arguments), work, arguments)
 
     @cute.jit
     def scores(

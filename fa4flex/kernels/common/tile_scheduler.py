@@ -15,7 +15,7 @@ from fa4flex.kernels.common.next_tile import NextTile, finish, publish, receive,
 from fa4flex.kernels.common.work import Grid, Work, dense_work, ordered_work, packed_work
 
 
-class Course:
+class TileScheduler:
     """`config` has tile_m, tile_n, lengths, tables, dynamic and longest_first. `ctas` work on a tile
     together. `looped`: rows are looked at for their keys in a loop, in fewer registers."""
 

@@ -9,7 +9,7 @@ from cutlass import Float32, Int32, cute, select_
 
 from fa4flex.kernels.common.fragment import packed
 from fa4flex.kernels.common.hooks import Share
-from fa4flex.kernels.common.shares import Collector, Target, Values, halved
+from fa4flex.kernels.common.operand_gradients import Collector, Target, Values, halved
 
 LANES = 32
 

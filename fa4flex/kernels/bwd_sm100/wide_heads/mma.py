@@ -13,17 +13,17 @@ from __future__ import annotations
 import cutlass
 from cutlass import Boolean, Int32, cute, pipeline
 
-from fa4flex.kernels.bwd_sm100 import multiply as base
+from fa4flex.kernels.bwd_sm100 import mma as base
 from fa4flex.kernels.bwd_sm100.config import HALF
-from fa4flex.kernels.bwd_sm100.multiply import STEPS, Given, moved
-from fa4flex.kernels.bwd_sm100.parts import Products, Shared, fragment_columns
+from fa4flex.kernels.bwd_sm100.mma import STEPS, Given, moved
+from fa4flex.kernels.bwd_sm100.resources import Products, Shared, fragment_columns
 from fa4flex.kernels.bwd_sm100.wide_heads.config import PACKED
-from fa4flex.kernels.bwd_sm100.wide_heads.parts import Pipes
+from fa4flex.kernels.bwd_sm100.wide_heads.resources import Pipes
 from fa4flex.kernels.common.backward import BackwardArguments, KeyWork
 from fa4flex.kernels.common.tensor_core import zero_here
 
 
-class Multiply(base.Multiply):
+class Mma(base.Mma):
     @cute.jit
     def run(
         self,
@@ -38,7 +38,7 @@ class Multiply(base.Multiply):
         given = Given(products, self.operands(shared, products, base), pipes, base)
         q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.q_stages)
         do_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.do_stages)
-        steps = self.course.steps(work, arguments)
+        steps = self.scheduler.steps(work, arguments)
         phase = Int32(0)
         if steps > 0:
             cute.arch.mbarrier_wait(pipes.k_full, 0)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from cutlass import cute, pipeline
 
-from fa4flex.kernels.bwd_sm100 import parts as base
+from fa4flex.kernels.bwd_sm100 import resources as base
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from fa4flex.variant import Variant, default_scale
 _empty_like = torch.empty_like
 
 
-class Again:
+class FastPath:
     """One launch, with all of its arguments but q, k, v and what it computes.
 
     `read` finds what a variant has captured by now, `watched` are the captured tensors whose contents the
@@ -74,13 +74,13 @@ class Again:
         )  # fmt: skip
 
     @staticmethod
-    def of(call: Call, ready: Ready, read: Reader, watched: tuple[Tensor, ...]) -> Again | None:
+    def of(call: Call, ready: Ready, read: Reader, watched: tuple[Tensor, ...]) -> FastPath | None:
         """None where a call does more than launch, or where torch cannot compare its tensors at once."""
         if call.lengths is not NO_LENGTHS or ready.conversions or ready.gaps:
             return None
         tensors = call.q, call.k, call.v, *call.operands
         looks = _guard(tensors if call.sinks is None else (*tensors, call.sinks))
-        return None if looks is None else Again(call, ready, looks, read, watched)
+        return None if looks is None else FastPath(call, ready, looks, read, watched)
 
     def serves(self, variant: Variant) -> bool:
         """True if `variant`, for inputs that fit, has the scale, sinks and captured values of this launch."""

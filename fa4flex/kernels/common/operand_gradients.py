@@ -25,7 +25,7 @@ Values = dict[tuple[int, int], Float32]
 QUAD, EIGHT = 4, 8
 """A row of an accumulator lies in four lanes, and a column in eight."""
 
-Writer = Callable[[int, int, Any], None]
+DqStore = Callable[[int, int, Any], None]
 """Takes steps in queries and keys, and 32 bits."""
 
 
@@ -53,7 +53,7 @@ class Target:
             read_only_args=[self.pointer(place).toint(), value],
         )
 
-    def writer(self, share: Share, at: At, q: Int32, kv: Int32, guard: bool) -> Writer:
+    def writer(self, share: Share, at: At, q: Int32, kv: Int32, guard: bool) -> DqStore:
         """Of elements that one pair has for itself, by steps from (q, kv)."""
         place = share.place.element(at.but(q=q, kv=kv))
         base = self.gradient.iterator + cute.crd2idx((self.copy, *place), self.gradient.layout)

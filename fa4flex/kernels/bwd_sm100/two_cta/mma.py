@@ -11,12 +11,12 @@ from __future__ import annotations
 import cutlass
 from cutlass import Boolean, Int32, cute, pipeline
 
-from fa4flex.kernels.bwd_sm100 import multiply as base
+from fa4flex.kernels.bwd_sm100 import mma as base
 from fa4flex.kernels.bwd_sm100.config import ROWS
-from fa4flex.kernels.bwd_sm100.multiply import STEPS, Given, moved
-from fa4flex.kernels.bwd_sm100.parts import Products, fragment_columns
+from fa4flex.kernels.bwd_sm100.mma import STEPS, Given, moved
+from fa4flex.kernels.bwd_sm100.resources import Products, fragment_columns
 from fa4flex.kernels.bwd_sm100.two_cta.config import KEPT, PACKED
-from fa4flex.kernels.bwd_sm100.two_cta.parts import Pipes, Shared
+from fa4flex.kernels.bwd_sm100.two_cta.resources import Pipes, Shared
 from fa4flex.kernels.common.backward import BackwardArguments, KeyWork
 from fa4flex.kernels.common.tensor_core import arrive_once, zero_here
 
@@ -24,7 +24,7 @@ SENT_BYTES = 2 * KEPT * ROWS
 """Of dS, that a CTA sends to the other one per step."""
 
 
-class Multiply(base.Multiply):
+class Mma(base.Mma):
     @cute.jit
     def run(
         self,
@@ -61,7 +61,7 @@ class Multiply(base.Multiply):
             pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.do_stages)
             for _ in range(2)
         )
-        steps = self.course.steps(work, arguments)
+        steps = self.scheduler.steps(work, arguments)
         phase = Int32(0)
         if steps > 0:
             cute.arch.mbarrier_wait(pipes.k_full, 0)
@@ -105,7 +105,7 @@ class Multiply(base.Multiply):
     def tell(self, arguments: BackwardArguments, work: KeyWork, pipes: cutlass.Constexpr[Pipes]) -> None:
         """The second CTA's: tell the first one what has come here."""
         phase = Int32(0)
-        for _ in cutlass.range(self.course.steps(work, arguments), unroll=1):
+        for _ in cutlass.range(self.scheduler.steps(work, arguments), unroll=1):
             self.await_ds(pipes, phase)
             arrive_once(pipes.ds_there, first=True)
             phase ^= 1

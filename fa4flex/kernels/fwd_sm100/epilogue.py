@@ -9,17 +9,17 @@ from cutlass.cute.nvgpu import cpasync
 
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.cluster import Cluster
-from fa4flex.kernels.common.course import Course
+from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.common.transfer import Transfers, partition, sequence
 from fa4flex.kernels.common.work import Grid
 from fa4flex.kernels.fwd_sm100.config import ROWS, Config
-from fa4flex.kernels.fwd_sm100.parts import Pipes, Shared, first_row
+from fa4flex.kernels.fwd_sm100.resources import Pipes, Shared, first_row
 
 
-class Store:
-    def __init__(self, config: Config, course: Course, cluster: Cluster) -> None:
+class Epilogue:
+    def __init__(self, config: Config, scheduler: TileScheduler, cluster: Cluster) -> None:
         self.config = config
-        self.course = course
+        self.scheduler = scheduler
         self.cluster = cluster
 
     @cute.jit
@@ -33,8 +33,8 @@ class Store:
     ) -> None:
         chunks = self.config.head_dim_v // self.config.out_columns
         count, phase = Int32(0), Int32(0)
-        number = self.course.first()
-        work = self.course.work(number, grid, arguments)
+        number = self.scheduler.first()
+        work = self.scheduler.work(number, grid, arguments)
         while work.valid:
             whole = sequence(transfers.out.tma_tensor, work.q_offset, work.h, work.b)
             tiles = cute.local_tile(whole, (ROWS, self.config.out_columns), (None, None))
@@ -52,8 +52,8 @@ class Store:
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive(pipes.out_empty + stage)
                     count = count + 1
-            number = self.course.receive(number, pipes.next, phase)
-            work = self.course.work(number, grid, arguments)
+            number = self.scheduler.receive(number, pipes.next, phase)
+            work = self.scheduler.work(number, grid, arguments)
             phase ^= 1
 
 

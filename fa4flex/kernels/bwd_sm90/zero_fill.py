@@ -10,7 +10,7 @@ from cutlass import Int32, const_expr, cute
 from fa4flex.kernels.bwd_sm90.config import Config
 from fa4flex.kernels.common.backward import (
     BackwardArguments,
-    BackwardCourse,
+    BackwardTileScheduler,
     KeyGrid,
     KeyWork,
     QueryTiles,
@@ -26,11 +26,11 @@ BYTES = 16
 LANES = 32
 
 
-class Eraser:
-    def __init__(self, config: Config, hooks: Hooks, course: BackwardCourse) -> None:
+class ZeroFill:
+    def __init__(self, config: Config, hooks: Hooks, scheduler: BackwardTileScheduler) -> None:
         self.config = config
         self.hooks = hooks
-        self.course = course
+        self.scheduler = scheduler
 
     def shares(self, arguments: BackwardArguments) -> list[Share]:
         """Whose gradients [copies, shape...] are written once, and lie in memory along the keys."""
@@ -43,7 +43,7 @@ class Eraser:
     def run(self, arguments: BackwardArguments, grid: KeyGrid, warp: Int32) -> None:
         """`warp` of WARPS. Blocks are not persistent where pairs have elements of their own."""
         if const_expr(len(self.shares(arguments)) > 0):
-            self.erase_all(arguments, self.course.work(self.course.first(), grid, arguments), warp)
+            self.erase_all(arguments, self.scheduler.work(self.scheduler.first(), grid, arguments), warp)
 
     @cute.jit
     def erase_all(self, arguments: BackwardArguments, work: KeyWork, warp: Int32) -> None:
@@ -51,8 +51,8 @@ class Eraser:
         tiles = (work.q_len + (self.config.tile_m - 1)) // self.config.tile_m
         for g in cutlass.range(work.group, unroll=1):
             h = work.kv_head * work.group + g
-            at = self.course.place(work, h, heads, arguments)
-            queries = self.course.queries(work, h, arguments)
+            at = self.scheduler.place(work, h, heads, arguments)
+            queries = self.scheduler.queries(work, h, arguments)
             for first in cutlass.range(0, tiles, LANES, unroll=1):
                 visited = self.visited(queries, first)
                 for i in cutlass.range(cutlass.min(tiles - first, LANES), unroll=1):

@@ -17,7 +17,7 @@ from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.evaluate import Captured, evaluate
 from fa4flex.codegen.expr import walk
 from fa4flex.compiler.simulated import simulating
-from fa4flex.contents import Kept
+from fa4flex.contents import VersionedCache
 from fa4flex.runtime.cuda.call import Call
 
 MOST_KEPT = 16
@@ -43,7 +43,7 @@ class TileOrder:
     facts: Facts
     tile_m: int
     numbers: tuple[int | float, ...]
-    _kept: Kept[Tensor] = field(default_factory=lambda: Kept(MOST_KEPT))
+    _kept: VersionedCache[Tensor] = field(default_factory=lambda: VersionedCache(MOST_KEPT))
 
     def __call__(self, call: Call) -> Tensor:
         lengths = [x for x in call.lengths if x is not None]
