@@ -27,15 +27,16 @@ DIRECTIONS = ("forward", "backward")
 
 
 def lowered(program: Program, q_len: int | None = None, kv_len: int | None = None, **changes: Any) -> Lowered:
-    """The pass at these lengths, for bfloat16 heads of 128, where `changes` (fields of Problem, `arch` and
-    `direction`) agree. The chip is the GPU at hand, or else a Hopper GPU."""
+    """The pass at these lengths, for bfloat16 heads of 128, where `changes` (fields of Problem, `arch`,
+    `direction`, `batch` and `heads`) agree. The chip is the GPU at hand, or else a Hopper GPU."""
     from fa4flex.lower import Given, lower_backward, lower_forward
 
     target = target_named(changes.pop("arch", None) or arch_here() or ARCH)
     direction = changes.pop("direction", "forward")
     if direction not in DIRECTIONS:
         raise InputError(f"direction={direction!r}", f"one of {', '.join(DIRECTIONS)}", "pick one")
-    inputs = inputs_of(program, setting(program, q_len, kv_len).shape, changes)
+    sizes = changes.pop("batch", None), changes.pop("heads", None)
+    inputs = inputs_of(program, setting(program, q_len, kv_len, *sizes).shape, changes)
     captured, schedule = program.captured(), program.variant.schedule
     given = Given(program.facts, schedule, inputs, captured, target, changes=changes)
     if direction == "forward":
@@ -74,10 +75,11 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def check_names(changes: dict[str, Any]) -> None:
-    """Raise InputError unless `changes` names fields of Problem, lengths, arch and direction."""
+    """Raise InputError unless `changes` names fields of Problem, sizes, arch and direction."""
     from fa4flex.codegen.plan.problem import Problem
 
-    known = ["arch", "direction", "q_len", "kv_len", *(field.name for field in fields(Problem))]
+    others = ("arch", "direction", "batch", "heads", "q_len", "kv_len")
+    known = [*others, *(field.name for field in fields(Problem))]
     for name, value in changes.items():
         if name not in known:
             near = get_close_matches(name, known, 1)
@@ -128,7 +130,7 @@ def source_of(program: Program, found: Lowered) -> Source:
 
 def plan_stage(program: Program, q_len: int | None = None, kv_len: int | None = None, **changes: Any) -> str:
     """Tiles, warp roles, registers, memory map, topology and expected bound."""
-    shape = setting(program, q_len, kv_len).shape
+    shape = setting(program, q_len, kv_len, changes.get("batch"), changes.get("heads")).shape
     text: str = lowered(program, q_len, kv_len, **changes).plan.explain(_size(shape))
     return text
 

@@ -30,8 +30,9 @@ COMMENT_COLUMN, CODE_WIDTH = 48, 64
 def source(program: Program, stage: str = "trace", **problem: Any) -> str:
     """The program at `stage`: "trace", "facts", "gradient"; for GPUs "plan", "forward", "backward" and "ptx".
 
-    `problem` says for which lengths (q_len, kv_len) and fields of Problem (head_dim, dtype, lengths, ...) GPU
-    stages are shown. Raises InputError for other stages, and for a problem where none is shown.
+    `problem` says for which sizes (batch, heads, q_len, kv_len), chip (arch), pass (direction) and fields of
+    Problem (head_dim, dtype, lengths, ...) GPU stages are shown. Raises InputError for other stages, and for
+    a problem where none is shown.
     """
     if stage in GPU_STAGES or problem:
         from fa4flex.view import gpu

@@ -22,7 +22,7 @@ from test_simulated_lengths import KINDS
 from test_simulated_lengths import close as close_ragged
 
 import fa4flex
-from fa4flex.runtime.cuda.backward import _long_scores
+from fa4flex.codegen.plan.specialize import long_scores
 from fa4flex.simulator.run.counts import cycles, shared_memory
 from fa4flex.simulator.run.launch import Result
 from fa4flex.variants import alibi, softcap
@@ -147,7 +147,7 @@ def test_where_scores_are_long_in_the_making() -> None:
         (True, softcap(20.0)),
     ]
     for long, mod in mods:
-        assert _long_scores(fa4flex.compile(score_mod=mod).prepared.engine.facts) == long
+        assert long_scores(fa4flex.compile(score_mod=mod).prepared.engine.facts) == long
 
 
 @cache

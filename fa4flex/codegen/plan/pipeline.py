@@ -42,11 +42,6 @@ class Plan(Protocol):
         """The shared-memory map of a block."""
         ...
 
-    @property
-    def topology(self) -> Topology:
-        """Roles, rings and barriers; `.graph` is the networkx form."""
-        ...
-
     def config(self) -> Any:
         """What the hand-written kernel is built from."""
         ...
@@ -62,6 +57,11 @@ class Plan(Protocol):
 
 class ForwardPlan(Plan, Protocol):
     """A forward kernel for `problem` on `target`."""
+
+    @property
+    def topology(self) -> Topology:
+        """Roles, rings and barriers; `.graph` is the networkx form."""
+        ...
 
     @property
     def order(self) -> Order:

@@ -45,7 +45,7 @@ def backward_problem(
         sloped=facts.gradient.by_score is not const(1.0),
         deterministic=deterministic,
         many_keys=0 < target.many_keys < inputs.usual_keys and _met_alike(facts, problem),
-        long_scores=_long_scores(facts),
+        long_scores=long_scores(facts),
         pair_reads=any(map(read_by_pairs, nodes(facts.score))),
         long_masks=_long_masks(facts),
     )
@@ -62,7 +62,7 @@ def by_queries(problem: Problem, proved: ProvedQueries, inputs: Inputs) -> Probl
     )
 
 
-def _long_scores(facts: Facts) -> bool:
+def long_scores(facts: Facts) -> bool:
     """Whether tensors are read for a score by query or key, or its derivative is another one for each."""
     read = {name for node in nodes(facts.score) if node.op in READS for name in node.free}
     return not {"q", "kv", "score"}.isdisjoint(read | facts.gradient.by_score.free)

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
+from fa4flex.codegen.plan.bound import Size
 from fa4flex.codegen.plan.memory import NUMBER, Memory, lay_out, tile_bytes
 from fa4flex.codegen.plan.pipeline import Pipeline
 from fa4flex.codegen.plan.problem import Problem
-from fa4flex.codegen.plan.request import Request
+from fa4flex.codegen.plan.request import BLOCKS, Request
 from fa4flex.codegen.plan.target import Target
 from fa4flex.kernels.bwd_sm90.config import Config, Split
 from fa4flex.kernels.fwd_sm90.tiles import pad
@@ -51,8 +52,8 @@ class HopperBackwardPlan:
     head_dim: int
     head_dim_v: int
     stages: tuple[int, int, int]
-    module: ClassVar[str] = "fa4flex.kernels.bwd_sm90"
 
+    module: ClassVar[str] = "fa4flex.kernels.bwd_sm90"
     copies: ClassVar[bool] = True
     ctas: ClassVar[int] = 1
 
@@ -111,6 +112,25 @@ class HopperBackwardPlan:
     def check(self) -> None:
         """PlanError or UnsupportedError unless the plan holds: sums of bytes."""
         self.memory.check()
+
+    def explain(self, size: Size | None = None) -> str:
+        """The plan in words. How long a launch of a `size` takes at least is not known."""
+        config, (q_stages, do_stages, dq_stages) = self.config(), self.stages
+        lines = [
+            f"backward kernel for {self.target.name} ({self.target.chip}): {self.problem.explain()}",
+            f"tile: {self.tile[0]} queries x {self.tile[1]} keys, q and k {self.head_dim} wide, v"
+            f" {self.head_dim_v}; Q {q_stages}, dO {do_stages} and dQ {dq_stages} deep",
+            f"warpgroups: 1 producer, {config.consumers} consumers of {config.producer_registers} and"
+            f" {config.consumer_registers} registers, which share out {_SPLITS[self.split]}",
+            f"order: {BLOCKS[self.persistent, self.persistent]}",
+            *["sums of dQ come in one order: each block awaits its turn"] * self.problem.deterministic,
+            "shared memory:",
+            self.memory.explain(),
+        ]
+        return "\n".join(lines)
+
+
+_SPLITS = {"keys": "keys", "columns": "columns of dK and dV"}
 
 
 def plan_hopper_backward(request: Request) -> HopperBackwardPlan:
