@@ -23,7 +23,6 @@ from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, layout_key
 from fa4flex.runtime.cuda.captured_sums import memory_of, result_of
 from fa4flex.runtime.cuda.conversions import converted, input_conversions, tma_able
 from fa4flex.runtime.cuda.counter import counter
-from fa4flex.runtime.cuda.device import require_not_capturing
 from fa4flex.runtime.cuda.engine import Engine, given_of, maps_of, signature_of
 from fa4flex.runtime.cuda.graphs import hold_if_captured
 from fa4flex.runtime.cuda.interval_tables import interval_tables
@@ -143,7 +142,6 @@ def _make_ready(
 ) -> ReadyBackward:
     from fa4flex.lower import lower_backward
 
-    require_not_capturing()
     given = given_of(engine, call, replace(engine.schedule, deterministic=deterministic))
     lowered, captured = lower_backward(given, needs), given.captured
     plan: BackwardPlan = lowered.plan
