@@ -1,4 +1,4 @@
-"""Run PyTorch's tests of FlexAttention on fa4flex.flex_attention, on the CPU.
+"""Run PyTorch's tests of FlexAttention on fa4flex.flex_attention, on a CPU or a GPU.
 
     pip install expecttest
     python scripts/torch_flex_tests.py ~/pytorch --mode eager aot_eager --out results
@@ -8,7 +8,8 @@ The argument is a checkout of PyTorch, of the installed version where possible, 
 test/inductor/test_flex_attention.py and test_flex_decoding.py. What a test compiles runs on fa4flex: as it is
 in mode "eager", compiled with a backend of torch.compile in the others. What it calls without compiling is
 its reference, and runs on torch; where a test compiles nothing, its direct calls run on fa4flex. Tests that
-PyTorch skips on the CPU, gradients among them, are run.
+PyTorch skips on a CPU, gradients among them, are run there; those of PyTorch 2.6 and before, which ask for
+CUDA in every call, are rewritten for it, with 2 sequences of 2 heads and 512 tokens where 4 have 8 and 2048.
 """
 
 from __future__ import annotations
@@ -19,17 +20,20 @@ import functools
 import os
 import sys
 import unittest
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from foreign_tests import Reason, Suite, arguments, compiled, main, of_tests
+from flex_tests_on_cpu import on_cpu
+from foreign_tests import Reason, Suite, arguments, compiled, copies, main, of_tests
 
 MODES = ("eager", "aot_eager", "inductor")
 FILES = ("test_flex_attention.py", "test_flex_decoding.py")
 ON_A_GPU = ("Requires Triton", "Skip on CPU", "Requires A100")
 """How PyTorch's reasons begin for skipping, on a CPU, tests that fa4flex can run there."""
 
+DEVICES = ("cpu", "cuda")
 COMPILED = ("aot_eager", "inductor")
 FAILED = "failed assertion"
 REASONS = (
@@ -74,6 +78,16 @@ REASONS = (
     ),
 )
 
+OF_DEVICES = {
+    "cpu": (),
+    "cuda": (
+        Reason(
+            r"UnsupportedError: torch\.float(32|64) tensors on cuda",
+            "GPUs multiply bfloat16 and float16 alone: refused",
+        ),
+    ),
+}
+
 
 class Switch:
     """Where a call of flex_attention in a test goes."""
@@ -92,9 +106,9 @@ vars(_count).update(_dynamo_marked_constant=True)
 
 
 class Tests(Suite):
-    def __init__(self, files: Sequence[Path]) -> None:
-        self.files = files
-        self.reasons = REASONS
+    def __init__(self, files: Sequence[Path], device: str) -> None:
+        self.files, self.device = files, device
+        self.reasons = (*REASONS, *OF_DEVICES[device])
 
     def prepare(self, mode: str) -> None:
         try:
@@ -102,8 +116,11 @@ class Tests(Suite):
         except ImportError:
             raise SystemExit("PyTorch's tests need expecttest: pip install expecttest") from None
         os.environ["PYTORCH_PRINT_REPRO_ON_FAILURE"] = "0"
-        _let_cpu_tests_run()
-        _replace_flex_attention()
+        if self.device == "cpu":
+            self.files = copies(self.files, on_cpu)
+            _let_cpu_tests_run()
+        _replace_flex_attention(self.device)
+        _accept_positions_of_one_sequence()
         _replace_compile(mode, self.files)
         _skip_internals(mode)
 
@@ -165,7 +182,8 @@ def _skip(real: Any, as_it_is: Any, condition: Any, reason: str) -> Any:
     return as_it_is() if reason.startswith(ON_A_GPU) else real(condition, reason)
 
 
-def _replace_flex_attention() -> None:
+def _replace_flex_attention(device: str) -> None:
+    import torch
     import torch.nn.attention.flex_attention as flex
 
     import fa4flex
@@ -176,6 +194,10 @@ def _replace_flex_attention() -> None:
         if Switch.inside or Switch.direct:
             _count()
             return fa4flex.flex_attention(*args, **kwargs)
+        # Dynamo traces the reference at each call for its gradients alone, and that takes most of the time
+        flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = not any(
+            torch.is_tensor(x) and x.requires_grad for x in (*args, *kwargs.values())
+        )
         return reference(*args, **kwargs)
 
     def with_statistics(*args: Any, return_aux: Any = None, **kwargs: Any) -> Any:
@@ -188,8 +210,23 @@ def _replace_flex_attention() -> None:
         return {**options, "OUTPUT_MAX": True} if asked else options
 
     flex.flex_attention = flex_attention
-    flex._apply_kernel_options = with_statistics
-    flex._validate_device = lambda *_: None  # the reference has gradients on a CPU too, if asked
+    if device == "cpu":
+        flex._apply_kernel_options = with_statistics
+        flex._validate_device = lambda *_: None  # the reference has gradients on a CPU too, if asked
+
+
+def _accept_positions_of_one_sequence() -> None:
+    """Let pages be filled as in PyTorch 2.6, which gives the positions once for all sequences."""
+    from torch.nn.attention.experimental._paged_attention import PagedAttention
+
+    assign = PagedAttention.assign
+
+    def expanding(self: Any, batch_idx: Any, input_pos: Any, *tensors: Any) -> None:
+        if input_pos.dim() == 1:
+            input_pos = input_pos.expand(batch_idx.shape[0], -1)
+        assign(self, batch_idx, input_pos, *tensors)
+
+    PagedAttention.assign = expanding
 
 
 def _replace_compile(mode: str, files: Sequence[Path]) -> None:
@@ -229,18 +266,32 @@ def _inside(way: Any, options: dict[str, Any]) -> Callable[[Any], Any]:
 class _NotCounted:
     """A counter of compilations where nothing is compiled: its count equals any."""
 
-    def __init__(self, backend: str) -> None:
+    def __init__(self, backend: str = "") -> None:
         self.frame_count = self
 
     def __eq__(self, other: object) -> bool:
         return True
 
+    def __add__(self, more: object) -> _NotCounted:
+        return self
+
     __hash__ = None  # type: ignore[assignment]
+
+
+class _NoCounts(Counter[str]):
+    """A group of Dynamo's counters, each of which equals any number."""
+
+    def __missing__(self, name: str) -> Any:
+        return _NotCounted()
+
+    def most_common(self, n: int | None = None) -> list[tuple[str, int]]:
+        return []
 
 
 def _skip_internals(mode: str) -> None:
     """Make tests that look at what torch generates, or count its compilations, say so."""
     import torch._dynamo.testing
+    import torch._dynamo.utils
     import torch._inductor.utils
     import torch.testing
 
@@ -254,6 +305,7 @@ def _skip_internals(mode: str) -> None:
     torch.testing.FileCheck = skip("reads the code that Inductor generates")
     if mode == "eager":
         torch._dynamo.testing.CompileCounterWithBackend = _NotCounted
+        torch._dynamo.utils.counters = defaultdict(_NoCounts)
         torch._dynamo.testing.EagerAndRecordGraphs = skip("reads Dynamo's graphs")
     else:
         counter = torch._dynamo.testing.CompileCounterWithBackend
@@ -270,9 +322,25 @@ def _files(given: Sequence[Path]) -> list[Path]:
     return [path.resolve() for path in found]
 
 
+def _device(given: str | None) -> str:
+    import torch
+
+    return given or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def run(given: argparse.Namespace) -> int:
-    return main("torch_flex_tests", __file__, Tests(_files(given.checkout)), given)
+    device = _device(given.device)
+    if device == "cuda":
+        given.memory = 0  # CUDA reserves more addresses than any machine has memory
+    suite = Tests(_files(given.checkout), device)
+    return main("torch_flex_tests", __file__, suite, given, ("--device", device))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = arguments(__doc__, MODES)
+    parser.add_argument("--device", choices=DEVICES, help="where the tests run: on a GPU where there is one")
+    return parser
 
 
 if __name__ == "__main__":
-    sys.exit(run(arguments(__doc__, MODES).parse_args()))
+    sys.exit(run(_parser().parse_args()))
