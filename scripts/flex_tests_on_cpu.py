@@ -14,6 +14,11 @@ from pathlib import Path
 SIZES = {"test_flex_attention.py": {"B": (4, 2), "H": (8, 2), "S": (2048, 512)}}
 """Sizes of most tests, in their file and here: a million scores in place of 134 million, some in float64."""
 
+DYNAMIC = ("run_dynamic_test", "run_automatic_dynamic_test")
+DYNAMIC_SIZES = {"H": 4, "S": 1024}
+"""Sizes of tests that count compilations, and halve S twice. Dynamo would compile again where as many heads
+as sequences become fewer, and where a single block of 128 is left."""
+
 DEVICE_STRINGS = ("cuda", "cuda:0")
 CALLS = {"is_available": True, "has_triton": True, "get_device_capability": (9, 0)}
 """What calls that ask about the GPU return: as on a GPU, or the tests would skip, or test less."""
@@ -21,7 +26,7 @@ CALLS = {"is_available": True, "has_triton": True, "get_device_capability": (9, 
 EXPECTED = {
     "test_flex_attention.py": {
         *("device", "cuda()", "is_cuda", "inference only", "supports bfloat16"),
-        *("is_available()", "has_triton()", "get_device_capability()", "B", "H", "S"),
+        *("is_available()", "has_triton()", "get_device_capability()", "B", "H", "S", *DYNAMIC),
     },
     "test_flex_decoding.py": {
         *("device", "device of pages", "supports bfloat16"),
@@ -75,6 +80,14 @@ class _OnCpu(ast.NodeTransformer):
             # torch has no backward pass and no LSE on a CPU: the tests leave them out there
             return self._replaced("inference only", node, False)
         self.generic_visit(node)
+        return node
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        self.generic_visit(node)
+        for i, default in enumerate(node.args.defaults):
+            if node.name in DYNAMIC and ast.unparse(default) in DYNAMIC_SIZES:
+                self.found[node.name] += 1
+                node.args.defaults[i] = ast.Constant(DYNAMIC_SIZES[ast.unparse(default)])
         return node
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST:

@@ -234,12 +234,22 @@ class _Process:
         self.process.kill()
 
 
+def _in_turns(cases: Sequence[int], names: Sequence[str]) -> list[int]:
+    """Cases in an order in which any beginning holds many tests: one parameter of each, then another."""
+    turns: Counter[str] = Counter()
+    found = []
+    for case in sorted(cases, key=lambda i: i * SPREAD % 1):
+        test = re.sub(r"b?float\d+|\d+", "", names[case])
+        found.append((turns[test], case))
+        turns[test] += 1
+    return [case for _, case in sorted(found)]
+
+
 def run(command: list[str], given: argparse.Namespace, mode: str) -> list[Outcome]:
     """All cases whose names match, in a mode."""
     first = _Process(command)
     cases = [i for i, name in enumerate(first.names) if re.search(given.only, name)]
-    # what a budget leaves out is spread over all tests, too
-    wanted = deque(sorted(cases, key=lambda i: i * SPREAD % 1) if given.budget else cases)
+    wanted = deque(_in_turns(cases, first.names) if given.budget else cases)
     print(f"{mode}: {len(wanted)} of {len(first.names)} cases", flush=True)
     end = time.monotonic() + 60 * given.budget if given.budget else float("inf")
 
