@@ -110,6 +110,11 @@ OF_DEVICES = {
             r"test_(mixed_device|captured_wrong_device)_error.*\n.*not raised", "puts tensors on two devices"
         ),
         Reason(
+            r"test_free_symbol_dynamic\n.*Expected 2 but got 3",
+            "Inductor compiles the model's linear layer again for over 4,096 rows, without fa4flex too",
+            ("inductor",),
+        ),
+        Reason(
             r"test_mask_mod_combiners\n.*'28' != '4'", "counts the blocks of 2,048 tokens, here 512 for speed"
         ),
     ),
