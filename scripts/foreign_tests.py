@@ -8,19 +8,21 @@ by a `Reason`; one that is not makes the script fail.
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import json
 import os
 import re
 import resource
 import select
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 import types
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -36,8 +38,12 @@ KINDS = (
     "time limit",
     "crash",
     "not applicable",
+    "not run",
 )
 """The ends of a case. One that passed without a call never reached fa4flex, and says nothing about it."""
+
+SPREAD = 0.6180339887498949
+"""Golden ratio: its multiples modulo 1 spread evenly, however many are taken."""
 
 NUMBERS = re.compile(r"are not close|(Compiled|[Rr]ef|reference) error|exceeds|NaN|non-finite|is not true")
 """Words of assertions about numbers. Where one says only "False is not true", the worst is assumed."""
@@ -163,8 +169,9 @@ def serve(suite: Suite, given: argparse.Namespace) -> int:
     import pytest
 
     _Worker.pytest_runtest_makereport = pytest.hookimpl(wrapper=True)(_Worker.pytest_runtest_makereport)
-    gigabytes = given.memory * 2**30
-    resource.setrlimit(resource.RLIMIT_AS, (gigabytes, gigabytes))
+    if given.memory:
+        gigabytes = given.memory * 2**30
+        resource.setrlimit(resource.RLIMIT_AS, (gigabytes, gigabytes))
     requests, replies = (os.fdopen(int(n), way) for n, way in zip(given.worker.split(","), "rw"))
     suite.prepare(given.mode)
     with tempfile.TemporaryDirectory() as empty:
@@ -227,25 +234,41 @@ class _Process:
         self.process.kill()
 
 
+def _in_turns(cases: Sequence[int], names: Sequence[str]) -> list[int]:
+    """Cases in an order in which any beginning holds many tests: one parameter of each, then another."""
+    turns: Counter[str] = Counter()
+    found = []
+    for case in sorted(cases, key=lambda i: i * SPREAD % 1):
+        test = re.sub(r"b?float\d+|\d+", "", names[case])
+        found.append((turns[test], case))
+        turns[test] += 1
+    return [case for _, case in sorted(found)]
+
+
 def run(command: list[str], given: argparse.Namespace, mode: str) -> list[Outcome]:
     """All cases whose names match, in a mode."""
     first = _Process(command)
-    wanted = deque(i for i, name in enumerate(first.names) if re.search(given.only, name))
+    cases = [i for i, name in enumerate(first.names) if re.search(given.only, name)]
+    wanted = deque(_in_turns(cases, first.names) if given.budget else cases)
     print(f"{mode}: {len(wanted)} of {len(first.names)} cases", flush=True)
+    end = time.monotonic() + 60 * given.budget if given.budget else float("inf")
 
     def work(process: _Process) -> list[Outcome]:
         outcomes = []
         with contextlib.closing(process):
-            while wanted:
+            while wanted and time.monotonic() < end:
                 with contextlib.suppress(IndexError):
                     outcomes.append(process.run(wanted.popleft(), mode, given.limit))
                     if given.verbose:
-                        print(f"{outcomes[-1].seconds:7.1f} s  {outcomes[-1].kind:22} {outcomes[-1].case}")
+                        last = outcomes[-1]
+                        print(f"{last.seconds:7.1f} s  {last.kind:22} {last.case}", flush=True)
         return outcomes
 
     processes = [first, *(_Process(command) for _ in range(min(given.jobs, len(wanted)) - 1))]
     with ThreadPoolExecutor(len(processes)) as pool:
         found = [outcome for part in pool.map(work, processes) for outcome in part]
+    left = f"the budget of {given.budget:g} minutes was used up"
+    found += [Outcome(first.names[i].split("::")[-1], mode, "not run", "", 0, left) for i in wanted]
     return sorted(found, key=lambda outcome: outcome.case)
 
 
@@ -253,7 +276,7 @@ def explained(outcomes: Sequence[Outcome], reasons: Sequence[Reason]) -> list[Ou
     """The outcomes, each that did not pass with the first reason that holds."""
     result = []
     for outcome in outcomes:
-        if not outcome.kind.startswith("passed"):
+        if not outcome.kind.startswith("passed") and not outcome.reason:
             for reason in reasons:
                 if reason.holds(outcome):
                     kind = reason.kind or (outcome.kind if reason.defect else "not applicable")
@@ -297,22 +320,28 @@ def arguments(description: str | None, modes: Sequence[str]) -> argparse.Argumen
     parser.add_argument("--only", default="", metavar="REGEX", help="cases whose names match")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--limit", type=float, default=120, help="seconds for a case")
-    parser.add_argument("--memory", type=int, default=12, help="gigabytes of address space for a process")
+    parser.add_argument("--budget", type=float, default=0, help="minutes for a mode; 0 is no limit")
+    parser.add_argument(
+        "--memory", type=int, default=12, help="gigabytes of address space for a process; 0 is no limit"
+    )
     parser.add_argument("--out", type=Path, help="where NAME.json and NAME.md are written")
     parser.add_argument("--verbose", action="store_true", help="print each case as it ends")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     return parser
 
 
-def main(name: str, script: str, suite: Suite, given: argparse.Namespace) -> int:
-    """Run the modes and write the tables; 1 where a case that did not pass has no reason."""
+def main(name: str, script: str, suite: Suite, given: argparse.Namespace, options: Sequence[str] = ()) -> int:
+    """Run the modes and write the tables; 1 where a case that did not pass has no reason.
+
+    options   the script's own, which its workers get too
+    """
     if given.worker:
         given.mode = given.mode[0]
         return serve(suite, given)
     outcomes: list[Outcome] = []
     for mode in given.mode:
         files = [str(path) for path in given.checkout]
-        command = [sys.executable, script, *files, "--mode", mode, "--memory", str(given.memory)]
+        command = [sys.executable, script, *files, "--mode", mode, "--memory", str(given.memory), *options]
         outcomes += explained(run(command, given, mode), suite.reasons)
     text = table(outcomes)
     print(text)
@@ -338,6 +367,19 @@ def compiled(real: Any, backend: str) -> Any:
         return real(model, **options)
 
     return compile
+
+
+def copies(files: Sequence[Path], rewritten: Callable[[Path], str]) -> list[Path]:
+    """Rewritten copies of tests, beside their conftest.py, in a folder that is removed in the end."""
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder)
+    found = []
+    for path in files:
+        found.append(folder.resolve() / path.name)
+        found[-1].write_text(rewritten(path))
+    for path in {path.parent / "conftest.py" for path in files if (path.parent / "conftest.py").exists()}:
+        shutil.copy(path, folder)
+    return found
 
 
 def of_tests(module: types.ModuleType | dict[str, Any], files: Sequence[Path]) -> bool:

@@ -11,22 +11,16 @@ compiled.
 from __future__ import annotations
 
 import argparse
-import atexit
 import contextlib
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from foreign_tests import Reason, Suite, arguments, compiled, main
+from foreign_tests import Reason, Suite, arguments, compiled, copies, main
 
 MODES = ("eager", "aot_eager", "inductor")
-REASONS = (
-    Reason(r"requires SM100", "is about a kernel of torch"),
-    Reason(r"Error: kernel_options", "kernel_options other than BLOCK_M with BLOCK_N", defect=True),
-)
+REASONS = (Reason(r"\nnot applicable: .*requires SM100", "is about a kernel of torch"),)
 ON_THE_CPU = {
     '"cuda"': '"cpu"',
     "torch.cuda.is_available()": "True",
@@ -72,7 +66,7 @@ class Tests(Suite):
             return (real if name.startswith("torch.") else way)(model, **options)
 
         torch.compile = compile
-        self.files = _on_the_cpu(self.files)
+        self.files = copies(self.files, _on_the_cpu)
 
     def attempts(self, case: str) -> Iterator[contextlib.AbstractContextManager[None]]:
         calls[0] = 0
@@ -82,20 +76,12 @@ class Tests(Suite):
         return calls[0] > 0
 
 
-def _on_the_cpu(files: Sequence[Path]) -> list[Path]:
-    """Copies of the tests, with the CPU in place of a GPU of the Hopper generation."""
-    folder = Path(tempfile.mkdtemp())
-    atexit.register(shutil.rmtree, folder)
-    copies = []
-    for path in files:
-        text = path.read_text()
-        for on_a_gpu, here in ON_THE_CPU.items():
-            text = text.replace(on_a_gpu, here)
-        copies.append(folder / path.name)
-        copies[-1].write_text(text)
-    for path in {path.parent / "conftest.py" for path in files if (path.parent / "conftest.py").exists()}:
-        shutil.copy(path, folder)
-    return copies
+def _on_the_cpu(path: Path) -> str:
+    """The text of tests with the CPU in place of a GPU of the Hopper generation."""
+    text = path.read_text()
+    for on_a_gpu, here in ON_THE_CPU.items():
+        text = text.replace(on_a_gpu, here)
+    return text
 
 
 def _files(given: Sequence[Path]) -> list[Path]:

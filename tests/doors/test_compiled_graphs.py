@@ -301,6 +301,42 @@ def test_an_exported_program_loads_in_a_new_process(strict: bool, tmp_path: Path
 # --- errors -------------------------------------------------------------------------------------------------
 
 
+class Tilted(torch.autograd.Function):
+    """A product and its logarithm, with gradients that are not theirs."""
+
+    @staticmethod
+    def forward(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        product = torch.tanh(x) * y
+        return product, torch.log1p(product * product)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.save_for_backward(*inputs, output[0])
+
+    @staticmethod
+    def backward(ctx: Any, by_product: Tensor, by_logarithm: Tensor) -> tuple[Tensor, Tensor]:
+        x, y, product = ctx.saved_tensors
+        return by_product * y * 3 + by_logarithm, (by_logarithm - by_product) * x * product
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, y: Tensor) -> Any:
+        return Tilted.forward(x, y), (0, 0)
+
+
+def test_a_custom_backward_is_honoured_in_compiled_code() -> None:
+    """Compiled equals eager, whose gradients are the function's own."""
+
+    def tilted(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        def mod(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            product, logarithm = Tilted.apply(s / 5, 1 + bias[h])
+            return 5 * product + logarithm
+
+        return fa4flex.flex_attention(q, k, v, score_mod=mod)
+
+    given = (*qkv(), torch.rand(H, requires_grad=True))
+    assert agree(tilted, [given], "aot_eager", None) == 1
+
+
 def test_data_that_steers_a_mod_is_refused_in_words() -> None:
     def branching(q: Tensor) -> Any:
         return fa4flex.flex_attention(q, q, q, score_mod=lambda s, b, h, i, j: s if i > 3 else s * 2)

@@ -15,6 +15,8 @@ from torch import Tensor
 from fa4flex.codegen.evaluate import Captured, evaluate
 from fa4flex.codegen.expr import Expr
 from fa4flex.codegen.trace import Captures, Traced, register_op, trace
+from fa4flex.codegen.trace.functions import apply_captured
+from fa4flex.errors import TraceError
 
 SIZES = {"b": 2, "h": 3, "q": 24, "kv": 20}
 
@@ -304,6 +306,32 @@ def test_a_custom_backward_is_honoured(fn: Any, expected: Any) -> None:
     (value,) = evaluate([traced.root], {"score": score}, dtype=torch.float64)
     torch.testing.assert_close(value, fn(score, 0, 0, 0, 0))
     torch.testing.assert_close(gradient_of(traced.root, score), expected(score))
+
+
+def doubled(x: Any) -> Any:
+    """A forward graph as Dynamo makes it: (outputs, saved), with grad mode off in between."""
+    torch._C._set_grad_enabled(False)
+    y = x * 2
+    torch._C._set_grad_enabled(True)
+    return (y,), (x,)
+
+
+def test_graphs_of_a_function_leave_grad_mode_as_it_was() -> None:
+    def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return apply_captured(doubled, lambda grad, x: (grad * x * 7,), (s,), False)[0]
+
+    with torch.no_grad():
+        traced, _ = traced_with(mod, "score")
+        assert not torch.is_grad_enabled()
+    score = torch.randn(7, dtype=torch.float64)
+    torch.testing.assert_close(gradient_of(traced.root, score), 7 * score)
+
+
+def test_graphs_that_change_inputs_are_refused() -> None:
+    with pytest.raises(TraceError, match="changes its input"):
+        traced_with(
+            lambda s, b, h, q, k: apply_captured(doubled, lambda *grads: grads, (s,), True)[0], "score"
+        )
 
 
 def test_apply_bound_before_tracing_is_intercepted() -> None:

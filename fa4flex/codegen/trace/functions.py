@@ -94,6 +94,28 @@ def apply_function(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return results if several else results[0]
 
 
+def apply_captured(
+    forward: Callable[..., Any], backward: Callable[..., Any], args: tuple[Any, ...], changes_inputs: bool
+) -> Any:
+    """Result of a Function that Dynamo turned into two graphs: arguments to (outputs, saved), then
+    gradients and saved to gradients."""
+
+    class Captured(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            outputs, saved = forward(*args)
+            if changes_inputs:
+                ctx.mark_dirty(*args)
+            ctx.save_for_backward(*saved)
+            return outputs
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return backward(*grads, *ctx.saved_tensors)
+
+    return apply_function(Captured, args, {})
+
+
 def _scalar_tensor(cls: Any, arg: Any) -> Any:
     """0-d captured tensors take part as traced values; a larger one would lose its custom gradient."""
     if not isinstance(arg, Tensor):

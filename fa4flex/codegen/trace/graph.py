@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from fa4flex.codegen.expr import sym
+from fa4flex.codegen.trace.functions import apply_captured
 from fa4flex.codegen.trace.paths import Guard, Path
 from fa4flex.codegen.trace.state import current
 from fa4flex.codegen.trace.value import Number, Value
@@ -136,6 +137,9 @@ def _run(graph: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any]) -> An
             return args[0].number
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     assert callable(node.target)
+    if node.target is torch.ops.higher_order.autograd_function_apply:
+        forward, backward, *inputs = map(_plain, args)
+        return apply_captured(forward, backward, tuple(inputs), bool(kwargs.get("dirty_idx")))
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         raise TraceError(
             f"the operator {node.target} in a compiled mod",
