@@ -48,7 +48,7 @@ PER_HEAD = {(SM100A, 128): 96}
 def check(name: str, width: Width, target: Target = SM100A) -> None:
     plan, (source, problem, signature) = launched_backward(Kind(DRAWS[name]), widths(width), target)
     source.load()  # imports the compiler
-    entry = getattr(plan, "folder", f"bwd_{target.family}") + "kernel"
+    entry = plan.module.removeprefix("fa4flex.kernels.").replace(".", "") + "kernel"
     inspected = inspect(source, problem, signature, target.name, entry=entry)
     found, ptx = inspected.resources, inspected.ptx
     most = 0 if name in LIGHT else SPILLED.get((target, width), 0)

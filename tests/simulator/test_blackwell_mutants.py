@@ -17,7 +17,7 @@ from torch import Tensor
 
 import fa4flex
 from fa4flex.compiler.simulated import simulated
-from fa4flex.runtime.cuda import engine
+from fa4flex.runtime.cuda import ready
 from fa4flex.simulator.doors.capture import capturing
 from fa4flex.simulator.doors.launch import Launch
 from fa4flex.simulator.run.launch import Result
@@ -52,7 +52,7 @@ def forward(masked: bool) -> Own:
     with (
         torch.no_grad(),
         planned(workers=1),
-        patch.object(engine, "counter", lambda device: counter),
+        patch.object(ready, "counter", lambda device: counter),
         capturing("sm_100a", seen.append),
         simulated("sm_100a"),
     ):

@@ -16,14 +16,17 @@ from torch import Tensor
 
 import fa4flex
 from fa4flex.codegen.plan.captured_sums import CapturedSum
+from fa4flex.runtime.cuda import backward
+from fa4flex.runtime.cuda.captured_sums import memory_of
 
 
 def poisoned() -> AbstractContextManager[Any]:
     """Gradients of captured tensors are made in memory full of NaN, unless kernels rely on zeros."""
-    memory = CapturedSum.memory
-    return patch.object(
-        CapturedSum, "memory", lambda self, q: memory(self, q).fill_(nan if self.whole else 0.0)
-    )
+
+    def filled(one: CapturedSum, q: Tensor) -> Tensor:
+        return memory_of(one, q).fill_(nan if one.whole else 0.0)
+
+    return patch.object(backward, "memory_of", filled)
 
 
 ARCHS = ("sm_90a", "sm_100a")
