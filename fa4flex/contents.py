@@ -18,7 +18,7 @@ from torch import Tensor
 Value = TypeVar("Value")
 
 MOST_BYTES = 256 << 20
-"""Of copies on the host, all together; the oldest are forgotten first."""
+"""Bytes of copies on the host, all together; the oldest are forgotten first."""
 
 
 class Guard(NamedTuple):

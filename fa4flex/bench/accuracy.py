@@ -18,10 +18,10 @@ from fa4flex.primitives.base import call_mod
 HEADS, QUERIES = 8, 32
 """How many (batch, head) pairs are looked at, and how many query rows of each."""
 WHOLE_HEADS = 2
-"""Of gradients, which all rows of a head add to."""
+"""Number of (batch, head) pairs whose gradients are looked at; all rows of a head add to them."""
 
 Qkv = tuple[Tensor, Tensor, Tensor]
-"""Of a pick: q [R, head_dim], k and v [length, head_dim]."""
+"""Tensors of a pick: q [R, head_dim], k and v [length, head_dim]."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class Truth:
 
     picks: tuple[Pick, ...]
     exact: tuple[tuple[Tensor, ...], ...]
-    """By result (the output; or three gradients), of every pick."""
+    """Exact rows of every pick, for each result (the output; or three gradients)."""
     plain: tuple[tuple[float, float], ...]
 
 

@@ -15,7 +15,8 @@ Call = Callable[[], Any]
 Key = TypeVar("Key", bound=Hashable)
 
 SAMPLE_SECONDS = 0.02
-"""Of back-to-back calls in one sample: long against the resolution of events and the gaps between kernels."""
+"""Seconds of back-to-back calls in one sample: long against the resolution of events and the gaps between
+kernels."""
 HEAD_START_CYCLES = 4_000_000
 """The device waits about 2 ms in front of a sample, so that the host is ahead and kernels follow closely."""
 HOST_CALLS = 200

@@ -14,9 +14,10 @@ from fa4flex.errors import InputError
 
 BLOCK = 128
 TOKENS, HIDDEN = 32_768, 2_048
-"""Of the dense suite: batch * length, and heads * head_dim. Every row then has work for all of a chip."""
+"""Tokens (batch * length) and hidden size (heads * head_dim) of the dense suite. Every row then has work for
+all of a chip."""
 SMOKE = 32
-"""By how much a smoke run shortens lengths, windows and prefixes."""
+"""Factor by which a smoke run shortens lengths, windows and prefixes."""
 
 Mod = Callable[..., Any]
 
@@ -33,9 +34,9 @@ class Target:
 
 
 MOST_COST = 0.06
-"""Of a hoistable score mod: time over the time of the same mask without it, less 1."""
+"""Largest cost of a hoistable score mod: time over the time of the same mask without it, less 1."""
 MOST_ORDERING = 1 / 0.75 - 1
-"""Of sums in one order: at least 75 % of the speed without."""
+"""Largest cost of sums in one order: at least 75 % of the speed without."""
 MOST_ERROR = 2.0
 """Error against float64 over the error of the same maths by PyTorch in the inputs' dtype."""
 
@@ -377,6 +378,6 @@ def _blocks_of_entry(length: int, mask_mod: Mod, entry: int, device: torch.devic
 
 
 def flops(row: Row, blocks: int) -> int:
-    """Of both matrix products, or of the five of a backward pass, in `blocks` squares for every head: 2 FLOPs
+    """FLOPs of both matrix products, or of the five of a backward pass, in `blocks` squares for every head: 2
     per multiply-add."""
     return 2 * (5 if row.backward else 2) * row.head_dim * BLOCK**2 * blocks * row.heads

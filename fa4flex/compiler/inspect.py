@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Resources:
-    """Of one kernel, as ptxas reports: registers per thread before warps trade them, bytes that registers
-    spill per thread (stores and loads together), bytes of stack, hardware barriers; and the bytes of shared
-    memory that a launch asks for. `ignored` are ptxas' warnings that it dropped something (C7508 and such).
-    """
+    """Resources of one kernel, as ptxas reports: registers per thread before warps trade them, bytes that
+    registers spill per thread (stores and loads together), bytes of stack, hardware barriers; and the bytes
+    of shared memory that a launch asks for. `ignored` are ptxas' warnings that it dropped something (C7508
+    and such)."""
 
     registers: int
     spill_bytes: int

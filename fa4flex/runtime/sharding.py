@@ -47,7 +47,7 @@ def follow(library: torch.library.Library) -> None:
 
 @lru_cache(maxsize=4096)
 def indexed_by(program: str, index: str) -> dict[int, int] | None:
-    """By slot, the dimension of a captured tensor from which `index` ("b" or "h") selects in every load.
+    """The dimension of a captured tensor from which `index` ("b" or "h") selects in every load, by slot.
 
     None where the program depends on the index in another way.
     """

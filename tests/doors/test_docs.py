@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -55,3 +56,16 @@ def test_every_field_of_an_operation_is_documented() -> None:
 
     rows = re.findall(r"^\| (`.*?) \|", section("tracing.md", "How an operation is added"), re.MULTILINE)
     assert re.findall(r"`(\w+)`", " ".join(rows)) == list(Operation._fields)
+
+
+def test_docstrings_begin_with_what_a_thing_is() -> None:
+    """A reader who knows the field takes "Of a CTA." for a piece of a sentence."""
+    found = []
+    for path in sorted((ROOT / "fa4flex").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
+                continue
+            text = node.value.value
+            if isinstance(text, str) and re.match(r"\s*(Of|That|As|By)\b", text):
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {text.strip().splitlines()[0]}")
+    assert not found, "\n".join(found)

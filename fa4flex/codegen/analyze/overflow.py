@@ -104,7 +104,7 @@ def _ranges(
     tables: Tables,
     known: Mapping[Expr, Bounds] | None = None,
 ) -> dict[Expr, Bounds]:
-    """Of every node under those `wanted`, which are under `roots`, and perhaps in their loops."""
+    """Bounds of every node under those `wanted`, which are under `roots`, and perhaps in their loops."""
     every = nodes(*wanted)
     symbols = {**symbols, "score": _any_float()}
     axes = {node.value[1]: Bounds(0, node.value[2] - 1) for node in nodes(*roots) if node.op == "reduce"}

@@ -131,8 +131,8 @@ def _ends(facts: Facts) -> tuple[Expr, ...]:
 
 
 def _never_past(facts: Facts, shape: Shape) -> dict[Expr, tuple[str, ...]]:
-    """By read, the symbols that may not run past its table: masks are asked about every pair, scores about
-    allowed ones, and the lengths of ragged sequences are not known."""
+    """The symbols that may not run past the table of each read: masks are asked about every pair, scores
+    about allowed ones, and the lengths of ragged sequences are not known."""
     found: dict[Expr, tuple[str, ...]] = dict.fromkeys(nodes(facts.score), ("b", "h"))
     found |= dict.fromkeys(nodes(facts.mask), ("b", "h") if isinstance(shape, Ragged) else INDICES)
     return found

@@ -65,12 +65,12 @@ def _looked_up(ends: tuple[Expr, ...], free: int) -> tuple[tuple[Expr, ...], tup
 _runs: VersionedCache[tuple[Tensor, Tensor]] = VersionedCache(
     64, MOST_BYTES, lambda runs: sum(x.nbytes for x in runs)
 )
-"""Of tables on the host."""
+"""Runs of tables on the host."""
 
 
 def runs_of(table: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each element of a table that is sorted along its last dimension, where the run of its equals begins
-    and where it ends, int64 in the table's shape."""
+    """Begin and end of the run of equals that each element of a table lies in, int64 in the table's shape;
+    the table is sorted along its last dimension."""
     size = table.shape[-1]
     if not table.numel():
         return torch.zeros_like(table, dtype=torch.int64), torch.zeros_like(table, dtype=torch.int64)
@@ -87,8 +87,8 @@ def runs_of(table: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class _Tiles:
-    """Of each row the keys lo .. hi - 1, int32 [spans, tiles, rows of a tile]; a span without keys lies past
-    the last one. columns, kv_len: of their sequences, numbers or [tiles, 1]."""
+    """Keys lo .. hi - 1 of each row of some tiles, int32 [spans, tiles, rows of a tile]; a span without keys
+    lies past the last one. columns, kv_len: of their sequences, numbers or [tiles, 1]."""
 
     lo: Tensor
     hi: Tensor
@@ -140,7 +140,8 @@ class IntervalRows:
         return None if self.lengths is None else places
 
     def _tiles_at(self, places: Tensor, maps: tuple[int, int]) -> _Tiles:
-        """By place in the order of (map of batch entry, map of head, row of tiles)."""
+        """The tiles at these places, which are numbers in the order of (map of batch entry, map of head, row
+        of tiles)."""
         shape, (rows, keys) = self.shape, self.tile
         first = (places % self.rows * rows).unsqueeze(1)
         entry, head = (places // (self.rows * maps[1])), places // self.rows % maps[1]

@@ -16,7 +16,8 @@ from fa4flex.codegen.analyze.intervals import KeyIntervals
 from fa4flex.codegen.expr import Expr, load, nodes, sym
 
 MOST_ENTRIES = 1 << 24
-"""Of one table (64 MB). An end that varies with more rows, heads and batch entries is left to the kernel."""
+"""Largest number of entries of one table (64 MB). An end that varies with more rows, heads and batch entries
+is left to the kernel."""
 
 FEWEST_READS = 2
 _READS = {"load": 1, "search": FEWEST_READS}

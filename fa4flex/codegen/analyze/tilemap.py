@@ -140,7 +140,8 @@ class RunBuilder:
         self._runs.append((start.to(torch.int32), stop.to(torch.int32), full))
 
     def append_ranges(self, ends: Tensor) -> None:
-        """Of [n, 4], rows partial from ends[:, 0] to [:, 1], full to [:, 2], partial to [:, 3]."""
+        """Append n rows, whose ends are [n, 4]: partial from ends[:, 0] to [:, 1], full to [:, 2], partial to
+        [:, 3]."""
         start, stop = ends[:, :-1], ends[:, 1:]
         full = torch.tensor([False, True, False], device=start.device).expand_as(start)
         present = start < stop

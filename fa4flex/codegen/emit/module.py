@@ -96,7 +96,7 @@ ENDS = {
     "spans": _Ends("key", "spans", "row", "keys", "kv_len"),
     "queries": _Ends("query", "queries", "column", "queries", "q_len"),
 }
-"""By mask_form."""
+"""Intervals that a kernel computes itself, for each mask_form."""
 
 
 class _Module:

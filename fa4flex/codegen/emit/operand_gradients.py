@@ -17,7 +17,7 @@ MOST = 16
 """Reads of captured tensors whose gradients one kernel adds up: each takes registers and instructions."""
 
 MOST_AXES = 5
-"""Of a tensor that the copy engine writes tiles of."""
+"""Largest rank of a tensor that the copy engine writes tiles of."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class LoweredShare:
 def lowered_shares(
     facts: Facts, gradients: Sequence[tuple[int, str]], lowering: Lowering, copied: Container[int] = ()
 ) -> tuple[LoweredShare, ...]:
-    """Of the slots asked for; `copied` are those that take copies of dS, where it is what they want. Raises
-    UnsupportedError where there are too many reads."""
+    """Shares of the slots asked for; `copied` are those that take copies of dS, where it is what they want.
+    Raises UnsupportedError where there are too many reads."""
     found = []
     for which, (slot, adding) in enumerate(gradients):
         for term in facts.gradient.of_slots([slot]):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import networkx
 
 WARPS = 4
-"""Of a warpgroup: parts of memory of which each warp touches its own rows."""
+"""Number of warps of a warpgroup, and of the parts of memory of which each warp touches its own rows."""
 
 Kind = Literal["read", "write", "update", "touch"]
 """An update makes a new content of the one before; a touch leaves it what it is."""
@@ -55,7 +55,7 @@ class Known:
 
 @dataclass
 class Lifetime:
-    """Of one content of memory, by numbers of steps: its writes in order, then its reads."""
+    """Lifetime of one content of memory, by numbers of steps: its writes in order, then its reads."""
 
     writes: list[int] = field(default_factory=list)
     reads: list[int] = field(default_factory=list)

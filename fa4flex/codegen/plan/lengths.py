@@ -13,5 +13,6 @@ ROW_BLOCK = 128
 
 
 def row_block(tile_m: int) -> int:
-    """As many where a step takes tile_m queries: a whole number of steps. Packed sequences need ROW_BLOCK."""
+    """Rows that a sequence is padded to a multiple of where a step takes tile_m queries: a whole number of
+    steps. Packed sequences need ROW_BLOCK."""
     return tile_m if ROW_BLOCK % tile_m else ROW_BLOCK

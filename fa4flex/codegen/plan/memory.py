@@ -15,7 +15,8 @@ from fa4flex.codegen.plan.target import Target
 from fa4flex.errors import UnsupportedError
 
 ALIGNMENT = 1024
-"""Of tiles: a swizzle pattern of 128 bytes repeats every 1024, and tiles must start on one."""
+"""Bytes that tiles are aligned to: a swizzle pattern of 128 bytes repeats every 1024, and tiles must start on
+one."""
 
 BARRIER = 8
 """Bytes of one mbarrier."""
@@ -32,7 +33,7 @@ ALIGNMENTS = {
     **dict.fromkeys(("columns", "scales", "finals"), NUMBER),
     **dict.fromkeys(("lse2", "delta"), 128),
 }
-"""Of regions that hold no tile."""
+"""Bytes that regions without tiles are aligned to, by name."""
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ WARPGROUPS = 4
 
 
 def check_registers(r: Any, twice: str, target: Target, advice: str) -> None:
-    """Of a split by role, in whose role `twice` two warpgroups get more than they are launched with, and one
-    in every other gets fewer. PlanError unless setmaxnreg takes the numbers, and their sum is there: it would
-    wait for ever."""
+    """Check registers split by role: the two warpgroups of role `twice` get more than they are launched with,
+    and the one of every other role gets fewer. PlanError unless setmaxnreg takes the numbers, and their sum
+    is there: it would wait for ever."""
     pool = target.register_pool(WARPGROUPS)
     each, step = pool // WARPGROUPS, target.register_step
     split = asdict(r)

@@ -36,7 +36,7 @@ BLOCKS = {
     (False, False): "one block per tile",
     (False, True): "one block per tile, and a counter that hands out no more",
 }
-"""By whether blocks are persistent, and whether they take tiles from a counter."""
+"""Words for how blocks take tiles, by whether blocks are persistent and whether they use a counter."""
 
 CANCELLING = "one block per tile; those that run take over tiles of those that have not started"
 

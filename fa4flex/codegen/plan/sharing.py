@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import networkx
 
 KEY_TILES = (3, 1, 2)
-"""Of the tiles of queries whose run shows how contents follow each other."""
+"""Numbers of key tiles of the query tiles whose run shows how contents follow each other."""
 
 Content = tuple[str, int]
 """What lives in a range, and its number."""

@@ -226,7 +226,7 @@ class Ring:
 
     @property
     def region(self) -> str:
-        """Of shared memory; the queries of all query tiles make up one."""
+        """Region of shared memory that holds the ring; the queries of all query tiles make up one."""
         return self.name.split()[0]
 
 
@@ -280,7 +280,7 @@ class Topology:
 
     @cached_property
     def _uses(self) -> dict[str, int]:
-        """Of names that are used more than once per tile."""
+        """Number of uses per tile, for names that are used more than once."""
         return {event.target: event.each for role in self.roles for event in role.events if event.each > 1}
 
     @property

@@ -193,7 +193,7 @@ class _Machine:
         self.copies: list[_Copy] = []
         self.asynchronous: set[str] = set()
         self.seen: dict[tuple[str, int, str], int] = {}
-        """By barrier, phase and waiter: the step that saw the phase's end."""
+        """The step that saw a phase's end, by barrier, phase and waiter."""
 
     def _actors(self, role: Role, key_tiles: list[int]) -> Iterator[_Actor]:
         events = role.run(key_tiles)

@@ -68,7 +68,7 @@ def trace(fn: Callable[..., Any], kind: ModKind, captures: Captures) -> Traced:
 
 
 def _random_state() -> tuple[Any, ...]:
-    """Of Python's and numpy's global generators; torch's random operations are refused one by one."""
+    """State of Python's and numpy's global generators; torch's random operations are refused one by one."""
     _, keys, *rest = numpy.random.get_state(legacy=True)
     return random.getstate(), numpy.asarray(keys).tobytes(), tuple(rest)
 

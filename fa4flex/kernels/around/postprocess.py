@@ -12,7 +12,7 @@ from cutlass.memory import SmemAllocator
 from fa4flex.kernels.common.backward import first_row, sequence_of_row, token_of
 
 THREADS = (256, 128)
-"""Of a block: the first of which a tile's pieces are a whole number."""
+"""Numbers of threads that a block may have: the first that divides the number of a tile's pieces."""
 WIDE = 8
 """Elements of 16 bits that a thread stores at once."""
 

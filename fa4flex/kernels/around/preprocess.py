@@ -109,7 +109,7 @@ class Preprocess:
         return b, q, first, q_len
 
     def dot(self, x: cute.Tensor, y: cute.Tensor, lane: Int32) -> Float32:
-        """Of this lane's elements of two rows."""
+        """Dot product of this lane's elements of two rows."""
         parts = [self.piece(one, lane) for one in (x, y)]
         total = Float32(0.0)
         for i in range(WIDE):

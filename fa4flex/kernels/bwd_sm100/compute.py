@@ -154,7 +154,7 @@ class Compute:
         return LaneCollector(self.hooks.shares, slab, where, sums, cute.arch.lane_idx())
 
     def first_key(self, work: KeyWork) -> Int32:
-        """Of this CTA."""
+        """The first key of this CTA."""
         return (work.tile * self.config.ctas + self.cluster.rank()) * ROWS
 
     def place(self, shared: Shared, base: cute.Pointer) -> Place:

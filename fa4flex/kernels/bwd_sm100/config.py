@@ -14,7 +14,7 @@ HALF = ROWS // 2
 """Queries of a step that one of the two compute warpgroups takes, of all keys."""
 
 COLUMNS = 512
-"""Of tensor memory, 32 bits wide: a block has all of them."""
+"""Columns of tensor memory, 32 bits wide: a block has all of them."""
 
 FRAGMENT = 32
 """Columns that a thread takes from tensor memory at a time: queries, or elements of a head."""
@@ -76,7 +76,7 @@ class Config:
 
     @property
     def ctas(self) -> int:
-        """That take a tile of keys together."""
+        """Number of CTAs that take a tile of keys together."""
         return 1
 
     @property
@@ -91,7 +91,7 @@ class Config:
 
     @property
     def dq_parts(self) -> int:
-        """Of a step's dQ, one for each warp that hands it on."""
+        """Number of parts of a step's dQ, one for each warp that hands it on."""
         return 4 * self.ctas
 
     @property
@@ -102,6 +102,6 @@ class Config:
 
     @property
     def dq_order(self) -> Order:
-        """Of a step's dQ, each warp of the warpgroup that hands it on has 32 rows, a row per lane, and writes
-        four columns at a time."""
+        """Order of a step's dQ in memory: each warp of the warpgroup that hands it on has 32 rows, a row per
+        lane, and writes four columns at a time."""
         return Order((4, 32, self.head_dim // 4, 4), rows=(0, 1, 0, 32), columns=(1, 0, 4, 0))

@@ -40,7 +40,7 @@ from fa4flex.kernels.common.tensor_core import operand_ring, tensor_memory
 from fa4flex.kernels.common.transfer import ending, reordered
 
 NUMBERS = ("lse2", "delta")
-"""Of rows, in rings of their own."""
+"""Statistics of rows, in rings of their own."""
 
 
 class Backward:

@@ -122,7 +122,7 @@ class Mma:
         )
 
     def operand_columns(self) -> tuple[list[int], list[int]]:
-        """Of probabilities, and of dS."""
+        """Columns of probabilities, and of dS, in tensor memory."""
         memory = self.config.memory
         return operand_columns(memory.probabilities), operand_columns(memory.ds)
 

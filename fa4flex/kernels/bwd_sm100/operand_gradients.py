@@ -16,7 +16,7 @@ LANES = 32
 
 @dataclass(frozen=True)
 class LaneCollector(Collector):
-    """Of the 32 keys of a warp, and 32 queries at a time, the first of which is `q_first`."""
+    """A collector for the 32 keys of a warp, and 32 queries at a time, the first of which is `q_first`."""
 
     key_lanes: ClassVar[int] = 1
 
@@ -40,8 +40,8 @@ class LaneCollector(Collector):
             self.add_to_diagonal(share, self.slab.kv_first - q_first - back, sum_)
 
     def write_pairs(self, share: Share, target: Target, values: Values, q_first: Int32, guard: bool) -> None:
-        """Of two queries, a lane with an even key takes the first, and the next one the second; each has then
-        two neighbouring keys of its query."""
+        """Lanes write two queries at a time: one with an even key takes the first, and the next one the
+        second; each has then two neighbouring keys of its query."""
         odd = self.lane % 2
         write = target.writer(share, self.slab.at, q_first + odd, self.slab.kv_first - odd, guard)
         order = select_(odd == 1, Int32(0x3276), Int32(0x5410))

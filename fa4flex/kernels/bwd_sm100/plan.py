@@ -93,7 +93,7 @@ class BlackwellBackwardPlan:
         }
 
     def barriers(self, config: Config) -> int:
-        """Of a CTA."""
+        """Number of barriers of a CTA."""
         return barrier_total(config.q_stages, config.do_stages)
 
     @property

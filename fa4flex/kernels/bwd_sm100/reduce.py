@@ -30,7 +30,7 @@ PIECE = 32 * FRAGMENT
 
 @dataclass(frozen=True)
 class Way:
-    """Of a warp's part of a step's dQ: by way of its own pieces of `staged` (number, warp, stage) into
+    """Way of a warp's part of a step's dQ: through its own pieces of `staged` (number, warp, stage) into
     `sums`, where it begins with piece `first`."""
 
     warp: Int32
@@ -45,7 +45,7 @@ class Reduce:
         self.scheduler = scheduler
         self.cluster = cluster
         self.pieces = config.head_dim // config.ctas // FRAGMENT
-        """Of a step's dQ, that a warp hands on."""
+        """Number of pieces of a step's dQ that a warp hands on."""
 
     @cute.jit
     def run(
@@ -82,7 +82,7 @@ class Reduce:
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     def part(self, warp: Int32) -> Int32:
-        """Of a tile's dQ, which one a warp has: its pieces follow each other in memory."""
+        """The part of a tile's dQ that a warp has: its pieces follow each other in memory."""
         return warp
 
     def hand_over(self, dq: Blocks, pipes: Pipes, way: Way, stage: Int32) -> Int32:
@@ -96,7 +96,7 @@ class Reduce:
         return stage
 
     def tell(self, pipes: Pipes, piece: int) -> None:
-        """That a piece is read."""
+        """Signal that a piece is read."""
         if piece == self.pieces - 1:
             self.cluster.arrive(pipes.dq_empty)
 

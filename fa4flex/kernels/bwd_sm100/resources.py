@@ -91,7 +91,7 @@ class Products:
         self.dk = self.tiled(along, across, self.dk_tile)
         self.dq = self.tiled(across, across, self.dq_tile)
         self.square = Product(kind, ctas, keys, ROWS, False, False)
-        """Of keys and queries."""
+        """Product of keys and queries."""
         self.to_dv = Product(kind, ctas, keys, dv, True, True)
         self.to_dk = Product(kind, ctas, keys, d, True, True)
         self.to_dq = Product(kind, ctas, ROWS, d, False, True, a_along_rows=True)

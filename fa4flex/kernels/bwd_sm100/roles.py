@@ -20,7 +20,7 @@ COMPUTING = 8
 """Warps that compute."""
 
 RINGS = ("q", "dout")
-"""Of tiles, with a full and an empty barrier per stage."""
+"""Tile rings: one full and one empty barrier per stage."""
 
 BARRIERS: dict[str, int] = {
     "k_full": 1,

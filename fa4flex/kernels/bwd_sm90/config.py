@@ -66,7 +66,7 @@ class Config:
 
     @property
     def queries(self) -> int:
-        """Of a step, those whose scores one warpgroup computes."""
+        """Query rows per step whose scores one warpgroup computes."""
         return self.tile_m if self.split == "keys" else self.tile_m // self.consumers
 
     @property

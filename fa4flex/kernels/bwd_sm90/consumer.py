@@ -56,7 +56,7 @@ PARTS = (16, 12, 10, 8)
 """Columns of a tile that are turned into probabilities together, and whose log-sum-exps are read before they
 are needed: the first of which a tile has a whole number. Registers for more there are not."""
 SLOPED = 2
-"""As many where scores have slopes, for the same reason."""
+"""Columns turned into probabilities together where scores have slopes, for the same reason."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Consumer:
         """Whether dS lies there along the keys."""
         apart = config.persistent and config.dq_stages == 1
         self.batches = ((0,), (1,)) if apart else ((0, 1),)
-        """Of dK and dV, what leaves together: shared memory may hold one of them."""
+        """Groups of dK and dV that leave together: shared memory may hold one of them."""
         self.late = any(not share.scaled for share in self.shares)
         """Whether slopes come in after what modified scores add to captured tensors was taken."""
 
@@ -274,15 +274,15 @@ class Consumer:
         return work.tile * self.config.tile_n + w * KEYS + lane // 32 * 16 + lane % 32 // 4
 
     def first_query(self, tile: Int32, w: Int32, lane: Int32) -> Int32:
-        """Of a step, that of a thread's first column."""
+        """The query of a thread's first column in a step."""
         return tile * self.config.tile_m + lane % 4 * 2
 
     def first_column(self, width: int, w: Int32) -> Int32 | int:
-        """Of dK or dV, the first that a warpgroup has."""
+        """The first column of dK or dV that a warpgroup has."""
         return 0
 
     def my_rows(self, statistic: cute.Tensor, w: Int32) -> cute.Tensor:
-        """Of the numbers of a step's queries, those of this warpgroup's."""
+        """The numbers of this warpgroup's queries, among those of a step."""
         return statistic
 
     def collector(

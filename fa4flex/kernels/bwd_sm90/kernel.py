@@ -32,7 +32,7 @@ from fa4flex.kernels.common.next_tile import NextTile
 from fa4flex.kernels.common.transfer import reordered
 
 CONSUMERS = {"keys": Consumer, "columns": ColumnConsumer}
-"""By what they share out."""
+"""Classes of consumers, by what their warpgroups share out."""
 
 
 class Backward:

@@ -31,8 +31,8 @@ products wait for each other."""
 LATENT = (192, 128)
 LATENT_TILE = (32, 128)
 LONG_LATENT_TILE = (48, 128)
-"""Of heads of 192 and values of 128, warpgroups have keys of their own too. Besides the sums of these,
-registers hold so few queries; the latter where neither scores nor masks take registers."""
+"""Tiles for heads of 192 and values of 128, where warpgroups have keys of their own too. Besides the sums of
+these, registers hold so few queries; the latter where neither scores nor masks take registers."""
 
 WIDE_TILE = (64, 64)
 """Else, the sums of 64 keys take more registers than a warpgroup has, and warpgroups share out columns."""

@@ -21,7 +21,7 @@ WARPS = 2
 """They take turns at rows."""
 
 BYTES = 16
-"""That a lane writes at once; rows of such gradients are padded to a multiple of them."""
+"""Bytes that a lane writes at once; rows of such gradients are padded to a multiple of them."""
 
 LANES = 32
 

@@ -348,8 +348,8 @@ def pass_turn(counter: cute.Pointer) -> None:
 
 
 def first_row(cu_seqlens_q: cute.Tensor, b: Int32) -> Int32:
-    """Of packed statistics: sequences begin at multiples of ROW_BLOCK, so far apart that each has room for
-    its rows, padded to a multiple of ROW_BLOCK."""
+    """First row of a sequence in packed statistics: sequences begin at multiples of ROW_BLOCK, so far apart
+    that each has room for its rows, padded to a multiple of ROW_BLOCK."""
     return (cu_seqlens_q[b] // ROW_BLOCK + b) * ROW_BLOCK
 
 

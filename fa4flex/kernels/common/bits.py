@@ -49,7 +49,7 @@ def word_between(lo: Int32 | None, hi: Int32, start: int) -> Int32:
 
 @dsl_user_op
 def _low_bits(count: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
-    """As many ones as `count` says, none and WORD being the least and the most: a shift to the left loses
+    """A word with `count` low bits set, none and WORD being the least and the most: a shift to the left loses
     its number of places from 32 on, and one instruction has no such limit."""
     count = cutlass.max(count, Int32(0))
     return Int32(

@@ -27,7 +27,7 @@ POLYNOMIALS: dict[int, tuple[float, ...]] = {
     4: (1.0, 0.693044901, 0.2412799, 0.0522429682, 0.013426437),
     5: (1.0, 0.693151295, 0.240164593, 0.0557995141, 0.00901748147, 0.00186695158),
 }
-"""By degree: fp32 coefficients of 1, f, f^2, ..., to nine digits, of least relative error on [0, 1).
+"""Coefficients by degree: fp32, of 1, f, f^2, ..., to nine digits, of least relative error on [0, 1).
 
 The first is 1, so that f = 0 gives exactly 1. Hence 2^0 = 1; and where x <= -127 the exponent of 1, which is
 127 in its bits, is lowered by 127, and +0 is left. At f = 1 all are below 2, so results never fall where n
@@ -35,7 +35,7 @@ steps.
 """
 
 COLUMNS = 128
-"""Of a row of scores in a thread."""
+"""Columns of a row of scores in a thread."""
 
 FRAGMENT = 32
 """Columns that are exponentiated, narrowed and stored together."""

@@ -107,7 +107,7 @@ def _columns(hooks: Hooks, at: At) -> Lines:
 
 
 def _ends(lines: Lines, i: Int32) -> list[list[Int32]]:
-    """By span: for the least and the latest start, and for the soonest and the last end, what line i says."""
+    """Ends that line i gives, by span: for the least and latest start, and for the soonest and last end."""
     ends = []
     inside = i < lines.count
     for lo, hi in lines.spans(cutlass.max(cutlass.min(i, lines.count - 1), Int32(0))):
@@ -153,8 +153,8 @@ def _more_lines(
 
 
 def _tile_range(lines: Lines, first: Int32, count: int, size: int, looped: bool) -> list[tuple[Int32, ...]]:
-    """Of `count` lines, per span: tiles of `size` in [a, d) hold what some line sees, tiles in [b, c) only
-    what every line does; a <= b <= c <= d.
+    """Ranges of tiles for `count` lines, per span: tiles of `size` in [a, d) hold what some line sees, tiles
+    in [b, c) only what every line does; a <= b <= c <= d.
 
     Each lane evaluates the spans of some lines, and the warp takes the least and the greatest of their ends.
     """

@@ -20,7 +20,7 @@ from fa4flex.kernels.common.hooks import At, Share
 from fa4flex.kernels.common.transposed import Slab
 
 Values = dict[tuple[int, int], Float32]
-"""By (row, column) of a tile."""
+"""Values by (row, column) of a tile."""
 
 QUAD, EIGHT = 4, 8
 """A row of an accumulator lies in four lanes, and a column in eight."""
@@ -37,7 +37,8 @@ class Target:
     copy: Int32
 
     def pointer(self, place: Sequence[Any]) -> cute.Pointer:
-        """Of the element at `place`, moved into the tensor: what lies outside is 0 and adds nothing."""
+        """Address of the element at `place`, moved into the tensor: what lies outside is 0 and adds
+        nothing."""
         shape = self.gradient.shape[1:]
         index = tuple(
             cutlass.max(cutlass.min(i if isinstance(i, Int64) else Int32(i), n - 1), 0)
@@ -54,7 +55,7 @@ class Target:
         )
 
     def writer(self, share: Share, at: At, q: Int32, kv: Int32, guard: bool) -> DqStore:
-        """Of elements that one pair has for itself, by steps from (q, kv)."""
+        """A writer of elements that one pair has for itself, by steps from (q, kv)."""
         place = share.place.element(at.but(q=q, kv=kv))
         base = self.gradient.iterator + cute.crd2idx((self.copy, *place), self.gradient.layout)
         across, along = (self.gradient.stride[1 + axis] for axis in share.axes)

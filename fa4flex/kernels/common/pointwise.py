@@ -122,7 +122,7 @@ Early = tuple[tuple[int, int, At], ...]
 """The elements of a tile as (r, c, at), with all that needs no score computed."""
 
 Words = tuple[tuple[Int32, ...], ...]
-"""By row of a tile: bits of its columns, see bits.py."""
+"""Bits of the columns of a tile, for each of its rows; see bits.py."""
 
 GROUP = 16
 """Columns whose mask is computed at a time: their loads and terms take about a register each."""
@@ -219,8 +219,8 @@ class Fragment:
         return tuple(map(tuple, words))
 
     def inside(self, kv_first: Int32, count: int) -> list[Int32]:
-        """Of the only row, in `count` fragments of WORD columns next to each other: the bits of what its
-        spans allow."""
+        """Bits of what the spans of the only row allow, in `count` fragments of WORD columns next to each
+        other."""
         origin = kv_first + self.first_column
         ends = [(None if lo is None else lo - origin, hi - origin) for lo, hi in self.rows.spans[0]]
         return [

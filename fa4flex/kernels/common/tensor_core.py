@@ -98,7 +98,7 @@ class Product:
         return [words[0] + zero, *words[1:]]
 
     def _columns(self, a: cute.Tensor, k: int) -> int:
-        """Of tensor memory, 32 bits wide, to step k."""
+        """Columns of tensor memory, 32 bits wide, to step k."""
         return _step(a, k) * a.element_type.width // 32
 
 
@@ -124,7 +124,7 @@ class Blocks:
     copy: Any
     memory: cute.Tensor
     shape: Any
-    """Of the registers that hold the thread's part of a block."""
+    """Shape of the registers that hold the thread's part of a block."""
 
     @staticmethod
     def load(op: Any, blocks: cute.Tensor, thread: Int32) -> Blocks:
@@ -233,8 +233,8 @@ def _mma(
 def tensor_memory(
     storage: Any, allocator: int, barrier: pipeline.NamedBarrier, ctas: int = 1
 ) -> TmemAllocator:
-    """Of one CTA, or of a pair, which allocates and frees together. storage: with `columns` and `freed`;
-    allocator: the warp that does it; barrier: for all who touch it."""
+    """Allocator of tensor memory of one CTA, or of a pair, which allocates and frees together. storage: with
+    `columns` and `freed`; allocator: the warp that does it; barrier: for all who touch it."""
     return TmemAllocator(
         storage.columns.ptr,
         barrier_for_retrieve=barrier,

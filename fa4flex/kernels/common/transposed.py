@@ -18,7 +18,7 @@ from fa4flex.kernels.common.keys import column_spans, row_spans
 from fa4flex.kernels.common.pointwise import terms_of
 
 Slopes = dict[tuple[int, int], Float32]
-"""By (row, column) of a tile."""
+"""Slopes by (row, column) of a tile."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Slab:
     def values(
         self, hook: Pointwise, q_first: Int32, guard: bool, scores: cute.Tensor | None = None
     ) -> Slopes:
-        """Of every element; where there are `scores`, at.score is one."""
+        """Values of the hook at every element; where there are `scores`, at.score is one."""
         places = self.elements(hook, q_first, guard)
         if scores is None:
             return {(r, c): hook.element(at) for r, c, at in places}
@@ -123,7 +123,7 @@ class Slab:
                 probabilities[r, c] = select_(hooks.mask.element(at), probabilities[r, c], Float32(0.0))
 
     def _keep_spans(self, hooks: Hooks, probabilities: cute.Tensor, q_first: Int32) -> None:
-        """By the spans of queries of a thread's few keys."""
+        """Keep probabilities inside the spans of queries of a thread's few keys, and make the others 0."""
         for r, key in enumerate(self.keys):
             kv = self.kv_first + key
             safe = cutlass.max(cutlass.min(kv, self.at.kv_len - 1), Int32(0))

@@ -158,7 +158,7 @@ def _packed_tile(arguments: Arguments, tile: Int32, h: Int32, b: Int32, valid: B
 
 @cute.jit
 def put_statistic(statistic: cute.Tensor, work: Work, q: Int32, value: Float32) -> None:
-    """Of row `q` of a sequence, to [B, H, S], or packed [H, T]."""
+    """Write the statistic of row `q` of a sequence to [B, H, S], or packed [H, T]."""
     if const_expr(cute.rank(statistic) == 3):
         statistic[work.b, work.h, q] = value
     else:

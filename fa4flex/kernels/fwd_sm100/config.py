@@ -11,7 +11,7 @@ ROWS = 128
 """Query rows of one tile: what one tcgen05.mma spans, and a softmax warpgroup owns, a row per thread."""
 
 COLUMNS = 512
-"""Of tensor memory, 32 bits wide: a block has all of them."""
+"""Columns of tensor memory, 32 bits wide: a block has all of them."""
 
 FRAGMENT = 32
 """Keys that a softmax thread takes from tensor memory, modifies and turns into probabilities at a time."""
@@ -117,5 +117,5 @@ class Config:
 
     @property
     def next_words(self) -> int:
-        """Of 32 bits, in which it does: a number, or the hardware's answer."""
+        """Words of 32 bits in which that warp hands on the next tile: a number, or the hardware's answer."""
         return 4 if self.cancel else 1

@@ -18,7 +18,7 @@ ENOUGH = 16
 """Special functions per clock and multiprocessor, beyond which they take less time than products."""
 
 DEGREES = (3, 4, 5)
-"""Of the polynomials that the kernel has coefficients of."""
+"""Degrees of the polynomials that the kernel has coefficients of."""
 
 OFF = Exponential(count=0)
 
@@ -60,7 +60,7 @@ def check_exponential(e: Exponential, tile_n: int) -> None:
 
 
 def share(e: Exponential, tile_n: int) -> float:
-    """Of a row's exponentials, what polynomials compute."""
+    """Share of a row's exponentials that polynomials compute."""
     pairs, fragments = FRAGMENT // 2, tile_n // FRAGMENT
     in_fragment = sum(pair % e.every >= e.every - e.count for pair in range(pairs))
     return max(fragments - 1 - e.skip, 0) * in_fragment / (fragments * pairs)

@@ -81,7 +81,8 @@ class Asking:
 
 @dsl_user_op
 def _cancelled(answer: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
-    """Of the answer at a shared address: the first block of the cluster that was cancelled, or NONE_LEFT."""
+    """First block of the cluster that was cancelled, or NONE_LEFT: what the answer at a shared address
+    says."""
     query = "clusterlaunchcontrol.query_cancel"
     return Int32(
         llvm.inline_asm(

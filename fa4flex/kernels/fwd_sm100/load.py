@@ -70,7 +70,7 @@ class Load:
         shared: Shared,
         products: Products,
     ) -> tuple[Views, Views, Views]:
-        """Of the queries, keys and values of a tile's sequence and head."""
+        """Views of the queries, keys and values of a tile's sequence and head."""
         rank = self.cluster.rank()
         scores, values = products.scores.get_slice(rank), products.values.get_slice(rank)
         kv_head = work.h // (grid.heads // arguments.k.shape[-2])

@@ -29,8 +29,8 @@ from fa4flex.kernels.fwd_sm100.resources import Pipes, Products, Shared
 
 @dataclass(frozen=True)
 class Operands:
-    """By query tile: q, p and the accumulators; k and v by stage. q, k and v are shared-memory descriptors,
-    p, scores and out lie in tensor memory."""
+    """Operands of MMAs: q, p and the accumulators by query tile, k and v by stage. q, k and v are
+    shared-memory descriptors, p, scores and out lie in tensor memory."""
 
     q: cute.Tensor
     k: cute.Tensor

@@ -43,8 +43,8 @@ MOST_ARITHMETIC = 24
 
 
 def in_place(work: Work) -> InPlace:
-    """Of which tiles scores are modified in tensor memory. In registers, next to a whole row of scores, the
-    code of a score that reads tensors is long, and the elements in flight spill where they are many. Where
+    """Tiles whose scores are modified in tensor memory. In registers, next to a whole row of scores, the code
+    of a score that reads tensors is long, and the elements in flight spill where they are many. Where
     arithmetic is as long, writing scores back is nothing beside it."""
     if work.loads > MOST_LOADS or work.fp32 > MOST_ARITHMETIC:
         return "all"
@@ -52,8 +52,8 @@ def in_place(work: Work) -> InPlace:
 
 
 LOADS_IN_FLIGHT = FRAGMENT * MOST_LOADS
-"""Of one piece of scores that is modified in tensor memory: what they bring takes registers, and each is
-compiled for."""
+"""Loads in flight for one piece of scores that is modified in tensor memory: what they bring takes registers,
+and each is compiled for."""
 
 LEAST_PIECE = 4
 """Columns: each piece waits once for what it reads."""

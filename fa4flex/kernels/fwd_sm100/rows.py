@@ -68,7 +68,7 @@ def maximum(a: Float32, b: Float32, c: Float32, *, loc: Any = None, ip: Any = No
 
 
 def largest_of(row: list[Float32], before: Float32 | None = None) -> Float32:
-    """Of a multiple of 8 numbers, and of what was the largest before them."""
+    """The largest of a multiple of 8 numbers, and of what was the largest before them."""
     chains = row[:CHAINS]
     for i in range(CHAINS, len(row) - CHAINS, 2 * CHAINS):
         for c in range(CHAINS):

@@ -255,8 +255,8 @@ class Softmax:
         cute.arch.fence_view_async_tmem_store()
 
     def anew(self, fragment: Fragment) -> Fragment:
-        """Of a piece. Where no scores are modified in registers, what a row has is read at each step: kept,
-        it would take registers beside a whole row of scores."""
+        """The fragment of a piece. Where no scores are modified in registers, what a row has is read at each
+        step: kept, it would take registers beside a whole row of scores."""
         if self.config.in_place != "all":
             return fragment
         return self.fragment(fragment.at, computed_once(fragment.first_row), self.config.piece)
@@ -289,8 +289,8 @@ class Softmax:
     def modified(
         self, fragment: Fragment, taken: cute.Tensor, first: Int32, bits: Int32 | None
     ) -> list[Float32]:
-        """Of q.k of a fragment from key `first` on, what the softmax is taken of: the variant's score, or
-        -inf."""
+        """Numbers that the softmax is taken of, from q.k of a fragment from key `first` on: the variant's
+        score, or -inf."""
         row = Row(taken)
         fragment.change(self.hooks, row, first, bits is not None)
         if bits is not None:

@@ -139,7 +139,8 @@ class _Rows:
         matmul(flat.mT, self.queries, heads.keys(state.dk, span.keys), accumulate=True)
 
     def _recompute(self, span: Span) -> tuple[Tensor, Tensor, Tensor, Value | None]:
-        """Of one tile: raw scores, weights P * total, dP / total, and d score' / d score (None: one)."""
+        """Recomputed values of one tile: raw scores, weights P * total, dP / total, and d score' / d score
+        (None: one)."""
         inputs, heads = self.state.inputs, self.block.heads
         scores = raw_scores(self.block, span, self.queries, self.space)
         weights, slope = self._weights(span, scores)

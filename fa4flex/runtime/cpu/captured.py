@@ -36,7 +36,7 @@ class SharedGradients:
         self.sinks = None if inputs.sinks is None else torch.zeros(inputs.sinks.shape, dtype=torch.float64)
 
     def result(self) -> tuple[tuple[Tensor | None, ...], Tensor | None]:
-        """By slot, and for the sinks, in the shapes and dtypes of what they belong to."""
+        """Gradients by slot, and of the sinks, in the shapes and dtypes of what they belong to."""
         operands = tuple(
             self.operands[slot].view(operand.shape).to(operand.dtype) if slot in self.operands else None
             for slot, operand in enumerate(self._inputs.captured.operands)

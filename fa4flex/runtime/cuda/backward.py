@@ -49,7 +49,7 @@ class Gradients(NamedTuple):
     dv: Tensor
     dsinks: Tensor | None
     captured: tuple[Tensor, ...]
-    """Of the captured tensors asked for, in their dtypes."""
+    """Gradients of the captured tensors asked for, in their dtypes."""
 
 
 @dataclass(frozen=True, eq=False)

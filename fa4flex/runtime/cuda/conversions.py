@@ -15,7 +15,7 @@ ALIGNMENT = 16
 
 
 def input_conversions(call: Call) -> dict[int, Callable[[Tensor], Tensor]]:
-    """By position in _arguments(call), what a tensor must go through at every launch."""
+    """Conversions that tensors must go through at every launch, by position in _arguments(call)."""
     conversions: dict[int, Callable[[Tensor], Tensor]] = {}
     for i, x in enumerate(_arguments(call)):
         if x is None:

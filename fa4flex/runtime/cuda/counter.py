@@ -11,7 +11,8 @@ from torch import Tensor
 from fa4flex.compiler.simulated import simulating
 
 _counters: dict[tuple[int, int], Tensor] = {}
-"""By device index and stream handle. A new stream with the handle of a destroyed one finds zeros as well."""
+"""Counters by device index and stream handle. A new stream with the handle of a destroyed one finds zeros as
+well."""
 
 _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # absent in builds for CPUs
 """Device index -> handle; torch.cuda.current_stream makes an object first, at several times the cost."""

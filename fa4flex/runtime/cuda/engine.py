@@ -53,7 +53,7 @@ class Engine:
     def __init__(self, facts: Facts, schedule: Schedule, precision: Precision, kinds: dict[int, str]) -> None:
         self.facts, self.schedule, self.precision = facts, schedule, precision
         self.kinds = kinds
-        """By slot, the kind of each captured number."""
+        """The kind of each captured number, by slot."""
         self.watched = watched(facts)
         self._slots = sorted(self.watched.slots)
         self._ready: VersionedCache[Ready] = VersionedCache(MOST_READY)

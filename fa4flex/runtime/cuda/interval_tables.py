@@ -54,7 +54,7 @@ def _tables(
 
 
 def _clipped(end: Any, shape: Shape) -> Tensor:
-    """As a kernel does too, so that every end fits into 32 bits."""
+    """Clip an end to the keys, as a kernel does too, so that every end fits into 32 bits."""
     return torch.as_tensor(end).clamp(0, shape.kv_len).to(torch.int32)
 
 

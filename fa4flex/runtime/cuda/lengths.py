@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 MOST_KNOWN = 1024
 _fitting: dict[int, tuple[Guards, tuple[int, ...]]] = {}
-"""By id: tensors whose values were found to fit, and the extents they fit. Inference tensors as well, though
+"""Tensors whose values were found to fit, by id, and the extents they fit. Inference tensors as well, though
 torch does not count their changes: to look at them at each call would be to wait for the device."""
 
 

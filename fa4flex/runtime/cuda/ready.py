@@ -76,7 +76,7 @@ class Ready:
 
 
 def _fill(out: Tensor, *statistics: Tensor | None) -> None:
-    """As for rows without keys."""
+    """Fill the output and statistics as for rows without keys."""
     out.zero_()
     for x in statistics:
         if x is not None:

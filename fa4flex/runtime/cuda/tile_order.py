@@ -26,8 +26,8 @@ MOST_KEPT = 16
 
 @dataclass(frozen=True)
 class Sequences:
-    """Of every tile, int64 [tiles]: its sequence, the number of sequences where there is no such tile; its
-    number in the sequence; and the sequence's lengths."""
+    """Place of every tile, int64 [tiles]: its sequence, the number of sequences where there is no such tile;
+    its number in the sequence; and the sequence's lengths."""
 
     b: Tensor
     tile: Tensor
@@ -86,7 +86,7 @@ class TileOrder:
 
 
 def _packed(call: Call, tile_m: int) -> Sequences:
-    """As many tiles as there can be: every sequence may end in one that is not full."""
+    """Tiles of packed sequences, as many as there can be: every sequence may end in one that is not full."""
     cu_q, cu_k, used_q, used_k = call.lengths
     assert cu_q is not None and cu_k is not None
     q_len, kv_len = cu_q.diff().long(), cu_k.diff().long()

@@ -81,7 +81,7 @@ _SHARED = re.compile(
 
 @functools.lru_cache(maxsize=64)
 def _header(ptx: str, kernel: str) -> tuple[str, str]:
-    """Of an entry: the text of its parameters, and of the directives in front of its body."""
+    """Header of an entry: the text of its parameters, and of the directives in front of its body."""
     found = re.search(rf"\.entry\s+{re.escape(kernel)}\s*(?:\(([^)]*)\))?([^{{;]*){{", ptx)
     if found is None:
         names = ", ".join(re.findall(r"\.entry\s+([\w$]+)", ptx)) or "none"
@@ -119,7 +119,7 @@ def directives_of(ptx: str, kernel: str) -> dict[str, Dim3]:
 
 
 def target_of(ptx: str) -> str:
-    """Of the .target directive, which stands in front of everything else: sm_90a, say."""
+    """The target in the .target directive, which stands in front of everything else: sm_90a, say."""
     found = re.search(r"^\.target\s+(\w+)", ptx, re.MULTILINE)
     return found[1] if found else "no target"
 
@@ -164,7 +164,7 @@ CLUSTER = 4
 
 _HINTS = {2: "cooperative", 5: "cluster_scheduling", 6: "programmatic_stream_serialization"}
 _HINTS |= {8: "priority", 10: "memory_sync_domain", 14: "preferred_shared_carveout"}
-"""By id of cudaLaunchAttributeID, attributes that change nothing for launches that run one after another."""
+"""Attributes that change nothing for launches that run one after another, by cudaLaunchAttributeID."""
 
 
 def read_config(kernel: str, ptx: str, config: int, values: int) -> Launch:

@@ -47,7 +47,7 @@ class Device:
     sms: int
 
     def attribute(self, number: int) -> int:
-        """By number in cudaDeviceAttr. Raises UnsupportedError."""
+        """The device attribute with this number in cudaDeviceAttr. Raises UnsupportedError."""
         known = {1: 1024, 10: 32, 16: self.sms, 75: self.capability[0], 76: self.capability[1]}
         known |= {8: 49152, 81: MOST_SHARED_BYTES + 1024, 97: MOST_SHARED_BYTES}
         if number not in known:
@@ -76,7 +76,7 @@ receivers: list[Receiver] = []
 # Compiled code holds numbers only, and may outlive every Python object that was made with it: these stay.
 _binaries: dict[int, Binary] = {}
 _handles: dict[tuple[int, str], int] = {}
-"""Of kernels, by their binary's number and name."""
+"""Handles of kernels, by their binary's number and name."""
 _kernels: dict[int, tuple[Binary, str]] = {}
 _numbers = itertools.count(1)
 
@@ -147,7 +147,8 @@ def _keeping(function: Callable[..., None]) -> Callable[..., int]:
 # --- the runtime's functions --------------------------------------------------------------------------------
 
 _functions: dict[str, tuple[Any, bool]] = {}
-"""By name: the function as ctypes makes it callable, and whether its first argument is a binary's number."""
+"""The runtime's functions by name: the function as ctypes makes it callable, and whether its first argument
+is a binary's number."""
 
 _INT, _LONG, _POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
 

@@ -15,8 +15,8 @@ CPU, CUDA = 1, 2
 """DLDeviceType"""
 
 _DEVICE_AT = {b"dltensor": 8, b"dltensor_versioned": 40}
-"""By a capsule's name, where DLTensor.device.device_type lies in what it points to: DLManagedTensor begins
-with the DLTensor, DLManagedTensorVersioned has it at 32."""
+"""Offset of DLTensor.device.device_type in what a capsule points to, by the capsule's name: DLManagedTensor
+begins with the DLTensor, DLManagedTensorVersioned has it at 32."""
 
 _capsule_name = ctypes.pythonapi.PyCapsule_GetName
 _capsule_name.restype, _capsule_name.argtypes = ctypes.c_char_p, [ctypes.py_object]

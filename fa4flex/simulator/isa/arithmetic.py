@@ -12,5 +12,5 @@ _FLOATS = {"f16", "f16x2", "bf16", "bf16x2", "f32", "f32x2", "f64"}
 
 @translates("add", "sub", "mul", "mad", "div", "abs", "neg", "min", "max")
 def arithmetic(ins: Instruction) -> Step | Act:
-    """By the types among the modifiers: floating.py or integer.py."""
+    """Translate by floating.py or integer.py, as the types among the modifiers say."""
     return floating(ins) if _FLOATS & set(ins.modifiers) else integer(ins)

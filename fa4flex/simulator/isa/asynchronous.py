@@ -114,7 +114,7 @@ class Groups:
     open: list[tuple[int, Operation, Errand]] = field(default_factory=list)
     """(lane, operation, errand) since the last commit."""
     closed: list[list[Group]] = field(default_factory=lambda: [[] for _ in range(LANES)])
-    """By lane, the oldest group first."""
+    """Committed groups by lane, the oldest group first."""
 
     def add(self, lane: int, operation: Operation, errand: Errand) -> None:
         self.open.append((lane, operation, errand))

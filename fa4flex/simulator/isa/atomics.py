@@ -47,11 +47,11 @@ _TYPES: dict[str, set[str]] = {
     "min": set(_INTEGERS),
     "max": set(_INTEGERS),
 }
-"""By operation, the types of single values."""
+"""Types of single values, by operation."""
 _VECTORS: dict[tuple[str, str], tuple[int, ...]] = {("add", "f32"): (2, 4)}
 _VECTORS |= {(op, kind): (2, 4) for op in ("add", "min", "max") for kind in ("f16x2", "bf16x2")}
 _VECTORS |= {(op, kind): (2, 4, 8) for op in ("add", "min", "max") for kind in ("f16", "bf16")}
-"""By operation and type, the lengths of vectors (global memory only)."""
+"""Lengths of vectors, by operation and type (global memory only)."""
 
 # --- what the instruction says ------------------------------------------------------------------------------
 

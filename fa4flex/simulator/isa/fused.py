@@ -60,7 +60,7 @@ def fma(ins: Instruction) -> Step:
 
 
 def _single(found: Form, mode: str, size: int | None) -> Function:
-    """Of fp32 arrays of this size, or of any."""
+    """Fused multiply-add of fp32 arrays of this size, or of any."""
     if mode == "rn" and not {"ftz", "sat"} & found.flags:
         return _nearest(size) if size else _nearest_of_any
     ftz, sat = "ftz" in found.flags, "sat" in found.flags

@@ -23,7 +23,7 @@ from fa4flex.simulator.units.numbers import BITS, decode
 from fa4flex.simulator.watch.findings import Fault, Finding
 
 ROWS, ROW_BYTES = 8, 16
-"""Of an 8x8 matrix of 16-bit elements."""
+"""Rows, and bytes of a row, of an 8x8 matrix of 16-bit elements."""
 
 
 def _all_lanes(warp: Warp, mask: Mask, instruction: Instruction) -> None:
@@ -111,7 +111,7 @@ def movmatrix(instruction: Instruction) -> Step:
 _DEPTHS = {"f16": (8, 16), "bf16": (8, 16), "tf32": (4, 8)} | dict.fromkeys(
     ("e4m3", "e5m2", "s8", "u8"), (16, 32)
 )
-"""By type of A, the K of m16n8kK."""
+"""The K of m16n8kK, by type of A."""
 _FAMILIES = ({"f16"}, {"bf16"}, {"tf32"}, {"e4m3", "e5m2"}, {"s8", "u8"})
 """Types that may meet as A and B."""
 _SUMS = {"s8": ("s32",), "u8": ("s32",), "bf16": ("f32",), "tf32": ("f32",)}

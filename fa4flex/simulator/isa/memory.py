@@ -158,7 +158,7 @@ def st(instruction: Instruction) -> Step | Act:
 
 
 def _register_type(operand: Operand, size: int) -> str:
-    """As what to read a register of at least `size` bytes; its low bytes are what is stored."""
+    """Type as which a register of at least `size` bytes is read; its low bytes are what is stored."""
     return f"u{max(operand.file, 16)}" if isinstance(operand, Reg) else f"u{max(8 * size, 16)}"
 
 

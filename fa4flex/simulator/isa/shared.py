@@ -83,7 +83,7 @@ class Whole:
         return cta.shared.values(self.size, self.count)[spot.rows]
 
     def store(self, warp: Warp, values: NDArray[Any]) -> bool:
-        """Of unsigned [32, count]."""
+        """Store unsigned [32, count]."""
         found = self.find(warp)
         if found is None:
             return False

@@ -45,7 +45,7 @@ REDUCED = {
     "or": {"b32"},
     "xor": {"b32"},
 }
-"""By operation, the types that the ISA has for it."""
+"""Types that the ISA has for each operation."""
 TO_CLUSTER = {"async", "shared::cluster", "mbarrier::complete_tx::bytes"}
 
 

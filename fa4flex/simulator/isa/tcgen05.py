@@ -322,7 +322,7 @@ def _accumulate(
 
 
 Cells = tuple[tuple[tensor.Region, ...], NDArray[np.intp]]
-"""Of tensor memory, as rectangles and as granules."""
+"""Cells of tensor memory, as rectangles and as granules."""
 
 
 @lru_cache(maxsize=4096)

@@ -21,7 +21,7 @@ from fa4flex.simulator.state.registers import PACKED, Mask, Registers
 Function = Callable[..., Any]
 Gather = Callable[[Registers], Array]
 Place = tuple[str, int]
-"""As which type a register is read or written, and its index in the table of that type."""
+"""Type as which a register is read or written, and its index in the table of that type."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -141,7 +141,8 @@ _SOURCES: dict[str, Callable[[Any, Any, Any], tuple[Any, Any]]] = {
     "bfly": lambda by, low, high: (_LANE ^ by, (_LANE ^ by) <= high),
     "idx": lambda by, low, high: (low | by, (low | by) <= high),
 }
-"""By mode, from b and the first and last lane of each lane's segment (for up, `high` is its lower bound)."""
+"""Source lanes, and whether they are in range, by mode, from b and the first and last lane of each lane's
+segment (for up, `high` is its lower bound)."""
 
 
 def _sources(mode: str, b: Operand, c: Operand) -> Callable[[Warp], Reach]:

@@ -25,7 +25,7 @@ from fa4flex.simulator.watch.findings import Finding
 
 KIND = "wgmma groups"
 ROWS = 16
-"""Of D, per warp."""
+"""Rows of D per warp."""
 BITS = {"f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8, "s8": 8, "u8": 8, "f32": 32, "s32": 32}
 
 
@@ -61,7 +61,7 @@ class Multiply:
 
     @cached_property
     def rows(self) -> tuple[Any, Any]:
-        """Of D, and of A if it lies in registers, in the table of 32-bit registers."""
+        """Rows of D, and of A if it lies in registers, in the table of 32-bit registers."""
         kept = self.a if isinstance(self.a, tuple) else self.d
         return rows_of([r.index for r in self.d]), rows_of([r.index for r in kept])
 

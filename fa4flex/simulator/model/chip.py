@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SUBCORES = 4
-"""Of a multiprocessor; warp w issues on sub-core w % 4."""
+"""Number of sub-cores of a multiprocessor; warp w issues on sub-core w % 4."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Chip:
     processors: int
     gigahertz: float
     mma_flops: int
-    """Of 16-bit inputs; 8-bit inputs have twice as many."""
+    """FLOPs of MMAs of 16-bit inputs; 8-bit inputs have twice as many."""
     shared_bytes: int
     special: float
     fma: float
@@ -69,7 +69,7 @@ class Chip:
 
     @property
     def peak_tflops(self) -> float:
-        """Of dense 16-bit MMAs."""
+        """Peak TFLOPS of dense 16-bit MMAs."""
         return self.processors * self.mma_flops * self.gigahertz / 1000
 
 

@@ -364,4 +364,4 @@ _OBSERVERS: dict[str, Callable[[Instruction], Observer]] = {
     "tcgen05.wait::st": lambda instruction: Observer(lambda warp, mask, before: Fenced(True)),
     "tcgen05.wait::ld": lambda instruction: Observer(lambda warp, mask, before: Fenced(False)),
 }
-"""By the beginning of the opcode, the first that fits."""
+"""Observers by the beginning of the opcode, the first that fits."""

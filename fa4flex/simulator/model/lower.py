@@ -19,7 +19,7 @@ from fa4flex.simulator.model.recorder import WarpTrace
 from fa4flex.simulator.ptx.nodes import Imm, Instruction, Kernel
 
 REGISTERS = 65536
-"""Of a multiprocessor, 32 bits each."""
+"""Registers of a multiprocessor, 32 bits each."""
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +48,7 @@ Piece = tuple[Stretch, dict[int, Event]]
 
 
 class Lowering:
-    """Of one kernel for one chip. `threads` are those of a CTA."""
+    """Lowering of one kernel for one chip. `threads` are those of a CTA."""
 
     def __init__(self, kernel: Kernel, chip: Chip, threads: int) -> None:
         self._body, self._chip, self._flow = kernel.body, chip, Flow.of(kernel)

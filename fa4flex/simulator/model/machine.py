@@ -116,7 +116,7 @@ class Walker:
     bulk: list[float] = field(default_factory=list)
     """When each of its bulk stores is over."""
     cluster_round: int = 0
-    """Of the cluster's barrier, the round that it came to last."""
+    """The round of the cluster's barrier that it came to last."""
     held: dict[str, Bins] = field(default_factory=dict)
     """Clocks it did not issue, by cause and bin."""
     issued: Bins = field(default_factory=bins)
@@ -155,7 +155,7 @@ class Machine:
         """When CTA 0 issued each MMA instruction, by its index in the kernel's body."""
         self.flops_at: dict[int, list[float]] = {}
         self.flops = 0.0
-        """Of CTA 0."""
+        """FLOPs of CTA 0."""
 
     def run(self) -> float:
         """To the end of all warps, which it returns in clocks."""

@@ -55,8 +55,9 @@ class Role:
     warps: tuple[int, ...]
     issuing: float
     waiting: dict[str, float]
-    """By cause: "barriers" that others complete, "synchronisation" (the latency of a wait that is over),
-    "results" of own instructions, "issue" slots taken by other warps, pipes by their names."""
+    """Share of time it waits, by cause: "barriers" that others complete, "synchronisation" (the latency of a
+    wait that is over), "results" of own instructions, "issue" slots taken by other warps, pipes by their
+    names."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class Prediction:
 
     @property
     def steady_tflops(self) -> float:
-        """Of the whole chip, were the loop never to end."""
+        """TFLOPS of the whole chip, were the loop never to end."""
         return self.step_flops / self.cycles_per_step * self.chip.processors * self.chip.gigahertz / 1000
 
     @cached_property
@@ -100,8 +101,9 @@ class Prediction:
         return self.cycles - self.total_flops / self.step_flops * self.cycles_per_step
 
     def tflops(self, shape: Attention, tile: tuple[int, int] = (256, 128)) -> float:
-        """Of a whole problem, whose tiles (rows of q of a CTA, rows of k of a step) go to multiprocessors
-        as they become free, the longest first. Raises InputError where the loop's step is no such tile."""
+        """TFLOPS of a whole problem, whose tiles (rows of q of a CTA, rows of k of a step) go to
+        multiprocessors as they become free, the longest first. Raises InputError where the loop's step is no
+        such tile."""
         rows, columns = tile
         if 2 * shape.products * rows * columns * shape.dim != self.step_flops:
             given = f"a tile of {rows} x {columns} at head_dim {shape.dim}"
@@ -143,7 +145,7 @@ def predict(source: Launch | Trace, chip: Chip = B200) -> Prediction:
 
 
 def sensitivity(trace: Trace, names: Sequence[str], chip: Chip = B200) -> dict[str, tuple[float, float]]:
-    """By which share a step grows where one of the chip's numbers is half of what it is, and twice."""
+    """Shares by which a step grows where one of the chip's numbers is half of what it is, and twice."""
     base = predict(trace, chip).cycles_per_step
     found = {}
     for name in names:
@@ -171,7 +173,7 @@ def _steady(machine: Machine) -> tuple[float, float, int, float]:
 
 
 def _share(counts: Bins, start: float, stop: float) -> float:
-    """Of the time from `start` to `stop`, what was counted in bins that begin in it."""
+    """Share of the time from `start` to `stop` that was counted in bins that begin in it."""
     low, high = -(-int(start) // BIN), int(stop) // BIN
     return sum(counts.get(i, 0.0) for i in range(low, high)) / ((high - low) * BIN)
 

@@ -120,7 +120,7 @@ def _block(kernel: Kernel, block: Block, note: Note) -> Block:
     act, guard = block.act
     observe = events.observer(kernel.body[block.start])
     begun: dict[Warp, Any] = {}
-    """By warps that are at the instruction, which is tried again until it need not wait: what they saw."""
+    """Observations of the warps at the instruction, which is tried again until it need not wait."""
 
     def run(warp: Warp, mask: Mask) -> Wait | None:
         if warp not in begun:

@@ -97,7 +97,7 @@ def execute(
     timing: Timing | None = None,
     together: int = 1,
 ) -> Result:
-    """As `launch`, of an entry that is translated already."""
+    """Launch an entry that is translated already, as `launch` does."""
     memory, timing = memory or HostMemory(), timing or Timing("eager", 0)
     findings = Findings()
     grid = _grid(module, program.kernel, shape, parameters, memory, findings)

@@ -76,7 +76,7 @@ class Block:
 class Program:
     kernel: Kernel
     blocks: dict[int, Block]
-    """By the index of their first instruction."""
+    """Blocks by the index of their first instruction."""
 
     @classmethod
     def of(cls, kernel: Kernel) -> Program:

@@ -57,7 +57,7 @@ class Timing:
         return None
 
     def whose(self, clusters: Sequence[Cluster]) -> Cluster:
-        """Of which cluster an operation lands when nobody can go on, the longest running first."""
+        """The cluster of which an operation lands when nobody can go on, the longest running first."""
         if len(clusters) == 1 or self.eager:
             return clusters[0]
         return self._random.choice(clusters) if self.name == "random" else clusters[-1]

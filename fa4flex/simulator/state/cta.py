@@ -86,7 +86,7 @@ class Warp(Registers):
         self.gives_up = False
         """Whether the next try_wait answers false instead of waiting."""
         self.polled: dict[int, tuple[bytes, bytes]] = {}
-        """By PTX line of a load that acquires, the addresses and what it found there last."""
+        """Addresses of a load that acquires, and what it found there last, by PTX line of the load."""
         self.busy: dict[tuple[int, int], Instruction] = {}
         """Registers, by file and index, that a wgmma in flight reads or writes."""
         self.loading: dict[tuple[int, int], Instruction] = {}
@@ -128,13 +128,13 @@ class Cta:
         bands = TENSOR_LANES // TENSOR_BAND
         self.tensor_shadow = Shadow(cluster.order, bands * TENSOR_COLUMNS, self._tensor_place)
         self.allocated: NDArray[np.int32] = np.zeros(TENSOR_COLUMNS, np.int32)
-        """By column of tensor memory: the PTX line that allocated it, or 0."""
+        """The PTX line that allocated each column of tensor memory, or 0."""
         self.may_allocate = True
         self.pair_requests: dict[int, int] = {}
-        """By agent that allocates together with the other CTA of its pair: the number of its request."""
+        """Number of the request of each agent that allocates together with the other CTA of its pair."""
         self.pair_requested = 0
         self.pair_granted: dict[int, int] = {}
-        """By request that the other CTA has completed: the first column."""
+        """First column for each request that the other CTA has completed."""
         self.mbarriers: dict[int, MBarrier] = {}
         self.meetings: dict[int, Meeting] = {}
         self.symbols: dict[str, Any] = dict(launch.symbols)

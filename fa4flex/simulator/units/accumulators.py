@@ -76,7 +76,7 @@ class Accumulator:
 
     @property
     def rows(self) -> int:
-        """Of one CTA."""
+        """Rows of one CTA."""
         return self.m // self.cta_group
 
     @cached_property

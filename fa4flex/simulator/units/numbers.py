@@ -36,7 +36,7 @@ class Small:
 
     @property
     def lowest_exponent(self) -> int:
-        """Of normal numbers; subnormal ones have the same quantum."""
+        """Lowest exponent of normal numbers; subnormal ones have the same quantum."""
         return 2 - (1 << (self.exponent - 1))
 
     @property

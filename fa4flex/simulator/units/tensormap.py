@@ -54,8 +54,8 @@ SIZES = {
 }
 """Bytes of an element."""
 SWIZZLES = {(0, 0): NONE, (1, 0): B32, (2, 0): B64, (3, 0): B128, (3, 1): B128_ATOM32, (3, 3): B128_ATOM64}
-"""By mode and atomicity. 32-byte atoms with a flip of 8 bytes (3, 2) and the 96-byte mode (4) are not
-modelled."""
+"""Swizzles by mode and atomicity. 32-byte atoms with a flip of 8 bytes (3, 2) and the 96-byte mode (4) are
+not modelled."""
 _LAYOUT = struct.Struct("<Q11I3s5BI")
 _TF32, _ALWAYS = 1 << 16, 1 << 18
 _KNOWN = 0x3CFFF3 | _TF32

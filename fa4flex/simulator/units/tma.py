@@ -120,7 +120,7 @@ def load_box(tensor: TensorMap, coordinates: Sequence[int], memory: Memory) -> B
 
 
 def load(tensor: TensorMap, box: Box, memory: Memory) -> Bytes:
-    """As load_box, of one box: uint8 [bytes of the box]."""
+    """Load one box as load_box does: uint8 [bytes of the box]."""
     _movable(tensor)
     dense = np.zeros(box.shape, np.uint8) if box.extents != box.shape else np.empty(box.shape, np.uint8)
     if not box.empty:
@@ -138,7 +138,7 @@ def store_box(
 
 
 def store(tensor: TensorMap, box: Box, dense: Bytes, memory: Memory, reduction: str | None = None) -> None:
-    """As store_box, of one box: uint8 [bytes of the box]."""
+    """Store one box as store_box does: uint8 [bytes of the box]."""
     _movable(tensor)
     if box.empty:
         return

@@ -44,7 +44,7 @@ class Order:
         self.useful: set[int] = set()
         """PTX lines of synchronisation by which some agent learned something before it did something."""
         self._fresh: dict[int, set[int]] = {}
-        """By agent, lines by which it learned what it has had no use for yet."""
+        """Lines by which each agent learned what it has had no use for yet."""
         self._capacity = capacity
         self._numbers: dict[str, int] = {}
         self._last: dict[tuple[int, int, int], int] = {}

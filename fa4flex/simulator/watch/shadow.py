@@ -23,7 +23,7 @@ Where = NDArray[np.intp] | slice
 
 
 class Shadow:
-    """Of `granules` pieces; `describe` turns a granule's number into words for reports."""
+    """Shadow of a memory of `granules` pieces; `describe` turns a granule's number into words for reports."""
 
     def __init__(self, order: Order, granules: int, describe: Describe) -> None:
         self.order, self.describe, self.size = order, describe, granules
@@ -31,7 +31,7 @@ class Shadow:
         self.reader = np.full(granules, NOBODY, np.int32)
         """The last read since it was written if one agent alone has read it, else SEVERAL or NOBODY."""
         self._readers: dict[int, NDArray[np.int32]] = {}
-        """By agent, the number of its last read of each granule that SEVERAL have read, else NOBODY."""
+        """Number of each agent's last read of each granule that SEVERAL have read, else NOBODY."""
 
     def read(self, number: int, where: Where, clock: Clock) -> None:
         """Access `number` reads; `clock` is what its agent knew when it began."""

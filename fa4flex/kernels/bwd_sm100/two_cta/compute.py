@@ -27,7 +27,7 @@ SENT, HELD = 0, 1
 """A warpgroup's fragments of queries: the other CTA's, and its own."""
 
 EIGHTS = FRAGMENT // WIDE
-"""Of a fragment: what a thread stores at once."""
+"""Number of pieces of a fragment, each of which a thread stores at once."""
 
 
 @dataclass(frozen=True)

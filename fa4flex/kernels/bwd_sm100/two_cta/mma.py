@@ -21,7 +21,7 @@ from fa4flex.kernels.common.backward import BackwardArguments, KeyWork
 from fa4flex.kernels.common.tensor_core import arrive_once, zero_here
 
 SENT_BYTES = 2 * KEPT * ROWS
-"""Of dS, that a CTA sends to the other one per step."""
+"""Bytes of dS that a CTA sends to the other one per step."""
 
 
 class Mma(base.Mma):

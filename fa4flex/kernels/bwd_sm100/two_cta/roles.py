@@ -6,7 +6,7 @@ from fa4flex.kernels.bwd_sm100.roles import COMPUTING, STATISTICS
 from fa4flex.kernels.bwd_sm100.two_cta.config import CTAS
 
 RINGS = ("q", "q_t", "dout", "dout_t")
-"""Of tiles, with a full and an empty barrier per stage."""
+"""Tile rings: one full and one empty barrier per stage."""
 
 BARRIERS: dict[str, int] = {
     "k_full": 1,

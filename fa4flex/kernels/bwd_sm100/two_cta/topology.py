@@ -71,7 +71,7 @@ def at(name: str, cta: int) -> str:
 
 
 def pair_topology(config: Config, columns: Columns, itemsize: int) -> Topology:
-    """Of both CTAs."""
+    """Topology of both CTAs of a pair."""
     told = MEANINGS | {
         "ds_full": "dS is in tensor memory, and dP read",
         "ds_come": "dS of both CTAs is in shared memory",
@@ -107,7 +107,8 @@ def pair_topology(config: Config, columns: Columns, itemsize: int) -> Topology:
 
 
 def arrivals(name: str) -> int:
-    """Of what comes from the other CTA, warps stand for the bytes, which one arrival announces."""
+    """Arrivals that complete a phase of a barrier. For what comes from the other CTA, warps stand for the
+    bytes, which one arrival announces."""
     counts = BARRIERS | {"ds_come": CTAS * COMPUTING, "freed": WARPGROUP}
     return counts[name]
 
@@ -128,7 +129,8 @@ def of_one_cta(topology: Topology) -> Topology:
 
 
 def _shared_ds() -> tuple[str, ...]:
-    """Of a CTA's queries, by the warpgroup and the CTA that make it of their keys."""
+    """Names of the parts of dS of a CTA's queries in shared memory, by the warpgroup and the CTA that make it
+    of their keys."""
     return tuple(f"shared dS {i} of {c}" for i in HALVES for c in BOTH)
 
 

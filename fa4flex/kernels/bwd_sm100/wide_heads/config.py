@@ -10,8 +10,8 @@ from fa4flex.kernels.bwd_sm100.config import FRAGMENT, HALF, ROWS, Registers, Te
 __all__ = ["EARLY", "FRAGMENTS", "PACKED", "SLOPED", "SPLIT", "TURNS", "Config", "Registers", "TensorMemory"]
 
 FRAGMENTS = HALF // FRAGMENT
-"""Of queries, that a compute warpgroup has of a step: every other one, the second one HALF behind the
-first."""
+"""Number of fragments of queries that a compute warpgroup has of a step: every other one, the second one HALF
+behind the first."""
 
 PACKED = FRAGMENT // 2
 """Columns of a fragment's probabilities: they all lie next to each other, in the first half of the scores, so

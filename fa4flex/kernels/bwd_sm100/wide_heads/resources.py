@@ -11,7 +11,7 @@ from fa4flex.kernels.bwd_sm100 import resources as base
 
 @dataclass(frozen=True)
 class Pipes(base.Pipes):
-    """As of narrower heads, and:
+    """Pipelines and barriers of narrower heads, and:
 
     s_read     scores are in registers
     dq_begun   the first EARLY columns of a step's dQ are read

@@ -37,7 +37,7 @@ from fa4flex.kernels.bwd_sm100.wide_heads.config import FRAGMENTS
 from fa4flex.kernels.bwd_sm100.wide_heads.roles import BARRIERS
 
 PARTS = tuple(f"{half} {i}" for half in HALVES for i in range(FRAGMENTS))
-"""Of what has the queries of a step as columns: fragments, by the warpgroup that has them."""
+"""Names of the fragments of what has the queries of a step as columns, by the warpgroup that has them."""
 
 DQ = ("dQ", "dQ late")
 """One product: the columns that the next scores take, and the others."""
