@@ -48,13 +48,14 @@ def lowered(program: Program, q_len: int | None = None, kv_len: int | None = Non
 def inputs_of(program: Program, shape: Shape, changes: dict[str, Any]) -> Inputs:
     """The inputs at this shape; what `changes` says of them is taken out of it."""
     from fa4flex.codegen.plan.inputs import Inputs
+    from fa4flex.runtime.cuda.call import name_of as dtype_name
 
     variant = program.variant
     width, dtype = changes.pop("head_dim", HEAD_DIM), changes.pop("dtype", "bfloat16")
     output, lengths = variant.precision.output, changes.pop("lengths", "dense")
     given: dict[str, Any] = {
         "head_dim_v": width,
-        "out_dtype": dtype if output is None else _name(output),
+        "out_dtype": dtype if output is None else dtype_name(output),
         "sinks": variant.sinks is not None,
         "positive_scale": variant.scale is None or variant.scale > 0,
     }
@@ -65,13 +66,9 @@ def inputs_of(program: Program, shape: Shape, changes: dict[str, Any]) -> Inputs
         head_dim=width,
         dtype=dtype,
         lengths=lengths,
-        captured=tuple((_name(o.dtype), tuple(o.shape)) for o in program.operands),
+        captured=tuple((dtype_name(o.dtype), tuple(o.shape)) for o in program.operands),
         **given | known,
     )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def check_names(changes: dict[str, Any]) -> None:

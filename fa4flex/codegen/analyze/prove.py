@@ -1,4 +1,4 @@
-"""From a call's tensors to the problem that its kernel is specialised to: what holds for them is proved here.
+"""What holds for a program over the extents of a call: the form of its mask, and the ranges of its indices.
 
 Proofs read lengths, captured numbers and, where an index or a mask is made of them, captured tensors. Those
 are copied to the host, so this runs once per look of a call and not at each launch.
