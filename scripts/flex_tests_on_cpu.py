@@ -50,7 +50,7 @@ class _OnCpu(ast.NodeTransformer):
         return self._replaced("device", node, "cpu") if node.value in DEVICE_STRINGS else node
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
-        if node.id == "PLATFORM_SUPPORTS_BF16":
+        if node.id == "PLATFORM_SUPPORTS_BF16" and isinstance(node.ctx, ast.Load):
             return self._replaced("supports bfloat16", node, True)
         return node
 
