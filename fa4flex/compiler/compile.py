@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fa4flex.compiler import cache
+from fa4flex.compiler.kernel_name import set_kernel_name
 from fa4flex.compiler.link import shared_library
 from fa4flex.compiler.signature import Signature
 from fa4flex.compiler.simulated import simulating, target
@@ -168,6 +169,7 @@ def trace_and_compile(source: Source, problem: Problem, signature: Signature, op
     from fa4flex.compiler import forward_entry as forward_signature
 
     kernel = source.load()
+    set_kernel_name(kernel, problem, source.key)
     entry = {"forward": forward_signature, "backward": backward_signature}[kernel.direction]
     given = entry.fake_arguments(problem, signature, kernel.config)
     function = entry.entry_point(kernel, problem, signature)
