@@ -91,6 +91,8 @@ class Warp(Registers):
         """Registers, by file and index, that a wgmma in flight reads or writes."""
         self.loading: dict[tuple[int, int], Instruction] = {}
         """Registers, by file and index, that a tcgen05.ld writes which was not waited for."""
+        self.undefined: dict[tuple[int, int], tuple[NDArray[np.bool_], Instruction]] = {}
+        """Registers, by file and index, that hold an undefined value: in which lanes, and what made it."""
         self.unfenced: set[tuple[int, int]] = set()
         """Registers used by other instructions since the last wgmma.fence."""
         self.fenced = False
