@@ -113,7 +113,7 @@ class Scheduler:
                     self._steps(warp, block, mask)
                 self._follow(warp, block, pc, mask)
                 if not warp.groups:
-                    self._left(warp)
+                    self._left(warp, block)
                     return "done"
                 continue
             if follow:
@@ -195,7 +195,7 @@ class Scheduler:
         else:
             _join(warp, target, lanes)
 
-    def _left(self, warp: Warp) -> None:
+    def _left(self, warp: Warp, block: Block) -> None:
         """A warp has exited: barriers no longer wait for it."""
         cta = warp.cta
         self.registers.left(warp)
@@ -205,6 +205,8 @@ class Scheduler:
                 f"{warp} exits while shared memory may still be read by a bulk store that it did not wait for"
             )
             cta.launch.findings.add(Finding("unfinished", text, stores.unwaited()[0].instruction))
+        if not cta.living_threads():
+            cta.end(block.body[-1])
         for meeting in cta.meetings.values():
             if meeting.whole and meeting.here and meeting.here >= cta.living_threads():
                 meeting.finish()
