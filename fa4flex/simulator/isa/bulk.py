@@ -193,15 +193,21 @@ def _range_in(instruction: Instruction, from_global: bool, operation: tuple[str,
             own, place = cta_and_offset(access, warp, origin) if not from_global else (warp.cta, 0)
 
             def fetch(
-                offset: int, own: Cta = own, place: int = place, origin: int = origin, count: int = count
+                offset: int,
+                own: Cta = own,
+                place: int = place,
+                origin: int = origin,
+                count: int = count,
+                errand: Errand = errand,
+                arrivals: list[tuple[Cta, int, MBarrier]] = arrivals,
             ) -> NDArray[Any]:
                 if from_global:
                     return warp.cta.launch.memory.window(origin, count)
-                errand.reads(own, place, count)  # noqa: B023
+                errand.reads(own, place, count)
                 data = own.shared.window(place, count)
                 if operation is None:
                     return data
-                before = arrivals[0][0].shared.window(offset, count)  # noqa: B023
+                before = arrivals[0][0].shared.window(offset, count)
                 return reduce_bytes(before, data, *operation)
 
             _arriving(access, warp, errand, arrivals, fetch)

@@ -66,11 +66,13 @@ def try_cancel(instruction: Instruction) -> Act:
             barriers = [barrier_at(access, warp, cta.rank << RANK_SHIFT | place) for cta in ctas]
             errand = Errand.alone(warp, f"a request of {warp} to cancel a cluster", instruction)
 
-            def land(ctas: Any = ctas, barriers: Any = barriers, errand: Errand = errand) -> None:
+            def land(
+                ctas: Any = ctas, barriers: Any = barriers, errand: Errand = errand, offset: int = offset
+            ) -> None:
                 image = _answer(warp)
                 for cta, told in zip(ctas, barriers, strict=True):
-                    cta.shared.window(offset, ANSWER)[:] = image  # noqa: B023
-                    errand.writes(cta, offset, ANSWER)  # noqa: B023
+                    cta.shared.window(offset, ANSWER)[:] = image
+                    errand.writes(cta, offset, ANSWER)
                     told.learn(errand.load)
                     told.deliver(ANSWER)
 

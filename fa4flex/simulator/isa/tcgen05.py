@@ -7,7 +7,7 @@ Stores to tensor memory end when tcgen05.wait::st says so; tcgen05_load.py has t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -229,7 +229,8 @@ def mma(instruction: Instruction) -> Act:
                 tuple(int(word(warp)[lane]) for word in operands.disabled),
             )
             errand = Errand.in_queue(warp, matrix_unit(warp), f"a tcgen05.mma of {warp}", instruction)
-            submit(warp, instruction, lambda: _land(warp, job, errand, instruction), (), matrix_unit(warp))  # noqa: B023
+            land = partial(_land, warp, job, errand, instruction)
+            submit(warp, instruction, land, (), matrix_unit(warp))
 
     return Act(run)
 

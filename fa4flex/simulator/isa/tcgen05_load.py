@@ -57,15 +57,17 @@ def ld(instruction: Instruction) -> Act:
         number = order.queued(warp.agent, loads.agent, f"a tcgen05.ld of {warp}", instruction)
         clock = order.clocks[warp.agent]
         known = clock if units.eager else clock.copy()
+        # A mask may be the predicate's own register.
+        acting = None if mask is None else mask.copy()
 
         def land() -> None:
             cta.tensor_shadow.read(number, cells_of(table, start)[1], known)
             found = table.load(cta.tensor, start)
-            if mask is None and rows is not None:
+            if acting is None and rows is not None:
                 warp.tables["u32"][rows] = found
                 return
             for put, values in zip(targets, found, strict=True):
-                put(warp, values, mask)
+                put(warp, values, acting)
 
         warp.loading.update(held)
         operation = Operation(instruction, land, (), (LOADS, warp.agent))
