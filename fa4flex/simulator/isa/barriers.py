@@ -17,6 +17,9 @@ from fa4flex.simulator.state.registers import LANES, Mask
 from fa4flex.simulator.watch.clock import Clock
 from fa4flex.simulator.watch.findings import Fault, Finding
 
+NAMED = 16
+"""Barriers of a CTA."""
+
 
 @translates("bar", "barrier")
 def barrier(instruction: Instruction) -> Act:
@@ -30,7 +33,11 @@ def barrier(instruction: Instruction) -> Act:
 
     def run(warp: Warp, mask: Mask) -> Wait | None:
         if warp.ticket is None:
-            meeting = warp.cta.meeting(int(_first(number(warp), mask)))
+            named = int(_first(number(warp), mask))
+            if named >= NAMED:
+                text = f"{warp} names barrier {named}; a CTA has {NAMED}"
+                raise Fault(Finding("barrier", text, instruction))
+            meeting = warp.cta.meeting(named)
             meeting.whole = count is None
             expected = int(_first(count(warp), mask)) if count else warp.cta.living_threads()
             if expected % LANES:

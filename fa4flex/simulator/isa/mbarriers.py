@@ -91,6 +91,18 @@ def guarded(access: Accessor, warp: Warp, action: Callable[[], None]) -> None:
         raise Fault(Finding("barrier", f"{warp}: {misuse}", access.instruction)) from None
 
 
+MOST = 1 << 20
+"""Neither arrivals nor bytes of a phase reach this."""
+
+
+def expect(warp: Warp, barrier: MBarrier, count: int, instruction: Instruction) -> None:
+    """Bytes are awaited in addition."""
+    barrier.expect(count, instruction.line)
+    if barrier.bytes >= MOST:
+        text = f"{warp} makes {barrier.place} await {barrier.bytes} bytes; it counts up to {MOST - 1}"
+        warp.cta.launch.findings.add(Finding("barrier", text, instruction))
+
+
 @translates("mbarrier.init")
 def init(instruction: Instruction) -> Act:
     where, count = locate(instruction.operands[0], instruction), read(instruction.operands[1], "u32")
@@ -106,7 +118,11 @@ def init(instruction: Instruction) -> Act:
             cluster = cta.cluster
             access.watch(warp, cta, np.array([offset]), 8, write=True)
             made = cluster.order.warp_access(warp.agent, instruction)
-            new = MBarrier(cta.rank, offset, int(count(warp)[lanes[0]]), cluster.capacity, made)
+            arrivals = int(count(warp)[lanes[0]])
+            if not 1 <= arrivals < MOST:
+                text = f"{warp} initialises an mbarrier for {arrivals} arrivals; 1 to {MOST - 1} are legal"
+                cta.launch.findings.add(Finding("barrier", text, instruction))
+            new = MBarrier(cta.rank, offset, arrivals, cluster.capacity, made)
             new.users.add(warp.agent)
             cta.mbarriers[offset] = new
 
@@ -150,7 +166,7 @@ def arrive(instruction: Instruction) -> Act:
                 state(warp, np.uint64(barrier.phase), mask)
             given = 0 if amount is None else int(amount(warp)[lanes].sum(dtype=np.int64))
             if expects:
-                barrier.expect(given, instruction.line)
+                expect(warp, barrier, given, instruction)
             count = len(lanes) if expects or amount is None else given
             if drop:
                 barrier.count -= count
@@ -170,7 +186,7 @@ def transaction(instruction: Instruction) -> Act:
             must_know_init(access, warp, barrier)
             given = int(amount(warp)[lanes].sum(dtype=np.int64))
             if expects:
-                barrier.expect(given, instruction.line)
+                expect(warp, barrier, given, instruction)
             else:
                 barrier.deliver(given)
 
