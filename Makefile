@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 # Modules are compiled when first imported: compiling all of torch's beforehand takes longer than the demo.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
+# One worker per core; a worker takes up to 4 GB.
+WORKERS ?= --numprocesses auto --maxprocesses 8 --dist worksteal
+
 .PHONY: demo test exhaustive lint clean
 
 $(VENV)/.torch: constraints.txt
@@ -24,11 +27,11 @@ demo: $(VENV)/.demo
 	$(BIN)/python -m fa4flex demo
 
 test: $(VENV)/.dev lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(WORKERS)
 
 # What `make test` takes a sample of: the forward kernel of every variant at every head width.
 exhaustive: $(VENV)/.dev
-	$(BIN)/python -m pytest -m exhaustive
+	$(BIN)/python -m pytest $(WORKERS) -m exhaustive
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -40,6 +40,9 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("--update-golden where CI is set: update on your machine and read the diff")
     config.addinivalue_line("markers", "timeout_s(seconds): the test's time limit; 0: none")
     config.stash[_STDERR] = os.fdopen(os.dup(2), "w")  # nothing is captured yet
+    if "PYTEST_XDIST_WORKER" in os.environ:  # other workers use the other cores
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        torch.set_num_threads(1)
 
 
 # --- time limits ------------------------------------------------------------------------------------------
