@@ -24,7 +24,9 @@ from fa4flex.codegen.plan.pipeline import BackwardPlan, Direction, ForwardPlan, 
 from fa4flex.codegen.plan.problem import Problem
 from fa4flex.codegen.plan.specialize import backward_problem, by_queries, forward_problem
 from fa4flex.codegen.plan.target import Target
+from fa4flex.compiler import debug
 from fa4flex.compiler.compile import Kernel, compile_kernel
+from fa4flex.compiler.kernel_name import kernel_name
 from fa4flex.compiler.signature import Signature
 from fa4flex.errors import Origin
 from fa4flex.kernels import dispatch
@@ -65,9 +67,18 @@ class Lowered:
     source: Source
     sums: tuple[CapturedSum, ...] = ()
 
+    @property
+    def kernel_name(self) -> str:
+        """Name of the kernel that does the products, as profilers show it, but for a number at its end."""
+        return kernel_name(self.plan.module, self.problem, self.source.key)
+
     def compile(self, signature: Signature) -> Kernel:
-        """The kernel for arguments that look like this."""
-        return compile_kernel(self.source, self.problem, signature, self.plan.target.name)
+        """The kernel for arguments that look like this. What FA4FLEX_DEBUG asks for is printed."""
+        kernel = compile_kernel(self.source, self.problem, signature, self.plan.target.name)
+        level = debug.level()
+        if level:
+            debug.report(level, self.plan, self.source, signature, kernel)
+        return kernel
 
 
 def lower_forward(given: Given) -> Lowered:

@@ -21,7 +21,6 @@ from fa4flex.codegen.plan.target import SM90A, SM100A, Target
 from fa4flex.compiler.compile import build_object, without_collector
 from fa4flex.compiler.inspect import Resources, inspect
 from fa4flex.compiler.signature import Signature
-from fa4flex.errors import Fa4flexError
 from fa4flex.kernels.fwd_sm100.plan import BlackwellPlan
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -144,14 +143,7 @@ class Built:
 
 
 def build(case: Case) -> Built:
-    """Compile the kernel of `case`. For a worker process: two compilations at once in one process end it."""
-    try:
-        return _build(case)
-    except Fa4flexError as error:  # with fields of its own, which do not travel between processes
-        raise RuntimeError(f"{case.name}: {error}") from None
-
-
-def _build(case: Case) -> Built:
+    """Compile the kernel of `case`."""
     plan, (source, problem, signature) = _planned(case)
     start = _processor_time()
     found = inspect(source, problem, signature, case.arch).resources

@@ -7,9 +7,6 @@ causal attention at all of them; `-m exhaustive` compiles the others, and every 
 from __future__ import annotations
 
 import importlib.util
-import multiprocessing
-from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
 
 import pytest
 from forward_kernels import (
@@ -28,7 +25,6 @@ from forward_kernels import (
 
 from fa4flex import variants
 
-WORKERS = 2
 MOST_SECONDS = 4.0
 """Of a processor, from a plan to the code that is loaded."""
 TIMED = 8
@@ -39,36 +35,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-class Compiler:
-    """Compiles all kernels that this run selected, WORKERS at a time, in the order of the tests."""
-
-    def __init__(self, cases: list[Case]) -> None:
-        self._pool = ProcessPoolExecutor(WORKERS, multiprocessing.get_context("spawn"))
-        self._built: dict[Case, Future[Built]] = {case: self._pool.submit(build, case) for case in cases}
-
-    def result(self, case: Case) -> Built:
-        return self._built[case].result()
-
-    def slowest(self, arch: str) -> list[Case]:
-        """Of all kernels for a target."""
-        found = [case for case in self._built if case.arch == arch]
-        return sorted(found, key=lambda case: self.result(case).seconds, reverse=True)
-
-    def seconds(self, case: Case) -> float:
-        """Alone."""
-        return self._pool.submit(seconds, case).result()
-
-    def close(self) -> None:
-        self._pool.shutdown(cancel_futures=True)
-
-
-@pytest.fixture(scope="module")
-def kernels(request: pytest.FixtureRequest) -> Iterator[Compiler]:
-    here = (item for item in request.session.items if getattr(item, "module", None) is request.module)
-    given = (item.callspec.params for item in here if hasattr(item, "callspec"))  # type: ignore[attr-defined]
-    found = Compiler([params["case"] for params in given if "case" in params])
-    yield found
-    found.close()
+COMPILED: dict[Case, Built] = {}
+"""Kernels that this process has compiled so far."""
 
 
 @pytest.mark.parametrize(
@@ -78,8 +46,9 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[Compiler]:
         for case in CASES
     ],
 )
-def test_forward_kernel(case: Case, kernels: Compiler, pytestconfig: pytest.Config) -> None:
-    built, chip = kernels.result(case), case.chip
+def test_forward_kernel(case: Case, pytestconfig: pytest.Config) -> None:
+    built, chip = build(case), case.chip
+    COMPILED[case] = built
     found, recorded = built.resources, read(chip)
     if pytestconfig.getoption("--update-golden"):
         recorded[built.row.key] = built.row
@@ -96,14 +65,14 @@ def test_forward_kernel(case: Case, kernels: Compiler, pytestconfig: pytest.Conf
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("arch", CHIPS)
-def test_seconds(arch: str, kernels: Compiler) -> None:
-    slowest = kernels.slowest(arch)[:TIMED]
-    if not slowest:
-        pytest.skip("no kernel is compiled in this run")
-    found = {case: kernels.seconds(case) for case in slowest}
-    for case in [case for case in slowest if found[case] > MOST_SECONDS]:
+def test_seconds(arch: str) -> None:
+    here = sorted((case for case in COMPILED if case.arch == arch), key=lambda case: COMPILED[case].seconds)
+    if not here:
+        pytest.skip("no kernel is compiled in this process")
+    found = {case: seconds(case) for case in here[-TIMED:]}
+    for case in [case for case in found if found[case] > MOST_SECONDS]:
         # Some machines are half as fast for a minute: what took too long is timed once more, later.
-        found[case] = min(found[case], kernels.seconds(case))
+        found[case] = min(found[case], seconds(case))
     times = sorted(((time, case.name) for case, time in found.items()), reverse=True)
     print(times)
     assert times[0][0] <= MOST_SECONDS

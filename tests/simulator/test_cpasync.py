@@ -106,6 +106,18 @@ def test_the_source_is_read_when_the_copy_lands() -> None:
     assert it.row(3) == [7] * 16
 
 
+def test_registers_may_change_under_a_copy() -> None:
+    """The addresses and amounts of a copy are those of its issue."""
+    it = Copying()
+    it.warp.u32[1][:] = 12
+    it.copy(16, AMOUNT)
+    for register in (it.warp.u64[0], it.warp.u32[0], it.warp.u32[1]):
+        register[:] = 0
+    it.cluster.units.land(it.cluster.units.pending[0])
+    for lane in LANES:
+        assert it.row(lane) == it.row(lane, "source")[:12] + [0] * 4
+
+
 # --- groups -------------------------------------------------------------------------------------------------
 
 

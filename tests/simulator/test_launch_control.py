@@ -86,6 +86,50 @@ def test_what_goes_wrong_is_found(right: str, wrong: str, kind: str) -> None:
     assert kind in {finding.kind for finding in result.findings}, result.findings
 
 
+ASKED = "clusterlaunchcontrol.query_cancel.get_first_ctaid.v4.b32.b128 {%r1, %r4, %r5, _}, %rq1;"
+GUARD = "@!%p2 bra LAST;"
+
+
+def changed(between: str) -> str:
+    """Asks for the CTA before it knows whether there is one, as CUTLASS's schedulers do."""
+    assert TAKING.count(ASKED) == TAKING.count(GUARD) == 1
+    return TAKING.replace(ASKED, "").replace(GUARD, f"{ASKED} {between} {GUARD}")
+
+
+READ = "add.s64 %rd4, %rd1, %rd4; ld.global.b32 %r7, [%rd4];"
+HARMLESS = {
+    "nothing": "",
+    "arithmetic": "add.u32 %r6, %r1, %r4; mul.wide.u32 %rd4, %r6, 4;",
+    "selected": f"selp.b32 %r6, %r1, 0, %p2; mul.wide.u32 %rd4, %r6, 4; {READ}",
+    "and false": "setp.lt.u32 %p3, %r1, 12; and.pred %p3, %p3, %p2; @%p3 ld.global.b32 %r7, [%rd1];",
+    "overwritten": "mov.u32 %r4, %r1; mov.u32 %r4, 0; setp.eq.u32 %p3, %r4, 0; @%p3 bra ON; ON:",
+}
+"""What may be done with the answer to a refused request: nothing depends on it."""
+HARMFUL = {
+    "branches": "setp.lt.u32 %p3, %r1, 12; @!%p3 bra LAST;",
+    "guards": "setp.lt.u32 %p3, %r1, 12; @%p3 ld.global.b32 %r7, [%rd1];",
+    "addresses": f"and.b32 %r6, %r1, 0; mul.wide.u32 %rd4, %r6, 4; {READ}",
+    "stores": "st.shared.b32 [answer], %r1;",
+    "hands out": "shfl.sync.idx.b32 %r6, %r1, 0, 31, -1;",
+    "waits": "and.b32 %r6, %r4, 0; bar.sync %r6;",
+}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_what_is_undefined_may_be_there(name: str) -> None:
+    result, found = take(changed(HARMLESS[name]))
+    assert not result.findings and found == [1] * BLOCKS
+
+
+@pytest.mark.parametrize("name", HARMFUL)
+def test_uses_of_what_is_undefined_are_reported(name: str) -> None:
+    result, _ = take(changed(HARMFUL[name]))
+    kinds = {finding.kind for finding in result.findings}
+    assert "launch control" in kinds, result.findings
+    (one,) = [finding for finding in result.findings if finding.kind == "launch control"]
+    assert "undefined" in one.text and one.other is not None and "get_first_ctaid" in one.other.opcode
+
+
 def test_an_answer_is_waited_for() -> None:
     """A block that does not wait takes what lies there for the answer."""
     early = TAKING.replace("@!%p1 bra WAIT;", "").replace("try_wait", "test_wait")

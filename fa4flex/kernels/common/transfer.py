@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from cutlass import Float32, Int32, Int64, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
@@ -21,6 +21,8 @@ class Transfers:
     out: Any
 
 
+Ring: TypeAlias = pipeline.PipelineTmaAsync | pipeline.PipelineTmaUmma
+"""What signals that a stage is full or free, on Hopper and on Blackwell."""
 Views = tuple[cute.Tensor, cute.Tensor]
 """(shared, global): what a transfer moves, the last mode counting stages and tiles."""
 
@@ -38,7 +40,7 @@ def partition(transfer: cpasync.TmaInfo, shared: cute.Tensor, tiles: cute.Tensor
 
 def load_stage(
     transfer: cpasync.TmaInfo,
-    ring: pipeline.PipelineTmaAsync | pipeline.PipelineTmaUmma,
+    ring: Ring,
     state: pipeline.PipelineState,
     views: Views,
     tile: Int32,

@@ -8,9 +8,10 @@ from cutlass.cute.nvgpu import cpasync
 
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.cluster import Cluster
+from fa4flex.kernels.common.key_values import ContiguousKeyValues, KeyValues, tokens_of
 from fa4flex.kernels.common.keys import tile_at
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
-from fa4flex.kernels.common.transfer import Transfers, Views, load_stage, partition, sequence
+from fa4flex.kernels.common.transfer import Transfers, Views, partition, sequence
 from fa4flex.kernels.common.work import Grid, Work
 from fa4flex.kernels.fwd_sm100.config import Config
 from fa4flex.kernels.fwd_sm100.resources import Pipes, Products, Shared
@@ -41,50 +42,51 @@ class Load:
         while work.valid:
             at = self.scheduler.place(work, grid, arguments)
             keys = self.scheduler.keys(at, work, arguments)
-            q, k, v = self.views(work, grid, arguments, transfers, shared, products)
+            key_values = self.key_values(work, grid, arguments, transfers, shared, pipes, products)
+            q = self.query_views(work, transfers, shared, products)
             tile = tile_at(keys, Int32(0))
             self.queries(transfers.q, q, work, pipes, phase, 0)
-            load_stage(transfers.k, pipes.k, k_state, k, tile)
+            key_values.load_keys(k_state, tile)
             k_state.advance()
             for other in cutlass.range_constexpr(1, self.config.q_tiles):
                 self.queries(transfers.q, q, work, pipes, phase, other)
             # In the order in which they are multiplied: values of a tile before keys of the next.
             for i in cutlass.range(1, keys.count, unroll=1):
-                load_stage(transfers.v, pipes.v, v_state, v, tile)
+                key_values.load_values(v_state, tile)
                 v_state.advance()
                 tile = tile_at(keys, i)
-                load_stage(transfers.k, pipes.k, k_state, k, tile)
+                key_values.load_keys(k_state, tile)
                 k_state.advance()
-            load_stage(transfers.v, pipes.v, v_state, v, tile)
+            key_values.load_values(v_state, tile)
             v_state.advance()
             number = self.scheduler.receive(number, pipes.next, phase)
             work = self.scheduler.work(number, grid, arguments)
             phase ^= 1
 
-    def views(
+    def query_views(self, work: Work, transfers: Transfers, shared: Shared, products: Products) -> Views:
+        scores = products.scores.get_slice(self.cluster.rank())
+        q = sequence(transfers.q.tma_tensor, work.q_offset, work.h, work.b)
+        tiles = scores.partition_A(cute.local_tile(q, products.scores_tile[::2], (None, 0)))
+        return partition(transfers.q, shared.q, tiles, modes=3)
+
+    def key_values(
         self,
         work: Work,
         grid: Grid,
         arguments: Arguments,
         transfers: Transfers,
         shared: Shared,
+        pipes: Pipes,
         products: Products,
-    ) -> tuple[Views, Views, Views]:
-        """Views of the queries, keys and values of a tile's sequence and head."""
+    ) -> KeyValues:
         rank = self.cluster.rank()
         scores, values = products.scores.get_slice(rank), products.values.get_slice(rank)
-        kv_head = work.h // (grid.heads // arguments.k.shape[-2])
-        q = sequence(transfers.q.tma_tensor, work.q_offset, work.h, work.b)
-        k = sequence(transfers.k.tma_tensor, work.kv_offset, kv_head, work.b)
-        v = sequence(transfers.v.tma_tensor, work.kv_offset, kv_head, work.b, axis=1)
-        q_tiles = scores.partition_A(cute.local_tile(q, products.scores_tile[::2], (None, 0)))
+        k, v = tokens_of(work, grid, arguments, transfers)
         k_tiles = scores.partition_B(cute.local_tile(k, products.scores_tile[1:], (None, 0)))
         v_tiles = values.partition_B(cute.local_tile(v, products.values_tile[1:], (0, None)))
-        return (
-            partition(transfers.q, shared.q, q_tiles, modes=3),
-            partition(transfers.k, shared.k, k_tiles, modes=3),
-            partition(transfers.v, shared.v, v_tiles, modes=3),
-        )
+        k_views = partition(transfers.k, shared.k, k_tiles, modes=3)
+        v_views = partition(transfers.v, shared.v, v_tiles, modes=3)
+        return ContiguousKeyValues(transfers, pipes.k, pipes.v, k_views, v_views)
 
     @cute.jit
     def queries(

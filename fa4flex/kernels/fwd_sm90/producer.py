@@ -6,9 +6,10 @@ import cutlass
 from cutlass import Int32, cute, pipeline
 
 from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.key_values import ContiguousKeyValues, KeyValues, tokens_of
 from fa4flex.kernels.common.keys import tile_at
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
-from fa4flex.kernels.common.transfer import Transfers, load_stage, partition, sequence
+from fa4flex.kernels.common.transfer import Transfers, partition, sequence
 from fa4flex.kernels.common.work import Grid, Work
 from fa4flex.kernels.fwd_sm90.config import Config
 from fa4flex.kernels.fwd_sm90.resources import ROWS, Pipes, Shared
@@ -37,38 +38,43 @@ class Producer:
             following = self.scheduler.take(number, arguments)
             at = self.scheduler.place(work, grid, arguments)
             keys = self.scheduler.keys(at, work, arguments)
-            kv_head = work.h // (grid.heads // arguments.k.shape[-2])
-            k_global = sequence(transfers.k.tma_tensor, work.kv_offset, kv_head, work.b)
-            v_global = sequence(transfers.v.tma_tensor, work.kv_offset, kv_head, work.b, axis=1)
-            k_views = partition(
-                transfers.k,
-                shared.k,
-                cute.local_tile(k_global, (self.config.tile_n, self.config.head_dim), (None, 0)),
-            )
-            v_views = partition(
-                transfers.v,
-                shared.v,
-                cute.local_tile(v_global, (self.config.head_dim_v, self.config.tile_n), (0, None)),
-            )
+            key_values = self.key_values(work, grid, arguments, transfers, shared, pipes)
             tile = tile_at(keys, Int32(0))
-            load_stage(transfers.k, pipes.k, k_state, k_views, tile)
+            key_values.load_keys(k_state, tile)
             k_state.advance()
             self.queries(work, transfers, shared, pipes, q_phase)
             q_phase ^= 1
             # Keys run one tile ahead of values, as the consumers use them.
             for i in cutlass.range(1, keys.count, unroll=1):
                 coming = tile_at(keys, i)
-                load_stage(transfers.k, pipes.k, k_state, k_views, coming)
+                key_values.load_keys(k_state, coming)
                 k_state.advance()
-                load_stage(transfers.v, pipes.v, v_state, v_views, tile)
+                key_values.load_values(v_state, tile)
                 v_state.advance()
                 tile = coming
-            load_stage(transfers.v, pipes.v, v_state, v_views, tile)
+            key_values.load_values(v_state, tile)
             v_state.advance()
             self.scheduler.publish(following, pipes.next, q_phase ^ 1)
             number = following
             work = self.scheduler.work(number, grid, arguments)
         self.scheduler.finish(arguments)
+
+    def key_values(
+        self,
+        work: Work,
+        grid: Grid,
+        arguments: Arguments,
+        transfers: Transfers,
+        shared: Shared,
+        pipes: Pipes,
+    ) -> KeyValues:
+        config = self.config
+        k, v = tokens_of(work, grid, arguments, transfers)
+        k_tiles = cute.local_tile(k, (config.tile_n, config.head_dim), (None, 0))
+        k_views = partition(transfers.k, shared.k, k_tiles)
+        v_tiles = cute.local_tile(v, (config.head_dim_v, config.tile_n), (0, None))
+        v_views = partition(transfers.v, shared.v, v_tiles)
+        return ContiguousKeyValues(transfers, pipes.k, pipes.v, k_views, v_views)
 
     @cute.jit
     def queries(

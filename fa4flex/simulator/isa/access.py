@@ -153,7 +153,13 @@ class Accessor:
         """The CTA of a rank of the warp's cluster."""
         ctas = warp.cta.cluster.ctas
         if rank < len(ctas):
-            return ctas[rank]
+            found = ctas[rank]
+            if found.ended is not None:
+                order = warp.cta.cluster.order
+                number = order.warp_access(warp.agent, self.instruction)
+                text = f"accesses the shared memory of CTA {found.rank}, which is gone"
+                order.report("exited", text, number, found.ended)
+            return found
         bad = BadAccess("out of bounds", rank << RANK_SHIFT | offset, 1, f"a cluster of {len(ctas)} CTAs")
         raise self._fault(warp, bad)
 

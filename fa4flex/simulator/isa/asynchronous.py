@@ -72,8 +72,11 @@ class Errand:
         cta.shadow.write(self.number, byte_granules(cta, start, size), self.clock)
 
     def moves(self, cta: Cta, size: int) -> None:
-        """It takes that many bytes of shared memory's bandwidth."""
+        """It takes that many bytes of shared memory's bandwidth. The memory must still be there."""
         cluster = cta.cluster
+        if cta.ended is not None:
+            text = f"accesses the shared memory of CTA {cta.rank}, which is gone"
+            cluster.order.report("exited", text, self.number, cta.ended)
         cluster.shared[cluster.order.accesses[self.number].instruction.line] += size
 
     def signals(self, warp: Warp, barrier: MBarrier) -> None:

@@ -14,6 +14,7 @@ from fa4flex.simulator.ptx.nodes import Instruction
 from fa4flex.simulator.state.barriers import Meeting
 from fa4flex.simulator.state.cta import Warp
 from fa4flex.simulator.state.registers import LANES, Mask
+from fa4flex.simulator.watch.clock import Clock
 from fa4flex.simulator.watch.findings import Fault, Finding
 
 
@@ -45,14 +46,19 @@ def barrier(instruction: Instruction) -> Act:
 
 @translates("barrier.cluster.arrive")
 def cluster_arrive(instruction: Instruction) -> Act:
-    access = Accessor(instruction, "shared")
+    access, relaxed = Accessor(instruction, "shared"), instruction.has("relaxed")
 
     def run(warp: Warp, mask: Mask) -> None:
         cluster = warp.cta.cluster
+        if warp.cluster_ticket is not None:
+            text = f"{warp} arrives at its cluster's barrier again before it has waited"
+            warp.cta.launch.findings.add(Finding("barrier", text, instruction))
+            warp.arrived_again += 1
+            return
         warp.ticket = None
         cluster.meeting.whole = True
         expected = sum(cta.living_threads() for cta in cluster.ctas)
-        _come(access, warp, cluster.meeting, int(warp.live.sum()), expected)
+        _come(access, warp, cluster.meeting, int(warp.live.sum()), expected, relaxed)
         warp.cluster_ticket, warp.ticket = warp.ticket, None
 
     return Act(run, signals=True)
@@ -63,6 +69,9 @@ def cluster_wait(instruction: Instruction) -> Act:
     def run(warp: Warp, mask: Mask) -> Wait | None:
         if warp.ticket is None:
             warp.ticket, warp.cluster_ticket = warp.cluster_ticket, None
+            if warp.ticket is None and warp.arrived_again:  # was reported when it arrived
+                warp.arrived_again -= 1
+                return None
             if warp.ticket is None:
                 text = f"{warp} waits for its cluster without having arrived"
                 raise Fault(Finding("barrier", text, instruction))
@@ -90,6 +99,7 @@ def fence_mbarrier_init(instruction: Instruction) -> Act:
             for found in cta.mbarriers.values():
                 if order.known(found.made, order.clocks[warp.agent]):
                     found.announced = True
+                    warp.announced.add(found)
 
     return Act(run)
 
@@ -98,18 +108,31 @@ def fence_mbarrier_init(instruction: Instruction) -> Act:
 @translates("fence.proxy.alias", "fence.proxy.tensormap::generic", "fence.proxy.tensormap")
 def fence(instruction: Instruction) -> Act:
     """Memory is sequentially consistent here: between warps these order nothing that is not ordered
-    already."""
-    return Act(lambda warp, mask: None)
+    already, but for a relaxed arrival after one that releases (PTX ISA, "Release and Acquire Patterns")."""
+    releases = not instruction.has("proxy") and not instruction.has("acquire")
+
+    def run(warp: Warp, mask: Mask) -> None:
+        if releases:
+            warp.released = warp.cta.cluster.order.release(warp.agent)
+
+    return Act(run)
 
 
 def _first(values: NDArray[Any], mask: Mask) -> Any:
     return values[0] if mask is None else values[mask][0]
 
 
-def _come(access: Accessor, warp: Warp, meeting: Meeting, threads: int, expected: int) -> None:
-    """The ticket is the clock that gathers what the warps know which come in this round."""
+def _come(
+    access: Accessor, warp: Warp, meeting: Meeting, threads: int, expected: int, relaxed: bool = False
+) -> None:
+    """The ticket is the clock that gathers what the warps know which come in this round. A relaxed arrival
+    tells only what a fence before it has released."""
     warp.ticket = meeting, meeting.round, meeting.gathered, meeting.lines
-    clock = warp.cta.cluster.order.release(warp.agent)
+    if relaxed:
+        clock = warp.released or Clock(warp.cta.cluster.capacity)
+        meeting.announced |= warp.announced
+    else:
+        clock = warp.cta.cluster.order.release(warp.agent)
     guarded(access, warp, lambda: meeting.come(threads, expected, clock, str(warp), access.instruction.line))
 
 
@@ -119,5 +142,7 @@ def _stay(warp: Warp, line: int) -> Wait | None:
     if meeting.round == round:
         return Wait(lambda: meeting.round != round, str(meeting), meeting)
     warp.cta.cluster.order.acquire(warp.agent, gathered, (line, *lines))
+    for mbarrier in meeting.told:
+        mbarrier.users.add(warp.agent)
     warp.ticket = None
     return None

@@ -90,7 +90,8 @@ def copy(instruction: Instruction) -> Step:
 
     def step(warp: Warp, mask: Mask) -> None:
         offsets = _own(access, warp, lanes(target(warp), mask))
-        errand = _Copy(access, warp, Copies.of(warp).issue(mask), offsets, lanes(source(warp), mask), size)
+        sources = lanes(source(warp), mask).copy()  # the register itself may change before the copy lands
+        errand = _Copy(access, warp, Copies.of(warp).issue(mask), offsets, sources, size)
         if amount is not None:
             errand.amounts = lanes(amount(warp), mask).astype(np.int64)
             if (errand.amounts > size).any():

@@ -17,14 +17,17 @@ from fa4flex.simulator.isa.asynchronous import Errand, submit
 from fa4flex.simulator.isa.mbarriers import barrier_at, cta_and_offset
 from fa4flex.simulator.isa.operands import read, write
 from fa4flex.simulator.isa.table import Act, Step, Unmodelled, translates
-from fa4flex.simulator.ptx.nodes import Discard, Instruction, Vector
+from fa4flex.simulator.ptx.nodes import Discard, Instruction, Reg, Vector
 from fa4flex.simulator.state.cta import Warp
-from fa4flex.simulator.state.registers import Mask, lanes_of
+from fa4flex.simulator.state.registers import POISON, Mask, lanes_of
 from fa4flex.simulator.state.window import RANK_SHIFT
 from fa4flex.simulator.watch.findings import Fault, Finding
 
 ANSWER = 16
 """Bytes."""
+
+UNDEFINED = int.from_bytes([POISON] * 4, "little")
+"""The index of a CTA where no cluster was cancelled: the PTX ISA leaves it undefined."""
 
 AXES = {"get_first_ctaid::x": 1, "get_first_ctaid::y": 2, "get_first_ctaid::z": 3}
 """Words of an answer."""
@@ -100,18 +103,29 @@ def query_cancel(instruction: Instruction) -> Step:
         raise Unmodelled(instruction)
     first = instruction.operands[0]
     items = first.items if isinstance(first, Vector) else (first,)
-    puts = [
-        (write(item, "u32"), place)
-        for place, item in enumerate(items, axis or 1)
-        if not isinstance(item, Discard)
-    ]
+    wanted = [(item, place) for place, item in enumerate(items, axis or 1) if not isinstance(item, Discard)]
+    puts = [(write(item, "u32"), place) for item, place in wanted]
+    results = [(item.file, item.index) for item, _ in wanted if isinstance(item, Reg)]
 
     def index(warp: Warp, mask: Mask) -> None:
-        found = words(warp)
-        if not found[lanes_of(mask), 0].all():
-            text = f"{warp} asks which cluster was cancelled, but none was"
-            raise Fault(Finding("launch control", text, instruction))
+        found = words(warp).copy()
+        refused = found[:, 0] == 0
+        found[refused] = UNDEFINED
         for put, place in puts:
             put(warp, found[:, place] if place < 4 else 0, mask)
+        _mark(warp, results, refused, mask, instruction)
 
     return index
+
+
+def _mark(
+    warp: Warp, results: list[tuple[int, int]], refused: NDArray[np.bool_], mask: Mask, by: Instruction
+) -> None:
+    """Note in which lanes the results of a query are undefined (run/undefined.py follows them)."""
+    for key in results:
+        kept = warp.undefined.get(key, (np.zeros_like(refused), by))[0]
+        lanes = refused.copy() if mask is None else np.where(mask, refused, kept)
+        if lanes.any():
+            warp.undefined[key] = lanes, by
+        else:
+            warp.undefined.pop(key, None)

@@ -61,6 +61,13 @@ def must_know_init(access: Accessor, warp: Warp, barrier: MBarrier) -> None:
         )
 
 
+def _reach(access: Accessor, warp: Warp, address: int) -> None:
+    """An mbarrier of another CTA has to be there until that CTA knows of the arrival."""
+    cta, offset = cta_and_offset(access, warp, address)
+    if cta is not warp.cta and offset in cta.mbarriers:
+        cta.reached[warp.agent] = warp.cta.cluster.order.warp_access(warp.agent, access.instruction)
+
+
 _EVERYONE = np.arange(LANES)
 
 
@@ -132,9 +139,11 @@ def arrive(instruction: Instruction) -> Act:
     relaxed = instruction.has("relaxed")
 
     def run(warp: Warp, mask: Mask) -> None:
-        order = warp.cta.cluster.order
+        order, chosen = warp.cta.cluster.order, list(distinct(where(warp), mask))
+        for address, _ in chosen:
+            _reach(access, warp, address)
         clock = Clock(warp.cta.cluster.capacity) if relaxed else order.release(warp.agent)
-        for address, lanes in distinct(where(warp), mask):
+        for address, lanes in chosen:
             barrier = barrier_at(access, warp, address)
             must_know_init(access, warp, barrier)
             if state is not None:

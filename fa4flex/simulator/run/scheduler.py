@@ -13,6 +13,7 @@ from fa4flex.simulator.isa.table import Wait
 from fa4flex.simulator.run.program import WORTH_PLANNING, Block, Program, acting
 from fa4flex.simulator.run.registers import RegisterWatch
 from fa4flex.simulator.run.timing import Timing
+from fa4flex.simulator.run.undefined import UndefinedWatch
 from fa4flex.simulator.state.cta import Cluster, Warp
 from fa4flex.simulator.state.registers import LANES, Mask
 from fa4flex.simulator.state.waiting import Waiting
@@ -41,6 +42,7 @@ class Scheduler:
         self._retired = 0
         """What changed in clusters that are over."""
         self.registers = RegisterWatch(program)
+        self.undefined = UndefinedWatch(program)
         self.executed: defaultdict[tuple[int, int, int], int] = defaultdict(int)
         """How often (warp index, CTA rank, block) was executed."""
         self.turns: list[tuple[int, int, int, int, int]] = []
@@ -87,7 +89,7 @@ class Scheduler:
     def _advance(self, warp: Warp) -> Wait | str:
         """Run a warp until it waits, gives way ("yield"), spins ("spun") or is done ("done")."""
         blocks, executed, watch = self.program.blocks, self.executed, self.registers.needed
-        index, rank = warp.index, warp.cta.rank
+        index, rank, undefined = warp.index, warp.cta.rank, self.undefined
         stuck: dict[int, Wait] = {}
         for _ in range(TURN):
             group = self._group(warp, stuck)
@@ -99,8 +101,11 @@ class Scheduler:
             self.time += 1
             if watch:
                 self.registers.check(warp, block)
+            follow = undefined.needed and undefined.concerns(warp, block)
             if block.act is None:
-                if mask is None and block.runs > WORTH_PLANNING:
+                if follow:
+                    undefined.steps(warp, block, mask)
+                elif mask is None and block.runs > WORTH_PLANNING:
                     for step in block.planned:
                         step(warp, None)
                 else:
@@ -108,9 +113,11 @@ class Scheduler:
                     self._steps(warp, block, mask)
                 self._follow(warp, block, pc, mask)
                 if not warp.groups:
-                    self._left(warp)
+                    self._left(warp, block)
                     return "done"
                 continue
+            if follow:
+                undefined.act(warp, block, mask)
             act, guard = block.act
             lanes, any = acting(warp, guard, mask)
             wait = act.run(warp, lanes) if any else None
@@ -188,7 +195,7 @@ class Scheduler:
         else:
             _join(warp, target, lanes)
 
-    def _left(self, warp: Warp) -> None:
+    def _left(self, warp: Warp, block: Block) -> None:
         """A warp has exited: barriers no longer wait for it."""
         cta = warp.cta
         self.registers.left(warp)
@@ -198,6 +205,8 @@ class Scheduler:
                 f"{warp} exits while shared memory may still be read by a bulk store that it did not wait for"
             )
             cta.launch.findings.add(Finding("unfinished", text, stores.unwaited()[0].instruction))
+        if not cta.living_threads():
+            cta.end(block.body[-1])
         for meeting in cta.meetings.values():
             if meeting.whole and meeting.here and meeting.here >= cta.living_threads():
                 meeting.finish()

@@ -91,6 +91,10 @@ class Meeting:
     came: list[str] = field(default_factory=list)
     lines: set[int] = field(default_factory=set)
     """PTX lines by which threads came in this round."""
+    announced: set[MBarrier] = field(default_factory=set)
+    """mbarriers whose initialisation relaxed arrivals of this round hand on, by a fence.mbarrier_init."""
+    told: frozenset[MBarrier] = frozenset()
+    """Those of the round before."""
 
     def __post_init__(self) -> None:
         self.gathered = Clock(self.agents)
@@ -113,6 +117,7 @@ class Meeting:
         self.here = 0
         self.came.clear()
         self.gathered, self.lines = Clock(self.agents), set()
+        self.told, self.announced = frozenset(self.announced), set()
 
     def __str__(self) -> str:
         return f"{self.name}: {self.here} of {self.threads} threads came ({', '.join(self.came) or 'none'})"

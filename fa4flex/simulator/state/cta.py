@@ -19,7 +19,7 @@ from fa4flex.simulator.state.registers import LANES, Registers
 from fa4flex.simulator.state.window import RANK_SHIFT
 from fa4flex.simulator.watch.clock import Clock
 from fa4flex.simulator.watch.findings import Finding, Findings
-from fa4flex.simulator.watch.order import Order
+from fa4flex.simulator.watch.order import GENERIC, Access, Order
 from fa4flex.simulator.watch.shadow import Shadow
 
 Triple = tuple[int, int, int]
@@ -83,6 +83,12 @@ class Warp(Registers):
         """The barrier the warp has come to, its round, and what is gathered there; held while the warp
         waits."""
         self.cluster_ticket: tuple[Meeting, int, Clock, set[int]] | None = None
+        self.released: Clock | None = None
+        """What the warp knew at its last fence that releases."""
+        self.announced: set[MBarrier] = set()
+        """mbarriers that the warp knew of at its last fence.mbarrier_init."""
+        self.arrived_again = 0
+        """Arrivals at the cluster's barrier that came before the warp had waited: they count for nothing."""
         self.gives_up = False
         """Whether the next try_wait answers false instead of waiting."""
         self.polled: dict[int, tuple[bytes, bytes]] = {}
@@ -91,6 +97,8 @@ class Warp(Registers):
         """Registers, by file and index, that a wgmma in flight reads or writes."""
         self.loading: dict[tuple[int, int], Instruction] = {}
         """Registers, by file and index, that a tcgen05.ld writes which was not waited for."""
+        self.undefined: dict[tuple[int, int], tuple[NDArray[np.bool_], Instruction]] = {}
+        """Registers, by file and index, that hold an undefined value: in which lanes, and what made it."""
         self.unfenced: set[tuple[int, int]] = set()
         """Registers used by other instructions since the last wgmma.fence."""
         self.fenced = False
@@ -136,6 +144,10 @@ class Cta:
         self.pair_granted: dict[int, int] = {}
         """First column for each request that the other CTA has completed."""
         self.mbarriers: dict[int, MBarrier] = {}
+        self.reached: dict[int, int] = {}
+        """Number of the last arrival of each agent of another CTA at an mbarrier here."""
+        self.ended: int | None = None
+        """Number of the access by which its last warp exited."""
         self.meetings: dict[int, Meeting] = {}
         self.symbols: dict[str, Any] = dict(launch.symbols)
         self.symbols |= {name: rank << RANK_SHIFT | at for name, at in launch.shared_symbols.items()}
@@ -156,6 +168,20 @@ class Cta:
             found = self.meetings[number] = Meeting(name, self.cluster.capacity)
         return found
 
+    def end(self, instruction: Instruction) -> None:
+        """The last warp exits, by this instruction: nobody may access the shared memory from now on."""
+        order = self.cluster.order
+        clock = order.clocks[self.warps[0].agent].copy()
+        for warp in self.warps:
+            clock.join(order.clocks[warp.agent])
+        agent = order.agent(f"CTA {self.rank}")
+        self.ended = order.add(Access(agent, 1, GENERIC, f"CTA {self.rank}", instruction))
+        self.shadow.end(self.ended, clock)
+        for arrival in self.reached.values():
+            if not order.known(arrival, clock):
+                text = "exits before it knows that an arrival at one of its mbarriers is over"
+                order.report("unfinished", text, self.ended, arrival)
+
     def living_threads(self) -> int:
         """Threads that have not exited, by whole warps."""
         return sum(LANES for warp in self.warps if warp.alive())
@@ -174,7 +200,7 @@ class Cluster:
     def __init__(self, launch: Grid, number: int, indices: list[Triple], agents_a_warp: int = 8) -> None:
         warps = -(-prod(launch.block) // LANES) * len(indices)
         self.launch, self.number, self.processor = launch, number, number * len(indices) % launch.processors
-        self.capacity = warps * agents_a_warp + 8
+        self.capacity = warps * agents_a_warp + len(indices) + 8
         self.order = Order(self.capacity, launch.findings)
         self.units = Units()
         self.meeting = Meeting("cluster barrier", self.capacity)

@@ -78,28 +78,43 @@ class Shadow:
                 continue
             if not self.order.known(before, clock):
                 self._report("race", "overwrites too early a result", number, where, before, before)
-        for before in self._who_read(where):
+        reads = self._reads(where)
+        for before in reads:
             own = self.order.accesses[before].agent == access.agent and access.load < 0
             if not own and not self.order.known(before, clock):
                 self._report("race", "overwrites what is still read", number, where, before, before)
+        if reads:
+            self._forget_reads(where)
         self.writer[where] = number
 
-    def _who_read(self, where: Where) -> list[int]:
-        """Reads of these granules since they were written, the last of each agent; forgets them."""
+    def _reads(self, where: Where) -> list[int]:
+        """Reads of these granules since they were written, the last of each agent."""
         found = _distinct(self.reader[where])
-        if found == [NOBODY]:
-            return []
         if SEVERAL in found:
             for numbers in self._readers.values():
                 found += _distinct(numbers[where])
+        return [number for number in found if number >= 0]
+
+    def _forget_reads(self, where: Where) -> None:
+        if SEVERAL in _distinct(self.reader[where]):
+            for numbers in self._readers.values():
                 numbers[where] = NOBODY
         self.reader[where] = NOBODY
-        return [number for number in found if number >= 0]
+
+    def end(self, number: int, clock: Clock) -> None:
+        """The memory goes away, by access `number`; `clock` is what all who will not access it again know."""
+        everywhere = slice(None)
+        met = {*_distinct(self.writer), *self._reads(everywhere)} - {NOBODY, SEVERAL}
+        for before in sorted(met):
+            if not self.order.known(before, clock):
+                place = self.describe(self._first(everywhere, before))
+                text = f"exits before it knows that an access to {place} is over"
+                self.order.report("unfinished", text, number, before)
 
     def forget(self, where: Where) -> None:
         """The contents are gone (memory handed back, or just allocated)."""
         self.writer[where] = NOBODY
-        self._who_read(where)
+        self._forget_reads(where)
 
     def _report(self, kind: str, text: str, number: int, where: Where, met: int, before: int | None) -> None:
         place = self.describe(self._first(where, met))

@@ -1,0 +1,49 @@
+"""Keys and values for a tile of queries: where a loader asks for tiles of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from cutlass import Int32, cute, pipeline
+
+from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.transfer import Ring, Transfers, Views, load_stage, sequence
+from fa4flex.kernels.common.work import Grid, Work
+
+
+class KeyValues(Protocol):
+    """Keys and values of one sequence and head. The caller advances states."""
+
+    def load_keys(self, state: pipeline.PipelineState, tile: Int32) -> None:
+        """Start the copy of a tile of keys into the ring's next stage, once that is free."""
+
+    def load_values(self, state: pipeline.PipelineState, tile: Int32) -> None:
+        """Start the copy of a tile of values, as with keys."""
+
+
+@dataclass(frozen=True)
+class ContiguousKeyValues:
+    """KeyValues whose tokens follow each other in memory: one TMA copy per tile."""
+
+    transfers: Transfers
+    k_ring: Ring
+    v_ring: Ring
+    k: Views
+    v: Views
+
+    def load_keys(self, state: pipeline.PipelineState, tile: Int32) -> None:
+        load_stage(self.transfers.k, self.k_ring, state, self.k, tile)
+
+    def load_values(self, state: pipeline.PipelineState, tile: Int32) -> None:
+        load_stage(self.transfers.v, self.v_ring, state, self.v, tile)
+
+
+def tokens_of(
+    work: Work, grid: Grid, arguments: Arguments, transfers: Transfers
+) -> tuple[cute.Tensor, cute.Tensor]:
+    """The keys (S, D) and values (D, S) that a tile of queries attends to."""
+    kv_head = work.h // (grid.heads // arguments.k.shape[-2])
+    k = sequence(transfers.k.tma_tensor, work.kv_offset, kv_head, work.b)
+    v = sequence(transfers.v.tma_tensor, work.kv_offset, kv_head, work.b, axis=1)
+    return k, v
