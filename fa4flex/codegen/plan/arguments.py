@@ -2,7 +2,7 @@
 
 All else follows from the rows: the entry point and its stand-ins (compiler/entry.py), the tuples that kernels
 read (kernels/common/arguments.py), which of them a call brings, how they are made readable, what of them is
-part of a key, and in which order they are passed (runtime/cuda/passing.py).
+part of a key, and in which order they are passed.
 """
 
 from __future__ import annotations
