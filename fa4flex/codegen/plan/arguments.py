@@ -1,8 +1,8 @@
 """Arguments of launches, one row each, in the order in which a compiled pass takes them.
 
-All else follows from the rows: the entry point and its stand-ins (compiler/entry.py), the tuples that kernels
-read (kernels/common/arguments.py), which of them a call brings, how they are made readable, what of them is
-part of a key, and in which order they are passed.
+From the rows follow the entry point and its stand-ins (compiler/entry.py), the tuples that kernels read
+(kernels/common/arguments.py), and which arguments a signature has to name. Launches pass values in this
+order.
 """
 
 from __future__ import annotations
@@ -79,8 +79,6 @@ Look = Heads | Array | Blocks | Number | Parts | Captured
 
 # --- rows ---------------------------------------------------------------------------------------------------
 
-Source = Literal["call", "ready", "launch", "stream", "entry"]
-
 
 @dataclass(frozen=True)
 class Pass:
@@ -102,16 +100,13 @@ class Argument:
 
     name       of the parameter, and of the field that kernels read
     look       what it looks like
-    source     where it comes from: the "call"; what is made "ready" once for calls that look alike; each
-               "launch", which makes its memory; the "stream" of a launch; or the "entry" point
     when       whether a compiled pass has it, else it is None; None: where the signature says it is given
     read_by    kernels of the pass that get it
-    computed   of the entry point: from the arguments by name
+    computed   from the arguments before it, by the entry point: it is not passed
     """
 
     name: str
     look: Look
-    source: Source = "call"
     when: Callable[[Pass], bool] | None = always
     read_by: tuple[str, ...] = ("kernel",)
     computed: Callable[[Mapping[str, Any]], Any] | None = None
@@ -122,15 +117,14 @@ class Argument:
 
 @dataclass(frozen=True)
 class Schema:
-    """Arguments of a pass, and its kernels in the order in which they are launched."""
+    """Arguments of a pass."""
 
     rows: tuple[Argument, ...]
-    kernels: tuple[str, ...] = ("kernel",)
 
     @property
     def entry(self) -> tuple[Argument, ...]:
         """Arguments of the entry point, without its stream."""
-        return tuple(row for row in self.rows if row.source != "entry")
+        return tuple(row for row in self.rows if row.computed is None)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -140,26 +134,6 @@ class Schema:
     def read_by(self, kernel: str) -> tuple[str, ...]:
         """Names of what one kernel gets."""
         return tuple(row.name for row in self.rows if kernel in row.read_by)
-
-    def of(self, source: Source) -> tuple[str, ...]:
-        """Names of the arguments that have this source."""
-        return tuple(row.name for row in self.rows if row.source == source)
-
-    @property
-    def optional(self) -> tuple[str, ...]:
-        """Names of the tensors that a call may bring or not."""
-        return tuple(
-            row.name
-            for row in self.rows
-            if row.source == "call" and row.when is not always and isinstance(row.look, Array)
-        )
-
-    def span(self, source: Source) -> slice:
-        """Places of the arguments that have this source, which are next to each other."""
-        places = [place for place, row in enumerate(self.entry) if row.source == source]
-        if places != list(range(places[0], places[-1] + 1)):
-            raise ValueError(f"arguments of the {source} are not next to each other: {self.of(source)}")
-        return slice(places[0], places[-1] + 1)
 
 
 # --- the rows -----------------------------------------------------------------------------------------------
@@ -202,7 +176,7 @@ LENGTHS = (
     Argument("seqused_k", USED, when=None),
 )
 OPERANDS = Argument("operands", Captured("tensors"))
-SCALARS = Argument("scalars", Captured("numbers"), "ready")
+SCALARS = Argument("scalars", Captured("numbers"))
 SCALE = Argument("scale", Number())
 
 FORWARD = Schema(
@@ -210,18 +184,18 @@ FORWARD = Schema(
         Argument("q", Heads("q_len", "q_heads", "head_dim")),
         Argument("k", Heads("kv_len", "kv_heads", "head_dim")),
         Argument("v", Heads("kv_len", "kv_heads", "head_dim_v")),
-        Argument("out", Heads("q_len", "q_heads", "head_dim_v", "out_dtype"), "launch"),
-        Argument("lse", PER_ROW, "launch", lambda one: "lse" in one.problem.statistics),
-        Argument("max_scores", PER_ROW, "launch", lambda one: "max_scores" in one.problem.statistics),
+        Argument("out", Heads("q_len", "q_heads", "head_dim_v", "out_dtype")),
+        Argument("lse", PER_ROW, lambda one: "lse" in one.problem.statistics),
+        Argument("max_scores", PER_ROW, lambda one: "max_scores" in one.problem.statistics),
         *LENGTHS,
-        Argument("tables", TABLES, "ready", lambda one: one.problem.mask_form == "tables"),
+        Argument("tables", TABLES, lambda one: one.problem.mask_form == "tables"),
         Argument("sinks", Array("float32", ("q_heads",)), when=lambda one: one.problem.sinks),
         OPERANDS,
         SCALARS,
         SCALE,
-        Argument("max_q_len", Number("int"), "ready"),
-        Argument("counter", Array("int32", (2,)), "stream", lambda one: one.config.dynamic),
-        Argument("order", Array("int32", ("tiles", 2)), "ready", None),
+        Argument("max_q_len", Number("int")),
+        Argument("counter", Array("int32", (2,)), lambda one: one.config.dynamic),
+        Argument("order", Array("int32", ("tiles", 2)), None),
     )
 )
 
@@ -231,29 +205,28 @@ BACKWARD = Schema(
         Argument("q", Heads("q_len", "q_heads", "head_dim")),
         Argument("k", Heads("kv_len", "kv_heads", "head_dim")),
         Argument("v", Heads("kv_len", "kv_heads", "head_dim_v")),
-        Argument("out", Heads("q_len", "q_heads", "head_dim_v", "out_dtype"), "launch", read_by=(BEFORE,)),
-        Argument("dout", Heads("q_len", "q_heads", "head_dim_v"), "launch", read_by=(BEFORE, MAIN)),
-        Argument("lse", PER_ROW, "launch", read_by=(BEFORE,)),
-        Argument("dlse", Array("float32", PER_ROW.dims, unit=False), "launch", None, (BEFORE,)),
-        Argument("lse2", Blocks("rows"), "launch", read_by=(BEFORE, MAIN)),
-        Argument("delta", Blocks("rows"), "launch", read_by=(BEFORE, MAIN)),
-        Argument("dq_sum", Blocks("sums"), "launch", read_by=(BEFORE, MAIN, AFTER)),
-        Argument("dq", Heads("q_len", "q_heads", "head_dim"), "launch", read_by=(AFTER,)),
-        Argument("dk", Heads("kv_len", "kv_heads", "head_dim"), "launch"),
-        Argument("dv", Heads("kv_len", "kv_heads", "head_dim_v"), "launch"),
+        Argument("out", Heads("q_len", "q_heads", "head_dim_v", "out_dtype"), read_by=(BEFORE,)),
+        Argument("dout", Heads("q_len", "q_heads", "head_dim_v"), read_by=(BEFORE, MAIN)),
+        Argument("lse", PER_ROW, read_by=(BEFORE,)),
+        Argument("dlse", Array("float32", PER_ROW.dims, unit=False), None, (BEFORE,)),
+        Argument("lse2", Blocks("rows"), read_by=(BEFORE, MAIN)),
+        Argument("delta", Blocks("rows"), read_by=(BEFORE, MAIN)),
+        Argument("dq_sum", Blocks("sums"), read_by=(BEFORE, MAIN, AFTER)),
+        Argument("dq", Heads("q_len", "q_heads", "head_dim"), read_by=(AFTER,)),
+        Argument("dk", Heads("kv_len", "kv_heads", "head_dim")),
+        Argument("dv", Heads("kv_len", "kv_heads", "head_dim_v")),
         replace(LENGTHS[0], read_by=(BEFORE, MAIN, AFTER)),
         LENGTHS[1],
         replace(LENGTHS[2], read_by=(BEFORE, MAIN)),
         LENGTHS[3],
-        Argument("tables", TABLES, "ready", lambda one: _masked(one) and not one.problem.deterministic),
-        Argument("turns", TURNS, "launch", lambda one: one.problem.deterministic),
+        Argument("tables", TABLES, lambda one: _masked(one) and not one.problem.deterministic),
+        Argument("turns", TURNS, lambda one: one.problem.deterministic),
         OPERANDS,
         SCALARS,
         replace(SCALE, read_by=(MAIN, AFTER)),
-        Argument("scale_log2", Number(), "entry", computed=lambda given: given["scale"] * math.log2(math.e)),
-        Argument("gradients", Captured("gradients"), "launch"),
-        Argument("counter", Array("int32", (2,)), "stream", lambda one: one.config.persistent),
-    ),
-    (BEFORE, MAIN, AFTER),
+        Argument("scale_log2", Number(), computed=lambda given: given["scale"] * math.log2(math.e)),
+        Argument("gradients", Captured("gradients")),
+        Argument("counter", Array("int32", (2,)), lambda one: one.config.persistent),
+    )
 )
 SCHEMAS: dict[str, Schema] = {"forward": FORWARD, "backward": BACKWARD}
