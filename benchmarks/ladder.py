@@ -19,7 +19,7 @@ import torch
 from cutlass import cute
 
 from fa4flex.codegen.plan.problem import Problem
-from fa4flex.compiler.forward_entry import entry_point, fake_arguments
+from fa4flex.compiler.entry import entry_point, fake_arguments
 from fa4flex.compiler.signature import Signature
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.fwd_sm100.config import Config, Exponential, TensorMemory
@@ -76,8 +76,9 @@ def run(config: Config) -> tuple[Any, Any]:
     given = q, k, v, out, lse, *[None] * 9, WIDTH**-0.5, config.tile_m, None, None
 
     def kernel() -> Any:
-        arguments = fake_arguments(problem, signature, config)
-        entry = entry_point(Forward(config, Hooks()), problem, signature)
+        forward = Forward(config, Hooks())
+        arguments = fake_arguments(forward, problem, signature)
+        entry = entry_point(forward, problem, signature)
         return cute.compile(entry, *arguments, options="--gpu-arch sm_100a --enable-tvm-ffi")
 
     with model.recording("sm_100a") as recorder:

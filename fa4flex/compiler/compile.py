@@ -41,8 +41,8 @@ compiler_lock = threading.Lock()
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """A compiled pass. `launch` takes the ENTRY_ARGUMENTS of its signature, in order, on torch's current
-    stream.
+    """A compiled pass. `launch` takes the arguments of its schema (codegen/plan/arguments.py), in order, on
+    torch's current stream.
 
     `compiled` tells whether this process compiled it or found it on disk; `seconds` is what that took.
     """
@@ -165,14 +165,12 @@ def trace_and_compile(source: Source, problem: Problem, signature: Signature, op
     """What cute.compile returns for the kernel of `source` with these arguments."""
     from cutlass import cute
 
-    from fa4flex.compiler import backward_entry as backward_signature
-    from fa4flex.compiler import forward_entry as forward_signature
+    from fa4flex.compiler.entry import entry_point, fake_arguments
 
     kernel = source.load()
     set_kernel_name(kernel, problem, source.key)
-    entry = {"forward": forward_signature, "backward": backward_signature}[kernel.direction]
-    given = entry.fake_arguments(problem, signature, kernel.config)
-    function = entry.entry_point(kernel, problem, signature)
+    given = fake_arguments(kernel, problem, signature)
+    function = entry_point(kernel, problem, signature)
     # What is launched is the linked file: code for this process alone would be made for nothing.
     return cute.compile(function, *given, options=options, no_jit_engine=not simulating())
 

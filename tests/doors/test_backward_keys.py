@@ -23,8 +23,8 @@ from test_gpu_calls import Recorder, call_of, classes, listed
 
 import fa4flex
 from fa4flex.codegen.evaluate import Captured
+from fa4flex.codegen.plan.arguments import SCHEMAS
 from fa4flex.codegen.plan.target import SM90A
-from fa4flex.compiler.backward_entry import ENTRY_ARGUMENTS
 from fa4flex.kernels.dispatch import plan_backward
 from fa4flex.runtime.cuda import engine as engine_module
 from fa4flex.runtime.cuda.backward import Saved, run_backward
@@ -91,9 +91,9 @@ def test_each_component_leads_to_another_backward_pass(recorder: Recorder, name:
     got = run_backward(engine, *changed)
     assert len(engine.backward) == 2 and got is not None
     launched, compiled = described_backward(recorder), (recorder.problems[-1], recorder.signatures[-1])
-    assert len(recorder.launches[-1]) == len(ENTRY_ARGUMENTS)
+    assert len(recorder.launches[-1]) == len(SCHEMAS["backward"].names)
     assert [x.shape for x in got.captured] == [changed[0].operands[slot].shape for slot in changed[2]]
-    assert recorder.signatures[-1].dlse == (changed[1].dlse is not None)
+    assert ("dlse" in recorder.signatures[-1].given) == (changed[1].dlse is not None)
     assert tuple(slot for slot, _ in recorder.problems[-1].gradients) == changed[2]
     run_backward(engine, *step)
     assert len(engine.backward) == 2, "both are kept"

@@ -279,9 +279,9 @@ def test_what_a_kernel_cannot_read_is_converted(recorder: Recorder) -> None:
 
 
 def engine_arguments() -> tuple[str, ...]:
-    from fa4flex.compiler.forward_entry import ENTRY_ARGUMENTS
+    from fa4flex.codegen.plan.arguments import FORWARD
 
-    return ENTRY_ARGUMENTS
+    return FORWARD.names
 
 
 def test_lengths_are_checked_once_per_version(recorder: Recorder) -> None:

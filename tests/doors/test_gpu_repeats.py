@@ -20,8 +20,8 @@ from fa4flex.codegen.analyze.tabulate import Tabulated, dependent_reads, tabulat
 from fa4flex.codegen.analyze.tiles import Shape
 from fa4flex.codegen.evaluate import Captured, evaluate
 from fa4flex.codegen.expr import Expr, apply, load, sym, walk
+from fa4flex.codegen.plan.arguments import FORWARD
 from fa4flex.codegen.plan.target import SM90A
-from fa4flex.compiler.forward_entry import ENTRY_ARGUMENTS
 from fa4flex.runtime.cuda import counter as counter_module
 from fa4flex.runtime.cuda import engine as engine_module
 from fa4flex.runtime.cuda import fast_path as again_module
@@ -153,7 +153,7 @@ def test_only_kernels_that_count_get_a_counter(recorder: Recorder) -> None:
         engine.run(call)
         ready = engine.find(call)
         assert ready is not None
-        launched = dict(zip(ENTRY_ARGUMENTS, recorder.launches[-1], strict=True))
+        launched = dict(zip(FORWARD.names, recorder.launches[-1], strict=True))
         assert (launched["counter"] is not None) == ready.counted
         assert ready.counted or not counts
 

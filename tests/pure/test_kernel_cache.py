@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from fa4flex.codegen.plan.arguments import SCHEMAS
 from fa4flex.codegen.plan.problem import Problem
 from fa4flex.compiler import cache
 from fa4flex.compiler import compile as compile_module
@@ -139,8 +140,8 @@ PROBLEMS: dict[str, Any] = {
     "long_masks": True, "gradients": ((0, "sum"),), "deterministic": True,
 }  # fmt: skip
 SIGNATURES: dict[str, Any] = {
-    "heads_first": False, "used_q": True, "used_k": True, "scalars": ("int",), "unit_strides": (True,),
-    "even_rows": (True,), "dlse": True, "ordered": True,
+    "heads_first": False, "scalars": ("int",), "unit_strides": (True,), "even_rows": (True,),
+    "given": ("seqused_q",),
 }  # fmt: skip
 SURROUNDINGS: dict[str, Any] = {
     "target": "simulated sm_90a", "toolchain": ("another version",), "digest": "other kernels",
@@ -157,6 +158,9 @@ def test_every_field_is_part_of_the_key() -> None:
         keys.append(kernel_key("source", replace(problem, **{name: value}), signature, "sm_90a"))
     for name, value in SIGNATURES.items():
         keys.append(kernel_key("source", problem, replace(signature, **{name: value}), "sm_90a"))
+    optional = {row.name for schema in SCHEMAS.values() for row in schema.rows if row.when is None}
+    given = [replace(signature, given=(name, "another")) for name in sorted(optional)]
+    keys += [kernel_key("source", problem, one, "sm_90a") for one in given]
     assert len(set(keys)) == len(keys)
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 from cuda.bindings import driver as cuda
 from cutlass import Float32, Int32, const_expr, cute
 from cutlass.memory import SmemAllocator
 
+from fa4flex.codegen.plan.arguments import BACKWARD
+from fa4flex.kernels.common.arguments import named
 from fa4flex.kernels.common.backward import first_row, sequence_of_row, token_of
 
 THREADS = (256, 128)
@@ -20,14 +22,12 @@ PAD = 8
 """Elements between rows in shared memory, so that rows start in different banks."""
 
 
-class PostprocessArguments(NamedTuple):
+_Arguments: Any = named("PostprocessArguments", BACKWARD.read_by("postprocess"))
+
+
+class PostprocessArguments(_Arguments):
     """dq_sum float32 [B, H, R * head_dim] as in BackwardArguments; dq [B, S, H, D]. Packed: [H, R * head_dim]
     and [T, H, D]; cu_seqlens_q int32 [B + 1]."""
-
-    dq_sum: cute.Tensor
-    dq: cute.Tensor
-    cu_seqlens_q: cute.Tensor | None
-    scale: Float32
 
 
 class Postprocess:

@@ -7,12 +7,14 @@ sum may start from it as it is.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 from cuda.bindings import driver as cuda
 from cutlass import Float32, Int32, const_expr, cute, select_
 
+from fa4flex.codegen.plan.arguments import BACKWARD
+from fa4flex.kernels.common.arguments import named
 from fa4flex.kernels.common.backward import first_row, sequence_of_row, token_of
 from fa4flex.kernels.common.softmax import LOG2_E
 
@@ -24,20 +26,13 @@ FOUR = 4
 """float32 that it stores at once."""
 
 
-class PreprocessArguments(NamedTuple):
+_Arguments: Any = named("PreprocessArguments", BACKWARD.read_by("preprocess"))
+
+
+class PreprocessArguments(_Arguments):
     """out, dout [B, S, H, D]; lse, dlse float32 [B, H, S]; lse2, delta float32 [B, H, R], R >= S, and dq_sum
     [B, H, R * head_dim]: see BackwardArguments. Packed: [T, H, D], [H, T], [H, R], [H, R * head_dim].
     cu_seqlens_q int32 [B + 1], seqused_q [B]."""
-
-    out: cute.Tensor
-    dout: cute.Tensor
-    lse: cute.Tensor
-    dlse: cute.Tensor | None
-    lse2: cute.Tensor
-    delta: cute.Tensor
-    dq_sum: cute.Tensor
-    cu_seqlens_q: cute.Tensor | None
-    seqused_q: cute.Tensor | None
 
 
 class Preprocess:

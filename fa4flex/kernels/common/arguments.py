@@ -1,26 +1,48 @@
-"""What a launch passes to a forward kernel."""
+"""What kernels are launched with: named tuples of the rows in codegen/plan/arguments.py that they read."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections import namedtuple
+from typing import Any
 
-from cutlass import Float32, Int32, cute
+from fa4flex.codegen.plan.arguments import BACKWARD, FORWARD, TABLES, TURNS
 
 
-class Tables(NamedTuple):
+def named(name: str, names: tuple[str, ...]) -> Any:
+    """A class of named tuples; Any, as mypy does not know their fields."""
+    return namedtuple(name, names)
+
+
+_Tables: Any = named("Tables", TABLES.names)
+_Turns: Any = named("Turns", TURNS.names)
+_Arguments: Any = named("Arguments", FORWARD.read_by("kernel"))
+_BackwardArguments: Any = named("BackwardArguments", BACKWARD.read_by("kernel"))
+
+
+class Tables(_Tables):
     """Key tiles per query tile, int32. Query tile m of (b, h) visits the partial tiles
     partial_tiles[partial_ptr[b, h, m] : partial_ptr[b, h, m + 1]], then the full ones alike.
 
     Pointers are [B, H, query tiles + 1], with stride 0 along what the mask does not depend on.
     """
 
-    partial_ptr: cute.Tensor
-    partial_tiles: cute.Tensor
-    full_ptr: cute.Tensor
-    full_tiles: cute.Tensor
+
+class Turns(_Turns):
+    """In which order tiles of keys add to a tile of queries, where sums are to be the same run after run:
+    that in which their blocks are launched. A block waits for blocks that were launched before it, and for
+    no others, so that the first of those that run can always go on.
+
+    done     int32 [B, H, R / turn_rows], or packed [H, R / turn_rows], zero at first: tiles of keys that have
+             added to so many rows, or to as many numbers
+    With a mask, tiles of keys are launched last to first, and each visits tiles of queries in their order:
+    pointers int32 [B, H, key tiles + 1] into
+    entries  int32, 2 * tile of queries + whether it needs the mask
+    ranks    int32, how many tiles of keys add before this entry's one does
+    Without one, they are launched first to last, and each visits all tiles of queries.
+    """
 
 
-class Arguments(NamedTuple):
+class Arguments(_Arguments):
     """q, k, v, out [B, S, H, D], or packed [T, H, D]; any strides whose last is 1.
     lse, max_scores float32 [B, H, S], or packed [H, T]; lengths are int32 vectors; None where absent.
     counter int32 [2], zero: tiles taken, blocks done. A launch leaves it zero, and may not share it with
@@ -29,21 +51,17 @@ class Arguments(NamedTuple):
     they are to be computed one after another; behind the last, the sequence is the number of sequences.
     """
 
-    q: cute.Tensor
-    k: cute.Tensor
-    v: cute.Tensor
-    out: cute.Tensor
-    lse: cute.Tensor | None
-    max_scores: cute.Tensor | None
-    cu_seqlens_q: cute.Tensor | None
-    cu_seqlens_k: cute.Tensor | None
-    seqused_q: cute.Tensor | None
-    seqused_k: cute.Tensor | None
-    tables: Tables | None
-    sinks: cute.Tensor | None
-    operands: tuple  # a length would be read from tuple[X, ...]: two
-    scalars: tuple
-    scale: Float32
-    max_q_len: Int32
-    counter: cute.Tensor | None
-    order: cute.Tensor | None
+
+class BackwardArguments(_BackwardArguments):
+    """q, dout, k, v, dk, dv [B, S, H, D], or packed [T, H, D]; any strides whose last is 1.
+    lse2, delta float32 [B, H, R], R being S padded to ROW_BLOCK: log-sum-exp in log2 units, and the gradient
+    of the log-sum-exp less the sum of out * dout, which dP is added to; rows past the end, and rows without
+    keys, have lse2 inf.
+    dq_sum float32 [B, H, R * head_dim], zero at first: dQ / scale by tiles of tile_m rows, each in its
+    kernel's own order. Packed, these three are [H, R]: rows of a sequence begin at `first_row` of it.
+    scale_log2: scale * log2(e); each use of a product would compute it anew.
+    tables: by tile of keys, the tiles of queries to visit; pointers [B, H, key tiles + 1]. turns: where sums
+    are ordered; they stand for tables too.
+    gradients: of captured tensors, [copies, shape...], zero at first; the sum of its copies is a gradient.
+    counter: from which persistent blocks take tiles of keys.
+    """

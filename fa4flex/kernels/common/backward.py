@@ -5,71 +5,14 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute, select_
+from cutlass import Boolean, Int32, Int64, const_expr, cute, select_
 from cutlass.cute import FastDivmodDivisorV2 as Divisor
 
 from fa4flex.codegen.plan.lengths import ROW_BLOCK
-from fa4flex.kernels.common.arguments import Tables
+from fa4flex.kernels.common.arguments import BackwardArguments
 from fa4flex.kernels.common.hooks import At, Hooks
 from fa4flex.kernels.common.keys import Listed, Ranges, visited_by
 from fa4flex.kernels.common.work import L2_BYTES, find_sequence
-
-
-class Turns(NamedTuple):
-    """In which order tiles of keys add to a tile of queries, where sums are to be the same run after run:
-    that in which their blocks are launched. A block waits for blocks that were launched before it, and for
-    no others, so that the first of those that run can always go on.
-
-    done     int32 [B, H, R / turn_rows], or packed [H, R / turn_rows], zero at first: tiles of keys that have
-             added to so many rows, or to as many numbers
-    With a mask, tiles of keys are launched last to first, and each visits tiles of queries in their order:
-    pointers int32 [B, H, key tiles + 1] into
-    entries  int32, 2 * tile of queries + whether it needs the mask
-    ranks    int32, how many tiles of keys add before this entry's one does
-    Without one, they are launched first to last, and each visits all tiles of queries.
-    """
-
-    done: cute.Tensor
-    pointers: cute.Tensor | None
-    entries: cute.Tensor | None
-    ranks: cute.Tensor | None
-
-
-class BackwardArguments(NamedTuple):
-    """q, dout, k, v, dk, dv [B, S, H, D], or packed [T, H, D]; any strides whose last is 1.
-    lse2, delta float32 [B, H, R], R being S padded to ROW_BLOCK: log-sum-exp in log2 units, and the gradient
-    of the log-sum-exp less the sum of out * dout, which dP is added to; rows past the end, and rows without
-    keys, have lse2 inf.
-    dq_sum float32 [B, H, R * head_dim], zero at first: dQ / scale by tiles of tile_m rows, each in its
-    kernel's own order. Packed, these three are [H, R]: rows of a sequence begin at `first_row` of it.
-    scale_log2: scale * log2(e); each use of a product would compute it anew.
-    tables: by tile of keys, the tiles of queries to visit; pointers [B, H, key tiles + 1]. turns: where sums
-    are ordered; they stand for tables too.
-    gradients: of captured tensors, [copies, shape...], zero at first; the sum of its copies is a gradient.
-    counter: from which persistent blocks take tiles of keys.
-    """
-
-    q: cute.Tensor
-    k: cute.Tensor
-    v: cute.Tensor
-    dout: cute.Tensor
-    lse2: cute.Tensor
-    delta: cute.Tensor
-    dq_sum: cute.Tensor
-    dk: cute.Tensor
-    dv: cute.Tensor
-    cu_seqlens_q: cute.Tensor | None
-    cu_seqlens_k: cute.Tensor | None
-    seqused_q: cute.Tensor | None
-    seqused_k: cute.Tensor | None
-    tables: Tables | None
-    turns: Turns | None
-    operands: tuple  # a length would be read from tuple[X, ...]: two
-    scalars: tuple
-    scale: Float32
-    scale_log2: Float32
-    gradients: tuple = ()
-    counter: cute.Tensor | None = None
 
 
 class Sections(NamedTuple):

@@ -146,8 +146,7 @@ def _make_ready(
     lowered, captured = lower_backward(given, needs), given.captured
     plan: BackwardPlan = lowered.plan
     rows = interval_tables(lowered.tabulated.ends, given.inputs.extents, captured, call.q.device)
-    signature = signature_of(engine, call, rows)
-    kernel = lowered.compile(replace(signature, dlse=saved.dlse is not None))
+    kernel = lowered.compile(signature_of(engine, call, rows, ("dlse",) if saved.dlse is not None else ()))
     tables: BlockTables | TurnTables | None = None
     if lowered.problem.mask_form in ("spans", "tables"):
         maps = [one.transposed() for one in maps_of(engine, call, captured, plan.tile)]

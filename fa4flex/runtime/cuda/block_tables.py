@@ -31,7 +31,7 @@ class BlockTables(NamedTuple):
 
 class TurnTables(NamedTuple):
     """int32: pointers [B, H, key tiles + 1], entries and ranks: see Turns in
-    kernels/common/backward.py."""
+    kernels/common/arguments.py."""
 
     pointers: Tensor
     entries: Tensor

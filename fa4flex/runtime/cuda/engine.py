@@ -11,7 +11,6 @@ library writing into the memory, a replayed CUDA graph) is seen by scores, but n
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +21,7 @@ from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.analyze.prove import Proved, prove, proving, watched
 from fa4flex.codegen.analyze.tiles import TileMap, tile_map
 from fa4flex.codegen.evaluate import Captured
+from fa4flex.codegen.plan.arguments import LENGTHS
 from fa4flex.compiler import simulated
 from fa4flex.compiler.signature import Signature
 from fa4flex.contents import VersionedCache, on_host
@@ -134,7 +134,7 @@ def make_ready(engine: Engine, call: Call) -> Ready:
     plan: ForwardPlan = lowered.plan
     rows = interval_tables(lowered.tabulated.ends, shape, captured, call.q.device)
     by_work = plan.order == "by_work"
-    kernel = lowered.compile(replace(signature_of(engine, call, rows), ordered=by_work))
+    kernel = lowered.compile(signature_of(engine, call, rows, ("order",) if by_work else ()))
     tables = None
     if lowered.problem.mask_form == "tables":
         tables = _tables(engine, call, captured, plan.tile)
@@ -152,15 +152,16 @@ def make_ready(engine: Engine, call: Call) -> Ready:
     )
 
 
-def signature_of(engine: Engine, call: Call, rows: tuple[Tensor, ...]) -> Signature:
-    used_q, used_k = call.lengths[2:]
+def signature_of(
+    engine: Engine, call: Call, rows: tuple[Tensor, ...], more: tuple[str, ...] = ()
+) -> Signature:
+    """more: names of arguments that are given besides the lengths."""
+    used = tuple(row.name for row, x in zip(LENGTHS, call.lengths) if row.when is None and x is not None)
     kinds = tuple(engine.kinds.get(slot, "float") for slot in range(len(call.scalars)))
     read = call.operands + rows
     units = tuple(x.ndim == 0 or x.stride(-1) == 1 for x in read)
     heads_first = call.heads_first or call.packed
-    return Signature(
-        heads_first, used_q is not None, used_k is not None, kinds, units, tuple(map(_even_rows, read))
-    )
+    return Signature(heads_first, kinds, units, tuple(map(_even_rows, read)), used + more)
 
 
 def _even_rows(x: Tensor) -> bool:

@@ -1,0 +1,232 @@
+"""Arguments of launches, one row each, in the order in which a compiled pass takes them.
+
+From the rows follow the entry point and its stand-ins (compiler/entry.py), the tuples that kernels read
+(kernels/common/arguments.py), and which arguments a signature has to name. Launches pass values in this
+order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from fa4flex.codegen.plan.problem import Problem
+
+# --- what arguments look like -------------------------------------------------------------------------------
+
+Dimension = str | int
+"""Name of an extent, which is the same number wherever it is named; or a number."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """[batch, heads, length, width], [batch, length, heads, width] as calls have it, or packed
+    [length, heads, width], in pieces of 16 bytes; kernels read [batch, length, heads, width]. width and
+    dtype are fields of Problem."""
+
+    length: str
+    heads: str
+    width: str
+    dtype: str = "dtype"
+
+
+@dataclass(frozen=True)
+class Array:
+    """Tensor of any strides, the last of which is 1 if `unit`. Packed calls leave "batch" out."""
+
+    dtype: str
+    dims: tuple[Dimension, ...]
+    unit: bool = True
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """float32 [batch, q_heads, length], packed [q_heads, length], in whole blocks of rows."""
+
+    length: str
+
+
+@dataclass(frozen=True)
+class Number:
+    """Number that is passed by value: "float" of 32 bits, or "int" of 32."""
+
+    kind: Literal["float", "int"] = "float"
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Several arrays in one named tuple; those in `masked` are there where a mask is, the others always."""
+
+    arrays: tuple[tuple[str, Array], ...]
+    masked: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.arrays)
+
+
+@dataclass(frozen=True)
+class Captured:
+    """Captured values, in a tuple that is None where there are none: "tensors" and the tables of intervals,
+    "numbers", or the "gradients" of tensors, as [copies, shape...]."""
+
+    what: Literal["tensors", "numbers", "gradients"]
+
+
+Look = Heads | Array | Blocks | Number | Parts | Captured
+
+# --- rows ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A compiled pass: what its arguments follow from. given: names of arguments that come as calls please;
+    config: of its kernel."""
+
+    problem: Problem
+    given: Collection[str]
+    config: Any
+
+
+def always(one: Pass) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument of a launch.
+
+    name       of the parameter, and of the field that kernels read
+    look       what it looks like
+    when       whether a compiled pass has it, else it is None; None: where the signature says it is given
+    read_by    kernels of the pass that get it
+    computed   from the arguments before it, by the entry point: it is not passed
+    """
+
+    name: str
+    look: Look
+    when: Callable[[Pass], bool] | None = always
+    read_by: tuple[str, ...] = ("kernel",)
+    computed: Callable[[Mapping[str, Any]], Any] | None = None
+
+    def present(self, one: Pass) -> bool:
+        return self.name in one.given if self.when is None else self.when(one)
+
+
+@dataclass(frozen=True)
+class Schema:
+    """Arguments of a pass."""
+
+    rows: tuple[Argument, ...]
+
+    @property
+    def entry(self) -> tuple[Argument, ...]:
+        """Arguments of the entry point, without its stream."""
+        return tuple(row for row in self.rows if row.computed is None)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the arguments of the entry point."""
+        return tuple(row.name for row in self.entry)
+
+    def read_by(self, kernel: str) -> tuple[str, ...]:
+        """Names of what one kernel gets."""
+        return tuple(row.name for row in self.rows if kernel in row.read_by)
+
+
+# --- the rows -----------------------------------------------------------------------------------------------
+
+
+def _packed(one: Pass) -> bool:
+    return one.problem.lengths == "packed"
+
+
+def _masked(one: Pass) -> bool:
+    return one.problem.mask_form in ("spans", "tables")
+
+
+POINTERS = Array("int32", ("map batch", "map heads", "map rows"))
+TABLES = Parts(
+    (
+        ("partial_ptr", POINTERS),
+        ("partial_tiles", Array("int32", ("partial tiles",))),
+        ("full_ptr", POINTERS),
+        ("full_tiles", Array("int32", ("full tiles",))),
+    )
+)
+TURNS = Parts(
+    (
+        ("done", Array("int32", ("batch", "q_heads", "turns"))),
+        ("pointers", POINTERS),
+        ("entries", Array("int32", ("entries",))),
+        ("ranks", Array("int32", ("entries",))),
+    ),
+    masked=("pointers", "entries", "ranks"),
+)
+PER_ROW = Array("float32", ("batch", "q_heads", "q_len"))
+CUMULATIVE = Array("int32", ("lengths",))  # one more than there are sequences, which no extent can say
+USED = Array("int32", ("sequences",))
+
+LENGTHS = (
+    Argument("cu_seqlens_q", CUMULATIVE, when=_packed),
+    Argument("cu_seqlens_k", CUMULATIVE, when=_packed),
+    Argument("seqused_q", USED, when=None),
+    Argument("seqused_k", USED, when=None),
+)
+OPERANDS = Argument("operands", Captured("tensors"))
+SCALARS = Argument("scalars", Captured("numbers"))
+SCALE = Argument("scale", Number())
+
+FORWARD = Schema(
+    (
+        Argument("q", Heads("q_len", "q_heads", "head_dim")),
+        Argument("k", Heads("kv_len", "kv_heads", "head_dim")),
+        Argument("v", Heads("kv_len", "kv_heads", "head_dim_v")),
+        Argument("out", Heads("q_len", "q_heads", "head_dim_v", "out_dtype")),
+        Argument("lse", PER_ROW, lambda one: "lse" in one.problem.statistics),
+        Argument("max_scores", PER_ROW, lambda one: "max_scores" in one.problem.statistics),
+        *LENGTHS,
+        Argument("tables", TABLES, lambda one: one.problem.mask_form == "tables"),
+        Argument("sinks", Array("float32", ("q_heads",)), when=lambda one: one.problem.sinks),
+        OPERANDS,
+        SCALARS,
+        SCALE,
+        Argument("max_q_len", Number("int")),
+        Argument("counter", Array("int32", (2,)), lambda one: one.config.dynamic),
+        Argument("order", Array("int32", ("tiles", 2)), None),
+    )
+)
+
+BEFORE, MAIN, AFTER = "preprocess", "kernel", "postprocess"
+BACKWARD = Schema(
+    (
+        Argument("q", Heads("q_len", "q_heads", "head_dim")),
+        Argument("k", Heads("kv_len", "kv_heads", "head_dim")),
+        Argument("v", Heads("kv_len", "kv_heads", "head_dim_v")),
+        Argument("out", Heads("q_len", "q_heads", "head_dim_v", "out_dtype"), read_by=(BEFORE,)),
+        Argument("dout", Heads("q_len", "q_heads", "head_dim_v"), read_by=(BEFORE, MAIN)),
+        Argument("lse", PER_ROW, read_by=(BEFORE,)),
+        Argument("dlse", Array("float32", PER_ROW.dims, unit=False), None, (BEFORE,)),
+        Argument("lse2", Blocks("rows"), read_by=(BEFORE, MAIN)),
+        Argument("delta", Blocks("rows"), read_by=(BEFORE, MAIN)),
+        Argument("dq_sum", Blocks("sums"), read_by=(BEFORE, MAIN, AFTER)),
+        Argument("dq", Heads("q_len", "q_heads", "head_dim"), read_by=(AFTER,)),
+        Argument("dk", Heads("kv_len", "kv_heads", "head_dim")),
+        Argument("dv", Heads("kv_len", "kv_heads", "head_dim_v")),
+        replace(LENGTHS[0], read_by=(BEFORE, MAIN, AFTER)),
+        LENGTHS[1],
+        replace(LENGTHS[2], read_by=(BEFORE, MAIN)),
+        LENGTHS[3],
+        Argument("tables", TABLES, lambda one: _masked(one) and not one.problem.deterministic),
+        Argument("turns", TURNS, lambda one: one.problem.deterministic),
+        OPERANDS,
+        SCALARS,
+        replace(SCALE, read_by=(MAIN, AFTER)),
+        Argument("scale_log2", Number(), computed=lambda given: given["scale"] * math.log2(math.e)),
+        Argument("gradients", Captured("gradients")),
+        Argument("counter", Array("int32", (2,)), lambda one: one.config.persistent),
+    )
+)
+SCHEMAS: dict[str, Schema] = {"forward": FORWARD, "backward": BACKWARD}

@@ -1,0 +1,84 @@
+"""The entry point that is compiled: a host function of flat arguments that launches the kernels of a pass.
+
+Its parameters are the rows of a schema (codegen/plan/arguments.py) and a stream; each kernel gets the rows
+that it reads.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from cutlass import cute
+from cutlass.cute.runtime import make_fake_stream
+
+from fa4flex.codegen.plan.arguments import SCHEMAS, Captured, Heads, Pass
+from fa4flex.compiler.fakes import Fakes
+from fa4flex.kernels.around.postprocess import Postprocess, PostprocessArguments
+from fa4flex.kernels.around.preprocess import Preprocess, PreprocessArguments
+from fa4flex.kernels.common.arguments import Arguments, BackwardArguments
+
+if TYPE_CHECKING:
+    from fa4flex.codegen.plan.problem import Problem
+    from fa4flex.compiler.signature import Signature
+
+Launch = tuple[Callable[..., None], Any]
+"""A kernel, and the named tuple that it is called with."""
+
+
+def _forward(kernel: Any, problem: Problem) -> list[Launch]:
+    return [(kernel, Arguments)]
+
+
+def _backward(kernel: Any, problem: Problem) -> list[Launch]:
+    config = kernel.config
+    before, after = Preprocess(problem.head_dim_v, config.head_dim), Postprocess(config)
+    return [(before, PreprocessArguments), (kernel, BackwardArguments), (after, PostprocessArguments)]
+
+
+LAUNCHES: dict[str, Callable[[Any, Problem], list[Launch]]] = {"forward": _forward, "backward": _backward}
+"""Kernels of a pass, in the order in which they are launched, around the one that is generated."""
+
+
+def entry_point(kernel: Any, problem: Problem, signature: Signature) -> Any:
+    """The host function around a kernel object: the arguments of its pass and a stream in, all of its kernels
+    launched with tensors in logical order."""
+    rows, launches = SCHEMAS[kernel.direction].rows, LAUNCHES[kernel.direction](kernel, problem)
+    swap = signature.heads_first and problem.lengths != "packed"
+
+    def launch(given: tuple[Any, ...]) -> None:
+        *values, stream = given
+        found: dict[str, Any] = {}
+        taken = iter(values)
+        for row in rows:
+            value = next(taken) if row.computed is None else row.computed(found)
+            if isinstance(row.look, Heads) and swap:
+                value = _transposed(value)
+            elif isinstance(row.look, Captured) and value is None:
+                value = ()  # an empty tuple cannot be an argument: it travels as None
+            found[row.name] = value
+        for one, fields in launches:
+            one(fields(*(found[name] for name in fields._fields)), stream)
+
+    def attention(*given: Any) -> None:
+        launch(given)
+
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    names = (*SCHEMAS[kernel.direction].names, "stream")
+    # The compiler names arguments in its checks as the signature does, which `*given` has no names for.
+    attention.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])  # type: ignore[attr-defined]
+    return cute.jit(attention)
+
+
+def _transposed(x: cute.Tensor) -> cute.Tensor:
+    """[batch, heads, length, width] as [batch, length, heads, width]."""
+    return cute.make_tensor(x.iterator, cute.select(x.layout, mode=[0, 2, 1, 3]))
+
+
+def fake_arguments(kernel: Any, problem: Problem, signature: Signature) -> list[Any]:
+    """Stand-ins for the arguments of the entry point, its stream included."""
+    fakes = Fakes(problem, signature, kernel.config)
+    one = Pass(problem, signature.given, kernel.config)
+    given = [fakes.of(row.look) if row.present(one) else None for row in SCHEMAS[kernel.direction].entry]
+    return [*given, make_fake_stream(use_tvm_ffi_env_stream=True)]

@@ -1,0 +1,132 @@
+"""Stand-ins for arguments, from what their rows say they look like.
+
+Extents are 32-bit, strides 64-bit, so that offsets into large tensors do not wrap. Extents that must agree
+are one symbol: the compiled function checks them, along with ranks, dtypes, devices and alignment.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import cutlass
+from cutlass import Float32, Int32, Int64, cute
+from cutlass.cute.runtime import make_fake_tensor
+
+from fa4flex.codegen.plan.arguments import Array, Blocks, Captured, Dimension, Heads, Look, Number, Parts
+from fa4flex.codegen.plan.lengths import row_block
+from fa4flex.kernels.common.arguments import named
+
+if TYPE_CHECKING:
+    from fa4flex.codegen.plan.problem import Problem
+    from fa4flex.compiler.signature import Signature
+
+WIDE_COPY = 16
+"""Bytes that base addresses and strides of what TMA reads and writes are multiples of, as it demands."""
+
+DTYPES = {
+    "bfloat16": cutlass.BFloat16,
+    "float16": cutlass.Float16,
+    "float32": cutlass.Float32,
+    "float64": cutlass.Float64,
+    "int8": cutlass.Int8,
+    "int16": cutlass.Int16,
+    "int32": cutlass.Int32,
+    "int64": cutlass.Int64,
+    "uint8": cutlass.Uint8,
+    "uint16": cutlass.Uint16,
+    "uint32": cutlass.Uint32,
+    "uint64": cutlass.Uint64,
+    "bool": cutlass.Uint8,  # torch stores a bool in a byte; kernels see the byte
+}
+
+
+class Fakes:
+    """Stand-ins for one launch, in which extents of one name are one symbol."""
+
+    def __init__(self, problem: Problem, signature: Signature, config: Any) -> None:
+        self.problem, self.signature, self.config = problem, signature, config
+        self.packed = problem.lengths == "packed"
+        self._extents: dict[str, Any] = {}
+
+    def of(self, look: Look) -> Any:
+        """None for captured values of which there are none."""
+        match look:
+            case Heads():
+                return self._heads(look)
+            case Array(dtype, dims, unit):
+                return fake_plain(DTYPES[dtype], self._shape(dims), unit)
+            case Blocks(length):
+                return self._blocks(length)
+            case Number(kind):
+                return Float32(1.0) if kind == "float" else Int32(1)
+            case Parts():
+                return self._parts(look)
+            case Captured(what):
+                makers = {"tensors": self._operands, "numbers": self._numbers, "gradients": self._gradients}
+                return makers[what]() or None
+
+    def _extent(self, name: Dimension) -> Any:
+        if isinstance(name, int):
+            return name
+        if name == "sequences" and not self.packed:
+            name = "batch"
+        if name not in self._extents:
+            self._extents[name] = cute.sym_int32()
+        return self._extents[name]
+
+    def _shape(self, dims: tuple[Dimension, ...]) -> tuple[Any, ...]:
+        return tuple(self._extent(name) for name in dims if not (self.packed and name == "batch"))
+
+    def _heads(self, look: Heads) -> Any:
+        first = self.signature.heads_first and not self.packed
+        order = (look.heads, look.length) if first else (look.length, look.heads)
+        width, element = getattr(self.problem, look.width), DTYPES[getattr(self.problem, look.dtype)]
+        shape = self._shape(("batch", *order, width))
+        strides = [cute.sym_int64(divisibility=WIDE_COPY * 8 // element.width) for _ in shape[:-1]]
+        return make_fake_tensor(element, shape, (*strides, 1), assumed_align=WIDE_COPY)
+
+    def _blocks(self, length: str) -> Any:
+        shape = self._shape(("batch", "q_heads", length))
+        rows = row_block(self.config.tile_m)
+        strides = [cute.sym_int64(divisibility=rows) for _ in shape[:-1]]
+        return make_fake_tensor(Float32, shape, (*strides, 1), assumed_align=WIDE_COPY)
+
+    def _parts(self, look: Parts) -> Any:
+        masked = self.problem.mask_form in ("spans", "tables")
+        there = (masked or name not in look.masked for name in look.names)
+        arrays = (self.of(array) if given else None for given, (_, array) in zip(there, look.arrays))
+        return named("Parts", look.names)(*arrays)
+
+    def _operands(self) -> tuple[Any, ...]:
+        """Rows that are even in elements are read in pairs of them."""
+        operands, signature = self.problem.operands, self.signature
+        nothing = (False,) * len(operands)
+        units, even = signature.unit_strides or nothing, signature.even_rows or nothing
+        return tuple(
+            fake_plain(DTYPES[dtype], tuple(cute.sym_int32() for _ in range(max(rank, 1))), unit, 1 + rows)
+            for (dtype, rank), unit, rows in zip(operands, units, even, strict=True)
+        )
+
+    def _numbers(self) -> tuple[Any, ...]:
+        integer = Int64 if self.problem.wide_index else Int32
+        return tuple(Float32(1.0) if kind == "float" else integer(1) for kind in self.signature.scalars)
+
+    def _gradients(self) -> tuple[Any, ...]:
+        """Rows of 16-bit ones may be written by the copy engine."""
+        found = []
+        for slot, adding in self.problem.gradients:
+            dtype, rank = self.problem.operands[slot]
+            pairs = adding == "once in pairs"
+            shape = tuple(cute.sym_int32() for _ in range(1 + max(rank, 1)))
+            found.append(fake_plain(DTYPES[dtype] if pairs else Float32, shape, together=8 if pairs else 1))
+        return tuple(found)
+
+
+def fake_plain(element: Any, shape: tuple[Any, ...], unit: bool = True, together: int = 1) -> Any:
+    """Any strides, the last of which is 1 if `unit`; aligned to `together` of its elements, as all its rows
+    then are."""
+    strides = [cute.sym_int64(divisibility=together) for _ in shape]
+    if unit:
+        strides[-1] = 1
+    align = element.width // 8 * together
+    return make_fake_tensor(element, shape, tuple(strides), assumed_align=align)
