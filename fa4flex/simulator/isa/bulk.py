@@ -218,6 +218,11 @@ def _range_in(instruction: Instruction, from_global: bool, operation: tuple[str,
 # --- out of shared memory, in groups that threads commit ----------------------------------------------------
 
 
+def store_queue(warp: Warp) -> str:
+    """Name of the queue of a warp's bulk stores."""
+    return f"bulk copies of {warp}"
+
+
 def _out(
     warp: Warp,
     instruction: Instruction,
@@ -227,7 +232,7 @@ def _out(
 ) -> None:
     """Start a copy of (CTA, offset, bytes) of shared memory that ends in `write`."""
     cta, offset, size = source
-    errand = Errand.in_queue(warp, f"bulk copies of {warp}", f"a bulk store of {warp}", instruction)
+    errand = Errand.in_queue(warp, store_queue(warp), f"a bulk store of {warp}", instruction)
 
     def land() -> None:
         try:

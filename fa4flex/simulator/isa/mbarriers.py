@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fa4flex.simulator.isa.access import Accessor, locate
+from fa4flex.simulator.isa.access import Accessor, granules, locate
 from fa4flex.simulator.isa.operands import read, write
 from fa4flex.simulator.isa.table import Act, Unmodelled, Wait, translates
 from fa4flex.simulator.ptx.nodes import Address, Discard, Instruction, Operand
@@ -91,6 +91,8 @@ def guarded(access: Accessor, warp: Warp, action: Callable[[], None]) -> None:
         raise Fault(Finding("barrier", f"{warp}: {misuse}", access.instruction)) from None
 
 
+BYTES = 8
+"""Of an mbarrier."""
 MOST = 1 << 20
 """Neither arrivals nor bytes of a phase reach this."""
 
@@ -125,6 +127,7 @@ def init(instruction: Instruction) -> Act:
             new = MBarrier(cta.rank, offset, arrivals, cluster.capacity, made)
             new.users.add(warp.agent)
             cta.mbarriers[offset] = new
+            cta.shadow.keep_barrier(_granules(cta, offset), alive=True)
 
     return Act(run)
 
@@ -138,6 +141,7 @@ def inval(instruction: Instruction) -> Act:
             cta, offset = cta_and_offset(access, warp, address)
             barrier_at(access, warp, address)
             del cta.mbarriers[offset]
+            cta.shadow.keep_barrier(_granules(cta, offset), alive=False)
 
     return Act(run)
 
@@ -230,6 +234,10 @@ def wait(instruction: Instruction) -> Act:
 @translates("mbarrier.pending_count")
 def pending_count(instruction: Instruction) -> Act:
     raise Unmodelled(instruction)
+
+
+def _granules(cta: Cta, offset: int) -> NDArray[np.intp]:
+    return granules(np.array([offset]), BYTES, cta.launch.granule)
 
 
 def _state(operands: tuple[Operand, ...]) -> tuple[Callable[..., None] | None, tuple[Operand, ...]]:

@@ -9,7 +9,7 @@ from fa4flex.simulator.isa.operands import read, write
 from fa4flex.simulator.isa.table import Act, Step, Unmodelled, translates
 from fa4flex.simulator.ptx.nodes import Imm, Instruction
 from fa4flex.simulator.state.cta import Warp
-from fa4flex.simulator.state.registers import Mask
+from fa4flex.simulator.state.registers import LANES, Mask
 from fa4flex.simulator.state.window import OFFSET_MASK, RANK_SHIFT, SHARED_WINDOW
 from fa4flex.simulator.watch.findings import Fault, Finding
 
@@ -27,6 +27,8 @@ _BULK = {"async", "bulk", "prefetch", "tensor", "L2", "global", "L2::cache_hint"
 _BULK |= {"im2col", "im2col::w", "im2col::w::128"} | {f"{rank}d" for rank in range(1, 6)}
 _HINTS["cp"] = _BULK
 FEWEST_REGISTERS, MOST_REGISTERS = 24, 256
+REGISTER_FILE = 1 << 16
+"""Registers of 32 bits of a multiprocessor."""
 
 
 @translates("prefetch", "prefetchu", "applypriority", "discard", "griddepcontrol", "cp.async.bulk.prefetch")
@@ -49,7 +51,8 @@ def createpolicy(instruction: Instruction) -> Step:
 
 @translates("setmaxnreg")
 def setmaxnreg(instruction: Instruction) -> Step:
-    """Checked only: a multiple of 8 between 24 and 256. Registers are never short here."""
+    """Checked only: a multiple of 8 between 24 and 256, and not too many in all warps of a CTA. Warps that do
+    not ask are not counted: how many they have is not in the PTX."""
     count = instruction.operands[0]
     if instruction.modifiers[1:] != ("sync", "aligned", "u32") or instruction.modifiers[0] not in (
         "inc",
@@ -59,7 +62,18 @@ def setmaxnreg(instruction: Instruction) -> Step:
     if not isinstance(count, Imm) or count.value % 8 or not FEWEST_REGISTERS <= count.value <= MOST_REGISTERS:
         allowed = f"a multiple of 8 from {FEWEST_REGISTERS} to {MOST_REGISTERS}"
         raise Unmodelled(instruction, f"the register count must be {allowed}")
-    return _nothing
+    wanted = int(count.value)
+
+    def step(warp: Warp, mask: Mask) -> None:
+        warp.registers_each = wanted
+        total = LANES * sum(other.registers_each for other in warp.cta.warps)
+        if total > REGISTER_FILE:
+            text = (
+                f"CTA {warp.cta.rank} asks for {total} registers in all; a multiprocessor has {REGISTER_FILE}"
+            )
+            warp.cta.launch.findings.add(Finding("registers", text, instruction))
+
+    return step
 
 
 @translates("pmevent")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fa4flex.simulator.isa.bulk import BULK
+from fa4flex.simulator.isa.bulk import BULK, store_queue
 from fa4flex.simulator.isa.table import Wait
 from fa4flex.simulator.run.program import WORTH_PLANNING, Block, Program, acting
 from fa4flex.simulator.run.registers import RegisterWatch
@@ -206,7 +206,7 @@ class Scheduler:
             )
             cta.launch.findings.add(Finding("unfinished", text, stores.unwaited()[0].instruction))
         if not cta.living_threads():
-            cta.end(block.body[-1])
+            cta.end(block.body[-1], [store_queue(one) for one in cta.warps if BULK in one.started])
         for meeting in cta.meetings.values():
             if meeting.whole and meeting.here and meeting.here >= cta.living_threads():
                 meeting.finish()

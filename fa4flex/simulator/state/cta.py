@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -97,6 +97,8 @@ class Warp(Registers):
         """Registers, by file and index, that a wgmma in flight reads or writes."""
         self.loading: dict[tuple[int, int], Instruction] = {}
         """Registers, by file and index, that a tcgen05.ld writes which was not waited for."""
+        self.registers_each = 0
+        """Registers of a thread that setmaxnreg asked for; 0 before that."""
         self.undefined: dict[tuple[int, int], tuple[NDArray[np.bool_], Instruction]] = {}
         """Registers, by file and index, that hold an undefined value: in which lanes, and what made it."""
         self.unfenced: set[tuple[int, int]] = set()
@@ -168,15 +170,16 @@ class Cta:
             found = self.meetings[number] = Meeting(name, self.cluster.capacity)
         return found
 
-    def end(self, instruction: Instruction) -> None:
-        """The last warp exits, by this instruction: nobody may access the shared memory from now on."""
+    def end(self, instruction: Instruction, told: Iterable[str] = ()) -> None:
+        """The last warp exits, by this instruction: nobody may access the shared memory from now on. What
+        agents of the names in `told` may still do was reported."""
         order = self.cluster.order
         clock = order.clocks[self.warps[0].agent].copy()
         for warp in self.warps:
             clock.join(order.clocks[warp.agent])
         agent = order.agent(f"CTA {self.rank}")
         self.ended = order.add(Access(agent, 1, GENERIC, f"CTA {self.rank}", instruction))
-        self.shadow.end(self.ended, clock)
+        self.shadow.end(self.ended, clock, {order.agent(name) for name in told})
         for arrival in self.reached.values():
             if not order.known(arrival, clock):
                 text = "exits before it knows that an arrival at one of its mbarriers is over"

@@ -7,6 +7,7 @@ touches.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,8 @@ class Shadow:
         self.writer = np.full(granules, NOBODY, np.int32)
         self.reader = np.full(granules, NOBODY, np.int32)
         """The last read since it was written if one agent alone has read it, else SEVERAL or NOBODY."""
+        self.barriers: NDArray[np.bool_] | None = None
+        """Whether an mbarrier is alive in a granule; None as long as there was none."""
         self._readers: dict[int, NDArray[np.int32]] = {}
         """Number of each agent's last read of each granule that SEVERAL have read, else NOBODY."""
 
@@ -71,6 +74,10 @@ class Shadow:
     def write(self, number: int, where: Where, clock: Clock) -> None:
         """Access `number` writes; `clock` is what its agent knew when it began."""
         access = self.order.accesses[number]
+        if self.barriers is not None and self.barriers[where].any():
+            granules = self._granules(where)
+            place = self.describe(int(granules[self.barriers[granules]][0]))
+            self.order.report("mbarrier", f"writes over an mbarrier that is in use, in {place}", number)
         for before in _distinct(self.writer[where]):
             if before == NOBODY or (self.order.accesses[before].agent == access.agent and access.load < 0):
                 continue
@@ -101,15 +108,22 @@ class Shadow:
                 numbers[where] = NOBODY
         self.reader[where] = NOBODY
 
-    def end(self, number: int, clock: Clock) -> None:
-        """The memory goes away, by access `number`; `clock` is what all who will not access it again know."""
+    def end(self, number: int, clock: Clock, told: Set[int] = frozenset()) -> None:
+        """The memory goes away, by access `number`; `clock` is what all know who have used it. What agents in
+        `told` may still do was reported."""
         everywhere = slice(None)
         met = {*_distinct(self.writer), *self._reads(everywhere)} - {NOBODY, SEVERAL}
         for before in sorted(met):
-            if not self.order.known(before, clock):
+            if self.order.accesses[before].agent not in told and not self.order.known(before, clock):
                 place = self.describe(self._first(everywhere, before))
                 text = f"exits before it knows that an access to {place} is over"
                 self.order.report("unfinished", text, number, before)
+
+    def keep_barrier(self, where: Where, alive: bool) -> None:
+        """An mbarrier is initialised in these granules, or invalidated."""
+        if self.barriers is None:
+            self.barriers = np.zeros(self.size, np.bool_)
+        self.barriers[where] = alive
 
     def forget(self, where: Where) -> None:
         """The contents are gone (memory handed back, or just allocated)."""
