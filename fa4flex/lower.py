@@ -26,7 +26,6 @@ from fa4flex.codegen.plan.specialize import backward_problem, by_queries, forwar
 from fa4flex.codegen.plan.target import Target
 from fa4flex.compiler import debug
 from fa4flex.compiler.compile import Kernel, compile_kernel
-from fa4flex.compiler.kernel_name import kernel_name
 from fa4flex.compiler.signature import Signature
 from fa4flex.errors import Origin
 from fa4flex.kernels import dispatch
@@ -66,11 +65,6 @@ class Lowered:
     plan: Any
     source: Source
     sums: tuple[CapturedSum, ...] = ()
-
-    @property
-    def kernel_name(self) -> str:
-        """Name of the kernel that does the products, as profilers show it, but for a number at its end."""
-        return kernel_name(self.plan.module, self.problem, self.source.key)
 
     def compile(self, signature: Signature) -> Kernel:
         """The kernel for arguments that look like this. What FA4FLEX_DEBUG asks for is printed."""

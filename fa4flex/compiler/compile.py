@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fa4flex.compiler import cache
-from fa4flex.compiler.kernel_name import set_kernel_name
 from fa4flex.compiler.link import shared_library
 from fa4flex.compiler.signature import Signature
 from fa4flex.compiler.simulated import simulating, target
@@ -168,7 +167,6 @@ def trace_and_compile(source: Source, problem: Problem, signature: Signature, op
     from fa4flex.compiler.entry import entry_point, fake_arguments
 
     kernel = source.load()
-    set_kernel_name(kernel, problem, source.key)
     given = fake_arguments(kernel, problem, signature)
     function = entry_point(kernel, problem, signature)
     # What is launched is the linked file: code for this process alone would be made for nothing.

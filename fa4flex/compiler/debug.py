@@ -1,6 +1,6 @@
 """FA4FLEX_DEBUG: what is printed to standard error about each kernel, when it is compiled or found on disk.
 
-1  the kernel and its problem, with the form that the mask is proved to have; its name and its seconds
+1  the kernel and its problem, with the form that the mask is proved to have; its package, source and seconds
 2  the plan as well
 3  the generated source as well
 4  its PTX as well, for which the kernel is compiled a second time
@@ -13,7 +13,6 @@ import sys
 from typing import TYPE_CHECKING
 
 from fa4flex.compiler.inspect import inspect
-from fa4flex.compiler.kernel_name import kernel_name
 from fa4flex.errors import InputError
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ def report(level: int, plan: Plan, source: Source, signature: Signature, kernel:
     done = "compiled" if kernel.compiled else "found on disk"
     lines = [
         f"fa4flex: {explained.partition(chr(10))[0]}",
-        f"fa4flex: {kernel_name(plan.module, plan.problem, source.key)}, {done} in {kernel.seconds:.2f} s",
+        f"fa4flex: {plan.module}, source {source.key[:16]}, {done} in {kernel.seconds:.2f} s",
     ]
     if level >= PLAN:
         lines.append(explained)

@@ -128,8 +128,8 @@ def source_of(program: Program, found: Lowered) -> Source:
 def plan_stage(program: Program, q_len: int | None = None, kv_len: int | None = None, **changes: Any) -> str:
     """Tiles, warp roles, registers, memory map, topology and expected bound."""
     shape = setting(program, q_len, kv_len, changes.get("batch"), changes.get("heads")).shape
-    found = lowered(program, q_len, kv_len, **changes)
-    return f"{found.plan.explain(_size(shape))}\nprofilers show {found.kernel_name}"
+    text: str = lowered(program, q_len, kv_len, **changes).plan.explain(_size(shape))
+    return text
 
 
 _TOLD = ("forward kernel", "tile:", "softmax:", "order:", "bound:")

@@ -276,11 +276,19 @@ FAULTS = (
     ),
     Fault(
         "copy over an mbarrier",
-        kinds("mbarrier", "uninitialised"),
+        kinds("mbarrier", "uninitialised", "missing proxy fence"),
         LOAD.replace("[%r3], [%rd1], 256", "[%r3+768], [%rd1], 256").replace("[%r4]", "[%r4+768]"),
         "[%r3+768], [%rd1], 256",
         "[%r3+784], [%rd1], 256",
         says="writes over an mbarrier",
+        at="cp.async.bulk",
+    ),
+    Fault(
+        "copy over a store without a proxy fence",
+        kinds("missing proxy fence"),
+        "    st.shared.b32 [%r4], %r1;\n    fence.proxy.async.shared::cta;\n    bar.sync 0;\n" + LOAD,
+        "    fence.proxy.async.shared::cta;\n",
+        says="overwrites generic writes",
         at="cp.async.bulk",
     ),
     Fault(

@@ -103,8 +103,3 @@ class Postprocess:
                     pair[i] = (four[start + i] * scale).to(rows.element_type)
                 pairs = cute.logical_divide(rows[row + down, None], cute.make_layout(2))
                 cute.autovec_copy(pair, pairs[None, (column + across) // 2])
-
-
-Postprocess.device.set_name_prefix(
-    "fa4flex_bwd_postprocess", remove_cutlass_symbol=True, keep_mangled_name=False
-)

@@ -117,11 +117,6 @@ class Preprocess:
         return mine
 
 
-Preprocess.device.set_name_prefix(
-    "fa4flex_bwd_preprocess", remove_cutlass_symbol=True, keep_mangled_name=False
-)
-
-
 def _of(statistic: cute.Tensor, b: Int32, h: Int32) -> cute.Tensor:
     """A head of [B, H, R], or of packed [H, R]."""
     return statistic[b, h, None] if cute.rank(statistic) == 3 else statistic[h, None]

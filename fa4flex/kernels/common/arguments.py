@@ -9,8 +9,11 @@ from fa4flex.codegen.plan.arguments import BACKWARD, FORWARD, TABLES, TURNS
 
 
 def named(name: str, names: tuple[str, ...]) -> Any:
-    """A class of named tuples; Any, as mypy does not know their fields."""
-    return namedtuple(name, names)
+    """A class of named tuples; Any, as mypy does not know their fields. Fields of arguments need types, for the
+    compiler."""
+    made: Any = namedtuple(name, names)
+    made.__annotations__ = dict.fromkeys(names, Any)
+    return made
 
 
 _Tables: Any = named("Tables", TABLES.names)

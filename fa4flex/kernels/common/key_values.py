@@ -39,11 +39,13 @@ class ContiguousKeyValues:
         load_stage(self.transfers.v, self.v_ring, state, self.v, tile)
 
 
-def tokens_of(
-    work: Work, grid: Grid, arguments: Arguments, transfers: Transfers
-) -> tuple[cute.Tensor, cute.Tensor]:
-    """The keys (S, D) and values (D, S) that a tile of queries attends to."""
-    kv_head = work.h // (grid.heads // arguments.k.shape[-2])
+def kv_head_of(work: Work, grid: Grid, arguments: Arguments) -> Int32:
+    """Head of keys and values that a tile of queries attends to."""
+    return work.h // (grid.heads // arguments.k.shape[-2])
+
+
+def tokens_of(work: Work, kv_head: Int32, transfers: Transfers) -> tuple[cute.Tensor, cute.Tensor]:
+    """Keys (S, D) and values (D, S) of a head of the sequence of a tile of queries."""
     k = sequence(transfers.k.tma_tensor, work.kv_offset, kv_head, work.b)
     v = sequence(transfers.v.tma_tensor, work.kv_offset, kv_head, work.b, axis=1)
     return k, v

@@ -8,7 +8,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.cluster import Cluster
-from fa4flex.kernels.common.key_values import ContiguousKeyValues, KeyValues, tokens_of
+from fa4flex.kernels.common.key_values import ContiguousKeyValues, KeyValues, kv_head_of, tokens_of
 from fa4flex.kernels.common.keys import tile_at
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.common.transfer import Transfers, Views, partition, sequence
@@ -42,8 +42,7 @@ class Load:
         while work.valid:
             at = self.scheduler.place(work, grid, arguments)
             keys = self.scheduler.keys(at, work, arguments)
-            key_values = self.key_values(work, grid, arguments, transfers, shared, pipes, products)
-            q = self.query_views(work, transfers, shared, products)
+            q, key_values = self.views(work, grid, arguments, transfers, shared, pipes, products)
             tile = tile_at(keys, Int32(0))
             self.queries(transfers.q, q, work, pipes, phase, 0)
             key_values.load_keys(k_state, tile)
@@ -63,13 +62,7 @@ class Load:
             work = self.scheduler.work(number, grid, arguments)
             phase ^= 1
 
-    def query_views(self, work: Work, transfers: Transfers, shared: Shared, products: Products) -> Views:
-        scores = products.scores.get_slice(self.cluster.rank())
-        q = sequence(transfers.q.tma_tensor, work.q_offset, work.h, work.b)
-        tiles = scores.partition_A(cute.local_tile(q, products.scores_tile[::2], (None, 0)))
-        return partition(transfers.q, shared.q, tiles, modes=3)
-
-    def key_values(
+    def views(
         self,
         work: Work,
         grid: Grid,
@@ -78,15 +71,21 @@ class Load:
         shared: Shared,
         pipes: Pipes,
         products: Products,
-    ) -> KeyValues:
+    ) -> tuple[Views, KeyValues]:
+        """Queries, keys and values of a tile's sequence and head. The order of these lines decides registers:
+        at heads of 64 another one spills."""
         rank = self.cluster.rank()
         scores, values = products.scores.get_slice(rank), products.values.get_slice(rank)
-        k, v = tokens_of(work, grid, arguments, transfers)
+        kv_head = kv_head_of(work, grid, arguments)
+        q = sequence(transfers.q.tma_tensor, work.q_offset, work.h, work.b)
+        k, v = tokens_of(work, kv_head, transfers)
+        q_tiles = scores.partition_A(cute.local_tile(q, products.scores_tile[::2], (None, 0)))
         k_tiles = scores.partition_B(cute.local_tile(k, products.scores_tile[1:], (None, 0)))
         v_tiles = values.partition_B(cute.local_tile(v, products.values_tile[1:], (0, None)))
+        q_views = partition(transfers.q, shared.q, q_tiles, modes=3)
         k_views = partition(transfers.k, shared.k, k_tiles, modes=3)
         v_views = partition(transfers.v, shared.v, v_tiles, modes=3)
-        return ContiguousKeyValues(transfers, pipes.k, pipes.v, k_views, v_views)
+        return q_views, ContiguousKeyValues(transfers, pipes.k, pipes.v, k_views, v_views)
 
     @cute.jit
     def queries(

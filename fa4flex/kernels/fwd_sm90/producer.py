@@ -6,7 +6,7 @@ import cutlass
 from cutlass import Int32, cute, pipeline
 
 from fa4flex.kernels.common.arguments import Arguments
-from fa4flex.kernels.common.key_values import ContiguousKeyValues, KeyValues, tokens_of
+from fa4flex.kernels.common.key_values import ContiguousKeyValues, KeyValues, kv_head_of, tokens_of
 from fa4flex.kernels.common.keys import tile_at
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.common.transfer import Transfers, partition, sequence
@@ -69,7 +69,7 @@ class Producer:
         pipes: Pipes,
     ) -> KeyValues:
         config = self.config
-        k, v = tokens_of(work, grid, arguments, transfers)
+        k, v = tokens_of(work, kv_head_of(work, grid, arguments), transfers)
         k_tiles = cute.local_tile(k, (config.tile_n, config.head_dim), (None, 0))
         k_views = partition(transfers.k, shared.k, k_tiles)
         v_tiles = cute.local_tile(v, (config.head_dim_v, config.tile_n), (0, None))

@@ -91,8 +91,8 @@ def guarded(access: Accessor, warp: Warp, action: Callable[[], None]) -> None:
         raise Fault(Finding("barrier", f"{warp}: {misuse}", access.instruction)) from None
 
 
-BYTES = 8
-"""Of an mbarrier."""
+SIZE = 8
+"""Bytes of an mbarrier."""
 MOST = 1 << 20
 """Neither arrivals nor bytes of a phase reach this."""
 
@@ -237,7 +237,7 @@ def pending_count(instruction: Instruction) -> Act:
 
 
 def _granules(cta: Cta, offset: int) -> NDArray[np.intp]:
-    return granules(np.array([offset]), BYTES, cta.launch.granule)
+    return granules(np.array([offset]), SIZE, cta.launch.granule)
 
 
 def _state(operands: tuple[Operand, ...]) -> tuple[Callable[..., None] | None, tuple[Operand, ...]]:

@@ -85,6 +85,10 @@ class Shadow:
                 continue
             if not self.order.known(before, clock):
                 self._report("race", "overwrites too early a result", number, where, before, before)
+            elif access.proxy == ASYNC and not self.order.visible(before, clock):
+                self._report(
+                    "missing proxy fence", "overwrites generic writes", number, where, before, before
+                )
         reads = self._reads(where)
         for before in reads:
             own = self.order.accesses[before].agent == access.agent and access.load < 0
