@@ -9,7 +9,7 @@ from fa4flex.codegen.plan.arguments import BACKWARD, FORWARD, TABLES, TURNS
 
 
 def named(name: str, names: tuple[str, ...]) -> Any:
-    """A class of named tuples; Any, as mypy does not know their fields. The compiler wants types of fields."""
+    """A class of named tuples; Any, as mypy does not know its fields. The compiler wants a type for each."""
     made: Any = namedtuple(name, names)
     made.__annotations__ = dict.fromkeys(names, Any)
     return made
