@@ -10,7 +10,7 @@ from fa4flex.codegen.plan.arguments import BACKWARD, FORWARD, TABLES, TURNS
 
 def named(name: str, names: tuple[str, ...]) -> Any:
     """A class of named tuples; Any, as mypy does not know its fields. The compiler wants a type for each."""
-    made: Any = namedtuple(name, names)
+    made: Any = namedtuple(name, names)  # type: ignore[misc]
     made.__annotations__ = dict.fromkeys(names, Any)
     return made
 
