@@ -112,6 +112,32 @@ def test_loads_by_steps(dtype: torch.dtype, even_rows: bool) -> None:
             torch.testing.assert_close(scores, wanted, rtol=3e-5, atol=3e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float32])
+def test_differences_of_late_positions(dtype: torch.dtype) -> None:
+    """Of 4 million, float32 holds a multiple to a half or so: what multiplies positions must come last."""
+    grid = Grid(1, 2, 6, 8)
+    positions = ((1 << 22) + torch.randperm(64)[:8]).to(dtype)
+    slopes, pages = torch.tensor([0.3, 0.7]), ((1 << 15) + torch.randperm(8)).int()
+
+    def plain(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return score + (positions[q] - positions[kv]) / 7
+
+    def inside(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return torch.tanh(score - slopes[h] * (positions[kv] - positions[q]))
+
+    def paged(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return score - slopes[h] * ((1 << 22) + q - (pages[kv // 2] * 128 + kv % 2))
+
+    for mod in (plain, inside, paged):
+        program = build(compose(score_mod=mod))
+        captured = program.captured()
+        hooks = emit_forward(program.facts, plan("none", in_range=True)).namespace()["HOOKS"]
+        raw = 3 * torch.randn(grid.shape)
+        wanted, _ = truth(program.facts, grid, raw * SCALE, captured)
+        scores, _ = run(hooks, raw, captured, SCALE)
+        torch.testing.assert_close(scores, wanted, rtol=1e-6, atol=1e-4, msg=lambda m, mod=mod: f"{mod}: {m}")
+
+
 @pytest.mark.parametrize("fn", [torch.log2, torch.exp2, torch.sqrt, torch.tanh, torch.exp, torch.log])
 def test_functions_of_infinities(fn: Any) -> None:
     """Also where a compiler can see that an operand is infinite."""

@@ -1,9 +1,10 @@
 """Traced expressions -> what a device computes, term by term at the lowest rate.
 
-The meaning is that of `evaluate` at float32; sums of floats may be added in another order. Of integers, sums
-of indices become functions of kv - q where they depend on nothing else, comparisons put what changes with the
-key on one side and what changes with the query on the other, and conversions to float, slow on a GPU, move to
-the indices, whose float values a kernel keeps.
+The meaning is that of `evaluate` at float32. Sums of floats may be added in another order, but numbers of
+queries and of keys that are subtracted, both of which may be large: this comes before products. Of integers,
+sums of indices become functions of kv - q where they depend on nothing else, comparisons put what changes
+with the key on one side and what changes with the query on the other, and conversions to float, slow on a
+GPU, move to the indices, whose float values a kernel keeps.
 """
 
 from __future__ import annotations
@@ -226,7 +227,7 @@ class Lowering:
             case "add":
                 return self.terms(x.args[0]) + self.terms(x.args[1])
             case "sub":
-                return self.terms(x.args[0]) + scaled(self.terms(x.args[1]), Factor(-1.0))
+                return self._difference(*x.args)
             case "neg":
                 return scaled(self.terms(x.args[0]), Factor(-1.0))
             case "mul":
@@ -247,6 +248,15 @@ class Lowering:
             case "pow" if x.args[1].op == "const" and x.args[1].value in (2.0, 3.0, -1.0, 0.5):
                 return self._power(x.args[0], x.args[1].value)
         return ((UNIT, self._plain(x)),)
+
+    def _difference(self, a: Expr, b: Expr) -> Terms:
+        """a - b. Products of large numbers of queries and of keys would round away what is left of their
+        difference."""
+        if a.op == b.op == "to_float" and a.args[0].kind == b.args[0].kind == "int":
+            return self._converted(apply("sub", a.args[0], b.args[0]))
+        if {rate(a), rate(b)} == {"row", "column"}:
+            return ((UNIT, device("difference", self.value(a), self.value(b))),)
+        return self.terms(a) + scaled(self.terms(b), Factor(-1.0))
 
     def _power(self, x: Expr, exponent: float) -> Terms:
         if exponent == 0.5:
@@ -306,13 +316,21 @@ class Lowering:
         parts = self._parts(form)
         offset = dict(parts["diagonal"].terms).get(OFFSET) if "diagonal" in parts else None
         result: Terms = ((Factor(float(offset)), to_float(OFFSET)),) if offset else ()
+        moving: dict[Rate, Terms] = {}
         for atom, c in form.terms:
             if rate(atom) != "uniform" and not (offset and atom in (Q, KV)):
-                result += scaled(self._converted(atom), Factor(float(c)))
+                converted = scaled(self._converted(atom), Factor(float(c)))
+                moving[rate(atom)] = (*moving.get(rate(atom), ()), *converted)
+        constant: Terms = ()
         if "uniform" in parts:
             uniform = to_float(parts["uniform"].expr())
-            result += ((Factor(uniform.value) if uniform.op == "const" else Factor(1.0, uniform), ONE),)
-        return result
+            constant = ((Factor(uniform.value) if uniform.op == "const" else Factor(1.0, uniform), ONE),)
+        if {"row", "column"} <= moving.keys():
+            across, along = moving.pop("row"), moving.pop("column")
+            # Integers below 2^24, and sums and differences of them, are exact as floats.
+            apart = device("difference", total(across + constant), total(scaled(along, Factor(-1.0))))
+            result, constant = (*result, (UNIT, apart)), ()
+        return sum(moving.values(), result) + constant
 
 
 def _by_rate(lowered: Linear) -> dict[Rate, Linear]:

@@ -8,6 +8,7 @@ wrapped      an index that may be negative, counted from the end of dimension `v
 divisor      a run-time divisor, prepared; divided: a floor division by one
 natural_div  a floor division of a number >= 0 by a constant > 0
 reciprocal, signum (-1.0 or 1.0)
+difference   a - b of what changes with the query and what changes with the key, before any factor
 stepped      x * coefficient + rest, where x is an index as a float
 near         a load at `args` plus steps: value[1] is how many of which index, by dimension; value[2]: the key
              itself is the last dimension, and no other one takes steps

@@ -24,7 +24,7 @@ REDUCTIONS = {
 ROUNDED = {"float16": "to_float16", "bfloat16": "to_bfloat16"}
 DEVICE_WORDS = {
     "reciprocal": "inverse", "natural_div": "quotient", "divided": "quotient", "divisor": "by",
-    "wrapped": "index", "search": "position",
+    "wrapped": "index", "search": "position", "difference": "distance",
 }  # fmt: skip
 """What a value is called after, unless something better is known; rows of ops.py say the others."""
 
@@ -165,6 +165,8 @@ class Printer:
         function = function_of(node.op)
         if function:
             return self.call(function, *args)
+        if node.op == "difference":
+            return f"{args[0]} - {args[1]}"
         if node.op in INFIX:
             return f"{args[0]} {INFIX[node.op]} {args[1]}"
         if node.op in PREFIX:

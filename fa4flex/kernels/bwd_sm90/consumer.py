@@ -348,15 +348,9 @@ class Consumer:
         q_first = self.first_query(tile, w, lane)
         early = collector.early(rows_and_columns(scores), q_first, masked)
         rows = (lse2s, lse2, lane)
-        # Before exponentials are written down: dS' and its stores then pass between them. Slopes, which take
-        # longer, pass under the product.
-        waits_first = self.hooks.slope is None
-        if waits_first:
-            warpgroup.wait_group(0)
-        p, weights, slopes = self.probabilities(scores, slab, rows, q_first, masked, shared.q.element_type)
-        if not waits_first:
-            warpgroup.wait_group(0)
-        self.score_gradients(dprob, weights)
+        # Before exponentials are written down: dS' and its stores then pass between them.
+        warpgroup.wait_group(0)
+        p, slopes = self.probabilities((scores, dprob), slab, rows, q_first, masked, shared.q.element_type)
         self.take_captured(collector, rows_and_columns(dprob), slopes, (q_first, masked), early)
         return p, self.narrowed(dprob, shared.q.element_type)
 
@@ -427,21 +421,19 @@ class Consumer:
 
     def probabilities(
         self,
-        scores: cute.Tensor,
+        products: tuple[cute.Tensor, cute.Tensor],
         slab: Slab,
         rows: tuple[cute.Tensor, cute.Tensor, Int32],
         q_first: Int32,
         masked: bool,
         kind: Any,
-    ) -> tuple[cute.Tensor, cute.Tensor, Slopes]:
-        """P' as an operand, and what dP' less its row's sum is multiplied by: P' times the score's slope, or
-        P' where slopes are to come in late, which are then returned too.
+    ) -> tuple[cute.Tensor, Slopes]:
+        """P' as an operand, and the slopes that are still to come in. `products` are S' and dP' less its
+        rows' sums, which becomes dS': P' times it, and times the score's slope.
         `rows`: log-sum-exps in shared memory, those of the first part of the columns, and the lane."""
         shared, lse2, lane = rows
-        grid = rows_and_columns(scores)
-        p = cute.make_rmem_tensor(as_operand(scores).shape, kind)
-        sloped = self.hooks.slope is not None and not self.late
-        weights = cute.make_rmem_tensor(p.shape, kind) if sloped else p
+        grid, ds = (rows_and_columns(x) for x in products)
+        p = cute.make_rmem_tensor(as_operand(products[0]).shape, kind)
         later: Slopes = {}
         factor = slab.at.scale_log2 if self.hooks.factor is None else self.hooks.factor(slab.at)
         columns = self.config.queries // 4
@@ -459,14 +451,20 @@ class Consumer:
                     grid[r, first + c] = cute.math.exp2(x, fastmath=True)
             if masked:
                 part.mask(self.hooks, grid, q_first)
-            self.narrow_columns(scores, p, first, together)
-            if sloped:
-                for (r, c), slope in slopes.items():
-                    grid[r, c] = grid[r, c] * slope
-                self.narrow_columns(scores, weights, first, together)
-            else:
+            for c in range(first, first + together):
+                if c % 2 == 0:
+                    self.narrow_columns(products[0], p, first, together)
+            if not self.config.rounds_first:
+                for c in range(first, first + together):
+                    for r in range(2):
+                        ds[r, c] = grid[r, c] * ds[r, c]
+            if self.late or self.config.rounds_first:
                 later |= slopes
-        return p, weights, later
+            else:
+                apply_slopes(ds, slopes)
+        if self.config.rounds_first:
+            multiply_narrow(ds, p)
+        return p, later
 
     def narrow_columns(self, acc: cute.Tensor, target: cute.Tensor, first: int, count: int) -> None:
         """Columns of an accumulator to 16 bits. `target` is an operand: its registers have the same order."""
@@ -487,16 +485,6 @@ class Consumer:
             for r in range(2):
                 grid[r, c], grid[r, c + 1] = read_pair(pairs[None, 2 * c + lane % 4])
 
-    def score_gradients(self, dprob: cute.Tensor, weights: cute.Tensor) -> None:
-        """dP' less its rows' sums becomes dS'. P' comes from 16 bits, as dV's product has it: in 32 it would
-        take registers that products need meanwhile."""
-        grid = rows_and_columns(dprob)
-        words = cute.recast_tensor(weights, Int32)
-        for c in range(0, self.config.queries // 4, 2):
-            for r in range(2):
-                for i, weight in enumerate(widened(words[c + r], weights.element_type)):
-                    grid[r, c + i] = weight * grid[r, c + i]
-
     def take_captured(
         self,
         collector: Collector,
@@ -508,8 +496,7 @@ class Consumer:
         """What a tile adds to captured tensors. ds (row, column), of modified scores, becomes that of scaled
         ones, where `slopes` were left for here."""
         collector.take(False, ds, *places, early)
-        for (r, c), slope in slopes.items():
-            ds[r, c] = ds[r, c] * slope
+        apply_slopes(ds, slopes)
         collector.take(True, ds, *places, early)
 
     def narrowed(self, acc: cute.Tensor, kind: Any) -> cute.Tensor:
@@ -591,3 +578,18 @@ class Consumer:
                 targets = tuple((arguments.dk, arguments.dv)[i] for i in batch)
                 columns = tuple(self.first_column(cute.size(x, mode=[1]), w) for x in rows)
                 store_by_threads(targets, rows, work, (first_key, columns), where)
+
+
+def apply_slopes(ds: cute.Tensor, slopes: Slopes) -> None:
+    """Gradients of modified scores, (row, column), become those of scaled ones."""
+    for (r, c), slope in slopes.items():
+        ds[r, c] = ds[r, c] * slope
+
+
+def multiply_narrow(ds: cute.Tensor, p: cute.Tensor) -> None:
+    """ds (row, column) times an operand's numbers of 16 bits."""
+    words = cute.recast_tensor(p, Int32)
+    for c in range(0, cute.size(ds, mode=[1]), 2):
+        for r in range(2):
+            for i, weight in enumerate(widened(words[c + r], p.element_type)):
+                ds[r, c + i] = weight * ds[r, c + i]
