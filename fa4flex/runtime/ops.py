@@ -55,8 +55,11 @@ class Tensors(NamedTuple):
 # --- what computes ----------------------------------------------------------------------------------------
 
 
-def forward(program: Published, given: Tensors, numbers: Numbers, max_scores: bool) -> Forward:
-    """Compute attention by a GPU's kernel, or blockwise on a CPU."""
+def forward(
+    program: Published, given: Tensors, numbers: Numbers, max_scores: bool, differentiable: bool = True
+) -> Forward:
+    """Compute attention by a GPU's kernel, or blockwise on a CPU. What only a backward pass reads may be
+    empty where the result is not `differentiable`."""
     if _empty(given) and given.q.is_cuda:
         return _without_keys_on_gpu(program, given, numbers, max_scores)
     if given.q.is_cuda or simulating():
@@ -67,6 +70,9 @@ def forward(program: Published, given: Tensors, numbers: Numbers, max_scores: bo
     inputs = _inputs(program, given, numbers)
     sequences = _sequences(given)
     if sequences is None:
+        found = None if differentiable or max_scores else cpu.single_queries(program.facts, inputs)
+        if found is not None:
+            return *found, found[1].new_empty(0), found[1].new_empty(0)
         result = cpu.forward(program.facts, inputs)
     else:
         result = cpu.forward_sequences(program.facts, inputs, sequences)
@@ -302,7 +308,7 @@ def attend(program: Published, given: Tensors, numbers: Numbers, max_scores: boo
         )
         return found
     if not torch.is_grad_enabled() or not _wants_gradient(q, k, v, sinks, *operands):
-        return forward(program, given, numbers, max_scores)
+        return forward(program, given, numbers, max_scores, differentiable=False)
     plain = Plain(program, len(operands), numbers.ints, numbers.floats, numbers.scale, max_scores)
     return _Attend.apply(plain, q, k, v, sinks, *lengths, *operands)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from cpu_cases import CASES, Case, Sizes, uniform
 from helpers import close
 from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest
 
 import fa4flex
 from fa4flex import reference
@@ -125,3 +128,56 @@ def test_a_chosen_tile_and_long_calls_walk_tiles() -> None:
     assert few.few_queries(CASES["dense"].facts, Inputs(q.expand(-1, -1, 5, -1), k, v)) is None
     long = k[:, :, :1].expand(-1, -1, few.FEW_PRODUCTS // 64, -1)
     assert few.few_queries(CASES["dense"].facts, Inputs(q, long, long)) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2)], ids=str)
+def test_single_queries(order: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """PyTorch's kernel gives what the tile gives, in the same memory."""
+    sizes = Sizes(q_len=1)
+
+    def laid_out(x: Tensor) -> Tensor:
+        kept = x.permute(*order, 3).contiguous()
+        return kept.permute(*(order.index(i) for i in range(3)), 3)
+
+    given = Inputs(*(laid_out(x) for x in sizes.qkv(dtype)), scale=0.3)
+    plain = CASES["dense"].facts
+    tile, found = forward(plain, given), few.single_queries(plain, given)
+    assert found is not None
+    out, lse = found
+    torch.testing.assert_close(out, tile.out)
+    torch.testing.assert_close(lse, tile.lse)
+    order_of = [[s for s, n in zip(x.stride(), x.shape, strict=True) if n > 1] for x in (out, tile.out)]
+    assert order_of[0] == order_of[1] and out.dtype == tile.out.dtype and lse.dtype == tile.lse.dtype
+
+
+def test_what_is_no_plain_single_query_is_left_to_others() -> None:
+    plain, sizes = CASES["dense"].facts, Sizes(q_len=1)
+    q, k, v = sizes.qkv(torch.float32)
+    one = Inputs(q, k, v)
+    assert few.single_queries(plain, one) is not None
+    others = (
+        replace(one, q=torch.cat((q, q), 2)),
+        replace(one, sinks=torch.zeros(sizes.heads)),
+        replace(one, v=torch.cat((v, v), 3)),
+        replace(one, compute=torch.float64),
+        replace(one, k=k.mT.contiguous().mT),
+        replace(one, k=k[:, :, :0], v=v[:, :, :0]),
+    )
+    assert all(few.single_queries(plain, other) is None for other in others)
+    assert few.single_queries(CASES["causal"].facts, one) is None
+
+
+def test_maxima_and_gradients_of_a_single_query() -> None:
+    """Both need more than PyTorch's kernel gives."""
+    q, k, v = (x.requires_grad_() for x in Sizes(q_len=1).qkv(F64))
+    small = [x.detach().float() for x in (q, k, v)]
+    _, aux = fa4flex.flex_attention(*small, enable_gqa=True, return_aux=AuxRequest(max_scores=True))
+    wide_k, wide_v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = q @ wide_k.mT * q.shape[-1] ** -0.5
+    torch.testing.assert_close(aux.max_scores.double(), scores.amax(-1))
+    single = [x.requires_grad_() for x in small]
+    found = torch.autograd.grad(fa4flex.compile()(*single).sum(), single)
+    exact = torch.autograd.grad((scores.softmax(-1) @ wide_v).sum(), (q, k, v))
+    for a, b in zip(found, exact, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)

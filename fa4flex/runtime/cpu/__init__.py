@@ -1,6 +1,7 @@
 """Attention on a CPU: blockwise, exact, deterministic, in memory O(S x D) plus a bounded tile buffer."""
 
 from fa4flex.runtime.cpu.backward import Gradients, backward
+from fa4flex.runtime.cpu.few import single_queries
 from fa4flex.runtime.cpu.forward import Forward, forward
 from fa4flex.runtime.cpu.sequences import Sequences, backward_sequences, forward_sequences, packed, padded
 from fa4flex.runtime.cpu.tiles import Inputs
@@ -16,4 +17,5 @@ __all__ = [
     "forward_sequences",
     "packed",
     "padded",
+    "single_queries",
 ]

@@ -67,6 +67,23 @@ def few_queries(facts: Facts, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, T
     return result, lse.view(shape), maximum.view(shape), total.view(shape)
 
 
+def single_queries(facts: Facts, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
+    """(out, lse) of sequences' single queries without mods, mask and sinks, by PyTorch's own kernel; None for
+    anything else. The backward pass needs more than that: `few_queries` gives it."""
+    plain = facts.score is SCORE and facts.mask is TRUE and inputs.sinks is None
+    if not plain or inputs.precision is not torch.float32 or inputs.q.shape[2] != 1 or not _are_few(inputs):
+        return None
+    q, k, v = (x if x.dtype == torch.float32 else x.float() for x in (inputs.q, inputs.k, inputs.v))
+    if q.shape[3] != v.shape[3] or not q.stride(3) == k.stride(3) == v.stride(3) == 1:
+        return None
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, False, scale=inputs.scale
+    )
+    if inputs.q.stride(0) < inputs.q.stride(1) and q.shape[0] > 1:
+        out = empty_output(inputs.q, v.shape[3], out.dtype).copy_(out)
+    return out.to(inputs.output or inputs.q.dtype), lse
+
+
 def _are_few(inputs: Inputs) -> bool:
     batch, heads, q_len, width = inputs.q.shape
     kv_len, out_width = inputs.v.shape[2:]
