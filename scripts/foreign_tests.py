@@ -245,28 +245,57 @@ def _in_turns(cases: Sequence[int], names: Sequence[str]) -> list[int]:
     return [case for _, case in sorted(found)]
 
 
-def run(command: list[str], given: argparse.Namespace, mode: str) -> list[Outcome]:
-    """All cases whose names match, in a mode."""
+class Record:
+    """Outcomes as they come, one line of JSON each, so that a run that is stopped goes on where it was."""
+
+    def __init__(self, folder: Path | None, name: str) -> None:
+        self.path = None if folder is None else folder / f"{name}.jsonl"
+        self.known: dict[tuple[str, str], Outcome] = {}
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.touch()
+            for line in self.path.read_text().splitlines():
+                found = json.loads(line)
+                test = found.pop("test")
+                self.known[found["mode"], test] = Outcome(**found)
+
+    def add(self, test: str, outcome: Outcome) -> None:
+        """`test`: the case's file, class and name, of which an outcome has the name alone."""
+        self.known[outcome.mode, test] = outcome
+        if self.path is not None:
+            with self.path.open("a") as file:
+                file.write(json.dumps({"test": test, **asdict(outcome)}) + "\n")
+
+    def of(self, mode: str) -> list[Outcome]:
+        return [outcome for (its_mode, _), outcome in self.known.items() if its_mode == mode]
+
+
+def run(command: list[str], given: argparse.Namespace, mode: str, record: Record) -> list[Outcome]:
+    """All cases whose names match, in a mode, but those that the record has."""
     first = _Process(command)
-    cases = [i for i, name in enumerate(first.names) if re.search(given.only, name)]
+    matching = [i for i, name in enumerate(first.names) if re.search(given.only, name)]
+    cases = [i for i in matching if (mode, first.names[i]) not in record.known]
     wanted = deque(_in_turns(cases, first.names) if given.budget else cases)
     print(f"{mode}: {len(wanted)} of {len(first.names)} cases", flush=True)
+    if not wanted:
+        first.close()
+        return record.of(mode)
     end = time.monotonic() + 60 * given.budget if given.budget else float("inf")
 
-    def work(process: _Process) -> list[Outcome]:
-        outcomes = []
+    def work(process: _Process) -> None:
         with contextlib.closing(process):
             while wanted and time.monotonic() < end:
                 with contextlib.suppress(IndexError):
-                    outcomes.append(process.run(wanted.popleft(), mode, given.limit))
+                    number = wanted.popleft()
+                    last = process.run(number, mode, given.limit)
+                    record.add(first.names[number], last)
                     if given.verbose:
-                        last = outcomes[-1]
                         print(f"{last.seconds:7.1f} s  {last.kind:22} {last.case}", flush=True)
-        return outcomes
 
     processes = [first, *(_Process(command) for _ in range(min(given.jobs, len(wanted)) - 1))]
     with ThreadPoolExecutor(len(processes)) as pool:
-        found = [outcome for part in pool.map(work, processes) for outcome in part]
+        list(pool.map(work, processes))
+    found = record.of(mode)
     left = f"the budget of {given.budget:g} minutes was used up"
     found += [Outcome(first.names[i].split("::")[-1], mode, "not run", "", 0, left) for i in wanted]
     return sorted(found, key=lambda outcome: outcome.case)
@@ -324,7 +353,12 @@ def arguments(description: str | None, modes: Sequence[str]) -> argparse.Argumen
     parser.add_argument(
         "--memory", type=int, default=12, help="gigabytes of address space for a process; 0 is no limit"
     )
-    parser.add_argument("--out", type=Path, help="where NAME.json and NAME.md are written")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="folder where NAME.json and NAME.md are written, and NAME.jsonl as cases end: those that it has"
+        " are not run again",
+    )
     parser.add_argument("--verbose", action="store_true", help="print each case as it ends")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     return parser
@@ -339,14 +373,14 @@ def main(name: str, script: str, suite: Suite, given: argparse.Namespace, option
         given.mode = given.mode[0]
         return serve(suite, given)
     outcomes: list[Outcome] = []
+    record = Record(given.out, name)
     for mode in given.mode:
         files = [str(path) for path in given.checkout]
         command = [sys.executable, script, *files, "--mode", mode, "--memory", str(given.memory), *options]
-        outcomes += explained(run(command, given, mode), suite.reasons)
+        outcomes += explained(run(command, given, mode, record), suite.reasons)
     text = table(outcomes)
     print(text)
     if given.out is not None:
-        given.out.mkdir(parents=True, exist_ok=True)
         (given.out / f"{name}.md").write_text(text)
         (given.out / f"{name}.json").write_text(json.dumps([asdict(x) for x in outcomes], indent=1) + "\n")
     for outcome in unexplained(outcomes):

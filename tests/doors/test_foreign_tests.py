@@ -118,10 +118,16 @@ def test_every_end_of_a_case(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "UNEXPECTED eager test_wrong: wrong result" in done.stdout
 
-    done = subprocess.run(
-        [*command, *options, "--budget", "1e-9"], capture_output=True, text=True, timeout=300
-    )
-    left = json.loads((tmp_path / "gym_tests.json").read_text())
+    lines = (tmp_path / "gym_tests.jsonl").read_text().splitlines()
+    (tmp_path / "gym_tests.jsonl").write_text("\n".join(lines[:5]) + "\n")
+    subprocess.run([*command, *options], capture_output=True, text=True, timeout=300)
+    again = (tmp_path / "gym_tests.jsonl").read_text().splitlines()
+    assert again[:5] == lines[:5] and len(again) == 7, "what is recorded is not run again"
+    assert {x["case"]: x["kind"] for x in json.loads((tmp_path / "gym_tests.json").read_text())} == found
+
+    options = [*options[:-1], str(tmp_path / "budget"), "--budget", "1e-9"]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=300)
+    left = json.loads((tmp_path / "budget" / "gym_tests.json").read_text())
     assert {(x["kind"], x["reason"]) for x in left} == {
         ("not run", "the budget of 1e-09 minutes was used up")
     }
