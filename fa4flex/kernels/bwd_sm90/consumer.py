@@ -451,9 +451,7 @@ class Consumer:
                     grid[r, first + c] = cute.math.exp2(x, fastmath=True)
             if masked:
                 part.mask(self.hooks, grid, q_first)
-            for c in range(first, first + together):
-                if c % 2 == 0:
-                    self.narrow_columns(products[0], p, first, together)
+            self.narrow_columns(products[0], p, first, together)
             if not self.config.rounds_first:
                 for c in range(first, first + together):
                     for r in range(2):
