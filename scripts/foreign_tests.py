@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
+import hashlib
+import importlib.util
 import json
 import os
 import re
@@ -25,6 +27,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -245,10 +248,23 @@ def _in_turns(cases: Sequence[int], names: Sequence[str]) -> list[int]:
     return [case for _, case in sorted(found)]
 
 
-class Record:
-    """Outcomes as they come, one line of JSON each, so that a run that is stopped goes on where it was."""
+def fingerprint(files: Sequence[Path], options: Sequence[str]) -> str:
+    """Digest of what outcomes depend on: fa4flex, the tests, torch and the script's options."""
+    found = importlib.util.find_spec("fa4flex")
+    assert found is not None and found.submodule_search_locations is not None
+    ours = sorted(Path(found.submodule_search_locations[0]).rglob("*.py"))
+    digest = hashlib.sha256(repr((version("torch"), sys.version, list(options))).encode())
+    for path in (*ours, *files):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
-    def __init__(self, folder: Path | None, name: str) -> None:
+
+class Record:
+    """Outcomes as they come, one line of JSON each, so that a run that is stopped goes on where it was. Those
+    of another `fingerprint` do not count."""
+
+    def __init__(self, folder: Path | None, name: str, fingerprint: str) -> None:
+        self.fingerprint = fingerprint
         self.path = None if folder is None else folder / f"{name}.jsonl"
         self.known: dict[tuple[str, str], Outcome] = {}
         if self.path is not None:
@@ -257,17 +273,16 @@ class Record:
             for line in self.path.read_text().splitlines():
                 found = json.loads(line)
                 test = found.pop("test")
-                self.known[found["mode"], test] = Outcome(**found)
+                if found.pop("fingerprint") == fingerprint:
+                    self.known[found["mode"], test] = Outcome(**found)
 
     def add(self, test: str, outcome: Outcome) -> None:
         """`test`: the case's file, class and name, of which an outcome has the name alone."""
         self.known[outcome.mode, test] = outcome
         if self.path is not None:
             with self.path.open("a") as file:
-                file.write(json.dumps({"test": test, **asdict(outcome)}) + "\n")
-
-    def of(self, mode: str) -> list[Outcome]:
-        return [outcome for (its_mode, _), outcome in self.known.items() if its_mode == mode]
+                known = {"test": test, "fingerprint": self.fingerprint, **asdict(outcome)}
+                file.write(json.dumps(known) + "\n")
 
 
 def run(command: list[str], given: argparse.Namespace, mode: str, record: Record) -> list[Outcome]:
@@ -277,9 +292,6 @@ def run(command: list[str], given: argparse.Namespace, mode: str, record: Record
     cases = [i for i in matching if (mode, first.names[i]) not in record.known]
     wanted = deque(_in_turns(cases, first.names) if given.budget else cases)
     print(f"{mode}: {len(wanted)} of {len(first.names)} cases", flush=True)
-    if not wanted:
-        first.close()
-        return record.of(mode)
     end = time.monotonic() + 60 * given.budget if given.budget else float("inf")
 
     def work(process: _Process) -> None:
@@ -295,7 +307,8 @@ def run(command: list[str], given: argparse.Namespace, mode: str, record: Record
     processes = [first, *(_Process(command) for _ in range(min(given.jobs, len(wanted)) - 1))]
     with ThreadPoolExecutor(len(processes)) as pool:
         list(pool.map(work, processes))
-    found = record.of(mode)
+    known = [record.known.get((mode, first.names[i])) for i in matching]
+    found = [outcome for outcome in known if outcome is not None]
     left = f"the budget of {given.budget:g} minutes was used up"
     found += [Outcome(first.names[i].split("::")[-1], mode, "not run", "", 0, left) for i in wanted]
     return sorted(found, key=lambda outcome: outcome.case)
@@ -357,7 +370,7 @@ def arguments(description: str | None, modes: Sequence[str]) -> argparse.Argumen
         "--out",
         type=Path,
         help="folder where NAME.json and NAME.md are written, and NAME.jsonl as cases end: those that it has"
-        " are not run again",
+        " of the same fa4flex, tests and torch are not run again",
     )
     parser.add_argument("--verbose", action="store_true", help="print each case as it ends")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -373,7 +386,7 @@ def main(name: str, script: str, suite: Suite, given: argparse.Namespace, option
         given.mode = given.mode[0]
         return serve(suite, given)
     outcomes: list[Outcome] = []
-    record = Record(given.out, name)
+    record = Record(given.out, name, fingerprint(suite.files, options))
     for mode in given.mode:
         files = [str(path) for path in given.checkout]
         command = [sys.executable, script, *files, "--mode", mode, "--memory", str(given.memory), *options]

@@ -114,7 +114,7 @@ def test_loads_by_steps(dtype: torch.dtype, even_rows: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.float32])
 def test_differences_of_late_positions(dtype: torch.dtype) -> None:
-    """Of 4 million, float32 holds a multiple to a half or so: what multiplies positions must come last."""
+    """float32 holds a multiple of 4 million to a half or so: what multiplies positions must come last."""
     grid = Grid(1, 2, 6, 8)
     positions = ((1 << 22) + torch.randperm(64)[:8]).to(dtype)
     slopes, pages = torch.tensor([0.3, 0.7]), ((1 << 15) + torch.randperm(8)).int()

@@ -35,6 +35,11 @@ class Facts:
     mask: Expr = TRUE
     intervals: KeyIntervals | None = None
 
+    @property
+    def plain(self) -> bool:
+        """Every pair takes part, with the score that it has: there is neither score mod nor mask."""
+        return self.score is SCORE and self.mask is TRUE
+
     @cached_property
     def keys(self) -> KeyIntervals | None:
         """The mask as a union of key intervals per query row, or None where it is not one."""

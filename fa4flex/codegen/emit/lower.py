@@ -1,10 +1,10 @@
 """Traced expressions -> what a device computes, term by term at the lowest rate.
 
-The meaning is that of `evaluate` at float32. Sums of floats may be added in another order, but numbers of
-queries and of keys that are subtracted, both of which may be large: this comes before products. Of integers,
-sums of indices become functions of kv - q where they depend on nothing else, comparisons put what changes
-with the key on one side and what changes with the query on the other, and conversions to float, slow on a
-GPU, move to the indices, whose float values a kernel keeps.
+The meaning is that of `evaluate` at float32. Sums of floats may be added in another order; but a difference
+of a query's number and a key's, both of which may be large, is taken before any product. Of integers, sums of
+indices become functions of kv - q where they depend on nothing else, comparisons put what changes with the
+key on one side and what changes with the query on the other, and conversions to float, slow on a GPU, move to
+the indices, whose float values a kernel keeps.
 """
 
 from __future__ import annotations

@@ -165,8 +165,6 @@ class Printer:
         function = function_of(node.op)
         if function:
             return self.call(function, *args)
-        if node.op == "difference":
-            return f"{args[0]} - {args[1]}"
         if node.op in INFIX:
             return f"{args[0]} {INFIX[node.op]} {args[1]}"
         if node.op in PREFIX:
@@ -178,6 +176,8 @@ class Printer:
                 slot, steps, even = node.value
                 places = _tuple([_step(*step) for step in steps])
                 return self._load(slot, node.kind, args, places, *["even=True"] * even)
+            case "difference":
+                return f"{args[0]} - {args[1]}"
             case "stepped":
                 return _stepped(node.args[0].args[0].value, node.args[1:], args[1:])
             case "search":

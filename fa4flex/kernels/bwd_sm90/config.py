@@ -92,9 +92,9 @@ class Config:
 
     @property
     def rounds_first(self) -> bool:
-        """Whether dS' is the product of dP' and P' in the 16 bits that dV's product has it in. This adds a
+        """P' is rounded to 16 bits, as dV's product has it, before dP' is multiplied by it. This adds a
         quarter to the rounding error of dQ and dK; but in steps of 80 queries, 32 bits spill registers, and
-        take up to a tenth longer."""
+        took up to 17 % longer."""
         return self.tile_m == 80
 
     @property

@@ -456,7 +456,7 @@ class Consumer:
                 for c in range(first, first + together):
                     for r in range(2):
                         ds[r, c] = grid[r, c] * ds[r, c]
-            if self.late or self.config.rounds_first:
+            if self.late:
                 later |= slopes
             else:
                 apply_slopes(ds, slopes)

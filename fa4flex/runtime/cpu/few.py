@@ -43,9 +43,8 @@ def few_queries(facts: Facts, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, T
     scores = torch.baddbmm(
         q.new_empty(()), q.reshape(tiles, rows, width), keys.mT, beta=0, alpha=inputs.scale
     )
-    plain = facts.score is SCORE and facts.mask is TRUE
     try:
-        if not plain:
+        if not facts.plain:
             _modify(facts, inputs, scores.view(batch, k.shape[1], inputs.ratio, q_len, kv_len))
     except InputError:
         return None
@@ -54,7 +53,7 @@ def few_queries(facts: Facts, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, T
     # Subtracting the lowest number from -inf leaves -inf, where -inf would make it NaN.
     lowest, tiny = LIMITS[q.dtype]
     shift = (maximum if sinks is None else torch.maximum(maximum, sinks)).clamp(min=lowest)
-    weights = scores.sub_(shift).exp_() if plain else exponential(scores.sub_(shift))
+    weights = scores.sub_(shift).exp_() if facts.plain else exponential(scores.sub_(shift))
     total = weights.sum(-1, keepdim=True)
     if sinks is not None:
         total = total.add_((sinks - shift).exp_())
@@ -70,8 +69,9 @@ def few_queries(facts: Facts, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, T
 def single_queries(facts: Facts, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
     """(out, lse) of sequences' single queries without mods, mask and sinks, by PyTorch's own kernel; None for
     anything else. The backward pass needs more than that: `few_queries` gives it."""
-    plain = facts.score is SCORE and facts.mask is TRUE and inputs.sinks is None
-    if not plain or inputs.precision is not torch.float32 or inputs.q.shape[2] != 1 or not _are_few(inputs):
+    if not facts.plain or inputs.sinks is not None or inputs.precision is not torch.float32:
+        return None
+    if inputs.q.shape[2] != 1 or not _are_few(inputs):
         return None
     q, k, v = (x if x.dtype == torch.float32 else x.float() for x in (inputs.q, inputs.k, inputs.v))
     if q.shape[3] != v.shape[3] or not q.stride(3) == k.stride(3) == v.stride(3) == 1:

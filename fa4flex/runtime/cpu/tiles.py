@@ -19,7 +19,7 @@ from fa4flex.codegen.analyze.facts import SCORE, Facts, analyze
 from fa4flex.codegen.analyze.overflow import fitted
 from fa4flex.codegen.analyze.tiles import Shape, TileMap, tile_map
 from fa4flex.codegen.evaluate import Captured, DividedByZero, PastTheEnd, Value, evaluate
-from fa4flex.codegen.expr import TRUE, Expr
+from fa4flex.codegen.expr import Expr
 
 QUERY_TILE, KEY_TILE = 128, 128
 SCORES = 2048 * 1024
@@ -113,7 +113,7 @@ def fitted_call(facts: Facts, inputs: Inputs, shape: Shape | None = None) -> tup
 
     Raises UnsupportedError where they may not fit, InputError where one is divided by a number that is 0.
     """
-    if facts.score is SCORE and facts.mask is TRUE:
+    if facts.plain:
         return facts, inputs
     captured = inputs.captured.signed()
     if captured is not inputs.captured:
