@@ -134,6 +134,11 @@ OF_DEVICES = {
             r"test_weird_bias.*float16\n.*Tensor: grad_bias",
             "the exact gradient of a bias of queries is 0: errors of rounding are compared",
         ),
+        Reason(
+            r"(float16_score_(mask_)?mod5|score_mod5_float16).*\n.*Grad_Value",
+            "scores of thousands, of which a float32 log-sum-exp keeps 1e-4: a fifth more than the reference "
+            "rounds, whose softmax subtracts a maximum",
+        ),
     ),
 }
 
@@ -208,7 +213,11 @@ def _with_gradients(case: Any) -> None:
 
 
 def _let_cpu_tests_run() -> None:
+    import torch
     from torch.testing._internal import common_device_type as devices
+
+    # What torch makes where no device is named, BlockMasks among them, would be on a GPU that is there.
+    torch.accelerator.current_accelerator = lambda check_available=False: None
 
     def as_it_is(*_: Any, **__: Any) -> Callable[[Any], Any]:
         return lambda test: test
