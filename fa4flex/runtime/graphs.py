@@ -35,7 +35,6 @@ from fa4flex.runtime.checks import (
     check_tensors,
     check_variant,
 )
-from fa4flex.runtime.cuda.call import NO_LENGTHS
 from fa4flex.runtime.launch import Results, Statistics
 from fa4flex.runtime.programs import contract, publish
 from fa4flex.variant import Variant, default_scale
@@ -175,7 +174,7 @@ def run(
         check_variant(Sizes(0, q.shape[1], k.shape[1], q.shape[0], k.shape[0]), q, variant)
     elif q.ndim == 4 and k.ndim == 4:  # other ranks are refused by the operator
         check_variant(Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2]), q, variant)
-    lengths = NO_LENGTHS
+    lengths: tuple[Tensor | None, ...] = (None, None, None, None)
     if varlen is not None:
         lengths = varlen.cu_seqlens_q, varlen.cu_k, varlen.seqused_q, varlen.seqused_k
     schedule, precision = variant.schedule, variant.precision

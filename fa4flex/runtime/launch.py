@@ -26,7 +26,7 @@ from fa4flex.runtime.checks import (
     check_transforms,
     check_variant,
 )
-from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, Lengths
+from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, SequenceLengths
 from fa4flex.runtime.cuda.engine import Engine
 from fa4flex.runtime.cuda.fast_path import FastPath
 from fa4flex.runtime.cuda.operands import Remembered
@@ -185,10 +185,10 @@ def run(
     return out.transpose(1, 2) if swap else out, lse, largest
 
 
-def _lengths(varlen: Varlen | None) -> Lengths:
+def _lengths(varlen: Varlen | None) -> SequenceLengths:
     if varlen is None:
         return NO_LENGTHS
-    return varlen.cu_seqlens_q, varlen.cu_k, varlen.seqused_q, varlen.seqused_k
+    return SequenceLengths(varlen.cu_seqlens_q, varlen.cu_k, varlen.seqused_q, varlen.seqused_k)
 
 
 def _check_call(now: Calling, qkv: tuple[Tensor, Tensor, Tensor], varlen: Varlen | None) -> None:

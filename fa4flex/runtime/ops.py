@@ -18,7 +18,7 @@ from fa4flex.compiler.simulated import simulating
 from fa4flex.errors import UnsupportedError
 from fa4flex.runtime import autocast, cpu, flops, sharding
 from fa4flex.runtime.cuda.backward import Saved, run_backward
-from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, Lengths
+from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, SequenceLengths
 from fa4flex.runtime.layouts import empty_output
 from fa4flex.runtime.programs import Numbers, Published, read
 
@@ -48,7 +48,7 @@ class Tensors(NamedTuple):
     k: Tensor
     v: Tensor
     sinks: Tensor | None
-    lengths: Lengths
+    lengths: SequenceLengths
     operands: tuple[Tensor, ...]
 
 
@@ -228,14 +228,14 @@ class Plain:
         plain = self.program.text, self.ints, floats, self.scale, needs
         q, k, v, sinks, lengths, operands = given
         found: list[Tensor] = torch.ops.fa4flex.attention_backward(
-            upstream, saved, q, k, v, operands, sinks, lengths, *plain
+            upstream, saved, q, k, v, operands, sinks, list(lengths), *plain
         )
         return found
 
     def _given(self, tensors: Sequence[Any]) -> tuple[Tensors, tuple[Tensor, ...]]:
         q, k, v, sinks, cu_q, cu_k, used_q, used_k, *rest = tensors
         operands, floats = tuple(rest[: self.operands]), tuple(rest[self.operands :])
-        return Tensors(q, k, v, sinks, (cu_q, cu_k, used_q, used_k), operands), floats
+        return Tensors(q, k, v, sinks, SequenceLengths(cu_q, cu_k, used_q, used_k), operands), floats
 
     def _numbers(self, floats: tuple[float, ...]) -> Numbers:
         assert self.scale is not None
@@ -344,7 +344,7 @@ def _attention(
     *rest: Any,
 ) -> Forward:
     *lengths, program, ints, floats, scale, max_scores = rest
-    given = Tensors(q, k, v, sinks, tuple(lengths), tuple(operands))
+    given = Tensors(q, k, v, sinks, SequenceLengths(*lengths), tuple(operands))
     with autocast.off(q):
         return forward(read(program), given, _numbers_of(ints, floats, scale), max_scores)
 
@@ -362,7 +362,7 @@ def _attention_backward(
     *rest: Any,
 ) -> list[Tensor]:
     ints, floats, scale, needs = rest
-    given = Tensors(q, k, v, sinks, tuple(lengths), tuple(operands))  # type: ignore[arg-type]
+    given = Tensors(q, k, v, sinks, SequenceLengths(*lengths), tuple(operands))
     numbers = _numbers_of(ints, floats, scale)
     with autocast.off(q):
         found = backward(read(program), given, numbers, (upstream, saved), needs)

@@ -16,7 +16,7 @@ from fa4flex.runtime.cuda import backward as backward_module
 from fa4flex.runtime.cuda import engine as engine_module
 from fa4flex.runtime.cuda import fast_path as again_module
 from fa4flex.runtime.cuda import ready as ready_module
-from fa4flex.runtime.cuda.call import Call
+from fa4flex.runtime.cuda.call import Call, SequenceLengths
 from fa4flex.runtime.cuda.engine import Engine
 
 S, HEADS = 300, 4
@@ -82,9 +82,9 @@ def of_tensors(names: tuple[str, ...], shorter: Callable[[Tensor], Tensor]) -> d
 
 def with_length(position: int, change: Callable[[Tensor], Tensor | None]) -> Change:
     def changed(call: Call) -> Call:
-        return call._replace(
-            lengths=tuple(change(x) if i == position else x for i, x in enumerate(call.lengths))
-        )
+        name = SequenceLengths._fields[position]
+        changed = {name: change(call.lengths[position])}
+        return call._replace(lengths=call.lengths._replace(**changed))
 
     return changed
 
@@ -124,17 +124,40 @@ def described(recorder: Recorder, results: tuple[int, ...]) -> tuple[Any, ...]:
 RESULTS = (3, 4, 5)
 
 
-def components(key: Any) -> list[Any]:
+Place = tuple[int, ...]
+"""Where a component stands in a key: positions in it, in a part of it, and so on."""
+
+
+def _parts(key: Any) -> tuple[Any, ...]:
+    """The parts of a key, or of what a tensor looks like; of others none."""
+    looks = (torch.dtype, torch.Size)
+    deep = isinstance(key, tuple) and any(isinstance(x, looks) or _parts(x) for x in key)
+    return key if deep else ()
+
+
+def components(key: Any) -> dict[Place, Any]:
     """A key with what tensors look like taken apart."""
-    if isinstance(key, tuple) and any(isinstance(part, (torch.dtype, torch.Size)) for part in key):
-        return [leaf for part in key for leaf in components(part)]
-    return [key]
+    parts = enumerate(_parts(key))
+    found = {(i, *place): x for i, part in parts for place, x in components(part).items()}
+    return found or {(): key}
 
 
-def alone(base: Any, other: Any) -> set[int]:
-    """The components that differ, if it is one."""
-    pairs = components(base), components(other)
-    if len(pairs[0]) != len(pairs[1]):
-        return set()
-    found = {i for i, (a, b) in enumerate(zip(*pairs, strict=True)) if a != b}
+def alone(base: Any, other: Any) -> set[Place]:
+    """The components of `base` that differ, if it is one."""
+    found = _differing(base, other)
     return found if len(found) == 1 else set()
+
+
+def _differing(base: Any, other: Any) -> set[Place]:
+    parts, others = _parts(base), _parts(other)
+    if not parts or len(parts) != len(others):
+        return set() if base == other else {()}
+    pairs = enumerate(zip(parts, others, strict=True))
+    return {(i, *place) for i, (a, b) in pairs for place in _differing(a, b)}
+
+
+def without(key: Any, place: Place) -> Any:
+    """A key that lacks a component."""
+    at, *rest = place
+    part = (without(key[at], tuple(rest)),) if rest else ()
+    return (*key[:at], *part, *key[at + 1 :])

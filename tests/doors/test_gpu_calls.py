@@ -32,7 +32,7 @@ from fa4flex.runtime.cuda.block_tables import (
     to_device,
     turns_to_device,
 )
-from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, Lengths
+from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, SequenceLengths
 from fa4flex.runtime.cuda.engine import Engine
 from fa4flex.runtime.layouts import empty_output
 from fa4flex.variants import alibi, causal, document, sliding_window
@@ -178,7 +178,7 @@ def inputs(s: int = 300, d: int = 64) -> tuple[Tensor, Tensor, Tensor]:
 def call_of(
     attn: fa4flex.api.Attention,
     qkv: tuple[Tensor, Tensor, Tensor] | None = None,
-    lengths: Lengths = NO_LENGTHS,
+    lengths: tuple[Tensor | None, ...] = NO_LENGTHS,
     **changes: Any,
 ) -> tuple[Engine, Call]:
     prepared, (q, k, v) = attn.prepared, qkv or inputs()
@@ -187,7 +187,8 @@ def call_of(
     engine = Engine(published.facts, published.schedule, published.precision, published.kinds)
     now = attn._calling()
     operands, scalars = attn.program.tensors(), now.bound.scalars
-    call = Call(q, k, v, operands, now.sinks, lengths, scalars, now.scale(q), True, ("lse",))
+    given = NO_LENGTHS if lengths is NO_LENGTHS else SequenceLengths(*lengths)
+    call = Call(q, k, v, operands, now.sinks, given, scalars, now.scale(q), True, ("lse",))
     return engine, call._replace(**changes)
 
 

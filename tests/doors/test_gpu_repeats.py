@@ -26,6 +26,7 @@ from fa4flex.runtime.cuda import counter as counter_module
 from fa4flex.runtime.cuda import engine as engine_module
 from fa4flex.runtime.cuda import fast_path as again_module
 from fa4flex.runtime.cuda import ready as ready_module
+from fa4flex.runtime.cuda.call import SequenceLengths
 from fa4flex.runtime.cuda.fast_path import FastPath
 from fa4flex.runtime.cuda.interval_tables import interval_tables
 from fa4flex.variants import causal, document, sliding_window
@@ -122,7 +123,7 @@ def test_row_tables_follow_the_operands_and_their_changes(recorder: Recorder) ->
     engine.run(call)
     assert torch.equal(recorder.launches[-1][12][1], (ids * 100).to(torch.int32))
     used = torch.tensor([300, 200], dtype=torch.int32)
-    engine.run(call._replace(lengths=(None, None, None, used)))
+    engine.run(call._replace(lengths=SequenceLengths(seqused_k=used)))
     assert len(recorder.launches[-1][12]) == 1, "lengths that vary have no table"
 
 

@@ -23,13 +23,14 @@ from launch_changes import (
     recording,
     same,
     with_length,
+    without,
 )
 from test_gpu_calls import Recorder, call_of
 from torch import Tensor
 
 import fa4flex
 from fa4flex.compiler import simulated
-from fa4flex.runtime.cuda.call import Call, layout_key
+from fa4flex.runtime.cuda.call import Call, SequenceLengths, layout_key
 from fa4flex.runtime.cuda.engine import Engine
 
 
@@ -53,6 +54,8 @@ DENSE: dict[str, Change] = {
     "layout": lambda call: call._replace(heads_first=False),
     "no statistics": lambda call: call._replace(statistics=()),
     "maximum": lambda call: call._replace(statistics=("lse", "max_scores")),
+    "queries used": field("lengths", lambda x: x._replace(seqused_q=torch.tensor([S, 7], dtype=torch.int32))),
+    "keys used": field("lengths", lambda x: x._replace(seqused_k=torch.tensor([S, 7], dtype=torch.int32))),
 }
 USED = {
     f"{name}: {look}": with_length(at, change)
@@ -67,7 +70,9 @@ PACKED = {
 
 
 def packed_fewer(call: Call) -> Call:
-    return call._replace(lengths=tuple(None if x is None else x[[0, 1, 3]] for x in call.lengths))
+    return call._replace(
+        lengths=SequenceLengths(*(None if x is None else x[[0, 1, 3]] for x in call.lengths))
+    )
 
 
 def attention(window: int = 70) -> fa4flex.Attention:
@@ -118,24 +123,28 @@ def test_each_component_leads_to_another_launch(recorder: Recorder, name: str) -
 TABLES = {"dense": (dense, DENSE), "used": (used, USED), "packed": (packed, PACKED)}
 
 
+LENGTHS = 1
+"""Where lengths stand in a key."""
+
+
 @pytest.mark.parametrize("kind", TABLES)
 def test_every_component_is_changed_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cases above are complete: whichever component were left out of the key, one of them would fail."""
     make, table = TABLES[kind]
     engine, call = make()
     base = engine.key(call)
+    assert kind == "dense" or base[LENGTHS] == tuple(map(layout_key, call.lengths))
     found = set().union(*(alone(base, engine.key(change(call))) for change in table.values()))
-    count, sinks = len(components(base)), len(components(layout_key(call.sinks)))
-    looks = [component for x in call.lengths for component in components(layout_key(x))]
-    first = count - sinks - len(looks) if kind != "dense" else 0
-    expected = set(range(first, count - sinks if kind != "dense" else count))
-    # Of ragged calls, the shape of one tensor cannot change alone, and both kinds need all that is given.
-    expected -= {first + i for i, x in enumerate(looks) if x is None or isinstance(x, torch.Size)}
+    whole = components(base)
     if kind == "dense":
         monkeypatch.setattr(simulated, "target", lambda: "simulated sm_90a")
         found |= alone(base, engine.key(call))
-        expected = set(range(count))
-    assert found == expected
+        expected = set(whole)
+    else:
+        # The shape of one tensor cannot change alone, and both kinds need all that is given.
+        given = {place for place in whole if place[0] == LENGTHS}
+        expected = {x for x in given if whole[x] is not None and not isinstance(whole[x], torch.Size)}
+    assert expected <= found
 
 
 @pytest.mark.parametrize("kind", TABLES)
@@ -147,19 +156,12 @@ def test_a_key_without_a_component_finds_what_is_stale(
     engine, call = make()
     whole = Engine.key
     for name, change in table.items():
-        (left_out,) = alone(engine.key(call), engine.key(change(call))) or (None,)
-        if left_out is None:
-            continue
-
-        def key(self: Engine, call: Call, left_out: int = left_out) -> Any:
-            parts = components(whole(self, call))
-            return tuple(parts[:left_out] + parts[left_out + 1 :])
-
-        monkeypatch.setattr(Engine, "key", key)
-        other = afresh(engine)
-        other.run(call)
-        assert other.find(change(call)) is other.find(call) is not None, name
-        monkeypatch.setattr(Engine, "key", whole)
+        for place in alone(engine.key(call), engine.key(change(call))):
+            monkeypatch.setattr(Engine, "key", lambda *given, at=place: without(whole(*given), at))
+            other = afresh(engine)
+            other.run(call)
+            assert other.find(change(call)) is other.find(call) is not None, name
+            monkeypatch.setattr(Engine, "key", whole)
 
 
 def test_a_simulated_gpu_has_launches_of_its_own(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:

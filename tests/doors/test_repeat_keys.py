@@ -22,7 +22,7 @@ from torch import Tensor
 import fa4flex
 from fa4flex.errors import InputError
 from fa4flex.runtime.cuda import tile_order as order_module
-from fa4flex.runtime.cuda.call import Call
+from fa4flex.runtime.cuda.call import Call, SequenceLengths
 from fa4flex.runtime.cuda.engine import Engine
 from fa4flex.runtime.cuda.fast_path import FastPath
 from fa4flex.runtime.cuda.lengths import check_lengths
@@ -147,11 +147,11 @@ def test_a_repetition_has_the_statistics_of_its_call(recorder: Recorder) -> None
 def test_lengths_that_fit_some_extents_are_looked_at_for_others() -> None:
     used = torch.tensor([S, 7], dtype=torch.int32)
     q, k, v = inputs()
-    call = Call(q, k, v, (), None, (None, None, None, used), (), 1.0, True, ())
+    call = Call(q, k, v, (), None, SequenceLengths(seqused_k=used), (), 1.0, True, ())
     check_lengths(call)
     with pytest.raises(InputError, match="seqused_k up to 300"):
         check_lengths(call._replace(k=k[:, :, :200], v=v[:, :, :200]))
-    check_lengths(call._replace(lengths=(None, None, used, None)))
+    check_lengths(call._replace(lengths=SequenceLengths(seqused_q=used)))
     used.data = torch.tensor([S, S + 1], dtype=torch.int32)
     with pytest.raises(InputError, match="seqused_k up to 301"):
         check_lengths(call)

@@ -20,7 +20,7 @@ from fa4flex.codegen.plan.target import Target
 from fa4flex.compiler.signature import Signature
 from fa4flex.lower import Lowered
 from fa4flex.runtime.cuda import backward, engine
-from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, Lengths
+from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, SequenceLengths
 
 Width = tuple[int, int]
 """Of q and k, and of v."""
@@ -41,13 +41,13 @@ def _used(length: int) -> Tensor:
     return torch.tensor([length, 1], dtype=torch.int32)
 
 
-LENGTHS: dict[str, Callable[[int, int], Lengths]] = {
+LENGTHS: dict[str, Callable[[int, int], SequenceLengths]] = {
     "dense": lambda q_len, kv_len: NO_LENGTHS,
-    "packed": lambda q_len, kv_len: (_ends(q_len), _ends(kv_len), None, None),
-    "used": lambda q_len, kv_len: (None, None, None, _used(kv_len)),
-    "used queries": lambda q_len, kv_len: (None, None, _used(q_len), None),
-    "used both": lambda q_len, kv_len: (None, None, _used(q_len), _used(kv_len)),
-    "packed, used both": lambda q_len, kv_len: (
+    "packed": lambda q_len, kv_len: SequenceLengths(_ends(q_len), _ends(kv_len)),
+    "used": lambda q_len, kv_len: SequenceLengths(seqused_k=_used(kv_len)),
+    "used queries": lambda q_len, kv_len: SequenceLengths(seqused_q=_used(q_len)),
+    "used both": lambda q_len, kv_len: SequenceLengths(None, None, _used(q_len), _used(kv_len)),
+    "packed, used both": lambda q_len, kv_len: SequenceLengths(
         _ends(q_len), _ends(kv_len), _used(q_len // 2), _used(kv_len // 2),
     ),
 }  # fmt: skip

@@ -26,7 +26,7 @@ from fa4flex.kernels.bwd_sm100.two_cta import roles
 from fa4flex.kernels.bwd_sm100.two_cta.plan import TwoCtaPlan, plan_two_cta
 from fa4flex.kernels.bwd_sm100.two_cta.topology import THERE, arrivals
 from fa4flex.kernels.dispatch import plan_backward
-from fa4flex.runtime.cuda.call import NO_LENGTHS, Call
+from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, SequenceLengths
 
 WIDTHS = ((64, 64), (64, 128), (128, 64), (128, 128))
 STEPS = ([1], [2], [5])
@@ -160,13 +160,16 @@ def test_how_many_keys_a_sequence_has() -> None:
     ends, used = torch.tensor([0, 5, 5, 3000]), torch.tensor([7, 9, 11])
     q, k = torch.empty(3000, 4, 64), torch.empty(6300, 2, 64)
     rest = (), 1.0, True, ("lse",)
-    for lengths, kv_len in (((ends, ends, None, None), 2100), ((ends, ends, used, used), 2100)):
+    for lengths, kv_len in (
+        (SequenceLengths(ends, ends), 2100),
+        (SequenceLengths(ends, ends, used, used), 2100),
+    ):
         assert Call(q, k, k, (), None, lengths, *rest).inputs(q.dtype).usual_keys == kv_len
     q, k = torch.empty(3, 4, 70, 64), torch.empty(3, 2, 2050, 64)
     for lengths, kv_len in (
         (NO_LENGTHS, 2050),
-        ((None, None, used, None), 2050),
-        ((None,) * 3 + (used,), 1025),
+        (SequenceLengths(seqused_q=used), 2050),
+        (SequenceLengths(seqused_k=used), 1025),
     ):
         assert Call(q, k, k, (), None, lengths, *rest).inputs(q.dtype).usual_keys == kv_len
 

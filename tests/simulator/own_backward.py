@@ -88,13 +88,10 @@ def captured(arch: str, attn: Any, qkv: tuple[Tensor, Tensor, Tensor], sms: int 
 @contextlib.contextmanager
 def _kept(given: list[tuple[Any, ...]]) -> Iterator[None]:
     """What backward launches are given."""
-    make_ready = backward._make_ready
+    made = backward.launch_function
 
-    def kept(*call: Any) -> Any:
-        ready = make_ready(*call)
-        launch = ready.launch
-        object.__setattr__(ready, "launch", lambda *x: (given.append(x), launch(*x)))
-        return ready
+    def kept(schema: Any, launch: Any, *rest: Any) -> Any:
+        return made(schema, lambda *x: (given.append(x), launch(*x)), *rest)
 
-    with patch.object(backward, "_make_ready", kept):
+    with patch.object(backward, "launch_function", kept):
         yield

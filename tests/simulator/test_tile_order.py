@@ -23,7 +23,7 @@ from fa4flex.codegen.plan.target import SM100A
 from fa4flex.kernels.common.backward import in_section, sections_of
 from fa4flex.kernels.dispatch import plan_forward
 from fa4flex.runtime.cuda import tile_order as order_module
-from fa4flex.runtime.cuda.call import Call
+from fa4flex.runtime.cuda.call import Call, SequenceLengths
 from fa4flex.runtime.cuda.tile_order import TileOrder
 from fa4flex.variants import causal, sliding_window
 
@@ -37,7 +37,7 @@ def cumulative(lengths: list[int]) -> Tensor:
 
 def order_of(mask: Any, tile_m: int, lengths: Any, q: Tensor, k: Tensor) -> tuple[TileOrder, Call]:
     program = fa4flex.compile(**({} if mask is None else {"mask": mask})).program
-    call = Call(q, k, k, (), None, lengths, program.scalars, 1.0, True, ())
+    call = Call(q, k, k, (), None, SequenceLengths(*lengths), program.scalars, 1.0, True, ())
     return TileOrder(program.facts, tile_m, program.scalars), call
 
 
@@ -87,13 +87,13 @@ def test_an_order_is_kept_for_its_lengths(monkeypatch: pytest.MonkeyPatch) -> No
     assert not torch.equal(order(call), first) and len(made) == 2
     others = [cumulative([n, 312 - n]) for n in range(2 * order_module.MOST_KEPT)]
     for other in others:
-        order(call._replace(lengths=(other, other, None, None)))
+        order(call._replace(lengths=SequenceLengths(other, other)))
     assert len(order._kept) == order_module.MOST_KEPT
     with torch.inference_mode():
         cu = cumulative([5, 300, 7])
     before = len(made)
     for _ in range(2):
-        order(call._replace(lengths=(cu, cu, None, None)))
+        order(call._replace(lengths=SequenceLengths(cu, cu)))
     assert len(made) == before + 2
 
 

@@ -1,8 +1,8 @@
 """Arguments of launches, one row each, in the order in which a compiled pass takes them.
 
 From the rows follow the entry point and its stand-ins (compiler/entry.py), the tuples that kernels read
-(kernels/common/arguments.py), and which arguments a signature has to name. Launches pass values in this
-order.
+(kernels/common/arguments.py), which arguments a signature has to name, and what a call is told apart by, how
+its tensors are converted and how it is launched (runtime/cuda/arguments.py).
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ class Captured:
 
 
 Look = Heads | Array | Blocks | Number | Parts | Captured
+Source = Literal["call", "call.lengths", "saved", "launch"]
 
 # --- rows ---------------------------------------------------------------------------------------------------
 
@@ -98,8 +99,10 @@ def always(one: Pass) -> bool:
 class Argument:
     """One argument of a launch.
 
-    name       of the parameter, and of the field that kernels read
+    name       of the parameter, of the field that kernels read, and of the field of `source`
     look       what it looks like
+    source     where a launch finds it: "call", "call.lengths", or "saved" by the forward pass; "launch": it
+               is made with or for the launch
     when       whether a compiled pass has it, else it is None; None: where the signature says it is given
     read_by    kernels of the pass that get it
     computed   from the arguments before it, by the entry point: it is not passed
@@ -107,6 +110,7 @@ class Argument:
 
     name: str
     look: Look
+    source: Source = "call"
     when: Callable[[Pass], bool] | None = always
     read_by: tuple[str, ...] = ("kernel",)
     computed: Callable[[Mapping[str, Any]], Any] | None = None
@@ -130,6 +134,10 @@ class Schema:
     def names(self) -> tuple[str, ...]:
         """Names of the arguments of the entry point."""
         return tuple(row.name for row in self.entry)
+
+    def found_in(self, *sources: Source) -> tuple[Argument, ...]:
+        """Arguments of the entry point that launches find there."""
+        return tuple(row for row in self.entry if row.source in sources)
 
     def read_by(self, kernel: str) -> tuple[str, ...]:
         """Names of what one kernel gets."""
@@ -170,10 +178,10 @@ CUMULATIVE = Array("int32", ("lengths",))  # one more than there are sequences, 
 USED = Array("int32", ("sequences",))
 
 LENGTHS = (
-    Argument("cu_seqlens_q", CUMULATIVE, when=_packed),
-    Argument("cu_seqlens_k", CUMULATIVE, when=_packed),
-    Argument("seqused_q", USED, when=None),
-    Argument("seqused_k", USED, when=None),
+    Argument("cu_seqlens_q", CUMULATIVE, "call.lengths", when=_packed),
+    Argument("cu_seqlens_k", CUMULATIVE, "call.lengths", when=_packed),
+    Argument("seqused_q", USED, "call.lengths", when=None),
+    Argument("seqused_k", USED, "call.lengths", when=None),
 )
 OPERANDS = Argument("operands", Captured("tensors"))
 SCALARS = Argument("scalars", Captured("numbers"))
@@ -184,18 +192,18 @@ FORWARD = Schema(
         Argument("q", Heads("q_len", "q_heads", "head_dim")),
         Argument("k", Heads("kv_len", "kv_heads", "head_dim")),
         Argument("v", Heads("kv_len", "kv_heads", "head_dim_v")),
-        Argument("out", Heads("q_len", "q_heads", "head_dim_v", "out_dtype")),
-        Argument("lse", PER_ROW, lambda one: "lse" in one.problem.statistics),
-        Argument("max_scores", PER_ROW, lambda one: "max_scores" in one.problem.statistics),
+        Argument("out", Heads("q_len", "q_heads", "head_dim_v", "out_dtype"), "launch"),
+        Argument("lse", PER_ROW, "launch", lambda one: "lse" in one.problem.statistics),
+        Argument("max_scores", PER_ROW, "launch", lambda one: "max_scores" in one.problem.statistics),
         *LENGTHS,
-        Argument("tables", TABLES, lambda one: one.problem.mask_form == "tables"),
+        Argument("tables", TABLES, "launch", lambda one: one.problem.mask_form == "tables"),
         Argument("sinks", Array("float32", ("q_heads",)), when=lambda one: one.problem.sinks),
         OPERANDS,
         SCALARS,
         SCALE,
-        Argument("max_q_len", Number("int")),
-        Argument("counter", Array("int32", (2,)), lambda one: one.config.dynamic),
-        Argument("order", Array("int32", ("tiles", 2)), None),
+        Argument("max_q_len", Number("int"), "launch"),
+        Argument("counter", Array("int32", (2,)), "launch", lambda one: one.config.dynamic),
+        Argument("order", Array("int32", ("tiles", 2)), "launch", None),
     )
 )
 
@@ -205,28 +213,28 @@ BACKWARD = Schema(
         Argument("q", Heads("q_len", "q_heads", "head_dim")),
         Argument("k", Heads("kv_len", "kv_heads", "head_dim")),
         Argument("v", Heads("kv_len", "kv_heads", "head_dim_v")),
-        Argument("out", Heads("q_len", "q_heads", "head_dim_v", "out_dtype"), read_by=(BEFORE,)),
-        Argument("dout", Heads("q_len", "q_heads", "head_dim_v"), read_by=(BEFORE, MAIN)),
-        Argument("lse", PER_ROW, read_by=(BEFORE,)),
-        Argument("dlse", Array("float32", PER_ROW.dims, unit=False), None, (BEFORE,)),
-        Argument("lse2", Blocks("rows"), read_by=(BEFORE, MAIN)),
-        Argument("delta", Blocks("rows"), read_by=(BEFORE, MAIN)),
-        Argument("dq_sum", Blocks("sums"), read_by=(BEFORE, MAIN, AFTER)),
-        Argument("dq", Heads("q_len", "q_heads", "head_dim"), read_by=(AFTER,)),
-        Argument("dk", Heads("kv_len", "kv_heads", "head_dim")),
-        Argument("dv", Heads("kv_len", "kv_heads", "head_dim_v")),
+        Argument("out", Heads("q_len", "q_heads", "head_dim_v", "out_dtype"), "saved", read_by=(BEFORE,)),
+        Argument("dout", Heads("q_len", "q_heads", "head_dim_v"), "saved", read_by=(BEFORE, MAIN)),
+        Argument("lse", PER_ROW, "saved", read_by=(BEFORE,)),
+        Argument("dlse", Array("float32", PER_ROW.dims, unit=False), "saved", None, (BEFORE,)),
+        Argument("lse2", Blocks("rows"), "launch", read_by=(BEFORE, MAIN)),
+        Argument("delta", Blocks("rows"), "launch", read_by=(BEFORE, MAIN)),
+        Argument("dq_sum", Blocks("sums"), "launch", read_by=(BEFORE, MAIN, AFTER)),
+        Argument("dq", Heads("q_len", "q_heads", "head_dim"), "launch", read_by=(AFTER,)),
+        Argument("dk", Heads("kv_len", "kv_heads", "head_dim"), "launch"),
+        Argument("dv", Heads("kv_len", "kv_heads", "head_dim_v"), "launch"),
         replace(LENGTHS[0], read_by=(BEFORE, MAIN, AFTER)),
         LENGTHS[1],
         replace(LENGTHS[2], read_by=(BEFORE, MAIN)),
         LENGTHS[3],
-        Argument("tables", TABLES, lambda one: _masked(one) and not one.problem.deterministic),
-        Argument("turns", TURNS, lambda one: one.problem.deterministic),
+        Argument("tables", TABLES, "launch", lambda one: _masked(one) and not one.problem.deterministic),
+        Argument("turns", TURNS, "launch", lambda one: one.problem.deterministic),
         OPERANDS,
         SCALARS,
         replace(SCALE, read_by=(MAIN, AFTER)),
         Argument("scale_log2", Number(), computed=lambda given: given["scale"] * math.log2(math.e)),
-        Argument("gradients", Captured("gradients")),
-        Argument("counter", Array("int32", (2,)), lambda one: one.config.persistent),
+        Argument("gradients", Captured("gradients"), "launch"),
+        Argument("counter", Array("int32", (2,)), "launch", lambda one: one.config.persistent),
     )
 )
 SCHEMAS: dict[str, Schema] = {"forward": FORWARD, "backward": BACKWARD}

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from fa4flex.codegen.analyze.prove import proving, read_queries
 from fa4flex.codegen.expr import TRUE
+from fa4flex.codegen.plan.arguments import BACKWARD
 from fa4flex.codegen.plan.lengths import ROW_BLOCK, row_block
 from fa4flex.errors import UnsupportedError
+from fa4flex.runtime.cuda.arguments import INTERVALS, conversions_of, key_function, launch_function
 from fa4flex.runtime.cuda.block_tables import BlockTables, TurnTables, to_device, turns_to_device
-from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, layout_key
+from fa4flex.runtime.cuda.call import NO_LENGTHS, Call
 from fa4flex.runtime.cuda.captured_sums import memory_of, result_of
-from fa4flex.runtime.cuda.conversions import converted, input_conversions, tma_able
 from fa4flex.runtime.cuda.counter import counter
 from fa4flex.runtime.cuda.engine import Engine, given_of, maps_of, signature_of
 from fa4flex.runtime.cuda.graphs import hold_if_captured
@@ -52,34 +53,41 @@ class Gradients(NamedTuple):
     """Gradients of the captured tensors asked for, in their dtypes."""
 
 
+PARAMETERS = (
+    "call", "saved", "lse2", "delta", "dq_sum", "dq", "dk", "dv", "tables", "turns", "gradients", "counter"
+)  # fmt: skip
+"""What a backward launch function takes; other arguments are the same for all calls that look alike."""
+
+
 @dataclass(frozen=True, eq=False)
 class ReadyBackward:
-    """A launch in which only pointers are missing. width: of the tile that holds rows of q; turn_rows: where
-    sums are ordered, how many rows take turns together, else None; counted: whether blocks take tiles of keys
-    from a counter."""
+    """A launch in which only pointers are missing.
+
+    launch      a function of PARAMETERS
+    owns        whether it reads tensors that are no one else's, which captured graphs must keep
+    width       of the tile that holds rows of q
+    turn_rows   where sums are ordered, how many rows take turns together, else None
+    counted     whether blocks take tiles of keys from a counter
+    sums        memory for the gradients of captured tensors
+    """
 
     launch: Callable[..., None]
-    conversions: dict[int, Callable[[Tensor], Tensor]]
+    owns: bool
     width: int
     row_block: int
     turn_rows: int | None
     counted: bool
     tables: BlockTables | TurnTables | None
-    rows: tuple[Tensor, ...]
-    scalars: tuple[int | float, ...] | None
     sums: tuple[CapturedSum, ...]
 
     def __call__(self, call: Call, saved: Saved) -> Gradients:
-        q, k, v, sinks, lengths, operands = converted(call, self.conversions)
-        dout = saved.dout if tma_able(saved.dout) else saved.dout.contiguous()
+        q, k, v = call.q, call.k, call.v
         *of_heads, rows = saved.lse.shape
-        padded = -(-rows // self.row_block) * self.row_block
-        if call.packed:
-            padded = (rows // ROW_BLOCK + call.extents().batch) * ROW_BLOCK
+        padded = self.padded(call, rows)
         lse2, delta = q.new_empty(2, *of_heads, padded, dtype=torch.float32)
         dq_sum = q.new_empty(*of_heads, padded * self.width, dtype=torch.float32)
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        if call.lengths[3] is not None:  # keys that no sequence uses are not written
+        if call.lengths.seqused_k is not None:  # keys that no sequence uses are not written
             dk.zero_()
             dv.zero_()
         sums = tuple(memory_of(one, q) for one in self.sums)
@@ -87,22 +95,28 @@ class ReadyBackward:
         if self.turn_rows is not None:
             done = q.new_zeros(*of_heads, padded // self.turn_rows, dtype=torch.int32)
             tables, turns = None, (done, *(tables or (None, None, None)))
-        if self.rows or self.tables is not None:
+        if self.owns:
             hold_if_captured(q.get_device(), self)
         self.launch(
-            q, k, v, saved.out, dout, saved.lse, saved.dlse, lse2, delta, dq_sum, dq, dk, dv,
-            *lengths, tables, turns, operands + self.rows or None, self.scalars, call.scale,
-            sums or None, counter(q.get_device()) if self.counted else None,
+            call, saved, lse2=lse2, delta=delta, dq_sum=dq_sum, dq=dq, dk=dk, dv=dv, tables=tables,
+            turns=turns, gradients=sums or None, counter=counter(q.get_device()) if self.counted else None,
         )  # fmt: skip
-        dsinks = None
-        if sinks is not None:
-            # d lse / d sink is the sink's own share of the denominator, which has no value to bring. Of rows
-            # that are none, or see nothing, lse2 is inf.
-            share = (sinks.float()[:, None] * math.log2(math.e) - lse2).exp2()
-            found = (share * delta).sum(-1 if call.packed else (0, 2))
-            dsinks = found.to(call.sinks.dtype)  # type: ignore[union-attr]
+        dsinks = None if call.sinks is None else _of_sinks(call.sinks, call.packed, lse2, delta)
         captured = tuple(result_of(one, x, call.operands) for one, x in zip(self.sums, sums, strict=True))
         return Gradients(dq, dk, dv, dsinks, captured)
+
+    def padded(self, call: Call, rows: int) -> int:
+        """Rows of a head's statistics and sums: whole blocks, of each sequence of a packed batch."""
+        if call.packed:
+            return (rows // ROW_BLOCK + call.extents().batch) * ROW_BLOCK
+        return -(-rows // self.row_block) * self.row_block
+
+
+def _of_sinks(sinks: Tensor, packed: bool, lse2: Tensor, delta: Tensor) -> Tensor:
+    """Gradient of the sinks: d lse / d sink is the sink's own share of the denominator, which has no value to
+    bring. Rows that are none, or see nothing, have lse2 inf."""
+    share = (sinks.detach().float()[:, None] * math.log2(math.e) - lse2).exp2()
+    return (share * delta).sum(-1 if packed else (0, 2)).to(sinks.dtype)
 
 
 def run_backward(engine: Engine, call: Call, saved: Saved, needs: Sequence[int] = ()) -> Gradients | None:
@@ -112,7 +126,7 @@ def run_backward(engine: Engine, call: Call, saved: Saved, needs: Sequence[int] 
     if call.lengths is not NO_LENGTHS:
         check_lengths(call)
     seen = _decisive(engine, call, deterministic)
-    key = (engine.key(call), layout_key(saved.dout), saved.dlse is None, tuple(needs), deterministic)
+    key = (engine.key(call), _key_of_saved(saved), tuple(needs), deterministic)
     ready = engine.backward.get(key, seen, _UNKNOWN)
     if ready is _UNKNOWN:
         try:
@@ -125,6 +139,7 @@ def run_backward(engine: Engine, call: Call, saved: Saved, needs: Sequence[int] 
 
 
 _UNKNOWN = object()
+_key_of_saved = key_function(BACKWARD, "saved")
 
 
 def _decisive(engine: Engine, call: Call, deterministic: bool) -> Sequence[Tensor]:
@@ -151,15 +166,15 @@ def _make_ready(
     if lowered.problem.mask_form in ("spans", "tables"):
         maps = [one.transposed() for one in maps_of(engine, call, captured, plan.tile)]
         tables = (turns_to_device if deterministic else to_device)(maps, call.extents(), call.q.device)
+    constants = {"scalars": captured.scalars or None, INTERVALS: rows}
+    conversions = conversions_of(BACKWARD, call=call, saved=saved)
     return ReadyBackward(
-        kernel.launch,
-        input_conversions(call),
+        launch_function(BACKWARD, kernel.launch, PARAMETERS, constants, conversions),
+        bool(rows) or tables is not None,
         plan.head_dim,
         row_block(plan.config().tile_m),
         plan.config().turn_rows if deterministic else None,
         plan.persistent,
         tables,
-        rows,
-        captured.scalars or None,
         lowered.sums,
     )

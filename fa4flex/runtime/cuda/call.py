@@ -10,10 +10,17 @@ from torch import Tensor
 from fa4flex.codegen.analyze.domain import Ragged, Shape
 from fa4flex.codegen.plan.inputs import Inputs
 
-Lengths = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-"""cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k."""
 
-NO_LENGTHS: Lengths = (None, None, None, None)
+class SequenceLengths(NamedTuple):
+    """Lengths of a ragged batch: cumulative ones int [B + 1] of packed sequences, used ones int [B]."""
+
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    seqused_q: Tensor | None = None
+    seqused_k: Tensor | None = None
+
+
+NO_LENGTHS = SequenceLengths()
 
 
 class Call(NamedTuple):
@@ -24,7 +31,7 @@ class Call(NamedTuple):
     v: Tensor
     operands: tuple[Tensor, ...]
     sinks: Tensor | None
-    lengths: Lengths
+    lengths: SequenceLengths
     scalars: tuple[int | float, ...]
     scale: float
     heads_first: bool
@@ -32,11 +39,11 @@ class Call(NamedTuple):
 
     @property
     def packed(self) -> bool:
-        return self.lengths[0] is not None
+        return self.lengths.cu_seqlens_q is not None
 
     def extents(self) -> Shape:
         """Upper bounds of all lengths; the batch is the number of sequences."""
-        q, k, cu_q = self.q.shape, self.k.shape, self.lengths[0]
+        q, k, cu_q = self.q.shape, self.k.shape, self.lengths.cu_seqlens_q
         if cu_q is not None:
             return Ragged(cu_q.shape[0] - 1, q[1], q[0], k[0])
         heads, rows = (1, 2) if self.heads_first else (2, 1)
@@ -54,7 +61,7 @@ class Call(NamedTuple):
             dtype=name_of(self.q.dtype),
             out_dtype=name_of(out_dtype),
             lengths="packed" if self.packed else "dense" if dense else "used",
-            keys_used=self.lengths[3] is not None,
+            keys_used=self.lengths.seqused_k is not None,
             sinks=self.sinks is not None,
             statistics=self.statistics,
             positive_scale=self.scale > 0,
@@ -67,6 +74,10 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+ALIGNMENT = 16
+"""Bytes that addresses and strides of what the tensor memory accelerator reads are multiples of."""
+
+
 def layout_key(x: Tensor | None) -> Any:
     """What a tensor looks like from outside: two tensors that look alike can take each other's place."""
-    return None if x is None else (x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16)
+    return None if x is None else (x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % ALIGNMENT)

@@ -2,48 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fa4flex.runtime.cuda.call import Call
+from fa4flex.codegen.plan.arguments import Array, Captured, Heads, Look
+from fa4flex.runtime.cuda.call import ALIGNMENT
 
-ALIGNMENT = 16
-"""Bytes that addresses and strides of what the tensor memory accelerator reads are multiples of."""
-
-
-def input_conversions(call: Call) -> dict[int, Callable[[Tensor], Tensor]]:
-    """Conversions that tensors must go through at every launch, by position in _arguments(call)."""
-    conversions: dict[int, Callable[[Tensor], Tensor]] = {}
-    for i, x in enumerate(_arguments(call)):
-        if x is None:
-            continue
-        if i < 3:
-            if not tma_able(x):
-                conversions[i] = _compact
-        elif i == 3:
-            if x.dtype != torch.float32 or x.stride(-1) != 1:
-                conversions[i] = _float_vector
-        elif i < 8:
-            if x.dtype != torch.int32 or x.stride(-1) != 1:
-                conversions[i] = _int_vector
-        elif x.dtype == torch.bool or x.ndim == 0:
-            conversions[i] = _readable
-    return conversions
+Conversion = Callable[[Any], Any]
+"""A function of a tensor, or of a tuple of captured tensors."""
 
 
-def _arguments(call: Call) -> tuple[Tensor | None, ...]:
-    return (call.q, call.k, call.v, call.sinks, *call.lengths, *call.operands)
-
-
-def converted(call: Call, conversions: dict[int, Callable[[Tensor], Tensor]]) -> tuple[Any, ...]:
-    """(q, k, v, sinks, lengths, operands) as kernels read them."""
-    given: list[Any] = list(_arguments(call))
-    for i, convert in conversions.items():
-        given[i] = convert(given[i])
-    return (*given[:4], given[4:8], tuple(given[8:]))
+def conversion(look: Look, given: Any) -> Conversion | None:
+    """What makes an argument look as its row says, for this one and those that look like it; None where it
+    is as it should be, or is not given."""
+    match look:
+        case Heads() if given is not None and not tma_able(given):
+            return _compact
+        case Array(dtype, _, unit) if given is not None:
+            kind = getattr(torch, dtype)
+            if given.dtype != kind or (unit and given.stride(-1) != 1):
+                return _array_of(kind)
+        case Captured("tensors") if any(map(_needs_view, given)):
+            places = tuple(i for i, x in enumerate(given) if _needs_view(x))
+            return lambda tensors: _readable(tensors, places)
+    return None
 
 
 def tma_able(x: Tensor) -> bool:
@@ -57,15 +43,19 @@ def _compact(x: Tensor) -> Tensor:
     return x.detach().clone(memory_format=torch.contiguous_format)
 
 
-def _float_vector(x: Tensor) -> Tensor:
-    return x.detach().float().contiguous()
+@cache
+def _array_of(dtype: torch.dtype) -> Conversion:
+    return lambda x: x.detach().to(dtype).contiguous()
 
 
-def _int_vector(x: Tensor) -> Tensor:
-    return x.to(torch.int32).contiguous()
+def _needs_view(x: Tensor) -> bool:
+    return x.dtype == torch.bool or x.ndim == 0
 
 
-def _readable(x: Tensor) -> Tensor:
-    x = x.detach()
-    x = x.view(torch.uint8) if x.dtype == torch.bool else x
-    return x.reshape(1) if x.ndim == 0 else x
+def _readable(tensors: Sequence[Tensor], places: tuple[int, ...]) -> tuple[Tensor, ...]:
+    found = list(tensors)
+    for i in places:
+        x = found[i].detach()
+        x = x.view(torch.uint8) if x.dtype == torch.bool else x
+        found[i] = x.reshape(1) if x.ndim == 0 else x
+    return tuple(found)

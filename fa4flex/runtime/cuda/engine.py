@@ -21,19 +21,19 @@ from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.analyze.prove import Proved, prove, proving, watched
 from fa4flex.codegen.analyze.tiles import TileMap, tile_map
 from fa4flex.codegen.evaluate import Captured
-from fa4flex.codegen.plan.arguments import LENGTHS
+from fa4flex.codegen.plan.arguments import FORWARD, LENGTHS
 from fa4flex.compiler import simulated
 from fa4flex.compiler.signature import Signature
 from fa4flex.contents import VersionedCache, on_host
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
+from fa4flex.runtime.cuda.arguments import INTERVALS, conversions_of, key_function, launch_function
 from fa4flex.runtime.cuda.block_tables import BlockTables, ragged_maps, to_device
-from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, layout_key
-from fa4flex.runtime.cuda.conversions import ALIGNMENT, input_conversions
+from fa4flex.runtime.cuda.call import NO_LENGTHS, Call
 from fa4flex.runtime.cuda.device import require_not_capturing, target_of
 from fa4flex.runtime.cuda.interval_tables import interval_tables
 from fa4flex.runtime.cuda.lengths import check_lengths
-from fa4flex.runtime.cuda.ready import Ready, Results, result_layouts
+from fa4flex.runtime.cuda.ready import PARAMETERS, Ready, Results, result_layouts
 from fa4flex.runtime.cuda.tile_order import TileOrder
 
 if TYPE_CHECKING:
@@ -89,19 +89,12 @@ class Engine:
         return found
 
     def key(self, call: Call) -> Any:
-        """What a launch depends on of a call. Numbers are told apart by their text: 0.0 equals -0.0."""
-        q, k, v, operands, sinks, lengths, scalars, scale, heads_first, statistics = call
-        key: tuple[Any, ...] = (
-            q.shape, q.stride(), q.dtype, k.shape, k.stride(), k.dtype, v.shape, v.stride(), v.dtype,
-            q.get_device(), k.get_device(), v.get_device(),
-            (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT,
-            repr(scalars), scale > 0, heads_first, statistics, simulated.target(),
-        )  # fmt: skip
-        if operands:
-            key += tuple([layout_key(x) for x in operands])
-        if lengths is not NO_LENGTHS:
-            key += tuple([layout_key(x) for x in lengths])
-        return key if sinks is None else (*key, layout_key(sinks))
+        """What a launch depends on of a call."""
+        lengths = None if call.lengths is NO_LENGTHS else _key_of_lengths(call)
+        return _key_of(call), lengths, call.heads_first, call.statistics, simulated.target()
+
+
+_key_of, _key_of_lengths = (key_function(FORWARD, source) for source in ("call", "call.lengths"))
 
 
 # --- making ready -----------------------------------------------------------------------------------------
@@ -138,15 +131,21 @@ def make_ready(engine: Engine, call: Call) -> Ready:
     tables = None
     if lowered.problem.mask_form == "tables":
         tables = _tables(engine, call, captured, plan.tile)
+    constants = {
+        "tables": tables,
+        "scalars": captured.scalars or None,
+        "max_q_len": shape.q_len,
+        INTERVALS: rows,
+    }
+    conversions = conversions_of(FORWARD, call=call)
     return Ready(
         kernel.launch,
-        input_conversions(call),
+        launch_function(FORWARD, kernel.launch, PARAMETERS, constants, conversions),
+        constants,
+        bool(rows) or tables is not None,
+        bool(conversions),
         result_layouts(call, shape, engine.precision.output_dtype(call.q.dtype)),
-        tables,
-        rows,
-        captured.scalars or None,
-        shape.q_len,
-        call.lengths[2] is not None,
+        call.lengths.seqused_q is not None,
         plan.config().dynamic,
         TileOrder(engine.facts, plan.tile[0], captured.scalars) if by_work else None,
     )

@@ -14,15 +14,19 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from fa4flex.codegen.plan.arguments import FORWARD
 from fa4flex.codegen.trace.paths import Reader
-from fa4flex.runtime.cuda.call import NO_LENGTHS, Call
-from fa4flex.runtime.cuda.conversions import ALIGNMENT
+from fa4flex.runtime.cuda.arguments import INTERVALS, launch_function
+from fa4flex.runtime.cuda.call import ALIGNMENT, NO_LENGTHS, Call
 from fa4flex.runtime.cuda.counter import counter
 from fa4flex.runtime.cuda.graphs import hold_if_captured
 from fa4flex.runtime.cuda.ready import Ready, Results
 from fa4flex.variant import Variant, default_scale
 
 _empty_like = torch.empty_like
+
+PARAMETERS = "q", "k", "v", "out", "lse", "max_scores", "counter"
+"""What the launch of a repeated call takes."""
 
 
 class FastPath:
@@ -36,12 +40,12 @@ class FastPath:
         "alignment",
         "allocate",
         "default_scale",
+        "launch",
         "looks",
         "operands",
         "others",
         "read",
         "ready",
-        "rest",
         "scalars",
         "scale",
         "sinks",
@@ -67,16 +71,12 @@ class FastPath:
         self.alignment = (call.q.data_ptr() | call.k.data_ptr() | call.v.data_ptr()) % ALIGNMENT
         self.watched = tuple((x, x.data_ptr(), x._version) for x in watched)
         self.allocate = _allocation(call.q, ready)
-        operands = call.operands + ready.rows
-        self.rest = (
-            *NO_LENGTHS, _prepared(ready.tables), call.sinks, operands or None, _prepared(ready.scalars),
-            call.scale, ready.max_q_len,
-        )  # fmt: skip
+        self.launch = launch_function(FORWARD, ready.kernel, PARAMETERS, _constants(call, ready), {})
 
     @staticmethod
     def of(call: Call, ready: Ready, read: Reader, watched: tuple[Tensor, ...]) -> FastPath | None:
         """None where a call does more than launch, or where torch cannot compare its tensors at once."""
-        if call.lengths is not NO_LENGTHS or ready.conversions or ready.gaps:
+        if call.lengths is not NO_LENGTHS or ready.converts or ready.gaps:
             return None
         tensors = call.q, call.k, call.v, *call.operands
         looks = _guard(tensors if call.sinks is None else (*tensors, call.sinks))
@@ -116,20 +116,10 @@ class FastPath:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Results:
         ready = self.ready
-        if ready.rows or ready.tables is not None:
+        if ready.owns:
             hold_if_captured(q.get_device(), ready)
         out, lse, largest = (_empty_like(q), None, None) if self.allocate is None else self.allocate(q)
-        ready.launch(
-            q,
-            k,
-            v,
-            out,
-            lse,
-            largest,
-            *self.rest,
-            counter(q.get_device()) if ready.counted else None,
-            None,
-        )
+        self.launch(q, k, v, out, lse, largest, counter(q.get_device()) if ready.counted else None)
         return out, lse, largest
 
 
@@ -145,8 +135,18 @@ def _allocation(q: Tensor, ready: Ready) -> Callable[[Tensor], Results] | None:
     return None if plain else ready.results
 
 
+def _constants(call: Call, ready: Ready) -> dict[str, Any]:
+    """All arguments but PARAMETERS, as such calls have them. Tuples that no call changes are prepared once,
+    as the calling convention would do at each launch."""
+    found = {row.name: getattr(call, row.name) for row in FORWARD.found_in("call")}
+    found |= {row.name: None for row in FORWARD.found_in("call.lengths")}
+    found |= ready.constants
+    found |= {name: _prepared(found[name]) for name in ("tables", "scalars")}
+    found["operands"] = call.operands + ready.constants[INTERVALS] or None
+    return found | {"order": None}
+
+
 def _prepared(given: tuple[Any, ...] | None) -> Any:
-    """A tuple that no call changes, as the calling convention would make it at each launch."""
     if given is None:
         return None
     import tvm_ffi

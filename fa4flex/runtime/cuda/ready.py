@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fa4flex.codegen.analyze.domain import Shape
-from fa4flex.runtime.cuda.block_tables import BlockTables
 from fa4flex.runtime.cuda.call import Call
-from fa4flex.runtime.cuda.conversions import converted
 from fa4flex.runtime.cuda.counter import counter
 from fa4flex.runtime.cuda.graphs import hold_if_captured
 from fa4flex.runtime.cuda.tile_order import TileOrder
@@ -26,42 +25,42 @@ Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """Shape, strides and dtype of a result."""
 
 
+PARAMETERS = "call", "out", "lse", "max_scores", "counter", "order"
+"""What the launch function of a Ready takes; other arguments are the same for all calls that look alike."""
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Ready:
     """A launch in which only pointers are missing.
 
-    conversions   by argument, what makes a tensor as the kernel reads it; most need nothing
-    layouts   of out, lse and max_scores; None for what is not computed
-    rows      tables of key intervals, which follow the captured tensors
-    gaps      whether there are query rows that no sequence uses, which kernels do not write
-    counted   whether blocks take tiles from a counter
-    order     of the tiles of a ragged batch, where they are sorted
+    kernel      what is launched, with all arguments of its schema
+    launch      the same as a function of PARAMETERS
+    constants   arguments that are the same for all such calls; intervals: tables of key intervals
+    owns        whether tensors are among them, which captured graphs must keep
+    converts    whether tensors are converted at each launch
+    layouts     of out, lse and max_scores; None for what is not computed
+    gaps        whether there are query rows that no sequence uses, which kernels do not write
+    counted     whether blocks take tiles from a counter
+    order       of the tiles of a ragged batch, where they are sorted
     """
 
+    kernel: Callable[..., None]
     launch: Callable[..., None]
-    conversions: dict[int, Callable[[Tensor], Tensor]]
+    constants: Mapping[str, Any]
+    owns: bool
+    converts: bool
     layouts: tuple[Layout, Layout | None, Layout | None]
-    tables: BlockTables | None
-    rows: tuple[Tensor, ...]
-    scalars: tuple[int | float, ...] | None
-    max_q_len: int
     gaps: bool
     counted: bool
     order: TileOrder | None = None
 
     def __call__(self, call: Call) -> Results:
-        q, k, v, operands, sinks, lengths, _, scale, _, _ = call
-        out, lse, largest = self.results(q)
-        if self.rows or self.tables is not None:
-            hold_if_captured(q.get_device(), self)
-        if self.conversions:
-            q, k, v, sinks, lengths, operands = converted(call, self.conversions)
-        self.launch(
-            q, k, v, out, lse, largest, *lengths,
-            self.tables, sinks, operands + self.rows or None, self.scalars, scale, self.max_q_len,
-            counter(q.get_device()) if self.counted else None,
-            None if self.order is None else self.order(call),
-        )  # fmt: skip
+        device = call.q.get_device()
+        out, lse, largest = self.results(call.q)
+        if self.owns:
+            hold_if_captured(device, self)
+        taken = counter(device) if self.counted else None
+        self.launch(call, out, lse, largest, taken, None if self.order is None else self.order(call))
         return out, lse, largest
 
     def results(self, q: Tensor) -> Results:

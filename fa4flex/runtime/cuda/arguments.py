@@ -1,0 +1,95 @@
+"""Functions that follow from the rows of a schema (codegen/plan/arguments.py): a call's key, and its launch.
+
+Both are printed as one expression and run at every call, where microseconds count: a loop over rows takes
+several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any
+
+from fa4flex.codegen.plan.arguments import Argument, Captured, Heads, Number, Schema, Source
+from fa4flex.runtime.cuda.call import ALIGNMENT, layout_key
+from fa4flex.runtime.cuda.conversions import Conversion, conversion
+
+INTERVALS = "intervals"
+"""Name of a constant of launches: tables of key intervals, a tuple that comes behind the captured tensors."""
+
+
+def key_function(schema: Schema, source: Source) -> Callable[[Any], tuple[Any, ...]]:
+    """The function of a call, or of what a forward pass saved, that tells what its launch depends on: how
+    tensors look, numbers by their text (0.0 equals -0.0), and the sign of the scale."""
+    rows = schema.found_in(source)
+    return _printed((_owner(rows[0]),), f"({', '.join(map(_key, rows))},)", {"layout_key": layout_key})
+
+
+def conversions_of(schema: Schema, **owners: Any) -> dict[str, Conversion]:
+    """Conversions that arguments go through at every launch that looks like this one, by name; most arguments
+    need none. owners: `call`, and in backward passes `saved`."""
+    found = {}
+    for row in schema.entry:
+        if _owner(row) in owners:
+            holder, _, rest = _path(row).partition(".")
+            convert = conversion(row.look, attrgetter(rest)(owners[holder]))
+            if convert is not None:
+                found[row.name] = convert
+    return found
+
+
+def launch_function(
+    schema: Schema,
+    launch: Callable[..., None],
+    parameters: Sequence[str],
+    constants: Mapping[str, Any],
+    conversions: Mapping[str, Conversion],
+) -> Callable[..., None]:
+    """`launch` as a function of `parameters`. These are names of arguments, and of owners ("call", "saved"):
+    arguments that are neither parameters nor constants are read from their fields, and converted."""
+    space: dict[str, Any] = {"launch": launch}
+    space |= {f"the_{name}": value for name, value in constants.items()}
+    space |= {f"convert_{name}": convert for name, convert in conversions.items()}
+
+    def text(row: Argument) -> str:
+        if row.name in parameters:
+            return row.name
+        if row.name in constants:
+            return f"the_{row.name}"
+        found = f"convert_{row.name}({_path(row)})" if row.name in conversions else _path(row)
+        if row.look == Captured("tensors"):
+            more = f" + the_{INTERVALS}" if constants.get(INTERVALS) else ""
+            return f"{found}{more} or None"  # an empty tuple cannot be an argument
+        return found
+
+    return _printed(parameters, f"launch({', '.join(map(text, schema.entry))})", space)
+
+
+def _owner(row: Argument) -> str:
+    return row.source.partition(".")[0]
+
+
+def _path(row: Argument) -> str:
+    """Where an argument is found: "call.lengths.seqused_q"."""
+    return f"{row.source}.{row.name}"
+
+
+def _key(row: Argument) -> str:
+    x = _path(row)
+    match row.look:
+        case Heads():
+            return f"{x}.shape, {x}.stride(), {x}.dtype, {x}.get_device(), {x}.data_ptr() % {ALIGNMENT}"
+        case Captured("tensors"):
+            return f"*[layout_key(x) for x in {x}]"
+        case Captured("numbers"):
+            return f"repr({x})"
+        case Number():
+            return f"{x} > 0"
+    return f"None if {x} is None else layout_key({x})"
+
+
+def _printed(parameters: Sequence[str], expression: str, space: dict[str, Any]) -> Any:
+    """The function of these parameters that computes `expression`."""
+    return eval(
+        compile(f"lambda {', '.join(parameters)}: {expression}", "<fa4flex arguments>", "eval"), space
+    )
