@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from fa4flex.codegen.build import Bound, Trace, bind
 from fa4flex.compiler.simulated import simulating
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.varlen import Varlen
-from fa4flex.runtime import autocast, ops
+from fa4flex.runtime import autocast, direct, ops
 from fa4flex.runtime.checks import (
     check_dense,
     check_descriptions,
@@ -31,6 +31,7 @@ from fa4flex.runtime.cuda.engine import Engine
 from fa4flex.runtime.cuda.fast_path import FastPath
 from fa4flex.runtime.cuda.operands import Remembered
 from fa4flex.runtime.cuda.ready import Ready, Results
+from fa4flex.runtime.direct import Direct
 from fa4flex.runtime.programs import Published, publish
 from fa4flex.variant import Variant, default_scale
 
@@ -40,14 +41,16 @@ Statistics = tuple[str, ...]
 
 @dataclass(slots=True)
 class Recent:
-    """The last call on a GPU without gradients: what launched it, and what launches one just like it.
+    """The last call on a GPU: what launched it, and what launches one just like it, with gradients by
+    `direct`.
 
-    `tries` counts how often the latter was made in vain: for tensors that torch does not compare at once, or
-    for modes of torch that changed since.
+    `tries` counts how often the fast path was made in vain: for tensors that torch does not compare at once,
+    or for modes of torch that changed since.
     """
 
     ready: Ready | None = None
     fast_path: FastPath | None = None
+    direct: Direct | None = None
     tries: int = 0
 
 
@@ -131,12 +134,15 @@ def _prepare(trace: Trace, variant: Variant) -> Prepared:
 def repeat(
     variant: Variant, caller: Caller, qkv: tuple[Tensor, Tensor, Tensor], statistics: Statistics
 ) -> Results | None:
-    """The last call's launch anew, where this call is just like it: dense, on a GPU, without gradients."""
+    """The last call's launch anew, where this call is just like it: dense, on a GPU."""
     path = caller.recent.fast_path
     if path is None or path.statistics != statistics:
         return None
     q, k, v = qkv
-    return path(q, k, v) if path.fits(q, k, v) and path.serves(variant) else None
+    if not (path.fits(q, k, v) and path.serves(variant)):
+        return None
+    again = caller.recent.direct
+    return path(q, k, v) if again is None else direct.attend(again, path.call(q, k, v))
 
 
 def run(
@@ -158,13 +164,14 @@ def run(
             return run(now, q, k, v, varlen, paging, statistics)
     prepared = now.prepared
     observed = _observed() or not _plain(q, k, v)
-    on_gpu = not observed and paging is None and (q.is_cuda or simulating())
-    call = _direct_call(now, (q, k, v), varlen, statistics) if on_gpu else None
+    on_gpu = not observed and paging is None and _on_gpu(q)
+    call, trains = _direct_call(now, (q, k, v), varlen, statistics) if on_gpu else (None, False)
     if call is not None:
         ready = prepared.engine.find(call)
         if ready is not None:  # a call that looks like this one was checked before
-            _remember(now, call, ready)
-            return ready(call)
+            again = Direct.of(prepared.program, ready, call) if trains else None
+            _remember(now, call, ready, again, statistics)
+            return ready(call) if again is None else direct.attend(again, call)
     check_tensors(q, k, v)
     check_descriptions(varlen, paging)
     if paging is not None:
@@ -177,7 +184,8 @@ def run(
     check_operand_devices(operands, tuple(o.name for o in now.bound.trace.operands), q)
     check_transforms(q, k, v, *operands, now.sinks)
     if call is not None:
-        return prepared.engine.run(call)
+        first = Direct.of(prepared.program, prepared.engine.run, call) if trains else None
+        return prepared.engine.run(call) if first is None else direct.attend(first, call)
     given = ops.Tensors(q, k, v, now.sinks, _lengths(varlen), operands)
     numbers = prepared.program.numbers(now.bound.scalars, now.scale(q))
     seen = observed or not _own(given.sinks, *operands)
@@ -203,7 +211,7 @@ def _check_call(now: Calling, qkv: tuple[Tensor, Tensor, Tensor], varlen: Varlen
             varlen.check_padded(sizes.batch, sizes.q_len, sizes.kv_len)
 
 
-# --- on a GPU without gradients: past the operator --------------------------------------------------------
+# --- on a GPU: past the operator --------------------------------------------------------------------------
 
 
 _OWN_TYPES = (Tensor, Parameter)
@@ -218,35 +226,44 @@ def _own(*tensors: Tensor | None) -> bool:
     return all(x is None or type(x) in _OWN_TYPES for x in tensors)
 
 
-def _remember(now: Calling, call: Call, ready: Ready) -> None:
-    """For the next call. Two calls in a row must have looked alike: what is made here costs some time."""
+def _on_gpu(q: Tensor) -> bool:
+    return q.is_cuda or simulating()
+
+
+def _remember(now: Calling, call: Call, ready: Ready, again: Direct | None, statistics: Statistics) -> None:
+    """Make the fast path for the next call, with gradients if `again` is given. Two calls in a row must have
+    looked alike: what is made here costs some time."""
     recent = now.recent
     if recent is None or simulating():
         return
-    if recent.ready is not ready:
-        recent.ready, recent.fast_path, recent.tries = ready, None, 0
+    if recent.ready is not ready or (recent.direct is None) != (again is None):
+        recent.ready, recent.fast_path, recent.direct, recent.tries = ready, None, again, 0
     elif recent.tries < MOST_TRIES and not now.bound.trace.derived:
         # Derived operands are computed from others, perhaps anew at each call.
         recent.tries += 1
         watched = tuple(call.operands[slot] for slot in sorted(now.prepared.engine.watched.slots))
         read = now.bound.trace.read
-        recent.fast_path = None if read is None else FastPath.of(call, ready, read, watched)
+        path = None if read is None else FastPath.of(call, ready, read, watched, statistics)
+        recent.fast_path = path
+        recent.direct = again if again is None or path is None else replace(again, launch=path.of_call)
 
 
 def _direct_call(
     now: Calling, qkv: tuple[Tensor, Tensor, Tensor], varlen: Varlen | None, statistics: Statistics
-) -> Call | None:
-    """The call on a GPU, if it needs no gradients."""
+) -> tuple[Call | None, bool]:
+    """The call on a GPU, and whether gradients of it are wanted, for which it has the log-sum-exp; None where
+    there is nothing to launch, or a subclass of tensors has its own idea of operators."""
     q, k, v = qkv
-    if q.ndim == 4 and not (q.numel() and k.numel()):  # there is nothing to launch
-        return None
-    sinks = now.sinks
-    operands = now.prepared.tensors(now.bound, True)
-    if torch.is_grad_enabled() and _wants_gradient(q, k, v, *operands, sinks):
-        return None
+    sinks, operands = now.sinks, now.prepared.tensors(now.bound, True)
+    if (q.ndim == 4 and not (q.numel() and k.numel())) or not _own(sinks, *operands):
+        return None, False
+    trains = torch.is_grad_enabled() and _wants_gradient(q, k, v, *operands, sinks)
+    if trains and "lse" not in statistics:
+        statistics = ("lse", *statistics)
     lengths = _lengths(varlen) if isinstance(varlen, Varlen) else NO_LENGTHS
     heads_first = now.variant.layout == "bhsd"
-    return Call(q, k, v, operands, sinks, lengths, now.bound.scalars, now.scale(q), heads_first, statistics)
+    rest = now.bound.scalars, now.scale(q), heads_first, statistics
+    return Call(q, k, v, operands, sinks, lengths, *rest), trains
 
 
 def _wants_gradient(*tensors: Tensor | None) -> bool:

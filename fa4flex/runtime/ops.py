@@ -242,22 +242,22 @@ class Plain:
         return Numbers(self.ints, floats, self.scale)
 
 
-class _Attend(torch.autograd.Function):
-    """Attention with gradients, whoever computes it."""
+class Attend(torch.autograd.Function):
+    """Attention with gradients, whoever computes it: `plain` is a `Plain`, or has its two methods."""
 
     @staticmethod
-    def forward(ctx: Any, plain: Plain, *tensors: Tensor | None) -> Forward:
-        results = plain.forward(*tensors)
+    def forward(ctx: Any, plain: Any, *tensors: Tensor | None) -> Forward:
+        results: Forward = plain.forward(*tensors)
         ctx.plain = plain
         ctx.save_for_backward(*tensors, *results)
-        ctx.mark_non_differentiable(*results[2:])
+        ctx.mark_non_differentiable(*[x for x in results[2:] if x is not None])
         # Zeros for a log-sum-exp that nothing depends on would be a kernel of their own.
         ctx.set_materialize_grads(False)
         return results
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tuple[Any, ...]:
-        plain: Plain = ctx.plain
+        plain = ctx.plain
         *tensors, out, lse, largest, total = ctx.saved_tensors
         wanted = ctx.needs_input_grad[1 + _FIXED : 1 + _FIXED + plain.operands]
         needs = [slot for slot, want in enumerate(wanted) if want]
@@ -283,7 +283,7 @@ class _Gradients(torch.autograd.Function):
     """The backward pass where a second derivative might be wanted, which is refused in words."""
 
     @staticmethod
-    def forward(ctx: Any, plain: Plain, needs: list[int], count: int, *given: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, plain: Any, needs: list[int], count: int, *given: Any) -> tuple[Tensor, ...]:
         upstream, saved, tensors = given[:count], given[count : count + 4], given[count + 4 :]
         return tuple(plain.backward(tensors, list(upstream), saved, needs))
 
@@ -310,7 +310,7 @@ def attend(program: Published, given: Tensors, numbers: Numbers, max_scores: boo
     if not torch.is_grad_enabled() or not _wants_gradient(q, k, v, sinks, *operands):
         return forward(program, given, numbers, max_scores, differentiable=False)
     plain = Plain(program, len(operands), numbers.ints, numbers.floats, numbers.scale, max_scores)
-    return _Attend.apply(plain, q, k, v, sinks, *lengths, *operands)
+    return Attend.apply(plain, q, k, v, sinks, *lengths, *operands)
 
 
 def _as_tensors(floats: Sequence[float]) -> tuple[Tensor, ...]:
@@ -378,7 +378,7 @@ def _attention_with_gradients(
     tensors = (q, k, v, sinks, *lengths, *operands, *floats)
     if not torch.is_grad_enabled() or not _wants_gradient(q, k, v, sinks, *operands):
         return plain.forward(*tensors)
-    return _Attend.apply(plain, *tensors)
+    return Attend.apply(plain, *tensors)
 
 
 def _backward_below(*args: Any) -> list[Tensor]:

@@ -169,7 +169,7 @@ def repeated(recorder: Recorder, **composition: Any) -> tuple[FastPath, tuple[Te
     engine.run(call)
     ready, read = engine.find(call), attn._calling().bound.trace.read
     assert ready is not None and read is not None
-    again = FastPath.of(call, ready, read, tuple(engine.watched_tensors(call)))
+    again = FastPath.of(call, ready, read, tuple(engine.watched_tensors(call)), call.statistics)
     assert again is not None
     return again, (call.q, call.k, call.v)
 
@@ -272,7 +272,7 @@ def test_calls_that_do_more_than_launch_are_not_repeated(recorder: Recorder) -> 
         engine, call = call_of(fa4flex.compile(mask=causal), qkv, **changes)
         engine.run(call)
         ready = engine.find(call)
-        assert ready is not None and FastPath.of(call, ready, lambda score, mask: ((), ()), ()) is None
+        assert ready is not None and FastPath.of(call, ready, lambda score, mask: ((), ()), (), ()) is None
 
 
 # --- rows without a sequence, numbers by kind ---------------------------------------------------------

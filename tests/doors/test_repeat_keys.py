@@ -52,7 +52,7 @@ def made(engine: Engine, call: Call, read: Any) -> FastPath:
     engine.run(call)
     ready = engine.find(call)
     assert ready is not None
-    again = FastPath.of(call, ready, read, tuple(engine.watched_tensors(call)))
+    again = FastPath.of(call, ready, read, tuple(engine.watched_tensors(call)), call.statistics)
     assert again is not None
     return again
 

@@ -100,6 +100,21 @@ def test_some_wide_gradients() -> None:
     close(random.choice(sorted(COMPOSED)), *sizes, random.choice(WIDE), kv_heads=random.choice((1, 2, 4)))
 
 
+@pytest.mark.parametrize("arch", ("sm_90a", "sm_100a"))
+def test_heads_within_rows(arch: str) -> None:
+    """Layout bshd: both passes read and write it as it is."""
+    composition = COMPOSED["alibi, causal"]
+    qkv = tuple(torch.randn(1, heads, 130, 64).bfloat16() for heads in (4, 2, 2))
+    dout, dlse = torch.randn(1, 4, 130, 64).bfloat16(), torch.randn(1, 4, 130)
+    attn = fa4flex.compile(**composition, layout="bshd")
+    rows = tuple(x.transpose(1, 2).contiguous() for x in (*qkv, dout))
+    with poisoned(), fa4flex.simulator.device(arch, sms=SMS) as gpu:
+        got = gradients(attn, rows[:3], rows[3], dlse)
+    assert len(gpu.results) == 4 and not gpu.findings, gpu.report()
+    assert all(x.is_contiguous() for x in got)
+    judge(arch, composition, [x.transpose(1, 2) for x in got], (qkv, dout, dlse))
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("width", (40, 64, 128, *WIDE))
 @pytest.mark.parametrize("name", COMPOSED)

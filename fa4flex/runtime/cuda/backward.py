@@ -84,7 +84,7 @@ class ReadyBackward:
         q, k, v = call.q, call.k, call.v
         *of_heads, rows = saved.lse.shape
         padded = self.padded(call, rows)
-        lse2, delta = q.new_empty(2, *of_heads, padded, dtype=torch.float32)
+        lse2, delta = (q.new_empty(*of_heads, padded, dtype=torch.float32) for _ in range(2))
         dq_sum = q.new_empty(*of_heads, padded * self.width, dtype=torch.float32)
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         if call.lengths.seqused_k is not None:  # keys that no sequence uses are not written

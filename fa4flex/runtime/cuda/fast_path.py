@@ -33,7 +33,8 @@ class FastPath:
     """One launch, with all of its arguments but q, k, v and what it computes.
 
     `read` finds what a variant has captured by now, `watched` are the captured tensors whose contents the
-    launch was proved with.
+    launch was proved with, `statistics` those that such calls ask for; where gradients are wanted, the launch
+    has the log-sum-exp besides.
     """
 
     __slots__ = (
@@ -46,6 +47,8 @@ class FastPath:
         "others",
         "read",
         "ready",
+        "requires_grad",
+        "rest",
         "scalars",
         "scale",
         "sinks",
@@ -61,26 +64,31 @@ class FastPath:
         looks: Callable[..., bool],
         read: Reader,
         watched: tuple[Tensor, ...],
+        statistics: tuple[str, ...],
     ) -> None:
         self.ready, self.looks, self.read = ready, looks, read
-        self.statistics, self.scale = call.statistics, call.scale
+        self.statistics, self.scale = statistics, call.scale
         self.default_scale = default_scale(call.q.shape[-1])
         self.operands, self.sinks, self.scalars = call.operands, call.sinks, call.scalars
         self.others = call.operands if call.sinks is None else (*call.operands, call.sinks)
-        self.trains = any(x.requires_grad for x in (call.q, call.k, call.v, *self.others))
+        self.rest = call[3:]
+        self.requires_grad = any(x.requires_grad for x in (call.q, call.k, call.v, *self.others))
+        self.trains = self.requires_grad and torch.is_grad_enabled()
         self.alignment = (call.q.data_ptr() | call.k.data_ptr() | call.v.data_ptr()) % ALIGNMENT
         self.watched = tuple((x, x.data_ptr(), x._version) for x in watched)
         self.allocate = _allocation(call.q, ready)
         self.launch = launch_function(FORWARD, ready.kernel, PARAMETERS, _constants(call, ready), {})
 
     @staticmethod
-    def of(call: Call, ready: Ready, read: Reader, watched: tuple[Tensor, ...]) -> FastPath | None:
+    def of(
+        call: Call, ready: Ready, read: Reader, watched: tuple[Tensor, ...], statistics: tuple[str, ...]
+    ) -> FastPath | None:
         """None where a call does more than launch, or where torch cannot compare its tensors at once."""
         if call.lengths is not NO_LENGTHS or ready.converts or ready.gaps:
             return None
         tensors = call.q, call.k, call.v, *call.operands
         looks = _guard(tensors if call.sinks is None else (*tensors, call.sinks))
-        return None if looks is None else FastPath(call, ready, looks, read, watched)
+        return None if looks is None else FastPath(call, ready, looks, read, watched, statistics)
 
     def serves(self, variant: Variant) -> bool:
         """True if `variant`, for inputs that fit, has the scale, sinks and captured values of this launch."""
@@ -107,12 +115,19 @@ class FastPath:
             return False
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT != self.alignment:
             return False
-        if forward_ad._current_level >= 0 or (self.trains and torch.is_grad_enabled()):
+        if forward_ad._current_level >= 0 or (self.requires_grad and torch.is_grad_enabled() != self.trains):
             return False
         return not self.watched or self._unchanged()
 
     def _unchanged(self) -> bool:
         return all(x._version == version and x.data_ptr() == place for x, place, version in self.watched)
+
+    def call(self, q: Tensor, k: Tensor, v: Tensor) -> Call:
+        """The call that these inputs make."""
+        return Call(q, k, v, *self.rest)
+
+    def of_call(self, call: Call) -> Results:
+        return self(call.q, call.k, call.v)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Results:
         ready = self.ready
