@@ -83,7 +83,7 @@ _F = (1 - np.cos(np.linspace(0, np.pi, 20_001)[1:])) / 2
 
 
 def relative_error(coefficients: Sequence[float], f: Array) -> Array:
-    """Of the polynomial in exact arithmetic (fp64)."""
+    """Relative errors of the polynomial against 2^f, in exact arithmetic (fp64)."""
     return np.asarray(np.polyval(coefficients[::-1], f) / np.exp2(f) - 1)
 
 

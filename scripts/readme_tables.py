@@ -51,7 +51,7 @@ def replace_between(text: str, which: str, body: str) -> str:
 
 
 def sections(folder: Path) -> dict[str, str]:
-    """By pass, a heading line and a table for each suite that was measured."""
+    """Section of each pass: a heading line and a table for each suite that was measured."""
     found = {}
     for which, tables in TABLES.items():
         suites = {

@@ -41,7 +41,7 @@ def planned(d: int, dv: int, **more: Any) -> BlackwellPlan:
 
 
 def every_plan() -> Iterator[BlackwellPlan]:
-    """Of all supported widths, lengths and masks; equal pipelines may come more than once."""
+    """Plans of all supported widths, lengths and masks; equal pipelines may come more than once."""
     forms = (("dense", "none"), ("dense", "tables"), ("packed", "spans"), ("used", "none"))
     for (d, dv), (lengths, mask_form), few in product(WIDTHS, forms, (False, True)):
         yield planned(d, dv, lengths=lengths, mask_form=mask_form, few_queries=few)

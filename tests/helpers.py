@@ -18,11 +18,11 @@ SMS = 3
 """Multiprocessors that simulated GPUs are said to have: so few that persistent blocks take several tiles."""
 
 Width = int | tuple[int, int]
-"""Of heads: of q, k and v; or of q and k, and of v."""
+"""Head width of q, k and v; or of q and k, and of v."""
 
 
 def widths(width: Width) -> tuple[int, int]:
-    """Of q and k, and of v."""
+    """Head widths of q and k, and of v."""
     return width if isinstance(width, tuple) else (width, width)
 
 

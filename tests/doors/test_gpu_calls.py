@@ -45,8 +45,8 @@ CPU = torch.device("cpu")
 
 
 def classes(mask: Expr, shape: Shape, captured: Captured, tile: tuple[int, int], b: int, h: int) -> Tensor:
-    """By looking at every pair: 0 empty, 1 partial, 2 full. A last tile that passes the end of the keys is
-    never full: kernels do not look at the end in full tiles."""
+    """Classes of tiles, from a look at every pair: 0 empty, 1 partial, 2 full. A last tile that passes the
+    end of the keys is never full: kernels do not look at the end in full tiles."""
     symbols: dict[str, Any] = {"b": b, "h": h, "q_len": shape.q_len, "kv_len": shape.kv_len}
     symbols |= {"q": torch.arange(shape.q_len).view(-1, 1), "kv": torch.arange(shape.kv_len)}
     (value,) = evaluate([mask], symbols | {"num_heads": shape.heads}, captured)

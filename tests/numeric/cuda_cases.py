@@ -327,7 +327,7 @@ def check(
 # --- gradients ----------------------------------------------------------------------------------------------
 
 ROUNDING = 2.0**-9
-"""Of bfloat16, relative: what gradients may differ by where plain PyTorch happens to be exact."""
+"""Relative error of rounding to bfloat16: what gradients may have where plain PyTorch is exact by chance."""
 
 HERE: AbstractContextManager[Any] = contextlib.nullcontext()
 
@@ -338,8 +338,9 @@ def gradients(
     upstream: tuple[Tensor, Tensor],
     within: AbstractContextManager[Any] = HERE,
 ) -> list[Tensor]:
-    """Of q, k and v, through the output and the log-sum-exp of rows that see something. within: where the
-    backward pass is made."""
+    """Gradients of q, k and v, through the output and the log-sum-exp of rows that see something.
+
+    within: the context in which the backward pass runs."""
     inputs = [x.detach().clone().requires_grad_() for x in qkv]
     out, lse = forward(*inputs)
     dout, dlse = upstream

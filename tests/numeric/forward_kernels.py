@@ -82,7 +82,7 @@ class Case:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Of its line in the record."""
+        """Key of the case's line in the record."""
         return self.kind, self.heads
 
     @property
@@ -187,7 +187,7 @@ def _planned(case: Case) -> tuple[Plan, tuple[Source, Problem, Signature]]:
 
 
 def _processor_time() -> float:
-    """Of this process and those it started: what others do meanwhile does not count."""
+    """CPU seconds of this process and those it started: what others do meanwhile does not count."""
     used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(x.ru_utime + x.ru_stime for x in used)
 
@@ -206,7 +206,7 @@ def compiler() -> str:
 
 
 def _names(chip: Chip) -> tuple[str, ...]:
-    """Of the record's columns."""
+    """Names of the record's columns."""
     names = (f.name for f in fields(Row))
     return tuple(name for name in names if name != "columns" or chip.target.tensor_columns)
 

@@ -24,8 +24,8 @@ pytestmark = pytest.mark.skipif(
 DRAWS = {"plain": FEW["dense"], **{name: draws[0] for name, draws in VARIANTS.items()}}
 WIDTHS: tuple[Width, ...] = (32, 64, 96, 128, (160, 128), (192, 128))
 WIDE: tuple[Width, ...] = (96, (192, 128), 192, 256)
-"""Of Hopper, at which all variants are judged. At 128 masks from tables spill, and at 64, in steps of 128
-queries, they and most biases do: docs/notes/backward_sm90.md."""
+"""Head widths at which all variants are judged on Hopper. At 128 masks from tables spill, and at 64, in steps
+of 128 queries, they and most biases do: docs/notes/backward_sm90.md."""
 LIGHT = ("plain", "causal", "alibi", "softcap")
 HEAVY = tuple(name for name in DRAWS if name not in LIGHT)
 ON_HOPPER: tuple[tuple[str, Width], ...] = (
@@ -42,7 +42,8 @@ SPILLED: dict[tuple[Target, Width], int] = {
 register left for wide heads; on Blackwell it is what is put away once, in no loop, but for two registers of
 a neighbourhood's mask where heads are wide. LIGHT ones: none."""
 PER_HEAD = {(SM100A, 128): 96}
-"""Of all, where the warps that hand on dQ put away, once per head, which tiles of queries see their keys."""
+"""Bytes that any variant may spill: once per head, the reduce warps put away which tiles of queries see their
+keys."""
 
 
 def check(name: str, width: Width, target: Target = SM100A) -> None:
@@ -102,7 +103,7 @@ PAIRED = ("plain", "alibi", "causal", "prefix_lm")
 
 
 def check_pair(name: str) -> None:
-    """Of the width that a pair is chosen for."""
+    """Checks the kernel of a CTA pair, at the head width for which pairs are chosen."""
     with in_pairs():
         check(name, 128)
 

@@ -26,7 +26,7 @@ from fa4flex.simulator import device
 
 THREADS = 128
 BOUNDS = {3: 1.72e-4, 4: 6.0e-6, 5: 3.1e-7}
-"""Of the relative error where x >= -126: twice the largest in docs/notes/exponential.md."""
+"""Bounds by degree of the relative error where x >= -126: twice the largest in docs/notes/exponential.md."""
 PUBLISHED = (1.0, 0.695146143436431884765625, 0.227564394474029541015625, 0.077119089663028717041015625)
 """FlashAttention-4's coefficients, and what a GB200 computed with them (its issue 2263)."""
 ON_GB200 = {
