@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def differences(before: str, after: str) -> Iterator[str]:
-    """In words, line by line."""
+    """Differences between two records, a line for each kernel."""
     old, new = (dict(_named(text)) for text in (before, after))
     for name in sorted(old.keys() | new.keys()):
         if name not in new:

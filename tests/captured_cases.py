@@ -32,7 +32,7 @@ def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def scored(mod: Callable[..., Any], *leaves: Tensor, mask: Any = causal) -> tuple[dict[str, Any], Leaves]:
-    """`mod` takes the leaves after the indices."""
+    """Composition of a score mod that takes the leaves after the indices, and the leaves."""
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return mod(score, b, h, q_idx, kv_idx, *leaves)

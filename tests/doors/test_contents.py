@@ -26,7 +26,7 @@ LENGTH = 300
 
 
 class Copies:
-    """In place of the copy to the host: which tensors were copied."""
+    """Stand-in for the copy to the host: lists the tensors that were copied."""
 
     def __init__(self) -> None:
         self.of: list[Tensor] = []

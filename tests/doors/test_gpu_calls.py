@@ -93,7 +93,7 @@ MASKS = {
 
 
 def operands() -> Captured:
-    """A dense table, documents of each batch entry, lengths of prefixes."""
+    """Captured tensors: a dense table, documents of each batch entry, lengths of prefixes."""
     ids = torch.randint(0, 5, (3, 60)).sort(-1).values
     return Captured((torch.rand(3, 2, 50, 60) < 0.95, ids.to(torch.int32), torch.randint(0, 30, (3,))))
 
@@ -148,7 +148,7 @@ def test_turns_count_the_later_tiles_of_keys(name: str) -> None:
 
 
 class Recorder:
-    """In place of a compiled kernel: which problems were compiled, and what they were launched with."""
+    """Stand-in for compiled kernels: lists the problems that were compiled, and the arguments of launches."""
 
     def __init__(self) -> None:
         self.problems: list[Problem] = []

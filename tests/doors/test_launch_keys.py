@@ -124,7 +124,7 @@ TABLES = {"dense": (dense, DENSE), "used": (used, USED), "packed": (packed, PACK
 
 
 LENGTHS = 1
-"""Where lengths stand in a key."""
+"""Position of the lengths in a key."""
 
 
 @pytest.mark.parametrize("kind", TABLES)

@@ -185,7 +185,7 @@ def made(mask: Expr, shape: Shape, captured: Captured) -> tuple[Tensor, ...]:
 
 
 def fresh(mask: Expr, shape: Shape, captured: Captured) -> tuple[Tensor, ...]:
-    """Without what is kept."""
+    """Tables made anew: clones of the tensors are not those that the cache knows."""
     copies = Captured(tuple(x.clone() for x in captured.operands), captured.scalars)
     return made(mask, shape, copies)
 
@@ -293,7 +293,7 @@ def test_ranges_along_either_axis(axis: int, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def remembered() -> tuple[Remembered, Any, list[Tensor]]:
-    """What remembers three tables of a mask, its trace, and the two tensors that they are made of."""
+    """Cache of three tables of a mask, its trace, and the two tensors that they are made of."""
     first, second = torch.arange(1.0, 13.0), torch.arange(12) * 2
 
     def mask(b: Any, h: Any, q: Any, k: Any) -> Any:

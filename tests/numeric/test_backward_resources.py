@@ -32,15 +32,15 @@ ON_HOPPER: tuple[tuple[str, Width], ...] = (
     *product(LIGHT, (128, *WIDE)),
     *product(("plain", "causal", "softcap", "graphormer"), (64,)),
 )
-"""What spills nothing there but what SPILLED allows."""
+"""Variants and head widths that spill no more on Hopper than SPILLED allows."""
 SPILLED: dict[tuple[Target, Width], int] = {
     **{(SM90A, width): 16 for width in (192, 256)},
     (SM90A, 96): 76,
     **{(SM100A, width): 64 if isinstance(width, tuple) else 32 for width in WIDTHS},
 }
-"""Bytes, stores and loads together, at most, where masks or biases are read from tables: Hopper has no
+"""Most spilled bytes, stores and loads together, where masks or biases are read from tables: Hopper has no
 register left for wide heads; on Blackwell it is what is put away once, in no loop, but for two registers of
-a neighbourhood's mask where heads are wide. LIGHT ones: none."""
+a neighbourhood's mask where heads are wide. LIGHT ones spill none."""
 PER_HEAD = {(SM100A, 128): 96}
 """Bytes that any variant may spill: once per head, the reduce warps put away which tiles of queries see their
 keys."""
@@ -99,7 +99,7 @@ def products_waited_for(cubin: bytes, entry: str) -> int:
 
 
 PAIRED = ("plain", "alibi", "causal", "prefix_lm")
-"""Whose keys meet nearly the same queries as their neighbours: pairs of CTAs are chosen for them."""
+"""Variants whose key tiles see nearly the same queries as their neighbours: CTA pairs are chosen for them."""
 
 
 def check_pair(name: str) -> None:
@@ -125,7 +125,7 @@ def test_kernel_on_hopper(name: str, width: Width) -> None:
 
 
 def check_order(name: str, width: Width) -> None:
-    """On Hopper, whatever registers spill."""
+    """Checks that products overlap on Hopper, whatever registers spill."""
     _, (source, problem, signature) = launched_backward(Kind(DRAWS[name]), widths(width), SM90A)
     source.load()
     inspected = inspect(source, problem, signature, SM90A.name, entry="bwd_sm90kernel")

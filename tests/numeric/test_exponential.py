@@ -110,7 +110,7 @@ def same_bits(x: np.ndarray, y: np.ndarray, degree: int) -> None:
 
 
 def within_bounds(x: np.ndarray, y: np.ndarray, degree: int) -> None:
-    """Against fp64; powers of two and zeros exactly; never falling."""
+    """Checks errors against fp64, powers of two and zeros exactly, and that results never fall."""
     exact = np.exp2(x.astype(np.float64))
     error = np.abs(y[x >= -126] / exact[x >= -126] - 1).max()
     assert error <= BOUNDS[degree], f"error {error:.3e}"

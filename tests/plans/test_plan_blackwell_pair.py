@@ -30,7 +30,7 @@ from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, SequenceLengths
 
 WIDTHS = ((64, 64), (64, 128), (128, 64), (128, 128))
 STEPS = ([1], [2], [5])
-"""Tiles of queries that a pair visits."""
+"""Query tiles that a CTA pair visits."""
 
 
 @cache
