@@ -173,7 +173,7 @@ def gym_call(kind: str, name: str, width: tuple[int, int], workers: int) -> Call
 
 @functools.lru_cache(maxsize=1)
 def gym() -> dict[tuple[str, str], Any]:
-    """By the argument that takes it and by name, every mod of attention-gym, or none where that is not
+    """Every mod of attention-gym by the argument that takes it and its name; none where it is not
     installed."""
     try:
         from gym import instances

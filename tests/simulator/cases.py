@@ -69,7 +69,7 @@ class Captured:
 
     @property
     def plain_error(self) -> float:
-        """Of bf16 PyTorch, in the worst element."""
+        """Error of bf16 PyTorch in the worst element."""
         q, k, v = (x.transpose(1, 2) for x in (self.q, self.k, self.v))
         same = torch.nn.functional.scaled_dot_product_attention
         mask = None
@@ -81,7 +81,7 @@ class Captured:
 
     @property
     def error(self) -> float:
-        """Of the worst element; infinite where the output has a NaN."""
+        """Error of the worst element; infinite where the output has a NaN."""
         error = (self.out.double() - self.expected).abs().max().item()
         return math.inf if math.isnan(error) else error
 

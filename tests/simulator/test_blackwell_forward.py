@@ -21,7 +21,7 @@ SAMPLES = {
     "edges": 1,
     "sequences": 1,
 }
-"""By group, how many calls a run makes: as many as take a minute in all."""
+"""Calls that a run makes of each group: as many as take a minute in all."""
 
 
 def check(name: str, make: Maker, timings: list[tuple[str, int]]) -> None:

@@ -19,7 +19,7 @@ from fa4flex.simulator.doors.device import Gpu
 from fa4flex.variants import causal, sliding_window
 
 KEYS = 128
-"""Of a tile."""
+"""Keys per tile."""
 SCALE = 2.0**-40
 ARCHS = ("sm_90a", "sm_100a")
 MASKS: dict[str, Any] = {

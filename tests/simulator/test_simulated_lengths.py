@@ -80,7 +80,7 @@ def drawn(kind: str, width: Width, spans: Spans) -> tuple[list[Tensor], Tensor, 
 
 
 def gradients(name: str, qkv: list[Tensor], upstream: tuple[Tensor, Tensor], varlen: Varlen) -> list[Tensor]:
-    """Of q, k and v, and of the sinks."""
+    """Gradients of q, k and v, and of the sinks."""
     inputs = [x.detach().requires_grad_() for x in qkv]
     out, lse = fa4flex.compile(**COMPOSED[name])(*inputs, varlen=varlen, return_lse=True)
     inputs += [SINKS] * (name == "sinks")

@@ -66,7 +66,7 @@ def test_packed_sequences() -> None:
 
 
 def test_each_chip_has_its_own_kernel() -> None:
-    """Of one program, called on one and then on another."""
+    """One program is called on one chip and then on another."""
     q, k, v = (torch.randn(1, 1, 64, 64).bfloat16() for _ in range(3))
     attn, found = fa4flex.compile(mask=causal), []
     for arch in ("sm_90a", "sm_100a", "sm_90a"):
