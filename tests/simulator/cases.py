@@ -44,7 +44,7 @@ class Captured:
         return program_of(self.launch.ptx, self.launch.kernel)
 
     def run(self, timing: str, seed: int, program: Program | None = None) -> Result:
-        """Once more, into poisoned outputs."""
+        """Runs the launch once more, into poisoned outputs."""
         self.out.fill_(math.nan)
         at = self.launch
         shape = Shape(at.grid, at.block, at.cluster, at.shared_bytes)
@@ -52,7 +52,7 @@ class Captured:
         return execute(module, program or self.program, shape, at.params, None, Timing(timing, seed))
 
     def draw(self) -> None:
-        """Other inputs."""
+        """Draws other inputs."""
         for x in (self.q, self.k, self.v):
             x.normal_()
 

@@ -25,7 +25,7 @@ SAMPLES = {
 
 
 def check(name: str, make: Maker, timings: list[tuple[str, int]]) -> None:
-    """What a failure says repeats it: `pytest --seed` draws the same call, tensors and timings."""
+    """Checks one call; a failure's seed repeats it: call, tensors and timings."""
     call, first = make(), None
     for timing, seed in timings:
         print(f"{name}: {timing} {seed}")

@@ -48,7 +48,7 @@ def judge(
     got: list[Tensor],
     given: tuple[tuple[Tensor, ...], Tensor, Tensor],
 ) -> None:
-    """At most twice the error of the same maths in PyTorch, in the tensors' own dtype."""
+    """Asserts at most twice the error of the same maths in PyTorch, in the tensors' own dtype."""
     (q, k, v), *upstream = given
 
     def plain(*qkv: Tensor, return_lse: bool) -> tuple[Tensor, Tensor]:

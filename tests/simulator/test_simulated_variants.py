@@ -29,7 +29,7 @@ COMPOSED = {
 
 
 def attend(attn: fa4flex.Attention, *qkv: torch.Tensor) -> torch.Tensor:
-    """On the simulated GPU, under a random timing; nothing may be found."""
+    """Runs on the simulated GPU, under a random timing; nothing may be found."""
     timing, seed = random.choice([("eager", 0), ("late", 1), ("random", random.randrange(99))])
     with torch.no_grad(), fa4flex.simulator.device("sm_90a", seed, timing) as gpu:
         out = attn(*qkv)
