@@ -30,7 +30,7 @@ def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 
 
 def mods(n: int) -> dict[str, tuple[tuple[int, ...], Callable[[Tensor], Mod]]]:
-    """By name, the captured tensor's shape and the score mod that reads it."""
+    """Shape of the captured tensor and the score mod that reads it, by name."""
     distance = torch.arange(n, device="cuda").clamp(min=1).float()
     far = 16 + (torch.log(distance / 16) / torch.log(torch.tensor(8.0)) * 16).clamp(0, 15)
     bucket = torch.where(distance < 16, torch.arange(n, device="cuda"), far.long()).to(torch.int32)

@@ -57,7 +57,7 @@ def fma(a: Array, b: Array, c: Array) -> Array:
 
 
 def exp2(x: Array, coefficients: Sequence[float]) -> Array:
-    """What `exp2_pair` computes, for fp32 x < 128 that are no NaN."""
+    """Result of `exp2_pair` to the bit, for fp32 x < 128 that are no NaN."""
     x = np.maximum(x, np.float32(LOWEST))
     # x + WHOLE, rounded down: from 2^23 to 2^24 the fp32 numbers are the integers
     shifted = (np.floor(x.astype(np.float64)) + WHOLE).astype(np.float32)
@@ -79,11 +79,11 @@ def to_bfloat16(x: Array) -> Array:
 # --- coefficients -------------------------------------------------------------------------------------------
 
 _F = (1 - np.cos(np.linspace(0, np.pi, 20_001)[1:])) / 2
-"""Where fits are made: in (0, 1], denser at the ends, where a minimax error turns faster."""
+"""Points of fits in (0, 1], denser at the ends, where a minimax error turns faster."""
 
 
 def relative_error(coefficients: Sequence[float], f: Array) -> Array:
-    """Of the polynomial in exact arithmetic (fp64)."""
+    """Relative errors of the polynomial against 2^f, in exact arithmetic (fp64)."""
     return np.asarray(np.polyval(coefficients[::-1], f) / np.exp2(f) - 1)
 
 

@@ -32,8 +32,8 @@ ALPHABET = "0123456789+=;"
 HEADS, HEAD_DIM, LAYERS = 4, 64, 2
 CAP = 20.0
 RATE, WARM_STEPS = 3e-4, 20
-"""And gradients are clipped: where training is not stable, at 1e-3 without either, curves of dense attention
-itself part by 0.3 when it rounds to bfloat16."""
+"""Learning rate and warm-up steps. Gradients are clipped, too: where training is not stable, at 1e-3 without
+either, curves of dense attention itself part by 0.3 when it rounds to bfloat16."""
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """q, k, v [B, H, S, D] and the bias [H, 2 W - 1] -> [B, H, S, D]."""
 
@@ -139,7 +139,7 @@ def by_flex(sizes: Sizes, ids: Tensor, bias: Tensor, dtype: torch.dtype) -> Atte
 
 
 def by_hand(sizes: Sizes, ids: Tensor, bias: Tensor, dtype: torch.dtype) -> Attend:
-    """Dense, as the formulas stand; `dtype` is that of products."""
+    """Dense attention as the formulas stand; `dtype` is that of products."""
     places = torch.arange(sizes.length, device=ids.device)
     behind, far = places[:, None] - places, sizes.window - 1
 
@@ -155,7 +155,7 @@ def by_hand(sizes: Sizes, ids: Tensor, bias: Tensor, dtype: torch.dtype) -> Atte
 
 
 KINDS = {"float32": by_hand, "fa4flex": by_fa4flex, "flex_attention": by_flex, "dense": by_hand}
-"""All but the first in bfloat16 on a GPU."""
+"""Implementations by name; all but the first run in bfloat16 on a GPU."""
 
 
 # --- training ---------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ EXPECTED = {
 
 
 class UnknownTests(Exception):
-    """A file of tests that has not what is to be replaced."""
+    """A test file lacks what is to be replaced."""
 
 
 class _OnCpu(ast.NodeTransformer):

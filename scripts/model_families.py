@@ -173,7 +173,7 @@ def chunks(call: Call) -> Results:
 
 @column("decoder seq2seq prefix")
 def generate(call: Call) -> Results:
-    """Greedy, with a static cache and left padding."""
+    """Greedy generation with a static cache and left padding."""
     inputs, padded = dict(call.inputs), call.family.kind == "decoder"
     if padded:
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])

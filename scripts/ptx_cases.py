@@ -22,7 +22,7 @@ SOME: dict[str, tuple[Width, ...]] = {
     "forward": ((64, 64), (128, 128)),
     "backward": ((64, 64), (128, 128), (192, 128)),
 }
-"""Widths by pass, one of each kind of pipeline."""
+"""Head widths by pass, one for each kind of pipeline."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ DRAWS = PLAIN | OTHER | LEARNED
 RAGGED = (
     "plain", "causal", "alibi", "softcap 2", "document 2", "learned_bias", "gpt_oss_sinks", "bigbird",
 )  # fmt: skip
-"""One of each kind of code, as cuda_cases.FEW."""
+"""Compositions for ragged batches, one for each kind of code, as cuda_cases.FEW."""
 
 # --- how they are called ----------------------------------------------------------------------------------
 
@@ -173,7 +173,7 @@ def _backward() -> Chosen:
 
 @cache
 def cases() -> dict[str, Case]:
-    """All of them by name."""
+    """All cases by name."""
     found: dict[str, Case] = {}
     for direction, chosen in zip(PASSES, (_forward, _backward), strict=True):
         for (*which, kind), chip in product(chosen(), CHIPS):

@@ -68,7 +68,7 @@ class Kernel:
 
 
 def compiled(program: Program) -> tuple[Kernel, ...]:
-    """Its kernels, in the order in which they are launched."""
+    """Kernels of a program, in the order in which they are launched."""
     launches: list[Launch] = []
     with tempfile.TemporaryDirectory(prefix="fa4flex-") as folder, without_collector(), _to_ptx(launches):
         options = f"--enable-tvm-ffi --gpu-arch {program.arch} --keep-ptx --dump-dir={folder}"
@@ -106,7 +106,7 @@ ASSEMBLED, NOT_ASSEMBLED = "cubin-format=bin", "cubin-format=isa"
 
 @contextlib.contextmanager
 def _to_ptx(launches: list[Launch]) -> Iterator[None]:
-    """Within, the compiler stops at PTX, which saves what its assembler takes, and notes all launches."""
+    """Makes the compiler stop at PTX, which saves the time of its assembler, and collects all launches."""
     from cutlass.base_dsl.compiler import Compiler
 
     whole: Any = Compiler.compile

@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def differences(before: str, after: str) -> Iterator[str]:
-    """In words, line by line."""
+    """Differences between two records, a line for each kernel."""
     old, new = (dict(_named(text)) for text in (before, after))
     for name in sorted(old.keys() | new.keys()):
         if name not in new:
@@ -159,7 +159,7 @@ def chosen(workers: Workers, given: argparse.Namespace) -> list[str]:
 
 
 def results(workers: Workers, wanted: Sequence[str]) -> tuple[dict[str, Kernels], int]:
-    """By case; and of how many programs."""
+    """Kernels of each case, and the number of distinct programs."""
     failed: dict[str, Kernels] = {}
     keys: dict[str, str] = {}
     programs: dict[str, bytes] = {}
@@ -208,14 +208,14 @@ def say(text: str) -> None:
 
 
 def names(_: None) -> list[tuple[str, str, str]]:
-    """Of all cases, with their chip and pass."""
+    """Names of all cases, with their chip and pass."""
     from ptx_cases import cases
 
     return [(name, case.chip, case.direction) for name, case in cases().items()]
 
 
 def plan(part: Sequence[str]) -> dict[str, tuple[str, bytes] | Failed]:
-    """By case, the key of its program, and the program."""
+    """Program of each case, pickled, after its key."""
     from ptx_cases import cases
     from ptx_compile import PASSES
 

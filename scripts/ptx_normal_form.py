@@ -25,7 +25,7 @@ NUMBERED = re.compile(r"(\$L__BB|__local_depot)\d+")
 
 
 def kernels(ptx: str) -> dict[str, str]:
-    """By symbol, the text of each kernel with what it names of the file, in the order of the file."""
+    """Text of each kernel with all in the file that it refers to, by symbol in the order of the file."""
     for pattern in WITHOUT_MEANING:
         ptx = pattern.sub("", ptx)
     header, items = [], {}

@@ -51,7 +51,7 @@ def replace_between(text: str, which: str, body: str) -> str:
 
 
 def sections(folder: Path) -> dict[str, str]:
-    """By pass, a heading line and a table for each suite that was measured."""
+    """Section of each pass: a heading line and a table for each suite that was measured."""
     found = {}
     for which, tables in TABLES.items():
         suites = {
@@ -120,7 +120,7 @@ def _ratios(row: Row) -> list[str]:
 
 
 def ordered(data: Row) -> str:
-    """Speeds, where rows with ordered sums are a peer of those without."""
+    """Table of speeds where rows with ordered sums are a peer of those without."""
     rows = {row["row"]: row for row in data["rows"]}
     plain = [row for name, row in rows.items() if not name.endswith(ORDERED)]
     for row in plain:
@@ -132,7 +132,7 @@ def ordered(data: Row) -> str:
 
 
 def costs(data: Row) -> str:
-    """Time over that of the same mask without a score mod."""
+    """Table of times over those of the same mask without a score mod."""
     said = "cost over "
     found = (
         [row["row"], verdict["says"].removeprefix(said), f"{verdict['value']:+.1%}"]

@@ -41,7 +41,7 @@ def planned(d: int, dv: int, **more: Any) -> BlackwellPlan:
 
 
 def every_plan() -> Iterator[BlackwellPlan]:
-    """Of all supported widths, lengths and masks; equal pipelines may come more than once."""
+    """Plans of all supported widths, lengths and masks; equal pipelines may come more than once."""
     forms = (("dense", "none"), ("dense", "tables"), ("packed", "spans"), ("used", "none"))
     for (d, dv), (lengths, mask_form), few in product(WIDTHS, forms, (False, True)):
         yield planned(d, dv, lengths=lengths, mask_form=mask_form, few_queries=few)
@@ -54,13 +54,13 @@ def sound(
     columns: Columns | None = None,
     asked: bool = False,
 ) -> Topology:
-    """`dynamic`: with a counter; `asked`: with the hardware's answers."""
+    """Forward kernel's topology. `dynamic`: work tiles come from a counter; `asked`: from launch control."""
     handed: Handed = "answer" if asked else "number" if dynamic else ""
     return forward_topology(tiles, columns or lay_out_columns(tiles, SM100A), handed, ragged)
 
 
 def fault_of(pipeline: Topology, *works: list[int]) -> str:
-    """What the simulation says, or ""."""
+    """Error of the simulation, or ""."""
     for work in works or ([4, 1, 3], [1, 4, 1, 3], [1]):
         try:
             simulate(pipeline, work, round_robin())
@@ -70,7 +70,7 @@ def fault_of(pipeline: Topology, *works: list[int]) -> str:
 
 
 def fails_check(pipeline: Topology) -> str:
-    """What its sums say, or ""."""
+    """Error of the topology's own check, which counts arrivals, or ""."""
     try:
         pipeline.check()
     except PlanError as error:
@@ -79,7 +79,7 @@ def fails_check(pipeline: Topology) -> str:
 
 
 def broken(pipeline: Topology, *works: list[int]) -> str:
-    """What its sums or the simulation say, or ""."""
+    """Error of the topology's check or of the simulation, or ""."""
     return fails_check(pipeline) or fault_of(pipeline, *works)
 
 
@@ -91,8 +91,8 @@ def edges(run: Trace) -> set[tuple[str, str]]:
 
 
 def ordered(run: Trace, before: str, after: str) -> bool:
-    """Whether a chain of hand-overs leads from every step of these words to every one of those: warp by warp
-    where both are a warpgroup's."""
+    """True if every step whose name ends with `before` comes before every one that ends with `after`: warp by
+    warp where both are a warpgroup's."""
     firsts, seconds = (
         [(i, step.warp) for i, step in enumerate(run.steps) if str(step).endswith(words)]
         for words in (before, after)
@@ -120,7 +120,7 @@ def with_barrier(pipeline: Topology, name: str, arrivals: int) -> Topology:
 
 
 def dropped(pipeline: Topology, *but: str) -> Iterator[tuple[Event, str, Topology]]:
-    """Each event of its roles, but those named; where it is; and the pipeline without it."""
+    """Each event of the roles other than `but`, where it is, and the pipeline without it."""
     for role in pipeline.roles:
         if role.name in but:
             continue
@@ -131,7 +131,7 @@ def dropped(pipeline: Topology, *but: str) -> Iterator[tuple[Event, str, Topolog
 
 
 def wrong_counts(pipeline: Topology) -> list[Topology]:
-    """With one arrival more, or less, at each barrier."""
+    """Pipelines with one arrival more, or less, at one of the barriers."""
     wrong = [with_barrier(pipeline, b.name, b.arrivals + m) for b in pipeline.mbarriers for m in (-1, 1)]
     for ring, more in product(pipeline.rings, (-1, 1)):
         wrong.append(with_ring(pipeline, ring.name, full_arrivals=ring.full_arrivals + more))
@@ -141,13 +141,13 @@ def wrong_counts(pipeline: Topology) -> list[Topology]:
 
 
 def with_columns(columns: Columns, name: str, first: int) -> Columns:
-    """One range elsewhere."""
+    """Tensor memory columns with one range elsewhere."""
     ranges = tuple(replace(r, first=first) if r.name == name else r for r in columns.ranges)
     return replace(columns, ranges=ranges)
 
 
 def refuses_columns(plan: BlackwellBackwardPlan, moved: str, to: str) -> None:
-    """PlanError is raised where one range is put over another."""
+    """Asserts that PlanError is raised where one range of columns is put over another."""
     first = next(r.first for r in plan.columns.ranges if r.name == to)
     columns = with_columns(plan.columns, moved, first)
     with pytest.raises(PlanError, match=r"while|live at once|nobody has read|before it is there"):

@@ -32,7 +32,7 @@ def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def scored(mod: Callable[..., Any], *leaves: Tensor, mask: Any = causal) -> tuple[dict[str, Any], Leaves]:
-    """`mod` takes the leaves after the indices."""
+    """Composition of a score mod that takes the leaves after the indices, and the leaves."""
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return mod(score, b, h, q_idx, kv_idx, *leaves)
@@ -122,13 +122,13 @@ CASES: dict[str, Make] = {
 def gradients(
     forward: Callable[..., Any], qkv: Sequence[Tensor], leaves: Leaves, upstream: tuple[Tensor, Tensor]
 ) -> list[Tensor]:
-    """Of q, k, v and the leaves, through the output and the log-sum-exp of rows that see something."""
+    """Gradients of q, k, v and leaves, through the output and the log-sum-exp of rows that see something."""
     inputs = [x.detach().requires_grad_() for x in qkv]
     out, lse = forward(*inputs)
     dout, dlse = upstream
     seen = torch.where(lse == -math.inf, 0.0, lse)
     total = (out * dout.to(out.dtype)).sum() + (seen * dlse.to(lse.dtype)).sum()
-    # Of a mask that hides every pair, gradients are zeros, not an error.
+    # Under a mask that hides every pair, gradients are zeros, not an error.
     return list(torch.autograd.grad(total, [*inputs, *leaves], materialize_grads=True))
 
 
@@ -154,10 +154,10 @@ def plain(composition: dict[str, Any], q: Tensor, k: Tensor, v: Tensor) -> tuple
 
 
 DRAWS, MORE = 3, 6
-"""Of which plain PyTorch's worst error is taken. One compares luck: whether the largest element happens to be
-near a number of 16 bits."""
+"""Numbers of draws over which plain PyTorch's worst error is taken. A single draw compares luck: whether the
+largest element happens to be near a number of 16 bits."""
 FEW = 64
-"""Of so few numbers, each a sum over pairs, errors may cancel in a draw: MORE are taken."""
+"""Most elements for which MORE draws are taken: in one draw, errors of so few sums over pairs may cancel."""
 
 
 def over_draws(

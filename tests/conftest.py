@@ -1,4 +1,4 @@
-"""One seed and a time limit for every test, and golden files; see tests/README.md."""
+"""One seed and a time limit for every test, slow tests by name, golden files; see tests/README.md."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import re
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,6 +26,9 @@ TIME_LIMIT, EXHAUSTIVE_LIMIT = 300.0, 3600.0
 
 GRACE = 60.0
 """Seconds after its limit that a test, which waits where no Python code runs, has before the process ends."""
+
+SLOW = 10.0
+"""Seconds of process time from which a test is listed at the end of a run, unless it is marked slow."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -58,8 +61,12 @@ def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    with time_limit(item):
-        return (yield)
+    start = process_time()
+    try:
+        with time_limit(item):
+            return (yield)
+    finally:
+        item.stash[_TAKEN] = process_time() - start
 
 
 @pytest.hookimpl(wrapper=True)
@@ -103,6 +110,38 @@ def time_limit(item: pytest.Item) -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+# --- slow tests -------------------------------------------------------------------------------------------
+
+_TAKEN = pytest.StashKey[float]()
+
+
+def process_time() -> float:
+    """CPU seconds of this process and of the children it has waited for; load on the machine adds none."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Reports of slow tests without the mark say how slow, also those that a worker sends."""
+    report = yield
+    seconds = item.stash.get(_TAKEN, 0.0) if call.when == "call" else 0.0
+    if seconds > SLOW and not any(item.get_closest_marker(name) for name in ("slow", "exhaustive")):
+        report.unmarked_seconds = seconds
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    reports = [x for found in ("passed", "failed", "xfailed") for x in terminalreporter.stats.get(found, ())]
+    slow = {x.nodeid: x.unmarked_seconds for x in reports if hasattr(x, "unmarked_seconds")}
+    if slow:
+        terminalreporter.section("slow tests without the mark")
+        for name in sorted(slow, key=slow.__getitem__, reverse=True):
+            terminalreporter.write_line(f"{slow[name]:6.1f} s of process time: {name}")
 
 
 # --- seeds and golden files -------------------------------------------------------------------------------

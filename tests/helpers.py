@@ -18,11 +18,11 @@ SMS = 3
 """Multiprocessors that simulated GPUs are said to have: so few that persistent blocks take several tiles."""
 
 Width = int | tuple[int, int]
-"""Of heads: of q, k and v; or of q and k, and of v."""
+"""Head width of q, k and v; or of q and k, and of v."""
 
 
 def widths(width: Width) -> tuple[int, int]:
-    """Of q and k, and of v."""
+    """Head widths of q and k, and of v."""
     return width if isinstance(width, tuple) else (width, width)
 
 
@@ -63,12 +63,12 @@ def worst(got: Tensor, want: Tensor) -> tuple[float, float]:
 
 
 DRAWS = 7
-"""What no_worse wants: of three, one comparison in 9,000 fails by luck; of seven, none in 500,000 that were
-drawn anew."""
+"""Number of draws that no_worse needs: of three, one comparison in 9,000 fails by luck; of seven, none in
+500,000 that were drawn anew."""
 
 
 def no_worse(ours: Sequence[Sequence[float]], plain: Sequence[Sequence[float]]) -> None:
-    """Worst errors per draw: typically at most twice plain PyTorch's, and never 4 times its worst."""
+    """Asserts worst errors per draw of typically at most twice plain PyTorch's, never 4 times its worst."""
     # One draw compares luck: the worst of 50,000 elements varies threefold from draw to draw, in both alike.
     for what, (errors, allowed) in enumerate(zip(zip(*ours), zip(*plain), strict=True)):
         assert median(errors) <= 2 * median(allowed), f"{what}: typically {errors}, plain PyTorch {allowed}"
@@ -76,7 +76,7 @@ def no_worse(ours: Sequence[Sequence[float]], plain: Sequence[Sequence[float]]) 
 
 
 def close(got: Tensor, want: Tensor, tolerance: float = 1e-10) -> bool:
-    """Equal infinities, no NaN, and elsewhere within `tolerance` of the largest value."""
+    """True for equal infinities, no NaN, and elsewhere within `tolerance` of the largest value."""
     if got.shape != want.shape or got.isnan().any() or not torch.equal(got.isinf(), want.isinf()):
         return False
     finite = ~want.isinf()
@@ -93,7 +93,7 @@ def gradients(
 
 
 def agree(found: Sequence[Tensor], truth: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-    """Float64 results, and their gradients by `inputs`, are those of the oracle."""
+    """Asserts that float64 results, and their gradients by `inputs`, are those of the oracle."""
     upstream = [torch.randn_like(t) for t in truth]
     got = [*found, *gradients(found, inputs, upstream)]
     want = [*truth, *gradients(truth, inputs, upstream)]

@@ -80,7 +80,7 @@ def fake(dtype: Any, rank: int, even_rows: bool = False) -> Any:
 
 
 def rates(pointwise: Pointwise, at: At) -> At:
-    """`at` with what the slower hooks of a pointwise function return there."""
+    """`at` with the values that the row, column, diagonal and pair hooks of a function return there."""
     blind = at.but(score=None)
     found = {
         name: hook(blind)

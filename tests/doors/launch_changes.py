@@ -23,7 +23,7 @@ S, HEADS = 300, 4
 
 
 def recording(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    """What is compiled and launched, forward and backward, from now on."""
+    """Recorder of compilations and launches, forward and backward, from now on."""
     recorder, zeros = Recorder(), torch.zeros(2, dtype=torch.int32)
     monkeypatch.setattr(lower_module, "compile_kernel", recorder.compile)
     for module in (ready_module, backward_module, again_module):
@@ -125,7 +125,7 @@ RESULTS = (3, 4, 5)
 
 
 Place = tuple[int, ...]
-"""Where a component stands in a key: positions in it, in a part of it, and so on."""
+"""Position of a component in a key: an index into it, into that part of it, and so on."""
 
 
 def _parts(key: Any) -> tuple[Any, ...]:
@@ -136,7 +136,7 @@ def _parts(key: Any) -> tuple[Any, ...]:
 
 
 def components(key: Any) -> dict[Place, Any]:
-    """A key with what tensors look like taken apart."""
+    """Components of a key by position; descriptions of tensors are taken apart, too."""
     parts = enumerate(_parts(key))
     found = {(i, *place): x for i, part in parts for place, x in components(part).items()}
     return found or {(): key}

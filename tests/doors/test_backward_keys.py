@@ -76,7 +76,7 @@ BACKWARD: dict[str, Callable[[Step], Step]] = {
     "needs both, the other way round": lambda x: (*x[:2], (1, 0)),
 }
 FOUND = tuple(range(7, 13))
-"""What a backward pass computes, and memory for it; gradients of captured tensors are at SUMS."""
+"""Positions of the results and workspaces among the arguments; gradients of captured tensors are at SUMS."""
 SUMS = 22
 
 
@@ -108,7 +108,7 @@ def test_each_component_leads_to_another_backward_pass(recorder: Recorder, name:
 
 
 class Keys:
-    """In place of what an engine keeps: the keys that are asked for."""
+    """Stand-in for an engine's cache of backward launches: collects the keys that are asked for."""
 
     def __init__(self) -> None:
         self.asked: list[Any] = []

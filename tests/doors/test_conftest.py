@@ -1,7 +1,8 @@
-"""Seeds and time limits of tests, in a pytest of their own."""
+"""Seeds, time limits and durations of tests, in a pytest of their own."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,54 @@ def test_limits_by_marker(tests: pytest.Pytester) -> None:
     )
     tests.makeini("[pytest]\nmarkers = exhaustive")
     tests.runpytest_subprocess(timeout=90).assert_outcomes(passed=3)
+
+
+def test_slow_tests_without_a_mark_are_listed(tests: pytest.Pytester, pytestconfig: pytest.Config) -> None:
+    """Process time counts, that of children too, and no time of waiting; reports keep it between workers."""
+    tests.makepyfile(
+        """
+        import subprocess, sys, time, conftest, pytest
+        conftest.SLOW = 0.1
+
+        def test_that_computes():
+            end = time.process_time() + 0.2
+            while time.process_time() < end:
+                pass
+
+        def test_of_a_child():
+            program = "import time\\nwhile time.process_time() < 0.2: pass"
+            subprocess.run([sys.executable, "-c", program], check=True)
+
+        def test_that_waits():
+            time.sleep(0.2)
+
+        @pytest.mark.slow
+        def test_with_the_mark():
+            test_that_computes()
+
+        @pytest.mark.exhaustive
+        def test_of_all_cases():
+            test_that_computes()
+
+        def test_that_fails():
+            test_that_computes()
+            assert False
+        """
+    )
+    tests.makeini("[pytest]\nmarkers =\n    slow\n    exhaustive")
+    # in this process: importing torch again takes seconds; without a limit: this test has the only alarm
+    found = tests.runpytest_inprocess("--time-limit", "0")
+    found.assert_outcomes(passed=5, failed=1)
+    listed = [line.split() for line in found.outlines if "s of process time: " in line]
+    assert all(0.1 < float(line[0]) < 2.0 for line in listed)
+    names = [line[-1].split("::")[1] for line in listed]
+    assert sorted(names) == ["test_of_a_child", "test_that_computes", "test_that_fails"]
+    hooks, sent = pytestconfig.hook, []
+    for report in found.reprec.getreports("pytest_runtest_logreport"):  # type: ignore[attr-defined]
+        data = json.dumps(hooks.pytest_report_to_serializable(config=pytestconfig, report=report))
+        sent.append(hooks.pytest_report_from_serializable(config=pytestconfig, data=json.loads(data)))
+    slow = [x for x in sent if hasattr(x, "unmarked_seconds")]
+    assert sorted(x.nodeid.split("::")[1] for x in slow) == sorted(names)
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ LENGTH = 300
 
 
 class Copies:
-    """In place of the copy to the host: which tensors were copied."""
+    """Stand-in for the copy to the host: lists the tensors that were copied."""
 
     def __init__(self) -> None:
         self.of: list[Tensor] = []
@@ -99,7 +99,7 @@ def rows(ids: Tensor, window: int) -> tuple[Tensor, Tensor]:
 
 
 def test_a_change_is_copied_once_for_all_that_capture_it(copies: Copies, recorder: Recorder) -> None:
-    """By two programs, forward and backward; the bias, which changes too, decides nothing."""
+    """Two programs capture it, forward and backward; the bias, which changes too, decides nothing."""
     ids, bias = drawn(), torch.zeros(4, 127, requires_grad=True)
     programs = [
         fa4flex.compile(score_mod=learned_bias(bias) >> softcap(9.0), mask=causal & document(ids)),

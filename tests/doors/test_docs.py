@@ -61,7 +61,8 @@ def test_every_field_of_an_operation_is_documented() -> None:
 def test_docstrings_begin_with_what_a_thing_is() -> None:
     """A reader who knows the field takes "Of a CTA." for a piece of a sentence."""
     found = []
-    for path in sorted((ROOT / "fa4flex").rglob("*.py")):
+    folders = ("fa4flex", "scripts", "benchmarks", "examples", "tests")
+    for path in sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
                 continue

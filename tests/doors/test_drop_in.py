@@ -192,7 +192,7 @@ def test_autocast_casts_as_torch_does(
 
 @pytest.mark.parametrize("where", ["eager", "aot_eager", "backend eager"])
 def test_autocast_reaches_compiled_variants_and_their_gradients(where: str) -> None:
-    """As scaled_dot_product_attention: bfloat16 inside, float32 gradients; scores and sums stay float32."""
+    """Autocast acts as on scaled_dot_product_attention: bfloat16 inside; gradients, scores, sums float32."""
     bias = torch.randn(2, requires_grad=True)
     attn = fa4flex.compile(lambda s, b, h, q, kv: s + bias[h] * torch.exp(0.01 * (q - kv)), causal)
     given = qkv(grad=True)

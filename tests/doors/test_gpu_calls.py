@@ -45,8 +45,8 @@ CPU = torch.device("cpu")
 
 
 def classes(mask: Expr, shape: Shape, captured: Captured, tile: tuple[int, int], b: int, h: int) -> Tensor:
-    """By looking at every pair: 0 empty, 1 partial, 2 full. A last tile that passes the end of the keys is
-    never full: kernels do not look at the end in full tiles."""
+    """Classes of tiles, from a look at every pair: 0 empty, 1 partial, 2 full. A last tile that passes the
+    end of the keys is never full: kernels do not look at the end in full tiles."""
     symbols: dict[str, Any] = {"b": b, "h": h, "q_len": shape.q_len, "kv_len": shape.kv_len}
     symbols |= {"q": torch.arange(shape.q_len).view(-1, 1), "kv": torch.arange(shape.kv_len)}
     (value,) = evaluate([mask], symbols | {"num_heads": shape.heads}, captured)
@@ -93,7 +93,7 @@ MASKS = {
 
 
 def operands() -> Captured:
-    """A dense table, documents of each batch entry, lengths of prefixes."""
+    """Captured tensors: a dense table, documents of each batch entry, lengths of prefixes."""
     ids = torch.randint(0, 5, (3, 60)).sort(-1).values
     return Captured((torch.rand(3, 2, 50, 60) < 0.95, ids.to(torch.int32), torch.randint(0, 30, (3,))))
 
@@ -148,7 +148,7 @@ def test_turns_count_the_later_tiles_of_keys(name: str) -> None:
 
 
 class Recorder:
-    """In place of a compiled kernel: which problems were compiled, and what they were launched with."""
+    """Stand-in for compiled kernels: lists the problems that were compiled, and the arguments of launches."""
 
     def __init__(self) -> None:
         self.problems: list[Problem] = []

@@ -51,7 +51,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
 def allowed(
     mask: Expr, spans: Any, shape: Shape, captured: Captured, b: int, h: int
 ) -> tuple[Tensor, Tensor]:
-    """Pairs by the mask itself, and by the intervals."""
+    """Allowed pairs by the mask itself, and by the key intervals."""
     at: dict[str, Any] = {"b": b, "h": h, "q_len": shape.q_len, "kv_len": shape.kv_len, "num_heads": 4}
     at |= {"q": torch.arange(shape.q_len).view(-1, 1), "kv": torch.arange(shape.kv_len)}
     (pairs,) = evaluate([mask], at, captured)

@@ -164,12 +164,12 @@ SCENARIOS: dict[str, Callable[[], Iterator[Step]]] = {
 
 @pytest.fixture(autouse=True)
 def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Traces of other tests are of no use here, nor these in others."""
+    """An empty store of traces, so that no test finds those of another."""
     monkeypatch.setattr(build, "_kept", type(build._kept)())
 
 
 def right(scenario: Callable[[], Iterator[Step]]) -> bool:
-    """Whether each step gives what the dense formula gives."""
+    """True if each step gives what the dense formula gives."""
     given = qkv()
     for score, mask, bias, allowed in scenario():
         try:

@@ -124,7 +124,7 @@ TABLES = {"dense": (dense, DENSE), "used": (used, USED), "packed": (packed, PACK
 
 
 LENGTHS = 1
-"""Where lengths stand in a key."""
+"""Position of the lengths in a key."""
 
 
 @pytest.mark.parametrize("kind", TABLES)
@@ -185,7 +185,7 @@ def test_a_number_that_equals_another_is_another(recorder: Recorder) -> None:
 
 
 def pairs_of(x: Tensor) -> bool:
-    """By addresses: elements 2 i and 2 i + 1 of every row are next to each other, in one aligned word."""
+    """True if, by addresses, elements 2 i and 2 i + 1 of every row are neighbours in one aligned word."""
     size, places = x.element_size(), torch.arange(x.untyped_storage().nbytes() // x.element_size())
     if x.ndim == 0:
         return False
@@ -211,7 +211,7 @@ READ: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def reading(table: Tensor) -> fa4flex.Attention:
-    """Of a table of 0, 1 or 3 dimensions."""
+    """Variant that reads a table of 0, 1 or 3 dimensions."""
 
     def mod(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
         index: tuple[Any, ...] = {0: (), 1: (kv % 8,), 3: (h, q % 6, kv % 8)}[table.ndim]

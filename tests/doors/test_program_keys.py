@@ -185,7 +185,7 @@ def made(mask: Expr, shape: Shape, captured: Captured) -> tuple[Tensor, ...]:
 
 
 def fresh(mask: Expr, shape: Shape, captured: Captured) -> tuple[Tensor, ...]:
-    """Without what is kept."""
+    """Tables made anew: clones of the tensors are not those that the cache knows."""
     copies = Captured(tuple(x.clone() for x in captured.operands), captured.scalars)
     return made(mask, shape, copies)
 
@@ -231,7 +231,7 @@ def test_tables_follow_contents() -> None:
 
 
 def test_another_device_has_tables_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As far as a machine without one can tell: they are made again."""
+    """Tables are made again for another device, as far as a machine without one can tell."""
     calls = []
     monkeypatch.setattr(
         contents_module, "upload", lambda tables, device: calls.append(device) or list(tables)
@@ -247,7 +247,7 @@ def test_another_device_has_tables_of_its_own(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("least", (1, 99, 299, 300, 1 << 20))
 def test_row_tables_are_the_same_at_once_and_one_by_one(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 300 rows in all; of more than AT_ONCE, one (b, h) after another."""
+    """Tables of 300 rows in all; with more than AT_ONCE, they are made for one (b, h) after another."""
     ids, shape = documents(3, 60), Shape(3, 2, 50, 60)
     monkeypatch.setattr(contents_module, "AT_ONCE", least)
     singly = []
@@ -293,7 +293,7 @@ def test_ranges_along_either_axis(axis: int, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def remembered() -> tuple[Remembered, Any, list[Tensor]]:
-    """What remembers three tables of a mask, its trace, and the two tensors that they are made of."""
+    """Cache of three tables of a mask, its trace, and the two tensors that they are made of."""
     first, second = torch.arange(1.0, 13.0), torch.arange(12) * 2
 
     def mask(b: Any, h: Any, q: Any, k: Any) -> Any:

@@ -290,7 +290,7 @@ def digest_all(out: Path, only: str, jobs: int, seed: int) -> subprocess.Complet
 @pytest.mark.slow
 @compiles
 def test_digests_repeat_in_other_processes(tmp_path: Path) -> None:
-    """Of a kernel of each chip and pass: by one worker after each other, and by one worker each."""
+    """Kernels of both chips and both passes: one worker digests them in turn, then a worker each."""
     forward, backward = "sm_90a forward causal d64 dense", "sm_100a backward plain d64 dense"
     refused = "sm_100a forward causal d192 dense"
     before, after = tmp_path / "before", tmp_path / "after"

@@ -62,7 +62,7 @@ def test_generated(name: str, golden: Callable[[str], None]) -> None:
 
 
 def without_places(text: str) -> str:
-    """Nor the configuration."""
+    """Source without line numbers and without the configuration."""
     without_config = re.sub(r"CONFIG = Config\(.*?\n\)\n", "", text, flags=re.DOTALL)
     return re.sub(r"(\.py):\d+", r"\1", without_config)
 

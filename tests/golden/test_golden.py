@@ -50,10 +50,10 @@ def repr_line(attn: fa4flex.Attention) -> str:
 
 
 def without_lines(listing: str) -> str:
-    """Without line numbers, which move with every edit of a variant's file."""
+    """Listing without line numbers, which move with every edit of a variant's file."""
     return re.sub(r"(\.py):\d+", r"\1", listing)
 
 
 def facts(attn: fa4flex.Attention) -> str:
-    """Without the identity, a hash."""
+    """Facts without the identity, a hash."""
     return "\n".join(line for line in attn.source("facts").splitlines() if not line.startswith("identity"))

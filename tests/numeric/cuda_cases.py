@@ -30,7 +30,7 @@ Composition = dict[str, Any]
 
 
 def device_of_tests() -> torch.device | None:
-    """None where there is nothing to test on."""
+    """Device of the GPU tests; None where there is nothing to test on."""
     forced = os.environ.get("FA4FLEX_GPU_TESTS_ON")
     if forced:
         return torch.device(forced)
@@ -202,7 +202,8 @@ FEW: dict[str, Draw] = {
     "sinks window": VARIANTS["gpt_oss_sinks"][0],
     "tables": VARIANTS["bigbird"][0],
 }
-"""One of each kind of code: no mods, spans, row terms, elementwise, ids, tables by diagonal, block tables."""
+"""Compositions, one for each kind of code: no mods, spans, row terms, elementwise, ids, tables by diagonal,
+block tables."""
 
 # --- the same maths by plain PyTorch ------------------------------------------------------------------------
 
@@ -251,7 +252,7 @@ def oracle_takes(composition: Composition) -> Composition:
 
 
 def judge(found: Sequence[Tensor], exact: Sequence[Tensor], same: Sequence[Tensor]) -> None:
-    """out and lse: at most twice plain PyTorch's error, in the worst element and in the worst row.
+    """Asserts at most twice plain PyTorch's error of out and lse, in the worst element and in the worst row.
 
     Where plain PyTorch happens to be exact, one rounding of the largest result is allowed.
     """
@@ -327,7 +328,7 @@ def check(
 # --- gradients ----------------------------------------------------------------------------------------------
 
 ROUNDING = 2.0**-9
-"""Of bfloat16, relative: what gradients may differ by where plain PyTorch happens to be exact."""
+"""Relative error of rounding to bfloat16: what gradients may have where plain PyTorch is exact by chance."""
 
 HERE: AbstractContextManager[Any] = contextlib.nullcontext()
 
@@ -338,8 +339,9 @@ def gradients(
     upstream: tuple[Tensor, Tensor],
     within: AbstractContextManager[Any] = HERE,
 ) -> list[Tensor]:
-    """Of q, k and v, through the output and the log-sum-exp of rows that see something. within: where the
-    backward pass is made."""
+    """Gradients of q, k and v, through the output and the log-sum-exp of rows that see something.
+
+    within: the context in which the backward pass runs."""
     inputs = [x.detach().clone().requires_grad_() for x in qkv]
     out, lse = forward(*inputs)
     dout, dlse = upstream
@@ -352,7 +354,7 @@ def gradients(
 def check_gradients(
     sizes: Sizes, composition: Composition, within: AbstractContextManager[Any] = HERE
 ) -> None:
-    """At most twice plain PyTorch's error, in the worst element and in the worst row."""
+    """Asserts at most twice plain PyTorch's error of gradients, in the worst element and in the worst row."""
     qkv = sizes.qkv()
     shape = qkv[0].shape[:3]
     upstream = torch.randn(*shape, sizes.dim_v, dtype=sizes.dtype), torch.randn(shape)

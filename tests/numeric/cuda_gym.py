@@ -15,7 +15,7 @@ Key = tuple[str, str]
 
 @lru_cache(maxsize=1)
 def instances() -> dict[Key, Any]:
-    """None where attention-gym is not installed."""
+    """Mods of attention-gym; none where it is not installed."""
     try:
         import gym
     except ImportError:
@@ -24,7 +24,7 @@ def instances() -> dict[Key, Any]:
 
 
 KEYS = tuple(instances())
-"""Nothing is moved before tests run."""
+"""Keys alone: nothing is moved to a GPU before tests run."""
 
 LEARNED = tuple(key for key, x in instances().items() if x.differentiable)
 installed = pytest.mark.skipif(not KEYS, reason="attn_gym is not installed")
@@ -36,7 +36,7 @@ def sizes_of(key: Key) -> Sizes:
 
 
 def composed(key: Key) -> tuple[Composition, list[Tensor]]:
-    """And the tables that gradients can reach, which ask for none."""
+    """Composition of a mod on the device, and its tables that gradients can reach, which ask for none."""
     assert DEVICE is not None
     x = instances()[key]
     tables = [table.detach().to(DEVICE) for table in x.differentiable]

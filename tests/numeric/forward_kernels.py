@@ -28,8 +28,8 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 
 @dataclass(frozen=True)
 class Chip:
-    """What kernels are recorded for. `widths`, of q and k and of v: every tile width, and multi-head latent
-    attention's. `title` are the words with which its record begins."""
+    """Target whose kernels are recorded. `widths`, of q and k and of v: every tile width, and multi-head
+    latent attention's. `title` are the words with which its record begins."""
 
     target: Target
     widths: tuple[Width, ...]
@@ -59,11 +59,11 @@ CHIPS = {
 # --- cases --------------------------------------------------------------------------------------------------
 
 GYM_WIDTHS: dict[str, tuple[Width, ...]] = {"sm_90a": (), "sm_100a": ((128, 128),)}
-"""Compiled by `-m exhaustive` alone: variants have the same kinds of code. On Hopper two of them spill
-(docs/notes/forward_sm90.md)."""
+"""Head widths of attention-gym's mods, compiled by `-m exhaustive` alone: variants have the same kinds of
+code. On Hopper two of them spill (docs/notes/forward_sm90.md)."""
 
 EVERY_WIDTH = ("plain", "causal")
-"""Recorded at every width in each run; the others take turns."""
+"""Kinds compiled at every head width in each run; widths of the others take turns."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Case:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Of its line in the record."""
+        """Key of the case's line in the record."""
         return self.kind, self.heads
 
     @property
@@ -99,7 +99,7 @@ CASES = tuple(case for arch in CHIPS for case in _cases(arch))
 
 
 def representative(case: Case) -> bool:
-    """Every one of KINDS once, at widths in turn, and EVERY_WIDTH at all of them."""
+    """True for each of KINDS once, at widths in turn, and for EVERY_WIDTH at all of them."""
     if case.kind in GYM:
         return False
     widths = case.chip.widths
@@ -187,7 +187,7 @@ def _planned(case: Case) -> tuple[Plan, tuple[Source, Problem, Signature]]:
 
 
 def _processor_time() -> float:
-    """Of this process and those it started: what others do meanwhile does not count."""
+    """CPU seconds of this process and those it started: what others do meanwhile does not count."""
     used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(x.ru_utime + x.ru_stime for x in used)
 
@@ -206,7 +206,7 @@ def compiler() -> str:
 
 
 def _names(chip: Chip) -> tuple[str, ...]:
-    """Of the record's columns."""
+    """Names of the record's columns."""
     names = (f.name for f in fields(Row))
     return tuple(name for name in names if name != "columns" or chip.target.tensor_columns)
 

@@ -23,7 +23,7 @@ from fa4flex.runtime.cuda import backward, engine
 from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, SequenceLengths
 
 Width = tuple[int, int]
-"""Of q and k, and of v."""
+"""Head widths of q and k, and of v."""
 
 Given = tuple[Source, Problem, Signature]
 """What the compiler is given."""
@@ -32,12 +32,12 @@ Given = tuple[Source, Problem, Signature]
 
 
 def _ends(length: int) -> Tensor:
-    """Of two sequences, the first of 100 tokens at most."""
+    """cu_seqlens of two sequences, the first of 100 tokens at most."""
     return torch.tensor([0, min(100, length // 2), length], dtype=torch.int32)
 
 
 def _used(length: int) -> Tensor:
-    """Of both batch entries."""
+    """seqused of both batch entries."""
     return torch.tensor([length, 1], dtype=torch.int32)
 
 
@@ -51,7 +51,7 @@ LENGTHS: dict[str, Callable[[int, int], SequenceLengths]] = {
         _ends(q_len), _ends(kv_len), _used(q_len // 2), _used(kv_len // 2),
     ),
 }  # fmt: skip
-"""By name, from the longest query and key length of a batch of two."""
+"""Sequence lengths by name, made from the longest query and key length of a batch of two."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ KINDS: dict[str, Kind] = {
     "causal, used lengths": Kind(_CAUSAL, "used"),
     "causal, float16": Kind(_CAUSAL, sizes=Sizes(dtype=torch.float16)),
 }
-"""By name: the first composition of every variant, and what else changes the code around the hooks."""
+"""Kinds by name: the first composition of every variant, and what else changes the code around the hooks."""
 
 
 def _gym() -> dict[str, Kind]:

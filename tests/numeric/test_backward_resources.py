@@ -24,25 +24,26 @@ pytestmark = pytest.mark.skipif(
 DRAWS = {"plain": FEW["dense"], **{name: draws[0] for name, draws in VARIANTS.items()}}
 WIDTHS: tuple[Width, ...] = (32, 64, 96, 128, (160, 128), (192, 128))
 WIDE: tuple[Width, ...] = (96, (192, 128), 192, 256)
-"""Of Hopper, at which all variants are judged. At 128 masks from tables spill, and at 64, in steps of 128
-queries, they and most biases do: docs/notes/backward_sm90.md."""
+"""Head widths at which all variants are judged on Hopper. At 128 masks from tables spill, and at 64, in steps
+of 128 queries, they and most biases do: docs/notes/backward_sm90.md."""
 LIGHT = ("plain", "causal", "alibi", "softcap")
 HEAVY = tuple(name for name in DRAWS if name not in LIGHT)
 ON_HOPPER: tuple[tuple[str, Width], ...] = (
     *product(LIGHT, (128, *WIDE)),
     *product(("plain", "causal", "softcap", "graphormer"), (64,)),
 )
-"""What spills nothing there but what SPILLED allows."""
+"""Variants and head widths that spill no more on Hopper than SPILLED allows."""
 SPILLED: dict[tuple[Target, Width], int] = {
     **{(SM90A, width): 16 for width in (192, 256)},
     (SM90A, 96): 76,
     **{(SM100A, width): 64 if isinstance(width, tuple) else 32 for width in WIDTHS},
 }
-"""Bytes, stores and loads together, at most, where masks or biases are read from tables: Hopper has no
+"""Most spilled bytes, stores and loads together, where masks or biases are read from tables: Hopper has no
 register left for wide heads; on Blackwell it is what is put away once, in no loop, but for two registers of
-a neighbourhood's mask where heads are wide. LIGHT ones: none."""
+a neighbourhood's mask where heads are wide. LIGHT ones spill none."""
 PER_HEAD = {(SM100A, 128): 96}
-"""Of all, where the warps that hand on dQ put away, once per head, which tiles of queries see their keys."""
+"""Bytes that any variant may spill: once per head, the reduce warps put away which tiles of queries see their
+keys."""
 
 
 def check(name: str, width: Width, target: Target = SM100A) -> None:
@@ -98,11 +99,11 @@ def products_waited_for(cubin: bytes, entry: str) -> int:
 
 
 PAIRED = ("plain", "alibi", "causal", "prefix_lm")
-"""Whose keys meet nearly the same queries as their neighbours: pairs of CTAs are chosen for them."""
+"""Variants whose key tiles see nearly the same queries as their neighbours: CTA pairs are chosen for them."""
 
 
 def check_pair(name: str) -> None:
-    """Of the width that a pair is chosen for."""
+    """Checks the kernel of a CTA pair, at the head width for which pairs are chosen."""
     with in_pairs():
         check(name, 128)
 
@@ -124,7 +125,7 @@ def test_kernel_on_hopper(name: str, width: Width) -> None:
 
 
 def check_order(name: str, width: Width) -> None:
-    """On Hopper, whatever registers spill."""
+    """Checks that products overlap on Hopper, whatever registers spill."""
     _, (source, problem, signature) = launched_backward(Kind(DRAWS[name]), widths(width), SM90A)
     source.load()
     inspected = inspect(source, problem, signature, SM90A.name, entry="bwd_sm90kernel")

@@ -175,11 +175,11 @@ Q_LENGTHS, K_LENGTHS = (3, 0, 300, 129, 1, 257, 64), (7, 4, 128, 513, 0, 257, 1)
 Q_USED, K_USED = (2, 0, 130, 129, 0, 5, 64), (7, 0, 100, 200, 0, 1, 1)
 LONGEST = Sizes(batch=7, q_len=300, kv_len=513)
 SIDES = (0, 1, 1, 0)
-"""Of q, k, v and dout: whose lengths they have."""
+"""Sides of q, k, v and dout: 0 where they have the lengths of queries, 1 of keys."""
 
 
 def unused(rows: Sequence[Sequence[int]], used: Sequence[Sequence[int]]) -> list[Tensor]:
-    """By side, which packed rows lie past the end of what their sequence uses."""
+    """Masks, for each side, of the packed rows past the used length of their sequence."""
     every = [zip(r, u, strict=True) for r, u in zip(rows, used, strict=True)]
     return [torch.cat([torch.arange(n) >= m for n, m in pairs]) for pairs in every]
 

@@ -424,7 +424,7 @@ def test_packed_repeats_are_bit_equal(name: str) -> None:
 
 
 def test_the_default_device_may_be_the_gpu() -> None:
-    """As after torch.set_default_device("cuda"): here that is in force while compiling and calling, too."""
+    """The default device is set during compilation and calls, as after torch.set_default_device("cuda")."""
     for name in ("alibi causal", "document", "tables"):
         sizes = FEW[name].sizes(Sizes())
         composition, (q, k, v) = FEW[name].make(sizes), sizes.qkv()

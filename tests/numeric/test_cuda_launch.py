@@ -118,7 +118,7 @@ def test_captured_tensors_and_updates(default_device: bool) -> None:
 
 
 def test_a_changed_table_is_waited_for_once() -> None:
-    """By all programs that capture it and both of their passes; the copies of tables wait for nothing."""
+    """One wait serves all programs that capture it, in both passes; the copies of tables wait for nothing."""
     ids = torch.zeros(2, 512, dtype=torch.int32, device="cuda")
     bias = torch.zeros(4, 127, device="cuda", requires_grad=True)
     first = fa4flex.compile(score_mod=learned_bias(bias) >> softcap(9.0), mask=causal & document(ids))

@@ -26,7 +26,7 @@ from fa4flex.simulator import device
 
 THREADS = 128
 BOUNDS = {3: 1.72e-4, 4: 6.0e-6, 5: 3.1e-7}
-"""Of the relative error where x >= -126: twice the largest in docs/notes/exponential.md."""
+"""Bounds by degree of the relative error where x >= -126: twice the largest in docs/notes/exponential.md."""
 PUBLISHED = (1.0, 0.695146143436431884765625, 0.227564394474029541015625, 0.077119089663028717041015625)
 """FlashAttention-4's coefficients, and what a GB200 computed with them (its issue 2263)."""
 ON_GB200 = {
@@ -110,7 +110,7 @@ def same_bits(x: np.ndarray, y: np.ndarray, degree: int) -> None:
 
 
 def within_bounds(x: np.ndarray, y: np.ndarray, degree: int) -> None:
-    """Against fp64; powers of two and zeros exactly; never falling."""
+    """Checks errors against fp64, powers of two and zeros exactly, and that results never fall."""
     exact = np.exp2(x.astype(np.float64))
     error = np.abs(y[x >= -126] / exact[x >= -126] - 1).max()
     assert error <= BOUNDS[degree], f"error {error:.3e}"

@@ -26,9 +26,9 @@ from forward_kernels import (
 from fa4flex import variants
 
 MOST_SECONDS = 4.0
-"""Of a processor, from a plan to the code that is loaded."""
+"""CPU seconds that a kernel may take, from its plan to the code that is loaded."""
 TIMED = 8
-"""As many kernels are timed again: those that took longest when all were compiled."""
+"""Number of kernels that are timed again: those that took longest when all were compiled."""
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl, which exists for Linux"

@@ -34,7 +34,7 @@ GYM = {x.name: ("mask", x) for x in mask_instances(seq=96)} | {
 
 
 def plan(mask_form: str, **problem: Any) -> Any:
-    """As much of a plan as hooks depend on: by default nothing is proved about indices."""
+    """Plan with only what hooks depend on; by default nothing is proved about indices."""
     given = {
         "in_range": False,
         "wide_index": False,

@@ -22,7 +22,7 @@ LANES, Q_LEN, FIRST_ROW = 4, 40, 3
 
 @pytest.fixture(autouse=True)
 def without_assembly(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a GPU does in one instruction, and a hint to its compiler."""
+    """Plain code in place of inline PTX: of one instruction of a GPU, and of a hint to its compiler."""
 
     def with_bit(word: Any, place: int, condition: Any) -> Any:
         return select_(condition, word | bits.bit(place), word)
@@ -47,7 +47,7 @@ def visit(
 
 
 def kept(hooks: Hooks, tile_n: int) -> Any:
-    """A function of (kv_len, kv_first): bool [rows, keys], what is not -inf."""
+    """Function of (kv_len, kv_first) that returns bool [rows, keys]: scores that are not -inf."""
     compiled = cute.compile(
         visit, fake(Float32, 3), Int32(0), Int32(0), hooks, tile_n, options="--enable-tvm-ffi"
     )

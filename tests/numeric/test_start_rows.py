@@ -27,7 +27,7 @@ def without_assembly(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @cute.jit
 def started(scores: cute.Tensor, first_row: Int32, hooks: cutlass.Constexpr) -> None:
-    """scores (row, column): the first lane's."""
+    """Starts the scores (row, column) of the first lane."""
     at = At(q_len=Int32(Q_LEN), kv_len=Int32(1000))
     rows = prepare_rows(hooks, at, first_row, ROW_OFFSETS)
     fragment = Fragment(at, rows, ROW_OFFSETS, COLUMNS, first_row, Int32(0))
@@ -35,7 +35,7 @@ def started(scores: cute.Tensor, first_row: Int32, hooks: cutlass.Constexpr) -> 
 
 
 def place(at: At) -> Any:
-    """Where a load by steps would read."""
+    """Offset at which a load by steps would read."""
     return (at.offset_base + at.offset_step).to(Float32)
 
 

@@ -545,7 +545,7 @@ def test_planning_loads_neither_torch_nor_cutlass() -> None:
 
 
 def test_mask_forms_are_all_planned() -> None:
-    """That of backward passes aside."""
+    """Forward passes plan every mask form but "queries", which backward passes have."""
     given = {options.get("mask_form", "none") for _, options in VARIANTS.values()}
     assert set(get_args(MaskForm)) == given | {"queries"}
     with pytest.raises(InputError, match="in a forward pass"):

@@ -22,7 +22,7 @@ from fa4flex.kernels.dispatch import plan_backward
 
 WIDTHS = ((32, 32), (64, 64), (64, 128), (96, 96), (128, 32), (128, 128))
 STEPS = ([1], [2], [5])
-"""Tiles of queries that a block visits."""
+"""Query tiles that a CTA visits."""
 
 
 @cache

@@ -30,7 +30,7 @@ from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, SequenceLengths
 
 WIDTHS = ((64, 64), (64, 128), (128, 64), (128, 128))
 STEPS = ([1], [2], [5])
-"""Tiles of queries that a pair visits."""
+"""Query tiles that a CTA pair visits."""
 
 
 @cache
@@ -156,7 +156,7 @@ def test_a_pair_is_chosen_where_it_pays() -> None:
 
 
 def test_how_many_keys_a_sequence_has() -> None:
-    """As far as shapes tell: they decide what is launched, and lengths change under graphs."""
+    """Shapes alone tell how many: they decide what is launched, and lengths change under CUDA graphs."""
     ends, used = torch.tensor([0, 5, 5, 3000]), torch.tensor([7, 9, 11])
     q, k = torch.empty(3000, 4, 64), torch.empty(6300, 2, 64)
     rest = (), 1.0, True, ("lse",)

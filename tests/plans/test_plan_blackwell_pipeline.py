@@ -33,7 +33,7 @@ from fa4flex.kernels.fwd_sm100.tiles import RINGS
 from fa4flex.kernels.fwd_sm100.topology import CORE, STEPS
 
 WORKS: tuple[list[int], ...] = ([], [1], [2], [9], [1, 9], [9, 1, 9, 1], [1, 1, 1, 1], [4, 1, 3])
-"""Key tiles of the tiles of queries that a block takes: none at all; one; alternating short and long rows."""
+"""Key tiles of each work tile that a CTA takes: no work at all; one tile; alternating short and long rows."""
 
 
 # --- the pipeline --------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from fa4flex.kernels.dispatch import plan_backward
 
 WIDTHS = ((192, 128), (192, 32), (160, 128), (160, 96))
 STEPS = ([1], [2], [5])
-"""Tiles of queries that a block visits."""
+"""Query tiles that a CTA visits."""
 
 
 @cache

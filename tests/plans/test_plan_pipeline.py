@@ -21,7 +21,7 @@ WORKS = ([1], [2, 2], [7], [1, 3, 2], [1, 1, 1, 1])
 
 
 def picks(seed: int, count: int = 6) -> Iterator[Pick]:
-    """Roles in turn; the first or the last that can go on (the producer, or a copy); and at random."""
+    """Orders: roles in turn; the first or the last that can go on (the producer, or a copy); at random."""
     yield round_robin()
     yield lambda n: 0
     yield lambda n: n - 1
@@ -29,7 +29,7 @@ def picks(seed: int, count: int = 6) -> Iterator[Pick]:
 
 
 def is_red(pipeline: Topology, seed: int) -> bool:
-    """Whether some interleaving fails."""
+    """True if some interleaving of the roles fails."""
     for pick in picks(seed):
         for work in WORKS:
             try:
@@ -58,7 +58,7 @@ def sound(
 
 
 def every_pipeline() -> Iterator[Topology]:
-    """Each that differs from the others: a lone consumer takes no turns."""
+    """Distinct pipelines: a lone consumer warpgroup takes no turns."""
     stagings: tuple[Staging, ...] = ("queries", "own", "none")
     for staging, stages, tile_m in product(stagings, (1, 2, 3), (64, 128, 192)):
         for pingpong, dynamic in product((True, False) if tile_m > 64 else (False,), (True, False)):

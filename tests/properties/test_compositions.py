@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -107,6 +108,7 @@ def brute_force(mask: Mask, shape: Shape, tile: tuple[int, int]) -> Tensor:
     return tile_classes(allowed, tile)
 
 
+@pytest.mark.slow
 @settings(
     max_examples=2000,
     deadline=None,

@@ -48,7 +48,7 @@ class Draw:
         self.captured = Captured(tuple(torch.tensor(row) for row in rows), self.scalars)
 
     def value(self, limit: int) -> int:
-        """At most `limit`; -limit - 1 takes part."""
+        """Random integer, at most `limit`; -limit - 1 takes part."""
         if not self.large or self.random.random() < 0.4:
             return self.random.choice((1, -1)) * self.random.choice(SMALL)
         sign = self.random.choice((1, -1))

@@ -125,7 +125,7 @@ def test_a_load_takes_steps_from_what_a_tile_shares() -> None:
 
 @pytest.mark.parametrize("factor", [2.0, -2.0, scalar(0, "float")])
 def test_the_factor_is_positive(factor: Any) -> None:
-    """Of a multiple of the score, only what is known to be positive is left to the softmax."""
+    """A multiple of the score is left to the softmax only if its factor is known to be positive."""
     by = factor if not isinstance(factor, float) else const(factor)
     source = emitted(Facts(apply("mul", SCORE, by)))
     known = factor == 2.0

@@ -47,7 +47,7 @@ from fa4flex.runtime.cuda import engine, ready
 TIMINGS = (("eager", 0), *((name, seed) for name in ("late", "random") for seed in range(5)))
 WIDTHS = ((64, 64), (96, 96), (128, 128), (192, 128))
 WORKERS = (1, 148, 2, 3)
-"""Multiprocessors of the chip that kernels are planned for: few of them make blocks take many tiles."""
+"""Numbers of SMs for which kernels are planned: with few of them, a CTA takes many work tiles."""
 
 Results = tuple[Tensor, Tensor]
 """out and lse."""
@@ -68,7 +68,7 @@ class Call:
     seen: Callable[[Tensor, Tensor], Results] = lambda out, lse: (out, lse)
 
     def run(self, timing: str, seed: int) -> Results:
-        """Once, into poisoned memory: nothing may be found, and results are as near as they must be."""
+        """Runs once, into poisoned memory: nothing may be found, and results are as near as they must be."""
         with (
             torch.no_grad(),
             _poisoned(),
@@ -104,7 +104,7 @@ def _poisoned() -> Iterator[None]:
 
 @contextlib.contextmanager
 def planned(workers: int, rescale: float = 8.0) -> Iterator[None]:
-    """Kernels are planned for so many multiprocessors and this threshold, which what is ready is kept by."""
+    """Plans kernels for so many SMs and this rescaling threshold; keys of ready launches contain both."""
     chip = replace(target.SM100A, multiprocessors=workers)
     key = engine.Engine.key
 
@@ -173,7 +173,7 @@ def gym_call(kind: str, name: str, width: tuple[int, int], workers: int) -> Call
 
 @functools.lru_cache(maxsize=1)
 def gym() -> dict[tuple[str, str], Any]:
-    """By the argument that takes it and by name, every mod of attention-gym, or none where that is not
+    """Every mod of attention-gym by the argument that takes it and its name; none where it is not
     installed."""
     try:
         from gym import instances
@@ -206,7 +206,7 @@ def _heads() -> Iterator[tuple[str, Maker]]:
 
 
 def _widths() -> Iterator[tuple[str, Maker]]:
-    """Padded ones, both dtypes, and outputs that cannot be staged."""
+    """Head widths, padded ones too, in both dtypes, and outputs that cannot be staged."""
     dims = (*WIDTHS, (8, 8), (40, 40), (72, 72), (112, 80), (128, 64), (64, 128), (160, 128))
     draws = [name for name in FEW if name != "tables"]
     for (i, dim), dtype in itertools.product(enumerate(dims), (BF16, F16)):
@@ -372,7 +372,7 @@ def mapped(mod: Any) -> Call:
 
 
 def with_maxima(sizes: Sizes) -> Call:
-    """Where the lse is judged, the largest scores are."""
+    """Call whose largest scores are judged in place of the lse."""
 
     def halved(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return score * 0.5 + h

@@ -44,7 +44,7 @@ class Captured:
         return program_of(self.launch.ptx, self.launch.kernel)
 
     def run(self, timing: str, seed: int, program: Program | None = None) -> Result:
-        """Once more, into poisoned outputs."""
+        """Runs the launch once more, into poisoned outputs."""
         self.out.fill_(math.nan)
         at = self.launch
         shape = Shape(at.grid, at.block, at.cluster, at.shared_bytes)
@@ -52,7 +52,7 @@ class Captured:
         return execute(module, program or self.program, shape, at.params, None, Timing(timing, seed))
 
     def draw(self) -> None:
-        """Other inputs."""
+        """Draws other inputs."""
         for x in (self.q, self.k, self.v):
             x.normal_()
 
@@ -69,7 +69,7 @@ class Captured:
 
     @property
     def plain_error(self) -> float:
-        """Of bf16 PyTorch, in the worst element."""
+        """Error of bf16 PyTorch in the worst element."""
         q, k, v = (x.transpose(1, 2) for x in (self.q, self.k, self.v))
         same = torch.nn.functional.scaled_dot_product_attention
         mask = None
@@ -81,7 +81,7 @@ class Captured:
 
     @property
     def error(self) -> float:
-        """Of the worst element; infinite where the output has a NaN."""
+        """Error of the worst element; infinite where the output has a NaN."""
         error = (self.out.double() - self.expected).abs().max().item()
         return math.inf if math.isnan(error) else error
 

@@ -97,5 +97,5 @@ def written(cluster: Cluster, rank: int = 0) -> None:
 
 
 def kinds(cluster: Cluster) -> list[str]:
-    """Of all findings, in order."""
+    """Kinds of all findings, in order."""
     return [finding.kind for finding in cluster.launch.findings]

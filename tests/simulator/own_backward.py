@@ -36,7 +36,7 @@ class Own:
     expected: tuple[Tensor, Tensor, Tensor]
 
     def run(self, timing: str, seed: int, program: Program | None = None) -> Result:
-        """Once more, into poisoned outputs and cleared sums; the counter of tiles, too, which a launch that
+        """Runs once more, into poisoned outputs and cleared sums; the tile counter, too, which a launch that
         does not end leaves as it is."""
         at = self.launch
         for x, start in zip(self.results, (0.0, math.nan, math.nan), strict=True):
@@ -54,7 +54,7 @@ class Own:
         return not result.findings and not result.remarks and same
 
     def noticed(self, mutant: Mutant) -> bool:
-        """Whether some timing tells."""
+        """True if some timing shows the mutant."""
         return not all(self.clean(timing, seed, mutant.program) for timing, seed in TIMINGS)
 
     def that_matter(self) -> list[Mutant]:
@@ -87,7 +87,7 @@ def captured(arch: str, attn: Any, qkv: tuple[Tensor, Tensor, Tensor], sms: int 
 
 @contextlib.contextmanager
 def _kept(given: list[tuple[Any, ...]]) -> Iterator[None]:
-    """What backward launches are given."""
+    """Collects the arguments of backward launches in `given`."""
     made = backward.launch_function
 
     def kept(schema: Any, launch: Any, *rest: Any) -> Any:

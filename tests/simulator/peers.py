@@ -23,7 +23,7 @@ from fa4flex.simulator.doors.capture import DEVICES, capturing
 from fa4flex.simulator.doors.launch import Launch
 
 _compiled: dict[tuple[str, int], dict[str, dict[Any, Any]]] = {}
-"""By target and number of SMs, what FA4 has compiled here, by the function whose cache it stands in."""
+"""Kernels that FA4 has compiled here, by target and number of SMs, then by the function that caches them."""
 
 
 def interface() -> ModuleType:

@@ -145,7 +145,7 @@ TENSOR = """
     tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r5, 32;
 """
 USED = "    xor.b32 %r7, %r6, %r1;\n"
-"""Uses what TENSOR loads."""
+"""Instruction that uses what TENSOR loads."""
 WAITED = "    tcgen05.wait::ld.sync.aligned;\n"
 BLACKWELL = "sm_100a"
 

@@ -40,7 +40,7 @@ def outcome(function: Callable[[float], float], x: float) -> float:
 
 
 def ulp(x: float, type: str = "f32") -> float:
-    """One in the last place of a format near x."""
+    """Unit in the last place of a format near x."""
     exponent_bits, fraction_bits = SHAPES[type]
     low = 2 - (1 << (exponent_bits - 1))
     return 2.0 ** (max(math.frexp(x)[1] - 1, low) - fraction_bits)

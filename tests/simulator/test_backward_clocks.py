@@ -23,7 +23,7 @@ from fa4flex.simulator.run.launch import Result
 TILE = 256
 """Clocks in which 128 x 128 numbers of 16 bits pass through shared memory, 128 bytes at a time."""
 ROWS = 2 * 128 * 4 // 128
-"""Of a tile's 128 LSEs and as many row sums of dO O, in fp32."""
+"""Clocks in which a tile's 128 LSEs and as many row sums of dO O, in fp32, pass through shared memory."""
 PASSES = {False: 3328, True: 2688}
 """The paper's clocks of shared memory, without and with pairs of CTAs."""
 
@@ -74,7 +74,7 @@ def of_a_tile(pairs: bool) -> tuple[dict[str, float], dict[str, float]]:
     ],
 )
 def test_banks(stride: int, width: int, clocks: int) -> None:
-    """Of 32 lanes that access `width` bytes each, `stride` bytes apart."""
+    """Clocks in which 32 lanes access `width` bytes each, `stride` bytes apart."""
     assert bandwidth(np.arange(32) * stride, width) == 128 * clocks
 
 
@@ -87,8 +87,8 @@ def test_arithmetic(pairs: bool) -> None:
 
 
 def test_shared_memory_of_one_cta() -> None:
-    """Of S, dP and dQ both operands come from shared memory, of dV and dK one. dS is written, dQ written and
-    read in fp32."""
+    """Both operands of S, dP and dQ come from shared memory, and one of dV and of dK. dS is written, dQ
+    written and read in fp32."""
     _, moved = of_a_tile(False)
     assert moved["operands of MMAs"] == 3 * 2 * TILE + 2 * TILE
     assert moved["stores"] == TILE + 2 * TILE

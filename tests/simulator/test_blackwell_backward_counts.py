@@ -56,8 +56,8 @@ def test_no_more_than_flash_attention_4() -> None:
 
 
 def test_clocks_of_wide_heads() -> None:
-    """Of (192, 128), five products with the operands that each must read of shared memory, dS and dQ that
-    pass through it, and tiles that come in: nothing is read twice for taking turns in tensor memory."""
+    """Heads of (192, 128) take five products with the operands that each must read from shared memory, dS and
+    dQ that pass through it, and tiles that come in: turns in tensor memory cost no second read."""
     units, moved = (more_per_tile(f, own(256, 192), own(512, 192)) for f in (cycles, shared_memory))
     wide = 3 * TILE // 2
     assert units["mma"] == (3 * 192 + 2 * 128) * 4 and units["special functions"] == 1024

@@ -15,7 +15,7 @@ from fa4flex.simulator.run.launch import Result
 from fa4flex.variants import causal
 
 ALONE, PAIR = Size(q_len=256, kv_len=1024), Size(q_len=512, kv_len=1024)
-"""One CTA; without a mask, a pair of CTAs."""
+"""Problem sizes of one CTA, and of a CTA pair, which there is without a mask."""
 
 
 def own(size: Size, masked: bool) -> Result:

@@ -21,11 +21,11 @@ SAMPLES = {
     "edges": 1,
     "sequences": 1,
 }
-"""By group, how many calls a run makes: as many as take a minute in all."""
+"""Calls that a run makes of each group: as many as take a minute in all."""
 
 
 def check(name: str, make: Maker, timings: list[tuple[str, int]]) -> None:
-    """What a failure says repeats it: `pytest --seed` draws the same call, tensors and timings."""
+    """Checks one call; a failure's seed repeats it: call, tensors and timings."""
     call, first = make(), None
     for timing, seed in timings:
         print(f"{name}: {timing} {seed}")

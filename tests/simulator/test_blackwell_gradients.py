@@ -29,7 +29,7 @@ import fa4flex
 Width = tuple[int, int]
 WIDTHS: tuple[Width, ...] = ((64, 64), (128, 128), (96, 96), (64, 128), (40, 72))
 EVERY = dict(zip((*DRAWS, *gym()), cycle(WIDTHS)))
-"""Widths by turns, of a variant by its name and of a mod by its kind and name. One variant has its own."""
+"""Head widths in turn, for variants by name and for mods by kind and name. One variant has its own."""
 
 LEARNED = [key for key, x in gym().items() if x.differentiable]
 
@@ -48,7 +48,7 @@ def made(key: str | tuple[str, str], width: Width) -> tuple[Sizes, Composition]:
 
 @contextlib.contextmanager
 def launched(timing: str, seed: int, clusters: list[int]) -> Iterator[None]:
-    """Within, gradients are made by kernels in clusters of so many CTAs."""
+    """Asserts that gradients within are made by kernels in clusters of so many CTAs."""
     by = in_pairs() if 2 in clusters else contextlib.nullcontext()
     with by, poisoned(), fa4flex.simulator.device("sm_100a", seed, timing) as gpu:
         yield
@@ -57,7 +57,7 @@ def launched(timing: str, seed: int, clusters: list[int]) -> Iterator[None]:
 
 
 def check(key: str | tuple[str, str], width: Width, ctas: int = 1) -> None:
-    """What a failure says repeats it, with its seed. No pair has heads wider than 128."""
+    """Checks one call; a failure's output and seed repeat it. CTA pairs have no heads wider than 128."""
     sizes, composition = made(key, width)
     timing, seed = random.choice(TIMINGS)
     print(f"{key}, {sizes.dim} and {sizes.dim_v} wide, {ctas} CTAs: {timing} {seed}")

@@ -69,7 +69,7 @@ def clean(own: Own, timing: str, seed: int, program: Program | None = None) -> b
 
 
 def noticed(own: Own, mutant: Mutant) -> bool:
-    """Whether some timing tells."""
+    """True if some timing shows the mutant."""
     return not all(clean(own, timing, seed, mutant.program) for timing, seed in TIMINGS)
 
 
@@ -80,7 +80,7 @@ def that_matter(own: Own) -> list[Mutant]:
 
 
 IMPLIED = ("fence.mbarrier_init", "cp.async.bulk")
-"""What some of the mutants that are not noticed lack."""
+"""Opcodes of instructions whose removal may go unnoticed: others imply them."""
 
 KERNELS = pytest.mark.parametrize(("masked", "implied"), [(False, 2), (True, 4)], ids=["dense", "causal"])
 

@@ -28,7 +28,7 @@ from fa4flex.simulator.run.launch import Result
 from fa4flex.variants import alibi, softcap
 
 KEYS = 256
-"""Of a pair."""
+"""Keys per tile of a CTA pair."""
 HALVES = (torch.bfloat16, torch.float16)
 WIDTHS = (64, 128, 104, (64, 128), (128, 40))
 LENGTHS = ((1, 1), (1, 130), (130, 1), (127, 257), (257, 127), (130, 200), (200, 384), (384, 256))
@@ -53,7 +53,7 @@ def test_gradients(name: str, lengths: tuple[int, int]) -> None:
     check(name, lengths)
 
 
-# Of 256 keys that a pair has, the second CTA has none of some sequences, and one of others.
+# The second CTA of a pair has none of a tile's 256 keys in some sequences, and one in others.
 
 
 def test_some_lengths() -> None:

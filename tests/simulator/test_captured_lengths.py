@@ -48,7 +48,7 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], Tensor], Any]] = {
 }
 ARCHS = ("sm_90a", "sm_100a")
 FIXED = ("slopes", "per sequence", "dense", "dense, everything")
-"""Which kernels add up in one order, too."""
+"""Cases whose gradients kernels also add up in one order."""
 
 
 def gradients(forward: Callable[..., Any], qkv: list[Tensor], table: Tensor, dout: Tensor) -> list[Tensor]:
@@ -123,7 +123,7 @@ def test_lengths(arch: str, name: str, kind: str) -> None:
 
 
 def ordered(arch: str, name: str, timings: list[tuple[str, int]]) -> None:
-    """To the last bit the same under any timing."""
+    """Asserts that gradients are the same to the last bit under any timing."""
     mod, make, mask = CASES[name]
     table = make()
     qkv = [torch.randn(1, h, n, 64).bfloat16() for h, n in ((4, 130), (2, 300), (2, 300))]

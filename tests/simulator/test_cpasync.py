@@ -49,7 +49,7 @@ class Copying:
         execute(warp or self.warp, "ld.shared.b32", reg("b32", 5), at(TARGET), line=80)
 
     def land(self, wait: Wait | None) -> None:
-        """As late timing does: what the wait is for."""
+        """Lands what the wait is for, as late timing does."""
         assert wait is not None and not wait.ready()
         (operation,) = self.cluster.units.signalling(wait.on)
         self.cluster.units.land(operation)

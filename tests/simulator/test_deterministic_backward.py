@@ -19,7 +19,7 @@ from fa4flex.simulator.doors.device import Gpu
 from fa4flex.variants import causal, sliding_window
 
 KEYS = 128
-"""Of a tile."""
+"""Keys per tile."""
 SCALE = 2.0**-40
 ARCHS = ("sm_90a", "sm_100a")
 MASKS: dict[str, Any] = {
@@ -29,7 +29,7 @@ MASKS: dict[str, Any] = {
     "by tables": lambda b, h, q, k: (q // 64 * 5 + k // KEYS * 3 + h) % 4 != 0,
 }
 TELLING = ("full", "causal", "by tables")
-"""Those under which some rows see both tiles of keys that cancel each other."""
+"""Masks under which some rows see both tiles of keys that cancel each other."""
 
 
 def sensitive(q_len: int, kv_len: int, keys: int = KEYS) -> tuple[list[Tensor], Tensor]:
@@ -50,7 +50,7 @@ def gradients(
 
 
 def simulated(arch: str, timing: str, seed: int, *given: Any) -> tuple[tuple[Tensor, ...], Gpu]:
-    """Several blocks at the same time."""
+    """Gradients on a simulated GPU, with several CTAs at the same time."""
     with fa4flex.simulator.device(arch, seed, timing, together=4) as gpu:
         found = gradients(*given)
     return found, gpu
@@ -85,7 +85,7 @@ def test_sums_in_any_order_show(arch: str) -> None:
 
 
 def in_any_order(arch: str, keys: int = KEYS) -> None:
-    """What these tests would find: dq, and nothing else, depends on the timing."""
+    """Asserts what these tests would find without ordered sums: dq alone depends on the timing."""
     tried = [("eager", 0), *(("random", seed) for seed in range(4))]
     (dq, dk, dv), *others = repeated(arch, "full", False, tried, keys)
     assert any(not torch.equal(other[0], dq) for other in others)
@@ -133,7 +133,7 @@ def plain(mask: Any, lengths: list[tuple[int, int]], packed: bool, *qkv: Tensor)
 
 
 def right(arch: str, name: str, kind: str, width: Width = 64) -> None:
-    """At most twice the error of the same maths in PyTorch, in bf16."""
+    """Asserts at most twice the error of the same maths in PyTorch, in bf16."""
     d, dv = widths(width)
     varlen = None
     if kind == "packed":

@@ -10,13 +10,13 @@ from helpers import DRAWS, no_worse
 from fa4flex.simulator.run.counts import cycles, shared_memory
 
 REMARKS: dict[str, set[str]] = {"sm_90a": set(), "sm_100a": {"missing wait"}}
-"""Its forward for Blackwell has no tcgen05.wait::ld: it relies on hardware, which holds back what uses a
-register that is still being loaded."""
+"""Remarks on FA4's forward. For Blackwell it has no tcgen05.wait::ld: it relies on hardware, which holds back
+what uses a register that is still being loaded."""
 TIMINGS = [("eager", 0), *((name, seed) for name in ("late", "random") for seed in range(5))]
 
 
 def accurate(captured: Captured) -> None:
-    """Over several draws no worse than bf16 PyTorch.
+    """Asserts errors no worse than bf16 PyTorch's, over several draws.
 
     Blackwell's kernels keep an earlier maximum, so that a row's largest weight is rounded and not exactly 1:
     typically their worst element is 1.1 times as far off as PyTorch's, and once in 40 draws more than twice.

@@ -33,7 +33,7 @@ tensor_copy_128x256b tensor_copy_64x128b_warpx2_01_23 tensor_copy_32x128b_warpx4
 sweep_f32_to_32 sweep_f32_to_16 sweep_f32_f32_to_16 sweep_e4m3x2_to_32 sweep_e5m2x2_to_32 sweep_f16_to_16
 sweep_bf16x2_to_32 sweep_f64_to_32 sweep_s32_to_32 sweep_u32_u32_u32_to_32 sweep_f32x2_f32x2_f32x2_to_64_sm100
 """
-"""Each on the first of its targets."""
+"""Cases that each run takes, on the first of their targets."""
 
 
 def cases() -> list[object]:

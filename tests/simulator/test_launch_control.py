@@ -169,7 +169,7 @@ def test_a_schedule_of_launch_control_is_right_under_every_timing(name: str) -> 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_every_tile_is_stored_once(seed: int) -> None:
-    """As many bytes go out as the output has, by fewer blocks than there are tiles; no counter is there."""
+    """TMA stores write as many bytes as the output has, from fewer CTAs than tiles and without a counter."""
     sizes = Sizes(1, 2, 2, 1024, 128).wide(64)
     q, k, v = (torch.randn(1, 2, n, 64).bfloat16() for n in (sizes.q_len, sizes.kv_len, sizes.kv_len))
     attn = fa4flex.compile(mask=fa4flex.variants.causal, schedule=ASKING)

@@ -69,7 +69,7 @@ def test_work_of_the_peer(causal: bool) -> None:
     assert found.cycles_per_step > 2048 and found.bound == "dependences"
     busy = found.utilisation
     assert busy["tensor core"] == pytest.approx(2048 / found.cycles_per_step, abs=0.02)
-    # Of 128 exponentials of a row 24 are polynomials at most; two warps share a sub-core's 4 lanes a clock.
+    # At most 24 of a row's 128 exponentials are polynomials; two warps share a sub-core's 4 lanes a clock.
     most = 2 * 129 * 8 / found.cycles_per_step
     assert 0.75 * most < busy["special functions"] < most + 0.02
     assert {role.name for role in found.roles} >= {"softmax 0", "softmax 1", "correction", "mma", "load"}

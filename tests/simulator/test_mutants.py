@@ -11,7 +11,7 @@ TIMINGS = (("late", 1), ("eager", 0), ("random", 2), ("random", 3))
 
 
 def noticed(captured: Captured, mutant: Mutant) -> bool:
-    """Whether some timing makes a finding of it."""
+    """True if some timing makes a finding of the mutant."""
     return any(captured.run(timing, seed, mutant.program).findings for timing, seed in TIMINGS)
 
 

@@ -44,7 +44,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def variant() -> fa4flex.Attention:
-    """Of new code each time: nothing of it is ready."""
+    """Variant with new code each time: nothing of it is compiled yet."""
     space: dict[str, Any] = {}
     exec("def capped(s, b, h, q, k):\n    return s * 0.75 + 0.01 * (q - k)", space)
     return fa4flex.compile(score_mod=space["capped"], mask=fa4flex.variants.causal)

@@ -48,7 +48,7 @@ def judge(
     got: list[Tensor],
     given: tuple[tuple[Tensor, ...], Tensor, Tensor],
 ) -> None:
-    """At most twice the error of the same maths in PyTorch, in the tensors' own dtype."""
+    """Asserts at most twice the error of the same maths in PyTorch, in the tensors' own dtype."""
     (q, k, v), *upstream = given
 
     def plain(*qkv: Tensor, return_lse: bool) -> tuple[Tensor, Tensor]:
@@ -74,7 +74,7 @@ def close(
     kv_heads: int = 2,
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
-    """As good as PyTorch, and nothing found."""
+    """Asserts that gradients are as good as PyTorch's, and that the simulator finds nothing."""
     composition = COMPOSED[name]
     timing, seed = random.choice([("eager", 0), ("late", 1), ("random", random.randrange(99))])
     where = f"{name}, {q_len} x {kv_len}, width {width}, {kv_heads} heads of keys, {arch}, {timing} {seed}"

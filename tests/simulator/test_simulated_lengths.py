@@ -80,7 +80,7 @@ def drawn(kind: str, width: Width, spans: Spans) -> tuple[list[Tensor], Tensor, 
 
 
 def gradients(name: str, qkv: list[Tensor], upstream: tuple[Tensor, Tensor], varlen: Varlen) -> list[Tensor]:
-    """Of q, k and v, and of the sinks."""
+    """Gradients of q, k and v, and of the sinks."""
     inputs = [x.detach().requires_grad_() for x in qkv]
     out, lse = fa4flex.compile(**COMPOSED[name])(*inputs, varlen=varlen, return_lse=True)
     inputs += [SINKS] * (name == "sinks")
@@ -107,7 +107,7 @@ def rounded(qkv: tuple[Tensor, ...], dout: Tensor, spans: Spans) -> tuple[list[T
 
 
 def close(name: str, kind: str, width: Width, arch: str) -> None:
-    """At most twice bf16 PyTorch's error, relative to the largest gradient; exactly 0 past the ends."""
+    """Asserts at most twice bf16 PyTorch's error, relative to the largest gradient; 0 past the ends."""
     varlen, spans = described(kind)
     qkv, dout, dlse = drawn(kind, width, spans)
     timing, seed = random.choice([("eager", 0), ("late", 1), ("random", random.randrange(99))])

@@ -29,7 +29,7 @@ COMPOSED = {
 
 
 def attend(attn: fa4flex.Attention, *qkv: torch.Tensor) -> torch.Tensor:
-    """On the simulated GPU, under a random timing; nothing may be found."""
+    """Runs on the simulated GPU, under a random timing; nothing may be found."""
     timing, seed = random.choice([("eager", 0), ("late", 1), ("random", random.randrange(99))])
     with torch.no_grad(), fa4flex.simulator.device("sm_90a", seed, timing) as gpu:
         out = attn(*qkv)
@@ -66,7 +66,7 @@ def test_packed_sequences() -> None:
 
 
 def test_each_chip_has_its_own_kernel() -> None:
-    """Of one program, called on one and then on another."""
+    """One program is called on one chip and then on another."""
     q, k, v = (torch.randn(1, 1, 64, 64).bfloat16() for _ in range(3))
     attn, found = fa4flex.compile(mask=causal), []
     for arch in ("sm_90a", "sm_100a", "sm_90a"):

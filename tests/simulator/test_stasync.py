@@ -72,7 +72,7 @@ END:
 
 @pytest.mark.parametrize("timing", TIMINGS)
 def test_tma_reads_what_was_stored_after_a_proxy_fence(timing: str) -> None:
-    """Of one who has waited: when the stores are issued, they are not there yet."""
+    """The fence must follow the wait: when the stores are issued, their data is not there yet."""
     waited = ASYNC.replace("BODY", STORE).partition("    ld.shared")[0]
     result, out = run(waited + OUT, timing=timing)
     assert not result.findings and (out.numpy() == THREADS).all()

@@ -42,7 +42,7 @@ def order_of(mask: Any, tile_m: int, lengths: Any, q: Tensor, k: Tensor) -> tupl
 
 
 def work_of(name: str, tile: int, tile_m: int, q_len: int, kv_len: int) -> int:
-    """By the definition of the masks: keys between the first of the first row and the last of the last."""
+    """Keys between the first of a tile's first row and the last of its last row, by the masks' definition."""
     last = min((tile + 1) * tile_m, q_len) - 1
     stop = kv_len if name == "none" else min(max(last + 1 + kv_len - q_len, 0), kv_len)
     start = max(tile * tile_m + kv_len - q_len - 39, 0) if name == "window" else 0
@@ -75,7 +75,8 @@ def test_every_tile_once_and_the_most_keys_first(name: str, form: str) -> None:
 
 
 def test_an_order_is_kept_for_its_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By identity and version of the tensors; never of inference tensors, whose changes nobody counts."""
+    """The key is identity and version of the tensors; no order is kept for inference tensors, whose changes
+    nobody counts."""
     made: list[int] = []
     compute = TileOrder.compute
     monkeypatch.setattr(TileOrder, "compute", lambda self, call: made.append(1) or compute(self, call))
@@ -131,7 +132,7 @@ def test_a_sorted_batch_is_right(next_tile: Any) -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_sorting_a_skewed_batch_ends_at_the_least_time(causal: bool) -> None:
-    """By list scheduling: within a fiftieth of what any order could take, and never later than unsorted."""
+    """List scheduling ends within a fiftieth of what any order could take, and never later than unsorted."""
     path = Path(__file__).parents[2] / "benchmarks" / "tile_order.py"
     benchmark = runpy.run_path(str(path))
     for name in benchmark["BATCHES"]:

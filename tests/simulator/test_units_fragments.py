@@ -23,7 +23,7 @@ A: dict[tuple[int, int], Formula] = {
     (16, 8): lambda g, t, i: (g + 8 * (i >= 4), t * 4 + (i & 3)),
     (32, 8): lambda g, t, i: (g if i < 4 or 8 <= i < 12 else g + 8, t * 4 + (i & 3) + 16 * (i >= 8)),
 }
-"""By K and bits of an element: "Matrix Fragments for mma.m16n8k4", k8, k16 and k32."""
+"""Fragment layouts of A by K and bits of an element: "Matrix Fragments for mma.m16n8k4", k8, k16 and k32."""
 B: dict[tuple[int, int], Formula] = {
     (8, 16): lambda g, t, i: (t * 2 + (i & 1), g),
     (16, 16): lambda g, t, i: (t * 2 + (i & 1) + 8 * (i >= 2), g),

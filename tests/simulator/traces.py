@@ -23,7 +23,7 @@ HEAD = """
     .reg .b64 %rd<256>;
 """
 Does = dict[int, Event | Callable[[int], Event]]
-"""By line: what it does, the same every time or by how often it was executed before."""
+"""Effect of each line: the same every time, or by how often it was executed before."""
 Way = tuple[int, int, Iterable[int], Does]
 """(CTA, warp, lines in the order of execution, what they do)"""
 

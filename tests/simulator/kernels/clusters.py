@@ -13,7 +13,7 @@ from simulator.kernels.tma import swizzled
 from torch import Tensor
 
 ROWS, COLUMNS = 16, 32
-"""Of an int32 tile: rows of 128 bytes."""
+"""Shape of an int32 tile, whose rows have 128 bytes."""
 PAIR = Grid(64, blocks=2, cluster=2)
 
 

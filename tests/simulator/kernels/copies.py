@@ -50,7 +50,7 @@ def cp_async(x: cute.Tensor, y: cute.Tensor) -> None:
 
 @cute.jit
 def cp_async_zeros(x: cute.Tensor, y: cute.Tensor) -> None:
-    """Of each 16 bytes the first x[256 + thread] are copied, the rest zeroed; then cp.async.wait_all."""
+    """Copies the first x[256 + thread] of each 16 bytes and zeroes the rest; then cp.async.wait_all."""
     thread = cute.arch.thread_idx()[0]
     shared, _ = _shared(256)
     offset = thread * 16

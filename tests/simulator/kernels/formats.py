@@ -75,7 +75,7 @@ TF32 = Format(32, 11, -126, (2 - 2**-10) * 2.0**127)
 E4M3 = Format(8, 4, -6, 448.0, infinity=False)
 E5M2 = Format(8, 3, -14, 57344.0)
 FORMATS = {"f32": F32, "f16": F16, "bf16": BF16, "e4m3": E4M3, "e5m2": E5M2, "tf32": F32}
-"""By name in PTX. A tf32 number is an fp32 number with a short fraction."""
+"""Formats by their names in PTX. A tf32 number is an fp32 number with a short fraction."""
 
 
 def added(a: Tensor, b: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ class Function:
 
 
 FUNCTIONS: dict[str, Function] = {}
-"""By what they are called in test names."""
+"""Functions by their names in tests."""
 
 
 def _add(opcode: str, takes: tuple[str, ...], gives: str, of: Callable[..., Tensor], **more: object) -> None:

@@ -84,11 +84,11 @@ def case(
 
 
 def numbers(*shape: int, seed: int = 0) -> Callable[[], Tensor]:
-    """Any int32."""
+    """Random int32 numbers of the whole range."""
     random = torch.Generator()
     return lambda: torch.randint(-(2**31), 2**31, shape, generator=random.manual_seed(seed)).int()
 
 
 def poison(*shape: int, dtype: torch.dtype = torch.int32) -> Callable[[], Tensor]:
-    """What no kernel writes."""
+    """Tensor of a number that no kernel writes."""
     return lambda: torch.full(shape, -12345, dtype=dtype)

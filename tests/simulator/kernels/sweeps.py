@@ -92,7 +92,7 @@ SPECIAL = [0x00000000, 0x00000001, 0x007FFFFF, 0x00800000, 0x3F7FFFFF, 0x3F80000
 SPECIAL += [0x3F000000, 0x3EFFFFFF, 0x3F000001, 0x7F7FFFFF, 0x7F800000, 0x7FC00000, 0x7F800001, 0x7FFFFFFF]
 SPECIAL += [0x477FE000, 0x477FF000, 0x477FEFFF, 0x38800000, 0x33800000, 0x33000000, 0x43E00000, 0x43E80000]
 SPECIAL += [0x4F000000, 0x4EFFFFFF, 0x4F800000, 0x40490FDB, 0x3FC90FDB, 0x43000000, 0x42FE0000, 0x3B000000]
-"""Of fp32: ends of formats, ones, halves, NaNs, whole numbers at the ends of int32, pi."""
+"""Bits of special fp32 numbers: ends of formats, ones, halves, NaNs, integers at the ends of int32, pi."""
 
 
 def given(kind: str, operand: int) -> Tensor:

@@ -156,7 +156,7 @@ class Product:
 
     @cute.jit
     def bring(self, a: cute.Tensor, start: cute.Pointer, thread: Int32) -> None:
-        """Two elements to a column."""
+        """Stores a thread's row of A in tensor memory, two elements to a column."""
         words = cute.make_tensor(start, cute.make_layout((LANES, self.tile[2] // 2), stride=(1 << 16, 1)))
         pairs = cute.recast_tensor(a, Float32)
         operation = tcgen05.St32x32bOp(tcgen05.Repetition(self.tile[2] // 2))

@@ -220,8 +220,8 @@ def case(name: str, transfer: Transfer) -> Case:
 
 BF16, F16, F32, I32, U8 = torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.uint8
 EDGES = ((0, 0), (16, 64), (30, 40), (-5, -24), (60, 200), (-40, 8))
-"""Of boxes in a tensor [40, 136]: within, over each end, and wholly outside. The last coordinate is always a
-multiple of 16 bytes."""
+"""Coordinates of boxes in a tensor [40, 136]: within, over each end, and wholly outside. The last
+coordinate is always a multiple of 16 bytes."""
 PAST = ((0, 0), (16, 64), (30, 40), (30, 120), (60, 200), (60, 8), (0, 200))
 """Where boxes may also be written, which must not begin before the tensor."""
 APART = ((0, 0), (16, 64), (0, 120), (34, 8), (34, 104), (60, 200), (60, 0))

@@ -175,7 +175,7 @@ def _few_values() -> Tensor:
 
 @cute.jit
 def reductions(x: cute.Tensor, y: cute.Tensor) -> None:
-    """Of all lanes, and of the upper 20."""
+    """Reductions over all lanes, and over the upper 20."""
     lane = cute.arch.thread_idx()[0]
     for i in range_constexpr(len(REDUCTIONS)):
         asked = f"redux.sync.{REDUCTIONS[i]} {{$w0}}, {{$r0}}, "
