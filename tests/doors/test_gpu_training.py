@@ -23,7 +23,7 @@ NAMES = {len(schema.names): schema.names for schema in SCHEMAS.values()}
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    """As on a GPU, but that what is launched is only written down. Nothing is ready from other tests."""
+    """Launches of calls as on a GPU, only written down. Nothing is ready from other tests."""
     programs.publish.cache_clear()
     programs._engine.cache_clear()
     monkeypatch.setattr(launch, "_prepared", weakref.WeakKeyDictionary())
