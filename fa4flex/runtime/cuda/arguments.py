@@ -7,6 +7,7 @@ several.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
@@ -88,8 +89,13 @@ def _key(row: Argument) -> str:
     return f"None if {x} is None else layout_key({x})"
 
 
-def _printed(parameters: Sequence[str], expression: str, space: dict[str, Any]) -> Any:
-    """The function of these parameters that computes `expression`."""
-    return eval(
-        compile(f"lambda {', '.join(parameters)}: {expression}", "<fa4flex arguments>", "eval"), space
-    )
+def _printed(parameters: Sequence[str], expression: str, space: Mapping[str, Any]) -> Any:
+    """The function of these parameters that computes `expression`, whose other names are those of `space`."""
+    inner = f"lambda {', '.join(parameters)}: {expression}"
+    return _evaluated(f"lambda {', '.join(space)}: {inner}")(*space.values())
+
+
+@lru_cache(maxsize=256)
+def _evaluated(text: str) -> Any:
+    """The value of a text: compiling one takes longer than all else about a call of new lengths."""
+    return eval(compile(text, "<fa4flex arguments>", "eval"), {})
