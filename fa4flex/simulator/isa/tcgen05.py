@@ -287,9 +287,10 @@ def _from_shared(
 ) -> NDArray[np.float32]:
     where, raw = descriptors.decode_tcgen05(bits), numbers.raw_dtype(type)
     errand.moves(cta, rows * shape.k * raw.itemsize)
+    found = descriptors.operand(where, major, rows, shape.k, raw, cta.shared.data)
     chunks = _chunks(bits, major, rows, shape.k, raw.itemsize, cta.launch.granule)
     cta.shadow.read(errand.number, chunks, errand.clock)
-    return numbers.decode(type, descriptors.operand(where, major, rows, shape.k, raw, cta.shared.data))
+    return numbers.decode(type, found)
 
 
 def _a_from_tensor(

@@ -133,7 +133,7 @@ class Cta:
         self.threads = launch.block
         size = launch.static_bytes + launch.shared_bytes
         self.shared: Region = fresh(f"the shared memory of CTA {rank}", 0, size)
-        self.shadow = Shadow(cluster.order, -(-size // launch.granule), self._shared_place)
+        self.shadow = Shadow(cluster.order, self.shared.data.size // launch.granule, self._shared_place)
         self.tensor: NDArray[np.uint32] = np.full((TENSOR_LANES, TENSOR_COLUMNS), 0xA5A5A5A5, np.uint32)
         bands = TENSOR_LANES // TENSOR_BAND
         self.tensor_shadow = Shadow(cluster.order, bands * TENSOR_COLUMNS, self._tensor_place)
@@ -146,6 +146,8 @@ class Cta:
         self.pair_granted: dict[int, int] = {}
         """First column for each request that the other CTA has completed."""
         self.mbarriers: dict[int, MBarrier] = {}
+        self.products: dict[int, dict[int, Any]] = {}
+        """Products that some warps of a warpgroup have yet to issue, by warpgroup and number."""
         self.reached: dict[int, int] = {}
         """Number of the last arrival of each agent of another CTA at an mbarrier here."""
         self.ended: int | None = None
