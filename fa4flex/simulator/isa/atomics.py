@@ -175,7 +175,9 @@ class _Atomic(Accessor):
     def update(self, warp: Warp, addresses: Addresses, given: list[Bits]) -> Bits:
         """Change what lies at `addresses` [lanes]; returns what each lane found there."""
         found = np.empty((len(addresses), self.count), f"u{self.size}")
-        for space, offsets, some in self._parts(warp, addresses):
+        parts = self._parts(warp, addresses)
+        self.observe(warp, parts)
+        for space, offsets, some in parts:
             where = np.arange(len(addresses)) if some is None else some
             if space == "local" or (isinstance(space, Cta) and self.form.count > 1):
                 text = (
@@ -191,6 +193,7 @@ class _Atomic(Accessor):
                 raise self._fault(warp, bad) from None
             if isinstance(space, Cta):
                 self._watch_update(warp, space, offsets)
+            self.tell(warp, space, offsets, updates=True)
         return found
 
     def _serially(self, warp: Warp, memory: Any, offsets: Addresses, given: list[Bits], shared: bool) -> Bits:
@@ -219,7 +222,7 @@ class _Atomic(Accessor):
         """For the shadow it is a write that agrees with other updates, though not with plain accesses."""
         order, clock = cta.cluster.order, cta.cluster.order.clocks[warp.agent]
         epoch, who = int(clock.epochs[warp.agent]), order.names[warp.agent]
-        number = order.add(Access(warp.agent, epoch, GENERIC, who, self.instruction, reduces=True))
+        number = order.add(Access(warp.agent, epoch, GENERIC, who, self.instruction, -1, True, True))
         width = self.size * self.count
         where = granules(offsets, width, cta.launch.granule)
         cta.cluster.shared[self.instruction.line] += bandwidth(offsets, width)

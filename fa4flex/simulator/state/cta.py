@@ -19,6 +19,7 @@ from fa4flex.simulator.state.registers import LANES, Registers
 from fa4flex.simulator.state.window import RANK_SHIFT
 from fa4flex.simulator.watch.clock import Clock
 from fa4flex.simulator.watch.findings import Finding, Findings
+from fa4flex.simulator.watch.flags import Flags, Told
 from fa4flex.simulator.watch.order import GENERIC, Access, Order
 from fa4flex.simulator.watch.shadow import Shadow
 
@@ -53,6 +54,8 @@ class Grid:
     processors: int = 132
     explicit_cluster: bool = False
     time: int = 0
+    flags: Flags = field(default_factory=Flags)
+    """What strong writes tell, by (cluster, CTA, offset) in shared memory and by address in global memory."""
     spots: dict[object, Any] = field(default_factory=dict)
     """Places in shared memory by the addresses that led there (isa/shared.Spot)."""
     constants: dict[object, NDArray[Any]] = field(default_factory=dict)
@@ -83,8 +86,10 @@ class Warp(Registers):
         """The barrier the warp has come to, its round, and what is gathered there; held while the warp
         waits."""
         self.cluster_ticket: tuple[Meeting, int, Clock, set[int]] | None = None
-        self.released: Clock | None = None
+        self.released: Told | None = None
         """What the warp knew at its last fence that releases."""
+        self.observed: list[Told] = []
+        """What strong reads have found that no fence has acquired yet."""
         self.announced: set[MBarrier] = set()
         """mbarriers that the warp knew of at its last fence.mbarrier_init."""
         self.arrived_again = 0
@@ -206,7 +211,7 @@ class Cluster:
         warps = -(-prod(launch.block) // LANES) * len(indices)
         self.launch, self.number, self.processor = launch, number, number * len(indices) % launch.processors
         self.capacity = warps * agents_a_warp + len(indices) + 8
-        self.order = Order(self.capacity, launch.findings)
+        self.order = Order(self.capacity, launch.findings, number)
         self.units = Units()
         self.meeting = Meeting("cluster barrier", self.capacity)
         self.traffic: Counter[str] = Counter()

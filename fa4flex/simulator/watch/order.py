@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from fa4flex.simulator.ptx.nodes import Instruction
 from fa4flex.simulator.watch.clock import Clock
 from fa4flex.simulator.watch.findings import Finding, Findings
+from fa4flex.simulator.watch.flags import Strength, Told
 
 GENERIC, ASYNC = "generic", "async"
 Describe = Callable[[int], str]
@@ -30,13 +31,15 @@ class Access:
     load: int = -1
     reduces: bool = False
     """Whether it adds to what is there: two such may meet in any order."""
+    strong: bool = False
+    """Whether it may meet others that are strong as well: flags and counters."""
 
 
 class Order:
-    """Clocks of all agents of a cluster. Agents are numbered by `agent`, by name."""
+    """Clocks of all agents of the cluster of a number. Agents are numbered by `agent`, by name."""
 
-    def __init__(self, capacity: int, findings: Findings) -> None:
-        self.findings = findings
+    def __init__(self, capacity: int, findings: Findings, number: int = 0) -> None:
+        self.findings, self.number = findings, number
         self.names: list[str] = []
         self.clocks: list[Clock] = []
         self.accesses: list[Access] = []
@@ -79,6 +82,15 @@ class Order:
             self.learns(agent, lines)
             own.join(clock)
 
+    def hears(self, agent: int, told: Told, line: int) -> None:
+        """Know what a strong write told, by the read or the fence on a PTX line."""
+        if told.teach(self.clocks[agent], self.number):
+            self.learns(agent, (*told.lines, line))
+
+    def tells(self, agent: int, line: int) -> Told:
+        """All that the agent did and knows so far, to be read by others."""
+        return Told.by(self.release(agent), self.number, line)
+
     def learns(self, agent: int, lines: Iterable[int]) -> None:
         """Instructions on these PTX lines taught the agent something."""
         self._fresh.setdefault(agent, set()).update(lines)
@@ -99,7 +111,9 @@ class Order:
         key = (agent, epoch, instruction.line)
         number = self._last.get(key)
         if number is None:
-            number = self._last[key] = self.add(Access(agent, epoch, GENERIC, self.names[agent], instruction))
+            strong = Strength.of(instruction).strong
+            access = Access(agent, epoch, GENERIC, self.names[agent], instruction, strong=strong)
+            number = self._last[key] = self.add(access)
         return number
 
     def queued(self, agent: int, queue: int, who: str, instruction: Instruction) -> int:
