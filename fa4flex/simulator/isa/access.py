@@ -20,6 +20,7 @@ from fa4flex.simulator.state.registers import LANES, Mask
 from fa4flex.simulator.state.window import LOCAL_WINDOW, OFFSET_MASK, RANK_SHIFT, SHARED_WINDOW
 from fa4flex.simulator.watch.findings import Fault, Finding
 from fa4flex.simulator.watch.flags import Strength
+from fa4flex.simulator.watch.order import Order
 
 Addresses = NDArray[np.int64]
 Locate = Callable[[Warp], Addresses]
@@ -131,7 +132,13 @@ class Accessor:
                 return values
             if space == "local":
                 return warp.local.load(offsets & (LOCAL_WINDOW - 1), size, count)
-            return warp.cta.launch.memory.load(offsets, size, count)
+            launch = warp.cta.launch
+            values = launch.memory.load(offsets, size, count)
+            if launch.written.near(int(offsets.min()), int(offsets.max()) + size * count):
+                order, where = self._global(warp, offsets, size * count)
+                number = order.warp_access(warp.agent, self.instruction)
+                launch.written.read(order, number, where, order.clocks[warp.agent])
+            return values
         except BadAccess as bad:
             raise self._fault(warp, bad) from None
 
@@ -143,10 +150,26 @@ class Accessor:
             elif space == "local":
                 warp.local.store(offsets & (LOCAL_WINDOW - 1), values)
             else:
-                warp.cta.launch.memory.store(offsets, values)
-                warp.cta.cluster.units.landings += 1
+                self._store_globally(warp, offsets, values)
         except BadAccess as bad:
             raise self._fault(warp, bad) from None
+
+    def _store_globally(self, warp: Warp, offsets: Addresses, values: NDArray[Any]) -> None:
+        launch, (count, size) = warp.cta.launch, (values.shape[1], values.dtype.itemsize)
+
+        def changed() -> NDArray[np.bool_]:
+            different = (launch.memory.load(offsets, size, count) != values).any(axis=1)
+            return different.repeat(len(where) // len(offsets))
+
+        order, where = self._global(warp, offsets, size * count)
+        number = order.warp_access(warp.agent, self.instruction)
+        launch.written.write(order, number, where, order.clocks[warp.agent], changed)
+        launch.memory.store(offsets, values)
+        warp.cta.cluster.units.landings += 1
+
+    def _global(self, warp: Warp, offsets: Addresses, width: int) -> tuple[Order, NDArray[np.intp]]:
+        """The order that the warp takes part in, and the granules of global memory."""
+        return warp.cta.cluster.order, granules(offsets, width, warp.cta.launch.written.granule)
 
     def _parts(self, warp: Warp, addresses: Addresses) -> list[Part]:
         """Addresses, which may lie in several memories, by memory."""

@@ -22,6 +22,7 @@ from fa4flex.simulator.watch.findings import Finding, Findings
 from fa4flex.simulator.watch.flags import Flags, Told
 from fa4flex.simulator.watch.order import GENERIC, Access, Order
 from fa4flex.simulator.watch.shadow import Shadow
+from fa4flex.simulator.watch.written import Written
 
 Triple = tuple[int, int, int]
 TENSOR_LANES, TENSOR_COLUMNS = 128, 512
@@ -62,6 +63,12 @@ class Grid:
     """Kernel parameters as they were loaded, by who loads them."""
     cancel: Callable[[], Triple | None] | None = None
     """Takes a cluster that has not started out of the launch: see state/waiting.py."""
+    global_granule: int = 4
+    """Bytes of global memory that are watched as one."""
+    written: Written = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.written = Written(self.global_granule, self.findings)
 
     def clock(self) -> int:
         return self.time

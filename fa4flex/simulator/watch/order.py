@@ -104,7 +104,7 @@ class Order:
 
     # --- accesses -------------------------------------------------------------------------------------------
 
-    def warp_access(self, agent: int, instruction: Instruction) -> int:
+    def warp_access(self, agent: int, instruction: Instruction, reduces: bool = False) -> int:
         """The number of what a warp does now with memory."""
         self._uses(agent)
         epoch = int(self.clocks[agent].epochs[agent])
@@ -112,7 +112,7 @@ class Order:
         number = self._last.get(key)
         if number is None:
             strong = Strength.of(instruction).strong
-            access = Access(agent, epoch, GENERIC, self.names[agent], instruction, strong=strong)
+            access = Access(agent, epoch, GENERIC, self.names[agent], instruction, -1, reduces, strong)
             number = self._last[key] = self.add(access)
         return number
 
@@ -143,19 +143,11 @@ class Order:
 
     def known(self, number: int, clock: Clock) -> bool:
         """Whether whoever holds `clock` may rely on the access being over."""
-        access = self.accesses[number]
-        if access.load >= 0:
-            return bool(clock.loads >> access.load & 1)
-        return bool(clock.epochs[access.agent] >= access.epoch)
+        return over(self.accesses[number], clock)
 
     def visible(self, number: int, clock: Clock) -> bool:
         """Whether a generic write has passed a proxy fence on its way to an asynchronous operation."""
-        access = self.accesses[number]
-        if access.proxy != GENERIC:
-            return True
-        if access.load >= 0:
-            return bool(clock.fenced_loads >> access.load & 1)
-        return bool(clock.fenced[access.agent] >= access.epoch)
+        return passed(self.accesses[number], clock)
 
     def report(self, kind: str, text: str, now: int, before: int | None = None) -> None:
         """A finding about access `now`, and the earlier one it conflicts with."""
@@ -163,3 +155,19 @@ class Order:
         earlier = None if before is None else self.accesses[before]
         whom = f"{current.who} {text}" + (f" (by {earlier.who})" if earlier else "")
         self.findings.add(Finding(kind, whom, current.instruction, earlier.instruction if earlier else None))
+
+
+def over(access: Access, clock: Clock) -> bool:
+    """Whether whoever holds a clock of the access's cluster may rely on it being over."""
+    if access.load >= 0:
+        return bool(clock.loads >> access.load & 1)
+    return bool(clock.epochs[access.agent] >= access.epoch)
+
+
+def passed(access: Access, clock: Clock) -> bool:
+    """Whether an access, if generic, has passed a proxy fence on its way to an asynchronous operation."""
+    if access.proxy != GENERIC:
+        return True
+    if access.load >= 0:
+        return bool(clock.fenced_loads >> access.load & 1)
+    return bool(clock.fenced[access.agent] >= access.epoch)
