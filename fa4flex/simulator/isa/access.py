@@ -134,7 +134,7 @@ class Accessor:
                 return warp.local.load(offsets & (LOCAL_WINDOW - 1), size, count)
             launch = warp.cta.launch
             values = launch.memory.load(offsets, size, count)
-            if launch.written.near(int(offsets.min()), int(offsets.max()) + size * count):
+            if launch.written and launch.written.near(int(offsets.min()), int(offsets.max()) + size * count):
                 order, where = self._global(warp, offsets, size * count)
                 number = order.warp_access(warp.agent, self.instruction)
                 launch.written.read(order, number, where, order.clocks[warp.agent])

@@ -51,10 +51,11 @@ class Shadow:
             elif access.proxy == ASYNC and not passed(accesses[before], clock):
                 self._report("missing proxy fence", "reads generic writes", number, where, before, before)
         before_me = distinct(self.reader[where])
-        if all(b == NOBODY or (b >= 0 and accesses[b].agent == access.agent) for b in before_me):
-            self.reader[where] = number
-        else:
-            self._read_as_well(access.agent, number, where, before_me)
+        for before in before_me:
+            if before == SEVERAL or (before >= 0 and accesses[before].agent != access.agent):
+                self._read_as_well(access.agent, number, where, before_me)
+                return
+        self.reader[where] = number
 
     def _read_as_well(self, agent: int, number: int, where: Where, before: list[int]) -> None:
         """Move to the tables of each agent what others have read before."""

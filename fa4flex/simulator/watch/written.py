@@ -46,6 +46,9 @@ class Written:
         """(cluster, access) by number, from 1 on."""
         self._numbers: dict[tuple[int, int], int] = {}
 
+    def __bool__(self) -> bool:
+        return bool(self._pieces)
+
     def near(self, low: int, stop: int) -> bool:
         """Whether anything may have been written between two addresses."""
         first, last = low // self.granule, (stop - 1) // self.granule
@@ -65,7 +68,7 @@ class Written:
 
     def write(self, order: Order, number: int, where: Granules, clock: Clock, changed: Changed) -> None:
         """Access `number` of a cluster writes."""
-        mine = self._number(order, number)
+        mine = self._numbers.get((order.number, number)) or self._number(order, number)
         for index, which, low, high in _pieces(where):
             piece = self._pieces.get(index) or self._pieces.setdefault(index, Piece(index * PIECE))
             inside = where[which] - piece.start
@@ -102,12 +105,9 @@ class Written:
         self._findings.add(Finding(kind, text, access.instruction, earlier.instruction))
 
     def _number(self, order: Order, number: int) -> int:
-        key = order.number, number
-        found = self._numbers.get(key)
-        if found is None:
-            self._writes.append((order.number, order.accesses[number]))
-            found = self._numbers[key] = len(self._writes)
-        return found
+        self._writes.append((order.number, order.accesses[number]))
+        self._numbers[order.number, number] = len(self._writes)
+        return len(self._writes)
 
 
 def _pieces(where: Granules) -> Iterator[tuple[int, slice | NDArray[np.bool_], int, int]]:
