@@ -26,6 +26,7 @@ from fa4flex.simulator.state.window import RANK_SHIFT
 from fa4flex.simulator.units import accumulators, descriptors, numbers, tensor
 from fa4flex.simulator.units import instruction as idesc
 from fa4flex.simulator.watch.findings import Fault, Finding
+from fa4flex.simulator.watch.shadow import distinct
 
 STORES = "stores to tensor memory"
 SHAPES = ("16x64b", "16x128b", "16x256b", "32x32b")
@@ -287,9 +288,10 @@ def _from_shared(
 ) -> NDArray[np.float32]:
     where, raw = descriptors.decode_tcgen05(bits), numbers.raw_dtype(type)
     errand.moves(cta, rows * shape.k * raw.itemsize)
+    found = descriptors.operand(where, major, rows, shape.k, raw, cta.shared.data)
     chunks = _chunks(bits, major, rows, shape.k, raw.itemsize, cta.launch.granule)
     cta.shadow.read(errand.number, chunks, errand.clock)
-    return numbers.decode(type, descriptors.operand(where, major, rows, shape.k, raw, cta.shared.data))
+    return numbers.decode(type, found)
 
 
 def _a_from_tensor(
@@ -300,8 +302,18 @@ def _a_from_tensor(
     must_be_allocated(cta, regions, "tcgen05.mma", instruction)
     cta.tensor_shadow.read(errand.number, where, errand.clock)
     raw = numbers.raw_dtype(shape.a_type)
+    if raw.itemsize < 4:
+        _must_be_packed(cta, where, errand)
     found = accumulators.multiplicand(cta.tensor, job.a, shape.m, job.group)
     return tuple(numbers.decode(shape.a_type, np.ascontiguousarray(words).view(raw)) for words in found)
+
+
+def _must_be_packed(cta: Cta, where: NDArray[np.intp], errand: Errand) -> None:
+    """A of 16 or 8 bits lies packed in its columns, D has a column for each element: no D is such an A."""
+    order = cta.cluster.order
+    for before in distinct(cta.tensor_shadow.writer[where]):
+        if before >= 0 and order.accesses[before].instruction.opcode.startswith("tcgen05.mma"):
+            order.report("misread", "takes the D of another product for its A", errand.number, before)
 
 
 def _accumulate(
