@@ -73,6 +73,9 @@ class Event:
                        queries, of the later key tile) plus `tile`: -1 is the one before
     ahead              it is left out where there is no such tile
     ending             it is left out unless the key tile so far from the one at hand ends its row
+    staged             of named barriers with stages, it takes the one of its use
+    maybe              what the data says may leave it out, for all who would come
+    again              kernels may ask again for what was there: it is waited for where it is needed first
     """
 
     action: Action
@@ -82,6 +85,9 @@ class Event:
     each: int = 1
     ahead: bool = False
     ending: int | None = None
+    staged: bool = False
+    maybe: bool = False
+    again: bool = False
 
     def explain(self) -> str:
         if self.target == "next":
@@ -90,12 +96,14 @@ class Event:
         indexed = self.per == "key" and not self.is_timeless
         index = "_j" + (f"{offset:+d}" if offset else "") if indexed else ""
         words = WORDS[self.action].format(self.target + index)
+        words += " where a sequence ends" * self.maybe
         return words if self.ending is None else f"{words} if it ends a row"
 
     @property
     def is_timeless(self) -> bool:
         """Whether its use has no number."""
-        return self.action in ("take", "give", "sync", "allocate", "free")
+        named = self.action in ("take", "give", "sync") and not self.staged
+        return named or self.action in ("allocate", "free")
 
 
 Events = tuple[Event, ...]
@@ -155,11 +163,14 @@ class Product:
 @dataclass(frozen=True)
 class Role:
     """Who runs which events: `opening` once; then per tile of queries `first` (its first key tile), `body`
-    for each later one, and `last` (after the last one, whose number `tile` counts from); `closing` once.
+    for each later one, and `last` (after the last one, whose number `tile` counts from); or `empty`, where
+    there is none; `closing` once.
 
     warps       how many arrive when the role does; 0 for a role that never does
     products    that the role issues
     apart       its warps never wait for each other, so each runs the events by itself
+    warp        the first of them in its CTA
+    cta         the one of a pair that they belong to
     """
 
     name: str
@@ -171,6 +182,9 @@ class Role:
     closing: Events = ()
     products: tuple[Product, ...] = ()
     apart: bool = False
+    empty: Events = ()
+    warp: int = 0
+    cta: int = 0
 
     def run(self, key_tiles: list[int]) -> list[Event]:
         """All events for tiles of queries with these numbers of key tiles; `tile` is the number of the use:
@@ -180,6 +194,8 @@ class Role:
         start = 0
         for work, count in enumerate(key_tiles):
             parts = [(self.first, 0), *((self.body, j) for j in range(1, count)), (self.last, count - 1)]
+            if not count:
+                parts = [(self.empty, 0)]
             for part, j in parts:
                 placed += [rows.place(event, work, start + j) for event in part]
             start += count
@@ -198,6 +214,12 @@ class Role:
         return any(event.action == action and event.target == target for event in self.events)
 
     @property
+    def least(self) -> Role:
+        """The role where nothing happens that may be left out."""
+        parts = {name: tuple(e for e in part if not e.maybe) for name, part in self.parts.items()}
+        return replace(self, **parts)  # type: ignore[arg-type]
+
+    @property
     def kind(self) -> str:
         """The name without its number: roles of one kind differ in nothing else."""
         return self.name.rstrip("0123456789 ")
@@ -212,6 +234,8 @@ class Ring:
     empty_arrivals                     complete a phase of an empty one
     per_warp                           each warp of the roles hands its own part over, at its own barriers
     once                               a block fills it once: nobody frees it, and there is no empty barrier
+    freed_by                           the mbarrier that says so, where rings share one
+    beside                             further regions that its copies fill: (name, bytes per stage)
     """
 
     name: str
@@ -223,6 +247,18 @@ class Ring:
     full_arrivals: int = 1
     per_warp: bool = False
     once: bool = False
+    freed_by: str = ""
+    beside: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def shares_empty(self) -> bool:
+        """True without an empty barrier of its own."""
+        return self.once or bool(self.freed_by)
+
+    @property
+    def filled(self) -> int:
+        """Bytes of a stage and of what comes with it."""
+        return self.stage_bytes + sum(size for _, size in self.beside)
 
     @property
     def region(self) -> str:
@@ -242,11 +278,18 @@ class Barrier:
 
 @dataclass(frozen=True)
 class NamedBarrier:
-    """Hardware barrier `number`; a phase completes when `threads` threads have arrived or wait."""
+    """Hardware barrier `number`; a phase completes when `threads` threads have arrived or wait. Of `stages`,
+    each has its own, `apart` numbers after the one before."""
 
     name: str
     number: int
     threads: int
+    stages: int = 1
+    apart: int = 1
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        return tuple(self.number + stage * self.apart for stage in range(self.stages))
 
 
 @dataclass(frozen=True)
@@ -255,6 +298,7 @@ class Topology:
 
     overlaps     pairs of names that share bytes or columns
     by_warp      memory of which each warp of a role that runs `apart` touches its own rows
+    stages       of memory that is no ring: (name, how many), where there are several
     """
 
     roles: tuple[Role, ...]
@@ -264,6 +308,7 @@ class Topology:
     mbarriers: tuple[Barrier, ...] = ()
     overlaps: tuple[tuple[str, str], ...] = ()
     by_warp: tuple[str, ...] = ()
+    stages: tuple[tuple[str, int], ...] = ()
 
     def ring(self, name: str) -> Ring:
         return next(ring for ring in self.rings if ring.name == name)
@@ -347,11 +392,16 @@ class Topology:
             _check_ring(ring, self.roles)
         for barrier in self.mbarriers:
             _check_barrier(barrier, self.roles)
-        rings = {ring.name: ring.once for ring in self.rings}
+        rings = {ring.name: ring.shares_empty for ring in self.rings}
         for role in self.roles:
             _check_pairs(role, rings)
             _check_products(role)
         _check_named(self)
+
+    @property
+    def least(self) -> Topology:
+        """The pipeline where nothing happens that may be left out."""
+        return replace(self, roles=tuple(role.least for role in self.roles))
 
     @property
     def one_tile(self) -> bool:
@@ -361,7 +411,7 @@ class Topology:
     @property
     def mbarrier_count(self) -> int:
         """Rings have a full and an empty one per stage."""
-        rings = sum((1 if ring.once else 2) * ring.stages * _copies(ring) for ring in self.rings)
+        rings = sum((1 if ring.shares_empty else 2) * ring.stages * _copies(ring) for ring in self.rings)
         return rings + sum(_copies(barrier) for barrier in self.mbarriers)
 
     def check_fits(self, memory: Memory, target: Target, unused: int = 0) -> None:
@@ -370,6 +420,8 @@ class Topology:
         needed: Counter[str] = Counter()
         for ring in self.rings:
             needed[ring.region] += ring.stages * ring.stage_bytes
+            for name, size in ring.beside:
+                needed[name] += ring.stages * size
         needed["barriers"] = MBARRIER * (self.mbarrier_count + unused)
         sizes = {region.name: region.size for region in memory.regions}
         for name, size in needed.items():
@@ -380,7 +432,7 @@ class Topology:
                     f"the {sizes.get(name, 0)} bytes of the region",
                     "lay the memory out anew",
                 )
-        highest = max((barrier.number for barrier in self.barriers), default=0)
+        highest = max((number for barrier in self.barriers for number in barrier.numbers), default=0)
         if highest >= target.named_barriers:
             raise PlanError(
                 f"named barrier {highest}",
@@ -394,6 +446,7 @@ WHEN = {
     "first": "first key tile, j",
     "body": "each later one, j",
     "last": "after the last, j",
+    "empty": "without any",
     "closing": "at the end",
 }
 
@@ -406,6 +459,8 @@ _EACH_WARP = {True: ", warp by warp", False: ""}
 
 
 def _freed(ring: Ring) -> str:
+    if ring.freed_by:
+        return f"freed by {ring.freed_by}"
     return "never freed" if ring.once else f"empty after {_count(ring.empty_arrivals, 'arrival')}"
 
 
@@ -437,7 +492,7 @@ def _check_ring(ring: Ring, roles: tuple[Role, ...]) -> None:
     brought = sum(ring.copies)
     _require(ring.transaction_bytes, brought, f"{name}: bytes announced, against bytes that its copies bring")
     if ring.copies:
-        _require(ring.stage_bytes, brought, f"{name}: bytes of a stage, against bytes that its copies bring")
+        _require(ring.filled, brought, f"{name}: bytes of a stage, against bytes that its copies bring")
     loading = [role for role in roles if role.uses("load" if ring.copies else "fill", ring.name)]
     filled = sum(_warps(role, ring.per_warp) for role in loading)
     _require(ring.full_arrivals, filled, f"{name}: arrivals that fill a stage, against warps that do")
@@ -503,7 +558,7 @@ def _check_products(role: Role) -> None:
 
 
 def _check_named(topology: Topology) -> None:
-    numbers = [barrier.number for barrier in topology.barriers]
+    numbers = [number for barrier in topology.barriers for number in barrier.numbers]
     if len(set(numbers)) < len(numbers) or 0 in numbers:
         raise PlanError(
             f"named barriers numbered {numbers}", "different numbers, none 0 (__syncthreads)", "renumber them"
