@@ -143,6 +143,11 @@ def find(pipeline: Topology, role: str, when: str, words: str) -> int:
     return next(i for i, e in enumerate(events) if f"{e.action} {e.target}" == words)
 
 
+def awaits_nothing(event: Event, where: str) -> bool:
+    """Whether it awaits something of before the first key tile: kernels do not tell that one apart."""
+    return where.endswith("first") and event.action == "await" and event.tile < 0
+
+
 def wrong_counts(pipeline: Topology) -> list[Topology]:
     """With one arrival more, or less, at each barrier."""
     wrong = [with_barrier(pipeline, b.name, b.arrivals + m) for b in pipeline.mbarriers for m in (-1, 1)]

@@ -212,7 +212,7 @@ class _Machine:
         events = role.run(key_tiles)
         for warp in range(role.warps) if role.apart else (None,):
             name = role.name if warp is None else f"warp {warp} of {role.name}"
-            kept = [e for e in events if not (warp and e.action in ("allocate", "free"))]
+            kept = [e for e in events if not (warp and (e.leads or e.action in ("allocate", "free")))]
             engine = next((product.engine for product in role.products if product.engine), name)
             yield _Actor(name, role, warp, kept, self.engines.setdefault(engine, _Engine(engine)))
 

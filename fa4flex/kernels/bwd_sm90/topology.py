@@ -22,6 +22,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fa4flex.codegen.plan.memory import NUMBER, tile_bytes
+from fa4flex.codegen.plan.signals import stage_barriers
 from fa4flex.codegen.plan.topology import (
     RECEIVE,
     WARP,
@@ -63,7 +64,17 @@ def backward_topology(config: Config, itemsize: int, copies: bool) -> Topology:
             for name, stages in (("dq", config.dq_stages), ("shared dS", SHARES), ("shared P", SHARES))
             for w in names
         ),
+        places=(_places(config),),
     )
+
+
+def _places(config: Config) -> tuple[str, ...]:
+    """Mbarriers in the order of the kernel's storage."""
+    q, dout = (
+        stage_barriers(name, stages) for name, stages in (("q", config.q_stages), ("dout", config.do_stages))
+    )
+    only = ("keys_empty", "next full", "next empty")
+    return (*q, *dout, "k full", "v full", *(name if config.persistent else "" for name in only))
 
 
 def _rings(config: Config, itemsize: int) -> tuple[Ring, ...]:
