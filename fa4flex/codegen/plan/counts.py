@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from fa4flex.codegen.plan.errors import PlanError
+from fa4flex.codegen.plan.signals import arrivals_of
 from fa4flex.codegen.plan.topology import WARP, Barrier, Ring, Role, Topology
 
 
@@ -19,6 +20,7 @@ def check_counts(topology: Topology) -> None:
         _check_pairs(role, rings)
         _check_products(role)
     _check_named(topology)
+    _check_places(topology)
 
 
 def _require(given: int, expected: int, what: str) -> None:
@@ -124,3 +126,17 @@ def _check_named(topology: Topology) -> None:
                 "as many threads as arrive and wait in a phase",
                 "count both sides",
             )
+
+
+def _check_places(topology: Topology) -> None:
+    """Where it is said, each mbarrier has one place in a kernel's memory."""
+    placed = Counter(name for places in topology.places for name in places if name)
+    if placed and placed != Counter(dict.fromkeys(arrivals_of(topology), 1)):
+        wrong = sorted(placed.keys() ^ arrivals_of(topology).keys()) or [
+            n for n, k in placed.items() if k > 1
+        ]
+        raise PlanError(
+            f"mbarriers without a place in memory, or places without one: {', '.join(wrong)}",
+            "one place for each",
+            "list them in the order of the kernel's storage",
+        )

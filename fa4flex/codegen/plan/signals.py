@@ -187,17 +187,19 @@ def rows_of(topology: Topology, found: Sequence[Signal]) -> list[int]:
 
     first, body, last, empty = (part(events) for events in (role.first, role.body, role.last, role.empty))
     told, at = word(found), len(word(_begin(topology)) + part(role.opening))
-    tile = re.compile(
-        f"(?P<some>{re.escape(first)}(?:{re.escape(body)})*{re.escape(last)})|{re.escape(empty)}"
-    )
+    begun = f"{re.escape(first)}(?:{re.escape(body)})*"
+    tile = re.compile(f"(?P<some>{begun}{re.escape(last)})|{re.escape(empty)}")
+
+    def count(length: int) -> int:
+        return 1 + (length - len(first)) // max(len(body), 1)
+
     rows: list[int] = []
     while (match := tile.match(told, at)) and match.end() > at:
-        count = 0
-        if match["some"]:
-            count = 1 + (match.end() - at - len(first) - len(last)) // max(len(body), 1)
-        rows.append(count)
+        rows.append(count(match.end() - at - len(last)) if match["some"] else 0)
         at = match.end()
-    longer = [rows, [*rows, 1], [*rows, 2], *([[*rows[:-1], rows[-1] + 1]] if rows else [])]
+    unfinished = re.compile(begun).match(told, at)
+    more = count(unfinished.end() - at) if unfinished else 0
+    longer = [rows, *([*rows, more + i] for i in (0, 1))]
     return max(longer, key=lambda some: _alike(expected(topology, role, 0, some), found))
 
 
@@ -221,13 +223,14 @@ def difference(
     seen: dict[str, int | None] = {}
     i = 0
     for number, signal in enumerate(found):
-        while i < len(expected) and expected[i].maybe and not expected[i].is_like(signal):
-            i += 1
-        if i < len(expected) and expected[i].is_like(signal):
+        coming = i
+        while coming < len(expected) and expected[coming].maybe and not expected[coming].is_like(signal):
+            coming += 1
+        if coming < len(expected) and expected[coming].is_like(signal):
             seen[signal.at] = signal.parity
-            i += 1
+            i = coming + 1
         elif not (signal.does == "wait" and signal.at in again and seen.get(signal.at) == signal.parity):
-            next_one = expected[i] if i < len(expected) else None
+            next_one = expected[coming] if coming < len(expected) else None
             return Difference(role, warp, number, next_one, signal, tuple(found[:number]))
     left = next((s for s in expected[i:] if not s.maybe), None)
     return None if left is None else Difference(role, warp, len(found), left, None, tuple(found))

@@ -1,9 +1,9 @@
 """The Blackwell forward pipeline of a pair of CTAs: that of one CTA twice, but for what a pair shares.
 
-What the first CTA has is named as in one CTA alone, the second one's with THERE behind it. The first CTA's warp
-that multiplies issues the products of both, whose second operands lie in both; it waits for its own barriers
-and signals both CTAs. Full barriers of tiles lie with the first CTA and count the bytes of both; here each has
-its own part. Where the hardware tells the next tile, the first CTA asks for both.
+What the first CTA has is named as in one CTA alone, the second one's with THERE behind it. The first CTA's
+warp that multiplies issues the products of both, whose second operands lie in both; it waits for its own
+barriers and signals both CTAs. Full barriers of tiles lie with the first CTA and count the bytes of both;
+here each has its own part. Where the hardware tells the next tile, the first CTA asks for both.
 """
 
 from __future__ import annotations

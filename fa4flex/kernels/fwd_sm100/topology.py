@@ -74,8 +74,8 @@ counter; or the hardware's answer, for which a warp asks."""
 
 
 def forward_topology(tiles: Tiles, columns: Columns, handed: Handed, ragged: bool) -> Topology:
-    """The pipeline of a CTA of a forward kernel. `ragged`: sequences end within tiles, so that what values follow
-    their ends is cleared."""
+    """The pipeline of a CTA of a forward kernel. `ragged`: sequences end within tiles, so that what values
+    follow their ends is cleared."""
     n, staged = tiles.q_tiles, tiles.out_stages > 0
     workers = [_load(n), _multiply(n, ragged), *(_softmax(i) for i in range(n)), _correction(tiles)]
     if staged:

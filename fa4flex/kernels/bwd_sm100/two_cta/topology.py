@@ -1,5 +1,5 @@
 """The Blackwell backward pipeline of a pair of CTAs, with the barriers and counts of the kernel
-(kernels/bwd_sm100_pair/roles.py). What each CTA has is named as it is in the first one, and in the second
+(two_cta/roles.py). What each CTA has is named as it is in the first one, and in the second
 with THERE behind it. For step j, the first CTA's multiplying warp issues the products of both:
 
     S(0) dP(0) dV(0)   S(1) dK(0) dP(1) dQ(0) dV(1)   ...   dK(J-1) dQ(J-1)

@@ -1,5 +1,5 @@
 """The Blackwell backward pipeline of heads wider than 128, with the barriers and counts of the kernel
-(kernels/bwd_sm100_wide/roles.py). For step j, products are issued in this order:
+(wide_heads/roles.py). For step j, products are issued in this order:
 
     S(j) dP(j) dV(j) dK(j) dQ(j)
 
@@ -13,7 +13,7 @@ Beside dV and dK, tensor memory has 192 columns, in which all else takes turns:
     dQ         --------------------------------- after dV and dK, in order
 
 What is not there, and why the simulation finds nothing missing, is what narrower heads do not have
-(backward_topology.py), and
+(bwd_sm100/topology.py), and
 
 no s_empty     S(j + 1) comes after dV(j) and dK(j), which have read P(j) and dS(j), and dQ(j) after them.
 """
