@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from executed import comparing
+from executed import Compared, comparing
 
 
 @pytest.fixture(autouse=True)
-def does_what_its_graph_says() -> Iterator[None]:
+def launches() -> Iterator[Compared]:
     with comparing() as compared:
-        yield
+        yield compared
     assert not compared.differences, "\n".join(compared.differences[:3])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -18,11 +19,12 @@ import pytest
 import torch
 from blackwell import planned
 from cutlass import cute
-from executed import Executed, Trace, comparing, differences, noting
+from executed import Compared, Executed, Trace, comparing, differences, noting
 from pairs import in_pairs
 
 import fa4flex
 from fa4flex import Varlen
+from fa4flex.codegen import build
 from fa4flex.codegen.plan.signals import expected
 from fa4flex.codegen.plan.topology import Role, Topology
 from fa4flex.compiler import compile
@@ -270,15 +272,18 @@ SWAPPED = (
 
 
 @pytest.mark.parametrize("case", SWAPPED, ids=lambda case: f"{case[0]}, {case[2]}")
-def test_signals_in_another_order_in_a_kernel_are_found(case: tuple[Any, ...]) -> None:
+def test_signals_in_another_order_in_a_kernel_are_found(case: tuple[Any, ...], launches: Compared) -> None:
     name, owner, method, wrong, wanted, found = case
     with contextlib.ExitStack() as stack:
         compared = stack.enter_context(comparing(keep=True))
         stack.enter_context(patch.object(owner, method, wrong))
         stack.enter_context(patch.dict(compile._kernels, clear=True))
+        stack.enter_context(patch.object(build, "_kept", OrderedDict()))  # and what is ready to launch
         stack.enter_context(contextlib.suppress(Fault))
         CASES[name].run()
     run = compared.kept[-1]
     said = next(differences(run.trace, run.topology)).split("\n")
     at = next(i for i, line in enumerate(said) if "expected" in line)
     assert wanted in said[at] and found in said[at + 1], said
+    assert launches.differences  # as the fixture would say
+    launches.differences.clear()
