@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -24,7 +23,6 @@ from pairs import in_pairs
 
 import fa4flex
 from fa4flex import Varlen
-from fa4flex.codegen import build
 from fa4flex.codegen.plan.signals import expected
 from fa4flex.codegen.plan.topology import Role, Topology
 from fa4flex.compiler import compile
@@ -34,6 +32,7 @@ from fa4flex.kernels.bwd_sm90.roles import dq_empty, dq_full
 from fa4flex.kernels.bwd_sm100.mma import Mma
 from fa4flex.kernels.common.transfer import stage_by_fours
 from fa4flex.primitives.schedule import Schedule
+from fa4flex.runtime import programs
 from fa4flex.simulator.run.launch import Shape, execute, module_of, program_of
 from fa4flex.simulator.run.timing import Timing
 from fa4flex.simulator.watch.findings import Fault
@@ -278,7 +277,7 @@ def test_signals_in_another_order_in_a_kernel_are_found(case: tuple[Any, ...], l
         compared = stack.enter_context(comparing(keep=True))
         stack.enter_context(patch.object(owner, method, wrong))
         stack.enter_context(patch.dict(compile._kernels, clear=True))
-        stack.enter_context(patch.object(build, "_kept", OrderedDict()))  # and what is ready to launch
+        stack.enter_context(patch.object(programs, "_engine", programs._engine.__wrapped__))
         stack.enter_context(contextlib.suppress(Fault))
         CASES[name].run()
     run = compared.kept[-1]

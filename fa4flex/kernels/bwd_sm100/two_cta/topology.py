@@ -344,8 +344,8 @@ def _compute(i: int, c: int) -> Role:
     # A pair allocates and frees together: no CTA has tensor memory before both have, and none frees it before
     # both are done.
     allocate = () if i or c else _both("allocate", WHOLE)
-    told = once("arrive", at("freed", 1 - c)), once("await", at("freed", c))
-    done = tuple(replace(event, leads=True) for event in told)
+    told = Event("arrive", at("freed", 1 - c)), Event("await", at("freed", c))
+    done = tuple(replace(event, per="block", leads=True) for event in told)
     free = () if i else done if c else (*done, *_both("free", WHOLE))
     return Role(
         at(f"compute {i}", c),
