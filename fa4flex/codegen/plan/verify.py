@@ -56,7 +56,8 @@ def simulate(topology: Topology, key_tiles: Sequence[int], pick: Pick) -> int:
 @lru_cache(maxsize=256)
 def prove(topology: Topology) -> None:
     """PlanError unless a short row of key tiles, and one that goes twice round the rings, run to their end.
-    One interleaving costs up to a tenth of a second, once per pipeline; tests try many."""
+    One interleaving costs up to a tenth of a second, of a pair of CTAs a third, once per pipeline; tests try
+    many."""
     twice = 2 * max(ring.stages for ring in topology.rings) + 1
     empty = [0] * any(role.empty for role in topology.roles)
     works = [[1], [twice], *[[none] for none in empty]] if topology.one_tile else [[*empty, 1, *empty, twice]]
