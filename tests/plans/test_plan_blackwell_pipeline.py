@@ -277,9 +277,8 @@ def test_a_ring_without_its_stages_does_not_fit_its_region() -> None:
     plan = planned(128, 128)
     for name in ("k", "v", "out"):
         wrong = replace(plan)
-        wrong.__dict__["topology"] = with_ring(
-            plan.topology, name, stages=plan.topology.ring(name).stages - 1
-        )
+        less = with_ring(plan.topology, name, stages=plan.topology.ring(name).stages - 1)
+        wrong.__dict__["of_one_cta"] = replace(less, places=())
         with pytest.raises(PlanError, match=rf"region {name} of \d+ bytes"):
             wrong.check()
 
