@@ -41,7 +41,7 @@ from fa4flex.simulator.state.cta import Warp
 from fa4flex.simulator.state.registers import Mask
 
 Warps = tuple[int, int, int]
-"""A cluster, a CTA in it, a warp in that."""
+"""Cluster, CTA and warp."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class Waited:
 
 @dataclass
 class Trace:
-    """Of each warp, what it did at barriers, in order, but for initialisations; `made` are those: arrivals of
-    a phase, by CTA and offset. lines: of PTX, by which it was done."""
+    """Events of each warp at barriers, in order; `made` has initialisations: arrivals of a phase by CTA and
+    offset; `lines` the lines of PTX that did all this."""
 
     warps: dict[Warps, list[Any]] = field(default_factory=lambda: defaultdict(list))
     made: dict[events.Key, int] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class Trace:
         return _joined(found)
 
     def names(self, topology: Topology) -> dict[events.Key, str]:
-        """Of mbarriers, by CTA and offset."""
+        """Names of mbarriers by CTA and offset."""
         first = min((offset for _, offset in self.made), default=0)
         return {
             (cta, first + 8 * i): name

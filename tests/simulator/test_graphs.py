@@ -207,7 +207,7 @@ def changed_graphs(topology: Topology, rows: list[int]) -> Iterator[tuple[str, T
 
 @pytest.mark.parametrize("name", FEW)
 def test_every_change_of_a_graph_is_found(name: str) -> None:
-    """Of events that this run has: its tiles have two key tiles at least."""
+    """Events that this run has: its tiles have two key tiles at least."""
     run = executed(name)
     every = list(changed_graphs(run.topology, [3, 2]))
     assert len(every) > 40
