@@ -130,12 +130,30 @@ def dropped(pipeline: Topology, *but: str) -> Iterator[tuple[Event, str, Topolog
                 yield event, f"{role.name}, {when}", with_role(pipeline, less)
 
 
+def moved(pipeline: Topology, role: str, when: str, event: int, to: int) -> Topology:
+    """One event of a part at another place."""
+    old = pipeline.role(role)
+    part = list(getattr(old, when))
+    part.insert(to, part.pop(event))
+    return with_role(pipeline, replace(old, **{when: tuple(part)}))  # type: ignore[arg-type]
+
+
+def find(pipeline: Topology, role: str, when: str, words: str) -> int:
+    events = getattr(pipeline.role(role), when)
+    return next(i for i, e in enumerate(events) if f"{e.action} {e.target}" == words)
+
+
+def awaits_nothing(event: Event, where: str) -> bool:
+    """Whether it awaits something of before the first key tile: kernels do not tell that one apart."""
+    return where.endswith("first") and event.action == "await" and event.tile < 0
+
+
 def wrong_counts(pipeline: Topology) -> list[Topology]:
     """Pipelines with one arrival more, or less, at one of the barriers."""
     wrong = [with_barrier(pipeline, b.name, b.arrivals + m) for b in pipeline.mbarriers for m in (-1, 1)]
     for ring, more in product(pipeline.rings, (-1, 1)):
         wrong.append(with_ring(pipeline, ring.name, full_arrivals=ring.full_arrivals + more))
-        if not ring.once:
+        if not ring.shares_empty:
             wrong.append(with_ring(pipeline, ring.name, empty_arrivals=ring.empty_arrivals + more))
     return wrong
 

@@ -17,6 +17,8 @@ from blackwell_plans import (
     every_plan,
     fails_check,
     fault_of,
+    find,
+    moved,
     ordered,
     planned,
     sound,
@@ -178,14 +180,6 @@ def test_the_first_arrival_at_p_early_stands_for_an_output_that_is_not_there() -
 # --- broken pipelines ----------------------------------------------------------------------------------
 
 
-def moved(pipeline: Topology, role: str, when: str, event: int, to: int) -> Topology:
-    """One event of a part at another place."""
-    old = pipeline.role(role)
-    part = list(getattr(old, when))
-    part.insert(to, part.pop(event))
-    return with_role(pipeline, replace(old, **{when: tuple(part)}))  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("q_tiles", "out_stages", "dynamic"), ((2, 2, False), (2, 2, True), (1, 0, True), (1, 2, False))
 )
@@ -219,11 +213,6 @@ def test_every_wrong_count_is_found_by_sums_and_by_simulation() -> None:
     assert len(broken) > 30
     for wrong in broken:
         assert fails_check(wrong) and fault_of(wrong)
-
-
-def find(pipeline: Topology, role: str, when: str, words: str) -> int:
-    events = getattr(pipeline.role(role), when)
-    return next(i for i, e in enumerate(events) if f"{e.action} {e.target}" == words)
 
 
 # role, part, event, the event to whose place it goes, and what is said
@@ -288,9 +277,8 @@ def test_a_ring_without_its_stages_does_not_fit_its_region() -> None:
     plan = planned(128, 128)
     for name in ("k", "v", "out"):
         wrong = replace(plan)
-        wrong.__dict__["topology"] = with_ring(
-            plan.topology, name, stages=plan.topology.ring(name).stages - 1
-        )
+        less = with_ring(plan.topology, name, stages=plan.topology.ring(name).stages - 1)
+        wrong.__dict__["of_one_cta"] = replace(less, places=())
         with pytest.raises(PlanError, match=rf"region {name} of \d+ bytes"):
             wrong.check()
 

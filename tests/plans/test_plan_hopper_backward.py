@@ -1,13 +1,18 @@
-"""Plans of the Hopper backward: tiles and stages by what a problem takes."""
+"""Plans of the Hopper backward: tiles and stages by what a problem takes; the kernel's pipeline, proved and
+broken."""
 
 from __future__ import annotations
 
+import random
+import re
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from blackwell_plans import broken, dropped, edges, fault_of, find, moved, ordered, with_role, wrong_counts
 from helpers import Width, widths
 
 import fa4flex
@@ -16,6 +21,9 @@ from fa4flex.codegen.analyze.hoist import read_by_pairs
 from fa4flex.codegen.expr import nodes
 from fa4flex.codegen.plan.problem import Problem
 from fa4flex.codegen.plan.target import SM90A
+from fa4flex.codegen.plan.topology import Event, Topology
+from fa4flex.codegen.plan.verify import at_random, round_robin, simulate, trace
+from fa4flex.kernels.bwd_sm90 import roles
 from fa4flex.kernels.bwd_sm90.plan import (
     LATENT_TILE,
     LONG_LATENT_TILE,
@@ -123,3 +131,172 @@ def test_where_pairs_read_elements_of_their_own() -> None:
     for own, mod in mods:
         facts = fa4flex.compile(score_mod=mod).prepared.engine.facts
         assert any(map(read_by_pairs, nodes(facts.score))) == own
+
+
+# --- the pipeline --------------------------------------------------------------------------------------
+
+NARROW = Problem(64, 64)
+KINDS = {
+    "two stages of dQ": NARROW,
+    "one stage of dQ": Problem(128, 128),
+    "a block per tile": Problem(64, 64, deterministic=True),
+    "copies of dS": Problem(64, 64, deterministic=True, gradients=((0, "once"),)),
+    "columns": Problem(192, 192),
+    "packed": Problem(64, 64, lengths="packed"),
+    "packed columns": Problem(192, 192, lengths="packed"),
+}
+KIND = pytest.mark.parametrize("kind", KINDS)
+
+
+@cache
+def sound(kind: str) -> Topology:
+    return planned(KINDS[kind]).topology
+
+
+def works_of(pipeline: Topology) -> tuple[list[int], ...]:
+    """Steps of the tiles of keys that a block takes: few and many, more than rings hold, and none."""
+    return ([1], [5], [0]) if pipeline.one_tile else ([1, 0, 5, 2], [0, 3])
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_every_pipeline_runs(width: int, seed: int) -> None:
+    for i, width_v in enumerate(WIDTHS):
+        for more in ({}, {"lengths": "used", "mask_form": "tables"}, {"gradients": ((0, "once"),)}):
+            plan = planned(Problem(width, width_v, **more))  # type: ignore[arg-type]
+            plan.check()
+            for works in works_of(plan.topology):
+                assert simulate(plan.topology, works, at_random(seed + i)) > 0
+
+
+@KIND
+def test_one_run_stands_for_all(kind: str, seed: int) -> None:
+    pipeline = sound(kind)
+    for works in works_of(pipeline):
+        first = edges(trace(pipeline, works, round_robin()))
+        assert len(first) > 20 and edges(trace(pipeline, works, at_random(seed))) == first
+
+
+@pytest.mark.parametrize(("kind", "order"), [("two stages of dQ", "dQ dK"), ("columns", "dK dQ")])
+def test_products_are_issued_in_the_stated_order(kind: str, order: str) -> None:
+    events = sound(kind).role("consumer 1").run([2])
+    issued = [e.target for e in events if e.action == "issue"]
+    assert issued == f"S dP dV {order}".split() * 2
+    finished = [e.target for e in events if e.action == "finish"]
+    assert finished == f"S dP dV {order}".split() * 2
+
+
+@KIND
+def test_counts_are_the_kernels(kind: str) -> None:
+    plan = planned(KINDS[kind])
+    config, pipeline = plan.config(), plan.topology
+    unused = 0 if plan.persistent else roles.UNUSED
+    assert pipeline.mbarrier_count + unused == roles.barrier_total(config.q_stages, config.do_stages)
+    numbers = {n: b.name for b in pipeline.barriers for n in b.numbers}
+    for w, stage in product(range(config.consumers), range(config.dq_stages)):
+        assert numbers[roles.dq_full(w, stage)] == f"dq_full {w}"
+        assert numbers[roles.dq_empty(w, stage)] == f"dq_empty {w}"
+        assert numbers[roles.stored(w)] == f"stored {w}"
+    assert max(numbers) < SM90A.named_barriers and len(numbers) == sum(b.stages for b in pipeline.barriers)
+    assert plan.memory["dq"].size == 4 * config.dq_room * config.consumers * config.dq_stages
+    for ring, statistic in (("q", "lse2"), ("dout", "delta")):
+        assert pipeline.ring(ring).beside == ((statistic, 4 * config.tile_m),)
+
+
+def test_barriers_that_the_kernel_does_not_have_are_not_missing() -> None:
+    for kind in ("two stages of dQ", "one stage of dQ", "columns"):
+        run = trace(sound(kind), [6], round_robin())
+        for w, by, j in product((0, 1), (0, 1), (0, 1, 2)):
+            assert ordered(run, f"consumer {by} finish dQ tile {j}", f"write shared dS {w} tile {j + 2}")
+            assert ordered(run, f"the store of dq {w} tile {j}", f"write dq {w} tile {j + 2}")
+
+
+@KIND
+def test_every_dropped_event_is_found(kind: str) -> None:
+    pipeline = sound(kind)
+    works = works_of(pipeline)
+    assert not broken(pipeline, *works)
+    every = [x for x in dropped(pipeline, "consumer 1") if matters(x[0])]
+    assert len(every) > 70
+    for event, where, less in every:
+        assert broken(less, *works), f"{event} of {where}"
+
+
+def matters(event: Event) -> bool:
+    """Whether the simulation finds one less. Warps of a warpgroup, which gather at `stored`, are one role
+    here; what clears leaves nothing behind, what comes for nothing is said to be read, and others read the
+    next number, too. A drain is followed by others: see below."""
+    told = event.action, event.target
+    gathers = event.action == "sync" and event.target.startswith("stored")
+    read = told in (("read", "k"), ("read", "v"), ("read", "next"), ("store", "shared dS 0"))
+    return not gathers and not read and event.action not in ("clear", "drain")
+
+
+@KIND
+def test_memory_is_not_overwritten_while_it_is_stored(kind: str) -> None:
+    """Without the drains of a step, or of what is staged for global memory."""
+    pipeline = sound(kind)
+    for name in ("writer", "consumer 0"):
+        role = pipeline.role(name)
+        parts = {when: tuple(e for e in part if e.action != "drain") for when, part in role.parts.items()}
+        if any(e.action == "drain" for e in role.events):
+            less = with_role(pipeline, replace(role, **parts))  # type: ignore[arg-type]
+            assert "the store of" in broken(less, *works_of(pipeline))
+
+
+@KIND
+def test_wrong_counts_are_found(kind: str) -> None:
+    pipeline = sound(kind)
+    wrong = wrong_counts(pipeline)
+    assert len(wrong) >= 12
+    assert all(broken(one, *works_of(pipeline)) for one in random.sample(wrong, 8))
+
+
+# kind, role, part, event, the event to whose place it goes, and what is said
+MOVED = (
+    # used before it is there
+    ("two stages of dQ", "consumer 0", "body", "issue dQ", "sync scores", "shared dS 1 tile . before"),
+    ("columns", "consumer 0", "body", "issue dV", "sync scores", "shared P 1 tile . before it is there"),
+    ("one stage of dQ", "consumer 1", "body", "issue S", "wait q", "q tile . before it is there"),
+    ("one stage of dQ", "consumer 1", "first", "issue dP", "wait k", "v tile 0 before it is there"),
+    ("two stages of dQ", "writer", "body", "store dq 0", "take dq_full 0", "dq 0 tile . before it is there"),
+    ("two stages of dQ", "consumer 0", "body", "read dQ of 0", "finish dQ", "dQ of 0 tile . before it is"),
+    ("two stages of dQ", "consumer 0", "body", "give dq_full 0", "write dq 0", "dq 0 tile . before it is"),
+    # overwritten before it is read
+    ("two stages of dQ", "consumer 0", "body", "release dout", "finish dV", "frees dout tile . in use"),
+    ("two stages of dQ", "consumer 0", "body", "release q", "finish dK", "frees q tile . in use"),
+    ("one stage of dQ", "writer", "body", "give dq_empty 0", "drain dq 0", "the store of dq 0 .* may still"),
+    ("two stages of dQ", "consumer 0", "body", "write dq 0", "take dq_empty 0", "while the store of dq 0"),
+    ("one stage of dQ", "consumer 0", "last", "write dK rows 0", "take dq_read 0", "while the store of dq 0"),
+    ("columns", "consumer 0", "body", "release q", "sync scores", "q tile . while the product dK tile ."),
+    ("columns", "consumer 0", "last", "write dK rows 0", "sync scores", "while the product dQ .* multiply k"),
+    ("packed", "consumer 1", "first", "sync cleared", "issue S", "clears q tile 0 while the product S"),
+    ("two stages of dQ", "producer", "first", "load v", "await keys_empty", "v full|v tile . while"),
+)
+
+
+@pytest.mark.parametrize("case", MOVED, ids=lambda case: f"{case[1]}: {case[3]}, {case[0]}")
+def test_an_event_out_of_place_is_named(case: tuple[str, ...]) -> None:
+    kind, role, when, event, other, words = case
+    pipeline = sound(kind)
+    at, to = (find(pipeline, role, when, wanted) for wanted in (event, other))
+    wrong = moved(pipeline, role, when, at, to)
+    assert re.search(words, fault_of(wrong, *works_of(pipeline))), fault_of(wrong, *works_of(pipeline))
+
+
+def test_a_deadlock_names_who_waits_for_what() -> None:
+    pipeline = sound("two stages of dQ")
+    role = pipeline.role("consumer 0")
+    body = tuple(e for e in role.body if e.target != "dq_full 0")
+    fault = fault_of(with_role(pipeline, replace(role, body=body)), [5])
+    assert re.match("deadlock: .*writer: take dq_full 0 tile 1", fault), fault
+
+
+def test_graph_and_words() -> None:
+    plan = planned(NARROW)
+    graph = plan.topology.graph
+    assert graph.edges["producer", "q"] == {"full": 1, "bytes": 128 * 64 * 2 + 4 * 128}
+    assert graph.edges["consumer 1", "keys_empty"] == {"arrivals": 4}
+    assert graph.edges["consumer 0", "dq_full 0"] == graph.edges["dq_empty 0", "consumer 0"]
+    assert graph.nodes["dq_full 1"] == {"kind": "barrier", "number": 3, "threads": 160}
+    for words in ("k: 1 stage of 16384 B; full after 1 arrival and 16384 B, freed by keys_empty", "writer:"):
+        assert words in plan.explain()

@@ -27,11 +27,13 @@ if TYPE_CHECKING:
 
 Staging = Literal["queries", "own", "none"]
 """Where the output passes through shared memory: over the queries, in a region of its own, or not."""
-Per = Literal["key", "work", "later"]
-"""What there is one use of: each key tile, each tile of queries, or each key tile but the first of a row."""
+Per = Literal["key", "work", "later", "block"]
+"""What there is one use of: each key tile, each tile of queries, each key tile but the first of a row, or the
+block."""
 Action = Literal[
     "acquire", "load", "fill", "wait", "release",  # stages of rings, which copies load or their role fills
     "arrive", "await",  # other mbarriers
+    "announce",  # bytes that a role of the other CTA has copied here, which counts as its own arrival
     "issue", "finish", "commit", "softmax",  # products; `commit` arrives, once those issued are done
     "take", "give", "sync",  # named barriers
     "read", "write", "update", "clear", "store", "drain",  # memory; stores read it asynchronously
@@ -40,7 +42,7 @@ Action = Literal[
 WORDS: dict[str, str] = {
     "acquire": "wait for a free stage of {}", "load": "start the copy of {}",
     "fill": "fill {}", "wait": "wait for {}", "release": "free {}",
-    "arrive": "arrive at {}", "await": "wait for {}",
+    "arrive": "arrive at {}", "await": "wait for {}", "announce": "announce {}",
     "issue": "start {}", "finish": "wait for {}", "commit": "signal {} when all this is done",
     "softmax": "softmax",
     "take": "await {}", "give": "pass {}", "sync": "gather at {}",
@@ -73,6 +75,10 @@ class Event:
                        queries, of the later key tile) plus `tile`: -1 is the one before
     ahead              it is left out where there is no such tile
     ending             it is left out unless the key tile so far from the one at hand ends its row
+    staged             of named barriers with stages, it takes the one of its use
+    maybe              what the data says may leave it out, for all who would come
+    again              kernels may ask again for what was there: it is waited for where it is needed first
+    leads              of a role that runs apart, the first warp alone does it
     """
 
     action: Action
@@ -82,6 +88,10 @@ class Event:
     each: int = 1
     ahead: bool = False
     ending: int | None = None
+    staged: bool = False
+    maybe: bool = False
+    again: bool = False
+    leads: bool = False
 
     def explain(self) -> str:
         if self.target == "next":
@@ -90,12 +100,14 @@ class Event:
         indexed = self.per == "key" and not self.is_timeless
         index = "_j" + (f"{offset:+d}" if offset else "") if indexed else ""
         words = WORDS[self.action].format(self.target + index)
+        words += " where a sequence ends" * self.maybe
         return words if self.ending is None else f"{words} if it ends a row"
 
     @property
     def is_timeless(self) -> bool:
         """Whether its use has no number."""
-        return self.action in ("take", "give", "sync", "allocate", "free")
+        named = self.action in ("take", "give", "sync") and not self.staged
+        return named or self.action in ("allocate", "free")
 
 
 Events = tuple[Event, ...]
@@ -125,9 +137,14 @@ class Rows:
         """The event at these tiles, with the number of the use as its `tile`; None where it is left out."""
         if event.is_timeless:
             return event
-        base = {"key": key_tile, "work": work, "later": key_tile - work - 1}[event.per]
+        base = {"key": key_tile, "work": work, "later": key_tile - work - 1, "block": 0}[event.per]
         number = event.each * base + event.tile
-        total = {"key": self.total, "work": len(self.counts), "later": self.total - len(self.counts)}
+        total = {
+            "key": self.total,
+            "work": len(self.counts),
+            "later": self.total - len(self.counts),
+            "block": 1,
+        }
         if event.ahead and number >= event.each * total[event.per]:
             return None
         if event.ending is not None and not self.ends(key_tile + event.ending):
@@ -155,11 +172,14 @@ class Product:
 @dataclass(frozen=True)
 class Role:
     """Who runs which events: `opening` once; then per tile of queries `first` (its first key tile), `body`
-    for each later one, and `last` (after the last one, whose number `tile` counts from); `closing` once.
+    for each later one, and `last` (after the last one, whose number `tile` counts from); or `empty`, where
+    there is none; `closing` once.
 
     warps       how many arrive when the role does; 0 for a role that never does
     products    that the role issues
     apart       its warps never wait for each other, so each runs the events by itself
+    warp        the first of them in its CTA
+    cta         the one of a pair that they belong to
     """
 
     name: str
@@ -171,6 +191,9 @@ class Role:
     closing: Events = ()
     products: tuple[Product, ...] = ()
     apart: bool = False
+    empty: Events = ()
+    warp: int = 0
+    cta: int = 0
 
     def run(self, key_tiles: list[int]) -> list[Event]:
         """All events for tiles of queries with these numbers of key tiles; `tile` is the number of the use:
@@ -180,6 +203,8 @@ class Role:
         start = 0
         for work, count in enumerate(key_tiles):
             parts = [(self.first, 0), *((self.body, j) for j in range(1, count)), (self.last, count - 1)]
+            if not count:
+                parts = [(self.empty, 0)]
             for part, j in parts:
                 placed += [rows.place(event, work, start + j) for event in part]
             start += count
@@ -198,6 +223,12 @@ class Role:
         return any(event.action == action and event.target == target for event in self.events)
 
     @property
+    def least(self) -> Role:
+        """The role where nothing happens that may be left out."""
+        parts = {name: tuple(e for e in part if not e.maybe) for name, part in self.parts.items()}
+        return replace(self, **parts)  # type: ignore[arg-type]
+
+    @property
     def kind(self) -> str:
         """The name without its number: roles of one kind differ in nothing else."""
         return self.name.rstrip("0123456789 ")
@@ -212,6 +243,10 @@ class Ring:
     empty_arrivals                     complete a phase of an empty one
     per_warp                           each warp of the roles hands its own part over, at its own barriers
     once                               a block fills it once: nobody frees it, and there is no empty barrier
+    freed_by                           the mbarrier that says so, where rings share one
+    beside                             further regions that its copies fill: (name, bytes per stage)
+    full_of                            the ring whose full barriers count its bytes, too, in kernels: CTAs of
+                                       a pair fill theirs together
     """
 
     name: str
@@ -223,6 +258,19 @@ class Ring:
     full_arrivals: int = 1
     per_warp: bool = False
     once: bool = False
+    freed_by: str = ""
+    beside: tuple[tuple[str, int], ...] = ()
+    full_of: str = ""
+
+    @property
+    def shares_empty(self) -> bool:
+        """True without an empty barrier of its own."""
+        return self.once or bool(self.freed_by)
+
+    @property
+    def filled(self) -> int:
+        """Bytes of a stage and of what comes with it."""
+        return self.stage_bytes + sum(size for _, size in self.beside)
 
     @property
     def region(self) -> str:
@@ -232,21 +280,43 @@ class Ring:
 
 @dataclass(frozen=True)
 class Barrier:
-    """An mbarrier that guards no ring. With `per_warp`, each warp of the roles has its own."""
+    """An mbarrier that guards no ring. With `per_warp`, each warp of the roles has its own.
+
+    sent, senders    in kernels, so many warps of the other CTA send bytes instead of arriving, and whoever
+                     waits announces them
+    lanes            in kernels, so many of a warp arrive
+    cta              the one of a pair that it lies in
+    """
 
     name: str
     arrivals: int
     meaning: str = ""
     per_warp: bool = False
+    sent: int = 0
+    senders: int = 0
+    lanes: int = 1
+    cta: int = 0
+
+    @property
+    def counted(self) -> int:
+        """Arrivals that kernels count: one announces the bytes of all senders."""
+        return self.arrivals * self.lanes - self.senders + (self.senders > 0)
 
 
 @dataclass(frozen=True)
 class NamedBarrier:
-    """Hardware barrier `number`; a phase completes when `threads` threads have arrived or wait."""
+    """Hardware barrier `number`; a phase completes when `threads` threads have arrived or wait. Of `stages`,
+    each has its own, `apart` numbers after the one before."""
 
     name: str
     number: int
     threads: int
+    stages: int = 1
+    apart: int = 1
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        return tuple(self.number + stage * self.apart for stage in range(self.stages))
 
 
 @dataclass(frozen=True)
@@ -255,6 +325,9 @@ class Topology:
 
     overlaps     pairs of names that share bytes or columns
     by_warp      memory of which each warp of a role that runs `apart` touches its own rows
+    stages       of memory that is no ring: (name, how many), where there are several
+    places       names of mbarriers as they lie in a kernel's shared memory, for each CTA (signals.py); "" for
+                 those that it has room for and does not use
     """
 
     roles: tuple[Role, ...]
@@ -264,6 +337,8 @@ class Topology:
     mbarriers: tuple[Barrier, ...] = ()
     overlaps: tuple[tuple[str, str], ...] = ()
     by_warp: tuple[str, ...] = ()
+    stages: tuple[tuple[str, int], ...] = ()
+    places: tuple[tuple[str, ...], ...] = ((),)
 
     def ring(self, name: str) -> Ring:
         return next(ring for ring in self.rings if ring.name == name)
@@ -343,15 +418,14 @@ class Topology:
 
     def check(self) -> None:
         """PlanError where counts and sums do not fit; `simulate` then looks at the order."""
-        for ring in self.rings:
-            _check_ring(ring, self.roles)
-        for barrier in self.mbarriers:
-            _check_barrier(barrier, self.roles)
-        rings = {ring.name: ring.once for ring in self.rings}
-        for role in self.roles:
-            _check_pairs(role, rings)
-            _check_products(role)
-        _check_named(self)
+        from fa4flex.codegen.plan.counts import check_counts
+
+        check_counts(self)
+
+    @property
+    def least(self) -> Topology:
+        """The pipeline where nothing happens that may be left out."""
+        return replace(self, roles=tuple(role.least for role in self.roles))
 
     @property
     def one_tile(self) -> bool:
@@ -361,7 +435,7 @@ class Topology:
     @property
     def mbarrier_count(self) -> int:
         """Rings have a full and an empty one per stage."""
-        rings = sum((1 if ring.once else 2) * ring.stages * _copies(ring) for ring in self.rings)
+        rings = sum((1 if ring.shares_empty else 2) * ring.stages * _copies(ring) for ring in self.rings)
         return rings + sum(_copies(barrier) for barrier in self.mbarriers)
 
     def check_fits(self, memory: Memory, target: Target, unused: int = 0) -> None:
@@ -370,6 +444,8 @@ class Topology:
         needed: Counter[str] = Counter()
         for ring in self.rings:
             needed[ring.region] += ring.stages * ring.stage_bytes
+            for name, size in ring.beside:
+                needed[name] += ring.stages * size
         needed["barriers"] = MBARRIER * (self.mbarrier_count + unused)
         sizes = {region.name: region.size for region in memory.regions}
         for name, size in needed.items():
@@ -380,7 +456,7 @@ class Topology:
                     f"the {sizes.get(name, 0)} bytes of the region",
                     "lay the memory out anew",
                 )
-        highest = max((barrier.number for barrier in self.barriers), default=0)
+        highest = max((number for barrier in self.barriers for number in barrier.numbers), default=0)
         if highest >= target.named_barriers:
             raise PlanError(
                 f"named barrier {highest}",
@@ -394,6 +470,7 @@ WHEN = {
     "first": "first key tile, j",
     "body": "each later one, j",
     "last": "after the last, j",
+    "empty": "without any",
     "closing": "at the end",
 }
 
@@ -406,6 +483,8 @@ _EACH_WARP = {True: ", warp by warp", False: ""}
 
 
 def _freed(ring: Ring) -> str:
+    if ring.freed_by:
+        return f"freed by {ring.freed_by}"
     return "never freed" if ring.once else f"empty after {_count(ring.empty_arrivals, 'arrival')}"
 
 
@@ -420,107 +499,3 @@ def _explain_role(role: Role) -> list[str]:
 
 def _count(n: int, unit: str) -> str:
     return f"{n} {unit}" if n == 1 else f"{n} {unit}s"
-
-
-# --- checks of counts and sums --------------------------------------------------------------------------
-
-
-def _require(given: int, expected: int, what: str) -> None:
-    if given != expected:
-        raise PlanError(what, f"{expected}, not {given}", "make both sides equal")
-
-
-def _check_ring(ring: Ring, roles: tuple[Role, ...]) -> None:
-    name = f"ring {ring.name}"
-    if ring.stages < 1:
-        raise PlanError(f"{name} has {ring.stages} stages", "at least 1", "give it one")
-    brought = sum(ring.copies)
-    _require(ring.transaction_bytes, brought, f"{name}: bytes announced, against bytes that its copies bring")
-    if ring.copies:
-        _require(ring.stage_bytes, brought, f"{name}: bytes of a stage, against bytes that its copies bring")
-    loading = [role for role in roles if role.uses("load" if ring.copies else "fill", ring.name)]
-    filled = sum(_warps(role, ring.per_warp) for role in loading)
-    _require(ring.full_arrivals, filled, f"{name}: arrivals that fill a stage, against warps that do")
-    freed = sum(_warps(role, ring.per_warp) for role in roles if role.uses("release", ring.name))
-    freed += sum(role.uses("commit", ring.name) for role in roles)
-    _require(ring.empty_arrivals, freed, f"{name}: arrivals that free a stage, against warps that do")
-
-
-def _check_barrier(barrier: Barrier, roles: tuple[Role, ...]) -> None:
-    arriving = sum(_warps(role, barrier.per_warp) for role in roles if role.uses("arrive", barrier.name))
-    arriving += sum(role.uses("commit", barrier.name) for role in roles)
-    _require(
-        barrier.arrivals, arriving, f"barrier {barrier.name}: arrivals of a phase, against warps that arrive"
-    )
-    if not any(role.uses("await", barrier.name) for role in roles):
-        raise PlanError(f"barrier {barrier.name} that nobody waits for", "a role that does", "leave it out")
-
-
-def _warps(role: Role, per_warp: bool) -> int:
-    return 1 if per_warp else role.warps
-
-
-_CLOSED_BY: dict[str, tuple[str, ...]] = {
-    "allocate": ("free",), "acquire": ("load", "fill"), "wait": ("release", "commit"), "issue": ("finish",),
-}  # fmt: skip
-
-
-def _check_pairs(role: Role, rings: dict[str, bool]) -> None:
-    """Whatever a role opens it closes: the same tiles, later. Products of a shared engine tell by commits,
-    and rings that are filled once are not handed back."""
-    events = role.run([3, 1])
-    shared = {product.name for product in role.products if product.engine}
-    for opening, closing in _CLOSED_BY.items():
-        open_now: Counter[tuple[str, int]] = Counter()
-        for event in events:
-            if event.target in shared or rings.get(event.target, event.action == "commit"):
-                continue
-            key = (event.target, event.tile)
-            open_now[key] += (event.action == opening) - (event.action in closing)
-            if open_now[key] not in (0, 1):
-                word = closing[0] if open_now[key] < 0 else opening
-                raise PlanError(
-                    f"{role.name}: {word} of {event.target} tile {event.tile} out of place",
-                    f"each {opening} before its one {closing[0]}",
-                    "reorder the role's events",
-                )
-        left = sorted(key for key, n in open_now.items() if n)
-        if left:
-            raise PlanError(
-                f"{role.name}: {opening} of {left[0][0]} tile {left[0][1]}, and no {closing[0]}",
-                f"one {closing[0]} for each {opening}",
-                f"add the missing {closing[0]}",
-            )
-
-
-def _check_products(role: Role) -> None:
-    known = {product.name for product in role.products}
-    for event in role.events:
-        if event.action in ("issue", "finish") and event.target not in known:
-            raise PlanError(
-                f"{role.name} issues {event.target}", f"one of its products, {sorted(known)}", "describe it"
-            )
-
-
-def _check_named(topology: Topology) -> None:
-    numbers = [barrier.number for barrier in topology.barriers]
-    if len(set(numbers)) < len(numbers) or 0 in numbers:
-        raise PlanError(
-            f"named barriers numbered {numbers}", "different numbers, none 0 (__syncthreads)", "renumber them"
-        )
-    for barrier in topology.barriers:
-        # The first turn is given once, by whoever opens; then each phase has one giver and one taker.
-        used = {
-            (role.name, role.warps, event.action)
-            for role in topology.roles
-            for when, part in role.parts.items()
-            for event in part
-            if event.target == barrier.name and (event.action, when) != ("give", "opening")
-        }
-        threads = sum(WARP * warps for _, warps, _ in used)
-        if threads != barrier.threads:
-            raise PlanError(
-                f"named barrier {barrier.name} of {barrier.threads} threads, where {threads} come",
-                "as many threads as arrive and wait in a phase",
-                "count both sides",
-            )

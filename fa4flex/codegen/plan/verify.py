@@ -20,7 +20,7 @@ from functools import cached_property, lru_cache, partial
 
 from fa4flex.codegen.plan.errors import PlanError
 from fa4flex.codegen.plan.happens_before import Kind, Known, Memory, Place, Trace
-from fa4flex.codegen.plan.topology import WARP, Event, Product, Ring, Role, Rows, Topology
+from fa4flex.codegen.plan.topology import WARP, Event, NamedBarrier, Product, Ring, Role, Rows, Topology
 
 Pick = Callable[[int], int]
 """Which of n steps comes next: a number below n."""
@@ -43,7 +43,8 @@ def at_random(seed: int) -> Pick:
 
 
 def simulate(topology: Topology, key_tiles: Sequence[int], pick: Pick) -> int:
-    """Run tiles of queries with these numbers of key tiles (each at least 1). Returns the number of steps.
+    """Run tiles of queries with these numbers of key tiles (0 only where roles have events for it). Returns
+    the number of steps.
 
     Raises PlanError for a deadlock, for memory that is overwritten, freed or read while another may still use
     it or before its content is there, for a barrier whose waiter may see the parity of another phase, and for
@@ -55,10 +56,14 @@ def simulate(topology: Topology, key_tiles: Sequence[int], pick: Pick) -> int:
 @lru_cache(maxsize=256)
 def prove(topology: Topology) -> None:
     """PlanError unless a short row of key tiles, and one that goes twice round the rings, run to their end.
-    One interleaving costs up to a tenth of a second, once per pipeline; tests try many."""
+    One interleaving costs up to a tenth of a second, of a pair of CTAs a third, once per pipeline; tests try
+    many."""
     twice = 2 * max(ring.stages for ring in topology.rings) + 1
-    for rows in ([1], [twice]) if topology.one_tile else ([1, twice],):
-        simulate(topology, rows, round_robin())
+    empty = [0] * any(role.empty for role in topology.roles)
+    works = [[1], [twice], *[[none] for none in empty]] if topology.one_tile else [[*empty, 1, *empty, twice]]
+    for pipeline in dict.fromkeys((topology, topology.least)):
+        for rows in works:
+            simulate(pipeline, rows, round_robin())
 
 
 def trace(topology: Topology, key_tiles: Sequence[int], pick: Pick) -> Trace:
@@ -157,7 +162,6 @@ class _Actor:
     stores: list[_Copy] = field(default_factory=list)
     reading: dict[tuple[str, int], list[_Op | _Copy]] = field(default_factory=lambda: defaultdict(list))
     """Its products and stores, by what they read."""
-    stored: Known = Known()
     awaits: tuple[Mbarrier, int] | None = None
     """The barrier and phase that the event at hand waits for."""
     asleep_in: int | None = None
@@ -176,6 +180,10 @@ _VERBS: dict[str, tuple[Kind, str]] = {
 }  # fmt: skip
 
 
+def _stage_name(barrier: NamedBarrier, stage: int) -> str:
+    return f"{barrier.name} {stage}" if barrier.stages > 1 else barrier.name
+
+
 class _Machine:
     def __init__(self, topology: Topology, key_tiles: list[int]) -> None:
         self.topology = topology
@@ -189,7 +197,13 @@ class _Machine:
         self.engines: dict[str, _Engine] = {}
         self.actors = [actor for role in topology.roles for actor in self._actors(role, key_tiles)]
         self.mbarriers: dict[str, Mbarrier] = {}
-        self.named = {barrier.name: Mbarrier(barrier.threads, barrier.name) for barrier in topology.barriers}
+        self.named = {
+            _stage_name(barrier, stage): Mbarrier(barrier.threads, barrier.name)
+            for barrier in topology.barriers
+            for stage in range(barrier.stages)
+        }
+        self.meetings = {barrier.name: barrier for barrier in topology.barriers}
+        self.stages = dict(topology.stages)
         self.copies: list[_Copy] = []
         self.asynchronous: set[str] = set()
         self.seen: dict[tuple[str, int, str], int] = {}
@@ -199,7 +213,7 @@ class _Machine:
         events = role.run(key_tiles)
         for warp in range(role.warps) if role.apart else (None,):
             name = role.name if warp is None else f"warp {warp} of {role.name}"
-            kept = [e for e in events if not (warp and e.action in ("allocate", "free"))]
+            kept = [e for e in events if not (warp and (e.leads or e.action in ("allocate", "free")))]
             engine = next((product.engine for product in role.products if product.engine), name)
             yield _Actor(name, role, warp, kept, self.engines.setdefault(engine, _Engine(engine)))
 
@@ -246,10 +260,14 @@ class _Machine:
                 if event.action in ("give", "arrive"):
                     name = self._name(actor, event.target)
                     opened[name] += actor.arrivals * (WARP if event.action == "give" else 1)
-        for name, barrier in {**self.named, **self.mbarriers}.items():
-            if barrier.arrived != opened[name] or barrier.bytes_due:
+        left: dict[str, list[Mbarrier]] = defaultdict(list)
+        for barrier in (*self.named.values(), *self.mbarriers.values()):
+            left[barrier.name].append(barrier)
+        for name, barriers in left.items():
+            arrived, due = sum(b.arrived for b in barriers), sum(b.bytes_due for b in barriers)
+            if arrived != opened[name] or due:
                 raise PlanError(
-                    f"{barrier.arrived} arrivals and {barrier.bytes_due} bytes are left over at {name}",
+                    f"{arrived} arrivals and {due} bytes are left over at {name}",
                     f"{opened[name]} and none, what was there at the start",
                     "arrive once for each phase that is waited for",
                 )
@@ -344,10 +362,32 @@ class _Machine:
         if event.action == "finish":
             return self._issued(actor, event).over is not None
         if event.action == "drain":
-            return not actor.stores
+            return all(store.over for store in self._drained(actor, event))
         if actor.asleep_in is not None:
-            return self.named[event.target].phases > actor.asleep_in
+            return self._meeting(event).phases > actor.asleep_in
         return True
+
+    def _drained(self, actor: _Actor, event: Event) -> list[_Copy]:
+        """A store, and all that were started before it."""
+        named = [
+            i for i, s in enumerate(actor.stores) if (s.place[0], s.number) == (event.target, event.tile)
+        ]
+        return actor.stores[: named[-1] + 1] if named else []
+
+    def _meeting(self, event: Event) -> Mbarrier:
+        barrier = self.meetings[event.target]
+        return self.named[_stage_name(barrier, event.tile % barrier.stages)]
+
+    def _come(self, actor: _Actor, event: Event) -> None:
+        """Threads come to a named barrier, where those of the phase before must be gone."""
+        barrier = self._meeting(event)
+        if barrier.over and not actor.known.includes(barrier.over[-1]):
+            raise PlanError(
+                f"{actor.name} comes to {event.target}, perhaps before all have left it",
+                "threads that come when the phase before is over",
+                "wait for something that its end leads to",
+            )
+        barrier.arrive(WARP * actor.arrivals, known=actor.known)
 
     def _issued(self, actor: _Actor, event: Event) -> _Op:
         op = actor.engine.issued.get((event.target, event.tile))
@@ -363,19 +403,20 @@ class _Machine:
         event = actor.events[actor.at]
         if event.action in ("take", "sync") and actor.asleep_in is None:
             self._log(actor, event)
-            actor.asleep_in = self.named[event.target].phases
-            self.named[event.target].arrive(WARP * actor.arrivals, known=actor.known)
+            actor.asleep_in = self._meeting(event).phases
+            self._come(actor, event)
             return
         actor.at += 1
         known = actor.known
         if event.action in _WAITS:
             known |= self._see(actor, event)
         elif event.action in ("take", "sync") and actor.asleep_in is not None:
-            known |= self.named[event.target].over[actor.asleep_in]
+            known |= self._meeting(event).over[actor.asleep_in]
         elif event.action == "finish":
             known |= self._issued(actor, event).over or Known()
         elif event.action == "drain":
-            known |= actor.stored
+            for store in self._drained(actor, event):
+                known |= store.over or Known()
         actor.asleep_in = actor.awaits = None
         actor.known = known
         self._log(actor, event)
@@ -393,9 +434,10 @@ class _Machine:
         return f"{event.action} {self.topology.said(event.target, number)}"
 
     def _place(self, event: Event) -> Place:
-        """Memory that is no ring has one stage."""
+        """Memory that is no ring has one stage, where nothing else is said."""
         ring = self.rings.get(event.target)
-        return self._stage(ring, event.tile)[0] if ring else (event.target, 0)
+        stage = event.tile % self.stages.get(event.target, 1)
+        return self._stage(ring, event.tile)[0] if ring else (event.target, stage)
 
     def _use(self, actor: _Actor, event: Event) -> None:
         kind, verb = _VERBS[event.action]
@@ -429,9 +471,6 @@ class _Machine:
         if copy.full:
             copy.full.bring(self.rings[copy.place[0]].copies[copy.left], known)
             self._require_seen(copy.full)
-        else:
-            copy.owner.stores.remove(copy)
-            copy.owner.stored |= known
 
     def on_release(self, actor: _Actor, event: Event) -> None:
         place = self._place(event)
@@ -491,7 +530,7 @@ class _Machine:
         return placed
 
     def on_give(self, actor: _Actor, event: Event) -> None:
-        self.named[event.target].arrive(WARP * actor.arrivals, known=actor.known)
+        self._come(actor, event)
 
     def on_store(self, actor: _Actor, event: Event) -> None:
         name = f"the store of {self.topology.said(event.target, event.tile)}"

@@ -17,7 +17,10 @@ no dp_empty       dP(j + 1) waits until dQ(j) is read, which came after all had 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from fa4flex.codegen.plan.memory import column_block, tile_bytes
+from fa4flex.codegen.plan.signals import stage_barriers
 from fa4flex.codegen.plan.tensor_memory import WHOLE, Columns
 from fa4flex.codegen.plan.topology import (
     WARPGROUP,
@@ -35,8 +38,13 @@ from fa4flex.kernels.bwd_sm100.config import ROWS, Config
 from fa4flex.kernels.bwd_sm100.roles import (
     ALLOCATED,
     BARRIERS,
+    COMPUTE,
     FINISHED,
+    LOAD,
+    MULTIPLY,
     READ_TENSOR_MEMORY,
+    REDUCE,
+    RINGS,
     STATISTICS,
     TOUCH_TENSOR_MEMORY,
 )
@@ -44,6 +52,8 @@ from fa4flex.kernels.bwd_sm100.roles import (
 CORE = "the tensor core"
 HALVES = (0, 1)
 STATISTIC_BYTES = 4 * ROWS
+ONCE = ("k_full", "v_full", "k_t_full")
+"""Barriers of what comes once."""
 
 MEANINGS = {
     "s_full": "scores are there, and all earlier products are done",
@@ -71,7 +81,23 @@ def backward_topology(config: Config, columns: Columns, itemsize: int) -> Topolo
         mbarriers=tuple(Barrier(name, BARRIERS[name], meaning) for name, meaning in MEANINGS.items()),
         overlaps=columns.overlaps,
         by_warp=(*columns.names, *(f"shared dS {i}" for i in HALVES)),
+        places=(places_of(config, BARRIERS, RINGS),),
     )
+
+
+def places_of(
+    config: Config, barriers: Iterable[str], rings: tuple[str, ...], there: str = ""
+) -> tuple[str, ...]:
+    """Mbarriers in the order of the kernel's storage. there: what names of a pair's second CTA end with."""
+    stages = {"q": config.q_stages, "q_t": config.q_stages, "lse2": config.q_stages}
+
+    def named(barrier: str) -> str:
+        return f"{barrier.removesuffix('_full')}{there} full" if barrier in ONCE else barrier + there
+
+    found = [named(barrier) for barrier in barriers]
+    for ring in (*rings, "lse2", "delta"):
+        found += stage_barriers(ring + there, stages.get(ring, config.do_stages))
+    return tuple(found)
 
 
 def rings_of(config: Config, itemsize: int) -> tuple[Ring, ...]:
@@ -108,7 +134,7 @@ def _load() -> Role:
     step = tuple(
         Event(action, name) for name in ("q", "lse2", "dout", "delta") for action in ("acquire", "load")
     )
-    return Role("load", 1, first=(once("load", "k"), once("load", "v"), *step), body=step)
+    return Role("load", 1, first=(once("load", "k"), once("load", "v"), *step), body=step, warp=LOAD)
 
 
 # --- products ------------------------------------------------------------------------------------------
@@ -127,6 +153,7 @@ def _multiply() -> Role:
         body=body,
         last=last,
         products=products_of(("0", "1")),
+        warp=MULTIPLY,
     )
 
 
@@ -218,6 +245,7 @@ def compute_role(i: int, *step: Event) -> Role:
         last=sums,
         closing=(closing,) if i else (closing, first_warp[1]),
         apart=True,
+        warp=COMPUTE + WARPGROUP * i,
     )
 
 
@@ -237,4 +265,6 @@ def reduce_role(there: str = "", *step: Event) -> Role:
         body=step,
         closing=(Event("give", f"finished{there}"),),
         apart=True,
+        warp=REDUCE,
+        cta=int(bool(there)),
     )

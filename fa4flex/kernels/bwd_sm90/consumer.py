@@ -20,16 +20,8 @@ from cutlass.tensor_utils import LayoutEnum
 from fa4flex.kernels.bwd_sm90.config import KEYS, Config
 from fa4flex.kernels.bwd_sm90.dkv_epilogue import put, staged_sums, store_by_copies, store_by_threads
 from fa4flex.kernels.bwd_sm90.dq_store import THREADS
-from fa4flex.kernels.bwd_sm90.resources import (
-    CLEARED,
-    SCORES,
-    Pipes,
-    Shared,
-    dq_empty,
-    dq_full,
-    stored,
-    transposed,
-)
+from fa4flex.kernels.bwd_sm90.resources import Pipes, Shared, transposed
+from fa4flex.kernels.bwd_sm90.roles import CLEARED, SCORES, dq_empty, dq_full, stored
 from fa4flex.kernels.common.backward import (
     BackwardArguments,
     BackwardTileScheduler,

@@ -11,7 +11,8 @@ from cutlass import Float32, Int32, cute
 from cutlass.tensor_utils import LayoutEnum
 
 from fa4flex.kernels.bwd_sm90.config import KEYS, Config, swizzle
-from fa4flex.kernels.bwd_sm90.resources import Shared, stored, swizzled_rows
+from fa4flex.kernels.bwd_sm90.resources import Shared, swizzled_rows
+from fa4flex.kernels.bwd_sm90.roles import stored
 from fa4flex.kernels.common.backward import KeyWork, token_of
 from fa4flex.kernels.common.transfer import partition, sequence
 

@@ -9,7 +9,8 @@ import cutlass
 from cutlass import Int32, const_expr, cute
 
 from fa4flex.kernels.bwd_sm90.config import Config
-from fa4flex.kernels.bwd_sm90.resources import Pipes, Shared, dq_empty, dq_full
+from fa4flex.kernels.bwd_sm90.resources import Pipes, Shared
+from fa4flex.kernels.bwd_sm90.roles import dq_empty, dq_full
 from fa4flex.kernels.common.backward import (
     BackwardArguments,
     BackwardTileScheduler,

@@ -12,7 +12,11 @@ from fa4flex.codegen.plan.pipeline import Pipeline
 from fa4flex.codegen.plan.problem import Problem
 from fa4flex.codegen.plan.request import BLOCKS, Request
 from fa4flex.codegen.plan.target import Target
+from fa4flex.codegen.plan.topology import Topology
+from fa4flex.codegen.plan.verify import prove
 from fa4flex.kernels.bwd_sm90.config import Config, Split
+from fa4flex.kernels.bwd_sm90.roles import UNUSED, barrier_total
+from fa4flex.kernels.bwd_sm90.topology import backward_topology
 from fa4flex.kernels.fwd_sm90.tiles import pad
 
 KEYS_APART = 128
@@ -79,6 +83,7 @@ class HopperBackwardPlan:
         size, d, dv = self.problem.itemsize, self.head_dim, self.head_dim_v
         scores, config = 2 * tile_bytes(m, n, size), self.config()
         sizes = {
+            "next": NUMBER,
             "lse2": NUMBER * m * q_stages,
             "delta": NUMBER * m * do_stages,
             "q": tile_bytes(m, d, size) * q_stages,
@@ -89,7 +94,13 @@ class HopperBackwardPlan:
             "p": scores if self.split == "columns" else 0,
             "dq": NUMBER * config.dq_room * config.consumers * dq_stages,
         }
-        return lay_out(sizes, {}, 2 * (q_stages + do_stages + 1) + 4, self.target)
+        return lay_out(sizes, {}, barrier_total(q_stages, do_stages), self.target)
+
+    @cached_property
+    def topology(self) -> Topology:
+        """Roles, rings and barriers; `.graph` is the networkx form."""
+        copies = any(adding == "once" for _, adding in self.problem.gradients)
+        return backward_topology(self.config(), self.problem.itemsize, copies)
 
     def config(self) -> Config:
         """What the hand-written kernel is built from."""
@@ -110,8 +121,13 @@ class HopperBackwardPlan:
         )
 
     def check(self) -> None:
-        """PlanError or UnsupportedError unless the plan holds: sums of bytes."""
+        """PlanError or UnsupportedError unless the plan holds: sums of bytes, barriers; regions; and a run of
+        the token simulation."""
         self.memory.check()
+        self.topology.check()
+        # The kernel has room for what only persistent blocks use.
+        self.topology.check_fits(self.memory, self.target, 0 if self.persistent else UNUSED)
+        prove(self.topology)
 
     def explain(self, size: Size | None = None) -> str:
         """The plan in words. How long a launch of a `size` takes at least is not known."""
@@ -126,6 +142,8 @@ class HopperBackwardPlan:
             *["sums of dQ come in one order: each block awaits its turn"] * self.problem.deterministic,
             "shared memory:",
             self.memory.explain(),
+            "pipeline (steps are tiles of queries):",
+            self.topology.explain(),
         ]
         return "\n".join(lines)
 

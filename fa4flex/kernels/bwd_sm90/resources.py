@@ -6,30 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Int32, cute, pipeline
+from cutlass import cute, pipeline
 from cutlass.tensor_utils import LayoutEnum
 
 from fa4flex.kernels.common.next_tile import NextTile
 from fa4flex.kernels.common.transfer import reordered
-
-SCORES, CLEARED = 1, 10
-"""Named barriers: dS of all warpgroups is in shared memory; what lay there past the end of a sequence is
-zero."""
-
-
-def dq_full(w: int | Int32, stage: int | Int32) -> int | Int32:
-    """Named barrier: warpgroup w's part of dQ is in stage `stage` of shared memory."""
-    return 2 + 2 * stage + w
-
-
-def dq_empty(w: int | Int32, stage: int | Int32) -> int | Int32:
-    """Named barrier: that stage has been read."""
-    return 6 + 2 * stage + w
-
-
-def stored(w: int | Int32) -> int | Int32:
-    """Named barrier: what warpgroup w stages for global memory is there."""
-    return 11 + w
 
 
 @dataclass(frozen=True)

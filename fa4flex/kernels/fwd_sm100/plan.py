@@ -29,6 +29,7 @@ from fa4flex.codegen.plan.work import Work
 from fa4flex.kernels.fwd_sm100.columns import first_columns, lay_out_columns
 from fa4flex.kernels.fwd_sm100.config import ROWS, Config, Exponential, Registers
 from fa4flex.kernels.fwd_sm100.exponential import check_exponential, choose_exponential, explain_exponential
+from fa4flex.kernels.fwd_sm100.pair import pair_topology
 from fa4flex.kernels.fwd_sm100.registers import choose_registers, in_place, piece
 from fa4flex.kernels.fwd_sm100.tiles import Tiles, choose
 from fa4flex.kernels.fwd_sm100.topology import Handed, forward_topology
@@ -83,6 +84,13 @@ class BlackwellPlan:
     @cached_property
     def topology(self) -> Topology:
         """Roles, rings and barriers; `.graph` is the networkx form."""
+        if self.tiles.ctas == 1:
+            return self.of_one_cta
+        return pair_topology(self.of_one_cta, self.tiles)
+
+    @cached_property
+    def of_one_cta(self) -> Topology:
+        """What of it a CTA has."""
         ragged = self.problem.lengths != "dense"
         handed: Handed = "answer" if self.cancel else "number" if self.dynamic else ""
         return forward_topology(self.tiles, self.columns, handed, ragged)
@@ -129,13 +137,13 @@ class BlackwellPlan:
         check_exponential(self.exponential, self.tiles.tile_n)
         check_registers(self.registers, "softmax", self.target, "take a split from registers.SPLITS")
         self.topology.check()
-        self.topology.check_fits(self.memory, self.target, self._unused_barriers)
+        self.of_one_cta.check_fits(self.memory, self.target, self._unused_barriers)
         prove(self.topology)
 
     @property
     def _unused_barriers(self) -> int:
         """The kernel has room for a full and an empty one, whether they are used or not."""
-        rings = {ring.region for ring in self.topology.rings}
+        rings = {ring.region for ring in self.of_one_cta.rings}
         return 2 * sum(name not in rings for name in ("next", "out"))
 
     @property
@@ -160,9 +168,9 @@ class BlackwellPlan:
             self.memory.explain(),
             "tensor memory:",
             self.columns.explain(),
-            *sharing(self.topology, self.columns),
+            *sharing(self.of_one_cta, self.columns),
             "pipeline:",
-            self.topology.explain(),
+            self.of_one_cta.explain(),
             f"work: {self.work.explain()}",
             f"bound: {for_long(self.bound) if size is None else self.bound(size).explain()}",
         ]

@@ -23,6 +23,7 @@ from dataclasses import replace
 from typing import Literal
 
 from fa4flex.codegen.plan.memory import ANSWER, NUMBER, column_block, tile_bytes
+from fa4flex.codegen.plan.signals import stage_barriers
 from fa4flex.codegen.plan.tensor_memory import WHOLE, Columns
 from fa4flex.codegen.plan.topology import (
     RECEIVE,
@@ -41,7 +42,12 @@ from fa4flex.kernels.fwd_sm100.config import FRAGMENT, ROWS
 from fa4flex.kernels.fwd_sm100.roles import (
     ALLOCATED,
     BARRIERS,
+    CORRECTION,
     FINISHED,
+    LOAD,
+    MULTIPLY,
+    SCHEDULE,
+    STORE,
     TOUCH_TENSOR_MEMORY,
     answer_readers,
     readers,
@@ -68,8 +74,8 @@ counter; or the hardware's answer, for which a warp asks."""
 
 
 def forward_topology(tiles: Tiles, columns: Columns, handed: Handed, ragged: bool) -> Topology:
-    """The pipeline of a forward kernel. `ragged`: sequences end within tiles, so that what values follow
-    their ends is cleared."""
+    """The pipeline of a CTA of a forward kernel. `ragged`: sequences end within tiles, so that what values
+    follow their ends is cleared."""
     n, staged = tiles.q_tiles, tiles.out_stages > 0
     workers = [_load(n), _multiply(n, ragged), *(_softmax(i) for i in range(n)), _correction(tiles)]
     if staged:
@@ -78,7 +84,9 @@ def forward_topology(tiles: Tiles, columns: Columns, handed: Handed, ragged: boo
         workers = [_receiving(role) for role in workers]
         workers.append(_scheduler(handed))
     if n == 1:
-        workers.append(Role("idle", WARPGROUP, opening=(Event("sync", "allocated"),), apart=True))
+        workers.append(
+            Role("idle", WARPGROUP, opening=(Event("sync", "allocated"),), apart=True, warp=WARPGROUP)
+        )
     return Topology(
         roles=tuple(workers),
         rings=tuple(_rings(tiles, handed)),
@@ -98,7 +106,30 @@ def forward_topology(tiles: Tiles, columns: Columns, handed: Handed, ragged: boo
             *(f"{name} {i}" for name in ("scales", "finals") for i in range(n)),
             "out",
         ),
+        places=(_places(tiles, handed),),
     )
+
+
+def _places(tiles: Tiles, handed: Handed) -> tuple[str, ...]:
+    """Mbarriers in the order of the kernel's storage."""
+    n = tiles.q_tiles
+    rings = {"q": "q", "final": "finals", "out": "out", "next": "next"}
+    found: list[str] = []
+    for barrier, (per, _) in BARRIERS.items():
+        name, _, side = barrier.rpartition("_")
+        name, side = (rings[name], f" {side}") if name in rings else (barrier, "")
+        if per == "tile":
+            found += [f"{name} {i}{side}" for i in range(n)]
+        elif per == "warp":
+            found += [f"{name} {i}{side} of warp {w}" for i in range(n) for w in range(WARPGROUP)]
+        elif per == "stage":
+            staged = stage_barriers(name, tiles.out_stages, (side.strip(),))
+            found += staged if tiles.out_stages else [""]
+        else:
+            found.append(f"{name}{side}" if handed else "")
+    for name, stages in zip(("k", "v"), tiles.kv_stages, strict=True):
+        found += stage_barriers(name, stages)
+    return tuple(found)
 
 
 def _rings(tiles: Tiles, handed: Handed) -> Iterator[Ring]:
@@ -137,9 +168,10 @@ def _work(action: str, target: str, tile: int = 0, **more: bool) -> Event:
 def _scheduler(handed: Handed) -> Role:
     """It asks once all have read the last answer, and reads the answer like all others."""
     if handed == "number":
-        return Role("scheduler", 1, first=(_work("acquire", "next"), _work("fill", "next")))
+        return Role("scheduler", 1, first=(_work("acquire", "next"), _work("fill", "next")), warp=SCHEDULE)
     asked = (_work("acquire", "next"), _work("load", "next"))
-    return Role("scheduler", 1, first=(*asked, *(_work(action, "next") for action in RECEIVE)))
+    received = tuple(_work(action, "next") for action in RECEIVE)
+    return Role("scheduler", 1, first=(*asked, *received), warp=SCHEDULE)
 
 
 def _receiving(role: Role) -> Role:
@@ -165,6 +197,7 @@ def _load(n: int) -> Role:
         first=(*queries[0], *copy("k"), *rest),
         body=(*copy("v", -1), *copy("k")),
         last=copy("v"),
+        warp=LOAD,
     )
 
 
@@ -184,12 +217,14 @@ def _multiply(n: int, ragged: bool) -> Role:
             events += _values(i, at - 1)
             if ahead:
                 events.append(_work("commit", f"o_full {i}"))
+            if i == n - 1:
+                events.append(Event("commit", "v", at - 1))
             if i == 0:
                 events.append(Event("wait", "k", at, ahead=ahead))
             if ahead:
                 events.append(_work("wait", f"q {i}", 1, ahead=True))
             events += _scores(i, at, int(ahead), ahead)
-        return *events, Event("commit", "v", at - 1), Event("commit", "k", at, ahead=ahead)
+        return *events, Event("commit", "k", at, ahead=ahead)
 
     first = [
         event for i in range(n) for event in (_work("wait", f"q {i}", ahead=True), *_scores(i, 0, 0, True))
@@ -202,6 +237,7 @@ def _multiply(n: int, ragged: bool) -> Role:
         body=step(0, ahead=False),
         last=step(1, ahead=True),
         products=tuple(product for i in range(n) for product in _products(i)),
+        warp=MULTIPLY,
     )
 
 
@@ -256,6 +292,7 @@ def _softmax(i: int) -> Role:
         body=take + scale + give,
         last=(_work("acquire", f"finals {i}"), _work("fill", f"finals {i}")),
         apart=True,
+        warp=WARPGROUP * i,
     )
 
 
@@ -276,6 +313,7 @@ def _correction(tiles: Tiles) -> Role:
         last=tuple(last),
         closing=(Event("sync", "finished"), Event("free", WHOLE)),
         apart=True,
+        warp=CORRECTION,
     )
 
 
@@ -322,4 +360,4 @@ def _store(tiles: Tiles) -> Role:
         for chunk in range(chunks)
         for action in ("wait", "store", "drain", "release")
     )
-    return Role("store", 1, last=events)
+    return Role("store", 1, last=events, warp=STORE)

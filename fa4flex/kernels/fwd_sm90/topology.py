@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fa4flex.codegen.plan.memory import NUMBER, column_block
+from fa4flex.codegen.plan.signals import stage_barriers
 from fa4flex.codegen.plan.topology import (
     RECEIVE,
     WARP,
@@ -62,9 +63,23 @@ def forward_topology(
         received = tuple(Event(action, "next", per="work") for action in RECEIVE)
         consumers = tuple(replace(role, last=role.last + received) for role in consumers)
     turns = [NamedBarrier(f"turn {i}", TURNS + i, 2 * THREADS) for i in range(n) if pingpong]
-    stores = [NamedBarrier(f"rows {i}", STORES + i, THREADS) for i in range(n) if staging != "none"]
+    stores = [NamedBarrier(f"rows {i}", STORES + i, THREADS) for i in range(n)]
     overlaps = tuple((f"q {i}", f"out {i}") for i in range(n) if staging == "queries")
-    return Topology((producer, *consumers), rings, (*turns, *stores), staging, overlaps=overlaps)
+    return Topology(
+        (producer, *consumers),
+        rings,
+        (*turns, *stores),
+        staging,
+        overlaps=overlaps,
+        places=(_places(n, kv_stages, dynamic),),
+    )
+
+
+def _places(consumers: int, kv_stages: int, dynamic: bool) -> tuple[str, ...]:
+    """Mbarriers in the order of the kernel's storage."""
+    queries = (f"q {i} {side}" for side in ("full", "empty") for i in range(consumers))
+    handed = (f"next {side}" if dynamic else "" for side in ("full", "empty"))
+    return (*queries, *stage_barriers("k", kv_stages), *stage_barriers("v", kv_stages), *handed)
 
 
 def _ring(name: str, stages: int, rows: int, width: int, arrivals: int) -> Ring:
@@ -100,8 +115,9 @@ def _consumer(i: int, turns: tuple[Events, Events, Events], staging: Staging) ->
     are free after the last scores, or when the output staged over them is read."""
     opening, take, give = turns
     wait, scores = (Event("wait", "k"),), (Event("issue", "S"),)
+    clear = (Event("sync", f"rows {i}", maybe=True),) if staging == "none" else ()
     softmax = Event("finish", "S"), Event("release", "k"), Event("softmax", f"S of {i}")
-    (start, end), (start_before, end_before) = _values(), _values(-1)
+    (start, end), (start_before, end_before) = _values(clear), _values(clear, -1)
     free, store = (Event("release", f"q {i}", per="work"),), (Event("read", f"O of {i}"), *_store(i, staging))
     return Role(
         f"consumer {i}",
@@ -112,6 +128,7 @@ def _consumer(i: int, turns: tuple[Events, Events, Events], staging: Staging) ->
         last=(*free, *start, *end, *store) if staging == "own" else (*start, *end, *store, *free),
         closing=() if staging == "none" else (Event("drain", f"out {i}", per="work"),),
         products=_products(i),
+        warp=WARPGROUP * (i + 1),
     )
 
 
@@ -124,18 +141,20 @@ def _products(i: int) -> tuple[Product, ...]:
     )
 
 
-def _values(tile: int = 0) -> tuple[Events, Events]:
-    """O += P v of a key tile: what starts it, and what ends it."""
-    start = Event("wait", "v", tile), Event("issue", "O", tile)
+def _values(clear: Events, tile: int = 0) -> tuple[Events, Events]:
+    """O += P v of a key tile: what starts it, and what ends it. clear: how a consumer's warps meet when they
+    have cleared the values past the end of a sequence; others write the same zeros there."""
+    start = Event("wait", "v", tile), *clear, Event("issue", "O", tile)
     return start, (Event("finish", "O", tile), Event("release", "v", tile))
 
 
 def _store(i: int, staging: Staging) -> Events:
-    """Registers to shared memory, and from there by TMA. Nobody writes where the last store still reads."""
+    """Registers to shared memory, and from there by TMA. Nobody writes where the last store still reads, or
+    another warp's product its queries."""
     gather, drain = Event("sync", f"rows {i}"), Event("drain", f"out {i}", per="work")
     write, store = Event("write", f"out {i}", per="work"), Event("store", f"out {i}", per="work")
     if staging == "none":
         return ()
     if staging == "own":
         return replace(drain, tile=-1), gather, write, gather, store
-    return write, gather, store, drain, gather
+    return gather, write, gather, store, drain, gather

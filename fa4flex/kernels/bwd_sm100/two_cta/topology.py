@@ -1,5 +1,5 @@
 """The Blackwell backward pipeline of a pair of CTAs, with the barriers and counts of the kernel
-(kernels/bwd_sm100_pair/roles.py). What each CTA has is named as it is in the first one, and in the second
+(two_cta/roles.py). What each CTA has is named as it is in the first one, and in the second
 with THERE behind it. For step j, the first CTA's multiplying warp issues the products of both:
 
     S(0) dP(0) dV(0)   S(1) dK(0) dP(1) dQ(0) dV(1)   ...   dK(J-1) dQ(J-1)
@@ -24,6 +24,7 @@ from itertools import product
 
 from fa4flex.codegen.plan.tensor_memory import WHOLE, Columns
 from fa4flex.codegen.plan.topology import (
+    WARP,
     WARPGROUP,
     Action,
     Barrier,
@@ -38,8 +39,11 @@ from fa4flex.codegen.plan.topology import (
 from fa4flex.kernels.bwd_sm100.config import ROWS, Config
 from fa4flex.kernels.bwd_sm100.roles import (
     ALLOCATED,
+    COMPUTE,
     COMPUTING,
     FINISHED,
+    LOAD,
+    MULTIPLY,
     READ_TENSOR_MEMORY,
     TOUCH_TENSOR_MEMORY,
 )
@@ -49,20 +53,24 @@ from fa4flex.kernels.bwd_sm100.topology import (
     MEANINGS,
     numbers,
     once,
+    places_of,
     reduce_role,
     tiles,
 )
 from fa4flex.kernels.bwd_sm100.two_cta.config import CTAS, KEPT
-from fa4flex.kernels.bwd_sm100.two_cta.roles import BARRIERS
+from fa4flex.kernels.bwd_sm100.two_cta.roles import BARRIERS, RINGS
 
 THERE = " there"
 BOTH = (0, 1)
 """CTAs."""
 
+SENT_BYTES = 2 * KEPT * ROWS
+"""Bytes of dS that a CTA sends to the other one per step."""
+
 APART = 16
 """Numbers of named barriers: a CTA has so many, and the second one's follow."""
 
-OF_BOTH = ("p_full", "ds_full", "ds_there", "dq_empty", "freed")
+OF_BOTH = ("p_full", "ds_full", "ds_there", "dq_empty")
 """Barriers that only the first CTA's count."""
 
 
@@ -76,7 +84,7 @@ def pair_topology(config: Config, columns: Columns, itemsize: int) -> Topology:
         "ds_full": "dS is in tensor memory, and dP read",
         "ds_come": "dS of both CTAs is in shared memory",
         "ds_there": "so it is in the second CTA",
-        "freed": "the second CTA has read its tensor memory",
+        "freed": "the other CTA has read its tensor memory",
     }
     return Topology(
         roles=(
@@ -97,19 +105,38 @@ def pair_topology(config: Config, columns: Columns, itemsize: int) -> Topology:
         ),
         staging="none",
         mbarriers=tuple(
-            Barrier(at(name, c), arrivals(name), meaning)
+            _barrier(name, meaning, c)
             for name, meaning in told.items()
             for c in BOTH[: 1 if name in OF_BOTH else CTAS]
         ),
         overlaps=tuple((at(a, c), at(b, c)) for c in BOTH for a, b in columns.overlaps),
         by_warp=tuple(at(name, c) for c in BOTH for name in (*columns.names, *_shared_ds())),
+        places=tuple(_places(config, c) for c in BOTH),
     )
+
+
+def _barrier(name: str, meaning: str, cta: int) -> Barrier:
+    """dS comes from the other CTA, too, of which each warp sends a fragment of all queries."""
+    barrier = Barrier(at(name, cta), arrivals(name), meaning, cta=cta)
+    if name == "ds_come":
+        return replace(barrier, sent=SENT_BYTES // COMPUTING, senders=COMPUTING)
+    return replace(barrier, lanes=WARP) if name == "freed" else barrier
+
+
+def _places(config: Config, cta: int) -> tuple[str, ...]:
+    """The second CTA has room for all, too. Last comes the one by which CTAs tell each other that they may
+    free tensor memory."""
+    shared = [f"{name}{THERE} full" for name in (*RINGS, "k", "v", "k_t")] + [
+        name + THERE for name in OF_BOTH
+    ]
+    names = (*places_of(config, BARRIERS, RINGS, THERE * cta), at("freed", cta))
+    return tuple("" if name.startswith(tuple(shared)) else name for name in names)
 
 
 def arrivals(name: str) -> int:
     """Arrivals that complete a phase of a barrier. For what comes from the other CTA, warps stand for the
     bytes, which one arrival announces."""
-    counts = BARRIERS | {"ds_come": CTAS * COMPUTING, "freed": WARPGROUP}
+    counts = BARRIERS | {"ds_come": CTAS * COMPUTING, "freed": 1}
     return counts[name]
 
 
@@ -147,7 +174,8 @@ def _rings(config: Config, itemsize: int, cta: int) -> tuple[Ring, ...]:
         numbers("lse2", config.q_stages),
         numbers("delta", config.do_stages),
     )
-    return tuple(replace(ring, name=at(ring.name, cta)) for ring in rings)
+    shared = {ring.name: ring.name for ring in rings if cta and ring.name not in ("lse2", "delta")}
+    return tuple(replace(ring, name=at(ring.name, cta), full_of=shared.get(ring.name, "")) for ring in rings)
 
 
 def _load(cta: int) -> Role:
@@ -155,7 +183,8 @@ def _load(cta: int) -> Role:
     actions: tuple[Action, ...] = ("acquire", "load")
     step = tuple(Event(action, at(name, cta)) for name in names for action in actions)
     keys = [once("load", at(name, cta)) for name in ("k", "v", "k_t")]
-    return Role(at("load", cta), 1, first=(*keys[:2], *step, keys[2]), body=step)
+    first = (*keys[:2], *step, keys[2])
+    return Role(at("load", cta), 1, first=first, body=step, warp=LOAD, cta=cta)
 
 
 # --- products ------------------------------------------------------------------------------------------
@@ -184,7 +213,9 @@ def _multiply() -> Role:
         for parts in ((*begin, _dv(0), _both("wait", "k_t", True)), middle, end)
     )
     opening = (Event("sync", "allocated"),)
-    return Role("multiply", 1, opening, first=first, body=body, last=last, products=_products())
+    return Role(
+        "multiply", 1, opening, first=first, body=body, last=last, products=_products(), warp=MULTIPLY
+    )
 
 
 def _products() -> tuple[Product, ...]:
@@ -268,7 +299,8 @@ def _dq(tile: int) -> Events:
 def _tell() -> Role:
     """The second CTA's multiplying warp."""
     step = Event("await", at("ds_come", 1)), Event("arrive", "ds_there")
-    return Role("tell", 1, opening=(Event("sync", at("allocated", 1)),), first=step, body=step)
+    opening = (Event("sync", at("allocated", 1)),)
+    return Role("tell", 1, opening=opening, first=step, body=step, warp=MULTIPLY, cta=1)
 
 
 # --- what is made of them --------------------------------------------------------------------------------
@@ -307,19 +339,23 @@ def _compute(i: int, c: int) -> Role:
         for name in ("dv", "dk")
         for event in (once("await", at(f"{name}_full", c)), here("read", f"d{name[1].upper()}"))
     )
+    step = (*before, here("await", "dq_full", -1), *shared)
     opening, closing = Event("sync", at("allocated", c)), Event("sync", at("finished", c))
     # A pair allocates and frees together: no CTA has tensor memory before both have, and none frees it before
     # both are done.
     allocate = () if i or c else _both("allocate", WHOLE)
-    done = once("arrive", "freed") if c else once("await", "freed")
-    free = () if i else (done,) if c else (done, *_both("free", WHOLE))
+    told = Event("arrive", at("freed", 1 - c)), Event("await", at("freed", c))
+    done = tuple(replace(event, per="block", leads=True) for event in told)
+    free = () if i else done if c else (*done, *_both("free", WHOLE))
     return Role(
         at(f"compute {i}", c),
         WARPGROUP,
         opening=(*allocate, opening),
-        first=(*before, *shared),
-        body=(*before, here("await", "dq_full", -1), *shared),
+        first=step,
+        body=step,
         last=sums,
         closing=(closing, *free),
         apart=True,
+        warp=COMPUTE + WARPGROUP * i,
+        cta=c,
     )

@@ -1,5 +1,5 @@
 """The Blackwell backward pipeline of heads wider than 128, with the barriers and counts of the kernel
-(kernels/bwd_sm100_wide/roles.py). For step j, products are issued in this order:
+(wide_heads/roles.py). For step j, products are issued in this order:
 
     S(j) dP(j) dV(j) dK(j) dQ(j)
 
@@ -13,7 +13,7 @@ Beside dV and dK, tensor memory has 192 columns, in which all else takes turns:
     dQ         --------------------------------- after dV and dK, in order
 
 What is not there, and why the simulation finds nothing missing, is what narrower heads do not have
-(backward_topology.py), and
+(bwd_sm100/topology.py), and
 
 no s_empty     S(j + 1) comes after dV(j) and dK(j), which have read P(j) and dS(j), and dQ(j) after them.
 """
@@ -23,12 +23,14 @@ from __future__ import annotations
 from fa4flex.codegen.plan.tensor_memory import Columns
 from fa4flex.codegen.plan.topology import Action, Barrier, Event, Events, Role, Topology
 from fa4flex.kernels.bwd_sm100.config import Config
+from fa4flex.kernels.bwd_sm100.roles import LOAD, MULTIPLY, RINGS
 from fa4flex.kernels.bwd_sm100.topology import (
     HALVES,
     MEANINGS,
     NAMED_BARRIERS,
     compute_role,
     once,
+    places_of,
     products_of,
     reduce_role,
     rings_of,
@@ -58,6 +60,7 @@ def wide_topology(config: Config, columns: Columns, itemsize: int, sloped: bool)
         mbarriers=tuple(Barrier(name, BARRIERS[name], meaning) for name, meaning in told.items()),
         overlaps=columns.overlaps,
         by_warp=(*columns.names, *(f"shared dS {i}" for i in HALVES)),
+        places=(places_of(config, BARRIERS, RINGS),),
     )
 
 
@@ -65,16 +68,13 @@ def _load() -> Role:
     step = tuple(
         Event(action, name) for name in ("dout", "delta", "q", "lse2") for action in ("acquire", "load")
     )
-    return Role("load", 1, first=(once("load", "k"), *step, once("load", "v")), body=step)
+    return Role("load", 1, first=(once("load", "k"), *step, once("load", "v")), body=step, warp=LOAD)
 
 
 def _multiply() -> Role:
     def step(first: bool) -> Events:
-        def keys(name: str) -> Events:
-            return (once("wait", name),) if first else ()
-
-        def read(name: str) -> Events:
-            return () if first else (Event("await", name, -1),)
+        def read(name: str) -> Event:
+            return Event("await", name, -1)
 
         def issue(name: str) -> Events:
             return tuple(Event("issue", f"{name} {part}") for part in PARTS)
@@ -83,8 +83,9 @@ def _multiply() -> Role:
             return Event("commit", name, per="work", ending=0)
 
         return (
-            *(*keys("k"), *read("dq_begun"), Event("wait", "q"), *issue("S"), Event("commit", "s_full")),
-            *(*keys("v"), *read("dq_empty"), Event("await", "s_read")),
+            *([once("wait", "k")] * first),
+            *(read("dq_begun"), Event("wait", "q"), *issue("S"), Event("commit", "s_full")),
+            *(once("wait", "v"), read("dq_empty"), Event("await", "s_read")),
             *(Event("wait", "dout"), *issue("dP"), Event("commit", "dp_full")),
             *(Event("await", "p_full"), Event("issue", "dV"), Event("commit", "dout"), last("dv_full")),
             *(Event("await", "ds_full"), Event("issue", "dK"), Event("commit", "q"), last("dk_full")),
@@ -98,6 +99,7 @@ def _multiply() -> Role:
         first=step(True),
         body=step(False),
         products=products_of(PARTS, DQ),
+        warp=MULTIPLY,
     )
 
 

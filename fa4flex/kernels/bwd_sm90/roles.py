@@ -1,0 +1,40 @@
+"""Warps of a block, and the named barriers between them, as data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+PRODUCER, WRITER, CONSUMER = 0, 1, 4
+"""First warps: one that brings tiles, one that adds up dQ, and consumer warpgroups."""
+
+SCORES, CLEARED = 1, 10
+"""Named barriers: dS of all warpgroups is in shared memory; what lay there past the end of a sequence is
+zero."""
+
+APART = 2
+"""Numbers from a stage's named barriers to those of the next: each warpgroup has its own."""
+
+
+def dq_full(w: Any, stage: Any) -> Any:
+    """Named barrier: warpgroup w's part of dQ is in stage `stage` of shared memory."""
+    return 2 + APART * stage + w
+
+
+def dq_empty(w: Any, stage: Any) -> Any:
+    """Named barrier: that stage has been read. Of a stage that there is not: all of dQ has been read."""
+    return 6 + APART * stage + w
+
+
+def stored(w: Any) -> Any:
+    """Named barrier: what warpgroup w stages for global memory is there."""
+    return 11 + w
+
+
+UNUSED = 3
+"""Barriers that only persistent blocks use: of K and V, and of the next tile's number."""
+
+
+def barrier_total(q_stages: int, do_stages: int) -> int:
+    """Barriers of a block: of each stage of Q and dO, full and empty; of K and V, full and both empty; of the
+    next tile's number, full and empty."""
+    return 2 * (q_stages + do_stages) + 5

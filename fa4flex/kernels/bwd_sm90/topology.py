@@ -1,0 +1,308 @@
+"""The Hopper backward pipeline, with the barriers of the kernel (roles.py).
+
+What plans call key tiles are here the steps j of a tile of keys: a tile of queries each. A producer warp
+brings K and V once, and for each step Q and dO with their rows' numbers. Two consumer warpgroups, each by its
+own products, which are executed in the order of their issue:
+
+    S(j) dP(j) dV(j) dQ(j) dK(j)          where warpgroups have keys of their own
+    S(j) dP(j) dV(j) dK(j) dQ(j)          where they share out columns
+
+A writer warp adds up dQ in global memory: consumers hand it over through `dq`, by named barriers.
+
+What is not there, and why the simulation finds nothing missing:
+
+no ds_empty     dS(j + 2) takes the stage of dS(j) after all warpgroups have met for dS(j + 1), and each came
+                there when its own dQ(j) was done.
+no dv_empty     the next tile's dK and dV are staged after a `dq_empty` that the writer gives when it has read
+                all of dQ; what they were staged over is stored by the warpgroup that writes there next.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fa4flex.codegen.plan.memory import NUMBER, tile_bytes
+from fa4flex.codegen.plan.signals import stage_barriers
+from fa4flex.codegen.plan.topology import (
+    RECEIVE,
+    WARP,
+    WARPGROUP,
+    Action,
+    Barrier,
+    Event,
+    Events,
+    NamedBarrier,
+    Product,
+    Ring,
+    Role,
+    Topology,
+)
+from fa4flex.kernels.bwd_sm90 import roles
+from fa4flex.kernels.bwd_sm90.config import Config
+
+THREADS = WARP * WARPGROUP
+SHARES = 2
+"""Stages of dS, and of P where it is in shared memory."""
+
+
+def backward_topology(config: Config, itemsize: int, copies: bool) -> Topology:
+    """The pipeline of a block. `copies`: the writer copies dS to gradients of captured tensors."""
+    n = config.consumers
+    names = range(n)
+    warps = n * WARPGROUP
+    next_tile = Ring("next", 1, NUMBER, (), 0, warps + 1)
+    keys_empty = Barrier("keys_empty", warps, "K and V may be overwritten")
+    return Topology(
+        roles=(_producer(config), _writer(config, copies), *(_consumer(config, w) for w in names)),
+        rings=(*_rings(config, itemsize), *[next_tile] * config.persistent),
+        barriers=tuple(_named(config)),
+        staging="own" if config.persistent else "none",
+        mbarriers=(keys_empty,) if config.persistent else (),
+        overlaps=tuple(_overlaps(config)),
+        stages=tuple(
+            (f"{name} {w}", stages)
+            for name, stages in (("dq", config.dq_stages), ("shared dS", SHARES), ("shared P", SHARES))
+            for w in names
+        ),
+        places=(_places(config),),
+    )
+
+
+def _places(config: Config) -> tuple[str, ...]:
+    """Mbarriers in the order of the kernel's storage."""
+    q, dout = (
+        stage_barriers(name, stages) for name, stages in (("q", config.q_stages), ("dout", config.do_stages))
+    )
+    only = ("keys_empty", "next full", "next empty")
+    return (*q, *dout, "k full", "v full", *(name if config.persistent else "" for name in only))
+
+
+def _rings(config: Config, itemsize: int) -> tuple[Ring, ...]:
+    """K and V of persistent blocks share an empty barrier; rows' numbers come with the tiles that need them.
+    A TMA box holds the columns of all rows that a swizzle spans."""
+    m, n, d, dv = config.tile_m, config.tile_n, config.head_dim, config.head_dim_v
+    q, dout, k, v = config.swizzles
+    warps = config.consumers * WARPGROUP
+
+    def ring(name: str, rows: int, width: int, block: int, stages: int, *numbers: int) -> Ring:
+        boxes = (tile_bytes(rows, block, itemsize),) * (width // block)
+        copies = (*boxes, *numbers)
+        return Ring(name, stages, sum(boxes), copies, sum(copies), warps)
+
+    def once(ring: Ring) -> Ring:
+        if config.persistent:
+            return replace(ring, empty_arrivals=0, freed_by="keys_empty")
+        return replace(ring, empty_arrivals=0, once=True)
+
+    numbers = NUMBER * m
+    return (
+        replace(ring("q", m, d, q, config.q_stages, numbers), beside=(("lse2", numbers),)),
+        replace(ring("dout", m, dv, dout, config.do_stages, numbers), beside=(("delta", numbers),)),
+        once(ring("k", n, d, k, 1)),
+        once(ring("v", n, dv, v, 1)),
+    )
+
+
+def _named(config: Config) -> list[NamedBarrier]:
+    both = config.consumers * THREADS
+    found = [NamedBarrier("scores", roles.SCORES, both)]
+    if config.ragged:
+        found.append(NamedBarrier("cleared", roles.CLEARED, both))
+    for w in range(config.consumers):
+        stages, handed = (config.dq_stages, roles.APART), THREADS + WARP
+        found += [
+            NamedBarrier(f"dq_full {w}", roles.dq_full(w, 0), handed, *stages),
+            NamedBarrier(f"dq_empty {w}", roles.dq_empty(w, 0), handed, *stages),
+            NamedBarrier(f"stored {w}", roles.stored(w), THREADS),
+        ]
+        if _all_read(config, w).target == f"dq_read {w}":
+            found.append(NamedBarrier(f"dq_read {w}", roles.dq_empty(w, 1), handed))
+    return found
+
+
+def _overlaps(config: Config) -> list[tuple[str, str]]:
+    """dK and dV are staged where K and V were, or where dQ was, of which there may be one stage."""
+    found: list[tuple[str, str]] = []
+    for w in range(config.consumers):
+        rows = f"dK rows {w}", f"dV rows {w}"
+        over = (f"dq {w}", f"dq {w}") if config.persistent else ("k", "v")
+        found += zip(rows, over, strict=True)
+        if _leave_apart(config):
+            found.append(rows)
+    return found
+
+
+def _leave_apart(config: Config) -> bool:
+    """Whether dK and dV leave through the same memory, one after the other."""
+    return config.persistent and config.dq_stages == 1
+
+
+def _work(action: Action, target: str, tile: int = 0) -> Event:
+    """Once per tile of keys."""
+    return Event(action, target, tile, "work")
+
+
+def _staged(action: Action, name: str, tile: int = 0) -> Event:
+    return Event(action, name, tile, staged=True)
+
+
+def _all_read(config: Config, w: int) -> Event:
+    """What says, after a tile's last step, that all of dQ has been read: the last step's own stage; or a
+    barrier beside the one of the only stage, which is for the next step."""
+    if config.persistent and config.dq_stages == 1:
+        return Event("take", f"dq_read {w}")
+    return _staged("take", f"dq_empty {w}")
+
+
+# --- roles ---------------------------------------------------------------------------------------------
+
+
+def _producer(config: Config) -> Role:
+    persistent = config.persistent
+    before = (_work("await", "keys_empty", -1),) * persistent
+    keys = (*before, _work("load", "k"), _work("load", "v"))
+    publish = (_work("acquire", "next"), _work("fill", "next")) * persistent
+    step = tuple(Event(action, name) for name in ("q", "dout") for action in ("acquire", "load"))
+    empty = (*keys, *publish)
+    return Role("producer", 1, (), (*keys, *step), step, publish, empty=empty, warp=roles.PRODUCER)
+
+
+def _writer(config: Config, copies: bool) -> Role:
+    """Gives a stage of dQ for the next step when what was added from it has been read, and dS too, which is
+    written anew two steps on."""
+    names = range(config.consumers)
+    last = config.consumers - 1
+    step: list[Event] = []
+    for w in names:
+        step.append(_staged("take", f"dq_full {w}"))
+        if copies and w == 0:
+            step += [Event("store", f"shared dS {i}") for i in names]
+        step.append(Event("store", f"dq {w}"))
+    for w in names:
+        read = Event("drain", f"dq {w}")
+        if config.dq_stages > 1:
+            read = Event("drain", f"shared dS {last}") if copies else Event("drain", f"dq {last}", -1)
+        step += [read, _staged("give", f"dq_empty {w}", 1)]
+    all_read = Event("drain", f"dq {last}")
+    received = tuple(_work(action, "next") for action in RECEIVE) * config.persistent
+    given = tuple(replace(_all_read(config, w), action="give") for w in names)
+    return Role(
+        "writer",
+        1,
+        opening=tuple(_staged("give", f"dq_empty {w}") for w in names),
+        first=tuple(step),
+        body=tuple(step),
+        last=(all_read, *given, *received) if config.persistent else (),
+        closing=() if config.persistent else (all_read,),
+        empty=received,
+        warp=roles.WRITER,
+    )
+
+
+def _consumer(config: Config, w: int) -> Role:
+    """Without steps, K and V come for nothing, and zeros are stored."""
+    keys = tuple(replace(_work("wait", name), again=not config.ragged) for name in ("k", "v"))
+    keys += _cleared(config, w, _work("clear", "k"), _work("clear", "v"))
+    step = _by_columns(config, w) if config.split == "columns" else _by_keys(config, w)
+    sums = Event("read", f"dK of {w}"), Event("read", f"dV of {w}")
+    unused = _work("read", "k"), _work("read", "v")
+    done = (_work("arrive", "keys_empty"),) * config.persistent
+    following: Events = ()
+    if config.persistent:
+        left = () if config.ragged else (_work("drain", f"dV rows {w}"),)
+        following = (*(_work(action, "next") for action in RECEIVE), *left)
+    free, met = Event("sync", "scores"), Event("sync", "scores")
+    if config.persistent:
+        free, met = _all_read(config, w), Event("sync", f"stored {w}")
+    store = _store(config, w)
+    return Role(
+        f"consumer {w}",
+        WARPGROUP,
+        first=(*keys, *step),
+        body=step,
+        last=(*done, *sums, free, *store, *following),
+        empty=(*keys, *unused, *done, met, *store, *following),
+        products=_products(config, w),
+        warp=roles.CONSUMER + WARPGROUP * w,
+    )
+
+
+def _cleared(config: Config, w: int, *clear: Event) -> Events:
+    """Where sequences end within tiles, all warpgroups clear what follows, each some columns; here the first
+    does."""
+    if not config.ragged:
+        return ()
+    return tuple(replace(e, maybe=True) for e in (*clear[: 0 if w else None], Event("sync", "cleared")))
+
+
+def _scores(config: Config, w: int) -> Events:
+    return (
+        Event("wait", "q"),
+        Event("wait", "dout"),
+        *_cleared(config, w, Event("clear", "q"), Event("clear", "dout")),
+        *(Event("issue", "S"), Event("issue", "dP"), Event("finish", "S"), Event("finish", "dP")),
+        *(Event("read", f"S of {w}"), Event("read", f"dP of {w}")),
+    )
+
+
+def _by_keys(config: Config, w: int) -> Events:
+    """P' and dS' are operands in the registers in which they were made."""
+    return (
+        *_scores(config, w),
+        *(Event("write", f"P of {w}"), Event("write", f"dS of {w}"), Event("write", f"shared dS {w}")),
+        *(Event("issue", "dV"), Event("sync", "scores"), Event("issue", "dQ")),
+        *(Event("finish", "dV"), Event("release", "dout")),
+        *(Event("issue", "dK"), Event("finish", "dQ"), *_hand_over(w)),
+        *(Event("finish", "dK"), Event("release", "q")),
+    )
+
+
+def _by_columns(config: Config, w: int) -> Events:
+    """All columns need P' and dS' of all queries."""
+    return (
+        *_scores(config, w),
+        *(Event("write", f"shared P {w}"), Event("write", f"shared dS {w}"), Event("sync", "scores")),
+        *(Event("issue", "dV"), Event("issue", "dK"), Event("issue", "dQ")),
+        *(Event("finish", "dV"), Event("release", "dout")),
+        *(Event("finish", "dK"), Event("release", "q"), Event("finish", "dQ"), *_hand_over(w)),
+    )
+
+
+def _hand_over(w: int) -> Events:
+    return (
+        _staged("take", f"dq_empty {w}"),
+        *(Event("read", f"dQ of {w}"), Event("write", f"dq {w}")),
+        _staged("give", f"dq_full {w}"),
+    )
+
+
+def _products(config: Config, w: int) -> tuple[Product, ...]:
+    names, keys, values = range(config.consumers), _work("read", "k"), _work("read", "v")
+    queries, dout = Event("read", "q"), Event("read", "dout")
+    shared = tuple(Event("read", f"shared dS {i}") for i in names)
+    p: Events = (Event("read", f"P of {w}"),)
+    ds: Events = (Event("read", f"dS of {w}"),)
+    if config.split == "columns":
+        p, ds = tuple(Event("read", f"shared P {i}") for i in names), shared
+    return (
+        Product("S", (keys, queries), Event("write", f"S of {w}")),
+        Product("dP", (values, dout), Event("write", f"dP of {w}")),
+        Product("dV", (*p, dout), Event("update", f"dV of {w}"), fresh=True),
+        Product("dK", (*ds, queries), Event("update", f"dK of {w}"), fresh=True),
+        Product("dQ", (*shared, keys), Event("write", f"dQ of {w}")),
+    )
+
+
+def _store(config: Config, w: int) -> Events:
+    """dK and dV leave by the copy engine, or by threads, together or one after the other."""
+    leave: Action = "store" if config.persistent and not config.ragged else "read"
+    there = Event("sync", f"stored {w}")
+
+    def batch(*names: str) -> Events:
+        rows = [f"{name} rows {w}" for name in names]
+        return *(_work("write", x) for x in rows), there, *(_work(leave, x) for x in rows)
+
+    if not _leave_apart(config):
+        return batch("dK", "dV")
+    left = () if config.ragged else (_work("drain", f"dK rows {w}"),)
+    return *batch("dK"), *left, there, *batch("dV")
