@@ -113,7 +113,7 @@ def _placed(
     warp: Warp, instruction: Instruction, map: tma.TensorMap, at: tuple[int, ...], writes: bool
 ) -> None:
     """Faults where hardware takes a box's place for an illegal instruction, wherever the tensor ends."""
-    if at[0] * map.itemsize % 16:
+    if at[0] * map.bits % 128 or (map.padded and at[0] % 128):
         text = f"{warp} gives a box at {at} of {map.element}: the first is no multiple of 16 bytes"
         raise Fault(Finding("misaligned", text, instruction))
     if writes and min(at) < 0:
