@@ -1,8 +1,8 @@
 """A machine whose GPU is simulated: code that asks for CUDA tensors gets CPU tensors.
 
 Within `machine`, tensors asked for on "cuda" are made on the CPU at addresses that TMA takes, copies to and
-from the GPU are copies, and products of float32 and of smaller types are made in float64: the references
-that examples compute for themselves.
+from the GPU are copies, and products of floating-point numbers, of which examples make their references, are
+made in float64.
 """
 
 from __future__ import annotations
@@ -15,13 +15,53 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from timings import Runner
 from torch.overrides import TorchFunctionMode
 
-from fa4flex.simulator.doors.device import Gpu, device
+from fa4flex.compiler.simulated import simulated
+from fa4flex.simulator.doors.capture import capturing
 from fa4flex.simulator.doors.tensors import aligned
 
 PRODUCTS = {torch.einsum, torch.matmul, torch.bmm, torch.mm, torch.Tensor.matmul, torch.Tensor.__matmul__}
-"""Functions that references are made of."""
+FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
+"""Numbers of e2m1 by their code."""
+
+
+@contextlib.contextmanager
+def machine(runner: Runner, sms: int) -> Iterator[None]:
+    """A simulated GPU whose launches `runner` executes, and torch's functions answering as if it were there."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(capturing(runner.arch, runner.run, sms))
+        stack.enter_context(simulated(runner.arch))
+        for owner, name, value in _answers():
+            stack.enter_context(patch.object(owner, name, value, create=True))
+        stack.enter_context(OnCpu())
+        yield
+
+
+def _answers() -> Iterator[tuple[Any, str, Any]]:
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        pass
+
+    yield torch.Tensor, "is_cuda", True
+    yield torch.cuda, "is_available", lambda: True
+    yield torch.cuda, "device_count", lambda: 1
+    for name in ("manual_seed", "manual_seed_all", "empty_cache", "set_device"):
+        yield torch.cuda, name, nothing
+    event = SimpleNamespace(record=nothing, synchronize=nothing, elapsed_time=lambda _: 1.0)
+    yield torch.cuda, "Event", lambda *args, **kwargs: event
+    yield torch.cuda, "Stream", lambda *args, **kwargs: torch.cuda.current_stream()
+    yield torch.cuda, "stream", lambda stream: contextlib.nullcontext()
+    yield torch.cuda, "device", lambda index: contextlib.nullcontext()
+    for name in ("cutlass.cute.testing", "cutlass.testing"):
+        yield importlib.import_module(name), "benchmark", _benchmark
+
+
+def _benchmark(function: Any, *, kernel_arguments: Any = None, **_: Any) -> float:
+    """Nothing is timed; an example that launches here alone, with arguments of its own, launches once."""
+    if kernel_arguments is not None:
+        function(*kernel_arguments.args, **kernel_arguments.kwargs)
+    return 1.0
 
 
 class OnCpu(TorchFunctionMode):
@@ -29,16 +69,14 @@ class OnCpu(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if function is torch.device and str(args[0]).startswith("cuda"):
-            return torch.device("cpu")
         if function in (torch.Tensor.cuda, torch.Tensor.cpu):
             return aligned(args[0].clone())
-        copies = function is torch.Tensor.to and any(map(_on_cuda, (*args[1:], kwargs.get("device"))))
+        named = [*args[1:], kwargs.get("device")]
+        if function is torch.Tensor.to and any(map(_on_cuda, named)):
+            kwargs["copy"] = True
         args = tuple(torch.device("cpu") if _on_cuda(arg) else arg for arg in args)
         kwargs = {name: torch.device("cpu") if _on_cuda(arg) else arg for name, arg in kwargs.items()}
         kwargs.pop("pin_memory", None)
-        if copies:
-            kwargs["copy"] = True
         if function in PRODUCTS:
             return _in_double(function, args, kwargs)
         if function is torch._scaled_mm:
@@ -55,14 +93,23 @@ def _on_cuda(value: Any) -> bool:
 
 def _fresh(result: torch.Tensor, args: Any) -> bool:
     """True if a function returned memory of its own: no view, and nothing that autograd knows."""
-    if result.requires_grad or result.is_sparse or not result.numel():
+    if type(result) is not torch.Tensor or result.requires_grad or not result.numel():
         return False
-    given = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, torch.Tensor)}
+    if result.is_sparse or result.device.type != "cpu":
+        return False
+    given = {arg.untyped_storage().data_ptr() for arg in args if type(arg) is torch.Tensor}
     return result.untyped_storage().data_ptr() not in given
 
 
-FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
-"""Numbers of e2m1 by their code."""
+# --- references in float64 ----------------------------------------------------------------------------------
+
+
+def _in_double(function: Any, args: Any, kwargs: Any) -> Any:
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    if not tensors or not all(arg.is_floating_point() for arg in tensors):
+        return function(*args, **kwargs)
+    wide = tuple(arg.double() if isinstance(arg, torch.Tensor) else arg for arg in args)
+    return function(*wide, **kwargs).to(tensors[0].dtype)
 
 
 def scaled_product(
@@ -96,42 +143,3 @@ def blocks(scales: torch.Tensor, rows: int) -> torch.Tensor:
     tile = (row // 128) * (width // 4) + block // 4
     place = 512 * tile + row % 32 * 16 + row % 128 // 32 * 4 + block % 4
     return scales.flatten().float().double()[place].repeat_interleave(size, dim=1)
-
-
-def _in_double(function: Any, args: Any, kwargs: Any) -> Any:
-    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-    if not tensors or not all(arg.is_floating_point() for arg in tensors):
-        return function(*args, **kwargs)
-    wide = tuple(arg.double() if isinstance(arg, torch.Tensor) else arg for arg in args)
-    return function(*wide, **kwargs).to(tensors[0].dtype)
-
-
-@contextlib.contextmanager
-def machine(arch: str, timing: str, seed: int, sms: int) -> Iterator[Gpu]:
-    """A simulated GPU of `arch`, and torch's functions answering as if it were there."""
-    with contextlib.ExitStack() as stack:
-        gpu = stack.enter_context(device(arch, seed, timing, sms))
-        for owner, name, value in _answers():
-            stack.enter_context(patch.object(owner, name, value, create=True))
-        stack.enter_context(OnCpu())
-        yield gpu
-
-
-def _answers() -> Iterator[tuple[Any, str, Any]]:
-    def nothing(*args: Any, **kwargs: Any) -> None:
-        pass
-
-    yield torch.Tensor, "is_cuda", True
-    yield torch.cuda, "is_available", lambda: True
-    yield torch.cuda, "device_count", lambda: 1
-    yield torch.cuda, "manual_seed", nothing
-    yield torch.cuda, "manual_seed_all", nothing
-    yield torch.cuda, "empty_cache", nothing
-    yield torch.cuda, "set_device", nothing
-    event = SimpleNamespace(record=nothing, synchronize=nothing, elapsed_time=lambda _: 1.0)
-    yield torch.cuda, "Event", lambda *args, **kwargs: event
-    yield torch.cuda, "Stream", lambda *args, **kwargs: torch.cuda.current_stream()
-    yield torch.cuda, "stream", lambda stream: contextlib.nullcontext()
-    for name in ("cutlass.cute.testing", "cutlass.testing"):
-        with contextlib.suppress(ImportError):
-            yield importlib.import_module(name), "benchmark", lambda *args, **kwargs: 1.0

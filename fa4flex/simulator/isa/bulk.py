@@ -78,8 +78,10 @@ def _arriving(
     errand: Errand,
     arrivals: list[tuple[Cta, int, MBarrier]],
     fetch: Callable[[int], NDArray[Any]],
+    counted: int | None = None,
 ) -> None:
-    """Start a copy whose bytes are `fetch(offset)`, for each (CTA, offset, mbarrier)."""
+    """Start a copy whose bytes are `fetch(offset)`, for each (CTA, offset, mbarrier). `counted` bytes are
+    completed, all of them by default."""
 
     def land() -> None:
         for cta, offset, barrier in arrivals:
@@ -91,7 +93,7 @@ def _arriving(
             errand.writes(cta, offset, image.size)
             warp.cta.cluster.traffic["TMA bytes in"] += image.size
             barrier.learn(errand.load)
-            barrier.deliver(image.size)
+            barrier.deliver(image.size if counted is None else counted)
 
     for _, _, barrier in arrivals:
         errand.signals(warp, barrier)
@@ -157,7 +159,7 @@ def tensor_copy(instruction: Instruction) -> Act:
             ) -> NDArray[Any]:
                 return tma.to_shared(map, offset, tma.load_box(map, at, memory))  # noqa: B023
 
-            _arriving(access, warp, errand, arrivals, fetch)
+            _arriving(access, warp, errand, arrivals, fetch, map.box_bytes)
 
     return Act(run)
 

@@ -99,8 +99,9 @@ class TensorMap:
 
     @cached_property
     def box_bytes(self) -> int:
-        """What a copy completes on its mbarrier, however much of the box lies outside the tensor."""
-        return prod(self.extents) * (8 if self.padded else self.bits) // 8
+        """What a copy completes on its mbarrier, however much of the box lies outside the tensor. Gaps in
+        shared memory do not count: CUTLASS expects the bits of the elements."""
+        return prod(self.extents) * self.bits // 8
 
     def encode(self) -> bytes:
         """128 bytes that decode to this, the last 64 zero."""
