@@ -14,7 +14,7 @@ from fa4flex.simulator.run import report
 from fa4flex.simulator.run.launch import Result, Shape, launch
 from fa4flex.simulator.run.timing import Timing
 from fa4flex.simulator.state.memory import HostMemory
-from fa4flex.simulator.watch.findings import Fault, Finding
+from fa4flex.simulator.watch.findings import Fault, Finding, Findings, Place
 
 
 @dataclass
@@ -29,11 +29,23 @@ class Gpu:
 
     @property
     def findings(self) -> list[Finding]:
-        return [finding for result in self.results for finding in result.findings]
+        """Each of a kernel once, however often it was launched."""
+        found: dict[str, Findings] = {}
+        for result in self.results:
+            mine = found.setdefault(result.kernel, Findings())
+            for finding in result.findings:
+                mine.add(finding)
+        return [finding for mine in found.values() for finding in mine]
 
     def report(self) -> str:
         """Each launch: findings, what the warps executed, how busy the units would be."""
-        return "\n".join(report.text(result) for result in self.results) or "nothing was launched"
+        told: dict[str, set[Place]] = {}
+        parts = []
+        for result in self.results:
+            before = told.setdefault(result.kernel, set())
+            parts.append(report.text(result, before))
+            before.update(finding.place for finding in result.findings)
+        return "\n".join(parts) or "nothing was launched"
 
     def run(self, captured: Launch) -> None:
         """Raises Fault where the launch cannot be finished: a hang, an access outside memory."""

@@ -5,7 +5,7 @@ Everything in here moves unsigned values [lanes, count] of 1, 2, 4 or 8 bytes; `
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,8 @@ from fa4flex.simulator.state.memory import BadAccess
 from fa4flex.simulator.state.registers import LANES, Mask
 from fa4flex.simulator.state.window import LOCAL_WINDOW, OFFSET_MASK, RANK_SHIFT, SHARED_WINDOW
 from fa4flex.simulator.watch.findings import Fault, Finding
+from fa4flex.simulator.watch.flags import Strength
+from fa4flex.simulator.watch.order import Order
 
 Addresses = NDArray[np.int64]
 Locate = Callable[[Warp], Addresses]
@@ -66,10 +68,13 @@ class Accessor:
 
     def __init__(self, instruction: Instruction, space: str) -> None:
         self.instruction, self.space = instruction, space
+        self.strength = Strength.of(instruction)
 
     def load(self, warp: Warp, addresses: Addresses, size: int, count: int) -> NDArray[Any]:
         """Unsigned [lanes, count] from `addresses` [lanes]."""
         parts = self._parts(warp, addresses)
+        if self.strength.strong:
+            self.observe(warp, parts)
         if len(parts) == 1:
             return self._load(warp, parts[0][0], parts[0][1], size, count)
         found = np.empty((len(addresses), count), f"u{size}")
@@ -80,6 +85,32 @@ class Accessor:
     def store(self, warp: Warp, addresses: Addresses, values: NDArray[Any]) -> None:
         for space, offsets, where in self._parts(warp, addresses):
             self._store(warp, space, offsets, values if where is None else values[where])
+            if self.strength.strong:
+                self.tell(warp, space, offsets)
+
+    def observe(self, warp: Warp, parts: list[Part]) -> None:
+        """The warp reads, by a strong access, what others may have told there."""
+        flags, seen = warp.cta.launch.flags, warp.observed
+        if not flags:
+            return
+        for space, offsets, _ in parts:
+            for key in _keys(space, offsets):
+                told = flags.read(key)
+                if told is None:
+                    continue
+                if self.strength.acquires:
+                    warp.cta.cluster.order.hears(warp.agent, told, self.instruction.line)
+                elif not seen or seen[-1] is not told:
+                    seen.append(told)
+
+    def tell(self, warp: Warp, space: Any, offsets: Addresses, updates: bool = False) -> None:
+        """The warp writes, by a strong access, what others may read there."""
+        flags, told = warp.cta.launch.flags, warp.released
+        if self.strength.releases:
+            told = warp.cta.cluster.order.tells(warp.agent, self.instruction.line)
+        if told is not None or flags:
+            for key in _keys(space, offsets):
+                flags.write(key, told, updates)
 
     def watch(self, warp: Warp, cta: Cta, offsets: Addresses, width: int, write: bool) -> None:
         """Tell the shadow of a CTA's shared memory that `width` bytes at each offset are accessed."""
@@ -101,7 +132,13 @@ class Accessor:
                 return values
             if space == "local":
                 return warp.local.load(offsets & (LOCAL_WINDOW - 1), size, count)
-            return warp.cta.launch.memory.load(offsets, size, count)
+            launch = warp.cta.launch
+            values = launch.memory.load(offsets, size, count)
+            if launch.written.near(int(offsets.min()), int(offsets.max()) + size * count):
+                order, where = self._global(warp, offsets, size * count)
+                number = order.warp_access(warp.agent, self.instruction)
+                launch.written.read(order, number, where, order.clocks[warp.agent])
+            return values
         except BadAccess as bad:
             raise self._fault(warp, bad) from None
 
@@ -113,10 +150,26 @@ class Accessor:
             elif space == "local":
                 warp.local.store(offsets & (LOCAL_WINDOW - 1), values)
             else:
-                warp.cta.launch.memory.store(offsets, values)
-                warp.cta.cluster.units.landings += 1
+                self._store_globally(warp, offsets, values)
         except BadAccess as bad:
             raise self._fault(warp, bad) from None
+
+    def _store_globally(self, warp: Warp, offsets: Addresses, values: NDArray[Any]) -> None:
+        launch, (count, size) = warp.cta.launch, (values.shape[1], values.dtype.itemsize)
+
+        def changed() -> NDArray[np.bool_]:
+            different = (launch.memory.load(offsets, size, count) != values).any(axis=1)
+            return different.repeat(len(where) // len(offsets))
+
+        order, where = self._global(warp, offsets, size * count)
+        number = order.warp_access(warp.agent, self.instruction)
+        launch.written.write(order, number, where, order.clocks[warp.agent], changed)
+        launch.memory.store(offsets, values)
+        warp.cta.cluster.units.landings += 1
+
+    def _global(self, warp: Warp, offsets: Addresses, width: int) -> tuple[Order, NDArray[np.intp]]:
+        """The order that the warp takes part in, and the granules of global memory."""
+        return warp.cta.cluster.order, granules(offsets, width, warp.cta.launch.written.granule)
 
     def _parts(self, warp: Warp, addresses: Addresses) -> list[Part]:
         """Addresses, which may lie in several memories, by memory."""
@@ -171,6 +224,15 @@ class Accessor:
                 self.instruction,
             )
         )
+
+
+def _keys(space: Any, offsets: Addresses) -> Iterator[Hashable]:
+    """Where flags stand, by place; what is local has none."""
+    places = set(offsets.tolist())
+    if isinstance(space, Cta):
+        number = space.cluster.number
+        return ((number, space.rank, place) for place in places)
+    return iter(places if space == "global" else ())
 
 
 BANKS = 32

@@ -33,7 +33,9 @@ class Errand:
     load: int = -1
 
     @classmethod
-    def in_queue(cls, warp: Warp, queue: str, who: str, instruction: Instruction) -> Errand:
+    def in_queue(
+        cls, warp: Warp, queue: str, who: str, instruction: Instruction, reduces: bool = False
+    ) -> Errand:
         """The next of a queue whose operations end in order."""
         order = warp.cta.cluster.order
         agent = order.agent(queue)
@@ -42,7 +44,7 @@ class Errand:
         epoch = int(own.epochs[agent])
         own.epochs[agent] += 1
         clock.epochs[agent] = epoch - 1
-        number = order.add(Access(agent, epoch, ASYNC, who, instruction))
+        number = order.add(Access(agent, epoch, ASYNC, who, instruction, reduces=reduces))
         return cls(number, clock, agent, epoch)
 
     @classmethod
@@ -71,6 +73,30 @@ class Errand:
         self.moves(cta, size)
         cta.shadow.write(self.number, byte_granules(cta, start, size), self.clock)
 
+    def reads_global(self, warp: Warp, starts: NDArray[np.int64], size: int) -> None:
+        """It reads `size` bytes of global memory from each of some addresses on."""
+        written = warp.cta.launch.written
+        if len(starts) and written.near(int(starts.min()), int(starts.max()) + size):
+            where = rows_of_granules(starts, size, written.granule).reshape(-1)
+            written.read(warp.cta.cluster.order, self.number, where, self.clock)
+
+    def writes_global(
+        self, warp: Warp, starts: NDArray[np.int64], size: int, changed: Callable[[], NDArray[np.bool_]]
+    ) -> None:
+        """It writes `size` bytes of global memory from each of some addresses on; `changed` says which of
+        them become others, bool [addresses, size]."""
+        if not len(starts):
+            return
+        written = warp.cta.launch.written
+        where = rows_of_granules(starts, size, written.granule)
+        missing = where.shape[1] * written.granule - size
+
+        def which() -> NDArray[np.bool_]:
+            bytes = np.pad(changed().reshape(len(starts), size), ((0, 0), (0, missing)))
+            return bytes.reshape(*where.shape, -1).any(axis=2).reshape(-1)
+
+        written.write(warp.cta.cluster.order, self.number, where.reshape(-1), self.clock, which)
+
     def moves(self, cta: Cta, size: int) -> None:
         """It takes that many bytes of shared memory's bandwidth. The memory must still be there."""
         cluster = cta.cluster
@@ -90,6 +116,11 @@ class Errand:
             order.report(
                 "missing fence", f"signals {barrier.place} before it can see", self.number, barrier.made
             )
+
+
+def rows_of_granules(starts: NDArray[np.int64], size: int, granule: int) -> NDArray[np.int64]:
+    """Granules [addresses, granules] of as many bytes from addresses on that are multiples of 16."""
+    return starts[:, None] // granule + np.arange(-(-size // granule))
 
 
 def chunk_granules(chunks: NDArray[np.intp], granule: int) -> NDArray[np.intp]:

@@ -22,7 +22,6 @@ from fa4flex.simulator.state.memory import BadAccess
 from fa4flex.simulator.state.registers import LANES, Mask
 from fa4flex.simulator.units.reduction import DTYPES, reduce
 from fa4flex.simulator.watch.findings import Fault, Finding
-from fa4flex.simulator.watch.order import GENERIC, Access
 from fa4flex.simulator.watch.shadow import NOBODY
 
 Bits = NDArray[Any]
@@ -175,7 +174,9 @@ class _Atomic(Accessor):
     def update(self, warp: Warp, addresses: Addresses, given: list[Bits]) -> Bits:
         """Change what lies at `addresses` [lanes]; returns what each lane found there."""
         found = np.empty((len(addresses), self.count), f"u{self.size}")
-        for space, offsets, some in self._parts(warp, addresses):
+        parts = self._parts(warp, addresses)
+        self.observe(warp, parts)
+        for space, offsets, some in parts:
             where = np.arange(len(addresses)) if some is None else some
             if space == "local" or (isinstance(space, Cta) and self.form.count > 1):
                 text = (
@@ -191,6 +192,9 @@ class _Atomic(Accessor):
                 raise self._fault(warp, bad) from None
             if isinstance(space, Cta):
                 self._watch_update(warp, space, offsets)
+            else:
+                self._watch_globally(warp, offsets)
+            self.tell(warp, space, offsets, updates=True)
         return found
 
     def _serially(self, warp: Warp, memory: Any, offsets: Addresses, given: list[Bits], shared: bool) -> Bits:
@@ -218,8 +222,7 @@ class _Atomic(Accessor):
     def _watch_update(self, warp: Warp, cta: Cta, offsets: Addresses) -> None:
         """For the shadow it is a write that agrees with other updates, though not with plain accesses."""
         order, clock = cta.cluster.order, cta.cluster.order.clocks[warp.agent]
-        epoch, who = int(clock.epochs[warp.agent]), order.names[warp.agent]
-        number = order.add(Access(warp.agent, epoch, GENERIC, who, self.instruction, reduces=True))
+        number = order.warp_access(warp.agent, self.instruction, reduces=True)
         width = self.size * self.count
         where = granules(offsets, width, cta.launch.granule)
         cta.cluster.shared[self.instruction.line] += bandwidth(offsets, width)
@@ -231,6 +234,12 @@ class _Atomic(Accessor):
                 number,
             )
         cta.shadow.write(number, where, clock)
+
+    def _watch_globally(self, warp: Warp, offsets: Addresses) -> None:
+        order, written = warp.cta.cluster.order, warp.cta.launch.written
+        number = order.warp_access(warp.agent, self.instruction, reduces=True)
+        where = granules(offsets, self.size * self.count, written.granule)
+        written.write(order, number, where, order.clocks[warp.agent], lambda: np.ones(len(where), np.bool_))
 
 
 def _turns(place: NDArray[np.intp]) -> Iterator[NDArray[np.intp]]:

@@ -114,13 +114,21 @@ def fence_mbarrier_init(instruction: Instruction) -> Act:
 @translates("fence.acq_rel", "fence.sc", "fence.acquire", "fence.release", "membar")
 @translates("fence.proxy.alias", "fence.proxy.tensormap::generic", "fence.proxy.tensormap")
 def fence(instruction: Instruction) -> Act:
-    """Memory is sequentially consistent here: between warps these order nothing that is not ordered
-    already, but for a relaxed arrival after one that releases (PTX ISA, "Release and Acquire Patterns")."""
-    releases = not instruction.has("proxy") and not instruction.has("acquire")
+    """Memory is sequentially consistent here: what fences order is who knows of what (watch/flags.py). Strong
+    writes and relaxed arrivals after one that releases hand on what the warp knew; one that acquires takes
+    over what strong reads before it have found."""
+    proxy = instruction.has("proxy")
+    releases = not proxy and not instruction.has("acquire")
+    acquires = not proxy and not instruction.has("release")
 
     def run(warp: Warp, mask: Mask) -> None:
+        order = warp.cta.cluster.order
+        if acquires:
+            for told in warp.observed:
+                order.hears(warp.agent, told, instruction.line)
+            warp.observed.clear()
         if releases:
-            warp.released = warp.cta.cluster.order.release(warp.agent)
+            warp.released = order.tells(warp.agent, instruction.line)
 
     return Act(run)
 
@@ -136,7 +144,9 @@ def _come(
     tells only what a fence before it has released."""
     warp.ticket = meeting, meeting.round, meeting.gathered, meeting.lines
     if relaxed:
-        clock = warp.released or Clock(warp.cta.cluster.capacity)
+        clock = Clock(warp.cta.cluster.capacity)
+        if warp.released is not None:
+            warp.released.teach(clock, warp.cta.cluster.number)
         meeting.announced |= warp.announced
     else:
         clock = warp.cta.cluster.order.release(warp.agent)

@@ -27,6 +27,7 @@ from fa4flex.simulator.units.reduction import reduce as reduced
 from fa4flex.simulator.watch.findings import Fault, Finding
 
 BULK = "bulk copies out of shared memory"
+WRITES = "writes of bulk copies"
 HINTS = {"L2::cache_hint", "tile", "async", "bulk", "tensor", "weak"}
 DIMENSIONS = {"1d", "2d", "3d", "4d", "5d"}
 REDUCTIONS = {"add", "min", "max", "inc", "dec", "and", "or", "xor"}
@@ -157,7 +158,10 @@ def tensor_copy(instruction: Instruction) -> Act:
             def fetch(
                 offset: int, map: tma.TensorMap = map, at: tuple[int, ...] = coordinates
             ) -> NDArray[Any]:
-                return tma.to_shared(map, offset, tma.load_box(map, at, memory))  # noqa: B023
+                box = tma.box_at(map, at)
+                if _near(warp, box):
+                    errand.reads_global(warp, *box.rows())  # noqa: B023
+                return tma.to_shared(map, offset, tma.load(map, box, memory))  # noqa: B023
 
             _arriving(access, warp, errand, arrivals, fetch, map.box_bytes)
 
@@ -204,6 +208,7 @@ def _range_in(instruction: Instruction, from_global: bool, operation: tuple[str,
                 arrivals: list[tuple[Cta, int, MBarrier]] = arrivals,
             ) -> NDArray[Any]:
                 if from_global:
+                    errand.reads_global(warp, np.array([origin]), count)
                     return warp.cta.launch.memory.window(origin, count)
                 errand.reads(own, place, count)
                 data = own.shared.window(place, count)
@@ -215,6 +220,14 @@ def _range_in(instruction: Instruction, from_global: bool, operation: tuple[str,
             _arriving(access, warp, errand, arrivals, fetch)
 
     return Act(run)
+
+
+def _near(warp: Warp, box: tma.Box) -> bool:
+    """Whether this launch may have written to the box."""
+    if box.empty:
+        return False
+    span = sum((extent - 1) * stride for extent, stride in zip(box.extents, box.strides))
+    return warp.cta.launch.written.near(box.address, box.address + span + 1)
 
 
 # --- out of shared memory, in groups that threads commit ----------------------------------------------------
@@ -230,24 +243,30 @@ def _out(
     instruction: Instruction,
     lane: int,
     source: tuple[Cta, int, int],
-    write: Callable[[NDArray[Any]], None],
+    write: Callable[[NDArray[Any], Errand], None],
 ) -> None:
-    """Start a copy of (CTA, offset, bytes) of shared memory that ends in `write`."""
+    """Start a copy of (CTA, offset, bytes) of shared memory that ends in `write`, which the errand given to
+    it does: it is over later than the reading."""
     cta, offset, size = source
+    reduces = instruction.has("reduce")
     errand = Errand.in_queue(warp, store_queue(warp), f"a bulk store of {warp}", instruction)
+    writes = Errand.in_queue(
+        warp, f"writes of {store_queue(warp)}", f"a bulk store of {warp}", instruction, reduces
+    )
 
     def land() -> None:
         try:
             data = cta.shared.window(offset, size)
             errand.reads(cta, offset, size)
-            write(data)
+            write(data, writes)
         except BadAccess as bad:
             raise fault(warp, instruction, bad) from None
         cta.cluster.traffic["TMA bytes out"] += size
 
-    kind = groups(warp, BULK)
+    kind, written = groups(warp, BULK), groups(warp, WRITES)
     operation = submit(warp, instruction, land, (kind,), ("bulk", warp.agent))
     kind.add(lane, operation, errand)
+    written.add(lane, operation, writes)
 
 
 def _tensor_store(instruction: Instruction, operation: str | None) -> Act:
@@ -255,21 +274,27 @@ def _tensor_store(instruction: Instruction, operation: str | None) -> Act:
     tile, source = Tile.of(instruction.operands[0], instruction), locate(instruction.operands[1], instruction)
 
     def run(warp: Warp, mask: Mask) -> None:
-        started = set()
+        started, memory = set(), warp.cta.launch.memory
         for lane in lanes_of(mask):
             map, coordinates = tile.at(warp, lane)
             cta, offset = cta_and_offset(access, warp, int(source(warp)[lane]))
             _aligned(warp, instruction, offset, 128, "a source")
             _placed(warp, instruction, map, coordinates, writes=True)
-            memory = warp.cta.launch.memory
 
             def write(
                 data: NDArray[Any],
+                errand: Errand,
                 map: tma.TensorMap = map,
                 at: tuple[int, ...] = coordinates,
                 offset: int = offset,
             ) -> None:
-                tma.store_box(map, at, tma.from_shared(map, offset, data), memory, operation)  # noqa: B023
+                box, dense = tma.box_at(map, at), tma.from_shared(map, offset, data)
+
+                def changed() -> NDArray[np.bool_]:
+                    return box.view(memory) != dense.reshape(box.shape)[box.inside]
+
+                errand.writes_global(warp, *box.rows(), changed)
+                tma.store(map, box, dense, memory, operation)
 
             # Lanes that store the same tile twice store the same bytes: once is enough.
             same = map, coordinates, offset
@@ -287,15 +312,16 @@ def _range_out(instruction: Instruction, operation: tuple[str, str] | None) -> A
     size = read(instruction.operands[2], "u32")
 
     def run(warp: Warp, mask: Mask) -> None:
+        memory = warp.cta.launch.memory
         for lane in lanes_of(mask):
             to, count = int(target(warp)[lane]), int(size(warp)[lane])
             cta, offset = cta_and_offset(access, warp, int(source(warp)[lane]))
             for what, number in (("a destination", to), ("a source", offset), ("a size", count)):
                 _aligned(warp, instruction, number, 16, what)
-            memory = warp.cta.launch.memory
 
-            def write(data: NDArray[Any], to: int = to, count: int = count) -> None:
-                there = memory.window(to, count)  # noqa: B023
+            def write(data: NDArray[Any], errand: Errand, to: int = to, count: int = count) -> None:
+                there = memory.window(to, count)
+                errand.writes_global(warp, np.array([to]), count, lambda: there != data)
                 there[:] = data if operation is None else reduce_bytes(there, data, *operation)
 
             _out(warp, instruction, lane, (cta, offset, count), write)
@@ -335,15 +361,26 @@ def reduce_bytes(there: NDArray[Any], data: NDArray[Any], operation: str, type: 
 
 @translates("cp.async.bulk.commit_group")
 def commit_group(instruction: Instruction) -> Act:
-    return Act(lambda warp, mask: groups(warp, BULK).commit(mask, instruction.line))
+    def run(warp: Warp, mask: Mask) -> None:
+        groups(warp, BULK).commit(mask, instruction.line)
+        groups(warp, WRITES).commit(mask, instruction.line)
+
+    return Act(run)
 
 
 @translates("cp.async.bulk.wait_group")
 def wait_group(instruction: Instruction) -> Act:
-    """.read waits until the sources are read, else until the results are visible; here they are one."""
-    left = read(instruction.operands[0], "u32")
+    """.read waits until the sources are read, else until the results are visible as well: both happen at once
+    here, but a warp knows what it has waited for."""
+    left, kinds = read(instruction.operands[0], "u32"), [BULK]
+    if not instruction.has("read"):
+        kinds.append(WRITES)
 
     def run(warp: Warp, mask: Mask) -> Wait | None:
-        return groups(warp, BULK).wait(warp, mask, int(left(warp)[0]), BULK, instruction.line)
+        for kind in kinds:
+            wait = groups(warp, kind).wait(warp, mask, int(left(warp)[0]), BULK, instruction.line)
+            if wait is not None:
+                return wait
+        return None
 
     return Act(run)

@@ -176,9 +176,18 @@ class _Copy:
         cta.cluster.shared[self.instruction.line] += bandwidth(self.offsets, self.size)
         cta.shadow.write(self.access, granules(self.offsets, self.size, cta.launch.granule), self.clock)
 
+    def _read(self) -> None:
+        """What this launch has written there must be over."""
+        sources = self.sources if self.amounts is None else self.sources[self.amounts > 0]
+        written = self.warp.cta.launch.written
+        if len(sources) and written.near(int(sources.min()), int(sources.max()) + self.size):
+            where = granules(sources, self.size, written.granule)
+            written.read(self.warp.cta.cluster.order, self.access, where, self.clock)
+
     def _values(self) -> NDArray[np.uint32]:
         """uint32 [lanes, size / 4]."""
         memory, words = self.warp.cta.launch.memory, self.size // 4
+        self._read()
         if self.amounts is None:
             return memory.load(self.sources, 4, words)
         values = np.zeros((len(self.sources), words), np.uint32)

@@ -78,10 +78,11 @@ def ld(instruction: Instruction) -> Step | Act:
         for i, put in enumerate(sets):
             put(warp, values[:, i : i + max(1, count // len(sets))], mask)
 
-    quick = quick_load(instruction, targets, size, count, step) if space == "shared" else step
     if instruction.has("acquire") and space != "shared":
         return _polling(instruction, lambda warp, mask: load(warp, mask).tobytes(), where, step)
-    return Act(quick) if instruction.has("acquire") or instruction.has("volatile") else quick
+    if access.strength.strong:
+        return Act(step)
+    return quick_load(instruction, targets, size, count, step) if space == "shared" else step
 
 
 def _polling(instruction: Instruction, look: Callable[[Warp, Mask], bytes], where: Locate, step: Step) -> Act:
@@ -153,8 +154,9 @@ def st(instruction: Instruction) -> Step | Act:
             values[:, i] = get(warp)
         access.store(warp, lanes(where(warp), mask), lanes(values, mask))
 
-    quick = quick_store(instruction, sources, size, count, step) if space == "shared" else step
-    return Act(quick) if instruction.has("release") or instruction.has("volatile") else quick
+    if access.strength.strong:
+        return Act(step)
+    return quick_store(instruction, sources, size, count, step) if space == "shared" else step
 
 
 def _register_type(operand: Operand, size: int) -> str:

@@ -61,9 +61,10 @@ def cp(instruction: Instruction) -> Act:
 
 def _source(cta: Cta, copy: tensor.Copy, bits: int, errand: Errand) -> tensor.Cells:
     where = descriptors.decode_tcgen05(bits)
+    words = descriptors.operand(where, "K", copy.rows, copy.columns, WORD, cta.shared.data)
     chunks = descriptors.touched(where, "K", copy.rows, copy.columns, WORD.itemsize)
     errand.reads_chunks(cta, chunks, copy.rows * copy.columns * WORD.itemsize)
-    return descriptors.operand(where, "K", copy.rows, copy.columns, WORD, cta.shared.data)
+    return words
 
 
 def _store(

@@ -228,9 +228,9 @@ def _from_shared(
     where, packed = descriptors.decode_tcgen05(bits), packing.is_packed(shape.kind, type)
     raw, k = (_BYTE, idesc.ROW_BYTES) if packed else (numbers.raw_dtype(type), shape.k)
     errand.moves(cta, rows * idesc.ROW_BYTES)
+    found = descriptors.operand(where, major, rows, k, raw, cta.shared.data)
     chunks = _chunks(bits, major, rows, k, raw.itemsize, cta.launch.granule)
     cta.shadow.read(errand.number, chunks, errand.clock)
-    found = descriptors.operand(where, major, rows, k, raw, cta.shared.data)
     return packing.from_shared(shape.kind, type, found) if packed else numbers.decode(type, found)
 
 

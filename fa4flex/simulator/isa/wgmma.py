@@ -1,17 +1,22 @@
 """wgmma: matrix multiplication by a warpgroup, on Hopper (PTX ISA, "Asynchronous Warpgroup Level Matrix
-Multiply-Accumulate Instructions"). Each warp computes its own 16 of the 64 rows."""
+Multiply-Accumulate Instructions").
+
+Each warp computes its own 16 of the 64 rows: of A it reads these, of B everything. A warp's part relies on
+what that warp knew when it issued its own; but the product is one operation of four warps, and a warp that
+has waited for it knows that all four parts are over.
+"""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fa4flex.simulator.isa.asynchronous import Errand, groups
+from fa4flex.simulator.isa.asynchronous import Errand, chunk_granules
 from fa4flex.simulator.isa.operands import Read, read
 from fa4flex.simulator.isa.table import Act, Unmodelled, Wait, translates
 from fa4flex.simulator.isa.together import rows_of
@@ -25,7 +30,9 @@ from fa4flex.simulator.watch.findings import Finding
 
 KIND = "wgmma groups"
 ROWS = 16
-"""Rows of D per warp."""
+"""Rows of A and D per warp."""
+WARPS = 4
+"""Warps of a warpgroup."""
 BITS = {"f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8, "s8": 8, "u8": 8, "f32": 32, "s32": 32}
 
 
@@ -66,6 +73,49 @@ class Multiply:
         return rows_of([r.index for r in self.d]), rows_of([r.index for r in kept])
 
 
+@dataclass(eq=False)
+class Product:
+    """One wgmma.mma_async of a warpgroup: the parts of those of its warps that have issued it.
+
+    `given` is what the first of them gave: the instruction, and descriptors of A (None in registers) and B.
+    """
+
+    given: tuple[Instruction, int | None, int]
+    parts: list[tuple[Operation, Errand]] = field(default_factory=list)
+
+    def over(self) -> bool:
+        return len(self.parts) == WARPS and all(operation.landed for operation, _ in self.parts)
+
+
+@dataclass(eq=False)
+class Products:
+    """Products of one warp: issued so far, those since its last commit, and its groups with the PTX lines of
+    their commits, the oldest first."""
+
+    issued: int = 0
+    open: list[Product] = field(default_factory=list)
+    groups: list[tuple[list[Product], int]] = field(default_factory=list)
+    own: dict[Product, Operation] = field(default_factory=dict)
+    """The warp's own parts of those that it has not waited for."""
+
+    @classmethod
+    def of(cls, warp: Warp) -> Products:
+        found = warp.started.get(KIND)
+        if found is None:
+            found = warp.started[KIND] = cls()
+        return found
+
+    def join(self, warp: Warp, given: tuple[Instruction, int | None, int]) -> Product:
+        """The product that the warp issues now, which others of its warpgroup may have issued before."""
+        coming = warp.cta.products.setdefault(warp.index // WARPS, {})
+        product = coming.setdefault(self.issued, Product(given))
+        if len(product.parts) == WARPS - 1:
+            del coming[self.issued]
+        self.issued += 1
+        self.open.append(product)
+        return product
+
+
 @translates("wgmma.mma_async")
 def mma_async(instruction: Instruction) -> Act:
     multiply = _decode(instruction)
@@ -77,32 +127,43 @@ def mma_async(instruction: Instruction) -> Act:
             warp.cta.launch.findings.add(Finding("missing fence", text, instruction))
         who = f"wgmma of {warp}"
         errand = Errand.in_queue(warp, who, f"a wgmma of {warp}", instruction)
-        a = multiply.a if isinstance(multiply.a, tuple) else int(multiply.a(warp)[0])
+        a = None if isinstance(multiply.a, tuple) else int(multiply.a(warp)[0])
         b, adds = int(multiply.b(warp)[0]), bool(multiply.accumulate(warp)[0])
-        kind = groups(warp, KIND)
+        mine = Products.of(warp)
+        product = mine.join(warp, (instruction, a, b))
+        if product.given != (instruction, a, b):
+            _differs(warp, product, instruction)
 
         def land() -> None:
             _multiply(warp, multiply, a, b, adds, errand)
 
         warp.busy.update(dict.fromkeys(keys, instruction))
-        operation = Operation(instruction, land, (kind,), ("wgmma", warp.agent), keys)
+        operation = Operation(instruction, land, (product,), ("wgmma", warp.agent), keys)
+        product.parts.append((operation, errand))
+        mine.own[product] = operation
         warp.cta.cluster.units.submit(operation)
-        kind.add(0, operation, errand)
 
     return Act(run)
 
 
-def _multiply(
-    warp: Warp, what: Multiply, a: tuple[Reg, ...] | int, b: int, adds: bool, errand: Errand
-) -> None:
-    shape, row, table = what.shape, warp.index % 4 * ROWS, warp.tables["u32"]
-    if isinstance(a, tuple):
+def _differs(warp: Warp, product: Product, instruction: Instruction) -> None:
+    """The warps of a warpgroup execute the same instruction with the same descriptors (PTX ISA, "wgmma.
+    mma_async", "Matrix Descriptor Format")."""
+    first = product.given[0]
+    what = "another wgmma" if first != instruction else "other matrix descriptors"
+    text = f"{warp} has {what} than a warp of its warpgroup"
+    warp.cta.launch.findings.add(Finding("misuse", text, instruction, first))
+
+
+def _multiply(warp: Warp, what: Multiply, a: int | None, b: int, adds: bool, errand: Errand) -> None:
+    shape, table = what.shape, warp.tables["u32"]
+    if a is None:
         registers = table[what.rows[1]]
         left = numbers.decode(shape.a, wgmma.multiplicand(BITS[shape.a]).matrix(registers))
     else:
-        left = operand(warp.cta, descriptors.decode_wgmma(a), shape.a_major, 64, shape, shape.a, errand)
-        left = left[row : row + ROWS]
-    right = operand(warp.cta, descriptors.decode_wgmma(b), shape.b_major, shape.n, shape, shape.b, errand)
+        first = warp.index % WARPS * ROWS
+        left = operand(warp.cta, a, shape.a_major, WARPS * ROWS, shape, errand, (first, first + ROWS))
+    right = operand(warp.cta, b, shape.b_major, shape.n, shape, errand)
     if shape.a_scale * shape.b_scale < 0:
         left = -left
     fragment = wgmma.accumulator(shape.n, BITS[shape.d])
@@ -117,20 +178,31 @@ _ACCUMULATORS = {"f32": np.float32, "f16": np.float16, "s32": np.int32}
 
 def operand(
     cta: Cta,
-    where: descriptors.MatrixDescriptor,
+    bits: int,
     major: Major,
     rows: int,
     shape: Shape,
-    type: str,
     errand: Errand,
+    part: tuple[int, int] | None = None,
 ) -> NDArray[np.float32]:
-    """float32 [rows, k] of an operand in shared memory, read by `errand`."""
+    """float32 [rows, k] of an operand in shared memory, read by `errand`: those from the first to the last of
+    `part`, if it is A, of which each warp reads its own."""
+    where, type = descriptors.decode_wgmma(bits), shape.b if part is None else shape.a
     raw = numbers.raw_dtype(type)
-    chunks = descriptors.touched(where, major, rows, shape.k, raw.itemsize)
-    # The four warps of a warpgroup read an operand once together; each counts its share.
-    errand.reads_chunks(cta, chunks, rows * shape.k * raw.itemsize // 4)
+    # The four warps of a warpgroup read B once together; each counts its share.
+    errand.moves(cta, rows * shape.k * raw.itemsize // WARPS)
     found = descriptors.operand(where, major, rows, shape.k, raw, cta.shared.data)
-    return numbers.decode(type, found)
+    size = rows, shape.k, raw.itemsize
+    cta.shadow.read(errand.number, _granules(bits, major, size, part, cta.launch.granule), errand.clock)
+    return numbers.decode(type, found if part is None else found[slice(*part)])
+
+
+@lru_cache(maxsize=4096)
+def _granules(
+    bits: int, major: Major, size: tuple[int, int, int], part: tuple[int, int] | None, granule: int
+) -> NDArray[np.intp]:
+    where = descriptors.decode_wgmma(bits)
+    return chunk_granules(descriptors.touched(where, major, *size, part), granule)
 
 
 @translates("wgmma.fence")
@@ -145,28 +217,44 @@ def fence(instruction: Instruction) -> Act:
 @translates("wgmma.commit_group")
 def commit_group(instruction: Instruction) -> Act:
     def run(warp: Warp, mask: Mask) -> None:
-        groups(warp, KIND).commit(_FIRST_LANE, instruction.line)
+        mine = Products.of(warp)
+        mine.groups.append((mine.open, instruction.line))
+        mine.open = []
 
     return Act(run)
 
 
 @translates("wgmma.wait_group")
 def wait_group(instruction: Instruction) -> Act:
+    """Until at most so many of the warp's groups are under way: then all four parts of each product in the
+    others are known to be over."""
     left = read(instruction.operands[0], "u32")
 
     def run(warp: Warp, mask: Mask) -> Wait | None:
-        kind = groups(warp, KIND)
-        wait = kind.wait(warp, _FIRST_LANE, int(left(warp)[0]), KIND, instruction.line)
-        if wait is None:
-            under_way = kind.unwaited()
-            warp.busy = {key: o.instruction for o in under_way for key in o.holds}
-        return wait
+        mine = Products.of(warp)
+        count = max(0, len(mine.groups) - int(left(warp)[0]))
+        pending = [p for group, _ in mine.groups[:count] for p in group if not p.over()]
+        if pending:
+            what = f"{len(pending)} products of its warpgroup"
+            return Wait(lambda: all(p.over() for p in pending), what, pending[0])
+        for group, line in mine.groups[:count]:
+            for product in group:
+                _learns(warp, product, (instruction.line, line))
+                del mine.own[product]
+        del mine.groups[:count]
+        warp.busy = {key: o.instruction for o in mine.own.values() for key in o.holds}
+        return None
 
     return Act(run)
 
 
-_FIRST_LANE = np.arange(32) == 0
-"""A warp's wgmmas are counted once, for its first lane."""
+def _learns(warp: Warp, product: Product, lines: tuple[int, int]) -> None:
+    order = warp.cta.cluster.order
+    epochs = order.clocks[warp.agent].epochs
+    for _, errand in product.parts:
+        if epochs[errand.agent] < errand.epoch:
+            epochs[errand.agent] = errand.epoch
+            order.learns(warp.agent, lines)
 
 
 def _decode(instruction: Instruction) -> Multiply:

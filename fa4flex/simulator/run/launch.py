@@ -11,6 +11,7 @@ from math import prod
 import numpy as np
 
 from fa4flex.errors import InputError
+from fa4flex.simulator.isa.access import space_of
 from fa4flex.simulator.ptx import parse
 from fa4flex.simulator.ptx.nodes import WIDTHS, Instruction, Kernel, Module
 from fa4flex.simulator.run.program import Program
@@ -157,7 +158,7 @@ def _grid(
         cluster,
         shape.shared_bytes,
         static,
-        _granule(kernel.body),
+        _granule(kernel.body, "shared"),
         symbols,
         shared,
         local,
@@ -167,6 +168,7 @@ def _grid(
         findings,
         module.target,
         explicit_cluster=prod(cluster) > 1,
+        global_granule=_granule(kernel.body, "global"),
     )
 
 
@@ -184,12 +186,11 @@ def _parameters(kernel: Kernel, content: bytes, memory: HostMemory) -> dict[str,
     return {name: base + at for name, at in places.items()}
 
 
-def _granule(body: tuple[Instruction, ...]) -> int:
-    """The smallest piece of shared memory that a plain access of the kernel touches, 4 bytes at most."""
+def _granule(body: tuple[Instruction, ...], space: str) -> int:
+    """The smallest piece of a memory that a plain access of the kernel touches, 4 bytes at most."""
     widths = [4]
     for instruction in body:
-        plain = instruction.name in ("ld", "st", "atom", "red")
-        if plain and any(m.startswith("shared") for m in instruction.modifiers):
+        if instruction.name in ("ld", "st", "atom", "red") and space_of(instruction) in (space, ""):
             widths += [WIDTHS[m] // 8 for m in instruction.modifiers if m in WIDTHS]
     return min(widths)
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 
 from fa4flex.simulator.run.counts import cycles, roles, shared_memory
 from fa4flex.simulator.run.launch import Result
+from fa4flex.simulator.watch.findings import Place
 
 NAME = 48
 """Letters of a kernel's name that are shown."""
 
 
-def text(result: Result) -> str:
-    """Findings first, then each role's instructions and how busy each unit would be."""
+def text(result: Result, told: Collection[Place] = ()) -> str:
+    """Findings first, then each role's instructions and how busy each unit would be. Those that were `told`
+    of an earlier launch of the kernel are counted alone."""
     grid, block, cluster = (
         "x".join(map(str, x)) for x in (result.shape.grid, result.shape.block, result.shape.cluster)
     )
@@ -20,8 +23,12 @@ def text(result: Result) -> str:
         f"{result.kernel[:NAME]} on {result.arch}: grid {grid}, block {block}, cluster {cluster}, "
         f"{result.seconds:.2f} s"
     ]
-    lines += [f"  {line}" for finding in result.findings for line in str(finding).splitlines()]
-    lines.append(f"  findings: {len(result.findings) or 'none'}")
+    new = [finding for finding in result.findings if finding.place not in told]
+    lines += [f"  {line}" for finding in new for line in str(finding).splitlines()]
+    again = (
+        f", {len(result.findings) - len(new)} of them as before" if len(new) < len(result.findings) else ""
+    )
+    lines.append(f"  findings: {len(result.findings) or 'none'}{again}")
     if result.remarks:
         lines += [f"  remark: {line}" for line in str(result.remarks[0]).splitlines()]
         lines.append(f"  remarks: {len(result.remarks)}, the first of them above")

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fa4flex.errors import Fa4flexError
 from fa4flex.simulator.isa.bulk import BULK, store_queue
-from fa4flex.simulator.isa.table import Wait
+from fa4flex.simulator.isa.table import Act, Wait
 from fa4flex.simulator.run.program import WORTH_PLANNING, Block, Program, acting
 from fa4flex.simulator.run.registers import RegisterWatch
 from fa4flex.simulator.run.timing import Timing
@@ -120,7 +121,7 @@ class Scheduler:
                 undefined.act(warp, block, mask)
             act, guard = block.act
             lanes, any = acting(warp, guard, mask)
-            wait = act.run(warp, lanes) if any else None
+            wait = _acts(act, warp, lanes, block) if any else None
             if wait is not None:
                 stuck[pc] = wait
                 continue
@@ -278,6 +279,15 @@ class Scheduler:
         self._retired += cluster.units.landings + 1
         self._idle = 0
         self._fill()
+
+
+def _acts(act: Act, warp: Warp, lanes: Mask, block: Block) -> Wait | None:
+    """Execute an act. What its operands describe and no unit can follow is a fault of the kernel."""
+    try:
+        return act.run(warp, lanes)
+    except Fa4flexError as error:
+        text = f"{warp} gives what cannot be carried out: {error}"
+        raise Fault(Finding("misuse", text, block.body[0])) from error
 
 
 def _join(warp: Warp, pc: int, lanes: NDArray[Any]) -> None:

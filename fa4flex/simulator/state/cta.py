@@ -19,8 +19,10 @@ from fa4flex.simulator.state.registers import LANES, Registers
 from fa4flex.simulator.state.window import RANK_SHIFT
 from fa4flex.simulator.watch.clock import Clock
 from fa4flex.simulator.watch.findings import Finding, Findings
+from fa4flex.simulator.watch.flags import Flags, Told
 from fa4flex.simulator.watch.order import GENERIC, Access, Order
 from fa4flex.simulator.watch.shadow import Shadow
+from fa4flex.simulator.watch.written import Written
 
 Triple = tuple[int, int, int]
 TENSOR_LANES, TENSOR_COLUMNS = 128, 512
@@ -53,12 +55,20 @@ class Grid:
     processors: int = 132
     explicit_cluster: bool = False
     time: int = 0
+    flags: Flags = field(default_factory=Flags)
+    """What strong writes tell, by (cluster, CTA, offset) in shared memory and by address in global memory."""
     spots: dict[object, Any] = field(default_factory=dict)
     """Places in shared memory by the addresses that led there (isa/shared.Spot)."""
     constants: dict[object, NDArray[Any]] = field(default_factory=dict)
     """Kernel parameters as they were loaded, by who loads them."""
     cancel: Callable[[], Triple | None] | None = None
     """Takes a cluster that has not started out of the launch: see state/waiting.py."""
+    global_granule: int = 4
+    """Bytes of global memory that are watched as one."""
+    written: Written = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.written = Written(self.global_granule, self.findings)
 
     def clock(self) -> int:
         return self.time
@@ -83,8 +93,10 @@ class Warp(Registers):
         """The barrier the warp has come to, its round, and what is gathered there; held while the warp
         waits."""
         self.cluster_ticket: tuple[Meeting, int, Clock, set[int]] | None = None
-        self.released: Clock | None = None
+        self.released: Told | None = None
         """What the warp knew at its last fence that releases."""
+        self.observed: list[Told] = []
+        """What strong reads have found that no fence has acquired yet."""
         self.announced: set[MBarrier] = set()
         """mbarriers that the warp knew of at its last fence.mbarrier_init."""
         self.arrived_again = 0
@@ -133,7 +145,7 @@ class Cta:
         self.threads = launch.block
         size = launch.static_bytes + launch.shared_bytes
         self.shared: Region = fresh(f"the shared memory of CTA {rank}", 0, size)
-        self.shadow = Shadow(cluster.order, -(-size // launch.granule), self._shared_place)
+        self.shadow = Shadow(cluster.order, self.shared.data.size // launch.granule, self._shared_place)
         self.tensor: NDArray[np.uint32] = np.full((TENSOR_LANES, TENSOR_COLUMNS), 0xA5A5A5A5, np.uint32)
         bands = TENSOR_LANES // TENSOR_BAND
         self.tensor_shadow = Shadow(cluster.order, bands * TENSOR_COLUMNS, self._tensor_place)
@@ -146,6 +158,8 @@ class Cta:
         self.pair_granted: dict[int, int] = {}
         """First column for each request that the other CTA has completed."""
         self.mbarriers: dict[int, MBarrier] = {}
+        self.products: dict[int, dict[int, Any]] = {}
+        """Products that some warps of a warpgroup have yet to issue, by warpgroup and number."""
         self.reached: dict[int, int] = {}
         """Number of the last arrival of each agent of another CTA at an mbarrier here."""
         self.ended: int | None = None
@@ -204,7 +218,7 @@ class Cluster:
         warps = -(-prod(launch.block) // LANES) * len(indices)
         self.launch, self.number, self.processor = launch, number, number * len(indices) % launch.processors
         self.capacity = warps * agents_a_warp + len(indices) + 8
-        self.order = Order(self.capacity, launch.findings)
+        self.order = Order(self.capacity, launch.findings, number)
         self.units = Units()
         self.meeting = Meeting("cluster barrier", self.capacity)
         self.traffic: Counter[str] = Counter()

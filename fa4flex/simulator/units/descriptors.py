@@ -123,11 +123,33 @@ def operand(
     return found if major == "K" else found.T
 
 
-def touched(descriptor: MatrixDescriptor, major: Major, rows: int, k: int, itemsize: int) -> NDArray[np.intp]:
+def touched(
+    descriptor: MatrixDescriptor,
+    major: Major,
+    rows: int,
+    k: int,
+    itemsize: int,
+    part: tuple[int, int] | None = None,
+) -> NDArray[np.intp]:
     """Which 16-byte chunks of the shared window the operand lies in: intp, sorted, each once; chunk i is at
-    address 16 i. `itemsize` is that of an element in bytes."""
+    address 16 i. `itemsize` is that of an element in bytes. `part` is (first, stop) of the rows that are
+    asked for: whole chunks where M or N is contiguous."""
     layout = descriptor.layout
-    return _order(layout, major, rows, k, itemsize).sorted + (descriptor.start - layout.phase) // CHUNK
+    if part is None:
+        found = _order(layout, major, rows, k, itemsize).sorted
+    else:
+        found = _part(layout, major, rows, k, itemsize, *part)
+    return found + (descriptor.start - layout.phase) // CHUNK
+
+
+@lru_cache(maxsize=1024)
+def _part(
+    layout: Layout, major: Major, rows: int, k: int, itemsize: int, first: int, stop: int
+) -> NDArray[np.intp]:
+    index = _order(layout, major, rows, k, itemsize).index
+    if major == "K":
+        return np.unique(index[first:stop])
+    return np.unique(index[:, first * itemsize // CHUNK : -(-stop * itemsize // CHUNK)])
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,9 @@ be over. TMA loads complete in any order, so each has a bit of its own.
 Generic writes become visible to the asynchronous proxy only through a proxy fence (PTX ISA, "Proxies"):
 `fenced` says up to which epoch an agent's writes have been passed through one, and `fenced_loads` which
 asynchronous writes of the generic proxy (st.async).
+
+Agents belong to a cluster. What is known of other clusters' agents, through flags in global memory, is a
+clock for each of them: `others`, which nobody changes once it is made.
 """
 
 from __future__ import annotations
@@ -15,24 +18,31 @@ import numpy as np
 
 
 class Clock:
-    """`epochs` and `fenced` are int32 [agents], `loads` and `fenced_loads` sets of bits."""
+    """`epochs` and `fenced` are int32 [agents], `loads` and `fenced_loads` sets of bits, `others` clocks by
+    the number of their cluster."""
 
-    __slots__ = ("epochs", "fenced", "fenced_loads", "loads")
+    __slots__ = ("epochs", "fenced", "fenced_loads", "loads", "others")
 
     def __init__(self, agents: int) -> None:
         self.epochs = np.zeros(agents, np.int32)
         self.fenced = np.zeros(agents, np.int32)
         self.loads = self.fenced_loads = 0
+        self.others: dict[int, Clock] = NO_OTHERS
 
     def copy(self) -> Clock:
         new = Clock.__new__(Clock)
         new.epochs, new.fenced = self.epochs.copy(), self.fenced.copy()
-        new.loads, new.fenced_loads = self.loads, self.fenced_loads
+        new.loads, new.fenced_loads, new.others = self.loads, self.fenced_loads, self.others
         return new
 
     def learns(self, other: Clock) -> bool:
         """Whether `other` knows anything that this clock does not."""
-        return bool((other.epochs > self.epochs).any()) or bool(other.loads & ~self.loads)
+        if (other.epochs > self.epochs).any() or other.loads & ~self.loads:
+            return True
+        return other.others is not self.others and any(
+            number not in self.others or self.others[number].learns(clock)
+            for number, clock in other.others.items()
+        )
 
     def join(self, other: Clock) -> None:
         """Know what `other` knows as well."""
@@ -40,8 +50,25 @@ class Clock:
         np.maximum(self.fenced, other.fenced, out=self.fenced)
         self.loads |= other.loads
         self.fenced_loads |= other.fenced_loads
+        if other.others is not self.others:
+            for number, clock in other.others.items():
+                self.join_other(number, clock)
+
+    def join_other(self, number: int, clock: Clock) -> None:
+        """Know what is known in another cluster."""
+        if number in self.others:
+            clock = clock.copy()
+            clock.join(self.others[number])
+        self.others = {**self.others, number: clock}
 
     def fence(self) -> None:
         """Everything known becomes visible to the asynchronous proxy."""
         self.fenced[:] = self.epochs
         self.fenced_loads = self.loads
+        if self.others:
+            self.others = {number: clock.copy() for number, clock in self.others.items()}
+            for clock in self.others.values():
+                clock.fence()
+
+
+NO_OTHERS: dict[int, Clock] = {}

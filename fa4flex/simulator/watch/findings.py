@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fa4flex.simulator.ptx.nodes import Instruction
 
+Place = tuple[str, int, str]
 REMARKS = frozenset(("missing wait",))
 """Kinds of what the PTX ISA forbids and hardware is known to make good."""
 
@@ -16,43 +17,44 @@ class Finding:
     """`kind` is one word or two ("race", "hang", "out of bounds", ...), `text` says who and what.
 
     `instruction` is where it was noticed, `other` the earlier access or operation that it conflicts with.
+    `times` is how often it was met: `text` and `other` are those of the first time.
     """
 
     kind: str
     text: str
     instruction: Instruction | None = None
     other: Instruction | None = None
+    times: int = field(default=1, compare=False)
 
     @property
-    def place(self) -> tuple[str, int, int]:
-        """What makes two findings the same."""
-        lines = (x.line if x else 0 for x in (self.instruction, self.other))
-        return self.kind, *lines  # type: ignore[return-value]
+    def place(self) -> Place:
+        """What makes two findings of a kernel the same: the kind, the instruction, and the kind of the other
+        one, of which there may be hundreds where a loop is unrolled."""
+        line = self.instruction.line if self.instruction else 0
+        return self.kind, line, self.other.opcode if self.other else ""
 
     def __str__(self) -> str:
         at = f"\n  at  {self.instruction}" if self.instruction else ""
         other = f"\n  and {self.other}" if self.other else ""
-        return f"{self.kind}: {self.text}{at}{other}"
+        often = f", {self.times} times" if self.times > 1 else ""
+        return f"{self.kind}: {self.text}{often}{at}{other}"
 
 
 @dataclass
 class Findings:
     """Each finding once, with how often it was met."""
 
-    _found: dict[tuple[str, int, int], tuple[Finding, int]] = field(default_factory=dict)
+    _found: dict[Place, tuple[Finding, int]] = field(default_factory=dict)
 
     def add(self, finding: Finding) -> None:
         first, times = self._found.get(finding.place, (finding, 0))
-        self._found[finding.place] = first, times + 1
+        self._found[finding.place] = first, times + finding.times
 
     def __iter__(self) -> Iterator[Finding]:
-        return (finding for finding, _ in self._found.values())
+        return (replace(finding, times=times) for finding, times in self._found.values())
 
     def __len__(self) -> int:
         return len(self._found)
-
-    def times(self, finding: Finding) -> int:
-        return self._found[finding.place][1]
 
 
 class Fault(Exception):

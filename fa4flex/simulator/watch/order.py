@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from fa4flex.simulator.ptx.nodes import Instruction
 from fa4flex.simulator.watch.clock import Clock
 from fa4flex.simulator.watch.findings import Finding, Findings
+from fa4flex.simulator.watch.flags import Strength, Told
 
 GENERIC, ASYNC = "generic", "async"
 Describe = Callable[[int], str]
@@ -30,13 +31,15 @@ class Access:
     load: int = -1
     reduces: bool = False
     """Whether it adds to what is there: two such may meet in any order."""
+    strong: bool = False
+    """Whether it may meet others that are strong as well: flags and counters."""
 
 
 class Order:
-    """Clocks of all agents of a cluster. Agents are numbered by `agent`, by name."""
+    """Clocks of all agents of the cluster of a number. Agents are numbered by `agent`, by name."""
 
-    def __init__(self, capacity: int, findings: Findings) -> None:
-        self.findings = findings
+    def __init__(self, capacity: int, findings: Findings, number: int = 0) -> None:
+        self.findings, self.number = findings, number
         self.names: list[str] = []
         self.clocks: list[Clock] = []
         self.accesses: list[Access] = []
@@ -79,6 +82,15 @@ class Order:
             self.learns(agent, lines)
             own.join(clock)
 
+    def hears(self, agent: int, told: Told, line: int) -> None:
+        """Know what a strong write told, by the read or the fence on a PTX line."""
+        if told.teach(self.clocks[agent], self.number):
+            self.learns(agent, (*told.lines, line))
+
+    def tells(self, agent: int, line: int) -> Told:
+        """All that the agent did and knows so far, to be read by others."""
+        return Told.by(self.release(agent), self.number, line)
+
     def learns(self, agent: int, lines: Iterable[int]) -> None:
         """Instructions on these PTX lines taught the agent something."""
         self._fresh.setdefault(agent, set()).update(lines)
@@ -92,14 +104,16 @@ class Order:
 
     # --- accesses -------------------------------------------------------------------------------------------
 
-    def warp_access(self, agent: int, instruction: Instruction) -> int:
+    def warp_access(self, agent: int, instruction: Instruction, reduces: bool = False) -> int:
         """The number of what a warp does now with memory."""
         self._uses(agent)
         epoch = int(self.clocks[agent].epochs[agent])
         key = (agent, epoch, instruction.line)
         number = self._last.get(key)
         if number is None:
-            number = self._last[key] = self.add(Access(agent, epoch, GENERIC, self.names[agent], instruction))
+            strong = Strength.of(instruction).strong
+            access = Access(agent, epoch, GENERIC, self.names[agent], instruction, -1, reduces, strong)
+            number = self._last[key] = self.add(access)
         return number
 
     def queued(self, agent: int, queue: int, who: str, instruction: Instruction) -> int:
@@ -129,19 +143,11 @@ class Order:
 
     def known(self, number: int, clock: Clock) -> bool:
         """Whether whoever holds `clock` may rely on the access being over."""
-        access = self.accesses[number]
-        if access.load >= 0:
-            return bool(clock.loads >> access.load & 1)
-        return bool(clock.epochs[access.agent] >= access.epoch)
+        return over(self.accesses[number], clock)
 
     def visible(self, number: int, clock: Clock) -> bool:
         """Whether a generic write has passed a proxy fence on its way to an asynchronous operation."""
-        access = self.accesses[number]
-        if access.proxy != GENERIC:
-            return True
-        if access.load >= 0:
-            return bool(clock.fenced_loads >> access.load & 1)
-        return bool(clock.fenced[access.agent] >= access.epoch)
+        return passed(self.accesses[number], clock)
 
     def report(self, kind: str, text: str, now: int, before: int | None = None) -> None:
         """A finding about access `now`, and the earlier one it conflicts with."""
@@ -149,3 +155,19 @@ class Order:
         earlier = None if before is None else self.accesses[before]
         whom = f"{current.who} {text}" + (f" (by {earlier.who})" if earlier else "")
         self.findings.add(Finding(kind, whom, current.instruction, earlier.instruction if earlier else None))
+
+
+def over(access: Access, clock: Clock) -> bool:
+    """Whether whoever holds a clock of the access's cluster may rely on it being over."""
+    if access.load >= 0:
+        return bool(clock.loads >> access.load & 1)
+    return bool(clock.epochs[access.agent] >= access.epoch)
+
+
+def passed(access: Access, clock: Clock) -> bool:
+    """Whether an access, if generic, has passed a proxy fence on its way to an asynchronous operation."""
+    if access.proxy != GENERIC:
+        return True
+    if access.load >= 0:
+        return bool(clock.fenced_loads >> access.load & 1)
+    return bool(clock.fenced[access.agent] >= access.epoch)

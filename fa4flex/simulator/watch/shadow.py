@@ -46,7 +46,8 @@ class Shadow:
             elif accesses[before].agent == access.agent and access.load < 0:
                 continue
             elif not self.order.known(before, clock):
-                self._report("race", "reads too early", number, where, before, before)
+                if not (access.strong and accesses[before].strong):
+                    self._report("race", "reads too early", number, where, before, before)
             elif access.proxy == ASYNC and not self.order.visible(before, clock):
                 self._report("missing proxy fence", "reads generic writes", number, where, before, before)
         before_me = _distinct(self.reader[where])
@@ -81,7 +82,8 @@ class Shadow:
         for before in _distinct(self.writer[where]):
             if before == NOBODY or (self.order.accesses[before].agent == access.agent and access.load < 0):
                 continue
-            if access.reduces and self.order.accesses[before].reduces:
+            other = self.order.accesses[before]
+            if (access.reduces and other.reduces) or (access.strong and other.strong):
                 continue
             if not self.order.known(before, clock):
                 self._report("race", "overwrites too early a result", number, where, before, before)
@@ -91,8 +93,9 @@ class Shadow:
                 )
         reads = self._reads(where)
         for before in reads:
-            own = self.order.accesses[before].agent == access.agent and access.load < 0
-            if not own and not self.order.known(before, clock):
+            other = self.order.accesses[before]
+            fine = (other.agent == access.agent and access.load < 0) or (access.strong and other.strong)
+            if not fine and not self.order.known(before, clock):
                 self._report("race", "overwrites what is still read", number, where, before, before)
         if reads:
             self._forget_reads(where)
