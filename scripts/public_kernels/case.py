@@ -16,8 +16,7 @@ from timings import TIMINGS, Runner
 @dataclass(frozen=True)
 class Case:
     """`run` makes tensors, launches, and gives what it finds to `Checks.compare`. Within it there is a
-    simulated GPU of `arch` with `sms` multiprocessors. `plain` and `in_order` as in Runner; a case whose kernel
-    relies on the order of clusters says so in its table row."""
+    simulated GPU of `arch` with `sms` multiprocessors. `plain` and `in_order` as in Runner."""
 
     name: str
     arch: str

@@ -20,6 +20,7 @@ VERIFIED = "Results verified successfully!"
 """What an example says that compares without torch.testing."""
 
 GEMM = "--mma_tiler_mn 128,128 --cluster_shape_mn 1,1"
+STORES = "--use_2cta_instrs --use_tma_store"
 PAIR = "--mma_tiler_mn 256,128 --cluster_shape_mn 2,1"
 GROUPS = "--num_groups 2 --problem_sizes_mnkl '(128,128,256,1),(256,128,256,1)'"
 HALVES = "--ab_dtype Float16 --c_dtype Float16"
@@ -31,7 +32,7 @@ EXAMPLES: dict[str, tuple[str, str]] = {
     "dense GEMM, fp16": (f"{DENSE}/dense_gemm.py", f"--mnkl 256,256,128,1 {GEMM} {HALVES}"),
     "dense GEMM, bf16, pairs": (
         f"{DENSE}/dense_gemm.py",
-        f"--mnkl 256,256,128,1 {PAIR} --use_2cta_instrs --use_tma_store --ab_dtype BFloat16 --c_dtype BFloat16",
+        f"--mnkl 256,256,128,1 {PAIR} {STORES} --ab_dtype BFloat16 --c_dtype BFloat16",
     ),
     "dense GEMM, fp8": (
         f"{DENSE}/dense_gemm.py",
@@ -53,7 +54,7 @@ EXAMPLES: dict[str, tuple[str, str]] = {
     "persistent GEMM, fp16": (f"{DENSE}/dense_gemm_persistent.py", f"--mnkl 256,256,128,2 {GEMM} {HALVES}"),
     "persistent GEMM, bf16, pairs": (
         f"{DENSE}/dense_gemm_persistent.py",
-        f"--mnkl 512,256,128,1 {PAIR} --use_2cta_instrs --use_tma_store --ab_dtype BFloat16 --c_dtype BFloat16",
+        f"--mnkl 512,256,128,1 {PAIR} {STORES} --ab_dtype BFloat16 --c_dtype BFloat16",
     ),
     "persistent GEMM, fp8": (
         f"{DENSE}/dense_gemm_persistent.py",
@@ -192,8 +193,11 @@ def run(root: Path, file: str, arguments: list[str], checks: Checks) -> None:
     """The example's own check decides; its output is kept from the terminal."""
     path, said = root / file, io.StringIO()
     folders = [str(path.parent), str(root / "cute"), str(root)]
-    with patch.object(sys, "path", [*folders, *sys.path]), patch.object(sys, "argv", [str(path), *arguments]):
-        with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
-            runpy.run_path(str(path), run_name="__main__")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.object(sys, "path", [*folders, *sys.path]))
+        stack.enter_context(patch.object(sys, "argv", [str(path), *arguments]))
+        stack.enter_context(contextlib.redirect_stdout(said))
+        stack.enter_context(contextlib.suppress(SystemExit))
+        runpy.run_path(str(path), run_name="__main__")
     if VERIFIED in said.getvalue():
         checks.errors.append(0.0)

@@ -183,7 +183,9 @@ def block_sparse(problem: Problem, fa4: Any, checks: Checks) -> None:
     one = torch.ones(1, 1, rows, dtype=torch.int32, device="cuda")
     partial_tile = torch.zeros(1, 1, rows, 1, dtype=torch.int32, device="cuda")
     full_tile = torch.full((1, 1, rows, 1), 2, dtype=torch.int32, device="cuda")
-    lists = BlockSparseTensorsTorch(one, partial_tile, one.clone(), full_tile, block_size=(fa4_tile(problem), 128))
+    lists = BlockSparseTensorsTorch(
+        one, partial_tile, one.clone(), full_tile, block_size=(fa4_tile(problem), 128)
+    )
     out, *_ = fa4._flash_attn_fwd(q, k, v, mask_mod=every_third, block_sparse_tensors=lists)
     row, column = torch.arange(problem.q_len)[:, None], torch.arange(problem.kv_len)[None]
     allowed = torch.where(column < 128, (row + column) % 3 != 0, (column >= 256) & (column < 384))
@@ -230,7 +232,9 @@ BLACKWELL = {
     "backward, head widths 192 and 128": partial(backward, Problem(dim=192, dim_v=128, causal=True)),
     "backward, head width 256": partial(backward, Problem(dim=256, causal=True)),
     "latent vectors (MLA)": partial(latent, Problem(q_len=4, heads=128, kv_len=256)),
-    "latent vectors (MLA), causal, 64 heads": partial(latent, Problem(q_len=3, heads=64, kv_len=256, causal=True)),
+    "latent vectors (MLA), causal, 64 heads": partial(
+        latent, Problem(q_len=3, heads=64, kv_len=256, causal=True)
+    ),
     "latent vectors (MLA), split keys": partial(
         latent, Problem(q_len=1, heads=64, kv_len=512, options={"num_splits": 2})
     ),

@@ -29,7 +29,7 @@ FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -
 
 @contextlib.contextmanager
 def machine(runner: Runner, sms: int) -> Iterator[None]:
-    """A simulated GPU whose launches `runner` executes, and torch's functions answering as if it were there."""
+    """A simulated GPU whose launches `runner` executes; torch's functions answer as if it were there."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(capturing(runner.arch, runner.run, sms))
         stack.enter_context(simulated(runner.arch))

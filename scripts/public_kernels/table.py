@@ -17,9 +17,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
         right = f"yes{order}, {outcome.worst:.0e}" if outcome.right else f"no: {_short(outcome.error)}"
         kinds = Counter(kind for kind, _ in outcome.findings)
         found = ", ".join(f"{kind} x{count}" if count > 1 else kind for kind, count in kinds.items())
-        rows.append(
-            f"| {outcome.name} | {CHIPS[outcome.arch]} | {right} | {found} | {outcome.seconds:.0f} |"
-        )
+        rows.append(f"| {outcome.name} | {CHIPS[outcome.arch]} | {right} | {found} | {outcome.seconds:.0f} |")
     right = sum(outcome.right for outcome in outcomes)
     return "\n".join(rows) + f"\n\n{right} of {len(outcomes)} are right.\n"
 

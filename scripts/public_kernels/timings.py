@@ -16,8 +16,10 @@ from fa4flex.simulator.state.memory import HostMemory
 from fa4flex.simulator.watch.findings import Fault, Finding
 
 TIMINGS = (("eager", 0), ("late", 1), ("random", 1), ("random", 2), ("random", 3))
+
+
 class InOrder(Timing):
-    """A timing under which clusters are cancelled in their order, as chips do it. The ISA does not promise it."""
+    """Cancels clusters in their order, as chips do; the ISA does not promise it."""
 
     def cancels(self, waiting: int) -> int | None:
         chosen = super().cancels(waiting)

@@ -135,9 +135,18 @@ class Product:
         text = TEXT.replace("STATEMENTS", self._statements()).replace("READ", _reads(self.columns))
         places += [0] * (4 - len(places))
         rows = len(self.left), len(self.right), 32, 32
-        for name, place, count in zip(("SFA_DESC", "SFB_DESC", "A_DESC", "B_DESC"), (*places[2:], *places[:2]), (*rows[2:], *rows[:2])):
+        for name, place, count in zip(
+            ("SFA_DESC", "SFB_DESC", "A_DESC", "B_DESC"), (*places[2:], *places[:2]), (*rows[2:], *rows[:2])
+        ):
             text = text.replace(name, str(descriptor(place, count)))
-        for name, value in (("SFA_AT", SFA_AT), ("SFB_AT", SFB_AT), ("A_AT", A_AT), ("SIZE", len(image)), ("SHAPE", self.shape), ("ROW", 4 * self.columns)):
+        for name, value in (
+            ("SFA_AT", SFA_AT),
+            ("SFB_AT", SFB_AT),
+            ("A_AT", A_AT),
+            ("SIZE", len(image)),
+            ("SHAPE", self.shape),
+            ("ROW", 4 * self.columns),
+        ):
             text = text.replace(name, str(value))
         parameters = struct.pack("<3Q", *(x.ctypes.data for x in (*sources, out)))
         shape = Shape((1, 1, 1), (LANES, 1, 1))
@@ -151,9 +160,8 @@ class Product:
         left = "[%r16]" if self.a_in_tensor else "%rd9"
         factors = ", [%r14], [%r15]" if self.scales else ""
         lines = [SCALES_COPY] if self.scales else []
-        for adds in ("%p4", "%p5"):
-            lines.append(f"    @%p1 {self.opcode} [%r9], {left}, %rd10, %r17{factors}, {adds};")
-        return "\n".join(lines)
+        head = f"    @%p1 {self.opcode} [%r9], {left}, %rd10, %r17{factors}"
+        return "\n".join((*lines, f"{head}, %p4;", f"{head}, %p5;"))
 
 
 def planes(rows: NDArray[np.uint8]) -> NDArray[np.uint8]:

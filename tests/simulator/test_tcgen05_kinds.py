@@ -49,7 +49,8 @@ def value(type: str, codes: Codes) -> NDArray[np.float64]:
         return np.where(codes >= 128, codes - 256, codes).astype(np.float64)
     exponent, fraction, bias = FLOATS[type]
     e, f = codes >> fraction & (1 << exponent) - 1, codes & (1 << fraction) - 1
-    magnitude = np.where(e > 0, (1 + f / 2.0**fraction) * 2.0 ** (e - bias), f / 2.0**fraction * 2.0 ** (1 - bias))
+    normal, tiny = (1 + f / 2.0**fraction) * 2.0 ** (e - bias), f / 2.0**fraction * 2.0 ** (1 - bias)
+    magnitude = np.where(e > 0, normal, tiny)
     return np.where(codes >> (exponent + fraction) & 1, -magnitude, magnitude)
 
 
@@ -153,7 +154,9 @@ def test_block_scaling(kind: str, a: str, b: str, blocks: str, size: int) -> Non
     first, second = (4 - count, 0)
     tables, factors = [], []
     for lines, byte in ((m, first), (n, second)):
-        codes = np.random.randint(100, 140, (lines, count)) if size == 32 else draw("e4m3", (lines, count)) & 0x7F
+        codes = (
+            np.random.randint(100, 140, (lines, count)) if size == 32 else draw("e4m3", (lines, count)) & 0x7F
+        )
         factors.append(2.0 ** (codes - 127.0) if size == 32 else value("e4m3", codes))
         table = np.full((32, 4, 4), 0xFF, np.uint8)
         for line in range(lines):
@@ -206,7 +209,10 @@ def test_copies_that_decompress(format: str, type: str) -> None:
     """tcgen05.cp of padded elements makes them an A that a product takes from tensor memory."""
     left, right = draw(type, (128, 32)), draw("e4m3", (64, 32))
     product = Product(
-        "", shape("f8f6f4", (type, "e4m3"), 128, 64), rows("f8f6f4", type, left), rows("f8f6f4", "e4m3", right),
+        "",
+        shape("f8f6f4", (type, "e4m3"), 128, 64),
+        rows("f8f6f4", type, left),
+        rows("f8f6f4", "e4m3", right),
         statements=f"    @%p1 tcgen05.cp.cta_group::1.128x256b.b8x16.{format} [%r16], %rd9;\n"
         "    @%p1 tcgen05.mma.cta_group::1.kind::f8f6f4 [%r9], [%r16], %rd10, %r17, %p4;",
     )  # fmt: skip

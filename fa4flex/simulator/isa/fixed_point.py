@@ -1,4 +1,5 @@
-"""cvt to and from s2f6x2: two signed fixed-point numbers of 8 bits, 6 of them below the point (PTX ISA, "cvt").
+"""cvt to and from s2f6x2: two signed fixed-point numbers of 8 bits, 6 of them below the point. PTX ISA,
+"cvt".
 
 .scaled::n2::ue8m0 multiplies each number that is read by the power of two in its byte of a third operand. How
 it scales numbers that are written is not modelled.

@@ -17,7 +17,7 @@ from fa4flex.simulator.isa.asynchronous import Errand, groups, submit
 from fa4flex.simulator.isa.operands import Read, read
 from fa4flex.simulator.isa.table import Act, Unmodelled, Wait, translates
 from fa4flex.simulator.isa.together import rows_of
-from fa4flex.simulator.ptx.nodes import Address, Imm, Instruction, Operand, Reg, Vector
+from fa4flex.simulator.ptx.nodes import Imm, Instruction, Operand, Reg, Vector
 from fa4flex.simulator.state.cta import TENSOR_BAND, TENSOR_COLUMNS, TENSOR_LANES, Cta, Warp
 from fa4flex.simulator.state.registers import Mask
 from fa4flex.simulator.units import tensor
@@ -59,7 +59,7 @@ def alloc(instruction: Instruction) -> Act:
             return start
         if start is None:
             return Wait(lambda: _free(cta, columns) is not None, f"{columns} free columns of tensor memory")
-        cta.allocated[start : start + columns] = instruction.line
+        _take(cta, start, columns, instruction.line)
         access.store(warp, where(warp)[:1], np.array([[start]], np.uint32))
         return None
 
@@ -85,10 +85,17 @@ def _with_the_other(warp: Warp, columns: int, line: int) -> int | Wait:
                 lambda: _free(cta, columns) is not None and _free(other, columns) is not None,
                 f"{columns} free columns of tensor memory in both CTAs of a pair",
             )
-        other.allocated[there : there + columns] = line
+        _take(other, there, columns, line)
         other.pair_granted[number] = there
     del cta.pair_requests[warp.agent]
     return start
+
+
+def _take(cta: Cta, start: int, columns: int, line: int) -> None:
+    """The columns belong to the CTA from now on; what they held before is gone."""
+    cta.allocated[start : start + columns] = line
+    cta.freed[start : start + columns] = False
+    cta.tensor_shadow.forget(granules((tensor.region(0, TENSOR_LANES, start, columns),)))
 
 
 def _free(cta: Cta, columns: int) -> int | None:
@@ -114,8 +121,8 @@ def dealloc(instruction: Instruction) -> Act:
         order = cta.cluster.order
         where = granules((tensor.region(0, TENSOR_LANES, start, columns),))
         cta.tensor_shadow.write(order.warp_access(warp.agent, instruction), where, order.clocks[warp.agent])
-        cta.tensor_shadow.forget(where)
         cta.allocated[start : start + columns] = 0
+        cta.freed[start : start + columns] = True
         cta.cluster.units.landings += 1
 
     return Act(run)
@@ -142,12 +149,17 @@ def granules(regions: tuple[tensor.Region, ...]) -> NDArray[np.intp]:
 def must_be_allocated(
     cta: Cta, regions: tuple[tensor.Region, ...], who: object, instruction: Instruction
 ) -> None:
+    """A Fault where they never were; columns that the CTA has freed still hold what they held, and their use
+    is a finding."""
     for place in regions:
-        if not cta.allocated[place.columns].all():
-            columns = (
-                f"columns {place.columns.start} to {place.columns.stop} of tensor memory of CTA {cta.rank}"
-            )
+        mine = cta.allocated[place.columns] > 0
+        if mine.all():
+            continue
+        columns = f"columns {place.columns.start} to {place.columns.stop} of tensor memory of CTA {cta.rank}"
+        if not (mine | cta.freed[place.columns]).all():
             raise fail("tensor memory", f"{who} uses {columns}, which are not all allocated", instruction)
+        text = f"{who} uses {columns}, which were freed"
+        cta.launch.findings.add(Finding("tensor memory", text, instruction))
 
 
 def tensor_address(operand: Operand, instruction: Instruction) -> Read:

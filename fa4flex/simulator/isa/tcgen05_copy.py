@@ -38,7 +38,10 @@ def cp(instruction: Instruction) -> Act:
     formats = len(sources) == ("b8x16" in given)
     if extra or len(shapes) != 1 or len(repeats) > 1 or not formats or len(instruction.operands) != 2:
         raise Unmodelled(instruction, f"modifiers {sorted(extra)}" if extra else "")
-    copy, bits = tensor.copy(shapes[0], repeats[0] if repeats else None), UNPACKED[sources[0]] if sources else 0
+    copy, bits = (
+        tensor.copy(shapes[0], repeats[0] if repeats else None),
+        UNPACKED[sources[0]] if sources else 0,
+    )
     target, source = locate(instruction.operands[0], instruction), read(instruction.operands[1], "u64")
 
     def run(warp: Warp, mask: Mask) -> None:

@@ -19,7 +19,7 @@ from fa4flex.simulator.isa.mbarriers import barrier_at, cta_and_offset, guarded
 from fa4flex.simulator.isa.operands import Read, read
 from fa4flex.simulator.isa.table import Act, Unmodelled, translates
 from fa4flex.simulator.isa.tcgen05 import Cells, granules, must_be_allocated, register_list, tensor_address
-from fa4flex.simulator.ptx.nodes import Address, Imm, Instruction, Negated, Operand, Reg, Vector
+from fa4flex.simulator.ptx.nodes import Address, Discard, Imm, Instruction, Negated, Operand, Reg, Vector
 from fa4flex.simulator.state.cta import Cta, Warp
 from fa4flex.simulator.state.registers import Mask, lanes_of
 from fa4flex.simulator.state.window import RANK_SHIFT
@@ -151,7 +151,7 @@ def _operands(instruction: Instruction, form: Form) -> Operands:
     if form.block:
         factors, rest = rest[:2], rest[2:]
     disabled = [rest.pop(0)] if rest and isinstance(rest[0], Vector) else []
-    adds, *last = rest or [None]
+    adds, *last = rest or [Discard()]
     scalable = form.kind in ("f16", "tf32") and not form.ws
     fits = not last or (len(last) == 1 and (form.ws or (scalable and isinstance(last[0], Imm))))
     wrong = not isinstance(adds, Reg | Imm | Negated) or not fits or (disabled and (form.ws or form.block))
@@ -167,7 +167,7 @@ def _operands(instruction: Instruction, form: Form) -> Operands:
         in_tensor,
         read(b, "u64"),
         read(shape, "u32"),
-        read(adds, "pred"),  # type: ignore[arg-type]
+        read(adds, "pred"),
         halvings,
         tuple(tensor_address(factor, instruction) for factor in factors),
         tuple(read(word, "u32") for word in register_list(disabled[0], instruction)) if disabled else (),

@@ -58,7 +58,13 @@ FIELDS = {
 }
 STRIDE_ABOVE = 8 * 28
 """Bit from which the upper 4 bits of each stride lie."""
-TYPES = {code: (code, 0) for code in range(11)} | {11: (7, 1), 12: (8, 1), 13: (11, 0), 14: (12, 0), 15: (13, 0)}
+TYPES = {code: (code, 0) for code in range(11)} | {
+    11: (7, 1),
+    12: (8, 1),
+    13: (11, 0),
+    14: (12, 0),
+    15: (13, 0),
+}
 """Element types as the map has them, and whether they round to tf32, by the instruction's numbers."""
 ROUNDS = 64 + 16
 IMMEDIATE = ("elemtype", "interleave_layout", "swizzle_mode", "swizzle_atomicity", "fill_mode")
@@ -73,7 +79,11 @@ def replace(instruction: Instruction) -> Act:
     space = {"global": "global", "shared::cta": "shared"}.get(instruction.modifiers[3], "")
     wide = name in ("global_address", "global_stride")
     expected = ("b1024", "b64" if wide else "b32")
-    if field is None or instruction.modifiers[-2:] != expected or len(instruction.modifiers) != 5 + (space != ""):
+    if (
+        field is None
+        or instruction.modifiers[-2:] != expected
+        or len(instruction.modifiers) != 5 + (space != "")
+    ):
         raise Unmodelled(instruction)
     where, *rest = instruction.operands
     if len(rest) != (2 if field.dimensions else 1):
@@ -101,7 +111,8 @@ def _parts(
     """(first bit, bits, what they become) for each piece of the map that changes."""
     field = FIELDS[name]
     if not field.least <= value <= field.most or value % (1 << field.drops):
-        text = f"{warp} sets .{name} of a tensor map to {value}, which is not between {field.least} and {field.most}"
+        legal = f"{field.least} to {field.most} are legal"
+        text = f"{warp} sets .{name} of a tensor map to {value}; {legal}"
         raise Fault(Finding("misuse", text, instruction))
     at, stored = field.at + field.each * dimension, (value - field.less) >> field.drops
     match name:

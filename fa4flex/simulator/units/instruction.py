@@ -32,8 +32,11 @@ OUTPUT_TYPES: dict[str, dict[int, str]] = {
 DEPTH = {"f16": 16, "tf32": 8, "f8f6f4": 32, "i8": 32, "mxf8f6f4": 32, "mxf4": 64, "mxf4nvf4": 64}
 """K of a dense instruction: 32 bytes of each row."""
 ROW_BYTES = 32
-BLOCKS = {"mxf8f6f4": {32: ("ue8m0",)}, "mxf4": {32: ("ue8m0",)}}
-BLOCKS["mxf4nvf4"] = {32: ("ue8m0",), 16: ("ue4m3", "ue8m0")}
+BLOCKS: dict[str, dict[int, tuple[str, ...]]] = {
+    "mxf8f6f4": {32: ("ue8m0",)},
+    "mxf4": {32: ("ue8m0",)},
+    "mxf4nvf4": {32: ("ue8m0",), 16: ("ue4m3", "ue8m0")},
+}
 """Elements that share a scale factor, and types of these, by kind."""
 SCALES = {0: "ue4m3", 1: "ue8m0"}
 

@@ -1,8 +1,8 @@
 """Scale factors of tcgen05.mma with block scaling, and where tensor memory has them.
 
-PTX ISA "Scale Factor A/B Layout" (.scale_vec::1X, 2X, 4X). The factors of 32 rows of A, or of 32 columns of B,
-are a column of tensor memory, in 32 lanes; the next 32 are the next column. A cell has up to four factors of
-one row, for consecutive blocks of K. Each quarter of the lanes has all of it, for the part of D that it
+PTX ISA "Scale Factor A/B Layout" (.scale_vec::1X, 2X, 4X). The factors of 32 rows of A, or of 32 columns of
+B, are a column of tensor memory, in 32 lanes; the next 32 are the next column. A cell has up to four factors
+of one row, for consecutive blocks of K. Each quarter of the lanes has all of it, for the part of D that it
 computes: tcgen05.cp with .warpx4 writes it to all four. Checked against CUTLASS's layouts of these tensors;
 no chip that has these instructions was at hand.
 """
@@ -44,7 +44,9 @@ def factors_region(address: int, count: int) -> Region:
     return region(lane, 4 * QUARTER, column, columns_of(count))
 
 
-def factors(cells: Cells, address: int, rows: slice, lane: int, byte: int, scaling: Scaling, k: int) -> Doubles:
+def factors(
+    cells: Cells, address: int, rows: slice, lane: int, byte: int, scaling: Scaling, k: int
+) -> Doubles:
     """Factors of `rows`, in the quarter from `lane` on: float64 [rows, k], each as often as it counts."""
     column = split_address(address & 0x3FFFFFFF)[1]
     row = np.arange(rows.start, rows.stop)

@@ -44,7 +44,9 @@ ELEMENTS = {
 }
 """Element types by code."""
 BITS = {"f16": 16, "bf16": 16, "f32": 32, "f32.ftz": 32, "tf32": 32, "tf32.ftz": 32, "f64": 64}
-BITS |= {f"{kind}{bits}": bits for kind, bits in (("u", 8), ("u", 16), *((k, b) for k in "us" for b in (32, 64)))}
+BITS |= {
+    f"{kind}{bits}": bits for kind, bits in (("u", 8), ("u", 16), *((k, b) for k in "us" for b in (32, 64)))
+}
 BITS |= {"b4x16": 4, "b4x16_p64": 4, "b6x16_p32": 6}
 """Bits of an element in global memory."""
 PADDED = ("b4x16_p64", "b6x16_p32")
