@@ -100,6 +100,17 @@ class TensorMap:
         return tuple(-(-size // step) for size, step in zip(self.box, self.steps or (1,) * self.rank))
 
     @cached_property
+    def row_bytes(self) -> int:
+        """Bytes of a row of the box in shared memory."""
+        return self.box[0] if self.padded else self.box[0] * self.bits // 8
+
+    @property
+    def short(self) -> bool:
+        """True if rows do not fill the lines that are swizzled: each row begins a line all the same, as an
+        H100 has it."""
+        return self.swizzle.bits > 0 and self.row_bytes < self.swizzle.span
+
+    @cached_property
     def box_bytes(self) -> int:
         """What a copy completes on its mbarrier, however much of the box lies outside the tensor. Gaps in
         shared memory do not count: CUTLASS expects the bits of the elements."""
@@ -175,7 +186,7 @@ def _check_flags(flags: int) -> str:
 
 
 def _check_box(tensor: TensorMap) -> None:
-    row = tensor.box[0] if tensor.padded else tensor.box[0] * tensor.bits // 8
+    row = tensor.row_bytes
     if row % 16:
         raise invalid(f"tensor map with a box of {row} bytes along dimension 0", "a multiple of 16")
     if tensor.padded and tensor.box[0] != 128:
@@ -187,9 +198,4 @@ def _check_box(tensor: TensorMap) -> None:
         raise invalid(
             f"tensor map with a box of {row} bytes along dimension 0 and {tensor.swizzle}",
             f"at most {tensor.swizzle.span} bytes",
-        )
-    if tensor.swizzle.bits and row != tensor.swizzle.span:
-        raise unmodelled(
-            f"tensor map with a box of {row} bytes along dimension 0 and {tensor.swizzle}",
-            f"{tensor.swizzle.span} bytes",
         )

@@ -141,8 +141,9 @@ def load(tensor: TensorMap, box: Box, memory: Memory) -> Bytes:
 
 
 _NAN = np.array([0xF7, 0x7F], np.uint8)
-"""What an H100 fills with, whatever the type; f32 0x7FF77FF7 is a NaN, and so are its halves."""
+"""What an H100 fills with, in f16, bf16, f32, tf32 and f64 alike."""
 _GAP = 0xA5
+"""Bytes between groups and rows. An H100 leaves alone what lies behind short rows; nothing can rely on it."""
 
 
 def _with_gaps(dense: Bytes, group: int) -> Bytes:
@@ -192,10 +193,17 @@ def to_shared(tensor: TensorMap, address: int, dense: Bytes) -> Bytes:
     start of the CTA's window. Raises InputError unless it is a multiple of the swizzle's span."""
     if not tensor.swizzle.bits:
         return dense
+    if tensor.short:
+        gap = tensor.swizzle.span - tensor.row_bytes
+        rows = dense.reshape(-1, tensor.row_bytes)
+        dense = np.pad(rows, ((0, 0), (0, gap)), constant_values=_GAP).reshape(-1)
     order = permutation(tensor.swizzle, address, len(dense))
     return dense.view(_CHUNK_TYPE)[order].view(np.uint8)
 
 
 def from_shared(tensor: TensorMap, address: int, image: Bytes) -> Bytes:
-    """The dense box that shared memory holds as `image` from `address` on: the inverse of to_shared."""
+    """The dense box that shared memory holds as `image` from `address` on: the inverse of to_shared. Raises
+    UnsupportedError where rows do not fill their lines."""
+    if tensor.short:
+        raise unmodelled(f"a store of rows of {tensor.row_bytes} bytes with {tensor.swizzle}", "whole lines")
     return to_shared(tensor, address, np.ascontiguousarray(image))
