@@ -91,6 +91,7 @@ WRONG = {
     "some columns that nobody wrote": (f"{LOAD}, [%r11];", f"{LOAD}, [%r11+1];", "uninitialised"),
     "a product elsewhere": (FIRST_PRODUCT, FIRST_PRODUCT.replace("[%r10]", "[%r10+32]"), "uninitialised"),
     "a sum with what nobody wrote": (f"{D}, %p4", f"{D}, 1", "uninitialised"),
+    "D for A": (f"{MMA} [%r10+16], %rd1,", f"{MMA} [%r10+16], [%r10],", "misread"),
     "a product not waited for": (FIRST, "", "race"),
     "a later product not waited for": (SECOND, "", "race"),
     "loads that may still read": (WAITED, "    bar.sync 0;\n    @%p1", "race"),

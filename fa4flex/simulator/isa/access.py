@@ -68,7 +68,7 @@ class Accessor:
 
     def __init__(self, instruction: Instruction, space: str) -> None:
         self.instruction, self.space = instruction, space
-        self.strength = Strength.of(instruction)
+        self.strength = Strength.of(instruction.opcode)
 
     def load(self, warp: Warp, addresses: Addresses, size: int, count: int) -> NDArray[Any]:
         """Unsigned [lanes, count] from `addresses` [lanes]."""

@@ -154,11 +154,13 @@ class Groups:
         self.open.append((lane, operation, errand))
 
     def commit(self, mask: Mask, line: int) -> None:
+        mine: dict[int, list[tuple[Operation, Errand]]] = {}
+        for lane, operation, errand in self.open:
+            mine.setdefault(lane, []).append((operation, errand))
+        nothing = Group([], line)
         for lane in lanes_of(mask):
-            mine = [(o, e) for at, o, e in self.open if at == lane]
-            self.closed[lane].append(Group(mine, line))
-        acting = set(lanes_of(mask))
-        self.open = [entry for entry in self.open if entry[0] not in acting]
+            self.closed[lane].append(Group(mine.pop(lane), line) if lane in mine else nothing)
+        self.open = [entry for entry in self.open if entry[0] in mine]
 
     def wait(self, warp: Warp, mask: Mask, left: int, what: str, line: int) -> Wait | None:
         """Until at most `left` groups of each lane are under way; then the warp knows that the others are

@@ -25,6 +25,7 @@ from fa4flex.simulator.state.registers import Mask, lanes_of
 from fa4flex.simulator.state.window import RANK_SHIFT
 from fa4flex.simulator.units import accumulators, descriptors, numbers, packing, scales, tensor
 from fa4flex.simulator.units import instruction as idesc
+from fa4flex.simulator.watch.shadow import distinct
 
 USAGES = ("fill", "use", "lastuse", "discard")
 BLOCKS = {"block16": 16, "block32": 32}
@@ -241,8 +242,18 @@ def _a_from_tensor(
     regions, where = _multiplicand(job.a, shape.m, job.group, shape.ws)
     must_be_allocated(cta, regions, "tcgen05.mma", instruction)
     cta.tensor_shadow.read(errand.number, where, errand.clock)
+    if numbers.raw_dtype(shape.a_type).itemsize < 4:
+        _must_be_packed(cta, where, errand)
     found = accumulators.multiplicand(cta.tensor, job.a, shape.m, job.group, shape.ws)
     return tuple(packing.from_tensor(shape.kind, shape.a_type, words) for words in found)
+
+
+def _must_be_packed(cta: Cta, where: NDArray[np.intp], errand: Errand) -> None:
+    """A of 16 or 8 bits lies packed in its columns, D has a column for each element: no D is such an A."""
+    order = cta.cluster.order
+    for before in distinct(cta.tensor_shadow.writer[where]):
+        if before >= 0 and order.accesses[before].instruction.opcode.startswith("tcgen05.mma"):
+            order.report("misread", "takes the D of another product for its A", errand.number, before)
 
 
 def _accumulate(

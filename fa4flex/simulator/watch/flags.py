@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import lru_cache
 
-from fa4flex.simulator.ptx.nodes import Instruction
 from fa4flex.simulator.watch.clock import Clock
 
 STRONG = frozenset(("relaxed", "acquire", "release", "acq_rel", "volatile", "mmio"))
@@ -27,12 +27,13 @@ class Strength:
     acquires: bool
 
     @classmethod
-    def of(cls, instruction: Instruction) -> Strength:
+    @lru_cache(maxsize=4096)
+    def of(cls, opcode: str) -> Strength:
         """Updates are relaxed unless they say otherwise."""
-        given = STRONG.intersection(instruction.modifiers)
-        both = "acq_rel" in given
-        strong = bool(given) or instruction.name in UPDATES
-        return cls(strong, both or "release" in given, both or "acquire" in given)
+        name, *modifiers = opcode.split(".")
+        given = STRONG.intersection(modifiers)
+        both, updates = "acq_rel" in given, name in UPDATES
+        return cls(bool(given) or updates, both or "release" in given, both or "acquire" in given)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ an agent may rely on an access being over.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from fa4flex.simulator.ptx.nodes import Instruction
 from fa4flex.simulator.watch.clock import Clock
@@ -18,8 +18,7 @@ GENERIC, ASYNC = "generic", "async"
 Describe = Callable[[int], str]
 
 
-@dataclass(frozen=True)
-class Access:
+class Access(NamedTuple):
     """`agent` did it in its `epoch`; what is waited for by itself, such as a TMA load, is named by its bit
     `load` instead. `who` is for people."""
 
@@ -111,7 +110,7 @@ class Order:
         key = (agent, epoch, instruction.line)
         number = self._last.get(key)
         if number is None:
-            strong = Strength.of(instruction).strong
+            strong = Strength.of(instruction.opcode).strong
             access = Access(agent, epoch, GENERIC, self.names[agent], instruction, -1, reduces, strong)
             number = self._last[key] = self.add(access)
         return number

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fa4flex.simulator.watch.clock import Clock
-from fa4flex.simulator.watch.order import ASYNC, Describe, Order
+from fa4flex.simulator.watch.order import ASYNC, Describe, Order, over, passed
 
 NOBODY = -1
 SEVERAL = -2
@@ -40,17 +40,17 @@ class Shadow:
         """Access `number` reads; `clock` is what its agent knew when it began."""
         accesses = self.order.accesses
         access = accesses[number]
-        for before in _distinct(self.writer[where]):
+        for before in distinct(self.writer[where]):
             if before == NOBODY:
                 self._report("uninitialised", "reads what nobody wrote", number, where, before, None)
             elif accesses[before].agent == access.agent and access.load < 0:
                 continue
-            elif not self.order.known(before, clock):
+            elif not over(accesses[before], clock):
                 if not (access.strong and accesses[before].strong):
                     self._report("race", "reads too early", number, where, before, before)
-            elif access.proxy == ASYNC and not self.order.visible(before, clock):
+            elif access.proxy == ASYNC and not passed(accesses[before], clock):
                 self._report("missing proxy fence", "reads generic writes", number, where, before, before)
-        before_me = _distinct(self.reader[where])
+        before_me = distinct(self.reader[where])
         if all(b == NOBODY or (b >= 0 and accesses[b].agent == access.agent) for b in before_me):
             self.reader[where] = number
         else:
@@ -79,15 +79,15 @@ class Shadow:
             granules = self._granules(where)
             place = self.describe(int(granules[self.barriers[granules]][0]))
             self.order.report("mbarrier", f"writes over an mbarrier that is in use, in {place}", number)
-        for before in _distinct(self.writer[where]):
+        for before in distinct(self.writer[where]):
             if before == NOBODY or (self.order.accesses[before].agent == access.agent and access.load < 0):
                 continue
             other = self.order.accesses[before]
             if (access.reduces and other.reduces) or (access.strong and other.strong):
                 continue
-            if not self.order.known(before, clock):
+            if not over(other, clock):
                 self._report("race", "overwrites too early a result", number, where, before, before)
-            elif access.proxy == ASYNC and not self.order.visible(before, clock):
+            elif access.proxy == ASYNC and not passed(other, clock):
                 self._report(
                     "missing proxy fence", "overwrites generic writes", number, where, before, before
                 )
@@ -95,7 +95,7 @@ class Shadow:
         for before in reads:
             other = self.order.accesses[before]
             fine = (other.agent == access.agent and access.load < 0) or (access.strong and other.strong)
-            if not fine and not self.order.known(before, clock):
+            if not fine and not over(other, clock):
                 self._report("race", "overwrites what is still read", number, where, before, before)
         if reads:
             self._forget_reads(where)
@@ -103,14 +103,14 @@ class Shadow:
 
     def _reads(self, where: Where) -> list[int]:
         """Reads of these granules since they were written, the last of each agent."""
-        found = _distinct(self.reader[where])
+        found = distinct(self.reader[where])
         if SEVERAL in found:
             for numbers in self._readers.values():
-                found += _distinct(numbers[where])
+                found += distinct(numbers[where])
         return [number for number in found if number >= 0]
 
     def _forget_reads(self, where: Where) -> None:
-        if SEVERAL in _distinct(self.reader[where]):
+        if SEVERAL in distinct(self.reader[where]):
             for numbers in self._readers.values():
                 numbers[where] = NOBODY
         self.reader[where] = NOBODY
@@ -119,7 +119,7 @@ class Shadow:
         """The memory goes away, by access `number`; `clock` is what all know who have used it. What agents in
         `told` may still do was reported."""
         everywhere = slice(None)
-        met = {*_distinct(self.writer), *self._reads(everywhere)} - {NOBODY, SEVERAL}
+        met = {*distinct(self.writer), *self._reads(everywhere)} - {NOBODY, SEVERAL}
         for before in sorted(met):
             if self.order.accesses[before].agent not in told and not self.order.known(before, clock):
                 place = self.describe(self._first(everywhere, before))
@@ -154,7 +154,7 @@ class Shadow:
         return np.arange(self.size)[where] if isinstance(where, slice) else where
 
 
-def _distinct(numbers: NDArray[Any]) -> list[int]:
+def distinct(numbers: NDArray[Any]) -> list[int]:
     """Different values; nearly always there is one, and then bytes repeat."""
     content, size = numbers.tobytes(), numbers.itemsize
     if content[size:] == content[:-size]:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from fa4flex.simulator.watch.clock import Clock
 from fa4flex.simulator.watch.findings import Finding, Findings
 from fa4flex.simulator.watch.order import ASYNC, Access, Order, over, passed
+from fa4flex.simulator.watch.shadow import distinct
 
 PIECE = 1 << 18
 """Granules that are kept together."""
@@ -52,7 +53,7 @@ class Written:
 
     def read(self, order: Order, number: int, where: Granules, clock: Clock) -> None:
         """Access `number` of a cluster reads; `clock` is what its agent knew when it began."""
-        for index, which in _pieces(where):
+        for index, which, _, _ in _pieces(where):
             piece = self._pieces.get(index)
             if piece is None:
                 continue
@@ -65,7 +66,7 @@ class Written:
     def write(self, order: Order, number: int, where: Granules, clock: Clock, changed: Changed) -> None:
         """Access `number` of a cluster writes."""
         mine = self._number(order, number)
-        for index, which in _pieces(where):
+        for index, which, low, high in _pieces(where):
             piece = self._pieces.get(index) or self._pieces.setdefault(index, Piece(index * PIECE))
             inside = where[which] - piece.start
             for before, meet in _writers(piece.writer[inside]):
@@ -77,7 +78,7 @@ class Written:
                         order, number, before, wrong, "overwrites", piece.start + int(inside[meet][0])
                     )
             piece.writer[inside] = mine
-            piece.low, piece.high = min(piece.low, int(inside.min())), max(piece.high, int(inside.max()))
+            piece.low, piece.high = min(piece.low, low), max(piece.high, high)
 
     def _wrong(self, order: Order, number: int, before: int, clock: Clock) -> str:
         """The kind of finding that an access makes after a write, or ""."""
@@ -109,20 +110,25 @@ class Written:
         return found
 
 
-def _pieces(where: Granules) -> Iterator[tuple[int, slice | NDArray[np.bool_]]]:
-    """Numbers of the pieces that granules lie in, and which of them do."""
-    first, last = int(where.min()) // PIECE, int(where.max()) // PIECE
+def _pieces(where: Granules) -> Iterator[tuple[int, slice | NDArray[np.bool_], int, int]]:
+    """Numbers of the pieces that granules lie in, which of them do, and the first and last place there."""
+    low, high = int(where.min()), int(where.max())
+    first, last = low // PIECE, high // PIECE
     if first == last:
-        yield first, slice(None)
+        yield first, slice(None), low % PIECE, high % PIECE
         return
     numbers = where // PIECE
     for number in np.unique(numbers).tolist():
-        yield number, numbers == number
+        yield (
+            number,
+            numbers == number,
+            low % PIECE if number == first else 0,
+            high % PIECE if number == last else PIECE - 1,
+        )
 
 
 def _writers(found: NDArray[np.int32]) -> Iterator[tuple[int, NDArray[np.bool_]]]:
     """Different writes, and which of the granules each wrote."""
-    if found.any():
-        for before in np.unique(found).tolist():
-            if before:
-                yield before, found == before
+    for before in distinct(found):
+        if before:
+            yield before, found == before
