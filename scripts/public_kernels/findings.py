@@ -16,7 +16,50 @@ class Explanation:
     why: str
 
 
-EXPLANATIONS: tuple[Explanation, ...] = ()
+EXPLANATIONS = (
+    Explanation(
+        r"CUTLASS: attention backward",
+        r"race|tensor memory",
+        r"tcgen05\.(dealloc|ld)",
+        "the warps that compute free tensor memory behind a barrier of their own; nothing tells them that"
+        " the warps which add up dQ have read theirs",
+    ),
+    Explanation(
+        r"CUTLASS: mixed-input attention, width 256",
+        r"race|tensor memory",
+        r"tcgen05",
+        "the warps that correct free tensor memory when they are done; nothing tells them that the others'"
+        " loads from it are over",
+    ),
+    Explanation(
+        r"CUTLASS: Hopper attention",
+        r"unfinished|exited",
+        r"cp\.async\.bulk\.tensor",
+        "the warp that stores O exits without cp.async.bulk.wait_group for its last stores, and shared"
+        " memory, which they may still read, goes with the CTA",
+    ),
+    Explanation(
+        r"CUTLASS: Hopper GEMM, fp8, two accumulators",
+        r"missing fence",
+        r"wgmma",
+        "partial sums are read from the accumulators' registers, and no wgmma.fence stands between that"
+        " and the next wgmma on them (PTX ISA, wgmma.fence)",
+    ),
+    Explanation(
+        r"flash-attn-4.*pages of|quack.*gathered",
+        r"missing proxy fence",
+        r"cp\.async\.c[ag]\.shared\.global",
+        "cp.async writes by the generic proxy, wgmma and tcgen05.mma read by the async proxy; the"
+        " mbarrier that cp.async signals is no proxy fence, and there is none behind it",
+    ),
+    Explanation(
+        r"flash-attn-4, Blackwell: backward",
+        r"unfinished|exited",
+        r"cp\.reduce\.async\.bulk",
+        "the warps that add dQ exit without cp.async.bulk.wait_group for their last reductions, whose source"
+        " is shared memory of the CTA",
+    ),
+)
 
 
 def explanation(kernel: str, kind: str, text: str) -> str:
