@@ -228,6 +228,7 @@ COMMON = {
     "block-sparse": partial(block_sparse, Problem(kv_len=512, kv_heads=2)),
 }
 BLACKWELL = {
+    "block-sparse": partial(block_sparse, Problem(kv_len=512, kv_heads=2, options={"sparse_rows": 256})),
     "split keys": partial(splits, Problem(kv_len=512)),
     "backward, head widths 192 and 128": partial(backward, Problem(dim=192, dim_v=128, causal=True)),
     "backward, head width 256": partial(backward, Problem(dim=256, causal=True)),
