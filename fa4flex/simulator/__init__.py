@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fa4flex.simulator.doors.device import Gpu, device
+    from fa4flex.simulator.doors.tensors import aligned
     from fa4flex.simulator.run.launch import Result, Shape, launch
     from fa4flex.simulator.watch.findings import Fault, Finding
 
-__all__ = ["Fault", "Finding", "Gpu", "Result", "Shape", "device", "launch"]
+__all__ = ["Fault", "Finding", "Gpu", "Result", "Shape", "aligned", "device", "launch"]
 
 _HOME = {
     "Gpu": "doors.device",
+    "aligned": "doors.tensors",
     "device": "doors.device",
     "Fault": "watch.findings",
     "Finding": "watch.findings",

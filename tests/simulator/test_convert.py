@@ -401,7 +401,9 @@ def test_what_is_not_known_is_refused() -> None:
         ("cvt.rn.e4m3x2.f32", (h, r, r)),
         ("cvt.rn.satfinite.ue8m0x2.f32", (h, r, r)),
         ("cvt.rn.satfinite.scaled::n2::ue8m0.bf16x2.e4m3x2", (r, h, h)),
-        ("cvt.rn.satfinite.s2f6x2.f32", (h, r, r)),
+        ("cvt.rn.s2f6x2.f32", (h, r, r)),
+        ("cvt.rn.satfinite.scaled::n2::ue8m0.s2f6x2.f32", (h, r, r, h)),
+        ("cvt.rz.bf16x2.s2f6x2", (r, h)),
         ("cvt.ftz.s32.f64", (r, d)),
         ("cvt.u64.u32", (r, r)),
         ("cvt.u64.u64", (r, d)),
@@ -411,3 +413,49 @@ def test_what_is_not_known_is_refused() -> None:
     ):
         with pytest.raises(Unmodelled):
             translate(Instruction(opcode, operands, 1))
+
+
+# --- fixed point --------------------------------------------------------------------------------------------
+
+
+def fixed(code: int) -> Fraction:
+    """A number of 8 bits, 6 of them below the point."""
+    return Fraction(code - 256 if code >= 128 else code, 64)
+
+
+@pytest.mark.parametrize("relu", ["", ".relu"])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_fixed_point_to_bf16(scaled: bool, relu: str) -> None:
+    """Every code: two in each lane, each with a power of two of its own."""
+    for start in range(0, 256, 64):
+        pairs = [start + 2 * i | (start + 2 * i + 1) << 8 for i in range(32)]
+        scales = [random.randrange(60, 190) | random.randrange(60, 190) << 8 for _ in range(32)]
+        sources = [("b16", pairs), *([("b16", scales)] if scaled else [])]
+        opcode = f"cvt.rn.satfinite{relu}{'.scaled::n2::ue8m0' if scaled else ''}.bf16x2.s2f6x2"
+        for pair, scale, found in zip(pairs, scales, apply(opcode, "b32", *sources)):
+            for at in (0, 8):
+                power = Fraction(2) ** ((scale >> at & 255) - 127) if scaled else Fraction(1)
+                want = fixed(pair >> at & 255) * power
+                if relu:
+                    want = max(want, Fraction(0))
+                assert value(found >> 2 * at & 0xFFFF, "bf16") == want
+
+
+@pytest.mark.parametrize("relu", ["", ".relu"])
+def test_fixed_point_of_fp32(relu: str) -> None:
+    numbers = [
+        random.choice((-1, 1)) * random.choice((random.uniform(0, 3), random.randrange(300) / 128))
+        for _ in range(62)
+    ]
+    numbers += [1e30, -1e30]
+    high, low = (np.array(part, np.float32) for part in (numbers[:32], numbers[32:]))
+    found = apply(
+        f"cvt.rn{relu}.satfinite.s2f6x2.f32",
+        "b16",
+        ("f32", high.view(np.uint32)),
+        ("f32", low.view(np.uint32)),
+    )
+    for code, upper, lower in zip(found, high.tolist(), low.tolist()):
+        for part, given in ((code >> 8, upper), (code & 255, lower)):
+            nearest = round(Fraction(max(given, 0.0) if relu else given) * 64)
+            assert part == min(max(nearest, -128), 127) % 256

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import struct
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from fa4flex.simulator.doors import capture, shim
 from fa4flex.simulator.doors import launch as launches
 from fa4flex.simulator.doors.capture import capturing
 from fa4flex.simulator.doors.launch import Launch, parameters_of
+from fa4flex.simulator.doors.tensors import aligned
 
 SIZE = 1000
 
@@ -397,3 +399,20 @@ def test_flash_attention_reaches_the_launch() -> None:
             assert struct.pack("<Q", x.data_ptr()) in seen[-1].params
     assert seen[0].ptx is seen[1].ptx and seen[0].block == seen[1].block
     assert not torch.empty(0).is_cuda and "FLASH_ATTENTION_ARCH" not in os.environ
+
+
+def test_aligned_tensors() -> None:
+    """Numbers, shape and strides stay; the address becomes a multiple of 128, or of what is asked for."""
+    for shape, order in (((5, 3), (0, 1)), ((4, 2, 8), (2, 0, 1)), ((0, 3), (0, 1))):
+        for dtype in (torch.uint8, torch.bfloat16, torch.float64):
+            memory = torch.arange(400, dtype=torch.float32).to(dtype)
+            size, count = memory.element_size(), math.prod(shape)
+            start = next(i for i in range(1, 200) if (memory.data_ptr() + i * size) % 128)
+            tensor = memory[start : start + count].view(shape).permute(order)
+            before, strides = tensor.clone(), tensor.stride()
+            for to in (128, 1024):
+                moved = aligned(tensor, to)
+                assert moved is tensor and moved.data_ptr() % to == 0
+                assert moved.stride() == strides and torch.equal(moved, before)
+    there = aligned(torch.ones(4))
+    assert aligned(there).data_ptr() == there.data_ptr()

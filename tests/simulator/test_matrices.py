@@ -46,6 +46,45 @@ def test_ldmatrix(number: int, trans: str, generic: bool) -> None:
     assert kinds(cluster) == []
 
 
+def unpacked(row: np.ndarray, bits: int) -> list[int]:
+    """16 elements of 4 or 6 bits, one after another from the first byte on."""
+    whole = int.from_bytes(row.tobytes(), "little")
+    return [whole >> bits * i & (1 << bits) - 1 for i in range(16)] if bits else row.tolist()
+
+
+BYTES = [("m16n16", "b8", 0, number) for number in (1, 2)]
+for type_, bits_ in (("b8x16.b4x16_p64", 4), ("b8x16.b6x16_p32", 6)):
+    BYTES += [("m16n16", type_, bits_, number) for number in (1, 2)]
+    BYTES += [("m8n16", type_, bits_, number) for number in (1, 2, 4)]
+
+
+@pytest.mark.parametrize(("shape", "type", "bits", "number"), BYTES)
+def test_ldmatrix_of_bytes(shape: str, type: str, bits: int, number: int) -> None:
+    """Lane 4 i + j has elements 4 j to 4 j + 3 of row i; squares are transposed, and have 8 more rows."""
+    square = shape == "m16n16"
+    cluster = machine()
+    written(cluster)
+    warp, shared = cluster.warps[0], cluster.ctas[0].shared.data
+    shared[:] = np.random.randint(0, 256, 4096)
+    rows = np.random.permutation(256)[:32] * 16
+    warp.u32[9][:] = rows
+    high = 16 if square else 8
+    registers = range(number * high // 8)
+    opcode = f"ldmatrix.sync.aligned.{shape}.x{number}{'.trans' * square}.shared.{type}"
+    execute(warp, opcode, vector("b32", *registers), at(reg("b32", 9)))
+    for matrix in range(number):
+        stored = [unpacked(shared[at_ : at_ + 16], bits) for at_ in rows[high * matrix :][:high]]
+        for half in range(high // 8):
+            for lane in LANES:
+                i = lane // 4 + 8 * half
+                want = [
+                    stored[j][i] if square else stored[i][j] for j in range(lane % 4 * 4, lane % 4 * 4 + 4)
+                ]
+                word = int(warp.u32[matrix * high // 8 + half][lane])
+                assert list(word.to_bytes(4, "little")) == want
+    assert kinds(cluster) == []
+
+
 @pytest.mark.parametrize("number", [1, 2, 4])
 @pytest.mark.parametrize("trans", ["", ".trans"])
 def test_stmatrix(number: int, trans: str) -> None:
@@ -201,9 +240,10 @@ FOUR, TWO = vector("b32", 0, 1, 2, 3), vector("b32", 0, 1)
     ("opcode", "operands"),
     [
         ("ldmatrix.sync.aligned.m8n8.x2.shared.b16", (FOUR, at(reg("b32", 9)))),
-        ("ldmatrix.sync.aligned.m16n16.x1.trans.shared.b8", (TWO, at(reg("b32", 9)))),
+        ("ldmatrix.sync.aligned.m16n16.x1.shared.b8", (TWO, at(reg("b32", 9)))),
         ("stmatrix.sync.aligned.m16n8.x2.trans.shared.b8", (at(reg("b32", 9)), TWO)),
-        ("ldmatrix.sync.aligned.m8n16.x2.shared.b8x16.b6x16_p32", (TWO, at(reg("b32", 9)))),
+        ("ldmatrix.sync.aligned.m8n16.x2.trans.shared.b8x16.b6x16_p32", (TWO, at(reg("b32", 9)))),
+        ("ldmatrix.sync.aligned.m8n16.x2.shared.b8", (TWO, at(reg("b32", 9)))),
         ("mma.sync.aligned.m8n8k4.row.col.f32.f16.f16.f32", (FOUR, TWO, TWO, FOUR)),
         ("mma.sync.aligned.m16n8k16.row.col.f32.f16.bf16.f32", (FOUR, FOUR, TWO, FOUR)),
         ("mma.sync.aligned.m16n8k16.row.col.f16.bf16.bf16.f16", (TWO, FOUR, TWO, TWO)),

@@ -279,7 +279,7 @@ ERRORS = [
     ("mov.b32 %r1, #;", "PTX line 7: mov.b32 %r1, #;", "the character '#'"),
     ("mov.b32 %r1, /* ;", "", "`/` is not an operand"),
     ("ret;;", "", "`;` is not an opcode"),
-    (".reg .v4 .f32 a;", "", "`.v4` is not a type"),
+    (".reg .v8 .f32 a;", "", "`.v8` is not a type"),
     (".reg .b32 8;", "", "the name of a register"),
     (".param .b32 a;", "", "`.param` is not known in a kernel"),
     (".shared .pred a;", "", "predicates do not lie in memory"),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ptx_text import HEADER, R, assert_round_trip, kernel_text, read
 
 from fa4flex.simulator.ptx import parse
+from fa4flex.simulator.ptx.lex import PtxError
 from fa4flex.simulator.ptx.nodes import Label, Reg, Vector
 
 properties = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -142,3 +144,15 @@ def test_scopes_against_looking_outwards(tree: Tree) -> None:
     used = {(o.name, type(o), getattr(o, "index", None)) for i in kernel.body for o in i.operands}  # type: ignore[union-attr]
     assert len({name for name, _, _ in used}) == len(used), "names are unique in a kernel"
     assert_round_trip(parse(text))
+
+
+def test_registers_that_are_vectors() -> None:
+    """A register of four elements is their vector, and each of them by its letter or color."""
+    body = "{.reg .v4 .s32 abcd;\nmov.s32 abcd.x, 1;\nmov.s32 abcd.a, abcd.r;\nst.shared.v4.s32 [%r0], abcd;}"
+    first, last, store = read(body).body
+    assert isinstance(store.operands[1], Vector)
+    x, y, z, w = store.operands[1].items
+    assert (first.operands[0], last.operands) == (x, (w, x))
+    assert len({element.index for element in (x, y, z, w)}) == 4  # type: ignore[union-attr]
+    with pytest.raises(PtxError, match="abcd"):
+        read("{.reg .v2 .b32 abcd;\nmov.b32 %r0, abcd.z;}")

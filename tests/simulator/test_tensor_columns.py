@@ -127,3 +127,15 @@ def test_wrong_columns(name: str, timing: tuple[str, int]) -> None:
     assert KERNEL.count(right) == 1
     found = kinds(KERNEL.replace(right, wrong), timing)
     assert kind in found or (timing[0] != "eager" and found)
+
+
+FREE = "    @%p2 tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r10, 64;\n"
+
+
+@timings
+def test_columns_that_were_freed(timing: tuple[str, int]) -> None:
+    """What is used after it was freed is found, and the launch goes on: the columns hold what they held."""
+    kernel = KERNEL.replace(FREE, "").replace(f"    {LOAD}, [%r11+16];", f"{FREE}    {LOAD}, [%r11+16];")
+    result = launch(kernel, "columns", Shape((1, 1, 1), (128, 1, 1)), b"", timing=Timing(*timing))
+    assert result.fault is None
+    assert any("which were freed" in str(finding) for finding in result.findings)

@@ -140,8 +140,17 @@ def test_tf32_drops_thirteen_bits_and_integers_are_read_with_their_sign() -> Non
 
 def test_an_unknown_type_is_refused() -> None:
     for call in (
-        lambda: decode("ue8m0", np.zeros(1, np.uint8)),
-        lambda: encode("tf32", np.zeros(1, np.float32)),
+        lambda: decode("ue5m3", np.zeros(1, np.uint8)),
+        lambda: encode("ue8m0", np.zeros(1, np.float32)),
     ):
         with pytest.raises(UnsupportedError):
             call()
+
+
+def test_scale_factors() -> None:
+    codes = np.arange(256).astype(np.uint8)
+    powers = decode("ue8m0", codes)
+    assert all(float(powers[code]) == 2.0 ** (code - 127) for code in range(255)) and np.isnan(powers[255])
+    unsigned = decode("ue4m3", codes)
+    assert np.array_equal(unsigned[:128], decode("e4m3", codes[:128]), equal_nan=True)
+    assert np.array_equal(unsigned[128:], unsigned[:128], equal_nan=True), "there is no sign"

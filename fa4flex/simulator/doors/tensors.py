@@ -11,6 +11,8 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 CPU, CUDA = 1, 2
 """DLDeviceType"""
 
@@ -82,3 +84,24 @@ class DeviceCheck:
             return llvm.select(builder.equal(found, builder.i32(CPU)), builder.i32(CUDA), found)
 
         return decode, load
+
+
+ALIGNMENT = 128
+"""Bytes; torch gives CPU tensors 64, GPUs at least 256. Kernels keep tensor maps in tensors, at multiples of
+128."""
+
+
+def aligned(tensor: torch.Tensor, to: int = ALIGNMENT) -> torch.Tensor:
+    """The tensor, moved to memory of its own at a multiple of `to` bytes unless it lies at one.
+
+    Shape, strides and numbers stay; other tensors that shared its memory do not follow.
+    """
+    if tensor.data_ptr() % to == 0:
+        return tensor
+    size = tensor.element_size()
+    extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride())) if tensor.numel() else 0
+    memory = torch.empty(extent * size + to, dtype=torch.uint8)
+    start = -memory.data_ptr() % to
+    moved = memory[start : start + extent * size].view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+    tensor.data = moved.copy_(tensor.detach())
+    return tensor

@@ -21,6 +21,8 @@ from fa4flex.simulator.isa import (
     tcgen05,
     tcgen05_copy,
     tcgen05_load,
+    tcgen05_mma,
+    tensormaps,
     warpwide,
     wgmma,
 )
@@ -46,6 +48,8 @@ __all__ = [
     "tcgen05",
     "tcgen05_copy",
     "tcgen05_load",
+    "tcgen05_mma",
+    "tensormaps",
     "warpwide",
     "wgmma",
 ]

@@ -7,14 +7,13 @@ from typing import Any
 from numpy.typing import NDArray
 
 from fa4flex.simulator.isa.access import Accessor
-from fa4flex.simulator.isa.mbarriers import guarded
+from fa4flex.simulator.isa.mbarriers import guarded, relaxed_clock
 from fa4flex.simulator.isa.operands import read
 from fa4flex.simulator.isa.table import Act, Unmodelled, Wait, translates
 from fa4flex.simulator.ptx.nodes import Instruction
 from fa4flex.simulator.state.barriers import Meeting
 from fa4flex.simulator.state.cta import Warp
 from fa4flex.simulator.state.registers import LANES, Mask
-from fa4flex.simulator.watch.clock import Clock
 from fa4flex.simulator.watch.findings import Fault, Finding
 
 NAMED = 16
@@ -144,9 +143,7 @@ def _come(
     tells only what a fence before it has released."""
     warp.ticket = meeting, meeting.round, meeting.gathered, meeting.lines
     if relaxed:
-        clock = Clock(warp.cta.cluster.capacity)
-        if warp.released is not None:
-            warp.released.teach(clock, warp.cta.cluster.number)
+        clock = relaxed_clock(warp)
         meeting.announced |= warp.announced
     else:
         clock = warp.cta.cluster.order.release(warp.agent)

@@ -79,8 +79,10 @@ def _arriving(
     errand: Errand,
     arrivals: list[tuple[Cta, int, MBarrier]],
     fetch: Callable[[int], NDArray[Any]],
+    counted: int | None = None,
 ) -> None:
-    """Start a copy whose bytes are `fetch(offset)`, for each (CTA, offset, mbarrier)."""
+    """Start a copy whose bytes are `fetch(offset)`, for each (CTA, offset, mbarrier). `counted` bytes are
+    completed, all of them by default."""
 
     def land() -> None:
         for cta, offset, barrier in arrivals:
@@ -92,7 +94,7 @@ def _arriving(
             errand.writes(cta, offset, image.size)
             warp.cta.cluster.traffic["TMA bytes in"] += image.size
             barrier.learn(errand.load)
-            barrier.deliver(image.size)
+            barrier.deliver(image.size if counted is None else counted)
 
     for _, _, barrier in arrivals:
         errand.signals(warp, barrier)
@@ -114,7 +116,7 @@ def _placed(
     warp: Warp, instruction: Instruction, map: tma.TensorMap, at: tuple[int, ...], writes: bool
 ) -> None:
     """Faults where hardware takes a box's place for an illegal instruction, wherever the tensor ends."""
-    if at[0] * map.itemsize % 16:
+    if at[0] * map.bits % 128 or (map.padded and at[0] % 128):
         text = f"{warp} gives a box at {at} of {map.element}: the first is no multiple of 16 bytes"
         raise Fault(Finding("misaligned", text, instruction))
     if writes and min(at) < 0:
@@ -161,7 +163,7 @@ def tensor_copy(instruction: Instruction) -> Act:
                     errand.reads_global(warp, *box.rows())  # noqa: B023
                 return tma.to_shared(map, offset, tma.load(map, box, memory))  # noqa: B023
 
-            _arriving(access, warp, errand, arrivals, fetch)
+            _arriving(access, warp, errand, arrivals, fetch, map.box_bytes)
 
     return Act(run)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from fa4flex.simulator.isa.fixed_point import TYPE, fixed_point
 from fa4flex.simulator.isa.formats import FORMATS, encode, f16_bits
 from fa4flex.simulator.isa.halves import half_values
 from fa4flex.simulator.isa.lanewise import (
@@ -45,6 +46,8 @@ _INTEGERS = tuple(f"{kind}{bits}" for kind in "us" for bits in (8, 16, 32, 64))
 
 @translates("cvt")
 def cvt(ins: Instruction) -> Step:
+    if TYPE in ins.modifiers:
+        return fixed_point(ins)
     found = form(ins, (*_DIRECTIONS, "ftz", "sat", "relu", "satfinite"), [_DIRECTIONS])
     require(len(found.types) == 2, ins, "types")
     to, of = found.types

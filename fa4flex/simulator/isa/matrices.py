@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from fa4flex.simulator.isa.table import Step, Unmodelled, translates
 from fa4flex.simulator.ptx.nodes import Instruction, Operand, Vector
 from fa4flex.simulator.state.cta import Warp
 from fa4flex.simulator.state.registers import Mask
-from fa4flex.simulator.units import fragments
+from fa4flex.simulator.units import fragments, packing
 from fa4flex.simulator.units.matmul import multiply_add
 from fa4flex.simulator.units.numbers import BITS, decode
 from fa4flex.simulator.watch.findings import Fault, Finding
@@ -61,20 +62,64 @@ def _matrices(instruction: Instruction, registers: Operand) -> tuple[tuple[Opera
     return found, "trans" in given
 
 
+@dataclass(frozen=True)
+class Matrix:
+    """A kind of matrix that ldmatrix loads: its rows of 16 bytes, and how many registers of each lane it
+    takes."""
+
+    rows: int
+    registers: int
+    most: int
+    """Matrices of one instruction."""
+
+
+HALVES, BYTES, SQUARES = Matrix(8, 1, 4), Matrix(8, 1, 4), Matrix(16, 2, 2)
+KINDS = {"m8n8": HALVES, "m8n16": BYTES, "m16n16": SQUARES}
+UNPACKED = {"b4x16_p64": 4, "b6x16_p32": 6}
+"""Bits of elements that are spread to bytes, each in the low bits of its own."""
+
+
 @translates("ldmatrix")
 def ldmatrix(instruction: Instruction) -> Step:
-    """r, [p]: lanes 8i to 8i + 7 give the addresses of the rows of matrix i, which goes to register i."""
-    registers, turn = _matrices(instruction, instruction.operands[0])
-    where = locate(instruction.operands[1], instruction)
+    """r, [p]: as many lanes as it has rows give the addresses of each matrix's rows; the first matrix goes to
+    the first registers. Bytes are transposed in squares of 16 and only there."""
+    given, registers = instruction.modifiers, _registers(instruction.operands[0])
+    kind = KINDS.get(next((m for m in given if m in KINDS), ""), HALVES)
+    count = next((int(m[1]) for m in given if re.fullmatch("x[124]", m)), 0)
+    bits = next((UNPACKED[m] for m in given if m in UNPACKED), 0)
+    if kind is HALVES:
+        _matrices(instruction, instruction.operands[0])
+    else:
+        _check_bytes(instruction, kind, bits)
+    if len(registers) != count * kind.registers or count > kind.most:
+        raise Unmodelled(instruction, f"{len(registers)} registers for {count} matrices")
+    where, turn = locate(instruction.operands[1], instruction), "trans" in given
     access = Accessor(instruction, space_of(instruction))
-    puts, rows = [write(r, "b32") for r in registers], ROWS * len(registers)
+    puts, rows = [write(r, "b32") for r in registers], kind.rows * count
 
     def step(warp: Warp, mask: Mask) -> None:
         _all_lanes(warp, mask, instruction)
-        found = access.load(warp, where(warp)[:rows], 4, ROW_BYTES // 4)
-        _scatter(puts, warp, fragments.ldmatrix(found.view(np.uint8).reshape(-1, ROWS, ROW_BYTES), turn))
+        found = access.load(warp, where(warp)[:rows], 4, ROW_BYTES // 4).view(np.uint8)
+        if kind is HALVES:
+            words = fragments.ldmatrix(found.reshape(-1, ROWS, ROW_BYTES), turn)
+        else:
+            found = packing.gathered(found, bits) if bits else found
+            matrices = found.reshape(count, kind.rows, ROW_BYTES)
+            turned = matrices.swapaxes(1, 2) if turn else matrices
+            words = np.ascontiguousarray(turned).view(np.uint32).reshape(len(puts), -1)
+        _scatter(puts, warp, words)
 
     return step
+
+
+def _check_bytes(instruction: Instruction, kind: Matrix, bits: int) -> None:
+    """Squares of bytes or of unpacked elements are transposed, rows of unpacked elements are not."""
+    given = set(instruction.modifiers)
+    known = {"sync", "aligned", "m8n16", "m16n16", "shared", "shared::cta", "x1", "x2", "x4"}
+    types = {"b8x16", *(name for name, width in UNPACKED.items() if width == bits)} if bits else {"b8"}
+    wanted = {"sync", "aligned", *types} | ({"trans"} if kind is SQUARES else set())
+    if given - known - wanted or not wanted <= given or (kind is BYTES and not bits):
+        raise Unmodelled(instruction)
 
 
 @translates("stmatrix")

@@ -32,6 +32,14 @@ SCOPES = {
 }
 
 
+def relaxed_clock(warp: Warp) -> Clock:
+    """What a relaxed arrival of a warp tells: all that a fence before it has released."""
+    clock = Clock(warp.cta.cluster.capacity)
+    if warp.released is not None:
+        warp.released.teach(clock, warp.cta.cluster.number)
+    return clock
+
+
 def cta_and_offset(access: Accessor, warp: Warp, address: int) -> tuple[Cta, int]:
     """The CTA whose shared memory an address lies in, and where."""
     plain = address & (SHARED_WINDOW - 1)
@@ -162,7 +170,7 @@ def arrive(instruction: Instruction) -> Act:
         order, chosen = warp.cta.cluster.order, list(distinct(where(warp), mask))
         for address, _ in chosen:
             _reach(access, warp, address)
-        clock = Clock(warp.cta.cluster.capacity) if relaxed else order.release(warp.agent)
+        clock = relaxed_clock(warp) if relaxed else order.release(warp.agent)
         for address, lanes in chosen:
             barrier = barrier_at(access, warp, address)
             must_know_init(access, warp, barrier)

@@ -1,35 +1,30 @@
 """tcgen05: tensor memory and the matrix unit of Blackwell (PTX ISA, "TensorCore 5th Generation Family
 Instructions").
 
-Matrix multiplications and commits of a CTA are one queue: they end in the order in which they were issued.
-Stores to tensor memory end when tcgen05.wait::st says so; tcgen05_load.py has the loads."""
+Allocation, stores and fences. Stores to tensor memory end when tcgen05.wait::st says so; tcgen05_load.py has
+the loads, tcgen05_mma.py the matrix unit."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fa4flex.simulator.isa.access import Accessor, locate
-from fa4flex.simulator.isa.asynchronous import Errand, chunk_granules, groups, submit
-from fa4flex.simulator.isa.mbarriers import barrier_at, cta_and_offset, guarded
+from fa4flex.simulator.isa.asynchronous import Errand, groups, submit
 from fa4flex.simulator.isa.operands import Read, read
 from fa4flex.simulator.isa.table import Act, Unmodelled, Wait, translates
 from fa4flex.simulator.isa.together import rows_of
-from fa4flex.simulator.ptx.nodes import Address, Imm, Instruction, Operand, Reg, Vector
+from fa4flex.simulator.ptx.nodes import Imm, Instruction, Operand, Reg, Vector
 from fa4flex.simulator.state.cta import TENSOR_BAND, TENSOR_COLUMNS, TENSOR_LANES, Cta, Warp
-from fa4flex.simulator.state.registers import Mask, lanes_of
-from fa4flex.simulator.state.window import RANK_SHIFT
-from fa4flex.simulator.units import accumulators, descriptors, numbers, tensor
-from fa4flex.simulator.units import instruction as idesc
+from fa4flex.simulator.state.registers import Mask
+from fa4flex.simulator.units import tensor
 from fa4flex.simulator.watch.findings import Fault, Finding
-from fa4flex.simulator.watch.shadow import distinct
 
 STORES = "stores to tensor memory"
-SHAPES = ("16x64b", "16x128b", "16x256b", "32x32b")
+SHAPES = ("16x64b", "16x128b", "16x256b", "32x32b", "16x32bx2")
 
 
 def fail(kind: str, text: str, instruction: Instruction) -> Fault:
@@ -64,7 +59,7 @@ def alloc(instruction: Instruction) -> Act:
             return start
         if start is None:
             return Wait(lambda: _free(cta, columns) is not None, f"{columns} free columns of tensor memory")
-        cta.allocated[start : start + columns] = instruction.line
+        _take(cta, start, columns, instruction.line)
         access.store(warp, where(warp)[:1], np.array([[start]], np.uint32))
         return None
 
@@ -90,10 +85,17 @@ def _with_the_other(warp: Warp, columns: int, line: int) -> int | Wait:
                 lambda: _free(cta, columns) is not None and _free(other, columns) is not None,
                 f"{columns} free columns of tensor memory in both CTAs of a pair",
             )
-        other.allocated[there : there + columns] = line
+        _take(other, there, columns, line)
         other.pair_granted[number] = there
     del cta.pair_requests[warp.agent]
     return start
+
+
+def _take(cta: Cta, start: int, columns: int, line: int) -> None:
+    """The columns belong to the CTA from now on; what they held before is gone."""
+    cta.allocated[start : start + columns] = line
+    cta.freed[start : start + columns] = False
+    cta.tensor_shadow.forget(granules((tensor.region(0, TENSOR_LANES, start, columns),)))
 
 
 def _free(cta: Cta, columns: int) -> int | None:
@@ -119,8 +121,8 @@ def dealloc(instruction: Instruction) -> Act:
         order = cta.cluster.order
         where = granules((tensor.region(0, TENSOR_LANES, start, columns),))
         cta.tensor_shadow.write(order.warp_access(warp.agent, instruction), where, order.clocks[warp.agent])
-        cta.tensor_shadow.forget(where)
         cta.allocated[start : start + columns] = 0
+        cta.freed[start : start + columns] = True
         cta.cluster.units.landings += 1
 
     return Act(run)
@@ -147,247 +149,22 @@ def granules(regions: tuple[tensor.Region, ...]) -> NDArray[np.intp]:
 def must_be_allocated(
     cta: Cta, regions: tuple[tensor.Region, ...], who: object, instruction: Instruction
 ) -> None:
+    """A Fault where they never were; columns that the CTA has freed still hold what they held, and their use
+    is a finding."""
     for place in regions:
-        if not cta.allocated[place.columns].all():
-            columns = (
-                f"columns {place.columns.start} to {place.columns.stop} of tensor memory of CTA {cta.rank}"
-            )
+        mine = cta.allocated[place.columns] > 0
+        if mine.all():
+            continue
+        columns = f"columns {place.columns.start} to {place.columns.stop} of tensor memory of CTA {cta.rank}"
+        if not (mine | cta.freed[place.columns]).all():
             raise fail("tensor memory", f"{who} uses {columns}, which are not all allocated", instruction)
-
-
-# --- matrix multiplication ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Operands:
-    d: Read
-    a: Read
-    a_in_tensor: bool
-    b: Read
-    shape: Read
-    adds: Read
-    disabled: tuple[Read, ...]
-    """Words whose bits name lanes of D that stay as they are, 4 for each CTA; none where the instruction has
-    none."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """One tcgen05.mma with its operands' values: D and A are addresses in tensor memory, or A a
-    descriptor."""
-
-    shape: idesc.InstructionDescriptor
-    group: int
-    d: int
-    a: int
-    a_in_tensor: bool
-    b: int
-    adds: bool
-    disabled: tuple[int, ...]
-
-
-@translates("tcgen05.mma")
-def mma(instruction: Instruction) -> Act:
-    kind = next((m[6:] for m in instruction.modifiers if m.startswith("kind::")), "")
-    group = 2 if instruction.has("cta_group::2") else 1
-    known = {
-        f"kind::{kind}",
-        f"cta_group::{group}",
-        "collector",
-        "a",
-        "b",
-        "discard",
-        "fill",
-        "use",
-        "lastuse",
-    }
-    known |= {"collector::a::discard", "collector::a::fill", "collector::a::use", "collector::a::lastuse"}
-    extra = set(instruction.modifiers) - known - {"mma"}
-    d, a, b, shape, *disabled, adds = instruction.operands
-    if extra or len(disabled) > 1 or not isinstance(adds, Reg | Imm):
-        raise Unmodelled(instruction, f"modifiers {sorted(extra)}, {len(instruction.operands)} operands")
-    in_tensor = isinstance(a, Address)
-    operands = Operands(
-        tensor_address(d, instruction),
-        tensor_address(a, instruction) if in_tensor else read(a, "u64"),
-        in_tensor,
-        read(b, "u64"),
-        read(shape, "u32"),
-        read(adds, "pred"),
-        tuple(read(word, "u32") for word in register_list(disabled[0], instruction)) if disabled else (),
-    )
-
-    def run(warp: Warp, mask: Mask) -> None:
-        for lane in lanes_of(mask):
-            job = Job(
-                idesc.decode(int(operands.shape(warp)[lane]), kind, group),
-                group,
-                int(operands.d(warp)[lane]),
-                int(operands.a(warp)[lane]),
-                in_tensor,
-                int(operands.b(warp)[lane]),
-                bool(operands.adds(warp)[lane]),
-                tuple(int(word(warp)[lane]) for word in operands.disabled),
-            )
-            errand = Errand.in_queue(warp, matrix_unit(warp), f"a tcgen05.mma of {warp}", instruction)
-            land = partial(_land, warp, job, errand, instruction)
-            submit(warp, instruction, land, (), matrix_unit(warp))
-
-    return Act(run)
-
-
-def matrix_unit(warp: Warp) -> str:
-    return f"the matrix unit of CTA {warp.cta.rank}"
+        text = f"{who} uses {columns}, which were freed"
+        cta.launch.findings.add(Finding("tensor memory", text, instruction))
 
 
 def tensor_address(operand: Operand, instruction: Instruction) -> Read:
     where = locate(operand, instruction)
     return lambda warp: where(warp)
-
-
-def _land(warp: Warp, job: Job, errand: Errand, instruction: Instruction) -> None:
-    """Multiply. With two CTAs, A's and D's rows are split between them, and B's rows likewise."""
-    shape, cluster = job.shape, warp.cta.cluster
-    first = warp.cta.rank & ~1
-    ctas = [warp.cta] if job.group == 1 else cluster.ctas[first : first + 2]
-    right = np.concatenate(
-        [
-            _from_shared(c, job.b, shape.b_major, shape.n // job.group, shape.b_type, shape, errand)
-            for c in ctas
-        ]
-    )
-    for cta in ctas:
-        if job.a_in_tensor:
-            left = _a_from_tensor(cta, job, errand, instruction)
-        else:
-            rows = shape.m // job.group
-            left = (_from_shared(cta, job.a, shape.a_major, rows, shape.a_type, shape, errand),)
-        if shape.negate_a != shape.negate_b:
-            left = tuple(-part for part in left)
-        _accumulate(cta, job, left, right, errand, instruction)
-    cluster.traffic["MMA multiply-adds"] += shape.m * shape.n * shape.k
-
-
-@lru_cache(maxsize=4096)
-def _chunks(
-    bits: int, major: descriptors.Major, rows: int, k: int, itemsize: int, granule: int
-) -> NDArray[np.intp]:
-    """The granules of shared memory that an operand lies in."""
-    where = descriptors.decode_tcgen05(bits)
-    return chunk_granules(descriptors.touched(where, major, rows, k, itemsize), granule)
-
-
-def _from_shared(
-    cta: Cta,
-    bits: int,
-    major: descriptors.Major,
-    rows: int,
-    type: str,
-    shape: idesc.InstructionDescriptor,
-    errand: Errand,
-) -> NDArray[np.float32]:
-    where, raw = descriptors.decode_tcgen05(bits), numbers.raw_dtype(type)
-    errand.moves(cta, rows * shape.k * raw.itemsize)
-    found = descriptors.operand(where, major, rows, shape.k, raw, cta.shared.data)
-    chunks = _chunks(bits, major, rows, shape.k, raw.itemsize, cta.launch.granule)
-    cta.shadow.read(errand.number, chunks, errand.clock)
-    return numbers.decode(type, found)
-
-
-def _a_from_tensor(
-    cta: Cta, job: Job, errand: Errand, instruction: Instruction
-) -> tuple[NDArray[np.float32], ...]:
-    shape = job.shape
-    regions, where = _multiplicand(job.a, shape.m, job.group)
-    must_be_allocated(cta, regions, "tcgen05.mma", instruction)
-    cta.tensor_shadow.read(errand.number, where, errand.clock)
-    raw = numbers.raw_dtype(shape.a_type)
-    if raw.itemsize < 4:
-        _must_be_packed(cta, where, errand)
-    found = accumulators.multiplicand(cta.tensor, job.a, shape.m, job.group)
-    return tuple(numbers.decode(shape.a_type, np.ascontiguousarray(words).view(raw)) for words in found)
-
-
-def _must_be_packed(cta: Cta, where: NDArray[np.intp], errand: Errand) -> None:
-    """A of 16 or 8 bits lies packed in its columns, D has a column for each element: no D is such an A."""
-    order = cta.cluster.order
-    for before in distinct(cta.tensor_shadow.writer[where]):
-        if before >= 0 and order.accesses[before].instruction.opcode.startswith("tcgen05.mma"):
-            order.report("misread", "takes the D of another product for its A", errand.number, before)
-
-
-def _accumulate(
-    cta: Cta,
-    job: Job,
-    left: tuple[NDArray[np.float32], ...],
-    right: NDArray[np.float32],
-    errand: Errand,
-    instruction: Instruction,
-) -> None:
-    accumulator = accumulators.Accumulator.of(job.shape, job.d, job.group)
-    regions, where = _accumulator(accumulator)
-    must_be_allocated(cta, regions, "tcgen05.mma", instruction)
-    if job.adds:
-        cta.tensor_shadow.read(errand.number, where, errand.clock)
-    cta.tensor_shadow.write(errand.number, where, errand.clock)
-    what = accumulators.Operation(job.adds, 0, job.shape.saturate, _disabled(job, cta))
-    accumulators.execute(cta.tensor, accumulator, left, right, what)
-
-
-Cells = tuple[tuple[tensor.Region, ...], NDArray[np.intp]]
-"""Cells of tensor memory, as rectangles and as granules."""
-
-
-@lru_cache(maxsize=4096)
-def _multiplicand(address: int, m: int, group: int) -> Cells:
-    regions = accumulators.multiplicand_regions(address, m, group)
-    return regions, granules(regions)
-
-
-@lru_cache(maxsize=4096)
-def _accumulator(accumulator: accumulators.Accumulator) -> Cells:
-    return accumulator.regions(), granules(accumulator.regions())
-
-
-def _disabled(job: Job, cta: Cta) -> NDArray[np.bool_] | None:
-    """Lanes of a CTA that the instruction leaves alone, bool [128]."""
-    if not any(job.disabled):
-        return None
-    first = 4 * (cta.rank % 2) if job.group == 2 else 0
-    words = np.array(job.disabled[first : first + 4], np.uint32)
-    return np.unpackbits(words.view(np.uint8), bitorder="little").astype(np.bool_)
-
-
-@translates("tcgen05.commit")
-def commit(instruction: Instruction) -> Act:
-    """An arrival on the mbarrier after all that this CTA's matrix unit was given before."""
-    where, access = locate(instruction.operands[0], instruction), Accessor(instruction, "shared")
-    multicast = instruction.has("multicast::cluster")
-    ranks = read(instruction.operands[1], "u16") if multicast else None
-
-    def run(warp: Warp, mask: Mask) -> None:
-        for lane in lanes_of(mask):
-            address = int(where(warp)[lane])
-            barriers = [barrier_at(access, warp, address)]
-            if ranks is not None:
-                _, offset = cta_and_offset(access, warp, address)
-                chosen = int(ranks(warp)[lane])
-                barriers = [
-                    barrier_at(access, warp, r << RANK_SHIFT | offset) for r in range(16) if chosen >> r & 1
-                ]
-            errand = Errand.in_queue(warp, matrix_unit(warp), f"a tcgen05.commit of {warp}", instruction)
-            clock = errand.clock
-            clock.epochs[errand.agent] = errand.epoch
-            for barrier in barriers:
-                errand.signals(warp, barrier)
-
-            def land(barriers=barriers, clock=clock) -> None:  # type: ignore[no-untyped-def]
-                for barrier in barriers:
-                    guarded(access, warp, lambda: barrier.arrive(1, clock, instruction.line))  # noqa: B023
-
-            submit(warp, instruction, land, tuple(barriers), matrix_unit(warp))
-
-    return Act(run)
 
 
 # --- between registers and tensor memory --------------------------------------------------------------------
@@ -408,15 +185,21 @@ def transfer_of(instruction: Instruction) -> tensor.Transfer:
     known = {"sync", "aligned", "ld", "st", "b32", shape, f"x{times}", "pack::16b", "unpack::16b"}
     if shape is None or times is None or set(instruction.modifiers) - known:
         raise Unmodelled(instruction)
-    return tensor.transfer(shape, times, packs)
+    split = None
+    if shape == "16x32bx2":
+        offset = instruction.operands[2 if instruction.has("ld") else 1]
+        if not isinstance(offset, Imm):
+            raise Unmodelled(instruction, "an offset of the second half that is no literal")
+        split = int(offset.value)
+    return tensor.transfer(shape, times, packs, split)
 
 
 @translates("tcgen05.st")
 def st(instruction: Instruction) -> Act:
     table = transfer_of(instruction)
     where = tensor_address(instruction.operands[0], instruction)
-    sources = [read(o, "u32") for o in register_list(instruction.operands[1], instruction)]
-    rows = register_rows(instruction.operands[1])
+    sources = [read(o, "u32") for o in register_list(instruction.operands[-1], instruction)]
+    rows = register_rows(instruction.operands[-1])
 
     def run(warp: Warp, mask: Mask) -> None:
         start = place_checked(warp, table, int(where(warp)[0]), instruction)
@@ -442,6 +225,10 @@ def register_rows(operand: Operand) -> Any:
     items = operand.items if isinstance(operand, Vector) else (operand,)
     named = [item.index for item in items if isinstance(item, Reg) and item.file == 32]
     return rows_of(named) if len(named) == len(items) else None
+
+
+Cells = tuple[tuple[tensor.Region, ...], NDArray[np.intp]]
+"""Cells of tensor memory, as rectangles and as granules."""
 
 
 @lru_cache(maxsize=4096)

@@ -16,11 +16,12 @@ from fa4flex.simulator.isa.access import Accessor, locate
 from fa4flex.simulator.isa.bulk import Tile
 from fa4flex.simulator.isa.mbarriers import barrier_at, cta_and_offset, distinct
 from fa4flex.simulator.isa.operands import read
+from fa4flex.simulator.isa.tcgen05_mma import form_of
 from fa4flex.simulator.ptx.nodes import Address, Discard, Instruction
 from fa4flex.simulator.state.cta import Warp
 from fa4flex.simulator.state.registers import LANES, Mask, lanes_of
-from fa4flex.simulator.units import instruction as idesc
 from fa4flex.simulator.units import numbers
+from fa4flex.simulator.units.instruction import ROW_BYTES
 
 Key = tuple[int, int]
 CLUSTER: Key = (-1, 0)
@@ -307,19 +308,17 @@ def _drain(instruction: Instruction) -> Observer:
 
 
 def _mma(instruction: Instruction) -> Observer:
-    kind = next((m[6:] for m in instruction.modifiers if m.startswith("kind::")), "")
-    group = 2 if instruction.has("cta_group::2") else 1
+    form = form_of(instruction)
     in_tensor = isinstance(instruction.operands[1], Address)
     shape = read(instruction.operands[3], "u32")
 
     def after(warp: Warp, mask: Mask, before: Any) -> Event | None:
         found: list[Event] = []
         for lane in lanes_of(mask):
-            it = idesc.decode(int(shape(warp)[lane]), kind, group)
-            a, b = (numbers.raw_dtype(t).itemsize for t in (it.a_type, it.b_type))
-            rows = 0 if in_tensor else it.m // group * a
-            shared = (rows + it.n // group * b) * it.k
-            found.append(Multiplied(group, 2 * it.m * it.n * it.k, shared, a == 1))
+            it = form.shape(int(shape(warp)[lane]))
+            rows = (0 if in_tensor else it.m // form.group) + it.n // form.group
+            small = numbers.raw_dtype(it.a_type).itemsize == 1
+            found.append(Multiplied(form.group, 2 * it.m * it.n * it.k, rows * ROW_BYTES, small))
         return _several(found)
 
     return Observer(after)

@@ -15,11 +15,15 @@ _POINTED = (".const", ".global", ".local", ".shared")
 
 
 def registers(tokens: Tokens, names: Names) -> None:
-    """Reads what follows .reg, up to the semicolon: a type and names, of which `r<10>` means r0 ... r9."""
+    """Reads what follows .reg, up to the semicolon: perhaps .v2 or .v4, a type and names, of which `r<10>`
+    means r0 ... r9."""
+    lanes = int(tokens.take()[2:]) if tokens.next in (".v2", ".v4") else 1
     type = _type(tokens)
     while True:
         at, name = tokens.at, tokens.name("the name of a register")
-        if tokens.accept("<"):
+        if lanes > 1:
+            names.vector(name, type, lanes, tokens, at)
+        elif tokens.accept("<"):
             count = integer(tokens, "how many registers")
             tokens.expect(">", "after a number of registers")
             for number in range(count):

@@ -101,6 +101,10 @@ def operand(tokens: Tokens, names: Names) -> Operand:
         return Symbol(found.name, integer(tokens, "bytes")) if tokens.next == "+" else found
     if word == "{":
         return Vector(_vector(tokens, names))
+    vector = names.find_vector(word)
+    if vector is not None:
+        tokens.at += 1
+        return vector
     if word == "[":
         return _address(tokens, names)
     if starts_constant(word):

@@ -36,11 +36,13 @@ class Scope:
     labels: dict[str, Label] = field(default_factory=dict)
     tables: dict[str, Vector] = field(default_factory=dict)
     """.branchtargets"""
+    vectors: dict[str, Vector] = field(default_factory=dict)
+    """Registers that were declared as vectors; their elements are operands of their own."""
     branches: list[tuple[int, int]] = field(default_factory=list)
     """Index in the body, and index of the token, of branches whose labels are not found yet."""
 
     def declares(self, name: str) -> bool:
-        return name in self.operands or name in self.labels or name in self.tables
+        return any(name in found for found in (self.operands, self.labels, self.tables, self.vectors))
 
 
 class Names:
@@ -79,7 +81,16 @@ class Names:
         file = _FILES[type]
         index = self.registers.get(file, 0)
         self.registers[file] = index + 1
-        self.scope.operands[name] = Reg(self._unique(name), type, index)
+        self.scope.operands[name] = Reg(self._unique(name.replace(".", "_")), type, index)
+
+    def vector(self, name: str, type: str, lanes: int, tokens: Tokens, at: int) -> None:
+        """Declares a register of 2 or 4 elements: `name` means all of them, `name.x` the first."""
+        self._new(name, tokens, at)
+        for element, color in zip("xyzw"[:lanes], "rgba"):
+            self.register(f"{name}.{element}", type, tokens, at)
+            self.scope.operands[f"{name}.{color}"] = self.scope.operands[f"{name}.{element}"]
+        elements = (self.scope.operands[f"{name}.{element}"] for element in "xyzw"[:lanes])
+        self.scope.vectors[name] = Vector(tuple(elements))
 
     def variable(self, name: str, tokens: Tokens, at: int) -> str:
         """Declares a variable or parameter; its name within the kernel."""
@@ -106,6 +117,14 @@ class Names:
             found = scope.operands.get(name)
             if found is not None:
                 return found
+            scope = scope.parent
+        return None
+
+    def find_vector(self, name: str) -> Vector | None:
+        scope: Scope | None = self.scope
+        while scope is not None:
+            if name in scope.vectors:
+                return scope.vectors[name]
             scope = scope.parent
         return None
 

@@ -151,6 +151,8 @@ class Cta:
         self.tensor_shadow = Shadow(cluster.order, bands * TENSOR_COLUMNS, self._tensor_place)
         self.allocated: NDArray[np.int32] = np.zeros(TENSOR_COLUMNS, np.int32)
         """The PTX line that allocated each column of tensor memory, or 0."""
+        self.freed: NDArray[np.bool_] = np.zeros(TENSOR_COLUMNS, np.bool_)
+        """Columns of tensor memory that were allocated and are free again."""
         self.may_allocate = True
         self.pair_requests: dict[int, int] = {}
         """Number of the request of each agent that allocates together with the other CTA of its pair."""

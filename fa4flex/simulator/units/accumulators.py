@@ -1,6 +1,6 @@
 """Where tcgen05.mma keeps D, and A in tensor memory, and what one instruction does to D.
 
-PTX ISA "Data Path Layout Organization" (layouts A, B, D and F, those of dense MMAs without .ws). `cells` is
+PTX ISA "Data Path Layout Organization" (layouts A to G, those of dense MMAs). `cells` is
 the tensor memory of one CTA, uint32 [128, 512]; of a pair each CTA executes its own half. Elements of D take
 a column each, those of 16 bits its low half. A row of A is 8 columns (32 bytes), low bits first.
 """
@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from fa4flex.simulator.units.errors import invalid
 from fa4flex.simulator.units.instruction import InstructionDescriptor
 from fa4flex.simulator.units.matmul import Floats, accumulate, multiply_add
-from fa4flex.simulator.units.tensor import Cells, Region, region, split_address
+from fa4flex.simulator.units.scales import Quarter
+from fa4flex.simulator.units.tensor import LANES, Cells, Region, region, split_address
 
 A_COLUMNS = 8
 _DTYPES = {"f32": np.float32, "f16": np.float16, "s32": np.int32}
@@ -33,27 +34,37 @@ class Part:
 
 
 @lru_cache
-def parts(m: int, n: int, cta_group: int, lane: int) -> tuple[Part, ...]:
-    """How the D of one CTA, m / cta_group x n, lies in tensor memory from `lane` on. Raises InputError for
-    another lane than 0 (or 16, where only half of the lanes are used) and for an M that no layout has."""
-    if lane and not (lane == 16 and (m, cta_group) == (64, 1)):
+def parts(m: int, n: int, cta_group: int, lane: int, ws: bool = False) -> tuple[Part, ...]:
+    """How the D of one CTA, m / cta_group x n, lies in tensor memory from `lane` on; `ws` is that of
+    tcgen05.mma.ws. Raises InputError for another lane than 0 (or 16, where only half of the lanes are used)
+    and for an M that no layout has."""
+    if lane and not (lane == 16 and (m, cta_group, ws) == (64, 1, False)):
         raise invalid(
             f"tcgen05.mma of M={m}, cta_group::{cta_group} at tensor memory lane {lane}",
             "lane 0; 0 or 16 for M=64",
         )
-    match m, cta_group:
-        case (128, 1) | (256, 2):
+    match m, cta_group, ws:
+        case (128, 1, _) | (256, 2, False):
             return (Part(slice(0, 128), slice(0, n), slice(0, 128)),)
-        case (128, 2):
-            halves = (slice(0, n // 2), slice(n // 2, n))
-            return tuple(
-                Part(slice(0, 64), half, slice(64 * i, 64 * i + 64)) for i, half in enumerate(halves)
-            )
-        case (64, 1):
+        case (128, 2, False) | (64, 1, True):
+            return _side_by_side(64, n)
+        case (32, 1, True):
+            return _side_by_side(32, n)
+        case (64, 1, False):
             starts = ((16 * i, 32 * i + lane) for i in range(4))
             return tuple(Part(slice(row, row + 16), slice(0, n), slice(at, at + 16)) for row, at in starts)
     raise invalid(
         f"tcgen05.mma of M={m}, cta_group::{cta_group}", "64 or 128 with cta_group::1, 128 or 256 with ::2"
+    )
+
+
+def _side_by_side(rows: int, n: int) -> tuple[Part, ...]:
+    """The same rows again and again down the lanes, each time with the next of the columns."""
+    count = LANES // rows
+    each = n // count
+    return tuple(
+        Part(slice(0, rows), slice(each * i, each * (i + 1)), slice(rows * i, rows * (i + 1)))
+        for i in range(count)
     )
 
 
@@ -67,12 +78,13 @@ class Accumulator:
     n: int
     type: str
     cta_group: int
+    ws: bool = False
 
     @classmethod
     @lru_cache(maxsize=1024)
     def of(cls, instruction: InstructionDescriptor, address: int, cta_group: int) -> Accumulator:
         """The D of an instruction at a tensor memory address."""
-        return cls(address, instruction.m, instruction.n, instruction.d_type, cta_group)
+        return cls(address, instruction.m, instruction.n, instruction.d_type, cta_group, instruction.ws)
 
     @property
     def rows(self) -> int:
@@ -81,7 +93,7 @@ class Accumulator:
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        return parts(self.m, self.n, self.cta_group, split_address(self.address)[0])
+        return parts(self.m, self.n, self.cta_group, split_address(self.address)[0], self.ws)
 
     def regions(self) -> tuple[Region, ...]:
         """The cells of D in each CTA. Raises InputError where they leave tensor memory."""
@@ -90,7 +102,7 @@ class Accumulator:
     @cached_property
     def _regions(self) -> tuple[Region, ...]:
         column = split_address(self.address)[1]
-        return tuple(_region(part, column, part.columns.stop - part.columns.start) for part in self.parts)
+        return tuple(_region(part, column) for part in self.parts)
 
     def read(self, cells: Cells) -> NDArray[Any]:
         """D as float32, float16 or int32 [rows of the CTA, n]; a view where it lies in one piece."""
@@ -118,22 +130,31 @@ class Accumulator:
         return found.view(_DTYPES[self.type])
 
 
-def _region(part: Part, column: int, columns: int) -> Region:
-    return region(part.lanes.start, part.lanes.stop - part.lanes.start, column, columns)
+def _region(part: Part, column: int) -> Region:
+    lanes, columns = part.lanes, part.columns
+    return region(lanes.start, lanes.stop - lanes.start, column, columns.stop - columns.start)
 
 
-def multiplicand_regions(address: int, m: int, cta_group: int) -> tuple[Region, ...]:
+def multiplicand_regions(address: int, m: int, cta_group: int, ws: bool = False) -> tuple[Region, ...]:
     """The cells of an A in tensor memory, in each CTA: one instruction's K, 8 columns."""
     lane, column = split_address(address)
-    return tuple(_region(part, column, A_COLUMNS) for part in parts(m, A_COLUMNS, cta_group, lane))
+    copies = parts(m, A_COLUMNS, cta_group, lane, ws)
+    return tuple(_multiplicand_region(part, column) for part in copies)
 
 
-def multiplicand(cells: Cells, address: int, m: int, cta_group: int) -> tuple[NDArray[np.uint32], ...]:
-    """A from tensor memory, uint32 [m / cta_group, 8]: one, or for M=128 with cta_group::2 two of 64 rows,
-    the first for the lower half of D's columns, the second for the upper half (a kernel keeps the same
-    values in both)."""
-    places = [cells[place.lanes, place.columns] for place in multiplicand_regions(address, m, cta_group)]
-    return tuple(places) if (m, cta_group) == (128, 2) else (np.concatenate(places),)
+def _multiplicand_region(part: Part, column: int) -> Region:
+    return region(part.lanes.start, part.lanes.stop - part.lanes.start, column, A_COLUMNS)
+
+
+def multiplicand(
+    cells: Cells, address: int, m: int, cta_group: int, ws: bool = False
+) -> tuple[NDArray[np.uint32], ...]:
+    """A from tensor memory, uint32 [m / cta_group, 8]: one; or, where parts of D's columns have lanes of
+    their own, as many as there are parts (a kernel keeps the same values in all)."""
+    places = multiplicand_regions(address, m, cta_group, ws)
+    found = [cells[place.lanes, place.columns] for place in places]
+    rows = {part.rows.start for part in parts(m, A_COLUMNS, cta_group, split_address(address)[0], ws)}
+    return tuple(found) if len(rows) < len(found) else (np.concatenate(found),)
 
 
 @dataclass(frozen=True)
@@ -169,3 +190,15 @@ def execute(
 
 def _enabled(place: Region, disabled: NDArray[np.bool_] | None) -> Any:
     return True if disabled is None else ~disabled[place.lanes, None]
+
+
+def execute_scaled(cells: Cells, accumulator: Accumulator, quarters: tuple[Quarter, ...], keep: bool) -> None:
+    """One CTA's share of an MMA with block scaling, in the quarters that scales.quarters makes: D = A B^T,
+    plus D where `keep`."""
+    column = split_address(accumulator.address)[1]
+    for quarter in quarters:
+        columns = quarter.right.shape[0]
+        place = region(quarter.lane, quarter.left.shape[0], column, columns)
+        d = accumulator.view(cells, place)
+        product = np.matmul(quarter.left, quarter.right.T).astype(np.float32)
+        d[...] = product + d if keep else product

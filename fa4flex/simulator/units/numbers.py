@@ -51,7 +51,8 @@ SMALL = {
     "e3m2": Small(3, 2, largest=0x1F),
     "e2m1": Small(2, 1, largest=0x07),
 }
-BITS = {"f16": 16, "bf16": 16, "tf32": 32, "f32": 32, "s8": 8, "u8": 8, "s32": 32} | dict.fromkeys(SMALL, 8)
+BITS = {"f16": 16, "bf16": 16, "tf32": 32, "f32": 32, "s8": 8, "u8": 8, "s32": 32}
+BITS |= dict.fromkeys((*SMALL, "ue8m0", "ue4m3"), 8)
 """Bits that an element takes in memory, by the type's PTX name."""
 
 
@@ -80,11 +81,19 @@ def decode(type: str, raw: Raw) -> Floats:
             return (raw & np.uint32(0xFFFFE000)).view(np.float32)
         case "s8" | "u8":
             return raw.view(np.int8 if type == "s8" else np.uint8).astype(np.float32)
+        case "ue8m0":
+            return _POWERS.take(raw)
+        case "ue4m3":
+            return _values("e4m3").take(raw & np.uint8(0x7F))
     if type not in SMALL:
         raise unmodelled(
             f"elements of type {type} as float32", "f16, bf16, f32, tf32, s8, u8, " + ", ".join(SMALL)
         )
     return _values(type).take(raw)
+
+
+_POWERS = np.append(np.ldexp(np.float64(1), np.arange(-127, 128)), np.nan).astype(np.float32)
+"""What each ue8m0 code means."""
 
 
 @cache
@@ -120,8 +129,10 @@ def encode(type: str, values: Floats, saturate: bool = False) -> Raw:
             return _encode_bf16(values, saturate)
         case "f16":
             return _encode_f16(values, saturate)
+        case "tf32":
+            return _encode_tf32(values, saturate)
     if type not in SMALL:
-        raise unmodelled(f"rounding to {type}", "f16, bf16, f32, " + ", ".join(SMALL))
+        raise unmodelled(f"rounding to {type}", "f16, bf16, f32, tf32, " + ", ".join(SMALL))
     return _encode_small(SMALL[type], values, saturate)
 
 
@@ -131,6 +142,15 @@ def _encode_bf16(values: Floats, saturate: bool) -> Raw:
     if saturate:
         rounded = np.where(rounded & 0x7FFF == 0x7F80, rounded - np.uint16(1), rounded)
     return np.where(np.isnan(values), np.uint16(0x7FFF), rounded)
+
+
+def _encode_tf32(values: Floats, saturate: bool) -> Raw:
+    """The low 13 bits are zero; NaN is 0x7FFFE000, as TMA gives it on an H100."""
+    bits = values.view(np.uint32)
+    rounded = (bits + ((bits >> 13) & np.uint32(1)) + np.uint32(0xFFF)) & np.uint32(0xFFFFE000)
+    if saturate:
+        rounded = np.where(rounded & 0x7FFFFFFF == 0x7F800000, rounded - np.uint32(0x2000), rounded)
+    return np.where(np.isnan(values), np.uint32(0x7FFFE000), rounded)
 
 
 def _encode_f16(values: Floats, saturate: bool) -> Raw:

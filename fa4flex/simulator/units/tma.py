@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fa4flex.simulator.units.errors import invalid, unmodelled
+from fa4flex.simulator.units.numbers import encode
 from fa4flex.simulator.units.reduction import DTYPES, reduce
 from fa4flex.simulator.units.swizzle import CHUNK, permutation
 from fa4flex.simulator.units.tensormap import TensorMap
@@ -91,17 +92,19 @@ def box_at(tensor: TensorMap, coordinates: Sequence[int]) -> Box:
         raise invalid(
             f"{len(coordinates)} coordinates of a tensor of rank {tensor.rank}", "one for each dimension"
         )
-    address = tensor.address
-    shape, inside = [], []
-    for at, dim, extent, stride in zip(coordinates, tensor.dims, tensor.box, tensor.strides):
-        start = max(0, -at)
-        address += (at + start) * stride
+    bits, steps = tensor.bits, tensor.steps or (1,) * tensor.rank
+    row = slice(max(0, -coordinates[0]), min(tensor.box[0], tensor.dims[0] - coordinates[0]))
+    address = tensor.address + (coordinates[0] + row.start) * bits // 8
+    shape, inside = [tensor.box[0] * bits // 8], [slice(row.start * bits // 8, row.stop * bits // 8)]
+    for at, dim, extent, stride, step in zip(
+        coordinates[1:], tensor.dims[1:], tensor.extents[1:], tensor.strides[1:], steps[1:]
+    ):
+        start = max(0, -(at // step))
+        address += (at + start * step) * stride
         shape.append(extent)
-        inside.append(slice(start, min(extent, dim - at)))
-    size = tensor.itemsize
-    shape[0] *= size
-    inside[0] = slice(inside[0].start * size, inside[0].stop * size)
-    return Box(tuple(shape[::-1]), tuple(inside[::-1]), address, (*tensor.strides[:0:-1], 1))
+        inside.append(slice(start, min(extent, -((at - dim) // step))))
+    strides = [stride * step for stride, step in zip(tensor.strides[:0:-1], steps[:0:-1])]
+    return Box(tuple(shape[::-1]), tuple(inside[::-1]), address, (*strides, 1))
 
 
 def gathered(tensor: TensorMap, coordinates: Sequence[int]) -> tuple[Box, ...]:
@@ -121,11 +124,32 @@ def load_box(tensor: TensorMap, coordinates: Sequence[int], memory: Memory) -> B
 
 def load(tensor: TensorMap, box: Box, memory: Memory) -> Bytes:
     """Load one box as load_box does: uint8 [bytes of the box]."""
-    _movable(tensor)
-    dense = np.zeros(box.shape, np.uint8) if box.extents != box.shape else np.empty(box.shape, np.uint8)
+    if box.extents == box.shape:
+        dense = np.empty(box.shape, np.uint8)
+    else:
+        dense = np.resize(_NAN if tensor.nan else np.uint8(0), box.shape)
     if not box.empty:
         dense[box.inside] = box.view(memory)
-    return dense.reshape(-1)
+    flat = dense.reshape(-1)
+    if tensor.element.startswith("tf32"):
+        # what lies outside is not rounded
+        inside = np.zeros(box.shape, np.bool_)
+        inside[box.inside] = not box.empty
+        rounded = encode("tf32", flat.view(np.float32)).view(np.uint8)
+        return np.where(inside.reshape(-1), rounded, flat)
+    return _with_gaps(flat, tensor.bits * 2) if tensor.padded else flat
+
+
+_NAN = np.array([0xF7, 0x7F], np.uint8)
+"""What an H100 fills with, in f16, bf16, f32, tf32 and f64 alike."""
+_GAP = 0xA5
+"""Bytes between groups and rows. An H100 leaves alone what lies behind short rows; nothing can rely on it."""
+
+
+def _with_gaps(dense: Bytes, group: int) -> Bytes:
+    """Groups of `group` bytes, each at the beginning of 16; the ISA does not say what the gaps hold."""
+    groups = dense.reshape(-1, group)
+    return np.pad(groups, ((0, 0), (0, CHUNK - group)), constant_values=_GAP).reshape(-1)
 
 
 def store_box(
@@ -138,8 +162,9 @@ def store_box(
 
 
 def store(tensor: TensorMap, box: Box, dense: Bytes, memory: Memory, reduction: str | None = None) -> None:
-    """Store one box as store_box does: uint8 [bytes of the box]."""
-    _movable(tensor)
+    """Store one box as store_box does: uint8 [bytes of the box]. tf32 is not rounded, as on an H100."""
+    if tensor.padded:
+        raise unmodelled(f"a store by a tensor map of {tensor.element}", "loads of padded elements")
     if box.empty:
         return
     new, old = dense.reshape(box.shape)[box.inside], box.view(memory)
@@ -151,17 +176,13 @@ def store(tensor: TensorMap, box: Box, dense: Bytes, memory: Memory, reduction: 
 
 
 def _reduced_type(tensor: TensorMap, reduction: str) -> str:
-    if tensor.element not in DTYPES or tensor.element == "f64":
+    element = tensor.element.removeprefix("t").removesuffix(".ftz")
+    if element not in DTYPES or element == "f64":
         raise unmodelled(
             f"cp.reduce.async.bulk.tensor.{reduction} of {tensor.element}", "integers, f16, bf16, f32"
         )
-    bitwise = reduction in ("and", "or", "xor") and tensor.element[0] in "us"
-    return f"b{tensor.element[1:]}" if bitwise else tensor.element
-
-
-def _movable(tensor: TensorMap) -> None:
-    if tensor.element == "tf32":
-        raise unmodelled("a copy by a tensor map of tf32, which may round", "f32")
+    bitwise = reduction in ("and", "or", "xor") and element[0] in "us"
+    return f"b{element[1:]}" if bitwise else element
 
 
 # --- shared memory ------------------------------------------------------------------------------------------
@@ -172,10 +193,17 @@ def to_shared(tensor: TensorMap, address: int, dense: Bytes) -> Bytes:
     start of the CTA's window. Raises InputError unless it is a multiple of the swizzle's span."""
     if not tensor.swizzle.bits:
         return dense
+    if tensor.short:
+        gap = tensor.swizzle.span - tensor.row_bytes
+        rows = dense.reshape(-1, tensor.row_bytes)
+        dense = np.pad(rows, ((0, 0), (0, gap)), constant_values=_GAP).reshape(-1)
     order = permutation(tensor.swizzle, address, len(dense))
     return dense.view(_CHUNK_TYPE)[order].view(np.uint8)
 
 
 def from_shared(tensor: TensorMap, address: int, image: Bytes) -> Bytes:
-    """The dense box that shared memory holds as `image` from `address` on: the inverse of to_shared."""
+    """The dense box that shared memory holds as `image` from `address` on: the inverse of to_shared. Raises
+    UnsupportedError where rows do not fill their lines."""
+    if tensor.short:
+        raise unmodelled(f"a store of rows of {tensor.row_bytes} bytes with {tensor.swizzle}", "whole lines")
     return to_shared(tensor, address, np.ascontiguousarray(image))

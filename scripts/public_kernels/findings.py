@@ -1,0 +1,77 @@
+"""Why what the simulator finds in public kernels is there: by kernel, kind and instruction."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """`kernel`, `kind` and `text` are patterns that are searched in the kernel's name and in the finding."""
+
+    kernel: str
+    kind: str
+    text: str
+    why: str
+
+
+EXPLANATIONS = (
+    Explanation(
+        r"CUTLASS: attention backward",
+        r"race|tensor memory",
+        r"tcgen05",
+        "the warps that compute free tensor memory behind a barrier of their own; nothing tells them that"
+        " the warps which add up dQ have read theirs",
+    ),
+    Explanation(
+        r"CUTLASS: mixed-input attention, width 256",
+        r"race|tensor memory",
+        r"tcgen05",
+        "the warps that correct free tensor memory when they are done; nothing tells them that the others'"
+        " loads from it are over",
+    ),
+    Explanation(
+        r"CUTLASS: Hopper attention",
+        r"unfinished|exited",
+        r"cp\.async\.bulk\.tensor",
+        "the warp that stores O exits without cp.async.bulk.wait_group for its last stores, and shared"
+        " memory, which they may still read, goes with the CTA",
+    ),
+    Explanation(
+        r"CUTLASS: Hopper GEMM, fp8, two accumulators",
+        r"missing fence",
+        r"wgmma",
+        "partial sums are read from the accumulators' registers, and no wgmma.fence stands between that"
+        " and the next wgmma on them (PTX ISA, wgmma.fence)",
+    ),
+    Explanation(
+        r"flash-attn-4.*pages of|quack.*gathered",
+        r"missing proxy fence",
+        r"cp\.async\.c[ag]\.shared\.global",
+        "cp.async writes by the generic proxy, wgmma and tcgen05.mma read by the async proxy; the"
+        " mbarrier that cp.async signals is no proxy fence, and there is none behind it",
+    ),
+    Explanation(
+        r"flash-attn-4, Blackwell: latent",
+        r"barrier|race",
+        r"barrier",
+        "warps arrive at their cluster's barrier twice before they wait for it once (undefined by the ISA);"
+        " where the second arrival counts for nothing, mbarriers are used before they are initialised",
+    ),
+    Explanation(
+        r"flash-attn-4, Blackwell: backward",
+        r"unfinished|exited",
+        r"cp\.reduce\.async\.bulk",
+        "the warps that add dQ exit without cp.async.bulk.wait_group for their last reductions, whose source"
+        " is shared memory of the CTA",
+    ),
+)
+
+
+def explanation(kernel: str, kind: str, text: str) -> str:
+    """Why the finding is true, or "" where nobody has explained it."""
+    for known in EXPLANATIONS:
+        if re.search(known.kernel, kernel) and re.search(known.kind, kind) and re.search(known.text, text):
+            return known.why
+    return ""
