@@ -44,7 +44,7 @@ class Runner:
     in_order: bool = False
     launches: int = 0
     findings: dict[str, Finding] = field(default_factory=dict)
-    """By kind and opcodes, the first of them under any timing."""
+    """First findings of each kind and pair of opcodes, under any timing."""
     varies: bool = False
     """Whether some launch left different bits under different timings."""
 
