@@ -119,7 +119,7 @@ class Argument:
         return self.name in one.given if self.when is None else self.when(one)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Schema:
     """Arguments of a pass."""
 

@@ -30,19 +30,24 @@ def conversions_of(schema: Schema, **owners: Any) -> dict[str, Conversion]:
     """Conversions that arguments go through at every launch that looks like this one, by name; most arguments
     need none. owners: `call`, and in backward passes `saved`."""
     found = {}
-    for row in schema.entry:
-        if _owner(row) in owners:
-            holder, _, rest = _path(row).partition(".")
-            convert = conversion(row.look, attrgetter(rest)(owners[holder]))
+    for row, owner, read in _readers(schema):
+        if owner in owners:
+            convert = conversion(row.look, read(owners[owner]))
             if convert is not None:
                 found[row.name] = convert
     return found
 
 
+@lru_cache
+def _readers(schema: Schema) -> list[tuple[Argument, str, Callable[[Any], Any]]]:
+    """Arguments with the owners that bring them, and what reads them there."""
+    return [(row, _owner(row), attrgetter(_path(row).partition(".")[2])) for row in schema.entry]
+
+
 def launch_function(
     schema: Schema,
     launch: Callable[..., None],
-    parameters: Sequence[str],
+    parameters: tuple[str, ...],
     constants: Mapping[str, Any],
     conversions: Mapping[str, Conversion],
 ) -> Callable[..., None]:
@@ -51,19 +56,32 @@ def launch_function(
     space: dict[str, Any] = {"launch": launch}
     space |= {f"the_{name}": value for name, value in constants.items()}
     space |= {f"convert_{name}": convert for name, convert in conversions.items()}
+    intervals = bool(constants.get(INTERVALS))
+    text = _launch(schema, parameters, tuple(constants), tuple(conversions), intervals)
+    return _printed(parameters, text, space)
+
+
+@lru_cache(maxsize=256)
+def _launch(
+    schema: Schema,
+    parameters: tuple[str, ...],
+    constants: tuple[str, ...],
+    converted: tuple[str, ...],
+    intervals: bool,
+) -> str:
+    """The call of `launch` with all of its arguments."""
 
     def text(row: Argument) -> str:
         if row.name in parameters:
             return row.name
         if row.name in constants:
             return f"the_{row.name}"
-        found = f"convert_{row.name}({_path(row)})" if row.name in conversions else _path(row)
-        if row.look == Captured("tensors"):
-            more = f" + the_{INTERVALS}" if constants.get(INTERVALS) else ""
-            return f"{found}{more} or None"  # an empty tuple cannot be an argument
+        found = f"convert_{row.name}({_path(row)})" if row.name in converted else _path(row)
+        if row.look == Captured("tensors"):  # an empty tuple cannot be an argument
+            return f"{found} + the_{INTERVALS} or None" if intervals else f"{found} or None"
         return found
 
-    return _printed(parameters, f"launch({', '.join(map(text, schema.entry))})", space)
+    return f"launch({', '.join(map(text, schema.entry))})"
 
 
 def _owner(row: Argument) -> str:
