@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
-from case import Case, Checks
+from kernel_case import Case, Checks
 
 ROOT = "examples/python/CuTeDSL"
 CONVERSIONS = ("_convert_kernel",)

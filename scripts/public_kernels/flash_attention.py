@@ -11,7 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from case import Case, Checks
+from kernel_case import Case, Checks
 from torch import Tensor
 
 BOUND = 2**-7

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from case import Case, Checks
+from kernel_case import Case, Checks
 from torch import Tensor
 
 BOUND = 2**-8

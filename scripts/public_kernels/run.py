@@ -26,8 +26,8 @@ import cutlass  # noqa: F401 - once, for all processes
 import cutlass_examples
 import flash_attention
 import quack_kernels
-from case import Case, Outcome, measure
 from findings import explanation
+from kernel_case import Case, Outcome, measure
 from table import table
 
 WANTED = 0.95

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from case import Outcome
+from kernel_case import Outcome
 
 CHIPS = {"sm_90a": "Hopper", "sm_100a": "Blackwell"}
 

@@ -201,6 +201,7 @@ class Model(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_a_model_through_masks_lengths_maps_and_scales_compiles_five_times_at_most() -> None:
     """13 masks, 5 scales, 10 block maps, 20 lengths; no kind of change recompiles after it was seen twice."""
     model, counter = Model(), CompileCounterWithBackend("aot_eager")

@@ -370,6 +370,7 @@ print(kernels[0].compiled, "cutlass" in sys.modules, kernels[0].seconds)
 """
 
 
+@pytest.mark.slow
 def test_a_second_process_neither_compiles_nor_loads_the_compiler(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

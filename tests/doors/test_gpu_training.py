@@ -24,8 +24,8 @@ NAMES = {len(schema.names): schema.names for schema in SCHEMAS.values()}
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     """Launches of calls as on a GPU, only written down. Nothing is ready from other tests."""
-    programs.publish.cache_clear()
-    programs._engine.cache_clear()
+    monkeypatch.setattr(launch, "publish", programs.Published)
+    monkeypatch.setattr(programs, "_engine", programs._engine.__wrapped__)
     monkeypatch.setattr(launch, "_prepared", weakref.WeakKeyDictionary())
     monkeypatch.setattr(launch, "_on_gpu", lambda q: True)
     monkeypatch.setattr("fa4flex.runtime.ops.simulating", lambda: True)

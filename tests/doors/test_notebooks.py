@@ -16,6 +16,7 @@ def test_there_are_notebooks() -> None:
     assert len(NOTEBOOKS) >= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_runs(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)

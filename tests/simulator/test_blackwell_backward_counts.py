@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from functools import cache
 
+import pytest
 import torch
 from test_backward_clocks import PASSES, ROWS, TILE, backward, more_per_tile
 
@@ -35,6 +36,7 @@ def arithmetic(result: Result) -> dict[str, float]:
     return {"results": float(2 * total["float arithmetic, packed"] + total["float arithmetic"])}
 
 
+@pytest.mark.slow
 def test_clocks_of_the_paper() -> None:
     """MMA 2560, shared memory 3328, exponentials 1024 (Zadouri et al. 2026, Table 3)."""
     units, moved = (more_per_tile(f, own(256), own(512)) for f in (cycles, shared_memory))
@@ -55,6 +57,7 @@ def test_no_more_than_flash_attention_4() -> None:
             assert ours[unit] <= theirs[unit], unit
 
 
+@pytest.mark.slow
 def test_clocks_of_wide_heads() -> None:
     """Heads of (192, 128) take five products with the operands that each must read from shared memory, dS and
     dQ that pass through it, and tiles that come in: turns in tensor memory cost no second read."""

@@ -57,6 +57,7 @@ def some(ctas: int, masked: bool, count: int, dim: int = DIM) -> None:
         assert own.noticed(mutant), mutant
 
 
+@pytest.mark.slow
 @KERNELS
 def test_some(masked: bool) -> None:
     some(1, masked, 6)

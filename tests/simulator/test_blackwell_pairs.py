@@ -56,6 +56,7 @@ def test_gradients(name: str, lengths: tuple[int, int]) -> None:
 # The second CTA of a pair has none of a tile's 256 keys in some sequences, and one in others.
 
 
+@pytest.mark.slow
 def test_some_lengths() -> None:
     with in_pairs():
         close_ragged(random.choice(sorted(RAGGED)), random.choice(KINDS), random.choice(WIDTHS), "sm_100a")
@@ -75,6 +76,7 @@ def test_sums_in_any_order_show() -> None:
         ordered.in_any_order("sm_100a", KEYS)
 
 
+@pytest.mark.slow
 def test_ordered_sums_repeat() -> None:
     with in_pairs():
         ordered.same("sm_100a", random.choice(ordered.TELLING), 1, KEYS)
@@ -92,6 +94,7 @@ def check_ordered(name: str, kind: str) -> None:
         ordered.right("sm_100a", name, kind, random.choice((64, 128)))
 
 
+@pytest.mark.slow
 def test_some_ordered_sums() -> None:
     check_ordered(random.choice(sorted(ordered.MASKS)), random.choice(("dense", "packed", "padded")))
 
@@ -109,6 +112,7 @@ def check_captured(name: str) -> None:
         captured.close(name, grid, random.choice(WIDTHS), "sm_100a")
 
 
+@pytest.mark.slow
 def test_some_captured() -> None:
     check_captured(random.choice(sorted(captured_cases.CASES)))
 
@@ -129,6 +133,7 @@ def test_captured_and_lengths(name: str, kind: str, deterministic: bool) -> None
         captured_ragged.close("sm_100a", name, kind, random.choice((64, 128)), in_order)
 
 
+@pytest.mark.slow
 def test_captured_repeat() -> None:
     """Each warp of both CTAs has a copy to itself: it adds twice to an element of a sequence, and if two
     warps did, four numbers would come in any order."""
@@ -164,6 +169,7 @@ def own(q_len: int) -> Result:
     return found
 
 
+@pytest.mark.slow
 def test_clocks_of_the_paper() -> None:
     """MMA 2560 and exponentials 1024 (Zadouri et al. 2026, Table 3). Of shared memory, it halves the second
     operand of all products and nothing else, 2688; here, as for flash-attn-4's kernel, dQ's rows are divided

@@ -102,10 +102,12 @@ def close(arch: str, name: str, kind: str, width: Width, deterministic: bool) ->
     captured_cases.judge(where, got, exact, budgets)
 
 
+@pytest.mark.slow
 def test_some_lengths() -> None:
     close(random.choice(ARCHS), random.choice(sorted(CASES)), random.choice(KINDS), 64, False)
 
 
+@pytest.mark.slow
 def test_some_lengths_in_order() -> None:
     close(random.choice(ARCHS), random.choice(FIXED), random.choice(KINDS), 64, True)
 
@@ -138,6 +140,7 @@ def ordered(arch: str, name: str, timings: list[tuple[str, int]]) -> None:
         assert all(map(torch.equal, other, found[0])), f"{arch}, {name}: {timings}"
 
 
+@pytest.mark.slow
 def test_bits_repeat() -> None:
     ordered(random.choice(ARCHS), random.choice(FIXED), [("eager", 0), ("random", random.randrange(99))])
 

@@ -79,6 +79,7 @@ def timings(count: int) -> list[tuple[str, int]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 def test_sums_in_any_order_show(arch: str) -> None:
     in_any_order(arch)
@@ -100,6 +101,7 @@ def same(arch: str, name: str, count: int, keys: int = KEYS) -> None:
             assert torch.equal(x, y), f"{arch}, {name}: {what} differs, {timing} {seed}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 def test_bits_repeat(arch: str) -> None:
     same(arch, random.choice(TELLING), 3)
@@ -165,6 +167,7 @@ def right(arch: str, name: str, kind: str, width: Width = 64) -> None:
     captured_cases.judge(f"{arch}, {name}, {kind}, width {width}, {timing} {seed}", found, exact, budgets)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 def test_some_gradients(arch: str) -> None:
     kind, width = random.choice(("dense", "packed", "padded")), random.choice((64, (192, 128)))

@@ -30,6 +30,7 @@ def accurate(captured: Captured) -> None:
     no_worse(ours, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])

@@ -132,6 +132,7 @@ def busy(run: Executed) -> list[tuple[int, int, int]]:
     return [(0, role.cta, role.warp) for role in run.topology.roles if role not in idle]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FEW)
 def test_a_kernel_does_what_its_graph_says(name: str) -> None:
     check(name)
@@ -275,6 +276,7 @@ SWAPPED = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SWAPPED, ids=lambda case: f"{case[0]}, {case[2]}")
 def test_signals_in_another_order_in_a_kernel_are_found(case: tuple[Any, ...], launches: Compared) -> None:
     name, owner, method, wrong, wanted, found = case

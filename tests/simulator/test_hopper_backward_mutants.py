@@ -37,6 +37,7 @@ IMPLIED = ("fence.mbarrier_init", "wgmma.")
 """What some of the mutants that are not noticed lack."""
 
 
+@pytest.mark.slow
 def test_some() -> None:
     own = main_kernel(random.random() < 0.5, random.choice((64, 128, LATENT)))
     tried = [m for m in own.that_matter() if not m.instruction.opcode.startswith(IMPLIED)]

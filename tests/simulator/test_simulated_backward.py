@@ -130,6 +130,7 @@ def test_wide_heads_and_lengths(width: Width, kv_heads: int) -> None:
         close("alibi, causal", q_len, kv_len, width, kv_heads=kv_heads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "width_v"), [(64, 64), (192, 128)])
 def test_blocks_take_tile_after_tile(width: int, width_v: int) -> None:
     """Nine tiles of keys, some of which no query sees, by three blocks, which leave the counter as it was."""

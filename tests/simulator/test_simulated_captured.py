@@ -53,6 +53,7 @@ def right(
     judge(where, got, *measured(composition, qkv, leaves, upstream))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 def test_some_gradients(arch: str) -> None:
     name = random.choice(sorted(CASES))
@@ -63,6 +64,7 @@ def test_some_gradients(arch: str) -> None:
 DENSE = tuple(name for name in CASES if name.startswith("dense"))
 
 
+@pytest.mark.slow
 def test_some_dense_gradients() -> None:
     """Tiles that no block visits are zero, and rows of any length end where they end."""
     grid = Grid(1, 2, 130, random.choice((300, 301)))

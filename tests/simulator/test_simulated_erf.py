@@ -43,6 +43,7 @@ def test_on_a_cpu() -> None:
     agree(found, reference.attention(*qkv, **composition), [*qkv, *slopes])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 def test_on_a_simulated_chip(arch: str) -> None:
     """Forward and backward kernels are as near to the oracle as PyTorch's arithmetic in bfloat16."""

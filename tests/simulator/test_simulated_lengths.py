@@ -128,6 +128,7 @@ def close(name: str, kind: str, width: Width, arch: str) -> None:
         assert x.count_nonzero() == 0, f"{where}: gradients past the end"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 def test_some_gradients(arch: str) -> None:
     width = random.choice((40, *WIDTHS[arch]))

@@ -104,8 +104,6 @@ def test_faults(right: str, wrong: str, kind: str) -> None:
         STORE.replace(".b32", ".v2.b32"),
         ADD.replace("add.u32", "add.f32"),
         ADD.replace("add.u32", "and.u32"),
-        "tcgen05.cp.cta_group::2.128x256b [%r3], %rd1;",
-        "tcgen05.cp.cta_group::1.128x256b.b8x16.b6x16_p32 [%r3], %rd1;",
     ],
 )
 def test_what_is_not_modelled_raises(instruction: str) -> None:

@@ -98,6 +98,7 @@ def test_an_order_is_kept_for_its_lengths(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(made) == before + 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("form", ["packed", "padded"])
 def test_the_same_bits_in_another_order(arch: str, form: str) -> None:

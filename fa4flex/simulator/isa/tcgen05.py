@@ -120,6 +120,7 @@ def dealloc(instruction: Instruction) -> Act:
             )
         order = cta.cluster.order
         where = granules((tensor.region(0, TENSOR_LANES, start, columns),))
+        order.release(warp.agent)  # what the warp issued before, and lands later, does not know of it
         cta.tensor_shadow.write(order.warp_access(warp.agent, instruction), where, order.clocks[warp.agent])
         cta.allocated[start : start + columns] = 0
         cta.freed[start : start + columns] = True
