@@ -185,6 +185,7 @@ def test_what_changes_is_seen(copies: Copies, recorder: Recorder) -> None:
             assert torch.equal(found.long(), expected)
 
 
+@pytest.mark.slow
 def test_memory_that_is_used_again_is_another_tensor(copies: Copies, recorder: Recorder) -> None:
     memory = drawn()
     engine, call = call_of(fa4flex.compile(mask=causal & document(memory) & sliding_window(64)))

@@ -10,6 +10,7 @@ from itertools import product
 import networkx
 import pytest
 
+from fa4flex.codegen.plan.counts import check_counts
 from fa4flex.codegen.plan.errors import PlanError
 from fa4flex.codegen.plan.topology import Event, Role, Staging, Topology
 from fa4flex.codegen.plan.verify import Mbarrier, Pick, at_random, round_robin, simulate, trace
@@ -41,7 +42,7 @@ def is_red(pipeline: Topology, seed: int) -> bool:
 
 def fails_check(pipeline: Topology) -> bool:
     try:
-        pipeline.check()
+        check_counts(pipeline)
     except PlanError:
         return True
     return False
@@ -68,7 +69,7 @@ def every_pipeline() -> Iterator[Topology]:
 def test_sound_pipelines_run_in_a_random_order(seed: int) -> None:
     tried = 0
     for i, pipeline in enumerate(every_pipeline()):
-        pipeline.check()
+        check_counts(pipeline)
         work = random.Random(seed + i).choices((1, 2, 3, 7), k=2)
         assert simulate(pipeline, work, at_random(seed + i)) > 0, work
         tried += 1

@@ -141,6 +141,7 @@ def test_a_kernel_does_what_its_graph_says(name: str) -> None:
 OTHERS = sorted(CASES.keys() - set(FEW))
 
 
+@pytest.mark.slow
 def test_another_kernel_does_what_its_graph_says() -> None:
     check(random.choice(OTHERS))
 

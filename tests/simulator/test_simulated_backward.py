@@ -89,17 +89,20 @@ def close(
     judge(where, composition, got, (qkv, dout, dlse))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draw", range(2))
 def test_some_gradients(draw: int) -> None:
     name = random.sample(sorted(COMPOSED), 2)[draw]
     close(name, random.choice((64, 130, 200)), 200, random.choice((40, 64, 128)))
 
 
+@pytest.mark.slow
 def test_some_wide_gradients() -> None:
     sizes = random.choice((65, 130)), random.choice((130, 200))
     close(random.choice(sorted(COMPOSED)), *sizes, random.choice(WIDE), kv_heads=random.choice((1, 2, 4)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ("sm_90a", "sm_100a"))
 def test_heads_within_rows(arch: str) -> None:
     """Layout bshd: both passes read and write it as it is."""
@@ -162,6 +165,7 @@ def test_what_kernels_do_not_do_is_done_in_pytorch() -> None:
     judge("outputs in float16", {"mask": causal}, got, (qkv, dout, dlse))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "arch"), [("plain", "sm_90a"), ("softcap, window", "sm_90a"), ("softcap, window", "sm_100a")]
 )

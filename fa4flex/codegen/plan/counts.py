@@ -10,7 +10,7 @@ from fa4flex.codegen.plan.topology import WARP, Barrier, Ring, Role, Topology
 
 
 def check_counts(topology: Topology) -> None:
-    """PlanError where counts and sums do not fit."""
+    """Raise PlanError where counts and sums do not fit; `verify.simulate` then looks at the order."""
     for ring in topology.rings:
         _check_ring(ring, topology.roles)
     for barrier in topology.mbarriers:

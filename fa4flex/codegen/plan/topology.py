@@ -416,12 +416,6 @@ class Topology:
                 lines += _explain_role(role)
         return "\n".join(lines)
 
-    def check(self) -> None:
-        """PlanError where counts and sums do not fit; `simulate` then looks at the order."""
-        from fa4flex.codegen.plan.counts import check_counts
-
-        check_counts(self)
-
     @property
     def least(self) -> Topology:
         """The pipeline where nothing happens that may be left out."""

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import ClassVar
 
 from fa4flex.codegen.plan.bound import Size
+from fa4flex.codegen.plan.counts import check_counts
 from fa4flex.codegen.plan.memory import BARRIER, NUMBER, Memory, lay_out, tile_bytes
 from fa4flex.codegen.plan.problem import Problem
 from fa4flex.codegen.plan.registers import check_registers
@@ -138,7 +139,7 @@ class BlackwellBackwardPlan:
         check_registers(
             self.registers, "compute", self.target, "take the split of bwd_sm100.config.Registers"
         )
-        self.topology.check()
+        check_counts(self.topology)
         self.of_one_cta.check_fits(self.memory, self.target)
         prove(self.topology)
 

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import ClassVar
 
 from fa4flex.codegen.plan.bound import Size
+from fa4flex.codegen.plan.counts import check_counts
 from fa4flex.codegen.plan.memory import NUMBER, Memory, lay_out, tile_bytes
 from fa4flex.codegen.plan.pipeline import Pipeline
 from fa4flex.codegen.plan.problem import Problem
@@ -124,7 +125,7 @@ class HopperBackwardPlan:
         """PlanError or UnsupportedError unless the plan holds: sums of bytes, barriers; regions; and a run of
         the token simulation."""
         self.memory.check()
-        self.topology.check()
+        check_counts(self.topology)
         # The kernel has room for what only persistent blocks use.
         self.topology.check_fits(self.memory, self.target, 0 if self.persistent else UNUSED)
         prove(self.topology)

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import ClassVar
 
 from fa4flex.codegen.plan.bound import Bound, Size, expected_bound, for_long
+from fa4flex.codegen.plan.counts import check_counts
 from fa4flex.codegen.plan.memory import Memory
 from fa4flex.codegen.plan.pipeline import Pipeline
 from fa4flex.codegen.plan.problem import Problem
@@ -136,7 +137,7 @@ class BlackwellPlan:
         check_threshold(self.rescale_threshold, self.problem)
         check_exponential(self.exponential, self.tiles.tile_n)
         check_registers(self.registers, "softmax", self.target, "take a split from registers.SPLITS")
-        self.topology.check()
+        check_counts(self.topology)
         self.of_one_cta.check_fits(self.memory, self.target, self._unused_barriers)
         prove(self.topology)
 

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import ClassVar
 
 from fa4flex.codegen.plan.bound import Bound, Size, expected_bound, for_long
+from fa4flex.codegen.plan.counts import check_counts
 from fa4flex.codegen.plan.errors import PlanError
 from fa4flex.codegen.plan.memory import Memory
 from fa4flex.codegen.plan.pipeline import Pipeline
@@ -121,7 +122,7 @@ class HopperPlan:
                 "use fewer keys per tile",
             )
         check_threshold(self.rescale_threshold, self.problem)
-        self.topology.check()
+        check_counts(self.topology)
         self.topology.check_fits(self.memory, self.target)
         prove(self.topology)
 
