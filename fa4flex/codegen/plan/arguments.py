@@ -135,9 +135,9 @@ class Schema:
         """Names of the arguments of the entry point."""
         return tuple(row.name for row in self.entry)
 
-    def found_in(self, *sources: Source) -> tuple[Argument, ...]:
+    def found_in(self, source: Source) -> tuple[Argument, ...]:
         """Arguments of the entry point that launches find there."""
-        return tuple(row for row in self.entry if row.source in sources)
+        return tuple(row for row in self.entry if row.source == source)
 
     def read_by(self, kernel: str) -> tuple[str, ...]:
         """Names of what one kernel gets."""

@@ -1,4 +1,4 @@
-"""What warps do at barriers: as the graph of a pipeline has it, to be compared with what a kernel did.
+"""Signals of warps at barriers: as the graph of a pipeline has them, to be compared with what a kernel did.
 
 A graph is proved, a kernel is written by hand; a kernel that does what its graph says, role by role, has what
 was proved. `expected` turns the events of a role into signals, in order; `rows_of` reads from a run how many
@@ -21,7 +21,7 @@ EVERYONE, CLUSTER = "all threads", "cluster"
 
 @dataclass(frozen=True)
 class Signal:
-    """What a warp does at a barrier.
+    """Act of a warp at a barrier.
 
     parity    of the phase that a wait is for
     amount    bytes that are expected, copied or sent; or arrivals; or threads that come to a named barrier

@@ -133,7 +133,7 @@ def _overlaps(config: Config) -> list[tuple[str, str]]:
 
 
 def _leave_apart(config: Config) -> bool:
-    """Whether dK and dV leave through the same memory, one after the other."""
+    """True if dK and dV leave through the same memory, one after the other."""
     return config.persistent and config.dq_stages == 1
 
 
@@ -147,8 +147,8 @@ def _staged(action: Action, name: str, tile: int = 0) -> Event:
 
 
 def _all_read(config: Config, w: int) -> Event:
-    """What says, after a tile's last step, that all of dQ has been read: the last step's own stage; or a
-    barrier beside the one of the only stage, which is for the next step."""
+    """Event that says, after a tile's last step, that all of dQ has been read: the last step's own stage; or
+    a barrier beside the one of the only stage, which is for the next step."""
     if config.persistent and config.dq_stages == 1:
         return Event("take", f"dq_read {w}")
     return _staged("take", f"dq_empty {w}")

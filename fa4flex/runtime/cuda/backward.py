@@ -56,7 +56,7 @@ class Gradients(NamedTuple):
 PARAMETERS = (
     "call", "saved", "lse2", "delta", "dq_sum", "dq", "dk", "dv", "tables", "turns", "gradients", "counter"
 )  # fmt: skip
-"""What a backward launch function takes; other arguments are the same for all calls that look alike."""
+"""Parameters of a backward launch function; other arguments are the same for all calls that look alike."""
 
 
 @dataclass(frozen=True, eq=False)

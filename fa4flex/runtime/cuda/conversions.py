@@ -17,8 +17,8 @@ Conversion = Callable[[Any], Any]
 
 
 def conversion(look: Look, given: Any) -> Conversion | None:
-    """What makes an argument look as its row says, for this one and those that look like it; None where it
-    is as it should be, or is not given."""
+    """Conversion that makes an argument look as its row says, this one and those that look like it; None
+    where it is as it should be, or is not given."""
     match look:
         case Heads() if given is not None and not tma_able(given):
             return _compact

@@ -89,7 +89,7 @@ class Engine:
         return found
 
     def key(self, call: Call) -> Any:
-        """What a launch depends on of a call."""
+        """Key of a call: all that its launch depends on."""
         lengths = None if call.lengths is NO_LENGTHS else _key_of_lengths(call)
         return _key_of(call), lengths, call.heads_first, call.statistics, simulated.target()
 

@@ -26,7 +26,7 @@ from fa4flex.variant import Variant, default_scale
 _empty_like = torch.empty_like
 
 PARAMETERS = "q", "k", "v", "out", "lse", "max_scores", "counter"
-"""What the launch of a repeated call takes."""
+"""Parameters of the launch function of a repeated call."""
 
 
 class FastPath:

@@ -26,7 +26,7 @@ Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 PARAMETERS = "call", "out", "lse", "max_scores", "counter", "order"
-"""What the launch function of a Ready takes; other arguments are the same for all calls that look alike."""
+"""Parameters of a Ready's launch function; other arguments are the same for all calls that look alike."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
