@@ -13,8 +13,8 @@ from typing import Any
 from fa4flex.codegen.analyze.domain import Shape
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.analyze.prove import Proved, prove, prove_queries
-from fa4flex.codegen.analyze.tabulate import Tabulated, tabulate
-from fa4flex.codegen.emit import Source, emit_backward, emit_forward
+from fa4flex.codegen.analyze.tile_bounds import tile_bounds
+from fa4flex.codegen.emit import Source, emit_backward, emit_forward, emit_tables
 from fa4flex.codegen.emit.module import Captions
 from fa4flex.codegen.evaluate import Captured
 from fa4flex.codegen.expr import Expr
@@ -29,9 +29,14 @@ from fa4flex.compiler.compile import Kernel, compile_kernel
 from fa4flex.compiler.signature import Signature
 from fa4flex.errors import Origin
 from fa4flex.kernels import dispatch
+from fa4flex.kernels.block_tables.plan import TablesPlan
 from fa4flex.primitives.schedule import Schedule
 
-EMIT: dict[Direction, Callable[..., Source]] = {"forward": emit_forward, "backward": emit_backward}
+EMIT: dict[Direction, Callable[..., Source]] = {
+    "forward": emit_forward,
+    "backward": emit_backward,
+    "tables": emit_tables,
+}
 Prove = Callable[[Facts, Shape, Captured], Proved]
 
 
@@ -56,11 +61,11 @@ class Given:
 
 @dataclass(frozen=True, eq=False)
 class Lowered:
-    """A pass of a program, down to the source of its kernel. tabulated: the facts that it was made of, which
-    may read tables; sums: memory for the gradients of captured tensors."""
+    """A pass of a program, down to the source of its kernel. facts: what it was made of; sums: memory for the
+    gradients of captured tensors."""
 
     direction: Direction
-    tabulated: Tabulated
+    facts: Facts
     problem: Problem
     plan: Any
     source: Source
@@ -77,44 +82,57 @@ class Lowered:
 
 def lower_forward(given: Given) -> Lowered:
     """Raises UnsupportedError for what no kernel does, PastTheEnd for short captured tensors."""
-    tabulated, problem = _proved(given)
-    problem = replace(problem, **given.changes)
-    plan, source = _forward(dispatch.PIPELINES, tabulated.facts, problem, given.target, given.schedule)
-    return Lowered("forward", tabulated, problem, plan, source)
+    problem = replace(_proved(given), **given.changes)
+    plan, source = _forward(dispatch.PIPELINES, given.facts, problem, given.target, given.schedule)
+    return Lowered("forward", given.facts, problem, plan, source)
 
 
 def lower_backward(given: Given, needs: Sequence[int] = ()) -> Lowered:
     """`needs` are the slots of captured tensors whose gradients are wanted. Errors as in the forward pass."""
     facts, inputs, target = given.facts, given.inputs, given.target
-    tabulated, problem = _proved(given)
     deterministic = given.schedule.deterministic
-    problem = backward_problem(problem, facts, inputs, target, deterministic)
+    problem = backward_problem(_proved(given), facts, inputs, target, deterministic)
     queries = None if deterministic else prove_queries(facts, inputs.extents, given.captured)
     if queries is not None:
-        tabulated, problem = Tabulated(facts), by_queries(problem, queries, inputs)
+        problem = by_queries(problem, queries)
     problem = replace(problem, **given.changes)
     pipeline = dispatch.choose("backward", problem, target)
     sums = sums_of(facts, inputs, problem, pipeline.zero_fills, needs)
     problem = replace(problem, gradients=tuple((one.slot, one.adding) for one in sums))
-    plan, source = _backward(dispatch.PIPELINES, tabulated.facts, problem, target)
+    plan, source = _backward(dispatch.PIPELINES, facts, problem, target)
     if deterministic:
         sums = separate(sums, facts, inputs, plan)
-    return Lowered("backward", tabulated, problem, plan, source, sums)
+    return Lowered("backward", facts, problem, plan, source, sums)
+
+
+def lower_tables(lowered: Lowered, captured: Captured = Captured()) -> Lowered:
+    """The kernels that find the tiles of the mask of a pass, for block tables of its tiles. They are the same
+    for all widths of heads."""
+    problem, tile, facts = lowered.problem, lowered.plan.tile, Facts(mask=lowered.facts.mask)
+    bare = Problem(
+        WIDTH, WIDTH, mask_form="tables", operands=problem.operands, in_range=problem.in_range,
+        wide_index=problem.wide_index,
+    )  # fmt: skip
+    # Ranges stand in tables of 32 bits; without them, tiles are asked pair by pair.
+    ranges = not problem.wide_index
+    bounds = tile_bounds(facts.mask, tile, len(problem.operands), ranges, frozenset(dict(captured.bits)))
+    plan = TablesPlan(lowered.plan.target, bare, bounds, by_keys=lowered.direction == "backward")
+    return Lowered("tables", facts, bare, plan, _tables(facts, plan))
+
+
+WIDTH = 64
+"""Any width of heads: kernels of block tables read none."""
 
 
 def captioned(lowered: Lowered, captions: Captions, origins: Mapping[Expr, Origin]) -> Source:
     """The source under the user's names, with the lines that it comes from. Its code is the same."""
-    return EMIT[lowered.direction](lowered.tabulated.facts, lowered.plan, captions, origins)
+    return EMIT[lowered.direction](lowered.facts, lowered.plan, captions, origins)
 
 
-def _proved(given: Given) -> tuple[Tabulated, Problem]:
-    """The proof, whether key intervals are read from tables, and the problem of a forward pass."""
-    facts, inputs = given.facts, given.inputs
-    proved = given.prove(facts, inputs.extents, given.captured)
-    tabulated = Tabulated(facts)
-    if proved.mask_form == "spans" and inputs.lengths == "dense":
-        tabulated = tabulate(facts, inputs.extents, len(inputs.captured))
-    return tabulated, forward_problem(inputs, proved, tabulated, given.target)
+def _proved(given: Given) -> Problem:
+    """The proof, and the problem of a forward pass."""
+    proved = given.prove(given.facts, given.inputs.extents, given.captured)
+    return forward_problem(given.inputs, proved, given.target)
 
 
 # Equal programs are one kernel, whose source has no lines of a user's. The pipelines are a part of the keys:
@@ -135,3 +153,8 @@ def _backward(
 ) -> tuple[BackwardPlan, Source]:
     plan = dispatch.plan_backward(facts, problem, target)
     return plan, emit_backward(facts, plan)
+
+
+@lru_cache(maxsize=256)
+def _tables(facts: Facts, plan: TablesPlan) -> Source:
+    return emit_tables(facts, plan)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any
 
@@ -29,10 +29,15 @@ Index = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Captured:
-    """What a program reads besides indices: tensors by slot, and run-time numbers by slot."""
+    """What a program reads besides indices: tensors by slot, and run-time numbers by slot.
+
+    Tensors on the "meta" device stand for contents that are not read. Their integers are taken to be of a
+    size below MODEST, or below 2^bits for the slots in `bits`.
+    """
 
     operands: tuple[Tensor, ...] = ()
     scalars: tuple[Number, ...] = ()
+    bits: tuple[tuple[int, int], ...] = ()
 
     def signed(self) -> Captured:
         """The same contents without uint16, uint32 and uint64, for which torch has few operations.
@@ -41,8 +46,20 @@ class Captured:
         """
         if not any(x.dtype in UNSIGNED for x in self.operands):
             return self
-        return Captured(tuple(map(_signed, self.operands)), self.scalars)
+        return replace(self, operands=tuple(map(_signed, self.operands)))
 
+    def unread(self) -> Captured:
+        """The same tensors without contents."""
+        return replace(self, operands=tuple(x.to("meta") for x in self.operands))
+
+    def largest(self, slot: int) -> int:
+        """What the size of integers of a tensor is taken to be below, where they are not read."""
+        return 1 << dict(self.bits).get(slot, MODEST_BITS)
+
+
+MODEST_BITS = 30
+MODEST = 1 << MODEST_BITS
+"""Sums and differences of two integers below it fit in 32 bits."""
 
 UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 
@@ -50,7 +67,7 @@ UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 def _signed(x: Tensor) -> Tensor:
     if x.dtype not in UNSIGNED:
         return x
-    if x.dtype == torch.uint64 and bool((x.view(torch.int64) < 0).any()):
+    if x.dtype == torch.uint64 and not x.is_meta and bool((x.view(torch.int64) < 0).any()):
         raise UnsupportedError(
             "a captured uint64 tensor with elements beyond 2^63 - 1",
             "integers that fit in int64",

@@ -17,6 +17,7 @@ from fa4flex.codegen.plan.arguments import SCHEMAS, Captured, Heads, Pass
 from fa4flex.compiler.fakes import Fakes
 from fa4flex.kernels.around.postprocess import Postprocess, PostprocessArguments
 from fa4flex.kernels.around.preprocess import Preprocess, PreprocessArguments
+from fa4flex.kernels.block_tables.kernel import BlockTableArguments
 from fa4flex.kernels.common.arguments import Arguments, BackwardArguments
 
 if TYPE_CHECKING:
@@ -37,7 +38,15 @@ def _backward(kernel: Any, problem: Problem) -> list[Launch]:
     return [(before, PreprocessArguments), (kernel, BackwardArguments), (after, PostprocessArguments)]
 
 
-LAUNCHES: dict[str, Callable[[Any, Problem], list[Launch]]] = {"forward": _forward, "backward": _backward}
+def _tables(kernel: Any, problem: Problem) -> list[Launch]:
+    return [(kernel, BlockTableArguments)]
+
+
+LAUNCHES: dict[str, Callable[[Any, Problem], list[Launch]]] = {
+    "forward": _forward,
+    "backward": _backward,
+    "tables": _tables,
+}
 """Kernels of a pass, in the order in which they are launched, around the one that is generated."""
 
 

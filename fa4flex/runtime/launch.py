@@ -71,14 +71,18 @@ class Prepared:
     @cached_property
     def memory(self) -> Remembered:
         """Captured tensors of calls on GPUs."""
-        return Remembered(self.engine.watched.slots)
+        return Remembered()
 
-    def tensors(self, bound: Bound, on_gpu: bool) -> tuple[Tensor, ...]:
-        """The captured tensors by slot. A GPU's mask is proved anew for a tensor that is computed anew."""
+    def tensors(self, bound: Bound, on_gpu: bool, ragged: bool = False) -> tuple[Tensor, ...]:
+        """The captured tensors by slot."""
         trace, bases = bound.trace, bound.bases
         if not trace.derived:
             return bases
-        return self.memory.tensors(trace, bases) if on_gpu else trace.tensors(bases)
+        if not on_gpu:
+            return trace.tensors(bases)
+        engine = self.engine
+        by_host = ragged or engine.schedule.deterministic
+        return self.memory.tensors(trace, bases, engine.watched.slots if by_host else frozenset())
 
 
 class Caller:
@@ -241,9 +245,8 @@ def _remember(now: Calling, call: Call, ready: Ready, again: Direct | None, stat
     elif recent.tries < MOST_TRIES and not now.bound.trace.derived:
         # Derived operands are computed from others, perhaps anew at each call.
         recent.tries += 1
-        watched = tuple(call.operands[slot] for slot in sorted(now.prepared.engine.watched.slots))
         read = now.bound.trace.read
-        path = None if read is None else FastPath.of(call, ready, read, watched, statistics)
+        path = None if read is None else FastPath.of(call, ready, read, statistics)
         recent.fast_path = path
         recent.direct = again if again is None or path is None else replace(again, launch=path.of_call)
 
@@ -254,7 +257,7 @@ def _direct_call(
     """The call on a GPU, and whether gradients of it are wanted, for which it has the log-sum-exp; None where
     there is nothing to launch, or a subclass of tensors has its own idea of operators."""
     q, k, v = qkv
-    sinks, operands = now.sinks, now.prepared.tensors(now.bound, True)
+    sinks, operands = now.sinks, now.prepared.tensors(now.bound, True, varlen is not None)
     if (q.ndim == 4 and not (q.numel() and k.numel())) or not _own(sinks, *operands):
         return None, False
     trains = torch.is_grad_enabled() and _wants_gradient(q, k, v, *operands, sinks)

@@ -20,14 +20,10 @@ from launch_changes import (
     recording,
     same,
 )
-from test_gpu_calls import Recorder, call_of, classes, listed
+from test_gpu_calls import Recorder, call_of
 
 import fa4flex
-from fa4flex.codegen.evaluate import Captured
 from fa4flex.codegen.plan.arguments import SCHEMAS
-from fa4flex.codegen.plan.target import SM90A
-from fa4flex.kernels.dispatch import plan_backward
-from fa4flex.runtime.cuda import engine as engine_module
 from fa4flex.runtime.cuda.backward import Saved, run_backward
 from fa4flex.runtime.cuda.call import Call
 from fa4flex.runtime.cuda.engine import Engine
@@ -165,7 +161,7 @@ MASKS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "by number": (mixed, {}, "queries"),
     "by number, not proved": (mixed, {"scalars": (-1,)}, "spans"),
     "every third": (lambda b, h, q, kv: (q - kv) % 3 == 0, {}, "tables"),
-    "documents": (document(ids), {}, "spans"),
+    "documents": (document(ids), {}, "tables"),
     "documents in no order": (document(ids), {"operands": (ids.flip(0),)}, "tables"),
 }
 
@@ -176,30 +172,19 @@ def backward_of(engine: Engine, call: Call) -> None:
     run_backward(engine, call, Saved(torch.randn_like(call.q), lse, torch.randn_like(call.q), None))
 
 
-def assert_lists_all(recorder: Recorder, engine: Engine, call: Call) -> None:
-    """The tables of the last backward launch: of each tile of keys, the tiles of queries that meet it."""
-    problem, shape = recorder.problems[-1], call.extents()
-    plan = plan_backward(engine.facts, problem, SM90A)
-    captured = Captured(call.operands, engine_module.numbers_of(engine, call))
-    expected = (classes(engine.facts.mask, shape, captured, plan.tile, 0, 0) > 0).T.int()
-    assert torch.equal((listed(recorder.launches[-1][17], 0, 0, expected) > 0).int(), expected)
-
-
 @pytest.mark.parametrize("name", MASKS)
 def test_backward_masks_have_the_form_that_is_proved(recorder: Recorder, name: str) -> None:
-    """Query intervals where kernels can compute them, without the tables of key intervals; else block tables,
-    which list every pair of tiles."""
+    """Query intervals where kernels can compute them; else block tables, which the device makes."""
     mask, changes, form = MASKS[name]
     engine, call = call_of(fa4flex.compile(mask=mask), **changes)
     backward_of(engine, call)
     problem, launched = recorder.problems[-1], recorder.launches[-1]
     assert problem.mask_form == form
     assert (launched[17] is not None) == (form in ("spans", "tables"))
-    assert len(problem.operands) == len(launched[19] or ()) >= len(call.operands)
-    if form == "queries":
-        assert len(problem.operands) == len(call.operands)
+    assert len(problem.operands) == len(launched[19] or ()) == len(call.operands)
+    assert len(recorder.tables) == (launched[17] is not None)
     if launched[17] is not None:
-        assert_lists_all(recorder, engine, call)
+        assert launched[17].full_tiles.data_ptr() == recorder.tables[-1][-1].full_tiles.data_ptr()
 
 
 @pytest.mark.parametrize("name", ("causal", "every third", "by number, not proved"))

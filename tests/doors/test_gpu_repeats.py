@@ -1,4 +1,4 @@
-"""What is kept between calls on a GPU, without one: row tables, counters, and the launch of the last call."""
+"""What is kept between calls on a GPU, without one: counters, and the launch of the last call."""
 
 from __future__ import annotations
 
@@ -15,24 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fa4flex
 from fa4flex import lower as lower_module
-from fa4flex.codegen.analyze.facts import SCORE, analyze
-from fa4flex.codegen.analyze.tabulate import Tabulated, dependent_reads, tabulate
-from fa4flex.codegen.analyze.tiles import Shape
-from fa4flex.codegen.evaluate import Captured, evaluate
-from fa4flex.codegen.expr import Expr, apply, load, sym, walk
 from fa4flex.codegen.plan.arguments import FORWARD
 from fa4flex.codegen.plan.target import SM90A
 from fa4flex.runtime.cuda import counter as counter_module
 from fa4flex.runtime.cuda import engine as engine_module
 from fa4flex.runtime.cuda import fast_path as again_module
 from fa4flex.runtime.cuda import ready as ready_module
-from fa4flex.runtime.cuda.call import SequenceLengths
 from fa4flex.runtime.cuda.fast_path import FastPath
-from fa4flex.runtime.cuda.interval_tables import interval_tables
 from fa4flex.variants import causal, document, sliding_window
-
-B, H, Q, KV = (sym(name) for name in ("b", "h", "q", "kv"))
-CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -43,88 +33,6 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     for module in (ready_module, again_module):
         monkeypatch.setattr(module, "counter", lambda device: counter)
     yield recorder
-
-
-# --- tables of key intervals --------------------------------------------------------------------------
-
-
-def allowed(
-    mask: Expr, spans: Any, shape: Shape, captured: Captured, b: int, h: int
-) -> tuple[Tensor, Tensor]:
-    """Allowed pairs by the mask itself, and by the key intervals."""
-    at: dict[str, Any] = {"b": b, "h": h, "q_len": shape.q_len, "kv_len": shape.kv_len, "num_heads": 4}
-    at |= {"q": torch.arange(shape.q_len).view(-1, 1), "kv": torch.arange(shape.kv_len)}
-    (pairs,) = evaluate([mask], at, captured)
-    inside = torch.zeros(shape.q_len, shape.kv_len, dtype=torch.bool)
-    for lo, hi in spans:
-        first, last = (torch.as_tensor(x) for x in evaluate([lo, hi], at, captured))
-        inside |= (at["kv"] >= first) & (at["kv"] < last)
-    return torch.as_tensor(pairs).expand_as(inside), inside
-
-
-def sorted_ids(*shape: int) -> Tensor:
-    return torch.randint(0, 9, shape).sort(-1).values
-
-
-SAME = apply("eq", load(0, (Q,), "int"), load(0, (KV,), "int"))
-PER_BATCH = apply("eq", load(0, (B, Q), "int"), load(0, (B, KV), "int"))
-MASKS: dict[str, tuple[Expr, tuple[int, ...], tuple[int, ...]]] = {
-    "documents": (SAME, (70,), (50,)),
-    "causal documents": (apply("and_", SAME, apply("le", KV, Q)), (70,), (50,)),
-    "documents of a batch": (PER_BATCH, (3, 70), (3, 50)),
-    "documents, or near by head": (
-        apply("and_", SAME, apply("le", apply("sub", Q, KV), apply("mul", H, H))),
-        (70,),
-        (2, 50),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", MASKS)
-def test_row_tables_hold_the_same_keys(name: str, seed: int) -> None:
-    mask, size, largest = MASKS[name]
-    shape, captured = Shape(3, 2, 50, 70), Captured((sorted_ids(*size),))
-    facts = analyze(SCORE, mask)
-    found = tabulate(facts, shape, 1)
-    replaced, tables = found.facts, interval_tables(found.ends, shape, captured, CPU)
-    assert replaced.keys is not None and facts.keys is not None
-    assert not any(node.op == "search" for span in replaced.keys.spans for end in span for node in walk(end))
-    assert all(x.dtype == torch.int32 for x in tables) and largest in {tuple(x.shape) for x in tables}
-    with_tables = Captured((*captured.operands, *tables))
-    for b in range(3):
-        for h in range(2):
-            exact, found = allowed(mask, replaced.keys.spans, shape, with_tables, b, h)
-            assert torch.equal(exact, found)
-
-
-def test_what_one_read_gives_stays_in_the_kernel() -> None:
-    once = load(0, (Q,), "int")
-    assert [dependent_reads(x) for x in (Q, once, load(1, (once,), "int"))] == [0, 1, 2]
-    facts = analyze(SCORE, apply("lt", KV, once))
-    assert tabulate(facts, Shape(1, 1, 5, 9), 1) == Tabulated(facts)
-
-
-def test_an_end_that_varies_too_much_stays_in_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fa4flex.codegen.analyze.tabulate.MOST_ENTRIES", 149)
-    shape = Shape(3, 2, 50, 70)
-    assert tabulate(analyze(SCORE, PER_BATCH), shape, 1).ends == ()
-    monkeypatch.setattr("fa4flex.codegen.analyze.tabulate.MOST_ENTRIES", 150)
-    assert len(tabulate(analyze(SCORE, PER_BATCH), shape, 1).ends) == 2
-
-
-def test_row_tables_follow_the_operands_and_their_changes(recorder: Recorder) -> None:
-    ids = (torch.arange(300) // 50).to(torch.int32)
-    engine, call = call_of(fa4flex.compile(mask=causal & document(ids)))
-    engine.run(call)
-    assert recorder.problems[-1].operands == (("int32", 1),) * 3
-    given, lo, _ = recorder.launches[-1][12]
-    assert given is ids and torch.equal(lo, (ids * 50).to(torch.int32))
-    ids.copy_(torch.arange(300) // 100)
-    engine.run(call)
-    assert torch.equal(recorder.launches[-1][12][1], (ids * 100).to(torch.int32))
-    used = torch.tensor([300, 200], dtype=torch.int32)
-    engine.run(call._replace(lengths=SequenceLengths(seqused_k=used)))
-    assert len(recorder.launches[-1][12]) == 1, "lengths that vary have no table"
 
 
 # --- counters -----------------------------------------------------------------------------------------
@@ -169,7 +77,7 @@ def repeated(recorder: Recorder, **composition: Any) -> tuple[FastPath, tuple[Te
     engine.run(call)
     ready, read = engine.find(call), attn._calling().bound.trace.read
     assert ready is not None and read is not None
-    again = FastPath.of(call, ready, read, tuple(engine.watched_tensors(call)), call.statistics)
+    again = FastPath.of(call, ready, read, call.statistics)
     assert again is not None
     return again, (call.q, call.k, call.v)
 
@@ -252,12 +160,16 @@ def test_a_repetition_wants_no_gradient(recorder: Recorder) -> None:
     assert not again.fits(*qkv)
 
 
-def test_a_changed_table_is_no_repetition(recorder: Recorder) -> None:
+def test_a_repetition_makes_tables_of_changed_contents(recorder: Recorder) -> None:
     ids = torch.arange(300) // 50
     again, qkv = repeated(recorder, mask=document(ids))
-    assert again.fits(*qkv)
-    ids.add_(0)
-    assert not again.fits(*qkv)
+    for made, change in ((1, lambda: None), (2, lambda: ids.add_(1)), (2, lambda: None)):
+        change()
+        assert again.fits(*qkv)
+        again(*qkv)
+        assert len(recorder.tables) == made
+        read, written = recorder.launches[-1][10], recorder.tables[-1][-1]
+        assert read.partial_ptr.data_ptr() == written.partial_ptr.data_ptr()
 
 
 def test_calls_that_do_more_than_launch_are_not_repeated(recorder: Recorder) -> None:
@@ -272,7 +184,7 @@ def test_calls_that_do_more_than_launch_are_not_repeated(recorder: Recorder) -> 
         engine, call = call_of(fa4flex.compile(mask=causal), qkv, **changes)
         engine.run(call)
         ready = engine.find(call)
-        assert ready is not None and FastPath.of(call, ready, lambda score, mask: ((), ()), (), ()) is None
+        assert ready is not None and FastPath.of(call, ready, lambda score, mask: ((), ()), ()) is None
 
 
 # --- rows without a sequence, numbers by kind ---------------------------------------------------------

@@ -16,19 +16,15 @@ from fa4flex.codegen.analyze import tables as tables_module
 from fa4flex.codegen.analyze import tiles
 from fa4flex.codegen.analyze.domain import Ragged, Shape, bind
 from fa4flex.codegen.analyze.facts import SCORE, Facts, analyze
-from fa4flex.codegen.analyze.rows import runs_of
 from fa4flex.codegen.analyze.tables import Tables
-from fa4flex.codegen.analyze.tabulate import tabulate
 from fa4flex.codegen.analyze.tiles import tile_map
 from fa4flex.codegen.evaluate import Captured
-from fa4flex.codegen.expr import TRUE, Expr, apply, const, load, scalar, sym
+from fa4flex.codegen.expr import TRUE, Expr, apply, const, scalar, sym
 from fa4flex.errors import InputError
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.runtime import graphs
 from fa4flex.runtime import programs as programs_module
-from fa4flex.runtime.cuda import interval_tables as contents_module
-from fa4flex.runtime.cuda.interval_tables import interval_tables
 from fa4flex.runtime.cuda.operands import Remembered
 from fa4flex.runtime.programs import publish, read
 
@@ -166,97 +162,7 @@ def test_ragged_extents_are_others() -> None:
     assert Shape(1, 2, 3, 4) != Ragged(1, 2, 3, 4) and Ragged(1, 2, 3, 4) == Ragged(1, 2, 3, 4)
 
 
-# --- tables of key intervals ----------------------------------------------------------------------------
-
-SAME = apply("eq", load(0, (B, Q), "int"), load(0, (B, KV), "int"))
-
-
-def documents(*shape: int) -> Tensor:
-    return torch.randint(0, 9, shape).sort(-1).values.to(torch.int32)
-
-
-def tables_of(facts: Facts, shape: Shape, captured: Captured, device: torch.device) -> tuple[Tensor, ...]:
-    ends = tabulate(facts, shape, len(captured.operands)).ends
-    return interval_tables(ends, shape, captured, device)
-
-
-def made(mask: Expr, shape: Shape, captured: Captured) -> tuple[Tensor, ...]:
-    return tables_of(analyze(SCORE, mask), shape, captured, CPU)
-
-
-def fresh(mask: Expr, shape: Shape, captured: Captured) -> tuple[Tensor, ...]:
-    """Tables made anew: clones of the tensors are not those that the cache knows."""
-    copies = Captured(tuple(x.clone() for x in captured.operands), captured.scalars)
-    return made(mask, shape, copies)
-
-
-BY_NUMBER = apply("lt", KV, load(0, (apply("minimum", load(0, (Q,), "int"), scalar(0, "int")),), "int"))
-
-
-def changes() -> dict[str, tuple[Expr, Shape, Captured]]:
-    ids, others, row = documents(3, 60), documents(3, 60), torch.arange(60) * 7 % 60
-    return {
-        "base": (SAME, Shape(3, 2, 50, 60), Captured((ids,))),
-        "another tensor": (SAME, Shape(3, 2, 50, 60), Captured((others,))),
-        "queries": (SAME, Shape(3, 2, 51, 60), Captured((ids,))),
-        "keys": (SAME, Shape(3, 2, 50, 40), Captured((ids,))),
-        "batch": (SAME, Shape(2, 2, 50, 60), Captured((ids,))),
-        "mask": (apply("and_", SAME, CAUSAL), Shape(3, 2, 50, 60), Captured((ids.clone(),))),
-        "number": (BY_NUMBER, Shape(3, 2, 50, 60), Captured((row,), (2,))),
-        "another number": (BY_NUMBER, Shape(3, 2, 50, 60), Captured((row,), (5,))),
-    }
-
-
-@pytest.mark.parametrize("name", list(changes()))
-def test_each_part_leads_to_other_tables(name: str) -> None:
-    table = changes()
-    kept = {other: made(*given) for other, given in table.items()}
-    again = made(*table[name])
-    assert all(a is b for a, b in zip(again, kept[name], strict=True)) and len(again)
-    expected = fresh(*table[name])
-    assert all(map(torch.equal, again, expected)) and again[0] is not expected[0]
-    base = kept["number" if "number" in name else "base"]
-    assert name in ("base", "number", "mask") or not (
-        len(base) == len(again) and all(map(torch.equal, base, again))
-    )
-
-
-def test_tables_follow_contents() -> None:
-    ids, shape = documents(3, 60), Shape(3, 2, 50, 60)
-    for change in (lambda: None, lambda: ids.copy_(documents(3, 60)), lambda: ids.zero_()):
-        change()
-        assert all(
-            map(torch.equal, made(SAME, shape, Captured((ids,))), fresh(SAME, shape, Captured((ids,))))
-        )
-
-
-def test_another_device_has_tables_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tables are made again for another device, as far as a machine without one can tell."""
-    calls = []
-    monkeypatch.setattr(
-        contents_module, "upload", lambda tables, device: calls.append(device) or list(tables)
-    )
-    ids, facts, shape = documents(3, 60), analyze(SCORE, SAME), Shape(3, 2, 50, 60)
-    for device in ("cuda:0", "cuda:1", "cuda:0"):
-        tables_of(facts, shape, Captured((ids,)), torch.device(device))
-    assert calls == [torch.device("cuda:0"), torch.device("cuda:1")]
-
-
 # --- large tables ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("least", (1, 99, 299, 300, 1 << 20))
-def test_row_tables_are_the_same_at_once_and_one_by_one(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tables of 300 rows in all; with more than AT_ONCE, they are made for one (b, h) after another."""
-    ids, shape = documents(3, 60), Shape(3, 2, 50, 60)
-    monkeypatch.setattr(contents_module, "AT_ONCE", least)
-    singly = []
-    one_by_one = contents_module._one_by_one
-    monkeypatch.setattr(contents_module, "_one_by_one", lambda *given: singly.append(1) or one_by_one(*given))
-    lo, hi = fresh(SAME, shape, Captured((ids,)))
-    begins, ends = runs_of(ids)
-    assert torch.equal(lo.long(), begins[:, :50]) and torch.equal(hi.long(), ends[:, :50])
-    assert bool(singly) == (least < 300)
 
 
 @pytest.mark.parametrize("size", ((1 << 20) - 1, 1 << 20, (1 << 20) + 1, (1 << 20) + 37))
@@ -300,9 +206,8 @@ def remembered() -> tuple[Remembered, Any, list[Tensor]]:
         return ((first * 2)[k] <= (first * 3)[q]) & ((second // 2)[k] <= q)
 
     trace = fa4flex.compile(mask=mask).trace
-    slots = frozenset(range(len(trace.operands)))
-    assert len(slots) == 3
-    return Remembered(slots), trace, [first, second]
+    assert len(trace.operands) == 3
+    return Remembered(), trace, [first, second]
 
 
 def values(known: Remembered, trace: Any, bases: list[Tensor]) -> tuple[Tensor, ...]:

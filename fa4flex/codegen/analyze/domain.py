@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from fa4flex import contents
@@ -79,8 +79,8 @@ def on_host(captured: Captured, *roots: Expr) -> Captured:
     Raises UnsupportedError where an element of a uint64 tensor does not fit in int64.
     """
     read, operands = slots_read(*roots), enumerate(captured.operands)
-    there = tuple(contents.on_host(x) if i in read else x for i, x in operands)
-    return Captured(there, captured.scalars).signed()
+    there = tuple(contents.on_host(x) if i in read and not x.is_meta else x for i, x in operands)
+    return replace(captured, operands=there).signed()
 
 
 @lru_cache(maxsize=1024)

@@ -146,7 +146,12 @@ def _modest(roots: tuple[Expr, ...], shape: Shape, captured: Captured) -> bool:
     if not all(-MODEST_NUMBER <= captured.scalars[slot] <= MODEST_NUMBER for slot in assumed.numbers):
         return False
     for slot in assumed.tensors:
-        table = contents.on_host(captured.operands[slot])
+        table = captured.operands[slot]
+        if table.is_meta:
+            if captured.largest(slot) > MODEST_NUMBER:
+                return False
+            continue
+        table = contents.on_host(table)
         if table.numel() and not all(-MODEST_NUMBER <= int(end) <= MODEST_NUMBER for end in table.aminmax()):
             return False
     return True

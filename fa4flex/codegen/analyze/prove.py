@@ -1,7 +1,8 @@
 """What holds for a program over the extents of a call: the form of its mask, and the ranges of its indices.
 
-Proofs read lengths, captured numbers and, where an index or a mask is made of them, captured tensors. Those
-are copied to the host, so this runs once per look of a call and not at each launch.
+Proofs read lengths and captured numbers, never the contents of captured tensors, which may change at every
+call: what a mask needs to know of them, block tables hold (kernels/block_tables), and an index that is made
+of them is clamped.
 """
 
 from __future__ import annotations
@@ -16,13 +17,12 @@ from typing import Any
 import torch
 
 from fa4flex.codegen.analyze.bounds import bounds
-from fa4flex.codegen.analyze.domain import READS, Ragged, Shape, numbers_read, on_host, slot_of, slots_read
+from fa4flex.codegen.analyze.domain import READS, Ragged, Shape, numbers_read, slot_of, slots_read
 from fa4flex.codegen.analyze.facts import Facts, MaskForm
 from fa4flex.codegen.analyze.intervals import MOST_SPANS, Intervals
 from fa4flex.codegen.analyze.overflow import integers, overflowing, refuse_overflow
 from fa4flex.codegen.analyze.rules import Bounds
 from fa4flex.codegen.analyze.tables import Tables
-from fa4flex.codegen.analyze.tabulate import FEWEST_READS, dependent_reads
 from fa4flex.codegen.analyze.tiles import unmet
 from fa4flex.codegen.evaluate import Captured, PastTheEnd
 from fa4flex.codegen.expr import FALSE, INDICES, TRUE, Expr, nodes
@@ -39,8 +39,8 @@ class Proved:
 
 @dataclass(frozen=True)
 class Watched:
-    """Whose contents decide what is proved: operand slots, slots of captured numbers, and whether lengths do
-    as well."""
+    """What block tables of a mask are made of: contents of operands, by slot, and whether the lengths of
+    sequences; and the captured numbers, by slot, with which is proved."""
 
     slots: frozenset[int]
     numbers: tuple[int, ...]
@@ -53,11 +53,11 @@ class Watched:
 
 @lru_cache(maxsize=1024)
 def watched(facts: Facts) -> Watched:
-    """Masks are proved, and turned into tables, with the contents of what they read, and integers may be
-    indices. Floats of which no integer is made are looked up at each launch and decide nothing before it."""
-    decisive = facts.mask, *integers(facts.score)
+    """Integers of scores may be indices. Floats of which no integer is made are looked up at each launch and
+    decide nothing before it."""
     certain = facts.mask is TRUE or (_few(facts.keys) and facts.keys.certain)  # type: ignore[union-attr]
-    return Watched(slots_read(*decisive), numbers_read(*decisive), lengths=not certain)
+    read = frozenset[int]() if certain else slots_read(facts.mask)
+    return Watched(read, numbers_read(facts.mask, *integers(facts.score)), lengths=not certain)
 
 
 def proving() -> AbstractContextManager[Any]:
@@ -71,7 +71,7 @@ def proving() -> AbstractContextManager[Any]:
 def prove(facts: Facts, shape: Shape, captured: Captured) -> Proved:
     """Raises PastTheEnd where a batch entry, a head, or a mask's row or key has no element in a tensor."""
     roots = (facts.score, facts.mask, *_ends(facts))
-    tables = Tables(on_host(captured, facts.mask, *integers(facts.score)))
+    tables = Tables(captured.unread().signed())
     refuse_overflow((facts.score, facts.mask), shape, tables.captured)
     return Proved(
         _mask_form(facts, shape, tables),
@@ -95,7 +95,20 @@ def read_queries(facts: Facts) -> bool:
     if facts.mask in (TRUE, FALSE) or not _few(facts.queries):
         return False
     assert facts.queries is not None
-    return all(dependent_reads(end) < FEWEST_READS for span in facts.queries.spans for end in span)
+    return all(_dependent_reads(end) < FEWEST_READS for span in facts.queries.spans for end in span)
+
+
+FEWEST_READS = 2
+_READS = {"load": 1, "search": FEWEST_READS}
+"""Reads in a row: a search is several."""
+
+
+def _dependent_reads(root: Expr) -> int:
+    """The longest chain of reads of which each needs the result of the one before."""
+    depth: dict[Expr, int] = {}
+    for node in nodes(root):
+        depth[node] = max((depth[arg] for arg in node.args), default=0) + _READS.get(node.op, 0)
+    return depth[root]
 
 
 def prove_queries(facts: Facts, shape: Shape, captured: Captured) -> ProvedQueries | None:
@@ -104,7 +117,7 @@ def prove_queries(facts: Facts, shape: Shape, captured: Captured) -> ProvedQueri
         return None
     assert facts.queries is not None
     ends = [end for span in facts.queries.spans for end in span]
-    tables = Tables(on_host(captured, *ends, *facts.queries.nonnegative))
+    tables = Tables(captured.unread().signed())
     if unmet(facts.queries, shape, tables):
         return None
     in_range = _in_range(ends, _never_past(facts, shape), shape, tables)

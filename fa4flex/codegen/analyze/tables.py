@@ -38,6 +38,8 @@ class Tables:
 
     def is_sorted(self, slot: int) -> bool:
         """Whether an operand is non-decreasing along its last dimension. NaN is in no order."""
+        if self.captured.operands[slot].is_meta:
+            return False
         if slot not in self._sorted:
             table = self.captured.operands[slot]
             ordered = table.ndim > 0 and bool((table[..., :-1] <= table[..., 1:]).all())
@@ -47,6 +49,8 @@ class Tables:
     def range(self, slot: int, index: Sequence[Ends]) -> tuple[Value, Value, bool]:
         """Least and greatest element over a box of indices, and whether it may hold NaN."""
         table = self.captured.operands[slot]
+        if table.is_meta:
+            return _unread(table, self.captured.largest(slot))
         if not index:
             return table.item(), table.item(), bool(table.isnan().any())
         if 0 in table.shape:
@@ -220,6 +224,14 @@ def _anything(table: Tensor) -> tuple[Value, Value, bool]:
     if table.is_floating_point():
         return -float("inf"), float("inf"), True
     return torch.iinfo(table.dtype).min, torch.iinfo(table.dtype).max, False
+
+
+def _unread(table: Tensor, largest: int) -> tuple[Value, Value, bool]:
+    """Contents that are not read, integers below `largest`."""
+    lo, hi, nan = _anything(table)
+    if table.dtype == torch.bool or table.is_floating_point():
+        return lo, hi, nan
+    return max(lo, 1 - largest), min(hi, largest - 1), nan
 
 
 def _wrapped(lo: Value, hi: Value, size: int) -> Ends:

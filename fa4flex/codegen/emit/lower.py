@@ -40,7 +40,7 @@ from fa4flex.codegen.emit.terms import (
     single,
     total,
 )
-from fa4flex.codegen.expr import Expr, apply, const, load, rebuild, search, to_float
+from fa4flex.codegen.expr import Expr, apply, const, load, nodes, rebuild, search, to_float
 from fa4flex.codegen.ops import COMPARISONS
 from fa4flex.errors import Origin
 
@@ -118,12 +118,16 @@ class Lowering:
         return rebuild(x, self._values_of(x.args))
 
     def _index(self, slot: int, index: tuple[Expr, ...]) -> tuple[Expr, ...]:
-        return tuple(
-            self.value(i)
-            if self._in_range or nonnegative(i)
-            else device("wrapped", self.value(i), value=(slot, dimension), kind="int")
-            for dimension, i in enumerate(index)
-        )
+        return tuple(self._position(slot, dimension, i) for dimension, i in enumerate(index))
+
+    def _position(self, slot: int, dimension: int, i: Expr) -> Expr:
+        if self._in_range:
+            return self.value(i)
+        if any(node.op == "load" for node in nodes(i)):  # memory may hold any number
+            return device("confined", self.value(i), value=(slot, dimension), kind="int")
+        if nonnegative(i):
+            return self.value(i)
+        return device("wrapped", self.value(i), value=(slot, dimension), kind="int")
 
     # --- integers -----------------------------------------------------------------------------------
 

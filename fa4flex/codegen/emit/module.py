@@ -48,7 +48,7 @@ def emit_forward(
     device code can be written for a mod, naming that line.
     """
     captions = title if isinstance(title, Captions) else Captions(title)
-    return Source(captions.title, _Module(facts, plan, captions, origins or {}).text())
+    return Source(captions.title, Module(facts, plan, captions, origins or {}).text())
 
 
 def emit_backward(
@@ -59,11 +59,11 @@ def emit_backward(
 ) -> Source:
     """The module of a backward kernel: the forward's hooks, and the score's derivative. Errors likewise."""
     captions = title if isinstance(title, Captions) else Captions(title)
-    return Source(captions.title, _Module(facts, plan, captions, origins or {}, BACKWARD).text())
+    return Source(captions.title, Module(facts, plan, captions, origins or {}, BACKWARD).text())
 
 
 @dataclass(frozen=True)
-class _Pass:
+class Pass:
     """word        for people
     kernel      the class that a module makes its kernel of
     pairs       whether a thread holds keys next to each other, whose captured numbers may be read as one
@@ -76,8 +76,8 @@ class _Pass:
     slope: bool
 
 
-FORWARD = _Pass("forward", "Forward", True, False)
-BACKWARD = _Pass("backward", "Backward", False, True)
+FORWARD = Pass("forward", "Forward", True, False)
+BACKWARD = Pass("backward", "Backward", False, True)
 
 
 @dataclass(frozen=True)
@@ -99,40 +99,50 @@ ENDS = {
 """Intervals that a kernel computes itself, for each mask_form."""
 
 
-class _Module:
+class Module:
+    """Text of a module: which hooks there are, `fill` says."""
+
     def __init__(
         self,
         facts: Facts,
         plan: Any,
         captions: Captions,
         origins: Mapping[Expr, Origin],
-        which: _Pass = FORWARD,
+        which: Pass = FORWARD,
     ) -> None:
         problem = plan.problem
         self._plan, self._captions, self._pass = plan, captions, which
         self._lowering = Lowering(problem.in_range, problem.wide_index, origins)
         self._printer = Printer(Names(captions.tensors, captions.numbers), problem.wide_index)
         self._printer.names.reserve(facts.score, facts.mask)
-        units = in_units(facts.score, self._lowering, problem.positive_scale, ordered=not which.slope)
-        self._factor = units.factor
-        scores = {"start": units.start, "score": units.y}
-        self._roots: dict[str, Expr] = {name: x for name, x in scores.items() if x is not None}
-        if which.slope and facts.gradient.by_score is not const(1.0):
-            self._roots["slope"] = self._lowering.value_within(facts.gradient.by_score, facts.score)
+        self._factor: Expr | None = None
+        self._roots: dict[str, Expr] = {}
         self._spans: tuple[Span, ...] = ()
-        if problem.mask_form == "tables":
-            self._roots["mask"] = self._lowering.value(facts.mask)
-        elif problem.mask_form in ENDS:
-            self._spans = self._lowered_spans(facts, ENDS[problem.mask_form])
+        self._shares: dict[str, LoweredShare] = {}
         self._ends = ENDS.get(problem.mask_form, ENDS["spans"])
-        self._shares = self._named_shares(facts) if which.slope else {}
-        for name, share in self._shares.items():
-            if share.weight is not None:
-                self._roots[f"{name}_weight"] = share.weight
+        self.fill(facts)
         self._roots = {name: self._rewritten(root) for name, root in self._roots.items()}
         self._needs = {name: cut([root], _rate_of(name, root)) for name, root in self._roots.items()}
         self._needs |= {f"{name}_place": cut(share.place, share.at) for name, share in self._shares.items()}
         self._named = self._names_of_shared_values()
+
+    def fill(self, facts: Facts) -> None:
+        """Expressions of the hooks, lowered."""
+        problem, which = self._plan.problem, self._pass
+        units = in_units(facts.score, self._lowering, problem.positive_scale, ordered=not which.slope)
+        self._factor = units.factor
+        scores = {"start": units.start, "score": units.y}
+        self._roots = {name: x for name, x in scores.items() if x is not None}
+        if which.slope and facts.gradient.by_score is not const(1.0):
+            self._roots["slope"] = self._lowering.value_within(facts.gradient.by_score, facts.score)
+        if problem.mask_form == "tables":
+            self._roots["mask"] = self._lowering.value(facts.mask)
+        elif problem.mask_form in ENDS:
+            self._spans = self._lowered_spans(facts, ENDS[problem.mask_form])
+        self._shares = self._named_shares(facts) if which.slope else {}
+        for name, share in self._shares.items():
+            if share.weight is not None:
+                self._roots[f"{name}_weight"] = share.weight
 
     def _rewritten(self, root: Expr) -> Expr:
         came, pairs = self._lowering.came, self._pass.pairs
@@ -206,7 +216,7 @@ class _Module:
         functions = [self._text(function) for function in self._functions()]
         wiring = [
             *_config(self._plan.config()),
-            *self._hooks(),
+            *self.hooks(),
             "",
             f"kernel = {self._pass.kernel}(CONFIG, HOOKS)",
         ]
@@ -268,32 +278,33 @@ class _Module:
         hooks += ", Share" * bool(self._shares)
         lines.append(f"from fa4flex.kernels.common.hooks import {hooks}")
         if helpers:
-            lines += _call("from fa4flex.kernels.common.math import ", helpers)
+            lines += call("from fa4flex.kernels.common.math import ", helpers)
         folder = f"from {self._plan.module}"
-        lines += _call(f"{folder}.config import ", _names_in(self._plan.config()))
+        lines += call(f"{folder}.config import ", _names_in(self._plan.config()))
         lines.append(f"{folder}.kernel import {self._pass.kernel}")
         return lines
 
-    def _hooks(self) -> list[str]:
+    def hooks(self) -> list[str]:
+        """Lines that make the hooks."""
         items = ["uniform=uniform"] if self._uniform() else []
         weights = [f"{name}_weight" for name in self._shares]
-        items += [f"{name}={self._pointwise(name)}" for name in self._roots if name not in weights]
+        items += [f"{name}={self.pointwise(name)}" for name in self._roots if name not in weights]
         items += ["factor=factor"] * (self._factor is not None)
         items += [f"{self._ends.hook}={self._ends.hook}"] * bool(self._spans)
         lines = []
         for name, share in self._shares.items():
-            given = [str(share.which), repr(share.rate).replace("'", '"'), self._pointwise(f"{name}_place")]
+            given = [str(share.which), repr(share.rate).replace("'", '"'), self.pointwise(f"{name}_place")]
             if share.weight is not None:
-                given.append(f"weight={self._pointwise(f'{name}_weight')}")
+                given.append(f"weight={self.pointwise(f'{name}_weight')}")
             given += ["scaled=True"] * share.scaled
             if share.once:
                 given.append(f"axes={share.axes}")
-            lines += _call(f"{name}_share = Share", given)
+            lines += call(f"{name}_share = Share", given)
         shares = [f"{name}_share" for name in self._shares]
         items += [f"shares=({', '.join(shares)},)"] * bool(shares)
-        return [*lines, *_call("HOOKS = Hooks", items)]
+        return [*lines, *call("HOOKS = Hooks", items)]
 
-    def _pointwise(self, name: str) -> str:
+    def pointwise(self, name: str) -> str:
         given = [f"{level}={name}_{level}" for level in ARGUMENT_RATES if self._needs[name][level]]
         if name.endswith("_weight") and "score" in self._roots[name].free:
             given.append("scored=True")
@@ -308,16 +319,17 @@ def _rate_of(hook: str, root: Expr) -> Rate:
 
 def _config(config: Any) -> list[str]:
     """All fields, so that a default that changes later changes no module that exists."""
-    return _call("CONFIG = Config", [f"{f.name}={getattr(config, f.name)!r}" for f in fields(config)])
+    return call("CONFIG = Config", [f"{f.name}={getattr(config, f.name)!r}" for f in fields(config)])
 
 
 def _names_in(config: Any) -> list[str]:
     """The dataclasses that the repr of a config names."""
-    parts = (getattr(config, f.name) for f in fields(config))
+    given = (getattr(config, f.name) for f in fields(config))
+    parts = [part for x in given for part in (x if isinstance(x, tuple) else (x,))]
     return sorted({type(config).__name__, *(type(part).__name__ for part in parts if is_dataclass(part))})
 
 
-def _call(head: str, items: Sequence[str]) -> list[str]:
+def call(head: str, items: Sequence[str]) -> list[str]:
     """`head(items)`, on one line where it fits."""
     line = f"{head}({', '.join(items)})"
     if head.startswith("from "):

@@ -5,6 +5,7 @@ SCALE        the launch's scale
 OFFSET       kv - q
 KV_BASE, OFFSET_BASE   what all keys or offsets of a tile share; each adds a step known to the compiler
 wrapped      an index that may be negative, counted from the end of dimension `value[1]` of operand `value[0]`
+confined     the same, clamped into the dimension
 divisor      a run-time divisor, prepared; divided: a floor division by one
 natural_div  a floor division of a number >= 0 by a constant > 0
 reciprocal, signum (-1.0 or 1.0)

@@ -24,7 +24,7 @@ REDUCTIONS = {
 ROUNDED = {"float16": "to_float16", "bfloat16": "to_bfloat16"}
 DEVICE_WORDS = {
     "reciprocal": "inverse", "natural_div": "quotient", "divided": "quotient", "divisor": "by",
-    "wrapped": "index", "search": "position", "difference": "distance",
+    "wrapped": "index", "confined": "index", "search": "position", "difference": "distance",
 }  # fmt: skip
 """What a value is called after, unless something better is known; rows of ops.py say the others."""
 
@@ -101,7 +101,7 @@ _RESERVED = frozenset(
     (
         "at", "range", "tuple", "kernel", "uniform", "start", "score", "mask", "factor", "spans", "queries",
         "terms",
-        "Float32", "Int32", "Int64", "Boolean", "INFINITY", "NAN", "wrapped",
+        "Float32", "Int32", "Int64", "Boolean", "INFINITY", "NAN", "wrapped", "confined",
         "load_int", "load_float", "load_wide", "load_bool", "search_left", "search_right",
         *SYMBOLS, *functions(), *words(),
     )
@@ -184,9 +184,9 @@ class Printer:
                 return self._search(node, args)
             case "element_of":
                 return f"{args[0]}[{node.args[1].value}]"
-            case "wrapped":
+            case "wrapped" | "confined":
                 slot, dimension = node.value
-                return self.call("wrapped", args[0], self.names.tensor(slot), str(dimension))
+                return self.call(node.op, args[0], self.names.tensor(slot), str(dimension))
             case "to_float":
                 return self.call("Float32", args[0])
             case "to_int":

@@ -134,7 +134,7 @@ class Writer:
         names = self.printer.names
         if node.op == "scalar" and node is not SCALE:
             self.slots[names.number(node.value)] = f"at.scalars[{node.value}]"
-        elif node.op in (*LOADS, "search", "wrapped"):
+        elif node.op in (*LOADS, "search", "wrapped", "confined"):
             slot = node.value if node.op == "load" else node.value[0]
             self.slots[names.tensor(slot)] = f"at.operands[{slot}]"
 

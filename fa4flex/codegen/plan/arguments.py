@@ -155,7 +155,7 @@ def _masked(one: Pass) -> bool:
     return one.problem.mask_form in ("spans", "tables")
 
 
-POINTERS = Array("int32", ("map batch", "map heads", "map rows"))
+POINTERS = Array("int32", ("map batch", "map heads", "map rows", 2))
 TABLES = Parts(
     (
         ("partial_ptr", POINTERS),
@@ -173,6 +173,7 @@ TURNS = Parts(
     ),
     masked=("pointers", "entries", "ranks"),
 )
+RANGES = Array("int32", ("range ends", "range batch", "range heads", "range tiles"))
 PER_ROW = Array("float32", ("batch", "q_heads", "q_len"))
 CUMULATIVE = Array("int32", ("lengths",))  # one more than there are sequences, which no extent can say
 USED = Array("int32", ("sequences",))
@@ -237,4 +238,15 @@ BACKWARD = Schema(
         Argument("counter", Array("int32", (2,)), "launch", lambda one: one.config.persistent),
     )
 )
-SCHEMAS: dict[str, Schema] = {"forward": FORWARD, "backward": BACKWARD}
+BLOCK_TABLES = Schema(
+    (
+        OPERANDS,
+        SCALARS,
+        Argument("q_len", Number("int"), "launch"),
+        Argument("kv_len", Number("int"), "launch"),
+        Argument("num_heads", Number("int"), "launch"),
+        Argument("ranges", RANGES, "launch", lambda one: bool(one.config.ranges)),
+        Argument("tables", TABLES, "launch"),
+    )
+)
+SCHEMAS: dict[str, Schema] = {"forward": FORWARD, "backward": BACKWARD, "tables": BLOCK_TABLES}

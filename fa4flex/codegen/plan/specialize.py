@@ -8,15 +8,14 @@ from fa4flex.codegen.analyze.domain import READS
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.analyze.hoist import read_by_pairs
 from fa4flex.codegen.analyze.prove import Proved, ProvedQueries
-from fa4flex.codegen.analyze.tabulate import Tabulated
 from fa4flex.codegen.expr import const, nodes
 from fa4flex.codegen.plan.inputs import Inputs
 from fa4flex.codegen.plan.problem import Problem
 from fa4flex.codegen.plan.target import Target
 
 
-def forward_problem(inputs: Inputs, proved: Proved, tabulated: Tabulated, target: Target) -> Problem:
-    """The problem of a forward pass, whose mask may be read from tables."""
+def forward_problem(inputs: Inputs, proved: Proved, target: Target) -> Problem:
+    """The problem of a forward pass."""
     longest = inputs.extents.q_len
     return Problem(
         head_dim=inputs.head_dim,
@@ -32,7 +31,7 @@ def forward_problem(inputs: Inputs, proved: Proved, tabulated: Tabulated, target
         positive_scale=inputs.positive_scale,
         few_queries=longest <= target.few_queries,
         many_queries=inputs.lengths == "dense" and 0 < target.many_queries < longest,
-        operands=inputs.operands + tabulated.operands,
+        operands=inputs.operands,
     )
 
 
@@ -51,12 +50,11 @@ def backward_problem(
     )
 
 
-def by_queries(problem: Problem, proved: ProvedQueries, inputs: Inputs) -> Problem:
+def by_queries(problem: Problem, proved: ProvedQueries) -> Problem:
     """The same problem, its mask computed by query intervals, without tables of key intervals."""
     return replace(
         problem,
         mask_form="queries",
-        operands=inputs.operands,
         wide_index=problem.wide_index or proved.wide_index,
         in_range=problem.in_range and proved.in_range,
     )

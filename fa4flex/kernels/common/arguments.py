@@ -23,9 +23,9 @@ _BackwardArguments: Any = named("BackwardArguments", BACKWARD.read_by("kernel"))
 
 class Tables(_Tables):
     """Key tiles per query tile, int32. Query tile m of (b, h) visits the partial tiles
-    partial_tiles[partial_ptr[b, h, m] : partial_ptr[b, h, m + 1]], then the full ones alike.
+    partial_tiles[partial_ptr[b, h, m, 0] : partial_ptr[b, h, m, 1]], then the full ones alike.
 
-    Pointers are [B, H, query tiles + 1], with stride 0 along what the mask does not depend on.
+    Pointers are [B, H, query tiles, 2], with stride 0 along what the mask does not depend on.
     """
 
 
@@ -37,7 +37,7 @@ class Turns(_Turns):
     done     int32 [B, H, R / turn_rows], or packed [H, R / turn_rows], zero at first: tiles of keys that have
              added to so many rows, or to as many numbers
     With a mask, tiles of keys are launched last to first, and each visits tiles of queries in their order:
-    pointers int32 [B, H, key tiles + 1] into
+    pointers int32 [B, H, key tiles, 2] into
     entries  int32, 2 * tile of queries + whether it needs the mask
     ranks    int32, how many tiles of keys add before this entry's one does
     Without one, they are launched first to last, and each visits all tiles of queries.
@@ -62,7 +62,7 @@ class BackwardArguments(_BackwardArguments):
     dq_sum float32 [B, H, R * head_dim], zero at first: dQ / scale by tiles of tile_m rows, each in its
     kernel's own order. Packed, these three are [H, R]: rows of a sequence begin at `first_row` of it.
     scale_log2: scale * log2(e); each use of a product would compute it anew.
-    tables: by tile of keys, the tiles of queries to visit; pointers [B, H, key tiles + 1]. turns: where sums
+    tables: by tile of keys, the tiles of queries to visit; pointers [B, H, key tiles, 2]. turns: where sums
     are ordered; they stand for tables too.
     gradients: of captured tensors, [copies, shape...], zero at first; the sum of its copies is a gradient.
     counter: from which persistent blocks take tiles of keys.

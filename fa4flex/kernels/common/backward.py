@@ -210,7 +210,7 @@ class BackwardTileScheduler:
         row = select_(there, work.tile, Int32(0)) if ragged else work.tile
 
         def listed(pointers: cute.Tensor, tiles: cute.Tensor) -> Listed:
-            first, last = pointers[work.b, h, row], pointers[work.b, h, row + 1]
+            first, last = (pointers[work.b, h, row, end] for end in (0, 1))
             return Listed(tiles, first, select_(there, last - first, Int32(0)) if ragged else last - first)
 
         if arguments.turns is not None:

@@ -121,6 +121,9 @@ class Hooks:
     spans     the keys of row at.q as a tuple of (lo, hi), half open; None for lo = 0 and for hi = kv_len
     queries   of backward passes: the queries of key at.kv likewise, None for hi = q_len; instead of `spans`
     shares    of backward passes: what pairs add to the gradients of captured tensors
+    certain, possible   of block tables: whether all pairs of a tile take part, and whether some may, as
+              Booleans; called with the first query and the first key of the tile
+    ranges    of block tables: integers that depend on the query or the key alone
     """
 
     uniform: Hook | None = None
@@ -132,3 +135,6 @@ class Hooks:
     spans: Hook | None = None
     queries: Hook | None = None
     shares: tuple[Share, ...] = ()
+    certain: Pointwise | None = None
+    possible: Pointwise | None = None
+    ranges: tuple[Pointwise, ...] = ()

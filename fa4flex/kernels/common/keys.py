@@ -228,7 +228,7 @@ def listed(tables: Tables, at: At, row: Int32) -> KeyTiles:
         (tables.partial_ptr, tables.partial_tiles),
         (tables.full_ptr, tables.full_tiles),
     ):
-        first, last = pointers[at.b, at.h, row], pointers[at.b, at.h, row + 1]
+        first, last = (pointers[at.b, at.h, row, end] for end in (0, 1))
         parts.append(Listed(tiles, first, last - first))
     return _at_least_one(*parts)
 

@@ -162,6 +162,11 @@ def wrapped(i: Value, table: Value, dimension: int) -> Value:
     return where(i < 0, i + table.shape[dimension], i)
 
 
+def confined(i: Value, table: Value, dimension: int) -> Value:
+    """An index that memory holds, as torch reads it; what lies outside of the tensor becomes its end."""
+    return maximum(minimum(wrapped(i, table, dimension), table.shape[dimension] - 1), 0)
+
+
 Index = tuple[Value, ...]
 Steps = tuple[int, ...]
 Order = tuple[int, ...]

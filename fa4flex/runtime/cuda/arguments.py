@@ -15,9 +15,6 @@ from fa4flex.codegen.plan.arguments import Argument, Captured, Heads, Number, Sc
 from fa4flex.runtime.cuda.call import ALIGNMENT, layout_key
 from fa4flex.runtime.cuda.conversions import Conversion, conversion
 
-INTERVALS = "intervals"
-"""Name of a constant of launches: tables of key intervals, a tuple that comes behind the captured tensors."""
-
 
 def key_function(schema: Schema, source: Source) -> Callable[[Any], tuple[Any, ...]]:
     """The function of a call, or of what a forward pass saved, that tells what its launch depends on: how
@@ -56,8 +53,7 @@ def launch_function(
     space: dict[str, Any] = {"launch": launch}
     space |= {f"the_{name}": value for name, value in constants.items()}
     space |= {f"convert_{name}": convert for name, convert in conversions.items()}
-    intervals = bool(constants.get(INTERVALS))
-    text = _launch(schema, parameters, tuple(constants), tuple(conversions), intervals)
+    text = _launch(schema, parameters, tuple(constants), tuple(conversions))
     return _printed(parameters, text, space)
 
 
@@ -67,7 +63,6 @@ def _launch(
     parameters: tuple[str, ...],
     constants: tuple[str, ...],
     converted: tuple[str, ...],
-    intervals: bool,
 ) -> str:
     """The call of `launch` with all of its arguments."""
 
@@ -78,7 +73,7 @@ def _launch(
             return f"the_{row.name}"
         found = f"convert_{row.name}({_path(row)})" if row.name in converted else _path(row)
         if row.look == Captured("tensors"):  # an empty tuple cannot be an argument
-            return f"{found} + the_{INTERVALS} or None" if intervals else f"{found} or None"
+            return f"{found} or None"
         return found
 
     return f"launch({', '.join(map(text, schema.entry))})"

@@ -9,25 +9,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fa4flex.codegen.analyze.prove import proving, read_queries
-from fa4flex.codegen.expr import TRUE
+from fa4flex.codegen.analyze.prove import proving
 from fa4flex.codegen.plan.arguments import BACKWARD
 from fa4flex.codegen.plan.lengths import ROW_BLOCK, row_block
 from fa4flex.errors import UnsupportedError
-from fa4flex.runtime.cuda.arguments import INTERVALS, conversions_of, key_function, launch_function
-from fa4flex.runtime.cuda.block_tables import BlockTables, TurnTables, to_device, turns_to_device
+from fa4flex.runtime.cuda.arguments import conversions_of, key_function, launch_function
 from fa4flex.runtime.cuda.call import NO_LENGTHS, Call
 from fa4flex.runtime.cuda.captured_sums import memory_of, result_of
 from fa4flex.runtime.cuda.counter import counter
-from fa4flex.runtime.cuda.engine import Engine, given_of, maps_of, signature_of
-from fa4flex.runtime.cuda.graphs import hold_if_captured
-from fa4flex.runtime.cuda.interval_tables import interval_tables
+from fa4flex.runtime.cuda.engine import Engine, given_of
 from fa4flex.runtime.cuda.lengths import check_lengths
+from fa4flex.runtime.cuda.signatures import signature_of
+from fa4flex.runtime.cuda.tables import tables_of
 
 if TYPE_CHECKING:
     from fa4flex.codegen.plan.captured_sums import CapturedSum
@@ -64,20 +62,19 @@ class ReadyBackward:
     """A launch in which only pointers are missing.
 
     launch      a function of PARAMETERS
-    owns        whether it reads tensors that are no one else's, which captured graphs must keep
     width       of the tile that holds rows of q
     turn_rows   where sums are ordered, how many rows take turns together, else None
     counted     whether blocks take tiles of keys from a counter
+    tables      makes or finds the block tables of a call, where the mask is told by them
     sums        memory for the gradients of captured tensors
     """
 
     launch: Callable[..., None]
-    owns: bool
     width: int
     row_block: int
     turn_rows: int | None
     counted: bool
-    tables: BlockTables | TurnTables | None
+    tables: Callable[[Call], Any] | None
     sums: tuple[CapturedSum, ...]
 
     def __call__(self, call: Call, saved: Saved) -> Gradients:
@@ -91,12 +88,10 @@ class ReadyBackward:
             dk.zero_()
             dv.zero_()
         sums = tuple(memory_of(one, q) for one in self.sums)
-        tables, turns = self.tables, None
+        tables, turns = None if self.tables is None else self.tables(call), None
         if self.turn_rows is not None:
             done = q.new_zeros(*of_heads, padded // self.turn_rows, dtype=torch.int32)
             tables, turns = None, (done, *(tables or (None, None, None)))
-        if self.owns:
-            hold_if_captured(q.get_device(), self)
         self.launch(
             call, saved, lse2=lse2, delta=delta, dq_sum=dq_sum, dq=dq, dk=dk, dv=dv, tables=tables,
             turns=turns, gradients=sums or None, counter=counter(q.get_device()) if self.counted else None,
@@ -125,31 +120,20 @@ def run_backward(engine: Engine, call: Call, saved: Saved, needs: Sequence[int] 
     deterministic = engine.schedule.deterministic or torch.are_deterministic_algorithms_enabled()
     if call.lengths is not NO_LENGTHS:
         check_lengths(call)
-    seen = _decisive(engine, call, deterministic)
     key = (engine.key(call), _key_of_saved(saved), tuple(needs), deterministic)
-    ready = engine.backward.get(key, seen, _UNKNOWN)
+    ready = engine.backward.get(key, (), _UNKNOWN)
     if ready is _UNKNOWN:
         try:
             with proving():
                 ready = _make_ready(engine, call, saved, needs, deterministic)
         except UnsupportedError:
             ready = None
-        engine.backward.keep(key, seen, ready)
+        engine.backward.keep(key, (), ready)
     return None if ready is None else ready(call, saved)
 
 
 _UNKNOWN = object()
 _key_of_saved = key_function(BACKWARD, "saved")
-
-
-def _decisive(engine: Engine, call: Call, deterministic: bool) -> Sequence[Tensor]:
-    """Tensors whose contents decide what is launched: most masks are tables here, which follow lengths."""
-    seen = list(engine.watched_tensors(call))
-    if call.lengths is NO_LENGTHS or engine.facts.mask is TRUE or engine.watched.lengths:
-        return seen
-    if not deterministic and read_queries(engine.facts) and engine.facts.queries.certain:  # type: ignore[union-attr]
-        return seen
-    return seen + [x for x in call.lengths if x is not None]
 
 
 def _make_ready(
@@ -160,21 +144,16 @@ def _make_ready(
     given = given_of(engine, call, replace(engine.schedule, deterministic=deterministic))
     lowered, captured = lower_backward(given, needs), given.captured
     plan: BackwardPlan = lowered.plan
-    rows = interval_tables(lowered.tabulated.ends, given.inputs.extents, captured, call.q.device)
-    kernel = lowered.compile(signature_of(engine, call, rows, ("dlse",) if saved.dlse is not None else ()))
-    tables: BlockTables | TurnTables | None = None
-    if lowered.problem.mask_form in ("spans", "tables"):
-        maps = [one.transposed() for one in maps_of(engine, call, captured, plan.tile)]
-        tables = (turns_to_device if deterministic else to_device)(maps, call.extents(), call.q.device)
-    constants = {"scalars": captured.scalars or None, INTERVALS: rows}
+    kernel = lowered.compile(signature_of(engine.kinds, call, ("dlse",) if saved.dlse is not None else ()))
+    by_tables = lowered.problem.mask_form in ("spans", "tables")
+    constants = {"scalars": captured.scalars or None}
     conversions = conversions_of(BACKWARD, call=call, saved=saved)
     return ReadyBackward(
         launch_function(BACKWARD, kernel.launch, PARAMETERS, constants, conversions),
-        bool(rows) or tables is not None,
         plan.head_dim,
         row_block(plan.config().tile_m),
         plan.config().turn_rows if deterministic else None,
         plan.persistent,
-        tables,
+        tables_of(engine.kinds, call, lowered, captured) if by_tables else None,
         lowered.sums,
     )

@@ -1,146 +1,125 @@
-"""Block tables on a device: which tiles of keys each tile of queries visits, as lists of tiles.
+"""Block tables of the calls that look alike, made anew whenever what they are made of has changed: on the
+device, in one launch; or on the host, which waits, where the device has no kernel for them.
 
-A map's runs of tiles are proved on the host, in O(tiles) memory (codegen/analyze/tiles.py), and expanded to
-lists on the device.
+A table is kept for the tensors that it was made of: their objects, memory and versions, and the stream that
+made it. While a CUDA graph is captured, a launch makes it within the graph: replays follow new contents.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fa4flex.codegen.analyze.domain import on_host
-from fa4flex.codegen.analyze.facts import Facts
-from fa4flex.codegen.analyze.tiles import Shape, TileMap, ragged_tile_map, tile_map
-from fa4flex.codegen.evaluate import Captured
-from fa4flex.runtime.cuda.upload import upload
+from fa4flex.codegen.analyze.domain import Shape
+from fa4flex.compiler.simulated import simulating
+from fa4flex.contents import VersionedCache
+from fa4flex.runtime.cuda.call import Call
+from fa4flex.runtime.cuda.device import require_not_capturing
+from fa4flex.runtime.cuda.graphs import hold_if_captured
+from fa4flex.runtime.cuda.host_tables import BlockTables, TurnTables
+from fa4flex.runtime.cuda.prepared import prepared
+
+MOST_KEPT = 16
+"""Tables of one launch, of as many sets of tensors: one per layer, say."""
+
+MOST_BYTES = 1 << 29
+"""Room for the lists of one mask on the device: each row has room for all of its tiles."""
+
+Tables = BlockTables | TurnTables
+
+PARAMETERS = "call", "ranges", "tables"
+"""Parameters of a launch function of DeviceTables."""
 
 
-class BlockTables(NamedTuple):
-    """int32: pointers [B, H, query tiles + 1] with stride 0 along what the mask does not depend on, and the
-    tiles that they point into. See Tables in kernels/common/arguments.py."""
+@dataclass(frozen=True)
+class Grid:
+    """Rows and columns of tiles, and for how many batch entries and heads they differ."""
 
-    partial_ptr: Tensor
-    partial_tiles: Tensor
-    full_ptr: Tensor
-    full_tiles: Tensor
+    rows: int
+    columns: int
+    batch: int
+    heads: int
 
+    @property
+    def lists(self) -> int:
+        """Elements of the lists of one class of tiles."""
+        return self.batch * self.heads * self.rows * self.columns
 
-class TurnTables(NamedTuple):
-    """int32: pointers [B, H, key tiles + 1], entries and ranks: see Turns in
-    kernels/common/arguments.py."""
-
-    pointers: Tensor
-    entries: Tensor
-    ranks: Tensor
-
-
-def ragged_maps(
-    facts: Facts, heads: int, captured: Captured, tile: tuple[int, int], lengths: tuple[Tensor, Tensor]
-) -> list[TileMap]:
-    """One map with an entry per sequence, or a map per sequence; `lengths` of queries and of keys, int64
-    [sequences]."""
-    together = ragged_tile_map(facts.mask, facts.keys, heads, captured, tile, lengths)
-    if together is not None:
-        return [together]
-    captured, pairs = on_host(captured, facts.mask), zip(*(x.tolist() for x in lengths), strict=True)
-    shapes = (Shape(1, heads, q_len, kv_len, b) for b, (q_len, kv_len) in enumerate(pairs))
-    return [tile_map(facts.mask, facts.keys, one, captured, tile) for one in shapes]
+    @property
+    def fits(self) -> bool:
+        return 8 * self.lists <= MOST_BYTES
 
 
-def to_device(
-    maps: Sequence[TileMap], shape: Shape, device: torch.device, least_rows: int = 1
-) -> BlockTables:
-    """Lists of tiles: of one map for the whole batch of `shape`, or of a map per sequence."""
-    parts = (_joined(maps, _listed, full, least_rows=least_rows) for full in (False, True))
-    return BlockTables(*_uploaded([x for part in parts for x in part], shape, device))
+@dataclass(frozen=True, eq=False)
+class DeviceTables:
+    """Makes tables on the device of a call.
+
+    launch   a function of PARAMETERS
+    shape    of the calls
+    tile     queries and keys of a tile
+    ranges   of the tables of ranges: how many, batch entries, heads and tiles; None without any
+    slots    of the captured tensors that the mask reads
+    """
+
+    launch: Callable[..., None]
+    shape: Shape
+    tile: tuple[int, int]
+    grid: Grid
+    ranges: tuple[int, int, int, int] | None
+    slots: tuple[int, ...]
+    _kept: VersionedCache[Any] = field(default_factory=lambda: VersionedCache(MOST_KEPT))
+
+    def __call__(self, call: Call) -> Any:
+        if capturing(call.q):
+            return self.make(call)
+        read = [call.operands[slot] for slot in self.slots]
+        return self._kept.made(stream_of(call.q), read, lambda: _reused(self.make(call), call.q))
+
+    def make(self, call: Call) -> BlockTables:
+        grid, shape = self.grid, self.shape
+        pointers = (grid.batch, grid.heads, grid.rows, 2)
+        sizes = [math.prod(pointers)] * 2 + [grid.lists] * 2 + [math.prod(self.ranges or (0,))]
+        room = call.q.new_empty(sum(sizes), dtype=torch.int32)
+        partial_ptr, full_ptr, partial, full, ranges = room.split(sizes)
+        partial_ptr, full_ptr = partial_ptr.view(pointers), full_ptr.view(pointers)
+        made = BlockTables(partial_ptr, partial, full_ptr, full)
+        self.launch(call, None if self.ranges is None else ranges.view(self.ranges), made)
+        whole = (shape.batch, shape.heads, -1, -1)
+        return made._replace(partial_ptr=partial_ptr.expand(whole), full_ptr=full_ptr.expand(whole))
 
 
-def turns_to_device(maps: Sequence[TileMap], shape: Shape, device: torch.device) -> TurnTables:
-    """Both classes in one list, with ranks, of maps whose rows are tiles of keys."""
-    return TurnTables(*_uploaded(_joined(maps, _ordered), shape, device))
+@dataclass(frozen=True, eq=False)
+class HostTables:
+    """Makes tables on the host, of the captured tensors in `slots` and of lengths."""
+
+    make: Callable[[Call], Tables]
+    slots: tuple[int, ...]
+    _kept: VersionedCache[Tables] = field(default_factory=lambda: VersionedCache(MOST_KEPT))
+
+    def __call__(self, call: Call) -> Tables:
+        read = [call.operands[slot] for slot in self.slots]
+        read += [x for x in call.lengths if x is not None]
+        found = self._kept.get(None, read)
+        if found is None:
+            require_not_capturing()
+            found = self._kept.keep(None, read, self.make(call))
+        hold_if_captured(call.q.get_device(), found)
+        return found
 
 
-def _uploaded(parts: Sequence[Tensor], shape: Shape, device: torch.device) -> list[Tensor]:
-    """Pointers, which are the parts with several dimensions, for all of the batch and all heads."""
-    there = upload(parts, device)
-    return [x.expand(shape.batch, shape.heads, -1) if x.ndim > 1 else x for x in there]
+def _reused(tables: BlockTables, q: Tensor) -> Any:
+    return tables if simulating() or not q.is_cuda else prepared(tables)
 
 
-def _joined(
-    maps: Sequence[TileMap], make: Callable[..., Any], *given: Any, least_rows: int = 1
-) -> list[Tensor]:
-    """Pointers [maps of batch entries, maps of heads, rows + 1], and the lists that they point into, of all
-    that `make` finds of each map: (pointers into its own lists, those)."""
-    # Kernels read a row's pointers before they know it exists.
-    rows = max(least_rows, *(tiles.rows for tiles in maps))
-    pointers, lists, before = [], [], 0
-    for tiles in maps:
-        own, *found = make(tiles, *given)
-        pointers.append(_padded(own, rows) + before)
-        lists.append(found)
-        before += len(found[0])
-    # Kernels read an element before they know whether it counts, so there is at least one.
-    if before == 0:
-        lists.append([torch.zeros(1, dtype=torch.int32) for _ in lists[0]])
-    return [torch.cat(pointers), *(torch.cat(x) for x in zip(*lists, strict=True))]
+def stream_of(q: Tensor) -> int:
+    """What is computed on one stream may not be there yet on another."""
+    return 0 if simulating() or not q.is_cuda else torch.cuda.current_stream(q.device).cuda_stream
 
 
-def _listed(tiles: TileMap, full: bool) -> tuple[Tensor, Tensor]:
-    """([map_batch, map_heads, rows + 1] pointers into the list, all tiles of a class in row order)."""
-    # Kernels do not look at the end of a run's axis in full tiles, so a last tile that passes it is not one.
-    last = _whole(tiles, 1 if tiles.axis == "q" else 0, _rows_of_runs(tiles))
-    whole = torch.where(tiles.full, tiles.stop.minimum(last), tiles.start)
-    windows, _, listed = _expand(tiles, *((tiles.start, whole) if full else (whole, tiles.stop)))
-    return windows, listed
-
-
-def _rows_of_runs(tiles: TileMap) -> Tensor:
-    rows = tiles.row_ptr.diff()
-    return torch.arange(len(rows)).repeat_interleave(rows, output_size=len(tiles.start))
-
-
-def _whole(tiles: TileMap, axis: int, row: Tensor) -> Tensor:
-    """How many tiles along the queries, 0, or the keys, 1, lie before their end, in the sequences of rows."""
-    if tiles.lengths is None:
-        length = tiles.shape.kv_len if axis else tiles.shape.q_len
-        return torch.tensor(length // tiles.tile[axis], dtype=torch.int32)
-    entry = row // max(tiles.map_heads * tiles.rows, 1)
-    return (tiles.lengths[axis] // tiles.tile[axis])[entry].to(torch.int32)
-
-
-def _ordered(tiles: TileMap) -> tuple[Tensor, Tensor, Tensor]:
-    """(pointers, entries, ranks): a map's rows, tiles of keys, add to tiles of queries last row first."""
-    windows, run, listed = _expand(tiles, tiles.start, tiles.stop)
-    place = _rows_of_runs(tiles)[run]
-    map, row = place // max(tiles.rows, 1), place % max(tiles.rows, 1)
-    partial = ~tiles.full[run] | (listed >= _whole(tiles, 0, place)) | (row >= _whole(tiles, 1, place))
-    place = map * tiles.columns + listed
-    order = (place * tiles.rows - row).argsort()
-    in_order = place[order]
-    ranks = torch.empty_like(listed)
-    ranks[order] = (torch.arange(len(order)) - torch.searchsorted(in_order, in_order)).to(torch.int32)
-    return windows, 2 * listed + partial, ranks
-
-
-def _expand(tiles: TileMap, start: Tensor, stop: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Pointers [map_batch, map_heads, rows + 1] into a list of all tiles from start to stop of each run, in
-    row order; of each of these its run, and which tile it is."""
-    counts = (stop - start).long()
-    ends = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-    rows = ends[tiles.row_ptr.long()].to(torch.int32)
-    maps = tiles.map_batch, tiles.map_heads
-    # The last pointer of a map is the first of the next: windows of rows + 1 that overlap by one.
-    windows = rows.unfold(0, tiles.rows + 1, tiles.rows) if tiles.rows else rows.expand(maps[0] * maps[1], 1)
-    run = torch.arange(len(counts)).repeat_interleave(counts, output_size=int(ends[-1]))
-    listed = ((start - ends[:-1])[run] + torch.arange(len(run))).to(torch.int32)
-    return windows.unflatten(0, maps), run, listed
-
-
-def _padded(pointers: Tensor, rows: int) -> Tensor:
-    """Rows that a shorter sequence does not have are empty."""
-    last = pointers[..., -1:].expand(*pointers.shape[:-1], rows + 1 - pointers.shape[-1])
-    return torch.cat((pointers, last), -1)
+def capturing(q: Tensor) -> bool:
+    return q.is_cuda and not simulating() and torch.cuda.is_current_stream_capturing()

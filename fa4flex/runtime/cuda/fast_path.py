@@ -16,25 +16,24 @@ from torch.autograd import forward_ad
 
 from fa4flex.codegen.plan.arguments import FORWARD
 from fa4flex.codegen.trace.paths import Reader
-from fa4flex.runtime.cuda.arguments import INTERVALS, launch_function
+from fa4flex.runtime.cuda.arguments import launch_function
 from fa4flex.runtime.cuda.call import ALIGNMENT, NO_LENGTHS, Call
 from fa4flex.runtime.cuda.counter import counter
-from fa4flex.runtime.cuda.graphs import hold_if_captured
+from fa4flex.runtime.cuda.prepared import prepared
 from fa4flex.runtime.cuda.ready import Ready, Results
 from fa4flex.variant import Variant, default_scale
 
 _empty_like = torch.empty_like
 
-PARAMETERS = "q", "k", "v", "out", "lse", "max_scores", "counter"
+PARAMETERS = "q", "k", "v", "out", "lse", "max_scores", "tables", "counter"
 """Parameters of the launch function of a repeated call."""
 
 
 class FastPath:
     """One launch, with all of its arguments but q, k, v and what it computes.
 
-    `read` finds what a variant has captured by now, `watched` are the captured tensors whose contents the
-    launch was proved with, `statistics` those that such calls ask for; where gradients are wanted, the launch
-    has the log-sum-exp besides.
+    `read` finds what a variant has captured by now, `statistics` are those that such calls ask for; where
+    gradients are wanted, the launch has the log-sum-exp besides.
     """
 
     __slots__ = (
@@ -54,7 +53,6 @@ class FastPath:
         "sinks",
         "statistics",
         "trains",
-        "watched",
     )
 
     def __init__(
@@ -63,7 +61,6 @@ class FastPath:
         ready: Ready,
         looks: Callable[..., bool],
         read: Reader,
-        watched: tuple[Tensor, ...],
         statistics: tuple[str, ...],
     ) -> None:
         self.ready, self.looks, self.read = ready, looks, read
@@ -75,20 +72,17 @@ class FastPath:
         self.requires_grad = any(x.requires_grad for x in (call.q, call.k, call.v, *self.others))
         self.trains = self.requires_grad and torch.is_grad_enabled()
         self.alignment = (call.q.data_ptr() | call.k.data_ptr() | call.v.data_ptr()) % ALIGNMENT
-        self.watched = tuple((x, x.data_ptr(), x._version) for x in watched)
         self.allocate = _allocation(call.q, ready)
         self.launch = launch_function(FORWARD, ready.kernel, PARAMETERS, _constants(call, ready), {})
 
     @staticmethod
-    def of(
-        call: Call, ready: Ready, read: Reader, watched: tuple[Tensor, ...], statistics: tuple[str, ...]
-    ) -> FastPath | None:
+    def of(call: Call, ready: Ready, read: Reader, statistics: tuple[str, ...]) -> FastPath | None:
         """None where a call does more than launch, or where torch cannot compare its tensors at once."""
         if call.lengths is not NO_LENGTHS or ready.converts or ready.gaps:
             return None
         tensors = call.q, call.k, call.v, *call.operands
         looks = _guard(tensors if call.sinks is None else (*tensors, call.sinks))
-        return None if looks is None else FastPath(call, ready, looks, read, watched, statistics)
+        return None if looks is None else FastPath(call, ready, looks, read, statistics)
 
     def serves(self, variant: Variant) -> bool:
         """True if `variant`, for inputs that fit, has the scale, sinks and captured values of this launch."""
@@ -115,12 +109,8 @@ class FastPath:
             return False
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT != self.alignment:
             return False
-        if forward_ad._current_level >= 0 or (self.requires_grad and torch.is_grad_enabled() != self.trains):
-            return False
-        return not self.watched or self._unchanged()
-
-    def _unchanged(self) -> bool:
-        return all(x._version == version and x.data_ptr() == place for x, place, version in self.watched)
+        trains = not self.requires_grad or torch.is_grad_enabled() == self.trains
+        return trains and forward_ad._current_level < 0
 
     def call(self, q: Tensor, k: Tensor, v: Tensor) -> Call:
         """The call that these inputs make."""
@@ -131,10 +121,9 @@ class FastPath:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Results:
         ready = self.ready
-        if ready.owns:
-            hold_if_captured(q.get_device(), ready)
+        tables = None if ready.tables is None else ready.tables(self.call(q, k, v))
         out, lse, largest = (_empty_like(q), None, None) if self.allocate is None else self.allocate(q)
-        self.launch(q, k, v, out, lse, largest, counter(q.get_device()) if ready.counted else None)
+        self.launch(q, k, v, out, lse, largest, tables, counter(q.get_device()) if ready.counted else None)
         return out, lse, largest
 
 
@@ -156,17 +145,7 @@ def _constants(call: Call, ready: Ready) -> dict[str, Any]:
     found = {row.name: getattr(call, row.name) for row in FORWARD.found_in("call")}
     found |= {row.name: None for row in FORWARD.found_in("call.lengths")}
     found |= ready.constants
-    found |= {name: _prepared(found[name]) for name in ("tables", "scalars")}
-    found["operands"] = call.operands + ready.constants[INTERVALS] or None
-    return found | {"order": None}
-
-
-def _prepared(given: tuple[Any, ...] | None) -> Any:
-    if given is None:
-        return None
-    import tvm_ffi
-
-    return tvm_ffi.convert(given)
+    return found | {"scalars": prepared(found["scalars"]), "operands": call.operands or None, "order": None}
 
 
 def _guard(tensors: tuple[Tensor, ...]) -> Callable[..., bool] | None:

@@ -13,7 +13,6 @@ from torch import Tensor
 from fa4flex.codegen.analyze.domain import Shape
 from fa4flex.runtime.cuda.call import Call
 from fa4flex.runtime.cuda.counter import counter
-from fa4flex.runtime.cuda.graphs import hold_if_captured
 from fa4flex.runtime.cuda.tile_order import TileOrder
 from fa4flex.runtime.layouts import empty_output
 
@@ -25,7 +24,7 @@ Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """Shape, strides and dtype of a result."""
 
 
-PARAMETERS = "call", "out", "lse", "max_scores", "counter", "order"
+PARAMETERS = "call", "out", "lse", "max_scores", "tables", "counter", "order"
 """Parameters of a Ready's launch function; other arguments are the same for all calls that look alike."""
 
 
@@ -35,32 +34,31 @@ class Ready:
 
     kernel      what is launched, with all arguments of its schema
     launch      the same as a function of PARAMETERS
-    constants   arguments that are the same for all such calls; intervals: tables of key intervals
-    owns        whether tensors are among them, which captured graphs must keep
+    constants   arguments that are the same for all such calls
     converts    whether tensors are converted at each launch
     layouts     of out, lse and max_scores; None for what is not computed
     gaps        whether there are query rows that no sequence uses, which kernels do not write
     counted     whether blocks take tiles from a counter
     order       of the tiles of a ragged batch, where they are sorted
+    tables      makes or finds the block tables of a call, where the mask is told by them
     """
 
     kernel: Callable[..., None]
     launch: Callable[..., None]
     constants: Mapping[str, Any]
-    owns: bool
     converts: bool
     layouts: tuple[Layout, Layout | None, Layout | None]
     gaps: bool
     counted: bool
     order: TileOrder | None = None
+    tables: Callable[[Call], Any] | None = None
 
     def __call__(self, call: Call) -> Results:
         device = call.q.get_device()
         out, lse, largest = self.results(call.q)
-        if self.owns:
-            hold_if_captured(device, self)
+        tables = None if self.tables is None else self.tables(call)
         taken = counter(device) if self.counted else None
-        self.launch(call, out, lse, largest, taken, None if self.order is None else self.order(call))
+        self.launch(call, out, lse, largest, tables, taken, None if self.order is None else self.order(call))
         return out, lse, largest
 
     def results(self, q: Tensor) -> Results:

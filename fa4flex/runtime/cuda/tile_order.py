@@ -16,8 +16,8 @@ from torch import Tensor
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.evaluate import Captured, evaluate
 from fa4flex.codegen.expr import walk
-from fa4flex.compiler.simulated import simulating
 from fa4flex.contents import VersionedCache
+from fa4flex.runtime.cuda.block_tables import capturing, stream_of
 from fa4flex.runtime.cuda.call import Call
 
 MOST_KEPT = 16
@@ -47,9 +47,9 @@ class TileOrder:
 
     def __call__(self, call: Call) -> Tensor:
         lengths = [x for x in call.lengths if x is not None]
-        if _capturing(call.q):
+        if capturing(call.q):
             return self.compute(call)  # in the graph's memory
-        key = _stream(call.q), call.q.shape, call.k.shape
+        key = stream_of(call.q), call.q.shape, call.k.shape
         return self._kept.made(key, lengths, lambda: self.compute(call))
 
     @torch.no_grad()
@@ -113,12 +113,3 @@ def _padded(call: Call, tile_m: int) -> Sequences:
         return torch.full_like(b, whole) if used is None else used.long()[b]
 
     return Sequences(b, number % per, lengths(used_q, shape.q_len), lengths(used_k, shape.kv_len))
-
-
-def _stream(q: Tensor) -> int:
-    """What is computed on one stream may not be there yet on another."""
-    return 0 if simulating() or not q.is_cuda else torch.cuda.current_stream(q.device).cuda_stream
-
-
-def _capturing(q: Tensor) -> bool:
-    return q.is_cuda and not simulating() and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,375 @@
+"""Bounds of a mask over a tile, as expressions: what a device computes to tell empty, partial and full tiles.
+
+The rules are those of interval arithmetic (see rules.py), applied to the expression itself and not to
+numbers. In the result, `q` and `kv` are the first query and the first key of a tile. What depends on queries
+alone, or on keys alone, is evaluated for each of a tile's rows, and the least and greatest value stand in a
+table of ranges: `bounds` reads them as captured tensors behind those of the program.
+
+An operation without a rule may be anything. Where bounds leave a tile open, the mask itself decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from math import isqrt, prod
+from typing import Literal
+
+from fa4flex.codegen.analyze.domain import READS
+from fa4flex.codegen.analyze.linear import linear
+from fa4flex.codegen.evaluate import MODEST
+from fa4flex.codegen.expr import FALSE, SYMBOLS, TRUE, Expr, Kind, apply, const, load, reduce, sym, to_int
+
+MOST_READ = 16
+"""Elements of a captured tensor that are read for one tile."""
+
+MOST_RANGES = 8
+"""Ranges that are kept per tile of queries or keys."""
+
+Side = Literal["q", "kv"]
+Ends = tuple[Expr, Expr]
+"""Least and greatest value over a tile; of a bool, whether it certainly holds and whether it may."""
+
+_LENGTHS: dict[str, Expr] = {"q": sym("q_len"), "kv": sym("kv_len")}
+_ANYTHING: Ends = (FALSE, TRUE)
+
+
+@dataclass(frozen=True)
+class TileBounds:
+    """free                symbols that the mask depends on
+    certain, possible   whether all pairs of a tile take part, and whether some may
+    ranges                 integers whose least and greatest value over a tile are read: number i of them from
+                           operands first + 2 i and first + 2 i + 1, int32 [B, H, tiles], at the tile of the
+                           queries or keys that it depends on, and at b = 0, h = 0 where not on these
+    """
+
+    tile: tuple[int, int]
+    free: frozenset[str]
+    first: int
+    certain: Expr
+    possible: Expr
+    ranges: tuple[Expr, ...]
+
+    def side(self, i: int) -> Side:
+        """Which index range i depends on."""
+        return "q" if "q" in self.ranges[i].free else "kv"
+
+    def varies(self, i: int) -> tuple[bool, bool]:
+        """Whether range i depends on b, and on h."""
+        return "b" in self.ranges[i].free, "h" in self.ranges[i].free
+
+
+@lru_cache(maxsize=512)
+def tile_bounds(
+    mask: Expr,
+    tile: tuple[int, int],
+    operands: int,
+    ranges: bool = True,
+    large: frozenset[int] = frozenset(),
+) -> TileBounds:
+    """Bounds of `mask` over tiles of `tile` queries and keys, in a program of so many captured tensors.
+    ranges: whether tables of ranges may be read; where numbers have 64 bits, they may not. large: slots of
+    captured integers that are not all below MODEST."""
+    rules = _Rules(tile, operands, MOST_RANGES if ranges else 0, large)
+    certain, possible = rules.truth(mask)
+    return TileBounds(tile, mask.free, operands, certain, possible, tuple(rules.ranges))
+
+
+class _Rules:
+    def __init__(self, tile: tuple[int, int], first: int, most_ranges: int, large: frozenset[int]) -> None:
+        self._size = dict(zip(("q", "kv"), tile, strict=True))
+        self._first, self._most = first, most_ranges
+        self._large = large
+        self.ranges: list[Expr] = []
+        self._memo: dict[Expr, Ends | None] = {}
+
+    def truth(self, x: Expr) -> Ends:
+        return self.ends(x) or _ANYTHING
+
+    def ends(self, x: Expr) -> Ends | None:
+        """None where nothing is known."""
+        if x not in self._memo:
+            self._memo[x] = self._ends(x)
+        return self._memo[x]
+
+    def _ends(self, x: Expr) -> Ends | None:
+        moving = x.free & {"q", "kv"}
+        if not moving and x.free <= set(SYMBOLS):
+            return x, x
+        if x.op == "sym":
+            return self._index(x)
+        if len(moving) == 1 and x.free <= set(SYMBOLS) and not self._exact(x):
+            found = self._range(x)
+            if found is not None:
+                return found
+        if x.op in READS:
+            return self._read(x) if x.op == "load" else None
+        if x.op == "reduce":
+            return self._reduced(x)
+        if x.kind == "float" and x.op != "to_float":
+            return None  # sums of ends round in other ways than what lies between
+        rule = _RULES.get((x.op, x.args[0].kind)) or _RULES.get((x.op, "any"))
+        if rule is None:
+            return None
+        given = [self.ends(a) for a in x.args]
+        if x.kind == "bool" and x.op != "ne" and all(a.kind == "bool" for a in x.args):
+            given = [found or _ANYTHING for found in given]
+        return None if any(found is None for found in given) else rule(*given)
+
+    def _index(self, x: Expr) -> Ends | None:
+        if x.value not in self._size:
+            return x, x  # the axis of a reduction
+        end = apply("minimum", apply("add", x, const(self._size[x.value])), _LENGTHS[x.value])
+        return x, apply("sub", end, const(1))
+
+    def _exact(self, x: Expr) -> bool:
+        """Whether the rules find the very ends of what depends on one index: it is a multiple of it and more,
+        or rises with such."""
+        if x.kind == "bool":
+            return x.op in ("lt", "le", "not_", "to_bool") and all(
+                self._exact(a) or not _moves(a) for a in x.args
+            )
+        if x.kind == "float":
+            return x.op == "to_float" and self._exact(x.args[0])
+        if x.op == "floordiv":
+            return not _moves(x.args[1]) and self._exact(x.args[0])
+        moving = [atom for atom, _ in linear(x).terms if _moves(atom)]
+        return len(moving) == 1 and moving[0].op == "sym"
+
+    def _range(self, x: Expr) -> Ends | None:
+        """The ends as they stand in a table."""
+        if x.kind == "float" or x.op == "sym":
+            return None
+        number = to_int(x)
+        if number not in self.ranges:
+            if len(self.ranges) == self._most:
+                return None
+            self.ranges.append(number)
+        i = self.ranges.index(number)
+        index = "q" if "q" in x.free else "kv"
+        at = [sym(name) if name in x.free else const(0) for name in ("b", "h")]
+        place = (*at, apply("floordiv", sym(index), const(self._size[index])))
+        lo, hi = (load(self._first + 2 * i + end, place, "int") for end in (0, 1))
+        return (lo, hi) if x.kind == "int" else (apply("ne", lo, const(0)), apply("ne", hi, const(0)))
+
+    def _reduced(self, x: Expr) -> Ends | None:
+        how, axis, extent = x.value
+        inner = self.ends(x.args[0])
+        if inner is None or how == "prod" or x.kind == "float":
+            return None
+        return reduce(how, axis, extent, inner[0]), reduce(how, axis, extent, inner[1])
+
+    # --- elements of captured tensors -------------------------------------------------------------------
+
+    def _read(self, x: Expr) -> Ends | None:
+        """The least and greatest of the few elements that a tile may read; of an index that goes no one knows
+        how far, the first few, if there are no more."""
+        spans = [self._span(index) for index in x.args]
+        if x.kind == "float" or (None in spans and x.value in self._large):
+            return None
+        most = {0: 1, 1: MOST_READ, 2: isqrt(MOST_READ)}.get(spans.count(None), 1)
+        if prod(most if span is None else span + 1 for span in spans) > MOST_READ:
+            return None
+        places: list[list[Expr]] = []
+        known: Expr = TRUE
+        for index, span in zip(x.args, spans, strict=True):
+            ends = self.ends(index)
+            if ends is None:
+                return None
+            lo, hi = ends
+            count = most if span is None else span + 1
+            steps = (apply("add", lo, const(step)) for step in range(count))
+            places.append([apply("minimum", step, hi) for step in steps] if count > 1 else [lo])
+            if span is None:
+                known = apply("and_", known, apply("lt", apply("sub", hi, lo), const(count)))
+        elements = [load(x.value, place, x.kind) for place in product(*places)]
+        return _if_known(known, elements, x.kind)
+
+    def _span(self, x: Expr) -> int | None:
+        """How far an integer goes at most within a tile; None where that is not known."""
+        if not _moves(x):
+            return 0
+        match x.op:
+            case "sym":
+                return self._size[x.value] - 1
+            case "add" | "sub" | "minimum" | "maximum":
+                spans = [self._span(a) for a in x.args]
+                if None in spans:
+                    return None
+                return sum(spans) if x.op in ("add", "sub") else max(spans)  # type: ignore[arg-type, type-var]
+            case "neg":
+                return self._span(x.args[0])
+            case "mul":
+                factor = next((a for a in x.args if a.op == "const"), None)
+                span = None if factor is None else self._span(next(a for a in x.args if a is not factor))
+                return None if span is None or factor is None else span * abs(factor.value)
+            case "floordiv" if _positive(x.args[1]):
+                return self._span_of_ratio(x.args[0], x.args[1].value)
+            case "shr" if x.args[1].op == "const" and 0 <= x.args[1].value < 31:
+                return self._span_of_ratio(x.args[0], 1 << x.args[1].value)
+            case "mod" if _positive(x.args[1]):
+                return int(x.args[1].value) - 1
+        return None
+
+    def _span_of_ratio(self, x: Expr, by: int) -> int | None:
+        if x.op == "sym" and (self._size[x.value] % by == 0 or by % self._size[x.value] == 0):
+            return (self._size[x.value] - 1) // by  # tiles begin where quotients change, or lie inside of one
+        span = self._span(x)
+        return None if span is None else (span + by - 1) // by
+
+
+def _if_known(known: Expr, elements: Sequence[Expr], kind: Kind) -> Ends:
+    """The least and greatest of elements, if they are all; else any number below MODEST."""
+    if kind == "bool":
+        some = apply("or_", apply("not_", known), _folded("or_", elements))
+        return apply("and_", known, _folded("and_", elements)), some
+    ends = ("minimum", 1 - MODEST), ("maximum", MODEST - 1)
+    lo, hi = (apply("where", known, _folded(op, elements), const(beyond)) for op, beyond in ends)
+    return lo, hi
+
+
+def _moves(x: Expr) -> bool:
+    return bool(x.free & {"q", "kv"})
+
+
+def _positive(x: Expr) -> bool:
+    return x.op == "const" and x.kind == "int" and x.value > 0
+
+
+def _folded(op: str, values: Sequence[Expr]) -> Expr:
+    found = values[0]
+    for value in values[1:]:
+        found = apply(op, found, value)
+    return found
+
+
+# --- rules ------------------------------------------------------------------------------------------------
+
+
+def _rising(op: str) -> Callable[..., Ends]:
+    return lambda *given: (apply(op, *(lo for lo, _ in given)), apply(op, *(hi for _, hi in given)))
+
+
+def _sub(a: Ends, b: Ends) -> Ends:
+    return apply("sub", a[0], b[1]), apply("sub", a[1], b[0])
+
+
+def _neg(a: Ends) -> Ends:
+    return apply("neg", a[1]), apply("neg", a[0])
+
+
+def _abs(a: Ends) -> Ends:
+    below = apply("neg", a[1])
+    return apply("maximum", apply("maximum", a[0], below), const(0)), apply(
+        "maximum", apply("neg", a[0]), a[1]
+    )
+
+
+def _hull(values: Sequence[Expr]) -> Ends:
+    values = list(dict.fromkeys(values))
+    return _folded("minimum", values), _folded("maximum", values)
+
+
+def _mul(a: Ends, b: Ends) -> Ends:
+    for x, y in ((a, b), (b, a)):
+        if x[0] is x[1] and x[0].op == "const":
+            ends = apply("mul", y[0], x[0]), apply("mul", y[1], x[0])
+            return ends if x[0].value >= 0 else ends[::-1]
+    return _hull([apply("mul", x, y) for x in a for y in b])
+
+
+def _by_constant(op: str, least: int) -> Callable[[Ends, Ends], Ends | None]:
+    """For what rises with its first argument, where the second is a constant of at least so much."""
+
+    def rule(a: Ends, b: Ends) -> Ends | None:
+        by = b[0]
+        if by is not b[1] or by.op != "const" or by.value < least:
+            return None
+        return apply(op, a[0], by), apply(op, a[1], by)
+
+    return rule
+
+
+def _floordiv(a: Ends, b: Ends) -> Ends | None:
+    """By one divisor, quotients rise with the numerator, or fall."""
+    by = b[0]
+    if by is not b[1]:
+        return None
+    ends = apply("floordiv", a[0], by), apply("floordiv", a[1], by)
+    return ends if _positive(by) else _hull(ends)
+
+
+def _mod(a: Ends, b: Ends) -> Ends | None:
+    """Within one period of a divisor the remainder rises; else it is any remainder."""
+    by = b[0]
+    if by is not b[1] or not _positive(by):
+        return None
+    same = apply("eq", *(apply("floordiv", end, by) for end in a))
+    lo, hi = (apply("mod", end, by) for end in a)
+    return apply("where", same, lo, const(0)), apply("where", same, hi, const(by.value - 1))
+
+
+def _not(a: Ends) -> Ends:
+    return apply("not_", a[1]), apply("not_", a[0])
+
+
+def _xor(a: Ends, b: Ends) -> Ends:
+    """Known where both are."""
+    known = _folded("and_", [apply("eq", *a), apply("eq", *b)])
+    value = apply("xor", a[0], b[0])
+    return apply("and_", known, value), apply("or_", apply("not_", known), value)
+
+
+def _lt(a: Ends, b: Ends) -> Ends:
+    return apply("lt", a[1], b[0]), apply("lt", a[0], b[1])
+
+
+def _le(a: Ends, b: Ends) -> Ends:
+    return apply("le", a[1], b[0]), apply("le", a[0], b[1])
+
+
+def _eq(a: Ends, b: Ends) -> Ends:
+    points = [apply("eq", *a), apply("eq", *b), apply("eq", a[0], b[0])]
+    return _folded("and_", points), apply("and_", apply("le", a[0], b[1]), apply("le", b[0], a[1]))
+
+
+def _where(c: Ends, a: Ends, b: Ends) -> Ends:
+    certain, possible = c
+    lo = apply("where", possible, apply("minimum", a[0], b[0]), b[0])
+    hi = apply("where", possible, apply("maximum", a[1], b[1]), b[1])
+    return apply("where", certain, a[0], lo), apply("where", certain, a[1], hi)
+
+
+def _to_bool(a: Ends) -> Ends:
+    return _not(_eq(a, (const(0), const(0))))
+
+
+_RULES: dict[tuple[str, str], Callable[..., Ends | None]] = {
+    ("add", "int"): _rising("add"),
+    ("sub", "int"): _sub,
+    ("neg", "int"): _neg,
+    ("abs", "int"): _abs,
+    ("mul", "int"): _mul,
+    ("minimum", "int"): _rising("minimum"),
+    ("maximum", "int"): _rising("maximum"),
+    ("floordiv", "int"): _floordiv,
+    ("shr", "int"): _by_constant("shr", 0),
+    ("mod", "int"): _mod,
+    ("where", "bool"): _where,
+    ("to_int", "bool"): _rising("to_int"),
+    ("to_float", "int"): _rising("to_float"),
+    ("to_bool", "int"): _to_bool,
+    ("not_", "bool"): _not,
+    ("and_", "bool"): _rising("and_"),
+    ("or_", "bool"): _rising("or_"),
+    ("xor", "bool"): _xor,
+    ("eq", "bool"): lambda a, b: _not(_xor(a, b)),
+    ("ne", "bool"): _xor,
+    ("lt", "any"): _lt,
+    ("le", "any"): _le,
+    ("eq", "any"): _eq,
+    ("ne", "any"): lambda a, b: _not(_eq(a, b)),
+}
+"""By operation and kind of the first argument."""

@@ -1,0 +1,30 @@
+"""What the kernels of block tables are built from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+THREADS = 128
+WARPS = THREADS // 32
+
+
+@dataclass(frozen=True)
+class Range:
+    """An integer whose least and greatest value over each tile are found first: the index that it depends on,
+    "q" or "kv", and whether it differs by batch entry and by head."""
+
+    index: str
+    by_batch: bool
+    by_heads: bool
+
+
+@dataclass(frozen=True)
+class Config:
+    """tile     queries and keys of a tile
+    by_keys  rows of the tables are tiles of keys, which list tiles of queries; else the other way round
+    ranges   what is found first
+    """
+
+    tile: tuple[int, int]
+    by_keys: bool
+    ranges: tuple[Range, ...] = ()

@@ -1,0 +1,221 @@
+"""Which tiles of a mask are empty, partial or full, found on the device: O(tiles) where bounds decide.
+
+ranges: least and greatest value of what depends on queries or keys alone, a warp per tile
+          |
+tables: a lane bounds the mask over a tile; tiles left open are asked pair by pair, by their warp, until two
+        pairs differ; each row's tiles are listed in order
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cuda.bindings import driver as cuda
+from cutlass import Boolean, Float32, Int32, const_expr, cute, select_
+
+from fa4flex.codegen.plan.arguments import BLOCK_TABLES
+from fa4flex.kernels.block_tables.config import THREADS, WARPS, Config
+from fa4flex.kernels.common.arguments import named
+from fa4flex.kernels.common.hooks import At, Hooks, Pointwise
+from fa4flex.kernels.common.pointwise import terms_of
+
+EMPTY, PARTIAL, FULL = 0, 1, 2
+SPREAD = 8
+"""Keys among the 32 pairs of a tile that are asked first."""
+
+AT_ONCE = 8
+"""Pairs that a lane asks about before its warp compares: as many reads are on their way at a time."""
+
+LEAST, GREATEST = -(1 << 31), (1 << 31) - 1
+
+_Arguments: Any = named("BlockTableArguments", BLOCK_TABLES.read_by("kernel"))
+
+
+class BlockTableArguments(_Arguments):
+    """operands, scalars: what the mask captured. q_len, kv_len, num_heads: Int32. ranges int32 [ranges, B, H,
+    tiles], written first and then read. tables: see Tables in kernels/common/arguments.py; a row's lists
+    begin at as many elements as there are columns, times the number of rows before it."""
+
+
+class BlockTables:
+    """The kernels for one Config and the hooks of one mask; `compile` takes the object itself."""
+
+    direction = "tables"
+    """Which arguments it takes."""
+
+    def __init__(self, config: Config, hooks: Hooks) -> None:
+        self.config = config
+        self.hooks = hooks
+
+    @cute.jit
+    def __call__(self, arguments: BlockTableArguments, stream: cuda.CUstream) -> None:
+        batch, heads, rows, _ = arguments.tables.partial_ptr.shape
+        if const_expr(len(self.config.ranges)):
+            _, some, more, tiles = arguments.ranges.shape
+            self.find_ranges(arguments).launch(
+                grid=[cute.ceil_div(tiles, WARPS), more, some], block=[THREADS, 1, 1], stream=stream
+            )
+        self.list_tiles(arguments).launch(
+            grid=[cute.ceil_div(rows, WARPS), heads, batch], block=[THREADS, 1, 1], stream=stream
+        )
+
+    def place(self, arguments: BlockTableArguments, b: Int32, h: Int32) -> At:
+        at = At(
+            b=b,
+            h=h,
+            q_len=arguments.q_len,
+            kv_len=arguments.kv_len,
+            num_heads=arguments.num_heads,
+            operands=tuple(arguments.operands),
+            scalars=tuple(arguments.scalars),
+        )
+        if const_expr(len(self.config.ranges)):
+            ends = range(2 * len(self.config.ranges))
+            at = at.but(operands=at.operands + tuple(arguments.ranges[i, None, None, None] for i in ends))
+        return at if self.hooks.uniform is None else at.but(uniform=tuple(self.hooks.uniform(at)))
+
+    # --- ranges -------------------------------------------------------------------------------------
+
+    @cute.kernel
+    def find_ranges(self, arguments: BlockTableArguments) -> None:
+        block, h, b = cute.arch.block_idx()
+        tile = block * WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        at = self.place(arguments, b, h)
+        for i in cutlass.range_constexpr(len(self.config.ranges)):
+            self.find_range(arguments, at, tile, i)
+
+    @cute.jit
+    def find_range(
+        self,
+        arguments: BlockTableArguments,
+        at: cutlass.Constexpr[At],
+        tile: Int32,
+        i: cutlass.Constexpr[int],
+    ) -> None:
+        """The least and greatest value of one range over a tile."""
+        one, hook = self.config.ranges[i], self.hooks.ranges[i]
+        along_q = one.index == "q"
+        size, length = (self.config.tile[0], at.q_len) if along_q else (self.config.tile[1], at.kv_len)
+        first, lane = tile * size, cute.arch.lane_idx()
+        # One of the blocks of all batch entries, or heads, finds what is the same for these.
+        mine = (first < length) & (one.by_batch | (at.b == 0)) & (one.by_heads | (at.h == 0))
+        if mine:
+            least, greatest = Int32(GREATEST), Int32(LEAST)
+            for step in cutlass.range(0, size, 32, unroll=1):
+                index = cutlass.min(first + cutlass.min(step + lane, size - 1), length - 1)
+                value = Int32(evaluated(hook, at_index(at, along_q, index)))
+                least, greatest = cutlass.min(least, value), cutlass.max(greatest, value)
+            least = cute.arch.warp_redux_sync(least, "min")
+            greatest = cute.arch.warp_redux_sync(greatest, "max")
+            if lane == 0:
+                arguments.ranges[2 * i, at.b, at.h, tile] = least
+                arguments.ranges[2 * i + 1, at.b, at.h, tile] = greatest
+
+    # --- tables -------------------------------------------------------------------------------------
+
+    @cute.kernel
+    def list_tiles(self, arguments: BlockTableArguments) -> None:
+        block, h, b = cute.arch.block_idx()
+        row = block * WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if row < arguments.tables.partial_ptr.shape[2]:
+            self.list_row(arguments, self.place(arguments, b, h), row)
+
+    @cute.jit
+    def list_row(self, arguments: BlockTableArguments, at: cutlass.Constexpr[At], row: Int32) -> None:
+        """A warp's: the partial and the full tiles of a row, in order."""
+        tables, lane = arguments.tables, cute.arch.lane_idx()
+        length, size = (
+            (at.q_len, self.config.tile[0]) if self.config.by_keys else (at.kv_len, self.config.tile[1])
+        )
+        columns, whole = (length + (size - 1)) // size, length // size
+        _, heads, rows, _ = tables.partial_ptr.shape
+        first_of_row = ((at.b * heads + at.h) * rows + row) * columns
+        partial, full = Int32(0), Int32(0)
+        for first in cutlass.range(0, columns, 32, unroll=1):
+            column = first + lane
+            kind = select_(column < columns, self.bounded(at, row, cutlass.min(column, columns - 1)), EMPTY)
+            left = cute.arch.vote_ballot_sync(kind == PARTIAL)
+            while left != 0:
+                one = cute.arch.popc((left & -left) - 1)
+                found = self.asked(at, row, first + one)
+                kind = select_(lane == one, found, kind)
+                left = left & (left - 1)
+            # Kernels do not look at the end of a sequence in full tiles.
+            kind = select_((kind == FULL) & (column >= whole), Int32(PARTIAL), kind)
+            some, all_of = (cute.arch.vote_ballot_sync(kind == x) for x in (PARTIAL, FULL))
+            below = (Int32(1) << lane) - 1
+            if kind == PARTIAL:
+                tables.partial_tiles[first_of_row + partial + cute.arch.popc(some & below)] = column
+            if kind == FULL:
+                tables.full_tiles[first_of_row + full + cute.arch.popc(all_of & below)] = column
+            partial, full = partial + cute.arch.popc(some), full + cute.arch.popc(all_of)
+        if lane == 0:
+            for pointers, count in ((tables.partial_ptr, partial), (tables.full_ptr, full)):
+                pointers[at.b, at.h, row, 0] = first_of_row
+                pointers[at.b, at.h, row, 1] = first_of_row + count
+
+    def corner(self, row: Int32, column: Int32) -> tuple[Int32, Int32]:
+        """First query and first key of a tile."""
+        q_tile, kv_tile = (column, row) if self.config.by_keys else (row, column)
+        return q_tile * self.config.tile[0], kv_tile * self.config.tile[1]
+
+    def bounded(self, at: At, row: Int32, column: Int32) -> Int32:
+        """A lane's: what bounds say of a tile; PARTIAL where they leave it open."""
+        at = at_pair(at, *self.corner(row, column))
+        certain, possible = (Boolean(evaluated(x, at)) for x in (self.hooks.certain, self.hooks.possible))
+        return select_(certain, Int32(FULL), select_(possible, Int32(PARTIAL), Int32(EMPTY)))
+
+    @cute.jit
+    def asked(self, at: cutlass.Constexpr[At], row: Int32, column: Int32) -> Int32:
+        """A warp's: what a tile is by its pairs, until two of them differ: first some from all over it, which
+        tells of most, then one after another."""
+        (queries, keys), lane = self.config.tile, cute.arch.lane_idx()
+        corner = self.corner(row, column)
+        across, along = lane // SPREAD * (queries - 1) // (32 // SPREAD - 1), lane % SPREAD * (keys - 1)
+        allowed = self.allowed(at, corner, across, along // (SPREAD - 1))
+        some = cute.arch.vote_ballot_sync(allowed) != 0
+        every = cute.arch.vote_ballot_sync(~allowed) == 0
+        step = Int32(0)
+        while step < queries * keys and (every or not some):
+            mine, other = Boolean(False), Boolean(False)
+            for i in cutlass.range_constexpr(AT_ONCE):
+                place = cutlass.min(step + (i * 32 + lane), queries * keys - 1)
+                allowed = self.allowed(at, corner, place // keys, place % keys)
+                mine, other = mine | allowed, other | ~allowed
+            some = some | (cute.arch.vote_ballot_sync(mine) != 0)
+            every = every & (cute.arch.vote_ballot_sync(other) == 0)
+            step += AT_ONCE * 32
+        return select_(some, select_(every, Int32(FULL), Int32(PARTIAL)), Int32(EMPTY))
+
+    def allowed(self, at: At, corner: tuple[Int32, Int32], q: Int32, kv: Int32) -> Boolean:
+        """Whether a pair of a tile takes part; past the end of a sequence, the last one does in its place."""
+        ends = (at.q_len - 1, at.kv_len - 1)
+        pair = (cutlass.min(first + i, end) for first, i, end in zip(corner, (q, kv), ends, strict=True))
+        return Boolean(evaluated(self.hooks.mask, at_pair(at, *pair)))
+
+
+# --- hooks at one place -----------------------------------------------------------------------------------
+
+
+def at_index(at: At, along_q: bool, index: Int32) -> At:
+    """The place of one query, or of one key."""
+    number = index.to(Float32)
+    if along_q:
+        return at.but(q=index, q_float=number)
+    return at.but(kv=index, kv_float=number, kv_base=index, kv_base_float=number)
+
+
+def at_pair(at: At, q: Int32, kv: Int32) -> At:
+    offset = kv - q
+    number = offset.to(Float32)
+    at = at.but(offset=offset, offset_float=number, offset_base=offset, offset_base_float=number)
+    return at_index(at_index(at, True, q), False, kv)
+
+
+def evaluated(hook: Pointwise | None, at: At) -> Any:
+    """A hook's value at one place, all of its rates in turn."""
+    assert hook is not None
+    for rate in ("row", "column", "diagonal", "pair"):
+        at = at.but(**{rate: terms_of(hook, rate, at)})
+    return hook.element(at)

@@ -1,0 +1,49 @@
+"""The plan of the kernels that find a mask's tiles. Data only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fa4flex.codegen.analyze.tile_bounds import TileBounds
+from fa4flex.codegen.plan.problem import Problem
+from fa4flex.codegen.plan.target import Target
+from fa4flex.kernels.block_tables.config import WARPS, Config, Range
+
+
+@dataclass(frozen=True)
+class TablesPlan:
+    """Tables for a kernel of `problem` on `target`, whose tiles are those of `bounds`. by_keys: its rows are
+    tiles of keys, as in backward passes."""
+
+    target: Target
+    problem: Problem
+    bounds: TileBounds
+    by_keys: bool
+
+    module: ClassVar[str] = "fa4flex.kernels.block_tables"
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        return self.bounds.tile
+
+    @property
+    def varies(self) -> tuple[bool, bool]:
+        """Whether tiles differ by batch entry, and by head."""
+        return "b" in self.bounds.free, "h" in self.bounds.free
+
+    def config(self) -> Config:
+        found = (Range(self.bounds.side(i), *self.bounds.varies(i)) for i in range(len(self.bounds.ranges)))
+        return Config(self.tile, self.by_keys, tuple(found))
+
+    def explain(self) -> str:
+        rows, columns = ("keys", "queries") if self.by_keys else ("queries", "keys")
+        lines = [
+            f"Block tables on {self.target.chip}: a warp lists the tiles of {columns} of a tile of {rows}",
+            f"tiles of {self.tile[0]} queries and {self.tile[1]} keys, {WARPS} rows per block",
+            f"full where {self.bounds.certain}",
+            f"empty unless {self.bounds.possible}",
+            "pairs are asked one by one in tiles that are neither",
+        ]
+        lines += [f"r{i}: least and greatest {x} of a tile" for i, x in enumerate(self.bounds.ranges)]
+        return "\n".join(lines)

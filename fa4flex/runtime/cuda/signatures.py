@@ -1,0 +1,38 @@
+"""What a kernel is compiled for: how the tensors of a call look, and its captured numbers by their kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from fa4flex.codegen.plan.arguments import LENGTHS
+from fa4flex.compiler.signature import Signature
+from fa4flex.runtime.cuda.call import Call
+
+Kinds = Mapping[int, str]
+"""The kind of each captured number, by slot."""
+
+
+def signature_of(kinds: Kinds, call: Call, more: tuple[str, ...] = ()) -> Signature:
+    """What the arguments of a call look like. more: names of arguments that are given besides the lengths."""
+    used = tuple(row.name for row, x in zip(LENGTHS, call.lengths) if row.when is None and x is not None)
+    numbers = tuple(kinds.get(slot, "float") for slot in range(len(call.scalars)))
+    units = tuple(x.ndim == 0 or x.stride(-1) == 1 for x in call.operands)
+    heads_first = call.heads_first or call.packed
+    return Signature(heads_first, numbers, units, tuple(map(_even_rows, call.operands)), used + more)
+
+
+def _even_rows(x: Tensor) -> bool:
+    """Whether the elements 2 i and 2 i + 1 of any row are one aligned word."""
+    steps = x.stride()
+    aligned = x.data_ptr() % (2 * x.element_size()) == 0
+    return x.ndim > 0 and steps[-1] == 1 and aligned and all(step % 2 == 0 for step in steps[:-1])
+
+
+def numbers_of(kinds: Kinds, call: Call) -> tuple[int | float, ...]:
+    """Captured numbers by their kinds: operators pass all of them as floats."""
+    wanted = (kinds.get(slot, "float") for slot in range(len(call.scalars)))
+    return tuple(
+        float(x) if kind == "float" else int(x) for kind, x in zip(wanted, call.scalars, strict=True)
+    )

@@ -1,0 +1,97 @@
+"""Who makes the block tables that a pass of a program reads: its device, or the host."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fa4flex.codegen.analyze.domain import Shape, slots_read
+from fa4flex.codegen.analyze.tiles import TileMap, tile_map
+from fa4flex.codegen.evaluate import Captured
+from fa4flex.codegen.plan.arguments import BLOCK_TABLES
+from fa4flex.contents import on_host
+from fa4flex.runtime.cuda.arguments import conversions_of, launch_function
+from fa4flex.runtime.cuda.block_tables import PARAMETERS, DeviceTables, Grid, HostTables, Tables
+from fa4flex.runtime.cuda.call import NO_LENGTHS, Call
+from fa4flex.runtime.cuda.host_tables import ragged_maps, to_device, turns_to_device
+from fa4flex.runtime.cuda.signatures import Kinds, numbers_of, signature_of
+
+if TYPE_CHECKING:
+    from fa4flex.kernels.block_tables.plan import TablesPlan
+    from fa4flex.lower import Lowered
+
+
+def tables_of(kinds: Kinds, call: Call, lowered: Lowered, captured: Captured) -> DeviceTables | HostTables:
+    """The device makes the tables of dense calls. The host makes those of ragged batches, of sums in one
+    order, and of more tiles than there is room for."""
+    from fa4flex.lower import lower_tables
+
+    slots = tuple(sorted(slots_read(lowered.facts.mask)))
+    if call.lengths is NO_LENGTHS and not lowered.problem.deterministic:
+        found, shape = lower_tables(lowered, captured), call.extents()
+        plan: TablesPlan = found.plan
+        grid = grid_of(plan, shape)
+        if grid.fits:
+            kernel = found.compile(signature_of(kinds, call))
+            constants = {
+                "scalars": numbers_of(kinds, call) or None,
+                "q_len": shape.q_len,
+                "kv_len": shape.kv_len,
+                "num_heads": shape.heads,
+            }
+            conversions = conversions_of(BLOCK_TABLES, call=call)
+            launch = launch_function(BLOCK_TABLES, kernel.launch, PARAMETERS, constants, conversions)
+            return DeviceTables(launch, shape, plan.tile, grid, ranges_of(plan, shape), slots)
+    return HostTables(lambda later: on_the_host(later, lowered, numbers_of(kinds, later)), slots)
+
+
+def grid_of(plan: TablesPlan, shape: Shape) -> Grid:
+    """How many tiles there are, and for which batch entries and heads they differ."""
+    tiles = -(-shape.q_len // plan.tile[0]), -(-shape.kv_len // plan.tile[1])
+    rows, columns = tiles[::-1] if plan.by_keys else tiles
+    batch, heads = (n if varies else 1 for n, varies in zip((shape.batch, shape.heads), plan.varies))
+    return Grid(rows, columns, batch, heads)
+
+
+def ranges_of(plan: TablesPlan, shape: Shape) -> tuple[int, int, int, int] | None:
+    """Extents of the tables of ranges; None without any."""
+    found = plan.config().ranges
+    if not found:
+        return None
+    batch = shape.batch if any(one.by_batch for one in found) else 1
+    heads = shape.heads if any(one.by_heads for one in found) else 1
+    tiles = max(-(-shape.q_len // plan.tile[0]), -(-shape.kv_len // plan.tile[1]))
+    return 2 * len(found), batch, heads, tiles
+
+
+# --- on the host ------------------------------------------------------------------------------------------
+
+
+def on_the_host(call: Call, lowered: Lowered, numbers: tuple[int | float, ...]) -> Tables:
+    """The tables of a call, of contents as they are now."""
+    shape, tile, captured = call.extents(), lowered.plan.tile, Captured(call.operands, numbers)
+    maps = maps_of(call, lowered, captured)
+    if lowered.direction == "forward":
+        # A padded batch has tiles that no sequence uses, and whose pointers are read like any others.
+        return to_device(maps, shape, call.q.device, 1 if call.packed else -(-shape.q_len // tile[0]))
+    make = turns_to_device if lowered.problem.deterministic else to_device
+    return make([one.transposed() for one in maps], shape, call.q.device)
+
+
+def maps_of(call: Call, lowered: Lowered, captured: Captured) -> list[TileMap]:
+    """The tiles of the mask: a map for the whole batch, or one per sequence of a ragged one."""
+    facts, tile, shape = lowered.facts, lowered.plan.tile, call.extents()
+    if call.lengths is NO_LENGTHS:
+        return [tile_map(facts.mask, facts.keys, shape, captured, tile)]
+    lengths = _sequence_lengths(call, 0, shape.q_len), _sequence_lengths(call, 1, shape.kv_len)
+    return ragged_maps(facts, shape.heads, captured, tile, lengths)
+
+
+def _sequence_lengths(call: Call, side: int, length: int) -> Tensor:
+    """The used length of every sequence on the host, int64 [sequences]."""
+    cu, used = call.lengths[side], call.lengths[side + 2]
+    if used is not None:
+        return on_host(used).long()
+    return torch.full((call.q.shape[0],), length) if cu is None else on_host(cu).long().diff()

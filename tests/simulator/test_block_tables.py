@@ -1,0 +1,110 @@
+"""Block tables that a simulated device makes, against every element of the mask."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from mask_zoo import dense, tile_classes
+from torch import Tensor
+
+import fa4flex
+from fa4flex.codegen.analyze.domain import Shape
+from fa4flex.codegen.build import build
+from fa4flex.primitives.blocks import BlockMap
+from fa4flex.runtime.cuda.block_tables import DeviceTables
+from fa4flex.runtime.cuda.host_tables import BlockTables
+from fa4flex.variants import causal, document, natten
+
+Call = Any
+BATCH, HEADS, Q_LEN, KV_LEN = 2, 2, 300, 340
+
+
+def documents() -> Tensor:
+    return torch.randint(0, 4, (BATCH, KV_LEN)).sort(-1).values
+
+
+def of_table(p: float) -> Callable[..., Any]:
+    table = torch.rand(Q_LEN, KV_LEN) < p
+    table[:128, 128:256], table[128:256, :128] = False, True
+    return lambda b, h, q, kv: table[q, kv]
+
+
+def of_lookup(ids: Tensor) -> Callable[..., Any]:
+    """A mask that reads at what it has read: bounds leave all of its tiles open."""
+    near = torch.rand(8, 8) < 0.5
+    return lambda b, h, q, kv: near[ids[b, q], ids[b, kv]]
+
+
+def masks() -> dict[str, Any]:
+    ids = documents()
+    classes = torch.randint(0, 3, (BATCH, HEADS, 5, 6), dtype=torch.uint8)
+    return {
+        "documents": causal & document(ids),
+        "documents in no order": document(ids[:, torch.randperm(KV_LEN)]),
+        "blocks": BlockMap.from_dense(classes, 64, Q_LEN, KV_LEN).mask(causal),
+        "a table": of_table(0.5),
+        "looked up": of_lookup(ids),
+        "natten": natten((15, 20), (5, 5)),
+        "padding": lambda b, h, q, kv: ((ids[b, kv] != 3) | (q // 7 == kv // 7)) & (q >= kv),
+    }
+
+
+NAMES = tuple(masks())
+
+
+def made(mask: Any, arch: str, **how: Any) -> tuple[list[tuple[DeviceTables, BlockTables]], Any, Any]:
+    """The tables of the forward and the backward pass, the variant, and the simulated device."""
+    found: list[tuple[DeviceTables, BlockTables]] = []
+    make = DeviceTables.make
+
+    def noted(self: DeviceTables, call: Call) -> BlockTables:
+        tables = make(self, call)
+        found.append((self, tables))
+        return tables
+
+    attn = fa4flex.compile(mask=mask)
+    qkv = [torch.randn(BATCH, HEADS, n, 64).bfloat16().requires_grad_() for n in (Q_LEN, KV_LEN, KV_LEN)]
+    with patch.object(DeviceTables, "make", noted), fa4flex.simulator.device(arch, **how) as gpu:
+        attn(*qkv).sum().backward()
+    return found, attn, gpu
+
+
+def classes_of(tables: BlockTables, rows: int, columns: int) -> Tensor:
+    """uint8 [B, H, rows, columns]: 0 empty, 1 partial, 2 full."""
+    dense = torch.zeros(BATCH, HEADS, rows, columns, dtype=torch.uint8)
+    lists = (tables.partial_ptr, tables.partial_tiles), (tables.full_ptr, tables.full_tiles)
+    for kind, (pointers, tiles) in enumerate(lists, 1):
+        for b in range(BATCH):
+            for h in range(HEADS):
+                for row, (first, last) in enumerate(pointers[b, h].tolist()):
+                    listed = tiles[first:last].tolist()
+                    assert listed == sorted(set(listed)), "tiles of a row are listed once, in order"
+                    dense[b, h, row, listed] = kind
+    return dense
+
+
+def expected(attn: Any, tile: tuple[int, int], by_keys: bool) -> Tensor:
+    """The same of every element. Full tiles lie before the end of what a row lists."""
+    program = build(attn.variant)
+    shape = Shape(BATCH, HEADS, Q_LEN, KV_LEN)
+    classes = tile_classes(dense(program.facts.mask, shape, program.captured()), tile)
+    last = classes[:, :, Q_LEN // tile[0] :] if by_keys else classes[:, :, :, KV_LEN // tile[1] :]
+    last.clamp_(max=1)
+    return classes.transpose(2, 3) if by_keys else classes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_tables_of_a_device_are_those_of_all_elements(name: str) -> None:
+    arch, timing = random.choice(("sm_90a", "sm_100a")), random.choice(("eager", "late", "random"))
+    found, attn, gpu = made(masks()[name], arch, timing=timing)
+    assert not gpu.findings, gpu.report()
+    assert len(found) == 2, "the device makes the tables of both passes"
+    for (one, tables), by_keys in zip(found, (False, True), strict=True):
+        classes = classes_of(tables, one.grid.rows, one.grid.columns)
+        assert torch.equal(classes, expected(attn, one.tile, by_keys)), (name, arch, by_keys)
