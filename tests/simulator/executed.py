@@ -285,16 +285,17 @@ def comparing(keep: bool = False) -> Iterator[Compared]:
 
     def compare(gpu: device.Gpu, launch: Launch) -> None:
         plan, arguments = _planned[-1] if _planned else (None, ())
-        if plan is None or not any(plan.topology.places) or not _is_main(launch):
+        topology = getattr(plan, "topology", None)  # kernels of block tables have one role
+        if topology is None or not any(topology.places) or not _is_main(launch):
             return run(gpu, launch)
         trace = Trace()
         if keep:
-            compared.kept.append(Executed(plan.topology, launch, trace, arguments))
+            compared.kept.append(Executed(topology, launch, trace, arguments))
         program_of = launching.program_of
         with patch.object(launching, "program_of", lambda *of: noting(program_of(*of), trace)):
             run(gpu, launch)
         compared.launches += 1
-        compared.differences += differences(trace, plan.topology)
+        compared.differences += differences(trace, topology)
         return None
 
     with patch.object(lower.Lowered, "compile", compiled), patch.object(device.Gpu, "run", compare):
