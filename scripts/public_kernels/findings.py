@@ -54,10 +54,10 @@ EXPLANATIONS = (
     ),
     Explanation(
         r"flash-attn-4, Blackwell: latent",
-        r"barrier|race",
         r"barrier",
-        "warps arrive at their cluster's barrier twice before they wait for it once (undefined by the ISA);"
-        " where the second arrival counts for nothing, mbarriers are used before they are initialised",
+        r"again before it has waited",
+        "warps arrive at their cluster's barrier twice before they wait for it once; the ISA allows one"
+        " arrival of a thread before the barrier completes",
     ),
     Explanation(
         r"flash-attn-4, Blackwell: backward",
