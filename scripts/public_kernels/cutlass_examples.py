@@ -152,7 +152,7 @@ EXAMPLES: dict[str, tuple[str, str]] = {
     "mixed-input attention, decode": (f"{ATTENTION}/mixed_input_fmha/mixed_input_fmha_decode.py", ""),
     "mixed-input attention, width 256": (
         f"{ATTENTION}/mixed_input_fmha/mixed_input_fmha_prefill_d256.py",
-        "--q_shape 1,128,2,256 --k_shape 1,128,2,256",
+        "--q_shape 1,2,256,256 --k_shape 1,1,256,256",
     ),
     "mamba2 SSD": (f"{ATTENTION}/mamba2_ssd/mamba2_ssd.py", "--gbehcdln 1,1,2,2,2,64,128,128"),
     "RMSNorm": (f"{BLACKWELL}/rmsnorm/rmsnorm.py", "--M 16 --N 1024"),

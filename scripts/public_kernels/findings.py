@@ -32,6 +32,35 @@ EXPLANATIONS = (
         " loads from it are over",
     ),
     Explanation(
+        r"CUTLASS: mixed-input attention, decode",
+        r"missing fence",
+        r"mbarrier\.init",
+        "mbarriers are initialised, and then there is a bar.sync, but no fence.mbarrier_init before TMA"
+        " signals them",
+    ),
+    Explanation(
+        r"CUTLASS: mixed-input attention, decode",
+        r"race",
+        r"atom\.shared",
+        "four warps gather the maxima of a tile in shared memory, meet, load them and go on to the next tile;"
+        " nothing keeps a fast one from adding that one's before a slow one has loaded. The slow one's"
+        " probabilities then have another scale: the results are wrong",
+    ),
+    Explanation(
+        r"CUTLASS: mixed-input attention, decode",
+        r"race|uninitialised",
+        r"tcgen05",
+        "O is set to zero by tcgen05.st; P is handed to the products that add to O without a"
+        " tcgen05.wait::st in between",
+    ),
+    Explanation(
+        r"CUTLASS: mixed-input attention, decode",
+        r"unfinished|exited",
+        r"cp\.async\.bulk\.tensor",
+        "the warp that stores O exits without cp.async.bulk.wait_group, and shared memory, which the stores"
+        " may still read, goes with the CTA",
+    ),
+    Explanation(
         r"CUTLASS: Hopper attention",
         r"unfinished|exited",
         r"cp\.async\.bulk\.tensor",
@@ -53,11 +82,18 @@ EXPLANATIONS = (
         " mbarrier that cp.async signals is no proxy fence, and there is none behind it",
     ),
     Explanation(
+        r"flash-attn-4, Blackwell: split keys",
+        r"unfinished",
+        r"cp\.async",
+        "where the last part has no keys, threads of the kernel that combines skip the turns in which they"
+        " would wait for its copies to shared memory, and exit with cp.async under way",
+    ),
+    Explanation(
         r"flash-attn-4, Blackwell: latent",
-        r"barrier|race",
         r"barrier",
-        "warps arrive at their cluster's barrier twice before they wait for it once (undefined by the ISA);"
-        " where the second arrival counts for nothing, mbarriers are used before they are initialised",
+        r"again before it has waited",
+        "warps arrive at their cluster's barrier twice before they wait for it once; the ISA allows one"
+        " arrival of a thread before the barrier completes",
     ),
     Explanation(
         r"flash-attn-4, Blackwell: backward",

@@ -37,11 +37,10 @@ def barrier(instruction: Instruction) -> Act:
                 text = f"{warp} names barrier {named}; a CTA has {NAMED}"
                 raise Fault(Finding("barrier", text, instruction))
             meeting = warp.cta.meeting(named)
-            meeting.whole = count is None
-            expected = int(_first(count(warp), mask)) if count else warp.cta.living_threads()
-            if expected % LANES:
-                expected += LANES - expected % LANES
-            _come(access, warp, meeting, LANES, expected)
+            expected = None
+            if count:
+                expected = -(-int(_first(count(warp), mask)) // LANES) * LANES
+            _come(access, warp, meeting, expected)
             if not stays:
                 warp.ticket = None
                 return None
@@ -52,20 +51,23 @@ def barrier(instruction: Instruction) -> Act:
 
 @translates("barrier.cluster.arrive")
 def cluster_arrive(instruction: Instruction) -> Act:
+    """An arrival before the warp has waited for the one before is reported. It counts for the barrier's next
+    round, so it is held until all have come to the round before. Of two waits the first is for that round,
+    as on silicon (docs/simulator.md)."""
     access, relaxed = Accessor(instruction, "shared"), instruction.has("relaxed")
 
-    def run(warp: Warp, mask: Mask) -> None:
-        cluster = warp.cta.cluster
+    def run(warp: Warp, mask: Mask) -> Wait | None:
+        meeting = warp.cta.cluster.meeting
         if warp.cluster_ticket is not None:
+            _, before = warp.cluster_ticket
+            if meeting.round is before:
+                return Wait(lambda: meeting.round is not before, f"{meeting}, to come again", meeting)
             text = f"{warp} arrives at its cluster's barrier again before it has waited"
             warp.cta.launch.findings.add(Finding("barrier", text, instruction))
             warp.arrived_again += 1
-            return
-        warp.ticket = None
-        cluster.meeting.whole = True
-        expected = sum(cta.living_threads() for cta in cluster.ctas)
-        _come(access, warp, cluster.meeting, int(warp.live.sum()), expected, relaxed)
+        _come(access, warp, meeting, None, relaxed)
         warp.cluster_ticket, warp.ticket = warp.ticket, None
+        return None
 
     return Act(run, signals=True)
 
@@ -137,26 +139,34 @@ def _first(values: NDArray[Any], mask: Mask) -> Any:
 
 
 def _come(
-    access: Accessor, warp: Warp, meeting: Meeting, threads: int, expected: int, relaxed: bool = False
+    access: Accessor, warp: Warp, meeting: Meeting, expected: int | None, relaxed: bool = False
 ) -> None:
-    """The ticket is the clock that gathers what the warps know which come in this round. A relaxed arrival
+    """Come to a barrier for so many threads, or, if None, for all that have not exited. A relaxed arrival
     tells only what a fence before it has released."""
-    warp.ticket = meeting, meeting.round, meeting.gathered, meeting.lines
+    agent, who, line = warp.agent, str(warp), access.instruction.line
+    warp.ticket = meeting, meeting.round
     if relaxed:
         clock = relaxed_clock(warp)
-        meeting.announced |= warp.announced
+        meeting.round.announced |= warp.announced
     else:
-        clock = warp.cta.cluster.order.release(warp.agent)
-    guarded(access, warp, lambda: meeting.come(threads, expected, clock, str(warp), access.instruction.line))
+        clock = warp.cta.cluster.order.release(agent)
+
+    def come() -> None:
+        if expected is None:
+            meeting.come_whole(agent, who, warp.cta.must_come(meeting), clock, line)
+        else:
+            meeting.come(agent, who, expected, clock, line)
+
+    guarded(access, warp, come)
 
 
 def _stay(warp: Warp, line: int) -> Wait | None:
     """Wait until the round of the warp's ticket is complete, then know what all who came knew."""
-    meeting, round, gathered, lines = warp.ticket  # type: ignore[misc]
-    if meeting.round == round:
-        return Wait(lambda: meeting.round != round, str(meeting), meeting)
-    warp.cta.cluster.order.acquire(warp.agent, gathered, (line, *lines))
-    for mbarrier in meeting.told:
+    meeting, round = warp.ticket  # type: ignore[misc]
+    if meeting.round is round:
+        return Wait(lambda: meeting.round is not round, str(meeting), meeting)
+    warp.cta.cluster.order.acquire(warp.agent, round.gathered, (line, *round.lines))
+    for mbarrier in round.announced:
         mbarrier.users.add(warp.agent)
     warp.ticket = None
     return None

@@ -54,20 +54,27 @@ def alloc(instruction: Instruction) -> Act:
             raise fail(
                 "tensor memory", f"{warp} allocates after tcgen05.relinquish_alloc_permit", instruction
             )
-        start = _with_the_other(warp, columns, instruction.line) if pair else _free(cta, columns)
+        start = (_with_the_other if pair else _alone)(warp, columns, instruction.line)
         if isinstance(start, Wait):
             return start
-        if start is None:
-            return Wait(lambda: _free(cta, columns) is not None, f"{columns} free columns of tensor memory")
-        _take(cta, start, columns, instruction.line)
         access.store(warp, where(warp)[:1], np.array([[start]], np.uint32))
         return None
 
     return Act(run)
 
 
+def _alone(warp: Warp, columns: int, line: int) -> int | Wait:
+    cta = warp.cta
+    start = _free(cta, columns)
+    if start is None:
+        return Wait(lambda: _free(cta, columns) is not None, f"{columns} free columns of tensor memory")
+    _take(cta, start, columns, line)
+    return start
+
+
 def _with_the_other(warp: Warp, columns: int, line: int) -> int | Wait:
-    """The first column, once both CTAs of a pair have asked; the second to ask allocates for both."""
+    """The first column, once both CTAs of a pair have asked; the second to ask allocates for both, and may
+    write to both before the first one goes on."""
     cta, other = warp.cta, warp.cta.cluster.ctas[warp.cta.rank ^ 1]
     if warp.agent not in cta.pair_requests:
         cta.pair_requested += 1
@@ -85,6 +92,7 @@ def _with_the_other(warp: Warp, columns: int, line: int) -> int | Wait:
                 lambda: _free(cta, columns) is not None and _free(other, columns) is not None,
                 f"{columns} free columns of tensor memory in both CTAs of a pair",
             )
+        _take(cta, start, columns, line)
         _take(other, there, columns, line)
         other.pair_granted[number] = there
     del cta.pair_requests[warp.agent]

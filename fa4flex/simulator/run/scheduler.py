@@ -208,12 +208,8 @@ class Scheduler:
             cta.launch.findings.add(Finding("unfinished", text, stores.unwaited()[0].instruction))
         if not cta.living_threads():
             cta.end(block.body[-1], [store_queue(one) for one in cta.warps if BULK in one.started])
-        for meeting in cta.meetings.values():
-            if meeting.whole and meeting.here and meeting.here >= cta.living_threads():
-                meeting.finish()
-        cluster = cta.cluster.meeting
-        if cluster.here and cluster.here >= sum(c.living_threads() for c in cta.cluster.ctas):
-            cluster.finish()
+        for meeting in (*cta.meetings.values(), cta.cluster.meeting):
+            meeting.look(cta.must_come(meeting))
         cta.cluster.units.landings += 1
 
     # --- waiting --------------------------------------------------------------------------------------------

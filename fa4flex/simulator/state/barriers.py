@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass, field
 
+from fa4flex.simulator.state.registers import LANES
 from fa4flex.simulator.watch.clock import Clock
 
 
@@ -74,50 +76,77 @@ class MBarrier:
 
 
 @dataclass
+class Round:
+    """One completion of a barrier: what those knew who came, and who comes takes away to wait for it."""
+
+    number: int
+    gathered: Clock
+    lines: set[int] = field(default_factory=set)
+    """PTX lines by which threads came."""
+    announced: set[MBarrier] = field(default_factory=set)
+    """mbarriers whose initialisation relaxed arrivals hand on, by a fence.mbarrier_init."""
+
+
+@dataclass
 class Meeting:
     """A barrier that a number of threads come to: bar.sync and bar.arrive of a CTA, or a cluster's.
 
-    `threads` is how many make it complete; `round` counts completions.
+    `threads` is how many make it complete; `round` is the one that they come to now.
     """
 
     name: str
     agents: int
     whole: bool = False
-    """Whether it needs everybody who has not exited."""
+    """Whether this round needs everybody who has not exited."""
     threads: int = 0
     here: int = 0
-    round: int = 0
-    gathered: Clock = field(init=False)
-    came: list[str] = field(default_factory=list)
-    lines: set[int] = field(default_factory=set)
-    """PTX lines by which threads came in this round."""
-    announced: set[MBarrier] = field(default_factory=set)
-    """mbarriers whose initialisation relaxed arrivals of this round hand on, by a fence.mbarrier_init."""
-    told: frozenset[MBarrier] = frozenset()
-    """Those of the round before."""
+    round: Round = field(init=False)
+    came: dict[int, str] = field(default_factory=dict)
+    """Names of the warps that came, by their agents."""
 
     def __post_init__(self) -> None:
-        self.gathered = Clock(self.agents)
+        self.round = Round(0, Clock(self.agents))
 
-    def come(self, threads: int, expected: int, clock: Clock, who: str, line: int) -> None:
-        if self.here and expected != self.threads:
-            raise Misuse(f"{who} expects {expected} threads, {', '.join(self.came)} expected {self.threads}")
-        if self.here + threads > expected:
-            raise Misuse(f"{who} makes {self.here + threads} threads where {expected} are expected")
-        self.threads = expected
-        self.gathered.join(clock)
-        self.lines.add(line)
-        self.here += threads
-        self.came.append(who)
+    def come(self, agent: int, who: str, expected: int, clock: Clock, line: int) -> None:
+        """A warp comes to a barrier for an expected number of threads."""
+        self._agrees(who, expected)
+        if self.here + LANES > expected:
+            raise Misuse(f"{who} makes {self.here + LANES} threads where {expected} are expected")
+        self._adds(agent, who, expected, clock, line)
         if self.here == expected:
             self.finish()
 
+    def come_whole(self, agent: int, who: str, living: Set[int], clock: Clock, line: int) -> None:
+        """A warp comes to a barrier for all who have not exited: the agents `living`."""
+        expected = LANES * len(living | self.came.keys())
+        if not self.whole:
+            self._agrees(who, expected)
+        self.whole = True
+        self._adds(agent, who, expected, clock, line)
+        self.look(living)
+
+    def look(self, living: Set[int]) -> None:
+        """Finish where all have come who have not exited."""
+        if self.here and self.whole and living <= self.came.keys():
+            self.finish()
+
+    def _agrees(self, who: str, expected: int) -> None:
+        if self.here and expected != self.threads:
+            others = ", ".join(self.came.values())
+            raise Misuse(f"{who} expects {expected} threads, {others} expected {self.threads}")
+
+    def _adds(self, agent: int, who: str, expected: int, clock: Clock, line: int) -> None:
+        self.threads = expected
+        self.round.gathered.join(clock)
+        self.round.lines.add(line)
+        self.here += LANES
+        self.came[agent] = who
+
     def finish(self) -> None:
-        self.round += 1
-        self.here = 0
+        self.round = Round(self.round.number + 1, Clock(self.agents))
+        self.here, self.whole = 0, False
         self.came.clear()
-        self.gathered, self.lines = Clock(self.agents), set()
-        self.told, self.announced = frozenset(self.announced), set()
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.here} of {self.threads} threads came ({', '.join(self.came) or 'none'})"
+        who = ", ".join(self.came.values()) or "none"
+        return f"{self.name}: {self.here} of {self.threads} threads came ({who})"

@@ -12,12 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fa4flex.simulator.ptx.nodes import Instruction
-from fa4flex.simulator.state.barriers import MBarrier, Meeting
+from fa4flex.simulator.state.barriers import MBarrier, Meeting, Round
 from fa4flex.simulator.state.memory import HostMemory, Region, fresh
 from fa4flex.simulator.state.operation import Units
 from fa4flex.simulator.state.registers import LANES, Registers
 from fa4flex.simulator.state.window import RANK_SHIFT
-from fa4flex.simulator.watch.clock import Clock
 from fa4flex.simulator.watch.findings import Finding, Findings
 from fa4flex.simulator.watch.flags import Flags, Told
 from fa4flex.simulator.watch.order import GENERIC, Access, Order
@@ -89,10 +88,9 @@ class Warp(Registers):
         """Where its lanes are: indices into Kernel.body, and who is there."""
         self.local = fresh(f"the local memory of {self}", 0, LANES * cta.launch.local_bytes)
         """The lanes' bytes one after the other: local addresses tell lanes apart."""
-        self.ticket: tuple[Meeting, int, Clock, set[int]] | None = None
-        """The barrier the warp has come to, its round, and what is gathered there; held while the warp
-        waits."""
-        self.cluster_ticket: tuple[Meeting, int, Clock, set[int]] | None = None
+        self.ticket: tuple[Meeting, Round] | None = None
+        """The barrier that the warp has come to, and its round; held while the warp waits."""
+        self.cluster_ticket: tuple[Meeting, Round] | None = None
         self.released: Told | None = None
         """What the warp knew at its last fence that releases."""
         self.observed: list[Told] = []
@@ -100,7 +98,8 @@ class Warp(Registers):
         self.announced: set[MBarrier] = set()
         """mbarriers that the warp knew of at its last fence.mbarrier_init."""
         self.arrived_again = 0
-        """Arrivals at the cluster's barrier that came before the warp had waited: they count for nothing."""
+        """Arrivals at the cluster's barrier before the warp had waited for the one before: so many waits more
+        have nothing to wait for."""
         self.gives_up = False
         """Whether the next try_wait answers false instead of waiting."""
         self.polled: dict[int, tuple[bytes, bytes]] = {}
@@ -200,6 +199,11 @@ class Cta:
             if not order.known(arrival, clock):
                 text = "exits before it knows that an arrival at one of its mbarriers is over"
                 order.report("unfinished", text, self.ended, arrival)
+
+    def must_come(self, meeting: Meeting) -> set[int]:
+        """Agents of the warps that have not exited, of the CTA, or of the cluster for its barrier."""
+        ctas = self.cluster.ctas if meeting is self.cluster.meeting else (self,)
+        return {warp.agent for cta in ctas for warp in cta.warps if warp.alive()}
 
     def living_threads(self) -> int:
         """Threads that have not exited, by whole warps."""

@@ -1,0 +1,72 @@
+"""This library's forward kernels with their tensors, which can be run again with something changed."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from cases import Captured, Size
+from mutants import Mutant, can_matter, mutants
+from torch import Tensor
+
+import fa4flex
+from fa4flex.compiler.simulated import simulated
+from fa4flex.runtime.cuda import ready
+from fa4flex.simulator.doors.capture import capturing
+from fa4flex.simulator.doors.launch import Launch
+from fa4flex.simulator.run.launch import Result
+from fa4flex.simulator.run.program import Program
+from fa4flex.variants import causal
+
+TIMINGS = (("late", 1), ("eager", 0), ("random", 2), ("random", 3))
+
+
+@dataclass(frozen=True, eq=False)
+class Own(Captured):
+    """A launch of this library's kernel. A launch that does not end leaves the counter of tiles as it is."""
+
+    counter: Tensor
+
+    def run(self, timing: str, seed: int, program: Program | None = None) -> Result:
+        self.counter.zero_()
+        return super().run(timing, seed, program)
+
+    def clean(self, timing: str, seed: int, program: Program | None = None) -> bool:
+        """Whether nothing is found or remarked, and the results are right."""
+        result = self.run(timing, seed, program)
+        return not result.findings and not result.remarks and self.error <= 2 * self.plain_error
+
+    def noticed(self, mutant: Mutant) -> bool:
+        """True if some timing shows the mutant."""
+        return not all(self.clean(timing, seed, mutant.program) for timing, seed in TIMINGS)
+
+    def that_matter(self) -> list[Mutant]:
+        assert self.clean("late", 1)
+        result = self.run("eager", 0)
+        return [mutant for mutant in mutants(result) if can_matter(mutant, result)]
+
+
+def captured_forward(
+    arch: str, size: Size, masked: bool, planned: contextlib.AbstractContextManager[None] | None = None
+) -> Own:
+    """The forward kernel, dense or causal, on one multiprocessor, for which `planned`, if given, plans it."""
+    torch.manual_seed(0)
+    q = torch.randn(size.batch, size.q_len, size.heads, size.dim).bfloat16()
+    k, v = (torch.randn(size.batch, size.kv_len, size.heads, size.dim).bfloat16() for _ in range(2))
+    attn = fa4flex.compile(mask=causal if masked else None, layout="bshd")
+    seen: list[Launch] = []
+    counter = torch.zeros(2, dtype=torch.int32)
+    with (
+        torch.no_grad(),
+        planned or contextlib.nullcontext(),
+        patch.object(ready, "counter", lambda device: counter),
+        capturing(arch, seen.append, None if planned else 1),
+        simulated(arch),
+    ):
+        out: Any = attn(q, k, v)
+    (launch,) = seen
+    assert launch.grid == (1, 1, 1)
+    return Own(launch, q, k, v, out, masked, counter)
