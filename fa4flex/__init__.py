@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import fa4flex.reference as reference
     import fa4flex.simulator as simulator
     import fa4flex.variants as variants
-    from fa4flex.api import Attention, attention, compile
+    from fa4flex.api import Attention, attention, compile, synchronize
     from fa4flex.codegen.trace import register_op
     from fa4flex.drop_in import flex_attention
     from fa4flex.errors import Fa4flexError, InputError, TraceError, UnsupportedError
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
-    **dict.fromkeys(("Attention", "attention", "compile"), "fa4flex.api"),
+    **dict.fromkeys(("Attention", "attention", "compile", "synchronize"), "fa4flex.api"),
     "flex_attention": "fa4flex.drop_in",
     **dict.fromkeys(("Fa4flexError", "InputError", "TraceError", "UnsupportedError"), "fa4flex.errors"),
     "register_op": "fa4flex.codegen.trace",
@@ -57,7 +57,8 @@ _HOME = {
 __all__ = [
     "Attention", "BlockMap", "Fa4flexError", "InputError", "Mask", "Paging", "Precision", "Schedule",
     "ScoreMod", "Sinks", "TraceError", "UnsupportedError", "Varlen", "as_mask", "as_score", "attention",
-    "compile", "flex_attention", "nn", "reference", "register_op", "simulator", "variants",
+    "compile", "flex_attention", "nn", "reference", "register_op", "simulator", "synchronize",
+    "variants",
 ]  # fmt: skip
 
 

@@ -22,13 +22,14 @@ from fa4flex.primitives.schedule import Schedule
 from fa4flex.primitives.sinks import Sinks
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime import launch
+from fa4flex.runtime.cuda.faults import synchronize
 from fa4flex.variant import Layout, Variant, at_call, compose
 
 if TYPE_CHECKING:
     from fa4flex.view.explain import Explanation
     from fa4flex.view.mask import MaskView
 
-__all__ = ["Attention", "attention", "compile", "flex_attention"]
+__all__ = ["Attention", "attention", "compile", "flex_attention", "synchronize"]
 
 _LSE = ("lse",)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fa4flex.codegen.blame import dress
-from fa4flex.errors import Fa4flexError
+from fa4flex.errors import EarlierError, Fa4flexError
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime import launch
@@ -34,6 +34,8 @@ def run(
     try:
         now = launch.calling(variant, caller)
         return launch.run(now, *qkv, varlen, paging, statistics)
+    except EarlierError:  # it is none of this variant's
+        raise
     except Fa4flexError as error:
         if now is not None:
             trace = now.bound.trace

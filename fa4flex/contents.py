@@ -8,6 +8,7 @@ in the same memory, not changed since. Tensors are referred to weakly: nothing h
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -16,6 +17,10 @@ import torch
 from torch import Tensor
 
 Value = TypeVar("Value")
+
+VALIDATE = os.environ.get("FA4FLEX_VALIDATE", "0") not in ("", "0")
+"""Whether contents are checked on the host before each launch, which waits for the device; else kernels find
+faults, and the next call tells of them."""
 
 MOST_BYTES = 256 << 20
 """Bytes of copies on the host, all together; the oldest are forgotten first."""
@@ -125,6 +130,12 @@ class Alike(Generic[Value]):
 
 MOST_COMPARED = 128 << 10
 """Bytes of a tensor that is compared with a copy."""
+
+
+def checked_here(x: Tensor) -> bool:
+    """Whether the host checks contents of x, as it can without waiting on a CPU."""
+    return x.is_cpu or VALIDATE
+
 
 _copies: VersionedCache[Tensor] = VersionedCache(256, MOST_BYTES, lambda x: x.nbytes)
 

@@ -63,6 +63,10 @@ class InputError(Fa4flexError, ValueError):
     """A tensor, length or option that does not fit."""
 
 
+class EarlierError(InputError):
+    """What was wrong with the inputs of an earlier call, found on the device while it ran."""
+
+
 class TraceError(Fa4flexError, TypeError):
     """A mod that cannot be turned into an expression."""
 

@@ -14,7 +14,7 @@ from fa4flex.codegen.analyze.domain import Shape
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.analyze.prove import Proved, prove, prove_queries
 from fa4flex.codegen.analyze.tile_bounds import tile_bounds
-from fa4flex.codegen.emit import Source, emit_backward, emit_forward, emit_tables
+from fa4flex.codegen.emit import Source, emit_backward, emit_forward, emit_sequences, emit_tables
 from fa4flex.codegen.emit.module import Captions
 from fa4flex.codegen.evaluate import Captured
 from fa4flex.codegen.expr import Expr
@@ -30,12 +30,14 @@ from fa4flex.compiler.signature import Signature
 from fa4flex.errors import Origin
 from fa4flex.kernels import dispatch
 from fa4flex.kernels.block_tables.plan import TablesPlan
+from fa4flex.kernels.sequences.plan import plan_sequences
 from fa4flex.primitives.schedule import Schedule
 
 EMIT: dict[Direction, Callable[..., Source]] = {
     "forward": emit_forward,
     "backward": emit_backward,
     "tables": emit_tables,
+    "sequences": emit_sequences,
 }
 Prove = Callable[[Facts, Shape, Captured], Proved]
 
@@ -118,6 +120,15 @@ def lower_tables(lowered: Lowered, captured: Captured = Captured()) -> Lowered:
     bounds = tile_bounds(facts.mask, tile, len(problem.operands), ranges, frozenset(dict(captured.bits)))
     plan = TablesPlan(lowered.plan.target, bare, bounds, by_keys=lowered.direction == "backward")
     return Lowered("tables", facts, bare, plan, _tables(facts, plan))
+
+
+def lower_lengths(
+    facts: Facts, problem: Problem, target: Target, tile: tuple[int, int] | None = None
+) -> Lowered:
+    """The kernel that corrects lengths for calls of a kernel for `problem`; it sorts their tiles of queries
+    if `tile` is given."""
+    plan = plan_sequences(facts, problem, target, tile)
+    return Lowered("sequences", plan.facts, plan.problem, plan, emit_sequences(plan.facts, plan))
 
 
 WIDTH = 64

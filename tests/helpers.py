@@ -51,6 +51,11 @@ def poisoned() -> Iterator[None]:
         yield
 
 
+def of_passes(gpu: Any) -> list[Any]:
+    """Results of a simulated GPU's launches, without those of the kernel that corrects lengths."""
+    return [result for result in gpu.results if "sequences" not in result.kernel]
+
+
 # --- comparing ------------------------------------------------------------------------------------------
 
 

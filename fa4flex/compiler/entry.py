@@ -19,6 +19,7 @@ from fa4flex.kernels.around.postprocess import Postprocess, PostprocessArguments
 from fa4flex.kernels.around.preprocess import Preprocess, PreprocessArguments
 from fa4flex.kernels.block_tables.kernel import BlockTableArguments
 from fa4flex.kernels.common.arguments import Arguments, BackwardArguments
+from fa4flex.kernels.sequences.kernel import SequencesArguments
 
 if TYPE_CHECKING:
     from fa4flex.codegen.plan.problem import Problem
@@ -42,10 +43,15 @@ def _tables(kernel: Any, problem: Problem) -> list[Launch]:
     return [(kernel, BlockTableArguments)]
 
 
+def _sequences(kernel: Any, problem: Problem) -> list[Launch]:
+    return [(kernel, SequencesArguments)]
+
+
 LAUNCHES: dict[str, Callable[[Any, Problem], list[Launch]]] = {
     "forward": _forward,
     "backward": _backward,
     "tables": _tables,
+    "sequences": _sequences,
 }
 """Kernels of a pass, in the order in which they are launched, around the one that is generated."""
 

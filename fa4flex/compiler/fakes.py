@@ -12,7 +12,17 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.runtime import make_fake_tensor
 
-from fa4flex.codegen.plan.arguments import Array, Blocks, Captured, Dimension, Heads, Look, Number, Parts
+from fa4flex.codegen.plan.arguments import (
+    Array,
+    Blocks,
+    Captured,
+    Dimension,
+    Given,
+    Heads,
+    Look,
+    Number,
+    Parts,
+)
 from fa4flex.codegen.plan.lengths import row_block
 from fa4flex.kernels.common.arguments import named
 
@@ -55,10 +65,13 @@ class Fakes:
                 return self._heads(look)
             case Array(dtype, dims, unit):
                 return fake_plain(DTYPES[dtype], self._shape(dims), unit)
+            case Given(name, dims):
+                wide = name in self.signature.wide
+                return fake_plain(Int64 if wide else Int32, self._shape(dims), unit=False)
             case Blocks(length):
                 return self._blocks(length)
             case Number(kind):
-                return Float32(1.0) if kind == "float" else Int32(1)
+                return {"float": Float32, "int": Int32, "address": Int64}[kind](1)
             case Parts():
                 return self._parts(look)
             case Captured(what):

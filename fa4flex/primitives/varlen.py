@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fa4flex.contents import on_host
+from fa4flex.contents import checked_here, on_host
 from fa4flex.errors import InputError
 from fa4flex.primitives.base import kind_of, show
 
@@ -65,8 +65,19 @@ class Varlen:
                 "one number of sequences (cu_seqlens have one entry more)",
                 "pass lengths of the same batch",
             )
-        if torch.compiler.is_compiling():  # there is no data; whoever computes checks it
-            return
+        # Under torch.compile there is no data; whoever computes checks it. On a device, kernels do.
+        if not torch.compiler.is_compiling() and self.checked:
+            self.check_contents()
+
+    @property
+    def checked(self) -> bool:
+        """Whether the host checks contents. On a device, kernels find what is wrong, and the next call tells;
+        max_seqlen_q and max_seqlen_k, which no kernel reads, are not checked then."""
+        return all(map(checked_here, self._tensors().values()))
+
+    def check_contents(self) -> None:
+        """Raise InputError for lengths that contradict each other, or themselves."""
+        given = self._tensors()
         here = {name: on_host(tensor) for name, tensor in given.items()}
         for name, tensor in here.items():
             _check_values(name, tensor)
@@ -94,13 +105,20 @@ class Varlen:
 
     def check(self, q_tokens: int, k_tokens: int | None = None) -> None:
         """Raise InputError unless packed tensors of so many tokens fit (k_tokens None: keys are paged)."""
-        for side, cu, tokens in (("q", self.cu_seqlens_q, q_tokens), ("k", self.cu_k, k_tokens)):
+        for cu in (self.cu_seqlens_q, self.cu_k):
             if cu is None:
                 raise InputError(
                     "packed tensors with a Varlen that has only seqused",
                     "cu_seqlens_q",
                     "pass cu_seqlens_q [N + 1]",
                 )
+        if self.checked:
+            self.check_tokens(q_tokens, k_tokens)
+
+    def check_tokens(self, q_tokens: int, k_tokens: int | None = None) -> None:
+        """`check` of contents, wherever they are."""
+        for side, cu, tokens in (("q", self.cu_seqlens_q, q_tokens), ("k", self.cu_k, k_tokens)):
+            assert cu is not None
             if tokens is not None and (end := int(on_host(cu)[-1])) != tokens:
                 raise InputError(
                     f"cu_seqlens_{side} ends at {end}, {side} has {tokens} tokens",
@@ -122,6 +140,11 @@ class Varlen:
                 "one per batch entry",
                 "pass all",
             )
+        if self.checked:
+            self.check_used(q_len, kv_len)
+
+    def check_used(self, q_len: int, kv_len: int) -> None:
+        """`check_padded` of contents, wherever they are."""
         for name, used, length in (
             ("seqused_q", self.seqused_q, q_len),
             ("seqused_k", self.seqused_k, kv_len),

@@ -26,6 +26,7 @@ from fa4flex.runtime.checks import (
     check_transforms,
     check_variant,
 )
+from fa4flex.runtime.cuda import faults
 from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, SequenceLengths
 from fa4flex.runtime.cuda.engine import Engine
 from fa4flex.runtime.cuda.fast_path import FastPath
@@ -142,6 +143,7 @@ def repeat(
     path = caller.recent.fast_path
     if path is None or path.statistics != statistics:
         return None
+    faults.check()
     q, k, v = qkv
     if not (path.fits(q, k, v) and path.serves(variant)):
         return None

@@ -9,6 +9,7 @@ from itertools import product
 from typing import Any
 
 import pytest
+import sequences_reference
 import torch
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from fa4flex.codegen.analyze.tilemap import PARTIAL
 from fa4flex.codegen.analyze.tiles import Shape, tile_map
 from fa4flex.codegen.evaluate import Captured, PastTheEnd, evaluate
 from fa4flex.codegen.expr import FALSE, Expr, apply, const, load, sym
+from fa4flex.codegen.plan.arguments import SEQUENCES
 from fa4flex.codegen.plan.problem import Problem
 from fa4flex.codegen.plan.target import SM90A
 from fa4flex.compiler.signature import Signature
@@ -158,11 +160,27 @@ class Recorder:
         self.tables: list[tuple[Any, ...]] = []
 
     def compile(self, source: Any, problem: Problem, signature: Signature, arch: str = "sm_90a") -> Any:
+        if source.name == "sequences":
+            return lengths_kernel(source, signature)
         launches = self.tables if source.name == "block tables" else self.launches
         if launches is self.launches:
             self.problems.append(problem)
             self.signatures.append(signature)
         return type("Kernel", (), {"launch": staticmethod(lambda *given: launches.append(given))})
+
+
+def lengths_kernel(source: Any, signature: Signature) -> Any:
+    """Stand-in for a compiled kernel of lengths: it computes them, and the order of tiles as they come."""
+
+    def launch(*given: Any) -> None:
+        arguments = dict(zip(SEQUENCES.names, given, strict=True))
+        tokens = arguments["q_len"], arguments["kv_len"]
+        sequences_reference.compute(given[:4], given[4:8], tokens)
+        if arguments["order"] is not None:
+            arguments["order"].copy_(torch.arange(arguments["order"].numel()).view(-1, 2))
+
+    key = f"{source.key} {signature}"
+    return type("Kernel", (), {"launch": staticmethod(launch), "key": key})
 
 
 @pytest.fixture
@@ -302,11 +320,27 @@ def engine_arguments() -> tuple[str, ...]:
     return FORWARD.names
 
 
-def test_lengths_are_checked_once_per_version(recorder: Recorder) -> None:
+def test_kernels_get_corrected_lengths(recorder: Recorder) -> None:
+    """int32, whatever was given; contents are read anew after a change, and never by the host."""
     used = torch.tensor([300, 7])
     engine, call = call_of(fa4flex.compile(mask=causal), lengths=(None, None, None, used))
     engine.run(call)
-    assert recorder.problems[-1].lengths == "used" and recorder.launches[-1][9].dtype == torch.int32
+    place = engine_arguments().index("seqused_k")
+    first = recorder.launches[-1][place]
+    assert recorder.problems[-1].lengths == "used" and first.dtype == torch.int32
+    assert first is not used and first.tolist() == [300, 7]
+    engine.run(call)
+    assert recorder.launches[-1][place] is first
+    used.copy_(torch.tensor([301, -8]))
+    engine.run(call)
+    assert recorder.launches[-1][place].tolist() == [300, 0]
+
+
+def test_lengths_that_tables_are_made_of_are_checked_before_the_launch(recorder: Recorder) -> None:
+    used = torch.tensor([300, 7])
+    mask = document(torch.arange(300) // 50)
+    engine, call = call_of(fa4flex.compile(mask=mask), lengths=(None, None, None, used))
+    engine.run(call)
     used[0] = 301
     with pytest.raises(InputError, match="seqused_k up to 301"):
         engine.run(call)

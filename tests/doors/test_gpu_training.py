@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from typing import Any
 
@@ -14,8 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fa4flex
 from fa4flex.codegen.plan.arguments import SCHEMAS
-from fa4flex.errors import UnsupportedError
+from fa4flex.codegen.plan.faults import PLACES, ROWS, WORDS
+from fa4flex.errors import EarlierError, UnsupportedError
 from fa4flex.runtime import launch, programs
+from fa4flex.runtime.cuda import faults
 from fa4flex.variants import causal
 
 NAMES = {len(schema.names): schema.names for schema in SCHEMAS.values()}
@@ -127,6 +130,35 @@ def test_what_was_saved_and_changed_since_is_refused(recorder: Recorder) -> None
         q.mul_(2)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             out.sum().backward()
+
+
+def test_faults_are_told_by_repeated_calls_and_backward_passes(recorder: Recorder) -> None:
+    """Whichever comes next, and once."""
+    attn, qkv = fa4flex.compile(mask=causal), leaves()
+    still = tuple(x.detach() for x in qkv)
+    number = PLACES["cu_seqlens_q starts"]
+
+    def planted() -> None:
+        rows = torch.frombuffer(
+            (ctypes.c_int64 * (ROWS * WORDS)).from_address(faults.table()), dtype=torch.int64
+        )
+        rows = rows.view(ROWS, WORDS)
+        rows[1 + number, :2] = torch.tensor([1, 7])
+        rows[0, 0] = 1
+
+    for given in (qkv, still):
+        for _ in range(3):
+            out = attn(*given)
+        assert fast(attn)
+        planted()
+        with pytest.raises(EarlierError, match="cu_seqlens_q starts at 7, in a call before this one"):
+            attn(*given)
+        out = attn(*given)
+    out = attn(*qkv)
+    planted()
+    with pytest.raises(EarlierError, match="cu_seqlens_q starts at 7"):
+        out.sum().backward(retain_graph=True)
+    out.sum().backward()
 
 
 def test_saved_tensors_are_those_that_hooks_hand_out(recorder: Recorder) -> None:

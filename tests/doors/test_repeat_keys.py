@@ -1,7 +1,8 @@
-"""What is known of the last call, of lengths and of the order of tiles, each condition changed alone."""
+"""What is known of the last call, and of lengths, each condition changed alone."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -20,13 +21,13 @@ from test_gpu_calls import Recorder, call_of, inputs
 from torch import Tensor
 
 import fa4flex
+from fa4flex.contents import VersionedCache
 from fa4flex.errors import InputError
-from fa4flex.runtime.cuda import tile_order as order_module
+from fa4flex.runtime.cuda import lengths as lengths_module
 from fa4flex.runtime.cuda.call import Call, SequenceLengths
 from fa4flex.runtime.cuda.engine import Engine
 from fa4flex.runtime.cuda.fast_path import FastPath
-from fa4flex.runtime.cuda.lengths import check_lengths
-from fa4flex.runtime.cuda.tile_order import TileOrder
+from fa4flex.runtime.cuda.lengths import LengthsKernel, check_lengths
 from fa4flex.variants import causal, document
 
 
@@ -171,45 +172,83 @@ def test_lengths_that_fit_some_extents_are_looked_at_for_others() -> None:
         check_lengths(call)
 
 
-# --- the order of tiles ---------------------------------------------------------------------------------
+# --- corrected lengths ------------------------------------------------------------------------------------
 
-ORDERED: dict[str, Change] = {
+CORRECTED: dict[str, Change] = {
     "contents of lengths": with_length(1, lambda x: x.copy_(torch.tensor([0, 10, 290, S]))),
     "lengths of keys": with_length(1, lambda x: torch.tensor([0, 10, 290, S], dtype=torch.int32)),
     "lengths of queries": with_length(0, lambda x: torch.tensor([0, 10, 290, S], dtype=torch.int32)),
     "queries": field("q", lambda x: torch.cat((x, x))),
     "keys": field("k", lambda x: torch.cat((x, x))),
+    "heads": field("q", lambda x: torch.cat((x, x), 1)),
 }
 
 
-def ragged_order() -> tuple[TileOrder, Call]:
+@dataclass
+class Counting:
+    """Stand-in for the compiled kernel of lengths: it counts its launches."""
+
+    launches: int = 0
+
+    def __call__(self, *given: Any) -> None:
+        self.launches += 1
+
+
+def correcting(tile_m: int = 64) -> tuple[LengthsKernel, Counting, Call]:
     cu = [torch.tensor([0, n, 200, S], dtype=torch.int32) for n in (100, 150)]
     qkv = tuple(torch.randn(S, heads, 64, dtype=torch.bfloat16) for heads in (HEADS, 2, 2))
-    engine, call = call_of(fa4flex.compile(mask=causal), qkv, (*cu, None, None))  # type: ignore[arg-type]
-    return TileOrder(engine.facts, 64, ()), call
+    _, call = call_of(fa4flex.compile(mask=causal), qkv, (*cu, None, None))  # type: ignore[arg-type]
+    counting = Counting()
+    return LengthsKernel(counting, tile_m, "causal", None), counting, call
 
 
-@pytest.mark.parametrize("name", ORDERED)
-def test_each_component_leads_to_another_order(name: str) -> None:
-    order, call = ragged_order()
-    first = order(call)
-    assert order(call) is first
-    changed = ORDERED[name](call)
-    found = order(changed)
-    assert found is not first and torch.equal(found, TileOrder(order.facts, 64, ()).compute(changed))
-    assert name == "keys" or not torch.equal(found, first)
+@pytest.mark.parametrize("tile_m", (0, 64))
+@pytest.mark.parametrize("name", CORRECTED)
+def test_each_component_leads_to_other_lengths(name: str, tile_m: int) -> None:
+    kernel, counting, call = correcting(tile_m)
+    first = kernel(call)
+    assert kernel(call)[0] is first[0] and counting.launches == 1
+    assert (first[1] is None) == (tile_m == 0)
+    found = kernel(CORRECTED[name](call))
+    assert found[0] is not first[0] and counting.launches == 2
 
 
-def test_each_stream_has_an_order_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    order, call = ragged_order()
-    first = order(call)
-    monkeypatch.setattr(order_module, "stream_of", lambda q: 7)
-    other = order(call)
-    assert other is not first and torch.equal(other, first) and order(call) is other
+def test_orders_of_other_masks_and_tiles_are_others() -> None:
+    kernel, counting, call = correcting()
+    lengths, order = kernel(call)
+    other = replace(kernel, sorting="window")
+    assert other(call)[1] is not order and counting.launches == 2
+    assert replace(kernel, tile_m=0)(call) == (lengths, None) and kernel(call)[1] is order
+    assert counting.launches == 2
 
 
-def test_an_order_of_a_captured_graph_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    order, call = ragged_order()
-    first = order(call)
-    monkeypatch.setattr(order_module, "capturing", lambda q: True)
-    assert order(call) is not first and order(call) is not order(call)
+def test_lengths_of_inference_tensors_are_corrected_each_time() -> None:
+    kernel, counting, call = correcting()
+    with torch.inference_mode():
+        cu = torch.tensor([0, 5, 200, S], dtype=torch.int32)
+    for n in range(3):
+        kernel(call._replace(lengths=SequenceLengths(cu, cu)))
+        assert counting.launches == n + 1
+
+
+def test_few_sets_of_lengths_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lengths_module, "_kept", VersionedCache(lengths_module.MOST_KEPT))
+    kernel, _, call = correcting()
+    others = [call.lengths[0].clone() for _ in range(2 * lengths_module.MOST_KEPT)]  # type: ignore[union-attr]
+    for other in others:
+        kernel(call._replace(lengths=SequenceLengths(other, other)))
+    assert len(lengths_module._kept) == lengths_module.MOST_KEPT
+
+
+@pytest.mark.parametrize("place", ((7, 0), (7, 1), None))
+def test_each_stream_and_each_graph_has_lengths_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, place: tuple[int, int] | None
+) -> None:
+    """Within a graph they are computed once, unless captures cannot be told apart."""
+    kernel, counting, call = correcting()
+    kernel(call)
+    monkeypatch.setattr(lengths_module, "capture_of", lambda q: place)
+    kernel(call)
+    assert counting.launches == 2
+    kernel(call)
+    assert counting.launches == (3 if place is None else 2)

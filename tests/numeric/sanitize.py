@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 sys.path.append(str(Path(__file__).parents[1]))
 
@@ -27,6 +28,7 @@ from torch import Tensor
 
 import fa4flex
 from fa4flex import Schedule, Varlen
+from fa4flex.runtime.cuda import faults
 
 Results = list[Tensor]
 """out, lse, dq, dk, dv, and gradients of captured tensors."""
@@ -81,6 +83,23 @@ def packed(device: torch.device) -> Results:
     return results(lambda *x, **options: attn(*x, varlen=Varlen(lengths), **options), qkv)
 
 
+def wrong_lengths(device: torch.device) -> Results:
+    """Lengths that point past all tensors: results are those of the lengths that kernels make of them, and
+    the fault is told."""
+    qkv = [torch.randn(201, 2, 64, dtype=torch.bfloat16).to(device) for _ in range(3)]
+    wrong = device.type == "cuda"
+    given = [0, 900000, -70, 130, 201] if wrong else [0, 201, 201, 201, 201]
+    lengths = torch.tensor(given, dtype=torch.int32, device=device)
+    attn = fa4flex.compile(**FEW["causal"].make(Sizes()), schedule=Schedule(order="longest_first"))
+    with patch.object(faults, "check", lambda: None):  # or the backward pass would tell
+        found = results(lambda *x, **options: attn(*x, varlen=Varlen(lengths), **options), qkv)
+    try:
+        fa4flex.synchronize()
+    except fa4flex.InputError:
+        return found
+    return [] if wrong else found
+
+
 CASES: dict[str, Launch] = {
     "dense, ragged": dense(FEW["dense"], Sizes(1, 2, 2, 150, 201, 128, 128)),
     "causal, grouped heads": dense(FEW["causal"], Sizes(1, 4, 1, 201, 201)),
@@ -89,6 +108,7 @@ CASES: dict[str, Launch] = {
     "documents": dense(Draw(lambda s: {"mask": _document}), Sizes(1, 2, 2, 300, 300)),
     "relative table": dense(Draw(lambda s: {"score_mod": _relative}), Sizes(1, 2, 2, 200, 300)),
     "packed, softcap, window": packed,
+    "packed, wrong lengths": wrong_lengths,
     "ordered": dense(FEW["causal"], Sizes(1, 2, 1, 201, 201), schedule=Schedule(deterministic=True)),
     "captured slopes": captured("slopes under a cap", Sizes(1, 2, 2, 150, 201)),
     "captured by distance": captured("by distance", Sizes(1, 2, 2, 150, 201, 128, 128)),
@@ -114,7 +134,7 @@ def main(names: Sequence[str]) -> int:
         found = [x.cpu() for x in CASES[name](device)]
         torch.manual_seed(0)
         same = CASES[name](torch.device("cpu"))
-        good = all(map(_close, found, same))
+        good = len(found) == len(same) and all(map(_close, found, same))
         failed += not good
         print(f"{name:28} {'ok' if good else 'WRONG'}", flush=True)
     return 1 if failed else 0

@@ -10,7 +10,7 @@ from typing import Any
 import captured_cases
 import pytest
 import torch
-from helpers import SMS, worst
+from helpers import SMS, of_passes, worst
 from test_simulated_lengths import KINDS, Spans, Width, described, drawn, sequences
 from torch import Tensor
 
@@ -90,8 +90,8 @@ def close(arch: str, name: str, kind: str, width: Width, deterministic: bool) ->
 
     with fa4flex.simulator.device(arch, seed, timing, sms=SMS) as gpu:
         got = gradients(forward, qkv, table, dout)
-    findings = [finding for result in gpu.results[1:] for finding in result.findings]
-    assert len(gpu.results) == 4 and not findings, f"{where}: {gpu.report()}"
+    findings = [finding for result in of_passes(gpu)[1:] for finding in result.findings]
+    assert len(of_passes(gpu)) == 4 and not findings, f"{where}: {gpu.report()}"
 
     def once(*given: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         *qkv, dout = given
@@ -135,7 +135,8 @@ def ordered(arch: str, name: str, timings: list[tuple[str, int]]) -> None:
     for timing, seed in timings:
         with fa4flex.simulator.device(arch, seed, timing, together=4) as gpu:
             found.append(gradients(attn, qkv, table, dout))
-        assert len(gpu.results) == 4 and not gpu.findings, f"{arch}, {name}, {timing} {seed}: {gpu.report()}"
+        where = f"{arch}, {name}, {timing} {seed}"
+        assert len(of_passes(gpu)) == 4 and not gpu.findings, f"{where}: {gpu.report()}"
     for other in found[1:]:
         assert all(map(torch.equal, other, found[0])), f"{arch}, {name}: {timings}"
 
@@ -161,7 +162,7 @@ def test_sums_of_several_lanes_are_made_in_pytorch() -> None:
     dout = torch.randn(1, 4, 70, 64).bfloat16()
     with fa4flex.simulator.device("sm_90a") as gpu:
         got = gradients(attn, qkv, table, dout)
-    assert len(gpu.results) == 1
+    assert len(of_passes(gpu)) == 1
     exact = gradients(attn, [x.double() for x in qkv], table, dout)
     composition = {"score_mod": mod(table), "mask": causal}
     same = gradients(lambda *x: captured_cases.plain(composition, *x)[0], qkv, table, dout)

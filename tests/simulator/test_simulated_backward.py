@@ -10,7 +10,7 @@ from unittest.mock import patch
 import captured_cases
 import pytest
 import torch
-from helpers import SMS, Width, poisoned, widths
+from helpers import SMS, Width, of_passes, poisoned, widths
 from torch import Tensor
 
 import fa4flex
@@ -85,7 +85,7 @@ def close(
     attn = fa4flex.compile(**composition)
     with poisoned(), fa4flex.simulator.device(arch, seed, timing, sms=SMS) as gpu:
         got = gradients(attn, qkv, dout, dlse)
-    assert len(gpu.results) == 4 and not gpu.findings, f"{where}: {gpu.report()}"
+    assert len(of_passes(gpu)) == 4 and not gpu.findings, f"{where}: {gpu.report()}"
     judge(where, composition, got, (qkv, dout, dlse))
 
 
@@ -113,7 +113,7 @@ def test_heads_within_rows(arch: str) -> None:
     rows = tuple(x.transpose(1, 2).contiguous() for x in (*qkv, dout))
     with poisoned(), fa4flex.simulator.device(arch, sms=SMS) as gpu:
         got = gradients(attn, rows[:3], rows[3], dlse)
-    assert len(gpu.results) == 4 and not gpu.findings, gpu.report()
+    assert len(of_passes(gpu)) == 4 and not gpu.findings, gpu.report()
     assert all(x.is_contiguous() for x in got)
     judge(arch, composition, [x.transpose(1, 2) for x in got], (qkv, dout, dlse))
 
@@ -149,7 +149,7 @@ def test_blocks_take_tile_after_tile(width: int, width_v: int) -> None:
             fa4flex.simulator.device("sm_90a", random.randrange(99), timing, sms=SMS) as gpu,
         ):
             got = gradients(attn, qkv, dout, dlse)
-        assert gpu.results[2].shape.grid[0] == SMS and not gpu.findings, f"{timing}: {gpu.report()}"
+        assert of_passes(gpu)[2].shape.grid[0] == SMS and not gpu.findings, f"{timing}: {gpu.report()}"
         assert not shared.any()
         judge(timing, composition, got, (qkv, dout, dlse))
 
@@ -161,7 +161,7 @@ def test_what_kernels_do_not_do_is_done_in_pytorch() -> None:
     dout, dlse = torch.randn(1, 2, 70, 64).bfloat16(), torch.randn(1, 2, 70)
     with fa4flex.simulator.device("sm_90a") as gpu:
         got = gradients(attn, qkv, dout, dlse)
-    assert len(gpu.results) == 1
+    assert len(of_passes(gpu)) == 1
     judge("outputs in float16", {"mask": causal}, got, (qkv, dout, dlse))
 
 

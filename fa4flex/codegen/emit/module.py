@@ -62,6 +62,19 @@ def emit_backward(
     return Source(captions.title, Module(facts, plan, captions, origins or {}, BACKWARD).text())
 
 
+def emit_sequences(
+    facts: Facts,
+    plan: Any,
+    title: str | Captions = "sequences",
+    origins: Mapping[Expr, Origin] | None = None,
+) -> Source:
+    """The module of the kernel that corrects lengths and sorts tiles: of the mask the key intervals alone.
+    Arguments as in emit_forward."""
+    captions = title if isinstance(title, Captions) else Captions(title)
+    mask = Facts(mask=facts.mask, intervals=facts.intervals)
+    return Source(captions.title, Module(mask, plan, captions, origins or {}, SEQUENCES).text())
+
+
 @dataclass(frozen=True)
 class Pass:
     """word        for people
@@ -78,6 +91,7 @@ class Pass:
 
 FORWARD = Pass("forward", "Forward", True, False)
 BACKWARD = Pass("backward", "Backward", False, True)
+SEQUENCES = Pass("lengths", "Sequences", False, False)
 
 
 @dataclass(frozen=True)

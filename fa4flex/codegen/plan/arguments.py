@@ -49,10 +49,18 @@ class Blocks:
 
 
 @dataclass(frozen=True)
-class Number:
-    """Number that is passed by value: "float" of 32 bits, or "int" of 32."""
+class Given:
+    """Vector of lengths as a call brings it: int32, or int64 where a signature names it; any stride."""
 
-    kind: Literal["float", "int"] = "float"
+    name: str
+    dims: tuple[Dimension, ...]
+
+
+@dataclass(frozen=True)
+class Number:
+    """Number that is passed by value: "float" of 32 bits, "int" of 32, or an "address"."""
+
+    kind: Literal["float", "int", "address"] = "float"
 
 
 @dataclass(frozen=True)
@@ -75,7 +83,7 @@ class Captured:
     what: Literal["tensors", "numbers", "gradients"]
 
 
-Look = Heads | Array | Blocks | Number | Parts | Captured
+Look = Heads | Array | Given | Blocks | Number | Parts | Captured
 Source = Literal["call", "call.lengths", "saved", "launch"]
 
 # --- rows ---------------------------------------------------------------------------------------------------
@@ -249,4 +257,38 @@ BLOCK_TABLES = Schema(
         Argument("tables", TABLES, "launch"),
     )
 )
-SCHEMAS: dict[str, Schema] = {"forward": FORWARD, "backward": BACKWARD, "tables": BLOCK_TABLES}
+
+
+def _where(name: str) -> Callable[[Pass], bool]:
+    return lambda one: name in one.given
+
+
+def _sorts(one: Pass) -> bool:
+    return bool(one.config.tile_m)
+
+
+_GIVEN = tuple(replace(row, look=Given(row.name, row.look.dims), source="launch") for row in LENGTHS)  # type: ignore[union-attr]
+SEQUENCES = Schema(
+    (
+        *_GIVEN,
+        Argument("cu_q", CUMULATIVE, "launch", _packed),
+        Argument("cu_k", CUMULATIVE, "launch", _packed),
+        Argument("used_q", USED, "launch", _where("seqused_q")),
+        Argument("used_k", USED, "launch", _where("seqused_k")),
+        Argument("starts", Array("int32", ("starts",)), "launch", _sorts),
+        Argument("order", Array("int32", ("tiles", 2)), "launch", _sorts),
+        replace(SCALARS, source="launch"),
+        Argument("q_len", Number("int"), "launch"),
+        Argument("kv_len", Number("int"), "launch"),
+        Argument("heads", Number("int"), "launch"),
+        Argument("faults", Number("address"), "launch"),
+    )
+)
+"""Arguments of the kernel that corrects lengths and sorts tiles."""
+
+SCHEMAS: dict[str, Schema] = {
+    "forward": FORWARD,
+    "backward": BACKWARD,
+    "tables": BLOCK_TABLES,
+    "sequences": SEQUENCES,
+}

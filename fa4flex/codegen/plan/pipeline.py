@@ -13,7 +13,7 @@ from fa4flex.codegen.plan.request import Order
 from fa4flex.codegen.plan.target import Target
 from fa4flex.codegen.plan.topology import Topology
 
-Direction = Literal["forward", "backward", "tables"]
+Direction = Literal["forward", "backward", "tables", "sequences"]
 
 
 class Plan(Protocol):

@@ -17,13 +17,15 @@ from torch import Tensor
 from fa4flex.codegen.analyze.prove import proving
 from fa4flex.codegen.plan.arguments import BACKWARD
 from fa4flex.codegen.plan.lengths import ROW_BLOCK, row_block
+from fa4flex.contents import VALIDATE
 from fa4flex.errors import UnsupportedError
+from fa4flex.runtime.cuda import faults
 from fa4flex.runtime.cuda.arguments import conversions_of, key_function, launch_function
-from fa4flex.runtime.cuda.call import NO_LENGTHS, Call
+from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, SequenceLengths
 from fa4flex.runtime.cuda.captured_sums import memory_of, result_of
 from fa4flex.runtime.cuda.counter import counter
 from fa4flex.runtime.cuda.engine import Engine, given_of
-from fa4flex.runtime.cuda.lengths import check_lengths
+from fa4flex.runtime.cuda.lengths import LengthsKernel, check_lengths, lengths_of
 from fa4flex.runtime.cuda.signatures import signature_of
 from fa4flex.runtime.cuda.tables import tables_of
 
@@ -52,7 +54,8 @@ class Gradients(NamedTuple):
 
 
 PARAMETERS = (
-    "call", "saved", "lse2", "delta", "dq_sum", "dq", "dk", "dv", "tables", "turns", "gradients", "counter"
+    "call", "saved", "lse2", "delta", "dq_sum", "dq", "dk", "dv", "tables", "turns", "gradients", "counter",
+    *SequenceLengths._fields,
 )  # fmt: skip
 """Parameters of a backward launch function; other arguments are the same for all calls that look alike."""
 
@@ -67,6 +70,7 @@ class ReadyBackward:
     counted     whether blocks take tiles of keys from a counter
     tables      makes or finds the block tables of a call, where the mask is told by them
     sums        memory for the gradients of captured tensors
+    lengths     what corrects the lengths of a ragged batch
     """
 
     launch: Callable[..., None]
@@ -76,6 +80,7 @@ class ReadyBackward:
     counted: bool
     tables: Callable[[Call], Any] | None
     sums: tuple[CapturedSum, ...]
+    lengths: LengthsKernel | None = None
 
     def __call__(self, call: Call, saved: Saved) -> Gradients:
         q, k, v = call.q, call.k, call.v
@@ -92,9 +97,11 @@ class ReadyBackward:
         if self.turn_rows is not None:
             done = q.new_zeros(*of_heads, padded // self.turn_rows, dtype=torch.int32)
             tables, turns = None, (done, *(tables or (None, None, None)))
+        lengths = NO_LENGTHS if self.lengths is None else self.lengths(call)[0]
         self.launch(
             call, saved, lse2=lse2, delta=delta, dq_sum=dq_sum, dq=dq, dk=dk, dv=dv, tables=tables,
             turns=turns, gradients=sums or None, counter=counter(q.get_device()) if self.counted else None,
+            **lengths._asdict(),
         )  # fmt: skip
         dsinks = None if call.sinks is None else _of_sinks(call.sinks, call.packed, lse2, delta)
         captured = tuple(result_of(one, x, call.operands) for one, x in zip(self.sums, sums, strict=True))
@@ -116,9 +123,10 @@ def _of_sinks(sinks: Tensor, packed: bool, lse2: Tensor, delta: Tensor) -> Tenso
 
 def run_backward(engine: Engine, call: Call, saved: Saved, needs: Sequence[int] = ()) -> Gradients | None:
     """`needs` are the slots of captured tensors whose gradients are wanted. None where there is no kernel for
-    it: callers then compute it another way."""
+    it: callers then compute it another way. Raises InputError for what an earlier call was wrong in."""
+    faults.check()
     deterministic = engine.schedule.deterministic or torch.are_deterministic_algorithms_enabled()
-    if call.lengths is not NO_LENGTHS:
+    if VALIDATE:
         check_lengths(call)
     key = (engine.key(call), _key_of_saved(saved), tuple(needs), deterministic)
     ready = engine.backward.get(key, (), _UNKNOWN)
@@ -129,7 +137,10 @@ def run_backward(engine: Engine, call: Call, saved: Saved, needs: Sequence[int] 
         except UnsupportedError:
             ready = None
         engine.backward.keep(key, (), ready)
-    return None if ready is None else ready(call, saved)
+    if ready is not None:
+        return ready(call, saved)
+    check_lengths(call)  # the host reads them
+    return None
 
 
 _UNKNOWN = object()
@@ -147,7 +158,7 @@ def _make_ready(
     kernel = lowered.compile(signature_of(engine.kinds, call, ("dlse",) if saved.dlse is not None else ()))
     by_tables = lowered.problem.mask_form in ("spans", "tables")
     constants = {"scalars": captured.scalars or None}
-    conversions = conversions_of(BACKWARD, call=call, saved=saved)
+    conversions = conversions_of(BACKWARD, call=call._replace(lengths=NO_LENGTHS), saved=saved)
     return ReadyBackward(
         launch_function(BACKWARD, kernel.launch, PARAMETERS, constants, conversions),
         plan.head_dim,
@@ -156,4 +167,5 @@ def _make_ready(
         plan.persistent,
         tables_of(engine.kinds, call, lowered, captured) if by_tables else None,
         lowered.sums,
+        lengths_of(engine.kinds, call, lowered),
     )

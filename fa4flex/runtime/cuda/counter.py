@@ -38,6 +38,25 @@ def being_captured(device: int) -> bool:
     return _stream(device) != 0 and _capturing(device)
 
 
+def capture_of(q: Tensor) -> tuple[int, int] | None:
+    """The current stream of q's device, and the number of the capture that it is in, 0 for none: what is
+    computed on one stream, or becomes part of one graph, may not be there on another. None where the number
+    is not told."""
+    if simulating() or not q.is_cuda:
+        return 0, 0
+    device = q.get_device()
+    stream = _stream(device)
+    if not stream or not _capturing(device):
+        return stream, 0
+    try:
+        from cuda.bindings import driver
+
+        _, _, number, *_ = driver.cuStreamGetCaptureInfo(driver.CUstream(stream))
+        return stream, int(number)
+    except (ImportError, AttributeError, TypeError, ValueError):
+        return None
+
+
 def _stream(device: int) -> int:
     assert _current_stream is not None, "counters are for CUDA devices"
     return int(_current_stream(device))

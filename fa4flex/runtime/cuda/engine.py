@@ -20,17 +20,17 @@ from fa4flex.codegen.analyze.prove import Proved, prove, proving, watched
 from fa4flex.codegen.evaluate import MODEST_BITS, Captured
 from fa4flex.codegen.plan.arguments import FORWARD
 from fa4flex.compiler import simulated
-from fa4flex.contents import VersionedCache
+from fa4flex.contents import VALIDATE, VersionedCache
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
+from fa4flex.runtime.cuda import faults
 from fa4flex.runtime.cuda.arguments import conversions_of, key_function, launch_function
 from fa4flex.runtime.cuda.call import NO_LENGTHS, Call
 from fa4flex.runtime.cuda.device import require_not_capturing, target_of
-from fa4flex.runtime.cuda.lengths import check_lengths
+from fa4flex.runtime.cuda.lengths import check_lengths, lengths_of
 from fa4flex.runtime.cuda.ready import PARAMETERS, Ready, Results, result_layouts
 from fa4flex.runtime.cuda.signatures import numbers_of, signature_of
 from fa4flex.runtime.cuda.tables import tables_of
-from fa4flex.runtime.cuda.tile_order import TileOrder
 
 if TYPE_CHECKING:
     from fa4flex.codegen.plan.pipeline import ForwardPlan
@@ -60,17 +60,18 @@ class Engine:
         self.proved: VersionedCache[Proved] = VersionedCache(MOST_PROVED)
 
     def find(self, call: Call) -> Ready | None:
-        """What was made ready for calls that look like this one."""
-        ready: Ready | None = self._ready.get(self.key(call), ())
-        if ready is not None and call.lengths is not NO_LENGTHS:
+        """What was made ready for calls that look like this one. Raises InputError for what an earlier call
+        was wrong in."""
+        faults.check()
+        if VALIDATE:
             check_lengths(call)
+        ready: Ready | None = self._ready.get(self.key(call), ())
         return ready
 
     def run(self, call: Call) -> Results:
         """Raises UnsupportedError for what no kernel does, PastTheEnd for short captured tensors."""
         ready = self.find(call)
         if ready is None:
-            check_lengths(call)
             with proving():
                 ready = make_ready(self, call)
             self._ready.keep(self.key(call), (), ready)
@@ -137,7 +138,7 @@ def make_ready(engine: Engine, call: Call) -> Ready:
     by_work = plan.order == "by_work"
     kernel = lowered.compile(signature_of(engine.kinds, call, ("order",) if by_work else ()))
     constants = {"scalars": captured.scalars or None, "max_q_len": shape.q_len}
-    conversions = conversions_of(FORWARD, call=call)
+    conversions = conversions_of(FORWARD, call=call._replace(lengths=NO_LENGTHS))
     return Ready(
         kernel.launch,
         launch_function(FORWARD, kernel.launch, PARAMETERS, constants, conversions),
@@ -146,6 +147,6 @@ def make_ready(engine: Engine, call: Call) -> Ready:
         result_layouts(call, shape, engine.precision.output_dtype(call.q.dtype)),
         call.lengths.seqused_q is not None,
         plan.config().dynamic,
-        TileOrder(engine.facts, plan.tile[0], captured.scalars) if by_work else None,
+        lengths_of(engine.kinds, call, lowered, plan.tile if by_work else None),
         tables_of(engine.kinds, call, lowered, captured) if lowered.problem.mask_form == "tables" else None,
     )

@@ -1,45 +1,151 @@
-"""Lengths of ragged batches are looked at once per tensor and version: a kernel trusts them."""
+"""Lengths of ragged batches on a device: corrected there, with the order of tiles that follows from them, by
+one small kernel per set of lengths. The host waits for none of it.
+
+What is launched gets the corrected lengths, never those that were given. They are kept for as long as torch
+counts no change of the tensors. While a CUDA graph is captured, the kernel becomes a part of it: replays read
+what the tensors hold then.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from fa4flex.contents import Guards, guards_of, hold
+from fa4flex.codegen.plan.arguments import LENGTHS
+from fa4flex.compiler import simulated
+from fa4flex.compiler.signature import Signature
+from fa4flex.contents import VersionedCache
 from fa4flex.primitives.varlen import Varlen
+from fa4flex.runtime.cuda import faults
+from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, SequenceLengths
+from fa4flex.runtime.cuda.counter import capture_of
+from fa4flex.runtime.cuda.signatures import Kinds, kinds_of, numbers_of
 
 if TYPE_CHECKING:
-    from fa4flex.runtime.cuda.call import Call
+    from fa4flex.lower import Lowered
 
-MOST_KNOWN = 1024
-_fitting: dict[int, tuple[Guards, tuple[int, ...]]] = {}
-"""Tensors whose values were found to fit, by id, and the extents they fit. Inference tensors as well, though
-torch does not count their changes: to look at them at each call would be to wait for the device."""
+MOST_KEPT = 16
+"""Sets of lengths whose corrected ones are kept."""
+
+
+@dataclass(eq=False, slots=True)
+class Corrected:
+    """Lengths that are safe to use, int32; and by sorting kernel the orders of tiles, int32 [tiles, 2]:
+    sequence and tile, those that do not exist last."""
+
+    lengths: SequenceLengths
+    orders: dict[Any, Tensor] = field(default_factory=dict)
+
+
+_kept: VersionedCache[Corrected] = VersionedCache(MOST_KEPT)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class LengthsKernel:
+    """The kernel for the lengths of calls that look alike.
+
+    launch    takes the arguments of SEQUENCES
+    tile_m    queries of the tiles that it sorts, 0 where it sorts none
+    sorting   what the order of tiles follows from besides lengths
+    scalars   captured numbers, where the order follows from some
+    """
+
+    launch: Callable[..., None]
+    tile_m: int
+    sorting: Any
+    scalars: tuple[int | float, ...] | None
+
+    def __call__(self, call: Call) -> tuple[SequenceLengths, Tensor | None]:
+        """The corrected lengths of a call, and the order of its tiles where they are sorted."""
+        key, given = _key(call), [x for x in call.lengths if x is not None]
+        known: Corrected | None = _kept.get(key, given)
+        if known is not None:
+            if not self.tile_m:
+                return known.lengths, None
+            order = known.orders.get(self.sorting)
+            if order is not None:
+                return known.lengths, order
+        return self.made(call, key, known)
+
+    def made(
+        self, call: Call, key: tuple[Any, ...], known: Corrected | None
+    ) -> tuple[SequenceLengths, Tensor | None]:
+        """The same, launched now, and kept."""
+        lengths, order = self.compute(call)
+        if known is None:
+            known = Corrected(lengths)
+            if key[0] is not None:
+                _kept.keep(key, [x for x in call.lengths if x is not None], known)
+        if order is not None:
+            known.orders[self.sorting] = order
+        return lengths, order
+
+    def compute(self, call: Call) -> tuple[SequenceLengths, Tensor | None]:
+        """The same, launched now, in memory of its own."""
+        shape, given = call.extents(), call.lengths
+        sizes = [0 if x is None else x.shape[0] for x in given]
+        tiles = 0
+        if self.tile_m:
+            per_row = -(-shape.q_len // self.tile_m) * shape.batch
+            tiles = shape.q_len // self.tile_m + shape.batch if call.packed else per_row
+            sizes += [shape.batch + 1, 2 * tiles]
+        parts = call.q.new_empty(sum(sizes), dtype=torch.int32).split(sizes)
+        made = [None if x is None else part for x, part in zip(given, parts)]
+        starts, order = (parts[4], parts[5].view(tiles, 2)) if self.tile_m else (None, None)
+        self.launch(
+            *given, *made, starts, order, self.scalars, shape.q_len, shape.kv_len, shape.heads, faults.table()
+        )
+        return SequenceLengths(*made), order
+
+
+def _key(call: Call) -> tuple[Any, ...]:
+    """What corrected lengths depend on besides those given."""
+    return capture_of(call.q), call.q.shape, call.k.shape, call.heads_first, simulated.target()
+
+
+def lengths_of(
+    kinds: Kinds, call: Call, lowered: Lowered, tile: tuple[int, int] | None = None
+) -> LengthsKernel | None:
+    """What corrects the lengths of calls like this one of a pass, and sorts their tiles of queries if `tile`
+    is given; None for dense ones."""
+    if call.lengths is NO_LENGTHS:
+        return None
+    from fa4flex.lower import lower_lengths
+
+    found = lower_lengths(lowered.facts, lowered.problem, lowered.plan.target, tile)
+    reads = bool(call.scalars) and found.problem.mask_form == "spans"
+    named = [(row.name, x) for row, x in zip(LENGTHS, call.lengths) if x is not None]
+    used = tuple(name for name, _ in named if name.startswith("seqused"))
+    wide = tuple(name for name, x in named if x.dtype == torch.int64)
+    kernel = found.compile(Signature(scalars=kinds_of(kinds, call) if reads else (), given=used, wide=wide))
+    numbers = numbers_of(kinds, call) if reads else None
+    sorting = kernel.key, repr(numbers), call.extents().heads
+    made = LengthsKernel(kernel.launch, 0 if tile is None else tile[0], sorting, numbers)
+    if kernel.key not in _launched:
+        _launched.add(kernel.key)
+        # The driver loads code at its first launch, which may not be one that is captured.
+        made.made(call, _key(call), None)
+    return made
+
+
+_launched: set[str] = set()
+"""Keys of the kernels that were launched before."""
 
 
 def check_lengths(call: Call) -> None:
-    """Raise InputError unless cu_seqlens and seqused stay within q and k.
-
-    A tensor not seen before is copied to the host, except while a CUDA graph is captured.
-    """
-    shape = call.extents()
-    extents = shape.batch, shape.q_len, shape.kv_len
-    unknown = [x for x in call.lengths if x is not None and not _known(x, extents)]
-    if not unknown or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+    """Raise InputError unless cu_seqlens and seqused stay within q and k. This waits for the device; while a
+    CUDA graph is captured, nothing is looked at."""
+    if call.lengths is NO_LENGTHS:
         return
-    varlen = Varlen(*call.lengths)
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return
+    shape, varlen = call.extents(), Varlen(*call.lengths)
+    varlen.check_contents()
     if call.packed:
-        varlen.check(shape.q_len, shape.kv_len)
+        varlen.check_tokens(shape.q_len, shape.kv_len)
     else:
-        varlen.check_padded(*extents)
-    if len(_fitting) > MOST_KNOWN:
-        _fitting.clear()
-    for x in unknown:
-        _fitting[id(x)] = guards_of([x]), extents
-
-
-def _known(x: Tensor, extents: tuple[int, ...]) -> bool:
-    known = _fitting.get(id(x))
-    return known is not None and known[1] == extents and hold(known[0], [x])
+        varlen.check_used(shape.q_len, shape.kv_len)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from fa4flex.codegen.analyze.domain import Shape
-from fa4flex.runtime.cuda.call import Call
+from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, SequenceLengths
 from fa4flex.runtime.cuda.counter import counter
-from fa4flex.runtime.cuda.tile_order import TileOrder
+from fa4flex.runtime.cuda.lengths import LengthsKernel
 from fa4flex.runtime.layouts import empty_output
 
 Results = tuple[Tensor, Tensor | None, Tensor | None]
@@ -24,7 +24,7 @@ Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """Shape, strides and dtype of a result."""
 
 
-PARAMETERS = "call", "out", "lse", "max_scores", "tables", "counter", "order"
+PARAMETERS = "call", "out", "lse", "max_scores", "tables", "counter", "order", *SequenceLengths._fields
 """Parameters of a Ready's launch function; other arguments are the same for all calls that look alike."""
 
 
@@ -39,7 +39,7 @@ class Ready:
     layouts     of out, lse and max_scores; None for what is not computed
     gaps        whether there are query rows that no sequence uses, which kernels do not write
     counted     whether blocks take tiles from a counter
-    order       of the tiles of a ragged batch, where they are sorted
+    lengths     what corrects the lengths of a ragged batch, and sorts its tiles where that is asked for
     tables      makes or finds the block tables of a call, where the mask is told by them
     """
 
@@ -50,7 +50,7 @@ class Ready:
     layouts: tuple[Layout, Layout | None, Layout | None]
     gaps: bool
     counted: bool
-    order: TileOrder | None = None
+    lengths: LengthsKernel | None = None
     tables: Callable[[Call], Any] | None = None
 
     def __call__(self, call: Call) -> Results:
@@ -58,7 +58,8 @@ class Ready:
         out, lse, largest = self.results(call.q)
         tables = None if self.tables is None else self.tables(call)
         taken = counter(device) if self.counted else None
-        self.launch(call, out, lse, largest, tables, taken, None if self.order is None else self.order(call))
+        lengths, order = (NO_LENGTHS, None) if self.lengths is None else self.lengths(call)
+        self.launch(call, out, lse, largest, tables, taken, order, *lengths)
         return out, lse, largest
 
     def results(self, q: Tensor) -> Results:

@@ -17,10 +17,15 @@ Kinds = Mapping[int, str]
 def signature_of(kinds: Kinds, call: Call, more: tuple[str, ...] = ()) -> Signature:
     """What the arguments of a call look like. more: names of arguments that are given besides the lengths."""
     used = tuple(row.name for row, x in zip(LENGTHS, call.lengths) if row.when is None and x is not None)
-    numbers = tuple(kinds.get(slot, "float") for slot in range(len(call.scalars)))
     units = tuple(x.ndim == 0 or x.stride(-1) == 1 for x in call.operands)
     heads_first = call.heads_first or call.packed
-    return Signature(heads_first, numbers, units, tuple(map(_even_rows, call.operands)), used + more)
+    even = tuple(map(_even_rows, call.operands))
+    return Signature(heads_first, kinds_of(kinds, call), units, even, used + more)
+
+
+def kinds_of(kinds: Kinds, call: Call) -> tuple[str, ...]:
+    """Kinds of the captured numbers of a call."""
+    return tuple(kinds.get(slot, "float") for slot in range(len(call.scalars)))
 
 
 def _even_rows(x: Tensor) -> bool:
@@ -32,7 +37,7 @@ def _even_rows(x: Tensor) -> bool:
 
 def numbers_of(kinds: Kinds, call: Call) -> tuple[int | float, ...]:
     """Captured numbers by their kinds: operators pass all of them as floats."""
-    wanted = (kinds.get(slot, "float") for slot in range(len(call.scalars)))
+    wanted = kinds_of(kinds, call)
     return tuple(
         float(x) if kind == "float" else int(x) for kind, x in zip(wanted, call.scalars, strict=True)
     )

@@ -16,6 +16,7 @@ from fa4flex.runtime.cuda.arguments import conversions_of, launch_function
 from fa4flex.runtime.cuda.block_tables import PARAMETERS, DeviceTables, Grid, HostTables, Tables
 from fa4flex.runtime.cuda.call import NO_LENGTHS, Call
 from fa4flex.runtime.cuda.host_tables import ragged_maps, to_device, turns_to_device
+from fa4flex.runtime.cuda.lengths import check_lengths
 from fa4flex.runtime.cuda.signatures import Kinds, numbers_of, signature_of
 
 if TYPE_CHECKING:
@@ -70,7 +71,8 @@ def ranges_of(plan: TablesPlan, shape: Shape) -> tuple[int, int, int, int] | Non
 
 
 def on_the_host(call: Call, lowered: Lowered, numbers: tuple[int | float, ...]) -> Tables:
-    """The tables of a call, of contents as they are now."""
+    """The tables of a call, of contents as they are now. Raises InputError for wrong lengths."""
+    check_lengths(call)
     shape, tile, captured = call.extents(), lowered.plan.tile, Captured(call.operands, numbers)
     maps = maps_of(call, lowered, captured)
     if lowered.direction == "forward":

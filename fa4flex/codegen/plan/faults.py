@@ -1,0 +1,73 @@
+"""Faults that kernels find in contents of tensors, and their words: a call is over before anybody can read
+them, so kernels correct what they find, and leave the kind and some numbers in a table.
+
+The table is int64 [ROWS, WORDS]. Row 0 has a 1 in front if any other row has one; row 1 + kind has a 1, then
+up to three numbers for the message.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+WORDS = 4
+"""Numbers of a row: whether there is a fault, and three for its message."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of fault. `given`, `expected` and `fix` are the parts of an error's message, where {0}, {1}
+    and {2} stand for the numbers that the kernel left."""
+
+    name: str
+    given: str
+    expected: str
+    fix: str
+
+
+def _of_side(side: str) -> tuple[Kind, ...]:
+    """Faults of the lengths of queries, "q", or of keys, "k": those that make others come first."""
+    cu, used = f"cu_seqlens_{side}", f"seqused_{side}"
+    at_end = {
+        "q": "slice the tensor, or pass seqused for sequences with unused tail tokens",
+        "k": "slice the tensor, or pass cu_seqlens_k where keys are packed differently from queries",
+    }
+    return (
+        Kind(
+            f"{cu} starts",
+            f"{cu} starts at {{0}}",
+            "0 first",
+            "prepend 0 to the cumulative sum of lengths",
+        ),
+        Kind(
+            f"{cu} decreases",
+            f"{cu} decreases after entry {{0}}: {{1}} to {{2}}",
+            "a non-decreasing sequence",
+            "pass cumulative lengths, not lengths: F.pad(lengths.cumsum(0), (1, 0))",
+        ),
+        Kind(
+            f"{cu} ends",
+            f"{cu} ends at {{0}}, {side} has {{1}} tokens",
+            "the last entry equal to the number of packed tokens",
+            at_end[side],
+        ),
+        Kind(f"{used} negative", f"{used} of {{0}}", "lengths >= 0", "use 0 for an empty sequence"),
+        Kind(
+            f"{used} beyond",
+            f"{used}[{{0}}] = {{1}}, sequence {{0}} has {{2}} tokens",
+            "at most the sequence's length",
+            f"check {used} against cu_seqlens",
+        ),
+        Kind(
+            f"{used} beyond padded",
+            f"{used} up to {{0}} for a length of {{1}}",
+            "at most {1}",
+            "check the batch",
+        ),
+    )
+
+
+KINDS: tuple[Kind, ...] = (*_of_side("q"), *_of_side("k"))
+"""All kinds, in the order in which they are told where there are several. Kernels know them by position."""
+
+ROWS = 1 + len(KINDS)
+PLACES = {kind.name: place for place, kind in enumerate(KINDS)}
