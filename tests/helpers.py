@@ -52,8 +52,9 @@ def poisoned() -> Iterator[None]:
 
 
 def of_passes(gpu: Any) -> list[Any]:
-    """Results of a simulated GPU's launches, without those of the kernel that corrects lengths."""
-    return [result for result in gpu.results if "sequences" not in result.kernel]
+    """Results of a simulated GPU's launches, without those of kernels that correct lengths or make tables."""
+    before = "sequences", "block_tables", "list_tiles", "find_ranges"
+    return [result for result in gpu.results if not any(name in result.kernel for name in before)]
 
 
 # --- comparing ------------------------------------------------------------------------------------------

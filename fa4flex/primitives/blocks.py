@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
-from fa4flex.contents import VersionedCache
+from fa4flex import later
+from fa4flex.contents import VersionedCache, checked_here
 from fa4flex.errors import InputError, StateError
 from fa4flex.primitives.base import Family, Mod, call_with, holds, kind_of, show, truth_value
 from fa4flex.primitives.mask import CONVERSIONS, Mask, MaskMod, as_mask
@@ -61,7 +62,8 @@ class BlockMap:
         counts [B or 1, H or 1, R] and indices [B or 1, H or 1, R, C'] (int32 or int64) list the partial
         blocks, `full_*` the full ones. Only the first `counts` entries of a row are read: what stands
         behind them does not matter. Raises InputError for counts beyond C', indices out of range, and
-        blocks listed twice.
+        blocks listed twice. On a GPU nobody waits for contents: such entries are left out, and a call after
+        that raises, or at once with FA4FLEX_VALIDATE=1.
         """
         size = _block_size(block_size)
         _check_lengths(q_len, kv_len)
@@ -82,13 +84,13 @@ class BlockMap:
                     "build both lists from one map",
                 )
             both = full & (classes != EMPTY)
-            if not holds(~both, "BlockMap: a block is both partial and full"):
+            if not _holds(~both, "BlockMap: a block is both partial and full"):
                 raise InputError(
                     f"block {_first(both)} (batch, head, row, column) is both partial and full",
                     "each block in one list",
                     "drop it from one of them",
                 )
-            classes = classes + full.to(torch.uint8) * FULL
+            classes = torch.where(full, FULL, classes)
         return BlockMap(classes, size, q_len, kv_len)
 
     @staticmethod
@@ -169,24 +171,32 @@ class BlockMap:
                 "move one of them",
             )
         lengths_of_rows = row_starts[1:] - row_starts[:-1]
-        if row_starts.numel() != rows + 1 or int(row_starts[0]) != 0 or bool((lengths_of_rows < 0).any()):
+        rising = (lengths_of_rows >= 0).all() & (row_starts[0] == 0)
+        whole = row_starts.numel() == rows + 1
+        if not whole or not _holds(rising, "BlockMap: row_starts that do not rise from 0"):
             raise InputError(
                 f"row_starts {show(row_starts)} for {rows} rows of blocks",
                 f"{rows + 1} entries that start at 0 and never decrease",
                 "pass crow_indices() of a CSR tensor with one row per query block",
             )
-        if int(row_starts[-1]) != columns.numel():
+        if not _holds(row_starts[-1] == columns.numel(), "BlockMap: row_starts that end elsewhere"):
             raise InputError(
                 f"row_starts end at {int(row_starts[-1])}, columns has {columns.numel()} entries",
                 "row_starts[-1] == len(columns)",
                 "pass the matching pair of tensors",
             )
-        _check_range(columns, width, "columns")
-        row = torch.repeat_interleave(torch.arange(rows, device=columns.device), lengths_of_rows.long())
-        hits = torch.zeros(rows * width, dtype=torch.int32, device=columns.device)
-        hits.scatter_add_(0, row * width + columns.long(), torch.ones_like(row, dtype=torch.int32))
-        _check_once(hits.view(1, 1, rows, width), "columns")
-        return BlockMap.from_dense(hits.view(rows, width) > 0, block_size, q_len, kv_len)
+        known = (columns >= 0) & (columns < width)
+        if not _holds(known, "BlockMap: a key block outside the map"):
+            _check_range(columns, width, "columns")
+        # Which row an entry belongs to: how many rows have begun. What lies outside goes to one extra column.
+        entries = torch.arange(columns.numel(), device=columns.device)
+        row = torch.searchsorted(row_starts[1:].long().contiguous(), entries, right=True).clamp(max=rows - 1)
+        hits = torch.zeros(rows, width + 1, dtype=torch.int32, device=columns.device)
+        place = row * (width + 1) + torch.where(known, columns, width).long()
+        hits.view(-1).scatter_add_(0, place, torch.ones_like(place, dtype=torch.int32))
+        hits = hits[:, :width]
+        _check_once(hits[None, None], "columns")
+        return BlockMap.from_dense(hits > 0, block_size, q_len, kv_len)
 
     @staticmethod
     def from_sparse(
@@ -414,12 +424,20 @@ def _check_classes(blocks: BlockMap) -> None:
             f"{wanted} blocks: ceil(length / block size)",
             "check block_size (query, key) and the lengths in tokens",
         )
-    if not holds(classes <= FULL, "BlockMap: a class above 2"):
+    if not _holds(classes <= FULL, "BlockMap: a class above 2"):
         raise InputError(
             f"class {int(classes.max())} in the map",
             "0 empty, 1 partial, 2 full",
             "map other values to these",
         )
+
+
+def _holds(condition: Tensor, message: str) -> bool:
+    """True if `condition` is true everywhere. On a device, nobody waits to know: a later call tells."""
+    if torch.compiler.is_compiling() or checked_here(condition):
+        return holds(condition, message)
+    later.require(condition, message)
+    return True
 
 
 def _check_index_tensor(tensor: Tensor, rank: int, name: str) -> None:
@@ -448,7 +466,7 @@ def _check_range(live: Tensor, columns: int, name: str) -> None:
 
 
 def _check_once(hits: Tensor, name: str) -> None:
-    if not holds(hits <= 1, "BlockMap: a block is listed more than once"):
+    if not _holds(hits <= 1, "BlockMap: a block is listed more than once"):
         raise InputError(
             f"block {_first(hits > 1)} (batch, head, row, column) is listed more than once in {name}",
             "each key block once per row",
@@ -473,7 +491,7 @@ def _listed(counts: Tensor, indices: Tensor, columns: int, name: str) -> Tensor:
             "pass the matching pair of tensors",
         )
     width = indices.shape[3]
-    if not holds((counts >= 0) & (counts <= width), "BlockMap: a count beyond the listed blocks"):
+    if not _holds((counts >= 0) & (counts <= width), "BlockMap: a count beyond the listed blocks"):
         raise InputError(
             f"{counts_name} from {int(counts.min())} to {int(counts.max())}",
             f"0 to {width}: {name} has {width} entries per row",
@@ -481,7 +499,7 @@ def _listed(counts: Tensor, indices: Tensor, columns: int, name: str) -> Tensor:
         )
     live = torch.arange(width, device=counts.device) < counts.unsqueeze(-1)
     known = live & (indices >= 0) & (indices < columns)
-    if not holds(known | ~live, "BlockMap: a key block outside the map"):
+    if not _holds(known | ~live, "BlockMap: a key block outside the map"):
         _check_range(indices[live], columns, name)
     # Dead entries may hold anything: they are sent to one extra column, which is cut off.
     hits = torch.zeros(*counts.shape, columns + 1, dtype=torch.int32, device=counts.device)

@@ -12,6 +12,7 @@ import ctypes
 import torch
 from torch import Tensor
 
+from fa4flex import later
 from fa4flex.codegen.plan.faults import KINDS, ROWS, WORDS
 from fa4flex.errors import EarlierError
 
@@ -36,9 +37,11 @@ def _pins() -> bool:
 
 
 def check() -> None:
-    """Raise InputError if a kernel has found a fault by now, and forget it and all others."""
+    """Raise InputError if a kernel has found a fault by now, or a condition on contents did not hold, and
+    forget it."""
     if _pending.value:
         _raise()
+    later.check()
 
 
 def _raise() -> None:
