@@ -18,7 +18,7 @@ import pytest
 import torch
 from blackwell import DRAWS, SMALL, TIMINGS, gym
 from captured_cases import Grid
-from helpers import poisoned
+from helpers import of_passes, poisoned
 from numeric import cuda_cases
 from numeric.cuda_cases import Composition, Sizes, check_gradients, on_device
 from pairs import in_pairs
@@ -53,7 +53,7 @@ def launched(timing: str, seed: int, clusters: list[int]) -> Iterator[None]:
     with by, poisoned(), fa4flex.simulator.device("sm_100a", seed, timing) as gpu:
         yield
     assert not gpu.findings, gpu.report()
-    assert [found.shape.cluster[0] for found in gpu.results] == clusters
+    assert [found.shape.cluster[0] for found in of_passes(gpu)] == clusters
 
 
 def check(key: str | tuple[str, str], width: Width, ctas: int = 1) -> None:
