@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -23,7 +24,7 @@ MOST_AXES = 5
 @dataclass(frozen=True)
 class LoweredShare:
     """See kernels/common/hooks.py: Share. `at` is the rate of `place`; weight None means 1; `copied`: what a
-    tile writes is dS itself."""
+    tile writes is dS itself. `loop`: axes and extents of a loop of the device around place and weight."""
 
     slot: int
     which: int
@@ -33,6 +34,7 @@ class LoweredShare:
     weight: Expr | None
     scaled: bool
     copied: bool
+    loop: tuple[tuple[str, int], ...] = ()
 
     @property
     def rate(self) -> str:
@@ -50,18 +52,37 @@ def lowered_shares(
     """Shares of the slots asked for; `copied` are those that take copies of dS, where it is what they want.
     Raises UnsupportedError where there are too many reads."""
     found = []
-    for which, (slot, adding) in enumerate(gradients):
-        for term in facts.gradient.of_slots([slot]):
-            for one in _along_axes(term):
-                share = _lowered(facts, one, (which, adding), lowering)
-                found.append(replace(share, copied=share.copied and slot in copied))
-                if len(found) > MOST:
-                    raise UnsupportedError(
-                        f"gradients of more than {MOST} reads of captured tensors",
-                        f"at most {MOST} in a kernel",
-                        "nothing: gradients are computed in PyTorch operations instead",
-                    )
+    for which, (slot, adding), term in _terms(facts, gradients):
+        share = _lowered(facts, term, (which, adding), lowering)
+        found.append(replace(share, copied=share.copied and slot in copied))
     return tuple(found)
+
+
+def _terms(
+    facts: Facts, gradients: Sequence[tuple[int, str]]
+) -> list[tuple[int, tuple[int, str], CapturedGradient]]:
+    """Reads of captured tensors, and which of the gradients they are of. Those along axes are written out
+    where there are few, else each is one in a loop."""
+    looped = [
+        (which, one, term)
+        for which, one in enumerate(gradients)
+        for term in facts.gradient.of_slots([one[0]])
+    ]
+    if sum(math.prod(extent for _, extent in term.axes) for *_, term in looped) <= MOST:
+        return [(which, one, point) for which, one, term in looped for point in _along_axes(term)]
+    if len(looped) > MOST:
+        raise UnsupportedError(
+            f"gradients of more than {MOST} reads of captured tensors",
+            f"at most {MOST} in a kernel",
+            "nothing: gradients are computed in PyTorch operations instead",
+        )
+    if any("score" in term.value.free and term.axes for *_, term in looped):
+        raise UnsupportedError(
+            "gradients along an axis of a captured tensor whose elements multiply the score",
+            f"at most {MOST} elements in a kernel",
+            "nothing: gradients are computed in PyTorch operations instead",
+        )
+    return looped
 
 
 def _along_axes(term: CapturedGradient) -> Iterator[CapturedGradient]:
@@ -85,7 +106,8 @@ def _lowered(
     scaled, once = rest is not None, adding != "sum"
     # dS of scaled scores is what lies in shared memory.
     copied = once and weight is None and (scaled or by_score is ONE) and len(place) <= MOST_AXES
-    return LoweredShare(term.slot, which, _rate_of(place), once, place, weight, scaled, copied)
+    at = _rate_of(place)
+    return LoweredShare(term.slot, which, at, once, place, weight, scaled, copied, term.axes)
 
 
 def _rate_of(place: Sequence[Expr]) -> Rate:
