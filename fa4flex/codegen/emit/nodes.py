@@ -113,14 +113,16 @@ def axes(x: Expr) -> frozenset[str]:
     return x.free - DEVICE_SYMBOLS
 
 
-LONGEST = 32
-"""Terms of a fold that the compiler writes out; a longer one is a loop of the device."""
+SHORT, LONGEST = 3, 32
+"""Terms of a fold that the compiler writes out, for each pair and for what is less; a longer one is a loop of
+the device. With 4 terms of two loads each, written out, both passes take half a minute to compile."""
 
 
 @lru_cache(maxsize=4096)
 def repeats(x: Expr) -> bool:
     """Whether the fold x is a loop of the device: written out, its terms would be code without end."""
-    return x.value[0] != COLLECT and x.value[2] * _written_out(x) > LONGEST
+    most = SHORT if rate(x) == "pair" else LONGEST
+    return x.value[0] != COLLECT and x.value[2] * _written_out(x) > most
 
 
 def _written_out(loop: Expr) -> int:

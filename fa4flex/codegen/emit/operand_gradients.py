@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.analyze.gradient import ONE, CapturedGradient, quotient
 from fa4flex.codegen.emit.lower import Lowering
-from fa4flex.codegen.emit.nodes import KV, RATES, Q, Rate, rate
+from fa4flex.codegen.emit.nodes import KV, RATES, SHORT, Q, Rate, rate
 from fa4flex.codegen.expr import Expr, const, substitute, sym
 from fa4flex.errors import UnsupportedError
 
@@ -63,26 +63,31 @@ def _terms(
 ) -> list[tuple[int, tuple[int, str], CapturedGradient]]:
     """Reads of captured tensors, and which of the gradients they are of. Those along axes are written out
     where there are few, else each is one in a loop."""
-    looped = [
+    terms = [
         (which, one, term)
         for which, one in enumerate(gradients)
         for term in facts.gradient.of_slots([one[0]])
     ]
-    if sum(math.prod(extent for _, extent in term.axes) for *_, term in looped) <= MOST:
-        return [(which, one, point) for which, one, term in looped for point in _along_axes(term)]
-    if len(looped) > MOST:
-        raise UnsupportedError(
-            f"gradients of more than {MOST} reads of captured tensors",
-            f"at most {MOST} in a kernel",
-            "nothing: gradients are computed in PyTorch operations instead",
-        )
-    if any("score" in term.value.free and term.axes for *_, term in looped):
-        raise UnsupportedError(
-            "gradients along an axis of a captured tensor whose elements multiply the score",
-            f"at most {MOST} elements in a kernel",
-            "nothing: gradients are computed in PyTorch operations instead",
-        )
-    return looped
+    for most in (MOST, 1):
+        found = [
+            (which, one, point)
+            for which, one, term in terms
+            for point in ([term] if _loops(term, most) else _along_axes(term))
+        ]
+        if len(found) <= MOST:
+            return found
+    raise UnsupportedError(
+        f"gradients of more than {MOST} reads of captured tensors",
+        f"at most {MOST} in a kernel",
+        "nothing: gradients are computed in PyTorch operations instead",
+    )
+
+
+def _loops(term: CapturedGradient, most: int) -> bool:
+    """Whether a read along axes is one in a loop: what is added for each pair at a place of its own is more
+    code than sums are. When loops run, scores are gone."""
+    most = min(most, SHORT) if term.pattern == "general" else most
+    return "score" not in term.value.free and math.prod(extent for _, extent in term.axes) > most
 
 
 def _along_axes(term: CapturedGradient) -> Iterator[CapturedGradient]:
