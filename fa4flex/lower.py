@@ -25,7 +25,7 @@ from fa4flex.codegen.plan.problem import Problem
 from fa4flex.codegen.plan.specialize import backward_problem, by_queries, forward_problem
 from fa4flex.codegen.plan.target import Target
 from fa4flex.compiler import debug
-from fa4flex.compiler.compile import Kernel, compile_kernel
+from fa4flex.compiler.compile import Kernel, compile_ahead, compile_kernel
 from fa4flex.compiler.signature import Signature
 from fa4flex.errors import Origin
 from fa4flex.kernels import dispatch
@@ -80,6 +80,10 @@ class Lowered:
         if level:
             debug.report(level, self.plan, self.source, signature, kernel)
         return kernel
+
+    def compile_ahead(self, signature: Signature) -> None:
+        """Begin with what `compile` would do, in another process."""
+        compile_ahead(self.source, self.problem, signature, self.plan.target.name)
 
 
 def lower_forward(given: Given) -> Lowered:

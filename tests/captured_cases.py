@@ -112,6 +112,17 @@ CASES: dict[str, Make] = {
     "dot of tables": lambda g: scored(
         lambda s, b, h, q, k, t, u: s + (t[q] * u[k]).sum(-1), leaf(g.q_len, 5), leaf(g.kv_len, 5)
     ),
+    "long dot of tables": lambda g: scored(
+        lambda s, b, h, q, k, t, u: s + (t[h, q] * u[b, k]).sum(-1),
+        leaf(g.heads, g.q_len, 40),
+        leaf(g.batch, g.kv_len, 40),
+    ),
+    "long dot under a cap": lambda g: scored(
+        lambda s, b, h, q, k, t, u: s + 3 * torch.tanh((t[q] * u).sum(-1) * (k % 7) / 9),
+        leaf(g.q_len, 33),
+        leaf(33),
+        mask=None,
+    ),
     "read twice": lambda g: scored(
         lambda s, b, h, q, k, t: s + t[q] * t[k], leaf(max(g.q_len, g.kv_len)), mask=None
     ),

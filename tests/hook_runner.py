@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fa4flex.codegen.evaluate import Captured
 from fa4flex.kernels.common import math
+from fa4flex.kernels.common.folds import folds_of
 from fa4flex.kernels.common.hooks import At, Hooks, Pointwise
 
 LOG2_E = 1.4426950408889634
@@ -89,6 +90,8 @@ def rates(pointwise: Pointwise, at: At) -> At:
     }
     if pointwise.pair is not None:
         found["pair"] = pointwise.pair(blind.but(**found))
+    if pointwise.folds:
+        (found["folds"],) = folds_of(pointwise.folds, [blind.but(**found)])
     return at.but(**found)
 
 

@@ -86,6 +86,11 @@ def find(folder: Path, key: str) -> Path | None:
     return None
 
 
+def holds(folder: Path, key: str) -> bool:
+    """Whether there is a file of `key`, be it damaged."""
+    return any((folder / (key + suffix)).exists() for suffix in SUFFIXES)
+
+
 def store(folder: Path, key: str, suffix: str, content: bytes) -> Path:
     """Put `content` under `key`, at once and readable by this user alone."""
     path = folder / (key + suffix)

@@ -12,6 +12,7 @@ import gc
 import hashlib
 import importlib.metadata
 import os
+import pickle
 import platform
 import tempfile
 import threading
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fa4flex.compiler import cache
+from fa4flex.compiler import ahead, cache
 from fa4flex.compiler.link import shared_library
 from fa4flex.compiler.signature import Signature
 from fa4flex.compiler.simulated import simulating, target
@@ -29,6 +30,9 @@ from fa4flex.compiler.simulated import simulating, target
 if TYPE_CHECKING:
     from fa4flex.codegen.emit import Source
     from fa4flex.codegen.plan.problem import Problem
+
+    Job = tuple[Source, Problem, Signature, str]
+    """What a kernel is compiled of: source, problem, signature and chip."""
 
 ENTRY = "attention"
 HERE = Path(__file__).parent
@@ -67,8 +71,22 @@ def compile_kernel(
     with compiler_lock, without_collector():
         found = _kernels.get(key)
         if found is None:
+            ahead.wait(key)
             found = _kernels[key] = _obtain(source, problem, signature, arch, key)
         return found
+
+
+def compile_ahead(
+    source: Source, problem: Problem, signature: Signature = Signature(), arch: str = "sm_90a"
+) -> None:
+    """Begin to compile in another process what `compile_kernel` will be asked for, if it would have to."""
+    folder = None if simulating() or not ahead.useful() else cache.directory()
+    if folder is None:
+        return
+    key = kernel_key(source.key, problem, signature, arch)
+    if key not in _kernels and not cache.holds(folder, key):
+        job: Job = source, problem, signature, arch
+        ahead.start(key, pickle.dumps((job, folder.absolute())))
 
 
 def _obtain(source: Source, problem: Problem, signature: Signature, arch: str, key: str) -> Kernel:

@@ -27,6 +27,7 @@ from fa4flex.runtime.checks import (
     check_variant,
 )
 from fa4flex.runtime.cuda import faults
+from fa4flex.runtime.cuda.backward import compile_ahead
 from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, SequenceLengths
 from fa4flex.runtime.cuda.engine import Engine
 from fa4flex.runtime.cuda.fast_path import FastPath
@@ -190,8 +191,10 @@ def run(
     check_operand_devices(operands, tuple(o.name for o in now.bound.trace.operands), q)
     check_transforms(q, k, v, *operands, now.sinks)
     if call is not None:
-        first = Direct.of(prepared.program, prepared.engine.run, call) if trains else None
-        return prepared.engine.run(call) if first is None else direct.attend(first, call)
+        if not trains:
+            return prepared.engine.run(call)
+        compile_ahead(prepared.engine, call, "lse" in statistics)
+        return direct.attend(Direct.of(prepared.program, prepared.engine.run, call), call)
     given = ops.Tensors(q, k, v, now.sinks, _lengths(varlen), operands)
     numbers = prepared.program.numbers(now.bound.scalars, now.scale(q))
     seen = observed or not _own(given.sinks, *operands)

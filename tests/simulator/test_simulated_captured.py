@@ -71,6 +71,17 @@ def test_some_dense_gradients() -> None:
     close(random.choice(DENSE), grid, random.choice((64, 96, 192)), "sm_90a")
 
 
+LONG = tuple(name for name in CASES if name.startswith("long"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_long_sums(arch: str, name: str) -> None:
+    """Loops of the device: over elements of a query's and a key's vector, and over their gradients."""
+    close(name, Grid(1, 2, 70, 65), 64, arch)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("width", (64, 128, 192, (192, 128)), ids=str)
 @pytest.mark.parametrize("name", CASES)

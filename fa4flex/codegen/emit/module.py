@@ -16,7 +16,7 @@ from fa4flex.codegen.emit.scale import in_units
 from fa4flex.codegen.emit.source import Source
 from fa4flex.codegen.emit.steps import with_steps
 from fa4flex.codegen.emit.vectors import with_vectors
-from fa4flex.codegen.emit.writer import Function, Span, cut
+from fa4flex.codegen.emit.writer import Function, Span, cut, folds_in
 from fa4flex.codegen.expr import Expr, const, sym, walk
 from fa4flex.errors import InputError, Origin
 
@@ -133,10 +133,14 @@ class Module:
         self._roots: dict[str, Expr] = {}
         self._spans: tuple[Span, ...] = ()
         self._shares: dict[str, LoweredShare] = {}
+        self._loops: dict[str, tuple[str, ...]] = {}
         self._ends = ENDS.get(problem.mask_form, ENDS["spans"])
         self.fill(facts)
         self._roots = {name: self._rewritten(root) for name, root in self._roots.items()}
-        self._needs = {name: cut([root], _rate_of(name, root)) for name, root in self._roots.items()}
+        self._folds = {name: folds_in(root) for name, root in self._roots.items()}
+        self._needs = {
+            name: cut([root], _rate_of(name, root), self._folds[name]) for name, root in self._roots.items()
+        }
         self._needs |= {f"{name}_place": cut(share.place, share.at) for name, share in self._shares.items()}
         self._named = self._names_of_shared_values()
 
@@ -157,6 +161,7 @@ class Module:
         for name, share in self._shares.items():
             if share.weight is not None:
                 self._roots[f"{name}_weight"] = share.weight
+                self._loops[f"{name}_weight"] = tuple(axis for axis, _ in share.loop)
 
     def _rewritten(self, root: Expr) -> Expr:
         came, pairs = self._lowering.came, self._pass.pairs
@@ -210,6 +215,7 @@ class Module:
         named: dict[Expr, str] = {}
         shared: list[tuple[Rate, Expr]] = [("uniform", x) for x in self._uniform()]
         shared += [(at, x) for need in self._needs.values() for at in ARGUMENT_RATES for x in need[at]]
+        shared += [("pair", x) for folds in self._folds.values() for x in folds]
         for level, x in shared:
             if x not in named:
                 named[x] = self._printer.names.fresh(self._name(x, level))
@@ -245,7 +251,9 @@ class Module:
             for level in ARGUMENT_RATES:
                 shared = tuple(self._needs[name][level])
                 found += [Function(f"{name}_{level}", level, shared, name)] * bool(shared)
-            found.append(Function(name, _rate_of(name, root), (root,), name, "one"))
+            found += self._terms(name)
+            loop = self._loops.get(name, ())
+            found.append(Function(name, _rate_of(name, root), (root,), name, "one", loop))
         for name, share in self._shares.items():
             found += self._place_functions(f"{name}_place", share)
         if self._factor is not None:
@@ -256,6 +264,17 @@ class Module:
             )
         return found
 
+    def _terms(self, name: str) -> list[Function]:
+        """Functions of the terms of a hook's folds; each sees the folds before its own."""
+        return [
+            Function(term, "element", fold.args, name, "one", (fold.value[1],), number)
+            for number, (term, fold) in enumerate(self._named_terms(name))
+        ]
+
+    def _named_terms(self, name: str) -> list[tuple[str, Expr]]:
+        folds = self._folds.get(name, [])
+        return [(f"{name}_term" + (f"_{n}" if n > 1 else ""), fold) for n, fold in enumerate(folds, 1)]
+
     def _place_functions(self, name: str, share: LoweredShare) -> list[Function]:
         slower = [level for level in ARGUMENT_RATES if self._needs[name][level]]
         found = [
@@ -263,15 +282,17 @@ class Module:
         ]
         # A function at the rate "uniform" computes what all others share; this one is called with that.
         here: Rate = "row" if share.at == "uniform" else share.at
-        return [*found, Function(name, here, share.place, name)]
+        return [*found, Function(name, here, share.place, name, loop=tuple(axis for axis, _ in share.loop))]
 
     def _text(self, function: Function) -> list[str]:
-        provided: dict[Rate, Sequence[Expr]] = {}
+        provided: dict[str, Sequence[Expr]] = {}
         if function.here != "uniform":
             provided["uniform"] = self._uniform()
         if function.here in ("pair", "element"):
-            slower = ARGUMENT_RATES[: RATES.index(function.here) - 1]
+            whole = function.name == function.hook
+            slower = ARGUMENT_RATES[: None if whole else RATES.index(function.here) - 1]
             provided |= {level: self._needs[function.hook][level] for level in slower}
+            provided["folds"] = self._folds.get(function.hook, [])[: function.folds]
         with self._printer.names.local():
             return function.text(self._printer, self._lowering.came, provided, self._named, self._spans)
 
@@ -289,7 +310,7 @@ class Module:
         helpers = sorted(used - set(_DEVICE_TYPES))
         lines = [f"from cutlass import {', '.join(types)}", ""] if types else []
         hooks = "Hooks, Pointwise" if self._roots or self._shares else "Hooks"
-        hooks += ", Share" * bool(self._shares)
+        hooks = "Fold, " * any(self._folds.values()) + hooks + ", Share" * bool(self._shares)
         lines.append(f"from fa4flex.kernels.common.hooks import {hooks}")
         if helpers:
             lines += call("from fa4flex.kernels.common.math import ", helpers)
@@ -313,6 +334,8 @@ class Module:
             given += ["scaled=True"] * share.scaled
             if share.once:
                 given.append(f"axes={share.axes}")
+            if share.loop:
+                given.append(f"loop={tuple(extent for _, extent in share.loop)}")
             lines += call(f"{name}_share = Share", given)
         shares = [f"{name}_share" for name in self._shares]
         items += [f"shares=({', '.join(shares)},)"] * bool(shares)
@@ -320,6 +343,8 @@ class Module:
 
     def pointwise(self, name: str) -> str:
         given = [f"{level}={name}_{level}" for level in ARGUMENT_RATES if self._needs[name][level]]
+        folds = [f"Fold({', '.join(self._printer.folded(x, term))})" for term, x in self._named_terms(name)]
+        given += [f"folds=({', '.join(folds)},)"] * bool(folds)
         if name.endswith("_weight") and "score" in self._roots[name].free:
             given.append("scored=True")
         return f"Pointwise({', '.join([name, *given])})"

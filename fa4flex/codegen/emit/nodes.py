@@ -19,6 +19,7 @@ reduce with COLLECT   the values for every i of an axis, as a tuple; element_of 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Literal
 
 from fa4flex.codegen.expr import SYMBOLS, Expr, Kind, _node, apply, const, scalar, sym, walk
@@ -110,6 +111,24 @@ def nonnegative(x: Expr) -> bool:
 def axes(x: Expr) -> frozenset[str]:
     """The reduction axes that x varies with."""
     return x.free - DEVICE_SYMBOLS
+
+
+SHORT, LONGEST = 3, 32
+"""Terms of a fold that the compiler writes out, for each pair and for what is less; a longer one is a loop of
+the device. With 4 terms of two loads each, written out, both passes take half a minute to compile."""
+
+
+@lru_cache(maxsize=4096)
+def repeats(x: Expr) -> bool:
+    """Whether the fold x is a loop of the device: written out, its terms would be code without end."""
+    most = SHORT if rate(x) == "pair" else LONGEST
+    return x.value[0] != COLLECT and x.value[2] * _written_out(x) > most
+
+
+def _written_out(loop: Expr) -> int:
+    """Terms that one round of a loop writes out: those of the longest one inside that varies with it."""
+    inside = (x for x in walk(*loop.args) if x.op == "reduce" and loop.value[1] in x.free and not repeats(x))
+    return max((x.value[2] * _written_out(x) for x in inside), default=1)
 
 
 def power_of_two(x: Expr) -> int | None:

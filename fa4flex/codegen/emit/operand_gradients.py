@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.analyze.gradient import ONE, CapturedGradient, quotient
 from fa4flex.codegen.emit.lower import Lowering
-from fa4flex.codegen.emit.nodes import KV, RATES, Q, Rate, rate
+from fa4flex.codegen.emit.nodes import KV, RATES, SHORT, Q, Rate, rate
 from fa4flex.codegen.expr import Expr, const, substitute, sym
 from fa4flex.errors import UnsupportedError
 
@@ -23,7 +24,7 @@ MOST_AXES = 5
 @dataclass(frozen=True)
 class LoweredShare:
     """See kernels/common/hooks.py: Share. `at` is the rate of `place`; weight None means 1; `copied`: what a
-    tile writes is dS itself."""
+    tile writes is dS itself. `loop`: axes and extents of a loop of the device around place and weight."""
 
     slot: int
     which: int
@@ -33,6 +34,7 @@ class LoweredShare:
     weight: Expr | None
     scaled: bool
     copied: bool
+    loop: tuple[tuple[str, int], ...] = ()
 
     @property
     def rate(self) -> str:
@@ -50,18 +52,42 @@ def lowered_shares(
     """Shares of the slots asked for; `copied` are those that take copies of dS, where it is what they want.
     Raises UnsupportedError where there are too many reads."""
     found = []
-    for which, (slot, adding) in enumerate(gradients):
-        for term in facts.gradient.of_slots([slot]):
-            for one in _along_axes(term):
-                share = _lowered(facts, one, (which, adding), lowering)
-                found.append(replace(share, copied=share.copied and slot in copied))
-                if len(found) > MOST:
-                    raise UnsupportedError(
-                        f"gradients of more than {MOST} reads of captured tensors",
-                        f"at most {MOST} in a kernel",
-                        "nothing: gradients are computed in PyTorch operations instead",
-                    )
+    for which, (slot, adding), term in _terms(facts, gradients):
+        share = _lowered(facts, term, (which, adding), lowering)
+        found.append(replace(share, copied=share.copied and slot in copied))
     return tuple(found)
+
+
+def _terms(
+    facts: Facts, gradients: Sequence[tuple[int, str]]
+) -> list[tuple[int, tuple[int, str], CapturedGradient]]:
+    """Reads of captured tensors, and which of the gradients they are of. Those along axes are written out
+    where there are few, else each is one in a loop."""
+    terms = [
+        (which, one, term)
+        for which, one in enumerate(gradients)
+        for term in facts.gradient.of_slots([one[0]])
+    ]
+    for most in (MOST, 1):
+        found = [
+            (which, one, point)
+            for which, one, term in terms
+            for point in ([term] if _loops(term, most) else _along_axes(term))
+        ]
+        if len(found) <= MOST:
+            return found
+    raise UnsupportedError(
+        f"gradients of more than {MOST} reads of captured tensors",
+        f"at most {MOST} in a kernel",
+        "nothing: gradients are computed in PyTorch operations instead",
+    )
+
+
+def _loops(term: CapturedGradient, most: int) -> bool:
+    """Whether a read along axes is one in a loop: what is added for each pair at a place of its own is more
+    code than sums are. When loops run, scores are gone."""
+    most = min(most, SHORT) if term.pattern == "general" else most
+    return "score" not in term.value.free and math.prod(extent for _, extent in term.axes) > most
 
 
 def _along_axes(term: CapturedGradient) -> Iterator[CapturedGradient]:
@@ -85,7 +111,8 @@ def _lowered(
     scaled, once = rest is not None, adding != "sum"
     # dS of scaled scores is what lies in shared memory.
     copied = once and weight is None and (scaled or by_score is ONE) and len(place) <= MOST_AXES
-    return LoweredShare(term.slot, which, _rate_of(place), once, place, weight, scaled, copied)
+    at = _rate_of(place)
+    return LoweredShare(term.slot, which, at, once, place, weight, scaled, copied, term.axes)
 
 
 def _rate_of(place: Sequence[Expr]) -> Rate:

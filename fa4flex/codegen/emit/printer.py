@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import keyword
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -58,6 +59,7 @@ class Names:
     numbers: Sequence[str]
     _taken: set[str] = field(default_factory=set)
     _slots: dict[tuple[str, int], str] = field(default_factory=dict)
+    _axes: dict[str, str] = field(default_factory=dict)
 
     def fresh(self, base: str) -> str:
         """`base`, with a number from its second use on."""
@@ -89,6 +91,12 @@ class Names:
     def number(self, slot: int) -> str:
         return self._slot("s", slot, self.numbers)
 
+    def axis(self, name: str) -> str:
+        """What the index of a loop is called: axes that analysis made have names that Python has not."""
+        if name not in self._axes:
+            self._axes[name] = self.fresh(re.sub(r"\W", "_", name))
+        return self._axes[name]
+
     def _slot(self, letter: str, slot: int, given: Sequence[str]) -> str:
         if (letter, slot) not in self._slots:
             name = given[slot] if slot < len(given) else ""
@@ -100,9 +108,9 @@ class Names:
 _RESERVED = frozenset(
     (
         "at", "range", "tuple", "kernel", "uniform", "start", "score", "mask", "factor", "spans", "queries",
-        "terms",
+        "term", "terms",
         "Float32", "Int32", "Int64", "Boolean", "INFINITY", "NAN", "wrapped", "confined",
-        "load_int", "load_float", "load_wide", "load_bool", "search_left", "search_right",
+        "load_int", "load_float", "load_wide", "load_bool", "fold_over", "search_left", "search_right",
         *SYMBOLS, *functions(), *words(),
     )
 )  # fmt: skip
@@ -138,15 +146,31 @@ class Printer:
                 name = self.names.number(node.value)
                 return f"({name} != 0)" if node.kind == "bool" else name
         if node.value not in DEVICE_SYMBOLS:
-            return f"{self.integer}({node.value})"  # a loop runs over Python ints
+            # A loop that is written out runs over Python ints.
+            return f"{self.integer}({self.names.axis(node.value)})"
         return f"{self.integer}(at.{node.value})" if self.wide and node.kind == "int" else f"at.{node.value}"
 
     def typed(self, node: Expr) -> str:
         """A leaf whose type the device knows, where Python numbers would be computed by Python."""
         if node.op != "const":
             return self.leaf(node)
-        kind = {"float": "Float32", "bool": "Boolean", "int": "Int64" if self.wide else "Int32"}[node.kind]
-        return self.call(kind, self.leaf(node))
+        return self.call(self.type(node), self.leaf(node))
+
+    def type(self, node: Expr) -> str:
+        """Name of the type of what a device computes for a node."""
+        return {"float": "Float32", "bool": "Boolean", "int": "Int64" if self.wide else "Int32"}[node.kind]
+
+    def fold(self, node: Expr, term: str) -> str:
+        """A fold by a loop, `term` being a function of its index."""
+        return self.call("fold_over", *self.folded(node, term))
+
+    def folded(self, node: Expr, term: str) -> list[str]:
+        """A term's function, how many terms there are, how they are folded, and their type."""
+        how, _, extent = node.value
+        if node.kind == "bool":
+            how = {"max": "any", "min": "all"}.get(how, how)
+        self.used.add(self.type(node))
+        return [term, str(extent), f'"{how}"', self.type(node)]
 
     def _constant(self, node: Expr) -> str:
         if node.kind == "float" and not math.isfinite(node.value):

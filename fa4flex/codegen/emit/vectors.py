@@ -5,12 +5,9 @@ A dot product of a query's vector with a key's loads each vector once, not once 
 
 from __future__ import annotations
 
-from fa4flex.codegen.emit.nodes import COLLECT, RATES, axes, device, is_leaf, rate
+from fa4flex.codegen.emit.nodes import COLLECT, RATES, axes, device, is_leaf, rate, repeats
 from fa4flex.codegen.expr import Expr, sym, walk
 from fa4flex.errors import Origin
-
-LONGEST = 32
-"""Elements of a vector that is kept in registers."""
 
 
 def with_vectors(root: Expr, came: dict[Expr, Origin | None]) -> Expr:
@@ -18,7 +15,7 @@ def with_vectors(root: Expr, came: dict[Expr, Origin | None]) -> Expr:
     memo: dict[Expr, Expr] = {}
     for node in walk(root):
         args = tuple(memo[a] for a in node.args)
-        if node.op == "reduce" and node.value[2] <= LONGEST:
+        if node.op == "reduce" and not repeats(node):  # what is written out may stay in registers
             args = (_collected(args[0], node, came),)
         memo[node] = device(node.op, *args, value=node.value, kind=node.kind)
         came.setdefault(memo[node], came.get(node))

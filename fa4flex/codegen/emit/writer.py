@@ -8,25 +8,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from fa4flex.codegen.emit.nodes import COLLECT, LOADS, RATES, SCALE, Rate, axes, is_leaf, keeps, rate
+from fa4flex.codegen.emit.nodes import COLLECT, LOADS, RATES, SCALE, Rate, axes, is_leaf, keeps, rate, repeats
 from fa4flex.codegen.emit.printer import REDUCTIONS, Printer
-from fa4flex.codegen.expr import Expr
-from fa4flex.errors import Origin, UnsupportedError
+from fa4flex.codegen.expr import Expr, walk
+from fa4flex.errors import Origin
 
-LONGEST_LOOP = 64
 COMMENT_COLUMN, LEAST_CODE, WIDTH = 48, 16, 118
 
 Line = tuple[str, Origin | None]
 Span = tuple[Expr | None, Expr | None]
-Provided = Mapping[Rate, Sequence[Expr]]
-"""Values that a function finds in `at`, by the rate at which they were computed."""
+Provided = Mapping[str, Sequence[Expr]]
+"""Values that a function finds in `at`, by the rate at which they were computed, or \"folds\"."""
 
 
 # --- where to cut ---------------------------------------------------------------------------------------
 
 
-def cut(roots: Iterable[Expr], here: Rate) -> dict[Rate, list[Expr]]:
-    """What `roots`, computed at rate `here`, need from slower rates: the largest subexpressions that cost."""
+def cut(roots: Iterable[Expr], here: Rate, folds: Sequence[Expr] = ()) -> dict[Rate, list[Expr]]:
+    """What `roots`, computed at rate `here`, need from slower rates: the largest subexpressions that cost.
+    `folds` are computed between the slower rates and the roots."""
     needed: dict[Rate, list[Expr]] = {level: [] for level in RATES}
     pending = [(root, here) for root in roots]
     seen: set[tuple[Expr, Rate]] = set()
@@ -34,14 +34,19 @@ def cut(roots: Iterable[Expr], here: Rate) -> dict[Rate, list[Expr]]:
         node, level = pending.pop(0)
         mine = rate(node)
         hoisted = RATES.index(mine) < RATES.index(level) and not is_leaf(node) and not axes(node)
-        hoisted = hoisted and (mine != "pair" or keeps(node))
+        hoisted = hoisted and (mine != "pair" or (keeps(node) and not any(x in folds for x in walk(node))))
         if hoisted and node not in needed[mine]:
             needed[mine].append(node)
-        level = mine if hoisted else level
+        level = mine if hoisted else "element" if node in folds else level
         if (node, level) not in seen and not is_leaf(node):
             seen.add((node, level))
             pending += [(arg, level) for arg in node.args]
     return needed
+
+
+def folds_in(root: Expr) -> list[Expr]:
+    """The long sums, and their like, that change with each pair but need no score; the inner ones first."""
+    return [x for x in walk(root) if x.op == "reduce" and repeats(x) and rate(x) == "pair" and not axes(x)]
 
 
 # --- lines ----------------------------------------------------------------------------------------------
@@ -49,12 +54,13 @@ def cut(roots: Iterable[Expr], here: Rate) -> dict[Rate, list[Expr]]:
 
 @dataclass
 class Writer:
-    """The body of one function."""
+    """The body of one function. `loop`: the axes whose indices it finds in `at`."""
 
     printer: Printer
     came: Mapping[Expr, Origin | None]
     here: Rate
     given: Mapping[Expr, str]
+    loop: Sequence[str] = ()
     lines: list[Line] = field(default_factory=list)
     used: set[Expr] = field(default_factory=set)
     slots: dict[str, str] = field(default_factory=dict)
@@ -68,7 +74,7 @@ class Writer:
                 self._users[arg] = self._users.get(arg, 0) + 1
         for root in roots:
             self._users[root] = self._users.get(root, 0) + 2  # a result is never written into another line
-        self._compute(roots, named, "    ", frozenset())
+        self._compute(roots, named, "    ", frozenset(self.loop))
         return [self._shown(root) for root in roots]
 
     def _inside(self, roots: Iterable[Expr]) -> list[Expr]:
@@ -130,33 +136,36 @@ class Writer:
         return self.printer.operation(node, self._shown, self.here != "uniform")
 
     def _note_slot(self, node: Expr) -> None:
-        """Captured values are named at the top of a function."""
+        """Captured values, and indices of loops around a function, are named at its top."""
         names = self.printer.names
         if node.op == "scalar" and node is not SCALE:
             self.slots[names.number(node.value)] = f"at.scalars[{node.value}]"
         elif node.op in (*LOADS, "search", "wrapped", "confined"):
             slot = node.value if node.op == "load" else node.value[0]
             self.slots[names.tensor(slot)] = f"at.operands[{slot}]"
+        elif node.op == "sym" and node.value in self.loop:
+            self.slots[names.axis(node.value)] = f"at.loop[{self.loop.index(node.value)}]"
 
     def _loop(self, node: Expr, named: Mapping[Expr, str], indent: str, bound: frozenset[str]) -> str:
-        """A list of the terms; returns the text that folds it."""
+        """A list of the terms, or a function of the index; returns the text that folds it."""
         how, axis, extent = node.value
-        if extent > LONGEST_LOOP:
-            raise UnsupportedError(
-                f"a {how} over {extent} elements for each score",
-                f"at most {LONGEST_LOOP} elements, written out by the compiler",
-                "compute it outside the mod, once, and capture the result",
-                self.came.get(node),
-            )
-        terms = self.printer.names.fresh("terms")
-        self.lines.append((f"{indent}{terms} = []", self.came.get(node)))
-        self.lines.append((f"{indent}for {axis} in range({extent}):", None))
-        inner = indent + "    "
-        self._compute(node.args, named, inner, bound | {axis})
-        self._append(inner, terms, self._shown(node.args[0]))
+        index, inner, origin = self.printer.names.axis(axis), indent + "    ", self.came.get(node)
+        if repeats(node):
+            term = self.printer.names.fresh("term")
+            self.lines.append((f"{indent}def {term}({index}):", origin))
+            self._compute(node.args, named, inner, bound | {axis})
+            self.lines.append((f"{inner}return {self._shown(node.args[0])}", None))
+            folded = self.printer.fold(node, term)
+        else:
+            terms = self.printer.names.fresh("terms")
+            self.lines.append((f"{indent}{terms} = []", origin))
+            self.lines.append((f"{indent}for {index} in range({extent}):", None))
+            self._compute(node.args, named, inner, bound | {axis})
+            self._append(inner, terms, self._shown(node.args[0]))
+            folded = f"tuple({terms})" if how == COLLECT else self.printer.call(REDUCTIONS[how], terms)
         # Another loop may run over an axis of the same name, and computes what varies with it anew.
         self._text = {known: text for known, text in self._text.items() if axis not in known.free}
-        return f"tuple({terms})" if how == COLLECT else self.printer.call(REDUCTIONS[how], terms)
+        return folded
 
     def _append(self, indent: str, terms: str, value: str) -> None:
         """A term that the line above computes is written into the call."""
@@ -186,13 +195,16 @@ def with_comments(lines: Iterable[Line]) -> list[str]:
 
 @dataclass(frozen=True)
 class Function:
-    """`def name(at)` at a rate, for a hook; `roots` are its results."""
+    """`def name(at)` at a rate, for a hook; `roots` are its results; `loop` the axes of a loop around it;
+    `folds`: how many of the hook's folds it finds in `at`, None for all."""
 
     name: str
     here: Rate
     roots: tuple[Expr, ...]
     hook: str = ""
     returns: Literal["tuple", "one", "spans"] = "tuple"
+    loop: tuple[str, ...] = ()
+    folds: int | None = None
 
     def text(
         self,
@@ -203,7 +215,7 @@ class Function:
         spans: Sequence[Span] = (),
     ) -> list[str]:
         given = {x: named[x] for values in provided.values() for x in values}
-        writer = Writer(printer, came, self.here, given)
+        writer = Writer(printer, came, self.here, given, self.loop)
         results = writer.results(self.roots, named)
         if self.returns == "tuple":
             result = _tupled(results)

@@ -17,6 +17,7 @@ from cutlass import Boolean, Float32, Int32, const_expr, cute, select_
 from fa4flex.codegen.plan.arguments import BLOCK_TABLES
 from fa4flex.kernels.block_tables.config import THREADS, WARPS, Config
 from fa4flex.kernels.common.arguments import named
+from fa4flex.kernels.common.folds import folds_of
 from fa4flex.kernels.common.hooks import At, Hooks, Pointwise
 from fa4flex.kernels.common.pointwise import terms_of
 
@@ -218,4 +219,5 @@ def evaluated(hook: Pointwise | None, at: At) -> Any:
     assert hook is not None
     for rate in ("row", "column", "diagonal", "pair"):
         at = at.but(**{rate: terms_of(hook, rate, at)})
-    return hook.element(at)
+    (folds,) = folds_of(hook.folds, [at])
+    return hook.element(at.but(folds=folds))

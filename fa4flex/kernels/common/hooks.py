@@ -7,7 +7,7 @@ A kernel calls hooks at six rates. Each sees what the slower ones returned:
     column     once per key of a tile    also at.kv at.kv_float at.uniform
     diagonal   once per kv - q           also at.offset at.offset_float at.uniform
     pair       once per score            all of these, at.row, at.column, at.diagonal, but no score
-    element    once per score            also at.pair, and at.score
+    element    once per score            also at.pair, at.folds, and at.score
 
 All but `element` run before the scores are there, where a kernel would otherwise wait for its products.
 
@@ -36,7 +36,8 @@ class At:
     `operands` and `scalars` are the captured tensors and numbers by slot. `guard` is a Python bool: True
     where rows or keys past the end of a sequence may be asked for, so that loads must be clamped.
     `score` is the accumulated q.k, before `scale`; what it started from is in it. `kv_base` is even.
-    `scale_log2` is scale * log2(e), in backward passes.
+    `loop` are the indices of the loop of a share or a fold. `scale_log2` is scale * log2(e), in backward
+    passes.
     """
 
     b: Value = None
@@ -65,7 +66,9 @@ class At:
     offset_step: int = 0
     diagonal: tuple[Value, ...] = ()
     pair: tuple[Value, ...] = ()
+    folds: tuple[Value, ...] = ()
     score: Value = None
+    loop: tuple[Value, ...] = ()
     scale_log2: Value = None
 
     def but(self, **changes: Value) -> At:
@@ -73,15 +76,28 @@ class At:
 
 
 @dataclass(frozen=True)
+class Fold:
+    """A long sum, or the like, for each score: `how` ("sum", "prod", "max", "min", "any", "all") folds what
+    `term` returns, of the type `like`, for at.loop = (0,) to (extent - 1,). It sees what `pair` returned, but
+    no score."""
+
+    term: Hook
+    extent: int
+    how: str
+    like: type
+
+
+@dataclass(frozen=True)
 class Pointwise:
     """A function of every (q, kv) pair, cut by rate. All but `element` return tuples and may be absent.
-    `scored`: of a weight, whether it reads at.score."""
+    `folds`: what comes in at.folds. `scored`: of a weight, whether it reads at.score."""
 
     element: Hook
     row: Hook | None = None
     column: Hook | None = None
     diagonal: Hook | None = None
     pair: Hook | None = None
+    folds: tuple[Fold, ...] = ()
     scored: bool = False
 
 
@@ -98,6 +114,7 @@ class Share:
     weight   the derivative of the modified score by the element, a Float32; absent: 1
     scaled   the weight is that of the scaled score's gradient instead: `slope` is in that one
     axes     of these two: which of the place's integers are at.q and at.kv; the others depend on neither
+    loop     extents of loops: a pair adds at every place of at.loop; the weight needs no score
     """
 
     which: int
@@ -106,6 +123,7 @@ class Share:
     weight: Pointwise | None = None
     scaled: bool = False
     axes: tuple[int, ...] = ()
+    loop: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

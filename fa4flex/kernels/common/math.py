@@ -8,6 +8,7 @@ hardware's approximations: about 2^-11 relative for `tanh` (tanh.approx.f32), 2 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -85,6 +86,36 @@ def any_of(terms: list[Value]) -> Value:
 
 def all_of(terms: list[Value]) -> Value:
     return reduce(operator.and_, terms)
+
+
+@cute.jit
+def _looped(
+    term: cutlass.Constexpr, extent: cutlass.Constexpr, first: Value, fold: cutlass.Constexpr
+) -> Value:
+    total = first
+    for i in cutlass.range(extent, unroll=1):
+        total = fold(total, term(i))
+    return total
+
+
+def fold_over(term: Callable[[Value], Value], extent: int, how: str, like: type) -> Value:
+    """What `how` ("sum", "prod", "max", "min", "any", "all") makes of term(0) to term(extent - 1), all of
+    type `like`, by a loop."""
+    fold, first = way(how, like)
+    return _looped(term, extent, like(first), fold)
+
+
+def way(how: str, like: type) -> tuple[Callable[[Value, Value], Value], Value]:
+    """How to fold two values of a type, and what to begin with."""
+    least: Value = -INFINITY
+    most: Value = INFINITY
+    if like in (Int32, Int64):
+        least = -(1 << (31 if like is Int32 else 63))
+        most = -1 - least
+    return {
+        "sum": (operator.add, 0), "prod": (operator.mul, 1), "max": (maximum, least), "min": (minimum, most),
+        "any": (operator.or_, 0), "all": (operator.and_, 1),
+    }[how]  # fmt: skip
 
 
 # --- integers -------------------------------------------------------------------------------------------

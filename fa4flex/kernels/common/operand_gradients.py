@@ -8,13 +8,15 @@ one place at a time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute, select_
 
+from fa4flex.kernels.common.folds import repeated
 from fa4flex.kernels.common.fragment import packed
 from fa4flex.kernels.common.hooks import At, Share
 from fa4flex.kernels.common.transposed import Slab
@@ -111,9 +113,30 @@ class Collector:
     ) -> None:
         """A tile. ds (row, column): gradients of the modified scores, or of the scaled ones."""
         for i, share in enumerate(self.shares):
-            if share.scaled == scaled:
+            if share.scaled == scaled and share.loop:
+                self.take_loop(i, share, ds, q_first, guard)
+            elif share.scaled == scaled:
                 values = self.weighted(share, ds, q_first, guard, early.get(i))
                 getattr(self, f"take_{share.rate}")(i, share, values, q_first, guard)
+
+    def take_loop(self, i: int, share: Share, ds: cute.Tensor, q_first: Int32, guard: bool) -> None:
+        """Every place of a loop in turn. No register waits for the end of a head: there are too many."""
+        places = [] if share.weight is None else list(self.slab.elements(share.weight, q_first, guard))
+
+        def round(n: Int32) -> None:
+            indices = []
+            for extent in reversed(share.loop):
+                indices.append(Int32(n % extent))
+                n = n // extent
+            loop = tuple(reversed(indices))
+            one = replace(self, slab=replace(self.slab, at=self.slab.at.but(loop=loop)))
+            weights = {(r, c): share.weight.element(at.but(loop=loop)) for r, c, at in places}
+            values = one.weighted(share, ds, q_first, guard, weights)
+            self.sums[i].fill(0.0)
+            getattr(one, f"take_{share.rate}")(i, share, values, q_first, guard)
+            one.finish_share(share, self.sums[i])
+
+        repeated(math.prod(share.loop), round)
 
     def weighted(
         self, share: Share, ds: cute.Tensor, q_first: Int32, guard: bool, known: Values | None
@@ -239,16 +262,20 @@ class Collector:
     def finish(self) -> None:
         """What was added up over all tiles of queries."""
         for share, total in zip(self.shares, self.sums, strict=True):
-            if share.rate == "uniform":
-                value = cute.arch.warp_reduction_sum(total[0])
-                self.add(share, self.slab.at, select_(self.lane == 0, value, Float32(0.0)))
-            if share.rate == "column":
-                for r, key in enumerate(self.slab.keys):
-                    value = self.of_key(total[r])
-                    kv = cutlass.max(cutlass.min(self.slab.kv_first + key, self.slab.at.kv_len - 1), Int32(0))
-                    number = kv.to(Float32)
-                    at = self.slab.at.but(guard=True, kv=kv, kv_float=number, kv_base=kv, kv_step=0)
-                    self.add(share, at.but(kv_base_float=number), value)
+            if not share.loop:
+                self.finish_share(share, total)
+
+    def finish_share(self, share: Share, total: cute.Tensor) -> None:
+        if share.rate == "uniform":
+            value = cute.arch.warp_reduction_sum(total[0])
+            self.add(share, self.slab.at, select_(self.lane == 0, value, Float32(0.0)))
+        if share.rate == "column":
+            for r, key in enumerate(self.slab.keys):
+                value = self.of_key(total[r])
+                kv = cutlass.max(cutlass.min(self.slab.kv_first + key, self.slab.at.kv_len - 1), Int32(0))
+                number = kv.to(Float32)
+                at = self.slab.at.but(guard=True, kv=kv, kv_float=number, kv_base=kv, kv_step=0)
+                self.add(share, at.but(kv_base_float=number), value)
 
     def of_key(self, total: Float32) -> Float32:
         """The sum over the lanes of a key, in its first one; 0 in the others."""

@@ -22,6 +22,7 @@ from fa4flex.kernels.common.bits import (
     with_bit,
     word_between,
 )
+from fa4flex.kernels.common.folds import with_folds
 from fa4flex.kernels.common.fragment import compute_before, computed_once
 from fa4flex.kernels.common.hooks import At, Hooks, Pointwise
 from fa4flex.kernels.common.keys import row_spans
@@ -77,6 +78,10 @@ class _Places:
     columns: tuple[int, ...]
 
     def elements(self, pointwise: Pointwise) -> Any:
+        """As `_elements`, with long sums."""
+        return with_folds(pointwise, self._elements(pointwise))
+
+    def _elements(self, pointwise: Pointwise) -> Any:
         """(r, c, at) of every element, columns outermost: a column's terms are computed once, and a
         diagonal's once for all elements of the thread that lie on it."""
         diagonals: dict[int, tuple[Any, ...]] = {}
@@ -160,8 +165,10 @@ class Fragment:
         values = [(r, c, hooks.start.element(at)) for r, c, at in places.elements(hooks.start)]
         met: set[int] = set()
         for r, c, value in values:
-            # What rows share is copied here, or the assembler does it between the turn and the product.
-            scores[r, c] = computed_once(value) if id(value) in met else value
+            # What rows share, and what a loop leaves, is copied here, or the compiler does it between the
+            # turn and the product.
+            once = id(value) in met or hooks.start.folds
+            scores[r, c] = computed_once(value) if once else value
             met.add(id(value))
 
     def change(self, hooks: Hooks, scores: Any, kv_first: Int32, guard: bool) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import cutlass
 from cutlass import Float32, Int32, cute, select_
 
+from fa4flex.kernels.common.folds import with_folds
 from fa4flex.kernels.common.hooks import At, Hooks, Pointwise
 from fa4flex.kernels.common.keys import column_spans, row_spans
 from fa4flex.kernels.common.pointwise import terms_of
@@ -37,6 +38,10 @@ class Slab:
         return replace(self, queries=self.queries[first : first + count], first=first)
 
     def elements(self, pointwise: Pointwise, q_first: Int32, guard: bool) -> Iterator[tuple[int, int, At]]:
+        """As `_elements`, with long sums."""
+        return with_folds(pointwise, self._elements(pointwise, q_first, guard))
+
+    def _elements(self, pointwise: Pointwise, q_first: Int32, guard: bool) -> Iterator[tuple[int, int, At]]:
         """(r, c, at) of every element, columns outermost: a query's terms are computed once."""
         base_float = self.kv_first.to(Float32)
         across = self.kv_first - q_first

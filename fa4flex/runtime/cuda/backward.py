@@ -6,6 +6,7 @@ kernels: rows' statistics, the products, and dQ into its own dtype and order.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,12 +19,13 @@ from fa4flex.codegen.analyze.prove import proving
 from fa4flex.codegen.plan.arguments import BACKWARD
 from fa4flex.codegen.plan.lengths import ROW_BLOCK, row_block
 from fa4flex.contents import VALIDATE
-from fa4flex.errors import UnsupportedError
+from fa4flex.errors import Fa4flexError, UnsupportedError
 from fa4flex.runtime.cuda import faults
 from fa4flex.runtime.cuda.arguments import conversions_of, key_function, launch_function
 from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, SequenceLengths
 from fa4flex.runtime.cuda.captured_sums import memory_of, result_of
 from fa4flex.runtime.cuda.counter import counter
+from fa4flex.runtime.cuda.device import require_not_capturing
 from fa4flex.runtime.cuda.engine import Engine, given_of
 from fa4flex.runtime.cuda.lengths import LengthsKernel, check_lengths, lengths_of
 from fa4flex.runtime.cuda.signatures import signature_of
@@ -32,6 +34,8 @@ from fa4flex.runtime.cuda.tables import tables_of
 if TYPE_CHECKING:
     from fa4flex.codegen.plan.captured_sums import CapturedSum
     from fa4flex.codegen.plan.pipeline import BackwardPlan
+    from fa4flex.compiler.signature import Signature
+    from fa4flex.lower import Given, Lowered
 
 
 class Saved(NamedTuple):
@@ -125,7 +129,7 @@ def run_backward(engine: Engine, call: Call, saved: Saved, needs: Sequence[int] 
     """`needs` are the slots of captured tensors whose gradients are wanted. None where there is no kernel for
     it: callers then compute it another way. Raises InputError for what an earlier call was wrong in."""
     faults.check()
-    deterministic = engine.schedule.deterministic or torch.are_deterministic_algorithms_enabled()
+    deterministic = _deterministic(engine)
     if VALIDATE:
         check_lengths(call)
     key = (engine.key(call), _key_of_saved(saved), tuple(needs), deterministic)
@@ -143,19 +147,42 @@ def run_backward(engine: Engine, call: Call, saved: Saved, needs: Sequence[int] 
     return None
 
 
+def _deterministic(engine: Engine) -> bool:
+    return engine.schedule.deterministic or torch.are_deterministic_algorithms_enabled()
+
+
 _UNKNOWN = object()
 _key_of_saved = key_function(BACKWARD, "saved")
+
+
+def compile_ahead(engine: Engine, call: Call, dlse: bool) -> None:
+    """Begin to compile for the gradients of a call, before its forward pass is. `dlse`: whether the
+    log-sum-exp will have one. What is wrong with the call is left for the passes to say."""
+    needs = [slot for slot, x in enumerate(call.operands) if x.requires_grad]
+    with contextlib.suppress(Fa4flexError), proving():
+        require_not_capturing()
+        lowered, _, signature = _lowered(engine, call, needs, dlse, _deterministic(engine))
+        lowered.compile_ahead(signature)
+
+
+def _lowered(
+    engine: Engine, call: Call, needs: Sequence[int], dlse: bool, deterministic: bool
+) -> tuple[Lowered, Given, Signature]:
+    """Everything that decides the kernels."""
+    from fa4flex.lower import lower_backward
+
+    given = given_of(engine, call, replace(engine.schedule, deterministic=deterministic))
+    lowered = lower_backward(given, needs)
+    return lowered, given, signature_of(engine.kinds, call, ("dlse",) * dlse)
 
 
 def _make_ready(
     engine: Engine, call: Call, saved: Saved, needs: Sequence[int], deterministic: bool
 ) -> ReadyBackward:
-    from fa4flex.lower import lower_backward
-
-    given = given_of(engine, call, replace(engine.schedule, deterministic=deterministic))
-    lowered, captured = lower_backward(given, needs), given.captured
+    lowered, given, signature = _lowered(engine, call, needs, saved.dlse is not None, deterministic)
+    captured = given.captured
     plan: BackwardPlan = lowered.plan
-    kernel = lowered.compile(signature_of(engine.kinds, call, ("dlse",) if saved.dlse is not None else ()))
+    kernel = lowered.compile(signature)
     by_tables = lowered.problem.mask_form in ("spans", "tables")
     constants = {"scalars": captured.scalars or None}
     conversions = conversions_of(BACKWARD, call=call._replace(lengths=NO_LENGTHS), saved=saved)

@@ -1,0 +1,181 @@
+"""Kernels of gradients are compiled by another process, beside a first call, and only where wanted."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from kernel_programs import KINDS, Given, launched_backward
+
+import fa4flex
+from fa4flex.codegen.emit import Source
+from fa4flex.codegen.plan.target import SM90A
+from fa4flex.compiler import ahead, cache, compile
+from fa4flex.compiler.compile import compile_ahead, compile_kernel, kernel_key
+from fa4flex.runtime import launch
+from fa4flex.runtime.cuda.engine import Engine
+from fa4flex.variants import causal
+
+SLEEPER = """
+    import os, pathlib, time
+    pathlib.Path({path!r}).write_text(str(os.getpid()))
+    time.sleep(120)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache, two processors, and no process left behind."""
+    monkeypatch.setenv("FA4FLEX_CACHE_DIR", str(tmp_path / "kernels"))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(compile, "_kernels", {})
+    yield tmp_path / "kernels"
+    ahead._end_all()
+
+
+def program() -> Given:
+    return launched_backward(KINDS["plain"], (64, 64), SM90A)[1]
+
+
+def sleeper(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a worker that does nothing for two minutes writes its number."""
+    path = folder / "pid"
+    (folder / "sleeper.py").write_text(textwrap.dedent(SLEEPER.format(path=str(path))))
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.setattr(ahead, "WORKER", "sleeper")
+    return path
+
+
+def number_in(path: Path) -> int:
+    while not (path.exists() and path.read_text()):
+        time.sleep(0.01)
+    return int(path.read_text())
+
+
+def runs(pid: int) -> bool:
+    state = Path(f"/proc/{pid}/stat")
+    return state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.slow
+def test_found_on_disk(folder: Path) -> None:
+    given = program()
+    compile_ahead(*given)
+    assert len(ahead._running) == 1
+    compile_ahead(*given)
+    assert len(ahead._running) == 1
+    kernel = compile_kernel(*given)
+    assert not kernel.compiled and not ahead._running
+    assert [path.suffix for path in folder.iterdir()] == [".so"]
+    compile_ahead(*given)
+    compile._kernels.clear()
+    compile_ahead(*given)
+    assert not ahead._running, "what is in memory or on disk is not compiled again"
+
+
+def test_errors_are_raised_here(folder: Path) -> None:
+    _, problem, signature = program()
+    wrong = Source("wrong", "kernel = no_such_name\n")
+    compile_ahead(wrong, problem, signature)
+    with pytest.raises(NameError, match="no_such_name"):
+        compile_kernel(wrong, problem, signature)
+    assert not ahead._running
+
+
+def test_late_processes_are_not_waited_for(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pid = sleeper(tmp_path, monkeypatch)
+    ahead.start("key", b"")
+    assert runs(number_in(pid))
+    monkeypatch.setattr(cache, "WAIT", 0.1)
+    ahead.wait("key")
+    assert not runs(number_in(pid))
+
+
+def test_nothing_outlives_the_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pid = sleeper(tmp_path, monkeypatch)
+    code = f"""
+        import pathlib, time
+        from fa4flex.compiler import ahead
+        ahead.WORKER = "sleeper"
+        ahead.start("key", b"")
+        while not (pathlib.Path({str(pid)!r}).exists() and pathlib.Path({str(pid)!r}).read_text()):
+            time.sleep(0.01)
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, env=ahead._environment())
+    assert not runs(number_in(pid))
+
+
+def test_children_leave_it_alone(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pid = sleeper(tmp_path, monkeypatch)
+    ahead.start("key", b"")
+    child = os.fork()
+    if child == 0:
+        os._exit(len(ahead._running))
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert runs(number_in(pid)) and len(ahead._running) == 1
+
+
+@pytest.mark.parametrize("why", ["no cache", "one processor", "simulated"])
+def test_not_begun(why: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if why == "no cache":
+        monkeypatch.setenv("FA4FLEX_CACHE", "0")
+    if why == "one processor":
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    if why == "simulated":
+        monkeypatch.setattr(compile, "simulating", lambda: True)
+    compile_ahead(*program())
+    assert not ahead._running
+
+
+class Stopped(Exception):
+    pass
+
+
+def test_only_where_gradients_are_wanted(folder: Path) -> None:
+    """And for what the backward pass will ask for."""
+    seen: list[tuple[Any, ...]] = []
+
+    def stop(*_: Any) -> Any:
+        raise Stopped
+
+    q, k, v = (torch.randn(1, 2, 64, 64).bfloat16() for _ in range(3))
+    attn = fa4flex.compile(mask=causal)
+    with (
+        fa4flex.simulator.device("sm_90a"),
+        patch.object(launch, "compile_ahead", lambda *given: seen.append(given)),
+        patch.object(Engine, "run", stop),
+    ):
+        for wanted, options in ((False, {}), (True, {}), (True, {"return_lse": True})):
+            with pytest.raises(Stopped):
+                attn(q.requires_grad_(wanted), k, v, **options)
+        with torch.no_grad(), pytest.raises(Stopped):
+            attn(q, k, v)
+    assert [dlse for *_, dlse in seen] == [False, True]
+
+
+def test_same_key(folder: Path) -> None:
+    """What is begun is what a backward pass compiles."""
+    from fa4flex.runtime.cuda import backward, engine
+
+    asked: list[str] = []
+    with (
+        patch.object(backward, "require_not_capturing", lambda: None),
+        patch.object(engine, "target_of", lambda device: SM90A),
+        patch.object(ahead, "start", lambda key, job: asked.append(key)),
+    ):
+        taken, call = KINDS["alibi"].called((64, 64))
+        backward.compile_ahead(taken, call, False)
+    source, problem, signature = launched_backward(KINDS["alibi"], (64, 64), SM90A)[1]
+    assert asked == [kernel_key(source.key, problem, signature, SM90A.name)]
