@@ -43,6 +43,7 @@ class Given:
     target            the chip
     prove             makes proofs, or finds them again
     changes           fields of Problem that are to be as they are here, whatever was found
+    bound             the problem that proofs are made for, which may be larger than this call
     """
 
     facts: Facts
@@ -52,6 +53,11 @@ class Given:
     target: Target
     prove: Prove = prove
     changes: Mapping[str, Any] = field(default_factory=dict)
+    bound: Shape | None = None
+
+    @property
+    def proved_for(self) -> Shape:
+        return self.inputs.extents if self.bound is None else self.bound
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +95,7 @@ def lower_backward(given: Given, needs: Sequence[int] = ()) -> Lowered:
     tabulated, problem = _proved(given)
     deterministic = given.schedule.deterministic
     problem = backward_problem(problem, facts, inputs, target, deterministic)
-    queries = None if deterministic else prove_queries(facts, inputs.extents, given.captured)
+    queries = None if deterministic else prove_queries(facts, given.proved_for, given.captured)
     if queries is not None:
         tabulated, problem = Tabulated(facts), by_queries(problem, queries, inputs)
     problem = replace(problem, **given.changes)
@@ -110,7 +116,7 @@ def captioned(lowered: Lowered, captions: Captions, origins: Mapping[Expr, Origi
 def _proved(given: Given) -> tuple[Tabulated, Problem]:
     """The proof, whether key intervals are read from tables, and the problem of a forward pass."""
     facts, inputs = given.facts, given.inputs
-    proved = given.prove(facts, inputs.extents, given.captured)
+    proved = given.prove(facts, given.proved_for, given.captured)
     tabulated = Tabulated(facts)
     if proved.mask_form == "spans" and inputs.lengths == "dense":
         tabulated = tabulate(facts, inputs.extents, len(inputs.captured))

@@ -45,6 +45,13 @@ def tabulate(facts: Facts, shape: Shape, operands: int) -> Tabulated:
     return Tabulated(_reading(facts, ends, operands), ends) if ends else Tabulated(facts)
 
 
+@lru_cache(maxsize=1024)
+def tabulable(facts: Facts) -> bool:
+    """Whether tables are made for dense problems of some shapes."""
+    ends = () if facts.keys is None else (end for span in facts.keys.spans for end in span)
+    return any(dependent_reads(end) >= FEWEST_READS for end in ends)
+
+
 def _tabulated(keys: KeyIntervals, shape: Shape) -> tuple[Expr, ...]:
     """The ends that tables are made of."""
     ends = dict.fromkeys(end for span in keys.spans for end in span)

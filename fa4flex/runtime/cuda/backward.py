@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fa4flex.codegen.analyze.prove import proving, read_queries
+from fa4flex.codegen.analyze.reach import ANY, Extents, Reach, extents_of
 from fa4flex.codegen.expr import TRUE
 from fa4flex.codegen.plan.arguments import BACKWARD
 from fa4flex.codegen.plan.lengths import ROW_BLOCK, row_block
@@ -25,6 +26,7 @@ from fa4flex.runtime.cuda.call import NO_LENGTHS, Call
 from fa4flex.runtime.cuda.captured_sums import memory_of, result_of
 from fa4flex.runtime.cuda.counter import counter
 from fa4flex.runtime.cuda.engine import Engine, given_of, maps_of, signature_of
+from fa4flex.runtime.cuda.families import look_of
 from fa4flex.runtime.cuda.graphs import hold_if_captured
 from fa4flex.runtime.cuda.interval_tables import interval_tables
 from fa4flex.runtime.cuda.lengths import check_lengths
@@ -68,6 +70,7 @@ class ReadyBackward:
     width       of the tile that holds rows of q
     turn_rows   where sums are ordered, how many rows take turns together, else None
     counted     whether blocks take tiles of keys from a counter
+    reach       extents of the calls that it serves
     sums        memory for the gradients of captured tensors
     """
 
@@ -79,6 +82,7 @@ class ReadyBackward:
     counted: bool
     tables: BlockTables | TurnTables | None
     sums: tuple[CapturedSum, ...]
+    reach: Reach
 
     def __call__(self, call: Call, saved: Saved) -> Gradients:
         q, k, v = call.q, call.k, call.v
@@ -126,15 +130,17 @@ def run_backward(engine: Engine, call: Call, saved: Saved, needs: Sequence[int] 
     if call.lengths is not NO_LENGTHS:
         check_lengths(call)
     seen = _decisive(engine, call, deterministic)
-    key = (engine.key(call), _key_of_saved(saved), tuple(needs), deterministic)
-    ready = engine.backward.get(key, seen, _UNKNOWN)
+    found = look_of(call)
+    assert found is not None, "gradients are those of a call that was launched"
+    look, extents = (found[0], _key_of_saved(saved), tuple(needs), deterministic), found[1]
+    ready = engine.backward.find(look, extents, seen, _UNKNOWN)
     if ready is _UNKNOWN:
         try:
             with proving():
                 ready = _make_ready(engine, call, saved, needs, deterministic)
         except UnsupportedError:
             ready = None
-        engine.backward.keep(key, seen, ready)
+        engine.backward.keep(look, extents, seen, ready)
     return None if ready is None else ready(call, saved)
 
 
@@ -157,7 +163,7 @@ def _make_ready(
 ) -> ReadyBackward:
     from fa4flex.lower import lower_backward
 
-    given = given_of(engine, call, replace(engine.schedule, deterministic=deterministic))
+    given, reach = given_of(engine, call, replace(engine.schedule, deterministic=deterministic), True)
     lowered, captured = lower_backward(given, needs), given.captured
     plan: BackwardPlan = lowered.plan
     rows = interval_tables(lowered.tabulated.ends, given.inputs.extents, captured, call.q.device)
@@ -166,6 +172,11 @@ def _make_ready(
     if lowered.problem.mask_form in ("spans", "tables"):
         maps = [one.transposed() for one in maps_of(engine, call, captured, plan.tile)]
         tables = (turns_to_device if deterministic else to_device)(maps, call.extents(), call.q.device)
+    of_one = tables is not None or any(one.adding != "sum" for one in lowered.sums)
+    if of_one or (lowered.sums and deterministic):
+        reach = Reach.exactly(extents_of(given.inputs.extents))
+    elif lowered.sums:
+        reach = reach.within(_as_alone(extents_of(given.inputs.extents)))
     constants = {"scalars": captured.scalars or None, INTERVALS: rows}
     conversions = conversions_of(BACKWARD, call=call, saved=saved)
     return ReadyBackward(
@@ -177,4 +188,12 @@ def _make_ready(
         plan.persistent,
         tables,
         lowered.sums,
+        reach,
     )
+
+
+def _as_alone(extents: Extents) -> Reach:
+    """The extents with one batch entry, or those with several: gradients of captured tensors are added up in
+    other ways there (codegen/plan/captured_sums.py)."""
+    least, most = (0, 1) if extents[0] <= 1 else (2, ANY)
+    return Reach((least, 0, 0), (most, ANY, ANY))

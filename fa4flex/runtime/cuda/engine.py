@@ -1,9 +1,10 @@
 """Launching a program on NVIDIA GPUs: everything about a call is decided once per look of its tensors.
 
-A call's look (shapes, strides, dtypes, alignment, and which version of the tensors that masks are proved
-with) is the key to a Ready launch. With one at hand, a call allocates its results and calls the compiled
-function: no copy to the host, no allocation but through torch, so that CUDA graphs can capture it. Without
-one, everything is proved and compiled first, which may copy captured tensors and lengths to the host.
+A call's look (dtypes, heads, widths, alignment, and which version of the tensors that masks are proved with)
+is the key to a Ready launch, which serves a range of lengths. With one at hand, a call allocates its results
+and calls the compiled function: no copy to the host, no allocation but through torch, so that CUDA graphs can
+capture it. Without one, everything is proved and compiled first, which may copy captured tensors and lengths
+to the host.
 
 Contents of tensors are taken as unchanged while torch says so: a change that torch does not count (another
 library writing into the memory, a replayed CUDA graph) is seen by scores, but not by a mask's block tables.
@@ -11,6 +12,8 @@ library writing into the memory, a replayed CUDA graph) is seen by scores, but n
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,22 +21,34 @@ from torch import Tensor
 
 from fa4flex.codegen.analyze.domain import Shape
 from fa4flex.codegen.analyze.facts import Facts
-from fa4flex.codegen.analyze.prove import Proved, prove, proving, watched
+from fa4flex.codegen.analyze.prove import (
+    Proved,
+    ProvedQueries,
+    prove,
+    prove_queries,
+    proving,
+    read_queries,
+    watched,
+)
+from fa4flex.codegen.analyze.reach import Reach, extents_of, widest
+from fa4flex.codegen.analyze.tabulate import tabulable
 from fa4flex.codegen.analyze.tiles import TileMap, tile_map
 from fa4flex.codegen.evaluate import Captured
 from fa4flex.codegen.plan.arguments import FORWARD, LENGTHS
-from fa4flex.compiler import simulated
+from fa4flex.codegen.plan.specialize import same_backward_problem, same_problem
 from fa4flex.compiler.signature import Signature
 from fa4flex.contents import VersionedCache, on_host
+from fa4flex.errors import Fa4flexError
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
-from fa4flex.runtime.cuda.arguments import INTERVALS, conversions_of, key_function, launch_function
+from fa4flex.runtime.cuda.arguments import INTERVALS, conversions_of, launch_function
 from fa4flex.runtime.cuda.block_tables import BlockTables, ragged_maps, to_device
 from fa4flex.runtime.cuda.call import NO_LENGTHS, Call
 from fa4flex.runtime.cuda.device import require_not_capturing, target_of
+from fa4flex.runtime.cuda.families import Families, look_of
 from fa4flex.runtime.cuda.interval_tables import interval_tables
 from fa4flex.runtime.cuda.lengths import check_lengths
-from fa4flex.runtime.cuda.ready import PARAMETERS, Ready, Results, result_layouts
+from fa4flex.runtime.cuda.ready import PARAMETERS, Ready, Results
 from fa4flex.runtime.cuda.tile_order import TileOrder
 
 if TYPE_CHECKING:
@@ -41,10 +56,12 @@ if TYPE_CHECKING:
     from fa4flex.lower import Given
 
 MOST_READY = 256
-"""Looks of calls remembered per program; the oldest is forgotten first."""
+"""Looks of calls remembered per program, those with tables at each of their extents; the oldest is forgotten
+first."""
 
-MOST_PROVED = 64
-"""Proofs of one program: one serves forward and backward passes, whatever else their tensors look like."""
+MOST_PROVED = 256
+"""Proofs of one program, and attempts at some: one serves forward and backward passes, whatever else their
+tensors look like."""
 
 
 class Engine:
@@ -56,15 +73,15 @@ class Engine:
         """The kind of each captured number, by slot."""
         self.watched = watched(facts)
         self._slots = sorted(self.watched.slots)
-        self._ready: VersionedCache[Ready] = VersionedCache(MOST_READY)
-        self.backward: VersionedCache[Any] = VersionedCache(MOST_READY)
+        self._ready: Families[Ready] = Families(MOST_READY)
+        self.backward: Families[Any] = Families(MOST_READY)
         """What runtime/cuda/backward.py keeps: launches by look, None where there is no kernel."""
-        self.proved: VersionedCache[Proved] = VersionedCache(MOST_PROVED)
+        self.proved: VersionedCache[Any] = VersionedCache(MOST_PROVED)
 
     def find(self, call: Call) -> Ready | None:
         """What was made ready for calls that look like this one."""
-        seen = self.watched_tensors(call)
-        ready: Ready | None = self._ready.get(self.key(call), seen)
+        found = look_of(call)
+        ready: Ready | None = None if found is None else self._ready.find(*found, self.watched_tensors(call))
         if ready is not None and call.lengths is not NO_LENGTHS:
             check_lengths(call)
         return ready
@@ -76,7 +93,9 @@ class Engine:
             check_lengths(call)
             with proving():
                 ready = make_ready(self, call)
-            self._ready.keep(self.key(call), self.watched_tensors(call), ready)
+            found = look_of(call)
+            if found is not None:
+                self._ready.keep(*found, self.watched_tensors(call), ready)
         return ready(call)
 
     def watched_operands(self, call: Call) -> list[Tensor]:
@@ -88,32 +107,66 @@ class Engine:
             found += [x for x in call.lengths if x is not None]
         return found
 
-    def key(self, call: Call) -> Any:
-        """Key of a call: all that its launch depends on."""
-        lengths = None if call.lengths is NO_LENGTHS else _key_of_lengths(call)
-        return _key_of(call), lengths, call.heads_first, call.statistics, simulated.target()
-
-
-_key_of, _key_of_lengths = (key_function(FORWARD, source) for source in ("call", "call.lengths"))
-
 
 # --- making ready -----------------------------------------------------------------------------------------
 
 
-def given_of(engine: Engine, call: Call, schedule: Schedule) -> Given:
-    """What calls that look like this one are compiled from."""
+def given_of(engine: Engine, call: Call, schedule: Schedule, backward: bool = False) -> tuple[Given, Reach]:
+    """What calls that look like this one are compiled from, and for which extents it is the same."""
     from fa4flex.lower import Given
 
-    captured = Captured(call.operands, numbers_of(engine, call))
-    sizes = tuple([(x.shape, x.dtype) for x in call.operands])
-
-    def proved(facts: Facts, shape: Shape, captured: Captured) -> Proved:
-        key = shape, engine.watched.numbers_of(captured.scalars), sizes
-        seen = engine.watched_operands(call)
-        return engine.proved.made(key, seen, lambda: prove(facts, shape, captured))
-
+    captured, target = Captured(call.operands, numbers_of(engine, call)), target_of(call.q.device)
     inputs = call.inputs(engine.precision.output_dtype(call.q.dtype))
-    return Given(engine.facts, schedule, inputs, captured, target_of(call.q.device), proved)
+    proofs = Proofs(engine, call, captured)
+    limit = same_backward_problem(inputs, target) if backward else same_problem(inputs, target)
+    proved = proofs.of_both_passes if backward and not schedule.deterministic else proofs.usable
+    sizes = tuple([tuple(x.shape) for x in call.operands])
+    reach, bound = widest(engine.facts, inputs.extents, sizes, limit, proved)
+    return Given(engine.facts, schedule, inputs, captured, target, proofs.prove, bound=bound), reach
+
+
+class Proofs:
+    """Proofs of a program with what a call captured, made once for each problem."""
+
+    def __init__(self, engine: Engine, call: Call, captured: Captured) -> None:
+        self._engine, self._captured = engine, captured
+        numbers = engine.watched.numbers_of(captured.scalars)
+        self._key = numbers, tuple([(x.shape, x.dtype) for x in call.operands])
+        self._seen = engine.watched_operands(call)
+
+    def prove(self, facts: Facts, shape: Shape, captured: Captured) -> Proved:
+        """Raises PastTheEnd for short captured tensors, UnsupportedError for integers that are too large."""
+        return self._made("mask", shape, lambda: prove(facts, shape, captured))
+
+    def usable(self, shape: Shape) -> Proved | None:
+        """What launches for other extents can use: no block tables, no index that is wider than theirs."""
+        return self._made("usable", shape, lambda: self._usable(shape))
+
+    def of_both_passes(self, shape: Shape) -> Proved | None:
+        """The same, with query intervals, where a backward pass computes them."""
+        found = self.usable(shape)
+        if found is None or not read_queries(self._engine.facts):
+            return found
+        queries: ProvedQueries | None = self._made("queries", shape, lambda: self._queries(shape))
+        if queries is None or queries.wide_index:
+            return None
+        return replace(found, in_range=found.in_range and queries.in_range)
+
+    def _usable(self, shape: Shape) -> Proved | None:
+        try:
+            found = self.prove(self._engine.facts, shape, self._captured)
+        except Fa4flexError:
+            return None
+        return None if found.mask_form == "tables" or found.wide_index else found
+
+    def _queries(self, shape: Shape) -> ProvedQueries | None:
+        try:
+            return prove_queries(self._engine.facts, shape, self._captured)
+        except Fa4flexError:
+            return None
+
+    def _made(self, what: str, shape: Shape, make: Callable[[], Any]) -> Any:
+        return self._engine.proved.made((what, shape, self._key), self._seen, make)
 
 
 def make_ready(engine: Engine, call: Call) -> Ready:
@@ -122,7 +175,7 @@ def make_ready(engine: Engine, call: Call) -> Ready:
     from fa4flex.lower import lower_forward
 
     require_not_capturing()
-    given = given_of(engine, call, engine.schedule)
+    given, reach = given_of(engine, call, engine.schedule)
     lowered, shape, captured = lower_forward(given), given.inputs.extents, given.captured
     plan: ForwardPlan = lowered.plan
     rows = interval_tables(lowered.tabulated.ends, shape, captured, call.q.device)
@@ -131,12 +184,9 @@ def make_ready(engine: Engine, call: Call) -> Ready:
     tables = None
     if lowered.problem.mask_form == "tables":
         tables = _tables(engine, call, captured, plan.tile)
-    constants = {
-        "tables": tables,
-        "scalars": captured.scalars or None,
-        "max_q_len": shape.q_len,
-        INTERVALS: rows,
-    }
+    of_one = tables is not None or (lowered.problem.lengths == "dense" and tabulable(engine.facts))
+    output = engine.precision.output_dtype(call.q.dtype)
+    constants = {"tables": tables, "scalars": captured.scalars or None, INTERVALS: rows}
     conversions = conversions_of(FORWARD, call=call)
     return Ready(
         kernel.launch,
@@ -144,7 +194,10 @@ def make_ready(engine: Engine, call: Call) -> Ready:
         constants,
         bool(rows) or tables is not None,
         bool(conversions),
-        result_layouts(call, shape, engine.precision.output_dtype(call.q.dtype)),
+        output,
+        call.v.shape[-1],
+        call.statistics,
+        Reach.exactly(extents_of(shape)) if of_one else reach,
         call.lengths.seqused_q is not None,
         plan.config().dynamic,
         TileOrder(engine.facts, plan.tile[0], captured.scalars) if by_work else None,

@@ -76,7 +76,7 @@ class FastPath:
         self.trains = self.requires_grad and torch.is_grad_enabled()
         self.alignment = (call.q.data_ptr() | call.k.data_ptr() | call.v.data_ptr()) % ALIGNMENT
         self.watched = tuple((x, x.data_ptr(), x._version) for x in watched)
-        self.allocate = _allocation(call.q, ready)
+        self.allocate = _allocation(call, ready)
         self.launch = launch_function(FORWARD, ready.kernel, PARAMETERS, _constants(call, ready), {})
 
     @staticmethod
@@ -143,11 +143,12 @@ def _same(found: tuple[Any, ...], known: tuple[Any, ...]) -> bool:
     return found is known or all(map(is_, found, known))
 
 
-def _allocation(q: Tensor, ready: Ready) -> Callable[[Tensor], Results] | None:
+def _allocation(call: Call, ready: Ready) -> Callable[[Tensor], Results] | None:
     """What makes room for results, or None where that is an output like q: the cheapest of allocations."""
-    like = torch.empty_like(q)
-    plain = ready.layouts == ((tuple(like.shape), like.stride(), like.dtype), None, None)
-    return None if plain else ready.results
+    _, layouts = ready.layouts(call)
+    like = torch.empty_like(call.q)
+    plain = layouts == (tuple(like.shape), like.stride(), None, None) and like.dtype == ready.dtype
+    return None if plain else lambda q: ready.results(q, layouts)
 
 
 def _constants(call: Call, ready: Ready) -> dict[str, Any]:
@@ -158,7 +159,7 @@ def _constants(call: Call, ready: Ready) -> dict[str, Any]:
     found |= ready.constants
     found |= {name: _prepared(found[name]) for name in ("tables", "scalars")}
     found["operands"] = call.operands + ready.constants[INTERVALS] or None
-    return found | {"order": None}
+    return found | {"order": None, "max_q_len": ready.layouts(call)[0]}
 
 
 def _prepared(given: tuple[Any, ...] | None) -> Any:
