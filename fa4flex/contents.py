@@ -74,7 +74,7 @@ class VersionedCache(Generic[Value]):
     def get(self, key: Hashable, tensors: Sequence[Tensor], default: Any = None) -> Any:
         """What was kept for this key and these tensors, else `default`."""
         found = self._found.get((key, *map(id, tensors)))
-        return found[1] if found is not None and hold(found[0], tensors) else default
+        return found[1] if found is not None and (not tensors or hold(found[0], tensors)) else default
 
     def keep(self, key: Hashable, tensors: Sequence[Tensor], value: Value) -> Value:
         """The value. It is not kept for inference tensors: a change would not be seen."""

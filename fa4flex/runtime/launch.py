@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -234,7 +234,7 @@ def _plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 def _own(*tensors: Tensor | None) -> bool:
     """True if none is of a subclass, such as DTensor, that has its own idea of operators."""
-    return all(x is None or type(x) in _OWN_TYPES for x in tensors)
+    return not tensors or all(x is None or type(x) in _OWN_TYPES for x in tensors)
 
 
 def _on_gpu(q: Tensor) -> bool:
@@ -272,7 +272,7 @@ def _make_fast_path(
     elif recent.made_for is not None:
         recent.patience = min(2 * recent.patience, MOST_PATIENCE)
     recent.made_for, recent.fast_path = recent.shapes, path
-    recent.direct = again if again is None or path is None else replace(again, launch=path.of_call)
+    recent.direct = again if again is None or path is None else again._replace(launch=path.of_call)
 
 
 def _direct_call(
@@ -282,9 +282,10 @@ def _direct_call(
     there is nothing to launch, or a subclass of tensors has its own idea of operators."""
     q, k, v = qkv
     sinks, operands = now.sinks, now.prepared.tensors(now.bound, True)
-    if (q.ndim == 4 and not (q.numel() and k.numel())) or not _own(sinks, *operands):
+    others = operands if sinks is None else (*operands, sinks)
+    if (q.ndim == 4 and not (q.numel() and k.numel())) or not _own(*others):
         return None, False
-    trains = torch.is_grad_enabled() and _wants_gradient(q, k, v, *operands, sinks)
+    trains = torch.is_grad_enabled() and _wants_gradient(q, k, v, *others)
     if trains and "lse" not in statistics:
         statistics = ("lse", *statistics)
     lengths = _lengths(varlen) if isinstance(varlen, Varlen) else NO_LENGTHS

@@ -16,8 +16,13 @@ def empty_output(q: Tensor, width: int, dtype: torch.dtype) -> Tensor:
 
 
 def output_layout(q: Tensor, width: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides of `empty_output`: which takes a third of the time of asking torch for them."""
+    """Shape and strides of `empty_output`, in a fraction of the time of asking torch for them."""
     shape, strides = (*q.shape[:-1], width), q.stride()
+    if len(shape) == 4 and strides[0] >= strides[1] >= strides[2]:
+        _, n, m, _ = shape
+        row = max(width, 1)
+        inner = max(m, 1) * row
+        return shape, (max(n, 1) * inner, inner, row, 1)
     found, step = [1] * len(shape), max(width, 1)
     for i in reversed(outermost_first(strides)[:-1]):
         found[i] = step

@@ -31,9 +31,11 @@ from fa4flex.codegen.plan.specialize import (
 )
 from fa4flex.codegen.plan.target import SM90A, SM100A, Target
 from fa4flex.compiler.signature import Signature
+from fa4flex.runtime.cuda import backward as backward_module
 from fa4flex.runtime.cuda import engine as engine_module
 from fa4flex.runtime.cuda.backward import Saved, run_backward
 from fa4flex.runtime.cuda.call import Call
+from fa4flex.runtime.cuda.captured_sums import memory_of
 from fa4flex.runtime.cuda.engine import Engine
 from fa4flex.variants import alibi, causal, document, learned_bias, sliding_window
 
@@ -316,19 +318,24 @@ def test_new_lengths_share_a_backward_pass(recorder: Recorder) -> None:
     assert len(recorder.problems) == 1
 
 
-def test_gradients_of_a_batch_of_one_are_added_up_in_their_own_way(recorder: Recorder) -> None:
-    """An element that belongs to a pair is written once there, and added to by every entry of a batch."""
+def test_gradients_of_captured_tensors_are_added_up_as_for_each_call_alone(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An element that belongs to a pair is written once in a batch of one, and added to by every entry of a
+    larger one; memory holds zeros where not every element is written."""
+    knowing, made = Knowing(), []
+    monkeypatch.setattr("fa4flex.lower.compile_kernel", knowing.compile)
+    monkeypatch.setattr(backward_module, "memory_of", lambda one, q: made.append(one) or memory_of(one, q))
     bias = torch.zeros(HEADS, 300, 300)
     engine, call = call_of(fa4flex.compile(lambda s, b, h, q, kv: s + bias[h, q, kv]), tensors(1, 300, 300))
-    for extents in ((1, 300, 300), (2, 300, 300), (3, 300, 300), (1, 300, 300), (1, 200, 300)):
+    sizes = (300, 300), (200, 300), (300, 301)
+    for extents in [(batch, *size) for batch in (1, 2, 3, 1) for size in sizes]:
         other = resized(call, *extents)
-        assert backward_of(engine, other, (0,)).captured[0].shape == bias.shape
-        shared = dict(zip(BACKWARD.names, recorder.launches[-1], strict=True))["gradients"]
-        backward_of(afresh(engine), other, (0,))
-        alone = dict(zip(BACKWARD.names, recorder.launches[-1], strict=True))["gradients"]
-        assert [(x.shape, x.dtype) for x in shared] == [(x.shape, x.dtype) for x in alone]
-        alike = recorder.problems[-1].gradients[0][1] == ("once" if extents[0] == 1 else "sum")
-        assert alike and bool(alone[0].any()) <= (extents == (1, 300, 300)), "sums begin with zeros"
+        for one in (engine, afresh(engine)):
+            assert backward_of(one, other, (0,)).captured[0].shape == bias.shape
+        assert made[-2] == made[-1] and knowing.kernels[-2][0] == knowing.kernels[-1][0], extents
+    assert {one.adding for one in made} == {"once", "sum"} and {one.whole for one in made} == {True, False}
+    assert {kernel[1].in_range for kernel, _ in knowing.kernels} == {True, False}
 
 
 # --- reach ---------------------------------------------------------------------------------------------

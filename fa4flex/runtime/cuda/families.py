@@ -17,7 +17,7 @@ from fa4flex.codegen.plan.arguments import FORWARD, Heads
 from fa4flex.compiler import simulated
 from fa4flex.contents import VersionedCache
 from fa4flex.runtime.cuda.arguments import key_function
-from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, heads_look
+from fa4flex.runtime.cuda.call import ALIGNMENT, NO_LENGTHS, Call, heads_look
 
 MOST_REACHES = 8
 """Launches of one look, each for a range of extents; the oldest is forgotten first."""
@@ -60,8 +60,21 @@ def _dense(call: Call) -> tuple[Look, Extents] | None:
         vb, values, v_heads, v_width = v.shape
     agree = b == kb == vb and keys == values
     sizes = heads, k_heads, v_heads, width, k_width, v_width
-    looks = call.heads_first, agree, sizes, heads_look(q), heads_look(k), heads_look(v)
-    return looks, (b, length, keys)
+    return (call.heads_first, agree, sizes, *_looks(q, k, v)), (b, length, keys)
+
+
+def _looks(q: Tensor, k: Tensor, v: Tensor) -> Look:
+    """What `heads_look` says of each, together where all of them can be read as they are: most can."""
+    (a, b, c, q_unit), (d, e, f, k_unit), (g, h, i, v_unit) = q.stride(), k.stride(), v.stride()
+    places = (
+        q.data_ptr() | k.data_ptr() | v.data_ptr() | (a | b | c | d | e | f | g | h | i) * q.element_size()
+    )
+    dtype, device = q.dtype, q.get_device()
+    alike = dtype is k.dtype is v.dtype and device == k.get_device() == v.get_device()
+    if places % ALIGNMENT or not alike or not q_unit == k_unit == v_unit == 1:
+        return heads_look(q), heads_look(k), heads_look(v)
+    one = dtype, device, True
+    return one, one, one
 
 
 def _packed(call: Call) -> tuple[Look, Extents] | None:
