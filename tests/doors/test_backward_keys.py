@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +22,7 @@ from launch_changes import (
     field,
     recording,
     same,
+    shifted,
 )
 from test_gpu_calls import Recorder, call_of, classes, listed
 
@@ -27,10 +30,12 @@ import fa4flex
 from fa4flex.codegen.evaluate import Captured
 from fa4flex.codegen.plan.arguments import SCHEMAS
 from fa4flex.codegen.plan.target import SM90A
+from fa4flex.compiler import simulated
 from fa4flex.kernels.dispatch import plan_backward
 from fa4flex.runtime.cuda import engine as engine_module
+from fa4flex.runtime.cuda import fast_backward
 from fa4flex.runtime.cuda.backward import Saved, run_backward
-from fa4flex.runtime.cuda.call import Call
+from fa4flex.runtime.cuda.call import Call, SequenceLengths
 from fa4flex.runtime.cuda.engine import Engine
 from fa4flex.variants import causal, document
 
@@ -142,6 +147,98 @@ def test_every_component_of_a_backward_key_is_changed_alone() -> None:
     found = {tuple(i for i, (a, b) in enumerate(zip(base, other)) if a != b) for other in others}
     assert found == {(i,) for i in range(len(base))}
     assert set(components(base[1])) <= set().union(*(alone(base[1], other[1]) for other in others))
+
+
+# --- the backward pass of the last call -------------------------------------------------------------------
+
+REPEATED: dict[str, Callable[[Step], Step]] = {
+    **{
+        name: change for name, change in BACKWARD.items() if not name.startswith("dlse") and name != "no dlse"
+    },
+    **{
+        f"{name}: shape": lambda x, name=name: (field(name, lambda t: t[:, :, :200])(x[0]), *x[1:])
+        for name in ("q", "k", "v")
+    },
+    "an operand: shape": lambda x: (field("operands", lambda t: (t[0][:400], t[1]))(x[0]), *x[1:]),
+    "an operand: alignment": lambda x: (field("operands", lambda t: (t[0], shifted(t[1])))(x[0]), *x[1:]),
+    "a number": lambda x: (x[0]._replace(scalars=(2.0,)), *x[1:]),
+    "a scale": lambda x: (x[0]._replace(scale=-x[0].scale), *x[1:]),
+    "a layout": lambda x: (x[0]._replace(heads_first=False), *x[1:]),
+    "statistics": lambda x: (x[0]._replace(statistics=("lse", "max_scores")), *x[1:]),
+    "sinks": lambda x: (x[0]._replace(sinks=torch.randn(HEADS)), *x[1:]),
+    "lengths": lambda x: (x[0]._replace(lengths=SequenceLengths(seqused_q=torch.tensor([S, 7]))), *x[1:]),
+    "dlse": lambda x: (x[0], x[1]._replace(dlse=torch.randn(2, HEADS, S)), x[2]),
+}
+
+
+def repeated() -> tuple[Engine, Call, Saved, tuple[int, ...]]:
+    engine, call, saved, needs = training()
+    saved = saved._replace(dlse=None)
+    for _ in range(3):
+        run_backward(engine, call, saved, needs)
+    return engine, call, saved, needs
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_only_what_looks_like_the_last_backward_pass_is_one(recorder: Recorder, name: str) -> None:
+    engine, call, saved, needs = repeated()
+    recent = engine.recent_backward
+    again = call._replace(q=call.q.clone(), k=call.k.clone()), saved._replace(dout=saved.dout.clone())
+    assert recent.find(*again, (needs, False)) is recent.ready is not None
+    call, saved, needs = REPEATED[name]((call, saved, needs))
+    assert recent.find(call, saved, (needs, False)) is None
+    assert recent.find(*again, (needs, True)) is None
+
+
+def test_a_simulated_gpu_repeats_its_own_backward_pass(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, call, saved, needs = repeated()
+    monkeypatch.setattr(simulated, "target", lambda: "simulated sm_90a")
+    assert engine.recent_backward.find(call, saved, (needs, False)) is None
+
+
+def test_a_repeated_backward_pass_launches_the_same(recorder: Recorder) -> None:
+    engine, call, saved, needs = training()
+    saved = saved._replace(dlse=None)
+    launched = []
+    for n in range(4):
+        run_backward(engine, call, saved, needs)
+        launched.append(described_backward(recorder))
+        assert (engine.recent_backward.made is not None) == (n > 0)
+    assert all(same(launched[0], other) for other in launched) and len(recorder.problems) == 1
+
+
+def test_what_was_proved_with_contents_is_looked_up_each_time(recorder: Recorder) -> None:
+    engine, call = call_of(fa4flex.compile(mask=document(ids)))
+    for _ in range(4):
+        backward_of(engine, call)
+    assert engine.recent_backward.made is None
+
+
+def test_a_backward_pass_of_changing_lengths_is_not_prepared_again_and_again(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(fast_backward, "guard_of", made.append)
+    engine, call = call_of(fa4flex.compile(mask=causal))
+    for n in range(200, 230):
+        backward_of(engine, call._replace(q=call.q[:, :, :n]))
+    assert made == []
+    for n in range(200, 230):
+        for _ in range(2):
+            backward_of(engine, call._replace(q=call.q[:, :, :n]))
+    assert len(made) == fast_backward.MOST_TRIES and len(recorder.problems) == 1
+
+
+def test_a_prepared_backward_pass_keeps_no_tensor_alive(recorder: Recorder) -> None:
+    engine, call, saved, needs = repeated()
+    gone = [weakref.ref(x) for x in (call.q, call.k, call.v, *saved[:3])]
+    recorder.launches.clear()
+    assert engine.recent_backward.made is not None
+    del call, saved, needs
+    gc.collect()
+    assert [x() for x in gone] == [None] * 6
 
 
 def test_ordered_sums_are_another_backward_pass(recorder: Recorder) -> None:

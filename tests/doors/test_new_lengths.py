@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import permutations
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,6 +38,7 @@ from fa4flex.runtime.cuda.backward import Saved, run_backward
 from fa4flex.runtime.cuda.call import Call
 from fa4flex.runtime.cuda.captured_sums import memory_of
 from fa4flex.runtime.cuda.engine import Engine
+from fa4flex.runtime.layouts import empty_output, output_layout
 from fa4flex.variants import alibi, causal, document, learned_bias, sliding_window
 
 HEADS = 4
@@ -195,7 +197,7 @@ def test_indices_that_nothing_proves_in_range_are_asked_about_once(
 # --- the same as for each alone -----------------------------------------------------------------------------
 
 table = torch.linspace(-1, 1, 300 * 300).view(300, 300)
-ends = torch.arange(600).clamp(max=500)
+ends = torch.arange(1100).clamp(max=500)
 far = torch.zeros(HEADS, 2 * 256 - 1)
 
 PROGRAMS: dict[str, Callable[[], fa4flex.Attention]] = {
@@ -222,8 +224,9 @@ def test_what_serves_a_call_is_what_it_would_get_alone(
     draw, knowing = random.Random(seed), Knowing()
     monkeypatch.setattr("fa4flex.lower.compile_kernel", knowing.compile)
     engine, call = call_of(PROGRAMS[name](), tensors(1, 1, 1))
+    sides = (1, 100, 128, 129, 256, 257, 300, 301), (1, 100, 257, 300, 301, 1024, 1025)
     for _ in range(12):
-        extents = draw.choice((1, 2, 3)), *(draw.choice((1, 100, 128, 129, 256, 257, 300, 301)) for _ in "qk")
+        extents = draw.choice((1, 2, 3)), *(draw.choice(side) for side in sides)
         other = resized(call, *extents)
         if layout == "bshd":
             q, k, v = (x.transpose(1, 2) for x in other[:3])
@@ -336,6 +339,31 @@ def test_gradients_of_captured_tensors_are_added_up_as_for_each_call_alone(
         assert made[-2] == made[-1] and knowing.kernels[-2][0] == knowing.kernels[-1][0], extents
     assert {one.adding for one in made} == {"once", "sum"} and {one.whole for one in made} == {True, False}
     assert {kernel[1].in_range for kernel, _ in knowing.kernels} == {True, False}
+
+
+def test_ordered_gradients_have_memory_for_the_lengths_of_each_call(recorder: Recorder) -> None:
+    """There is a copy for every warp that adds, and more warps where there are more keys."""
+    slope = torch.ones(HEADS)
+    schedule = fa4flex.Schedule(deterministic=True)
+    attn = fa4flex.compile(lambda s, b, h, q, kv: s + slope[h] * (q - kv), schedule=schedule)
+    engine, call = call_of(attn, tensors(1, 300, 300))
+    for kv_len in (300, 3000, 300, 100):
+        copies = []
+        for one in (engine, afresh(engine)):
+            backward_of(one, resized(call, 1, 300, kv_len), (0,))
+            given = dict(zip(BACKWARD.names, recorder.launches[-1], strict=True))
+            copies.append(given["gradients"][0].shape)
+        assert copies[0] == copies[1], kv_len
+
+
+@pytest.mark.parametrize("order", [*permutations(range(4)), (0, 1, 2), (1, 0, 2)], ids=str)
+def test_layouts_of_outputs_are_those_that_torch_would_give(order: tuple[int, ...]) -> None:
+    for shape in ((2, 3, 5, 8), (1, 4, 1, 8), (1, 1, 1, 1), (3, 1, 7, 8)):
+        q = torch.zeros(shape[: len(order)]).permute(order)
+        for x in (q, q[:1].expand_as(q), q[..., :1]):
+            for width in (1, 16):
+                expected = empty_output(x, width, torch.float32)
+                assert output_layout(x, width) == (tuple(expected.shape), expected.stride())
 
 
 # --- reach ---------------------------------------------------------------------------------------------

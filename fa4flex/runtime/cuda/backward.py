@@ -88,24 +88,27 @@ class ReadyBackward:
         q, k, v = call.q, call.k, call.v
         *of_heads, rows = saved.lse.shape
         padded = self.padded(call, rows)
-        lse2, delta = (q.new_empty(*of_heads, padded, dtype=torch.float32) for _ in range(2))
-        dq_sum = q.new_empty(*of_heads, padded * self.width, dtype=torch.float32)
-        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        statistics = *of_heads, padded
+        lse2 = q.new_empty(statistics, dtype=torch.float32)
+        delta = q.new_empty(statistics, dtype=torch.float32)
+        dq_sum = q.new_empty((*of_heads, padded * self.width), dtype=torch.float32)
+        # torch.empty_like would have to be told that q, k and v may lie in memory otherwise.
+        dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
         if call.lengths.seqused_k is not None:  # keys that no sequence uses are not written
             dk.zero_()
             dv.zero_()
-        sums = tuple(memory_of(one, q) for one in self.sums)
+        sums = tuple([memory_of(one, q) for one in self.sums]) if self.sums else None
         tables, turns = self.tables, None
         if self.turn_rows is not None:
             done = q.new_zeros(*of_heads, padded // self.turn_rows, dtype=torch.int32)
             tables, turns = None, (done, *(tables or (None, None, None)))
         if self.owns:
             hold_if_captured(q.get_device(), self)
-        self.launch(
-            call, saved, lse2=lse2, delta=delta, dq_sum=dq_sum, dq=dq, dk=dk, dv=dv, tables=tables,
-            turns=turns, gradients=sums or None, counter=counter(q.get_device()) if self.counted else None,
-        )  # fmt: skip
+        taken = counter(q.get_device()) if self.counted else None
+        self.launch(call, saved, lse2, delta, dq_sum, dq, dk, dv, tables, turns, sums, taken)
         dsinks = None if call.sinks is None else _of_sinks(call.sinks, call.packed, lse2, delta)
+        if sums is None:
+            return Gradients(dq, dk, dv, dsinks, ())
         captured = tuple(result_of(one, x, call.operands) for one, x in zip(self.sums, sums, strict=True))
         return Gradients(dq, dk, dv, dsinks, captured)
 
@@ -127,12 +130,16 @@ def run_backward(engine: Engine, call: Call, saved: Saved, needs: Sequence[int] 
     """`needs` are the slots of captured tensors whose gradients are wanted. None where there is no kernel for
     it: callers then compute it another way."""
     deterministic = engine.schedule.deterministic or torch.are_deterministic_algorithms_enabled()
+    asked = tuple(needs), deterministic
+    known = engine.recent_backward.find(call, saved, asked)
+    if known is not None:
+        return known(call, saved)
     if call.lengths is not NO_LENGTHS:
         check_lengths(call)
     seen = _decisive(engine, call, deterministic)
     found = look_of(call)
     assert found is not None, "gradients are those of a call that was launched"
-    look, extents = (found[0], _key_of_saved(saved), tuple(needs), deterministic), found[1]
+    look, extents = (found[0], _key_of_saved(saved), *asked), found[1]
     ready = engine.backward.find(look, extents, seen, _UNKNOWN)
     if ready is _UNKNOWN:
         try:
@@ -141,7 +148,11 @@ def run_backward(engine: Engine, call: Call, saved: Saved, needs: Sequence[int] 
         except UnsupportedError:
             ready = None
         engine.backward.keep(look, extents, seen, ready)
-    return None if ready is None else ready(call, saved)
+    if ready is None:
+        return None
+    if not seen:
+        engine.recent_backward.remember(call, saved, asked, ready)
+    return ready(call, saved)
 
 
 _UNKNOWN = object()

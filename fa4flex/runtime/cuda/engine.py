@@ -46,6 +46,7 @@ from fa4flex.runtime.cuda.block_tables import BlockTables, ragged_maps, to_devic
 from fa4flex.runtime.cuda.call import NO_LENGTHS, Call
 from fa4flex.runtime.cuda.device import require_not_capturing, target_of
 from fa4flex.runtime.cuda.families import Families, look_of
+from fa4flex.runtime.cuda.fast_backward import RecentBackward
 from fa4flex.runtime.cuda.interval_tables import interval_tables
 from fa4flex.runtime.cuda.lengths import check_lengths
 from fa4flex.runtime.cuda.ready import PARAMETERS, Ready, Results
@@ -76,6 +77,7 @@ class Engine:
         self._ready: Families[Ready] = Families(MOST_READY)
         self.backward: Families[Any] = Families(MOST_READY)
         """What runtime/cuda/backward.py keeps: launches by look, None where there is no kernel."""
+        self.recent_backward = RecentBackward()
         self.proved: VersionedCache[Any] = VersionedCache(MOST_PROVED)
 
     def find(self, call: Call) -> Ready | None:

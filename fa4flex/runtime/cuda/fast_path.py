@@ -87,7 +87,7 @@ class FastPath:
         if call.lengths is not NO_LENGTHS or ready.converts or ready.gaps:
             return None
         tensors = call.q, call.k, call.v, *call.operands
-        looks = _guard(tensors if call.sinks is None else (*tensors, call.sinks))
+        looks = guard_of(tensors if call.sinks is None else (*tensors, call.sinks))
         return None if looks is None else FastPath(call, ready, looks, read, watched, statistics)
 
     def serves(self, variant: Variant) -> bool:
@@ -170,7 +170,7 @@ def _prepared(given: tuple[Any, ...] | None) -> Any:
     return tvm_ffi.convert(given)
 
 
-def _guard(tensors: tuple[Tensor, ...]) -> Callable[..., bool] | None:
+def guard_of(tensors: tuple[Tensor, ...]) -> Callable[..., bool] | None:
     """A function that tells whether tensors look like these; None where this torch has none that works, or
     where a tensor is given twice, which it does not allow."""
     try:
