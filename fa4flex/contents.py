@@ -9,7 +9,9 @@ in the same memory, not changed since. Tensors are referred to weakly: nothing h
 from __future__ import annotations
 
 import os
+import threading
 import weakref
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -38,9 +40,12 @@ class Guard(NamedTuple):
 Guards = tuple[Guard, ...]
 
 
-def guards_of(tensors: Iterable[Tensor]) -> Guards:
+def guards_of(
+    tensors: Iterable[Tensor], gone: Callable[[weakref.ref[Tensor]], object] | None = None
+) -> Guards:
+    """`gone` is called when a tensor is gone, as long as there is its guard."""
     return tuple(
-        [Guard(weakref.ref(x), x.data_ptr(), -1 if x.is_inference() else x._version) for x in tensors]
+        [Guard(weakref.ref(x, gone), x.data_ptr(), -1 if x.is_inference() else x._version) for x in tensors]
     )
 
 
@@ -61,7 +66,12 @@ class VersionedCache(Generic[Value]):
 
     def __init__(self, most: int, room: int = 0, weigh: Callable[[Value], int] = lambda _: 0) -> None:
         self._most, self._room, self._weigh = most, room, weigh
-        self._found: dict[Any, tuple[Guards, Value]] = {}
+        self._found: OrderedDict[Any, tuple[Guards, Value, int]] = OrderedDict()
+        self._total = 0
+        self._lock = threading.Lock()
+        self._gone: deque[Any] = deque()
+        """Keys of entries whose tensors may be gone. They are forgotten at the next `keep`: a tensor may go
+        at any time, also while the dictionary is changed."""
 
     def __len__(self) -> int:
         return len(self._found)
@@ -69,31 +79,43 @@ class VersionedCache(Generic[Value]):
     def get(self, key: Hashable, tensors: Sequence[Tensor], default: Any = None) -> Any:
         """What was kept for this key and these tensors, else `default`."""
         found = self._found.get((key, *map(id, tensors)))
-        return found[1] if found is not None and hold(found[0], tensors) else default
+        return found[1] if found is not None and (not tensors or hold(found[0], tensors)) else default
 
     def keep(self, key: Hashable, tensors: Sequence[Tensor], value: Value) -> Value:
         """The value. It is not kept for inference tensors: a change would not be seen."""
-        if any(x.is_inference() for x in tensors) or self._weigh(value) > self._room:
+        weight = self._weigh(value)
+        if any(x.is_inference() for x in tensors) or weight > self._room:
             return value
-        known = self._found
         whole = (key, *map(id, tensors))
-        known.pop(whole, None)  # what the tensors were before a change, and then the youngest comes last
-        for other, (guards, _) in list(known.items()):
-            if any(guard.tensor() is None for guard in guards):
-                known.pop(other, None)
-        known[whole] = guards_of(tensors), value
-        total = sum(self._weigh(x) for _, x in list(known.values())) if self._room else 0
-        for other, (_, old) in list(known.items()):
-            if len(known) <= self._most and total <= self._room:
-                break
-            total -= self._weigh(old)
-            known.pop(other, None)
+        gone = self._gone
+        guards = guards_of(tensors, lambda _: gone.append(whole)) if tensors else ()
+        with self._lock:
+            self._forget(whole)  # what the tensors were before a change, and then the youngest comes last
+            self._forget_gone()
+            self._found[whole] = guards, value, weight
+            self._total += weight
+            while len(self._found) > self._most or self._total > self._room:
+                _, (_, _, old) = self._found.popitem(last=False)
+                self._total -= old
         return value
 
     def made(self, key: Hashable, tensors: Sequence[Tensor], make: Callable[[], Value]) -> Value:
         """What was kept, or what `make` makes now."""
         found = self.get(key, tensors, _NOTHING)
         return self.keep(key, tensors, make()) if found is _NOTHING else found
+
+    def _forget(self, whole: Any) -> None:
+        found = self._found.pop(whole, None)
+        if found is not None:
+            self._total -= found[2]
+
+    def _forget_gone(self) -> None:
+        while self._gone:
+            whole = self._gone.popleft()
+            # Other tensors with the same ids may have an entry by now.
+            found = self._found.get(whole)
+            if found is not None and any(guard.tensor() is None for guard in found[0]):
+                self._forget(whole)
 
 
 _NOTHING: Any = object()

@@ -50,6 +50,7 @@ class Given:
     target            the chip
     prove             makes proofs, or finds them again
     changes           fields of Problem that are to be as they are here, whatever was found
+    bound             the problem that proofs are made for, which may be larger than this call
     """
 
     facts: Facts
@@ -59,6 +60,11 @@ class Given:
     target: Target
     prove: Prove = prove
     changes: Mapping[str, Any] = field(default_factory=dict)
+    bound: Shape | None = None
+
+    @property
+    def proved_for(self) -> Shape:
+        return self.inputs.extents if self.bound is None else self.bound
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +104,7 @@ def lower_backward(given: Given, needs: Sequence[int] = ()) -> Lowered:
     facts, inputs, target = given.facts, given.inputs, given.target
     deterministic = given.schedule.deterministic
     problem = backward_problem(_proved(given), facts, inputs, target, deterministic)
-    queries = None if deterministic else prove_queries(facts, inputs.extents, given.captured)
+    queries = None if deterministic else prove_queries(facts, given.proved_for, given.captured)
     if queries is not None:
         problem = by_queries(problem, queries)
     problem = replace(problem, **given.changes)
@@ -146,7 +152,7 @@ def captioned(lowered: Lowered, captions: Captions, origins: Mapping[Expr, Origi
 
 def _proved(given: Given) -> Problem:
     """The proof, and the problem of a forward pass."""
-    proved = given.prove(given.facts, given.inputs.extents, given.captured)
+    proved = given.prove(given.facts, given.proved_for, given.captured)
     return forward_problem(given.inputs, proved, given.target)
 
 

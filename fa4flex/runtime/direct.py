@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,23 +11,21 @@ from torch import Tensor
 from fa4flex.runtime.cuda.backward import Saved, run_backward
 from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, SequenceLengths
 from fa4flex.runtime.cuda.ready import Results
-from fa4flex.runtime.ops import Attend, Plain
+from fa4flex.runtime.ops import Plain, TwiceDerived
 from fa4flex.runtime.programs import Published
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Direct:
+class Direct(NamedTuple):
     """One call without its tensors, which autograd keeps. It takes the place of an operators' `Plain`.
 
     launch    makes the results of a call
-    ragged    whether the call has lengths
-    operands  number of captured tensors
+    sinks, ragged   whether the call has sinks, and lengths
     """
 
     program: Published
     launch: Callable[[Call], Results]
+    sinks: bool
     ragged: bool
-    operands: int
     scalars: tuple[int | float, ...]
     scale: float
     heads_first: bool
@@ -36,26 +33,27 @@ class Direct:
 
     @staticmethod
     def of(program: Published, launch: Callable[[Call], Results], call: Call) -> Direct:
-        ragged, operands = call.lengths is not NO_LENGTHS, len(call.operands)
-        rest = call.scalars, call.scale, call.heads_first, call.statistics
-        return Direct(program, launch, ragged, operands, *rest)
+        return Direct(program, launch, call.sinks is not None, call.lengths is not NO_LENGTHS, *call[6:])
+
+    @property
+    def fixed(self) -> int:
+        """Number of tensors before the operands."""
+        return 3 + self.sinks + 4 * self.ragged
 
     def call(self, tensors: Sequence[Any]) -> Call:
-        """`tensors` are q, k, v, sinks, four of lengths, operands."""
-        q, k, v, sinks, *lengths = tensors[:8]
-        given = SequenceLengths(*lengths) if self.ragged else NO_LENGTHS
-        operands = tuple(tensors[8:])
-        rest = self.scalars, self.scale, self.heads_first, self.statistics
-        return Call(q, k, v, operands, sinks, given, *rest)
-
-    def forward(self, *tensors: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
-        return *self.launch(self.call(tensors)), None
+        """`tensors` are q, k, v, sinks and four of lengths where the call has them, operands."""
+        q, k, v, *rest = tensors
+        sinks = rest.pop(0) if self.sinks else None
+        lengths = NO_LENGTHS
+        if self.ragged:
+            lengths, rest = SequenceLengths(*rest[:4]), rest[4:]
+        return Call(q, k, v, tuple(rest), sinks, lengths, *self[4:])
 
     def backward(
         self,
         tensors: Sequence[Tensor | None],
         upstream: list[Tensor],
-        saved: Sequence[Tensor],
+        saved: Sequence[Any],
         needs: list[int],
     ) -> list[Tensor]:
         """Gradients as an operator returns them. Where there is no kernel for them, or something intercepts
@@ -77,7 +75,9 @@ class Direct:
             return x.transpose(1, 2) if swap else x
 
         numbers = self.program.numbers(self.scalars, self.scale)
-        plain = Plain(self.program, self.operands, numbers.ints, numbers.floats, self.scale, max_scores=False)
+        plain = Plain(
+            self.program, len(call.operands), numbers.ints, numbers.floats, self.scale, max_scores=False
+        )
         (dout, *of_lse), (out, lse) = upstream, saved
         none = lse.new_empty(0)
         tensors = *map(turned, (call.q, call.k, call.v)), call.sinks, *call.lengths, *call.operands
@@ -85,8 +85,48 @@ class Direct:
         return [*map(turned, found[:3]), *found[3:]]
 
 
+class Launched(torch.autograd.Function):
+    """A call that is launched, with gradients. Autograd takes time for each argument, and is handed no more
+    than there are."""
+
+    @staticmethod
+    def forward(ctx: Any, direct: Direct, *tensors: Any) -> Results:
+        results = direct.launch(direct.call(tensors))
+        out, lse, largest = results
+        ctx.direct = direct
+        ctx.save_for_backward(*tensors, out, lse)
+        if largest is not None:
+            ctx.mark_non_differentiable(largest)
+        # Zeros for a log-sum-exp that nothing depends on would be a kernel of their own.
+        ctx.set_materialize_grads(False)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> tuple[Any, ...]:
+        direct: Direct = ctx.direct
+        *tensors, out, lse = ctx.saved_tensors
+        fixed, wanted = direct.fixed, ctx.needs_input_grad
+        needs = [slot for slot, want in enumerate(wanted[1 + fixed :]) if want]
+        upstream = [torch.zeros_like(out) if dout is None else dout]
+        if dlse is not None:
+            upstream.append(dlse)
+        saved = out, lse, None, None
+        if torch.is_grad_enabled():  # create_graph=True
+            found = list(TwiceDerived.apply(direct, needs, len(upstream), *upstream, *saved, *tensors))
+        else:
+            found = direct.backward(tensors, upstream, saved, needs)
+        gradients = [None, *found[: 3 + direct.sinks], *[None] * (len(tensors) - 3 - direct.sinks)]
+        for slot, gradient in zip(needs, found[3 + direct.sinks :], strict=True):
+            gradients[1 + fixed + slot] = gradient
+        return tuple(gradients)
+
+
 def attend(direct: Direct, call: Call) -> Results:
     """out, lse and max_scores, with gradients."""
     q, k, v, operands, sinks, lengths, *_ = call
-    out, lse, largest, _ = Attend.apply(direct, q, k, v, sinks, *lengths, *operands)
-    return out, lse, largest
+    if sinks is None and lengths is NO_LENGTHS:
+        results: Results = Launched.apply(direct, q, k, v, *operands)
+        return results
+    given = (*(() if sinks is None else (sinks,)), *(() if lengths is NO_LENGTHS else lengths))
+    results = Launched.apply(direct, q, k, v, *given, *operands)
+    return results

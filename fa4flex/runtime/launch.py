@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -47,16 +47,23 @@ class Recent:
     `direct`.
 
     `tries` counts how often the fast path was made in vain: for tensors that torch does not compare at once,
-    or for modes of torch that changed since.
+    or for modes of torch that changed since. It serves one set of `shapes`, those of q and k: where these
+    change again and again, more calls in a `row` must have had the same ones, `patience`, before another is
+    made.
     """
 
     ready: Ready | None = None
     fast_path: FastPath | None = None
     direct: Direct | None = None
     tries: int = 0
+    shapes: tuple[torch.Size, torch.Size] | None = None
+    row: int = 0
+    made_for: tuple[torch.Size, torch.Size] | None = None
+    patience: int = 1
 
 
 MOST_TRIES = 4
+MOST_PATIENCE = 64
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -176,6 +183,10 @@ def run(
     if call is not None:
         ready = prepared.engine.find(call)
         if ready is not None:  # a call that looks like this one was checked before
+            blocks = now.variant.blocks
+            if blocks is not None:
+                shape = call.extents()
+                blocks.fits(shape.q_len, shape.kv_len, shape.batch, shape.heads)
             again = Direct.of(prepared.program, ready, call) if trains else None
             _remember(now, call, ready, again, statistics)
             return ready(call) if again is None else direct.attend(again, call)
@@ -232,7 +243,7 @@ def _plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 def _own(*tensors: Tensor | None) -> bool:
     """True if none is of a subclass, such as DTensor, that has its own idea of operators."""
-    return all(x is None or type(x) in _OWN_TYPES for x in tensors)
+    return not tensors or all(x is None or type(x) in _OWN_TYPES for x in tensors)
 
 
 def _on_gpu(q: Tensor) -> bool:
@@ -245,15 +256,31 @@ def _remember(now: Calling, call: Call, ready: Ready, again: Direct | None, stat
     recent = now.recent
     if recent is None or simulating():
         return
+    shapes = call.q.shape, call.k.shape
     if recent.ready is not ready or (recent.direct is None) != (again is None):
         recent.ready, recent.fast_path, recent.direct, recent.tries = ready, None, again, 0
+        recent.shapes, recent.row, recent.made_for = shapes, 0, None
+    elif recent.shapes != shapes:
+        recent.shapes, recent.row = shapes, 0
     elif recent.tries < MOST_TRIES and not now.bound.trace.derived:
         # Derived operands are computed from others, perhaps anew at each call.
+        recent.row += 1
+        if recent.row >= recent.patience:
+            _make_fast_path(now, recent, call, again, statistics)
+
+
+def _make_fast_path(
+    now: Calling, recent: Recent, call: Call, again: Direct | None, statistics: Statistics
+) -> None:
+    assert recent.ready is not None
+    read = now.bound.trace.read
+    path = None if read is None else FastPath.of(call, recent.ready, read, statistics)
+    if path is None or recent.made_for == recent.shapes:
         recent.tries += 1
-        read = now.bound.trace.read
-        path = None if read is None else FastPath.of(call, ready, read, statistics)
-        recent.fast_path = path
-        recent.direct = again if again is None or path is None else replace(again, launch=path.of_call)
+    elif recent.made_for is not None:
+        recent.patience = min(2 * recent.patience, MOST_PATIENCE)
+    recent.made_for, recent.fast_path = recent.shapes, path
+    recent.direct = again if again is None or path is None else again._replace(launch=path.of_call)
 
 
 def _direct_call(
@@ -263,9 +290,10 @@ def _direct_call(
     there is nothing to launch, or a subclass of tensors has its own idea of operators."""
     q, k, v = qkv
     sinks, operands = now.sinks, now.prepared.tensors(now.bound, True, varlen is not None)
-    if (q.ndim == 4 and not (q.numel() and k.numel())) or not _own(sinks, *operands):
+    others = operands if sinks is None else (*operands, sinks)
+    if (q.ndim == 4 and not (q.numel() and k.numel())) or not _own(*others):
         return None, False
-    trains = torch.is_grad_enabled() and _wants_gradient(q, k, v, *operands, sinks)
+    trains = torch.is_grad_enabled() and _wants_gradient(q, k, v, *others)
     if trains and "lse" not in statistics:
         statistics = ("lse", *statistics)
     lengths = _lengths(varlen) if isinstance(varlen, Varlen) else NO_LENGTHS

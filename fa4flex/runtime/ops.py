@@ -264,7 +264,7 @@ class Attend(torch.autograd.Function):
         upstream = [torch.zeros_like(out) if dout is None else dout, *([] if dlse is None else [dlse])]
         saved = [out, lse, largest, total]
         if torch.is_grad_enabled():  # create_graph=True
-            found = _Gradients.apply(plain, needs, len(upstream), *upstream, *saved, *tensors)
+            found = TwiceDerived.apply(plain, needs, len(upstream), *upstream, *saved, *tensors)
         else:
             found = plain.backward(tensors, upstream, saved, needs)
         dq, dk, dv, *rest = found
@@ -279,7 +279,7 @@ _FIXED = 8
 """Number of tensors before the operands: q, k, v, sinks and four of lengths."""
 
 
-class _Gradients(torch.autograd.Function):
+class TwiceDerived(torch.autograd.Function):
     """The backward pass where a second derivative might be wanted, which is refused in words."""
 
     @staticmethod

@@ -68,6 +68,18 @@ LOOKS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 """Changes of what a tensor looks like. Its shape is changed case by case."""
 
+
+def crooked(x: Tensor) -> Tensor:
+    """The same contents in rows that are no multiple of 16 bytes apart."""
+    return torch.nn.functional.pad(x, (0, 1))[..., :-1]
+
+
+HEADS_LOOKS = {**{name: LOOKS[name] for name in ("dtype", "alignment", "device")}, "rows": crooked}
+"""What a launch depends on of tensors of heads: others of their strides and extents it reads itself."""
+
+ARRAY_LOOKS = {**{name: LOOKS[name] for name in ("strides", "dtype", "device")}}
+"""The same of lengths and statistics."""
+
 Change = Callable[[Call], Call]
 
 
@@ -75,9 +87,13 @@ def field(name: str, change: Callable[[Any], Any]) -> Change:
     return lambda call: call._replace(**{name: change(getattr(call, name))})
 
 
-def of_tensors(names: tuple[str, ...], shorter: Callable[[Tensor], Tensor]) -> dict[str, Change]:
-    looks = {**LOOKS, "shape": shorter}
+def of_tensors(names: tuple[str, ...], looks: dict[str, Callable[[Tensor], Tensor]]) -> dict[str, Change]:
     return {f"{name}: {look}": field(name, looks[look]) for name in names for look in looks}
+
+
+def of_all(change: Callable[[Tensor], Tensor], **others: Any) -> Change:
+    """q, k and v changed together."""
+    return lambda call: call._replace(q=change(call.q), k=change(call.k), v=change(call.v), **others)
 
 
 def with_length(position: int, change: Callable[[Tensor], Tensor | None]) -> Change:

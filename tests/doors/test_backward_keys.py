@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from launch_changes import (
+    ARRAY_LOOKS,
     HEADS,
-    LOOKS,
+    HEADS_LOOKS,
     TABLE,
     S,
     afresh,
@@ -19,13 +22,16 @@ from launch_changes import (
     field,
     recording,
     same,
+    shifted,
 )
 from test_gpu_calls import Recorder, call_of
 
 import fa4flex
 from fa4flex.codegen.plan.arguments import SCHEMAS
+from fa4flex.compiler import simulated
+from fa4flex.runtime.cuda import fast_backward
 from fa4flex.runtime.cuda.backward import Saved, run_backward
-from fa4flex.runtime.cuda.call import Call
+from fa4flex.runtime.cuda.call import Call, SequenceLengths
 from fa4flex.runtime.cuda.engine import Engine
 from fa4flex.variants import causal, document
 
@@ -54,16 +60,25 @@ def of_saved(saved: Saved, name: str, change: Callable[[torch.Tensor], torch.Ten
     return saved._replace(**{name: change(getattr(saved, name))})
 
 
+def sparse(x: torch.Tensor) -> torch.Tensor:
+    """The same contents, every other element of a row."""
+    return x.repeat_interleave(2, -1)[..., ::2]
+
+
+SAVED_LOOKS = {
+    **dict.fromkeys(("out", "dout"), HEADS_LOOKS),
+    **{name: {**ARRAY_LOOKS, "strides": sparse} for name in ("lse", "dlse")},
+}
 BACKWARD: dict[str, Callable[[Step], Step]] = {
     **{
-        f"{name}: {look}": lambda x, name=name, look=look: (field(name, LOOKS[look])(x[0]), *x[1:])
+        f"{name}: {look}": lambda x, name=name, look=look: (field(name, HEADS_LOOKS[look])(x[0]), *x[1:])
         for name in ("q", "k", "v")
-        for look in LOOKS
+        for look in HEADS_LOOKS
     },
     **{
         f"{name}: {look}": lambda x, name=name, f=f: (x[0], of_saved(x[1], name, f), x[2])
         for name in Saved._fields
-        for look, f in {**LOOKS, "shape": lambda x: x[:, :, :200], "dtype": lambda x: x.half()}.items()
+        for look, f in {**SAVED_LOOKS[name], "dtype": lambda x: x.half()}.items()
     },
     "no dlse": lambda x: (x[0], x[1]._replace(dlse=None), x[2]),
     "needs nothing": lambda x: (*x[:2], ()),
@@ -109,8 +124,8 @@ class Keys:
     def __init__(self) -> None:
         self.asked: list[Any] = []
 
-    def get(self, key: Any, tensors: Any, default: Any) -> None:
-        self.asked.append(key)
+    def find(self, look: Any, extents: Any, default: Any) -> None:
+        self.asked.append(look)
 
 
 def test_every_component_of_a_backward_key_is_changed_alone() -> None:
@@ -128,6 +143,102 @@ def test_every_component_of_a_backward_key_is_changed_alone() -> None:
     found = {tuple(i for i, (a, b) in enumerate(zip(base, other)) if a != b) for other in others}
     assert found == {(i,) for i in range(len(base))}
     assert set(components(base[1])) <= set().union(*(alone(base[1], other[1]) for other in others))
+
+
+# --- the backward pass of the last call -------------------------------------------------------------------
+
+REPEATED: dict[str, Callable[[Step], Step]] = {
+    **{
+        name: change for name, change in BACKWARD.items() if not name.startswith("dlse") and name != "no dlse"
+    },
+    **{
+        f"{name}: shape": lambda x, name=name: (field(name, lambda t: t[:, :, :200])(x[0]), *x[1:])
+        for name in ("q", "k", "v")
+    },
+    "an operand: shape": lambda x: (field("operands", lambda t: (t[0][:400], t[1]))(x[0]), *x[1:]),
+    "an operand: alignment": lambda x: (field("operands", lambda t: (t[0], shifted(t[1])))(x[0]), *x[1:]),
+    "a number": lambda x: (x[0]._replace(scalars=(2.0,)), *x[1:]),
+    "a scale": lambda x: (x[0]._replace(scale=-x[0].scale), *x[1:]),
+    "a layout": lambda x: (x[0]._replace(heads_first=False), *x[1:]),
+    "statistics": lambda x: (x[0]._replace(statistics=("lse", "max_scores")), *x[1:]),
+    "sinks": lambda x: (x[0]._replace(sinks=torch.randn(HEADS)), *x[1:]),
+    "lengths": lambda x: (x[0]._replace(lengths=SequenceLengths(seqused_q=torch.tensor([S, 7]))), *x[1:]),
+    "dlse": lambda x: (x[0], x[1]._replace(dlse=torch.randn(2, HEADS, S)), x[2]),
+}
+
+
+def repeated() -> tuple[Engine, Call, Saved, tuple[int, ...]]:
+    engine, call, saved, needs = training()
+    saved = saved._replace(dlse=None)
+    for _ in range(3):
+        run_backward(engine, call, saved, needs)
+    return engine, call, saved, needs
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_only_what_looks_like_the_last_backward_pass_is_one(recorder: Recorder, name: str) -> None:
+    engine, call, saved, needs = repeated()
+    recent = engine.recent_backward
+    again = call._replace(q=call.q.clone(), k=call.k.clone()), saved._replace(dout=saved.dout.clone())
+    assert recent.find(*again, (needs, False)) is recent.ready is not None
+    call, saved, needs = REPEATED[name]((call, saved, needs))
+    assert recent.find(call, saved, (needs, False)) is None
+    assert recent.find(*again, (needs, True)) is None
+
+
+def test_a_simulated_gpu_repeats_its_own_backward_pass(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, call, saved, needs = repeated()
+    monkeypatch.setattr(simulated, "target", lambda: "simulated sm_90a")
+    assert engine.recent_backward.find(call, saved, (needs, False)) is None
+
+
+def test_a_repeated_backward_pass_launches_the_same(recorder: Recorder) -> None:
+    engine, call, saved, needs = training()
+    saved = saved._replace(dlse=None)
+    launched = []
+    for n in range(4):
+        run_backward(engine, call, saved, needs)
+        launched.append(described_backward(recorder))
+        assert (engine.recent_backward.made is not None) == (n > 0)
+    assert all(same(launched[0], other) for other in launched) and len(recorder.problems) == 1
+
+
+def test_a_repeated_backward_pass_has_tables_of_what_is_there_now(recorder: Recorder) -> None:
+    numbers = ids.clone()
+    engine, call = call_of(fa4flex.compile(mask=document(numbers)))
+    for made in (1, 2, 3):
+        numbers.add_(1)
+        for _ in range(3):
+            backward_of(engine, call)
+            assert len(recorder.tables) == made
+    assert engine.recent_backward.made is not None
+
+
+def test_a_backward_pass_of_changing_lengths_is_not_prepared_again_and_again(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(fast_backward, "guard_of", made.append)
+    engine, call = call_of(fa4flex.compile(mask=causal))
+    for n in range(200, 230):
+        backward_of(engine, call._replace(q=call.q[:, :, :n]))
+    assert made == []
+    for n in range(200, 230):
+        for _ in range(2):
+            backward_of(engine, call._replace(q=call.q[:, :, :n]))
+    assert len(made) == fast_backward.MOST_TRIES and len(recorder.problems) == 1
+
+
+def test_a_prepared_backward_pass_keeps_no_tensor_alive(recorder: Recorder) -> None:
+    engine, call, saved, needs = repeated()
+    gone = [weakref.ref(x) for x in (call.q, call.k, call.v, *saved[:3])]
+    recorder.launches.clear()
+    assert engine.recent_backward.made is not None
+    del call, saved, needs
+    gc.collect()
+    assert [x() for x in gone] == [None] * 6
 
 
 def test_ordered_sums_are_another_backward_pass(recorder: Recorder) -> None:

@@ -4,6 +4,7 @@ is launched. Kernels are left out; CPU tensors stand for those of a GPU, and are
 from __future__ import annotations
 
 import gc
+import random
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -249,6 +250,55 @@ def test_what_is_kept_is_bounded() -> None:
     assert len(few) == 1, "what belonged to tensors that are gone is forgotten"
     tensors[1].add_(1)
     assert few.get("n", tensors, "changed") == "changed"
+
+
+def test_what_is_kept_is_what_a_list_would_keep(seed: int) -> None:
+    """Tensors go, change, and are given again. The oldest entries go first, those of tensors that are gone
+    before them, and neither number nor weight passes its limit."""
+    draw = random.Random(seed)
+    cache: VersionedCache[int] = VersionedCache(6, 40, lambda value: value)
+    tensors, listed = [torch.zeros(1) for _ in range(9)], []
+    names = {id(x): n for n, x in enumerate(tensors)}
+    for _ in range(400):
+        here = draw.sample(tensors, draw.choice((0, 1, 2)))
+        key, value = draw.choice("ab"), draw.randrange(45)
+        whole, versions = (key, *[names[id(x)] for x in here]), [x._version for x in here]
+        match draw.choice(("keep", "keep", "keep", "get", "change", "go")):
+            case "keep":
+                assert cache.keep(key, here, value) == value
+                if value <= 40:
+                    listed = [
+                        one for one in listed if one[0] != whole and set(one[0][1:]) <= {*names.values()}
+                    ]
+                    listed.append((whole, versions, value))
+                    while len(listed) > 6 or sum(x for *_, x in listed) > 40:
+                        listed.pop(0)
+                    assert len(cache) == len(listed)
+            case "get":
+                found = [x for name, version, x in listed if name == whole and version == versions]
+                assert cache.get(key, here, -1) == (found[0] if found else -1)
+            case "change" if here:
+                here[0].add_(1)
+            case "go" if here:
+                at = next(i for i, x in enumerate(tensors) if x is here[0])
+                gone, new = names.pop(id(here[0])), torch.zeros(1)
+                names[id(new)] = gone + 9  # with the number of the first, perhaps, once that is gone
+                del here
+                tensors[at] = new
+
+
+def test_keeping_does_not_look_at_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+    cache: VersionedCache[int] = VersionedCache(300, 300, lambda value: looked.append(value) or 1)
+    tensors = [torch.zeros(1) for _ in range(300)]
+    for n, x in enumerate(tensors):
+        cache.keep("n", [x], n)
+    assert looked == [*range(300)] and len(cache) == 300
+    cache.keep("n", tensors[:1], 300)
+    assert looked == [*range(301)] and len(cache) == 300
+    del x, tensors[:100]
+    cache.keep("m", (), 301)
+    assert looked == [*range(302)] and len(cache) == 201, "those of 100 that are gone, and room for another"
 
 
 def test_a_copy_serves_until_a_change(copies: Copies) -> None:

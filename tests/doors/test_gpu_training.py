@@ -122,6 +122,40 @@ def test_calls_without_a_fast_path_are_not_tried_again_and_again(
     assert len(tried) == launch.MOST_TRIES
 
 
+def test_changing_lengths_do_not_make_fast_paths_again_and_again(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    of = launch.FastPath.of
+
+    def counted(call: Any, *given: Any) -> Any:
+        made.append(call.q.shape[2])
+        return of(call, *given)
+
+    monkeypatch.setattr(launch.FastPath, "of", counted)
+    attn = fa4flex.compile(mask=causal)
+    by_length = {n: inputs(n) for n in range(200, 240)}
+    for n in range(200, 240):
+        attn(*by_length[n])
+    assert made == [], "each length came once"
+    for _ in range(3):
+        attn(*by_length[200])
+    assert made == [200] and fast(attn)
+    for n in (*range(201, 220), 200):  # twice each, which was enough for the first
+        for _ in range(2):
+            attn(*by_length[n])
+    assert len(made) <= 3
+    path = attn._caller.recent.fast_path
+    assert path is not None and path.fits(*by_length[made[-1]])
+    made.clear()
+    for _ in range(launch.MOST_PATIENCE + 2):
+        attn(*by_length[230])
+    assert made == [230] and len(recorder.problems) == 1
+    for n in (230, 231, 230):
+        attn(*by_length[n])
+    assert made == [230], "what is made for one length stays when another comes between"
+
+
 def test_what_was_saved_and_changed_since_is_refused(recorder: Recorder) -> None:
     attn, qkv = fa4flex.compile(mask=causal), leaves()
     for _ in range(4):

@@ -4,12 +4,15 @@ launches what an engine that has seen nothing else launches. Kernels are left ou
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from launch_changes import (
+    ARRAY_LOOKS,
     HEADS,
+    HEADS_LOOKS,
     LOOKS,
     Change,
     S,
@@ -19,9 +22,12 @@ from launch_changes import (
     described,
     field,
     mod,
+    of_all,
     of_tensors,
     recording,
     same,
+    shifted,
+    strided,
     with_length,
     without,
 )
@@ -30,8 +36,10 @@ from torch import Tensor
 
 import fa4flex
 from fa4flex.compiler import simulated
-from fa4flex.runtime.cuda.call import Call, SequenceLengths, layout_key
+from fa4flex.runtime.cuda import engine as engine_module
+from fa4flex.runtime.cuda.call import Call, SequenceLengths, array_look
 from fa4flex.runtime.cuda.engine import Engine
+from fa4flex.runtime.cuda.families import look_of
 
 
 @pytest.fixture
@@ -42,8 +50,10 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 # --- one change at a time -----------------------------------------------------------------------------
 
 DENSE: dict[str, Change] = {
-    **of_tensors(("q", "k", "v"), lambda x: x[:, :, :200]),
-    **of_tensors(("sinks",), lambda x: x[:3]),
+    **of_tensors(("q", "k", "v"), HEADS_LOOKS),
+    **of_tensors(("sinks",), {**LOOKS, "shape": lambda x: x[:3]}),
+    "k: shape": field("k", lambda x: x[:, :, :200]),
+    "fewer heads": field("q", lambda x: x[:, :2]),
     **{f"operand: {look}": field("operands", lambda x, f=f: (f(x[0]),)) for look, f in LOOKS.items()},
     "operand: shape": field("operands", lambda x: (x[0][:, :400],)),
     "no sinks": lambda call: call._replace(sinks=None),
@@ -51,7 +61,7 @@ DENSE: dict[str, Change] = {
     "another number": lambda call: call._replace(scalars=(*call.scalars[:-1], call.scalars[-1] + 1)),
     "negative scale": lambda call: call._replace(scale=-call.scale),
     "scale 0": lambda call: call._replace(scale=0.0),
-    "layout": lambda call: call._replace(heads_first=False),
+    "layout": of_all(lambda x: x.transpose(1, 2), heads_first=False),
     "no statistics": lambda call: call._replace(statistics=()),
     "maximum": lambda call: call._replace(statistics=("lse", "max_scores")),
     "queries used": field("lengths", lambda x: x._replace(seqused_q=torch.tensor([S, 7], dtype=torch.int32))),
@@ -60,12 +70,12 @@ DENSE: dict[str, Change] = {
 USED = {
     f"{name}: {look}": with_length(at, change)
     for at, name in ((2, "seqused_q"), (3, "seqused_k"))
-    for look, change in {**LOOKS, "none": lambda x: None}.items()
+    for look, change in {**ARRAY_LOOKS, "none": lambda x: None}.items()
 }
 PACKED = {
     f"{name}: {look}": with_length(at, change)
     for at, name in ((0, "cu_seqlens_q"), (1, "cu_seqlens_k"))
-    for look, change in LOOKS.items()
+    for look, change in ARRAY_LOOKS.items()
 }
 
 
@@ -98,8 +108,18 @@ CASES: dict[str, tuple[Callable[[], tuple[Engine, Call]], Change]] = {
     **{f"dense, {name}": (dense, change) for name, change in DENSE.items()},
     **{f"used, {name}": (used, change) for name, change in USED.items()},
     **{f"packed, {name}": (packed, change) for name, change in PACKED.items()},
-    "packed, fewer sequences": (packed, packed_fewer),
 }
+
+SHARED: dict[str, tuple[Callable[[], tuple[Engine, Call]], Change]] = {
+    **{f"dense, {name}: strides": (dense, field(name, strided)) for name in ("q", "k", "v")},
+    "dense, queries": (dense, field("q", lambda x: x[:, :, :200])),
+    "dense, keys": (dense, lambda call: call._replace(k=call.k[:, :, :99], v=call.v[:, :, :99])),
+    "dense, batch": (dense, of_all(lambda x: x[:1])),
+    "packed, fewer sequences": (packed, packed_fewer),
+    **{f"used, {name}: alignment": (used, with_length(at, shifted)) for at, name in ((2, "q"), (3, "k"))},
+    **{f"packed, {name}: alignment": (packed, with_length(at, shifted)) for at, name in ((0, "q"), (1, "k"))},
+}
+"""Changes of what a launch reads from its tensors."""
 
 
 RESULTS = (3, 4, 5)
@@ -120,33 +140,60 @@ def test_each_component_leads_to_another_launch(recorder: Recorder, name: str) -
     assert same(launched, described(recorder, RESULTS))
 
 
+@pytest.mark.parametrize("name", SHARED)
+def test_what_a_launch_reads_itself_leads_to_the_same(recorder: Recorder, name: str) -> None:
+    make, change = SHARED[name]
+    engine, call = make()
+    engine.run(call)
+    first, changed = engine.find(call), change(call)
+    assert first is not None and engine.find(changed) is first
+    engine.run(changed)
+    assert len(recorder.problems) == 1, "nothing is compiled"
+    compiled, launched = (recorder.problems[-1], recorder.signatures[-1]), described(recorder, RESULTS)
+    afresh(engine).run(changed)
+    assert compiled == (recorder.problems[-1], recorder.signatures[-1])
+    assert same(launched, described(recorder, RESULTS))
+
+
 TABLES = {"dense": (dense, DENSE), "used": (used, USED), "packed": (packed, PACKED)}
 
 
-LENGTHS = 1
-"""Position of the lengths in a key."""
+LENGTHS = 2
+"""Position of the lengths in a look."""
+
+
+def look(call: Call) -> Any:
+    found = look_of(call)
+    assert found is not None
+    return found[0]
+
+
+def test_large_integers_are_launched_by_others(recorder: Recorder) -> None:
+    engine, call = dense()
+    engine.run(call)
+    engine.bits = ((0, 40),)  # it was seen to hold large integers
+    assert engine.find(call) is None
 
 
 @pytest.mark.parametrize("kind", TABLES)
 def test_every_component_is_changed_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cases above are complete: whichever component were left out of the key, one of them would fail."""
     make, table = TABLES[kind]
-    engine, call = make()
-    base = engine.key(call)
-    assert kind == "dense" or base[LENGTHS] == tuple(map(layout_key, call.lengths))
-    found = set().union(*(alone(base, engine.key(change(call))) for change in table.values()))
+    call = make()[1]
+    base = look(call)
+    assert kind == "dense" or base[LENGTHS] == tuple(
+        None if x is None else array_look(x) for x in call.lengths
+    )
+    found = set().union(*(alone(base, look(change(call))) for change in table.values()))
     whole = components(base)
     if kind == "dense":
         monkeypatch.setattr(simulated, "target", lambda: "simulated sm_90a")
-        found |= alone(base, engine.key(call))
-        monkeypatch.undo()
-        engine.bits = ((0, 40),)  # it was seen to hold large integers
-        found |= alone(base, engine.key(call))
+        found |= alone(base, look(call))
         expected = set(whole)
     else:
-        # The shape of one tensor cannot change alone, and both kinds need all that is given.
+        # Both kinds need all that is given.
         given = {place for place in whole if place[0] == LENGTHS}
-        expected = {x for x in given if whole[x] is not None and not isinstance(whole[x], torch.Size)}
+        expected = {x for x in given if whole[x] is not None}
     assert expected <= found
 
 
@@ -157,14 +204,18 @@ def test_a_key_without_a_component_finds_what_is_stale(
     """What the cases look for would be seen."""
     make, table = TABLES[kind]
     engine, call = make()
-    whole = Engine.key
+
+    def blind(call: Call, place: Any) -> Any:
+        found = look_of(call)
+        return found and (without(found[0], place), found[1])
+
     for name, change in table.items():
-        for place in alone(engine.key(call), engine.key(change(call))):
-            monkeypatch.setattr(Engine, "key", lambda *given, at=place: without(whole(*given), at))
-            other = afresh(engine)
-            other.run(call)
-            assert other.find(change(call)) is other.find(call) is not None, name
-            monkeypatch.setattr(Engine, "key", whole)
+        for place in alone(look(call), look(change(call))):
+            with monkeypatch.context() as patch:
+                patch.setattr(engine_module, "look_of", partial(blind, place=place))
+                other = afresh(engine)
+                other.run(call)
+                assert other.find(change(call)) is other.find(call) is not None, name
 
 
 def test_a_simulated_gpu_has_launches_of_its_own(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:

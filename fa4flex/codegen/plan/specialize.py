@@ -8,6 +8,7 @@ from fa4flex.codegen.analyze.domain import READS
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.analyze.hoist import read_by_pairs
 from fa4flex.codegen.analyze.prove import Proved, ProvedQueries
+from fa4flex.codegen.analyze.reach import ANY, Reach
 from fa4flex.codegen.expr import const, nodes
 from fa4flex.codegen.plan.inputs import Inputs
 from fa4flex.codegen.plan.problem import Problem
@@ -48,6 +49,34 @@ def backward_problem(
         pair_reads=any(map(read_by_pairs, nodes(facts.score))),
         long_masks=_long_masks(facts),
     )
+
+
+def same_problem(inputs: Inputs, target: Target) -> Reach:
+    """The extents, around those of `inputs`, for which `forward_problem` sets the same flags."""
+    longest = inputs.extents.q_len
+    queries = [_side(longest, target.few_queries)]
+    if inputs.lengths == "dense" and target.many_queries > 0:
+        queries.append(_side(longest, target.many_queries))
+    least, most = max(low for low, _ in queries), min(high for _, high in queries)
+    return Reach((0, least, 0), (ANY, most, ANY))
+
+
+def same_backward_problem(inputs: Inputs, target: Target) -> Reach:
+    """The extents for which `backward_problem` does so too."""
+    same, extents = same_problem(inputs, target), inputs.extents
+    if target.many_keys <= 0:
+        return same
+    if inputs.lengths == "packed":  # keys per sequence count: for another number of these, other lengths
+        batch = extents.batch
+        least, most = _side(extents.kv_len, (target.many_keys + 1) * max(batch, 1) - 1)
+        return same.within(Reach((batch, 0, least), (batch, ANY, most)))
+    least, most = _side(extents.kv_len, target.many_keys * 2 + 1 if inputs.keys_used else target.many_keys)
+    return same.within(Reach((0, 0, least), (ANY, ANY, most)))
+
+
+def _side(extent: int, threshold: int) -> tuple[int, int]:
+    """The extents that are on the same side of a threshold: up to it, or beyond."""
+    return (threshold + 1, ANY) if extent > threshold else (0, threshold)
 
 
 def by_queries(problem: Problem, proved: ProvedQueries) -> Problem:

@@ -11,16 +11,18 @@ from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
-from fa4flex.codegen.plan.arguments import Argument, Captured, Heads, Number, Schema, Source
-from fa4flex.runtime.cuda.call import ALIGNMENT, layout_key
+from fa4flex.codegen.plan.arguments import Argument, Array, Captured, Heads, Number, Schema, Source
+from fa4flex.runtime.cuda.call import array_look, heads_look, layout_key
 from fa4flex.runtime.cuda.conversions import Conversion, conversion
 
 
 def key_function(schema: Schema, source: Source) -> Callable[[Any], tuple[Any, ...]]:
     """The function of a call, or of what a forward pass saved, that tells what its launch depends on: how
-    tensors look, numbers by their text (0.0 equals -0.0), and the sign of the scale."""
-    rows = schema.found_in(source)
-    return _printed((_owner(rows[0]),), f"({', '.join(map(_key, rows))},)", {"layout_key": layout_key})
+    tensors look, numbers by their text (0.0 equals -0.0), and the sign of the scale. Extents are left out,
+    and so are q, k and v, which are looked at together (families.py)."""
+    rows = [row for row in schema.found_in(source) if source != "call" or not isinstance(row.look, Heads)]
+    space = {"layout_key": layout_key, "heads_look": heads_look, "array_look": array_look}
+    return _printed((_owner(rows[0]),), f"({', '.join(map(_key, rows))},)", space)
 
 
 def conversions_of(schema: Schema, **owners: Any) -> dict[str, Conversion]:
@@ -92,7 +94,9 @@ def _key(row: Argument) -> str:
     x = _path(row)
     match row.look:
         case Heads():
-            return f"{x}.shape, {x}.stride(), {x}.dtype, {x}.get_device(), {x}.data_ptr() % {ALIGNMENT}"
+            return f"heads_look({x})"
+        case Array(_, dims) if dims != ("q_heads",):
+            return f"None if {x} is None else array_look({x})"
         case Captured("tensors"):
             return f"*[layout_key(x) for x in {x}]"
         case Captured("numbers"):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fa4flex.codegen.analyze.prove import proving
+from fa4flex.codegen.analyze.reach import ANY, Extents, Reach, extents_of
 from fa4flex.codegen.plan.arguments import BACKWARD
 from fa4flex.codegen.plan.lengths import ROW_BLOCK, row_block
 from fa4flex.contents import VALIDATE
@@ -73,6 +74,7 @@ class ReadyBackward:
     turn_rows   where sums are ordered, how many rows take turns together, else None
     counted     whether blocks take tiles of keys from a counter
     tables      makes or finds the block tables of a call, where the mask is told by them
+    reach       extents of the calls that it serves
     sums        memory for the gradients of captured tensors
     lengths     what corrects the lengths of a ragged batch
     """
@@ -84,30 +86,33 @@ class ReadyBackward:
     counted: bool
     tables: Callable[[Call], Any] | None
     sums: tuple[CapturedSum, ...]
+    reach: Reach
     lengths: LengthsKernel | None = None
 
     def __call__(self, call: Call, saved: Saved) -> Gradients:
         q, k, v = call.q, call.k, call.v
         *of_heads, rows = saved.lse.shape
         padded = self.padded(call, rows)
-        lse2, delta = (q.new_empty(*of_heads, padded, dtype=torch.float32) for _ in range(2))
-        dq_sum = q.new_empty(*of_heads, padded * self.width, dtype=torch.float32)
-        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        statistics = *of_heads, padded
+        lse2 = q.new_empty(statistics, dtype=torch.float32)
+        delta = q.new_empty(statistics, dtype=torch.float32)
+        dq_sum = q.new_empty((*of_heads, padded * self.width), dtype=torch.float32)
+        # torch.empty_like would have to be told that q, k and v may lie in memory otherwise.
+        dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
         if call.lengths.seqused_k is not None:  # keys that no sequence uses are not written
             dk.zero_()
             dv.zero_()
-        sums = tuple(memory_of(one, q) for one in self.sums)
+        sums = tuple([memory_of(one, q) for one in self.sums]) if self.sums else None
         tables, turns = None if self.tables is None else self.tables(call), None
         if self.turn_rows is not None:
             done = q.new_zeros(*of_heads, padded // self.turn_rows, dtype=torch.int32)
             tables, turns = None, (done, *(tables or (None, None, None)))
         lengths = NO_LENGTHS if self.lengths is None else self.lengths(call)[0]
-        self.launch(
-            call, saved, lse2=lse2, delta=delta, dq_sum=dq_sum, dq=dq, dk=dk, dv=dv, tables=tables,
-            turns=turns, gradients=sums or None, counter=counter(q.get_device()) if self.counted else None,
-            **lengths._asdict(),
-        )  # fmt: skip
+        taken = counter(q.get_device()) if self.counted else None
+        self.launch(call, saved, lse2, delta, dq_sum, dq, dk, dv, tables, turns, sums, taken, *lengths)
         dsinks = None if call.sinks is None else _of_sinks(call.sinks, call.packed, lse2, delta)
+        if sums is None:
+            return Gradients(dq, dk, dv, dsinks, ())
         captured = tuple(result_of(one, x, call.operands) for one, x in zip(self.sums, sums, strict=True))
         return Gradients(dq, dk, dv, dsinks, captured)
 
@@ -130,21 +135,28 @@ def run_backward(engine: Engine, call: Call, saved: Saved, needs: Sequence[int] 
     it: callers then compute it another way. Raises InputError for what an earlier call was wrong in."""
     faults.check()
     deterministic = _deterministic(engine)
+    asked = tuple(needs), deterministic
+    known = engine.recent_backward.find(call, saved, asked)
+    if known is not None:
+        return known(call, saved)
     if VALIDATE:
         check_lengths(call)
-    key = (engine.key(call), _key_of_saved(saved), tuple(needs), deterministic)
-    ready = engine.backward.get(key, (), _UNKNOWN)
+    found = engine.look(call)
+    assert found is not None, "gradients are those of a call that was launched"
+    look, extents = (found[0], _key_of_saved(saved), *asked), found[1]
+    ready = engine.backward.find(look, extents, _UNKNOWN)
     if ready is _UNKNOWN:
         try:
             with proving():
                 ready = _make_ready(engine, call, saved, needs, deterministic)
         except UnsupportedError:
             ready = None
-        engine.backward.keep(key, (), ready)
-    if ready is not None:
-        return ready(call, saved)
-    check_lengths(call)  # the host reads them
-    return None
+        engine.backward.keep(look, extents, ready)
+    if ready is None:
+        check_lengths(call)  # the host reads them
+        return None
+    engine.recent_backward.remember(call, saved, asked, ready)
+    return ready(call, saved)
 
 
 def _deterministic(engine: Engine) -> bool:
@@ -161,29 +173,33 @@ def compile_ahead(engine: Engine, call: Call, dlse: bool) -> None:
     needs = [slot for slot, x in enumerate(call.operands) if x.requires_grad]
     with contextlib.suppress(Fa4flexError), proving():
         require_not_capturing()
-        lowered, _, signature = _lowered(engine, call, needs, dlse, _deterministic(engine))
+        lowered, _, signature, _ = _lowered(engine, call, needs, dlse, _deterministic(engine))
         lowered.compile_ahead(signature)
 
 
 def _lowered(
     engine: Engine, call: Call, needs: Sequence[int], dlse: bool, deterministic: bool
-) -> tuple[Lowered, Given, Signature]:
-    """Everything that decides the kernels."""
+) -> tuple[Lowered, Given, Signature, Reach]:
+    """Everything that decides the kernels, and the extents of other calls for which it is the same."""
     from fa4flex.lower import lower_backward
 
-    given = given_of(engine, call, replace(engine.schedule, deterministic=deterministic))
-    lowered = lower_backward(given, needs)
-    return lowered, given, signature_of(engine.kinds, call, ("dlse",) * dlse)
+    given, reach = given_of(engine, call, replace(engine.schedule, deterministic=deterministic), True)
+    return lower_backward(given, needs), given, signature_of(engine.kinds, call, ("dlse",) * dlse), reach
 
 
 def _make_ready(
     engine: Engine, call: Call, saved: Saved, needs: Sequence[int], deterministic: bool
 ) -> ReadyBackward:
-    lowered, given, signature = _lowered(engine, call, needs, saved.dlse is not None, deterministic)
+    lowered, given, signature, reach = _lowered(engine, call, needs, saved.dlse is not None, deterministic)
     captured = given.captured
     plan: BackwardPlan = lowered.plan
     kernel = lowered.compile(signature)
     by_tables = lowered.problem.mask_form in ("spans", "tables")
+    of_one = by_tables or any(one.adding != "sum" for one in lowered.sums)
+    if of_one or (lowered.sums and deterministic):
+        reach = Reach.exactly(extents_of(given.inputs.extents))
+    elif lowered.sums:
+        reach = reach.within(_as_alone(extents_of(given.inputs.extents)))
     constants = {"scalars": captured.scalars or None}
     conversions = conversions_of(BACKWARD, call=call._replace(lengths=NO_LENGTHS), saved=saved)
     return ReadyBackward(
@@ -194,5 +210,13 @@ def _make_ready(
         plan.persistent,
         tables_of(engine.kinds, call, lowered, captured) if by_tables else None,
         lowered.sums,
+        reach,
         lengths_of(engine.kinds, call, lowered),
     )
+
+
+def _as_alone(extents: Extents) -> Reach:
+    """The extents with one batch entry, or those with several: gradients of captured tensors are added up in
+    other ways there (codegen/plan/captured_sums.py)."""
+    least, most = (0, 1) if extents[0] <= 1 else (2, ANY)
+    return Reach((least, 0, 0), (most, ANY, ANY))

@@ -1,13 +1,16 @@
 """Launching a program on NVIDIA GPUs: everything about a call is decided once per look of its tensors.
 
-A call's look (shapes, strides, dtypes, alignment) is the key to a Ready launch. With one at hand, a call
-allocates its results, makes block tables where a mask is told by them (block_tables.py), and calls the
-compiled function: no copy to the host, no allocation but through torch, so that CUDA graphs can capture it.
-Without one, everything is proved and compiled first; contents of captured tensors take no part in that.
+A call's look (dtypes, heads, widths, alignment) is the key to a Ready launch, which serves a range of
+lengths. With one at hand, a call allocates its results, makes block tables where a mask is told by them
+(block_tables.py), and calls the compiled function: no copy to the host, no allocation but through torch, so
+that CUDA graphs can capture it. Without one, everything is proved and compiled first; contents of captured
+tensors take no part in that.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,19 +19,31 @@ from torch import Tensor
 from fa4flex.codegen.analyze.domain import Shape, slots_read
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.analyze.overflow import integers
-from fa4flex.codegen.analyze.prove import Proved, prove, proving, watched
+from fa4flex.codegen.analyze.prove import (
+    Proved,
+    ProvedQueries,
+    prove,
+    prove_queries,
+    proving,
+    read_queries,
+    watched,
+)
+from fa4flex.codegen.analyze.reach import Extents, Reach, extents_of, widest
 from fa4flex.codegen.evaluate import MODEST_BITS, Captured
 from fa4flex.codegen.plan.arguments import FORWARD
-from fa4flex.compiler import simulated
+from fa4flex.codegen.plan.specialize import same_backward_problem, same_problem
 from fa4flex.contents import VALIDATE, VersionedCache
+from fa4flex.errors import Fa4flexError
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.runtime.cuda import faults
-from fa4flex.runtime.cuda.arguments import conversions_of, key_function, launch_function
+from fa4flex.runtime.cuda.arguments import conversions_of, launch_function
 from fa4flex.runtime.cuda.call import NO_LENGTHS, Call
 from fa4flex.runtime.cuda.device import require_not_capturing, target_of
+from fa4flex.runtime.cuda.families import Families, Look, look_of
+from fa4flex.runtime.cuda.fast_backward import RecentBackward
 from fa4flex.runtime.cuda.lengths import check_lengths, lengths_of
-from fa4flex.runtime.cuda.ready import PARAMETERS, Ready, Results, result_layouts
+from fa4flex.runtime.cuda.ready import PARAMETERS, Ready, Results
 from fa4flex.runtime.cuda.signatures import numbers_of, signature_of
 from fa4flex.runtime.cuda.tables import tables_of
 
@@ -37,10 +52,12 @@ if TYPE_CHECKING:
     from fa4flex.lower import Given
 
 MOST_READY = 256
-"""Looks of calls remembered per program; the oldest is forgotten first."""
+"""Looks of calls remembered per program, those with tables at each of their extents; the oldest is forgotten
+first."""
 
-MOST_PROVED = 64
-"""Proofs of one program: one serves forward and backward passes, whatever else their tensors look like."""
+MOST_PROVED = 256
+"""Proofs of one program, and attempts at some: one serves forward and backward passes, whatever else their
+tensors look like."""
 
 
 class Engine:
@@ -54,10 +71,11 @@ class Engine:
         self._integers = sorted(slots_read(*integers(facts.score, facts.mask)))
         self.bits: tuple[tuple[int, int], ...] = ()
         """Slots of captured tensors that were seen to hold integers of MODEST or more: see Captured."""
-        self._ready: VersionedCache[Ready] = VersionedCache(MOST_READY)
-        self.backward: VersionedCache[Any] = VersionedCache(MOST_READY)
+        self._ready: Families[Ready] = Families(MOST_READY)
+        self.backward: Families[Any] = Families(MOST_READY)
         """What runtime/cuda/backward.py keeps: launches by look, None where there is no kernel."""
-        self.proved: VersionedCache[Proved] = VersionedCache(MOST_PROVED)
+        self.recent_backward = RecentBackward()
+        self.proved: VersionedCache[Any] = VersionedCache(MOST_PROVED)
 
     def find(self, call: Call) -> Ready | None:
         """What was made ready for calls that look like this one. Raises InputError for what an earlier call
@@ -65,8 +83,8 @@ class Engine:
         faults.check()
         if VALIDATE:
             check_lengths(call)
-        ready: Ready | None = self._ready.get(self.key(call), ())
-        return ready
+        found = self.look(call)
+        return None if found is None else self._ready.find(*found)
 
     def run(self, call: Call) -> Results:
         """Raises UnsupportedError for what no kernel does, PastTheEnd for short captured tensors."""
@@ -74,7 +92,9 @@ class Engine:
         if ready is None:
             with proving():
                 ready = make_ready(self, call)
-            self._ready.keep(self.key(call), (), ready)
+            found = self.look(call)
+            if found is not None:
+                self._ready.keep(*found, ready)
         return ready(call)
 
     def look_at(self, call: Call) -> None:
@@ -86,14 +106,10 @@ class Engine:
         more = {slot: max(bits, known.get(slot, 0)) for slot, bits in found.items() if bits > MODEST_BITS}
         self.bits = tuple(sorted((known | more).items()))
 
-    def key(self, call: Call) -> Any:
-        """Key of a call: all that its launch depends on."""
-        lengths = None if call.lengths is NO_LENGTHS else _key_of_lengths(call)
-        rest = call.heads_first, call.statistics, self.bits, simulated.target()
-        return _key_of(call), lengths, *rest
-
-
-_key_of, _key_of_lengths = (key_function(FORWARD, source) for source in ("call", "call.lengths"))
+    def look(self, call: Call) -> tuple[Look, Extents] | None:
+        """All that the launch of a call depends on, and its extents: see look_of."""
+        found = look_of(call)
+        return None if found is None else ((*found[0], self.bits), found[1])
 
 
 _WIDE = frozenset((torch.int32, torch.int64, torch.uint32, torch.uint64))
@@ -110,20 +126,63 @@ def _bits(x: Tensor) -> int:
 # --- making ready -----------------------------------------------------------------------------------------
 
 
-def given_of(engine: Engine, call: Call, schedule: Schedule) -> Given:
-    """What calls that look like this one are compiled from."""
+def given_of(engine: Engine, call: Call, schedule: Schedule, backward: bool = False) -> tuple[Given, Reach]:
+    """What calls that look like this one are compiled from, and for which extents it is the same."""
     from fa4flex.lower import Given
 
     engine.look_at(call)
     captured = Captured(call.operands, numbers_of(engine.kinds, call), engine.bits)
-    sizes = tuple([(x.shape, x.dtype) for x in call.operands])
-
-    def proved(facts: Facts, shape: Shape, captured: Captured) -> Proved:
-        key = shape, engine.watched.numbers_of(captured.scalars), sizes, captured.bits
-        return engine.proved.made(key, (), lambda: prove(facts, shape, captured))
-
+    target = target_of(call.q.device)
     inputs = call.inputs(engine.precision.output_dtype(call.q.dtype))
-    return Given(engine.facts, schedule, inputs, captured, target_of(call.q.device), proved)
+    proofs = Proofs(engine, call, captured)
+    limit = same_backward_problem(inputs, target) if backward else same_problem(inputs, target)
+    proved = proofs.of_both_passes if backward and not schedule.deterministic else proofs.usable
+    sizes = tuple([tuple(x.shape) for x in call.operands])
+    reach, bound = widest(engine.facts, inputs.extents, sizes, limit, proved)
+    return Given(engine.facts, schedule, inputs, captured, target, proofs.prove, bound=bound), reach
+
+
+class Proofs:
+    """Proofs of a program with what a call captured, made once for each problem."""
+
+    def __init__(self, engine: Engine, call: Call, captured: Captured) -> None:
+        self._engine, self._captured = engine, captured
+        numbers = engine.watched.numbers_of(captured.scalars)
+        self._key = numbers, tuple([(x.shape, x.dtype) for x in call.operands]), captured.bits
+
+    def prove(self, facts: Facts, shape: Shape, captured: Captured) -> Proved:
+        """Raises PastTheEnd for short captured tensors, UnsupportedError for integers that are too large."""
+        return self._made("mask", shape, lambda: prove(facts, shape, captured))
+
+    def usable(self, shape: Shape) -> Proved | None:
+        """What launches for other extents can use: no block tables, no index that is wider than theirs."""
+        return self._made("usable", shape, lambda: self._usable(shape))
+
+    def of_both_passes(self, shape: Shape) -> Proved | None:
+        """The same, with query intervals, where a backward pass computes them."""
+        found = self.usable(shape)
+        if found is None or not read_queries(self._engine.facts):
+            return found
+        queries: ProvedQueries | None = self._made("queries", shape, lambda: self._queries(shape))
+        if queries is None or queries.wide_index:
+            return None
+        return replace(found, in_range=found.in_range and queries.in_range)
+
+    def _usable(self, shape: Shape) -> Proved | None:
+        try:
+            found = self.prove(self._engine.facts, shape, self._captured)
+        except Fa4flexError:
+            return None
+        return None if found.mask_form == "tables" or found.wide_index else found
+
+    def _queries(self, shape: Shape) -> ProvedQueries | None:
+        try:
+            return prove_queries(self._engine.facts, shape, self._captured)
+        except Fa4flexError:
+            return None
+
+    def _made(self, what: str, shape: Shape, make: Callable[[], Any]) -> Any:
+        return self._engine.proved.made((what, shape, self._key), (), make)
 
 
 def make_ready(engine: Engine, call: Call) -> Ready:
@@ -132,21 +191,26 @@ def make_ready(engine: Engine, call: Call) -> Ready:
     from fa4flex.lower import lower_forward
 
     require_not_capturing()
-    given = given_of(engine, call, engine.schedule)
+    given, reach = given_of(engine, call, engine.schedule)
     lowered, shape, captured = lower_forward(given), given.inputs.extents, given.captured
     plan: ForwardPlan = lowered.plan
     by_work = plan.order == "by_work"
     kernel = lowered.compile(signature_of(engine.kinds, call, ("order",) if by_work else ()))
-    constants = {"scalars": captured.scalars or None, "max_q_len": shape.q_len}
+    by_tables = lowered.problem.mask_form == "tables"
+    output = engine.precision.output_dtype(call.q.dtype)
+    constants = {"scalars": captured.scalars or None}
     conversions = conversions_of(FORWARD, call=call._replace(lengths=NO_LENGTHS))
     return Ready(
         kernel.launch,
         launch_function(FORWARD, kernel.launch, PARAMETERS, constants, conversions),
         constants,
         bool(conversions),
-        result_layouts(call, shape, engine.precision.output_dtype(call.q.dtype)),
+        output,
+        call.v.shape[-1],
+        call.statistics,
+        Reach.exactly(extents_of(shape)) if by_tables else reach,
         call.lengths.seqused_q is not None,
         plan.config().dynamic,
         lengths_of(engine.kinds, call, lowered, plan.tile if by_work else None),
-        tables_of(engine.kinds, call, lowered, captured) if lowered.problem.mask_form == "tables" else None,
+        tables_of(engine.kinds, call, lowered, captured) if by_tables else None,
     )

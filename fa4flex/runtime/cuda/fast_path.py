@@ -72,7 +72,7 @@ class FastPath:
         self.requires_grad = any(x.requires_grad for x in (call.q, call.k, call.v, *self.others))
         self.trains = self.requires_grad and torch.is_grad_enabled()
         self.alignment = (call.q.data_ptr() | call.k.data_ptr() | call.v.data_ptr()) % ALIGNMENT
-        self.allocate = _allocation(call.q, ready)
+        self.allocate = _allocation(call, ready)
         self.launch = launch_function(FORWARD, ready.kernel, PARAMETERS, _constants(call, ready), {})
 
     @staticmethod
@@ -81,7 +81,7 @@ class FastPath:
         if call.lengths is not NO_LENGTHS or ready.converts or ready.gaps:
             return None
         tensors = call.q, call.k, call.v, *call.operands
-        looks = _guard(tensors if call.sinks is None else (*tensors, call.sinks))
+        looks = guard_of(tensors if call.sinks is None else (*tensors, call.sinks))
         return None if looks is None else FastPath(call, ready, looks, read, statistics)
 
     def serves(self, variant: Variant) -> bool:
@@ -132,11 +132,12 @@ def _same(found: tuple[Any, ...], known: tuple[Any, ...]) -> bool:
     return found is known or all(map(is_, found, known))
 
 
-def _allocation(q: Tensor, ready: Ready) -> Callable[[Tensor], Results] | None:
+def _allocation(call: Call, ready: Ready) -> Callable[[Tensor], Results] | None:
     """What makes room for results, or None where that is an output like q: the cheapest of allocations."""
-    like = torch.empty_like(q)
-    plain = ready.layouts == ((tuple(like.shape), like.stride(), like.dtype), None, None)
-    return None if plain else ready.results
+    _, layouts = ready.layouts(call)
+    like = torch.empty_like(call.q)
+    plain = layouts == (tuple(like.shape), like.stride(), None, None) and like.dtype == ready.dtype
+    return None if plain else lambda q: ready.results(q, layouts)
 
 
 def _constants(call: Call, ready: Ready) -> dict[str, Any]:
@@ -145,10 +146,11 @@ def _constants(call: Call, ready: Ready) -> dict[str, Any]:
     found = {row.name: getattr(call, row.name) for row in FORWARD.found_in("call")}
     found |= {row.name: None for row in FORWARD.found_in("call.lengths")}
     found |= ready.constants
-    return found | {"scalars": prepared(found["scalars"]), "operands": call.operands or None, "order": None}
+    found |= {"scalars": prepared(found["scalars"]), "operands": call.operands or None}
+    return found | {"order": None, "max_q_len": ready.layouts(call)[0]}
 
 
-def _guard(tensors: tuple[Tensor, ...]) -> Callable[..., bool] | None:
+def guard_of(tensors: tuple[Tensor, ...]) -> Callable[..., bool] | None:
     """A function that tells whether tensors look like these; None where this torch has none that works, or
     where a tensor is given twice, which it does not allow."""
     try:

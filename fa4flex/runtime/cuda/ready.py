@@ -10,21 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fa4flex.codegen.analyze.domain import Shape
+from fa4flex.codegen.analyze.reach import Reach
 from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, SequenceLengths
 from fa4flex.runtime.cuda.counter import counter
 from fa4flex.runtime.cuda.lengths import LengthsKernel
-from fa4flex.runtime.layouts import empty_output
+from fa4flex.runtime.layouts import output_layout
 
 Results = tuple[Tensor, Tensor | None, Tensor | None]
 """out in q's layout; lse and max_scores [B, Hq, Sq], or [Hq, Tq] for packed queries, each None or empty where
 it is computed on request and was not asked for."""
 
-Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
-"""Shape, strides and dtype of a result."""
+Layouts = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...] | None, tuple[int, ...] | None]
+"""Shape and strides of the output, shapes of lse and max_scores; None for what is not computed."""
 
 
-PARAMETERS = "call", "out", "lse", "max_scores", "tables", "counter", "order", *SequenceLengths._fields
+PARAMETERS = (
+    "call", "out", "lse", "max_scores", "tables", "max_q_len", "counter", "order", *SequenceLengths._fields
+)  # fmt: skip
 """Parameters of a Ready's launch function; other arguments are the same for all calls that look alike."""
 
 
@@ -36,7 +38,9 @@ class Ready:
     launch      the same as a function of PARAMETERS
     constants   arguments that are the same for all such calls
     converts    whether tensors are converted at each launch
-    layouts     of out, lse and max_scores; None for what is not computed
+    dtype, width   of the output
+    statistics  which of lse and max_scores are computed
+    reach       extents of the calls that it serves
     gaps        whether there are query rows that no sequence uses, which kernels do not write
     counted     whether blocks take tiles from a counter
     lengths     what corrects the lengths of a ragged batch, and sorts its tiles where that is asked for
@@ -47,27 +51,46 @@ class Ready:
     launch: Callable[..., None]
     constants: Mapping[str, Any]
     converts: bool
-    layouts: tuple[Layout, Layout | None, Layout | None]
+    dtype: torch.dtype
+    width: int
+    statistics: tuple[str, ...]
+    reach: Reach
     gaps: bool
     counted: bool
     lengths: LengthsKernel | None = None
     tables: Callable[[Call], Any] | None = None
 
     def __call__(self, call: Call) -> Results:
-        device = call.q.get_device()
-        out, lse, largest = self.results(call.q)
+        q = call.q
+        device, (length, layouts) = q.get_device(), self.layouts(call)
+        out, lse, largest = self.results(q, layouts)
         tables = None if self.tables is None else self.tables(call)
         taken = counter(device) if self.counted else None
         lengths, order = (NO_LENGTHS, None) if self.lengths is None else self.lengths(call)
-        self.launch(call, out, lse, largest, tables, taken, order, *lengths)
+        self.launch(call, out, lse, largest, tables, length, taken, order, *lengths)
         return out, lse, largest
 
-    def results(self, q: Tensor) -> Results:
+    def layouts(self, call: Call) -> tuple[int, Layouts]:
+        """The query length, and layouts of out, lse and max_scores."""
+        q = call.q
+        shape, strides = output_layout(q, self.width)
+        if call.packed:
+            length, heads, _ = shape
+            row: tuple[int, ...] = heads, length
+        elif call.heads_first:
+            row, length = shape[:-1], shape[2]
+        else:
+            batch, length, heads, _ = shape
+            row = batch, heads, length
+        lse, largest = (row if name in self.statistics else None for name in ("lse", "max_scores"))
+        return length, (shape, strides, lse, largest)
+
+    def results(self, q: Tensor, layouts: Layouts) -> Results:
         """Memory for what a launch computes."""
-        (shape, strides, dtype), of_lse, of_largest = self.layouts
-        out = q.new_empty_strided(shape, strides, dtype=dtype)
-        lse = None if of_lse is None else _empty(q, of_lse)
-        largest = None if of_largest is None else _empty(q, of_largest)
+        shape, strides, of_lse, of_largest = layouts
+        out = q.new_empty_strided(shape, strides, dtype=self.dtype)
+        lse = None if of_lse is None else q.new_empty(of_lse, dtype=torch.float32)
+        largest = None if of_largest is None else q.new_empty(of_largest, dtype=torch.float32)
         if self.gaps:
             _fill(out, lse, largest)
         return out, lse, largest
@@ -79,19 +102,3 @@ def _fill(out: Tensor, *statistics: Tensor | None) -> None:
     for x in statistics:
         if x is not None:
             x.fill_(-math.inf)
-
-
-def _empty(q: Tensor, layout: Layout) -> Tensor:
-    return q.new_empty_strided(layout[0], layout[1], dtype=layout[2])
-
-
-def result_layouts(
-    call: Call, shape: Shape, dtype: torch.dtype
-) -> tuple[Layout, Layout | None, Layout | None]:
-    """Layouts of out, lse and max_scores."""
-    out = empty_output(call.q, call.v.shape[-1], dtype)
-    sizes = (shape.heads, shape.q_len) if call.packed else (shape.batch, shape.heads, shape.q_len)
-    strides = tuple(math.prod(sizes[i + 1 :]) for i in range(len(sizes)))
-    row = sizes, strides, torch.float32
-    lse, largest = (row if name in call.statistics else None for name in ("lse", "max_scores"))
-    return (tuple(out.shape), out.stride(), dtype), lse, largest

@@ -1,0 +1,120 @@
+"""What calls have in common that one launch serves: how their tensors look, whatever their lengths.
+
+A launch reads extents and strides from the tensors it is given. So its key says of a tensor what a kernel is
+compiled for and how it is converted, and leaves out batch, lengths and strides. Which of these a launch
+serves, it knows itself: `Reach`. One that was made with tables for the extents of one call serves only these.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Generic, Protocol, TypeVar
+
+from torch import Tensor
+
+from fa4flex.codegen.analyze.reach import Extents, Reach
+from fa4flex.codegen.plan.arguments import FORWARD, Heads
+from fa4flex.compiler import simulated
+from fa4flex.contents import VersionedCache
+from fa4flex.runtime.cuda.arguments import key_function
+from fa4flex.runtime.cuda.call import ALIGNMENT, NO_LENGTHS, Call, heads_look
+
+MOST_REACHES = 8
+"""Launches of one look, each for a range of extents; the oldest is forgotten first."""
+
+Look = tuple[Any, ...]
+
+
+# --- looks ------------------------------------------------------------------------------------------------
+
+
+def look_of(call: Call) -> tuple[Look, Extents] | None:
+    """All that the launch of a call depends on besides its extents, and these; None where q, k and v do not
+    have the dimensions that calls have."""
+    lengths = call.lengths
+    if lengths is NO_LENGTHS:
+        heads, of_lengths = _dense(call), None
+    else:
+        heads = _dense(call) if lengths.cu_seqlens_q is None else _packed(call)
+        of_lengths = _key_of_lengths(call)
+    if heads is None:
+        return None
+    looks, extents = heads
+    return (looks, _key_of(call), of_lengths, call.statistics, simulated.target()), extents
+
+
+assert [row.name for row in FORWARD.found_in("call") if isinstance(row.look, Heads)] == ["q", "k", "v"]
+_key_of, _key_of_lengths = (key_function(FORWARD, source) for source in ("call", "call.lengths"))
+
+
+def _dense(call: Call) -> tuple[Look, Extents] | None:
+    """Looks of q, k and v, whether their extents agree, and these."""
+    q, k, v = call.q, call.k, call.v
+    if not q.dim() == k.dim() == v.dim() == 4:
+        return None
+    if call.heads_first:
+        (b, heads, length, width), (kb, k_heads, keys, k_width) = q.shape, k.shape
+        vb, v_heads, values, v_width = v.shape
+    else:
+        (b, length, heads, width), (kb, keys, k_heads, k_width) = q.shape, k.shape
+        vb, values, v_heads, v_width = v.shape
+    agree = b == kb == vb and keys == values
+    sizes = heads, k_heads, v_heads, width, k_width, v_width
+    return (call.heads_first, agree, sizes, *_looks(q, k, v)), (b, length, keys)
+
+
+def _looks(q: Tensor, k: Tensor, v: Tensor) -> Look:
+    """What `heads_look` says of each, together where all of them can be read as they are: most can."""
+    (a, b, c, q_unit), (d, e, f, k_unit), (g, h, i, v_unit) = q.stride(), k.stride(), v.stride()
+    places = (
+        q.data_ptr() | k.data_ptr() | v.data_ptr() | (a | b | c | d | e | f | g | h | i) * q.element_size()
+    )
+    dtype, device = q.dtype, q.get_device()
+    alike = dtype is k.dtype is v.dtype and device == k.get_device() == v.get_device()
+    if places % ALIGNMENT or not alike or not q_unit == k_unit == v_unit == 1:
+        return heads_look(q), heads_look(k), heads_look(v)
+    one = dtype, device, True
+    return one, one, one
+
+
+def _packed(call: Call) -> tuple[Look, Extents] | None:
+    q, k, v, cu = call.q, call.k, call.v, call.lengths.cu_seqlens_q
+    if not q.dim() == k.dim() == v.dim() == 3 or cu is None or not cu.dim():
+        return None
+    (length, *sizes), (keys, *k_sizes), (values, *v_sizes) = q.shape, k.shape, v.shape
+    looks = keys == values, (*sizes, *k_sizes, *v_sizes), heads_look(q), heads_look(k), heads_look(v)
+    return looks, (cu.shape[0] - 1, length, keys)
+
+
+# --- launches ---------------------------------------------------------------------------------------------
+
+
+class Reaching(Protocol):
+    @property
+    def reach(self) -> Reach: ...
+
+
+Ready = TypeVar("Ready", bound=Reaching)
+
+
+class Families(Generic[Ready]):
+    """Launches by the look of calls and their extents. `None` is kept for calls that nothing launches."""
+
+    def __init__(self, most: int) -> None:
+        self._kept: VersionedCache[Any] = VersionedCache(most)
+
+    def find(self, look: Look, extents: Extents, default: Any = None) -> Any:
+        for ready in self._kept.get(look, (), ()):
+            if ready.reach.holds(extents):
+                return ready
+        return self._kept.get((look, extents), (), default)
+
+    def keep(self, look: Look, extents: Extents, ready: Ready | None) -> None:
+        if ready is None or ready.reach.exact:
+            self._kept.keep((look, extents), (), ready)
+        else:
+            known = self._kept.get(look, (), ())
+            self._kept.keep(look, (), (ready, *known)[:MOST_REACHES])
+
+    def __len__(self) -> int:
+        """Number of looks, and of extents that have a launch of their own."""
+        return len(self._kept)
