@@ -65,6 +65,11 @@ def gathered(g: Grid) -> tuple[dict[str, Any], Leaves]:
     return scored(lambda s, b, h, q, k, t: s + t[h, ids[q, k]], leaf(g.heads, 9))
 
 
+def gathered_rows(g: Grid) -> tuple[dict[str, Any], Leaves]:
+    ids = torch.randint(0, 9, (g.q_len, g.kv_len))
+    return scored(lambda s, b, h, q, k, t: s + t[h, ids[q, k]].sum(-1), leaf(g.heads, 9, 5))
+
+
 def strided(g: Grid) -> tuple[dict[str, Any], Leaves]:
     whole = leaf(g.q_len, 2 * g.heads)
     table = whole.mT[::2]
@@ -123,6 +128,7 @@ CASES: dict[str, Make] = {
         leaf(33),
         mask=None,
     ),
+    "long rows, gathered": gathered_rows,
     "read twice": lambda g: scored(
         lambda s, b, h, q, k, t: s + t[q] * t[k], leaf(max(g.q_len, g.kv_len)), mask=None
     ),

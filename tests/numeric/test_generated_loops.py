@@ -63,7 +63,7 @@ def program(mod: Mod) -> Program:
 @pytest.mark.parametrize("wide", [False, True], ids=["32 bits", "64 bits"])
 @pytest.mark.parametrize("name", folds(1))
 def test_loops(name: str, wide: bool) -> None:
-    """Of as many terms as leave a remainder of what is written out side by side."""
+    """Folds by loops are those of all terms, of which there are a few more than are ever written out."""
     found = program(folds(LONGEST + 7)[name])
     check(found.facts, GRID, found.captured(), "none", wide_index=wide)
 

@@ -78,7 +78,7 @@ class _Places:
     columns: tuple[int, ...]
 
     def elements(self, pointwise: Pointwise) -> Any:
-        """As `_elements`, with long sums."""
+        """Elements as `_elements` yields them, with long sums."""
         return with_folds(pointwise, self._elements(pointwise))
 
     def _elements(self, pointwise: Pointwise) -> Any:

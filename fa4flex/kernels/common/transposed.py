@@ -38,7 +38,7 @@ class Slab:
         return replace(self, queries=self.queries[first : first + count], first=first)
 
     def elements(self, pointwise: Pointwise, q_first: Int32, guard: bool) -> Iterator[tuple[int, int, At]]:
-        """As `_elements`, with long sums."""
+        """Elements as `_elements` yields them, with long sums."""
         return with_folds(pointwise, self._elements(pointwise, q_first, guard))
 
     def _elements(self, pointwise: Pointwise, q_first: Int32, guard: bool) -> Iterator[tuple[int, int, At]]:
