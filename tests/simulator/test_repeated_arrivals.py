@@ -75,7 +75,7 @@ def test_warps_that_exit_no_longer_have_to_come(timing: tuple[str, int]) -> None
 @pytest.mark.parametrize("timing", TIMINGS, ids=str)
 @pytest.mark.parametrize("leaves", ("", ARRIVE), ids=("before", "after arriving"))
 def test_a_warp_that_exits_completes_nothing(leaves: str, timing: tuple[str, int]) -> None:
-    """Of three warps the last one exits at once, and no barrier is complete before the first one comes."""
+    """The last of three warps exits at once, and no barrier is complete before the first one comes."""
     text = (
         KERNEL.replace("FIRST", f"setp.ge.u32 %p3, %r1, 64; @!%p3 bra STAYS; {leaves} ret; STAYS:")
         .replace("SECOND", ARRIVE)

@@ -218,7 +218,7 @@ def launches(gpu: Any) -> list[str]:
 
 @pytest.mark.slow
 def test_lengths_are_looked_at_once() -> None:
-    """By whichever pass and layer comes first; a tensor that changed is looked at again."""
+    """Whichever pass and layer comes first corrects; a tensor that changed is looked at again."""
     q, k, v = inputs(80)
     cu = cumulative([30, 50])
     layers = [fa4flex.compile(mask=causal, schedule=Schedule(order=x)) for x in ("auto", "longest_first")]

@@ -293,7 +293,7 @@ def _by_constant(op: str, least: int) -> Callable[[Ends, Ends], Ends | None]:
 
 
 def _floordiv(a: Ends, b: Ends) -> Ends | None:
-    """By one divisor, quotients rise with the numerator, or fall."""
+    """Quotients by one divisor: they rise with the numerator, or fall."""
     by = b[0]
     if by is not b[1]:
         return None
@@ -372,4 +372,4 @@ _RULES: dict[tuple[str, str], Callable[..., Ends | None]] = {
     ("eq", "any"): _eq,
     ("ne", "any"): lambda a, b: _not(_eq(a, b)),
 }
-"""By operation and kind of the first argument."""
+"""Rules, by operation and kind of the first argument."""
