@@ -8,6 +8,12 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no
 # One worker per core; a worker takes up to 4 GB.
 WORKERS ?= --numprocesses auto --maxprocesses 8 --dist worksteal
 
+# Tests start processes, and each would compile all of torch anew where Python is told to write no bytecode.
+ifdef PYTHONDONTWRITEBYTECODE
+unexport PYTHONDONTWRITEBYTECODE
+export PYTHONPYCACHEPREFIX := $(abspath $(VENV))/bytecode
+endif
+
 .PHONY: demo test exhaustive lint clean
 
 $(VENV)/.torch: constraints.txt

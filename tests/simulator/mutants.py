@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
 
 from fa4flex.simulator.ptx.nodes import Imm, Instruction, Reg
 from fa4flex.simulator.run.launch import Result
 from fa4flex.simulator.run.program import Program
+from fa4flex.simulator.watch.findings import REMARKS, Fault, Finding, Findings
 
 REMOVED = (
     "mbarrier.arrive",
@@ -61,6 +64,23 @@ def can_matter(mutant: Mutant, result: Result) -> bool:
     nobody awaits, and waits for what is known already do not."""
     fence = mutant.instruction.opcode.startswith(("fence", "wgmma.fence"))
     return fence or mutant.instruction.line in result.useful
+
+
+def clean_to_its_end(clean: Callable[..., bool], *given: Any) -> bool:
+    """What `clean(*given)` returns, or False at the first finding of a launch in it: what a mutant does
+    after that tells nothing more, and takes much of the time."""
+    add = Findings.add
+
+    def add_and_end(findings: Findings, finding: Finding) -> None:
+        add(findings, finding)
+        if finding.kind not in REMARKS:
+            raise Fault(finding)
+
+    with patch.object(Findings, "add", add_and_end):
+        try:
+            return clean(*given)
+        except Fault:
+            return False
 
 
 def executed(result: Result) -> frozenset[int]:

@@ -10,7 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from mutants import Mutant, can_matter, mutants
+from mutants import Mutant, can_matter, clean_to_its_end, mutants
 from torch import Tensor
 
 from fa4flex.compiler.simulated import simulated
@@ -55,11 +55,11 @@ class Own:
 
     def noticed(self, mutant: Mutant) -> bool:
         """True if some timing shows the mutant."""
-        return not all(self.clean(timing, seed, mutant.program) for timing, seed in TIMINGS)
+        return not all(clean_to_its_end(self.clean, *timing, mutant.program) for timing in TIMINGS)
 
     def that_matter(self) -> list[Mutant]:
         for timing, seed in TIMINGS:
-            assert self.clean(timing, seed)
+            assert clean_to_its_end(self.clean, timing, seed)
         result = self.run("eager", 0)
         return [mutant for mutant in mutants(result) if can_matter(mutant, result)]
 

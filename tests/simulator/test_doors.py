@@ -18,7 +18,9 @@ pytest.importorskip("cutlass", reason="CuTe DSL exists for Linux only")
 import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Float32, cute
+from cutlass.base_dsl.compiler import Compiler
 from cutlass.cute.runtime import from_dlpack, make_fake_compact_tensor, make_fake_stream, make_fake_tensor
+from cutlass.cutlass_dsl import tvm_ffi_provider as provider
 from peers import flash_attention
 
 import fa4flex
@@ -122,6 +124,25 @@ def test_a_tvm_ffi_function_takes_cpu_tensors(with_tvm_ffi: Any, tensors: Any) -
     with capturing("sm_90a", seen.append), patch.object(shim, "static_shared_bytes", refuse):
         with_tvm_ffi(x, y, 2.0)  # it is not loaded, and so not configured, a second time
     assert len(seen) == 2
+
+
+def test_host_code_for_tvm_ffi_is_made_once_and_not_optimised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To make it twice, and fast, took a tenth of a compilation; outside of the simulator nothing changes."""
+    made: list[int] = []
+    to_bytes = provider._aot_support.export_module_to_bytes
+
+    def noted(module: Any, *, opt_level: int, **options: Any) -> Any:
+        made.append(opt_level)
+        return to_bytes(module, opt_level=opt_level, **options)
+
+    monkeypatch.setattr(Compiler, "jit", refuse)
+    monkeypatch.setattr(provider._aot_support, "export_module_to_bytes", noted)
+    like = make_fake_tensor(Float32, (cute.sym_int32(),), (1,))
+    arguments = like, like, Float32(0), make_fake_stream(use_tvm_ffi_env_stream=True)
+    with capturing("sm_90a", refuse):
+        cute.compile(scale, *arguments, options="--enable-tvm-ffi")
+    assert made == [0]
+    assert (Compiler.jit, provider._aot_support.export_module_to_bytes) == (refuse, noted)
 
 
 def test_parameters_lie_as_the_ptx_declares_them() -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 from planted import run
 
+from fa4flex.simulator.ptx.nodes import Instruction
+from fa4flex.simulator.state.operation import Operation, Units
+
 TIMINGS = ("eager", "late", "random")
 COPY = """
     cvt.u64.u32 %rd2, %r2;
@@ -87,3 +90,22 @@ def test_requests_of_several_lanes_keep_where_their_answers_go(timing: str) -> N
     """Two lanes ask at once: each answer is written to its own place."""
     result, _ = run(STEPS, "sm_100a", 32, timing)
     assert not result.findings
+
+
+def test_waiters_find_operations_by_what_they_signal() -> None:
+    """The object itself counts, not what equals it; the order is that of issue, until they have landed."""
+    units, instruction = Units(), Instruction("cp.async", (), 1)
+    units.eager = False
+    one: list[int] = []
+    other: list[int] = []
+    issued = [
+        Operation(instruction, lambda: None, signals, "queue")
+        for signals in ((one,), (other, one), (), (one, one))
+    ]
+    for operation in issued:
+        units.submit(operation)
+    assert units.signalling(one) == [issued[0], issued[1], issued[3]]
+    assert units.signalling(other) == [issued[1]] and not units.signalling(None)
+    units.land(issued[1])
+    assert units.pending == issued[2:]
+    assert units.signalling(one) == [issued[3]] and not units.signalling(other)

@@ -104,18 +104,24 @@ def _compiler() -> Iterator[Replacement]:
     from cutlass.base_dsl.tvm_ffi_builder.tvm_ffi_builder import TVMFFIFunctionBuilder
     from cutlass.cute.runtime import _Tensor
     from cutlass.cutlass_dsl.tvm_ffi_provider import TVMFFIJitCompiledFunctionBase
+    from cutlass.cutlass_dsl.tvm_ffi_provider import _aot_support as aot
 
-    compiling: list[int] = []  # the number of the device code that is being compiled
+    compiling: list[tuple[int, bool]] = []
+    """What is being compiled: the number of its device code, and whether it is called through TVM-FFI."""
     compile_module, jit = BaseDSL.compile_and_cache, Compiler.jit
-    create = TVMFFIJitCompiledFunctionBase._create_tvm_ffi_function
+    create, to_bytes = TVMFFIJitCompiledFunctionBase._create_tvm_ffi_function, aot.export_module_to_bytes
+
+    def unoptimised(module: Any, **options: Any) -> Any:
+        """Host code runs for microseconds, once per launch: to optimise it takes a tenth of a second."""
+        return to_bytes(module, **options | {"opt_level": 0})
 
     @functools.wraps(compile_module)
     def compile_and_cache(dsl: Any, *args: Any, **kwargs: Any) -> Any:
-        compiling.append(shim.new_binary())
+        compiling.append((shim.new_binary(), dsl.compile_options.enable_tvm_ffi))
         try:
             compiled = compile_module(dsl, *args, **kwargs)
         finally:
-            binary = compiling.pop()
+            binary, _ = compiling.pop()
         if compiled.has_gpu_module and compiled.engine is not None:
             shim.set_ptx(binary, _ptx(compiled))
             compiled.__class__ = _simulated(type(compiled))
@@ -123,12 +129,16 @@ def _compiler() -> Iterator[Replacement]:
 
     @functools.wraps(jit)
     def jit_linked(compiler: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
-        with shim.linked(module, compiling[-1]):
+        binary, by_tvm_ffi = compiling[-1]
+        if by_tvm_ffi:  # `create` replaces this code by its own before anybody calls it
+            return _NoCode()
+        with shim.linked(module, binary):
             return jit(compiler, module, *args, **kwargs)
 
     @functools.wraps(create)
     def create_linked(compiled: Any) -> Any:
-        with shim.linked(compiled.ir_module, compiling[-1]):
+        binary, _ = compiling[-1]
+        with shim.linked(compiled.ir_module, binary), _replaced(aot, "export_module_to_bytes", unoptimised):
             return create(compiled)
 
     yield BaseDSL, "compile_and_cache", compile_and_cache
@@ -140,6 +150,13 @@ def _compiler() -> Iterator[Replacement]:
     decode, load = DeviceCheck(builder.decode_param_tensor, builder.load_dltensor_device_type).methods()
     yield builder, "decode_param_tensor", decode
     yield builder, "load_dltensor_device_type", load
+
+
+class _NoCode:
+    """In place of an execution engine whose functions nobody calls."""
+
+    def lookup(self, name: str) -> None:
+        return None
 
 
 def _ptx(compiled: Any) -> str:

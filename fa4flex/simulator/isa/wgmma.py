@@ -235,8 +235,9 @@ def wait_group(instruction: Instruction) -> Act:
         count = max(0, len(mine.groups) - int(left(warp)[0]))
         pending = [p for group, _ in mine.groups[:count] for p in group if not p.over()]
         if pending:
-            what = f"{len(pending)} products of its warpgroup"
-            return Wait(lambda: all(p.over() for p in pending), what, pending[0])
+            what, first = f"{len(pending)} products of its warpgroup", pending[0]
+            pending.reverse()
+            return Wait(lambda: _all_over(pending), what, first)
         for group, line in mine.groups[:count]:
             for product in group:
                 _learns(warp, product, (instruction.line, line))
@@ -246,6 +247,14 @@ def wait_group(instruction: Instruction) -> Act:
         return None
 
     return Act(run)
+
+
+def _all_over(pending: list[Product]) -> bool:
+    """Whether all are over, which are taken from the end: those that are over stay so, and are not asked
+    again."""
+    while pending and pending[-1].over():
+        pending.pop()
+    return not pending
 
 
 def _learns(warp: Warp, product: Product, lines: tuple[int, int]) -> None:

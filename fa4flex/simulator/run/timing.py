@@ -65,7 +65,7 @@ class Timing:
     def forced(self, units: Units, waits: Sequence[Wait]) -> Operation:
         """Which of the pending operations lands when nobody can go on."""
         for wait in waits:
-            wanted = list(units.signalling(wait.on))
+            wanted = units.signalling(wait.on)
             if wanted:
                 return self._random.choice(wanted) if self.name == "random" else wanted[0]
         return units.pending[0]

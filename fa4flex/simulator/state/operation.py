@@ -5,7 +5,7 @@ When one lands is the choice of the timing policy (run/timing.py). Operations of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from fa4flex.errors import Fa4flexError
@@ -34,11 +34,15 @@ class Units:
 
     def __init__(self) -> None:
         self.pending: list[Operation] = []
+        self._signalling: dict[int, list[Operation]] = {}
+        """Those that signal an object, by its id: it lives as long as they do, and need not be hashable."""
         self.eager = True
         self.landings = 0
 
     def submit(self, operation: Operation) -> None:
         self.pending.append(operation)
+        for signal in set(map(id, operation.signals)):
+            self._signalling.setdefault(signal, []).append(operation)
         if self.eager:
             self.land(operation)
 
@@ -56,6 +60,10 @@ class Units:
     def _land(self, operation: Operation) -> None:
         operation.landed = True
         self.pending.remove(operation)
+        for signal in set(map(id, operation.signals)):
+            self._signalling[signal].remove(operation)
+            if not self._signalling[signal]:
+                del self._signalling[signal]  # another object may get this id
         self.landings += 1
         try:
             operation.land()
@@ -64,6 +72,6 @@ class Units:
             text = f"an operation cannot be carried out: {error}"
             raise Fault(Finding("misuse", text, operation.instruction)) from error
 
-    def signalling(self, on: object) -> Iterable[Operation]:
-        """Those whose end a waiter for `on` may be waiting for."""
-        return [o for o in self.pending if any(s is on for s in o.signals)]
+    def signalling(self, on: object) -> Sequence[Operation]:
+        """Those whose end a waiter for `on` may be waiting for, in the order in which they were issued."""
+        return self._signalling.get(id(on), ())
