@@ -24,6 +24,9 @@ WORKER = "fa4flex.compiler.worker"
 PATIENCE = 5.0
 """Seconds that a process which is told to end has for it."""
 
+MOST_RUNNING = 2
+"""Processes at a time: each takes a core and half a gigabyte."""
+
 _running: dict[str, subprocess.Popen[bytes]] = {}
 
 
@@ -33,10 +36,10 @@ def useful() -> bool:
 
 
 def start(key: str, job: bytes) -> None:
-    """Have `job`, as worker.py reads it, done by a process, if that can be had."""
+    """Have `job`, as worker.py reads it, done by a process, if that can be had and few run yet."""
     for known in [known for known, process in _running.items() if process.poll() is not None]:
         _running.pop(known, None)
-    if key in _running:
+    if key in _running or len(_running) >= MOST_RUNNING:
         return
     with contextlib.suppress(OSError):
         process = subprocess.Popen(

@@ -155,7 +155,7 @@ def test_the_end_of_a_captured_table_is_noticed_at_the_call_that_passes_it(
 
 
 def test_a_score_may_pass_the_end_of_what_it_does_not_read(recorder: Recorder) -> None:
-    """Pairs that the mask hides may. Whether all indices are in range, kernels are told."""
+    """Its mask hides such pairs. Kernels are told whether all indices are in range."""
     bias = torch.zeros(HEADS, 400, 400)
     engine, call = call_of(
         fa4flex.compile(lambda s, b, h, q, kv: s + bias[h, q, kv], causal), tensors(1, 9, 9)
