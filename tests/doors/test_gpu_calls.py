@@ -187,6 +187,7 @@ def lengths_kernel(source: Any, signature: Signature) -> Any:
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     recorder = Recorder()
     monkeypatch.setattr(lower_module, "compile_kernel", recorder.compile)
+    monkeypatch.setattr(lower_module, "compile_ahead", lambda *given: None)
     monkeypatch.setattr(engine_module, "target_of", lambda device: SM90A)
     monkeypatch.setattr(ready_module, "counter", lambda device: torch.zeros(2, dtype=torch.int32))
     yield recorder

@@ -91,6 +91,14 @@ def test_errors_are_raised_here(folder: Path) -> None:
     assert not ahead._running
 
 
+def test_few_run_at_a_time(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sleeper(tmp_path, monkeypatch)
+    for i in range(ahead.MOST_RUNNING + 2):
+        ahead.start(f"key {i}", b"")
+    assert len(ahead._running) == ahead.MOST_RUNNING
+    ahead._end_all()
+
+
 def test_late_processes_are_not_waited_for(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
