@@ -339,6 +339,32 @@ def test_kernels_get_corrected_lengths(recorder: Recorder) -> None:
     assert recorder.launches[-1][place].tolist() == [300, 0]
 
 
+@pytest.mark.parametrize("order", ["auto", "longest_first"])
+def test_lengths_of_another_batch_are_refused(recorder: Recorder, order: Any) -> None:
+    """A launch serves calls of all batches, and its kernels count sequences by these tensors."""
+    used = torch.tensor([300, 7])
+    attn = fa4flex.compile(mask=causal, schedule=Schedule(order=order))
+    engine, call = call_of(attn, lengths=(None, None, None, used))
+    engine.run(call)
+    count = len(recorder.launches)
+    for batch in (1, 3):
+        q, k, v = (x[:1].repeat(batch, 1, 1, 1) for x in (call.q, call.k, call.v))
+        with pytest.raises(InputError, match=f"lengths of 2 sequences for a batch of {batch}"):
+            engine.run(call._replace(q=q, k=k, v=v))
+    assert len(recorder.launches) == count
+
+
+def test_lengths_of_different_batches_are_refused(recorder: Recorder) -> None:
+    """Also where nobody made a Varlen of them, as in an exported graph."""
+    q, k, v = (x[0].transpose(0, 1).contiguous() for x in inputs())
+    cu, used = torch.tensor([0, 100, 300], dtype=torch.int32), torch.tensor([50, 60], dtype=torch.int32)
+    engine, call = call_of(fa4flex.compile(mask=causal), (q, k, v), (cu, cu, used, used))
+    engine.run(call)
+    for wrong in ((cu, cu, used[:1], used), (cu, cu, used, used[:1]), (cu, cu[:2], used, used)):
+        with pytest.raises(InputError, match="has 1 sequences"):
+            engine.run(call._replace(lengths=SequenceLengths(*wrong)))
+
+
 def test_lengths_that_tables_are_made_of_are_checked_before_the_launch(recorder: Recorder) -> None:
     used = torch.tensor([300, 7])
     mask = document(torch.arange(300) // 50)

@@ -85,9 +85,11 @@ class LengthsKernel:
         return lengths, order
 
     def compute(self, call: Call) -> tuple[SequenceLengths, Tensor | None]:
-        """The same, launched now, in memory of its own."""
+        """The same, launched now, in memory of its own. Raises InputError for lengths of another batch."""
         shape, given = call.extents(), call.lengths
         sizes = [0 if x is None else x.shape[0] for x in given]
+        if any(n and n != shape.batch + (i < 2) for i, n in enumerate(sizes)):
+            Varlen(*given).check_padded(shape.batch, shape.q_len, shape.kv_len)
         tiles = 0
         if self.tile_m:
             per_row = -(-shape.q_len // self.tile_m) * shape.batch
