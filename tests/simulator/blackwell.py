@@ -91,8 +91,8 @@ def _poisoned() -> Iterator[None]:
     """Results that are not written are NaN."""
     results = ready.Ready.results
 
-    def poisoned(launch: ready.Ready, q: Tensor) -> Any:
-        found = results(launch, q)
+    def poisoned(launch: ready.Ready, *given: Any) -> Any:
+        found = results(launch, *given)
         if not launch.gaps:  # otherwise rows without keys are there already, and the kernel writes the others
             for x in found:
                 if x is not None:
@@ -105,18 +105,19 @@ def _poisoned() -> Iterator[None]:
 
 @contextlib.contextmanager
 def planned(workers: int, rescale: float = 8.0) -> Iterator[None]:
-    """Plans kernels for so many SMs and this rescaling threshold; keys of ready launches contain both."""
+    """Plans kernels for so many SMs and this rescaling threshold; looks of ready launches contain both."""
     chip = replace(target.SM100A, multiprocessors=workers)
-    key = engine.Engine.key
+    look = engine.Engine.look
 
-    def with_plan(self: engine.Engine, *call: Any) -> Any:
-        return workers, rescale, key(self, *call)
+    def with_plan(self: engine.Engine, call: Any) -> Any:
+        found = look(self, call)
+        return None if found is None else ((*found[0], workers, rescale), found[1])
 
     with (
         patch.object(engine, "target_of", lambda device: chip),
         patch.object(lower, "_forward", lower._forward.__wrapped__),
         patch.object(request, "RESCALE", rescale),
-        patch.object(engine.Engine, "key", with_plan),
+        patch.object(engine.Engine, "look", with_plan),
     ):
         yield
 

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import torch
 from cases import Captured, Size
-from mutants import Mutant, can_matter, mutants
+from mutants import Mutant, can_matter, clean_to_its_end, mutants
 from torch import Tensor
 
 import fa4flex
@@ -41,10 +41,10 @@ class Own(Captured):
 
     def noticed(self, mutant: Mutant) -> bool:
         """True if some timing shows the mutant."""
-        return not all(self.clean(timing, seed, mutant.program) for timing, seed in TIMINGS)
+        return not all(clean_to_its_end(self.clean, *timing, mutant.program) for timing in TIMINGS)
 
     def that_matter(self) -> list[Mutant]:
-        assert self.clean("late", 1)
+        assert clean_to_its_end(self.clean, "late", 1)
         result = self.run("eager", 0)
         return [mutant for mutant in mutants(result) if can_matter(mutant, result)]
 
