@@ -17,11 +17,12 @@ from fa4flex.runtime.cuda import engine
 @contextlib.contextmanager
 def in_pairs() -> Iterator[None]:
     """Whatever the kernel of pairs has, and something must be; what is made ready is not kept for others."""
-    key, this = engine.Engine.key, object()
+    look, this = engine.Engine.look, object()
     planned: list[TwoCtaPlan] = []
 
-    def of_pairs(self: engine.Engine, *call: Any) -> Any:
-        return this, key(self, *call)
+    def of_pairs(self: engine.Engine, call: Any) -> Any:
+        found = look(self, call)
+        return None if found is None else ((this, *found[0]), found[1])
 
     def noted(request: Request) -> TwoCtaPlan:
         planned.append(plan_two_cta(request))
@@ -30,7 +31,7 @@ def in_pairs() -> Iterator[None]:
     always = replace(TWO_CTA, accepts=lambda problem, target: target.family == "sm100", plan=noted)
     with (
         patch.object(dispatch, "PIPELINES", (always, *dispatch.PIPELINES)),
-        patch.object(engine.Engine, "key", of_pairs),
+        patch.object(engine.Engine, "look", of_pairs),
     ):
         yield
     assert planned, "no backward pass by pairs of CTAs was planned"
