@@ -141,7 +141,7 @@ PROBLEMS: dict[str, Any] = {
 }  # fmt: skip
 SIGNATURES: dict[str, Any] = {
     "heads_first": False, "scalars": ("int",), "unit_strides": (True,), "even_rows": (True,),
-    "given": ("seqused_q",),
+    "given": ("seqused_q",), "wide": ("cu_seqlens_q",),
 }  # fmt: skip
 SURROUNDINGS: dict[str, Any] = {
     "target": "simulated sm_90a", "toolchain": ("another version",), "digest": "other kernels",
