@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("cutlass", reason="CuTe DSL exists for Linux only")
 
 from simulator.kernels import gemm_sm90, gemm_sm100, small
-from simulator.kernels.case import Case, Compiled
+from simulator.kernels.case import Case, Compiled, built
 
 from fa4flex.simulator import device
 
@@ -45,11 +45,6 @@ def cases() -> list[object]:
             marks = () if sampled else (pytest.mark.exhaustive,)
             found.append(pytest.param(case, arch, id=f"{case.name}-{arch}", marks=marks))
     return found
-
-
-def built(case: Case, arch: str) -> Compiled:
-    with device(arch):
-        return case.build(arch)
 
 
 def right_and_clean(case: Case, arch: str, function: Compiled, timing: str, seed: int) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("cutlass", reason="CuTe DSL exists for Linux only")
 
-from simulator.kernels.case import BOTH
+from simulator.kernels.case import BOTH, built
 from simulator.kernels.small import BY_NAME
 
 from fa4flex.simulator import Fault, device
@@ -35,8 +35,7 @@ PLANTED = (
 @pytest.mark.parametrize("name", dict.fromkeys(name for name, _, _ in PLANTED))
 def test_planted_places(name: str, arch: str, seed: int) -> None:
     case = BY_NAME[name]
-    with device(arch):
-        function = case.build(arch)
+    function = built(case, arch)
     for place, says in ((place, says) for planted, place, says in PLANTED if planted == name):
         (places, source), outputs = case.inputs(), case.outputs()
         places[-1] = places.new_tensor(place)

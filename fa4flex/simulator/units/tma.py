@@ -126,8 +126,10 @@ def load(tensor: TensorMap, box: Box, memory: Memory) -> Bytes:
     """Load one box as load_box does: uint8 [bytes of the box]."""
     if box.extents == box.shape:
         dense = np.empty(box.shape, np.uint8)
-    else:
-        dense = np.resize(_NAN if tensor.nan else np.uint8(0), box.shape)
+    elif tensor.nan:
+        dense = np.resize(_NAN, box.shape)
+    else:  # np.resize joins as many arrays as there are bytes
+        dense = np.zeros(box.shape, np.uint8)
     if not box.empty:
         dense[box.inside] = box.view(memory)
     flat = dense.reshape(-1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ import torch
 from cutlass import cute
 from cutlass.cute.runtime import make_fake_stream
 from torch import Tensor
+
+from fa4flex.simulator import device
 
 Compiled = Any
 """What cute.compile returns: called with the inputs, then the outputs. `__ptx__` is the PTX text."""
@@ -47,6 +50,13 @@ class Case:
         found = [difference(*each) for each in zip(wants, got, errors, strict=True)]
         wrong = [f"{self.name}, {label}: {what}" for label, what in zip(labels, found, strict=True) if what]
         assert not wrong, "\n".join(wrong)
+
+
+@functools.cache
+def built(case: Case, arch: str) -> Compiled:
+    """The kernel for simulated GPUs of `arch`, which tests of several files launch."""
+    with device(arch):
+        return case.build(arch)
 
 
 def difference(want: Tensor, got: Tensor, error: Tensor | None) -> str:
