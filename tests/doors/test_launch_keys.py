@@ -125,6 +125,14 @@ SHARED: dict[str, tuple[Callable[[], tuple[Engine, Call]], Change]] = {
 RESULTS = (3, 4, 5)
 
 
+def assert_launched_as_alone(recorder: Recorder, engine: Engine, call: Call) -> None:
+    """The last launch is what this call gets from an engine that knows no other."""
+    compiled, launched = (recorder.problems[-1], recorder.signatures[-1]), described(recorder, RESULTS)
+    afresh(engine).run(call)
+    assert compiled == (recorder.problems[-1], recorder.signatures[-1])
+    assert same(launched, described(recorder, RESULTS))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_each_component_leads_to_another_launch(recorder: Recorder, name: str) -> None:
     make, change = CASES[name]
@@ -133,11 +141,8 @@ def test_each_component_leads_to_another_launch(recorder: Recorder, name: str) -
     first, changed = engine.find(call), change(call)
     assert first is not None and engine.find(changed) is None, "an entry of another call is found"
     engine.run(changed)
-    compiled, launched = (recorder.problems[-1], recorder.signatures[-1]), described(recorder, RESULTS)
     assert engine.find(call) is first and engine.find(changed) not in (None, first)
-    afresh(engine).run(changed)
-    assert compiled == (recorder.problems[-1], recorder.signatures[-1])
-    assert same(launched, described(recorder, RESULTS))
+    assert_launched_as_alone(recorder, engine, changed)
 
 
 @pytest.mark.parametrize("name", SHARED)
@@ -149,10 +154,7 @@ def test_what_a_launch_reads_itself_leads_to_the_same(recorder: Recorder, name: 
     assert first is not None and engine.find(changed) is first
     engine.run(changed)
     assert len(recorder.problems) == 1, "nothing is compiled"
-    compiled, launched = (recorder.problems[-1], recorder.signatures[-1]), described(recorder, RESULTS)
-    afresh(engine).run(changed)
-    assert compiled == (recorder.problems[-1], recorder.signatures[-1])
-    assert same(launched, described(recorder, RESULTS))
+    assert_launched_as_alone(recorder, engine, changed)
 
 
 TABLES = {"dense": (dense, DENSE), "used": (used, USED), "packed": (packed, PACKED)}
