@@ -33,12 +33,9 @@ from fa4flex.kernels.block_tables.plan import TablesPlan
 from fa4flex.kernels.sequences.plan import plan_sequences
 from fa4flex.primitives.schedule import Schedule
 
-EMIT: dict[Direction, Callable[..., Source]] = {
-    "forward": emit_forward,
-    "backward": emit_backward,
-    "tables": emit_tables,
-    "sequences": emit_sequences,
-}
+EMIT: dict[Direction, Callable[..., Source]] = {"forward": emit_forward, "backward": emit_backward}
+"""Emitters of passes, whose sources people read under names of their own."""
+
 Prove = Callable[[Facts, Shape, Captured], Proved]
 
 
@@ -129,7 +126,7 @@ def lower_tables(lowered: Lowered, captured: Captured = Captured()) -> Lowered:
     ranges = not problem.wide_index
     bounds = tile_bounds(facts.mask, tile, len(problem.operands), ranges, frozenset(dict(captured.bits)))
     plan = TablesPlan(lowered.plan.target, bare, bounds, by_keys=lowered.direction == "backward")
-    return Lowered("tables", facts, bare, plan, _tables(facts, plan))
+    return Lowered("tables", facts, bare, plan, _emitted(emit_tables, facts, plan))
 
 
 def lower_lengths(
@@ -138,7 +135,7 @@ def lower_lengths(
     """The kernel that corrects lengths for calls of a kernel for `problem`; it sorts their tiles of queries
     if `tile` is given."""
     plan = plan_sequences(facts, problem, target, tile)
-    return Lowered("sequences", plan.facts, plan.problem, plan, emit_sequences(plan.facts, plan))
+    return Lowered("sequences", plan.facts, plan.problem, plan, _emitted(emit_sequences, plan.facts, plan))
 
 
 WIDTH = 64
@@ -177,5 +174,6 @@ def _backward(
 
 
 @lru_cache(maxsize=256)
-def _tables(facts: Facts, plan: TablesPlan) -> Source:
-    return emit_tables(facts, plan)
+def _emitted(emit: Callable[[Facts, Any], Source], facts: Facts, plan: Any) -> Source:
+    """The source of what is launched before a pass."""
+    return emit(facts, plan)

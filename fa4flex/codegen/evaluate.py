@@ -53,7 +53,7 @@ class Captured:
         return replace(self, operands=tuple(x.to("meta") for x in self.operands))
 
     def largest(self, slot: int) -> int:
-        """What the size of integers of a tensor is taken to be below, where they are not read."""
+        """Bound that the size of integers of a tensor is taken to be below, where they are not read."""
         return 1 << dict(self.bits).get(slot, MODEST_BITS)
 
 

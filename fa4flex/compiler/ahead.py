@@ -31,7 +31,7 @@ _running: dict[str, subprocess.Popen[bytes]] = {}
 
 
 def useful() -> bool:
-    """Whether another process would run beside this one."""
+    """True if another process would run beside this one."""
     return bool(sys.executable) and len(os.sched_getaffinity(0)) > 1
 
 

@@ -87,7 +87,7 @@ def find(folder: Path, key: str) -> Path | None:
 
 
 def holds(folder: Path, key: str) -> bool:
-    """Whether there is a file of `key`, be it damaged."""
+    """True if there is a file of `key`, be it damaged."""
     return any((folder / (key + suffix)).exists() for suffix in SUFFIXES)
 
 

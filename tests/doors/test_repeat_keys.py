@@ -23,6 +23,7 @@ from torch import Tensor
 import fa4flex
 from fa4flex.contents import VersionedCache
 from fa4flex.errors import InputError
+from fa4flex.runtime.cuda import block_tables
 from fa4flex.runtime.cuda import lengths as lengths_module
 from fa4flex.runtime.cuda.call import Call, SequenceLengths
 from fa4flex.runtime.cuda.engine import Engine
@@ -252,3 +253,26 @@ def test_each_stream_and_each_graph_has_lengths_of_its_own(
     assert counting.launches == 2
     kernel(call)
     assert counting.launches == (3 if place is None else 2)
+
+
+# --- block tables ---------------------------------------------------------------------------------------
+
+
+def test_each_stream_has_tables_of_its_own_and_each_captured_launch(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = torch.arange(S) // 50
+    engine, call = call_of(fa4flex.compile(mask=lambda b, h, q, kv: ids[q] == ids[kv]))
+    # (stream, number of the capture), and how many tables were made by then
+    for place, made in (
+        ((0, 0), 1),
+        ((0, 0), 1),
+        ((7, 0), 2),
+        ((0, 0), 2),
+        ((7, 3), 3),
+        ((7, 3), 4),
+        (None, 5),
+    ):
+        monkeypatch.setattr(block_tables, "capture_of", lambda q, place=place: place)
+        engine.run(call)
+        assert len(recorder.tables) == made, place

@@ -39,12 +39,11 @@ class Proved:
 
 @dataclass(frozen=True)
 class Watched:
-    """What block tables of a mask are made of: contents of operands, by slot, and whether the lengths of
-    sequences; and the captured numbers, by slot, with which is proved."""
+    """Slots of the operands that block tables of a mask are made of, and of the captured numbers that proofs
+    read."""
 
     slots: frozenset[int]
     numbers: tuple[int, ...]
-    lengths: bool
 
     def numbers_of(self, numbers: tuple[int | float, ...]) -> str:
         """Which tells numbers apart that compare equal: 0.0 from -0.0."""
@@ -57,7 +56,7 @@ def watched(facts: Facts) -> Watched:
     decide nothing before it."""
     certain = facts.mask is TRUE or (_few(facts.keys) and facts.keys.certain)  # type: ignore[union-attr]
     read = frozenset[int]() if certain else slots_read(facts.mask)
-    return Watched(read, numbers_read(facts.mask, *integers(facts.score)), lengths=not certain)
+    return Watched(read, numbers_read(facts.mask, *integers(facts.score)))
 
 
 def proving() -> AbstractContextManager[Any]:

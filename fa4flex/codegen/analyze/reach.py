@@ -43,7 +43,7 @@ class Reach:
 
     @property
     def exact(self) -> bool:
-        """Whether there are no other extents in it."""
+        """True if it holds the extents of one call alone."""
         return self.least == self.most
 
     def holds(self, extents: Extents) -> bool:

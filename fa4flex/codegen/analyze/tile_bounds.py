@@ -57,7 +57,7 @@ class TileBounds:
         return "q" if "q" in self.ranges[i].free else "kv"
 
     def varies(self, i: int) -> tuple[bool, bool]:
-        """Whether range i depends on b, and on h."""
+        """Dependence of range i on b, and on h."""
         return "b" in self.ranges[i].free, "h" in self.ranges[i].free
 
 
@@ -125,7 +125,7 @@ class _Rules:
         return x, apply("sub", end, const(1))
 
     def _exact(self, x: Expr) -> bool:
-        """Whether the rules find the very ends of what depends on one index: it is a multiple of it and more,
+        """True if the rules find the very ends of what depends on one index: it is a multiple of it and more,
         or rises with such."""
         if x.kind == "bool":
             return x.op in ("lt", "le", "not_", "to_bool") and all(

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.emit.module import Captions, Module, Pass, call
 from fa4flex.codegen.emit.source import Source
-from fa4flex.codegen.expr import Expr
-from fa4flex.errors import Origin
 
 TABLES = Pass("block tables", "BlockTables", False, False)
 BOUNDS = "certain", "possible", "mask"
 
 
-def emit_tables(
-    facts: Facts,
-    plan: Any,
-    title: str | Captions = "block tables",
-    origins: Mapping[Expr, Origin] | None = None,
-) -> Source:
-    """The module whose `kernel` writes the block tables of the mask of `facts`. Arguments as in
-    emit_forward."""
-    captions = title if isinstance(title, Captions) else Captions(title)
-    return Source(captions.title, _Tables(facts, plan, captions, origins or {}, TABLES).text())
+def emit_tables(facts: Facts, plan: Any) -> Source:
+    """The module whose `kernel` writes the block tables of the mask of `facts`."""
+    captions = Captions("block tables")
+    return Source(captions.title, _Tables(facts, plan, captions, {}, TABLES).text())
 
 
 class _Tables(Module):

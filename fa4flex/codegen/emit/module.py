@@ -62,17 +62,11 @@ def emit_backward(
     return Source(captions.title, Module(facts, plan, captions, origins or {}, BACKWARD).text())
 
 
-def emit_sequences(
-    facts: Facts,
-    plan: Any,
-    title: str | Captions = "sequences",
-    origins: Mapping[Expr, Origin] | None = None,
-) -> Source:
-    """The module of the kernel that corrects lengths and sorts tiles: of the mask the key intervals alone.
-    Arguments as in emit_forward."""
-    captions = title if isinstance(title, Captions) else Captions(title)
+def emit_sequences(facts: Facts, plan: Any) -> Source:
+    """The module of the kernel that corrects lengths and sorts tiles: of the mask the key intervals alone."""
+    captions = Captions("sequences")
     mask = Facts(mask=facts.mask, intervals=facts.intervals)
-    return Source(captions.title, Module(mask, plan, captions, origins or {}, SEQUENCES).text())
+    return Source(captions.title, Module(mask, plan, captions, {}, SEQUENCES).text())
 
 
 @dataclass(frozen=True)

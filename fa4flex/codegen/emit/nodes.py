@@ -120,7 +120,7 @@ the device. With 4 terms of two loads each, written out, both passes take half a
 
 @lru_cache(maxsize=4096)
 def repeats(x: Expr) -> bool:
-    """Whether the fold x is a loop of the device: written out, its terms would be code without end."""
+    """True if the fold x is a loop of the device: written out, its terms would be code without end."""
     most = SHORT if rate(x) == "pair" else LONGEST
     return x.value[0] != COLLECT and x.value[2] * _written_out(x) > most
 

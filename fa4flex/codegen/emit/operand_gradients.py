@@ -84,7 +84,7 @@ def _terms(
 
 
 def _loops(term: CapturedGradient, most: int) -> bool:
-    """Whether a read along axes is one in a loop: what is added for each pair at a place of its own is more
+    """True if a read along axes is one in a loop: what is added for each pair at a place of its own is more
     code than sums are. When loops run, scores are gone."""
     most = min(most, SHORT) if term.pattern == "general" else most
     return "score" not in term.value.free and math.prod(extent for _, extent in term.axes) > most

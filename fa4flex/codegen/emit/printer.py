@@ -92,7 +92,7 @@ class Names:
         return self._slot("s", slot, self.numbers)
 
     def axis(self, name: str) -> str:
-        """What the index of a loop is called: axes that analysis made have names that Python has not."""
+        """Name of the index of a loop: axes that analysis made have names that Python has not."""
         if name not in self._axes:
             self._axes[name] = self.fresh(re.sub(r"\W", "_", name))
         return self._axes[name]

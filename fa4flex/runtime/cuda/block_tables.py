@@ -19,6 +19,7 @@ from fa4flex.codegen.analyze.domain import Shape
 from fa4flex.compiler.simulated import simulating
 from fa4flex.contents import VersionedCache
 from fa4flex.runtime.cuda.call import Call
+from fa4flex.runtime.cuda.counter import capture_of
 from fa4flex.runtime.cuda.device import require_not_capturing
 from fa4flex.runtime.cuda.graphs import hold_if_captured
 from fa4flex.runtime.cuda.host_tables import BlockTables, TurnTables
@@ -75,10 +76,11 @@ class DeviceTables:
     _kept: VersionedCache[Any] = field(default_factory=lambda: VersionedCache(MOST_KEPT))
 
     def __call__(self, call: Call) -> Any:
-        if capturing(call.q):
+        place = capture_of(call.q)
+        if place is None or place[1]:  # within a graph
             return self.make(call)
         read = [call.operands[slot] for slot in self.slots]
-        return self._kept.made(stream_of(call.q), read, lambda: _reused(self.make(call), call.q))
+        return self._kept.made(place, read, lambda: _reused(self.make(call), call.q))
 
     def make(self, call: Call) -> BlockTables:
         grid, shape = self.grid, self.shape
@@ -114,12 +116,3 @@ class HostTables:
 
 def _reused(tables: BlockTables, q: Tensor) -> Any:
     return tables if simulating() or not q.is_cuda else prepared(tables)
-
-
-def stream_of(q: Tensor) -> int:
-    """What is computed on one stream may not be there yet on another."""
-    return 0 if simulating() or not q.is_cuda else torch.cuda.current_stream(q.device).cuda_stream
-
-
-def capturing(q: Tensor) -> bool:
-    return q.is_cuda and not simulating() and torch.cuda.is_current_stream_capturing()
