@@ -25,7 +25,7 @@ from fa4flex.variant import Variant, default_scale
 
 _empty_like = torch.empty_like
 
-PARAMETERS = "q", "k", "v", "out", "lse", "max_scores", "tables", "counter"
+PARAMETERS = "q", "k", "v", "out", "lse", "max_scores", "tables", "counter", "workspace"
 """Parameters of the launch function of a repeated call."""
 
 
@@ -51,6 +51,7 @@ class FastPath:
         "scalars",
         "scale",
         "sinks",
+        "splits",
         "statistics",
         "trains",
     )
@@ -73,6 +74,7 @@ class FastPath:
         self.trains = self.requires_grad and torch.is_grad_enabled()
         self.alignment = (call.q.data_ptr() | call.k.data_ptr() | call.v.data_ptr()) % ALIGNMENT
         self.allocate = _allocation(call, ready)
+        self.splits = ready.splits(call)
         self.launch = launch_function(FORWARD, ready.kernel, PARAMETERS, _constants(call, ready), {})
 
     @staticmethod
@@ -123,7 +125,9 @@ class FastPath:
         ready = self.ready
         tables = None if ready.tables is None else ready.tables(self.call(q, k, v))
         out, lse, largest = (_empty_like(q), None, None) if self.allocate is None else self.allocate(q)
-        self.launch(q, k, v, out, lse, largest, tables, counter(q.get_device()) if ready.counted else None)
+        taken = counter(q.get_device()) if ready.counted else None
+        parts = None if self.splits is None else ready.workspace(q, self.splits)
+        self.launch(q, k, v, out, lse, largest, tables, taken, parts)
         return out, lse, largest
 
 
@@ -147,7 +151,7 @@ def _constants(call: Call, ready: Ready) -> dict[str, Any]:
     found |= {row.name: None for row in FORWARD.found_in("call.lengths")}
     found |= ready.constants
     found |= {"scalars": prepared(found["scalars"]), "operands": call.operands or None}
-    return found | {"order": None, "max_q_len": ready.layouts(call)[0]}
+    return found | {"order": None, "max_q_len": ready.layouts(call)[0], "splits": ready.splits(call)}
 
 
 def guard_of(tensors: tuple[Tensor, ...]) -> Callable[..., bool] | None:

@@ -1,0 +1,52 @@
+"""Splitting: how many blocks share the keys of a tile of queries, from shapes alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+MOST_SPLITS = 256
+"""Partial outputs of a row: the kernel that merges them reads all of them."""
+
+WAVES = 8
+"""Numbers of splits are tried that fill the chip up to so many times."""
+
+MERGING = 2.0
+"""What a second launch and partial outputs cost, in key tiles that a multiprocessor loads meanwhile."""
+
+
+@dataclass(frozen=True)
+class Splitting:
+    """tile_n          keys of a tile
+    width           columns of the output
+    multiprocessors of the chip
+    """
+
+    tile_n: int
+    width: int
+    multiprocessors: int
+
+    def splits(self, pairs: int, kv_len: int) -> int:
+        """Splits of the keys of each of `pairs` (sequence, head of keys) of up to kv_len keys."""
+        return _splits(pairs, -(-kv_len // self.tile_n), self.multiprocessors)
+
+    def floats(self, splits: int, rows: int) -> int:
+        """float32 of memory for the partial outputs and log-sum-exps of `rows` rows; none for one split."""
+        return splits * rows * (self.width + 1) if splits > 1 else 0
+
+
+@lru_cache(maxsize=4096)
+def _splits(pairs: int, tiles: int, multiprocessors: int) -> int:
+    """The candidate of the least estimate: the blocks of the busiest multiprocessor times the tiles of a
+    block, whose loads take the time, and what merging takes. Of equal ones, more splits have more loads
+    under way."""
+    pairs = max(pairs, 1)
+    most = max(min(tiles, MOST_SPLITS), 1)
+    candidates = {min(max(wave * multiprocessors // pairs, 1), most) for wave in range(1, WAVES + 1)} | {1}
+
+    def cost(splits: int) -> float:
+        busiest = -(-pairs * splits // multiprocessors)
+        merging = MERGING + splits / 32 if splits > 1 else 0.0
+        return busiest * -(-tiles // splits) + merging
+
+    return min(candidates, key=cost)
