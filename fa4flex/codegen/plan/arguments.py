@@ -198,6 +198,7 @@ OPERANDS = Argument("operands", Captured("tensors"))
 SCALARS = Argument("scalars", Captured("numbers"))
 SCALE = Argument("scale", Number())
 
+
 def _splits(one: Pass) -> bool:
     return bool(one.config.splits)
 
@@ -232,7 +233,9 @@ FORWARD = Schema(
         Argument("counter", Array("int32", (2,)), "launch", lambda one: one.config.dynamic),
         Argument("order", Array("int32", ("tiles", 2)), "launch", None),
         Argument("splits", Number("int"), "launch", _splits, ("kernel", MERGE)),
-        Argument("workspace", Array("float32", ("partial",), together=4), "launch", _splits, ("kernel", MERGE)),
+        Argument(
+            "workspace", Array("float32", ("partial",), together=4), "launch", _splits, ("kernel", MERGE)
+        ),
     )
 )
 

@@ -30,7 +30,7 @@ class CombineArguments(_Arguments):
 
 
 class Combine:
-    """`width` is D, a multiple of 8; `lse`: whether the log-sum-exp is written."""
+    """`width` is D, a multiple of 8. A lane adds up `together` columns next to each other, `pieces` times."""
 
     def __init__(self, width: int) -> None:
         self.width = width
@@ -49,7 +49,9 @@ class Combine:
         number, thread = cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
         _, length, heads, _ = arguments.out.shape
         b, h, q = number // (heads * length), number // length % heads, number % length
-        sums = SmemAllocator().allocate_tensor(Float32, cute.make_layout((WARPS, self.width), stride=(self.width, 1)), 16)
+        sums = SmemAllocator().allocate_tensor(
+            Float32, cute.make_layout((WARPS, self.width), stride=(self.width, 1)), 16
+        )
         totals = SmemAllocator().allocate_tensor(Float32, cute.make_layout(WARPS), 16)
         q_len = Int32(length)
         if const_expr(arguments.seqused_q is not None):
@@ -130,7 +132,7 @@ class Combine:
         state.shift[0] = select_(largest == -Float32.inf, Float32(0.0), largest) * LOG2_E
         state.total[0] = (totals[0] + totals[1]) + (totals[2] + totals[3])
         scales, lses = finish(state, sink, alone)
-        if const_expr(arguments.lse is not None):
+        if const_expr(arguments.lse is not None):  # noqa: SIM102  one is decided when compiled, one when run
             if thread == 0:
                 arguments.lse[b, h, q] = lses[0]
         pairs = cute.logical_divide(arguments.out[b, q, h, None], cute.make_layout(2))

@@ -1,8 +1,8 @@
 """The consumer warpgroup: products by wgmma, softmax in registers between them.
 
-Each thread has parts of two rows. Rows may be of different heads, so that all that depends on the head is kept
-per row; where a variant does not look at the head, both rows' are the same values. Products and softmax take
-turns: a multiprocessor waits for memory most of the time, and another block's run meanwhile.
+Each thread has parts of two rows. Rows may be of different heads, so that all that depends on the head is
+kept per row; where a variant does not look at the head, both rows' are the same values. Products and softmax
+take turns: a multiprocessor waits for memory most of the time, and another block's run meanwhile.
 """
 
 from __future__ import annotations

@@ -25,12 +25,10 @@ MEET = 1
 """Named barrier of the consumer's warps: queries are written, or values past a sequence's end cleared."""
 
 
-def decode_topology(
-    head_dim: int, head_dim_v: int, tile_n: int, kv_stages: int, clears: bool
-) -> Topology:
+def decode_topology(head_dim: int, head_dim_v: int, tile_n: int, kv_stages: int, clears: bool) -> Topology:
     """The pipeline with these tiles. `clears`: sequences may end before their tensor does."""
     rings = _ring("k", kv_stages, tile_n, head_dim), _ring("v", kv_stages, tile_n, head_dim_v)
-    copy = tuple(Event(action, ring) for ring in ("k", "v") for action in ("acquire", "load"))  # type: ignore[arg-type]
+    copy = tuple(Event(action, ring) for ring in ("k", "v") for action in ("acquire", "load"))
     return Topology(
         (Role("producer", 1, (), copy, copy), _consumer(clears)),
         rings,

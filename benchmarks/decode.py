@@ -1,0 +1,224 @@
+"""Decoding on a GPU: fa4flex beside cuDNN and FlashAttention-2 through SDPA, and flash-attn-4.
+
+    python benchmarks/decode.py [--heads 32:8 8:8] [--dim 128 64] [--sizes 1x8k 64x8k] [--queries 1]
+
+TB/s of keys and values, and microseconds per call. Calls follow each other in a CUDA graph, so that the
+host's time is not measured, and go round among so many caches that the L2 cache holds none of them; a time is
+the median of several replays. Outputs are compared with float64 in the first and last head. `--splits 8 16`:
+fa4flex with these numbers of splits, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+import fa4flex
+from fa4flex.codegen.plan import splitting
+from fa4flex.variants import causal
+
+SIZES = "1x8k", "4x8k", "16x8k", "64x8k", "1x64k", "16x64k", "1x128k"
+CACHE_BYTES = 160 << 20
+"""Caches of a measurement take at least so much together: three times the L2 cache."""
+
+CALLS, REPLAYS = 24, 9
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Size:
+    batch: int
+    keys: int
+
+    @staticmethod
+    def of(text: str) -> Size:
+        batch, keys = text.split("x")
+        return Size(int(batch), int(keys[:-1]) * 1024 if keys.endswith("k") else int(keys))
+
+
+@dataclass(frozen=True)
+class Case:
+    size: Size
+    heads: int
+    kv_heads: int
+    width: int
+    queries: int
+
+    @property
+    def bytes(self) -> int:
+        return 4 * self.size.batch * self.kv_heads * self.size.keys * self.width
+
+    def drawn(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        count = max(2, -(-CACHE_BYTES // self.bytes))
+        shape = self.size.batch, self.kv_heads, self.size.keys, self.width
+        queries = self.size.batch, self.heads, self.queries, self.width
+        made = []
+        for _ in range(count):
+            q, k, v = (torch.empty(s, dtype=torch.bfloat16, device="cuda") for s in (queries, shape, shape))
+            made.append((q.normal_(), k.normal_(), v.normal_()))
+        return made
+
+
+def sdpa(backend: SDPBackend) -> Attend:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    return attend
+
+
+def flash_attn_4(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Its layout is (batch, length, head): the caches are made that way."""
+    from flash_attn.cute import flash_attn_func
+
+    out: Tensor = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=True)[0]
+    return out.transpose(1, 2)
+
+
+def ours(layout: str = "bhsd") -> Attend:
+    attn = fa4flex.compile(mask=causal, layout=layout)  # type: ignore[arg-type]
+    if layout == "bhsd":
+        return attn
+    return lambda q, k, v: attn(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def split_in(count: int | None) -> Iterator[None]:
+    """Within, all calls split keys in so many parts."""
+    with (
+        nullcontext()
+        if count is None
+        else patch.object(splitting, "_splits", lambda p, tiles, c: min(count, tiles))
+    ):
+        yield
+
+
+def microseconds(attend: Attend, caches: list[tuple[Tensor, Tensor, Tensor]]) -> float:
+    """Of one call, in a graph of many."""
+    calls = max(CALLS // len(caches), 1) * len(caches)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            attend(*caches[0])
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(calls):
+            attend(*caches[i % len(caches)])
+    found = []
+    for _ in range(REPLAYS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        found.append(start.elapsed_time(end) * 1e3 / calls)
+    return statistics.median(found[1:])
+
+
+def error(attend: Attend, cache: tuple[Tensor, Tensor, Tensor]) -> float:
+    """The largest difference from float64 in the first and last sequence and head of keys, relative to the
+    largest output. Causal, queries at the end of the keys."""
+    q, k, v = cache
+    out, worst = attend(q, k, v), 0.0
+    group = q.shape[1] // k.shape[1]
+    for b, h in {(0, 0), (q.shape[0] - 1, k.shape[1] - 1)}:
+        heads = slice(h * group, (h + 1) * group)
+        scores = q[b, heads].double() @ k[b, h].double().mT * q.shape[-1] ** -0.5
+        rows, keys = scores.shape[-2:]
+        hidden = torch.ones(rows, keys, dtype=torch.bool, device=q.device).triu(keys - rows + 1)
+        exact = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v[b, h].double()
+        worst = max(worst, float((out[b, heads].double() - exact).abs().max() / exact.abs().max()))
+    return worst
+
+
+def host_microseconds() -> tuple[float, float]:
+    """Of a repeated call, and of calls whose keys grow."""
+    attn = fa4flex.compile(mask=causal)
+    q = torch.randn(1, 32, 1, 128, dtype=torch.bfloat16, device="cuda")
+    k, v = (torch.randn(1, 8, 2048, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+
+    def timed(lengths: list[int]) -> float:
+        for n in lengths[:5]:
+            attn(q, k[:, :, :n], v[:, :, :n])
+        pieces = [(k[:, :, :n], v[:, :, :n]) for n in lengths]
+        torch.cuda.synchronize()
+        torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
+        start = time.perf_counter()
+        for one in pieces:
+            attn(q, *one)
+        took = time.perf_counter() - start
+        torch.cuda.synchronize()
+        return took / len(lengths) * 1e6
+
+    return timed([1024] * 200), timed(list(range(1024, 1224)))
+
+
+def report(case: Case, contenders: dict[str, tuple[Attend, int | None, bool]]) -> None:
+    caches = case.drawn()
+    cells = []
+    for name, (attend, count, swapped) in contenders.items():
+        mine = caches
+        try:
+            if swapped:
+                mine = [tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in c) for c in caches]  # type: ignore[misc]
+            with split_in(count), torch.no_grad():
+                took = microseconds(attend, mine)
+                wrong = error(attend, mine[0])
+            cells.append(
+                f"{name} {case.bytes / took / 1e6:.2f} {took:.1f}us" + f" WRONG {wrong:.1e}" * (wrong > 0.02)
+            )
+        except Exception as problem:
+            cells.append(f"{name} {type(problem).__name__}: {str(problem)[:60]}")
+        del mine
+    size = f"{case.size.batch}x{case.size.keys // 1024}k"
+    print(
+        f"{size:>7} {case.heads}:{case.kv_heads} d{case.width} q{case.queries} | " + " | ".join(cells),
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--heads", nargs="*", default=["32:8"])
+    parser.add_argument("--dim", nargs="*", type=int, default=[128])
+    parser.add_argument("--sizes", nargs="*", default=list(SIZES))
+    parser.add_argument("--queries", nargs="*", type=int, default=[1])
+    parser.add_argument("--splits", nargs="*", type=int, default=[])
+    parser.add_argument("--alone", action="store_true", help="no peers")
+    given = parser.parse_args()
+    repeated, growing = host_microseconds()
+    print(f"host: {repeated:.1f} us for a repeated call, {growing:.1f} us where keys grow", flush=True)
+    for pair in given.heads:
+        heads, kv_heads = map(int, pair.split(":"))
+        for width in given.dim:
+            for queries in given.queries:
+                contenders: dict[str, tuple[Attend, int | None, bool]] = {
+                    "fa4flex": (ours(), None, False),
+                    "bshd": (ours("bshd"), None, True),
+                }
+                contenders |= {f"/{n}": (ours(), n, False) for n in given.splits}
+                if not given.alone:
+                    if queries == 1:
+                        contenders["cuDNN"] = sdpa(SDPBackend.CUDNN_ATTENTION), None, False
+                        contenders["FA2"] = sdpa(SDPBackend.FLASH_ATTENTION), None, False
+                    contenders["FA4"] = flash_attn_4, None, True
+                for text in given.sizes:
+                    report(Case(Size.of(text), heads, kv_heads, width, queries), contenders)
+                    torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
