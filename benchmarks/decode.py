@@ -31,9 +31,22 @@ SIZES = "1x8k", "4x8k", "16x8k", "64x8k", "1x64k", "16x64k", "1x128k"
 CACHE_BYTES = 160 << 20
 """Caches of a measurement take at least so much together: three times the L2 cache."""
 
-CALLS, REPLAYS = 24, 9
+CALLS, REPLAYS = 24, 5
 
+WRONG = 0.02
+"""Relative error above which a result is reported."""
+
+Cache = tuple[Tensor, Tensor, Tensor]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """splits: of fa4flex, how many, or by its own rule; swapped: caches are (batch, length, head)."""
+
+    attend: Attend
+    splits: int | None = None
+    swapped: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,7 +72,7 @@ class Case:
     def bytes(self) -> int:
         return 4 * self.size.batch * self.kv_heads * self.size.keys * self.width
 
-    def drawn(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def drawn(self) -> list[Cache]:
         count = max(2, -(-CACHE_BYTES // self.bytes))
         shape = self.size.batch, self.kv_heads, self.size.keys, self.width
         queries = self.size.batch, self.heads, self.queries, self.width
@@ -99,14 +112,12 @@ def split_in(count: int | None) -> Iterator[None]:
     with (
         nullcontext()
         if count is None
-        else patch.object(splitting, "_splits", lambda p, tiles, c: min(count, tiles))
+        else patch.object(splitting, "_splits", lambda pairs, tiles, *more: min(count, tiles))
     ):
         yield
 
 
-def microseconds(attend: Attend, caches: list[tuple[Tensor, Tensor, Tensor]]) -> float:
-    """Of one call, in a graph of many."""
-    calls = max(CALLS // len(caches), 1) * len(caches)
+def graph_of(attend: Attend, caches: list[Cache], calls: int) -> torch.cuda.CUDAGraph:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -117,18 +128,25 @@ def microseconds(attend: Attend, caches: list[tuple[Tensor, Tensor, Tensor]]) ->
     with torch.cuda.graph(graph):
         for i in range(calls):
             attend(*caches[i % len(caches)])
-    found = []
+    return graph
+
+
+def microseconds(graphs: dict[str, torch.cuda.CUDAGraph], calls: int) -> dict[str, float]:
+    """Of one call of each graph, all of them in turns."""
+    found: dict[str, list[float]] = {name: [] for name in graphs}
     for _ in range(REPLAYS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        found.append(start.elapsed_time(end) * 1e3 / calls)
-    return statistics.median(found[1:])
+        for name, graph in graphs.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            graph.replay()
+            start.record()
+            graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            found[name].append(start.elapsed_time(end) * 1e3 / calls)
+    return {name: statistics.median(times) for name, times in found.items()}
 
 
-def error(attend: Attend, cache: tuple[Tensor, Tensor, Tensor]) -> float:
+def error(attend: Attend, cache: Cache) -> float:
     """The largest difference from float64 in the first and last sequence and head of keys, relative to the
     largest output. Causal, queries at the end of the keys."""
     q, k, v = cache
@@ -166,28 +184,48 @@ def host_microseconds() -> tuple[float, float]:
     return timed([1024] * 200), timed(list(range(1024, 1224)))
 
 
-def report(case: Case, contenders: dict[str, tuple[Attend, int | None, bool]]) -> None:
-    caches = case.drawn()
-    cells = []
-    for name, (attend, count, swapped) in contenders.items():
-        mine = caches
-        try:
-            if swapped:
-                mine = [tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in c) for c in caches]  # type: ignore[misc]
-            with split_in(count), torch.no_grad():
-                took = microseconds(attend, mine)
-                wrong = error(attend, mine[0])
-            cells.append(
-                f"{name} {case.bytes / took / 1e6:.2f} {took:.1f}us" + f" WRONG {wrong:.1e}" * (wrong > 0.02)
-            )
-        except Exception as problem:
-            cells.append(f"{name} {type(problem).__name__}: {str(problem)[:60]}")
-        del mine
-    size = f"{case.size.batch}x{case.size.keys // 1024}k"
+def report_ragged(spread: bool) -> None:
+    """64 sequences of 128 to 32k keys, log-uniform, in one padded cache; or as many keys, evenly."""
+    torch.manual_seed(0)
+    lengths = (128 * 256 ** torch.rand(64)).int()
+    if not spread:
+        lengths = torch.full_like(lengths, int(lengths.float().mean()))
+    padded = int(lengths.max()) if spread else int(lengths[0])
+    q = torch.randn(64, 32, 1, 128, dtype=torch.bfloat16, device="cuda")
+    k, v = (torch.randn(64, 8, padded, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    varlen, attn = fa4flex.Varlen(seqused_k=lengths.cuda()), fa4flex.compile(mask=causal)
+    with torch.no_grad():
+        graph = graph_of(lambda *qkv: attn(*qkv, varlen=varlen), [(q, k, v)], CALLS)
+    took = microseconds({"fa4flex": graph}, CALLS)["fa4flex"]
+    moved = 4 * 8 * 128 * int(lengths.sum())
     print(
-        f"{size:>7} {case.heads}:{case.kv_heads} d{case.width} q{case.queries} | " + " | ".join(cells),
-        flush=True,
+        f"64 sequences, {'ragged' if spread else 'even'}: {moved / took / 1e6:.2f} {took:.1f}us", flush=True
     )
+
+
+def report(case: Case, contenders: dict[str, Contender]) -> None:
+    caches = case.drawn()
+    swapped = [tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in one) for one in caches]
+    calls = max(CALLS // len(caches), 1) * len(caches)
+    graphs, told = {}, {}
+    for name, one in contenders.items():
+        mine: list[Cache] = swapped if one.swapped else caches  # type: ignore[assignment]
+        try:
+            with split_in(one.splits), torch.no_grad():
+                wrong = error(one.attend, mine[0])
+                graphs[name] = graph_of(one.attend, mine, calls)
+            told[name] = f" WRONG {wrong:.1e}" * (wrong > WRONG)
+        except Exception as problem:
+            told[name] = f" {type(problem).__name__}: {str(problem)[:60]}"
+    times = microseconds(graphs, calls)
+    cells = [
+        f"{name}{'' if name not in times else f' {case.bytes / times[name] / 1e6:.2f} {times[name]:.1f}us'}{more}"
+        for name, more in told.items()
+    ]
+    keys = case.size.keys
+    size = f"{case.size.batch}x{keys // 1024}k" if keys % 1024 == 0 else f"{case.size.batch}x{keys}"
+    heads = f"{case.heads}:{case.kv_heads}"
+    print(f"{size:>7} {heads} d{case.width} q{case.queries} | " + " | ".join(cells), flush=True)
 
 
 def main() -> None:
@@ -197,24 +235,24 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="*", default=list(SIZES))
     parser.add_argument("--queries", nargs="*", type=int, default=[1])
     parser.add_argument("--splits", nargs="*", type=int, default=[])
+    parser.add_argument("--ragged", action="store_true", help="sequences of different lengths, too")
     parser.add_argument("--alone", action="store_true", help="no peers")
     given = parser.parse_args()
     repeated, growing = host_microseconds()
     print(f"host: {repeated:.1f} us for a repeated call, {growing:.1f} us where keys grow", flush=True)
+    for spread in (True, False) if given.ragged else ():
+        report_ragged(spread)
     for pair in given.heads:
         heads, kv_heads = map(int, pair.split(":"))
         for width in given.dim:
             for queries in given.queries:
-                contenders: dict[str, tuple[Attend, int | None, bool]] = {
-                    "fa4flex": (ours(), None, False),
-                    "bshd": (ours("bshd"), None, True),
-                }
-                contenders |= {f"/{n}": (ours(), n, False) for n in given.splits}
+                contenders = {"fa4flex": Contender(ours()), "bshd": Contender(ours("bshd"), None, True)}
+                contenders |= {f"/{n}": Contender(ours(), n) for n in given.splits}
                 if not given.alone:
                     if queries == 1:
-                        contenders["cuDNN"] = sdpa(SDPBackend.CUDNN_ATTENTION), None, False
-                        contenders["FA2"] = sdpa(SDPBackend.FLASH_ATTENTION), None, False
-                    contenders["FA4"] = flash_attn_4, None, True
+                        contenders["cuDNN"] = Contender(sdpa(SDPBackend.CUDNN_ATTENTION))
+                        contenders["FA2"] = Contender(sdpa(SDPBackend.FLASH_ATTENTION))
+                    contenders["FA4"] = Contender(flash_attn_4, None, True)
                 for text in given.sizes:
                     report(Case(Size.of(text), heads, kv_heads, width, queries), contenders)
                     torch.cuda.empty_cache()

@@ -65,7 +65,7 @@ def drawn(size: Size, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
 
 
 def split_in(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    monkeypatch.setattr(splitting, "_splits", lambda pairs, tiles, chips: min(count, tiles))
+    monkeypatch.setattr(splitting, "_splits", lambda pairs, tiles, *more: min(count, tiles))
 
 
 def attend(attn: fa4flex.Attention, *qkv: Tensor, **more: Any) -> tuple[Tensor, Tensor]:

@@ -11,24 +11,29 @@ MOST_SPLITS = 256
 WAVES = 8
 """Numbers of splits are tried that fill the chip up to so many times."""
 
+UNEVEN_WAVES, UNEVEN_SPLITS = 32, 32
+"""For sequences of different lengths: so many blocks per multiprocessor, and at most so many splits for it."""
+
 MERGING = 2.0
 """What a second launch and partial outputs cost, in key tiles that a multiprocessor loads meanwhile."""
 
 
 @dataclass(frozen=True)
 class Splitting:
-    """tile_n          keys of a tile
-    width           columns of the output
-    multiprocessors of the chip
+    """tile_n           keys of a tile
+    width            columns of the output
+    multiprocessors  of the chip
+    uneven           sequences may be shorter than their tensor
     """
 
     tile_n: int
     width: int
     multiprocessors: int
+    uneven: bool = False
 
     def splits(self, pairs: int, kv_len: int) -> int:
         """Splits of the keys of each of `pairs` (sequence, head of keys) of up to kv_len keys."""
-        return _splits(pairs, -(-kv_len // self.tile_n), self.multiprocessors)
+        return _splits(pairs, -(-kv_len // self.tile_n), self.multiprocessors, self.uneven)
 
     def floats(self, splits: int, rows: int) -> int:
         """float32 of memory for the partial outputs and log-sum-exps of `rows` rows; none for one split."""
@@ -36,10 +41,10 @@ class Splitting:
 
 
 @lru_cache(maxsize=4096)
-def _splits(pairs: int, tiles: int, multiprocessors: int) -> int:
+def _splits(pairs: int, tiles: int, multiprocessors: int, uneven: bool) -> int:
     """The candidate of the least estimate: the blocks of the busiest multiprocessor times the tiles of a
-    block, whose loads take the time, and what merging takes. Of equal ones, more splits have more loads
-    under way."""
+    block, whose loads take the time, and what merging takes. Where sequences differ in length, more blocks
+    than that, for balance."""
     pairs = max(pairs, 1)
     most = max(min(tiles, MOST_SPLITS), 1)
     candidates = {min(max(wave * multiprocessors // pairs, 1), most) for wave in range(1, WAVES + 1)} | {1}
@@ -49,4 +54,7 @@ def _splits(pairs: int, tiles: int, multiprocessors: int) -> int:
         merging = MERGING + splits / 32 if splits > 1 else 0.0
         return busiest * -(-tiles // splits) + merging
 
-    return min(candidates, key=cost)
+    best = min(candidates, key=cost)
+    if not uneven:
+        return best
+    return min(max(best, min(UNEVEN_WAVES * multiprocessors // pairs, UNEVEN_SPLITS)), most)

@@ -1,11 +1,13 @@
 """Merges what splits of the keys leave: outputs are weighted by their share of the whole sum of exponentials.
 
-A block has one row. Its warps take the splits in turn, so that loads of all of them are under way together,
-and add up in shared memory. It may be launched before the splits are done, and waits for them.
+A block has one row. Its warps take the splits in turn, and add up in shared memory. Time is that of a few
+loads one after the other: outputs are asked for before it is known which of them count. The kernel may be
+launched before the splits are done, and waits for them.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -21,12 +23,23 @@ from fa4flex.kernels.common.softmax import LOG2_E, alone, finish, running
 WARPS = 4
 THREADS = 32 * WARPS
 
+BATCH = 8
+"""Splits that a warp loads at once: most calls have no more than all warps together."""
+
 _Arguments: Any = named("CombineArguments", FORWARD.read_by(MERGE))
 
 
 class CombineArguments(_Arguments):
     """out [B, S, H, D]; lse [B, H, S], or None; seqused_q int32 [B], sinks [H], or None; workspace: see
     workspace.py."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Log-sum-exps of some splits, and a lane's columns of their outputs."""
+
+    log_sums: cute.Tensor
+    outputs: cute.Tensor
 
 
 class Combine:
@@ -58,11 +71,38 @@ class Combine:
             q_len = Int32(arguments.seqused_q[b])
         cute.arch.griddepcontrol_wait()
         if q < q_len:
-            largest = self.largest(arguments, number, thread % 32)
-            shift = select_(largest == -Float32.inf, Float32(0.0), largest)
-            self.gather(arguments, number, thread, shift, (sums, totals))
+            warp, lane = thread // 32, thread % 32
+            begun = self.batch()
+            self.load(arguments, number, warp, lane, begun)
+            largest = self.largest(arguments, number, lane)
+            self.gather(arguments, number, thread, largest, begun, (sums, totals))
             cute.arch.barrier()
             self.write(arguments, (b, h, q), thread, largest, (sums, totals))
+
+    def batch(self) -> Batch:
+        """Room for as many splits as a warp loads at once."""
+        outputs = cute.make_rmem_tensor((self.together, self.pieces, BATCH), Float32)
+        return Batch(cute.make_rmem_tensor((BATCH,), Float32), outputs)
+
+    @cute.jit
+    def load(
+        self,
+        arguments: CombineArguments,
+        number: Int32,
+        first: Int32,
+        lane: Int32,
+        batch: cutlass.Constexpr[Batch],
+    ) -> None:
+        """Splits `first`, and every WARPS-th after it; past the last, its output, and no sum."""
+        lses, parts = log_sums(arguments), outputs(arguments)
+        for i in cutlass.range_constexpr(BATCH):
+            split = first + WARPS * i
+            kept = cutlass.min(split, arguments.splits - 1)
+            batch.log_sums[i] = select_(split < arguments.splits, lses[kept, number], -Float32.inf)
+            row = cute.logical_divide(parts[kept, number, None], cute.make_layout(self.together))
+            for piece in cutlass.range_constexpr(self.pieces):
+                place = cutlass.min(piece * 32 + lane, self.width // self.together - 1)
+                cute.autovec_copy(row[None, place], batch.outputs[None, piece, i])
 
     @cute.jit
     def largest(self, arguments: CombineArguments, number: Int32, lane: Int32) -> Float32:
@@ -81,29 +121,21 @@ class Combine:
         arguments: CombineArguments,
         number: Int32,
         thread: Int32,
-        shift: Float32,
+        largest: Float32,
+        begun: cutlass.Constexpr[Batch],
         into: tuple[cute.Tensor, cute.Tensor],
     ) -> None:
-        """The weighted sum of every fourth split, by warp."""
+        """The weighted sum of a warp's splits."""
         sums, totals = into
         warp, lane = thread // 32, thread % 32
-        lses, parts = log_sums(arguments), outputs(arguments)
+        shift = select_(largest == -Float32.inf, Float32(0.0), largest)
         mine = cute.make_rmem_tensor((self.together, self.pieces), Float32)
         mine.fill(0.0)
-        total = Float32(0.0)
-        for split in cutlass.range(warp, arguments.splits, WARPS, unroll=8):
-            weight = cute.math.exp2((lses[split, number] - shift) * LOG2_E, fastmath=True)
-            total = total + weight
-            row = cute.logical_divide(parts[split, number, None], cute.make_layout(self.together))
-            for piece in cutlass.range_constexpr(self.pieces):
-                place = piece * 32 + lane
-                if place * self.together < self.width:
-                    part = cute.make_rmem_tensor((self.together,), Float32)
-                    cute.autovec_copy(row[None, place], part)
-                    for i in cutlass.range_constexpr(self.together):
-                        # A split without keys has written no output.
-                        more = select_(weight > 0, part[i] * weight, Float32(0.0))
-                        mine[i, piece] = mine[i, piece] + more
+        total = self.add(begun, shift, mine, Float32(0.0))
+        for first in cutlass.range(warp + WARPS * BATCH, arguments.splits, WARPS * BATCH, unroll=1):
+            batch = self.batch()
+            self.load(arguments, number, first, lane, batch)
+            total = self.add(batch, shift, mine, total)
         target = cute.logical_divide(sums[warp, None], cute.make_layout(self.together))
         for piece in cutlass.range_constexpr(self.pieces):
             place = piece * 32 + lane
@@ -111,6 +143,18 @@ class Combine:
                 cute.autovec_copy(mine[None, piece], target[None, place])
         if lane == 0:
             totals[warp] = total
+
+    def add(self, batch: Batch, shift: Float32, mine: cute.Tensor, total: Float32) -> Float32:
+        """Add a batch to a warp's sums; returns the sum of its weights and `total`."""
+        for i in range(BATCH):
+            weight = cute.math.exp2((batch.log_sums[i] - shift) * LOG2_E, fastmath=True)
+            total = total + weight
+            for piece in range(self.pieces):
+                for j in range(self.together):
+                    # A split without keys has written no output.
+                    more = select_(weight > 0, batch.outputs[j, piece, i] * weight, Float32(0.0))
+                    mine[j, piece] = mine[j, piece] + more
+        return total
 
     @cute.jit
     def write(

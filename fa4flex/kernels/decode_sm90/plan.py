@@ -71,7 +71,8 @@ class DecodePlan:
 
     @property
     def splitting(self) -> Splitting:
-        return Splitting(self.tile_n, self.problem.head_dim_v, self.target.multiprocessors)
+        uneven = self.problem.lengths != "dense"
+        return Splitting(self.tile_n, self.problem.head_dim_v, self.target.multiprocessors, uneven)
 
     @property
     def widths(self) -> tuple[int, int]:

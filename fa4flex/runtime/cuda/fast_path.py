@@ -51,7 +51,7 @@ class FastPath:
         "scalars",
         "scale",
         "sinks",
-        "splits",
+        "workspace",
         "statistics",
         "trains",
     )
@@ -74,7 +74,7 @@ class FastPath:
         self.trains = self.requires_grad and torch.is_grad_enabled()
         self.alignment = (call.q.data_ptr() | call.k.data_ptr() | call.v.data_ptr()) % ALIGNMENT
         self.allocate = _allocation(call, ready)
-        self.splits = ready.splits(call)
+        self.workspace = _workspace(call, ready)
         self.launch = launch_function(FORWARD, ready.kernel, PARAMETERS, _constants(call, ready), {})
 
     @staticmethod
@@ -126,7 +126,7 @@ class FastPath:
         tables = None if ready.tables is None else ready.tables(self.call(q, k, v))
         out, lse, largest = (_empty_like(q), None, None) if self.allocate is None else self.allocate(q)
         taken = counter(q.get_device()) if ready.counted else None
-        parts = None if self.splits is None else ready.workspace(q, self.splits)
+        parts = None if self.workspace is None else _empty_like(self.workspace)
         self.launch(q, k, v, out, lse, largest, tables, taken, parts)
         return out, lse, largest
 
@@ -142,6 +142,14 @@ def _allocation(call: Call, ready: Ready) -> Callable[[Tensor], Results] | None:
     like = torch.empty_like(call.q)
     plain = layouts == (tuple(like.shape), like.stride(), None, None) and like.dtype == ready.dtype
     return None if plain else lambda q: ready.results(q, layouts)
+
+
+def _workspace(call: Call, ready: Ready) -> Tensor | None:
+    """What looks like the memory for the results of splits, and takes none; None where kernels do not split."""
+    splits = ready.splits(call)
+    if splits is None:
+        return None
+    return call.q.new_empty(1, dtype=torch.float32).expand(ready.floats(call.q, splits))
 
 
 def _constants(call: Call, ready: Ready) -> dict[str, Any]:

@@ -72,7 +72,7 @@ class Ready:
         taken = counter(device) if self.counted else None
         lengths, order = (NO_LENGTHS, None) if self.lengths is None else self.lengths(call)
         splits = self.splits(call)
-        parts = None if splits is None else self.workspace(q, splits)
+        parts = None if splits is None else q.new_empty(self.floats(q, splits), dtype=torch.float32)
         self.launch(call, out, lse, largest, tables, length, taken, order, splits, parts, *lengths)
         return out, lse, largest
 
@@ -84,11 +84,10 @@ class Ready:
         heads, length = (k[1], k[2]) if call.heads_first else (k[2], k[1])
         return self.splitting.splits(k[0] * heads, length)
 
-    def workspace(self, q: Tensor, splits: int) -> Tensor:
-        """Memory for the results of so many splits."""
+    def floats(self, q: Tensor, splits: int) -> int:
+        """float32 of memory for the results of so many splits."""
         assert self.splitting is not None
-        rows = q.numel() // q.shape[-1]
-        return q.new_empty(self.splitting.floats(splits, rows), dtype=torch.float32)
+        return self.splitting.floats(splits, q.numel() // q.shape[-1])
 
     def layouts(self, call: Call) -> tuple[int, Layouts]:
         """The query length, and layouts of out, lse and max_scores."""
