@@ -218,10 +218,10 @@ def report(case: Case, contenders: dict[str, Contender]) -> None:
         except Exception as problem:
             told[name] = f" {type(problem).__name__}: {str(problem)[:60]}"
     times = microseconds(graphs, calls)
-    cells = [
-        f"{name}{'' if name not in times else f' {case.bytes / times[name] / 1e6:.2f} {times[name]:.1f}us'}{more}"
-        for name, more in told.items()
-    ]
+    cells = []
+    for name, more in told.items():
+        took = times.get(name)
+        cells.append(name + (f" {case.bytes / took / 1e6:.2f} {took:.1f}us" if took else "") + more)
     keys = case.size.keys
     size = f"{case.size.batch}x{keys // 1024}k" if keys % 1024 == 0 else f"{case.size.batch}x{keys}"
     heads = f"{case.heads}:{case.kv_heads}"

@@ -12,7 +12,7 @@ WAVES = 8
 """Numbers of splits are tried that fill the chip up to so many times."""
 
 UNEVEN_WAVES, UNEVEN_SPLITS = 32, 32
-"""For sequences of different lengths: so many blocks per multiprocessor, and at most so many splits for it."""
+"""So many blocks per multiprocessor where sequences differ in length, and at most so many splits for that."""
 
 MERGING = 2.0
 """What a second launch and partial outputs cost, in key tiles that a multiprocessor loads meanwhile."""

@@ -51,9 +51,9 @@ class FastPath:
         "scalars",
         "scale",
         "sinks",
-        "workspace",
         "statistics",
         "trains",
+        "workspace",
     )
 
     def __init__(
@@ -145,7 +145,7 @@ def _allocation(call: Call, ready: Ready) -> Callable[[Tensor], Results] | None:
 
 
 def _workspace(call: Call, ready: Ready) -> Tensor | None:
-    """What looks like the memory for the results of splits, and takes none; None where kernels do not split."""
+    """What looks like the memory for results of splits, and takes none; None where kernels do not split."""
     splits = ready.splits(call)
     if splits is None:
         return None
