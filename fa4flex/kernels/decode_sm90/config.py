@@ -17,6 +17,7 @@ class Config:
     producer_registers, consumer_registers   per thread, after the split
     rescale_threshold        in log2 units: the output is rescaled only when the row maximum grew by more
     lengths                  "dense" or "used" (seqused per batch)
+    share                    tiles of keys per split; None: of each sequence, all splits have as many
     sinks                    a learnable logit per head joins the denominator
     statistics               whether "lse" is written
     """
@@ -30,6 +31,7 @@ class Config:
     consumer_registers: int
     rescale_threshold: float = 0.0
     lengths: Lengths = "dense"
+    share: int | None = None
     sinks: bool = False
     statistics: tuple[str, ...] = ("lse",)
 

@@ -48,6 +48,7 @@ class DecodePlan:
 
     rescale_threshold    log2 units by which a score may pass the maximum in use before that is raised
     work                 what the hooks cost and keep
+    share                tiles of keys per split, where the schedule asks for it
     """
 
     target: Target
@@ -58,6 +59,7 @@ class DecodePlan:
     registers: Split
     rescale_threshold: float
     work: Work
+    share: int | None = None
 
     module: ClassVar[str] = "fa4flex.kernels.decode_sm90"
 
@@ -72,7 +74,9 @@ class DecodePlan:
     @property
     def splitting(self) -> Splitting:
         uneven = self.problem.lengths != "dense"
-        return Splitting(self.tile_n, self.problem.head_dim_v, self.target.multiprocessors, uneven)
+        return Splitting(
+            self.tile_n, self.problem.head_dim_v, self.target.multiprocessors, uneven, self.share
+        )
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -111,6 +115,7 @@ class DecodePlan:
             consumer_registers=self.registers.consumer,
             rescale_threshold=self.rescale_threshold,
             lengths=self.problem.lengths,
+            share=self.share,
             sinks=self.problem.sinks,
             statistics=self.problem.statistics,
         )
@@ -147,12 +152,15 @@ class DecodePlan:
     def explain(self, size: Size | None = None) -> str:
         """The plan in words; with a `size`, also the time it cannot beat there."""
         r = self.registers
+        by = (
+            "by shapes" if self.share is None else f"{self.share * self.tile_n} to each, as the schedule asks"
+        )
         lines = [
             f"forward kernel for few query rows, {self.target.name} ({self.target.chip}):"
             f" {self.problem.explain()}",
             f"tile: all queries of a group of heads, in {ROWS} rows, x {self.tile_n} keys, q and k"
             f" {self.widths[0]} wide, v {self.widths[1]}, K and V {self.kv_stages} deep",
-            f"  {self.blocks} of them on a multiprocessor; keys are split between blocks, by shapes",
+            f"  {self.blocks} of them on a multiprocessor; keys are split between blocks, {by}",
             f"warpgroups: 1 producer, 1 consumer of {r.producer} and {r.consumer} registers",
             f"  a consumer needs about {self.need.explain()}",
             f"softmax: {rescaling(self.rescale_threshold)}",
@@ -204,6 +212,7 @@ def plan_decode(request: ForwardRequest) -> ForwardPlan:
         registers=SPLITS[blocks],
         rescale_threshold=request.rescale_threshold,
         work=request.work,
+        share=None if schedule.split is None else -(-schedule.split // tile_n),
     )
 
 
