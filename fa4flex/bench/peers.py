@@ -297,6 +297,7 @@ PEERS: tuple[Peer, ...] = (
     Sdpa("FA2", SDPBackend.FLASH_ATTENTION),
     Flex(),
     FlashAttention4(),
+    FlashAttention3(),
 )
 SMOKE_PEERS: tuple[Peer, ...] = (
     Fa4flex(),
