@@ -41,7 +41,7 @@ def never_waiting() -> Iterator[None]:
 
 
 def check(sizes: Sizes, composition: Composition, tables: Sequence[Tensor] = ()) -> None:
-    """The first call of a kind may wait; the same with gradients and without, and other q, k and v, may not."""
+    """The first call of a kind may wait; later ones, with and without gradients, may not."""
     attn = compiled(**composition)
     dout = torch.randn(*sizes.qkv()[0].shape[:3], sizes.dim_v, dtype=sizes.dtype)
     leaves = [x.requires_grad_() for x in tables]
