@@ -122,6 +122,8 @@ class FastPath:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Results:
         ready = self.ready
         tables = None if ready.tables is None else ready.tables(self.call(q, k, v))
+        if ready.watch is not None:
+            ready.watch(self.call(q, k, v))
         out, lse, largest = (_empty_like(q), None, None) if self.allocate is None else self.allocate(q)
         self.launch(q, k, v, out, lse, largest, tables, counter(q.get_device()) if ready.counted else None)
         return out, lse, largest
