@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from fa4flex.codegen.trace import register_op
     from fa4flex.drop_in import flex_attention
     from fa4flex.errors import Fa4flexError, InputError, TraceError, UnsupportedError
+    from fa4flex.merging import merge
     from fa4flex.primitives.blocks import BlockMap
     from fa4flex.primitives.mask import Mask, as_mask
     from fa4flex.primitives.paging import Paging
@@ -39,6 +40,7 @@ _HOME = {
     "flex_attention": "fa4flex.drop_in",
     **dict.fromkeys(("Fa4flexError", "InputError", "TraceError", "UnsupportedError"), "fa4flex.errors"),
     "register_op": "fa4flex.codegen.trace",
+    "merge": "fa4flex.merging",
     "BlockMap": "fa4flex.primitives.blocks",
     # where masks are told that a block map is one, too
     **dict.fromkeys(("Mask", "as_mask"), "fa4flex.primitives.blocks"),
@@ -57,7 +59,7 @@ _HOME = {
 __all__ = [
     "Attention", "BlockMap", "Fa4flexError", "InputError", "Mask", "Paging", "Precision", "Schedule",
     "ScoreMod", "Sinks", "TraceError", "UnsupportedError", "Varlen", "as_mask", "as_score", "attention",
-    "compile", "flex_attention", "nn", "reference", "register_op", "simulator", "synchronize",
+    "compile", "flex_attention", "merge", "nn", "reference", "register_op", "simulator", "synchronize",
     "variants",
 ]  # fmt: skip
 

@@ -18,6 +18,7 @@ from fa4flex.compiler.fakes import Fakes
 from fa4flex.kernels.around.postprocess import Postprocess, PostprocessArguments
 from fa4flex.kernels.around.preprocess import Preprocess, PreprocessArguments
 from fa4flex.kernels.block_tables.kernel import BlockTableArguments
+from fa4flex.kernels.combine.kernel import Combine, CombineArguments
 from fa4flex.kernels.common.arguments import Arguments, BackwardArguments
 from fa4flex.kernels.sequences.kernel import SequencesArguments
 
@@ -30,7 +31,10 @@ Launch = tuple[Callable[..., None], Any]
 
 
 def _forward(kernel: Any, problem: Problem) -> list[Launch]:
-    return [(kernel, Arguments)]
+    launches: list[Launch] = [(kernel, Arguments)]
+    if kernel.config.splits:
+        launches.append((Combine(problem.head_dim_v), CombineArguments))
+    return launches
 
 
 def _backward(kernel: Any, problem: Problem) -> list[Launch]:

@@ -63,8 +63,8 @@ class Fakes:
         match look:
             case Heads():
                 return self._heads(look)
-            case Array(dtype, dims, unit):
-                return fake_plain(DTYPES[dtype], self._shape(dims), unit)
+            case Array(dtype, dims, unit, together):
+                return fake_plain(DTYPES[dtype], self._shape(dims), unit, together)
             case Given(name, dims):
                 wide = name in self.signature.wide
                 return fake_plain(Int64 if wide else Int32, self._shape(dims), unit=False)

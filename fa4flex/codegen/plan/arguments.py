@@ -34,11 +34,13 @@ class Heads:
 
 @dataclass(frozen=True)
 class Array:
-    """Tensor of any strides, the last of which is 1 if `unit`. Packed calls leave "batch" out."""
+    """Tensor of any strides, the last of which is 1 if `unit`. Packed calls leave "batch" out. Its address is
+    one of `together` elements."""
 
     dtype: str
     dims: tuple[Dimension, ...]
     unit: bool = True
+    together: int = 1
 
 
 @dataclass(frozen=True)
@@ -196,23 +198,44 @@ OPERANDS = Argument("operands", Captured("tensors"))
 SCALARS = Argument("scalars", Captured("numbers"))
 SCALE = Argument("scale", Number())
 
+
+def _splits(one: Pass) -> bool:
+    return bool(one.config.splits)
+
+
+MERGE = "combine"
 FORWARD = Schema(
     (
         Argument("q", Heads("q_len", "q_heads", "head_dim")),
         Argument("k", Heads("kv_len", "kv_heads", "head_dim")),
         Argument("v", Heads("kv_len", "kv_heads", "head_dim_v")),
-        Argument("out", Heads("q_len", "q_heads", "head_dim_v", "out_dtype"), "launch"),
-        Argument("lse", PER_ROW, "launch", lambda one: "lse" in one.problem.statistics),
+        Argument(
+            "out", Heads("q_len", "q_heads", "head_dim_v", "out_dtype"), "launch", read_by=("kernel", MERGE)
+        ),
+        Argument(
+            "lse", PER_ROW, "launch", lambda one: "lse" in one.problem.statistics, read_by=("kernel", MERGE)
+        ),
         Argument("max_scores", PER_ROW, "launch", lambda one: "max_scores" in one.problem.statistics),
-        *LENGTHS,
+        *LENGTHS[:2],
+        replace(LENGTHS[2], read_by=("kernel", MERGE)),
+        LENGTHS[3],
         Argument("tables", TABLES, "launch", lambda one: one.problem.mask_form == "tables"),
-        Argument("sinks", Array("float32", ("q_heads",)), when=lambda one: one.problem.sinks),
+        Argument(
+            "sinks",
+            Array("float32", ("q_heads",)),
+            when=lambda one: one.problem.sinks,
+            read_by=("kernel", MERGE),
+        ),
         OPERANDS,
         SCALARS,
         SCALE,
         Argument("max_q_len", Number("int"), "launch"),
         Argument("counter", Array("int32", (2,)), "launch", lambda one: one.config.dynamic),
         Argument("order", Array("int32", ("tiles", 2)), "launch", None),
+        Argument("splits", Number("int"), "launch", _splits, ("kernel", MERGE)),
+        Argument(
+            "workspace", Array("float32", ("partial",), together=4), "launch", _splits, ("kernel", MERGE)
+        ),
     )
 )
 

@@ -10,6 +10,7 @@ from fa4flex.codegen.plan.bound import Bound, Size
 from fa4flex.codegen.plan.memory import Memory
 from fa4flex.codegen.plan.problem import Problem
 from fa4flex.codegen.plan.request import Order
+from fa4flex.codegen.plan.splitting import Splitting
 from fa4flex.codegen.plan.target import Target
 from fa4flex.codegen.plan.topology import Topology
 
@@ -66,6 +67,11 @@ class ForwardPlan(Plan, Protocol):
     @property
     def order(self) -> Order:
         """Order of the tiles of queries."""
+        ...
+
+    @property
+    def splitting(self) -> Splitting | None:
+        """How many blocks share the keys of a tile of queries; None: each has all of them."""
         ...
 
     def bound(self, size: Size) -> Bound:

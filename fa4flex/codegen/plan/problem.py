@@ -17,8 +17,8 @@ WIDEST = 256
 """The widest head: one matrix instruction makes at most 256 columns of the output."""
 
 _FLAGS = (
-    "few_queries", "many_queries", "many_keys", "sinks", "wide_index", "in_range", "positive_scale",
-    "sloped", "deterministic", "long_scores", "pair_reads", "long_masks",
+    "few_queries", "few_rows", "many_queries", "many_keys", "sinks", "wide_index", "in_range",
+    "positive_scale", "sloped", "deterministic", "long_scores", "pair_reads", "long_masks",
 )  # fmt: skip
 
 
@@ -37,6 +37,8 @@ class Problem:
     positive_scale         the softmax scale is positive
     operands               (dtype name, rank) of each captured tensor
     few_queries            no sequence has more queries than `Target.few_queries`; False is always right
+    few_rows               of forward passes: no sequence has more queries, times the heads that share a head
+                           of keys, than `Target.few_rows`; False is always right
     deterministic          of backward passes: sums are the same to the last bit, run after run
     many_queries           every sequence has more queries than `Target.many_queries`; False is always right
     many_keys              of backward passes: sequences have more keys than `Target.many_keys`, as far as
@@ -67,6 +69,7 @@ class Problem:
     positive_scale: bool = True
     operands: tuple[tuple[str, int], ...] = ()
     few_queries: bool = False
+    few_rows: bool = False
     many_queries: bool = False
     many_keys: bool = False
     sloped: bool = False
@@ -106,7 +109,11 @@ class Problem:
             if self.head_dim == self.head_dim_v
             else f"{self.head_dim} and {self.head_dim_v} (v)"
         )
-        extras = ["few queries"] * self.few_queries + ["many queries"] * self.many_queries
+        extras = (
+            ["few queries"] * self.few_queries
+            + ["few rows"] * self.few_rows
+            + ["many queries"] * self.many_queries
+        )
         extras += ["many keys"] * self.many_keys
         extras += [f"{len(self.operands)} captured tensors"] * bool(self.operands) + ["sinks"] * self.sinks
         extras += [f"gradients of {len(self.gradients)} of these"] * bool(self.gradients)

@@ -31,6 +31,7 @@ def forward_problem(inputs: Inputs, proved: Proved, target: Target) -> Problem:
         in_range=proved.in_range,
         positive_scale=inputs.positive_scale,
         few_queries=longest <= target.few_queries,
+        few_rows=longest <= _few_rows(inputs, target),
         many_queries=inputs.lengths == "dense" and 0 < target.many_queries < longest,
         operands=inputs.operands,
     )
@@ -42,6 +43,7 @@ def backward_problem(
     """The problem of a backward pass from that of the forward pass, its mask by tables of key intervals."""
     return replace(
         problem,
+        few_rows=False,
         sloped=facts.gradient.by_score is not const(1.0),
         deterministic=deterministic,
         many_keys=0 < target.many_keys < inputs.usual_keys and _met_alike(facts, problem),
@@ -55,10 +57,18 @@ def same_problem(inputs: Inputs, target: Target) -> Reach:
     """The extents, around those of `inputs`, for which `forward_problem` sets the same flags."""
     longest = inputs.extents.q_len
     queries = [_side(longest, target.few_queries)]
+    if target.few_rows:
+        queries.append(_side(longest, _few_rows(inputs, target)))
     if inputs.lengths == "dense" and target.many_queries > 0:
         queries.append(_side(longest, target.many_queries))
     least, most = max(low for low, _ in queries), min(high for _, high in queries)
     return Reach((0, least, 0), (ANY, most, ANY))
+
+
+def _few_rows(inputs: Inputs, target: Target) -> int:
+    """The most queries of a sequence that a tile of few rows holds; -1 where there is no such tile."""
+    group = inputs.extents.heads // max(inputs.kv_heads, 1)
+    return target.few_rows // max(group, 1) if target.few_rows else -1
 
 
 def same_backward_problem(inputs: Inputs, target: Target) -> Reach:

@@ -21,6 +21,8 @@ class Target:
     special_results, fp32_results, load_lanes  results per clock and SM: ex2 or tanh, fp32 FMA, load lanes
     l2_bytes, hbm_bytes_per_second             cache size, memory bandwidth
     tensor_columns                             of tensor memory, 32 bits wide; 0 where there is none
+    few_rows                                   rows of a tile that holds all queries of a group of heads; 0
+                                               where no kernel has one
     few_queries, many_queries, many_keys       up to so many queries per sequence, and more than so many, or
                                                so many keys, are planned for by themselves; 0: all lengths are
                                                planned alike
@@ -54,6 +56,7 @@ class Target:
     hbm_bytes_per_second: float
     tensor_columns: int = 0
     few_queries: int = 0
+    few_rows: int = 0
     many_queries: int = 0
     many_keys: int = 0
 
@@ -95,6 +98,7 @@ SM90A = Target(
     load_lanes=32,
     l2_bytes=50 << 20,
     hbm_bytes_per_second=4.8e12,
+    few_rows=64,
 )
 
 SM100A = Target(

@@ -53,7 +53,8 @@ class Listed(NamedTuple):
 
 
 class KeyTiles(NamedTuple):
-    """`masked` tiles, then `full` ones; at least one in all, masked, so that every row is written."""
+    """`masked` tiles, then `full` ones. Where every row is written by whoever takes tiles, there is at least
+    one in all, masked."""
 
     masked: Any
     full: Any
@@ -199,13 +200,23 @@ def spanned(hooks: Hooks, at: At, first_row: Int32, rows: int, tile_n: int, loop
     """Key tiles from the rows' spans, or all tiles where the variant has no mask. `looped`: over rows, in
     fewer registers."""
     if hooks.spans is None:
-        whole = at.kv_len // tile_n
-        tiles = [(Int32(0), Int32(0), whole, (at.kv_len + (tile_n - 1)) // tile_n)]
-    else:
-        if len(hooks.spans(at.but(q=first_row, q_float=first_row.to(cutlass.Float32)))) > 2:
-            raise ValueError("a kernel takes at most two spans per row")
-        tiles = _disjoint(_tile_range(_rows(hooks, at), first_row, rows, tile_n, looped))
-    return _at_least_one(*_ranges(tiles))
+        return _at_least_one(*_ranges(_all_tiles(at.kv_len, tile_n)))
+    if len(hooks.spans(at.but(q=first_row, q_float=first_row.to(cutlass.Float32)))) > 2:
+        raise ValueError("a kernel takes at most two spans per row")
+    return _at_least_one(*_ranges(_disjoint(_tile_range(_rows(hooks, at), first_row, rows, tile_n, looped))))
+
+
+def _all_tiles(kv_len: Int32, tile_n: int) -> list[tuple[Int32, ...]]:
+    return [(Int32(0), Int32(0), kv_len // tile_n, (kv_len + (tile_n - 1)) // tile_n)]
+
+
+def seen_by(lines: Lines | None, count: int, kv_len: Int32, tile_n: int) -> KeyTiles:
+    """Key tiles that some of `count` lines see, all where there are no lines: perhaps none."""
+    tiles = _all_tiles(kv_len, tile_n)
+    if lines is not None:
+        tiles = _disjoint(_tile_range(lines, Int32(0), count, tile_n, True))
+    masked, full = _ranges(tiles)
+    return KeyTiles(masked, full, masked.total(), full.total())
 
 
 def visited_by(hooks: Hooks, at: At, first_key: Int32, keys: int, tile_m: int) -> tuple[Ranges, Ranges]:

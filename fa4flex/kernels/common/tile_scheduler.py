@@ -108,23 +108,28 @@ class TileScheduler:
 
     def place(self, work: Work, grid: Grid, arguments: Arguments) -> At:
         """Where hooks are called for a tile, with the uniform terms."""
-        at = At(
-            b=work.b,
-            h=work.h,
-            q_len=work.q_len,
-            kv_len=work.kv_len,
-            num_heads=grid.heads,
-            scale=arguments.scale,
-            operands=tuple(arguments.operands),
-            scalars=tuple(arguments.scalars),
-        )
-        if self.hooks.uniform is None:
-            return at
-        found = self.hooks.uniform(at)
-        return at.but(uniform=tuple(computed_once(x) if isinstance(x, Float32) else x for x in found))
+        return place(self.hooks, work, grid.heads, arguments)
 
     def keys(self, at: At, work: Work, arguments: Arguments) -> KeyTiles:
         if arguments.tables is not None:
             return listed(arguments.tables, at, work.tile)
         first_row = work.tile * self.config.tile_m
         return spanned(self.hooks, at, first_row, self.config.tile_m, self.config.tile_n, self.looped)
+
+
+def place(hooks: Hooks, work: Work, heads: Int32, arguments: Arguments) -> At:
+    """Where hooks are called for the queries of a head, with the uniform terms."""
+    at = At(
+        b=work.b,
+        h=work.h,
+        q_len=work.q_len,
+        kv_len=work.kv_len,
+        num_heads=heads,
+        scale=arguments.scale,
+        operands=tuple(arguments.operands),
+        scalars=tuple(arguments.scalars),
+    )
+    if hooks.uniform is None:
+        return at
+    found = hooks.uniform(at)
+    return at.but(uniform=tuple(computed_once(x) if isinstance(x, Float32) else x for x in found))

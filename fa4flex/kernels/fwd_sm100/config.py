@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from fa4flex.codegen.plan.lengths import Lengths
 
@@ -99,6 +99,9 @@ class Config:
     tables: bool = False
     sinks: bool = False
     statistics: tuple[str, ...] = ("lse",)
+
+    splits: ClassVar[bool] = False
+    """Whether several blocks may share the keys of a tile."""
 
     @property
     def tile_m(self) -> int:

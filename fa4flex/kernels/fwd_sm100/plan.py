@@ -22,6 +22,7 @@ from fa4flex.codegen.plan.request import (
     rescaling,
 )
 from fa4flex.codegen.plan.sharing import sharing
+from fa4flex.codegen.plan.splitting import Splitting
 from fa4flex.codegen.plan.target import Target
 from fa4flex.codegen.plan.tensor_memory import Columns
 from fa4flex.codegen.plan.topology import Topology
@@ -67,6 +68,7 @@ class BlackwellPlan:
     reasons: tuple[str, ...] = ()
 
     module: ClassVar[str] = "fa4flex.kernels.fwd_sm100"
+    splitting: ClassVar[Splitting | None] = None
 
     @property
     def tile(self) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from fa4flex.codegen.plan.lengths import Lengths
 
@@ -44,6 +45,9 @@ class Config:
     tables: bool = False
     sinks: bool = False
     statistics: tuple[str, ...] = ("lse",)
+
+    splits: ClassVar[bool] = False
+    """Whether several blocks may share the keys of a tile."""
 
     @property
     def consumers(self) -> int:

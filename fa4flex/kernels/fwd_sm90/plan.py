@@ -13,6 +13,7 @@ from fa4flex.codegen.plan.memory import Memory
 from fa4flex.codegen.plan.pipeline import Pipeline
 from fa4flex.codegen.plan.problem import Problem
 from fa4flex.codegen.plan.request import BLOCKS, ORDERS, ForwardRequest, Order, check_threshold, rescaling
+from fa4flex.codegen.plan.splitting import Splitting
 from fa4flex.codegen.plan.target import Target
 from fa4flex.codegen.plan.topology import Staging, Topology
 from fa4flex.codegen.plan.verify import prove
@@ -55,6 +56,7 @@ class HopperPlan:
     reasons: tuple[str, ...] = ()
 
     module: ClassVar[str] = "fa4flex.kernels.fwd_sm90"
+    splitting: ClassVar[Splitting | None] = None
 
     @property
     def tile(self) -> tuple[int, int]:

@@ -258,6 +258,7 @@ def make_ready(engine: Engine, call: Call) -> Ready:
         Reach.exactly(extents_of(shape)) if by_tables else reach,
         call.lengths.seqused_q is not None,
         plan.config().dynamic,
+        plan.splitting,
         lengths_of(engine.kinds, call, lowered, plan.tile if by_work else None),
         tables_of(engine.kinds, call, lowered, captured) if by_tables else None,
         engine.watch_integers if engine.watches_integers else None,

@@ -24,7 +24,7 @@ from fa4flex.variant import Variant, default_scale
 
 _empty_like = torch.empty_like
 
-PARAMETERS = "q", "k", "v", "out", "lse", "max_scores", "tables", "counter"
+PARAMETERS = "q", "k", "v", "out", "lse", "max_scores", "tables", "counter", "workspace"
 """Parameters of the launch function of a repeated call."""
 
 
@@ -50,6 +50,7 @@ class FastPath:
         "sinks",
         "statistics",
         "trains",
+        "workspace",
     )
 
     def __init__(
@@ -71,6 +72,7 @@ class FastPath:
         self.trains = self.requires_grad and torch.is_grad_enabled()
         self.alignment = (call.q.data_ptr() | call.k.data_ptr() | call.v.data_ptr()) % ALIGNMENT
         self.allocate = _allocation(call, ready)
+        self.workspace = _workspace(call, ready)
         self.launch = launch_function(FORWARD, ready.kernel, PARAMETERS, _constants(call, ready), {})
 
     @staticmethod
@@ -117,7 +119,9 @@ class FastPath:
         if ready.watch is not None:
             ready.watch(self.call(q, k, v))
         out, lse, largest = (_empty_like(q), None, None) if self.allocate is None else self.allocate(q)
-        self.launch(q, k, v, out, lse, largest, tables, counter(q.get_device()) if ready.counted else None)
+        taken = counter(q.get_device()) if ready.counted else None
+        parts = None if self.workspace is None else _empty_like(self.workspace)
+        self.launch(q, k, v, out, lse, largest, tables, taken, parts)
         return out, lse, largest
 
 
@@ -129,6 +133,17 @@ def _allocation(call: Call, ready: Ready) -> Callable[[Tensor], Results] | None:
     return None if plain else lambda q: ready.results(q, layouts)
 
 
+def _workspace(call: Call, ready: Ready) -> Tensor | None:
+    """What looks like the memory for results of splits, and takes none; None where kernels do not split."""
+    splits = ready.splits(call)
+    if splits is None:
+        return None
+    floats = ready.floats(call.q, splits)
+    # What is like an empty tensor of stride 0 has that stride, too.
+    like = call.q.new_empty(min(floats, 1), dtype=torch.float32)
+    return like.expand(floats) if floats else like
+
+
 def _constants(call: Call, ready: Ready) -> dict[str, Any]:
     """All arguments but PARAMETERS, as such calls have them. Tuples that no call changes are prepared once,
     as the calling convention would do at each launch."""
@@ -136,7 +151,7 @@ def _constants(call: Call, ready: Ready) -> dict[str, Any]:
     found |= {row.name: None for row in FORWARD.found_in("call.lengths")}
     found |= ready.constants
     found |= {"scalars": prepared(found["scalars"]), "operands": call.operands or None}
-    return found | {"order": None, "max_q_len": ready.layouts(call)[0]}
+    return found | {"order": None, "max_q_len": ready.layouts(call)[0], "splits": ready.splits(call)}
 
 
 def guard_of(tensors: tuple[Tensor, ...]) -> Callable[..., bool] | None:

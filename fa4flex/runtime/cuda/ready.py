@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fa4flex.codegen.analyze.reach import Reach
+from fa4flex.codegen.plan.splitting import Splitting
 from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, SequenceLengths
 from fa4flex.runtime.cuda.counter import counter
 from fa4flex.runtime.cuda.lengths import LengthsKernel
@@ -25,7 +26,8 @@ Layouts = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...] | None, tuple[
 
 
 PARAMETERS = (
-    "call", "out", "lse", "max_scores", "tables", "max_q_len", "counter", "order", *SequenceLengths._fields
+    "call", "out", "lse", "max_scores", "tables", "max_q_len", "counter", "order", "splits", "workspace",
+    *SequenceLengths._fields
 )  # fmt: skip
 """Parameters of a Ready's launch function; other arguments are the same for all calls that look alike."""
 
@@ -44,6 +46,7 @@ class Ready:
     gaps        whether there are query rows that no sequence uses, which kernels do not write
     counted     whether blocks take tiles from a counter
     lengths     what corrects the lengths of a ragged batch, and sorts its tiles where that is asked for
+    splitting   how many blocks share the keys of a tile, where several may
     tables      makes or finds the block tables of a call, where the mask is told by them
     watch       looks after contents of captured tensors that launches take for granted, where there are any
     """
@@ -58,6 +61,7 @@ class Ready:
     reach: Reach
     gaps: bool
     counted: bool
+    splitting: Splitting | None = None
     lengths: LengthsKernel | None = None
     tables: Callable[[Call], Any] | None = None
     watch: Callable[[Call], None] | None = None
@@ -71,8 +75,23 @@ class Ready:
             self.watch(call)
         taken = counter(device) if self.counted else None
         lengths, order = (NO_LENGTHS, None) if self.lengths is None else self.lengths(call)
-        self.launch(call, out, lse, largest, tables, length, taken, order, *lengths)
+        splits = self.splits(call)
+        parts = None if splits is None else q.new_empty(self.floats(q, splits), dtype=torch.float32)
+        self.launch(call, out, lse, largest, tables, length, taken, order, splits, parts, *lengths)
         return out, lse, largest
+
+    def splits(self, call: Call) -> int | None:
+        """Splits of the keys of a tile; None where kernels do not split."""
+        if self.splitting is None:
+            return None
+        k = call.k.shape
+        heads, length = (k[1], k[2]) if call.heads_first else (k[2], k[1])
+        return self.splitting.splits(k[0] * heads, length)
+
+    def floats(self, q: Tensor, splits: int) -> int:
+        """float32 of memory for the results of so many splits."""
+        assert self.splitting is not None
+        return self.splitting.floats(splits, q.numel() // q.shape[-1])
 
     def layouts(self, call: Call) -> tuple[int, Layouts]:
         """The query length, and layouts of out, lse and max_scores."""

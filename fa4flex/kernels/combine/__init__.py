@@ -1,0 +1,1 @@
+"""The kernel that merges partial outputs of split keys."""

@@ -1,0 +1,35 @@
+"""What splits of the keys leave for each row, in one vector of float32: outputs, then log-sum-exps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cutlass import Int32, Int64, cute
+
+
+def row_number(arguments: Any, b: Int32, h: Int32, q: Int32) -> Int32:
+    """The number of a row among all of a call."""
+    _, length, heads, _ = arguments.out.shape
+    return (b * heads + h) * length + q
+
+
+def rows_of(arguments: Any) -> Int32:
+    """Rows of a call."""
+    batch, length, heads, _ = arguments.out.shape
+    return Int32(batch * heads * length)
+
+
+def outputs(arguments: Any) -> cute.Tensor:
+    """[split, row, width], each divided by its own sum."""
+    rows, width = rows_of(arguments), arguments.out.shape[3]
+    # Strides of 32 bits would wrap where there are many rows.
+    row, split = (cute.assume(n * width, divby=8) for n in (Int64(1), Int64(rows)))
+    layout = cute.make_layout((arguments.splits, rows, width), stride=(split, row, 1))
+    return cute.make_tensor(arguments.workspace.iterator, layout)
+
+
+def log_sums(arguments: Any) -> cute.Tensor:
+    """[split, row], natural logarithms of the sums; -inf where a split has no key for a row."""
+    rows, width = rows_of(arguments), arguments.out.shape[3]
+    start = arguments.workspace.iterator + Int64(arguments.splits) * rows * width
+    return cute.make_tensor(start, cute.make_layout((arguments.splits, rows), stride=(Int64(rows), 1)))

@@ -1,0 +1,41 @@
+"""What the Hopper kernel for few query rows is specialised to, besides hooks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fa4flex.codegen.plan.lengths import Lengths
+
+
+@dataclass(frozen=True)
+class Config:
+    """head_dim, head_dim_v    widths of the tiles in shared memory: multiples of 16 that hold the tensors'
+    tile_n                   keys per tile
+    kv_stages                tiles of K, and as many of V, in flight
+    blocks                   of a multiprocessor at a time
+    producer_registers, consumer_registers   per thread, after the split
+    rescale_threshold        in log2 units: the output is rescaled only when the row maximum grew by more
+    lengths                  "dense" or "used" (seqused per batch)
+    share                    tiles of keys per split; None: of each sequence, all splits have as many
+    sinks                    a learnable logit per head joins the denominator
+    statistics               whether "lse" is written
+    """
+
+    head_dim: int
+    head_dim_v: int
+    tile_n: int
+    kv_stages: int
+    blocks: int
+    producer_registers: int
+    consumer_registers: int
+    rescale_threshold: float = 0.0
+    lengths: Lengths = "dense"
+    share: int | None = None
+    sinks: bool = False
+    statistics: tuple[str, ...] = ("lse",)
+
+    dynamic: ClassVar[bool] = False
+    splits: ClassVar[bool] = True
+    """Whether several blocks may share the keys of a tile."""
+    threads: ClassVar[int] = 256

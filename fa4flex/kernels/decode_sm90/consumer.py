@@ -1,0 +1,262 @@
+"""The consumer warpgroup: products by wgmma, softmax in registers between them.
+
+Each thread has parts of two rows. Rows may be of different heads, so that all that depends on the head is
+kept per row; where a variant does not look at the head, both rows' are the same values. Products and softmax
+take turns: a multiprocessor waits for memory most of the time, and another block's run meanwhile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, const_expr, cute, pipeline
+from cutlass.cute.nvgpu import warpgroup
+
+from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.fragment import as_operand, multiply, narrow, rows_and_columns
+from fa4flex.kernels.common.hooks import Hooks
+from fa4flex.kernels.common.keys import tile_at
+from fa4flex.kernels.common.pointwise import Fragment, prepare_rows
+from fa4flex.kernels.common.softmax import (
+    LOG2_E,
+    Running,
+    accumulate,
+    exponentiate,
+    maxima,
+    multiply_rows,
+    passes,
+    raise_maxima,
+    running,
+)
+from fa4flex.kernels.decode_sm90.config import Config
+from fa4flex.kernels.decode_sm90.epilogue import Epilogue
+from fa4flex.kernels.decode_sm90.resources import ROWS, Pipes, Shared
+from fa4flex.kernels.decode_sm90.rows import Row, Tile, place_of, tile_of
+
+MEET = 1
+"""Named barrier of the warpgroup."""
+
+WIDE = 8
+"""Elements of 16 bits that a thread copies at once."""
+
+OFFSETS = (0, 8)
+"""A thread's rows, from the first on."""
+
+
+@dataclass(frozen=True)
+class Products:
+    """q and k are shared-memory descriptors of S = q k^T, p registers and v descriptors of O += p v; v_shared
+    is what v describes, (head_dim_v, tile_n, stage)."""
+
+    scores: cute.TiledMma
+    values: cute.TiledMma
+    q: cute.Tensor
+    k: cute.Tensor
+    p: cute.Tensor
+    v: cute.Tensor
+    v_shared: cute.Tensor
+    out: cute.Tensor
+
+
+@dataclass(frozen=True)
+class Mine:
+    """One of a thread's rows: what stays the same over its key tiles."""
+
+    row: Row
+    fragment: Fragment
+    factor: Float32
+    slack: Float32
+    state: Running
+
+
+class Consumer:
+    def __init__(self, config: Config, hooks: Hooks) -> None:
+        self.config = config
+        self.hooks = hooks
+        self.epilogue = Epilogue(config)
+
+    @cute.jit
+    def run(
+        self,
+        arguments: Arguments,
+        shared: cutlass.Constexpr[Shared],
+        pipes: cutlass.Constexpr[Pipes],
+        mma: cutlass.Constexpr[tuple[cute.TiledMma, cute.TiledMma]],
+    ) -> None:
+        lane = cute.arch.thread_idx()[0] - 128
+        tile = tile_of(cute.arch.block_idx()[0], arguments, self.hooks, self.config)
+        self.queries(arguments, tile, shared, lane)
+        products = self.products(mma, shared, lane)
+        rows = self.rows(arguments, tile, lane)
+        for row in rows:
+            self.clear(row.state)
+        products.out.fill(0.0)
+        k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.kv_stages)
+        v_state = k_state.clone()
+        full = cutlass.max(cutlass.min(tile.keys.masked_count, tile.last), tile.first)
+        for i in cutlass.range(tile.first, full, unroll=1):
+            key_tile = tile_at(tile.keys, i)
+            k_state, v_state = self.step(products, rows, pipes, key_tile, (k_state, v_state), True)
+        for i in cutlass.range(full, tile.last, unroll=1):
+            key_tile = tile_at(tile.keys, i)
+            k_state, v_state = self.step(products, rows, pipes, key_tile, (k_state, v_state), False)
+        self.epilogue.run(arguments, tile, products, rows, lane)
+
+    @cute.jit
+    def queries(
+        self, arguments: Arguments, tile: Tile, shared: cutlass.Constexpr[Shared], lane: Int32
+    ) -> None:
+        """All rows of the tile to shared memory; those past the last repeat it. Tiles may be wider than the
+        tensor, and have zeros there."""
+        q, width = arguments.q, arguments.q.shape[3]
+        pieces = self.config.head_dim // WIDE
+        count = ROWS * pieces // 128
+        held = cute.make_rmem_tensor((WIDE, count), q.element_type)
+        for i in cutlass.range_constexpr(count):
+            number = lane + 128 * i
+            row, piece = tile.row(number // pieces), number % pieces
+            if const_expr(width < self.config.head_dim):
+                held[None, i].fill(q.element_type(0.0))
+            if piece * WIDE < width:
+                source = cute.logical_divide(q[tile.b, row.q, row.h, None], cute.make_layout(WIDE))
+                cute.autovec_copy(source[None, piece], held[None, i])
+        for i in cutlass.range_constexpr(count):
+            number = lane + 128 * i
+            target = cute.local_tile(shared.q[number // pieces, None, 0], (WIDE,), (number % pieces,))
+            cute.autovec_copy(held[None, i], target)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=MEET, number_of_threads=128)
+
+    def products(self, mma: tuple[Any, Any], shared: Shared, lane: Int32) -> Products:
+        scores, values = mma
+        one, two = scores.get_slice(lane), values.get_slice(lane)
+        shape = (ROWS, self.config.tile_n, self.config.head_dim_v)
+        p = cute.make_rmem_tensor(
+            as_operand(cute.make_rmem_tensor(one.partition_shape_C(shape[:2]), Float32)).shape,
+            shared.v.element_type,
+        )
+        return Products(
+            scores,
+            values,
+            scores.make_fragment_A(one.partition_A(shared.q[None, None, 0])),
+            scores.make_fragment_B(one.partition_B(shared.k)),
+            p,
+            values.make_fragment_B(two.partition_B(shared.v)),
+            shared.v,
+            cute.make_rmem_tensor(two.partition_shape_C((ROWS, shape[2])), Float32),
+        )
+
+    def rows(self, arguments: Arguments, tile: Tile, lane: Int32) -> tuple[Mine, ...]:
+        """Lane l of the warpgroup holds rows l / 4 and l / 4 + 8 of its warp's 16, and of each 8 columns the
+        two from 2 (l % 4) on."""
+        number = lane // 32 * 16 + lane % 32 // 4
+        columns = tuple(8 * (c // 2) + c % 2 for c in range(self.config.tile_n // 4))
+        found = []
+        for offset in OFFSETS:
+            row = tile.row(number + offset)
+            at = place_of(row, tile, arguments, self.hooks)
+            terms = prepare_rows(self.hooks, at, row.q, (0,))
+            factor = at.scale * LOG2_E if self.hooks.factor is None else self.hooks.factor(at)
+            slack = self.config.rescale_threshold * cute.arch.rcp_approx(factor)
+            fragment = Fragment(at, terms, (0,), columns, row.q, lane % 4 * 2)
+            found.append(Mine(row, fragment, factor, slack, running(1)))
+        return tuple(found)
+
+    def clear(self, state: Running) -> None:
+        """A row that has seen no key."""
+        state.largest[0] = -Float32.inf
+        state.ceiling[0] = -Float32.inf
+        state.shift[0] = Float32(0.0)
+        state.total[0] = Float32(0.0)
+        state.scale[0] = Float32(1.0)
+
+    @cute.jit
+    def step(
+        self,
+        products: cutlass.Constexpr[Products],
+        rows: cutlass.Constexpr[tuple[Mine, ...]],
+        pipes: cutlass.Constexpr[Pipes],
+        key_tile: Int32,
+        states: tuple[pipeline.PipelineState, pipeline.PipelineState],
+        masked: cutlass.Constexpr[bool],
+    ) -> tuple[pipeline.PipelineState, pipeline.PipelineState]:
+        """Scores, softmax and values of one key tile."""
+        k_state, v_state = states
+        kv_first = key_tile * self.config.tile_n
+        shape = products.scores.partition_shape_C((ROWS, self.config.tile_n))
+        scores = cute.make_rmem_tensor(shape, Float32)
+        grids = [_row_of(scores, r) for r in range(len(rows))]
+        early = []
+        for mine, grid in zip(rows, grids):
+            mine.fragment.start(self.hooks, grid, kv_first, masked)
+            early.append(mine.fragment.prepare(self.hooks, kv_first, masked))
+        pipes.k.consumer_wait(k_state)
+        k = products.k[None, None, None, k_state.index]
+        multiply(products.scores, scores, products.q, k, self.hooks.start is not None)
+        warpgroup.wait_group(0)
+        pipes.k.consumer_release(k_state)
+        for mine, grid, known in zip(rows, grids, early):
+            mine.fragment.modify(self.hooks, grid, known)
+            if const_expr(masked):
+                mine.fragment.mask(grid, kv_first, None)
+        self.take_maxima(products.out, rows, grids)
+        for mine, grid in zip(rows, grids):
+            exponentiate(grid[0, None], mine.factor, mine.state, 0)
+            accumulate(grid[0, None], mine.state, 0)
+        narrow(as_operand(scores), products.p)
+        pipes.v.consumer_wait(v_state)
+        if const_expr(masked):
+            self.clear_past_end(products, rows[0], kv_first, v_state)
+        multiply(products.values, products.out, products.p, products.v[None, None, None, v_state.index], True)
+        warpgroup.wait_group(0)
+        pipes.v.consumer_release(v_state)
+        k_state.advance()
+        v_state.advance()
+        return k_state, v_state
+
+    @cute.jit
+    def take_maxima(
+        self,
+        out: cute.Tensor,
+        rows: cutlass.Constexpr[tuple[Mine, ...]],
+        grids: cutlass.Constexpr[list],
+    ) -> None:
+        """Raise the running maxima to this tile's, and rescale the output, where a score passes a ceiling."""
+        found = [maxima(grid, mine.state) for mine, grid in zip(rows, grids)]
+        raised = Boolean(True)
+        if const_expr(self.config.rescale_threshold > 0):
+            raised = passes(found[0], rows[0].state) | passes(found[1], rows[1].state)
+        if raised:
+            for mine, mine_found in zip(rows, found):
+                raise_maxima(mine_found, mine.factor, mine.slack, mine.state)
+            multiply_rows(rows_and_columns(out), [mine.state.scale[0] for mine in rows])
+
+    @cute.jit
+    def clear_past_end(
+        self,
+        products: cutlass.Constexpr[Products],
+        mine: cutlass.Constexpr[Mine],
+        kv_first: Int32,
+        v_state: pipeline.PipelineState,
+    ) -> None:
+        """Zero the values past the end of a sequence: what lies there is anything, and a probability 0 times
+        NaN is NaN. Dense tensors end where TMA fills in zeros itself."""
+        if const_expr(self.config.lengths != "dense"):
+            end = mine.fragment.at.kv_len - kv_first
+            if end < self.config.tile_n:
+                lane = cute.arch.thread_idx()[0] % 128
+                values = products.v_shared[None, None, v_state.index]
+                for d in cutlass.range(lane, self.config.head_dim_v, 128, unroll=1):
+                    for key in cutlass.range(cutlass.max(end, 0), self.config.tile_n, unroll=1):
+                        values[d, key] = values.element_type(0.0)
+                cute.arch.fence_proxy("async.shared", space="cta")
+                cute.arch.barrier(barrier_id=MEET, number_of_threads=128)
+
+
+def _row_of(scores: cute.Tensor, r: int) -> cute.Tensor:
+    """A row of an accumulator as (1, column): the same registers."""
+    grid = rows_and_columns(scores)
+    row = grid[r, None]
+    return cute.make_tensor(row.iterator, cute.prepend(row.layout, cute.make_layout(1)))

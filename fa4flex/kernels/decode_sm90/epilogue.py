@@ -1,0 +1,81 @@
+"""From accumulators to global memory: the output, or a split's part of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, const_expr, cute, select_
+
+from fa4flex.kernels.combine.workspace import log_sums, outputs, row_number
+from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.fragment import rows_and_columns
+from fa4flex.kernels.common.softmax import finish, multiply_rows
+from fa4flex.kernels.decode_sm90.config import Config
+from fa4flex.kernels.decode_sm90.rows import Row, Tile
+
+
+class Epilogue:
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    @cute.jit
+    def run(
+        self,
+        arguments: Arguments,
+        tile: Tile,
+        products: cutlass.Constexpr[Any],
+        rows: cutlass.Constexpr[tuple[Any, ...]],
+        lane: Int32,
+    ) -> None:
+        """Sinks join here where one block has all keys; otherwise where splits are merged."""
+        scales, lses = [], []
+        for mine in rows:
+            sink = None
+            if const_expr(arguments.sinks is not None):
+                sink = arguments.sinks[mine.row.h].to(Float32)
+                sink = select_(arguments.splits == 1, sink, -Float32.inf)
+            scale, lse = finish(mine.state, sink)
+            scales += scale
+            lses += lse
+        out = rows_and_columns(products.out)
+        multiply_rows(out, scales)
+        for r in cutlass.range_constexpr(len(rows)):
+            if rows[r].row.exists:
+                if arguments.splits == 1:
+                    self.whole(arguments, tile, rows[r].row, out[r, None], lses[r], lane)
+                else:
+                    self.part(arguments, tile, rows[r].row, out[r, None], lses[r], lane)
+
+    @cute.jit
+    def whole(
+        self, arguments: Arguments, tile: Tile, row: Row, out: cute.Tensor, lse: Float32, lane: Int32
+    ) -> None:
+        if const_expr(arguments.lse is not None):  # noqa: SIM102  one is decided when compiled, one when run
+            if lane % 4 == 0:
+                arguments.lse[tile.b, row.h, row.q] = lse
+        self.store(arguments.out[tile.b, row.q, row.h, None], out, lane)
+
+    @cute.jit
+    def part(
+        self, arguments: Arguments, tile: Tile, row: Row, out: cute.Tensor, lse: Float32, lane: Int32
+    ) -> None:
+        """A split without keys has no output: nobody reads it."""
+        number = row_number(arguments, tile.b, row.h, row.q)
+        if lane % 4 == 0:
+            log_sums(arguments)[tile.split, number] = lse
+        if tile.first < tile.last:
+            self.store(outputs(arguments)[tile.split, number, None], out, lane)
+
+    @cute.jit
+    def store(self, target: cute.Tensor, out: cute.Tensor, lane: Int32) -> None:
+        """A row, two columns at a time."""
+        kind, width = target.element_type, cute.size(target)
+        pairs = cute.logical_divide(target, cute.make_layout(2))
+        for c in cutlass.range_constexpr(self.config.head_dim_v // 8):
+            column = 8 * c + lane % 4 * 2
+            if column < width:
+                pair = cute.make_rmem_tensor((2,), kind)
+                pair[0] = out[2 * c].to(kind)
+                pair[1] = out[2 * c + 1].to(kind)
+                cute.autovec_copy(pair, pairs[None, column // 2])

@@ -1,0 +1,170 @@
+"""The Hopper kernel for few query rows: descriptors and launch on the host, and on the device the split into
+roles.
+
+producer warp --[k ring]--> consumer warpgroup --> out, or a part of it in the workspace
+              --[v ring]-->
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass.utils.hopper_helpers as sm90
+from cuda.bindings import driver as cuda
+from cutlass import Float32, Int64, cute, pipeline
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
+
+from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.hooks import Hooks
+from fa4flex.kernels.common.transfer import Transfers, reordered
+from fa4flex.kernels.decode_sm90.config import Config
+from fa4flex.kernels.decode_sm90.consumer import Consumer
+from fa4flex.kernels.decode_sm90.producer import Producer
+from fa4flex.kernels.decode_sm90.resources import ROWS, Pipes, Shared
+
+ALL_SHARED = 100
+"""Percent of a multiprocessor's memory that is shared memory: two blocks need all of it."""
+
+
+class Forward:
+    """A kernel for one Config and one variant's Hooks; `compile` takes the object itself."""
+
+    direction = "forward"
+    """Which arguments it takes."""
+
+    def __init__(self, config: Config, hooks: Hooks) -> None:
+        self.config = config
+        self.hooks = hooks
+        self.producer = Producer(config, hooks)
+        self.consumer = Consumer(config, hooks)
+
+    @cute.jit
+    def __call__(self, arguments: Arguments, stream: cuda.CUstream) -> None:
+        kind = arguments.q.element_type
+        layouts = self.layouts(kind)
+        k, v = self.transfers(arguments, layouts)
+        pairs = arguments.k.shape[0] * arguments.k.shape[2]
+        self.device(arguments, k, v, self.matrix_products(kind)).launch(
+            grid=[pairs * arguments.splits, 1, 1],
+            block=[self.config.threads, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=self.config.blocks,
+            preferred_smem_carveout=ALL_SHARED,
+        )
+
+    def matrix_products(self, kind: Any) -> tuple[cute.TiledMma, cute.TiledMma]:
+        """S = q k^T from shared memory, O += p v with p in registers."""
+        k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
+        scores = sm90.make_trivial_tiled_mma(
+            kind,
+            kind,
+            k_major,
+            k_major,
+            Float32,
+            atom_layout_mnk=(1, 1, 1),
+            tiler_mn=(ROWS, self.config.tile_n),
+        )
+        values = sm90.make_trivial_tiled_mma(
+            kind,
+            kind,
+            k_major,
+            mn_major,
+            Float32,
+            atom_layout_mnk=(1, 1, 1),
+            tiler_mn=(ROWS, self.config.head_dim_v),
+            a_source=warpgroup.OperandSource.RMEM,
+        )
+        return scores, values
+
+    def layouts(self, kind: Any) -> tuple[Any, Any, Any]:
+        """Swizzled shared-memory layouts of q, k, v; their last mode counts stages."""
+        config = self.config
+        row, column = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
+        n, d, dv = config.tile_n, config.head_dim, config.head_dim_v
+        return (
+            sm90.make_smem_layout_a(row, (ROWS, n, d), kind, 1),
+            sm90.make_smem_layout_b(row, (ROWS, n, d), kind, config.kv_stages),
+            # values are loaded (tile_n, head_dim_v) row by row, which is an MN-major B operand
+            sm90.make_smem_layout_b(column, (ROWS, dv, n), kind, config.kv_stages),
+        )
+
+    def transfers(self, arguments: Arguments, layouts: tuple[Any, ...]) -> tuple[Any, Any]:
+        config = self.config
+        k, v = reordered(arguments.k, [1, 3, 2, 0]), reordered(arguments.v, [3, 1, 2, 0])
+        _, k_layout, v_layout = (cute.slice_(layout, (None, None, 0)) for layout in layouts)
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        return (
+            cpasync.make_tiled_tma_atom(load, k, k_layout, (config.tile_n, config.head_dim)),
+            cpasync.make_tiled_tma_atom(load, v, v_layout, (config.head_dim_v, config.tile_n)),
+        )
+
+    def storage(self, layouts: tuple[Any, ...], kind: Any) -> Any:
+        config = self.config
+
+        def tile(size: int) -> Any:
+            return cute.struct.Align[cute.struct.MemRange[kind, size], 1024]  # TMA swizzles by 1024 bytes
+
+        members = {
+            "k": cute.struct.MemRange[Int64, config.kv_stages * 2],
+            "v": cute.struct.MemRange[Int64, config.kv_stages * 2],
+            "queries": tile(cute.cosize(layouts[0])),
+            "keys": tile(cute.cosize(layouts[1])),
+            "values": tile(cute.cosize(layouts[2])),
+        }
+        return cute.struct(type("Storage", (), {"__annotations__": members}))
+
+    @cute.kernel
+    def device(
+        self,
+        arguments: Arguments,
+        k: cpasync.TmaInfo,
+        v: cpasync.TmaInfo,
+        mma: tuple[cute.TiledMma, cute.TiledMma],
+    ) -> None:
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        transfers = Transfers(None, k, v, None)
+        if warp == 0:
+            for transfer in (k, v):
+                cpasync.prefetch_descriptor(transfer.atom)
+        kind = arguments.q.element_type
+        layouts = self.layouts(kind)
+        storage = SmemAllocator().allocate(self.storage(layouts, kind))
+        shared = self.shared(storage, layouts)
+        pipes = self.pipes(storage, shared)
+        pipeline.pipeline_init_arrive()
+        pipeline.pipeline_init_wait()
+        # What merges splits may be launched now: it waits for the end of this kernel.
+        cute.arch.griddepcontrol_launch_dependents()
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(self.config.producer_registers)
+            if warp == 0:
+                self.producer.run(arguments, transfers, shared, pipes)
+        else:
+            cute.arch.setmaxregister_increase(self.config.consumer_registers)
+            self.consumer.run(arguments, shared, pipes, mma)
+
+    def shared(self, storage: Any, layouts: tuple[Any, ...]) -> Shared:
+        q, k, v = layouts
+        return Shared(
+            storage.queries.get_tensor(q.outer, swizzle=q.inner),
+            storage.keys.get_tensor(k.outer, swizzle=k.inner),
+            storage.values.get_tensor(v.outer, swizzle=v.inner),
+        )
+
+    def pipes(self, storage: Any, shared: Shared) -> Pipes:
+        thread = pipeline.Agent.Thread
+
+        def ring(barriers: Any, tensor: cute.Tensor) -> pipeline.PipelineTmaAsync:
+            stage = cute.select(tensor.layout, mode=[0, 1])
+            return pipeline.PipelineTmaAsync.create(
+                num_stages=self.config.kv_stages,
+                producer_group=pipeline.CooperativeGroup(thread),
+                consumer_group=pipeline.CooperativeGroup(thread, 4),
+                tx_count=cute.size_in_bytes(tensor.element_type, stage),
+                barrier_storage=barriers.data_ptr(),
+                defer_sync=True,
+            )
+
+        return Pipes(ring(storage.k, shared.k), ring(storage.v, shared.v))

@@ -1,0 +1,27 @@
+"""What the roles of the Hopper kernel for few query rows share: tensors and pipelines of one block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cutlass import cute, pipeline
+
+ROWS = 64
+"""Rows of a tile: what one wgmma instruction spans."""
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Shared memory: q (64, head_dim, 1), k (tile_n, head_dim, stage), v (head_dim_v, tile_n, stage)."""
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+
+
+@dataclass(frozen=True)
+class Pipes:
+    """Rings of tiles of keys and of values."""
+
+    k: pipeline.PipelineTmaAsync
+    v: pipeline.PipelineTmaAsync

@@ -1,0 +1,99 @@
+"""A block's tile, and its rows: each is a query and a head of the group that shares a head of keys."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+from cutlass import Boolean, Int32, const_expr, cute, select_
+
+from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.hooks import At, Hooks
+from fa4flex.kernels.common.keys import KeyTiles, Lines, Span, row_spans, seen_by
+from fa4flex.kernels.common.tile_scheduler import place
+from fa4flex.kernels.common.work import Work
+from fa4flex.kernels.decode_sm90.config import Config
+from fa4flex.kernels.decode_sm90.resources import ROWS
+
+
+class Row(NamedTuple):
+    """A query of head h; the last one where a tile has no such row."""
+
+    q: Int32
+    h: Int32
+    exists: Boolean
+
+
+class Tile(NamedTuple):
+    """All queries of `group` heads of sequence b, which share kv_head; and of its key tiles number `first` to
+    `last`, in the order of `keys`."""
+
+    b: Int32
+    kv_head: Int32
+    group: Int32
+    heads: Int32
+    split: Int32
+    q_len: Int32
+    kv_len: Int32
+    keys: KeyTiles
+    first: Int32
+    last: Int32
+
+    @property
+    def rows(self) -> Int32:
+        return self.q_len * self.group
+
+    def row(self, number: Int32) -> Row:
+        kept = cutlass.max(cutlass.min(number, self.rows - 1), Int32(0))
+        return Row(kept // self.group, self.kv_head * self.group + kept % self.group, number < self.rows)
+
+    def work(self, h: Int32) -> Work:
+        zero = Int32(0)
+        return Work(self.split, h, self.b, zero, zero, self.q_len, self.kv_len, Boolean(True))
+
+
+@cute.jit
+def tile_of(
+    number: Int32, arguments: Arguments, hooks: cutlass.Constexpr[Hooks], config: cutlass.Constexpr[Config]
+) -> Tile:
+    """Tile number `number`: all splits of a sequence and head of keys come one after the other."""
+    heads, kv_heads = Int32(arguments.q.shape[2]), Int32(arguments.k.shape[2])
+    pair, split = number // arguments.splits, number % arguments.splits
+    b, kv_head = pair // kv_heads, pair % kv_heads
+    q_len, kv_len = Int32(arguments.q.shape[1]), Int32(arguments.k.shape[1])
+    if const_expr(arguments.seqused_q is not None):
+        q_len = Int32(arguments.seqused_q[b])
+    if const_expr(arguments.seqused_k is not None):
+        kv_len = Int32(arguments.seqused_k[b])
+    zero = Int32(0)
+    whole = KeyTiles(None, None, zero, zero)
+    tile = Tile(b, kv_head, heads // kv_heads, heads, split, q_len, kv_len, whole, zero, zero)
+    keys = _keys(tile, arguments, hooks, config)
+    first, last = _share(keys.count, split, arguments.splits, config.share)
+    return tile._replace(keys=keys, first=first, last=last)
+
+
+def _share(count: Int32, split: Int32, splits: Int32, share: int | None) -> tuple[Int32, Int32]:
+    """The tiles of a split: `share` of them, or at most one more than another split has."""
+    if share is not None:
+        return cutlass.min(split * share, count), cutlass.min((split + 1) * share, count)
+    each, more = count // splits, count % splits
+    first = each * split + cutlass.min(split, more)
+    return first, first + each + select_(split < more, Int32(1), Int32(0))
+
+
+def _keys(tile: Tile, arguments: Arguments, hooks: Hooks, config: Config) -> KeyTiles:
+    """Key tiles that some row sees."""
+
+    def spans(number: Int32) -> list[Span]:
+        row = tile.row(number)
+        at = place(hooks, tile.work(row.h), tile.heads, arguments)
+        return row_spans(hooks, at.but(q=row.q, q_float=row.q.to(cutlass.Float32)))
+
+    lines = None if hooks.spans is None else Lines(spans, tile.rows)
+    return seen_by(lines, ROWS, tile.kv_len, config.tile_n)
+
+
+def place_of(row: Row, tile: Tile, arguments: Arguments, hooks: Hooks) -> At:
+    """Where hooks are called for a row, with the uniform terms of its head."""
+    return place(hooks, tile.work(row.h), tile.heads, arguments)

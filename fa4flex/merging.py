@@ -1,0 +1,66 @@
+"""Attention over parts of the keys, put together: by their log-sum-exps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fa4flex.errors import InputError
+
+
+def merge(
+    outs: Sequence[Tensor] | Tensor,
+    lses: Sequence[Tensor] | Tensor,
+    layout: Literal["bhsd", "bshd"] = "bhsd",
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp over the keys of all parts, each key being in one part.
+
+    outs    per part, as attention returns them: [B, H, S, D], or [B, S, H, D] with layout="bshd", or packed
+            [T, H, D]; a sequence of tensors, or one with the parts along its first dimension
+    lses    natural logarithms, [B, H, S] in either layout, or packed [H, T]
+
+    Computed in float32, in float64 for float64, on any device. A row without keys in a part takes nothing
+    from it, whatever lies there; one without keys in any has output 0 and log-sum-exp -inf. Gradients reach
+    all outs and lses. The output has the parts' dtype. Raises InputError for shapes that do not agree.
+
+        near, far = (attn(q, k[:, :, part], v[:, :, part], return_lse=True) for part in (late, early))
+        out, lse = fa4flex.merge(*zip(near, far))
+    """
+    parts, sums = _stacked("outs", outs), _stacked("lses", lses)
+    dtype = torch.float64 if parts.dtype == torch.float64 else torch.float32
+    by_row = layout == "bshd" or parts.ndim == 4
+    found = sums.to(dtype)
+    placed = found.transpose(-1, -2) if by_row else found
+    if placed.shape != parts.shape[:-1]:
+        raise InputError(
+            f"outs {tuple(parts.shape)} and lses {tuple(sums.shape)}, parts first, with layout={layout!r}",
+            "a log-sum-exp for each row of each part: [B, H, S], or [H, T] for packed sequences",
+            "pass what attention returns with return_lse=True",
+        )
+    largest = placed.detach().amax(0)
+    weights = (placed - largest.masked_fill(largest == -torch.inf, 0.0)).exp()
+    total = weights.sum(0)
+    some = total > 0
+    safe = total.masked_fill(~some, 1.0)
+    shares = (weights / safe).unsqueeze(-1)
+    values = parts.to(dtype).masked_fill(shares == 0, 0.0)
+    merged = (largest + safe.log()).masked_fill(~some, -torch.inf)
+    out = (shares * values).sum(0).to(parts.dtype)
+    return out, merged.transpose(-1, -2) if by_row else merged
+
+
+def _stacked(name: str, given: Sequence[Tensor] | Tensor) -> Tensor:
+    """All parts along the first dimension."""
+    if isinstance(given, Tensor):
+        return given
+    parts = list(given)
+    if not parts or len({(x.shape, x.dtype, x.device) for x in parts}) > 1:
+        raise InputError(
+            f"{name} of shapes {[tuple(x.shape) for x in parts]} and dtypes {[x.dtype for x in parts]}",
+            "one or more tensors of one shape, dtype and device",
+            "pass the results of one kind of call",
+        )
+    return torch.stack(parts)
