@@ -26,7 +26,7 @@ from fa4flex.kernels.bwd_sm90.dq_store import DqStore, others
 from fa4flex.kernels.bwd_sm90.producer import Producer
 from fa4flex.kernels.bwd_sm90.resources import Pipes, Shared, swizzled_rows
 from fa4flex.kernels.bwd_sm90.zero_fill import WARPS, ZeroFill
-from fa4flex.kernels.common.backward import BackwardArguments, BackwardTileScheduler, KeyGrid
+from fa4flex.kernels.common.backward import BackwardArguments, BackwardTileScheduler, KeyGrid, written
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.next_tile import NextTile
 from fa4flex.kernels.common.transfer import reordered
@@ -158,7 +158,7 @@ class Backward:
         if not config.persistent or config.ragged:
             return ()
         found = []
-        for gradient, width in ((arguments.dk, config.head_dim), (arguments.dv, config.head_dim_v)):
+        for gradient, width in zip(written(arguments), (config.head_dim, config.head_dim_v), strict=True):
             rows = swizzled_rows(gradient.element_type, (KEYS, width, 1), swizzle(width, width))
             tile = cute.slice_(rows, (None, None, 0))
             store = cpasync.CopyBulkTensorTileS2GOp()
