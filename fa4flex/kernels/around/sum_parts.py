@@ -40,11 +40,13 @@ class SumParts:
             pieces = (width + arguments.dv.shape[-1]) // WIDE
             blocks = cute.ceil_div(tokens * pieces, THREADS)
             self.device(arguments, parts).launch(
-                grid=[blocks, heads, batch], block=[THREADS, 1, 1], stream=stream
+                grid=[blocks, heads, batch], block=[THREADS, 1, 1], stream=stream, use_pdl=True
             )
 
     @cute.kernel
     def device(self, arguments: SumPartsArguments, parts: Int32) -> None:
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
         block, head, b = cute.arch.block_idx()
         thread = cute.arch.thread_idx()[0]
         of_dk, of_dv = (x.shape[-1] // WIDE for x in (arguments.dk, arguments.dv))

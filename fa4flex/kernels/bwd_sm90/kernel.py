@@ -65,6 +65,7 @@ class Backward:
             block=[self.config.threads, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,  # without it the compiler drops the register split
+            use_pdl=True,
         )
 
     def mmas(self, kind: Any) -> Mmas:
@@ -226,6 +227,9 @@ class Backward:
             cute.arch.mbarrier_init_fence()
         pipeline.pipeline_init_arrive()
         pipeline.pipeline_init_wait()
+        # All of a block: one that ended before the kernel before this one could let the next one begin.
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.config.producer_registers)
             if warp == 0:
