@@ -13,8 +13,11 @@ from fa4flex.codegen.plan.inputs import Inputs
 from fa4flex.codegen.plan.pipeline import BackwardPlan
 
 PART_ROWS = 100
-"""What one more tile of keys takes, in queries of one head that it might meet meanwhile: its dK and dV are
-written, and read again; that is as many bytes as multiplying a query takes operations, at any width."""
+"""What one more tile of keys takes, in queries of one head that it might meet meanwhile. Its dK and dV are
+written and read again, as many bytes, at any width of heads, as half of these queries take operations."""
+
+LAUNCH_ROWS = 100
+"""What one more kernel takes, likewise."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,8 @@ class Groups:
         each = PART_ROWS * tiles * self.kv_heads / self.workers
 
         def cost(parts: int) -> float:
-            return (each if parts > 1 else 0) * parts + self.group * queries / (2 * parts)
+            more = each * parts + LAUNCH_ROWS if parts > 1 else 0.0
+            return more + self.group * queries / (2 * parts)
 
         return min((n for n in range(1, self.group + 1) if self.group % n == 0), key=cost)
 
