@@ -70,7 +70,7 @@ def entry_point(kernel: Any, problem: Problem, signature: Signature) -> Any:
         taken = iter(values)
         for row in rows:
             value = next(taken) if row.computed is None else row.computed(found)
-            if isinstance(row.look, Heads) and swap:
+            if isinstance(row.look, Heads) and swap and value is not None:
                 value = _transposed(value)
             elif isinstance(row.look, Captured) and value is None:
                 value = ()  # an empty tuple cannot be an argument: it travels as None

@@ -12,12 +12,15 @@ from functools import lru_cache
 from fa4flex.codegen.plan.inputs import Inputs
 from fa4flex.codegen.plan.pipeline import BackwardPlan
 
-PART_ROWS = 100
-"""What one more tile of keys takes, in queries of one head that it might meet meanwhile. Its dK and dV are
-written and read again, as many bytes, at any width of heads, as half of these queries take operations."""
+PART_ROWS = 200
+"""What one more tile of keys takes, in queries of one head that it might meet meanwhile, as measured on an
+H200: its keys come, its dK and dV are written, and read again."""
 
 LAUNCH_ROWS = 100
 """What one more kernel takes, likewise."""
+
+APART = 7
+"""Under a mask, multiprocessors end apart by the longest tile of keys over this, as measured there."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,7 @@ class Groups:
     kv_heads       heads of keys
     tile_n         keys of a tile
     workers        multiprocessors
+    masked         whether tiles of keys meet more or fewer queries
     packed         whether sequences lie one after another
     """
 
@@ -33,28 +37,40 @@ class Groups:
     kv_heads: int
     tile_n: int
     workers: int
+    masked: bool
     packed: bool = False
 
-    @lru_cache(maxsize=1024)
     def parts(self, batch: int, q_len: int, kv_len: int) -> int:
-        """A divisor of the group, for calls of these extents: one that costs least, of equal ones the
-        smallest. Multiprocessors end apart by half of a tile of keys that meets all queries of its heads."""
+        """A divisor of the group, for calls of these extents: the one that costs least, of equals the
+        smallest."""
         if self.packed:
             tiles, queries = kv_len // self.tile_n + batch, q_len // max(batch, 1)
         else:
             tiles, queries = -(-kv_len // self.tile_n) * batch, q_len
-        each = PART_ROWS * tiles * self.kv_heads / self.workers
+        return _cheapest(self, tiles * self.kv_heads, queries)
 
-        def cost(parts: int) -> float:
-            more = each * parts + LAUNCH_ROWS if parts > 1 else 0.0
-            return more + self.group * queries / (2 * parts)
 
-        return min((n for n in range(1, self.group + 1) if self.group % n == 0), key=cost)
+@lru_cache(maxsize=1024)
+def _cheapest(groups: Groups, tiles: int, queries: int) -> int:
+    """The number of parts for so many tiles of keys, as long as they meet this many queries of each head."""
+
+    def cost(parts: int) -> float:
+        longest = groups.group * queries / parts
+        late = longest / APART if groups.masked else longest * -(-tiles * parts // groups.workers)
+        return late + (parts > 1) * (PART_ROWS * parts * tiles / groups.workers + LAUNCH_ROWS)
+
+    return min((n for n in range(1, groups.group + 1) if groups.group % n == 0), key=cost)
 
 
 def groups_of(inputs: Inputs, plan: BackwardPlan) -> Groups | None:
     """None where a kernel takes query heads that share keys together, or none do."""
     if not plan.problem.grouped:
         return None
-    group, packed = inputs.extents.heads // inputs.kv_heads, inputs.lengths == "packed"
-    return Groups(group, inputs.kv_heads, plan.tile[1], plan.target.multiprocessors, packed)
+    return Groups(
+        inputs.extents.heads // inputs.kv_heads,
+        inputs.kv_heads,
+        plan.tile[1],
+        plan.target.multiprocessors,
+        plan.problem.mask_form != "none",
+        inputs.lengths == "packed",
+    )

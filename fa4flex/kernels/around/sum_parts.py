@@ -23,8 +23,8 @@ _Arguments: Any = named("SumPartsArguments", BACKWARD.read_by("sum_parts"))
 
 
 class SumPartsArguments(_Arguments):
-    """dk, dv [B, S, H, D]; dk_parts, dv_parts [B, S, H * parts, D], those of a head one after another; packed:
-    [T, H, D]. Where there is one part, these are dk and dv themselves."""
+    """dk, dv [B, S, H, D]; dk_parts, dv_parts [B, S, H * parts, D], those of a head one after another;
+    packed: [T, H, D]. Where there is one part, these are dk and dv themselves."""
 
 
 class SumParts:

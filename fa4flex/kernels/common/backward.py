@@ -16,8 +16,8 @@ from fa4flex.kernels.common.work import L2_BYTES, find_sequence
 
 
 class Sections(NamedTuple):
-    """`width` pairs (head of dK, batch) at a time, of which a section has one tile of keys after the other; of
-    the last, number `whole`, the pairs that are `left`."""
+    """`width` pairs (head of dK, batch) at a time, of which a section has one tile of keys after the other;
+    of the last, number `whole`, the pairs that are `left`."""
 
     length: Divisor
     width: Divisor
@@ -127,10 +127,10 @@ class BackwardTileScheduler:
         return self.ordered(arguments) or (self.config.masked and arguments.cu_seqlens_k is None)
 
     def heads_at_a_time(self, arguments: BackwardArguments, sums: Int32) -> Int32:
-        """Heads of dK, of which there are `sums`, that a section has. Blocks of one head that run at the same time wait for each other where sums are ordered; and where
-        a mask leaves the tiles of keys of a head less and less work, a head that comes last ends with its
-        longest tiles' blocks alone. As many heads run beside each other as the L2 cache holds queries and
-        sums of."""
+        """Heads of dK, of which there are `sums`, in a section. Blocks of one head that run at the same time
+        wait for each other where sums are ordered; and where a mask leaves the tiles of keys of a head less
+        and less work, a head that comes last ends with its longest tiles' blocks alone. As many heads run
+        beside each other as the L2 cache holds queries and sums of."""
         batch, q_len, heads, head_dim = arguments.q.shape
         row_bytes = 2 * (head_dim + arguments.v.shape[3]) + 4 * head_dim
         head_bytes = Int64(q_len) * row_bytes * (heads // sums)

@@ -102,10 +102,11 @@ class ReadyBackward:
         dq_sum = q.new_empty((*of_heads, padded * self.width), dtype=torch.float32)
         # torch.empty_like would have to be told that q, k and v may lie in memory otherwise.
         dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-        parts = (None, None) if self.groups is None else _parts(self.groups, call, dk, dv)
+        parts = None if self.groups is None else _parts(self.groups, call, dk, dv)
         if call.lengths.seqused_k is not None:  # keys that no sequence uses are not written
-            for x in parts if self.groups is not None else (dk, dv):
+            for x in parts or (dk, dv):
                 x.zero_()
+        made = dq, dk, dv, *(parts or (None, None))
         sums = tuple([memory_of(one, q) for one in self.sums]) if self.sums else None
         tables, turns = None if self.tables is None else self.tables(call), None
         if self.turn_rows is not None:
@@ -113,7 +114,7 @@ class ReadyBackward:
             tables, turns = None, (done, *(tables or (None, None, None)))
         lengths = NO_LENGTHS if self.lengths is None else self.lengths(call)[0]
         taken = counter(q.get_device()) if self.counted else None
-        self.launch(call, saved, lse2, delta, dq_sum, dq, dk, dv, *parts, tables, turns, sums, taken, *lengths)
+        self.launch(call, saved, lse2, delta, dq_sum, *made, tables, turns, sums, taken, *lengths)
         dsinks = None if call.sinks is None else _of_sinks(call.sinks, call.packed, lse2, delta)
         if sums is None:
             return Gradients(dq, dk, dv, dsinks, ())
