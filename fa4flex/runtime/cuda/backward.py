@@ -1,7 +1,8 @@
 """Gradients on NVIDIA GPUs: q, k, v, sinks, captured tensors, and through the log-sum-exp.
 
 What is decided once per look of a call is kept, as for the forward pass (engine.py). A launch runs three
-kernels: rows' statistics, the products, and dQ into its own dtype and order.
+kernels: rows' statistics, the products, and dQ into its own dtype and order; and one that adds up dK and dV
+where query heads that share keys were taken in parts.
 """
 
 from __future__ import annotations
