@@ -106,6 +106,8 @@ def lower_backward(given: Given, needs: Sequence[int] = ()) -> Lowered:
         problem = by_queries(problem, queries)
     problem = replace(problem, **given.changes)
     pipeline = dispatch.choose("backward", problem, target)
+    if pipeline.splits_groups and inputs.kv_heads < inputs.extents.heads:
+        problem = replace(problem, grouped=True)
     sums = sums_of(facts, inputs, problem, pipeline.zero_fills, needs)
     problem = replace(problem, gradients=tuple((one.slot, one.adding) for one in sums))
     plan, source = _backward(dispatch.PIPELINES, facts, problem, target)

@@ -262,7 +262,7 @@ class Knowing(Recorder):
 
 def alike(schema: Schema, given: tuple[Any, ...]) -> list[Any]:
     """Arguments, of tensors made for the launch what they look like."""
-    made = ("out", "lse", "max_scores", "lse2", "delta", "dq_sum", "dq", "dk", "dv")
+    made = "out", "lse", "max_scores", "lse2", "delta", "dq_sum", "dq", "dk", "dv", "dk_parts", "dv_parts"
 
     def shown(name: str, x: Any) -> Any:
         if name == "tables" and x is not None:

@@ -161,6 +161,10 @@ def _packed(one: Pass) -> bool:
     return one.problem.lengths == "packed"
 
 
+def _grouped(one: Pass) -> bool:
+    return one.problem.grouped
+
+
 def _masked(one: Pass) -> bool:
     return one.problem.mask_form in ("spans", "tables")
 
@@ -239,7 +243,7 @@ FORWARD = Schema(
     )
 )
 
-BEFORE, MAIN, AFTER = "preprocess", "kernel", "postprocess"
+BEFORE, MAIN, AFTER, SUMS = "preprocess", "kernel", "postprocess", "sum_parts"
 BACKWARD = Schema(
     (
         Argument("q", Heads("q_len", "q_heads", "head_dim")),
@@ -253,8 +257,10 @@ BACKWARD = Schema(
         Argument("delta", Blocks("rows"), "launch", read_by=(BEFORE, MAIN)),
         Argument("dq_sum", Blocks("sums"), "launch", read_by=(BEFORE, MAIN, AFTER)),
         Argument("dq", Heads("q_len", "q_heads", "head_dim"), "launch", read_by=(AFTER,)),
-        Argument("dk", Heads("kv_len", "kv_heads", "head_dim"), "launch"),
-        Argument("dv", Heads("kv_len", "kv_heads", "head_dim_v"), "launch"),
+        Argument("dk", Heads("kv_len", "kv_heads", "head_dim"), "launch", read_by=(MAIN, SUMS)),
+        Argument("dv", Heads("kv_len", "kv_heads", "head_dim_v"), "launch", read_by=(MAIN, SUMS)),
+        Argument("dk_parts", Heads("kv_len", "parts", "head_dim"), "launch", _grouped, (MAIN, SUMS)),
+        Argument("dv_parts", Heads("kv_len", "parts", "head_dim_v"), "launch", _grouped, (MAIN, SUMS)),
         replace(LENGTHS[0], read_by=(BEFORE, MAIN, AFTER)),
         LENGTHS[1],
         replace(LENGTHS[2], read_by=(BEFORE, MAIN)),

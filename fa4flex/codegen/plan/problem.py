@@ -18,7 +18,7 @@ WIDEST = 256
 
 _FLAGS = (
     "few_queries", "few_rows", "many_queries", "many_keys", "sinks", "wide_index", "in_range",
-    "positive_scale", "sloped", "deterministic", "long_scores", "pair_reads", "long_masks",
+    "positive_scale", "sloped", "deterministic", "long_scores", "pair_reads", "long_masks", "grouped",
 )  # fmt: skip
 
 
@@ -49,6 +49,7 @@ class Problem:
                            it by query or key, or its derivative is another one for each score
     pair_reads             of backward passes: scores are long, and read elements that belong to one pair each
     long_masks             of backward passes: query intervals take divisions, or elements of captured tensors
+    grouped                of backward passes: query heads share keys, and blocks may take them in parts
     gradients              of backward passes: the slots of captured tensors whose gradients are asked for,
                            and whether elements are a "sum" or written "once", float32 like sums, or 16 bits
                            wide "once in pairs" of keys
@@ -76,6 +77,7 @@ class Problem:
     long_scores: bool = False
     pair_reads: bool = False
     long_masks: bool = False
+    grouped: bool = False
     gradients: tuple[tuple[int, Adding], ...] = ()
     deterministic: bool = False
 
@@ -117,7 +119,7 @@ class Problem:
         extras += ["many keys"] * self.many_keys
         extras += [f"{len(self.operands)} captured tensors"] * bool(self.operands) + ["sinks"] * self.sinks
         extras += [f"gradients of {len(self.gradients)} of these"] * bool(self.gradients)
-        extras += ["deterministic"] * self.deterministic
+        extras += ["groups of query heads"] * self.grouped + ["deterministic"] * self.deterministic
         parts = [f"heads of {heads}", self.dtype, f"{self.lengths} lengths", _MASKS[self.mask_form], *extras]
         return ", ".join(parts)
 

@@ -29,6 +29,7 @@ from fa4flex.kernels.common.backward import (
     KeyWork,
     needs_mask,
     query_tile_at,
+    written,
 )
 from fa4flex.kernels.common.fragment import (
     as_operand,
@@ -175,7 +176,7 @@ class Consumer:
             self.clear_past_end((shared.k, shared.v), work.kv_len - work.tile * config.tile_n)
         sums = sums_of(self.shares)
         for g in cutlass.range(work.group, unroll=1):
-            h = work.kv_head * work.group + g
+            h = work.part * work.group + g
             slab = self.slab(arguments, work, h, heads, warpgroup_index, lane)
             queries = self.scheduler.queries(work, h, arguments)
             collector = self.collector(arguments, slab, sums, (lane, warpgroup_index))
@@ -559,7 +560,7 @@ class Consumer:
             if const_expr(len(stores) > 0):
                 store_by_copies(tuple(stores[i] for i in batch), rows, work, first_key // KEYS, where)
             else:
-                targets = tuple((arguments.dk, arguments.dv)[i] for i in batch)
+                targets = tuple(written(arguments)[i] for i in batch)
                 columns = tuple(self.first_column(cute.size(x, mode=[1]), w) for x in rows)
                 store_by_threads(targets, rows, work, (first_key, columns), where)
 

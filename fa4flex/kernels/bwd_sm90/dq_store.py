@@ -78,7 +78,7 @@ class DqStore:
         stage, parity = stages
         steps = Int32(0)
         for g in cutlass.range(work.group, unroll=1):
-            h = work.kv_head * work.group + g
+            h = work.part * work.group + g
             queries = self.scheduler.queries(work, h, arguments)
             steps += queries.count
             sums = rows_of(arguments.dq_sum, work, h, config.head_dim)

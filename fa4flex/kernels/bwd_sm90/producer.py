@@ -65,7 +65,7 @@ class Producer:
         load_once(k, self.keys(k, shared.k, work, config.head_dim), pipes.k_full)
         load_once(v, self.keys(v, shared.v, work, config.head_dim_v), pipes.v_full)
         for g in cutlass.range(work.group, unroll=1):
-            h = work.kv_head * work.group + g
+            h = work.part * work.group + g
             queries = self.scheduler.queries(work, h, arguments)
             q_views = self.views(q, shared.q, work, h, config.head_dim)
             do_views = self.views(dout, shared.dout, work, h, config.head_dim_v)

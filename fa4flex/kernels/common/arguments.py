@@ -62,6 +62,8 @@ class BackwardArguments(_BackwardArguments):
     dq_sum float32 [B, H, R * head_dim], zero at first: dQ / scale by tiles of tile_m rows, each in its
     kernel's own order. Packed, these three are [H, R]: rows of a sequence begin at `first_row` of it.
     scale_log2: scale * log2(e); each use of a product would compute it anew.
+    dk_parts, dv_parts: where the query heads of a group may be shared out in parts, dK and dV of each, as if
+    there were so many more heads of keys; those of a head of keys follow each other. Else None.
     tables: by tile of keys, the tiles of queries to visit; pointers [B, H, key tiles, 2]. turns: where sums
     are ordered; they stand for tables too.
     gradients: of captured tensors, [copies, shape...], zero at first; the sum of its copies is a gradient.
