@@ -314,20 +314,22 @@ def chosen_keys(backward: bool, problem: Problem, fa4: Any, checks: Checks) -> N
             checks.compare(mine.grad, leaf.grad, 2 * BOUND)
 
 
-GROUPED = {"heads": 4, "kv_heads": 1}
+SMALL = {"q_len": 192, "kv_len": 256}
+"""What gradients are computed of."""
 COMMON = {
     "score_mod with a tensor": partial(modified, False, Problem()),
-    "score_mod with a tensor, backward": partial(modified, True, Problem()),
+    "score_mod with a tensor, backward": partial(modified, True, Problem(kv_heads=2, **SMALL)),
     "mask_mod with a tensor": partial(masked, False, Problem(kv_len=256)),
-    "mask_mod with a tensor, backward": partial(masked, True, Problem(kv_len=256)),
+    "mask_mod with a tensor, backward": partial(masked, True, Problem(q_len=192, kv_len=192)),
     "packed heads, both passes": partial(
-        both_passes, Problem(q_len=100, causal=True, options={"pack_gqa": True}, **GROUPED)
+        both_passes, Problem(q_len=100, kv_len=192, heads=4, causal=True, options={"pack_gqa": True})
     ),
-    "deterministic backward": partial(both_passes, Problem(causal=True), deterministic=True),
+    "deterministic backward": partial(both_passes, Problem(causal=True, **SMALL), deterministic=True),
     "backward, window, softcap": partial(
-        both_passes, Problem(options={"window_size_left": 100, "window_size_right": 20, "softcap": 15.0})
+        both_passes,
+        Problem(options={"window_size_left": 100, "window_size_right": 20, "softcap": 15.0}, **SMALL),
     ),
-    "backward, head width 96": partial(both_passes, Problem(dim=96)),
+    "backward, head width 96": partial(both_passes, Problem(dim=96, **SMALL)),
     "varlen backward": partial(varlen_backward, Problem(causal=True)),
     "varlen backward, head width 64": partial(varlen_backward, Problem(dim=64)),
     "used lengths": partial(used_lengths, Problem(causal=True)),
