@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import cutlass
@@ -12,6 +13,7 @@ from fa4flex.codegen.plan.lengths import ROW_BLOCK
 from fa4flex.kernels.common.arguments import BackwardArguments
 from fa4flex.kernels.common.hooks import At, Hooks
 from fa4flex.kernels.common.keys import Listed, Ranges, visited_by
+from fa4flex.kernels.common.next_tile import NextTile, finish, publish, receive, take
 from fa4flex.kernels.common.work import L2_BYTES, find_sequence
 
 
@@ -133,6 +135,37 @@ class BackwardTileScheduler:
         """The number of a block's first tile."""
         number = Int32(cute.arch.block_idx()[0])
         return number // self.ctas if self.ctas > 1 else number
+
+    @cute.jit
+    def walk(
+        self,
+        grid: KeyGrid,
+        arguments: BackwardArguments,
+        next_tile: cutlass.Constexpr[NextTile],
+        body: cutlass.Constexpr[Callable[..., Any]],
+        carry: Any,
+        takes: cutlass.Constexpr[bool] = False,
+    ) -> Any:
+        """Calls carry = body(work, phase, carry) for each tile of a persistent block, or for the one tile of
+        another; phase is 0 and 1 in turn. One warp `takes` the numbers of tiles and hands them to the
+        others."""
+        number, phase = self.first(), Int32(0)
+        if const_expr(self.config.persistent):
+            while number < grid.total:
+                work = self.work(number, grid, arguments)
+                carry = body(work, phase, carry)
+                if const_expr(takes):
+                    # Not before: what a block took at the start of a long tile would wait for its end.
+                    number = take(arguments.counter, cute.arch.grid_dim()[0])
+                    publish(number, next_tile, phase ^ 1)
+                else:
+                    number = receive(next_tile, phase)
+                phase ^= 1
+            if const_expr(takes):
+                finish(arguments.counter, cute.arch.grid_dim()[0])
+        else:
+            carry = body(self.work(number, grid, arguments), phase, carry)
+        return carry
 
     @cute.jit
     def work(self, number: Int32, grid: KeyGrid, arguments: BackwardArguments) -> KeyWork:

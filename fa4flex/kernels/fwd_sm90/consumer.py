@@ -39,8 +39,8 @@ from fa4flex.kernels.common.softmax import (
     start,
 )
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
-from fa4flex.kernels.common.transfer import Transfers
-from fa4flex.kernels.common.work import Grid
+from fa4flex.kernels.common.transfer import States, Transfers
+from fa4flex.kernels.common.work import Grid, Work
 from fa4flex.kernels.fwd_sm90.config import Config
 from fa4flex.kernels.fwd_sm90.epilogue import STORES, Epilogue
 from fa4flex.kernels.fwd_sm90.resources import ROWS, Pipes, Shared
@@ -109,19 +109,18 @@ class Consumer:
         state = running(2)
         k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.kv_stages)
         v_state = k_state.clone()
-        q_phase = Int32(0)
         self.open_turns(group)
-        number = cute.arch.block_idx()[0]
-        work = self.scheduler.work(number, grid, arguments)
-        while work.valid:
+
+        @cute.jit
+        def attend(work: Work, phase: Int32, states: States) -> States:
+            k_state, v_state = states
             at = self.scheduler.place(work, grid, arguments)
             keys = self.scheduler.keys(at, work, arguments)
             first_row = work.tile * self.config.tile_m + group * ROWS
             ends = row_ends(arguments.tables, at, self.config.row_ends)
             tile = self.tile(at, first_row, lane, state, ends)
             products.out.fill(0.0)
-            cute.arch.mbarrier_wait(pipes.q_full + group, q_phase)
-            q_phase ^= 1
+            cute.arch.mbarrier_wait(pipes.q_full + group, phase)
             key_tile = tile_at(keys, Int32(0))
             k_state, v_state = self.first(products, tile, pipes, key_tile, k_state)
             for i in cutlass.range(1, keys.masked_count, unroll=1):
@@ -141,8 +140,9 @@ class Consumer:
             self.epilogue.run(arguments, work, transfers, shared, products, tile.state, where)
             if const_expr(self.config.alias_output):
                 self.release_queries(pipes, group)
-            number = self.scheduler.receive(number, pipes.next, q_phase ^ 1)
-            work = self.scheduler.work(number, grid, arguments)
+            return k_state, v_state
+
+        self.scheduler.walk(grid, arguments, pipes.next, attend, (k_state, v_state))
         self.epilogue.drain()
 
     def products(self, mma: tuple[Any, Any], shared: Shared, lane: Int32, group: Int32) -> Products:
@@ -184,7 +184,7 @@ class Consumer:
         pipes: cutlass.Constexpr[Pipes],
         key_tile: Int32,
         k_state: pipeline.PipelineState,
-    ) -> tuple[pipeline.PipelineState, pipeline.PipelineState]:
+    ) -> States:
         """Scores and softmax of the first key tile; its values follow in the next step."""
         begun = self.begin(products, tile, key_tile, True)
         k = products.k[None, None, None, k_state.index]
@@ -208,10 +208,10 @@ class Consumer:
         tile: cutlass.Constexpr[Tile],
         pipes: cutlass.Constexpr[Pipes],
         key_tiles: tuple[Int32, Int32],
-        states: tuple[pipeline.PipelineState, pipeline.PipelineState],
+        states: States,
         group: Int32,
         masked: cutlass.Constexpr[bool],
-    ) -> tuple[pipeline.PipelineState, pipeline.PipelineState]:
+    ) -> States:
         """Scores of this key tile and values of the one before, with this tile's softmax under both."""
         before, key_tile = key_tiles
         k_state, v_state = states
