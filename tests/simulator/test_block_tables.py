@@ -167,6 +167,21 @@ def test_one_kernel_compares_ends_of_rows_or_asks_pairs() -> None:
 
 
 @pytest.mark.slow
+def test_pairs_are_asked_where_sorted_ids_are_too_large_to_be_searched() -> None:
+    """Of 64 bits, kernels that were compiled for small ids compute with 32."""
+    ids, make = documents(), DeviceTables.make
+    made: list[Any] = []
+
+    def noted(self: DeviceTables, call: Call) -> BlockTables:
+        made.append(make(self, call))
+        return made[-1]
+
+    errors = launched(causal & document(ids), [lambda: None, lambda: ids.add_(1 << 33)], noted)
+    assert [int(tables.in_order.min()) for tables in made] == [1, 0]
+    assert max(errors) <= 2, errors
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("planted", ["ends of another row", "in order where nothing is"])
 def test_what_stands_beside_tables_is_what_kernels_read(planted: str) -> None:
     ids, make = documents(), DeviceTables.make

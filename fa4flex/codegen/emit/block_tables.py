@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.emit.module import ENDS, Captions, Module, Pass, call
 from fa4flex.codegen.emit.source import Source
+from fa4flex.codegen.emit.writer import Function
 
 TABLES = Pass("block tables", "BlockTables", False, False)
 BOUNDS = "certain", "possible", "mask"
@@ -27,6 +29,17 @@ class _Tables(Module):
         self._roots = {name: self._lowering.value(root) for name, root in roots.items()}
         if self._plan.keys is not None:
             self._spans = self._lowered_spans(facts, ENDS["spans"])
+
+    def _text(self, function: Function) -> list[str]:
+        """Elements that have to be sorted are read in all of their bits: masks compute with 32 of them, and
+        searches compare all."""
+        printer = self._printer
+        if function.hook.startswith("element_"):
+            self._printer = replace(printer, wide=True)
+        try:
+            return super()._text(function)
+        finally:
+            self._printer = printer
 
     def hooks(self) -> list[str]:
         items = ["uniform=uniform"] if self._uniform() else []

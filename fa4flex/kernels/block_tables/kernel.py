@@ -13,7 +13,7 @@ from typing import Any
 
 import cutlass
 from cuda.bindings import driver as cuda
-from cutlass import Boolean, Float32, Int32, const_expr, cute, select_
+from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute, select_
 
 from fa4flex.codegen.plan.arguments import BLOCK_TABLES
 from fa4flex.kernels.block_tables.config import PIECE, THREADS, WARPS, Config
@@ -150,7 +150,7 @@ class BlockTables:
         piece: Int32,
         i: cutlass.Constexpr[int],
     ) -> None:
-        """A warp's: whether no element of a piece is greater than the one behind it."""
+        """A warp's: whether the elements of a piece fit in 32 bits, and none is greater than the next."""
         table, lane = arguments.operands[self.config.searched[i]], cute.arch.lane_idx()
         last = Int32(table.shape[cute.rank(table) - 1]) - 1
         if piece < arguments.pieces.shape[3]:
@@ -158,9 +158,9 @@ class BlockTables:
             for step in range(0, PIECE, 32):
                 places = (cutlass.min(piece * PIECE + step + lane + more, last) for more in (0, 1))
                 mine, following = (
-                    Int32(evaluated(self.hooks.searched[i], at_index(at, False, place))) for place in places
+                    Int64(evaluated(self.hooks.searched[i], at_index(at, False, place))) for place in places
                 )
-                fits = fits & (mine <= following)
+                fits = fits & (mine <= following) & (Int64(Int32(mine)) == mine)
             fits = cute.arch.vote_ballot_sync(~fits) == 0
             if lane == 0:
                 arguments.pieces[i, at.b, at.h, piece] = Int32(fits)
