@@ -266,7 +266,7 @@ def alike(schema: Schema, given: tuple[Any, ...]) -> list[Any]:
 
     def shown(name: str, x: Any) -> Any:
         if name == "tables" and x is not None:
-            return tuple(part.shape for part in x)
+            return tuple(None if part is None else part.shape for part in x)
         return (x.shape, x.stride(), x.dtype) if name in made and isinstance(x, Tensor) else x
 
     return [shown(name, x) for name, x in zip(schema.names, given, strict=True)]

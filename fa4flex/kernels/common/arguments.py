@@ -26,6 +26,9 @@ class Tables(_Tables):
     partial_tiles[partial_ptr[b, h, m, 0] : partial_ptr[b, h, m, 1]], then the full ones alike.
 
     Pointers are [B, H, query tiles, 2], with stride 0 along what the mask does not depend on.
+
+    row_ends int32 [2 * spans, B, H, Sq]: first key of each of a row's spans, and the one past its last. Where
+    in_order [B, H] is 0, captured tensors are not sorted as the spans assume, and these say nothing.
     """
 
 

@@ -24,7 +24,7 @@ from fa4flex.kernels.common.fragment import (
     rows_and_columns,
 )
 from fa4flex.kernels.common.hooks import At, Hooks
-from fa4flex.kernels.common.keys import tile_at
+from fa4flex.kernels.common.keys import RowEnds, row_ends, tile_at
 from fa4flex.kernels.common.pointwise import Early, Fragment, Words, prepare_rows
 from fa4flex.kernels.common.softmax import (
     LOG2_E,
@@ -117,7 +117,8 @@ class Consumer:
             at = self.scheduler.place(work, grid, arguments)
             keys = self.scheduler.keys(at, work, arguments)
             first_row = work.tile * self.config.tile_m + group * ROWS
-            tile = self.tile(at, first_row, lane, state)
+            ends = row_ends(arguments.tables, at, self.config.row_ends)
+            tile = self.tile(at, first_row, lane, state, ends)
             products.out.fill(0.0)
             cute.arch.mbarrier_wait(pipes.q_full + group, phase)
             key_tile = tile_at(keys, Int32(0))
@@ -163,13 +164,13 @@ class Consumer:
             cute.make_rmem_tensor(two.partition_shape_C((ROWS, shape[2])), Float32),
         )
 
-    def tile(self, at: At, first_row: Int32, lane: Int32, state: Running) -> Tile:
+    def tile(self, at: At, first_row: Int32, lane: Int32, state: Running, ends: RowEnds | None) -> Tile:
         """Lane l of a warpgroup holds rows l / 4 and l / 4 + 8 of its warp's 16, and of each 8 columns the
         two from 2 (l % 4) on."""
         row = first_row + lane // 32 * 16 + lane % 32 // 4
         columns = tuple(8 * (c // 2) + c % 2 for c in range(self.config.tile_n // 4))
         offsets = (0, 8)
-        rows = prepare_rows(self.hooks, at, row, offsets)
+        rows = prepare_rows(self.hooks, at, row, offsets, ends)
         fragment = Fragment(at, rows, offsets, columns, row, lane % 4 * 2)
         factor = at.scale * LOG2_E if self.hooks.factor is None else self.hooks.factor(at)
         slack = self.config.rescale_threshold * cute.arch.rcp_approx(factor)
