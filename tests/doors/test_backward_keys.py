@@ -86,9 +86,11 @@ BACKWARD: dict[str, Callable[[Step], Step]] = {
     "needs both": lambda x: (*x[:2], (0, 1)),
     "needs both, the other way round": lambda x: (*x[:2], (1, 0)),
 }
-FOUND = tuple(range(7, 13))
+NAMES = SCHEMAS["backward"].names
+MADE = "lse2", "delta", "dq_sum", "dq", "dk", "dv", "dk_parts", "dv_parts"
+FOUND = tuple(NAMES.index(name) for name in MADE)
 """Positions of the results and workspaces among the arguments; gradients of captured tensors are at SUMS."""
-SUMS = 22
+SUMS = NAMES.index("gradients")
 
 
 def described_backward(recorder: Recorder) -> tuple[Any, ...]:
@@ -250,7 +252,7 @@ def test_ordered_sums_are_another_backward_pass(recorder: Recorder) -> None:
     finally:
         torch.use_deterministic_algorithms(False)
     run_backward(engine, call, saved)
-    assert [given[18] is not None for given in recorder.launches] == [False, True, False]
+    assert [given[NAMES.index("turns")] is not None for given in recorder.launches] == [False, True, False]
     assert [problem.deterministic for problem in recorder.problems] == [False, True]
 
 
@@ -291,11 +293,14 @@ def test_backward_masks_have_the_form_that_is_proved(recorder: Recorder, name: s
     backward_of(engine, call)
     problem, launched = recorder.problems[-1], recorder.launches[-1]
     assert problem.mask_form == form
-    assert (launched[17] is not None) == (form in ("spans", "tables"))
+    assert (launched[NAMES.index("tables")] is not None) == (form in ("spans", "tables"))
     assert len(problem.operands) == len(launched[19] or ()) == len(call.operands)
-    assert len(recorder.tables) == (launched[17] is not None)
-    if launched[17] is not None:
-        assert launched[17].full_tiles.data_ptr() == recorder.tables[-1][-1].full_tiles.data_ptr()
+    assert len(recorder.tables) == (launched[NAMES.index("tables")] is not None)
+    if launched[NAMES.index("tables")] is not None:
+        assert (
+            launched[NAMES.index("tables")].full_tiles.data_ptr()
+            == recorder.tables[-1][-1].full_tiles.data_ptr()
+        )
 
 
 @pytest.mark.parametrize("name", ("causal", "every third", "by number, not proved"))
@@ -308,8 +313,8 @@ def test_lengths_decide_where_query_intervals_do_not(recorder: Recorder, name: s
     cu.copy_(torch.tensor([0, 10, 290, S]))
     backward_of(engine, call)
     assert len(recorder.launches) == 2
-    before, after = (given[17] for given in recorder.launches)
+    before, after = (given[NAMES.index("tables")] for given in recorder.launches)
     assert (before is after) == (name == "causal")
     if after is not None:
         backward_of(afresh(engine), call)
-        assert same(after, recorder.launches[-1][17]) and not same(before, after)
+        assert same(after, recorder.launches[-1][NAMES.index("tables")]) and not same(before, after)
