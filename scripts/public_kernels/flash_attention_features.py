@@ -224,7 +224,7 @@ def block_sparse_backward(problem: Problem, fa4: Any, checks: Checks) -> None:
     def lists(of: Tensor) -> BlockSparseTensorsTorch:
         fields = []
         for kind in (1, 2):
-            have = of == kind
+            have = (of == kind).contiguous()
             order = have.int().argsort(dim=1, descending=True, stable=True)
             fields += [have.sum(1).int()[None, None].to("cuda"), order.int()[None, None].to("cuda")]
         return BlockSparseTensorsTorch(*fields, block_size=(side, side))
