@@ -110,11 +110,18 @@ EXPLANATIONS = (
         " are those of each warp's own lanes",
     ),
     Explanation(
-        r"flash-attn-4.*pages of|quack.*gathered|CUTLASS: tcgen05, K in slices",
+        r"flash-attn-4.*(pages of|chosen keys)|quack.*gathered|CUTLASS: tcgen05, K in slices",
         r"missing proxy fence",
         r"cp\.async\.c[ag]\.shared\.global",
         "cp.async writes by the generic proxy, wgmma and tcgen05.mma read by the async proxy; the"
         " mbarrier that cp.async signals is no proxy fence, and there is none behind it",
+    ),
+    Explanation(
+        r"flash-attn-4.*lists of blocks",
+        r"race",
+        r"shared\.b8",
+        "for each tile, warps write what they found into shared memory, meet, and warp 0 reads it; no second"
+        " barrier keeps a fast one from writing for the next tile before that",
     ),
     Explanation(
         r"flash-attn-4, Blackwell: split keys",

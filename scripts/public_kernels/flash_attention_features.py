@@ -45,8 +45,6 @@ def _compare(
         expected.backward(gradient.double())
     options = {**problem.options, "causal": problem.causal}
     out, lse, *_ = fa4._flash_attn_fwd(*qkv, return_lse=True, **options)
-    for name in ("score_mod_bwd", "deterministic"):
-        options.pop(name, None)
     options = {name: option for name, option in options.items() if name not in FORWARD_ONLY}
     found = fa4._flash_attn_bwd(*qkv, out, gradient, lse, **options, **backward)
     checks.compare(out, expected, BOUND)
@@ -55,7 +53,8 @@ def _compare(
         checks.compare(mine, leaf.grad, 2 * BOUND)
 
 
-FORWARD_ONLY = ("pack_gqa", "num_splits")
+FORWARD_ONLY = ("pack_gqa",)
+"""Options that the backward pass does not have."""
 
 
 # --- functions of scores and masks --------------------------------------------------------------------------
@@ -205,8 +204,7 @@ def combine_varlen(problem: Problem, fa4: Any, checks: Checks) -> None:
 
 
 def block_sparse_backward(problem: Problem, fa4: Any, checks: Checks) -> None:
-    """One block in three is left out, one is full, and one is decided by a mask; the gradients' lists are of
-    query blocks. Lists are found by flash-attn-4's kernel."""
+    """Blocks are left out, full, or decided by a mask; the gradients' lists are of query blocks."""
     import cutlass.cute as cute
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
@@ -224,7 +222,7 @@ def block_sparse_backward(problem: Problem, fa4: Any, checks: Checks) -> None:
     def lists(of: Tensor) -> BlockSparseTensorsTorch:
         fields = []
         for kind in (1, 2):
-            have = of == kind
+            have = (of == kind).contiguous()
             order = have.int().argsort(dim=1, descending=True, stable=True)
             fields += [have.sum(1).int()[None, None].to("cuda"), order.int()[None, None].to("cuda")]
         return BlockSparseTensorsTorch(*fields, block_size=(side, side))
