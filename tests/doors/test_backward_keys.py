@@ -87,10 +87,9 @@ BACKWARD: dict[str, Callable[[Step], Step]] = {
     "needs both, the other way round": lambda x: (*x[:2], (1, 0)),
 }
 NAMES = SCHEMAS["backward"].names
-MADE = "lse2", "delta", "dq_sum", "dq", "dk", "dv", "dk_parts", "dv_parts"
-FOUND = tuple(NAMES.index(name) for name in MADE)
+FOUND = tuple(range(NAMES.index("lse2"), NAMES.index("dv_parts") + 1))
 """Positions of the results and workspaces among the arguments; gradients of captured tensors are at SUMS."""
-SUMS = NAMES.index("gradients")
+SUMS, TABLES, TURNS, OPERANDS = (NAMES.index(x) for x in ("gradients", "tables", "turns", "operands"))
 
 
 def described_backward(recorder: Recorder) -> tuple[Any, ...]:
@@ -252,7 +251,7 @@ def test_ordered_sums_are_another_backward_pass(recorder: Recorder) -> None:
     finally:
         torch.use_deterministic_algorithms(False)
     run_backward(engine, call, saved)
-    assert [given[NAMES.index("turns")] is not None for given in recorder.launches] == [False, True, False]
+    assert [given[TURNS] is not None for given in recorder.launches] == [False, True, False]
     assert [problem.deterministic for problem in recorder.problems] == [False, True]
 
 
@@ -293,14 +292,11 @@ def test_backward_masks_have_the_form_that_is_proved(recorder: Recorder, name: s
     backward_of(engine, call)
     problem, launched = recorder.problems[-1], recorder.launches[-1]
     assert problem.mask_form == form
-    assert (launched[NAMES.index("tables")] is not None) == (form in ("spans", "tables"))
-    assert len(problem.operands) == len(launched[19] or ()) == len(call.operands)
-    assert len(recorder.tables) == (launched[NAMES.index("tables")] is not None)
-    if launched[NAMES.index("tables")] is not None:
-        assert (
-            launched[NAMES.index("tables")].full_tiles.data_ptr()
-            == recorder.tables[-1][-1].full_tiles.data_ptr()
-        )
+    assert (launched[TABLES] is not None) == (form in ("spans", "tables"))
+    assert len(problem.operands) == len(launched[OPERANDS] or ()) == len(call.operands)
+    assert len(recorder.tables) == (launched[TABLES] is not None)
+    if launched[TABLES] is not None:
+        assert launched[TABLES].full_tiles.data_ptr() == recorder.tables[-1][-1].full_tiles.data_ptr()
 
 
 @pytest.mark.parametrize("name", ("causal", "every third", "by number, not proved"))
@@ -313,8 +309,8 @@ def test_lengths_decide_where_query_intervals_do_not(recorder: Recorder, name: s
     cu.copy_(torch.tensor([0, 10, 290, S]))
     backward_of(engine, call)
     assert len(recorder.launches) == 2
-    before, after = (given[NAMES.index("tables")] for given in recorder.launches)
+    before, after = (given[TABLES] for given in recorder.launches)
     assert (before is after) == (name == "causal")
     if after is not None:
         backward_of(afresh(engine), call)
-        assert same(after, recorder.launches[-1][NAMES.index("tables")]) and not same(before, after)
+        assert same(after, recorder.launches[-1][TABLES]) and not same(before, after)
