@@ -10,8 +10,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from captured_cases import Grid
 from helpers import SMS, Width, poisoned, widths
+from test_captured_lengths import FIXED, ordered
+from test_deterministic_backward import right
 from test_simulated_backward import COMPOSED, gradients, judge
+from test_simulated_captured import close as close_to_captured
 from test_simulated_lengths import KINDS
 from test_simulated_lengths import close as close_to_lengths
 from torch import Tensor
@@ -101,3 +105,24 @@ def test_one_part_is_one_launch_less() -> None:
 def test_sequences_in_parts(kind: str) -> None:
     with in_parts(2):
         close_to_lengths("alibi, causal", kind, 64, "sm_90a")
+
+
+@pytest.mark.slow
+def test_ordered_sums_in_parts() -> None:
+    """Parts begin in the order of their tiles of keys, so that blocks wait for none that is yet to come."""
+    with in_parts(2):
+        right("sm_90a", "causal", random.choice(("dense", "packed")))
+
+
+@pytest.mark.slow
+def test_captured_tensors_in_parts() -> None:
+    """A query head's share is its own, whichever part it is in."""
+    with in_parts(2):
+        close_to_captured(random.choice(("slopes", "dense, hidden tiles")), Grid(1, 2, 70, 129), 64, "sm_90a")
+
+
+@pytest.mark.slow
+def test_ordered_sums_of_captured_tensors_in_parts() -> None:
+    """Every warp of every part has memory of its own."""
+    with in_parts(2):
+        ordered("sm_90a", random.choice(FIXED), [("eager", 0), ("random", random.randrange(99))])

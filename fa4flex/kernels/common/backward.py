@@ -128,16 +128,16 @@ class BackwardTileScheduler:
     def in_sections(self, arguments: BackwardArguments) -> bool:
         return self.ordered(arguments) or (self.config.masked and arguments.cu_seqlens_k is None)
 
-    def heads_at_a_time(self, arguments: BackwardArguments, sums: Int32) -> Int32:
-        """Heads of dK, of which there are `sums`, in a section. Blocks of one head that run at the same time
-        wait for each other where sums are ordered; and where a mask leaves the tiles of keys of a head less
-        and less work, a head that comes last ends with its longest tiles' blocks alone. As many heads run
-        beside each other as the L2 cache holds queries and sums of."""
+    def heads_at_a_time(self, arguments: BackwardArguments, dk_heads: Int32) -> Int32:
+        """Heads of dK, of which there are `dk_heads`, in a section. Blocks of one head that run at the same
+        time wait for each other where sums are ordered; and where a mask leaves the tiles of keys of a head
+        less and less work, a head that comes last ends with its longest tiles' blocks alone. As many heads
+        run beside each other as the L2 cache holds queries and sums of."""
         batch, q_len, heads, head_dim = arguments.q.shape
         row_bytes = 2 * (head_dim + arguments.v.shape[3]) + 4 * head_dim
-        head_bytes = Int64(q_len) * row_bytes * (heads // sums)
+        head_bytes = Int64(q_len) * row_bytes * (heads // dk_heads)
         group = Int32(cutlass.min(L2_BYTES // cutlass.max(head_bytes, Int64(1)), Int64(1 << 20)))
-        return cutlass.max(cutlass.min(group, Int32(sums * batch)), Int32(1))
+        return cutlass.max(cutlass.min(group, Int32(dk_heads * batch)), Int32(1))
 
     def first(self) -> Int32:
         """The number of a block's first tile."""
