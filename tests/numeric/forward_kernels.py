@@ -44,7 +44,7 @@ _COMMON = ((64, 64), (96, 96), (128, 128), (192, 128))
 CHIPS = {
     "sm_90a": Chip(
         SM90A,
-        (*_COMMON, (192, 192), (256, 256)),
+        (*_COMMON, (160, 160), (192, 192), (256, 256)),
         "Forward kernels on sm_90a: registers per thread at launch, bytes spilled and of stack per thread,"
         " and bytes of\nshared memory per block.",
     ),

@@ -29,7 +29,7 @@ of 128 queries, they and most biases do: docs/notes/backward_sm90.md."""
 LIGHT = ("plain", "causal", "alibi", "softcap")
 HEAVY = tuple(name for name in DRAWS if name not in LIGHT)
 ON_HOPPER: tuple[tuple[str, Width], ...] = (
-    *product(LIGHT, (128, *WIDE)),
+    *product(LIGHT, (128, 160, *WIDE)),
     *product(("plain", "causal", "softcap", "graphormer"), (64,)),
 )
 """Variants and head widths that spill no more on Hopper than SPILLED allows."""

@@ -157,6 +157,8 @@ def plan_hopper_backward(request: Request) -> HopperBackwardPlan:
     """The deepest rings that fit."""
     problem, target = request.problem, request.target
     widths = pad(problem.head_dim), pad(problem.head_dim_v)
+    if widths == (160, LATENT[1]):
+        widths = LATENT  # dQ', 160 rows, is no whole number of an instruction's 64
     tile = _tile(problem, *widths)
     plans = [HopperBackwardPlan(target, problem, tile, *widths, stages) for stages in STAGES]
     return next((p for p in plans if p.memory.total <= target.shared_memory), plans[-1])

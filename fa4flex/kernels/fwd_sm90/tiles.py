@@ -17,7 +17,7 @@ from fa4flex.errors import UnsupportedError
 from fa4flex.kernels.fwd_sm90.registers import Need, consumer_need, split_registers
 
 Pair = tuple[int, int]
-WIDTHS = (64, 96, 128, 192, 256)
+WIDTHS = (64, 96, 128, 160, 192, 256)
 """Widths that a tile in shared memory may have: those that swizzle in whole blocks of 32 or 64 columns."""
 
 STAGES = (2, 1)
@@ -101,12 +101,13 @@ class Row:
 # 64: three consumer warpgroups have 160 registers each, so heavier hooks fall back to two with 240.
 # 96: 192 queries would leave 160 registers for scores, probabilities and 48 of output: too few.
 # 128: longer tiles fit where no hook needs registers, but none was faster (docs/notes/forward_sm90.md).
-# 192, 256: the output takes 64 to 128 registers, and K and V of two stages most of the memory.
+# 160, 192, 256: the output takes 80 to 128 registers, and K and V of two stages most of the memory.
 # Where v is wider than q, the output needs memory of its own, and what is left may hold fewer keys.
 TABLE = (
     Row(64, 64, ((192, 128), (128, 128)), ((192, 128), (128, 128))),
     Row(96, 96, ((128, 128),), ((128, 128), (128, 96))),
     Row(128, 128, ((128, 128),), ((128, 128), (128, 96))),
+    Row(160, 160, ((128, 128), (128, 112)), ((128, 128), (128, 112), (128, 96))),
     Row(192, 128, ((128, 128), (128, 112)), ((128, 128), (128, 112), (128, 96))),
     Row(192, 192, ((128, 112), (128, 96)), ((128, 112), (128, 96))),
     Row(256, 256, ((128, 80), (128, 64)), ((128, 64),)),
