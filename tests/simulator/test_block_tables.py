@@ -168,7 +168,7 @@ def test_one_kernel_compares_ends_of_rows_or_asks_pairs() -> None:
 
 @pytest.mark.slow
 def test_pairs_are_asked_where_sorted_ids_are_too_large_to_be_searched() -> None:
-    """Of 64 bits, kernels that were compiled for small ids compute with 32."""
+    """Kernels that were compiled for small ids compute with 32 bits."""
     ids, make = documents(), DeviceTables.make
     made: list[Any] = []
 
