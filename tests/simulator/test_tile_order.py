@@ -20,6 +20,7 @@ import fa4flex
 from fa4flex import Schedule, Varlen
 from fa4flex.codegen.plan.problem import Problem
 from fa4flex.codegen.plan.target import SM100A
+from fa4flex.kernels.common import work
 from fa4flex.kernels.common.backward import in_section, sections_of
 from fa4flex.kernels.dispatch import plan_forward
 from fa4flex.variants import causal, sliding_window
@@ -102,3 +103,23 @@ def test_a_section_of_heads_takes_one_tile_of_keys_after_the_other(pairs: int, w
         for pair in range(first, min(first + width, pairs))
     ]
     assert places.tolist() == expected
+
+
+@cute.jit
+def halve(widths: cute.Tensor, pairs: Int32, most: Int32) -> None:
+    widths[0] = work.halved(pairs, most)
+
+
+def test_sections_of_forward_passes_are_of_about_one_width() -> None:
+    def width(pairs: int, most: int) -> int:
+        widths = torch.zeros(1, dtype=torch.int32)
+        halve(from_dlpack(widths), pairs, most)
+        return int(widths[0])
+
+    assert [width(*some) for some in ((32, 10), (64, 21), (32, 12), (7, 7), (40, 16))] == [8, 16, 8, 7, 10]
+    for _ in range(20):
+        pairs, most = random.randint(1, 300), random.randint(1, 400)
+        found = width(pairs, most)
+        assert min(pairs, -(-most // 2)) <= found <= most
+        sections = -(-pairs // found)
+        assert sections * found - pairs < sections, "the last one lacks less than one pair per section"

@@ -48,10 +48,20 @@ def dense_grid(arguments: Arguments, tile_m: cutlass.Constexpr, ordered: cutlass
     group = Int32(1)
     if const_expr(ordered):
         head_bytes = Int64(arguments.k.shape[1]) * 2 * (head_dim + arguments.v.shape[3])
-        group = Int32(cutlass.min(Int64(L2_BYTES) // head_bytes, Int64(1 << 20)))
-        group = cutlass.max(group, Int32(1)) * ratio
+        most = Int32(cutlass.min(Int64(L2_BYTES) // cutlass.max(head_bytes, Int64(1)), Int64(1 << 20)))
+        group = halved(Int32(batch * arguments.k.shape[2]), cutlass.max(most, Int32(1))) * ratio
     group = cutlass.min(group, Int32(heads * batch))
     return Grid(Int32(cute.ceil_div(q_len, tile_m)), Int32(heads), Int32(batch), group)
+
+
+@cute.jit
+def halved(pairs: Int32, most: Int32) -> Int32:
+    """All pairs, halved until they are at most so many: sections are then of about one width. Of a narrow last
+    one, the longest tiles would begin when most multiprocessors are done."""
+    width = pairs
+    while width > most:
+        width = (width + 1) // 2
+    return width
 
 
 @cute.jit
