@@ -60,9 +60,10 @@ def forward(
 ) -> Forward:
     """Compute attention by a GPU's kernel, or blockwise on a CPU. What only a backward pass reads may be
     empty where the result is not `differentiable`."""
-    if _empty(given) and given.q.is_cuda:
+    on_gpu = given.q.is_cuda or simulating()
+    if _empty(given) and on_gpu:
         return _without_keys_on_gpu(program, given, numbers, max_scores)
-    if given.q.is_cuda or simulating():
+    if on_gpu:
         statistics = ("lse", "max_scores") if max_scores else ("lse",)
         out, lse, largest = program.engine.run(_call(program, given, numbers, statistics))
         assert lse is not None

@@ -56,8 +56,8 @@ def dense_grid(arguments: Arguments, tile_m: cutlass.Constexpr, ordered: cutlass
 
 @cute.jit
 def halved(pairs: Int32, most: Int32) -> Int32:
-    """All pairs, halved until they are at most so many: sections are then of about one width. Of a narrow last
-    one, the longest tiles would begin when most multiprocessors are done."""
+    """All pairs, halved until they are at most so many: sections are then of about one width. Of a narrow
+    last one, the longest tiles would begin when most multiprocessors are done."""
     width = pairs
     while width > most:
         width = (width + 1) // 2
