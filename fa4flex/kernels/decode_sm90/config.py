@@ -17,6 +17,9 @@ class Config:
     producer_registers, consumer_registers   per thread, after the split
     rescale_threshold        in log2 units: the output is rescaled only when the row maximum grew by more
     lengths                  "dense" or "used" (seqused per batch)
+    box_rows                 keys of a tile that lie next to each other: all of them, or where pages are smaller
+                             than a tile, so many at least
+    paged                    keys and values lie in pages
     sinks                    a learnable logit per head joins the denominator
     statistics               whether "lse" is written
     """
@@ -30,6 +33,8 @@ class Config:
     consumer_registers: int
     rescale_threshold: float = 0.0
     lengths: Lengths = "dense"
+    box_rows: int = 0
+    paged: bool = False
     sinks: bool = False
     statistics: tuple[str, ...] = ("lse",)
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 from fa4flex.codegen.plan.bound import Bound, Size, expected_bound, for_long
 from fa4flex.codegen.plan.counts import check_counts
 from fa4flex.codegen.plan.errors import PlanError
-from fa4flex.codegen.plan.memory import Memory, lay_out, tile_bytes
+from fa4flex.codegen.plan.memory import Memory, column_block, lay_out, tile_bytes
 from fa4flex.codegen.plan.pipeline import ForwardPlan, Pipeline
 from fa4flex.codegen.plan.problem import Problem
 from fa4flex.codegen.plan.request import ForwardRequest, Order, check_threshold, rescaling
@@ -31,6 +31,9 @@ NARROW = 64
 """Heads up to this width have tiles of KEYS[True] keys, wider ones of KEYS[False]: a tile is then 16 KB."""
 
 KEYS = {True: 128, False: 64}
+
+LINE = 128
+"""Bytes."""
 
 RESERVED = 1024
 """Bytes of shared memory that each block takes besides its own."""
@@ -75,6 +78,12 @@ class DecodePlan:
         return Splitting(self.tile_n, self.problem.head_dim_v, self.target.multiprocessors, uneven)
 
     @property
+    def box_rows(self) -> int:
+        """Keys of a tile that one TMA copy brings, of a block of columns: of pages, as many as surely lie next
+        to each other in one."""
+        return min(self.problem.page_rows, self.tile_n) or self.tile_n
+
+    @property
     def widths(self) -> tuple[int, int]:
         """Of the tiles of K and V in shared memory."""
         return pad(self.problem.head_dim), pad(self.problem.head_dim_v)
@@ -88,7 +97,7 @@ class DecodePlan:
     def topology(self) -> Topology:
         """Roles, rings and barriers; `.graph` is the networkx form."""
         clears = self.problem.lengths != "dense"
-        return decode_topology(*self.widths, self.tile_n, self.kv_stages, clears)
+        return decode_topology(*self.widths, self.tile_n, self.kv_stages, clears, self.box_rows)
 
     @property
     def need(self) -> Need:
@@ -111,6 +120,8 @@ class DecodePlan:
             consumer_registers=self.registers.consumer,
             rescale_threshold=self.rescale_threshold,
             lengths=self.problem.lengths,
+            box_rows=self.box_rows,
+            paged=self.problem.page_rows > 0,
             sinks=self.problem.sinks,
             statistics=self.problem.statistics,
         )
@@ -156,6 +167,7 @@ class DecodePlan:
             f"warpgroups: 1 producer, 1 consumer of {r.producer} and {r.consumer} registers",
             f"  a consumer needs about {self.need.explain()}",
             f"softmax: {rescaling(self.rescale_threshold)}",
+            *self._of_pages(),
             "shared memory:",
             self.memory.explain(),
             "pipeline:",
@@ -164,6 +176,15 @@ class DecodePlan:
             f"bound: {for_long(self.bound) if size is None else self.bound(size).explain()}",
         ]
         return "\n".join(lines)
+
+    def _of_pages(self) -> list[str]:
+        if not self.problem.page_rows:
+            return []
+        boxes = self.tile_n // self.box_rows
+        return [
+            f"pages: {boxes} TMA copies of {self.box_rows} keys for a tile, of each block of columns, where the"
+            " page table says"
+        ]
 
 
 def _memory(problem: Problem, tile_n: int, kv_stages: int, target: Target) -> Memory:
@@ -208,10 +229,14 @@ def plan_decode(request: ForwardRequest) -> ForwardPlan:
 
 
 def accepts(problem: Problem, target: Target) -> bool:
-    """Few query rows, whose key tiles are all or follow from spans."""
+    """Few query rows, whose key tiles are all or follow from spans. Pages: whose rows, or as many of them as
+    lie next to each other, are whole lines of shared memory, as addresses of TMA copies there have to be."""
+    widths = pad(problem.head_dim), pad(problem.head_dim_v)
+    lines = all(problem.page_rows * column_block(d) * problem.itemsize % LINE == 0 for d in widths)
     return (
         target.family == "sm90"
         and problem.few_rows
+        and lines
         and problem.mask_form in ("none", "spans")
         and problem.lengths in ("dense", "used")
         and "max_scores" not in problem.statistics
