@@ -99,6 +99,14 @@ def flash_attn_4(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out.transpose(1, 2)
 
 
+PEERS = {
+    "cuDNN": Contender(sdpa(SDPBackend.CUDNN_ATTENTION)),
+    "FA2": Contender(sdpa(SDPBackend.FLASH_ATTENTION)),
+    "FA4": Contender(flash_attn_4, None, True),
+}
+"""SDPA's masks are no causal ones aligned at the end: its contenders take single queries, which see all."""
+
+
 def ours(layout: str = "bhsd") -> Attend:
     attn = fa4flex.compile(mask=causal, layout=layout)  # type: ignore[arg-type]
     if layout == "bhsd":
@@ -236,7 +244,7 @@ def main() -> None:
     parser.add_argument("--queries", nargs="*", type=int, default=[1])
     parser.add_argument("--splits", nargs="*", type=int, default=[])
     parser.add_argument("--ragged", action="store_true", help="sequences of different lengths, too")
-    parser.add_argument("--alone", action="store_true", help="no peers")
+    parser.add_argument("--peers", nargs="*", choices=[*PEERS], default=[*PEERS])
     given = parser.parse_args()
     repeated, growing = host_microseconds()
     print(f"host: {repeated:.1f} us for a repeated call, {growing:.1f} us where keys grow", flush=True)
@@ -248,11 +256,7 @@ def main() -> None:
             for queries in given.queries:
                 contenders = {"fa4flex": Contender(ours()), "bshd": Contender(ours("bshd"), None, True)}
                 contenders |= {f"/{n}": Contender(ours(), n) for n in given.splits}
-                if not given.alone:
-                    if queries == 1:
-                        contenders["cuDNN"] = Contender(sdpa(SDPBackend.CUDNN_ATTENTION))
-                        contenders["FA2"] = Contender(sdpa(SDPBackend.FLASH_ATTENTION))
-                    contenders["FA4"] = Contender(flash_attn_4, None, True)
+                contenders |= {name: PEERS[name] for name in given.peers if name == "FA4" or queries == 1}
                 for text in given.sizes:
                     report(Case(Size.of(text), heads, kv_heads, width, queries), contenders)
                     torch.cuda.empty_cache()

@@ -52,9 +52,10 @@ def poisoned() -> Iterator[None]:
 
 
 def of_passes(gpu: Any) -> list[Any]:
-    """Results of a simulated GPU's launches, without those of kernels that correct lengths or make tables."""
-    before = "sequences", "block_tables", "list_tiles", "find_ranges"
-    return [result for result in gpu.results if not any(name in result.kernel for name in before)]
+    """Results of a simulated GPU's launches, without those of kernels that correct lengths, make tables or
+    merge splits."""
+    around = "sequences", "block_tables", "list_tiles", "find_ranges", "combine"
+    return [result for result in gpu.results if not any(name in result.kernel for name in around)]
 
 
 # --- comparing ------------------------------------------------------------------------------------------

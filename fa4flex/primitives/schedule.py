@@ -25,6 +25,9 @@ class Schedule:
                    so-manieth; from a "counter" in global memory, for balance where tiles differ in work; by
                    "launch_control": it cancels a block that has not started and takes over its tile
                    (Blackwell; other GPUs refuse); or "auto". On CPUs nothing is to be balanced
+    split          keys per part, where blocks of a GPU share the keys of a few queries; in whole tiles of
+                   keys. A sequence's results then have the same bits whatever else is in the batch. None
+                   lets shapes decide, for speed
 
     Raises InputError for anything else.
     """
@@ -33,6 +36,7 @@ class Schedule:
     deterministic: bool = False
     order: Order = "auto"
     next_tile: NextTile = "auto"
+    split: int | None = None
 
     def __post_init__(self) -> None:
         if self.tile is not None:
@@ -48,6 +52,10 @@ class Schedule:
             raise InputError(f"deterministic={self.deterministic!r}", "True or False", "leave it at False")
         if self.order not in get_args(Order):
             raise InputError(f"order={self.order!r}", f"one of {get_args(Order)}", 'leave it at "auto"')
+        if self.split is not None and (
+            not isinstance(self.split, int) or isinstance(self.split, bool) or self.split < 1
+        ):
+            raise InputError(f"split={self.split!r}", "a positive number of keys, or None", "e.g. split=2048")
         if self.next_tile not in get_args(NextTile):
             given = f"next_tile={self.next_tile!r}"
             raise InputError(given, f"one of {get_args(NextTile)}", 'leave it at "auto"')

@@ -193,3 +193,16 @@ def test_a_longer_cache_is_the_same_kernel() -> None:
             attn(*drawn(Size(kv_len=kv_len)))
     kernels = {result.kernel for result in of_passes(gpu) if "decode" in result.kernel}
     assert len(kernels) == 1 and not gpu.findings
+
+
+def test_fixed_parts_do_not_depend_on_the_batch() -> None:
+    """The same bits for a sequence alone and among longer ones, in a longer tensor."""
+    attn = fa4flex.compile(score_mod=alibi, mask=causal, schedule=fa4flex.Schedule(split=100))
+    q, k, v = drawn(Size(q_len=2, kv_len=500, batch=3))
+    used = torch.tensor([130, 500, 77], dtype=torch.int32)
+    out, lse = attend(attn, q, k, v, varlen=Varlen(seqused_k=used))
+    for b, length in enumerate(used):
+        for kept in (int(length), 400 if length < 400 else 500):
+            one = [x[b : b + 1, :, :kept] for x in (k, v)]
+            alone, alone_lse = attend(attn, q[b : b + 1], *one, varlen=Varlen(seqused_k=used[b : b + 1]))
+            assert torch.equal(alone[0], out[b]) and torch.equal(alone_lse[0], lse[b])

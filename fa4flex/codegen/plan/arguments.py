@@ -54,7 +54,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Given:
-    """Integers, lengths or pages, as a call brings them: int32, or int64 where a signature names it; any stride."""
+    """Lengths or pages as a call brings them: int32, or int64 where a signature names it; any stride."""
 
     name: str
     dims: tuple[Dimension, ...]
@@ -113,8 +113,8 @@ class Argument:
 
     name       of the parameter, of the field that kernels read, and of the field of `source`
     look       what it looks like
-    source     where a launch finds it: "call", "call.lengths", "call.pages", or "saved" by the forward pass; "launch": it
-               is made with or for the launch
+    source     where a launch finds it: "call", "call.lengths", "call.pages", or "saved" by the forward pass;
+               "launch": it is made with or for the launch
     when       whether a compiled pass has it, else it is None; None: where the signature says it is given
     read_by    kernels of the pass that get it
     computed   from the arguments before it, by the entry point: it is not passed

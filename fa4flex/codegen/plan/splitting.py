@@ -24,16 +24,22 @@ class Splitting:
     width            columns of the output
     multiprocessors  of the chip
     uneven           sequences may be shorter than their tensor
+    share            tiles of keys per split, where that is asked for
     """
 
     tile_n: int
     width: int
     multiprocessors: int
     uneven: bool = False
+    share: int | None = None
 
     def splits(self, pairs: int, kv_len: int) -> int:
         """Splits of the keys of each of `pairs` (sequence, head of keys) of up to kv_len keys."""
-        return _splits(pairs, -(-kv_len // self.tile_n), self.multiprocessors, self.uneven)
+        tiles = -(-kv_len // self.tile_n)
+        if self.share is not None:
+            # Two at least: a single one is not merged, and may differ from a merged one in a last bit.
+            return max(-(-tiles // self.share), 2)
+        return _splits(pairs, tiles, self.multiprocessors, self.uneven)
 
     def floats(self, splits: int, rows: int) -> int:
         """float32 of memory for the partial outputs and log-sum-exps of `rows` rows; none for one split."""

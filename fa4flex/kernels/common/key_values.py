@@ -24,19 +24,20 @@ class KeyValues(Protocol):
 
 @dataclass(frozen=True)
 class ContiguousKeyValues:
-    """KeyValues whose tokens follow each other in memory: one TMA copy per tile."""
+    """KeyValues whose tokens follow each other in memory: one TMA copy per tile, with this cache policy."""
 
     transfers: Transfers
     k_ring: Ring
     v_ring: Ring
     k: Views
     v: Views
+    policy: int | None = None
 
     def load_keys(self, state: pipeline.PipelineState, tile: Int32) -> None:
-        load_stage(self.transfers.k, self.k_ring, state, self.k, tile)
+        load_stage(self.transfers.k, self.k_ring, state, self.k, tile, self.policy)
 
     def load_values(self, state: pipeline.PipelineState, tile: Int32) -> None:
-        load_stage(self.transfers.v, self.v_ring, state, self.v, tile)
+        load_stage(self.transfers.v, self.v_ring, state, self.v, tile, self.policy)
 
 
 def kv_head_of(work: Work, grid: Grid, arguments: Arguments) -> Int32:

@@ -68,12 +68,12 @@ def page_table(arguments: Arguments, b: Int32, length: Int32) -> PageTable:
 
 @dataclass(frozen=True)
 class PagedKeyValues:
-    """KeyValues in pages, of a sequence and head of which tiles `first` to `last` of `keys` are asked for one
-    after another.
+    """KeyValues in pages, of a sequence and head whose tiles `keys` are asked for one after another. The copies
+    have no cache policy: other sequences may have the same pages.
 
-    `rows` is the height of a box; k and v are views of boxes, by box of a tile and stage, and by box of a page
-    and page. `now` is what was found for the tiles that are copied, `following` for those after them, and
-    `turn` the number of the tile among the former.
+    `rows` is the height of a box; for k and v see box_views. `now` [box, 2] has a lane's pages, and numbers of
+    boxes in these, for the tiles that are copied, and `following` for those after them; `turn` [1] is the
+    number of the tile among the former.
     """
 
     transfers: Transfers
@@ -100,6 +100,11 @@ class PagedKeyValues:
         return self.tile_n // self.rows
 
     @property
+    def copied(self) -> int:
+        """Boxes of a tile that were looked up together."""
+        return min(self.boxes, LANES)
+
+    @property
     def tiles(self) -> int:
         """Whose boxes are looked up together."""
         return max(LANES // self.boxes, 1)
@@ -113,25 +118,39 @@ class PagedKeyValues:
         _reach(self, number, first)
 
     def load_keys(self, state: pipeline.PipelineState, tile: Int32) -> None:
-        self._load(self.transfers.k, self.k_ring, state, self.k)
+        _load(self, self.transfers.k, self.k_ring, state, self.k)
 
     def load_values(self, state: pipeline.PipelineState, tile: Int32) -> None:
-        self._load(self.transfers.v, self.v_ring, state, self.v)
+        _load(self, self.transfers.v, self.v_ring, state, self.v)
 
-    def _load(
-        self, transfer: cpasync.TmaInfo, ring: Ring, state: pipeline.PipelineState, views: Views
-    ) -> None:
-        to_shared, from_global = views
-        ring.producer_acquire(state)
-        for number in range(self.boxes):
-            lane = self.turn[0] * self.boxes + number if self.tiles > 1 else Int32(number % LANES)
-            page, box = (cute.arch.shuffle_sync(self.now[number // LANES, i], lane) for i in range(2))
-            for column in range(cute.size(to_shared, mode=[2])):
+
+UNROLLED = 8
+"""Copies of a tile, at most, that are written out one after the other."""
+
+
+@cute.jit
+def _load(
+    source: cutlass.Constexpr[PagedKeyValues],
+    transfer: cutlass.Constexpr[cpasync.TmaInfo],
+    ring: cutlass.Constexpr[Ring],
+    state: pipeline.PipelineState,
+    views: cutlass.Constexpr[Views],
+) -> None:
+    to_shared, from_global = views
+    now, first = source.now, source.turn[0] * source.boxes
+    barrier = ring.producer_get_barrier(state)
+    ring.producer_acquire(state)
+    for part in cutlass.range_constexpr(cute.size(now, mode=[0])):
+        pages, boxes = now[part, 0], now[part, 1]
+        for i in cutlass.range(source.copied, unroll_full=source.copied <= UNROLLED):
+            lane = (first + i) % LANES
+            page, box = cute.arch.shuffle_sync(pages, lane), cute.arch.shuffle_sync(boxes, lane)
+            for column in cutlass.range_constexpr(cute.size(to_shared, mode=[2])):
                 cute.copy(
                     transfer.atom,
                     from_global[None, box, column, page],
-                    to_shared[None, number, column, state.index],
-                    tma_bar_ptr=ring.producer_get_barrier(state),
+                    to_shared[None, part * LANES + i, column, state.index],
+                    tma_bar_ptr=barrier,
                 )
 
 

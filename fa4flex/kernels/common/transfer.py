@@ -23,6 +23,9 @@ class Transfers:
 
 Ring: TypeAlias = pipeline.PipelineTmaAsync | pipeline.PipelineTmaUmma
 """What signals that a stage is full or free, on Hopper and on Blackwell."""
+READ_ONCE = 0x12F0000000000000
+"""Cache policy: the first to be evicted from L2 (createpolicy.fractional.L2::evict_first)."""
+
 Views = tuple[cute.Tensor, cute.Tensor]
 """(shared, global): what a transfer moves, the last mode counting stages and tiles."""
 
@@ -44,8 +47,10 @@ def load_stage(
     state: pipeline.PipelineState,
     views: Views,
     tile: Int32,
+    policy: int | None = None,
 ) -> None:
-    """Copy a tile into the ring's next stage, once that is free. The caller advances `state`."""
+    """Copy a tile into the ring's next stage, once that is free. The caller advances `state`. `policy` says
+    what the L2 cache keeps of it."""
     to_shared, from_global = views
     ring.producer_acquire(state)
     cute.copy(
@@ -53,6 +58,7 @@ def load_stage(
         from_global[None, tile],
         to_shared[None, state.index],
         tma_bar_ptr=ring.producer_get_barrier(state),
+        **({} if policy is None else {"cache_policy": Int64(policy)}),
     )
 
 

@@ -51,6 +51,7 @@ class DecodePlan:
 
     rescale_threshold    log2 units by which a score may pass the maximum in use before that is raised
     work                 what the hooks cost and keep
+    share                tiles of keys per split, where the schedule asks for it
     """
 
     target: Target
@@ -61,6 +62,7 @@ class DecodePlan:
     registers: Split
     rescale_threshold: float
     work: Work
+    share: int | None = None
 
     module: ClassVar[str] = "fa4flex.kernels.decode_sm90"
 
@@ -75,12 +77,14 @@ class DecodePlan:
     @property
     def splitting(self) -> Splitting:
         uneven = self.problem.lengths != "dense"
-        return Splitting(self.tile_n, self.problem.head_dim_v, self.target.multiprocessors, uneven)
+        return Splitting(
+            self.tile_n, self.problem.head_dim_v, self.target.multiprocessors, uneven, self.share
+        )
 
     @property
     def box_rows(self) -> int:
-        """Keys of a tile that one TMA copy brings, of a block of columns: of pages, as many as surely lie next
-        to each other in one."""
+        """Keys that one TMA copy brings: all of a tile, or as many of them as surely lie next to each other in a
+        page."""
         return min(self.problem.page_rows, self.tile_n) or self.tile_n
 
     @property
@@ -122,6 +126,7 @@ class DecodePlan:
             lengths=self.problem.lengths,
             box_rows=self.box_rows,
             paged=self.problem.page_rows > 0,
+            share=self.share,
             sinks=self.problem.sinks,
             statistics=self.problem.statistics,
         )
@@ -158,12 +163,15 @@ class DecodePlan:
     def explain(self, size: Size | None = None) -> str:
         """The plan in words; with a `size`, also the time it cannot beat there."""
         r = self.registers
+        by = (
+            "by shapes" if self.share is None else f"{self.share * self.tile_n} to each, as the schedule asks"
+        )
         lines = [
             f"forward kernel for few query rows, {self.target.name} ({self.target.chip}):"
             f" {self.problem.explain()}",
             f"tile: all queries of a group of heads, in {ROWS} rows, x {self.tile_n} keys, q and k"
             f" {self.widths[0]} wide, v {self.widths[1]}, K and V {self.kv_stages} deep",
-            f"  {self.blocks} of them on a multiprocessor; keys are split between blocks, by shapes",
+            f"  {self.blocks} of them on a multiprocessor; keys are split between blocks, {by}",
             f"warpgroups: 1 producer, 1 consumer of {r.producer} and {r.consumer} registers",
             f"  a consumer needs about {self.need.explain()}",
             f"softmax: {rescaling(self.rescale_threshold)}",
@@ -182,8 +190,7 @@ class DecodePlan:
             return []
         boxes = self.tile_n // self.box_rows
         return [
-            f"pages: {boxes} TMA copies of {self.box_rows} keys for a tile, of each block of columns, where the"
-            " page table says"
+            f"pages: a tile is brought in {boxes} x {self.box_rows} keys, which lie where the page table says"
         ]
 
 
@@ -225,6 +232,7 @@ def plan_decode(request: ForwardRequest) -> ForwardPlan:
         registers=SPLITS[blocks],
         rescale_threshold=request.rescale_threshold,
         work=request.work,
+        share=None if schedule.split is None else -(-schedule.split // tile_n),
     )
 
 

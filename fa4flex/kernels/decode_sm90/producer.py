@@ -10,7 +10,7 @@ from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.key_values import ContiguousKeyValues, KeyValues, tokens_of
 from fa4flex.kernels.common.keys import tile_at
 from fa4flex.kernels.common.paged_key_values import PagedKeyValues, box_views, check_length, page_table
-from fa4flex.kernels.common.transfer import Transfers, partition
+from fa4flex.kernels.common.transfer import READ_ONCE, Transfers, partition
 from fa4flex.kernels.decode_sm90.config import Config
 from fa4flex.kernels.decode_sm90.resources import Pipes, Shared
 from fa4flex.kernels.decode_sm90.rows import Tile, tile_of
@@ -60,4 +60,5 @@ class Producer:
         v_tiles = cute.local_tile(v, (config.head_dim_v, config.tile_n), (0, None))
         k_views = partition(transfers.k, shared.k, k_tiles)
         v_views = partition(transfers.v, shared.v, v_tiles)
-        return ContiguousKeyValues(transfers, pipes.k, pipes.v, k_views, v_views)
+        # No other block reads them: partial outputs may stay in the cache instead.
+        return ContiguousKeyValues(transfers, pipes.k, pipes.v, k_views, v_views, READ_ONCE)

@@ -57,8 +57,7 @@ class Tile(NamedTuple):
 def tile_of(
     number: Int32, arguments: Arguments, hooks: cutlass.Constexpr[Hooks], config: cutlass.Constexpr[Config]
 ) -> Tile:
-    """Tile number `number`: all splits of a sequence and head of keys come one after the other. Every split
-    has whole tiles of keys, and at most one more than another."""
+    """Tile number `number`: all splits of a sequence and head of keys come one after the other."""
     heads, kv_heads = Int32(arguments.q.shape[2]), Int32(arguments.k.shape[2])
     pair, split = number // arguments.splits, number % arguments.splits
     b, kv_head = pair // kv_heads, pair % kv_heads
@@ -73,9 +72,15 @@ def tile_of(
     whole = KeyTiles(None, None, zero, zero)
     tile = Tile(b, kv_head, heads // kv_heads, heads, split, q_len, kv_len, whole, zero, zero)
     keys = _keys(tile, arguments, hooks, config)
-    first = keys.count * split // arguments.splits
-    last = keys.count * (split + 1) // arguments.splits
+    first, last = _share(keys.count, split, arguments.splits, config.share)
     return tile._replace(keys=keys, first=first, last=last)
+
+
+def _share(count: Int32, split: Int32, splits: Int32, share: int | None) -> tuple[Int32, Int32]:
+    """The tiles of a split: `share` of them, or at most one more than another split has."""
+    if share is None:
+        return count * split // splits, count * (split + 1) // splits
+    return cutlass.min(split * share, count), cutlass.min((split + 1) * share, count)
 
 
 def _keys(tile: Tile, arguments: Arguments, hooks: Hooks, config: Config) -> KeyTiles:

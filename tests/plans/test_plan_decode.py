@@ -1,0 +1,174 @@
+"""Plans of the Hopper kernel for few query rows: what it accepts, what fits, how keys are split, and its
+pipeline in any order of events."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+import fa4flex
+from fa4flex.codegen.analyze.domain import Shape
+from fa4flex.codegen.plan.counts import check_counts
+from fa4flex.codegen.plan.errors import PlanError
+from fa4flex.codegen.plan.inputs import Inputs
+from fa4flex.codegen.plan.problem import Problem
+from fa4flex.codegen.plan.specialize import same_problem
+from fa4flex.codegen.plan.splitting import MOST_SPLITS, Splitting
+from fa4flex.codegen.plan.target import SM90A, SM100A
+from fa4flex.codegen.plan.topology import Role, Topology
+from fa4flex.codegen.plan.verify import at_random, round_robin, simulate
+from fa4flex.errors import InputError
+from fa4flex.kernels import dispatch
+from fa4flex.kernels.decode_sm90.plan import DECODE_SM90, DecodePlan
+from fa4flex.kernels.decode_sm90.topology import decode_topology
+from fa4flex.kernels.fwd_sm90.plan import FWD_SM90, HopperPlan
+from fa4flex.primitives.schedule import Schedule
+
+FACTS = fa4flex.compile().program.facts
+FEW = Problem(128, 128, few_rows=True)
+
+
+def planned(problem: Problem, schedule: Schedule = Schedule()) -> DecodePlan:
+    plan = dispatch.plan_forward(FACTS, problem, SM90A, schedule)
+    assert isinstance(plan, DecodePlan)
+    return plan
+
+
+# --- which problems -----------------------------------------------------------------------------------
+
+
+def test_it_takes_few_rows_whose_key_tiles_follow_from_spans() -> None:
+    assert dispatch.choose("forward", FEW, SM90A) is DECODE_SM90
+    for changes in (
+        {"few_rows": False},
+        {"mask_form": "tables"},
+        {"lengths": "packed"},
+        {"statistics": ("lse", "max_scores")},
+    ):
+        assert dispatch.choose("forward", replace(FEW, **changes), SM90A) is FWD_SM90  # type: ignore[arg-type]
+    assert dispatch.choose("forward", FEW, SM100A) is not DECODE_SM90
+
+
+@pytest.mark.parametrize("group, most", [(1, 64), (4, 16), (7, 9), (64, 1)])
+def test_rows_are_queries_times_heads_of_a_group(group: int, most: int) -> None:
+    """The launch of one call serves others on its side of the limit."""
+    for q_len, few in ((most, True), (most + 1, False)):
+        inputs = Inputs(Shape(2, 2 * group, q_len, 500), 2, 64, 64)
+        reach = same_problem(inputs, SM90A)
+        assert reach.holds((2, q_len, 500)) and not reach.holds((2, most + few, 500))
+    assert not same_problem(Inputs(Shape(1, 65, 1, 500), 1, 64, 64), SM90A).holds((1, 0, 500))
+
+
+def test_who_asks_for_tiles_gets_the_kernel_that_has_a_choice() -> None:
+    for schedule in (Schedule(tile=(64, 64)), Schedule(order="row_major"), Schedule(next_tile="counter")):
+        assert isinstance(dispatch.plan_forward(FACTS, FEW, SM90A, schedule), HopperPlan)
+
+
+# --- what fits ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("d, dv", [*((d, d) for d in range(8, 257, 8)), (192, 128), (128, 256), (64, 256)])
+def test_every_width_has_a_plan_with_two_stages_at_least(d: int, dv: int) -> None:
+    for dtype, lengths, sinks in product(("bfloat16", "float16"), ("dense", "used"), (False, True)):
+        plan = planned(Problem(d, dv, dtype, dtype, lengths, sinks=sinks, few_rows=True))  # type: ignore[arg-type]
+        assert plan.kv_stages >= 2 and plan.config().head_dim >= d
+        in_flight = plan.blocks * (plan.memory["k"].size + plan.memory["v"].size)
+        assert in_flight >= 160 << 10, "less than what a multiprocessor's share of the memory needs"
+
+
+def test_a_plan_that_does_not_hold_is_refused() -> None:
+    plan = planned(FEW)
+    for wrong in (
+        replace(plan, kv_stages=plan.kv_stages + 1),
+        replace(plan, blocks=3),
+        replace(plan, registers=replace(plan.registers, consumer=240)),
+        replace(plan, tile_n=1024, kv_stages=1, blocks=1),
+    ):
+        with pytest.raises((PlanError, fa4flex.UnsupportedError)):
+            wrong.check()
+
+
+def test_it_is_explained() -> None:
+    text = planned(FEW).explain()
+    assert "64 rows, x 64 keys" in text and "2 of them on a multiprocessor" in text and "by shapes" in text
+    assert "128 to each" in planned(FEW, Schedule(split=100)).explain()
+
+
+# --- splits -------------------------------------------------------------------------------------------
+
+H200 = Splitting(64, 128, 132)
+
+
+def test_splits_fill_the_chip_and_no_more() -> None:
+    assert H200.splits(8, 8192) == 16, "one block per multiprocessor"
+    assert H200.splits(128, 8192) == 1 and H200.splits(512, 8192) == 1, "nothing to merge"
+    assert H200.splits(8, 64) == 1 and H200.splits(8, 0) == 1, "no more than tiles"
+    for pairs, kv_len in product((1, 3, 8, 32, 100, 133, 140, 1000), (1, 100, 8192, 70_000, 1 << 20)):
+        tiles = -(-kv_len // 64)
+        splits = H200.splits(pairs, kv_len)
+        assert 1 <= splits <= min(tiles, MOST_SPLITS)
+        busiest = -(-pairs * splits // 132) * -(-tiles // splits)
+        assert busiest <= max(1.35 * pairs * tiles / 132, 4, tiles / MOST_SPLITS + 1), (pairs, kv_len, splits)
+
+
+def test_sequences_of_different_lengths_have_more_blocks() -> None:
+    ragged = replace(H200, uneven=True)
+    assert ragged.splits(512, 32768) > H200.splits(512, 32768)
+    assert ragged.splits(512, 64) == 1
+
+
+def test_fixed_parts_do_not_follow_the_batch() -> None:
+    fixed = planned(FEW, Schedule(split=1000)).splitting
+    assert fixed.share == 16 and fixed.splits(8, 8192) == 8 == fixed.splits(1000, 8192)
+    assert fixed.splits(8, 64) == 2, "short sequences are merged as well"
+    for wrong in (0, -5, 1.5, True):
+        with pytest.raises(InputError, match="split="):
+            Schedule(split=wrong)  # type: ignore[arg-type]
+
+
+def test_memory_of_parts() -> None:
+    assert H200.floats(1, 32) == 0 and H200.floats(3, 32) == 3 * 32 * 129
+
+
+# --- the pipeline -------------------------------------------------------------------------------------
+
+
+def sound(clears: bool = True, stages: int = 2) -> Topology:
+    return decode_topology(128, 64, 64, stages, clears)
+
+
+def test_it_runs_in_any_order(seed: int) -> None:
+    for clears, stages, tiles in product((True, False), (1, 2, 3), (1, 2, 7)):
+        pipeline = sound(clears, stages)
+        check_counts(pipeline)
+        for pick in (round_robin(), lambda n: 0, lambda n: n - 1, at_random(seed)):
+            simulate(pipeline, [tiles], pick)
+
+
+def test_each_synchronisation_is_needed(seed: int) -> None:
+    """Without one of its waits, releases or gatherings, the pipeline fails its checks or some run."""
+    pipeline = sound(clears=False)
+    for role in pipeline.roles:
+        for part in ("opening", "first", "body"):
+            for i, event in enumerate(getattr(role, part)):
+                if event.action in ("acquire", "wait", "release", "finish", "sync", "load"):
+                    left = getattr(role, part)[:i] + getattr(role, part)[i + 1 :]
+                    assert is_red(with_role(pipeline, replace(role, **{part: left})), seed), (part, event)
+
+
+def with_role(pipeline: Topology, role: Role) -> Topology:
+    roles = tuple(role if role.name == other.name else other for other in pipeline.roles)
+    return replace(pipeline, roles=roles)
+
+
+def is_red(pipeline: Topology, seed: int) -> bool:
+    try:
+        check_counts(pipeline)
+        for tiles in (1, 2, 7):
+            for pick in (round_robin(), lambda n: 0, lambda n: n - 1, at_random(seed), at_random(seed + 1)):
+                simulate(pipeline, [tiles], pick)
+    except PlanError:
+        return True
+    return False
