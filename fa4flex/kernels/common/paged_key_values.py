@@ -66,13 +66,20 @@ def page_table(arguments: Arguments, b: Int32, length: Int32) -> PageTable:
     return PageTable(row, Int32(pages), Int32(page_size), length, arguments.faults)
 
 
+class Order(NamedTuple):
+    """Tiles of keys, and the number of the first one that is asked for."""
+
+    keys: KeyTiles
+    first: Int32
+
+
 @dataclass(frozen=True)
 class PagedKeyValues:
-    """KeyValues in pages, of a sequence and head whose tiles `keys` are asked for one after another. The copies
-    have no cache policy: other sequences may have the same pages.
+    """KeyValues in pages, whose tiles are asked for in this order. The copies have no cache policy: other
+    sequences may have the same pages.
 
-    `rows` is the height of a box; for k and v see box_views. `now` [box, 2] has a lane's pages, and numbers of
-    boxes in these, for the tiles that are copied, and `following` for those after them; `turn` [1] is the
+    `rows` is the height of a box; for k and v see box_views. `now` [box, 2] has a lane's pages, and numbers
+    of boxes in these, for the tiles that are copied, and `following` for those after them; `turn` [1] is the
     number of the tile among the former.
     """
 
@@ -82,7 +89,7 @@ class PagedKeyValues:
     k: Views
     v: Views
     table: PageTable
-    keys: KeyTiles
+    order: Order
     rows: int
     tile_n: int
     now: cute.Tensor = field(init=False)
@@ -109,13 +116,13 @@ class PagedKeyValues:
         """Whose boxes are looked up together."""
         return max(LANES // self.boxes, 1)
 
-    def begin(self, first: Int32) -> None:
-        """A warp's: before tile number `first` is asked for."""
-        _look_up(self, first, self.following)
+    def begin(self) -> None:
+        """A warp's: before the first tile."""
+        _look_up(self, self.order.first, self.following)
 
-    def reach(self, number: Int32, first: Int32) -> None:
-        """A warp's: before tile number `number` is asked for."""
-        _reach(self, number, first)
+    def turn_to(self, number: Int32) -> None:
+        """A warp's."""
+        _turn_to(self, number)
 
     def load_keys(self, state: pipeline.PipelineState, tile: Int32) -> None:
         _load(self, self.transfers.k, self.k_ring, state, self.k)
@@ -155,8 +162,8 @@ def _load(
 
 
 @cute.jit
-def _reach(source: cutlass.Constexpr[PagedKeyValues], number: Int32, first: Int32) -> None:
-    turn = (number - first) % source.tiles
+def _turn_to(source: cutlass.Constexpr[PagedKeyValues], number: Int32) -> None:
+    turn = (number - source.order.first) % source.tiles
     source.turn[0] = turn
     now, following = source.now, source.following
     if turn == 0:
@@ -172,11 +179,12 @@ def _look_up(
     """Find a lane's boxes of the tiles from this one on: pages, and numbers of boxes in these."""
     table, lane = source.table, cute.arch.lane_idx()
     place = number + lane // source.boxes
-    tile = tile_at(source.keys, cutlass.min(place, source.keys.count - 1))
+    keys = source.order.keys
+    tile = tile_at(keys, cutlass.min(place, keys.count - 1))
     for i in cutlass.range_constexpr(cute.size(into, mode=[0])):
         key = tile * source.tile_n + (i * LANES + lane) % source.boxes * source.rows
         page, box = table.pages, Int32(0)
-        if place < source.keys.count and key < table.length:
+        if place < keys.count and key < table.length:
             column = key // table.page_size
             given = Int64(table.row[column])
             if given >= 0 and given < table.pages:

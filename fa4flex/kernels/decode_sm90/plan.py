@@ -83,8 +83,7 @@ class DecodePlan:
 
     @property
     def box_rows(self) -> int:
-        """Keys that one TMA copy brings: all of a tile, or as many of them as surely lie next to each other in a
-        page."""
+        """Keys that one TMA copy brings: all of a tile, or as many as surely lie together in a page."""
         return min(self.problem.page_rows, self.tile_n) or self.tile_n
 
     @property

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import cutlass
-from cutlass import const_expr, cute, pipeline
+from cutlass import cute, pipeline
 
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.key_values import ContiguousKeyValues, KeyValues, tokens_of
 from fa4flex.kernels.common.keys import tile_at
-from fa4flex.kernels.common.paged_key_values import PagedKeyValues, box_views, check_length, page_table
+from fa4flex.kernels.common.paged_key_values import Order, PagedKeyValues, box_views, check_length, page_table
 from fa4flex.kernels.common.transfer import READ_ONCE, Transfers, partition
 from fa4flex.kernels.decode_sm90.config import Config
 from fa4flex.kernels.decode_sm90.resources import Pipes, Shared
@@ -33,12 +33,9 @@ class Producer:
         v_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.kv_stages)
         tile = tile_of(cute.arch.block_idx()[0], arguments, self.hooks, self.config)
         key_values = self.key_values(arguments, tile, transfers, shared, pipes)
-        if const_expr(self.config.paged):
-            key_values.begin(tile.first)
         for i in cutlass.range(tile.first, tile.last, unroll=1):
             key_tile = tile_at(tile.keys, i)
-            if const_expr(self.config.paged):
-                key_values.reach(i, tile.first)
+            key_values.turn_to(i)
             key_values.load_keys(k_state, key_tile)
             k_state.advance()
             key_values.load_values(v_state, key_tile)
@@ -52,9 +49,12 @@ class Producer:
             check_length(arguments, tile.b)
             views = box_views(transfers, (shared.k, shared.v), tile.kv_head, config.box_rows)
             table = page_table(arguments, tile.b, tile.kv_len)
-            return PagedKeyValues(
-                transfers, pipes.k, pipes.v, *views, table, tile.keys, config.box_rows, config.tile_n
+            order = Order(tile.keys, tile.first)
+            pages = PagedKeyValues(
+                transfers, pipes.k, pipes.v, *views, table, order, config.box_rows, config.tile_n
             )
+            pages.begin()
+            return pages
         k, v = tokens_of(tile.work(tile.kv_head), tile.kv_head, transfers)
         k_tiles = cute.local_tile(k, (config.tile_n, config.head_dim), (None, 0))
         v_tiles = cute.local_tile(v, (config.head_dim_v, config.tile_n), (0, None))
