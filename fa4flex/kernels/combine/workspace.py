@@ -22,8 +22,9 @@ def rows_of(arguments: Any) -> Int32:
 def outputs(arguments: Any) -> cute.Tensor:
     """[split, row, width], each divided by its own sum."""
     rows, width = rows_of(arguments), arguments.out.shape[3]
-    stride = cute.assume(Int64(rows) * width, divby=8)
-    layout = cute.make_layout((arguments.splits, rows, width), stride=(stride, width, 1))
+    # Strides of 32 bits would wrap where there are many rows.
+    row, split = (cute.assume(n * width, divby=8) for n in (Int64(1), Int64(rows)))
+    layout = cute.make_layout((arguments.splits, rows, width), stride=(split, row, 1))
     return cute.make_tensor(arguments.workspace.iterator, layout)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Boolean, Int32, const_expr, cute
+from cutlass import Boolean, Int32, const_expr, cute, select_
 
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.hooks import At, Hooks
@@ -78,9 +78,11 @@ def tile_of(
 
 def _share(count: Int32, split: Int32, splits: Int32, share: int | None) -> tuple[Int32, Int32]:
     """The tiles of a split: `share` of them, or at most one more than another split has."""
-    if share is None:
-        return count * split // splits, count * (split + 1) // splits
-    return cutlass.min(split * share, count), cutlass.min((split + 1) * share, count)
+    if share is not None:
+        return cutlass.min(split * share, count), cutlass.min((split + 1) * share, count)
+    each, more = count // splits, count % splits
+    first = each * split + cutlass.min(split, more)
+    return first, first + each + select_(split < more, Int32(1), Int32(0))
 
 
 def _keys(tile: Tile, arguments: Arguments, hooks: Hooks, config: Config) -> KeyTiles:
