@@ -329,7 +329,7 @@ def _in_place(
     no contents."""
     if now.variant.blocks is not None or any(x.ndim != 4 for x in qkv) or not qkv[0].numel():
         return None
-    if VALIDATE and not torch.cuda.is_current_stream_capturing():
+    if VALIDATE and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         check_paged(*qkv, paging, None)
     call, trains = _direct_call(now, qkv, None, statistics)
     if call is None or trains:

@@ -23,6 +23,8 @@ from fa4flex.kernels.common.keys import KeyTiles, tile_at
 from fa4flex.kernels.common.transfer import Ring, Transfers, Views, partition
 
 LANES = 32
+FEW = 8
+"""Boxes of a tile."""
 
 
 class PageTable(NamedTuple):
@@ -112,6 +114,11 @@ class PagedKeyValues:
         return min(self.boxes, LANES)
 
     @property
+    def unroll(self) -> int:
+        """Boxes that are written out one after the other: of many, a single one, for want of registers."""
+        return self.copied if self.copied <= FEW else 1
+
+    @property
     def tiles(self) -> int:
         """Whose boxes are looked up together."""
         return max(LANES // self.boxes, 1)
@@ -131,10 +138,6 @@ class PagedKeyValues:
         _load(self, self.transfers.v, self.v_ring, state, self.v)
 
 
-UNROLLED = 8
-"""Copies of a tile, at most, that are written out one after the other."""
-
-
 @cute.jit
 def _load(
     source: cutlass.Constexpr[PagedKeyValues],
@@ -149,7 +152,7 @@ def _load(
     ring.producer_acquire(state)
     for part in cutlass.range_constexpr(cute.size(now, mode=[0])):
         pages, boxes = now[part, 0], now[part, 1]
-        for i in cutlass.range(source.copied, unroll_full=source.copied <= UNROLLED):
+        for i in cutlass.range(source.copied, unroll=source.unroll):
             lane = (first + i) % LANES
             page, box = cute.arch.shuffle_sync(pages, lane), cute.arch.shuffle_sync(boxes, lane)
             for column in cutlass.range_constexpr(cute.size(to_shared, mode=[2])):

@@ -18,6 +18,7 @@ from fa4flex.codegen.plan.target import Target
 from fa4flex.codegen.plan.topology import Topology
 from fa4flex.codegen.plan.verify import prove
 from fa4flex.codegen.plan.work import Work
+from fa4flex.errors import UnsupportedError
 from fa4flex.kernels.decode_sm90.config import Config
 from fa4flex.kernels.decode_sm90.topology import decode_topology
 from fa4flex.kernels.fwd_sm90.plan import plan_hopper
@@ -213,6 +214,12 @@ def plan_decode(request: ForwardRequest) -> ForwardPlan:
     other begins or ends; else one. Who asks for tiles or an order gets the kernel that has a choice."""
     problem, target, schedule = request.problem, request.target, request.schedule
     if schedule.tile is not None or schedule.order != "auto" or schedule.next_tile != "auto":
+        if problem.page_rows:
+            raise UnsupportedError(
+                "keys in pages, with tiles or an order that a schedule asks for",
+                "a schedule without tile, order and next_tile",
+                "nothing: pages are gathered instead",
+            )
         return plan_hopper(request)
     tile_n = KEYS[max(pad(problem.head_dim), pad(problem.head_dim_v)) <= NARROW]
     fitting = [
