@@ -102,6 +102,29 @@ def test_a_repeated_launch_has_the_same_arguments(recorder: Recorder, statistics
     assert out is second[3] and out.data_ptr() != first[3].data_ptr()
 
 
+@pytest.mark.parametrize("keys, splits", [(100, 1), (9000, 33)])
+def test_parts_of_few_queries_have_memory_at_each_call(recorder: Recorder, keys: int, splits: int) -> None:
+    """As kernels want it: float32, one after the other, none where nothing is split."""
+    attn = fa4flex.compile(mask=causal)
+    q, k, v = (torch.randn(2, h, n, 64).bfloat16() for h, n in ((4, 3), (2, keys), (2, keys)))
+    engine, call = call_of(attn, (q, k, v))
+    engine.run(call)
+    ready, read = engine.find(call), attn._calling().bound.trace.read
+    assert ready is not None and read is not None
+    again = FastPath.of(call, ready, read, call.statistics)
+    assert again is not None
+    ready(call)
+    again(q, k, v)
+    again(q, k, v)
+    launched = [dict(zip(FORWARD.names, given, strict=True)) for given in recorder.launches]
+    assert {given["splits"] for given in launched} == {splits}
+    for given in launched:
+        parts = given["workspace"]
+        assert parts.dtype == torch.float32 and parts.stride() == (1,)
+        assert parts.numel() == (splits * 2 * 4 * 3 * 65 if splits > 1 else 0)
+    assert splits == 1 or len({given["workspace"].data_ptr() for given in launched}) == len(launched)
+
+
 class Seen(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         return function(*args, **(kwargs or {}))

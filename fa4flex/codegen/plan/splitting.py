@@ -8,8 +8,8 @@ from functools import lru_cache
 MOST_SPLITS = 256
 """Partial outputs of a row: the kernel that merges them reads all of them."""
 
-WAVES = 8
-"""Numbers of splits are tried that fill the chip up to so many times."""
+WAVES = (1 / 4, 1 / 2, *range(1, 9))
+"""Numbers of splits are tried that fill the chip so many times."""
 
 UNEVEN_WAVES, UNEVEN_SPLITS = 32, 32
 """So many blocks per multiprocessor where sequences differ in length, and at most so many splits for that."""
@@ -53,7 +53,7 @@ def _splits(pairs: int, tiles: int, multiprocessors: int, uneven: bool) -> int:
     than that, for balance."""
     pairs = max(pairs, 1)
     most = max(min(tiles, MOST_SPLITS), 1)
-    candidates = {min(max(wave * multiprocessors // pairs, 1), most) for wave in range(1, WAVES + 1)} | {1}
+    candidates = {min(max(int(wave * multiprocessors / pairs), 1), most) for wave in WAVES} | {1}
 
     def cost(splits: int) -> float:
         busiest = -(-pairs * splits // multiprocessors)

@@ -149,7 +149,10 @@ def _workspace(call: Call, ready: Ready) -> Tensor | None:
     splits = ready.splits(call)
     if splits is None:
         return None
-    return call.q.new_empty(1, dtype=torch.float32).expand(ready.floats(call.q, splits))
+    floats = ready.floats(call.q, splits)
+    # What is like an empty tensor of stride 0 has that stride, too.
+    like = call.q.new_empty(min(floats, 1), dtype=torch.float32)
+    return like.expand(floats) if floats else like
 
 
 def _constants(call: Call, ready: Ready) -> dict[str, Any]:

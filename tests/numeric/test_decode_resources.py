@@ -1,0 +1,44 @@
+"""Kernels for few query rows, compiled for sm_90a: nothing spills, shared memory is as planned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import fa4flex
+from fa4flex.codegen.analyze.domain import Shape
+from fa4flex.codegen.plan.inputs import Inputs
+from fa4flex.codegen.plan.target import SM90A
+from fa4flex.compiler.inspect import inspect
+from fa4flex.compiler.signature import Signature
+from fa4flex.kernels.decode_sm90.plan import DecodePlan
+from fa4flex.lower import Given, lower_forward
+from fa4flex.variants import alibi, causal, sliding_window, softcap
+
+CASES: dict[str, tuple[dict[str, Any], int, str]] = {
+    "plain 128": ({}, 128, "dense"),
+    "causal 64": ({"mask": causal}, 64, "used"),
+    "alibi 128": ({"score_mod": alibi, "mask": causal}, 128, "used"),
+    "soft cap, window 192": ({"score_mod": softcap(20.0), "mask": causal & sliding_window(90)}, 192, "dense"),
+    "alibi 256": ({"score_mod": alibi, "mask": causal}, 256, "dense"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_spills(name: str) -> None:
+    pieces, width, lengths = CASES[name]
+    program = fa4flex.compile(**pieces).program
+    inputs = Inputs(Shape(1, 8, 1, 600), 2, width, width, lengths=lengths)  # type: ignore[arg-type]
+    given = Given(program.facts, fa4flex.Schedule(), inputs, program.captured(), SM90A)
+    lowered = lower_forward(given)
+    assert isinstance(lowered.plan, DecodePlan)
+    scalars = tuple("float" if isinstance(x, float) else "int" for x in given.captured.scalars)
+    signature = Signature(scalars=scalars, given=("seqused_k",) if lengths == "used" else ())
+    main, merging = (
+        inspect(lowered.source, lowered.problem, signature, entry=x) for x in ("decode", "combine")
+    )
+    for found in (main.resources, merging.resources):
+        assert not found.spill_bytes and not found.stack_bytes and not found.ignored
+    assert main.resources.registers == 65536 // (256 * lowered.plan.blocks) - 16 * (lowered.plan.blocks == 1)
+    assert main.resources.shared_bytes == lowered.plan.memory.total
