@@ -20,7 +20,8 @@ class Paging:
 
     Sequence b's key t lives in page `page_table[b, t // page_size]`, slot `t % page_size`, of caches
     [pages, page_size, Hkv, D]. Any page size will do. Only the first ceil(seqused_k[b] / page_size)
-    entries of a row are read; pages may be shared between sequences. Raises InputError.
+    entries of a row are read; pages may be shared between sequences. Raises InputError; what the tensors
+    hold is looked at on a CPU only, by kernels elsewhere.
     """
 
     page_table: Tensor

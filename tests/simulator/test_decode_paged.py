@@ -236,6 +236,25 @@ def test_wrong_contents_are_told_by_the_next_call(
     assert (out[right].double() - exact[right]).abs().max().item() <= 2**-7 * exact.abs().max().item()
 
 
+def test_validation_refuses_the_call_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fa4flex.runtime.launch.VALIDATE", True)
+    attn, given = fa4flex.compile(mask=causal), drawn(Size(lengths=(40, 33)))
+    given.paging.page_table[0, 1] = -7
+    with torch.no_grad(), simulator.device("sm_90a") as gpu, pytest.raises(InputError, match="page -7 in"):
+        given(attn)
+    assert not gpu.results
+
+
+def test_pages_of_64_bits_are_not_cut() -> None:
+    """What has the bits of a page below others is no page."""
+    attn, given = fa4flex.compile(mask=causal), drawn(Size(lengths=(16,)))
+    wide = Paging(given.paging.page_table.long() + (1 << 32), given.paging.seqused_k.long())
+    out, _ = attend(attn, Drawn(given.q, given.k, given.v, wide))
+    assert not out.any(), "keys and values of zeros"
+    with pytest.raises(InputError, match="page 429496"):
+        fa4flex.synchronize()
+
+
 def test_other_calls_gather() -> None:
     """Many rows, block maps, gradients, and pages whose rows are no whole lines of shared memory."""
     attn = fa4flex.compile(mask=causal)

@@ -33,6 +33,8 @@ def attend(engine: Engine, call: Call, check: Callable[[], None]) -> Results | N
     ready = _UNSEEN if found is None else engine.ready.find(*found, _UNSEEN)
     if ready is _UNSEEN:
         check()
+        if not _small_enough(call):
+            return None
         ready = _made(engine, call)
         found = engine.look(call)
         if found is not None:
@@ -40,16 +42,20 @@ def attend(engine: Engine, call: Call, check: Callable[[], None]) -> Results | N
     return None if ready is None else ready(call)
 
 
-def _made(engine: Engine, call: Call) -> Any:
-    """A launch, or None where the kernel for few query rows does not take such a call."""
+def _small_enough(call: Call) -> bool:
+    """Whether the kernel for few query rows may take such a call. The others are not kept: calls with many
+    queries have other lengths each time."""
     shape, kv_heads = call.extents(), call.k.shape[1 if call.heads_first else 2]
     target = target_of(call.q.device)
     few = shape.q_len * (shape.heads // kv_heads) <= target.few_rows
     half = all(name_of(x.dtype) in ("bfloat16", "float16") for x in (call.q, call.k, call.v))
     widths = all(x.shape[-1] % 8 == 0 and x.shape[-1] <= WIDEST for x in (call.q, call.v))
     readable = tma_able(call.k) and tma_able(call.v)
-    if not (few and half and widths and readable and shape.kv_len <= MOST_KEYS):
-        return None
+    return few and half and widths and readable and shape.kv_len <= MOST_KEYS
+
+
+def _made(engine: Engine, call: Call) -> Any:
+    """A launch, or None where no kernel takes such a call, for its mask or the width of its pages."""
     require_not_capturing()
     try:
         return make_ready(engine, call)
