@@ -140,7 +140,7 @@ def graph_of(attend: Attend, caches: list[Cache], calls: int) -> torch.cuda.CUDA
 
 
 def microseconds(graphs: dict[str, torch.cuda.CUDAGraph], calls: int) -> dict[str, float]:
-    """Of one call of each graph, all of them in turns."""
+    """Time of one call of each graph, all of them in turns."""
     found: dict[str, list[float]] = {name: [] for name in graphs}
     for _ in range(REPLAYS):
         for name, graph in graphs.items():
@@ -171,7 +171,7 @@ def error(attend: Attend, cache: Cache) -> float:
 
 
 def host_microseconds() -> tuple[float, float]:
-    """Of a repeated call, and of calls whose keys grow."""
+    """Host time of a repeated call, and of calls whose keys grow."""
     attn = fa4flex.compile(mask=causal)
     q = torch.randn(1, 32, 1, 128, dtype=torch.bfloat16, device="cuda")
     k, v = (torch.randn(1, 8, 2048, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2))

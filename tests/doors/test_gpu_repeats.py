@@ -104,7 +104,7 @@ def test_a_repeated_launch_has_the_same_arguments(recorder: Recorder, statistics
 
 @pytest.mark.parametrize("keys, splits", [(100, 1), (9000, 33)])
 def test_parts_of_few_queries_have_memory_at_each_call(recorder: Recorder, keys: int, splits: int) -> None:
-    """As kernels want it: float32, one after the other, none where nothing is split."""
+    """It is float32, one after the other, and none where nothing is split."""
     attn = fa4flex.compile(mask=causal)
     q, k, v = (torch.randn(2, h, n, 64).bfloat16() for h, n in ((4, 3), (2, keys), (2, keys)))
     engine, call = call_of(attn, (q, k, v))

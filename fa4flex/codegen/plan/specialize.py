@@ -56,10 +56,15 @@ def backward_problem(
 
 def same_problem(inputs: Inputs, target: Target) -> Reach:
     """The extents, around those of `inputs`, for which `forward_problem` sets the same flags."""
+    few = _few_rows(inputs, target)
+    least, most = _side(inputs.extents.q_len, few) if few >= 0 else (0, ANY)
+    return _same_queries(inputs, target).within(Reach((0, least, 0), (ANY, most, ANY)))
+
+
+def _same_queries(inputs: Inputs, target: Target) -> Reach:
+    """The same of the flags that both passes have."""
     longest = inputs.extents.q_len
     queries = [_side(longest, target.few_queries)]
-    if target.few_rows:
-        queries.append(_side(longest, _few_rows(inputs, target)))
     if inputs.lengths == "dense" and target.many_queries > 0:
         queries.append(_side(longest, target.many_queries))
     least, most = max(low for low, _ in queries), min(high for _, high in queries)
@@ -67,14 +72,17 @@ def same_problem(inputs: Inputs, target: Target) -> Reach:
 
 
 def _few_rows(inputs: Inputs, target: Target) -> int:
-    """The most queries of a sequence that a tile of few rows holds; -1 where there is no such tile."""
+    """The most queries of a sequence that a tile of few rows holds; -1 where there is no such tile. Of packed
+    sequences, all queries together are known, which says nothing of one."""
+    if not target.few_rows or inputs.lengths == "packed":
+        return -1
     group = inputs.extents.heads // max(inputs.kv_heads, 1)
-    return target.few_rows // max(group, 1) if target.few_rows else -1
+    return target.few_rows // max(group, 1)
 
 
 def same_backward_problem(inputs: Inputs, target: Target) -> Reach:
     """The extents for which `backward_problem` does so too."""
-    same, extents = same_problem(inputs, target), inputs.extents
+    same, extents = _same_queries(inputs, target), inputs.extents
     if target.many_keys <= 0:
         return same
     if inputs.lengths == "packed":  # keys per sequence count: for another number of these, other lengths

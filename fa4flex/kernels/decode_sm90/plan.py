@@ -89,7 +89,7 @@ class DecodePlan:
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Of the tiles of K and V in shared memory."""
+        """Widths of the tiles of K and V in shared memory."""
         return pad(self.problem.head_dim), pad(self.problem.head_dim_v)
 
     @cached_property
