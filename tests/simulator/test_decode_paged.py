@@ -3,11 +3,14 @@ the oracle, whatever the parts of the pool hold that no sequence uses, and nothi
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,6 +19,7 @@ import fa4flex
 from fa4flex import InputError, Paging, Sinks, simulator
 from fa4flex.codegen.plan import splitting
 from fa4flex.runtime.cuda import faults
+from fa4flex.simulator.state.memory import BadAccess, HostMemory
 from fa4flex.variants import alibi, causal, sliding_window, softcap
 
 TABLE = torch.randn(8, 700) / 2
@@ -78,7 +82,32 @@ def drawn(size: Size, spare: int = 2, dtype: torch.dtype = torch.bfloat16) -> Dr
             filled = torch.randn(length, size.kv_heads, cache.shape[-1]).to(dtype)
             cache[mine[token // size.page_size], token % size.page_size] = filled
     q = torch.randn(len(live), size.heads, size.q_len, size.d).to(dtype)
-    return Drawn(q, k, v, Paging(table, torch.tensor(size.lengths, dtype=torch.int32)))
+    used = torch.tensor(size.lengths, dtype=torch.int32)
+    return Drawn(q, guarded(k), guarded(v), Paging(guarded(table), guarded(used)))
+
+
+GUARD = 64 << 10
+"""Bytes behind a tensor that nobody may read."""
+
+
+def guarded(x: Tensor) -> Tensor:
+    """A copy that ends where memory does: the simulator tells of every access past it."""
+    size = -(-x.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, size + GUARD)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    none = 0
+    assert not ctypes.CDLL(None).mprotect(ctypes.c_void_p(start + size), ctypes.c_size_t(GUARD), none)
+    copied = torch.frombuffer(memory, dtype=x.dtype, count=x.numel(), offset=size - x.nbytes).view(x.shape)
+    return copied.copy_(x)
+
+
+def test_reads_past_a_table_are_found() -> None:
+    """What these tests rely on."""
+    table = guarded(torch.zeros(3, dtype=torch.int32))
+    memory, end = HostMemory(), table.data_ptr() + table.nbytes
+    assert memory.load(np.array([end - 4]), 4).size == 1
+    with pytest.raises(BadAccess):
+        memory.load(np.array([end]), 4)
 
 
 def split_in(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
