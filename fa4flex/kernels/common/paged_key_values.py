@@ -24,7 +24,8 @@ from fa4flex.kernels.common.transfer import Ring, Transfers, Views, partition
 
 LANES = 32
 FEW = 8
-"""Boxes of a tile."""
+"""Boxes of a tile, at most, whose copies are written out one after the other: of more, for want of registers,
+in a loop."""
 
 
 class PageTable(NamedTuple):
@@ -115,7 +116,7 @@ class PagedKeyValues:
 
     @property
     def unroll(self) -> int:
-        """Boxes that are written out one after the other: of many, a single one, for want of registers."""
+        """Boxes that are written out one after the other."""
         return self.copied if self.copied <= FEW else 1
 
     @property
@@ -226,24 +227,19 @@ def box_views(
     """Views of boxes of keys and of values: of the global ones, modes after the first are number in a page,
     block of columns, page; of the shared ones number in a tile, block of columns, stage. shared: tiles
     (tile_n, D, stage) and (D, tile_n, stage)."""
-    k, v = (x.tma_tensor[None, None, kv_head, None] for x in (transfers.k, transfers.v))
     k_shared, v_shared = shared
     k_tile = rows, column_block(cute.size(k_shared, mode=[1]))
     v_tile = column_block(cute.size(v_shared, mode=[0])), rows
+    k_views = _views(transfers.k, k_shared, kv_head, k_tile)
+    v_views = _views(transfers.v, v_shared, kv_head, v_tile)
     # Values are (D, S): blocks of columns come before boxes.
-    boxes_first = (0, 2, 1, 3)
-    return (
-        partition(
-            transfers.k,
-            cute.local_tile(k_shared, k_tile, (None, None, None)),
-            cute.local_tile(k, k_tile, (None, None, None)),
-        ),
-        tuple(
-            cute.make_tensor(x.iterator, cute.select(x.layout, mode=list(boxes_first)))
-            for x in partition(
-                transfers.v,
-                cute.local_tile(v_shared, v_tile, (None, None, None)),
-                cute.local_tile(v, v_tile, (None, None, None)),
-            )
-        ),
+    to_shared, from_global = (
+        cute.make_tensor(x.iterator, cute.select(x.layout, mode=[0, 2, 1, 3])) for x in v_views
     )
+    return k_views, (to_shared, from_global)
+
+
+def _views(transfer: cpasync.TmaInfo, shared: cute.Tensor, kv_head: Int32, tile: tuple[int, int]) -> Views:
+    every = (None, None, None)
+    pages = transfer.tma_tensor[None, None, kv_head, None]
+    return partition(transfer, cute.local_tile(shared, tile, every), cute.local_tile(pages, tile, every))

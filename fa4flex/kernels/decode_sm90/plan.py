@@ -34,7 +34,7 @@ NARROW = 64
 KEYS = {True: 128, False: 64}
 
 LINE = 128
-"""Bytes."""
+"""Bytes of shared memory: a TMA copy writes from a multiple of it on."""
 
 RESERVED = 1024
 """Bytes of shared memory that each block takes besides its own."""
