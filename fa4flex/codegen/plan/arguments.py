@@ -232,8 +232,6 @@ FORWARD = Schema(
         *LENGTHS[:2],
         replace(LENGTHS[2], read_by=("kernel", MERGE)),
         LENGTHS[3],
-        *PAGES,
-        FAULTS,
         Argument("tables", TABLES, "launch", lambda one: one.problem.mask_form == "tables"),
         Argument(
             "sinks",
@@ -251,6 +249,8 @@ FORWARD = Schema(
         Argument(
             "workspace", Array("float32", ("partial",), together=4), "launch", _splits, ("kernel", MERGE)
         ),
+        *PAGES,
+        FAULTS,
     )
 )
 
