@@ -7,6 +7,7 @@ then, and tells of a condition that did not hold: its message is that of an earl
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -18,16 +19,16 @@ MOST_AWAITED = 256
 
 UNKNOWN, HELD = 2, 1
 
-_awaited: deque[tuple[Tensor, str]] = deque()
-"""Where a condition arrives, uint8, and what is said if it did not hold."""
+_awaited: deque[tuple[Tensor, str, Callable[[], None] | None]] = deque()
+"""Where a condition arrives, uint8; what is said, and what is called before, if it did not hold."""
 
 
-def require(condition: Tensor, message: str) -> None:
+def require(condition: Tensor, message: str, otherwise: Callable[[], None] | None = None) -> None:
     """Raise EarlierError with `message` at a later call if `condition`, a bool tensor, is not true
-    everywhere."""
+    everywhere; and call `otherwise` before, so that calls after that one are right."""
     arrives = torch.full((), UNKNOWN, dtype=torch.uint8, device="cpu", pin_memory=condition.is_cuda)
     arrives.copy_(condition.all(), non_blocking=True)
-    _awaited.append((arrives, message))
+    _awaited.append((arrives, message, otherwise))
     if len(_awaited) > MOST_AWAITED:
         torch.cuda.synchronize(condition.device)
         check()
@@ -36,8 +37,10 @@ def require(condition: Tensor, message: str) -> None:
 def check() -> None:
     """Raise EarlierError for a condition that is known not to have held, and forget those that are known."""
     while _awaited and int(_awaited[0][0]) != UNKNOWN:
-        arrived, message = _awaited.popleft()
+        arrived, message, otherwise = _awaited.popleft()
         if int(arrived) != HELD:
+            if otherwise is not None:
+                otherwise()
             raise EarlierError(
                 f"{message}, in contents given before this call: results since then are not valid",
                 "contents that fit, as the documentation of what they belong to says",

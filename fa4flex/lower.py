@@ -93,7 +93,7 @@ def lower_forward(given: Given) -> Lowered:
     """Raises UnsupportedError for what no kernel does, PastTheEnd for short captured tensors."""
     problem = replace(_proved(given), **given.changes)
     plan, source = _forward(dispatch.PIPELINES, given.facts, problem, given.target, given.schedule)
-    return Lowered("forward", given.facts, problem, plan, source)
+    return Lowered("forward", given.facts, plan.problem, plan, source)
 
 
 def lower_backward(given: Given, needs: Sequence[int] = ()) -> Lowered:
@@ -106,6 +106,8 @@ def lower_backward(given: Given, needs: Sequence[int] = ()) -> Lowered:
         problem = by_queries(problem, queries)
     problem = replace(problem, **given.changes)
     pipeline = dispatch.choose("backward", problem, target)
+    if pipeline.splits_groups and inputs.kv_heads < inputs.extents.heads:
+        problem = replace(problem, grouped=True)
     sums = sums_of(facts, inputs, problem, pipeline.zero_fills, needs)
     problem = replace(problem, gradients=tuple((one.slot, one.adding) for one in sums))
     plan, source = _backward(dispatch.PIPELINES, facts, problem, target)
@@ -117,15 +119,17 @@ def lower_backward(given: Given, needs: Sequence[int] = ()) -> Lowered:
 def lower_tables(lowered: Lowered, captured: Captured = Captured()) -> Lowered:
     """The kernels that find the tiles of the mask of a pass, for block tables of its tiles. They are the same
     for all widths of heads."""
-    problem, tile, facts = lowered.problem, lowered.plan.tile, Facts(mask=lowered.facts.mask)
+    problem, tile = lowered.problem, lowered.plan.tile
+    facts = Facts(mask=lowered.facts.mask, intervals=lowered.facts.intervals)
     bare = Problem(
         WIDTH, WIDTH, mask_form="tables", operands=problem.operands, in_range=problem.in_range,
-        wide_index=problem.wide_index,
+        wide_index=problem.wide_index, row_ends=problem.row_ends,
     )  # fmt: skip
     # Ranges stand in tables of 32 bits; without them, tiles are asked pair by pair.
     ranges = not problem.wide_index
     bounds = tile_bounds(facts.mask, tile, len(problem.operands), ranges, frozenset(dict(captured.bits)))
-    plan = TablesPlan(lowered.plan.target, bare, bounds, by_keys=lowered.direction == "backward")
+    keys = facts.keys if problem.row_ends else None
+    plan = TablesPlan(lowered.plan.target, bare, bounds, lowered.direction == "backward", keys)
     return Lowered("tables", facts, bare, plan, _emitted(emit_tables, facts, plan))
 
 

@@ -52,10 +52,10 @@ def poisoned() -> Iterator[None]:
 
 
 def of_passes(gpu: Any) -> list[Any]:
-    """Results of a simulated GPU's launches, without those of kernels that correct lengths, make tables or
-    merge splits."""
-    around = "sequences", "block_tables", "list_tiles", "find_ranges", "combine"
-    return [result for result in gpu.results if not any(name in result.kernel for name in around)]
+    """Results of a simulated GPU's launches, without those of kernels that correct lengths, make tables,
+    merge splits, or add up parts of dK and dV."""
+    others = "sequences", "block_tables", "list_tiles", "find_ranges", "combine", "sum_parts"
+    return [result for result in gpu.results if not any(name in result.kernel for name in others)]
 
 
 # --- comparing ------------------------------------------------------------------------------------------

@@ -20,8 +20,11 @@ HEADS, QUERIES = 8, 32
 WHOLE_HEADS = 2
 """Number of (batch, head) pairs whose gradients are looked at; all rows of a head add to them."""
 
+MOST_ROWS = 8192
+"""Query rows whose scores are held at once: more are done one part after another."""
+
 Qkv = tuple[Tensor, Tensor, Tensor]
-"""Tensors of a pick: q [R, head_dim], k and v [length, head_dim]."""
+"""Tensors of a pick: q [R, head_dim], k [keys, head_dim] and v [keys, value_dim]."""
 
 
 @dataclass(frozen=True)
@@ -99,27 +102,49 @@ def plain_rows(problem: Problem, pick: Pick, qkv: Qkv) -> Tensor:
 
 
 def tensors(problem: Problem, pick: Pick) -> Qkv:
-    b, h = pick.b, pick.h
-    return problem.q[b, h, pick.rows], problem.k[b, h], problem.v[b, h]
+    b, kv_head = pick.b, pick.h // problem.row.group
+    return problem.q[b, pick.h, pick.rows], problem.k[b, kv_head], problem.v[b, kv_head]
 
 
 Way = Callable[[Problem, Pick, Qkv], Tensor]
 
 
 def computed(way: Way, problem: Problem, pick: Pick, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
-    """The pick's rows of the output; or of a backward row, the gradients of its q, k and v."""
-    qkv = tensors(problem, pick)
+    """The pick's rows of the output; or of a backward row, the gradients of its q, k and v: to those of k and
+    v, all heads add that share them."""
     if problem.dout is None:
-        return (way(problem, pick, qkv),)
-    q, k, v = (x.to(dtype, copy=True).requires_grad_() for x in qkv)
+        return (way(problem, pick, tensors(problem, pick)),)
+    group = problem.row.group
+    first = pick.h // group * group
+    own, sums = None, None
+    for head in range(first, first + group):
+        found = [
+            _gradients(way, problem, Pick(pick.b, head, rows), dtype) for rows in pick.rows.split(MOST_ROWS)
+        ]
+        if head == pick.h:
+            own = torch.cat([dq for dq, _, _ in found])
+        for _, *added in found:
+            sums = added if sums is None else [x + y for x, y in zip(sums, added, strict=True)]
+    assert own is not None and sums is not None
+    return own, *(x.to(own.dtype) for x in sums)
+
+
+def _gradients(
+    way: Way, problem: Problem, pick: Pick, dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradient of the pick's rows of q, and what these add to the gradients of k and v, float32 or wider."""
+    assert problem.dout is not None
+    q, k, v = (x.to(dtype, copy=True).requires_grad_() for x in tensors(problem, pick))
     with torch.enable_grad():
         out = way(problem, pick, (q, k, v))
-    return torch.autograd.grad(out, (q, k, v), problem.dout[pick.b, pick.h, pick.rows].to(out.dtype))
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), problem.dout[pick.b, pick.h, pick.rows].to(out.dtype))
+    wide = torch.promote_types(dk.dtype, torch.float32)
+    return dq, dk.to(wide), dv.to(wide)
 
 
 def _context(problem: Problem) -> dict[str, int]:
     row = problem.row
-    return {"q_len": row.length, "kv_len": row.length, "num_heads": row.heads}
+    return {"q_len": row.length, "kv_len": row.keys, "num_heads": row.heads}
 
 
 def _at(problem: Problem, pick: Pick, mod: Callable[..., Any], leading: int) -> Callable[..., Any]:
@@ -158,8 +183,9 @@ def accuracy(problem: Problem, run: Run, known: Truth) -> Accuracy:
         found = run()
     results = found if isinstance(found, tuple) else (found,)
     judged = []
-    for result, exact, plain in zip(results, known.exact, known.plain, strict=True):
-        rows = [result[p.b, p.h, p.rows] for p in known.picks]
+    for i, (result, exact, plain) in enumerate(zip(results, known.exact, known.plain, strict=True)):
+        group = problem.row.group
+        rows = [result[p.b, p.h // group] if i else result[p.b, p.h, p.rows] for p in known.picks]
         judged.append(Accuracy(*_worst(rows, exact), *plain))
     return max(judged, key=lambda one: math.inf if math.isnan(one.ratio) else one.ratio)
 

@@ -19,6 +19,9 @@ SAMPLE_SECONDS = 0.02
 kernels."""
 HEAD_START_CYCLES = 4_000_000
 """The device waits about 2 ms in front of a sample, so that the host is ahead and kernels follow closely."""
+MOST_HEAD_START = 64 * HEAD_START_CYCLES
+MOST_CALLS = 200
+"""Most calls of one sample: a backward pass is some four launches, and past about 1000 the host waits."""
 HOST_CALLS = 200
 """Calls of one host sample: below the about 1000 launches after which CUDA makes the host wait."""
 
@@ -54,20 +57,28 @@ class Clock(Protocol):
 
 
 class DeviceClock:
-    """CUDA events around back-to-back calls, behind a head start for the host."""
+    """CUDA events around back-to-back calls, behind a head start for the host: a longer one from the first
+    sample on for which it did not suffice. What calls cost the host is then never what is read here."""
 
     def __init__(self) -> None:
-        self.start, self.stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self.before, self.start, self.stop = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+        self.cycles = HEAD_START_CYCLES
 
     def time(self, call: Call, calls: int) -> float:
-        torch.cuda.synchronize()
-        torch.cuda._sleep(HEAD_START_CYCLES)
-        self.start.record()
-        for _ in range(calls):
-            call()
-        self.stop.record()
-        self.stop.synchronize()
-        return float(self.start.elapsed_time(self.stop)) / 1e3 / calls
+        while True:
+            torch.cuda.synchronize()
+            self.before.record()
+            torch.cuda._sleep(self.cycles)
+            self.start.record()
+            queueing = time.perf_counter()
+            for _ in range(calls):
+                call()
+            queueing = time.perf_counter() - queueing
+            self.stop.record()
+            self.stop.synchronize()
+            if self.cycles >= MOST_HEAD_START or 1e3 * queueing < self.before.elapsed_time(self.start):
+                return float(self.start.elapsed_time(self.stop)) / 1e3 / calls
+            self.cycles *= 2
 
 
 class WallClock:
@@ -114,7 +125,7 @@ def interleave(
 def _repeats(call: Call, clock: Clock, seconds: float) -> int:
     """How many calls fill a sample. The first calls warm up and are not counted."""
     clock.time(call, 2)
-    return max(1, round(seconds / max(clock.time(call, 3), 1e-6)))
+    return min(MOST_CALLS, max(1, round(seconds / max(clock.time(call, 3), 1e-6))))
 
 
 def host_overhead(calls: Mapping[Key, Call], rounds: int, clock: Clock | None = None) -> dict[Key, Samples]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-SUITE_NAMES = ("dense", "variants", "cost", "backward", "backward-variants", "latency")
+SUITE_NAMES = (
+    "dense", "variants", "cost", "backward", "backward-variants", "shapes", "backward-shapes", "latency",
+)  # fmt: skip
 ROUNDS = 11
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -21,8 +22,8 @@ Run = Callable[[], Tensor | tuple[Tensor, ...]]
 
 @dataclass(frozen=True)
 class Problem:
-    """A row with its tensors, standard normal, [batch, heads, length, head_dim] each; dout, the gradient of
-    the output, where the row is a backward one."""
+    """A row with its tensors, standard normal, [batch, heads, length, head_dim] each, k and v with their own
+    heads, length and width; dout, the gradient of the output, where the row is a backward one."""
 
     row: Row
     mods: Mods
@@ -31,14 +32,27 @@ class Problem:
     v: Tensor
     dout: Tensor | None = None
 
+    @property
+    def cu_seqlens(self) -> Tensor:
+        """int32 [sequences + 1], of rows with packed sequences."""
+        found: Tensor = self.mods.mask_mod.cu_seqlens  # type: ignore[union-attr]
+        return found
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest packed sequence, as those who call kernels know it."""
+        return int(self.cu_seqlens.diff().max())
+
 
 def make_problem(row: Row, device: torch.device, seed: int, dtype: torch.dtype = torch.bfloat16) -> Problem:
     """Random inputs and captured tensors, drawn on the device. One seed gives one problem."""
     draw = Draw(torch.Generator(device).manual_seed(seed))
-    shape = (row.batch, row.heads, row.length, row.head_dim)
-    q, k, v = (draw.normal(*shape, dtype=dtype) for _ in range(3))
+    heads, queries = row.heads // row.group, (row.batch, row.heads, row.length)
+    q = draw.normal(*queries, row.head_dim, dtype=dtype)
+    k, v = (draw.normal(row.batch, heads, row.keys, dim, dtype=dtype) for dim in (row.head_dim, row.values))
     mods = build_mods(row, draw)
-    return Problem(row, mods, q, k, v, draw.normal(*shape, dtype=dtype) if row.backward else None)
+    dout = draw.normal(*queries, row.values, dtype=dtype) if row.backward else None
+    return Problem(row, mods, q, k, v, dout)
 
 
 @dataclass(frozen=True)
@@ -112,8 +126,15 @@ class Fa4flex:
 
     def prepare(self, problem: Problem) -> Run | Absent:
         import fa4flex
+        from fa4flex.variants import causal
 
-        schedule = fa4flex.Schedule(deterministic=problem.row.deterministic)
+        row = problem.row
+        schedule = fa4flex.Schedule(deterministic=row.deterministic)
+        if row.sequences:
+            attn = fa4flex.compile(mask=causal, schedule=schedule)
+            lengths = fa4flex.Varlen(problem.cu_seqlens, max_seqlen_q=problem.longest)
+            tokens = _tokens(problem)
+            return lambda: _batched(attn(*tokens, varlen=lengths))
         attn = fa4flex.compile(problem.mods.score_mod, problem.mods.mask_mod, schedule=schedule)
         q, k, v = problem.q, problem.k, problem.v
         return lambda: attn(q, k, v)
@@ -142,9 +163,10 @@ class Flex:
         if mods.mask_mod is not None:
             batch = row.batch if row.mask_batched else None
             device = str(problem.q.device)
-            blocks = create_block_mask(mods.mask_mod, batch, None, row.length, row.length, device=device)
+            blocks = create_block_mask(mods.mask_mod, batch, None, row.length, row.keys, device=device)
         q, k, v = problem.q, problem.k, problem.v
-        return lambda: call(q, k, v, mods.score_mod, blocks)
+        options = {"enable_gqa": True} if row.group > 1 else {}
+        return lambda: call(q, k, v, mods.score_mod, blocks, **options)
 
 
 @dataclass(frozen=True)
@@ -160,19 +182,22 @@ class Sdpa:
         return f"torch {torch.__version__}"
 
     def prepare(self, problem: Problem) -> Run | Absent:
-        native = problem.row.native
-        if native is None or native.window or native.softcap:
-            return Absent("takes no mods, windows or soft caps")
+        row, native = problem.row, problem.row.native
+        if native is None or native.window or native.softcap or row.sequences:
+            return Absent("takes no mods, windows, soft caps or packed sequences")
+        if native.causal and row.keys != row.length:
+            return Absent("its causal mask begins with the first key")
         if self.backend is not None and not problem.q.is_cuda:
             return Absent("runs on CUDA only")
         q, k, v = problem.q, problem.k, problem.v
-        causal, backend = native.causal, self.backend
+        backend = self.backend
+        options: dict[str, Any] = {"is_causal": native.causal, "enable_gqa": row.group > 1}
         if backend is None:
-            return lambda: scaled_dot_product_attention(q, k, v, is_causal=causal)
+            return lambda: scaled_dot_product_attention(q, k, v, **options)
 
         def run() -> Tensor:
             with sdpa_kernel(backend):
-                return scaled_dot_product_attention(q, k, v, is_causal=causal)
+                return scaled_dot_product_attention(q, k, v, **options)
 
         return run
 
@@ -192,11 +217,15 @@ class FlashAttention4:
             return Absent("needs its own device functions for mods")
         if not problem.q.is_cuda:
             return Absent("runs on CUDA only")
-        attend = importlib.import_module("flash_attn.cute").flash_attn_func
-        q, k, v = (x.transpose(1, 2).contiguous() for x in (problem.q, problem.k, problem.v))
+        module = importlib.import_module("flash_attn.cute")
         # A window of w keys is the query's own and w - 1 before it; none after.
         window = (None, None) if native.window is None else (native.window - 1, 0)
         options = {"causal": native.causal, "window_size": window, "softcap": native.softcap}
+        if problem.row.sequences:
+            lengths, tokens = _lengths(problem), _tokens(problem)
+            return lambda: _batched(module.flash_attn_varlen_func(*tokens, **lengths, **options)[0])
+        attend = module.flash_attn_func
+        q, k, v = (x.transpose(1, 2).contiguous() for x in (problem.q, problem.k, problem.v))
 
         def run() -> Tensor:
             out: Tensor = attend(q, k, v, **options)[0]
@@ -205,12 +234,70 @@ class FlashAttention4:
         return run
 
 
+@dataclass(frozen=True)
+class FlashAttention3:
+    """FlashAttention-3's forward pass, from the wheel fa3-fwd; its layout is [b, s, h, d]."""
+
+    name: str = "FA3"
+
+    def version(self) -> str:
+        return _version("fa3-fwd")
+
+    def prepare(self, problem: Problem) -> Run | Absent:
+        native = problem.row.native
+        if native is None or native.window:
+            return Absent("its wheel has no mods and no windows")
+        if problem.dout is not None:
+            return Absent("its wheel has no backward pass")
+        if not problem.q.is_cuda:
+            return Absent("runs on CUDA only")
+        module = _fa3()
+        options = {"causal": native.causal, "softcap": native.softcap}
+        if problem.row.sequences:
+            lengths, tokens = _lengths(problem), _tokens(problem)
+            return lambda: _batched(_first(module.flash_attn_varlen_func(*tokens, **lengths, **options)))
+        q, k, v = (x.transpose(1, 2).contiguous() for x in (problem.q, problem.k, problem.v))
+
+        def run() -> Tensor:
+            return _first(module.flash_attn_func(q, k, v, **options)).transpose(1, 2)
+
+        return run
+
+
+def _fa3() -> Any:
+    """The module, which asks for its settings by a name that its wheel does not have."""
+    sys.modules.setdefault("flash_attn_config", importlib.import_module("fa3_fwd_config"))
+    return importlib.import_module("fa3_fwd_interface")
+
+
+def _first(found: Any) -> Tensor:
+    out: Tensor = found[0] if isinstance(found, tuple) else found
+    return out
+
+
+def _tokens(problem: Problem) -> tuple[Tensor, ...]:
+    """q, k and v of packed sequences, [tokens, heads, head_dim]."""
+    return tuple(x[0].transpose(0, 1).contiguous() for x in (problem.q, problem.k, problem.v))
+
+
+def _batched(out: Tensor) -> Tensor:
+    """[1, heads, tokens, head_dim], as Peer says."""
+    return out.transpose(0, 1).unsqueeze(0)
+
+
+def _lengths(problem: Problem) -> dict[str, Any]:
+    """Packed sequences in flash-attn's arguments."""
+    found = {f"cu_seqlens_{x}": problem.cu_seqlens for x in "qk"}
+    return {**found, **{f"max_seqlen_{x}": problem.longest for x in "qk"}}
+
+
 PEERS: tuple[Peer, ...] = (
     Fa4flex(),
     Sdpa("cuDNN", SDPBackend.CUDNN_ATTENTION),
     Sdpa("FA2", SDPBackend.FLASH_ATTENTION),
     Flex(),
     FlashAttention4(),
+    FlashAttention3(),
 )
 SMOKE_PEERS: tuple[Peer, ...] = (
     Fa4flex(),
@@ -218,6 +305,7 @@ SMOKE_PEERS: tuple[Peer, ...] = (
     Sdpa("SDPA", None),
     Flex(compiled=False),
     FlashAttention4(),
+    FlashAttention3(),
 )
 HOST_PEERS: tuple[Peer, ...] = (Fa4flex(), Sdpa("SDPA", None), Flex(), FlashAttention4())
 """Whose calls are timed on the host: switching SDPA's backend costs more than SDPA, so it chooses freely."""

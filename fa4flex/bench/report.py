@@ -175,7 +175,16 @@ def _row_json(report: RowReport, reports: Sequence[RowReport]) -> dict[str, Any]
     row = report.row
     return {
         "row": row.name,
-        "shape": {"batch": row.batch, "heads": row.heads, "length": row.length, "head_dim": row.head_dim},
+        "shape": {
+            "batch": row.batch,
+            "heads": row.heads,
+            "kv_heads": row.heads // row.group,
+            "length": row.length,
+            "kv_length": row.keys,
+            "head_dim": row.head_dim,
+            "value_dim": row.values,
+            "sequences": row.sequences,
+        },
         "mask": row.mask,
         "score_mod": row.score,
         "pass": "backward" if row.backward else "forward",

@@ -54,8 +54,11 @@ class Native:
 
 @dataclass(frozen=True)
 class Row:
-    """q, k and v are [batch, heads, length, head_dim]; `mask` and `score` name entries of MASKS and SCORES.
+    """q is [batch, heads, length, head_dim]; `mask` and `score` name entries of MASKS and SCORES.
 
+    `kv_heads`, `kv_length` and `value_dim` are those of k and v where they differ from q's; else they are 0.
+    `sequences`: so many, of random lengths, lie one after another in `length` tokens; peers that take packed
+    sequences get them so, with `cu_seqlens`. Causal masks end with the last query at the last key.
     `shrink` divides every length that a mod holds (windows, prefixes), as the smoke run has divided `length`.
     `base` names the row whose time this one is compared with; such rows are measured together, and time over
     the base's, less 1, is at most `most_cost`. `backward`: gradients of q, k and v are timed, not the output;
@@ -75,6 +78,25 @@ class Row:
     backward: bool = False
     deterministic: bool = False
     shrink: int = 1
+    kv_heads: int = 0
+    kv_length: int = 0
+    value_dim: int = 0
+    sequences: int = 0
+
+    @property
+    def keys(self) -> int:
+        """Length of k and v."""
+        return self.kv_length or self.length
+
+    @property
+    def values(self) -> int:
+        """Width of v and the output."""
+        return self.value_dim or self.head_dim
+
+    @property
+    def group(self) -> int:
+        """Query heads per head of keys and values."""
+        return self.heads // (self.kv_heads or self.heads)
 
     def scaled(self, length: int) -> int:
         return max(1, length // self.shrink)
@@ -82,10 +104,10 @@ class Row:
     @property
     def native(self) -> Native | None:
         """None where only a mod can say it."""
-        if self.mask not in ("full", "causal", "sliding") or self.score not in ("plain", "softcap"):
+        if self.mask not in ("full", "causal", "sliding", "packed") or self.score not in ("plain", "softcap"):
             return None
         return Native(
-            causal=self.mask == "causal",
+            causal=self.mask in ("causal", "packed"),
             window=self.scaled(WINDOW) if self.mask == "sliding" else None,
             softcap=CAP if self.score == "softcap" else 0.0,
         )
@@ -98,7 +120,18 @@ class Row:
     def small(self) -> Row:
         """The row at a size for a dry run on a CPU."""
         length = max(BLOCK, self.length // SMOKE)
-        return replace(self, batch=min(self.batch, 2), heads=2, length=length, shrink=SMOKE)
+        kv_length = self.kv_length and max(BLOCK, self.kv_length // SMOKE)
+        heads, kv_heads = 2 * self.group, self.kv_heads and 2
+        return replace(
+            self,
+            batch=min(self.batch, 2),
+            heads=heads,
+            kv_heads=kv_heads,
+            length=length,
+            kv_length=kv_length,
+            sequences=min(self.sequences, 4),
+            shrink=SMOKE,
+        )
 
 
 @dataclass(frozen=True)
@@ -117,6 +150,13 @@ class Draw:
         position = torch.arange(length, device=device)
         return (position >= cuts.unsqueeze(-1)).sum(1).to(torch.int32)
 
+    def cu_seqlens(self, sequences: int, length: int) -> Tensor:
+        """int32 [sequences + 1]: where sequences of uniformly random lengths, one at least, begin and end."""
+        device = self.generator.device
+        inner = torch.randperm(length - 1, generator=self.generator, device=device)[: sequences - 1] + 1
+        ends = torch.tensor([0, length], device=device)
+        return torch.cat([ends, inner]).sort().values.to(torch.int32)
+
 
 # --- mods: plain functions, given unchanged to fa4flex and to flex_attention --------------------------------
 
@@ -124,10 +164,31 @@ WINDOW, PREFIX, DOCUMENTS, CAP = 1024, 1024, 8, 30.0
 
 
 def _causal(row: Row, draw: Draw) -> Mod:
-    def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return q_idx >= kv_idx
+    before = row.keys - row.length
+    if before == 0:
 
-    return causal
+        def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+            return q_idx >= kv_idx
+
+        return causal
+
+    def after(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return q_idx + before >= kv_idx
+
+    return after
+
+
+def _packed(row: Row, draw: Draw) -> Mod:
+    """Causal masks of packed sequences, as peers without packed sequences say them."""
+    starts = draw.cu_seqlens(row.sequences, row.length)
+    positions = torch.arange(row.length, dtype=torch.int32, device=starts.device)
+    sequence = torch.searchsorted(starts, positions, right=True)
+
+    def packed(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (sequence[q_idx] == sequence[kv_idx]) & (q_idx >= kv_idx)
+
+    packed.cu_seqlens = starts  # type: ignore[attr-defined]
+    return packed
 
 
 def _sliding(row: Row, draw: Draw) -> Mod:
@@ -209,6 +270,7 @@ MASKS: dict[str, Builder | None] = {
     "sliding": _sliding,
     "document": _document,
     "prefix": _prefix,
+    "packed": _packed,
 }
 SCORES: dict[str, Builder | None] = {
     "plain": None,
@@ -311,12 +373,69 @@ def _backward_variants() -> list[Row]:
     ]
 
 
+def _causal_row(name: str, batch: int, heads: str, length: int, head_dim: int, **others: Any) -> Row:
+    """heads: "query heads:heads of keys", or one number for both."""
+    query, _, key = heads.partition(":")
+    row = Row(name, batch, int(query), length, head_dim, mask="causal", kv_heads=int(key or query))
+    return replace(row, targets=(Target("best", 1.0),), **others)
+
+
+_SHAPES = (
+    _causal_row("short d64 full", 64, "16", 256, 64, mask="full"),
+    _causal_row("short d128", 256, "16", 128, 128),
+    _causal_row("b32 s512 d128", 32, "16", 512, 128),
+    _causal_row("b16 s1k d128", 16, "16", 1024, 128),
+    _causal_row("b16 s2k d64 full", 16, "32", 2048, 64, mask="full"),
+    _causal_row("one prompt 1k", 1, "8", 1024, 128),
+    _causal_row("one prompt 2k 32:8", 1, "32:8", 2048, 128),
+    _causal_row("32:8 s2k d128", 8, "32:8", 2048, 128),
+    _causal_row("28:4 s4k d128", 2, "28:4", 4096, 128),
+    _causal_row("64:8 s8k d64", 1, "64:8", 8192, 64),
+    _causal_row("64:8 s8k d128", 1, "64:8", 8192, 128),
+    _causal_row("32:2 s4k d128", 2, "32:2", 4096, 128),
+    _causal_row("16:1 s8k d128", 1, "16:1", 8192, 128),
+    _causal_row("32k d128", 1, "8", 32768, 128),
+    _causal_row("64k d128", 1, "4", 65536, 128),
+    _causal_row("64k d64", 1, "4", 65536, 64),
+    _causal_row("odd 4097 d128 full", 1, "12", 4097, 128, mask="full"),
+    _causal_row("odd 3001 d128", 2, "16", 3001, 128),
+    _causal_row("odd 1000 d64", 8, "16", 1000, 64),
+    _causal_row("odd 1537 d128 16:4 full", 4, "16:4", 1537, 128, mask="full"),
+    _causal_row("cross 1k:8k d128 full", 4, "16", 1024, 128, kv_length=8192, mask="full"),
+    _causal_row("cross 8k:1k d64 full", 4, "16", 8192, 64, kv_length=1024, mask="full"),
+    _causal_row("chunk 512:8k 32:8 d128", 4, "32:8", 512, 128, kv_length=8192),
+    _causal_row("d80", 4, "16", 4096, 80),
+    _causal_row("d96", 4, "16", 4096, 96),
+    _causal_row("d96 full", 4, "16", 4096, 96, mask="full"),
+    _causal_row("d160", 4, "8", 4096, 160),
+    _causal_row("d192", 4, "8", 4096, 192),
+    _causal_row("d192:128", 2, "16", 4096, 192, value_dim=128),
+    _causal_row("d256 4k", 4, "8", 4096, 256),
+    _causal_row("d256 16k", 1, "8", 16384, 256),
+    _causal_row("d256 4k full", 4, "8", 4096, 256, mask="full"),
+    _causal_row("sliding 32:8 s8k", 2, "32:8", 8192, 128, mask="sliding"),
+    _causal_row("packed 16 in 16k d128", 1, "16", 16384, 128, mask="packed", sequences=16),
+    _causal_row("packed 16 in 16k d64", 1, "32", 16384, 64, mask="packed", sequences=16),
+    _causal_row("packed 64 in 32k 32:8", 1, "32:8", 32768, 128, mask="packed", sequences=64),
+)
+"""Shapes of training and prefill; causal unless said."""
+
+
+def _backward_shapes() -> list[Row]:
+    rows = [replace(row, backward=True) for row in _SHAPES]
+    wide = next(row for row in rows if row.name == "d192")
+    ordered = replace(wide, name="d192 ordered", targets=(), base=wide.name, deterministic=True)
+    return [*rows, replace(ordered, most_cost=MOST_ORDERING)]
+
+
 SUITES: dict[str, tuple[Row, ...]] = {
     "dense": tuple(_dense_rows()),
     "variants": tuple(_VARIANT_ROWS),
     "cost": tuple(_cost_rows()),
     "backward": tuple(_backward_rows()),
     "backward-variants": tuple(_backward_variants()),
+    "shapes": _SHAPES,
+    "backward-shapes": tuple(_backward_shapes()),
 }
 
 
@@ -357,22 +476,21 @@ def groups(rows: Sequence[Row]) -> list[list[Row]]:
 
 def blocks_with_work(row: Row, mask_mod: Mod | None, device: torch.device) -> int:
     """How many BLOCK x BLOCK squares of (query, key) hold an allowed pair, over the batch, for one head."""
-    per_side = -(-row.length // BLOCK)
     if mask_mod is None:
-        return row.batch * per_side**2
+        return row.batch * -(-row.length // BLOCK) * -(-row.keys // BLOCK)
     entries = range(row.batch) if row.mask_batched else range(1)
-    total = sum(_blocks_of_entry(row.length, mask_mod, b, device) for b in entries)
+    total = sum(_blocks_of_entry(row, mask_mod, b, device) for b in entries)
     return total if row.mask_batched else row.batch * total
 
 
-def _blocks_of_entry(length: int, mask_mod: Mod, entry: int, device: torch.device) -> int:
+def _blocks_of_entry(row: Row, mask_mod: Mod, entry: int, device: torch.device) -> int:
     """One strip of BLOCK queries at a time: O(BLOCK * length) memory."""
     b, h = (torch.tensor(i, device=device) for i in (entry, 0))
-    keys = torch.arange(length, device=device)
+    keys = torch.arange(row.keys, device=device)
     total = torch.zeros((), dtype=torch.int64, device=device)
-    for queries in keys.split(BLOCK):
+    for queries in torch.arange(row.length, device=device).split(BLOCK):
         allowed = mask_mod(b, h, queries[:, None], keys[None, :]).any(0)
-        padded = torch.nn.functional.pad(allowed, (0, -length % BLOCK))
+        padded = torch.nn.functional.pad(allowed, (0, -row.keys % BLOCK))
         total += padded.view(-1, BLOCK).any(1).sum()
     return int(total)
 
@@ -380,4 +498,6 @@ def _blocks_of_entry(length: int, mask_mod: Mod, entry: int, device: torch.devic
 def flops(row: Row, blocks: int) -> int:
     """FLOPs of both matrix products, or of the five of a backward pass, in `blocks` squares for every head: 2
     per multiply-add."""
-    return 2 * (5 if row.backward else 2) * row.head_dim * BLOCK**2 * blocks * row.heads
+    widths = (3, 2) if row.backward else (1, 1)
+    columns = widths[0] * row.head_dim + widths[1] * row.values
+    return 2 * columns * BLOCK**2 * blocks * row.heads

@@ -37,7 +37,7 @@ MOST_CODES, MOST_TRACES = 1024, 32
 class Trace:
     """Result of tracing and analysing a variant's functions, without any tensor or number of theirs.
 
-    `operands` have in place of their tensors positions among the tensors that `read` returns.
+    `operands` have in place of their tensors positions among the tensors that `reader` finds.
     """
 
     score: Traced | None
@@ -45,7 +45,7 @@ class Trace:
     facts: Facts
     operands: tuple[Operand, ...]
     scalar_names: tuple[str, ...]
-    read: Reader | None
+    reader: Reader | None
     """None where something captured could change without notice: such a trace serves one call."""
 
     def tensors(self, bases: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -120,21 +120,21 @@ _kept: OrderedDict[Hashable, list[Trace]] = OrderedDict()
 def bind(variant: Variant, likely: Trace | None = None) -> Bound:
     """A trace of the variant's functions that holds now, and what they captured. `likely` is asked first."""
     score, mask = variant.score_mod, variant.allowed
-    if likely is not None and likely.read is not None:
-        reading = likely.read(score, mask)
+    if likely is not None and likely.reader is not None:
+        reading = likely.reader.read(score, mask)
         if reading is not None:
             return Bound(likely, *reading)
     key = registrations(), code_key(score), code_key(mask)
     traces = _kept.get(key, [])
     for found in traces:
-        reading = None if found is likely or found.read is None else found.read(score, mask)
+        reading = None if found is likely or found.reader is None else found.reader.read(score, mask)
         if reading is not None:
             if found is not traces[0]:
                 traces.remove(found)
                 traces.insert(0, found)
             return Bound(found, *reading)
     bound = _traced(variant)
-    if bound.trace.read is not None:
+    if bound.trace.reader is not None:
         _keep(key, bound.trace)
     return bound
 

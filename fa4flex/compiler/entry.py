@@ -17,6 +17,7 @@ from fa4flex.codegen.plan.arguments import SCHEMAS, Captured, Heads, Pass
 from fa4flex.compiler.fakes import Fakes
 from fa4flex.kernels.around.postprocess import Postprocess, PostprocessArguments
 from fa4flex.kernels.around.preprocess import Preprocess, PreprocessArguments
+from fa4flex.kernels.around.sum_parts import SumParts, SumPartsArguments
 from fa4flex.kernels.block_tables.kernel import BlockTableArguments
 from fa4flex.kernels.combine.kernel import Combine, CombineArguments
 from fa4flex.kernels.common.arguments import Arguments, BackwardArguments
@@ -40,7 +41,8 @@ def _forward(kernel: Any, problem: Problem) -> list[Launch]:
 def _backward(kernel: Any, problem: Problem) -> list[Launch]:
     config = kernel.config
     before, after = Preprocess(problem.head_dim_v, config.head_dim), Postprocess(config)
-    return [(before, PreprocessArguments), (kernel, BackwardArguments), (after, PostprocessArguments)]
+    sums: list[Launch] = [(SumParts(), SumPartsArguments)] if problem.grouped else []
+    return [(before, PreprocessArguments), (kernel, BackwardArguments), *sums, (after, PostprocessArguments)]
 
 
 def _tables(kernel: Any, problem: Problem) -> list[Launch]:
@@ -72,7 +74,7 @@ def entry_point(kernel: Any, problem: Problem, signature: Signature) -> Any:
         taken = iter(values)
         for row in rows:
             value = next(taken) if row.computed is None else row.computed(found)
-            if isinstance(row.look, Heads) and swap:
+            if isinstance(row.look, Heads) and swap and value is not None:
                 value = _transposed(value)
             elif isinstance(row.look, Captured) and value is None:
                 value = ()  # an empty tuple cannot be an argument: it travels as None

@@ -106,10 +106,8 @@ class Fakes:
         return make_fake_tensor(Float32, shape, (*strides, 1), assumed_align=WIDE_COPY)
 
     def _parts(self, look: Parts) -> Any:
-        masked = self.problem.mask_form in ("spans", "tables")
-        there = (masked or name not in look.masked for name in look.names)
-        arrays = (self.of(array) if given else None for given, (_, array) in zip(there, look.arrays))
-        return named("Parts", look.names)(*arrays)
+        given = (self.of(array) if look.present(name, self.problem) else None for name, array in look.arrays)
+        return named("Parts", look.names)(*given)
 
     def _operands(self) -> tuple[Any, ...]:
         """Rows that are even in elements are read in pairs of them."""

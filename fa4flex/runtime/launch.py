@@ -279,8 +279,8 @@ def _make_fast_path(
     now: Calling, recent: Recent, call: Call, again: Direct | None, statistics: Statistics
 ) -> None:
     assert recent.ready is not None
-    read = now.bound.trace.read
-    path = None if read is None else FastPath.of(call, recent.ready, read, statistics)
+    reader = now.bound.trace.reader
+    path = None if reader is None else FastPath.of(call, recent.ready, reader, statistics)
     if path is None or recent.made_for == recent.shapes:
         recent.tries += 1
     elif recent.made_for is not None:

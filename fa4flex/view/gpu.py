@@ -153,6 +153,8 @@ def summary(
     found = lowered(program, shape.q_len, shape.kv_len, arch=arch)
     lines, problem = found.plan.explain(_size(shape)).splitlines(), found.problem
     proved = [f"mask: {_MASKS[problem.mask_form]}"]
+    if problem.row_ends:
+        proved.append("while what it searches is sorted, partial tiles compare keys with ends of intervals")
     if problem.operands:
         proved.append(
             "captured tensors: every index is proved to lie within them"

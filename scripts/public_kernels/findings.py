@@ -75,11 +75,53 @@ EXPLANATIONS = (
         " and the next wgmma on them (PTX ISA, wgmma.fence)",
     ),
     Explanation(
-        r"flash-attn-4.*pages of|quack.*gathered",
+        r"CUTLASS: TMA, multicast",
+        r"race|unfinished",
+        r"multicast::cluster",
+        "one CTA waits for the mbarrier and tells the other by barrier.cluster.arrive.relaxed, which releases"
+        " nothing",
+    ),
+    Explanation(
+        r"CUTLASS: TMA, a pipeline in one warp",
+        r"race",
+        r"cp\.async\.bulk\.tensor",
+        "the next tile is loaded into the buffer of the last one before a barrier has told that the other"
+        " warps have read it: what they store may be the next tile",
+    ),
+    Explanation(
+        r"CUTLASS: sums of a cluster, tensor memory",
+        r"race|unfinished|uninitialised|exited|tensor memory",
+        r"tcgen05|st\.shared|shared::cluster",
+        "tcgen05.cp is waited for by tcgen05.wait::st, which is for tcgen05.st: it takes a commit to an"
+        " mbarrier; all warps store the same rows; and arrivals at the cluster's barrier are relaxed",
+    ),
+    Explanation(
+        r"CUTLASS: tcgen05, multicast, clusters of pairs",
+        r"exited",
+        r"tcgen05\.commit",
+        "the last commits arrive at mbarriers of other CTAs of the cluster, and no barrier of the cluster"
+        " keeps these from having exited",
+    ),
+    Explanation(
+        r"CUTLASS: tcgen05, A in tensor memory",
+        r"tensor memory",
+        r"accesses lane 0",
+        "all warps are given the address of lane 0, of which the ISA lets warp 0 alone make use; the numbers"
+        " are those of each warp's own lanes",
+    ),
+    Explanation(
+        r"flash-attn-4.*(pages of|chosen keys)|quack.*gathered|CUTLASS: tcgen05, K in slices",
         r"missing proxy fence",
         r"cp\.async\.c[ag]\.shared\.global",
         "cp.async writes by the generic proxy, wgmma and tcgen05.mma read by the async proxy; the"
         " mbarrier that cp.async signals is no proxy fence, and there is none behind it",
+    ),
+    Explanation(
+        r"flash-attn-4.*lists of blocks",
+        r"race",
+        r"shared\.b8",
+        "for each tile, warps write what they found into shared memory, meet, and warp 0 reads it; no second"
+        " barrier keeps a fast one from writing for the next tile before that",
     ),
     Explanation(
         r"flash-attn-4, Blackwell: split keys",

@@ -33,6 +33,11 @@ class Problem:
     causal: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def window(self) -> tuple[int | None, int | None]:
+        left, right = self.options.get("window_size", (None, None))
+        return self.options.get("window_size_left", left), self.options.get("window_size_right", right)
+
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         sizes = (
             (self.q_len, self.heads, self.dim),
@@ -44,9 +49,14 @@ class Problem:
 
 
 def cases() -> list[Case]:
+    return cases_of(COMMON, BLACKWELL)
+
+
+def cases_of(common: dict[str, Any], blackwell: dict[str, Any]) -> list[Case]:
+    """Those of both chips and, instead or besides, those of Blackwell."""
     found = []
     for arch, chip in (("sm_90a", "Hopper"), ("sm_100a", "Blackwell")):
-        for name, run in {**COMMON, **(BLACKWELL if arch == "sm_100a" else {})}.items():
+        for name, run in {**common, **(blackwell if arch == "sm_100a" else {})}.items():
             found.append(Case(f"flash-attn-4, {chip}: {name}", arch, partial(_with_interface, arch, run)))
     return found
 
@@ -62,8 +72,16 @@ def _with_interface(arch: str, run: Any, checks: Checks) -> None:
         run(importlib.import_module("flash_attn.cute.interface"), checks)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, allowed: Tensor | None = None) -> Tensor:
-    """Attention in float64, causal from the bottom right; `allowed` is bool [q_len, kv_len]."""
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    problem: Problem,
+    allowed: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Attention in float64, causal from the bottom right; `allowed` is bool [q_len, kv_len], `bias` is added
+    to scores [batch, heads, q_len, kv_len]."""
     q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
@@ -71,9 +89,15 @@ def attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, allowed: Tensor
     softcap = problem.options.get("softcap")
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias
     rows = torch.arange(scores.shape[-2])[:, None] + scores.shape[-1] - scores.shape[-2]
     columns = torch.arange(scores.shape[-1])[None]
     left, right = problem.options.get("window_size", (None, None))
+    left, right = (
+        problem.options.get("window_size_left", left),
+        problem.options.get("window_size_right", right),
+    )
     if problem.causal:
         right = 0
     if left is not None:

@@ -25,6 +25,7 @@ from pathlib import Path
 import cutlass  # noqa: F401 - once, for all processes
 import cutlass_examples
 import flash_attention
+import flash_attention_features
 import quack_kernels
 from findings import explanation
 from kernel_case import Case, Outcome, measure
@@ -48,13 +49,16 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=900, help="for each kernel (default: %(default)s)")
     given = parser.parse_args()
-    cases = [*flash_attention.cases(), *quack_kernels.cases()]
+    cases = [*flash_attention.cases(), *flash_attention_features.cases(), *quack_kernels.cases()]
     if given.checkout is not None:
         cases = [*cutlass_examples.cases(given.checkout.resolve()), *cases]
     cases = [case for case in cases if any(part in case.name for part in given.only)]
     names = {case.name for case in cases}
-    for module in (quack_kernels, flash_attention):  # flash-attn-4 imports quack
-        if any(case.name in names for case in module.cases()):
+    for name, module in (
+        ("quack", quack_kernels),
+        ("flash-attn-4", flash_attention),
+    ):  # the latter needs quack
+        if any(each.startswith(name) for each in names):
             module.load()
     kept = Kept(given.results)
     for case in cases:

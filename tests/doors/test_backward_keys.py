@@ -86,9 +86,10 @@ BACKWARD: dict[str, Callable[[Step], Step]] = {
     "needs both": lambda x: (*x[:2], (0, 1)),
     "needs both, the other way round": lambda x: (*x[:2], (1, 0)),
 }
-FOUND = tuple(range(7, 13))
+NAMES = SCHEMAS["backward"].names
+FOUND = tuple(range(NAMES.index("lse2"), NAMES.index("dv_parts") + 1))
 """Positions of the results and workspaces among the arguments; gradients of captured tensors are at SUMS."""
-SUMS = 22
+SUMS, TABLES, TURNS, OPERANDS = (NAMES.index(x) for x in ("gradients", "tables", "turns", "operands"))
 
 
 def described_backward(recorder: Recorder) -> tuple[Any, ...]:
@@ -250,7 +251,7 @@ def test_ordered_sums_are_another_backward_pass(recorder: Recorder) -> None:
     finally:
         torch.use_deterministic_algorithms(False)
     run_backward(engine, call, saved)
-    assert [given[18] is not None for given in recorder.launches] == [False, True, False]
+    assert [given[TURNS] is not None for given in recorder.launches] == [False, True, False]
     assert [problem.deterministic for problem in recorder.problems] == [False, True]
 
 
@@ -291,11 +292,11 @@ def test_backward_masks_have_the_form_that_is_proved(recorder: Recorder, name: s
     backward_of(engine, call)
     problem, launched = recorder.problems[-1], recorder.launches[-1]
     assert problem.mask_form == form
-    assert (launched[17] is not None) == (form in ("spans", "tables"))
-    assert len(problem.operands) == len(launched[19] or ()) == len(call.operands)
-    assert len(recorder.tables) == (launched[17] is not None)
-    if launched[17] is not None:
-        assert launched[17].full_tiles.data_ptr() == recorder.tables[-1][-1].full_tiles.data_ptr()
+    assert (launched[TABLES] is not None) == (form in ("spans", "tables"))
+    assert len(problem.operands) == len(launched[OPERANDS] or ()) == len(call.operands)
+    assert len(recorder.tables) == (launched[TABLES] is not None)
+    if launched[TABLES] is not None:
+        assert launched[TABLES].full_tiles.data_ptr() == recorder.tables[-1][-1].full_tiles.data_ptr()
 
 
 @pytest.mark.parametrize("name", ("causal", "every third", "by number, not proved"))
@@ -308,8 +309,8 @@ def test_lengths_decide_where_query_intervals_do_not(recorder: Recorder, name: s
     cu.copy_(torch.tensor([0, 10, 290, S]))
     backward_of(engine, call)
     assert len(recorder.launches) == 2
-    before, after = (given[17] for given in recorder.launches)
+    before, after = (given[TABLES] for given in recorder.launches)
     assert (before is after) == (name == "causal")
     if after is not None:
         backward_of(afresh(engine), call)
-        assert same(after, recorder.launches[-1][17]) and not same(before, after)
+        assert same(after, recorder.launches[-1][TABLES]) and not same(before, after)

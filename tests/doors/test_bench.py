@@ -29,7 +29,11 @@ ROWS = [pytest.param(row, id=f"{name} {row.name}") for name, rows in SUITES.item
 
 def at(row: Row, length: int) -> Row:
     """The row at a length where its mask has some blocks of every kind."""
-    return replace(row, batch=2, heads=2, length=length, head_dim=16, shrink=8)
+    heads, kv_heads = 2 * row.group, row.kv_heads and 2
+    kv_length = row.kv_length and length // 2
+    batch = 1 if row.sequences else 2
+    small = replace(row, batch=batch, heads=heads, kv_heads=kv_heads, length=length, kv_length=kv_length)
+    return replace(small, head_dim=16, sequences=min(row.sequences, 4), shrink=8)
 
 
 # --- suites -------------------------------------------------------------------------------------------------
@@ -45,9 +49,9 @@ def test_blocks_are_those_of_create_block_mask(row: Row, seed: int) -> None:
     mask_mod = make_problem(small, CPU, seed).mods.mask_mod
     found = blocks_with_work(small, mask_mod, CPU)
     if mask_mod is None:
-        assert found == 2 * 8 * 8
+        assert found == 2 * 8 * (4 if small.kv_length else 8)
         return
-    blocks = create_block_mask(mask_mod, small.batch, None, 1024, 1024, device="cpu")
+    blocks = create_block_mask(mask_mod, small.batch, None, 1024, small.keys, device="cpu")
     assert found == int(blocks.kv_num_blocks.sum() + blocks.full_kv_num_blocks.sum())
 
 
@@ -86,7 +90,8 @@ def test_only_what_has_a_name_is_native(row: Row) -> None:
     said = row.native
     assert (said is None) == (row.score not in ("plain", "softcap") or row.mask in ("document", "prefix"))
     if said is not None:
-        assert (said.causal, said.window is not None) == (row.mask == "causal", row.mask == "sliding")
+        causal = row.mask in ("causal", "packed")
+        assert (said.causal, said.window is not None) == (causal, row.mask == "sliding")
         assert (said.softcap == 30.0) == (row.score == "softcap")
 
 
@@ -280,8 +285,22 @@ def test_errors_are_found(seed: int) -> None:
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_errors_of_gradients_are_found(which: int, seed: int) -> None:
-    row = next(r for r in SUITES["backward-variants"] if r.name == "alibi+causal")
+@pytest.mark.parametrize(
+    "suite, name",
+    [
+        ("backward-variants", "alibi+causal"),
+        ("backward-shapes", "28:4 s4k d128"),
+        ("backward-shapes", "d192:128"),
+        ("backward-shapes", "cross 1k:8k d128 full"),
+        ("backward-shapes", "packed 16 in 16k d64"),
+    ],
+)
+def test_errors_of_gradients_are_found(
+    suite: str, name: str, which: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where several heads, and several parts of the rows, add to the gradients of keys."""
+    monkeypatch.setattr(errors, "MOST_ROWS", 96)
+    row = next(r for r in SUITES[suite] if r.name == name)
     problem = make_problem(at(row, 160), CPU, seed)
     assert problem.dout is not None
     known = errors.truth(problem, seed)
@@ -290,7 +309,7 @@ def test_errors_of_gradients_are_found(which: int, seed: int) -> None:
     assert errors.accuracy(problem, run, known).ratio <= 2
     gradients = [x.clone() for x in run()]
     pick = known.picks[0]
-    gradients[which][pick.b, pick.h, 3, 5] += 0.5
+    gradients[which][pick.b, pick.h // row.group if which else pick.h, 3, 5] += 0.5
     found = errors.accuracy(problem, lambda: tuple(gradients), known)
     assert found.element == pytest.approx(0.5, rel=0.1) and not found.ratio <= 10
 

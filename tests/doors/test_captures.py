@@ -239,7 +239,7 @@ def test_what_cannot_be_watched_is_traced_at_each_call() -> None:
     for _ in range(3):
         out = attn(*given)
         torch.testing.assert_close(out, formula(given, 0.1 * steps[-1] * distance()), **CLOSE)
-    assert attn.trace.read is None
+    assert attn.trace.reader is None
 
 
 def test_derived_tensors_told_apart_by_long_numpy_indices() -> None:

@@ -26,6 +26,7 @@ from fa4flex.codegen.plan.problem import Problem
 from fa4flex.codegen.plan.target import SM90A
 from fa4flex.compiler.signature import Signature
 from fa4flex.errors import InputError, UnsupportedError
+from fa4flex.runtime.cuda import block_tables as block_tables_module
 from fa4flex.runtime.cuda import engine as engine_module
 from fa4flex.runtime.cuda import ready as ready_module
 from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, SequenceLengths
@@ -121,7 +122,7 @@ def test_tables_list_every_tile_once_and_in_its_class(name: str) -> None:
         for h in range(2):
             expected = classes(mask, Shape(3, 2, *lengths[b]), captured, tile, b, h)
             assert torch.equal(listed(tables, b, h, expected), expected)
-    assert all(x.dtype == torch.int32 and x.stride(-1) == 1 and x.numel() for x in tables)
+    assert all(x.dtype == torch.int32 and x.stride(-1) == 1 and x.numel() for x in tables if x is not None)
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -244,6 +245,46 @@ def test_masks_take_the_cheapest_form_that_is_proved(recorder: Recorder) -> None
         mask_form(recorder, lambda b, h, q_idx, kv_idx: ids.flip(0)[q_idx] == ids.flip(0)[kv_idx]) == "tables"
     )
     assert mask_form(recorder, lambda b, h, q_idx, kv_idx: (q_idx - kv_idx) % 3 == 0) == "tables"
+
+
+def test_ends_of_rows_stand_beside_tables_where_order_is_all_that_they_need(recorder: Recorder) -> None:
+    ids, longer = torch.arange(300) // 50, torch.arange(310) // 50
+    in_order = document(ids)
+    masks: list[tuple[int, Any]] = [
+        (1, in_order),
+        (1, causal & document(ids.expand(2, -1))),
+        (2, in_order | sliding_window(64)),
+        (1, lambda b, h, q_idx, kv_idx: longer[q_idx] == longer[kv_idx // 2 + 5]),
+        (0, lambda b, h, q_idx, kv_idx: longer[q_idx] == longer[kv_idx - 5]),  # from the end, at first
+        (0, lambda b, h, q_idx, kv_idx: ids[q_idx] == ids[kv_idx + 5]),  # past the end, at last
+        (0, lambda b, h, q_idx, kv_idx: ids[q_idx] == ids[(kv_idx * 7) % 300]),
+        (0, lambda b, h, q_idx, kv_idx: (ids[q_idx] == ids[kv_idx]) & (kv_idx % 3 == 0)),
+        (0, lambda b, h, q_idx, kv_idx: (q_idx - kv_idx) % 3 == 0),
+    ]
+    for spans, mask in masks:
+        assert mask_form(recorder, mask) == "tables"
+        assert recorder.problems[-1].row_ends == spans, mask
+        tables = recorder.launches[-1][10]
+        assert (tables.row_ends is not None) == (tables.in_order is not None) == (spans > 0)
+        if spans:
+            assert tables.row_ends.shape == (2 * spans, 2, 4, 300) and tables.in_order.shape == (2, 4)
+    engine, call = call_of(
+        fa4flex.compile(mask=in_order), lengths=(None, None, None, torch.tensor([300, 7], dtype=torch.int32))
+    )
+    engine.run(call)
+    assert recorder.problems[-1].row_ends == 0, "sequences end where their lengths say"
+
+
+def test_tables_of_the_host_have_no_ends_that_hold(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there are more tiles than the device has room for, its kernel asks pairs."""
+    monkeypatch.setattr(block_tables_module, "MOST_BYTES", 0)
+    assert mask_form(recorder, causal & document(torch.arange(300) // 50)) == "tables"
+    tables = recorder.launches[-1][10]
+    assert not recorder.tables and recorder.problems[-1].row_ends == 1
+    assert tables.row_ends.shape == (2, 2, 4, 300) and tables.row_ends.stride(-1) == 1
+    assert tables.in_order.shape == (2, 4) and not tables.in_order.any()
 
 
 def test_changed_contents_decide_nothing_anew(recorder: Recorder) -> None:

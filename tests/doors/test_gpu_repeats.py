@@ -76,9 +76,9 @@ def repeated(recorder: Recorder, **composition: Any) -> tuple[FastPath, tuple[Te
     attn = fa4flex.compile(**composition)
     engine, call = call_of(attn, statistics=statistics)
     engine.run(call)
-    ready, read = engine.find(call), attn._calling().bound.trace.read
-    assert ready is not None and read is not None
-    again = FastPath.of(call, ready, read, call.statistics)
+    ready, reader = engine.find(call), attn._calling().bound.trace.reader
+    assert ready is not None and reader is not None
+    again = FastPath.of(call, ready, reader, call.statistics)
     assert again is not None
     return again, (call.q, call.k, call.v)
 
@@ -109,9 +109,9 @@ def test_parts_of_few_queries_have_memory_at_each_call(recorder: Recorder, keys:
     q, k, v = (torch.randn(2, h, n, 64).bfloat16() for h, n in ((4, 3), (2, keys), (2, keys)))
     engine, call = call_of(attn, (q, k, v))
     engine.run(call)
-    ready, read = engine.find(call), attn._calling().bound.trace.read
-    assert ready is not None and read is not None
-    again = FastPath.of(call, ready, read, call.statistics)
+    ready, reader = engine.find(call), attn._calling().bound.trace.reader
+    assert ready is not None and reader is not None
+    again = FastPath.of(call, ready, reader, call.statistics)
     assert again is not None
     ready(call)
     again(q, k, v)

@@ -96,7 +96,7 @@ def test_what_does_not_fit_is_told_later(elsewhere: None, name: str) -> None:
 def test_what_has_not_arrived_is_waited_for_by_no_one(elsewhere: None) -> None:
     later.require(torch.tensor(False), "the first")
     later.require(torch.tensor(False), "the second")
-    arrives, _ = later._awaited[0]
+    arrives, *_ = later._awaited[0]
     arrives.fill_(later.UNKNOWN)
     faults.check()
     arrives.fill_(0)

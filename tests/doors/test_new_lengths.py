@@ -271,11 +271,14 @@ class Knowing(Recorder):
 
 def alike(schema: Schema, given: tuple[Any, ...]) -> list[Any]:
     """Arguments, of tensors made for the launch what they look like."""
-    made = ("out", "lse", "max_scores", "workspace", "lse2", "delta", "dq_sum", "dq", "dk", "dv")
+    made = (
+        *("out", "lse", "max_scores", "workspace", "lse2", "delta", "dq_sum", "dq", "dk", "dv"),
+        *("dk_parts", "dv_parts"),
+    )
 
     def shown(name: str, x: Any) -> Any:
         if name == "tables" and x is not None:
-            return tuple(part.shape for part in x)
+            return tuple(None if part is None else part.shape for part in x)
         return (x.shape, x.stride(), x.dtype) if name in made and isinstance(x, Tensor) else x
 
     return [shown(name, x) for name, x in zip(schema.names, given, strict=True)]

@@ -47,14 +47,14 @@ def repeated(recorder: Recorder, attn: fa4flex.Attention | None = None) -> tuple
     attn = attn or fa4flex.compile(mod, document(ids), sinks=torch.randn(HEADS))
     now = attn._calling()
     engine, call = call_of(attn, operands=tuple(x.clone() for x in now.bound.bases))
-    return made(engine, call, now.bound.trace.read), call
+    return made(engine, call, now.bound.trace.reader), call
 
 
-def made(engine: Engine, call: Call, read: Any) -> FastPath:
+def made(engine: Engine, call: Call, reader: Any) -> FastPath:
     engine.run(call)
     ready = engine.find(call)
     assert ready is not None
-    again = FastPath.of(call, ready, read, call.statistics)
+    again = FastPath.of(call, ready, reader, call.statistics)
     assert again is not None
     return again
 
@@ -108,7 +108,7 @@ def composed(
 def test_only_what_was_captured_before_is_served(recorder: Recorder, name: str) -> None:
     attn = composed(**CAPTURED)
     engine, call = call_of(attn)
-    again = made(engine, call, attn._calling().bound.trace.read)
+    again = made(engine, call, attn._calling().bound.trace.reader)
     assert again.serves(attn.variant)
     assert again.serves(composed(**CAPTURED).variant), "the functions may be others of the same code"
     scale = 1 / call.q.shape[-1] ** 0.5

@@ -78,6 +78,28 @@ def test_a_graph_replays_with_new_numbers(mask: Any) -> None:
         assert torch.equal(out, attn(q, k, v))
 
 
+@pytest.mark.parametrize("d", [64, 128])
+def test_a_graph_follows_documents_in_order_and_in_none(d: int) -> None:
+    """Replays compare ends of rows where ids are sorted, by batch entry, and ask pairs where they are not."""
+    in_order = torch.randint(0, 9, (2, 512), dtype=torch.int32).sort(-1).values
+    in_none = in_order[:, torch.randperm(512)]
+    turns = [in_none, in_order, in_order.flip(-1), torch.stack((in_order[0], in_none[1])), in_order // 2]
+    ids = in_order.cuda()
+    attn = fa4flex.compile(mask=causal & document(ids))
+    q, k, v = inputs(d=d)
+    with torch.no_grad():
+        attn(q, k, v)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = attn(q, k, v)
+        for now in turns:
+            ids.copy_(now)
+            graph.replay()
+            exact = exactly(fa4flex.compile(mask=causal & document(now)), q, k, v)
+            close(out, exact)
+            close(attn(q, k, v), exact)
+
+
 def test_a_first_call_inside_a_capture_is_refused() -> None:
     attn = fa4flex.compile(mask=sliding_window(77))
     q, k, v = inputs(s=333)

@@ -14,7 +14,7 @@ from mask_zoo import KV, KV_LEN, Q, op
 import fa4flex
 from fa4flex.codegen.analyze.bounds import Bounds, bounds
 from fa4flex.codegen.analyze.facts import SCORE, Facts
-from fa4flex.codegen.analyze.overflow import TooLarge, fits, fitted
+from fa4flex.codegen.analyze.overflow import TooLarge, computed_with, fits, fitted
 from fa4flex.codegen.analyze.tables import Tables
 from fa4flex.codegen.analyze.tiles import Shape, tile_map
 from fa4flex.codegen.blame import dress
@@ -348,3 +348,13 @@ def test_refused_as_users_write_it(mask: Callable[..., Any], error: type[Excepti
     dress(caught.value, [x.name for x in program.operands], program.scalar_names, program.mask.origins)
     assert caught.value.where is not None and caught.value.where.line == mask.__code__.co_firstlineno
     assert not re.search(r"\b[ts]\d\b", caught.value.given)
+
+
+def test_comparisons_take_integers_of_any_size() -> None:
+    """What is only compared need not be looked after; what is added, or reads other tensors, must be."""
+    mine, other = (load(0, (x,), "int") for x in (Q, KV))
+    bias = load(1, (mine,), "float")
+    assert computed_with(op("eq", mine, other)) == ()
+    assert computed_with(op("le", op("sub", mine, other), 5)) == (0,)
+    assert computed_with(op("add", SCORE, bias)) == (0,)
+    assert computed_with(op("add", SCORE, load(1, (Q,), "float"))) == ()

@@ -11,14 +11,16 @@ import pytest
 import torch
 from mask_zoo import dense, tile_classes
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 import fa4flex
 from fa4flex.codegen.analyze.domain import Shape
 from fa4flex.codegen.build import build
 from fa4flex.primitives.blocks import BlockMap
+from fa4flex.reference import attention
 from fa4flex.runtime.cuda.block_tables import DeviceTables
 from fa4flex.runtime.cuda.host_tables import BlockTables
-from fa4flex.variants import causal, document, natten
+from fa4flex.variants import causal, document, natten, sliding_window
 
 Call = Any
 BATCH, HEADS, Q_LEN, KV_LEN = 2, 2, 300, 340
@@ -109,3 +111,90 @@ def test_tables_of_a_device_are_those_of_all_elements(name: str) -> None:
     for (one, tables), by_keys in zip(found, passes, strict=True):
         classes = classes_of(tables, one.grid.rows, one.grid.columns)
         assert torch.equal(classes, expected(attn, one.tile, by_keys)), (name, arch, by_keys)
+
+
+# --- ends of rows, which hold while captured tensors are sorted -------------------------------------------
+
+
+def pairs(mask: Any) -> Tensor:
+    """Whether each pair takes part, bool [B, H, Q_LEN, KV_LEN]."""
+    program = build(fa4flex.compile(mask=mask).variant)
+    return dense(program.facts.mask, Shape(BATCH, HEADS, Q_LEN, KV_LEN), program.captured())
+
+
+def launched(mask: Any, turns: list[Callable[[], Any]], make: Any, **how: Any) -> list[float]:
+    """The error of one kernel after each of `turns`, over that of PyTorch; `make` stands in for
+    DeviceTables.make. All rows have keys."""
+    attn = fa4flex.compile(mask=mask)
+    qkv = [torch.randn(BATCH, HEADS, n, 64).bfloat16() for n in (Q_LEN, KV_LEN, KV_LEN)]
+    errors = []
+    for turn in turns:
+        turn()
+        allowed = pairs(mask)
+        exact = attention(*qkv, mask=lambda b, h, q, kv, table=allowed: table[b, h, q, kv])[0]
+        plain = scaled_dot_product_attention(*qkv, attn_mask=allowed)
+        with patch.object(DeviceTables, "make", make), fa4flex.simulator.device("sm_90a", **how) as gpu:
+            found = attn(*qkv)
+        assert not gpu.findings, gpu.report()
+        errors.append(float((found - exact).norm() / (plain - exact).norm()))
+    return errors
+
+
+@pytest.mark.slow
+def test_one_kernel_compares_ends_of_rows_or_asks_pairs() -> None:
+    """Sequences with ids in order and in none, in one launch; then the other way round."""
+    ids = documents().to(random.choice((torch.int32, torch.int64)))
+    made: list[Any] = []
+    mask = random.choice((document(ids), causal & document(ids), causal & document(ids) & sliding_window(90)))
+    make = DeviceTables.make
+
+    def noted(self: DeviceTables, call: Call) -> BlockTables:
+        made.append(make(self, call))
+        return made[-1]
+
+    def mixed() -> None:
+        ids[1] = ids[1, torch.randperm(KV_LEN)]
+
+    def exchanged() -> None:
+        ids.copy_(ids.flip(0))
+
+    errors = launched(mask, [mixed, exchanged], noted, timing=random.choice(("eager", "late", "random")))
+    assert [tables.in_order[:, 0].tolist() for tables in made] == [[1, 0], [0, 1]]
+    assert max(errors) <= 2, errors
+    allowed, (lo, hi) = pairs(mask)[1].int(), made[-1].row_ends[:, 1]  # the second one is in order by now
+    assert torch.equal(lo.long(), allowed.argmax(-1))
+    assert torch.equal(hi.long(), KV_LEN - allowed.flip(-1).argmax(-1))
+
+
+@pytest.mark.slow
+def test_pairs_are_asked_where_sorted_ids_are_too_large_to_be_searched() -> None:
+    """Kernels that were compiled for small ids compute with 32 bits."""
+    ids, make = documents(), DeviceTables.make
+    made: list[Any] = []
+
+    def noted(self: DeviceTables, call: Call) -> BlockTables:
+        made.append(make(self, call))
+        return made[-1]
+
+    errors = launched(causal & document(ids), [lambda: None, lambda: ids.add_(1 << 33)], noted)
+    assert [int(tables.in_order.min()) for tables in made] == [1, 0]
+    assert max(errors) <= 2, errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("planted", ["ends of another row", "in order where nothing is"])
+def test_what_stands_beside_tables_is_what_kernels_read(planted: str) -> None:
+    ids, make = documents(), DeviceTables.make
+
+    def wrong(self: DeviceTables, call: Call) -> BlockTables:
+        tables = make(self, call)
+        if planted.startswith("ends"):
+            return tables._replace(row_ends=tables.row_ends.roll(40, -1))
+        return tables._replace(in_order=torch.ones(BATCH, HEADS, dtype=torch.int32))
+
+    def change() -> None:
+        if planted.startswith("in order"):
+            ids.copy_(ids[:, torch.randperm(KV_LEN)])
+
+    (error,) = launched(causal & document(ids), [change], wrong)
+    assert error > 20

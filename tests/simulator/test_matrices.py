@@ -111,6 +111,25 @@ def test_stmatrix(number: int, trans: str) -> None:
     assert (known.all(axis=1) == np.isin(np.arange(256) * 16, rows[: 8 * number])).all()
 
 
+@pytest.mark.parametrize("number", [1, 2, 4])
+def test_stmatrix_of_bytes(number: int) -> None:
+    """Matrices of 16 x 8 bytes, whose lanes hold what they hold of accumulators, are stored transposed."""
+    cluster = machine()
+    warp, shared = cluster.warps[0], cluster.ctas[0].shared.data
+    want, rows = shared.copy(), np.random.permutation(256)[:32] * 16
+    warp.u32[9][:] = rows
+    for register in range(number):
+        warp.u32[register][:] = np.random.randint(0, 2**32, 32, np.uint32)
+    opcode = f"stmatrix.sync.aligned.m16n8.x{number}.trans.shared.b8"
+    execute(warp, opcode, at(reg("b32", 9)), vector("b32", *range(number)))
+    for matrix in range(number):
+        for lane in LANES:
+            for byte in range(4):
+                row, column = lane // 4 + 8 * (byte // 2), 2 * (lane % 4) + byte % 2
+                want[rows[8 * matrix + column] + row] = int(warp.u32[matrix][lane]) >> 8 * byte & 255
+    assert (shared == want).all()
+
+
 def test_movmatrix() -> None:
     warp = machine().warps[0]
     warp.u32[1][:] = np.random.randint(0, 2**32, 32, np.uint32)
@@ -241,7 +260,7 @@ FOUR, TWO = vector("b32", 0, 1, 2, 3), vector("b32", 0, 1)
     [
         ("ldmatrix.sync.aligned.m8n8.x2.shared.b16", (FOUR, at(reg("b32", 9)))),
         ("ldmatrix.sync.aligned.m16n16.x1.shared.b8", (TWO, at(reg("b32", 9)))),
-        ("stmatrix.sync.aligned.m16n8.x2.trans.shared.b8", (at(reg("b32", 9)), TWO)),
+        ("stmatrix.sync.aligned.m16n8.x2.shared.b8", (at(reg("b32", 9)), TWO)),
         ("ldmatrix.sync.aligned.m8n16.x2.trans.shared.b8x16.b6x16_p32", (TWO, at(reg("b32", 9)))),
         ("ldmatrix.sync.aligned.m8n16.x2.shared.b8", (TWO, at(reg("b32", 9)))),
         ("mma.sync.aligned.m8n8k4.row.col.f32.f16.f16.f32", (FOUR, TWO, TWO, FOUR)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from planted import run
 
 from fa4flex.simulator import Result, Shape, launch
 from fa4flex.simulator.run.timing import Timing
@@ -139,3 +140,38 @@ def test_columns_that_were_freed(timing: tuple[str, int]) -> None:
     result = launch(kernel, "columns", Shape((1, 1, 1), (128, 1, 1)), b"", timing=Timing(*timing))
     assert result.fault is None
     assert any("which were freed" in str(finding) for finding in result.findings)
+
+
+LANES_OF_WARPS = """
+    @!%p2 bra ALLOCATED;
+    tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [bar], 32;
+ALLOCATED:
+    bar.sync 0;
+    ld.shared.b32 %r5, [bar];
+    and.b32 %r7, %r1, 96;
+    shl.b32 %r7, %r7, 16;
+    add.u32 %r8, %r5, %r7;
+    tcgen05.st.sync.aligned.32x32b.x1.b32 [%r8], {%r1};
+    tcgen05.wait::st.sync.aligned;
+    tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r6}, [%r8];
+    tcgen05.wait::ld.sync.aligned;
+    cvt.u64.u32 %rd2, %r2;
+    add.s64 %rd3, %rd1, %rd2;
+    st.global.b32 [%rd3], %r6;
+    bar.sync 0;
+    @!%p2 bra END;
+    tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r5, 32;
+END:
+"""
+
+
+@pytest.mark.parametrize("spoilt", ["tcgen05.st", "tcgen05.ld"])
+def test_lanes_of_another_warp(spoilt: str) -> None:
+    """They are reported, and the warp reaches its own."""
+    result, out = run(LANES_OF_WARPS, "sm_100a")
+    assert not result.findings and out.tolist() == list(range(64))
+    line = next(line for line in LANES_OF_WARPS.splitlines() if line.strip().startswith(spoilt))
+    result, out = run(LANES_OF_WARPS.replace(line, line.replace("[%r8]", "[%r5]")), "sm_100a")
+    assert [finding.kind for finding in result.findings] == ["tensor memory"]
+    assert "warp 1 of CTA 0 accesses lane 0" in str(result.findings[0])
+    assert out.tolist() == list(range(64))

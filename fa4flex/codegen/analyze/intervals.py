@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fa4flex.codegen.analyze.linear import Linear, linear
-from fa4flex.codegen.expr import FALSE, TRUE, Expr, apply, const, search, substitute, sym
+from fa4flex.codegen.expr import FALSE, TRUE, Expr, apply, const, load, nodes, search, substitute, sym
 
 MOST_INTERVALS = 8
 """Intervals of a row that are found symbolically."""
@@ -82,6 +82,14 @@ def query_intervals(mask: Expr) -> QueryIntervals | None:
     spans = tuple((substitute(lo, _EXCHANGED), substitute(hi, _EXCHANGED)) for lo, hi in found.spans)
     nonnegative = tuple(substitute(x, _EXCHANGED) for x in found.nonnegative)
     return QueryIntervals(spans, found.sorted_operands, nonnegative)
+
+
+def searched(keys: Intervals) -> tuple[Expr, ...]:
+    """The elements of what the ends search, in their order: those at `kv`, for all numbers below the size of
+    their captured tensor's last dimension. The intervals hold where none is less than the one before."""
+    found = (node for node in nodes(*(end for span in keys.spans for end in span)) if node.op == "search")
+    rows = dict.fromkeys((node.value[0], node.args[1:]) for node in found)
+    return tuple(load(slot, (*lead, _KV), "int") for slot, lead in rows)
 
 
 def describe(keys: KeyIntervals) -> str:

@@ -73,6 +73,13 @@ def integers(*roots: Expr) -> tuple[Expr, ...]:
     return tuple(node for node in nodes(*roots) if node.kind == "int")
 
 
+@lru_cache(maxsize=1024)
+def computed_with(*roots: Expr) -> tuple[int, ...]:
+    """Slots of captured tensors whose integers are computed with, or index others: comparisons take any."""
+    users = [node for node in nodes(*roots) if node.kind == "int" or node.op in READS]
+    return tuple(sorted(slots_read(*(x for node in users for x in node.args if x.kind == "int"))))
+
+
 def overflowing(
     roots: Sequence[Expr], shape: Shape, captured: Captured, bits: int = 32
 ) -> list[tuple[Expr, tuple[int, int]]]:

@@ -19,7 +19,7 @@ import torch
 from fa4flex.codegen.analyze.bounds import bounds
 from fa4flex.codegen.analyze.domain import READS, Ragged, Shape, numbers_read, slot_of, slots_read
 from fa4flex.codegen.analyze.facts import Facts, MaskForm
-from fa4flex.codegen.analyze.intervals import MOST_SPANS, Intervals
+from fa4flex.codegen.analyze.intervals import MOST_SPANS, Intervals, searched
 from fa4flex.codegen.analyze.overflow import integers, overflowing, refuse_overflow
 from fa4flex.codegen.analyze.rules import Bounds
 from fa4flex.codegen.analyze.tables import Tables
@@ -35,6 +35,7 @@ class Proved:
     mask_form: MaskForm
     wide_index: bool
     in_range: bool
+    row_ends: int = 0
 
 
 @dataclass(frozen=True)
@@ -72,11 +73,10 @@ def prove(facts: Facts, shape: Shape, captured: Captured) -> Proved:
     roots = (facts.score, facts.mask, *_ends(facts))
     tables = Tables(captured.unread().signed())
     refuse_overflow((facts.score, facts.mask), shape, tables.captured)
-    return Proved(
-        _mask_form(facts, shape, tables),
-        bool(overflowing(roots, shape, tables.captured)),
-        _in_range(roots, _never_past(facts, shape), shape, tables),
-    )
+    form, wide = _mask_form(facts, shape, tables), bool(overflowing(roots, shape, tables.captured))
+    in_range = _in_range(roots, _never_past(facts, shape), shape, tables)
+    known = form == "tables" and not wide and _hold_in_order(facts, shape, tables)
+    return Proved(form, wide, in_range, len(facts.keys.spans) if known else 0)  # type: ignore[union-attr]
 
 
 @dataclass(frozen=True)
@@ -128,6 +128,17 @@ def _mask_form(facts: Facts, shape: Shape, tables: Tables) -> MaskForm:
         return "none"
     usable = _few(facts.keys) and not unmet(facts.keys, shape, tables)  # type: ignore[arg-type]
     return "spans" if usable else "tables"
+
+
+def _hold_in_order(facts: Facts, shape: Shape, tables: Tables) -> bool:
+    """Whether a row's key intervals hold wherever the captured tensors that they search are sorted."""
+    keys = facts.keys
+    if keys is None or not _few(keys) or unmet(keys, shape, tables, order=False):
+        return False
+    if {x.value for x in searched(keys)} != keys.sorted_operands:
+        return False  # an end that searches was left out, and with it what has to be sorted
+    # An index past the end reads the last element, and a search knows of none.
+    return _in_range((facts.mask, *_ends(facts)), _never_past(facts, shape), shape, tables)
 
 
 def _few(keys: Intervals | None) -> bool:

@@ -153,12 +153,13 @@ def _refuse_short_tables(mask: Expr, shape: Shape, captured: Captured) -> None:
                 raise PastTheEnd(table, f"{index} goes up to {last} in a dimension of {size}", node)
 
 
-def unmet(keys: Intervals, shape: Shape, tables: Tables) -> str:
-    """What the intervals assume and this problem does not provide, in words; "" if nothing."""
+def unmet(keys: Intervals, shape: Shape, tables: Tables, order: bool = True) -> str:
+    """What the intervals assume and this problem does not provide, in words; "" if nothing. order: whether
+    contents are asked if they are sorted."""
     if not fits([end for span in keys.spans for end in span], shape, tables.captured):
         return "the ends of the intervals may not fit in 64 bits"
     for slot in sorted(keys.sorted_operands):
-        if not tables.is_sorted(slot):
+        if order and not tables.is_sorted(slot):
             return f"t{slot} is not sorted"
     for x in keys.nonnegative:
         bound = bind(x, shape, tables.captured)

@@ -69,14 +69,17 @@ class Number:
 
 @dataclass(frozen=True)
 class Parts:
-    """Several arrays in one named tuple; those in `masked` are there where a mask is, the others always."""
+    """Several arrays in one named tuple. when: whether a problem has those that it does not always have."""
 
     arrays: tuple[tuple[str, Array], ...]
-    masked: tuple[str, ...] = ()
+    when: tuple[tuple[str, Callable[[Problem], bool]], ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(name for name, _ in self.arrays)
+
+    def present(self, name: str, problem: Problem) -> bool:
+        return dict(self.when).get(name, lambda _: True)(problem)
 
 
 @dataclass(frozen=True)
@@ -163,8 +166,16 @@ def _packed(one: Pass) -> bool:
     return one.problem.lengths == "packed"
 
 
-def _masked(one: Pass) -> bool:
-    return one.problem.mask_form in ("spans", "tables")
+def _grouped(one: Pass) -> bool:
+    return one.problem.grouped
+
+
+def _masked(problem: Problem) -> bool:
+    return problem.mask_form in ("spans", "tables")
+
+
+def _has_row_ends(problem: Problem) -> bool:
+    return problem.row_ends > 0
 
 
 POINTERS = Array("int32", ("map batch", "map heads", "map rows", 2))
@@ -174,7 +185,10 @@ TABLES = Parts(
         ("partial_tiles", Array("int32", ("partial tiles",))),
         ("full_ptr", POINTERS),
         ("full_tiles", Array("int32", ("full tiles",))),
-    )
+        ("row_ends", Array("int32", ("row ends", "map batch", "map heads", "q_len"))),
+        ("in_order", Array("int32", ("map batch", "map heads"), unit=False)),
+    ),
+    when=(("row_ends", _has_row_ends), ("in_order", _has_row_ends)),
 )
 TURNS = Parts(
     (
@@ -183,9 +197,10 @@ TURNS = Parts(
         ("entries", Array("int32", ("entries",))),
         ("ranks", Array("int32", ("entries",))),
     ),
-    masked=("pointers", "entries", "ranks"),
+    when=(("pointers", _masked), ("entries", _masked), ("ranks", _masked)),
 )
 RANGES = Array("int32", ("range ends", "range batch", "range heads", "range tiles"))
+PIECES = Array("int32", ("searched", "map batch", "map heads", "pieces"))
 PER_ROW = Array("float32", ("batch", "q_heads", "q_len"))
 CUMULATIVE = Array("int32", ("lengths",))  # one more than there are sequences, which no extent can say
 USED = Array("int32", ("sequences",))
@@ -254,7 +269,7 @@ FORWARD = Schema(
     )
 )
 
-BEFORE, MAIN, AFTER = "preprocess", "kernel", "postprocess"
+BEFORE, MAIN, AFTER, SUMS = "preprocess", "kernel", "postprocess", "sum_parts"
 BACKWARD = Schema(
     (
         Argument("q", Heads("q_len", "q_heads", "head_dim")),
@@ -268,13 +283,17 @@ BACKWARD = Schema(
         Argument("delta", Blocks("rows"), "launch", read_by=(BEFORE, MAIN)),
         Argument("dq_sum", Blocks("sums"), "launch", read_by=(BEFORE, MAIN, AFTER)),
         Argument("dq", Heads("q_len", "q_heads", "head_dim"), "launch", read_by=(AFTER,)),
-        Argument("dk", Heads("kv_len", "kv_heads", "head_dim"), "launch"),
-        Argument("dv", Heads("kv_len", "kv_heads", "head_dim_v"), "launch"),
+        Argument("dk", Heads("kv_len", "kv_heads", "head_dim"), "launch", read_by=(MAIN, SUMS)),
+        Argument("dv", Heads("kv_len", "kv_heads", "head_dim_v"), "launch", read_by=(MAIN, SUMS)),
+        Argument("dk_parts", Heads("kv_len", "parts", "head_dim"), "launch", _grouped, (MAIN, SUMS)),
+        Argument("dv_parts", Heads("kv_len", "parts", "head_dim_v"), "launch", _grouped, (MAIN, SUMS)),
         replace(LENGTHS[0], read_by=(BEFORE, MAIN, AFTER)),
         LENGTHS[1],
         replace(LENGTHS[2], read_by=(BEFORE, MAIN)),
         LENGTHS[3],
-        Argument("tables", TABLES, "launch", lambda one: _masked(one) and not one.problem.deterministic),
+        Argument(
+            "tables", TABLES, "launch", lambda one: _masked(one.problem) and not one.problem.deterministic
+        ),
         Argument("turns", TURNS, "launch", lambda one: one.problem.deterministic),
         OPERANDS,
         SCALARS,
@@ -292,6 +311,7 @@ BLOCK_TABLES = Schema(
         Argument("kv_len", Number("int"), "launch"),
         Argument("num_heads", Number("int"), "launch"),
         Argument("ranges", RANGES, "launch", lambda one: bool(one.config.ranges)),
+        Argument("pieces", PIECES, "launch", lambda one: bool(one.config.searched)),
         Argument("tables", TABLES, "launch"),
     )
 )

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.analyze.gradient import written_once
 from fa4flex.codegen.expr import sym
+from fa4flex.codegen.plan.groups import groups_of
 from fa4flex.codegen.plan.inputs import Inputs
 from fa4flex.codegen.plan.pipeline import BackwardPlan
 from fa4flex.codegen.plan.problem import Adding, Problem, itemsize
@@ -65,7 +66,9 @@ def _separate(one: CapturedSum, facts: Facts, inputs: Inputs, plan: BackwardPlan
     tiles = -(-extents.kv_len // tile_n) * extents.batch
     if inputs.lengths == "packed":
         tiles = extents.kv_len // tile_n + extents.batch
-    shape = (tiles * inputs.kv_heads * plan.ctas * ADDING, *one.shape[1:])
+    groups = groups_of(inputs, plan)
+    parts = 1 if groups is None else groups.parts(extents.batch, extents.q_len, extents.kv_len)
+    shape = (tiles * inputs.kv_heads * parts * plan.ctas * ADDING, *one.shape[1:])
     patterns = {term.pattern for term in facts.gradient.of_slots([one.slot])}
     if patterns != {"constant in q and kv"} or 4 * math.prod(shape) > MOST_SEPARATE:
         raise UnsupportedError(

@@ -111,6 +111,7 @@ class Pipeline:
     accepts      whether it is the one for a problem on a chip, where none before it in the table is
     plan         makes a plan, or raises UnsupportedError in words for what its kernel does not have
     zero_fills   whether a backward kernel writes the zeros of captured gradients in tiles that the mask hides
+    splits_groups   whether a backward kernel may take query heads that share keys in parts (groups.py)
     """
 
     name: str
@@ -119,3 +120,4 @@ class Pipeline:
     plan: Callable[[Any], Any]
     """ForwardRequest -> ForwardPlan, or Request -> BackwardPlan."""
     zero_fills: bool = False
+    splits_groups: bool = False

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from fa4flex.codegen.analyze.facts import MaskForm
+from fa4flex.codegen.analyze.intervals import MOST_SPANS
 from fa4flex.codegen.plan.lengths import Lengths
 from fa4flex.errors import InputError, UnsupportedError
 
@@ -22,7 +23,7 @@ PAGE_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 _FLAGS = (
     "few_queries", "few_rows", "many_queries", "many_keys", "sinks", "wide_index", "in_range",
-    "positive_scale", "sloped", "deterministic", "long_scores", "pair_reads", "long_masks",
+    "positive_scale", "sloped", "deterministic", "long_scores", "pair_reads", "long_masks", "grouped",
 )  # fmt: skip
 
 
@@ -34,6 +35,9 @@ class Problem:
     mask_form              "none": all pairs; "spans": the key intervals of the facts hold, and at most two
                            per row; "queries": of backward passes, the query intervals of the facts hold, and
                            at most two per key; "tables": block tables, and the mask in partial tiles
+    row_ends               with "tables": how many key intervals per row hold if the captured tensors that
+                           they search are sorted; the intervals' ends, and whether they hold, stand beside
+                           block tables; 0 is always right
     sinks                  a learnable logit per head joins the denominator
     statistics             which of STATISTICS are written
     wide_index             index arithmetic may pass 2^31
@@ -55,6 +59,7 @@ class Problem:
                            it by query or key, or its derivative is another one for each score
     pair_reads             of backward passes: scores are long, and read elements that belong to one pair each
     long_masks             of backward passes: query intervals take divisions, or elements of captured tensors
+    grouped                of backward passes: query heads share keys, and blocks may take them in parts
     gradients              of backward passes: the slots of captured tensors whose gradients are asked for,
                            and whether elements are a "sum" or written "once", float32 like sums, or 16 bits
                            wide "once in pairs" of keys
@@ -83,8 +88,10 @@ class Problem:
     long_scores: bool = False
     pair_reads: bool = False
     long_masks: bool = False
+    grouped: bool = False
     gradients: tuple[tuple[int, Adding], ...] = ()
     deterministic: bool = False
+    row_ends: int = 0
 
     def __post_init__(self) -> None:
         for name in ("dtype", "out_dtype"):
@@ -93,6 +100,7 @@ class Problem:
             _require_width(name, getattr(self, name))
         _require_one_of("lengths", self.lengths, get_args(Lengths))
         _require_one_of("mask_form", self.mask_form, get_args(MaskForm))
+        _require_one_of("row_ends", self.row_ends, tuple(range(MOST_SPANS + 1)))
         for name in _FLAGS:
             _require_one_of(name, getattr(self, name), (True, False))
         _require_one_of("page_rows", self.page_rows, (0, *PAGE_ROWS))
@@ -125,8 +133,9 @@ class Problem:
         extras += ["many keys"] * self.many_keys
         extras += [f"{len(self.operands)} captured tensors"] * bool(self.operands) + ["sinks"] * self.sinks
         extras += [f"gradients of {len(self.gradients)} of these"] * bool(self.gradients)
-        extras += ["deterministic"] * self.deterministic
         extras += [f"pages of {self.page_rows} keys or a multiple"] * bool(self.page_rows)
+        extras += ["groups of query heads"] * self.grouped + ["deterministic"] * self.deterministic
+        extras += ["key intervals where what they search is sorted"] * bool(self.row_ends)
         parts = [f"heads of {heads}", self.dtype, f"{self.lengths} lengths", _MASKS[self.mask_form], *extras]
         return ", ".join(parts)
 

@@ -35,6 +35,7 @@ def forward_problem(inputs: Inputs, proved: Proved, target: Target) -> Problem:
         many_queries=inputs.lengths == "dense" and 0 < target.many_queries < longest,
         operands=inputs.operands,
         page_rows=inputs.page_rows,
+        row_ends=proved.row_ends if inputs.lengths == "dense" else 0,
     )
 
 
@@ -51,6 +52,7 @@ def backward_problem(
         long_scores=long_scores(facts),
         pair_reads=any(map(read_by_pairs, nodes(facts.score))),
         long_masks=_long_masks(facts),
+        row_ends=0,
     )
 
 

@@ -59,17 +59,19 @@ class Work:
 
 def count_work(facts: Facts, problem: Problem) -> Work:
     """Facts -> Work. Masks are left out of the cost: full tiles never evaluate them."""
-    hooked = (facts.score, facts.mask) if problem.mask_form == "tables" else (facts.score,)
+    # Beside ends of rows, the mask's terms are computed where it is asked, and not kept.
+    asked = problem.mask_form == "tables" and not problem.row_ends
+    hooked = (facts.score, facts.mask) if asked else (facts.score,)
     terms = hoist(*hooked)
     cost = SOFTMAX.plus(score_cost(facts.score))
-    ends = _row_ends(facts) if problem.mask_form == "spans" else ()
+    ends = len(_row_ends(facts)) if problem.mask_form == "spans" else 2 * problem.row_ends
     return Work(
         *cost,
         uniform=len(terms.uniform),
         row=len(terms.row),
         column=len(terms.column),
         element=terms.element_operations,
-        row_ends=len(ends),
+        row_ends=ends,
         bias=tuple(_biases(facts.score, problem)),
     )
 

@@ -82,26 +82,52 @@ FAILS = {
 second path, which the guard has for its constant."""
 
 Reading = tuple[tuple[Tensor, ...], tuple[int | float, ...]]
-Reader = Callable[..., Reading | None]
-"""reader(score_mod, mask) -> captured tensors and numbers as they are now; None if a guard fails."""
+
+
+class Reader(NamedTuple):
+    """Two generated functions.
+
+    read(score_mod, mask) -> captured tensors and numbers as they are now; None if a guard fails.
+    matching(tensors, numbers) -> a function of (score_mod, mask), true if the guards hold and these very
+    tensors are captured now, and numbers of the same text (0.0 equals -0.0); false or None if not.
+    """
+
+    read: Callable[..., Reading | None]
+    matching: Callable[..., Callable[..., bool | None]]
+
 
 _MISSES = (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError, Opaque)
 """Errors of a path that leads nowhere any more."""
 
 
 def reader_of(guards: Sequence[Guard], tensors: Sequence[Path], numbers: Sequence[Path]) -> Reader:
-    """The function that checks the guards in their order and reads tensors and numbers."""
+    """Functions that check the guards in their order, and then read tensors and numbers, or compare them."""
     writer = _Writer()
     for guard in guards:
         writer.check(guard)
-    results = [_tuple([writer.variable(path) for path in paths]) for paths in (tensors, numbers)]
-    body = [*writer.lines, f"return {results[0]}, {results[1]}"]
-    lines = ["def read(score, mask):", "    try:", *(f"        {line}" for line in body)]
-    lines += ["    except MISSES:", "        return None"]
+    held, told = ([writer.variable(path) for path in paths] for paths in (tensors, numbers))
+    tests = [f"{x} is t{i}" for i, x in enumerate(held)]
+    tests += [f"({x} is n{i} or repr({x}) == repr(n{i}))" for i, x in enumerate(told)]
+    known = [f"{_tuple([f't{i}' for i in range(len(held))])} = tensors"] * bool(held)
+    known += [f"{_tuple([f'n{i}' for i in range(len(told))])} = numbers"] * bool(told)
+    read = _function("read", [*writer.lines, f"return {_tuple(held)}, {_tuple(told)}"])
+    matches = _function("matches", [*writer.lines, f"return {' and '.join(tests) or True}"])
+    lines = [*read, "def matching(tensors, numbers):", *_indented([*known, *matches, "return matches"])]
     space = {**_NAMES, **writer.constants}
     exec(compile("\n".join(lines), "<fa4flex reader>", "exec"), space)
-    read: Reader = space["read"]
-    return read
+    return Reader(space["read"], space["matching"])
+
+
+def _function(name: str, body: list[str]) -> list[str]:
+    """Lines of a function of the mods that returns None where a path leads nowhere."""
+    return [
+        f"def {name}(score, mask):",
+        *_indented(["try:", *_indented(body), "except MISSES:", "    return None"]),
+    ]
+
+
+def _indented(lines: list[str]) -> list[str]:
+    return [f"    {line}" for line in lines]
 
 
 _NAMES: dict[str, Any] = {

@@ -48,10 +48,11 @@ class Postprocess:
         else:
             batch, q_len, heads, _ = arguments.dq.shape
             grid = [cute.ceil_div(q_len, config.tile_m), heads, batch]
-        self.device(arguments).launch(grid=grid, block=[self.threads, 1, 1], stream=stream)
+        self.device(arguments).launch(grid=grid, block=[self.threads, 1, 1], stream=stream, use_pdl=True)
 
     @cute.kernel
     def device(self, arguments: PostprocessArguments) -> None:
+        cute.arch.griddepcontrol_wait()
         config = self.config
         tile, h, b = cute.arch.block_idx()
         thread = cute.arch.thread_idx()[0]

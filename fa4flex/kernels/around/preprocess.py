@@ -54,6 +54,8 @@ class Preprocess:
 
     @cute.kernel
     def device(self, arguments: PreprocessArguments) -> None:
+        # The next kernel's blocks may take the places of these, and wait there until all have ended.
+        cute.arch.griddepcontrol_launch_dependents()
         block, h, b = cute.arch.block_idx()
         thread = cute.arch.thread_idx()[0]
         row = block * (THREADS // self.lanes) + thread // self.lanes

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 THREADS = 128
 WARPS = THREADS // 32
+PIECE = 128
+"""Elements of a captured tensor that a warp compares with the ones behind them."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +25,12 @@ class Config:
     """tile     queries and keys of a tile
     by_keys  rows of the tables are tiles of keys, which list tiles of queries; else the other way round
     ranges   what is found first
+    spans    key spans per row whose ends are written as well, 0 for none
+    searched slots of the captured tensors that have to be sorted for that
     """
 
     tile: tuple[int, int]
     by_keys: bool
     ranges: tuple[Range, ...] = ()
+    spans: int = 0
+    searched: tuple[int, ...] = ()

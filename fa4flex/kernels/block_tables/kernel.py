@@ -1,9 +1,10 @@
 """Which tiles of a mask are empty, partial or full, found on the device: O(tiles) where bounds decide.
 
-ranges: least and greatest value of what depends on queries or keys alone, a warp per tile
+ranges: least and greatest value of what depends on queries or keys alone, a warp per tile; the ends of key
+        spans, a lane per row, and whether pieces of what they search are sorted, a warp per piece
           |
 tables: a lane bounds the mask over a tile; tiles left open are asked pair by pair, by their warp, until two
-        pairs differ; each row's tiles are listed in order
+        pairs differ; each row's tiles are listed in order; whether all pieces are sorted
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from typing import Any
 
 import cutlass
 from cuda.bindings import driver as cuda
-from cutlass import Boolean, Float32, Int32, const_expr, cute, select_
+from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute, select_
 
 from fa4flex.codegen.plan.arguments import BLOCK_TABLES
-from fa4flex.kernels.block_tables.config import THREADS, WARPS, Config
+from fa4flex.kernels.block_tables.config import PIECE, THREADS, WARPS, Config
 from fa4flex.kernels.common.arguments import named
 from fa4flex.kernels.common.folds import folds_of
 from fa4flex.kernels.common.hooks import At, Hooks, Pointwise
+from fa4flex.kernels.common.keys import row_spans
 from fa4flex.kernels.common.pointwise import terms_of
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
@@ -35,8 +37,9 @@ _Arguments: Any = named("BlockTableArguments", BLOCK_TABLES.read_by("kernel"))
 
 class BlockTableArguments(_Arguments):
     """operands, scalars: what the mask captured. q_len, kv_len, num_heads: Int32. ranges int32 [ranges, B, H,
-    tiles], written first and then read. tables: see Tables in kernels/common/arguments.py; a row's lists
-    begin at as many elements as there are columns, times the number of rows before it."""
+    tiles] and pieces int32 [searched, B, H, pieces] are written first and then read. tables: see Tables in
+    kernels/common/arguments.py; a row's lists begin at as many elements as there are columns, times the
+    number of rows before it."""
 
 
 class BlockTables:
@@ -52,7 +55,15 @@ class BlockTables:
     @cute.jit
     def __call__(self, arguments: BlockTableArguments, stream: cuda.CUstream) -> None:
         batch, heads, rows, _ = arguments.tables.partial_ptr.shape
-        if const_expr(len(self.config.ranges)):
+        if const_expr(self.config.spans):
+            warps = self.warps_of_rows(arguments)
+            if const_expr(len(self.config.ranges)):
+                warps = cutlass.max(warps, arguments.ranges.shape[3])
+            # Ranges differ by no batch entry and no head by which tiles do not.
+            self.find_ranges(arguments).launch(
+                grid=[cute.ceil_div(warps, WARPS), heads, batch], block=[THREADS, 1, 1], stream=stream
+            )
+        elif const_expr(len(self.config.ranges)):
             _, some, more, tiles = arguments.ranges.shape
             self.find_ranges(arguments).launch(
                 grid=[cute.ceil_div(tiles, WARPS), more, some], block=[THREADS, 1, 1], stream=stream
@@ -76,6 +87,11 @@ class BlockTables:
             at = at.but(operands=at.operands + tuple(arguments.ranges[i, None, None, None] for i in ends))
         return at if self.hooks.uniform is None else at.but(uniform=tuple(self.hooks.uniform(at)))
 
+    def warps_of_rows(self, arguments: BlockTableArguments) -> Int32:
+        """Warps of a batch entry and head that find ends of rows, or compare elements."""
+        rows = cute.ceil_div(arguments.tables.row_ends.shape[3], 32)
+        return cutlass.max(rows, arguments.pieces.shape[3])
+
     # --- ranges -------------------------------------------------------------------------------------
 
     @cute.kernel
@@ -85,6 +101,10 @@ class BlockTables:
         at = self.place(arguments, b, h)
         for i in cutlass.range_constexpr(len(self.config.ranges)):
             self.find_range(arguments, at, tile, i)
+        if const_expr(self.config.spans):
+            self.find_ends(arguments, at, tile * 32)
+            for i in cutlass.range_constexpr(len(self.config.searched)):
+                self.compare_piece(arguments, at, tile, i)
 
     @cute.jit
     def find_range(
@@ -113,6 +133,38 @@ class BlockTables:
                 arguments.ranges[2 * i, at.b, at.h, tile] = least
                 arguments.ranges[2 * i + 1, at.b, at.h, tile] = greatest
 
+    @cute.jit
+    def find_ends(self, arguments: BlockTableArguments, at: cutlass.Constexpr[At], first: Int32) -> None:
+        """A lane's: the ends of a row's key spans."""
+        q = first + cute.arch.lane_idx()
+        if q < at.q_len:
+            for i, (lo, hi) in enumerate(row_spans(self.hooks, at_index(at, True, q))):
+                arguments.tables.row_ends[2 * i, at.b, at.h, q] = Int32(0) if lo is None else lo
+                arguments.tables.row_ends[2 * i + 1, at.b, at.h, q] = hi
+
+    @cute.jit
+    def compare_piece(
+        self,
+        arguments: BlockTableArguments,
+        at: cutlass.Constexpr[At],
+        piece: Int32,
+        i: cutlass.Constexpr[int],
+    ) -> None:
+        """A warp's: whether the elements of a piece fit in 32 bits, and none is greater than the next."""
+        table, lane = arguments.operands[self.config.searched[i]], cute.arch.lane_idx()
+        last = Int32(table.shape[cute.rank(table) - 1]) - 1
+        if piece < arguments.pieces.shape[3]:
+            fits = Boolean(True)
+            for step in range(0, PIECE, 32):
+                places = (cutlass.min(piece * PIECE + step + lane + more, last) for more in (0, 1))
+                mine, following = (
+                    Int64(evaluated(self.hooks.searched[i], at_index(at, False, place))) for place in places
+                )
+                fits = fits & (mine <= following) & (Int64(Int32(mine)) == mine)
+            fits = cute.arch.vote_ballot_sync(~fits) == 0
+            if lane == 0:
+                arguments.pieces[i, at.b, at.h, piece] = Int32(fits)
+
     # --- tables -------------------------------------------------------------------------------------
 
     @cute.kernel
@@ -121,6 +173,21 @@ class BlockTables:
         row = block * WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if row < arguments.tables.partial_ptr.shape[2]:
             self.list_row(arguments, self.place(arguments, b, h), row)
+        if const_expr(self.config.spans):
+            self.find_order(arguments, row, h, b)
+
+    @cute.jit
+    def find_order(self, arguments: BlockTableArguments, row: Int32, h: Int32, b: Int32) -> None:
+        """The first row's warp finds whether all pieces are sorted."""
+        pieces, lane = arguments.pieces.shape[3], cute.arch.lane_idx()
+        if row == 0:
+            fits = Boolean(True)
+            for first in cutlass.range(0, pieces, 32, unroll=1):
+                for i in cutlass.range_constexpr(len(self.config.searched)):
+                    fits = fits & (arguments.pieces[i, b, h, cutlass.min(first + lane, pieces - 1)] != 0)
+            fits = cute.arch.vote_ballot_sync(~fits) == 0
+            if lane == 0:
+                arguments.tables.in_order[b, h] = Int32(fits)
 
     @cute.jit
     def list_row(self, arguments: BlockTableArguments, at: cutlass.Constexpr[At], row: Int32) -> None:

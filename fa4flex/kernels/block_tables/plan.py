@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from fa4flex.codegen.analyze.intervals import Intervals, searched
 from fa4flex.codegen.analyze.tile_bounds import TileBounds
+from fa4flex.codegen.expr import Expr
 from fa4flex.codegen.plan.problem import Problem
 from fa4flex.codegen.plan.target import Target
 from fa4flex.kernels.block_tables.config import WARPS, Config, Range
@@ -14,12 +16,13 @@ from fa4flex.kernels.block_tables.config import WARPS, Config, Range
 @dataclass(frozen=True)
 class TablesPlan:
     """Tables for a kernel of `problem` on `target`, whose tiles are those of `bounds`. by_keys: its rows are
-    tiles of keys, as in backward passes."""
+    tiles of keys, as in backward passes. keys: intervals of which the ends are written too."""
 
     target: Target
     problem: Problem
     bounds: TileBounds
     by_keys: bool
+    keys: Intervals | None = None
 
     module: ClassVar[str] = "fa4flex.kernels.block_tables"
 
@@ -34,7 +37,13 @@ class TablesPlan:
 
     def config(self) -> Config:
         found = (Range(self.bounds.side(i), *self.bounds.varies(i)) for i in range(len(self.bounds.ranges)))
-        return Config(self.tile, self.by_keys, tuple(found))
+        spans = 0 if self.keys is None else len(self.keys.spans)
+        return Config(self.tile, self.by_keys, tuple(found), spans, tuple(x.value for x in self.searched))
+
+    @property
+    def searched(self) -> tuple[Expr, ...]:
+        """Elements that have to be sorted for the intervals to hold."""
+        return () if self.keys is None else searched(self.keys)
 
     def explain(self) -> str:
         rows, columns = ("keys", "queries") if self.by_keys else ("queries", "keys")
@@ -45,5 +54,7 @@ class TablesPlan:
             f"empty unless {self.bounds.possible}",
             "pairs are asked one by one in tiles that are neither",
         ]
+        if self.keys is not None:
+            lines.append(f"ends of rows' keys, where sorted: {', '.join(map(str, self.searched))}")
         lines += [f"r{i}: least and greatest {x} of a tile" for i, x in enumerate(self.bounds.ranges)]
         return "\n".join(lines)

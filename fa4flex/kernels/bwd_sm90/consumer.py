@@ -29,6 +29,7 @@ from fa4flex.kernels.common.backward import (
     KeyWork,
     needs_mask,
     query_tile_at,
+    written,
 )
 from fa4flex.kernels.common.fragment import (
     as_operand,
@@ -39,9 +40,8 @@ from fa4flex.kernels.common.fragment import (
     widened,
 )
 from fa4flex.kernels.common.hooks import Hooks
-from fa4flex.kernels.common.next_tile import receive
 from fa4flex.kernels.common.operand_gradients import Collector, sums_of, targets
-from fa4flex.kernels.common.transfer import read_pair, release, stage_by_fours
+from fa4flex.kernels.common.transfer import States, read_pair, release, stage_by_fours
 from fa4flex.kernels.common.transposed import Slab, Slopes
 
 PARTS = (16, 12, 10, 8)
@@ -133,28 +133,23 @@ class Consumer:
         operands = self.operands(mmas, shared, lane, warpgroup_index)
         q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.q_stages)
         do_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.do_stages)
-        states, count = (q_state, do_state), Int32(0)
-        number, turn = self.scheduler.first(), Int32(0)
         given, where = (mmas, operands), (lane, warpgroup_index)
-        if const_expr(config.persistent):
-            while number < grid.total:
-                work = self.scheduler.work(number, grid, arguments)
-                before = count
-                states, count = self.tile(
-                    arguments, work, shared, pipes, given, states, (*where, count, turn)
-                )
+
+        @cute.jit
+        def accumulate(work: KeyWork, phase: Int32, carry: tuple[States, Int32]) -> tuple[States, Int32]:
+            states, before = carry
+            states, count = self.tile(arguments, work, shared, pipes, given, states, (*where, before, phase))
+            if const_expr(config.persistent):
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(pipes.keys_empty)
-                self.deliver(arguments, work, shared, given, stores, where, (count - before, count))
-                number = receive(pipes.next, turn & 1)
+            self.deliver(arguments, work, shared, given, stores, where, (count - before, count))
+            if const_expr(config.persistent):
                 # Others of the warpgroup meet this warp before they write there anew.
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
-                turn += 1
-        else:
-            work = self.scheduler.work(number, grid, arguments)
-            _, count = self.tile(arguments, work, shared, pipes, given, states, (*where, count, turn))
-            self.deliver(arguments, work, shared, given, stores, where, (count, count))
+            return states, count
+
+        self.scheduler.walk(grid, arguments, pipes.next, accumulate, ((q_state, do_state), Int32(0)))
 
     @cute.jit
     def tile(
@@ -164,24 +159,24 @@ class Consumer:
         shared: cutlass.Constexpr[Shared],
         pipes: cutlass.Constexpr[Pipes],
         given: cutlass.Constexpr[tuple[Mmas, Operands]],
-        states: tuple[pipeline.PipelineState, pipeline.PipelineState],
+        states: States,
         places: tuple[Int32, Int32, Int32, Int32],
-    ) -> tuple[tuple[pipeline.PipelineState, pipeline.PipelineState], Int32]:
-        """dK and dV of a tile of keys; places: lane, warpgroup, and how many steps, and tiles, were before.
+    ) -> tuple[States, Int32]:
+        """dK and dV of a tile of keys; places: lane, warpgroup, how many steps were before, and the phase.
         Returns how many steps there were with it."""
         config = self.config
         mmas, operands = given
-        lane, warpgroup_index, count, turn = places
+        lane, warpgroup_index, count, phase = places
         q_state, do_state = states
         operands.dk.fill(0.0)
         operands.dv.fill(0.0)
         heads = Int32(arguments.q.shape[-2])
         if const_expr(config.ragged):
-            self.await_keys(pipes, turn & 1)
+            self.await_keys(pipes, phase)
             self.clear_past_end((shared.k, shared.v), work.kv_len - work.tile * config.tile_n)
         sums = sums_of(self.shares)
         for g in cutlass.range(work.group, unroll=1):
-            h = work.kv_head * work.group + g
+            h = work.part * work.group + g
             slab = self.slab(arguments, work, h, heads, warpgroup_index, lane)
             queries = self.scheduler.queries(work, h, arguments)
             collector = self.collector(arguments, slab, sums, (lane, warpgroup_index))
@@ -189,7 +184,7 @@ class Consumer:
             given_all = mmas, operands, collector
             # As late as can be: what a head begins with takes as long as keys take to come.
             if const_expr(not config.ragged):
-                self.await_keys(pipes, turn & 1)
+                self.await_keys(pipes, phase)
             ordered = cutlass.const_expr(config.deterministic and config.masked)
             for i in cutlass.range(0 if ordered else queries.masked_count, unroll=1):
                 places = (query_tile_at(queries, i), lane, warpgroup_index, count)
@@ -296,7 +291,7 @@ class Consumer:
         given: cutlass.Constexpr[tuple[Mmas, Operands, Collector]],
         shared: cutlass.Constexpr[Shared],
         pipes: cutlass.Constexpr[Pipes],
-        states: tuple[pipeline.PipelineState, pipeline.PipelineState],
+        states: States,
         places: tuple[Int32, Int32, Int32, Int32],
         masked: cutlass.Constexpr[bool],
     ) -> None:
@@ -311,7 +306,7 @@ class Consumer:
         given: tuple[Mmas, Operands, Collector],
         shared: Shared,
         pipes: Pipes,
-        states: tuple[pipeline.PipelineState, pipeline.PipelineState],
+        states: States,
         places: tuple[Int32, Int32, Int32, Int32],
         masked: bool,
     ) -> tuple[cute.Tensor, cute.Tensor]:
@@ -352,7 +347,7 @@ class Consumer:
         made: tuple[cute.Tensor, cute.Tensor],
         shared: Shared,
         pipes: Pipes,
-        states: tuple[pipeline.PipelineState, pipeline.PipelineState],
+        states: States,
         where: tuple[Int32, Int32, Int32, Int32],
     ) -> None:
         """`made` are P' and dS'; `where` is (lane, warpgroup, step, stage of what lies in shared memory)."""
@@ -565,7 +560,7 @@ class Consumer:
             if const_expr(len(stores) > 0):
                 store_by_copies(tuple(stores[i] for i in batch), rows, work, first_key // KEYS, where)
             else:
-                targets = tuple((arguments.dk, arguments.dv)[i] for i in batch)
+                targets = tuple(written(arguments)[i] for i in batch)
                 columns = tuple(self.first_column(cute.size(x, mode=[1]), w) for x in rows)
                 store_by_threads(targets, rows, work, (first_key, columns), where)
 

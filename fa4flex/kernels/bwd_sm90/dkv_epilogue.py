@@ -70,7 +70,7 @@ def store_by_copies(
     if cute.arch.make_warp_uniform(lane // 32) == 0:
         for store, rows in zip(stores, staged, strict=True):
             width = cute.size(rows, mode=[1])
-            whole = sequence(store.tma_tensor, work.kv_offset, work.kv_head, work.b)
+            whole = sequence(store.tma_tensor, work.kv_offset, work.part, work.b)
             tiles = cute.local_tile(whole, (KEYS, width), (None, None))
             stage = cute.make_tensor(rows.iterator, cute.append(rows.layout, cute.make_layout(1)))
             from_shared, to_global = partition(store, stage, tiles)
@@ -100,7 +100,7 @@ def store_by_threads(
             taken = cute.make_rmem_tensor((WIDE,), rows.element_type)
             source = cute.logical_divide(rows[row, None], cute.make_layout(WIDE))[None, piece]
             cute.autovec_copy(source, taken)
-            token = token_of(target, work.b, work.kv_offset, key, work.kv_head)
+            token = token_of(target, work.b, work.kv_offset, key, work.part)
             there = cute.logical_divide(token, cute.make_layout(WIDE))[None, column // WIDE]
             found.append((key < work.kv_len and column < target.shape[-1], taken, there))
     for i in cutlass.range_constexpr(len(found)):

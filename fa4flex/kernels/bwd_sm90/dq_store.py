@@ -22,7 +22,6 @@ from fa4flex.kernels.common.backward import (
     rows_of,
 )
 from fa4flex.kernels.common.hooks import Share
-from fa4flex.kernels.common.next_tile import receive
 from fa4flex.kernels.common.transfer import Views, add_bulk, partition
 
 THREADS = 128 + 32
@@ -48,24 +47,22 @@ class DqStore:
         config = self.config
         for w in cutlass.range_constexpr(config.consumers):
             cute.arch.barrier_arrive(barrier_id=dq_empty(w, 0), number_of_threads=THREADS)
-        stage, parity = Int32(0), Int32(0)
-        number, turn = self.scheduler.first(), Int32(0)
-        if const_expr(config.persistent):
-            while number < grid.total:
-                work = self.scheduler.work(number, grid, arguments)
-                stage, parity, steps = self.tile(arguments, work, shared, copies, (stage, parity))
+
+        @cute.jit
+        def store(work: KeyWork, phase: Int32, stages: tuple[Int32, Int32]) -> tuple[Int32, Int32]:
+            stage, parity, steps = self.tile(arguments, work, shared, copies, stages)
+            if const_expr(config.persistent):
                 if steps > 0:
                     # The other stage is free too, for dK and dV.
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
                     for w in cutlass.range_constexpr(config.consumers):
                         cute.arch.barrier_arrive(barrier_id=dq_empty(w, 1 - stage), number_of_threads=THREADS)
-                number = receive(pipes.next, turn & 1)
-                turn += 1
-        else:
-            only = self.scheduler.work(number, grid, arguments)
-            self.tile(arguments, only, shared, copies, (stage, parity))
-            # Shared memory must last until all was read. What is under way then, the grid's end waits for.
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            else:
+                # Shared memory must last until all was read. The grid's end waits for what is under way then.
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+            return stage, parity
+
+        self.scheduler.walk(grid, arguments, pipes.next, store, (Int32(0), Int32(0)))
 
     @cute.jit
     def tile(
@@ -81,7 +78,7 @@ class DqStore:
         stage, parity = stages
         steps = Int32(0)
         for g in cutlass.range(work.group, unroll=1):
-            h = work.kv_head * work.group + g
+            h = work.part * work.group + g
             queries = self.scheduler.queries(work, h, arguments)
             steps += queries.count
             sums = rows_of(arguments.dq_sum, work, h, config.head_dim)

@@ -26,7 +26,7 @@ from fa4flex.kernels.bwd_sm90.dq_store import DqStore, others
 from fa4flex.kernels.bwd_sm90.producer import Producer
 from fa4flex.kernels.bwd_sm90.resources import Pipes, Shared, swizzled_rows
 from fa4flex.kernels.bwd_sm90.zero_fill import WARPS, ZeroFill
-from fa4flex.kernels.common.backward import BackwardArguments, BackwardTileScheduler, KeyGrid
+from fa4flex.kernels.common.backward import BackwardArguments, BackwardTileScheduler, KeyGrid, written
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.next_tile import NextTile
 from fa4flex.kernels.common.transfer import reordered
@@ -65,6 +65,7 @@ class Backward:
             block=[self.config.threads, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,  # without it the compiler drops the register split
+            use_pdl=True,
         )
 
     def mmas(self, kind: Any) -> Mmas:
@@ -158,7 +159,7 @@ class Backward:
         if not config.persistent or config.ragged:
             return ()
         found = []
-        for gradient, width in ((arguments.dk, config.head_dim), (arguments.dv, config.head_dim_v)):
+        for gradient, width in zip(written(arguments), (config.head_dim, config.head_dim_v), strict=True):
             rows = swizzled_rows(gradient.element_type, (KEYS, width, 1), swizzle(width, width))
             tile = cute.slice_(rows, (None, None, 0))
             store = cpasync.CopyBulkTensorTileS2GOp()
@@ -226,6 +227,9 @@ class Backward:
             cute.arch.mbarrier_init_fence()
         pipeline.pipeline_init_arrive()
         pipeline.pipeline_init_wait()
+        # All of a block: one that ended before the kernel before this one could let the next one begin.
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.config.producer_registers)
             if warp == 0:

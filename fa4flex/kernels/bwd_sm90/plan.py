@@ -140,6 +140,7 @@ class HopperBackwardPlan:
             f"warpgroups: 1 producer, {config.consumers} consumers of {config.producer_registers} and"
             f" {config.consumer_registers} registers, which share out {_SPLITS[self.split]}",
             f"order: {BLOCKS[self.persistent, self.persistent]}",
+            *["query heads that share keys: in parts, where tiles of keys are few"] * self.problem.grouped,
             *["sums of dQ come in one order: each block awaits its turn"] * self.problem.deterministic,
             "shared memory:",
             self.memory.explain(),
@@ -182,4 +183,5 @@ BWD_SM90 = Pipeline(
     lambda problem, target: target.family == "sm90",
     plan_hopper_backward,
     zero_fills=True,
+    splits_groups=True,
 )

@@ -19,8 +19,7 @@ from fa4flex.kernels.common.backward import (
     query_tile_at,
     rows_of,
 )
-from fa4flex.kernels.common.next_tile import finish, publish, take
-from fa4flex.kernels.common.transfer import Views, load_once, load_stage, partition, sequence
+from fa4flex.kernels.common.transfer import States, Views, load_once, load_stage, partition, sequence
 
 
 class Producer:
@@ -40,20 +39,14 @@ class Producer:
         config = self.config
         q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.q_stages)
         do_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, config.do_stages)
-        number, turn = self.scheduler.first(), Int32(0)
-        if const_expr(config.persistent):
-            while number < grid.total:
-                work = self.scheduler.work(number, grid, arguments)
-                cute.arch.mbarrier_wait(pipes.keys_empty, (turn & 1) ^ 1)
-                q_state, do_state = self.tile(arguments, work, transfers, shared, pipes, (q_state, do_state))
-                # Not before: what a block took at the start of a long tile would wait for its end.
-                number = take(arguments.counter, cute.arch.grid_dim()[0])
-                publish(number, pipes.next, (turn & 1) ^ 1)
-                turn += 1
-            finish(arguments.counter, cute.arch.grid_dim()[0])
-        else:
-            work = self.scheduler.work(number, grid, arguments)
-            self.tile(arguments, work, transfers, shared, pipes, (q_state, do_state))
+
+        @cute.jit
+        def load(work: KeyWork, phase: Int32, states: States) -> States:
+            if const_expr(config.persistent):
+                cute.arch.mbarrier_wait(pipes.keys_empty, phase ^ 1)
+            return self.tile(arguments, work, transfers, shared, pipes, states)
+
+        self.scheduler.walk(grid, arguments, pipes.next, load, (q_state, do_state), takes=True)
 
     @cute.jit
     def tile(
@@ -63,8 +56,8 @@ class Producer:
         transfers: cutlass.Constexpr[tuple[Any, ...]],
         shared: cutlass.Constexpr[Shared],
         pipes: cutlass.Constexpr[Pipes],
-        states: tuple[pipeline.PipelineState, pipeline.PipelineState],
-    ) -> tuple[pipeline.PipelineState, pipeline.PipelineState]:
+        states: States,
+    ) -> States:
         """What a tile of keys takes."""
         config = self.config
         q, k, v, dout = transfers
@@ -72,7 +65,7 @@ class Producer:
         load_once(k, self.keys(k, shared.k, work, config.head_dim), pipes.k_full)
         load_once(v, self.keys(v, shared.v, work, config.head_dim_v), pipes.v_full)
         for g in cutlass.range(work.group, unroll=1):
-            h = work.kv_head * work.group + g
+            h = work.part * work.group + g
             queries = self.scheduler.queries(work, h, arguments)
             q_views = self.views(q, shared.q, work, h, config.head_dim)
             do_views = self.views(dout, shared.dout, work, h, config.head_dim_v)

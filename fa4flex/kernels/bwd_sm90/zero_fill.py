@@ -50,7 +50,7 @@ class ZeroFill:
         heads = Int32(arguments.q.shape[-2])
         tiles = (work.q_len + (self.config.tile_m - 1)) // self.config.tile_m
         for g in cutlass.range(work.group, unroll=1):
-            h = work.kv_head * work.group + g
+            h = work.part * work.group + g
             at = self.scheduler.place(work, h, heads, arguments)
             queries = self.scheduler.queries(work, h, arguments)
             for first in cutlass.range(0, tiles, LANES, unroll=1):

@@ -26,6 +26,9 @@ class Tables(_Tables):
     partial_tiles[partial_ptr[b, h, m, 0] : partial_ptr[b, h, m, 1]], then the full ones alike.
 
     Pointers are [B, H, query tiles, 2], with stride 0 along what the mask does not depend on.
+
+    row_ends int32 [2 * spans, B, H, Sq]: first key of each of a row's spans, and the one past its last. Where
+    in_order [B, H] is 0, captured tensors are not sorted as the spans assume, and these say nothing.
     """
 
 
@@ -62,6 +65,8 @@ class BackwardArguments(_BackwardArguments):
     dq_sum float32 [B, H, R * head_dim], zero at first: dQ / scale by tiles of tile_m rows, each in its
     kernel's own order. Packed, these three are [H, R]: rows of a sequence begin at `first_row` of it.
     scale_log2: scale * log2(e); each use of a product would compute it anew.
+    dk_parts, dv_parts: where the query heads of a group may be shared out in parts, dK and dV of each, as if
+    there were so many more heads of keys; those of a head of keys follow each other. Else None.
     tables: by tile of keys, the tiles of queries to visit; pointers [B, H, key tiles, 2]. turns: where sums
     are ordered; they stand for tables too.
     gradients: of captured tensors, [copies, shape...], zero at first; the sum of its copies is a gradient.

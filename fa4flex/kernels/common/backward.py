@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import cutlass
@@ -12,12 +13,13 @@ from fa4flex.codegen.plan.lengths import ROW_BLOCK
 from fa4flex.kernels.common.arguments import BackwardArguments
 from fa4flex.kernels.common.hooks import At, Hooks
 from fa4flex.kernels.common.keys import Listed, Ranges, visited_by
+from fa4flex.kernels.common.next_tile import NextTile, finish, publish, receive, take
 from fa4flex.kernels.common.work import L2_BYTES, find_sequence
 
 
 class Sections(NamedTuple):
-    """`width` (kv_head, batch) pairs at a time, of which a section has one tile of keys after the other; of
-    the last, number `whole`, the pairs that are `left`."""
+    """`width` pairs (head of dK, batch) at a time, of which a section has one tile of keys after the other;
+    of the last, number `whole`, the pairs that are `left`."""
 
     length: Divisor
     width: Divisor
@@ -26,8 +28,9 @@ class Sections(NamedTuple):
 
 
 class KeyGrid(NamedTuple):
-    """How numbers of blocks map to (tile of keys, kv_head, batch): all tiles of one head before the next; or,
-    where sums are ordered or tiles differ in work, by sections. group: query heads that share keys.
+    """How numbers of blocks map to (tile of keys, head of dK, batch): all tiles of one head before the next;
+    or, where sums are ordered or tiles differ in work, by sections. group: query heads that a block's keys
+    meet. parts: heads of dK per head of keys, where there may be several.
 
     All warps of a block divide, before the roles part: by numbers that the host prepares, or each division
     would take some hundred clocks.
@@ -35,9 +38,10 @@ class KeyGrid(NamedTuple):
 
     total: Int32
     tiles: Divisor
-    kv_heads: Divisor
+    heads: Divisor
     group: Int32
     sections: Sections | None
+    parts: Divisor | None
 
 
 @cute.jit
@@ -59,7 +63,8 @@ def in_section(number: Int32, sections: Sections) -> tuple[Int32, Int32]:
 
 class KeyWork(NamedTuple):
     """One tile of keys: `tile` of sequence (b, kv_head), the lengths, and where the sequence begins in packed
-    tensors and in rows' statistics. A tile that is none has kv_len 0. group: query heads that share it."""
+    tensors and in rows' statistics. A tile that is none has kv_len 0. part: head of dK and dV, kv_head itself
+    where query heads are not shared out. group: query heads that the tile meets, from part * group on."""
 
     tile: Int32
     kv_head: Int32
@@ -70,6 +75,7 @@ class KeyWork(NamedTuple):
     kv_offset: Int32
     row_offset: Int32
     group: Int32
+    part: Int32
 
 
 class QueryTiles(NamedTuple):
@@ -98,18 +104,23 @@ class BackwardTileScheduler:
             # An upper bound: every sequence may end in a tile that is not full.
             tokens, kv_heads, _ = arguments.k.shape
             tiles = Int32(tokens // self.config.tile_n + arguments.cu_seqlens_k.shape[0] - 1)
-            batch, together = Int32(1), Int32(kv_heads)
+            batch = Int32(1)
         else:
             batch, kv_len, kv_heads, _ = arguments.k.shape
-            tiles = Int32(cute.ceil_div(kv_len, self.config.tile_n))
-            batch, together = Int32(batch), self.heads_at_a_time(arguments)
-        heads = Int32(kv_heads)
+            tiles, batch = Int32(cute.ceil_div(kv_len, self.config.tile_n)), Int32(batch)
+        heads, parts = Int32(kv_heads), None
+        if const_expr(arguments.dk_parts is not None):
+            heads = Int32(arguments.dk_parts.shape[-2])
+            parts = Divisor(heads // Int32(kv_heads))
         group = Int32(arguments.q.shape[-2]) // heads
         pairs = heads * batch
         sections = None
         if const_expr(self.in_sections(arguments)):
+            together = heads
+            if const_expr(arguments.cu_seqlens_k is None):
+                together = self.heads_at_a_time(arguments, heads)
             sections = sections_of(tiles, pairs, together)
-        return KeyGrid(tiles * pairs, Divisor(tiles), Divisor(heads), group, sections)
+        return KeyGrid(tiles * pairs, Divisor(tiles), Divisor(heads), group, sections, parts)
 
     def ordered(self, arguments: BackwardArguments) -> bool:
         return arguments.turns is not None
@@ -117,22 +128,52 @@ class BackwardTileScheduler:
     def in_sections(self, arguments: BackwardArguments) -> bool:
         return self.ordered(arguments) or (self.config.masked and arguments.cu_seqlens_k is None)
 
-    def heads_at_a_time(self, arguments: BackwardArguments) -> Int32:
-        """Blocks of one head that run at the same time wait for each other where sums are ordered; and where
-        a mask leaves the tiles of keys of a head less and less work, a head that comes last ends with its
-        longest tiles' blocks alone. As many heads run beside each other as the L2 cache holds queries and
-        sums of."""
+    def heads_at_a_time(self, arguments: BackwardArguments, dk_heads: Int32) -> Int32:
+        """Heads of dK, of which there are `dk_heads`, in a section. Blocks of one head that run at the same
+        time wait for each other where sums are ordered; and where a mask leaves the tiles of keys of a head
+        less and less work, a head that comes last ends with its longest tiles' blocks alone. As many heads
+        run beside each other as the L2 cache holds queries and sums of."""
         batch, q_len, heads, head_dim = arguments.q.shape
-        kv_heads = arguments.k.shape[2]
         row_bytes = 2 * (head_dim + arguments.v.shape[3]) + 4 * head_dim
-        head_bytes = Int64(q_len) * row_bytes * (heads // kv_heads)
+        head_bytes = Int64(q_len) * row_bytes * (heads // dk_heads)
         group = Int32(cutlass.min(L2_BYTES // cutlass.max(head_bytes, Int64(1)), Int64(1 << 20)))
-        return cutlass.max(cutlass.min(group, Int32(kv_heads * batch)), Int32(1))
+        return cutlass.max(cutlass.min(group, Int32(dk_heads * batch)), Int32(1))
 
     def first(self) -> Int32:
         """The number of a block's first tile."""
         number = Int32(cute.arch.block_idx()[0])
         return number // self.ctas if self.ctas > 1 else number
+
+    @cute.jit
+    def walk(
+        self,
+        grid: KeyGrid,
+        arguments: BackwardArguments,
+        next_tile: cutlass.Constexpr[NextTile],
+        body: cutlass.Constexpr[Callable[..., Any]],
+        carry: Any,
+        takes: cutlass.Constexpr[bool] = False,
+    ) -> Any:
+        """Calls carry = body(work, phase, carry) for each tile of a persistent block, or for the one tile of
+        another; phase is 0 and 1 in turn. One warp `takes` the numbers of tiles and hands them to the
+        others."""
+        number, phase = self.first(), Int32(0)
+        if const_expr(self.config.persistent):
+            while number < grid.total:
+                work = self.work(number, grid, arguments)
+                carry = body(work, phase, carry)
+                if const_expr(takes):
+                    # Not before: what a block took at the start of a long tile would wait for its end.
+                    number = take(arguments.counter, cute.arch.grid_dim()[0])
+                    publish(number, next_tile, phase ^ 1)
+                else:
+                    number = receive(next_tile, phase)
+                phase ^= 1
+            if const_expr(takes):
+                finish(arguments.counter, cute.arch.grid_dim()[0])
+        else:
+            carry = body(self.work(number, grid, arguments), phase, carry)
+        return carry
 
     @cute.jit
     def work(self, number: Int32, grid: KeyGrid, arguments: BackwardArguments) -> KeyWork:
@@ -146,16 +187,20 @@ class BackwardTileScheduler:
                 tile = grid.tiles.divisor - 1 - tile
         else:
             pair, tile = divmod(number, grid.tiles)
-        b, kv_head = divmod(pair, grid.kv_heads)
+        b, part = divmod(pair, grid.heads)
+        kv_head = part
+        if const_expr(grid.parts is not None):
+            kv_head, _ = divmod(part, grid.parts)
         if const_expr(packed):
             cu_q, cu_k = arguments.cu_seqlens_q, arguments.cu_seqlens_k
             tile, b, valid = find_sequence(tile, cu_k, arguments.seqused_k, self.config.tile_n)
             tile = Int32(select_(valid, tile, zero))
             q_len, kv_len = cu_q[b + 1] - cu_q[b], Int32(select_(valid, cu_k[b + 1] - cu_k[b], zero))
-            work = KeyWork(tile, kv_head, b, q_len, kv_len, cu_q[b], cu_k[b], first_row(cu_q, b), grid.group)
+            places = cu_q[b], cu_k[b], first_row(cu_q, b)
+            work = KeyWork(tile, kv_head, b, q_len, kv_len, *places, grid.group, part)
         else:
             q_len, kv_len = Int32(arguments.q.shape[1]), Int32(arguments.k.shape[1])
-            work = KeyWork(tile, kv_head, b, q_len, kv_len, zero, zero, zero, grid.group)
+            work = KeyWork(tile, kv_head, b, q_len, kv_len, zero, zero, zero, grid.group, part)
         if const_expr(arguments.seqused_q is not None):
             work = work._replace(q_len=cutlass.min(work.q_len, Int32(arguments.seqused_q[b])))
         if const_expr(arguments.seqused_k is not None):
@@ -170,7 +215,7 @@ class BackwardTileScheduler:
         """Tiles of queries to visit, of all query heads that share the block's keys."""
         count = Int32(0)
         for g in cutlass.range(work.group, unroll=1):
-            count += self.queries(work, work.kv_head * work.group + g, arguments).count
+            count += self.queries(work, work.part * work.group + g, arguments).count
         return count
 
     def place(self, work: KeyWork, h: Int32, heads: Int32, arguments: BackwardArguments) -> At:
@@ -285,6 +330,16 @@ def pass_turn(counter: cute.Pointer) -> None:
     cute.arch.sync_warp()
     with cute.arch.elect_one():
         cute.arch.atomic_add(counter, Int32(1), sem="release", scope="gpu")
+
+
+# --- where gradients go -------------------------------------------------------------------------------------
+
+
+def written(arguments: BackwardArguments) -> tuple[cute.Tensor, cute.Tensor]:
+    """dK and dV as blocks write them: of parts of groups, where the query heads of a group are shared out."""
+    if arguments.dk_parts is None:
+        return arguments.dk, arguments.dv
+    return arguments.dk_parts, arguments.dv_parts
 
 
 # --- where a sequence lies ----------------------------------------------------------------------------------

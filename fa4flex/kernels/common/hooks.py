@@ -142,6 +142,7 @@ class Hooks:
     certain, possible   of block tables: whether all pairs of a tile take part, and whether some may, as
               Booleans; called with the first query and the first key of the tile
     ranges    of block tables: integers that depend on the query or the key alone
+    searched  of block tables: elements of captured tensors at at.kv, Int64, to be sorted where `spans` hold
     """
 
     uniform: Hook | None = None
@@ -156,3 +157,4 @@ class Hooks:
     certain: Pointwise | None = None
     possible: Pointwise | None = None
     ranges: tuple[Pointwise, ...] = ()
+    searched: tuple[Pointwise, ...] = ()

@@ -71,6 +71,27 @@ def row_spans(hooks: Hooks, at: At) -> list[Span]:
     return [(None, at.kv_len)] if hooks.spans is None else _clipped(hooks.spans(at), at.kv_len)
 
 
+class RowEnds(NamedTuple):
+    """Ends of key spans as they stand beside block tables. in_order: not 0 where they hold, the same number
+    for all rows of a tile."""
+
+    ends: cute.Tensor
+    spans: int
+    in_order: Int32
+
+    def at(self, at: At) -> list[Span]:
+        """The keys of row at.q."""
+        found = [self.ends[i, at.b, at.h, at.q] for i in range(2 * self.spans)]
+        return list(zip(found[::2], found[1::2], strict=True))
+
+
+def row_ends(tables: Tables, at: At, spans: int) -> RowEnds | None:
+    """The ends of so many spans per row; None without any."""
+    if not spans:
+        return None
+    return RowEnds(tables.row_ends, spans, cute.arch.make_warp_uniform(tables.in_order[at.b, at.h]))
+
+
 def column_spans(hooks: Hooks, at: At) -> list[Span]:
     """The queries of key at.kv, each span clipped to [0, q_len)."""
     assert hooks.queries is not None

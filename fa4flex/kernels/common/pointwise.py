@@ -25,7 +25,7 @@ from fa4flex.kernels.common.bits import (
 from fa4flex.kernels.common.folds import with_folds
 from fa4flex.kernels.common.fragment import compute_before, computed_once
 from fa4flex.kernels.common.hooks import At, Hooks, Pointwise
-from fa4flex.kernels.common.keys import row_spans
+from fa4flex.kernels.common.keys import RowEnds, row_spans
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,19 @@ class Rows:
     score: tuple[tuple[Any, ...], ...]
     mask: tuple[tuple[Any, ...], ...]
     spans: tuple[list[tuple[Int32 | None, Int32]], ...]
+    in_order: Int32 | None = None
+    """Where a mask hook is given besides: not 0 if the spans hold."""
 
     @property
     def most_spans(self) -> int:
         return max(map(len, self.spans))
 
 
-def prepare_rows(hooks: Hooks, at: At, first: Int32, offsets: tuple[int, ...]) -> Rows:
-    """Rows first + offset. Rows past the end of the sequence repeat its last one: they are not written."""
+def prepare_rows(
+    hooks: Hooks, at: At, first: Int32, offsets: tuple[int, ...], ends: RowEnds | None = None
+) -> Rows:
+    """Rows first + offset. Rows past the end of the sequence repeat its last one: they are not written.
+    ends: where spans come from, if not from a hook."""
     q = tuple(cutlass.max(cutlass.min(first + offset, at.q_len - 1), Int32(0)) for offset in offsets)
     q_float = tuple(x.to(Float32) for x in q)
     places = [at.but(q=x, q_float=y) for x, y in zip(q, q_float, strict=True)]
@@ -54,8 +59,9 @@ def prepare_rows(hooks: Hooks, at: At, first: Int32, offsets: tuple[int, ...]) -
         q_float,
         tuple(terms_of(hooks.start, "row", place) for place in places),
         tuple(terms_of(hooks.score, "row", place) for place in places),
-        tuple(terms_of(hooks.mask, "row", place) for place in places),
-        tuple(row_spans(hooks, place) for place in places),
+        tuple(terms_of(hooks.mask, "row", place) for place in places) if ends is None else (),
+        tuple(row_spans(hooks, place) if ends is None else ends.at(place) for place in places),
+        None if ends is None else ends.in_order,
     )
 
 
@@ -210,10 +216,33 @@ class Fragment:
         """
         if hooks.mask is None:
             return None
+        if self.rows.in_order is not None:
+            return _compared_or_asked(self, hooks, kv_first)
+        return self.asked(hooks, kv_first)
+
+    def compared(self, kv_first: Int32) -> Words:
+        """The bits of what the rows' spans allow."""
+        origin, starts = kv_first + self.first_column, range(0, len(self.columns), WORD)
+        words = []
+        for spans in self.rows.spans:
+            ends = [
+                (None if lo is None else self.below(lo - origin), self.below(hi - origin)) for lo, hi in spans
+            ]
+            words.append(
+                tuple(
+                    functools.reduce(operator.or_, (word_between(lo, hi, start) for lo, hi in ends))
+                    for start in starts
+                )
+            )
+        return tuple(words)
+
+    def asked(self, hooks: Hooks, kv_first: Int32) -> Words:
+        """The bits of what a mask hook allows, pair by pair."""
+        assert hooks.mask is not None
         count = len(self.columns)
         words = [[Int32(0)] * len(range(0, count, WORD)) for _ in self.row_offsets]
         inside = self.below(self.at.kv_len - (kv_first + self.first_column))
-        elements = self._places(kv_first, True, self.rows.mask).elements(hooks.mask)
+        elements = self._places(kv_first, True, self._mask_terms(hooks)).elements(hooks.mask)
         for start in range(0, count, GROUP):
             which, place = divmod(start, WORD)
             for r, c, at in itertools.islice(elements, GROUP * len(words)):
@@ -224,6 +253,13 @@ class Fragment:
             # Of bits, it may be known that they never are the number that is looked for; not so with kv_len.
             compute_before(functools.reduce(operator.xor, (row[which] for row in words), self.at.kv_len))
         return tuple(map(tuple, words))
+
+    def _mask_terms(self, hooks: Hooks) -> tuple[tuple[Any, ...], ...]:
+        """The mask's row terms; beside spans, which are what counts, they are not kept."""
+        if self.rows.in_order is None:
+            return self.rows.mask
+        rows = zip(self.rows.q, self.rows.q_float, strict=True)
+        return tuple(terms_of(hooks.mask, "row", self.at.but(q=q, q_float=x)) for q, x in rows)
 
     def inside(self, kv_first: Int32, count: int) -> list[Int32]:
         """Bits of what the spans of the only row allow, in `count` fragments of WORD columns next to each
@@ -260,3 +296,24 @@ class Fragment:
         for place in range(min(most, len(self.columns) - start)):
             allowed = (bits & bit(place)) != 0
             scores[r, start + place] = select_(allowed, scores[r, start + place], -Float32.inf)
+
+
+@cute.jit
+def _compared_or_asked(
+    fragment: cutlass.Constexpr[Fragment], hooks: cutlass.Constexpr[Hooks], kv_first: Int32
+) -> Words:
+    """The bits of what a mask allows: by the rows' spans if these hold, else pair by pair. Either leaves the
+    same few registers behind."""
+    rows, count = len(fragment.row_offsets), len(range(0, len(fragment.columns), WORD))
+    words = cute.make_rmem_tensor((rows, count), Int32)
+    if fragment.rows.in_order != 0:
+        _store(words, fragment.compared(kv_first))
+    else:
+        _store(words, fragment.asked(hooks, kv_first))
+    return tuple(tuple(words[r, i] for i in range(count)) for r in range(rows))
+
+
+def _store(target: cute.Tensor, words: Words) -> None:
+    for r, row in enumerate(words):
+        for i, word in enumerate(row):
+            target[r, i] = word

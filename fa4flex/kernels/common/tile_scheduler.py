@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import cutlass
@@ -47,7 +48,38 @@ class TileScheduler:
         return work._replace(valid=work.valid & exists)
 
     @cute.jit
-    def take(self, number: Int32, arguments: Arguments) -> Int32:
+    def walk(
+        self,
+        grid: Grid,
+        arguments: Arguments,
+        next_tile: cutlass.Constexpr[NextTile],
+        body: cutlass.Constexpr[Callable[..., Any]],
+        carry: Any,
+        takes: cutlass.Constexpr[bool] = False,
+    ) -> Any:
+        """Calls carry = body(work, phase, carry) for each tile of the block; phase is 0 and 1 in turn. One
+        warp `takes` the numbers of tiles and hands them to the others."""
+        phase = Int32(0)
+        number = self.first()
+        work = self.work(number, grid, arguments)
+        while work.valid:
+            if const_expr(takes):
+                number = self.take(number, arguments, next_tile, phase)
+            carry = body(work, phase, carry)
+            if const_expr(takes):
+                self.publish(number, next_tile, phase)
+            else:
+                number = self.receive(number, next_tile, phase)
+            work = self.work(number, grid, arguments)
+            phase ^= 1
+        if const_expr(takes):
+            self.finish(arguments)
+        return carry
+
+    @cute.jit
+    def take(
+        self, number: Int32, arguments: Arguments, next_tile: cutlass.Constexpr[NextTile], phase: Int32
+    ) -> Int32:
         """One warp's: the number of this block's next tile."""
         following = number + self.stride()
         if const_expr(self.config.dynamic):
@@ -58,7 +90,7 @@ class TileScheduler:
     def publish(self, following: Int32, next_tile: cutlass.Constexpr[NextTile], phase: Int32) -> None:
         """The same warp's: hand the number to the others, once they have read the last one."""
         if const_expr(self.config.dynamic):
-            publish(following, next_tile, phase)
+            publish(following, next_tile, phase ^ 1)
 
     @cute.jit
     def receive(self, number: Int32, next_tile: cutlass.Constexpr[NextTile], phase: Int32) -> Int32:

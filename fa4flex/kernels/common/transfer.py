@@ -29,6 +29,9 @@ READ_ONCE = 0x12F0000000000000
 Views = tuple[cute.Tensor, cute.Tensor]
 """(shared, global): what a transfer moves, the last mode counting stages and tiles."""
 
+States = tuple[pipeline.PipelineState, pipeline.PipelineState]
+"""Where a role is in its two rings."""
+
 
 def partition(transfer: cpasync.TmaInfo, shared: cute.Tensor, tiles: cute.Tensor, modes: int = 2) -> Views:
     """Views whose first `modes` modes are one tile."""

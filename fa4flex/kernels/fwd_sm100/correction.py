@@ -54,12 +54,12 @@ class Correction:
         row = cute.arch.thread_idx()[0] % ROWS
         warp = cute.arch.make_warp_uniform(row // 32)
         outputs = [self.output(products, base, tile, row) for tile in range(self.config.q_tiles)]
-        scale_phase, phase, out_count = Int32(0), Int32(0), Int32(0)
-        number = self.scheduler.first()
-        work = self.scheduler.work(number, grid, arguments)
         for tile in cutlass.range_constexpr(self.config.q_tiles):
             self.cluster.arrive(pipes.p_early + tile)
-        while work.valid:
+
+        @cute.jit
+        def correct(work: Work, phase: Int32, carry: tuple[Int32, Int32]) -> tuple[Int32, Int32]:
+            scale_phase, out_count = carry
             at = self.scheduler.place(work, grid, arguments)
             count = self.scheduler.keys(at, work, arguments).count
             for _ in cutlass.range(1, count, unroll=1):
@@ -74,9 +74,9 @@ class Correction:
                 cute.arch.mbarrier_wait(pipes.o_full + tile, phase)
                 given = (outputs[tile], place, scale)
                 out_count = self.hand_out(arguments, work, shared, pipes, given, out_count)
-            number = self.scheduler.receive(number, pipes.next, phase)
-            work = self.scheduler.work(number, grid, arguments)
-            phase ^= 1
+            return scale_phase, out_count
+
+        self.scheduler.walk(grid, arguments, pipes.next, correct, (Int32(0), Int32(0)))
 
     def output(self, products: Products, base: cute.Pointer, tile: int, row: Int32) -> Output:
         out = products.outputs_at(base, tile)[(None, None), 0, 0]

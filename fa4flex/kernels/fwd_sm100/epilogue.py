@@ -11,7 +11,7 @@ from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.cluster import Cluster
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.common.transfer import Transfers, partition, sequence
-from fa4flex.kernels.common.work import Grid
+from fa4flex.kernels.common.work import Grid, Work
 from fa4flex.kernels.fwd_sm100.config import ROWS, Config
 from fa4flex.kernels.fwd_sm100.resources import Pipes, Shared, first_row
 
@@ -32,10 +32,10 @@ class Epilogue:
         pipes: cutlass.Constexpr[Pipes],
     ) -> None:
         chunks = self.config.head_dim_v // self.config.out_columns
-        count, phase = Int32(0), Int32(0)
-        number = self.scheduler.first()
-        work = self.scheduler.work(number, grid, arguments)
-        while work.valid:
+
+        @cute.jit
+        def store(work: Work, phase: Int32, count: Int32) -> Int32:
+            """count: chunks that were stored before."""
             whole = sequence(transfers.out.tma_tensor, work.q_offset, work.h, work.b)
             tiles = cute.local_tile(whole, (ROWS, self.config.out_columns), (None, None))
             from_shared, to_global = partition(transfers.out, shared.out, tiles)
@@ -52,9 +52,9 @@ class Epilogue:
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive(pipes.out_empty + stage)
                     count = count + 1
-            number = self.scheduler.receive(number, pipes.next, phase)
-            work = self.scheduler.work(number, grid, arguments)
-            phase ^= 1
+            return count
+
+        self.scheduler.walk(grid, arguments, pipes.next, store, Int32(0))
 
 
 def store_atom(out: cute.Tensor, chunk: object, config: Config) -> cpasync.TmaInfo:

@@ -29,7 +29,7 @@ from fa4flex.kernels.common.work import Grid, dense_grid, packed_grid
 from fa4flex.kernels.fwd_sm100.config import COLUMNS, ROWS, Config
 from fa4flex.kernels.fwd_sm100.correction import Correction
 from fa4flex.kernels.fwd_sm100.epilogue import Epilogue, store_atom
-from fa4flex.kernels.fwd_sm100.launch_control import Asking, Cancelling
+from fa4flex.kernels.fwd_sm100.launch_control import Cancelling
 from fa4flex.kernels.fwd_sm100.load import Load
 from fa4flex.kernels.fwd_sm100.mma import Mma
 from fa4flex.kernels.fwd_sm100.resources import Pipes, Products, Shared
@@ -65,10 +65,9 @@ class Forward:
         self.hooks = hooks
         cluster = self.cluster = Cluster(config.ctas)
         tiles: TileScheduler = TileScheduler(config, hooks, config.ctas, looped=True)
-        self.schedule: Scheduler | Asking = Scheduler(tiles)
         if config.cancel:
             tiles = Cancelling(config, hooks, cluster)
-            self.schedule = Asking(tiles)
+        self.schedule = Scheduler(tiles)
         self.load = Load(config, tiles, cluster)
         self.mma = Mma(config, tiles, cluster)
         self.softmax = Softmax(config, hooks, tiles, cluster)

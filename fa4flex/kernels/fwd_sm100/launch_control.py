@@ -20,9 +20,7 @@ from fa4flex.kernels.common.cluster import Cluster, arrive_once
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.next_tile import NextTile
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
-from fa4flex.kernels.common.work import Grid
 from fa4flex.kernels.fwd_sm100.config import Config
-from fa4flex.kernels.fwd_sm100.resources import Pipes
 
 ANSWER = 16
 """Bytes."""
@@ -40,9 +38,11 @@ class Cancelling(TileScheduler):
         self.cluster = cluster
 
     @cute.jit
-    def ask(self, next_tile: cutlass.Constexpr[NextTile], phase: Int32) -> None:
-        """One warp's: for another tile, once all have read the last answer. The first CTA of a pair asks for
-        both; each awaits the answer at a barrier of its own."""
+    def take(
+        self, number: Int32, arguments: Arguments, next_tile: cutlass.Constexpr[NextTile], phase: Int32
+    ) -> Int32:
+        """One warp's: asks for another tile, once all have read the last answer. The first CTA of a pair asks
+        for both; each awaits the answer at a barrier of its own."""
         if self.cluster.leads():
             cute.arch.mbarrier_wait(next_tile.empty, phase ^ 1)
         with cute.arch.elect_one():
@@ -50,6 +50,10 @@ class Cancelling(TileScheduler):
         if self.cluster.leads():
             with cute.arch.elect_one():
                 cute.arch.issue_clc_query(next_tile.full, next_tile.number.iterator, self.ctas > 1)
+        return self.receive(number, next_tile, phase)
+
+    def publish(self, following: Int32, next_tile: NextTile, phase: Int32) -> None:
+        """Nothing: the hardware answers all."""
 
     @cute.jit
     def receive(self, number: Int32, next_tile: cutlass.Constexpr[NextTile], phase: Int32) -> Int32:
@@ -59,24 +63,6 @@ class Cancelling(TileScheduler):
         cute.arch.fence_proxy("async.shared", space="cta")
         arrive_once(next_tile.empty, first=const_expr(self.ctas > 1))
         return block // self.ctas
-
-
-class Asking:
-    """The warp that asks for tiles."""
-
-    def __init__(self, scheduler: Cancelling) -> None:
-        self.scheduler = scheduler
-
-    @cute.jit
-    def run(self, arguments: Arguments, grid: Grid, pipes: cutlass.Constexpr[Pipes]) -> None:
-        phase = Int32(0)
-        number = self.scheduler.first()
-        work = self.scheduler.work(number, grid, arguments)
-        while work.valid:
-            self.scheduler.ask(pipes.next, phase)
-            number = self.scheduler.receive(number, pipes.next, phase)
-            work = self.scheduler.work(number, grid, arguments)
-            phase ^= 1
 
 
 @dsl_user_op

@@ -11,7 +11,7 @@ from fa4flex.kernels.common.cluster import Cluster
 from fa4flex.kernels.common.key_values import ContiguousKeyValues, KeyValues, kv_head_of, tokens_of
 from fa4flex.kernels.common.keys import tile_at
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
-from fa4flex.kernels.common.transfer import Transfers, Views, partition, sequence
+from fa4flex.kernels.common.transfer import States, Transfers, Views, partition, sequence
 from fa4flex.kernels.common.work import Grid, Work
 from fa4flex.kernels.fwd_sm100.config import Config
 from fa4flex.kernels.fwd_sm100.resources import Pipes, Products, Shared
@@ -36,10 +36,10 @@ class Load:
         k_stages, v_stages = self.config.kv_stages
         k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, k_stages)
         v_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, v_stages)
-        phase = Int32(0)
-        number = self.scheduler.first()
-        work = self.scheduler.work(number, grid, arguments)
-        while work.valid:
+
+        @cute.jit
+        def load(work: Work, phase: Int32, states: States) -> States:
+            k_state, v_state = states
             at = self.scheduler.place(work, grid, arguments)
             keys = self.scheduler.keys(at, work, arguments)
             q, key_values = self.views(work, grid, arguments, transfers, shared, pipes, products)
@@ -58,9 +58,9 @@ class Load:
                 k_state.advance()
             key_values.load_values(v_state, tile)
             v_state.advance()
-            number = self.scheduler.receive(number, pipes.next, phase)
-            work = self.scheduler.work(number, grid, arguments)
-            phase ^= 1
+            return k_state, v_state
+
+        self.scheduler.walk(grid, arguments, pipes.next, load, (k_state, v_state))
 
     def views(
         self,

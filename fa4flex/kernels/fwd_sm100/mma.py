@@ -61,6 +61,7 @@ class Mma:
         k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.kv_stages[0])
         v_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.kv_stages[1])
         p_phase, phase = Int32(0), Int32(0)
+        # Not the scheduler's walk: the next tile is known while the last products of this one are issued.
         number = self.scheduler.first()
         work = self.scheduler.work(number, grid, arguments)
         count = self.keys(work, grid, arguments).count

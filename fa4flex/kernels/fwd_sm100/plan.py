@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
@@ -181,6 +181,8 @@ class BlackwellPlan:
 
 
 def plan_blackwell(request: ForwardRequest) -> BlackwellPlan:
+    # Masks by tables are asked pair by pair: ends of rows are not read.
+    request = replace(request, problem=replace(request.problem, row_ends=0))
     problem = request.problem
     following = request.schedule.next_tile
     tiles, reasons = choose(problem, request.target, request.schedule.tile, following == "counter")

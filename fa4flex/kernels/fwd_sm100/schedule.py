@@ -7,7 +7,7 @@ from cutlass import Int32, cute
 
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
-from fa4flex.kernels.common.work import Grid
+from fa4flex.kernels.common.work import Grid, Work
 from fa4flex.kernels.fwd_sm100.resources import Pipes
 
 
@@ -17,12 +17,8 @@ class Scheduler:
 
     @cute.jit
     def run(self, arguments: Arguments, grid: Grid, pipes: cutlass.Constexpr[Pipes]) -> None:
-        phase = Int32(1)
-        number = self.scheduler.first()
-        work = self.scheduler.work(number, grid, arguments)
-        while work.valid:
-            number = self.scheduler.take(number, arguments)
-            self.scheduler.publish(number, pipes.next, phase)
-            work = self.scheduler.work(number, grid, arguments)
-            phase ^= 1
-        self.scheduler.finish(arguments)
+        self.scheduler.walk(grid, arguments, pipes.next, nothing, (), takes=True)
+
+
+def nothing(work: Work, phase: Int32, carry: tuple[()]) -> tuple[()]:
+    return carry

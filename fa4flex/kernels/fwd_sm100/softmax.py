@@ -99,10 +99,9 @@ class Softmax:
     ) -> None:
         place = self.place(products, base)
         state = running(1)
-        s_phase, phase = Int32(0), Int32(0)
-        number = self.scheduler.first()
-        work = self.scheduler.work(number, grid, arguments)
-        while work.valid:
+
+        @cute.jit
+        def normalise(work: Work, phase: Int32, s_phase: Int32) -> Int32:
             at = self.scheduler.place(work, grid, arguments)
             keys = self.scheduler.keys(at, work, arguments)
             q = first_row(self.config, work, place.tile, place.rank) + place.row
@@ -115,9 +114,9 @@ class Softmax:
                     self.step(tile, place, shared, pipes, (tile_at(keys, i), i, s_phase), masked)
                     s_phase ^= 1
             self.finish(arguments, work, tile, place, (shared, pipes), (q, phase))
-            number = self.scheduler.receive(number, pipes.next, phase)
-            work = self.scheduler.work(number, grid, arguments)
-            phase ^= 1
+            return s_phase
+
+        self.scheduler.walk(grid, arguments, pipes.next, normalise, Int32(0))
 
     def passes(self, keys: KeyTiles) -> list[tuple[bool, Int32, Int32]]:
         """Which key tiles are masked, the first and the end of them. Where scores read so much that pieces

@@ -23,6 +23,7 @@ class Config:
     longest_first            tiles of queries start from the end of the sequence
     lengths                  "dense", "packed" (cu_seqlens) or "used" (seqused per batch)
     tables                   tiles come from block tables; otherwise from the hooks' spans, or all of them
+    row_ends                 with tables: spans of each row's keys whose ends stand beside them
     sinks                    a learnable logit per head joins the denominator
     statistics               which of "lse" and "max_scores" are written
     """
@@ -45,6 +46,7 @@ class Config:
     tables: bool = False
     sinks: bool = False
     statistics: tuple[str, ...] = ("lse",)
+    row_ends: int = 0
 
     splits: ClassVar[bool] = False
     """Whether several blocks may share the keys of a tile."""

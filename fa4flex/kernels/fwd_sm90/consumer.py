@@ -24,7 +24,7 @@ from fa4flex.kernels.common.fragment import (
     rows_and_columns,
 )
 from fa4flex.kernels.common.hooks import At, Hooks
-from fa4flex.kernels.common.keys import tile_at
+from fa4flex.kernels.common.keys import RowEnds, row_ends, tile_at
 from fa4flex.kernels.common.pointwise import Early, Fragment, Words, prepare_rows
 from fa4flex.kernels.common.softmax import (
     LOG2_E,
@@ -39,8 +39,8 @@ from fa4flex.kernels.common.softmax import (
     start,
 )
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
-from fa4flex.kernels.common.transfer import Transfers
-from fa4flex.kernels.common.work import Grid
+from fa4flex.kernels.common.transfer import States, Transfers
+from fa4flex.kernels.common.work import Grid, Work
 from fa4flex.kernels.fwd_sm90.config import Config
 from fa4flex.kernels.fwd_sm90.epilogue import STORES, Epilogue
 from fa4flex.kernels.fwd_sm90.resources import ROWS, Pipes, Shared
@@ -109,18 +109,18 @@ class Consumer:
         state = running(2)
         k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.kv_stages)
         v_state = k_state.clone()
-        q_phase = Int32(0)
         self.open_turns(group)
-        number = cute.arch.block_idx()[0]
-        work = self.scheduler.work(number, grid, arguments)
-        while work.valid:
+
+        @cute.jit
+        def attend(work: Work, phase: Int32, states: States) -> States:
+            k_state, v_state = states
             at = self.scheduler.place(work, grid, arguments)
             keys = self.scheduler.keys(at, work, arguments)
             first_row = work.tile * self.config.tile_m + group * ROWS
-            tile = self.tile(at, first_row, lane, state)
+            ends = row_ends(arguments.tables, at, self.config.row_ends)
+            tile = self.tile(at, first_row, lane, state, ends)
             products.out.fill(0.0)
-            cute.arch.mbarrier_wait(pipes.q_full + group, q_phase)
-            q_phase ^= 1
+            cute.arch.mbarrier_wait(pipes.q_full + group, phase)
             key_tile = tile_at(keys, Int32(0))
             k_state, v_state = self.first(products, tile, pipes, key_tile, k_state)
             for i in cutlass.range(1, keys.masked_count, unroll=1):
@@ -140,8 +140,9 @@ class Consumer:
             self.epilogue.run(arguments, work, transfers, shared, products, tile.state, where)
             if const_expr(self.config.alias_output):
                 self.release_queries(pipes, group)
-            number = self.scheduler.receive(number, pipes.next, q_phase ^ 1)
-            work = self.scheduler.work(number, grid, arguments)
+            return k_state, v_state
+
+        self.scheduler.walk(grid, arguments, pipes.next, attend, (k_state, v_state))
         self.epilogue.drain()
 
     def products(self, mma: tuple[Any, Any], shared: Shared, lane: Int32, group: Int32) -> Products:
@@ -163,13 +164,13 @@ class Consumer:
             cute.make_rmem_tensor(two.partition_shape_C((ROWS, shape[2])), Float32),
         )
 
-    def tile(self, at: At, first_row: Int32, lane: Int32, state: Running) -> Tile:
+    def tile(self, at: At, first_row: Int32, lane: Int32, state: Running, ends: RowEnds | None) -> Tile:
         """Lane l of a warpgroup holds rows l / 4 and l / 4 + 8 of its warp's 16, and of each 8 columns the
         two from 2 (l % 4) on."""
         row = first_row + lane // 32 * 16 + lane % 32 // 4
         columns = tuple(8 * (c // 2) + c % 2 for c in range(self.config.tile_n // 4))
         offsets = (0, 8)
-        rows = prepare_rows(self.hooks, at, row, offsets)
+        rows = prepare_rows(self.hooks, at, row, offsets, ends)
         fragment = Fragment(at, rows, offsets, columns, row, lane % 4 * 2)
         factor = at.scale * LOG2_E if self.hooks.factor is None else self.hooks.factor(at)
         slack = self.config.rescale_threshold * cute.arch.rcp_approx(factor)
@@ -183,7 +184,7 @@ class Consumer:
         pipes: cutlass.Constexpr[Pipes],
         key_tile: Int32,
         k_state: pipeline.PipelineState,
-    ) -> tuple[pipeline.PipelineState, pipeline.PipelineState]:
+    ) -> States:
         """Scores and softmax of the first key tile; its values follow in the next step."""
         begun = self.begin(products, tile, key_tile, True)
         k = products.k[None, None, None, k_state.index]
@@ -207,10 +208,10 @@ class Consumer:
         tile: cutlass.Constexpr[Tile],
         pipes: cutlass.Constexpr[Pipes],
         key_tiles: tuple[Int32, Int32],
-        states: tuple[pipeline.PipelineState, pipeline.PipelineState],
+        states: States,
         group: Int32,
         masked: cutlass.Constexpr[bool],
-    ) -> tuple[pipeline.PipelineState, pipeline.PipelineState]:
+    ) -> States:
         """Scores of this key tile and values of the one before, with this tile's softmax under both."""
         before, key_tile = key_tiles
         k_state, v_state = states

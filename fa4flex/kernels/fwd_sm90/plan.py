@@ -110,6 +110,7 @@ class HopperPlan:
             tables=self.problem.mask_form == "tables",
             sinks=self.problem.sinks,
             statistics=self.problem.statistics,
+            row_ends=self.problem.row_ends,
         )
 
     def check(self) -> None:

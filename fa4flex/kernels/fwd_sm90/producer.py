@@ -9,7 +9,7 @@ from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.key_values import ContiguousKeyValues, KeyValues, kv_head_of, tokens_of
 from fa4flex.kernels.common.keys import tile_at
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
-from fa4flex.kernels.common.transfer import Transfers, partition, sequence
+from fa4flex.kernels.common.transfer import States, Transfers, partition, sequence
 from fa4flex.kernels.common.work import Grid, Work
 from fa4flex.kernels.fwd_sm90.config import Config
 from fa4flex.kernels.fwd_sm90.resources import ROWS, Pipes, Shared
@@ -31,19 +31,17 @@ class Producer:
     ) -> None:
         k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.kv_stages)
         v_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.kv_stages)
-        q_phase = Int32(1)
-        number = cute.arch.block_idx()[0]
-        work = self.scheduler.work(number, grid, arguments)
-        while work.valid:
-            following = self.scheduler.take(number, arguments)
+
+        @cute.jit
+        def load(work: Work, phase: Int32, states: States) -> States:
+            k_state, v_state = states
             at = self.scheduler.place(work, grid, arguments)
             keys = self.scheduler.keys(at, work, arguments)
             key_values = self.key_values(work, grid, arguments, transfers, shared, pipes)
             tile = tile_at(keys, Int32(0))
             key_values.load_keys(k_state, tile)
             k_state.advance()
-            self.queries(work, transfers, shared, pipes, q_phase)
-            q_phase ^= 1
+            self.queries(work, transfers, shared, pipes, phase ^ 1)
             # Keys run one tile ahead of values, as the consumers use them.
             for i in cutlass.range(1, keys.count, unroll=1):
                 coming = tile_at(keys, i)
@@ -54,10 +52,9 @@ class Producer:
                 tile = coming
             key_values.load_values(v_state, tile)
             v_state.advance()
-            self.scheduler.publish(following, pipes.next, q_phase ^ 1)
-            number = following
-            work = self.scheduler.work(number, grid, arguments)
-        self.scheduler.finish(arguments)
+            return k_state, v_state
+
+        self.scheduler.walk(grid, arguments, pipes.next, load, (k_state, v_state), takes=True)
 
     def key_values(
         self,

@@ -1,7 +1,8 @@
 """Gradients on NVIDIA GPUs: q, k, v, sinks, captured tensors, and through the log-sum-exp.
 
 What is decided once per look of a call is kept, as for the forward pass (engine.py). A launch runs three
-kernels: rows' statistics, the products, and dQ into its own dtype and order.
+kernels: rows' statistics, the products, and dQ into its own dtype and order; and one that adds up dK and dV
+where query heads that share keys were taken in parts.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 from fa4flex.codegen.analyze.prove import proving
 from fa4flex.codegen.analyze.reach import ANY, Extents, Reach, extents_of
 from fa4flex.codegen.plan.arguments import BACKWARD
+from fa4flex.codegen.plan.groups import Groups, groups_of
 from fa4flex.codegen.plan.lengths import ROW_BLOCK, row_block
 from fa4flex.contents import VALIDATE
 from fa4flex.errors import Fa4flexError, UnsupportedError
@@ -59,8 +61,8 @@ class Gradients(NamedTuple):
 
 
 PARAMETERS = (
-    "call", "saved", "lse2", "delta", "dq_sum", "dq", "dk", "dv", "tables", "turns", "gradients", "counter",
-    *SequenceLengths._fields,
+    "call", "saved", "lse2", "delta", "dq_sum", "dq", "dk", "dv", "dk_parts", "dv_parts", "tables", "turns",
+    "gradients", "counter", *SequenceLengths._fields,
 )  # fmt: skip
 """Parameters of a backward launch function; other arguments are the same for all calls that look alike."""
 
@@ -76,6 +78,7 @@ class ReadyBackward:
     tables      makes or finds the block tables of a call, where the mask is told by them
     reach       extents of the calls that it serves
     sums        memory for the gradients of captured tensors
+    groups      where query heads share keys: in how many parts they are taken
     lengths     what corrects the lengths of a ragged batch
     """
 
@@ -88,6 +91,7 @@ class ReadyBackward:
     sums: tuple[CapturedSum, ...]
     reach: Reach
     lengths: LengthsKernel | None = None
+    groups: Groups | None = None
 
     def __call__(self, call: Call, saved: Saved) -> Gradients:
         q, k, v = call.q, call.k, call.v
@@ -99,9 +103,11 @@ class ReadyBackward:
         dq_sum = q.new_empty((*of_heads, padded * self.width), dtype=torch.float32)
         # torch.empty_like would have to be told that q, k and v may lie in memory otherwise.
         dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+        parts = None if self.groups is None else _parts(self.groups, call, dk, dv)
         if call.lengths.seqused_k is not None:  # keys that no sequence uses are not written
-            dk.zero_()
-            dv.zero_()
+            for x in parts or (dk, dv):
+                x.zero_()
+        made = dq, dk, dv, *(parts or (None, None))
         sums = tuple([memory_of(one, q) for one in self.sums]) if self.sums else None
         tables, turns = None if self.tables is None else self.tables(call), None
         if self.turn_rows is not None:
@@ -109,7 +115,7 @@ class ReadyBackward:
             tables, turns = None, (done, *(tables or (None, None, None)))
         lengths = NO_LENGTHS if self.lengths is None else self.lengths(call)[0]
         taken = counter(q.get_device()) if self.counted else None
-        self.launch(call, saved, lse2, delta, dq_sum, dq, dk, dv, tables, turns, sums, taken, *lengths)
+        self.launch(call, saved, lse2, delta, dq_sum, *made, tables, turns, sums, taken, *lengths)
         dsinks = None if call.sinks is None else _of_sinks(call.sinks, call.packed, lse2, delta)
         if sums is None:
             return Gradients(dq, dk, dv, dsinks, ())
@@ -121,6 +127,18 @@ class ReadyBackward:
         if call.packed:
             return (rows // ROW_BLOCK + call.extents().batch) * ROW_BLOCK
         return -(-rows // self.row_block) * self.row_block
+
+
+def _parts(groups: Groups, call: Call, dk: Tensor, dv: Tensor) -> Sequence[Tensor]:
+    """Memory for dK and dV of parts of groups, which is that of dK and dV where there is one part each."""
+    parts = groups.parts(*extents_of(call.extents()))
+    if parts == 1:
+        return dk, dv
+    heads = -3 if call.heads_first and not call.packed else -2
+    shape, widths = list(dk.shape), (dk.shape[-1], dv.shape[-1])
+    shape[heads] *= parts
+    shape[-1] = sum(widths)
+    return dk.new_empty(shape).split(widths, -1)
 
 
 def _of_sinks(sinks: Tensor, packed: bool, lse2: Tensor, delta: Tensor) -> Tensor:
@@ -212,6 +230,7 @@ def _make_ready(
         lowered.sums,
         reach,
         lengths_of(engine.kinds, call, lowered),
+        groups_of(given.inputs, plan),
     )
 
 

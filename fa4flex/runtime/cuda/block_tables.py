@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ MOST_BYTES = 1 << 29
 
 Tables = BlockTables | TurnTables
 
-PARAMETERS = "call", "ranges", "tables"
+PARAMETERS = "call", "ranges", "pieces", "tables"
 """Parameters of a launch function of DeviceTables."""
 
 
@@ -56,6 +57,15 @@ class Grid:
         return 8 * self.lists <= MOST_BYTES
 
 
+class Ends(NamedTuple):
+    """Key spans per row whose ends stand beside tables; how many rows of captured tensors they search, and in
+    how many pieces these are compared."""
+
+    spans: int
+    searched: int
+    pieces: int
+
+
 @dataclass(frozen=True, eq=False)
 class DeviceTables:
     """Makes tables on the device of a call.
@@ -65,6 +75,7 @@ class DeviceTables:
     tile     queries and keys of a tile
     ranges   of the tables of ranges: how many, batch entries, heads and tiles; None without any
     slots    of the captured tensors that the mask reads
+    ends     of rows; None where kernels read none
     """
 
     launch: Callable[..., None]
@@ -73,6 +84,7 @@ class DeviceTables:
     grid: Grid
     ranges: tuple[int, int, int, int] | None
     slots: tuple[int, ...]
+    ends: Ends | None = None
     _kept: VersionedCache[Any] = field(default_factory=lambda: VersionedCache(MOST_KEPT))
 
     def __call__(self, call: Call) -> Any:
@@ -82,17 +94,37 @@ class DeviceTables:
         read = [call.operands[slot] for slot in self.slots]
         return self._kept.made(place, read, lambda: _reused(self.make(call), call.q))
 
+    @cached_property
+    def _shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the fields of BlockTables, of pieces and of ranges; (0,) for those that there are not."""
+        grid, maps = self.grid, (self.grid.batch, self.grid.heads)
+        lists = (*maps, grid.rows, 2), (grid.lists,)
+        of_rows: tuple[tuple[int, ...], ...] = ((0,),) * 3
+        if self.ends is not None:
+            spans, searched, pieces = self.ends
+            of_rows = (2 * spans, *maps, self.shape.q_len), maps, (searched, *maps, pieces)
+        return *lists, *lists, *of_rows, self.ranges or (0,)
+
+    @cached_property
+    def _sizes(self) -> list[int]:
+        return [math.prod(shape) for shape in self._shapes]
+
     def make(self, call: Call) -> BlockTables:
-        grid, shape = self.grid, self.shape
-        pointers = (grid.batch, grid.heads, grid.rows, 2)
-        sizes = [math.prod(pointers)] * 2 + [grid.lists] * 2 + [math.prod(self.ranges or (0,))]
-        room = call.q.new_empty(sum(sizes), dtype=torch.int32)
-        partial_ptr, full_ptr, partial, full, ranges = room.split(sizes)
-        partial_ptr, full_ptr = partial_ptr.view(pointers), full_ptr.view(pointers)
+        sizes, whole = self._sizes, (self.shape.batch, self.shape.heads)
+        parts = call.q.new_empty(sum(sizes), dtype=torch.int32).split(sizes)
+        found = [x.view(shape) if len(shape) > 1 else x for x, shape in zip(parts, self._shapes, strict=True)]
+        partial_ptr, partial, full_ptr, full, row_ends, in_order, pieces, ranges = found
         made = BlockTables(partial_ptr, partial, full_ptr, full)
-        self.launch(call, None if self.ranges is None else ranges.view(self.ranges), made)
-        whole = (shape.batch, shape.heads, -1, -1)
-        return made._replace(partial_ptr=partial_ptr.expand(whole), full_ptr=full_ptr.expand(whole))
+        if self.ends is not None:
+            made = BlockTables(partial_ptr, partial, full_ptr, full, row_ends, in_order)
+        self.launch(
+            call, None if self.ranges is None else ranges, None if self.ends is None else pieces, made
+        )
+        partial_ptr, full_ptr = (x.expand(*whole, -1, -1) for x in (partial_ptr, full_ptr))
+        if self.ends is None:
+            return BlockTables(partial_ptr, partial, full_ptr, full)
+        row_ends, in_order = row_ends.expand(-1, *whole, -1), in_order.expand(whole)
+        return BlockTables(partial_ptr, partial, full_ptr, full, row_ends, in_order)
 
 
 @dataclass(frozen=True, eq=False)

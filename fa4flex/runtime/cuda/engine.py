@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fa4flex import later
 from fa4flex.codegen.analyze.domain import Shape, slots_read
 from fa4flex.codegen.analyze.facts import Facts
-from fa4flex.codegen.analyze.overflow import integers
+from fa4flex.codegen.analyze.overflow import computed_with, integers
 from fa4flex.codegen.analyze.prove import (
     Proved,
     ProvedQueries,
@@ -39,6 +40,7 @@ from fa4flex.primitives.schedule import Schedule
 from fa4flex.runtime.cuda import faults
 from fa4flex.runtime.cuda.arguments import conversions_of, launch_function
 from fa4flex.runtime.cuda.call import NO_LENGTHS, NO_PAGES, Call
+from fa4flex.runtime.cuda.counter import capture_of
 from fa4flex.runtime.cuda.device import require_not_capturing, target_of
 from fa4flex.runtime.cuda.families import Families, Look, look_of
 from fa4flex.runtime.cuda.fast_backward import RecentBackward
@@ -73,6 +75,8 @@ class Engine:
         """Slots of captured tensors that were seen to hold integers of MODEST or more: see Captured."""
         self.ready: Families[Ready] = Families(MOST_READY)
         """Launches by look, None where no kernel reads pages in place: see runtime/cuda/paged.py."""
+        self._computed_with = computed_with(facts.score, facts.mask)
+        self._looked_at: VersionedCache[bool] = VersionedCache(MOST_PROVED)
         self.backward: Families[Any] = Families(MOST_READY)
         """What runtime/cuda/backward.py keeps: launches by look, None where there is no kernel."""
         self.recent_backward = RecentBackward()
@@ -107,21 +111,64 @@ class Engine:
         more = {slot: max(bits, known.get(slot, 0)) for slot, bits in found.items() if bits > MODEST_BITS}
         self.bits = tuple(sorted((known | more).items()))
 
+    @property
+    def watches_integers(self) -> bool:
+        """True if later contents of captured tensors may be larger than launches take them for."""
+        return bool(self._computed_with)
+
+    def watch_integers(self, call: Call) -> None:
+        """Ask the device whether captured integers, once per change of these, are as small as launches take
+        them for: a later call tells. Replays of a captured CUDA graph are not watched."""
+        read = [call.operands[slot] for slot in self._computed_with]
+        if self._looked_at.get(self.bits, read):
+            return
+        place = capture_of(call.q)
+        if place is not None and place[1]:
+            return
+        self._looked_at.keep(self.bits, read, True)
+        known = dict(self.bits)
+        for slot, x in zip(self._computed_with, read, strict=True):
+            bits = known.get(slot, MODEST_BITS)
+            if x.dtype in _WIDE and x.numel() and bits < 8 * x.itemsize - 1:
+                told = f"an integer of 2^{bits} or more in a captured tensor, where all had been smaller"
+                later.require(_below(x.detach(), bits), told, self._widen(slot, x))
+
+    def _widen(self, slot: int, x: Tensor) -> Callable[[], None]:
+        """What takes integers of this slot for as large as their dtype allows, from the next call on."""
+        bits = MORE_BITS if x.itemsize == 4 else 63
+
+        def widen() -> None:
+            self.bits = tuple(sorted((dict(self.bits) | {slot: bits}).items()))
+
+        return widen
+
     def look(self, call: Call) -> tuple[Look, Extents] | None:
         """All that the launch of a call depends on, and its extents: see look_of."""
         found = look_of(call)
         return None if found is None else ((*found[0], self.bits), found[1])
 
 
+MORE_BITS = 40
+"""Bits of integers that are not modest, but for which sums of many still fit in 64."""
+
 _WIDE = frozenset((torch.int32, torch.int64, torch.uint32, torch.uint64))
 
 
 def _bits(x: Tensor) -> int:
-    """Bits that integers like those of a tensor have: MODEST_BITS, 40 or 63, not one more or less with each
-    new content."""
+    """Bits that integers like those of a tensor have: MODEST_BITS, MORE_BITS or 63, not one more or less with
+    each new content."""
     least, most = Captured((x.detach(),)).signed().operands[0].aminmax()
     size = max(-int(least), int(most))
-    return next((bits for bits in (MODEST_BITS, 40) if size < 1 << bits), 63)
+    return next((bits for bits in (MODEST_BITS, MORE_BITS) if size < 1 << bits), 63)
+
+
+def _below(x: Tensor, bits: int) -> Tensor:
+    """For each integer whether it is smaller than 2^bits; found on the device."""
+    if x.dtype == torch.uint64:
+        x = x.view(torch.int64)  # what is negative then is too large
+        return (x >= 0) & (x < 1 << bits)
+    x = x.to(torch.int64)
+    return (x < 1 << bits) & (x > -(1 << bits))
 
 
 # --- making ready -----------------------------------------------------------------------------------------
@@ -216,4 +263,5 @@ def make_ready(engine: Engine, call: Call) -> Ready:
         plan.splitting,
         lengths_of(engine.kinds, call, lowered, plan.tile if by_work else None),
         tables_of(engine.kinds, call, lowered, captured) if by_tables else None,
+        engine.watch_integers if engine.watches_integers else None,
     )

@@ -7,7 +7,6 @@ properties; torch compares all of them in one, with the guard that its compiler 
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import is_
 from typing import Any
 
 import torch
@@ -32,8 +31,8 @@ PARAMETERS = "q", "k", "v", "out", "lse", "max_scores", "tables", "counter", "wo
 class FastPath:
     """One launch, with all of its arguments but q, k, v and what it computes.
 
-    `read` finds what a variant has captured by now, `statistics` are those that such calls ask for; where
-    gradients are wanted, the launch has the log-sum-exp besides.
+    `matches` tells whether a variant has captured by now what it had then, `statistics` are those that such
+    calls ask for; where gradients are wanted, the launch has the log-sum-exp besides.
     """
 
     __slots__ = (
@@ -42,13 +41,11 @@ class FastPath:
         "default_scale",
         "launch",
         "looks",
-        "operands",
+        "matches",
         "others",
-        "read",
         "ready",
         "requires_grad",
         "rest",
-        "scalars",
         "scale",
         "sinks",
         "statistics",
@@ -61,13 +58,14 @@ class FastPath:
         call: Call,
         ready: Ready,
         looks: Callable[..., bool],
-        read: Reader,
+        reader: Reader,
         statistics: tuple[str, ...],
     ) -> None:
-        self.ready, self.looks, self.read = ready, looks, read
+        self.ready, self.looks = ready, looks
+        self.matches = reader.matching(call.operands, call.scalars)
         self.statistics, self.scale = statistics, call.scale
         self.default_scale = default_scale(call.q.shape[-1])
-        self.operands, self.sinks, self.scalars = call.operands, call.sinks, call.scalars
+        self.sinks = call.sinks
         self.others = call.operands if call.sinks is None else (*call.operands, call.sinks)
         self.rest = call[3:]
         self.requires_grad = any(x.requires_grad for x in (call.q, call.k, call.v, *self.others))
@@ -78,13 +76,13 @@ class FastPath:
         self.launch = launch_function(FORWARD, ready.kernel, PARAMETERS, _constants(call, ready), {})
 
     @staticmethod
-    def of(call: Call, ready: Ready, read: Reader, statistics: tuple[str, ...]) -> FastPath | None:
+    def of(call: Call, ready: Ready, reader: Reader, statistics: tuple[str, ...]) -> FastPath | None:
         """None where a call does more than launch, or where torch cannot compare its tensors at once."""
         if call.lengths is not NO_LENGTHS or call.pages is not NO_PAGES or ready.converts or ready.gaps:
             return None
         tensors = call.q, call.k, call.v, *call.operands
         looks = guard_of(tensors if call.sinks is None else (*tensors, call.sinks))
-        return None if looks is None else FastPath(call, ready, looks, read, statistics)
+        return None if looks is None else FastPath(call, ready, looks, reader, statistics)
 
     def serves(self, variant: Variant) -> bool:
         """True if `variant`, for inputs that fit, has the scale, sinks and captured values of this launch."""
@@ -93,13 +91,7 @@ class FastPath:
             return False
         if (None if sinks is None else sinks.now()) is not self.sinks:
             return False
-        reading = self.read(variant.score_mod, variant.allowed)
-        if reading is None:
-            return False
-        tensors, numbers = reading
-        return _same(tensors, self.operands) and (
-            _same(numbers, self.scalars) or repr(numbers) == repr(self.scalars)
-        )
+        return self.matches(variant.score_mod, variant.allowed) is True
 
     def fits(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Whether a call with these tensors is this launch.
@@ -124,16 +116,13 @@ class FastPath:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Results:
         ready = self.ready
         tables = None if ready.tables is None else ready.tables(self.call(q, k, v))
+        if ready.watch is not None:
+            ready.watch(self.call(q, k, v))
         out, lse, largest = (_empty_like(q), None, None) if self.allocate is None else self.allocate(q)
         taken = counter(q.get_device()) if ready.counted else None
         parts = None if self.workspace is None else _empty_like(self.workspace)
         self.launch(q, k, v, out, lse, largest, tables, taken, parts)
         return out, lse, largest
-
-
-def _same(found: tuple[Any, ...], known: tuple[Any, ...]) -> bool:
-    """True if both tuples, of one length, hold the same objects; at once for two without any."""
-    return found is known or all(map(is_, found, known))
 
 
 def _allocation(call: Call, ready: Ready) -> Callable[[Tensor], Results] | None:

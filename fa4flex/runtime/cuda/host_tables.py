@@ -21,12 +21,15 @@ from fa4flex.runtime.cuda.upload import upload
 
 class BlockTables(NamedTuple):
     """int32: pointers [B, H, query tiles, 2] with stride 0 along what the mask does not depend on, and the
-    tiles that they point into. See Tables in kernels/common/arguments.py."""
+    tiles that they point into; where kernels read them, ends of the rows' key spans, and whether they hold.
+    See Tables in kernels/common/arguments.py."""
 
     partial_ptr: Tensor
     partial_tiles: Tensor
     full_ptr: Tensor
     full_tiles: Tensor
+    row_ends: Tensor | None = None
+    in_order: Tensor | None = None
 
 
 class TurnTables(NamedTuple):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from fa4flex.codegen.analyze.prove import proving
 from fa4flex.codegen.evaluate import PastTheEnd
 from fa4flex.codegen.plan.problem import WIDEST
 from fa4flex.errors import UnsupportedError
@@ -58,6 +59,7 @@ def _made(engine: Engine, call: Call) -> Any:
     """A launch, or None where no kernel takes such a call, for its mask or the width of its pages."""
     require_not_capturing()
     try:
-        return make_ready(engine, call)
+        with proving():
+            return make_ready(engine, call)
     except (UnsupportedError, PastTheEnd):
         return None

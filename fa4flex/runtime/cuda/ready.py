@@ -50,6 +50,7 @@ class Ready:
     paged       whether keys and values are read from pages by a table, whose contents the kernel checks
     splitting   how many blocks share the keys of a tile, where several may
     tables      makes or finds the block tables of a call, where the mask is told by them
+    watch       looks after contents of captured tensors that launches take for granted, where there are any
     """
 
     kernel: Callable[..., None]
@@ -66,12 +67,15 @@ class Ready:
     splitting: Splitting | None = None
     lengths: LengthsKernel | None = None
     tables: Callable[[Call], Any] | None = None
+    watch: Callable[[Call], None] | None = None
 
     def __call__(self, call: Call) -> Results:
         q = call.q
         device, (length, layouts) = q.get_device(), self.layouts(call)
         out, lse, largest = self.results(q, layouts)
         tables = None if self.tables is None else self.tables(call)
+        if self.watch is not None:
+            self.watch(call)
         taken = counter(device) if self.counted else None
         lengths, order = (NO_LENGTHS, None) if self.lengths is None else self.lengths(call)
         splits = self.splits(call)

@@ -12,10 +12,11 @@ from fa4flex.codegen.analyze.tiles import TileMap, tile_map
 from fa4flex.codegen.evaluate import Captured
 from fa4flex.codegen.plan.arguments import BLOCK_TABLES
 from fa4flex.contents import on_host
+from fa4flex.kernels.block_tables.config import PIECE
 from fa4flex.runtime.cuda.arguments import conversions_of, launch_function
-from fa4flex.runtime.cuda.block_tables import PARAMETERS, DeviceTables, Grid, HostTables, Tables
+from fa4flex.runtime.cuda.block_tables import PARAMETERS, DeviceTables, Ends, Grid, HostTables, Tables
 from fa4flex.runtime.cuda.call import NO_LENGTHS, Call
-from fa4flex.runtime.cuda.host_tables import ragged_maps, to_device, turns_to_device
+from fa4flex.runtime.cuda.host_tables import BlockTables, ragged_maps, to_device, turns_to_device
 from fa4flex.runtime.cuda.lengths import check_lengths
 from fa4flex.runtime.cuda.signatures import Kinds, numbers_of, signature_of
 
@@ -44,7 +45,8 @@ def tables_of(kinds: Kinds, call: Call, lowered: Lowered, captured: Captured) ->
             }
             conversions = conversions_of(BLOCK_TABLES, call=call)
             launch = launch_function(BLOCK_TABLES, kernel.launch, PARAMETERS, constants, conversions)
-            return DeviceTables(launch, shape, plan.tile, grid, ranges_of(plan, shape), slots)
+            ends = ends_of(plan, call)
+            return DeviceTables(launch, shape, plan.tile, grid, ranges_of(plan, shape), slots, ends)
     return HostTables(lambda later: on_the_host(later, lowered, numbers_of(kinds, later)), slots)
 
 
@@ -67,6 +69,15 @@ def ranges_of(plan: TablesPlan, shape: Shape) -> tuple[int, int, int, int] | Non
     return 2 * len(found), batch, heads, tiles
 
 
+def ends_of(plan: TablesPlan, call: Call) -> Ends | None:
+    """What there is of ends of rows; None where the pass reads none."""
+    config = plan.config()
+    if not config.spans:
+        return None
+    longest = max(call.operands[slot].shape[-1] for slot in config.searched)
+    return Ends(config.spans, len(config.searched), max(-(-longest // PIECE), 1))
+
+
 # --- on the host ------------------------------------------------------------------------------------------
 
 
@@ -77,9 +88,19 @@ def on_the_host(call: Call, lowered: Lowered, numbers: tuple[int | float, ...]) 
     maps = maps_of(call, lowered, captured)
     if lowered.direction == "forward":
         # A padded batch has tiles that no sequence uses, and whose pointers are read like any others.
-        return to_device(maps, shape, call.q.device, 1 if call.packed else -(-shape.q_len // tile[0]))
+        made = to_device(maps, shape, call.q.device, 1 if call.packed else -(-shape.q_len // tile[0]))
+        return _without_ends(made, lowered.problem.row_ends, shape)
     make = turns_to_device if lowered.problem.deterministic else to_device
     return make([one.transposed() for one in maps], shape, call.q.device)
+
+
+def _without_ends(made: BlockTables, spans: int, shape: Shape) -> BlockTables:
+    """The same for kernels that read ends of so many spans: there are none that hold."""
+    if not spans:
+        return made
+    maps, none = (shape.batch, shape.heads), made.partial_ptr.new_zeros(max(shape.q_len, 1))
+    ends = none[: shape.q_len].expand(2 * spans, *maps, -1)
+    return made._replace(row_ends=ends, in_order=none[:1].expand(maps))
 
 
 def maps_of(call: Call, lowered: Lowered, captured: Captured) -> list[TileMap]:

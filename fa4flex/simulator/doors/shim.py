@@ -32,6 +32,7 @@ from fa4flex.simulator.doors.launch import (
     static_shared_bytes,
     target_of,
 )
+from fa4flex.simulator.doors.tensor_maps import read_sizes, tensor_map
 
 LAUNCH_FAILURE = 719
 """cudaErrorLaunchFailure: what compiled code gets to see of an exception."""
@@ -243,7 +244,18 @@ def _launch(kernel: int, *rest: int) -> None:
     _receive(Launch(name, ptx, (gx, gy, gz), (bx, by, bz), (1, 1, 1), shared_bytes, params))
 
 
+@_models("_cuTensorMapEncodeTiled", _POINTER, _INT, _INT, *(_POINTER,) * 5, *(_INT,) * 4)
+def _encode_tensor_map(found: int, element: int, rank: int, address: int | None, *rest: int) -> None:
+    """`rest`: addresses of four lists of sizes; then interleave, swizzle, L2 promotion and fill."""
+    interleave, swizzle, _, fill = rest[4:]
+    sizes = read_sizes(rank, rest[:4])
+    described = tensor_map(element, address or 0, sizes, interleave, swizzle, fill)
+    ctypes.memmove(found, described, len(described))
+
+
 def _receive(launch: Launch) -> None:
+    if _pending.error is not None:  # host code that only asserts success goes on after an error
+        raise _pending.error
     receiver = _receiver()
     target = target_of(launch.ptx)
     if target != receiver.device.arch:
@@ -283,9 +295,9 @@ def _ptx(kernel: int) -> tuple[str, str]:
 
 # --- linking ------------------------------------------------------------------------------------------------
 
-_REPLACED = re.compile(r"_cu[A-Z]\w*|_cuda\w+|cuda_dialect_(un|init_)\w+")
-"""Names of functions that would reach for a GPU. What else host code declares is the C library's, TVM-FFI's,
-or turns error codes into messages."""
+_REPLACED = re.compile(r"_cu[A-Z]\w*|_cuda\w+|cuda_dialect_(un|init_|assert_)\w+")
+"""Names of functions that would reach for a GPU, or end the process after an error. What else host code
+declares is the C library's, TVM-FFI's, or turns error codes into messages."""
 
 _TYPE = re.compile(r"!llvm\.func<(\w+) \(([^()]*)\)>")
 
@@ -337,9 +349,9 @@ def _definition(name: str, kind: str, binary: int) -> str:
     assert found is not None, f"{name} is declared as {kind}"
     types = [_mlir(t.strip()) for t in found[2].split(",") if t.strip()]
     given = ", ".join(f"%a{i}: {t}" for i, t in enumerate(types))
-    if (
-        found[1] == "void"
-    ):  # cuda_dialect_unload_library_once, perhaps after Python has ended: nothing to unload
+    if found[1] == "void":
+        # cuda_dialect_unload_library_once, perhaps after Python has ended: nothing to unload; and
+        # cuda_dialect_assert_success: `deliver` raises what is kept
         return f"llvm.func internal @{name}({given}) {{ llvm.return }}"
     assert found[1] == "i32", f"{name} returns {found[1]}"
     function, of_binary = _functions.get(name) or (_refusal(name), False)

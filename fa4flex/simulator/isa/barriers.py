@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from numpy.typing import NDArray
 
 from fa4flex.simulator.isa.access import Accessor
 from fa4flex.simulator.isa.mbarriers import guarded, relaxed_clock
-from fa4flex.simulator.isa.operands import read
+from fa4flex.simulator.isa.operands import read, write
 from fa4flex.simulator.isa.table import Act, Unmodelled, Wait, translates
-from fa4flex.simulator.ptx.nodes import Instruction
-from fa4flex.simulator.state.barriers import Meeting
+from fa4flex.simulator.ptx.nodes import Instruction, Operand
+from fa4flex.simulator.state.barriers import Meeting, Round
 from fa4flex.simulator.state.cta import Warp
 from fa4flex.simulator.state.registers import LANES, Mask
 from fa4flex.simulator.watch.findings import Fault, Finding
@@ -26,27 +27,45 @@ def barrier(instruction: Instruction) -> Act:
     extra = set(instruction.modifiers) - {"sync", "arrive", "aligned", "cta"}
     if extra or (not instruction.has("sync") and not instruction.has("arrive")):
         raise Unmodelled(instruction)
-    number = read(instruction.operands[0], "u32")
-    count = read(instruction.operands[1], "u32") if len(instruction.operands) > 1 else None
-    access, stays = Accessor(instruction, "shared"), instruction.has("sync")
+    come, stays = _comes(instruction, *instruction.operands), instruction.has("sync")
 
     def run(warp: Warp, mask: Mask) -> Wait | None:
         if warp.ticket is None:
-            named = int(_first(number(warp), mask))
-            if named >= NAMED:
-                text = f"{warp} names barrier {named}; a CTA has {NAMED}"
-                raise Fault(Finding("barrier", text, instruction))
-            meeting = warp.cta.meeting(named)
-            expected = None
-            if count:
-                expected = -(-int(_first(count(warp), mask)) // LANES) * LANES
-            _come(access, warp, meeting, expected)
+            come(warp, mask, None)
             if not stays:
                 warp.ticket = None
                 return None
         return _stay(warp, instruction.line)
 
     return Act(run, signals=not stays)
+
+
+_REDUCED: dict[str, Callable[[Round], int | bool]] = {
+    "and": lambda round: round.true == round.asked,
+    "or": lambda round: round.true > 0,
+    "popc": lambda round: round.true,
+}
+
+
+@translates("bar.red", "barrier.red", "bar.cta.red", "barrier.cta.red")
+def reduction(instruction: Instruction) -> Act:
+    """A barrier that tells all who come for how many of them, for any or for all a predicate holds."""
+    how, kind = [part for part in instruction.modifiers if part not in ("cta", "red", "aligned")]
+    if how not in _REDUCED or (how == "popc") != (kind == "u32") or kind not in ("u32", "pred"):
+        raise Unmodelled(instruction)
+    result, *where, given = instruction.operands
+    d, value, come = write(result, kind), read(given, "pred"), _comes(instruction, *where)
+
+    def run(warp: Warp, mask: Mask) -> Wait | None:
+        if warp.ticket is None:
+            come(warp, mask, value(warp) if mask is None else value(warp)[mask])
+        _, round = warp.ticket  # type: ignore[misc]
+        wait = _stay(warp, instruction.line)
+        if wait is None:
+            d(warp, _REDUCED[how](round), mask)
+        return wait
+
+    return Act(run)
 
 
 @translates("barrier.cluster.arrive")
@@ -132,6 +151,30 @@ def fence(instruction: Instruction) -> Act:
             warp.released = order.tells(warp.agent, instruction.line)
 
     return Act(run)
+
+
+def _comes(
+    instruction: Instruction, barrier: Operand, threads: Operand | None = None
+) -> Callable[[Warp, Mask, NDArray[Any] | None], None]:
+    """Comes to a named barrier, with the predicates of the threads where these are reduced."""
+    number, access = read(barrier, "u32"), Accessor(instruction, "shared")
+    count = None if threads is None else read(threads, "u32")
+
+    def come(warp: Warp, mask: Mask, given: NDArray[Any] | None) -> None:
+        named = int(_first(number(warp), mask))
+        if named >= NAMED:
+            text = f"{warp} names barrier {named}; a CTA has {NAMED}"
+            raise Fault(Finding("barrier", text, instruction))
+        meeting = warp.cta.meeting(named)
+        if meeting.here and (meeting.round.asked > 0) != (given is not None):
+            text = f"{warp} comes to {meeting}: some reduce a predicate there, others do not"
+            raise Fault(Finding("barrier", text, instruction))
+        if given is not None:
+            meeting.round.asked += given.size
+            meeting.round.true += int(given.sum())
+        _come(access, warp, meeting, -(-int(_first(count(warp), mask)) // LANES) * LANES if count else None)
+
+    return come
 
 
 def _first(values: NDArray[Any], mask: Mask) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,15 @@ def _matrices(instruction: Instruction, registers: Operand) -> tuple[tuple[Opera
     if given - known or not {"sync", "aligned", "m8n8", "b16"} <= given or counts != [len(found)]:
         raise Unmodelled(instruction)
     return found, "trans" in given
+
+
+def _tall(instruction: Instruction, registers: Operand) -> tuple[Operand, ...]:
+    """The registers, one per matrix of 16 x 8 bytes."""
+    found = _registers(registers)
+    wanted = {"sync", "aligned", "m16n8", "trans", "b8", f"x{len(found)}"}
+    if set(instruction.modifiers) - {"shared", "shared::cta"} != wanted or len(found) not in (1, 2, 4):
+        raise Unmodelled(instruction)
+    return found
 
 
 @dataclass(frozen=True)
@@ -124,15 +134,19 @@ def _check_bytes(instruction: Instruction, kind: Matrix, bits: int) -> None:
 
 @translates("stmatrix")
 def stmatrix(instruction: Instruction) -> Step:
-    """[p], r: as ldmatrix, the other way."""
-    registers, turn = _matrices(instruction, instruction.operands[1])
+    """[p], r: as ldmatrix, the other way. Matrices of 16 x 8 bytes are transposed: 8 rows of 16 bytes."""
+    if instruction.has("m16n8"):
+        registers, store = _tall(instruction, instruction.operands[1]), fragments.stmatrix_tall
+    else:
+        registers, turn = _matrices(instruction, instruction.operands[1])
+        store = partial(fragments.stmatrix, transposed=turn)
     where = locate(instruction.operands[0], instruction)
     access = Accessor(instruction, space_of(instruction))
     gets, rows = [read(r, "b32") for r in registers], ROWS * len(registers)
 
     def step(warp: Warp, mask: Mask) -> None:
         _all_lanes(warp, mask, instruction)
-        matrices = fragments.stmatrix(_gather(gets, warp), turn)
+        matrices = store(_gather(gets, warp))
         access.store(warp, where(warp)[:rows], matrices.reshape(rows, ROW_BYTES).view(np.uint32))
 
     return step

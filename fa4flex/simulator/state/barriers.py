@@ -85,6 +85,9 @@ class Round:
     """PTX lines by which threads came."""
     announced: set[MBarrier] = field(default_factory=set)
     """mbarriers whose initialisation relaxed arrivals hand on, by a fence.mbarrier_init."""
+    asked: int = 0
+    true: int = 0
+    """Threads that came with a predicate to be reduced, and those of them for which it holds."""
 
 
 @dataclass

@@ -150,6 +150,16 @@ def stmatrix(registers: Registers, transposed: bool) -> NDArray[np.uint8]:
     return _eight(transposed).matrix(registers[:, None]).view(np.uint8)
 
 
+def stmatrix_tall(registers: Registers) -> NDArray[np.uint8]:
+    """stmatrix.m16n8.trans.b8: uint32 [registers, 32 lanes] to uint8 [matrices, 8 rows, 16 bytes].
+
+    Lane 4 i + j holds elements (i, 2 j), (i, 2 j + 1), (i + 8, 2 j), (i + 8, 2 j + 1), as those of an
+    accumulator; what is stored is the transposed matrix.
+    """
+    held = np.ascontiguousarray(registers).view(np.uint8).reshape(-1, 8, 4, 2, 2)
+    return np.ascontiguousarray(held.transpose(0, 2, 4, 3, 1)).reshape(-1, 8, 16)
+
+
 def movmatrix(register: Registers) -> Registers:
     """movmatrix.m8n8.trans.b16: uint32 [32 lanes] to the fragment of the transposed matrix."""
     matrix = _eight(False).matrix(register[None])

@@ -92,26 +92,27 @@ class Shadow:
                 self._report(
                     "missing proxy fence", "overwrites generic writes", number, where, before, before
                 )
-        reads = self._reads(where)
-        for before in reads:
+        met = distinct(self.reader[where])
+        for before in self._reads(met, where):
             other = self.order.accesses[before]
             fine = (other.agent == access.agent and access.load < 0) or (access.strong and other.strong)
             if not fine and not over(other, clock):
                 self._report("race", "overwrites what is still read", number, where, before, before)
-        if reads:
-            self._forget_reads(where)
+        if met != [NOBODY]:
+            self._forget_reads(met, where)
         self.writer[where] = number
 
-    def _reads(self, where: Where) -> list[int]:
-        """Reads of these granules since they were written, the last of each agent."""
-        found = distinct(self.reader[where])
-        if SEVERAL in found:
+    def _reads(self, met: list[int], where: Where) -> list[int]:
+        """Reads of these granules since they were written, the last of each agent; `met` is what `reader`
+        holds there."""
+        found = list(met)
+        if SEVERAL in met:
             for numbers in self._readers.values():
                 found += distinct(numbers[where])
         return [number for number in found if number >= 0]
 
-    def _forget_reads(self, where: Where) -> None:
-        if SEVERAL in distinct(self.reader[where]):
+    def _forget_reads(self, met: list[int], where: Where) -> None:
+        if SEVERAL in met:
             for numbers in self._readers.values():
                 numbers[where] = NOBODY
         self.reader[where] = NOBODY
@@ -120,7 +121,8 @@ class Shadow:
         """The memory goes away, by access `number`; `clock` is what all know who have used it. What agents in
         `told` may still do was reported."""
         everywhere = slice(None)
-        met = {*distinct(self.writer), *self._reads(everywhere)} - {NOBODY, SEVERAL}
+        reads = self._reads(distinct(self.reader), everywhere)
+        met = {*distinct(self.writer), *reads} - {NOBODY, SEVERAL}
         for before in sorted(met):
             if self.order.accesses[before].agent not in told and not self.order.known(before, clock):
                 place = self.describe(self._first(everywhere, before))
@@ -136,7 +138,7 @@ class Shadow:
     def forget(self, where: Where) -> None:
         """The contents are gone (memory handed back, or just allocated)."""
         self.writer[where] = NOBODY
-        self._forget_reads(where)
+        self._forget_reads(distinct(self.reader[where]), where)
 
     def _report(self, kind: str, text: str, number: int, where: Where, met: int, before: int | None) -> None:
         place = self.describe(self._first(where, met))
@@ -162,4 +164,6 @@ def distinct(numbers: NDArray[Any]) -> list[int]:
         return [numbers.item(0)]
     if numbers.size <= 256:
         return list(set(numbers.tolist()))
-    return [int(x) for x in np.unique(numbers)]
+    flat = numbers.ravel()
+    changed = flat[1:][flat[1:] != flat[:-1]]  # a tile has few runs of equal values: less than to sort it
+    return list({flat.item(0), *changed.tolist()})
