@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fa4flex.codegen.plan.arguments import SCHEMAS
 from fa4flex.compiler import ahead, cache
 from fa4flex.compiler.link import shared_library
 from fa4flex.compiler.signature import Signature
@@ -125,6 +126,7 @@ def kernel_key(source: str, problem: Problem, signature: Signature, arch: str) -
         *toolchain(),
         digest(KERNELS),
         digest(HERE),
+        *(name for schema in SCHEMAS.values() for name in schema.names),
     )
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 

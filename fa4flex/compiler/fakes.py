@@ -91,10 +91,11 @@ class Fakes:
         return tuple(self._extent(name) for name in dims if not (self.packed and name == "batch"))
 
     def _heads(self, look: Heads) -> Any:
-        first = self.signature.heads_first and not self.packed
-        order = (look.heads, look.length) if first else (look.length, look.heads)
+        heads_first = self.signature.heads_first and not self.packed
+        order = (look.heads, look.length) if heads_first else (look.length, look.heads)
         width, element = getattr(self.problem, look.width), DTYPES[getattr(self.problem, look.dtype)]
-        shape = self._shape(("batch", *order, width))
+        first = "pages" if look.cached and self.problem.page_rows else "batch"
+        shape = self._shape((first, *order, width))
         strides = [cute.sym_int64(divisibility=WIDE_COPY * 8 // element.width) for _ in shape[:-1]]
         return make_fake_tensor(element, shape, (*strides, 1), assumed_align=WIDE_COPY)
 

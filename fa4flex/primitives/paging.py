@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fa4flex.contents import checked_here
 from fa4flex.errors import InputError
 from fa4flex.primitives.base import holds, kind_of, show
 
@@ -19,7 +20,8 @@ class Paging:
 
     Sequence b's key t lives in page `page_table[b, t // page_size]`, slot `t % page_size`, of caches
     [pages, page_size, Hkv, D]. Any page size will do. Only the first ceil(seqused_k[b] / page_size)
-    entries of a row are read; pages may be shared between sequences. Raises InputError.
+    entries of a row are read; pages may be shared between sequences. Raises InputError; what the tensors
+    hold is looked at on a CPU only, by kernels elsewhere.
     """
 
     page_table: Tensor
@@ -51,6 +53,10 @@ class Paging:
                 "one device",
                 "move them with .to(q.device)",
             )
+        if checked_here(self.seqused_k) or torch.compiler.is_compiling():
+            self._check_lengths()
+
+    def _check_lengths(self) -> None:
         if not holds(self.seqused_k >= 0, "Paging: seqused_k holds a negative length"):
             raise InputError(
                 f"seqused_k of {int(self.seqused_k.min())}", "lengths >= 0", "use 0 for an empty sequence"
@@ -61,7 +67,13 @@ class Paging:
         return self.page_table.shape[0]
 
     def check(self, k_cache: Tensor, v_cache: Tensor) -> None:
-        """Raise InputError unless the caches fit: k [pages, page_size, Hkv, D], v [.., Dv]."""
+        """Raise InputError unless the caches fit, k [pages, page_size, Hkv, D] and v [.., Dv], and have the
+        pages of the table. This waits for a device."""
+        self.fits(k_cache, v_cache)
+        self.check_contents(k_cache)
+
+    def fits(self, k_cache: Tensor, v_cache: Tensor) -> None:
+        """Raise InputError unless caches of these shapes fit."""
         for name, cache in (("k", k_cache), ("v", v_cache)):
             if cache.ndim != 4:
                 raise InputError(
@@ -82,7 +94,11 @@ class Paging:
                 "the same dtype, pages, page size and heads",
                 "allocate both caches alike; only the last dimension may differ",
             )
-        pages, page_size = k_cache.shape[:2]
+
+    def check_contents(self, cache: Tensor) -> None:
+        """Raise InputError unless the lengths and the pages of the table exist in this cache."""
+        self._check_lengths()
+        pages, page_size = cache.shape[:2]
         capacity = self.page_table.shape[1] * page_size
         if not holds(self.seqused_k <= capacity, "Paging: seqused_k exceeds max_pages * page_size"):
             raise InputError(

@@ -228,7 +228,14 @@ def _check_cuda(q: Tensor, variant: Variant) -> None:
 
 
 def check_paged(q: Tensor, k: Tensor, v: Tensor, paging: Paging, varlen: Varlen | None) -> None:
-    """q [B, Hq, Sq, D], or [Tq, Hq, D] with varlen; caches k [pages, page_size, Hkv, D], v [..., Dv]."""
+    """q [B, Hq, Sq, D], or [Tq, Hq, D] with varlen; caches k [pages, page_size, Hkv, D], v [..., Dv]. What
+    the table and the lengths hold is looked at."""
+    check_pages(q, k, v, paging, varlen)
+    paging.check_contents(k)
+
+
+def check_pages(q: Tensor, k: Tensor, v: Tensor, paging: Paging, varlen: Varlen | None = None) -> None:
+    """The same, whatever the table and the lengths hold."""
     rank = 4 if varlen is None else 3
     if q.ndim != rank:
         raise InputError(
@@ -249,7 +256,7 @@ def check_paged(q: Tensor, k: Tensor, v: Tensor, paging: Paging, varlen: Varlen 
             "one row of the page table per sequence",
             "slice the page table and seqused_k to this batch",
         )
-    paging.check(k, v)
+    paging.fits(k, v)
 
 
 def check_operand_devices(tensors: tuple[Tensor, ...], names: tuple[str, ...], q: Tensor) -> None:

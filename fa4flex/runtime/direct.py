@@ -33,7 +33,7 @@ class Direct(NamedTuple):
 
     @staticmethod
     def of(program: Published, launch: Callable[[Call], Results], call: Call) -> Direct:
-        return Direct(program, launch, call.sinks is not None, call.lengths is not NO_LENGTHS, *call[6:])
+        return Direct(program, launch, call.sinks is not None, call.lengths is not NO_LENGTHS, *call[6:10])
 
     @property
     def fixed(self) -> int:

@@ -13,6 +13,7 @@ from torch.nn import Parameter
 
 from fa4flex.codegen.build import Bound, Trace, bind
 from fa4flex.compiler.simulated import simulating
+from fa4flex.contents import VALIDATE
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime import autocast, direct, ops
@@ -22,13 +23,14 @@ from fa4flex.runtime.checks import (
     check_operand_devices,
     check_packed,
     check_paged,
+    check_pages,
     check_tensors,
     check_transforms,
     check_variant,
 )
-from fa4flex.runtime.cuda import faults
+from fa4flex.runtime.cuda import faults, paged
 from fa4flex.runtime.cuda.backward import compile_ahead
-from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, SequenceLengths
+from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, Pages, SequenceLengths
 from fa4flex.runtime.cuda.engine import Engine
 from fa4flex.runtime.cuda.fast_path import FastPath
 from fa4flex.runtime.cuda.operands import Remembered
@@ -178,6 +180,10 @@ def run(
             return run(now, q, k, v, varlen, paging, statistics)
     prepared = now.prepared
     observed = _observed() or not _plain(q, k, v)
+    if isinstance(paging, Paging) and varlen is None and not observed and _on_gpu(q):
+        found = _in_place(now, (q, k, v), paging, statistics)
+        if found is not None:
+            return found
     on_gpu = not observed and paging is None and _on_gpu(q)
     call, trains = _direct_call(now, (q, k, v), varlen, statistics) if on_gpu else (None, False)
     if call is not None:
@@ -314,6 +320,37 @@ def _observed() -> bool:
         or torch._C._functorch.maybe_current_level() is not None
         or torch.autograd.forward_ad._current_level >= 0
     )
+
+
+def _in_place(
+    now: Calling, qkv: tuple[Tensor, Tensor, Tensor], paging: Paging, statistics: Statistics
+) -> Results | None:
+    """The results of a call with pages, read where they are; None where no kernel does that. The host reads
+    no contents."""
+    if now.variant.blocks is not None or any(x.ndim != 4 for x in qkv) or not qkv[0].numel():
+        return None
+    if VALIDATE and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        check_paged(*qkv, paging, None)
+    call, trains = _direct_call(now, qkv, None, statistics)
+    if call is None or trains:
+        return None
+    if call.heads_first:
+        call = call._replace(k=call.k.transpose(1, 2), v=call.v.transpose(1, 2))
+    call = call._replace(pages=Pages(paging.page_table, paging.seqused_k))
+    return paged.attend(now.prepared.engine, call, lambda: _check_in_place(now, call, qkv, paging))
+
+
+def _check_in_place(now: Calling, call: Call, qkv: tuple[Tensor, Tensor, Tensor], paging: Paging) -> None:
+    """Raise InputError or UnsupportedError unless the tensors fit, whatever their contents."""
+    q, k_cache, v_cache = qkv
+    check_tensors(*qkv)
+    check_pages(q, k_cache, v_cache, paging)
+    # As if the keys of each sequence were all there.
+    keys = paging.page_table.shape[1] * k_cache.shape[1]
+    k, v = (x[:1, :1].expand(q.shape[0], keys, -1, -1).transpose(1, 2) for x in (k_cache, v_cache))
+    _check_call(now, (q if call.heads_first else q.transpose(1, 2), k, v), None)
+    check_operand_devices(call.operands, tuple(o.name for o in now.bound.trace.operands), q)
+    check_transforms(*qkv, *call.operands, call.sinks)
 
 
 def _paged(

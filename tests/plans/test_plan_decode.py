@@ -13,7 +13,7 @@ from fa4flex.codegen.analyze.domain import Shape
 from fa4flex.codegen.plan.counts import check_counts
 from fa4flex.codegen.plan.errors import PlanError
 from fa4flex.codegen.plan.inputs import Inputs
-from fa4flex.codegen.plan.problem import Problem
+from fa4flex.codegen.plan.problem import PAGE_ROWS, Problem, page_rows
 from fa4flex.codegen.plan.specialize import same_problem
 from fa4flex.codegen.plan.splitting import MOST_SPLITS, Splitting
 from fa4flex.codegen.plan.target import SM90A, SM100A
@@ -64,6 +64,45 @@ def test_rows_are_queries_times_heads_of_a_group(group: int, most: int) -> None:
 def test_who_asks_for_tiles_gets_the_kernel_that_has_a_choice() -> None:
     for schedule in (Schedule(tile=(64, 64)), Schedule(order="row_major"), Schedule(next_tile="counter")):
         assert isinstance(dispatch.plan_forward(FACTS, FEW, SM90A, schedule), HopperPlan)
+
+
+# --- pages --------------------------------------------------------------------------------------------
+
+PAGED = replace(FEW, lengths="used", page_rows=16)
+
+
+@pytest.mark.parametrize("d, least", [(128, 1), (64, 1), (96, 2), (80, 2)])
+def test_pages_whose_rows_are_whole_lines_are_read_in_place(d: int, least: int) -> None:
+    """Of 32 columns, which are half a line of shared memory, two rows have to lie together."""
+    for rows in PAGE_ROWS:
+        problem = replace(PAGED, head_dim=d, head_dim_v=d, page_rows=rows)
+        if rows >= least:
+            plan = planned(problem)
+            assert plan.config().box_rows == min(rows, plan.tile_n) and plan.config().paged
+            copies = {ring.name: ring.copies for ring in plan.topology.rings}
+            assert sum(copies["k"]) == plan.tile_n * plan.widths[0] * 2
+        else:
+            with pytest.raises(fa4flex.UnsupportedError):
+                planned(problem)
+
+
+def test_page_sizes_have_classes() -> None:
+    assert [page_rows(n) for n in (1, 3, 6, 16, 48, 128, 256, 1000)] == [1, 1, 2, 16, 16, 128, 128, 8]
+
+
+def test_no_other_kernel_takes_pages() -> None:
+    many = replace(PAGED, few_rows=False)
+    for problem, target in ((many, SM90A), (PAGED, SM100A), (replace(PAGED, mask_form="tables"), SM90A)):
+        with pytest.raises(fa4flex.UnsupportedError, match="pages of 16 keys"):
+            dispatch.choose("forward", problem, target)
+    for schedule in (Schedule(tile=(64, 64)), Schedule(order="row_major"), Schedule(next_tile="counter")):
+        with pytest.raises(fa4flex.UnsupportedError, match="keys in pages"):
+            dispatch.plan_forward(FACTS, PAGED, SM90A, schedule)
+
+
+def test_pages_are_explained() -> None:
+    assert "brought in 4 x 16 keys" in planned(PAGED).explain()
+    assert "pages" not in planned(FEW).explain()
 
 
 # --- what fits ----------------------------------------------------------------------------------------
@@ -136,7 +175,7 @@ def test_memory_of_parts() -> None:
 
 
 def sound(clears: bool = True, stages: int = 2) -> Topology:
-    return decode_topology(128, 64, 64, stages, clears)
+    return decode_topology(128, 64, 64, stages, clears, 64)
 
 
 def test_it_runs_in_any_order(seed: int) -> None:

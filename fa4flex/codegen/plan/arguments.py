@@ -24,12 +24,14 @@ Dimension = str | int
 class Heads:
     """[batch, heads, length, width], [batch, length, heads, width] as calls have it, or packed
     [length, heads, width], in pieces of 16 bytes; kernels read [batch, length, heads, width]. width and
-    dtype are fields of Problem."""
+    dtype are fields of Problem. Where keys are paged, those that are `cached` have pages for batch and slots
+    for length."""
 
     length: str
     heads: str
     width: str
     dtype: str = "dtype"
+    cached: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Given:
-    """Vector of lengths as a call brings it: int32, or int64 where a signature names it; any stride."""
+    """Lengths or pages as a call brings them: int32, or int64 where a signature names it; any stride."""
 
     name: str
     dims: tuple[Dimension, ...]
@@ -89,7 +91,7 @@ class Captured:
 
 
 Look = Heads | Array | Given | Blocks | Number | Parts | Captured
-Source = Literal["call", "call.lengths", "saved", "launch"]
+Source = Literal["call", "call.lengths", "call.pages", "saved", "launch"]
 
 # --- rows ---------------------------------------------------------------------------------------------------
 
@@ -114,8 +116,8 @@ class Argument:
 
     name       of the parameter, of the field that kernels read, and of the field of `source`
     look       what it looks like
-    source     where a launch finds it: "call", "call.lengths", or "saved" by the forward pass; "launch": it
-               is made with or for the launch
+    source     where a launch finds it: "call", "call.lengths", "call.pages", or "saved" by the forward pass;
+               "launch": it is made with or for the launch
     when       whether a compiled pass has it, else it is None; None: where the signature says it is given
     read_by    kernels of the pass that get it
     computed   from the arguments before it, by the entry point: it is not passed
@@ -214,6 +216,17 @@ SCALARS = Argument("scalars", Captured("numbers"))
 SCALE = Argument("scale", Number())
 
 
+def _paged(one: Pass) -> bool:
+    return one.problem.page_rows > 0
+
+
+PAGES = (
+    Argument("page_table", Given("page_table", ("batch", "columns")), "call.pages", when=_paged),
+    Argument("paged_keys", Given("paged_keys", ("batch",)), "call.pages", when=_paged),
+)
+FAULTS = Argument("faults", Number("address"), "launch", when=_paged)
+
+
 def _splits(one: Pass) -> bool:
     return bool(one.config.splits)
 
@@ -222,8 +235,8 @@ MERGE = "combine"
 FORWARD = Schema(
     (
         Argument("q", Heads("q_len", "q_heads", "head_dim")),
-        Argument("k", Heads("kv_len", "kv_heads", "head_dim")),
-        Argument("v", Heads("kv_len", "kv_heads", "head_dim_v")),
+        Argument("k", Heads("kv_len", "kv_heads", "head_dim", cached=True)),
+        Argument("v", Heads("kv_len", "kv_heads", "head_dim_v", cached=True)),
         Argument(
             "out", Heads("q_len", "q_heads", "head_dim_v", "out_dtype"), "launch", read_by=("kernel", MERGE)
         ),
@@ -251,6 +264,8 @@ FORWARD = Schema(
         Argument(
             "workspace", Array("float32", ("partial",), together=4), "launch", _splits, ("kernel", MERGE)
         ),
+        *PAGES,
+        FAULTS,
     )
 )
 
@@ -324,7 +339,7 @@ SEQUENCES = Schema(
         Argument("q_len", Number("int"), "launch"),
         Argument("kv_len", Number("int"), "launch"),
         Argument("heads", Number("int"), "launch"),
-        Argument("faults", Number("address"), "launch"),
+        replace(FAULTS, when=always),
     )
 )
 """Arguments of the kernel that corrects lengths and sorts tiles."""

@@ -66,7 +66,23 @@ def _of_side(side: str) -> tuple[Kind, ...]:
     )
 
 
-KINDS: tuple[Kind, ...] = (*_of_side("q"), *_of_side("k"))
+_OF_PAGES = (
+    Kind("paged_keys negative", "seqused_k of {0}", "lengths >= 0", "use 0 for an empty sequence"),
+    Kind(
+        "paged_keys beyond",
+        "seqused_k of {0} tokens",
+        "at most max_pages * page_size = {1}",
+        "give the page table more columns",
+    ),
+    Kind(
+        "page missing",
+        "page {0} in the page table",
+        "0 up to the number of pages, {1}",
+        "only entries behind a sequence's last page may hold anything",
+    ),
+)
+
+KINDS: tuple[Kind, ...] = (*_of_side("q"), *_of_side("k"), *_OF_PAGES)
 """All kinds, in the order in which they are told where there are several. Kernels know them by position."""
 
 ROWS = 1 + len(KINDS)

@@ -16,6 +16,7 @@ class Inputs:
     dtype, out_dtype       of q, k and v, and of the output
     lengths         "dense", "packed" (cu_seqlens) or "used" (dense, with lengths per batch element)
     keys_used       the keys of a padded batch have lengths
+    page_rows       of paged keys and values, the class of their page size; else 0
     sinks           a learnable logit per head joins the denominator
     statistics      which of Problem's STATISTICS are written
     positive_scale  the softmax scale is positive
@@ -30,6 +31,7 @@ class Inputs:
     out_dtype: str = "bfloat16"
     lengths: Lengths = "dense"
     keys_used: bool = False
+    page_rows: int = 0
     sinks: bool = False
     statistics: tuple[str, ...] = ("lse",)
     positive_scale: bool = True

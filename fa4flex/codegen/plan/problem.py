@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -16,6 +17,9 @@ Adding = Literal["sum", "once", "once in pairs"]
 STATISTICS = ("lse", "max_scores")
 WIDEST = 256
 """The widest head: one matrix instruction makes at most 256 columns of the output."""
+
+PAGE_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+"""Classes of page sizes."""
 
 _FLAGS = (
     "few_queries", "few_rows", "many_queries", "many_keys", "sinks", "wide_index", "in_range",
@@ -40,6 +44,8 @@ class Problem:
     in_range               every index into a captured tensor is proved to lie within it
     positive_scale         the softmax scale is positive
     operands               (dtype name, rank) of each captured tensor
+    page_rows              keys that lie next to each other in a page, the greatest of PAGE_ROWS that divides
+                           the page size; 0: keys and values are not paged
     few_queries            no sequence has more queries than `Target.few_queries`; False is always right
     few_rows               of forward passes: no sequence has more queries, times the heads that share a head
                            of keys, than `Target.few_rows`; False is always right
@@ -73,6 +79,7 @@ class Problem:
     in_range: bool = True
     positive_scale: bool = True
     operands: tuple[tuple[str, int], ...] = ()
+    page_rows: int = 0
     few_queries: bool = False
     few_rows: bool = False
     many_queries: bool = False
@@ -96,6 +103,7 @@ class Problem:
         _require_one_of("row_ends", self.row_ends, tuple(range(MOST_SPANS + 1)))
         for name in _FLAGS:
             _require_one_of(name, getattr(self, name), (True, False))
+        _require_one_of("page_rows", self.page_rows, (0, *PAGE_ROWS))
         _require_statistics(self.statistics)
         _require_operands(self.operands)
         for _, adding in self.gradients:
@@ -125,6 +133,7 @@ class Problem:
         extras += ["many keys"] * self.many_keys
         extras += [f"{len(self.operands)} captured tensors"] * bool(self.operands) + ["sinks"] * self.sinks
         extras += [f"gradients of {len(self.gradients)} of these"] * bool(self.gradients)
+        extras += [f"pages of {self.page_rows} keys or a multiple"] * bool(self.page_rows)
         extras += ["groups of query heads"] * self.grouped + ["deterministic"] * self.deterministic
         extras += ["key intervals where what they search is sorted"] * bool(self.row_ends)
         parts = [f"heads of {heads}", self.dtype, f"{self.lengths} lengths", _MASKS[self.mask_form], *extras]
@@ -137,6 +146,11 @@ _MASKS = {
     "queries": "a mask of query intervals",
     "tables": "a mask by block tables",
 }
+
+
+def page_rows(page_size: int) -> int:
+    """The class of a page size, for Problem."""
+    return math.gcd(page_size, PAGE_ROWS[-1])
 
 
 def itemsize(dtype: str) -> int:

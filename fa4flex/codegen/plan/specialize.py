@@ -34,6 +34,7 @@ def forward_problem(inputs: Inputs, proved: Proved, target: Target) -> Problem:
         few_rows=longest <= _few_rows(inputs, target),
         many_queries=inputs.lengths == "dense" and 0 < target.many_queries < longest,
         operands=inputs.operands,
+        page_rows=inputs.page_rows,
         row_ends=proved.row_ends if inputs.lengths == "dense" else 0,
     )
 

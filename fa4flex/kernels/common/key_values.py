@@ -15,6 +15,9 @@ from fa4flex.kernels.common.work import Grid, Work
 class KeyValues(Protocol):
     """Keys and values of one sequence and head. The caller advances states."""
 
+    def turn_to(self, number: Int32) -> None:
+        """Get ready for the tile of this number in the order in which tiles are asked for."""
+
     def load_keys(self, state: pipeline.PipelineState, tile: Int32) -> None:
         """Start the copy of a tile of keys into the ring's next stage, once that is free."""
 
@@ -32,6 +35,9 @@ class ContiguousKeyValues:
     k: Views
     v: Views
     policy: int | None = None
+
+    def turn_to(self, number: Int32) -> None:
+        pass
 
     def load_keys(self, state: pipeline.PipelineState, tile: Int32) -> None:
         load_stage(self.transfers.k, self.k_ring, state, self.k, tile, self.policy)

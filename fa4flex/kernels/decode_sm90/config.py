@@ -17,6 +17,8 @@ class Config:
     producer_registers, consumer_registers   per thread, after the split
     rescale_threshold        in log2 units: the output is rescaled only when the row maximum grew by more
     lengths                  "dense" or "used" (seqused per batch)
+    paged                    keys and values lie in pages
+    box_rows                 keys that one copy brings: all of a tile, or of pages, fewer
     share                    tiles of keys per split; None: of each sequence, all splits have as many
     sinks                    a learnable logit per head joins the denominator
     statistics               whether "lse" is written
@@ -31,6 +33,8 @@ class Config:
     consumer_registers: int
     rescale_threshold: float = 0.0
     lengths: Lengths = "dense"
+    paged: bool = False
+    box_rows: int = 0
     share: int | None = None
     sinks: bool = False
     statistics: tuple[str, ...] = ("lse",)

@@ -18,6 +18,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.hooks import Hooks
+from fa4flex.kernels.common.paged_key_values import box_transfers
 from fa4flex.kernels.common.transfer import Transfers, reordered
 from fa4flex.kernels.decode_sm90.config import Config
 from fa4flex.kernels.decode_sm90.consumer import Consumer
@@ -45,7 +46,7 @@ class Forward:
         kind = arguments.q.element_type
         layouts = self.layouts(kind)
         k, v = self.transfers(arguments, layouts)
-        pairs = arguments.k.shape[0] * arguments.k.shape[2]
+        pairs = arguments.q.shape[0] * arguments.k.shape[2]
         self.device(arguments, k, v, self.matrix_products(kind)).launch(
             grid=[pairs * arguments.splits, 1, 1],
             block=[self.config.threads, 1, 1],
@@ -95,6 +96,8 @@ class Forward:
         k, v = reordered(arguments.k, [1, 3, 2, 0]), reordered(arguments.v, [3, 1, 2, 0])
         _, k_layout, v_layout = (cute.slice_(layout, (None, None, 0)) for layout in layouts)
         load = cpasync.CopyBulkTensorTileG2SOp()
+        if config.paged:
+            return box_transfers(load, (k, v), (k_layout, v_layout), config.box_rows)
         return (
             cpasync.make_tiled_tma_atom(load, k, k_layout, (config.tile_n, config.head_dim)),
             cpasync.make_tiled_tma_atom(load, v, v_layout, (config.head_dim_v, config.tile_n)),

@@ -10,6 +10,7 @@ from cutlass import Boolean, Int32, const_expr, cute, select_
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.hooks import At, Hooks
 from fa4flex.kernels.common.keys import KeyTiles, Lines, Span, row_spans, seen_by
+from fa4flex.kernels.common.paged_key_values import paged_length
 from fa4flex.kernels.common.tile_scheduler import place
 from fa4flex.kernels.common.work import Work
 from fa4flex.kernels.decode_sm90.config import Config
@@ -61,6 +62,8 @@ def tile_of(
     pair, split = number // arguments.splits, number % arguments.splits
     b, kv_head = pair // kv_heads, pair % kv_heads
     q_len, kv_len = Int32(arguments.q.shape[1]), Int32(arguments.k.shape[1])
+    if const_expr(config.paged):
+        kv_len = paged_length(arguments, b)
     if const_expr(arguments.seqused_q is not None):
         q_len = Int32(arguments.seqused_q[b])
     if const_expr(arguments.seqused_k is not None):

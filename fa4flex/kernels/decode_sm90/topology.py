@@ -25,9 +25,12 @@ MEET = 1
 """Named barrier of the consumer's warps: queries are written, or values past a sequence's end cleared."""
 
 
-def decode_topology(head_dim: int, head_dim_v: int, tile_n: int, kv_stages: int, clears: bool) -> Topology:
-    """The pipeline with these tiles. `clears`: sequences may end before their tensor does."""
-    rings = _ring("k", kv_stages, tile_n, head_dim), _ring("v", kv_stages, tile_n, head_dim_v)
+def decode_topology(
+    head_dim: int, head_dim_v: int, tile_n: int, kv_stages: int, clears: bool, box_rows: int
+) -> Topology:
+    """The pipeline with these tiles. `clears`: sequences may end before their tensor does. Tiles are brought
+    `box_rows` keys at a time."""
+    rings = tuple(_ring(x, kv_stages, tile_n, d, box_rows) for x, d in (("k", head_dim), ("v", head_dim_v)))
     copy = tuple(Event(action, ring) for ring in ("k", "v") for action in ("acquire", "load"))
     return Topology(
         (Role("producer", 1, (), copy, copy), _consumer(clears)),
@@ -38,10 +41,10 @@ def decode_topology(head_dim: int, head_dim_v: int, tile_n: int, kv_stages: int,
     )
 
 
-def _ring(name: str, stages: int, rows: int, width: int) -> Ring:
-    """16-bit elements. A TMA box holds a block of columns of all rows."""
+def _ring(name: str, stages: int, rows: int, width: int, box_rows: int) -> Ring:
+    """16-bit elements. A TMA box holds a block of columns of `box_rows` rows."""
     block = column_block(width)
-    copies = (rows * block * 2,) * (width // block)
+    copies = (box_rows * block * 2,) * (width // block * (rows // box_rows))
     return Ring(name, stages, rows * width * 2, copies, sum(copies), WARPGROUP)
 
 

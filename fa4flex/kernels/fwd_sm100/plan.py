@@ -202,5 +202,8 @@ def plan_blackwell(request: ForwardRequest) -> BlackwellPlan:
 
 
 FWD_SM100 = Pipeline(
-    "Blackwell forward", "forward", lambda problem, target: target.family == "sm100", plan_blackwell
+    "Blackwell forward",
+    "forward",
+    lambda problem, target: target.family == "sm100" and not problem.page_rows,
+    plan_blackwell,
 )

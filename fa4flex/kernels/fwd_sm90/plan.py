@@ -187,4 +187,9 @@ def _dynamic(request: ForwardRequest) -> bool:
     return request.problem.uneven if following == "auto" else following == "counter"
 
 
-FWD_SM90 = Pipeline("Hopper forward", "forward", lambda problem, target: target.family == "sm90", plan_hopper)
+FWD_SM90 = Pipeline(
+    "Hopper forward",
+    "forward",
+    lambda problem, target: target.family == "sm90" and not problem.page_rows,
+    plan_hopper,
+)

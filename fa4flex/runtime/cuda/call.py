@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fa4flex.codegen.analyze.domain import Ragged, Shape
 from fa4flex.codegen.plan.inputs import Inputs
+from fa4flex.codegen.plan.problem import page_rows
 
 
 class SequenceLengths(NamedTuple):
@@ -23,8 +24,19 @@ class SequenceLengths(NamedTuple):
 NO_LENGTHS = SequenceLengths()
 
 
+class Pages(NamedTuple):
+    """Where the keys of each sequence are: its pages [B, columns], and how many keys it has [B]."""
+
+    page_table: Tensor | None = None
+    paged_keys: Tensor | None = None
+
+
+NO_PAGES = Pages()
+
+
 class Call(NamedTuple):
-    """One call. q, k, v [B, H, S, D] if `heads_first`, else [B, S, H, D]; packed ones [T, H, D]."""
+    """One call. q, k, v [B, H, S, D] if `heads_first`, else [B, S, H, D]; packed ones [T, H, D]. Of paged
+    keys and values B is the number of pages, and S their size."""
 
     q: Tensor
     k: Tensor
@@ -36,6 +48,7 @@ class Call(NamedTuple):
     scale: float
     heads_first: bool
     statistics: tuple[str, ...]
+    pages: Pages = NO_PAGES
 
     @property
     def packed(self) -> bool:
@@ -43,16 +56,18 @@ class Call(NamedTuple):
 
     def extents(self) -> Shape:
         """Upper bounds of all lengths; the batch is the number of sequences."""
-        q, k, cu_q = self.q.shape, self.k.shape, self.lengths.cu_seqlens_q
+        q, k, cu_q, table = self.q.shape, self.k.shape, self.lengths.cu_seqlens_q, self.pages.page_table
         if cu_q is not None:
             return Ragged(cu_q.shape[0] - 1, q[1], q[0], k[0])
         heads, rows = (1, 2) if self.heads_first else (2, 1)
+        if table is not None:
+            return Ragged(q[0], q[heads], q[rows], table.shape[1] * k[rows])
         kind = Shape if self.lengths is NO_LENGTHS else Ragged
         return kind(q[0], q[heads], q[rows], k[rows])
 
     def inputs(self, out_dtype: torch.dtype) -> Inputs:
         """What calls that look like this one have in common, of tensors alone."""
-        dense = self.lengths is NO_LENGTHS
+        dense, paged = self.lengths is NO_LENGTHS, self.pages is not NO_PAGES
         return Inputs(
             extents=self.extents(),
             kv_heads=self.k.shape[1 if self.packed or self.heads_first else 2],
@@ -60,8 +75,9 @@ class Call(NamedTuple):
             head_dim_v=self.v.shape[-1],
             dtype=name_of(self.q.dtype),
             out_dtype=name_of(out_dtype),
-            lengths="packed" if self.packed else "dense" if dense else "used",
-            keys_used=self.lengths.seqused_k is not None,
+            lengths="packed" if self.packed else "used" if paged or not dense else "dense",
+            keys_used=paged or self.lengths.seqused_k is not None,
+            page_rows=page_rows(self.k.shape[2 if self.heads_first else 1]) if paged else 0,
             sinks=self.sinks is not None,
             statistics=self.statistics,
             positive_scale=self.scale > 0,

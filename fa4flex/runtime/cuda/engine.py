@@ -39,7 +39,7 @@ from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.runtime.cuda import faults
 from fa4flex.runtime.cuda.arguments import conversions_of, launch_function
-from fa4flex.runtime.cuda.call import NO_LENGTHS, Call
+from fa4flex.runtime.cuda.call import NO_LENGTHS, NO_PAGES, Call
 from fa4flex.runtime.cuda.counter import capture_of
 from fa4flex.runtime.cuda.device import require_not_capturing, target_of
 from fa4flex.runtime.cuda.families import Families, Look, look_of
@@ -73,9 +73,10 @@ class Engine:
         self._integers = sorted(slots_read(*integers(facts.score, facts.mask)))
         self.bits: tuple[tuple[int, int], ...] = ()
         """Slots of captured tensors that were seen to hold integers of MODEST or more: see Captured."""
+        self.ready: Families[Ready] = Families(MOST_READY)
+        """Launches by look, None where no kernel reads pages in place: see runtime/cuda/paged.py."""
         self._computed_with = computed_with(facts.score, facts.mask)
         self._looked_at: VersionedCache[bool] = VersionedCache(MOST_PROVED)
-        self._ready: Families[Ready] = Families(MOST_READY)
         self.backward: Families[Any] = Families(MOST_READY)
         """What runtime/cuda/backward.py keeps: launches by look, None where there is no kernel."""
         self.recent_backward = RecentBackward()
@@ -88,7 +89,7 @@ class Engine:
         if VALIDATE:
             check_lengths(call)
         found = self.look(call)
-        return None if found is None else self._ready.find(*found)
+        return None if found is None else self.ready.find(*found)
 
     def run(self, call: Call) -> Results:
         """Raises UnsupportedError for what no kernel does, PastTheEnd for short captured tensors."""
@@ -98,7 +99,7 @@ class Engine:
                 ready = make_ready(self, call)
             found = self.look(call)
             if found is not None:
-                self._ready.keep(*found, ready)
+                self.ready.keep(*found, ready)
         return ready(call)
 
     def look_at(self, call: Call) -> None:
@@ -258,6 +259,7 @@ def make_ready(engine: Engine, call: Call) -> Ready:
         Reach.exactly(extents_of(shape)) if by_tables else reach,
         call.lengths.seqused_q is not None,
         plan.config().dynamic,
+        call.pages is not NO_PAGES,
         plan.splitting,
         lengths_of(engine.kinds, call, lowered, plan.tile if by_work else None),
         tables_of(engine.kinds, call, lowered, captured) if by_tables else None,

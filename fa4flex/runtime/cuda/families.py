@@ -16,7 +16,7 @@ from fa4flex.codegen.plan.arguments import FORWARD, Heads
 from fa4flex.compiler import simulated
 from fa4flex.contents import VersionedCache
 from fa4flex.runtime.cuda.arguments import key_function
-from fa4flex.runtime.cuda.call import ALIGNMENT, NO_LENGTHS, Call, heads_look
+from fa4flex.runtime.cuda.call import ALIGNMENT, NO_LENGTHS, NO_PAGES, Call, heads_look
 
 MOST_REACHES = 8
 """Launches of one look, each for a range of extents; the oldest is forgotten first."""
@@ -31,7 +31,9 @@ def look_of(call: Call) -> tuple[Look, Extents] | None:
     """All that the launch of a call depends on besides its extents, and these; None where q, k and v do not
     have the dimensions that calls have."""
     lengths = call.lengths
-    if lengths is NO_LENGTHS:
+    if call.pages is not NO_PAGES:
+        heads, of_lengths = _paged(call), _key_of_pages(call)
+    elif lengths is NO_LENGTHS:
         heads, of_lengths = _dense(call), None
     else:
         heads = _dense(call) if lengths.cu_seqlens_q is None else _packed(call)
@@ -43,7 +45,9 @@ def look_of(call: Call) -> tuple[Look, Extents] | None:
 
 
 assert [row.name for row in FORWARD.found_in("call") if isinstance(row.look, Heads)] == ["q", "k", "v"]
-_key_of, _key_of_lengths = (key_function(FORWARD, source) for source in ("call", "call.lengths"))
+_key_of, _key_of_lengths, _key_of_pages = (
+    key_function(FORWARD, source) for source in ("call", "call.lengths", "call.pages")
+)
 
 
 def _dense(call: Call) -> tuple[Look, Extents] | None:
@@ -83,6 +87,18 @@ def _packed(call: Call) -> tuple[Look, Extents] | None:
     (length, *sizes), (keys, *k_sizes), (values, *v_sizes) = q.shape, k.shape, v.shape
     looks = keys == values, (*sizes, *k_sizes, *v_sizes), heads_look(q), heads_look(k), heads_look(v)
     return looks, (cu.shape[0] - 1, length, keys)
+
+
+def _paged(call: Call) -> tuple[Look, Extents] | None:
+    """Of pages, their size counts besides: it is a part of what a kernel is compiled for."""
+    q, k, v, (table, used) = call.q, call.k, call.v, call.pages
+    if not q.dim() == k.dim() == v.dim() == 4 or table is None or used is None:
+        return None
+    heads, rows = (1, 2) if call.heads_first else (2, 1)
+    batch, (columns, size) = q.shape[0], (table.shape[1], k.shape[rows])
+    agree = table.shape[0] == used.shape[0] == batch and k.shape[:3] == v.shape[:3]
+    sizes = q.shape[heads], k.shape[heads], q.shape[3], k.shape[3], v.shape[3], size
+    return (call.heads_first, agree, sizes, *_looks(q, k, v)), (batch, q.shape[rows], columns * size)
 
 
 # --- launches ---------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from fa4flex.codegen.plan.arguments import FORWARD
 from fa4flex.codegen.trace.paths import Reader
 from fa4flex.runtime.cuda.arguments import launch_function
-from fa4flex.runtime.cuda.call import ALIGNMENT, NO_LENGTHS, Call
+from fa4flex.runtime.cuda.call import ALIGNMENT, NO_LENGTHS, NO_PAGES, Call
 from fa4flex.runtime.cuda.counter import counter
 from fa4flex.runtime.cuda.prepared import prepared
 from fa4flex.runtime.cuda.ready import Ready, Results
@@ -78,7 +78,7 @@ class FastPath:
     @staticmethod
     def of(call: Call, ready: Ready, reader: Reader, statistics: tuple[str, ...]) -> FastPath | None:
         """None where a call does more than launch, or where torch cannot compare its tensors at once."""
-        if call.lengths is not NO_LENGTHS or ready.converts or ready.gaps:
+        if call.lengths is not NO_LENGTHS or call.pages is not NO_PAGES or ready.converts or ready.gaps:
             return None
         tensors = call.q, call.k, call.v, *call.operands
         looks = guard_of(tensors if call.sinks is None else (*tensors, call.sinks))
@@ -148,7 +148,8 @@ def _constants(call: Call, ready: Ready) -> dict[str, Any]:
     """All arguments but PARAMETERS, as such calls have them. Tuples that no call changes are prepared once,
     as the calling convention would do at each launch."""
     found = {row.name: getattr(call, row.name) for row in FORWARD.found_in("call")}
-    found |= {row.name: None for row in FORWARD.found_in("call.lengths")}
+    absent = (*FORWARD.found_in("call.lengths"), *FORWARD.found_in("call.pages"))
+    found |= {row.name: None for row in absent} | {"faults": None}
     found |= ready.constants
     found |= {"scalars": prepared(found["scalars"]), "operands": call.operands or None}
     return found | {"order": None, "max_q_len": ready.layouts(call)[0], "splits": ready.splits(call)}

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fa4flex.codegen.analyze.reach import Reach
 from fa4flex.codegen.plan.splitting import Splitting
+from fa4flex.runtime.cuda import faults
 from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, SequenceLengths
 from fa4flex.runtime.cuda.counter import counter
 from fa4flex.runtime.cuda.lengths import LengthsKernel
@@ -27,7 +28,7 @@ Layouts = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...] | None, tuple[
 
 PARAMETERS = (
     "call", "out", "lse", "max_scores", "tables", "max_q_len", "counter", "order", "splits", "workspace",
-    *SequenceLengths._fields
+    "faults", *SequenceLengths._fields
 )  # fmt: skip
 """Parameters of a Ready's launch function; other arguments are the same for all calls that look alike."""
 
@@ -46,6 +47,7 @@ class Ready:
     gaps        whether there are query rows that no sequence uses, which kernels do not write
     counted     whether blocks take tiles from a counter
     lengths     what corrects the lengths of a ragged batch, and sorts its tiles where that is asked for
+    paged       whether keys and values are read from pages by a table, whose contents the kernel checks
     splitting   how many blocks share the keys of a tile, where several may
     tables      makes or finds the block tables of a call, where the mask is told by them
     watch       looks after contents of captured tensors that launches take for granted, where there are any
@@ -61,6 +63,7 @@ class Ready:
     reach: Reach
     gaps: bool
     counted: bool
+    paged: bool
     splitting: Splitting | None = None
     lengths: LengthsKernel | None = None
     tables: Callable[[Call], Any] | None = None
@@ -77,16 +80,16 @@ class Ready:
         lengths, order = (NO_LENGTHS, None) if self.lengths is None else self.lengths(call)
         splits = self.splits(call)
         parts = None if splits is None else q.new_empty(self.floats(q, splits), dtype=torch.float32)
-        self.launch(call, out, lse, largest, tables, length, taken, order, splits, parts, *lengths)
+        told = faults.table() if self.paged else None
+        self.launch(call, out, lse, largest, tables, length, taken, order, splits, parts, told, *lengths)
         return out, lse, largest
 
     def splits(self, call: Call) -> int | None:
         """Splits of the keys of a tile; None where kernels do not split."""
         if self.splitting is None:
             return None
-        k = call.k.shape
-        heads, length = (k[1], k[2]) if call.heads_first else (k[2], k[1])
-        return self.splitting.splits(k[0] * heads, length)
+        shape, kv_heads = call.extents(), call.k.shape[1 if call.heads_first else 2]
+        return self.splitting.splits(shape.batch * kv_heads, shape.kv_len)
 
     def floats(self, q: Tensor, splits: int) -> int:
         """float32 of memory for the results of so many splits."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from fa4flex.codegen.plan.arguments import LENGTHS
@@ -20,7 +21,9 @@ def signature_of(kinds: Kinds, call: Call, more: tuple[str, ...] = ()) -> Signat
     units = tuple(x.ndim == 0 or x.stride(-1) == 1 for x in call.operands)
     heads_first = call.heads_first or call.packed
     even = tuple(map(_even_rows, call.operands))
-    return Signature(heads_first, kinds_of(kinds, call), units, even, used + more)
+    tables = call.pages._asdict().items()
+    wide = tuple(name for name, x in tables if x is not None and x.dtype == torch.int64)
+    return Signature(heads_first, kinds_of(kinds, call), units, even, used + more, wide)
 
 
 def kinds_of(kinds: Kinds, call: Call) -> tuple[str, ...]:

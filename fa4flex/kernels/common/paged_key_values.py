@@ -1,0 +1,245 @@
+"""Keys and values in pages of a pool, found by a table.
+
+A tile is brought in boxes of keys that lie next to each other in a page, one TMA copy each. Each lane of the
+loading warp looks up the page of one box, for as many tiles as there are lanes for, and does so one such
+batch ahead: a look-up takes as long as the copy that waits for it. What lies past the end of a sequence, or
+in a page that does not exist, is asked for past the end of the pool, where TMA reads nothing and brings
+zeros.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Int32, Int64, cute, pipeline
+from cutlass.cute.nvgpu import cpasync
+
+from fa4flex.codegen.plan.memory import column_block
+from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.faults import report
+from fa4flex.kernels.common.keys import KeyTiles, tile_at
+from fa4flex.kernels.common.transfer import Ring, Transfers, Views, partition
+
+LANES = 32
+FEW = 8
+"""Boxes of a tile, at most, whose copies are written out one after the other: of more, for want of registers,
+in a loop."""
+
+
+class PageTable(NamedTuple):
+    """A sequence's row of the table, the pages of the pool, slots of a page, keys of the sequence, and where
+    faults are told."""
+
+    row: cute.Tensor
+    pages: Int32
+    page_size: Int32
+    length: Int32
+    faults: Int64
+
+
+@cute.jit
+def paged_length(arguments: Arguments, b: Int32) -> Int32:
+    """Keys of a sequence: what was given, but no fewer than none, and no more than its row of the table has
+    slots for."""
+    given, capacity = Int64(arguments.paged_keys[b]), _capacity(arguments)
+    return Int32(cutlass.min(cutlass.max(given, Int64(0)), capacity))
+
+
+def _capacity(arguments: Arguments) -> Int64:
+    return Int64(arguments.page_table.shape[1]) * arguments.k.shape[1]
+
+
+@cute.jit
+def check_length(arguments: Arguments, b: Int32) -> None:
+    """One warp's: tell of a length that is not possible."""
+    given, capacity = Int64(arguments.paged_keys[b]), _capacity(arguments)
+    if cute.arch.lane_idx() == 0:
+        if given < 0:
+            report(arguments.faults, "paged_keys negative", (given,))
+        if given > capacity:
+            report(arguments.faults, "paged_keys beyond", (given, capacity))
+
+
+def page_table(arguments: Arguments, b: Int32, length: Int32) -> PageTable:
+    """The pages of sequence b, which has `length` keys."""
+    pages, page_size = arguments.k.shape[:2]
+    row = arguments.page_table[b, None]
+    return PageTable(row, Int32(pages), Int32(page_size), length, arguments.faults)
+
+
+class Order(NamedTuple):
+    """Tiles of keys, and the number of the first one that is asked for."""
+
+    keys: KeyTiles
+    first: Int32
+
+
+@dataclass(frozen=True)
+class PagedKeyValues:
+    """KeyValues in pages, whose tiles are asked for in this order. The copies have no cache policy: other
+    sequences may have the same pages.
+
+    `rows` is the height of a box; for k and v see box_views. `now` [box, 2] has a lane's pages, and numbers
+    of boxes in these, for the tiles that are copied, and `following` for those after them; `turn` [1] is the
+    number of the tile among the former.
+    """
+
+    transfers: Transfers
+    k_ring: Ring
+    v_ring: Ring
+    k: Views
+    v: Views
+    table: PageTable
+    order: Order
+    rows: int
+    tile_n: int
+    now: cute.Tensor = field(init=False)
+    following: cute.Tensor = field(init=False)
+    turn: cute.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        held = max(self.boxes // LANES, 1), 2
+        for name, shape in (("now", held), ("following", held), ("turn", (1,))):
+            object.__setattr__(self, name, cute.make_rmem_tensor(shape, Int32))
+
+    @property
+    def boxes(self) -> int:
+        """Of a tile."""
+        return self.tile_n // self.rows
+
+    @property
+    def copied(self) -> int:
+        """Boxes of a tile that were looked up together."""
+        return min(self.boxes, LANES)
+
+    @property
+    def unroll(self) -> int:
+        """Boxes that are written out one after the other."""
+        return self.copied if self.copied <= FEW else 1
+
+    @property
+    def tiles(self) -> int:
+        """Whose boxes are looked up together."""
+        return max(LANES // self.boxes, 1)
+
+    def begin(self) -> None:
+        """A warp's: before the first tile."""
+        _look_up(self, self.order.first, self.following)
+
+    def turn_to(self, number: Int32) -> None:
+        """A warp's."""
+        _turn_to(self, number)
+
+    def load_keys(self, state: pipeline.PipelineState, tile: Int32) -> None:
+        _load(self, self.transfers.k, self.k_ring, state, self.k)
+
+    def load_values(self, state: pipeline.PipelineState, tile: Int32) -> None:
+        _load(self, self.transfers.v, self.v_ring, state, self.v)
+
+
+@cute.jit
+def _load(
+    source: cutlass.Constexpr[PagedKeyValues],
+    transfer: cutlass.Constexpr[cpasync.TmaInfo],
+    ring: cutlass.Constexpr[Ring],
+    state: pipeline.PipelineState,
+    views: cutlass.Constexpr[Views],
+) -> None:
+    to_shared, from_global = views
+    now, first = source.now, source.turn[0] * source.boxes
+    barrier = ring.producer_get_barrier(state)
+    ring.producer_acquire(state)
+    for part in cutlass.range_constexpr(cute.size(now, mode=[0])):
+        pages, boxes = now[part, 0], now[part, 1]
+        for i in cutlass.range(source.copied, unroll=source.unroll):
+            lane = (first + i) % LANES
+            page, box = cute.arch.shuffle_sync(pages, lane), cute.arch.shuffle_sync(boxes, lane)
+            for column in cutlass.range_constexpr(cute.size(to_shared, mode=[2])):
+                cute.copy(
+                    transfer.atom,
+                    from_global[None, box, column, page],
+                    to_shared[None, part * LANES + i, column, state.index],
+                    tma_bar_ptr=barrier,
+                )
+
+
+@cute.jit
+def _turn_to(source: cutlass.Constexpr[PagedKeyValues], number: Int32) -> None:
+    turn = (number - source.order.first) % source.tiles
+    source.turn[0] = turn
+    now, following = source.now, source.following
+    if turn == 0:
+        for i in cutlass.range_constexpr(cute.size(now)):
+            now[i] = following[i]
+        _look_up(source, number + source.tiles, following)
+
+
+@cute.jit
+def _look_up(
+    source: cutlass.Constexpr[PagedKeyValues], number: Int32, into: cutlass.Constexpr[cute.Tensor]
+) -> None:
+    """Find a lane's boxes of the tiles from this one on: pages, and numbers of boxes in these."""
+    table, lane = source.table, cute.arch.lane_idx()
+    place = number + lane // source.boxes
+    keys = source.order.keys
+    tile = tile_at(keys, cutlass.min(place, keys.count - 1))
+    for i in cutlass.range_constexpr(cute.size(into, mode=[0])):
+        key = tile * source.tile_n + (i * LANES + lane) % source.boxes * source.rows
+        page, box = table.pages, Int32(0)
+        if place < keys.count and key < table.length:
+            column = key // table.page_size
+            given = Int64(table.row[column])
+            if given >= 0 and given < table.pages:
+                page = Int32(given)
+                box = (key - column * table.page_size) // source.rows
+            else:
+                report(table.faults, "page missing", (given, Int64(table.pages)))
+        into[i, 0] = page
+        into[i, 1] = box
+
+
+def box_transfers(
+    load: Any, tensors: tuple[Any, Any], layouts: tuple[Any, Any], rows: int
+) -> tuple[Any, Any]:
+    """TMA descriptors of boxes of `rows` keys of a block of columns, from tensors (S, D, H, pages) and
+    (D, S, H, pages). layouts: of tiles in shared memory."""
+    (k, v), (k_layout, v_layout) = tensors, layouts
+    k_block, v_block = (
+        column_block(cute.size(k_layout, mode=[1])),
+        column_block(cute.size(v_layout, mode=[0])),
+    )
+    k_box = cute.make_layout((rows, k_block), stride=(k_block, 1))
+    v_box = cute.make_layout((v_block, rows), stride=(1, v_block))
+    k_box, v_box = (
+        cute.make_composed_layout(layout.inner, 0, box) for layout, box in zip(layouts, (k_box, v_box))
+    )
+    return (
+        cpasync.make_tiled_tma_atom(load, k, k_box, (rows, k_block)),
+        cpasync.make_tiled_tma_atom(load, v, v_box, (v_block, rows)),
+    )
+
+
+def box_views(
+    transfers: Transfers, shared: tuple[cute.Tensor, cute.Tensor], kv_head: Int32, rows: int
+) -> tuple[Views, Views]:
+    """Views of boxes of keys and of values: of the global ones, modes after the first are number in a page,
+    block of columns, page; of the shared ones number in a tile, block of columns, stage. shared: tiles
+    (tile_n, D, stage) and (D, tile_n, stage)."""
+    k_shared, v_shared = shared
+    k_tile = rows, column_block(cute.size(k_shared, mode=[1]))
+    v_tile = column_block(cute.size(v_shared, mode=[0])), rows
+    k_views = _views(transfers.k, k_shared, kv_head, k_tile)
+    v_views = _views(transfers.v, v_shared, kv_head, v_tile)
+    # Values are (D, S): blocks of columns come before boxes.
+    to_shared, from_global = (
+        cute.make_tensor(x.iterator, cute.select(x.layout, mode=[0, 2, 1, 3])) for x in v_views
+    )
+    return k_views, (to_shared, from_global)
+
+
+def _views(transfer: cpasync.TmaInfo, shared: cute.Tensor, kv_head: Int32, tile: tuple[int, int]) -> Views:
+    every = (None, None, None)
+    pages = transfer.tma_tensor[None, None, kv_head, None]
+    return partition(transfer, cute.local_tile(shared, tile, every), cute.local_tile(pages, tile, every))

@@ -1,0 +1,307 @@
+"""Keys in pages, read in place by the Hopper kernel for few query rows, on the simulated GPU: right against
+the oracle, whatever the parts of the pool hold that no sequence uses, and nothing outside it is touched."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import fa4flex
+from fa4flex import InputError, Paging, Sinks, simulator
+from fa4flex.codegen.plan import splitting
+from fa4flex.runtime.cuda import faults
+from fa4flex.simulator.state.memory import BadAccess, HostMemory
+from fa4flex.variants import alibi, causal, sliding_window, softcap
+
+TABLE = torch.randn(8, 700) / 2
+HOLES = (-1, 10**9, -(1 << 31), 1 << 20)
+"""What entries of a page table hold that stand for no page."""
+
+
+def relative(score, b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]
+    return score + TABLE[h, q_idx - kv_idx + 600]
+
+
+@pytest.fixture(autouse=True)
+def no_fault_is_left() -> Iterator[None]:
+    yield
+    faults.table()
+    assert not faults._pending.value, "a fault that the test did not expect"
+
+
+@dataclass(frozen=True)
+class Size:
+    """Heads of queries and of keys, queries, lengths of the sequences, widths of keys and of values, slots of
+    a page."""
+
+    heads: int = 4
+    kv_heads: int = 1
+    q_len: int = 2
+    lengths: tuple[int, ...] = (150, 33)
+    d: int = 64
+    dv: int = 64
+    page_size: int = 16
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A call: caches are poisoned where no sequence has a key."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    paging: Paging
+
+    def __call__(self, attn: fa4flex.Attention, exactly: bool = False, **more: Any) -> Any:
+        given = (self.q, self.k, self.v)
+        return attn(*(x.double() if exactly else x for x in given), paging=self.paging, **more)
+
+
+def drawn(size: Size, spare: int = 2, dtype: torch.dtype = torch.bfloat16) -> Drawn:
+    """Pages in any order, two columns and some pages more than there have to be."""
+    columns = -(-max(max(size.lengths), 1) // size.page_size) + spare
+    live = [-(-n // size.page_size) for n in size.lengths]
+    pages = torch.randperm(sum(live) + 3)[: sum(live)].split(live)
+    holes = torch.tensor(HOLES)[torch.randint(len(HOLES), (len(live), columns))]
+    table = holes.to(torch.int32)
+    shape = sum(live) + 3, size.page_size, size.kv_heads
+    k, v = (torch.full((*shape, width), torch.nan, dtype=dtype) for width in (size.d, size.dv))
+    for b, (mine, length) in enumerate(zip(pages, size.lengths)):
+        table[b, : len(mine)] = mine
+        token = torch.arange(length)
+        for cache in (k, v):
+            filled = torch.randn(length, size.kv_heads, cache.shape[-1]).to(dtype)
+            cache[mine[token // size.page_size], token % size.page_size] = filled
+    q = torch.randn(len(live), size.heads, size.q_len, size.d).to(dtype)
+    used = torch.tensor(size.lengths, dtype=torch.int32)
+    return Drawn(q, guarded(k), guarded(v), Paging(guarded(table), guarded(used)))
+
+
+GUARD = 64 << 10
+"""Bytes behind a tensor that nobody may read."""
+
+
+def guarded(x: Tensor) -> Tensor:
+    """A copy that ends where memory does: the simulator tells of every access past it."""
+    size = -(-x.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, size + GUARD)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    none = 0
+    assert not ctypes.CDLL(None).mprotect(ctypes.c_void_p(start + size), ctypes.c_size_t(GUARD), none)
+    copied = torch.frombuffer(memory, dtype=x.dtype, count=x.numel(), offset=size - x.nbytes).view(x.shape)
+    return copied.copy_(x)
+
+
+def test_reads_past_a_table_are_found() -> None:
+    """What these tests rely on."""
+    table = guarded(torch.zeros(3, dtype=torch.int32))
+    memory, end = HostMemory(), table.data_ptr() + table.nbytes
+    assert memory.load(np.array([end - 4]), 4).size == 1
+    with pytest.raises(BadAccess):
+        memory.load(np.array([end]), 4)
+
+
+def split_in(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(splitting, "_splits", lambda pairs, tiles, *more: min(count, tiles))
+
+
+def attend(attn: fa4flex.Attention, given: Drawn) -> tuple[Tensor, Tensor]:
+    """On the simulated GPU, under a random timing; nothing may be found, and nothing else is launched."""
+    timing, seed = random.choice([("eager", 0), ("late", 1), ("random", random.randrange(99))])
+    with torch.no_grad(), simulator.device("sm_90a", seed, timing) as gpu:
+        out, lse = given(attn, return_lse=True)
+    kernels = [result.kernel for result in gpu.results]
+    assert all("decode" in name or "combine" in name for name in kernels), kernels
+    assert any("decode" in name for name in kernels)
+    assert not gpu.findings, f"{timing} {seed}: {gpu.report()}"
+    return out, lse
+
+
+def compare(attn: fa4flex.Attention, given: Drawn, out: Tensor, lse: Tensor) -> None:
+    exact, exact_lse = given(attn, exactly=True, return_lse=True)
+    rounding = torch.finfo(given.q.dtype).eps / 2
+    assert (out.double() - exact).abs().max().item() <= 2 * rounding * exact.abs().max().item()
+    torch.testing.assert_close(lse.double(), exact_lse, atol=1e-4, rtol=0)
+    assert not out[exact_lse == -torch.inf].any()
+
+
+def check(attn: fa4flex.Attention, given: Drawn) -> None:
+    compare(attn, given, *attend(attn, given))
+
+
+PAGES = {
+    "1": Size(page_size=1, lengths=(70, 1)),
+    "3": Size(page_size=3, lengths=(70, 33), d=128, dv=128),
+    "8": Size(page_size=8, lengths=(64, 17), heads=8),
+    "16, 8 heads, 5 queries": Size(heads=8, q_len=5, d=128, dv=128),
+    "48": Size(page_size=48, lengths=(144, 49), heads=8, kv_heads=2),
+    "64": Size(page_size=64, lengths=(129, 64), d=128, dv=128),
+    "128": Size(page_size=128, lengths=(257, 128)),
+    "256": Size(page_size=256, lengths=(256, 300, 1), d=128, dv=128),
+    "own heads": Size(heads=2, kv_heads=2, lengths=(65,)),
+    "d 96, dv 64": Size(page_size=2, d=96, lengths=(65,)),
+    "d 256": Size(d=256, dv=256, lengths=(65,)),
+}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_pages(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    split_in(monkeypatch, random.choice([1, 2, 3]))
+    check(fa4flex.compile(mask=causal), drawn(PAGES[name]))
+
+
+MODS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "alibi, causal": {"score_mod": alibi, "mask": causal},
+    "softcap, window": {"score_mod": softcap(20.0), "mask": causal & sliding_window(90)},
+    "relative": {"score_mod": relative},
+    "sinks": {"mask": causal, "sinks": Sinks(torch.tensor([0.5, 3.0, -torch.inf, 1.0]))},
+}
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("name", MODS)
+def test_variant(name: str, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of sequences without keys, and with one."""
+    split_in(monkeypatch, splits)
+    check(fa4flex.compile(**MODS[name]), drawn(Size(lengths=(301, 0, 1))))
+
+
+def test_float16(monkeypatch: pytest.MonkeyPatch) -> None:
+    split_in(monkeypatch, 2)
+    check(fa4flex.compile(mask=causal), drawn(Size(), dtype=torch.float16))
+
+
+def test_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and values of one tensor; heads in front of slots; queries in front of heads; tables of int64."""
+    split_in(monkeypatch, 2)
+    attn = fa4flex.compile(mask=causal)
+    given = drawn(Size(kv_heads=2))
+    both = torch.stack((given.k, given.v), 1)
+    check(attn, Drawn(given.q, both[:, 0], both[:, 1], given.paging))
+    by_head = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (given.k, given.v)]
+    wide = Paging(given.paging.page_table.long(), given.paging.seqused_k.long())
+    check(attn, Drawn(given.q, *by_head, wide))
+    attn = fa4flex.compile(mask=causal, layout="bshd")
+    turned = Drawn(given.q.transpose(1, 2).contiguous(), given.k, given.v, given.paging)
+    out, _ = attend(attn, turned)
+    exact = turned(attn, exactly=True)
+    assert (out.double() - exact).abs().max().item() <= 2 * 2**-8 * exact.abs().max().item()
+
+
+def test_shared_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two sequences that begin alike."""
+    split_in(monkeypatch, 2)
+    given = drawn(Size(lengths=(150, 150)))
+    given.paging.page_table[1, :4] = given.paging.page_table[0, :4]
+    check(fa4flex.compile(mask=causal), given)
+
+
+def test_a_window_reads_its_pages_alone() -> None:
+    """What lies before it may be no page at all: neither read nor told of."""
+    given = drawn(Size(q_len=1, lengths=(300,)))
+    attn = fa4flex.compile(mask=causal & sliding_window(40))
+    clean = given.paging.page_table.clone()
+    given.paging.page_table[0, :8] = -5  # the first of three tiles
+    out, lse = attend(attn, given)
+    given.paging.page_table.copy_(clean)
+    compare(attn, given, out, lse)
+
+
+def test_other_tables_and_lengths_are_the_same_launch() -> None:
+    """Nothing is proved or compiled anew, and a longer table or a larger pool is the same kernel."""
+    attn = fa4flex.compile(mask=causal)
+    with torch.no_grad(), simulator.device("sm_90a") as gpu:
+        for lengths, spare in (((40, 20), 1), ((7, 90), 4), ((64, 0), 0)):
+            drawn(Size(lengths=lengths), spare)(attn)
+    kernels = {result.kernel for result in gpu.results if "decode" in result.kernel}
+    assert len(kernels) == 1 and not gpu.findings
+
+
+def test_contents_are_read_when_the_kernel_runs() -> None:
+    """The same tensors with other contents, as replays of a CUDA graph have them."""
+    attn, given = fa4flex.compile(mask=causal), drawn(Size())
+    attend(attn, given)
+    given.paging.page_table[1, :3] = given.paging.page_table[0, 2:5].clone()
+    given.paging.seqused_k.copy_(torch.tensor([97, 48]))
+    check(attn, given)
+
+
+WRONG = {
+    "negative page": (lambda p: p.page_table[0].__setitem__(1, -7), "page -7 in the page table"),
+    "page past the pool": (lambda p: p.page_table[0].__setitem__(1, 10**9), "page 1000000000 in the page"),
+    "negative length": (lambda p: p.seqused_k.__setitem__(0, -3), "seqused_k of -3"),
+    "length past the table": (lambda p: p.seqused_k.__setitem__(1, 5000), "seqused_k of 5000 tokens"),
+}
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_contents_are_told_by_the_next_call(
+    name: str, splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing outside is touched, and sequences without a fault are right."""
+    split_in(monkeypatch, splits)
+    plant, message = WRONG[name]
+    attn, given = fa4flex.compile(mask=causal), drawn(Size(lengths=(40, 33)), spare=0)
+    exact = given(attn, exactly=True)
+    plant(given.paging)
+    out, _ = attend(attn, given)
+    with torch.no_grad(), simulator.device("sm_90a") as gpu, pytest.raises(InputError, match=message):
+        given(attn)
+    assert not gpu.results
+    right = 0 if name == "length past the table" else 1
+    assert (out[right].double() - exact[right]).abs().max().item() <= 2**-7 * exact.abs().max().item()
+
+
+def test_validation_refuses_the_call_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fa4flex.runtime.launch.VALIDATE", True)
+    attn, given = fa4flex.compile(mask=causal), drawn(Size(lengths=(40, 33)))
+    given.paging.page_table[0, 1] = -7
+    with torch.no_grad(), simulator.device("sm_90a") as gpu, pytest.raises(InputError, match="page -7 in"):
+        given(attn)
+    assert not gpu.results
+
+
+def test_pages_of_64_bits_are_not_cut() -> None:
+    """What has the bits of a page below others is no page."""
+    attn, given = fa4flex.compile(mask=causal), drawn(Size(lengths=(16,)))
+    wide = Paging(given.paging.page_table.long() + (1 << 32), given.paging.seqused_k.long())
+    out, _ = attend(attn, Drawn(given.q, given.k, given.v, wide))
+    assert not out.any(), "keys and values of zeros"
+    with pytest.raises(InputError, match="page 429496"):
+        fa4flex.synchronize()
+
+
+OTHERS = {
+    "many rows": Size(heads=8, q_len=9, lengths=(40,)),
+    "no whole lines": Size(page_size=1, d=96, dv=96, lengths=(9,)),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_calls_gather(name: str) -> None:
+    attn, given = fa4flex.compile(mask=causal), drawn(OTHERS[name])
+    with torch.no_grad(), simulator.device("sm_90a") as gpu:
+        out = given(attn)
+    assert gpu.results and not any("decode" in result.kernel for result in gpu.results)
+    exact = given(attn, exactly=True)
+    assert (out.double() - exact).abs().max().item() <= 2 * 2**-8 * exact.abs().max().item()
+
+
+def test_calls_with_gradients_gather() -> None:
+    attn, given = fa4flex.compile(mask=causal), drawn(Size(lengths=(40,)))
+    given.q.requires_grad_()
+    with simulator.device("sm_90a") as gpu:
+        given(attn).sum().backward()
+    assert not any("decode" in result.kernel for result in gpu.results)
+    assert given.q.grad is not None and given.q.grad.isfinite().all()
