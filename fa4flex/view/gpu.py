@@ -28,7 +28,7 @@ DIRECTIONS = ("forward", "backward")
 
 def lowered(program: Program, q_len: int | None = None, kv_len: int | None = None, **changes: Any) -> Lowered:
     """The pass at these lengths, for bfloat16 heads of 128, where `changes` (fields of Problem, `arch`,
-    `direction`, `batch` and `heads`) agree. The chip is the GPU at hand, or else a Hopper GPU."""
+    `direction`, `batch`, `heads` and `kv_heads`) agree. The chip is the GPU at hand, or else a Hopper GPU."""
     from fa4flex.lower import Given, lower_backward, lower_forward
 
     target = target_named(changes.pop("arch", None) or arch_here() or ARCH)
@@ -62,7 +62,7 @@ def inputs_of(program: Program, shape: Shape, changes: dict[str, Any]) -> Inputs
     known = {name: changes.pop(name) for name in (*given, "statistics") if name in changes}
     return Inputs(
         extents=shape if lengths == "dense" else Ragged(**vars(shape)),
-        kv_heads=shape.heads,
+        kv_heads=changes.pop("kv_heads", shape.heads),
         head_dim=width,
         dtype=dtype,
         lengths=lengths,
@@ -75,7 +75,7 @@ def check_names(changes: dict[str, Any]) -> None:
     """Raise InputError unless `changes` names fields of Problem, sizes, arch and direction."""
     from fa4flex.codegen.plan.problem import Problem
 
-    others = ("arch", "direction", "batch", "heads", "q_len", "kv_len")
+    others = ("arch", "direction", "batch", "heads", "kv_heads", "q_len", "kv_len")
     known = [*others, *(field.name for field in fields(Problem))]
     for name, value in changes.items():
         if name not in known:

@@ -45,6 +45,7 @@ PUBLISHED: dict[str, tuple[Facts, Schedule, Precision]] = {
     "another tile": (analyze(SCORE, CAUSAL), Schedule(tile=(64, 128)), Precision()),
     "deterministic": (analyze(SCORE, CAUSAL), Schedule(deterministic=True), Precision()),
     "order": (analyze(SCORE, CAUSAL), Schedule(order="row_major"), Precision()),
+    "split": (analyze(SCORE, CAUSAL), Schedule(split=512), Precision()),
     "next tile": (analyze(SCORE, CAUSAL), Schedule(next_tile="counter"), Precision()),
     "compute": (analyze(SCORE, CAUSAL), Schedule(), Precision(compute="float64")),
     "output": (analyze(SCORE, CAUSAL), Schedule(), Precision(output=torch.float32)),

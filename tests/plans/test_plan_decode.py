@@ -21,6 +21,7 @@ from fa4flex.codegen.plan.topology import Role, Topology
 from fa4flex.codegen.plan.verify import at_random, round_robin, simulate
 from fa4flex.errors import InputError
 from fa4flex.kernels import dispatch
+from fa4flex.kernels.decode_sm90 import plan as decode_plan
 from fa4flex.kernels.decode_sm90.plan import DECODE_SM90, DecodePlan
 from fa4flex.kernels.decode_sm90.topology import decode_topology
 from fa4flex.kernels.fwd_sm90.plan import FWD_SM90, HopperPlan
@@ -72,10 +73,15 @@ PAGED = replace(FEW, lengths="used", page_rows=16)
 
 
 @pytest.mark.parametrize("d, least", [(128, 1), (64, 1), (96, 2), (80, 2)])
-def test_pages_whose_rows_are_whole_lines_are_read_in_place(d: int, least: int) -> None:
-    """Of 32 columns, which are half a line of shared memory, two rows have to lie together."""
+def test_pages_whose_rows_are_whole_lines_are_read_in_place(
+    d: int, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of 32 columns are half a line of shared memory: two have to lie together."""
     for rows in PAGE_ROWS:
         problem = replace(PAGED, head_dim=d, head_dim_v=d, page_rows=rows)
+        monkeypatch.undo()
+        assert decode_plan.accepts(problem, SM90A) == (rows >= 8), "the others wait for a run on a chip"
+        monkeypatch.setattr(decode_plan, "LEAST_PAGE_ROWS", 1)
         if rows >= least:
             plan = planned(problem)
             assert plan.config().box_rows == min(rows, plan.tile_n) and plan.config().paged

@@ -106,7 +106,7 @@ class PagedKeyValues:
 
     @property
     def boxes(self) -> int:
-        """Of a tile."""
+        """Number of boxes of a tile."""
         return self.tile_n // self.rows
 
     @property

@@ -242,10 +242,17 @@ def plan_decode(request: ForwardRequest) -> ForwardPlan:
     )
 
 
+LEAST_PAGE_ROWS = 8
+"""Keys that lie next to each other in a page. Copies of fewer begin within a pattern of shared memory: they
+are right on the simulator, and have not run on a chip."""
+
+
 def accepts(problem: Problem, target: Target) -> bool:
     """Few query rows, whose key tiles are all or follow from spans. Pages: whose rows, or as many of them as
     lie next to each other, are whole lines of shared memory, as addresses of TMA copies there have to be."""
     widths = pad(problem.head_dim), pad(problem.head_dim_v)
+    if 0 < problem.page_rows < LEAST_PAGE_ROWS:
+        return False
     lines = all(problem.page_rows * column_block(d) * problem.itemsize % LINE == 0 for d in widths)
     return (
         target.family == "sm90"

@@ -90,7 +90,7 @@ def _packed(call: Call) -> tuple[Look, Extents] | None:
 
 
 def _paged(call: Call) -> tuple[Look, Extents] | None:
-    """Of pages, their size counts besides: it is a part of what a kernel is compiled for."""
+    """Look of a call with pages, with their size: it is a part of what a kernel is compiled for."""
     q, k, v, (table, used) = call.q, call.k, call.v, call.pages
     if not q.dim() == k.dim() == v.dim() == 4 or table is None or used is None:
         return None
