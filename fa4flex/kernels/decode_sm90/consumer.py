@@ -19,6 +19,7 @@ from fa4flex.kernels.common.fragment import as_operand, multiply, narrow, rows_a
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.keys import tile_at
 from fa4flex.kernels.common.pointwise import Fragment, prepare_rows
+from fa4flex.kernels.common.products import ROWS, Products, products_of
 from fa4flex.kernels.common.softmax import (
     LOG2_E,
     Running,
@@ -32,7 +33,7 @@ from fa4flex.kernels.common.softmax import (
 )
 from fa4flex.kernels.decode_sm90.config import Config
 from fa4flex.kernels.decode_sm90.epilogue import Epilogue
-from fa4flex.kernels.decode_sm90.resources import ROWS, Pipes, Shared
+from fa4flex.kernels.decode_sm90.resources import Pipes, Shared
 from fa4flex.kernels.decode_sm90.rows import Row, Tile, place_of, tile_of
 
 MEET = 1
@@ -43,21 +44,6 @@ WIDE = 8
 
 OFFSETS = (0, 8)
 """A thread's rows, from the first on."""
-
-
-@dataclass(frozen=True)
-class Products:
-    """q and k are shared-memory descriptors of S = q k^T, p registers and v descriptors of O += p v; v_shared
-    is what v describes, (head_dim_v, tile_n, stage)."""
-
-    scores: cute.TiledMma
-    values: cute.TiledMma
-    q: cute.Tensor
-    k: cute.Tensor
-    p: cute.Tensor
-    v: cute.Tensor
-    v_shared: cute.Tensor
-    out: cute.Tensor
 
 
 @dataclass(frozen=True)
@@ -130,23 +116,8 @@ class Consumer:
         cute.arch.barrier(barrier_id=MEET, number_of_threads=128)
 
     def products(self, mma: tuple[Any, Any], shared: Shared, lane: Int32) -> Products:
-        scores, values = mma
-        one, two = scores.get_slice(lane), values.get_slice(lane)
-        shape = (ROWS, self.config.tile_n, self.config.head_dim_v)
-        p = cute.make_rmem_tensor(
-            as_operand(cute.make_rmem_tensor(one.partition_shape_C(shape[:2]), Float32)).shape,
-            shared.v.element_type,
-        )
-        return Products(
-            scores,
-            values,
-            scores.make_fragment_A(one.partition_A(shared.q[None, None, 0])),
-            scores.make_fragment_B(one.partition_B(shared.k)),
-            p,
-            values.make_fragment_B(two.partition_B(shared.v)),
-            shared.v,
-            cute.make_rmem_tensor(two.partition_shape_C((ROWS, shape[2])), Float32),
-        )
+        tiles = shared.q[None, None, 0], shared.k, shared.v
+        return products_of(mma, tiles, (self.config.tile_n, self.config.head_dim_v), lane)
 
     def rows(self, arguments: Arguments, tile: Tile, lane: Int32) -> tuple[Mine, ...]:
         """Lane l of the warpgroup holds rows l / 4 and l / 4 + 8 of its warp's 16, and of each 8 columns the

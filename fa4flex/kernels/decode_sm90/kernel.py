@@ -11,19 +11,20 @@ from typing import Any
 
 import cutlass.utils.hopper_helpers as sm90
 from cuda.bindings import driver as cuda
-from cutlass import Float32, Int64, cute, pipeline
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass import Int64, cute, pipeline
+from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.paged_key_values import box_transfers
+from fa4flex.kernels.common.products import ROWS, tiled_products
 from fa4flex.kernels.common.transfer import Transfers, reordered
 from fa4flex.kernels.decode_sm90.config import Config
 from fa4flex.kernels.decode_sm90.consumer import Consumer
 from fa4flex.kernels.decode_sm90.producer import Producer
-from fa4flex.kernels.decode_sm90.resources import ROWS, Pipes, Shared
+from fa4flex.kernels.decode_sm90.resources import Pipes, Shared
 
 ALL_SHARED = 100
 """Percent of a multiprocessor's memory that is shared memory: two blocks need all of it."""
@@ -47,37 +48,14 @@ class Forward:
         layouts = self.layouts(kind)
         k, v = self.transfers(arguments, layouts)
         pairs = arguments.q.shape[0] * arguments.k.shape[2]
-        self.device(arguments, k, v, self.matrix_products(kind)).launch(
+        mma = tiled_products(kind, self.config.tile_n, self.config.head_dim_v)
+        self.device(arguments, k, v, mma).launch(
             grid=[pairs * arguments.splits, 1, 1],
             block=[self.config.threads, 1, 1],
             stream=stream,
             min_blocks_per_mp=self.config.blocks,
             preferred_smem_carveout=ALL_SHARED,
         )
-
-    def matrix_products(self, kind: Any) -> tuple[cute.TiledMma, cute.TiledMma]:
-        """S = q k^T from shared memory, O += p v with p in registers."""
-        k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
-        scores = sm90.make_trivial_tiled_mma(
-            kind,
-            kind,
-            k_major,
-            k_major,
-            Float32,
-            atom_layout_mnk=(1, 1, 1),
-            tiler_mn=(ROWS, self.config.tile_n),
-        )
-        values = sm90.make_trivial_tiled_mma(
-            kind,
-            kind,
-            k_major,
-            mn_major,
-            Float32,
-            atom_layout_mnk=(1, 1, 1),
-            tiler_mn=(ROWS, self.config.head_dim_v),
-            a_source=warpgroup.OperandSource.RMEM,
-        )
-        return scores, values
 
     def layouts(self, kind: Any) -> tuple[Any, Any, Any]:
         """Swizzled shared-memory layouts of q, k, v; their last mode counts stages."""

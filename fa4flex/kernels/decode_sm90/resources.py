@@ -6,9 +6,6 @@ from dataclasses import dataclass
 
 from cutlass import cute, pipeline
 
-ROWS = 64
-"""Rows of a tile: what one wgmma instruction spans."""
-
 
 @dataclass(frozen=True)
 class Shared:

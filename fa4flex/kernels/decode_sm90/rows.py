@@ -11,10 +11,10 @@ from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.hooks import At, Hooks
 from fa4flex.kernels.common.keys import KeyTiles, Lines, Span, row_spans, seen_by
 from fa4flex.kernels.common.paged_key_values import paged_length
+from fa4flex.kernels.common.products import ROWS
 from fa4flex.kernels.common.tile_scheduler import place
 from fa4flex.kernels.common.work import Work
 from fa4flex.kernels.decode_sm90.config import Config
-from fa4flex.kernels.decode_sm90.resources import ROWS
 
 
 class Row(NamedTuple):

@@ -26,6 +26,7 @@ from fa4flex.kernels.common.fragment import (
 from fa4flex.kernels.common.hooks import At, Hooks
 from fa4flex.kernels.common.keys import RowEnds, row_ends, tile_at
 from fa4flex.kernels.common.pointwise import Early, Fragment, Words, prepare_rows
+from fa4flex.kernels.common.products import ROWS, Products, products_of
 from fa4flex.kernels.common.softmax import (
     LOG2_E,
     Running,
@@ -43,25 +44,10 @@ from fa4flex.kernels.common.transfer import States, Transfers
 from fa4flex.kernels.common.work import Grid, Work
 from fa4flex.kernels.fwd_sm90.config import Config
 from fa4flex.kernels.fwd_sm90.epilogue import STORES, Epilogue
-from fa4flex.kernels.fwd_sm90.resources import ROWS, Pipes, Shared
+from fa4flex.kernels.fwd_sm90.resources import Pipes, Shared
 
 TURNS = 1
 """Named barriers TURNS + w: it is warpgroup w's turn to issue products."""
-
-
-@dataclass(frozen=True)
-class Products:
-    """The two products of a warpgroup: q and k are shared-memory descriptors of S = q k^T, p registers and v
-    descriptors of O += p v; v_shared is what v describes, (head_dim_v, tile_n, stage)."""
-
-    scores: cute.TiledMma
-    values: cute.TiledMma
-    q: cute.Tensor
-    k: cute.Tensor
-    p: cute.Tensor
-    v: cute.Tensor
-    v_shared: cute.Tensor
-    out: cute.Tensor
 
 
 @dataclass(frozen=True)
@@ -146,23 +132,8 @@ class Consumer:
         self.epilogue.drain()
 
     def products(self, mma: tuple[Any, Any], shared: Shared, lane: Int32, group: Int32) -> Products:
-        scores, values = mma
-        one, two = scores.get_slice(lane), values.get_slice(lane)
-        shape = (ROWS, self.config.tile_n, self.config.head_dim_v)
-        p = cute.make_rmem_tensor(
-            as_operand(cute.make_rmem_tensor(one.partition_shape_C(shape[:2]), Float32)).shape,
-            shared.v.element_type,
-        )
-        return Products(
-            scores,
-            values,
-            scores.make_fragment_A(one.partition_A(shared.q[None, None, group])),
-            scores.make_fragment_B(one.partition_B(shared.k)),
-            p,
-            values.make_fragment_B(two.partition_B(shared.v)),
-            shared.v,
-            cute.make_rmem_tensor(two.partition_shape_C((ROWS, shape[2])), Float32),
-        )
+        tiles = shared.q[None, None, group], shared.k, shared.v
+        return products_of(mma, tiles, (self.config.tile_n, self.config.head_dim_v), lane)
 
     def tile(self, at: At, first_row: Int32, lane: Int32, state: Running, ends: RowEnds | None) -> Tile:
         """Lane l of a warpgroup holds rows l / 4 and l / 4 + 8 of its warp's 16, and of each 8 columns the

@@ -11,11 +11,12 @@ from cutlass.tensor_utils import LayoutEnum
 
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.fragment import rows_and_columns
+from fa4flex.kernels.common.products import ROWS
 from fa4flex.kernels.common.softmax import LN_2, Running, finish, multiply_rows
 from fa4flex.kernels.common.transfer import Transfers, partition, sequence
 from fa4flex.kernels.common.work import Work, put_statistic
 from fa4flex.kernels.fwd_sm90.config import Config
-from fa4flex.kernels.fwd_sm90.resources import ROWS, Shared
+from fa4flex.kernels.fwd_sm90.resources import Shared
 
 STORES = 5
 """Named barriers STORES + w: warpgroup w's output lies in shared memory."""

@@ -12,21 +12,22 @@ from typing import Any
 import cutlass
 import cutlass.utils.hopper_helpers as sm90
 from cuda.bindings import driver as cuda
-from cutlass import Float32, Int32, Int64, const_expr, cute, pipeline
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass import Int32, Int64, const_expr, cute, pipeline
+from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.next_tile import NextTile
+from fa4flex.kernels.common.products import ROWS, tiled_products
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.common.transfer import Transfers, reordered
 from fa4flex.kernels.common.work import Grid, dense_grid, packed_grid
 from fa4flex.kernels.fwd_sm90.config import Config
 from fa4flex.kernels.fwd_sm90.consumer import Consumer
 from fa4flex.kernels.fwd_sm90.producer import Producer
-from fa4flex.kernels.fwd_sm90.resources import ROWS, Pipes, Shared
+from fa4flex.kernels.fwd_sm90.resources import Pipes, Shared
 
 
 class Forward:
@@ -56,36 +57,14 @@ class Forward:
         blocks = grid.total
         if const_expr(config.persistent):
             blocks = cutlass.min(blocks, config.workers)
-        self.device(arguments, grid, *transfers, self.matrix_products(kind)).launch(
+        self.device(
+            arguments, grid, *transfers, tiled_products(kind, self.config.tile_n, self.config.head_dim_v)
+        ).launch(
             grid=[blocks, 1, 1],
             block=[config.threads, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,  # without it the compiler drops the register split
         )
-
-    def matrix_products(self, kind: Any) -> tuple[cute.TiledMma, cute.TiledMma]:
-        """S = q k^T from shared memory, O += p v with p in registers; one warpgroup each."""
-        k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
-        scores = sm90.make_trivial_tiled_mma(
-            kind,
-            kind,
-            k_major,
-            k_major,
-            Float32,
-            atom_layout_mnk=(1, 1, 1),
-            tiler_mn=(ROWS, self.config.tile_n),
-        )
-        values = sm90.make_trivial_tiled_mma(
-            kind,
-            kind,
-            k_major,
-            mn_major,
-            Float32,
-            atom_layout_mnk=(1, 1, 1),
-            tiler_mn=(ROWS, self.config.head_dim_v),
-            a_source=warpgroup.OperandSource.RMEM,
-        )
-        return scores, values
 
     def layouts(self, kind: Any, out_kind: Any) -> tuple[Any, Any, Any, Any]:
         """Swizzled shared-memory layouts of q, k, v, out; their last mode counts warpgroups or stages."""

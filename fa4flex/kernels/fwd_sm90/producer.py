@@ -8,11 +8,12 @@ from cutlass import Int32, cute, pipeline
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.key_values import ContiguousKeyValues, KeyValues, kv_head_of, tokens_of
 from fa4flex.kernels.common.keys import tile_at
+from fa4flex.kernels.common.products import ROWS
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.common.transfer import States, Transfers, partition, sequence
 from fa4flex.kernels.common.work import Grid, Work
 from fa4flex.kernels.fwd_sm90.config import Config
-from fa4flex.kernels.fwd_sm90.resources import ROWS, Pipes, Shared
+from fa4flex.kernels.fwd_sm90.resources import Pipes, Shared
 
 
 class Producer:

@@ -8,9 +8,6 @@ from cutlass import cute, pipeline
 
 from fa4flex.kernels.common.next_tile import NextTile
 
-ROWS = 64
-"""Query rows of one consumer warpgroup: what one wgmma instruction spans."""
-
 
 @dataclass(frozen=True)
 class Shared:

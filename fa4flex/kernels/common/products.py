@@ -1,0 +1,83 @@
+"""The two products of a forward warpgroup on Hopper, 64 query rows each: S = q k^T and O += p v."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float32, Int32, cute
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+
+from fa4flex.kernels.common.fragment import as_operand
+
+ROWS = 64
+"""Query rows of a warpgroup: the rows of one wgmma instruction."""
+
+
+@dataclass(frozen=True)
+class Products:
+    """q and k are shared-memory descriptors of S = q k^T, p registers and v descriptors of O += p v; v_shared
+    is what v describes, (head_dim_v, tile_n, stage)."""
+
+    scores: cute.TiledMma
+    values: cute.TiledMma
+    q: cute.Tensor
+    k: cute.Tensor
+    p: cute.Tensor
+    v: cute.Tensor
+    v_shared: cute.Tensor
+    out: cute.Tensor
+
+
+def tiled_products(kind: Any, tile_n: int, head_dim_v: int) -> tuple[cute.TiledMma, cute.TiledMma]:
+    """S = q k^T from shared memory, O += p v with p in registers; one warpgroup each."""
+    k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
+    scores = sm90.make_trivial_tiled_mma(
+        kind,
+        kind,
+        k_major,
+        k_major,
+        Float32,
+        atom_layout_mnk=(1, 1, 1),
+        tiler_mn=(ROWS, tile_n),
+    )
+    values = sm90.make_trivial_tiled_mma(
+        kind,
+        kind,
+        k_major,
+        mn_major,
+        Float32,
+        atom_layout_mnk=(1, 1, 1),
+        tiler_mn=(ROWS, head_dim_v),
+        a_source=warpgroup.OperandSource.RMEM,
+    )
+    return scores, values
+
+
+def products_of(
+    mma: tuple[cute.TiledMma, cute.TiledMma],
+    shared: tuple[cute.Tensor, cute.Tensor, cute.Tensor],
+    widths: tuple[int, int],
+    lane: Int32,
+) -> Products:
+    """A warpgroup's, of its q, and of k and v by stage, in shared memory; widths: keys of a tile, columns of
+    the output."""
+    scores, values = mma
+    q, k, v = shared
+    tile_n, head_dim_v = widths
+    one, two = scores.get_slice(lane), values.get_slice(lane)
+    p = cute.make_rmem_tensor(
+        as_operand(cute.make_rmem_tensor(one.partition_shape_C((ROWS, tile_n)), Float32)).shape,
+        v.element_type,
+    )
+    return Products(
+        scores,
+        values,
+        scores.make_fragment_A(one.partition_A(q)),
+        scores.make_fragment_B(one.partition_B(k)),
+        p,
+        values.make_fragment_B(two.partition_B(v)),
+        v,
+        cute.make_rmem_tensor(two.partition_shape_C((ROWS, head_dim_v)), Float32),
+    )
