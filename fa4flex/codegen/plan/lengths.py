@@ -1,4 +1,4 @@
-"""Which lengths the sequences of a batch have, and where rows' numbers of packed ones lie, as data."""
+"""Lengths of the sequences of a batch, and offsets of rows' numbers of packed ones, as data."""
 
 from __future__ import annotations
 
