@@ -1,4 +1,5 @@
-"""What the numbers were measured on. Reads settings of the device and never changes them."""
+"""Environment of a measurement: device, driver, versions. Reads settings of the device and never changes
+them."""
 
 from __future__ import annotations
 
