@@ -1,5 +1,4 @@
-"""Environment of a measurement: device, driver, versions. Reads settings of the device and never changes
-them."""
+"""Environment of a measurement. Reads settings of the device and never changes them."""
 
 from __future__ import annotations
 

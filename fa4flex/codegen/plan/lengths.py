@@ -1,4 +1,4 @@
-"""Lengths of the sequences of a batch, and offsets of rows' numbers of packed ones, as data."""
+"""Kinds of sequence lengths in a batch, and where rows' numbers of packed ones lie, as data."""
 
 from __future__ import annotations
 

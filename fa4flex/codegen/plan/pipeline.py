@@ -44,7 +44,7 @@ class Plan(Protocol):
         ...
 
     def config(self) -> Any:
-        """Configuration that the hand-written kernel is built from."""
+        """Configuration of the hand-written kernel."""
         ...
 
     def check(self) -> None:

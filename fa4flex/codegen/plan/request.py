@@ -82,7 +82,7 @@ class ForwardRequest(Request):
 
     @cached_property
     def work(self) -> Work:
-        """Work of the hooks: what they cost and keep."""
+        """Work of the hooks."""
         return count_work(self.facts, self.problem)
 
     @property
