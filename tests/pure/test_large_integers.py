@@ -352,8 +352,7 @@ def test_refused_as_users_write_it(mask: Callable[..., Any], error: type[Excepti
 
 
 def test_comparisons_take_integers_of_any_size() -> None:
-    """Integers that are only compared need not be looked after; those added, or read from other tensors, must
-    be."""
+    """Integers only compared need not be looked after; those added, or that read other tensors, must be."""
     mine, other = (load(0, (x,), "int") for x in (Q, KV))
     bias = load(1, (mine,), "float")
     assert computed_with(op("eq", mine, other)) == ()

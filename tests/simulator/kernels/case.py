@@ -60,7 +60,7 @@ def built(case: Case, arch: str) -> Compiled:
 
 
 def difference(want: Tensor, got: Tensor, error: Tensor | None) -> str:
-    """Message with the first wrong elements; empty if none is wrong."""
+    """Message with the first wrong elements; empty if nothing is wrong."""
     if want.shape != got.shape:
         return f"shape {tuple(got.shape)} for {tuple(want.shape)}"
     good = same(want, got)
