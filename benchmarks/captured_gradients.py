@@ -1,4 +1,4 @@
-"""What gradients of captured tensors cost a backward pass on a GPU, beside compiled flex_attention.
+"""Cost of captured tensors' gradients in a backward pass on a GPU, beside compiled flex_attention.
 
     python benchmarks/captured_gradients.py [--length 4096] [--dim 128] [--rounds 11]
 

@@ -1,4 +1,4 @@
-"""What contents that are new at each step cost on a GPU, beside contents that stay.
+"""Cost of contents that are new at each step on a GPU, beside contents that stay.
 
     python benchmarks/changing_contents.py [--rounds 9]
 

@@ -1,4 +1,4 @@
-"""What a call costs the host on a GPU: repeated, with gradients, and with lengths that grow.
+"""Host time of a call on a GPU: repeated, with gradients, and with lengths that grow.
 
     python benchmarks/host_time.py [--rounds 40]
 

@@ -1,4 +1,4 @@
-"""What sorting the tiles of a ragged batch is worth: the time until the last block ends, by list scheduling.
+"""Gain from sorting the tiles of a ragged batch: the time until the last block ends, by list scheduling.
 
 Blocks take tiles from a list, one after another, whoever is done first. A tile takes as long as it visits
 tiles of keys, and STARTS more for its first scores and its output. Printed is the time over the least that
@@ -19,8 +19,8 @@ Lengths = list[int]
 
 
 def tiles(lengths: Lengths, causal: bool) -> list[float]:
-    """What each tile of queries costs, in tiles of keys; sequences one after another, as the kernel finds
-    them, all heads of a tile together."""
+    """Cost of each tile of queries, in tiles of keys; sequences one after another, as the kernel finds them,
+    all heads of a tile together."""
     found = []
     for n in lengths:
         for first in range(0, n, TILE_M):

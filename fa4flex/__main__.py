@@ -242,7 +242,7 @@ def compiled(arguments: argparse.Namespace) -> Attention:
 
 
 def doctor(arguments: argparse.Namespace) -> int:
-    """What is installed, and what runs here."""
+    """Installed packages, and what runs here."""
     import torch
 
     print(f"fa4flex       {_version('fa4flex')}")

@@ -1,4 +1,4 @@
-"""What is known of tensors' contents: copies on the host, and whatever was made of them, for as long as torch
+"""Facts about tensors' contents: copies on the host, and whatever was made of them, for as long as torch
 counts no change.
 
 A copy to the host waits for all that a GPU still has to do. So contents are copied once per tensor and
@@ -21,7 +21,7 @@ from torch import Tensor
 Value = TypeVar("Value")
 
 VALIDATE = os.environ.get("FA4FLEX_VALIDATE", "0") not in ("", "0")
-"""Whether contents are checked on the host before each launch, which waits for the device; else kernels find
+"""True if contents are checked on the host before each launch, which waits for the device; else kernels find
 faults, and the next call tells of them."""
 
 MOST_BYTES = 256 << 20
@@ -50,7 +50,7 @@ def guards_of(
 
 
 def hold(guards: Guards, tensors: Sequence[Tensor]) -> bool:
-    """Whether these are the very tensors that the guards were made of, unchanged."""
+    """True if these are the very tensors that the guards were made of, unchanged."""
     for (tensor, place, version), x in zip(guards, tensors, strict=True):
         if tensor() is not x or x.data_ptr() != place or (version >= 0 and x._version != version):
             return False
@@ -77,7 +77,7 @@ class VersionedCache(Generic[Value]):
         return len(self._found)
 
     def get(self, key: Hashable, tensors: Sequence[Tensor], default: Any = None) -> Any:
-        """What was kept for this key and these tensors, else `default`."""
+        """Value kept for this key and these tensors, else `default`."""
         found = self._found.get((key, *map(id, tensors)))
         return found[1] if found is not None and (not tensors or hold(found[0], tensors)) else default
 
@@ -100,7 +100,7 @@ class VersionedCache(Generic[Value]):
         return value
 
     def made(self, key: Hashable, tensors: Sequence[Tensor], make: Callable[[], Value]) -> Value:
-        """What was kept, or what `make` makes now."""
+        """Value that was kept, or that `make` makes now."""
         found = self.get(key, tensors, _NOTHING)
         return self.keep(key, tensors, make()) if found is _NOTHING else found
 
@@ -134,7 +134,7 @@ class Alike(Generic[Value]):
         self._found: dict[Hashable, list[tuple[list[Tensor], Value]]] = {}
 
     def made(self, key: Hashable, tensors: Sequence[Tensor], make: Callable[[], Value]) -> Value:
-        """What was kept, or what `make` makes now."""
+        """Value that was kept, or that `make` makes now."""
         if any(x.is_floating_point() or not x.is_cpu or x.nbytes > MOST_COMPARED for x in tensors):
             return make()
         like = key, *[(x.shape, x.dtype) for x in tensors]
@@ -155,7 +155,7 @@ MOST_COMPARED = 128 << 10
 
 
 def checked_here(x: Tensor) -> bool:
-    """Whether the host checks contents of x, as it can without waiting on a CPU."""
+    """True if the host checks contents of x, as it can without waiting on a CPU."""
     return x.is_cpu or VALIDATE
 
 

@@ -121,7 +121,7 @@ def _scores(products: Tensor, head: int | Tensor, rows: Tensor) -> Tensor:
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """What one writes without a fused kernel."""
+    """Attention as one writes it without a fused kernel."""
     heads = torch.arange(HEADS).view(-1, 1, 1)
     scores = _scores(q @ k.mT / math.sqrt(HEAD_DIM), heads, torch.arange(LENGTH).view(-1, 1))
     return scores.softmax(-1) @ v, scores.logsumexp(-1)

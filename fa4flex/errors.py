@@ -64,7 +64,7 @@ class InputError(Fa4flexError, ValueError):
 
 
 class EarlierError(InputError):
-    """What was wrong with the inputs of an earlier call, found on the device while it ran."""
+    """Fault in the inputs of an earlier call, found on the device while it ran."""
 
 
 class TraceError(Fa4flexError, TypeError):

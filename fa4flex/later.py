@@ -20,7 +20,7 @@ MOST_AWAITED = 256
 UNKNOWN, HELD = 2, 1
 
 _awaited: deque[tuple[Tensor, str, Callable[[], None] | None]] = deque()
-"""Where a condition arrives, uint8; what is said, and what is called before, if it did not hold."""
+"""Conditions on their way, uint8; what is said, and what is called before, if one did not hold."""
 
 
 def require(condition: Tensor, message: str, otherwise: Callable[[], None] | None = None) -> None:

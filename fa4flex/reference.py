@@ -56,7 +56,7 @@ def _float64_indexing() -> Iterator[None]:
 
 
 def allowed_pairs(mask: Any, shape: tuple[int, int, int, int]) -> Tensor:
-    """Which pairs take part: bool of `shape` [B, H, Sq, Skv], from a mask_mod, a torch BlockMask, or None.
+    """Pairs that take part: bool of `shape` [B, H, Sq, Skv], from a mask_mod, a torch BlockMask, or None.
 
     A BlockMask allows a pair where its block is listed, and the block is full or mask_mod holds.
     """

@@ -164,7 +164,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], str, str]] = {
     "precision": ((Precision,), "a fa4flex.Precision", 'e.g. fa4flex.Precision(compute="float64")'),
     "schedule": ((Schedule,), "a fa4flex.Schedule", "e.g. fa4flex.Schedule(tile=(64, 64))"),
 }  # fmt: skip
-"""What an option may be, what to call that, and how to get one."""
+"""Types that an option may have, their name, and how to get one."""
 
 
 def _check_options(data: dict[str, Any]) -> None:
@@ -184,7 +184,7 @@ def _check_types(options: dict[str, Any]) -> None:
 
 
 def default_scale(head_dim: int) -> float:
-    """What q.k is multiplied by where no scale was given."""
+    """Factor of q.k where no scale was given."""
     return 1 / math.sqrt(head_dim)
 
 

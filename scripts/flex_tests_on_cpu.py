@@ -21,7 +21,7 @@ as sequences become fewer, and where a single block of 128 is left."""
 
 DEVICE_STRINGS = ("cuda", "cuda:0")
 CALLS = {"is_available": True, "has_triton": True, "get_device_capability": (9, 0)}
-"""What calls that ask about the GPU return: as on a GPU, or the tests would skip, or test less."""
+"""Results of calls that ask about the GPU: as on a GPU, or the tests would skip, or test less."""
 
 EXPECTED = {
     "test_flex_attention.py": {
@@ -106,7 +106,7 @@ class _OnCpu(ast.NodeTransformer):
 
 
 def needs_a_gpu(text: str) -> bool:
-    """Whether tests are written for one device that they name, and not instantiated for any."""
+    """True if tests are written for one device that they name, and not instantiated for any."""
     return "instantiate_device_type_tests" not in text
 
 

@@ -98,7 +98,7 @@ class Suite(Protocol):
         """The ways in which a case is run, one after another until it called fa4flex."""
 
     def called(self) -> bool:
-        """Whether fa4flex was called since the attempt began."""
+        """True if fa4flex was called since the attempt began."""
 
 
 # ------------------------------------------------------------------------------------------------- worker
@@ -212,7 +212,7 @@ class _Process:
             raise SystemExit("a worker did not start:\n" + self.log.read().decode()[-3000:])
 
     def wait(self, limit: float) -> Any:
-        """What the worker sends next; "time limit" or "crash" where it sends nothing."""
+        """Next reply of the worker; "time limit" or "crash" where it sends nothing."""
         ready, _, _ = select.select([self.replies], [], [], limit)
         line = self.replies.readline() if ready else None
         return "time limit" if line is None else json.loads(line) if line else "crash"
@@ -430,6 +430,6 @@ def copies(files: Sequence[Path], rewritten: Callable[[Path], str]) -> list[Path
 
 
 def of_tests(module: types.ModuleType | dict[str, Any], files: Sequence[Path]) -> bool:
-    """Whether a module's globals are a test file's."""
+    """True if a module's globals are a test file's."""
     found = module.get("__file__") if isinstance(module, dict) else module.__file__
     return found is not None and any(Path(found) == path for path in files)

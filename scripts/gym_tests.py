@@ -28,7 +28,7 @@ ON_THE_CPU = {
     ".is_cuda": ".is_cpu",
     "    B=16,\n    H=16,\n    W=128,\n": "    B=1,\n    H=2,\n    W=32,\n",
 }
-"""What is replaced in the tests; the last makes 256 heads of 16,384 tokens 2 heads of 1,024."""
+"""Replacements in the tests' text; the last makes 256 heads of 16,384 tokens 2 heads of 1,024."""
 
 
 calls = [0]

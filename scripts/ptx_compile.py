@@ -1,4 +1,4 @@
-"""How a case becomes the PTX and the launches of its kernels, without a GPU.
+"""Compilation of a case to the PTX and the launches of its kernels, without a GPU.
 
 What the project would compile for a call is asked of tests/numeric/kernel_programs.py, which the tests of
 registers and spills ask as well.

@@ -51,7 +51,7 @@ EVERY = 10.0
 """Seconds between two lines about progress."""
 
 GAP = "  "
-"""What separates the parts of a line; single blanks are within them."""
+"""Separator of the parts of a line; single blanks are within them."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -108,7 +108,7 @@ def _difference(old: list[str], new: list[str]) -> str:
 
 @dataclass(frozen=True)
 class Failed:
-    """Why there is no kernel: a refusal, or an error of the project or the compiler."""
+    """Reason why there is no kernel: a refusal, or an error of the project or the compiler."""
 
     refused: bool
     reason: str

@@ -21,7 +21,7 @@ VARIABLE = re.compile(r"\.\w+ ([\w$]+) ?(?:\[[^]]*\] ?)*[=;]")
 WORD = re.compile(r"[A-Za-z_$%][\w$]*")
 PARAMETER = re.compile(r"([\w$]+)(_param_\d+)")
 NUMBERED = re.compile(r"(\$L__BB|__local_depot)\d+")
-"""What is named after its function's place in the file."""
+"""Names made of their function's place in the file."""
 
 
 def kernels(ptx: str) -> dict[str, str]:

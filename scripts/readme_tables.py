@@ -23,7 +23,7 @@ WRONG = 10
 """Times plain PyTorch's error at which a result is wrong, and its speed no competition, as in the bench."""
 
 ORDERED = " ordered"
-"""How the bench names a row with ordered sums, after the row without."""
+"""Suffix by which the bench names a row with ordered sums, after the row without."""
 
 Row = dict[str, Any]
 
@@ -91,7 +91,7 @@ def speeds(data: Row) -> str:
 
 
 def _absences(rows: Sequence[Row], peers: Sequence[str]) -> list[str]:
-    """Why there are cells without a number, as one sentence."""
+    """Reasons for cells without a number, as one sentence."""
     absent = ((name, row["peers"].get(name, {}).get("reason")) for row in rows for name in peers)
     reasons: dict[str, list[str]] = {}
     for name, reason in dict.fromkeys(absent):

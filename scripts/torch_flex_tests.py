@@ -33,7 +33,7 @@ from foreign_tests import Reason, Suite, arguments, compiled, copies, main, of_t
 MODES = ("eager", "aot_eager", "inductor")
 FILES = ("test_flex_attention.py", "test_flex_decoding.py")
 ON_A_GPU = ("Requires Triton", "Skip on CPU", "Requires A100")
-"""How PyTorch's reasons begin for skipping, on a CPU, tests that fa4flex can run there."""
+"""Beginnings of PyTorch's reasons for skipping, on a CPU, tests that fa4flex can run there."""
 
 DEVICES = ("cpu", "cuda")
 SKIPPED = r"\nnot applicable: "
@@ -144,7 +144,7 @@ OF_DEVICES = {
 
 
 class Switch:
-    """Where a call of flex_attention in a test goes."""
+    """Destination of a call of flex_attention in a test."""
 
     direct = False  # calls that are not compiled run on fa4flex
     inside = False  # within what the test compiled
@@ -271,7 +271,7 @@ def _replace_flex_attention(device: str) -> None:
 
 
 def _wants_gradients(x: Any) -> bool:
-    """Whether a tensor requires gradients, among arguments of a call and what their closures hold."""
+    """True if a tensor requires gradients, among arguments of a call and what their closures hold."""
     if isinstance(x, dict):
         return _wants_gradients(tuple(x.values()))
     if isinstance(x, tuple):

@@ -145,7 +145,7 @@ def find(pipeline: Topology, role: str, when: str, words: str) -> int:
 
 
 def awaits_nothing(event: Event, where: str) -> bool:
-    """Whether it awaits something of before the first key tile: kernels do not tell that one apart."""
+    """True if it awaits something of before the first key tile: kernels do not tell that one apart."""
     return where.endswith("first") and event.action == "await" and event.tile < 0
 
 

@@ -33,7 +33,7 @@ GRACE = 60.0
 """Seconds after its limit that a test, which waits where no Python code runs, has before the process ends."""
 
 THRESHOLDS = (10_000, 20, 50)
-"""When the collector looks through its generations: see gc.set_threshold."""
+"""Thresholds of the garbage collector's generations: see gc.set_threshold."""
 
 SLOW = 10.0
 """Seconds of process time from which a test is listed at the end of a run, unless it is marked slow."""

@@ -31,7 +31,7 @@ class Instance:
 
     @property
     def approximate(self) -> bool:
-        """Whether it has functions that a GPU approximates, such as tanh."""
+        """True if it has functions that a GPU approximates, such as tanh."""
         return self.name in APPROXIMATE
 
 

@@ -1,4 +1,4 @@
-"""What several test files share: how results and gradients are compared, and how mods are called."""
+"""Helpers of several test files: how results and gradients are compared, and how mods are called."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def cumulative(lengths: Sequence[int]) -> Tensor:
 
 @contextlib.contextmanager
 def poisoned() -> Iterator[None]:
-    """What nobody writes of tensors that are made within is NaN: fresh memory is often zero, which is right
+    """Elements that nobody writes of tensors made within are NaN: fresh memory is often zero, which is right
     for keys that no query sees."""
     like, empty = torch.empty_like, Tensor.new_empty
 
@@ -132,7 +132,7 @@ def scored(mod: Callable[..., Any], scores: Tensor) -> Tensor:
 
 
 def added(mod: Callable[..., Any], shape: tuple[int, int, int, int]) -> Tensor:
-    """What a bias adds, in float64, checked to be independent of the score."""
+    """Bias that a mod adds, in float64, checked to be independent of the score."""
     zero, other = torch.zeros(shape, dtype=torch.float64), torch.randn(shape, dtype=torch.float64)
     bias = scored(mod, zero)
     torch.testing.assert_close(scored(mod, other) - other, bias)

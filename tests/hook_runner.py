@@ -105,7 +105,7 @@ def modified(hooks: Hooks, at: At) -> Any:
 
 
 def allowed(hooks: Hooks, at: At) -> Any:
-    """Whether a pair takes part, 0 or 1."""
+    """Mask of a pair: 1 if it takes part, else 0."""
     taken = Boolean(True)
     if hooks.mask is not None:
         taken = hooks.mask.element(rates(hooks.mask, at))

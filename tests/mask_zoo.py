@@ -43,7 +43,7 @@ class Case:
     mask: Expr
     captured: Captured = Captured()
     has_keys: bool = False
-    """Whether key intervals must be found: the mask is a union of a few of them, if its tables are sorted."""
+    """True if key intervals must be found: the mask is a union of a few of them, if its tables are sorted."""
 
 
 def dense(mask: Expr, shape: Shape, captured: Captured) -> Tensor:

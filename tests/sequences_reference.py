@@ -1,4 +1,4 @@
-"""What the kernel of lengths computes, in plain Python: corrected lengths and the order of tiles, without its
+"""Reference of the kernel of lengths, in plain Python: corrected lengths and the order of tiles, without its
 faults."""
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from fa4flex.bench.suites import BLOCK
 from fa4flex.primitives.base import call_mod
 
 HEADS, QUERIES = 8, 32
-"""How many (batch, head) pairs are looked at, and how many query rows of each."""
+"""Number of (batch, head) pairs looked at, and of query rows of each."""
 WHOLE_HEADS = 2
 """Number of (batch, head) pairs whose gradients are looked at; all rows of a head add to them."""
 

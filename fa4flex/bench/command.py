@@ -45,7 +45,7 @@ Entry = tuple[str, str]
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line asked for, checked."""
+    """Options of the command line, checked."""
 
     device: torch.device
     smoke: bool

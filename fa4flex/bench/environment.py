@@ -1,4 +1,4 @@
-"""What the numbers were measured on. Reads settings of the device and never changes them."""
+"""Environment of a measurement. Reads settings of the device and never changes them."""
 
 from __future__ import annotations
 

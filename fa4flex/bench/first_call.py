@@ -1,4 +1,4 @@
-"""How long the first call takes, in a process of its own: `python -m fa4flex.bench.first_call cuda`.
+"""Time of the first call, in a process of its own: `python -m fa4flex.bench.first_call cuda`.
 
 The parent runs it twice with one empty cache folder: the first run compiles, the second finds kernels there.
 """

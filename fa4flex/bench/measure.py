@@ -123,7 +123,7 @@ def interleave(
 
 
 def _repeats(call: Call, clock: Clock, seconds: float) -> int:
-    """How many calls fill a sample. The first calls warm up and are not counted."""
+    """Number of calls that fill a sample. The first calls warm up and are not counted."""
     clock.time(call, 2)
     return min(MOST_CALLS, max(1, round(seconds / max(clock.time(call, 3), 1e-6))))
 

@@ -1,4 +1,4 @@
-"""What `python -m fa4flex bench` takes. Loads nothing else: every command's parser reads it."""
+"""Options of `python -m fa4flex bench`. Loads nothing else: every command's parser reads it."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def make_problem(row: Row, device: torch.device, seed: int, dtype: torch.dtype =
 
 @dataclass(frozen=True)
 class Absent:
-    """Why a peer has no time in a row."""
+    """Reason why a peer has no time in a row."""
 
     reason: str
 

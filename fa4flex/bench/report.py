@@ -72,7 +72,7 @@ class RowReport:
         return theirs / ours if ours and theirs else None
 
     def reason(self, peer: str) -> str:
-        """Why there is no time of `peer`."""
+        """Reason why there is no time of `peer`."""
         name = self.best_peer if peer == "best" else peer
         found = self.peers.get(name) if name else None
         if found is None:

@@ -1,4 +1,4 @@
-"""What is measured: rows of sizes, mods and targets, as data."""
+"""Suites to measure: rows of sizes, mods and targets, as data."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class Row:
 
     @property
     def mask_batched(self) -> bool:
-        """Whether the mask differs between entries of the batch. No mask here differs between heads."""
+        """True if the mask differs between entries of the batch. No mask here differs between heads."""
         return self.mask == "document"
 
     def small(self) -> Row:
@@ -136,7 +136,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Draw:
-    """Where random captured tensors come from: one seed for all of a row, on the row's device."""
+    """Source of random captured tensors: one seed for all of a row, on the row's device."""
 
     generator: torch.Generator
 
@@ -284,7 +284,7 @@ SCORES: dict[str, Builder | None] = {
 
 @dataclass(frozen=True)
 class Mods:
-    """What a row's names stand for: a score_mod and a mask_mod, or None."""
+    """Mods that a row's names stand for: a score_mod and a mask_mod, or None."""
 
     score_mod: Mod | None
     mask_mod: Mod | None
@@ -475,7 +475,7 @@ def groups(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def blocks_with_work(row: Row, mask_mod: Mod | None, device: torch.device) -> int:
-    """How many BLOCK x BLOCK squares of (query, key) hold an allowed pair, over the batch, for one head."""
+    """Number of BLOCK x BLOCK squares of (query, key) with an allowed pair, over the batch, for one head."""
     if mask_mod is None:
         return row.batch * -(-row.length // BLOCK) * -(-row.keys // BLOCK)
     entries = range(row.batch) if row.mask_batched else range(1)

@@ -29,7 +29,7 @@ Index = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Captured:
-    """What a program reads besides indices: tensors by slot, and run-time numbers by slot.
+    """Inputs of a program besides indices: tensors by slot, and run-time numbers by slot.
 
     Tensors on the "meta" device stand for contents that are not read. Their integers are taken to be of a
     size below MODEST, or below 2^bits for the slots in `bits`.
@@ -211,7 +211,7 @@ _OWN: dict[str, Callable[..., Value]] = {
 
 @cache
 def operation(op: str) -> Callable[..., Value]:
-    """What evaluates `op`: called with the precision of the computation and the arguments' values."""
+    """Evaluator of `op`: called with the precision of the computation and the arguments' values."""
     return _OWN.get(op) or _torch_float(OPS[op].torch[0])
 
 
@@ -293,8 +293,8 @@ def _read(table: Tensor, index: Sequence[Value], node: Expr) -> Tensor:
 
 
 def _place(table: Tensor, position: Index) -> Tensor | None:
-    """Where each of many elements lies in memory: looked up by one number, they take a quarter of the time.
-    None where that does not apply, or an index lies outside [0, size)."""
+    """Memory offset of each of many elements: looked up by one number, they take a quarter of the time. None
+    where that does not apply, or an index lies outside [0, size)."""
     if len(position) != table.ndim or not table.is_contiguous():
         return None
     if math.prod([x.numel() for x in position if isinstance(x, Tensor)]) < FEWEST_PLACES:

@@ -31,7 +31,7 @@ Kind = Literal["bool", "int", "float"]
 
 INDICES = ("b", "h", "q", "kv")
 CONTEXT = ("q_len", "kv_len", "num_heads")
-"""What a mod may also ask for, by parameter name: lengths of the sequence, number of query heads."""
+"""Further arguments of a mod, by parameter name: lengths of the sequence, number of query heads."""
 SYMBOLS = ("score", *INDICES, *CONTEXT)
 
 REDUCTIONS = ("sum", "prod", "max", "min", "any", "all")
@@ -122,7 +122,8 @@ def load(slot: int, index: Iterable[Expr], kind: Kind) -> Expr:
 
 
 def search(slot: int, side: Literal["left", "right"], needle: Expr, lead: Iterable[Expr] = ()) -> Expr:
-    """How many elements of sorted `operand[slot][lead...]` are < needle ("left") or <= needle ("right")."""
+    """Number of elements of sorted `operand[slot][lead...]` that are < needle ("left") or <= needle
+    ("right")."""
     return _node("search", (needle, *lead), (slot, side), "int")
 
 

@@ -46,7 +46,7 @@ class Cost(NamedTuple):
 
 
 class Range(NamedTuple):
-    """How the values of a function of floats follow from an interval of its argument.
+    """Range of a function of floats, given an interval of its argument.
 
     rising, falling   at the ends of the interval; NaN outside the domain [low, high]
     even              rising in the size of the argument

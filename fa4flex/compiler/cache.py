@@ -33,7 +33,7 @@ _warned: set[str] = set()
 
 
 def directory() -> Path | None:
-    """Where kernels are kept, or None where they are not: turned off, or not safe (warned about once)."""
+    """Directory of kept kernels, or None where none are kept: turned off, or not safe (warned about once)."""
     if os.environ.get("FA4FLEX_CACHE", "1").strip().lower() in ("0", "off", "false", "no"):
         return None
     given = os.environ.get("FA4FLEX_CACHE_DIR")
@@ -50,7 +50,7 @@ def directory() -> Path | None:
 
 
 def _unsafe(path: Path) -> str:
-    """Why the directory cannot be trusted, in words; "" if it can."""
+    """Reason why the directory cannot be trusted, in words; "" if it can."""
     found = path.stat()
     if found.st_uid != os.getuid():
         return f"it belongs to user {found.st_uid}, this process to {os.getuid()}"

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from fa4flex.codegen.plan.problem import Problem
 
     Job = tuple[Source, Problem, Signature, str]
-    """What a kernel is compiled of: source, problem, signature and chip."""
+    """Inputs of a compilation: source, problem, signature and chip."""
 
 ENTRY = "attention"
 HERE = Path(__file__).parent
@@ -181,7 +181,7 @@ def without_collector() -> Iterator[None]:
 
 
 def trace_and_compile(source: Source, problem: Problem, signature: Signature, options: str) -> Any:
-    """What cute.compile returns for the kernel of `source` with these arguments."""
+    """Result of cute.compile for the kernel of `source` with these arguments."""
     from cutlass import cute
 
     from fa4flex.compiler.entry import entry_point, fake_arguments

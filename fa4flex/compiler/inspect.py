@@ -1,4 +1,4 @@
-"""What a compiled kernel costs a multiprocessor, and its PTX: facts for records and for reading.
+"""Resources of a compiled kernel on a multiprocessor, and its PTX: facts for records and for reading.
 
 Compiles anew, with the compiler's reports on: nothing of it is kept, and no GPU is needed.
 """
@@ -47,7 +47,8 @@ class Inspection:
 
     @property
     def instructions(self) -> Counter[str]:
-        """How often each PTX instruction occurs, by its full name ("wgmma.mma_async.sync.aligned....")."""
+        """Number of occurrences of each PTX instruction, by its full name
+        ("wgmma.mma_async.sync.aligned....")."""
         statements = re.split(r"[;{}\n]", self.ptx)
         found = (re.match(r"\s*(?:@!?%?\w+\s+)?([a-z]\w*(?:\.[\w:]+)+)(?:\s|$)", text) for text in statements)
         return Counter(match[1] for match in found if match)
@@ -115,7 +116,7 @@ def bytes_of_launches(ir: str) -> list[int]:
 
 
 def _reported(action: Callable[[], Any]) -> tuple[Any, str]:
-    """What `action` returns, and what was written to standard error meanwhile: by Python, and past it by the
+    """Result of `action`, and what was written to standard error meanwhile: by Python, and past it by the
     compiler's libraries."""
     kept, own = os.dup(2), io.StringIO()
     with tempfile.TemporaryFile() as file, contextlib.redirect_stderr(own):

@@ -1,4 +1,4 @@
-"""What the arguments of a launch look like."""
+"""Signature of a launch: the form of its arguments."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Signature:
-    """What the arguments of a launch look like, besides what the problem says.
+    """Form of a launch's arguments, besides what the problem says.
 
     heads_first   q, k, v and out come as [B, H, S, D] rather than [B, S, H, D]; packed ones are [T, H, D]
     scalars       the kind of each run-time number, "int", "bool" or "float"

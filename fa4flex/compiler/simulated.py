@@ -1,4 +1,4 @@
-"""Whether CPU tensors stand for those of a simulated GPU: its launches are caught by whoever simulates it."""
+"""Simulated GPUs, for which CPU tensors stand in: launches are caught by whoever simulates it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def simulating() -> bool:
 
 
 def target() -> str:
-    """What kernels are identified by besides what they are made of: "" unless simulated."""
+    """Part of a kernel's identity besides what it is made of: "" unless simulated."""
     return f"simulated {_archs[-1]}" if _archs else ""
 
 

@@ -1,4 +1,4 @@
-"""What every primitive shares: calling a mod with the context it asks for, families of mods, and copies.
+"""Base of all primitives: calling a mod with the context it asks for, families of mods, and copies.
 
 A mod is an ordinary function of FlexAttention: `score_mod(score, b, h, q_idx, kv_idx)` or
 `mask_mod(b, h, q_idx, kv_idx)`. It may also take parameters named `q_len`, `kv_len` (lengths of the
@@ -27,7 +27,8 @@ CONTEXT = ("q_len", "kv_len", "num_heads")
 
 
 def accepted_context(mod: Callable[..., Any]) -> tuple[str, ...]:
-    """Which of CONTEXT `mod` takes: what it declares as `.context`, else what its parameters are named."""
+    """Names in CONTEXT that `mod` takes: what it declares as `.context`, else what its parameters are
+    named."""
     declared = getattr(mod, "context", None)
     if isinstance(declared, tuple):
         return declared
@@ -130,7 +131,7 @@ def holds(condition: torch.Tensor, message: str) -> bool:
 
 
 def kind_of(value: Any) -> str:
-    """What `value` is, for a message: a tensor by its dtype, anything else by its type."""
+    """Kind of `value`, for a message: a tensor's dtype, the type of anything else."""
     if isinstance(value, torch.Tensor):
         return str(value.dtype)
     module = type(value).__module__.partition(".")[0]
@@ -225,7 +226,8 @@ class FunctionMod(Mod):
 
     @property
     def query_heads(self) -> int | None:
-        """How many query heads the tensors of a named variant are for; None where any number will do."""
+        """Number of query heads that the tensors of a named variant are for; None where any number will
+        do."""
         return None if self.made is None else getattr(self.mod, "query_heads", None)
 
     def __repr__(self) -> str:

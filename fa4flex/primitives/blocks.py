@@ -290,7 +290,7 @@ class BlockMap:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many blocks are empty, partial and full."""
+        """Number of blocks that are empty, partial and full."""
         counted = torch.bincount(self.classes.flatten().long(), minlength=3).tolist()
         return dict(zip(("empty", "partial", "full"), counted, strict=True))
 

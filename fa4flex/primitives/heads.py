@@ -40,7 +40,7 @@ def ratio(q_heads: int, kv_heads: int, enable_gqa: bool = True) -> int:
 
 @dataclass(frozen=True)
 class Heads:
-    """How many heads queries and keys have; query heads are a multiple of key/value heads."""
+    """Number of query and key/value heads; the first is a multiple of the second."""
 
     q: int
     kv: int

@@ -71,7 +71,7 @@ class Varlen:
 
     @property
     def checked(self) -> bool:
-        """Whether the host checks contents. On a device, kernels find what is wrong, and the next call tells;
+        """True if the host checks contents. On a device, kernels find what is wrong, and the next call tells;
         max_seqlen_q and max_seqlen_k, which no kernel reads, are not checked then."""
         return all(map(checked_here, self._tensors().values()))
 
@@ -89,7 +89,7 @@ class Varlen:
 
     @property
     def packed(self) -> bool:
-        """Whether tokens are packed (cu_seqlens) rather than padded (seqused alone)."""
+        """True if tokens are packed (cu_seqlens) rather than padded (seqused alone)."""
         return self.cu_seqlens_q is not None
 
     @property

@@ -1,4 +1,4 @@
-"""What a variant does when it is run alone: it draws itself and checks itself against its definition."""
+"""Demonstration of a variant run alone: it draws itself and checks itself against its definition."""
 
 from __future__ import annotations
 

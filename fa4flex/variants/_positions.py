@@ -1,4 +1,4 @@
-"""Where a query stands among the keys."""
+"""Position of a query among the keys."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What people look at: explanations, listings and pictures of a program. Nothing here changes a result."""
+"""Views of a program: explanations, listings and pictures. Nothing here changes a result."""

@@ -163,7 +163,7 @@ MEANS = (
 
 
 def _decided(proof: Proof, reasons: tuple[str, ...], names: Names) -> list[str]:
-    """How many tiles were decided by what, and why the others were evaluated."""
+    """Number of tiles that each method decided, and reasons why the others were evaluated."""
     counts = [(getattr(proof, field), means) for field, means in MEANS]
     line = ", ".join(f"{count} {means}" for count, means in counts if count)
     return [line, *(f"because {names.rename(reason)}" for reason in reasons)]

@@ -1,4 +1,4 @@
-"""What a GPU would run for a program: plan, generated source and PTX. None of it needs a GPU."""
+"""GPU views of a program: plan, generated source and PTX. None of it needs a GPU."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ def _panel_name(planes: tuple[int, ...], b: int, h: int) -> str:
 
 
 def tile_counts(tiles: TileMap) -> str:
-    """How many tiles there are of each class, and which share of the work is left."""
+    """Number of tiles of each class, and the share of the work that is left."""
     empty, partial, full = tiles.counts()
     total = max(empty + partial + full, 1)
     return (

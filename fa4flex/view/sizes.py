@@ -55,7 +55,7 @@ def _plain(program: Program, index: Expr) -> tuple[str, int]:
 
 
 def is_size(value: object) -> bool:
-    """Whether `value` counts something: a positive int."""
+    """True if `value` counts something: a positive int."""
     return isinstance(value, (int, numpy.integer)) and not isinstance(value, bool) and bool(value > 0)
 
 

@@ -127,7 +127,7 @@ def _function(head: str, listing: Listing, result: str, defined: Origin | None =
 
 
 def _defined(mod: object) -> Origin | None:
-    """Where the function behind a mask or score mod is written; None for one that composes others."""
+    """Line where the function behind a mask or score mod is defined; None for one that composes others."""
     function = getattr(mod, "mod", None)
     return None if function is None else definition_line(function)
 
@@ -167,7 +167,7 @@ def trace_stage(program: Program) -> str:
 
 
 def facts_stage(program: Program) -> str:
-    """What analysis proved, before any length is known."""
+    """Facts that analysis proved, before any length is known."""
     names, facts = Names.of(program), program.facts
     keys = "the mask is not a union of key intervals that can be named: tiles are bounded or evaluated"
     if facts.keys is not None:

@@ -17,7 +17,7 @@ ROOT = "examples/python/CuTeDSL"
 CONVERSIONS = ("_convert_kernel",)
 """Kernels of CuTe DSL that examples fill their tensors with."""
 VERIFIED = ("Results verified successfully!", "PASS")
-"""What examples say that compare without torch.testing."""
+"""Success messages of examples that compare without torch.testing."""
 
 GEMM = "--mma_tiler_mn 128,128 --cluster_shape_mn 1,1"
 STORES = "--use_2cta_instrs --use_tma_store"

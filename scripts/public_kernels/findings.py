@@ -1,4 +1,4 @@
-"""Why what the simulator finds in public kernels is there: by kernel, kind and instruction."""
+"""Explanations of the simulator's findings in public kernels: by kernel, kind and instruction."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ EXPLANATIONS = (
 
 
 def explanation(kernel: str, kind: str, text: str) -> str:
-    """Why the finding is true, or "" where nobody has explained it."""
+    """Reason why the finding is true, or "" where nobody has explained it."""
     for known in EXPLANATIONS:
         if re.search(known.kernel, kernel) and re.search(known.kind, kind) and re.search(known.text, text):
             return known.why

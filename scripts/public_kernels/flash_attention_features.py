@@ -313,7 +313,7 @@ def chosen_keys(backward: bool, problem: Problem, fa4: Any, checks: Checks) -> N
 
 
 SMALL = {"q_len": 192, "kv_len": 256}
-"""What gradients are computed of."""
+"""Sizes at which gradients are computed."""
 COMMON = {
     "score_mod with a tensor": partial(modified, False, Problem()),
     "score_mod with a tensor, backward": partial(modified, True, Problem(kv_heads=2, **SMALL)),

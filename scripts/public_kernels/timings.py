@@ -46,7 +46,7 @@ class Runner:
     findings: dict[str, Finding] = field(default_factory=dict)
     """First findings of each kind and pair of opcodes, under any timing."""
     varies: bool = False
-    """Whether some launch left different bits under different timings."""
+    """True if some launch left different bits under different timings."""
 
     def run(self, captured: Launch) -> None:
         """Raises Fault where a launch cannot be finished. Memory is left as the last timing leaves it."""
@@ -71,13 +71,13 @@ class Runner:
 
 
 def _alike(finding: Finding) -> str:
-    """What findings have in common that say the same of several instructions."""
+    """Key that findings have in common that say the same of several instructions."""
     opcodes = (part.opcode if part else "" for part in (finding.instruction, finding.other))
     return " ".join((finding.kind, *opcodes))
 
 
 def contents(only: Contents | None = None) -> Contents:
-    """What the tensors of this process hold, or those whose storages are among `only`."""
+    """Contents of this process's tensors, or of those whose storages are among `only`."""
     if only is not None:
         return {address: ctypes.string_at(address, len(data)) for address, data in only.items()}
     found: Contents = {}

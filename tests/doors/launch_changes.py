@@ -76,7 +76,8 @@ def crooked(x: Tensor) -> Tensor:
 
 
 HEADS_LOOKS = {**{name: LOOKS[name] for name in ("dtype", "alignment", "device")}, "rows": crooked}
-"""What a launch depends on of tensors of heads: others of their strides and extents it reads itself."""
+"""Properties of tensors of heads that a launch depends on: others of their strides and extents it reads
+itself."""
 
 ARRAY_LOOKS = {**{name: LOOKS[name] for name in ("strides", "dtype", "device")}}
 """The same of lengths and statistics."""

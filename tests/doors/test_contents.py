@@ -1,5 +1,5 @@
-"""What is kept of captured tensors' contents: how often they are copied to the host, and that nothing stale
-is launched. Kernels are left out; CPU tensors stand for those of a GPU, and are copied as those are."""
+"""Caches of captured tensors' contents: how often they are copied to the host, and that nothing stale is
+launched. Kernels are left out; CPU tensors stand for those of a GPU, and are copied as those are."""
 
 from __future__ import annotations
 

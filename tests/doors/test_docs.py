@@ -58,15 +58,27 @@ def test_every_field_of_an_operation_is_documented() -> None:
     assert re.findall(r"`(\w+)`", " ".join(rows)) == list(Operation._fields)
 
 
-def test_docstrings_begin_with_what_a_thing_is() -> None:
-    """A reader who knows the field takes "Of a CTA." for a piece of a sentence."""
+LEFT_OUT = (
+    "fa4flex/runtime", "fa4flex/integrations", "fa4flex/kernels/decode_sm90", "fa4flex/kernels/fwd_sm90",
+    "fa4flex/kernels/common/key_values.py", "fa4flex/kernels/common/paged_key_values.py",
+    "fa4flex/simulator/run/scheduler.py",
+)  # fmt: skip
+"""Files whose docstrings may still begin with question words: to be removed once they do not."""
+
+
+def test_no_docstring_begins_with_a_preposition_or_a_question_word() -> None:
+    """A reader who knows the field takes "Of a CTA." for a piece of a sentence, and looks for the noun that
+    names a thing in front."""
     found = []
     folders = ("fa4flex", "scripts", "benchmarks", "examples", "tests")
     for path in sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py")):
+        words = "Of|That|As|By"
+        if not any(path.is_relative_to(ROOT / place) for place in LEFT_OUT):
+            words += "|What|Whether|How|Where|Which|Who|When|Why"
         for node in ast.walk(ast.parse(path.read_text())):
             if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
                 continue
             text = node.value.value
-            if isinstance(text, str) and re.match(r"\s*(Of|That|As|By)\b", text):
+            if isinstance(text, str) and re.match(rf"\s*({words})\b", text):
                 found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {text.strip().splitlines()[0]}")
     assert not found, "\n".join(found)

@@ -144,7 +144,8 @@ def written(tmp_path: Path, name: str, text: str) -> Path:
 
 
 def test_tests_for_a_gpu_are_rewritten(tmp_path: Path) -> None:
-    """What names or asks for a GPU names a CPU, and gates let everything through; a second GPU stays one."""
+    """Code that names or asks for a GPU names a CPU, and gates let everything through; a second GPU stays
+    one."""
     on_cpu = load("flex_tests_on_cpu").on_cpu
     found: dict[str, Any] = {}
     exec(on_cpu(written(tmp_path, "test_flex_attention.py", FOR_A_GPU)), found)
@@ -189,7 +190,7 @@ def test_tests_of_any_device_stay_as_they_are(tmp_path: Path) -> None:
 
 
 def test_a_budget_reaches_each_test_first() -> None:
-    """What a budget leaves out are further parameters of tests, and no case is taken twice."""
+    """Further parameters of tests are what a budget leaves out, and no case is taken twice."""
     names = ["a_float16_1", "a_float16_2", "a_bfloat16_3", "a_float32_10", "b", "c_1", "c_2"]
     order = load("foreign_tests")._in_turns(range(len(names)), names)
     assert sorted(order) == list(range(len(names)))

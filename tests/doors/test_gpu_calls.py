@@ -1,4 +1,4 @@
-"""What is decided about a call on a GPU, without one: proofs, keys, tables, and what reaches the kernel."""
+"""Decisions about a call on a GPU, without one: proofs, keys, tables, and what reaches the kernel."""
 
 from __future__ import annotations
 
@@ -278,7 +278,7 @@ def test_ends_of_rows_stand_beside_tables_where_order_is_all_that_they_need(reco
 def test_tables_of_the_host_have_no_ends_that_hold(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where there are more tiles than the device has room for, its kernel asks pairs."""
+    """Pairs are asked by the kernel if there are more tiles than the device has room for."""
     monkeypatch.setattr(block_tables_module, "MOST_BYTES", 0)
     assert mask_form(recorder, causal & document(torch.arange(300) // 50)) == "tables"
     tables = recorder.launches[-1][10]

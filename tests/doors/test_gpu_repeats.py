@@ -1,4 +1,4 @@
-"""What is kept between calls on a GPU, without one: counters, and the launch of the last call."""
+"""State kept between calls on a GPU, without one: counters, and the launch of the last call."""
 
 from __future__ import annotations
 

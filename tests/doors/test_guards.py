@@ -35,7 +35,7 @@ class Quarters:
 
 
 class Duck:
-    """What looks like a captured tensor without being one."""
+    """Object that looks like a captured tensor without being one."""
 
     dtype = torch.float32
 
@@ -209,7 +209,7 @@ def large() -> Iterator[Any]:
 
 
 def moved() -> Iterator[Any]:
-    """What is derived from a tensor is derived where that lies."""
+    """Values derived from a tensor are derived where that lies."""
     for device in ("cpu", "meta", "cpu"):
         yield lambda s, b, h, q, k, t=torch.rand(H, device=device): s + (t * 2)[h], None
 

@@ -203,7 +203,7 @@ def test_every_component_is_changed_alone(kind: str, monkeypatch: pytest.MonkeyP
 def test_a_key_without_a_component_finds_what_is_stale(
     recorder: Recorder, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the cases look for would be seen."""
+    """Stale entries that the cases look for would be seen."""
     make, table = TABLES[kind]
     engine, call = make()
 

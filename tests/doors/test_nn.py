@@ -241,7 +241,7 @@ for folder in sys.argv[1:]:
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Any, bool], str]:
-    """What one new process says of programs of each kind: to start it takes longer than to load them all."""
+    """Output of one new process on programs of each kind: to start it takes longer than to load them all."""
     torch.manual_seed(0)
     folders = {}
     for make, strict in itertools.product(MAKERS, (False, True)):

@@ -131,7 +131,7 @@ def classes(name: str) -> Tensor:
 
 @pytest.mark.parametrize("name", TILES)
 def test_each_part_leads_to_other_tiles(name: str) -> None:
-    """What is remembered gives what is found without memory."""
+    """Remembered tiles are those found without memory."""
     tiles.remembered.cache_clear()
     for other in TILES:
         classes(other)

@@ -310,7 +310,7 @@ def test_digests_repeat_in_other_processes(tmp_path: Path) -> None:
 @pytest.mark.slow
 @compiles
 def test_cases(digests: Any) -> None:
-    """How a call is made reaches the program; names have no gaps; equal programs have one key."""
+    """Options of a call reach the program; names have no gaps; equal programs have one key."""
     cases, compile = importlib.import_module("ptx_cases"), importlib.import_module("ptx_compile")
     found = cases.cases()
     assert not [name for name in found if digests.GAP in name or "\n" in name]

@@ -1,4 +1,4 @@
-"""What is known of the last call, and of lengths, each condition changed alone."""
+"""Keys of the last call, and of lengths, each condition changed alone."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_the_contents_of_what_decides_nothing_may_change(recorder: Recorder) -> 
 
 
 def test_a_repetition_has_the_statistics_of_its_call(recorder: Recorder) -> None:
-    """Which of them are wanted is compared by the caller."""
+    """Statistics that are wanted are compared by the caller."""
     again, _ = repeated(recorder)
     assert again.statistics == ("lse",)
 

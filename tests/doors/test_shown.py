@@ -1,4 +1,4 @@
-"""What `source` and `explain` show of a GPU is what a call of the same look has compiled and launches."""
+"""GPU stages that `source` and `explain` show are what a call of the same look has compiled and launches."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def test_drop_in_agrees_with_torch(gqa: bool) -> None:
 
 
 def test_a_pure_block_map_masks() -> None:
-    """What is not listed is not allowed, mask_mod or not."""
+    """Blocks that are not listed are not allowed, mask_mod or not."""
     from torch.nn.attention.flex_attention import BlockMask
 
     counts, indices = (

@@ -78,7 +78,7 @@ LEARNED: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", LEARNED)
 def test_backward_of_captured_tensors(name: str, golden: Callable[[str], None]) -> None:
-    """What pairs add to their gradients, and where."""
+    """Contributions of pairs to their gradients."""
     adding, composition = LEARNED[name]
     program = build(compose(**composition))
     (slot,) = {term.slot for term in program.facts.gradient.captured}

@@ -1,4 +1,4 @@
-"""What users read about a program, as files short enough to read: the traced operations and the facts."""
+"""Listings of programs for users, as files short enough to read: the traced operations and the facts."""
 
 from __future__ import annotations
 

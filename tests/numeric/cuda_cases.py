@@ -1,4 +1,4 @@
-"""What the GPU tests run: problems, every variant at some hundred tokens, and how errors are judged.
+"""Cases of the GPU tests: problems, every variant at some hundred tokens, and how errors are judged.
 
 `FA4FLEX_GPU_TESTS_ON=cpu` runs the same tests through the CPU executor: a check of the tests themselves.
 """

@@ -1,4 +1,4 @@
-"""Which forward kernels are recorded, and what each costs: compiled for every target without a GPU.
+"""Records of forward kernels, and the cost of each: compiled for every target without a GPU.
 
 A kernel is what a call of these sizes would launch: see kernel_programs.py.
 """

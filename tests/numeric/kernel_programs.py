@@ -1,4 +1,5 @@
-"""What a call on a GPU would compile, without one: the runtime itself proves, plans and emits it."""
+"""Programs that a call on a GPU would compile, without one: the runtime itself proves, plans and emits
+them."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ Width = tuple[int, int]
 """Head widths of q and k, and of v."""
 
 Given = tuple[Source, Problem, Signature]
-"""What the compiler is given."""
+"""Inputs of the compiler."""
 
 # --- how compositions are called ----------------------------------------------------------------------------
 

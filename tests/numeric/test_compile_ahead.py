@@ -47,7 +47,7 @@ def program() -> Given:
 
 
 def sleeper(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where a worker that does nothing for two minutes writes its number."""
+    """Path to which a worker that does nothing for two minutes writes its number."""
     path = folder / "pid"
     (folder / "sleeper.py").write_text(textwrap.dedent(SLEEPER.format(path=str(path))))
     monkeypatch.setenv("PYTHONPATH", str(folder))
@@ -174,7 +174,7 @@ def test_only_where_gradients_are_wanted(folder: Path) -> None:
 
 
 def test_same_key(folder: Path) -> None:
-    """What is begun is what a backward pass compiles."""
+    """Kernels begun ahead are those that a backward pass compiles."""
     from fa4flex.runtime.cuda import backward, engine
 
     asked: list[str] = []

@@ -188,7 +188,7 @@ def unused(rows: Sequence[Sequence[int]], used: Sequence[Sequence[int]]) -> list
 @pytest.mark.parametrize("partly", [False, True], ids=["", "used lengths"])
 @pytest.mark.parametrize("name", RAGGED)
 def test_packed(name: str, partly: bool, dim: int) -> None:
-    """What lies past the used lengths, here NaN, is not read, and its gradients are 0."""
+    """Rows past the used lengths, here NaN, are not read, and their gradients are 0."""
     sizes = LONGEST.wide(dim)
     used = [torch.tensor(n, dtype=torch.int32) for n in (Q_USED, K_USED)] if partly else []
     ends = [cumulative(n) for n in (Q_LENGTHS, K_LENGTHS)]

@@ -170,7 +170,7 @@ def test_strides(name: str, form: Any) -> None:
 
 
 def test_strides_without_unit_columns() -> None:
-    """What a bulk copy cannot address is computed or refused in words, never computed wrongly."""
+    """Strides that a bulk copy cannot address are computed or refused in words, never computed wrongly."""
     sizes = Sizes(kv_heads=4, q_len=200, kv_len=200)
     q, k, v = (x.mT.contiguous().mT for x in sizes.qkv())
     try:

@@ -22,7 +22,7 @@ def grid(case: Instance) -> dict[str, Tensor]:
 
 
 def nested_vmap(case: Instance, score: Tensor) -> Tensor:
-    """What FlexAttention computes: the score mod vmapped over kv, q, h and b."""
+    """Scores as FlexAttention computes them: the score mod vmapped over kv, q, h and b."""
     fn = case.fn
     for dims in (
         (0, None, None, None, 0),

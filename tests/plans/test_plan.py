@@ -312,7 +312,7 @@ def test_rescale_threshold_is_safe_for_the_dtype_of_probabilities() -> None:
 
 
 def painted(memory: Memory) -> bool:
-    """Whether no byte has two owners: brute force in units of 8 bytes."""
+    """True if no byte has two owners: brute force in units of 8 bytes."""
     owner: dict[int, str] = {}
     for region in memory.regions:
         for unit in range(region.offset // 8, -(-region.end // 8)):

@@ -114,7 +114,8 @@ def test_few_queries_take_one_tile() -> None:
 
 
 def test_many_queries_take_pairs_of_ctas() -> None:
-    """Where every tile of queries visits every key, and V splits into whole blocks of columns."""
+    """Pairs are taken if every tile of queries visits every key, and V splits into whole blocks of
+    columns."""
     for (d, dv), ctas in {(64, 64): 1, (96, 96): 1, (128, 128): 2, (192, 128): 2}.items():
         plan = planned(d, dv, many_queries=True)
         assert plan.config().ctas == ctas and plan.tile == (256 * ctas, 128)

@@ -112,7 +112,7 @@ def test_every_dropped_event_is_found() -> None:
 
 
 def matters(event: Event, where: str) -> bool:
-    """Whether the simulation finds it missing. Not what dQ(j - 1) awaits: warps that arrive at p_full of step
+    """True if the simulation finds it missing. Not what dQ(j - 1) awaits: warps that arrive at p_full of step
     j have written the dS before, and that some may reach the other CTA later is not simulated. Executed
     without that wait, the kernel's PTX has races (simulator/test_blackwell_backward_mutants.py). Nor what is
     awaited of a step before the first."""

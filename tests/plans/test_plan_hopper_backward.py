@@ -222,7 +222,7 @@ def test_every_dropped_event_is_found(kind: str) -> None:
 
 
 def matters(event: Event) -> bool:
-    """Whether the simulation finds one less. Warps of a warpgroup, which gather at `stored`, are one role
+    """True if the simulation finds one less. Warps of a warpgroup, which gather at `stored`, are one role
     here; what clears leaves nothing behind, what comes for nothing is said to be read, and others read the
     next number, too. A drain is followed by others: see below."""
     told = event.action, event.target

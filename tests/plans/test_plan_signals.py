@@ -1,4 +1,5 @@
-"""What graphs expect of warps at barriers, and how a run is read and compared; forward passes by pairs."""
+"""Signals that graphs expect of warps at barriers; how a run is read and compared; forward passes by
+pairs."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ def agree(found: list[Any], wanted: list[Any], root: Expr, draw: Draw) -> None:
 
 
 def allowed(mask: Expr, captured: Captured) -> list[bool]:
-    """What the executor attends: with equal scores and values that name their key, weights above 0."""
+    """Pairs that the executor attends: with equal scores and values that name their key, weights above 0."""
     q, k = torch.zeros(SHAPE.batch, 1, SHAPE.q_len, 4), torch.zeros(SHAPE.batch, 1, SHAPE.kv_len, 4)
     v = torch.eye(SHAPE.kv_len).expand(SHAPE.batch, 1, -1, -1)
     inputs = cpu.Inputs(q, k, v, captured, tile=(3, 4))

@@ -1,4 +1,4 @@
-"""What generated hooks do per score, and what their text promises."""
+"""Work of generated hooks per score, and the promises of their text."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ FUNCTIONS = [row for row in OPS.values() if row.gives in ("same", "float") and r
 
 
 def domain(row: Operation) -> tuple[float, float]:
-    """Where a function is smooth."""
+    """Interval in which a function is smooth."""
     if row.name in ("pow", "div", "mod", "floordiv", "truncdiv"):
         return 0.3, 3.0
     low, high = (row.range.low, row.range.high) if row.range else (-math.inf, math.inf)

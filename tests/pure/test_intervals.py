@@ -124,7 +124,7 @@ def test_logic() -> None:
 
 
 def test_empty_spans_have_full_complements() -> None:
-    """Where lo > hi a span is empty; its complement is every key, not the keys outside [hi, lo)."""
+    """Empty spans have lo > hi; their complement is every key, not the keys outside [hi, lo)."""
     never = both(op("ge", KV, op("add", Q, 5)), op("lt", KV, Q))
     check(never)
     check(op("not_", never))

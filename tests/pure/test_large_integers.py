@@ -150,7 +150,8 @@ def test_remainders_of_the_least_number() -> None:
 
 
 def test_ordinary_contents_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is compared only may be anything; what is added to is looked at, without exact ranges."""
+    """Contents that are compared only may be anything; what is added to is looked at, without exact
+    ranges."""
     monkeypatch.setattr("fa4flex.codegen.analyze.overflow.index_ranges", None)
     ids = torch.tensor([MAX, MIN]).repeat(35)
     same = op("eq", load(0, (Q,), "int"), load(0, (KV,), "int"))
@@ -351,7 +352,7 @@ def test_refused_as_users_write_it(mask: Callable[..., Any], error: type[Excepti
 
 
 def test_comparisons_take_integers_of_any_size() -> None:
-    """What is only compared need not be looked after; what is added, or reads other tensors, must be."""
+    """Integers only compared need not be looked after; those added, or that read other tensors, must be."""
     mine, other = (load(0, (x,), "int") for x in (Q, KV))
     bias = load(1, (mine,), "float")
     assert computed_with(op("eq", mine, other)) == ()

@@ -40,7 +40,8 @@ def with_ranges(found: TileBounds, shape: Shape, captured: Captured) -> Captured
 
 
 def bounded(found: TileBounds, shape: Shape, captured: Captured) -> tuple[Tensor, Tensor]:
-    """Whether all pairs, and whether some pair of a tile may take part, bool [B, H, q tiles, kv tiles]."""
+    """Bounds of each tile: true if all pairs, and if some pair may take part, bool [B, H, q tiles, kv
+    tiles]."""
     grid = [-(-n // size) for n, size in zip((shape.q_len, shape.kv_len), found.tile)]
     symbols = {
         "b": torch.arange(shape.batch)[:, None, None, None],

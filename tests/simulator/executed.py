@@ -1,5 +1,5 @@
-"""What the warps of a simulated launch did at barriers, under the names that the graph of its plan has, and
-where that is not what the graph says."""
+"""Record of a simulated launch: what its warps did at barriers, under the names that the graph of its plan
+has, and where that is not what the graph says."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ class Trace:
 
 
 def differences(trace: Trace, topology: Topology, only: Warps | None = None) -> Iterator[str]:
-    """Where a launch, or the `only` warp asked for, is not what its graph says: in words, each CTA's counts
-    of arrivals first."""
+    """Differences of a launch, or the `only` warp asked for, from what its graph says: in words, each CTA's
+    counts of arrivals first."""
     names = trace.names(topology)
     counts = arrivals_of(topology)
     for key, name in names.items():
@@ -151,7 +151,7 @@ def _met(topology: Topology, event: Met) -> Signal:
 
 
 def _joined(signals: list[Signal]) -> list[Signal]:
-    """What is sent to one barrier in several instructions is sent together."""
+    """Signals with consecutive sends to one barrier joined."""
     found: list[Signal] = []
     for signal in signals:
         if signal.does == "send" and found and (found[-1].does, found[-1].at) == ("send", signal.at):
@@ -303,6 +303,6 @@ def comparing(keep: bool = False) -> Iterator[Compared]:
 
 
 def _is_main(launch: Launch) -> bool:
-    """Whether it is the kernel of a pipeline: those around it have no barriers in memory."""
+    """True if it is the kernel of a pipeline: those around it have no barriers in memory."""
     body = launching.module_of(launch.ptx).kernels[launch.kernel].body
     return any(instruction.opcode.startswith("mbarrier.init") for instruction in body)

@@ -120,7 +120,7 @@ class Product:
     a_in_tensor: bool = False
     columns: int = 64
     statements: str = ""
-    """What is executed instead of two MMAs, of which the second adds to the first."""
+    """Statements executed instead of two MMAs, of which the second adds to the first."""
 
     def run(self, timing: str = "eager", seed: int = 0) -> tuple[NDArray[np.uint32], Result]:
         """D as uint32 [128 lanes, columns], and what the launch did."""

@@ -59,16 +59,16 @@ def mutants(result: Result) -> Iterator[Mutant]:
 
 
 def can_matter(mutant: Mutant, result: Result) -> bool:
-    """Whether the instruction did anything in a run: fences always may; a wait, an arrival or a commit does
-    if some warp learned by it that something is over. First waits for fresh buffers, last signals that
-    nobody awaits, and waits for what is known already do not."""
+    """True if the instruction did anything in a run: fences always may; a wait, an arrival or a commit does
+    if some warp learned by it that something is over. First waits for fresh buffers, last signals that nobody
+    awaits, and waits for what is known already do not."""
     fence = mutant.instruction.opcode.startswith(("fence", "wgmma.fence"))
     return fence or mutant.instruction.line in result.useful
 
 
 def clean_to_its_end(clean: Callable[..., bool], *given: Any) -> bool:
-    """What `clean(*given)` returns, or False at the first finding of a launch in it: what a mutant does
-    after that tells nothing more, and takes much of the time."""
+    """Result of `clean(*given)`, or False at the first finding of a launch in it: what a mutant does after
+    that tells nothing more, and takes much of the time."""
     add = Findings.add
 
     def add_and_end(findings: Findings, finding: Finding) -> None:

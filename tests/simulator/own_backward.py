@@ -48,7 +48,7 @@ class Own:
         return execute(module_of(at.ptx), whole, shape, at.params, None, Timing(timing, seed))
 
     def clean(self, timing: str, seed: int, program: Program | None = None) -> bool:
-        """Whether nothing is found or remarked, and the results are those of the kernel as it stands."""
+        """True if nothing is found or remarked, and the results are those of the kernel as it stands."""
         result = self.run(timing, seed, program)
         same = all(torch.equal(x, y) for x, y in zip(self.results, self.expected, strict=True))
         return not result.findings and not result.remarks and same

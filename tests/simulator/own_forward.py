@@ -35,7 +35,7 @@ class Own(Captured):
         return super().run(timing, seed, program)
 
     def clean(self, timing: str, seed: int, program: Program | None = None) -> bool:
-        """Whether nothing is found or remarked, and the results are right."""
+        """True if nothing is found or remarked, and the results are right."""
         result = self.run(timing, seed, program)
         return not result.findings and not result.remarks and self.error <= 2 * self.plain_error
 

@@ -54,7 +54,7 @@ SPACES = ["global", "generic global", "shared", "generic shared", "shared::clust
 
 
 def cells(how: str) -> Any:
-    """Which of 64 cells each lane takes."""
+    """Cell that each lane takes, of 64."""
     if how == "apart":
         return np.random.permutation(64)[:32]
     return np.full(32, np.random.randint(64)) if how == "one" else np.random.randint(0, 6, 32)

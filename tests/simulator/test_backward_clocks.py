@@ -46,7 +46,7 @@ def backward(q_len: int, pairs: bool) -> Result:
 def more_per_tile(
     counted: Callable[[Result], dict[str, float]], few: Result, many: Result
 ) -> dict[str, float]:
-    """What each of the tiles costs that 256 more queries make of 256 keys."""
+    """Cost of each of the tiles that 256 more queries make of 256 keys."""
     tiles = 2 * (512 - 256) // 128
     before, after = counted(few), counted(many)
     return {key: (after[key] - before[key]) / tiles for key in after}
@@ -118,8 +118,8 @@ def test_the_paper_counts_pairs_otherwise() -> None:
 
 
 def assert_left_out(moved: dict[str, float]) -> None:
-    """What the paper's table leaves out: tiles that come in (with pairs, halves of Q and dO and of their
-    transposes), and the 8 warps' broadcast loads of 16 bytes, each of 64 rows' numbers."""
+    """Checks what the paper's table leaves out: tiles that come in (with pairs, halves of Q and dO and of
+    their transposes), and the 8 warps' broadcast loads of 16 bytes, each of 64 rows' numbers."""
     assert moved["copies in"] == 2 * TILE + ROWS
     assert moved["loads"] == 8 * 2 * 64 * 4 // 16
     assert moved["updates"] == 0

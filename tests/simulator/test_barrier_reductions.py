@@ -12,7 +12,7 @@ THREADS = 64
 
 
 def told(how: str, limit: int, where: str = "0", given: str = "%p3") -> int:
-    """What a barrier tells all of 64 threads, of which the first `limit` have a predicate that holds."""
+    """Result of a barrier for all of 64 threads, of which the first `limit` have a predicate that holds."""
     kind, result = ("u32", "%r6") if how == "popc" else ("pred", "%p1")
     _, out = run(f"""
     shl.b32 %r5, %r1, 3;
@@ -39,7 +39,7 @@ def test_all_threads_are_told_the_same(limit: int) -> None:
 
 
 def test_it_is_a_barrier_like_others() -> None:
-    """What was written before it may be read after it; without it, that is a race."""
+    """Writes before it may be read after it; without it, that is a race."""
     body = """
     st.shared.b32 [%r4], %r1;
     setp.lt.u32 %p3, %r1, 5;

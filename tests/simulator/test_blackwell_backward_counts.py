@@ -1,4 +1,4 @@
-"""What a tile costs the Blackwell backward: the paper's Table 3, and at most what FlashAttention-4's costs.
+"""Cost of a tile in the Blackwell backward: the paper's Table 3, and at most what FlashAttention-4's costs.
 
 Each 128 x 128 tile of head width 128 and its share of the copies, as in test_backward_clocks.
 """

@@ -37,7 +37,7 @@ KERNELS = pytest.mark.parametrize("masked", [False, True], ids=["dense", "causal
 
 
 def implied(mutant: Mutant, ctas: int) -> bool:
-    """Whether what it lacks is known not to matter. Of the fences after the initialisation of barriers, any
+    """True if what it lacks is known not to matter. Of the fences after the initialisation of barriers, any
     one will do. In a pair, the warp that waits for dS has a fence for what the other CTA sends, which covers
     what threads of its own CTA wrote before theirs; and no CTA frees tensor memory before the other one has
     read its own, without which a plan is refused, but here each frees its own."""

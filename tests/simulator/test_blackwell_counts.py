@@ -1,4 +1,4 @@
-"""What the Blackwell forward executes: the paper's Table 1, and at most what FlashAttention-4 does."""
+"""Instructions of the Blackwell forward: the paper's Table 1, and at most what FlashAttention-4 does."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def test_tables_of_a_device_are_those_of_all_elements(name: str) -> None:
 
 
 def pairs(mask: Any) -> Tensor:
-    """Whether each pair takes part, bool [B, H, Q_LEN, KV_LEN]."""
+    """True for each pair that takes part, bool [B, H, Q_LEN, KV_LEN]."""
     program = build(fa4flex.compile(mask=mask).variant)
     return dense(program.facts.mask, Shape(BATCH, HEADS, Q_LEN, KV_LEN), program.captured())
 

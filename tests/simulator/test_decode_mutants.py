@@ -23,7 +23,7 @@ def forward(masked: bool, dim: int) -> Own:
 
 
 def implied(mutant: Mutant) -> bool:
-    """Whether what it lacks is known not to matter: of two fences after the initialisation of barriers,
+    """True if what it lacks is known not to matter: of two fences after the initialisation of barriers,
     either; and a fence of products that follows another one with no use of the registers between."""
     return mutant.instruction.opcode.startswith(("fence.mbarrier_init", "wgmma.fence"))
 

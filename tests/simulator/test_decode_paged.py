@@ -25,7 +25,7 @@ from fa4flex.variants import alibi, causal, sliding_window, softcap
 
 TABLE = torch.randn(8, 700) / 2
 HOLES = (-1, 10**9, -(1 << 31), 1 << 20)
-"""What entries of a page table hold that stand for no page."""
+"""Entries of a page table that stand for no page."""
 
 
 def relative(score, b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]
@@ -109,7 +109,7 @@ def guarded(x: Tensor) -> Tensor:
 
 
 def test_reads_past_a_table_are_found() -> None:
-    """What these tests rely on."""
+    """Premise of these tests."""
     table = guarded(torch.zeros(3, dtype=torch.int32))
     memory, end = HostMemory(), table.data_ptr() + table.nbytes
     assert memory.load(np.array([end - 4]), 4).size == 1
@@ -214,7 +214,7 @@ def test_shared_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_window_reads_its_pages_alone() -> None:
-    """What lies before it may be no page at all: neither read nor told of."""
+    """Entries before it may be no page at all: neither read nor told of."""
     given = drawn(Size(q_len=1, lengths=(300,)))
     attn = fa4flex.compile(mask=causal & sliding_window(40))
     clean = given.paging.page_table.clone()
@@ -280,7 +280,7 @@ def test_validation_refuses_the_call_itself(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_pages_of_64_bits_are_not_cut() -> None:
-    """What has the bits of a page below others is no page."""
+    """Numbers with the bits of a page below others are no page."""
     attn, given = fa4flex.compile(mask=causal), drawn(Size(lengths=(16,)))
     wide = Paging(given.paging.page_table.long() + (1 << 32), given.paging.seqused_k.long())
     out, _ = attend(attn, Drawn(given.q, given.k, given.v, wide))

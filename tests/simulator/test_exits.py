@@ -1,4 +1,4 @@
-"""What must be over before a CTA exits, and the barrier of a cluster that sees to it."""
+"""Operations that must be over before a CTA exits, and the barrier of a cluster that sees to it."""
 
 from __future__ import annotations
 

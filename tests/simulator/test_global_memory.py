@@ -1,4 +1,4 @@
-"""What a launch writes to global memory and meets again: ordered, it is no finding; unordered, it is."""
+"""Writes of a launch to global memory that it meets again: ordered, it is no finding; unordered, it is."""
 
 from __future__ import annotations
 

@@ -223,8 +223,8 @@ SIGNALS = ("mbarrier.arrive", "bar.sync", "bar.arrive", "barrier.sync", "barrier
 
 
 def changed(run: Executed, lines: list[str]) -> str:
-    """What is said of the launch with another PTX text: by the comparison, or by the simulator, where a wait
-    that never ends is not in the trace."""
+    """Report on the launch with another PTX text: by the comparison, or by the simulator, where a wait that
+    never ends is not in the trace."""
     ptx, at, trace = "\n".join(lines), run.launch, Trace()
     for x in run.arguments:
         if isinstance(x, torch.Tensor) and x.dtype == torch.int32 and x.numel() == 2:

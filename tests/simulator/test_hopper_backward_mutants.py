@@ -34,7 +34,7 @@ def main_kernel(masked: bool, width: Width) -> Own:
 
 KERNELS = pytest.mark.parametrize("masked", [False, True], ids=["dense", "causal"])
 IMPLIED = ("fence.mbarrier_init", "wgmma.")
-"""What some of the mutants that are not noticed lack."""
+"""Instructions that some of the mutants that are not noticed lack."""
 
 
 @pytest.mark.slow

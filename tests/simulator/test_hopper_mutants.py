@@ -21,7 +21,7 @@ def forward(masked: bool, dim: int) -> Own:
 
 
 def implied(mutant: Mutant) -> bool:
-    """Whether what it lacks is known not to matter: of two fences after the initialisation of barriers,
+    """True if what it lacks is known not to matter: of two fences after the initialisation of barriers,
     either; a fence of products that follows another one with no use of the registers between; and the barrier
     by which warpgroups take turns, before their products, which is there for speed."""
     opcode, body = mutant.instruction.opcode, mutant.program.kernel.body

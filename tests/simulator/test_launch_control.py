@@ -104,7 +104,7 @@ HARMLESS = {
     "and false": "setp.lt.u32 %p3, %r1, 12; and.pred %p3, %p3, %p2; @%p3 ld.global.b32 %r7, [%rd1];",
     "overwritten": "mov.u32 %r4, %r1; mov.u32 %r4, 0; setp.eq.u32 %p3, %r4, 0; @%p3 bra ON; ON:",
 }
-"""What may be done with the answer to a refused request: nothing depends on it."""
+"""Uses of the answer to a refused request that are allowed: nothing depends on it."""
 HARMFUL = {
     "branches": "setp.lt.u32 %p3, %r1, 12; @!%p3 bra LAST;",
     "guards": "setp.lt.u32 %p3, %r1, 12; @%p3 ld.global.b32 %r7, [%rd1];",

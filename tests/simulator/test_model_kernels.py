@@ -1,4 +1,4 @@
-"""What the model of time predicts of whole kernels: flash-attn-4's forward near its published speed, this
+"""Predictions of the model of time for whole kernels: flash-attn-4's forward near its published speed, this
 library's own beside it, and no faster chip that is slower."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Where boxes of TMA must not begin: an illegal instruction on hardware, a fault of the kernel here."""
+"""Places at which boxes of TMA must not begin: an illegal instruction on hardware, a fault of the kernel
+here."""
 
 from __future__ import annotations
 

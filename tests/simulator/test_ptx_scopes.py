@@ -81,7 +81,7 @@ trees = st.recursive(
 
 
 class _Resolved:
-    """What names in a tree mean, found by looking outwards from each use; uses without a meaning are nops.
+    """Meanings of names in a tree, found by looking outwards from each use; uses without a meaning are nops.
     Registers are numbered as they are declared, and labels hold the number of statements before them."""
 
     def __init__(self, tree: Tree) -> None:

@@ -44,7 +44,7 @@ def run(timing: tuple[str, int], first: str = ARRIVE, second: str = ARRIVE, wait
 @pytest.mark.parametrize("timing", TIMINGS, ids=str)
 @pytest.mark.parametrize("waits", (WAIT, 2 * WAIT), ids=("one wait", "two waits"))
 def test_the_second_arrival_counts_for_the_next_round(waits: str, timing: tuple[str, int]) -> None:
-    """What comes before it, such as the initialisation of an mbarrier, is known after the first wait."""
+    """Effects before it, such as the initialisation of an mbarrier, are known after the first wait."""
     result = run(timing, waits=waits)
     (finding,) = result.findings
     assert finding.kind == "barrier" and "again before it has waited" in finding.text

@@ -105,7 +105,7 @@ WRONG = {
     "columns that do not exist": (f"{LOAD}, [%r11+16];", f"{LOAD}, [%r11+504];", "misuse"),
     "lanes that do not exist": (f"{MMA} [%r10+16]", f"{MMA} [%r10+65536]", "misuse"),
 }
-"""What is replaced by what, and the kind of finding."""
+"""Replacements, and the kind of finding."""
 
 
 def kinds(kernel: str, timing: tuple[str, int]) -> set[str]:
@@ -135,7 +135,7 @@ FREE = "    @%p2 tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r10, 64;\n"
 
 @timings
 def test_columns_that_were_freed(timing: tuple[str, int]) -> None:
-    """What is used after it was freed is found, and the launch goes on: the columns hold what they held."""
+    """Uses after it was freed are found, and the launch goes on: the columns hold what they held."""
     kernel = KERNEL.replace(FREE, "").replace(f"    {LOAD}, [%r11+16];", f"{FREE}    {LOAD}, [%r11+16];")
     result = launch(kernel, "columns", Shape((1, 1, 1), (128, 1, 1)), b"", timing=Timing(*timing))
     assert result.fault is None

@@ -70,7 +70,7 @@ cute.compile(host)
 
 @cache
 def printed(arch: str, function: str) -> dict[str, list[str]]:
-    """What one half of PRINTS says, by the first word of its lines; in a process of its own, as the compiler
+    """Output of one half of PRINTS, by the first word of its lines; in a process of its own, as the compiler
     takes one architecture each."""
     environment = os.environ | {"CUTE_DSL_ARCH": arch}
     with tempfile.TemporaryDirectory() as folder:

@@ -27,7 +27,7 @@ IEEE = ("f16", "bf16", "e5m2")
 
 
 def meaning(type: str, code: int) -> Fraction | str:
-    """What a code means, from the definition of the format."""
+    """Value of a code, from the definition of the format."""
     exponent_bits, mantissa_bits = SHAPES[type]
     fraction, exponent = code % (1 << mantissa_bits), (code >> mantissa_bits) % (1 << exponent_bits)
     sign = -1 if (code >> (mantissa_bits + exponent_bits)) & 1 else 1

@@ -22,7 +22,7 @@ repeating."""
 
 
 def expected(mode: s.Swizzle, lines: int) -> list[int]:
-    """Which chunk lies at each place of shared memory, by the tables."""
+    """Chunk at each place of shared memory, by the tables."""
     rows = PATTERNS[mode].split()
     return [8 * line + int(chunk) for line in range(lines) for chunk in rows[line % len(rows)]]
 

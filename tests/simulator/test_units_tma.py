@@ -304,7 +304,7 @@ TF32 = {
 }  # fmt: skip
 """Bits that an H100 loaded by a tensor map of tf32, by those in global memory."""
 OUTSIDE = 0x7FF77FF7
-"""What it filled with, by a map that asks for NaN."""
+"""Bits it filled with, by a map that asks for NaN."""
 
 
 def in_shared(tensor: TensorMap, given: list[int]) -> list[int]:

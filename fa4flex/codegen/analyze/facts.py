@@ -21,7 +21,7 @@ SCORE = sym("score")
 
 
 MaskForm = Literal["none", "spans", "queries", "tables"]
-"""How a kernel is told of the mask: see Problem."""
+"""Form in which a kernel reads the mask: see Problem."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Facts:
 
     @cached_property
     def hoisting(self) -> Hoisting:
-        """Which parts of `score` and `mask` depend on the query or the key alone."""
+        """Parts of `score` and `mask` that depend on the query or the key alone."""
         return hoist(self.score, self.mask)
 
     @cached_property

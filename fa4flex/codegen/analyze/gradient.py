@@ -274,7 +274,7 @@ def _captured(load: Expr, value: Expr, extents: dict[str, int]) -> CapturedGradi
 
 
 def classify(index: tuple[Expr, ...]) -> Pattern:
-    """What an index tuple depends on, as far as reducing over q and kv is concerned."""
+    """Dependence of an index tuple on q and kv, as far as reducing over them is concerned."""
     free: frozenset[str] = frozenset().union(*(i.free for i in index))
     moves = free & {"q", "kv"}
     if not moves:
@@ -287,7 +287,7 @@ def classify(index: tuple[Expr, ...]) -> Pattern:
 
 
 def written_once(terms: Sequence[CapturedGradient], alone: Collection[str] = ()) -> bool:
-    """Whether no two pairs of a launch read the same element of a tensor, whose only contributions these are:
+    """True if no two pairs of a launch read the same element of a tensor, whose only contributions these are:
     q and kv stand in its index by themselves, and so do b and h, unless they are among `alone`, of which a
     launch has a single value."""
     if len(terms) != 1 or terms[0].axes:
@@ -299,7 +299,7 @@ def written_once(terms: Sequence[CapturedGradient], alone: Collection[str] = ())
 
 
 def quotient(x: Expr, by: Expr) -> Expr | None:
-    """What times `by` is `x`, where `by` is one of its factors."""
+    """Quotient of `x` by `by`, where `by` is one of its factors."""
     if x is by:
         return ONE
     if x.op == "mul":
@@ -314,7 +314,7 @@ def quotient(x: Expr, by: Expr) -> Expr | None:
 
 
 def _by_difference(x: Expr) -> bool:
-    """Whether q and kv enter `x` only through q - kv, and arithmetic alone."""
+    """True if q and kv enter `x` only through q - kv, and arithmetic alone."""
     if not x.free & {"q", "kv"}:
         return True
     if x.op in ("load", "search"):

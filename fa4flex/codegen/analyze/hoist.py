@@ -33,15 +33,16 @@ class Hoisting:
 
 
 def frequency(node: Expr) -> Frequency:
-    """How often hoisting lets `node` be computed; generated code tells more rates apart (emit/nodes.py)."""
+    """Frequency at which hoisting lets `node` be computed; generated code tells more rates apart
+    (emit/nodes.py)."""
     if "score" in node.free or {"q", "kv"} <= node.free:
         return "element"
     return "row" if "q" in node.free else "column" if "kv" in node.free else "uniform"
 
 
 def read_by_pairs(node: Expr) -> bool:
-    """Whether it is a load that has as many elements as there are scores: q stands in one place of its index,
-    and kv in another one."""
+    """True for a load that has as many elements as there are scores: q stands in one place of its index, and
+    kv in another one."""
     places = [i.free & {"q", "kv"} for i in node.args] if node.op == "load" else []
     return {"q"} in places and {"kv"} in places
 

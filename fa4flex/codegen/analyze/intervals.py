@@ -41,7 +41,7 @@ class Intervals:
 
     @property
     def certain(self) -> bool:
-        """Whether there is nothing to check."""
+        """True if there is nothing to check."""
         return not self.sorted_operands and not self.nonnegative
 
 
@@ -297,7 +297,7 @@ def _complement(spans: Spans) -> Spans:
 
 
 def _never_negative(x: Expr) -> bool:
-    """Whether x >= 0 for reasons visible in its form alone."""
+    """True if x >= 0 for reasons visible in its form alone."""
     if x.op == "const":
         return bool(x.value >= 0)
     if x.op == "sym":

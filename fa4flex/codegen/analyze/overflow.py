@@ -1,4 +1,4 @@
-"""How large integers get: exact ranges of every integer node over the whole problem.
+"""Integer overflow: exact ranges of every integer node over the whole problem.
 
 Expressions mean mathematical integers; the CPU computes them in int64, device code in 32 bits where they fit
 and in 64 where they do not. Nothing wraps: what could leave 64 bits is decided beforehand where possible
@@ -139,7 +139,7 @@ class _Assumed:
 
 
 def fits(roots: Sequence[Expr], shape: Shape, captured: Captured) -> bool:
-    """Whether every integer under `roots` is proved to fit in 64 bits."""
+    """True if every integer under `roots` is proved to fit in 64 bits."""
     return _modest(tuple(roots), shape, captured) or not overflowing(roots, shape, captured, bits=64)
 
 
@@ -166,7 +166,7 @@ def _modest(roots: tuple[Expr, ...], shape: Shape, captured: Captured) -> bool:
 
 @lru_cache(maxsize=1024)
 def _assumed(roots: tuple[Expr, ...], dtypes: Dtypes) -> _Assumed | None:
-    """What suffices for all integers to fit, for any modest shape; None where nothing does."""
+    """Assumptions under which all integers fit, for any modest shape; None where there are none."""
     wanted = integers(*roots)
     read = slots_read(*wanted)
     narrow = {slot for slot in read if dtypes[slot] == torch.int64}
@@ -180,7 +180,7 @@ def _assumed(roots: tuple[Expr, ...], dtypes: Dtypes) -> _Assumed | None:
 
 
 def _proved(roots: tuple[Expr, ...], wanted: tuple[Expr, ...], dtypes: Dtypes, narrow: set[int]) -> bool:
-    """Whether integers fit while contents of tensors in `narrow` are modest, those of others anything."""
+    """True if integers fit while contents of tensors in `narrow` are modest, those of others anything."""
     known: dict[Expr, Bounds] = {}
     for node in nodes(*wanted):
         if node.op == "scalar" or node.op in READS:

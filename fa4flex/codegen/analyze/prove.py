@@ -1,4 +1,4 @@
-"""What holds for a program over the extents of a call: the form of its mask, and the ranges of its indices.
+"""Proofs about a program over the extents of a call: the form of its mask, and the ranges of its indices.
 
 Proofs read lengths and captured numbers, never the contents of captured tensors, which may change at every
 call: what a mask needs to know of them, block tables hold (kernels/block_tables), and an index that is made
@@ -30,7 +30,7 @@ from fa4flex.codegen.expr import FALSE, INDICES, TRUE, Expr, nodes
 
 @dataclass(frozen=True)
 class Proved:
-    """What holds for a program over the extents of a call; see Problem for the meaning of each."""
+    """Facts proved of a program over the extents of a call; see Problem for the meaning of each."""
 
     mask_form: MaskForm
     wide_index: bool
@@ -47,7 +47,7 @@ class Watched:
     numbers: tuple[int, ...]
 
     def numbers_of(self, numbers: tuple[int | float, ...]) -> str:
-        """Which tells numbers apart that compare equal: 0.0 from -0.0."""
+        """Text that tells numbers apart that compare equal: 0.0 from -0.0."""
         return repr([numbers[slot] for slot in self.numbers])
 
 
@@ -81,7 +81,7 @@ def prove(facts: Facts, shape: Shape, captured: Captured) -> Proved:
 
 @dataclass(frozen=True)
 class ProvedQueries:
-    """What holds for the ends of query intervals."""
+    """Facts proved of the ends of query intervals."""
 
     wide_index: bool
     in_range: bool
@@ -89,7 +89,7 @@ class ProvedQueries:
 
 @lru_cache(maxsize=1024)
 def read_queries(facts: Facts) -> bool:
-    """Whether kernels could compute which queries see a key, and need not ask memory one question after
+    """True if kernels could compute which queries see a key, and need not ask memory one question after
     another for it."""
     if facts.mask in (TRUE, FALSE) or not _few(facts.queries):
         return False
@@ -131,7 +131,7 @@ def _mask_form(facts: Facts, shape: Shape, tables: Tables) -> MaskForm:
 
 
 def _hold_in_order(facts: Facts, shape: Shape, tables: Tables) -> bool:
-    """Whether a row's key intervals hold wherever the captured tensors that they search are sorted."""
+    """True if a row's key intervals hold wherever the captured tensors that they search are sorted."""
     keys = facts.keys
     if keys is None or not _few(keys) or unmet(keys, shape, tables, order=False):
         return False
@@ -164,7 +164,7 @@ def _never_past(facts: Facts, shape: Shape) -> dict[Expr, tuple[str, ...]]:
 def _in_range(
     roots: Sequence[Expr], never_past: dict[Expr, tuple[str, ...]], shape: Shape, tables: Tables
 ) -> bool:
-    """Whether every index is proved to lie within its captured tensor, without counting from the end."""
+    """True if every index is proved to lie within its captured tensor, without counting from the end."""
     reads = [node for node in nodes(*roots) if node.op in READS]
     axes = {node.value[1]: Bounds(0, node.value[2] - 1) for node in nodes(*roots) if node.op == "reduce"}
     symbols = shape.ranges() | axes | {"score": _ANY_SCORE}

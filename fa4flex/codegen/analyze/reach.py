@@ -1,4 +1,4 @@
-"""Which extents one proof serves: what is proved for all lengths up to some bound is proved once.
+"""Extents that one proof serves: what is proved for all lengths up to some bound is proved once.
 
 A proof for sequences of unknown lengths, as `Ragged` has them, holds for each of these lengths. So a call is
 proved for a generous bound, and where that proof finds all that could be wished for, calls up to the bound

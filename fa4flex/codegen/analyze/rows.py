@@ -192,13 +192,13 @@ class IntervalRows:
 
     @staticmethod
     def _in_touch(lo: Tensor, hi: Tensor) -> bool:
-        """Whether each row's keys overlap those of the next in its tile, or end where these begin."""
+        """True if each row's keys overlap those of the next in its tile, or end where these begin."""
         if lo.shape[1] < 2:
             return True
         return int((lo[:, 1:] - hi[:, :-1]).amax()) <= 0 and int((lo[:, :-1] - hi[:, 1:]).amax()) <= 0
 
     def _gaps(self, tiles: _Tiles) -> bool:
-        """Whether the rows of some tile leave a gap between the tiles they touch."""
+        """True if the rows of some tile leave a gap between the tiles they touch."""
         used = tiles.hi[0] > tiles.lo[0]
         begin, end, _, _ = self._touched(tiles.lo[0], tiles.hi[0], tiles)
         begin = begin.masked_fill(~used, self.columns + 1)  # beyond every gap
@@ -227,7 +227,7 @@ class IntervalRows:
             builder.append((touched > 0).to(torch.uint8) + (inside == self.tile[0]).to(torch.uint8))
 
     def _covered(self, start: Tensor, stop: Tensor, valid: Tensor) -> Tensor:
-        """How many spans cover each tile, int32 [rows of tiles, columns]; start .. stop - 1 each."""
+        """Number of spans that cover each tile, int32 [rows of tiles, columns]; start .. stop - 1 each."""
         tiles = start.shape[1]
         steps = torch.zeros(tiles * (self.columns + 1), dtype=torch.int32)
         base = (torch.arange(tiles) * (self.columns + 1)).view(1, -1, 1)

@@ -212,7 +212,7 @@ def _widened(lo: Tensor, hi: Tensor, nan: Value) -> Bounds:
 
 
 def _unbounded(*xs: Bounds) -> Value:
-    """Where an infinity may enter, inf - inf or 0 * inf may come out as NaN."""
+    """True if NaN may come out of inf - inf or 0 * inf: an infinity may enter."""
     nan: Value = False
     for x in xs:
         nan = nan | x.nan | x.lo.isinf() | x.hi.isinf()

@@ -93,7 +93,7 @@ class _Looker:
         self.elements_at_once = max(ELEMENTS_AT_ONCE // row, 1)
 
     def certain(self, boxes: Boxes) -> tuple[Tensor, Tensor]:
-        """Whether each box is proved full, and whether it is proved empty; bool [n] each."""
+        """Proofs that each box is full, and that it is empty; bool [n] each."""
         full, empty = torch.zeros(2, len(boxes), dtype=torch.bool)
         for part in torch.arange(len(boxes)).split(BOXES_AT_ONCE):
             some = boxes.select(part)
@@ -107,7 +107,8 @@ class _Looker:
         return full, empty
 
     def points(self, m: Tensor, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
-        """Whether the mask is true anywhere, and false anywhere, on q [n, i] x kv [n, j]; bool [n] each."""
+        """True where the mask is true anywhere, and false anywhere, on q [n, i] x kv [n, j]; bool [n]
+        each."""
         true, false = torch.zeros(2, len(m), dtype=torch.bool)
         for part in torch.arange(len(m)).split(max(self.elements_at_once // (q.shape[1] * kv.shape[1]), 1)):
             b, h = ((x[part])[:, None, None] for x in (m // self.map_heads, m % self.map_heads))

@@ -37,7 +37,7 @@ class Tables:
         self._sorted: dict[int, bool] = {}
 
     def is_sorted(self, slot: int) -> bool:
-        """Whether an operand is non-decreasing along its last dimension. NaN is in no order."""
+        """True if an operand is non-decreasing along its last dimension. NaN is in no order."""
         if self.captured.operands[slot].is_meta:
             return False
         if slot not in self._sorted:
@@ -157,7 +157,7 @@ class Tables:
     # --- where a needle falls in a sorted table --------------------------------------------------------
 
     def search(self, slot: int, side: str, needle: Ends, lead: Sequence[Ends]) -> Ends:
-        """How many elements of the sorted vector table[lead...] are below the needle."""
+        """Number of elements of the sorted vector table[lead...] below the needle."""
         table = self.captured.operands[slot]
         count = table.shape[-1]
         ends = [_wrapped(lo, hi, size) for (lo, hi), size in zip(lead, table.shape, strict=False)]

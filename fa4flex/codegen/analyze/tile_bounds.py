@@ -53,7 +53,7 @@ class TileBounds:
     ranges: tuple[Expr, ...]
 
     def side(self, i: int) -> Side:
-        """Which index range i depends on."""
+        """Side that index range i depends on."""
         return "q" if "q" in self.ranges[i].free else "kv"
 
     def varies(self, i: int) -> tuple[bool, bool]:
@@ -188,7 +188,7 @@ class _Rules:
         return _if_known(known, elements, x.kind)
 
     def _span(self, x: Expr) -> int | None:
-        """How far an integer goes at most within a tile; None where that is not known."""
+        """Upper bound of an integer's span within a tile; None where it is not known."""
         if not _moves(x):
             return 0
         match x.op:

@@ -17,7 +17,7 @@ TILES_AT_ONCE = 1 << 20
 
 @dataclass(frozen=True)
 class Proof:
-    """How many tiles were decided by what, and why not by something better."""
+    """Number of tiles that each method decided, and reasons why no better one did."""
 
     by_intervals: int = 0
     by_bounds: int = 0

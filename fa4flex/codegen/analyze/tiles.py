@@ -154,8 +154,8 @@ def _refuse_short_tables(mask: Expr, shape: Shape, captured: Captured) -> None:
 
 
 def unmet(keys: Intervals, shape: Shape, tables: Tables, order: bool = True) -> str:
-    """What the intervals assume and this problem does not provide, in words; "" if nothing. order: whether
-    contents are asked if they are sorted."""
+    """Assumption of the intervals that this problem does not meet, in words; "" if there is none. order:
+    whether contents are asked if they are sorted."""
     if not fits([end for span in keys.spans for end in span], shape, tables.captured):
         return "the ends of the intervals may not fit in 64 bits"
     for slot in sorted(keys.sorted_operands):

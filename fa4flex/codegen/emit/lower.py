@@ -62,7 +62,7 @@ class Lowering:
         self._terms: dict[Expr, Terms] = {}
 
     def value(self, x: Expr) -> Expr:
-        """What the device computes for x."""
+        """Lowered expression of x."""
         if x not in self._values:
             above, self._here = self._here, self._origins.get(x, self._here)
             lowered = (
@@ -187,7 +187,7 @@ class Lowering:
         return self._plain(x)
 
     def _compared(self, x: Expr) -> Expr:
-        """What changes with the key on one side, what changes with the query on the other."""
+        """Comparison with the key's terms on one side, the query's on the other."""
         parts = self._parts(linear(x.args[0]) - linear(x.args[1]))
         nothing = Linear((), 0)
         left, right = nothing, nothing

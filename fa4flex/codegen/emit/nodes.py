@@ -54,7 +54,7 @@ def device(op: str, *args: Expr, value: object = None, kind: Kind = "float") -> 
 
 
 def rate(x: Expr) -> Rate:
-    """How often x changes while a tile is computed."""
+    """Rate at which x changes while a tile is computed."""
     if "score" in x.free:
         return "element"
     return _MOVING.get(frozenset(_BASE_OF.get(name, name) for name in x.free) & _MOVES, "pair")
@@ -65,7 +65,7 @@ def cheapest(rates: Iterable[Rate]) -> Rate:
 
 
 def is_leaf(x: Expr) -> bool:
-    """Whether x costs nothing where it is used: a field of `at`, or a number."""
+    """True if x costs nothing where it is used: a field of `at`, or a number."""
     if x.op == "to_float":
         return x.args[0] in (Q, KV, OFFSET)
     return not x.args and x.op not in LOADS and x.op != "reduce"
@@ -76,7 +76,7 @@ _SLOW = LOADS | {"search", "reduce", "stepped", "reciprocal"}
 
 
 def keeps(x: Expr) -> bool:
-    """Whether a value for each pair is worth a register until the scores are there: not if it is arithmetic
+    """True if a value for each pair is worth a register until the scores are there: not if it is arithmetic
     on what is kept anyway."""
     return any(rate(node) == "pair" and _is_slow(node.op) for node in walk(x))
 
@@ -86,7 +86,7 @@ def _is_slow(op: str) -> bool:
 
 
 def nonnegative(x: Expr) -> bool:
-    """Whether an integer of a traced mod is >= 0 for reasons visible in its form alone."""
+    """True if an integer of a traced mod is >= 0 for reasons visible in its form alone."""
     args = x.args
     match x.op:
         case "const":

@@ -1,4 +1,4 @@
-"""What pairs add to the gradients of captured tensors, lowered: where, how much, how often that changes."""
+"""Contributions of pairs to the gradients of captured tensors, lowered: place, value, and their rates."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class LoweredShare:
 
     @property
     def axes(self) -> tuple[int, int]:
-        """Where the query and the key stand in the place."""
+        """Positions of the query and the key in the place."""
         return self.place.index(Q), self.place.index(KV)
 
 
@@ -116,7 +116,7 @@ def _lowered(
 
 
 def _rate_of(place: Sequence[Expr]) -> Rate:
-    """How often a place changes: what moves with the query as well as the key changes for every pair."""
+    """Rate at which a place changes: what moves with the query as well as the key changes for every pair."""
     rates = {rate(i) for i in place} - {"uniform"}
     if not rates:
         return "uniform"

@@ -27,7 +27,7 @@ DEVICE_WORDS = {
     "reciprocal": "inverse", "natural_div": "quotient", "divided": "quotient", "divisor": "by",
     "wrapped": "index", "confined": "index", "search": "position", "difference": "distance",
 }  # fmt: skip
-"""What a value is called after, unless something better is known; rows of ops.py say the others."""
+"""Words that values are named after, unless something better is known; rows of ops.py say the others."""
 
 
 def function_of(op: str) -> str:
@@ -36,7 +36,7 @@ def function_of(op: str) -> str:
 
 
 def word_of(op: str) -> str:
-    """What values of an operation are called."""
+    """Name for values of an operation."""
     word = OPS[op].word if op in OPS else DEVICE_WORDS.get(op, "")
     return word or (function_of(op) or op.rstrip("_")) + "_value"
 
@@ -229,7 +229,7 @@ class Printer:
         return f"{self.integer}({found})" if self.wide else found
 
     def base_name(self, node: Expr) -> str:
-        """What to call the value of a node."""
+        """Base name for the value of a node."""
         if node.op in LOADS:
             slot = node.value if node.op == "load" else node.value[0]
             return f"{self.names.tensor(slot)}_at"
@@ -243,7 +243,7 @@ class Printer:
 
 
 def _step(count: int, index: str | None) -> str:
-    """How far a load lies from its base in one dimension."""
+    """Distance of a load from its base in one dimension."""
     if not count:
         return "0"
     return {1: f"at.{index}_step", -1: f"-at.{index}_step"}.get(count, f"{count} * at.{index}_step")

@@ -1,4 +1,4 @@
-"""Which units a score hook answers in: y and a factor; a probability is proportional to exp2(factor * y).
+"""Units of a score hook's result: y and a factor; a probability is proportional to exp2(factor * y).
 
 What is added to the scaled score needs no hook after the product: the accumulation starts from it.
 """

@@ -28,7 +28,7 @@ class Source:
 
     @property
     def filename(self) -> str:
-        """Where tracebacks and debuggers find the text: an entry of linecache, not a file."""
+        """File name of the text for tracebacks and debuggers: an entry of linecache, not a file."""
         name = re.sub(r"[^A-Za-z0-9_.-]+", "_", self.name)
         return f"<fa4flex {name} {hashlib.sha256(self.text.encode()).hexdigest()[:16]}>"
 

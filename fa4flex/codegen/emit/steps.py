@@ -84,7 +84,7 @@ def _near(load: Expr, index: tuple[Expr, ...], pairs: bool) -> Expr | None:
 
 
 def _step(i: Expr) -> tuple[Expr | None, int] | None:
-    """Which index i takes steps with, and how many for one of it; None where it is not linear in it."""
+    """Base that i takes steps with, and steps for one of it; None where i is not linear in it."""
     moving = [x for x in BASES if x.value in i.free]
     if not moving:
         return None, 0

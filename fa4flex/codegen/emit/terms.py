@@ -154,5 +154,5 @@ def _cost(x: Expr, level: Rate) -> int:
 
 
 def free_to_scale(x: Expr) -> bool:
-    """Whether a factor disappears into what x is computed from."""
+    """True if a factor disappears into what x is computed from."""
     return _cost(x, rate(x)) == 0

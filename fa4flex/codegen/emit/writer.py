@@ -25,8 +25,8 @@ Provided = Mapping[str, Sequence[Expr]]
 
 
 def cut(roots: Iterable[Expr], here: Rate, folds: Sequence[Expr] = ()) -> dict[Rate, list[Expr]]:
-    """What `roots`, computed at rate `here`, need from slower rates: the largest subexpressions that cost.
-    `folds` are computed between the slower rates and the roots."""
+    """Values from slower rates that `roots`, computed at rate `here`, need: the largest subexpressions that
+    cost. `folds` are computed between the slower rates and the roots."""
     needed: dict[Rate, list[Expr]] = {level: [] for level in RATES}
     pending = [(root, here) for root in roots]
     seen: set[tuple[Expr, Rate]] = set()
@@ -118,7 +118,7 @@ class Writer:
             self.lines.append((f"{indent}{self._text[node]} = {text}", self.came.get(node)))
 
     def _into_sum(self, node: Expr, roots: Iterable[Expr]) -> bool:
-        """Whether a product's one user is a sum: a multiply-add is one operation, and one line."""
+        """True if a product's one user is a sum: a multiply-add is one operation, and one line."""
         users = [user for user in self._inside(roots) if node in user.args]
         return all(user.op in ("add", "sub") for user in users) and bool(users)
 

@@ -20,7 +20,7 @@ MOST_COPIES = 64
 wait for each other."""
 
 ROW_BYTES = 16
-"""What a lane or a copy of a tile writes at least where each element is written once."""
+"""Minimum bytes that a lane or a copy of a tile writes where each element is written once."""
 
 MOST_SEPARATE = 64 << 20
 """Bytes of copies that are written by one warp each."""
@@ -29,7 +29,7 @@ ADDING = 8
 """Warps of a block that add."""
 
 COPIED_BYTES = 2 << 20
-"""What the copies may take together, unless one alone takes more."""
+"""Maximum bytes of the copies together, unless one alone takes more."""
 
 
 @dataclass(frozen=True)

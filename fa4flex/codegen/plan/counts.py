@@ -129,7 +129,7 @@ def _check_named(topology: Topology) -> None:
 
 
 def _check_places(topology: Topology) -> None:
-    """Where it is said, each mbarrier has one place in a kernel's memory."""
+    """Checks that each mbarrier has one place in memory, where places are given."""
     placed = Counter(name for places in topology.places for name in places if name)
     if placed and placed != Counter(dict.fromkeys(arrivals_of(topology), 1)):
         wrong = sorted(placed.keys() ^ arrivals_of(topology).keys()) or [

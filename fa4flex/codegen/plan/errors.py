@@ -1,4 +1,4 @@
-"""What a plan that contradicts itself raises."""
+"""Error of a plan that contradicts itself."""
 
 from __future__ import annotations
 

@@ -13,11 +13,11 @@ from fa4flex.codegen.plan.inputs import Inputs
 from fa4flex.codegen.plan.pipeline import BackwardPlan
 
 PART_ROWS = 200
-"""What one more tile of keys takes, in queries of one head that it might meet meanwhile, as measured on an
-H200: its keys come, its dK and dV are written, and read again."""
+"""Cost of one more tile of keys, in queries of one head that it might meet meanwhile, as measured on an H200:
+its keys come, its dK and dV are written, and read again."""
 
 LAUNCH_ROWS = 100
-"""What one more kernel takes, likewise."""
+"""Cost of one more kernel launch, likewise."""
 
 APART = 7
 """Under a mask, multiprocessors end apart by the longest tile of keys over this, as measured there."""

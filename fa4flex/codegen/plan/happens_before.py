@@ -1,4 +1,4 @@
-"""What a run of a pipeline did, which of its steps are ordered, and that memory is used in that order.
+"""Steps of a pipeline's run, their happens-before order, and proof that memory is used in that order.
 
 Two steps are ordered where a chain of hand-overs leads from one to the other: then every timing of the chip
 keeps their order. Each step knows all steps before it, as the bits of an integer. A use of memory that
@@ -41,7 +41,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Known:
-    """What someone knows to have happened: all steps in `bits`, of which `latest` are the last."""
+    """Steps that someone knows to have happened: all in `bits`, of which `latest` are the last."""
 
     bits: int = 0
     latest: tuple[int, ...] = ()
@@ -167,7 +167,8 @@ class Memory:
     def _require_ordered(
         self, step: int, kind: Kind, verb: str, name: str, cell: _Cell, number: int | None
     ) -> None:
-        """What reads comes after the last write; what writes comes after that and all reads of it."""
+        """Checks that what reads comes after the last write, and what writes after that and all reads of
+        it."""
         past = self.trace.steps[step].past
         earlier = [cell.writer] if cell.writer else []
         for use in earlier + (cell.readers if kind != "read" else []):

@@ -1,4 +1,4 @@
-"""Which lengths the sequences of a batch have, and where rows' numbers of packed ones lie, as data."""
+"""Kinds of sequence lengths in a batch, and where rows' numbers of packed ones lie, as data."""
 
 from __future__ import annotations
 

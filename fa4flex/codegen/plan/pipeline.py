@@ -44,7 +44,7 @@ class Plan(Protocol):
         ...
 
     def config(self) -> Any:
-        """What the hand-written kernel is built from."""
+        """Configuration of the hand-written kernel."""
         ...
 
     def check(self) -> None:
@@ -71,7 +71,7 @@ class ForwardPlan(Plan, Protocol):
 
     @property
     def splitting(self) -> Splitting | None:
-        """How many blocks share the keys of a tile of queries; None: each has all of them."""
+        """Number of blocks that share the keys of a tile of queries; None: each has all of them."""
         ...
 
     def bound(self, size: Size) -> Bound:
@@ -93,12 +93,12 @@ class BackwardPlan(Plan, Protocol):
 
     @property
     def persistent(self) -> bool:
-        """Whether blocks take one tile of keys after another."""
+        """True if blocks take one tile of keys after another."""
         ...
 
     @property
     def copies(self) -> bool:
-        """Whether the kernel copies tiles of dS to gradients of captured tensors that are dS."""
+        """True if the kernel copies tiles of dS to gradients of captured tensors that are dS."""
         ...
 
 

@@ -116,7 +116,7 @@ class Problem:
 
     @property
     def uneven(self) -> bool:
-        """Whether tiles of queries may have different numbers of keys."""
+        """True if tiles of queries may have different numbers of keys."""
         return self.lengths != "dense" or self.mask_form != "none"
 
     def explain(self) -> str:

@@ -1,4 +1,4 @@
-"""What a plan is asked for, settled as far as it is the same on every chip."""
+"""Request for a plan, settled as far as it is the same on every chip."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class ForwardRequest(Request):
 
     @cached_property
     def work(self) -> Work:
-        """What the hooks cost and keep."""
+        """Work of the hooks."""
         return count_work(self.facts, self.problem)
 
     @property

@@ -25,7 +25,7 @@ KEY_TILES = (3, 1, 2)
 """Numbers of key tiles of the query tiles whose run shows how contents follow each other."""
 
 Content = tuple[str, int]
-"""What lives in a range, and its number."""
+"""Content of a range: its name and its number."""
 
 
 @lru_cache(maxsize=64)
@@ -82,7 +82,7 @@ def _other_rows(run: Trace, a: int, b: int) -> bool:
 
 
 def sharing(topology: Topology, columns: Columns) -> Iterator[str]:
-    """Why ranges that share columns may, in words, line by line."""
+    """Reasons why ranges that share columns may, in words, line by line."""
     graph = lifetimes(topology, columns)
     for a, b in columns.overlaps:
         if a == WHOLE:

@@ -208,7 +208,7 @@ def _stageless(name: str) -> str:
 
 
 def _alike(these: Sequence[Signal], those: Sequence[Signal]) -> tuple[int, int]:
-    """How many signals are alike from the start on; fewer that follow are better."""
+    """Number of signals that are alike from the start on; fewer that follow are better."""
     count = next(
         (i for i, (a, b) in enumerate(zip(these, those)) if not a.is_like(b)), min(len(these), len(those))
     )

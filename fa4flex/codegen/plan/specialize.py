@@ -111,19 +111,19 @@ def by_queries(problem: Problem, proved: ProvedQueries) -> Problem:
 
 
 def long_scores(facts: Facts) -> bool:
-    """Whether tensors are read for a score by query or key, or its derivative is another one for each."""
+    """True if tensors are read for a score by query or key, or its derivative is another one for each."""
     read = {name for node in nodes(facts.score) if node.op in READS for name in node.free}
     return not {"q", "kv", "score"}.isdisjoint(read | facts.gradient.by_score.free)
 
 
 def _long_masks(facts: Facts) -> bool:
-    """Whether query intervals take divisions, or elements of captured tensors."""
+    """True if query intervals take divisions, or elements of captured tensors."""
     bounds = () if facts.queries is None else (bound for span in facts.queries.spans for bound in span)
     return any(node.op in (*READS, "floordiv", "mod") for bound in bounds for node in nodes(bound))
 
 
 def _met_alike(facts: Facts, problem: Problem) -> bool:
-    """Whether keys next to each other meet nearly the same queries: all of them, or those from some one on,
+    """True if keys next to each other meet nearly the same queries: all of them, or those from some one on,
     as under a causal mask."""
     if problem.mask_form == "spans" and facts.keys is not None:
         return all(lo is const(0) for lo, _ in facts.keys.spans)

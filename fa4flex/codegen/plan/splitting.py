@@ -15,7 +15,7 @@ UNEVEN_WAVES, UNEVEN_SPLITS = 32, 32
 """So many blocks per multiprocessor where sequences differ in length, and at most so many splits for that."""
 
 MERGING = 2.0
-"""What a second launch and partial outputs cost, in key tiles that a multiprocessor loads meanwhile."""
+"""Cost of a second launch and partial outputs, in key tiles that a multiprocessor loads meanwhile."""
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from fa4flex.codegen.plan.target import Target
 
 Staging = Literal["queries", "own", "none"]
-"""Where the output passes through shared memory: over the queries, in a region of its own, or not."""
+"""Staging of the output in shared memory: over the queries, in a region of its own, or none."""
 Per = Literal["key", "work", "later", "block"]
-"""What there is one use of: each key tile, each tile of queries, each key tile but the first of a row, or the
+"""Unit that has one use each: a key tile, a tile of queries, a key tile but the first of a row, or the
 block."""
 Action = Literal[
     "acquire", "load", "fill", "wait", "release",  # stages of rings, which copies load or their role fills
@@ -58,7 +58,7 @@ NEXT_WORDS: dict[str, str] = {
 }  # fmt: skip
 
 RECEIVE: tuple[Action, ...] = ("wait", "read", "release")
-"""What those do who read the next tile's number."""
+"""Actions of a reader of the next tile's number."""
 
 WARP = 32
 WARPGROUP = 4
@@ -105,7 +105,7 @@ class Event:
 
     @property
     def is_timeless(self) -> bool:
-        """Whether its use has no number."""
+        """True if its use has no number."""
         named = self.action in ("take", "give", "sync") and not self.staged
         return named or self.action in ("allocate", "free")
 
@@ -171,9 +171,9 @@ class Product:
 
 @dataclass(frozen=True)
 class Role:
-    """Who runs which events: `opening` once; then per tile of queries `first` (its first key tile), `body`
-    for each later one, and `last` (after the last one, whose number `tile` counts from); or `empty`, where
-    there is none; `closing` once.
+    """Role of warps, by its events: `opening` once; then per tile of queries `first` (its first key tile),
+    `body` for each later one, and `last` (after the last one, whose number `tile` counts from); or `empty`,
+    where there is none; `closing` once.
 
     warps       how many arrive when the role does; 0 for a role that never does
     products    that the role issues
@@ -423,7 +423,7 @@ class Topology:
 
     @property
     def one_tile(self) -> bool:
-        """Whether a block has one tile of its own, and ends with it."""
+        """True if a block has one tile of its own, and ends with it."""
         return any(ring.once for ring in self.rings)
 
     @property

@@ -23,7 +23,7 @@ from fa4flex.codegen.plan.happens_before import Kind, Known, Memory, Place, Trac
 from fa4flex.codegen.plan.topology import WARP, Event, NamedBarrier, Product, Ring, Role, Rows, Topology
 
 Pick = Callable[[int], int]
-"""Which of n steps comes next: a number below n."""
+"""Choice among n steps of the next one: a number below n."""
 
 
 def round_robin() -> Pick:
@@ -109,7 +109,7 @@ class Mbarrier:
             self.known = Known()
 
     def passed(self, phase: int) -> bool:
-        """What try_wait.parity tells of the phase with this number: the parity bit has turned."""
+        """Result of try_wait.parity for the phase with this number: the parity bit has turned."""
         return self.phases % 2 != phase % 2
 
 
@@ -219,7 +219,7 @@ class _Machine:
 
     @cached_property
     def waiters(self) -> dict[tuple[str, int], set[str]]:
-        """Who will wait for which phase of which barrier."""
+        """Names of actors that will wait, by barrier and phase."""
         found: dict[tuple[str, int], set[str]] = defaultdict(set)
         for actor in self.actors:
             for event in actor.events:
@@ -229,8 +229,8 @@ class _Machine:
         return found
 
     def ready(self) -> list[Callable[[], None]]:
-        """What could come next: a step of each role that is not blocked, the end of a copy under way, or the
-        end of the oldest product."""
+        """Steps that could come next: one of each role that is not blocked, the end of a copy under way, or
+        the end of the oldest product."""
         steps: list[Callable[[], None]] = [
             partial(self._step, actor)
             for actor in self.actors
@@ -338,7 +338,7 @@ class _Machine:
                 )
 
     def _see(self, actor: _Actor, event: Event) -> Known:
-        """What a wait tells. The parity bit must not be that of a phase two earlier."""
+        """Knowledge that a wait gives. The parity bit must not be that of a phase two earlier."""
         barrier, phase = self._awaited(actor, event)
         self.seen[barrier.name, phase, actor.name] = len(self.trace.steps)
         if phase < 0:

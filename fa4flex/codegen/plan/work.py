@@ -77,7 +77,7 @@ def count_work(facts: Facts, problem: Problem) -> Work:
 
 
 def score_cost(score: Expr) -> Cost:
-    """What the modified score costs per score, beyond the softmax; terms of the row or head are free."""
+    """Cost of the modified score, per score, beyond the softmax; terms of the row or head are free."""
     total = Cost()
     nodes = _evaluated(score)
     extents = {node.value[1]: node.value[2] for node in nodes if node.op == "reduce"}
@@ -93,7 +93,7 @@ _OFFSETS = tuple(apply("sub", a, b) for a, b in ((sym("q"), sym("kv")), (sym("kv
 
 
 def _varies_with(node: Expr, known: dict[Expr, frozenset[str]]) -> frozenset[str]:
-    """Which of the score, the row, the key and their offset the value changes with."""
+    """Symbols that the value changes with: some of the score, the row, the key and their offset."""
     if node in _OFFSETS:
         return frozenset({"offset"})
     if node.op == "sym":
@@ -102,15 +102,15 @@ def _varies_with(node: Expr, known: dict[Expr, frozenset[str]]) -> frozenset[str
 
 
 def _share(varies: frozenset[str]) -> float:
-    """How often a value is computed, per score. A thread's rows r and r + 8 share each
-    column, and of 8 columns the offsets in one row are those of the next 8 in the other: half either way."""
+    """Number of times a value is computed, per score. A thread's rows r and r + 8 share each column, and of 8
+    columns the offsets in one row are those of the next 8 in the other: half either way."""
     if "score" in varies or len(varies) > 1:
         return 1.0
     return 0.5 if varies & {"kv", "offset"} else 0.0
 
 
 def node_cost(node: Expr) -> Cost:
-    """What evaluating this node once costs, its arguments aside."""
+    """Cost of evaluating this node once, its arguments aside."""
     if not node.args:
         return Cost()
     if node.op == "load":
@@ -134,7 +134,7 @@ def _power_of_two(x: Expr) -> bool:
 
 
 def _evaluated(root: Expr) -> list[Expr]:
-    """What a forward pass computes, arguments first; of `with_grad` the value alone."""
+    """Nodes that a forward pass computes, arguments first; of `with_grad` the value alone."""
     reached: set[Expr] = set()
     stack = [root]
     while stack:
@@ -161,5 +161,5 @@ def _biases(score: Expr, problem: Problem) -> list[Bias]:
 
 
 def is_plain(facts: Facts, problem: Problem) -> bool:
-    """Whether a score is used as it is, and no mask is evaluated pair by pair."""
+    """True if a score is used as it is, and no mask is evaluated pair by pair."""
     return facts.score is SCORE and problem.mask_form != "tables"

@@ -1,4 +1,4 @@
-"""What a traced function reads besides indices: captured tensors and run-time numbers, by slot."""
+"""Inputs of a traced function besides indices: captured tensors and run-time numbers, by slot."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class Operand:
 
     @property
     def differentiable(self) -> bool:
-        """Whether autograd wants a gradient for this tensor."""
+        """True if autograd wants a gradient for this tensor."""
         if not self.dtype.is_floating_point:
             return False
         if isinstance(self.base, Tensor):
@@ -170,7 +170,7 @@ _LIMITS = {int: "int64", float: "finite"}
 
 @dataclass(frozen=True)
 class Mark:
-    """How much a Captures held at some moment, so that an abandoned trace can be undone."""
+    """Sizes of a Captures at some moment, so that an abandoned trace can be undone."""
 
     operands: int
     scalars: int
@@ -185,7 +185,7 @@ class Captures:
     scalar_names: tuple[str, ...] = ()
     scalar_paths: tuple[Path, ...] = ()
     paths: dict[int, Path] = field(default_factory=dict)
-    """Where each captured tensor that the traces read was found, by id."""
+    """Path to each captured tensor that the traces read, by id."""
     guards: tuple[Guard, ...] = ()
     """Conditions under which the traces hold for another call."""
     opaque: str | None = None

@@ -222,7 +222,7 @@ _FACTORIES = frozenset(("tensor", "as_tensor", "asarray", "scalar_tensor", "full
 
 
 def makes_value(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether torch.tensor, torch.full, ... is given one captured number, which then stays symbolic."""
+    """True if torch.tensor, torch.full, ... is given one captured number, which then stays symbolic."""
     if name not in _FACTORIES:
         return False
     filling = (

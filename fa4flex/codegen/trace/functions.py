@@ -27,7 +27,8 @@ _patching = threading.RLock()
 
 
 class Context:
-    """What forward and backward of a torch.autograd.Function share; the part of torch's ctx that traces."""
+    """State that forward and backward of a torch.autograd.Function share; the part of torch's ctx that
+    traces."""
 
     def __init__(self, needs_input_grad: Sequence[bool]) -> None:
         self.needs_input_grad = tuple(needs_input_grad)
@@ -53,12 +54,12 @@ class Context:
 
 
 def is_apply(method: object) -> bool:
-    """Whether `method` is `SomeFunction.apply`, bound before tracing began."""
+    """True if `method` is `SomeFunction.apply`, bound before tracing began."""
     return isinstance(method, MethodType) and method.__func__ is _APPLY
 
 
 def applying(cls: Any) -> Callable[..., Any]:
-    """What stands in for `cls.apply` while tracing."""
+    """Stand-in for `cls.apply` while tracing."""
     return lambda *args, **kwargs: apply_function(cls, args, kwargs)
 
 

@@ -1,4 +1,4 @@
-"""Which line of the user's code is running: fa4flex, torch and the standard library are passed over."""
+"""Line of the user's code that is running: fa4flex, torch and the standard library are passed over."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LIBRARIES = tuple(
 
 @lru_cache(maxsize=4096)
 def is_library(filename: str) -> bool:
-    """Whether a file is fa4flex, torch or the standard library, rather than the user's."""
+    """True if a file is fa4flex, torch or the standard library, rather than the user's."""
     if "site-packages" in filename:  # lies below the standard library's folder, yet is not part of it
         return "/site-packages/torch/" in filename or filename.startswith(str(_PACKAGE) + "/")
     return filename.startswith(_LIBRARIES) or filename.startswith("<frozen")
@@ -48,7 +48,7 @@ def raising_line(error: BaseException) -> Origin | None:
 
 
 def definition_line(function: object) -> Origin | None:
-    """Where `function` is defined, if it has Python code; decorators are passed over."""
+    """Line where `function` is defined, if it has Python code; decorators are passed over."""
     for candidate in (function, getattr(function, "func", None), vars(type(function)).get("__call__")):
         code = getattr(candidate, "__code__", None)
         if isinstance(code, CodeType):

@@ -1,4 +1,4 @@
-"""What one attempt at a trace knows: slots, origins, fresh axis names, and the numbers the code looked at."""
+"""State of one attempt at a trace: slots, origins, fresh axis names, and the numbers the code looked at."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tracing a mod gives: its expression, the user's lines, and the numbers that became constants."""
+"""Result of tracing a mod: its expression, the user's lines, and the numbers that became constants."""
 
 from __future__ import annotations
 

@@ -203,7 +203,7 @@ def _form(kind: ModKind) -> str:
 
 
 def _users_functions(fn: Any) -> list[Any]:
-    """What a composition is made of: the mods under fa4flex's masks and score mods, in order."""
+    """Functions in a composition: the mods under fa4flex's masks and score mods, in order."""
     if isinstance(fn, (ModMask, ModScore)):
         return [fn.mod]
     parts = [getattr(fn, part.name) for part in fields(fn)] if is_dataclass(fn) else []
@@ -214,7 +214,7 @@ def _users_functions(fn: Any) -> list[Any]:
 
 
 def _defined(fn: Any) -> Origin | None:
-    """Where the one function behind a mod is defined; None for a composition of several."""
+    """Line where the one function behind a mod is defined; None for a composition of several."""
     functions = _users_functions(fn)
     return definition_line(functions[0]) if len(functions) == 1 else None
 

@@ -177,7 +177,7 @@ def searchsorted(
     side: str | None = None,
     sorter: Any = None,
 ) -> Value:
-    """Where a value falls in a sorted captured vector."""
+    """Position of a value in a sorted captured vector."""
     sequence, needle = coerce(sorted_sequence), coerce(input)
     axis = sym(sequence.dims[-1].axis or "") if sequence.dims else None
     direct = len(sequence.dims) == 1 and sequence.expr.op == "load" and axis is sequence.expr.args[-1]
@@ -335,7 +335,7 @@ def unbind(input: Any, dim: Any = 0) -> tuple[Value, ...]:
 
 
 class Extreme(NamedTuple):
-    """What torch.max(x, dim) returns."""
+    """Result of torch.max(x, dim)."""
 
     values: Value
     indices: Value

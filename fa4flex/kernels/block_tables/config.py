@@ -1,4 +1,4 @@
-"""What the kernels of block tables are built from."""
+"""Configuration of the kernels of block tables."""
 
 from __future__ import annotations
 

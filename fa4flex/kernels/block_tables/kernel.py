@@ -1,4 +1,4 @@
-"""Which tiles of a mask are empty, partial or full, found on the device: O(tiles) where bounds decide.
+"""Tile classes of a mask, empty, partial or full, found on the device: O(tiles) where bounds decide.
 
 ranges: least and greatest value of what depends on queries or keys alone, a warp per tile; the ends of key
         spans, a lane per row, and whether pieces of what they search are sorted, a warp per piece
@@ -46,7 +46,7 @@ class BlockTables:
     """The kernels for one Config and the hooks of one mask; `compile` takes the object itself."""
 
     direction = "tables"
-    """Which arguments it takes."""
+    """Schema of its arguments."""
 
     def __init__(self, config: Config, hooks: Hooks) -> None:
         self.config = config
@@ -257,7 +257,7 @@ class BlockTables:
         return select_(some, select_(every, Int32(FULL), Int32(PARTIAL)), Int32(EMPTY))
 
     def allowed(self, at: At, corner: tuple[Int32, Int32], q: Int32, kv: Int32) -> Boolean:
-        """Whether a pair of a tile takes part; past the end of a sequence, the last one does in its place."""
+        """True if a pair of a tile takes part; past the end of a sequence, the last one does in its place."""
         ends = (at.q_len - 1, at.kv_len - 1)
         pair = (cutlass.min(first + i, end) for first, i, end in zip(corner, (q, kv), ends, strict=True))
         return Boolean(evaluated(self.hooks.mask, at_pair(at, *pair)))

@@ -32,7 +32,7 @@ class TablesPlan:
 
     @property
     def varies(self) -> tuple[bool, bool]:
-        """Whether tiles differ by batch entry, and by head."""
+        """True if tiles differ by batch entry, and by head."""
         return "b" in self.bounds.free, "h" in self.bounds.free
 
     def config(self) -> Config:

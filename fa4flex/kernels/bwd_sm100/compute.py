@@ -47,8 +47,8 @@ WIDE = 8
 
 @dataclass(frozen=True)
 class Head:
-    """What stays the same over the steps of a query head: where hooks are called for, queries apart; by what
-    the variant's scores are multiplied to be powers of two; and what becomes of captured gradients."""
+    """Constants over the steps of a query head: where hooks are called for, queries apart; by what the
+    variant's scores are multiplied to be powers of two; and what becomes of captured gradients."""
 
     slab: Slab
     factor: Float32
@@ -88,10 +88,10 @@ class Compute:
         self.cluster = cluster
         shares = hooks.shares
         self.late = hooks.slope is not None and any(not share.scaled for share in shares)
-        """Whether slopes come in after what modified scores add to captured tensors was taken."""
+        """True if slopes come in after what modified scores add to captured tensors was taken."""
         weights = [share.weight for share in shares if share.weight is not None]
         self.again = self.late or any(weight.scored for weight in weights)
-        """Whether scores are asked for again when their gradients are there."""
+        """True if scores are asked for again when their gradients are there."""
 
     @cute.jit
     def run(
@@ -272,8 +272,8 @@ class Compute:
     def weights(
         self, p: cute.Tensor, packed: cute.Tensor, slopes: dict[int, Float32], kind: Any
     ) -> cute.Tensor:
-        """What a fragment's dP' less their rows' sums are multiplied by: probabilities, times slopes where
-        these are not late. In 16 bits, two in a register, where scores are kept in registers too."""
+        """Factors of a fragment's dP' less their rows' sums: probabilities, times slopes where these are not
+        late. In 16 bits, two in a register, where scores are kept in registers too."""
         if not self.late:
             for c, slope in slopes.items():
                 p[c] = p[c] * slope
@@ -296,8 +296,8 @@ class Compute:
     def take_captured(
         self, given: Head, ds: cute.Tensor, scores: cute.Tensor, q_first: Int32, masked: bool
     ) -> None:
-        """What a fragment adds to captured tensors. ds, of modified scores where slopes are late, becomes
-        that of scaled ones; `scores` hold q.k where they are needed again."""
+        """Takes what a fragment adds to captured tensors. ds, of modified scores where slopes are late,
+        becomes that of scaled ones; `scores` hold q.k where they are needed again."""
         if not self.hooks.shares:
             return
         grid = cute.make_layout((1, FRAGMENT))

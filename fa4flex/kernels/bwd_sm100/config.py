@@ -1,4 +1,4 @@
-"""What the Blackwell backward kernel is specialised to, besides hooks."""
+"""Configuration of the Blackwell backward kernel, besides hooks."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Config:
 
     @property
     def ragged(self) -> bool:
-        """Whether sequences may end before the tensors do."""
+        """True if sequences may end before the tensors do."""
         return self.lengths != "dense"
 
     @property

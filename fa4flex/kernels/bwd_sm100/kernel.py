@@ -47,7 +47,7 @@ class Backward:
     """A backward kernel for one Config and one variant's Hooks; `compile` takes the object itself."""
 
     direction = "backward"
-    """Which arguments it takes."""
+    """Schema of its arguments."""
 
     # A pair's has others of these (kernels/bwd_sm100_pair).
     roles: Any = Load, Mma, Compute, Reduce
@@ -56,7 +56,8 @@ class Backward:
     rings: tuple[str, ...] = RINGS
     barriers = BARRIERS
     operands: tuple[str, ...] = ("q", "k", "v", "dout", "ds")
-    """What of Shared has bytes of its own; other operands are these with rows and columns exchanged."""
+    """Names of Shared's tensors with bytes of their own; other operands are these with rows and columns
+    exchanged."""
 
     def __init__(self, config: Config, hooks: Hooks) -> None:
         self.config = config

@@ -44,7 +44,7 @@ class Operands:
 
 @dataclass(frozen=True)
 class Given:
-    """What all products need; base is where tensor memory begins."""
+    """Inputs of all products; base is where tensor memory begins."""
 
     products: Products
     operands: Operands

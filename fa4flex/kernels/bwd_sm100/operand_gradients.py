@@ -1,4 +1,4 @@
-"""What tiles in which a lane holds a key and a register a query add to the gradients of captured tensors."""
+"""Gradients of captured tensors from tiles in which a lane holds a key and a register a query."""
 
 from __future__ import annotations
 

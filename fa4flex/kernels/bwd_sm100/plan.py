@@ -1,4 +1,4 @@
-"""What plans of Blackwell backward kernels have in common. Data only."""
+"""Base of the plans of Blackwell backward kernels. Data only."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class BlackwellBackwardPlan:
     copies = False
 
     part = ""
-    """What names of a half's first columns end with."""
+    """Suffix of the names of a half's first columns."""
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -99,11 +99,11 @@ class BlackwellBackwardPlan:
 
     @property
     def of_one_cta(self) -> Topology:
-        """What of it a CTA has."""
+        """Topology of one CTA."""
         return self.topology
 
     def config(self) -> Config:
-        """What the hand-written kernel is built from."""
+        """Configuration of the hand-written kernel."""
         return self.kind(
             head_dim=self.head_dim,
             head_dim_v=self.head_dim_v,
@@ -115,7 +115,7 @@ class BlackwellBackwardPlan:
         )
 
     def tensor_memory(self) -> TensorMemory:
-        """Where in `columns` what begins."""
+        """First column of each range in `columns`."""
         first = {r.name: r.first for r in self.columns.ranges}
 
         def halves(name: str) -> tuple[int, int]:

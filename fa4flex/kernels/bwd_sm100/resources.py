@@ -1,4 +1,4 @@
-"""What the roles of the Blackwell backward kernel share: tensors, barriers and products."""
+"""Resources of the roles of the Blackwell backward kernel: tensors, barriers and products."""
 
 from __future__ import annotations
 
@@ -127,8 +127,8 @@ def in_columns(base: cute.Pointer, first: Any, count: int) -> cute.Tensor:
 
 
 def operand_columns(firsts: tuple[int, int]) -> list[int]:
-    """Where in tensor memory the first operand of each instruction begins: two queries in a column, and
-    each compute warpgroup's queries for themselves."""
+    """First column of each instruction's first operand in tensor memory: two queries in a column, and each
+    compute warpgroup's queries for themselves."""
     each = HALF // MMA_K
     return [first + i * MMA_K // 2 for first in firsts for i in range(each)]
 
@@ -139,7 +139,7 @@ def of_half(firsts: tuple[int, int], half: Int32) -> Int32:
 
 
 def fragment_columns(firsts: tuple[int, int], apart: int) -> list[int]:
-    """Where in tensor memory the first operand of each instruction begins: two queries in a column, and the
+    """First column of each instruction's first operand in tensor memory: two queries in a column, and the
     fragments of a compute warpgroup so far apart."""
     steps = FRAGMENT // MMA_K
     return [

@@ -34,7 +34,7 @@ BARRIERS: dict[str, int] = {
     "dv_full": 1,
     "dk_full": 1,
 }
-"""How many arrivals complete a phase: a warp's lanes arrive as one."""
+"""Number of arrivals that complete a phase: a warp's lanes arrive as one."""
 
 STATISTICS: dict[str, int] = {"full": 1, "empty": COMPUTING}
 """Likewise, by stage, of the rings of rows' numbers."""

@@ -1,4 +1,4 @@
-"""What the Hopper backward kernel is specialised to, besides hooks."""
+"""Configuration of the Hopper backward kernel, besides hooks."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Config:
 
     @property
     def ragged(self) -> bool:
-        """Whether sequences may end before the tensors that hold them."""
+        """True if sequences may end before the tensors that hold them."""
         return self.lengths != "dense"
 
     @property
@@ -80,13 +80,13 @@ class Config:
 
     @property
     def split_columns(self) -> bool:
-        """Whether warpgroups share the rows of dQ and take half of its columns each; otherwise each takes
-        its own rows."""
+        """True if warpgroups share the rows of dQ and take half of its columns each; otherwise each takes its
+        own rows."""
         return self.tile_m < 64 * self.consumers
 
     @property
     def transposes_dq(self) -> bool:
-        """Whether dQ' = K' dS' is what is multiplied: columns of dQ are then the 64 rows of an instruction,
+        """True if dQ' = K' dS' is what is multiplied: columns of dQ are then the 64 rows of an instruction,
         of which queries need not be a whole number. dS lies along the keys."""
         return self.tile_m % KEYS != 0
 
@@ -109,12 +109,13 @@ class Config:
         return (self.tile_m, even), (self.tile_m // self.consumers, KEYS)
 
     def dq_tiles(self, w: Any) -> tuple[tuple[Any, Any], ...]:
-        """Where warpgroup w has them, counted in tiles of the product's shape."""
+        """Positions of warpgroup w's products in dQ, in tiles of the product's shape."""
         first = (0, w) if self.split_columns else (w, 0)
         return first, *((w, self.head_dim // columns - 1) for _, columns in self.dq_shapes[1:])
 
     def dq_numbers(self, w: int) -> tuple[tuple[int, int], ...]:
-        """Where the numbers of each lie among those of a tile of dQ: the first one, and how many they are."""
+        """Range of each product's numbers among those of a tile of dQ: the first one, and how many they
+        are."""
         found, first = [], 0
         for rows, columns in self.dq_shapes:
             count = rows * columns

@@ -84,8 +84,8 @@ class Operands:
 
 @dataclass(frozen=True)
 class Tiles:
-    """What a warpgroup multiplies, in shared memory, stages last: for scores, k and v (keys, width), q and
-    dout (queries, width); for sums, q_t and dout_t (columns, queries)."""
+    """Operands of a warpgroup in shared memory, stages last: for scores, k and v (keys, width), q and dout
+    (queries, width); for sums, q_t and dout_t (columns, queries)."""
 
     k: cute.Tensor
     v: cute.Tensor
@@ -105,12 +105,12 @@ class Consumer:
         self.shares = tuple(share for share in hooks.shares if share.rate != "copy")
         """Those of captured tensors that take something else than dS as it lies in shared memory."""
         self.along_keys = config.transposes_dq or len(self.shares) < len(hooks.shares)
-        """Whether dS lies there along the keys."""
+        """True if dS lies there along the keys."""
         apart = config.persistent and config.dq_stages == 1
         self.batches = ((0,), (1,)) if apart else ((0, 1),)
         """Groups of dK and dV that leave together: shared memory may hold one of them."""
         self.late = any(not share.scaled for share in self.shares)
-        """Whether slopes come in after what modified scores add to captured tensors was taken."""
+        """True if slopes come in after what modified scores add to captured tensors was taken."""
 
     @cute.jit
     def run(
@@ -379,7 +379,7 @@ class Consumer:
         return dq
 
     def meet(self) -> None:
-        """What all warpgroups have put into shared memory is there for all of their products."""
+        """Waits until what all warpgroups have put into shared memory is there for all of their products."""
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=SCORES, number_of_threads=128 * self.config.consumers)
 
@@ -478,8 +478,8 @@ class Consumer:
         places: tuple[Int32, bool],
         early: dict[int, Slopes],
     ) -> None:
-        """What a tile adds to captured tensors. ds (row, column), of modified scores, becomes that of scaled
-        ones, where `slopes` were left for here."""
+        """Takes what a tile adds to captured tensors. ds (row, column), of modified scores, becomes that of
+        scaled ones, where `slopes` were left for here."""
         collector.take(False, ds, *places, early)
         apply_slopes(ds, slopes)
         collector.take(True, ds, *places, early)
@@ -510,7 +510,7 @@ class Consumer:
         cute.copy(copy, copy.retile(ds), copy.partition_D(mine))
 
     def score_tile(self, w: Int32) -> tuple[Int32, Int32]:
-        """Where a warpgroup's scores lie among all, by keys and queries."""
+        """Position of a warpgroup's scores among all, by keys and queries."""
         return w, Int32(0)
 
     def hand_over(

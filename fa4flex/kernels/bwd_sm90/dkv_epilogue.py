@@ -1,5 +1,5 @@
-"""How dK and dV of a tile of keys leave: from a warpgroup's registers by way of shared memory, whole rows, by
-the copy engine or by threads."""
+"""Epilogue of dK and dV for a tile of keys: from a warpgroup's registers by way of shared memory, whole rows,
+by the copy engine or by threads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WIDE = 8
 def staged_sums(
     config: Config, shared: Shared, sums: tuple[cute.Tensor, cute.Tensor], w: Int32
 ) -> tuple[cute.Tensor, ...]:
-    """Where a warpgroup leaves dK and dV in shared memory, (64 keys, columns): where K and V were; or, where
+    """Shared memory in which a warpgroup leaves dK and dV, (64 keys, columns): where K and V were; or, where
     the next ones are coming then, its parts of the tiles of dQ, which may be one."""
     kinds = shared.k.element_type, shared.v.element_type
     if config.persistent:
@@ -62,8 +62,8 @@ def store_by_copies(
     number: Int32,
     where: tuple[Int32, Int32],
 ) -> None:
-    """What a warpgroup staged, the sequence's 64 keys of this number, by its first warp, which does not wait
-    for it."""
+    """Stores what a warpgroup staged, the sequence's 64 keys of this number, by its first warp, which does
+    not wait for it."""
     lane, w = where
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.barrier(barrier_id=stored(w), number_of_threads=128)
@@ -86,7 +86,7 @@ def store_by_threads(
     first: tuple[Int32, tuple[Int32 | int, ...]],
     where: tuple[Int32, Int32],
 ) -> None:
-    """What a warpgroup staged of dK and dV, 16 bytes at a time. first: key, and the column of each."""
+    """Stores what a warpgroup staged of dK and dV, 16 bytes at a time. first: key, and the column of each."""
     lane, w = where
     first_key, columns = first
     cute.arch.barrier(barrier_id=stored(w), number_of_threads=128)

@@ -39,7 +39,7 @@ class Backward:
     """A backward kernel for one Config and one variant's Hooks; `compile` takes the object itself."""
 
     direction = "backward"
-    """Which arguments it takes."""
+    """Schema of its arguments."""
 
     def __init__(self, config: Config, hooks: Hooks) -> None:
         self.config = config

@@ -25,11 +25,11 @@ KEYS_APART = 128
 
 TILE = (64, 128)
 ROOMY_TILE = (128, 128)
-"""Where registers hold 128 queries, operands are read from shared memory less often: narrow heads without
-slopes, elements of each pair, or gradients of what is read by query or key, which take more."""
+"""Tile where registers hold 128 queries, and operands are read from shared memory less often: narrow heads
+without slopes, elements of each pair, or gradients of what is read by query or key, which take more."""
 
 LONG_TILE = (80, 128)
-"""Where neither mask nor scores take registers, nor gradients of captured tensors: more queries per step
+"""Tile where neither mask nor scores take registers, nor gradients of captured tensors: more queries per step
 share what a step costs, and operands are read less often. Were registers short, the assembler would let
 products wait for each other."""
 
@@ -68,7 +68,7 @@ class HopperBackwardPlan:
 
     @property
     def persistent(self) -> bool:
-        """Whether blocks take one tile of keys after another: dK and dV of a tile then leave by the tiles of
+        """True if blocks take one tile of keys after another: dK and dV of a tile then leave by the tiles of
         dQ. Where sums are ordered, each tile has a block of its own. It takes registers that long scores
         need, and ragged batches of wide heads."""
         if self.problem.deterministic or self.problem.long_scores or self.split == "columns":
@@ -104,7 +104,7 @@ class HopperBackwardPlan:
         return backward_topology(self.config(), self.problem.itemsize, copies)
 
     def config(self) -> Config:
-        """What the hand-written kernel is built from."""
+        """Configuration of the hand-written kernel."""
         (tile_m, tile_n), (q_stages, do_stages, dq_stages) = self.tile, self.stages
         return Config(
             head_dim=self.head_dim,

@@ -58,7 +58,7 @@ class Producer:
         pipes: cutlass.Constexpr[Pipes],
         states: States,
     ) -> States:
-        """What a tile of keys takes."""
+        """Loads what a tile of keys takes."""
         config = self.config
         q, k, v, dout = transfers
         q_state, do_state = states

@@ -228,8 +228,8 @@ def _consumer(config: Config, w: int) -> Role:
 
 
 def _cleared(config: Config, w: int, *clear: Event) -> Events:
-    """Where sequences end within tiles, all warpgroups clear what follows, each some columns; here the first
-    does."""
+    """Events where sequences end within tiles: all warpgroups clear what follows, each some columns; here the
+    first does."""
     if not config.ragged:
         return ()
     return tuple(replace(e, maybe=True) for e in (*clear[: 0 if w else None], Event("sync", "cleared")))

@@ -1,4 +1,5 @@
-"""What splits of the keys leave for each row, in one vector of float32: outputs, then log-sum-exps."""
+"""Partial results of splits of the keys for each row, in one vector of float32: outputs, then
+log-sum-exps."""
 
 from __future__ import annotations
 

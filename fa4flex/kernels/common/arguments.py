@@ -1,4 +1,4 @@
-"""What kernels are launched with: named tuples of the rows in codegen/plan/arguments.py that they read."""
+"""Arguments of kernels: named tuples of the rows in codegen/plan/arguments.py that they read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a launch passes to the kernels of a backward pass, and the tiles of keys that its blocks take."""
+"""Grid of the kernels of a backward pass, as a launch passes it, and the tiles of keys that its blocks
+take."""
 
 from __future__ import annotations
 
@@ -28,9 +29,9 @@ class Sections(NamedTuple):
 
 
 class KeyGrid(NamedTuple):
-    """How numbers of blocks map to (tile of keys, head of dK, batch): all tiles of one head before the next;
-    or, where sums are ordered or tiles differ in work, by sections. group: query heads that a block's keys
-    meet. parts: heads of dK per head of keys, where there may be several.
+    """Map from block numbers to (tile of keys, head of dK, batch): all tiles of one head before the next; or,
+    where sums are ordered or tiles differ in work, by sections. group: query heads that a block's keys meet.
+    parts: heads of dK per head of keys, where there may be several.
 
     All warps of a block divide, before the roles part: by numbers that the host prepares, or each division
     would take some hundred clocks.
@@ -219,7 +220,7 @@ class BackwardTileScheduler:
         return count
 
     def place(self, work: KeyWork, h: Int32, heads: Int32, arguments: BackwardArguments) -> At:
-        """Where hooks are called for a tile and query head, with the uniform terms."""
+        """Hook arguments for a tile and query head, with the uniform terms."""
         at = At(
             b=work.b,
             h=h,
@@ -291,7 +292,7 @@ def query_tile_at(queries: QueryTiles, i: Int32) -> Int32:
 
 
 def needs_mask(queries: QueryTiles, i: Int32) -> Boolean:
-    """Whether tile i of Turns.entries does."""
+    """True if tile i of Turns.entries needs the mask."""
     return (queries.masked.at(i) & 1) != 0
 
 

@@ -25,13 +25,13 @@ def bit(place: int) -> int:
 
 
 def columns_below(limit: Int32) -> Int32:
-    """How many of a lane's columns 0 1 8 9 16 17 ... lie below `limit`."""
+    """Number of a lane's columns 0 1 8 9 16 17 ... below `limit`."""
     limit = cutlass.max(limit, Int32(0))
     return (limit >> 3) * 2 + cutlass.min(limit & 7, Int32(2))
 
 
 def consecutive(limit: Int32) -> Int32:
-    """How many columns lie below `limit` where a lane has all of them, 0 1 2 ...; `ones` clips."""
+    """Number of columns below `limit` where a lane has all of them, 0 1 2 ...; `ones` clips."""
     return limit
 
 

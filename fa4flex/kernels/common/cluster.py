@@ -34,7 +34,7 @@ class Cluster:
         return cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) if self.ctas == 2 else Int32(0)
 
     def leads(self) -> Any:
-        """Whether this CTA issues the products."""
+        """True if this CTA issues the products."""
         return self.rank() == 0 if self.ctas == 2 else Boolean(True)
 
     def commit(self, barrier: cute.Pointer) -> None:

@@ -1,4 +1,4 @@
-"""How the numbers of a tile follow each other where they are summed up, as data."""
+"""Order of a tile's numbers where they are summed up, as data."""
 
 from __future__ import annotations
 

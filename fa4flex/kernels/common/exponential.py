@@ -16,7 +16,7 @@ from __future__ import annotations
 from cutlass import Float32, Int32, cute
 
 LOWEST = -127.0
-"""Where results reach zero."""
+"""Argument at which results reach zero."""
 
 WHOLE = float(2**23 + 2**22)
 """Added to |x| < 2^22, rounding down, it leaves floor(x) in the low bits, because from 2^23 to 2^24 the fp32
@@ -42,7 +42,7 @@ FRAGMENT = 32
 
 
 def emulated(pair: int, every: int, count: int, skip: int, columns: int = COLUMNS) -> bool:
-    """Whether columns 2 pair and 2 pair + 1 of a row are for `exp2_pair`: a choice made while tracing.
+    """True if columns 2 pair and 2 pair + 1 of a row are for `exp2_pair`: a choice made while tracing.
 
     Of every `every` pairs of a fragment the last `count` are, but none in the first `skip` fragments, nor in
     the last. Special functions come first in a group because they are a queue, beside which the polynomials

@@ -1,4 +1,4 @@
-"""Where a variant's own code enters a kernel: what a hook is called with, and when.
+"""Hooks of a variant in a kernel: what a hook is called with, and when.
 
 A kernel calls hooks at six rates. Each sees what the slower ones returned:
 
@@ -103,8 +103,8 @@ class Pointwise:
 
 @dataclass(frozen=True)
 class Share:
-    """What every (q, kv) pair adds to the gradient of a captured tensor: the gradient of its modified score,
-    times a weight, at a place.
+    """Contribution of every (q, kv) pair to the gradient of a captured tensor: the gradient of its modified
+    score, times a weight, at a place.
 
     which    the position of the tensor's gradient among those that a launch asks for
     rate     what a place depends on, "uniform", "row", "column", "diagonal" or "pair": pairs of one place are

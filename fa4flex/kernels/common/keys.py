@@ -1,4 +1,4 @@
-"""Which tiles of keys a tile of queries visits: first those that need the mask, then those that do not. In
+"""Tiles of keys that a tile of queries visits: first those that need the mask, then those that do not. In
 backward passes the same of a tile of keys, which visits tiles of queries."""
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ def _clipped(spans: Any, length: Int32) -> list[Span]:
 
 
 class Lines(NamedTuple):
-    """What has spans, and how many of them there are: the rows of a tile of queries, which have spans of
-    keys; or the keys of a tile, which have spans of queries."""
+    """Lines that have spans, and number of them: the rows of a tile of queries, which have spans of keys; or
+    the keys of a tile, which have spans of queries."""
 
     spans: Callable[[Int32], list[Span]]
     count: Int32

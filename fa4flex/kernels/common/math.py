@@ -21,7 +21,7 @@ INFINITY = float("inf")
 NAN = float("nan")
 
 FAST = True
-"""Whether hardware approximations are used. A CPU has none, and there `fastmath` makes the result of an
+"""True if hardware approximations are used. A CPU has none, and there `fastmath` makes the result of an
 infinite operand undefined, which a GPU's instructions do not: tests that run hooks on a CPU clear it."""
 
 
@@ -99,14 +99,14 @@ def _looped(
 
 
 def fold_over(term: Callable[[Value], Value], extent: int, how: str, like: type) -> Value:
-    """What `how` ("sum", "prod", "max", "min", "any", "all") makes of term(0) to term(extent - 1), all of
-    type `like`, by a loop."""
+    """Fold by `how` ("sum", "prod", "max", "min", "any", "all") of term(0) to term(extent - 1), all of type
+    `like`, by a loop."""
     fold, first = way(how, like)
     return _looped(term, extent, like(first), fold)
 
 
 def way(how: str, like: type) -> tuple[Callable[[Value, Value], Value], Value]:
-    """How to fold two values of a type, and what to begin with."""
+    """Function that folds two values of a type, and the value to begin with."""
     least: Value = -INFINITY
     most: Value = INFINITY
     if like in (Int32, Int64):
@@ -260,7 +260,7 @@ def _is_one(stride: Value) -> bool:
 
 
 def _is_aligned(place: Value, elements: int) -> bool:
-    """Whether the type of a pointer says that its address is a multiple of so many elements: it does where a
+    """True if the type of a pointer says that its address is a multiple of so many elements: it does where a
     launch promises that of the tensor's address and of all its strides but the last."""
     return place.alignment % (elements * place.dtype.width // 8) == 0
 
@@ -314,12 +314,12 @@ def _bisect(table: cute.Tensor, lead: tuple[Value, ...], needle: Value, upper: c
 
 
 def search_left(table: Value, lead: tuple[Value, ...], needle: Value, guard: bool) -> Value:
-    """How many elements of the sorted vector table[lead] are < needle."""
+    """Number of elements of the sorted vector table[lead] that are < needle."""
     return _bisect(table, _clamped(table, lead, guard), needle, False)
 
 
 def search_right(table: Value, lead: tuple[Value, ...], needle: Value, guard: bool) -> Value:
-    """How many elements of the sorted vector table[lead] are <= needle."""
+    """Number of elements of the sorted vector table[lead] that are <= needle."""
     return _bisect(table, _clamped(table, lead, guard), needle, True)
 
 

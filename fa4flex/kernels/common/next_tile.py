@@ -11,8 +11,8 @@ from cutlass import Int32, cute
 
 @dataclass(frozen=True)
 class NextTile:
-    """Where the number of the next tile is handed over, int32 [1], between two barriers: it is there, and
-    every warp has read it."""
+    """Slot in which the number of the next tile is handed over, int32 [1], between two barriers: it is there,
+    and every warp has read it."""
 
     number: cute.Tensor
     full: cute.Pointer

@@ -1,4 +1,4 @@
-"""What pairs of a tile of transposed scores add to the gradients of captured tensors, and how it gets there.
+"""Gradients of captured tensors from pairs of a tile of transposed scores, and how they get to memory.
 
 Pairs whose place is the same are added up in registers, as far as it is known which: those of a head, of a
 key, of a query, or with the same distance. Only what is left of a tile goes to memory, by reductions there:
@@ -49,7 +49,7 @@ class Target:
         return self.gradient.iterator + cute.crd2idx((self.copy, *index), self.gradient.layout)
 
     def add(self, place: Sequence[Any], value: Float32) -> None:
-        """Where the value is not 0."""
+        """Adds the value where it is not 0."""
         cute.arch.inline_ptx(
             "{ .reg .pred some; setp.neu.f32 some, {$r1}, 0f00000000; "
             "@some red.relaxed.gpu.global.add.f32 [{$r0}], {$r1}; }",
@@ -260,7 +260,7 @@ class Collector:
     # --- at the end of a head -----------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """What was added up over all tiles of queries."""
+        """Writes what was added up over all tiles of queries."""
         for share, total in zip(self.shares, self.sums, strict=True):
             if not share.loop:
                 self.finish_share(share, total)

@@ -30,7 +30,7 @@ from fa4flex.kernels.common.keys import RowEnds, row_spans
 
 @dataclass(frozen=True)
 class Rows:
-    """What is computed once per query row of a thread: indices, the hooks' row terms, the keys' limits."""
+    """Values computed once per query row of a thread: indices, the hooks' row terms, the keys' limits."""
 
     q: tuple[Int32, ...]
     q_float: tuple[Float32, ...]
@@ -39,7 +39,7 @@ class Rows:
     mask: tuple[tuple[Any, ...], ...]
     spans: tuple[list[tuple[Int32 | None, Int32]], ...]
     in_order: Int32 | None = None
-    """Where a mask hook is given besides: not 0 if the spans hold."""
+    """Flag where a mask hook is given besides: not 0 if the spans hold."""
 
     @property
     def most_spans(self) -> int:
@@ -66,14 +66,14 @@ def prepare_rows(
 
 
 def terms_of(pointwise: Pointwise | None, rate: str, at: At) -> tuple[Any, ...]:
-    """What a hook computes once per "row", "column", "diagonal" or "pair" of elements."""
+    """Terms that a hook computes once per "row", "column", "diagonal" or "pair" of elements."""
     hook = None if pointwise is None else getattr(pointwise, rate)
     return () if hook is None else hook(at)
 
 
 @dataclass(frozen=True)
 class _Places:
-    """Where a thread's elements lie: row r is at.q = rows.q[r], column c is at.kv = first + columns[c]."""
+    """Places of a thread's elements: row r is at.q = rows.q[r], column c is at.kv = first + columns[c]."""
 
     at: At
     rows: Rows
@@ -196,7 +196,7 @@ class Fragment:
             compute_before(scores[rows - 1, min(c + GROUP, columns) - 1])
 
     def prepare(self, hooks: Hooks, kv_first: Int32, guard: bool) -> Early | None:
-        """What `modify` needs besides scores: may be computed before they are."""
+        """Terms that `modify` needs besides scores: may be computed before they are."""
         if hooks.score is None:
             return None
         return tuple(self._places(kv_first, guard, self.rows.score).elements(hooks.score))

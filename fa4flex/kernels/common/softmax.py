@@ -68,7 +68,7 @@ def maxima(scores: cute.Tensor, state: Running) -> list:
 
 
 def passes(found: list, state: Running) -> Boolean:
-    """Whether any lane of the warp holds a y above a ceiling."""
+    """True if any lane of the warp holds a y above a ceiling."""
     above = functools.reduce(operator.or_, (x > state.ceiling[r] for r, x in enumerate(found)))
     return cute.arch.vote_any_sync(above)
 
@@ -81,7 +81,7 @@ def start(found: list, factor: Float32, slack: Float32, state: Running) -> None:
 
 
 def alone(x: Float32, combine: Any) -> Float32:
-    """What `quad_reduce` is for rows that lie in one lane each."""
+    """Stand-in for `quad_reduce` for rows that lie in one lane each."""
     return x
 
 

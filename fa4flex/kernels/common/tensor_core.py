@@ -23,9 +23,9 @@ MMA_K = 16
 
 @dataclass(frozen=True)
 class Product:
-    """What all instructions of a product have in common. rows: of the result, over all CTAs; columns of it;
-    a_in_tensor_memory: else A is in shared memory; b_along_columns: B lies in memory along the columns of the
-    result, else along what is summed over; a_along_rows: likewise A along its rows."""
+    """Properties that all instructions of a product have in common. rows: of the result, over all CTAs;
+    columns of it; a_in_tensor_memory: else A is in shared memory; b_along_columns: B lies in memory along the
+    columns of the result, else along what is summed over; a_along_rows: likewise A along its rows."""
 
     kind: Any
     ctas: int
@@ -79,7 +79,7 @@ class Product:
         steps: range,
         add: Boolean | bool,
     ) -> None:
-        """What `issue` does, for one lane that is elected already."""
+        """Issues as `issue` does, for one lane that is elected already."""
         result, left, right = operands
         for k in steps:
             words, offset = left or [Int32(a[k].toint())], 0
@@ -91,7 +91,7 @@ class Product:
             add = True
 
     def _left(self, a: cute.Tensor | Sequence[cute.Pointer], zero: Int32 | int) -> list[Int32]:
-        """Where A begins; nothing where each instruction has a place of its own."""
+        """Start of A; nothing where each instruction has a place of its own."""
         if not isinstance(a, cute.Tensor):
             return []
         words = [Int32(a.iterator.toint())] if self.a_in_tensor_memory else _words(a)
@@ -103,8 +103,8 @@ class Product:
 
 
 def _step(operand: cute.Tensor, k: int) -> int:
-    """How far step k lies behind the first: known when the kernel is compiled, so that an address is one
-    addition, and not a number that waits in a register from one product to the next."""
+    """Offset of step k from the first: known when the kernel is compiled, so that an address is one addition,
+    and not a number that waits in a register from one product to the next."""
     offset = cute.crd2idx((0, 0, k), operand.layout)
     if not isinstance(offset, int):
         raise TypeError(f"an operand whose steps lie {operand.layout} apart, expected constants")

@@ -31,7 +31,7 @@ class TileScheduler:
         return Int32(cute.arch.block_idx()[0] // self.ctas)
 
     def stride(self) -> Int32:
-        """How many tiles are worked on at a time."""
+        """Number of tiles that are worked on at a time."""
         return Int32(cute.arch.grid_dim()[0] // self.ctas)
 
     @cute.jit
@@ -107,7 +107,7 @@ class TileScheduler:
             finish(arguments.counter, self.stride())
 
     def place(self, work: Work, grid: Grid, arguments: Arguments) -> At:
-        """Where hooks are called for a tile, with the uniform terms."""
+        """Hook arguments for a tile, with the uniform terms."""
         return place(self.hooks, work, grid.heads, arguments)
 
     def keys(self, at: At, work: Work, arguments: Arguments) -> KeyTiles:
@@ -118,7 +118,7 @@ class TileScheduler:
 
 
 def place(hooks: Hooks, work: Work, heads: Int32, arguments: Arguments) -> At:
-    """Where hooks are called for the queries of a head, with the uniform terms."""
+    """Hook arguments for the queries of a head, with the uniform terms."""
     at = At(
         b=work.b,
         h=work.h,

@@ -22,7 +22,7 @@ class Transfers:
 
 
 Ring: TypeAlias = pipeline.PipelineTmaAsync | pipeline.PipelineTmaUmma
-"""What signals that a stage is full or free, on Hopper and on Blackwell."""
+"""Pipeline that signals that a stage is full or free, on Hopper and on Blackwell."""
 READ_ONCE = 0x12F0000000000000
 """Cache policy: the first to be evicted from L2 (createpolicy.fractional.L2::evict_first)."""
 
@@ -30,7 +30,7 @@ Views = tuple[cute.Tensor, cute.Tensor]
 """(shared, global): what a transfer moves, the last mode counting stages and tiles."""
 
 States = tuple[pipeline.PipelineState, pipeline.PipelineState]
-"""Where a role is in its two rings."""
+"""Pipeline states of a role in its two rings."""
 
 
 def partition(transfer: cpasync.TmaInfo, shared: cute.Tensor, tiles: cute.Tensor, modes: int = 2) -> Views:

@@ -24,7 +24,7 @@ Slopes = dict[tuple[int, int], Float32]
 
 @dataclass(frozen=True)
 class Slab:
-    """Where a thread's elements of a tile lie: row r is key kv_first + keys[r], column first + c is query
+    """Places of a thread's elements of a tile: row r is key kv_first + keys[r], column first + c is query
     q_first + queries[c], q_first being the tile's first query and this thread's first column."""
 
     at: At
@@ -97,7 +97,7 @@ class Slab:
                 scores[r, c] = hooks.score.element(at.but(score=scores[r, c]))
 
     def slopes(self, hooks: Hooks, scores: cute.Tensor, q_first: Int32, guard: bool) -> Slopes | None:
-        """What gradients are multiplied by on their way to scores (row, column), which hold q.k here."""
+        """Factors of gradients on their way to scores (row, column), which hold q.k here."""
         return None if hooks.slope is None else self.values(hooks.slope, q_first, guard, scores)
 
     def values(

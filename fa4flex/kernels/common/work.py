@@ -1,4 +1,4 @@
-"""Which tile of queries a block computes next, and where its sequence lies."""
+"""Next tile of queries of a block, and where its sequence lies."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ L2_BYTES = 32 << 20
 
 
 class Grid(NamedTuple):
-    """How tile numbers map to (query tile, head, batch): `group` (batch, head) pairs at a time, so that their
-    keys and values stay in the L2 cache, and within a group all pairs of one query tile before the next."""
+    """Map from tile numbers to (query tile, head, batch): `group` (batch, head) pairs at a time, so that
+    their keys and values stay in the L2 cache, and within a group all pairs of one query tile before the
+    next."""
 
     tiles: Int32
     heads: Int32

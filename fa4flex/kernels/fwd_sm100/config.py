@@ -1,4 +1,4 @@
-"""What the Blackwell forward kernel is specialised to, besides hooks."""
+"""Configuration of the Blackwell forward kernel, besides hooks."""
 
 from __future__ import annotations
 
@@ -43,8 +43,9 @@ class TensorMemory:
 
 @dataclass(frozen=True)
 class Exponential:
-    """Which exponentials are polynomials of `degree` on FMA units instead of special functions: of every
-    `every` pairs of keys the last `count`, in fragments from `skip` on but for the last. 0 switches it off.
+    """Exponentials that are polynomials of `degree` on FMA units instead of special functions: of every
+    `every` pairs of keys the last `count`, in fragments from `skip` on but for the last. 0 switches it
+    off.
     """
 
     degree: int = 3
@@ -101,7 +102,7 @@ class Config:
     statistics: tuple[str, ...] = ("lse",)
 
     splits: ClassVar[bool] = False
-    """Whether several blocks may share the keys of a tile."""
+    """True if several blocks may share the keys of a tile."""
 
     @property
     def tile_m(self) -> int:
@@ -115,7 +116,7 @@ class Config:
 
     @property
     def handed(self) -> bool:
-        """Whether a warp finds out the next tile and hands it to the others."""
+        """True if a warp finds out the next tile and hands it to the others."""
         return self.dynamic or self.cancel
 
     @property

@@ -109,7 +109,7 @@ class Correction:
         place: tuple[Int32, Int32, int],
         phase: Int32,
     ) -> Float32:
-        """What the output is to be multiplied by at last."""
+        """Final factor of the output."""
         row, warp, tile = place
         barrier = 4 * tile + warp
         cute.arch.mbarrier_wait(pipes.final_full + barrier, phase)

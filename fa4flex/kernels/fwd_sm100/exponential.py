@@ -1,4 +1,4 @@
-"""Which share of the exponentials FMA units compute, by the width of heads and how they are multiplied.
+"""Share of the exponentials that FMA units compute, by the width of heads and how they are multiplied.
 
 FlashAttention-4's numbers (arXiv 2603.05451, section 3.1.3, and its published kernel), which it found by
 measurement on a B200; where it has none of its own for a case, those that it falls back to. One CTA alone

@@ -93,7 +93,7 @@ class BlackwellPlan:
 
     @cached_property
     def of_one_cta(self) -> Topology:
-        """What of it a CTA has."""
+        """Topology of one CTA."""
         ragged = self.problem.lengths != "dense"
         handed: Handed = "answer" if self.cancel else "number" if self.dynamic else ""
         return forward_topology(self.tiles, self.columns, handed, ragged)
@@ -104,7 +104,7 @@ class BlackwellPlan:
         return expected_bound(self.problem, widths, self.work, self.target, size)
 
     def config(self) -> Config:
-        """What the hand-written kernel is built from."""
+        """Configuration of the hand-written kernel."""
         return Config(
             head_dim=self.tiles.head_dim,
             head_dim_v=self.tiles.head_dim_v,

@@ -20,8 +20,8 @@ WIDE = Registers(192, 72, 56)
 hold as ever."""
 
 WIDE_PAIR = Registers(200, 64, 48)
-"""Where pairs of CTAs multiply such operands: twice as many of their exponentials are polynomials, and there
-are no tiles of keys to find."""
+"""Registers where pairs of CTAs multiply such operands: twice as many of their exponentials are polynomials,
+and there are no tiles of keys to find."""
 
 
 def choose_registers(tiles: Tiles, request: ForwardRequest) -> Registers:

@@ -1,4 +1,4 @@
-"""What the roles of the Blackwell forward kernel share: tensors, barriers and products of one block."""
+"""Resources of the roles of the Blackwell forward kernel: tensors, barriers and products of one block."""
 
 from __future__ import annotations
 

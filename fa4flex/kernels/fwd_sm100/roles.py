@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Literal
 
 Per = Literal["tile", "warp", "stage", "one"]
-"""What there is a barrier for: each query tile, each warp of its softmax warpgroup, each staged chunk of the
-output, or the block."""
+"""Unit that has a barrier each: a query tile, a warp of its softmax warpgroup, a staged chunk of the output,
+or the block."""
 
 CORRECTION = 8
 """First warp of the warpgroup that corrects outputs; the two before take the softmax of a query tile each."""
@@ -38,8 +38,8 @@ BARRIERS: dict[str, tuple[Per, int]] = {
     "next_full": ("one", 1),
     "next_empty": ("one", 1),
 }
-"""What there is one of, and how many arrivals complete a phase: a warp's lanes arrive as one. At next_empty,
-all `readers` arrive."""
+"""Unit that has one each, and number of arrivals that complete a phase: a warp's lanes arrive as one. At
+next_empty, all `readers` arrive."""
 
 FROM_BOTH = ("p_early", "p_late")
 """Barriers at which the warps of both CTAs of a pair arrive."""

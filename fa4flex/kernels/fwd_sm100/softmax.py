@@ -55,7 +55,7 @@ from fa4flex.kernels.fwd_sm100.rows import (
 
 @dataclass(frozen=True)
 class Tile:
-    """What stays the same over the key tiles of one query tile."""
+    """Constants over the key tiles of one query tile."""
 
     fragment: Fragment
     factor: Float32
@@ -119,8 +119,8 @@ class Softmax:
         self.scheduler.walk(grid, arguments, pipes.next, normalise, Int32(0))
 
     def passes(self, keys: KeyTiles) -> list[tuple[bool, Int32, Int32]]:
-        """Which key tiles are masked, the first and the end of them. Where scores read so much that pieces
-        are short, all are: a second step would take long to compile, and bits are nothing beside reads."""
+        """(masked, first, end) for runs of key tiles. Where scores read so much that pieces are short, all
+        are: a second step would take long to compile, and bits are nothing beside reads."""
         if self.config.piece < FRAGMENT:
             return [(True, Int32(0), keys.count)]
         return [(True, Int32(0), keys.masked_count), (False, keys.masked_count, keys.count)]
@@ -213,7 +213,7 @@ class Softmax:
     def taken(
         self, tile: Tile, place: Place, kv_first: Int32, words: list[Int32] | None
     ) -> tuple[list[list[Float32]], Float32]:
-        """What the softmax is taken of, by fragment, and the largest of it."""
+        """Numbers that the softmax is taken of, by fragment, and the largest."""
         in_place = self.config.in_place
         if in_place == "none" or (in_place == "masked" and words is None):
             bits = words or [None] * self.fragments
@@ -263,8 +263,8 @@ class Softmax:
     def take(
         self, place: Place, looked_at: Callable[[cute.Tensor, int], list[Float32]]
     ) -> tuple[list[list[Float32]], Float32]:
-        """What is made of the scores, by fragment, and the largest of it. One half of a row is looked at
-        while the other comes."""
+        """Numbers made of the scores, by fragment, and the largest. One half of a row is looked at while the
+        other comes."""
         taken = cute.make_rmem_tensor((FRAGMENT, self.fragments), Float32)
         half = self.fragments // 2
         rows: list[list[Float32]] = []

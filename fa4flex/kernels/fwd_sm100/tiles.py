@@ -104,7 +104,7 @@ _PAIR = "pairs of CTAs: each reads half of K and V from shared memory, which one
 
 
 def _pays_in_pairs(problem: Problem, widths: Pair) -> bool:
-    """Where all tiles of queries visit all keys: of others, the two halves of a pair differ in work."""
+    """True if all tiles of queries visit all keys: of others, the two halves of a pair differ in work."""
     plain = problem.mask_form == "none" and problem.lengths == "dense"
     # Each CTA holds half of V's columns: whole blocks of 64.
     return plain and problem.many_queries and widths[0] > 64 and widths[1] % 128 == 0

@@ -69,8 +69,8 @@ MEANINGS = {
 
 
 Handed = Literal["", "number", "answer"]
-"""What tells the next tile: nothing, where blocks take tiles in turn; a number that a warp takes from a
-counter; or the hardware's answer, for which a warp asks."""
+"""Source of the next tile: none, where blocks take tiles in turn; a number that a warp takes from a counter;
+or the hardware's answer, for which a warp asks."""
 
 
 def forward_topology(tiles: Tiles, columns: Columns, handed: Handed, ragged: bool) -> Topology:

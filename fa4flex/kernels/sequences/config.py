@@ -1,4 +1,4 @@
-"""What the kernel of lengths is specialised to, besides hooks."""
+"""Configuration of the kernel of lengths, besides hooks."""
 
 from __future__ import annotations
 

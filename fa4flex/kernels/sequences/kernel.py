@@ -24,7 +24,7 @@ from fa4flex.kernels.sequences.scan import scan
 from fa4flex.kernels.sequences.sort import Counted, TileSort
 
 NONE = 0x7FFFFFFF
-"""What is found of a fault that is not there: the least index or number is kept."""
+"""Value of a fault that is not there: the least index or number is kept."""
 
 STARTS, DECREASES, ENDS, NEGATIVE, BEYOND, COUNT = range(6)
 """Faults of one side."""

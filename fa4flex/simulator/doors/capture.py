@@ -107,7 +107,7 @@ def _compiler() -> Iterator[Replacement]:
     from cutlass.cutlass_dsl.tvm_ffi_provider import _aot_support as aot
 
     compiling: list[tuple[int, bool]] = []
-    """What is being compiled: the number of its device code, and whether it is called through TVM-FFI."""
+    """Compilations under way: the number of the device code, and whether it is called through TVM-FFI."""
     compile_module, jit = BaseDSL.compile_and_cache, Compiler.jit
     create, to_bytes = TVMFFIJitCompiledFunctionBase._create_tvm_ffi_function, aot.export_module_to_bytes
 

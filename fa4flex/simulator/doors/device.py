@@ -19,7 +19,7 @@ from fa4flex.simulator.watch.findings import Fault, Finding, Findings, Place
 
 @dataclass
 class Gpu:
-    """What has been launched so far, and what was found."""
+    """Launches so far, and what was found in them."""
 
     arch: str
     timing: str

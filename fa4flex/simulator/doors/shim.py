@@ -1,4 +1,4 @@
-"""What compiled host code calls in place of the CUDA runtime while it is simulated.
+"""Stand-ins for the CUDA runtime, which compiled host code calls while it is simulated.
 
 CuTe DSL compiles the host side of a kernel to LLVM: functions that fill in a launch configuration and call
 wrappers of the CUDA runtime (_cudaLibraryLoadData, _cudaLaunchKernelEx and their kin), which are declared
@@ -40,7 +40,7 @@ LAUNCH_FAILURE = 719
 
 @dataclass(frozen=True)
 class Device:
-    """What host code may ask about a GPU."""
+    """Properties of a GPU that host code may ask for."""
 
     arch: str
     capability: tuple[int, int]
@@ -65,7 +65,7 @@ class Binary:
 
 @dataclass(frozen=True)
 class Receiver:
-    """Who gets the launches."""
+    """Receiver of the launches."""
 
     device: Device
     on_launch: Callable[[Launch], None]
@@ -269,7 +269,7 @@ def _receive(launch: Launch) -> None:
 
 @_models("cuda_dialect_init_library_once", _POINTER, _POINTER, _POINTER, _POINTER)
 def _load_once(state: int, load: int, configure: int, set_error: int) -> None:
-    """What the real one does, but for one device: `state` holds the library afterwards, and 0 before."""
+    """Loads as the real one does, but for one device: `state` holds the library afterwards, and 0 before."""
     loaded = ctypes.c_uint64.from_address(state)
     if loaded.value:
         return
@@ -375,7 +375,7 @@ def _mlir(kind: str) -> str:
 
 @functools.cache
 def _refusal(name: str) -> Any:
-    """What stands for a function that is not modelled: calling it raises an error that names it."""
+    """Stand-in for a function that is not modelled: calling it raises an error that names it."""
 
     def refuse() -> None:
         raise _unmodelled(name.removeprefix("_"))

@@ -47,7 +47,7 @@ def tensor_map(
 
 
 def read_sizes(rank: int, addresses: Sequence[int]) -> list[tuple[int, ...]]:
-    """What `tensor_map` calls sizes, from memory."""
+    """Sizes as `tensor_map` takes them, from memory."""
     kinds = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint32)
     counts = (rank, rank - 1, rank, rank)
     return [

@@ -1,4 +1,4 @@
-"""What each PTX instruction does: importing this registers all translators (see table.py)."""
+"""Semantics of the PTX instructions: importing this registers all translators (see table.py)."""
 
 from fa4flex.simulator.isa import (
     approx,

@@ -36,7 +36,7 @@ def space_of(instruction: Instruction) -> str:
 
 
 def locate(operand: Operand, instruction: Instruction) -> Locate:
-    """How to compute the addresses that an operand [a + offset] names."""
+    """Function that computes the addresses of an operand [a + offset]."""
     if not isinstance(operand, Address):
         operand = Address(operand) if isinstance(operand, Reg | Symbol | Imm) else operand
     if not isinstance(operand, Address):
@@ -227,7 +227,7 @@ class Accessor:
 
 
 def _keys(space: Any, offsets: Addresses) -> Iterator[Hashable]:
-    """Where flags stand, by place; what is local has none."""
+    """Keys of flags, by place; local memory has none."""
     places = set(offsets.tolist())
     if isinstance(space, Cta):
         number = space.cluster.number

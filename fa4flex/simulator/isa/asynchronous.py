@@ -1,4 +1,4 @@
-"""What the asynchronous instructions share: how an operation knows what its issuer knew, and groups of
+"""Base of the asynchronous instructions: how an operation knows what its issuer knew, and groups of
 operations that a thread commits and waits for."""
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class Groups:
         return None
 
     def unwaited(self) -> list[Operation]:
-        """What nobody has waited for."""
+        """Operations that nobody has waited for."""
         closed = [o for lane in self.closed for group in lane for o, _ in group.started]
         return [o for _, o, _ in self.open] + closed
 

@@ -56,7 +56,7 @@ class Tile:
 
 
 def _destinations(access: Accessor, warp: Warp, address: int, mask: int | None) -> list[tuple[Cta, int]]:
-    """Where a copy goes: the CTA of the address, or all CTAs of a multicast mask at the same offset."""
+    """Destinations of a copy: the CTA of the address, or all CTAs of a multicast mask at the same offset."""
     cta, offset = cta_and_offset(access, warp, address)
     if mask is None:
         return [(cta, offset)]
@@ -223,7 +223,7 @@ def _range_in(instruction: Instruction, from_global: bool, operation: tuple[str,
 
 
 def _near(warp: Warp, box: tma.Box) -> bool:
-    """Whether this launch may have written to the box."""
+    """True if this launch may have written to the box."""
     if box.empty:
         return False
     span = sum((extent - 1) * stride for extent, stride in zip(box.extents, box.strides))
@@ -354,7 +354,7 @@ def reduce(instruction: Instruction) -> Act:
 
 
 def reduce_bytes(there: NDArray[Any], data: NDArray[Any], operation: str, type: str) -> NDArray[Any]:
-    """What memory holds after `data` was combined with what was `there`."""
+    """Contents of memory after `data` was combined with what was `there`."""
     before, new = (np.ascontiguousarray(x).view(DTYPES[type]) for x in (there, data))
     return reduced(operation, type, before, new).view(np.uint8)
 

@@ -65,7 +65,7 @@ def cvt(ins: Instruction) -> Step:
 
 
 def _dtype(type: str) -> np.dtype[Any]:
-    """How numpy calls an integer type."""
+    """numpy dtype of an integer type."""
     return np.dtype(f"{'i' if type[0] == 's' else 'u'}{WIDTHS[type] // 8}")
 
 
@@ -176,7 +176,7 @@ def _to_integer(ins: Instruction, found: Form, to: str, of: str) -> Step:
 
 
 _DROPPED = 0x1FFF
-"""What fp32 has and tf32 has not."""
+"""Bits of fp32 that tf32 has not."""
 _ORDER = {"f16": 16, "bf16": 16, "tf32": 19, "f32": 32, "f64": 64}
 
 
@@ -208,7 +208,7 @@ def _floats(ins: Instruction, found: Form, to: str, of: str) -> Step:
 
 
 def _check_floats(ins: Instruction, found: Form, to: str, of: str, mode: str) -> None:
-    """Which modifiers a conversion may and must have."""
+    """Checks the modifiers that a conversion may and must have."""
     flags, whole = found.flags, found.one_of(*_INTEGRAL)
     if to == of:
         require(not mode and not {"relu", "satfinite"} & flags, ins, "modifiers")

@@ -70,7 +70,7 @@ class Copies:
         return int(self.committed[left, _some(mask)].max())
 
     def unwaited(self) -> list[Operation]:
-        """What has not landed."""
+        """Copies that have not landed."""
         return list(self.flying.values())
 
 
@@ -118,7 +118,7 @@ def _size(instruction: Instruction) -> int:
 
 
 def _amount(instruction: Instruction, size: int) -> Read | None:
-    """How many bytes each lane reads; None for all."""
+    """Number of bytes that each lane reads; None for all."""
     rest = list(instruction.operands[3:])
     if instruction.has("L2::cache_hint") and rest and _is_policy(rest[-1]):
         rest.pop()
@@ -147,7 +147,7 @@ def _own(access: Accessor, warp: Warp, addresses: _Addresses) -> _Addresses:
 
 
 class _Copy:
-    """What one cp.async of a warp does when it lands. `amounts` are bytes to read by lane, None for all."""
+    """Effect of one cp.async of a warp when it lands. `amounts` are bytes to read by lane, None for all."""
 
     def __init__(
         self, access: Accessor, warp: Warp, number: int, offsets: _Addresses, sources: _Addresses, size: int
@@ -177,7 +177,7 @@ class _Copy:
         cta.shadow.write(self.access, granules(self.offsets, self.size, cta.launch.granule), self.clock)
 
     def _read(self) -> None:
-        """What this launch has written there must be over."""
+        """Checks that this launch's writes to the sources are over."""
         sources = self.sources if self.amounts is None else self.sources[self.amounts > 0]
         written = self.warp.cta.launch.written
         if len(sources) and written.near(int(sources.min()), int(sources.max()) + self.size):

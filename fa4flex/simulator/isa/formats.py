@@ -74,7 +74,7 @@ def encode(values: Array, to: Format, rounding: str = "rn", finite: bool = False
 
 
 def _overflow(negative: Array, to: Format, rounding: str, finite: bool) -> Array | int:
-    """What a finite number beyond the range becomes."""
+    """Result of rounding a finite number beyond the range."""
     if finite or to.infinity is None or rounding == "rz":
         return to.top
     if rounding in ("rn", "rna"):

@@ -131,7 +131,7 @@ _LAST_29, _HALF = np.int64(0x1FFFFFFF), np.int64(0x10000000)
 
 
 def _tail_matters(product: Array, addend: Array, total: Array) -> bool:
-    """Whether rounding product + addend, fp64, to fp32 by way of `total` can go wrong: not if no sum is
+    """True if rounding product + addend, fp64, to fp32 by way of `total` can go wrong: not if no sum is
     subnormal or NaN in fp32, and those halfway between fp32 numbers are exact."""
     narrow = to_single(total)
     if single(narrow).any_nan_or_subnormal(narrow):

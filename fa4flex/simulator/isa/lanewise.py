@@ -68,7 +68,7 @@ def require(condition: object, ins: Instruction, why: str = "") -> None:
 
 
 def value(ins: Instruction, index: int, type: str) -> Read:
-    """How to read operand `index` as `type`; [64] or [128] elements for packed types. Raises Unmodelled."""
+    """Reader of operand `index` as `type`; [64] or [128] elements for packed types. Raises Unmodelled."""
     require(index < len(ins.operands), ins, "too few operands")
     return value_of(ins, ins.operands[index], type)
 
@@ -81,7 +81,7 @@ def value_of(ins: Instruction, operand: Operand, type: str) -> Read:
 
 
 def target(ins: Instruction, index: int, type: str) -> Write:
-    """How to write operand `index`. Raises Unmodelled."""
+    """Writer of operand `index`. Raises Unmodelled."""
     require(index < len(ins.operands), ins, "too few operands")
     return target_of(ins, ins.operands[index], type)
 
@@ -94,7 +94,7 @@ def target_of(ins: Instruction, operand: Operand, type: str) -> Write:
 
 
 def part_of(ins: Instruction, operand: Operand, type: str, part: int) -> Read:
-    """How to read the packed elements number `part` of all lanes: [32]. Raises Unmodelled."""
+    """Reader of the packed elements number `part` of all lanes: [32]. Raises Unmodelled."""
     try:
         return _packed(operand, type, part)
     except (TypeError, KeyError) as error:
@@ -219,7 +219,7 @@ def _ufunc(ins: Instruction, result: str, inputs: list[Read], ufunc: np.ufunc) -
 
 
 def _in_place(ufunc: Function, result: str, sources: Sequence[str]) -> bool:
-    """Whether the ufunc's own result type is the register's, so that it needs no cast."""
+    """True if the ufunc's own result type is the register's, so that it needs no cast."""
     types = [element_type(type) for type in (*sources, result)]
     if not isinstance(ufunc, np.ufunc) or ufunc.nin != len(sources) or ufunc.nout != 1:
         return False
@@ -232,7 +232,7 @@ def element_type(type: str) -> np.dtype[Any]:
 
 
 def elements(type: str) -> int:
-    """How many values of a type a warp's register holds: 32, or 64 and 128 for packed types."""
+    """Number of values of a type in a warp's register: 32, or 64 and 128 for packed types."""
     if type not in PACKED:
         return LANES
     view, element = PACKED[type]

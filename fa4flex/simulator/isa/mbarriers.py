@@ -33,7 +33,7 @@ SCOPES = {
 
 
 def relaxed_clock(warp: Warp) -> Clock:
-    """What a relaxed arrival of a warp tells: all that a fence before it has released."""
+    """Clock released by a relaxed arrival of a warp: all that a fence before it has released."""
     clock = Clock(warp.cta.cluster.capacity)
     if warp.released is not None:
         warp.released.teach(clock, warp.cta.cluster.number)

@@ -103,7 +103,7 @@ def _polling(instruction: Instruction, look: Callable[[Warp, Mask], bytes], wher
 
 
 def _constant(instruction: Instruction) -> bool:
-    """Whether it loads what is the same for all threads of a launch: a kernel parameter by its name."""
+    """True if it loads what is the same for all threads of a launch: a kernel parameter by its name."""
     address = instruction.operands[1]
     base = address.base if isinstance(address, Address) else address
     return instruction.has("param") and isinstance(base, Symbol)

@@ -182,14 +182,14 @@ def cvta(ins: Instruction) -> Step:
 
 
 def in_window(addresses: Array, window: int) -> Array:
-    """Whether generic addresses, u64, lie in this window."""
+    """True where generic addresses, u64, lie in this window."""
     other = np.uint64(SHARED_WINDOW | LOCAL_WINDOW)
     return addresses & other == np.uint64(window)
 
 
 @translates("isspacep")
 def isspacep(ins: Instruction) -> Step:
-    """Whether a generic address lies in global, local or shared memory; shared::cta is the executing
+    """Query if a generic address lies in global, local or shared memory; shared::cta is the executing
     CTA's."""
     found = form(ins, _SPACES, [_SPACES])
     space = found.one_of(*_SPACES)

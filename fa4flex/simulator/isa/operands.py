@@ -26,7 +26,7 @@ Write = Callable[[Warp, Any, Mask], None]
 
 VIEWS = {"pred": "pred", "b8": "u16", "u8": "u16", "s8": "s16", "b128": "u128", "bf16": "u16"}
 VIEWS |= {"f16x2": "u32", "bf16x2": "u32", "f32x2": "u64", "b16": "u16", "b32": "u32", "b64": "u64"}
-"""Which of a warp's views holds a type: its own name for u16 ... f64, the unsigned bits for the rest."""
+"""Name of a warp's view that holds a type: its own name for u16 ... f64, the unsigned bits for the rest."""
 DTYPES = {"pred": np.bool_, "u128": np.uint64} | {
     f"{kind}{bits}": np.dtype(f"{letter}{bits // 8}")
     for kind, letter in zip("usf", "uif")
@@ -39,7 +39,7 @@ def view_of(type: str) -> str:
 
 
 def read(operand: Operand, type: str) -> Read:
-    """How to get the operand as `type`, as np.uint16 ... np.float64 or bool lanes [32]."""
+    """Reader of the operand as `type`, as np.uint16 ... np.float64 or bool lanes [32]."""
     view = view_of(type)
     match operand:
         case Reg():
@@ -64,7 +64,7 @@ def read(operand: Operand, type: str) -> Read:
 
 
 def constant_of(operand: Operand, dtype: Any, give: Callable[[Warp], Any]) -> Read:
-    """How to get what never changes for a warp: `give` is asked once, for a scalar or 32 lanes."""
+    """Reader of what never changes for a warp: `give` is asked once, for a scalar or 32 lanes."""
     key = operand, np.dtype(dtype)
 
     def get(warp: Warp) -> Array:
@@ -78,7 +78,7 @@ def constant_of(operand: Operand, dtype: Any, give: Callable[[Warp], Any]) -> Re
 
 
 def write(operand: Operand, type: str) -> Write:
-    """How to set the operand, a register or _, to values of `type`."""
+    """Writer of the operand, a register or _, with values of `type`."""
     if isinstance(operand, Discard):
         return lambda warp, values, mask: None
     if not isinstance(operand, Reg):

@@ -85,7 +85,7 @@ def _every(pattern: int, lanes: int) -> int:
 
 
 class Single:
-    """What fp32 values [lanes] hold, found without a numpy call. `lanes` is 32, or 64 for f32x2."""
+    """Tests of fp32 values [lanes] without a numpy call. `lanes` is 32, or 64 for f32x2."""
 
     def __init__(self, lanes: int) -> None:
         self.magnitude = _every(0x7FFFFFFF, lanes)
@@ -129,7 +129,7 @@ MANY = Many()
 
 
 def single(values: Array) -> Single | Many:
-    """What tests this many values quickest."""
+    """Quickest tests for this many values."""
     return SINGLE.get(values.size, MANY)
 
 

@@ -25,7 +25,7 @@ REMEMBERED = 8192
 
 @dataclass(frozen=True)
 class Spot:
-    """What an access of 32 lanes touches: a CTA's shared memory, as rows of its values, and as granules."""
+    """Shared memory that an access of 32 lanes touches: its CTA, as rows of its values, and as granules."""
 
     rank: int
     rows: Where

@@ -121,7 +121,7 @@ def _operation(instruction: Instruction, sources: list[Read], store: Store, redu
 
 
 def _offsets(access: Accessor, warp: Warp, addresses: Values, cta: Cta) -> Values:
-    """Where the values go in the CTA of the mbarrier, which has to be that of the addresses."""
+    """Offsets of the values in the CTA of the mbarrier, which has to be that of the addresses."""
     places = [cta_and_offset(access, warp, int(address)) for address in addresses]
     if any(owner is not cta for owner, _ in places):
         text = f"{warp} writes to another CTA than CTA {cta.rank}, where the mbarrier is"

@@ -1,4 +1,4 @@
-"""Which function translates which instruction.
+"""Table of translators by instruction.
 
 A translator reads an Instruction once, before the kernel runs, and returns what is executed every time: a
 Step, or an Act where the instruction may have to wait or where other warps should get their turn. It raises
@@ -22,7 +22,8 @@ Step = Callable[[Warp, Mask], None]
 
 @dataclass(frozen=True)
 class Wait:
-    """Why an Act is not done: `ready` turns true, and then the Act is executed again from its beginning.
+    """Reason why an Act is not done: `ready` turns true, and then the Act is executed again from its
+    beginning.
 
     `what` says it to people ("mbarrier at shared 0x40 of CTA 1, phase 3"). `on` is the object waited for, by
     which late timing knows what to complete first.
@@ -32,7 +33,7 @@ class Wait:
     what: str
     on: object = None
     limited: bool = False
-    """Whether the instruction may answer without success when its time is up."""
+    """True if the instruction may answer without success when its time is up."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Act:
 
     run: Callable[[Warp, Mask], Wait | None]
     signals: bool = False
-    """Whether others may be waiting for what this does: late timing lets them go first."""
+    """True if others may be waiting for what this does: late timing lets them go first."""
 
 
 Translator = Callable[[Instruction], Step | Act]

@@ -246,9 +246,9 @@ def cells_of(table: tensor.Transfer, start: int) -> Cells:
 
 
 def place_checked(warp: Warp, table: tensor.Transfer, address: int, instruction: Instruction) -> int:
-    """Where a warp reads or writes: warp w reaches the 32 lanes from 32 * (w % 4) on. An address of other
-    lanes is reported, and stands for the same ones among its own: public kernels that run on hardware give
-    all warps the address of lane 0."""
+    """Address that a warp reads or writes: warp w reaches the 32 lanes from 32 * (w % 4) on. An address of
+    other lanes is reported, and stands for the same ones among its own: public kernels that run on hardware
+    give all warps the address of lane 0."""
     lane, _ = tensor.split_address(address)
     first = warp.index % 4 * LANES
     if lane // LANES != warp.index % 4:

@@ -92,7 +92,7 @@ def wait_ld(instruction: Instruction) -> Act:
 
 
 def fetch(warp: Warp) -> None:
-    """What the warp's loads bring is needed now."""
+    """Lands the warp's loads, whose results are needed now."""
     pending = loads_of(warp).pending
     if pending:
         warp.cta.cluster.units.land(pending[-1])

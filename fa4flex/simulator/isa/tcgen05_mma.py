@@ -35,7 +35,7 @@ BLOCKS |= {f"scale_vec::{count}X": 0 for count in (1, 2, 4)}
 
 @dataclass(frozen=True)
 class Form:
-    """What an instruction's modifiers say: `block` is 0 without block scaling."""
+    """Modifiers of an instruction: `block` is 0 without block scaling."""
 
     kind: str
     group: int

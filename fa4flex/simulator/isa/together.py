@@ -98,7 +98,7 @@ def _several_results(members: Sequence[Elementwise], gathers: list[Gather]) -> C
 
 
 def _gather(sources: Sequence[Place | Array]) -> Gather:
-    """How to get one operand of all members: [n, elements], or [1, elements] where it is the same for all."""
+    """Reader of one operand of all members: [n, elements], or [1, elements] where it is the same for all."""
     if isinstance(sources[0], np.ndarray):
         values = np.stack(list(sources))
         constant = values[:1] if (values.view(np.uint8) == values[:1].view(np.uint8)).all() else values

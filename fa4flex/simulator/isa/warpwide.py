@@ -30,14 +30,14 @@ _ALL = np.ones(LANES, np.bool_)
 _ONE_LANE = np.eye(LANES, dtype=np.bool_)
 _FULL = 0xFFFFFFFF
 _UNKNOWN = np.uint32(0xA5A5A5A5)
-"""What a lane receives from one that takes no part."""
+"""Value that a lane receives from one that takes no part."""
 _NAN = np.uint32(0x7FFFFFFF)
 
 # --- who takes part -----------------------------------------------------------------------------------------
 
 
 def members(operand: Operand, instruction: Instruction) -> Teams:
-    """How to tell from a membermask which lanes take part. Lanes that are not in their own membermask, and
+    """Reader of the lanes that take part, from a membermask. Lanes that are not in their own membermask, and
     live ones that are named and do not come, are findings."""
     if not isinstance(operand, Imm):
         return _varying_members(operand, instruction)

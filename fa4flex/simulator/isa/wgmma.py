@@ -250,7 +250,7 @@ def wait_group(instruction: Instruction) -> Act:
 
 
 def _all_over(pending: list[Product]) -> bool:
-    """Whether all are over, which are taken from the end: those that are over stay so, and are not asked
+    """True if all are over, which are taken from the end: those that are over stay so, and are not asked
     again."""
     while pending and pending[-1].over():
         pending.pop()

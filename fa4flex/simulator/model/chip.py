@@ -1,4 +1,4 @@
-"""What the model of time takes a chip to be: rates per clock and multiprocessor, latencies in clocks.
+"""Chip as the model of time has it: rates per clock and multiprocessor, latencies in clocks.
 
 Nothing here is fitted to a kernel's measured time. A comment behind each number says where it is from:
 

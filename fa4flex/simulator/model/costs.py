@@ -1,4 +1,4 @@
-"""What each PTX instruction costs a multiprocessor: a table from PTX to the machine instruction that ptxas
+"""Cost of each PTX instruction on a multiprocessor: a table from PTX to the machine instruction that ptxas
 makes of it.
 
 PTX is not machine code. What ptxas folds away costs nothing here (moves, packing of register pairs,

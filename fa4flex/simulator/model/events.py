@@ -1,4 +1,4 @@
-"""What an executed instruction did beyond its warp: arrivals, waits, copies, MMAs, with their operands'
+"""Effects of an executed instruction beyond its warp: arrivals, waits, copies, MMAs, with their operands'
 values.
 
 Barriers are named by keys: (CTA, offset) for an mbarrier, (CTA, -1 - number) for a named one.
@@ -138,7 +138,7 @@ class Observer:
 
 
 def observer(instruction: Instruction) -> Observer:
-    """How to see what an instruction does."""
+    """Observer of what an instruction does."""
     for name, make in _OBSERVERS.items():
         if instruction.opcode == name or instruction.opcode.startswith(f"{name}."):
             return make(instruction)

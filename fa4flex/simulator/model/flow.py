@@ -1,5 +1,5 @@
-"""What a kernel's instructions read and write, where its basic blocks begin, which registers hold the same in
-all lanes, and which are still needed at the end of a block."""
+"""Data flow of a kernel: what its instructions read and write, where its basic blocks begin, which registers
+hold the same in all lanes, and which are live at the end of a block."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def operands_of(instruction: Instruction) -> tuple[tuple[Register, ...], tuple[R
 
 
 def _results(instruction: Instruction) -> int:
-    """How many of the first operands are results."""
+    """Number of results among the operands, which come first."""
     name, operands = instruction.name, instruction.operands
     if name in NO_RESULT or not operands:
         return 0
@@ -52,7 +52,7 @@ def loads_constant(instruction: Instruction) -> bool:
 
 
 def mixes(instruction: Instruction) -> bool:
-    """Whether results may differ between lanes although the operands do not."""
+    """True if results may differ between lanes although the operands do not."""
     if loads_constant(instruction):
         return False
     return instruction.name in MIXED or any(_varies(o) for o in instruction.operands)
@@ -81,7 +81,7 @@ class Flow:
 
 
 def _leaders(body: tuple[Instruction, ...]) -> frozenset[int]:
-    """Where basic blocks begin."""
+    """Leaders of basic blocks."""
     found = {0}
     for index, instruction in enumerate(body):
         if instruction.name in JUMPS:
@@ -138,7 +138,7 @@ def _liveness(body: tuple[Instruction, ...], leaders: list[int]) -> tuple[Needs,
 
 
 def _next(body: tuple[Instruction, ...], stop: int) -> list[int]:
-    """Where a block that ends before `stop` goes on."""
+    """Successors of a block that ends before `stop`."""
     last = body[stop - 1]
     found = [o.target for o in last.operands if isinstance(o, Label)] if last.name == "bra" else []
     if last.name not in JUMPS or last.guard is not None:

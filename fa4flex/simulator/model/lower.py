@@ -56,7 +56,7 @@ class Lowering:
         self._made: dict[tuple[int, int, int], Stretch] = {}
 
     def pieces(self, trace: WarpTrace) -> Iterator[Piece]:
-        """What a warp executes, stretch by stretch."""
+        """Pieces that a warp executes, stretch by stretch."""
         first = stop = -1
         events: dict[int, Event] = {}
         registers = self._registers
@@ -164,7 +164,7 @@ class Pressure:
         self.taken = sum(self.sizes[r] for r in self.holding)
 
     def growth(self, op: Op) -> int:
-        """How many registers more are in use behind an instruction."""
+        """Number of registers more in use behind an instruction."""
         made = sum(self.sizes.get(r, 0) for r in op.writes if r not in self.holding and self._kept(r))
         return made - sum(self.sizes[r] for r in set(op.reads) if self._last(r))
 
@@ -187,7 +187,7 @@ class Pressure:
         return self.uses[register] > 0 or register in self.needed
 
     def _last(self, register: Register) -> bool:
-        """Whether the next read of a register is its last."""
+        """True if the next read of a register is its last."""
         return self.uses[register] == 1 and register not in self.needed and register in self.holding
 
 

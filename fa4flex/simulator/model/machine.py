@@ -54,7 +54,7 @@ class Server:
     busy: Bins = field(default_factory=bins)
 
     def serve(self, now: float, amount: float) -> float:
-        """When it is done with an amount that is asked for now."""
+        """Clock at which it is done with an amount that is asked for now."""
         start = max(now, self.free)
         self.free = start + amount / self.rate
         spread(self.busy, start, self.free)
@@ -70,7 +70,7 @@ class Phases:
     bytes: int = 0
     done: int = 0
     since: list[float] = field(default_factory=list)
-    """When each phase was completed."""
+    """Clock at which each phase was completed."""
     waiting: list[tuple[Walker, int, float]] = field(default_factory=list)
     """(warp, number of phases it waits for, since when)"""
 
@@ -85,7 +85,7 @@ class Subcore:
 
 @dataclass(eq=False)
 class Processor:
-    """What the warps of one CTA share."""
+    """Units that the warps of one CTA share."""
 
     subcores: list[Subcore]
     shared: Server
@@ -107,25 +107,25 @@ class Walker:
     subcore: Subcore
     piece: int = 0
     at: int = 0
-    """Where it is: the next instruction of the piece."""
+    """Index of the next instruction of the piece."""
     ready: dict[Register, float] = field(default_factory=dict)
-    """When registers can be read."""
+    """Clock at which each register is ready."""
     stored: float = 0.0
     loaded: float = 0.0
-    """When its accesses to tensor memory are over."""
+    """Clock at which its accesses to tensor memory are over."""
     bulk: list[float] = field(default_factory=list)
-    """When each of its bulk stores is over."""
+    """Clock at which each of its bulk stores is over."""
     cluster_round: int = 0
     """The round of the cluster's barrier that it came to last."""
     held: dict[str, Bins] = field(default_factory=dict)
     """Clocks it did not issue, by cause and bin."""
     issued: Bins = field(default_factory=bins)
     times: list[float] = field(default_factory=list)
-    """When it issued."""
+    """Clocks at which it issued."""
     spans: list[tuple[float, float]] = field(default_factory=list)
-    """When it waited at barriers."""
+    """Spans of waiting at barriers."""
     end: float = 0.0
-    """When it was done."""
+    """Clock at which it was done."""
 
     def wait(self, cause: str, since: float, until: float) -> None:
         """It does not issue from one clock to another."""
@@ -152,7 +152,7 @@ class Machine:
         self.multiplied: list[tuple[float, float, int]] = []
         """(start, end, flops of the CTA) of each MMA of CTA 0."""
         self.marks: dict[int, list[float]] = {}
-        """When CTA 0 issued each MMA instruction, by its index in the kernel's body."""
+        """Clocks at which CTA 0 issued each MMA instruction, by its index in the kernel's body."""
         self.flops_at: dict[int, list[float]] = {}
         self.flops = 0.0
         """FLOPs of CTA 0."""
@@ -243,7 +243,7 @@ class Machine:
             walker.ready[register] = done
 
     def _holds(self, walker: Walker, event: ev.Event, now: float) -> bool:
-        """Whether a fence has to wait for the warp's own accesses; it is then tried again."""
+        """True if a fence has to wait for the warp's own accesses; it is then tried again."""
         until = now
         if isinstance(event, ev.Fenced):
             until = walker.stored if event.stores else walker.loaded
@@ -255,7 +255,7 @@ class Machine:
         return until > now
 
     def _does(self, walker: Walker, op: Op, event: ev.Event, now: float) -> bool:
-        """What an instruction does beyond its warp. True where the warp now waits for others."""
+        """Effects of an instruction beyond its warp. True where the warp now waits for others."""
         chip, rank = self.chip, walker.trace.rank
         match event:
             case ev.Made(key, count):

@@ -62,7 +62,7 @@ class Role:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the model says of one CTA of a launch and of a loop around its MMAs.
+    """Prediction for one CTA of a launch and for a loop around its MMAs.
 
     cycles           clocks from the launch of the CTA to its end
     cycles_per_step  clocks of one iteration in the steady state

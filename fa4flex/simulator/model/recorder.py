@@ -1,4 +1,5 @@
-"""What the warps of one cluster executed, in order, with what their barriers, copies and MMAs referred to.
+"""Trace of one cluster's warps: what they executed, in order, with what their barriers, copies and MMAs
+referred to.
 
 A kernel runs once, functionally; a translated program whose blocks also write down what they are is run in
 place of its own. Time plays no part: the trace holds for every chip of the architecture.

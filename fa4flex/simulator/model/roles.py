@@ -1,4 +1,4 @@
-"""What a warp is there for, told by its instructions."""
+"""Role of a warp, told by its instructions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fa4flex.simulator.model.machine import Walker
 
 
 def role(walker: Walker) -> str:
-    """What a warp's instructions say it does. Softmax warps are told apart by their warpgroup."""
+    """Role of a warp, as its instructions tell it. Softmax warps are told apart by their warpgroup."""
     events = [e for _, found in walker.pieces for e in found.values()]
     kinds = {type(one) for e in events for one in (e if isinstance(e, tuple) else (e,))}
     costs = Counter(op.cost.name for piece, _ in walker.pieces for op in piece.ops)

@@ -61,7 +61,7 @@ def _level(spans: list[tuple[float, float]], at: float, size: float) -> str:
 
 
 def _state(walker: Walker, at: float, size: float) -> str:
-    """What a warp does most of a span of time."""
+    """State of a warp during most of a span of time."""
     waiting = _between(walker.spans, at, size)
     if waiting >= 0.5:
         return "."

@@ -108,5 +108,5 @@ class Tokens:
 
 
 def is_name(word: str) -> bool:
-    """Whether a token can name a register, label or variable. PTX ISA 4.4."""
+    """True if a token can name a register, label or variable. PTX ISA 4.4."""
     return _NAME.fullmatch(word) is not None

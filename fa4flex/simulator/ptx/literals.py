@@ -19,7 +19,7 @@ _PRIORITY = {"|": 1, "^": 2, "&": 3, "<<": 4, ">>": 4, "+": 5, "-": 5, "*": 6, "
 
 
 def starts_constant(word: str) -> bool:
-    """Whether a token can begin a constant expression."""
+    """True if a token can begin a constant expression."""
     return word[:1].isdigit() or word in ("-", "+", "~", "(") or (word[:1] == "." and word[1:2].isdigit())
 
 

@@ -66,7 +66,7 @@ class Special:
 
 @dataclass(frozen=True)
 class Label:
-    """Where to branch to: an index into Kernel.body."""
+    """Branch target: an index into Kernel.body."""
 
     name: str
     target: int
@@ -142,7 +142,7 @@ class Instruction:
         return self.parts[1:]
 
     def has(self, *modifiers: str) -> bool:
-        """Whether all of these are among the modifiers."""
+        """True if all of these are among the modifiers."""
         return all(m in self.parts[1:] for m in modifiers)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""What names mean: nested { } scopes of registers, variables and labels. PTX ISA, sections 4.4, 5.4 and 6.
+"""Scopes of names: nested { } scopes of registers, variables and labels. PTX ISA, sections 4.4, 5.4 and 6.
 
 Inline assembly declares the same names again in each of its scopes. Here every register has an index of its
 own, which no other scope reuses, and a name that is already taken in the kernel gets a number: the second
@@ -51,7 +51,7 @@ class Names:
     def __init__(self, variables: dict[str, Symbol]) -> None:
         self.scope = Scope(None, dict(variables))
         self.registers: dict[int, int] = {}
-        """How many registers each file has, by its width."""
+        """Number of registers in each file, by its width."""
         self._copies = dict.fromkeys(variables, 1)
 
     # --- scopes ---------------------------------------------------------------------------------------------

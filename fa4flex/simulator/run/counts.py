@@ -1,4 +1,4 @@
-"""What a launch costs a multiprocessor, from the instructions that were executed.
+"""Cost of a launch on a multiprocessor, from the instructions that were executed.
 
 Rates are per clock and multiprocessor, as in the FlashAttention-4 paper's tables (Zadouri et al. 2026,
 "Roofline analysis"): dense 16-bit MMA 8192 multiply-adds on Blackwell (4096 on Hopper, its ratio of peak
@@ -25,7 +25,7 @@ ARITHMETIC = {"add", "sub", "mul", "fma", "mad", "min", "max", "neg", "abs"}
 
 
 def category(instruction: Instruction) -> str:
-    """Which kind of work an instruction is."""
+    """Category of an instruction's work."""
     name, parts = instruction.name, instruction.modifiers
     if name in SPECIAL_FUNCTIONS and ("approx" in parts):
         return "special functions"
@@ -94,7 +94,7 @@ def roles(result: Result) -> list[Role]:
 
 
 def _name(counts: Counter[str]) -> str:
-    """What the role's instructions say it does."""
+    """Name of the role, as its instructions tell it."""
     if counts["tcgen05.mma"]:
         return "mma"
     if counts["special functions"] > 100:
@@ -124,7 +124,7 @@ def shared_memory(result: Result) -> dict[str, float]:
 
 
 def source(instruction: Instruction) -> str:
-    """What an instruction that moves something through shared memory is among its like."""
+    """Source of shared-memory traffic that an instruction is."""
     name = instruction.name
     if instruction.parts[:2] in (("tcgen05", "mma"), ("wgmma", "mma_async")):
         return "operands of MMAs"

@@ -26,7 +26,7 @@ from fa4flex.simulator.watch.findings import REMARKS, Fault, Finding, Findings
 
 @dataclass(frozen=True)
 class Shape:
-    """How a kernel is launched: CTAs, threads of a CTA, CTAs of a cluster, bytes of dynamic shared memory."""
+    """Launch configuration: CTAs, threads of a CTA, CTAs of a cluster, bytes of dynamic shared memory."""
 
     grid: Triple
     block: Triple
@@ -36,7 +36,7 @@ class Shape:
 
 @dataclass
 class Result:
-    """What a launch did. `findings` is empty where nothing is wrong; `fault` is the one that ended it early.
+    """Result of a launch. `findings` is empty where nothing is wrong; `fault` is the one that ended it early.
     `remarks` are on what works, though not by the letter of the PTX ISA."""
 
     kernel: str

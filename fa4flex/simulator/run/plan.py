@@ -49,7 +49,7 @@ def ordered(items: Sequence[Item]) -> list[list[int]]:
 
 
 def steps(items: Sequence[Item]) -> list[Step]:
-    """What to execute for all 32 lanes, in order."""
+    """Steps to execute for all 32 lanes, in order."""
     found: list[Step] = []
     for group in ordered(items):
         if len(group) >= FEWEST:
@@ -68,7 +68,8 @@ def _add(index: int, item: Item, ready: dict[Hashable, list[int]], alone: list[i
 
 
 def _connect(items: Sequence[Item]) -> None:
-    """Who waits for whom: reads for writes before them, writes for reads and writes before them."""
+    """Dependences between items: reads wait for writes before them, writes for reads and writes before
+    them."""
     writer: dict[RegisterKey, int] = {}
     readers: dict[RegisterKey, list[int]] = {}
     for index, item in enumerate(items):

@@ -60,7 +60,7 @@ class Block:
     touched: frozenset[RegisterKey] = frozenset()
     computed: frozenset[RegisterKey] = frozenset()
     runs: int = 0
-    """How often it was executed for all 32 lanes, by any launch."""
+    """Number of times it was executed for all 32 lanes, by any launch."""
 
     @cached_property
     def planned(self) -> list[Step]:
@@ -94,7 +94,7 @@ class Program:
 
 
 def needs_company(instruction: Instruction) -> bool:
-    """Whether an instruction is executed by several lanes together."""
+    """True if an instruction is executed by several lanes together."""
     return instruction.has("sync") or instruction.has("aligned") or instruction.name in ("bar", "barrier")
 
 
@@ -159,8 +159,8 @@ _ALL, _NONE = b"\1" * LANES, b"\0" * LANES
 
 
 def _item(instruction: Instruction, step: Step, guard: Guard | None) -> plan.Item:
-    """What is known of a step: an instruction whose operands may be results and sources alike, or that does
-    more than to compute, keeps its order among its like."""
+    """Plan item of a step: an instruction whose operands may be results and sources alike, or that does more
+    than to compute, keeps its order among its like."""
     named = [set(registers_of(operand)) for operand in instruction.operands]
     run = step if guard is None else _when(step, guard)
     condition = {(1, guard.index)} if guard else set()

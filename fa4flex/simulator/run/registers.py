@@ -16,7 +16,7 @@ from fa4flex.simulator.watch.findings import Finding
 
 Loading = dict[RegisterKey, Instruction]
 Use = tuple[Instruction | None, Instruction | None, Loading]
-"""Who uses a register that is being loaded, and the load; or what is being loaded after a block."""
+"""Users of a register that is being loaded, and the load; or what is being loaded after a block."""
 
 
 class RegisterWatch:

@@ -1,4 +1,4 @@
-"""What a simulated launch found and cost, in words."""
+"""Report of a simulated launch: findings and cost, in words."""
 
 from __future__ import annotations
 

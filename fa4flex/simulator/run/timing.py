@@ -1,4 +1,4 @@
-"""When asynchronous operations land and whose turn it is: the choices that hardware leaves open.
+"""Timing of asynchronous operations and turns of warps: the choices that hardware leaves open.
 
 eager   every operation lands when it is issued; warps run as far as they can, in turns
 late    an operation lands only when no warp can go on, and then one that a warp is waiting for; a warp that
@@ -45,7 +45,7 @@ class Timing:
         return ready[0]
 
     def gives_way(self, signals: bool) -> bool:
-        """Whether a warp's turn ends after an instruction that others may be waiting for."""
+        """True if a warp's turn ends after an instruction that others may be waiting for."""
         if self.name == "late":
             return signals
         return self.name == "random" and self._random.random() < 0.4
@@ -63,7 +63,7 @@ class Timing:
         return self._random.choice(clusters) if self.name == "random" else clusters[-1]
 
     def forced(self, units: Units, waits: Sequence[Wait]) -> Operation:
-        """Which of the pending operations lands when nobody can go on."""
+        """Pending operation that lands when nobody can go on."""
         for wait in waits:
             wanted = units.signalling(wait.on)
             if wanted:
@@ -71,7 +71,7 @@ class Timing:
         return units.pending[0]
 
     def cancels(self, waiting: int) -> int | None:
-        """Which of so many waiting clusters a request cancels, or None: it is refused."""
+        """Index of the waiting cluster that a request cancels, or None: it is refused."""
         if self.name != "random":
             return 0 if self.eager else waiting - 1
         return None if self._random.random() < 0.1 else self._random.randrange(waiting)

@@ -37,7 +37,7 @@ class UndefinedWatch:
         self.needed = bool(makers)
 
     def concerns(self, warp: Warp, block: Block) -> bool:
-        """Whether a block makes undefined values or touches some."""
+        """True if a block makes undefined values or touches some."""
         if block.start in self._making:
             return True
         return bool(warp.undefined) and not warp.undefined.keys().isdisjoint(_touched(block))
@@ -116,7 +116,8 @@ def _undefined(warp: Warp, operand: Operand) -> Lanes:
 
 
 def _follow(warp: Warp, instruction: Instruction, mask: Mask, lanes: Lanes) -> None:
-    """What an instruction has written is undefined in these lanes, and defined in others that took part."""
+    """Marks what an instruction has written as undefined in these lanes, and defined in others that took
+    part."""
     if not instruction.operands or isinstance(instruction.operands[0], Address) or not warp.undefined:
         return
     if instruction.name == "clusterlaunchcontrol":

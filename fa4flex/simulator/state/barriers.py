@@ -55,7 +55,7 @@ class MBarrier:
         self.gathered.loads |= 1 << load
 
     def over(self, parity: int) -> bool:
-        """Whether the phase of this parity has completed: true at once for the one before the first."""
+        """True if the phase of this parity has completed: at once for the one before the first."""
         return self.phase & 1 != parity & 1
 
     def _complete(self) -> None:
@@ -100,7 +100,7 @@ class Meeting:
     name: str
     agents: int
     whole: bool = False
-    """Whether this round needs everybody who has not exited."""
+    """True if this round needs everybody who has not exited."""
     threads: int = 0
     here: int = 0
     round: Round = field(init=False)

@@ -31,7 +31,7 @@ TENSOR_BAND = 16
 
 @dataclass
 class Grid:
-    """What all CTAs of a launch share. Sizes are in threads, CTAs and bytes."""
+    """State that all CTAs of a launch share. Sizes are in threads, CTAs and bytes."""
 
     grid: Triple
     block: Triple
@@ -55,7 +55,7 @@ class Grid:
     explicit_cluster: bool = False
     time: int = 0
     flags: Flags = field(default_factory=Flags)
-    """What strong writes tell, by (cluster, CTA, offset) in shared memory and by address in global memory."""
+    """Flags of strong writes, by (cluster, CTA, offset) in shared memory and by address in global memory."""
     spots: dict[object, Any] = field(default_factory=dict)
     """Places in shared memory by the addresses that led there (isa/shared.Spot)."""
     constants: dict[object, NDArray[Any]] = field(default_factory=dict)
@@ -83,25 +83,25 @@ class Warp(Registers):
         self.live = np.arange(LANES) < threads
         """Lanes that exist and have not exited."""
         self.whole = threads >= LANES
-        """Whether all 32 lanes are alive."""
+        """True if all 32 lanes are alive."""
         self.groups: dict[int, NDArray[np.bool_]] = {0: self.live.copy()}
-        """Where its lanes are: indices into Kernel.body, and who is there."""
+        """Lanes by program counter: indices into Kernel.body, and who is there."""
         self.local = fresh(f"the local memory of {self}", 0, LANES * cta.launch.local_bytes)
         """The lanes' bytes one after the other: local addresses tell lanes apart."""
         self.ticket: tuple[Meeting, Round] | None = None
         """The barrier that the warp has come to, and its round; held while the warp waits."""
         self.cluster_ticket: tuple[Meeting, Round] | None = None
         self.released: Told | None = None
-        """What the warp knew at its last fence that releases."""
+        """Knowledge of the warp at its last fence that releases."""
         self.observed: list[Told] = []
-        """What strong reads have found that no fence has acquired yet."""
+        """Knowledge found by strong reads that no fence has acquired yet."""
         self.announced: set[MBarrier] = set()
         """mbarriers that the warp knew of at its last fence.mbarrier_init."""
         self.arrived_again = 0
         """Arrivals at the cluster's barrier before the warp had waited for the one before: so many waits more
         have nothing to wait for."""
         self.gives_up = False
-        """Whether the next try_wait answers false instead of waiting."""
+        """True if the next try_wait answers false instead of waiting."""
         self.polled: dict[int, tuple[bytes, bytes]] = {}
         """Addresses of a load that acquires, and what it found there last, by PTX line of the load."""
         self.busy: dict[tuple[int, int], Instruction] = {}
@@ -115,13 +115,13 @@ class Warp(Registers):
         self.unfenced: set[tuple[int, int]] = set()
         """Registers used by other instructions since the last wgmma.fence."""
         self.fenced = False
-        """Whether there was a wgmma.fence at all."""
+        """True if there was a wgmma.fence at all."""
         self.started: dict[str, Any] = {}
         """Asynchronous operations by kind, in groups as they were committed (isa/asynchronous.Groups)."""
         self.carry = np.zeros(LANES, np.bool_)
         """The carry flag of add.cc and its kin."""
         self.constants: dict[object, NDArray[Any]] = {}
-        """What special registers and addresses of variables hold, by how they are read."""
+        """Values of special registers and addresses of variables, by how they are read."""
 
     def alive(self) -> bool:
         return b"\1" in self.live.tobytes()
@@ -232,7 +232,7 @@ class Cluster:
         self.shared: Counter[int] = Counter()
         """Bytes that went through shared memory, by PTX line; of loads and stores 128 for every clock."""
         self.refused = False
-        """Whether a warp has seen that a request to cancel another cluster was refused."""
+        """True if a warp has seen that a request to cancel another cluster was refused."""
         self.ctas: list[Cta] = []
         for rank, index in enumerate(indices):
             self.ctas.append(Cta(self, rank, index))

@@ -69,7 +69,7 @@ class Region:
         return view
 
     def rows(self, addresses: Addresses, width: int) -> Addresses:
-        """Which rows of `width` bytes lie at these addresses. Raises BadAccess."""
+        """Rows of `width` bytes at these addresses. Raises BadAccess."""
         # All bits that any address has: enough to see that they are aligned, and usually that they fit.
         every = int(np.bitwise_or.reduce(addresses))
         if not self.low and not every & (width - 1) and 0 <= every <= self.stop - width:
@@ -169,7 +169,7 @@ def _host_region(name: str, low: int, stop: int, writable: bool) -> Region:
 
 
 def _mappings() -> list[Region]:
-    """What the process may read now."""
+    """Mappings that the process may read now."""
     found = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, rights = line.split()[:2]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 LANES = 32
 Mask = NDArray[np.bool_] | None
-"""Which lanes an instruction acts for, bool [32] with at least one set; None is all 32."""
+"""Lanes that an instruction acts for, bool [32] with at least one set; None is all 32."""
 
 POISON = 0xA5
 """Every byte of a register nobody wrote: a large odd value in any type, the same in each run."""

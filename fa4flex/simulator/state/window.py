@@ -1,4 +1,4 @@
-"""Where shared and local memory lie in the generic address space.
+"""Windows of shared and local memory in the generic address space.
 
 Offsets in shared memory are 32 bits: the CTA's rank in its cluster from bit 24 on, bytes below. A generic
 address is such an offset, or a byte of local memory, behind a bit that no host address has.

@@ -1,4 +1,4 @@
-"""Where tcgen05.mma keeps D, and A in tensor memory, and what one instruction does to D.
+"""Layouts of tcgen05.mma's D, and of A in tensor memory, and what one instruction does to D.
 
 PTX ISA "Data Path Layout Organization" (layouts A to G, those of dense MMAs). `cells` is
 the tensor memory of one CTA, uint32 [128, 512]; of a pair each CTA executes its own half. Elements of D take
@@ -35,7 +35,7 @@ class Part:
 
 @lru_cache
 def parts(m: int, n: int, cta_group: int, lane: int, ws: bool = False) -> tuple[Part, ...]:
-    """How the D of one CTA, m / cta_group x n, lies in tensor memory from `lane` on; `ws` is that of
+    """Layout of one CTA's D, m / cta_group x n, in tensor memory from `lane` on; `ws` is that of
     tcgen05.mma.ws. Raises InputError for another lane than 0 (or 16, where only half of the lanes are used)
     and for an M that no layout has."""
     if lane and not (lane == 16 and (m, cta_group, ws) == (64, 1, False)):
@@ -159,8 +159,9 @@ def multiplicand(
 
 @dataclass(frozen=True)
 class Operation:
-    """What an instruction adds to its shapes: whether it accumulates (enable-input-d), by how many powers of
-    two D is halved first (scale-input-d), integer saturation, lanes of D left alone (bool [128])."""
+    """Operation of an instruction beside its shapes: whether it accumulates (enable-input-d), by how many
+    powers of two D is halved first (scale-input-d), integer saturation, lanes of D left alone (bool
+    [128])."""
 
     accumulate: bool
     halvings: int = 0

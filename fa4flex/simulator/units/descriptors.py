@@ -131,7 +131,7 @@ def touched(
     itemsize: int,
     part: tuple[int, int] | None = None,
 ) -> NDArray[np.intp]:
-    """Which 16-byte chunks of the shared window the operand lies in: intp, sorted, each once; chunk i is at
+    """16-byte chunks of the shared window that the operand lies in: intp, sorted, each once; chunk i is at
     address 16 i. `itemsize` is that of an element in bytes. `part` is (first, stop) of the rows that are
     asked for: whole chunks where M or N is contiguous."""
     layout = descriptor.layout

@@ -1,4 +1,4 @@
-"""How a unit refuses what it does not know, and what cannot be."""
+"""Errors of a unit for what it does not know, and what cannot be."""
 
 from __future__ import annotations
 

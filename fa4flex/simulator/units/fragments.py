@@ -1,4 +1,4 @@
-"""Which lane and register of a warp holds which element: mma.sync, ldmatrix, stmatrix, movmatrix.
+"""Matrix fragments, by lane and register of a warp: mma.sync, ldmatrix, stmatrix, movmatrix.
 
 PTX ISA "Matrix Fragments for mma.m16n8k..." and "Warp-level matrix load / store / transpose". All fragments
 of mma.sync follow from one rule: a lane is (group, member) = (lane / 4, lane % 4), a register holds E = 32 /
@@ -134,7 +134,7 @@ def _eight(transposed: bool) -> Fragment:
 
 
 def row_lanes(number: int) -> Indices:
-    """Which lane's address says where row j of matrix i is: intp [number, 8], for .x1, .x2 and .x4."""
+    """Lane whose address says where row j of matrix i is: intp [number, 8], for .x1, .x2 and .x4."""
     return np.arange(8 * number, dtype=np.intp).reshape(number, 8)
 
 

@@ -79,9 +79,9 @@ class InstructionDescriptor:
 
 @lru_cache(maxsize=1024)
 def decode(bits: int, kind: str, cta_group: int, ws: bool = False, block: int = 0) -> InstructionDescriptor:
-    """What the bits say for .kind::`kind`, with a scale factor for every `block` elements where that is not
-    0. Raises InputError for what the ISA forbids, UnsupportedError for sparse MMAs, the maximum shift of .ws
-    and a depth that only later chips have."""
+    """Instruction descriptor for .kind::`kind`, with a scale factor for every `block` elements where that is
+    not 0. Raises InputError for what the ISA forbids, UnsupportedError for sparse MMAs, the maximum shift of
+    .ws and a depth that only later chips have."""
     if kind not in DEPTH:
         raise unmodelled(f"tcgen05.mma.kind::{kind}", "kinds " + ", ".join(DEPTH))
     if bits & 7:

@@ -93,12 +93,12 @@ def decode(type: str, raw: Raw) -> Floats:
 
 
 _POWERS = np.append(np.ldexp(np.float64(1), np.arange(-127, 128)), np.nan).astype(np.float32)
-"""What each ue8m0 code means."""
+"""Value of each ue8m0 code."""
 
 
 @cache
 def _values(type: str) -> Floats:
-    """What each byte means, float32 [256]; bits above the format's do not count."""
+    """Value of each byte, float32 [256]; bits above the format's do not count."""
     small = SMALL[type]
     codes = np.arange(256)
     magnitude = codes & (small.sign - 1)

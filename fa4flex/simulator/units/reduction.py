@@ -41,7 +41,7 @@ _FLOAT = {"add": np.add, "min": np.fmin, "max": np.fmax}
 
 
 def reduce(operation: str, type: str, old: Array, new: Array) -> Array:
-    """What memory holds after `new` arrived on `old`: arrays of one shape and of DTYPES[type] (raw uint16
+    """Contents of memory after `new` arrived on `old`: arrays of one shape and of DTYPES[type] (raw uint16
     for f16 and bf16). Raises UnsupportedError for a combination that LEGAL does not have."""
     if type not in LEGAL.get(operation, ()):
         raise unmodelled(

@@ -25,7 +25,7 @@ Doubles = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Quarter:
-    """What 32 lanes from `lane` on compute: scaled rows of A, and of B^T, float64 [rows, K]."""
+    """Operands of 32 lanes from `lane` on: scaled rows of A, and of B^T, float64 [rows, K]."""
 
     lane: int
     left: Doubles

@@ -43,7 +43,8 @@ class Swizzle:
         return 1 << (self.base + self.shift + self.bits) if self.bits else CHUNK
 
     def __call__(self, addresses: Addresses) -> Addresses:
-        """Where the bytes at these unswizzled absolute addresses lie: an int, or an array of integers."""
+        """Swizzled addresses of the bytes at these unswizzled absolute ones: an int, or an array of
+        integers."""
         mask = ((1 << self.bits) - 1) << self.base
         return addresses ^ ((addresses >> self.shift) & mask)
 
@@ -68,7 +69,7 @@ def _permutation(swizzle: Swizzle, phase: int, chunks: int) -> NDArray[np.intp]:
 
 
 def permutation(swizzle: Swizzle, start: int, size: int) -> NDArray[np.intp]:
-    """Where each 16-byte chunk of the range goes: chunk i of the unswizzled bytes [start, start + size) lies
+    """Permutation of the range's 16-byte chunks: chunk i of the unswizzled bytes [start, start + size) lies
     in chunk result[i] of the same range, and the other way round.
 
     intp [size / 16], read-only. Raises InputError where the range is not closed: it must begin and end at a

@@ -49,9 +49,9 @@ def region(lane: int, lanes: int, column: int, columns: int) -> Region:
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
-    """What one tcgen05.ld or .st moves. `lanes` and `columns` are those of the cell for [register, lane of
-    the warp], relative to the address: intp. Packed, a register holds the low halves of that cell and of the
-    next one."""
+    """Cells that one tcgen05.ld or .st moves. `lanes` and `columns` are those of the cell for [register, lane
+    of the warp], relative to the address: intp. Packed, a register holds the low halves of that cell and of
+    the next one."""
 
     lanes: Indices
     columns: Indices
@@ -71,7 +71,7 @@ class Transfer:
 
     @cached_property
     def _straight(self) -> bool:
-        """Whether lanes of the warp and registers are lanes and columns of the cells, as in .32x32b."""
+        """True if lanes of the warp and registers are lanes and columns of the cells, as in .32x32b."""
         register, lane = np.ogrid[: self.registers, :WARP]
         return not self.packed and bool((self.lanes == lane).all() and (self.columns == register).all())
 
@@ -154,9 +154,9 @@ def transfer(shape: str, number: int, packed: bool = False, split: int | None = 
 
 @dataclass(frozen=True, eq=False)
 class Copy:
-    """What one tcgen05.cp writes: row r of the source, `columns` words, to the lanes lanes[:, r] relative to
-    the address; intp [replicas, rows]. The source is a K-major operand of `rows` rows of `columns` 32-bit
-    words."""
+    """Cells that one tcgen05.cp writes: row r of the source, `columns` words, to the lanes lanes[:, r]
+    relative to the address; intp [replicas, rows]. The source is a K-major operand of `rows` rows of
+    `columns` 32-bit words."""
 
     lanes: Indices
     columns: int

@@ -76,7 +76,7 @@ class TensorMap:
 
     @classmethod
     def decode(cls, descriptor: bytes) -> TensorMap:
-        """What the 128 bytes say; only the first 64 count. Raises UnsupportedError that names the field
+        """Tensor map of the 128 bytes; only the first 64 count. Raises UnsupportedError that names the field
         which is not modelled, InputError for what the ISA forbids."""
         return _decode(bytes(descriptor[:64]))
 
@@ -112,8 +112,8 @@ class TensorMap:
 
     @cached_property
     def box_bytes(self) -> int:
-        """What a copy completes on its mbarrier, however much of the box lies outside the tensor. Gaps in
-        shared memory do not count: CUTLASS expects the bits of the elements."""
+        """Bytes that a copy completes on its mbarrier, however much of the box lies outside the tensor. Gaps
+        in shared memory do not count: CUTLASS expects the bits of the elements."""
         return prod(self.extents) * self.bits // 8
 
     def encode(self) -> bytes:

@@ -1,4 +1,4 @@
-"""What the tensor memory accelerator copies: boxes between a tensor in global memory and shared memory.
+"""Copies of the tensor memory accelerator: boxes between a tensor in global memory and shared memory.
 
 PTX ISA "Tensors" (bounding box, out of boundary access, .tile::gather4 and .tile::scatter4, swizzling modes),
 "cp.async.bulk.tensor", "cp.reduce.async.bulk.tensor". A dense box is uint8 [box bytes] with dimension 0
@@ -73,8 +73,8 @@ class Box:
         return np.ndarray(extents, np.uint8, memory.window(self.address, size), 0, self.strides)
 
     def rows(self) -> tuple[NDArray[np.int64], int]:
-        """Where the part inside the tensor lies: the global addresses of its rows along dimension 0, int64,
-        and the bytes of each."""
+        """Rows of the part inside the tensor: their global addresses along dimension 0, int64, and the bytes
+        of each."""
         if self.empty:
             return np.zeros(0, np.int64), 0
         *outer, row = self.extents
@@ -143,7 +143,7 @@ def load(tensor: TensorMap, box: Box, memory: Memory) -> Bytes:
 
 
 _NAN = np.array([0xF7, 0x7F], np.uint8)
-"""What an H100 fills with, in f16, bf16, f32, tf32 and f64 alike."""
+"""NaN that an H100 fills with, in f16, bf16, f32, tf32 and f64 alike."""
 _GAP = 0xA5
 """Bytes between groups and rows. An H100 leaves alone what lies behind short rows; nothing can rely on it."""
 

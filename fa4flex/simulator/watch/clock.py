@@ -36,7 +36,7 @@ class Clock:
         return new
 
     def learns(self, other: Clock) -> bool:
-        """Whether `other` knows anything that this clock does not."""
+        """True if `other` knows anything that this clock does not."""
         if (other.epochs > self.epochs).any() or other.loads & ~self.loads:
             return True
         return other.others is not self.others and any(

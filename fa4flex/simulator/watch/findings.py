@@ -1,4 +1,4 @@
-"""What the simulator found wrong, and how it says so."""
+"""Findings of the simulator, and their text."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Finding:
 
     @property
     def place(self) -> Place:
-        """What makes two findings of a kernel the same: the kind, the instruction, and the kind of the other
+        """Key of findings of a kernel that are the same: the kind, the instruction, and the kind of the other
         one, of which there may be hundreds where a loop is unrolled."""
         line = self.instruction.line if self.instruction else 0
         return self.kind, line, self.other.opcode if self.other else ""

@@ -1,4 +1,4 @@
-"""What strong writes hand on: fences, flags and counters by which threads wait for each other (PTX ISA,
+"""Synchronisation by strong writes: fences, flags and counters by which threads wait for each other (PTX ISA,
 "Memory Consistency Model": "Release and Acquire Patterns").
 
 A release pattern is a releasing write, or a fence and then a strong write; an acquire pattern is an acquiring
@@ -20,7 +20,7 @@ UPDATES = frozenset(("atom", "red"))
 
 @dataclass(frozen=True)
 class Strength:
-    """Whether an access is strong, and what it does besides."""
+    """Memory ordering of an access."""
 
     strong: bool
     releases: bool
@@ -75,7 +75,7 @@ class Told:
 
 
 class Flags:
-    """What can be learned by reading an address, until something else is written there."""
+    """Knowledge to be had by reading an address, until something else is written there."""
 
     def __init__(self) -> None:
         self._told: dict[Hashable, Told] = {}

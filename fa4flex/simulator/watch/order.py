@@ -1,4 +1,4 @@
-"""Who does what, and what is known to be over: one Order per cluster.
+"""Accesses, and what is known to be over: one Order per cluster.
 
 Every access to watched memory gets a number; shadows (shadow.py) remember numbers, and `known` tells whether
 an agent may rely on an access being over.
@@ -29,9 +29,9 @@ class Access(NamedTuple):
     instruction: Instruction
     load: int = -1
     reduces: bool = False
-    """Whether it adds to what is there: two such may meet in any order."""
+    """True if it adds to what is there: two such may meet in any order."""
     strong: bool = False
-    """Whether it may meet others that are strong as well: flags and counters."""
+    """True if it may meet others that are strong as well: flags and counters."""
 
 
 class Order:
@@ -141,11 +141,11 @@ class Order:
         return len(self.accesses) - 1
 
     def known(self, number: int, clock: Clock) -> bool:
-        """Whether whoever holds `clock` may rely on the access being over."""
+        """True if whoever holds `clock` may rely on the access being over."""
         return over(self.accesses[number], clock)
 
     def visible(self, number: int, clock: Clock) -> bool:
-        """Whether a generic write has passed a proxy fence on its way to an asynchronous operation."""
+        """True if a generic write has passed a proxy fence on its way to an asynchronous operation."""
         return passed(self.accesses[number], clock)
 
     def report(self, kind: str, text: str, now: int, before: int | None = None) -> None:
@@ -157,14 +157,14 @@ class Order:
 
 
 def over(access: Access, clock: Clock) -> bool:
-    """Whether whoever holds a clock of the access's cluster may rely on it being over."""
+    """True if whoever holds a clock of the access's cluster may rely on it being over."""
     if access.load >= 0:
         return bool(clock.loads >> access.load & 1)
     return bool(clock.epochs[access.agent] >= access.epoch)
 
 
 def passed(access: Access, clock: Clock) -> bool:
-    """Whether an access, if generic, has passed a proxy fence on its way to an asynchronous operation."""
+    """True if an access, if generic, has passed a proxy fence on its way to an asynchronous operation."""
     if access.proxy != GENERIC:
         return True
     if access.load >= 0:

@@ -1,4 +1,4 @@
-"""What is known of each piece of a memory: who wrote it last, and who has read it since.
+"""Shadow of a memory: who wrote each piece last, and who has read it since.
 
 The rules are those of a happens-before race detector with epochs (Flanagan and Freund, "FastTrack", 2009),
 for memory that warps, TMA and tensor cores share. A piece ("granule") is the smallest that one instruction
@@ -32,7 +32,7 @@ class Shadow:
         self.reader = np.full(granules, NOBODY, np.int32)
         """The last read since it was written if one agent alone has read it, else SEVERAL or NOBODY."""
         self.barriers: NDArray[np.bool_] | None = None
-        """Whether an mbarrier is alive in a granule; None as long as there was none."""
+        """True where an mbarrier is alive in a granule; None as long as there was none."""
         self._readers: dict[int, NDArray[np.int32]] = {}
         """Number of each agent's last read of each granule that SEVERAL have read, else NOBODY."""
 

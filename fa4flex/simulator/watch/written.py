@@ -1,4 +1,4 @@
-"""What a launch has written to global memory: who wrote each piece last, and who meets that without an order.
+"""Writes of a launch to global memory: who wrote each piece last, and who meets that without an order.
 
 Reads are compared with the writes before them and not remembered themselves: a write that comes too early
 after a read is not found. Two writes that nothing orders are a race if they leave different values. CTAs of
@@ -23,7 +23,7 @@ PIECE = 1 << 18
 Granules = NDArray[np.int64]
 """Addresses divided by the granule."""
 Changed = Callable[[], NDArray[np.bool_]]
-"""Which of the granules written get another value."""
+"""Mask of the granules written that get another value."""
 
 
 @dataclass(eq=False)
@@ -50,7 +50,7 @@ class Written:
         return bool(self._pieces)
 
     def near(self, low: int, stop: int) -> bool:
-        """Whether anything may have been written between two addresses."""
+        """True if anything may have been written between two addresses."""
         first, last = low // self.granule, (stop - 1) // self.granule
         return any(p.start + p.low <= last and first <= p.start + p.high for p in self._pieces.values())
 

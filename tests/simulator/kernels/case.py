@@ -1,4 +1,4 @@
-"""What every test kernel gives: how to compile it, its inputs, where it writes, and what it should write."""
+"""Case of a test kernel: how to compile it, its inputs, where it writes, and what it should write."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from fa4flex.simulator import device
 
 Compiled = Any
-"""What cute.compile returns: called with the inputs, then the outputs. `__ptx__` is the PTX text."""
+"""Result of cute.compile: called with the inputs, then the outputs. `__ptx__` is the PTX text."""
 Build = Callable[[str], Compiled]
 Tensors = tuple[Tensor, ...]
 BOTH = ("sm_90a", "sm_100a")
@@ -60,7 +60,7 @@ def built(case: Case, arch: str) -> Compiled:
 
 
 def difference(want: Tensor, got: Tensor, error: Tensor | None) -> str:
-    """What is wrong, with the first wrong elements; empty if nothing is."""
+    """Message with the first wrong elements; empty if nothing is wrong."""
     if want.shape != got.shape:
         return f"shape {tuple(got.shape)} for {tuple(want.shape)}"
     good = same(want, got)
@@ -74,7 +74,7 @@ def difference(want: Tensor, got: Tensor, error: Tensor | None) -> str:
 
 
 def same(want: Tensor, got: Tensor) -> Tensor:
-    """Where two tensors are equal, sign of zero included; all NaNs are."""
+    """True where two tensors are equal, sign of zero included; all NaNs are."""
     if not want.is_floating_point():
         return want == got
     return ((want == got) & (want.signbit() == got.signbit())) | (want.isnan() & got.isnan())

@@ -54,7 +54,8 @@ class Config:
 
 @dataclass(frozen=True)
 class Parts:
-    """What the roles share: shared memory, rings, descriptors with their tensors, and where the CTA is."""
+    """Resources that the roles share: shared memory, rings, descriptors with their tensors, and where the CTA
+    is."""
 
     a: cute.Tensor
     b: cute.Tensor

@@ -1,4 +1,5 @@
-"""What the warps and CTAs of a grid exchange: named barriers, mbarriers, atomics, flags in global memory."""
+"""Communication of the warps and CTAs of a grid: named barriers, mbarriers, atomics, flags in global
+memory."""
 
 from __future__ import annotations
 
@@ -228,7 +229,7 @@ FLOATS = {"f32": torch.float32, "f64": torch.float64, "f16x2": torch.float16, "b
 
 
 def _updated(opcode: str, word: Tensor, operand: Tensor, compared: Tensor) -> Tensor:
-    """What each word is after its operation."""
+    """Value of each word after its operation."""
     name, kind = opcode.split(".")[0], opcode.split(".")[-1]
     if kind in FLOATS:
         dtype = FLOATS[kind]

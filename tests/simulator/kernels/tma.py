@@ -223,7 +223,7 @@ EDGES = ((0, 0), (16, 64), (30, 40), (-5, -24), (60, 200), (-40, 8))
 """Coordinates of boxes in a tensor [40, 136]: within, over each end, and wholly outside. The last
 coordinate is always a multiple of 16 bytes."""
 PAST = ((0, 0), (16, 64), (30, 40), (30, 120), (60, 200), (60, 8), (0, 200))
-"""Where boxes may also be written, which must not begin before the tensor."""
+"""Origins at which boxes may also be written, which must not begin before the tensor."""
 APART = ((0, 0), (16, 64), (0, 120), (34, 8), (34, 104), (60, 200), (60, 0))
 """The same, no two of which overlap."""
 

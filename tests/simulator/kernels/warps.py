@@ -1,4 +1,4 @@
-"""What the lanes of a warp exchange: shuffles, votes, matches, elections, reductions, matrices."""
+"""Communication of the lanes of a warp: shuffles, votes, matches, elections, reductions, matrices."""
 
 from __future__ import annotations
 

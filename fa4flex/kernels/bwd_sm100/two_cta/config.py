@@ -1,4 +1,4 @@
-"""What the Blackwell backward kernel of pairs is specialised to, besides hooks."""
+"""Configuration of the Blackwell backward kernel of pairs, besides hooks."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class TwoCtaPlan(BlackwellBackwardPlan):
 
 
 def pays_in_pairs(problem: Problem) -> bool:
-    """Whether a pair of CTAs pays, by the model of time (docs/model.md): a pair takes 4,578 clocks for a step
+    """True if a pair of CTAs pays, by the model of time (docs/model.md): a pair takes 4,578 clocks for a step
     at width 128, and a CTA alone 5,181, whatever the lengths and the order of sums; at width 64 both take
     3,500, and 96 would be padded. Dependences bound a pair: where scores are longer in the making than the
     products that are issued meanwhile, it is slower, 5,326 and 5,220 with a soft cap, 6,536 and 5,535 with a

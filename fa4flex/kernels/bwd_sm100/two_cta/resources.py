@@ -1,4 +1,4 @@
-"""What the roles of a pair's backward kernel share: tensors and barriers."""
+"""Resources of the roles of a pair's backward kernel: tensors and barriers."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ BARRIERS: dict[str, int] = {
     "dv_full": 1,
     "dk_full": 1,
 }
-"""How many arrivals complete a phase: a warp's lanes arrive as one."""
+"""Number of arrivals that complete a phase: a warp's lanes arrive as one."""
 
 
 def barrier_total(q_stages: int, do_stages: int) -> int:

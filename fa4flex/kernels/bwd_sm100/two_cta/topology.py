@@ -141,7 +141,7 @@ def arrivals(name: str) -> int:
 
 
 def of_one_cta(topology: Topology) -> Topology:
-    """What the first CTA has, and the second CTA's multiplying warp: for sums, and for people."""
+    """Topology of the first CTA, with the second CTA's multiplying warp: for sums, and for people."""
 
     def here(name: str) -> bool:
         return not name.endswith(THERE)

@@ -1,4 +1,4 @@
-"""What the Blackwell backward kernel of wide heads is specialised to, besides hooks."""
+"""Configuration of the Blackwell backward kernel of wide heads, besides hooks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EARLY = ROWS
 SPLIT = Registers(reduce=96, compute=160, other=96)
 
 SLOPED = Registers(reduce=88, compute=168, other=88)
-"""Where scores have slopes of their own, which wait in registers for dP."""
+"""Registers where scores have slopes of their own, which wait in registers for dP."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What the roles of the backward kernel of wide heads share: barriers."""
+"""Resources of the roles of the backward kernel of wide heads: barriers."""
 
 from __future__ import annotations
 

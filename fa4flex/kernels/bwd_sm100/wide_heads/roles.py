@@ -5,7 +5,7 @@ from __future__ import annotations
 from fa4flex.kernels.bwd_sm100 import roles as base
 
 BARRIERS: dict[str, int] = {**base.BARRIERS, "s_read": base.COMPUTING, "dq_begun": 4}
-"""How many arrivals complete a phase: a warp's lanes arrive as one."""
+"""Number of arrivals that complete a phase: a warp's lanes arrive as one."""
 
 
 def barrier_total(q_stages: int, do_stages: int) -> int:
