@@ -1,6 +1,6 @@
-"""Continuous batching of Hugging Face transformers, which packs the new tokens of all requests in one sequence.
+"""Continuous batching of Hugging Face transformers: the new tokens of all requests, packed in one sequence.
 
-Its cache is asked by the attention function, once per layer. Where requests are prefilled, or a layer has a
+The cache is asked by the attention function, once per layer. Where requests are prefilled, or a layer has a
 window, it stores the new keys and values and gives back those of all tokens so far, gathered and packed
 alike. Where all requests decode, it gives a block table and its pages: the new token is written and pages are
 read here. Every request is causal from its last token, within the layer's window if it has one; there is no
@@ -74,9 +74,8 @@ def _lengths(qk: tuple[Tensor, Tensor], cu_q: Tensor, cu_k: Tensor) -> Varlen:
     becomes a sequence of which no query takes part."""
     if cu_q.device.type == "cpu":  # transformers pads for graphs alone
         return Varlen(cu_q, cu_k)
-    ends = (torch.full_like(cu_q[:1], len(x)) for x in qk)
-    used = torch.nn.functional.pad(cu_q.diff(), (0, 1))
-    return Varlen(*(torch.cat(both) for both in zip((cu_q, cu_k), ends, strict=True)), seqused_q=used)
+    q_ends, k_ends = (torch.cat([cu, torch.full_like(cu[:1], len(x))]) for cu, x in zip((cu_q, cu_k), qk))
+    return Varlen(q_ends, k_ends, seqused_q=torch.nn.functional.pad(cu_q.diff(), (0, 1)))
 
 
 def _in_pages(
@@ -95,8 +94,7 @@ def _in_pages(
     page = table.gather(1, (last.clamp(min=0) // page_size).long().unsqueeze(1)).squeeze(1)
     slots = torch.where(last < 0, -1, page * page_size + last % page_size)
     write(caches, (tokens[0][:count], tokens[1][:count]), slots)
-    out = attend(attn, query[:count], caches, Batch(table, lengths, count), sinks=sinks)
-    return out if len(query) == count else torch.nn.functional.pad(out, (0, 0, 0, 0, 0, len(query) - count))
+    return attend(attn, query, caches, Batch.decoding(table, lengths), sinks=sinks)
 
 
 def _check_mask(mask: ModelMask | Tensor | None) -> None:

@@ -56,35 +56,44 @@ class Batch:
     table    [N, max_pages] integers, the pages of each sequence
     lengths  [N] integers, tokens of each sequence with its new ones
     singles  number of sequences at the front that have one query each
-    starts   [N - singles + 1] integers: where each of the others starts in the queries that follow those of
-             the singles; the last entry is the number of these queries. None where there are no others
+    tokens   number of queries
+    starts   [N - singles + 1] integers: where each of the other sequences starts in the queries that follow
+             those of the singles; None where they have no queries
     """
 
     table: Tensor
     lengths: Tensor
     singles: int
+    tokens: int
     starts: Tensor | None = None
 
     @staticmethod
+    def decoding(table: Tensor, lengths: Tensor) -> Batch:
+        """One query each."""
+        return Batch(table, lengths, len(lengths), len(lengths))
+
+    @staticmethod
     def of_starts(table: Tensor, lengths: Tensor, starts: Tensor, on_host: Tensor) -> Batch:
-        """The batch of cumulative query lengths `starts` [N + 1], which are also given on the host."""
-        single = on_host[1:] - on_host[:-1] == 1
-        count = len(single)
-        singles = count if bool(single.all()) else int(single.int().argmin())
-        rest = None if int(on_host[-1]) == singles else starts[singles:] - singles
-        return Batch(table, lengths, singles, rest)
+        """Cumulative query lengths `starts` [N + 1], which are also given on the host."""
+        single = on_host.diff() == 1
+        singles = len(single) if bool(single.all()) else int(single.int().argmin())
+        tokens = int(on_host[-1])
+        return Batch(
+            table, lengths, singles, tokens, starts[singles:] - singles if tokens > singles else None
+        )
 
 
 def attend(attn: Attention, q: Tensor, caches: Caches, batch: Batch, **options: Any) -> Tensor:
-    """Output [T, Hq, Dv] of the packed queries [T, Hq, D] over the caches. `options` go to each call."""
-    n, parts = batch.singles, []
+    """Output [T, Hq, Dv] of the packed queries [T, Hq, D] over the caches. Rows past the batch's tokens are
+    padding: zeros. `options` go to each call."""
+    n, tokens, parts = batch.singles, batch.tokens, []
     if n:
         paging = Paging(batch.table[:n], batch.lengths[:n])
-        q_singles = q[:n].unsqueeze(2)  # [n, Hq, 1, D]
-        parts.append(attn(q_singles, *caches, paging=paging, **options).squeeze(2))
+        parts.append(attn(q[:n].unsqueeze(2), *caches, paging=paging, **options).squeeze(2))
     if batch.starts is not None:
         paging = Paging(batch.table[n:], batch.lengths[n:])
-        parts.append(attn(q[n:], *caches, varlen=Varlen(batch.starts), paging=paging, **options))
-    if not parts:
-        return q.new_zeros(*q.shape[:2], caches[1].shape[-1])
+        lengths = Varlen(batch.starts)
+        parts.append(attn(q[n:tokens], *caches, varlen=lengths, paging=paging, **options))
+    if tokens < len(q):
+        parts.append(q.new_zeros(len(q) - tokens, q.shape[1], caches[1].shape[-1]))
     return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -3,8 +3,8 @@
 `register()` adds two functions to the library's registries. The mask function (model_mask.py) hands on the
 model's own mask_function (causal, sliding, chunked, packed, padded ...) as a fa4flex mask instead of
 evaluating it. The attention function adds what the model asks for at the layer: scaling, soft cap, attention
-sinks, position bias. Continuous batching (paged.py) runs the same two under the name "fa4flex_flash", to which
-models under "fa4flex" switch for its time.
+sinks, position bias. Continuous batching (paged.py) runs the same two under the name "fa4flex_flash", to
+which models under "fa4flex" switch for its time.
 """
 
 from __future__ import annotations
