@@ -58,7 +58,9 @@ def paged_attention(
     attn = _composed(layer.softcap, options.get("sliding_window"), layer.scale)
     if options.get("block_table") is not None:
         return _in_pages(attn, (q, k, v), layer.sinks, options).unsqueeze(0)
-    lengths = _lengths((q, k), options["cu_seq_lens_q"], options["cu_seq_lens_k"])
+    cu_q, cu_k = options["cu_seq_lens_q"], options["cu_seq_lens_k"]
+    on_cpu = cu_q.device.type == "cpu"  # transformers pads for graphs alone
+    lengths = Varlen(cu_q, cu_k) if on_cpu else _padded((q, k), cu_q, cu_k)
     return attn(q, k, v, varlen=lengths, sinks=layer.sinks).unsqueeze(0)
 
 
@@ -69,11 +71,9 @@ def _composed(softcap: float | None, window: int | None, scale: float | None) ->
     return compile(score, variants.causal if window is None else variants.sliding_window(window), scale=scale)
 
 
-def _lengths(qk: tuple[Tensor, Tensor], cu_q: Tensor, cu_k: Tensor) -> Varlen:
-    """Lengths of all requests. For a captured graph they end before the padded tensors do: what follows them
-    becomes a sequence of which no query takes part."""
-    if cu_q.device.type == "cpu":  # transformers pads for graphs alone
-        return Varlen(cu_q, cu_k)
+def _padded(qk: tuple[Tensor, Tensor], cu_q: Tensor, cu_k: Tensor) -> Varlen:
+    """Lengths of requests that end before the packed tensors may: what follows them becomes a sequence of
+    which no query takes part."""
     q_ends, k_ends = (torch.cat([cu, torch.full_like(cu[:1], len(x))]) for cu, x in zip((cu_q, cu_k), qk))
     return Varlen(q_ends, k_ends, seqused_q=torch.nn.functional.pad(cu_q.diff(), (0, 1)))
 

@@ -76,10 +76,11 @@ def _check_models_when_made() -> None:
 
     @functools.wraps(asked)
     def answer(self: Any, attn_implementation: str | None, *args: Any, **kwargs: Any) -> Any:
-        if attn_implementation not in _names:
+        name = (attn_implementation or "").removeprefix("paged|")  # as earlier versions named them
+        if name not in _names:
             return asked(self, attn_implementation, *args, **kwargs)
         _check_class(type(self))
-        return attn_implementation
+        return name
 
     answer.fa4flex = True  # type: ignore[attr-defined]
     PreTrainedModel._check_and_adjust_attn_implementation = answer

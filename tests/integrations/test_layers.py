@@ -31,9 +31,7 @@ def no_assignments() -> Iterator[None]:
 )
 def test_the_last_assignment_that_fits_counts(name: str, found: str | None) -> None:
     layers.assign(mask=variants.sliding_window(5), layers=0)
-    layers.assign_text(
-        "0, 1-3 = sliding_window(2); 12-13=sliding_window(3) ;vision.*=sliding_window(4)"
-    )
+    layers.assign_text("0, 1-3 = sliding_window(2); 12-13=sliding_window(3) ;vision.*=sliding_window(4)")
     assigned = layers.assigned(name)
     assert (repr(assigned["mask"]) if assigned else None) == found
 
