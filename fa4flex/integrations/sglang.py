@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fa4flex.errors import UnsupportedError
 from fa4flex.integrations.layers import Asked, LayerAttention
-from fa4flex.integrations.paged_cache import Batch, Caches, attend
+from fa4flex.integrations.paged_cache import Batch, Caches, attend, reads_pages
 
 NAME = "fa4flex"
 
@@ -100,6 +100,12 @@ class Backend(AttentionBackend):
     # --- CUDA graphs: buffers of fixed addresses, which replays find filled anew ---------------------------
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        if not reads_pages(self.page_size):
+            raise UnsupportedError(
+                f"captured graphs over pages of {self.page_size} here, which are gathered",
+                "Hopper, and pages of a multiple of 8 tokens",
+                "serve with --page-size 16, or with --disable-cuda-graph",
+            )
         pages = -(-self.req_to_token.shape[1] // self.page_size)
         table = torch.zeros(max_bs, pages, dtype=torch.int32, device=self.req_to_token.device)
         sliding = table.clone() if hasattr(self.pool, "translate_loc_from_full_to_swa") else None

@@ -202,6 +202,19 @@ def test_replays_read_buffers_that_were_captured(sglang: ModuleType) -> None:
         torch.testing.assert_close(found.view(q.shape), runner.history.expected(Definition(SCALE), q, counts))
 
 
+def test_graphs_over_gathered_pages_are_refused(sglang: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fa4flex.codegen.plan.target import TARGETS
+    from fa4flex.integrations import paged_cache
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for target in TARGETS:
+        monkeypatch.setattr(paged_cache, "target_of", lambda device, target=target: target)
+        reads = [size for size in (1, 4, 8, 16, 24, 100) if paged_cache.reads_pages(size)]
+        assert reads == ([8, 16, 24] if target.name == "sm_90a" else [])
+    with pytest.raises(UnsupportedError, match="--page-size 16"):
+        Runner(sglang).backend.init_cuda_graph_state(4, 4)
+
+
 def test_idle_passes_and_padding_give_zeros(sglang: ModuleType) -> None:
     runner = Runner(sglang)
     batch = SimpleNamespace(forward_mode=Mode(name="idle"), out_cache_loc=torch.zeros(0, dtype=torch.long))
