@@ -94,6 +94,6 @@ def attend(attn: Attention, q: Tensor, caches: Caches, batch: Batch, **options: 
         paging = Paging(batch.table[n:], batch.lengths[n:])
         lengths = Varlen(batch.starts)
         parts.append(attn(q[n:tokens], *caches, varlen=lengths, paging=paging, **options))
-    if tokens < len(q):
+    if tokens < len(q) or not parts:
         parts.append(q.new_zeros(len(q) - tokens, q.shape[1], caches[1].shape[-1]))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
