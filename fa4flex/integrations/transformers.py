@@ -89,8 +89,10 @@ def _check_models_when_made() -> None:
 def _serve_continuous_batching() -> None:
     """Continuous batching knows implementations by their names: it takes those with "flash", and gives block
     tables to FlashAttention 2 and 3 alone. Both are answered here, for our names alone."""
-    from transformers.generation.continuous_batching import continuous_api, initialization
-
+    try:
+        from transformers.generation.continuous_batching import continuous_api, initialization
+    except ImportError:  # versions that ask elsewhere: there, models are made under the second name
+        return
     manager = continuous_api.ContinuousBatchingManager
     asked = getattr(manager, "switch_to_cb_friendly_attn", None)
     if asked is None or hasattr(asked, "fa4flex"):

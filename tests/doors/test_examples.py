@@ -42,3 +42,9 @@ def test_requests_that_never_fit_are_told(serve: ModuleType) -> None:
     with pytest.raises(ValueError, match="a request of 4 pages for a cache of 2"):
         list(server.serve([serve.Request([1] * 50, 3)]))
     assert torch.equal(server.caches[server.model.layers[0]][0], torch.zeros(2, 16, 2, 32))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_serving_on_a_gpu(serve: ModuleType) -> None:
+    assert serve.main([]) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from typing import Any
 
@@ -181,3 +182,39 @@ def test_rows_after_the_requests_take_no_part() -> None:
     out = paged._composed(None, None, 0.5)(q, k, v, varlen=paged._padded((q, k), cu_q, cu_k))
     torch.testing.assert_close(out[:4], history.expected(Definition(0.5), q[:4], counts))
     assert not out[4:].any()
+
+
+def test_versions_that_ask_elsewhere_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.generation import continuous_batching
+    from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+
+    from fa4flex.integrations.transformers import register
+
+    name = f"{continuous_batching.__name__}.initialization"
+    monkeypatch.delattr(continuous_batching, "initialization")
+    monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr(ContinuousBatchingManager, "switch_to_cb_friendly_attn", "theirs")
+    register()
+    assert ContinuousBatchingManager.switch_to_cb_friendly_attn == "theirs"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])  # routers of experts are discontinuous
+@torch.no_grad()
+def test_tokens_are_those_of_eager_on_a_gpu(name: str, graphs: bool, calls: Counter[str]) -> None:
+    """In bfloat16, tokens count as equal whose logits differ by no more than twice what eager itself rounds.
+    With graphs, batches are padded."""
+    requests = prompts(32)
+    model = FAMILIES[name].build("fa4flex", torch.bfloat16).cuda()
+    sizes = {"page_size": 16, "num_blocks": 256, "max_batch_tokens": 64}
+    found = generated(model, requests, **sizes, use_cuda_graph=graphs)
+    assert calls["_composed"] and bool(calls["_in_pages"]) == (name == "llama")
+    rounded, exact = (FAMILIES[name].build("eager", x) for x in (torch.bfloat16, torch.float32))
+    exact.load_state_dict({key: value.float() for key, value in rounded.state_dict().items()})
+    for prompt, tokens in zip(requests, found, strict=True):
+        ids = torch.tensor([prompt + tokens])
+        logits, theirs = (x(ids).logits[0, len(prompt) - 1 : -1].float() for x in (exact, rounded))
+        chosen = logits.gather(1, ids[0, len(prompt) :, None])[:, 0]
+        assert (logits.amax(1) - chosen).max() <= 2 * (theirs - logits).abs().max()
