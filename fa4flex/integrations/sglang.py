@@ -1,7 +1,7 @@
 """SGLang: an attention backend by the name fa4flex, over its pools of tokens.
 
-`register()` has to run in SGLang's own processes: call it in a package that SGLANG_EXTERNAL_MODEL_PACKAGE
-names. Mods of layers are given with fa4flex.integrations.layers. Importing this module imports SGLang.
+`register()` is this package's entry point for SGLang's plugins: SGLang calls it in each of its processes.
+Mods of layers are given with fa4flex.integrations.layers. Importing this module imports SGLang.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class Backend(AttentionBackend):
         [T, Hq * Dv]; rows of padding are zeros."""
         _check_layer(layer, options)
         if save_kv_cache and k is not None:
-            self.pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
+            self.pool.set_kv_buffer(layer, self._places(forward_batch.out_cache_loc), k, v)
         heads, step = layer.tp_q_head_num, self._step
         if step is None:
             return q.new_zeros(len(q), heads * layer.v_head_dim)
@@ -187,6 +187,15 @@ class Backend(AttentionBackend):
 
     def support_triton(self) -> bool:
         return False
+
+    def _places(self, slots: Tensor) -> Any:
+        """Slots to write to; recent versions want those of the pool of sliding layers along."""
+        translate = getattr(self.pool, "translate_loc_from_full_to_swa", None)
+        try:
+            from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+        except ImportError:
+            return slots
+        return slots if translate is None else KVWriteLoc(slots, translate(slots))
 
     def _sequences(self, step: _Step, layer_id: int) -> Batch:
         mapping = getattr(self.pool, "layers_mapping", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -176,6 +177,22 @@ def test_sliding_layers_have_a_pool_of_their_own(sglang: ModuleType) -> None:
         torch.testing.assert_close(found, expected)
         for sequence, row in PLACES.items():
             pool.drop(runner.table[row, : max(runner.history.length(sequence) - 4, 0)].long())
+
+
+def test_recent_versions_write_by_both_pools_slots(
+    sglang: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, slots = Runner(sglang, pool=TwoPools), torch.tensor([3, 5])
+    pool = runner.token_to_kv_pool
+    assert isinstance(pool, TwoPools)
+    monkeypatch.setitem(sys.modules, "sglang.srt.mem_cache.memory_pool", None)
+    assert runner.backend._places(slots) is slots
+    pool.mapping[slots] = torch.tensor([1, 0])
+    module = SimpleNamespace(KVWriteLoc=lambda loc, swa_loc: (loc, swa_loc.tolist()))
+    for name in ("sglang.srt.mem_cache", "sglang.srt.mem_cache.memory_pool"):
+        monkeypatch.setitem(sys.modules, name, module)
+    assert runner.backend._places(slots) == (slots, [1, 0])
+    assert Runner(sglang).backend._places(slots) is slots
 
 
 def test_replays_read_buffers_that_were_captured(sglang: ModuleType) -> None:
