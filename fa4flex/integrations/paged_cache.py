@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fa4flex.api import Attention
+from fa4flex.errors import UnsupportedError
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime.cuda.device import target_of
@@ -46,7 +47,10 @@ def reads_pages(page_size: int) -> bool:
     them in place."""
     if not torch.cuda.is_available():
         return True
-    return page_size % 8 == 0 and target_of(torch.device("cuda")).few_rows > 0
+    try:
+        return page_size % 8 == 0 and target_of(torch.device("cuda")).few_rows > 0
+    except UnsupportedError:  # a GPU without kernels, beside a model on a CPU
+        return False
 
 
 @dataclass(frozen=True, eq=False)

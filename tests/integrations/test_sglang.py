@@ -228,6 +228,12 @@ def test_graphs_over_gathered_pages_are_refused(sglang: ModuleType, monkeypatch:
         monkeypatch.setattr(paged_cache, "target_of", lambda device, target=target: target)
         reads = [size for size in (1, 4, 8, 16, 24, 100) if paged_cache.reads_pages(size)]
         assert reads == ([8, 16, 24] if target.name == "sm_90a" else [])
+
+    def unknown(device: torch.device) -> None:
+        raise UnsupportedError("a GPU", "another", "move the tensors")
+
+    monkeypatch.setattr(paged_cache, "target_of", unknown)
+    assert not paged_cache.reads_pages(16)
     with pytest.raises(UnsupportedError, match="--page-size 16"):
         Runner(sglang).backend.init_cuda_graph_state(4, 4)
 
