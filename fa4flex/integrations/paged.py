@@ -1,25 +1,31 @@
-"""Continuous batching of Hugging Face transformers: packed queries against keys gathered from pages.
+"""Continuous batching of Hugging Face transformers: the new tokens of all requests, packed in one sequence.
 
-transformers packs the new tokens of all requests into one sequence, and its cache, asked by the attention
-function, stores their keys and values and gives back those of all tokens so far, packed alike. Every request
-is causal from its last token, within the layer's window if it has one; there is no mask.
+The cache is asked by the attention function, once per layer. Where requests are prefilled, or a layer has a
+window, it stores the new keys and values and gives back those of all tokens so far, gathered and packed
+alike. Where all requests decode, it gives a block table and its pages: the new token is written and pages are
+read here. Every request is causal from its last token, within the layer's window if it has one; there is no
+mask.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.masking_utils import (
     packed_sequence_compatibility_function,
     sliding_window_causal_mask_function,
 )
 
-from fa4flex.api import attention
+from fa4flex import variants
+from fa4flex.api import Attention, compile
 from fa4flex.errors import UnsupportedError
 from fa4flex.integrations.model_mask import ModelMask
+from fa4flex.integrations.paged_cache import Batch, attend, write
 from fa4flex.primitives.varlen import Varlen
 
 
@@ -29,7 +35,7 @@ class PagedLayer:
 
     index: int
     scale: float | None
-    score_mod: Callable[..., Any] | None
+    softcap: float | None
     sinks: Tensor | None
 
 
@@ -46,37 +52,49 @@ def paged_attention(
     other arguments, which the cache reads and changes. Returns out [1, T, Hq, Dv].
     """
     _check_mask(mask)
-    if options.get("block_table") is not None:
-        raise UnsupportedError(
-            "continuous batching with block tables",
-            "keys and values that the cache gathers",
-            "set max_blocks_per_request=0 in the ContinuousBatchingConfig",
-        )
     query, *new = qkv
     key, value = cache.update(key_states=new[0], value_states=new[1], layer_idx=layer.index, kwargs=options)
-    packed = (x[0].transpose(0, 1) for x in (query, key, value))
-    out = attention(
-        *packed,
-        varlen=Varlen(options["cu_seq_lens_q"], options["cu_seq_lens_k"]),
-        score_mod=layer.score_mod,
-        mask=_from_the_end(options.get("sliding_window")),
-        scale=layer.scale,
-        sinks=layer.sinks,
-    )
-    return out.unsqueeze(0)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    attn = _composed(layer.softcap, options.get("sliding_window"), layer.scale)
+    if options.get("block_table") is not None:
+        return _in_pages(attn, (q, k, v), layer.sinks, options).unsqueeze(0)
+    cu_q, cu_k = options["cu_seq_lens_q"], options["cu_seq_lens_k"]
+    on_cpu = cu_q.device.type == "cpu"  # transformers pads for graphs alone
+    lengths = Varlen(cu_q, cu_k) if on_cpu else _padded((q, k), cu_q, cu_k)
+    return attn(q, k, v, varlen=lengths, sinks=layer.sinks).unsqueeze(0)
 
 
-def _from_the_end(window: int | None) -> Callable[..., Any]:
-    """Causal with the last query at the last key, within `window` keys if there is one."""
+@functools.lru_cache(maxsize=64)
+def _composed(softcap: float | None, window: int | None, scale: float | None) -> Attention:
+    """A layer's attention. It follows from these numbers alone, and is kept by them."""
+    score = None if softcap is None else variants.softcap(softcap)
+    return compile(score, variants.causal if window is None else variants.sliding_window(window), scale=scale)
 
-    def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any, q_len: Any, kv_len: Any) -> Any:
-        return kv_idx - kv_len <= q_idx - q_len
 
-    def sliding(b: Any, h: Any, q_idx: Any, kv_idx: Any, q_len: Any, kv_len: Any) -> Any:
-        distance = (q_idx - q_len) - (kv_idx - kv_len)
-        return (distance >= 0) & (distance < window)
+def _padded(qk: tuple[Tensor, Tensor], cu_q: Tensor, cu_k: Tensor) -> Varlen:
+    """Lengths of requests that end before the packed tensors may: what follows them becomes a sequence of
+    which no query takes part."""
+    q_ends, k_ends = (torch.cat([cu, torch.full_like(cu[:1], len(x))]) for cu, x in zip((cu_q, cu_k), qk))
+    return Varlen(q_ends, k_ends, seqused_q=torch.nn.functional.pad(cu_q.diff(), (0, 1)))
 
-    return causal if window is None else sliding
+
+def _in_pages(
+    attn: Attention, new: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, options: dict[str, Any]
+) -> Tensor:
+    """One decoded token of each request: written to the cache, then attention over its pages.
+
+    new  query [T, Hq, D], key and value [T, Hkv, D]; rows past the N requests, and of requests of length 0,
+         are padding
+    """
+    query, *tokens = new
+    caches, table = (options["k_cache"], options["v_cache"]), options["block_table"]
+    count, page_size = len(table), caches[0].shape[1]
+    lengths = options["cu_seq_lens_k"].diff()
+    last = lengths - 1
+    page = table.gather(1, (last.clamp(min=0) // page_size).long().unsqueeze(1)).squeeze(1)
+    slots = torch.where(last < 0, -1, page * page_size + last % page_size)
+    write(caches, (tokens[0][:count], tokens[1][:count]), slots)
+    return attend(attn, query, caches, Batch.decoding(table, lengths), sinks=sinks)
 
 
 def _check_mask(mask: ModelMask | Tensor | None) -> None:

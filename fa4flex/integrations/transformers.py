@@ -3,7 +3,8 @@
 `register()` adds two functions to the library's registries. The mask function (model_mask.py) hands on the
 model's own mask_function (causal, sliding, chunked, packed, padded ...) as a fa4flex mask instead of
 evaluating it. The attention function adds what the model asks for at the layer: scaling, soft cap, attention
-sinks, position bias. Under the name "fa4flex_flash" the same two serve continuous batching (paged.py).
+sinks, position bias. Continuous batching (paged.py) runs the same two under the name "fa4flex_flash", to
+which models under "fa4flex" switch for its time.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from fa4flex.api import attention
 from fa4flex.errors import UnsupportedError
 from fa4flex.integrations.model_mask import ModelMask, attention_mask, from_table, with_bias, within_sequences
 from fa4flex.integrations.paged import PagedLayer, paged_attention
+from fa4flex.integrations.paged_cache import reads_pages
 
 __all__ = ["attention_forward", "attention_mask", "check", "register"]
 
@@ -29,17 +31,21 @@ PAGED_NAME = "fa4flex_flash"
 """Continuous batching takes an implementation for one without dense masks if its name contains "flash"."""
 
 _names: set[str] = set()
+_paged_names: dict[str, str] = {}
+"""Registered names, and the name that continuous batching switches to from each that does not serve it."""
 
 
 def register(name: str = NAME, paged_name: str = PAGED_NAME) -> None:
-    """Make `attn_implementation=name` known to transformers (5.0 or later), and `paged_name` for its
-    continuous batching. From then on, a model that would ignore them is refused when it is made (see
-    `check`). Calling it again is harmless."""
+    """Make `attn_implementation=name` known to transformers (5.0 or later), and `paged_name`, which must
+    contain "flash", to which its continuous batching switches. From then on, a model that would ignore them
+    is refused when it is made (see `check`). Calling it again is harmless."""
     for each in (name, paged_name):
         AttentionInterface.register(each, attention_forward)
         AttentionMaskInterface.register(each, attention_mask)
         _names.add(each)
+    _paged_names[name] = paged_name
     _check_models_when_made()
+    _serve_continuous_batching()
 
 
 def check(model: torch.nn.Module) -> None:
@@ -70,13 +76,51 @@ def _check_models_when_made() -> None:
 
     @functools.wraps(asked)
     def answer(self: Any, attn_implementation: str | None, *args: Any, **kwargs: Any) -> Any:
-        if attn_implementation not in _names:
+        name = (attn_implementation or "").removeprefix("paged|")  # as earlier versions named them
+        if name not in _names:
             return asked(self, attn_implementation, *args, **kwargs)
         _check_class(type(self))
-        return attn_implementation
+        return name
 
     answer.fa4flex = True  # type: ignore[attr-defined]
     PreTrainedModel._check_and_adjust_attn_implementation = answer
+
+
+def _serve_continuous_batching() -> None:
+    """Continuous batching knows implementations by their names: it takes those with "flash", and gives block
+    tables to FlashAttention 2 and 3 alone. Both are answered here, for our names alone."""
+    try:
+        from transformers.generation.continuous_batching import continuous_api, initialization
+    except ImportError:  # versions that ask elsewhere: there, models are made under the second name
+        return
+    manager = continuous_api.ContinuousBatchingManager
+    asked = getattr(manager, "switch_to_cb_friendly_attn", None)
+    if asked is None or hasattr(asked, "fa4flex"):
+        return
+
+    @functools.wraps(asked)
+    def switch(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        name = model.config._attn_implementation
+        if name in _paged_names:
+            model.set_attn_implementation(_paged_names[name])
+            self._original_attn_impl = name  # which the manager sets again when it stops
+        return asked(self, model, *args, **kwargs)
+
+    switch.fa4flex = True  # type: ignore[attr-defined]
+    manager.switch_to_cb_friendly_attn = switch
+    available = getattr(initialization, "ensure_decode_fast_path_is_available", None)
+    if available is None:
+        return
+
+    @functools.wraps(available)
+    def ensure(config: Any, cb_config: Any, user_requested: bool) -> None:
+        types = initialization.group_layers_by_attn_type(config)
+        tables = all(initialization.ATTN_TYPE_TO_ALLOCATOR[each].supports_block_table for each in types)
+        ours = config._attn_implementation in _names
+        if not (ours and tables and reads_pages(cb_config.page_size)):
+            available(config, cb_config, user_requested)
+
+    initialization.ensure_decode_fast_path_is_available = ensure
 
 
 def attention_forward(
@@ -97,11 +141,11 @@ def attention_forward(
     """query [B, Hq, Sq, D], key and value [B, Hkv, Skv, D]; returns (out [B, Sq, Hq, Dv], None)."""
     _refuse(dropout, options)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    score = None if softcap is None else _capped(softcap)
     if cache is not None:
-        layer = PagedLayer(module.layer_idx, scaling, score, s_aux)  # type: ignore[arg-type]
+        layer = PagedLayer(module.layer_idx, scaling, softcap, s_aux)  # type: ignore[arg-type]
         return paged_attention(cache, layer, (query, key, value), attention_mask, options), None
     mask, bias = _from_model(attention_mask, query, key, bool(causal) and query.shape[2] > 1)
+    score = None if softcap is None else _capped(softcap)
     starts = options.get("cu_seq_lens_q")
     if starts is not None:
         mask = within_sequences(mask, (starts, options.get("cu_seq_lens_k", starts)), (query, key))

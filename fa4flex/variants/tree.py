@@ -2,6 +2,8 @@
 
     allowed(q, kv) = kv < prefix_len, or node kv - prefix_len is q or one of its ancestors
 
+Without prefix_len, the nodes are the last q_len keys of each sequence, as over a cache.
+
 Source: Miao et al., SpecInfer, arXiv:2305.09781, section 4.2; Medusa, arXiv:2401.10774, section 2.1.2.
 """
 
@@ -22,7 +24,7 @@ from fa4flex.variants._check import BOOL, INTEGERS, table, whole
 @mask_family
 def tree(
     parents: Sequence[int] | Tensor | None = None,
-    prefix_len: int | Tensor = 0,
+    prefix_len: int | Tensor | None = None,
     *,
     ancestors: Tensor | None = None,
 ) -> MaskMod:
@@ -30,7 +32,7 @@ def tree(
 
     parents     [N]: each node's parent, a smaller number, or -1 for a root (a tensor brings its device); or
     ancestors   bool [N, N] or [B, N, N]: ancestors[i, j], j is i or above it
-    prefix_len  an int >= 0, or an integer tensor [B]
+    prefix_len  an int >= 0, or an integer tensor [B]; None: kv_len - q_len
 
     Raises InputError.
     """
@@ -45,18 +47,27 @@ def tree(
         raise InputError(
             f"tree(ancestors=<{list(above.shape)}>)", "a square matrix", "one row and column per node"
         )
+    is_above = (lambda b, i, j: above[i, j]) if above.ndim == 2 else (lambda b, i, j: above[b, i, j])
+
+    def allowed(b: Any, q_idx: Any, node: Any) -> Any:
+        in_tree = (node < nodes) & is_above(b, q_idx, torch.clamp(node, 0, nodes - 1))
+        return (node < 0) | in_tree
+
+    if prefix_len is None:
+
+        def mod_at_the_end(b: Any, h: Any, q_idx: Any, kv_idx: Any, q_len: Any, kv_len: Any) -> Any:
+            return allowed(b, q_idx, kv_idx - (kv_len - q_len))
+
+        return mod_at_the_end
     lengths, length = None, 0
     if isinstance(prefix_len, Tensor):
         lengths = table("tree", "prefix_len", prefix_len, INTEGERS, (1,), "[B]")
     else:
         length = whole("tree", "prefix_len", prefix_len, least=0)
     prefix_of = (lambda b: length) if lengths is None else (lambda b: lengths[b])
-    is_above = (lambda b, i, j: above[i, j]) if above.ndim == 2 else (lambda b, i, j: above[b, i, j])
 
     def mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        node = kv_idx - prefix_of(b)
-        in_tree = (node < nodes) & is_above(b, q_idx, torch.clamp(node, 0, nodes - 1))
-        return (node < 0) | in_tree
+        return allowed(b, q_idx, kv_idx - prefix_of(b))
 
     return mod
 

@@ -1,0 +1,103 @@
+"""What serving engines share: new tokens written to their slots, and one step over paged caches.
+
+A step's queries are packed, sequence after sequence. Those that decode one token stand first, where an engine
+orders them so: they take the kernel that reads pages in place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fa4flex.api import Attention
+from fa4flex.errors import UnsupportedError
+from fa4flex.primitives.paging import Paging
+from fa4flex.primitives.varlen import Varlen
+from fa4flex.runtime.cuda.device import target_of
+
+Caches = tuple[Tensor, Tensor]
+"""Keys and values, [pages, page_size, Hkv, D] each, of any strides."""
+
+
+def write(caches: Caches, new: tuple[Tensor, Tensor], slots: Tensor) -> None:
+    """Write new keys and values [T, Hkv, D] to `slots` [T], integers page * page_size + place in the page.
+
+    A slot below 0 belongs to a token that only pads the batch: nothing is written. The host waits for
+    nothing, so that a CUDA graph may capture it.
+    """
+    if not slots.numel():
+        return
+    live = slots >= 0
+    # A padding token repeats the write of the first real token: two writes of one value to one place.
+    source = torch.where(live, torch.arange(slots.numel(), device=slots.device), live.int().argmax())
+    target = slots[source].clamp(min=0).long()
+    page_size = caches[0].shape[1]
+    place = target // page_size, target % page_size
+    for cache, tokens in zip(caches, new, strict=True):
+        # Without any real token, the first slot keeps what it holds.
+        kept = torch.where(live.any(), tokens[source].to(cache.dtype), cache[place])
+        cache.index_put_(place, kept)
+
+
+def reads_pages(page_size: int) -> bool:
+    """True if a decoding step over pages of this size waits for no device: on a CPU, and where a kernel reads
+    them in place."""
+    if not torch.cuda.is_available():
+        return True
+    try:
+        return page_size % 8 == 0 and target_of(torch.device("cuda")).few_rows > 0
+    except UnsupportedError:  # a GPU without kernels, beside a model on a CPU
+        return False
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Sequences of one step, whose keys lie in pages.
+
+    table    [N, max_pages] integers, the pages of each sequence
+    lengths  [N] integers, tokens of each sequence with its new ones
+    singles  number of sequences at the front that have one query each
+    tokens   number of queries
+    starts   [N - singles + 1] integers: where each of the other sequences starts in the queries that follow
+             those of the singles; None where they have no queries
+    """
+
+    table: Tensor
+    lengths: Tensor
+    singles: int
+    tokens: int
+    starts: Tensor | None = None
+
+    @staticmethod
+    def decoding(table: Tensor, lengths: Tensor) -> Batch:
+        """One query each."""
+        return Batch(table, lengths, len(lengths), len(lengths))
+
+    @staticmethod
+    def of_starts(table: Tensor, lengths: Tensor, starts: Tensor, on_host: Tensor) -> Batch:
+        """Cumulative query lengths `starts` [N + 1], which are also given on the host."""
+        single = on_host.diff() == 1
+        singles = len(single) if bool(single.all()) else int(single.int().argmin())
+        tokens = int(on_host[-1])
+        return Batch(
+            table, lengths, singles, tokens, starts[singles:] - singles if tokens > singles else None
+        )
+
+
+def attend(attn: Attention, q: Tensor, caches: Caches, batch: Batch, **options: Any) -> Tensor:
+    """Output [T, Hq, Dv] of the packed queries [T, Hq, D] over the caches. Rows past the batch's tokens are
+    padding: zeros. `options` go to each call."""
+    n, tokens, parts = batch.singles, batch.tokens, []
+    if n:
+        paging = Paging(batch.table[:n], batch.lengths[:n])
+        parts.append(attn(q[:n].unsqueeze(2), *caches, paging=paging, **options).squeeze(2))
+    if batch.starts is not None:
+        paging = Paging(batch.table[n:], batch.lengths[n:])
+        lengths = Varlen(batch.starts)
+        parts.append(attn(q[n:tokens], *caches, varlen=lengths, paging=paging, **options))
+    if tokens < len(q) or not parts:
+        parts.append(q.new_zeros(len(q) - tokens, q.shape[1], caches[1].shape[-1]))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

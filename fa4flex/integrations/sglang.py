@@ -1,0 +1,239 @@
+"""SGLang: an attention backend by the name fa4flex, over its pools of tokens.
+
+`register()` is this package's entry point for SGLang's plugins: SGLang calls it in each of its processes.
+Mods of layers are given with fa4flex.integrations.layers. Importing this module imports SGLang.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from torch import Tensor
+
+from fa4flex.errors import UnsupportedError
+from fa4flex.integrations.layers import Asked, LayerAttention
+from fa4flex.integrations.paged_cache import Batch, Caches, attend, reads_pages
+
+NAME = "fa4flex"
+
+
+def register() -> None:
+    """Make `--attention-backend fa4flex` known to SGLang."""
+    from sglang.srt import server_args
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+    register_attention_backend(NAME)(Backend)
+    choices = getattr(server_args, "ATTENTION_BACKEND_CHOICES", [])
+    if NAME not in choices:
+        choices.append(NAME)
+
+
+@dataclass(frozen=True, eq=False)
+class _Step:
+    """One forward pass: its sequences over the pool of all layers, and over that of sliding layers alone."""
+
+    full: Batch
+    sliding: Batch | None
+
+
+class Backend(AttentionBackend):
+    """Decoding and (chunked) prefill of decoders: windows, soft caps, sinks, and any mods that are assigned.
+
+    SGLang's tables are of tokens: pages of one token, or of runner.page_size where its pool keeps such runs
+    together.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__()
+        self.req_to_token = runner.req_to_token_pool.req_to_token
+        self.pool, self.page_size = runner.token_to_kv_pool, int(getattr(runner, "page_size", 1) or 1)
+        self._layers: dict[tuple[int, float, int, float], LayerAttention] = {}
+        self._step: _Step | None = None
+        self._captured: dict[int, _Step] = {}
+        self._buffers: tuple[Tensor, Tensor | None, Tensor] | None = None
+
+    # --- metadata -----------------------------------------------------------------------------------------
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """The sequences of one pass, before its layers run."""
+        mode = forward_batch.forward_mode
+        if mode.is_idle():
+            self._step = None
+            return
+        if getattr(mode, "is_target_verify", bool)():
+            raise UnsupportedError(
+                "verification of drafted tokens", "decoding and prefill", "serve without speculation"
+            )
+        lengths, longest = forward_batch.seq_lens, getattr(forward_batch, "seq_lens_cpu", None)
+        table = self._tokens(forward_batch.req_pool_indices, longest)
+        if mode.is_decode():
+            full = Batch.decoding(self._pages(table), lengths)
+        else:
+            starts = torch.nn.functional.pad(forward_batch.extend_seq_lens.cumsum(0), (1, 0)).int()
+            on_host = torch.tensor([0, *forward_batch.extend_seq_lens_cpu]).cumsum(0)
+            full = Batch.of_starts(self._pages(table), lengths, starts, on_host)
+        self._step = _Step(full, self._in_sliding_pool(full, table))
+
+    def _tokens(self, requests: Tensor, lengths: Any) -> Tensor:
+        """Slots in the pool of each sequence's tokens, [N, longest]; all that there may be where the host
+        does not know the lengths."""
+        width = self.req_to_token.shape[1]
+        if lengths is not None:
+            longest = max(int(torch.as_tensor(lengths).max()), 1)
+            width = min(-(-longest // self.page_size) * self.page_size, width)
+        return self.req_to_token[requests, :width]
+
+    def _pages(self, tokens: Tensor) -> Tensor:
+        return (tokens[:, :: self.page_size] // self.page_size).int()
+
+    def _in_sliding_pool(self, full: Batch, tokens: Tensor) -> Batch | None:
+        """The same sequences where sliding layers have a pool of their own. What it has dropped, which is
+        behind all windows, becomes its first slot."""
+        translate = getattr(self.pool, "translate_loc_from_full_to_swa", None)
+        if translate is None:
+            return None
+        return replace(full, table=self._pages(translate(tokens.long()).clamp(min=0)))
+
+    # --- CUDA graphs: buffers of fixed addresses, which replays find filled anew ---------------------------
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        if not reads_pages(self.page_size):
+            raise UnsupportedError(
+                f"captured graphs over pages of {self.page_size} here, which are gathered",
+                "Hopper, and pages of a multiple of 8 tokens",
+                "serve with --page-size 16, or with --disable-cuda-graph",
+            )
+        pages = -(-self.req_to_token.shape[1] // self.page_size)
+        table = torch.zeros(max_bs, pages, dtype=torch.int32, device=self.req_to_token.device)
+        sliding = table.clone() if hasattr(self.pool, "translate_loc_from_full_to_swa") else None
+        lengths = torch.zeros(max_bs, dtype=torch.int32, device=table.device)
+        self._buffers, self._captured = (table, sliding, lengths), {}
+
+    def init_forward_metadata_capture_cuda_graph(
+        self,
+        bs: int,
+        num_tokens: int,
+        req_pool_indices: Tensor,
+        seq_lens: Tensor,
+        encoder_lens: Tensor | None,
+        forward_mode: Any,
+        spec_info: Any,
+    ) -> None:
+        if not forward_mode.is_decode() or spec_info is not None or self._buffers is None:
+            raise UnsupportedError(
+                "a captured graph of other passes than decoding", "decoding", "disable CUDA graphs for it"
+            )
+        table, sliding, lengths = self._buffers
+        full = Batch.decoding(table[:bs], lengths[:bs])
+        self._captured[bs] = _Step(full, None if sliding is None else replace(full, table=sliding[:bs]))
+        self._fill(bs, req_pool_indices, seq_lens, None)
+
+    def init_forward_metadata_replay_cuda_graph(
+        self,
+        bs: int,
+        req_pool_indices: Tensor,
+        seq_lens: Tensor,
+        seq_lens_sum: int,
+        encoder_lens: Tensor | None,
+        forward_mode: Any,
+        spec_info: Any,
+        seq_lens_cpu: Tensor | None = None,
+    ) -> None:
+        self._fill(bs, req_pool_indices[:bs], seq_lens[:bs], seq_lens_cpu)
+
+    def _fill(self, bs: int, requests: Tensor, lengths: Tensor, on_host: Tensor | None) -> None:
+        step = self._step = self._captured[bs]
+        tokens = self._tokens(requests, None if on_host is None else on_host[:bs])
+        pages = self._pages(tokens)
+        step.full.table[:, : pages.shape[1]].copy_(pages)
+        step.full.lengths.copy_(lengths)
+        if step.sliding is not None:
+            translated = self._in_sliding_pool(step.full, tokens)
+            assert translated is not None
+            step.sliding.table[:, : pages.shape[1]].copy_(translated.table)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 0
+
+    # --- layers -------------------------------------------------------------------------------------------
+
+    def forward_decode(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        sinks: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """q [T, Hq * D], k and v [T, Hkv, D] of the new tokens, None where the cache has them. Returns
+        [T, Hq * Dv]; rows of padding are zeros."""
+        _check_layer(layer, options)
+        if save_kv_cache and k is not None:
+            self.pool.set_kv_buffer(layer, self._places(forward_batch.out_cache_loc), k, v)
+        heads, step = layer.tp_q_head_num, self._step
+        if step is None:
+            return q.new_zeros(len(q), heads * layer.v_head_dim)
+        caches, rows = self._caches(layer.layer_id, q.dtype), q.reshape(-1, heads, layer.qk_head_dim)
+        batch = self._sequences(step, layer.layer_id)
+        return attend(self._attention(layer), rows, caches, batch, sinks=sinks).flatten(1)
+
+    forward_extend = forward_decode
+
+    def support_triton(self) -> bool:
+        return False
+
+    def _places(self, slots: Tensor) -> Any:
+        """Slots to write to; recent versions want those of the pool of sliding layers along."""
+        translate = getattr(self.pool, "translate_loc_from_full_to_swa", None)
+        try:
+            from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+        except ImportError:
+            return slots
+        return slots if translate is None else KVWriteLoc(slots, translate(slots))
+
+    def _sequences(self, step: _Step, layer_id: int) -> Batch:
+        mapping = getattr(self.pool, "layers_mapping", None)
+        own = mapping is not None and mapping[layer_id][1]
+        return step.sliding if own and step.sliding is not None else step.full
+
+    def _caches(self, layer_id: int, dtype: torch.dtype) -> Caches:
+        keys, values = self.pool.get_key_buffer(layer_id), self.pool.get_value_buffer(layer_id)
+        if keys.dtype != dtype:
+            raise UnsupportedError(
+                f"a cache of {keys.dtype} for queries of {dtype}", "one dtype", 'set kv_cache_dtype="auto"'
+            )
+        pages = len(keys) // self.page_size
+        k, v = (x[: pages * self.page_size].unflatten(0, (pages, self.page_size)) for x in (keys, values))
+        return k, v
+
+    def _attention(self, layer: Any) -> Any:
+        """SGLang's windows count the keys before the query."""
+        key = layer.layer_id, float(layer.scaling), layer.sliding_window_size, float(layer.logit_cap)
+        if key not in self._layers:
+            _, scale, window, cap = key
+            asked = Asked(scale, window + 1 if window >= 0 else None, cap if cap > 0 else None)
+            self._layers[key] = LayerAttention(asked)
+        return self._layers[key].named(f"layers.{layer.layer_id}")
+
+
+def _check_layer(layer: Any, options: dict[str, Any]) -> None:
+    kind = getattr(layer, "attn_type", None)
+    asked = sorted(name for name, value in options.items() if value is not None)
+    if layer.is_cross_attention or getattr(kind, "value", "decoder") != "decoder":
+        asked.append("attention that is not a decoder's own")
+    if getattr(layer, "xai_temperature_len", -1) > 0:
+        asked.append("xai_temperature_len")
+    if getattr(layer, "pos_encoding_mode", "NONE") != "NONE":
+        asked.append(f"pos_encoding_mode={layer.pos_encoding_mode}")
+    if asked:
+        raise UnsupportedError(
+            f"a layer that asks for {', '.join(asked)}",
+            "causal decoders with windows, soft caps and sinks",
+            "choose another attention backend for this model; mods are assigned with integrations.layers",
+        )

@@ -1,0 +1,207 @@
+"""vLLM: an attention backend for its V1 engine, by the name CUSTOM.
+
+`register()` is this package's entry point for vLLM's plugins: vLLM calls it in each of its processes. Mods of
+layers are given with fa4flex.integrations.layers. Importing this module imports vLLM.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionType,
+    MultipleOf,
+)
+
+from fa4flex.errors import UnsupportedError
+from fa4flex.integrations.layers import Asked, LayerAttention
+from fa4flex.integrations.paged_cache import Batch, Caches, attend, write
+
+
+def register() -> None:
+    """Make fa4flex vLLM's CUSTOM attention backend, unless there is another: `--attention-backend CUSTOM`."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    if not AttentionBackendEnum.CUSTOM.is_overridden():
+        register_backend(AttentionBackendEnum.CUSTOM, f"{__name__}.Backend")
+
+
+class Backend(AttentionBackend):
+    """Decoders with caches of 16 or 32 bits: windows, soft caps, ALiBi, sinks, and mods that are assigned."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
+    forward_includes_kv_cache_update = False
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[Impl]:
+        return Impl
+
+    @staticmethod
+    def get_builder_cls() -> type[MetadataBuilder]:
+        return MetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes() -> list[Any]:
+        return [MultipleOf(8)]  # kernels read such pages in place
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        return num_blocks, 2, block_size, num_kv_heads, head_size
+
+    @staticmethod
+    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+        """Blocks outermost, also around the layers."""
+        return (1, 0, 2, 3, 4, 5) if include_num_layers_dimension else (0, 1, 2, 3, 4)
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return head_size % 8 == 0 and head_size <= 256
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+
+@dataclass
+class Metadata(AttentionMetadata):
+    """One step's batch, and the slot of each new token."""
+
+    batch: Batch
+    slot_mapping: Tensor
+
+
+class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
+    """Sequences that decode stand first in a batch: their pages are read in place."""
+
+    _cudagraph_support = AttentionCGSupport.NEVER
+    reorder_batch_threshold = 1
+    supports_update_block_table = True
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
+        """common_prefix_len is a hint that is not taken: shared pages are read for each sequence."""
+        common = common_attn_metadata
+        if common.causal is not True:
+            raise UnsupportedError(
+                "a batch that is not causal", "causal decoders", "choose another attention backend for it"
+            )
+        ends = common.num_reqs + 1
+        batch = Batch.of_starts(
+            common.block_table_tensor[: ends - 1],
+            common.seq_lens[: ends - 1],
+            common.query_start_loc[:ends],
+            common.query_start_loc_cpu[:ends],
+        )
+        return Metadata(batch, common.slot_mapping)
+
+    def update_block_table(self, metadata: Metadata, blk_table: Tensor, slot_mapping: Tensor) -> Metadata:
+        table = blk_table[: len(metadata.batch.lengths)]
+        return replace(metadata, batch=replace(metadata.batch, table=table), slot_mapping=slot_mapping)
+
+
+class Impl(AttentionImpl[Metadata]):
+    """One layer."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+        **options: Any,
+    ) -> None:
+        _check_options(attn_type, kv_cache_dtype, options)
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads, self.kv_cache_dtype = num_kv_heads or num_heads, kv_cache_dtype
+        self.shares_cache = kv_sharing_target_layer_name is not None
+        self.sinks = sinks
+        self._slopes = alibi_slopes
+        window = sliding_window if sliding_window and sliding_window > 0 else None
+        self._asked = Asked(self.scale, window, logits_soft_cap or None)
+        self._layer: LayerAttention | None = None
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Write new keys and values [T, Hkv, D]; tokens past the end of slot_mapping are padding."""
+        if not self.shares_cache:
+            count = len(slot_mapping)
+            write(_caches(kv_cache), (key[:count], value[:count]), slot_mapping)
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Metadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """query [T, Hq, D], whose new keys are in the cache already; `output` is written and returned. Rows
+        of padding, and all of them in runs without metadata, which only measure memory, become zeros."""
+        if output_scale is not None or output_block_scale is not None:
+            raise UnsupportedError(
+                "a quantised output", "an output of the query's dtype", "disable its fusion"
+            )
+        rows = output.view(len(output), self.num_heads, -1)
+        if attn_metadata is None:
+            rows.zero_()
+            return output
+        attn, q = self._attention(layer, query.device), query.view(len(query), self.num_heads, self.head_size)
+        rows.copy_(attend(attn, q, _caches(kv_cache), attn_metadata.batch, sinks=self.sinks))
+        return output
+
+    def _attention(self, layer: Any, device: torch.device) -> Any:
+        if self._layer is None:
+            slopes = self._slopes
+            table = None if slopes is None else torch.tensor(slopes, dtype=torch.float32, device=device)
+            self._layer = LayerAttention(replace(self._asked, slopes=table))
+        return self._layer.named(getattr(layer, "layer_name", ""))
+
+
+def _caches(kv_cache: Tensor) -> Caches:
+    """Keys and values of a cache [blocks, 2, block_size, Hkv, D]."""
+    return kv_cache[:, 0], kv_cache[:, 1]
+
+
+def _check_options(attn_type: str, kv_cache_dtype: str, options: dict[str, Any]) -> None:
+    if attn_type != AttentionType.DECODER:
+        raise UnsupportedError(f"{attn_type} attention", "decoders", "choose another backend for this model")
+    if kv_cache_dtype not in Backend.supported_kv_cache_dtypes:
+        raise UnsupportedError(
+            f"a cache of {kv_cache_dtype}", "a cache of the query's dtype", 'set kv_cache_dtype="auto"'
+        )
+    unknown = sorted(name for name, value in options.items() if value not in (None, False))
+    if unknown:
+        raise UnsupportedError(
+            f"a layer that asks for {', '.join(unknown)}",
+            "scale, windows, soft caps, ALiBi slopes and sinks",
+            "choose another backend for this model",
+        )

@@ -1,0 +1,47 @@
+"""New tokens in their slots, and steps whose sequences are of all kinds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engines import Definition, History
+
+import fa4flex
+from fa4flex.integrations.paged_cache import Batch, attend, write
+from fa4flex.variants import causal
+
+
+@pytest.mark.parametrize("slots", [[3, -1, 0, -1], [-1, -1, 5, 11], [-1, -1, -1, -1], []])
+def test_tokens_are_written_to_their_slots_and_padding_nowhere(slots: list[int]) -> None:
+    """Also into caches of other strides and another dtype, int32 slots, and slot 0."""
+    both = torch.randn(3, 2, 2, 4, 8, dtype=torch.float64)  # [pages, key or value, heads, page_size, width]
+    caches = both[:, 0].transpose(1, 2), both[:, 1].transpose(1, 2)
+    new = torch.randn(2, len(slots), 2, 8)
+    want = both.clone()
+    for t, slot in enumerate(slots):
+        if slot >= 0:
+            want[slot // 4, :, :, slot % 4] = new[:, t].double()
+    write(caches, (new[0], new[1]), torch.tensor(slots, dtype=torch.int32))
+    assert torch.equal(both, want)
+
+
+@pytest.mark.parametrize("counts", [[1, 1, 1], [1, 3, 1], [2, 1, 4], [1, 0, 2], [1, 1, 0], [0, 0, 0]])
+@pytest.mark.parametrize("padding", [0, 2])
+def test_steps_of_all_kinds(counts: list[int], padding: int) -> None:
+    history, page_size = History(), 4
+    history.grow({0: 5, 1: 2, 2: 9})
+    steps = dict(enumerate(counts))
+    q, *_ = history.grow(steps)
+    caches = tuple(torch.full((12, page_size, 2, 8), torch.nan, dtype=torch.float64) for _ in range(2))
+    table = torch.randperm(12).view(3, 4).int()
+    for n in steps:
+        tokens = torch.arange(history.length(n))
+        slots = table[n, tokens // page_size] * page_size + tokens % page_size
+        write((caches[0], caches[1]), (history.k[n], history.v[n]), slots)
+    lengths = torch.tensor([history.length(n) for n in steps])
+    starts = torch.tensor([0, *counts]).cumsum(0)
+    attn = fa4flex.compile(mask=causal, scale=0.5)
+    rows = torch.cat([q, torch.full((padding, *q.shape[1:]), torch.nan, dtype=q.dtype)])
+    out = attend(attn, rows, (caches[0], caches[1]), Batch.of_starts(table, lengths, starts, starts))
+    torch.testing.assert_close(out[: len(q)], history.expected(Definition(0.5), q, steps))
+    assert out.shape == rows.shape and not out[len(q) :].any()

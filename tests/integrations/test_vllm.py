@@ -1,0 +1,197 @@
+"""vLLM's backend, driven as its engine does: steps of prefill chunks and decoded tokens over one cache."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from engines import STUBS, Definition, History, with_stubs
+from torch import Tensor
+
+from fa4flex.errors import UnsupportedError
+from fa4flex.integrations import layers
+
+SCALE = 0.4
+NAME = "model.layers.3.self_attn.attn"
+BLOCKS, BLOCK_SIZE, MOST_BLOCKS = 40, 8, 6
+STEPS = [{0: 11, 1: 3}, {0: 1, 1: 5, 2: 17}, {2: 1, 0: 1, 1: 1}, {1: 2, 0: 1}, {0: 1, 1: 1, 2: 1}]
+"""New tokens of sequences, in the order of the batch: chunks, mixed, all decoding, a decoding one behind."""
+
+
+@pytest.fixture(scope="module")
+def vllm() -> Iterator[ModuleType]:
+    yield from with_stubs("vllm")
+
+
+@pytest.fixture(autouse=True)
+def no_assignments() -> Iterator[None]:
+    layers.clear()
+    yield
+    layers.clear()
+
+
+class Engine:
+    """Scheduler and cache: a table of blocks in random order, and slots of new tokens."""
+
+    def __init__(self, vllm: ModuleType, **options: Any) -> None:
+        backend, self.history = vllm.Backend, History()
+        h = self.history
+        shape = backend.get_kv_cache_shape(BLOCKS, BLOCK_SIZE, h.kv_heads, h.width)
+        self.cache = torch.full(shape, torch.nan, dtype=torch.float64)
+        self.table = torch.randperm(BLOCKS)[: 3 * MOST_BLOCKS].view(3, MOST_BLOCKS).int()
+        self.builder = backend.get_builder_cls()(None, [NAME], None, torch.device("cpu"))
+        self.impl = backend.get_impl_cls()(h.heads, h.width, SCALE, h.kv_heads, **options)
+
+    def common(self, counts: dict[int, int], padded: int) -> Any:
+        """`padded` requests and tokens follow the real ones."""
+        starts = torch.tensor([0, *counts.values(), *[0] * padded]).cumsum(0).int()
+        lengths = [self.history.length(n) for n in counts]
+        slots = [
+            int(self.table[n, t // BLOCK_SIZE]) * BLOCK_SIZE + t % BLOCK_SIZE
+            for n, length in zip(counts, lengths, strict=True)
+            for t in range(length - counts[n], length)
+        ]
+        used = [-(-length // BLOCK_SIZE) for length in lengths]
+        table = torch.full((len(counts) + padded, MOST_BLOCKS), 10**6, dtype=torch.int32)
+        for row, n in enumerate(counts):
+            table[row, : used[row]] = self.table[n, : used[row]]
+        return SimpleNamespace(
+            query_start_loc=starts, query_start_loc_cpu=starts,
+            seq_lens=torch.tensor([*lengths, *[0] * padded]).int(), num_reqs=len(lengths) + padded,
+            num_actual_tokens=len(slots) + padded, max_query_len=max(counts.values()),
+            max_seq_len=max(lengths), block_table_tensor=table,
+            slot_mapping=torch.tensor(slots + [-1] * padded), causal=True,
+        )  # fmt: skip
+
+    def step(self, counts: dict[int, int], padded: int = 0) -> tuple[Tensor, Tensor]:
+        """(output of the engine, its queries)"""
+        q, k, v = self.history.grow(counts)
+        padded_qkv = [torch.cat([x, x.new_full((padded, *x.shape[1:]), 7.0)]) for x in (q, k, v)]
+        metadata = self.builder.build(0, self.common(counts, padded))
+        layer = SimpleNamespace(layer_name=NAME)
+        self.impl.do_kv_cache_update(layer, *padded_qkv[1:], self.cache, metadata.slot_mapping)
+        output = torch.full((len(q) + padded, q.shape[1] * q.shape[2]), torch.nan, dtype=q.dtype)
+        assert self.impl.forward(layer, *padded_qkv, self.cache, metadata, output) is output
+        return output.view(padded_qkv[0].shape), q
+
+
+def run(engine: Engine, definition: Definition) -> None:
+    for number, counts in enumerate(STEPS):
+        found, q = engine.step(counts, padded=number % 2 * 3)
+        torch.testing.assert_close(found[: len(q)], engine.history.expected(definition, q, counts))
+        assert not found[len(q) :].any()
+
+
+SLOPES = [0.5, 0.25, 0.125, 0.0625]
+LAYERS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "window": {"sliding_window": 4},
+    "softcap": {"logits_soft_cap": 0.8},
+    "alibi": {"alibi_slopes": SLOPES, "logits_soft_cap": 0.8},
+    "sinks": {"sinks": torch.linspace(-1, 1, 4, dtype=torch.float64), "sliding_window": 6},
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_steps_are_by_definition(vllm: ModuleType, name: str) -> None:
+    given = LAYERS[name]
+    run(
+        Engine(vllm, **given),
+        Definition(
+            SCALE,
+            given.get("sliding_window"),
+            given.get("logits_soft_cap"),
+            given.get("alibi_slopes"),
+            given.get("sinks"),
+        ),
+    )
+
+
+def farther_is_less(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, q_len: Any, kv_len: Any) -> Any:
+    return score - 0.1 * (h + 1) * (q_idx + kv_len - q_len - kv_idx)
+
+
+def test_assigned_mods_come_on_top_and_may_change(vllm: ModuleType) -> None:
+    """A VARIANT by name, then functions for the layer's number; other layers are not meant."""
+    engine = Engine(vllm, logits_soft_cap=0.8, sliding_window=9)
+    layers.assign("softcap(0.3), sliding_window(3)", layers=[4])
+    layers.assign("sliding_window(5)", layers="*.self_attn.attn")
+    run(engine, Definition(SCALE, window=5, softcap=0.8))
+    layers.assign(score_mod=farther_is_less, mask=lambda b, h, q, k: k % 3 != 1, layers=3)
+    definition = Definition(
+        SCALE, 9, 0.8, bias=lambda h, i, j: -0.1 * (h + 1) * (i - j), allows=lambda i, j: j % 3 != 1
+    )
+    found, q = engine.step({1: 4, 0: 1})
+    torch.testing.assert_close(found, engine.history.expected(definition, q, {1: 4, 0: 1}))
+
+
+def test_tables_are_replaced_and_shared_caches_are_not_written(vllm: ModuleType) -> None:
+    engine = Engine(vllm)
+    engine.step({0: 11, 1: 3})
+    metadata = engine.builder.build(0, engine.common({0: 1, 1: 1}, 0))
+    other, slots = torch.zeros(4, MOST_BLOCKS, dtype=torch.int32), torch.zeros(2, dtype=torch.long)
+    replaced = engine.builder.update_block_table(metadata, other, slots)
+    assert replaced.slot_mapping is slots and replaced.batch.lengths is metadata.batch.lengths
+    assert torch.equal(replaced.batch.table, other[:2])
+    sharing = type(engine.impl)(4, 8, SCALE, 2, kv_sharing_target_layer_name="model.layers.0.self_attn.attn")
+    before, new = engine.cache.clone(), torch.ones(2, 2, 8, dtype=torch.float64)
+    sharing.do_kv_cache_update(None, new, new, engine.cache, slots)
+    assert engine.cache.equal(before) or torch.equal(engine.cache.nan_to_num(), before.nan_to_num())
+
+
+def test_runs_without_metadata_write_zeros(vllm: ModuleType) -> None:
+    engine = Engine(vllm)
+    q = torch.randn(3, 4, 8)
+    output = torch.full((3, 4, 8), torch.nan)
+    assert not engine.impl.forward(None, q, q, q, engine.cache, None, output).any()
+
+
+def test_what_cannot_be_done_is_refused(vllm: ModuleType) -> None:
+    impl = vllm.Backend.get_impl_cls()
+    with pytest.raises(UnsupportedError, match="encoder_only"):
+        impl(4, 8, SCALE, 2, attn_type="encoder_only")
+    with pytest.raises(UnsupportedError, match="a cache of fp8_e4m3"):
+        impl(4, 8, SCALE, 2, kv_cache_dtype="fp8_e4m3")
+    with pytest.raises(UnsupportedError, match="chunk_lookback"):
+        impl(4, 8, SCALE, 2, chunk_lookback=3)
+    engine = Engine(vllm)
+    engine.history.grow({0: 2})
+    common = engine.common({0: 2}, 0)
+    common.causal = False
+    with pytest.raises(UnsupportedError, match="not causal"):
+        engine.builder.build(0, common)
+    q = torch.randn(3, 4, 8)
+    with pytest.raises(UnsupportedError, match="quantised output"):
+        engine.impl.forward(None, q, q, q, engine.cache, None, q, torch.ones(1))
+
+
+def test_it_registers_as_custom(vllm: ModuleType) -> None:
+    from vllm.v1.attention.backends import registry
+
+    vllm.register()
+    assert registry.AttentionBackendEnum.CUSTOM.is_overridden()
+    assert vllm.Backend.get_impl_cls() is vllm.Impl and vllm.Backend.supports_sink()
+    assert vllm.Backend.supports_head_size(128) and not vllm.Backend.supports_head_size(100)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
+def test_vllm_itself_finds_the_backend(vllm: ModuleType) -> None:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    vllm.register()
+    assert AttentionBackendEnum.CUSTOM.get_class() is vllm.Backend
+
+
+def test_importing_fa4flex_imports_no_engine() -> None:
+    code = "import sys, fa4flex, fa4flex.integrations.layers; print({'vllm', 'sglang'} & set(sys.modules))"
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True,
+        env={"PYTHONPATH": f"{STUBS.parents[2]}:{STUBS}"},
+    )  # fmt: skip
+    assert found.stdout.strip() == "set()"
