@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from fa4flex.codegen.analyze.reach import extents_of
 from fa4flex.codegen.plan.arguments import FORWARD
 from fa4flex.codegen.trace.paths import Reader
 from fa4flex.runtime.cuda.arguments import launch_function
@@ -37,9 +38,9 @@ class FastPath:
 
     __slots__ = (
         "alignment",
-        "allocate",
         "default_scale",
         "launch",
+        "layouts",
         "looks",
         "matches",
         "others",
@@ -71,9 +72,10 @@ class FastPath:
         self.requires_grad = any(x.requires_grad for x in (call.q, call.k, call.v, *self.others))
         self.trains = self.requires_grad and torch.is_grad_enabled()
         self.alignment = (call.q.data_ptr() | call.k.data_ptr() | call.v.data_ptr()) % ALIGNMENT
-        self.allocate = _allocation(call, ready)
-        self.workspace = _workspace(call, ready)
-        self.launch = launch_function(FORWARD, ready.kernel, PARAMETERS, _constants(call, ready), {})
+        self.layouts, splits = ready.layouts(call), _splits(call, ready)
+        self.workspace = _workspace(call, ready, splits)
+        constants = _constants(call, ready, splits)
+        self.launch = launch_function(FORWARD, ready.kernel, PARAMETERS, constants, {})
 
     @staticmethod
     def of(call: Call, ready: Ready, reader: Reader, statistics: tuple[str, ...]) -> FastPath | None:
@@ -115,27 +117,21 @@ class FastPath:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Results:
         ready = self.ready
-        tables = None if ready.tables is None else ready.tables(self.call(q, k, v))
-        if ready.watch is not None:
-            ready.watch(self.call(q, k, v))
-        out, lse, largest = (_empty_like(q), None, None) if self.allocate is None else self.allocate(q)
+        tables = None
+        if ready.tables is not None or ready.watch is not None:
+            call = self.call(q, k, v)
+            tables = None if ready.tables is None else ready.tables(call)
+            if ready.watch is not None:
+                ready.watch(call)
+        out, lse, largest = ready.results(q, self.layouts)
         taken = counter(q.get_device()) if ready.counted else None
         parts = None if self.workspace is None else _empty_like(self.workspace)
         self.launch(q, k, v, out, lse, largest, tables, taken, parts)
         return out, lse, largest
 
 
-def _allocation(call: Call, ready: Ready) -> Callable[[Tensor], Results] | None:
-    """What makes room for results, or None where that is an output like q: the cheapest of allocations."""
-    _, layouts = ready.layouts(call)
-    like = torch.empty_like(call.q)
-    plain = layouts == (tuple(like.shape), like.stride(), None, None) and like.dtype == ready.dtype
-    return None if plain else lambda q: ready.results(q, layouts)
-
-
-def _workspace(call: Call, ready: Ready) -> Tensor | None:
+def _workspace(call: Call, ready: Ready, splits: int | None) -> Tensor | None:
     """What looks like the memory for results of splits, and takes none; None where kernels do not split."""
-    splits = ready.splits(call)
     if splits is None:
         return None
     floats = ready.floats(call.q, splits)
@@ -144,7 +140,11 @@ def _workspace(call: Call, ready: Ready) -> Tensor | None:
     return like.expand(floats) if floats else like
 
 
-def _constants(call: Call, ready: Ready) -> dict[str, Any]:
+def _splits(call: Call, ready: Ready) -> int | None:
+    return None if ready.splitting is None else ready.splits(call, extents_of(call.extents()))
+
+
+def _constants(call: Call, ready: Ready, splits: int | None) -> dict[str, Any]:
     """All arguments but PARAMETERS, as such calls have them. Tuples that no call changes are prepared once,
     as the calling convention would do at each launch."""
     found = {row.name: getattr(call, row.name) for row in FORWARD.found_in("call")}
@@ -152,17 +152,22 @@ def _constants(call: Call, ready: Ready) -> dict[str, Any]:
     found |= {row.name: None for row in absent} | {"faults": None}
     found |= ready.constants
     found |= {"scalars": prepared(found["scalars"]), "operands": call.operands or None}
-    return found | {"order": None, "max_q_len": ready.layouts(call)[0], "splits": ready.splits(call)}
+    return found | {"order": None, "max_q_len": ready.layouts(call).length, "splits": splits}
 
 
-def guard_of(tensors: tuple[Tensor, ...]) -> Callable[..., bool] | None:
-    """A function that tells whether tensors look like these; None where this torch has none that works, or
-    where a tensor is given twice, which it does not allow."""
+def guard_of(
+    tensors: tuple[Tensor, ...],
+    shapes: Any = None,
+    strides: Any = None,
+) -> Callable[..., bool] | None:
+    """A function that tells whether tensors look like these; in place of their own shapes and strides, it
+    compares with those that are given, where None stands for any. None where this torch has none that works,
+    or where a tensor is given twice, which it does not allow."""
+    shapes = [list(x.shape) for x in tensors] if shapes is None else shapes
+    strides = [list(x.stride()) for x in tensors] if strides is None else strides
     try:
         from torch._C._dynamo.guards import TensorGuards
 
-        shapes: list[Any] = [list(x.shape) for x in tensors]
-        strides: list[Any] = [list(x.stride()) for x in tensors]
         guard = TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
         looks: Callable[..., bool] = guard.check
         return looks if looks(*tensors) else None
