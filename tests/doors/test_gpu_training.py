@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import weakref
 from typing import Any
 
 import pytest
 import torch
-from launch_changes import HEADS, S, mod, recording
+from launch_changes import HEADS, S, calls_on_gpu, mod
 from test_gpu_calls import Recorder, inputs
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,7 +16,7 @@ import fa4flex
 from fa4flex.codegen.plan.arguments import SCHEMAS
 from fa4flex.codegen.plan.faults import PLACES, ROWS, WORDS
 from fa4flex.errors import EarlierError, UnsupportedError
-from fa4flex.runtime import launch, programs, recent
+from fa4flex.runtime import recent
 from fa4flex.runtime.cuda import faults
 from fa4flex.runtime.cuda.fast_path import FastPath
 from fa4flex.variants import causal
@@ -27,13 +26,7 @@ NAMES = {len(schema.names): schema.names for schema in SCHEMAS.values()}
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    """Launches of calls as on a GPU, only written down. Nothing is ready from other tests."""
-    monkeypatch.setattr(launch, "publish", programs.Published)
-    monkeypatch.setattr(programs, "_engine", programs._engine.__wrapped__)
-    monkeypatch.setattr(launch, "_prepared", weakref.WeakKeyDictionary())
-    monkeypatch.setattr(launch, "_on_gpu", lambda q: True)
-    monkeypatch.setattr("fa4flex.runtime.ops.simulating", lambda: True)
-    return recording(monkeypatch)
+    return calls_on_gpu(monkeypatch)
 
 
 def launched(recorder: Recorder) -> list[dict[str, Any]]:

@@ -48,6 +48,9 @@ class Kind(Protocol):
     def free(self, qkv: QKV) -> list[tuple[int, ...]]:
         """Dimensions of q, k and v that launches read themselves."""
 
+    def steps(self, qkv: QKV) -> tuple[int, int, int]:
+        """The bits that any stride but the last has, of q, of k and of v."""
+
 
 class Dense:
     """Calls of one length. rows: the dimension of q, k and v that has it."""
@@ -72,6 +75,11 @@ class Dense:
     def free(self, qkv: QKV) -> list[tuple[int, ...]]:
         return [(0, self.rows)] * 3
 
+    def steps(self, qkv: QKV) -> tuple[int, int, int]:
+        q, k, v = qkv
+        (a, b, c, _), (d, e, f, _), (g, h, i, _) = q.stride(), k.stride(), v.stride()
+        return a | b | c, d | e | f, g | h | i
+
 
 _NOTHING: Beside = NO_LENGTHS, NO_PAGES, ()
 
@@ -90,8 +98,7 @@ class Used(Dense):
         lengths = SequenceLengths(varlen.cu_seqlens_q, varlen.cu_k, varlen.seqused_q, varlen.seqused_k)
         if _given(lengths) != self.given:
             return None
-        own = _own(lengths)
-        return lengths, NO_PAGES, tuple([own[i] for i in self.places])  # type: ignore[misc]
+        return lengths, NO_PAGES, tuple([lengths[i] for i in self.places])  # type: ignore[misc]
 
 
 class Packed(Used):
@@ -103,6 +110,11 @@ class Packed(Used):
 
     def free(self, qkv: QKV) -> list[tuple[int, ...]]:
         return [(0,)] * 3
+
+    def steps(self, qkv: QKV) -> tuple[int, int, int]:
+        q, k, v = qkv
+        (a, b, _), (d, e, _), (g, h, _) = q.stride(), k.stride(), v.stride()
+        return a | b, d | e, g | h
 
 
 class Paged(Dense):
@@ -227,21 +239,13 @@ class FamilyPath:
     def _readable(self, qkv: QKV) -> bool:
         """True if the tensor memory accelerator can read q, k and v, whose last strides were compared."""
         (q, k, v), (q_size, k_size, v_size) = qkv, self.sizes
-        places = q.data_ptr() | k.data_ptr() | v.data_ptr()
-        places |= _steps(q) * q_size | _steps(k) * k_size | _steps(v) * v_size
+        of_q, of_k, of_v = self.kind.steps(qkv)
+        places = q.data_ptr() | k.data_ptr() | v.data_ptr() | of_q * q_size | of_k * k_size | of_v * v_size
         return not places % ALIGNMENT
 
 
 def _others(operands: tuple[Tensor, ...], sinks: Tensor | None) -> tuple[Tensor, ...]:
     return operands if sinks is None else (*operands, sinks)
-
-
-def _steps(x: Tensor) -> int:
-    """The bits that any stride but the last has."""
-    strides = x.stride()
-    if len(strides) == 4:
-        return strides[0] | strides[1] | strides[2]
-    return strides[0] | strides[1]
 
 
 def _looks(

@@ -28,7 +28,7 @@ it is computed on request and was not asked for."""
 class Layouts(NamedTuple):
     """Shapes and strides of results, which follow from those of q.
 
-    like_q   whether the output is in all respects like q, which torch allocates fastest
+    like_q   whether the output is in all respects like q, which torch allocates fastest: q has no gaps
     length   of the queries
     rows     shape of lse and max_scores
     """
@@ -127,20 +127,22 @@ class Ready:
 
     def layouts(self, call: Call) -> Layouts:
         """Layouts of out, lse and max_scores."""
-        q, known = call.q, self.remembered.layouts
-        if known is not None and known.q_shape == q.shape and known.q_strides == q.stride():
+        q = call.q
+        sizes, strides = q.shape, q.stride()
+        known = self.remembered.layouts
+        if known is not None and known.q_shape == sizes and known.q_strides == strides:
             return known
-        shape, strides = output_layout(q, self.width)
+        like_q = q.dtype is self.dtype and self.width == sizes[-1] and q.is_contiguous()
+        laid = (sizes, strides) if like_q else output_layout(q, self.width)
         if call.packed:
-            length, heads, _ = shape
+            length, heads, _ = sizes
             rows: tuple[int, ...] = heads, length
         elif call.heads_first:
-            rows, length = shape[:-1], shape[2]
+            rows, length = sizes[:-1], sizes[2]
         else:
-            batch, length, heads, _ = shape
+            batch, length, heads, _ = sizes
             rows = batch, heads, length
-        like_q = q.dtype == self.dtype and shape == tuple(q.shape) and strides == q.stride()
-        found = Layouts(tuple(q.shape), q.stride(), length, shape, strides, like_q, rows)
+        found = Layouts(sizes, strides, length, *laid, like_q, rows)
         self.remembered.layouts = found
         return found
 
