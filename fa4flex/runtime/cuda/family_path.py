@@ -59,7 +59,7 @@ class Dense:
         self.rows = 2 if call.heads_first else 1
 
     def beside(self, varlen: Varlen | None, paging: Paging | None) -> Beside | None:
-        return _NOTHING if varlen is None and paging is None else None
+        return NOTHING if varlen is None and paging is None else None
 
     def extents(self, qkv: QKV, beside: Beside) -> Extents | None:
         (q, k, v), rows = qkv, self.rows
@@ -81,7 +81,7 @@ class Dense:
         return a | b | c, d | e | f, g | h | i
 
 
-_NOTHING: Beside = NO_LENGTHS, NO_PAGES, ()
+NOTHING: Beside = NO_LENGTHS, NO_PAGES, ()
 
 
 class Used(Dense):
