@@ -128,9 +128,9 @@ class Paged(Dense):
 
     def extents(self, qkv: QKV, beside: Beside) -> Extents | None:
         (q, k, v), (table, used) = qkv, beside[2]
-        batch, length = q.shape[0], q.shape[self.rows]
-        rows, columns = table.shape
-        pages, size = k.shape[:2]
+        sizes = q.shape
+        batch, length = sizes[0], sizes[self.rows]
+        (rows, columns), (pages, size, _, _) = table.shape, k.shape
         if not (rows == batch == used.shape[0] and pages == v.shape[0]) or not (batch and length and pages):
             return None
         return batch, length, columns * size
