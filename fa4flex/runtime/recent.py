@@ -72,6 +72,7 @@ class Recent:
         self.program = program
         self.reader = None if trace.derived else trace.reader
         """Derived operands are computed from others, perhaps anew at each call."""
+        self.engine = program.engine
         self.kept: tuple[Kept, ...] = ()
         self.once: tuple[Kept, ...] = ()
         """Launches that served one call: no way is made to them before they serve another."""
@@ -91,15 +92,16 @@ class Recent:
             return None
         faults.check()
         dense = varlen is None and paging is None
-        bits = self.program.engine.bits
+        q, k, v = qkv
+        bits = self.engine.bits
         for one in kept:
             if one.statistics != statistics or one.bits != bits:
                 continue
             path = one.repeated
-            if path is not None and dense and path.fits(*qkv):
+            if dense and path is not None and path.fits(q, k, v):
                 if path.serves(variant):
                     again = one.direct
-                    return path(*qkv) if again is None else direct.attend(again, path.call(*qkv))
+                    return path(q, k, v) if again is None else direct.attend(again, path.call(q, k, v))
                 one.repeated, one.row = None, 0  # it would keep alive what was captured then
             if one.family is None:
                 continue
@@ -147,7 +149,7 @@ class Recent:
             found = [one for one in self.once if one.key == key]
             if not found:
                 shapes = call.q.shape, call.k.shape
-                one = Kept(*key, self.program.engine.bits, shapes=shapes)
+                one = Kept(*key, self.engine.bits, shapes=shapes)
                 self.once = (one, *self.once)[:MOST_KEPT]
                 return
             self.once = tuple([one for one in self.once if one is not found[0]])

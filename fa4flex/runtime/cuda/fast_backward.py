@@ -25,22 +25,23 @@ class FastBackward:
     """One launch of a backward pass, and what calls and saved tensors look like that it serves. It holds none
     of them.
 
-    dense    tells extents, where those of all calls within reach of the launch are served; None where the
-             guard compares them all, as some tensor is converted
+    exact    compares with all of the tensors that it was made with
+    looks    leaves out what the launch reads itself, where it serves other extents: all of its tensors can be
+             read as they are; `dense` tells extents
     """
 
-    __slots__ = ("alike", "asked", "dense", "looks", "ready", "scalars")
+    __slots__ = ("alike", "asked", "dense", "exact", "looks", "ready", "scalars")
 
     def __init__(
         self,
         call: Call,
         asked: Asked,
         ready: ReadyBackward,
-        looks: Callable[..., bool],
-        dense: Dense | None,
+        exact: Callable[..., bool],
+        looks: Callable[..., bool] | None,
     ) -> None:
-        self.ready, self.looks, self.asked, self.dense = ready, looks, asked, dense
-        self.scalars, self.alike = call.scalars, _alike(call)
+        self.ready, self.asked, self.exact, self.looks = ready, asked, exact, looks
+        self.scalars, self.alike, self.dense = call.scalars, _alike(call), Dense(call)
 
     @staticmethod
     def of(call: Call, saved: Saved, asked: Asked, ready: ReadyBackward) -> FastBackward | None:
@@ -48,9 +49,10 @@ class FastBackward:
         tensors = _tensors(call, saved)
         if not _aligned(tensors):
             return None
-        dense = Dense(call) if all(map(tma_able, _of_heads(call, saved))) else None
-        looks = guard_of(tensors) if dense is None else guard_of(tensors, *_free(call, tensors, dense.rows))
-        return None if looks is None else FastBackward(call, asked, ready, looks, dense)
+        exact, looks = guard_of(tensors), None
+        if all(map(tma_able, _of_heads(call, saved))):
+            looks = guard_of(tensors, *_free(tensors, 2 if call.heads_first else 1))
+        return None if exact is None else FastBackward(call, asked, ready, exact, looks)
 
     def fits(self, call: Call, saved: Saved, asked: Asked) -> bool:
         if call.lengths is not NO_LENGTHS or saved.dlse is not None or asked != self.asked:
@@ -58,10 +60,12 @@ class FastBackward:
         if call.scalars is not self.scalars or _alike(call) != self.alike:
             return False
         tensors = _tensors(call, saved)
-        if not (self.looks(*tensors) and _aligned(tensors)):
+        if not _aligned(tensors):
             return False
-        if self.dense is None:
+        if self.exact(*tensors):
             return True
+        if self.looks is None or not self.looks(*tensors):
+            return False
         steps = 0
         for x in _of_heads(call, saved):
             a, b, c, _ = x.stride()
@@ -104,7 +108,7 @@ def _of_heads(call: Call, saved: Saved) -> tuple[Tensor, ...]:
     return call.q, call.k, call.v, saved.out, saved.dout
 
 
-def _free(call: Call, tensors: tuple[Tensor, ...], rows: int) -> tuple[list[Any], list[Any]]:
+def _free(tensors: tuple[Tensor, ...], rows: int) -> tuple[list[Any], list[Any]]:
     """Shapes and strides that a launch does not read itself, of all tensors, None for those that it does."""
     shapes: list[Any] = [list(x.shape) for x in tensors]
     strides: list[Any] = [list(x.stride()) for x in tensors]

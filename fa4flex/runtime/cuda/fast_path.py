@@ -44,6 +44,7 @@ class FastPath:
         "looks",
         "matches",
         "others",
+        "plain",
         "ready",
         "requires_grad",
         "rest",
@@ -73,6 +74,7 @@ class FastPath:
         self.trains = self.requires_grad and torch.is_grad_enabled()
         self.alignment = (call.q.data_ptr() | call.k.data_ptr() | call.v.data_ptr()) % ALIGNMENT
         self.layouts, splits = ready.layouts(call), _splits(call, ready)
+        self.plain = self.layouts.like_q and not ready.statistics
         self.workspace = _workspace(call, ready, splits)
         constants = _constants(call, ready, splits)
         self.launch = launch_function(FORWARD, ready.kernel, PARAMETERS, constants, {})
@@ -123,7 +125,7 @@ class FastPath:
             tables = None if ready.tables is None else ready.tables(call)
             if ready.watch is not None:
                 ready.watch(call)
-        out, lse, largest = ready.results(q, self.layouts)
+        out, lse, largest = (_empty_like(q), None, None) if self.plain else ready.results(q, self.layouts)
         taken = counter(q.get_device()) if ready.counted else None
         parts = None if self.workspace is None else _empty_like(self.workspace)
         self.launch(q, k, v, out, lse, largest, tables, taken, parts)

@@ -154,10 +154,10 @@ class Ready:
             out = q.new_empty_strided(layouts.shape, layouts.strides, dtype=self.dtype)
         lse = largest = None
         if self.statistics:
-            lse, largest = (
-                q.new_empty(layouts.rows, dtype=_FLOAT) if name in self.statistics else None
-                for name in ("lse", "max_scores")
-            )
+            if "lse" in self.statistics:
+                lse = q.new_empty(layouts.rows, dtype=_FLOAT)
+            if "max_scores" in self.statistics:
+                largest = q.new_empty(layouts.rows, dtype=_FLOAT)
         if self.gaps:
             _fill(out, lse, largest)
         return out, lse, largest
