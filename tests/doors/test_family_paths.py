@@ -24,6 +24,7 @@ from fa4flex import BlockMap, InputError, Paging, Varlen
 from fa4flex.codegen.plan.arguments import FORWARD
 from fa4flex.errors import StateError
 from fa4flex.runtime import launch, recent
+from fa4flex.runtime.cuda import family_path
 from fa4flex.runtime.cuda.family_path import QKV, FamilyPath
 from fa4flex.variants import causal, document
 
@@ -512,6 +513,18 @@ def test_what_does_not_fit_is_told_with_its_variant(recorder: Recorder) -> None:
     with pytest.raises(InputError, match="sequences for a batch") as wrong:
         replace(step, varlen=Varlen(seqused_k=torch.zeros(77, dtype=torch.int32)))(attn)
     assert any("in Attention(" in note for note in wrong.value.__notes__)
+
+
+def test_calls_whose_contents_are_checked_are_not_served(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(family_path, "VALIDATE", True)
+    for kind, kept in (("dense", True), ("used", False), ("packed", False), ("paged", False)):
+        attn = attention()
+        for _ in range(4):
+            KINDS[kind](random.Random(0))(attn)
+        (one,) = attn._caller.recent.kept  # type: ignore[union-attr]
+        assert (one.family is not None) == kept
 
 
 def test_a_family_keeps_no_tensor_alive(recorder: Recorder) -> None:

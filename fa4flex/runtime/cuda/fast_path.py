@@ -7,7 +7,7 @@ properties; torch compares all of them in one, with the guard that its compiler 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from fa4flex.runtime.cuda.prepared import prepared
 from fa4flex.runtime.cuda.ready import Ready, Results
 from fa4flex.variant import Variant, default_scale
 
+if TYPE_CHECKING:
+    from fa4flex.runtime.direct import Direct
+
 _empty_like = torch.empty_like
 
 PARAMETERS = "q", "k", "v", "out", "lse", "max_scores", "tables", "counter", "workspace"
@@ -33,12 +36,14 @@ class FastPath:
     """One launch, with all of its arguments but q, k, v and what it computes.
 
     `matches` tells whether a variant has captured by now what it had then, `statistics` are those that such
-    calls ask for; where gradients are wanted, the launch has the log-sum-exp besides.
+    calls ask for; where gradients are wanted, the launch has the log-sum-exp besides, and `direct` hands the
+    call to autograd.
     """
 
     __slots__ = (
         "alignment",
         "default_scale",
+        "direct",
         "launch",
         "layouts",
         "looks",
@@ -64,6 +69,7 @@ class FastPath:
         statistics: tuple[str, ...],
     ) -> None:
         self.ready, self.looks = ready, looks
+        self.direct: Direct | None = None
         self.matches = reader.matching(call.operands, call.scalars)
         self.statistics, self.scale = statistics, call.scale
         self.default_scale = default_scale(call.q.shape[-1])
