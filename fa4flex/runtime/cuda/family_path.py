@@ -151,9 +151,10 @@ def _own(lengths: SequenceLengths) -> tuple[Tensor | None, ...]:
     return cu_q, None if cu_k is cu_q else cu_k, used_q, None if used_k is used_q else used_k
 
 
-def _kind(call: Call) -> Kind:
+def _kind(call: Call) -> Kind | None:
+    """None for lengths beside pages, which have no kind."""
     if call.pages is not NO_PAGES:
-        return Paged(call)
+        return Paged(call) if call.lengths is NO_LENGTHS else None
     if call.lengths is NO_LENGTHS:
         return Dense(call)
     return Packed(call) if call.packed else Used(call)
@@ -176,8 +177,8 @@ class FamilyPath:
         "reading", "ready", "requires_grad", "scalars", "sinks", "sizes", "statistics", "trains",
     )  # fmt: skip
 
-    def __init__(self, call: Call, qkv: QKV, ready: Ready, reader: Reader) -> None:
-        self.ready, self.kind = ready, _kind(call)
+    def __init__(self, call: Call, qkv: QKV, kind: Kind, ready: Ready, reader: Reader) -> None:
+        self.ready, self.kind = ready, kind
         self.reading, self.scalars = reader.tensors_with(call.scalars), call.scalars
         self.default_scale, self.positive = default_scale(call.q.shape[-1]), call.scale > 0
         self.heads_first, self.statistics = call.heads_first, call.statistics
@@ -194,9 +195,10 @@ class FamilyPath:
     def of(call: Call, qkv: QKV, ready: Ready, reader: Reader) -> FamilyPath | None:
         """None where torch cannot compare the tensors of such calls at once, where they are converted, or
         where each call's contents are checked."""
-        if VALIDATE and (call.lengths is not NO_LENGTHS or call.pages is not NO_PAGES):
+        kind = _kind(call)
+        if kind is None or (VALIDATE and (call.lengths is not NO_LENGTHS or call.pages is not NO_PAGES)):
             return None
-        found = FamilyPath(call, qkv, ready, reader)
+        found = FamilyPath(call, qkv, kind, ready, reader)
         return found if found.looks is not None and found._readable(qkv) else None
 
     def find(
