@@ -25,6 +25,7 @@ from fa4flex.codegen.plan.arguments import FORWARD
 from fa4flex.errors import StateError
 from fa4flex.runtime import launch, recent
 from fa4flex.runtime.cuda import family_path
+from fa4flex.runtime.cuda.call import Call
 from fa4flex.runtime.cuda.family_path import QKV, FamilyPath
 from fa4flex.variants import causal, document
 
@@ -403,6 +404,12 @@ def test_extents_that_do_not_agree_or_pass_what_was_proved_are_not_served(record
         "many queries": few.of("q", lambda x: heads(HEADS, 2, 100)),
     }
     assert [name for name, other in others.items() if other.find(path, attn) is not None] == []
+
+
+def test_all_that_a_call_brings_is_compared() -> None:
+    """What is added to a call has to be compared here, too, or such calls may not be served."""
+    assert set(family_path.COMPARED) == set(Call._fields)
+    assert {row.source for row in FORWARD.entry} == {"call", "call.lengths", "call.pages", "launch"}
 
 
 CAPTURED: dict[str, dict[str, Any]] = {

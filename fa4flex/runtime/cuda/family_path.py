@@ -31,6 +31,11 @@ Beside = tuple[SequenceLengths, Pages, tuple[Tensor, ...]]
 
 QKV = tuple[Tensor, Tensor, Tensor]
 
+COMPARED = (
+    "q", "k", "v", "operands", "sinks", "lengths", "scalars", "scale", "heads_first", "statistics", "pages"
+)  # fmt: skip
+"""Fields of a Call that a path compares. Calls that bring something else have none."""
+
 
 # --- kinds of calls -----------------------------------------------------------------------------------------
 
@@ -196,6 +201,9 @@ class FamilyPath:
         """None where torch cannot compare the tensors of such calls at once, where they are converted, or
         where each call's contents are checked."""
         kind = _kind(call)
+        others = [name for name in call._fields if name not in COMPARED]
+        if any(getattr(call, name) is not call._field_defaults.get(name) for name in others):
+            return None
         if kind is None or (VALIDATE and (call.lengths is not NO_LENGTHS or call.pages is not NO_PAGES)):
             return None
         found = FamilyPath(call, qkv, kind, ready, reader)
