@@ -502,18 +502,24 @@ def test_larger_integers_are_launched_by_others(recorder: Recorder) -> None:
 # --- what is told, and what is kept ----------------------------------------------------------------------
 
 
-def test_what_does_not_fit_is_told_with_its_variant(recorder: Recorder) -> None:
-    blocks = BlockMap(torch.ones(1, 1, 3, 3, dtype=torch.uint8), (128, 128), 300, 300)
-    attn, step = (
-        fa4flex.compile(mask=causal, blocks=blocks),
-        Step((heads(HEADS, 2, 300), *(heads(2, 2, 300) for _ in "kv"))),
-    )
+@pytest.mark.parametrize("shared", (True, False))
+def test_maps_of_other_lengths_are_refused(recorder: Recorder, shared: bool) -> None:
+    """Also where they have as many blocks, of this very tensor or of another one."""
+    classes = torch.ones(1, 1, 3, 3, dtype=torch.uint8)
+    attn = fa4flex.compile(mask=causal, blocks=BlockMap(classes, (128, 128), 300, 300))
+    step = Step((heads(HEADS, 2, 300), *(heads(2, 2, 300) for _ in "kv")))
     for _ in range(5):
         step(attn)
-    other = Step((heads(HEADS, 2, 299), *(heads(2, 2, 299) for _ in "kv")))
+    other = BlockMap(classes if shared else classes.clone(), (128, 128), 299, 300)
+    with pytest.raises(StateError, match="q_len=299"):
+        attn(*step.qkv, blocks=other)
+    shorter = Step((heads(HEADS, 2, 299), *(heads(2, 2, 299) for _ in "kv")))
     with pytest.raises(StateError, match="q_len=300") as error:
-        other(attn)
+        shorter(attn)
     assert any("in Attention(" in note for note in error.value.__notes__)
+
+
+def test_what_does_not_fit_is_told_with_its_variant(recorder: Recorder) -> None:
     attn, step = attention(), used_step()
     for _ in range(4):
         step(attn)

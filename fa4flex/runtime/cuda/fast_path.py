@@ -54,6 +54,7 @@ class FastPath:
         "requires_grad",
         "rest",
         "scale",
+        "shape",
         "sinks",
         "statistics",
         "trains",
@@ -73,7 +74,7 @@ class FastPath:
         self.matches = reader.matching(call.operands, call.scalars)
         self.statistics, self.scale = statistics, call.scale
         self.default_scale = default_scale(call.q.shape[-1])
-        self.sinks = call.sinks
+        self.sinks, self.shape = call.sinks, call.extents()
         self.others = call.operands if call.sinks is None else (*call.operands, call.sinks)
         self.rest = call[3:]
         self.requires_grad = any(x.requires_grad for x in (call.q, call.k, call.v, *self.others))
@@ -95,13 +96,19 @@ class FastPath:
         return None if looks is None else FastPath(call, ready, looks, reader, statistics)
 
     def serves(self, variant: Variant) -> bool:
-        """True if `variant`, for inputs that fit, has the scale, sinks and captured values of this launch."""
+        """True if `variant`, for inputs that fit, has the scale, sinks and captured values of this launch.
+        Raises StateError or InputError for a block map that does not fit."""
         scale, sinks = variant.scale, variant.sinks
         if (self.default_scale if scale is None else scale) != self.scale:
             return False
         if (None if sinks is None else sinks.now()) is not self.sinks:
             return False
-        return self.matches(variant.score_mod, variant.allowed) is True
+        if self.matches(variant.score_mod, variant.allowed) is not True:
+            return False
+        if variant.blocks is not None:  # of the same blocks, perhaps for other lengths
+            shape = self.shape
+            variant.blocks.fits(shape.q_len, shape.kv_len, shape.batch, shape.heads)
+        return True
 
     def fits(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Whether a call with these tensors is this launch.
