@@ -1,9 +1,10 @@
-"""Host time of a call on a GPU: repeated, with gradients, and with lengths that grow.
+"""Host time of a call on a GPU: repeated, with gradients, and where something changes at each call.
 
     python benchmarks/host_time.py [--rounds 40]
 
 bf16 [2, 4, 512, 64]; medians of samples of 60 calls, the device kept busy meanwhile. Beside them torch's
-scaled_dot_product_attention on the same tensors.
+scaled_dot_product_attention on the same tensors; then the calls of host_calls.py, which host_time_stub.py
+measures without a GPU.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from host_calls import rows
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -93,7 +95,10 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=40)
     arguments = parser.parse_args()
-    for name, call in calls().items():
+    measured = calls()
+    with torch.device("cuda"):
+        measured |= {name: lambda i, call=call: call() for name, call in rows().items()}  # type: ignore[misc]
+    for name, call in measured.items():
         median, least = microseconds(call, arguments.rounds)
         print(f"{name:46} {median:7.1f} us (least {least:.1f})", flush=True)
 

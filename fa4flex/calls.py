@@ -27,11 +27,11 @@ def run(
 
         return graphs.run(variant, qkv, varlen, paging, statistics)
     now: launch.Calling | None = None
-    if caller is not None and varlen is None and paging is None:
-        repeated = launch.repeat(variant, caller, qkv, statistics)
-        if repeated is not None:
-            return repeated
     try:
+        if caller is not None and caller.recent is not None:
+            served = caller.recent.serve(variant, qkv, varlen, paging, statistics)
+            if served is not None:
+                return served
         now = launch.calling(variant, caller)
         return launch.run(now, *qkv, varlen, paging, statistics)
     except EarlierError:  # it is none of this variant's

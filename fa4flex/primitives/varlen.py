@@ -52,21 +52,10 @@ class Varlen:
             )
         for name, tensor in given.items():
             _check_vector(name, tensor)
-        if len({tensor.device for tensor in given.values()}) > 1:
-            raise InputError(
-                ", ".join(f"{name} on {tensor.device}" for name, tensor in given.items()),
-                "one device",
-                "move them with .to(q.device)",
-            )
-        counts = {name: t.numel() - name.startswith("cu_") for name, t in given.items()}
-        if len(set(counts.values())) > 1:
-            raise InputError(
-                ", ".join(f"{name} has {count} sequences" for name, count in counts.items()),
-                "one number of sequences (cu_seqlens have one entry more)",
-                "pass lengths of the same batch",
-            )
+        if len(given) > 1:
+            _check_alike(given)
         # Under torch.compile there is no data; whoever computes checks it. On a device, kernels do.
-        if not torch.compiler.is_compiling() and self.checked:
+        if self.checked and not torch.compiler.is_compiling():
             self.check_contents()
 
     @property
@@ -167,8 +156,13 @@ class Varlen:
         return [(*a, *b) for a, b in zip(q, k, strict=True)]
 
     def _tensors(self) -> dict[str, Tensor]:
-        names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        given = {
+            "cu_seqlens_q": self.cu_seqlens_q,
+            "cu_seqlens_k": self.cu_seqlens_k,
+            "seqused_q": self.seqused_q,
+            "seqused_k": self.seqused_k,
+        }
+        return {name: x for name, x in given.items() if x is not None}
 
     def _check_max(self, name: str, bound: int | None, cu: Tensor | None, used: Tensor | None) -> None:
         if bound is None:
@@ -202,6 +196,22 @@ def _check_vector(name: str, tensor: Tensor) -> None:
             f"{name} of shape {list(tensor.shape)}",
             "[N + 1], at least two entries" if least == 2 else "[N], at least one entry",
             "flatten it, with one entry per sequence" + (" and the total at the end" if least == 2 else ""),
+        )
+
+
+def _check_alike(given: dict[str, Tensor]) -> None:
+    if len({tensor.device for tensor in given.values()}) > 1:
+        raise InputError(
+            ", ".join(f"{name} on {tensor.device}" for name, tensor in given.items()),
+            "one device",
+            "move them with .to(q.device)",
+        )
+    counts = {name: t.numel() - name.startswith("cu_") for name, t in given.items()}
+    if len(set(counts.values())) > 1:
+        raise InputError(
+            ", ".join(f"{name} has {count} sequences" for name, count in counts.items()),
+            "one number of sequences (cu_seqlens have one entry more)",
+            "pass lengths of the same batch",
         )
 
 

@@ -11,19 +11,22 @@ from torch import Tensor
 from fa4flex.runtime.cuda.backward import Saved, run_backward
 from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, SequenceLengths
 from fa4flex.runtime.cuda.ready import Results
-from fa4flex.runtime.ops import Plain, TwiceDerived
+from fa4flex.runtime.gradients import gradients
+from fa4flex.runtime.ops import Plain
 from fa4flex.runtime.programs import Published
 
 
 class Direct(NamedTuple):
-    """One call without its tensors, which autograd keeps. It takes the place of an operators' `Plain`.
+    """One call that is launched, a `Derivable`.
 
     launch    makes the results of a call
+    operands  number of captured tensors
     sinks, ragged   whether the call has sinks, and lengths
     """
 
     program: Published
     launch: Callable[[Call], Results]
+    operands: int
     sinks: bool
     ragged: bool
     scalars: tuple[int | float, ...]
@@ -33,12 +36,16 @@ class Direct(NamedTuple):
 
     @staticmethod
     def of(program: Published, launch: Callable[[Call], Results], call: Call) -> Direct:
-        return Direct(program, launch, call.sinks is not None, call.lengths is not NO_LENGTHS, *call[6:10])
+        sinks, ragged = call.sinks is not None, call.lengths is not NO_LENGTHS
+        return Direct(program, launch, len(call.operands), sinks, ragged, *call[6:10])
 
     @property
     def fixed(self) -> int:
         """Number of tensors before the operands."""
         return 3 + self.sinks + 4 * self.ragged
+
+    def has_sinks(self, tensors: Sequence[Any]) -> bool:
+        return self.sinks
 
     def call(self, tensors: Sequence[Any]) -> Call:
         """`tensors` are q, k, v, sinks and four of lengths where the call has them, operands."""
@@ -47,11 +54,11 @@ class Direct(NamedTuple):
         lengths = NO_LENGTHS
         if self.ragged:
             lengths, rest = SequenceLengths(*rest[:4]), rest[4:]
-        return Call(q, k, v, tuple(rest), sinks, lengths, *self[4:])
+        return Call(q, k, v, tuple(rest), sinks, lengths, *self[5:])
 
     def backward(
         self,
-        tensors: Sequence[Tensor | None],
+        tensors: Sequence[Any],
         upstream: list[Tensor],
         saved: Sequence[Any],
         needs: list[int],
@@ -103,22 +110,9 @@ class Launched(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> tuple[Any, ...]:
-        direct: Direct = ctx.direct
         *tensors, out, lse = ctx.saved_tensors
-        fixed, wanted = direct.fixed, ctx.needs_input_grad
-        needs = [slot for slot, want in enumerate(wanted[1 + fixed :]) if want]
-        upstream = [torch.zeros_like(out) if dout is None else dout]
-        if dlse is not None:
-            upstream.append(dlse)
         saved = out, lse, None, None
-        if torch.is_grad_enabled():  # create_graph=True
-            found = list(TwiceDerived.apply(direct, needs, len(upstream), *upstream, *saved, *tensors))
-        else:
-            found = direct.backward(tensors, upstream, saved, needs)
-        gradients = [None, *found[: 3 + direct.sinks], *[None] * (len(tensors) - 3 - direct.sinks)]
-        for slot, gradient in zip(needs, found[3 + direct.sinks :], strict=True):
-            gradients[1 + fixed + slot] = gradient
-        return tuple(gradients)
+        return None, *gradients(ctx.direct, tensors, saved, (dout, dlse), ctx.needs_input_grad[1:])
 
 
 def attend(direct: Direct, call: Call) -> Results:

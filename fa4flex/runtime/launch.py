@@ -28,44 +28,19 @@ from fa4flex.runtime.checks import (
     check_transforms,
     check_variant,
 )
-from fa4flex.runtime.cuda import faults, paged
+from fa4flex.runtime.cuda import paged
 from fa4flex.runtime.cuda.backward import compile_ahead
 from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, Pages, SequenceLengths
 from fa4flex.runtime.cuda.engine import Engine
-from fa4flex.runtime.cuda.fast_path import FastPath
 from fa4flex.runtime.cuda.operands import Remembered
-from fa4flex.runtime.cuda.ready import Ready, Results
+from fa4flex.runtime.cuda.ready import Results
 from fa4flex.runtime.direct import Direct
 from fa4flex.runtime.programs import Published, publish
+from fa4flex.runtime.recent import Recent
 from fa4flex.variant import Variant, default_scale
 
 Statistics = tuple[str, ...]
 """Which of "lse" and "max_scores", in this order."""
-
-
-@dataclass(slots=True)
-class Recent:
-    """The last call on a GPU: what launched it, and what launches one just like it, with gradients by
-    `direct`.
-
-    `tries` counts how often the fast path was made in vain: for tensors that torch does not compare at once,
-    or for modes of torch that changed since. It serves one set of `shapes`, those of q and k: where these
-    change again and again, more calls in a `row` must have had the same ones, `patience`, before another is
-    made.
-    """
-
-    ready: Ready | None = None
-    fast_path: FastPath | None = None
-    direct: Direct | None = None
-    tries: int = 0
-    shapes: tuple[torch.Size, torch.Size] | None = None
-    row: int = 0
-    made_for: tuple[torch.Size, torch.Size] | None = None
-    patience: int = 1
-
-
-MOST_TRIES = 4
-MOST_PATIENCE = 64
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -102,7 +77,7 @@ class Caller:
     def __init__(self) -> None:
         self.trace: Trace | None = None
         self.prepared: Prepared | None = None
-        self.recent = Recent()
+        self.recent: Recent | None = None
 
 
 class Calling(NamedTuple):
@@ -131,7 +106,7 @@ def calling(variant: Variant, caller: Caller | None) -> Calling:
     bound, prepared = bind(variant, caller.trace), caller.prepared
     if prepared is None or caller.trace is not bound.trace:
         prepared = caller.prepared = _prepare(bound.trace, variant)
-        caller.trace, caller.recent = bound.trace, Recent()
+        caller.trace, caller.recent = bound.trace, Recent(prepared.program, bound.trace)
     return Calling(variant, prepared, bound, caller.recent)
 
 
@@ -144,21 +119,6 @@ def _prepare(trace: Trace, variant: Variant) -> Prepared:
     if key not in known:
         known[key] = Prepared(publish(trace.facts, *key))
     return known[key]
-
-
-def repeat(
-    variant: Variant, caller: Caller, qkv: tuple[Tensor, Tensor, Tensor], statistics: Statistics
-) -> Results | None:
-    """The last call's launch anew, where this call is just like it: dense, on a GPU."""
-    path = caller.recent.fast_path
-    if path is None or path.statistics != statistics:
-        return None
-    faults.check()
-    q, k, v = qkv
-    if not (path.fits(q, k, v) and path.serves(variant)):
-        return None
-    again = caller.recent.direct
-    return path(q, k, v) if again is None else direct.attend(again, path.call(q, k, v))
 
 
 def run(
@@ -194,7 +154,8 @@ def run(
                 shape = call.extents()
                 blocks.fits(shape.q_len, shape.kv_len, shape.batch, shape.heads)
             again = Direct.of(prepared.program, ready, call) if trains else None
-            _remember(now, call, ready, again, statistics)
+            if now.recent is not None:
+                now.recent.remember(call, (q, k, v), ready, again, statistics)
             return ready(call) if again is None else direct.attend(again, call)
     check_tensors(q, k, v)
     check_descriptions(varlen, paging)
@@ -256,39 +217,6 @@ def _on_gpu(q: Tensor) -> bool:
     return q.is_cuda or simulating()
 
 
-def _remember(now: Calling, call: Call, ready: Ready, again: Direct | None, statistics: Statistics) -> None:
-    """Make the fast path for the next call, with gradients if `again` is given. Two calls in a row must have
-    looked alike: what is made here costs some time."""
-    recent = now.recent
-    if recent is None or simulating():
-        return
-    shapes = call.q.shape, call.k.shape
-    if recent.ready is not ready or (recent.direct is None) != (again is None):
-        recent.ready, recent.fast_path, recent.direct, recent.tries = ready, None, again, 0
-        recent.shapes, recent.row, recent.made_for = shapes, 0, None
-    elif recent.shapes != shapes:
-        recent.shapes, recent.row = shapes, 0
-    elif recent.tries < MOST_TRIES and not now.bound.trace.derived:
-        # Derived operands are computed from others, perhaps anew at each call.
-        recent.row += 1
-        if recent.row >= recent.patience:
-            _make_fast_path(now, recent, call, again, statistics)
-
-
-def _make_fast_path(
-    now: Calling, recent: Recent, call: Call, again: Direct | None, statistics: Statistics
-) -> None:
-    assert recent.ready is not None
-    reader = now.bound.trace.reader
-    path = None if reader is None else FastPath.of(call, recent.ready, reader, statistics)
-    if path is None or recent.made_for == recent.shapes:
-        recent.tries += 1
-    elif recent.made_for is not None:
-        recent.patience = min(2 * recent.patience, MOST_PATIENCE)
-    recent.made_for, recent.fast_path = recent.shapes, path
-    recent.direct = again if again is None or path is None else again._replace(launch=path.of_call)
-
-
 def _direct_call(
     now: Calling, qkv: tuple[Tensor, Tensor, Tensor], varlen: Varlen | None, statistics: Statistics
 ) -> tuple[Call | None, bool]:
@@ -337,7 +265,12 @@ def _in_place(
     if call.heads_first:
         call = call._replace(k=call.k.transpose(1, 2), v=call.v.transpose(1, 2))
     call = call._replace(pages=Pages(paging.page_table, paging.seqused_k))
-    return paged.attend(now.prepared.engine, call, lambda: _check_in_place(now, call, qkv, paging))
+    ready = paged.ready_for(now.prepared.engine, call, lambda: _check_in_place(now, call, qkv, paging))
+    if ready is None:
+        return None
+    if now.recent is not None:
+        now.recent.remember(call, qkv, ready, None, statistics)
+    return ready(call)
 
 
 def _check_in_place(now: Calling, call: Call, qkv: tuple[Tensor, Tensor, Tensor], paging: Paging) -> None:

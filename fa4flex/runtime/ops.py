@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fa4flex.compiler.simulated import simulating
-from fa4flex.errors import UnsupportedError
 from fa4flex.runtime import autocast, cpu, flops, sharding
 from fa4flex.runtime.cuda.backward import Saved, run_backward
 from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, SequenceLengths
+from fa4flex.runtime.gradients import gradients
 from fa4flex.runtime.layouts import empty_output
 from fa4flex.runtime.programs import Numbers, Published, read
 
@@ -191,9 +191,10 @@ def _sequences(given: Tensors) -> cpu.Sequences | None:
 
 @dataclass(frozen=True, eq=False)
 class Plain:
-    """Arguments of one call that are no tensors. `floats` None: they come as tensors, through the operator.
+    """Arguments of one call that are no tensors, a `Derivable`.
 
-    `scale` None: the last of the float tensors.
+    floats   None: they come as tensors, through the operator
+    scale    None: the last of the float tensors
     """
 
     program: Published
@@ -202,6 +203,11 @@ class Plain:
     floats: tuple[float, ...] | None
     scale: float | None
     max_scores: bool
+    fixed: ClassVar[int] = 8
+    """Number of tensors before the operands: q, k, v, sinks and four of lengths."""
+
+    def has_sinks(self, tensors: Sequence[Any]) -> bool:
+        return tensors[3] is not None
 
     def forward(self, *tensors: Tensor | None) -> Forward:
         """`tensors` are q, k, v, sinks, four of lengths, operands, floats."""
@@ -216,9 +222,9 @@ class Plain:
 
     def backward(
         self,
-        tensors: Sequence[Tensor | None],
+        tensors: Sequence[Any],
         upstream: list[Tensor],
-        saved: Sequence[Tensor],
+        saved: Sequence[Any],
         needs: list[int],
     ) -> list[Tensor]:
         given, floats = self._given(tensors)
@@ -244,10 +250,10 @@ class Plain:
 
 
 class Attend(torch.autograd.Function):
-    """Attention with gradients, whoever computes it: `plain` is a `Plain`, or has its two methods."""
+    """Attention by an operator or by what it computes, with gradients."""
 
     @staticmethod
-    def forward(ctx: Any, plain: Any, *tensors: Tensor | None) -> Forward:
+    def forward(ctx: Any, plain: Plain, *tensors: Tensor | None) -> Forward:
         results: Forward = plain.forward(*tensors)
         ctx.plain = plain
         ctx.save_for_backward(*tensors, *results)
@@ -258,43 +264,11 @@ class Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tuple[Any, ...]:
-        plain = ctx.plain
         *tensors, out, lse, largest, total = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[1 + _FIXED : 1 + _FIXED + plain.operands]
-        needs = [slot for slot, want in enumerate(wanted) if want]
-        upstream = [torch.zeros_like(out) if dout is None else dout, *([] if dlse is None else [dlse])]
-        saved = [out, lse, largest, total]
-        if torch.is_grad_enabled():  # create_graph=True
-            found = TwiceDerived.apply(plain, needs, len(upstream), *upstream, *saved, *tensors)
-        else:
-            found = plain.backward(tensors, upstream, saved, needs)
-        dq, dk, dv, *rest = found
-        dsinks = rest.pop(0) if tensors[3] is not None else None
-        gradients: list[Tensor | None] = [dq, dk, dv, dsinks, *[None] * (len(tensors) - 4)]
-        for slot, gradient in zip(needs, rest, strict=True):
-            gradients[_FIXED + slot] = gradient
-        return (None, *gradients)
-
-
-_FIXED = 8
-"""Number of tensors before the operands: q, k, v, sinks and four of lengths."""
-
-
-class TwiceDerived(torch.autograd.Function):
-    """The backward pass where a second derivative might be wanted, which is refused in words."""
-
-    @staticmethod
-    def forward(ctx: Any, plain: Any, needs: list[int], count: int, *given: Any) -> tuple[Tensor, ...]:
-        upstream, saved, tensors = given[:count], given[count : count + 4], given[count + 4 :]
-        return tuple(plain.backward(tensors, list(upstream), saved, needs))
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> Any:
-        raise UnsupportedError(
-            "a second derivative of attention",
-            "first derivatives",
-            "leave out create_graph=True, or differentiate the dense formula twice, in plain PyTorch",
+        found = gradients(
+            ctx.plain, tensors, (out, lse, largest, total), (dout, dlse), ctx.needs_input_grad[1:]
         )
+        return None, *found
 
 
 def attend(program: Published, given: Tensors, numbers: Numbers, max_scores: bool, observed: bool) -> Forward:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +13,11 @@ from torch import Tensor
 
 from fa4flex import lower as lower_module
 from fa4flex.codegen.plan.target import SM90A
+from fa4flex.runtime import launch, programs
 from fa4flex.runtime.cuda import backward as backward_module
 from fa4flex.runtime.cuda import engine as engine_module
 from fa4flex.runtime.cuda import fast_path as again_module
+from fa4flex.runtime.cuda import paged
 from fa4flex.runtime.cuda import ready as ready_module
 from fa4flex.runtime.cuda.call import Call, SequenceLengths
 from fa4flex.runtime.cuda.engine import Engine
@@ -31,6 +34,18 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Recorder:
         monkeypatch.setattr(module, "counter", lambda device: zeros)
     monkeypatch.setattr(engine_module, "target_of", lambda device: SM90A)
     return recorder
+
+
+def calls_on_gpu(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    """The same for calls of Attention objects, whose CPU tensors go the way of a GPU's. Nothing is ready from
+    other tests, and each Attention has an engine of its own."""
+    monkeypatch.setattr(launch, "publish", programs.Published)
+    monkeypatch.setattr(programs, "_engine", programs._engine.__wrapped__)
+    monkeypatch.setattr(launch, "_prepared", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(launch, "_on_gpu", lambda q: True)
+    monkeypatch.setattr(paged, "target_of", lambda device: SM90A)
+    monkeypatch.setattr("fa4flex.runtime.ops.simulating", lambda: True)
+    return recording(monkeypatch)
 
 
 # --- changes ------------------------------------------------------------------------------------------

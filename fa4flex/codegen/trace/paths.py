@@ -85,15 +85,18 @@ Reading = tuple[tuple[Tensor, ...], tuple[int | float, ...]]
 
 
 class Reader(NamedTuple):
-    """Two generated functions.
+    """Three generated functions.
 
     read(score_mod, mask) -> captured tensors and numbers as they are now; None if a guard fails.
     matching(tensors, numbers) -> a function of (score_mod, mask), true if the guards hold and these very
     tensors are captured now, and numbers of the same text (0.0 equals -0.0); false or None if not.
+    tensors_with(numbers) -> a function of (score_mod, mask) -> the tensors captured now, if the guards hold
+    and the numbers have the same text; None if not.
     """
 
     read: Callable[..., Reading | None]
     matching: Callable[..., Callable[..., bool | None]]
+    tensors_with: Callable[..., Callable[..., tuple[Tensor, ...] | None]]
 
 
 _MISSES = (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError, Opaque)
@@ -106,16 +109,25 @@ def reader_of(guards: Sequence[Guard], tensors: Sequence[Path], numbers: Sequenc
     for guard in guards:
         writer.check(guard)
     held, told = ([writer.variable(path) for path in paths] for paths in (tensors, numbers))
-    tests = [f"{x} is t{i}" for i, x in enumerate(held)]
-    tests += [f"({x} is n{i} or repr({x}) == repr(n{i}))" for i, x in enumerate(told)]
-    known = [f"{_tuple([f't{i}' for i in range(len(held))])} = tensors"] * bool(held)
-    known += [f"{_tuple([f'n{i}' for i in range(len(told))])} = numbers"] * bool(told)
+    the_tensors = [f"{x} is t{i}" for i, x in enumerate(held)]
+    the_numbers = [f"({x} is n{i} or repr({x}) == repr(n{i}))" for i, x in enumerate(told)]
+    of_tensors = [f"{_tuple([f't{i}' for i in range(len(held))])} = tensors"] * bool(held)
+    of_numbers = [f"{_tuple([f'n{i}' for i in range(len(told))])} = numbers"] * bool(told)
+    both = " and ".join((*the_tensors, *the_numbers)) or "True"
     read = _function("read", [*writer.lines, f"return {_tuple(held)}, {_tuple(told)}"])
-    matches = _function("matches", [*writer.lines, f"return {' and '.join(tests) or True}"])
-    lines = [*read, "def matching(tensors, numbers):", *_indented([*known, *matches, "return matches"])]
+    matches = _function("matches", [*writer.lines, f"return {both}"])
+    tensors_now = f"return {_tuple(held)} if {' and '.join(the_numbers) or 'True'} else None"
+    found = _function("found", [*writer.lines, tensors_now])
+    lines = [
+        *read,
+        "def matching(tensors, numbers):",
+        *_indented([*of_tensors, *of_numbers, *matches, "return matches"]),
+        "def tensors_with(numbers):",
+        *_indented([*of_numbers, *found, "return found"]),
+    ]
     space = {**_NAMES, **writer.constants}
     exec(compile("\n".join(lines), "<fa4flex reader>", "exec"), space)
-    return Reader(space["read"], space["matching"])
+    return Reader(space["read"], space["matching"], space["tensors_with"])
 
 
 def _function(name: str, body: list[str]) -> list[str]:

@@ -82,24 +82,28 @@ class Engine:
         self.recent_backward = RecentBackward()
         self.proved: VersionedCache[Any] = VersionedCache(MOST_PROVED)
 
-    def find(self, call: Call) -> Ready | None:
-        """What was made ready for calls that look like this one. Raises InputError for what an earlier call
-        was wrong in."""
+    def find(self, call: Call, default: Any = None) -> Any:
+        """What was made ready for calls that look like this one: a Ready, or the None that was kept; else
+        `default`. Raises InputError for what an earlier call was wrong in."""
         faults.check()
         if VALIDATE:
             check_lengths(call)
         found = self.look(call)
-        return None if found is None else self.ready.find(*found)
+        return default if found is None else self.ready.find(*found, default)
+
+    def keep(self, call: Call, ready: Ready | None) -> None:
+        """Keep what was made ready for calls that look like this one, or that nothing launches them."""
+        found = self.look(call)
+        if found is not None:
+            self.ready.keep(*found, ready)
 
     def run(self, call: Call) -> Results:
         """Raises UnsupportedError for what no kernel does, PastTheEnd for short captured tensors."""
-        ready = self.find(call)
+        ready: Ready | None = self.find(call)
         if ready is None:
             with proving():
                 ready = make_ready(self, call)
-            found = self.look(call)
-            if found is not None:
-                self.ready.keep(*found, ready)
+            self.keep(call, ready)
         return ready(call)
 
     def look_at(self, call: Call) -> None:

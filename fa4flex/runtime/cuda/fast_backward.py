@@ -1,4 +1,4 @@
-"""The backward pass of the last call, for a next one that looks just like it: see fast_path.py."""
+"""The backward pass of the last call, for a next one that looks like it: see fast_path.py, family_path.py."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from torch import Tensor
 
 from fa4flex.compiler import simulated
 from fa4flex.runtime.cuda.call import ALIGNMENT, NO_LENGTHS, Call
+from fa4flex.runtime.cuda.conversions import tma_able
+from fa4flex.runtime.cuda.family_path import NOTHING, Dense
 from fa4flex.runtime.cuda.fast_path import guard_of
 
 if TYPE_CHECKING:
@@ -21,15 +23,36 @@ Asked = tuple[tuple[int, ...], bool]
 
 class FastBackward:
     """One launch of a backward pass, and what calls and saved tensors look like that it serves. It holds none
-    of them."""
+    of them.
 
-    __slots__ = ("alike", "asked", "looks", "ready", "scalars")
+    exact    compares with all of the tensors that it was made with
+    looks    leaves out what the launch reads itself, where it serves other extents: all of its tensors can be
+             read as they are; `dense` tells extents
+    """
+
+    __slots__ = ("alike", "asked", "dense", "exact", "looks", "ready", "scalars")
 
     def __init__(
-        self, call: Call, saved: Saved, asked: Asked, ready: ReadyBackward, looks: Callable[..., bool]
+        self,
+        call: Call,
+        asked: Asked,
+        ready: ReadyBackward,
+        exact: Callable[..., bool],
+        looks: Callable[..., bool] | None,
     ) -> None:
-        self.ready, self.looks, self.asked = ready, looks, asked
-        self.scalars, self.alike = call.scalars, _alike(call)
+        self.ready, self.asked, self.exact, self.looks = ready, asked, exact, looks
+        self.scalars, self.alike, self.dense = call.scalars, _alike(call), Dense(call)
+
+    @staticmethod
+    def of(call: Call, saved: Saved, asked: Asked, ready: ReadyBackward) -> FastBackward | None:
+        """None for tensors that torch cannot compare at once."""
+        tensors = _tensors(call, saved)
+        if not _aligned(tensors):
+            return None
+        exact, looks = guard_of(tensors), None
+        if all(map(tma_able, _of_heads(call, saved))):
+            looks = guard_of(tensors, *_free(tensors, 2 if call.heads_first else 1))
+        return None if exact is None else FastBackward(call, asked, ready, exact, looks)
 
     def fits(self, call: Call, saved: Saved, asked: Asked) -> bool:
         if call.lengths is not NO_LENGTHS or saved.dlse is not None or asked != self.asked:
@@ -37,13 +60,25 @@ class FastBackward:
         if call.scalars is not self.scalars or _alike(call) != self.alike:
             return False
         tensors = _tensors(call, saved)
-        return self.looks(*tensors) and _aligned(tensors)
+        if not _aligned(tensors):
+            return False
+        if self.exact(*tensors):
+            return True
+        if self.looks is None or not self.looks(*tensors):
+            return False
+        steps = 0
+        for x in _of_heads(call, saved):
+            a, b, c, _ = x.stride()
+            steps |= (a | b | c) * x.element_size()
+        extents = self.dense.extents(call[:3], NOTHING)
+        return steps % ALIGNMENT == 0 and extents is not None and self.ready.reach.holds(extents)
 
 
 class RecentBackward:
-    """The last backward pass of a program, and what serves one just like it, if two in a row were alike.
+    """The last backward pass of a program, and what serves one like it, if two in a row were alike.
 
-    `tries` counts how often that was made: for lengths that change again and again it is given up.
+    `tries` counts how often that was made: for calls that change again and again in what it compares, it is
+    given up.
     """
 
     __slots__ = ("made", "ready", "shapes", "tries")
@@ -60,14 +95,27 @@ class RecentBackward:
 
     def remember(self, call: Call, saved: Saved, asked: Asked, ready: ReadyBackward) -> None:
         """`ready`, proved without contents of tensors, has just served this call."""
-        shapes = call.q.shape, call.k.shape
-        if ready is not self.ready or shapes != self.shapes:
-            self.ready, self.shapes = ready, shapes
-        elif self.tries < MOST_TRIES and call.lengths is NO_LENGTHS and saved.dlse is None:
+        seen, before = self.ready is ready, self.shapes
+        self.ready, self.shapes = ready, (call.q.shape, call.k.shape)
+        if not seen or self.tries >= MOST_TRIES or call.lengths is not NO_LENGTHS or saved.dlse is not None:
+            return
+        if self.shapes == before or all(map(tma_able, _of_heads(call, saved))):
             self.tries += 1
-            tensors = _tensors(call, saved)
-            looks = guard_of(tensors) if _aligned(tensors) else None
-            self.made = None if looks is None else FastBackward(call, saved, asked, ready, looks)
+            self.made = FastBackward.of(call, saved, asked, ready)
+
+
+def _of_heads(call: Call, saved: Saved) -> tuple[Tensor, ...]:
+    return call.q, call.k, call.v, saved.out, saved.dout
+
+
+def _free(tensors: tuple[Tensor, ...], rows: int) -> tuple[list[Any], list[Any]]:
+    """Shapes and strides that a launch does not read itself, of all tensors, None for those that it does."""
+    shapes: list[Any] = [list(x.shape) for x in tensors]
+    strides: list[Any] = [list(x.stride()) for x in tensors]
+    for shape, stride, length in zip(shapes[:6], strides, (*[rows] * 4, 2, rows), strict=False):
+        shape[0] = shape[length] = None
+        stride[:-1] = [None] * (len(stride) - 1)
+    return shapes, strides
 
 
 def _tensors(call: Call, saved: Saved) -> tuple[Tensor, ...]:

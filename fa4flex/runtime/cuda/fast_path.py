@@ -7,12 +7,13 @@ properties; torch compares all of them in one, with the guard that its compiler 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from fa4flex.codegen.analyze.reach import extents_of
 from fa4flex.codegen.plan.arguments import FORWARD
 from fa4flex.codegen.trace.paths import Reader
 from fa4flex.runtime.cuda.arguments import launch_function
@@ -21,6 +22,9 @@ from fa4flex.runtime.cuda.counter import counter
 from fa4flex.runtime.cuda.prepared import prepared
 from fa4flex.runtime.cuda.ready import Ready, Results
 from fa4flex.variant import Variant, default_scale
+
+if TYPE_CHECKING:
+    from fa4flex.runtime.direct import Direct
 
 _empty_like = torch.empty_like
 
@@ -32,21 +36,25 @@ class FastPath:
     """One launch, with all of its arguments but q, k, v and what it computes.
 
     `matches` tells whether a variant has captured by now what it had then, `statistics` are those that such
-    calls ask for; where gradients are wanted, the launch has the log-sum-exp besides.
+    calls ask for; where gradients are wanted, the launch has the log-sum-exp besides, and `direct` hands the
+    call to autograd.
     """
 
     __slots__ = (
         "alignment",
-        "allocate",
         "default_scale",
+        "direct",
         "launch",
+        "layouts",
         "looks",
         "matches",
         "others",
+        "plain",
         "ready",
         "requires_grad",
         "rest",
         "scale",
+        "shape",
         "sinks",
         "statistics",
         "trains",
@@ -62,18 +70,21 @@ class FastPath:
         statistics: tuple[str, ...],
     ) -> None:
         self.ready, self.looks = ready, looks
+        self.direct: Direct | None = None
         self.matches = reader.matching(call.operands, call.scalars)
         self.statistics, self.scale = statistics, call.scale
         self.default_scale = default_scale(call.q.shape[-1])
-        self.sinks = call.sinks
+        self.sinks, self.shape = call.sinks, call.extents()
         self.others = call.operands if call.sinks is None else (*call.operands, call.sinks)
         self.rest = call[3:]
         self.requires_grad = any(x.requires_grad for x in (call.q, call.k, call.v, *self.others))
         self.trains = self.requires_grad and torch.is_grad_enabled()
         self.alignment = (call.q.data_ptr() | call.k.data_ptr() | call.v.data_ptr()) % ALIGNMENT
-        self.allocate = _allocation(call, ready)
-        self.workspace = _workspace(call, ready)
-        self.launch = launch_function(FORWARD, ready.kernel, PARAMETERS, _constants(call, ready), {})
+        self.layouts, splits = ready.layouts(call), _splits(call, ready)
+        self.plain = self.layouts.like_q and not ready.statistics
+        self.workspace = _workspace(call, ready, splits)
+        constants = _constants(call, ready, splits)
+        self.launch = launch_function(FORWARD, ready.kernel, PARAMETERS, constants, {})
 
     @staticmethod
     def of(call: Call, ready: Ready, reader: Reader, statistics: tuple[str, ...]) -> FastPath | None:
@@ -85,13 +96,19 @@ class FastPath:
         return None if looks is None else FastPath(call, ready, looks, reader, statistics)
 
     def serves(self, variant: Variant) -> bool:
-        """True if `variant`, for inputs that fit, has the scale, sinks and captured values of this launch."""
+        """True if `variant`, for inputs that fit, has the scale, sinks and captured values of this launch.
+        Raises StateError or InputError for a block map that does not fit."""
         scale, sinks = variant.scale, variant.sinks
         if (self.default_scale if scale is None else scale) != self.scale:
             return False
         if (None if sinks is None else sinks.now()) is not self.sinks:
             return False
-        return self.matches(variant.score_mod, variant.allowed) is True
+        if self.matches(variant.score_mod, variant.allowed) is not True:
+            return False
+        if variant.blocks is not None:  # of the same blocks, perhaps for other lengths
+            shape = self.shape
+            variant.blocks.fits(shape.q_len, shape.kv_len, shape.batch, shape.heads)
+        return True
 
     def fits(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Whether a call with these tensors is this launch.
@@ -115,27 +132,21 @@ class FastPath:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Results:
         ready = self.ready
-        tables = None if ready.tables is None else ready.tables(self.call(q, k, v))
-        if ready.watch is not None:
-            ready.watch(self.call(q, k, v))
-        out, lse, largest = (_empty_like(q), None, None) if self.allocate is None else self.allocate(q)
+        tables = None
+        if ready.tables is not None or ready.watch is not None:
+            call = self.call(q, k, v)
+            tables = None if ready.tables is None else ready.tables(call)
+            if ready.watch is not None:
+                ready.watch(call)
+        out, lse, largest = (_empty_like(q), None, None) if self.plain else ready.results(q, self.layouts)
         taken = counter(q.get_device()) if ready.counted else None
         parts = None if self.workspace is None else _empty_like(self.workspace)
         self.launch(q, k, v, out, lse, largest, tables, taken, parts)
         return out, lse, largest
 
 
-def _allocation(call: Call, ready: Ready) -> Callable[[Tensor], Results] | None:
-    """What makes room for results, or None where that is an output like q: the cheapest of allocations."""
-    _, layouts = ready.layouts(call)
-    like = torch.empty_like(call.q)
-    plain = layouts == (tuple(like.shape), like.stride(), None, None) and like.dtype == ready.dtype
-    return None if plain else lambda q: ready.results(q, layouts)
-
-
-def _workspace(call: Call, ready: Ready) -> Tensor | None:
+def _workspace(call: Call, ready: Ready, splits: int | None) -> Tensor | None:
     """What looks like the memory for results of splits, and takes none; None where kernels do not split."""
-    splits = ready.splits(call)
     if splits is None:
         return None
     floats = ready.floats(call.q, splits)
@@ -144,7 +155,11 @@ def _workspace(call: Call, ready: Ready) -> Tensor | None:
     return like.expand(floats) if floats else like
 
 
-def _constants(call: Call, ready: Ready) -> dict[str, Any]:
+def _splits(call: Call, ready: Ready) -> int | None:
+    return None if ready.splitting is None else ready.splits(call, extents_of(call.extents()))
+
+
+def _constants(call: Call, ready: Ready, splits: int | None) -> dict[str, Any]:
     """All arguments but PARAMETERS, as such calls have them. Tuples that no call changes are prepared once,
     as the calling convention would do at each launch."""
     found = {row.name: getattr(call, row.name) for row in FORWARD.found_in("call")}
@@ -152,17 +167,22 @@ def _constants(call: Call, ready: Ready) -> dict[str, Any]:
     found |= {row.name: None for row in absent} | {"faults": None}
     found |= ready.constants
     found |= {"scalars": prepared(found["scalars"]), "operands": call.operands or None}
-    return found | {"order": None, "max_q_len": ready.layouts(call)[0], "splits": ready.splits(call)}
+    return found | {"order": None, "max_q_len": ready.layouts(call).length, "splits": splits}
 
 
-def guard_of(tensors: tuple[Tensor, ...]) -> Callable[..., bool] | None:
-    """A function that tells whether tensors look like these; None where this torch has none that works, or
-    where a tensor is given twice, which it does not allow."""
+def guard_of(
+    tensors: tuple[Tensor, ...],
+    shapes: Any = None,
+    strides: Any = None,
+) -> Callable[..., bool] | None:
+    """A function that tells whether tensors look like these; in place of their own shapes and strides, it
+    compares with those that are given, where None stands for any. None where this torch has none that works,
+    or where a tensor is given twice, which it does not allow."""
+    shapes = [list(x.shape) for x in tensors] if shapes is None else shapes
+    strides = [list(x.stride()) for x in tensors] if strides is None else strides
     try:
         from torch._C._dynamo.guards import TensorGuards
 
-        shapes: list[Any] = [list(x.shape) for x in tensors]
-        strides: list[Any] = [list(x.stride()) for x in tensors]
         guard = TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
         looks: Callable[..., bool] = guard.check
         return looks if looks(*tensors) else None

@@ -87,21 +87,23 @@ class LengthsKernel:
     def compute(self, call: Call) -> tuple[SequenceLengths, Tensor | None]:
         """The same, launched now, in memory of its own. Raises InputError for lengths of another batch."""
         shape, given = call.extents(), call.lengths
-        sizes = [0 if x is None else x.shape[0] for x in given]
-        if any(n and n != shape.batch + (i < 2) for i, n in enumerate(sizes)):
+        sizes = [x.shape[0] for x in given if x is not None]
+        expected = [shape.batch + (i < 2) for i, x in enumerate(given) if x is not None]
+        if sizes != expected:
             Varlen(*given).check_padded(shape.batch, shape.q_len, shape.kv_len)
         tiles = 0
         if self.tile_m:
             per_row = -(-shape.q_len // self.tile_m) * shape.batch
             tiles = shape.q_len // self.tile_m + shape.batch if call.packed else per_row
             sizes += [shape.batch + 1, 2 * tiles]
-        parts = call.q.new_empty(sum(sizes), dtype=torch.int32).split(sizes)
-        made = [None if x is None else part for x, part in zip(given, parts)]
-        starts, order = (parts[4], parts[5].view(tiles, 2)) if self.tile_m else (None, None)
+        memory = call.q.new_empty(sum(sizes), dtype=torch.int32)
+        parts = iter((memory,) if len(sizes) == 1 else memory.split_with_sizes(sizes))
+        made = SequenceLengths(*[None if x is None else next(parts) for x in given])
+        starts, order = (next(parts), next(parts).view(tiles, 2)) if self.tile_m else (None, None)
         self.launch(
             *given, *made, starts, order, self.scalars, shape.q_len, shape.kv_len, shape.heads, faults.table()
         )
-        return SequenceLengths(*made), order
+        return made, order
 
 
 def _key(call: Call) -> tuple[Any, ...]:

@@ -13,12 +13,11 @@ from fa4flex.codegen.analyze.prove import proving
 from fa4flex.codegen.evaluate import PastTheEnd
 from fa4flex.codegen.plan.problem import WIDEST
 from fa4flex.errors import UnsupportedError
-from fa4flex.runtime.cuda import faults
 from fa4flex.runtime.cuda.call import Call, name_of
 from fa4flex.runtime.cuda.conversions import tma_able
 from fa4flex.runtime.cuda.device import require_not_capturing, target_of
 from fa4flex.runtime.cuda.engine import Engine, make_ready
-from fa4flex.runtime.cuda.ready import Results
+from fa4flex.runtime.cuda.ready import Ready
 
 MOST_KEYS = (1 << 31) - 256
 """Slots of a row of the table: their numbers, and those of a tile past them, have 32 bits."""
@@ -26,21 +25,17 @@ MOST_KEYS = (1 << 31) - 256
 _UNSEEN: Any = object()
 
 
-def attend(engine: Engine, call: Call, check: Callable[[], None]) -> Results | None:
-    """The results of a call; None where no kernel reads its pages in place. `check` raises InputError for
+def ready_for(engine: Engine, call: Call, check: Callable[[], None]) -> Ready | None:
+    """The launch of a call; None where no kernel reads its pages in place. `check` raises InputError for
     tensors that do not fit; it is called for those of a look that is new."""
-    faults.check()
-    found = engine.look(call)
-    ready = _UNSEEN if found is None else engine.ready.find(*found, _UNSEEN)
+    ready = engine.find(call, _UNSEEN)
     if ready is _UNSEEN:
         check()
         if not _small_enough(call):
             return None
         ready = _made(engine, call)
-        found = engine.look(call)
-        if found is not None:
-            engine.ready.keep(*found, ready)
-    return None if ready is None else ready(call)
+        engine.keep(call, ready)
+    return ready
 
 
 def _small_enough(call: Call) -> bool:

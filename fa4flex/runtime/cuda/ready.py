@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fa4flex.codegen.analyze.reach import Reach
+from fa4flex.codegen.analyze.reach import Extents, Reach, extents_of
 from fa4flex.codegen.plan.splitting import Splitting
 from fa4flex.runtime.cuda import faults
 from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, SequenceLengths
@@ -18,12 +18,35 @@ from fa4flex.runtime.cuda.counter import counter
 from fa4flex.runtime.cuda.lengths import LengthsKernel
 from fa4flex.runtime.layouts import output_layout
 
+_empty_like, _FLOAT = torch.empty_like, torch.float32
+
 Results = tuple[Tensor, Tensor | None, Tensor | None]
 """out in q's layout; lse and max_scores [B, Hq, Sq], or [Hq, Tq] for packed queries, each None or empty where
 it is computed on request and was not asked for."""
 
-Layouts = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...] | None, tuple[int, ...] | None]
-"""Shape and strides of the output, shapes of lse and max_scores; None for what is not computed."""
+
+class Layouts(NamedTuple):
+    """Shapes and strides of results, which follow from those of q.
+
+    like_q   whether the output is in all respects like q, which torch allocates fastest: q has no gaps
+    length   of the queries
+    rows     shape of lse and max_scores
+    """
+
+    q_shape: tuple[int, ...]
+    q_strides: tuple[int, ...]
+    length: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    like_q: bool
+    rows: tuple[int, ...]
+
+
+@dataclass(eq=False, slots=True)
+class Remembered:
+    """Layouts of the last results: they serve queries of this very shape and these strides."""
+
+    layouts: Layouts | None = None
 
 
 PARAMETERS = (
@@ -51,6 +74,7 @@ class Ready:
     splitting   how many blocks share the keys of a tile, where several may
     tables      makes or finds the block tables of a call, where the mask is told by them
     watch       looks after contents of captured tensors that launches take for granted, where there are any
+    remembered  what the last call had made that the next may use
     """
 
     kernel: Callable[..., None]
@@ -68,55 +92,72 @@ class Ready:
     lengths: LengthsKernel | None = None
     tables: Callable[[Call], Any] | None = None
     watch: Callable[[Call], None] | None = None
+    remembered: Remembered = field(default_factory=Remembered)
 
-    def __call__(self, call: Call) -> Results:
+    def __call__(self, call: Call, extents: Extents | None = None) -> Results:
+        """The results of a call within reach. `extents` are those of the call, where they are known."""
         q = call.q
-        device, (length, layouts) = q.get_device(), self.layouts(call)
+        layouts = self.layouts(call)
         out, lse, largest = self.results(q, layouts)
         tables = None if self.tables is None else self.tables(call)
         if self.watch is not None:
             self.watch(call)
-        taken = counter(device) if self.counted else None
+        taken = counter(q.get_device()) if self.counted else None
         lengths, order = (NO_LENGTHS, None) if self.lengths is None else self.lengths(call)
-        splits = self.splits(call)
-        parts = None if splits is None else q.new_empty(self.floats(q, splits), dtype=torch.float32)
+        splits = parts = None
+        if self.splitting is not None:
+            splits = self.splits(call, extents_of(call.extents()) if extents is None else extents)
+            parts = q.new_empty(self.floats(q, splits), dtype=_FLOAT)
         told = faults.table() if self.paged else None
-        self.launch(call, out, lse, largest, tables, length, taken, order, splits, parts, told, *lengths)
+        self.launch(
+            call, out, lse, largest, tables, layouts.length, taken, order, splits, parts, told, *lengths
+        )
         return out, lse, largest
 
-    def splits(self, call: Call) -> int | None:
-        """Splits of the keys of a tile; None where kernels do not split."""
-        if self.splitting is None:
-            return None
-        shape, kv_heads = call.extents(), call.k.shape[1 if call.heads_first else 2]
-        return self.splitting.splits(shape.batch * kv_heads, shape.kv_len)
+    def splits(self, call: Call, extents: Extents) -> int:
+        """Splits of the keys of a tile, of kernels that split."""
+        assert self.splitting is not None
+        batch, _, keys = extents
+        return self.splitting.splits(batch * call.k.shape[1 if call.heads_first else 2], keys)
 
     def floats(self, q: Tensor, splits: int) -> int:
         """float32 of memory for the results of so many splits."""
         assert self.splitting is not None
         return self.splitting.floats(splits, q.numel() // q.shape[-1])
 
-    def layouts(self, call: Call) -> tuple[int, Layouts]:
-        """The query length, and layouts of out, lse and max_scores."""
+    def layouts(self, call: Call) -> Layouts:
+        """Layouts of out, lse and max_scores."""
         q = call.q
-        shape, strides = output_layout(q, self.width)
+        sizes, strides = q.shape, q.stride()
+        known = self.remembered.layouts
+        if known is not None and known.q_shape == sizes and known.q_strides == strides:
+            return known
+        like_q = q.dtype is self.dtype and self.width == sizes[-1] and q.is_contiguous()
+        laid = (sizes, strides) if like_q else output_layout(q, self.width)
         if call.packed:
-            length, heads, _ = shape
-            row: tuple[int, ...] = heads, length
+            length, heads, _ = sizes
+            rows: tuple[int, ...] = heads, length
         elif call.heads_first:
-            row, length = shape[:-1], shape[2]
+            rows, length = sizes[:-1], sizes[2]
         else:
-            batch, length, heads, _ = shape
-            row = batch, heads, length
-        lse, largest = (row if name in self.statistics else None for name in ("lse", "max_scores"))
-        return length, (shape, strides, lse, largest)
+            batch, length, heads, _ = sizes
+            rows = batch, heads, length
+        found = Layouts(sizes, strides, length, *laid, like_q, rows)
+        self.remembered.layouts = found
+        return found
 
     def results(self, q: Tensor, layouts: Layouts) -> Results:
         """Memory for what a launch computes."""
-        shape, strides, of_lse, of_largest = layouts
-        out = q.new_empty_strided(shape, strides, dtype=self.dtype)
-        lse = None if of_lse is None else q.new_empty(of_lse, dtype=torch.float32)
-        largest = None if of_largest is None else q.new_empty(of_largest, dtype=torch.float32)
+        if layouts.like_q:
+            out = _empty_like(q)
+        else:
+            out = q.new_empty_strided(layouts.shape, layouts.strides, dtype=self.dtype)
+        lse = largest = None
+        if self.statistics:
+            if "lse" in self.statistics:
+                lse = q.new_empty(layouts.rows, dtype=_FLOAT)
+            if "max_scores" in self.statistics:
+                largest = q.new_empty(layouts.rows, dtype=_FLOAT)
         if self.gaps:
             _fill(out, lse, largest)
         return out, lse, largest

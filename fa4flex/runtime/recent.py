@@ -1,0 +1,169 @@
+"""The last launches of one Attention on a GPU, and the ways by which its next calls get to them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fa4flex.codegen.analyze.reach import Extents
+from fa4flex.codegen.build import Trace
+from fa4flex.compiler.simulated import simulating
+from fa4flex.primitives.paging import Paging
+from fa4flex.primitives.varlen import Varlen
+from fa4flex.runtime import direct
+from fa4flex.runtime.cuda import faults
+from fa4flex.runtime.cuda.call import NO_LENGTHS, NO_PAGES, Call
+from fa4flex.runtime.cuda.family_path import QKV, FamilyPath
+from fa4flex.runtime.cuda.fast_path import FastPath
+from fa4flex.runtime.cuda.ready import Ready, Results
+from fa4flex.runtime.direct import Direct
+from fa4flex.runtime.programs import Published
+from fa4flex.variant import Variant
+
+MOST_KEPT = 4
+"""Launches of one Attention with ways to them: prompts, single queries, a pass with gradients."""
+
+MOST_TRIES = 4
+MOST_PATIENCE = 64
+
+
+@dataclass(slots=True)
+class Kept:
+    """One launch, and the ways to it: `family` serves calls of all extents, `repeated` those just like the
+    last one, faster.
+
+    statistics  asked for by the calls that it serves; with gradients there is the log-sum-exp besides
+    types       of all tensors but lengths and pages, and which of them require gradients
+    bits        of captured integers that the launch was made for: see Engine
+    missed, tries   how often `family` and `repeated` were made in vain: for tensors that torch does not
+                compare at once, for modes of torch that changed since, or for captured tensors that others
+                take the place of
+    shapes      of the last q and k, which came so often in a `row`: where these change again and again,
+                more calls must have had the same ones, `patience`, before `repeated` is made again
+    """
+
+    ready: Ready
+    trains: bool
+    statistics: tuple[str, ...]
+    types: tuple[tuple[type, bool], ...]
+    bits: tuple[tuple[int, int], ...]
+    family: FamilyPath | None = None
+    repeated: FastPath | None = None
+    missed: int = 0
+    tries: int = 0
+    shapes: tuple[torch.Size, torch.Size] | None = None
+    row: int = 0
+    made_for: tuple[torch.Size, torch.Size] | None = None
+    patience: int = 1
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return self.ready, self.trains, self.statistics, self.types
+
+
+class Recent:
+    """State of one Attention and one trace: what is kept goes stale with nothing but these, as each way
+    compares all that a launch depends on."""
+
+    def __init__(self, program: Published, trace: Trace) -> None:
+        self.program = program
+        self.reader = None if trace.derived else trace.reader
+        """Derived operands are computed from others, perhaps anew at each call."""
+        self.engine = program.engine
+        self.kept: tuple[Kept, ...] = ()
+        self.once: tuple[Kept, ...] = ()
+        """Launches that served one call: no way is made to them before they serve another."""
+
+    def serve(
+        self,
+        variant: Variant,
+        qkv: QKV,
+        varlen: Varlen | None,
+        paging: Paging | None,
+        statistics: tuple[str, ...],
+    ) -> Results | None:
+        """The results of a call that one of these launches serves, else None. Raises EarlierError for what an
+        earlier call was wrong in, InputError or StateError for what this one is."""
+        kept = self.kept
+        if not kept:
+            return None
+        faults.check()
+        dense = varlen is None and paging is None
+        q, k, v = qkv
+        bits = self.engine.bits
+        for one in kept:
+            if one.statistics != statistics or one.bits != bits:
+                continue
+            path = one.repeated
+            if dense and path is not None and path.fits(q, k, v):
+                if path.serves(variant):
+                    again = path.direct
+                    return path(q, k, v) if again is None else direct.attend(again, path.call(q, k, v))
+                one.repeated, one.row = None, 0  # it would keep alive what was captured then
+            if one.family is None:
+                continue
+            found = one.family.find(variant, qkv, varlen, paging)
+            if found is not None:
+                return self._by_family(one, *found, dense)
+        return None
+
+    def _by_family(self, one: Kept, call: Call, extents: Extents, dense: bool) -> Results:
+        again = Direct.of(self.program, one.ready, call) if one.trains else None
+        if dense:
+            self._count(one, call, again)
+        return one.ready(call, extents) if again is None else direct.attend(again, call)
+
+    def _count(self, one: Kept, call: Call, again: Direct | None) -> None:
+        """Make the way of calls just like this one, if its shapes came several times in a row."""
+        shapes = call.q.shape, call.k.shape
+        if one.shapes != shapes:
+            one.shapes, one.row = shapes, 0
+        elif one.tries < MOST_TRIES:
+            one.row += 1
+            if one.row >= one.patience:
+                self._repeat(one, call, again)
+
+    def _repeat(self, one: Kept, call: Call, again: Direct | None) -> None:
+        assert self.reader is not None
+        path = FastPath.of(call, one.ready, self.reader, one.statistics)
+        if path is None or one.made_for == one.shapes:
+            one.tries += 1
+        elif one.made_for is not None:
+            one.patience = min(2 * one.patience, MOST_PATIENCE)
+        if path is not None and again is not None:
+            path.direct = again._replace(launch=path.of_call)
+        one.made_for, one.repeated = one.shapes, path
+
+    def remember(
+        self, call: Call, qkv: QKV, ready: Ready, again: Direct | None, statistics: tuple[str, ...]
+    ) -> None:
+        """`ready` has just been found for a call that none of the ways here served. One is made if it was
+        found before: what is made here costs some time."""
+        if simulating() or self.reader is None:
+            return
+        key = ready, again is not None, statistics, _types(call)
+        found = [one for one in self.kept if one.key == key]
+        if not found:
+            found = [one for one in self.once if one.key == key]
+            if not found:
+                shapes = call.q.shape, call.k.shape
+                one = Kept(*key, self.engine.bits, shapes=shapes)
+                self.once = (one, *self.once)[:MOST_KEPT]
+                return
+            self.once = tuple([one for one in self.once if one is not found[0]])
+            self.kept = (found[0], *self.kept)[:MOST_KEPT]
+        (one,) = found
+        if one.missed < MOST_TRIES:
+            made = FamilyPath.of(call, qkv, ready, self.reader)
+            one.missed += made is None or one.family is not None
+            one.family = made
+        if call.lengths is NO_LENGTHS and call.pages is NO_PAGES:
+            self._count(one, call, again)
+
+
+def _types(call: Call) -> tuple[tuple[type, bool], ...]:
+    tensors = call.q, call.k, call.v, *call.operands
+    tensors = tensors if call.sinks is None else (*tensors, call.sinks)
+    return tuple([(type(x), x.requires_grad) for x in tensors])

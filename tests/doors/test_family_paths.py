@@ -1,0 +1,592 @@
+"""Calls that look like an earlier one, of other extents, contents and objects: they are launched as each is
+alone; and what they are told apart by, each component changed alone. Kernels are left out, and CPU tensors
+stand for those of a GPU."""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from launch_changes import HEADS, calls_on_gpu, elsewhere, same, shifted
+from test_gpu_calls import Recorder
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fa4flex
+from fa4flex import BlockMap, InputError, Paging, Varlen
+from fa4flex.codegen.plan.arguments import FORWARD
+from fa4flex.errors import StateError
+from fa4flex.runtime import launch, recent
+from fa4flex.runtime.cuda import family_path
+from fa4flex.runtime.cuda.call import Call
+from fa4flex.runtime.cuda.family_path import QKV, FamilyPath
+from fa4flex.variants import causal, document
+
+MADE = ("out", "lse", "max_scores", "workspace", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
+"""Memory of a launch's own: it is compared by what it looks like, lengths by contents."""
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    return calls_on_gpu(monkeypatch)
+
+
+@pytest.fixture
+def found(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Keys of the calls that no path served, whose launch was looked for."""
+    keys: list[Any] = []
+    run = launch.run
+
+    def counted(now: Any, q: Tensor, k: Tensor, *given: Any) -> Any:
+        keys.append(k)
+        return run(now, q, k, *given)
+
+    monkeypatch.setattr(launch, "run", counted)
+    return keys
+
+
+# --- calls ------------------------------------------------------------------------------------------------
+
+TABLE, WINDOW = torch.linspace(-1, 1, 2048).view(2, 1024), 5000
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call of an Attention."""
+
+    qkv: QKV
+    varlen: Varlen | None = None
+    paging: Paging | None = None
+    lse: bool = False
+
+    def __call__(self, attn: fa4flex.Attention) -> Any:
+        return attn(*self.qkv, varlen=self.varlen, paging=self.paging, return_lse=self.lse)
+
+    def find(self, path: FamilyPath, attn: fa4flex.Attention) -> Any:
+        return path.find(attn.variant, self.qkv, self.varlen, self.paging)
+
+    def of(self, name: str, change: Callable[[Tensor], Any]) -> Step:
+        """With one of q, k, v changed."""
+        qkv = [change(x) if n == name else x for n, x in zip("qkv", self.qkv, strict=True)]
+        return replace(self, qkv=tuple(qkv))
+
+
+def heads(count: int, *sizes: int) -> Tensor:
+    batch, length = sizes
+    return torch.zeros(batch, count, length, 64, dtype=torch.bfloat16)
+
+
+def lengths(batch: int, most: int, draw: random.Random) -> Tensor:
+    return torch.tensor([draw.randint(0, most) for _ in range(batch)], dtype=torch.int32)
+
+
+def dense(draw: random.Random) -> Step:
+    batch, q_len, keys = draw.randint(1, 9), draw.randint(1, 30), draw.randint(1, 4000)
+    return Step((heads(HEADS, batch, q_len), heads(2, batch, keys), heads(2, batch, keys)))
+
+
+def sliced(draw: random.Random) -> Step:
+    """Out of a larger cache, with strides of its own."""
+    q, k, _ = dense(draw).qkv
+    room = torch.zeros(k.shape[0], 2, 4096, 2 * 64, dtype=torch.bfloat16)
+    return Step((q, *(x[:, :, : k.shape[2]] for x in room.split(64, -1))))  # type: ignore[arg-type]
+
+
+def of_long_queries(draw: random.Random) -> Step:
+    batch, q_len, keys = draw.randint(1, 4), draw.randint(33, 300), draw.randint(1, 300)
+    return Step((heads(HEADS, batch, q_len), heads(2, batch, keys), heads(2, batch, keys)))
+
+
+def used(draw: random.Random) -> Step:
+    step = dense(draw)
+    return replace(step, varlen=Varlen(seqused_k=lengths(step.qkv[0].shape[0], step.qkv[1].shape[2], draw)))
+
+
+def used_both(draw: random.Random) -> Step:
+    """The same tensor for queries and keys."""
+    step = dense(draw)
+    q, k, _ = step.qkv
+    both = lengths(q.shape[0], min(q.shape[2], k.shape[2]), draw)
+    return replace(step, varlen=Varlen(seqused_q=both, seqused_k=both))
+
+
+def packed(draw: random.Random) -> Step:
+    tokens, sequences = draw.randint(40, 4000), draw.randint(1, 9)
+    inner = sorted(draw.randint(0, tokens) for _ in range(sequences - 1))
+    cu = torch.tensor([0, *inner, tokens], dtype=torch.int32)
+    q, k, v = (torch.zeros(tokens, n, 64, dtype=torch.bfloat16) for n in (HEADS, 2, 2))
+    return Step((q, k, v), varlen=Varlen(cu))
+
+
+def packed_apart(draw: random.Random) -> Step:
+    step = packed(draw)
+    assert step.varlen is not None and step.varlen.cu_seqlens_q is not None
+    return replace(step, varlen=Varlen(step.varlen.cu_seqlens_q, step.varlen.cu_seqlens_q.clone()))
+
+
+POOL = tuple(torch.zeros(40, 16, 2, 64, dtype=torch.bfloat16) for _ in "kv")
+
+
+def paged(draw: random.Random) -> Step:
+    batch, columns = draw.randint(1, 9), draw.randint(1, 200)
+    table = torch.zeros(batch, 200, dtype=torch.int32)[:, :columns]
+    used = lengths(batch, columns * 16, draw)
+    return Step((heads(HEADS, batch, draw.randint(1, 4)), *POOL), paging=Paging(table, used))  # type: ignore[arg-type]
+
+
+KINDS = {
+    one.__name__: one
+    for one in (dense, sliced, of_long_queries, used, used_both, packed, packed_apart, paged)
+}
+
+
+def turned(step: Step) -> Step:
+    """The same in the layout bshd; packed tensors and pages have one layout."""
+    q, k, v = (x if x.ndim == 3 else x.transpose(1, 2).contiguous() for x in step.qkv)
+    return replace(step, qkv=(q, k, v) if step.paging is None else (q, *step.qkv[1:]))
+
+
+def attention(table: Tensor = TABLE, window: int = WINDOW, **options: Any) -> fa4flex.Attention:
+    def score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score + table[h % 2, kv_idx % 1024]
+
+    return fa4flex.compile(score, lambda b, h, q_idx, kv_idx: kv_idx - q_idx < window, **options)
+
+
+def launched(recorder: Recorder) -> dict[str, Any]:
+    return dict(zip(FORWARD.names, recorder.launches[-1], strict=True))
+
+
+def differing(given: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    def shown(name: str, x: Any) -> Any:
+        if name in MADE and isinstance(x, Tensor):
+            look = x.shape, x.stride(), x.dtype
+            return (look, x.tolist()) if x.dtype == torch.int32 else look
+        return x
+
+    return [name for name in given if not same(shown(name, given[name]), shown(name, expected[name]))]
+
+
+# --- what is served -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ("bhsd", "bshd"))
+@pytest.mark.parametrize("kind", KINDS)
+def test_calls_of_other_extents_are_launched_as_each_would_be_alone(
+    recorder: Recorder, found: list[Any], kind: str, layout: Any, seed: int
+) -> None:
+    draw, options = random.Random(seed), {"layout": layout, "sinks": torch.randn(HEADS)}
+    attn = attention(**options)
+    for n in range(12):
+        step = KINDS[kind](draw)
+        step = turned(step) if layout == "bshd" else step
+        found.clear()
+        results = step(attn)
+        assert bool(found) == (n < 2 + (kind != "paged")), f"call {n}: the first are looked for"
+        given = launched(recorder)
+        assert results.shape[:-1] == step.qkv[0].shape[:-1] and results is given["out"]
+        step(attention(**options))  # engines are published afresh: nothing is ready
+        assert differing(given, launched(recorder)) == []
+
+
+def test_outputs_lie_as_the_queries_of_their_call_do(recorder: Recorder) -> None:
+    attn, k, v = fa4flex.compile(), heads(2, 2, 100), heads(2, 2, 100)
+    queries = heads(HEADS, 2, 3), heads(3, 2, HEADS).transpose(1, 2), heads(HEADS, 2, 6)[:, :, :3]
+    for _ in range(4):
+        for q, like in zip(queries[::-1], (queries[0], queries[1], queries[0]), strict=True):
+            assert attn(q, k, v).stride() == like.stride()
+    assert attn(queries[0][:, :, :2], k, v).shape == (2, HEADS, 2, 64)
+
+
+def test_a_step_of_decoding_is_served_at_every_length_within_reach(
+    recorder: Recorder, found: list[Any]
+) -> None:
+    attn, q = fa4flex.compile(mask=causal), heads(HEADS, 2, 1)
+    k, v = (heads(2, 2, 5000) for _ in "kv")
+    for n in range(4080, 4110):
+        attn(q, k[:, :, :n], v[:, :, :n])
+    assert len(recorder.problems) == 2, "up to 4,096 keys, and beyond"
+    assert [k.shape[2] for k in found] == [4080, 4081, 4082, 4097, 4098, 4099]
+
+
+def test_prompts_and_single_queries_in_turns_are_served(recorder: Recorder, found: list[Any]) -> None:
+    attn, k = fa4flex.compile(mask=causal), heads(2, 1, 4000)
+    for n in range(20):
+        attn(heads(HEADS, 1, 1 if n % 2 else 100 + n), k[:, :, : 500 + n], k.clone()[:, :, : 500 + n])
+    assert len(found) == 6 and len(recorder.problems) == 2
+
+
+def test_new_captured_tensors_and_sinks_reach_the_launch(recorder: Recorder, found: list[Any]) -> None:
+    table, given = [TABLE], random.Random(0)
+    sinks = [torch.randn(HEADS)]
+
+    def score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score + table[0][h % 2, kv_idx % 1024]
+
+    attn, step = fa4flex.compile(score, sinks=lambda: sinks[0]), dense(given)
+    for n in range(12):
+        table[0], sinks[0] = TABLE.clone(), sinks[0].clone()
+        step(attn)
+        assert launched(recorder)["operands"][0] is table[0] and launched(recorder)["sinks"] is sinks[0]
+        assert len(found) == min(n + 1, 3)
+
+
+def test_documents_in_new_tensors_are_served_with_tables_of_their_own(
+    recorder: Recorder, found: list[Any]
+) -> None:
+    ids = [torch.arange(300) // 50]
+
+    def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return ids[0][q_idx] == ids[0][kv_idx]
+
+    attn, step = fa4flex.compile(mask=mask), Step((heads(HEADS, 2, 300), *(heads(2, 2, 300) for _ in "kv")))
+    for n in range(8):
+        ids[0] = ids[0].clone()
+        step(attn)
+        assert len(recorder.tables) == n + 1 and len(found) == min(n + 1, 3)
+        assert recorder.tables[-1][0][0] is ids[0]
+    step(attn)
+    assert len(recorder.tables) == 8
+
+
+def test_gradients_of_other_lengths_are_served(recorder: Recorder, found: list[Any]) -> None:
+    attn, draw = fa4flex.compile(mask=causal), random.Random(0)
+    for n in range(8):
+        step = of_long_queries(draw)
+        qkv = tuple(x.requires_grad_() for x in step.qkv)
+        out = replace(step, lse=True)(attn)[0] if n % 2 else step(attn)
+        assert out.requires_grad and launched(recorder)["lse"] is not None
+        gradients = torch.autograd.grad(out, qkv, torch.ones_like(out))
+        assert [x.shape for x in gradients] == [x.shape for x in qkv]
+    assert len(found) == 5, "the first, and two of each kind of statistics"
+
+
+def test_a_launch_that_served_one_call_displaces_none_that_served_more(
+    recorder: Recorder, found: list[Any]
+) -> None:
+    attn = fa4flex.compile(mask=document(torch.arange(900) // 50))
+    k = heads(2, 1, 300)
+    step = Step((heads(HEADS, 1, 300), k, k.clone()))
+    for _ in range(4):
+        step(attn)
+    for n in range(100, 130):  # tables are made for the extents of each
+        k = heads(2, 1, n)
+        Step((heads(HEADS, 1, 300), k, k.clone()))(attn)
+    found.clear()
+    step(attn)
+    assert found == []
+
+
+# --- what is not ------------------------------------------------------------------------------------------
+
+
+def path_of(attn: fa4flex.Attention, step: Step) -> FamilyPath:
+    for _ in range(3):
+        step(attn)
+    (kept,) = attn._caller.recent.kept  # type: ignore[union-attr]
+    assert kept.family is not None and step.find(kept.family, attn) is not None
+    return kept.family
+
+
+def crooked(x: Tensor) -> Tensor:
+    """The same in rows that are no multiple of 16 bytes apart."""
+    return torch.nn.functional.pad(x, (0, 1))[..., :-1]
+
+
+def gapped(x: Tensor) -> Tensor:
+    """The same, every other element of memory."""
+    return torch.stack((x, x), -1)[..., 0]
+
+
+OF_ANY: dict[str, Callable[[Tensor], Any]] = {
+    "dtype": lambda x: x.half(),
+    "device": elsewhere,
+    "alignment": shifted,
+    "rows": crooked,
+    "last stride": gapped,
+    "heads": lambda x: torch.cat((x, x), -2),
+    "width": lambda x: torch.cat((x, x), -1),
+    "gradient": lambda x: x.clone().requires_grad_(),
+    "parameter": lambda x: torch.nn.Parameter(x, requires_grad=False),
+    "no tensor": lambda x: None,
+    "dimensions": lambda x: x[None],
+}
+"""Changes of q, of k or of v that make another call of it, of heads before the last dimension."""
+
+
+@pytest.mark.parametrize("kind", ("dense", "packed", "paged"))
+def test_each_component_of_a_tensor_is_told_apart(recorder: Recorder, kind: str, seed: int) -> None:
+    attn = attention(layout="bshd")
+    step = KINDS[kind](random.Random(seed))
+    step = turned(step) if step.paging is None else step
+    if kind == "paged":
+        step = replace(step, qkv=(step.qkv[0].transpose(1, 2).contiguous(), *step.qkv[1:]))
+    path = path_of(attn, step)
+    for name in "qkv":
+        assert step.of(name, torch.clone).find(path, attn) is not None
+        for look, change in OF_ANY.items():
+            assert step.of(name, change).find(path, attn) is None, f"{name}: {look}"
+    assert replace(step, qkv=(step.qkv[0], step.qkv[1], step.qkv[1])).find(path, attn) is None, "given twice"
+
+
+def used_step() -> Step:
+    return used(random.Random(1))
+
+
+OTHERS: dict[str, Callable[[Step], Step]] = {
+    "no lengths": lambda x: replace(x, varlen=None),
+    "lengths of queries": lambda x: replace(x, varlen=Varlen(seqused_q=x.varlen.seqused_k)),  # type: ignore[union-attr]
+    "lengths of both": lambda x: replace(
+        x,
+        varlen=Varlen(seqused_q=torch.zeros_like(x.varlen.seqused_k), seqused_k=x.varlen.seqused_k),  # type: ignore[union-attr, arg-type]
+    ),
+    "the same for both": lambda x: replace(
+        x,
+        varlen=Varlen(seqused_q=x.varlen.seqused_k, seqused_k=x.varlen.seqused_k),  # type: ignore[union-attr]
+    ),
+    "wide lengths": lambda x: replace(x, varlen=Varlen(seqused_k=x.varlen.seqused_k.long())),  # type: ignore[union-attr]
+    "lengths apart": lambda x: replace(
+        x,
+        varlen=Varlen(seqused_k=x.varlen.seqused_k.repeat_interleave(2)[::2]),  # type: ignore[union-attr]
+    ),
+    "pages": lambda x: replace(x, varlen=None, paging=Paging(torch.zeros(1, 1).int(), torch.zeros(1).int())),
+    "both": lambda x: replace(x, paging=Paging(torch.zeros(1, 1).int(), torch.zeros(1).int())),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_lengths_are_another_kind(recorder: Recorder, name: str) -> None:
+    attn, step = attention(), used_step()
+    path = path_of(attn, step)
+    assert OTHERS[name](step).find(path, attn) is None
+
+
+def test_the_same_lengths_of_both_sides_are_a_kind_of_their_own(recorder: Recorder) -> None:
+    attn, step = attention(), used_both(random.Random(0))
+    path = path_of(attn, step)
+    assert step.varlen is not None and step.varlen.seqused_q is not None
+    given = step.varlen.seqused_q
+    for other in (Varlen(seqused_q=given), Varlen(seqused_q=given, seqused_k=given.clone())):
+        assert replace(step, varlen=other).find(path, attn) is None
+
+
+def test_pages_of_another_size_or_dtype_are_another_kind(recorder: Recorder) -> None:
+    attn, step = attention(), paged(random.Random(0))
+    path, (q, k, v) = path_of(attn, step), step.qkv
+    assert step.paging is not None
+    table, used = step.paging.page_table, step.paging.seqused_k
+    others = {
+        "page size": replace(step, qkv=(q, k[:, :8], v[:, :8])),
+        "wide table": replace(step, paging=Paging(table.long(), used)),
+        "wide lengths": replace(step, paging=Paging(table, used.long())),
+        "fewer sequences": replace(step, paging=Paging(table[:1], used[:1])),
+        "fewer pages of values": replace(step, qkv=(q, k, v[:-1])),
+        "lengths": replace(step, varlen=used_step().varlen),
+        "no pages": replace(step, qkv=(q, k[:0], v[:0])),
+    }
+    assert q.shape[0] > 1
+    assert [name for name, other in others.items() if other.find(path, attn) is not None] == []
+    for other in (Paging(table.t().contiguous().t(), used), Paging(table[:, :1].repeat(1, 3), used)):
+        assert replace(step, paging=other).find(path, attn) is not None, "a table may lie as it likes"
+
+
+def test_extents_that_do_not_agree_or_pass_what_was_proved_are_not_served(recorder: Recorder) -> None:
+    attn, q, k = attention(), heads(HEADS, 2, 3), heads(2, 2, 100)
+    path = path_of(attn, Step((q, k, k.clone())))
+    few = Step((q, k, k.clone()))
+    others = {
+        "values": few.of("v", lambda x: x[:, :, :99]),
+        "batch of keys": few.of("k", lambda x: x[:1]),
+        "batch of values": few.of("v", lambda x: x[:1]),
+        "batch of queries": few.of("q", lambda x: x[:1]),
+        "no queries": few.of("q", lambda x: x[:, :, :0]),
+        "no keys": few.of("k", lambda x: x[:, :, :0]).of("v", lambda x: x[:, :, :0]),
+        "no batch": Step((q[:0], k[:0], k.clone()[:0])),
+        "past what was proved": Step((q, *(heads(2, 2, 5000) for _ in "kv"))),
+        "many queries": few.of("q", lambda x: heads(HEADS, 2, 100)),
+    }
+    assert [name for name, other in others.items() if other.find(path, attn) is not None] == []
+
+
+def test_all_that_a_call_brings_is_compared() -> None:
+    """What is added to a call has to be compared here, too, or such calls may not be served."""
+    assert set(family_path.COMPARED) == set(Call._fields)
+    assert {row.source for row in FORWARD.entry} == {"call", "call.lengths", "call.pages", "launch"}
+
+
+CAPTURED: dict[str, dict[str, Any]] = {
+    "table: shape": {"table": TABLE[:, :1020].clone()},
+    "table: strides": {"table": TABLE.t().contiguous().t()},
+    "table: dtype": {"table": TABLE.half()},
+    "table: alignment": {"table": shifted(TABLE)},
+    "table: gradient": {"table": TABLE.clone().requires_grad_()},
+    "table: device": {"table": elsewhere(TABLE)},
+    "a number": {"window": WINDOW + 1},
+    "a negative scale": {"scale": -0.1},
+    "no scale": {"scale": 0.0},
+    "no sinks": {"sinks": None},
+    "sinks: dtype": {"sinks": torch.randn(HEADS).double()},
+    "sinks: shape": {"sinks": torch.randn(HEADS - 1)},
+    "sinks: alignment": {"sinks": shifted(torch.randn(HEADS))},
+}
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_what_was_captured_must_look_as_it_did(recorder: Recorder, name: str) -> None:
+    options = {"sinks": torch.randn(HEADS), "table": TABLE}
+    attn, step = attention(**options), dense(random.Random(0))
+    path = path_of(attn, step)
+    for alike in ({"sinks": torch.randn(HEADS)}, {"scale": 0.3}, {"table": TABLE.clone()}):
+        assert step.find(path, attention(**{**options, **alike})) is not None
+    assert step.find(path, attention(**{**options, **CAPTURED[name]})) is None
+
+
+def test_a_captured_tensor_whose_memory_moves_is_looked_at_again(recorder: Recorder) -> None:
+    table = TABLE.clone()
+    attn, step = attention(table), dense(random.Random(0))
+    path = path_of(attn, step)
+    table.data = shifted(TABLE)
+    assert step.find(path, attn) is None
+
+
+class Seen(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        return function(*args, **(kwargs or {}))
+
+
+def modes() -> Iterator[tuple[str, Any]]:
+    yield "dispatch mode", Seen()
+    yield "inference mode", torch.inference_mode()
+    yield "forward mode", forward_ad.dual_level()
+    yield "autocast", torch.autocast("cpu")
+
+
+@pytest.mark.parametrize("kind", ("dense", "used", "packed", "paged"))
+def test_what_intercepts_operators_is_not_served(recorder: Recorder, kind: str) -> None:
+    attn, step = attention(), KINDS[kind](random.Random(0))
+    path, served = path_of(attn, step), []
+    for name, mode in modes():
+        with mode:
+            if step.find(path, attn) is not None:
+                served.append(name)
+
+    def inside(x: Tensor) -> Tensor:
+        if step.find(path, attn) is not None:
+            served.append("transform")
+        return x.sum()
+
+    torch.func.grad(inside)(torch.randn(3))
+    assert served == [] and step.find(path, attn) is not None
+
+
+def test_modes_of_gradients_are_told_apart(recorder: Recorder) -> None:
+    sinks = torch.randn(HEADS, requires_grad=True)
+    attn, step = attention(sinks=sinks), dense(random.Random(0))
+    with torch.no_grad():
+        path = path_of(attn, step)
+    assert step.find(path, attn) is None
+
+
+def test_larger_integers_are_launched_by_others(recorder: Recorder) -> None:
+    """Once they were seen, neither way leads to the launch that takes them for small."""
+    attn, step = attention(), dense(random.Random(0))
+    for _ in range(5):
+        step(attn)
+    before, engine = len(recorder.problems), attn.prepared.engine
+    (kept,) = attn._caller.recent.kept  # type: ignore[union-attr]
+    assert kept.repeated is not None and kept.family is not None
+    engine.bits = ((0, 40),)
+    step(attn)
+    assert engine.find(step.find(kept.family, attn)[0]) is not kept.ready
+    assert len(recorder.problems) == before + 1
+
+
+# --- what is told, and what is kept ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shared", (True, False))
+def test_maps_of_other_lengths_are_refused(recorder: Recorder, shared: bool) -> None:
+    """Also where they have as many blocks, of this very tensor or of another one."""
+    classes = torch.ones(1, 1, 3, 3, dtype=torch.uint8)
+    attn = fa4flex.compile(mask=causal, blocks=BlockMap(classes, (128, 128), 300, 300))
+    step = Step((heads(HEADS, 2, 300), *(heads(2, 2, 300) for _ in "kv")))
+    for _ in range(5):
+        step(attn)
+    other = BlockMap(classes if shared else classes.clone(), (128, 128), 299, 300)
+    with pytest.raises(StateError, match="q_len=299"):
+        attn(*step.qkv, blocks=other)
+    shorter = Step((heads(HEADS, 2, 299), *(heads(2, 2, 299) for _ in "kv")))
+    with pytest.raises(StateError, match="q_len=300") as error:
+        shorter(attn)
+    assert any("in Attention(" in note for note in error.value.__notes__)
+
+
+def test_what_does_not_fit_is_told_with_its_variant(recorder: Recorder) -> None:
+    attn, step = attention(), used_step()
+    for _ in range(4):
+        step(attn)
+    with pytest.raises(InputError, match="sequences for a batch") as wrong:
+        replace(step, varlen=Varlen(seqused_k=torch.zeros(77, dtype=torch.int32)))(attn)
+    assert any("in Attention(" in note for note in wrong.value.__notes__)
+
+
+def test_calls_whose_contents_are_checked_are_not_served(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(family_path, "VALIDATE", True)
+    for kind, kept in (("dense", True), ("used", False), ("packed", False), ("paged", False)):
+        attn = attention()
+        for _ in range(4):
+            KINDS[kind](random.Random(0))(attn)
+        (one,) = attn._caller.recent.kept  # type: ignore[union-attr]
+        assert (one.family is not None) == kept
+
+
+def test_a_family_keeps_no_tensor_alive(recorder: Recorder) -> None:
+    attn = attention(sinks=lambda sinks=torch.randn(HEADS): sinks)
+    step = used_step()
+    path = path_of(attn, step)
+    assert step.varlen is not None
+    gone = [weakref.ref(x) for x in (*step.qkv, step.varlen.seqused_k)]
+    recorder.launches.clear()
+    del step
+    gc.collect()
+    assert [x() for x in gone] == [None] * 4 and path is not None
+
+
+def test_what_was_captured_once_is_let_go(recorder: Recorder) -> None:
+    """A launch for the very tensors of the last call holds them, until others have taken their place."""
+    table = [TABLE.clone()]
+
+    def score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score + table[0][h % 2, kv_idx % 1024]
+
+    attn, step = fa4flex.compile(score), dense(random.Random(0))
+    for _ in range(4):
+        step(attn)
+    (kept,) = attn._caller.recent.kept  # type: ignore[union-attr]
+    assert kept.repeated is not None
+    old = weakref.ref(table[0])
+    table[0] = TABLE.clone()
+    step(attn)
+    recorder.launches.clear()
+    gc.collect()
+    assert old() is None
+
+
+def test_tensors_that_torch_does_not_compare_are_not_tried_again_and_again(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[Any] = []
+    monkeypatch.setattr(FamilyPath, "of", lambda *given: tried.append(given))
+    attn, draw = attention(), random.Random(0)
+    for _ in range(30):
+        dense(draw)(attn)
+    assert len(tried) == recent.MOST_TRIES
