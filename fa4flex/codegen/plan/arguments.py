@@ -166,6 +166,14 @@ def _packed(one: Pass) -> bool:
     return one.problem.lengths == "packed"
 
 
+def _keys_packed(one: Pass) -> bool:
+    return _packed(one) and not _paged(one)
+
+
+def _paged(one: Pass) -> bool:
+    return one.problem.page_rows > 0
+
+
 def _grouped(one: Pass) -> bool:
     return one.problem.grouped
 
@@ -207,7 +215,7 @@ USED = Array("int32", ("sequences",))
 
 LENGTHS = (
     Argument("cu_seqlens_q", CUMULATIVE, "call.lengths", when=_packed),
-    Argument("cu_seqlens_k", CUMULATIVE, "call.lengths", when=_packed),
+    Argument("cu_seqlens_k", CUMULATIVE, "call.lengths", when=_keys_packed),
     Argument("seqused_q", USED, "call.lengths", when=None),
     Argument("seqused_k", USED, "call.lengths", when=None),
 )
@@ -215,14 +223,9 @@ OPERANDS = Argument("operands", Captured("tensors"))
 SCALARS = Argument("scalars", Captured("numbers"))
 SCALE = Argument("scale", Number())
 
-
-def _paged(one: Pass) -> bool:
-    return one.problem.page_rows > 0
-
-
 PAGES = (
-    Argument("page_table", Given("page_table", ("batch", "columns")), "call.pages", when=_paged),
-    Argument("paged_keys", Given("paged_keys", ("batch",)), "call.pages", when=_paged),
+    Argument("page_table", Given("page_table", ("sequences", "columns")), "call.pages", when=_paged),
+    Argument("paged_keys", Given("paged_keys", ("sequences",)), "call.pages", when=_paged),
 )
 FAULTS = Argument("faults", Number("address"), "launch", when=_paged)
 
@@ -330,7 +333,7 @@ SEQUENCES = Schema(
     (
         *_GIVEN,
         Argument("cu_q", CUMULATIVE, "launch", _packed),
-        Argument("cu_k", CUMULATIVE, "launch", _packed),
+        Argument("cu_k", CUMULATIVE, "launch", _keys_packed),
         Argument("used_q", USED, "launch", _where("seqused_q")),
         Argument("used_k", USED, "launch", _where("seqused_k")),
         Argument("starts", Array("int32", ("starts",)), "launch", _sorts),

@@ -88,8 +88,8 @@ class Ready:
         """Splits of the keys of a tile; None where kernels do not split."""
         if self.splitting is None:
             return None
-        shape, kv_heads = call.extents(), call.k.shape[1 if call.heads_first else 2]
-        return self.splitting.splits(shape.batch * kv_heads, shape.kv_len)
+        shape = call.extents()
+        return self.splitting.splits(shape.batch * call.kv_heads, shape.kv_len)
 
     def floats(self, q: Tensor, splits: int) -> int:
         """float32 of memory for the results of so many splits."""
