@@ -33,7 +33,7 @@ class Prefill:
 
     @property
     def flops(self) -> float:
-        """Of both products over the pairs that the causal mask leaves."""
+        """Operations of both products, over the pairs that the causal mask leaves."""
         pairs = self.chunk * self.keys - self.chunk * (self.chunk - 1) // 2
         return 4.0 * self.batch * HEADS * WIDTH * pairs
 

@@ -154,10 +154,8 @@ def _on_cpu(new: New, pool: Pool) -> tuple[Tensor, Tensor | None]:
         return lengths, None
     rotated = new.q.clone(memory_format=torch.contiguous_format)
     if new.cu_seqlens is None:
-        batch, length = new.k.shape[0], new.k.shape[2]
-        into = rotated.transpose(1, 2)
-        into[places.sequence, places.token - places.sequence * length] = turned(new.q)
-        assert into.shape[0] == batch
+        number = places.token - places.sequence * new.k.shape[2]
+        rotated.transpose(1, 2)[places.sequence, number] = turned(new.q)
     else:
         rotated[places.token] = turned(new.q)
     return lengths, rotated

@@ -354,7 +354,7 @@ def _in_place(
 
 
 def _of_queries(varlen: Varlen) -> bool:
-    """Whether these are lengths of packed queries, and of no keys."""
+    """True if these are lengths of packed queries, and of no keys."""
     return varlen.packed and varlen.cu_seqlens_k is None and varlen.seqused_k is None
 
 

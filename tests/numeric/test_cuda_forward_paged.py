@@ -175,7 +175,7 @@ def on_gpu(given: Tokens) -> Tokens:
 
 @pytest.mark.parametrize("name", HOWS)
 def test_append(name: str) -> None:
-    """As on a CPU, bit for bit but for fused multiplications of rotations."""
+    """Same results as on a CPU; rotations may be fused there."""
     given = drawn(HOWS[name], (7, 0, 300), (40, 3, 100))
     there = on_gpu(given)
     torch.cuda.synchronize()

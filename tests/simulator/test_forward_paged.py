@@ -46,7 +46,7 @@ def chunks(given: Drawn, lengths: tuple[int, ...], used: tuple[int, ...] | None 
 
 
 def expected(finding: Finding) -> bool:
-    """Whether warpgroups clear the same values past the end of a sequence, each for itself."""
+    """True where warpgroups clear the same values past the end of a sequence, each for itself."""
     parts = (finding.instruction, finding.other)
     return finding.kind == "race" and any(x and x.opcode == "st.shared.b16" for x in parts)
 

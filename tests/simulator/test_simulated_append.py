@@ -51,7 +51,7 @@ def test_other_lengths_are_the_same_kernel() -> None:
 
 
 def test_many_sequences() -> None:
-    """Whose lengths take more than a block."""
+    """Lengths of more sequences than a block has threads."""
     with simulator.device("sm_90a") as gpu:
         kept_in(drawn(How(packed=True, heads=1, d=8, dv=8), (3,) * 130, (0, 1) * 65)).check()
     assert not gpu.findings, gpu.report()
@@ -107,7 +107,7 @@ def test_wrong_contents_are_told_by_the_next_call(name: str) -> None:
 
 
 def test_positions_without_angles_are_told() -> None:
-    """Of one token: those of several would race for what is told."""
+    """One token alone: several would race for what is told."""
     given = drawn(How())
     table = torch.ones(16, 4)
     with simulator.device("sm_90a") as gpu:

@@ -25,14 +25,14 @@ def box_rows(problem: Problem, tile_n: int) -> int:
 
 
 def in_boxes(problem: Problem, tile_n: int) -> bool:
-    """Whether tiles of so many keys can be brought in boxes."""
+    """True if tiles of so many keys can be brought in boxes."""
     boxes = tile_n // box_rows(problem, tile_n)
     return boxes <= LANES or boxes % LANES == 0
 
 
 def readable(problem: Problem, widths: tuple[int, int]) -> bool:
-    """Whether the rows of pages, or as many of them as lie next to each other, are whole lines of shared
-    memory, as addresses of TMA copies there have to be. widths: of the tiles of K and of V."""
+    """True if rows of pages, or as many of them as lie next to each other, are whole lines of shared memory,
+    as addresses of TMA copies there have to be. widths: of the tiles of K and of V."""
     if problem.page_rows < LEAST_PAGE_ROWS:
         return not problem.page_rows
     return all(problem.page_rows * column_block(d) * problem.itemsize % LINE == 0 for d in widths)

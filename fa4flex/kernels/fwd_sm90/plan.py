@@ -204,7 +204,8 @@ def _dynamic(request: ForwardRequest) -> bool:
 
 
 def accepts(problem: Problem, target: Target) -> bool:
-    """All problems; of those with pages, whose key tiles are all or follow from spans."""
+    """True for all problems without pages, and for those with pages whose key tiles are all or follow from
+    spans."""
     spans = problem.mask_form in ("none", "spans")
     pages = spans and readable(problem, (pad(problem.head_dim), pad(problem.head_dim_v)))
     return target.family == "sm90" and (not problem.page_rows or pages)

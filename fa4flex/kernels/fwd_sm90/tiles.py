@@ -141,7 +141,7 @@ def candidates(problem: Problem, plain: bool) -> tuple[Pair, ...]:
 
 
 def _for_pages(problem: Problem, pair: Pair) -> bool:
-    """A producer beside three consumers has too few registers to look pages up."""
+    """True if a producer can look pages up for such tiles: beside three consumers it has too few registers."""
     return pair[0] <= MOST_PAGED and in_boxes(problem, pair[1])
 
 

@@ -47,8 +47,8 @@ def attend(engine: Engine, call: Call, check: Callable[[], None]) -> Results | N
 
 
 def _readable(engine: Engine, call: Call) -> bool:
-    """Whether a kernel may take such a call, were its mask as simple as can be: nothing is proved. What none
-    takes is not kept: calls with many queries have other lengths each time."""
+    """True if a kernel may take such a call, were its mask as simple as can be: nothing is proved. Calls that
+    none takes are not kept: those with many queries have other lengths each time."""
     if not (tma_able(call.k) and tma_able(call.v)) or call.extents().kv_len > MOST_KEYS:
         return False
     facts, target = engine.facts, target_of(call.q.device)
