@@ -141,7 +141,8 @@ def candidates(problem: Problem, plain: bool) -> tuple[Pair, ...]:
 
 
 def _for_pages(problem: Problem, pair: Pair) -> bool:
-    """True if a producer can look pages up for such tiles: beside three consumers it has too few registers."""
+    """True if a producer can look pages up for such tiles: beside three consumers it has too few
+    registers."""
     return pair[0] <= MOST_PAGED and in_boxes(problem, pair[1])
 
 
