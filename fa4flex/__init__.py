@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import fa4flex.simulator as simulator
     import fa4flex.variants as variants
     from fa4flex.api import Attention, attention, compile, synchronize
+    from fa4flex.appending import append
     from fa4flex.codegen.trace import register_op
     from fa4flex.drop_in import flex_attention
     from fa4flex.errors import Fa4flexError, InputError, TraceError, UnsupportedError
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from fa4flex.primitives.mask import Mask, as_mask
     from fa4flex.primitives.paging import Paging
     from fa4flex.primitives.precision import Precision
+    from fa4flex.primitives.rotary import Rotary
     from fa4flex.primitives.schedule import Schedule
     from fa4flex.primitives.score import ScoreMod, as_score
     from fa4flex.primitives.sinks import Sinks
@@ -40,12 +42,14 @@ _HOME = {
     "flex_attention": "fa4flex.drop_in",
     **dict.fromkeys(("Fa4flexError", "InputError", "TraceError", "UnsupportedError"), "fa4flex.errors"),
     "register_op": "fa4flex.codegen.trace",
+    "append": "fa4flex.appending",
     "merge": "fa4flex.merging",
     "BlockMap": "fa4flex.primitives.blocks",
     # where masks are told that a block map is one, too
     **dict.fromkeys(("Mask", "as_mask"), "fa4flex.primitives.blocks"),
     "Paging": "fa4flex.primitives.paging",
     "Precision": "fa4flex.primitives.precision",
+    "Rotary": "fa4flex.primitives.rotary",
     "Schedule": "fa4flex.primitives.schedule",
     **dict.fromkeys(("ScoreMod", "as_score"), "fa4flex.primitives.score"),
     "Sinks": "fa4flex.primitives.sinks",
@@ -57,10 +61,10 @@ _HOME = {
 }
 
 __all__ = [
-    "Attention", "BlockMap", "Fa4flexError", "InputError", "Mask", "Paging", "Precision", "Schedule",
-    "ScoreMod", "Sinks", "TraceError", "UnsupportedError", "Varlen", "as_mask", "as_score", "attention",
-    "compile", "flex_attention", "merge", "nn", "reference", "register_op", "simulator", "synchronize",
-    "variants",
+    "Attention", "BlockMap", "Fa4flexError", "InputError", "Mask", "Paging", "Precision", "Rotary",
+    "Schedule", "ScoreMod", "Sinks", "TraceError", "UnsupportedError", "Varlen", "append", "as_mask",
+    "as_score", "attention", "compile", "flex_attention", "merge", "nn", "reference", "register_op",
+    "simulator", "synchronize", "variants",
 ]  # fmt: skip
 
 

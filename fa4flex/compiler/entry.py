@@ -15,6 +15,7 @@ from cutlass.cute.runtime import make_fake_stream
 
 from fa4flex.codegen.plan.arguments import SCHEMAS, Captured, Heads, Pass
 from fa4flex.compiler.fakes import Fakes
+from fa4flex.kernels.append.kernel import AppendArguments
 from fa4flex.kernels.around.postprocess import Postprocess, PostprocessArguments
 from fa4flex.kernels.around.preprocess import Preprocess, PreprocessArguments
 from fa4flex.kernels.around.sum_parts import SumParts, SumPartsArguments
@@ -53,11 +54,16 @@ def _sequences(kernel: Any, problem: Problem) -> list[Launch]:
     return [(kernel, SequencesArguments)]
 
 
+def _append(kernel: Any, problem: Problem) -> list[Launch]:
+    return [(kernel, AppendArguments)]
+
+
 LAUNCHES: dict[str, Callable[[Any, Problem], list[Launch]]] = {
     "forward": _forward,
     "backward": _backward,
     "tables": _tables,
     "sequences": _sequences,
+    "append": _append,
 }
 """Kernels of a pass, in the order in which they are launched, around the one that is generated."""
 

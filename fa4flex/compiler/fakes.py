@@ -22,6 +22,7 @@ from fa4flex.codegen.plan.arguments import (
     Look,
     Number,
     Parts,
+    Rows,
 )
 from fa4flex.codegen.plan.lengths import row_block
 from fa4flex.kernels.common.arguments import named
@@ -68,6 +69,10 @@ class Fakes:
             case Given(name, dims):
                 wide = name in self.signature.wide
                 return fake_plain(Int64 if wide else Int32, self._shape(dims), unit=False)
+            case Rows(dims, dtype, pieces):
+                element, together = getattr(self.config, dtype), self.config.together if pieces else 1
+                unit = together > 1 or not pieces
+                return fake_plain(DTYPES[element], self._shape(dims), unit, together)
             case Blocks(length):
                 return self._blocks(length)
             case Number(kind):

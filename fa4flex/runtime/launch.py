@@ -140,8 +140,8 @@ def run(
             return run(now, q, k, v, varlen, paging, statistics)
     prepared = now.prepared
     observed = _observed() or not _plain(q, k, v)
-    if isinstance(paging, Paging) and varlen is None and not observed and _on_gpu(q):
-        found = _in_place(now, (q, k, v), paging, statistics)
+    if isinstance(paging, Paging) and not observed and _on_gpu(q):
+        found = _in_place(now, (q, k, v), varlen, paging, statistics)
         if found is not None:
             return found
     on_gpu = not observed and paging is None and _on_gpu(q)
@@ -251,21 +251,34 @@ def _observed() -> bool:
 
 
 def _in_place(
-    now: Calling, qkv: tuple[Tensor, Tensor, Tensor], paging: Paging, statistics: Statistics
+    now: Calling,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    varlen: Varlen | None,
+    paging: Paging,
+    statistics: Statistics,
 ) -> Results | None:
     """The results of a call with pages, read where they are; None where no kernel does that. The host reads
     no contents."""
-    if now.variant.blocks is not None or any(x.ndim != 4 for x in qkv) or not qkv[0].numel():
+    q, packed = qkv[0], isinstance(varlen, Varlen) and _of_queries(varlen)
+    if now.variant.blocks is not None or not (packed or varlen is None):
+        return None
+    if [x.ndim for x in qkv] != [3 if packed else 4, 4, 4] or not all(x.numel() for x in qkv):
         return None
     if VALIDATE and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
-        check_paged(*qkv, paging, None)
-    call, trains = _direct_call(now, qkv, None, statistics)
+        check_paged(*qkv, paging, varlen)
+        if varlen is not None:
+            varlen.check_contents()
+            varlen.check_tokens(q.shape[0], None)
+    call, trains = _direct_call(now, qkv, varlen, statistics)
     if call is None or trains:
         return None
-    if call.heads_first:
+    if packed:
+        call = call._replace(lengths=call.lengths._replace(cu_seqlens_k=None), heads_first=False)
+    elif call.heads_first:
         call = call._replace(k=call.k.transpose(1, 2), v=call.v.transpose(1, 2))
     call = call._replace(pages=Pages(paging.page_table, paging.seqused_k))
-    ready = paged.ready_for(now.prepared.engine, call, lambda: _check_in_place(now, call, qkv, paging))
+    engine = now.prepared.engine
+    ready = paged.ready_for(engine, call, lambda: _check_in_place(now, call, qkv, varlen, paging))
     if ready is None:
         return None
     if now.recent is not None:
@@ -273,15 +286,30 @@ def _in_place(
     return ready(call)
 
 
-def _check_in_place(now: Calling, call: Call, qkv: tuple[Tensor, Tensor, Tensor], paging: Paging) -> None:
+def _of_queries(varlen: Varlen) -> bool:
+    """True if these are lengths of packed queries, and of no keys."""
+    return varlen.packed and varlen.cu_seqlens_k is None and varlen.seqused_k is None
+
+
+def _check_in_place(
+    now: Calling,
+    call: Call,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    varlen: Varlen | None,
+    paging: Paging,
+) -> None:
     """Raise InputError or UnsupportedError unless the tensors fit, whatever their contents."""
     q, k_cache, v_cache = qkv
     check_tensors(*qkv)
-    check_pages(q, k_cache, v_cache, paging)
+    check_pages(q, k_cache, v_cache, paging, varlen)
     # As if the keys of each sequence were all there.
-    keys = paging.page_table.shape[1] * k_cache.shape[1]
-    k, v = (x[:1, :1].expand(q.shape[0], keys, -1, -1).transpose(1, 2) for x in (k_cache, v_cache))
-    _check_call(now, (q if call.heads_first else q.transpose(1, 2), k, v), None)
+    if varlen is None:
+        keys = paging.page_table.shape[1] * k_cache.shape[1]
+        k, v = (x[:1, :1].expand(q.shape[0], keys, -1, -1).transpose(1, 2) for x in (k_cache, v_cache))
+        _check_call(now, (q if call.heads_first else q.transpose(1, 2), k, v), None)
+    else:
+        k, v = (x[0, :1].expand(q.shape[0], -1, -1) for x in (k_cache, v_cache))
+        _check_call(now, (q, k, v), varlen)
     check_operand_devices(call.operands, tuple(o.name for o in now.bound.trace.operands), q)
     check_transforms(*qkv, *call.operands, call.sinks)
 

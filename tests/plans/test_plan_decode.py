@@ -10,6 +10,7 @@ import pytest
 
 import fa4flex
 from fa4flex.codegen.analyze.domain import Shape
+from fa4flex.codegen.plan import paging as plan_paging
 from fa4flex.codegen.plan.counts import check_counts
 from fa4flex.codegen.plan.errors import PlanError
 from fa4flex.codegen.plan.inputs import Inputs
@@ -24,6 +25,7 @@ from fa4flex.kernels import dispatch
 from fa4flex.kernels.decode_sm90 import plan as decode_plan
 from fa4flex.kernels.decode_sm90.plan import DECODE_SM90, DecodePlan
 from fa4flex.kernels.decode_sm90.topology import decode_topology
+from fa4flex.kernels.fwd_sm90 import plan as forward_plan
 from fa4flex.kernels.fwd_sm90.plan import FWD_SM90, HopperPlan
 from fa4flex.primitives.schedule import Schedule
 
@@ -81,7 +83,7 @@ def test_pages_whose_rows_are_whole_lines_are_read_in_place(
         problem = replace(PAGED, head_dim=d, head_dim_v=d, page_rows=rows)
         monkeypatch.undo()
         assert decode_plan.accepts(problem, SM90A) == (rows >= 8), "the others wait for a run on a chip"
-        monkeypatch.setattr(decode_plan, "LEAST_PAGE_ROWS", 1)
+        monkeypatch.setattr(plan_paging, "LEAST_PAGE_ROWS", 1)
         if rows >= least:
             plan = planned(problem)
             assert plan.config().box_rows == min(rows, plan.tile_n) and plan.config().paged
@@ -97,18 +99,51 @@ def test_page_sizes_have_classes() -> None:
 
 
 def test_no_other_kernel_takes_pages() -> None:
-    many = replace(PAGED, few_rows=False)
-    for problem, target in ((many, SM90A), (PAGED, SM100A), (replace(PAGED, mask_form="tables"), SM90A)):
+    for problem, target in ((PAGED, SM100A), (replace(PAGED, mask_form="tables"), SM90A)):
         with pytest.raises(fa4flex.UnsupportedError, match="pages of 16 keys"):
             dispatch.choose("forward", problem, target)
-    for schedule in (Schedule(tile=(64, 64)), Schedule(order="row_major"), Schedule(next_tile="counter")):
-        with pytest.raises(fa4flex.UnsupportedError, match="keys in pages"):
+    for schedule in (Schedule(tile=(192, 64)), Schedule(order="longest_first")):
+        with pytest.raises(fa4flex.UnsupportedError, match="pages"):
             dispatch.plan_forward(FACTS, PAGED, SM90A, schedule)
 
 
 def test_pages_are_explained() -> None:
-    assert "brought in 4 x 16 keys" in planned(PAGED).explain()
+    assert "read in place; a tile is brought in 4 x 16 keys" in planned(PAGED).explain()
     assert "pages" not in planned(FEW).explain()
+    assert "read in place; a tile is brought in 8 x 16 keys" in many_rows(PAGED).explain()
+
+
+def many_rows(problem: Problem, schedule: Schedule = Schedule()) -> HopperPlan:
+    plan = dispatch.plan_forward(FACTS, replace(problem, few_rows=False), SM90A, schedule)
+    assert isinstance(plan, HopperPlan)
+    return plan
+
+
+@pytest.mark.parametrize(
+    "d, dv", [*((d, d) for d in (64, 80, 96, 128, 160, 192, 256)), (192, 128), (64, 128)]
+)
+def test_many_rows_read_pages_in_place(d: int, dv: int) -> None:
+    """Boxes make up tiles, and lie in one page each; two consumers leave the producer its registers."""
+    for rows, lengths in product(PAGE_ROWS, ("used", "packed")):
+        problem = replace(PAGED, head_dim=d, head_dim_v=dv, page_rows=rows, lengths=lengths, few_rows=False)
+        assert forward_plan.accepts(problem, SM90A) == (rows >= 8), "the others wait for a run on a chip"
+        if rows >= 8:
+            plan = many_rows(problem)
+            box, config = plan.box_rows, plan.config()
+            assert rows % box == 0 and plan.tiles.tile_n % box == 0 and box >= 8
+            assert config.paged and config.box_rows == box and config.producer_registers >= 40
+            copies = {ring.name: ring.copies for ring in plan.topology.rings}
+            assert sum(copies["v"]) == plan.tiles.tile_n * plan.tiles.head_dim_v * 2
+            assert len(copies["k"]) % (plan.tiles.tile_n // box) == 0
+
+
+def test_a_schedule_has_its_tiles_with_pages() -> None:
+    schedules = Schedule(tile=(64, 64)), Schedule(order="row_major"), Schedule(next_tile="counter")
+    for schedule in schedules:
+        assert many_rows(PAGED, schedule).config().paged
+    assert many_rows(PAGED, schedules[0]).tile == (64, 64)
+    with pytest.raises(fa4flex.UnsupportedError, match="longest_first"):
+        many_rows(PAGED, Schedule(order="longest_first"))
 
 
 # --- what fits ----------------------------------------------------------------------------------------

@@ -3,29 +3,25 @@ the oracle, whatever the parts of the pool hold that no sequence uses, and nothi
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from paged_pools import WRONG, Drawn, Size, compare, drawn, guarded
 from torch import Tensor
 
 import fa4flex
 from fa4flex import InputError, Paging, Sinks, simulator
+from fa4flex.codegen.plan import paging as plan_paging
 from fa4flex.codegen.plan import splitting
-from fa4flex.kernels.decode_sm90 import plan as decode_plan
 from fa4flex.runtime.cuda import faults
 from fa4flex.simulator.state.memory import BadAccess, HostMemory
 from fa4flex.variants import alibi, causal, sliding_window, softcap
 
 TABLE = torch.randn(8, 700) / 2
-HOLES = (-1, 10**9, -(1 << 31), 1 << 20)
-"""Entries of a page table that stand for no page."""
 
 
 def relative(score, b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]
@@ -35,7 +31,7 @@ def relative(score, b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]
 @pytest.fixture(autouse=True)
 def small_pages_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies of few keys as well, of which no chip has said that they are right."""
-    monkeypatch.setattr(decode_plan, "LEAST_PAGE_ROWS", 1)
+    monkeypatch.setattr(plan_paging, "LEAST_PAGE_ROWS", 1)
 
 
 @pytest.fixture(autouse=True)
@@ -43,69 +39,6 @@ def no_fault_is_left() -> Iterator[None]:
     yield
     faults.table()
     assert not faults._pending.value, "a fault that the test did not expect"
-
-
-@dataclass(frozen=True)
-class Size:
-    """Heads of queries and of keys, queries, lengths of the sequences, widths of keys and of values, slots of
-    a page."""
-
-    heads: int = 4
-    kv_heads: int = 1
-    q_len: int = 2
-    lengths: tuple[int, ...] = (150, 33)
-    d: int = 64
-    dv: int = 64
-    page_size: int = 16
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """A call: caches are poisoned where no sequence has a key."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    paging: Paging
-
-    def __call__(self, attn: fa4flex.Attention, exactly: bool = False, **more: Any) -> Any:
-        given = (self.q, self.k, self.v)
-        return attn(*(x.double() if exactly else x for x in given), paging=self.paging, **more)
-
-
-def drawn(size: Size, spare: int = 2, dtype: torch.dtype = torch.bfloat16) -> Drawn:
-    """Pages in any order, two columns and some pages more than there have to be."""
-    columns = -(-max(max(size.lengths), 1) // size.page_size) + spare
-    live = [-(-n // size.page_size) for n in size.lengths]
-    pages = torch.randperm(sum(live) + 3)[: sum(live)].split(live)
-    holes = torch.tensor(HOLES)[torch.randint(len(HOLES), (len(live), columns))]
-    table = holes.to(torch.int32)
-    shape = sum(live) + 3, size.page_size, size.kv_heads
-    k, v = (torch.full((*shape, width), torch.nan, dtype=dtype) for width in (size.d, size.dv))
-    for b, (mine, length) in enumerate(zip(pages, size.lengths)):
-        table[b, : len(mine)] = mine
-        token = torch.arange(length)
-        for cache in (k, v):
-            filled = torch.randn(length, size.kv_heads, cache.shape[-1]).to(dtype)
-            cache[mine[token // size.page_size], token % size.page_size] = filled
-    q = torch.randn(len(live), size.heads, size.q_len, size.d).to(dtype)
-    used = torch.tensor(size.lengths, dtype=torch.int32)
-    return Drawn(q, guarded(k), guarded(v), Paging(guarded(table), guarded(used)))
-
-
-GUARD = 64 << 10
-"""Bytes behind a tensor that nobody may read."""
-
-
-def guarded(x: Tensor) -> Tensor:
-    """A copy that ends where memory does: the simulator tells of every access past it."""
-    size = -(-x.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    memory = mmap.mmap(-1, size + GUARD)
-    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    none = 0
-    assert not ctypes.CDLL(None).mprotect(ctypes.c_void_p(start + size), ctypes.c_size_t(GUARD), none)
-    copied = torch.frombuffer(memory, dtype=x.dtype, count=x.numel(), offset=size - x.nbytes).view(x.shape)
-    return copied.copy_(x)
 
 
 def test_reads_past_a_table_are_found() -> None:
@@ -131,14 +64,6 @@ def attend(attn: fa4flex.Attention, given: Drawn) -> tuple[Tensor, Tensor]:
     assert any("decode" in name for name in kernels)
     assert not gpu.findings, f"{timing} {seed}: {gpu.report()}"
     return out, lse
-
-
-def compare(attn: fa4flex.Attention, given: Drawn, out: Tensor, lse: Tensor) -> None:
-    exact, exact_lse = given(attn, exactly=True, return_lse=True)
-    rounding = torch.finfo(given.q.dtype).eps / 2
-    assert (out.double() - exact).abs().max().item() <= 2 * rounding * exact.abs().max().item()
-    torch.testing.assert_close(lse.double(), exact_lse, atol=1e-4, rtol=0)
-    assert not out[exact_lse == -torch.inf].any()
 
 
 def check(attn: fa4flex.Attention, given: Drawn) -> None:
@@ -243,14 +168,6 @@ def test_contents_are_read_when_the_kernel_runs() -> None:
     check(attn, given)
 
 
-WRONG = {
-    "negative page": (lambda p: p.page_table[0].__setitem__(1, -7), "page -7 in the page table"),
-    "page past the pool": (lambda p: p.page_table[0].__setitem__(1, 10**9), "page 1000000000 in the page"),
-    "negative length": (lambda p: p.seqused_k.__setitem__(0, -3), "seqused_k of -3"),
-    "length past the table": (lambda p: p.seqused_k.__setitem__(1, 5000), "seqused_k of 5000 tokens"),
-}
-
-
 @pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_contents_are_told_by_the_next_call(
@@ -290,7 +207,6 @@ def test_pages_of_64_bits_are_not_cut() -> None:
 
 
 OTHERS = {
-    "many rows": Size(heads=8, q_len=9, lengths=(40,)),
     "no whole lines": Size(page_size=1, d=96, dv=96, lengths=(9,)),
 }
 

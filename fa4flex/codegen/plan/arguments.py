@@ -46,6 +46,16 @@ class Array:
 
 
 @dataclass(frozen=True)
+class Rows:
+    """Tensor of any strides, in pieces of `together` elements of its config, or if not `pieces` in single
+    ones. dtype is a field of the config. Packed calls leave "batch" out."""
+
+    dims: tuple[str, ...]
+    dtype: str = "dtype"
+    pieces: bool = True
+
+
+@dataclass(frozen=True)
 class Blocks:
     """float32 [batch, q_heads, length], packed [q_heads, length], in whole blocks of rows."""
 
@@ -90,7 +100,7 @@ class Captured:
     what: Literal["tensors", "numbers", "gradients"]
 
 
-Look = Heads | Array | Given | Blocks | Number | Parts | Captured
+Look = Heads | Rows | Array | Given | Blocks | Number | Parts | Captured
 Source = Literal["call", "call.lengths", "call.pages", "saved", "launch"]
 
 # --- rows ---------------------------------------------------------------------------------------------------
@@ -166,6 +176,14 @@ def _packed(one: Pass) -> bool:
     return one.problem.lengths == "packed"
 
 
+def _keys_packed(one: Pass) -> bool:
+    return _packed(one) and not _paged(one)
+
+
+def _paged(one: Pass) -> bool:
+    return one.problem.page_rows > 0
+
+
 def _grouped(one: Pass) -> bool:
     return one.problem.grouped
 
@@ -207,7 +225,7 @@ USED = Array("int32", ("sequences",))
 
 LENGTHS = (
     Argument("cu_seqlens_q", CUMULATIVE, "call.lengths", when=_packed),
-    Argument("cu_seqlens_k", CUMULATIVE, "call.lengths", when=_packed),
+    Argument("cu_seqlens_k", CUMULATIVE, "call.lengths", when=_keys_packed),
     Argument("seqused_q", USED, "call.lengths", when=None),
     Argument("seqused_k", USED, "call.lengths", when=None),
 )
@@ -215,14 +233,9 @@ OPERANDS = Argument("operands", Captured("tensors"))
 SCALARS = Argument("scalars", Captured("numbers"))
 SCALE = Argument("scale", Number())
 
-
-def _paged(one: Pass) -> bool:
-    return one.problem.page_rows > 0
-
-
 PAGES = (
-    Argument("page_table", Given("page_table", ("batch", "columns")), "call.pages", when=_paged),
-    Argument("paged_keys", Given("paged_keys", ("batch",)), "call.pages", when=_paged),
+    Argument("page_table", Given("page_table", ("sequences", "columns")), "call.pages", when=_paged),
+    Argument("paged_keys", Given("paged_keys", ("sequences",)), "call.pages", when=_paged),
 )
 FAULTS = Argument("faults", Number("address"), "launch", when=_paged)
 
@@ -330,7 +343,7 @@ SEQUENCES = Schema(
     (
         *_GIVEN,
         Argument("cu_q", CUMULATIVE, "launch", _packed),
-        Argument("cu_k", CUMULATIVE, "launch", _packed),
+        Argument("cu_k", CUMULATIVE, "launch", _keys_packed),
         Argument("used_q", USED, "launch", _where("seqused_q")),
         Argument("used_k", USED, "launch", _where("seqused_k")),
         Argument("starts", Array("int32", ("starts",)), "launch", _sorts),
@@ -344,7 +357,29 @@ SEQUENCES = Schema(
 )
 """Arguments of the kernel that corrects lengths and sorts tiles."""
 
+_OF_TOKENS = "batch", "tokens"
+_OF_POOL = "pages", "page_size", "kv_heads"
+APPEND = Schema(
+    (
+        Argument("k", Rows((*_OF_TOKENS, "kv_heads", "head_dim")), "launch"),
+        Argument("v", Rows((*_OF_TOKENS, "kv_heads", "head_dim_v")), "launch"),
+        Argument("k_pool", Rows((*_OF_POOL, "head_dim")), "launch"),
+        Argument("v_pool", Rows((*_OF_POOL, "head_dim_v")), "launch"),
+        *(replace(row, source="launch", when=always) for row in PAGES),
+        _GIVEN[0],
+        _GIVEN[2],
+        Argument("cos", Rows(("positions", "half"), "angles", False), "launch", None),
+        Argument("sin", Rows(("positions", "half"), "angles", False), "launch", None),
+        Argument("q", Rows((*_OF_TOKENS, "q_heads", "head_dim")), "launch", None),
+        Argument("rotated", Rows((*_OF_TOKENS, "q_heads", "head_dim")), "launch", None),
+        Argument("new_keys", Given("paged_keys", ("sequences",)), "launch"),
+        replace(FAULTS, when=always),
+    )
+)
+"""Arguments of the kernel that appends keys and values to pages."""
+
 SCHEMAS: dict[str, Schema] = {
+    "append": APPEND,
     "forward": FORWARD,
     "backward": BACKWARD,
     "tables": BLOCK_TABLES,

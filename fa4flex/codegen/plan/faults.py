@@ -82,7 +82,17 @@ _OF_PAGES = (
     ),
 )
 
-KINDS: tuple[Kind, ...] = (*_of_side("q"), *_of_side("k"), *_OF_PAGES)
+_OF_APPENDING = (
+    Kind(
+        "append beyond",
+        "seqused_k of {0} and {1} tokens to append",
+        "at most max_pages * page_size = {2} tokens together",
+        "give the page table more columns",
+    ),
+    Kind("rotary beyond", "position {0}", "one of the {1} rows of cos and sin", "make these tables longer"),
+)
+
+KINDS: tuple[Kind, ...] = (*_of_side("q"), *_of_side("k"), *_OF_PAGES, *_OF_APPENDING)
 """All kinds, in the order in which they are told where there are several. Kernels know them by position."""
 
 ROWS = 1 + len(KINDS)

@@ -14,7 +14,7 @@ from fa4flex.codegen.plan.splitting import Splitting
 from fa4flex.codegen.plan.target import Target
 from fa4flex.codegen.plan.topology import Topology
 
-Direction = Literal["forward", "backward", "tables", "sequences"]
+Direction = Literal["forward", "backward", "tables", "sequences", "append"]
 
 
 class Plan(Protocol):

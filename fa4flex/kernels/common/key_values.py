@@ -16,7 +16,8 @@ class KeyValues(Protocol):
     """Keys and values of one sequence and head. The caller advances states."""
 
     def turn_to(self, number: Int32) -> None:
-        """Get ready for the tile of this number in the order in which tiles are asked for."""
+        """Get ready for the keys of the tile of this number, in the order in which tiles are asked for; past
+        the last one, for values that are still to come."""
 
     def load_keys(self, state: pipeline.PipelineState, tile: Int32) -> None:
         """Start the copy of a tile of keys into the ring's next stage, once that is free."""

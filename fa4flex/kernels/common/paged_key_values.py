@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Int32, Int64, cute, pipeline
+from cutlass import Int32, Int64, const_expr, cute, pipeline, select_
 from cutlass.cute.nvgpu import cpasync
 
 from fa4flex.codegen.plan.memory import column_block
@@ -24,8 +24,8 @@ from fa4flex.kernels.common.transfer import Ring, Transfers, Views, partition
 
 LANES = 32
 FEW = 8
-"""Boxes of a tile, at most, whose copies are written out one after the other: of more, for want of registers,
-in a loop."""
+"""Boxes of a tile, at most, whose copies are written out one after the other, half of them where values are
+behind: of more, for want of registers, in a loop."""
 
 
 class PageTable(NamedTuple):
@@ -37,29 +37,6 @@ class PageTable(NamedTuple):
     page_size: Int32
     length: Int32
     faults: Int64
-
-
-@cute.jit
-def paged_length(arguments: Arguments, b: Int32) -> Int32:
-    """Keys of a sequence: what was given, but no fewer than none, and no more than its row of the table has
-    slots for."""
-    given, capacity = Int64(arguments.paged_keys[b]), _capacity(arguments)
-    return Int32(cutlass.min(cutlass.max(given, Int64(0)), capacity))
-
-
-def _capacity(arguments: Arguments) -> Int64:
-    return Int64(arguments.page_table.shape[1]) * arguments.k.shape[1]
-
-
-@cute.jit
-def check_length(arguments: Arguments, b: Int32) -> None:
-    """One warp's: tell of a length that is not possible."""
-    given, capacity = Int64(arguments.paged_keys[b]), _capacity(arguments)
-    if cute.arch.lane_idx() == 0:
-        if given < 0:
-            report(arguments.faults, "paged_keys negative", (given,))
-        if given > capacity:
-            report(arguments.faults, "paged_keys beyond", (given, capacity))
 
 
 def page_table(arguments: Arguments, b: Int32, length: Int32) -> PageTable:
@@ -81,9 +58,10 @@ class PagedKeyValues:
     """KeyValues in pages, whose tiles are asked for in this order. The copies have no cache policy: other
     sequences may have the same pages.
 
-    `rows` is the height of a box; for k and v see box_views. `now` [box, 2] has a lane's pages, and numbers
-    of boxes in these, for the tiles that are copied, and `following` for those after them; `turn` [1] is the
-    number of the tile among the former.
+    `rows` is the height of a box; for k and v see box_views. Values are those of the tile that was turned to,
+    or where `behind` is 1 of the one before. `now` [box, 2] has a lane's pages, and numbers of boxes in
+    these, for the tiles that are copied, `following` for those after them, and `passed` for those before, if
+    values are behind; `turn` [1] is the number of the tile among the first.
     """
 
     transfers: Transfers
@@ -95,13 +73,17 @@ class PagedKeyValues:
     order: Order
     rows: int
     tile_n: int
+    behind: int = 0
     now: cute.Tensor = field(init=False)
     following: cute.Tensor = field(init=False)
+    passed: cute.Tensor | None = field(init=False, default=None)
     turn: cute.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         held = max(self.boxes // LANES, 1), 2
-        for name, shape in (("now", held), ("following", held), ("turn", (1,))):
+        names = ("now", "following", *("passed",) * self.behind, "turn")
+        for name in names:
+            shape = (1,) if name == "turn" else held
             object.__setattr__(self, name, cute.make_rmem_tensor(shape, Int32))
 
     @property
@@ -117,7 +99,7 @@ class PagedKeyValues:
     @property
     def unroll(self) -> int:
         """Boxes that are written out one after the other."""
-        return self.copied if self.copied <= FEW else 1
+        return self.copied if self.copied <= FEW // (1 + self.behind) else 1
 
     @property
     def tiles(self) -> int:
@@ -133,26 +115,49 @@ class PagedKeyValues:
         _turn_to(self, number)
 
     def load_keys(self, state: pipeline.PipelineState, tile: Int32) -> None:
-        _load(self, self.transfers.k, self.k_ring, state, self.k)
+        _load(self, (self.transfers.k, self.k_ring, self.k), state, _found(self, 0))
 
     def load_values(self, state: pipeline.PipelineState, tile: Int32) -> None:
-        _load(self, self.transfers.v, self.v_ring, state, self.v)
+        _load(self, (self.transfers.v, self.v_ring, self.v), state, _found(self, self.behind))
+
+
+class Found(NamedTuple):
+    """Where the boxes of a tile are: the first lane that has one, and for each part of the tile what lanes
+    have, pages and numbers of boxes in these."""
+
+    first: Int32
+    parts: tuple[tuple[Int32, Int32], ...]
+
+
+def _found(source: PagedKeyValues, behind: int) -> Found:
+    """The boxes of the tile that was turned to, or of the one before."""
+    now, turn = source.now, source.turn[0]
+    parts = range(cute.size(now, mode=[0]))
+    if not behind:
+        return Found(turn * source.boxes, tuple((now[part, 0], now[part, 1]) for part in parts))
+    assert source.passed is not None
+    passed, wrapped = source.passed, turn == 0
+    before = select_(wrapped, Int32(source.tiles - 1), turn - 1)
+    both = tuple(
+        (select_(wrapped, passed[part, 0], now[part, 0]), select_(wrapped, passed[part, 1], now[part, 1]))
+        for part in parts
+    )
+    return Found(before * source.boxes, both)
 
 
 @cute.jit
 def _load(
     source: cutlass.Constexpr[PagedKeyValues],
-    transfer: cutlass.Constexpr[cpasync.TmaInfo],
-    ring: cutlass.Constexpr[Ring],
+    what: cutlass.Constexpr[tuple[cpasync.TmaInfo, Ring, Views]],
     state: pipeline.PipelineState,
-    views: cutlass.Constexpr[Views],
+    found: Found,
 ) -> None:
-    to_shared, from_global = views
-    now, first = source.now, source.turn[0] * source.boxes
+    transfer, ring, (to_shared, from_global) = what
+    first = found.first
     barrier = ring.producer_get_barrier(state)
     ring.producer_acquire(state)
-    for part in cutlass.range_constexpr(cute.size(now, mode=[0])):
-        pages, boxes = now[part, 0], now[part, 1]
+    for part in cutlass.range_constexpr(len(found.parts)):
+        pages, boxes = found.parts[part]
         for i in cutlass.range(source.copied, unroll=source.unroll):
             lane = (first + i) % LANES
             page, box = cute.arch.shuffle_sync(pages, lane), cute.arch.shuffle_sync(boxes, lane)
@@ -169,9 +174,11 @@ def _load(
 def _turn_to(source: cutlass.Constexpr[PagedKeyValues], number: Int32) -> None:
     turn = (number - source.order.first) % source.tiles
     source.turn[0] = turn
-    now, following = source.now, source.following
+    now, following, passed = source.now, source.following, source.passed
     if turn == 0:
         for i in cutlass.range_constexpr(cute.size(now)):
+            if const_expr(passed is not None):
+                passed[i] = now[i]
             now[i] = following[i]
         _look_up(source, number + source.tiles, following)
 

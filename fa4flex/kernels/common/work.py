@@ -8,6 +8,7 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute, select_
 
 from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.paged_lengths import capacity, paged_length
 
 L2_BYTES = 32 << 20
 """Keys and values of the heads that run at the same time should stay within this."""
@@ -48,7 +49,10 @@ def dense_grid(arguments: Arguments, tile_m: cutlass.Constexpr, ordered: cutlass
     ratio = heads // arguments.k.shape[2]
     group = Int32(1)
     if const_expr(ordered):
-        head_bytes = Int64(arguments.k.shape[1]) * 2 * (head_dim + arguments.v.shape[3])
+        keys = Int64(arguments.k.shape[1])
+        if const_expr(arguments.page_table is not None):
+            keys = capacity(arguments)
+        head_bytes = keys * 2 * (head_dim + arguments.v.shape[3])
         most = Int32(cutlass.min(Int64(L2_BYTES) // cutlass.max(head_bytes, Int64(1)), Int64(1 << 20)))
         group = halved(Int32(batch * arguments.k.shape[2]), cutlass.max(most, Int32(1))) * ratio
     group = cutlass.min(group, Int32(heads * batch))
@@ -96,6 +100,8 @@ def dense_work(number: Int32, grid: Grid, arguments: Arguments, longest_first: c
 
 def _dense_tile(arguments: Arguments, tile: Int32, h: Int32, b: Int32, valid: Boolean) -> Work:
     q_len, kv_len = Int32(arguments.q.shape[1]), Int32(arguments.k.shape[1])
+    if const_expr(arguments.page_table is not None):
+        kv_len = paged_length(arguments, b)
     if const_expr(arguments.seqused_q is not None):
         q_len = Int32(arguments.seqused_q[b])
     if const_expr(arguments.seqused_k is not None):
@@ -158,8 +164,12 @@ def ordered_work(number: Int32, grid: Grid, arguments: Arguments) -> Work:
 
 def _packed_tile(arguments: Arguments, tile: Int32, h: Int32, b: Int32, valid: Boolean) -> Work:
     cu_q, cu_k = arguments.cu_seqlens_q, arguments.cu_seqlens_k
-    q_offset, kv_offset = cu_q[b], cu_k[b]
-    q_len, kv_len = cu_q[b + 1] - q_offset, cu_k[b + 1] - kv_offset
+    if arguments.page_table is not None:
+        q_offset, kv_offset = cu_q[b], Int32(0)
+        q_len, kv_len = cu_q[b + 1] - q_offset, paged_length(arguments, b)
+    else:
+        q_offset, kv_offset = cu_q[b], cu_k[b]
+        q_len, kv_len = cu_q[b + 1] - q_offset, cu_k[b + 1] - kv_offset
     if const_expr(arguments.seqused_q is not None):
         q_len = cutlass.min(q_len, arguments.seqused_q[b])
     if const_expr(arguments.seqused_k is not None):

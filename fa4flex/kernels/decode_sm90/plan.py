@@ -9,7 +9,8 @@ from typing import ClassVar
 from fa4flex.codegen.plan.bound import Bound, Size, expected_bound, for_long
 from fa4flex.codegen.plan.counts import check_counts
 from fa4flex.codegen.plan.errors import PlanError
-from fa4flex.codegen.plan.memory import Memory, column_block, lay_out, tile_bytes
+from fa4flex.codegen.plan.memory import Memory, lay_out, tile_bytes
+from fa4flex.codegen.plan.paging import box_rows, explain_pages, readable
 from fa4flex.codegen.plan.pipeline import ForwardPlan, Pipeline
 from fa4flex.codegen.plan.problem import Problem
 from fa4flex.codegen.plan.request import ForwardRequest, Order, check_threshold, rescaling
@@ -18,7 +19,6 @@ from fa4flex.codegen.plan.target import Target
 from fa4flex.codegen.plan.topology import Topology
 from fa4flex.codegen.plan.verify import prove
 from fa4flex.codegen.plan.work import Work
-from fa4flex.errors import UnsupportedError
 from fa4flex.kernels.decode_sm90.config import Config
 from fa4flex.kernels.decode_sm90.topology import decode_topology
 from fa4flex.kernels.fwd_sm90.plan import plan_hopper
@@ -32,9 +32,6 @@ NARROW = 64
 """Heads up to this width have tiles of KEYS[True] keys, wider ones of KEYS[False]: a tile is then 16 KB."""
 
 KEYS = {True: 128, False: 64}
-
-LINE = 128
-"""Bytes of shared memory: a TMA copy writes from a multiple of it on."""
 
 RESERVED = 1024
 """Bytes of shared memory that each block takes besides its own."""
@@ -85,7 +82,7 @@ class DecodePlan:
     @property
     def box_rows(self) -> int:
         """Keys that one TMA copy brings: all of a tile, or as many as surely lie together in a page."""
-        return min(self.problem.page_rows, self.tile_n) or self.tile_n
+        return box_rows(self.problem, self.tile_n)
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -175,7 +172,7 @@ class DecodePlan:
             f"warpgroups: 1 producer, 1 consumer of {r.producer} and {r.consumer} registers",
             f"  a consumer needs about {self.need.explain()}",
             f"softmax: {rescaling(self.rescale_threshold)}",
-            *self._of_pages(),
+            *explain_pages(self.problem, self.tile_n),
             "shared memory:",
             self.memory.explain(),
             "pipeline:",
@@ -184,14 +181,6 @@ class DecodePlan:
             f"bound: {for_long(self.bound) if size is None else self.bound(size).explain()}",
         ]
         return "\n".join(lines)
-
-    def _of_pages(self) -> list[str]:
-        if not self.problem.page_rows:
-            return []
-        boxes = self.tile_n // self.box_rows
-        return [
-            f"pages: a tile is brought in {boxes} x {self.box_rows} keys, which lie where the page table says"
-        ]
 
 
 def _memory(problem: Problem, tile_n: int, kv_stages: int, target: Target) -> Memory:
@@ -214,12 +203,6 @@ def plan_decode(request: ForwardRequest) -> ForwardPlan:
     other begins or ends; else one. Who asks for tiles or an order gets the kernel that has a choice."""
     problem, target, schedule = request.problem, request.target, request.schedule
     if schedule.tile is not None or schedule.order != "auto" or schedule.next_tile != "auto":
-        if problem.page_rows:
-            raise UnsupportedError(
-                "keys in pages, with tiles or an order that a schedule asks for",
-                "a schedule without tile, order and next_tile",
-                "nothing: pages are gathered instead",
-            )
         return plan_hopper(request)
     tile_n = KEYS[max(pad(problem.head_dim), pad(problem.head_dim_v)) <= NARROW]
     fitting = [
@@ -242,22 +225,12 @@ def plan_decode(request: ForwardRequest) -> ForwardPlan:
     )
 
 
-LEAST_PAGE_ROWS = 8
-"""Keys that lie next to each other in a page. Copies of fewer begin within a pattern of shared memory: they
-are right on the simulator, and have not run on a chip."""
-
-
 def accepts(problem: Problem, target: Target) -> bool:
-    """Few query rows, whose key tiles are all or follow from spans. Pages: whose rows, or as many of them as
-    lie next to each other, are whole lines of shared memory, as addresses of TMA copies there have to be."""
-    widths = pad(problem.head_dim), pad(problem.head_dim_v)
-    if 0 < problem.page_rows < LEAST_PAGE_ROWS:
-        return False
-    lines = all(problem.page_rows * column_block(d) * problem.itemsize % LINE == 0 for d in widths)
+    """Few query rows, whose key tiles are all or follow from spans."""
     return (
         target.family == "sm90"
         and problem.few_rows
-        and lines
+        and readable(problem, (pad(problem.head_dim), pad(problem.head_dim_v)))
         and problem.mask_form in ("none", "spans")
         and problem.lengths in ("dense", "used")
         and "max_scores" not in problem.statistics

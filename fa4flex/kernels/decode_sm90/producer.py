@@ -9,7 +9,8 @@ from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.key_values import ContiguousKeyValues, KeyValues, tokens_of
 from fa4flex.kernels.common.keys import tile_at
-from fa4flex.kernels.common.paged_key_values import Order, PagedKeyValues, box_views, check_length, page_table
+from fa4flex.kernels.common.paged_key_values import Order, PagedKeyValues, box_views, page_table
+from fa4flex.kernels.common.paged_lengths import check_length
 from fa4flex.kernels.common.transfer import READ_ONCE, Transfers, partition
 from fa4flex.kernels.decode_sm90.config import Config
 from fa4flex.kernels.decode_sm90.resources import Pipes, Shared

@@ -10,7 +10,7 @@ from cutlass import Boolean, Int32, const_expr, cute, select_
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.hooks import At, Hooks
 from fa4flex.kernels.common.keys import KeyTiles, Lines, Span, row_spans, seen_by
-from fa4flex.kernels.common.paged_key_values import paged_length
+from fa4flex.kernels.common.paged_lengths import paged_length
 from fa4flex.kernels.common.products import ROWS
 from fa4flex.kernels.common.tile_scheduler import place
 from fa4flex.kernels.common.work import Work

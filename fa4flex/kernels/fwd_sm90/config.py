@@ -22,6 +22,8 @@ class Config:
     workers                  multiprocessors
     longest_first            tiles of queries start from the end of the sequence
     lengths                  "dense", "packed" (cu_seqlens) or "used" (seqused per batch)
+    paged                    keys and values lie in pages
+    box_rows                 keys that one copy brings, where they lie in pages
     tables                   tiles come from block tables; otherwise from the hooks' spans, or all of them
     row_ends                 with tables: spans of each row's keys whose ends stand beside them
     sinks                    a learnable logit per head joins the denominator
@@ -43,6 +45,8 @@ class Config:
     workers: int = 132
     longest_first: bool = False
     lengths: Lengths = "dense"
+    paged: bool = False
+    box_rows: int = 0
     tables: bool = False
     sinks: bool = False
     statistics: tuple[str, ...] = ("lse",)

@@ -20,6 +20,7 @@ from cutlass.tensor_utils import LayoutEnum
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.next_tile import NextTile
+from fa4flex.kernels.common.paged_key_values import box_transfers
 from fa4flex.kernels.common.products import ROWS, tiled_products
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.common.transfer import Transfers, reordered
@@ -83,13 +84,20 @@ class Forward:
         config = self.config
         dense = cute.rank(arguments.q) == 4
         rows, columns = ([1, 3, 2, 0], [3, 1, 2, 0]) if dense else ([0, 2, 1], [2, 0, 1])
-        q, k, out = (reordered(x, rows) for x in (arguments.q, arguments.k, arguments.out))
-        v = reordered(arguments.v, columns)
+        if config.paged:
+            q, out = (reordered(x, rows) for x in (arguments.q, arguments.out))
+            k, v = reordered(arguments.k, [1, 3, 2, 0]), reordered(arguments.v, [3, 1, 2, 0])
+        else:
+            q, k, out = (reordered(x, rows) for x in (arguments.q, arguments.k, arguments.out))
+            v = reordered(arguments.v, columns)
         one = [cute.slice_(layout, (None, None, 0)) for layout in layouts]
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         d, dv, n = config.head_dim, config.head_dim_v, config.tile_n
+        of_queries = cpasync.make_tiled_tma_atom(load, q, one[0], (ROWS, d))
+        if config.paged:
+            return (of_queries, *box_transfers(load, (k, v), (one[1], one[2]), config.box_rows), None)
         return (
-            cpasync.make_tiled_tma_atom(load, q, one[0], (ROWS, d)),
+            of_queries,
             cpasync.make_tiled_tma_atom(load, k, one[1], (n, d)),
             cpasync.make_tiled_tma_atom(load, v, one[2], (dv, n)),
             cpasync.make_tiled_tma_atom(store, out, one[3], (ROWS, dv))

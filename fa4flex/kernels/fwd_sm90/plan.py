@@ -10,6 +10,7 @@ from fa4flex.codegen.plan.bound import Bound, Size, expected_bound, for_long
 from fa4flex.codegen.plan.counts import check_counts
 from fa4flex.codegen.plan.errors import PlanError
 from fa4flex.codegen.plan.memory import Memory
+from fa4flex.codegen.plan.paging import box_rows, explain_pages, readable
 from fa4flex.codegen.plan.pipeline import Pipeline
 from fa4flex.codegen.plan.problem import Problem
 from fa4flex.codegen.plan.request import BLOCKS, ORDERS, ForwardRequest, Order, check_threshold, rescaling
@@ -21,7 +22,7 @@ from fa4flex.codegen.plan.work import Work, is_plain
 from fa4flex.errors import UnsupportedError
 from fa4flex.kernels.fwd_sm90.config import Config
 from fa4flex.kernels.fwd_sm90.registers import Need, Split, consumer_need, split_registers
-from fa4flex.kernels.fwd_sm90.tiles import Tiles, choose, producer_computes
+from fa4flex.kernels.fwd_sm90.tiles import Tiles, choose, pad, producer_computes
 from fa4flex.kernels.fwd_sm90.topology import forward_topology
 
 PINGPONG_WIDEST = 128
@@ -73,7 +74,13 @@ class HopperPlan:
         staging: Staging = "none"
         if self.problem.lengths == "dense":
             staging = "queries" if self._shares else "own"
-        return forward_topology(self.tiles, self.kv_stages, self.pingpong, staging, self.dynamic)
+        stages = self.kv_stages
+        return forward_topology(self.tiles, stages, self.pingpong, staging, self.dynamic, self.box_rows)
+
+    @property
+    def box_rows(self) -> int:
+        """Keys that one TMA copy brings, where they lie in pages; else 0."""
+        return box_rows(self.problem, self.tiles.tile_n) if self.problem.page_rows else 0
 
     @property
     def _shares(self) -> bool:
@@ -107,6 +114,8 @@ class HopperPlan:
             workers=self.target.multiprocessors,
             longest_first=self.order == "longest_first",
             lengths=self.problem.lengths,
+            paged=self.problem.page_rows > 0,
+            box_rows=self.box_rows,
             tables=self.problem.mask_form == "tables",
             sinks=self.problem.sinks,
             statistics=self.problem.statistics,
@@ -142,6 +151,7 @@ class HopperPlan:
             f"softmax: runs under the products of the next keys; {_PINGPONG[self.pingpong]};",
             f"  {rescaling(self.rescale_threshold)}",
             f"order: {ORDERS[self.order]}; {BLOCKS[self.persistent, self.dynamic]}",
+            *explain_pages(self.problem, self.tiles.tile_n),
             "shared memory:",
             self.memory.explain(),
             "pipeline:",
@@ -157,6 +167,12 @@ _PINGPONG = {True: "consumers take turns at the tensor cores", False: "consumers
 
 def plan_hopper(request: ForwardRequest) -> HopperPlan:
     problem, work = request.problem, request.work
+    if problem.page_rows and request.order == "by_work":
+        raise UnsupportedError(
+            "keys in pages, with tiles of queries sorted by their keys",
+            'a schedule without order="longest_first"',
+            "nothing: pages are gathered instead",
+        )
     plain = is_plain(request.facts, problem)
     choice = choose(problem, work, plain, request.target, request.schedule.tile)
     tiles = choice.tiles
@@ -187,9 +203,12 @@ def _dynamic(request: ForwardRequest) -> bool:
     return request.problem.uneven if following == "auto" else following == "counter"
 
 
-FWD_SM90 = Pipeline(
-    "Hopper forward",
-    "forward",
-    lambda problem, target: target.family == "sm90" and not problem.page_rows,
-    plan_hopper,
-)
+def accepts(problem: Problem, target: Target) -> bool:
+    """True for all problems without pages, and for those with pages whose key tiles are all or follow from
+    spans."""
+    spans = problem.mask_form in ("none", "spans")
+    pages = spans and readable(problem, (pad(problem.head_dim), pad(problem.head_dim_v)))
+    return target.family == "sm90" and (not problem.page_rows or pages)
+
+
+FWD_SM90 = Pipeline("Hopper forward", "forward", accepts, plan_hopper)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import cutlass
-from cutlass import Int32, cute, pipeline
+from cutlass import Int32, const_expr, cute, pipeline
 
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.key_values import ContiguousKeyValues, KeyValues, kv_head_of, tokens_of
-from fa4flex.kernels.common.keys import tile_at
+from fa4flex.kernels.common.keys import KeyTiles, tile_at
+from fa4flex.kernels.common.paged_key_values import Order, PagedKeyValues, box_views, page_table
+from fa4flex.kernels.common.paged_lengths import check_length
 from fa4flex.kernels.common.products import ROWS
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.common.transfer import States, Transfers, partition, sequence
 from fa4flex.kernels.common.work import Grid, Work
 from fa4flex.kernels.fwd_sm90.config import Config
 from fa4flex.kernels.fwd_sm90.resources import Pipes, Shared
+
+Block = tuple[Transfers, Shared, Pipes]
+"""What stays the same over the tiles of a block."""
 
 
 class Producer:
@@ -38,41 +43,53 @@ class Producer:
             k_state, v_state = states
             at = self.scheduler.place(work, grid, arguments)
             keys = self.scheduler.keys(at, work, arguments)
-            key_values = self.key_values(work, grid, arguments, transfers, shared, pipes)
+            kv_head = kv_head_of(work, grid, arguments)
+            if const_expr(self.config.paged):
+                key_values = self.pages(work, kv_head, keys, arguments, (transfers, shared, pipes))
+            else:
+                key_values = self.contiguous(work, kv_head, (transfers, shared, pipes))
             tile = tile_at(keys, Int32(0))
+            key_values.turn_to(Int32(0))
             key_values.load_keys(k_state, tile)
             k_state.advance()
             self.queries(work, transfers, shared, pipes, phase ^ 1)
             # Keys run one tile ahead of values, as the consumers use them.
             for i in cutlass.range(1, keys.count, unroll=1):
                 coming = tile_at(keys, i)
+                key_values.turn_to(i)
                 key_values.load_keys(k_state, coming)
                 k_state.advance()
                 key_values.load_values(v_state, tile)
                 v_state.advance()
                 tile = coming
+            key_values.turn_to(keys.count)
             key_values.load_values(v_state, tile)
             v_state.advance()
             return k_state, v_state
 
         self.scheduler.walk(grid, arguments, pipes.next, load, (k_state, v_state), takes=True)
 
-    def key_values(
-        self,
-        work: Work,
-        grid: Grid,
-        arguments: Arguments,
-        transfers: Transfers,
-        shared: Shared,
-        pipes: Pipes,
-    ) -> KeyValues:
-        config = self.config
-        k, v = tokens_of(work, kv_head_of(work, grid, arguments), transfers)
+    def contiguous(self, work: Work, kv_head: Int32, block: Block) -> KeyValues:
+        config, (transfers, shared, pipes) = self.config, block
+        k, v = tokens_of(work, kv_head, transfers)
         k_tiles = cute.local_tile(k, (config.tile_n, config.head_dim), (None, 0))
         k_views = partition(transfers.k, shared.k, k_tiles)
         v_tiles = cute.local_tile(v, (config.head_dim_v, config.tile_n), (0, None))
         v_views = partition(transfers.v, shared.v, v_tiles)
         return ContiguousKeyValues(transfers, pipes.k, pipes.v, k_views, v_views)
+
+    def pages(
+        self, work: Work, kv_head: Int32, keys: KeyTiles, arguments: Arguments, block: Block
+    ) -> KeyValues:
+        """Values are copied one tile behind keys."""
+        config, (transfers, shared, pipes) = self.config, block
+        check_length(arguments, work.b)
+        views = box_views(transfers, (shared.k, shared.v), kv_head, config.box_rows)
+        table, order = page_table(arguments, work.b, work.kv_len), Order(keys, Int32(0))
+        rings = pipes.k, pipes.v
+        pages = PagedKeyValues(transfers, *rings, *views, table, order, config.box_rows, config.tile_n, 1)
+        pages.begin()
+        return pages
 
     @cute.jit
     def queries(

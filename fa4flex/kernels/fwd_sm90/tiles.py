@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from fa4flex.codegen.plan.memory import NUMBER, Memory, lay_out, tile_bytes
+from fa4flex.codegen.plan.paging import in_boxes
 from fa4flex.codegen.plan.problem import Problem
 from fa4flex.codegen.plan.target import Target
 from fa4flex.codegen.plan.work import Work
@@ -81,6 +82,10 @@ def may_share(head_dim: int, head_dim_v: int) -> bool:
     return head_dim_v <= head_dim
 
 
+MOST_PAGED = 128
+"""Queries per tile where keys lie in pages."""
+
+
 def barriers(consumers: int, kv_stages: int, dynamic: bool) -> int:
     """mbarriers: a full and an empty one per consumer's queries, per stage of K and per stage of V, and for
     the next tile's number where it is handed over (`dynamic`)."""
@@ -131,7 +136,14 @@ def pad(width: int) -> int:
 def candidates(problem: Problem, plain: bool) -> tuple[Pair, ...]:
     """The (queries, keys) that the table has for this problem, best first."""
     row = next(r for r in TABLE if r.head_dim >= problem.head_dim and r.head_dim_v >= problem.head_dim_v)
-    return row.plain if plain else row.hooked
+    pairs = row.plain if plain else row.hooked
+    return tuple(pair for pair in pairs if not problem.page_rows or _for_pages(problem, pair))
+
+
+def _for_pages(problem: Problem, pair: Pair) -> bool:
+    """True if a producer can look pages up for such tiles: beside three consumers it has too few
+    registers."""
+    return pair[0] <= MOST_PAGED and in_boxes(problem, pair[1])
 
 
 def choose(problem: Problem, work: Work, plain: bool, target: Target, wanted: Pair | None) -> Choice:
@@ -156,6 +168,12 @@ def choose(problem: Problem, work: Work, plain: bool, target: Target, wanted: Pa
         else:
             reasons.append(f"{_name(pair)} by the table: {need.explain()} registers of {limit}")
             return Choice(tiles, STAGES[0], tuple(reasons))
+    if not over:
+        raise UnsupportedError(
+            f"pages of {problem.page_rows} keys or a multiple, and heads of {problem.head_dim}",
+            "keys of a tile in copies that one warp starts",
+            "nothing: pages are gathered instead",
+        )
     best = over[min(over)]
     reasons.append(f"{_name((best.tiles.tile_m, best.tiles.tile_n))} is the least over; it may spill")
     return replace(best, reasons=tuple(reasons))
@@ -173,8 +191,10 @@ def _try(pair: Pair, problem: Problem, work: Work) -> tuple[Tiles, Need, int]:
 
 
 def producer_computes(problem: Problem, work: Work) -> bool:
-    """Whether the producer finds key tiles in block tables or from rows' spans, or sequences in lengths."""
-    return problem.mask_form == "tables" or work.row_ends > 0 or problem.lengths == "packed"
+    """Whether the producer finds key tiles in block tables or from rows' spans, sequences in lengths, or keys
+    in page tables."""
+    found = problem.mask_form == "tables" or problem.lengths == "packed" or problem.page_rows > 0
+    return found or work.row_ends > 0
 
 
 def _stages(tiles: Tiles, problem: Problem, target: Target) -> int | None:
@@ -185,6 +205,12 @@ def _stages(tiles: Tiles, problem: Problem, target: Target) -> int | None:
 
 def _honour(problem: Problem, work: Work, target: Target, wanted: Pair) -> Choice:
     _require_legal(wanted, target)
+    if problem.page_rows and not _for_pages(problem, wanted):
+        raise UnsupportedError(
+            f"tile={wanted} with pages of {problem.page_rows} keys or a multiple",
+            f"at most {MOST_PAGED} queries, and keys of a tile in copies that one warp starts",
+            "nothing: pages are gathered instead",
+        )
     tiles, need, limit = _try(wanted, problem, work)
     if need.accumulators > limit:
         raise UnsupportedError(

@@ -39,10 +39,10 @@ TURNS, STORES = 1, 5
 
 
 def forward_topology(
-    tiles: Tiles, kv_stages: int, pingpong: bool, staging: Staging, dynamic: bool = False
+    tiles: Tiles, kv_stages: int, pingpong: bool, staging: Staging, dynamic: bool = False, box_rows: int = 0
 ) -> Topology:
     """The pipeline of a forward kernel with one producer and `tiles.consumers` consumers; with `dynamic`, the
-    next tile's number is handed over."""
+    next tile's number is handed over. Tiles of K and V are brought `box_rows` keys at a time, if given."""
     n = tiles.consumers
     pingpong = pingpong and n > 1
     consumers = tuple(_consumer(i, _turns(i, n) if pingpong else _NO_TURNS, staging) for i in range(n))
@@ -53,8 +53,8 @@ def forward_topology(
             _ring(f"q {i}", 1, tiles.tile_m // n, tiles.head_dim, role.warps)
             for i, role in enumerate(consumers)
         ),
-        _ring("k", kv_stages, tiles.tile_n, tiles.head_dim, arrivals),
-        _ring("v", kv_stages, tiles.tile_n, tiles.head_dim_v, arrivals),
+        _ring("k", kv_stages, tiles.tile_n, tiles.head_dim, arrivals, box_rows),
+        _ring("v", kv_stages, tiles.tile_n, tiles.head_dim_v, arrivals, box_rows),
     )
     if dynamic:
         rings = (*rings, Ring("next", 1, NUMBER, (), 0, arrivals))
@@ -82,10 +82,10 @@ def _places(consumers: int, kv_stages: int, dynamic: bool) -> tuple[str, ...]:
     return (*queries, *stage_barriers("k", kv_stages), *stage_barriers("v", kv_stages), *handed)
 
 
-def _ring(name: str, stages: int, rows: int, width: int, arrivals: int) -> Ring:
-    """16-bit elements. A TMA box holds a block of columns of all rows."""
-    block = column_block(width)
-    copies = (rows * block * 2,) * (width // block)
+def _ring(name: str, stages: int, rows: int, width: int, arrivals: int, box_rows: int = 0) -> Ring:
+    """16-bit elements. A TMA box holds a block of columns of all rows, or of `box_rows`."""
+    block, box_rows = column_block(width), box_rows or rows
+    copies = (box_rows * block * 2,) * (width // block * (rows // box_rows))
     return Ring(name, stages, rows * width * 2, copies, sum(copies), arrivals)
 
 

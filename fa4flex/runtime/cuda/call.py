@@ -36,7 +36,7 @@ NO_PAGES = Pages()
 
 class Call(NamedTuple):
     """One call. q, k, v [B, H, S, D] if `heads_first`, else [B, S, H, D]; packed ones [T, H, D]. Of paged
-    keys and values B is the number of pages, and S their size."""
+    keys and values B is the number of pages, and S their size; beside packed queries, heads are not first."""
 
     q: Tensor
     k: Tensor
@@ -54,12 +54,18 @@ class Call(NamedTuple):
     def packed(self) -> bool:
         return self.lengths.cu_seqlens_q is not None
 
+    @property
+    def kv_heads(self) -> int:
+        """Heads of k and v."""
+        return self.k.shape[1 if self.k.ndim == 3 or self.heads_first else 2]
+
     def extents(self) -> Shape:
         """Upper bounds of all lengths; the batch is the number of sequences."""
         q, k, cu_q, table = self.q.shape, self.k.shape, self.lengths.cu_seqlens_q, self.pages.page_table
-        if cu_q is not None:
-            return Ragged(cu_q.shape[0] - 1, q[1], q[0], k[0])
         heads, rows = (1, 2) if self.heads_first else (2, 1)
+        if cu_q is not None:
+            keys = k[0] if table is None else table.shape[1] * k[rows]
+            return Ragged(cu_q.shape[0] - 1, q[1], q[0], keys)
         if table is not None:
             return Ragged(q[0], q[heads], q[rows], table.shape[1] * k[rows])
         kind = Shape if self.lengths is NO_LENGTHS else Ragged
@@ -70,7 +76,7 @@ class Call(NamedTuple):
         dense, paged = self.lengths is NO_LENGTHS, self.pages is not NO_PAGES
         return Inputs(
             extents=self.extents(),
-            kv_heads=self.k.shape[1 if self.packed or self.heads_first else 2],
+            kv_heads=self.kv_heads,
             head_dim=self.q.shape[-1],
             head_dim_v=self.v.shape[-1],
             dtype=name_of(self.q.dtype),

@@ -32,7 +32,7 @@ def look_of(call: Call) -> tuple[Look, Extents] | None:
     have the dimensions that calls have."""
     lengths = call.lengths
     if call.pages is not NO_PAGES:
-        heads, of_lengths = _paged(call), _key_of_pages(call)
+        heads, of_lengths = _paged(call), (_key_of_pages(call), _key_of_lengths(call))
     elif lengths is NO_LENGTHS:
         heads, of_lengths = _dense(call), None
     else:
@@ -91,14 +91,19 @@ def _packed(call: Call) -> tuple[Look, Extents] | None:
 
 def _paged(call: Call) -> tuple[Look, Extents] | None:
     """Look of a call with pages, with their size: it is a part of what a kernel is compiled for."""
-    q, k, v, (table, used) = call.q, call.k, call.v, call.pages
-    if not q.dim() == k.dim() == v.dim() == 4 or table is None or used is None:
+    q, k, v, (table, used), cu = call.q, call.k, call.v, call.pages, call.lengths.cu_seqlens_q
+    if not k.dim() == v.dim() == 4 or q.dim() != (4 if cu is None else 3) or table is None or used is None:
         return None
     heads, rows = (1, 2) if call.heads_first else (2, 1)
-    batch, (columns, size) = q.shape[0], (table.shape[1], k.shape[rows])
+    columns, size = table.shape[1], k.shape[rows]
+    if cu is None:
+        batch, q_heads, length, looks = q.shape[0], q.shape[heads], q.shape[rows], _looks(q, k, v)
+    else:
+        batch, q_heads, length = cu.shape[0] - 1, q.shape[1], q.shape[0]
+        looks = heads_look(q), heads_look(k), heads_look(v)
     agree = table.shape[0] == used.shape[0] == batch and k.shape[:3] == v.shape[:3]
-    sizes = q.shape[heads], k.shape[heads], q.shape[3], k.shape[3], v.shape[3], size
-    return (call.heads_first, agree, sizes, *_looks(q, k, v)), (batch, q.shape[rows], columns * size)
+    sizes = q_heads, k.shape[heads], q.shape[-1], k.shape[3], v.shape[3], size
+    return (call.heads_first, agree, sizes, *looks), (batch, length, columns * size)
 
 
 # --- launches ---------------------------------------------------------------------------------------------

@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fa4flex.codegen.analyze.prove import proving
+from fa4flex.codegen.analyze.facts import MaskForm
+from fa4flex.codegen.analyze.prove import Proved, proving
 from fa4flex.codegen.evaluate import PastTheEnd
-from fa4flex.codegen.plan.problem import WIDEST
+from fa4flex.codegen.expr import TRUE
+from fa4flex.codegen.plan.specialize import forward_problem
 from fa4flex.errors import UnsupportedError
-from fa4flex.runtime.cuda.call import Call, name_of
+from fa4flex.kernels import dispatch
+from fa4flex.runtime.cuda.call import Call
 from fa4flex.runtime.cuda.conversions import tma_able
 from fa4flex.runtime.cuda.device import require_not_capturing, target_of
 from fa4flex.runtime.cuda.engine import Engine, make_ready
@@ -31,23 +34,26 @@ def ready_for(engine: Engine, call: Call, check: Callable[[], None]) -> Ready | 
     ready = engine.find(call, _UNSEEN)
     if ready is _UNSEEN:
         check()
-        if not _small_enough(call):
+        if not _readable(engine, call):
             return None
         ready = _made(engine, call)
         engine.keep(call, ready)
     return ready
 
 
-def _small_enough(call: Call) -> bool:
-    """Whether the kernel for few query rows may take such a call. The others are not kept: calls with many
-    queries have other lengths each time."""
-    shape, kv_heads = call.extents(), call.k.shape[1 if call.heads_first else 2]
-    target = target_of(call.q.device)
-    few = shape.q_len * (shape.heads // kv_heads) <= target.few_rows
-    half = all(name_of(x.dtype) in ("bfloat16", "float16") for x in (call.q, call.k, call.v))
-    widths = all(x.shape[-1] % 8 == 0 and x.shape[-1] <= WIDEST for x in (call.q, call.v))
-    readable = tma_able(call.k) and tma_able(call.v)
-    return few and half and widths and readable and shape.kv_len <= MOST_KEYS
+def _readable(engine: Engine, call: Call) -> bool:
+    """True if a kernel may take such a call, were its mask as simple as can be: nothing is proved. Calls that
+    none takes are not kept: those with many queries have other lengths each time."""
+    if not (tma_able(call.k) and tma_able(call.v)) or call.extents().kv_len > MOST_KEYS:
+        return False
+    facts, target = engine.facts, target_of(call.q.device)
+    form: MaskForm = "none" if facts.mask is TRUE else "tables" if facts.keys is None else "spans"
+    try:
+        inputs = call.inputs(engine.precision.output_dtype(call.q.dtype))
+        dispatch.choose("forward", forward_problem(inputs, Proved(form, False, True), target), target)
+    except UnsupportedError:
+        return False
+    return True
 
 
 def _made(engine: Engine, call: Call) -> Any:

@@ -118,7 +118,7 @@ class Ready:
         """Splits of the keys of a tile, of kernels that split."""
         assert self.splitting is not None
         batch, _, keys = extents
-        return self.splitting.splits(batch * call.k.shape[1 if call.heads_first else 2], keys)
+        return self.splitting.splits(batch * call.kv_heads, keys)
 
     def floats(self, q: Tensor, splits: int) -> int:
         """float32 of memory for the results of so many splits."""

@@ -1,0 +1,147 @@
+"""Serving on a GPU: chunked prefill from pages beside the same chunk over contiguous keys, and appending.
+
+    python benchmarks/serving.py [--pages 16 64 256] [--chunk 2048] [--keys 8192]
+
+Times are medians of several replays of CUDA graphs, in turns. A chunk of queries attends to all keys of its
+sequence, causal at the end of the keys; a ragged batch packs a chunk, and sequences with one query each.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from decode import CALLS, graph_of, microseconds
+from torch import Tensor
+
+import fa4flex
+from fa4flex import Paging, Rotary, Varlen
+from fa4flex.variants import causal
+
+HEADS, KV_HEADS, WIDTH = 32, 8, 128
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """A chunk of each of `batch` sequences, over keys that end with it."""
+
+    batch: int
+    chunk: int
+    keys: int
+
+    @property
+    def flops(self) -> float:
+        """Operations of both products, over the pairs that the causal mask leaves."""
+        pairs = self.chunk * self.keys - self.chunk * (self.chunk - 1) // 2
+        return 4.0 * self.batch * HEADS * WIDTH * pairs
+
+    def drawn(self) -> tuple[Tensor, Tensor, Tensor]:
+        q = _randn(self.batch, HEADS, self.chunk, WIDTH)
+        k, v = (_randn(self.batch, KV_HEADS, self.keys, WIDTH) for _ in range(2))
+        return q, k, v
+
+
+def _randn(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_()
+
+
+def paged(k: Tensor, v: Tensor, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Pools with keys and values [B, H, S, D] in pages in any order, and their table."""
+    batch, heads, keys, width = k.shape
+    columns = -(-keys // page_size)
+    table = torch.randperm(batch * columns, device="cuda").view(batch, columns)
+    pools = torch.zeros(2, batch * columns, page_size, heads, width, dtype=k.dtype, device="cuda")
+    t = torch.arange(keys, device="cuda")
+    for pool, x in zip(pools, (k, v)):
+        for b in range(batch):
+            pool[table[b, t // page_size], t % page_size] = x[b].transpose(0, 1)
+    return pools[0], pools[1], table.to(torch.int32)
+
+
+def report_prefill(case: Prefill, page_sizes: list[int]) -> None:
+    """Pages against contiguous keys: what they must reach is 0.93 of these."""
+    q, k, v = case.drawn()
+    attn = fa4flex.compile(mask=causal)
+    used = torch.full((case.batch,), case.keys, dtype=torch.int32, device="cuda")
+    cu = torch.arange(0, (case.batch + 1) * case.chunk, case.chunk, dtype=torch.int32, device="cuda")
+    packed = q.transpose(1, 2).flatten(0, 1).contiguous()
+    calls: dict[str, Callable[[], Tensor]] = {"contiguous": lambda: attn(q, k, v)}
+    exact = attn(q, k, v)
+    for size in page_sizes:
+        k_pool, v_pool, table = paged(k, v, size)
+        paging = Paging(table, used)
+        calls[f"pages of {size}"] = lambda a=k_pool, b=v_pool, p=paging: attn(q, a, b, paging=p)  # type: ignore[misc]
+        calls[f"pages of {size}, packed"] = lambda a=k_pool, b=v_pool, p=paging: attn(  # type: ignore[misc]
+            packed, a, b, paging=p, varlen=Varlen(cu)
+        )
+    told, graphs = {}, {}
+    for name, call in calls.items():
+        with torch.no_grad():
+            out = call()
+            if out.ndim == 3:
+                out = out.unflatten(0, (case.batch, case.chunk)).transpose(1, 2)
+            wrong = float((out.float() - exact.float()).abs().max() / exact.float().abs().max())
+            graphs[name] = graph_of(lambda *_, call=call: call(), [(q, k, v)], CALLS)  # type: ignore[misc]
+        told[name] = f" WRONG {wrong:.1e}" * (wrong > 0.02)
+    times = microseconds(graphs, CALLS)
+    print(f"{case.batch} x chunk {case.chunk} over {case.keys}, {HEADS}:{KV_HEADS} d{WIDTH}", flush=True)
+    for name, took in times.items():
+        rate, share = case.flops / took / 1e6, times["contiguous"] / took
+        print(f"  {name:<24} {took:8.1f} us  {rate:6.0f} TFLOP/s  {share:5.2f}{told[name]}", flush=True)
+
+
+def report_ragged(case: Prefill, sequences: int, page_size: int) -> None:
+    """A packed batch of a chunk and of so many sequences that decode, in one launch."""
+    columns = -(-case.keys // page_size)
+    pools = [_randn((sequences + 1) * columns, page_size, KV_HEADS, WIDTH) for _ in range(2)]
+    table = torch.randperm((sequences + 1) * columns, device="cuda").view(sequences + 1, columns).int()
+    lengths = torch.full((sequences + 1,), 2048, dtype=torch.int32, device="cuda")
+    lengths[0] = case.keys
+    new = torch.tensor([0, case.chunk, *[1] * sequences], device="cuda").cumsum(0)[: sequences + 2].int()
+    q, attn = _randn(case.chunk + sequences, HEADS, WIDTH), fa4flex.compile(mask=causal)
+    paging, varlen = Paging(table, lengths), Varlen(new)
+    with torch.no_grad():
+        graph = graph_of(lambda *_: attn(q, *pools, paging=paging, varlen=varlen), [(q, *pools)], CALLS)
+    took = microseconds({"packed": graph}, CALLS)["packed"]
+    print(f"  one chunk and {sequences} sequences of 2048 keys, packed, pages of {page_size}: {took:.1f} us")
+
+
+def report_append(batch: int, tokens: int, page_size: int) -> None:
+    """New keys and values, alone and rotated with their queries, beside copies of as many bytes."""
+    columns = -(-8192 // page_size)
+    pools = [_randn(batch * columns, page_size, KV_HEADS, WIDTH) for _ in range(2)]
+    table = torch.randperm(batch * columns, device="cuda").view(batch, columns).int()
+    paging = Paging(table, torch.full((batch,), 4096, dtype=torch.int32, device="cuda"))
+    k, v = (_randn(batch, KV_HEADS, tokens, WIDTH) for _ in range(2))
+    q = _randn(batch, HEADS, tokens, WIDTH)
+    angles = torch.rand(8192, WIDTH // 2, device="cuda")
+    rotary, copy = Rotary(angles.cos(), angles.sin()), torch.empty_like(k)
+    with torch.no_grad():
+        graphs = {
+            "append": graph_of(lambda *_: fa4flex.append(k, v, *pools, paging)[0], [(q, k, v)], CALLS),
+            "append, rotated with q": graph_of(
+                lambda *_: fa4flex.append(k, v, *pools, paging, rotary=rotary, q=q)[0], [(q, k, v)], CALLS
+            ),
+            "copies of k and v": graph_of(lambda *_: (copy.copy_(k), copy.copy_(v))[1], [(q, k, v)], CALLS),
+        }
+    for name, took in microseconds(graphs, CALLS).items():
+        print(f"  {batch} x {tokens} tokens, pages of {page_size}, {name}: {took:.1f} us", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--pages", nargs="*", type=int, default=[16, 64, 256])
+    parser.add_argument("--chunk", type=int, default=2048)
+    parser.add_argument("--keys", type=int, default=8192)
+    given = parser.parse_args()
+    for batch in (1, 4):
+        report_prefill(Prefill(batch, given.chunk, given.keys), given.pages)
+    report_ragged(Prefill(1, given.chunk, given.keys), 128, given.pages[0])
+    for batch, tokens in ((64, 1), (4, 2048)):
+        report_append(batch, tokens, given.pages[0])
+
+
+if __name__ == "__main__":
+    main()

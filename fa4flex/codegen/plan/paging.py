@@ -1,0 +1,49 @@
+"""Keys in pages that a kernel reads where they lie: how many of them one copy brings, and which pages allow
+that."""
+
+from __future__ import annotations
+
+import math
+
+from fa4flex.codegen.plan.memory import column_block
+from fa4flex.codegen.plan.problem import Problem
+
+LEAST_PAGE_ROWS = 8
+"""Keys that lie next to each other in a page. Copies of fewer begin within a pattern of shared memory: they
+are right on the simulator, and have not run on a chip."""
+
+LINE = 128
+"""Bytes of shared memory: a TMA copy writes from a multiple of it on."""
+
+LANES = 32
+"""Boxes of a tile that a warp looks up at once; of more, a multiple of it."""
+
+
+def box_rows(problem: Problem, tile_n: int) -> int:
+    """Keys that one TMA copy brings: all of a tile, or as many as surely lie together in a page."""
+    return math.gcd(problem.page_rows, tile_n)
+
+
+def in_boxes(problem: Problem, tile_n: int) -> bool:
+    """True if tiles of so many keys can be brought in boxes."""
+    boxes = tile_n // box_rows(problem, tile_n)
+    return boxes <= LANES or boxes % LANES == 0
+
+
+def readable(problem: Problem, widths: tuple[int, int]) -> bool:
+    """True if rows of pages, or as many of them as lie next to each other, are whole lines of shared memory,
+    as addresses of TMA copies there have to be. widths: of the tiles of K and of V."""
+    if problem.page_rows < LEAST_PAGE_ROWS:
+        return not problem.page_rows
+    return all(problem.page_rows * column_block(d) * problem.itemsize % LINE == 0 for d in widths)
+
+
+def explain_pages(problem: Problem, tile_n: int) -> list[str]:
+    """A line about pages; none where keys have none."""
+    if not problem.page_rows:
+        return []
+    rows = box_rows(problem, tile_n)
+    return [
+        f"pages: read in place; a tile is brought in {tile_n // rows} x {rows} keys, which lie where the page"
+        " table says"
+    ]

@@ -1,0 +1,281 @@
+"""Appends tokens to sequences whose keys lie in pages: a block writes one token's keys and values, further
+blocks write the new lengths.
+
+A token's place follows from the length of its sequence before the call. What has no place, as the table ends
+or an entry is no page, is not written, and told by the next call.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+from cuda.bindings import driver as cuda
+from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute, select_
+
+from fa4flex.codegen.plan.arguments import APPEND
+from fa4flex.kernels.append.config import Config
+from fa4flex.kernels.common.arguments import named
+from fa4flex.kernels.common.faults import report
+
+THREADS = 128
+
+_Arguments: Any = named("AppendArguments", APPEND.read_by("kernel"))
+
+
+class AppendArguments(_Arguments):
+    """k, v, q [B, S, H, D], or packed [T, H, D]; k_pool, v_pool [pages, page_size, H, D]; rotated: as q.
+    page_table [B, columns], paged_keys [B] and cu_seqlens_q [B + 1], seqused_q [B]: int32 or int64 of any
+    stride; new_keys [B]: lengths after the call. cos, sin [positions, half]; None where absent."""
+
+
+class Token(NamedTuple):
+    """A token of the call: its sequence, its number there, its place among all keys of that, and whether it
+    takes part."""
+
+    b: Int32
+    i: Int32
+    position: Int64
+    exists: Boolean
+
+
+class Slot(NamedTuple):
+    """Where a token's keys and values go, if they are written."""
+
+    page: Int32
+    number: Int32
+    exists: Boolean
+
+
+class Append:
+    direction = "append"
+    """Which arguments it takes."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    @cute.jit
+    def __call__(self, arguments: AppendArguments, stream: cuda.CUstream) -> None:
+        blocks = self.tokens(arguments) + cute.ceil_div(Int32(arguments.page_table.shape[0]), THREADS)
+        self.device(arguments).launch(grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream)
+
+    def tokens(self, arguments: AppendArguments) -> Int32:
+        """Tokens of the call."""
+        k = arguments.k
+        return Int32(k.shape[0] if self.config.packed else k.shape[0] * k.shape[1])
+
+    @cute.kernel
+    def device(self, arguments: AppendArguments) -> None:
+        number, thread = cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
+        tokens = self.tokens(arguments)
+        if number < tokens:
+            self.write(arguments, number, thread)
+        else:
+            b = (number - tokens) * THREADS + thread
+            if b < arguments.page_table.shape[0]:
+                self.lengthen(arguments, b)
+
+    # --- a token --------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def write(self, arguments: AppendArguments, number: Int32, thread: Int32) -> None:
+        a = arguments
+        token = self.token(a, number)
+        slot = self.slot(a, token, thread)
+        k, v = (self.of_token(x, token, number) for x in (a.k, a.v))
+        if slot.exists:
+            k_to, v_to = (x[slot.page, slot.number, None, None] for x in (a.k_pool, a.v_pool))
+            self.turn(a, k, k_to, token, thread)
+            self.move(v, v_to, thread)
+        if const_expr(a.q is not None):
+            q, rotated = (self.of_token(x, token, number) for x in (a.q, a.rotated))
+            if token.exists:
+                self.turn(a, q, rotated, token, thread)
+            else:
+                self.move(q, rotated, thread)
+
+    @cute.jit
+    def token(self, arguments: AppendArguments, number: Int32) -> Token:
+        """The token of a number among all of the call."""
+        b, i, exists = Int32(0), number, Boolean(True)
+        if const_expr(self.config.packed):
+            cu = arguments.cu_seqlens_q
+            low, high = Int32(0), Int32(arguments.page_table.shape[0])
+            while high - low > 1:
+                middle = (low + high) // 2
+                behind = Int64(cu[middle]) > number
+                high = select_(behind, middle, high)
+                low = select_(behind, low, middle)
+            start = Int64(cu[low])
+            exists = (start >= 0) & (start <= number) & (Int64(cu[low + 1]) > number)
+            b, i = low, number - select_(exists, Int32(start), number)
+        else:
+            length = arguments.k.shape[1]
+            b, i = number // length, number % length
+        if const_expr(arguments.seqused_q is not None):
+            exists = exists & (i < Int64(arguments.seqused_q[b]))
+        return Token(b, i, Int64(arguments.paged_keys[b]) + i, exists)
+
+    @cute.jit
+    def slot(self, arguments: AppendArguments, token: Token, thread: Int32) -> Slot:
+        table, (pages, page_size) = arguments.page_table, arguments.k_pool.shape[:2]
+        page, number, exists = Int32(0), Int32(0), Boolean(False)
+        # A negative length is told of where lengths are written.
+        if token.exists and token.position >= token.i and token.position < Int64(table.shape[1]) * page_size:
+            column = Int32(token.position // page_size)
+            given = Int64(table[token.b, column])
+            exists = (given >= 0) & (given < pages)
+            page = select_(exists, Int32(given), Int32(0))
+            number = Int32(token.position % page_size)
+            if not exists and thread == 0:
+                report(arguments.faults, "page missing", (given, Int64(pages)))
+        return Slot(page, number, exists)
+
+    def of_token(self, tensor: cute.Tensor, token: Token, number: Int32) -> cute.Tensor:
+        """The heads of a token [H, D]."""
+        if self.config.packed:
+            return tensor[number, None, None]
+        return tensor[token.b, token.i, None, None]
+
+    @cute.jit
+    def move(self, source: cute.Tensor, target: cute.Tensor, thread: Int32) -> None:
+        """All heads as they are."""
+        heads, width = source.shape
+        pieces = width // self.config.together
+        for unit in cutlass.range(thread, heads * pieces, THREADS, unroll=1):
+            h, piece = unit // pieces, unit % pieces
+            self.store(self.load(source[h, None], piece), target[h, None], piece)
+
+    @cute.jit
+    def turn(
+        self,
+        arguments: AppendArguments,
+        source: cute.Tensor,
+        target: cute.Tensor,
+        token: Token,
+        thread: Int32,
+    ) -> None:
+        """All heads, rotated if there are angles."""
+        if const_expr(arguments.cos is None):
+            self.move(source, target, thread)
+        else:
+            positions, half = arguments.cos.shape
+            if token.position >= positions and thread == 0:
+                report(arguments.faults, "rotary beyond", (token.position, Int64(positions)))
+            row = Int32(cutlass.max(cutlass.min(token.position, Int64(positions) - 1), Int64(0)))
+            cos, sin = arguments.cos[row, None], arguments.sin[row, None]
+            heads, width = source.shape
+            pieces = width // self.config.together
+            for unit in cutlass.range(thread, heads * pieces, THREADS, unroll=1):
+                h, piece = unit // pieces, unit % pieces
+                if piece * self.config.together >= 2 * half:
+                    self.store(self.load(source[h, None], piece), target[h, None], piece)
+                elif const_expr(self.config.interleaved):
+                    self.turn_pairs(source[h, None], target[h, None], (cos, sin), piece)
+                elif piece * self.config.together < half:
+                    self.turn_halves(source[h, None], target[h, None], (cos, sin), piece)
+
+    @cute.jit
+    def turn_halves(
+        self, source: cute.Tensor, target: cute.Tensor, angle: tuple[cute.Tensor, cute.Tensor], piece: Int32
+    ) -> None:
+        """A piece of the first half, and the same one of the second."""
+        cos, sin = angle
+        other = piece + cos.shape[0] // self.config.together
+        x, y = self.load(source, piece), self.load(source, other)
+        for e in cutlass.range_constexpr(self.config.together):
+            at = piece * self.config.together + e
+            a, b = _turned((x[e], y[e]), (cos[at], sin[at]))
+            x[e] = a.to(x.element_type)
+            y[e] = b.to(y.element_type)
+        self.store(x, target, piece)
+        self.store(y, target, other)
+
+    @cute.jit
+    def turn_pairs(
+        self, source: cute.Tensor, target: cute.Tensor, angle: tuple[cute.Tensor, cute.Tensor], piece: Int32
+    ) -> None:
+        """The pairs of a piece; where pieces are single elements, a pair belongs to its first one."""
+        cos, sin = angle
+        if const_expr(self.config.together == 1):
+            if piece % 2 == 0:
+                x, y = self.load(source, piece), self.load(source, piece + 1)
+                a, b = _turned((x[0], y[0]), (cos[piece // 2], sin[piece // 2]))
+                x[0] = a.to(x.element_type)
+                y[0] = b.to(y.element_type)
+                self.store(x, target, piece)
+                self.store(y, target, piece + 1)
+        else:
+            x = self.load(source, piece)
+            for e in cutlass.range_constexpr(0, self.config.together, 2):
+                at = (piece * self.config.together + e) // 2
+                a, b = _turned((x[e], x[e + 1]), (cos[at], sin[at]))
+                x[e] = a.to(x.element_type)
+                x[e + 1] = b.to(x.element_type)
+            self.store(x, target, piece)
+
+    def load(self, row: cute.Tensor, piece: Int32) -> cute.Tensor:
+        held = cute.make_rmem_tensor((self.config.together,), row.element_type)
+        if self.config.together == 1:
+            held[0] = row[piece]
+        else:
+            cute.autovec_copy(self.pieces(row)[None, piece], held)
+        return held
+
+    def store(self, held: cute.Tensor, row: cute.Tensor, piece: Int32) -> None:
+        if self.config.together == 1:
+            row[piece] = held[0]
+        else:
+            cute.autovec_copy(held, self.pieces(row)[None, piece])
+
+    def pieces(self, row: cute.Tensor) -> cute.Tensor:
+        return cute.logical_divide(row, cute.make_layout(self.config.together))
+
+    # --- a sequence -----------------------------------------------------------------------------------------
+
+    @cute.jit
+    def lengthen(self, arguments: AppendArguments, b: Int32) -> None:
+        """Write the new length of a sequence, and tell what is wrong with its lengths. It counts tokens whose
+        entry is no page: they are keys of zeros."""
+        count = self.count(arguments, b)
+        given = Int64(arguments.paged_keys[b])
+        most = Int64(arguments.page_table.shape[1]) * arguments.k_pool.shape[1]
+        new = given + count
+        if given < 0:
+            report(arguments.faults, "paged_keys negative", (given,))
+            new = Int64(0)
+        elif new > most:
+            report(arguments.faults, "append beyond", (given, Int64(count), most))
+            new = most
+        arguments.new_keys[b] = new.to(arguments.new_keys.element_type)
+
+    @cute.jit
+    def count(self, arguments: AppendArguments, b: Int32) -> Int64:
+        """New tokens of a sequence, none past the last of the call."""
+        a, length = arguments, Int64(0)
+        if const_expr(self.config.packed):
+            tokens, last = Int64(self.tokens(a)), Int32(a.page_table.shape[0]) - 1
+            here, following = Int64(a.cu_seqlens_q[b]), Int64(a.cu_seqlens_q[b + 1])
+            if b == 0 and here != 0:
+                report(a.faults, "cu_seqlens_q starts", (here,))
+            if following < here:
+                report(a.faults, "cu_seqlens_q decreases", (Int64(b), here, following))
+            if b == last and following != tokens:
+                report(a.faults, "cu_seqlens_q ends", (following, tokens))
+            start = cutlass.min(cutlass.max(here, Int64(0)), tokens)
+            length = cutlass.max(cutlass.min(following, tokens) - start, Int64(0))
+        else:
+            length = Int64(a.k.shape[1])
+        if const_expr(a.seqused_q is not None):
+            used = Int64(a.seqused_q[b])
+            if used < 0:
+                report(a.faults, "seqused_q negative", (used,))
+            if used > length:
+                report(a.faults, "seqused_q beyond", (Int64(b), used, length))
+            length = cutlass.max(cutlass.min(used, length), Int64(0))
+        return length
+
+
+def _turned(pair: tuple[Any, Any], angle: tuple[Any, Any]) -> tuple[Float32, Float32]:
+    (x, y), (cos, sin) = ((a.to(Float32), b.to(Float32)) for a, b in (pair, angle))
+    return x * cos - y * sin, y * cos + x * sin

@@ -1,0 +1,33 @@
+"""Lengths of sequences whose keys lie in pages, as kernels take them."""
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Int32, Int64, cute
+
+from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.faults import report
+
+
+def capacity(arguments: Arguments) -> Int64:
+    """Slots of a row of the page table."""
+    return Int64(arguments.page_table.shape[1]) * arguments.k.shape[1]
+
+
+@cute.jit
+def paged_length(arguments: Arguments, b: Int32) -> Int32:
+    """Keys of a sequence: what was given, but no fewer than none, and no more than its row of the table has
+    slots for."""
+    given, most = Int64(arguments.paged_keys[b]), capacity(arguments)
+    return Int32(cutlass.min(cutlass.max(given, Int64(0)), most))
+
+
+@cute.jit
+def check_length(arguments: Arguments, b: Int32) -> None:
+    """One warp's: tell of a length that is not possible."""
+    given, most = Int64(arguments.paged_keys[b]), capacity(arguments)
+    if cute.arch.lane_idx() == 0:
+        if given < 0:
+            report(arguments.faults, "paged_keys negative", (given,))
+        if given > most:
+            report(arguments.faults, "paged_keys beyond", (given, most))

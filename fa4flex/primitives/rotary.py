@@ -1,0 +1,64 @@
+"""Rotary position embeddings: by which angles the elements of a head turn at each position."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fa4flex.errors import InputError
+from fa4flex.primitives.base import kind_of, show
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Rotary:
+    """`cos` and `sin` [positions, half], floats, of the angles of each position (Su et al. 2021, RoFormer).
+
+    Of each head the first 2 * half elements turn. interleaved=False turns elements i and i + half together
+    (GPT-NeoX, Llama in transformers), interleaved=True elements 2 i and 2 i + 1 (GPT-J). Raises InputError.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        for name, table in (("cos", self.cos), ("sin", self.sin)):
+            if not isinstance(table, Tensor) or not table.dtype.is_floating_point:
+                raise InputError(
+                    f"{name} of {kind_of(table)}", "a tensor of floats", f"convert: {name}.to(torch.float32)"
+                )
+            if table.ndim != 2 or 0 in table.shape:
+                raise InputError(
+                    f"{name} of shape {list(table.shape)}",
+                    "[positions, half], half being half of the elements that turn",
+                    "pass a row per position; tables that repeat each angle twice hold too much:"
+                    " [..., :half] of halves next to each other, [..., ::2] of pairs",
+                )
+        if (
+            self.cos.shape != self.sin.shape
+            or self.cos.dtype != self.sin.dtype
+            or self.cos.device != self.sin.device
+        ):
+            raise InputError(
+                f"cos {self.cos.dtype} {list(self.cos.shape)} on {self.cos.device}, "
+                f"sin {self.sin.dtype} {list(self.sin.shape)} on {self.sin.device}",
+                "two tables of one shape, dtype and device",
+                "make both from the same angles",
+            )
+
+    def turned(self, x: Tensor, position: Tensor) -> Tensor:
+        """x [tokens, heads, width] at these positions [tokens], computed in float32, or float64 for it."""
+        half = self.cos.shape[1]
+        compute = torch.float64 if x.dtype == torch.float64 else torch.float32
+        cos, sin = (table[position].to(compute).unsqueeze(1) for table in (self.cos, self.sin))
+        turning, rest = x[..., : 2 * half].to(compute), x[..., 2 * half :]
+        pairs = turning.unflatten(-1, (half, 2) if self.interleaved else (2, half))
+        a, b = pairs.unbind(-1 if self.interleaved else -2)
+        both = torch.stack((a * cos - b * sin, b * cos + a * sin), -1 if self.interleaved else -2)
+        return torch.cat((both.flatten(-2).to(x.dtype), rest), -1)
+
+    def __repr__(self) -> str:
+        more = ", interleaved=True" if self.interleaved else ""
+        return f"Rotary({show(self.cos)}, {show(self.sin)}{more})"

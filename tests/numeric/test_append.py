@@ -1,0 +1,165 @@
+"""Appending keys and values to pages on a CPU: as token by token, and whatever is wrong is told."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from append_cases import HOWS, How, Tokens, drawn
+from torch import Tensor
+
+import fa4flex
+from fa4flex import InputError, Paging, Rotary, UnsupportedError, Varlen
+
+
+@pytest.mark.parametrize("name", HOWS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_append(name: str, dtype: torch.dtype) -> None:
+    drawn(replace(HOWS[name], dtype=dtype)).check()
+
+
+def test_any_lengths_draw() -> None:
+    for _ in range(10):
+        how = replace(random.choice(list(HOWS.values())), page_size=random.randint(1, 9))
+        before, new = (tuple(random.randint(0, 20) for _ in range(4)) for _ in range(2))
+        drawn(how, before, (1, *new[1:])).check()
+
+
+def test_lengths_in_place() -> None:
+    given = drawn(How())
+    before = given.paging.seqused_k.clone()
+    found = given(in_place=True)
+    assert torch.equal(given.paging.seqused_k, found.seqused_k) and (found.seqused_k == before + 5).all()
+    assert found.q is None
+
+
+def test_what_was_appended_is_attended_to() -> None:
+    """Rotated and appended in chunks, as if all had been there."""
+    cos, sin = (torch.rand(40, 8) for _ in range(2))
+    q, k, v = (torch.randn(2, 2, 9, 16) for _ in range(3))
+    pools = [torch.zeros(8, 4, 2, 16) for _ in range(2)]
+    paging = Paging(torch.arange(6).view(2, 3), torch.zeros(2, dtype=torch.int32))
+    attn, rotary, outs = fa4flex.compile(mask=fa4flex.variants.causal), Rotary(cos, sin), []
+    for part in (slice(0, 4), slice(4, 5), slice(5, 9)):
+        new = fa4flex.append(
+            k[:, :, part], v[:, :, part], *pools, paging, rotary=rotary, q=q[:, :, part], in_place=True
+        )
+        outs.append(attn(new.q, *pools, paging=paging))
+    position = torch.arange(9)
+    q, k = (
+        torch.stack([rotary.turned(one.transpose(0, 1), position).transpose(0, 1) for one in x])
+        for x in (q, k)
+    )
+    torch.testing.assert_close(torch.cat(outs, 2), attn(q, k, v))
+
+
+def test_inside_torch_compile() -> None:
+    """The operator's mutation is seen: pools are written when the graph runs, and read after that."""
+    given = drawn(How(turning=16, queries=True, dtype=torch.float32))
+    rotary, q = given.options["rotary"], given.options["q"]
+
+    def step(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor, used: Tensor) -> Any:
+        new = fa4flex.append(k, v, k_pool, v_pool, Paging(table, used), rotary=rotary, q=q)
+        return new.seqused_k, new.q, k_pool.nan_to_num().sum()
+
+    exact = given.expected()
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    tensors = given.k, given.v, given.k_pool, given.v_pool, given.paging.page_table, given.paging.seqused_k
+    lengths, turned, total = compiled(*tensors)
+    torch.testing.assert_close(given.k_pool.nan_to_num(), exact[0].nan_to_num())
+    torch.testing.assert_close(turned, exact[3])
+    assert torch.equal(lengths, exact[2])
+    torch.testing.assert_close(total, exact[0].nan_to_num().sum())
+
+
+def test_the_operator_is_registered_right() -> None:
+    given = drawn(How(dtype=torch.float32))
+    paging = given.paging
+    pools = (torch.zeros_like(given.k_pool), torch.zeros_like(given.v_pool))
+    one = (given.k, given.v, *pools, paging.page_table, paging.seqused_k, None, None, None, None, False, None)
+    torch.library.opcheck(torch.ops.fa4flex.append.default, one)
+
+
+def _length(given: Tokens, value: int) -> Tokens:
+    given.paging.seqused_k[1] = value
+    return given
+
+
+def _page(given: Tokens, value: int) -> Tokens:
+    given.paging.page_table[1, 0] = value
+    return given
+
+
+def _ends(given: Tokens, value: int) -> Tokens:
+    given.options["varlen"].cu_seqlens_q[3] = value
+    return given
+
+
+WRONG: dict[str, tuple[Callable[[Tokens], Tokens], How, str]] = {
+    "negative length": (lambda x: _length(x, -1), How(), "seqused_k of -1"),
+    "past the table": (lambda x: _length(x, 22), How(), "seqused_k of 22 and 5 tokens to append"),
+    "no page": (lambda x: _page(x, -3), How(), "page -3 in the page table"),
+    "page past the pool": (lambda x: _page(x, 99), How(), "page 99 in the page table"),
+    "ends": (lambda x: _ends(x, 9), How(packed=True), "cu_seqlens_q ends at 9"),
+    "no angles": (
+        lambda x: replace(x, options={"rotary": Rotary(torch.ones(6, 4), torch.ones(6, 4))}),
+        How(),
+        "position 16",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_contents_write_nothing(name: str) -> None:
+    plant, how, message = WRONG[name]
+    given = plant(drawn(how))
+    before = given.k_pool.clone()
+    with pytest.raises(InputError, match=message):
+        given()
+    assert torch.equal(given.k_pool.nan_to_num(), before.nan_to_num())
+
+
+REFUSED: dict[str, tuple[Callable[[Tokens], Tokens], str]] = {
+    "another width": (lambda x: replace(x, k=x.k[..., 1:]), "with heads, widths"),
+    "another dtype": (lambda x: replace(x, k=x.k.double(), v=x.v.double()), "with heads, widths"),
+    "other heads": (lambda x: replace(x, k=x.k[:, :1], v=x.v[:, :1]), "with heads, widths"),
+    "packed without lengths": (lambda x: replace(x, k=x.k[0], v=x.v[0]), "cu_seqlens"),
+    "q alone": (lambda x: replace(x, options={"q": x.k}), "q without rotary"),
+    "another batch": (lambda x: replace(x, k=x.k[:2], v=x.v[:2]), "2 sequences of new keys"),
+    "lengths of keys": (
+        lambda x: replace(x, options={"varlen": Varlen(seqused_k=torch.ones(3, dtype=torch.int32))}),
+        "seqused_k",
+    ),
+    "too many angles": (
+        lambda x: replace(x, options={"rotary": Rotary(torch.ones(40, 17), torch.ones(40, 17))}),
+        "17 angles",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    plant, message = REFUSED[name]
+    with pytest.raises(InputError, match=message):
+        plant(drawn(How()))()
+
+
+def test_tables_of_angles_are_checked() -> None:
+    with pytest.raises(InputError, match="two tables of one shape"):
+        Rotary(torch.ones(4, 2), torch.ones(4, 3))
+    with pytest.raises(InputError, match="half"):
+        Rotary(torch.ones(4), torch.ones(4))
+    with pytest.raises(InputError, match="floats"):
+        Rotary(torch.ones(4, 2, dtype=torch.int32), torch.ones(4, 2))
+
+
+def test_no_gradients_pass() -> None:
+    given = drawn(How())
+    with pytest.raises(UnsupportedError, match=r"no_grad"):
+        replace(given, k=given.k.requires_grad_())()
+    with torch.no_grad():
+        given()
