@@ -134,7 +134,7 @@ EXPLANATIONS = (
         r"flash-attn-4.*combine, packed",
         r"uninitialised",
         r"ld\.shared\.b32",
-        "in the last tile of a packed sequence, the log-sum-exps of rows past its end are not copied to shared"
+        "in the last tile of a packed sequence, log-sum-exps of rows past its end are not copied to shared"
         " memory, yet each row's are loaded from there; what comes of these rows is stored nowhere",
     ),
     Explanation(
