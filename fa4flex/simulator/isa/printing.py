@@ -5,6 +5,7 @@ Instructions: call"; CUDA C++ Programming Guide, "Formatted Output").
 from __future__ import annotations
 
 import math
+import operator
 import re
 import struct
 from collections.abc import Callable
@@ -118,7 +119,6 @@ def _value(kind: str, length: bytes, take: Take) -> tuple[str, Any]:
 
 def _shown(how: str, kind: str, value: Any) -> bytes:
     if isinstance(value, float) and not math.isfinite(value):
-        how = re.sub(
-            r"^%([-+ #0]*)", lambda flags: f"%{flags[1].replace('0', '')}", how
-        )  # C pads with spaces
-    return (how + kind).encode() % value
+        how = re.sub(r"^%([-+ #0]*)", lambda flags: f"%{flags[1].replace('0', '')}", how)  # C pads with spaces
+    shown: bytes = operator.mod((how + kind).encode(), (value,))
+    return shown
