@@ -90,7 +90,7 @@ def formatted(text: bytes, take: Take, bytes_at: Callable[[int, int], bytes]) ->
         if kind == "%":
             return b"%"
         width, precision = (
-            re.sub(rb"\*", lambda _: b"%d" % struct.unpack("<i", take(4)), match[part])
+            re.sub(rb"\*", lambda _: str(*struct.unpack("<i", take(4))).encode(), match[part])
             for part in ("width", "precision")
         )
         how = "%" + (match["flags"] + width + precision).decode()
@@ -119,6 +119,7 @@ def _value(kind: str, length: bytes, take: Take) -> tuple[str, Any]:
 
 def _shown(how: str, kind: str, value: Any) -> bytes:
     if isinstance(value, float) and not math.isfinite(value):
-        how = re.sub(r"^%([-+ #0]*)", lambda flags: f"%{flags[1].replace('0', '')}", how)  # C pads with spaces
+        # C pads these with spaces.
+        how = re.sub(r"^%([-+ #0]*)", lambda flags: f"%{flags[1].replace('0', '')}", how)
     shown: bytes = operator.mod((how + kind).encode(), (value,))
     return shown
