@@ -12,7 +12,7 @@ from fa4flex.simulator.state.memory import BadAccess, HostMemory
 
 
 def test_neighbouring_mappings_are_one() -> None:
-    """A buffer may lie across two, as in a heap that has grown since a fork; none across what is unreadable."""
+    """A buffer may lie across two, as in a heap that has grown since a fork; none across a gap."""
     page = mmap.PAGESIZE
     memory = mmap.mmap(-1, 4 * page)
     start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
