@@ -131,6 +131,13 @@ EXPLANATIONS = (
         " would wait for its copies to shared memory, and exit with cp.async under way",
     ),
     Explanation(
+        r"flash-attn-4.*combine, packed",
+        r"uninitialised",
+        r"ld\.shared\.b32",
+        "in the last tile of a packed sequence, log-sum-exps of rows past its end are not copied to shared"
+        " memory, yet each row's are loaded from there; what comes of these rows is stored nowhere",
+    ),
+    Explanation(
         r"flash-attn-4, Blackwell: latent",
         r"barrier",
         r"again before it has waited",

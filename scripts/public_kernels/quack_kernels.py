@@ -17,6 +17,7 @@ CHIPS = {"sm_90a": "Hopper", "sm_100a": "Blackwell"}
 
 
 MODULES = ("gemm_interface", "blockscaled", "rmsnorm", "softmax", "cross_entropy", "topk", "rotary")
+MODULES += ("transform.hadamard",)
 
 
 def cases() -> list[Case]:

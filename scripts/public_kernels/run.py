@@ -26,6 +26,7 @@ import cutlass  # noqa: F401 - once, for all processes
 import cutlass_examples
 import flash_attention
 import flash_attention_features
+import quack_further
 import quack_kernels
 from findings import explanation
 from kernel_case import Case, Outcome, measure
@@ -49,7 +50,8 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=900, help="for each kernel (default: %(default)s)")
     given = parser.parse_args()
-    cases = [*flash_attention.cases(), *flash_attention_features.cases(), *quack_kernels.cases()]
+    cases = [*flash_attention.cases(), *flash_attention_features.cases()]
+    cases += [*quack_kernels.cases(), *quack_further.cases()]
     if given.checkout is not None:
         cases = [*cutlass_examples.cases(given.checkout.resolve()), *cases]
     cases = [case for case in cases if any(part in case.name for part in given.only)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from planted import LOAD, STORE, WORDS, text
 
-from fa4flex.simulator import Shape, launch
+from fa4flex.simulator import Result, Shape, launch
 from fa4flex.simulator.run.timing import Timing
 
 TIMINGS = ("eager", "late", "random")
@@ -85,11 +85,14 @@ WRONG: dict[str, tuple[str, int, str]] = {
 }
 
 
-def kinds(body: str, ctas: int, timing: str) -> set[str]:
+def run(body: str, ctas: int, timing: Timing) -> Result:
     out = torch.full((2 * WORDS,), -1, dtype=torch.int32)
     shape, parameters = Shape((ctas, 1, 1), (64, 1, 1)), struct.pack("<Q", out.data_ptr())
-    drawn = Timing(timing, int(torch.randint(1000, ())))
-    result = launch(text(body), "planted", shape, parameters, timing=drawn, together=ctas)
+    return launch(text(body), "planted", shape, parameters, timing=timing, together=ctas)
+
+
+def kinds(body: str, ctas: int, timing: str) -> set[str]:
+    result = run(body, ctas, Timing(timing, int(torch.randint(1000, ()))))
     assert result.fault is None
     return {finding.kind for finding in result.findings}
 
@@ -105,3 +108,23 @@ def test_what_is_ordered_is_no_finding(name: str, timing: str) -> None:
 def test_what_nothing_orders_is_found(name: str, timing: str) -> None:
     body, ctas, kind = WRONG[name]
     assert kinds(body, ctas, timing) == {kind}
+
+
+STARVED = {Timing("late", seed).starved: seed for seed in range(1000)}
+"""A seed for each choice of the warp that only runs when no other can."""
+
+
+SETS = "st.relaxed.gpu.global.b32"
+SPINNING = passed_on("ld.relaxed.gpu.global.b32", "", SETS, after="")
+
+
+def test_who_spins_on_a_flag_lets_the_one_come_that_sets_it() -> None:
+    """Whoever is starved, and with warps of both CTAs that spin."""
+    assert sorted(STARVED) == list(range(64))
+    for seed in STARVED.values():
+        assert run(SPINNING, 2, Timing("late", seed)).fault is None, f"Timing('late', {seed})"
+
+
+def test_to_spin_on_what_nobody_sets_is_a_hang() -> None:
+    fault = run(SPINNING.replace(f"@%p1 {SETS} [%rd1+128], 7;", ""), 2, Timing("late", 1)).fault
+    assert fault is not None and fault.kind == "hang" and fault.text.count("keeps looping") == 2

@@ -281,7 +281,6 @@ ERRORS = [
     ("ret;;", "", "`;` is not an opcode"),
     (".reg .v8 .f32 a;", "", "`.v8` is not a type"),
     (".reg .b32 8;", "", "the name of a register"),
-    (".param .b32 a;", "", "`.param` is not known in a kernel"),
     (".shared .pred a;", "", "predicates do not lie in memory"),
     (".shared .b32 a = 3;", "", "an initial value in .shared memory"),
     (".shared .b32 a[];", "", "`a` has no size"),

@@ -37,6 +37,45 @@ from fa4flex.simulator.ptx.nodes import (
 properties = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
+CALL = f"""{HEADER}
+.extern .func  (.param .b32 func_retval0) vprintf
+(
+	.param .b64 vprintf_param_0,
+	.param .b64 vprintf_param_1
+)
+;
+.global .align 1 .b8 text[3] = {{104, 105, 0}};
+.visible .entry k()
+{{
+	.reg .b64 	%rd<2>;
+	.reg .b32 	%r<2>;
+	{{ // callseq 0, 0
+	.param .b64 	param0;
+	.param .b64 	param1;
+	.param .b32 	retval0;
+	mov.b64 	%rd1, text;
+	st.param.b64 	[param0], %rd1;
+	call.uni (retval0), vprintf, (param0, param1);
+	ld.param.b32 	%r1, [retval0];
+	}} // callseq 0
+	ret;
+}}
+"""
+
+
+def test_calls_of_vprintf() -> None:
+    """What is handed over lies in local memory."""
+    module = parse(CALL)
+    body = module.kernels["k"].body
+    assert [i.opcode for i in body] == ["mov.b64", "st.local.b64", "call.uni", "ld.local.b32", "ret"]
+    assert body[2].operands == (
+        Vector((Symbol("retval0"),)), Symbol("vprintf"), Vector((Symbol("param0"), Symbol("param1"))),
+    )  # fmt: skip
+    assert {v.name: v.size for v in module.kernels["k"].variables} == {"param0": 8, "param1": 8, "retval0": 4}
+    again = parse(show.module(module)).kernels["k"].body
+    assert [(i.opcode, i.operands) for i in again] == [(i.opcode, i.operands) for i in body]
+
+
 # --- random kernels -----------------------------------------------------------------------------------------
 
 NAMES = st.from_regex(r"%r(0|[1-9][0-9]?)|%p[0-3]|[a-b]0?[0-9]|P1(\$2)?", fullmatch=True)

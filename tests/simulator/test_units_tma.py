@@ -435,3 +435,17 @@ def test_rows_shorter_than_a_swizzled_line(mode: swizzle.Swizzle) -> None:
     with pytest.raises(InputError, match=f"at most {mode.span} bytes"):
         wide = TensorMap(A, "u8", (512, 9), (1, 512), (mode.span + 16, 9), mode)
         TensorMap.decode(wide.encode())
+
+
+def test_addresses_wrap_at_64_bits() -> None:
+    """As maps of ragged tensors have it: the rows of a sequence end where their dimension does, and two more
+    dimensions lead around all of memory to where it begins."""
+    most, sequence, begins, row = 1 << 30, 5, 7, 32
+    dims, strides = (16, most, 2 * most - 1, 2 * most - 1), (2, row, (1 << 35) - row, row)
+    tensor, memory = TensorMap(A, "bf16", dims, strides, (16, 8, 1, 1), swizzle.NONE), Memory(16 * row)
+    box = tma.box_at(tensor, (0, most - sequence, most, begins + sequence))
+    starts, size = box.rows()
+    assert (starts.tolist(), size) == ([A + (begins + i) * row for i in range(sequence)], row)
+    loaded = tma.load(tensor, box, memory).reshape(8, row)
+    assert (loaded[:sequence] == memory.bytes.reshape(16, row)[begins : begins + sequence]).all()
+    assert not loaded[sequence:].any()

@@ -48,12 +48,14 @@ class Gpu:
         return "\n".join(parts) or "nothing was launched"
 
     def run(self, captured: Launch) -> None:
-        """Raises Fault where the launch cannot be finished: a hang, an access outside memory."""
+        """Prints what the kernel does. Raises Fault where the launch cannot be finished: a hang, an access
+        outside memory."""
         shape = Shape(captured.grid, captured.block, captured.cluster, captured.shared_bytes)
         timing = Timing(self.timing, self.seed)
         memory, together = HostMemory(), self.together
         result = launch(captured.ptx, captured.kernel, shape, captured.params, memory, timing, together)
         self.results.append(result)
+        print(result.printed, end="")
         if result.fault is not None:
             raise Fault(result.fault)
 

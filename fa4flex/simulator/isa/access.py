@@ -112,15 +112,18 @@ class Accessor:
             for key in _keys(space, offsets):
                 flags.write(key, told, updates)
 
-    def watch(self, warp: Warp, cta: Cta, offsets: Addresses, width: int, write: bool) -> None:
-        """Tell the shadow of a CTA's shared memory that `width` bytes at each offset are accessed."""
+    def watch(
+        self, warp: Warp, cta: Cta, offsets: Addresses, width: int, write: bool, same: bool = False
+    ) -> None:
+        """Tell the shadow of a CTA's shared memory that `width` bytes at each offset are accessed; `same` if
+        what is written is there already."""
         order = cta.cluster.order
         number = order.warp_access(warp.agent, self.instruction)
         where = granules(offsets, width, cta.launch.granule)
         clock = order.clocks[warp.agent]
         cta.cluster.shared[self.instruction.line] += bandwidth(offsets, width)
         if write:
-            cta.shadow.write(number, where, clock)
+            cta.shadow.write(number, where, clock, same)
         else:
             cta.shadow.read(number, where, clock)
 
@@ -145,8 +148,10 @@ class Accessor:
     def _store(self, warp: Warp, space: Any, offsets: Addresses, values: NDArray[Any]) -> None:
         try:
             if isinstance(space, Cta):
+                size, count = values.dtype.itemsize, values.shape[1]
+                same = space.shared.load(offsets, size, count).tobytes() == values.tobytes()
                 space.shared.store(offsets, values)
-                self.watch(warp, space, offsets, values.dtype.itemsize * values.shape[1], write=True)
+                self.watch(warp, space, offsets, size * count, write=True, same=same)
             elif space == "local":
                 warp.local.store(offsets & (LOCAL_WINDOW - 1), values)
             else:

@@ -34,6 +34,7 @@ from fa4flex.simulator.isa.rounding import (
     saturated,
     to_single,
 )
+from fa4flex.simulator.isa.stochastic import stochastic
 from fa4flex.simulator.isa.table import Step, translates
 from fa4flex.simulator.ptx.nodes import WIDTHS, Instruction, Reg
 from fa4flex.simulator.units import numbers
@@ -48,6 +49,8 @@ _INTEGERS = tuple(f"{kind}{bits}" for kind in "us" for bits in (8, 16, 32, 64))
 def cvt(ins: Instruction) -> Step:
     if TYPE in ins.modifiers:
         return fixed_point(ins)
+    if "rs" in ins.modifiers[:1]:
+        return stochastic(ins)
     found = form(ins, (*_DIRECTIONS, "ftz", "sat", "relu", "satfinite"), [_DIRECTIONS])
     require(len(found.types) == 2, ins, "types")
     to, of = found.types

@@ -1,7 +1,7 @@
 """cvt to and from packed formats, and cvt.pack. PTX ISA 9.7.9.21 and 9.7.9.22.
 
-Not modelled: stochastic rounding (.rs), and scale factors (.scaled::n2::ue8m0) of these formats;
-fixed_point.py has s2f6.
+Not modelled: scale factors (.scaled::n2::ue8m0) of these formats, and stochastic rounding (.rs), of which
+stochastic.py has that to bf16x2; fixed_point.py has s2f6.
 """
 
 from __future__ import annotations

@@ -88,11 +88,12 @@ class Whole:
         if found is None:
             return False
         cta, spot = found
-        cta.shared.values(self.size, self.count)[spot.rows] = values
-        order = cta.cluster.order
+        all_values, order = cta.shared.values(self.size, self.count), cta.cluster.order
+        same = all_values[spot.rows].tobytes() == values.tobytes()
+        all_values[spot.rows] = values
         number = order.warp_access(warp.agent, self.instruction)
         cta.cluster.shared[self.instruction.line] += spot.bandwidth
-        cta.shadow.write(number, spot.granules, order.clocks[warp.agent])
+        cta.shadow.write(number, spot.granules, order.clocks[warp.agent], same)
         return True
 
 

@@ -24,6 +24,8 @@ from fa4flex.simulator.ptx.scopes import SPECIAL, UNRESOLVED, Names
 
 _OPCODE = re.compile(r"[a-z]\w*(?:(?:\.|::)\w+)*")
 _DISCARD = Discard()
+PRINTING = "vprintf"
+"""The function that the system has for kernels."""
 
 
 def instruction(tokens: Tokens, names: Names, index: int, source: str | None) -> Instruction:
@@ -37,13 +39,41 @@ def instruction(tokens: Tokens, names: Names, index: int, source: str | None) ->
         opcode += tokens.take()
     name = opcode.partition(".")[0]
     if name == "call":
-        raise tokens.error("functions cannot be called", "a kernel without calls (all functions inlined)", at)
-    if name in ("bra", "brx"):
+        operands = _call(tokens, names, at)
+    elif name in ("bra", "brx"):
         operands = _branch(tokens, names, name)
         names.branches(index, at)
     else:
         operands = _operands(tokens, names)
     return Instruction(opcode, operands, tokens.line(at), guard, unless, source)
+
+
+def _call(tokens: Tokens, names: Names, at: int) -> tuple[Operand, ...]:
+    """Reads (results), vprintf, (arguments)."""
+    results = _handed_over(tokens, names) if tokens.next == "(" and tokens.accept("(") else Vector(())
+    function = tokens.next
+    if function != PRINTING:
+        raise tokens.error(
+            "functions cannot be called",
+            f"a kernel without calls but of {PRINTING} (all functions inlined)",
+            at,
+        )
+    tokens.take()
+    tokens.expect(",", "after a function")
+    tokens.expect("(", "before arguments")
+    operands = results, Symbol(function), _handed_over(tokens, names)
+    tokens.expect(";", "after the operands")
+    return operands
+
+
+def _handed_over(tokens: Tokens, names: Names) -> Vector:
+    """Reads variables up to the closing parenthesis, and a comma behind it."""
+    found = [operand(tokens, names)]
+    while not tokens.accept(")"):
+        tokens.expect(",", "between variables")
+        found.append(operand(tokens, names))
+    tokens.accept(",")
+    return Vector(tuple(found))
 
 
 def _guard(tokens: Tokens, names: Names) -> tuple[Reg, bool]:

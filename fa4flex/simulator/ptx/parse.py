@@ -2,15 +2,17 @@
 
 Read and dropped are debug data (.section .debug_*), hints to the assembler (.pragma, .minnctapersm, .maxnreg)
 and what launches must keep to but Kernel has no field for (.maxntid, .explicitcluster, .blocksareclusters).
-Functions that no kernel calls are skipped. Anything unknown raises PtxError.
+Functions are skipped: none may be called but vprintf, which the system has. Anything unknown raises PtxError.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fa4flex.simulator.ptx.declare import SPACES, parameter, registers, variables
 from fa4flex.simulator.ptx.lex import END, Tokens, is_name
 from fa4flex.simulator.ptx.literals import integer
-from fa4flex.simulator.ptx.nodes import Instruction, Kernel, Module, Symbol, Variable
+from fa4flex.simulator.ptx.nodes import Address, Instruction, Kernel, Module, Symbol, Variable
 from fa4flex.simulator.ptx.operands import instruction
 from fa4flex.simulator.ptx.scopes import Names
 
@@ -176,6 +178,8 @@ class _Body:
         self.tokens, self.names, self.files = tokens, names, files
         self.instructions: list[Instruction] = []
         self.variables: list[Variable] = []
+        self._arguments: set[str] = set()
+        """Variables in which arguments and results of a call are handed over."""
         self._source: str | None = None
         self._sources: dict[tuple[str, str], str] = {}
 
@@ -202,8 +206,18 @@ class _Body:
             elif tokens.words[tokens.at + 1] == ":" and is_name(word):
                 self._label()
             else:
-                body.append(instruction(tokens, names, len(body), self._source))
+                body.append(self._own(instruction(tokens, names, len(body), self._source)))
         names.close(body, tokens)
+
+    def _own(self, statement: Instruction) -> Instruction:
+        """The statement; where it loads or stores an argument of a call, it does so in local memory, where a
+        thread has it (PTX ISA 5.1.6.4)."""
+        places = [operand.base for operand in statement.operands if isinstance(operand, Address)]
+        if statement.has("param") and any(
+            isinstance(place, Symbol) and place.name in self._arguments for place in places
+        ):
+            return replace(statement, opcode=statement.opcode.replace(".param", ".local"))
+        return statement
 
     def _label(self) -> None:
         """Reads `name:`, alone or before .branchtargets."""
@@ -227,6 +241,10 @@ class _Body:
             self._location()
         elif tokens.next in SPACES:
             self.variables += variables(tokens, self.names, tokens.take()[1:])
+        elif tokens.accept(".param"):
+            declared = variables(tokens, self.names, "local")
+            self._arguments.update(variable.name for variable in declared)
+            self.variables += declared
         elif tokens.next == ".pragma":
             _remark(tokens)
         else:

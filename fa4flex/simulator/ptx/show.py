@@ -66,6 +66,12 @@ def instruction(instruction: Instruction) -> str:
         assert isinstance(table, Vector)
         labels = ", ".join(operand(label) for label in table.items)
         return f"{{ _to_: .branchtargets {labels}; {guard}{instruction.opcode} {operand(register)}, _to_; }}"
+    if instruction.name == "call":
+        results, function, given = (
+            operand(o).replace("{", "(").replace("}", ")") for o in instruction.operands
+        )
+        results = "" if results == "()" else f"{results}, "
+        return f"{guard}{instruction.opcode} {results}{function}, {given};"
     operands = ", ".join(operand(o, wide) for o in instruction.operands)
     return f"{guard}{instruction.opcode}{' ' if operands else ''}{operands};"
 

@@ -54,6 +54,8 @@ class Result:
     turns: list[tuple[int, int, int, int, int]] = field(repr=False)
     useful: frozenset[int] = field(repr=False)
     """PTX lines of barriers, arrivals and waits by which some warp learned that something is over."""
+    printed: str = field(default="", repr=False)
+    """What threads have printed, in the order in which they did."""
 
 
 @lru_cache(maxsize=32)
@@ -126,6 +128,7 @@ def execute(
         program,
         scheduler.turns,
         frozenset(line for cluster in waiting.made for line in cluster.order.useful),
+        "".join(grid.printed),
     )
 
 

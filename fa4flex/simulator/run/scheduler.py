@@ -37,8 +37,8 @@ class Scheduler:
         self._resident: list[Cluster] = []
         self._ready: list[Warp] = []
         self._waiting: dict[Warp, Wait] = {}
-        self._idle = 0
-        """Blocks executed since anything changed, by warps that do not wait."""
+        self._idle: dict[Warp, int] = {}
+        """Blocks that each warp executed since anything changed, without waiting."""
         self._gave_up_at = -1
         self._retired = 0
         """What changed in clusters that are over."""
@@ -56,11 +56,22 @@ class Scheduler:
         while self._resident:
             self._wake()
             if self._ready:
-                self._turn(self.timing.next(self._ready))
+                self._turn(self.timing.next(self._candidates()))
             else:
                 self._unblock()
 
     # --- turns ----------------------------------------------------------------------------------------------
+
+    def _candidates(self) -> list[Warp]:
+        """The ready warps, without those that spun a whole turn more than another one since anything changed:
+        what they spin on may be set by just that one, and a timing may prefer them for ever."""
+        if not self._idle:
+            return self._ready
+        most = self._least_idle() + TURN
+        return [warp for warp in self._ready if self._idle.get(warp, 0) < most]
+
+    def _least_idle(self) -> int:
+        return min(self._idle.get(warp, 0) for warp in self._ready)
 
     def _turn(self, warp: Warp) -> None:
         self._ready.remove(warp)
@@ -75,14 +86,14 @@ class Scheduler:
         elif not any(other.groups for other in warp.cta.cluster.warps):
             self._retire(warp.cta.cluster)
             return
-        looping = result in ("spun", "yield")
+        looping = bool(warp.groups) and result in ("spun", "yield")
         if looping and self._changes() == before:
-            self._idle += self.time - started
-            if self._idle > SPINS * TURN * (len(self._ready) + 1):
-                self._idle = 0
+            self._idle[warp] = self._idle.get(warp, 0) + self.time - started
+            if self._least_idle() >= SPINS * TURN:
+                self._idle.clear()
                 self._unblock()
         else:
-            self._idle = 0
+            self._idle.clear()
         landing = self.timing.lands_now(warp.cta.cluster.units)
         if landing is not None:
             warp.cta.cluster.units.land(landing)
@@ -273,7 +284,7 @@ class Scheduler:
         cluster.ctas.clear()  # their memory is not needed any more
         self._resident.remove(cluster)
         self._retired += cluster.units.landings + 1
-        self._idle = 0
+        self._idle.clear()
         self._fill()
 
 

@@ -33,14 +33,15 @@ class Timing:
             raise InputError(f"timing {name!r}", f"one of {', '.join(TIMINGS)}", "choose one of them")
         self.name, self.eager = name, name == "eager"
         self._random = random.Random(seed)
-        self._starved = self._random.randrange(64) if name == "late" else None
+        self.starved = self._random.randrange(64) if name == "late" else None
+        """Number, modulo 64, of the agent that only runs when no other can."""
 
     def next(self, ready: Sequence[Warp]) -> Warp:
         """Whose turn it is, of the warps that can run, the longest waiting first."""
         if self.name == "random":
             return self._random.choice(ready)
-        if self._starved is not None and len(ready) > 1:
-            others = [w for w in ready if w.agent % 64 != self._starved]
+        if self.starved is not None and len(ready) > 1:
+            others = [w for w in ready if w.agent % 64 != self.starved]
             return (others or ready)[0]
         return ready[0]
 

@@ -65,6 +65,8 @@ class Grid:
     global_granule: int = 4
     """Bytes of global memory that are watched as one."""
     written: Written = field(init=False)
+    printed: list[str] = field(default_factory=list)
+    """What threads have printed."""
 
     def __post_init__(self) -> None:
         self.written = Written(self.global_granule, self.findings)

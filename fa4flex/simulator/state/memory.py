@@ -169,11 +169,16 @@ def _host_region(name: str, low: int, stop: int, writable: bool) -> Region:
 
 
 def _mappings() -> list[Region]:
-    """Mappings that the process may read now."""
-    found = []
+    """Mappings that the process may read now. Those that follow one another are one: a tensor may lie in both, as
+    where a heap has grown since a fork."""
+    spans: list[tuple[int, int, bool]] = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, rights = line.split()[:2]
         low, stop = (int(x, 16) for x in span.split("-"))
-        if rights[0] == "r" and not line.endswith(("[vvar]", "[vsyscall]")):
-            found.append(_host_region("unregistered host memory", low, stop, rights[1] == "w"))
-    return found
+        if rights[0] != "r" or line.endswith(("[vvar]", "[vsyscall]")):
+            continue
+        writable = rights[1] == "w"
+        if spans and spans[-1][1:] == (low, writable):
+            low = spans.pop()[0]
+        spans.append((low, stop, writable))
+    return [_host_region("unregistered host memory", *span) for span in spans]

@@ -104,7 +104,13 @@ def box_at(tensor: TensorMap, coordinates: Sequence[int]) -> Box:
         shape.append(extent)
         inside.append(slice(start, min(extent, -((at - dim) // step))))
     strides = [stride * step for stride, step in zip(tensor.strides[:0:-1], steps[:0:-1])]
-    return Box(tuple(shape[::-1]), tuple(inside[::-1]), address, (*strides, 1))
+    return Box(tuple(shape[::-1]), tuple(inside[::-1]), _wrapped(address), (*strides, 1))
+
+
+def _wrapped(address: int) -> int:
+    """Its low 64 bits, signed: maps of ragged tensors have strides that lead around all of memory, so that
+    coordinates which end a sequence in one dimension cancel in another one."""
+    return (address + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def gathered(tensor: TensorMap, coordinates: Sequence[int]) -> tuple[Box, ...]:

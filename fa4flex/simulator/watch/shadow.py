@@ -14,11 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fa4flex.simulator.watch.clock import Clock
-from fa4flex.simulator.watch.order import ASYNC, Describe, Order, over, passed
+from fa4flex.simulator.watch.order import ASYNC, GENERIC, Describe, Order, over, passed
 
 NOBODY = -1
 SEVERAL = -2
 """Agents have read a granule: their reads stand in the tables of each."""
+ALIKE = -3
+"""From here downwards: several agents have written the same to a granule. Which, is in a list."""
 Where = NDArray[np.intp] | slice
 """Granules: numbers or a range."""
 
@@ -33,6 +35,10 @@ class Shadow:
         """The last read since it was written if one agent alone has read it, else SEVERAL or NOBODY."""
         self.barriers: NDArray[np.bool_] | None = None
         """True where an mbarrier is alive in a granule; None as long as there was none."""
+        self._alike: list[tuple[int, ...]] = []
+        """Writes that left the same values: of ALIKE, of ALIKE - 1, and so on."""
+        self._places: dict[tuple[int, ...], int] = {}
+        """Their indices in that list."""
         self._readers: dict[int, NDArray[np.int32]] = {}
         """Number of each agent's last read of each granule that SEVERAL have read, else NOBODY."""
 
@@ -43,6 +49,8 @@ class Shadow:
         for before in distinct(self.writer[where]):
             if before == NOBODY:
                 self._report("uninitialised", "reads what nobody wrote", number, where, before, None)
+            elif before <= ALIKE:
+                self._read_alike(number, where, clock, before)
             elif accesses[before].agent == access.agent and access.load < 0:
                 continue
             elif not over(accesses[before], clock):
@@ -56,6 +64,20 @@ class Shadow:
                 self._read_as_well(access.agent, number, where, before_me)
                 return
         self.reader[where] = number
+
+    def _read_alike(self, number: int, where: Where, clock: Clock, met: int) -> None:
+        """Several have written the same: it is enough to know one of them."""
+        access, wrong = self.order.accesses[number], ""
+        for before in self._alike[ALIKE - met]:
+            other = self.order.accesses[before]
+            if other.agent == access.agent and access.load < 0:
+                return
+            if over(other, clock):
+                if access.proxy != ASYNC or passed(other, clock):
+                    return
+                wrong = "missing proxy fence"
+        text = "reads generic writes" if wrong else "reads too early"
+        self._report(wrong or "race", text, number, where, met, self._alike[ALIKE - met][-1])
 
     def _read_as_well(self, agent: int, number: int, where: Where, before: list[int]) -> None:
         """Move to the tables of each agent what others have read before."""
@@ -73,14 +95,18 @@ class Shadow:
             found = self._readers[agent] = np.full(self.size, NOBODY, np.int32)
         return found
 
-    def write(self, number: int, where: Where, clock: Clock) -> None:
-        """Access `number` writes; `clock` is what its agent knew when it began."""
+    def write(self, number: int, where: Where, clock: Clock, same: bool = False) -> None:
+        """Access `number` writes, `same` if what is there already; `clock` is what its agent knew when it
+        began."""
         access = self.order.accesses[number]
         if self.barriers is not None and self.barriers[where].any():
             granules = self._granules(where)
             place = self.describe(int(granules[self.barriers[granules]][0]))
             self.order.report("mbarrier", f"writes over an mbarrier that is in use, in {place}", number)
-        for before in distinct(self.writer[where]):
+        writers = distinct(self.writer[where])
+        if same and self._agrees(number, where, writers):
+            return
+        for before in self._each(writers):
             if before == NOBODY or (self.order.accesses[before].agent == access.agent and access.load < 0):
                 continue
             other = self.order.accesses[before]
@@ -102,6 +128,28 @@ class Shadow:
             self._forget_reads(met, where)
         self.writer[where] = number
 
+    def _agrees(self, number: int, where: Where, writers: list[int]) -> bool:
+        """Whether other warps wrote the same before: then all may write at once, and while that is read. A
+        warp that repeats what it wrote itself does not agree with anyone: it may be another message."""
+        accesses, agent = self.order.accesses, self.order.accesses[number].agent
+        for before in self._each(writers):
+            if before == NOBODY or accesses[before].proxy != GENERIC or accesses[before].agent == agent:
+                return False
+        for met in writers:
+            mine = self.writer[where] == met
+            together = (*self._each([met]), number)
+            place = self._places.setdefault(together, len(self._alike))
+            if place == len(self._alike):
+                self._alike.append(together)
+            self.writer[self._granules(where)[mine]] = ALIKE - place
+        return True
+
+    def _each(self, writers: list[int]) -> list[int]:
+        """Writers, where several wrote the same, each of them."""
+        if min(writers) > ALIKE:
+            return writers
+        return [x for met in writers for x in (self._alike[ALIKE - met] if met <= ALIKE else (met,))]
+
     def _reads(self, met: list[int], where: Where) -> list[int]:
         """Reads of these granules since they were written, the last of each agent; `met` is what `reader`
         holds there."""
@@ -122,7 +170,7 @@ class Shadow:
         `told` may still do was reported."""
         everywhere = slice(None)
         reads = self._reads(distinct(self.reader), everywhere)
-        met = {*distinct(self.writer), *reads} - {NOBODY, SEVERAL}
+        met = {*self._each(distinct(self.writer)), *reads} - {NOBODY, SEVERAL}
         for before in sorted(met):
             if self.order.accesses[before].agent not in told and not self.order.known(before, clock):
                 place = self.describe(self._first(everywhere, before))
