@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fa4flex
 from fa4flex import InputError, Paging
-from fa4flex.kernels.decode_sm90 import plan as decode_plan
+from fa4flex.codegen.plan import few_rows
 from fa4flex.variants import alibi, causal, sliding_window
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -26,7 +26,7 @@ LONGEST = 3000
 @pytest.fixture(autouse=True)
 def small_pages_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies of few keys as well, which are what this decides."""
-    monkeypatch.setattr(decode_plan, "LEAST_PAGE_ROWS", 1)
+    monkeypatch.setattr(few_rows, "LEAST_PAGE_ROWS", 1)
 
 
 class Pool:

@@ -10,6 +10,7 @@ import pytest
 
 import fa4flex
 from fa4flex.codegen.analyze.domain import Shape
+from fa4flex.codegen.plan import few_rows
 from fa4flex.codegen.plan.counts import check_counts
 from fa4flex.codegen.plan.errors import PlanError
 from fa4flex.codegen.plan.inputs import Inputs
@@ -81,7 +82,7 @@ def test_pages_whose_rows_are_whole_lines_are_read_in_place(
         problem = replace(PAGED, head_dim=d, head_dim_v=d, page_rows=rows)
         monkeypatch.undo()
         assert decode_plan.accepts(problem, SM90A) == (rows >= 8), "the others wait for a run on a chip"
-        monkeypatch.setattr(decode_plan, "LEAST_PAGE_ROWS", 1)
+        monkeypatch.setattr(few_rows, "LEAST_PAGE_ROWS", 1)
         if rows >= least:
             plan = planned(problem)
             assert plan.config().box_rows == min(rows, plan.tile_n) and plan.config().paged

@@ -17,8 +17,7 @@ from torch import Tensor
 
 import fa4flex
 from fa4flex import InputError, Paging, Sinks, simulator
-from fa4flex.codegen.plan import splitting
-from fa4flex.kernels.decode_sm90 import plan as decode_plan
+from fa4flex.codegen.plan import few_rows, splitting
 from fa4flex.runtime.cuda import faults
 from fa4flex.simulator.state.memory import BadAccess, HostMemory
 from fa4flex.variants import alibi, causal, sliding_window, softcap
@@ -35,7 +34,7 @@ def relative(score, b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]
 @pytest.fixture(autouse=True)
 def small_pages_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies of few keys as well, of which no chip has said that they are right."""
-    monkeypatch.setattr(decode_plan, "LEAST_PAGE_ROWS", 1)
+    monkeypatch.setattr(few_rows, "LEAST_PAGE_ROWS", 1)
 
 
 @pytest.fixture(autouse=True)
