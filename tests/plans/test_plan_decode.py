@@ -98,8 +98,8 @@ def test_page_sizes_have_classes() -> None:
 
 
 def test_no_other_kernel_takes_pages() -> None:
-    many = replace(PAGED, few_rows=False)
-    for problem, target in ((many, SM90A), (PAGED, SM100A), (replace(PAGED, mask_form="tables"), SM90A)):
+    many, tables = replace(PAGED, few_rows=False), replace(PAGED, mask_form="tables")
+    for problem, target in product((many, tables), (SM90A, SM100A)):
         with pytest.raises(fa4flex.UnsupportedError, match="pages of 16 keys"):
             dispatch.choose("forward", problem, target)
     for schedule in (Schedule(tile=(64, 64)), Schedule(order="row_major"), Schedule(next_tile="counter")):

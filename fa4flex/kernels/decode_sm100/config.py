@@ -89,6 +89,15 @@ class Config:
         return LANES // self.copies
 
     @property
+    def merges_over(self) -> str:
+        """The wider ring, in whose memory copies are merged when the last tile is multiplied."""
+        return wider(self.head_dim, self.head_dim_v)
+
+    @property
     def part(self) -> int:
         """Keys of a tile that one copy of the rows meets."""
         return self.tile_n // self.copies
+
+
+def wider(head_dim: int, head_dim_v: int) -> str:
+    return "k" if head_dim >= head_dim_v else "v"

@@ -131,7 +131,8 @@ class Forward:
         merged = cute.make_layout(
             (MERGED, LANES, MERGED_STAGES), stride=(1, MERGED_STRIDE, LANES * MERGED_STRIDE)
         )
-        start = cute.recast_ptr(storage.keys.data_ptr(), dtype=Float32)
+        ring = {"k": storage.keys, "v": storage.values}[self.config.merges_over]
+        start = cute.recast_ptr(ring.data_ptr(), dtype=Float32)
         return Shared(
             storage.keys.get_tensor(k.outer, swizzle=k.inner),
             storage.values.get_tensor(v.outer, swizzle=v.inner),

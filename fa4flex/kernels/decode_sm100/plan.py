@@ -26,6 +26,7 @@ from fa4flex.kernels.decode_sm100.config import (
     WARPS,
     Config,
     TensorMemory,
+    wider,
 )
 from fa4flex.kernels.decode_sm100.topology import decode_topology
 from fa4flex.kernels.fwd_sm100.plan import plan_blackwell
@@ -159,7 +160,7 @@ def _memory(problem: Problem, tile_n: int, kv_stages: int, target: Target) -> Me
         "v": tile_bytes(tile_n, dv, size) * kv_stages,
     }
     sizes["merged"] = MERGED_STAGES * LANES * MERGED_STRIDE * NUMBER
-    return lay_out(sizes, {"merged": "k"}, 4 * kv_stages + SINGLE_BARRIERS, target)
+    return lay_out(sizes, {"merged": wider(d, dv)}, 4 * kv_stages + SINGLE_BARRIERS, target)
 
 
 def _columns(problem: Problem, tile_n: int, target: Target) -> Columns:

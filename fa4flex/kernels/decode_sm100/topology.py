@@ -8,8 +8,8 @@ kernel waits for. One warp issues all products, which the tensor core executes i
 Four warps take the softmax, rescale the output and write it. Each has its own lanes of tensor memory, and no
 thread needs another's numbers before the end: the query rows are in tensor memory several times, and each
 copy meets its own part of every tile's keys, with a maximum, a sum and an output of its own. At the end
-copies are merged through the memory of the keys, as splits are by another kernel. A block has one tile: a
-part of the keys of a sequence and a head of keys.
+copies are merged through the memory of the wider ring, as splits are by another kernel. A block has one tile:
+a part of the keys of a sequence and a head of keys.
 
 What is not there, and why the simulation finds nothing missing:
 
@@ -44,6 +44,7 @@ from fa4flex.kernels.decode_sm100.config import (
     MERGED_STAGES,
     MULTIPLY,
     TOUCH_TENSOR_MEMORY,
+    wider,
 )
 
 CORE = "the tensor core"
@@ -74,7 +75,7 @@ def decode_topology(
             Barrier("p_full", WARPGROUP, "probabilities are there and the output may be added to"),
             Barrier("o_full", 1, "the output is complete"),
         ),
-        overlaps=(*columns.overlaps, ("merged", "k")),
+        overlaps=(*columns.overlaps, ("merged", wider(*widths))),
         stages=(("merged", MERGED_STAGES),),
         by_warp=(*columns.names, "statistics", "merged"),
         places=(
