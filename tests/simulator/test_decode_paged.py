@@ -1,30 +1,27 @@
-"""Keys in pages, read in place by the Hopper kernel for few query rows, on the simulated GPU: right against
-the oracle, whatever the parts of the pool hold that no sequence uses, and nothing outside it is touched."""
+"""Keys in pages, read in place by the kernels for few query rows, on the simulated GPU: right against the
+oracle, whatever the parts of the pool hold that no sequence uses, and nothing outside it is touched. All of
+it on Blackwell is exhaustive; some is in test_decode_blackwell.py."""
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from decoding import SIMULATED, split_in
+from decoding_pages import Drawn, Size, attend, check, compare, drawn, guarded
 
 import fa4flex
 from fa4flex import InputError, Paging, Sinks, simulator
-from fa4flex.codegen.plan import few_rows, splitting
+from fa4flex.codegen.plan import few_rows
 from fa4flex.runtime.cuda import faults
 from fa4flex.simulator.state.memory import BadAccess, HostMemory
 from fa4flex.variants import alibi, causal, sliding_window, softcap
 
 TABLE = torch.randn(8, 700) / 2
-HOLES = (-1, 10**9, -(1 << 31), 1 << 20)
-"""What entries of a page table hold that stand for no page."""
 
 
 def relative(score, b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]
@@ -32,8 +29,6 @@ def relative(score, b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]
 
 
 CHIPS = ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.exhaustive)]
-SIMULATED = {"chip": "sm_90a"}
-"""What calls run on."""
 
 
 @pytest.fixture(autouse=True, params=CHIPS)
@@ -55,69 +50,6 @@ def no_fault_is_left() -> Iterator[None]:
     assert not faults._pending.value, "a fault that the test did not expect"
 
 
-@dataclass(frozen=True)
-class Size:
-    """Heads of queries and of keys, queries, lengths of the sequences, widths of keys and of values, slots of
-    a page."""
-
-    heads: int = 4
-    kv_heads: int = 1
-    q_len: int = 2
-    lengths: tuple[int, ...] = (150, 33)
-    d: int = 64
-    dv: int = 64
-    page_size: int = 16
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """A call: caches are poisoned where no sequence has a key."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    paging: Paging
-
-    def __call__(self, attn: fa4flex.Attention, exactly: bool = False, **more: Any) -> Any:
-        given = (self.q, self.k, self.v)
-        return attn(*(x.double() if exactly else x for x in given), paging=self.paging, **more)
-
-
-def drawn(size: Size, spare: int = 2, dtype: torch.dtype = torch.bfloat16) -> Drawn:
-    """Pages in any order, two columns and some pages more than there have to be."""
-    columns = -(-max(max(size.lengths), 1) // size.page_size) + spare
-    live = [-(-n // size.page_size) for n in size.lengths]
-    pages = torch.randperm(sum(live) + 3)[: sum(live)].split(live)
-    holes = torch.tensor(HOLES)[torch.randint(len(HOLES), (len(live), columns))]
-    table = holes.to(torch.int32)
-    shape = sum(live) + 3, size.page_size, size.kv_heads
-    k, v = (torch.full((*shape, width), torch.nan, dtype=dtype) for width in (size.d, size.dv))
-    for b, (mine, length) in enumerate(zip(pages, size.lengths)):
-        table[b, : len(mine)] = mine
-        token = torch.arange(length)
-        for cache in (k, v):
-            filled = torch.randn(length, size.kv_heads, cache.shape[-1]).to(dtype)
-            cache[mine[token // size.page_size], token % size.page_size] = filled
-    q = torch.randn(len(live), size.heads, size.q_len, size.d).to(dtype)
-    used = torch.tensor(size.lengths, dtype=torch.int32)
-    return Drawn(q, guarded(k), guarded(v), Paging(guarded(table), guarded(used)))
-
-
-GUARD = 64 << 10
-"""Bytes behind a tensor that nobody may read."""
-
-
-def guarded(x: Tensor) -> Tensor:
-    """A copy that ends where memory does: the simulator tells of every access past it."""
-    size = -(-x.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    memory = mmap.mmap(-1, size + GUARD)
-    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    none = 0
-    assert not ctypes.CDLL(None).mprotect(ctypes.c_void_p(start + size), ctypes.c_size_t(GUARD), none)
-    copied = torch.frombuffer(memory, dtype=x.dtype, count=x.numel(), offset=size - x.nbytes).view(x.shape)
-    return copied.copy_(x)
-
-
 def test_reads_past_a_table_are_found() -> None:
     """What these tests rely on."""
     table = guarded(torch.zeros(3, dtype=torch.int32))
@@ -125,34 +57,6 @@ def test_reads_past_a_table_are_found() -> None:
     assert memory.load(np.array([end - 4]), 4).size == 1
     with pytest.raises(BadAccess):
         memory.load(np.array([end]), 4)
-
-
-def split_in(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    monkeypatch.setattr(splitting, "_splits", lambda pairs, tiles, *more: min(count, tiles))
-
-
-def attend(attn: fa4flex.Attention, given: Drawn) -> tuple[Tensor, Tensor]:
-    """On the simulated GPU, under a random timing; nothing may be found, and nothing else is launched."""
-    timing, seed = random.choice([("eager", 0), ("late", 1), ("random", random.randrange(99))])
-    with torch.no_grad(), simulator.device(SIMULATED["chip"], seed, timing) as gpu:
-        out, lse = given(attn, return_lse=True)
-    kernels = [result.kernel for result in gpu.results]
-    assert all("decode" in name or "combine" in name for name in kernels), kernels
-    assert any("decode" in name for name in kernels)
-    assert not gpu.findings, f"{timing} {seed}: {gpu.report()}"
-    return out, lse
-
-
-def compare(attn: fa4flex.Attention, given: Drawn, out: Tensor, lse: Tensor) -> None:
-    exact, exact_lse = given(attn, exactly=True, return_lse=True)
-    rounding = torch.finfo(given.q.dtype).eps / 2
-    assert (out.double() - exact).abs().max().item() <= 2 * rounding * exact.abs().max().item()
-    torch.testing.assert_close(lse.double(), exact_lse, atol=1e-4, rtol=0)
-    assert not out[exact_lse == -torch.inf].any()
-
-
-def check(attn: fa4flex.Attention, given: Drawn) -> None:
-    compare(attn, given, *attend(attn, given))
 
 
 PAGES = {
