@@ -30,9 +30,9 @@ WARPS = 6
 TOUCH_TENSOR_MEMORY = 32 * 5
 """Threads of the warps that take the softmax, and of the one that multiplies."""
 
-ALLOCATED, MEET, FINISHED = 1, 2, 3
+ALLOCATED, MEET = 1, 2
 """Named barriers: tensor memory is there, for all who touch it; the four warps of the softmax have written
-what the others read, or have read it; they have read the last of tensor memory."""
+what the others read, or have read it."""
 
 
 @dataclass(frozen=True)

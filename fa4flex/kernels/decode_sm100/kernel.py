@@ -21,7 +21,6 @@ from fa4flex.kernels.common.tensor_core import operand_ring, tensor_memory
 from fa4flex.kernels.common.transfer import Transfers
 from fa4flex.kernels.decode_sm100.config import (
     ALLOCATED,
-    FINISHED,
     LANES,
     LOAD,
     MERGED,
@@ -117,7 +116,6 @@ class Forward:
             memory.wait_for_alloc()
             base = memory.retrieve_ptr(Float32)
             self.softmax.run(arguments, shared, pipes, products, base)
-            cute.arch.barrier(barrier_id=FINISHED, number_of_threads=LANES)
             memory.free(base)
 
     def initialise(self, storage: Any) -> None:

@@ -16,6 +16,8 @@ What is not there, and why the simulation finds nothing missing:
 no s_empty        S(j + 1) comes after O(j), which waited for probabilities of all of S(j), and has read them:
                   they lie over the scores.
 no o_empty        O is rescaled when S(j) is there, so after O(j - 1), and before probabilities of j are.
+no finished       The four warps meet for the last time when all of the output is read: then the first one
+                  frees tensor memory.
 """
 
 from __future__ import annotations
@@ -37,7 +39,6 @@ from fa4flex.codegen.plan.topology import (
 )
 from fa4flex.kernels.decode_sm100.config import (
     ALLOCATED,
-    FINISHED,
     LOAD,
     MEET,
     MERGED,
@@ -67,7 +68,6 @@ def decode_topology(
         (
             NamedBarrier("allocated", ALLOCATED, TOUCH_TENSOR_MEMORY),
             NamedBarrier("meeting", MEET, WARP * WARPGROUP),
-            NamedBarrier("finished", FINISHED, WARP * WARPGROUP),
         ),
         "none",
         mbarriers=(
@@ -151,7 +151,7 @@ def _softmax(chunks: int) -> Role:
         first=(Event("fill", "Q", per="work"), *take, *give),
         body=(*take, Event("update", "O", each=UPDATES), *give),
         last=(Event("await", "o_full", per="work"), *merge),
-        closing=(Event("sync", "finished"), Event("free", WHOLE)),
+        closing=(Event("free", WHOLE),),
         apart=True,
     )
 
