@@ -35,7 +35,10 @@ from fa4flex.kernels.fwd_sm100.tiles import WIDEST_OUTPUT, WIDTHS, pad
 COPIES = {True: 4, False: 2}
 """Copies of the query rows, by whether there are so few that four fit into the lanes of tensor memory."""
 
-LEAST_STAGES, MOST_STAGES = 2, 8
+MOST_SCORES = 32
+"""Scores of a thread: of 64, with the terms of a score mod beside them, some kernels spill."""
+
+LEAST_STAGES, MOST_STAGES = 2, 16
 
 SINGLE_BARRIERS = 4
 """Those of no ring of tiles: queries, scores, probabilities and the output are there."""
@@ -191,7 +194,8 @@ def plan_decode(request: ForwardRequest) -> ForwardPlan:
     if asks_for_order(request):
         return plan_blackwell(request)
     problem, target = request.problem, request.target
-    tile_n = keys_of((pad(problem.head_dim), pad(problem.head_dim_v)))
+    copies = COPIES[problem.fewest_rows]
+    tile_n = min(keys_of((pad(problem.head_dim), pad(problem.head_dim_v))), copies * MOST_SCORES)
     columns = _allocated(_columns(problem, tile_n, target))
     fitting = [
         (blocks, stages)
@@ -205,7 +209,7 @@ def plan_decode(request: ForwardRequest) -> ForwardPlan:
         target=target,
         problem=problem,
         tile_n=tile_n,
-        copies=COPIES[problem.fewest_rows],
+        copies=copies,
         kv_stages=stages,
         blocks=blocks,
         rescale_threshold=request.rescale_threshold,
