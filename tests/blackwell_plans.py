@@ -22,6 +22,7 @@ from fa4flex.codegen.plan.tensor_memory import Columns
 from fa4flex.codegen.plan.topology import Event, Role, Topology
 from fa4flex.codegen.plan.verify import round_robin, simulate
 from fa4flex.kernels.bwd_sm100.plan import BlackwellBackwardPlan
+from fa4flex.kernels.decode_sm100.plan import BlackwellDecodePlan
 from fa4flex.kernels.dispatch import plan_forward
 from fa4flex.kernels.fwd_sm100.columns import lay_out_columns
 from fa4flex.kernels.fwd_sm100.plan import BlackwellPlan
@@ -165,7 +166,7 @@ def with_columns(columns: Columns, name: str, first: int) -> Columns:
     return replace(columns, ranges=ranges)
 
 
-def refuses_columns(plan: BlackwellBackwardPlan, moved: str, to: str) -> None:
+def refuses_columns(plan: BlackwellBackwardPlan | BlackwellDecodePlan, moved: str, to: str) -> None:
     """Asserts that PlanError is raised where one range of columns is put over another."""
     first = next(r.first for r in plan.columns.ranges if r.name == to)
     columns = with_columns(plan.columns, moved, first)

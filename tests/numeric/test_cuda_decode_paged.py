@@ -14,10 +14,11 @@ from fa4flex import InputError, Paging
 from fa4flex.codegen.plan import paging as plan_paging
 from fa4flex.variants import alibi, causal, sliding_window
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+CHIPS = ((9, 0), (10, 0), (10, 3))
+HERE = torch.cuda.is_available() and torch.cuda.get_device_capability() in CHIPS
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not HOPPER, reason="needs a CUDA device of compute capability 9.0"),
+    pytest.mark.skipif(not HERE, reason="needs a CUDA device of compute capability 9.0, 10.0 or 10.3"),
 ]
 
 LONGEST = 3000

@@ -1,4 +1,4 @@
-"""One synchronisation less is noticed in the Hopper kernel for few query rows, right as it stands."""
+"""One synchronisation less is noticed in the kernels for few query rows, right as they stand."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from own_forward import Own, captured_forward
 
 from fa4flex.codegen.plan import splitting
 
+CHIPS = pytest.mark.parametrize("chip", ["sm_90a", "sm_100a"])
+
 
 @lru_cache
-def forward(masked: bool, dim: int) -> Own:
+def forward(chip: str, masked: bool, dim: int) -> Own:
     """One block has all keys of a head, and its rings go round."""
     keys = 900 if dim == 64 else 470
     with patch.object(splitting, "_splits", lambda *given: 1):
-        return captured_forward("sm_90a", Size(batch=1, heads=1, q_len=40, kv_len=keys, dim=dim), masked)
+        return captured_forward(chip, Size(batch=1, heads=1, q_len=40, kv_len=keys, dim=dim), masked)
 
 
 def implied(mutant: Mutant) -> bool:
@@ -29,19 +31,21 @@ def implied(mutant: Mutant) -> bool:
 
 
 @pytest.mark.slow
-def test_some() -> None:
-    own = forward(random.random() < 0.5, random.choice((64, 128)))
+@CHIPS
+def test_some(chip: str) -> None:
+    own = forward(chip, random.random() < 0.5, random.choice((64, 128)))
     assert "decode" in own.launch.kernel
     for mutant in random.sample([m for m in own.that_matter() if not implied(m)], 4):
         assert own.noticed(mutant), mutant
 
 
 @pytest.mark.exhaustive
+@CHIPS
 @pytest.mark.parametrize("masked", [False, True], ids=["dense", "causal"])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_all(masked: bool, dim: int) -> None:
+def test_all(masked: bool, dim: int, chip: str) -> None:
     """Every mutant that can matter is noticed, but for those that are implied."""
-    own = forward(masked, dim)
+    own = forward(chip, masked, dim)
     tried = own.that_matter()
     left = [mutant for mutant in tried if not own.noticed(mutant)]
     print(len(left), "of", len(tried), *left, sep="\n")

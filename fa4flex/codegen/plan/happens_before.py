@@ -139,7 +139,7 @@ class Memory:
         parts = range(WARPS if name in self.by_warp else 1)
         for part in parts if warp is None or len(parts) == 1 else (warp,):
             cell = self._cells(place)[part]
-            touched = [cell, *(cells[part] for over in self.over[name] for cells in self.named[over])]
+            touched = [cell, *self._under(name, part, len(parts))]
             for other in touched:
                 self._require_ordered(step, kind, verb, name, other, number)
             if kind != "write":
@@ -151,6 +151,11 @@ class Memory:
         if number is not None:
             lifetime = self.trace.lifetimes[name, number]
             (lifetime.reads if kind == "read" else lifetime.writes).append(step)
+
+    def _under(self, name: str, part: int, parts: int) -> list[_Cell]:
+        """What shares bytes with a part: the same one where there are as many, else all of it."""
+        found = [cells for over in self.over[name] for cells in self.named[over]]
+        return [cell for cells in found for cell in (cells if len(cells) != parts else (cells[part],))]
 
     def require_read(self) -> None:
         for cells in self.cells.values():

@@ -32,6 +32,7 @@ ALIGNMENTS = {
     "next": ANSWER,
     **dict.fromkeys(("columns", "scales", "finals"), NUMBER),
     **dict.fromkeys(("lse2", "delta"), 128),
+    "statistics": 16,
 }
 """Bytes that regions without tiles are aligned to, by name."""
 

@@ -22,7 +22,7 @@ PAGE_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 """Classes of page sizes."""
 
 _FLAGS = (
-    "few_queries", "few_rows", "many_queries", "many_keys", "sinks", "wide_index", "in_range",
+    "few_queries", "few_rows", "fewest_rows", "many_queries", "many_keys", "sinks", "wide_index", "in_range",
     "positive_scale", "sloped", "deterministic", "long_scores", "pair_reads", "long_masks", "grouped",
 )  # fmt: skip
 
@@ -49,6 +49,7 @@ class Problem:
     few_queries            no sequence has more queries than `Target.few_queries`; False is always right
     few_rows               of forward passes: no sequence has more queries, times the heads that share a head
                            of keys, than `Target.few_rows`; False is always right
+    fewest_rows            the same of `Target.fewest_rows`
     deterministic          of backward passes: sums are the same to the last bit, run after run
     many_queries           every sequence has more queries than `Target.many_queries`; False is always right
     many_keys              of backward passes: sequences have more keys than `Target.many_keys`, as far as
@@ -82,6 +83,7 @@ class Problem:
     page_rows: int = 0
     few_queries: bool = False
     few_rows: bool = False
+    fewest_rows: bool = False
     many_queries: bool = False
     many_keys: bool = False
     sloped: bool = False
@@ -127,7 +129,7 @@ class Problem:
         )
         extras = (
             ["few queries"] * self.few_queries
-            + ["few rows"] * self.few_rows
+            + [f"{'fewest' if self.fewest_rows else 'few'} rows"] * (self.few_rows or self.fewest_rows)
             + ["many queries"] * self.many_queries
         )
         extras += ["many keys"] * self.many_keys

@@ -31,7 +31,8 @@ def forward_problem(inputs: Inputs, proved: Proved, target: Target) -> Problem:
         in_range=proved.in_range,
         positive_scale=inputs.positive_scale,
         few_queries=longest <= target.few_queries,
-        few_rows=longest <= _few_rows(inputs, target),
+        few_rows=longest <= _few_rows(inputs, target.few_rows),
+        fewest_rows=longest <= _few_rows(inputs, target.fewest_rows),
         many_queries=inputs.lengths == "dense" and 0 < target.many_queries < longest,
         operands=inputs.operands,
         page_rows=inputs.page_rows,
@@ -46,6 +47,7 @@ def backward_problem(
     return replace(
         problem,
         few_rows=False,
+        fewest_rows=False,
         sloped=facts.gradient.by_score is not const(1.0),
         deterministic=deterministic,
         many_keys=0 < target.many_keys < inputs.usual_keys and _met_alike(facts, problem),
@@ -58,9 +60,12 @@ def backward_problem(
 
 def same_problem(inputs: Inputs, target: Target) -> Reach:
     """The extents, around those of `inputs`, for which `forward_problem` sets the same flags."""
-    few = _few_rows(inputs, target)
-    least, most = _side(inputs.extents.q_len, few) if few >= 0 else (0, ANY)
-    return _same_queries(inputs, target).within(Reach((0, least, 0), (ANY, most, ANY)))
+    reach = _same_queries(inputs, target)
+    for rows in (target.few_rows, target.fewest_rows):
+        few = _few_rows(inputs, rows)
+        least, most = _side(inputs.extents.q_len, few) if few >= 0 else (0, ANY)
+        reach = reach.within(Reach((0, least, 0), (ANY, most, ANY)))
+    return reach
 
 
 def _same_queries(inputs: Inputs, target: Target) -> Reach:
@@ -73,13 +78,13 @@ def _same_queries(inputs: Inputs, target: Target) -> Reach:
     return Reach((0, least, 0), (ANY, most, ANY))
 
 
-def _few_rows(inputs: Inputs, target: Target) -> int:
-    """The most queries of a sequence that a tile of few rows holds; -1 where there is no such tile. Of packed
-    sequences, all queries together are known, which says nothing of one."""
-    if not target.few_rows or inputs.lengths == "packed":
+def _few_rows(inputs: Inputs, rows: int) -> int:
+    """The most queries of a sequence that a tile of so many rows holds; -1 where there is no such tile. Of
+    packed sequences, all queries together are known, which says nothing of one."""
+    if not rows or inputs.lengths == "packed":
         return -1
     group = inputs.extents.heads // max(inputs.kv_heads, 1)
-    return target.few_rows // max(group, 1)
+    return rows // max(group, 1)
 
 
 def same_backward_problem(inputs: Inputs, target: Target) -> Reach:

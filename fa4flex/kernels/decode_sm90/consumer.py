@@ -18,6 +18,7 @@ from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.fragment import as_operand, multiply, narrow, rows_and_columns
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.keys import tile_at
+from fa4flex.kernels.common.packed_rows import Row, Tile, place_of, tile_of
 from fa4flex.kernels.common.pointwise import Fragment, prepare_rows
 from fa4flex.kernels.common.products import ROWS, Products, products_of
 from fa4flex.kernels.common.softmax import (
@@ -34,7 +35,6 @@ from fa4flex.kernels.common.softmax import (
 from fa4flex.kernels.decode_sm90.config import Config
 from fa4flex.kernels.decode_sm90.epilogue import Epilogue
 from fa4flex.kernels.decode_sm90.resources import Pipes, Shared
-from fa4flex.kernels.decode_sm90.rows import Row, Tile, place_of, tile_of
 
 MEET = 1
 """Named barrier of the warpgroup."""

@@ -10,9 +10,9 @@ from cutlass import Float32, Int32, const_expr, cute, select_
 from fa4flex.kernels.combine.workspace import log_sums, outputs, row_number
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.fragment import rows_and_columns
+from fa4flex.kernels.common.packed_rows import Row, Tile
 from fa4flex.kernels.common.softmax import finish, multiply_rows
 from fa4flex.kernels.decode_sm90.config import Config
-from fa4flex.kernels.decode_sm90.rows import Row, Tile
 
 
 class Epilogue:

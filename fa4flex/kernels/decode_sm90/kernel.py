@@ -18,12 +18,11 @@ from cutlass.tensor_utils import LayoutEnum
 
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.hooks import Hooks
-from fa4flex.kernels.common.paged_key_values import box_transfers
 from fa4flex.kernels.common.products import ROWS, tiled_products
-from fa4flex.kernels.common.transfer import Transfers, reordered
+from fa4flex.kernels.common.split_producer import Producer, Stages, stage_layouts, stage_transfers
+from fa4flex.kernels.common.transfer import Transfers
 from fa4flex.kernels.decode_sm90.config import Config
 from fa4flex.kernels.decode_sm90.consumer import Consumer
-from fa4flex.kernels.decode_sm90.producer import Producer
 from fa4flex.kernels.decode_sm90.resources import Pipes, Shared
 
 ALL_SHARED = 100
@@ -46,7 +45,7 @@ class Forward:
     def __call__(self, arguments: Arguments, stream: cuda.CUstream) -> None:
         kind = arguments.q.element_type
         layouts = self.layouts(kind)
-        k, v = self.transfers(arguments, layouts)
+        k, v = stage_transfers(arguments, self.config, layouts[1:])
         pairs = arguments.q.shape[0] * arguments.k.shape[2]
         mma = tiled_products(kind, self.config.tile_n, self.config.head_dim_v)
         self.device(arguments, k, v, mma).launch(
@@ -59,27 +58,9 @@ class Forward:
 
     def layouts(self, kind: Any) -> tuple[Any, Any, Any]:
         """Swizzled shared-memory layouts of q, k, v; their last mode counts stages."""
-        config = self.config
-        row, column = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
-        n, d, dv = config.tile_n, config.head_dim, config.head_dim_v
-        return (
-            sm90.make_smem_layout_a(row, (ROWS, n, d), kind, 1),
-            sm90.make_smem_layout_b(row, (ROWS, n, d), kind, config.kv_stages),
-            # values are loaded (tile_n, head_dim_v) row by row, which is an MN-major B operand
-            sm90.make_smem_layout_b(column, (ROWS, dv, n), kind, config.kv_stages),
-        )
-
-    def transfers(self, arguments: Arguments, layouts: tuple[Any, ...]) -> tuple[Any, Any]:
-        config = self.config
-        k, v = reordered(arguments.k, [1, 3, 2, 0]), reordered(arguments.v, [3, 1, 2, 0])
-        _, k_layout, v_layout = (cute.slice_(layout, (None, None, 0)) for layout in layouts)
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        if config.paged:
-            return box_transfers(load, (k, v), (k_layout, v_layout), config.box_rows)
-        return (
-            cpasync.make_tiled_tma_atom(load, k, k_layout, (config.tile_n, config.head_dim)),
-            cpasync.make_tiled_tma_atom(load, v, v_layout, (config.head_dim_v, config.tile_n)),
-        )
+        tile = ROWS, self.config.tile_n, self.config.head_dim
+        q = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, kind, 1)
+        return q, *stage_layouts(self.config, kind)
 
     def storage(self, layouts: tuple[Any, ...], kind: Any) -> Any:
         config = self.config
@@ -121,7 +102,7 @@ class Forward:
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.config.producer_registers)
             if warp == 0:
-                self.producer.run(arguments, transfers, shared, pipes)
+                self.producer.run(arguments, transfers, Stages(shared.k, shared.v, pipes.k, pipes.v))
         else:
             cute.arch.setmaxregister_increase(self.config.consumer_registers)
             self.consumer.run(arguments, shared, pipes, mma)

@@ -6,19 +6,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from fa4flex.codegen.plan.bound import Bound, Size, expected_bound, for_long
+from fa4flex.codegen.plan.bound import Size, for_long
 from fa4flex.codegen.plan.counts import check_counts
 from fa4flex.codegen.plan.errors import PlanError
+from fa4flex.codegen.plan.few_rows import FewRowsPlan, asks_for_order, keys_of, room_of, share_of, takes
 from fa4flex.codegen.plan.memory import Memory, lay_out, tile_bytes
-from fa4flex.codegen.plan.paging import box_rows, explain_pages, readable
+from fa4flex.codegen.plan.paging import explain_pages
 from fa4flex.codegen.plan.pipeline import ForwardPlan, Pipeline
 from fa4flex.codegen.plan.problem import Problem
-from fa4flex.codegen.plan.request import ForwardRequest, Order, check_threshold, rescaling
-from fa4flex.codegen.plan.splitting import Splitting
+from fa4flex.codegen.plan.request import ForwardRequest, check_threshold, rescaling
 from fa4flex.codegen.plan.target import Target
 from fa4flex.codegen.plan.topology import Topology
 from fa4flex.codegen.plan.verify import prove
-from fa4flex.codegen.plan.work import Work
 from fa4flex.kernels.decode_sm90.config import Config
 from fa4flex.kernels.decode_sm90.topology import decode_topology
 from fa4flex.kernels.fwd_sm90.plan import plan_hopper
@@ -28,61 +27,20 @@ from fa4flex.kernels.fwd_sm90.tiles import pad
 ROWS = 64
 """Rows of a tile."""
 
-NARROW = 64
-"""Heads up to this width have tiles of KEYS[True] keys, wider ones of KEYS[False]: a tile is then 16 KB."""
-
-KEYS = {True: 128, False: 64}
-
-RESERVED = 1024
-"""Bytes of shared memory that each block takes besides its own."""
-
 LEAST_STAGES, MOST_STAGES = 2, 4
 
 SPLITS = {2: Split(40, 216), 1: Split(56, 240)}
 """Registers by blocks of a multiprocessor."""
 
 
-@dataclass(frozen=True)
-class DecodePlan:
-    """A forward kernel for `problem` on `target`, for so many keys per tile and stages, and so many blocks of
-    a multiprocessor at a time.
+@dataclass(frozen=True, kw_only=True)
+class DecodePlan(FewRowsPlan):
+    """The plan of `decode_sm90`: registers of its two warpgroups besides."""
 
-    rescale_threshold    log2 units by which a score may pass the maximum in use before that is raised
-    work                 what the hooks cost and keep
-    share                tiles of keys per split, where the schedule asks for it
-    """
-
-    target: Target
-    problem: Problem
-    tile_n: int
-    kv_stages: int
-    blocks: int
     registers: Split
-    rescale_threshold: float
-    work: Work
-    share: int | None = None
 
     module: ClassVar[str] = "fa4flex.kernels.decode_sm90"
-
-    @property
-    def tile(self) -> tuple[int, int]:
-        return ROWS, self.tile_n
-
-    @property
-    def order(self) -> Order:
-        return "linear"
-
-    @property
-    def splitting(self) -> Splitting:
-        uneven = self.problem.lengths != "dense"
-        return Splitting(
-            self.tile_n, self.problem.head_dim_v, self.target.multiprocessors, uneven, self.share
-        )
-
-    @property
-    def box_rows(self) -> int:
-        """Keys that one TMA copy brings: all of a tile, or as many as surely lie together in a page."""
-        return box_rows(self.problem, self.tile_n)
+    rows: ClassVar[int] = ROWS
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -104,10 +62,6 @@ class DecodePlan:
     def need(self) -> Need:
         """Estimate of what a consumer thread keeps in registers."""
         return consumer_need(self.tile_n, self.widths[1], self.work)
-
-    def bound(self, size: Size) -> Bound:
-        """The least time of a launch of this size, and the unit that sets it."""
-        return expected_bound(self.problem, self.widths, self.work, self.target, size)
 
     def config(self) -> Config:
         """What the hand-written kernel is built from."""
@@ -132,13 +86,7 @@ class DecodePlan:
         """PlanError or UnsupportedError unless the plan holds: sums of bytes, registers, barriers; regions;
         and a run of the token simulation."""
         self.memory.check()
-        room = _room(self.blocks, self.target)
-        if self.memory.total > room:
-            raise PlanError(
-                f"{self.blocks} blocks of {self.memory.total} bytes of shared memory",
-                f"at most {room} bytes each",
-                "use fewer stages",
-            )
+        self.check_room(self.memory)
         pool = self.target.register_pool(2 * self.blocks) // self.blocks
         if self.registers.producer + self.registers.consumer > pool:
             raise PlanError(
@@ -160,15 +108,12 @@ class DecodePlan:
     def explain(self, size: Size | None = None) -> str:
         """The plan in words; with a `size`, also the time it cannot beat there."""
         r = self.registers
-        by = (
-            "by shapes" if self.share is None else f"{self.share * self.tile_n} to each, as the schedule asks"
-        )
         lines = [
             f"forward kernel for few query rows, {self.target.name} ({self.target.chip}):"
             f" {self.problem.explain()}",
             f"tile: all queries of a group of heads, in {ROWS} rows, x {self.tile_n} keys, q and k"
             f" {self.widths[0]} wide, v {self.widths[1]}, K and V {self.kv_stages} deep",
-            f"  {self.blocks} of them on a multiprocessor; keys are split between blocks, {by}",
+            self.explain_splits(),
             f"warpgroups: 1 producer, 1 consumer of {r.producer} and {r.consumer} registers",
             f"  a consumer needs about {self.need.explain()}",
             f"softmax: {rescaling(self.rescale_threshold)}",
@@ -193,23 +138,18 @@ def _memory(problem: Problem, tile_n: int, kv_stages: int, target: Target) -> Me
     return lay_out(sizes, {}, 4 * kv_stages, target)
 
 
-def _room(blocks: int, target: Target) -> int:
-    """Shared memory of each of so many blocks."""
-    return (target.shared_memory + RESERVED) // blocks - RESERVED
-
-
 def plan_decode(request: ForwardRequest) -> ForwardPlan:
     """Two blocks of a multiprocessor where each has LEAST_STAGES stages, so that one's loads run while the
     other begins or ends; else one. Who asks for tiles or an order gets the kernel that has a choice."""
-    problem, target, schedule = request.problem, request.target, request.schedule
-    if schedule.tile is not None or schedule.order != "auto" or schedule.next_tile != "auto":
+    if asks_for_order(request):
         return plan_hopper(request)
-    tile_n = KEYS[max(pad(problem.head_dim), pad(problem.head_dim_v)) <= NARROW]
+    problem, target = request.problem, request.target
+    tile_n = keys_of((pad(problem.head_dim), pad(problem.head_dim_v)))
     fitting = [
         (blocks, stages)
         for blocks in (2, 1)
         for stages in range(MOST_STAGES, LEAST_STAGES - 1, -1)
-        if _memory(problem, tile_n, stages, target).total <= _room(blocks, target)
+        if _memory(problem, tile_n, stages, target).total <= room_of(blocks, target)
     ]
     blocks, stages = fitting[0]
     return DecodePlan(
@@ -221,20 +161,12 @@ def plan_decode(request: ForwardRequest) -> ForwardPlan:
         registers=SPLITS[blocks],
         rescale_threshold=request.rescale_threshold,
         work=request.work,
-        share=None if schedule.split is None else -(-schedule.split // tile_n),
+        share=share_of(request, tile_n),
     )
 
 
 def accepts(problem: Problem, target: Target) -> bool:
-    """Few query rows, whose key tiles are all or follow from spans."""
-    return (
-        target.family == "sm90"
-        and problem.few_rows
-        and readable(problem, (pad(problem.head_dim), pad(problem.head_dim_v)))
-        and problem.mask_form in ("none", "spans")
-        and problem.lengths in ("dense", "used")
-        and "max_scores" not in problem.statistics
-    )
+    return target.family == "sm90" and takes(problem, pad)
 
 
 DECODE_SM90 = Pipeline("Hopper forward, few query rows", "forward", accepts, plan_decode)

@@ -169,8 +169,8 @@ def _host_region(name: str, low: int, stop: int, writable: bool) -> Region:
 
 
 def _mappings() -> list[Region]:
-    """Mappings that the process may read now. Those that follow one another are one: a tensor may lie in both, as
-    where a heap has grown since a fork."""
+    """Mappings that the process may read now. Those that follow one another are one: a tensor may lie in
+    both, as where a heap has grown since a fork."""
     spans: list[tuple[int, int, bool]] = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, rights = line.split()[:2]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Boolean, Int32, const_expr, cute, select_
@@ -11,10 +11,11 @@ from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.hooks import At, Hooks
 from fa4flex.kernels.common.keys import KeyTiles, Lines, Span, row_spans, seen_by
 from fa4flex.kernels.common.paged_lengths import paged_length
-from fa4flex.kernels.common.products import ROWS
 from fa4flex.kernels.common.tile_scheduler import place
 from fa4flex.kernels.common.work import Work
-from fa4flex.kernels.decode_sm90.config import Config
+
+MOST_ROWS = 64
+"""Rows of a tile, at most: what `Target.few_rows` says of every chip."""
 
 
 class Row(NamedTuple):
@@ -55,9 +56,10 @@ class Tile(NamedTuple):
 
 @cute.jit
 def tile_of(
-    number: Int32, arguments: Arguments, hooks: cutlass.Constexpr[Hooks], config: cutlass.Constexpr[Config]
+    number: Int32, arguments: Arguments, hooks: cutlass.Constexpr[Hooks], config: cutlass.Constexpr[Any]
 ) -> Tile:
-    """Tile number `number`: all splits of a sequence and head of keys come one after the other."""
+    """Tile number `number`: all splits of a sequence and head of keys come one after the other. `config` has
+    tile_n, share and paged."""
     heads, kv_heads = Int32(arguments.q.shape[2]), Int32(arguments.k.shape[2])
     pair, split = number // arguments.splits, number % arguments.splits
     b, kv_head = pair // kv_heads, pair % kv_heads
@@ -85,7 +87,7 @@ def _share(count: Int32, split: Int32, splits: Int32, share: int | None) -> tupl
     return first, first + each + select_(split < more, Int32(1), Int32(0))
 
 
-def _keys(tile: Tile, arguments: Arguments, hooks: Hooks, config: Config) -> KeyTiles:
+def _keys(tile: Tile, arguments: Arguments, hooks: Hooks, config: Any) -> KeyTiles:
     """Key tiles that some row sees."""
 
     def spans(number: Int32) -> list[Span]:
@@ -94,7 +96,7 @@ def _keys(tile: Tile, arguments: Arguments, hooks: Hooks, config: Config) -> Key
         return row_spans(hooks, at.but(q=row.q, q_float=row.q.to(cutlass.Float32)))
 
     lines = None if hooks.spans is None else Lines(spans, tile.rows)
-    return seen_by(lines, ROWS, tile.kv_len, config.tile_n)
+    return seen_by(lines, MOST_ROWS, tile.kv_len, config.tile_n)
 
 
 def place_of(row: Row, tile: Tile, arguments: Arguments, hooks: Hooks) -> At:

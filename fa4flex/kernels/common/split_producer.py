@@ -1,0 +1,108 @@
+"""The producer warp: brings keys and values from global into shared memory by TMA."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import cute, pipeline
+from cutlass.cute.nvgpu import cpasync
+from cutlass.tensor_utils import LayoutEnum
+
+from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.hooks import Hooks
+from fa4flex.kernels.common.key_values import ContiguousKeyValues, KeyValues, tokens_of
+from fa4flex.kernels.common.keys import tile_at
+from fa4flex.kernels.common.packed_rows import Tile, tile_of
+from fa4flex.kernels.common.paged_key_values import (
+    Order,
+    PagedKeyValues,
+    box_transfers,
+    box_views,
+    page_table,
+)
+from fa4flex.kernels.common.paged_lengths import check_length
+from fa4flex.kernels.common.transfer import READ_ONCE, Ring, Transfers, partition, reordered
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Rings of tiles of keys (tile_n, head_dim, stage) and of values (head_dim_v, tile_n, stage)."""
+
+    k: cute.Tensor
+    v: cute.Tensor
+    k_ring: Ring
+    v_ring: Ring
+
+
+def stage_layouts(config: Any, kind: Any) -> tuple[Any, Any]:
+    """Swizzled shared-memory layouts of k and v, whose last mode counts stages. Blocks of columns follow each
+    other, each with all keys of a tile, which is how both chips multiply them."""
+    n, d, dv = config.tile_n, config.head_dim, config.head_dim_v
+    return (
+        sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (64, n, d), kind, config.kv_stages),
+        # values are loaded (tile_n, head_dim_v) row by row, which is an MN-major B operand
+        sm90.make_smem_layout_b(LayoutEnum.COL_MAJOR, (64, dv, n), kind, config.kv_stages),
+    )
+
+
+def stage_transfers(arguments: Arguments, config: Any, layouts: tuple[Any, Any]) -> tuple[Any, Any]:
+    """TMA descriptors of tiles of keys and values, or of their boxes in pages."""
+    k, v = reordered(arguments.k, [1, 3, 2, 0]), reordered(arguments.v, [3, 1, 2, 0])
+    k_layout, v_layout = (cute.slice_(layout, (None, None, 0)) for layout in layouts)
+    load = cpasync.CopyBulkTensorTileG2SOp()
+    if config.paged:
+        return box_transfers(load, (k, v), (k_layout, v_layout), config.box_rows)
+    return (
+        cpasync.make_tiled_tma_atom(load, k, k_layout, (config.tile_n, config.head_dim)),
+        cpasync.make_tiled_tma_atom(load, v, v_layout, (config.head_dim_v, config.tile_n)),
+    )
+
+
+class Producer:
+    """`config` has the widths of tiles, kv_stages, share, and what it says of pages."""
+
+    def __init__(self, config: Any, hooks: Hooks) -> None:
+        self.config = config
+        self.hooks = hooks
+
+    @cute.jit
+    def run(
+        self,
+        arguments: Arguments,
+        transfers: cutlass.Constexpr[Transfers],
+        stages: cutlass.Constexpr[Stages],
+    ) -> None:
+        k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.kv_stages)
+        v_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.kv_stages)
+        tile = tile_of(cute.arch.block_idx()[0], arguments, self.hooks, self.config)
+        key_values = self.key_values(arguments, tile, transfers, stages)
+        for i in cutlass.range(tile.first, tile.last, unroll=1):
+            key_tile = tile_at(tile.keys, i)
+            key_values.turn_to(i)
+            key_values.load_keys(k_state, key_tile)
+            k_state.advance()
+            key_values.load_values(v_state, key_tile)
+            v_state.advance()
+
+    def key_values(self, arguments: Arguments, tile: Tile, transfers: Transfers, stages: Stages) -> KeyValues:
+        config = self.config
+        if config.paged:
+            check_length(arguments, tile.b)
+            views = box_views(transfers, (stages.k, stages.v), tile.kv_head, config.box_rows)
+            table = page_table(arguments, tile.b, tile.kv_len)
+            order = Order(tile.keys, tile.first)
+            pages = PagedKeyValues(
+                transfers, stages.k_ring, stages.v_ring, *views, table, order, config.box_rows, config.tile_n
+            )
+            pages.begin()
+            return pages
+        k, v = tokens_of(tile.work(tile.kv_head), tile.kv_head, transfers)
+        k_tiles = cute.local_tile(k, (config.tile_n, config.head_dim), (None, 0))
+        v_tiles = cute.local_tile(v, (config.head_dim_v, config.tile_n), (0, None))
+        k_views = partition(transfers.k, stages.k, k_tiles)
+        v_views = partition(transfers.v, stages.v, v_tiles)
+        # No other block reads them: partial outputs may stay in the cache instead.
+        return ContiguousKeyValues(transfers, stages.k_ring, stages.v_ring, k_views, v_views, READ_ONCE)

@@ -1,0 +1,180 @@
+"""From tensor to global memory: copies of a row are merged, to the output or a split's part of it.
+
+Each copy's output is weighted by its share of the whole sum, and the copies are added up in shared memory,
+some columns at a time. There a thread has another row than before, and columns next to each other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, const_expr, cute, select_
+from cutlass.cute.nvgpu import tcgen05
+
+from fa4flex.kernels.combine.workspace import log_sums, outputs, row_number
+from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.packed_rows import Row, Tile
+from fa4flex.kernels.common.softmax import Running, alone, finish, running
+from fa4flex.kernels.common.tensor_core import Blocks
+from fa4flex.kernels.decode_sm100.config import LANES, MEET, MERGED, MERGED_STAGES, Config
+from fa4flex.kernels.decode_sm100.resources import Pipes, Shared
+from fa4flex.kernels.fwd_sm100.rows import multiply
+
+WIDE = 8
+"""Columns that a thread adds up and writes at once."""
+
+
+class Epilogue:
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    @cute.jit
+    def run(
+        self,
+        arguments: Arguments,
+        tile: Tile,
+        mine: cutlass.Constexpr[Any],
+        shared: cutlass.Constexpr[Shared],
+        pipes: cutlass.Constexpr[Pipes],
+        output: cute.Tensor,
+    ) -> None:
+        """Sinks join here where one block has all keys; otherwise where splits are merged."""
+        sink = None
+        if const_expr(arguments.sinks is not None):
+            sink = arguments.sinks[mine.row.h].to(Float32)
+            sink = select_(arguments.splits == 1, sink, -Float32.inf)
+        if tile.first < tile.last:
+            cute.arch.mbarrier_wait(pipes.o_full, 0)
+            scale, lse = self.weigh(mine, shared, sink)
+            self.put_sum(arguments, tile, mine, lse)
+            self.merge(arguments, tile, shared, output, scale)
+        else:
+            _, lses = finish(mine.state, sink, alone)
+            self.put_sum(arguments, tile, mine, lses[0])
+            # Of a split without keys, nobody reads the output.
+            if arguments.splits == 1:
+                self.put_zeros(arguments, tile)
+
+    def weigh(self, mine: Any, shared: Shared, sink: Float32 | None) -> tuple[Float32, Float32]:
+        """What the thread's copy of its row is to be multiplied by, and the logarithm of the row's sum."""
+        thread, rows = cute.arch.thread_idx()[0], self.config.rows
+        state, found = mine.state, running(1)
+        statistics = shared.statistics
+        mine_shift = select_(state.largest[0] == -Float32.inf, -Float32.inf, state.shift[0])
+        statistics[thread, 0] = mine_shift
+        statistics[thread, 1] = state.total[0]
+        meet()
+        copies = [
+            (statistics[thread % rows + copy * rows, 0], statistics[thread % rows + copy * rows, 1])
+            for copy in range(self.config.copies)
+        ]
+        largest = copies[0][0]
+        for shift, _ in copies[1:]:
+            largest = cute.arch.fmax(largest, shift)
+        self.sum_up(copies, largest, found)
+        scales, lses = finish(found, sink, alone)
+        weight = cute.math.exp2(mine_shift - found.shift[0], fastmath=True)
+        return scales[0] * weight, lses[0]
+
+    def sum_up(self, copies: list[tuple[Float32, Float32]], largest: Float32, into: Running) -> None:
+        into.largest[0] = largest
+        into.shift[0] = select_(largest == -Float32.inf, Float32(0.0), largest)
+        into.total[0] = Float32(0.0)
+        for shift, total in copies:
+            weight = cute.math.exp2(shift - into.shift[0], fastmath=True)
+            into.total[0] = into.total[0] + total * weight
+
+    @cute.jit
+    def merge(
+        self,
+        arguments: Arguments,
+        tile: Tile,
+        shared: cutlass.Constexpr[Shared],
+        output: cute.Tensor,
+        scale: Float32,
+    ) -> None:
+        """Lanes of tensor memory to shared memory, MERGED columns at a time, and sums of the copies from
+        there."""
+        thread = cute.arch.thread_idx()[0]
+        blocks = cute.flat_divide(output, (LANES, MERGED))[None, None, 0, None]
+        whole = Blocks.load(tcgen05.Ld32x32bOp(tcgen05.Repetition(MERGED)), blocks, thread)
+        for block in cutlass.range_constexpr(self.config.head_dim_v // MERGED):
+            held = cute.make_rmem_tensor((MERGED,), Float32)
+            whole.take(block, held)
+            cute.arch.fence_view_async_tmem_load()
+            multiply(held, scale)
+            buffer = shared.merged[None, None, block % MERGED_STAGES]
+            cute.autovec_copy(held, buffer[None, thread])
+            meet()
+            self.add_copies(arguments, tile, buffer, block * MERGED)
+
+    @cute.jit
+    def add_copies(
+        self, arguments: Arguments, tile: Tile, buffer: cute.Tensor, first: cutlass.Constexpr[int]
+    ) -> None:
+        """All threads have columns of a row: a quarter of MERGED of 32 rows, or half of them of 64."""
+        rows, thread = self.config.rows, cute.arch.thread_idx()[0]
+        threads = LANES // rows
+        row, columns = tile.row(thread // threads), MERGED // threads
+        if row.exists:
+            for i in cutlass.range_constexpr(columns // WIDE):
+                column = thread % threads * columns + i * WIDE
+                total = cute.make_rmem_tensor((WIDE,), Float32)
+                total.fill(0.0)
+                for copy in cutlass.range_constexpr(self.config.copies):
+                    part = cute.make_rmem_tensor((WIDE,), Float32)
+                    whole = cute.logical_divide(
+                        buffer[None, thread // threads + copy * rows], cute.make_layout(WIDE)
+                    )
+                    cute.autovec_copy(whole[None, column // WIDE], part)
+                    total.store(total.load() + part.load())
+                self.put(arguments, tile, row, total, first + column)
+
+    @cute.jit
+    def put(self, arguments: Arguments, tile: Tile, row: Row, total: cute.Tensor, column: Int32) -> None:
+        if arguments.splits == 1:
+            self.store(arguments.out[tile.b, row.q, row.h, None], total, column)
+        else:
+            number = row_number(arguments, tile.b, row.h, row.q)
+            self.store(outputs(arguments)[tile.split, number, None], total, column)
+
+    @cute.jit
+    def put_zeros(self, arguments: Arguments, tile: Tile) -> None:
+        """Output of rows without keys."""
+        threads = LANES // self.config.rows
+        thread = cute.arch.thread_idx()[0]
+        row = tile.row(thread // threads)
+        if row.exists:
+            zeros = cute.make_rmem_tensor((WIDE,), Float32)
+            zeros.fill(0.0)
+            for column in cutlass.range(
+                thread % threads * WIDE, self.config.head_dim_v, threads * WIDE, unroll=1
+            ):
+                self.store(arguments.out[tile.b, row.q, row.h, None], zeros, column)
+
+    @cute.jit
+    def store(self, target: cute.Tensor, total: cute.Tensor, column: Int32) -> None:
+        """Columns of a row, which may be narrower than tiles."""
+        if column < cute.size(target):
+            kind = target.element_type
+            eight = cute.make_rmem_tensor((WIDE,), kind)
+            eight.store(total.load().to(kind))
+            eights = cute.logical_divide(target, cute.make_layout(WIDE))
+            cute.autovec_copy(eight, eights[None, column // WIDE])
+
+    @cute.jit
+    def put_sum(self, arguments: Arguments, tile: Tile, mine: cutlass.Constexpr[Any], lse: Float32) -> None:
+        """The logarithm of a row's sum, by its first copy."""
+        row = mine.row
+        if row.exists & (mine.part == 0):
+            if arguments.splits == 1:
+                if const_expr(arguments.lse is not None):
+                    arguments.lse[tile.b, row.h, row.q] = lse
+            else:
+                log_sums(arguments)[tile.split, row_number(arguments, tile.b, row.h, row.q)] = lse
+
+
+def meet() -> None:
+    """The four warps' barrier."""
+    cute.arch.barrier(barrier_id=MEET, number_of_threads=LANES)

@@ -1,0 +1,148 @@
+"""The Blackwell kernel for few query rows: descriptors and launch on the host, and on the device the split
+into roles.
+
+load warp --[k ring]--> multiply warp --(scores, output)--> softmax warps --> out, or a part of it in the
+          --[v ring]-->               <--(queries, probabilities)--           workspace
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cuda.bindings import driver as cuda
+from cutlass import Float32, Int32, Int64, cute, pipeline
+from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
+
+from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.hooks import Hooks
+from fa4flex.kernels.common.split_producer import Producer, Stages, stage_layouts, stage_transfers
+from fa4flex.kernels.common.tensor_core import operand_ring, tensor_memory
+from fa4flex.kernels.common.transfer import Transfers
+from fa4flex.kernels.decode_sm100.config import (
+    ALLOCATED,
+    LANES,
+    LOAD,
+    MERGED,
+    MERGED_STAGES,
+    MERGED_STRIDE,
+    MULTIPLY,
+    TOUCH_TENSOR_MEMORY,
+    Config,
+)
+from fa4flex.kernels.decode_sm100.mma import Mma
+from fa4flex.kernels.decode_sm100.resources import Pipes, Products, Shared
+from fa4flex.kernels.decode_sm100.softmax import Softmax
+
+ALL_SHARED = 100
+"""Percent of a multiprocessor's memory that is shared memory: two blocks need all of it."""
+
+BARRIERS = {"q_full": 4, "s_full": 1, "p_full": 4, "o_full": 1}
+"""Arrivals that complete a phase: a warp's lanes arrive as one."""
+
+
+class Forward:
+    """A kernel for one Config and one variant's Hooks; `compile` takes the object itself."""
+
+    direction = "forward"
+    """Which arguments it takes."""
+
+    def __init__(self, config: Config, hooks: Hooks) -> None:
+        self.config = config
+        self.hooks = hooks
+        self.load = Producer(config, hooks)
+        self.mma = Mma(config, hooks)
+        self.softmax = Softmax(config, hooks)
+
+    @cute.jit
+    def __call__(self, arguments: Arguments, stream: cuda.CUstream) -> None:
+        layouts = stage_layouts(self.config, arguments.q.element_type)
+        k, v = stage_transfers(arguments, self.config, layouts)
+        pairs = arguments.q.shape[0] * arguments.k.shape[2]
+        self.device(arguments, k, v).launch(
+            grid=[pairs * arguments.splits, 1, 1],
+            block=[self.config.threads, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=self.config.blocks,
+            preferred_smem_carveout=ALL_SHARED,
+        )
+
+    def storage(self, layouts: tuple[Any, Any], kind: Any) -> Any:
+        config = self.config
+
+        def tile(size: int) -> Any:
+            return cute.struct.Align[cute.struct.MemRange[kind, size], 1024]  # TMA swizzles by 1024 bytes
+
+        members: dict[str, Any] = dict.fromkeys("kv", cute.struct.MemRange[Int64, 2 * config.kv_stages])
+        members |= dict.fromkeys(BARRIERS, cute.struct.MemRange[Int64, 1])
+        members |= {
+            "freed": Int64,
+            "columns": Int32,
+            "statistics": cute.struct.Align[cute.struct.MemRange[Float32, 2 * LANES], 16],
+            "keys": tile(cute.cosize(layouts[0])),
+            "values": tile(cute.cosize(layouts[1])),
+        }
+        return cute.struct(type("Storage", (), {"__annotations__": members}))
+
+    @cute.kernel
+    def device(self, arguments: Arguments, k: cpasync.TmaInfo, v: cpasync.TmaInfo) -> None:
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        kind = arguments.q.element_type
+        products, layouts = Products(self.config, kind), stage_layouts(self.config, kind)
+        storage = SmemAllocator().allocate(self.storage(layouts, kind))
+        shared = self.shared(storage, layouts, products)
+        pipes = self.pipes(storage, shared)
+        memory = tensor_memory(storage, 0, pipeline.NamedBarrier(ALLOCATED, TOUCH_TENSOR_MEMORY))
+        if warp == LOAD:
+            for transfer in (k, v):
+                cpasync.prefetch_descriptor(transfer.atom)
+        if warp == 0:
+            self.initialise(storage)
+        pipeline.pipeline_init_arrive()
+        pipeline.pipeline_init_wait()
+        # What merges splits may be launched now: it waits for the end of this kernel.
+        cute.arch.griddepcontrol_launch_dependents()
+        if warp == LOAD:
+            stages = Stages(shared.k, shared.v, pipes.k, pipes.v)
+            self.load.run(arguments, Transfers(None, k, v, None), stages)
+        elif warp == MULTIPLY:
+            memory.wait_for_alloc()
+            base = memory.retrieve_ptr(Float32)
+            self.mma.run(arguments, shared, pipes, products, base)
+        else:
+            memory.allocate(self.config.memory.allocated)
+            # The other block of the multiprocessor allocates as well.
+            memory.relinquish_alloc_permit()
+            memory.wait_for_alloc()
+            base = memory.retrieve_ptr(Float32)
+            self.softmax.run(arguments, shared, pipes, products, base)
+            memory.free(base)
+
+    def initialise(self, storage: Any) -> None:
+        with cute.arch.elect_one():
+            for name, count in BARRIERS.items():
+                cute.arch.mbarrier_init(getattr(storage, name).data_ptr(), count)
+        cute.arch.mbarrier_init_fence()
+
+    def shared(self, storage: Any, layouts: tuple[Any, Any], products: Products) -> Shared:
+        (k, v), (k_operand, v_operand) = layouts, products.layouts()
+        merged = cute.make_layout(
+            (MERGED, LANES, MERGED_STAGES), stride=(1, MERGED_STRIDE, LANES * MERGED_STRIDE)
+        )
+        ring = {"k": storage.keys, "v": storage.values}[self.config.merges_over]
+        start = cute.recast_ptr(ring.data_ptr(), dtype=Float32)
+        return Shared(
+            storage.keys.get_tensor(k.outer, swizzle=k.inner),
+            storage.values.get_tensor(v.outer, swizzle=v.inner),
+            storage.keys.get_tensor(k_operand.outer, swizzle=k_operand.inner),
+            storage.values.get_tensor(v_operand.outer, swizzle=v_operand.inner),
+            storage.statistics.get_tensor(cute.make_layout((LANES, 2), stride=(2, 1))),
+            cute.make_tensor(start, merged),
+        )
+
+    def pipes(self, storage: Any, shared: Shared) -> Pipes:
+        return Pipes(
+            operand_ring(storage.k.data_ptr(), shared.k_operand),
+            operand_ring(storage.v.data_ptr(), shared.v_operand),
+            **{name: getattr(storage, name).data_ptr() for name in BARRIERS},
+        )

@@ -1,0 +1,234 @@
+"""The plan of the Blackwell kernel for few query rows: tiles, copies of rows, stages, splits. Data only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+from fa4flex.codegen.plan.bound import Size, for_long
+from fa4flex.codegen.plan.counts import check_counts
+from fa4flex.codegen.plan.errors import PlanError
+from fa4flex.codegen.plan.few_rows import FewRowsPlan, asks_for_order, keys_of, room_of, share_of, takes
+from fa4flex.codegen.plan.memory import BARRIER, NUMBER, Memory, lay_out, tile_bytes
+from fa4flex.codegen.plan.paging import explain_pages
+from fa4flex.codegen.plan.pipeline import ForwardPlan, Pipeline
+from fa4flex.codegen.plan.problem import Problem
+from fa4flex.codegen.plan.request import ForwardRequest, check_threshold, rescaling
+from fa4flex.codegen.plan.sharing import sharing
+from fa4flex.codegen.plan.target import Target
+from fa4flex.codegen.plan.tensor_memory import Columns, Range
+from fa4flex.codegen.plan.topology import Topology
+from fa4flex.codegen.plan.verify import prove
+from fa4flex.errors import UnsupportedError
+from fa4flex.kernels.decode_sm100.config import (
+    LANES,
+    MERGED_STAGES,
+    MERGED_STRIDE,
+    WARPS,
+    Config,
+    TensorMemory,
+    wider,
+)
+from fa4flex.kernels.decode_sm100.topology import decode_topology
+from fa4flex.kernels.fwd_sm100.plan import plan_blackwell
+from fa4flex.kernels.fwd_sm100.tiles import WIDEST_OUTPUT, WIDTHS, pad
+
+COPIES = {True: 4, False: 2}
+"""Copies of the query rows, by whether there are so few that four fit into the lanes of tensor memory."""
+
+MOST_SCORES = 32
+"""Scores of a thread: of 64, with the terms of a score mod beside them, some kernels spill."""
+
+LEAST_STAGES, MOST_STAGES = 2, 16
+
+SINGLE_BARRIERS = 4
+"""Those of no ring of tiles: queries, scores, probabilities and the output are there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlackwellDecodePlan(FewRowsPlan):
+    """The plan of `decode_sm100`: copies of the query rows besides."""
+
+    copies: int
+
+    module: ClassVar[str] = "fa4flex.kernels.decode_sm100"
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        return LANES // self.copies, self.tile_n
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Widths of the tiles of K and V in shared memory."""
+        return pad(self.problem.head_dim), pad(self.problem.head_dim_v)
+
+    @cached_property
+    def memory(self) -> Memory:
+        """The shared-memory map of a block."""
+        return _memory(self.problem, self.tile_n, self.kv_stages, self.target)
+
+    @cached_property
+    def columns(self) -> Columns:
+        """The tensor-memory map of a block."""
+        return _columns(self.problem, self.tile_n, self.target)
+
+    @cached_property
+    def topology(self) -> Topology:
+        """Roles, rings and barriers; `.graph` is the networkx form."""
+        clears = self.problem.lengths != "dense"
+        return decode_topology(self.widths, self.tile_n, self.kv_stages, self.columns, clears, self.box_rows)
+
+    @property
+    def registers(self) -> int:
+        """Registers per thread, all of which are alike."""
+        step = self.target.register_step
+        return min(self.target.registers // (32 * WARPS * self.blocks) // step * step, 255)
+
+    def config(self) -> Config:
+        """What the hand-written kernel is built from."""
+        first = {r.name: r.first for r in self.columns.ranges}
+        return Config(
+            head_dim=self.widths[0],
+            head_dim_v=self.widths[1],
+            memory=TensorMemory(first["Q"], first["O"], first["S"], _allocated(self.columns)),
+            tile_n=self.tile_n,
+            copies=self.copies,
+            kv_stages=self.kv_stages,
+            blocks=self.blocks,
+            rescale_threshold=self.rescale_threshold,
+            lengths=self.problem.lengths,
+            box_rows=self.box_rows,
+            paged=self.problem.page_rows > 0,
+            share=self.share,
+            sinks=self.problem.sinks,
+            statistics=self.problem.statistics,
+        )
+
+    def check(self) -> None:
+        """PlanError or UnsupportedError unless the plan holds: sums of bytes, columns, barriers; regions; and
+        a run of the token simulation, in which tensor memory is shared as its map says."""
+        self.memory.check()
+        self.check_room(self.memory)
+        self.columns.check()
+        allocated = self.blocks * _allocated(self.columns)
+        if allocated > self.target.tensor_columns:
+            raise PlanError(
+                f"{self.blocks} blocks of {_allocated(self.columns)} columns of tensor memory",
+                f"at most {self.target.tensor_columns} in all",
+                "use fewer blocks, or narrower tiles",
+            )
+        most = COPIES[self.problem.fewest_rows]
+        if self.copies not in (2, most):
+            raise PlanError(
+                f"{self.copies} copies of {self.problem.explain()}", f"at most {most}", "use fewer copies"
+            )
+        check_threshold(self.rescale_threshold, self.problem)
+        check_counts(self.topology)
+        self.topology.check_fits(self.memory, self.target)
+        prove(self.topology)
+
+    def explain(self, size: Size | None = None) -> str:
+        """The plan in words; with a `size`, also the time it cannot beat there."""
+        rows, keys = self.tile
+        lines = [
+            f"forward kernel for few query rows, {self.target.name} ({self.target.chip}):"
+            f" {self.problem.explain()}",
+            f"tile: all queries of a group of heads, in {rows} rows, x {keys} keys, q and k"
+            f" {self.widths[0]} wide, v {self.widths[1]}, K and V {self.kv_stages} deep",
+            f"  rows are {self.copies} times in tensor memory, and each copy meets {keys // self.copies} keys"
+            " of a tile",
+            self.explain_splits(),
+            f"warps: 4 softmax, 1 multiply, 1 load, of {self.registers} registers",
+            f"softmax: {rescaling(self.rescale_threshold)}",
+            *explain_pages(self.problem, self.tile_n),
+            "shared memory:",
+            self.memory.explain(),
+            f"tensor memory, {_allocated(self.columns)} columns of which are allocated:",
+            self.columns.explain(),
+            *sharing(self.topology, self.columns),
+            "pipeline:",
+            self.topology.explain(),
+            f"work: {self.work.explain()}",
+            f"bound: {for_long(self.bound) if size is None else self.bound(size).explain()}",
+        ]
+        return "\n".join(lines)
+
+
+def _memory(problem: Problem, tile_n: int, kv_stages: int, target: Target) -> Memory:
+    d, dv, size = pad(problem.head_dim), pad(problem.head_dim_v), problem.itemsize
+    sizes = {
+        "freed": BARRIER,
+        "columns": NUMBER,
+        "statistics": 2 * LANES * NUMBER,
+        "k": tile_bytes(tile_n, d, size) * kv_stages,
+        "v": tile_bytes(tile_n, dv, size) * kv_stages,
+    }
+    sizes["merged"] = MERGED_STAGES * LANES * MERGED_STRIDE * NUMBER
+    return lay_out(sizes, {"merged": wider(d, dv)}, 4 * kv_stages + SINGLE_BARRIERS, target)
+
+
+def _columns(problem: Problem, tile_n: int, target: Target) -> Columns:
+    """Scores, then queries, two elements in a column, and the output. Probabilities, two in a column as well,
+    lie over their scores: each thread has read all of its own before it writes any."""
+    d, dv = pad(problem.head_dim), pad(problem.head_dim_v)
+    return Columns(
+        (
+            Range("S", 0, tile_n),
+            Range("P", 0, tile_n // 2),
+            Range("Q", tile_n, d // 2),
+            Range("O", tile_n + d // 2, dv),
+        ),
+        target.tensor_columns,
+    )
+
+
+def _allocated(columns: Columns) -> int:
+    """Columns that a block asks for: a power of two, 32 at least."""
+    used = max(r.end for r in columns.ranges)
+    return max(1 << (used - 1).bit_length(), 32)
+
+
+def plan_decode(request: ForwardRequest) -> ForwardPlan:
+    """Two blocks of a multiprocessor where shared and tensor memory have room for both, so that one's loads
+    run while the other begins, ends, or takes a softmax; else one. Who asks for tiles or an order gets the
+    kernel that has a choice."""
+    problem, target = request.problem, request.target
+    if asks_for_order(request):
+        if problem.page_rows:
+            raise UnsupportedError(
+                "keys in pages, with tiles or an order that a schedule asks for",
+                "a schedule without tile, order and next_tile",
+                "nothing: pages are gathered instead",
+            )
+        return plan_blackwell(request)
+    copies = COPIES[problem.fewest_rows]
+    tile_n = min(keys_of((pad(problem.head_dim), pad(problem.head_dim_v))), copies * MOST_SCORES)
+    columns = _allocated(_columns(problem, tile_n, target))
+    fitting = [
+        (blocks, stages)
+        for blocks in (2, 1)
+        for stages in range(MOST_STAGES, LEAST_STAGES - 1, -1)
+        if _memory(problem, tile_n, stages, target).total <= room_of(blocks, target)
+        and blocks * columns <= target.tensor_columns
+    ]
+    blocks, stages = fitting[0]
+    return BlackwellDecodePlan(
+        target=target,
+        problem=problem,
+        tile_n=tile_n,
+        copies=copies,
+        kv_stages=stages,
+        blocks=blocks,
+        rescale_threshold=request.rescale_threshold,
+        work=request.work,
+        share=share_of(request, tile_n),
+    )
+
+
+def accepts(problem: Problem, target: Target) -> bool:
+    narrow = problem.head_dim <= WIDTHS[-1] and problem.head_dim_v <= WIDEST_OUTPUT
+    return target.family == "sm100" and narrow and takes(problem, pad)
+
+
+DECODE_SM100 = Pipeline("Blackwell forward, few query rows", "forward", accepts, plan_decode)

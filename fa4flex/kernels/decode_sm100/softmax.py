@@ -1,0 +1,229 @@
+"""The four warps of the softmax: a query row per thread, and of each tile the keys that the thread's copy of
+it meets, so that no lane needs another's numbers before the end.
+
+Scores come from tensor memory and probabilities go back over them, as the A operand of the product with
+values: those of keys that another copy meets are zeros.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, const_expr, cute
+from cutlass.cute.nvgpu import tcgen05
+
+from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.bits import WORD, consecutive
+from fa4flex.kernels.common.hooks import Hooks
+from fa4flex.kernels.common.keys import tile_at
+from fa4flex.kernels.common.packed_rows import Row, Tile, place_of, tile_of
+from fa4flex.kernels.common.pointwise import Fragment, prepare_rows
+from fa4flex.kernels.common.softmax import LOG2_E, Running, alone, raise_maxima, running
+from fa4flex.kernels.common.tensor_core import Blocks, arrive_once
+from fa4flex.kernels.decode_sm100.config import HELD, Config
+from fa4flex.kernels.decode_sm100.epilogue import Epilogue
+from fa4flex.kernels.decode_sm100.resources import Pipes, Products, Shared
+from fa4flex.kernels.fwd_sm100 import rows as packed
+from fa4flex.kernels.fwd_sm100.config import Exponential
+
+SPECIAL = Exponential(count=0)
+"""All exponentials on special-function units: they are not what such a kernel waits for."""
+
+WIDE = 8
+"""Elements of 16 bits that a thread loads at once."""
+
+
+@dataclass(frozen=True)
+class Mine:
+    """A thread's row, and which of a tile's parts its copy meets: what stays the same over its key tiles."""
+
+    row: Row
+    part: Int32
+    fragment: Fragment
+    factor: Float32
+    slack: Float32
+    state: Running
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Tensor memory: scores and probabilities by parts of a tile, the output by HELD columns."""
+
+    scores: Blocks
+    probabilities: Blocks
+    taken: Blocks
+    put: Blocks
+    kind: Any
+
+
+class Softmax:
+    def __init__(self, config: Config, hooks: Hooks) -> None:
+        self.config = config
+        self.hooks = hooks
+        self.epilogue = Epilogue(config)
+
+    @cute.jit
+    def run(
+        self,
+        arguments: Arguments,
+        shared: cutlass.Constexpr[Shared],
+        pipes: cutlass.Constexpr[Pipes],
+        products: cutlass.Constexpr[Products],
+        base: cute.Pointer,
+    ) -> None:
+        thread = cute.arch.thread_idx()[0]
+        tile = tile_of(cute.arch.block_idx()[0], arguments, self.hooks, self.config)
+        mine = self.mine(arguments, tile, thread)
+        self.clear(mine.state)
+        if tile.first < tile.last:
+            self.queries(arguments, tile, mine.row, products, base)
+            arrive_once(pipes.q_full)
+        memory = self.memory(products, base, thread)
+        phase = Int32(0)
+        full = cutlass.max(cutlass.min(tile.keys.masked_count, tile.last), tile.first)
+        for i in cutlass.range(tile.first, full, unroll=1):
+            self.step(mine, memory, pipes, (tile_at(tile.keys, i), phase), i > tile.first, True)
+            phase ^= 1
+        for i in cutlass.range(full, tile.last, unroll=1):
+            self.step(mine, memory, pipes, (tile_at(tile.keys, i), phase), i > tile.first, False)
+            phase ^= 1
+        self.epilogue.run(arguments, tile, mine, shared, pipes, products.output_at(base))
+
+    def mine(self, arguments: Arguments, tile: Tile, thread: Int32) -> Mine:
+        part = cute.arch.make_warp_uniform(thread // self.config.rows)
+        row = tile.row(thread % self.config.rows)
+        at = place_of(row, tile, arguments, self.hooks)
+        terms = prepare_rows(self.hooks, at, row.q, (0,))
+        factor = at.scale * LOG2_E if self.hooks.factor is None else self.hooks.factor(at)
+        slack = self.config.rescale_threshold * cute.arch.rcp_approx(factor)
+        columns = tuple(range(self.config.part))
+        fragment = Fragment(at, terms, (0,), columns, row.q, part * self.config.part, consecutive)
+        return Mine(row, part, fragment, factor, slack, running(1))
+
+    def clear(self, state: Running) -> None:
+        """A row that has seen no key: the first tile's maxima pass any ceiling."""
+        state.largest[0] = -Float32.inf
+        state.ceiling[0] = -Float32.inf
+        state.shift[0] = Float32(0.0)
+        state.total[0] = Float32(0.0)
+        state.scale[0] = Float32(1.0)
+
+    @cute.jit
+    def queries(
+        self,
+        arguments: Arguments,
+        tile: Tile,
+        row: Row,
+        products: cutlass.Constexpr[Products],
+        base: cute.Pointer,
+    ) -> None:
+        """The thread's row to its lane of tensor memory, two elements in a column. Tiles may be wider than
+        the tensor, and have zeros there."""
+        q, width = arguments.q, arguments.q.shape[3]
+        words = products.words_at(base + self.config.memory.queries, self.config.head_dim // 2)
+        blocks = cute.flat_divide(words, (128, HELD))[None, None, 0, None]
+        into = Blocks.store(_store(HELD), blocks, cute.arch.thread_idx()[0])
+        eights = cute.logical_divide(q[tile.b, row.q, row.h, None], cute.make_layout(WIDE))
+        for block in cutlass.range_constexpr(self.config.head_dim // 2 // HELD):
+            held = cute.make_rmem_tensor((2 * HELD,), q.element_type)
+            pieces = cute.logical_divide(held, cute.make_layout(WIDE))
+            for i in cutlass.range_constexpr(2 * HELD // WIDE):
+                piece = block * (2 * HELD // WIDE) + i
+                if const_expr(piece * WIDE < width):
+                    cute.autovec_copy(eights[None, piece], pieces[None, i])
+                else:
+                    pieces[None, i].fill(q.element_type(0.0))
+            into.put(block, cute.recast_tensor(held, Float32))
+        cute.arch.fence_view_async_tmem_store()
+
+    def memory(self, products: Products, base: cute.Pointer, thread: Int32) -> Memory:
+        part, scores = self.config.part, products.scores_at(base)
+        words = products.words_at(base + self.config.memory.scores, self.config.tile_n // 2)
+        output = cute.flat_divide(products.output_at(base), (128, HELD))[None, None, 0, None]
+        return Memory(
+            Blocks.load(_load(part), cute.flat_divide(scores, (128, part))[None, None, 0, None], thread),
+            Blocks.store(
+                _store(part // 2), cute.flat_divide(words, (128, part // 2))[None, None, 0, None], thread
+            ),
+            Blocks.load(_load(HELD), output, thread),
+            Blocks.store(_store(HELD), output, thread),
+            products.kind,
+        )
+
+    @cute.jit
+    def step(
+        self,
+        mine: cutlass.Constexpr[Mine],
+        memory: cutlass.Constexpr[Memory],
+        pipes: cutlass.Constexpr[Pipes],
+        which: tuple[Int32, Int32],
+        later: Boolean,
+        masked: cutlass.Constexpr[bool],
+    ) -> None:
+        """This key tile, whose scores come in this phase. `later`: there is an output of earlier ones."""
+        key_tile, phase = which
+        kv_first = key_tile * self.config.tile_n
+        bits = None
+        if const_expr(masked):
+            bits = tuple(mine.fragment.inside(kv_first, -(-self.config.part // WORD)))
+        cute.arch.mbarrier_wait(pipes.s_full, phase)
+        taken = cute.make_rmem_tensor((self.config.part,), Float32)
+        memory.scores.take(mine.part, taken)
+        cute.arch.fence_view_async_tmem_load()
+        self.clear_others(mine, memory)
+        row = packed.Row(taken)
+        mine.fragment.change(self.hooks, row, kv_first, masked)
+        if const_expr(masked):
+            mine.fragment.mask(row, kv_first, (bits,))
+        self.take_maximum(mine, memory, packed.largest_of(row.numbers), later)
+        pairs = packed.exponentiate(row.numbers, mine.factor, mine.state.shift[0], SPECIAL, 0)
+        memory.probabilities.put(mine.part, packed.narrowed(pairs, memory.kind))
+        cute.arch.fence_view_async_tmem_store()
+        arrive_once(pipes.p_full)
+        mine.state.total[0] = packed.total_of(pairs, mine.state.total[0])
+
+    def clear_others(self, mine: Mine, memory: Memory) -> None:
+        """Probabilities of keys that other copies meet, now that scores are read."""
+        zeros = cute.make_rmem_tensor((self.config.part // 2,), Float32)
+        zeros.fill(0.0)
+        for other in range(1, self.config.copies):
+            memory.probabilities.put((mine.part + other) % self.config.copies, zeros)
+
+    @cute.jit
+    def take_maximum(
+        self,
+        mine: cutlass.Constexpr[Mine],
+        memory: cutlass.Constexpr[Memory],
+        largest: Float32,
+        later: Boolean,
+    ) -> None:
+        """Raise the running maxima to this tile's, and rescale the output, where a score of the warp's rows
+        passes a ceiling."""
+        raised = Boolean(True)
+        if const_expr(self.config.rescale_threshold > 0):
+            raised = ~cute.arch.vote_all_sync(largest <= mine.state.ceiling[0])
+        if raised:
+            raise_maxima([largest], mine.factor, mine.slack, mine.state, alone)
+            if later:
+                self.rescale(memory, mine.state.scale[0])
+
+    @cute.jit
+    def rescale(self, memory: cutlass.Constexpr[Memory], scale: Float32) -> None:
+        """What is stored is there when the probabilities are: one wait is for both."""
+        if cute.arch.vote_any_sync(scale < 1.0):
+            for block in cutlass.range_constexpr(self.config.head_dim_v // HELD):
+                held = cute.make_rmem_tensor((HELD,), Float32)
+                memory.taken.take(block, held)
+                cute.arch.fence_view_async_tmem_load()
+                packed.multiply(held, scale)
+                memory.put.put(block, held)
+
+
+def _load(columns: int) -> Any:
+    return tcgen05.Ld32x32bOp(tcgen05.Repetition(columns))
+
+
+def _store(columns: int) -> Any:
+    return tcgen05.St32x32bOp(tcgen05.Repetition(columns))

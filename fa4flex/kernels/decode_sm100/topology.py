@@ -1,0 +1,160 @@
+"""The Blackwell pipeline for few query rows.
+
+One warp copies tiles of keys and values by TMA, as far ahead as the rings are deep: memory is what such a
+kernel waits for. One warp issues all products, which the tensor core executes in that order:
+
+    S(0)   O(0) S(1)   O(1) S(2)   ...
+
+Four warps take the softmax, rescale the output and write it. Each has its own lanes of tensor memory, and no
+thread needs another's numbers before the end: the query rows are in tensor memory several times, and each
+copy meets its own part of every tile's keys, with a maximum, a sum and an output of its own. At the end
+copies are merged through the memory of the wider ring, as splits are by another kernel. A block has one tile:
+a part of the keys of a sequence and a head of keys.
+
+What is not there, and why the simulation finds nothing missing:
+
+no s_empty        S(j + 1) comes after O(j), which waited for probabilities of all of S(j), and has read them:
+                  they lie over the scores.
+no o_empty        O is rescaled when S(j) is there, so after O(j - 1), and before probabilities of j are.
+no finished       The four warps meet for the last time when all of the output is read: then the first one
+                  frees tensor memory.
+"""
+
+from __future__ import annotations
+
+from fa4flex.codegen.plan.memory import column_block
+from fa4flex.codegen.plan.signals import stage_barriers
+from fa4flex.codegen.plan.tensor_memory import WHOLE, Columns
+from fa4flex.codegen.plan.topology import (
+    WARP,
+    WARPGROUP,
+    Barrier,
+    Event,
+    Events,
+    NamedBarrier,
+    Product,
+    Ring,
+    Role,
+    Topology,
+)
+from fa4flex.kernels.decode_sm100.config import (
+    ALLOCATED,
+    LOAD,
+    MEET,
+    MERGED,
+    MERGED_STAGES,
+    MULTIPLY,
+    TOUCH_TENSOR_MEMORY,
+    wider,
+)
+
+CORE = "the tensor core"
+
+UPDATES = 2
+"""Contents that the output has per key tile: rescaled, and after the product."""
+
+
+def decode_topology(
+    widths: tuple[int, int], tile_n: int, kv_stages: int, columns: Columns, clears: bool, box_rows: int
+) -> Topology:
+    """The pipeline with tiles of K and V of these widths. `clears`: sequences may end before their tensor
+    does. Tiles are brought `box_rows` keys at a time."""
+    rings = [_ring(x, kv_stages, tile_n, d, box_rows) for x, d in zip(("k", "v"), widths, strict=True)]
+    queries = Ring("Q", 1, 0, (), 0, 0, WARPGROUP, once=True)
+    copy = tuple(Event(action, ring) for ring in ("k", "v") for action in ("acquire", "load"))
+    return Topology(
+        (Role("load", 1, (), copy, copy, warp=LOAD), _multiply(clears), _softmax(widths[1] // MERGED)),
+        (*rings, queries),
+        (
+            NamedBarrier("allocated", ALLOCATED, TOUCH_TENSOR_MEMORY),
+            NamedBarrier("meeting", MEET, WARP * WARPGROUP),
+        ),
+        "none",
+        mbarriers=(
+            Barrier("s_full", 1, "scores are there, and all earlier products are done"),
+            Barrier("p_full", WARPGROUP, "probabilities are there and the output may be added to"),
+            Barrier("o_full", 1, "the output is complete"),
+        ),
+        overlaps=(*columns.overlaps, ("merged", wider(*widths))),
+        stages=(("merged", MERGED_STAGES),),
+        by_warp=(*columns.names, "statistics", "merged"),
+        places=(
+            (
+                *stage_barriers("k", kv_stages),
+                *stage_barriers("v", kv_stages),
+                *("Q full", "s_full", "p_full", "o_full"),
+            ),
+        ),
+    )
+
+
+def _ring(name: str, stages: int, rows: int, width: int, box_rows: int) -> Ring:
+    """16-bit elements. A TMA box holds a block of columns of `box_rows` rows."""
+    block = column_block(width)
+    copies = (box_rows * block * 2,) * (width // block * (rows // box_rows))
+    return Ring(name, stages, rows * width * 2, copies, sum(copies), 1)
+
+
+def _multiply(clears: bool) -> Role:
+    def scores(at: int) -> Events:
+        return (
+            Event("wait", "k", at),
+            Event("issue", "S", at),
+            Event("commit", "s_full", at),
+            _commit("k", at),
+        )
+
+    def output(at: int) -> Events:
+        clear = (Event("clear", "v", at),) * clears
+        return (
+            *(Event("wait", "v", at), *clear),
+            *(Event("await", "p_full", at), Event("issue", "O", at), _commit("v", at)),
+        )
+
+    result = Event("update", "O", 1, each=UPDATES)
+    return Role(
+        "multiply",
+        1,
+        opening=(Event("sync", "allocated"),),
+        first=(Event("wait", "Q", per="work"), *scores(0)),
+        body=(*output(-1), *scores(0)),
+        last=(*output(0), Event("commit", "o_full", per="work")),
+        products=(
+            Product(
+                "S", (Event("read", "Q", per="work"), Event("read", "k")), Event("write", "S"), engine=CORE
+            ),
+            Product("O", (Event("read", "P"), Event("read", "v")), result, fresh=True, engine=CORE),
+        ),
+        warp=MULTIPLY,
+    )
+
+
+def _commit(ring: str, at: int) -> Event:
+    return Event("commit", ring, at)
+
+
+def _softmax(chunks: int) -> Role:
+    take = Event("await", "s_full"), Event("read", "S")
+    give = Event("write", "P"), Event("arrive", "p_full")
+    merge = [Event("write", "statistics", per="work"), Event("sync", "meeting")]
+    merge += [Event("read", "statistics", per="work")]
+    for chunk in range(chunks):
+        # Two buffers: whoever writes one has met those who have read what was in it.
+        merge += [
+            *(Event("read", "O", UPDATES - 1, each=UPDATES), _chunk("write", chunk, chunks)),
+            *(Event("sync", "meeting"), _chunk("read", chunk, chunks)),
+        ]
+    return Role(
+        "softmax",
+        WARPGROUP,
+        opening=(Event("allocate", WHOLE), Event("sync", "allocated")),
+        first=(Event("fill", "Q", per="work"), *take, *give),
+        body=(*take, Event("update", "O", each=UPDATES), *give),
+        last=(Event("await", "o_full", per="work"), *merge),
+        closing=(Event("free", WHOLE),),
+        apart=True,
+    )
+
+
+def _chunk(action: str, chunk: int, chunks: int) -> Event:
+    return Event(action, "merged", chunk, "work", each=chunks)  # type: ignore[arg-type]

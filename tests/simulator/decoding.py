@@ -1,0 +1,72 @@
+"""Calls with few query rows, on the simulated GPU and beside the oracle."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fa4flex
+from fa4flex.codegen.plan import splitting
+
+SIMULATED = {"chip": "sm_90a"}
+"""What calls run on."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """Query heads, key heads, queries, keys, width."""
+
+    heads: int = 4
+    kv_heads: int = 1
+    q_len: int = 1
+    kv_len: int = 150
+    d: int = 64
+    batch: int = 1
+
+
+def drawn(size: Size, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    s = size
+    shapes = (s.batch, s.heads, s.q_len, s.d), *[(s.batch, s.kv_heads, s.kv_len, s.d)] * 2
+    return [torch.randn(shape).to(dtype) for shape in shapes]
+
+
+def split_in(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(splitting, "_splits", lambda pairs, tiles, *more: min(count, tiles))
+
+
+def attend(attn: fa4flex.Attention, *qkv: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
+    """On the simulated GPU, under a random timing; nothing may be found."""
+    timing, seed = random.choice([("eager", 0), ("late", 1), ("random", random.randrange(99))])
+    with torch.no_grad(), fa4flex.simulator.device(SIMULATED["chip"], seed, timing) as gpu:
+        out, lse = attn(*qkv, return_lse=True, **more)
+    assert any("decode" in result.kernel for result in gpu.results), "another kernel was launched"
+    assert not gpu.findings, f"{timing} {seed}: {gpu.report()}"
+    return out, lse
+
+
+def check(attn: fa4flex.Attention, qkv: list[Tensor], **more: Any) -> None:
+    """Within twice the error of the same maths in PyTorch at this dtype, and rows without keys."""
+    out, lse = attend(attn, *qkv, **more)
+    exact, exact_lse = attn(*(x.double() for x in qkv), return_lse=True, **more)
+    allowed = 2 * max(plain_error(qkv), rounding(qkv[0].dtype) * exact.abs().max().item())
+    assert (out.double() - exact).abs().max().item() <= allowed
+    empty = exact_lse == -torch.inf
+    assert torch.equal(lse == -torch.inf, empty)
+    assert (lse.double() - exact_lse)[~empty].abs().max().item() <= 1e-4 if not empty.all() else True
+    assert not out[empty].any()
+
+
+def rounding(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps / 2
+
+
+def plain_error(qkv: list[Tensor]) -> float:
+    attention: Callable[..., Tensor] = torch.nn.functional.scaled_dot_product_attention
+    exact = attention(*(x.double() for x in qkv), enable_gqa=True)
+    return (attention(*qkv, enable_gqa=True).double() - exact).abs().max().item()
