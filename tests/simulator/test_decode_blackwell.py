@@ -64,8 +64,8 @@ def test_every_timing_has_the_same_bits(timing: tuple[str, int], monkeypatch: py
 
 
 def test_maxima_that_rise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of some rows, at every tile by more than probabilities may pass what is in use: the output so far is
-    rescaled. Full tiles are met last to first."""
+    """Scores of some rows pass the maximum in use at every tile, by more than probabilities may: the output
+    so far is rescaled. Full tiles are met last to first."""
     split_in(monkeypatch, random.choice([1, 2]))
     q, k, v = drawn(Size(8, 2, 3, 470, 128))
     larger = torch.linspace(9, 0.1, 470).view(1, 1, 470, 1)

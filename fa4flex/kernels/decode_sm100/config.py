@@ -80,7 +80,7 @@ class Config:
 
     dynamic: ClassVar[bool] = False
     splits: ClassVar[bool] = True
-    """Whether several blocks may share the keys of a tile."""
+    """True if several blocks may share the keys of a tile."""
     threads: ClassVar[int] = 32 * WARPS
 
     @property
