@@ -7,9 +7,10 @@ from torch import Tensor
 
 from fa4flex.codegen.blame import dress
 from fa4flex.errors import EarlierError, Fa4flexError
+from fa4flex.primitives.kv_scales import KVScales
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.varlen import Varlen
-from fa4flex.runtime import launch
+from fa4flex.runtime import eight_bit, launch
 from fa4flex.variant import Variant
 
 
@@ -20,19 +21,26 @@ def run(
     varlen: Varlen | None,
     paging: Paging | None,
     statistics: launch.Statistics,
+    scales: KVScales | None = None,
 ) -> launch.Results:
     """The results of `variant` for q, k, v. See fa4flex.api.Attention for shapes and errors."""
     if torch.compiler.is_dynamo_compiling():
         from fa4flex.runtime import graphs
 
-        return graphs.run(variant, qkv, varlen, paging, statistics)
+        if not eight_bit.concerns(*qkv[1:], scales):
+            return graphs.run(variant, qkv, varlen, paging, statistics)
+        wide, dtype = eight_bit.read_as(variant, qkv, varlen, paging, scales)
+        out, *others = graphs.run(variant, wide, varlen, paging, statistics)
+        return (out.to(dtype), *others)
     now: launch.Calling | None = None
-    if caller is not None and varlen is None and paging is None:
+    if caller is not None and varlen is None and paging is None and scales is None:
         repeated = launch.repeat(variant, caller, qkv, statistics)
         if repeated is not None:
             return repeated
     try:
         now = launch.calling(variant, caller)
+        if eight_bit.concerns(*qkv[1:], scales):
+            return eight_bit.attend(now, qkv, varlen, paging, scales, statistics)
         return launch.run(now, *qkv, varlen, paging, statistics)
     except EarlierError:  # it is none of this variant's
         raise

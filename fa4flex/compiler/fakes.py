@@ -22,6 +22,7 @@ from fa4flex.codegen.plan.arguments import (
     Look,
     Number,
     Parts,
+    Scales,
 )
 from fa4flex.codegen.plan.lengths import row_block
 from fa4flex.kernels.common.arguments import named
@@ -68,6 +69,8 @@ class Fakes:
             case Given(name, dims):
                 wide = name in self.signature.wide
                 return fake_plain(Int64 if wide else Int32, self._shape(dims), unit=False)
+            case Scales():
+                return fake_plain(Float32, self._shape(look.dims(self.problem)), unit=False)
             case Blocks(length):
                 return self._blocks(length)
             case Number(kind):

@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from fa4flex.codegen.build import Bound, Trace, bind
 from fa4flex.compiler.simulated import simulating
 from fa4flex.contents import VALIDATE
+from fa4flex.primitives.kv_scales import is_eight_bit
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime import autocast, direct, ops
@@ -28,9 +29,9 @@ from fa4flex.runtime.checks import (
     check_transforms,
     check_variant,
 )
-from fa4flex.runtime.cuda import faults, paged
+from fa4flex.runtime.cuda import faults, in_place
 from fa4flex.runtime.cuda.backward import compile_ahead
-from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, Pages, SequenceLengths
+from fa4flex.runtime.cuda.call import NO_LENGTHS, NO_SCALES, Call, Pages, Scales, SequenceLengths
 from fa4flex.runtime.cuda.engine import Engine
 from fa4flex.runtime.cuda.fast_path import FastPath
 from fa4flex.runtime.cuda.operands import Remembered
@@ -179,13 +180,13 @@ def run(
         with autocast.off(q):
             return run(now, q, k, v, varlen, paging, statistics)
     prepared = now.prepared
-    observed = _observed() or not _plain(q, k, v)
-    if isinstance(paging, Paging) and varlen is None and not observed and _on_gpu(q):
-        found = _in_place(now, (q, k, v), paging, statistics)
+    seen = observed(q, k, v)
+    if isinstance(paging, Paging) and varlen is None and not seen and on_gpu(q):
+        found = in_pages(now, (q, k, v), paging, statistics)
         if found is not None:
             return found
-    on_gpu = not observed and paging is None and _on_gpu(q)
-    call, trains = _direct_call(now, (q, k, v), varlen, statistics) if on_gpu else (None, False)
+    direct_path = not seen and paging is None and on_gpu(q)
+    call, trains = direct_call(now, (q, k, v), varlen, statistics) if direct_path else (None, False)
     if call is not None:
         ready = prepared.engine.find(call)
         if ready is not None:  # a call that looks like this one was checked before
@@ -204,7 +205,7 @@ def run(
     if swap:
         q, k, v = (x.transpose(1, 2) if x.ndim == 4 else x for x in (q, k, v))
     _check_call(now, (q, k, v), varlen)
-    operands = now.prepared.tensors(now.bound, on_gpu) if call is None else call.operands
+    operands = now.prepared.tensors(now.bound, direct_path) if call is None else call.operands
     check_operand_devices(operands, tuple(o.name for o in now.bound.trace.operands), q)
     check_transforms(q, k, v, *operands, now.sinks)
     if call is not None:
@@ -214,7 +215,7 @@ def run(
         return direct.attend(Direct.of(prepared.program, prepared.engine.run, call), call)
     given = ops.Tensors(q, k, v, now.sinks, _lengths(varlen), operands)
     numbers = prepared.program.numbers(now.bound.scalars, now.scale(q))
-    seen = observed or not _own(given.sinks, *operands)
+    seen = seen or not _own(given.sinks, *operands)
     out, lse, largest, _ = ops.attend(prepared.program, given, numbers, "max_scores" in statistics, seen)
     return out.transpose(1, 2) if swap else out, lse, largest
 
@@ -252,7 +253,8 @@ def _own(*tensors: Tensor | None) -> bool:
     return not tensors or all(x is None or type(x) in _OWN_TYPES for x in tensors)
 
 
-def _on_gpu(q: Tensor) -> bool:
+def on_gpu(q: Tensor) -> bool:
+    """Whether kernels compute for such queries, or a simulated GPU does."""
     return q.is_cuda or simulating()
 
 
@@ -289,7 +291,7 @@ def _make_fast_path(
     recent.direct = again if again is None or path is None else again._replace(launch=path.of_call)
 
 
-def _direct_call(
+def direct_call(
     now: Calling, qkv: tuple[Tensor, Tensor, Tensor], varlen: Varlen | None, statistics: Statistics
 ) -> tuple[Call | None, bool]:
     """The call on a GPU, and whether gradients of it are wanted, for which it has the log-sum-exp; None where
@@ -312,18 +314,23 @@ def _wants_gradient(*tensors: Tensor | None) -> bool:
     return any(x is not None and x.requires_grad for x in tensors)
 
 
-def _observed() -> bool:
+def observed(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether something traces, transforms or intercepts operators."""
     return bool(
-        torch.compiler.is_compiling()
+        not _plain(q, k, v)
+        or torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.maybe_current_level() is not None
         or torch.autograd.forward_ad._current_level >= 0
     )
 
 
-def _in_place(
-    now: Calling, qkv: tuple[Tensor, Tensor, Tensor], paging: Paging, statistics: Statistics
+def in_pages(
+    now: Calling,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    paging: Paging,
+    statistics: Statistics,
+    scales: Scales = NO_SCALES,
 ) -> Results | None:
     """The results of a call with pages, read where they are; None where no kernel does that. The host reads
     no contents."""
@@ -331,25 +338,38 @@ def _in_place(
         return None
     if VALIDATE and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         check_paged(*qkv, paging, None)
-    call, trains = _direct_call(now, qkv, None, statistics)
+    call, trains = direct_call(now, qkv, None, statistics)
     if call is None or trains:
         return None
     if call.heads_first:
         call = call._replace(k=call.k.transpose(1, 2), v=call.v.transpose(1, 2))
-    call = call._replace(pages=Pages(paging.page_table, paging.seqused_k))
-    return paged.attend(now.prepared.engine, call, lambda: _check_in_place(now, call, qkv, paging))
+    call = call._replace(pages=Pages(paging.page_table, paging.seqused_k), scales=scales)
+    return in_place.attend(now.prepared.engine, call, lambda: _check_in_pages(now, call, qkv, paging))
 
 
-def _check_in_place(now: Calling, call: Call, qkv: tuple[Tensor, Tensor, Tensor], paging: Paging) -> None:
+def _check_in_pages(now: Calling, call: Call, qkv: tuple[Tensor, Tensor, Tensor], paging: Paging) -> None:
     """Raise InputError or UnsupportedError unless the tensors fit, whatever their contents."""
     q, k_cache, v_cache = qkv
-    check_tensors(*qkv)
     check_pages(q, k_cache, v_cache, paging)
-    # As if the keys of each sequence were all there.
+    # As if the keys of each sequence were all there, and of the dtype of q.
     keys = paging.page_table.shape[1] * k_cache.shape[1]
-    k, v = (x[:1, :1].expand(q.shape[0], keys, -1, -1).transpose(1, 2) for x in (k_cache, v_cache))
-    _check_call(now, (q if call.heads_first else q.transpose(1, 2), k, v), None)
-    check_operand_devices(call.operands, tuple(o.name for o in now.bound.trace.operands), q)
+    one = q if is_eight_bit(k_cache, v_cache) else None
+    k, v = (
+        (x[:1, :1] if one is None else one.new_empty(1).expand(1, 1, *x.shape[2:]))
+        .expand(q.shape[0], keys, -1, -1)
+        .transpose(1, 2)
+        for x in (k_cache, v_cache)
+    )
+    check_direct(now, call, (q if call.heads_first else q.transpose(1, 2), k, v), None)
+
+
+def check_direct(
+    now: Calling, call: Call, qkv: tuple[Tensor, Tensor, Tensor], varlen: Varlen | None
+) -> None:
+    """Raise InputError or UnsupportedError unless a call may be launched: q, k, v in bhsd."""
+    check_tensors(*qkv)
+    _check_call(now, qkv, varlen)
+    check_operand_devices(call.operands, tuple(o.name for o in now.bound.trace.operands), call.q)
     check_transforms(*qkv, *call.operands, call.sinks)
 
 

@@ -24,7 +24,7 @@ Dimension = str | int
 class Heads:
     """[batch, heads, length, width], [batch, length, heads, width] as calls have it, or packed
     [length, heads, width], in pieces of 16 bytes; kernels read [batch, length, heads, width]. width and
-    dtype are fields of Problem. Where keys are paged, those that are `cached` have pages for batch and slots
+    dtype are attributes of Problem. Where keys are paged, those that are `cached` have pages for batch and slots
     for length."""
 
     length: str
@@ -61,6 +61,18 @@ class Given:
 
 
 @dataclass(frozen=True)
+class Scales:
+    """float32 scales of a cache, of any strides; `per`: the field of Problem that says what there is one of."""
+
+    per: str
+
+    def dims(self, problem: Problem) -> tuple[Dimension, ...]:
+        per = getattr(problem, self.per)
+        first = "pages" if per == "page" or (per == "token" and problem.page_rows) else "batch"
+        return (first, "kv_heads", "kv_len") if per == "token" else (first, "kv_heads")
+
+
+@dataclass(frozen=True)
 class Number:
     """Number that is passed by value: "float" of 32 bits, "int" of 32, or an "address"."""
 
@@ -90,8 +102,8 @@ class Captured:
     what: Literal["tensors", "numbers", "gradients"]
 
 
-Look = Heads | Array | Given | Blocks | Number | Parts | Captured
-Source = Literal["call", "call.lengths", "call.pages", "saved", "launch"]
+Look = Heads | Array | Given | Scales | Blocks | Number | Parts | Captured
+Source = Literal["call", "call.lengths", "call.pages", "call.scales", "saved", "launch"]
 
 # --- rows ---------------------------------------------------------------------------------------------------
 
@@ -116,8 +128,8 @@ class Argument:
 
     name       of the parameter, of the field that kernels read, and of the field of `source`
     look       what it looks like
-    source     where a launch finds it: "call", "call.lengths", "call.pages", or "saved" by the forward pass;
-               "launch": it is made with or for the launch
+    source     where a launch finds it: "call", "call.lengths", "call.pages", "call.scales", or "saved" by the
+               forward pass; "launch": it is made with or for the launch
     when       whether a compiled pass has it, else it is None; None: where the signature says it is given
     read_by    kernels of the pass that get it
     computed   from the arguments before it, by the entry point: it is not passed
@@ -235,8 +247,8 @@ MERGE = "combine"
 FORWARD = Schema(
     (
         Argument("q", Heads("q_len", "q_heads", "head_dim")),
-        Argument("k", Heads("kv_len", "kv_heads", "head_dim", cached=True)),
-        Argument("v", Heads("kv_len", "kv_heads", "head_dim_v", cached=True)),
+        Argument("k", Heads("kv_len", "kv_heads", "head_dim", "kv_element", cached=True)),
+        Argument("v", Heads("kv_len", "kv_heads", "head_dim_v", "kv_element", cached=True)),
         Argument(
             "out", Heads("q_len", "q_heads", "head_dim_v", "out_dtype"), "launch", read_by=("kernel", MERGE)
         ),
@@ -266,6 +278,8 @@ FORWARD = Schema(
         ),
         *PAGES,
         FAULTS,
+        Argument("k_scale", Scales("k_scales"), "call.scales", lambda one: bool(one.problem.k_scales)),
+        Argument("v_scale", Scales("v_scales"), "call.scales", lambda one: bool(one.problem.v_scales)),
     )
 )
 

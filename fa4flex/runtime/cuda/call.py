@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fa4flex.codegen.analyze.domain import Ragged, Shape
 from fa4flex.codegen.plan.inputs import Inputs
+from fa4flex.codegen.plan.lengths import Scaling
 from fa4flex.codegen.plan.problem import page_rows
 
 
@@ -34,6 +35,19 @@ class Pages(NamedTuple):
 NO_PAGES = Pages()
 
 
+class Scales(NamedTuple):
+    """What the keys and values of an 8-bit cache are multiplied by, [sequences or pages, heads] or [sequences
+    or pages, heads, tokens], and what there is one of (primitives/kv_scales.py)."""
+
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+    k_per: Scaling = ""
+    v_per: Scaling = ""
+
+
+NO_SCALES = Scales()
+
+
 class Call(NamedTuple):
     """One call. q, k, v [B, H, S, D] if `heads_first`, else [B, S, H, D]; packed ones [T, H, D]. Of paged
     keys and values B is the number of pages, and S their size."""
@@ -49,6 +63,7 @@ class Call(NamedTuple):
     heads_first: bool
     statistics: tuple[str, ...]
     pages: Pages = NO_PAGES
+    scales: Scales = NO_SCALES
 
     @property
     def packed(self) -> bool:
@@ -71,6 +86,9 @@ class Call(NamedTuple):
         return Inputs(
             extents=self.extents(),
             kv_heads=self.k.shape[1 if self.packed or self.heads_first else 2],
+            kv_dtype="" if self.k.dtype == self.q.dtype else name_of(self.k.dtype),
+            k_scales=self.scales.k_per,
+            v_scales=self.scales.v_per,
             head_dim=self.q.shape[-1],
             head_dim_v=self.v.shape[-1],
             dtype=name_of(self.q.dtype),

@@ -1,0 +1,75 @@
+"""Scales of keys or values: one number for all keys of a block, or one for each column of a lane, asked for a
+step ahead."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, Int64, cute
+
+from fa4flex.codegen.plan.lengths import Scaling
+from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.decode_fp8_sm90.config import KEYS
+from fa4flex.kernels.decode_sm90.rows import Tile
+
+COLUMNS = tuple(8 * (c // 2) + c % 2 for c in range(KEYS // 4))
+"""A lane's columns of a step, from its first one on."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """whole     what all keys of the block are multiplied by; 1 where that varies
+    coming    [column]: scales of the lane's columns of the next step, where they vary
+    """
+
+    whole: Float32
+    per: Scaling
+    given: Any
+    tile: Tile
+    pages: tuple[Any, Int32, Int32] | None
+    coming: cute.Tensor | None
+
+    @property
+    def varies(self) -> bool:
+        return self.coming is not None
+
+    def take(self) -> list[Float32]:
+        """Scales of the columns of the step that was asked for."""
+        coming = self.coming
+        return [] if coming is None else [Float32(coming[c]) for c in range(len(COLUMNS))]
+
+    def ask(self, first: Int32) -> None:
+        """Load the scales of a step whose first key for this lane is `first`. Past the end of the sequence, the
+        last key's are read: of keys that nobody sees."""
+        if self.coming is None:
+            return
+        last = cutlass.max(self.tile.kv_len - 1, Int32(0))
+        for c, column in enumerate(COLUMNS):
+            self.coming[c] = self._of(cutlass.min(first + column, last))
+
+    def _of(self, key: Int32) -> Float32:
+        head = self.tile.kv_head
+        if self.pages is None:
+            return Float32(self.given[self.tile.b, head, key])
+        table, page_size, pages = self.pages
+        column = key // page_size
+        # What is no page is read as the nearest: the producer tells of it.
+        page = Int32(cutlass.max(cutlass.min(Int64(table[column]), Int64(pages) - 1), Int64(0)))
+        if self.per == "page":
+            return Float32(self.given[page, head])
+        return Float32(self.given[page, head, key - column * page_size])
+
+
+def scale_of(arguments: Arguments, given: Any, per: Scaling, tile: Tile) -> Scale:
+    """The scales of keys or of values for a block's tile; `given` may be None."""
+    whole, coming, pages = Float32(1.0), None, None
+    if per == "head":
+        whole = Float32(given[tile.b, tile.kv_head])
+    elif per:
+        coming = cute.make_rmem_tensor((len(COLUMNS),), Float32)
+        if arguments.page_table is not None:
+            count, page_size = arguments.k.shape[:2]
+            pages = arguments.page_table[tile.b, None], Int32(page_size), Int32(count)
+    return Scale(whole, per, given, tile, pages, coming)
