@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import cutlass
-from cutlass import Boolean, Float16, Float32, Int32, const_expr, cute, pipeline
+from cutlass import Boolean, Float16, Float32, Int32, const_expr, cute, pipeline, select_
 
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.fragment import packed, quad_reduce
@@ -36,7 +36,7 @@ from fa4flex.kernels.decode_fp8_sm90.instructions import interleaved, multiply, 
 from fa4flex.kernels.decode_fp8_sm90.queries import load_queries
 from fa4flex.kernels.decode_fp8_sm90.resources import Shared
 from fa4flex.kernels.decode_fp8_sm90.scales import Scale, scale_of
-from fa4flex.kernels.decode_fp8_sm90.tiles import KeyBytes, ValueBytes
+from fa4flex.kernels.decode_fp8_sm90.tiles import KeyBytes, Place, ValueBytes
 from fa4flex.kernels.decode_sm90.consumer import OFFSETS, Mine, clear
 from fa4flex.kernels.decode_sm90.resources import Pipes
 from fa4flex.kernels.decode_sm90.rows import Tile, place_of, tile_of
@@ -128,7 +128,7 @@ class Consumer:
             None if self.hooks.start is None else cute.make_rmem_tensor((2, COLUMNS), Float32),
         )
         for scale in (k_scale, v_scale):
-            scale.ask(self.columns(warp, tile.first, 0))
+            scale.ask(self.columns(warp, tile.first, Int32(0)))
         return warp
 
     def row(self, arguments: Arguments, tile: Tile, number: Int32, lane: Int32) -> Mine:
@@ -143,14 +143,22 @@ class Consumer:
         fragment = Fragment(at, terms, (0,), columns, row.q, lane % 4 * 2)
         return Mine(row, fragment, factor, slack, running(1))
 
-    def columns(self, warp: Warp, i: Int32, step: int) -> Int32:
+    def columns(self, warp: Warp, i: Int32, step: Int32) -> Int32:
         """The first key of a lane's columns in a step of tile number i; of the tile after the last, of the
         last."""
-        tile, config = warp.tile, self.config
-        last = cutlass.max(cutlass.min(i, tile.last - 1), Int32(0))
-        return self.first_key(warp, tile_at(tile.keys, last), step) + cute.arch.lane_idx() % 4 * 2
+        last = cutlass.max(cutlass.min(i, warp.tile.last - 1), Int32(0))
+        return self.first_key(warp, tile_at(warp.tile.keys, last), step) + cute.arch.lane_idx() % 4 * 2
 
-    def first_key(self, warp: Warp, key_tile: Int32, step: int) -> Int32:
+    def following(self, warp: Warp, i: Int32, step: Int32) -> Int32:
+        """The same for the step after this one."""
+        if not (warp.k_scale.varies or warp.v_scale.varies):
+            return Int32(0)
+        if self.config.steps == 1:
+            return self.columns(warp, i + 1, step)
+        over = step + 1 == self.config.steps
+        return self.columns(warp, select_(over, i + 1, i), select_(over, Int32(0), step + 1))
+
+    def first_key(self, warp: Warp, key_tile: Int32, step: Int32) -> Int32:
         config = self.config
         within = (warp.number % config.key_warps * config.steps + step) * KEYS
         return key_tile * config.tile_n + within
@@ -164,36 +172,52 @@ class Consumer:
         states: States,
         masked: cutlass.Constexpr[bool],
     ) -> States:
-        """A key tile: all steps of it that this warp has."""
+        """A key tile: all steps of it that this warp has. One of several has both tiles when it begins."""
         k_state, v_state = states
-        steps = self.config.steps
-        for step in cutlass.range_constexpr(steps):
-            kv_first = self.first_key(warp, tile_at(warp.tile.keys, i), step)
-            grids, early = self.prepare(warp, kv_first, masked)
-            k_weights, v_weights = warp.k_scale.take(), warp.v_scale.take()
-            following = self.columns(warp, i, step + 1) if step + 1 < steps else self.columns(warp, i + 1, 0)
-            warp.k_scale.ask(following)
-            warp.v_scale.ask(following)
-            if const_expr(step == 0):
-                pipes.k.consumer_wait(k_state)
-            self.score(warp, grids, (k_state.index, step), k_weights)
-            if const_expr(step == steps - 1):
-                release(pipes.k, k_state)
-            for mine, grid, known in zip(warp.rows, grids, early):
-                mine.fragment.modify(self.hooks, grid, known)
-                if const_expr(masked):
-                    mine.fragment.mask(grid, kv_first, None)
-            self.take_maxima(warp, grids, v_weights)
-            probabilities = self.probabilities(warp, grids, v_weights)
-            if const_expr(step == 0):
-                pipes.v.consumer_wait(v_state)
-            end = warp.rows[0].fragment.at.kv_len - kv_first if self.clears(masked) else None
-            self.add_values(warp, probabilities, (v_state.index, step), end)
-            if const_expr(step == steps - 1):
-                release(pipes.v, v_state)
+        pipes.k.consumer_wait(k_state)
+        if const_expr(self.config.steps == 1):
+            self.step(warp, pipes, (i, Int32(0)), states, masked)
+        else:
+            pipes.v.consumer_wait(v_state)
+            for number in cutlass.range(self.config.steps, unroll=1):
+                self.step(warp, pipes, (i, number), states, masked)
+            release(pipes.k, k_state)
+            release(pipes.v, v_state)
         k_state.advance()
         v_state.advance()
         return k_state, v_state
+
+    @cute.jit
+    def step(
+        self,
+        warp: cutlass.Constexpr[Warp],
+        pipes: cutlass.Constexpr[Pipes],
+        which: tuple[Int32, Int32],
+        states: States,
+        masked: cutlass.Constexpr[bool],
+    ) -> None:
+        """Scores, softmax and values of KEYS keys of tile number i."""
+        (i, number), (k_state, v_state) = which, states
+        kv_first = self.first_key(warp, tile_at(warp.tile.keys, i), number)
+        following = self.following(warp, i, number)
+        grids, early = self.prepare(warp, kv_first, masked)
+        self.score(warp, grids, (k_state.index, number))
+        if const_expr(self.config.steps == 1):
+            release(pipes.k, k_state)
+        warp.k_scale.ask(following)
+        for mine, grid, known in zip(warp.rows, grids, early):
+            mine.fragment.modify(self.hooks, grid, known)
+            if const_expr(masked):
+                mine.fragment.mask(grid, kv_first, None)
+        self.take_maxima(warp, grids)
+        probabilities = self.probabilities(warp, grids)
+        warp.v_scale.ask(following)
+        if const_expr(self.config.steps == 1):
+            pipes.v.consumer_wait(v_state)
+        end = warp.rows[0].fragment.at.kv_len - kv_first if self.clears(masked) else None
+        self.add_values(warp, probabilities, (v_state.index, number), end)
+        if const_expr(self.config.steps == 1):
+            release(pipes.v, v_state)
 
     def clears(self, masked: bool) -> bool:
         """Whether keys may lie past the end of a sequence and hold anything; dense tensors end where TMA fills
@@ -211,14 +235,12 @@ class Consumer:
             grids.append(row_of(scores, r))
         return grids, early
 
-    def score(
-        self, warp: Warp, grids: list[cute.Tensor], place: tuple[Int32, int], weights: list[Float32]
-    ) -> None:
+    def score(self, warp: Warp, grids: list[cute.Tensor], place: Place) -> None:
         """q.k of all rows and keys of a step."""
         queries, pairs = warp.queries, KEYS // 8
         sums = [[Float32(0.0)] * 4 for _ in range(pairs)]
         index = 0
-        for words in warp.keys.blocks(place):
+        for words in warp.keys.chunks(place):
             for s in range(len(words[0])):
                 a = [queries[r, 2 * index + half] for half in (0, 1) for r in (0, 1)]
                 for n in range(pairs):
@@ -228,18 +250,13 @@ class Consumer:
             for c in range(COLUMNS):
                 score = sums[c // 2][2 * r + c % 2] * warp.lift[r]
                 if warp.k_scale.varies:
-                    score = score * weights[c]
+                    score = score * warp.k_scale.coming[c]
                 if warp.starts is not None:
                     score = score + warp.starts[r, c]
                 grid[0, c] = score
 
     @cute.jit
-    def take_maxima(
-        self,
-        warp: cutlass.Constexpr[Warp],
-        grids: cutlass.Constexpr[list],
-        weights: cutlass.Constexpr[list],
-    ) -> None:
+    def take_maxima(self, warp: cutlass.Constexpr[Warp], grids: cutlass.Constexpr[list]) -> None:
         """Raise the running maxima to this step's, and rescale the output, where a score passes a ceiling or a
         value's scale is larger than all before."""
         rows = warp.rows
@@ -247,29 +264,29 @@ class Consumer:
         raised = Boolean(True)
         if const_expr(self.config.rescale_threshold > 0):
             raised = passes(found[0], rows[0].state) | passes(found[1], rows[1].state)
-        largest = largest_of(weights)
+        largest = warp.v_scale.largest()
         if const_expr(warp.v_scale.varies):
             raised = raised | cute.arch.vote_any_sync(largest > warp.largest[0])
         if raised:
             raise_all(warp, found, largest)
 
-    def probabilities(self, warp: Warp, grids: list[cute.Tensor], weights: list[Float32]) -> list[list[Int32]]:
+    def probabilities(self, warp: Warp, grids: list[cute.Tensor]) -> list[list[Int32]]:
         """Words of float16 of each row: probabilities, times scales of values and WEIGHT. The denominator has
         them as they were."""
-        inverse = Float32(WEIGHT)
+        weights = [Float32(WEIGHT)] * COLUMNS
         if warp.v_scale.varies:
-            inverse = inverse * cute.arch.rcp_approx(warp.largest[0])
-            weights = [weight * inverse for weight in weights]
+            inverse = Float32(WEIGHT) * cute.arch.rcp_approx(warp.largest[0])
+            weights = [warp.v_scale.coming[c] * inverse for c in range(COLUMNS)]
         words = []
         for mine, grid in zip(warp.rows, grids):
             exponentiate(grid[0, None], mine.factor, mine.state, 0)
             accumulate(grid[0, None], mine.state, 0)
-            scaled = [grid[0, c] * (weights[c] if warp.v_scale.varies else inverse) for c in range(COLUMNS)]
+            scaled = [grid[0, c] * weights[c] for c in range(COLUMNS)]
             words.append([packed(*scaled[c : c + 2], Float16) for c in range(0, COLUMNS, 2)])
         return words
 
     def add_values(
-        self, warp: Warp, probabilities: list[list[Int32]], place: tuple[Int32, int], end: Int32 | None
+        self, warp: Warp, probabilities: list[list[Int32]], place: Place, end: Int32 | None
     ) -> None:
         """out += p v of a step; past the `end` of a sequence values are taken for zeros."""
         out, column = warp.out, 0
@@ -278,7 +295,7 @@ class Consumer:
             for pair in range(KEYS // 16):
                 a = [probabilities[r][2 * pair + half] for half in (0, 1) for r in (0, 1)]
                 near, far = warp.values.pairs(place, block, pair, end)
-                for n, b in enumerate(zip(interleaved(*near), interleaved(*far), strict=True)):
+                for n, b in enumerate(zip(interleaved(*near), interleaved(*far))):
                     at = column + 2 * n
                     acc = [out[r, at + e] for r in (0, 1) for e in (0, 1)]
                     acc = multiply(acc, a, b)
@@ -307,10 +324,3 @@ def row_of(scores: cute.Tensor, r: int) -> cute.Tensor:
     row = scores[r, None]
     return cute.make_tensor(row.iterator, cute.prepend(row.layout, cute.make_layout(1)))
 
-
-def largest_of(weights: list[Float32]) -> Float32:
-    """The largest magnitude, 0 of none."""
-    found = Float32(0.0)
-    for x in weights:
-        found = cute.arch.fmax(found, cute.math.absf(x))
-    return found

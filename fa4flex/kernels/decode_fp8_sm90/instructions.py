@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from cutlass import Float32, Int32, cute
 
@@ -31,9 +31,8 @@ def widened(word: Int32) -> tuple[Int32, Int32]:
     return low, high
 
 
-def interleaved(first: Words, second: Words) -> list[tuple[Int32, Int32]]:
+def interleaved(first: Words, second: Words) -> Iterator[Int32]:
     """Bytes of two rows as pairs of float16, one of each row, column by column."""
-    found = []
     for a, b in zip(first, second, strict=True):
         for selector in (0x5140, 0x7362):
             mixed = cute.arch.inline_ptx(
@@ -41,8 +40,7 @@ def interleaved(first: Words, second: Words) -> list[tuple[Int32, Int32]]:
                 write_only_types=[Int32],
                 read_only_args=[a, b],
             )
-            found += widened(mixed)
-    return found
+            yield from widened(mixed)
 
 
 def multiply(acc: Sequence[Float32], a: Sequence[Int32], b: tuple[Int32, Int32]) -> list[Float32]:

@@ -21,7 +21,7 @@ COLUMNS = tuple(8 * (c // 2) + c % 2 for c in range(KEYS // 4))
 @dataclass(frozen=True)
 class Scale:
     """whole     what all keys of the block are multiplied by; 1 where that varies
-    coming    [column]: scales of the lane's columns of the next step, where they vary
+    coming    [column]: scales of the lane's columns of the step that was asked for, where they vary
     """
 
     whole: Float32
@@ -35,10 +35,13 @@ class Scale:
     def varies(self) -> bool:
         return self.coming is not None
 
-    def take(self) -> list[Float32]:
-        """Scales of the columns of the step that was asked for."""
-        coming = self.coming
-        return [] if coming is None else [Float32(coming[c]) for c in range(len(COLUMNS))]
+    def largest(self) -> Float32:
+        """The largest magnitude among these; 0 where they do not vary."""
+        found = Float32(0.0)
+        if self.coming is not None:
+            for c in range(len(COLUMNS)):
+                found = cute.arch.fmax(found, cute.math.absf(self.coming[c]))
+        return found
 
     def ask(self, first: Int32) -> None:
         """Load the scales of a step whose first key for this lane is `first`. Past the end of the sequence, the

@@ -21,6 +21,9 @@ CHUNK = 16
 
 WORD = 4
 
+Place = tuple[Int32, Int32 | int]
+"""A stage, and a step of the warp's keys in it."""
+
 
 def swizzled(offset: Int32, width: int) -> Int32:
     """Where byte `offset` of a block lies, whose rows have this width."""
@@ -42,10 +45,10 @@ class _Bytes:
     count: int
     first: Int32
 
-    def at(self, place: tuple[Int32, int]) -> tuple[Int32, int]:
-        """Bytes before a stage and the warp's keys, and before a step of these."""
+    def at(self, place: Place) -> Int32:
+        """Bytes before a step of the warp's keys in a stage."""
         stage, step = place
-        return stage * (self.rows * self.width * self.count) + self.first, step * KEYS * self.width
+        return stage * (self.rows * self.width * self.count) + self.first + step * (KEYS * self.width)
 
     def block(self, number: int) -> int:
         return number * self.rows * self.width
@@ -68,16 +71,14 @@ class KeyBytes(_Bytes):
         base = tuple(address + swizzled(row + quarter + start, width) for start in starts)
         return KeyBytes(base, width, config.tile_n, head_dim // width, _first(config, width))
 
-    def blocks(self, place: tuple[Int32, int]) -> Iterator[list[Words]]:
-        """Of each block, the words of a lane's keys of a step, one of every 8."""
-        stage, step = self.at(place)
+    def chunks(self, place: Place) -> Iterator[list[Words]]:
+        """Words of a lane's keys of a step, one of every 8, as far as they are read at once."""
+        before = self.at(place)
         count = min(self.width // 4, CHUNK) // WORD
         for number in range(self.count):
-            offsets = [step + self.block(number) + 8 * n * self.width for n in range(KEYS // 8)]
-            yield [
-                [word for base in self.base for word in read_words(base + stage, offset, count)]
-                for offset in offsets
-            ]
+            offsets = [self.block(number) + 8 * n * self.width for n in range(KEYS // 8)]
+            for base in self.base:
+                yield [read_words(base + before, offset, count) for offset in offsets]
 
 
 class ValueBytes(_Bytes):
@@ -97,16 +98,16 @@ class ValueBytes(_Bytes):
         return self.width // 8
 
     def pairs(
-        self, place: tuple[Int32, int], block: int, pair: int, end: Int32 | None
+        self, place: Place, block: int, pair: int, end: Int32 | None
     ) -> tuple[tuple[Words, Words], tuple[Words, Words]]:
         """Words of a lane's rows 2 c, 2 c + 1, and 2 c + 8, 2 c + 9 of 16 keys of a step. Keys of the step
         from `end` on have zeros."""
-        stage, step = self.at(place)
+        before = self.at(place)
         found = []
         for far in (0, 8):
-            offset = step + self.block(block) + (16 * pair + far) * self.width
+            offset = self.block(block) + (16 * pair + far) * self.width
             for e, base in enumerate(self.base):
-                words = read_words(base + stage, offset, self.run // WORD)
+                words = read_words(base + before, offset, self.run // WORD)
                 if end is not None:
                     exists = cute.arch.lane_idx() % 4 * 2 + (16 * pair + far + e) < end
                     words = [select_(exists, word, Int32(0)) for word in words]
