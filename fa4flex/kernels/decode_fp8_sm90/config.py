@@ -42,9 +42,25 @@ class Config(decode.Config):
         return WARPS // self.row_warps
 
     @property
+    def query_bytes(self) -> int:
+        """Bytes of shared memory for queries."""
+        return query_bytes(self.row_warps, self.head_dim, self.head_dim_v)
+
+    @property
+    def shares_queries(self) -> bool:
+        """Whether queries are in shared memory rather than in registers."""
+        return self.query_bytes > 0
+
+    @property
     def steps(self) -> int:
         """How often a warp multiplies KEYS keys of a tile."""
         return self.tile_n // (KEYS * self.key_warps)
+
+
+def query_bytes(row_warps: int, head_dim: int, head_dim_v: int) -> int:
+    """Bytes of shared memory for queries of all warps: where outputs are wide, or one warp has several steps of
+    a tile, there is no room for them in registers."""
+    return 2 * WARPS * ROWS * head_dim if row_warps > 1 or max(head_dim, head_dim_v) > 128 else 0
 
 
 def span(width: int) -> int:

@@ -33,7 +33,7 @@ from fa4flex.kernels.common.transfer import release
 from fa4flex.kernels.decode_fp8_sm90.config import KEYS, ROWS, WEIGHT, Config
 from fa4flex.kernels.decode_fp8_sm90.epilogue import Epilogue
 from fa4flex.kernels.decode_fp8_sm90.instructions import interleaved, multiply, widened
-from fa4flex.kernels.decode_fp8_sm90.queries import load_queries
+from fa4flex.kernels.decode_fp8_sm90.queries import RegisterQueries, SharedQueries, load_queries
 from fa4flex.kernels.decode_fp8_sm90.resources import Shared
 from fa4flex.kernels.decode_fp8_sm90.scales import Scale, scale_of
 from fa4flex.kernels.decode_fp8_sm90.tiles import KeyBytes, Place, ValueBytes
@@ -54,7 +54,7 @@ class Warp:
 
     number     of the warp, which has rows `number // key_warps` and keys `number % key_warps` of a tile
     rows, lift   a lane's two rows, and what their products are multiplied by for scores
-    queries    [row, words] float16 pairs, in the order in which bytes of keys are read
+    queries    float16, in the order in which bytes of keys are read
     out        [row, columns]: values summed up, divided by nothing
     largest    [1]: the scale of values that those summed up so far were divided by
     """
@@ -63,7 +63,7 @@ class Warp:
     tile: Tile
     rows: tuple[Mine, ...]
     lift: cute.Tensor
-    queries: cute.Tensor
+    queries: RegisterQueries | SharedQueries
     out: cute.Tensor
     largest: cute.Tensor
     k_scale: Scale
@@ -102,10 +102,12 @@ class Consumer:
         number = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - 4
         lane = cute.arch.lane_idx()
         first = number // config.key_warps * ROWS + lane // 4
-        k_scale = scale_of(arguments, arguments.k_scale, config.k_scales, tile)
-        v_scale = scale_of(arguments, arguments.v_scale, config.v_scales, tile)
+        k_scale = scale_of(arguments, arguments.k_scale, config.k_scales, tile, config.box_rows)
+        v_scale = scale_of(arguments, arguments.v_scale, config.v_scales, tile, config.box_rows)
         rows = tuple(self.row(arguments, tile, first + offset, lane) for offset in OFFSETS)
-        queries, lift = load_queries(arguments, tile, rows, config.head_dim, lane)
+        words, lift = load_queries(arguments, tile, rows, config.head_dim, lane)
+        shares = config.shares_queries
+        queries = SharedQueries(words, shared.q_address, number) if shares else RegisterQueries(words)
         for r in range(len(rows)):
             lift[r] = lift[r] * k_scale.whole
             clear(rows[r].state)
@@ -242,7 +244,7 @@ class Consumer:
         index = 0
         for words in warp.keys.chunks(place):
             for s in range(len(words[0])):
-                a = [queries[r, 2 * index + half] for half in (0, 1) for r in (0, 1)]
+                a = queries.operand(index)
                 for n in range(pairs):
                     sums[n] = multiply(sums[n], a, widened(words[n][s]))
                 index += 1

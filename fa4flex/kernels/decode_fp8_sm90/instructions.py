@@ -20,6 +20,14 @@ def read_words(address: Int32, offset: int, count: int) -> Words:
     return [found] if count == 1 else list(found)
 
 
+def write_words(address: Int32, offset: int, words: Words) -> None:
+    """4 words next to each other."""
+    cute.arch.inline_ptx(
+        f"st.shared.v4.b32 [{{$r0}}+{offset}], {{{{$r1}}, {{$r2}}, {{$r3}}, {{$r4}}}};",
+        read_only_args=[address, *words],
+    )
+
+
 def widened(word: Int32) -> tuple[Int32, Int32]:
     """Four e4m3 numbers as two pairs of float16: exact, and NaN is NaN."""
     low, high = cute.arch.inline_ptx(

@@ -87,6 +87,7 @@ class Forward:
         members = {
             "k": cute.struct.MemRange[Int64, config.kv_stages * 2],
             "v": cute.struct.MemRange[Int64, config.kv_stages * 2],
+            "queries": tile(config.query_bytes),
             "keys": tile(cute.cosize(layouts[0])),
             "values": tile(cute.cosize(layouts[1])),
         }
@@ -124,6 +125,7 @@ class Forward:
         return Shared(
             storage.keys.get_tensor(k.outer, swizzle=k.inner),
             storage.values.get_tensor(v.outer, swizzle=v.inner),
+            storage.queries.data_ptr().toint(),
             storage.keys.data_ptr().toint(),
             storage.values.data_ptr().toint(),
             cute.make_tensor(

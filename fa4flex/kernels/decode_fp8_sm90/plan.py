@@ -19,7 +19,7 @@ from fa4flex.codegen.plan.topology import Topology
 from fa4flex.codegen.plan.verify import prove
 from fa4flex.codegen.plan.work import Work
 from fa4flex.errors import UnsupportedError
-from fa4flex.kernels.decode_fp8_sm90.config import KEYS, ROWS, WARPS, Config, span
+from fa4flex.kernels.decode_fp8_sm90.config import KEYS, ROWS, WARPS, Config, query_bytes, span
 from fa4flex.kernels.decode_fp8_sm90.topology import decode_topology
 from fa4flex.kernels.decode_sm90 import plan as decode
 from fa4flex.kernels.fwd_sm90.registers import ADDRESSES, LOADS, MOST_SCRATCH, Need, Split
@@ -30,6 +30,10 @@ TILE_BYTES = 16 << 10
 """Bytes of a tile of keys, as far as KEYS of each warp at least and MOST_KEYS at most allow."""
 
 MOST_KEYS = 256
+
+WIDEST = {(False, False): 256, (False, True): 192, (True, False): 128, (True, True): 64}
+"""The widest heads for which nothing spills, by whether there are more rows than a warp has, and whether scales
+differ from key to key."""
 
 MOST_RESCALE = 8.0
 """Largest threshold, in log2 units, at which no probability overflows float16, whatever the queries are: see
@@ -85,12 +89,13 @@ class DecodePlan:
     @cached_property
     def memory(self) -> Memory:
         """The shared-memory map of a block."""
-        return _memory(self.widths, self.tile_n, self.kv_stages, self.target)
+        return _memory(self.problem, self.tile_n, self.kv_stages, self.target)
 
     @cached_property
     def topology(self) -> Topology:
         """Roles, rings and barriers; `.graph` is the networkx form."""
-        return decode_topology(*self.widths, self.tile_n, self.kv_stages, self.box_rows)
+        several = self.config().steps > 1
+        return decode_topology(*self.widths, self.tile_n, self.kv_stages, several, self.box_rows)
 
     @property
     def need(self) -> Need:
@@ -99,11 +104,11 @@ class DecodePlan:
         hooks = work.uniform + THREAD_ROWS * (work.row + work.row_ends + work.column)
         scales = sum(KEYS // 4 for per in (self.problem.k_scales, self.problem.v_scales) if per in by_key)
         parts = (
-            ("queries", self.widths[0] // 4),
+            ("queries", 0 if self.config().shares_queries else self.widths[0] // 4),
             ("scores", KEYS // 2),
             ("probabilities", KEYS // 4),
             ("output", self.widths[1] // 2),
-            ("scales", 2 * scales),
+            ("scales", scales),
             ("row state", 2 * THREAD_ROWS),
             ("hooks", hooks + min(work.element, MOST_SCRATCH)),
             ("loads", LOADS if work.loads >= 1 else 0),
@@ -210,8 +215,10 @@ class DecodePlan:
         ]
 
 
-def _memory(widths: tuple[int, int], tile_n: int, kv_stages: int, target: Target) -> Memory:
-    sizes = {name: tile_bytes(tile_n, d, 1) * kv_stages for name, d in zip(("k", "v"), widths)}
+def _memory(problem: Problem, tile_n: int, kv_stages: int, target: Target) -> Memory:
+    widths = pad(problem.head_dim), pad(problem.head_dim_v)
+    sizes = {"q": query_bytes(problem.most_rows // ROWS, *widths)}
+    sizes |= {name: tile_bytes(tile_n, d, 1) * kv_stages for name, d in zip(("k", "v"), widths)}
     sizes["sums"] = 4 * WARPS * ROWS * widths[1]
     sizes["states"] = 4 * WARPS * ROWS * 4
     return lay_out(sizes, {"sums": "v", "states": "k"}, 4 * kv_stages, target)
@@ -233,7 +240,7 @@ def plan_decode(request: ForwardRequest) -> ForwardPlan:
         (blocks, stages)
         for blocks in (2, 1)
         for stages in range(decode.MOST_STAGES, decode.LEAST_STAGES - 1, -1)
-        if _memory(widths, tile_n, stages, target).total <= decode.room(blocks, target)
+        if _memory(problem, tile_n, stages, target).total <= decode.room(blocks, target)
     ]
     blocks, stages = fitting[0]
     return DecodePlan(
@@ -258,8 +265,11 @@ def tile_keys(width: int) -> int:
 
 
 def accepts(problem: Problem, target: Target) -> bool:
-    """What the kernel for 16-bit keys accepts; pages have rows of half as many bytes."""
+    """What the kernel for 16-bit keys accepts, up to a width; pages have rows of half as many bytes."""
     widths = pad(problem.head_dim), pad(problem.head_dim_v)
+    by_key = bool({"page", "token"} & {problem.k_scales, problem.v_scales})
+    if max(widths) > WIDEST[problem.most_rows > ROWS, by_key]:
+        return False
     lines = all(problem.page_rows * span(d) % decode.LINE == 0 for d in widths)
     return problem.most_rows > 0 and lines and decode.accepts(problem, target)
 

@@ -10,7 +10,12 @@ from cutlass import Float16, Float32, Int32, cute
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.fragment import packed, quad_reduce, widened
 from fa4flex.kernels.decode_fp8_sm90.config import span
+from fa4flex.kernels.decode_fp8_sm90.instructions import read_words, write_words
 from fa4flex.kernels.decode_sm90.rows import Tile
+
+LANES = 32
+QUAD = 16
+"""Bytes of a lane's operand for 16 elements."""
 
 WIDE = 8
 """Elements of 16 bits that a lane copies at once."""
@@ -18,6 +23,34 @@ WIDE = 8
 BIAS, TOP, LEAST = 127, 14, 15
 """Of float32's exponents, as bits; largest exponent that a row of queries is given; least that it is taken
 for."""
+
+
+class RegisterQueries:
+    """Operands of a warp's products, kept in registers: words [row, number]."""
+
+    def __init__(self, words: cute.Tensor) -> None:
+        self.words = words
+
+    def operand(self, index: int) -> list[Int32]:
+        """The four words of a lane for 16 elements of its two rows."""
+        return _operand(self.words, index)
+
+
+class SharedQueries:
+    """Operands kept in shared memory, where each lane reads what it has written itself."""
+
+    def __init__(self, words: cute.Tensor, address: Int32, warp: Int32) -> None:
+        count, lane = cute.size(words, mode=[1]) // 2, cute.arch.lane_idx()
+        self.address = address + (warp * count * LANES + lane) * QUAD
+        for index in range(count):
+            write_words(self.address, index * LANES * QUAD, _operand(words, index))
+
+    def operand(self, index: int) -> list[Int32]:
+        return read_words(self.address, index * LANES * QUAD, 4)
+
+
+def _operand(words: cute.Tensor, index: int) -> list[Int32]:
+    return [words[r, 2 * index + half] for half in (0, 1) for r in (0, 1)]
 
 
 def load_queries(

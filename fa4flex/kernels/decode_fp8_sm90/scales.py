@@ -3,8 +3,9 @@ step ahead."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
@@ -28,7 +29,7 @@ class Scale:
     per: Scaling
     given: Any
     tile: Tile
-    pages: tuple[Any, Int32, Int32] | None
+    pages: Pages | None
     coming: cute.Tensor | None
 
     @property
@@ -49,24 +50,41 @@ class Scale:
         if self.coming is None:
             return
         last = cutlass.max(self.tile.kv_len - 1, Int32(0))
-        for c, column in enumerate(COLUMNS):
-            self.coming[c] = self._of(cutlass.min(first + column, last))
+        rows = KEYS if self.pages is None else self.pages.rows
+        for start in range(0, KEYS, rows):
+            some = [c for c in range(len(COLUMNS)) if start <= COLUMNS[c] < start + rows]
+            find = self._place(cutlass.min(first + COLUMNS[some[0]], last))
+            for c in some:
+                self.coming[c] = find(cutlass.min(first + COLUMNS[c], last))
 
-    def _of(self, key: Int32) -> Float32:
-        head = self.tile.kv_head
+    def _place(self, one: Int32) -> Callable[[Int32], Float32]:
+        """What finds the scale of a key that lies together with this one."""
+        head, given = self.tile.kv_head, self.given
         if self.pages is None:
-            return Float32(self.given[self.tile.b, head, key])
-        table, page_size, pages = self.pages
-        column = key // page_size
+            return lambda key: Float32(given[self.tile.b, head, key])
+        table, page_size, count, _ = self.pages
+        column = one // page_size
         # What is no page is read as the nearest: the producer tells of it.
-        page = Int32(cutlass.max(cutlass.min(Int64(table[column]), Int64(pages) - 1), Int64(0)))
+        page = Int32(cutlass.max(cutlass.min(Int64(table[column]), Int64(count) - 1), Int64(0)))
         if self.per == "page":
-            return Float32(self.given[page, head])
-        return Float32(self.given[page, head, key - column * page_size])
+            found = Float32(given[page, head])
+            return lambda key: found
+        return lambda key: Float32(given[page, head, key - column * page_size])
 
 
-def scale_of(arguments: Arguments, given: Any, per: Scaling, tile: Tile) -> Scale:
-    """The scales of keys or of values for a block's tile; `given` may be None."""
+class Pages(NamedTuple):
+    """A sequence's row of the page table, slots of a page, pages of the pool, and keys that surely lie
+    together."""
+
+    table: Any
+    page_size: Int32
+    count: Int32
+    rows: int
+
+
+def scale_of(arguments: Arguments, given: Any, per: Scaling, tile: Tile, box_rows: int) -> Scale:
+    """The scales of keys or of values for a block's tile; `given` may be None. box_rows: keys that lie together,
+    where they are paged."""
     whole, coming, pages = Float32(1.0), None, None
     if per == "head":
         whole = Float32(given[tile.b, tile.kv_head])
@@ -74,5 +92,6 @@ def scale_of(arguments: Arguments, given: Any, per: Scaling, tile: Tile) -> Scal
         coming = cute.make_rmem_tensor((len(COLUMNS),), Float32)
         if arguments.page_table is not None:
             count, page_size = arguments.k.shape[:2]
-            pages = arguments.page_table[tile.b, None], Int32(page_size), Int32(count)
+            row = arguments.page_table[tile.b, None]
+            pages = Pages(row, Int32(page_size), Int32(count), min(box_rows, KEYS))
     return Scale(whole, per, given, tile, pages, coming)

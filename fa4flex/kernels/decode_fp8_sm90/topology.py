@@ -24,12 +24,15 @@ MEET = 1
 """Named barrier of the consumer's warps: all keys are read, or all sums written."""
 
 
-def decode_topology(head_dim: int, head_dim_v: int, tile_n: int, kv_stages: int, box_rows: int) -> Topology:
-    """The pipeline with these tiles, which are brought `box_rows` keys at a time."""
+def decode_topology(
+    head_dim: int, head_dim_v: int, tile_n: int, kv_stages: int, several: bool, box_rows: int
+) -> Topology:
+    """The pipeline with these tiles, which are brought `box_rows` keys at a time. `several`: a warp takes its
+    keys of a tile in several steps, and has keys and values of all of them when it begins."""
     rings = tuple(_ring(x, kv_stages, tile_n, d, box_rows) for x, d in (("k", head_dim), ("v", head_dim_v)))
     copy = tuple(Event(action, ring) for ring in ("k", "v") for action in ("acquire", "load"))
     return Topology(
-        (Role("producer", 1, (), copy, copy), _consumer()),
+        (Role("producer", 1, (), copy, copy), _consumer(several)),
         rings,
         (NamedBarrier("warps", MEET, WARP * WARPGROUP),),
         "none",
@@ -43,12 +46,15 @@ def _ring(name: str, stages: int, rows: int, width: int, box_rows: int) -> Ring:
     return Ring(name, stages, rows * width, copies, sum(copies), WARPGROUP)
 
 
-def _consumer() -> Role:
-    tile = (
-        *(Event("wait", "k"), Event("read", "k"), Event("write", "S of 0"), Event("release", "k")),
-        Event("softmax", "S of 0"),
-        *(Event("wait", "v"), Event("read", "v"), Event("release", "v")),
-    )
+def _consumer(several: bool) -> Role:
+    scores = Event("read", "k"), Event("write", "S of 0")
+    softmax, values = Event("softmax", "S of 0"), Event("read", "v")
+    if several:
+        both = Event("wait", "k"), Event("wait", "v")
+        tile = (*both, *scores, softmax, values, Event("release", "k"), Event("release", "v"))
+    else:
+        begun = Event("wait", "k"), *scores, Event("release", "k")
+        tile = (*begun, softmax, Event("wait", "v"), values, Event("release", "v"))
     meet = Event("sync", "warps")
     closing = (meet, Event("write", "sums", per="block"), meet, Event("read", "sums", per="block"))
     return Role("consumer", WARPGROUP, first=tile, body=tile, closing=closing, warp=WARPGROUP)
