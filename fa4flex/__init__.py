@@ -60,9 +60,9 @@ _HOME = {
 
 __all__ = [
     "Attention", "BlockMap", "Fa4flexError", "InputError", "KVScales", "Mask", "Paging", "Precision",
-    "Schedule", "ScoreMod", "Sinks", "TraceError", "UnsupportedError", "Varlen", "as_mask", "as_score", "attention",
-    "compile", "flex_attention", "merge", "nn", "reference", "register_op", "simulator", "synchronize",
-    "variants",
+    "Schedule", "ScoreMod", "Sinks", "TraceError", "UnsupportedError", "Varlen", "as_mask", "as_score",
+    "attention", "compile", "flex_attention", "merge", "nn", "reference", "register_op", "simulator",
+    "synchronize", "variants",
 ]  # fmt: skip
 
 

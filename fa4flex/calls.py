@@ -30,8 +30,8 @@ def run(
         if not eight_bit.concerns(*qkv[1:], scales):
             return graphs.run(variant, qkv, varlen, paging, statistics)
         wide, dtype = eight_bit.read_as(variant, qkv, varlen, paging, scales)
-        out, *others = graphs.run(variant, wide, varlen, paging, statistics)
-        return (out.to(dtype), *others)
+        out, lse, largest = graphs.run(variant, wide, varlen, paging, statistics)
+        return out.to(dtype), lse, largest
     now: launch.Calling | None = None
     if caller is not None and varlen is None and paging is None and scales is None:
         repeated = launch.repeat(variant, caller, qkv, statistics)

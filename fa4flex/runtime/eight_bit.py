@@ -1,4 +1,5 @@
-"""Calls whose keys and values are an e4m3 cache: read as it is where a kernel does that, else dequantised first.
+"""Calls whose keys and values are an e4m3 cache: read as it is where a kernel does that, else dequantised
+first.
 
 A CPU dequantises to the dtype that it computes in, which is exact. A GPU dequantises to the dtype of the
 queries, which rounds as a cache of that dtype does.
@@ -67,8 +68,8 @@ def attend(
     if found is not None:
         return found
     wide, dtype = read_as(now.variant, qkv, varlen, paging, scales)
-    out, *others = launch.run(now, *wide, varlen, paging, statistics)
-    return (out.to(dtype), *others)
+    out, lse, largest = launch.run(now, *wide, varlen, paging, statistics)
+    return out.to(dtype), lse, largest
 
 
 def _checked(

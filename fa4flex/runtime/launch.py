@@ -363,9 +363,7 @@ def _check_in_pages(now: Calling, call: Call, qkv: tuple[Tensor, Tensor, Tensor]
     check_direct(now, call, (q if call.heads_first else q.transpose(1, 2), k, v), None)
 
 
-def check_direct(
-    now: Calling, call: Call, qkv: tuple[Tensor, Tensor, Tensor], varlen: Varlen | None
-) -> None:
+def check_direct(now: Calling, call: Call, qkv: tuple[Tensor, Tensor, Tensor], varlen: Varlen | None) -> None:
     """Raise InputError or UnsupportedError unless a call may be launched: q, k, v in bhsd."""
     check_tensors(*qkv)
     _check_call(now, qkv, varlen)

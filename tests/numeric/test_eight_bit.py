@@ -1,5 +1,5 @@
-"""Caches of 8 bits on a CPU: what they stand for with their scales, in every arrangement, exactly; gradients; and
-what is refused."""
+"""Caches of 8 bits on a CPU: what they stand for with their scales, in every arrangement, exactly; gradients;
+and what is refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,12 @@ def scaled(x: Tensor, scale: Tensor | None) -> Tensor:
     return x.double() * scale.double().view(shape)
 
 
-SHAPES: dict[str, tuple[int, ...] | None] = {"none": None, "head": (HK,), "sequence": (B, HK), "token": (B, HK, S)}
+SHAPES: dict[str, tuple[int, ...] | None] = {
+    "none": None,
+    "head": (HK,),
+    "sequence": (B, HK),
+    "token": (B, HK, S),
+}
 
 
 def scales_of(k_shape: str, v_shape: str) -> KVScales:
@@ -48,7 +53,9 @@ def test_dense(per: str, dtype: torch.dtype) -> None:
     assert out.dtype == dtype and lse.dtype == (dtype if dtype == torch.float64 else torch.float32)
     atol = 1e-12 if dtype == torch.float64 else 2**-8 * exact.abs().max().item()
     torch.testing.assert_close(out.double(), exact, atol=atol, rtol=0)
-    torch.testing.assert_close(lse.double(), exact_lse, atol=1e-12 if dtype == torch.float64 else 1e-5, rtol=0)
+    torch.testing.assert_close(
+        lse.double(), exact_lse, atol=1e-12 if dtype == torch.float64 else 1e-5, rtol=0
+    )
 
 
 def test_no_scales_are_ones() -> None:
@@ -75,10 +82,9 @@ def test_other_arrangements() -> None:
 
     v_tokens = scales.v[:, None].expand(B, S, HK)
     cu_q, cu_k = (torch.arange(B + 1, dtype=torch.int32) * n for n in (SQ, S))
-    packed = attn(
-        q.transpose(1, 2).flatten(0, 1), *(turned(x).view(torch.uint8).flatten(0, 1).view(E4M3) for x in (k, v)),
-        varlen=Varlen(cu_q, cu_k), kv_scales=KVScales(k_tokens.flatten(0, 1), v_tokens.flatten(0, 1)),
-    )  # fmt: skip
+    rows = (turned(x).view(torch.uint8).flatten(0, 1).view(E4M3) for x in (k, v))
+    of_rows = KVScales(k_tokens.flatten(0, 1), v_tokens.flatten(0, 1))
+    packed = attn(q.transpose(1, 2).flatten(0, 1), *rows, varlen=Varlen(cu_q, cu_k), kv_scales=of_rows)
     torch.testing.assert_close(packed.unflatten(0, (B, SQ)).transpose(1, 2), whole)
 
     page, used = 8, torch.tensor([S, 17, 8], dtype=torch.int32)
@@ -97,7 +103,10 @@ def test_other_arrangements() -> None:
     torch.testing.assert_close(attn(q, *pools, paging=paging, kv_scales=tokens), padded)
 
     per_page = KVScales(torch.rand(B * S // page, HK) + 0.1, torch.rand(HK) + 0.1)
-    wide = pools[0].double() * per_page.k.double()[:, None, :, None], pools[1].double() * per_page.v.double()[:, None]  # type: ignore[union-attr]
+    wide = (
+        pools[0].double() * per_page.k.double()[:, None, :, None],
+        pools[1].double() * per_page.v.double()[:, None],
+    )  # type: ignore[union-attr]
     exact = attn(q.double(), *wide, paging=paging)
     torch.testing.assert_close(attn(q.double(), *pools, paging=paging, kv_scales=per_page), exact)
 

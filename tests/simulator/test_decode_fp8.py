@@ -1,5 +1,5 @@
-"""The Hopper kernel for few query rows over an e4m3 cache on the simulated GPU: right against the oracle on the
-dequantised cache, as its graph says, and nothing found."""
+"""The Hopper kernel for few query rows over an e4m3 cache on the simulated GPU: right against the oracle on
+the dequantised cache, as its graph says, and nothing found."""
 
 from __future__ import annotations
 
@@ -75,6 +75,7 @@ def check(attn: fa4flex.Attention, call: Call) -> None:
     torch.testing.assert_close(lse.double()[~empty], exact_lse[~empty], atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODS)
 def test_variant(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     split_in(monkeypatch, random.choice([1, 3]))
@@ -93,10 +94,19 @@ SIZES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SIZES)
 def test_size(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     split_in(monkeypatch, random.choice([1, 2, 5]))
     check(fa4flex.compile(mask=causal), drawn(SIZES[name], random.choice(["", "head", "token"])))
+
+
+def test_some_variant_and_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of those."""
+    if random.random() < 0.5:
+        test_variant(random.choice(list(MODS)), monkeypatch)
+    else:
+        test_size(random.choice(list(SIZES)), monkeypatch)
 
 
 def test_all_timings_agree_with_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,6 +126,7 @@ def test_all_timings_agree_with_the_oracle(monkeypatch: pytest.MonkeyPatch) -> N
     torch.testing.assert_close(first[1].double(), exact_lse, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_queries_of_any_size(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of bfloat16 queries far beyond float16's range, and with elements far below their largest."""
@@ -134,15 +145,21 @@ def test_queries_of_any_size(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
     torch.testing.assert_close(lse.double(), exact_lse, atol=1e-4, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_scales_that_differ_a_thousandfold(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small ones first, large ones later, and the other way round; also none at all."""
     split_in(monkeypatch, 1)
     call = drawn(Size(kv_len=520), "token")
-    for factor in (torch.linspace(-10, 10, 520).exp2(), torch.linspace(10, -10, 520).exp2(), torch.zeros(520)):
+    for factor in (
+        torch.linspace(-10, 10, 520).exp2(),
+        torch.linspace(10, -10, 520).exp2(),
+        torch.zeros(520),
+    ):
         scales = KVScales(call.scales.k, factor.expand(1, 1, -1))  # type: ignore[union-attr]
         check(fa4flex.compile(mask=causal), Call(call.q, call.k, call.v, scales))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("per", ["head", "token"])
 def test_used_lengths_and_poisoned_tails(per: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What lies past the end of a sequence may be NaN, and so may its scales."""
@@ -178,6 +195,7 @@ def test_nan_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     assert out[:, 2:, :, wrong].isnan().all() and not out[:, 2:, :, ~wrong].isnan().any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("splits", [1, 2])
 def test_sinks_join_once(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     split_in(monkeypatch, splits)
@@ -191,6 +209,7 @@ def test_sinks_join_once(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(lse.double(), exact_lse, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 def test_layout_bshd(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scales follow the layout, and may have any strides."""
     split_in(monkeypatch, 2)
@@ -204,6 +223,7 @@ def test_layout_bshd(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (out.transpose(1, 2).double() - exact).abs().max().item() <= call.allowed()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("per", ["all", "page", "token"])
 def test_pages(per: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages in any order; what no sequence uses is poisoned, and the table has holes there."""
@@ -235,6 +255,15 @@ def test_pages(per: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(lse.double(), exact_lse, atol=1e-4, rtol=0)
 
 
+def test_some_ragged_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of those."""
+    if random.random() < 0.5:
+        test_used_lengths_and_poisoned_tails(random.choice(["head", "token"]), monkeypatch)
+    else:
+        test_pages(random.choice(["all", "page", "token"]), monkeypatch)
+
+
+@pytest.mark.slow
 def test_without_a_kernel_the_cache_is_dequantised() -> None:
     """Many queries, gradients, a schedule of tiles, Blackwell: launched with 16-bit keys."""
     call, many = drawn(Size(kv_len=100)), drawn(Size(q_len=80, kv_len=100))
@@ -257,6 +286,7 @@ def test_without_a_kernel_the_cache_is_dequantised() -> None:
         assert (q.grad is not None) == trains
 
 
+@pytest.mark.slow
 def test_other_scales_and_longer_caches_take_the_same_kernel() -> None:
     attn = fa4flex.compile(mask=causal)
     with torch.no_grad(), fa4flex.simulator.device("sm_90a") as gpu:

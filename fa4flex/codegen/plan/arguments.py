@@ -22,10 +22,10 @@ Dimension = str | int
 
 @dataclass(frozen=True)
 class Heads:
-    """[batch, heads, length, width], [batch, length, heads, width] as calls have it, or packed
-    [length, heads, width], in pieces of 16 bytes; kernels read [batch, length, heads, width]. width and
-    dtype are attributes of Problem. Where keys are paged, those that are `cached` have pages for batch and slots
-    for length."""
+    """[batch, heads, length, width], [batch, length, heads, width] as calls have it, or packed [length,
+    heads, width], in pieces of 16 bytes; kernels read [batch, length, heads, width]. width and dtype are
+    attributes of Problem. Where keys are paged, those that are `cached` have pages for batch and slots for
+    length."""
 
     length: str
     heads: str
@@ -62,7 +62,8 @@ class Given:
 
 @dataclass(frozen=True)
 class Scales:
-    """float32 scales of a cache, of any strides; `per`: the field of Problem that says what there is one of."""
+    """float32 scales of a cache, of any strides; `per`: the field of Problem that says what there is one
+    of."""
 
     per: str
 
@@ -339,7 +340,7 @@ def _sorts(one: Pass) -> bool:
     return bool(one.config.tile_m)
 
 
-_GIVEN = tuple(replace(row, look=Given(row.name, row.look.dims), source="launch") for row in LENGTHS)  # type: ignore[union-attr]
+_GIVEN = tuple(replace(row, look=Given(row.name, row.look.dims), source="launch") for row in LENGTHS)  # type: ignore[union-attr, arg-type]
 SEQUENCES = Schema(
     (
         *_GIVEN,

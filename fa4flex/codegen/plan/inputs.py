@@ -31,9 +31,6 @@ class Inputs:
     head_dim_v: int
     dtype: str = "bfloat16"
     out_dtype: str = "bfloat16"
-    kv_dtype: str = ""
-    k_scales: Scaling = ""
-    v_scales: Scaling = ""
     lengths: Lengths = "dense"
     keys_used: bool = False
     page_rows: int = 0
@@ -41,6 +38,9 @@ class Inputs:
     statistics: tuple[str, ...] = ("lse",)
     positive_scale: bool = True
     captured: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    kv_dtype: str = ""
+    k_scales: Scaling = ""
+    v_scales: Scaling = ""
 
     @property
     def operands(self) -> tuple[tuple[str, int], ...]:

@@ -10,8 +10,8 @@ Lengths = Literal["dense", "packed", "used"]
 padded tensor."""
 
 Scaling = Literal["", "head", "page", "token"]
-"""What there is one scale of, for each head of keys: all keys of a sequence, a page, or each key; "": keys and
-values have no scales."""
+"""What there is one scale of, for each head of keys: all keys of a sequence, a page, or each key; "": keys
+and values have no scales."""
 
 ROW_BLOCK = 128
 """Rows that the statistics and the accumulated dQ of a sequence are padded to a multiple of."""

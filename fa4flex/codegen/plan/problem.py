@@ -78,10 +78,6 @@ class Problem:
     head_dim_v: int
     dtype: Half = "bfloat16"
     out_dtype: Half = "bfloat16"
-    kv_dtype: KeyDtype = ""
-    k_scales: Scaling = ""
-    v_scales: Scaling = ""
-    most_rows: int = 0
     lengths: Lengths = "dense"
     mask_form: MaskForm = "none"
     sinks: bool = False
@@ -103,6 +99,10 @@ class Problem:
     gradients: tuple[tuple[int, Adding], ...] = ()
     deterministic: bool = False
     row_ends: int = 0
+    kv_dtype: KeyDtype = ""
+    k_scales: Scaling = ""
+    v_scales: Scaling = ""
+    most_rows: int = 0
 
     def __post_init__(self) -> None:
         for name in ("dtype", "out_dtype"):

@@ -84,7 +84,8 @@ def _same_queries(inputs: Inputs, target: Target) -> Reach:
 
 
 def _most_rows(inputs: Inputs, target: Target) -> int:
-    """The class of the query rows of an 8-bit cache; 0 where they are many, or the cache has the dtype of q."""
+    """The class of the query rows of an 8-bit cache; 0 where they are many, or the cache has the dtype of
+    q."""
     longest = inputs.extents.q_len
     if not inputs.kv_dtype or longest > _few_rows(inputs, target):
         return 0

@@ -18,8 +18,8 @@ KEYS = 32
 """Keys that a warp multiplies at once."""
 
 WEIGHT = 128.0
-"""Probabilities times this are rounded to float16. At most 2^8 where the maximum in use lags behind, they stay
-below its largest number, 65504, and of the smaller ones those above 2^-21 keep all digits."""
+"""Probabilities times this are rounded to float16. At most 2^8 where the maximum in use lags behind, they
+stay below its largest number, 65504, and of the smaller ones those above 2^-21 keep all digits."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class Config(decode.Config):
 
 
 def query_bytes(row_warps: int, head_dim: int, head_dim_v: int) -> int:
-    """Bytes of shared memory for queries of all warps: where outputs are wide, or one warp has several steps of
-    a tile, there is no room for them in registers."""
+    """Bytes of shared memory for queries of all warps: where outputs are wide, or one warp has several steps
+    of a tile, there is no room for them in registers."""
     return 2 * WARPS * ROWS * head_dim if row_warps > 1 or max(head_dim, head_dim_v) > 128 else 0
 
 

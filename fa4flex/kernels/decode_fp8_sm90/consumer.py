@@ -1,11 +1,10 @@
 """The consumer warps: bytes of keys and values become float16 in registers, products by mma.sync, softmax
 between them.
 
-A warp has ROWS query rows in registers, and all keys of a tile or every so-manieth part of them; it has its own
-maxima and sums, and waits for no other warp. Which element of a row of keys is which of the product's inner
-dimension does not matter as long as queries agree, nor which column of values is which of its outer one: both are
-taken so that a lane reads whole runs of bytes, and no two lanes meet in a bank.
-"""
+A warp has ROWS query rows in registers, and all keys of a tile or every so-manieth part of them; it has its
+own maxima and sums, and waits for no other warp. Which element of a row of keys is which of the product's
+inner dimension does not matter as long as queries agree, nor which column of values is which of its outer
+one: both are taken so that a lane reads whole runs of bytes, and no two lanes meet in a bank."""
 
 from __future__ import annotations
 
@@ -134,8 +133,8 @@ class Consumer:
         return warp
 
     def row(self, arguments: Arguments, tile: Tile, number: Int32, lane: Int32) -> Mine:
-        """Lane l of a warp holds rows l / 4 and l / 4 + 8 of its 16, and of each 8 keys the two from 2 (l % 4)
-        on."""
+        """Lane l of a warp holds rows l / 4 and l / 4 + 8 of its 16, and of each 8 keys the two from 2 (l %
+        4) on."""
         columns = tuple(8 * (c // 2) + c % 2 for c in range(COLUMNS))
         row = tile.row(number)
         at = place_of(row, tile, arguments, self.hooks)
@@ -222,8 +221,8 @@ class Consumer:
             release(pipes.v, v_state)
 
     def clears(self, masked: bool) -> bool:
-        """Whether keys may lie past the end of a sequence and hold anything; dense tensors end where TMA fills
-        in zeros itself."""
+        """Whether keys may lie past the end of a sequence and hold anything; dense tensors end where TMA
+        fills in zeros itself."""
         return masked and self.config.lengths != "dense"
 
     def prepare(self, warp: Warp, kv_first: Int32, masked: bool) -> tuple[list[cute.Tensor], list]:
@@ -259,8 +258,8 @@ class Consumer:
 
     @cute.jit
     def take_maxima(self, warp: cutlass.Constexpr[Warp], grids: cutlass.Constexpr[list]) -> None:
-        """Raise the running maxima to this step's, and rescale the output, where a score passes a ceiling or a
-        value's scale is larger than all before."""
+        """Raise the running maxima to this step's, and rescale the output, where a score passes a ceiling or
+        a value's scale is larger than all before."""
         rows = warp.rows
         found = [maxima(grid, mine.state) for mine, grid in zip(rows, grids)]
         raised = Boolean(True)
@@ -284,7 +283,7 @@ class Consumer:
             exponentiate(grid[0, None], mine.factor, mine.state, 0)
             accumulate(grid[0, None], mine.state, 0)
             scaled = [grid[0, c] * weights[c] for c in range(COLUMNS)]
-            words.append([packed(*scaled[c : c + 2], Float16) for c in range(0, COLUMNS, 2)])
+            words.append([packed(scaled[c], scaled[c + 1], Float16) for c in range(0, COLUMNS, 2)])
         return words
 
     def add_values(
@@ -325,4 +324,3 @@ def row_of(scores: cute.Tensor, r: int) -> cute.Tensor:
     """A row as (1, column): the same registers."""
     row = scores[r, None]
     return cute.make_tensor(row.iterator, cute.prepend(row.layout, cute.make_layout(1)))
-

@@ -64,8 +64,9 @@ class Epilogue:
         shift = select_(state.largest[0] == -Float32.inf, -Float32.inf, state.shift[0])
         if lane % 4 == 0:
             mine = shared.states[warp.number, place, None]
-            mine[0], mine[1] = shift, total
-            mine[2] = warp.v_scale.whole * warp.largest[0] * (1 / WEIGHT)
+            factor = warp.v_scale.whole * warp.largest[0] * (1 / WEIGHT)
+            for i, x in enumerate((shift, total, factor, Float32(0.0))):
+                mine[i] = x
         width = values.width
         for block in cutlass.range_constexpr(values.count):
             for e in cutlass.range_constexpr(2):

@@ -1,4 +1,5 @@
-"""What the consumer's inner loops are made of: reads of bytes, e4m3 in float16, and the tensor core's product."""
+"""What the consumer's inner loops are made of: reads of bytes, e4m3 in float16, and the tensor core's
+product."""
 
 from __future__ import annotations
 

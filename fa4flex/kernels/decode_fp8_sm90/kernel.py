@@ -55,9 +55,7 @@ class Forward:
         """Swizzled shared-memory layouts of k and v, row by row; their last mode counts stages."""
         config = self.config
         k, v = (
-            sm90.make_smem_layout_b(
-                LayoutEnum.ROW_MAJOR, (64, config.tile_n, width), Uint8, config.kv_stages
-            )
+            sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (64, config.tile_n, width), Uint8, config.kv_stages)
             for width in (config.head_dim, config.head_dim_v)
         )
         return k, v
@@ -118,9 +116,7 @@ class Forward:
 
     def shared(self, storage: Any, layouts: tuple[Any, ...]) -> Shared:
         k, v = layouts
-        keys, values = (
-            cute.recast_ptr(x.data_ptr(), dtype=Float32) for x in (storage.keys, storage.values)
-        )
+        keys, values = (cute.recast_ptr(x.data_ptr(), dtype=Float32) for x in (storage.keys, storage.values))
         width = self.config.head_dim_v
         return Shared(
             storage.keys.get_tensor(k.outer, swizzle=k.inner),
@@ -128,8 +124,6 @@ class Forward:
             storage.queries.data_ptr().toint(),
             storage.keys.data_ptr().toint(),
             storage.values.data_ptr().toint(),
-            cute.make_tensor(
-                values, cute.make_layout((WARPS, ROWS, width), stride=(ROWS * width, width, 1))
-            ),
+            cute.make_tensor(values, cute.make_layout((WARPS, ROWS, width), stride=(ROWS * width, width, 1))),
             cute.make_tensor(keys, cute.make_layout((WARPS, ROWS, 4), stride=(ROWS * 4, 4, 1))),
         )

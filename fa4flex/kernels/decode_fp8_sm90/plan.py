@@ -31,9 +31,9 @@ TILE_BYTES = 16 << 10
 
 MOST_KEYS = 256
 
-WIDEST = {(False, False): 256, (False, True): 192, (True, False): 128, (True, True): 64}
-"""The widest heads for which nothing spills, by whether there are more rows than a warp has, and whether scales
-differ from key to key."""
+WIDEST = {(False, False): 256, (False, True): 192, (True, False): 128, (True, True): 0}
+"""The widest heads for which nothing spills, by whether there are more rows than a warp has, and whether
+scales differ from key to key."""
 
 MOST_RESCALE = 8.0
 """Largest threshold, in log2 units, at which no probability overflows float16, whatever the queries are: see
@@ -146,7 +146,7 @@ class DecodePlan:
         """PlanError or UnsupportedError unless the plan holds: sums of bytes, registers, barriers; regions;
         and a run of the token simulation."""
         self.memory.check()
-        room = decode.room(self.blocks, self.target)
+        room = decode.room_of(self.blocks, self.target)
         if self.memory.total > room:
             raise PlanError(
                 f"{self.blocks} blocks of {self.memory.total} bytes of shared memory",
@@ -193,8 +193,8 @@ class DecodePlan:
             f"  a warp has {ROWS} rows, and "
             + (f"every {shared}th part of the keys of a tile" if shared > 1 else "all keys of a tile"),
             f"  a consumer needs about {self.need.explain()}",
-            "products: float16 with float32 sums, whatever q is: e4m3 becomes float16 in registers, exactly; rows of"
-            " q are multiplied by powers of two, so that they do too",
+            "products: float16 with float32 sums, whatever q is: e4m3 becomes float16 in registers, exactly;"
+            " rows of q are multiplied by powers of two, so that they do too",
             f"softmax: {rescaling(self.rescale_threshold)}",
             *self._of_pages(),
             "shared memory:",
@@ -225,8 +225,8 @@ def _memory(problem: Problem, tile_n: int, kv_stages: int, target: Target) -> Me
 
 
 def plan_decode(request: ForwardRequest) -> ForwardPlan:
-    """Two blocks of a multiprocessor where each has two stages, so that one's loads run while the other begins
-    or ends; else one."""
+    """Two blocks of a multiprocessor where each has two stages, so that one's loads run while the other
+    begins or ends; else one."""
     problem, target, schedule = request.problem, request.target, request.schedule
     if schedule.tile is not None or schedule.order != "auto" or schedule.next_tile != "auto":
         raise UnsupportedError(
@@ -240,7 +240,7 @@ def plan_decode(request: ForwardRequest) -> ForwardPlan:
         (blocks, stages)
         for blocks in (2, 1)
         for stages in range(decode.MOST_STAGES, decode.LEAST_STAGES - 1, -1)
-        if _memory(problem, tile_n, stages, target).total <= decode.room(blocks, target)
+        if _memory(problem, tile_n, stages, target).total <= decode.room_of(blocks, target)
     ]
     blocks, stages = fitting[0]
     return DecodePlan(

@@ -24,7 +24,7 @@ from fa4flex.kernels.decode_sm90.rows import Tile
 class Producer(decode.Producer):
     """The same as for 16-bit tiles, but values lie like keys: nothing reads them transposed."""
 
-    def key_values(
+    def key_values(  # type: ignore[override]  # tiles of bytes
         self, arguments: Arguments, tile: Tile, transfers: Transfers, shared: Shared, pipes: Pipes
     ) -> KeyValues:
         config = self.config

@@ -45,8 +45,8 @@ class Scale:
         return found
 
     def ask(self, first: Int32) -> None:
-        """Load the scales of a step whose first key for this lane is `first`. Past the end of the sequence, the
-        last key's are read: of keys that nobody sees."""
+        """Load the scales of a step whose first key for this lane is `first`. Past the end of the sequence,
+        the last key's are read: of keys that nobody sees."""
         if self.coming is None:
             return
         last = cutlass.max(self.tile.kv_len - 1, Int32(0))
@@ -83,8 +83,8 @@ class Pages(NamedTuple):
 
 
 def scale_of(arguments: Arguments, given: Any, per: Scaling, tile: Tile, box_rows: int) -> Scale:
-    """The scales of keys or of values for a block's tile; `given` may be None. box_rows: keys that lie together,
-    where they are paged."""
+    """The scales of keys or of values for a block's tile; `given` may be None. box_rows: keys that lie
+    together, where they are paged."""
     whole, coming, pages = Float32(1.0), None, None
     if per == "head":
         whole = Float32(given[tile.b, tile.kv_head])

@@ -1,10 +1,9 @@
 """Where a lane finds its bytes in tiles of keys and values.
 
-A tile lies in blocks of columns, `span` bytes of each row next to each other. The 16 bytes at chunk c of row r lie
-at chunk c ^ (r % 8), where a row has 8 chunks; TMA does that, and PTX calls it a swizzle. Which rows and columns
-are a lane's is said by the fragments of mma.m16n8k16 (PTX ISA): lane 4 g + c has key g of every 8 as a column,
-and rows 2 c, 2 c + 1, 2 c + 8 and 2 c + 9 of every 16 keys of values, columns g of every 8.
-"""
+A tile lies in blocks of columns, `span` bytes of each row next to each other. The 16 bytes at chunk c of row
+r lie at chunk c ^ (r % 8), where a row has 8 chunks; TMA does that, and PTX calls it a swizzle. Which rows
+and columns are a lane's is said by the fragments of mma.m16n8k16 (PTX ISA): lane 4 g + c has key g of every 8
+as a column, and rows 2 c, 2 c + 1, 2 c + 8 and 2 c + 9 of every 16 keys of values, columns g of every 8."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ class DecodePlan:
         """PlanError or UnsupportedError unless the plan holds: sums of bytes, registers, barriers; regions;
         and a run of the token simulation."""
         self.memory.check()
-        room = room(self.blocks, self.target)
+        room = room_of(self.blocks, self.target)
         if self.memory.total > room:
             raise PlanError(
                 f"{self.blocks} blocks of {self.memory.total} bytes of shared memory",
@@ -204,7 +204,7 @@ def _memory(problem: Problem, tile_n: int, kv_stages: int, target: Target) -> Me
     return lay_out(sizes, {}, 4 * kv_stages, target)
 
 
-def room(blocks: int, target: Target) -> int:
+def room_of(blocks: int, target: Target) -> int:
     """Shared memory of each of so many blocks."""
     return (target.shared_memory + RESERVED) // blocks - RESERVED
 
@@ -226,7 +226,7 @@ def plan_decode(request: ForwardRequest) -> ForwardPlan:
         (blocks, stages)
         for blocks in (2, 1)
         for stages in range(MOST_STAGES, LEAST_STAGES - 1, -1)
-        if _memory(problem, tile_n, stages, target).total <= room(blocks, target)
+        if _memory(problem, tile_n, stages, target).total <= room_of(blocks, target)
     ]
     blocks, stages = fitting[0]
     return DecodePlan(
