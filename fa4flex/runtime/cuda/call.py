@@ -11,6 +11,7 @@ from fa4flex.codegen.analyze.domain import Ragged, Shape
 from fa4flex.codegen.plan.inputs import Inputs
 from fa4flex.codegen.plan.lengths import Scaling
 from fa4flex.codegen.plan.problem import page_rows
+from fa4flex.primitives.kv_scales import E4M3
 
 
 class SequenceLengths(NamedTuple):
@@ -86,7 +87,7 @@ class Call(NamedTuple):
         return Inputs(
             extents=self.extents(),
             kv_heads=self.k.shape[1 if self.packed or self.heads_first else 2],
-            kv_dtype="" if self.k.dtype == self.q.dtype else name_of(self.k.dtype),
+            kv_dtype=name_of(self.k.dtype) if self.k.dtype == E4M3 else "",
             k_scales=self.scales.k_per,
             v_scales=self.scales.v_per,
             head_dim=self.q.shape[-1],
