@@ -184,7 +184,7 @@ def test_used_lengths_and_poisoned_tails(per: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_nan_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a key: all its rows; of a value: one column."""
+    """A key's reaches all of its rows, a value's one column."""
     split_in(monkeypatch, 1)
     call, attn = drawn(Size(kv_heads=2, kv_len=40)), fa4flex.compile()
     call.k.view(torch.uint8)[0, 0, 7, 3] = NAN

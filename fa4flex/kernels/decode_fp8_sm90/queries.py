@@ -21,7 +21,7 @@ WIDE = 8
 """Elements of 16 bits that a lane copies at once."""
 
 BIAS, TOP, LEAST = 127, 14, 15
-"""Of float32's exponents, as bits; largest exponent that a row of queries is given; least that it is taken
+"""Bias of float32 exponents; largest exponent that a row of queries is given; least that it is taken
 for."""
 
 
