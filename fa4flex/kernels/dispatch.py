@@ -42,7 +42,9 @@ def choose(direction: Direction, problem: Problem, target: Target) -> Pipeline:
         f"a {direction} kernel for {target.name}: {problem.explain()}",
         "a problem and a chip that one of the pipelines accepts: "
         + ", ".join(pipeline.name for pipeline in PIPELINES if pipeline.direction == direction),
-        "nothing: it is computed in PyTorch operations instead",
+        "nothing: "
+        + ("the cache is dequantised first" if problem.kv_dtype else "it is computed in PyTorch operations")
+        + " instead",
     )
 
 

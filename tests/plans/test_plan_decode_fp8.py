@@ -47,7 +47,9 @@ def test_no_other_kernel_takes_a_cache_and_it_takes_nothing_else() -> None:
         (replace(FEW, lengths="packed"), SM90A),
         (FEW, SM100A),
     ):
-        with pytest.raises(fa4flex.UnsupportedError, match="e4m3 keys and values, k scaled by head and v"):
+        with pytest.raises(
+            fa4flex.UnsupportedError, match=r"e4m3 keys and values, k scaled by head and v(.|\n)*dequantised"
+        ):
             dispatch.choose("forward", problem, target)
     with pytest.raises(fa4flex.UnsupportedError, match="8-bit cache, with tiles"):
         dispatch.plan_forward(FACTS, FEW, SM90A, Schedule(tile=(64, 64)))
@@ -112,6 +114,8 @@ def test_it_is_explained() -> None:
     text = planned(FEW).explain()
     assert "over an 8-bit cache" in text and "16 rows, x 128 keys" in text
     assert "every 4th part of the keys" in text and "e4m3 becomes float16 in registers" in text
+    sizes = {"q_len": 1, "kv_len": 600, "heads": 8, "kv_heads": 2}
+    assert "over an 8-bit cache" in fa4flex.compile().source("plan", kv_dtype="float8_e4m3fn", **sizes)
     assert "all keys of a tile" in planned(replace(FEW, most_rows=64)).explain()
     paged = replace(FEW, lengths="used", page_rows=16, k_scales="page", v_scales="")
     assert (
