@@ -50,6 +50,7 @@ class Scale:
         if self.coming is None:
             return
         last = cutlass.max(self.tile.kv_len - 1, Int32(0))
+        first = cutlass.max(first, Int32(0))  # a block without tiles asks as well
         rows = KEYS if self.pages is None else self.pages.rows
         for start in range(0, KEYS, rows):
             some = [c for c in range(len(COLUMNS)) if start <= COLUMNS[c] < start + rows]
