@@ -28,7 +28,7 @@ MORE: dict[str, Any] = {
     "alibi 192, by token": (ALIBI, 192, 1, "token used"),
     "alibi 256": (ALIBI, 256, 1, "head"),
     "soft cap 64, 32 rows": (CAPPED, 64, 8, ""),
-    "alibi 128, 64 rows": (ALIBI, 128, 16, "head"),
+    "alibi 64, 64 rows": (ALIBI, 64, 16, "head"),
 }
 
 

@@ -116,7 +116,7 @@ def test_it_is_explained() -> None:
     assert "every 4th part of the keys" in text and "e4m3 becomes float16 in registers" in text
     sizes = {"q_len": 1, "kv_len": 600, "heads": 8, "kv_heads": 2}
     assert "over an 8-bit cache" in fa4flex.compile().source("plan", kv_dtype="float8_e4m3fn", **sizes)
-    assert "all keys of a tile" in planned(replace(FEW, most_rows=64)).explain()
+    assert "all keys of a tile" in planned(replace(FEW, head_dim=64, head_dim_v=64, most_rows=64)).explain()
     paged = replace(FEW, lengths="used", page_rows=16, k_scales="page", v_scales="")
     assert (
         "brought in 8 x 16 keys" in planned(paged).explain()

@@ -41,13 +41,14 @@ class Call:
     def exactly(self, attn: fa4flex.Attention, **more: Any) -> tuple[Tensor, Tensor]:
         return attn(self.q.double(), *self.wide, return_lse=True, **more)  # type: ignore[no-any-return]
 
-    def allowed(self) -> float:
-        """Twice the error of PyTorch's attention at this dtype on the dequantised cache."""
+    def allowed(self, result: Tensor) -> float:
+        """Twice the error of PyTorch's attention at this dtype on the dequantised cache, or twice what such a
+        result is rounded by."""
         attention: Callable[..., Tensor] = torch.nn.functional.scaled_dot_product_attention
         exact = attention(self.q.double(), *self.wide, enable_gqa=True)
         half = (x.to(self.q.dtype) for x in self.wide)
         error = (attention(self.q, *half, enable_gqa=True).double() - exact).abs().max().item()
-        return 2 * max(error, rounding(self.q.dtype) * exact.abs().max().item())
+        return 2 * max(error, rounding(self.q.dtype) * result.abs().max().item())
 
 
 def _times(cache: Tensor, scale: Tensor | None) -> Tensor:
@@ -67,9 +68,7 @@ def drawn(size: Size, per: str = "head", dtype: torch.dtype = torch.bfloat16) ->
 def check(attn: fa4flex.Attention, call: Call) -> None:
     out, lse = attend(attn, call.q, call.k, call.v, kv_scales=call.scales)
     exact, exact_lse = call.exactly(attn)
-    assert (out.double() - exact).abs().max().item() <= max(
-        call.allowed(), 2 * rounding(out.dtype) * exact.abs().max().item()
-    )
+    assert (out.double() - exact).abs().max().item() <= call.allowed(exact)
     empty = exact_lse == -torch.inf
     assert torch.equal(lse == -torch.inf, empty) and not out[empty].any()
     torch.testing.assert_close(lse.double()[~empty], exact_lse[~empty], atol=1e-4, rtol=0)
@@ -83,9 +82,10 @@ def test_variant(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 SIZES = {
-    "64 rows, d 128": Size(heads=4, q_len=16, kv_len=150, d=128),
+    "64 rows": Size(heads=4, q_len=16, kv_len=150),
+    "16 rows, d 128": Size(heads=4, q_len=4, kv_len=150, d=128),
     "7 heads": Size(heads=14, kv_heads=2, q_len=3, kv_len=129),
-    "8 heads, 5 queries, d 128": Size(heads=8, q_len=5, kv_len=201, d=128),
+    "8 heads, 4 queries": Size(heads=8, q_len=4, kv_len=201),
     "d 96": Size(kv_len=140, d=96),
     "d 80": Size(kv_len=140, d=80),
     "d 192": Size(heads=2, kv_len=140, d=192),
@@ -122,7 +122,7 @@ def test_all_timings_agree_with_the_oracle(monkeypatch: pytest.MonkeyPatch) -> N
         first = first or found
         assert all(torch.equal(a, b) for a, b in zip(found, first)), "the same bits at every timing"
     assert first is not None
-    assert (first[0].double() - exact).abs().max().item() <= call.allowed()
+    assert (first[0].double() - exact).abs().max().item() <= call.allowed(exact)
     torch.testing.assert_close(first[1].double(), exact_lse, atol=1e-4, rtol=0)
 
 
@@ -220,7 +220,7 @@ def test_layout_bshd(monkeypatch: pytest.MonkeyPatch) -> None:
         fa4flex.compile(mask=causal, layout="bshd"), call.q.transpose(1, 2), *given, kv_scales=scales
     )
     exact, _ = call.exactly(fa4flex.compile(mask=causal))
-    assert (out.transpose(1, 2).double() - exact).abs().max().item() <= call.allowed()
+    assert (out.transpose(1, 2).double() - exact).abs().max().item() <= call.allowed(exact)
 
 
 @pytest.mark.slow
@@ -282,7 +282,7 @@ def test_without_a_kernel_the_cache_is_dequantised() -> None:
                 out.sum().backward()
         assert gpu.results and not any("fp8" in result.kernel for result in gpu.results)
         exact, _ = given.exactly(attn)
-        assert (out.double() - exact).abs().max().item() <= given.allowed()
+        assert (out.double() - exact).abs().max().item() <= given.allowed(exact)
         assert (q.grad is not None) == trains
 
 

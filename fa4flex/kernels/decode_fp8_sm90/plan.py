@@ -31,7 +31,7 @@ TILE_BYTES = 16 << 10
 
 MOST_KEYS = 256
 
-WIDEST = {(False, False): 256, (False, True): 192, (True, False): 128, (True, True): 0}
+WIDEST = {(False, False): 256, (False, True): 192, (True, False): 64, (True, True): 0}
 """The widest heads for which nothing spills, by whether there are more rows than a warp has, and whether
 scales differ from key to key."""
 
