@@ -1,17 +1,19 @@
-"""Decoding on a GPU: fa4flex beside cuDNN and FlashAttention-2 through SDPA, and flash-attn-4.
+"""Decoding on a GPU: fa4flex beside cuDNN and FlashAttention-2 through SDPA, and flash-attn-4; with an e4m3
+cache beside FlashAttention-3, where fa3-fwd is installed.
 
     python benchmarks/decode.py [--heads 32:8 8:8] [--dim 128 64] [--sizes 1x8k 64x8k] [--queries 1]
 
 TB/s of keys and values, and microseconds per call. Calls follow each other in a CUDA graph, so that the
 host's time is not measured, and go round among so many caches that the L2 cache holds none of them; a time is
-the median of several replays. Outputs are compared with float64 in the first and last head. `--splits 8 16`:
-fa4flex with these numbers of splits, too.
-"""
+the median of several replays. Bytes are counted as those of 16-bit caches, also where caches are e4m3.
+Outputs are compared with float64 in the first and last head. `--splits 8 16`: fa4flex with these numbers of
+splits, too."""
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -42,11 +44,13 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Contender:
-    """splits: of fa4flex, how many, or by its own rule; swapped: caches are (batch, length, head)."""
+    """splits: of fa4flex, how many, or by its own rule; swapped: caches are (batch, length, head); small:
+    they are e4m3."""
 
     attend: Attend
     splits: int | None = None
     swapped: bool = False
+    small: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,11 +103,41 @@ def flash_attn_4(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out.transpose(1, 2)
 
 
+def flash_attn_3(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """It multiplies 8-bit queries, which are rounded here: the error is theirs, too."""
+    import fa3_fwd_config
+
+    sys.modules.setdefault("flash_attn_config", fa3_fwd_config)
+    import fa3_fwd_interface
+
+    given = (x.transpose(1, 2) for x in (q.to(torch.float8_e4m3fn), k, v))
+    out = fa3_fwd_interface.flash_attn_func(*given, causal=True)
+    out = out[0] if isinstance(out, tuple) else out
+    return out.transpose(1, 2)  # type: ignore[no-any-return]
+
+
+def scaled() -> Attend:
+    """fa4flex over an e4m3 cache with a scale of 1 for each sequence and head."""
+    attn = fa4flex.compile(mask=causal)
+    known: dict[torch.Size, fa4flex.KVScales] = {}
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        shape = k.shape[:2]
+        if shape not in known:
+            known[shape] = fa4flex.KVScales(*(torch.ones(shape, device=k.device) for _ in range(2)))
+        out: Tensor = attn(q, k, v, kv_scales=known[shape])
+        return out
+
+    return attend
+
+
 PEERS = {
     "cuDNN": Contender(sdpa(SDPBackend.CUDNN_ATTENTION)),
     "FA2": Contender(sdpa(SDPBackend.FLASH_ATTENTION)),
     "FA4": Contender(flash_attn_4, None, True),
+    "FA3 e4m3": Contender(flash_attn_3, None, True, True),
 }
+BOTTOM_RIGHT = "FA4", "FA3 e4m3"
 """SDPA's masks are no causal ones aligned at the end: its contenders take single queries, which see all."""
 
 
@@ -218,6 +252,8 @@ def report(case: Case, contenders: dict[str, Contender]) -> None:
     graphs, told = {}, {}
     for name, one in contenders.items():
         mine: list[Cache] = swapped if one.swapped else caches  # type: ignore[assignment]
+        if one.small:
+            mine = [(q, k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn)) for q, k, v in mine]
         try:
             with split_in(one.splits), torch.no_grad():
                 wrong = error(one.attend, mine[0])
@@ -255,8 +291,11 @@ def main() -> None:
         for width in given.dim:
             for queries in given.queries:
                 contenders = {"fa4flex": Contender(ours()), "bshd": Contender(ours("bshd"), None, True)}
+                contenders["e4m3"] = Contender(scaled(), small=True)
                 contenders |= {f"/{n}": Contender(ours(), n) for n in given.splits}
-                contenders |= {name: PEERS[name] for name in given.peers if name == "FA4" or queries == 1}
+                contenders |= {
+                    name: PEERS[name] for name in given.peers if name in BOTTOM_RIGHT or queries == 1
+                }
                 for text in given.sizes:
                     report(Case(Size.of(text), heads, kv_heads, width, queries), contenders)
                     torch.cuda.empty_cache()

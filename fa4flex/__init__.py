@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from fa4flex.errors import Fa4flexError, InputError, TraceError, UnsupportedError
     from fa4flex.merging import merge
     from fa4flex.primitives.blocks import BlockMap
+    from fa4flex.primitives.kv_scales import KVScales
     from fa4flex.primitives.mask import Mask, as_mask
     from fa4flex.primitives.paging import Paging
     from fa4flex.primitives.precision import Precision
@@ -47,6 +48,7 @@ _HOME = {
     "BlockMap": "fa4flex.primitives.blocks",
     # where masks are told that a block map is one, too
     **dict.fromkeys(("Mask", "as_mask"), "fa4flex.primitives.blocks"),
+    "KVScales": "fa4flex.primitives.kv_scales",
     "Paging": "fa4flex.primitives.paging",
     "Precision": "fa4flex.primitives.precision",
     "Rotary": "fa4flex.primitives.rotary",
@@ -61,10 +63,10 @@ _HOME = {
 }
 
 __all__ = [
-    "Attention", "BlockMap", "Fa4flexError", "InputError", "Mask", "Paging", "Precision", "Rotary",
-    "Schedule", "ScoreMod", "Sinks", "TraceError", "UnsupportedError", "Varlen", "append", "as_mask",
-    "as_score", "attention", "compile", "flex_attention", "merge", "nn", "reference", "register_op",
-    "simulator", "synchronize", "variants",
+    "Attention", "BlockMap", "Fa4flexError", "InputError", "KVScales", "Mask", "Paging", "Precision",
+    "Rotary", "Schedule", "ScoreMod", "Sinks", "TraceError", "UnsupportedError", "Varlen", "append",
+    "as_mask", "as_score", "attention", "compile", "flex_attention", "merge", "nn", "reference",
+    "register_op", "simulator", "synchronize", "variants",
 ]  # fmt: skip
 
 

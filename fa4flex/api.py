@@ -16,6 +16,7 @@ from fa4flex import calls
 from fa4flex.codegen.build import Program, Trace
 from fa4flex.drop_in import flex_attention
 from fa4flex.primitives.blocks import BlockMap
+from fa4flex.primitives.kv_scales import KVScales
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
@@ -70,6 +71,7 @@ class Attention:
         *,
         varlen: Varlen | None = None,
         paging: Paging | None = None,
+        kv_scales: KVScales | None = None,
         blocks: BlockMap | BlockMask | None = None,
         scale: float | None = None,
         sinks: Tensor | Sinks | None = None,
@@ -80,7 +82,8 @@ class Attention:
         q [B, Hq, Sq, D], k [B, Hkv, Skv, D], v [B, Hkv, Skv, Dv] (layout "bhsd"; "bshd" swaps dimensions 1
         and 2), Hq a multiple of Hkv; dtype bfloat16, float16, float32 or float64. With `varlen` they are
         packed: q [Tq, Hq, D], k [Tk, Hkv, D], v [Tk, Hkv, Dv]. With `paging` k and v are caches
-        [pages, page_size, Hkv, D].
+        [pages, page_size, Hkv, D]. k and v may be caches of float8_e4m3fn, whatever q is: they stand for
+        k * kv_scales.k and v * kv_scales.v, or for themselves without scales.
 
         blocks, scale and sinks [Hq], where given, take the place of those that were composed.
 
@@ -91,7 +94,7 @@ class Attention:
         changed = blocks is not None or scale is not None or sinks is not None
         variant = at_call(self.variant, blocks, scale, sinks) if changed else self.variant
         statistics = _LSE if return_lse else ()
-        out, lse, _ = calls.run(variant, self._caller, (q, k, v), varlen, paging, statistics)
+        out, lse, _ = calls.run(variant, self._caller, (q, k, v), varlen, paging, statistics, kv_scales)
         return (out, lse) if return_lse else out
 
     def __repr__(self) -> str:
@@ -187,6 +190,7 @@ def attention(
     *,
     varlen: Varlen | None = None,
     paging: Paging | None = None,
+    kv_scales: KVScales | None = None,
     return_lse: bool = False,
     sinks: Tensor | Callable[[], Tensor] | Sinks | None = None,
     **composition: Any,
@@ -195,5 +199,6 @@ def attention(
     variant = compose(**composition)
     if sinks is not None:
         variant = at_call(variant, sinks=sinks)
-    out, lse, _ = calls.run(variant, None, (q, k, v), varlen, paging, _LSE if return_lse else ())
+    statistics = _LSE if return_lse else ()
+    out, lse, _ = calls.run(variant, None, (q, k, v), varlen, paging, statistics, kv_scales)
     return (out, lse) if return_lse else out

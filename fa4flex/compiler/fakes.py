@@ -23,6 +23,7 @@ from fa4flex.codegen.plan.arguments import (
     Number,
     Parts,
     Rows,
+    Scales,
 )
 from fa4flex.codegen.plan.lengths import row_block
 from fa4flex.kernels.common.arguments import named
@@ -73,6 +74,8 @@ class Fakes:
                 element, together = getattr(self.config, dtype), self.config.together if pieces else 1
                 unit = together > 1 or not pieces
                 return fake_plain(DTYPES[element], self._shape(dims), unit, together)
+            case Scales():
+                return fake_plain(Float32, self._shape(look.dims(self.problem)), unit=False)
             case Blocks(length):
                 return self._blocks(length)
             case Number(kind):

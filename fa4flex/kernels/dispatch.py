@@ -12,6 +12,7 @@ from fa4flex.kernels.bwd_sm90.plan import BWD_SM90
 from fa4flex.kernels.bwd_sm100.one_cta.plan import ONE_CTA
 from fa4flex.kernels.bwd_sm100.two_cta.plan import TWO_CTA
 from fa4flex.kernels.bwd_sm100.wide_heads.plan import WIDE_HEADS
+from fa4flex.kernels.decode_fp8_sm90.plan import DECODE_FP8_SM90
 from fa4flex.kernels.decode_sm90.plan import DECODE_SM90
 from fa4flex.kernels.decode_sm100.plan import DECODE_SM100
 from fa4flex.kernels.fwd_sm90.plan import FWD_SM90
@@ -19,7 +20,7 @@ from fa4flex.kernels.fwd_sm100.plan import FWD_SM100
 from fa4flex.primitives.schedule import Schedule
 
 PIPELINES: tuple[Pipeline, ...] = (
-    *(DECODE_SM90, FWD_SM90, DECODE_SM100, FWD_SM100),
+    *(DECODE_SM90, DECODE_FP8_SM90, FWD_SM90, DECODE_SM100, FWD_SM100),
     *(BWD_SM90, TWO_CTA, WIDE_HEADS, ONE_CTA),
 )
 """All pipelines, in the order in which they are asked. What is ready to launch stays as it is: one put in
@@ -29,13 +30,16 @@ front serves calls of looks that have not been seen before."""
 def choose(direction: Direction, problem: Problem, target: Target) -> Pipeline:
     """The first pipeline that accepts the problem. Raises UnsupportedError where none does."""
     for pipeline in PIPELINES:
-        if pipeline.direction == direction and pipeline.accepts(problem, target):
+        reads = pipeline.direction == direction and pipeline.kv_dtype == problem.kv_dtype
+        if reads and pipeline.accepts(problem, target):
             return pipeline
     raise UnsupportedError(
         f"a {direction} kernel for {target.name}: {problem.explain()}",
         "a problem and a chip that one of the pipelines accepts: "
         + ", ".join(pipeline.name for pipeline in PIPELINES if pipeline.direction == direction),
-        "nothing: it is computed in PyTorch operations instead",
+        "nothing: "
+        + ("the cache is dequantised first" if problem.kv_dtype else "it is computed in PyTorch operations")
+        + " instead",
     )
 
 

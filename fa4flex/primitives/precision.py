@@ -15,7 +15,10 @@ OUTPUT = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _NOT_BUILT = {
     **dict.fromkeys(
         ("float8_e4m3fn", "float8_e5m2", "fp8", "float8_e4m3fnuz", "float8_e5m2fnuz"),
-        ("fp8 needs per-block scales, which no kernel here carries", "quantise outside and pass bfloat16"),
+        (
+            "no product here is computed in fp8, and no output scaled to it",
+            "quantise outside; keys and values may be e4m3, with kv_scales",
+        ),
     ),
     **dict.fromkeys(
         ("float16", "bfloat16", "fp16", "bf16"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from torch.nn import Parameter
 from fa4flex.codegen.build import Bound, Trace, bind
 from fa4flex.compiler.simulated import simulating
 from fa4flex.contents import VALIDATE
+from fa4flex.primitives.kv_scales import is_eight_bit
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime import autocast, direct, ops
@@ -28,9 +30,9 @@ from fa4flex.runtime.checks import (
     check_transforms,
     check_variant,
 )
-from fa4flex.runtime.cuda import paged
+from fa4flex.runtime.cuda import in_place
 from fa4flex.runtime.cuda.backward import compile_ahead
-from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, Pages, SequenceLengths
+from fa4flex.runtime.cuda.call import NO_LENGTHS, NO_SCALES, Call, Pages, Scales, SequenceLengths
 from fa4flex.runtime.cuda.engine import Engine
 from fa4flex.runtime.cuda.operands import Remembered
 from fa4flex.runtime.cuda.ready import Results
@@ -139,13 +141,13 @@ def run(
         with autocast.off(q):
             return run(now, q, k, v, varlen, paging, statistics)
     prepared = now.prepared
-    observed = _observed() or not _plain(q, k, v)
-    if isinstance(paging, Paging) and not observed and _on_gpu(q):
-        found = _in_place(now, (q, k, v), varlen, paging, statistics)
+    seen = observed(q, k, v)
+    if isinstance(paging, Paging) and not seen and on_gpu(q):
+        found = in_pages(now, (q, k, v), varlen, paging, statistics)
         if found is not None:
             return found
-    on_gpu = not observed and paging is None and _on_gpu(q)
-    call, trains = _direct_call(now, (q, k, v), varlen, statistics) if on_gpu else (None, False)
+    direct_path = not seen and paging is None and on_gpu(q)
+    call, trains = direct_call(now, (q, k, v), varlen, statistics) if direct_path else (None, False)
     if call is not None:
         ready = prepared.engine.find(call)
         if ready is not None:  # a call that looks like this one was checked before
@@ -165,7 +167,7 @@ def run(
     if swap:
         q, k, v = (x.transpose(1, 2) if x.ndim == 4 else x for x in (q, k, v))
     _check_call(now, (q, k, v), varlen)
-    operands = now.prepared.tensors(now.bound, on_gpu) if call is None else call.operands
+    operands = now.prepared.tensors(now.bound, direct_path) if call is None else call.operands
     check_operand_devices(operands, tuple(o.name for o in now.bound.trace.operands), q)
     check_transforms(q, k, v, *operands, now.sinks)
     if call is not None:
@@ -175,7 +177,7 @@ def run(
         return direct.attend(Direct.of(prepared.program, prepared.engine.run, call), call)
     given = ops.Tensors(q, k, v, now.sinks, _lengths(varlen), operands)
     numbers = prepared.program.numbers(now.bound.scalars, now.scale(q))
-    seen = observed or not _own(given.sinks, *operands)
+    seen = seen or not _own(given.sinks, *operands)
     out, lse, largest, _ = ops.attend(prepared.program, given, numbers, "max_scores" in statistics, seen)
     return out.transpose(1, 2) if swap else out, lse, largest
 
@@ -213,11 +215,12 @@ def _own(*tensors: Tensor | None) -> bool:
     return not tensors or all(x is None or type(x) in _OWN_TYPES for x in tensors)
 
 
-def _on_gpu(q: Tensor) -> bool:
+def on_gpu(q: Tensor) -> bool:
+    """Whether kernels compute for such queries, or a simulated GPU does."""
     return q.is_cuda or simulating()
 
 
-def _direct_call(
+def direct_call(
     now: Calling, qkv: tuple[Tensor, Tensor, Tensor], varlen: Varlen | None, statistics: Statistics
 ) -> tuple[Call | None, bool]:
     """The call on a GPU, and whether gradients of it are wanted, for which it has the log-sum-exp; None where
@@ -240,22 +243,24 @@ def _wants_gradient(*tensors: Tensor | None) -> bool:
     return any(x is not None and x.requires_grad for x in tensors)
 
 
-def _observed() -> bool:
+def observed(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether something traces, transforms or intercepts operators."""
     return bool(
-        torch.compiler.is_compiling()
+        not _plain(q, k, v)
+        or torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.maybe_current_level() is not None
         or torch.autograd.forward_ad._current_level >= 0
     )
 
 
-def _in_place(
+def in_pages(
     now: Calling,
     qkv: tuple[Tensor, Tensor, Tensor],
     varlen: Varlen | None,
     paging: Paging,
     statistics: Statistics,
+    scales: Scales = NO_SCALES,
 ) -> Results | None:
     """The results of a call with pages, read where they are; None where no kernel does that. The host reads
     no contents."""
@@ -269,20 +274,27 @@ def _in_place(
         if varlen is not None:
             varlen.check_contents()
             varlen.check_tokens(q.shape[0], None)
-    call, trains = _direct_call(now, qkv, varlen, statistics)
+    call, trains = direct_call(now, qkv, varlen, statistics)
     if call is None or trains:
         return None
     if packed:
         call = call._replace(lengths=call.lengths._replace(cu_seqlens_k=None), heads_first=False)
     elif call.heads_first:
         call = call._replace(k=call.k.transpose(1, 2), v=call.v.transpose(1, 2))
-    call = call._replace(pages=Pages(paging.page_table, paging.seqused_k))
-    engine = now.prepared.engine
-    ready = paged.ready_for(engine, call, lambda: _check_in_place(now, call, qkv, varlen, paging))
+    call = call._replace(pages=Pages(paging.page_table, paging.seqused_k), scales=scales)
+    return launched_in_place(now, call, qkv, lambda: _check_in_pages(now, call, qkv, varlen, paging))
+
+
+def launched_in_place(
+    now: Calling, call: Call, qkv: tuple[Tensor, Tensor, Tensor], check: Callable[[], None]
+) -> Results | None:
+    """The results of a call whose keys a kernel reads as they are; None where none does. For `check`, see
+    in_place.ready_for."""
+    ready = in_place.ready_for(now.prepared.engine, call, check)
     if ready is None:
         return None
     if now.recent is not None:
-        now.recent.remember(call, qkv, ready, None, statistics)
+        now.recent.remember(call, qkv, ready, None, call.statistics)
     return ready(call)
 
 
@@ -291,7 +303,7 @@ def _of_queries(varlen: Varlen) -> bool:
     return varlen.packed and varlen.cu_seqlens_k is None and varlen.seqused_k is None
 
 
-def _check_in_place(
+def _check_in_pages(
     now: Calling,
     call: Call,
     qkv: tuple[Tensor, Tensor, Tensor],
@@ -300,17 +312,20 @@ def _check_in_place(
 ) -> None:
     """Raise InputError or UnsupportedError unless the tensors fit, whatever their contents."""
     q, k_cache, v_cache = qkv
-    check_tensors(*qkv)
     check_pages(q, k_cache, v_cache, paging, varlen)
-    # As if the keys of each sequence were all there.
+    # As if the keys of each sequence were all there, and of the dtype of q.
+    like_q = is_eight_bit(k_cache, v_cache)
+    one_key = [q.new_empty(1).expand(1, 1, *x.shape[2:]) if like_q else x[:1, :1] for x in (k_cache, v_cache)]
     if varlen is None:
         keys = paging.page_table.shape[1] * k_cache.shape[1]
-        k, v = (x[:1, :1].expand(q.shape[0], keys, -1, -1).transpose(1, 2) for x in (k_cache, v_cache))
-        _check_call(now, (q if call.heads_first else q.transpose(1, 2), k, v), None)
+        k, v = (x.expand(q.shape[0], keys, -1, -1).transpose(1, 2) for x in one_key)
+        q = q if call.heads_first else q.transpose(1, 2)
     else:
-        k, v = (x[0, :1].expand(q.shape[0], -1, -1) for x in (k_cache, v_cache))
-        _check_call(now, (q, k, v), varlen)
-    check_operand_devices(call.operands, tuple(o.name for o in now.bound.trace.operands), q)
+        k, v = (x[0].expand(q.shape[0], -1, -1) for x in one_key)
+    check_direct(now, call, (q, k, v), varlen)
+
+
+def check_direct(now: Calling, call: Call, qkv: tuple[Tensor, Tensor, Tensor], varlen: Varlen | None) -> None:
     check_transforms(*qkv, *call.operands, call.sinks)
 
 

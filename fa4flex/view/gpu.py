@@ -59,7 +59,8 @@ def inputs_of(program: Program, shape: Shape, changes: dict[str, Any]) -> Inputs
         "sinks": variant.sinks is not None,
         "positive_scale": variant.scale is None or variant.scale > 0,
     }
-    known = {name: changes.pop(name) for name in (*given, "statistics") if name in changes}
+    others = "statistics", "kv_dtype", "k_scales", "v_scales"
+    known = {name: changes.pop(name) for name in (*given, *others) if name in changes}
     return Inputs(
         extents=shape if lengths == "dense" else Ragged(**vars(shape)),
         kv_heads=changes.pop("kv_heads", shape.heads),

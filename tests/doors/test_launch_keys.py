@@ -37,7 +37,7 @@ from torch import Tensor
 import fa4flex
 from fa4flex.compiler import simulated
 from fa4flex.runtime.cuda import engine as engine_module
-from fa4flex.runtime.cuda.call import Call, SequenceLengths, array_look
+from fa4flex.runtime.cuda.call import Call, Scales, SequenceLengths, array_look
 from fa4flex.runtime.cuda.engine import Engine
 from fa4flex.runtime.cuda.families import look_of
 
@@ -67,6 +67,19 @@ DENSE: dict[str, Change] = {
     "queries used": field("lengths", lambda x: x._replace(seqused_q=torch.tensor([S, 7], dtype=torch.int32))),
     "keys used": field("lengths", lambda x: x._replace(seqused_k=torch.tensor([S, 7], dtype=torch.int32))),
 }
+DENSE["scales"] = lambda call: call._replace(scales=Scales(torch.ones(2, 2), None, "head"))
+
+
+def with_scale(name: str, change: Callable[[Any], Any]) -> Change:
+    return field("scales", lambda x: x._replace(**{name: change(getattr(x, name))}))
+
+
+SCALED = {
+    f"{name}: {look}": with_scale(name, LOOKS[look])
+    for name in ("k_scale", "v_scale")
+    for look in ("dtype", "device")
+}
+SCALED |= {f"{name}: page": with_scale(name, lambda x: "page") for name in ("k_per", "v_per")}
 USED = {
     f"{name}: {look}": with_length(at, change)
     for at, name in ((2, "seqused_q"), (3, "seqused_k"))
@@ -104,10 +117,19 @@ def packed() -> tuple[Engine, Call]:
     return call_of(attention(), (q, k, v), (*cu, None, None))
 
 
+def scaled() -> tuple[Engine, Call]:
+    """Few queries over an e4m3 cache."""
+    shapes = (2, HEADS, 1, 64), (2, 2, S, 64), (2, 2, S, 64)
+    q, k, v = (torch.randn(shape, dtype=torch.bfloat16) for shape in shapes)
+    engine, call = call_of(attention(), (q, k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn)))
+    return engine, call._replace(scales=Scales(torch.ones(2, 2), torch.ones(2, 2), "head", "head"))
+
+
 CASES: dict[str, tuple[Callable[[], tuple[Engine, Call]], Change]] = {
     **{f"dense, {name}": (dense, change) for name, change in DENSE.items()},
     **{f"used, {name}": (used, change) for name, change in USED.items()},
     **{f"packed, {name}": (packed, change) for name, change in PACKED.items()},
+    **{f"scaled, {name}": (scaled, change) for name, change in SCALED.items()},
 }
 
 SHARED: dict[str, tuple[Callable[[], tuple[Engine, Call]], Change]] = {
@@ -116,6 +138,8 @@ SHARED: dict[str, tuple[Callable[[], tuple[Engine, Call]], Change]] = {
     "dense, keys": (dense, lambda call: call._replace(k=call.k[:, :, :99], v=call.v[:, :, :99])),
     "dense, batch": (dense, of_all(lambda x: x[:1])),
     "packed, fewer sequences": (packed, packed_fewer),
+    "scaled, strides": (scaled, with_scale("k_scale", strided)),
+    "scaled, alignment": (scaled, with_scale("v_scale", shifted)),
     **{f"used, {name}: alignment": (used, with_length(at, shifted)) for at, name in ((2, "q"), (3, "k"))},
     **{f"packed, {name}: alignment": (packed, with_length(at, shifted)) for at, name in ((0, "q"), (1, "k"))},
 }
@@ -157,11 +181,16 @@ def test_what_a_launch_reads_itself_leads_to_the_same(recorder: Recorder, name: 
     assert_launched_as_alone(recorder, engine, changed)
 
 
-TABLES = {"dense": (dense, DENSE), "used": (used, USED), "packed": (packed, PACKED)}
+TABLES = {
+    "dense": (dense, DENSE),
+    "used": (used, USED),
+    "packed": (packed, PACKED),
+    "scaled": (scaled, SCALED),
+}
 
 
-LENGTHS = 2
-"""Position of the lengths in a look."""
+LENGTHS, SCALES = 2, 3
+"""Positions of the lengths and of scales in a look."""
 
 
 def look(call: Call) -> Any:
@@ -183,7 +212,7 @@ def test_every_component_is_changed_alone(kind: str, monkeypatch: pytest.MonkeyP
     make, table = TABLES[kind]
     call = make()[1]
     base = look(call)
-    assert kind == "dense" or base[LENGTHS] == tuple(
+    assert kind in ("dense", "scaled") or base[LENGTHS] == tuple(
         None if x is None else array_look(x) for x in call.lengths
     )
     found = set().union(*(alone(base, look(change(call))) for change in table.values()))
@@ -194,7 +223,7 @@ def test_every_component_is_changed_alone(kind: str, monkeypatch: pytest.MonkeyP
         expected = set(whole)
     else:
         # Both kinds need all that is given.
-        given = {place for place in whole if place[0] == LENGTHS}
+        given = {place for place in whole if place[0] == (SCALES if kind == "scaled" else LENGTHS)}
         expected = {x for x in given if whole[x] is not None}
     assert expected <= found
 

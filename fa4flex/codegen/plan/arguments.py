@@ -22,10 +22,10 @@ Dimension = str | int
 
 @dataclass(frozen=True)
 class Heads:
-    """[batch, heads, length, width], [batch, length, heads, width] as calls have it, or packed
-    [length, heads, width], in pieces of 16 bytes; kernels read [batch, length, heads, width]. width and
-    dtype are fields of Problem. Where keys are paged, those that are `cached` have pages for batch and slots
-    for length."""
+    """[batch, heads, length, width], [batch, length, heads, width] as calls have it, or packed [length,
+    heads, width], in pieces of 16 bytes; kernels read [batch, length, heads, width]. width and dtype are
+    attributes of Problem. Where keys are paged, those that are `cached` have pages for batch and slots for
+    length."""
 
     length: str
     heads: str
@@ -71,6 +71,19 @@ class Given:
 
 
 @dataclass(frozen=True)
+class Scales:
+    """float32 scales of a cache, of any strides; `per`: the field of Problem that says what there is one
+    of."""
+
+    per: str
+
+    def dims(self, problem: Problem) -> tuple[Dimension, ...]:
+        per = getattr(problem, self.per)
+        first = "pages" if per == "page" or (per == "token" and problem.page_rows) else "batch"
+        return (first, "kv_heads", "kv_len") if per == "token" else (first, "kv_heads")
+
+
+@dataclass(frozen=True)
 class Number:
     """Number that is passed by value: "float" of 32 bits, "int" of 32, or an "address"."""
 
@@ -100,8 +113,8 @@ class Captured:
     what: Literal["tensors", "numbers", "gradients"]
 
 
-Look = Heads | Rows | Array | Given | Blocks | Number | Parts | Captured
-Source = Literal["call", "call.lengths", "call.pages", "saved", "launch"]
+Look = Heads | Rows | Array | Given | Scales | Blocks | Number | Parts | Captured
+Source = Literal["call", "call.lengths", "call.pages", "call.scales", "saved", "launch"]
 
 # --- rows ---------------------------------------------------------------------------------------------------
 
@@ -126,8 +139,8 @@ class Argument:
 
     name       of the parameter, of the field that kernels read, and of the field of `source`
     look       what it looks like
-    source     where a launch finds it: "call", "call.lengths", "call.pages", or "saved" by the forward pass;
-               "launch": it is made with or for the launch
+    source     where a launch finds it: "call", "call.lengths", "call.pages", "call.scales", or "saved" by the
+               forward pass; "launch": it is made with or for the launch
     when       whether a compiled pass has it, else it is None; None: where the signature says it is given
     read_by    kernels of the pass that get it
     computed   from the arguments before it, by the entry point: it is not passed
@@ -248,8 +261,8 @@ MERGE = "combine"
 FORWARD = Schema(
     (
         Argument("q", Heads("q_len", "q_heads", "head_dim")),
-        Argument("k", Heads("kv_len", "kv_heads", "head_dim", cached=True)),
-        Argument("v", Heads("kv_len", "kv_heads", "head_dim_v", cached=True)),
+        Argument("k", Heads("kv_len", "kv_heads", "head_dim", "kv_element", cached=True)),
+        Argument("v", Heads("kv_len", "kv_heads", "head_dim_v", "kv_element", cached=True)),
         Argument(
             "out", Heads("q_len", "q_heads", "head_dim_v", "out_dtype"), "launch", read_by=("kernel", MERGE)
         ),
@@ -279,6 +292,8 @@ FORWARD = Schema(
         ),
         *PAGES,
         FAULTS,
+        Argument("k_scale", Scales("k_scales"), "call.scales", lambda one: bool(one.problem.k_scales)),
+        Argument("v_scale", Scales("v_scales"), "call.scales", lambda one: bool(one.problem.v_scales)),
     )
 )
 
@@ -338,7 +353,7 @@ def _sorts(one: Pass) -> bool:
     return bool(one.config.tile_m)
 
 
-_GIVEN = tuple(replace(row, look=Given(row.name, row.look.dims), source="launch") for row in LENGTHS)  # type: ignore[union-attr]
+_GIVEN = tuple(replace(row, look=Given(row.name, row.look.dims), source="launch") for row in LENGTHS)  # type: ignore[union-attr, arg-type]
 SEQUENCES = Schema(
     (
         *_GIVEN,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fa4flex.codegen.analyze.domain import Shape
-from fa4flex.codegen.plan.lengths import Lengths
+from fa4flex.codegen.plan.lengths import Lengths, Scaling
 
 
 @dataclass(frozen=True)
@@ -14,6 +14,8 @@ class Inputs:
     kv_heads        heads of k and v
     head_dim, head_dim_v   widths of q and k, and of v
     dtype, out_dtype       of q, k and v, and of the output
+    kv_dtype        of k and v where it is another than that of q, else ""
+    k_scales, v_scales     what keys and values of a cache have one scale of
     lengths         "dense", "packed" (cu_seqlens) or "used" (dense, with lengths per batch element)
     keys_used       the keys of a padded batch have lengths
     page_rows       of paged keys and values, the class of their page size; else 0
@@ -36,6 +38,9 @@ class Inputs:
     statistics: tuple[str, ...] = ("lse",)
     positive_scale: bool = True
     captured: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    kv_dtype: str = ""
+    k_scales: Scaling = ""
+    v_scales: Scaling = ""
 
     @property
     def operands(self) -> tuple[tuple[str, int], ...]:

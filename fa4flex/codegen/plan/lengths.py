@@ -1,4 +1,5 @@
-"""Kinds of sequence lengths in a batch, and where rows' numbers of packed ones lie, as data."""
+"""Kinds of sequence lengths in a batch, where rows' numbers of packed ones lie, and what scales of an 8-bit
+cache belong to, as data."""
 
 from __future__ import annotations
 
@@ -7,6 +8,10 @@ from typing import Literal
 Lengths = Literal["dense", "packed", "used"]
 """All tokens of a padded tensor; tokens of all sequences one after the other; the first of each sequence of a
 padded tensor."""
+
+Scaling = Literal["", "head", "page", "token"]
+"""What there is one scale of, for each head of keys: all keys of a sequence, a page, or each key; "": keys
+and values have no scales."""
 
 ROW_BLOCK = 128
 """Rows that the statistics and the accumulated dQ of a sequence are padded to a multiple of."""

@@ -112,6 +112,7 @@ class Pipeline:
     plan         makes a plan, or raises UnsupportedError in words for what its kernel does not have
     zero_fills   whether a backward kernel writes the zeros of captured gradients in tiles that the mask hides
     splits_groups   whether a backward kernel may take query heads that share keys in parts (groups.py)
+    kv_dtype     of the keys and values that it reads, see Problem
     """
 
     name: str
@@ -121,3 +122,4 @@ class Pipeline:
     """ForwardRequest -> ForwardPlan, or Request -> BackwardPlan."""
     zero_fills: bool = False
     splits_groups: bool = False
+    kv_dtype: str = ""

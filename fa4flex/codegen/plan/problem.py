@@ -9,14 +9,18 @@ from typing import Literal, get_args
 
 from fa4flex.codegen.analyze.facts import MaskForm
 from fa4flex.codegen.analyze.intervals import MOST_SPANS
-from fa4flex.codegen.plan.lengths import Lengths
+from fa4flex.codegen.plan.lengths import Lengths, Scaling
 from fa4flex.errors import InputError, UnsupportedError
 
 Half = Literal["bfloat16", "float16"]
+KeyDtype = Literal["", "float8_e4m3fn"]
 Adding = Literal["sum", "once", "once in pairs"]
 STATISTICS = ("lse", "max_scores")
 WIDEST = 256
 """The widest head: one matrix instruction makes at most 256 columns of the output."""
+
+MOST_ROWS = (0, 16, 32, 64)
+"""Classes of query rows."""
 
 PAGE_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 """Classes of page sizes."""
@@ -31,6 +35,9 @@ _FLAGS = (
 class Problem:
     """head_dim, head_dim_v   widths of q and k, and of v and the output, as the tensors have them
     dtype, out_dtype       of q, k and v, and of the output
+    kv_dtype               of k and v, where it is another than that of q; "": the same
+    k_scales, v_scales     what keys and values of an 8-bit cache have one scale of, besides heads
+    most_rows              of an 8-bit cache with few rows, the least of MOST_ROWS that holds them; else 0
     lengths                "dense", "packed" (cu_seqlens) or "used" (dense, with lengths per batch element)
     mask_form              "none": all pairs; "spans": the key intervals of the facts hold, and at most two
                            per row; "queries": of backward passes, the query intervals of the facts hold, and
@@ -94,10 +101,18 @@ class Problem:
     gradients: tuple[tuple[int, Adding], ...] = ()
     deterministic: bool = False
     row_ends: int = 0
+    kv_dtype: KeyDtype = ""
+    k_scales: Scaling = ""
+    v_scales: Scaling = ""
+    most_rows: int = 0
 
     def __post_init__(self) -> None:
         for name in ("dtype", "out_dtype"):
             _require_half(name, getattr(self, name))
+        _require_one_of("kv_dtype", self.kv_dtype, get_args(KeyDtype))
+        for name in ("k_scales", "v_scales"):
+            _require_one_of(name, getattr(self, name), get_args(Scaling))
+        _require_one_of("most_rows", self.most_rows, MOST_ROWS)
         for name in ("head_dim", "head_dim_v"):
             _require_width(name, getattr(self, name))
         _require_one_of("lengths", self.lengths, get_args(Lengths))
@@ -113,8 +128,18 @@ class Problem:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element of q, k, v and the output: all of them are 16-bit."""
+        """Bytes of one element of q and the output, and of k and v where they are no 8-bit cache."""
         return 2
+
+    @property
+    def kv_itemsize(self) -> int:
+        """Bytes of one element of k and v."""
+        return 1 if self.kv_dtype else self.itemsize
+
+    @property
+    def kv_element(self) -> str:
+        """What kernels are handed the elements of k and v as: e4m3 as bytes."""
+        return "uint8" if self.kv_dtype else self.dtype
 
     @property
     def uneven(self) -> bool:
@@ -132,7 +157,7 @@ class Problem:
             + [f"{'fewest' if self.fewest_rows else 'few'} rows"] * (self.few_rows or self.fewest_rows)
             + ["many queries"] * self.many_queries
         )
-        extras += ["many keys"] * self.many_keys
+        extras += ["many keys"] * self.many_keys + self._of_cache()
         extras += [f"{len(self.operands)} captured tensors"] * bool(self.operands) + ["sinks"] * self.sinks
         extras += [f"gradients of {len(self.gradients)} of these"] * bool(self.gradients)
         extras += [f"pages of {self.page_rows} keys or a multiple"] * bool(self.page_rows)
@@ -140,6 +165,13 @@ class Problem:
         extras += ["key intervals where what they search is sorted"] * bool(self.row_ends)
         parts = [f"heads of {heads}", self.dtype, f"{self.lengths} lengths", _MASKS[self.mask_form], *extras]
         return ", ".join(parts)
+
+    def _of_cache(self) -> list[str]:
+        if not self.kv_dtype:
+            return []
+        scales = ((name, getattr(self, f"{name}_scales")) for name in ("k", "v"))
+        told = [f"{name} scaled by {per}" for name, per in scales if per]
+        return [f"e4m3 keys and values, {' and '.join(told) or 'not scaled'}"]
 
 
 _MASKS = {

@@ -11,7 +11,7 @@ from fa4flex.codegen.analyze.prove import Proved, ProvedQueries
 from fa4flex.codegen.analyze.reach import ANY, Reach
 from fa4flex.codegen.expr import const, nodes
 from fa4flex.codegen.plan.inputs import Inputs
-from fa4flex.codegen.plan.problem import Problem
+from fa4flex.codegen.plan.problem import MOST_ROWS, Problem
 from fa4flex.codegen.plan.target import Target
 
 
@@ -23,6 +23,10 @@ def forward_problem(inputs: Inputs, proved: Proved, target: Target) -> Problem:
         head_dim_v=inputs.head_dim_v,
         dtype=inputs.dtype,  # type: ignore[arg-type]
         out_dtype=inputs.out_dtype,  # type: ignore[arg-type]
+        kv_dtype=inputs.kv_dtype,  # type: ignore[arg-type]
+        k_scales=inputs.k_scales,
+        v_scales=inputs.v_scales,
+        most_rows=_most_rows(inputs, target),
         lengths=inputs.lengths,
         mask_form=proved.mask_form,
         sinks=inputs.sinks,
@@ -48,6 +52,7 @@ def backward_problem(
         problem,
         few_rows=False,
         fewest_rows=False,
+        most_rows=0,
         sloped=facts.gradient.by_score is not const(1.0),
         deterministic=deterministic,
         many_keys=0 < target.many_keys < inputs.usual_keys and _met_alike(facts, problem),
@@ -60,9 +65,12 @@ def backward_problem(
 
 def same_problem(inputs: Inputs, target: Target) -> Reach:
     """The extents, around those of `inputs`, for which `forward_problem` sets the same flags."""
+    limits = [_few_rows(inputs, rows) for rows in (target.few_rows, target.fewest_rows)]
+    if _most_rows(inputs, target):
+        group = inputs.extents.heads // max(inputs.kv_heads, 1)
+        limits += [rows // max(group, 1) for rows in MOST_ROWS]
     reach = _same_queries(inputs, target)
-    for rows in (target.few_rows, target.fewest_rows):
-        few = _few_rows(inputs, rows)
+    for few in limits:
         least, most = _side(inputs.extents.q_len, few) if few >= 0 else (0, ANY)
         reach = reach.within(Reach((0, least, 0), (ANY, most, ANY)))
     return reach
@@ -76,6 +84,16 @@ def _same_queries(inputs: Inputs, target: Target) -> Reach:
         queries.append(_side(longest, target.many_queries))
     least, most = max(low for low, _ in queries), min(high for _, high in queries)
     return Reach((0, least, 0), (ANY, most, ANY))
+
+
+def _most_rows(inputs: Inputs, target: Target) -> int:
+    """The class of the query rows of an 8-bit cache; 0 where they are many, or the cache has the dtype of
+    q."""
+    longest = inputs.extents.q_len
+    if not inputs.kv_dtype or longest > _few_rows(inputs, target.few_rows):
+        return 0
+    rows = longest * (inputs.extents.heads // max(inputs.kv_heads, 1))
+    return next(n for n in MOST_ROWS[1:] if n >= rows)
 
 
 def _few_rows(inputs: Inputs, rows: int) -> int:

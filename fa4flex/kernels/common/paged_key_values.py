@@ -237,8 +237,8 @@ def box_views(
     k_shared, v_shared = shared
     k_tile = rows, column_block(cute.size(k_shared, mode=[1]))
     v_tile = column_block(cute.size(v_shared, mode=[0])), rows
-    k_views = _views(transfers.k, k_shared, kv_head, k_tile)
-    v_views = _views(transfers.v, v_shared, kv_head, v_tile)
+    k_views = page_views(transfers.k, k_shared, kv_head, k_tile)
+    v_views = page_views(transfers.v, v_shared, kv_head, v_tile)
     # Values are (D, S): blocks of columns come before boxes.
     to_shared, from_global = (
         cute.make_tensor(x.iterator, cute.select(x.layout, mode=[0, 2, 1, 3])) for x in v_views
@@ -246,7 +246,10 @@ def box_views(
     return k_views, (to_shared, from_global)
 
 
-def _views(transfer: cpasync.TmaInfo, shared: cute.Tensor, kv_head: Int32, tile: tuple[int, int]) -> Views:
+def page_views(
+    transfer: cpasync.TmaInfo, shared: cute.Tensor, kv_head: Int32, tile: tuple[int, int]
+) -> Views:
+    """Views of boxes of this shape."""
     every = (None, None, None)
     pages = transfer.tma_tensor[None, None, kv_head, None]
     return partition(transfer, cute.local_tile(shared, tile, every), cute.local_tile(pages, tile, every))

@@ -77,7 +77,7 @@ class Consumer:
         products = self.products(mma, shared, lane)
         rows = self.rows(arguments, tile, lane)
         for row in rows:
-            self.clear(row.state)
+            clear(row.state)
         products.out.fill(0.0)
         k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.kv_stages)
         v_state = k_state.clone()
@@ -134,14 +134,6 @@ class Consumer:
             fragment = Fragment(at, terms, (0,), columns, row.q, lane % 4 * 2)
             found.append(Mine(row, fragment, factor, slack, running(1)))
         return tuple(found)
-
-    def clear(self, state: Running) -> None:
-        """A row that has seen no key."""
-        state.largest[0] = -Float32.inf
-        state.ceiling[0] = -Float32.inf
-        state.shift[0] = Float32(0.0)
-        state.total[0] = Float32(0.0)
-        state.scale[0] = Float32(1.0)
 
     @cute.jit
     def step(
@@ -224,6 +216,15 @@ class Consumer:
                         values[d, key] = values.element_type(0.0)
                 cute.arch.fence_proxy("async.shared", space="cta")
                 cute.arch.barrier(barrier_id=MEET, number_of_threads=128)
+
+
+def clear(state: Running) -> None:
+    """A row that has seen no key."""
+    state.largest[0] = -Float32.inf
+    state.ceiling[0] = -Float32.inf
+    state.shift[0] = Float32(0.0)
+    state.total[0] = Float32(0.0)
+    state.scale[0] = Float32(1.0)
 
 
 def _row_of(scores: cute.Tensor, r: int) -> cute.Tensor:

@@ -116,17 +116,20 @@ class Forward:
         )
 
     def pipes(self, storage: Any, shared: Shared) -> Pipes:
-        thread = pipeline.Agent.Thread
+        return Pipes(*rings((storage.k, storage.v), (shared.k, shared.v), self.config.kv_stages))
 
-        def ring(barriers: Any, tensor: cute.Tensor) -> pipeline.PipelineTmaAsync:
-            stage = cute.select(tensor.layout, mode=[0, 1])
-            return pipeline.PipelineTmaAsync.create(
-                num_stages=self.config.kv_stages,
-                producer_group=pipeline.CooperativeGroup(thread),
-                consumer_group=pipeline.CooperativeGroup(thread, 4),
-                tx_count=cute.size_in_bytes(tensor.element_type, stage),
-                barrier_storage=barriers.data_ptr(),
-                defer_sync=True,
-            )
 
-        return Pipes(ring(storage.k, shared.k), ring(storage.v, shared.v))
+def rings(barriers: tuple[Any, Any], tiles: tuple[cute.Tensor, cute.Tensor], stages: int) -> list[Any]:
+    """What signals that a stage of such tiles is full, or that four warps have read it."""
+    thread = pipeline.Agent.Thread
+    return [
+        pipeline.PipelineTmaAsync.create(
+            num_stages=stages,
+            producer_group=pipeline.CooperativeGroup(thread),
+            consumer_group=pipeline.CooperativeGroup(thread, 4),
+            tx_count=cute.size_in_bytes(tile.element_type, cute.select(tile.layout, mode=[0, 1])),
+            barrier_storage=one.data_ptr(),
+            defer_sync=True,
+        )
+        for one, tile in zip(barriers, tiles)
+    ]

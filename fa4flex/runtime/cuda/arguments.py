@@ -11,7 +11,17 @@ from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
-from fa4flex.codegen.plan.arguments import Argument, Array, Captured, Given, Heads, Number, Schema, Source
+from fa4flex.codegen.plan.arguments import (
+    Argument,
+    Array,
+    Captured,
+    Given,
+    Heads,
+    Number,
+    Scales,
+    Schema,
+    Source,
+)
 from fa4flex.runtime.cuda.call import array_look, heads_look, layout_key
 from fa4flex.runtime.cuda.conversions import Conversion, conversion
 
@@ -97,7 +107,7 @@ def _key(row: Argument) -> str:
             return f"heads_look({x})"
         case Array(_, dims) if dims != ("q_heads",):
             return f"None if {x} is None else array_look({x})"
-        case Given():
+        case Given() | Scales():
             return f"None if {x} is None else ({x}.dtype, {x}.get_device())"
         case Captured("tensors"):
             return f"*[layout_key(x) for x in {x}]"

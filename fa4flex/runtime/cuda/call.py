@@ -9,7 +9,9 @@ from torch import Tensor
 
 from fa4flex.codegen.analyze.domain import Ragged, Shape
 from fa4flex.codegen.plan.inputs import Inputs
+from fa4flex.codegen.plan.lengths import Scaling
 from fa4flex.codegen.plan.problem import page_rows
+from fa4flex.primitives.kv_scales import E4M3
 
 
 class SequenceLengths(NamedTuple):
@@ -34,6 +36,19 @@ class Pages(NamedTuple):
 NO_PAGES = Pages()
 
 
+class Scales(NamedTuple):
+    """What the keys and values of an 8-bit cache are multiplied by, [sequences or pages, heads] or [sequences
+    or pages, heads, tokens], and what there is one of (primitives/kv_scales.py)."""
+
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+    k_per: Scaling = ""
+    v_per: Scaling = ""
+
+
+NO_SCALES = Scales()
+
+
 class Call(NamedTuple):
     """One call. q, k, v [B, H, S, D] if `heads_first`, else [B, S, H, D]; packed ones [T, H, D]. Of paged
     keys and values B is the number of pages, and S their size; beside packed queries, heads are not first."""
@@ -49,6 +64,7 @@ class Call(NamedTuple):
     heads_first: bool
     statistics: tuple[str, ...]
     pages: Pages = NO_PAGES
+    scales: Scales = NO_SCALES
 
     @property
     def packed(self) -> bool:
@@ -77,6 +93,9 @@ class Call(NamedTuple):
         return Inputs(
             extents=self.extents(),
             kv_heads=self.kv_heads,
+            kv_dtype=name_of(self.k.dtype) if self.k.dtype == E4M3 else "",
+            k_scales=self.scales.k_per,
+            v_scales=self.scales.v_per,
             head_dim=self.q.shape[-1],
             head_dim_v=self.v.shape[-1],
             dtype=name_of(self.q.dtype),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fa4flex.codegen.plan.arguments import Array, Captured, Heads, Look
+from fa4flex.primitives.kv_scales import E4M3
 from fa4flex.runtime.cuda.call import ALIGNMENT
 
 Conversion = Callable[[Any], Any]
@@ -20,8 +21,10 @@ def conversion(look: Look, given: Any) -> Conversion | None:
     """Conversion that makes an argument look as its row says, this one and those that look like it; None
     where it is as it should be, or is not given."""
     match look:
-        case Heads() if given is not None and not tma_able(given):
-            return _compact
+        case Heads() if given is not None and (given.dtype == E4M3 or not tma_able(given)):
+            if given.dtype != E4M3:
+                return _compact
+            return _bytes if tma_able(given) else lambda x: _bytes(_compact(x))
         case Array(dtype, _, unit) if given is not None:
             kind = getattr(torch, dtype)
             if given.dtype != kind or (unit and given.stride(-1) != 1):
@@ -37,6 +40,11 @@ def tma_able(x: Tensor) -> bool:
     per_step = ALIGNMENT // x.element_size()
     steps = all(s % per_step == 0 for s in x.stride()[:-1])
     return x.stride(-1) == 1 and steps and x.data_ptr() % ALIGNMENT == 0
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """An e4m3 cache as kernels are handed it."""
+    return x.detach().view(torch.uint8)
 
 
 def _compact(x: Tensor) -> Tensor:

@@ -74,7 +74,7 @@ class Engine:
         self.bits: tuple[tuple[int, int], ...] = ()
         """Slots of captured tensors that were seen to hold integers of MODEST or more: see Captured."""
         self.ready: Families[Ready] = Families(MOST_READY)
-        """Launches by look, None where no kernel reads pages in place: see runtime/cuda/paged.py."""
+        """Launches by look, None where no kernel reads keys in place: see runtime/cuda/in_place.py."""
         self._computed_with = computed_with(facts.score, facts.mask)
         self._looked_at: VersionedCache[bool] = VersionedCache(MOST_PROVED)
         self.backward: Families[Any] = Families(MOST_READY)

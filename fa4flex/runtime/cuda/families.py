@@ -16,7 +16,7 @@ from fa4flex.codegen.plan.arguments import FORWARD, Heads
 from fa4flex.compiler import simulated
 from fa4flex.contents import VersionedCache
 from fa4flex.runtime.cuda.arguments import key_function
-from fa4flex.runtime.cuda.call import ALIGNMENT, NO_LENGTHS, NO_PAGES, Call, heads_look
+from fa4flex.runtime.cuda.call import ALIGNMENT, NO_LENGTHS, NO_PAGES, NO_SCALES, Call, heads_look
 
 MOST_REACHES = 8
 """Launches of one look, each for a range of extents; the oldest is forgotten first."""
@@ -41,12 +41,14 @@ def look_of(call: Call) -> tuple[Look, Extents] | None:
     if heads is None:
         return None
     looks, extents = heads
-    return (looks, _key_of(call), of_lengths, call.statistics, simulated.target()), extents
+    scales = call.scales
+    of_scales = None if scales is NO_SCALES else (scales.k_per, scales.v_per, *_key_of_scales(call))
+    return (looks, _key_of(call), of_lengths, of_scales, call.statistics, simulated.target()), extents
 
 
 assert [row.name for row in FORWARD.found_in("call") if isinstance(row.look, Heads)] == ["q", "k", "v"]
-_key_of, _key_of_lengths, _key_of_pages = (
-    key_function(FORWARD, source) for source in ("call", "call.lengths", "call.pages")
+_key_of, _key_of_lengths, _key_of_pages, _key_of_scales = (
+    key_function(FORWARD, source) for source in ("call", "call.lengths", "call.pages", "call.scales")
 )
 
 

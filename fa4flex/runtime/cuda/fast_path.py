@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fa4flex.codegen.analyze.reach import extents_of
-from fa4flex.codegen.plan.arguments import FORWARD
+from fa4flex.codegen.plan.arguments import FORWARD, Source
 from fa4flex.codegen.trace.paths import Reader
 from fa4flex.runtime.cuda.arguments import launch_function
 from fa4flex.runtime.cuda.call import ALIGNMENT, NO_LENGTHS, NO_PAGES, Call
@@ -155,6 +155,9 @@ def _workspace(call: Call, ready: Ready, splits: int | None) -> Tensor | None:
     return like.expand(floats) if floats else like
 
 
+_ABSENT: tuple[Source, ...] = "call.lengths", "call.pages", "call.scales"
+
+
 def _splits(call: Call, ready: Ready) -> int | None:
     return None if ready.splitting is None else ready.splits(call, extents_of(call.extents()))
 
@@ -163,7 +166,7 @@ def _constants(call: Call, ready: Ready, splits: int | None) -> dict[str, Any]:
     """All arguments but PARAMETERS, as such calls have them. Tuples that no call changes are prepared once,
     as the calling convention would do at each launch."""
     found = {row.name: getattr(call, row.name) for row in FORWARD.found_in("call")}
-    absent = (*FORWARD.found_in("call.lengths"), *FORWARD.found_in("call.pages"))
+    absent = [row for name in _ABSENT for row in FORWARD.found_in(name)]
     found |= {row.name: None for row in absent} | {"faults": None}
     found |= ready.constants
     found |= {"scalars": prepared(found["scalars"]), "operands": call.operands or None}

@@ -1,4 +1,4 @@
-"""Calls whose keys lie in pages, where a kernel reads them in place.
+"""Calls whose keys lie in pages or are an 8-bit cache, where a kernel reads them as they are.
 
 Tables and lengths are read by the kernel alone, which corrects them and says what was wrong: they may change
 at every call, and between replays of a CUDA graph.
@@ -29,7 +29,7 @@ _UNSEEN: Any = object()
 
 
 def ready_for(engine: Engine, call: Call, check: Callable[[], None]) -> Ready | None:
-    """The launch of a call; None where no kernel reads its pages in place. `check` raises InputError for
+    """The launch of a call; None where no kernel reads its keys in place. `check` raises InputError for
     tensors that do not fit; it is called for those of a look that is new."""
     ready = engine.find(call, _UNSEEN)
     if ready is _UNSEEN:

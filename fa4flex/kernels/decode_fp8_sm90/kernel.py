@@ -1,0 +1,130 @@
+"""The Hopper kernel for few query rows over an e4m3 cache: descriptors and launch on the host, and on the
+device the split into roles.
+
+producer warp --[k ring]--> four consumer warps --> out, or a part of it in the workspace
+              --[v ring]-->
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass.utils.hopper_helpers as sm90
+from cuda.bindings import driver as cuda
+from cutlass import Float32, Int64, Uint8, cute, pipeline
+from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
+
+from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.hooks import Hooks
+from fa4flex.kernels.common.split_producer import Stages
+from fa4flex.kernels.common.transfer import Transfers, reordered
+from fa4flex.kernels.decode_fp8_sm90.config import ROWS, WARPS, Config, span
+from fa4flex.kernels.decode_fp8_sm90.consumer import Consumer
+from fa4flex.kernels.decode_fp8_sm90.producer import Producer
+from fa4flex.kernels.decode_fp8_sm90.resources import Shared
+from fa4flex.kernels.decode_sm90.kernel import ALL_SHARED, rings
+from fa4flex.kernels.decode_sm90.resources import Pipes
+
+
+class Forward:
+    """A kernel for one Config and one variant's Hooks; `compile` takes the object itself."""
+
+    direction = "forward"
+    """Schema of its arguments."""
+
+    def __init__(self, config: Config, hooks: Hooks) -> None:
+        self.config = config
+        self.hooks = hooks
+        self.producer = Producer(config, hooks)
+        self.consumer = Consumer(config, hooks)
+
+    @cute.jit
+    def __call__(self, arguments: Arguments, stream: cuda.CUstream) -> None:
+        k, v = self.transfers(arguments)
+        pairs = arguments.q.shape[0] * arguments.k.shape[2]
+        self.device(arguments, k, v).launch(
+            grid=[pairs * arguments.splits, 1, 1],
+            block=[self.config.threads, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=self.config.blocks,
+            preferred_smem_carveout=ALL_SHARED,
+        )
+
+    def layouts(self) -> tuple[Any, Any]:
+        """Swizzled shared-memory layouts of k and v, row by row; their last mode counts stages."""
+        config = self.config
+        k, v = (
+            sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (64, config.tile_n, width), Uint8, config.kv_stages)
+            for width in (config.head_dim, config.head_dim_v)
+        )
+        return k, v
+
+    def transfers(self, arguments: Arguments) -> tuple[Any, Any]:
+        config, load = self.config, cpasync.CopyBulkTensorTileG2SOp()
+        found = []
+        widths = config.head_dim, config.head_dim_v
+        for given, layout, width in zip((arguments.k, arguments.v), self.layouts(), widths):
+            tensor = reordered(given, [1, 3, 2, 0])
+            if config.paged:
+                box = config.box_rows, span(width)
+                inside = cute.make_layout(box, stride=(span(width), 1))
+                layout = cute.make_composed_layout(layout.inner, 0, inside)
+                found.append(cpasync.make_tiled_tma_atom(load, tensor, layout, box))
+            else:
+                layout = cute.slice_(layout, (None, None, 0))
+                found.append(cpasync.make_tiled_tma_atom(load, tensor, layout, (config.tile_n, width)))
+        return found[0], found[1]
+
+    def storage(self, layouts: tuple[Any, ...]) -> Any:
+        config = self.config
+
+        def tile(size: int) -> Any:
+            return cute.struct.Align[cute.struct.MemRange[Uint8, size], 1024]  # TMA swizzles by 1024 bytes
+
+        members = {
+            "k": cute.struct.MemRange[Int64, config.kv_stages * 2],
+            "v": cute.struct.MemRange[Int64, config.kv_stages * 2],
+            "queries": tile(config.query_bytes),
+            "keys": tile(cute.cosize(layouts[0])),
+            "values": tile(cute.cosize(layouts[1])),
+        }
+        return cute.struct(type("Storage", (), {"__annotations__": members}))
+
+    @cute.kernel
+    def device(self, arguments: Arguments, k: cpasync.TmaInfo, v: cpasync.TmaInfo) -> None:
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        transfers = Transfers(None, k, v, None)
+        if warp == 0:
+            for transfer in (k, v):
+                cpasync.prefetch_descriptor(transfer.atom)
+        layouts = self.layouts()
+        storage = SmemAllocator().allocate(self.storage(layouts))
+        shared = self.shared(storage, layouts)
+        pipes = Pipes(*rings((storage.k, storage.v), (shared.k, shared.v), self.config.kv_stages))
+        pipeline.pipeline_init_arrive()
+        pipeline.pipeline_init_wait()
+        # What merges splits may be launched now: it waits for the end of this kernel.
+        cute.arch.griddepcontrol_launch_dependents()
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(self.config.producer_registers)
+            if warp == 0:
+                self.producer.run(arguments, transfers, Stages(shared.k, shared.v, pipes.k, pipes.v))
+        else:
+            cute.arch.setmaxregister_increase(self.config.consumer_registers)
+            self.consumer.run(arguments, shared, pipes)
+
+    def shared(self, storage: Any, layouts: tuple[Any, ...]) -> Shared:
+        k, v = layouts
+        keys, values = (cute.recast_ptr(x.data_ptr(), dtype=Float32) for x in (storage.keys, storage.values))
+        width = self.config.head_dim_v
+        return Shared(
+            storage.keys.get_tensor(k.outer, swizzle=k.inner),
+            storage.values.get_tensor(v.outer, swizzle=v.inner),
+            storage.queries.data_ptr().toint(),
+            storage.keys.data_ptr().toint(),
+            storage.values.data_ptr().toint(),
+            cute.make_tensor(values, cute.make_layout((WARPS, ROWS, width), stride=(ROWS * width, width, 1))),
+            cute.make_tensor(keys, cute.make_layout((WARPS, ROWS, 4), stride=(ROWS * 4, 4, 1))),
+        )

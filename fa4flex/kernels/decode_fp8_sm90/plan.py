@@ -1,0 +1,237 @@
+"""The plan of the Hopper kernel for few query rows over an e4m3 cache: tiles, stages, warps, registers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+from fa4flex.codegen.plan.bound import Size, for_long
+from fa4flex.codegen.plan.counts import check_counts
+from fa4flex.codegen.plan.errors import PlanError
+from fa4flex.codegen.plan.few_rows import FewRowsPlan, asks_for_order, room_of, share_of
+from fa4flex.codegen.plan.memory import Memory, lay_out, tile_bytes
+from fa4flex.codegen.plan.paging import LINE, explain_pages
+from fa4flex.codegen.plan.pipeline import ForwardPlan, Pipeline
+from fa4flex.codegen.plan.problem import Problem
+from fa4flex.codegen.plan.request import ForwardRequest, rescaling
+from fa4flex.codegen.plan.target import Target
+from fa4flex.codegen.plan.topology import Topology
+from fa4flex.codegen.plan.verify import prove
+from fa4flex.errors import UnsupportedError
+from fa4flex.kernels.decode_fp8_sm90.config import KEYS, ROWS, WARPS, Config, query_bytes, span
+from fa4flex.kernels.decode_fp8_sm90.topology import decode_topology
+from fa4flex.kernels.decode_sm90 import plan as decode
+from fa4flex.kernels.fwd_sm90.registers import ADDRESSES, LOADS, MOST_SCRATCH, Need, Split
+from fa4flex.kernels.fwd_sm90.registers import ROWS as THREAD_ROWS
+from fa4flex.kernels.fwd_sm90.tiles import pad
+
+TILE_BYTES = 16 << 10
+"""Bytes of a tile of keys, as far as KEYS of each warp at least and MOST_KEYS at most allow."""
+
+MOST_KEYS = 256
+
+WIDEST = {(False, False): 256, (False, True): 192, (True, False): 64, (True, True): 0}
+"""The widest heads for which nothing spills, by whether there are more rows than a warp has, and whether
+scales differ from key to key."""
+
+MOST_RESCALE = 8.0
+"""Largest threshold, in log2 units, at which no probability overflows float16, whatever the queries are: see
+`WEIGHT` in config.py."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodePlan(FewRowsPlan):
+    """The plan of `decode_fp8_sm90`: registers of its two warpgroups besides."""
+
+    registers: Split
+
+    module: ClassVar[str] = "fa4flex.kernels.decode_fp8_sm90"
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        return self.problem.most_rows, self.tile_n
+
+    @property
+    def row_warps(self) -> int:
+        return self.problem.most_rows // ROWS
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Widths of the tiles of K and V in shared memory."""
+        return pad(self.problem.head_dim), pad(self.problem.head_dim_v)
+
+    @cached_property
+    def memory(self) -> Memory:
+        """The shared-memory map of a block."""
+        return _memory(self.problem, self.tile_n, self.kv_stages, self.target)
+
+    @cached_property
+    def topology(self) -> Topology:
+        """Roles, rings and barriers; `.graph` is the networkx form."""
+        several = self.config().steps > 1
+        return decode_topology(*self.widths, self.tile_n, self.kv_stages, several, self.box_rows)
+
+    @property
+    def need(self) -> Need:
+        """Estimate of what a consumer thread keeps in registers: parts of two of a warp's ROWS rows."""
+        work, by_key = self.work, ("page", "token")
+        hooks = work.uniform + THREAD_ROWS * (work.row + work.row_ends + work.column)
+        scales = sum(KEYS // 4 for per in (self.problem.k_scales, self.problem.v_scales) if per in by_key)
+        parts = (
+            ("queries", 0 if self.config().shares_queries else self.widths[0] // 4),
+            ("scores", KEYS // 2),
+            ("probabilities", KEYS // 4),
+            ("output", self.widths[1] // 2),
+            ("scales", scales),
+            ("row state", 2 * THREAD_ROWS),
+            ("hooks", hooks + min(work.element, MOST_SCRATCH)),
+            ("loads", LOADS if work.loads >= 1 else 0),
+            ("addresses", ADDRESSES),
+        )
+        return Need(parts)
+
+    def config(self) -> Config:
+        """What the hand-written kernel is built from."""
+        return Config(
+            head_dim=self.widths[0],
+            head_dim_v=self.widths[1],
+            tile_n=self.tile_n,
+            kv_stages=self.kv_stages,
+            blocks=self.blocks,
+            producer_registers=self.registers.producer,
+            consumer_registers=self.registers.consumer,
+            rescale_threshold=self.rescale_threshold,
+            lengths=self.problem.lengths,
+            box_rows=self.box_rows,
+            paged=self.problem.page_rows > 0,
+            share=self.share,
+            sinks=self.problem.sinks,
+            statistics=self.problem.statistics,
+            row_warps=self.row_warps,
+            k_scales=self.problem.k_scales,
+            v_scales=self.problem.v_scales,
+        )
+
+    def check(self) -> None:
+        """PlanError or UnsupportedError unless the plan holds: sums of bytes, registers, barriers; regions;
+        and a run of the token simulation."""
+        self.memory.check()
+        self.check_room(self.memory)
+        pool = self.target.register_pool(2 * self.blocks) // self.blocks
+        if self.registers.producer + self.registers.consumer > pool:
+            raise PlanError(
+                f"{self.registers.producer} + {self.registers.consumer} registers per thread",
+                f"at most {pool}, what two warpgroups of each block are launched with",
+                "take a split from SPLITS",
+            )
+        if self.tile_n % (KEYS * WARPS // self.row_warps):
+            raise PlanError(
+                f"{self.tile_n} keys for {WARPS // self.row_warps} warps that share them",
+                f"a multiple of {KEYS} for each",
+                "use more keys per tile",
+            )
+        if not 0 <= self.rescale_threshold <= MOST_RESCALE:
+            raise UnsupportedError(
+                f"rescale_threshold={self.rescale_threshold:g}: float16 probabilities would overflow",
+                f"0 to {MOST_RESCALE:g}",
+                "leave it out",
+            )
+        check_counts(self.topology)
+        self.topology.check_fits(self.memory, self.target)
+        prove(self.topology)
+
+    def explain(self, size: Size | None = None) -> str:
+        """The plan in words; with a `size`, also the time it cannot beat there."""
+        r = self.registers
+        shared = WARPS // self.row_warps
+        lines = [
+            f"forward kernel for few query rows over an 8-bit cache, {self.target.name} ({self.target.chip}):"
+            f" {self.problem.explain()}",
+            f"tile: all queries of a group of heads, in {self.problem.most_rows} rows, x {self.tile_n} keys,"
+            f" q and k {self.widths[0]} wide, v {self.widths[1]}, K and V {self.kv_stages} deep",
+            self.explain_splits(),
+            f"warpgroups: 1 producer, 1 consumer of {r.producer} and {r.consumer} registers",
+            f"  a warp has {ROWS} rows, and "
+            + (f"every {shared}th part of the keys of a tile" if shared > 1 else "all keys of a tile"),
+            f"  a consumer needs about {self.need.explain()}",
+            "products: float16 with float32 sums, whatever q is: e4m3 becomes float16 in registers, exactly;"
+            " rows of q are multiplied by powers of two, so that they do too",
+            f"softmax: {rescaling(self.rescale_threshold)}",
+            *explain_pages(self.problem, self.tile_n),
+            "shared memory:",
+            self.memory.explain(),
+            "pipeline:",
+            self.topology.explain(),
+            f"work: {self.work.explain()}",
+            f"bound: {for_long(self.bound) if size is None else self.bound(size).explain()}",
+        ]
+        return "\n".join(lines)
+
+
+def _memory(problem: Problem, tile_n: int, kv_stages: int, target: Target) -> Memory:
+    widths = pad(problem.head_dim), pad(problem.head_dim_v)
+    sizes = {"q": query_bytes(problem.most_rows // ROWS, *widths)}
+    sizes |= {name: tile_bytes(tile_n, d, 1) * kv_stages for name, d in zip(("k", "v"), widths)}
+    sizes["sums"] = 4 * WARPS * ROWS * widths[1]
+    sizes["states"] = 4 * WARPS * ROWS * 4
+    return lay_out(sizes, {"sums": "v", "states": "k"}, 4 * kv_stages, target)
+
+
+def plan_decode(request: ForwardRequest) -> ForwardPlan:
+    """Two blocks of a multiprocessor where each has two stages, so that one's loads run while the other
+    begins or ends; else one."""
+    problem, target = request.problem, request.target
+    if asks_for_order(request):
+        raise UnsupportedError(
+            "an 8-bit cache, with tiles or an order that a schedule asks for",
+            "a schedule without tile, order and next_tile",
+            "nothing: the cache is dequantised first instead",
+        )
+    widths = pad(problem.head_dim), pad(problem.head_dim_v)
+    tile_n = tile_keys(max(widths))
+    fitting = [
+        (blocks, stages)
+        for blocks in (2, 1)
+        for stages in range(decode.MOST_STAGES, decode.LEAST_STAGES - 1, -1)
+        if _memory(problem, tile_n, stages, target).total <= room_of(blocks, target)
+    ]
+    blocks, stages = fitting[0]
+    return DecodePlan(
+        target=target,
+        problem=problem,
+        tile_n=tile_n,
+        kv_stages=stages,
+        blocks=blocks,
+        registers=decode.SPLITS[blocks],
+        rescale_threshold=request.rescale_threshold,
+        work=request.work,
+        share=share_of(request, tile_n),
+    )
+
+
+def tile_keys(width: int) -> int:
+    """Keys of a tile of rows this wide: a power of two of at least KEYS for each warp."""
+    keys = KEYS * WARPS
+    while keys < MOST_KEYS and 2 * keys * width <= TILE_BYTES:
+        keys *= 2
+    return keys
+
+
+def accepts(problem: Problem, target: Target) -> bool:
+    """What the kernel for 16-bit keys accepts, up to a width; pages have rows of half as many bytes."""
+    widths = pad(problem.head_dim), pad(problem.head_dim_v)
+    by_key = bool({"page", "token"} & {problem.k_scales, problem.v_scales})
+    if max(widths) > WIDEST[problem.most_rows > ROWS, by_key]:
+        return False
+    lines = all(problem.page_rows * span(d) % LINE == 0 for d in widths)
+    return problem.most_rows > 0 and lines and decode.accepts(problem, target)
+
+
+DECODE_FP8_SM90 = Pipeline(
+    "Hopper forward, few query rows over an 8-bit cache",
+    "forward",
+    accepts,
+    plan_decode,
+    kv_dtype="float8_e4m3fn",
+)
