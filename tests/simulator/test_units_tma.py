@@ -438,7 +438,7 @@ def test_rows_shorter_than_a_swizzled_line(mode: swizzle.Swizzle) -> None:
 
 
 def test_addresses_wrap_at_64_bits() -> None:
-    """As maps of ragged tensors have it: the rows of a sequence end where their dimension does, and two more
+    """Maps of ragged tensors rely on it: the rows of a sequence end where their dimension does, and two more
     dimensions lead around all of memory to where it begins."""
     most, sequence, begins, row = 1 << 30, 5, 7, 32
     dims, strides = (16, most, 2 * most - 1, 2 * most - 1), (2, row, (1 << 35) - row, row)
