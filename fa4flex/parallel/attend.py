@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from fa4flex.merging import merge
 from fa4flex.parallel.exchange import Exchange, Rectangle, tokens
 from fa4flex.parallel.links import Links
+from fa4flex.parallel.moves import ByHeads, ByTokens
 from fa4flex.parallel.pieces import Pieces, joined, rows_of, tensors_of
 from fa4flex.parallel.placement import Ranges
 from fa4flex.parallel.rectangle import Rectangles
@@ -92,6 +93,29 @@ class Attend(torch.autograd.Function):
         for slot, total in sums.operands.items():
             of_operands[slot] = total.to(operands[slot].dtype)
         return (None, sums.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, *of_operands)
+
+
+def attend_heads(
+    job: Job,
+    held: tuple[tuple[Ranges, ...], tuple[Ranges, ...]],
+    qkv: tuple[Tensor, Tensor, Tensor],
+    sinks: Tensor | None,
+    operands: tuple[Tensor, ...],
+) -> tuple[Tensor, Tensor]:
+    """Attention of local queries, computed head by head: each rank has all tokens of its heads meanwhile.
+    held: queries and keys of each rank (Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509)."""
+    links, heads = job.links, qkv[0].shape[1] // job.links.size
+    first = links.rank * heads
+    q, k, v = (ByHeads.apply(links, x, own) for x, own in zip(qkv, (*held, held[1]), strict=True))
+    whole = Rectangle((0, q.shape[2]), (0, k.shape[2]))
+    there = q.shape[2] > 0 and k.shape[2] > 0
+    alone = Exchange(((whole.keys,),), ((whole.queries,),), (), (((whole,) if there else (),),))
+    of_heads = replace(job, exchange=alone, rank=0, rectangles=replace(job.rectangles, h_start=first))
+    logits = None if sinks is None else sinks[first : first + heads]
+    out, lse = Attend.apply(of_heads, q, k, v, logits, *operands)
+    out = ByTokens.apply(links, out, held[0])
+    lse = ByTokens.apply(links, lse.unsqueeze(-1), held[0]).squeeze(-1)
+    return out, lse
 
 
 # --- moving keys --------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 from torch import Tensor
 
@@ -23,16 +23,23 @@ TILE = 128
 """Queries and keys of the tiles whose work is counted, and least size of a chunk."""
 
 
+Moves = Literal["auto", "keys", "heads"]
+"""What ranks send: the keys that others see, or all tokens of some heads; "auto": the fewer bytes."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """How attention is spread. kind: of the placement, None for the best; tile: see TILE; stages: in how many
-    parts keys of other ranks arrive. Raises InputError."""
+    parts keys of other ranks arrive; moves: what is sent. Raises InputError."""
 
     kind: Kind | None = None
     tile: int = TILE
     stages: int = 1
+    moves: Moves = "auto"
 
     def __post_init__(self) -> None:
+        if self.moves not in get_args(Moves):
+            raise InputError(f"moves={self.moves!r}", f"one of {get_args(Moves)}", 'leave it at "auto"')
         if self.kind not in (None, *get_args(Kind)):
             raise InputError(
                 f"placement={self.kind!r}",
@@ -67,7 +74,19 @@ class Plan:
         said = repr((self.exchange.held, self.exchange.queries, self.exchange.sends))
         return hashlib.sha256(said.encode()).hexdigest()[:16]
 
+    def by_heads(self, q_heads: int, kv_heads: int, dims: tuple[int, int]) -> bool:
+        """Whether sending all tokens of each rank's heads takes fewer numbers than sending keys; False where
+        heads cannot be dealt evenly. dims: of q and k, and of v."""
+        ranks, at = self.placement.ranks, self.placement
+        if q_heads % ranks or kv_heads % ranks:
+            return False
+        each, of_values = dims
+        keys = max(self.exchange.received) * kv_heads * (each + of_values)
+        own = at.q_len * q_heads * (each + of_values) + at.kv_len * kv_heads * (each + of_values)
+        return own * (ranks - 1) / ranks**2 < keys
+
     def explain(self) -> str:
+        """In words: where queries are computed, and what moves."""
         return f"{self.placement.explain()}\n{self.exchange.explain()}"
 
 

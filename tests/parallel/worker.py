@@ -14,6 +14,7 @@ import torch.distributed as dist
 from helpers import close, gradients
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import fa4flex
 from fa4flex import variants as v
@@ -87,8 +88,53 @@ def biased(bias: Tensor, sinks: Tensor) -> fa4flex.Attention:
 def learned_bias_and_sinks() -> None:
     learned = drawn((H, 160), (H,))
     for kind in ("contiguous", "head-tail", "min-heap"):
-        same(biased, qkv(), learned, placement=kind, stages=2)
+        same(biased, qkv(), learned, placement=kind, stages=2, moves="keys")
     same(biased, qkv(), learned, lengths=S)
+
+
+@scenario
+def heads_that_move() -> None:
+    """Each rank computes some heads over all tokens; with GQA, sinks and a bias by head."""
+    world = dist.get_world_size()
+
+    def many(q_len: int = S, kv_len: int = S) -> list[Tensor]:
+        return drawn((B, 2 * world, q_len, D), (B, world, kv_len, D), (B, world, kv_len, D + 2))
+
+    learned = drawn((2 * world, 160), (2 * world,))
+    same(biased, many(), learned, moves="heads")
+    same(biased, many(2, 30), learned, moves="heads")
+    same(lambda: fa4flex.compile(v.alibi, v.causal), many(), moves="auto")
+    tensors = drawn((B, 1, S, D), (B, 1, S, D), (B, 1, S, D))
+    cp = over(fa4flex.compile(mask=v.causal), moves="heads")
+    raises(["1 query heads"], lambda: cp(*(cp.shard(x, 2) for x in tensors)))
+
+
+@scenario
+def dtensors() -> None:
+    """Sharded along the sequence, in order; results come as DTensors placed alike."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    (sinks,) = drawn((H,))
+    for options, (q_len, kv_len) in (
+        ({}, (S, S)),
+        ({"moves": "keys"}, (7, 50)),
+        ({"placement": "min-heap"}, (S, S)),
+    ):
+        tensors = qkv(q_len, kv_len)
+        attn = fa4flex.compile(v.alibi, v.causal, sinks=lambda: sinks)
+        whole = copies(*tensors)
+        wanted = attn(*whole, return_lse=True)
+        ours = [distribute_tensor(x, mesh, [Shard(2)]).requires_grad_() for x in tensors]
+        found = attn.parallel(mesh, tile=4, **options)(*ours, return_lse=True)
+        for a, b in zip(found, wanted, strict=True):
+            assert list(a.placements) == [Shard(2)] and close(a.full_tensor(), b)
+        above = drawn(*(x.shape for x in wanted))
+        torch.autograd.backward(wanted, above)
+        torch.autograd.backward(found, [distribute_tensor(x, mesh, [Shard(2)]) for x in above])
+        for a, b in zip(ours, whole, strict=True):
+            assert close(a.grad.full_tensor(), b.grad)
+    wrong = [distribute_tensor(x, mesh, [Shard(1)]) for x in tensors]
+    raises(["Shard(2), the sequence"], lambda: attn.parallel(mesh)(*wrong))
+    raises(["plain tensors among"], lambda: attn.parallel(mesh)(ours[0], tensors[1], tensors[2]))
 
 
 @scenario
@@ -147,7 +193,7 @@ def helpers_round_trip() -> None:
 def raises(said: list[str], call: Callable[[], Any]) -> None:
     try:
         call()
-    except fa4flex.InputError as error:
+    except fa4flex.Fa4flexError as error:
         missing = [words for words in said if words not in str(error)]
         assert not missing, f"{missing} not in: {error}"
     else:
