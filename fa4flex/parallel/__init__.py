@@ -5,6 +5,6 @@ from __future__ import annotations
 from fa4flex.parallel.context import ContextParallel, parallel
 from fa4flex.parallel.exchange import Exchange
 from fa4flex.parallel.placement import Placement
-from fa4flex.parallel.plan import Layout, Plan
+from fa4flex.parallel.plan import Layout, Plan, plan
 
-__all__ = ["ContextParallel", "Exchange", "Layout", "Placement", "Plan", "parallel"]
+__all__ = ["ContextParallel", "Exchange", "Layout", "Placement", "Plan", "parallel", "plan"]

@@ -19,7 +19,7 @@ from fa4flex.parallel.links import Group, Links, Together, agree
 from fa4flex.parallel.moves import moved
 from fa4flex.parallel.pieces import SEQUENCE
 from fa4flex.parallel.placement import Kind, Placement, Ranges, shown
-from fa4flex.parallel.plan import TILE, Extents, Layout, Moves, Plan, plan
+from fa4flex.parallel.plan import TILE, Extents, Layout, Moves, Plan, plan_of
 from fa4flex.parallel.rectangle import Rectangles
 from fa4flex.runtime import autocast, launch
 from fa4flex.runtime.checks import (
@@ -193,7 +193,7 @@ class ContextParallel:
         if now.variant.blocks is not None:
             now.variant.blocks.fits(extents.q_len, extents.kv_len, extents.batch, extents.heads)
         held = parts_in_order(extents.kv_len, self.links.size) if in_order else None
-        return plan(now.bound, extents, self.links.size, self.layout, held)
+        return plan_of(now.bound, extents, self.links.size, self.layout, held)
 
     # --- agreement ------------------------------------------------------------------------------------------
 

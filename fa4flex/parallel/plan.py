@@ -11,13 +11,14 @@ from torch import Tensor
 
 from fa4flex.codegen.analyze.domain import numbers_read, slots_read
 from fa4flex.codegen.analyze.tiles import Shape
-from fa4flex.codegen.build import Bound
+from fa4flex.codegen.build import Bound, bind
 from fa4flex.codegen.evaluate import Captured
 from fa4flex.contents import VersionedCache
 from fa4flex.errors import InputError
 from fa4flex.parallel.exchange import Exchange, exchange
 from fa4flex.parallel.placement import Kind, Placement, Ranges, place
 from fa4flex.parallel.work import chunk_for, work_of
+from fa4flex.variant import Variant
 
 TILE = 128
 """Queries and keys of the tiles whose work is counted, and least size of a chunk."""
@@ -90,11 +91,34 @@ class Plan:
         return f"{self.placement.explain()}\n{self.exchange.explain()}"
 
 
+def plan(
+    variant: Variant,
+    lengths: int | tuple[int, int],
+    ranks: int,
+    *,
+    batch: int = 1,
+    heads: int = 1,
+    placement: Kind | None = None,
+    tile: int = TILE,
+    stages: int = 1,
+) -> Plan:
+    """Plan of a variant (or of what `fa4flex.compile` returns) on so many ranks, without any of them.
+
+    lengths are those of queries and keys, one number where they are the same; batch and heads matter where
+    the mask reads `b` or `h`; the rest is as for `attn.parallel`.
+    """
+    pair = (lengths, lengths) if isinstance(lengths, int) else lengths
+    bound = bind(getattr(variant, "variant", variant))
+    return plan_of(bound, Extents(*pair, batch, heads), ranks, Layout(placement, tile, stages), None)
+
+
 _plans: VersionedCache[Plan] = VersionedCache(64, 64, lambda _: 1)
 """Plans by program, numbers, sizes and layout, and by captured tensors that the mask reads, as they are."""
 
 
-def plan(bound: Bound, extents: Extents, ranks: int, layout: Layout, held: tuple[Ranges, ...] | None) -> Plan:
+def plan_of(
+    bound: Bound, extents: Extents, ranks: int, layout: Layout, held: tuple[Ranges, ...] | None
+) -> Plan:
     """The plan of a mask. held: where keys lie, or None for where the placement has them."""
     facts = bound.trace.facts
     mask = facts.mask

@@ -45,7 +45,10 @@ def run(world: int, results: Path) -> Path:
     return results
 
 
-@pytest.fixture(scope="module", params=[2, 3, 4])
+MANY = [pytest.param(world, marks=pytest.mark.exhaustive) for world in (2, 4)]
+
+
+@pytest.fixture(scope="module", params=[3, *MANY])
 def processes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
     """Number of processes, and the results of all scenarios, which run once."""
     return request.param, run(request.param, tmp_path_factory.mktemp(f"ranks{request.param}"))
