@@ -12,8 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from helpers import close, gradients
-from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import fa4flex
@@ -188,6 +189,67 @@ def helpers_round_trip() -> None:
     assert close(
         cp.unshard(cp(part, part, part), 1, S), fa4flex.compile(mask=v.causal, layout="bshd")(x, x, x)
     )
+
+
+class Layer(nn.Module):
+    """Self-attention with a learned bias and sinks; over the mesh's dimension "cp", if there is a mesh."""
+
+    def __init__(self, mesh: DeviceMesh | None) -> None:
+        super().__init__()
+        self.project = nn.Linear(H * D, 3 * H * D)
+        self.bias, self.sinks = nn.Parameter(torch.randn(H, 2 * TOKENS)), nn.Parameter(torch.randn(H))
+        attn = fa4flex.compile(self.score, v.causal & v.sliding_window(20), sinks=lambda: self.sinks)
+        self.attention: Any = attn
+        if mesh is not None:
+            self.attention = attn.parallel(mesh, tile=4, captured_gradients="own")
+
+    def score(self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score + self.bias[h, q_idx - kv_idx + TOKENS]
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, values = self.project(x).unflatten(-1, (3, H, D)).permute(2, 0, 3, 1, 4)
+        whole = {} if isinstance(self.attention, fa4flex.Attention) else {"lengths": TOKENS}
+        return x + self.attention(q, k, values, **whole).transpose(1, 2).flatten(2)
+
+
+TOKENS = 48
+
+
+def model(mesh: DeviceMesh | None) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(Layer(mesh), Layer(mesh))
+
+
+@scenario
+def training_under_fsdp() -> None:
+    """Batch over one dimension of the mesh, sequence over the other, parameters over both: losses of steps of
+    training are those of one process."""
+    world = dist.get_world_size()
+    parts = (2, world // 2) if world % 2 == 0 else (1, world)
+    mesh = init_device_mesh("cpu", parts, mesh_dim_names=("dp", "cp"))
+    one, ours = model(None), model(mesh)
+    everyone = init_device_mesh("cpu", (world,))
+    for layer in ours:
+        fully_shard(layer, mesh=everyone)
+    fully_shard(ours, mesh=everyone)
+    steps = [torch.optim.SGD(x.parameters(), 0.05) for x in (one, ours)]
+    at = ours[0].attention.placement(TOKENS)
+    rank = mesh.get_local_rank("cp")
+    torch.manual_seed(5)
+    for _ in range(100 if world == 4 else 5):
+        batch, target = torch.randn(2, 4, TOKENS, H * D)
+        mine = [at.shard(x.chunk(parts[0])[mesh.get_local_rank("dp")], rank, 1) for x in (batch, target)]
+        losses = []
+        for module, step, (x, y) in zip((one, ours), steps, ((batch, target), mine), strict=True):
+            step.zero_grad()
+            loss = (module(x) - y).square().mean()
+            loss.backward()
+            step.step()
+            losses.append(loss.detach())
+        dist.all_reduce(losses[1])
+        torch.testing.assert_close(losses[1] / world, losses[0], rtol=1e-5, atol=1e-6)
+    for a, b in zip(one.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(b.detach().full_tensor(), a.detach(), rtol=1e-4, atol=1e-5)
 
 
 def raises(said: list[str], call: Callable[[], Any]) -> None:
