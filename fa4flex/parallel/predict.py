@@ -83,7 +83,7 @@ def report(attn: Any, tokens: int, ranks: list[int], machine: Machine, model: Mo
     ]
     for count in ranks:
         found, in_order, paired = (
-            plan(attn, tokens, count, heads=model.heads, placement=kind)  # type: ignore[arg-type]
+            plan(attn, tokens, count, heads=model.heads, placement=kind)
             for kind in (None, "contiguous", "head-tail")
         )
         lines.append(f"\n{count} ranks{'':20}{'moved':>12}{'busiest':>10}{'time':>24}")
