@@ -87,6 +87,7 @@ class ContextParallel:
 
     # --- the call -------------------------------------------------------------------------------------------
 
+    @torch.compiler.disable  # plans are made on the host, and collectives of torch break graphs in any case
     def __call__(
         self,
         q: Tensor,

@@ -150,10 +150,13 @@ BALANCED = {
 }
 
 
-@pytest.mark.parametrize("name", ("causal", "documents", "prefix_lm"))
+KINDS = {"causal": "head-tail", "documents": "min-heap", "sliding_window": "contiguous"}
+
+
+@pytest.mark.parametrize("name", KINDS)
 def test_loads_of_a_million_tokens_differ_by_at_most_3_percent(name: str) -> None:
     for ranks in (8, 64):
-        balanced(name, ranks)
+        assert balanced(name, ranks).kind == KINDS[name]
 
 
 @pytest.mark.exhaustive
@@ -163,10 +166,11 @@ def test_loads_of_every_mask(name: str, ranks: int) -> None:
     balanced(name, ranks)
 
 
-def balanced(name: str, ranks: int) -> None:
+def balanced(name: str, ranks: int) -> Placement:
     program = fa4flex.compile(mask=BALANCED[name]).program
     chunk = chunk_for(program.facts, MILLION, MILLION, ranks, 128)
     work = work_of(program.facts, Shape(1, 1, MILLION, MILLION), program.captured(), 128, chunk)
     placement = place(work, ranks)
     assert placement.imbalance <= 0.03, placement.explain()
     assert sum(placement.loads) == pytest.approx(float(work.area.sum()))
+    return placement
