@@ -25,6 +25,9 @@ Kind = Literal["contiguous", "head-tail", "min-heap"]
 SLACK = 0.02
 """Share of the largest load by which a placement that moves less may exceed the best one."""
 
+UNEVEN = 0.03
+"""Share of the mean load by which the largest one may exceed it where some placement allows that."""
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -221,13 +224,15 @@ def _moved(work: Work, owners: Tensor, ranks: int) -> int:
 
 
 def place(work: Work, ranks: int, kind: Kind | None = None) -> Placement:
-    """The placement whose largest load is within 2 % of the best one's, and which moves least.
+    """The placement that moves least of those whose largest load is within 2 % of the best one's, and within
+    3 % of the mean if any is.
 
     kind: only such placements.
     """
     with one_thread():
         found = [x for x in candidates(work, ranks) if kind in (None, x.kind)]
-    limit = min(float(x.loads.max()) for x in found) * (1 + SLACK)
+    least = min(float(x.loads.max()) for x in found)
+    limit = min(least * (1 + SLACK), max(least, float(work.area.sum()) / ranks * (1 + UNEVEN)))
     fits = [x for x in found if float(x.loads.max()) <= limit]
     best = min(fits, key=lambda x: x.moved)
     queries = _ranges(best.owners, work.chunk, work.q_len, ranks)

@@ -16,7 +16,7 @@ from fa4flex.codegen.evaluate import Captured
 from fa4flex.contents import VersionedCache
 from fa4flex.errors import InputError
 from fa4flex.parallel.exchange import Exchange, exchange
-from fa4flex.parallel.placement import Kind, Placement, Ranges, place
+from fa4flex.parallel.placement import UNEVEN, Kind, Placement, Ranges, place
 from fa4flex.parallel.work import chunk_for, work_of
 from fa4flex.variant import Variant
 
@@ -76,11 +76,13 @@ class Plan:
         return hashlib.sha256(said.encode()).hexdigest()[:16]
 
     def by_heads(self, q_heads: int, kv_heads: int, dims: tuple[int, int]) -> bool:
-        """Whether sending all tokens of each rank's heads takes fewer numbers than sending keys; False where
-        heads cannot be dealt evenly. dims: of q and k, and of v."""
+        """Whether to send all tokens of each rank's heads: fewer numbers than the keys, or equal work where
+        queries are not; False where heads cannot be dealt evenly. dims: of q and k, and of v."""
         ranks, at = self.placement.ranks, self.placement
         if q_heads % ranks or kv_heads % ranks:
             return False
+        if at.imbalance > UNEVEN:  # a few queries that see far more than others: heads are equal work
+            return True
         each, of_values = dims
         keys = max(self.exchange.received) * kv_heads * (each + of_values)
         own = at.q_len * q_heads * (each + of_values) + at.kv_len * kv_heads * (each + of_values)

@@ -23,7 +23,7 @@ from fa4flex.codegen.evaluate import Captured
 MOST_CHUNKS, MOST_CHUNKS_SQUARED = 4096, 1024
 """Chunks that queries, and keys, are cut into at most: of a mask with key intervals, and of any other."""
 
-MOST_ROWS, MOST_TILES = 1 << 13, 1 << 18
+MOST_ROWS, MOST_TILES = 1 << 13, 1 << 20
 """Tiles of queries of a mask with key intervals, and tiles of any other mask, at most."""
 
 
@@ -63,13 +63,13 @@ def chunk_for(facts: Facts, q_len: int, kv_len: int, ranks: int, tile: int) -> i
 def work_of(facts: Facts, shape: Shape, captured: Captured, tile: int, chunk: int) -> Work:
     """The work of a mask over a whole problem, `chunk` being a multiple of `tile`."""
     side, most = chunk, MOST_TILES
-    tiles = tile_map(facts.mask, facts.keys, shape, captured, (side, side))
-    if tiles.proof.by_intervals:
-        most = MOST_ROWS**2
+    if facts.keys is not None:
+        # A map of few tiles tells whether the captured tables are as the intervals assume.
+        tiles = tile_map(facts.mask, facts.keys, shape, captured, (side, side))
+        most = MOST_ROWS**2 if tiles.proof.by_intervals else MOST_TILES
     while side % (2 * tile) == 0 and -(-2 * shape.q_len // side) * -(-2 * shape.kv_len // side) <= most:
         side //= 2
-    if side != chunk:
-        tiles = tile_map(facts.mask, facts.keys, shape, captured, (side, side))
+    tiles = tile_map(facts.mask, facts.keys, shape, captured, (side, side))
     with one_thread():
         return _summed(tiles, chunk)
 
