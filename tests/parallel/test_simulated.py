@@ -87,4 +87,4 @@ def test_as_many_keys_as_queries() -> None:
             lambda table: {"score_mod": v.learned_bias(table), "mask": v.causal},
             (drawn,),
         )
-        compare(case, 4, Layout(kind, tile=3, stages=2))
+        compare(case, 8 if kind is None else 4, Layout(kind, tile=3, stages=2))
