@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import fa4flex.nn as nn
+    import fa4flex.parallel as parallel
     import fa4flex.reference as reference
     import fa4flex.simulator as simulator
     import fa4flex.variants as variants
@@ -57,6 +58,7 @@ _HOME = {
     "Sinks": "fa4flex.primitives.sinks",
     "Varlen": "fa4flex.primitives.varlen",
     "nn": "fa4flex.nn",
+    "parallel": "fa4flex.parallel",
     "reference": "fa4flex.reference",
     "simulator": "fa4flex.simulator",
     "variants": "fa4flex.variants",
@@ -65,8 +67,8 @@ _HOME = {
 __all__ = [
     "Attention", "BlockMap", "Fa4flexError", "InputError", "KVScales", "Mask", "Paging", "Precision",
     "Rotary", "Schedule", "ScoreMod", "Sinks", "TraceError", "UnsupportedError", "Varlen", "append",
-    "as_mask", "as_score", "attention", "compile", "flex_attention", "merge", "nn", "reference",
-    "register_op", "simulator", "synchronize", "variants",
+    "as_mask", "as_score", "attention", "compile", "flex_attention", "merge", "nn", "parallel",
+    "reference", "register_op", "simulator", "synchronize", "variants",
 ]  # fmt: skip
 
 

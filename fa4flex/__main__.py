@@ -1,4 +1,4 @@
-"""The command line: `python -m fa4flex {doctor,demo,draw,show,explain,check,bench,simulate}`.
+"""The command line: `python -m fa4flex {doctor,demo,draw,show,explain,check,plan-parallel,bench,simulate}`.
 
 Only bench needs a GPU.
 
@@ -314,6 +314,16 @@ def check(arguments: argparse.Namespace) -> int:
     return 0 if report.passed else 1
 
 
+def plan_parallel(arguments: argparse.Namespace) -> int:
+    """What a sequence spread over many GPUs would move, and how long it would take, estimated."""
+    from fa4flex.parallel.predict import Machine, Model, count_of, ranks_of, report
+
+    machine = Machine(arguments.tflops * 1e12, arguments.link * 1e9)
+    model = Model(arguments.heads, arguments.kv_heads, arguments.head_dim)
+    print(report(compiled(arguments), count_of(arguments.tokens), ranks_of(arguments.ranks), machine, model))
+    return 0
+
+
 def bench(arguments: argparse.Namespace) -> int:
     """Times and errors beside every installed peer, on a GPU; status 1 where a target is missed."""
     from fa4flex.bench.command import run
@@ -355,6 +365,19 @@ def _parser() -> argparse.ArgumentParser:
     checking.add_argument("--q-len", **size, default=200, help="queries (default 200)")
     checking.add_argument("--kv-len", **size, help=same)
     checking.add_argument("--seed", **size, default=0, help="of the random inputs (default 0)")
+    planning = add(plan_parallel)
+    planning.add_argument("--ranks", default="8", help="8, 8,64 or 8..1024 (default 8)")
+    planning.add_argument(
+        "--tokens", default="128k", help="queries, and keys: 65536, 64k or 1M (default 128k)"
+    )
+    for name, default in (("heads", 32), ("kv-heads", 8), ("head-dim", 128)):
+        planning.add_argument(f"--{name}", **size, default=default, help=f"(default {default})")
+    planning.add_argument(
+        "--tflops", type=float, default=570.0, help="of a kernel, in 1e12 / s (default 570)"
+    )
+    planning.add_argument(
+        "--link", type=float, default=281.0, help="into a rank, in 1e9 bytes / s (default 281)"
+    )
     add_options(add(bench, variant=False))
     add_simulator_options(add(simulate))
     return parser
@@ -370,7 +393,11 @@ def _command(
         else None
     )
     parser: argparse.ArgumentParser = commands.add_parser(
-        function.__name__, help=summary, description=summary, epilog=epilog, allow_abbrev=False
+        function.__name__.replace("_", "-"),
+        help=summary,
+        description=summary,
+        epilog=epilog,
+        allow_abbrev=False,
     )
     parser.set_defaults(run=function)
     if variant:

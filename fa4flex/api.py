@@ -27,6 +27,10 @@ from fa4flex.runtime.cuda.faults import synchronize
 from fa4flex.variant import Layout, Variant, at_call, compose
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from fa4flex.parallel import ContextParallel
     from fa4flex.view.explain import Explanation
     from fa4flex.view.mask import MaskView
 
@@ -96,6 +100,15 @@ class Attention:
         statistics = _LSE if return_lse else ()
         out, lse, _ = calls.run(variant, self._caller, (q, k, v), varlen, paging, statistics, kv_scales)
         return (out, lse) if return_lse else out
+
+    def parallel(self, mesh: DeviceMesh | ProcessGroup, dim: str = "cp", **options: Any) -> ContextParallel:
+        """This attention with its sequence spread over the ranks of one dimension of `mesh`, or of a group.
+
+        options: see fa4flex.parallel.parallel
+        """
+        from fa4flex.parallel import parallel
+
+        return parallel(self.variant, mesh, dim, **options)
 
     def __repr__(self) -> str:
         return f"Attention({self.variant!r})"

@@ -1,0 +1,250 @@
+"""Attention of one rank, stage by stage, with gradients: what is computed while keys are on their way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fa4flex.merging import merge
+from fa4flex.parallel.exchange import Exchange, Rectangle, tokens
+from fa4flex.parallel.links import Links
+from fa4flex.parallel.moves import ByHeads, ByTokens
+from fa4flex.parallel.pieces import Pieces, joined, rows_of, tensors_of
+from fa4flex.parallel.placement import Ranges
+from fa4flex.parallel.rectangle import Rectangles
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """What one rank does in one call, without its tensors."""
+
+    exchange: Exchange
+    rank: int
+    links: Links
+    rectangles: Rectangles
+    output: torch.dtype
+    compute: torch.dtype
+
+    @property
+    def queries(self) -> Ranges:
+        return self.exchange.queries[self.rank]
+
+    def moving(self) -> list[int]:
+        """The stages before which some rank sends something."""
+        return [at + 1 for at, sends in enumerate(self.exchange.sends) if sends]
+
+    def of_stage(self, stage: int) -> tuple[Rectangle, ...]:
+        return self.exchange.rectangles[stage][self.rank]
+
+
+class Attend(torch.autograd.Function):
+    """Local queries against all keys that they may see.
+
+    Partial results are put together by their log-sum-exps, at the precision of the sums, stage by stage and
+    within a stage by places; sinks come last, once. So results do not depend on what arrives first.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, job: Job, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *operands: Tensor
+    ) -> Any:
+        arrivals = {stage: _send(job, stage, (k, v)) for stage in job.moving()}
+        results = _Results(job, q, v.shape[-1])
+        received = []
+        own = job.exchange.held[job.rank]
+        results.take_in(0, Pieces(k, own), Pieces(v, own))
+        for stage, arrival in arrivals.items():
+            rows = arrival()
+            places = joined(job.exchange.incoming(stage, job.rank))
+            results.take_in(stage, *(Pieces(x, places) for x in tensors_of(rows, (k, v))))
+            received.append(rows)
+        out, lse = results.finish(sinks)
+        ctx.job, ctx.operands = job, len(operands)
+        ctx.save_for_backward(q, k, v, sinks, out, lse, *operands, *received)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        job: Job = ctx.job
+        q, k, v, sinks, out, lse, *rest = ctx.saved_tensors
+        operands, received = rest[: ctx.operands], rest[ctx.operands :]
+        needs = [slot for slot in range(len(operands)) if ctx.needs_input_grad[5 + slot]]
+        upstream = torch.zeros_like(out) if dout is None else dout, dlse
+        sums = _Gradients(job, q, (out, lse), upstream, {slot: operands[slot] for slot in needs})
+        # Gradients of others' keys leave first: they travel while those of the own keys are computed.
+        arrivals = []
+        for stage, rows in reversed(list(zip(job.moving(), received, strict=True))):
+            places = joined(job.exchange.incoming(stage, job.rank))
+            of_keys = sums.of_stage(stage, tensors_of(rows, (k, v)), places)
+            arrivals.append((stage, _send_back(job, stage, of_keys, places, k.dtype)))
+        own = job.exchange.held[job.rank]
+        dk, dv = sums.of_stage(0, [k, v], own)
+        for stage, arrival in reversed(arrivals):
+            outgoing = joined(job.exchange.outgoing(stage, job.rank))
+            parts = [Pieces(x, outgoing) for x in tensors_of(arrival(), (k, v))]
+            _add_back(job, stage, (Pieces(dk, own), Pieces(dv, own)), parts)
+        dsinks = None if sinks is None else _of_sinks(sinks, (out, lse), upstream)
+        of_operands: list[Tensor | None] = [None] * len(operands)
+        for slot, total in sums.operands.items():
+            of_operands[slot] = total.to(operands[slot].dtype)
+        return (None, sums.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, *of_operands)
+
+
+def attend_heads(
+    job: Job,
+    held: tuple[tuple[Ranges, ...], tuple[Ranges, ...]],
+    qkv: tuple[Tensor, Tensor, Tensor],
+    sinks: Tensor | None,
+    operands: tuple[Tensor, ...],
+) -> tuple[Tensor, Tensor]:
+    """Attention of local queries, computed head by head: each rank has all tokens of its heads meanwhile.
+    held: queries and keys of each rank (Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509)."""
+    links, heads = job.links, qkv[0].shape[1] // job.links.size
+    first = links.rank * heads
+    q, k, v = (ByHeads.apply(links, x, own) for x, own in zip(qkv, (*held, held[1]), strict=True))
+    whole = Rectangle((0, q.shape[2]), (0, k.shape[2]))
+    there = q.shape[2] > 0 and k.shape[2] > 0
+    alone = Exchange(((whole.keys,),), ((whole.queries,),), (), (((whole,) if there else (),),))
+    of_heads = replace(job, exchange=alone, rank=0, rectangles=replace(job.rectangles, h_start=first))
+    logits = None if sinks is None else sinks[first : first + heads]
+    out, lse = Attend.apply(of_heads, q, k, v, logits, *operands)
+    out = ByTokens.apply(links, out, held[0])
+    lse = ByTokens.apply(links, lse.unsqueeze(-1), held[0]).squeeze(-1)
+    return out, lse
+
+
+# --- moving keys --------------------------------------------------------------------------------------------
+
+
+def _send(job: Job, stage: int, kv: tuple[Tensor, Tensor]) -> Any:
+    outgoing, incoming = job.exchange.outgoing(stage, job.rank), job.exchange.incoming(stage, job.rank)
+    rows = rows_of(kv, job.exchange.held[job.rank], outgoing)
+    return job.links.all_to_all(rows, list(map(tokens, outgoing)), list(map(tokens, incoming)))
+
+
+def _send_back(job: Job, stage: int, kv: list[Tensor], places: Ranges, dtype: torch.dtype) -> Any:
+    outgoing, incoming = job.exchange.outgoing(stage, job.rank), job.exchange.incoming(stage, job.rank)
+    columns = [x.permute(2, 0, 1, 3).flatten(1) for x in kv]
+    rows = torch.cat(columns, 1).to(dtype)
+    return job.links.all_to_all(rows, list(map(tokens, incoming)), list(map(tokens, outgoing)))
+
+
+def _add_back(job: Job, stage: int, sums: tuple[Pieces, ...], parts: list[Pieces]) -> None:
+    """Add what came back from each rank, in their order: one key may come back from several."""
+    at = 0
+    for ranges in job.exchange.outgoing(stage, job.rank):
+        for lo, hi in ranges:
+            for total, part in zip(sums, parts, strict=True):
+                total.add((lo, hi), part.x.narrow(2, at, hi - lo))
+            at += hi - lo
+
+
+# --- the forward pass ---------------------------------------------------------------------------------------
+
+
+Part = tuple[Tensor, Tensor]
+"""Output and log-sum-exp."""
+
+
+def _merged(a: Part, b: Part) -> Part:
+    return merge((a[0], b[0]), (a[1], b[1]))
+
+
+class _Results:
+    """Output and log-sum-exp of each range of local queries so far."""
+
+    def __init__(self, job: Job, q: Tensor, dim_v: int) -> None:
+        self.job, self.q, self.dim_v = job, Pieces(q, job.queries), dim_v
+        self.found: dict[tuple[int, int], Part] = {}
+
+    def take_in(self, stage: int, k: Pieces, v: Pieces) -> None:
+        for x in self.job.of_stage(stage):
+            q = self.q.take(x.queries)
+            start = x.queries[0], x.keys[0]
+            part = self.job.rectangles.forward(q, k.take(x.keys), v.take(x.keys), start)
+            before = self.found.get(x.queries)
+            self.found[x.queries] = part if before is None else _merged(before, part)
+
+    def finish(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The results of all local queries, in their order."""
+        q, compute = self.q.x, self.job.compute
+        batch, heads = q.shape[:2]
+        outs, lses = (
+            [q.new_empty(batch, heads, 0, self.dim_v, dtype=compute)],
+            [q.new_empty(batch, heads, 0, dtype=compute)],
+        )
+        for lo, hi in self.job.queries:
+            nothing = q.new_zeros(batch, heads, hi - lo, self.dim_v, dtype=compute)
+            none = nothing.new_full((batch, heads, hi - lo), -torch.inf)
+            part = self.found.get((lo, hi), (nothing, none))
+            if sinks is not None:
+                logits = sinks.to(compute)[:, None].expand(none.shape)
+                part = _merged(part, (nothing, logits))
+            outs.append(part[0])
+            lses.append(part[1])
+        return torch.cat(outs, 2).to(self.job.output), torch.cat(lses, 2)
+
+
+# --- the backward pass --------------------------------------------------------------------------------------
+
+
+class _Gradients:
+    """Sums of gradients, at the precision of the forward pass's sums; captured ones in float32."""
+
+    def __init__(
+        self,
+        job: Job,
+        q: Tensor,
+        results: tuple[Tensor, Tensor],
+        upstream: tuple[Tensor, Tensor | None],
+        operands: dict[int, Tensor],
+    ) -> None:
+        self.job, self.q = job, Pieces(q, job.queries)
+        self.dq = torch.zeros_like(q, dtype=job.compute, memory_format=torch.contiguous_format)
+        self.of_rows = [
+            None if x is None else Pieces(x if x.ndim == 4 else x.unsqueeze(-1), job.queries)
+            for x in (*results, *upstream)
+        ]
+        self.operands = {
+            slot: torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
+            for slot, x in operands.items()
+        }
+
+    def of_stage(self, stage: int, kv: list[Tensor], places: Ranges) -> list[Tensor]:
+        """What a stage adds to the gradients of its keys and values."""
+        keys = [Pieces(x, places) for x in kv]
+        found = [torch.zeros(x.shape, dtype=self.job.compute, device=x.device) for x in kv]
+        sums = [Pieces(x, places) for x in found]
+        dq, needs = Pieces(self.dq, self.job.queries), list(self.operands)
+        for x in self.job.of_stage(stage):
+            out, lse, dout, dlse = (None if rows is None else rows.take(x.queries) for rows in self.of_rows)
+            assert out is not None and lse is not None and dout is not None
+            of_q, *of_kv = self.job.rectangles.backward(
+                (self.q.take(x.queries), *(part.take(x.keys) for part in keys)),  # type: ignore[arg-type]
+                (out, lse.squeeze(-1)),
+                (dout, None if dlse is None else dlse.squeeze(-1)),
+                (x.queries[0], x.keys[0]),
+                needs,
+            )
+            dq.add(x.queries, of_q)
+            for total, part in zip(sums, of_kv[:2], strict=True):
+                total.add(x.keys, part)
+            for slot, part in zip(needs, of_kv[2:], strict=True):
+                self.operands[slot] += part
+        return found
+
+
+def _of_sinks(
+    sinks: Tensor, results: tuple[Tensor, Tensor], upstream: tuple[Tensor, Tensor | None]
+) -> Tensor:
+    (out, lse), (dout, dlse) = results, upstream
+    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    if dlse is not None:
+        delta = delta - dlse
+    weights = (sinks.to(lse.dtype)[:, None] - lse).exp()
+    return -(weights * delta).sum((0, 2)).to(sinks.dtype)

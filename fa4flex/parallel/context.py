@@ -1,0 +1,346 @@
+"""Attention over sequences that are spread over the ranks of a group: `attn.parallel(mesh, dim="cp")`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from fa4flex.codegen.blame import dress
+from fa4flex.contents import VALIDATE
+from fa4flex.errors import Fa4flexError, InputError
+from fa4flex.parallel.attend import Attend, Job, attend_heads
+from fa4flex.parallel.dtensors import as_dtensor, is_dtensor, local_parts, parts_in_order
+from fa4flex.parallel.links import Group, Links, Together, agree
+from fa4flex.parallel.moves import moved
+from fa4flex.parallel.pieces import SEQUENCE
+from fa4flex.parallel.placement import Kind, Placement, Ranges, shown
+from fa4flex.parallel.plan import TILE, Extents, Layout, Moves, Plan, plan_of
+from fa4flex.parallel.rectangle import Rectangles
+from fa4flex.runtime import autocast, launch
+from fa4flex.runtime.checks import (
+    check_dense,
+    check_operand_devices,
+    check_tensors,
+    check_transforms,
+    check_variant,
+)
+from fa4flex.variant import Variant
+
+Gradients = Literal["summed", "own"]
+
+Lengths = int | tuple[int, int]
+"""Queries and keys of the whole; one number where there are as many keys as queries."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ContextParallel:
+    """One variant over many ranks: `cp(q, k, v)` on each rank's part of the sequence. See docs/parallel.md.
+
+    links    the ranks of the group, as this one sees it
+    layout   how queries are dealt, and in how many stages keys arrive
+    reduced  whether gradients of captured tensors and sinks are summed over the ranks
+    """
+
+    variant: Variant
+    links: Links
+    layout: Layout = Layout()
+    reduced: bool = True
+    _caller: launch.Caller = field(default_factory=launch.Caller)
+    _seen: set[Any] = field(default_factory=set)
+    """Calls that all ranks were found to agree about: shapes, dtypes and lengths."""
+
+    def __repr__(self) -> str:
+        return f"ContextParallel({self.variant!r}, rank {self.links.rank} of {self.links.size})"
+
+    # --- where tokens lie -----------------------------------------------------------------------------------
+
+    def plan(self, lengths: Lengths, batch: int = 1, heads: int = 1) -> Plan:
+        """Placement and exchange for these lengths. `batch` and `heads` matter where the mask reads them."""
+        extents = Extents(*_pair(lengths), batch, heads)
+        return self._plan(launch.calling(self.variant, self._caller), extents)
+
+    def placement(self, lengths: Lengths, batch: int = 1, heads: int = 1) -> Placement:
+        """Which tokens each rank holds."""
+        return self.plan(lengths, batch, heads).placement
+
+    def shard(self, x: Tensor, dim: int, **sizes: int) -> Tensor:
+        """This rank's tokens of a whole tensor, with as many keys as queries; `dim` is the sequence."""
+        return self.placement(x.shape[dim], **sizes).shard(x, self.links.rank, dim)
+
+    def unshard(self, x: Tensor, dim: int, length: int, **sizes: int) -> Tensor:
+        """The whole tensor, on every rank, of each rank's tokens. No gradients flow back."""
+        placement = self.placement(length, **sizes)
+        rows = x.detach().movedim(dim, 0).contiguous()
+        counts = [sum(hi - lo for lo, hi in own) for own in placement.queries]
+        mine = [len(rows)] * self.links.size
+        found = self.links.all_to_all(rows.repeat(self.links.size, *[1] * (rows.ndim - 1)), mine, counts)()
+        return placement.unshard(found.split(counts), 0).movedim(0, dim)
+
+    def positions(self, length: int, **sizes: int) -> Tensor:
+        """The place in the whole of each of this rank's tokens: position ids."""
+        return self.placement(length, **sizes).positions(self.links.rank)
+
+    # --- the call -------------------------------------------------------------------------------------------
+
+    @torch.compiler.disable  # plans are made on the host, and collectives of torch break graphs in any case
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        lengths: Lengths | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        """Attention of this rank's queries over all keys; tensors as for the attention itself, but local.
+
+        q, k and v hold the tokens of this rank's ranges in `placement(lengths)`, one range after another. All
+        ranks call alike. Without `lengths` they are found by asking all ranks, at each call; with them, ranks
+        compare shapes at the first call of a kind only. Returns out, or (out, lse), of the local queries.
+
+        DTensors are sharded along the sequence, in order, and so are the results: queries travel to where
+        they are computed, and back.
+        """
+        if torch._C._is_any_autocast_enabled() and autocast.active(q):
+            q, k, v = autocast.cast(q, k, v)
+            with autocast.off(q):
+                return self(q, k, v, lengths=lengths, return_lse=return_lse)
+        swap = self.variant.layout == "bshd"
+        if any(map(is_dtensor, (q, k, v))):
+            return self._of_dtensors((q, k, v), 1 if swap else SEQUENCE, return_lse)
+        out, lse = self._called((q, k, v), lengths, in_order=False)
+        return (out, lse) if return_lse else out
+
+    def _of_dtensors(self, qkv: tuple[Any, Any, Any], dim: int, return_lse: bool) -> Any:
+        q, k, _ = qkv
+        lengths = q.shape[dim], k.shape[dim]
+        out, lse = self._called(local_parts(self.links, qkv, dim), lengths, in_order=True)
+        sizes = (*q.shape[:3], out.shape[3])
+        out = as_dtensor(out, q, sizes, dim)
+        if not return_lse:
+            return out
+        return out, as_dtensor(lse, q, (q.shape[0], q.shape[3 - dim], q.shape[dim]), SEQUENCE)
+
+    def _called(
+        self, qkv: tuple[Tensor, Tensor, Tensor], lengths: Lengths | None, in_order: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Output, in the variant's layout, and log-sum-exp. in_order: tokens lie as torch shards them."""
+        q, k, v = qkv
+        swap = self.variant.layout == "bshd"
+        if swap:
+            q, k, v = (x.transpose(1, 2) if isinstance(x, Tensor) and x.ndim == 4 else x for x in (q, k, v))
+        now = launch.calling(self.variant, self._caller)
+        try:
+            out, lse = self._attend(now, (q, k, v), lengths, in_order)
+        except Fa4flexError as error:
+            trace = now.bound.trace
+            origins = [traced.origins for traced in (trace.score, trace.mask) if traced is not None]
+            dress(error, [operand.name for operand in trace.operands], trace.scalar_names, *origins)
+            error.add_note(f"in {self!r}")
+            raise
+        return out.transpose(1, 2) if swap else out, lse
+
+    def _attend(
+        self,
+        now: launch.Calling,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        lengths: Lengths | None,
+        in_order: bool,
+    ) -> tuple[Tensor, Tensor]:
+        extents, found = self._agreed(now, qkv, lengths, in_order)
+        q, k, v = qkv
+        operands, sinks = now.prepared.tensors(now.bound, q.is_cuda, True), now.sinks
+        if self.reduced:
+            operands, sinks = _together(self.links, operands, sinks)
+        facts, variant = now.bound.trace.facts, self.variant
+        seen = tuple(x.detach() for x in operands)
+        whole = {"q_len": extents.q_len, "kv_len": extents.kv_len, "num_heads": q.shape[1]}
+        rectangles = Rectangles(
+            facts.score, facts.mask, variant, now.bound.scalars, seen, now.scale(q), whole
+        )
+        dtypes = variant.precision.output_dtype(q.dtype), variant.precision.compute_dtype(q.dtype)
+        job = Job(found.exchange, self.links.rank, self.links, rectangles, *dtypes)
+        held, at = _held(found, extents, in_order)[0], found.placement.queries
+        if self._by_heads(now, found, qkv):
+            return attend_heads(job, (held, found.exchange.held), qkv, sinks, operands)
+        q = moved(self.links, q, held, at)
+        out, lse = Attend.apply(job, q, k, v, sinks, *operands)
+        lse = moved(self.links, lse.unsqueeze(-1), at, held).squeeze(-1)
+        return moved(self.links, out, at, held), lse
+
+    def _by_heads(self, now: launch.Calling, found: Plan, qkv: tuple[Tensor, Tensor, Tensor]) -> bool:
+        """Whether tokens of heads move. Raises InputError where they should and heads cannot be dealt."""
+        q, k, v = qkv
+        if self.layout.moves != "heads":
+            # Heads that see different numbers of keys are not equal work.
+            alike = "h" not in now.bound.trace.facts.mask.free
+            dims = q.shape[3], v.shape[3]
+            return self.layout.moves == "auto" and alike and found.by_heads(q.shape[1], k.shape[1], dims)
+        heads, ranks = (q.shape[1], k.shape[1]), self.links.size
+        if any(x % ranks for x in heads):
+            raise InputError(
+                f'moves="heads", {heads[0]} query heads and {heads[1]} key heads on {ranks} ranks',
+                "numbers of heads that are multiples of the number of ranks",
+                'leave it at moves="auto", or use fewer ranks',
+            )
+        return True
+
+    def _plan(self, now: launch.Calling, extents: Extents, in_order: bool = False) -> Plan:
+        if now.variant.blocks is not None:
+            now.variant.blocks.fits(extents.q_len, extents.kv_len, extents.batch, extents.heads)
+        held = parts_in_order(extents.kv_len, self.links.size) if in_order else None
+        return plan_of(now.bound, extents, self.links.size, self.layout, held)
+
+    # --- agreement ------------------------------------------------------------------------------------------
+
+    def _agreed(
+        self,
+        now: launch.Calling,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        lengths: Lengths | None,
+        in_order: bool,
+    ) -> tuple[Extents, Plan]:
+        """The whole's sizes, and the plan. Raises InputError, on every rank, where calls do not fit."""
+        try:
+            said, failed = self._said(now, qkv, lengths), None
+        except Fa4flexError as error:
+            said, failed = {}, error
+        # What is new must be so on every rank: it says nothing of this rank's own part.
+        known = (in_order, *said.items())
+        ask = failed is not None or lengths is None or VALIDATE or known not in self._seen
+        own = {"own": None if failed else (qkv[0].shape[SEQUENCE], qkv[1].shape[SEQUENCE])}
+        told = agree(self.links, failed or {**said, **own}) if ask else []
+        q_len, kv_len = (
+            _pair(lengths) if lengths is not None else map(sum, zip(*(x["own"] for x in told), strict=True))
+        )
+        extents = Extents(q_len, kv_len, *qkv[0].shape[:2])
+        try:
+            found = self._plan(now, extents, in_order)
+            _check_parts(_held(found, extents, in_order), qkv, self.links.rank)
+            parts: dict[str, Any] | Fa4flexError = {"placement, as its mask's tables say": found.digest}
+        except Fa4flexError as error:
+            parts = error
+        if ask:
+            agree(self.links, parts)
+        if isinstance(parts, Fa4flexError):
+            raise parts
+        self._seen.add(known)
+        return extents, found
+
+    def _said(
+        self, now: launch.Calling, qkv: tuple[Tensor, Tensor, Tensor], lengths: Lengths | None
+    ) -> dict[str, Any]:
+        """What this rank tells the others: all but its own lengths must be the same on each."""
+        check_tensors(*qkv)
+        sizes = check_dense(*qkv, self.variant.layout)
+        check_variant(sizes, qkv[0], _without_blocks(self.variant))
+        operands, sinks = now.prepared.tensors(now.bound, qkv[0].is_cuda, True), now.sinks
+        check_operand_devices(operands, tuple(o.name for o in now.bound.trace.operands), qkv[0])
+        check_transforms(*qkv, *operands, sinks)
+        q, k, v = qkv
+        learned = tuple(x.requires_grad for x in (*operands, *(() if sinks is None else (sinks,))))
+        return {
+            "batch": q.shape[0],
+            "query heads": q.shape[1],
+            "key heads": k.shape[1],
+            "head_dim": (q.shape[3], v.shape[3]),
+            "dtype": str(q.dtype),
+            "lengths": lengths,
+            "program": now.bound.trace.facts.key,
+            "captured numbers": repr(now.bound.scalars),
+            "requires_grad of captured tensors": torch.is_grad_enabled() and learned,
+        }
+
+
+def _together(
+    links: Links, operands: tuple[Tensor, ...], sinks: Tensor | None
+) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    """The same tensors, whose gradients will be summed over the ranks."""
+    given = [*operands, sinks]
+    learned = [at for at, x in enumerate(given) if x is not None and x.requires_grad]
+    if learned and torch.is_grad_enabled():
+        for at, x in zip(learned, Together.apply(links, *(given[at] for at in learned)), strict=True):
+            given[at] = x
+    return tuple(x for x in given[:-1] if x is not None), given[-1]
+
+
+def _without_blocks(variant: Variant) -> Variant:
+    """The variant without its block map, which is for the whole."""
+    return variant if variant.blocks is None else replace(variant, blocks=None)
+
+
+def _held(found: Plan, extents: Extents, in_order: bool) -> tuple[tuple[Ranges, ...], tuple[Ranges, ...]]:
+    """The queries and the keys that each rank's tensors hold."""
+    ranks = found.placement.ranks
+    queries = parts_in_order(extents.q_len, ranks) if in_order else found.placement.queries
+    return queries, found.exchange.held
+
+
+def _check_parts(
+    held: tuple[tuple[Ranges, ...], tuple[Ranges, ...]], qkv: tuple[Tensor, Tensor, Tensor], rank: int
+) -> None:
+    """Raise InputError unless q, k and v have the tokens that this rank is to hold."""
+    for name, x, own in zip("qkv", qkv, (held[0], held[1], held[1]), strict=True):
+        wanted = sum(hi - lo for lo, hi in own[rank])
+        if x.shape[SEQUENCE] != wanted:
+            raise InputError(
+                f"rank {rank} holds {x.shape[SEQUENCE]} tokens of {name}",
+                f"{wanted}: {shown(own[rank])}",
+                "cut whole tensors with shard(x, dim), or with placement(lengths).shard(x, rank, dim)",
+            )
+
+
+def parallel(
+    variant: Variant,
+    mesh: DeviceMesh | ProcessGroup,
+    dim: str = "cp",
+    *,
+    placement: Kind | None = None,
+    tile: int = TILE,
+    stages: int = 1,
+    moves: Moves = "auto",
+    captured_gradients: Gradients = "summed",
+) -> ContextParallel:
+    """A variant over the ranks of dimension `dim` of a mesh, or of a process group.
+
+    placement  "contiguous", "head-tail" or "min-heap"; by default whichever suits the mask
+    tile       least number of tokens that are dealt together
+    stages     in how many parts keys of other ranks arrive, each while those before are attended
+    moves      "keys": those that others see; "heads": all tokens of each rank's heads, where the ranks divide
+               the numbers of heads; "auto": what takes fewer bytes
+    captured_gradients   "summed" over the ranks, or each rank's "own", for what sums or averages them itself,
+               as FSDP and DDP do over all ranks
+
+    Raises InputError for a mesh without that dimension, and for options that do not exist.
+    """
+    if captured_gradients not in get_args(Gradients):
+        raise InputError(
+            f"captured_gradients={captured_gradients!r}",
+            f"one of {get_args(Gradients)}",
+            'leave it at "summed"',
+        )
+    layout = Layout(placement, tile, stages, moves)
+    return ContextParallel(variant, Group(_group(mesh, dim)), layout, captured_gradients == "summed")
+
+
+def _group(mesh: Any, dim: str) -> ProcessGroup:
+    if isinstance(mesh, ProcessGroup):
+        return mesh
+    names = getattr(mesh, "mesh_dim_names", None) or ()
+    if dim not in names:
+        raise InputError(
+            f"dim={dim!r} of a mesh with dimensions {list(names)}",
+            "the name of one of the mesh's dimensions",
+            'name them: init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "cp"))',
+        )
+    found: ProcessGroup = mesh.get_group(dim)
+    return found
+
+
+def _pair(lengths: Lengths) -> tuple[int, int]:
+    return (lengths, lengths) if isinstance(lengths, int) else (lengths[0], lengths[1])

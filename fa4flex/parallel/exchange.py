@@ -1,0 +1,197 @@
+"""Exchange: which keys go from whom to whom, in which stage, and which rectangles each rank computes then."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fa4flex.codegen.analyze.rows import one_thread
+from fa4flex.parallel.placement import MOST_SHOWN, Placement, Range, Ranges, shown
+from fa4flex.parallel.work import Work
+
+Sends = tuple[tuple[int, int, Ranges], ...]
+"""(from rank, to rank, keys), in order; pairs that exchange nothing are left out."""
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """Queries against keys that some of them may see, both by places in the whole."""
+
+    queries: Range
+    keys: Range
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What moves before each stage of attention. Stage 0 moves nothing: its keys are the rank's own.
+
+    held        the keys that each rank has
+    queries     the queries that each rank computes
+    sends       per later stage, what goes from whom to whom: only chunks of keys that some query of the
+                receiver may see
+    rectangles  per stage and rank, in the order in which results are put together
+    """
+
+    held: tuple[Ranges, ...]
+    queries: tuple[Ranges, ...]
+    sends: tuple[Sends, ...]
+    rectangles: tuple[tuple[tuple[Rectangle, ...], ...], ...]
+
+    @property
+    def ranks(self) -> int:
+        return len(self.held)
+
+    @cached_property
+    def received(self) -> tuple[int, ...]:
+        """Keys that each rank receives, over all stages."""
+        counts = [0] * self.ranks
+        for sends in self.sends:
+            for _, to, keys in sends:
+                counts[to] += tokens(keys)
+        return tuple(counts)
+
+    @cached_property
+    def sent(self) -> tuple[int, ...]:
+        """Keys that each rank sends, over all stages; one that goes to two ranks counts twice."""
+        counts = [0] * self.ranks
+        for sends in self.sends:
+            for source, _, keys in sends:
+                counts[source] += tokens(keys)
+        return tuple(counts)
+
+    def outgoing(self, stage: int, rank: int) -> list[Ranges]:
+        """What a rank sends before a stage, by receiver."""
+        found: list[Ranges] = [()] * self.ranks
+        for source, to, keys in self.sends[stage - 1]:
+            if source == rank:
+                found[to] = keys
+        return found
+
+    def incoming(self, stage: int, rank: int) -> list[Ranges]:
+        """What a rank receives before a stage, by sender."""
+        found: list[Ranges] = [()] * self.ranks
+        for source, to, keys in self.sends[stage - 1]:
+            if to == rank:
+                found[source] = keys
+        return found
+
+    def explain(self) -> str:
+        """In words: how many keys move, beside a gather of all of them."""
+        total = sum(tokens(x) for x in self.held)
+        everything = max(sum(total - tokens(x) for x in self.held), 1)
+        moved = sum(self.received)
+        lines = [
+            f"{moved} keys move in {len(self.sends)} stage(s), {moved / everything:.1%} of what gathering "
+            f"all of them on every rank moves; a rank receives at most {max(self.received, default=0)}"
+        ]
+        for rank in range(self.ranks):
+            if rank == MOST_SHOWN:
+                lines.append(f"  ... and {self.ranks - rank} more")
+                break
+            calls = [len(of_ranks[rank]) for of_ranks in self.rectangles]
+            lines.append(
+                f"  rank {rank}: holds {shown(self.held[rank])}, receives {self.received[rank]}, "
+                f"sends {self.sent[rank]}; rectangles by stage: {calls}"
+            )
+        return "\n".join(lines)
+
+
+def tokens(ranges: Sequence[Range]) -> int:
+    return sum(hi - lo for lo, hi in ranges)
+
+
+# --- from a placement -------------------------------------------------------------------------------------
+
+
+def exchange(
+    work: Work, placement: Placement, held: tuple[Ranges, ...] | None = None, stages: int = 1
+) -> Exchange:
+    """The exchange of a placement, keys lying where `held` says, or else where the placement has them.
+
+    stages: how often keys arrive; each time about as many, of the nearest places first.
+    """
+    with one_thread():
+        return _exchange(work, placement, placement.keys if held is None else held, stages)
+
+
+def _exchange(work: Work, placement: Placement, held: tuple[Ranges, ...], stages: int) -> Exchange:
+    cuts, holder, chunk_of = _segments(work, held)
+    places = cuts.tolist()
+    every: list[dict[tuple[int, int], Ranges]] = [{} for _ in range(stages)]
+    rectangles: list[list[tuple[Rectangle, ...]]] = [[] for _ in range(stages + 1)]
+    for rank, own in enumerate(placement.queries):
+        seen = torch.stack([_seen(work, x) for x in own]) if own else work.sees[:0]
+        wanted = seen[:, chunk_of]  # [ranges of queries, segments]
+        needed = wanted.any(0)
+        stage = _stages(needed, holder == rank, cuts, stages)
+        for at in range(stages + 1):
+            there = stage == at
+            rectangles[at].append(_rectangles(own, wanted & there, places))
+            if at:
+                for source, keys in _by_holder(there, holder, places):
+                    every[at - 1][source, rank] = keys
+    sends = tuple(tuple((*pair, keys) for pair, keys in sorted(x.items())) for x in every)
+    return Exchange(held, placement.queries, sends, tuple(map(tuple, rectangles)))
+
+
+def _segments(work: Work, held: tuple[Ranges, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys cut where chunks end or holders change: the cuts, and each segment's holder and chunk."""
+    owned = sorted((lo, hi, rank) for rank, own in enumerate(held) for lo, hi in own)
+    ends = {0, work.kv_len, *range(0, work.kv_len, work.chunk), *(lo for lo, _, _ in owned)}
+    cuts = torch.tensor(sorted(ends))
+    starts = torch.tensor([lo for lo, _, _ in owned], dtype=torch.int64)
+    ranks = torch.tensor([rank for _, _, rank in owned], dtype=torch.int64)
+    holder = ranks[torch.searchsorted(starts, cuts[:-1], right=True) - 1] if len(ranks) else cuts[:0]
+    return cuts, holder, cuts[:-1] // work.chunk
+
+
+def _seen(work: Work, queries: Range) -> Tensor:
+    """bool [key chunks]: those that some of these queries may see."""
+    return work.sees[queries[0] // work.chunk : -(-queries[1] // work.chunk)].any(0)
+
+
+def _stages(needed: Tensor, own: Tensor, cuts: Tensor, stages: int) -> Tensor:
+    """The stage of each segment, int64: 0 for the rank's own, -1 for what it does not need."""
+    stage = torch.full((len(needed),), -1)
+    stage[needed & own] = 0
+    far = (needed & ~own).nonzero().flatten()
+    sizes = cuts.diff()[far]
+    before = sizes.cumsum(0) - sizes
+    total = int(sizes.sum())
+    stage[far] = 1 + (before * stages // max(total, 1)).clamp(max=stages - 1)
+    return stage
+
+
+def _runs(there: Tensor) -> list[tuple[int, int]]:
+    """First and last (exclusive) of each run of True."""
+    steps = torch.nn.functional.pad(there.to(torch.int8), (1, 1)).diff()
+    firsts, ends = ((steps == sign).nonzero().flatten().tolist() for sign in (1, -1))
+    return list(zip(firsts, ends, strict=True))
+
+
+def _rectangles(own: Ranges, wanted: Tensor, cuts: list[int]) -> tuple[Rectangle, ...]:
+    return tuple(
+        Rectangle(queries, (cuts[lo], cuts[hi]))
+        for queries, row in zip(own, wanted, strict=True)
+        for lo, hi in _runs(row)
+    )
+
+
+def _by_holder(there: Tensor, holder: Tensor, cuts: list[int]) -> list[tuple[int, Ranges]]:
+    """The segments' keys by who holds them, neighbours joined."""
+    at = there.nonzero().flatten()
+    if not len(at):
+        return []
+    of, order = holder[at].sort(stable=True)
+    at = at[order]
+    joined = torch.nn.functional.pad((of.diff() == 0) & (at.diff() == 1), (1, 0))
+    first = (~joined).nonzero().flatten()
+    last = torch.cat((first[1:], torch.tensor([len(at)]))) - 1
+    found: dict[int, list[Range]] = {}
+    for source, lo, hi in zip(of[first].tolist(), at[first].tolist(), at[last].tolist(), strict=True):
+        found.setdefault(source, []).append((cuts[lo], cuts[hi + 1]))
+    return [(source, tuple(keys)) for source, keys in found.items()]

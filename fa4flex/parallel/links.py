@@ -1,0 +1,124 @@
+"""What ranks of a group say to each other, by torch.distributed, and the few words added where that fails."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fa4flex.errors import InputError
+
+Arrival = Callable[[], Tensor]
+"""Waits for rows that were sent, and returns them."""
+
+
+class Links(Protocol):
+    """The ranks of one group, as one of them sees it. All of them make the same calls in the same order."""
+
+    rank: int
+    size: int
+
+    def all_to_all(self, rows: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Arrival:
+        """Send `sends[r]` of the rows to each rank r, in order; returns at once."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over all ranks."""
+
+    def gather(self, said: Any) -> list[Any]:
+        """What each rank said."""
+
+
+class Group:
+    """Links of a process group of torch.distributed."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+
+    def all_to_all(self, rows: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Arrival:
+        found = rows.new_empty(sum(receives), *rows.shape[1:])
+        with self._named("an exchange of rows"):
+            work = dist.all_to_all_single(
+                found, rows.contiguous(), list(receives), list(sends), group=self.group, async_op=True
+            )
+
+        def arrival() -> Tensor:
+            with self._named("an exchange of rows"):
+                work.wait()
+            return found
+
+        return arrival
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        x = x.contiguous().clone()
+        with self._named("the sum of gradients of captured tensors"):
+            dist.all_reduce(x, group=self.group)
+        return x
+
+    def gather(self, said: Any) -> list[Any]:
+        found: list[Any] = [None] * self.size
+        with self._named("the comparison of shapes"):
+            dist.all_gather_object(found, said, group=self.group)
+        return found
+
+    @contextmanager
+    def _named(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            error.add_note(
+                f"in {what} between {self.size} ranks, of which this is {self.rank}: another one has ended, "
+                "has raised, or makes other calls; look at what the other ranks say"
+            )
+            raise
+
+
+class Together(torch.autograd.Function):
+    """Tensors that all ranks have alike: the same in the forward pass, gradients summed in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, links: Links, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.links = links
+        ctx.set_materialize_grads(False)
+        return tuple(x.view_as(x) for x in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        return (None, *(x if x is None else _summed(ctx.links, x) for x in gradients))
+
+
+def _summed(links: Links, x: Tensor) -> Tensor:
+    """The sum in float32 where x is of half precision."""
+    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    return links.all_reduce(wide).to(x.dtype)
+
+
+def agree(links: Links, said: Mapping[str, Any] | Exception) -> list[Mapping[str, Any]]:
+    """What every rank says, the same on all of them but for what begins with "own". Raises InputError on
+    every rank where some rank says something else, or has met an error of its own, naming both."""
+    told = links.gather(f"{said}" if isinstance(said, Exception) else dict(said))
+    failed = [(rank, x) for rank, x in enumerate(told) if isinstance(x, str)]
+    if failed:
+        if isinstance(said, Exception):
+            raise said
+        rank, words = failed[0]
+        raise InputError(
+            f"rank {rank} of {links.size}: {words}", "calls that fit on every rank", f"look at rank {rank}"
+        )
+    for name in told[0]:
+        if name.startswith("own"):
+            continue
+        values = [repr(x.get(name)) for x in told]
+        usual, count = Counter(values).most_common(1)[0]
+        if count < len(values):
+            odd = next(rank for rank, x in enumerate(values) if x != usual)
+            raise InputError(
+                f"rank {odd} of {links.size} has {name} {values[odd]}, {count} rank(s) have {usual}",
+                f"the same {name} on every rank",
+                f"look at how rank {odd} makes its tensors",
+            )
+    return told

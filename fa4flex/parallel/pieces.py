@@ -1,0 +1,74 @@
+"""Parts of a sequence as tensors, found by their places in the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fa4flex.parallel.placement import Range, Ranges
+
+SEQUENCE = 2
+"""Dimension of [B, H, S, D] that is the sequence."""
+
+
+class Pieces:
+    """Tokens of a [B, H, S, D] tensor whose rows are those of `ranges`, one after another."""
+
+    def __init__(self, x: Tensor, ranges: Sequence[Range]) -> None:
+        self.x, self.places = x, []
+        at = 0
+        for lo, hi in ranges:
+            self.places.append((lo, hi, at))
+            at += hi - lo
+
+    def slices(self, wanted: Range) -> list[Tensor]:
+        """Views of the tokens of a range, in order; together they are all of it, if they are here."""
+        lo, hi = wanted
+        found = [
+            (
+                max(first, lo),
+                self.x.narrow(SEQUENCE, at + max(first, lo) - first, min(last, hi) - max(first, lo)),
+            )
+            for first, last, at in self.places
+            if first < hi and lo < last
+        ]
+        return [x for _, x in sorted(found, key=lambda item: item[0])]
+
+    def take(self, wanted: Range) -> Tensor:
+        """The tokens of a range: a view where they lie together, else a copy."""
+        found = self.slices(wanted)
+        return found[0] if len(found) == 1 else torch.cat(found, SEQUENCE)
+
+    def add(self, wanted: Range, x: Tensor) -> None:
+        """Add x to the tokens of a range."""
+        at = 0
+        for part in self.slices(wanted):
+            part += x.narrow(SEQUENCE, at, part.shape[SEQUENCE])
+            at += part.shape[SEQUENCE]
+
+
+def rows_of(tensors: Sequence[Tensor], own: Sequence[Range], wanted: Sequence[Ranges]) -> Tensor:
+    """Rows [tokens, ...] of what goes to each rank in order, several tensors side by side."""
+    columns = []
+    for x in tensors:
+        pieces = Pieces(x, own)
+        parts = [part for ranges in wanted for lo_hi in ranges for part in pieces.slices(lo_hi)]
+        whole = torch.cat(parts, SEQUENCE) if parts else x.narrow(SEQUENCE, 0, 0)
+        columns.append(whole.permute(2, 0, 1, 3).flatten(1))
+    return torch.cat(columns, 1)
+
+
+def tensors_of(rows: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """The [B, H, tokens, D] tensors that `rows_of` put side by side; `like` gives their other dimensions."""
+    sizes = [x.shape[0] * x.shape[1] * x.shape[3] for x in like]
+    found = []
+    for part, x in zip(rows.split(sizes, 1), like, strict=True):
+        found.append(part.unflatten(1, (x.shape[0], x.shape[1], x.shape[3])).permute(1, 2, 0, 3))
+    return found
+
+
+def joined(ranges: Sequence[Ranges]) -> Ranges:
+    """The ranges of all ranks, one after another."""
+    return tuple(x for own in ranges for x in own)

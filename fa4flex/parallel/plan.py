@@ -1,0 +1,151 @@
+"""Plan of one attention over many ranks: placement and exchange, kept while the mask's contents last."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple, get_args
+
+from torch import Tensor
+
+from fa4flex.codegen.analyze.domain import numbers_read, slots_read
+from fa4flex.codegen.analyze.tiles import Shape
+from fa4flex.codegen.build import Bound, bind
+from fa4flex.codegen.evaluate import Captured
+from fa4flex.contents import VersionedCache
+from fa4flex.errors import InputError
+from fa4flex.parallel.exchange import Exchange, exchange
+from fa4flex.parallel.placement import UNEVEN, Kind, Placement, Ranges, place
+from fa4flex.parallel.work import chunk_for, work_of
+from fa4flex.variant import Variant
+
+TILE = 128
+"""Queries and keys of the tiles whose work is counted, and least size of a chunk."""
+
+
+Moves = Literal["auto", "keys", "heads"]
+"""What ranks send: the keys that others see, or all tokens of some heads; "auto": the fewer bytes."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How attention is spread. kind: of the placement, None for the best; tile: see TILE; stages: in how many
+    parts keys of other ranks arrive; moves: what is sent. Raises InputError."""
+
+    kind: Kind | None = None
+    tile: int = TILE
+    stages: int = 1
+    moves: Moves = "auto"
+
+    def __post_init__(self) -> None:
+        if self.moves not in get_args(Moves):
+            raise InputError(f"moves={self.moves!r}", f"one of {get_args(Moves)}", 'leave it at "auto"')
+        if self.kind not in (None, *get_args(Kind)):
+            raise InputError(
+                f"placement={self.kind!r}",
+                f"None or one of {get_args(Kind)}",
+                "leave it out for the best one",
+            )
+        for name in ("tile", "stages"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise InputError(f"{name}={value!r}", "an int >= 1", f"leave {name} out")
+
+
+class Extents(NamedTuple):
+    """The whole attention's sizes."""
+
+    q_len: int
+    kv_len: int
+    batch: int = 1
+    heads: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What every rank does: the same on all of them."""
+
+    placement: Placement
+    exchange: Exchange
+
+    @cached_property
+    def digest(self) -> str:
+        """Identity of the plan: ranks compare theirs."""
+        said = repr((self.exchange.held, self.exchange.queries, self.exchange.sends))
+        return hashlib.sha256(said.encode()).hexdigest()[:16]
+
+    def by_heads(self, q_heads: int, kv_heads: int, dims: tuple[int, int]) -> bool:
+        """Whether to send all tokens of each rank's heads: fewer numbers than the keys, or equal work where
+        queries are not; False where heads cannot be dealt evenly. dims: of q and k, and of v."""
+        ranks, at = self.placement.ranks, self.placement
+        if q_heads % ranks or kv_heads % ranks:
+            return False
+        if at.imbalance > UNEVEN:  # a few queries that see far more than others: heads are equal work
+            return True
+        each, of_values = dims
+        keys = max(self.exchange.received) * kv_heads * (each + of_values)
+        own = at.q_len * q_heads * (each + of_values) + at.kv_len * kv_heads * (each + of_values)
+        return own * (ranks - 1) / ranks**2 < keys
+
+    def explain(self) -> str:
+        """In words: where queries are computed, and what moves."""
+        return f"{self.placement.explain()}\n{self.exchange.explain()}"
+
+
+def plan(
+    variant: Variant,
+    lengths: int | tuple[int, int],
+    ranks: int,
+    *,
+    batch: int = 1,
+    heads: int = 1,
+    placement: Kind | None = None,
+    tile: int = TILE,
+    stages: int = 1,
+) -> Plan:
+    """Plan of a variant (or of what `fa4flex.compile` returns) on so many ranks, without any of them.
+
+    lengths are those of queries and keys, one number where they are the same; batch and heads matter where
+    the mask reads `b` or `h`; the rest is as for `attn.parallel`.
+    """
+    pair = (lengths, lengths) if isinstance(lengths, int) else lengths
+    bound = bind(getattr(variant, "variant", variant))
+    return plan_of(bound, Extents(*pair, batch, heads), ranks, Layout(placement, tile, stages), None)
+
+
+_plans: VersionedCache[Plan] = VersionedCache(64, 64, lambda _: 1)
+"""Plans by program, numbers, sizes and layout, and by captured tensors that the mask reads, as they are."""
+
+
+def plan_of(
+    bound: Bound, extents: Extents, ranks: int, layout: Layout, held: tuple[Ranges, ...] | None
+) -> Plan:
+    """The plan of a mask. held: where keys lie, or None for where the placement has them."""
+    facts = bound.trace.facts
+    mask = facts.mask
+    told_apart = extents.batch if "b" in mask.free else 1, extents.heads if "h" in mask.free else 1
+    # num_heads is read where h is, if at all; a mask that reads it alone has the same work for any.
+    heads = extents.heads if "num_heads" in mask.free else told_apart[1]
+    shape = Shape(told_apart[0], heads, extents.q_len, extents.kv_len)
+    numbers = tuple(repr(bound.scalars[slot]) for slot in numbers_read(mask))
+    key = facts.key, numbers, shape, ranks, layout, held
+    return _plans.made(key, _read(bound), lambda: _planned(bound, shape, ranks, layout, held))
+
+
+def _read(bound: Bound) -> tuple[Tensor, ...]:
+    """The captured tensors whose contents the mask depends on."""
+    trace, slots = bound.trace, slots_read(bound.trace.facts.mask)
+    if not slots:
+        return ()
+    if trace.derived:  # from which of them, the trace does not say
+        return bound.bases
+    return tuple(bound.bases[slot] for slot in sorted(slots))
+
+
+def _planned(bound: Bound, shape: Shape, ranks: int, layout: Layout, held: tuple[Ranges, ...] | None) -> Plan:
+    chunk = chunk_for(bound.trace.facts, shape.q_len, shape.kv_len, ranks, layout.tile)
+    captured = Captured(bound.trace.tensors(bound.bases), bound.scalars)
+    work = work_of(bound.trace.facts, shape, captured, layout.tile, chunk)
+    placement = place(work, ranks, layout.kind)
+    return Plan(placement, exchange(work, placement, held, layout.stages))

@@ -1,0 +1,90 @@
+"""Context parallelism on ranks simulated by threads: results and gradients are those of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import close, gradients, leaf
+from ranks import Threads, on_ranks
+from torch import Tensor
+from variant_table import TABLE, Case, Sizes
+
+import fa4flex
+from fa4flex import variants as v
+from fa4flex.parallel import ContextParallel, Layout
+
+Composition = dict[str, Any]
+
+
+def spread(
+    case: Case, ranks: int, layout: Layout, qkv: tuple[Tensor, ...], upstream: list[Tensor]
+) -> list[Tensor]:
+    """Output, log-sum-exp and all gradients, whole, from simulated ranks; those learned of each."""
+
+    def run(links: Threads) -> tuple[Any, list[Tensor]]:
+        learned = [x.detach().clone().requires_grad_() for x in case.learned]
+        cp = ContextParallel(fa4flex.compile(**case.compose(*learned)).variant, links, layout)
+        at = cp.placement((case.sizes.q_len, case.sizes.kv_len), case.sizes.batch, case.sizes.heads)
+        of = ("queries", "keys", "keys")
+        own = [
+            at.shard(x.detach(), links.rank, 2, which).clone().requires_grad_()  # type: ignore[arg-type]
+            for x, which in zip(qkv, of, strict=True)
+        ]
+        out, lse = cp(*own, return_lse=True)
+        above = [at.shard(x, links.rank) for x in upstream]
+        return at, [out, lse, *gradients((out, lse), [*own, *learned], above)]
+
+    found = on_ranks(ranks, run)
+    at = found[0][0]
+    whole = [
+        at.unshard([x[1][i] for x in found], of=of)
+        for i, of in enumerate(("queries", "queries", "queries", "keys", "keys"))
+    ]
+    for i in range(len(case.learned)):
+        each = [x[1][5 + i] for x in found]
+        assert all(torch.equal(x, each[0]) for x in each)
+        whole.append(each[0])
+    return whole
+
+
+def compare(case: Case, ranks: int, layout: Layout) -> None:
+    q, k, values = case.sizes.qkv()
+    attn = fa4flex.compile(**case.compose(*case.learned))
+    out, lse = attn(q, k, values, return_lse=True)
+    upstream = [torch.randn_like(out), torch.randn_like(lse)]
+    wanted = [out, lse, *gradients((out, lse), [q, k, values, *case.learned], upstream)]
+    found = spread(case, ranks, layout, (q, k, values), upstream)
+    names = ["out", "lse", "dq", "dk", "dv", *(f"learned {i}" for i in range(len(case.learned)))]
+    for name, got, want in zip(names, found, wanted, strict=True):
+        assert close(got, want), f"{name} on {ranks} ranks with {layout}"
+
+
+SMALL = Sizes(batch=2, heads=2, kv_heads=1)
+LAYOUTS = {2: Layout(tile=4), 3: Layout(tile=4, stages=2), 8: Layout(tile=2)}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_every_variant(name: str) -> None:
+    compare(TABLE[name][0](SMALL), 3, LAYOUTS[3])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ranks", LAYOUTS)
+@pytest.mark.parametrize("name", TABLE)
+def test_every_draw(name: str, ranks: int) -> None:
+    for draw in TABLE[name]:
+        compare(draw(Sizes()), ranks, LAYOUTS[ranks])
+
+
+def test_as_many_keys_as_queries() -> None:
+    """Keys lie where their queries do, in as many ranges."""
+    for kind in ("contiguous", "head-tail", "min-heap", None):
+        drawn = leaf(4, 89)
+        case = Case(
+            Sizes(q_len=45, kv_len=45),
+            lambda table: {"score_mod": v.learned_bias(table), "mask": v.causal},
+            (drawn,),
+        )
+        compare(case, 8 if kind is None else 4, Layout(kind, tile=3, stages=2))
