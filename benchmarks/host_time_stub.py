@@ -23,7 +23,7 @@ from fa4flex.codegen.plan.target import SM90A
 from fa4flex.primitives import paging as paging_module
 from fa4flex.primitives import varlen as varlen_module
 from fa4flex.runtime import launch
-from fa4flex.runtime.cuda import backward, engine, fast_path, paged, ready
+from fa4flex.runtime.cuda import engine, fast_path, in_place, ready, ready_backward
 
 SAMPLES, CALLS = 12, 50
 
@@ -42,15 +42,15 @@ class Standin:
 def stand_in() -> None:
     """From now on, calls of CPU tensors go the way of a GPU's, up to the launches and without these."""
     zeros = torch.zeros(2, dtype=torch.int32)
-    for module in (ready, backward, fast_path):
+    for module in (ready, ready_backward, fast_path):
         mock.patch.object(module, "counter", lambda device: zeros).start()
-    for module in (engine, paged):
+    for module in (engine, in_place):
         mock.patch.object(module, "target_of", lambda device: SM90A).start()
     for module in (contents, varlen_module, paging_module):
         mock.patch.object(module, "checked_here", lambda x: False).start()
     mock.patch.object(lower, "compile_kernel", Standin).start()
     mock.patch.object(lower, "compile_ahead", lambda *given: None).start()
-    mock.patch.object(launch, "_on_gpu", lambda q: True).start()
+    mock.patch.object(launch, "on_gpu", lambda q: True).start()
 
 
 # --- measuring ----------------------------------------------------------------------------------------------

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fa4flex.runtime.cuda.backward import Saved, run_backward
+from fa4flex.runtime.cuda.backward import run_backward
 from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, SequenceLengths
 from fa4flex.runtime.cuda.ready import Results
+from fa4flex.runtime.cuda.ready_backward import Saved
 from fa4flex.runtime.gradients import gradients
 from fa4flex.runtime.ops import Plain
 from fa4flex.runtime.programs import Published

@@ -293,7 +293,7 @@ def launched_in_place(
     ready = in_place.ready_for(now.prepared.engine, call, check)
     if ready is None:
         return None
-    if now.recent is not None:
+    if now.recent is not None and call.scales is NO_SCALES:  # no way there compares scales
         now.recent.remember(call, qkv, ready, None, call.statistics)
     return ready(call)
 

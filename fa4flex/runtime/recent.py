@@ -32,7 +32,7 @@ MOST_PATIENCE = 64
 @dataclass(slots=True)
 class Kept:
     """One launch, and the ways to it: `family` serves calls of all extents, `repeated` those just like the
-    last one, faster.
+    last one, faster, with gradients by `direct`.
 
     statistics  asked for by the calls that it serves; with gradients there is the log-sum-exp besides
     types       of all tensors but lengths and pages, and which of them require gradients
@@ -51,6 +51,7 @@ class Kept:
     bits: tuple[tuple[int, int], ...]
     family: FamilyPath | None = None
     repeated: FastPath | None = None
+    direct: Direct | None = None
     missed: int = 0
     tries: int = 0
     shapes: tuple[torch.Size, torch.Size] | None = None
@@ -99,9 +100,10 @@ class Recent:
             path = one.repeated
             if dense and path is not None and path.fits(q, k, v):
                 if path.serves(variant):
-                    again = path.direct
+                    again = one.direct
                     return path(q, k, v) if again is None else direct.attend(again, path.call(q, k, v))
-                one.repeated, one.row = None, 0  # it would keep alive what was captured then
+                # It would keep alive what was captured then.
+                one.repeated, one.direct, one.row = None, None, 0
             if one.family is None:
                 continue
             found = one.family.find(variant, qkv, varlen, paging)
@@ -132,9 +134,8 @@ class Recent:
             one.tries += 1
         elif one.made_for is not None:
             one.patience = min(2 * one.patience, MOST_PATIENCE)
-        if path is not None and again is not None:
-            path.direct = again._replace(launch=path.of_call)
         one.made_for, one.repeated = one.shapes, path
+        one.direct = None if path is None or again is None else again._replace(launch=path.of_call)
 
     def remember(
         self, call: Call, qkv: QKV, ready: Ready, again: Direct | None, statistics: tuple[str, ...]

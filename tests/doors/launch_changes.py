@@ -14,10 +14,9 @@ from torch import Tensor
 from fa4flex import lower as lower_module
 from fa4flex.codegen.plan.target import SM90A
 from fa4flex.runtime import launch, programs
-from fa4flex.runtime.cuda import backward as backward_module
 from fa4flex.runtime.cuda import engine as engine_module
 from fa4flex.runtime.cuda import fast_path as again_module
-from fa4flex.runtime.cuda import paged
+from fa4flex.runtime.cuda import in_place, ready_backward
 from fa4flex.runtime.cuda import ready as ready_module
 from fa4flex.runtime.cuda.call import Call, SequenceLengths
 from fa4flex.runtime.cuda.engine import Engine
@@ -30,7 +29,7 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder, zeros = Recorder(), torch.zeros(2, dtype=torch.int32)
     monkeypatch.setattr(lower_module, "compile_kernel", recorder.compile)
     monkeypatch.setattr(lower_module, "compile_ahead", lambda *given: None)
-    for module in (ready_module, backward_module, again_module):
+    for module in (ready_module, ready_backward, again_module):
         monkeypatch.setattr(module, "counter", lambda device: zeros)
     monkeypatch.setattr(engine_module, "target_of", lambda device: SM90A)
     return recorder
@@ -42,8 +41,8 @@ def calls_on_gpu(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     monkeypatch.setattr(launch, "publish", programs.Published)
     monkeypatch.setattr(programs, "_engine", programs._engine.__wrapped__)
     monkeypatch.setattr(launch, "_prepared", weakref.WeakKeyDictionary())
-    monkeypatch.setattr(launch, "_on_gpu", lambda q: True)
-    monkeypatch.setattr(paged, "target_of", lambda device: SM90A)
+    monkeypatch.setattr(launch, "on_gpu", lambda q: True)
+    monkeypatch.setattr(in_place, "target_of", lambda device: SM90A)
     monkeypatch.setattr("fa4flex.runtime.ops.simulating", lambda: True)
     return recording(monkeypatch)
 

@@ -31,9 +31,10 @@ import fa4flex
 from fa4flex.codegen.plan.arguments import SCHEMAS
 from fa4flex.compiler import simulated
 from fa4flex.runtime.cuda import fast_backward
-from fa4flex.runtime.cuda.backward import Saved, run_backward
+from fa4flex.runtime.cuda.backward import run_backward
 from fa4flex.runtime.cuda.call import Call, SequenceLengths
 from fa4flex.runtime.cuda.engine import Engine
+from fa4flex.runtime.cuda.ready_backward import Saved
 from fa4flex.variants import causal, document
 
 

@@ -25,8 +25,9 @@ from fa4flex.codegen.plan.arguments import FORWARD
 from fa4flex.errors import StateError
 from fa4flex.runtime import launch, recent
 from fa4flex.runtime.cuda import family_path
-from fa4flex.runtime.cuda.call import Call
+from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, Scales
 from fa4flex.runtime.cuda.family_path import QKV, FamilyPath
+from fa4flex.runtime.cuda.fast_path import FastPath
 from fa4flex.variants import causal, document
 
 MADE = ("out", "lse", "max_scores", "workspace", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
@@ -417,8 +418,17 @@ def test_extents_that_do_not_agree_or_pass_what_was_proved_are_not_served(record
 
 def test_all_that_a_call_brings_is_compared() -> None:
     """What is added to a call has to be compared here, too, or such calls may not be served."""
-    assert set(family_path.COMPARED) == set(Call._fields)
-    assert {row.source for row in FORWARD.entry} == {"call", "call.lengths", "call.pages", "launch"}
+    assert {*family_path.COMPARED, "scales"} == set(Call._fields)
+    sources = {"call", "call.lengths", "call.pages", "call.scales", "launch"}
+    assert {row.source for row in FORWARD.entry} == sources
+
+
+def test_scales_are_not_compared_and_have_no_path() -> None:
+    q, k, v = (torch.randn(1, HEADS, 8, 64) for _ in "qkv")
+    call = Call(q, k, v, (), None, NO_LENGTHS, (), 0.125, True, ("lse",), scales=Scales(k_per="head"))
+    unused: Any = None
+    assert FamilyPath.of(call, (q, k, v), unused, unused) is None
+    assert FastPath.of(call, unused, unused, ("lse",)) is None
 
 
 CAPTURED: dict[str, dict[str, Any]] = {

@@ -31,12 +31,13 @@ from fa4flex.codegen.plan.specialize import (
 )
 from fa4flex.codegen.plan.target import SM90A, SM100A, Target
 from fa4flex.compiler.signature import Signature
-from fa4flex.runtime.cuda import backward as backward_module
 from fa4flex.runtime.cuda import engine as engine_module
-from fa4flex.runtime.cuda.backward import Saved, run_backward
+from fa4flex.runtime.cuda import ready_backward
+from fa4flex.runtime.cuda.backward import run_backward
 from fa4flex.runtime.cuda.call import Call
 from fa4flex.runtime.cuda.captured_sums import memory_of
 from fa4flex.runtime.cuda.engine import Engine
+from fa4flex.runtime.cuda.ready_backward import Saved
 from fa4flex.runtime.layouts import empty_output, output_layout
 from fa4flex.variants import alibi, causal, document, learned_bias, sliding_window
 
@@ -345,7 +346,7 @@ def test_gradients_of_captured_tensors_are_added_up_as_for_each_call_alone(
     larger one; memory holds zeros where not every element is written."""
     knowing, made = Knowing(), []
     monkeypatch.setattr("fa4flex.lower.compile_kernel", knowing.compile)
-    monkeypatch.setattr(backward_module, "memory_of", lambda one, q: made.append(one) or memory_of(one, q))
+    monkeypatch.setattr(ready_backward, "memory_of", lambda one, q: made.append(one) or memory_of(one, q))
     bias = torch.zeros(HEADS, 300, 300)
     engine, call = call_of(fa4flex.compile(lambda s, b, h, q, kv: s + bias[h, q, kv]), tensors(1, 300, 300))
     sizes = (300, 300), (200, 300), (300, 301)

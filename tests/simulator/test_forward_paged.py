@@ -188,7 +188,7 @@ def test_other_contents_are_the_same_launch() -> None:
     given.paging.seqused_k.copy_(torch.tensor([97, 48]))
     assert given.varlen is not None and given.varlen.cu_seqlens_q is not None
     given.varlen.cu_seqlens_q[1] = 129
-    with patch.object(fa4flex.runtime.cuda.paged, "make_ready", side_effect=AssertionError("made anew")):
+    with patch.object(fa4flex.runtime.cuda.in_place, "make_ready", side_effect=AssertionError("made anew")):
         check(CAUSAL, given)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 import fa4flex
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.sinks import Sinks
-from fa4flex.runtime.cuda import backward
+from fa4flex.runtime.cuda import ready_backward
 from fa4flex.variants import alibi, causal, document, sliding_window, softcap
 
 IDS = torch.arange(200) // 70
@@ -145,7 +145,7 @@ def test_blocks_take_tile_after_tile(width: int, width_v: int) -> None:
     for timing in ("eager", "late", "random"):
         with (
             poisoned(),
-            patch.object(backward, "counter", lambda device: shared),
+            patch.object(ready_backward, "counter", lambda device: shared),
             fa4flex.simulator.device("sm_90a", random.randrange(99), timing, sms=SMS) as gpu,
         ):
             got = gradients(attn, qkv, dout, dlse)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -12,9 +12,7 @@ from fa4flex.runtime.cuda.call import ALIGNMENT, NO_LENGTHS, Call
 from fa4flex.runtime.cuda.conversions import tma_able
 from fa4flex.runtime.cuda.family_path import NOTHING, Dense
 from fa4flex.runtime.cuda.fast_path import guard_of
-
-if TYPE_CHECKING:
-    from fa4flex.runtime.cuda.backward import ReadyBackward, Saved
+from fa4flex.runtime.cuda.ready_backward import ReadyBackward, Saved
 
 MOST_TRIES = 4
 Asked = tuple[tuple[int, ...], bool]

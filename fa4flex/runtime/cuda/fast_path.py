@@ -7,7 +7,7 @@ properties; torch compares all of them in one, with the guard that its compiler 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,14 +17,11 @@ from fa4flex.codegen.analyze.reach import extents_of
 from fa4flex.codegen.plan.arguments import FORWARD, Source
 from fa4flex.codegen.trace.paths import Reader
 from fa4flex.runtime.cuda.arguments import launch_function
-from fa4flex.runtime.cuda.call import ALIGNMENT, NO_LENGTHS, NO_PAGES, Call
+from fa4flex.runtime.cuda.call import ALIGNMENT, NO_LENGTHS, NO_PAGES, NO_SCALES, Call
 from fa4flex.runtime.cuda.counter import counter
 from fa4flex.runtime.cuda.prepared import prepared
 from fa4flex.runtime.cuda.ready import Ready, Results
 from fa4flex.variant import Variant, default_scale
-
-if TYPE_CHECKING:
-    from fa4flex.runtime.direct import Direct
 
 _empty_like = torch.empty_like
 
@@ -36,14 +33,12 @@ class FastPath:
     """One launch, with all of its arguments but q, k, v and what it computes.
 
     `matches` tells whether a variant has captured by now what it had then, `statistics` are those that such
-    calls ask for; where gradients are wanted, the launch has the log-sum-exp besides, and `direct` hands the
-    call to autograd.
+    calls ask for; where gradients are wanted, the launch has the log-sum-exp besides.
     """
 
     __slots__ = (
         "alignment",
         "default_scale",
-        "direct",
         "launch",
         "layouts",
         "looks",
@@ -70,7 +65,6 @@ class FastPath:
         statistics: tuple[str, ...],
     ) -> None:
         self.ready, self.looks = ready, looks
-        self.direct: Direct | None = None
         self.matches = reader.matching(call.operands, call.scalars)
         self.statistics, self.scale = statistics, call.scale
         self.default_scale = default_scale(call.q.shape[-1])
@@ -89,7 +83,8 @@ class FastPath:
     @staticmethod
     def of(call: Call, ready: Ready, reader: Reader, statistics: tuple[str, ...]) -> FastPath | None:
         """None where a call does more than launch, or where torch cannot compare its tensors at once."""
-        if call.lengths is not NO_LENGTHS or call.pages is not NO_PAGES or ready.converts or ready.gaps:
+        plain = call.lengths is NO_LENGTHS and call.pages is NO_PAGES and call.scales is NO_SCALES
+        if not plain or ready.converts or ready.gaps:
             return None
         tensors = call.q, call.k, call.v, *call.operands
         looks = guard_of(tensors if call.sinks is None else (*tensors, call.sinks))

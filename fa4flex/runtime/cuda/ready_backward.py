@@ -1,0 +1,129 @@
+"""A backward pass that is ready to launch, what it takes of the forward pass, and what it returns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fa4flex.codegen.analyze.reach import Reach, extents_of
+from fa4flex.codegen.plan.groups import Groups
+from fa4flex.codegen.plan.lengths import ROW_BLOCK
+from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, SequenceLengths
+from fa4flex.runtime.cuda.captured_sums import memory_of, result_of
+from fa4flex.runtime.cuda.counter import counter
+from fa4flex.runtime.cuda.lengths import LengthsKernel
+
+if TYPE_CHECKING:
+    from fa4flex.codegen.plan.captured_sums import CapturedSum
+
+
+class Saved(NamedTuple):
+    """What the forward pass left, and the gradients that arrive: out, dout [B, H, S, D]; lse, dlse [B, H, S],
+    dlse None where nothing depends on the log-sum-exp. Packed: [T, H, D] and [H, T]."""
+
+    out: Tensor
+    lse: Tensor
+    dout: Tensor
+    dlse: Tensor | None
+
+
+class Gradients(NamedTuple):
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dsinks: Tensor | None
+    captured: tuple[Tensor, ...]
+    """Gradients of the captured tensors asked for, in their dtypes."""
+
+
+PARAMETERS = (
+    "call", "saved", "lse2", "delta", "dq_sum", "dq", "dk", "dv", "dk_parts", "dv_parts", "tables", "turns",
+    "gradients", "counter", *SequenceLengths._fields,
+)  # fmt: skip
+"""Parameters of a backward launch function; other arguments are the same for all calls that look alike."""
+
+
+@dataclass(frozen=True, eq=False)
+class ReadyBackward:
+    """A launch in which only pointers are missing.
+
+    launch      a function of PARAMETERS
+    width       of the tile that holds rows of q
+    turn_rows   where sums are ordered, how many rows take turns together, else None
+    counted     whether blocks take tiles of keys from a counter
+    tables      makes or finds the block tables of a call, where the mask is told by them
+    reach       extents of the calls that it serves
+    sums        memory for the gradients of captured tensors
+    groups      where query heads share keys: in how many parts they are taken
+    lengths     what corrects the lengths of a ragged batch
+    """
+
+    launch: Callable[..., None]
+    width: int
+    row_block: int
+    turn_rows: int | None
+    counted: bool
+    tables: Callable[[Call], Any] | None
+    sums: tuple[CapturedSum, ...]
+    reach: Reach
+    lengths: LengthsKernel | None = None
+    groups: Groups | None = None
+
+    def __call__(self, call: Call, saved: Saved) -> Gradients:
+        q, k, v = call.q, call.k, call.v
+        *of_heads, rows = saved.lse.shape
+        padded = self.padded(call, rows)
+        statistics = *of_heads, padded
+        lse2 = q.new_empty(statistics, dtype=torch.float32)
+        delta = q.new_empty(statistics, dtype=torch.float32)
+        dq_sum = q.new_empty((*of_heads, padded * self.width), dtype=torch.float32)
+        # torch.empty_like would have to be told that q, k and v may lie in memory otherwise.
+        dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+        parts = None if self.groups is None else _parts(self.groups, call, dk, dv)
+        if call.lengths.seqused_k is not None:  # keys that no sequence uses are not written
+            for x in parts or (dk, dv):
+                x.zero_()
+        made = dq, dk, dv, *(parts or (None, None))
+        sums = tuple([memory_of(one, q) for one in self.sums]) if self.sums else None
+        tables, turns = None if self.tables is None else self.tables(call), None
+        if self.turn_rows is not None:
+            done = q.new_zeros(*of_heads, padded // self.turn_rows, dtype=torch.int32)
+            tables, turns = None, (done, *(tables or (None, None, None)))
+        lengths = NO_LENGTHS if self.lengths is None else self.lengths(call)[0]
+        taken = counter(q.get_device()) if self.counted else None
+        self.launch(call, saved, lse2, delta, dq_sum, *made, tables, turns, sums, taken, *lengths)
+        dsinks = None if call.sinks is None else _of_sinks(call.sinks, call.packed, lse2, delta)
+        if sums is None:
+            return Gradients(dq, dk, dv, dsinks, ())
+        captured = tuple(result_of(one, x, call.operands) for one, x in zip(self.sums, sums, strict=True))
+        return Gradients(dq, dk, dv, dsinks, captured)
+
+    def padded(self, call: Call, rows: int) -> int:
+        """Rows of a head's statistics and sums: whole blocks, of each sequence of a packed batch."""
+        if call.packed:
+            return (rows // ROW_BLOCK + call.extents().batch) * ROW_BLOCK
+        return -(-rows // self.row_block) * self.row_block
+
+
+def _parts(groups: Groups, call: Call, dk: Tensor, dv: Tensor) -> Sequence[Tensor]:
+    """Memory for dK and dV of parts of groups, which is that of dK and dV where there is one part each."""
+    parts = groups.parts(*extents_of(call.extents()))
+    if parts == 1:
+        return dk, dv
+    heads = -3 if call.heads_first and not call.packed else -2
+    shape, widths = list(dk.shape), (dk.shape[-1], dv.shape[-1])
+    shape[heads] *= parts
+    shape[-1] = sum(widths)
+    return dk.new_empty(shape).split(widths, -1)
+
+
+def _of_sinks(sinks: Tensor, packed: bool, lse2: Tensor, delta: Tensor) -> Tensor:
+    """Gradient of the sinks: d lse / d sink is the sink's own share of the denominator, which has no value to
+    bring. Rows that are none, or see nothing, have lse2 inf."""
+    share = (sinks.detach().float()[:, None] * math.log2(math.e) - lse2).exp2()
+    return (share * delta).sum(-1 if packed else (0, 2)).to(sinks.dtype)
