@@ -29,7 +29,7 @@ SAMPLES, CALLS = 12, 50
 
 
 class Standin:
-    """What stands for compiled kernels: it has their keys, and does nothing."""
+    """Stand-in for compiled kernels: it has their keys, and does nothing."""
 
     def __init__(self, source: Any, problem: Any, signature: Any, arch: str = "sm_90a") -> None:
         self.key = f"{source.key} {signature}"

@@ -1,4 +1,4 @@
-"""What a plan would cost: bytes moved, work per rank and time, from the rates of a link and of a kernel,
+"""Estimated cost of a plan: bytes moved, work per rank and time, from the rates of a link and of a kernel,
 beside a ring, a gather of all keys, and heads. An estimate: nothing here was run."""
 
 from __future__ import annotations

@@ -416,7 +416,7 @@ def test_extents_that_do_not_agree_or_pass_what_was_proved_are_not_served(record
 
 
 def test_all_that_a_call_brings_is_compared() -> None:
-    """What is added to a call has to be compared here, too, or such calls may not be served."""
+    """Fields added to a call have to be compared here, too, or such calls may not be served."""
     assert set(family_path.COMPARED) == set(Call._fields)
     assert {row.source for row in FORWARD.entry} == {"call", "call.lengths", "call.pages", "launch"}
 

@@ -15,7 +15,7 @@ import fa4flex
 from fa4flex.codegen.plan import splitting
 
 SIMULATED = {"chip": "sm_90a"}
-"""What calls run on."""
+"""Simulated GPU that calls run on."""
 
 
 @dataclass(frozen=True)

@@ -162,7 +162,7 @@ def test_scales_that_differ_a_thousandfold(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("per", ["head", "token"])
 def test_used_lengths_and_poisoned_tails(per: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What lies past the end of a sequence may be NaN, and so may its scales."""
+    """Keys and values past the end of a sequence may be NaN, and so may its scales."""
     split_in(monkeypatch, random.choice([1, 4]))
     call = drawn(Size(q_len=2, kv_len=400, batch=4), per)
     used = torch.tensor([400, 129, 1, 0], dtype=torch.int32)

@@ -85,7 +85,7 @@ def test_many_queries() -> None:
 
 @pytest.mark.exhaustive
 def test_few_queries_of_an_order() -> None:
-    """Who asks for an order gets the kernel for many rows."""
+    """Calls that ask for an order get the kernel for many rows."""
     attn = fa4flex.compile(mask=causal, schedule=Schedule(order="row_major"))
     check(attn, drawn(replace(MANY, q_len=3)))
 

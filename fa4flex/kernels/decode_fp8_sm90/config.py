@@ -1,4 +1,4 @@
-"""What the Hopper kernel for few query rows over an e4m3 cache is specialised to, besides hooks."""
+"""Configuration of the Hopper kernel for few query rows over an e4m3 cache, besides hooks."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class Config(decode.Config):
 
     @property
     def shares_queries(self) -> bool:
-        """Whether queries are in shared memory rather than in registers."""
+        """True if queries are in shared memory rather than in registers."""
         return self.query_bytes > 0
 
     @property
     def steps(self) -> int:
-        """How often a warp multiplies KEYS keys of a tile."""
+        """Number of KEYS-key steps of a warp in a tile."""
         return self.tile_n // (KEYS * self.key_warps)
 
 

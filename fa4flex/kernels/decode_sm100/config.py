@@ -1,4 +1,4 @@
-"""What the Blackwell kernel for few query rows is specialised to, besides hooks."""
+"""Configuration of the Blackwell kernel for few query rows, besides hooks."""
 
 from __future__ import annotations
 

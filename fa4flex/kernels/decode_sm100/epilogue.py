@@ -57,7 +57,7 @@ class Epilogue:
                 self.put_zeros(arguments, tile)
 
     def weigh(self, mine: Any, shared: Shared, sink: Float32 | None) -> tuple[Float32, Float32]:
-        """What the thread's copy of its row is to be multiplied by, and the logarithm of the row's sum."""
+        """Factor of the thread's copy of its row, and the logarithm of the row's sum."""
         thread, rows = cute.arch.thread_idx()[0], self.config.rows
         state, found = mine.state, running(1)
         statistics = shared.statistics

@@ -86,7 +86,7 @@ class BlackwellDecodePlan(FewRowsPlan):
         return min(self.target.registers // (32 * WARPS * self.blocks) // step * step, 255)
 
     def config(self) -> Config:
-        """What the hand-written kernel is built from."""
+        """Configuration of the hand-written kernel."""
         first = {r.name: r.first for r in self.columns.ranges}
         return Config(
             head_dim=self.widths[0],

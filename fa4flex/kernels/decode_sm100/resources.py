@@ -1,4 +1,5 @@
-"""What the roles of the Blackwell kernel for few query rows share: tensors, barriers, products of a block."""
+"""Resources of the roles of the Blackwell kernel for few query rows: a block's tensors, barriers,
+products."""
 
 from __future__ import annotations
 

@@ -41,10 +41,10 @@ COMPARED = (
 
 
 class Kind(Protocol):
-    """What dense, ragged and paged calls differ in."""
+    """Differences between dense, ragged and paged calls."""
 
     def beside(self, varlen: Varlen | None, paging: Paging | None) -> Beside | None:
-        """What a call brings besides q, k and v; None for a call of another kind."""
+        """Inputs of a call besides q, k and v; None for a call of another kind."""
 
     def extents(self, qkv: QKV, beside: Beside) -> Extents | None:
         """Extents of a call; None where those of its tensors do not agree, or where there is nothing to
@@ -145,7 +145,7 @@ class Paged(Dense):
 
 
 def _given(lengths: SequenceLengths) -> tuple[bool, ...]:
-    """Which lengths there are, and which are the same tensor."""
+    """Flags that tell which lengths there are, and which are the same tensor."""
     cu_q, cu_k, used_q, used_k = lengths
     return cu_q is None, cu_k is cu_q, used_q is None, used_k is None, used_k is used_q
 

@@ -1,5 +1,5 @@
-"""What kernels print: calls of vprintf, the one function that the system has for them (PTX ISA, "Control Flow
-Instructions: call"; CUDA C++ Programming Guide, "Formatted Output").
+"""Printing in kernels: calls of vprintf, the one function that the system has for them (PTX ISA, "Control
+Flow Instructions: call"; CUDA C++ Programming Guide, "Formatted Output").
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _taking(bytes_at: Callable[[int, int], bytes], start: int) -> Take:
 
 
 def _string(bytes_at: Callable[[int, int], bytes], address: int) -> bytes:
-    """What lies there, up to a zero."""
+    """Bytes from this address up to a zero."""
     found = b""
     while not found.endswith(b"\0"):
         found += bytes_at(address + len(found), 1)
@@ -83,7 +83,7 @@ def _string(bytes_at: Callable[[int, int], bytes], address: int) -> bytes:
 
 
 def formatted(text: bytes, take: Take, bytes_at: Callable[[int, int], bytes]) -> str:
-    """What C's printf makes of a format. What is no conversion stands for itself."""
+    """Output of C's printf for a format. What is no conversion stands for itself."""
 
     def one(match: re.Match[bytes]) -> bytes:
         kind = match["kind"].decode()
