@@ -40,7 +40,7 @@ class Standin:
 
 
 def stand_in() -> None:
-    """From now on, calls of CPU tensors go the way of a GPU's, up to the launches and without these."""
+    """Make calls of CPU tensors go the way of a GPU's, up to the launches and without these."""
     zeros = torch.zeros(2, dtype=torch.int32)
     for module in (ready, backward, fast_path):
         mock.patch.object(module, "counter", lambda device: zeros).start()

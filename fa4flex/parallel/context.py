@@ -235,8 +235,7 @@ class ContextParallel:
     def _said(
         self, now: launch.Calling, qkv: tuple[Tensor, Tensor, Tensor], lengths: Lengths | None
     ) -> dict[str, Any]:
-        """Description of this rank's call for the others: all but its own lengths must be the same on
-        each."""
+        """Description of a rank's call for the others: all but its own lengths must be the same on each."""
         check_tensors(*qkv)
         sizes = check_dense(*qkv, self.variant.layout)
         check_variant(sizes, qkv[0], _without_blocks(self.variant))

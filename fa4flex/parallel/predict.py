@@ -15,7 +15,8 @@ PASSES = 3.5
 
 @dataclass(frozen=True)
 class Machine:
-    """flops: a kernel's rate, forward and backward, in 1 / s; link: bytes that a rank receives per second."""
+    """Rates of a machine. flops: a kernel's, forward and backward, in 1 / s; link: bytes that a rank receives
+    per second."""
 
     flops: float = 570e12
     link: float = 281e9
@@ -44,7 +45,7 @@ class Estimate:
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """With all that moves hidden behind what is computed, and with nothing hidden."""
+        """Times with all transfers hidden behind computation, and with none hidden."""
         return max(self.compute, self.link), self.compute + self.link
 
 

@@ -18,13 +18,14 @@ KEYS = 32
 """Keys that a warp multiplies at once."""
 
 WEIGHT = 128.0
-"""Probabilities times this are rounded to float16. At most 2^8 where the maximum in use lags behind, they
-stay below its largest number, 65504, and of the smaller ones those above 2^-21 keep all digits."""
+"""Factor of probabilities before they are rounded to float16. At most 2^8 where the maximum in use lags
+behind, they stay below its largest number, 65504, and of the smaller ones those above 2^-21 keep all
+digits."""
 
 
 @dataclass(frozen=True)
 class Config(decode.Config):
-    """The same as for 16-bit keys, and
+    """Configuration for 16-bit keys, and
 
     row_warps          sets of ROWS query rows, one for each warp or for several that share the keys of a tile
     k_scales, v_scales   what keys and values have one scale of

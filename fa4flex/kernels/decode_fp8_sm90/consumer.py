@@ -151,7 +151,7 @@ class Consumer:
         return self.first_key(warp, tile_at(warp.tile.keys, last), step) + cute.arch.lane_idx() % 4 * 2
 
     def following(self, warp: Warp, i: Int32, step: Int32) -> Int32:
-        """The same for the step after this one."""
+        """The first key of a lane's columns in the step after this one."""
         if not (warp.k_scale.varies or warp.v_scale.varies):
             return Int32(0)
         if self.config.steps == 1:

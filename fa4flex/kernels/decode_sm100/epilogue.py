@@ -1,4 +1,4 @@
-"""From tensor to global memory: copies of a row are merged, to the output or a split's part of it.
+"""Epilogue, from tensor to global memory: copies of a row are merged, to the output or a split's part of it.
 
 Each copy's output is weighted by its share of the whole sum, and the copies are added up in shared memory,
 some columns at a time. There a thread has another row than before, and columns next to each other.

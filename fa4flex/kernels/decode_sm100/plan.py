@@ -43,7 +43,7 @@ MOST_SCORES = 32
 LEAST_STAGES, MOST_STAGES = 2, 16
 
 SINGLE_BARRIERS = 4
-"""Those of no ring of tiles: queries, scores, probabilities and the output are there."""
+"""Barriers of no ring of tiles: queries, scores, probabilities and the output are there."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -138,8 +138,7 @@ class Engine:
                 later.require(_below(x.detach(), bits), told, self._widen(slot, x))
 
     def _widen(self, slot: int, x: Tensor) -> Callable[[], None]:
-        """Callback that takes integers of this slot for as large as their dtype allows, from the next call
-        on."""
+        """Callback: integers of this slot are as large as their dtype allows, from the next call on."""
         bits = MORE_BITS if x.itemsize == 4 else 63
 
         def widen() -> None:
@@ -180,8 +179,7 @@ def _below(x: Tensor, bits: int) -> Tensor:
 
 
 def given_of(engine: Engine, call: Call, schedule: Schedule, backward: bool = False) -> tuple[Given, Reach]:
-    """Inputs of the compiler for calls that look like this one, and the extents for which they are the
-    same."""
+    """Inputs of the compiler for calls that look like this one, and the extents that they are good for."""
     from fa4flex.lower import Given
 
     engine.look_at(call)

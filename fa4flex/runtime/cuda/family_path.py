@@ -157,7 +157,7 @@ def _own(lengths: SequenceLengths) -> tuple[Tensor | None, ...]:
 
 
 def _kind(call: Call) -> Kind | None:
-    """None for lengths beside pages, which have no kind."""
+    """Kind of a call; None for lengths beside pages."""
     if call.pages is not NO_PAGES:
         return Paged(call) if call.lengths is NO_LENGTHS else None
     if call.lengths is NO_LENGTHS:
@@ -198,8 +198,8 @@ class FamilyPath:
 
     @staticmethod
     def of(call: Call, qkv: QKV, ready: Ready, reader: Reader) -> FamilyPath | None:
-        """None where torch cannot compare the tensors of such calls at once, where they are converted, or
-        where each call's contents are checked."""
+        """Path of this launch; None where torch cannot compare the tensors of such calls at once, where they
+        are converted, or where each call's contents are checked."""
         kind = _kind(call)
         others = [name for name in call._fields if name not in COMPARED]
         if any(getattr(call, name) is not call._field_defaults.get(name) for name in others):

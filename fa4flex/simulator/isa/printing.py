@@ -24,7 +24,7 @@ _FIELD = re.compile(
     rb"(?P<length>hh|h|ll|l|j|z|t|L)?(?P<kind>[diouxXcspfFeEgG%])"
 )
 Take = Callable[[int], bytes]
-"""So many bytes of the arguments, the next ones at a multiple of their number."""
+"""Function that takes so many bytes of the arguments, the next ones at a multiple of their number."""
 
 
 @translates("call")
@@ -103,7 +103,7 @@ def formatted(text: bytes, take: Take, bytes_at: Callable[[int, int], bytes]) ->
 
 
 def _value(kind: str, length: bytes, take: Take) -> tuple[str, Any]:
-    """The conversion that Python has for it, and what is converted."""
+    """Python's conversion for this one, and the value to convert."""
     if kind in "fFeEgG":
         return kind, struct.unpack("<d", take(8))[0]
     if kind == "p":
