@@ -1,4 +1,4 @@
-"""KVScales: what the keys and values of an 8-bit cache are multiplied by."""
+"""KVScales: scales of the keys and values of an 8-bit cache."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def test_queries_of_any_size(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.slow
 def test_scales_that_differ_a_thousandfold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small scales come first, large ones later, and the other way round; there are also none at all."""
+    """Small scales come first and large ones later, or the other way round, or all are zero."""
     split_in(monkeypatch, 1)
     call = drawn(Size(kv_len=520), "token")
     for factor in (

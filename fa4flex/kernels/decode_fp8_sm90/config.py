@@ -28,7 +28,7 @@ class Config(decode.Config):
     """Configuration for 16-bit keys, and
 
     row_warps          sets of ROWS query rows, one for each warp or for several that share the keys of a tile
-    k_scales, v_scales   what keys and values have one scale of
+    k_scales, v_scales   granularity of the scales of keys and values
     """
 
     row_warps: int = 1

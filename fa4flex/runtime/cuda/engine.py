@@ -138,7 +138,7 @@ class Engine:
                 later.require(_below(x.detach(), bits), told, self._widen(slot, x))
 
     def _widen(self, slot: int, x: Tensor) -> Callable[[], None]:
-        """Callback: integers of this slot are as large as their dtype allows, from the next call on."""
+        """Callback that takes integers of this slot for as large as their dtype allows from then on."""
         bits = MORE_BITS if x.itemsize == 4 else 63
 
         def widen() -> None:
