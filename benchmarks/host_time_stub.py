@@ -29,7 +29,7 @@ SAMPLES, CALLS = 12, 50
 
 
 class Standin:
-    """What stands for compiled kernels: it has their keys, and does nothing."""
+    """Stand-in for compiled kernels: it has their keys, and does nothing."""
 
     def __init__(self, source: Any, problem: Any, signature: Any, arch: str = "sm_90a") -> None:
         self.key = f"{source.key} {signature}"
@@ -40,7 +40,7 @@ class Standin:
 
 
 def stand_in() -> None:
-    """From now on, calls of CPU tensors go the way of a GPU's, up to the launches and without these."""
+    """Make calls of CPU tensors go the way of a GPU's, up to the launches and without these."""
     zeros = torch.zeros(2, dtype=torch.int32)
     for module in (ready, ready_backward, fast_path):
         mock.patch.object(module, "counter", lambda device: zeros).start()

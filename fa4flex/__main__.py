@@ -315,7 +315,7 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 def plan_parallel(arguments: argparse.Namespace) -> int:
-    """What a sequence spread over many GPUs would move, and how long it would take, estimated."""
+    """Estimated traffic and time of a sequence spread over many GPUs."""
     from fa4flex.parallel.predict import Machine, Model, count_of, ranks_of, report
 
     machine = Machine(arguments.tflops * 1e12, arguments.link * 1e9)

@@ -16,7 +16,7 @@ from fa4flex import Paging, Rotary, Varlen
 
 @dataclass(frozen=True)
 class How:
-    """What calls differ in; `turning` elements of each head turn, 0: there is no rotary."""
+    """Options of calls; `turning` elements of each head turn, 0: there is no rotary."""
 
     packed: bool = False
     page_size: int = 4

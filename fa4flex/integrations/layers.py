@@ -75,7 +75,7 @@ def clear() -> None:
 
 
 def assigned(name: str) -> Selection:
-    """What the layer of this name was given last; its number is the first one in its name."""
+    """Selection that the layer of this name was given last; its number is the first one in its name."""
     digits = re.search(r"(?<![^.])\d+(?![^.])", name)
     number = None if digits is None else int(digits[0])
     for which, selection in reversed(_assigned):
@@ -86,7 +86,7 @@ def assigned(name: str) -> Selection:
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """What an engine's layer asks for, besides its sinks.
+    """Parameters of an engine's layer, besides its sinks.
 
     window   keys that a query sees, itself among them; None: all before it
     slopes   [Hq] ALiBi slopes, or None

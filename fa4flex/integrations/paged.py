@@ -31,7 +31,7 @@ from fa4flex.primitives.varlen import Varlen
 
 @dataclass(frozen=True)
 class PagedLayer:
-    """What a layer asks for, besides its mask."""
+    """Parameters of a layer, besides its mask."""
 
     index: int
     scale: float | None
@@ -128,4 +128,4 @@ _KNOWN = {
         packed_sequence_compatibility_function(sliding_window_causal_mask_function(1), None, None)
     )
 }
-"""What causal masks, with a window or without, of packed sequences are made of."""
+"""Parts of the causal masks of packed sequences, with a window or without."""

@@ -1,4 +1,4 @@
-"""What serving engines share: new tokens written to their slots, and one step over paged caches.
+"""Common part of the serving engines: new tokens written to their slots, and one step over paged caches.
 
 A step's queries are packed, sequence after sequence. Those that decode one token stand first, where an engine
 orders them so: they take the kernel that reads pages in place.

@@ -19,7 +19,7 @@ from fa4flex.parallel.rectangle import Rectangles
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """What one rank does in one call, without its tensors."""
+    """Work of one rank in one call, without its tensors."""
 
     exchange: Exchange
     rank: int
@@ -216,7 +216,7 @@ class _Gradients:
         }
 
     def of_stage(self, stage: int, kv: list[Tensor], places: Ranges) -> list[Tensor]:
-        """What a stage adds to the gradients of its keys and values."""
+        """Contribution of a stage to the gradients of its keys and values."""
         keys = [Pieces(x, places) for x in kv]
         found = [torch.zeros(x.shape, dtype=self.job.compute, device=x.device) for x in kv]
         sums = [Pieces(x, places) for x in found]

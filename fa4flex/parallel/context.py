@@ -65,7 +65,7 @@ class ContextParallel:
         return self._plan(launch.calling(self.variant, self._caller), extents)
 
     def placement(self, lengths: Lengths, batch: int = 1, heads: int = 1) -> Placement:
-        """Which tokens each rank holds."""
+        """Tokens that each rank holds."""
         return self.plan(lengths, batch, heads).placement
 
     def shard(self, x: Tensor, dim: int, **sizes: int) -> Tensor:
@@ -174,7 +174,7 @@ class ContextParallel:
         return moved(self.links, out, at, held), lse
 
     def _by_heads(self, now: launch.Calling, found: Plan, qkv: tuple[Tensor, Tensor, Tensor]) -> bool:
-        """Whether tokens of heads move. Raises InputError where they should and heads cannot be dealt."""
+        """True if tokens of heads move. Raises InputError where they should and heads cannot be dealt."""
         q, k, v = qkv
         if self.layout.moves != "heads":
             # Heads that see different numbers of keys are not equal work.
@@ -235,7 +235,7 @@ class ContextParallel:
     def _said(
         self, now: launch.Calling, qkv: tuple[Tensor, Tensor, Tensor], lengths: Lengths | None
     ) -> dict[str, Any]:
-        """What this rank tells the others: all but its own lengths must be the same on each."""
+        """Description of a rank's call for the others: all but its own lengths must be the same on each."""
         check_tensors(*qkv)
         sizes = check_dense(*qkv, self.variant.layout)
         check_variant(sizes, qkv[0], _without_blocks(self.variant))

@@ -27,7 +27,7 @@ class Rectangle:
 
 @dataclass(frozen=True)
 class Exchange:
-    """What moves before each stage of attention. Stage 0 moves nothing: its keys are the rank's own.
+    """Transfers before each stage of attention. Stage 0 moves nothing: its keys are the rank's own.
 
     held        the keys that each rank has
     queries     the queries that each rank computes
@@ -64,7 +64,7 @@ class Exchange:
         return tuple(counts)
 
     def outgoing(self, stage: int, rank: int) -> list[Ranges]:
-        """What a rank sends before a stage, by receiver."""
+        """Ranges of keys that a rank sends before a stage, by receiver."""
         found: list[Ranges] = [()] * self.ranks
         for source, to, keys in self.sends[stage - 1]:
             if source == rank:
@@ -72,7 +72,7 @@ class Exchange:
         return found
 
     def incoming(self, stage: int, rank: int) -> list[Ranges]:
-        """What a rank receives before a stage, by sender."""
+        """Ranges of keys that a rank receives before a stage, by sender."""
         found: list[Ranges] = [()] * self.ranks
         for source, to, keys in self.sends[stage - 1]:
             if to == rank:

@@ -1,4 +1,4 @@
-"""What ranks of a group say to each other, by torch.distributed, and the few words added where that fails."""
+"""Links between the ranks of a group, by torch.distributed, and the few words added where that fails."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Links(Protocol):
         """The sum over all ranks."""
 
     def gather(self, said: Any) -> list[Any]:
-        """What each rank said."""
+        """Objects from all ranks."""
 
 
 class Group:
@@ -98,8 +98,8 @@ def _summed(links: Links, x: Tensor) -> Tensor:
 
 
 def agree(links: Links, said: Mapping[str, Any] | Exception) -> list[Mapping[str, Any]]:
-    """What every rank says, the same on all of them but for what begins with "own". Raises InputError on
-    every rank where some rank says something else, or has met an error of its own, naming both."""
+    """Descriptions from all ranks, the same on all of them but for what begins with "own". Raises InputError
+    on every rank where some rank says something else, or has met an error of its own, naming both."""
     told = links.gather(f"{said}" if isinstance(said, Exception) else dict(said))
     failed = [(rank, x) for rank, x in enumerate(told) if isinstance(x, str)]
     if failed:

@@ -18,7 +18,7 @@ Held = tuple[Ranges, ...]
 
 
 def common(a: Ranges, b: Ranges) -> Ranges:
-    """The tokens of both, in order."""
+    """Tokens that are in both ranges, in order."""
     found = [(max(x[0], y[0]), min(x[1], y[1])) for x in a for y in b]
     return tuple(sorted(x for x in found if x[0] < x[1]))
 

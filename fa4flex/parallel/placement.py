@@ -31,7 +31,7 @@ UNEVEN = 0.03
 
 @dataclass(frozen=True)
 class Placement:
-    """Which queries each rank computes: `queries[r]`, ranges in order that do not touch.
+    """Queries that each rank computes: `queries[r]`, ranges in order that do not touch.
 
     keys    which keys each rank holds, in the same form: those at its queries' places where there are as many
             keys as queries, else equal parts in order
@@ -56,7 +56,7 @@ class Placement:
 
     @property
     def imbalance(self) -> float:
-        """How much the largest load exceeds the mean: 0.03 where the slowest rank has 3 % more to do."""
+        """Excess of the largest load over the mean: 0.03 where the slowest rank has 3 % more to do."""
         mean = sum(self.loads) / max(len(self.loads), 1)
         return max(self.loads) / mean - 1 if mean else 0.0
 

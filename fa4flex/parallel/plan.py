@@ -25,13 +25,13 @@ TILE = 128
 
 
 Moves = Literal["auto", "keys", "heads"]
-"""What ranks send: the keys that others see, or all tokens of some heads; "auto": the fewer bytes."""
+"""Tokens that ranks send: the keys that others see, or all tokens of some heads; "auto": the fewer bytes."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How attention is spread. kind: of the placement, None for the best; tile: see TILE; stages: in how many
-    parts keys of other ranks arrive; moves: what is sent. Raises InputError."""
+    """Options for spreading attention. kind: of the placement, None for the best; tile: see TILE; stages: in
+    how many parts keys of other ranks arrive; moves: what is sent. Raises InputError."""
 
     kind: Kind | None = None
     tile: int = TILE
@@ -64,7 +64,7 @@ class Extents(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What every rank does: the same on all of them."""
+    """Plan of every rank: the same on all of them."""
 
     placement: Placement
     exchange: Exchange
@@ -76,8 +76,8 @@ class Plan:
         return hashlib.sha256(said.encode()).hexdigest()[:16]
 
     def by_heads(self, q_heads: int, kv_heads: int, dims: tuple[int, int]) -> bool:
-        """Whether to send all tokens of each rank's heads: fewer numbers than the keys, or equal work where
-        queries are not; False where heads cannot be dealt evenly. dims: of q and k, and of v."""
+        """True if all tokens of each rank's heads should be sent: fewer numbers than the keys, or equal work
+        where queries are not; False where heads cannot be dealt evenly. dims: of q and k, and of v."""
         ranks, at = self.placement.ranks, self.placement
         if q_heads % ranks or kv_heads % ranks:
             return False

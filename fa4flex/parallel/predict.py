@@ -1,4 +1,4 @@
-"""What a plan would cost: bytes moved, work per rank and time, from the rates of a link and of a kernel,
+"""Estimated cost of a plan: bytes moved, work per rank and time, from the rates of a link and of a kernel,
 beside a ring, a gather of all keys, and heads. An estimate: nothing here was run."""
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ PASSES = 3.5
 
 @dataclass(frozen=True)
 class Machine:
-    """flops: a kernel's rate, forward and backward, in 1 / s; link: bytes that a rank receives per second."""
+    """Rates of a machine. flops: a kernel's, forward and backward, in 1 / s; link: bytes that a rank receives
+    per second."""
 
     flops: float = 570e12
     link: float = 281e9
@@ -44,7 +45,7 @@ class Estimate:
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """With all that moves hidden behind what is computed, and with nothing hidden."""
+        """Times with all transfers hidden behind computation, and with none hidden."""
         return max(self.compute, self.link), self.compute + self.link
 
 

@@ -1,4 +1,4 @@
-"""KVScales: what the keys and values of an 8-bit cache are multiplied by."""
+"""KVScales: scales of the keys and values of an 8-bit cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ E4M3 = torch.float8_e4m3fn
 _OTHERS = (torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 Per = Literal["", "head", "page", "token"]
-"""What there is one scale of, besides heads; "": there are none."""
+"""Granularity of scales, besides heads; "": there are none."""
 
 Arrangement = Literal["bhsd", "bshd", "packed", "paged"]
 """Dimensions of a cache: as a layout says, tokens of all sequences [T, H, D], or [pages, slots, H, D]."""
@@ -79,7 +79,7 @@ class KVScales:
 
     @property
     def differentiable(self) -> bool:
-        """Whether gradients of a scale are wanted."""
+        """True if gradients of a scale are wanted."""
         return any(x is not None and x.requires_grad for x in (self.k, self.v))
 
     def __repr__(self) -> str:
@@ -91,7 +91,7 @@ NO_SCALES = KVScales()
 
 
 def is_eight_bit(k: object, v: object) -> bool:
-    """Whether keys or values have 8 bits, of whatever kind."""
+    """True if keys or values have 8 bits, of whatever kind."""
     dtypes = getattr(k, "dtype", None), getattr(v, "dtype", None)
     return E4M3 in dtypes or any(dtype in _OTHERS for dtype in dtypes)
 
@@ -136,7 +136,7 @@ def _shapes(cache: Tensor, arrangement: Arrangement) -> list[tuple[int, ...]]:
 
 
 def per(scale: Tensor | None, arrangement: Arrangement) -> Per:
-    """What there is one scale of."""
+    """Granularity of a scale."""
     if scale is None:
         return ""
     if scale.ndim == 1:

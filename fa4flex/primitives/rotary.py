@@ -49,7 +49,7 @@ class Rotary:
             )
 
     def turned(self, x: Tensor, position: Tensor) -> Tensor:
-        """x [tokens, heads, width] at these positions [tokens], computed in float32, or float64 for it."""
+        """Rotated x [tokens, heads, width] for positions [tokens]; float32 maths, or float64 for such x."""
         half = self.cos.shape[1]
         compute = torch.float64 if x.dtype == torch.float64 else torch.float32
         cos, sin = (table[position].to(compute).unsqueeze(1) for table in (self.cos, self.sin))

@@ -61,7 +61,7 @@ def _(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor, used:
 
 
 class Places(NamedTuple):
-    """Where tokens go. sequence, position [tokens]: of each that takes part, `token` being its number;
+    """Destinations of tokens. sequence, position [tokens]: of each that takes part, `token` being its number;
     lengths [B]: new ones."""
 
     token: Tensor

@@ -1,4 +1,4 @@
-"""What a call must satisfy, checked once at the door. Each message says what to change.
+"""Checks of a call, made once at the door. Each message says what to change.
 
 Where programs and tests look for the words of torch's flex_attention, a message begins with them.
 """
@@ -179,7 +179,7 @@ def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_variant(sizes: Sizes, q: Tensor, variant: Variant) -> None:
-    """What a variant's own tensors require of a call."""
+    """Requirements of a variant's own tensors on a call."""
     if q.device.type not in ("cpu", "cuda"):
         raise UnsupportedError(
             f"tensors on {q.device}",

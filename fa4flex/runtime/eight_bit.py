@@ -32,7 +32,7 @@ __all__ = ["attend", "concerns", "read_as"]
 
 
 def concerns(k: object, v: object, scales: object) -> bool:
-    """Whether a call with these has an 8-bit cache."""
+    """True if a call with these has an 8-bit cache."""
     return scales is not None or is_eight_bit(k, v)
 
 
@@ -43,7 +43,7 @@ def read_as(
     paging: Paging | None,
     scales: KVScales | None,
 ) -> tuple[QKV, torch.dtype]:
-    """What a call means with keys and values that are dequantised, and the dtype of its output."""
+    """Inputs of a call with keys and values dequantised, and the dtype of its output."""
     q, k, v = qkv
     arrangement = _checked(variant, qkv, varlen, paging, scales)
     given = scales or NO_SCALES
@@ -74,7 +74,7 @@ def attend(
 def _checked(
     variant: Variant, qkv: QKV, varlen: Varlen | None, paging: Paging | None, scales: KVScales | None
 ) -> Arrangement:
-    """How the dimensions of the caches are arranged."""
+    """Arrangement of the caches' dimensions."""
     q, k, v = qkv
     check_strided(q, k, v)
     check_descriptions(varlen, paging)

@@ -42,7 +42,7 @@ from fa4flex.runtime.recent import Recent
 from fa4flex.variant import Variant, default_scale
 
 Statistics = tuple[str, ...]
-"""Which of "lse" and "max_scores", in this order."""
+"""Statistics wanted of "lse" and "max_scores", in this order."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -53,7 +53,7 @@ class Prepared:
 
     @property
     def engine(self) -> Engine:
-        """What launches this program on NVIDIA GPUs."""
+        """Engine that launches this program on NVIDIA GPUs."""
         return self.program.engine
 
     @cached_property
@@ -216,7 +216,7 @@ def _own(*tensors: Tensor | None) -> bool:
 
 
 def on_gpu(q: Tensor) -> bool:
-    """Whether kernels compute for such queries, or a simulated GPU does."""
+    """True if kernels compute for such queries, or a simulated GPU does."""
     return q.is_cuda or simulating()
 
 
@@ -244,7 +244,7 @@ def _wants_gradient(*tensors: Tensor | None) -> bool:
 
 
 def observed(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether something traces, transforms or intercepts operators."""
+    """True if something traces, transforms or intercepts operators."""
     return bool(
         not _plain(q, k, v)
         or torch.compiler.is_compiling()

@@ -74,7 +74,7 @@ class Step:
         return path.find(attn.variant, self.qkv, self.varlen, self.paging)
 
     def of(self, name: str, change: Callable[[Tensor], Any]) -> Step:
-        """With one of q, k, v changed."""
+        """Step with one of q, k, v changed."""
         qkv = [change(x) if n == name else x for n, x in zip("qkv", self.qkv, strict=True)]
         return replace(self, qkv=tuple(qkv))
 
@@ -94,7 +94,7 @@ def dense(draw: random.Random) -> Step:
 
 
 def sliced(draw: random.Random) -> Step:
-    """Out of a larger cache, with strides of its own."""
+    """Keys and values out of a larger cache, with its strides."""
     q, k, _ = dense(draw).qkv
     room = torch.zeros(k.shape[0], 2, 4096, 2 * 64, dtype=torch.bfloat16)
     return Step((q, *(x[:, :, : k.shape[2]] for x in room.split(64, -1))))  # type: ignore[arg-type]
@@ -111,7 +111,7 @@ def used(draw: random.Random) -> Step:
 
 
 def used_both(draw: random.Random) -> Step:
-    """The same tensor for queries and keys."""
+    """Lengths of queries and of keys in one tensor."""
     step = dense(draw)
     q, k, _ = step.qkv
     both = lengths(q.shape[0], min(q.shape[2], k.shape[2]), draw)
@@ -149,7 +149,7 @@ KINDS = {
 
 
 def turned(step: Step) -> Step:
-    """The same in the layout bshd; packed tensors and pages have one layout."""
+    """The step in the layout bshd; packed tensors and pages have one layout."""
     q, k, v = (x if x.ndim == 3 else x.transpose(1, 2).contiguous() for x in step.qkv)
     return replace(step, qkv=(q, k, v) if step.paging is None else (q, *step.qkv[1:]))
 
@@ -297,12 +297,12 @@ def path_of(attn: fa4flex.Attention, step: Step) -> FamilyPath:
 
 
 def crooked(x: Tensor) -> Tensor:
-    """The same in rows that are no multiple of 16 bytes apart."""
+    """Tensor of these contents, in rows that are no multiple of 16 bytes apart."""
     return torch.nn.functional.pad(x, (0, 1))[..., :-1]
 
 
 def gapped(x: Tensor) -> Tensor:
-    """The same, every other element of memory."""
+    """Tensor of these contents, every other element of memory."""
     return torch.stack((x, x), -1)[..., 0]
 
 
@@ -417,7 +417,7 @@ def test_extents_that_do_not_agree_or_pass_what_was_proved_are_not_served(record
 
 
 def test_all_that_a_call_brings_is_compared() -> None:
-    """What is added to a call has to be compared here, too, or such calls may not be served."""
+    """Fields added to a call have to be compared here, too, or such calls may not be served."""
     assert {*family_path.COMPARED, "scales"} == set(Call._fields)
     sources = {"call", "call.lengths", "call.pages", "call.scales", "launch"}
     assert {row.source for row in FORWARD.entry} == sources
@@ -523,7 +523,7 @@ def test_larger_integers_are_launched_by_others(recorder: Recorder) -> None:
 
 @pytest.mark.parametrize("shared", (True, False))
 def test_maps_of_other_lengths_are_refused(recorder: Recorder, shared: bool) -> None:
-    """Also where they have as many blocks, of this very tensor or of another one."""
+    """Maps are refused even if they have as many blocks, of this very tensor or of another one."""
     classes = torch.ones(1, 1, 3, 3, dtype=torch.uint8)
     attn = fa4flex.compile(mask=causal, blocks=BlockMap(classes, (128, 128), 300, 300))
     step = Step((heads(HEADS, 2, 300), *(heads(2, 2, 300) for _ in "kv")))

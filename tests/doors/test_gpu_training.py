@@ -53,7 +53,7 @@ def fast(attn: fa4flex.Attention) -> bool:
 
 
 def paths(attn: fa4flex.Attention) -> list[FastPath]:
-    """What serves calls just like the last ones, the youngest launch first."""
+    """Fast paths that serve calls just like the last ones, the youngest launch first."""
     assert attn._caller is not None and attn._caller.recent is not None
     return [one.repeated for one in attn._caller.recent.kept if one.repeated is not None]
 

@@ -1,4 +1,4 @@
-"""What tests of engines share: sequences that grow step by step, and each step's result by definition."""
+"""Helpers of the tests of engines: sequences that grow step by step, and each step's result by definition."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def most_likely(model: Any, requests: list[list[int]], found: list[list[int]]) -
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often a layer was called, and how often with a block table."""
+    """Number of calls of a layer, and of those with a block table."""
     counted: Counter[str] = Counter()
     for name in ("_composed", "_in_pages"):
         real = getattr(paged, name)

@@ -13,7 +13,7 @@ from fa4flex.variants import causal
 
 @pytest.mark.parametrize("slots", [[3, -1, 0, -1], [-1, -1, 5, 11], [-1, -1, -1, -1], []])
 def test_tokens_are_written_to_their_slots_and_padding_nowhere(slots: list[int]) -> None:
-    """Also into caches of other strides and another dtype, int32 slots, and slot 0."""
+    """Caches of other strides and another dtype, int32 slots and slot 0 are served, too."""
     both = torch.randn(3, 2, 2, 4, 8, dtype=torch.float64)  # [pages, key or value, heads, page_size, width]
     caches = both[:, 0].transpose(1, 2), both[:, 1].transpose(1, 2)
     new = torch.randn(2, len(slots), 2, 8)

@@ -46,7 +46,7 @@ def on_cpu(x: Any) -> Any:
 
 
 def check(attn: Any, q: Tensor, k: Tensor, v: Tensor, **more: Any) -> None:
-    """Against float64 on the CPU; at most twice the rounding of bfloat16 maths of the same size."""
+    """Errors against float64 on the CPU are at most twice the rounding of bfloat16 maths of the same size."""
     with torch.no_grad():
         out, lse = attn(q, k, v, return_lse=True, **more)
         there = {name: on_cpu(x) for name, x in more.items()}
@@ -80,7 +80,7 @@ def test_widths_and_rows(q_len: int, d: int) -> None:
 
 
 def test_every_code_is_the_number_that_it_stands_for() -> None:
-    """Also NaN, and numbers below the normal ones. One key, so that the output is the value."""
+    """NaN and subnormal numbers are among them. There is one key, so that the output is the value."""
     codes = torch.arange(256, dtype=torch.uint8, device="cuda").view(E4M3)
     v = codes.view(4, 1, 1, 64)
     q = torch.zeros(4, 1, 1, 64, dtype=torch.bfloat16, device="cuda")

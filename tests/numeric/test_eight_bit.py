@@ -44,7 +44,7 @@ def scales_of(k_shape: str, v_shape: str) -> KVScales:
 @pytest.mark.parametrize("per", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_dense(per: str, dtype: torch.dtype) -> None:
-    """In float64 as in the oracle; with other queries as the float32 that is computed in, rounded once."""
+    """Results are the oracle's in float64; with other queries, those of float32 maths, rounded once."""
     (k, v), scales = cache(), scales_of(per, "token")
     q = torch.randn(B, H, SQ, D).to(dtype)
     attn = fa4flex.compile(score_mod=alibi, mask=causal)

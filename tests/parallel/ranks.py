@@ -14,7 +14,7 @@ SECONDS = 60.0
 
 
 class _Board:
-    """What ranks put for each other, call by call."""
+    """Values that ranks put for each other, call by call."""
 
     def __init__(self, size: int) -> None:
         self.put: list[Any] = [None] * size
@@ -51,7 +51,7 @@ class Threads:
 
 
 def on_ranks(size: int, run: Callable[[Threads], Any]) -> list[Any]:
-    """What `run` returns on each rank; the first error of a rank is raised here."""
+    """Results of `run` by rank; the first error of a rank is raised here."""
     board = _Board(size)
     found: list[Any] = [None] * size
     errors: list[BaseException | None] = [None] * size

@@ -179,8 +179,8 @@ def test_every_dropped_event_is_found() -> None:
 
 
 def matters(event: Event, where: str) -> bool:
-    """What other warps wrote is beyond the graph, which knows of memory warp by warp: the simulated GPU looks
-    for that. An output that is read in parts is read."""
+    """True if the graph finds that an event is missing. It knows of memory warp by warp: what other warps
+    wrote is for the simulated GPU. An output that is read in parts is read."""
     crossing = (event.action, event.target) == ("sync", "meeting")
     return not (crossing or event.action == "clear" or (event.action == "read" and event.target == "O"))
 

@@ -15,7 +15,7 @@ import fa4flex
 from fa4flex.codegen.plan import splitting
 
 SIMULATED = {"chip": "sm_90a"}
-"""What calls run on."""
+"""Simulated GPU that calls run on."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def split_in(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 
 
 def attend(attn: fa4flex.Attention, *qkv: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
-    """On the simulated GPU, under a random timing; nothing may be found."""
+    """Results from the simulated GPU, under a random timing; nothing may be found."""
     timing, seed = random.choice([("eager", 0), ("late", 1), ("random", random.randrange(99))])
     with torch.no_grad(), fa4flex.simulator.device(SIMULATED["chip"], seed, timing) as gpu:
         out, lse = attn(*qkv, return_lse=True, **more)
@@ -51,7 +51,8 @@ def attend(attn: fa4flex.Attention, *qkv: Tensor, **more: Any) -> tuple[Tensor, 
 
 
 def check(attn: fa4flex.Attention, qkv: list[Tensor], **more: Any) -> None:
-    """Within twice the error of the same maths in PyTorch at this dtype, and rows without keys."""
+    """Errors are within twice those of the same maths in PyTorch at this dtype; rows without keys are
+    zeros."""
     out, lse = attend(attn, *qkv, **more)
     exact, exact_lse = attn(*(x.double() for x in qkv), return_lse=True, **more)
     allowed = 2 * max(plain_error(qkv), rounding(qkv[0].dtype) * exact.abs().max().item())

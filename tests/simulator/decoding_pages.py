@@ -14,7 +14,8 @@ from fa4flex import simulator
 
 
 def attend(attn: fa4flex.Attention, given: Drawn) -> tuple[Tensor, Tensor]:
-    """On the simulated GPU, under a random timing; nothing may be found, and nothing else is launched."""
+    """Results from the simulated GPU, under a random timing; nothing may be found, and nothing else is
+    launched."""
     timing, seed = random.choice([("eager", 0), ("late", 1), ("random", random.randrange(99))])
     with torch.no_grad(), simulator.device(SIMULATED["chip"], seed, timing) as gpu:
         out, lse = given(attn, return_lse=True)

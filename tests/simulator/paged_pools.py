@@ -14,7 +14,7 @@ import fa4flex
 from fa4flex import Paging, Varlen
 
 HOLES = (-1, 10**9, -(1 << 31), 1 << 20)
-"""What entries of a page table hold that stand for no page."""
+"""Entries of a page table that stand for no page."""
 
 
 @dataclass(frozen=True)
@@ -96,4 +96,4 @@ WRONG: dict[str, tuple[Any, str]] = {
     "negative length": (lambda p: p.seqused_k.__setitem__(0, -3), "seqused_k of -3"),
     "length past the table": (lambda p: p.seqused_k.__setitem__(1, 5000), "seqused_k of 5000 tokens"),
 }
-"""What plants a fault in a paging, and how it is told."""
+"""Faults of a paging: a function that plants one, and the words that tell of it."""

@@ -51,7 +51,7 @@ def test_any_group_of_heads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("timing", [("eager", 0), ("late", 1), ("random", 2), ("random", 3)])
 def test_every_timing_has_the_same_bits(timing: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """And those of another order of copies, products and warps."""
+    """Results are also those of another order of copies, products and warps."""
     split_in(monkeypatch, 2)
     torch.manual_seed(1)
     qkv, attn = drawn(Size(8, 2, 2, 470, 128)), fa4flex.compile(**BOTH)
@@ -120,7 +120,7 @@ PAGES = {
 
 @pytest.mark.parametrize("name", PAGES)
 def test_pages(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of sequences without keys, and with one; pages in any order, of which nobody else's are read."""
+    """Some sequences have no keys, or one; pages lie in any order, and nobody else's are read."""
     split_in(monkeypatch, random.choice([1, 2, 3]))
     paged.check(fa4flex.compile(mask=causal), paged.drawn(PAGES[name]))
 

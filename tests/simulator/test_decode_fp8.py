@@ -20,7 +20,7 @@ from fa4flex.primitives.kv_scales import E4M3
 from fa4flex.variants import alibi, causal
 
 NAN = 0x7F
-"""e4m3's."""
+"""Code of NaN in e4m3."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def test_size(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_some_variant_and_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of those."""
+    """A variant or a size of the tests above, drawn at random."""
     if random.random() < 0.5:
         test_variant(random.choice(list(MODS)), monkeypatch)
     else:
@@ -147,7 +147,7 @@ def test_queries_of_any_size(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.slow
 def test_scales_that_differ_a_thousandfold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small ones first, large ones later, and the other way round; also none at all."""
+    """Small scales come first and large ones later, or the other way round, or all are zero."""
     split_in(monkeypatch, 1)
     call = drawn(Size(kv_len=520), "token")
     for factor in (
@@ -162,7 +162,7 @@ def test_scales_that_differ_a_thousandfold(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("per", ["head", "token"])
 def test_used_lengths_and_poisoned_tails(per: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What lies past the end of a sequence may be NaN, and so may its scales."""
+    """Keys and values past the end of a sequence may be NaN, and so may its scales."""
     split_in(monkeypatch, random.choice([1, 4]))
     call = drawn(Size(q_len=2, kv_len=400, batch=4), per)
     used = torch.tensor([400, 129, 1, 0], dtype=torch.int32)
@@ -184,7 +184,7 @@ def test_used_lengths_and_poisoned_tails(per: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_nan_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A key's reaches all of its rows, a value's one column."""
+    """A key's NaN reaches all of its rows, a value's one column."""
     split_in(monkeypatch, 1)
     call, attn = drawn(Size(kv_heads=2, kv_len=40)), fa4flex.compile()
     call.k.view(torch.uint8)[0, 0, 7, 3] = NAN
@@ -256,7 +256,7 @@ def test_pages(per: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_some_ragged_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of those."""
+    """A case of the tests of ragged batches above, drawn at random."""
     if random.random() < 0.5:
         test_used_lengths_and_poisoned_tails(random.choice(["head", "token"]), monkeypatch)
     else:

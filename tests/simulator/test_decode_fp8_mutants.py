@@ -66,7 +66,7 @@ def forward(q_len: int) -> Own:
 
 
 def implied(mutant: Mutant) -> bool:
-    """Whether what it lacks is known not to matter: of two fences after the initialisation of barriers,
+    """True if what it lacks is known not to matter: of two fences after the initialisation of barriers,
     either; and a warp that gathers where its lanes have not parted."""
     return mutant.instruction.opcode.startswith(("fence.mbarrier_init", "bar.warp"))
 

@@ -56,7 +56,8 @@ SMS = 2
 
 
 def attend(attn: fa4flex.Attention, given: Drawn) -> tuple[Tensor, Tensor]:
-    """On the simulated GPU, under a random timing; nothing may be found, and nothing is gathered."""
+    """Results from the simulated GPU, under a random timing; nothing may be found, and nothing is
+    gathered."""
     timing, seed = random.choice([("eager", 0), ("late", 1), ("random", random.randrange(99))])
     with (
         torch.no_grad(),
@@ -79,13 +80,13 @@ MANY = Size(heads=2, q_len=70, lengths=(300, 33))
 
 
 def test_many_queries() -> None:
-    """Also of more tiles of keys than are looked up at once."""
+    """Pages of more tiles of keys than are looked up at once."""
     check(CAUSAL, drawn(replace(MANY, lengths=(600, 33))))
 
 
 @pytest.mark.exhaustive
 def test_few_queries_of_an_order() -> None:
-    """Who asks for an order gets the kernel for many rows."""
+    """Calls that ask for an order get the kernel for many rows."""
     attn = fa4flex.compile(mask=causal, schedule=Schedule(order="row_major"))
     check(attn, drawn(replace(MANY, q_len=3)))
 
@@ -117,7 +118,7 @@ MODS: dict[str, dict[str, Any]] = {
     "name", [pytest.param(n, marks=() if n == "alibi, window" else pytest.mark.exhaustive) for n in MODS]
 )
 def test_variant(name: str) -> None:
-    """Also of sequences without keys, and with one."""
+    """Some sequences have no keys, or one."""
     d = 128 if name == "alibi, window" else 64
     given = drawn(Size(heads=4, kv_heads=2, lengths=(301, 0, 1, 150), d=d, dv=d))
     check(fa4flex.compile(**MODS[name]), chunks(given, (70, 5, 9, 129)))

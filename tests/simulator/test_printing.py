@@ -1,4 +1,4 @@
-"""What kernels print."""
+"""Printing in kernels."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ CALL = f"""{HEADER}
 
 
 def test_calls_of_vprintf() -> None:
-    """What is handed over lies in local memory."""
+    """Arguments of the calls lie in local memory."""
     module = parse(CALL)
     body = module.kernels["k"].body
     assert [i.opcode for i in body] == ["mov.b64", "st.local.b64", "call.uni", "ld.local.b32", "ret"]

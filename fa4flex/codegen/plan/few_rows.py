@@ -1,5 +1,5 @@
-"""What plans for few query rows have in common: tiles of pairs of a query and a head, keys split between
-blocks, pages read where they lie."""
+"""Base of the plans for few query rows: tiles of pairs of a query and a head, keys split between blocks,
+pages read where they lie."""
 
 from __future__ import annotations
 

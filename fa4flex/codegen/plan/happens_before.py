@@ -153,7 +153,7 @@ class Memory:
             (lifetime.reads if kind == "read" else lifetime.writes).append(step)
 
     def _under(self, name: str, part: int, parts: int) -> list[_Cell]:
-        """What shares bytes with a part: the same one where there are as many, else all of it."""
+        """Cells that share bytes with a part: the same one where there are as many, else all of it."""
         found = [cells for over in self.over[name] for cells in self.named[over]]
         return [cell for cells in found for cell in (cells if len(cells) != parts else (cells[part],))]
 

@@ -10,8 +10,8 @@ Lengths = Literal["dense", "packed", "used"]
 padded tensor."""
 
 Scaling = Literal["", "head", "page", "token"]
-"""What there is one scale of, for each head of keys: all keys of a sequence, a page, or each key; "": keys
-and values have no scales."""
+"""Granularity of scales, for each head of keys: one for all keys of a sequence, for a page, or for each key;
+"": keys and values have no scales."""
 
 ROW_BLOCK = 128
 """Rows that the statistics and the accumulated dQ of a sequence are padded to a multiple of."""

@@ -138,7 +138,7 @@ class Problem:
 
     @property
     def kv_element(self) -> str:
-        """What kernels are handed the elements of k and v as: e4m3 as bytes."""
+        """Dtype of k and v as kernels are handed them: e4m3 as bytes."""
         return "uint8" if self.kv_dtype else self.dtype
 
     @property

@@ -1,4 +1,4 @@
-"""What the kernel that appends to pages is specialised to."""
+"""Configuration of the kernel that appends to pages."""
 
 from __future__ import annotations
 

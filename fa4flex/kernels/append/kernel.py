@@ -40,7 +40,7 @@ class Token(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """Where a token's keys and values go, if they are written."""
+    """Slot that a token's keys and values go to, if they are written."""
 
     page: Int32
     number: Int32
@@ -49,7 +49,7 @@ class Slot(NamedTuple):
 
 class Append:
     direction = "append"
-    """Which arguments it takes."""
+    """Schema of its arguments."""
 
     def __init__(self, config: Config) -> None:
         self.config = config

@@ -100,5 +100,5 @@ def _keys(tile: Tile, arguments: Arguments, hooks: Hooks, config: Any) -> KeyTil
 
 
 def place_of(row: Row, tile: Tile, arguments: Arguments, hooks: Hooks) -> At:
-    """Where hooks are called for a row, with the uniform terms of its head."""
+    """Hook arguments for a row, with the uniform terms of its head."""
     return place(hooks, tile.work(row.h), tile.heads, arguments)

@@ -122,8 +122,8 @@ class PagedKeyValues:
 
 
 class Found(NamedTuple):
-    """Where the boxes of a tile are: the first lane that has one, and for each part of the tile what lanes
-    have, pages and numbers of boxes in these."""
+    """Boxes of a tile: the first lane that has one, and for each part of the tile what lanes have, pages and
+    numbers of boxes in these."""
 
     first: Int32
     parts: tuple[tuple[Int32, Int32], ...]

@@ -24,7 +24,7 @@ def paged_length(arguments: Arguments, b: Int32) -> Int32:
 
 @cute.jit
 def check_length(arguments: Arguments, b: Int32) -> None:
-    """One warp's: tell of a length that is not possible."""
+    """Tell of a length that is not possible; one warp calls this."""
     given, most = Int64(arguments.paged_keys[b]), capacity(arguments)
     if cute.arch.lane_idx() == 0:
         if given < 0:

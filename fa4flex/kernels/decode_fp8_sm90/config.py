@@ -1,4 +1,4 @@
-"""What the Hopper kernel for few query rows over an e4m3 cache is specialised to, besides hooks."""
+"""Configuration of the Hopper kernel for few query rows over an e4m3 cache, besides hooks."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ KEYS = 32
 """Keys that a warp multiplies at once."""
 
 WEIGHT = 128.0
-"""Probabilities times this are rounded to float16. At most 2^8 where the maximum in use lags behind, they
-stay below its largest number, 65504, and of the smaller ones those above 2^-21 keep all digits."""
+"""Factor of probabilities before they are rounded to float16. At most 2^8 where the maximum in use lags
+behind, they stay below its largest number, 65504, and of the smaller ones those above 2^-21 keep all
+digits."""
 
 
 @dataclass(frozen=True)
 class Config(decode.Config):
-    """The same as for 16-bit keys, and
+    """Configuration for 16-bit keys, and
 
     row_warps          sets of ROWS query rows, one for each warp or for several that share the keys of a tile
-    k_scales, v_scales   what keys and values have one scale of
+    k_scales, v_scales   granularity of the scales of keys and values
     """
 
     row_warps: int = 1
@@ -48,12 +49,12 @@ class Config(decode.Config):
 
     @property
     def shares_queries(self) -> bool:
-        """Whether queries are in shared memory rather than in registers."""
+        """True if queries are in shared memory rather than in registers."""
         return self.query_bytes > 0
 
     @property
     def steps(self) -> int:
-        """How often a warp multiplies KEYS keys of a tile."""
+        """Number of KEYS-key steps of a warp in a tile."""
         return self.tile_n // (KEYS * self.key_warps)
 
 

@@ -44,12 +44,12 @@ COLUMNS = KEYS // 4
 """Scores that a lane has of each of its two rows: of each 8 keys the two from 2 (lane % 4) on."""
 
 LEAST_SCALE = 2.0**-100
-"""What scales of values are compared with at first."""
+"""Initial value of the largest scale of values so far."""
 
 
 @dataclass(frozen=True)
 class Warp:
-    """What stays the same over a warp's key tiles, and its running sums.
+    """Constants over a warp's key tiles, and its running sums.
 
     number     of the warp, which has rows `number // key_warps` and keys `number % key_warps` of a tile
     rows, lift   a lane's two rows, and what their products are multiplied by for scores
@@ -151,7 +151,7 @@ class Consumer:
         return self.first_key(warp, tile_at(warp.tile.keys, last), step) + cute.arch.lane_idx() % 4 * 2
 
     def following(self, warp: Warp, i: Int32, step: Int32) -> Int32:
-        """The same for the step after this one."""
+        """The first key of a lane's columns in the step after this one."""
         if not (warp.k_scale.varies or warp.v_scale.varies):
             return Int32(0)
         if self.config.steps == 1:
@@ -221,7 +221,7 @@ class Consumer:
             release(pipes.v, v_state)
 
     def clears(self, masked: bool) -> bool:
-        """Whether keys may lie past the end of a sequence and hold anything; dense tensors end where TMA
+        """True if keys may lie past the end of a sequence and hold anything; dense tensors end where TMA
         fills in zeros itself."""
         return masked and self.config.lengths != "dense"
 

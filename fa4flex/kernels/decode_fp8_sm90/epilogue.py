@@ -1,5 +1,5 @@
-"""From a warp's sums to global memory: warps that shared keys are merged, then written as an output, or as a
-split's part of one."""
+"""Epilogue, from a warp's sums to global memory: warps that shared keys are merged, then written as an
+output, or as a split's part of one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the consumer's inner loops are made of: reads of bytes, e4m3 in float16, and the tensor core's
+"""Instructions of the consumer's inner loops: reads of bytes, e4m3 in float16, and the tensor core's
 product."""
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class DecodePlan(FewRowsPlan):
         return Need(parts)
 
     def config(self) -> Config:
-        """What the hand-written kernel is built from."""
+        """Configuration of the hand-written kernel."""
         return Config(
             head_dim=self.widths[0],
             head_dim_v=self.widths[1],
@@ -219,7 +219,7 @@ def tile_keys(width: int) -> int:
 
 
 def accepts(problem: Problem, target: Target) -> bool:
-    """What the kernel for 16-bit keys accepts, up to a width; pages have rows of half as many bytes."""
+    """True if the kernel for 16-bit keys accepts it, up to a width; pages have rows of half as many bytes."""
     widths = pad(problem.head_dim), pad(problem.head_dim_v)
     by_key = bool({"page", "token"} & {problem.k_scales, problem.v_scales})
     if max(widths) > WIDEST[problem.most_rows > ROWS, by_key]:

@@ -16,7 +16,7 @@ from fa4flex.kernels.decode_fp8_sm90.config import span
 
 
 class Producer(split_producer.Producer):
-    """The same as for 16-bit tiles, but values lie like keys: nothing reads them transposed."""
+    """Producer of 16-bit tiles, but values lie like keys: nothing reads them transposed."""
 
     def key_values(self, arguments: Arguments, tile: Tile, transfers: Transfers, stages: Stages) -> KeyValues:
         config = self.config

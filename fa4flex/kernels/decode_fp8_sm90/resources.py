@@ -1,4 +1,4 @@
-"""What the roles of the Hopper kernel for few query rows over an e4m3 cache share."""
+"""Resources of the roles of the Hopper kernel for few query rows over an e4m3 cache."""
 
 from __future__ import annotations
 

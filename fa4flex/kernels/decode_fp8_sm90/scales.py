@@ -59,7 +59,7 @@ class Scale:
                 self.coming[c] = find(cutlass.min(first + COLUMNS[c], last))
 
     def _place(self, one: Int32) -> Callable[[Int32], Float32]:
-        """What finds the scale of a key that lies together with this one."""
+        """Function that finds the scale of a key that lies together with this one."""
         head, given = self.tile.kv_head, self.given
         if self.pages is None:
             return lambda key: Float32(given[self.tile.b, head, key])

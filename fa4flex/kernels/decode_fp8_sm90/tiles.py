@@ -1,4 +1,4 @@
-"""Where a lane finds its bytes in tiles of keys and values.
+"""Addresses of a lane's bytes in tiles of keys and values.
 
 A tile lies in blocks of columns, `span` bytes of each row next to each other. The 16 bytes at chunk c of row
 r lie at chunk c ^ (r % 8), where a row has 8 chunks; TMA does that, and PTX calls it a swizzle. Which rows
@@ -25,7 +25,7 @@ Place = tuple[Int32, Int32 | int]
 
 
 def swizzled(offset: Int32, width: int) -> Int32:
-    """Where byte `offset` of a block lies, whose rows have this width."""
+    """Swizzled offset of byte `offset` of a block whose rows have this width."""
     return offset ^ ((offset >> 3) & (width - CHUNK))
 
 

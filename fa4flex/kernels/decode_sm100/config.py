@@ -1,4 +1,4 @@
-"""What the Blackwell kernel for few query rows is specialised to, besides hooks."""
+"""Configuration of the Blackwell kernel for few query rows, besides hooks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ MERGED = 32
 """Columns of the output whose copies are merged at a time."""
 
 MERGED_STRIDE = MERGED + 4
-"""Floats from one row of these to the next: lanes that access shared memory together meet in no bank."""
+"""Floats from one row of merged columns to the next: lanes that access shared memory together meet in no
+bank."""
 
 MERGED_STAGES = 2
-"""Buffers of these: while one is read, the other is written."""
+"""Buffers of merged columns: while one is read, the other is written."""
 
 MULTIPLY, LOAD = 4, 5
-"""Warps; those before take the softmax."""
+"""Warps that multiply and load; those before take the softmax."""
 
 WARPS = 6
 

@@ -1,4 +1,4 @@
-"""From tensor to global memory: copies of a row are merged, to the output or a split's part of it.
+"""Epilogue, from tensor to global memory: copies of a row are merged, to the output or a split's part of it.
 
 Each copy's output is weighted by its share of the whole sum, and the copies are added up in shared memory,
 some columns at a time. There a thread has another row than before, and columns next to each other.
@@ -57,7 +57,7 @@ class Epilogue:
                 self.put_zeros(arguments, tile)
 
     def weigh(self, mine: Any, shared: Shared, sink: Float32 | None) -> tuple[Float32, Float32]:
-        """What the thread's copy of its row is to be multiplied by, and the logarithm of the row's sum."""
+        """Factor of the thread's copy of its row, and the logarithm of the row's sum."""
         thread, rows = cute.arch.thread_idx()[0], self.config.rows
         state, found = mine.state, running(1)
         statistics = shared.statistics

@@ -45,7 +45,7 @@ class Forward:
     """A kernel for one Config and one variant's Hooks; `compile` takes the object itself."""
 
     direction = "forward"
-    """Which arguments it takes."""
+    """Schema of its arguments."""
 
     def __init__(self, config: Config, hooks: Hooks) -> None:
         self.config = config

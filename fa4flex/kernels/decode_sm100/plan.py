@@ -43,7 +43,7 @@ MOST_SCORES = 32
 LEAST_STAGES, MOST_STAGES = 2, 16
 
 SINGLE_BARRIERS = 4
-"""Those of no ring of tiles: queries, scores, probabilities and the output are there."""
+"""Barriers of no ring of tiles: queries, scores, probabilities and the output are there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ class BlackwellDecodePlan(FewRowsPlan):
         return min(self.target.registers // (32 * WARPS * self.blocks) // step * step, 255)
 
     def config(self) -> Config:
-        """What the hand-written kernel is built from."""
+        """Configuration of the hand-written kernel."""
         first = {r.name: r.first for r in self.columns.ranges}
         return Config(
             head_dim=self.widths[0],

@@ -1,4 +1,4 @@
-"""What the roles of the Blackwell kernel for few query rows share: tensors, barriers, products of a block."""
+"""Resources of the roles of the Blackwell kernel for few query rows: tensors, barriers and products."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Products:
         return self._left(self.scores, self.scores_tile, base + self.config.memory.queries)
 
     def probabilities_at(self, base: cute.Pointer) -> cute.Tensor:
-        """Probabilities likewise, over their scores."""
+        """Probabilities, likewise an A operand, over their scores."""
         return self._left(self.values, self.values_tile, base + self.config.memory.scores)
 
     def _left(self, mma: cute.TiledMma, tile: tuple[int, int, int], place: cute.Pointer) -> cute.Tensor:

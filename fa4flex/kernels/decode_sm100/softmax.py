@@ -211,7 +211,7 @@ class Softmax:
 
     @cute.jit
     def rescale(self, memory: cutlass.Constexpr[Memory], scale: Float32) -> None:
-        """What is stored is there when the probabilities are: one wait is for both."""
+        """Rescale the output. Its stores need no wait: that for the probabilities is for both."""
         if cute.arch.vote_any_sync(scale < 1.0):
             for block in cutlass.range_constexpr(self.config.head_dim_v // HELD):
                 held = cute.make_rmem_tensor((HELD,), Float32)

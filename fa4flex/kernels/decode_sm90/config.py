@@ -1,4 +1,4 @@
-"""What the Hopper kernel for few query rows is specialised to, besides hooks."""
+"""Configuration of the Hopper kernel for few query rows, besides hooks."""
 
 from __future__ import annotations
 
@@ -41,5 +41,5 @@ class Config:
 
     dynamic: ClassVar[bool] = False
     splits: ClassVar[bool] = True
-    """Whether several blocks may share the keys of a tile."""
+    """True if several blocks may share the keys of a tile."""
     threads: ClassVar[int] = 256

@@ -33,7 +33,7 @@ class Forward:
     """A kernel for one Config and one variant's Hooks; `compile` takes the object itself."""
 
     direction = "forward"
-    """Which arguments it takes."""
+    """Schema of its arguments."""
 
     def __init__(self, config: Config, hooks: Hooks) -> None:
         self.config = config
@@ -120,7 +120,7 @@ class Forward:
 
 
 def rings(barriers: tuple[Any, Any], tiles: tuple[cute.Tensor, cute.Tensor], stages: int) -> list[Any]:
-    """What signals that a stage of such tiles is full, or that four warps have read it."""
+    """Pipelines whose barriers tell that a stage of such tiles is full, or that four warps have read it."""
     thread = pipeline.Agent.Thread
     return [
         pipeline.PipelineTmaAsync.create(

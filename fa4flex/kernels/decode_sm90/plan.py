@@ -64,7 +64,7 @@ class DecodePlan(FewRowsPlan):
         return consumer_need(self.tile_n, self.widths[1], self.work)
 
     def config(self) -> Config:
-        """What the hand-written kernel is built from."""
+        """Configuration of the hand-written kernel."""
         return Config(
             head_dim=self.widths[0],
             head_dim_v=self.widths[1],

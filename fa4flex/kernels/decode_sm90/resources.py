@@ -1,4 +1,4 @@
-"""What the roles of the Hopper kernel for few query rows share: tensors and pipelines of one block."""
+"""Resources of the roles of the Hopper kernel for few query rows: tensors and pipelines of one block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the Hopper forward kernel is specialised to, besides hooks."""
+"""Configuration of the Hopper forward kernel, besides hooks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Config:
     row_ends: int = 0
 
     splits: ClassVar[bool] = False
-    """Whether several blocks may share the keys of a tile."""
+    """True if several blocks may share the keys of a tile."""
 
     @property
     def consumers(self) -> int:

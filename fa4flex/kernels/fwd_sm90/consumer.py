@@ -52,7 +52,7 @@ TURNS = 1
 
 @dataclass(frozen=True)
 class Tile:
-    """What stays the same over the key tiles of one query tile."""
+    """Constants over the key tiles of one query tile."""
 
     fragment: Fragment
     factor: Float32

@@ -97,7 +97,7 @@ class HopperPlan:
         return expected_bound(self.problem, widths, self.work, self.target, size)
 
     def config(self) -> Config:
-        """What the hand-written kernel is built from."""
+        """Configuration of the hand-written kernel."""
         return Config(
             head_dim=self.tiles.head_dim,
             head_dim_v=self.tiles.head_dim_v,

@@ -18,7 +18,7 @@ from fa4flex.kernels.fwd_sm90.config import Config
 from fa4flex.kernels.fwd_sm90.resources import Pipes, Shared
 
 Block = tuple[Transfers, Shared, Pipes]
-"""What stays the same over the tiles of a block."""
+"""Constants over the tiles of a block."""
 
 
 class Producer:

@@ -85,7 +85,7 @@ class Need:
 
 
 def consumer_need(tile_n: int, head_dim_v: int, work: Work) -> Need:
-    """What a consumer thread keeps when most is alive: the next scores land while probabilities are used."""
+    """Registers of a consumer thread at their most: the next scores land while probabilities are used."""
     hooks = work.uniform + ROWS * (work.row + work.row_ends + work.column) + min(work.element, MOST_SCRATCH)
     return Need(
         (

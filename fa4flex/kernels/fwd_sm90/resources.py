@@ -1,4 +1,4 @@
-"""What the roles of the Hopper forward kernel share: tensors, barriers and pipelines of one block."""
+"""Resources of the roles of the Hopper forward kernel: tensors, barriers and pipelines of one block."""
 
 from __future__ import annotations
 

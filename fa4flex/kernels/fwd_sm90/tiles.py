@@ -44,7 +44,7 @@ class Tiles:
         return 128 * (1 + self.consumers)
 
     def shares(self, problem: Problem, kv_stages: int, target: Target) -> bool:
-        """Whether the output takes no memory of its own: it is staged where the queries lie, or not at all.
+        """True if the output takes no memory of its own: it is staged where the queries lie, or not at all.
         Only dense tensors take it by TMA; with other lengths, registers go straight to global memory. With
         memory of its own, the next queries come while the output leaves."""
         if problem.lengths != "dense":
@@ -77,7 +77,7 @@ class Tiles:
 
 
 def may_share(head_dim: int, head_dim_v: int) -> bool:
-    """Whether the output may be staged where the queries lie: one warpgroup stores its rows while another
+    """True if the output may be staged where the queries lie: one warpgroup stores its rows while another
     multiplies its queries, so each one's output starts where its own queries do, and must fit there."""
     return head_dim_v <= head_dim
 
@@ -191,7 +191,7 @@ def _try(pair: Pair, problem: Problem, work: Work) -> tuple[Tiles, Need, int]:
 
 
 def producer_computes(problem: Problem, work: Work) -> bool:
-    """Whether the producer finds key tiles in block tables or from rows' spans, sequences in lengths, or keys
+    """True if the producer finds key tiles in block tables or from rows' spans, sequences in lengths, or keys
     in page tables."""
     found = problem.mask_form == "tables" or problem.lengths == "packed" or problem.page_rows > 0
     return found or work.row_ends > 0

@@ -1,4 +1,4 @@
-"""What forward and backward share: the inputs, the walk over non-empty tiles, and the mods on a tile.
+"""Common part of forward and backward: the inputs, the walk over non-empty tiles, and the mods on a tile.
 
 A tile is a block of scores [groups, ratio, rows, keys]: `groups` key-value heads of one batch entry, the
 `ratio` query heads that share each of them, a range of query rows, a range of keys. Index tensors of a

@@ -28,7 +28,7 @@ WIDTH = 64
 
 
 class New(NamedTuple):
-    """What is appended: k, v and q [B, H, S, D], or packed [T, H, D] with cu_seqlens; `seqused` says how many
+    """Tokens to append: k, v and q [B, H, S, D], or packed [T, H, D] with cu_seqlens; `seqused` says how many
     tokens of each sequence take part."""
 
     k: Tensor
@@ -40,7 +40,7 @@ class New(NamedTuple):
 
 
 class Pool(NamedTuple):
-    """Where it goes: pools [pages, page_size, H, D], pages and lengths of the sequences."""
+    """Destination of the tokens: pools [pages, page_size, H, D], pages and lengths of the sequences."""
 
     k: Tensor
     v: Tensor

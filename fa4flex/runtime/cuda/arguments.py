@@ -96,7 +96,7 @@ def _owner(row: Argument) -> str:
 
 
 def _path(row: Argument) -> str:
-    """Where an argument is found: "call.lengths.seqused_q"."""
+    """Path to an argument: "call.lengths.seqused_q"."""
     return f"{row.source}.{row.name}"
 
 

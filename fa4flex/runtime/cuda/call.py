@@ -1,4 +1,4 @@
-"""What a call of a program consists of."""
+"""Arguments of a call of a program."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NO_LENGTHS = SequenceLengths()
 
 
 class Pages(NamedTuple):
-    """Where the keys of each sequence are: its pages [B, columns], and how many keys it has [B]."""
+    """Pages of each sequence [B, columns], and its number of keys [B]."""
 
     page_table: Tensor | None = None
     paged_keys: Tensor | None = None
@@ -37,8 +37,8 @@ NO_PAGES = Pages()
 
 
 class Scales(NamedTuple):
-    """What the keys and values of an 8-bit cache are multiplied by, [sequences or pages, heads] or [sequences
-    or pages, heads, tokens], and what there is one of (primitives/kv_scales.py)."""
+    """Scales of the keys and values of an 8-bit cache, [sequences or pages, heads] or [sequences or pages,
+    heads, tokens], and their granularity (primitives/kv_scales.py)."""
 
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
@@ -88,7 +88,7 @@ class Call(NamedTuple):
         return kind(q[0], q[heads], q[rows], k[rows])
 
     def inputs(self, out_dtype: torch.dtype) -> Inputs:
-        """What calls that look like this one have in common, of tensors alone."""
+        """Inputs of all calls that look like this one, from tensors alone."""
         dense, paged = self.lengths is NO_LENGTHS, self.pages is not NO_PAGES
         return Inputs(
             extents=self.extents(),
@@ -120,8 +120,8 @@ ALIGNMENT = 16
 
 
 def heads_look(x: Tensor) -> tuple[Any, ...]:
-    """What a kernel is told of a tensor of heads, of any extents: dtype, device, and whether the tensor
-    memory accelerator can read it (`tma_able` in conversions.py)."""
+    """Properties that a kernel is told of a tensor of heads, of any extents: dtype, device, and whether the
+    tensor memory accelerator can read it (`tma_able` in conversions.py)."""
     *steps, unit = x.stride()
     size, places = x.element_size(), x.data_ptr()
     for step in steps:
@@ -130,11 +130,11 @@ def heads_look(x: Tensor) -> tuple[Any, ...]:
 
 
 def array_look(x: Tensor) -> tuple[Any, ...]:
-    """What a kernel is told of lengths and statistics, of any extents: dtype, device, whether the last stride
-    is 1."""
+    """Properties that a kernel is told of lengths and statistics, of any extents: dtype, device, whether the
+    last stride is 1."""
     return x.dtype, x.get_device(), x.stride()[-1:] == (1,)
 
 
 def layout_key(x: Tensor | None) -> Any:
-    """What a tensor looks like from outside: two tensors that look alike can take each other's place."""
+    """Key of a tensor's layout: two tensors with the same one can take each other's place."""
     return None if x is None else (x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % ALIGNMENT)

@@ -36,7 +36,7 @@ def conversion(look: Look, given: Any) -> Conversion | None:
 
 
 def tma_able(x: Tensor) -> bool:
-    """Whether the tensor memory accelerator can read x: 16-byte steps, except along the last dimension."""
+    """True if the tensor memory accelerator can read x: 16-byte steps, except along the last dimension."""
     per_step = ALIGNMENT // x.element_size()
     steps = all(s % per_step == 0 for s in x.stride()[:-1])
     return x.stride(-1) == 1 and steps and x.data_ptr() % ALIGNMENT == 0

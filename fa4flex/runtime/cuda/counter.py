@@ -34,7 +34,7 @@ def counter(device: int) -> Tensor:
 
 
 def being_captured(device: int) -> bool:
-    """Whether launches on the current stream of CUDA device number `device` become part of a graph."""
+    """True if launches on the current stream of CUDA device number `device` become part of a graph."""
     return _stream(device) != 0 and _capturing(device)
 
 

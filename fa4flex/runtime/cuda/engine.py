@@ -78,13 +78,13 @@ class Engine:
         self._computed_with = computed_with(facts.score, facts.mask)
         self._looked_at: VersionedCache[bool] = VersionedCache(MOST_PROVED)
         self.backward: Families[Any] = Families(MOST_READY)
-        """What runtime/cuda/backward.py keeps: launches by look, None where there is no kernel."""
+        """Launches that runtime/cuda/backward.py keeps, by look; None where there is no kernel."""
         self.recent_backward = RecentBackward()
         self.proved: VersionedCache[Any] = VersionedCache(MOST_PROVED)
 
     def find(self, call: Call, default: Any = None) -> Any:
-        """What was made ready for calls that look like this one: a Ready, or the None that was kept; else
-        `default`. Raises InputError for what an earlier call was wrong in."""
+        """Entry kept for calls that look like this one: a Ready, or None; else `default`. Raises InputError
+        for what an earlier call was wrong in."""
         faults.check()
         if VALIDATE:
             check_lengths(call)
@@ -138,7 +138,7 @@ class Engine:
                 later.require(_below(x.detach(), bits), told, self._widen(slot, x))
 
     def _widen(self, slot: int, x: Tensor) -> Callable[[], None]:
-        """What takes integers of this slot for as large as their dtype allows, from the next call on."""
+        """Callback that takes integers of this slot for as large as their dtype allows from then on."""
         bits = MORE_BITS if x.itemsize == 4 else 63
 
         def widen() -> None:
@@ -179,7 +179,7 @@ def _below(x: Tensor, bits: int) -> Tensor:
 
 
 def given_of(engine: Engine, call: Call, schedule: Schedule, backward: bool = False) -> tuple[Given, Reach]:
-    """What calls that look like this one are compiled from, and for which extents it is the same."""
+    """Inputs of the compiler for calls that look like this one, and the extents that they are good for."""
     from fa4flex.lower import Given
 
     engine.look_at(call)
@@ -207,7 +207,7 @@ class Proofs:
         return self._made("mask", shape, lambda: prove(facts, shape, captured))
 
     def usable(self, shape: Shape) -> Proved | None:
-        """What launches for other extents can use: no block tables, no index that is wider than theirs."""
+        """Facts for launches of other extents, too: no block tables, no index that is wider than theirs."""
         return self._made("usable", shape, lambda: self._usable(shape))
 
     def of_both_passes(self, shape: Shape) -> Proved | None:

@@ -1,4 +1,4 @@
-"""What calls have in common that one launch serves: how their tensors look, whatever their lengths.
+"""Families of calls, each served by one launch: how their tensors look, whatever their lengths.
 
 A launch reads extents and strides from the tensors it is given. So its key says of a tensor what a kernel is
 compiled for and how it is converted, and leaves out batch, lengths and strides. Which of these a launch
@@ -69,7 +69,7 @@ def _dense(call: Call) -> tuple[Look, Extents] | None:
 
 
 def _looks(q: Tensor, k: Tensor, v: Tensor) -> Look:
-    """What `heads_look` says of each, together where all of them can be read as they are: most can."""
+    """Results of `heads_look` for each, together where all of them can be read as they are: most can."""
     (a, b, c, q_unit), (d, e, f, k_unit), (g, h, i, v_unit) = q.stride(), k.stride(), v.stride()
     places = (
         q.data_ptr() | k.data_ptr() | v.data_ptr() | (a | b | c | d | e | f | g | h | i) * q.element_size()

@@ -41,10 +41,10 @@ COMPARED = (
 
 
 class Kind(Protocol):
-    """What dense, ragged and paged calls differ in."""
+    """Differences between dense, ragged and paged calls."""
 
     def beside(self, varlen: Varlen | None, paging: Paging | None) -> Beside | None:
-        """What a call brings besides q, k and v; None for a call of another kind."""
+        """Inputs of a call besides q, k and v; None for a call of another kind."""
 
     def extents(self, qkv: QKV, beside: Beside) -> Extents | None:
         """Extents of a call; None where those of its tensors do not agree, or where there is nothing to
@@ -145,7 +145,7 @@ class Paged(Dense):
 
 
 def _given(lengths: SequenceLengths) -> tuple[bool, ...]:
-    """Which lengths there are, and which are the same tensor."""
+    """Flags that tell which lengths there are, and which are the same tensor."""
     cu_q, cu_k, used_q, used_k = lengths
     return cu_q is None, cu_k is cu_q, used_q is None, used_k is None, used_k is used_q
 
@@ -157,7 +157,7 @@ def _own(lengths: SequenceLengths) -> tuple[Tensor | None, ...]:
 
 
 def _kind(call: Call) -> Kind | None:
-    """None for lengths beside pages, which have no kind."""
+    """Kind of a call; None for lengths beside pages."""
     if call.pages is not NO_PAGES:
         return Paged(call) if call.lengths is NO_LENGTHS else None
     if call.lengths is NO_LENGTHS:
@@ -198,8 +198,8 @@ class FamilyPath:
 
     @staticmethod
     def of(call: Call, qkv: QKV, ready: Ready, reader: Reader) -> FamilyPath | None:
-        """None where torch cannot compare the tensors of such calls at once, where they are converted, or
-        where each call's contents are checked."""
+        """Path of this launch; None where torch cannot compare the tensors of such calls at once, where they
+        are converted, or where each call's contents are checked."""
         kind = _kind(call)
         others = [name for name in call._fields if name not in COMPARED]
         if any(getattr(call, name) is not call._field_defaults.get(name) for name in others):

@@ -123,7 +123,7 @@ def _tensors(call: Call, saved: Saved) -> tuple[Tensor, ...]:
 
 
 def _alike(call: Call) -> tuple[Any, ...]:
-    """What decides a launch and no tensor tells."""
+    """Properties that decide a launch and no tensor tells."""
     return call.scale > 0, call.heads_first, call.statistics, call.sinks is None, simulated.target()
 
 

@@ -106,7 +106,7 @@ class FastPath:
         return True
 
     def fits(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Whether a call with these tensors is this launch.
+        """True if a call with these tensors is this launch.
 
         `looks` compares types, dtypes, devices, shapes, strides, requires_grad, and whatever takes part in
         dispatch: modes, transforms, inference mode. What it does not see follows.
@@ -141,7 +141,7 @@ class FastPath:
 
 
 def _workspace(call: Call, ready: Ready, splits: int | None) -> Tensor | None:
-    """What looks like the memory for results of splits, and takes none; None where kernels do not split."""
+    """Tensor like the memory for results of splits that takes none; None where kernels do not split."""
     if splits is None:
         return None
     floats = ready.floats(call.q, splits)

@@ -1,4 +1,4 @@
-"""What a captured CUDA graph points to besides the user's tensors: it may be replayed at any time."""
+"""Objects besides the user's tensors that captured CUDA graphs point to: they may be replayed at any time."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def _rows_of_runs(tiles: TileMap) -> Tensor:
 
 
 def _whole(tiles: TileMap, axis: int, row: Tensor) -> Tensor:
-    """How many tiles along the queries, 0, or the keys, 1, lie before their end, in the sequences of rows."""
+    """Number of whole tiles along the queries, 0, or the keys, 1, in the sequences of rows."""
     if tiles.lengths is None:
         length = tiles.shape.kv_len if axis else tiles.shape.q_len
         return torch.tensor(length // tiles.tile[axis], dtype=torch.int32)

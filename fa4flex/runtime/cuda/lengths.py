@@ -107,15 +107,15 @@ class LengthsKernel:
 
 
 def _key(call: Call) -> tuple[Any, ...]:
-    """What corrected lengths depend on besides those given."""
+    """Key of corrected lengths, besides those given."""
     return capture_of(call.q), call.q.shape, call.k.shape, call.heads_first, simulated.target()
 
 
 def lengths_of(
     kinds: Kinds, call: Call, lowered: Lowered, tile: tuple[int, int] | None = None
 ) -> LengthsKernel | None:
-    """What corrects the lengths of calls like this one of a pass, and sorts their tiles of queries if `tile`
-    is given; None for dense ones."""
+    """Kernel that corrects the lengths of calls like this one of a pass, and sorts their tiles of queries if
+    `tile` is given; None for dense ones."""
     if call.lengths is NO_LENGTHS:
         return None
     from fa4flex.lower import lower_lengths

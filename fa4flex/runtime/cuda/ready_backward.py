@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Saved(NamedTuple):
-    """What the forward pass left, and the gradients that arrive: out, dout [B, H, S, D]; lse, dlse [B, H, S],
+    """Results of the forward pass, and the gradients that arrive: out, dout [B, H, S, D]; lse, dlse [B, H, S],
     dlse None where nothing depends on the log-sum-exp. Packed: [T, H, D] and [H, T]."""
 
     out: Tensor

@@ -1,4 +1,4 @@
-"""What a kernel is compiled for: how the tensors of a call look, and its captured numbers by their kinds."""
+"""Signatures of kernels: how the tensors of a call look, and its captured numbers by their kinds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Kinds = Mapping[int, str]
 
 
 def signature_of(kinds: Kinds, call: Call, more: tuple[str, ...] = ()) -> Signature:
-    """What the arguments of a call look like. more: names of arguments that are given besides the lengths."""
+    """Signature of the arguments of a call. more: names of arguments that are given besides the lengths."""
     used = tuple(row.name for row, x in zip(LENGTHS, call.lengths) if row.when is None and x is not None)
     units = tuple(x.ndim == 0 or x.stride(-1) == 1 for x in call.operands)
     heads_first = call.heads_first or call.packed
@@ -32,7 +32,7 @@ def kinds_of(kinds: Kinds, call: Call) -> tuple[str, ...]:
 
 
 def _even_rows(x: Tensor) -> bool:
-    """Whether the elements 2 i and 2 i + 1 of any row are one aligned word."""
+    """True if the elements 2 i and 2 i + 1 of any row are one aligned word."""
     steps = x.stride()
     aligned = x.data_ptr() % (2 * x.element_size()) == 0
     return x.ndim > 0 and steps[-1] == 1 and aligned and all(step % 2 == 0 for step in steps[:-1])

@@ -1,4 +1,4 @@
-"""Who makes the block tables that a pass of a program reads: its device, or the host."""
+"""Block tables that a pass of a program reads, made by its device or by the host."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def tables_of(kinds: Kinds, call: Call, lowered: Lowered, captured: Captured) ->
 
 
 def grid_of(plan: TablesPlan, shape: Shape) -> Grid:
-    """How many tiles there are, and for which batch entries and heads they differ."""
+    """Number of tiles, and the batch entries and heads for which they differ."""
     tiles = -(-shape.q_len // plan.tile[0]), -(-shape.kv_len // plan.tile[1])
     rows, columns = tiles[::-1] if plan.by_keys else tiles
     batch, heads = (n if varies else 1 for n, varies in zip((shape.batch, shape.heads), plan.varies))
@@ -70,7 +70,7 @@ def ranges_of(plan: TablesPlan, shape: Shape) -> tuple[int, int, int, int] | Non
 
 
 def ends_of(plan: TablesPlan, call: Call) -> Ends | None:
-    """What there is of ends of rows; None where the pass reads none."""
+    """Sizes of the tables of ends of rows; None where the pass reads none."""
     config = plan.config()
     if not config.spans:
         return None

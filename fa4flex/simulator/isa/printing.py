@@ -1,5 +1,5 @@
-"""What kernels print: calls of vprintf, the one function that the system has for them (PTX ISA, "Control Flow
-Instructions: call"; CUDA C++ Programming Guide, "Formatted Output").
+"""Printing in kernels: calls of vprintf, the one function that the system has for them (PTX ISA, "Control
+Flow Instructions: call"; CUDA C++ Programming Guide, "Formatted Output").
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FIELD = re.compile(
     rb"(?P<length>hh|h|ll|l|j|z|t|L)?(?P<kind>[diouxXcspfFeEgG%])"
 )
 Take = Callable[[int], bytes]
-"""So many bytes of the arguments, the next ones at a multiple of their number."""
+"""Function that takes so many bytes of the arguments, the next ones at a multiple of their number."""
 
 
 @translates("call")
@@ -75,7 +75,7 @@ def _taking(bytes_at: Callable[[int, int], bytes], start: int) -> Take:
 
 
 def _string(bytes_at: Callable[[int, int], bytes], address: int) -> bytes:
-    """What lies there, up to a zero."""
+    """Bytes from this address up to a zero."""
     found = b""
     while not found.endswith(b"\0"):
         found += bytes_at(address + len(found), 1)
@@ -83,7 +83,7 @@ def _string(bytes_at: Callable[[int, int], bytes], address: int) -> bytes:
 
 
 def formatted(text: bytes, take: Take, bytes_at: Callable[[int, int], bytes]) -> str:
-    """What C's printf makes of a format. What is no conversion stands for itself."""
+    """Output of C's printf for a format. What is no conversion stands for itself."""
 
     def one(match: re.Match[bytes]) -> bytes:
         kind = match["kind"].decode()
@@ -103,7 +103,7 @@ def formatted(text: bytes, take: Take, bytes_at: Callable[[int, int], bytes]) ->
 
 
 def _value(kind: str, length: bytes, take: Take) -> tuple[str, Any]:
-    """The conversion that Python has for it, and what is converted."""
+    """Python's conversion for this one, and the value to convert."""
     if kind in "fFeEgG":
         return kind, struct.unpack("<d", take(8))[0]
     if kind == "p":

@@ -32,7 +32,8 @@ def stochastic(ins: Instruction) -> Step:
 
 
 def _rounded(x: Array, drawn: Array, flags: tuple[str, ...]) -> Array:
-    """Away from zero where the drawn bits and the 16 that are dropped have a carry."""
+    """Bits of x in bf16, rounded away from zero where the drawn bits and the 16 that are dropped have a
+    carry."""
     magnitude = x & _MAGNITUDE
     found = magnitude + np.where(magnitude < _INFINITY, drawn, np.uint32(0))
     if "satfinite" in flags:

@@ -55,7 +55,7 @@ class Result:
     useful: frozenset[int] = field(repr=False)
     """PTX lines of barriers, arrivals and waits by which some warp learned that something is over."""
     printed: str = field(default="", repr=False)
-    """What threads have printed, in the order in which they did."""
+    """Text that threads have printed, in the order in which they did."""
 
 
 @lru_cache(maxsize=32)

@@ -41,11 +41,11 @@ class Scheduler:
         """Blocks that each warp executed since anything changed, without waiting."""
         self._gave_up_at = -1
         self._retired = 0
-        """What changed in clusters that are over."""
+        """Number of changes in clusters that are over."""
         self.registers = RegisterWatch(program)
         self.undefined = UndefinedWatch(program)
         self.executed: defaultdict[tuple[int, int, int], int] = defaultdict(int)
-        """How often (warp index, CTA rank, block) was executed."""
+        """Number of times that (warp index, CTA rank, block) was executed."""
         self.turns: list[tuple[int, int, int, int, int]] = []
         """(cluster, CTA rank, warp, from, to): in blocks executed so far, for the timeline."""
         self.time = 0

@@ -66,7 +66,7 @@ class Grid:
     """Bytes of global memory that are watched as one."""
     written: Written = field(init=False)
     printed: list[str] = field(default_factory=list)
-    """What threads have printed."""
+    """Text that threads have printed."""
 
     def __post_init__(self) -> None:
         self.written = Written(self.global_granule, self.findings)

@@ -129,7 +129,7 @@ class Shadow:
         self.writer[where] = number
 
     def _agrees(self, number: int, where: Where, writers: list[int]) -> bool:
-        """Whether other warps wrote the same before: then all may write at once, and while that is read. A
+        """True if other warps wrote the same before: then all may write at once, and while that is read. A
         warp that repeats what it wrote itself does not agree with anyone: it may be another message."""
         accesses, agent = self.order.accesses, self.order.accesses[number].agent
         for before in self._each(writers):
