@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 class Saved(NamedTuple):
-    """Results of the forward pass, and the gradients that arrive: out, dout [B, H, S, D]; lse, dlse [B, H, S],
-    dlse None where nothing depends on the log-sum-exp. Packed: [T, H, D] and [H, T]."""
+    """Results of the forward pass, and the gradients that arrive: out, dout [B, H, S, D]; lse, dlse [B, H,
+    S], dlse None where nothing depends on the log-sum-exp. Packed: [T, H, D] and [H, T]."""
 
     out: Tensor
     lse: Tensor
