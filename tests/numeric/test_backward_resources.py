@@ -36,12 +36,13 @@ ON_HOPPER: tuple[tuple[str, Width], ...] = (
 SPILLED: dict[tuple[Target, Width], int] = {
     **{(SM90A, width): 16 for width in (192, 256)},
     (SM90A, 96): 76,
+    (SM90A, (192, 128)): 40,
     **{(SM100A, width): 64 if isinstance(width, tuple) else 36 for width in WIDTHS},
 }
 """Most spilled bytes, stores and loads together, where masks or biases are read from tables: Hopper has no
-register left for wide heads; on Blackwell it is what is put away once, in no loop, one register that seven
-places read again at most, but for two registers of a neighbourhood's mask where heads are wide. LIGHT ones
-spill none."""
+register left for wide heads, and at (192, 128) none in the warp that stores dQ; on Blackwell it is what is
+put away once, in no loop, one register that seven places read again at most, but for two registers of a
+neighbourhood's mask where heads are wide. LIGHT ones spill none."""
 PER_HEAD = {(SM100A, 128): 96}
 """Bytes that any variant may spill: once per head, the reduce warps put away which tiles of queries see their
 keys."""
