@@ -8,6 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 import decoding_pages as paged
+import paged_pools
 import pytest
 import torch
 from decoding import SIMULATED, Size, attend, check, drawn, split_in
@@ -112,9 +113,9 @@ def test_sinks_of_ragged_lengths(splits: int, monkeypatch: pytest.MonkeyPatch) -
 
 
 PAGES = {
-    "16": paged.Size(8, 1, 3, (301, 0, 1), 128, 128, 16),
-    "64": paged.Size(4, 1, 2, (129, 64), page_size=64),
-    "1": paged.Size(8, 2, 1, (70, 33), page_size=1),
+    "16": paged_pools.Size(8, 1, 3, (301, 0, 1), 128, 128, 16),
+    "64": paged_pools.Size(4, 1, 2, (129, 64), page_size=64),
+    "1": paged_pools.Size(8, 2, 1, (70, 33), page_size=1),
 }
 
 
@@ -122,11 +123,12 @@ PAGES = {
 def test_pages(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some sequences have no keys, or one; pages lie in any order, and nobody else's are read."""
     split_in(monkeypatch, random.choice([1, 2, 3]))
-    paged.check(fa4flex.compile(mask=causal), paged.drawn(PAGES[name]))
+    paged.check(fa4flex.compile(mask=causal), paged_pools.drawn(PAGES[name]))
 
 
 def test_wrong_pages_are_told_by_the_next_call() -> None:
-    attn, given = fa4flex.compile(mask=causal), paged.drawn(paged.Size(8, 1, 3, (40, 33), 128, 128, 16))
+    attn = fa4flex.compile(mask=causal)
+    given = paged_pools.drawn(paged_pools.Size(8, 1, 3, (40, 33), 128, 128, 16))
     given.paging.page_table[0, 1] = -7
     paged.attend(attn, given)
     with pytest.raises(fa4flex.InputError, match="page -7 in the page table"):
