@@ -16,7 +16,7 @@ from torch import Tensor
 
 import fa4flex
 from fa4flex.codegen.plan.captured_sums import CapturedSum
-from fa4flex.runtime.cuda import backward
+from fa4flex.runtime.cuda import ready_backward
 from fa4flex.runtime.cuda.captured_sums import memory_of
 
 
@@ -26,7 +26,7 @@ def poisoned() -> AbstractContextManager[Any]:
     def filled(one: CapturedSum, q: Tensor) -> Tensor:
         return memory_of(one, q).fill_(nan if one.whole else 0.0)
 
-    return patch.object(backward, "memory_of", filled)
+    return patch.object(ready_backward, "memory_of", filled)
 
 
 ARCHS = ("sm_90a", "sm_100a")
