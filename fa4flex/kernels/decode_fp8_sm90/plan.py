@@ -9,7 +9,7 @@ from typing import ClassVar
 from fa4flex.codegen.plan.bound import Size, for_long
 from fa4flex.codegen.plan.counts import check_counts
 from fa4flex.codegen.plan.errors import PlanError
-from fa4flex.codegen.plan.few_rows import FewRowsPlan, asks_for_order, room_of, share_of
+from fa4flex.codegen.plan.few_rows import asks_for_order, room_of, share_of
 from fa4flex.codegen.plan.memory import Memory, lay_out, tile_bytes
 from fa4flex.codegen.plan.paging import LINE, explain_pages
 from fa4flex.codegen.plan.pipeline import ForwardPlan, Pipeline
@@ -22,7 +22,7 @@ from fa4flex.errors import UnsupportedError
 from fa4flex.kernels.decode_fp8_sm90.config import KEYS, ROWS, WARPS, Config, query_bytes, span
 from fa4flex.kernels.decode_fp8_sm90.topology import decode_topology
 from fa4flex.kernels.decode_sm90 import plan as decode
-from fa4flex.kernels.fwd_sm90.registers import ADDRESSES, LOADS, MOST_SCRATCH, Need, Split
+from fa4flex.kernels.fwd_sm90.registers import ADDRESSES, LOADS, MOST_SCRATCH, Need
 from fa4flex.kernels.fwd_sm90.registers import ROWS as THREAD_ROWS
 from fa4flex.kernels.fwd_sm90.tiles import pad
 
@@ -41,10 +41,8 @@ MOST_RESCALE = 8.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodePlan(FewRowsPlan):
-    """The plan of `decode_fp8_sm90`: registers of its two warpgroups besides."""
-
-    registers: Split
+class DecodePlan(decode.DecodePlan):
+    """The plan of `decode_fp8_sm90`."""
 
     module: ClassVar[str] = "fa4flex.kernels.decode_fp8_sm90"
 
@@ -55,11 +53,6 @@ class DecodePlan(FewRowsPlan):
     @property
     def row_warps(self) -> int:
         return self.problem.most_rows // ROWS
-
-    @property
-    def widths(self) -> tuple[int, int]:
-        """Widths of the tiles of K and V in shared memory."""
-        return pad(self.problem.head_dim), pad(self.problem.head_dim_v)
 
     @cached_property
     def memory(self) -> Memory:
@@ -94,20 +87,7 @@ class DecodePlan(FewRowsPlan):
     def config(self) -> Config:
         """Configuration of the hand-written kernel."""
         return Config(
-            head_dim=self.widths[0],
-            head_dim_v=self.widths[1],
-            tile_n=self.tile_n,
-            kv_stages=self.kv_stages,
-            blocks=self.blocks,
-            producer_registers=self.registers.producer,
-            consumer_registers=self.registers.consumer,
-            rescale_threshold=self.rescale_threshold,
-            lengths=self.problem.lengths,
-            box_rows=self.box_rows,
-            paged=self.problem.page_rows > 0,
-            share=self.share,
-            sinks=self.problem.sinks,
-            statistics=self.problem.statistics,
+            **vars(super().config()),
             row_warps=self.row_warps,
             k_scales=self.problem.k_scales,
             v_scales=self.problem.v_scales,
@@ -118,13 +98,7 @@ class DecodePlan(FewRowsPlan):
         and a run of the token simulation."""
         self.memory.check()
         self.check_room(self.memory)
-        pool = self.target.register_pool(2 * self.blocks) // self.blocks
-        if self.registers.producer + self.registers.consumer > pool:
-            raise PlanError(
-                f"{self.registers.producer} + {self.registers.consumer} registers per thread",
-                f"at most {pool}, what two warpgroups of each block are launched with",
-                "take a split from SPLITS",
-            )
+        self.check_registers()
         if self.tile_n % (KEYS * WARPS // self.row_warps):
             raise PlanError(
                 f"{self.tile_n} keys for {WARPS // self.row_warps} warps that share them",

@@ -87,13 +87,7 @@ class DecodePlan(FewRowsPlan):
         and a run of the token simulation."""
         self.memory.check()
         self.check_room(self.memory)
-        pool = self.target.register_pool(2 * self.blocks) // self.blocks
-        if self.registers.producer + self.registers.consumer > pool:
-            raise PlanError(
-                f"{self.registers.producer} + {self.registers.consumer} registers per thread",
-                f"at most {pool}, what two warpgroups of each block are launched with",
-                "take a split from SPLITS",
-            )
+        self.check_registers()
         if self.need.accumulators > self.registers.consumer:
             raise PlanError(
                 f"{self.need.explain()} registers per consumer thread",
@@ -104,6 +98,16 @@ class DecodePlan(FewRowsPlan):
         check_counts(self.topology)
         self.topology.check_fits(self.memory, self.target)
         prove(self.topology)
+
+    def check_registers(self) -> None:
+        """PlanError unless the two warpgroups of all blocks have their registers."""
+        pool = self.target.register_pool(2 * self.blocks) // self.blocks
+        if self.registers.producer + self.registers.consumer > pool:
+            raise PlanError(
+                f"{self.registers.producer} + {self.registers.consumer} registers per thread",
+                f"at most {pool}, what two warpgroups of each block are launched with",
+                "take a split from SPLITS",
+            )
 
     def explain(self, size: Size | None = None) -> str:
         """The plan in words; with a `size`, also the time it cannot beat there."""
