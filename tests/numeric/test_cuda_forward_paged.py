@@ -144,7 +144,7 @@ def test_wrong_pages_are_told_by_the_next_call(page: int) -> None:
     attn, chunks = fa4flex.compile(mask=causal), Chunks(16)
     chunks(attn)
     chunks.used[0] = LONGEST
-    chunks.cu.copy_(torch.tensor([0, 150, 200, 250, 300]))
+    chunks.cu.copy_(torch.tensor([0, 150, 300, 450, 600]))
     chunks.table[0] = 0
     chunks.table[0, 3] = page
     chunks(attn)

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -39,20 +41,26 @@ def exactly(attn: fa4flex.api.Attention, *qkv: Tensor, **options: Any) -> Any:
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_host_time_of_a_repeated_call(layout: str) -> None:
+    """Hosts differ by a factor of three: torch's own attention is the measure."""
     attn = fa4flex.compile(score_mod=alibi, mask=sliding_window(128), layout=layout)
     qkv = inputs()
-    if layout == "bshd":
-        qkv = tuple(x.transpose(1, 2) for x in qkv)
-    with torch.no_grad():
+    given = tuple(x.transpose(1, 2) for x in qkv) if layout == "bshd" else qkv
+    theirs = partial(torch.nn.functional.scaled_dot_product_attention, *qkv, enable_gqa=True)
+
+    def median(call: Callable[[], Tensor]) -> float:
         times = []
         for _ in range(30):
             torch.cuda.synchronize()
             start = time.perf_counter()
             for _ in range(50):  # fewer than the driver queues: the host never waits for the device
-                attn(*qkv)
+                call()
             times.append((time.perf_counter() - start) / 50)
-    print(f"host time per call ({layout}): {sorted(times)[15] * 1e6:.1f} us")
-    assert sorted(times)[15] < 25e-6  # 15 us is the aim on a quiet machine
+        return sorted(times)[15]
+
+    with torch.no_grad():
+        ours, torchs = median(partial(attn, *given)), median(theirs)
+    print(f"host time per call ({layout}): {ours * 1e6:.1f} us, torch's {torchs * 1e6:.1f} us")
+    assert ours < torchs
 
 
 def test_a_repeated_call_has_its_own_scale() -> None:
@@ -139,8 +147,8 @@ def test_captured_tensors_and_updates(default_device: bool) -> None:
                 close(out, exactly(there, q, k, v))
 
 
-def test_a_changed_table_is_waited_for_once() -> None:
-    """One wait serves all programs that capture it, in both passes; the copies of tables wait for nothing."""
+def test_nothing_waits_for_a_changed_table() -> None:
+    """Several programs capture it, in both passes."""
     ids = torch.zeros(2, 512, dtype=torch.int32, device="cuda")
     bias = torch.zeros(4, 127, device="cuda", requires_grad=True)
     first = fa4flex.compile(score_mod=learned_bias(bias) >> softcap(9.0), mask=causal & document(ids))
@@ -160,7 +168,7 @@ def test_a_changed_table_is_waited_for_once() -> None:
             torch.cuda.set_sync_debug_mode("default")
         if x is not drawn[0]:  # compiles
             waits = [str(one.message) for one in found if "synchronizing" in str(one.message)]
-            assert len(waits) == 1, waits
+            assert not waits, waits
         there = [y.detach().cpu().double().requires_grad_() for y in (*qkv, bias)]
         mask = causal & document(x)
         exact = fa4flex.compile(score_mod=learned_bias(there[3]) >> softcap(9.0), mask=mask)(*there[:3])
