@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from fa4flex.primitives.base import call_mod
+from fa4flex.runtime import ops
+from fa4flex.runtime.direct import Direct
 
 SMS = 3
 """Multiprocessors that simulated GPUs are said to have: so few that persistent blocks take several tiles."""
@@ -56,6 +58,34 @@ def of_passes(gpu: Any) -> list[Any]:
     merge splits, or add up parts of dK and dV."""
     others = "sequences", "block_tables", "list_tiles", "find_ranges", "combine", "sum_parts"
     return [result for result in gpu.results if not any(name in result.kernel for name in others)]
+
+
+def of_backward(gpu: Any) -> list[Any]:
+    """Results of the launches of backward passes: what is before the products, these, and what is after."""
+    return [result for result in of_passes(gpu) if "fwd_" not in result.kernel]
+
+
+@contextlib.contextmanager
+def forward_on_cpu() -> Iterator[None]:
+    """Within, simulated GPUs launch backward passes alone: the forward pass of a call with gradients is the
+    CPU's. For tests that ask of gradients what the forward kernel has no part in; others launch both."""
+
+    def of(program: Any, launch: Any, call: Any) -> Direct:
+        return made(program, lambda call: _on_cpu(program, call), call)
+
+    made = Direct.of
+    with patch.object(Direct, "of", staticmethod(of)):
+        yield
+
+
+def _on_cpu(program: Any, call: Any) -> tuple[Tensor, Tensor, None]:
+    """out, lse and no maxima."""
+    swap = not call.heads_first and not call.packed
+    qkv = [x.transpose(1, 2) if swap else x for x in (call.q, call.k, call.v)]
+    given = ops.Tensors(*qkv, call.sinks, call.lengths, call.operands)
+    with patch.object(ops, "simulating", lambda: False):
+        out, lse, *_ = ops.forward(program, given, program.numbers(call.scalars, call.scale), False)
+    return (out.transpose(1, 2).contiguous() if swap else out), lse, None
 
 
 # --- comparing ------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import os
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -41,9 +41,17 @@ class Resources:
 
 @dataclass(frozen=True)
 class Inspection:
+    """A compiled program. `resources` are those of the kernel that was asked for."""
+
     resources: Resources
     ptx: str = field(repr=False)
     cubin: bytes = field(repr=False)
+    report: str = field(repr=False, default="")
+    shared_bytes: int = 0
+
+    def resources_of(self, entry: str) -> Resources:
+        """Resources of the kernel with `entry` in its name, with the shared memory of the largest."""
+        return read_report(_about(self.report, entry), self.shared_bytes)
 
     @property
     def instructions(self) -> Counter[str]:
@@ -65,14 +73,20 @@ def inspect(
     one with `entry` in its name, whose shared memory is the largest."""
     with tempfile.TemporaryDirectory(prefix="fa4flex-") as folder, compiler_lock, without_collector():
         options = f"--enable-tvm-ffi --gpu-arch {arch} --keep-ptx --keep-cubin --dump-dir={folder}"
-        compiled, report = _reported(
-            lambda: trace_and_compile(source, problem, signature, f"{options} remarks{{ptx}}")
-        )
+        with _without_locations():
+            compiled, report = _reported(
+                lambda: trace_and_compile(source, problem, signature, f"{options} remarks{{ptx}}")
+            )
         ptx, cubin = compiled.__ptx__, compiled.__cubin__
+    shared = shared_bytes(str(compiled.ir_module))
+    return Inspection(read_report(_about(report, entry), shared), ptx, cubin, report, shared)
+
+
+def _about(report: str, entry: str) -> str:
+    """Part of a report about the first kernel with `entry` in its name."""
     _, *reports = re.split(r"(?=Compiling entry function)", report)
     # Where registers spill, the report is indented and its lines are broken.
-    about = next((part for part in reports if entry in part.partition("Function properties")[0]), "")
-    return Inspection(read_report(about, shared_bytes(str(compiled.ir_module))), ptx, cubin)
+    return next((part for part in reports if entry in part.partition("Function properties")[0]), "")
 
 
 def read_report(report: str, shared: int) -> Resources:
@@ -113,6 +127,19 @@ def bytes_of_launches(ir: str) -> list[int]:
             "check that the installed nvidia-cutlass-dsl is a version that this was written for (4.8)",
         )
     return list(map(int, found))
+
+
+@contextlib.contextmanager
+def _without_locations() -> Iterator[None]:
+    """Reports name no line of Python: to look for that of every operation takes a third of the time."""
+    from cutlass.base_dsl import dsl
+
+    look_for = dsl._set_enable_frame_filtering
+    dsl._set_enable_frame_filtering = lambda enable: look_for(False)
+    try:
+        yield
+    finally:
+        dsl._set_enable_frame_filtering = look_for
 
 
 def _reported(action: Callable[[], Any]) -> tuple[Any, str]:

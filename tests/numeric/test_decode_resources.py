@@ -35,10 +35,10 @@ def test_nothing_spills(name: str) -> None:
     assert isinstance(lowered.plan, DecodePlan)
     scalars = tuple("float" if isinstance(x, float) else "int" for x in given.captured.scalars)
     signature = Signature(scalars=scalars, given=("seqused_k",) if lengths == "used" else ())
-    main, merging = (
-        inspect(lowered.source, lowered.problem, signature, entry=x) for x in ("decode", "combine")
-    )
-    for found in (main.resources, merging.resources):
+    inspected = inspect(lowered.source, lowered.problem, signature, entry="decode")
+    main, merging = inspected.resources, inspected.resources_of("combine")
+    for found in (main, merging):
         assert not found.spill_bytes and not found.stack_bytes and not found.ignored
-    assert main.resources.registers == 65536 // (256 * lowered.plan.blocks) - 16 * (lowered.plan.blocks == 1)
-    assert main.resources.shared_bytes == lowered.plan.memory.total
+    assert main.registers == 65536 // (256 * lowered.plan.blocks) - 16 * (lowered.plan.blocks == 1)
+    assert main.registers != merging.registers, "one kernel's report was taken for another's"
+    assert main.shared_bytes == lowered.plan.memory.total

@@ -28,7 +28,7 @@ from fa4flex.kernels.decode_sm100.plan import DECODE_SM100, BlackwellDecodePlan
 from fa4flex.kernels.fwd_sm100.plan import FWD_SM100, BlackwellPlan
 from fa4flex.primitives.schedule import Schedule
 
-FEW = Problem(128, 128, few_rows=True, fewest_rows=True)
+FEW = Problem(128, 128, few_rows=True, row_class=32)
 PAGED = replace(FEW, lengths="used", page_rows=16)
 WIDTHS = (*((d, d) for d in range(8, 129, 8)), (192, 128), (136, 64), (64, 128))
 TILES = ([1], [2], [3], [9])
@@ -49,7 +49,7 @@ def test_it_takes_few_rows_whose_key_tiles_follow_from_spans() -> None:
     for target in (SM100A, SM103A):
         assert dispatch.choose("forward", FEW, target) is DECODE_SM100
     for changes in (
-        {"few_rows": False, "fewest_rows": False},
+        {"few_rows": False, "row_class": 0},
         {"mask_form": "tables"},
         {"lengths": "packed"},
         {"statistics": ("lse", "max_scores")},
@@ -81,13 +81,13 @@ def test_kernels_serve_calls_with_as_many_copies(group: int, most: tuple[int, in
 
 def test_copies_fill_the_lanes() -> None:
     """Four of up to 32 rows, two of up to 64: a thread has a quarter, or half, of a tile's scores."""
-    for fewest, copies in ((True, 4), (False, 2)):
-        plan = planned(replace(FEW, fewest_rows=fewest))
+    for rows, copies in ((32, 4), (0, 2)):
+        plan = planned(replace(FEW, row_class=rows))
         config = plan.config()
         assert (config.copies, config.rows, config.part) == (copies, 128 // copies, 64 // copies)
         assert plan.tile == (config.rows, 64)
     with pytest.raises(PlanError, match="4 copies"):
-        replace(planned(replace(FEW, fewest_rows=False)), copies=4).check()
+        replace(planned(replace(FEW, row_class=0)), copies=4).check()
 
 
 # --- what fits ----------------------------------------------------------------------------------------
@@ -95,8 +95,8 @@ def test_copies_fill_the_lanes() -> None:
 
 @pytest.mark.parametrize("d, dv", WIDTHS)
 def test_every_width_has_a_plan(d: int, dv: int) -> None:
-    for lengths, fewest in product(("dense", "used"), (True, False)):
-        plan = planned(Problem(d, dv, lengths=lengths, few_rows=True, fewest_rows=fewest))  # type: ignore[arg-type]
+    for lengths, rows in product(("dense", "used"), (32, 0)):
+        plan = planned(Problem(d, dv, lengths=lengths, few_rows=True, row_class=rows))  # type: ignore[arg-type]
         in_flight = plan.blocks * (plan.memory["k"].size + plan.memory["v"].size)
         assert plan.kv_stages >= 2 and in_flight >= 160 << 10, "memory would wait for the next copy"
         columns = plan.config().memory.allocated

@@ -28,7 +28,7 @@ from fa4flex.primitives.schedule import Schedule
 
 FACTS = fa4flex.compile().program.facts
 FEW = Problem(
-    128, 128, few_rows=True, kv_dtype="float8_e4m3fn", k_scales="head", v_scales="head", most_rows=16
+    128, 128, few_rows=True, kv_dtype="float8_e4m3fn", k_scales="head", v_scales="head", row_class=16
 )
 
 
@@ -42,7 +42,7 @@ def test_no_other_kernel_takes_a_cache_and_it_takes_nothing_else() -> None:
     assert dispatch.choose("forward", FEW, SM90A) is DECODE_FP8_SM90
     assert dispatch.choose("forward", replace(FEW, kv_dtype=""), SM90A) is not DECODE_FP8_SM90
     for problem, target in (
-        (replace(FEW, few_rows=False, most_rows=0), SM90A),
+        (replace(FEW, few_rows=False, row_class=0), SM90A),
         (replace(FEW, mask_form="tables"), SM90A),
         (replace(FEW, lengths="packed"), SM90A),
         (FEW, SM100A),
@@ -55,7 +55,7 @@ def test_no_other_kernel_takes_a_cache_and_it_takes_nothing_else() -> None:
         dispatch.plan_forward(FACTS, FEW, SM90A, Schedule(tile=(64, 64)))
 
 
-@pytest.mark.parametrize("wrong", [{"kv_dtype": "float8_e5m2"}, {"most_rows": 5}, {"k_scales": "row"}])
+@pytest.mark.parametrize("wrong", [{"kv_dtype": "float8_e5m2"}, {"row_class": 5}, {"k_scales": "row"}])
 def test_problems_are_checked(wrong: dict[str, object]) -> None:
     with pytest.raises(InputError, match=next(iter(wrong))):
         replace(FEW, **wrong)  # type: ignore[arg-type]
@@ -82,7 +82,7 @@ def test_rows_have_classes(group: int) -> None:
 def test_every_width_has_a_plan_up_to_the_widest(d: int, dv: int) -> None:
     for rows, per, lengths in product((16, 32, 64), ("", "head", "token"), ("dense", "used")):
         scales = {"k_scales": per, "v_scales": per}
-        problem = replace(FEW, head_dim=d, head_dim_v=dv, most_rows=rows, lengths=lengths, **scales)  # type: ignore[arg-type]
+        problem = replace(FEW, head_dim=d, head_dim_v=dv, row_class=rows, lengths=lengths, **scales)  # type: ignore[arg-type]
         if max(d, dv) > WIDEST[rows > 16, per == "token"]:
             with pytest.raises(fa4flex.UnsupportedError):
                 planned(problem)
@@ -116,7 +116,7 @@ def test_it_is_explained() -> None:
     assert "every 4th part of the keys" in text and "e4m3 becomes float16 in registers" in text
     sizes = {"q_len": 1, "kv_len": 600, "heads": 8, "kv_heads": 2}
     assert "over an 8-bit cache" in fa4flex.compile().source("plan", kv_dtype="float8_e4m3fn", **sizes)
-    assert "all keys of a tile" in planned(replace(FEW, head_dim=64, head_dim_v=64, most_rows=64)).explain()
+    assert "all keys of a tile" in planned(replace(FEW, head_dim=64, head_dim_v=64, row_class=64)).explain()
     paged = replace(FEW, lengths="used", page_rows=16, k_scales="page", v_scales="")
     assert (
         "brought in 8 x 16 keys" in planned(paged).explain()

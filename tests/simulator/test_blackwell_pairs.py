@@ -13,6 +13,7 @@ import test_deterministic_backward as ordered
 import test_simulated_captured as captured
 import torch
 from captured_cases import Grid
+from helpers import forward_on_cpu
 from pairs import in_pairs
 from test_backward_clocks import PASSES, TILE, backward, more_per_tile
 from test_blackwell_backward_counts import arithmetic
@@ -38,7 +39,7 @@ def check(name: str, lengths: tuple[int, int]) -> None:
     if name == "documents":  # has ids of so many
         lengths = min(lengths[0], 200), min(lengths[1], 200)
     kv_heads, dtype = random.choice((1, 2, 4)), random.choice(HALVES)
-    with in_pairs():
+    with in_pairs(), forward_on_cpu():
         close(name, *lengths, random.choice(WIDTHS), "sm_100a", kv_heads, dtype)
 
 
@@ -58,7 +59,7 @@ def test_gradients(name: str, lengths: tuple[int, int]) -> None:
 
 @pytest.mark.slow
 def test_some_lengths() -> None:
-    with in_pairs():
+    with in_pairs(), forward_on_cpu():
         close_ragged(random.choice(sorted(RAGGED)), random.choice(KINDS), random.choice(WIDTHS), "sm_100a")
 
 
@@ -66,31 +67,31 @@ def test_some_lengths() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", RAGGED)
 def test_lengths(name: str, kind: str) -> None:
-    with in_pairs():
+    with in_pairs(), forward_on_cpu():
         close_ragged(name, kind, random.choice(WIDTHS), "sm_100a")
 
 
 @pytest.mark.exhaustive
 def test_sums_in_any_order_show() -> None:
-    with in_pairs():
+    with in_pairs(), forward_on_cpu():
         ordered.in_any_order("sm_100a", KEYS)
 
 
 @pytest.mark.slow
 def test_ordered_sums_repeat() -> None:
-    with in_pairs():
+    with in_pairs(), forward_on_cpu():
         ordered.same("sm_100a", random.choice(ordered.TELLING), 1, KEYS)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ordered.MASKS)
 def test_ordered_sums_repeat_often(name: str) -> None:
-    with in_pairs():
+    with in_pairs(), forward_on_cpu():
         ordered.same("sm_100a", name, 12, KEYS)
 
 
 def check_ordered(name: str, kind: str) -> None:
-    with in_pairs():
+    with in_pairs(), forward_on_cpu():
         ordered.right("sm_100a", name, kind, random.choice((64, 128)))
 
 
@@ -108,7 +109,7 @@ def test_ordered_sums(name: str, kind: str) -> None:
 
 def check_captured(name: str) -> None:
     grid = Grid(1, 2, random.choice((70, 130, 200)), random.choice((129, 200, 300)))
-    with in_pairs():
+    with in_pairs(), forward_on_cpu():
         captured.close(name, grid, random.choice(WIDTHS), "sm_100a")
 
 
@@ -128,7 +129,7 @@ def test_captured(name: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", captured_ragged.CASES)
 def test_captured_and_lengths(name: str, kind: str, deterministic: bool) -> None:
-    with in_pairs():
+    with in_pairs(), forward_on_cpu():
         in_order = deterministic and name in captured_ragged.FIXED
         captured_ragged.close("sm_100a", name, kind, random.choice((64, 128)), in_order)
 
@@ -138,7 +139,7 @@ def test_captured_repeat() -> None:
     """Each warp of both CTAs has a copy to itself: it adds twice to an element of a sequence, and if two
     warps did, four numbers would come in any order."""
     timings = [("eager", 0), *(("random", random.randrange(99)) for _ in range(3))]
-    with in_pairs():
+    with in_pairs(), forward_on_cpu():
         captured_ragged.ordered("sm_100a", "per sequence", timings)
 
 

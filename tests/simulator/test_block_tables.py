@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -16,9 +18,11 @@ from torch.nn.functional import scaled_dot_product_attention
 import fa4flex
 from fa4flex.codegen.analyze.domain import Shape
 from fa4flex.codegen.build import build
+from fa4flex.lower import Lowered
 from fa4flex.primitives.blocks import BlockMap
 from fa4flex.reference import attention
 from fa4flex.runtime.cuda.block_tables import DeviceTables
+from fa4flex.runtime.cuda.engine import Engine
 from fa4flex.runtime.cuda.host_tables import BlockTables
 from fa4flex.variants import causal, document, natten, sliding_window
 
@@ -59,6 +63,24 @@ def masks() -> dict[str, Any]:
 NAMES = tuple(masks())
 
 
+@contextmanager
+def tables_alone() -> Iterator[None]:
+    """Within, kernels that make tables are launched, and none that reads them; nothing is kept for others."""
+    look, compile_kernel, this = Engine.look, Lowered.compile, object()
+
+    def of_tables(self: Engine, call: Call) -> Any:
+        found = look(self, call)
+        return None if found is None else ((this, *found[0]), found[1])
+
+    def compiled(lowered: Lowered, signature: Any) -> Any:
+        if lowered.direction in ("forward", "backward"):
+            return SimpleNamespace(launch=lambda *given: None, key=lowered.source.key)
+        return compile_kernel(lowered, signature)
+
+    with patch.object(Engine, "look", of_tables), patch.object(Lowered, "compile", compiled):
+        yield
+
+
 def made(mask: Any, arch: str, **how: Any) -> tuple[list[tuple[DeviceTables, BlockTables]], Any, Any]:
     """The tables of the forward and the backward pass, the variant, and the simulated device."""
     found: list[tuple[DeviceTables, BlockTables]] = []
@@ -71,7 +93,8 @@ def made(mask: Any, arch: str, **how: Any) -> tuple[list[tuple[DeviceTables, Blo
 
     attn = fa4flex.compile(mask=mask)
     qkv = [torch.randn(BATCH, HEADS, n, 64).bfloat16().requires_grad_() for n in (Q_LEN, KV_LEN, KV_LEN)]
-    with patch.object(DeviceTables, "make", noted), fa4flex.simulator.device(arch, **how) as gpu:
+    noting = patch.object(DeviceTables, "make", noted)
+    with tables_alone(), noting, fa4flex.simulator.device(arch, **how) as gpu:
         attn(*qkv).sum().backward()
     return found, attn, gpu
 

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from captured_cases import Grid
-from helpers import SMS, Width, poisoned, widths
+from helpers import SMS, Width, forward_on_cpu, poisoned, widths
 from test_captured_lengths import FIXED, ordered
 from test_deterministic_backward import right
 from test_simulated_backward import COMPOSED, gradients, judge
@@ -29,7 +29,8 @@ TIMINGS = ("eager", "late", "random")
 
 @contextmanager
 def in_parts(parts: int) -> Iterator[None]:
-    with patch.object(Groups, "parts", lambda *_: parts):
+    """Within, groups are taken in so many parts. Forward passes have none: they are the CPU's."""
+    with forward_on_cpu(), patch.object(Groups, "parts", lambda *_: parts):
         yield
 
 

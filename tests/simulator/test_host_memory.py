@@ -25,3 +25,20 @@ def test_neighbouring_mappings_are_one() -> None:
     assert host.load(np.array([start + page - 2, start + page]), 2).shape == (2, 1)
     with pytest.raises(BadAccess):
         host.window(start + 3 * page - 2, 4)
+
+
+def test_accesses_of_several_buffers_end_where_each_of_them_ends() -> None:
+    memory = HostMemory(strict=True)
+    first, second = (
+        memory.allocate(name, bytes(range(start, start + 64))) for name, start in (("a", 0), ("b", 64))
+    )
+    addresses = np.array([first + 4, second + 60])
+    assert memory.load(addresses, 4).view(np.uint8).tolist() == [[4, 5, 6, 7], [124, 125, 126, 127]]
+    memory.store(addresses, np.zeros((2, 1), np.uint32))
+    assert not memory.load(addresses, 4).any() and memory.load(addresses - 4, 4).all()
+    for offset, kind in ((64, "out of bounds"), (58, "misaligned")):
+        for access in (memory.load, lambda x, size: memory.store(x, np.zeros((2, 1), np.uint32))):
+            with pytest.raises(BadAccess, match=kind):
+                access(np.array([second, second + offset]), 4)
+            with pytest.raises(BadAccess, match=kind):
+                access(np.array([first, second + offset]), 4)

@@ -19,14 +19,14 @@ STATISTICS = ("lse", "max_scores")
 WIDEST = 256
 """The widest head: one matrix instruction makes at most 256 columns of the output."""
 
-MOST_ROWS = (0, 16, 32, 64)
-"""Classes of query rows."""
+ROW_CLASSES = (16, 32, 64)
+"""Classes of few query rows, by the least that holds them."""
 
 PAGE_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 """Classes of page sizes."""
 
 _FLAGS = (
-    "few_queries", "few_rows", "fewest_rows", "many_queries", "many_keys", "sinks", "wide_index", "in_range",
+    "few_queries", "few_rows", "many_queries", "many_keys", "sinks", "wide_index", "in_range",
     "positive_scale", "sloped", "deterministic", "long_scores", "pair_reads", "long_masks", "grouped",
 )  # fmt: skip
 
@@ -37,7 +37,6 @@ class Problem:
     dtype, out_dtype       of q, k and v, and of the output
     kv_dtype               of k and v, where it is another than that of q; "": the same
     k_scales, v_scales     what keys and values of an 8-bit cache have one scale of, besides heads
-    most_rows              of an 8-bit cache with few rows, the least of MOST_ROWS that holds them; else 0
     lengths                "dense", "packed" (cu_seqlens) or "used" (dense, with lengths per batch element)
     mask_form              "none": all pairs; "spans": the key intervals of the facts hold, and at most two
                            per row; "queries": of backward passes, the query intervals of the facts hold, and
@@ -56,7 +55,8 @@ class Problem:
     few_queries            no sequence has more queries than `Target.few_queries`; False is always right
     few_rows               of forward passes: no sequence has more queries, times the heads that share a head
                            of keys, than `Target.few_rows`; False is always right
-    fewest_rows            the same of `Target.fewest_rows`
+    row_class              with few rows, the least of ROW_CLASSES that holds them, where kernels differ by
+                           that: those of 8-bit caches, and of `Target.row_classes`; else 0
     deterministic          of backward passes: sums are the same to the last bit, run after run
     many_queries           every sequence has more queries than `Target.many_queries`; False is always right
     many_keys              of backward passes: sequences have more keys than `Target.many_keys`, as far as
@@ -90,7 +90,7 @@ class Problem:
     page_rows: int = 0
     few_queries: bool = False
     few_rows: bool = False
-    fewest_rows: bool = False
+    row_class: int = 0
     many_queries: bool = False
     many_keys: bool = False
     sloped: bool = False
@@ -104,7 +104,6 @@ class Problem:
     kv_dtype: KeyDtype = ""
     k_scales: Scaling = ""
     v_scales: Scaling = ""
-    most_rows: int = 0
 
     def __post_init__(self) -> None:
         for name in ("dtype", "out_dtype"):
@@ -112,7 +111,7 @@ class Problem:
         _require_one_of("kv_dtype", self.kv_dtype, get_args(KeyDtype))
         for name in ("k_scales", "v_scales"):
             _require_one_of(name, getattr(self, name), get_args(Scaling))
-        _require_one_of("most_rows", self.most_rows, MOST_ROWS)
+        _require_one_of("row_class", self.row_class, (0, *ROW_CLASSES))
         for name in ("head_dim", "head_dim_v"):
             _require_width(name, getattr(self, name))
         _require_one_of("lengths", self.lengths, get_args(Lengths))
@@ -154,7 +153,7 @@ class Problem:
         )
         extras = (
             ["few queries"] * self.few_queries
-            + [f"{'fewest' if self.fewest_rows else 'few'} rows"] * (self.few_rows or self.fewest_rows)
+            + [f"up to {self.row_class} rows" if self.row_class else "few rows"] * self.few_rows
             + ["many queries"] * self.many_queries
         )
         extras += ["many keys"] * self.many_keys + self._of_cache()

@@ -11,7 +11,7 @@ from fa4flex.codegen.analyze.prove import Proved, ProvedQueries
 from fa4flex.codegen.analyze.reach import ANY, Reach
 from fa4flex.codegen.expr import const, nodes
 from fa4flex.codegen.plan.inputs import Inputs
-from fa4flex.codegen.plan.problem import MOST_ROWS, Problem
+from fa4flex.codegen.plan.problem import ROW_CLASSES, Problem
 from fa4flex.codegen.plan.target import Target
 
 
@@ -26,7 +26,6 @@ def forward_problem(inputs: Inputs, proved: Proved, target: Target) -> Problem:
         kv_dtype=inputs.kv_dtype,  # type: ignore[arg-type]
         k_scales=inputs.k_scales,
         v_scales=inputs.v_scales,
-        most_rows=_most_rows(inputs, target),
         lengths=inputs.lengths,
         mask_form=proved.mask_form,
         sinks=inputs.sinks,
@@ -36,7 +35,7 @@ def forward_problem(inputs: Inputs, proved: Proved, target: Target) -> Problem:
         positive_scale=inputs.positive_scale,
         few_queries=longest <= target.few_queries,
         few_rows=longest <= _few_rows(inputs, target.few_rows),
-        fewest_rows=longest <= _few_rows(inputs, target.fewest_rows),
+        row_class=_row_class(inputs, target),
         many_queries=inputs.lengths == "dense" and 0 < target.many_queries < longest,
         operands=inputs.operands,
         page_rows=inputs.page_rows,
@@ -51,8 +50,7 @@ def backward_problem(
     return replace(
         problem,
         few_rows=False,
-        fewest_rows=False,
-        most_rows=0,
+        row_class=0,
         sloped=facts.gradient.by_score is not const(1.0),
         deterministic=deterministic,
         many_keys=0 < target.many_keys < inputs.usual_keys and _met_alike(facts, problem),
@@ -65,10 +63,7 @@ def backward_problem(
 
 def same_problem(inputs: Inputs, target: Target) -> Reach:
     """The extents, around those of `inputs`, for which `forward_problem` sets the same flags."""
-    limits = [_few_rows(inputs, rows) for rows in (target.few_rows, target.fewest_rows)]
-    if _most_rows(inputs, target):
-        group = inputs.extents.heads // max(inputs.kv_heads, 1)
-        limits += [rows // max(group, 1) for rows in MOST_ROWS]
+    limits = [_few_rows(inputs, rows) for rows in (target.few_rows, *_row_classes(inputs, target))]
     reach = _same_queries(inputs, target)
     for few in limits:
         least, most = _side(inputs.extents.q_len, few) if few >= 0 else (0, ANY)
@@ -86,14 +81,15 @@ def _same_queries(inputs: Inputs, target: Target) -> Reach:
     return Reach((0, least, 0), (ANY, most, ANY))
 
 
-def _most_rows(inputs: Inputs, target: Target) -> int:
-    """The class of the query rows of an 8-bit cache; 0 where they are many, or the cache has the dtype of
-    q."""
+def _row_classes(inputs: Inputs, target: Target) -> tuple[int, ...]:
+    """Classes of query rows by which kernels differ."""
+    return ROW_CLASSES if inputs.kv_dtype else target.row_classes
+
+
+def _row_class(inputs: Inputs, target: Target) -> int:
+    """The class of the query rows; 0 where they are in none."""
     longest = inputs.extents.q_len
-    if not inputs.kv_dtype or longest > _few_rows(inputs, target.few_rows):
-        return 0
-    rows = longest * (inputs.extents.heads // max(inputs.kv_heads, 1))
-    return next(n for n in MOST_ROWS[1:] if n >= rows)
+    return next((n for n in _row_classes(inputs, target) if longest <= _few_rows(inputs, n)), 0)
 
 
 def _few_rows(inputs: Inputs, rows: int) -> int:

@@ -23,7 +23,7 @@ class Target:
     tensor_columns                             of tensor memory, 32 bits wide; 0 where there is none
     few_rows                                   rows of a tile that holds all queries of a group of heads; 0
                                                where no kernel has one
-    fewest_rows                                up to so many rows are planned for by themselves; 0: all alike
+    row_classes                                up to so many rows are planned for by themselves, least first
     few_queries, many_queries, many_keys       up to so many queries per sequence, and more than so many, or
                                                so many keys, are planned for by themselves; 0: all lengths are
                                                planned alike
@@ -58,7 +58,7 @@ class Target:
     tensor_columns: int = 0
     few_queries: int = 0
     few_rows: int = 0
-    fewest_rows: int = 0
+    row_classes: tuple[int, ...] = ()
     many_queries: int = 0
     many_keys: int = 0
 
@@ -129,7 +129,7 @@ SM100A = Target(
     tensor_columns=512,
     few_queries=128,
     few_rows=64,
-    fewest_rows=32,
+    row_classes=(32,),
     many_queries=256,
     many_keys=1024,
 )

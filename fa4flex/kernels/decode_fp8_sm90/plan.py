@@ -48,11 +48,11 @@ class DecodePlan(decode.DecodePlan):
 
     @property
     def tile(self) -> tuple[int, int]:
-        return self.problem.most_rows, self.tile_n
+        return self.problem.row_class, self.tile_n
 
     @property
     def row_warps(self) -> int:
-        return self.problem.most_rows // ROWS
+        return self.problem.row_class // ROWS
 
     @cached_property
     def memory(self) -> Memory:
@@ -122,7 +122,7 @@ class DecodePlan(decode.DecodePlan):
         lines = [
             f"forward kernel for few query rows over an 8-bit cache, {self.target.name} ({self.target.chip}):"
             f" {self.problem.explain()}",
-            f"tile: all queries of a group of heads, in {self.problem.most_rows} rows, x {self.tile_n} keys,"
+            f"tile: all queries of a group of heads, in {self.problem.row_class} rows, x {self.tile_n} keys,"
             f" q and k {self.widths[0]} wide, v {self.widths[1]}, K and V {self.kv_stages} deep",
             self.explain_splits(),
             f"warpgroups: 1 producer, 1 consumer of {r.producer} and {r.consumer} registers",
@@ -145,7 +145,7 @@ class DecodePlan(decode.DecodePlan):
 
 def _memory(problem: Problem, tile_n: int, kv_stages: int, target: Target) -> Memory:
     widths = pad(problem.head_dim), pad(problem.head_dim_v)
-    sizes = {"q": query_bytes(problem.most_rows // ROWS, *widths)}
+    sizes = {"q": query_bytes(problem.row_class // ROWS, *widths)}
     sizes |= {name: tile_bytes(tile_n, d, 1) * kv_stages for name, d in zip(("k", "v"), widths)}
     sizes["sums"] = 4 * WARPS * ROWS * widths[1]
     sizes["states"] = 4 * WARPS * ROWS * 4
@@ -196,10 +196,10 @@ def accepts(problem: Problem, target: Target) -> bool:
     """True if the kernel for 16-bit keys accepts it, up to a width; pages have rows of half as many bytes."""
     widths = pad(problem.head_dim), pad(problem.head_dim_v)
     by_key = bool({"page", "token"} & {problem.k_scales, problem.v_scales})
-    if max(widths) > WIDEST[problem.most_rows > ROWS, by_key]:
+    if max(widths) > WIDEST[problem.row_class > ROWS, by_key]:
         return False
     lines = all(problem.page_rows * span(d) % LINE == 0 for d in widths)
-    return problem.most_rows > 0 and lines and decode.accepts(problem, target)
+    return problem.row_class > 0 and lines and decode.accepts(problem, target)
 
 
 DECODE_FP8_SM90 = Pipeline(

@@ -34,8 +34,8 @@ from fa4flex.kernels.decode_sm100.topology import decode_topology
 from fa4flex.kernels.fwd_sm100.plan import plan_blackwell
 from fa4flex.kernels.fwd_sm100.tiles import WIDEST_OUTPUT, WIDTHS, pad
 
-COPIES = {True: 4, False: 2}
-"""Copies of the query rows, by whether there are so few that four fit into the lanes of tensor memory."""
+COPIES = {32: 4, 0: 2}
+"""Copies of the query rows by their class: of up to 32, four fit into the lanes of tensor memory."""
 
 MOST_SCORES = 32
 """Scores of a thread: of 64, with the terms of a score mod beside them, some kernels spill."""
@@ -118,7 +118,7 @@ class BlackwellDecodePlan(FewRowsPlan):
                 f"at most {self.target.tensor_columns} in all",
                 "use fewer blocks, or narrower tiles",
             )
-        most = COPIES[self.problem.fewest_rows]
+        most = COPIES[self.problem.row_class]
         if self.copies not in (2, most):
             raise PlanError(
                 f"{self.copies} copies of {self.problem.explain()}", f"at most {most}", "use fewer copies"
@@ -202,7 +202,7 @@ def plan_decode(request: ForwardRequest) -> ForwardPlan:
                 "nothing: pages are gathered instead",
             )
         return plan_blackwell(request)
-    copies = COPIES[problem.fewest_rows]
+    copies = COPIES[problem.row_class]
     tile_n = min(keys_of((pad(problem.head_dim), pad(problem.head_dim_v))), copies * MOST_SCORES)
     columns = _allocated(_columns(problem, tile_n, target))
     fitting = [

@@ -5,6 +5,7 @@ Everything in here moves unsigned values [lanes, count] of 1, 2, 4 or 8 bytes; `
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ from fa4flex.simulator.isa.operands import constant_of, read
 from fa4flex.simulator.isa.table import Unmodelled
 from fa4flex.simulator.ptx.nodes import Address, Imm, Instruction, Operand, Reg, Symbol
 from fa4flex.simulator.state.cta import Cta, Warp
-from fa4flex.simulator.state.memory import BadAccess
+from fa4flex.simulator.state.memory import BadAccess, extent
 from fa4flex.simulator.state.registers import LANES, Mask
 from fa4flex.simulator.state.window import LOCAL_WINDOW, OFFSET_MASK, RANK_SHIFT, SHARED_WINDOW
 from fa4flex.simulator.watch.findings import Fault, Finding
@@ -137,7 +138,7 @@ class Accessor:
                 return warp.local.load(offsets & (LOCAL_WINDOW - 1), size, count)
             launch = warp.cta.launch
             values = launch.memory.load(offsets, size, count)
-            if launch.written and launch.written.near(int(offsets.min()), int(offsets.max()) + size * count):
+            if launch.written and launch.written.near(*extent(offsets, size * count)):
                 order, where = self._global(warp, offsets, size * count)
                 number = order.warp_access(warp.agent, self.instruction)
                 launch.written.read(order, number, where, order.clocks[warp.agent])
@@ -241,13 +242,22 @@ def _keys(space: Any, offsets: Addresses) -> Iterator[Hashable]:
 
 
 BANKS = 32
+ROW = 4 * BANKS
+"""Bytes of one word of every bank."""
 
 
 def bandwidth(offsets: Addresses, width: int) -> int:
     """Bytes of shared memory's bandwidth that an access of a warp takes: 128 for every word in the bank from
     which most different words are wanted. That is the least it can take: hardware may split it further."""
-    words = np.unique(offsets[:, None] // 4 + np.arange(-(-width // 4)))
-    return int(np.bincount(words % BANKS).max()) * 4 * BANKS
+    first = int(offsets[0]) & -ROW  # moved by whole rows, an access meets the same banks
+    return _bandwidth((offsets - first).tobytes(), width)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _bandwidth(places: bytes, width: int) -> int:
+    """Bandwidth of an access whose first place is in the first row: few differ, and counting takes long."""
+    words = np.unique(np.frombuffer(places, np.int64)[:, None] // 4 + np.arange(-(-width // 4)))
+    return int(np.bincount(words % BANKS).max()) * ROW
 
 
 def granules(offsets: Addresses, width: int, granule: int) -> NDArray[np.intp]:

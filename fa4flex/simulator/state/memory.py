@@ -22,6 +22,11 @@ ALIGNMENT = 32
 """The widest access (v8.b32); regions are viewed from multiples of it."""
 
 
+def extent(addresses: Addresses, width: int) -> tuple[int, int]:
+    """First address, and the end of `width` bytes at the last one."""
+    return int(np.minimum.reduce(addresses)), int(np.maximum.reduce(addresses)) + width
+
+
 class BadAccess(Exception):
     """`kind` is "out of bounds" or "misaligned", `address` the first bad one of `size` bytes."""
 
@@ -74,15 +79,14 @@ class Region:
         every = int(np.bitwise_or.reduce(addresses))
         if not self.low and not every & (width - 1) and 0 <= every <= self.stop - width:
             return addresses // width
-        lowest, highest = int(addresses.min()), int(addresses.max())
-        if lowest < self.low or highest + width > self.stop:
-            bad = lowest if lowest < self.low else highest
+        lowest, stop = extent(addresses, width)
+        if lowest < self.low or stop > self.stop:
+            bad = lowest if lowest < self.low else stop - width
             raise BadAccess("out of bounds", bad, width, self.name)
-        offsets = addresses - self.start
-        if (offsets & (width - 1)).any():
-            bad = int(addresses[(offsets & (width - 1)) != 0][0])
+        if every & (width - 1):  # `start` is a multiple of every width
+            bad = int(addresses[(addresses & (width - 1)) != 0][0])
             raise BadAccess("misaligned", bad, width, self.name)
-        return offsets // width
+        return (addresses - self.start) // width
 
 
 def fresh(name: str, start: int, size: int, fill: int = 0xA5) -> Region:
@@ -142,24 +146,25 @@ class HostMemory:
 
     def load(self, addresses: Addresses, size: int, count: int = 1) -> Values:
         region = self.find(int(addresses[0]))
-        if len(addresses) == 1 or _within(region, addresses):
+        try:
             return region.load(addresses, size, count)
+        except BadAccess as bad:
+            if len(addresses) == 1 or bad.kind != "out of bounds":
+                raise
         return np.concatenate([self.load(addresses[i : i + 1], size, count) for i in range(len(addresses))])
 
     def store(self, addresses: Addresses, values: Values) -> None:
         region = self.find(int(addresses[0]))
-        if len(addresses) == 1 or _within(region, addresses):
-            return region.store(addresses, values)
-        for i in range(len(addresses)):
-            self.store(addresses[i : i + 1], values[i : i + 1])
-        return None
+        try:
+            region.store(addresses, values)
+        except BadAccess as bad:
+            if len(addresses) == 1 or bad.kind != "out of bounds":
+                raise
+            for i in range(len(addresses)):
+                self.store(addresses[i : i + 1], values[i : i + 1])
 
     def window(self, address: int, size: int) -> Bytes:
         return self.find(address).window(address, size)
-
-
-def _within(region: Region, addresses: Addresses) -> bool:
-    return bool(addresses.min() >= region.low and addresses.max() < region.stop)
 
 
 def _host_region(name: str, low: int, stop: int, writable: bool) -> Region:
