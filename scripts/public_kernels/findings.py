@@ -18,6 +18,13 @@ class Explanation:
 
 EXPLANATIONS = (
     Explanation(
+        r"flash-attn-4, Blackwell|CUTLASS",
+        r"missing wait",
+        r"tcgen05\.ld",
+        "a register is used before tcgen05.wait::ld says that it is loaded, which the ISA forbids; hardware"
+        " holds the instruction back, and the numbers are right",
+    ),
+    Explanation(
         r"CUTLASS: attention backward",
         r"race|tensor memory",
         r"tcgen05",

@@ -246,6 +246,16 @@ FAULTS = (
         threads=32,
     ),
     Fault(
+        "used, and nowhere waited for",
+        kinds("no waits"),
+        TENSOR.replace(WAITED, WAITED + USED),
+        WAITED + USED,
+        USED,
+        at="xor",
+        arch=BLACKWELL,
+        threads=32,
+    ),
+    Fault(
         "moved, and used before it is loaded",
         kinds("missing wait"),
         TENSOR.replace(WAITED, f"    mov.b32 %r8, %r6;\n{WAITED}    xor.b32 %r7, %r8, %r1;\n"),

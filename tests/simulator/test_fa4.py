@@ -9,7 +9,7 @@ from helpers import DRAWS, no_worse
 
 from fa4flex.simulator.run.counts import cycles, shared_memory
 
-REMARKS: dict[str, set[str]] = {"sm_90a": set(), "sm_100a": {"missing wait"}}
+REMARKS: dict[str, set[str]] = {"sm_90a": set(), "sm_100a": {"no waits"}}
 """Remarks on FA4's forward. For Blackwell it has no tcgen05.wait::ld: it relies on hardware, which holds back
 what uses a register that is still being loaded."""
 TIMINGS = [("eager", 0), *((name, seed) for name in ("late", "random") for seed in range(5))]

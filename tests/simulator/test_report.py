@@ -38,6 +38,7 @@ def test_planted_fault(fault: Fault) -> None:
     result = outcome(fault, fault.spoilt, "eager")
     found = [*result.findings, *result.remarks]
     assert {finding.kind for finding in found} == fault.kinds
+    assert {remark.kind for remark in result.remarks} == fault.kinds & {"no waits"}
     assert any(fault.says in str(finding) for finding in found)
     at = [finding.instruction for finding in found]
     assert not fault.at or any(i is not None and i.opcode.startswith(fault.at) for i in at)

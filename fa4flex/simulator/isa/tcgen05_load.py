@@ -1,8 +1,8 @@
 """tcgen05.ld: from tensor memory to registers (PTX ISA, "tcgen05.ld", "tcgen05.wait").
 
-A load is over when tcgen05.wait::ld says so. An instruction that uses a register before is reported; it gets
-the right value all the same, since hardware holds it back, and from then on the loads count as waited for,
-so that one finding does not draw others after it.
+A load is over when tcgen05.wait::ld says so. An instruction that uses a register before is a finding, or a
+remark in a kernel that has no such wait at all; it gets the right value all the same, since hardware holds it
+back, and from then on the loads count as waited for, so that one finding does not draw others after it.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ class RegisterWatch:
         self._body = program.kernel.body
         self._wgmma = any(i.name == "wgmma" for i in self._body)
         self._uses: dict[tuple[int, frozenset[RegisterKey]], Use] = {}
+        self._waits = any(i.parts[:2] == ("tcgen05", "wait::ld") for i in self._body)
         self.needed = self._wgmma or any(i.parts[:2] == ("tcgen05", "ld") for i in self._body)
 
     def check(self, warp: Warp, block: Block) -> None:
@@ -51,7 +52,8 @@ class RegisterWatch:
         user, load, warp.loading = found[0], found[1], dict(found[2])
         if user is not None:
             text = f"{warp} uses a register before tcgen05.wait::ld says that it is loaded"
-            warp.cta.launch.findings.add(Finding("missing wait", text, user, load))
+            kind = "missing wait" if self._waits else "no waits"
+            warp.cta.launch.findings.add(Finding(kind, text, user, load))
             loaded(warp, user)
 
     def _first_use(self, block: Block, loading: Loading) -> Use:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from fa4flex.simulator.ptx.nodes import Instruction
 
 Place = tuple[str, int, str]
-REMARKS = frozenset(("missing wait",))
-"""Kinds of what the PTX ISA forbids and hardware is known to make good."""
+REMARKS = frozenset(("no waits",))
+"""Kinds of what the PTX ISA forbids, hardware is known to make good, and a kernel relies on throughout."""
 
 
 @dataclass(frozen=True)
