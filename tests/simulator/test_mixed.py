@@ -6,15 +6,19 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from executed import Compared
 from paged_pools import Drawn, Size, compare, drawn
 from test_forward_paged import chunks, expected
 from torch import Tensor
 
 import fa4flex
 from fa4flex import Schedule, Sinks, simulator
+from fa4flex.codegen.plan.topology import Event, NamedBarrier, Topology
+from fa4flex.kernels.mixed_sm90.plan import MixedPlan
 from fa4flex.variants import alibi, causal, sliding_window, softcap
 
 TABLE, SLOPES = torch.randn(8, 1400) / 2, torch.rand(3, 8)
@@ -82,12 +86,27 @@ def test_heads_and_widths_draw(heads: int, kv_heads: int, d: int, page_size: int
     check(CAUSAL, mixed(heads, kv_heads, d, page_size=page_size))
 
 
-def test_one_kind_alone_draws() -> None:
-    """Decoding sequences alone, more than there are lanes in a warp, and chunks alone."""
-    lengths = tuple(random.choices((1, 40, 130), k=40))
+def graph_of_few(plan: MixedPlan) -> Topology:
+    """The graph of tiles of few rows, with the turn that a block opens and tiles of many rows take."""
+    producer, first, second = plan.few.roles
+    opens, turn = replace(first, opening=(Event("give", "turn 0"),)), NamedBarrier("turn 0", 1, 256)
+    return replace(plan.few, roles=(producer, opens, second), barriers=(*plan.few.barriers, turn))
+
+
+def test_few_alone_draw(launches: Compared) -> None:
+    """Sequences that decode alone, more than a warp has lanes: what blocks do at barriers is the graph's."""
+    lengths = tuple(random.choices((0, 1, 40, 130, 300), k=40))
     given = drawn(Size(heads=4, kv_heads=1, lengths=lengths))
-    check(CAUSAL, chunks(given, (1,) * 40), sms=3)
-    check(CAUSAL, chunks(drawn(Size(lengths=(150, 33))), (130, 70)))
+    unchecked = patch.object(MixedPlan, "check", lambda plan: None)  # nobody takes the turn
+    with patch.object(MixedPlan, "topology", property(graph_of_few)), unchecked:
+        check(CAUSAL, chunks(given, (1,) * 40), sms=3)
+    assert launches.launches
+
+
+def test_many_alone(launches: Compared) -> None:
+    with patch.object(MixedPlan, "topology", MixedPlan.many):
+        check(CAUSAL, chunks(drawn(Size(lengths=(150, 33))), (130, 70)))
+    assert launches.launches
 
 
 def test_kinds_take_turns() -> None:

@@ -27,9 +27,7 @@ from fa4flex.kernels.fwd_sm90.epilogue import STORES
 from fa4flex.kernels.fwd_sm90.resources import Pipes
 from fa4flex.kernels.mixed_sm90.config import GROUPS, Config
 from fa4flex.kernels.mixed_sm90.resources import Shared
-
-MEET = 8
-"""Named barrier of both warpgroups."""
+from fa4flex.kernels.mixed_sm90.topology import MEET
 
 BOTH = 128 * GROUPS
 

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import ClassVar
 
 from fa4flex.codegen.plan.bound import Size
+from fa4flex.codegen.plan.counts import check_counts
 from fa4flex.codegen.plan.few_rows import asks_for_order
 from fa4flex.codegen.plan.memory import Memory, lay_out
 from fa4flex.codegen.plan.pipeline import ForwardPlan, Pipeline
@@ -14,10 +15,12 @@ from fa4flex.codegen.plan.problem import Problem
 from fa4flex.codegen.plan.request import ForwardRequest
 from fa4flex.codegen.plan.target import Target
 from fa4flex.codegen.plan.topology import Topology
+from fa4flex.codegen.plan.verify import prove
 from fa4flex.kernels.fwd_sm90 import plan as forward
 from fa4flex.kernels.fwd_sm90.plan import HopperPlan, plan_hopper
 from fa4flex.kernels.fwd_sm90.tiles import barriers, pad
 from fa4flex.kernels.mixed_sm90.config import GROUPS, KEPT, Config
+from fa4flex.kernels.mixed_sm90.topology import few_topology
 
 WIDEST = 128
 """Widest heads: tiles of wider ones have keys that do not halve into whole steps of products."""
@@ -40,9 +43,26 @@ class MixedPlan(HopperPlan):
 
     @cached_property
     def topology(self) -> Topology:
-        """The forward kernel's, of tiles of many rows. A block may have tiles of few between these, whose
-        events are others: places, by which runs are compared with it, are left out."""
-        return replace(super().topology, places=())
+        """The pipeline of tiles of many rows. A block may have tiles of few between these, whose events are
+        others: places, by which runs are compared with it, are left out."""
+        return replace(self.many, places=())
+
+    @property
+    def many(self) -> Topology:
+        """The forward kernel's pipeline."""
+        return HopperPlan(**{f.name: getattr(self, f.name) for f in fields(self)}).topology
+
+    @cached_property
+    def few(self) -> Topology:
+        """The pipeline of tiles of few rows. Each kind is proved by itself: between tiles, whoever has read a
+        ring's stages has freed them."""
+        return few_topology(self.many)
+
+    def check(self) -> None:
+        super().check()
+        check_counts(self.few)
+        self.few.check_fits(self.memory, self.target)
+        prove(self.few)
 
     def config(self) -> Config:
         base = super().config()
@@ -55,7 +75,9 @@ class MixedPlan(HopperPlan):
             f"sequences of up to {self.target.few_rows} rows (queries x heads that share keys): a tile for"
             f" each head of keys, {self.tile[1] // GROUPS} of its keys for each consumer, spread among others"
         )
-        return "\n".join([*lines[:2], few, *lines[2:]])
+        pipeline = ["pipeline of tiles of few rows:", self.few.explain()]
+        at = lines.index(next(line for line in lines if line.startswith("work:")))
+        return "\n".join([*lines[:2], few, *lines[2:at], *pipeline, *lines[at:]])
 
 
 def plan_mixed(request: ForwardRequest) -> ForwardPlan:
