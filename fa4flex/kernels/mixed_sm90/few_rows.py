@@ -45,7 +45,7 @@ def few_tile(work: Work, arguments: Arguments, hooks: Hooks, config: Config) -> 
 
 
 class FewRows(consumer.Consumer):
-    """What a consumer warpgroup does with a tile of few rows."""
+    """A consumer warpgroup's tiles of few rows."""
 
     def __init__(self, config: Config, hooks: Hooks) -> None:
         super().__init__(_config(config), hooks)
@@ -235,7 +235,7 @@ class Epilogue(epilogue.Epilogue):
 
 
 def _config(config: Config) -> decode.Config:
-    """What a warpgroup is to a kernel for few rows, over its half of the keys."""
+    """Configuration of the kernel for few rows, over a warpgroup's half of the keys."""
     return decode.Config(
         head_dim=config.head_dim,
         head_dim_v=config.head_dim_v,

@@ -81,7 +81,7 @@ class MixedPlan(HopperPlan):
 
 
 def plan_mixed(request: ForwardRequest) -> ForwardPlan:
-    """Who asks for tiles or an order gets the kernel that has a choice."""
+    """The kernel for many rows, where the schedule asks for tiles or an order."""
     plan = plan_hopper(request)
     if asks_for_order(request) or plan.tiles.consumers != GROUPS or plan.kv_stages < GROUPS:
         return plan

@@ -37,7 +37,7 @@ class Totals(NamedTuple):
 
 
 Bodies = tuple[Callable[..., Any], Callable[..., Any]]
-"""What a role does with a tile of few rows, and with one of many."""
+"""Functions that a role calls with a tile of few rows, and with one of many."""
 
 
 class MixedScheduler(TileScheduler):
