@@ -1,6 +1,8 @@
-"""Serving on a GPU: chunked prefill from pages beside the same chunk over contiguous keys, and appending.
+"""Serving on a GPU: chunked prefill from pages beside the same chunk over contiguous keys, mixed batches, and
+appending.
 
     python benchmarks/serving.py [--pages 16 64 256] [--chunk 2048] [--keys 8192]
+    python benchmarks/serving.py --mixed [--pages 16 64]
 
 Times are medians of several replays of CUDA graphs, in turns. A chunk of queries attends to all keys of its
 sequence, causal at the end of the keys; a ragged batch packs a chunk, and sequences with one query each.
@@ -108,6 +110,90 @@ def report_ragged(case: Prefill, sequences: int, page_size: int) -> None:
     print(f"  one chunk and {sequences} sequences of 2048 keys, packed, pages of {page_size}: {took:.1f} us")
 
 
+@dataclass(frozen=True)
+class Mixed:
+    """A packed batch of `chunks` sequences with `chunk` queries each, and then `decoding` ones with one; each
+    has `keys` keys, the queries at their end, in pages of a pool."""
+
+    chunks: int = 2
+    chunk: int = 2048
+    decoding: int = 128
+    keys: int = 2048
+
+    @property
+    def floor(self) -> tuple[float, float]:
+        """Microseconds of the chunks' products at 650 TFLOP/s, and of all keys and values at 4.5 TB/s."""
+        read = 4.0 * KV_HEADS * WIDTH * self.keys * (self.chunks + self.decoding)
+        return Prefill(self.chunks, self.chunk, self.keys).flops / 650e6, read / 4.5e6
+
+    def calls(self, page_size: int) -> dict[str, Callable[[], tuple[Tensor, ...]]]:
+        """Ways to compute it, and parts of it, by name: outputs whose tokens follow each other."""
+        sequences, columns = self.chunks + self.decoding, -(-self.keys // page_size)
+        k, v = (_randn(sequences * columns, page_size, KV_HEADS, WIDTH) for _ in range(2))
+        table = torch.randperm(sequences * columns, device="cuda").view(sequences, columns).int()
+        used = torch.full((sequences,), self.keys, dtype=torch.int32, device="cuda")
+        new = torch.tensor([0, *[self.chunk] * self.chunks, *[1] * self.decoding], device="cuda")
+        cu, n, split = new.cumsum(0).int(), self.chunks, self.chunks * self.chunk
+        q = _randn(split + self.decoding, HEADS, WIDTH)
+        attn, whole = fa4flex.compile(mask=causal), Paging(table, used)
+        # The kernel for many rows alone has a choice of how blocks take tiles.
+        rows = fa4flex.compile(mask=causal, schedule=fa4flex.Schedule(next_tile="counter"))
+        first, rest = Paging(table[:n].contiguous(), used[:n]), Paging(table[n:].contiguous(), used[n:])
+        cu_first, all_of, first_of = cu[: n + 1].contiguous(), Varlen(cu), slice(0, split)
+        singles = q[split:].unsqueeze(2)
+
+        def prefill(by: fa4flex.Attention = rows) -> Tensor:
+            out: Tensor = by(q[first_of], k, v, paging=first, varlen=Varlen(cu_first))
+            return out
+
+        def decode() -> Tensor:
+            out: Tensor = attn(singles, k, v, paging=rest)
+            return out.squeeze(2)
+
+        def peer() -> Tensor:
+            from flash_attn.cute import flash_attn_varlen_func
+
+            given = {"cu_seqlens_q": cu, "max_seqlen_q": self.chunk, "seqused_k": used, "page_table": table}
+            out: Tensor = flash_attn_varlen_func(q, k, v, causal=True, **given)[0]
+            return out
+
+        return {
+            "two launches": lambda: (prefill(), decode()),
+            "one launch": lambda: (attn(q, k, v, paging=whole, varlen=all_of),),
+            "one launch, rows not packed": lambda: (rows(q, k, v, paging=whole, varlen=all_of),),
+            "flash-attn-4": lambda: (peer(),),
+            "(chunks alone)": lambda: (prefill(),),
+            "(chunks alone, mixed kernel)": lambda: (prefill(attn),),
+            "(decoding alone)": lambda: (decode(),),
+        }
+
+
+def report_mixed(case: Mixed, page_size: int) -> None:
+    """One launch against two in sequence: it must be 1.25 times as fast, and faster than flash-attn-4's."""
+    told, graphs, exact = {}, {}, None
+    for name, call in case.calls(page_size).items():
+        try:
+            with torch.no_grad():
+                out = torch.cat(call())
+                exact = out if exact is None else exact
+                if out.shape == exact.shape:
+                    wrong = float((out.float() - exact.float()).abs().max() / exact.float().abs().max())
+                    told[name] = f" WRONG {wrong:.1e}" * (wrong > 0.02)
+                graphs[name] = graph_of(lambda *_, call=call: call()[0], [(out, out, out)], CALLS)  # type: ignore[misc]
+        except Exception as error:
+            print(f"  {name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+    times = microseconds(graphs, CALLS)
+    compute, memory = case.floor
+    print(
+        f"{case.chunks} chunks of {case.chunk} and {case.decoding} decoding, {case.keys} keys each, pages of"
+        f" {page_size}, {HEADS}:{KV_HEADS} d{WIDTH}; products {compute:.0f} us, memory {memory:.0f} us",
+        flush=True,
+    )
+    for name, took in times.items():
+        share = times["two launches"] / took
+        print(f"  {name:<30} {took:8.1f} us  {share:5.2f}{told.get(name, '')}", flush=True)
+
+
 def report_append(batch: int, tokens: int, page_size: int) -> None:
     """New keys and values, alone and rotated with their queries, beside copies of as many bytes."""
     columns = -(-8192 // page_size)
@@ -135,7 +221,12 @@ def main() -> None:
     parser.add_argument("--pages", nargs="*", type=int, default=[16, 64, 256])
     parser.add_argument("--chunk", type=int, default=2048)
     parser.add_argument("--keys", type=int, default=8192)
+    parser.add_argument("--mixed", action="store_true", help="mixed batches alone, at pages of 16 and 64")
     given = parser.parse_args()
+    if given.mixed:
+        for size in given.pages[:2]:
+            report_mixed(Mixed(), size)
+        return
     for batch in (1, 4):
         report_prefill(Prefill(batch, given.chunk, given.keys), given.pages)
     report_ragged(Prefill(1, given.chunk, given.keys), 128, given.pages[0])

@@ -17,10 +17,11 @@ from fa4flex.kernels.decode_sm90.plan import DECODE_SM90
 from fa4flex.kernels.decode_sm100.plan import DECODE_SM100
 from fa4flex.kernels.fwd_sm90.plan import FWD_SM90
 from fa4flex.kernels.fwd_sm100.plan import FWD_SM100
+from fa4flex.kernels.mixed_sm90.plan import MIXED_SM90
 from fa4flex.primitives.schedule import Schedule
 
 PIPELINES: tuple[Pipeline, ...] = (
-    *(DECODE_SM90, DECODE_FP8_SM90, FWD_SM90, DECODE_SM100, FWD_SM100),
+    *(DECODE_SM90, DECODE_FP8_SM90, MIXED_SM90, FWD_SM90, DECODE_SM100, FWD_SM100),
     *(BWD_SM90, TWO_CTA, WIDE_HEADS, ONE_CTA),
 )
 """All pipelines, in the order in which they are asked. What is ready to launch stays as it is: one put in

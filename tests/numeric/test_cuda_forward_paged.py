@@ -139,6 +139,20 @@ def test_a_graph_reads_tables_and_lengths_anew() -> None:
         chunks.check(attn, out)
 
 
+@pytest.mark.parametrize("page_size, width", [(16, 128), (64, 64), (8, 96)])
+def test_mixed_batches(page_size: int, width: int) -> None:
+    """Most sequences have few query rows, some many, and which is which changes between replays. A second
+    launch gives the same bits."""
+    attn = fa4flex.compile(mask=causal & sliding_window(500), score_mod=alibi)
+    chunks = Chunks(page_size, width, width, batch=40, tokens=500)
+    graph, out = captured(lambda: chunks(attn))
+    for _ in range(10):
+        chunks.change()
+        graph.replay()
+        chunks.check(attn, out)
+        assert torch.equal(chunks(attn), out)
+
+
 @pytest.mark.parametrize("page", [-1, 10**9])
 def test_wrong_pages_are_told_by_the_next_call(page: int) -> None:
     attn, chunks = fa4flex.compile(mask=causal), Chunks(16)

@@ -16,6 +16,7 @@ from fa4flex.codegen.plan.target import SM90A
 from fa4flex.compiler.inspect import inspect
 from fa4flex.compiler.signature import Signature
 from fa4flex.kernels.fwd_sm90.plan import HopperPlan
+from fa4flex.kernels.mixed_sm90.plan import MixedPlan
 from fa4flex.lower import Given, lower_forward
 from fa4flex.runtime.cuda.append import _source
 from fa4flex.variants import alibi, causal, sliding_window, softcap
@@ -43,6 +44,7 @@ def test_nothing_spills(name: str, width: tuple[int, int], lengths: Any, page_ro
     given = Given(program.facts, fa4flex.Schedule(), inputs, program.captured(), SM90A)
     lowered = lower_forward(given)
     assert isinstance(lowered.plan, HopperPlan) and lowered.plan.config().paged
+    assert isinstance(lowered.plan, MixedPlan) == (lengths == "packed" and max(width) <= 128)
     scalars = tuple("float" if isinstance(x, float) else "int" for x in given.captured.scalars)
     found = inspect(lowered.source, lowered.problem, Signature(scalars=scalars)).resources
     assert not found.spill_bytes and not found.stack_bytes and not found.ignored

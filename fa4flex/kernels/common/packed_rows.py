@@ -73,7 +73,7 @@ def tile_of(
     zero = Int32(0)
     whole = KeyTiles(None, None, zero, zero)
     tile = Tile(b, kv_head, heads // kv_heads, heads, split, q_len, kv_len, whole, zero, zero)
-    keys = _keys(tile, arguments, hooks, config)
+    keys = keys_of(tile, arguments, hooks, config)
     first, last = _share(keys.count, split, arguments.splits, config.share)
     return tile._replace(keys=keys, first=first, last=last)
 
@@ -87,7 +87,7 @@ def _share(count: Int32, split: Int32, splits: Int32, share: int | None) -> tupl
     return first, first + each + select_(split < more, Int32(1), Int32(0))
 
 
-def _keys(tile: Tile, arguments: Arguments, hooks: Hooks, config: Any) -> KeyTiles:
+def keys_of(tile: Tile, arguments: Arguments, hooks: Hooks, config: Any) -> KeyTiles:
     """Key tiles that some row sees."""
 
     def spans(number: Int32) -> list[Span]:

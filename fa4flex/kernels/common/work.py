@@ -145,7 +145,7 @@ def packed_work(number: Int32, grid: Grid, arguments: Arguments, tile_m: cutlass
     h = number % grid.heads
     cu_q, used = arguments.cu_seqlens_q, arguments.seqused_q
     tile, b, valid = find_sequence(number // grid.heads, cu_q, used, tile_m)
-    return _packed_tile(arguments, tile, h, b, valid)
+    return packed_tile(arguments, tile, h, b, valid)
 
 
 @cute.jit
@@ -155,14 +155,14 @@ def ordered_work(number: Int32, grid: Grid, arguments: Arguments) -> Work:
     b, tile = (cute.arch.make_warp_uniform(arguments.order[entry, i]) for i in range(2))
     if const_expr(arguments.cu_seqlens_q is not None):
         sequences = Int32(arguments.cu_seqlens_q.shape[0] - 1)
-        work = _packed_tile(arguments, tile, h, cutlass.min(b, sequences - 1), b < sequences)
+        work = packed_tile(arguments, tile, h, cutlass.min(b, sequences - 1), b < sequences)
     else:
         batch = Int32(arguments.q.shape[0])
         work = _dense_tile(arguments, tile, h, cutlass.min(b, batch - 1), b < batch)
     return work
 
 
-def _packed_tile(arguments: Arguments, tile: Int32, h: Int32, b: Int32, valid: Boolean) -> Work:
+def packed_tile(arguments: Arguments, tile: Int32, h: Int32, b: Int32, valid: Boolean) -> Work:
     cu_q, cu_k = arguments.cu_seqlens_q, arguments.cu_seqlens_k
     if arguments.page_table is not None:
         q_offset, kv_offset = cu_q[b], Int32(0)

@@ -128,8 +128,15 @@ class Consumer:
                 self.release_queries(pipes, group)
             return k_state, v_state
 
-        self.scheduler.walk(grid, arguments, pipes.next, attend, (k_state, v_state))
+        self.walk(attend, (arguments, grid), (shared, pipes), (k_state, v_state))
         self.epilogue.drain()
+
+    def walk(
+        self, attend: Any, call: tuple[Arguments, Grid], block: tuple[Shared, Pipes], states: States
+    ) -> None:
+        """Tile after tile of a block."""
+        arguments, grid = call
+        self.scheduler.walk(grid, arguments, block[1].next, attend, states)
 
     def products(self, mma: tuple[Any, Any], shared: Shared, lane: Int32, group: Int32) -> Products:
         tiles = shared.q[None, None, group], shared.k, shared.v

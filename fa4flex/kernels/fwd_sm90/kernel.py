@@ -106,6 +106,10 @@ class Forward:
         )
 
     def storage(self, layouts: tuple[Any, ...], kinds: tuple[Any, Any]) -> Any:
+        return cute.struct(type("Storage", (), {"__annotations__": self.members(layouts, kinds)}))
+
+    def members(self, layouts: tuple[Any, ...], kinds: tuple[Any, Any]) -> dict[str, Any]:
+        """Shared memory by name, in order."""
         config = self.config
         kind, out_kind = kinds
 
@@ -115,7 +119,7 @@ class Forward:
         def tile(element: Any, size: int) -> Any:
             return cute.struct.Align[cute.struct.MemRange[element, size], 1024]  # TMA swizzles by 1024 bytes
 
-        members = {
+        return {
             "q_full": barriers(config.consumers),
             "q_empty": barriers(config.consumers),
             "k": barriers(config.kv_stages * 2),
@@ -128,7 +132,6 @@ class Forward:
             "values": tile(kind, cute.cosize(layouts[2])),
             "out": tile(out_kind, 0 if config.alias_output else cute.cosize(layouts[3])),
         }
-        return cute.struct(type("Storage", (), {"__annotations__": members}))
 
     @cute.kernel
     def device(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import cutlass
 from cutlass import Int32, const_expr, cute, pipeline
 
@@ -67,7 +69,12 @@ class Producer:
             v_state.advance()
             return k_state, v_state
 
-        self.scheduler.walk(grid, arguments, pipes.next, load, (k_state, v_state), takes=True)
+        self.walk(load, (arguments, grid), (transfers, shared, pipes), (k_state, v_state))
+
+    def walk(self, load: Any, call: tuple[Arguments, Grid], block: Block, states: States) -> None:
+        """Tile after tile of a block."""
+        arguments, grid = call
+        self.scheduler.walk(grid, arguments, block[2].next, load, states, takes=True)
 
     def contiguous(self, work: Work, kv_head: Int32, block: Block) -> KeyValues:
         config, (transfers, shared, pipes) = self.config, block

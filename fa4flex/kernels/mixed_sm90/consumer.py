@@ -1,0 +1,35 @@
+"""A consumer warpgroup: 64 rows of a tile of many, or all rows of a tile of few and half of the keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cutlass import Int32, cute
+
+from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.hooks import Hooks
+from fa4flex.kernels.common.transfer import States
+from fa4flex.kernels.common.work import Grid, Work
+from fa4flex.kernels.fwd_sm90 import consumer as forward
+from fa4flex.kernels.fwd_sm90.resources import Pipes
+from fa4flex.kernels.mixed_sm90.config import Config
+from fa4flex.kernels.mixed_sm90.few_rows import FewRows
+from fa4flex.kernels.mixed_sm90.schedule import MixedScheduler
+
+
+class Consumer(forward.Consumer):
+    def __init__(self, config: Config, hooks: Hooks, scheduler: MixedScheduler) -> None:
+        super().__init__(config, hooks, scheduler)
+        self.few_rows = FewRows(config, hooks)
+
+    def walk(
+        self, attend: Any, call: tuple[Arguments, Grid], block: tuple[Any, Pipes], states: States
+    ) -> None:
+        arguments, grid = call
+        shared, pipes = block
+
+        @cute.jit
+        def attend_few(work: Work, phase: Int32, states: States) -> States:
+            return self.few_rows.attend(work, arguments, shared, pipes, phase, states)
+
+        self.scheduler.walk(grid, arguments, pipes.next, (attend_few, attend), states)

@@ -1,0 +1,253 @@
+"""Tiles of few rows: all queries of a sequence, of all heads that share a head of keys.
+
+Both consumer warpgroups have all rows, and of every tile of keys each has half. In the end the second hands
+its sums to the first, thread by thread.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, const_expr, cute, select_
+
+from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.fragment import rows_and_columns
+from fa4flex.kernels.common.hooks import Hooks
+from fa4flex.kernels.common.keys import KeyTiles, tile_at
+from fa4flex.kernels.common.packed_rows import Tile, keys_of
+from fa4flex.kernels.common.products import ROWS, Products, products_of, tiled_products
+from fa4flex.kernels.common.softmax import finish, multiply_rows
+from fa4flex.kernels.common.transfer import States
+from fa4flex.kernels.common.work import Work, put_statistic
+from fa4flex.kernels.decode_sm90 import config as decode
+from fa4flex.kernels.decode_sm90 import consumer, epilogue
+from fa4flex.kernels.decode_sm90.consumer import WIDE, Mine, clear
+from fa4flex.kernels.fwd_sm90.epilogue import STORES
+from fa4flex.kernels.fwd_sm90.resources import Pipes
+from fa4flex.kernels.mixed_sm90.config import GROUPS, Config
+from fa4flex.kernels.mixed_sm90.resources import Shared
+from fa4flex.kernels.mixed_sm90.topology import MEET
+
+BOTH = 128 * GROUPS
+
+
+def few_tile(work: Work, arguments: Arguments, hooks: Hooks, config: Config) -> Tile:
+    """All rows of a sequence that share head `work.h` of keys, and all key tiles that some row sees: perhaps
+    none."""
+    heads, kv_heads = Int32(arguments.q.shape[1]), Int32(arguments.k.shape[2])
+    zero = Int32(0)
+    whole = KeyTiles(None, None, zero, zero)
+    place = work.b, work.h, heads // kv_heads, heads, zero, work.q_len, work.kv_len
+    tile = Tile(*place, whole, zero, zero)
+    keys = keys_of(tile, arguments, hooks, config)
+    return tile._replace(keys=keys, last=keys.count)
+
+
+class FewRows(consumer.Consumer):
+    """A consumer warpgroup's tiles of few rows."""
+
+    def __init__(self, config: Config, hooks: Hooks) -> None:
+        super().__init__(_config(config), hooks)
+        self.mixed = config
+        self.packed = Epilogue(self.config)
+
+    @cute.jit
+    def attend(
+        self,
+        work: Work,
+        arguments: Arguments,
+        shared: cutlass.Constexpr[Shared],
+        pipes: cutlass.Constexpr[Pipes],
+        phase: Int32,
+        states: States,
+    ) -> States:
+        thread = cute.arch.thread_idx()[0] - 128
+        group, lane = cute.arch.make_warp_uniform(thread // 128), thread % 128
+        tile = few_tile(work, arguments, self.hooks, self.mixed)
+        rows = self.rows(arguments, tile, lane)
+        for row in rows:
+            clear(row.state)
+        products = self.halves(shared, lane, group)
+        products.out.fill(0.0)
+        cute.arch.mbarrier_wait(pipes.q_full + group, phase)
+        self.copy_queries(arguments, work, tile, shared, (lane, group))
+        # Tiles of many rows leave the state of values where their last tile was.
+        k_state, _ = states
+        states = k_state, k_state.clone()
+        masked = cutlass.min(tile.keys.masked_count, tile.last)
+        for i in cutlass.range(0, masked, unroll=1):
+            half = GROUPS * tile_at(tile.keys, i) + group
+            states = self.step(products, rows, pipes, half, states, True)
+        for i in cutlass.range(masked, tile.last, unroll=1):
+            half = GROUPS * tile_at(tile.keys, i) + group
+            states = self.step(products, rows, pipes, half, states, False)
+        self.merge(products, rows, shared, (lane, group))
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(pipes.q_empty + group)
+        if group == 0:
+            self.packed.write(arguments, work, products, rows, lane)
+        return states
+
+    def halves(self, shared: Shared, lane: Int32, group: Int32) -> Products:
+        """Products of a warpgroup's half of each tile of keys."""
+        mixed, every = self.mixed, (None, None, None)
+        half, d, dv = mixed.half, mixed.head_dim, mixed.head_dim_v
+        k = cute.local_tile(shared.k, (half, d), every)[None, None, group, 0, None]
+        v = cute.local_tile(shared.v, (dv, half), every)[None, None, 0, group, None]
+        mma = tiled_products(shared.k.element_type, half, dv)
+        return products_of(mma, (shared.q[None, None, group], k, v), (half, dv), lane)
+
+    @cute.jit
+    def copy_queries(
+        self,
+        arguments: Arguments,
+        work: Work,
+        tile: Tile,
+        shared: cutlass.Constexpr[Shared],
+        who: tuple[Int32, Int32],
+    ) -> None:
+        """All rows of the tile to the warpgroup's room; those past the last repeat it. Tiles may be wider
+        than the tensor, and have zeros there."""
+        lane, group = who
+        q, width = arguments.q, arguments.q.shape[2]
+        pieces = self.config.head_dim // WIDE
+        count = ROWS * pieces // 128
+        held = cute.make_rmem_tensor((WIDE, count), q.element_type)
+        for i in cutlass.range_constexpr(count):
+            number = lane + 128 * i
+            row, piece = tile.row(number // pieces), number % pieces
+            if const_expr(width < self.config.head_dim):
+                held[None, i].fill(q.element_type(0.0))
+            if piece * WIDE < width:
+                source = cute.logical_divide(q[work.q_offset + row.q, row.h, None], cute.make_layout(WIDE))
+                cute.autovec_copy(source[None, piece], held[None, i])
+        for i in cutlass.range_constexpr(count):
+            number = lane + 128 * i
+            target = cute.local_tile(shared.q[number // pieces, None, group], (WIDE,), (number % pieces,))
+            cute.autovec_copy(held[None, i], target)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=STORES + group, number_of_threads=128)
+
+    @cute.jit
+    def merge(
+        self,
+        products: cutlass.Constexpr[Products],
+        rows: cutlass.Constexpr[tuple[Mine, ...]],
+        shared: cutlass.Constexpr[Shared],
+        who: tuple[Int32, Int32],
+    ) -> None:
+        """The first warpgroup's rows become those of all keys. No product reads the queries any more when the
+        sums are written over them, and no sum is read any more when the next queries come."""
+        lane, group = who
+        out = products.out
+        cute.arch.barrier(barrier_id=MEET, number_of_threads=BOTH)
+        if group == 1:
+            cute.autovec_copy(_line(out), shared.sums[lane, None])
+            for r, mine in enumerate(rows):
+                for i, x in enumerate((mine.state.largest, mine.state.shift, mine.state.total)):
+                    shared.kept[lane, 3 * r + i] = x[0]
+        cute.arch.barrier(barrier_id=MEET, number_of_threads=BOTH)
+        if group == 0:
+            weights = [
+                _joined(mine, [shared.kept[lane, 3 * r + i] for i in range(3)]) for r, mine in enumerate(rows)
+            ]
+            both = rows_and_columns(out)
+            handed = cute.make_rmem_tensor_like(out)
+            cute.autovec_copy(shared.sums[lane, None], _line(handed))
+            others = rows_and_columns(handed)
+            for r, (own, other) in enumerate(weights):
+                both[r, None].store(both[r, None].load() * own + others[r, None].load() * other)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=MEET, number_of_threads=BOTH)
+
+    @cute.jit
+    def clear_past_end(
+        self,
+        products: cutlass.Constexpr[Products],
+        mine: cutlass.Constexpr[Mine],
+        kv_first: Int32,
+        v_state: Any,
+    ) -> None:
+        """The same, in a warpgroup's half."""
+        end = mine.fragment.at.kv_len - kv_first
+        if end < self.config.tile_n:
+            lane = cute.arch.thread_idx()[0] % 128
+            group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128) - 1
+            values = products.v_shared[None, None, v_state.index]
+            for d in cutlass.range(lane, self.config.head_dim_v, 128, unroll=1):
+                for key in cutlass.range(cutlass.max(end, 0), self.config.tile_n, unroll=1):
+                    values[d, key] = values.element_type(0.0)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.barrier(barrier_id=STORES + group, number_of_threads=128)
+
+
+def _line(registers: cute.Tensor) -> cute.Tensor:
+    """All of a thread's registers, one after another."""
+    return cute.make_tensor(registers.iterator, cute.make_layout(cute.size(registers)))
+
+
+def _joined(mine: Mine, theirs: list[Float32]) -> tuple[Float32, Float32]:
+    """Weights of a row's own sums and of the others, and a state of both. Who has seen no key of a row has no
+    weight there."""
+    state, (largest, shift, total) = mine.state, theirs
+    none = -Float32.inf
+    own_none, none_there = state.largest[0] == none, largest == none
+    common = cute.arch.fmax(select_(own_none, none, state.shift[0]), select_(none_there, none, shift))
+    common = select_(common == none, Float32(0.0), common)
+    own = cute.math.exp2(state.shift[0] - common, fastmath=True)
+    other = cute.math.exp2(shift - common, fastmath=True)
+    own, other = select_(own_none, Float32(0.0), own), select_(none_there, Float32(0.0), other)
+    state.largest[0] = cute.arch.fmax(state.largest[0], largest)
+    state.shift[0] = common
+    state.total[0] = state.total[0] * own + total * other
+    return own, other
+
+
+class Epilogue(epilogue.Epilogue):
+    @cute.jit
+    def write(
+        self,
+        arguments: Arguments,
+        work: Work,
+        products: cutlass.Constexpr[Products],
+        rows: cutlass.Constexpr[tuple[Mine, ...]],
+        lane: Int32,
+    ) -> None:
+        """Packed rows, and their log-sum-exps."""
+        scales, lses = [], []
+        for mine in rows:
+            sink = None
+            if const_expr(arguments.sinks is not None):
+                sink = arguments.sinks[mine.row.h].to(Float32)
+            scale, lse = finish(mine.state, sink)
+            scales += scale
+            lses += lse
+        out = rows_and_columns(products.out)
+        multiply_rows(out, scales)
+        for r in cutlass.range_constexpr(len(rows)):
+            row = rows[r].row
+            if row.exists:
+                if const_expr(arguments.lse is not None):  # noqa: SIM102  one is decided when compiled, one when run
+                    if lane % 4 == 0:
+                        put_statistic(arguments.lse, work._replace(h=row.h), row.q, lses[r])
+                self.store(arguments.out[work.q_offset + row.q, row.h, None], out[r, None], lane)
+
+
+def _config(config: Config) -> decode.Config:
+    """Configuration of the kernel for few rows, over a warpgroup's half of the keys."""
+    return decode.Config(
+        head_dim=config.head_dim,
+        head_dim_v=config.head_dim_v,
+        tile_n=config.half,
+        kv_stages=config.kv_stages,
+        blocks=1,
+        producer_registers=config.producer_registers,
+        consumer_registers=config.consumer_registers,
+        rescale_threshold=config.rescale_threshold,
+        lengths=config.lengths,
+        paged=config.paged,
+        box_rows=config.box_rows,
+        sinks=config.sinks,
+        statistics=config.statistics,
+    )

@@ -1,0 +1,42 @@
+"""The Hopper kernel for mixed batches: the forward kernel, whose blocks take tiles of few rows too.
+
+producer warp --[q x warpgroups]--> consumer warpgroups --> out
+              --[k ring]---------->
+              --[v ring]---------->
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cutlass import Float32, cute
+
+from fa4flex.kernels.common.hooks import Hooks
+from fa4flex.kernels.fwd_sm90 import kernel as forward
+from fa4flex.kernels.mixed_sm90.config import KEPT, Config
+from fa4flex.kernels.mixed_sm90.consumer import Consumer
+from fa4flex.kernels.mixed_sm90.producer import Producer
+from fa4flex.kernels.mixed_sm90.resources import Shared
+from fa4flex.kernels.mixed_sm90.schedule import MixedScheduler
+
+
+class Forward(forward.Forward):
+    """A kernel for one Config and one variant's Hooks; `compile` takes the object itself."""
+
+    def __init__(self, config: Config, hooks: Hooks) -> None:
+        super().__init__(config, hooks)
+        scheduler = MixedScheduler(config, hooks)
+        self.producer = Producer(config, hooks, scheduler)
+        self.consumer = Consumer(config, hooks, scheduler)
+
+    def members(self, layouts: tuple[Any, ...], kinds: tuple[Any, Any]) -> dict[str, Any]:
+        kept = cute.struct.MemRange[Float32, KEPT * 128]
+        return super().members(layouts, kinds) | {"kept": kept}
+
+    def shared(self, storage: Any, layouts: tuple[Any, ...], kinds: tuple[Any, Any]) -> Shared:
+        one = super().shared(storage, layouts, kinds)
+        # Thread by thread: lanes of a warp meet in no bank.
+        sums = cute.make_layout((128, self.config.head_dim_v // 2))
+        over = cute.recast_ptr(storage.queries.data_ptr(), dtype=Float32)
+        kept = storage.kept.get_tensor(cute.make_layout((128, KEPT)))
+        return Shared(one.q, one.k, one.v, one.out, cute.make_tensor(over, sums), kept)

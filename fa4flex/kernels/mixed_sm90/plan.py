@@ -1,0 +1,104 @@
+"""The plan of the Hopper kernel for mixed batches. Data only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import ClassVar
+
+from fa4flex.codegen.plan.bound import Size
+from fa4flex.codegen.plan.counts import check_counts
+from fa4flex.codegen.plan.few_rows import asks_for_order
+from fa4flex.codegen.plan.memory import Memory, lay_out
+from fa4flex.codegen.plan.pipeline import ForwardPlan, Pipeline
+from fa4flex.codegen.plan.problem import Problem
+from fa4flex.codegen.plan.request import ForwardRequest
+from fa4flex.codegen.plan.target import Target
+from fa4flex.codegen.plan.topology import Topology
+from fa4flex.codegen.plan.verify import prove
+from fa4flex.kernels.fwd_sm90 import plan as forward
+from fa4flex.kernels.fwd_sm90.plan import HopperPlan, plan_hopper
+from fa4flex.kernels.fwd_sm90.tiles import barriers, pad
+from fa4flex.kernels.mixed_sm90.config import GROUPS, KEPT, Config
+from fa4flex.kernels.mixed_sm90.topology import few_topology
+
+WIDEST = 128
+"""Widest heads: tiles of wider ones have keys that do not halve into whole steps of products."""
+
+
+@dataclass(frozen=True)
+class MixedPlan(HopperPlan):
+    """The forward plan, for tiles of many rows. Sequences with few take the same rings, both consumers all of
+    their rows and half of each tile of keys."""
+
+    module: ClassVar[str] = "fa4flex.kernels.mixed_sm90"
+
+    @cached_property
+    def memory(self) -> Memory:
+        """The forward kernel's, and what one consumer hands to the other."""
+        base = self.tiles.memory(self.problem, self.kv_stages, self.target, self.dynamic)
+        sizes = {r.name: r.size for r in base.regions if r.name != "barriers"}
+        sizes["kept"] = KEPT * 128 * 4
+        return lay_out(sizes, {}, barriers(self.tiles.consumers, self.kv_stages, self.dynamic), self.target)
+
+    @cached_property
+    def topology(self) -> Topology:
+        """The pipeline of tiles of many rows. A block may have tiles of few between these, whose events are
+        others: places, by which runs are compared with it, are left out."""
+        return replace(self.many, places=())
+
+    @property
+    def many(self) -> Topology:
+        """The forward kernel's pipeline."""
+        return HopperPlan(**{f.name: getattr(self, f.name) for f in fields(self)}).topology
+
+    @cached_property
+    def few(self) -> Topology:
+        """The pipeline of tiles of few rows. Each kind is proved by itself: between tiles, whoever has read a
+        ring's stages has freed them."""
+        return few_topology(self.many)
+
+    def check(self) -> None:
+        super().check()
+        check_counts(self.few)
+        self.few.check_fits(self.memory, self.target)
+        prove(self.few)
+
+    def config(self) -> Config:
+        base = super().config()
+        given = {f.name: getattr(base, f.name) for f in fields(base)}
+        return Config(**given, few_rows=self.target.few_rows)
+
+    def explain(self, size: Size | None = None) -> str:
+        lines = super().explain(size).split("\n")
+        few = (
+            f"sequences of up to {self.target.few_rows} rows (queries x heads that share keys): a tile for"
+            f" each head of keys, {self.tile[1] // GROUPS} of its keys for each consumer, spread among others"
+        )
+        pipeline = ["pipeline of tiles of few rows:", self.few.explain()]
+        at = lines.index(next(line for line in lines if line.startswith("work:")))
+        return "\n".join([*lines[:2], few, *lines[2:at], *pipeline, *lines[at:]])
+
+
+def plan_mixed(request: ForwardRequest) -> ForwardPlan:
+    """The kernel for many rows, where the schedule asks for tiles or an order."""
+    plan = plan_hopper(request)
+    if asks_for_order(request) or plan.tiles.consumers != GROUPS or plan.kv_stages < GROUPS:
+        return plan
+    return MixedPlan(**{f.name: getattr(plan, f.name) for f in fields(plan)})
+
+
+def accepts(problem: Problem, target: Target) -> bool:
+    """True for packed queries over pages, where outputs fit over their queries in float32."""
+    widths = pad(problem.head_dim), pad(problem.head_dim_v)
+    return (
+        forward.accepts(problem, target)
+        and target.few_rows > 0
+        and problem.page_rows > 0
+        and problem.lengths == "packed"
+        and "max_scores" not in problem.statistics
+        and widths[1] <= widths[0] <= WIDEST
+    )
+
+
+MIXED_SM90 = Pipeline("Hopper forward, mixed batches", "forward", accepts, plan_mixed)

@@ -1,0 +1,85 @@
+"""The producer warp: keys and values of tiles of both kinds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Int32, cute
+
+from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.hooks import Hooks
+from fa4flex.kernels.common.key_values import KeyValues
+from fa4flex.kernels.common.keys import tile_at
+from fa4flex.kernels.common.packed_rows import Tile
+from fa4flex.kernels.common.paged_key_values import Order, PagedKeyValues, box_views, page_table
+from fa4flex.kernels.common.paged_lengths import check_length
+from fa4flex.kernels.common.transfer import States
+from fa4flex.kernels.common.work import Grid, Work
+from fa4flex.kernels.fwd_sm90 import producer as forward
+from fa4flex.kernels.fwd_sm90.producer import Block
+from fa4flex.kernels.fwd_sm90.resources import Pipes
+from fa4flex.kernels.mixed_sm90.config import Config
+from fa4flex.kernels.mixed_sm90.few_rows import few_tile
+from fa4flex.kernels.mixed_sm90.schedule import MixedScheduler
+
+
+class Producer(forward.Producer):
+    config: Config
+
+    def __init__(self, config: Config, hooks: Hooks, scheduler: MixedScheduler) -> None:
+        super().__init__(config, scheduler)
+        self.hooks = hooks
+
+    def walk(self, load: Any, call: tuple[Arguments, Grid], block: Block, states: States) -> None:
+        arguments, grid = call
+        pipes = block[2]
+
+        @cute.jit
+        def load_few(work: Work, phase: Int32, states: States) -> States:
+            tile = few_tile(work, arguments, self.hooks, self.config)
+            key_values = self.few_keys(work, tile, arguments, block)
+            begun = cutlass.min(tile.last, Int32(1))
+            states = self.run_of_keys(tile, key_values, (Int32(0), begun), states)
+            self.hand_room(pipes, phase ^ 1)
+            return self.run_of_keys(tile, key_values, (begun, tile.last), states)
+
+        self.scheduler.walk(grid, arguments, pipes.next, (load_few, load), states, takes=True)
+
+    def few_keys(self, work: Work, tile: Tile, arguments: Arguments, block: Block) -> KeyValues:
+        """Keys and values of a tile of few rows, each at a time."""
+        config, (transfers, shared, pipes) = self.config, block
+        check_length(arguments, work.b)
+        views = box_views(transfers, (shared.k, shared.v), tile.kv_head, config.box_rows)
+        table, order = page_table(arguments, work.b, work.kv_len), Order(tile.keys, Int32(0))
+        rings = pipes.k, pipes.v
+        pages = PagedKeyValues(transfers, *rings, *views, table, order, config.box_rows, config.tile_n)
+        pages.begin()
+        return pages
+
+    @cute.jit
+    def run_of_keys(
+        self,
+        tile: Tile,
+        key_values: cutlass.Constexpr[KeyValues],
+        run: tuple[Int32, Int32],
+        states: States,
+    ) -> States:
+        k_state, v_state = states
+        for i in cutlass.range(run[0], run[1], unroll=1):
+            key_tile = tile_at(tile.keys, i)
+            key_values.turn_to(i)
+            key_values.load_keys(k_state, key_tile)
+            k_state.advance()
+            key_values.load_values(v_state, key_tile)
+            v_state.advance()
+        return k_state, v_state
+
+    @cute.jit
+    def hand_room(self, pipes: cutlass.Constexpr[Pipes], phase: Int32) -> None:
+        """Room for queries, to consumers, who copy few rows themselves: once both have let go of it. The
+        first keys are under way by then."""
+        for group in cutlass.range_constexpr(self.config.consumers):
+            cute.arch.mbarrier_wait(pipes.q_empty + group, phase)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(pipes.q_full + group)

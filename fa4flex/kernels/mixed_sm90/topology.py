@@ -1,0 +1,86 @@
+"""The pipeline of tiles of few rows: the rings of the forward kernel, with other events.
+
+The producer hands the room of the queries over, and consumers copy these themselves, as no tensor map
+describes pairs of a query and a head. Both have all rows, and read their half of every stage. In the end the
+second's sums go over the queries to the first.
+"""
+
+from __future__ import annotations
+
+from fa4flex.codegen.plan.topology import (
+    RECEIVE,
+    WARP,
+    WARPGROUP,
+    Action,
+    Event,
+    Events,
+    NamedBarrier,
+    Product,
+    Ring,
+    Role,
+    Topology,
+)
+from fa4flex.kernels.mixed_sm90.config import GROUPS
+
+MEET = 8
+"""Named barrier of both consumers."""
+
+
+def few_topology(forward: Topology) -> Topology:
+    """The pipeline beside `forward`, whose rings, places and barriers of a consumer's warps it takes."""
+    rows = tuple(barrier for barrier in forward.barriers if barrier.name.startswith("rows"))
+    return Topology(
+        (_producer(), *(_consumer(i) for i in range(GROUPS))),
+        tuple(_handed(ring) for ring in forward.rings),
+        (*rows, NamedBarrier("both", MEET, GROUPS * WARPGROUP * WARP)),
+        "none",
+        overlaps=tuple((f"q {i}", "sums") for i in range(GROUPS)),
+        places=forward.places,
+    )
+
+
+def _handed(ring: Ring) -> Ring:
+    """Queries come by no copy."""
+    if not ring.name.startswith("q "):
+        return ring
+    return Ring(ring.name, ring.stages, ring.stage_bytes, (), 0, ring.empty_arrivals)
+
+
+def _producer() -> Role:
+    keys = tuple(Event(action, ring) for ring in ("k", "v") for action in ("acquire", "load"))
+    room = tuple(Event(action, f"q {i}", per="work") for i in range(GROUPS) for action in ("acquire", "fill"))
+    following = Event("acquire", "next", per="work"), Event("fill", "next", per="work")
+    return Role("producer", 1, (), keys + room, keys, following, empty=room + following)
+
+
+def _consumer(i: int) -> Role:
+    queries = f"q {i}"
+    # What the producer has filled the room with is nothing.
+    taken: tuple[Action, ...] = ("wait", "read", "write")
+    begin = *(Event(action, queries, per="work") for action in taken), Event("sync", f"rows {i}")
+    tile = (
+        *(Event("wait", "k"), Event("issue", "S"), Event("finish", "S"), Event("release", "k")),
+        Event("softmax", f"S of {i}"),
+        *(Event("wait", "v"), Event("sync", f"rows {i}", maybe=True)),
+        *(Event("issue", "O"), Event("finish", "O"), Event("release", "v")),
+    )
+    sums: Events = (Event("write" if i else "read", "sums", per="work"),)
+    meet: Events = (Event("sync", "both"),)
+    hand = meet + sums + meet if i else 2 * meet + sums
+    received = tuple(Event(action, "next", per="work") for action in RECEIVE)
+    end = *hand, *meet, Event("release", queries, per="work"), *received
+    return Role(
+        f"consumer {i}",
+        WARPGROUP,
+        first=(*begin, *tile),
+        body=tile,
+        last=(Event("read", f"O of {i}"), *end),
+        empty=(*begin, Event("read", queries, per="work"), *end),  # unused: there are no keys
+        products=(
+            Product(
+                "S", (Event("read", queries, per="work"), Event("read", "k")), Event("write", f"S of {i}")
+            ),
+            Product("O", (Event("read", "v"),), Event("update", f"O of {i}"), fresh=True),
+        ),
+        warp=WARPGROUP * (i + 1),
+    )

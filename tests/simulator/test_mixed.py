@@ -1,0 +1,131 @@
+"""Mixed batches over pages on the simulated GPU: sequences with few query rows, whose heads are packed, and
+chunks of queries in one launch; right against the oracle under random timings, with every kind of mod."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from executed import Compared
+from paged_pools import Drawn, Size, compare, drawn
+from test_forward_paged import chunks, expected
+from torch import Tensor
+
+import fa4flex
+from fa4flex import Schedule, Sinks, simulator
+from fa4flex.codegen.plan.topology import Event, NamedBarrier, Topology
+from fa4flex.kernels.mixed_sm90.plan import MixedPlan
+from fa4flex.variants import alibi, causal, sliding_window, softcap
+
+TABLE, SLOPES = torch.randn(8, 1400) / 2, torch.rand(3, 8)
+CAUSAL = fa4flex.compile(mask=causal)
+
+
+def relative(score, b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]
+    return score + TABLE[h, q_idx - kv_idx + 700]
+
+
+def by_sequence(score, b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]
+    return score * SLOPES[b % 3, h] + (h % 3) * 0.1 * kv_idx.cos()
+
+
+MODS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "alibi, window": {"score_mod": alibi, "mask": causal & sliding_window(90)},
+    "softcap, sinks": {
+        "score_mod": softcap(20.0),
+        "mask": causal,
+        "sinks": Sinks(torch.tensor([0.5, 3.0, -torch.inf, 1.0, 9.0, -2.0, 0.0, 1.0])),
+    },
+    "relative": {"score_mod": relative, "mask": causal},
+    "by sequence": {"score_mod": by_sequence, "mask": causal},
+}
+
+
+def attend(attn: fa4flex.Attention, given: Drawn, sms: int) -> tuple[Tensor, Tensor]:
+    timing, seed = random.choice([("eager", 0), ("late", 1), ("random", random.randrange(99))])
+    with torch.no_grad(), simulator.device("sm_90a", seed, timing, sms=sms) as gpu:
+        out, lse = given(attn, return_lse=True)
+    kernels = [result.kernel for result in gpu.results if "sequences" not in result.kernel]
+    assert len(kernels) == 1 and "mixed_sm90" in kernels[0], kernels
+    found = [finding for finding in gpu.findings if not expected(finding)]
+    assert not found, f"{timing} {seed}: {gpu.report()}"
+    return out, lse
+
+
+def check(attn: fa4flex.Attention, given: Drawn, sms: int = 2) -> None:
+    compare(attn, given, *attend(attn, given, sms))
+
+
+def mixed(heads: int = 8, kv_heads: int = 2, d: int = 64, **size: Any) -> Drawn:
+    """Sequences of any lengths: with one query, some, so many that they just are few or many, and none."""
+    most = 64 * kv_heads // heads
+    lengths = tuple(random.choices((0, 1, 63, 64, 65, 128, 200, 257, 400), k=6))
+    queries = [1, *random.choices((0, 1, 1, 2, most, most + 1, 130), k=4), 129]
+    random.shuffle(queries)
+    given = drawn(Size(heads=heads, kv_heads=kv_heads, lengths=lengths, d=d, dv=d, **size))
+    taken = tuple(random.randint(0, n) for n in queries) if random.random() < 0.3 else None
+    return chunks(given, tuple(queries), taken)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n == "softcap, sinks" else pytest.mark.exhaustive) for n in MODS]
+)
+def test_variant_draws(name: str) -> None:
+    check(fa4flex.compile(**MODS[name]), mixed())
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("heads, kv_heads", [(2, 2), (4, 1), (7, 1), (12, 4)])
+@pytest.mark.parametrize("d, page_size", [(64, 64), (96, 24), (128, 8), (128, 256)])
+def test_heads_and_widths_draw(heads: int, kv_heads: int, d: int, page_size: int) -> None:
+    check(CAUSAL, mixed(heads, kv_heads, d, page_size=page_size))
+
+
+def graph_of_few(plan: MixedPlan) -> Topology:
+    """The graph of tiles of few rows, with the turn that a block opens and tiles of many rows take."""
+    producer, first, second = plan.few.roles
+    opens, turn = replace(first, opening=(Event("give", "turn 0"),)), NamedBarrier("turn 0", 1, 256)
+    return replace(plan.few, roles=(producer, opens, second), barriers=(*plan.few.barriers, turn))
+
+
+def test_few_alone_draw(launches: Compared) -> None:
+    """Sequences that decode alone, more than a warp has lanes: what blocks do at barriers is the graph's."""
+    lengths = tuple(random.choices((0, 1, 40, 130, 300), k=40))
+    given = drawn(Size(heads=4, kv_heads=1, lengths=lengths))
+    unchecked = patch.object(MixedPlan, "check", lambda plan: None)  # nobody takes the turn
+    with patch.object(MixedPlan, "topology", property(graph_of_few)), unchecked:
+        check(CAUSAL, chunks(given, (1,) * 40), sms=3)
+    assert launches.launches
+
+
+def test_many_alone(launches: Compared) -> None:
+    with patch.object(MixedPlan, "topology", MixedPlan.many):
+        check(CAUSAL, chunks(drawn(Size(lengths=(150, 33))), (130, 70)))
+    assert launches.launches
+
+
+def test_kinds_take_turns() -> None:
+    """A block has tiles of both kinds, one after the other, and rings go on where they were."""
+    given = drawn(Size(heads=4, kv_heads=2, lengths=(300, 150, 260, 33)))
+    check(CAUSAL, chunks(given, (1, 200, 3, 1)), sms=1)
+
+
+def test_who_asks_for_an_order_gets_the_kernel_for_many_rows() -> None:
+    attn = fa4flex.compile(mask=causal, schedule=Schedule(next_tile="counter"))
+    given = chunks(drawn(Size(lengths=(40, 33))), (1, 2))
+    with torch.no_grad(), simulator.device("sm_90a") as gpu:
+        out, lse = given(attn, return_lse=True)
+    compare(attn, given, out, lse)
+    assert any("fwd_sm90" in result.kernel for result in gpu.results)
+
+
+@pytest.mark.exhaustive
+def test_float16_draws() -> None:
+    given = mixed(d=128)
+    half = replace(given, **{name: getattr(given, name).to(torch.float16) for name in ("q", "k", "v")})
+    check(CAUSAL, half)
