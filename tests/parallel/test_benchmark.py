@@ -8,10 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 120
 
 
+@pytest.mark.slow
 def test_it_runs_on_cpus(tmp_path: Path) -> None:
     out = tmp_path / "times.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -29,4 +32,7 @@ def test_it_runs_on_cpus(tmp_path: Path) -> None:
     # come back of its first 32, which the middle sees.
     one_key = 2 * 8 * 128 * 2
     assert found["ALiBi-causal 64k"]["fa4flex, keys"]["received"] == (64 + 32) * one_key
+    # Heads: 64 tokens of 16 + 2 * 4 heads arrive, and 16 of results with float32 lse; then gradients.
+    by_heads = 64 * 2 * ((16 + 2 * 4) * 128 * 2 + 16 * 128 * 2) + 64 * 16 * 4
+    assert found["ALiBi-causal 64k"]["fa4flex, heads"]["received"] == by_heads
     assert found["ALiBi-causal 64k"]["one GPU"]["received"] == 0
