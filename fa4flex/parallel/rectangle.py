@@ -21,6 +21,7 @@ from fa4flex.codegen.trace.traced import renumber
 from fa4flex.primitives.precision import Precision
 from fa4flex.runtime import ops
 from fa4flex.runtime.cuda.call import NO_LENGTHS
+from fa4flex.runtime.launch import on_gpu
 from fa4flex.runtime.programs import Published, publish
 from fa4flex.variant import Variant
 
@@ -87,12 +88,14 @@ class Rectangles:
     h_start: int | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, start: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Output, in the precision of its sums, and log-sum-exp of q [B, H, Sq, D] over k and v, the first
-        query and key being at `start` in the whole. Sinks take no part."""
-        program = self._program(self.variant.precision.compute_dtype(q.dtype))
+        """Output, in the dtype of its sums, and log-sum-exp of q [B, H, Sq, D] over k and v, the first
+        query and key being at `start` in the whole. Sinks take no part. Kernels of GPUs write 16 bits, so
+        that a part is rounded there before it is merged."""
+        compute = self.variant.precision.compute_dtype(q.dtype)
+        program = self._program(q.dtype if on_gpu(q) else compute)
         given = ops.Tensors(q, k, v, None, NO_LENGTHS, self.operands)
         out, lse, _, _ = ops.forward(program, given, self._numbers(program, start), False)
-        return out, lse
+        return out.to(compute), lse
 
     def backward(
         self,

@@ -11,7 +11,6 @@ from torch import Tensor
 
 import fa4flex
 from fa4flex import InputError, Paging
-from fa4flex.codegen.plan import paging as plan_paging
 from fa4flex.variants import alibi, causal, sliding_window
 
 CHIPS = ((9, 0), (10, 0), (10, 3))
@@ -22,12 +21,6 @@ pytestmark = [
 ]
 
 LONGEST = 3000
-
-
-@pytest.fixture(autouse=True)
-def small_pages_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies of few keys as well, which are what this decides."""
-    monkeypatch.setattr(plan_paging, "LEAST_PAGE_ROWS", 1)
 
 
 class Pool:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 import fa4flex
 from fa4flex import InputError, Paging, Rotary, Varlen
-from fa4flex.codegen.plan import paging as plan_paging
 from fa4flex.variants import alibi, causal, sliding_window, softcap
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -22,12 +21,6 @@ pytestmark = [
 ]
 
 LONGEST = 700
-
-
-@pytest.fixture(autouse=True)
-def small_pages_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies of few keys as well, which are what this decides."""
-    monkeypatch.setattr(plan_paging, "LEAST_PAGE_ROWS", 1)
 
 
 class Chunks:

@@ -13,7 +13,6 @@ from blackwell_plans import broken, dropped, edges, ordered, refuses_columns, wi
 import fa4flex
 from fa4flex.codegen.analyze.domain import Shape
 from fa4flex.codegen.analyze.facts import Facts
-from fa4flex.codegen.plan import paging as plan_paging
 from fa4flex.codegen.plan.errors import PlanError
 from fa4flex.codegen.plan.inputs import Inputs
 from fa4flex.codegen.plan.problem import PAGE_ROWS, Problem
@@ -117,8 +116,7 @@ def test_a_plan_that_does_not_hold_is_refused() -> None:
             wrong.check()
 
 
-def test_pages_whose_rows_are_whole_lines_are_read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_paging, "LEAST_PAGE_ROWS", 1)
+def test_pages_whose_rows_are_whole_lines_are_read_in_place() -> None:
     for rows, (d, least) in product(PAGE_ROWS, ((128, 1), (64, 1), (96, 2))):
         problem = replace(PAGED, head_dim=d, head_dim_v=d, page_rows=rows)
         assert DECODE_SM100.accepts(problem, SM100A) == (rows >= least)

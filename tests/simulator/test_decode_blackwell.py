@@ -15,7 +15,6 @@ from decoding import SIMULATED, Size, attend, check, drawn, split_in
 
 import fa4flex
 from fa4flex import Sinks, Varlen
-from fa4flex.codegen.plan import paging as plan_paging
 from fa4flex.variants import alibi, causal, sliding_window, softcap
 
 BOTH: dict[str, Any] = {"score_mod": alibi, "mask": causal}
@@ -24,12 +23,6 @@ BOTH: dict[str, Any] = {"score_mod": alibi, "mask": causal}
 @pytest.fixture(autouse=True)
 def chip(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SIMULATED, "chip", "sm_100a")
-
-
-@pytest.fixture(autouse=True)
-def small_pages_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies of few keys as well, of which no chip has said that they are right."""
-    monkeypatch.setattr(plan_paging, "LEAST_PAGE_ROWS", 1)
 
 
 GROUPS = {

@@ -17,7 +17,6 @@ from paged_pools import WRONG, Drawn, Size, compare, drawn, guarded
 
 import fa4flex
 from fa4flex import InputError, Paging, Sinks, simulator
-from fa4flex.codegen.plan import paging as plan_paging
 from fa4flex.runtime.cuda import faults
 from fa4flex.simulator.state.memory import BadAccess, HostMemory
 from fa4flex.variants import alibi, causal, sliding_window, softcap
@@ -36,12 +35,6 @@ CHIPS = ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.exhaustive)]
 def chip(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setitem(SIMULATED, "chip", request.param)
     return request.param
-
-
-@pytest.fixture(autouse=True)
-def small_pages_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies of few keys as well, of which no chip has said that they are right."""
-    monkeypatch.setattr(plan_paging, "LEAST_PAGE_ROWS", 1)
 
 
 @pytest.fixture(autouse=True)

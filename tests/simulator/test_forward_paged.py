@@ -17,7 +17,6 @@ from torch import Tensor
 
 import fa4flex
 from fa4flex import InputError, Paging, Schedule, Sinks, Varlen, simulator
-from fa4flex.codegen.plan import paging as plan_paging
 from fa4flex.runtime.cuda import faults
 from fa4flex.simulator.watch.findings import Finding
 from fa4flex.variants import alibi, causal, sliding_window, softcap
@@ -148,9 +147,7 @@ def test_pages(name: str, packed: bool) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("page_size", [1, 3, 4])
-def test_small_pages(page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies of few keys, of which no chip has said that they are right."""
-    monkeypatch.setattr(plan_paging, "LEAST_PAGE_ROWS", 1)
+def test_small_pages(page_size: int) -> None:
     check(CAUSAL, drawn(Size(q_len=70, page_size=page_size, d=128, dv=128)))
 
 

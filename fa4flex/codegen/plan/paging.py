@@ -8,10 +8,6 @@ import math
 from fa4flex.codegen.plan.memory import column_block
 from fa4flex.codegen.plan.problem import Problem
 
-LEAST_PAGE_ROWS = 8
-"""Keys that lie next to each other in a page. Copies of fewer begin within a pattern of shared memory: they
-are right on the simulator, and have not run on a chip."""
-
 LINE = 128
 """Bytes of shared memory: a TMA copy writes from a multiple of it on."""
 
@@ -33,8 +29,6 @@ def in_boxes(problem: Problem, tile_n: int) -> bool:
 def readable(problem: Problem, widths: tuple[int, int]) -> bool:
     """True if rows of pages, or as many of them as lie next to each other, are whole lines of shared memory,
     as addresses of TMA copies there have to be. widths: of the tiles of K and of V."""
-    if problem.page_rows < LEAST_PAGE_ROWS:
-        return not problem.page_rows
     return all(problem.page_rows * column_block(d) * problem.itemsize % LINE == 0 for d in widths)
 
 
