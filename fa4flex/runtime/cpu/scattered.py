@@ -233,7 +233,7 @@ def _reads(mask: Expr) -> tuple[Expr, ...]:
 
 
 def _divisors(load: Expr) -> tuple[Expr, Expr] | None:
-    """What queries and keys are divided by in the indices of a captured tensor, if both are."""
+    """Divisors of queries and of keys in the indices of a captured tensor, if it has both."""
     found = {}
     for index in load.args:
         if index.op == "floordiv" and index.args[0].op == "sym" and index.args[1].op in ("const", "scalar"):
