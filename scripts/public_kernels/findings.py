@@ -152,6 +152,13 @@ EXPLANATIONS = (
         " arrival of a thread before the barrier completes",
     ),
     Explanation(
+        r"flash-attn-4, Blackwell: latent vectors of chosen keys.*backward",
+        r"unfinished|exited",
+        r"cp\.async\.bulk\.tensor",
+        "the warp that stores P (forward) or dS (backward) waits for a store only before the next one, and exits"
+        " without cp.async.bulk.wait_group for the last",
+    ),
+    Explanation(
         r"flash-attn-4, Blackwell: backward",
         r"unfinished|exited",
         r"cp\.reduce\.async\.bulk",
