@@ -155,7 +155,7 @@ EXPLANATIONS = (
         r"flash-attn-4, Blackwell: latent vectors of chosen keys.*backward",
         r"unfinished|exited",
         r"cp\.async\.bulk\.tensor",
-        "the warp that stores P (forward) or dS (backward) waits for a store only before the next one, and exits"
+        "the warp that stores P (forward) or dS (backward) waits for one only before the next, and exits"
         " without cp.async.bulk.wait_group for the last",
     ),
     Explanation(
