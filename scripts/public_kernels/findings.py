@@ -18,7 +18,7 @@ class Explanation:
 
 EXPLANATIONS = (
     Explanation(
-        r"flash-attn-4, Blackwell|CUTLASS",
+        r"flash-attn-4, Blackwell|quack, Blackwell|CUTLASS",
         r"missing wait",
         r"tcgen05\.ld",
         "a register is used before tcgen05.wait::ld says that it is loaded, which the ISA forbids; hardware"
