@@ -18,7 +18,7 @@ class Explanation:
 
 EXPLANATIONS = (
     Explanation(
-        r"flash-attn-4, Blackwell|CUTLASS",
+        r"flash-attn-4, Blackwell|quack, Blackwell|CUTLASS",
         r"missing wait",
         r"tcgen05\.ld",
         "a register is used before tcgen05.wait::ld says that it is loaded, which the ISA forbids; hardware"
@@ -150,6 +150,13 @@ EXPLANATIONS = (
         r"again before it has waited",
         "warps arrive at their cluster's barrier twice before they wait for it once; the ISA allows one"
         " arrival of a thread before the barrier completes",
+    ),
+    Explanation(
+        r"flash-attn-4, Blackwell: latent vectors of chosen keys.*backward",
+        r"unfinished|exited",
+        r"cp\.async\.bulk\.tensor",
+        "the warp that stores P (forward) or dS (backward) waits for one only before the next, and exits"
+        " without cp.async.bulk.wait_group for the last",
     ),
     Explanation(
         r"flash-attn-4, Blackwell: backward",

@@ -12,6 +12,8 @@ from unittest.mock import patch
 import torch
 from timings import TIMINGS, Runner
 
+from fa4flex.simulator.watch.findings import Finding
+
 
 @dataclass(frozen=True)
 class Case:
@@ -82,6 +84,7 @@ def measure(case: Case, seed: int = 0) -> Outcome:
     from host import machine
 
     outcome, started = Outcome(case.name, case.arch, in_order=case.in_order), time.perf_counter()
+    found: dict[str, Finding] = {}
     rounds: list[Any] = [TIMINGS]
     while rounds and not outcome.error:
         runner, checks = Runner(case.arch, rounds.pop(), case.plain, case.in_order), Checks()
@@ -100,7 +103,7 @@ def measure(case: Case, seed: int = 0) -> Outcome:
             rounds = [[timing] for timing in TIMINGS]
         outcome.worst = max(outcome.worst, *checks.errors, 0.0)
         outcome.launches = max(outcome.launches, runner.launches)
-        known = {text for _, text in outcome.findings}
-        outcome.findings += [(f.kind, str(f)) for f in runner.findings.values() if str(f) not in known]
+        found = runner.findings | found
+    outcome.findings = [(finding.kind, str(finding)) for finding in found.values()]
     outcome.seconds = time.perf_counter() - started
     return outcome

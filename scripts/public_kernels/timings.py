@@ -44,7 +44,7 @@ class Runner:
     in_order: bool = False
     launches: int = 0
     findings: dict[str, Finding] = field(default_factory=dict)
-    """First findings of each kind and pair of opcodes, under any timing."""
+    """First findings of each kernel, kind and pair of opcodes, under any timing."""
     varies: bool = False
     """True if some launch left different bits under different timings."""
 
@@ -61,7 +61,7 @@ class Runner:
             timing = (InOrder if self.in_order else Timing)(name, seed)
             result = launch(captured.ptx, captured.kernel, shape, captured.params, HostMemory(), timing)
             for finding in result.findings:
-                self.findings.setdefault(_alike(finding), finding)
+                self.findings.setdefault(_alike(captured.kernel, finding), finding)
             if result.fault is not None:
                 raise Fault(result.fault)
             if len(timings) > 1:
@@ -70,10 +70,10 @@ class Runner:
                 self.varies |= after != first
 
 
-def _alike(finding: Finding) -> str:
-    """Key that findings have in common that say the same of several instructions."""
+def _alike(kernel: str, finding: Finding) -> str:
+    """Key that findings have in common that say the same of several instructions of a kernel."""
     opcodes = (part.opcode if part else "" for part in (finding.instruction, finding.other))
-    return " ".join((finding.kind, *opcodes))
+    return " ".join((kernel, finding.kind, *opcodes))
 
 
 def contents(only: Contents | None = None) -> Contents:

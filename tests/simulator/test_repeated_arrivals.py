@@ -18,6 +18,7 @@ KERNEL = """
     .reg .pred %p<4>;
     .reg .b32 %r<6>;
     .shared .align 8 .b8 bar[8];
+    .shared .align 4 .b8 told[4];
     mov.u32 %r1, %tid.x;
     setp.eq.u32 %p1, %r1, 0;
     setp.eq.u32 %p2, %r1, 32;
@@ -33,6 +34,7 @@ KERNEL = """
 }
 """
 ARRIVE, WAIT = "barrier.cluster.arrive.relaxed.aligned;", "barrier.cluster.wait.aligned;"
+RELEASE = "barrier.cluster.arrive.aligned;"
 
 
 def run(timing: tuple[str, int], first: str = ARRIVE, second: str = ARRIVE, waits: str = WAIT) -> Result:
@@ -63,6 +65,19 @@ def test_a_wait_tells_of_its_own_round_alone(timing: tuple[str, int]) -> None:
     """The mbarrier is initialised after the arrivals that warps 1 wait for, maybe before they look."""
     result = run(timing, second="", waits=WAIT + "@%p1 " + ARRIVE + "@%p1 " + WAIT)
     assert {"race", "barrier"} & {finding.kind for finding in result.findings}
+
+
+@pytest.mark.parametrize("timing", TIMINGS, ids=str)
+@pytest.mark.parametrize(("first", "kinds"), ((RELEASE, {"barrier"}), (ARRIVE, {"barrier", "race"})))
+def test_a_wait_tells_of_the_round_before(first: str, kinds: set[str], timing: tuple[str, int]) -> None:
+    """A round that warps came to without a wait for the one before hands on what that one gathered: where
+    this one's arrivals are relaxed, what was written before the first arrivals is known after the wait."""
+    result = run(
+        timing,
+        first="@%p1 st.shared.b32 [told], %r1;" + first,
+        waits=WAIT + "@%p2 ld.shared.b32 %r2, [told];",
+    )
+    assert {finding.kind for finding in result.findings} == kinds and result.fault is None
 
 
 @pytest.mark.parametrize("timing", TIMINGS, ids=str)

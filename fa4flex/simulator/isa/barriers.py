@@ -72,7 +72,7 @@ def reduction(instruction: Instruction) -> Act:
 def cluster_arrive(instruction: Instruction) -> Act:
     """An arrival before the warp has waited for the one before is reported. It counts for the barrier's next
     round, so it is held until all have come to the round before. Of two waits the first is for that round,
-    as on silicon (docs/simulator.md)."""
+    as on silicon (docs/simulator.md), and so for both."""
     access, relaxed = Accessor(instruction, "shared"), instruction.has("relaxed")
 
     def run(warp: Warp, mask: Mask) -> Wait | None:
@@ -84,6 +84,7 @@ def cluster_arrive(instruction: Instruction) -> Act:
             text = f"{warp} arrives at its cluster's barrier again before it has waited"
             warp.cta.launch.findings.add(Finding("barrier", text, instruction))
             warp.arrived_again += 1
+            meeting.round.follows(before)
         _come(access, warp, meeting, None, relaxed)
         warp.cluster_ticket, warp.ticket = warp.ticket, None
         return None

@@ -89,6 +89,12 @@ class Round:
     true: int = 0
     """Threads that came with a predicate to be reduced, and those of them for which it holds."""
 
+    def follows(self, before: Round) -> None:
+        """Hand on what the round before did too: some came to this one without a wait for that one."""
+        self.gathered.join(before.gathered)
+        self.lines |= before.lines
+        self.announced |= before.announced
+
 
 @dataclass
 class Meeting:
