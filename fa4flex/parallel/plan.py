@@ -18,7 +18,7 @@ from fa4flex.contents import VersionedCache
 from fa4flex.errors import InputError
 from fa4flex.parallel.exchange import Exchange, exchange
 from fa4flex.parallel.placement import UNEVEN, Kind, Placement, Ranges, place
-from fa4flex.parallel.work import MOST_CHUNKS, Work, chunk_for, work_of
+from fa4flex.parallel.work import FIRST_CHUNKS, MOST_CHUNKS, Work, chunk_for, work_of
 from fa4flex.variant import Variant
 
 TILE = 128
@@ -155,8 +155,10 @@ def placed(
 ) -> tuple[Work, Placement]:
     """The work of a mask, and its best placement: in chunks of which each rank has 8 or more, or in the
     smallest ones that can be had where loads differ by more than 3 % in these."""
-    counts, chunk = (max(8 * ranks, 256), MOST_CHUNKS), 0
-    for most in counts:
+    # Without key intervals every pair of chunks is looked at, which takes seconds where there are many.
+    first = max(8 * ranks, 256) if facts.keys is not None else min(max(8 * ranks, 256), FIRST_CHUNKS)
+    chunk = 0
+    for most in (first, MOST_CHUNKS):
         smaller = chunk_for(shape.q_len, shape.kv_len, most, layout.tile)
         if smaller == chunk:
             break

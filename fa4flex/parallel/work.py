@@ -23,6 +23,9 @@ from fa4flex.codegen.evaluate import Captured
 MOST_CHUNKS, MOST_KEY_CHUNKS = 4096, 16384
 """Chunks that queries, and keys, are cut into at most; pairs of both are at most MOST_CHUNKS squared."""
 
+FIRST_CHUNKS = 1024
+"""Chunks of queries of a mask without key intervals where these are balanced well enough."""
+
 MOST_ROWS, MOST_TILES = 1 << 13, 1 << 20
 """Tiles of queries of a mask with key intervals, and tiles of any other mask, at most."""
 
