@@ -17,14 +17,19 @@ import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[2]
-RANKS, ODD, TIMEOUT, ANSWER = 3, 1, 8.0, 3.0
+RANKS, TIMEOUT, ANSWER = 3, 8.0, 3.0
 """Seconds of the group's timeout, and those in which the others say which of them still answer."""
+
+ENDINGS = {"killed": (1, "rank 1 did not answer"), "stopped": (1, "rank 1 did not answer")}
+ENDINGS["killed with the store"] = 0, "cannot be told"
+"""The rank that ends, and what the others say."""
 
 
 STOPPED = pytest.param("stopped", TIMEOUT + ANSWER, marks=pytest.mark.slow)
+KEEPER = pytest.param("killed with the store", TIMEOUT, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("how", "within"), [("killed", TIMEOUT), STOPPED])
+@pytest.mark.parametrize(("how", "within"), [("killed", TIMEOUT), STOPPED, KEEPER])
 def test_all_others_raise_and_name_the_rank(how: str, within: float, tmp_path: Path) -> None:
     space = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     processes = [
@@ -37,19 +42,35 @@ def test_all_others_raise_and_name_the_rank(how: str, within: float, tmp_path: P
         )
         for rank in range(RANKS)
     ]
-    others = [process for rank, process in enumerate(processes) if rank != ODD]
+    odd, words = ENDINGS[how]
+    others = [process for rank, process in enumerate(processes) if rank != odd]
     try:
         said = [process.communicate(timeout=100)[0] for process in others]
     finally:
         for process in processes:
             process.kill()
             process.wait()
-    assert processes[ODD].returncode == -signal.SIGKILL
+    assert processes[odd].returncode == -signal.SIGKILL
     for process, text in zip(others, said, strict=True):
         assert process.returncode == 0, text
-        assert f"rank {ODD} did not answer" in text, text
+        assert words in text, text
         seconds = float(re.findall(r"raised after ([\d.]+) s", text)[0])
         assert seconds <= within + 2, text  # 2: of a machine that has other work to do
+
+
+def store_of(how: str, rank: int, results: Path) -> dist.Store:
+    """A store that is a file, or that rank 0 keeps."""
+    if how != "killed with the store":
+        return dist.FileStore(f"{results}/store", RANKS)
+    said = results / "port"
+    if rank == 0:
+        keeper = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        (results / "written").write_text(str(keeper.port))
+        (results / "written").rename(said)
+        return keeper
+    while not said.exists():
+        time.sleep(0.05)
+    return dist.TCPStore("127.0.0.1", int(said.read_text()), wait_for_workers=False)
 
 
 def main(rank: int, how: str, results: Path) -> None:
@@ -60,7 +81,7 @@ def main(rank: int, how: str, results: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{results}/store",
+        store=store_of(how, rank, results),
         rank=rank,
         world_size=RANKS,
         timeout=timedelta(seconds=TIMEOUT),
@@ -72,8 +93,8 @@ def main(rank: int, how: str, results: Path) -> None:
     backward, start = Rectangles.backward, time.monotonic()
 
     def ending(*given: Any) -> Any:
-        if rank == ODD:
-            os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+        if rank == ENDINGS[how][0]:
+            os.kill(os.getpid(), signal.SIGSTOP if how == "stopped" else signal.SIGKILL)
         return backward(*given)
 
     Rectangles.backward = ending  # type: ignore[method-assign]
