@@ -205,11 +205,12 @@ class Bench:
 
     def torch_flex(self) -> Way:
         """torch's context parallelism of flex_attention: all keys are gathered."""
+        from torch.distributed.tensor.experimental import _context_parallel
         from torch.distributed.tensor.experimental._context_parallel import _attention as its
 
         if self.device.type != "cuda":
             raise NotImplementedError("torch has it for GPUs only")
-        balancer = its._HeadTailLoadBalancer(self.row.tokens, self.ranks, self.device)
+        balancer = _context_parallel._HeadTailLoadBalancer(self.row.tokens, self.ranks, self.device)
         try:
             # In order of documents and windows nothing needs balancing but what head-tail balances.
             mask = its._create_cp_block_mask(

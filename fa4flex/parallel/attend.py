@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fa4flex.merging import merge
 from fa4flex.parallel.exchange import Exchange, Rectangle, tokens
 from fa4flex.parallel.links import Links
 from fa4flex.parallel.moves import ByHeads, ByTokens
 from fa4flex.parallel.pieces import Pieces, joined, rows_of, tensors_of
-from fa4flex.parallel.placement import Ranges
+from fa4flex.parallel.placement import Range, Ranges
 from fa4flex.parallel.rectangle import Rectangles
+from fa4flex.parallel.sums import Result, Sum, in_order
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +92,7 @@ class Attend(torch.autograd.Function):
         of_operands: list[Tensor | None] = [None] * len(operands)
         for slot, total in sums.operands.items():
             of_operands[slot] = total.to(operands[slot].dtype)
-        return (None, sums.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, *of_operands)
+        return (None, sums.dq, dk.to(k.dtype), dv.to(v.dtype), dsinks, *of_operands)
 
 
 def attend_heads(
@@ -152,47 +152,38 @@ def _add_back(job: Job, stage: int, sums: tuple[Pieces, ...], parts: list[Pieces
 # --- the forward pass ---------------------------------------------------------------------------------------
 
 
-Part = tuple[Tensor, Tensor]
-"""Output and log-sum-exp."""
-
-
-def _merged(a: Part, b: Part) -> Part:
-    return merge((a[0], b[0]), (a[1], b[1]))
-
-
 class _Results:
     """Output and log-sum-exp of each range of local queries so far."""
 
     def __init__(self, job: Job, q: Tensor, dim_v: int) -> None:
         self.job, self.q, self.dim_v = job, Pieces(q, job.queries), dim_v
-        self.found: dict[tuple[int, int], Part] = {}
+        self.found: dict[Range, Result] = {}
 
     def take_in(self, stage: int, k: Pieces, v: Pieces) -> None:
         for x in self.job.of_stage(stage):
             q = self.q.take(x.queries)
             start = x.queries[0], x.keys[0]
             part = self.job.rectangles.forward(q, k.take(x.keys), v.take(x.keys), start)
-            before = self.found.get(x.queries)
-            self.found[x.queries] = part if before is None else _merged(before, part)
+            if x.queries in self.found:
+                self.found[x.queries].take_in(*part)
+            else:
+                self.found[x.queries] = Result(self.job.compute, *part)
 
     def finish(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """The results of all local queries, in their order."""
-        q, compute = self.q.x, self.job.compute
-        batch, heads = q.shape[:2]
-        outs, lses = (
-            [q.new_empty(batch, heads, 0, self.dim_v, dtype=compute)],
-            [q.new_empty(batch, heads, 0, dtype=compute)],
-        )
-        for lo, hi in self.job.queries:
-            nothing = q.new_zeros(batch, heads, hi - lo, self.dim_v, dtype=compute)
-            none = nothing.new_full((batch, heads, hi - lo), -torch.inf)
-            part = self.found.get((lo, hi), (nothing, none))
-            if sinks is not None:
-                logits = sinks.to(compute)[:, None].expand(none.shape)
-                part = _merged(part, (nothing, logits))
-            outs.append(part[0])
-            lses.append(part[1])
-        return torch.cat(outs, 2).to(self.job.output), torch.cat(lses, 2)
+        q, ranges = self.q.x, self.job.queries
+        batch, heads, tokens, _ = q.shape
+        if sinks is not None:
+            for part in self.found.values():
+                part.take_in_sinks(sinks)
+        lses = {at: part.lse for at, part in self.found.items()}
+        if sinks is not None:  # also of queries without keys
+            alone = sinks.to(self.job.compute)[:, None]
+            lses |= {at: alone.repeat(batch, 1, at[1] - at[0]) for at in ranges if at not in lses}
+        out = q.new_empty(batch, heads, tokens, self.dim_v, dtype=self.job.output)
+        lse = q.new_empty(batch, heads, tokens, dtype=self.job.compute)
+        outs = {at: part.out for at, part in self.found.items()}
+        return in_order(outs, ranges, out, 0.0), in_order(lses, ranges, lse, -torch.inf)
 
 
 # --- the backward pass --------------------------------------------------------------------------------------
@@ -210,7 +201,7 @@ class _Gradients:
         operands: dict[int, Tensor],
     ) -> None:
         self.job, self.q = job, Pieces(q, job.queries)
-        self.dq = torch.zeros_like(q, dtype=job.compute, memory_format=torch.contiguous_format)
+        self.of_queries: dict[Range, Sum] = {}
         self.of_rows = [
             None if x is None else Pieces(x if x.ndim == 4 else x.unsqueeze(-1), job.queries)
             for x in (*results, *upstream)
@@ -225,7 +216,7 @@ class _Gradients:
         keys = [Pieces(x, places) for x in kv]
         found = [torch.zeros(x.shape, dtype=self.job.compute, device=x.device) for x in kv]
         sums = [Pieces(x, places) for x in found]
-        dq, needs = Pieces(self.dq, self.job.queries), list(self.operands)
+        needs = list(self.operands)
         for x in self.job.of_stage(stage):
             out, lse, dout, dlse = (None if rows is None else rows.take(x.queries) for rows in self.of_rows)
             assert out is not None and lse is not None and dout is not None
@@ -236,12 +227,21 @@ class _Gradients:
                 (x.queries[0], x.keys[0]),
                 needs,
             )
-            dq.add(x.queries, of_q)
+            if x.queries in self.of_queries:
+                self.of_queries[x.queries].take_in(of_q)
+            else:
+                self.of_queries[x.queries] = Sum(self.job.compute, of_q)
             for total, part in zip(sums, of_kv[:2], strict=True):
                 total.add(x.keys, part)
             for slot, part in zip(needs, of_kv[2:], strict=True):
                 self.operands[slot] += part
         return found
+
+    @property
+    def dq(self) -> Tensor:
+        """Gradient of the local queries, in their dtype."""
+        sums = {at: one.total for at, one in self.of_queries.items()}
+        return in_order(sums, self.job.queries, torch.empty_like(self.q.x), 0.0)
 
 
 def _of_sinks(

@@ -88,14 +88,13 @@ class Rectangles:
     h_start: int | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, start: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Output, in the dtype of its sums, and log-sum-exp of q [B, H, Sq, D] over k and v, the first
-        query and key being at `start` in the whole. Sinks take no part. Kernels of GPUs write 16 bits, so
-        that a part is rounded there before it is merged."""
-        compute = self.variant.precision.compute_dtype(q.dtype)
-        program = self._program(q.dtype if on_gpu(q) else compute)
+        """Output and log-sum-exp of q [B, H, Sq, D] over k and v, the first query and key being at `start` in
+        the whole. Sinks take no part. The output has the dtype of its sums, but for kernels of GPUs, which
+        write q's: there a part is rounded before it is merged."""
+        program = self._program(q.dtype if on_gpu(q) else self.variant.precision.compute_dtype(q.dtype))
         given = ops.Tensors(q, k, v, None, NO_LENGTHS, self.operands)
         out, lse, _, _ = ops.forward(program, given, self._numbers(program, start), False)
-        return out.to(compute), lse
+        return out, lse
 
     def backward(
         self,

@@ -7,14 +7,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fa4flex.codegen.plan.bound import Bound, Size, expected_bound
+from fa4flex.codegen.plan.bound import Bound, Size, expected_bound, for_long
+from fa4flex.codegen.plan.counts import check_counts
 from fa4flex.codegen.plan.errors import PlanError
 from fa4flex.codegen.plan.memory import Memory
-from fa4flex.codegen.plan.paging import box_rows, readable
+from fa4flex.codegen.plan.paging import box_rows, explain_pages, readable
 from fa4flex.codegen.plan.problem import Problem
-from fa4flex.codegen.plan.request import ForwardRequest, Order
+from fa4flex.codegen.plan.request import ForwardRequest, Order, check_threshold, rescaling
 from fa4flex.codegen.plan.splitting import Splitting
 from fa4flex.codegen.plan.target import Target
+from fa4flex.codegen.plan.topology import Topology
+from fa4flex.codegen.plan.verify import prove
 from fa4flex.codegen.plan.work import Work
 
 NARROW = 64
@@ -48,9 +51,22 @@ class FewRowsPlan:
     rows: ClassVar[int]
     """Rows of a tile."""
 
+    purpose: ClassVar[str] = "few query rows"
+    """Use of the kernel, in words."""
+
     @property
     def widths(self) -> tuple[int, int]:
         """Widths of the tiles of K and V in shared memory."""
+        raise NotImplementedError
+
+    @property
+    def memory(self) -> Memory:
+        """The shared-memory map of a block."""
+        raise NotImplementedError
+
+    @property
+    def topology(self) -> Topology:
+        """Roles, rings and barriers; `.graph` is the networkx form."""
         raise NotImplementedError
 
     @property
@@ -77,17 +93,74 @@ class FewRowsPlan:
         """The least time of a launch of this size, and the unit that sets it."""
         return expected_bound(self.problem, self.widths, self.work, self.target, size)
 
-    def check_room(self, memory: Memory) -> None:
-        """PlanError unless all blocks of a multiprocessor have this shared memory."""
+    # --- checks ---------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """PlanError or UnsupportedError unless the plan holds: sums of bytes, registers, columns, barriers;
+        regions; and a run of the token simulation."""
+        self.memory.check()
+        self._check_room()
+        self.check_threads()
+        self.check_threshold()
+        check_counts(self.topology)
+        self.topology.check_fits(self.memory, self.target)
+        prove(self.topology)
+
+    def check_threads(self) -> None:
+        """PlanError unless threads have their registers and columns of tensor memory."""
+        raise NotImplementedError
+
+    def check_threshold(self) -> None:
+        check_threshold(self.rescale_threshold, self.problem)
+
+    def _check_room(self) -> None:
+        """PlanError unless all blocks of a multiprocessor have their shared memory."""
         room = room_of(self.blocks, self.target)
-        if memory.total > room:
+        if self.memory.total > room:
             raise PlanError(
-                f"{self.blocks} blocks of {memory.total} bytes of shared memory",
+                f"{self.blocks} blocks of {self.memory.total} bytes of shared memory",
                 f"at most {room} bytes each",
                 "use fewer stages",
             )
 
-    def explain_splits(self) -> str:
+    # --- words ----------------------------------------------------------------------------------------------
+
+    def explain(self, size: Size | None = None) -> str:
+        """The plan in words; with a `size`, also the time it cannot beat there."""
+        rows, keys = self.tile
+        lines = [
+            f"forward kernel for {self.purpose}, {self.target.name} ({self.target.chip}):"
+            f" {self.problem.explain()}",
+            f"tile: all queries of a group of heads, in {rows} rows, x {keys} keys, q and k"
+            f" {self.widths[0]} wide, v {self.widths[1]}, K and V {self.kv_stages} deep",
+            *self.explain_rows(),
+            self._explain_splits(),
+            *self.explain_threads(),
+            f"softmax: {rescaling(self.rescale_threshold)}",
+            *explain_pages(self.problem, self.tile_n),
+            "shared memory:",
+            self.memory.explain(),
+            *self.explain_columns(),
+            "pipeline:",
+            self.topology.explain(),
+            f"work: {self.work.explain()}",
+            f"bound: {for_long(self.bound) if size is None else self.bound(size).explain()}",
+        ]
+        return "\n".join(lines)
+
+    def explain_rows(self) -> list[str]:
+        """Places of the rows of a tile."""
+        return []
+
+    def explain_threads(self) -> list[str]:
+        """Warps of a block and their registers."""
+        raise NotImplementedError
+
+    def explain_columns(self) -> list[str]:
+        """The map of tensor memory."""
+        return []
+
+    def _explain_splits(self) -> str:
         by = (
             "by shapes" if self.share is None else f"{self.share * self.tile_n} to each, as the schedule asks"
         )
@@ -97,6 +170,13 @@ class FewRowsPlan:
 def room_of(blocks: int, target: Target) -> int:
     """Shared memory of each of so many blocks of a multiprocessor."""
     return (target.shared_memory + RESERVED) // blocks - RESERVED
+
+
+def blocks_and_stages(stages: range, fits: Callable[[int, int], bool]) -> tuple[int, int]:
+    """Two blocks of a multiprocessor where these fit, so that one's loads run while the other begins or ends;
+    else one. The most stages that fit: (blocks, stages)."""
+    both = ((blocks, count) for blocks in (2, 1) for count in reversed(stages))
+    return next((blocks, count) for blocks, count in both if fits(blocks, count))
 
 
 def keys_of(widths: tuple[int, int]) -> int:

@@ -55,8 +55,8 @@ class Order(NamedTuple):
 
 @dataclass(frozen=True)
 class PagedKeyValues:
-    """KeyValues in pages, whose tiles are asked for in this order. The copies have no cache policy: other
-    sequences may have the same pages.
+    """KeyValues in pages, whose tiles are asked for in this order. `policy` says what the L2 cache keeps of
+    them; without one, pages that several sequences have are brought from it.
 
     `rows` is the height of a box; for k and v see box_views. Values are those of the tile that was turned to,
     or where `behind` is 1 of the one before. `now` [box, 2] has a lane's pages, and numbers of boxes in
@@ -74,6 +74,7 @@ class PagedKeyValues:
     rows: int
     tile_n: int
     behind: int = 0
+    policy: int | None = None
     now: cute.Tensor = field(init=False)
     following: cute.Tensor = field(init=False)
     passed: cute.Tensor | None = field(init=False, default=None)
@@ -155,6 +156,7 @@ def _load(
     transfer, ring, (to_shared, from_global) = what
     first = found.first
     barrier = ring.producer_get_barrier(state)
+    policy = {} if source.policy is None else {"cache_policy": Int64(source.policy)}
     ring.producer_acquire(state)
     for part in cutlass.range_constexpr(len(found.parts)):
         pages, boxes = found.parts[part]
@@ -167,6 +169,7 @@ def _load(
                     from_global[None, box, column, page],
                     to_shared[None, part * LANES + i, column, state.index],
                     tma_bar_ptr=barrier,
+                    **policy,
                 )
 
 

@@ -6,18 +6,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from fa4flex.codegen.plan.bound import Size, for_long
-from fa4flex.codegen.plan.counts import check_counts
 from fa4flex.codegen.plan.errors import PlanError
-from fa4flex.codegen.plan.few_rows import asks_for_order, room_of, share_of
+from fa4flex.codegen.plan.few_rows import asks_for_order, blocks_and_stages, room_of, share_of
 from fa4flex.codegen.plan.memory import Memory, lay_out, tile_bytes
-from fa4flex.codegen.plan.paging import LINE, explain_pages
+from fa4flex.codegen.plan.paging import LINE
 from fa4flex.codegen.plan.pipeline import ForwardPlan, Pipeline
 from fa4flex.codegen.plan.problem import Problem
-from fa4flex.codegen.plan.request import ForwardRequest, rescaling
+from fa4flex.codegen.plan.request import ForwardRequest
 from fa4flex.codegen.plan.target import Target
 from fa4flex.codegen.plan.topology import Topology
-from fa4flex.codegen.plan.verify import prove
 from fa4flex.errors import UnsupportedError
 from fa4flex.kernels.decode_fp8_sm90.config import KEYS, ROWS, WARPS, Config, query_bytes, span
 from fa4flex.kernels.decode_fp8_sm90.topology import decode_topology
@@ -45,6 +42,7 @@ class DecodePlan(decode.DecodePlan):
     """The plan of `decode_fp8_sm90`."""
 
     module: ClassVar[str] = "fa4flex.kernels.decode_fp8_sm90"
+    purpose: ClassVar[str] = "few query rows over an 8-bit cache"
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -93,11 +91,7 @@ class DecodePlan(decode.DecodePlan):
             v_scales=self.problem.v_scales,
         )
 
-    def check(self) -> None:
-        """PlanError or UnsupportedError unless the plan holds: sums of bytes, registers, barriers; regions;
-        and a run of the token simulation."""
-        self.memory.check()
-        self.check_room(self.memory)
+    def check_threads(self) -> None:
         self.check_registers()
         if self.tile_n % (KEYS * WARPS // self.row_warps):
             raise PlanError(
@@ -105,42 +99,26 @@ class DecodePlan(decode.DecodePlan):
                 f"a multiple of {KEYS} for each",
                 "use more keys per tile",
             )
+
+    def check_threshold(self) -> None:
         if not 0 <= self.rescale_threshold <= MOST_RESCALE:
             raise UnsupportedError(
                 f"rescale_threshold={self.rescale_threshold:g}: float16 probabilities would overflow",
                 f"0 to {MOST_RESCALE:g}",
                 "leave it out",
             )
-        check_counts(self.topology)
-        self.topology.check_fits(self.memory, self.target)
-        prove(self.topology)
 
-    def explain(self, size: Size | None = None) -> str:
-        """The plan in words; with a `size`, also the time it cannot beat there."""
+    def explain_threads(self) -> list[str]:
         r = self.registers
         shared = WARPS // self.row_warps
-        lines = [
-            f"forward kernel for few query rows over an 8-bit cache, {self.target.name} ({self.target.chip}):"
-            f" {self.problem.explain()}",
-            f"tile: all queries of a group of heads, in {self.problem.row_class} rows, x {self.tile_n} keys,"
-            f" q and k {self.widths[0]} wide, v {self.widths[1]}, K and V {self.kv_stages} deep",
-            self.explain_splits(),
+        return [
             f"warpgroups: 1 producer, 1 consumer of {r.producer} and {r.consumer} registers",
             f"  a warp has {ROWS} rows, and "
             + (f"every {shared}th part of the keys of a tile" if shared > 1 else "all keys of a tile"),
             f"  a consumer needs about {self.need.explain()}",
             "products: float16 with float32 sums, whatever q is: e4m3 becomes float16 in registers, exactly;"
             " rows of q are multiplied by powers of two, so that they do too",
-            f"softmax: {rescaling(self.rescale_threshold)}",
-            *explain_pages(self.problem, self.tile_n),
-            "shared memory:",
-            self.memory.explain(),
-            "pipeline:",
-            self.topology.explain(),
-            f"work: {self.work.explain()}",
-            f"bound: {for_long(self.bound) if size is None else self.bound(size).explain()}",
         ]
-        return "\n".join(lines)
 
 
 def _memory(problem: Problem, tile_n: int, kv_stages: int, target: Target) -> Memory:
@@ -153,8 +131,7 @@ def _memory(problem: Problem, tile_n: int, kv_stages: int, target: Target) -> Me
 
 
 def plan_decode(request: ForwardRequest) -> ForwardPlan:
-    """Two blocks of a multiprocessor where each has two stages, so that one's loads run while the other
-    begins or ends; else one."""
+    """Tiles and an order that a schedule asks for are refused: no other kernel takes such a cache."""
     problem, target = request.problem, request.target
     if asks_for_order(request):
         raise UnsupportedError(
@@ -164,13 +141,11 @@ def plan_decode(request: ForwardRequest) -> ForwardPlan:
         )
     widths = pad(problem.head_dim), pad(problem.head_dim_v)
     tile_n = tile_keys(max(widths))
-    fitting = [
-        (blocks, stages)
-        for blocks in (2, 1)
-        for stages in range(decode.MOST_STAGES, decode.LEAST_STAGES - 1, -1)
-        if _memory(problem, tile_n, stages, target).total <= room_of(blocks, target)
-    ]
-    blocks, stages = fitting[0]
+
+    def fits(blocks: int, stages: int) -> bool:
+        return _memory(problem, tile_n, stages, target).total <= room_of(blocks, target)
+
+    blocks, stages = blocks_and_stages(decode.STAGES, fits)
     return DecodePlan(
         target=target,
         problem=problem,

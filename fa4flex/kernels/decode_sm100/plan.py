@@ -6,20 +6,24 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from fa4flex.codegen.plan.bound import Size, for_long
-from fa4flex.codegen.plan.counts import check_counts
 from fa4flex.codegen.plan.errors import PlanError
-from fa4flex.codegen.plan.few_rows import FewRowsPlan, asks_for_order, keys_of, room_of, share_of, takes
+from fa4flex.codegen.plan.few_rows import (
+    FewRowsPlan,
+    asks_for_order,
+    blocks_and_stages,
+    keys_of,
+    room_of,
+    share_of,
+    takes,
+)
 from fa4flex.codegen.plan.memory import BARRIER, NUMBER, Memory, lay_out, tile_bytes
-from fa4flex.codegen.plan.paging import explain_pages
 from fa4flex.codegen.plan.pipeline import ForwardPlan, Pipeline
 from fa4flex.codegen.plan.problem import Problem
-from fa4flex.codegen.plan.request import ForwardRequest, check_threshold, rescaling
+from fa4flex.codegen.plan.request import ForwardRequest
 from fa4flex.codegen.plan.sharing import sharing
 from fa4flex.codegen.plan.target import Target
 from fa4flex.codegen.plan.tensor_memory import Columns, Range
 from fa4flex.codegen.plan.topology import Topology
-from fa4flex.codegen.plan.verify import prove
 from fa4flex.errors import UnsupportedError
 from fa4flex.kernels.decode_sm100.config import (
     LANES,
@@ -40,7 +44,7 @@ COPIES = {32: 4, 0: 2}
 MOST_SCORES = 32
 """Scores of a thread: of 64, with the terms of a score mod beside them, some kernels spill."""
 
-LEAST_STAGES, MOST_STAGES = 2, 16
+STAGES = range(2, 17)
 
 SINGLE_BARRIERS = 4
 """Barriers of no ring of tiles: queries, scores, probabilities and the output are there."""
@@ -105,11 +109,7 @@ class BlackwellDecodePlan(FewRowsPlan):
             statistics=self.problem.statistics,
         )
 
-    def check(self) -> None:
-        """PlanError or UnsupportedError unless the plan holds: sums of bytes, columns, barriers; regions; and
-        a run of the token simulation, in which tensor memory is shared as its map says."""
-        self.memory.check()
-        self.check_room(self.memory)
+    def check_threads(self) -> None:
         self.columns.check()
         allocated = self.blocks * _allocated(self.columns)
         if allocated > self.target.tensor_columns:
@@ -123,36 +123,22 @@ class BlackwellDecodePlan(FewRowsPlan):
             raise PlanError(
                 f"{self.copies} copies of {self.problem.explain()}", f"at most {most}", "use fewer copies"
             )
-        check_threshold(self.rescale_threshold, self.problem)
-        check_counts(self.topology)
-        self.topology.check_fits(self.memory, self.target)
-        prove(self.topology)
 
-    def explain(self, size: Size | None = None) -> str:
-        """The plan in words; with a `size`, also the time it cannot beat there."""
-        rows, keys = self.tile
-        lines = [
-            f"forward kernel for few query rows, {self.target.name} ({self.target.chip}):"
-            f" {self.problem.explain()}",
-            f"tile: all queries of a group of heads, in {rows} rows, x {keys} keys, q and k"
-            f" {self.widths[0]} wide, v {self.widths[1]}, K and V {self.kv_stages} deep",
-            f"  rows are {self.copies} times in tensor memory, and each copy meets {keys // self.copies} keys"
-            " of a tile",
-            self.explain_splits(),
-            f"warps: 4 softmax, 1 multiply, 1 load, of {self.registers} registers",
-            f"softmax: {rescaling(self.rescale_threshold)}",
-            *explain_pages(self.problem, self.tile_n),
-            "shared memory:",
-            self.memory.explain(),
+    def explain_rows(self) -> list[str]:
+        return [
+            f"  rows are {self.copies} times in tensor memory, and each copy meets"
+            f" {self.tile_n // self.copies} keys of a tile"
+        ]
+
+    def explain_threads(self) -> list[str]:
+        return [f"warps: 4 softmax, 1 multiply, 1 load, of {self.registers} registers"]
+
+    def explain_columns(self) -> list[str]:
+        return [
             f"tensor memory, {_allocated(self.columns)} columns of which are allocated:",
             self.columns.explain(),
             *sharing(self.topology, self.columns),
-            "pipeline:",
-            self.topology.explain(),
-            f"work: {self.work.explain()}",
-            f"bound: {for_long(self.bound) if size is None else self.bound(size).explain()}",
         ]
-        return "\n".join(lines)
 
 
 def _memory(problem: Problem, tile_n: int, kv_stages: int, target: Target) -> Memory:
@@ -190,9 +176,7 @@ def _allocated(columns: Columns) -> int:
 
 
 def plan_decode(request: ForwardRequest) -> ForwardPlan:
-    """Two blocks of a multiprocessor where shared and tensor memory have room for both, so that one's loads
-    run while the other begins, ends, or takes a softmax; else one. Who asks for tiles or an order gets the
-    kernel that has a choice."""
+    """The kernel for many rows has a choice of tiles and orders: schedules that ask for these get it."""
     problem, target = request.problem, request.target
     if asks_for_order(request):
         if problem.page_rows:
@@ -205,14 +189,15 @@ def plan_decode(request: ForwardRequest) -> ForwardPlan:
     copies = COPIES[problem.row_class]
     tile_n = min(keys_of((pad(problem.head_dim), pad(problem.head_dim_v))), copies * MOST_SCORES)
     columns = _allocated(_columns(problem, tile_n, target))
-    fitting = [
-        (blocks, stages)
-        for blocks in (2, 1)
-        for stages in range(MOST_STAGES, LEAST_STAGES - 1, -1)
-        if _memory(problem, tile_n, stages, target).total <= room_of(blocks, target)
-        and blocks * columns <= target.tensor_columns
-    ]
-    blocks, stages = fitting[0]
+
+    def fits(blocks: int, stages: int) -> bool:
+        room = room_of(blocks, target)
+        return (
+            blocks * columns <= target.tensor_columns
+            and _memory(problem, tile_n, stages, target).total <= room
+        )
+
+    blocks, stages = blocks_and_stages(STAGES, fits)
     return BlackwellDecodePlan(
         target=target,
         problem=problem,

@@ -6,18 +6,22 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from fa4flex.codegen.plan.bound import Size, for_long
-from fa4flex.codegen.plan.counts import check_counts
 from fa4flex.codegen.plan.errors import PlanError
-from fa4flex.codegen.plan.few_rows import FewRowsPlan, asks_for_order, keys_of, room_of, share_of, takes
+from fa4flex.codegen.plan.few_rows import (
+    FewRowsPlan,
+    asks_for_order,
+    blocks_and_stages,
+    keys_of,
+    room_of,
+    share_of,
+    takes,
+)
 from fa4flex.codegen.plan.memory import Memory, lay_out, tile_bytes
-from fa4flex.codegen.plan.paging import explain_pages
 from fa4flex.codegen.plan.pipeline import ForwardPlan, Pipeline
 from fa4flex.codegen.plan.problem import Problem
-from fa4flex.codegen.plan.request import ForwardRequest, check_threshold, rescaling
+from fa4flex.codegen.plan.request import ForwardRequest
 from fa4flex.codegen.plan.target import Target
 from fa4flex.codegen.plan.topology import Topology
-from fa4flex.codegen.plan.verify import prove
 from fa4flex.kernels.decode_sm90.config import Config
 from fa4flex.kernels.decode_sm90.topology import decode_topology
 from fa4flex.kernels.fwd_sm90.plan import plan_hopper
@@ -27,7 +31,7 @@ from fa4flex.kernels.fwd_sm90.tiles import pad
 ROWS = 64
 """Rows of a tile."""
 
-LEAST_STAGES, MOST_STAGES = 2, 4
+STAGES = range(2, 5)
 
 SPLITS = {2: Split(40, 216), 1: Split(56, 240)}
 """Registers by blocks of a multiprocessor."""
@@ -82,11 +86,7 @@ class DecodePlan(FewRowsPlan):
             statistics=self.problem.statistics,
         )
 
-    def check(self) -> None:
-        """PlanError or UnsupportedError unless the plan holds: sums of bytes, registers, barriers; regions;
-        and a run of the token simulation."""
-        self.memory.check()
-        self.check_room(self.memory)
+    def check_threads(self) -> None:
         self.check_registers()
         if self.need.accumulators > self.registers.consumer:
             raise PlanError(
@@ -94,10 +94,6 @@ class DecodePlan(FewRowsPlan):
                 f"at most {self.registers.consumer} for scores, probabilities and output",
                 "use fewer keys per tile",
             )
-        check_threshold(self.rescale_threshold, self.problem)
-        check_counts(self.topology)
-        self.topology.check_fits(self.memory, self.target)
-        prove(self.topology)
 
     def check_registers(self) -> None:
         """PlanError unless the two warpgroups of all blocks have their registers."""
@@ -109,27 +105,12 @@ class DecodePlan(FewRowsPlan):
                 "take a split from SPLITS",
             )
 
-    def explain(self, size: Size | None = None) -> str:
-        """The plan in words; with a `size`, also the time it cannot beat there."""
+    def explain_threads(self) -> list[str]:
         r = self.registers
-        lines = [
-            f"forward kernel for few query rows, {self.target.name} ({self.target.chip}):"
-            f" {self.problem.explain()}",
-            f"tile: all queries of a group of heads, in {ROWS} rows, x {self.tile_n} keys, q and k"
-            f" {self.widths[0]} wide, v {self.widths[1]}, K and V {self.kv_stages} deep",
-            self.explain_splits(),
+        return [
             f"warpgroups: 1 producer, 1 consumer of {r.producer} and {r.consumer} registers",
             f"  a consumer needs about {self.need.explain()}",
-            f"softmax: {rescaling(self.rescale_threshold)}",
-            *explain_pages(self.problem, self.tile_n),
-            "shared memory:",
-            self.memory.explain(),
-            "pipeline:",
-            self.topology.explain(),
-            f"work: {self.work.explain()}",
-            f"bound: {for_long(self.bound) if size is None else self.bound(size).explain()}",
         ]
-        return "\n".join(lines)
 
 
 def _memory(problem: Problem, tile_n: int, kv_stages: int, target: Target) -> Memory:
@@ -143,19 +124,16 @@ def _memory(problem: Problem, tile_n: int, kv_stages: int, target: Target) -> Me
 
 
 def plan_decode(request: ForwardRequest) -> ForwardPlan:
-    """Two blocks of a multiprocessor where each has LEAST_STAGES stages, so that one's loads run while the
-    other begins or ends; else one. Who asks for tiles or an order gets the kernel that has a choice."""
+    """The kernel for many rows has a choice of tiles and orders: schedules that ask for these get it."""
     if asks_for_order(request):
         return plan_hopper(request)
     problem, target = request.problem, request.target
     tile_n = keys_of((pad(problem.head_dim), pad(problem.head_dim_v)))
-    fitting = [
-        (blocks, stages)
-        for blocks in (2, 1)
-        for stages in range(MOST_STAGES, LEAST_STAGES - 1, -1)
-        if _memory(problem, tile_n, stages, target).total <= room_of(blocks, target)
-    ]
-    blocks, stages = fitting[0]
+
+    def fits(blocks: int, stages: int) -> bool:
+        return _memory(problem, tile_n, stages, target).total <= room_of(blocks, target)
+
+    blocks, stages = blocks_and_stages(STAGES, fits)
     return DecodePlan(
         target=target,
         problem=problem,

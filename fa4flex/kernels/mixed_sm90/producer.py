@@ -14,7 +14,7 @@ from fa4flex.kernels.common.keys import tile_at
 from fa4flex.kernels.common.packed_rows import Tile
 from fa4flex.kernels.common.paged_key_values import Order, PagedKeyValues, box_views, page_table
 from fa4flex.kernels.common.paged_lengths import check_length
-from fa4flex.kernels.common.transfer import States
+from fa4flex.kernels.common.transfer import READ_ONCE, States
 from fa4flex.kernels.common.work import Grid, Work
 from fa4flex.kernels.fwd_sm90 import producer as forward
 from fa4flex.kernels.fwd_sm90.producer import Block
@@ -47,13 +47,15 @@ class Producer(forward.Producer):
         self.scheduler.walk(grid, arguments, pipes.next, (load_few, load), states, takes=True)
 
     def few_keys(self, work: Work, tile: Tile, arguments: Arguments, block: Block) -> KeyValues:
-        """Keys and values of a tile of few rows, each at a time."""
+        """Keys and values of a tile of few rows, each at a time. They are read once, and would drive those of
+        chunks, which many tiles read, out of L2."""
         config, (transfers, shared, pipes) = self.config, block
         check_length(arguments, work.b)
         views = box_views(transfers, (shared.k, shared.v), tile.kv_head, config.box_rows)
         table, order = page_table(arguments, work.b, work.kv_len), Order(tile.keys, Int32(0))
         rings = pipes.k, pipes.v
-        pages = PagedKeyValues(transfers, *rings, *views, table, order, config.box_rows, config.tile_n)
+        sizes = config.box_rows, config.tile_n
+        pages = PagedKeyValues(transfers, *rings, *views, table, order, *sizes, policy=READ_ONCE)
         pages.begin()
         return pages
 

@@ -22,6 +22,8 @@ from fa4flex.codegen.analyze.gradient import ONE
 from fa4flex.codegen.evaluate import Value
 from fa4flex.runtime.cpu.captured import SharedGradients
 from fa4flex.runtime.cpu.forward import INFINITY, Forward, raw_scores, scaled_queries, sink_logits
+from fa4flex.runtime.cpu.scattered import scattered
+from fa4flex.runtime.cpu.scattered_backward import gradients as scattered_gradients
 from fa4flex.runtime.cpu.tiles import Block, Inputs, Span, Walk, Workspace, fitted_call, matmul
 
 
@@ -67,6 +69,10 @@ def accumulate(
 
     All integers of `facts` fit in 64 bits.
     """
+    call = None if shared.operands else scattered(facts, inputs)
+    found = None if call is None else scattered_gradients(call, saved, upstream, shared.sinks)
+    if found is not None:
+        return found
     state = _Backward(inputs, saved, upstream, shared)
     for block in Walk(facts, inputs):
         _Rows(block, state).run()

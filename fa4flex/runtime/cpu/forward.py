@@ -13,6 +13,8 @@ from torch import Tensor
 
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.runtime.cpu.few import few_queries
+from fa4flex.runtime.cpu.scattered import attend as attend_scattered
+from fa4flex.runtime.cpu.scattered import scattered
 from fa4flex.runtime.cpu.tiles import Block, Heads, Inputs, Span, Walk, Workspace, fitted_call, matmul
 from fa4flex.runtime.layouts import empty_output
 
@@ -55,9 +57,15 @@ def attend(facts: Facts, inputs: Inputs) -> Forward:
     out = empty_output(inputs.q, inputs.v.shape[3], inputs.output or inputs.q.dtype).zero_()
     lse = torch.full((batch, heads, q_len), -INFINITY, dtype=inputs.precision)
     result = Forward(out, lse, lse.clone(), torch.zeros_like(lse))
-    space = Workspace(inputs.precision)
     if out.numel() == 0 and lse.numel() == 0:
         return result
+    call = scattered(facts, inputs)
+    found = None if call is None else attend_scattered(call)
+    if call is not None and found is not None:
+        for parts, into in zip(found, (result.out, result.lse, result.max_scores, result.total), strict=True):
+            call.to_rows(parts, into)
+        return result
+    space = Workspace(inputs.precision)
     for block in Walk(facts, inputs):
         rows = _Rows(block, space)
         for span in block.spans:
