@@ -110,7 +110,12 @@ def attend_heads(
     whole = Rectangle((0, q.shape[2]), (0, k.shape[2]))
     there = q.shape[2] > 0 and k.shape[2] > 0
     alone = Exchange(((whole.keys,),), ((whole.queries,),), (), (((whole,) if there else (),),))
-    of_heads = replace(job, exchange=alone, rank=0, rectangles=replace(job.rectangles, h_start=first))
+    of_heads = replace(
+        job,
+        exchange=alone,
+        rank=0,
+        rectangles=replace(job.rectangles, h_start=(job.rectangles.h_start or 0) + first),
+    )
     logits = None if sinks is None else sinks[first : first + heads]
     out, lse = Attend.apply(of_heads, q, k, v, logits, *operands)
     out = ByTokens.apply(links, out, held[0])

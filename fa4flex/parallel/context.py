@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
@@ -12,11 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fa4flex.codegen.blame import dress
 from fa4flex.contents import VALIDATE
-from fa4flex.errors import Fa4flexError, InputError
+from fa4flex.errors import Fa4flexError, InputError, UnsupportedError
 from fa4flex.parallel.attend import Attend, Job, attend_heads
-from fa4flex.parallel.dtensors import as_dtensor, is_dtensor, local_parts, parts_in_order
+from fa4flex.parallel.dtensors import as_dtensor, is_dtensor, local_parts
+from fa4flex.parallel.exchange import tokens
+from fa4flex.parallel.heads import ALL, Share, check_heads, parts_in_order, split, split_placement
 from fa4flex.parallel.links import Group, Links, Together, agree
-from fa4flex.parallel.moves import moved
+from fa4flex.parallel.moves import ByHeads, ByTokens, moved
 from fa4flex.parallel.pieces import SEQUENCE
 from fa4flex.parallel.placement import Kind, Placement, Ranges, shown
 from fa4flex.parallel.plan import TILE, Extents, Layout, Moves, Plan, plan_of
@@ -44,18 +47,29 @@ class ContextParallel:
     links    the ranks of the group, as this one sees it
     layout   how queries are dealt, and in how many stages keys arrive
     reduced  whether gradients of captured tensors and sinks are summed over the ranks
+    across   the ranks that exchange tokens for heads before each call, if any: each has a part of the tokens
+             of one rank of `links`
     """
 
     variant: Variant
     links: Links
     layout: Layout = Layout()
     reduced: bool = True
+    across: Links | None = None
     _caller: launch.Caller = field(default_factory=launch.Caller)
     _seen: set[Any] = field(default_factory=set)
     """Calls that all ranks were found to agree about: shapes, dtypes and lengths."""
 
     def __repr__(self) -> str:
-        return f"ContextParallel({self.variant!r}, rank {self.links.rank} of {self.links.size})"
+        heads = "" if self.across is None else f", {self.across.rank} of {self.across.size} for heads"
+        return f"ContextParallel({self.variant!r}, rank {self.links.rank} of {self.links.size}{heads})"
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in `placement`."""
+        return (
+            self.links.rank if self.across is None else self.links.rank * self.across.size + self.across.rank
+        )
 
     # --- where tokens lie -----------------------------------------------------------------------------------
 
@@ -66,24 +80,25 @@ class ContextParallel:
 
     def placement(self, lengths: Lengths, batch: int = 1, heads: int = 1) -> Placement:
         """Tokens that each rank holds."""
-        return self.plan(lengths, batch, heads).placement
+        found = self.plan(lengths, batch, heads).placement
+        return found if self.across is None else split_placement(found, self.across.size)
 
     def shard(self, x: Tensor, dim: int, **sizes: int) -> Tensor:
         """This rank's tokens of a whole tensor, with as many keys as queries; `dim` is the sequence."""
-        return self.placement(x.shape[dim], **sizes).shard(x, self.links.rank, dim)
+        return self.placement(x.shape[dim], **sizes).shard(x, self.rank, dim)
 
     def unshard(self, x: Tensor, dim: int, length: int, **sizes: int) -> Tensor:
         """The whole tensor, on every rank, of each rank's tokens. No gradients flow back."""
-        placement = self.placement(length, **sizes)
+        placement = self.plan(length, **sizes).placement
         rows = x.detach().movedim(dim, 0).contiguous()
-        counts = [sum(hi - lo for lo, hi in own) for own in placement.queries]
-        mine = [len(rows)] * self.links.size
-        found = self.links.all_to_all(rows.repeat(self.links.size, *[1] * (rows.ndim - 1)), mine, counts)()
-        return placement.unshard(found.split(counts), 0).movedim(0, dim)
+        if self.across is not None:
+            rows = _gathered(self.across, rows, split(placement.queries[self.links.rank], self.across.size))
+        rows = _gathered(self.links, rows, placement.queries)
+        return placement.unshard(rows.split(list(map(tokens, placement.queries))), 0).movedim(0, dim)
 
     def positions(self, length: int, **sizes: int) -> Tensor:
         """The place in the whole of each of this rank's tokens: position ids."""
-        return self.placement(length, **sizes).positions(self.links.rank)
+        return self.placement(length, **sizes).positions(self.rank)
 
     # --- the call -------------------------------------------------------------------------------------------
 
@@ -118,16 +133,27 @@ class ContextParallel:
 
     def _of_dtensors(self, qkv: tuple[Any, Any, Any], dim: int, return_lse: bool) -> Any:
         q, k, _ = qkv
+        if self.across is not None:
+            raise UnsupportedError(
+                "DTensors, and heads_dim",
+                "plain tensors with heads_dim, or DTensors over dim alone",
+                "shard plain tensors with shard(x, dim)",
+            )
         lengths = q.shape[dim], k.shape[dim]
-        out, lse = self._called(local_parts(self.links, qkv, dim), lengths, in_order=True)
-        sizes = (*q.shape[:3], out.shape[3])
-        out = as_dtensor(out, q, sizes, dim)
+        local, share = local_parts(self.links, qkv, dim)
+        out, lse = self._called(local, lengths, in_order=True, share=share)
+        out = as_dtensor(out, q, (*q.shape[:3], out.shape[3]), {})
         if not return_lse:
             return out
-        return out, as_dtensor(lse, q, (q.shape[0], q.shape[3 - dim], q.shape[dim]), SEQUENCE)
+        sizes = q.shape[0], q.shape[3 - dim], q.shape[dim]
+        return out, as_dtensor(lse, q, sizes, {dim: SEQUENCE, 3 - dim: 3 - SEQUENCE})
 
     def _called(
-        self, qkv: tuple[Tensor, Tensor, Tensor], lengths: Lengths | None, in_order: bool
+        self,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        lengths: Lengths | None,
+        in_order: bool,
+        share: Share = ALL,
     ) -> tuple[Tensor, Tensor]:
         """Output, in the variant's layout, and log-sum-exp. in_order: tokens lie as torch shards them."""
         q, k, v = qkv
@@ -136,7 +162,7 @@ class ContextParallel:
             q, k, v = (x.transpose(1, 2) if isinstance(x, Tensor) and x.ndim == 4 else x for x in (q, k, v))
         now = launch.calling(self.variant, self._caller)
         try:
-            out, lse = self._attend(now, (q, k, v), lengths, in_order)
+            out, lse = self._attend(now, (q, k, v), lengths, in_order, share)
         except Fa4flexError as error:
             trace = now.bound.trace
             origins = [traced.origins for traced in (trace.score, trace.mask) if traced is not None]
@@ -151,17 +177,41 @@ class ContextParallel:
         qkv: tuple[Tensor, Tensor, Tensor],
         lengths: Lengths | None,
         in_order: bool,
+        share: Share,
     ) -> tuple[Tensor, Tensor]:
-        extents, found = self._agreed(now, qkv, lengths, in_order)
+        extents, found = self._agreed(now, qkv, lengths, in_order, share)
+        if self.across is None:
+            return self._here(now, qkv, extents, found, in_order, share)
+        across, own = self.across, self.links.rank
+        held = [_counted(x[own], across.size) for x in _held(found, extents, in_order)]
+        qkv = tuple(ByHeads.apply(across, x, at) for x, at in zip(qkv, (*held, held[1]), strict=True))
+        share = Share(across.rank, across.size, (across,))
+        out, lse = self._here(now, qkv, extents, found, in_order, share)
+        lse = ByTokens.apply(across, lse.unsqueeze(-1), held[0]).squeeze(-1)
+        return ByTokens.apply(across, out, held[0]), lse
+
+    def _here(
+        self,
+        now: launch.Calling,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        extents: Extents,
+        found: Plan,
+        in_order: bool,
+        share: Share,
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of this rank's share of the heads."""
         q, k, v = qkv
         operands, sinks = now.prepared.tensors(now.bound, q.is_cuda, True), now.sinks
         if self.reduced:
-            operands, sinks = _together(self.links, operands, sinks)
+            for links in (self.links, *share.links):
+                operands, sinks = _together(links, operands, sinks)
+        sinks = share.of_sinks(sinks, q.shape[1])
         facts, variant = now.bound.trace.facts, self.variant
         seen = tuple(x.detach() for x in operands)
-        whole = {"q_len": extents.q_len, "kv_len": extents.kv_len, "num_heads": q.shape[1]}
+        whole = {"q_len": extents.q_len, "kv_len": extents.kv_len, "num_heads": extents.heads}
+        first = None if share.parts == 1 else share.part * q.shape[1]
         rectangles = Rectangles(
-            facts.score, facts.mask, variant, now.bound.scalars, seen, now.scale(q), whole
+            facts.score, facts.mask, variant, now.bound.scalars, seen, now.scale(q), whole, first
         )
         dtypes = variant.precision.output_dtype(q.dtype), variant.precision.compute_dtype(q.dtype)
         job = Job(found.exchange, self.links.rank, self.links, rectangles, *dtypes)
@@ -204,41 +254,64 @@ class ContextParallel:
         qkv: tuple[Tensor, Tensor, Tensor],
         lengths: Lengths | None,
         in_order: bool,
+        share: Share,
     ) -> tuple[Extents, Plan]:
         """The whole's sizes, and the plan. Raises InputError, on every rank, where calls do not fit."""
         try:
-            said, failed = self._said(now, qkv, lengths), None
+            said, failed = self._said(now, qkv, lengths, share), None
         except Fa4flexError as error:
             said, failed = {}, error
         # What is new must be so on every rank: it says nothing of this rank's own part.
         known = (in_order, *said.items())
         ask = failed is not None or lengths is None or VALIDATE or known not in self._seen
         own = {"own": None if failed else (qkv[0].shape[SEQUENCE], qkv[1].shape[SEQUENCE])}
-        told = agree(self.links, failed or {**said, **own}) if ask else []
+        told = self._agree(failed or {**said, **own}) if ask else []
         q_len, kv_len = (
             _pair(lengths) if lengths is not None else map(sum, zip(*(x["own"] for x in told), strict=True))
         )
-        extents = Extents(q_len, kv_len, *qkv[0].shape[:2])
+        extents = Extents(q_len, kv_len, qkv[0].shape[0], qkv[0].shape[1] * share.parts)
         try:
             found = self._plan(now, extents, in_order)
-            _check_parts(_held(found, extents, in_order), qkv, self.links.rank)
+            held = [x[self.links.rank] for x in _held(found, extents, in_order)]
+            if self.across is not None:
+                held = [split(x, self.across.size)[self.across.rank] for x in held]
+            _check_parts(held, qkv, self.rank)
             parts: dict[str, Any] | Fa4flexError = {"placement, as its mask's tables say": found.digest}
         except Fa4flexError as error:
             parts = error
         if ask:
-            agree(self.links, parts)
+            self._agree(parts)
         if isinstance(parts, Fa4flexError):
             raise parts
         self._seen.add(known)
         return extents, found
 
+    def _agree(self, said: Mapping[str, Any] | Exception) -> list[Mapping[str, Any]]:
+        """Descriptions from the ranks of `links`; what the ranks of `across` say is put together first. An
+        error of any rank reaches all of both: those that learn of it from the ones tell the others."""
+        if self.across is not None:
+            try:
+                told = agree(self.across, said)
+                own = [x["own"] for x in told if "own" in x]
+                said = {**told[0], **({"own": tuple(map(sum, zip(*own, strict=True)))} if own else {})}
+            except Fa4flexError as error:
+                said = error
+        return agree(self.links, said)
+
     def _said(
-        self, now: launch.Calling, qkv: tuple[Tensor, Tensor, Tensor], lengths: Lengths | None
+        self,
+        now: launch.Calling,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        lengths: Lengths | None,
+        share: Share,
     ) -> dict[str, Any]:
         """Description of a rank's call for the others: all but its own lengths must be the same on each."""
         check_tensors(*qkv)
         sizes = check_dense(*qkv, self.variant.layout)
-        check_variant(sizes, qkv[0], _without_blocks(self.variant))
+        whole = replace(sizes, q_heads=sizes.q_heads * share.parts, kv_heads=sizes.kv_heads * share.parts)
+        check_variant(whole, qkv[0], _without_blocks(self.variant))
+        if self.across is not None:
+            check_heads(sizes.q_heads, sizes.kv_heads, self.across.size)
         operands, sinks = now.prepared.tensors(now.bound, qkv[0].is_cuda, True), now.sinks
         check_operand_devices(operands, tuple(o.name for o in now.bound.trace.operands), qkv[0])
         check_transforms(*qkv, *operands, sinks)
@@ -281,16 +354,25 @@ def _held(found: Plan, extents: Extents, in_order: bool) -> tuple[tuple[Ranges, 
     return queries, found.exchange.held
 
 
-def _check_parts(
-    held: tuple[tuple[Ranges, ...], tuple[Ranges, ...]], qkv: tuple[Tensor, Tensor, Tensor], rank: int
-) -> None:
+def _counted(own: Ranges, parts: int) -> tuple[Ranges, ...]:
+    """Equal parts of these tokens, by their numbers among them."""
+    return parts_in_order(tokens(own), parts)
+
+
+def _gathered(links: Links, rows: Tensor, held: tuple[Ranges, ...]) -> Tensor:
+    """The rows of all ranks, one after another."""
+    every = rows.repeat(links.size, *[1] * (rows.ndim - 1))
+    return links.all_to_all(every, [len(rows)] * links.size, list(map(tokens, held)))()
+
+
+def _check_parts(held: Sequence[Ranges], qkv: tuple[Tensor, Tensor, Tensor], rank: int) -> None:
     """Raise InputError unless q, k and v have the tokens that this rank is to hold."""
     for name, x, own in zip("qkv", qkv, (held[0], held[1], held[1]), strict=True):
-        wanted = sum(hi - lo for lo, hi in own[rank])
+        wanted = tokens(own)
         if x.shape[SEQUENCE] != wanted:
             raise InputError(
                 f"rank {rank} holds {x.shape[SEQUENCE]} tokens of {name}",
-                f"{wanted}: {shown(own[rank])}",
+                f"{wanted}: {shown(own)}",
                 "cut whole tensors with shard(x, dim), or with placement(lengths).shard(x, rank, dim)",
             )
 
@@ -305,9 +387,12 @@ def parallel(
     stages: int = 1,
     moves: Moves = "auto",
     captured_gradients: Gradients = "summed",
+    heads_dim: str | None = None,
 ) -> ContextParallel:
     """A variant over the ranks of dimension `dim` of a mesh, or of a process group.
 
+    heads_dim  another dimension of the mesh, over which the tokens of each rank of `dim` are spread in turn:
+               its ranks exchange them for heads before each call, and back after it
     placement  "contiguous", "head-tail" or "min-heap"; by default whichever suits the mask
     tile       least number of tokens that are dealt together
     stages     in how many parts keys of other ranks arrive, each while those before are attended
@@ -324,8 +409,15 @@ def parallel(
             f"one of {get_args(Gradients)}",
             'leave it at "summed"',
         )
+    if heads_dim is not None and (isinstance(mesh, ProcessGroup) or heads_dim == dim):
+        raise InputError(
+            f"heads_dim={heads_dim!r} beside dim={dim!r}",
+            "the names of two dimensions of a mesh",
+            'make one: init_device_mesh("cuda", (2, 4), mesh_dim_names=("cp", "heads"))',
+        )
     layout = Layout(placement, tile, stages, moves)
-    return ContextParallel(variant, Group(_group(mesh, dim)), layout, captured_gradients == "summed")
+    across = None if heads_dim is None else Group(_group(mesh, heads_dim))
+    return ContextParallel(variant, Group(_group(mesh, dim)), layout, captured_gradients == "summed", across)
 
 
 def _group(mesh: Any, dim: str) -> ProcessGroup:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fa4flex.errors import InputError, UnsupportedError
+from fa4flex.parallel.heads import ALL, Share, check_heads
 from fa4flex.parallel.links import Group, Links
-from fa4flex.parallel.placement import Ranges
 
 _MODULE = "torch.distributed.tensor"
 
@@ -21,15 +22,11 @@ def is_dtensor(x: object) -> bool:
     return module is not None and isinstance(x, module.DTensor)
 
 
-def parts_in_order(total: int, ranks: int) -> tuple[Ranges, ...]:
-    """The tokens that torch's Shard gives each rank: equal parts, rounded up, as long as there are any."""
-    each = max(-(-total // ranks), 1)
-    cuts = [min(rank * each, total) for rank in range(ranks + 1)]
-    return tuple(((cuts[r], cuts[r + 1]),) if cuts[r] < cuts[r + 1] else () for r in range(ranks))
-
-
-def local_parts(links: Links, qkv: tuple[Any, Any, Any], dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The local tensors of DTensors whose dimension `dim`, the sequence, is sharded over the group.
+def local_parts(
+    links: Links, qkv: tuple[Any, Any, Any], dim: int
+) -> tuple[tuple[Tensor, Tensor, Tensor], Share]:
+    """The local tensors of DTensors whose dimension `dim`, the sequence, is sharded over the group, and the
+    share of the heads that they have: heads may be sharded over other dimensions of the mesh.
 
     Raises InputError for plain tensors among them and other meshes, UnsupportedError for other placements.
     """
@@ -39,21 +36,29 @@ def local_parts(links: Links, qkv: tuple[Any, Any, Any], dim: int) -> tuple[Tens
             "all DTensors, or all plain local tensors",
             "distribute_tensor(x, mesh, [Shard(sequence)])",
         )
-    mesh = qkv[0].device_mesh
+    mesh, heads = qkv[0].device_mesh, 3 - dim
     if any(x.device_mesh != mesh for x in qkv):
         raise InputError("DTensors of several meshes", "one mesh", "distribute all of them over q's mesh")
-    at = _dimension(links, mesh)
-    for name, x in zip("qkv", qkv, strict=True):
-        for i, placement in enumerate(x.placements):
-            fits = placement.is_shard(dim) if i == at else placement.is_replicate()
-            if not fits:
+    at, share = _dimension(links, mesh), ALL
+    for i, of_q in enumerate(qkv[0].placements):
+        for name, x in zip("qkv", qkv, strict=True):
+            here = x.placements[i]
+            fits = here.is_shard(dim) if i == at else here.is_replicate() or here.is_shard(heads)
+            if not fits or here != of_q:
                 raise UnsupportedError(
                     f"{name} placed as {x.placements}",
-                    f"Shard({dim}), the sequence, along the group's dimension of the mesh, else Replicate()",
-                    "shard batch and heads outside: call on local tensors of one group",
+                    f"Shard({dim}), the sequence, along the group's dimension of the mesh; along others "
+                    f"Shard({heads}), the heads, for all of q, k and v, or Replicate()",
+                    "redistribute it; shard the batch outside: call on local tensors of one group",
                 )
+        if i != at and of_q.is_shard(heads):
+            of_dim = Group(mesh.get_group(i))
+            share = Share(
+                share.part * of_dim.size + of_dim.rank, share.parts * of_dim.size, (*share.links, of_dim)
+            )
+    check_heads(qkv[0].shape[heads], qkv[1].shape[heads], share.parts)
     q, k, v = (x.to_local() for x in qkv)
-    return q, k, v
+    return (q, k, v), share
 
 
 def _dimension(links: Links, mesh: Any) -> int:
@@ -68,11 +73,12 @@ def _dimension(links: Links, mesh: Any) -> int:
     )
 
 
-def as_dtensor(x: Tensor, like: Any, shape: tuple[int, ...], dim: int) -> Any:
-    """The DTensor of this shape of which x is this rank's part along `dim`, sharded where `like` is."""
+def as_dtensor(x: Tensor, like: Any, shape: tuple[int, ...], dims: Mapping[int, int]) -> Any:
+    """The DTensor of this shape of which x is this rank's part, sharded as `like` is. dims: dimensions of x
+    by those of `like`, where they differ."""
     module = sys.modules[_MODULE]
     stride = torch.empty(shape, device="meta").stride()
-    placements = [module.Shard(dim) if p.is_shard() else p for p in like.placements]
+    placements = [module.Shard(dims.get(p.dim, p.dim)) if p.is_shard() else p for p in like.placements]
     return module.DTensor.from_local(
         x, like.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
     )

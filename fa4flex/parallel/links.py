@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -71,10 +72,46 @@ class Group:
             yield
         except RuntimeError as error:
             error.add_note(
-                f"in {what} between {self.size} ranks, of which this is {self.rank}: another one has ended, "
-                "has raised, or makes other calls; look at what the other ranks say"
+                f"in {what} between {self.size} ranks, of which this is {self.rank}: {_silent(self.group)}"
             )
             raise
+
+
+# --- who is missing -----------------------------------------------------------------------------------------
+
+ANSWER = 3.0
+"""Seconds in which a rank whose exchange has failed must say so to be told from one that has ended."""
+
+_failures: Counter[str] = Counter()
+"""Exchanges that have failed in this process, by name of the group: failures are told apart by number, lest
+an answer to an earlier one is taken for one to this."""
+
+
+def _silent(group: dist.ProcessGroup) -> str:
+    """Ranks that do not say, in the group's store, that their exchange has failed too, in words."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    _failures[group.group_name] += 1
+    keys = [f"fa4flex/failure {_failures[group.group_name]}/{at}" for at in range(size)]
+    silent = [at for at in range(size) if at != rank]
+    end = time.monotonic() + ANSWER
+    try:
+        store = dist.distributed_c10d._get_process_group_store(group)
+        store.set(keys[rank], "failed")
+        while silent and time.monotonic() < end:
+            silent = [at for at in silent if not store.check([keys[at]])]
+            time.sleep(0.05)
+    except RuntimeError as error:
+        return (
+            "another one has ended, has raised, or makes other calls. Which one cannot be told, for the "
+            f"group's store does not answer ({error}): it ends with the rank that keeps it, often rank 0"
+        )
+    if not silent:
+        return "all others have met an error too; look at what each of them says"
+    who = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}"
+    return (
+        f"{who} did not answer within {ANSWER:g} s. A rank that does not answer has ended, has raised "
+        "elsewhere, or still waits in this or another call; look at what it says"
+    )
 
 
 class Together(torch.autograd.Function):

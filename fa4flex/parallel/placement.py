@@ -142,19 +142,23 @@ def _owners(kind: Kind, area: Tensor, ranks: int, group: int) -> Tensor:
     return _heaped(area, ranks, group)
 
 
-def _heaped(area: Tensor, ranks: int, group: int) -> Tensor:
-    """Groups of chunks, the largest first, each to the rank that has least to do of those with room left."""
+def _heaped(area: Tensor, ranks: int, group: int, spare: int = 0) -> Tensor:
+    """Groups of chunks, the largest first, each to the rank that has least to do of those with room left.
+
+    spare: groups that a rank may have above its share, for others that have heavier ones. Without, numbers of
+    groups differ by at most one.
+    """
     groups = -(-len(area) // group)
     sums = torch.zeros(groups, dtype=area.dtype).index_add_(0, torch.arange(len(area)) // group, area)
-    room = -(-groups // ranks)
-    full = groups - (room - 1) * ranks if groups else 0
+    room = -(-groups // ranks) + spare
+    full = (ranks if spare else groups - (room - 1) * ranks) if groups else 0
     heap = [(0.0, rank, 0) for rank in range(ranks)]
     owners = [0] * groups
     for at in sums.argsort(descending=True, stable=True).tolist():
         load, rank, count = heapq.heappop(heap)
         owners[at] = rank
         count += 1
-        # `full` ranks take one more than the others: numbers of tokens differ by at most one group.
+        # `full` ranks take one more than the others.
         if count < room - 1 or (count == room - 1 and full > 0):
             heapq.heappush(heap, (load + float(sums[at]), rank, count))
         if count == room:
@@ -194,9 +198,12 @@ def candidates(work: Work, ranks: int) -> Iterator[Candidate]:
         tried.append(("min-heap", group))
         group //= 2
     for kind, group in tried:
-        owners = _owners(kind, work.area, ranks, group)
-        loads = torch.zeros(ranks, dtype=torch.float64).index_add_(0, owners, work.area)
-        yield Candidate(kind, owners, loads, _moved(work, owners, ranks))
+        yield _candidate(work, kind, _owners(kind, work.area, ranks, group), ranks)
+
+
+def _candidate(work: Work, kind: Kind, owners: Tensor, ranks: int) -> Candidate:
+    loads = torch.zeros(ranks, dtype=torch.float64).index_add_(0, owners, work.area)
+    return Candidate(kind, owners, loads, _moved(work, owners, ranks))
 
 
 def seen_by(work: Work, owners: Tensor, ranks: int) -> Tensor:
@@ -225,14 +232,18 @@ def _moved(work: Work, owners: Tensor, ranks: int) -> int:
 
 def place(work: Work, ranks: int, kind: Kind | None = None) -> Placement:
     """The placement that moves least of those whose largest load is within 2 % of the best one's, and within
-    3 % of the mean if any is.
+    3 % of the mean if any is. Ranks have equally many tokens but for a group that is dealt together. Only
+    where no load is within 3 % of the mean so, some have fewer, and others at most 3 % more than their share.
 
     kind: only such placements.
     """
     with one_thread():
         found = [x for x in candidates(work, ranks) if kind in (None, x.kind)]
+        most, spare = float(work.area.sum()) / ranks * (1 + UNEVEN), int(UNEVEN * len(work.area) / ranks)
+        if spare and kind in (None, "min-heap") and all(float(x.loads.max()) > most for x in found):
+            found.append(_candidate(work, "min-heap", _heaped(work.area, ranks, 1, spare), ranks))
     least = min(float(x.loads.max()) for x in found)
-    limit = min(least * (1 + SLACK), max(least, float(work.area.sum()) / ranks * (1 + UNEVEN)))
+    limit = min(least * (1 + SLACK), max(least, most))
     fits = [x for x in found if float(x.loads.max()) <= limit]
     best = min(fits, key=lambda x: x.moved)
     queries = _ranges(best.owners, work.chunk, work.q_len, ranks)

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple, get_args
 from torch import Tensor
 
 from fa4flex.codegen.analyze.domain import numbers_read, slots_read
+from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.analyze.tiles import Shape
 from fa4flex.codegen.build import Bound, bind
 from fa4flex.codegen.evaluate import Captured
@@ -17,7 +18,7 @@ from fa4flex.contents import VersionedCache
 from fa4flex.errors import InputError
 from fa4flex.parallel.exchange import Exchange, exchange
 from fa4flex.parallel.placement import UNEVEN, Kind, Placement, Ranges, place
-from fa4flex.parallel.work import chunk_for, work_of
+from fa4flex.parallel.work import FIRST_CHUNKS, MOST_CHUNKS, Work, chunk_for, work_of
 from fa4flex.variant import Variant
 
 TILE = 128
@@ -144,8 +145,26 @@ def _read(bound: Bound) -> tuple[Tensor, ...]:
 
 
 def _planned(bound: Bound, shape: Shape, ranks: int, layout: Layout, held: tuple[Ranges, ...] | None) -> Plan:
-    chunk = chunk_for(bound.trace.facts, shape.q_len, shape.kv_len, ranks, layout.tile)
     captured = Captured(bound.trace.tensors(bound.bases), bound.scalars)
-    work = work_of(bound.trace.facts, shape, captured, layout.tile, chunk)
-    placement = place(work, ranks, layout.kind)
+    work, placement = placed(bound.trace.facts, shape, captured, ranks, layout)
     return Plan(placement, exchange(work, placement, held, layout.stages))
+
+
+def placed(
+    facts: Facts, shape: Shape, captured: Captured, ranks: int, layout: Layout
+) -> tuple[Work, Placement]:
+    """The work of a mask, and its best placement: in chunks of which each rank has 8 or more, or in the
+    smallest ones that can be had where loads differ by more than 3 % in these."""
+    # Without key intervals every pair of chunks is looked at, which takes seconds where there are many.
+    first = max(8 * ranks, 256) if facts.keys is not None else min(max(8 * ranks, 256), FIRST_CHUNKS)
+    chunk = 0
+    for most in (first, MOST_CHUNKS):
+        smaller = chunk_for(shape.q_len, shape.kv_len, most, layout.tile)
+        if smaller == chunk:
+            break
+        chunk = smaller
+        work = work_of(facts, shape, captured, layout.tile, chunk)
+        placement = place(work, ranks, layout.kind)
+        if placement.imbalance <= UNEVEN:
+            break
+    return work, placement

@@ -20,8 +20,11 @@ from fa4flex.codegen.analyze.tilemap import TileMap
 from fa4flex.codegen.analyze.tiles import Shape, tile_map
 from fa4flex.codegen.evaluate import Captured
 
-MOST_CHUNKS, MOST_CHUNKS_SQUARED = 4096, 1024
-"""Chunks that queries, and keys, are cut into at most: of a mask with key intervals, and of any other."""
+MOST_CHUNKS, MOST_KEY_CHUNKS = 4096, 16384
+"""Chunks that queries, and keys, are cut into at most; pairs of both are at most MOST_CHUNKS squared."""
+
+FIRST_CHUNKS = 1024
+"""Chunks of queries of a mask without key intervals where these are balanced well enough."""
 
 MOST_ROWS, MOST_TILES = 1 << 13, 1 << 20
 """Tiles of queries of a mask with key intervals, and tiles of any other mask, at most."""
@@ -50,12 +53,15 @@ class Work:
         return numpy.packbits(self.sees.numpy(), axis=1)
 
 
-def chunk_for(facts: Facts, q_len: int, kv_len: int, ranks: int, tile: int) -> int:
-    """Size of chunks: the tile times a power of two, small enough for 8 per rank where there are as many
-    tiles."""
-    limit = MOST_CHUNKS_SQUARED if facts.keys is None else MOST_CHUNKS
-    most, chunk = min(limit, max(8 * ranks, 256)), tile
-    while chunk * most < max(q_len, kv_len):
+def chunk_for(q_len: int, kv_len: int, most: int, tile: int) -> int:
+    """Size of chunks: the tile times a power of two, such that queries are cut into `most` at most, where
+    they are as many as keys."""
+    chunk, most = tile, min(most, MOST_CHUNKS)
+    while (
+        chunk * most < q_len
+        or chunk * MOST_KEY_CHUNKS < kv_len
+        or -(-q_len // chunk) * -(-kv_len // chunk) > most**2
+    ):
         chunk *= 2
     return chunk
 

@@ -13,7 +13,7 @@ SECONDS = 60.0
 """Longest that a rank waits for the others."""
 
 
-class _Board:
+class Board:
     """Values that ranks put for each other, call by call."""
 
     def __init__(self, size: int) -> None:
@@ -31,7 +31,7 @@ class _Board:
 class Threads:
     """Links of one rank among threads (see fa4flex.parallel.links); counts the rows that it receives."""
 
-    def __init__(self, rank: int, size: int, board: _Board) -> None:
+    def __init__(self, rank: int, size: int, board: Board) -> None:
         self.rank, self.size, self.board = rank, size, board
         self.received = 0
 
@@ -52,7 +52,7 @@ class Threads:
 
 def on_ranks(size: int, run: Callable[[Threads], Any]) -> list[Any]:
     """Results of `run` by rank; the first error of a rank is raised here."""
-    board = _Board(size)
+    board = Board(size)
     found: list[Any] = [None] * size
     errors: list[BaseException | None] = [None] * size
 

@@ -1,4 +1,4 @@
-"""Context parallelism in 2, 3 and 4 processes: tests/parallel/worker.py has what each of them runs."""
+"""Context parallelism in 2, 3 and 4 processes: worker.py and meshes.py have what each of them runs."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-WORKER = Path(__file__).with_name("worker.py")
-SCENARIOS = re.findall(r"@scenario\ndef (\w+)", WORKER.read_text())
+WORKER, MESHES = Path(__file__).with_name("worker.py"), Path(__file__).with_name("meshes.py")
 SECONDS = 180
 """Most that all scenarios together may take, on a machine that has other work to do."""
 
 
-def run(world: int, results: Path) -> Path:
+def scenarios_of(worker: Path) -> list[str]:
+    return re.findall(r"@scenario\ndef (\w+)", worker.read_text())
+
+
+def run(world: int, results: Path, worker: Path = WORKER) -> Path:
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
     space = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     logs = [(results / f"log.{rank}").open("w") for rank in range(world)]
     processes = [
         subprocess.Popen(
-            [sys.executable, str(WORKER), str(rank), str(world), str(results), *SCENARIOS],
+            [sys.executable, str(worker), str(rank), str(world), str(results), *scenarios_of(worker)],
             stdout=log,
             stderr=subprocess.STDOUT,
             cwd=ROOT,
@@ -54,9 +57,24 @@ def processes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return request.param, run(request.param, tmp_path_factory.mktemp(f"ranks{request.param}"))
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", scenarios_of(WORKER))
 def test_scenario(processes: tuple[int, Path], name: str) -> None:
-    world, results = processes
+    check(*processes, name)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Results of the scenarios over two dimensions of a mesh."""
+    return run(4, tmp_path_factory.mktemp("meshes"), MESHES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", scenarios_of(MESHES))
+def test_two_dimensions_of_a_mesh(four: Path, name: str) -> None:
+    check(4, four, name)
+
+
+def check(world: int, results: Path, name: str) -> None:
     for rank in range(world):
         said = results / f"{name}.{rank}"
         assert said.exists(), f"rank {rank} did not finish:\n{(results / f'log.{rank}').read_text()}"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import close, gradients, leaf
-from ranks import Threads, on_ranks
+from ranks import Board, Threads, on_ranks
 from torch import Tensor
 from variant_table import TABLE, Case, Sizes
 
@@ -19,13 +19,20 @@ Composition = dict[str, Any]
 
 
 def spread(
-    case: Case, ranks: int, layout: Layout, qkv: tuple[Tensor, ...], upstream: list[Tensor]
+    case: Case, ranks: int, layout: Layout, qkv: tuple[Tensor, ...], upstream: list[Tensor], across: int = 1
 ) -> list[Tensor]:
-    """Output, log-sum-exp and all gradients, whole, from simulated ranks; those learned of each."""
+    """Output, log-sum-exp and all gradients, whole, from simulated ranks; those learned of each. across:
+    ranks in a row that exchange tokens for heads."""
+    boards = [Board(across) for _ in range(ranks // across)], [Board(ranks // across) for _ in range(across)]
 
     def run(links: Threads) -> tuple[Any, list[Tensor]]:
         learned = [x.detach().clone().requires_grad_() for x in case.learned]
-        cp = ContextParallel(fa4flex.compile(**case.compose(*learned)).variant, links, layout)
+        row, column = divmod(links.rank, across)
+        of_heads = None if across == 1 else Threads(column, across, boards[0][row])
+        along = Threads(row, ranks // across, boards[1][column])
+        variant = fa4flex.compile(**case.compose(*learned)).variant
+        cp = ContextParallel(variant, along, layout, across=of_heads)
+        assert cp.rank == links.rank
         at = cp.placement((case.sizes.q_len, case.sizes.kv_len), case.sizes.batch, case.sizes.heads)
         of = ("queries", "keys", "keys")
         own = [
@@ -49,13 +56,13 @@ def spread(
     return whole
 
 
-def compare(case: Case, ranks: int, layout: Layout) -> None:
+def compare(case: Case, ranks: int, layout: Layout, across: int = 1) -> None:
     q, k, values = case.sizes.qkv()
     attn = fa4flex.compile(**case.compose(*case.learned))
     out, lse = attn(q, k, values, return_lse=True)
     upstream = [torch.randn_like(out), torch.randn_like(lse)]
     wanted = [out, lse, *gradients((out, lse), [q, k, values, *case.learned], upstream)]
-    found = spread(case, ranks, layout, (q, k, values), upstream)
+    found = spread(case, ranks, layout, (q, k, values), upstream, across)
     names = ["out", "lse", "dq", "dk", "dv", *(f"learned {i}" for i in range(len(case.learned)))]
     for name, got, want in zip(names, found, wanted, strict=True):
         assert close(got, want), f"{name} on {ranks} ranks with {layout}"
@@ -76,6 +83,12 @@ def test_every_variant(name: str) -> None:
 def test_every_draw(name: str, ranks: int) -> None:
     for draw in TABLE[name]:
         compare(draw(Sizes()), ranks, LAYOUTS[ranks])
+
+
+@pytest.mark.parametrize("name", ("alibi", "gpt_oss_sinks", "learned_bias", "mla", "vision_cross"))
+def test_tokens_for_heads_within_tokens(name: str) -> None:
+    """Two ranks have the tokens of each of two parts of the sequence, and exchange them for heads."""
+    compare(TABLE[name][0](Sizes(batch=2, heads=4, kv_heads=2)), 4, Layout(tile=4), across=2)
 
 
 def test_as_many_keys_as_queries() -> None:

@@ -270,7 +270,7 @@ def training_under_fsdp() -> None:
             step.step()
             losses.append(loss.detach())
         dist.all_reduce(losses[1])
-        torch.testing.assert_close(losses[1] / world, losses[0], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(losses[1] / world, losses[0], rtol=2e-6, atol=0)
     for a, b in zip(one.parameters(), ours.parameters(), strict=True):
         torch.testing.assert_close(b.detach().full_tensor(), a.detach(), rtol=1e-4, atol=1e-5)
 

@@ -15,6 +15,7 @@ from fa4flex.codegen.analyze.tiles import Shape
 from fa4flex.codegen.build import build
 from fa4flex.parallel.exchange import Exchange, exchange, tokens
 from fa4flex.parallel.placement import Placement, Ranges, contiguous, place
+from fa4flex.parallel.plan import Layout, placed
 from fa4flex.parallel.work import Work, chunk_for, work_of
 from fa4flex.primitives.mask import Mask
 from fa4flex.variant import Variant
@@ -22,8 +23,11 @@ from fa4flex.variants import (
     block_diffusion,
     causal,
     chunked_local,
+    dilated_window,
     document,
+    natten,
     prefix_lm,
+    sliding_tile,
     sliding_window,
     streaming_llm,
     symmetric_window,
@@ -117,7 +121,7 @@ def test_random_masks(
     program = build(Variant(mask=mask))
     shape, captured = Shape(BATCH, HEADS, q_len, kv_len), program.captured()
     pairs = dense(program.facts.mask, shape, captured).flatten(0, 1).any(0)
-    chunk = chunk_for(program.facts, q_len, kv_len, ranks, tile)
+    chunk = chunk_for(q_len, kv_len, max(8 * ranks, 256), tile)
     work = work_of(program.facts, shape, captured, tile, chunk)
     placement = place(work, ranks, kind)  # type: ignore[arg-type]
     held = contiguous(kv_len, ranks) if in_order else placement.keys
@@ -147,6 +151,9 @@ BALANCED = {
     "chunked_local": chunked_local(200_000),
     "streaming_llm": streaming_llm(4, 4096),
     "block_diffusion": block_diffusion(MILLION // 2, 32),
+    "natten": natten((64, 128, 128), (9, 17, 17)),
+    "sliding_tile": sliding_tile((64, 128, 128), (24, 24, 24), (8, 8, 8)),
+    "dilated_window": dilated_window(4096, 2),
 }
 
 
@@ -159,6 +166,25 @@ def test_loads_of_a_million_tokens_differ_by_at_most_3_percent(name: str) -> Non
         assert balanced(name, ranks).kind == KINDS[name]
 
 
+def test_a_rank_with_global_tokens_has_fewer_others() -> None:
+    """Few queries that see all keys: their rank has fewer others, and no rank many more than its share."""
+    area = torch.ones(512, dtype=torch.float64)
+    area[0] += 8
+    found = place(Work(512, 512, 1, area, torch.eye(512, dtype=torch.bool), 1), 4)
+    owned_once(found.queries, 512)
+    assert [tokens(own) for own in found.queries] == [122, 130, 130, 130]
+    assert found.loads == (130,) * 4
+    area[0] += 100  # more than others could have of its rank's tokens
+    found = place(Work(512, 512, 1, area, torch.eye(512, dtype=torch.bool), 1), 4)
+    assert max(tokens(own) for own in found.queries) <= 1.03 * 128
+
+
+def test_fewer_queries_than_keys_are_cut_by_their_own_number() -> None:
+    program = fa4flex.compile().program
+    _, found = placed(program.facts, Shape(1, 1, 4096, MILLION), program.captured(), 8, Layout())
+    assert found.imbalance == 0 and found.chunk <= 512
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", (8, 64, 512))
 @pytest.mark.parametrize("name", BALANCED)
@@ -168,9 +194,9 @@ def test_loads_of_every_mask(name: str, ranks: int) -> None:
 
 def balanced(name: str, ranks: int) -> Placement:
     program = fa4flex.compile(mask=BALANCED[name]).program
-    chunk = chunk_for(program.facts, MILLION, MILLION, ranks, 128)
-    work = work_of(program.facts, Shape(1, 1, MILLION, MILLION), program.captured(), 128, chunk)
-    placement = place(work, ranks)
+    work, placement = placed(
+        program.facts, Shape(1, 1, MILLION, MILLION), program.captured(), ranks, Layout()
+    )
     assert placement.imbalance <= 0.03, placement.explain()
     assert sum(placement.loads) == pytest.approx(float(work.area.sum()))
     return placement

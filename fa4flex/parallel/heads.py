@@ -1,0 +1,77 @@
+"""Heads that are spread over other ranks than the sequence is: by tensor parallelism, or for one call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fa4flex.errors import InputError
+from fa4flex.parallel.exchange import tokens
+from fa4flex.parallel.links import Links
+from fa4flex.parallel.placement import Placement, Range, Ranges
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """Share of the heads that a rank's tensors have: the `part`-th of `parts` equal ones.
+
+    links   to the ranks that have the other heads of the same tokens, one for each dimension of a mesh over
+            which heads are spread
+    """
+
+    part: int = 0
+    parts: int = 1
+    links: tuple[Links, ...] = ()
+
+    def of_sinks(self, sinks: Tensor | None, heads: int) -> Tensor | None:
+        """The sinks of this share's query heads, so many in each share."""
+        return sinks if sinks is None else sinks[self.part * heads : (self.part + 1) * heads]
+
+
+ALL = Share()
+
+
+def check_heads(q_heads: int, kv_heads: int, parts: int) -> None:
+    """Raise InputError unless heads can be spread evenly."""
+    if q_heads % parts or kv_heads % parts:
+        raise InputError(
+            f"{q_heads} query heads and {kv_heads} key heads spread over {parts} ranks",
+            "numbers of heads that are multiples of the number of ranks",
+            "spread heads over fewer ranks, or repeat the heads of keys",
+        )
+
+
+# --- tokens of a rank of the sequence, spread over those that exchange them for heads -----------------------
+
+
+def parts_in_order(total: int, ranks: int) -> tuple[Ranges, ...]:
+    """The tokens that torch's Shard gives each rank: equal parts, rounded up, as long as there are any."""
+    each = max(-(-total // ranks), 1)
+    cuts = [min(rank * each, total) for rank in range(ranks + 1)]
+    return tuple(((cuts[r], cuts[r + 1]),) if cuts[r] < cuts[r + 1] else () for r in range(ranks))
+
+
+def split(own: Ranges, parts: int) -> tuple[Ranges, ...]:
+    """Tokens of these ranges in equal parts, in their order."""
+    return tuple(_between(own, part[0] if part else (0, 0)) for part in parts_in_order(tokens(own), parts))
+
+
+def _between(own: Ranges, wanted: Range) -> Ranges:
+    found, at = [], 0
+    for lo, hi in own:
+        first, last = max(wanted[0] - at, 0), min(wanted[1] - at, hi - lo)
+        if first < last:
+            found.append((lo + first, lo + last))
+        at += hi - lo
+    return tuple(found)
+
+
+def split_placement(whole: Placement, parts: int) -> Placement:
+    """The placement whose rank `r * parts + i` holds the i-th part of the tokens of rank r, and does as large
+    a part of its work."""
+    queries, keys = (
+        tuple(part for own in held for part in split(own, parts)) for held in (whole.queries, whole.keys)
+    )
+    loads = tuple(load / parts for load in whole.loads for _ in range(parts))
+    return Placement(whole.q_len, whole.kv_len, queries, keys, whole.kind, whole.chunk, loads)
