@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import fa4flex
 from fa4flex import reference
 from fa4flex.codegen.evaluate import Captured
 from fa4flex.runtime.cpu import Forward, Inputs, few, forward
+from fa4flex.variants import causal, sliding_window
 
 F64 = torch.float64
 SIZES = {
@@ -165,7 +167,20 @@ def test_what_is_no_plain_single_query_is_left_to_others() -> None:
         replace(one, k=k[:, :, :0], v=v[:, :, :0]),
     )
     assert all(few.single_queries(plain, other) is None for other in others)
-    assert few.single_queries(CASES["causal"].facts, one) is None
+    assert few.single_queries(CASES["alibi"].facts, replace(one, captured=Captured((q[0, :, 0, 0],)))) is None
+    by_head = fa4flex.compile(mask=lambda b, h, q_idx, kv_idx: kv_idx <= 2 * h).program.facts
+    assert few.single_queries(by_head, one) is None
+
+
+@pytest.mark.parametrize("kv_len", [1, 7, 40])
+@pytest.mark.parametrize("mask", [causal, sliding_window(9), causal & sliding_window(9)], ids=str)
+def test_a_single_query_sees_keys_that_lie_together(mask: Any, kv_len: int) -> None:
+    program, sizes = fa4flex.compile(mask=mask).program, Sizes(q_len=1, kv_len=kv_len)
+    given = Inputs(*sizes.qkv(torch.float32), captured=program.captured())
+    found, tile = few.single_queries(program.facts, given), forward(program.facts, given)
+    assert found is not None
+    torch.testing.assert_close(found[0], tile.out)
+    torch.testing.assert_close(found[1], tile.lse)
 
 
 def test_maxima_and_gradients_of_a_single_query() -> None:

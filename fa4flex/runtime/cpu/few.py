@@ -67,13 +67,18 @@ def few_queries(facts: Facts, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, T
 
 
 def single_queries(facts: Facts, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
-    """(out, lse) of sequences' single queries without mods, mask and sinks, by PyTorch's own kernel; None for
-    anything else. The backward pass needs more than that: `few_queries` gives it."""
-    if not facts.plain or inputs.sinks is not None or inputs.precision is not torch.float32:
+    """(out, lse) of sequences' single queries without a score mod and sinks, over keys that lie together, by
+    PyTorch's own kernel; None for anything else. The backward pass needs more than that: `few_queries` gives
+    it."""
+    if facts.score is not SCORE or inputs.sinks is not None or inputs.precision is not torch.float32:
         return None
     if inputs.q.shape[2] != 1 or not _are_few(inputs):
         return None
-    q, k, v = (x if x.dtype == torch.float32 else x.float() for x in (inputs.q, inputs.k, inputs.v))
+    seen = _seen_by_one(facts, inputs)
+    if seen is None:
+        return None
+    keys = (x if seen == (0, x.shape[2]) else x[:, :, seen[0] : seen[1]] for x in (inputs.k, inputs.v))
+    q, k, v = (x if x.dtype == torch.float32 else x.float() for x in (inputs.q, *keys))
     if q.shape[3] != v.shape[3] or not q.stride(3) == k.stride(3) == v.stride(3) == 1:
         return None
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -82,6 +87,25 @@ def single_queries(facts: Facts, inputs: Inputs) -> tuple[Tensor, Tensor] | None
     if inputs.q.stride(0) < inputs.q.stride(1) and q.shape[0] > 1:
         out = empty_output(inputs.q, v.shape[3], out.dtype).copy_(out)
     return out.to(inputs.output or inputs.q.dtype), lse
+
+
+def _seen_by_one(facts: Facts, inputs: Inputs) -> tuple[int, int] | None:
+    """(first, past the last) of the keys that the single query of every sequence and head sees, if these lie
+    together and there are some; None where that does not follow from lengths and captured numbers."""
+    kv_len = inputs.k.shape[2]
+    if facts.mask is TRUE:
+        return 0, kv_len
+    keys = facts.keys
+    if keys is None or len(keys.spans) != 1 or keys.sorted_operands or keys.nonnegative:
+        return None
+    if facts.mask.free & {"b", "h"}:
+        return None
+    symbols = {"q": 0, "q_len": 1, "kv_len": kv_len, "num_heads": inputs.q.shape[1]}
+    lo, hi = evaluate(keys.spans[0], symbols, inputs.captured, inputs.precision)
+    if isinstance(lo, Tensor) or isinstance(hi, Tensor):
+        return None
+    first, last = max(int(lo), 0), min(int(hi), kv_len)
+    return (first, last) if first < last else None
 
 
 def _are_few(inputs: Inputs) -> bool:
