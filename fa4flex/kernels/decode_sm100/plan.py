@@ -20,7 +20,6 @@ from fa4flex.codegen.plan.target import Target
 from fa4flex.codegen.plan.tensor_memory import Columns, Range
 from fa4flex.codegen.plan.topology import Topology
 from fa4flex.codegen.plan.verify import prove
-from fa4flex.errors import UnsupportedError
 from fa4flex.kernels.decode_sm100.config import (
     LANES,
     MERGED_STAGES,
@@ -195,12 +194,6 @@ def plan_decode(request: ForwardRequest) -> ForwardPlan:
     kernel that has a choice."""
     problem, target = request.problem, request.target
     if asks_for_order(request):
-        if problem.page_rows:
-            raise UnsupportedError(
-                "keys in pages, with tiles or an order that a schedule asks for",
-                "a schedule without tile, order and next_tile",
-                "nothing: pages are gathered instead",
-            )
         return plan_blackwell(request)
     copies = COPIES[problem.row_class]
     tile_n = min(keys_of((pad(problem.head_dim), pad(problem.head_dim_v))), copies * MOST_SCORES)
