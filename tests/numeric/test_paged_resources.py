@@ -43,7 +43,7 @@ Case = tuple[str, tuple[int, int], Any, int]
 
 
 def compiled(case: Case, target: Target) -> tuple[Lowered, Resources]:
-    """What a kernel takes, of which nothing is spilled."""
+    """A kernel of which nothing is spilled, and its resources."""
     name, width, lengths, page_rows = case
     program = fa4flex.compile(**VARIANTS[name]).program
     inputs = Inputs(Ragged(2, 8, 600, 600), 2, *width, lengths=lengths, keys_used=True, page_rows=page_rows)

@@ -116,8 +116,7 @@ class Forward:
         )
 
     def of_pages(self, arguments: Arguments, products: Products, q: Any) -> tuple[Any, ...]:
-        """Descriptors where keys lie in pages: sequences end within tiles of queries, whose rows go straight to
-        memory."""
+        """Descriptors where keys lie in pages; none of the output, whose rows go straight to memory."""
         load = cpasync.CopyBulkTensorTileG2SOp(self.cluster.group)
         cluster = self.cluster.layout(products.scores).shape
         one = cute.select(products.layouts()[0], mode=[0, 1, 2])
