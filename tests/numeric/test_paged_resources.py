@@ -51,7 +51,7 @@ def compiled(case: Case, target: Target) -> tuple[Lowered, Resources]:
     lowered = lower_forward(given)
     scalars = tuple("float" if isinstance(x, float) else "int" for x in given.captured.scalars)
     signature = Signature(scalars=scalars)
-    found = inspect(lowered.source, lowered.problem, signature, target.chip).resources
+    found = inspect(lowered.source, lowered.problem, signature, target.name).resources
     assert not found.spill_bytes and not found.stack_bytes and not found.ignored
     return lowered, found
 
