@@ -47,6 +47,8 @@ def every_plan() -> Iterator[BlackwellPlan]:
     forms = (("dense", "none"), ("dense", "tables"), ("packed", "spans"), ("used", "none"))
     for (d, dv), (lengths, mask_form), few in product(WIDTHS, forms, (False, True)):
         yield planned(d, dv, lengths=lengths, mask_form=mask_form, few_queries=few)
+    for d, dv, rows in ((128, 128, 16), (64, 64, 2), (96, 96, 128)):
+        yield planned(d, dv, lengths="packed", mask_form="spans", page_rows=rows)
 
 
 def sound(

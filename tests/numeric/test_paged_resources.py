@@ -1,5 +1,5 @@
-"""Kernels that read pages in place for many queries, and the one that appends to pages, compiled for sm_90a:
-nothing spills, shared memory is as planned."""
+"""Kernels that read pages in place for many queries, compiled for both chips, and the one that appends to
+pages: nothing spills, shared memory is as planned."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import fa4flex
 from fa4flex.codegen.analyze.domain import Ragged
 from fa4flex.codegen.plan.inputs import Inputs
 from fa4flex.codegen.plan.problem import Problem
-from fa4flex.codegen.plan.target import SM90A
-from fa4flex.compiler.inspect import inspect
+from fa4flex.codegen.plan.target import SM90A, SM100A, Target
+from fa4flex.compiler.inspect import Resources, inspect
 from fa4flex.compiler.signature import Signature
 from fa4flex.kernels.fwd_sm90.plan import HopperPlan
+from fa4flex.kernels.fwd_sm100.plan import BlackwellPlan
 from fa4flex.kernels.mixed_sm90.plan import MixedPlan
-from fa4flex.lower import Given, lower_forward
+from fa4flex.lower import Given, Lowered, lower_forward
 from fa4flex.runtime.cuda.append import _source
 from fa4flex.variants import alibi, causal, sliding_window, softcap
 
@@ -37,17 +38,46 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("name, width, lengths, page_rows", CASES)
-def test_nothing_spills(name: str, width: tuple[int, int], lengths: Any, page_rows: int) -> None:
+Case = tuple[str, tuple[int, int], Any, int]
+"""Name of a variant, widths of heads, lengths, and keys that surely lie together."""
+
+
+def compiled(case: Case, target: Target) -> tuple[Lowered, Resources]:
+    """A kernel of which nothing is spilled, and its resources."""
+    name, width, lengths, page_rows = case
     program = fa4flex.compile(**VARIANTS[name]).program
     inputs = Inputs(Ragged(2, 8, 600, 600), 2, *width, lengths=lengths, keys_used=True, page_rows=page_rows)
-    given = Given(program.facts, fa4flex.Schedule(), inputs, program.captured(), SM90A)
+    given = Given(program.facts, fa4flex.Schedule(), inputs, program.captured(), target)
     lowered = lower_forward(given)
+    scalars = tuple("float" if isinstance(x, float) else "int" for x in given.captured.scalars)
+    signature = Signature(scalars=scalars)
+    found = inspect(lowered.source, lowered.problem, signature, target.name).resources
+    assert not found.spill_bytes and not found.stack_bytes and not found.ignored
+    return lowered, found
+
+
+@pytest.mark.parametrize("name, width, lengths, page_rows", CASES)
+def test_nothing_spills(name: str, width: tuple[int, int], lengths: Any, page_rows: int) -> None:
+    lowered, found = compiled((name, width, lengths, page_rows), SM90A)
     assert isinstance(lowered.plan, HopperPlan) and lowered.plan.config().paged
     assert isinstance(lowered.plan, MixedPlan) == (lengths == "packed" and max(width) <= 128)
-    scalars = tuple("float" if isinstance(x, float) else "int" for x in given.captured.scalars)
-    found = inspect(lowered.source, lowered.problem, Signature(scalars=scalars)).resources
-    assert not found.spill_bytes and not found.stack_bytes and not found.ignored
+    assert found.shared_bytes == lowered.plan.memory.total
+
+
+BLACKWELL_WIDTHS = (32, 32), (64, 64), (96, 96), (64, 128), (128, 128), (192, 128)
+BLACKWELL_USUAL = {("alibi", (192, 128), "packed", 16)}
+"""Eight boxes of a tile: with their copies written out, the warp that loads spills."""
+
+ON_BLACKWELL = [
+    pytest.param(*case, marks=() if case in BLACKWELL_USUAL else pytest.mark.exhaustive)
+    for case in product(VARIANTS, BLACKWELL_WIDTHS, ("used", "packed"), (2, 16, 64))
+]
+
+
+@pytest.mark.parametrize("name, width, lengths, page_rows", ON_BLACKWELL)
+def test_nothing_spills_on_blackwell(name: str, width: tuple[int, int], lengths: Any, page_rows: int) -> None:
+    lowered, found = compiled((name, width, lengths, page_rows), SM100A)
+    assert isinstance(lowered.plan, BlackwellPlan) and lowered.plan.config().paged
     assert found.shared_bytes == lowered.plan.memory.total
 
 

@@ -31,7 +31,7 @@ from fa4flex.kernels.dispatch import plan_forward
 from fa4flex.kernels.fwd_sm100.columns import first_columns, lay_out_columns
 from fa4flex.kernels.fwd_sm100.config import Exponential, Registers
 from fa4flex.kernels.fwd_sm100.exponential import TABLE, share
-from fa4flex.kernels.fwd_sm100.plan import BlackwellPlan
+from fa4flex.kernels.fwd_sm100.plan import FWD_SM100, BlackwellPlan
 from fa4flex.kernels.fwd_sm100.registers import NARROW, SPLITS, WIDE
 from fa4flex.primitives.schedule import Schedule
 
@@ -123,6 +123,23 @@ def test_many_queries_take_pairs_of_ctas() -> None:
     alone, paired = planned(128, 128), planned(128, 128, many_queries=True)
     assert sum(paired.tiles.kv_stages) > sum(alone.tiles.kv_stages)  # room that half of K and V leaves
     assert SM100A.many_queries == 256 and SM90A.many_queries == 0
+
+
+def test_pages_that_can_be_read_in_place_are() -> None:
+    """One CTA for each tile of queries, even where all are many and see every key."""
+    for rows, (d, least) in product((1, 2, 16, 128), ((128, 1), (64, 1), (96, 2), (192, 1))):
+        problem = Problem(d, min(d, 128), lengths="used", page_rows=rows, many_queries=True)
+        assert FWD_SM100.accepts(problem, SM100A) == (rows >= least)
+        if rows >= least:
+            plan = planned(d, min(d, 128), lengths="used", page_rows=rows, many_queries=True)
+            config = plan.config()
+            assert config.paged and (config.box_rows, config.ctas) == (rows, 1)
+            assert f"brought in {128 // rows} x {rows} keys" in plan.explain()
+    for refused in ({"mask_form": "tables"}, {"head_dim": 200}, {"head_dim_v": 136}):
+        assert not FWD_SM100.accepts(replace(problem, **refused), SM100A)  # type: ignore[arg-type]
+    assert not planned(128, 128).config().paged and planned(128, 128).box_rows == 0
+    with pytest.raises(UnsupportedError, match="sorted by their keys"):
+        plan_forward(Facts(), problem, SM100A, Schedule(order="longest_first"))
 
 
 @pytest.mark.parametrize(("ctas", "mask_form"), [(1, "spans"), (2, "none")])

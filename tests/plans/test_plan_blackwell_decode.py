@@ -60,9 +60,10 @@ def test_it_takes_few_rows_whose_key_tiles_follow_from_spans() -> None:
 
 def test_who_asks_for_tiles_gets_the_kernel_that_has_a_choice() -> None:
     for schedule in (Schedule(tile=(128, 128)), Schedule(order="row_major"), Schedule(next_tile="counter")):
-        assert isinstance(dispatch.plan_forward(Facts(), FEW, SM100A, schedule), BlackwellPlan)
-        with pytest.raises(fa4flex.UnsupportedError, match="keys in pages"):
-            dispatch.plan_forward(Facts(), PAGED, SM100A, schedule)
+        for problem in (FEW, PAGED):
+            assert isinstance(dispatch.plan_forward(Facts(), problem, SM100A, schedule), BlackwellPlan)
+    with pytest.raises(fa4flex.UnsupportedError, match="keys in pages"):
+        dispatch.plan_forward(Facts(), PAGED, SM100A, Schedule(order="longest_first"))
 
 
 @pytest.mark.parametrize(

@@ -93,8 +93,8 @@ def test_page_sizes_have_classes() -> None:
 
 def test_no_other_kernel_takes_pages() -> None:
     tables = replace(PAGED, mask_form="tables")
-    many = replace(PAGED, few_rows=False)
-    for problem, target in ((many, SM100A), (tables, SM90A), (tables, SM100A)):
+    wide = replace(PAGED, head_dim=256, head_dim_v=256)
+    for problem, target in ((wide, SM100A), (tables, SM90A), (tables, SM100A)):
         with pytest.raises(fa4flex.UnsupportedError, match="pages of 16 keys"):
             dispatch.choose("forward", problem, target)
     for schedule in (Schedule(tile=(192, 64)), Schedule(order="longest_first")):

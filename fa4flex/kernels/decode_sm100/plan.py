@@ -24,7 +24,6 @@ from fa4flex.codegen.plan.sharing import sharing
 from fa4flex.codegen.plan.target import Target
 from fa4flex.codegen.plan.tensor_memory import Columns, Range
 from fa4flex.codegen.plan.topology import Topology
-from fa4flex.errors import UnsupportedError
 from fa4flex.kernels.decode_sm100.config import (
     LANES,
     MERGED_STAGES,
@@ -179,12 +178,6 @@ def plan_decode(request: ForwardRequest) -> ForwardPlan:
     """The kernel for many rows has a choice of tiles and orders: schedules that ask for these get it."""
     problem, target = request.problem, request.target
     if asks_for_order(request):
-        if problem.page_rows:
-            raise UnsupportedError(
-                "keys in pages, with tiles or an order that a schedule asks for",
-                "a schedule without tile, order and next_tile",
-                "nothing: pages are gathered instead",
-            )
         return plan_blackwell(request)
     copies = COPIES[problem.row_class]
     tile_n = min(keys_of((pad(problem.head_dim), pad(problem.head_dim_v))), copies * MOST_SCORES)

@@ -72,6 +72,8 @@ class Config:
     workers                  multiprocessors
     longest_first            tiles of queries start from the end of the sequence
     lengths                  "dense", "packed" (cu_seqlens) or "used" (seqused per batch)
+    paged                    keys and values lie in pages
+    box_rows                 keys that one copy brings, where they lie in pages
     tables                   tiles come from block tables; otherwise from the hooks' spans, or all of them
     sinks                    a learnable logit per head joins the denominator
     statistics               which of "lse" and "max_scores" are written
@@ -97,6 +99,8 @@ class Config:
     workers: int = 148
     longest_first: bool = False
     lengths: Lengths = "dense"
+    paged: bool = False
+    box_rows: int = 0
     tables: bool = False
     sinks: bool = False
     statistics: tuple[str, ...] = ("lse",)

@@ -22,6 +22,7 @@ from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.cluster import Cluster
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.next_tile import NextTile
+from fa4flex.kernels.common.paged_key_values import box_transfers
 from fa4flex.kernels.common.tensor_core import operand_ring, tensor_memory
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.common.transfer import Transfers, reordered
@@ -98,6 +99,8 @@ class Forward:
         config, products = self.config, self.products(arguments)
         dense = cute.rank(arguments.q) == 4
         rows, columns = ([1, 3, 2, 0], [3, 1, 2, 0]) if dense else ([0, 2, 1], [2, 0, 1])
+        if config.paged:
+            return self.of_pages(arguments, products, reordered(arguments.q, rows))
         q, k, out = (reordered(x, rows) for x in (arguments.q, arguments.k, arguments.out))
         v = reordered(arguments.v, columns)
         one = [cute.select(layout, mode=[0, 1, 2]) for layout in products.layouts()]
@@ -110,6 +113,19 @@ class Forward:
             cute.nvgpu.make_tiled_tma_atom_B(load, k, one[1], *scores, cluster),
             cute.nvgpu.make_tiled_tma_atom_B(load, v, one[2], *values, cluster),
             None if chunk is None else store_atom(out, cute.select(chunk, mode=[0, 1]), config),
+        )
+
+    def of_pages(self, arguments: Arguments, products: Products, q: Any) -> tuple[Any, ...]:
+        """Descriptors where keys lie in pages; none of the output, whose rows go straight to memory."""
+        load = cpasync.CopyBulkTensorTileG2SOp(self.cluster.group)
+        cluster = self.cluster.layout(products.scores).shape
+        one = cute.select(products.layouts()[0], mode=[0, 1, 2])
+        k, v = reordered(arguments.k, [1, 3, 2, 0]), reordered(arguments.v, [3, 1, 2, 0])
+        tiles = tuple(cute.slice_(layout, (None, None, 0)) for layout in products.tile_layouts())
+        return (
+            cute.nvgpu.make_tiled_tma_atom_A(load, q, one, products.scores_tile, products.scores, cluster),
+            *box_transfers(load, (k, v), tiles, self.config.box_rows),
+            None,
         )
 
     def products(self, arguments: Arguments) -> Products:
@@ -238,6 +254,12 @@ class Forward:
             None if chunk is None else storage.out.get_tensor(chunk.outer, swizzle=chunk.inner),
             storage.scales.get_tensor(rows),
             storage.finals.get_tensor(rows),
+            tuple(
+                tiles.get_tensor(layout.outer, swizzle=layout.inner)
+                for tiles, layout in zip((storage.keys, storage.values), products.tile_layouts())
+            )
+            if self.config.paged
+            else None,
         )
 
     def pipes(self, storage: Any, shared: Shared, products: Products) -> Pipes:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import cutlass
-from cutlass import Int32, cute, pipeline
+from cutlass import Int32, const_expr, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.cluster import Cluster
 from fa4flex.kernels.common.key_values import ContiguousKeyValues, KeyValues, kv_head_of, tokens_of
-from fa4flex.kernels.common.keys import tile_at
+from fa4flex.kernels.common.keys import KeyTiles, tile_at
+from fa4flex.kernels.common.paged_key_values import FEW, Order, PagedKeyValues, box_views, page_table
+from fa4flex.kernels.common.paged_lengths import check_length
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.common.transfer import States, Transfers, Views, partition, sequence
 from fa4flex.kernels.common.work import Grid, Work
 from fa4flex.kernels.fwd_sm100.config import Config
 from fa4flex.kernels.fwd_sm100.resources import Pipes, Products, Shared
+
+WRITTEN_OUT = {"packed": 1, "used": FEW}
+"""Boxes of a tile, at most, whose copies are written out, by lengths: beside the search for a sequence of
+packed queries, already four spill."""
 
 
 class Load:
@@ -42,8 +48,14 @@ class Load:
             k_state, v_state = states
             at = self.scheduler.place(work, grid, arguments)
             keys = self.scheduler.keys(at, work, arguments)
-            q, key_values = self.views(work, grid, arguments, transfers, shared, pipes, products)
+            if const_expr(self.config.paged):
+                q = self.query_views(work, transfers, shared, products)
+                kv_head = kv_head_of(work, grid, arguments)
+                key_values = self.pages(work, kv_head, keys, arguments, (transfers, shared, pipes))
+            else:
+                q, key_values = self.views(work, grid, arguments, transfers, shared, pipes, products)
             tile = tile_at(keys, Int32(0))
+            key_values.turn_to(Int32(0))
             self.queries(transfers.q, q, work, pipes, phase, 0)
             key_values.load_keys(k_state, tile)
             k_state.advance()
@@ -54,6 +66,7 @@ class Load:
                 key_values.load_values(v_state, tile)
                 v_state.advance()
                 tile = tile_at(keys, i)
+                key_values.turn_to(i)
                 key_values.load_keys(k_state, tile)
                 k_state.advance()
             key_values.load_values(v_state, tile)
@@ -86,6 +99,32 @@ class Load:
         k_views = partition(transfers.k, shared.k, k_tiles, modes=3)
         v_views = partition(transfers.v, shared.v, v_tiles, modes=3)
         return q_views, ContiguousKeyValues(transfers, pipes.k, pipes.v, k_views, v_views)
+
+    def query_views(self, work: Work, transfers: Transfers, shared: Shared, products: Products) -> Views:
+        scores = products.scores.get_slice(self.cluster.rank())
+        q = sequence(transfers.q.tma_tensor, work.q_offset, work.h, work.b)
+        q_tiles = scores.partition_A(cute.local_tile(q, products.scores_tile[::2], (None, 0)))
+        return partition(transfers.q, shared.q, q_tiles, modes=3)
+
+    def pages(
+        self,
+        work: Work,
+        kv_head: Int32,
+        keys: KeyTiles,
+        arguments: Arguments,
+        block: tuple[Transfers, Shared, Pipes],
+    ) -> KeyValues:
+        config, (transfers, shared, pipes) = self.config, block
+        assert shared.tiles is not None
+        check_length(arguments, work.b)
+        views = box_views(transfers, shared.tiles, kv_head, config.box_rows)
+        table, order = page_table(arguments, work.b, work.kv_len), Order(keys, Int32(0))
+        rings, sizes = (pipes.k, pipes.v), (config.box_rows, config.tile_n)
+        pages = PagedKeyValues(
+            transfers, *rings, *views, table, order, *sizes, few=WRITTEN_OUT[config.lengths]
+        )
+        pages.begin()
+        return pages
 
     @cute.jit
     def queries(

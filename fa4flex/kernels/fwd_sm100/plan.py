@@ -9,6 +9,7 @@ from typing import ClassVar
 from fa4flex.codegen.plan.bound import Bound, Size, expected_bound, for_long
 from fa4flex.codegen.plan.counts import check_counts
 from fa4flex.codegen.plan.memory import Memory
+from fa4flex.codegen.plan.paging import box_rows, explain_pages, readable
 from fa4flex.codegen.plan.pipeline import Pipeline
 from fa4flex.codegen.plan.problem import Problem
 from fa4flex.codegen.plan.registers import check_registers
@@ -28,12 +29,13 @@ from fa4flex.codegen.plan.tensor_memory import Columns
 from fa4flex.codegen.plan.topology import Topology
 from fa4flex.codegen.plan.verify import prove
 from fa4flex.codegen.plan.work import Work
+from fa4flex.errors import UnsupportedError
 from fa4flex.kernels.fwd_sm100.columns import first_columns, lay_out_columns
 from fa4flex.kernels.fwd_sm100.config import ROWS, Config, Exponential, Registers
 from fa4flex.kernels.fwd_sm100.exponential import check_exponential, choose_exponential, explain_exponential
 from fa4flex.kernels.fwd_sm100.pair import pair_topology
 from fa4flex.kernels.fwd_sm100.registers import choose_registers, in_place, piece
-from fa4flex.kernels.fwd_sm100.tiles import Tiles, choose
+from fa4flex.kernels.fwd_sm100.tiles import WIDEST_OUTPUT, WIDTHS, Tiles, choose, pad
 from fa4flex.kernels.fwd_sm100.topology import Handed, forward_topology
 
 
@@ -96,7 +98,12 @@ class BlackwellPlan:
         """Topology of one CTA."""
         ragged = self.problem.lengths != "dense"
         handed: Handed = "answer" if self.cancel else "number" if self.dynamic else ""
-        return forward_topology(self.tiles, self.columns, handed, ragged)
+        return forward_topology(self.tiles, self.columns, handed, ragged, self.box_rows)
+
+    @property
+    def box_rows(self) -> int:
+        """Keys that one TMA copy brings, where they lie in pages; else 0."""
+        return box_rows(self.problem, self.tiles.tile_n) if self.problem.page_rows else 0
 
     def bound(self, size: Size) -> Bound:
         """The least time of a launch of this size, and the unit that sets it."""
@@ -126,6 +133,8 @@ class BlackwellPlan:
             workers=self.target.multiprocessors,
             longest_first=self.order == "longest_first",
             lengths=self.problem.lengths,
+            paged=self.problem.page_rows > 0,
+            box_rows=self.box_rows,
             tables=self.problem.mask_form == "tables",
             sinks=self.problem.sinks,
             statistics=self.problem.statistics,
@@ -167,6 +176,7 @@ class BlackwellPlan:
             f"softmax: {explain_exponential(self.exponential, t.tile_n)};",
             f"  {rescaling(self.rescale_threshold)}",
             f"order: {ORDERS[self.order]}; {self._blocks}",
+            *explain_pages(self.problem, self.tiles.tile_n),
             "shared memory:",
             self.memory.explain(),
             "tensor memory:",
@@ -184,6 +194,12 @@ def plan_blackwell(request: ForwardRequest) -> BlackwellPlan:
     # Masks by tables are asked pair by pair: ends of rows are not read.
     request = replace(request, problem=replace(request.problem, row_ends=0))
     problem = request.problem
+    if problem.page_rows and request.order == "by_work":
+        raise UnsupportedError(
+            "keys in pages, with tiles of queries sorted by their keys",
+            'a schedule without order="longest_first"',
+            "nothing: pages are gathered instead",
+        )
     following = request.schedule.next_tile
     tiles, reasons = choose(problem, request.target, request.schedule.tile, following == "counter")
     return BlackwellPlan(
@@ -201,9 +217,16 @@ def plan_blackwell(request: ForwardRequest) -> BlackwellPlan:
     )
 
 
-FWD_SM100 = Pipeline(
-    "Blackwell forward",
-    "forward",
-    lambda problem, target: target.family == "sm100" and not problem.page_rows,
-    plan_blackwell,
-)
+def accepts(problem: Problem, target: Target) -> bool:
+    """True for all problems without pages, and for those with pages that can be read in place and whose key
+    tiles are all or follow from spans."""
+    return target.family == "sm100" and (not problem.page_rows or _in_place(problem))
+
+
+def _in_place(problem: Problem) -> bool:
+    narrow = problem.head_dim <= WIDTHS[-1] and problem.head_dim_v <= WIDEST_OUTPUT
+    spans = problem.mask_form in ("none", "spans")
+    return narrow and spans and readable(problem, (pad(problem.head_dim), pad(problem.head_dim_v)))
+
+
+FWD_SM100 = Pipeline("Blackwell forward", "forward", accepts, plan_blackwell)

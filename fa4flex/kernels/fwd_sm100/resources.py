@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass.utils.blackwell_helpers as sm100
+import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, cute, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
+from cutlass.tensor_utils import LayoutEnum
 
 from fa4flex.kernels.common.cluster import Cluster
 from fa4flex.kernels.common.next_tile import NextTile
@@ -20,7 +22,8 @@ from fa4flex.kernels.fwd_sm100.config import ROWS, Config
 class Shared:
     """Shared memory. q, k, v as operands of products, (instruction, M or N, K, tile or stage); out (128,
     columns, stage). Both float32 (128, query tile): what a row's output is to be multiplied by, `scales` for
-    the next key tile, `finals` after the last."""
+    the next key tile, `finals` after the last. `tiles`, where keys lie in pages: k and v, laid out as
+    Products.tile_layouts says."""
 
     q: cute.Tensor
     k: cute.Tensor
@@ -28,6 +31,7 @@ class Shared:
     out: cute.Tensor | None
     scales: cute.Tensor
     finals: cute.Tensor
+    tiles: tuple[cute.Tensor, cute.Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,16 @@ class Products:
             sm100.make_smem_layout_a(self.scores, self.scores_tile, self.kind, self.config.q_tiles),
             sm100.make_smem_layout_b(self.scores, self.scores_tile, self.kind, k_stages),
             sm100.make_smem_layout_b(self.values, self.values_tile, self.kind, v_stages),
+        )
+
+    def tile_layouts(self) -> tuple[Any, Any]:
+        """The layouts of k and v as (keys, columns, stage) and (columns, keys, stage). Blocks of columns
+        follow each other, each with all keys of a tile, which is how both chips multiply them."""
+        (_, n, d), (_, dv, _) = self.scores_tile, self.values_tile
+        k_stages, v_stages = self.config.kv_stages
+        return (
+            sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (64, n, d), self.kind, k_stages),
+            sm90.make_smem_layout_b(LayoutEnum.COL_MAJOR, (64, dv, n), self.kind, v_stages),
         )
 
     def scores_at(self, base: cute.Pointer, tile: Any) -> cute.Tensor:

@@ -73,9 +73,11 @@ Handed = Literal["", "number", "answer"]
 or the hardware's answer, for which a warp asks."""
 
 
-def forward_topology(tiles: Tiles, columns: Columns, handed: Handed, ragged: bool) -> Topology:
+def forward_topology(
+    tiles: Tiles, columns: Columns, handed: Handed, ragged: bool, box_rows: int = 0
+) -> Topology:
     """The pipeline of a CTA of a forward kernel. `ragged`: sequences end within tiles, so that what values
-    follow their ends is cleared."""
+    follow their ends is cleared. Tiles of K and V are brought `box_rows` keys at a time, if given."""
     n, staged = tiles.q_tiles, tiles.out_stages > 0
     workers = [_load(n), _multiply(n, ragged), *(_softmax(i) for i in range(n)), _correction(tiles)]
     if staged:
@@ -89,7 +91,7 @@ def forward_topology(tiles: Tiles, columns: Columns, handed: Handed, ragged: boo
         )
     return Topology(
         roles=tuple(workers),
-        rings=tuple(_rings(tiles, handed)),
+        rings=tuple(_rings(tiles, handed, box_rows)),
         barriers=(
             NamedBarrier("allocated", ALLOCATED, TOUCH_TENSOR_MEMORY),
             NamedBarrier("finished", FINISHED, WARP * WARPGROUP),
@@ -132,21 +134,23 @@ def _places(tiles: Tiles, handed: Handed) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _rings(tiles: Tiles, handed: Handed) -> Iterator[Ring]:
-    """Stages, bytes, and the kernel's counts of arrivals. A TMA box holds a block of columns of all rows."""
+def _rings(tiles: Tiles, handed: Handed, box_rows: int) -> Iterator[Ring]:
+    """Stages, bytes, and the kernel's counts of arrivals. A TMA box holds a block of columns of all rows, or
+    of `box_rows`."""
     n = tiles.q_tiles
 
-    def ring(name: str, counts: str, stages: int, rows: int, width: int) -> Ring:
-        box = tile_bytes(rows, column_block(width), tiles.itemsize)
-        boxes = (box,) * (width // column_block(width))
+    def ring(name: str, counts: str, stages: int, rows: int, width: int, together: int = 0) -> Ring:
+        together = together or rows
+        box = tile_bytes(together, column_block(width), tiles.itemsize)
+        boxes = (box,) * (width // column_block(width) * (rows // together))
         full, empty = (BARRIERS[f"{counts}_{side}"][1] if counts else 1 for side in ("full", "empty"))
         return Ring(name, stages, sum(boxes), boxes, sum(boxes), empty, full)
 
     for i in range(n):
         yield ring(f"q {i}", "q", 1, ROWS, tiles.head_dim)
     # Of a pair of CTAs, each holds half of the keys of a tile of K, and half of the columns of V.
-    yield ring("k", "", tiles.kv_stages[0], tiles.tile_n // tiles.ctas, tiles.head_dim)
-    yield ring("v", "", tiles.kv_stages[1], tiles.tile_n, tiles.head_dim_v // tiles.ctas)
+    yield ring("k", "", tiles.kv_stages[0], tiles.tile_n // tiles.ctas, tiles.head_dim, box_rows)
+    yield ring("v", "", tiles.kv_stages[1], tiles.tile_n, tiles.head_dim_v // tiles.ctas, box_rows)
     if tiles.out_stages:
         out = ring("out", "out", tiles.out_stages, ROWS, column_block(tiles.head_dim_v))
         yield replace(out, copies=(), transaction_bytes=0)
