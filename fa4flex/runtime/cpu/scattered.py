@@ -24,8 +24,8 @@ from fa4flex.runtime.cpu.tiles import SCORES, Inputs, exponential
 LARGEST, DENSEST = 64, 0.5
 """Larger blocks, and denser maps, are walked over: there is little to gain."""
 
-ALIKE = 0.75
-"""Least share of a batch's longest item that its shortest one has: shorter ones would be padding mostly."""
+FEW, ALIKE = 8, 0.75
+"""Batches of fewer items take shorter ones too, which are padded, but none shorter than this share."""
 
 
 @dataclass(frozen=True)
@@ -96,9 +96,9 @@ class Scattered:
         keys, width = self.tiles.tile[1], max(self.inputs.q.shape[3], self.inputs.v.shape[3], self.height)
         start = 0
         while start < len(counts) and counts[start]:
-            together = max(1, SCORES // (width * keys * counts[start]))
+            most = min(len(counts), start + max(1, SCORES // (width * keys * counts[start])))
             stop = start + 1
-            while stop < min(len(counts), start + together) and counts[stop] >= ALIKE * counts[start]:
+            while stop < most and _joins(counts[start], counts[stop], stop - start):
                 stop += 1
             yield order[start:stop], self.items.take(order[start:stop])
             start = stop
@@ -132,6 +132,11 @@ class Scattered:
             whole[:, :, :length] = x
             x = whole
         return x.reshape(batch * heads * columns, keys * width)
+
+
+def _joins(longest: int, count: int, items: int) -> bool:
+    """True if an item of so many tiles joins a batch of so many items."""
+    return count == longest or (items < FEW and count >= ALIKE * longest)
 
 
 @dataclass(frozen=True)
