@@ -62,7 +62,8 @@ def of_passes(gpu: Any) -> list[Any]:
 
 def of_backward(gpu: Any) -> list[Any]:
     """Results of the launches of backward passes: what is before the products, these, and what is after."""
-    return [result for result in of_passes(gpu) if "fwd_" not in result.kernel]
+    forward = "fwd_", "decode_"
+    return [result for result in of_passes(gpu) if not any(name in result.kernel for name in forward)]
 
 
 @contextlib.contextmanager
