@@ -74,7 +74,8 @@ def forward(
     if sequences is None:
         found = None if differentiable or max_scores else cpu.single_queries(program.facts, inputs)
         if found is not None:
-            return *found, found[1].new_empty(0), found[1].new_empty(0)
+            none = found[1].new_empty(0)
+            return *found, none, none
         result = cpu.forward(program.facts, inputs)
     else:
         result = cpu.forward_sequences(program.facts, inputs, sequences)
