@@ -16,11 +16,11 @@ from torch.autograd import forward_ad
 from fa4flex.codegen.analyze.reach import extents_of
 from fa4flex.codegen.plan.arguments import FORWARD, Source
 from fa4flex.codegen.trace.paths import Reader
-from fa4flex.runtime.cuda.arguments import launch_function
-from fa4flex.runtime.cuda.call import ALIGNMENT, NO_LENGTHS, NO_PAGES, NO_SCALES, Call
-from fa4flex.runtime.cuda.counter import counter
-from fa4flex.runtime.cuda.prepared import prepared
-from fa4flex.runtime.cuda.ready import Ready, Results
+from fa4flex.runtime.cuda.calls.arguments import launch_function
+from fa4flex.runtime.cuda.calls.call import ALIGNMENT, NO_LENGTHS, NO_PAGES, NO_SCALES, Call
+from fa4flex.runtime.cuda.calls.prepared import prepared
+from fa4flex.runtime.cuda.device.counter import counter
+from fa4flex.runtime.cuda.launches.ready import Ready, Results
 from fa4flex.variant import Variant, default_scale
 
 _empty_like = torch.empty_like

@@ -13,10 +13,10 @@ from torch import Tensor
 from fa4flex.codegen.analyze.reach import Reach, extents_of
 from fa4flex.codegen.plan.groups import Groups
 from fa4flex.codegen.plan.lengths import ROW_BLOCK
-from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, SequenceLengths
-from fa4flex.runtime.cuda.captured_sums import memory_of, result_of
-from fa4flex.runtime.cuda.counter import counter
-from fa4flex.runtime.cuda.lengths import LengthsKernel
+from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Call, SequenceLengths
+from fa4flex.runtime.cuda.device.counter import counter
+from fa4flex.runtime.cuda.launches.captured_sums import memory_of, result_of
+from fa4flex.runtime.cuda.tables.lengths import LengthsKernel
 
 if TYPE_CHECKING:
     from fa4flex.codegen.plan.captured_sums import CapturedSum

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from fa4flex.codegen.analyze.reach import Extents, Reach, extents_of
 from fa4flex.codegen.plan.splitting import Splitting
-from fa4flex.runtime.cuda import faults
-from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, SequenceLengths
-from fa4flex.runtime.cuda.counter import counter
-from fa4flex.runtime.cuda.lengths import LengthsKernel
+from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Call, SequenceLengths
+from fa4flex.runtime.cuda.device import faults
+from fa4flex.runtime.cuda.device.counter import counter
+from fa4flex.runtime.cuda.tables.lengths import LengthsKernel
 from fa4flex.runtime.layouts import output_layout
 
 _empty_like, _FLOAT = torch.empty_like, torch.float32
