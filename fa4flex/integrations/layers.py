@@ -24,6 +24,8 @@ from fa4flex.errors import InputError
 from fa4flex.primitives.mask import as_mask
 from fa4flex.primitives.score import as_score
 
+__all__ = ["assign", "assigned", "clear"]
+
 Selection = dict[str, Any]
 """A `score_mod`, a `mask`, or both."""
 
