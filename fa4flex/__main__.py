@@ -242,7 +242,7 @@ def compiled(arguments: argparse.Namespace) -> Attention:
 
 
 def doctor(arguments: argparse.Namespace) -> int:
-    """What a bug report needs: versions, what runs here and why, cache, variables, and a self-check."""
+    """Facts for a bug report: versions, what runs here and why, cache, variables, and a self-check."""
     import torch
 
     from fa4flex.doctor import gpus, kept_kernels, run_self_checks, variables

@@ -1,4 +1,4 @@
-"""What a report of a problem needs beside versions: GPUs, the kernel cache, variables, and a self-check."""
+"""Facts that a report of a problem needs beside versions: GPUs, kernel cache, variables, and a self-check."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def test_the_check_of_a_kernel_notices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What runs on each GPU, and why nothing does."""
+    """Kernels of each GPU, and the reason where there are none."""
     capabilities = [(9, 0), (8, 0)]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")

@@ -68,8 +68,9 @@ def public_names() -> Iterator[str]:
 def described(path: str, value: Any) -> Iterator[str]:
     yield path if path in MADE_HERE else f"{path}{parameters(value)}"
     if inspect.isclass(value):
-        for name in sorted(set(dir(value)) - INHERITED - OWN_USE):
-            if not name.startswith("_"):
+        called = {"__call__", "forward"} & vars(value).keys()
+        for name in sorted(set(dir(value)) - INHERITED - OWN_USE | called):
+            if name in called or not name.startswith("_"):
                 attribute = inspect.getattr_static(value, name)
                 function = (
                     attribute.__func__ if isinstance(attribute, (classmethod, staticmethod)) else attribute

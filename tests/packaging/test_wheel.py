@@ -104,7 +104,7 @@ def declared(requirements: list[str], extra: str = "") -> Iterator[Distribution]
 
 
 def _link(distribution: Distribution, packages: Path) -> None:
-    """What `distribution` has at the top of site-packages, linked into another one."""
+    """Link the files of `distribution` into another site-packages, each at its top."""
     tops = {PurePosixPath(file).parts[0] for file in distribution.files or [] if ".." not in file.parts}
     for top in tops - {"__pycache__"}:
         target = packages / top
