@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX := $(abspath $(VENV))/bytecode
 endif
 
-.PHONY: demo test exhaustive lint clean
+.PHONY: demo test exhaustive lint docs clean
 
 $(VENV)/.torch: constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -25,9 +25,13 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 	$(INSTALL) --editable '.[transformers]'
 	touch $@
 
+$(VENV)/.docs: $(VENV)/.torch pyproject.toml
+	$(INSTALL) --editable '.[docs]'
+	touch $@
+
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	$(INSTALL) --editable '.[dev]'
-	touch $@ $(VENV)/.demo
+	touch $@ $(VENV)/.demo $(VENV)/.docs
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m fa4flex demo
@@ -43,6 +47,10 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The site, in build/documentation/html: pages, API reference, gallery, notebooks that run; a broken link fails.
+docs: $(VENV)/.docs
+	$(BIN)/python scripts/documentation
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

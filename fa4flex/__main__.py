@@ -38,12 +38,16 @@ def compiled(arguments: argparse.Namespace) -> Attention:
 
 
 def doctor(arguments: argparse.Namespace) -> int:
-    """Installed packages, and what runs here."""
+    """Facts for a bug report: versions, what runs here and why, cache, variables, and a self-check."""
     import torch
 
+    from fa4flex.doctor import gpus, kept_kernels, run_self_checks, variables
+
     print(f"fa4flex       {_version('fa4flex')}")
-    print(f"python        {platform.python_version()} on {platform.machine()}")
+    print(f"python        {platform.python_version()} on {platform.platform()}")
     print(f"torch         {torch.__version__}, {torch.get_num_threads()} threads")
+    compiler = {name: _version(name) or "not installed" for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi")}
+    print(f"compiler      {', '.join(f'{name} {found}' for name, found in compiler.items())}")
     for name, purpose in (
         ("sympy", "algebra of masks"), ("networkx", "hoisting"), ("matplotlib", "attn.mask.plot"),
         ("transformers", 'attn_implementation="fa4flex"'), ("attn_gym", "tests against its catalogue"),
@@ -54,12 +58,13 @@ def doctor(arguments: argparse.Namespace) -> int:
     print()
     print("CPU           forward and backward of every variant, float32, float64, bfloat16, float16")
     if torch.cuda.is_available():
-        device = torch.cuda.get_device_properties(0)
-        kernels = "generated kernels, forward" if device.major == 9 else "no kernels in this version"
-        print(f"GPU           {device.name}, sm_{device.major}{device.minor}: {kernels}")
+        for line in gpus():
+            print(f"GPU           {line}")
     else:
         print("GPU           none visible; kernels for sm_90a compile here, and run simulated")
-    return 0
+    print(f"cache         {kept_kernels()}")
+    print(f"variables     {', '.join(variables()) or 'none set'}\n")
+    return 0 if run_self_checks() else 1
 
 
 def _version(package: str) -> str:

@@ -33,6 +33,8 @@ from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime import launch
 from fa4flex.variant import Variant, at_call, compose
 
+__all__ = ["Attention"]
+
 Shape = int | tuple[int, ...]
 """The shape of a tensor that is made here, of float32 zeros."""
 

@@ -22,6 +22,8 @@ from torch.overrides import TorchFunctionMode
 from fa4flex.errors import InputError
 from fa4flex.primitives.base import accepted_context, call_mod, settle
 
+__all__ = ["allowed_pairs", "attention", "modified_scores", "sequence_ranges", "unpage", "varlen"]
+
 Mod = Callable[..., Any]
 Ranges = list[tuple[int, int]]
 

@@ -1,11 +1,11 @@
-"""Write the measured tables of README.md from the files of `python -m fa4flex bench`.
+"""Write the measured tables of docs/benchmarks.md from the files of `python -m fa4flex bench`.
 
     python -m fa4flex bench --suite dense variants cost latency --out results
     python -m fa4flex bench --suite backward backward-variants --out results
     python scripts/readme_tables.py results
 
 What stands between two markers is replaced, for the passes of which there are files; every number comes from
-bench-<suite>.json.
+bench-<suite>.json. README.md's one table is made anew of those of variants, so that both say the same.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
+PAGE, README = ROOT / "docs" / "benchmarks.md", ROOT / "README.md"
 START, END = "<!-- measured on a GPU, {}: written by scripts/readme_tables.py -->", "<!-- end of {} -->"
 OURS = "fa4flex"
 WRONG = 10
@@ -32,12 +33,12 @@ def main() -> None:
     as_written = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
     parser.add_argument("folder", type=Path, help="where bench-*.json lie")
-    parser.add_argument("--readme", type=Path, default=README)
     given = parser.parse_args()
-    text = given.readme.read_text()
+    page = PAGE.read_text()
     for which, body in sections(given.folder).items():
-        text = replace_between(text, which, body)
-    given.readme.write_text(text)
+        page = replace_between(page, which, body)
+    PAGE.write_text(page)
+    README.write_text(replace_between(README.read_text(), "summary", summary(page)))
 
 
 def replace_between(text: str, which: str, body: str) -> str:
@@ -163,6 +164,22 @@ def latencies(data: Row) -> str:
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def summary(page: str) -> str:
+    """README's table: fa4flex in both passes of the variants whose tables stand on `page`."""
+    passes = [_rows(page, TITLES[suite]) for suite in ("variants", "backward-variants")]
+    columns = [(OURS, "{}"), ("over flex", "over flex_attention"), ("over the best other", "over the best")]
+    head = ["", *(label.format(which) for which in ("forward", "backward") for _, label in columns)]
+    both = [name for name in passes[0] if name in passes[1]]
+    return table(head, ([name, *(rows[name][key] for rows in passes for key, _ in columns)] for name in both))
+
+
+def _rows(page: str, title: str) -> dict[str, dict[str, str]]:
+    """The table below `title` on a page: name of a row -> column -> cell."""
+    lines = page.partition(f"{title}\n\n")[2].partition("\n\n")[0].splitlines()
+    head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    return {name: dict(zip(head[1:], cells, strict=True)) for name, *cells in rows}
 
 
 TABLES: dict[str, dict[str, Callable[[Row], str]]] = {

@@ -25,6 +25,8 @@ from fa4flex.primitives.mask import as_mask
 from fa4flex.primitives.score import as_score
 from fa4flex.selection import Selection, select
 
+__all__ = ["assign", "assigned", "clear"]
+
 _assigned: list[tuple[frozenset[int] | str, Selection]] = []
 _changes = 0
 """Number of calls of `assign` and `clear`: attention that was made before the last one is stale."""

@@ -18,6 +18,8 @@ from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime.cuda.device.device import target_of
 
+__all__ = ["Batch", "attend", "write"]
+
 Caches = tuple[Tensor, Tensor]
 """Keys and values, [pages, page_size, Hkv, D] each, of any strides."""
 

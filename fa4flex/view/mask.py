@@ -92,7 +92,7 @@ class MaskView:
         b: int = 0,
         h: int = 0,
     ) -> Figure:
-        """A matplotlib Figure: every pair up to 512 tokens, tiles beyond. Needs the extra `notebook`.
+        """A matplotlib Figure: every pair up to 512 tokens, tiles beyond. Needs the extra `plot`.
 
         b, h  the batch entry and query head to show; tile defaults to (128, 128), and to an eighth of the
         length where every pair is drawn
@@ -103,7 +103,7 @@ class MaskView:
             raise UnsupportedError(
                 "plot() without matplotlib",
                 "matplotlib >= 3.8",
-                "pip install 'fa4flex[notebook]'; print(attn.mask) draws the mask as text",
+                "pip install 'fa4flex[plot]'; print(attn.mask) draws the mask as text",
             ) from error
         chosen = self._showing(q_len, kv_len, b, h)
         shape = chosen.shape

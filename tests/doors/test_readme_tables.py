@@ -1,4 +1,4 @@
-"""The README's measured tables say what the bench wrote, and only stand between their markers."""
+"""Measured tables say what the bench wrote, only stand between their markers, and agree in both pages."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_tables(tables: ModuleType, tmp_path: Path) -> None:
 
 
 def test_only_what_stands_between_the_markers_is_replaced(tables: ModuleType) -> None:
-    text = (ROOT / "README.md").read_text()
+    text = tables.PAGE.read_text()
     for which in tables.TABLES:
         start, end = tables.START.format(which), tables.END.format(which)
         once = tables.replace_between(text, which, "new")
@@ -69,3 +69,22 @@ def test_only_what_stands_between_the_markers_is_replaced(tables: ModuleType) ->
 def test_nothing_measured_is_an_error(tables: ModuleType, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="no bench"):
         tables.sections(tmp_path)
+
+
+def test_the_readme_says_what_the_page_of_benchmarks_says(tables: ModuleType) -> None:
+    readme, made = tables.README.read_text(), tables.summary(tables.PAGE.read_text())
+    assert tables.replace_between(readme, "summary", made) == readme, "run scripts/readme_tables.py"
+    assert len(made.splitlines()) == 2 + 8
+
+
+def test_summary(tables: ModuleType) -> None:
+    head = "|  | fa4flex | flex | over the best other | over flex |\n| --- | --- | --- | --- | --- |"
+    suites = {"variants": "| a | 3 | 2 | 1.50 (flex) | 1.50 |\n| b | 9 | 1 | 9 (flex) | 9 |",
+              "backward-variants": "| a | 4 | 2 | 2.00 (flex) | 2.00 |"}  # fmt: skip
+    page = "\n\n".join(f"{tables.TITLES[name]}\n\n{head}\n{rows}" for name, rows in suites.items())
+    *_, row = tables.summary(page).splitlines()
+    assert row == "| a | 3 | 1.50 | 1.50 (flex) | 4 | 2.00 | 2.00 (flex) |"
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 80
