@@ -22,7 +22,7 @@ from fa4flex.parallel.links import Group, Links, Together, agree
 from fa4flex.parallel.moves import ByHeads, ByTokens, moved
 from fa4flex.parallel.pieces import SEQUENCE
 from fa4flex.parallel.placement import Kind, Placement, Ranges, shown
-from fa4flex.parallel.plan import TILE, Extents, Layout, Moves, Plan, plan_of
+from fa4flex.parallel.plan import TILE, Extents, Guests, Layout, Moves, Plan, plan_of
 from fa4flex.parallel.rectangle import Rectangles
 from fa4flex.runtime import autocast, launch
 from fa4flex.runtime.checks import (
@@ -386,6 +386,7 @@ def parallel(
     tile: int = TILE,
     stages: int = 1,
     moves: Moves = "auto",
+    guests: Guests = "auto",
     captured_gradients: Gradients = "summed",
     heads_dim: str | None = None,
 ) -> ContextParallel:
@@ -398,6 +399,8 @@ def parallel(
     stages     in how many parts keys of other ranks arrive, each while those before are attended
     moves      "keys": those that others see; "heads": all tokens of each rank's heads, where the ranks divide
                the numbers of heads; "auto": what takes fewer bytes
+    guests     of queries with more keys than one rank should compute: others compute them against some, where
+               it costs less ("auto"), wherever loads differ by more than 3 % without ("always"), or "never"
     captured_gradients   "summed" over the ranks, or each rank's "own", for what sums or averages them itself,
                as FSDP and DDP do over all ranks
 
@@ -415,7 +418,7 @@ def parallel(
             "the names of two dimensions of a mesh",
             'make one: init_device_mesh("cuda", (2, 4), mesh_dim_names=("cp", "heads"))',
         )
-    layout = Layout(placement, tile, stages, moves)
+    layout = Layout(placement, tile, stages, moves, guests)
     across = None if heads_dim is None else Group(_group(mesh, heads_dim))
     return ContextParallel(variant, Group(_group(mesh, dim)), layout, captured_gradients == "summed", across)
 

@@ -18,6 +18,7 @@ from fa4flex.contents import VersionedCache
 from fa4flex.errors import InputError
 from fa4flex.parallel.exchange import Exchange, exchange
 from fa4flex.parallel.placement import UNEVEN, Kind, Placement, Ranges, place
+from fa4flex.parallel.splits import divided
 from fa4flex.parallel.work import FIRST_CHUNKS, MOST_CHUNKS, Work, chunk_for, work_of
 from fa4flex.variant import Variant
 
@@ -29,19 +30,28 @@ Moves = Literal["auto", "keys", "heads"]
 """Tokens that ranks send: the keys that others see, or all tokens of some heads; "auto": the fewer bytes."""
 
 
+Guests = Literal["auto", "always", "never"]
+"""Whether queries with more keys than one rank should compute visit others, each of which computes them
+against some: where that costs less, wherever loads differ by more than 3 % without, or never."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """Options for spreading attention. kind: of the placement, None for the best; tile: see TILE; stages: in
-    how many parts keys of other ranks arrive; moves: what is sent. Raises InputError."""
+    how many parts keys of other ranks arrive; moves: what is sent; guests: of queries with very many keys,
+    not with a kind. Raises InputError."""
 
     kind: Kind | None = None
     tile: int = TILE
     stages: int = 1
     moves: Moves = "auto"
+    guests: Guests = "auto"
 
     def __post_init__(self) -> None:
-        if self.moves not in get_args(Moves):
-            raise InputError(f"moves={self.moves!r}", f"one of {get_args(Moves)}", 'leave it at "auto"')
+        for name, choice in (("moves", Moves), ("guests", Guests)):
+            if getattr(self, name) not in get_args(choice):
+                given = f"{name}={getattr(self, name)!r}"
+                raise InputError(given, f"one of {get_args(choice)}", 'leave it at "auto"')
         if self.kind not in (None, *get_args(Kind)):
             raise InputError(
                 f"placement={self.kind!r}",
@@ -73,7 +83,8 @@ class Plan:
     @cached_property
     def digest(self) -> str:
         """Identity of the plan: ranks compare theirs."""
-        said = repr((self.exchange.held, self.exchange.queries, self.exchange.sends))
+        at = self.exchange
+        said = repr((at.held, at.queries, at.sends, self.placement.splits))
         return hashlib.sha256(said.encode()).hexdigest()[:16]
 
     def by_heads(self, q_heads: int, kv_heads: int, dims: tuple[int, int]) -> bool:
@@ -104,6 +115,7 @@ def plan(
     placement: Kind | None = None,
     tile: int = TILE,
     stages: int = 1,
+    guests: Guests = "auto",
 ) -> Plan:
     """Plan of a variant (or of what `fa4flex.compile` returns) on so many ranks, without any of them.
 
@@ -112,7 +124,9 @@ def plan(
     """
     pair = (lengths, lengths) if isinstance(lengths, int) else lengths
     bound = bind(getattr(variant, "variant", variant))
-    return plan_of(bound, Extents(*pair, batch, heads), ranks, Layout(placement, tile, stages), None)
+    return plan_of(
+        bound, Extents(*pair, batch, heads), ranks, Layout(placement, tile, stages, guests=guests), None
+    )
 
 
 _plans: VersionedCache[Plan] = VersionedCache(64, 64, lambda _: 1)
@@ -154,7 +168,8 @@ def placed(
     facts: Facts, shape: Shape, captured: Captured, ranks: int, layout: Layout
 ) -> tuple[Work, Placement]:
     """The work of a mask, and its best placement: in chunks of which each rank has 8 or more, or in the
-    smallest ones that can be had where loads differ by more than 3 % in these."""
+    smallest ones that can be had where loads differ by more than 3 % in these. Where they still do, keys of
+    some queries are divided."""
     # Without key intervals every pair of chunks is looked at, which takes seconds where there are many.
     first = max(8 * ranks, 256) if facts.keys is not None else min(max(8 * ranks, 256), FIRST_CHUNKS)
     chunk = 0
@@ -167,4 +182,6 @@ def placed(
         placement = place(work, ranks, layout.kind)
         if placement.imbalance <= UNEVEN:
             break
+    if layout.kind is None and layout.guests != "never":
+        placement = divided(work, ranks, placement, layout.guests == "always")
     return work, placement

@@ -13,7 +13,7 @@ from variant_table import TABLE, Case, Sizes
 
 import fa4flex
 from fa4flex import variants as v
-from fa4flex.parallel import ContextParallel, Layout
+from fa4flex.parallel import ContextParallel, Layout, plan
 
 Composition = dict[str, Any]
 
@@ -70,6 +70,7 @@ def compare(case: Case, ranks: int, layout: Layout, across: int = 1) -> None:
 
 SMALL = Sizes(batch=2, heads=2, kv_heads=1)
 LAYOUTS = {2: Layout(tile=4), 3: Layout(tile=4, stages=2), 8: Layout(tile=2)}
+GUESTS = {3: Layout(tile=4, stages=2, guests="always"), 8: Layout(tile=2, guests="always")}
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -77,12 +78,29 @@ def test_every_variant(name: str) -> None:
     compare(TABLE[name][0](SMALL), 3, LAYOUTS[3])
 
 
+@pytest.mark.parametrize("name", TABLE)
+def test_every_variant_with_guests(name: str) -> None:
+    """Queries whose keys are divided among ranks."""
+    compare(TABLE[name][0](SMALL), 3, GUESTS[3])
+
+
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("layout", (LAYOUTS, GUESTS), ids=("plain", "guests"))
 @pytest.mark.parametrize("ranks", LAYOUTS)
 @pytest.mark.parametrize("name", TABLE)
-def test_every_draw(name: str, ranks: int) -> None:
-    for draw in TABLE[name]:
-        compare(draw(Sizes()), ranks, LAYOUTS[ranks])
+def test_every_draw(name: str, ranks: int, layout: dict[int, Layout]) -> None:
+    if ranks in layout:
+        for draw in TABLE[name]:
+            compare(draw(Sizes()), ranks, layout[ranks])
+
+
+def test_one_query_visits_all_ranks() -> None:
+    """A query of a cache that is spread over ranks: each computes it against the keys that it holds."""
+    case = Case(Sizes(2, 4, 2, 1, 45), lambda table: {"score_mod": v.learned_bias(table)}, (leaf(4, 89),))
+    layout = Layout(tile=3, guests="always")
+    found = plan(fa4flex.compile(**case.compose(*case.learned)), (1, 45), 8, tile=3, guests="always")
+    assert len(found.placement.splits[0].parts) == 8 and not any(found.exchange.received)
+    compare(case, 8, layout)
 
 
 @pytest.mark.parametrize("name", ("alibi", "gpt_oss_sinks", "learned_bias", "mla", "vision_cross"))
