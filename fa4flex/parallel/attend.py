@@ -21,7 +21,8 @@ from fa4flex.parallel.sums import Result, Sum, in_order
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """Work of one rank in one call, without its tensors."""
+    """Work of one rank in one call, without its tensors. output, compute, part: dtypes of results, of sums,
+    and of what returns of guests: as what computes them writes it."""
 
     exchange: Exchange
     rank: int
@@ -29,6 +30,7 @@ class Job:
     rectangles: Rectangles
     output: torch.dtype
     compute: torch.dtype
+    part: torch.dtype
 
     @property
     def queries(self) -> Ranges:
@@ -198,7 +200,7 @@ class _Results:
         ranges, q = self.job.guests.visitors, self.q.x
         sizes = (q.shape[0], q.shape[1], tokens(ranges))
         theirs = {at: self.found.pop(at) for at in ranges if at in self.found}
-        out = q.new_empty(*sizes, self.dim_v, dtype=self.job.compute)
+        out = q.new_empty(*sizes, self.dim_v, dtype=self.job.part)
         lse = q.new_empty(sizes, dtype=self.job.compute)
         out = in_order({at: x.out for at, x in theirs.items()}, ranges, out, 0.0)
         lse = in_order({at: x.lse for at, x in theirs.items()}, ranges, lse, -torch.inf)
@@ -257,12 +259,12 @@ class _Gradients:
         arrived = self.job.guests.go([x.x for x in self.of_rows])()
         self.q.also(theirs, visitors)
         for of_rows, x in zip(self.of_rows, arrived, strict=True):
-            of_rows.also(x.to(of_rows.x.dtype).contiguous(), visitors)
+            of_rows.also(x.contiguous(), visitors)
 
     def return_guests(self, theirs: Tensor) -> None:
         """Gradients of guests go to their owners; those of local queries that have visited others come."""
         visitors = self.job.guests.visitors
-        into = torch.empty_like(theirs, dtype=self.job.compute)
+        into = torch.empty_like(theirs, dtype=self.job.part)
         sums = {at: self.of_queries.pop(at).total for at in visitors if at in self.of_queries}
         for queries, (part,) in self.job.guests.return_home([in_order(sums, visitors, into, 0.0)]):
             self._add(queries, part)

@@ -24,6 +24,7 @@ from fa4flex.parallel.pieces import SEQUENCE
 from fa4flex.parallel.placement import Kind, Placement, Ranges, shown
 from fa4flex.parallel.plan import TILE, Extents, Guests, Layout, Moves, Plan, plan_of
 from fa4flex.parallel.rectangle import Rectangles
+from fa4flex.parallel.traffic import Model
 from fa4flex.runtime import autocast, launch
 from fa4flex.runtime.checks import (
     check_dense,
@@ -213,7 +214,8 @@ class ContextParallel:
         rectangles = Rectangles(
             facts.score, facts.mask, variant, now.bound.scalars, seen, now.scale(q), whole, first
         )
-        dtypes = variant.precision.output_dtype(q.dtype), variant.precision.compute_dtype(q.dtype)
+        compute = variant.precision.compute_dtype(q.dtype)
+        dtypes = variant.precision.output_dtype(q.dtype), compute, q.dtype if launch.on_gpu(q) else compute
         job = Job(found.exchange, self.links.rank, self.links, rectangles, *dtypes)
         held, at = _held(found, extents, in_order)[0], found.placement.queries
         if self._by_heads(now, found, qkv):
@@ -229,8 +231,7 @@ class ContextParallel:
         if self.layout.moves != "heads":
             # Heads that see different numbers of keys are not equal work.
             alike = "h" not in now.bound.trace.facts.mask.free
-            dims = q.shape[3], v.shape[3]
-            return self.layout.moves == "auto" and alike and found.by_heads(q.shape[1], k.shape[1], dims)
+            return self.layout.moves == "auto" and alike and found.by_heads(self.model(q, k, v))
         heads, ranks = (q.shape[1], k.shape[1]), self.links.size
         if any(x % ranks for x in heads):
             raise InputError(
@@ -239,6 +240,12 @@ class ContextParallel:
                 'leave it at moves="auto", or use fewer ranks',
             )
         return True
+
+    def model(self, q: Tensor, k: Tensor, v: Tensor) -> Model:
+        """Sizes of local tensors [B, H, S, D], for the bytes that move."""
+        wide = self.variant.precision.compute_dtype(q.dtype).itemsize
+        part = q.itemsize if launch.on_gpu(q) else wide
+        return Model(q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.itemsize, wide, part, q.shape[0])
 
     def _plan(self, now: launch.Calling, extents: Extents, in_order: bool = False) -> Plan:
         if now.variant.blocks is not None:

@@ -19,6 +19,7 @@ from fa4flex.errors import InputError
 from fa4flex.parallel.exchange import Exchange, exchange
 from fa4flex.parallel.placement import UNEVEN, Kind, Placement, Ranges, place
 from fa4flex.parallel.splits import divided
+from fa4flex.parallel.traffic import Model, busiest
 from fa4flex.parallel.work import FIRST_CHUNKS, MOST_CHUNKS, Work, chunk_for, work_of
 from fa4flex.variant import Variant
 
@@ -87,18 +88,17 @@ class Plan:
         said = repr((at.held, at.queries, at.sends, self.placement.splits))
         return hashlib.sha256(said.encode()).hexdigest()[:16]
 
-    def by_heads(self, q_heads: int, kv_heads: int, dims: tuple[int, int]) -> bool:
-        """True if all tokens of each rank's heads should be sent: fewer numbers than the keys, or equal work
-        where queries are not; False where heads cannot be dealt evenly. dims: of q and k, and of v."""
-        ranks, at = self.placement.ranks, self.placement
-        if q_heads % ranks or kv_heads % ranks:
+    def by_heads(self, model: Model) -> bool:
+        """True if all tokens of each rank's heads should be sent: fewer bytes than the keys, or equal work
+        where queries are not; False where heads cannot be dealt evenly."""
+        ranks = self.placement.ranks
+        if model.heads % ranks or model.kv_heads % ranks:
             return False
-        if at.imbalance > UNEVEN:  # a few queries that see far more than others: heads are equal work
+        if (
+            self.placement.imbalance > UNEVEN
+        ):  # a few queries that see far more than others: heads are equal work
             return True
-        each, of_values = dims
-        keys = max(self.exchange.received) * kv_heads * (each + of_values)
-        own = at.q_len * q_heads * (each + of_values) + at.kv_len * kv_heads * (each + of_values)
-        return own * (ranks - 1) / ranks**2 < keys
+        return busiest(self, model, "heads") < busiest(self, model, "keys")
 
     def explain(self) -> str:
         """In words: where queries are computed, and what moves."""

@@ -33,13 +33,16 @@ SHARES = (1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16, 0.0)
 MOVED = 0.1
 """Least cost of what is received, as a share of that of the work, for which splits are looked at."""
 
+OUTLIER = 4.0
+"""Work of a chunk, in that of the median one, from which the keys of its queries are many."""
+
 MOST_CELLS = 1 << 24
 """Pairs of chunks to be split and tiles of keys, at most."""
 
-KEY, GUEST, CALLS = 290.0, 6.0, 1 << 21
-"""Cost of a key that is received, in pairs of a query and a key that are computed; of a query that is sent to
-a rank and whose results return, in keys; and of the exchanges of queries, in pairs: forward and backward with
-32:8 heads of 128 in 16 bits, at 570 TFLOP/s, 281 GB/s and about 50 us for each of four exchanges."""
+KEY, HOST, OWNER, CALLS = 290.0, 3.0, 2.0, 1 << 21
+"""Cost of a key that is received, in pairs of a query and a key that are computed; of a query that visits, in
+keys, to its host and to its owner; and of the exchanges of queries, in pairs: forward and backward with 32:8
+heads of 128 in 16 bits, at 570 TFLOP/s, 281 GB/s and about 50 us for each of four exchanges."""
 
 
 def divided(work: Work, ranks: int, plain: Placement, always: bool = False) -> Placement:
@@ -48,7 +51,8 @@ def divided(work: Work, ranks: int, plain: Placement, always: bool = False) -> P
     with one_thread():
         cost = _cost(work, ranks, _Dealt.plain(work, plain))
         uneven = plain.imbalance > UNEVEN
-        if ranks == 1 or not (uneven or cost > (1 + MOVED) * max(plain.loads)):
+        moves = cost > (1 + MOVED) * max(plain.loads) and _few_see_many(work)
+        if ranks == 1 or not (uneven or moves):
             return plain
         found = [(_cost(work, ranks, x) + CALLS, x) for x in _ways(work, ranks)]
         if not found:
@@ -57,6 +61,11 @@ def divided(work: Work, ranks: int, plain: Placement, always: bool = False) -> P
         if best >= cost and not (always and uneven and float(dealt.loads.max()) < max(plain.loads)):
             return plain
         return _placement(work, ranks, dealt)
+
+
+def _few_see_many(work: Work) -> bool:
+    """True if queries are few, or some of them see many more keys than most."""
+    return work.q_len < work.kv_len or float(work.area.max()) > OUTLIER * float(work.area.median())
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,7 +182,7 @@ def _cost(work: Work, ranks: int, dealt: _Dealt) -> float:
     guests = (visits * lengths).sum(1)
     away = torch.zeros(ranks, dtype=torch.int64).index_add(0, owners, visits.sum(0) * lengths)
     keys = seen.sum(1) * side
-    return float(dealt.loads.max()) + KEY * float((keys + GUEST * (guests + away)).max())
+    return float(dealt.loads.max()) + KEY * float((keys + HOST * guests + OWNER * away).max())
 
 
 # --- as a placement ---------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import fa4flex
 from fa4flex import variants as v
 from fa4flex.parallel import ContextParallel
+from fa4flex.parallel.traffic import Model, by_heads, by_keys
 
 SCENARIOS: dict[str, Callable[[], None]] = {}
 B, H, HKV, S, D = 2, 4, 2, 53, 8
@@ -92,6 +94,48 @@ def learned_bias_and_sinks() -> None:
     for kind in ("contiguous", "head-tail", "min-heap"):
         same(biased, qkv(), learned, placement=kind, stages=2, moves="keys")
     same(biased, qkv(), learned, lengths=S)
+
+
+@scenario
+def queries_that_visit() -> None:
+    """Keys of queries that see very many are divided among ranks; with sinks and a bias that learn."""
+    learned = drawn((H, 160), (H,))
+
+    def few_see_all(bias: Tensor, sinks: Tensor) -> fa4flex.Attention:
+        return fa4flex.compile(
+            lambda s, b, h, i, j: s + bias[h, i - j + 80], v.global_window(3, 2), sinks=lambda: sinks
+        )
+
+    for make, lengths in ((few_see_all, (S, S)), (biased, (2, 50))):
+        at = over(make(*learned), guests="always").placement(lengths, B, H)
+        assert at.splits or dist.get_world_size() == 2
+        same(make, qkv(*lengths), learned, guests="always", stages=2, moves="keys")
+
+
+@scenario
+def bytes_are_as_planned() -> None:
+    """What torch.distributed's all-to-alls bring is what traffic.py says, forward and backward."""
+    count, send = [0], dist.all_to_all_single
+
+    def counted(found: Tensor, rows: Tensor, receives: list[int], sends: list[int], **more: Any) -> Any:
+        others = sum(receives) - receives[dist.get_rank()]
+        count[0] += others * rows.element_size() * rows.shape[1:].numel()
+        return send(found, rows, receives, sends, **more)
+
+    for moves, of_rank in (("keys", by_keys), ("heads", by_heads)):
+        heads = 2 * dist.get_world_size()
+        cp = over(fa4flex.compile(mask=v.global_window(5, 3)), guests="always", moves=moves)
+        shapes = [(B, heads, S, D), (B, heads // 2, S, D), (B, heads // 2, S, D + 2)]
+        own = copies(*(cp.shard(x, 2) for x in drawn(*shapes, dtype=torch.bfloat16)))
+        model = Model(heads, heads // 2, D, D + 2, 2, 4, 4, B)
+        wanted = of_rank(cp.plan(S), dist.get_rank(), model)
+        with patch.object(dist, "all_to_all_single", counted):
+            count[0] = 0
+            out = cp(*own, lengths=S)
+            forward = count[0]
+            out.sum().backward()
+        found = forward, count[0] - forward
+        assert found == wanted, f"{moves}: {found} bytes, planned {wanted}"
 
 
 @scenario
