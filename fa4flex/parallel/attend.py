@@ -22,7 +22,8 @@ from fa4flex.parallel.sums import Result, Sum, in_order
 @dataclass(frozen=True, eq=False)
 class Job:
     """Work of one rank in one call, without its tensors. output, compute, part: dtypes of results, of sums,
-    and of what returns of guests: as what computes them writes it."""
+    and of what returns of guests: as what computes them writes it. sm_margin: of kernels that run while an
+    exchange is in flight."""
 
     exchange: Exchange
     rank: int
@@ -31,6 +32,13 @@ class Job:
     output: torch.dtype
     compute: torch.dtype
     part: torch.dtype
+    sm_margin: int = 0
+
+    def beside(self, in_flight: bool) -> Rectangles:
+        """The rectangles, by kernels that leave multiprocessors to an exchange, if one is in flight."""
+        if not in_flight or not self.sm_margin:
+            return self.rectangles
+        return self.rectangles.leaving(self.sm_margin)
 
     @property
     def queries(self) -> Ranges:
@@ -71,16 +79,17 @@ class Attend(torch.autograd.Function):
         results = _Results(job, q, v.shape[-1])
         received = []
         own = job.exchange.held[job.rank]
+        here = Pieces(k, own), Pieces(v, own)
         mine, of_guests = job.at_home()
-        results.take_in(mine, Pieces(k, own), Pieces(v, own))
+        results.take_in(mine, here, job.beside(bool(arrivals or job.exchange.guests)))
         (theirs,) = visitors()
         results.q.also(theirs, job.guests.visitors)
-        results.take_in(of_guests, Pieces(k, own), Pieces(v, own))
+        results.take_in(of_guests, here, job.beside(bool(arrivals)))
         for stage, arrival in arrivals.items():
             rows = arrival()
             places = joined(job.exchange.incoming(stage, job.rank))
-            keys = [Pieces(x, places) for x in tensors_of(rows, (k, v))]
-            results.take_in(job.of_stage(stage), *keys)
+            of_keys, of_values = (Pieces(x, places) for x in tensors_of(rows, (k, v)))
+            results.take_in(job.of_stage(stage), (of_keys, of_values), job.beside(stage < max(arrivals)))
             received.append(rows)
         results.return_guests()
         out, lse = results.finish(sinks)
@@ -100,13 +109,14 @@ class Attend(torch.autograd.Function):
         sums = _Gradients(job, q, (out, lse), upstream, {slot: operands[slot] for slot in needs})
         sums.receive_guests(theirs)
         # Gradients of others' keys leave first: they travel while those of the own keys are computed.
-        arrivals = []
+        arrivals: list[tuple[int, Any]] = []
         for stage, rows in reversed(list(zip(job.moving(), received, strict=True))):
             places = joined(job.exchange.incoming(stage, job.rank))
-            of_keys = sums.of_stage(stage, tensors_of(rows, (k, v)), places)
+            kv, beside = tensors_of(rows, (k, v)), job.beside(bool(arrivals))
+            of_keys = sums.of_stage(stage, kv, places, beside)
             arrivals.append((stage, _send_back(job, stage, of_keys, places, k.dtype)))
         own = job.exchange.held[job.rank]
-        dk, dv = sums.of_stage(0, [k, v], own)
+        dk, dv = sums.of_stage(0, [k, v], own, job.beside(bool(arrivals)))
         sums.return_guests(theirs)
         for stage, arrival in reversed(arrivals):
             outgoing = joined(job.exchange.outgoing(stage, job.rank))
@@ -183,11 +193,13 @@ class _Results:
         self.job, self.q, self.dim_v = job, Pieces(q, job.queries), dim_v
         self.found: dict[Range, Result] = {}
 
-    def take_in(self, rectangles: tuple[Rectangle, ...], k: Pieces, v: Pieces) -> None:
-        for x in rectangles:
+    def take_in(
+        self, wanted: tuple[Rectangle, ...], kv: tuple[Pieces, Pieces], rectangles: Rectangles
+    ) -> None:
+        for x in wanted:
             q = self.q.take(x.queries)
             start = x.queries[0], x.keys[0]
-            self._add(x.queries, *self.job.rectangles.forward(q, k.take(x.keys), v.take(x.keys), start))
+            self._add(x.queries, *rectangles.forward(q, kv[0].take(x.keys), kv[1].take(x.keys), start))
 
     def _add(self, queries: Range, out: Tensor, lse: Tensor) -> None:
         if queries in self.found:
@@ -275,7 +287,7 @@ class _Gradients:
         else:
             self.of_queries[queries] = Sum(self.job.compute, dq)
 
-    def of_stage(self, stage: int, kv: list[Tensor], places: Ranges) -> list[Tensor]:
+    def of_stage(self, stage: int, kv: list[Tensor], places: Ranges, rectangles: Rectangles) -> list[Tensor]:
         """Contribution of a stage to the gradients of its keys and values."""
         keys = [Pieces(x, places) for x in kv]
         found = [torch.zeros(x.shape, dtype=self.job.compute, device=x.device) for x in kv]
@@ -283,7 +295,7 @@ class _Gradients:
         needs = list(self.operands)
         for x in self.job.of_stage(stage):
             out, lse, dout, *dlse = (rows.take(x.queries) for rows in self.of_rows)
-            of_q, *of_kv = self.job.rectangles.backward(
+            of_q, *of_kv = rectangles.backward(
                 (self.q.take(x.queries), *(part.take(x.keys) for part in keys)),  # type: ignore[arg-type]
                 (out, lse.squeeze(-1)),
                 (dout, dlse[0].squeeze(-1) if dlse else None),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +15,8 @@ from variant_table import TABLE, Case, Sizes
 
 import fa4flex
 from fa4flex import variants as v
-from fa4flex.parallel import ContextParallel, Layout, plan
+from fa4flex.parallel import ContextParallel, Layout, context, plan
+from fa4flex.runtime import ops
 
 Composition = dict[str, Any]
 
@@ -119,3 +122,42 @@ def test_as_many_keys_as_queries() -> None:
             (drawn,),
         )
         compare(case, 8 if kind is None else 4, Layout(kind, tile=3, stages=2))
+
+
+def test_kernels_leave_multiprocessors_to_an_exchange_in_flight() -> None:
+    """All but the kernels of the last keys to come, in either pass; nowhere on CPUs."""
+    variant = fa4flex.compile(mask=v.causal).variant
+    margins: dict[int, list[int]] = {rank: [] for rank in range(2)}
+    here = threading.local()
+
+    def recorded(call: Any) -> Any:
+        def recording(program: Any, *given: Any) -> Any:
+            margins[here.rank].append(program.schedule.sm_margin)
+            return call(program, *given)
+
+        return recording
+
+    def run(links: Threads) -> list[int]:
+        here.rank = links.rank
+        cp = ContextParallel(variant, links, Layout(tile=4, stages=2, sm_margin=3))
+        count = len(cp.positions(64))
+        own = [leaf(1, 2, count, 8) for _ in range(3)]
+        out = cp(*own, lengths=64)
+        # Autograd would run it in a thread of its own.
+        with torch.autograd.set_multithreading_enabled(False):
+            out.sum().backward()
+        return [len(of_ranks[links.rank]) for of_ranks in cp.plan(64).exchange.rectangles]
+
+    for on_gpu in (False, True):
+        for found in margins.values():
+            found.clear()
+        with (
+            patch.object(context.launch, "on_gpu", lambda _, there=on_gpu: there),
+            patch.multiple(ops, forward=recorded(ops.forward), backward=recorded(ops.backward)),
+        ):
+            counts = on_ranks(2, run)
+        for rank, (own, first, last) in enumerate(counts):
+            margin = 3 * on_gpu
+            forward = [margin] * (own + first) + [0] * last
+            backward = [0] * last + [margin] * (first + own)
+            assert margins[rank] == forward + backward and last
