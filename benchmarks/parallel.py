@@ -1,13 +1,21 @@
 """One attention over the GPUs of a host, beside one GPU with the same total length and torch's own way.
 
     torchrun --nproc-per-node 2 benchmarks/parallel.py [--rounds 7] [--rows causal,sliding] [--out times.json]
+    torchrun --nproc-per-node 2 benchmarks/parallel.py --rows "causal 64k" --ways keys --margins 0,4,16
     torchrun --nproc-per-node 2 benchmarks/parallel.py --device cpu --scale 512    # tiny, over gloo
 
 Forward and backward, 32 heads of 128, bf16, 8 key heads, or 32 as torch's context parallelism has them
 (elsewhere keys are repeated for it). "one GPU" is the whole problem on each rank by itself. Times are those
-of the slowest rank, medians of samples taken in turns, started together. Bytes are what rank 0 receives in
-one forward and backward pass, counted from the collectives that run, except for compiled flex_attention,
-where they are computed. What fails stands there with the reason.
+of the slowest rank, medians of samples taken in turns, started together.
+
+Bytes are what rank 0 receives in one forward and backward pass. fa4flex's are counted from the collectives
+that run; torch's are computed from shapes, by the calls in its sources (torch 2.13): its collectives are
+functional ones, of which nothing outside sees the sizes.
+
+Errors are those of some queries and keys of each rank against float64; "allowed" is twice one GPU's own
+error at the same places. "exchange alone" runs the same all-to-alls with nothing else, and "without
+exchange" the same kernels on rows that nobody has sent: what is hidden follows. What fails stands there with
+the reason.
 """
 
 from __future__ import annotations
@@ -20,12 +28,14 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from parallel_parts import Absent, Errors, Recorded
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.attention.flex_attention import flex_attention
@@ -34,16 +44,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fa4flex
 from fa4flex import variants as v
-from fa4flex.parallel import plan
+from fa4flex.parallel import ContextParallel, Placement, plan
+from fa4flex.parallel.plan import SM_MARGIN
 
 DIM = 128
+APART = "exchange alone", "without exchange"
 Step = Callable[[], list[Tensor]]
 """A forward and backward pass: output and gradients."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A variant at a length. flex: its mask for flex_attention, None where torch can take `is_causal`."""
+    """A variant at a length. flex: its mask for flex_attention, None where it is causal; causal: torch can
+    take `is_causal`; tilted: ALiBi."""
 
     name: str
     tokens: int
@@ -52,6 +65,17 @@ class Row:
     heads: int = 32
     flex: Callable[..., Any] | None = None
     causal: bool = False
+    tilted: bool = False
+
+    def logits(self, q: Tensor, kv: Tensor) -> Tensor:
+        """What is added to scores of these queries and keys, float64 [heads or 1, queries, keys]."""
+        q, kv = q[:, None], kv[None]
+        seen = self.flex(0, 0, q, kv) if self.flex is not None else q >= kv
+        added = torch.zeros(seen.shape, dtype=torch.float64, device=q.device).masked_fill(~seen, -torch.inf)
+        if not self.tilted:
+            return added[None]
+        slopes = 2.0 ** (-8.0 * torch.arange(1, self.heads + 1, device=q.device).double() / self.heads)
+        return added - slopes[:, None, None] * (q - kv)
 
 
 def rows(scale: int, device: str) -> dict[str, Row]:
@@ -74,8 +98,8 @@ def rows(scale: int, device: str) -> dict[str, Row]:
         Row("causal 128k, equal heads", n128, {"mask": v.causal}, 32, causal=True),
         Row("8 documents 128k", n128, {"mask": documents}, flex=in_documents),
         Row("sliding 4k at 128k", n128, {"mask": sliding}, flex=in_window),
-        Row("ALiBi-causal 64k", n64, {"score_mod": slopes, "mask": v.causal}),
-        Row("ALiBi-causal 128k", n128, {"score_mod": slopes, "mask": v.causal}),
+        Row("ALiBi-causal 64k", n64, {"score_mod": slopes, "mask": v.causal}, tilted=True),
+        Row("ALiBi-causal 128k", n128, {"score_mod": slopes, "mask": v.causal}, tilted=True),
     ]
     return {row.name: row for row in found}
 
@@ -125,19 +149,20 @@ class Received(TorchDispatchMode):
 @dataclass(frozen=True)
 class Way:
     """A way to compute a row. around: entered before each pass, outside its time. computed: bytes, where they
-    cannot be counted; error: why it does not run."""
+    cannot be counted; error: why it does not run; placement: where its results lie, if errors are wanted."""
 
     step: Step | None
     around: Callable[[], Any] = contextlib.nullcontext
     computed: int | None = None
     error: str = ""
+    placement: Placement | None = None
 
 
 class Bench:
     """Tensors of one row on this rank, and the ways to compute it."""
 
-    def __init__(self, row: Row, mesh: DeviceMesh, device: torch.device, tile: int) -> None:
-        self.tile = tile
+    def __init__(self, row: Row, mesh: DeviceMesh, device: torch.device, options: dict[str, int]) -> None:
+        self.options = options
         self.row, self.mesh, self.device = row, mesh, device
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         torch.manual_seed(0)
@@ -160,15 +185,28 @@ class Bench:
         return step
 
     def ours(self, **options: Any) -> Way:
-        cp = self.attn.parallel(self.mesh, dim="cp", tile=self.tile, **options)
-        at = cp.placement(self.row.tokens)
-        own = [at.shard(x, self.rank) for x in self.whole]
+        cp = self.attn.parallel(self.mesh, dim="cp", **{**self.options, **options})
+        return replace(self._of(cp), placement=cp.placement(self.row.tokens))
+
+    def _of(self, cp: ContextParallel) -> Way:
+        own = [cp.placement(self.row.tokens).shard(x, self.rank) for x in self.whole]
         return Way(self.passes(lambda q, k, x: cp(q, k, x, lengths=self.row.tokens), own))
+
+    def apart(self) -> tuple[Way, Way]:
+        """The exchanges of keys alone, and the rest without them."""
+        cp = self.attn.parallel(self.mesh, dim="cp", moves="keys", **self.options)
+        recorded = Recorded(cp.links)
+        step = self._of(replace(cp, links=recorded)).step
+        assert step is not None
+        step()
+        return Way(recorded.again), self._of(replace(cp, links=Absent(cp.links)))
 
     def head_tail(self) -> list[Tensor]:
         """This rank's tokens as torch's load balancer deals them."""
         causal = fa4flex.compile(mask=v.causal)
-        at = plan(causal, self.row.tokens, self.ranks, placement="head-tail", tile=self.tile).placement
+        at = plan(
+            causal, self.row.tokens, self.ranks, placement="head-tail", tile=self.options["tile"]
+        ).placement
         assert all(sum(b - a for a, b in x) * self.ranks == self.row.tokens for x in at.queries)
         return [at.shard(x, self.rank) for x in self.whole]
 
@@ -201,7 +239,12 @@ class Bench:
             buffer = torch.empty(self.row.tokens, device=self.device)
             return around()
 
-        return Way(self.passes(attention, self.head_tail()), fresh)
+        own = self.head_tail()
+        # Keys go round in both passes, whichever way; float32 gradients at each step, of which the last
+        # brings them home.
+        local = 2 * own[1].nbytes * group
+        moved = 2 * (self.ranks - 1) * local + 2 * self.ranks * local
+        return Way(self.passes(attention, own), fresh, moved)
 
     def torch_flex(self) -> Way:
         """torch's context parallelism of flex_attention: all keys are gathered."""
@@ -235,7 +278,8 @@ class Bench:
         others = 2 * 2 * own[1].nbytes * (self.ranks - 1)
         return Way(self.passes(attention, own), computed=others)
 
-    def ways(self) -> dict[str, Way]:
+    def ways(self, wanted: list[str], margins: list[int]) -> dict[str, Way]:
+        """The ways whose names have one of these parts, or all; one GPU always."""
         found: dict[str, Callable[[], Way]] = {"one GPU": lambda: Way(self.passes(self.attn, self.whole))}
         if self.row.causal:
             gqa = self.row.heads != self.row.kv_heads
@@ -246,12 +290,17 @@ class Bench:
         found["fa4flex, keys"] = lambda: self.ours(moves="keys")
         found["fa4flex, keys in 2 stages"] = lambda: self.ours(moves="keys", stages=2)
         found["fa4flex, heads"] = lambda: self.ours(moves="heads")
+        for margin in margins:
+            found[f"fa4flex, keys, margin {margin}"] = partial(self.ours, moves="keys", sm_margin=margin)
+        for at, name in enumerate(APART):
+            found[name] = lambda at=at: self.apart()[at]
         if self.row.causal:
             found["torch, all-gather"] = lambda: self.torch_ring("allgather")
             found["torch, ring"] = lambda: self.torch_ring("alltoall")
         if self.row.flex is not None:
             found["torch, flex"] = self.torch_flex
-        return {name: self.tried(make) for name, make in found.items()}
+        names = [n for n in found if n == "one GPU" or not wanted or any(part in n for part in wanted)]
+        return {name: self.tried(found[name]) for name in names}
 
     def tried(self, make: Callable[[], Way]) -> Way:
         """The way, if one pass of it succeeds on every rank."""
@@ -294,53 +343,59 @@ class Bench:
         return float(slowest)
 
 
-def measured(bench: Bench, rounds: int) -> dict[str, dict[str, Any]]:
-    """Seconds, bytes, and the error of the sharded outputs, by way."""
-    ways = bench.ways()
+def measured(
+    bench: Bench, rounds: int, seconds: float, wanted: list[str], margins: list[int]
+) -> dict[str, dict[str, Any]]:
+    """Times, bytes, and errors, by way. No round begins after so many seconds but the first."""
+    start = time.perf_counter()
+    ways = bench.ways(wanted, margins)
     runs = {name: way for name, way in ways.items() if way.step is not None}
     found: dict[str, dict[str, Any]] = {name: {"error": way.error} for name, way in ways.items()}
     for name, way in runs.items():
-        found[name]["received"] = bench.bytes_of(way) if "one GPU" not in name else 0
+        counted = "one GPU" not in name and name != APART[1]
+        found[name]["received"] = bench.bytes_of(way) if counted else 0
+        found[name]["computed"] = way.computed is not None
         bench.seconds(way)
     samples: dict[str, list[float]] = {name: [] for name in runs}
     for at in range(rounds):
         # The same order on every rank, another each round.
         for name in random.Random(at).sample(list(runs), len(runs)):
             samples[name].append(bench.seconds(runs[name]))
+        spent = torch.tensor([time.perf_counter() - start], device=bench.device)
+        dist.all_reduce(spent, dist.ReduceOp.MAX)  # ranks stop alike
+        if float(spent) > seconds:
+            break
     for name, times in samples.items():
         found[name] |= {"ms": 1e3 * statistics.median(times), "least_ms": 1e3 * min(times)}
-    whole = runs["one GPU"].step
-    assert whole is not None
-    found["fa4flex, keys"]["difference"] = difference(bench, whole(), runs)
+        found[name]["rounds"] = len(times)
+    spread = {name: way for name, way in runs.items() if way.placement is not None}
+    if spread:
+        errors = Errors(bench.row, bench.whole, bench.attn)
+        for name, way in spread.items():
+            assert way.step is not None and way.placement is not None
+            found[name]["errors"] = errors.shares(way.step(), way.placement, bench.rank)
     return found
 
 
-def difference(bench: Bench, whole: list[Tensor], runs: dict[str, Way]) -> float | None:
-    """Largest difference of this rank's results from one GPU's, as a share of their largest number."""
-    way = runs.get("fa4flex, keys")
-    if way is None or way.step is None:
-        return None
-    at = bench.attn.parallel(bench.mesh, dim="cp", tile=bench.tile, moves="keys").placement(bench.row.tokens)
-    own = [at.shard(x, bench.rank) for x in whole]
-    return max(
-        float((a.float() - b.float()).abs().max() / b.float().abs().max())
-        for a, b in zip(way.step(), own, strict=True)
-        if b.numel()
-    )
-
-
-def table(row: Row, found: dict[str, dict[str, Any]]) -> str:
+def table(row: Row, found: dict[str, dict[str, Any]], seconds: float) -> str:
     one = found["one GPU"].get("ms")
     lines = [f"\n{row.name}: {row.tokens} tokens, {row.heads}:{row.kv_heads} heads"]
     for name, x in found.items():
         if "ms" not in x:
             lines.append(f"  {name:<28} {x['error']}")
             continue
-        over = f"{one / x['ms']:6.2f}x" if one else ""
-        lines.append(f"  {name:<28}{x['ms']:10.2f} ms{over}{x['received'] / 2**20:12.1f} MiB received")
-    if found["fa4flex, keys"].get("difference") is not None:
-        lines.append(f"  largest difference from one GPU: {found['fa4flex, keys']['difference']:.2e}")
-    return "\n".join(lines)
+        over = f"{one / x['ms']:6.2f}x" if one and name not in APART else ""
+        line = f"  {name:<28}{x['ms']:10.2f} ms{over:>8}{x['received'] / 2**20:12.1f} MiB received"
+        line += ", as computed" if x["computed"] else ""
+        if "errors" in x:
+            worst = max(x["errors"], key=x["errors"].get)
+            line += f"; errors at most {x['errors'][worst]:.2f} of what is allowed ({worst})"
+        lines.append(line)
+    times = [found.get(name, {}).get("ms") for name in ("fa4flex, keys", *APART)]
+    if all(times):
+        total, alone, rest = times
+        lines.append(f"  of the {alone:.2f} ms of an exchange alone, {total - rest:.2f} ms are not hidden")
+    return "\n".join([*lines, f"  the row took {seconds:.1f} s"])
 
 
 def main() -> None:
@@ -348,6 +403,10 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--rows", default="", help="parts of names, with commas between them; all by default")
+    parser.add_argument("--ways", default="", help="parts of names of ways; all by default")
+    parser.add_argument("--sm-margin", type=int, default=SM_MARGIN, help="SMs left to an exchange in flight")
+    parser.add_argument("--margins", default="", help="further such numbers, each a way of its own")
+    parser.add_argument("--row-seconds", type=float, default=1e9, help="no further round after so long")
     parser.add_argument("--scale", type=int, default=1, help="what lengths and windows are divided by")
     parser.add_argument("--out", type=Path, help="where to write all numbers, as JSON")
     given = parser.parse_args()
@@ -358,15 +417,17 @@ def main() -> None:
         torch.set_num_threads(1)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("cp",))
-    wanted = [part for part in given.rows.split(",") if part]
+    wanted, ways, margins = ([x for x in y.split(",") if x] for y in (given.rows, given.ways, given.margins))
     every: dict[str, Any] = {}
     for name, row in rows(given.scale, str(device)).items():
         if wanted and not any(part in name for part in wanted):
             continue
-        bench = Bench(row, mesh, device, tile=max(128 // given.scale, 8))
-        every[name] = measured(bench, given.rounds)
+        start = time.perf_counter()
+        options = {"tile": max(128 // given.scale, 8), "sm_margin": given.sm_margin}
+        bench = Bench(row, mesh, device, options)
+        every[name] = measured(bench, given.rounds, given.row_seconds, ways, list(map(int, margins)))
         if dist.get_rank() == 0:
-            print(table(row, every[name]), flush=True)
+            print(table(row, every[name], time.perf_counter() - start), flush=True)
             if given.out is not None:  # after each row: what a run that is cut off has measured is kept
                 given.out.write_text(json.dumps(every, indent=1))
         del bench

@@ -117,10 +117,11 @@ def check(arguments: argparse.Namespace) -> int:
 
 def plan_parallel(arguments: argparse.Namespace) -> int:
     """Estimated traffic and time of a sequence spread over many GPUs."""
-    from fa4flex.parallel.predict import Machine, Model, count_of, ranks_of, report
+    from fa4flex.parallel.predict import Machine, count_of, ranks_of, report
+    from fa4flex.parallel.traffic import Model
 
     machine = Machine(arguments.tflops * 1e12, arguments.link * 1e9)
-    model = Model(arguments.heads, arguments.kv_heads, arguments.head_dim)
+    model = Model(arguments.heads, arguments.kv_heads, arguments.head_dim, arguments.head_dim)
     print(report(compiled(arguments), count_of(arguments.tokens), ranks_of(arguments.ranks), machine, model))
     return 0
 

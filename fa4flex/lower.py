@@ -92,13 +92,15 @@ class Lowered:
 def lower_forward(given: Given) -> Lowered:
     """Raises UnsupportedError for what no kernel does, PastTheEnd for short captured tensors."""
     problem = replace(_proved(given), **given.changes)
-    plan, source = _forward(dispatch.PIPELINES, given.facts, problem, given.target, given.schedule)
+    target = given.target.leaving(given.schedule.sm_margin)
+    plan, source = _forward(dispatch.PIPELINES, given.facts, problem, target, given.schedule)
     return Lowered("forward", given.facts, plan.problem, plan, source)
 
 
 def lower_backward(given: Given, needs: Sequence[int] = ()) -> Lowered:
     """`needs` are the slots of captured tensors whose gradients are wanted. Errors as in the forward pass."""
-    facts, inputs, target = given.facts, given.inputs, given.target
+    facts, inputs = given.facts, given.inputs
+    target = given.target.leaving(given.schedule.sm_margin)
     deterministic = given.schedule.deterministic
     problem = backward_problem(_proved(given), facts, inputs, target, deterministic)
     queries = None if deterministic else prove_queries(facts, given.proved_for, given.captured)

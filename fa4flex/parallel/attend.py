@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fa4flex.parallel.exchange import Exchange, Rectangle, tokens
+from fa4flex.parallel.guests import Guests
 from fa4flex.parallel.links import Links
 from fa4flex.parallel.moves import ByHeads, ByTokens
-from fa4flex.parallel.pieces import Pieces, joined, rows_of, tensors_of
-from fa4flex.parallel.placement import Range, Ranges
+from fa4flex.parallel.pieces import Pieces, rows_of, tensors_of
+from fa4flex.parallel.placement import Range, Ranges, joined
 from fa4flex.parallel.rectangle import Rectangles
 from fa4flex.parallel.sums import Result, Sum, in_order
 
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """Work of one rank in one call, without its tensors."""
+    """Work of one rank in one call, without its tensors. output, compute, part: dtypes of results, of sums,
+    and of what returns of guests: as what computes them writes it. sm_margin: of kernels that run while an
+    exchange is in flight."""
 
     exchange: Exchange
     rank: int
@@ -27,6 +31,14 @@ class Job:
     rectangles: Rectangles
     output: torch.dtype
     compute: torch.dtype
+    part: torch.dtype
+    sm_margin: int = 0
+
+    def beside(self, in_flight: bool) -> Rectangles:
+        """The rectangles, by kernels that leave multiprocessors to an exchange, if one is in flight."""
+        if not in_flight or not self.sm_margin:
+            return self.rectangles
+        return self.rectangles.leaving(self.sm_margin)
 
     @property
     def queries(self) -> Ranges:
@@ -39,31 +51,50 @@ class Job:
     def of_stage(self, stage: int) -> tuple[Rectangle, ...]:
         return self.exchange.rectangles[stage][self.rank]
 
+    def at_home(self) -> tuple[tuple[Rectangle, ...], tuple[Rectangle, ...]]:
+        """Rectangles of own keys: of own queries, and of guests."""
+        every = self.of_stage(0)
+        own = tuple(x for x in every if x.queries in self.queries)
+        return own, every[len(own) :]
+
+    @cached_property
+    def guests(self) -> Guests:
+        return Guests(self.exchange, self.rank, self.links)
+
 
 class Attend(torch.autograd.Function):
     """Local queries against all keys that they may see.
 
     Partial results are put together by their log-sum-exps, at the precision of the sums, stage by stage and
-    within a stage by places; sinks come last, once. So results do not depend on what arrives first.
+    within a stage by places; then those that other ranks have computed, by ranks; sinks come last, once. So
+    results do not depend on what arrives first.
     """
 
     @staticmethod
     def forward(
         ctx: Any, job: Job, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *operands: Tensor
     ) -> Any:
+        visitors = job.guests.go([q])
         arrivals = {stage: _send(job, stage, (k, v)) for stage in job.moving()}
         results = _Results(job, q, v.shape[-1])
         received = []
         own = job.exchange.held[job.rank]
-        results.take_in(0, Pieces(k, own), Pieces(v, own))
+        here = Pieces(k, own), Pieces(v, own)
+        mine, of_guests = job.at_home()
+        results.take_in(mine, here, job.beside(bool(arrivals or job.exchange.guests)))
+        (theirs,) = visitors()
+        results.q.also(theirs, job.guests.visitors)
+        results.take_in(of_guests, here, job.beside(bool(arrivals)))
         for stage, arrival in arrivals.items():
             rows = arrival()
             places = joined(job.exchange.incoming(stage, job.rank))
-            results.take_in(stage, *(Pieces(x, places) for x in tensors_of(rows, (k, v))))
+            of_keys, of_values = (Pieces(x, places) for x in tensors_of(rows, (k, v)))
+            results.take_in(job.of_stage(stage), (of_keys, of_values), job.beside(stage < max(arrivals)))
             received.append(rows)
+        results.return_guests()
         out, lse = results.finish(sinks)
         ctx.job, ctx.operands = job, len(operands)
-        ctx.save_for_backward(q, k, v, sinks, out, lse, *operands, *received)
+        ctx.save_for_backward(q, k, v, sinks, out, lse, theirs, *operands, *received)
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -71,19 +102,22 @@ class Attend(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         job: Job = ctx.job
-        q, k, v, sinks, out, lse, *rest = ctx.saved_tensors
+        q, k, v, sinks, out, lse, theirs, *rest = ctx.saved_tensors
         operands, received = rest[: ctx.operands], rest[ctx.operands :]
         needs = [slot for slot in range(len(operands)) if ctx.needs_input_grad[5 + slot]]
         upstream = torch.zeros_like(out) if dout is None else dout, dlse
         sums = _Gradients(job, q, (out, lse), upstream, {slot: operands[slot] for slot in needs})
+        sums.receive_guests(theirs)
         # Gradients of others' keys leave first: they travel while those of the own keys are computed.
-        arrivals = []
+        arrivals: list[tuple[int, Any]] = []
         for stage, rows in reversed(list(zip(job.moving(), received, strict=True))):
             places = joined(job.exchange.incoming(stage, job.rank))
-            of_keys = sums.of_stage(stage, tensors_of(rows, (k, v)), places)
+            kv, beside = tensors_of(rows, (k, v)), job.beside(bool(arrivals))
+            of_keys = sums.of_stage(stage, kv, places, beside)
             arrivals.append((stage, _send_back(job, stage, of_keys, places, k.dtype)))
         own = job.exchange.held[job.rank]
-        dk, dv = sums.of_stage(0, [k, v], own)
+        dk, dv = sums.of_stage(0, [k, v], own, job.beside(bool(arrivals)))
+        sums.return_guests(theirs)
         for stage, arrival in reversed(arrivals):
             outgoing = joined(job.exchange.outgoing(stage, job.rank))
             parts = [Pieces(x, outgoing) for x in tensors_of(arrival(), (k, v))]
@@ -159,15 +193,31 @@ class _Results:
         self.job, self.q, self.dim_v = job, Pieces(q, job.queries), dim_v
         self.found: dict[Range, Result] = {}
 
-    def take_in(self, stage: int, k: Pieces, v: Pieces) -> None:
-        for x in self.job.of_stage(stage):
+    def take_in(
+        self, wanted: tuple[Rectangle, ...], kv: tuple[Pieces, Pieces], rectangles: Rectangles
+    ) -> None:
+        for x in wanted:
             q = self.q.take(x.queries)
             start = x.queries[0], x.keys[0]
-            part = self.job.rectangles.forward(q, k.take(x.keys), v.take(x.keys), start)
-            if x.queries in self.found:
-                self.found[x.queries].take_in(*part)
-            else:
-                self.found[x.queries] = Result(self.job.compute, *part)
+            self._add(x.queries, *rectangles.forward(q, kv[0].take(x.keys), kv[1].take(x.keys), start))
+
+    def _add(self, queries: Range, out: Tensor, lse: Tensor) -> None:
+        if queries in self.found:
+            self.found[queries].take_in(out, lse)
+        else:
+            self.found[queries] = Result(self.job.compute, out, lse)
+
+    def return_guests(self) -> None:
+        """Results of guests go to their owners; those of local queries that others have computed come."""
+        ranges, q = self.job.guests.visitors, self.q.x
+        sizes = (q.shape[0], q.shape[1], tokens(ranges))
+        theirs = {at: self.found.pop(at) for at in ranges if at in self.found}
+        out = q.new_empty(*sizes, self.dim_v, dtype=self.job.part)
+        lse = q.new_empty(sizes, dtype=self.job.compute)
+        out = in_order({at: x.out for at, x in theirs.items()}, ranges, out, 0.0)
+        lse = in_order({at: x.lse for at, x in theirs.items()}, ranges, lse, -torch.inf)
+        for queries, (part, of_part) in self.job.guests.return_home([out, lse.unsqueeze(-1)]):
+            self._add(queries, part, of_part.squeeze(-1))
 
     def finish(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """The results of all local queries, in their order."""
@@ -202,35 +252,57 @@ class _Gradients:
     ) -> None:
         self.job, self.q = job, Pieces(q, job.queries)
         self.of_queries: dict[Range, Sum] = {}
-        self.of_rows = [
-            None if x is None else Pieces(x if x.ndim == 4 else x.unsqueeze(-1), job.queries)
-            for x in (*results, *upstream)
-        ]
+        (out, lse), (dout, dlse) = results, upstream
+        self.of_rows = [Pieces(x, job.queries) for x in (out, lse.unsqueeze(-1), dout)]
+        if job.exchange.guests and dlse is None:
+            dlse = torch.zeros_like(lse)  # those of guests may have gradients
+        if dlse is not None:
+            self.of_rows.append(Pieces(dlse.unsqueeze(-1), job.queries))
         self.operands = {
             slot: torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
             for slot, x in operands.items()
         }
 
-    def of_stage(self, stage: int, kv: list[Tensor], places: Ranges) -> list[Tensor]:
+    def receive_guests(self, theirs: Tensor) -> None:
+        """What the owners of guests know of them comes; what is known of local queries goes to others."""
+        if not self.job.exchange.guests:
+            return
+        visitors = self.job.guests.visitors
+        arrived = self.job.guests.go([x.x for x in self.of_rows])()
+        self.q.also(theirs, visitors)
+        for of_rows, x in zip(self.of_rows, arrived, strict=True):
+            of_rows.also(x.contiguous(), visitors)
+
+    def return_guests(self, theirs: Tensor) -> None:
+        """Gradients of guests go to their owners; those of local queries that have visited others come."""
+        visitors = self.job.guests.visitors
+        into = torch.empty_like(theirs, dtype=self.job.part)
+        sums = {at: self.of_queries.pop(at).total for at in visitors if at in self.of_queries}
+        for queries, (part,) in self.job.guests.return_home([in_order(sums, visitors, into, 0.0)]):
+            self._add(queries, part)
+
+    def _add(self, queries: Range, dq: Tensor) -> None:
+        if queries in self.of_queries:
+            self.of_queries[queries].take_in(dq)
+        else:
+            self.of_queries[queries] = Sum(self.job.compute, dq)
+
+    def of_stage(self, stage: int, kv: list[Tensor], places: Ranges, rectangles: Rectangles) -> list[Tensor]:
         """Contribution of a stage to the gradients of its keys and values."""
         keys = [Pieces(x, places) for x in kv]
         found = [torch.zeros(x.shape, dtype=self.job.compute, device=x.device) for x in kv]
         sums = [Pieces(x, places) for x in found]
         needs = list(self.operands)
         for x in self.job.of_stage(stage):
-            out, lse, dout, dlse = (None if rows is None else rows.take(x.queries) for rows in self.of_rows)
-            assert out is not None and lse is not None and dout is not None
-            of_q, *of_kv = self.job.rectangles.backward(
+            out, lse, dout, *dlse = (rows.take(x.queries) for rows in self.of_rows)
+            of_q, *of_kv = rectangles.backward(
                 (self.q.take(x.queries), *(part.take(x.keys) for part in keys)),  # type: ignore[arg-type]
                 (out, lse.squeeze(-1)),
-                (dout, None if dlse is None else dlse.squeeze(-1)),
+                (dout, dlse[0].squeeze(-1) if dlse else None),
                 (x.queries[0], x.keys[0]),
                 needs,
             )
-            if x.queries in self.of_queries:
-                self.of_queries[x.queries].take_in(of_q)
-            else:
-                self.of_queries[x.queries] = Sum(self.job.compute, of_q)
+            self._add(x.queries, of_q)
             for total, part in zip(sums, of_kv[:2], strict=True):
                 total.add(x.keys, part)
             for slot, part in zip(needs, of_kv[2:], strict=True):

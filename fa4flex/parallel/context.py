@@ -15,15 +15,16 @@ from fa4flex.codegen.blame import dress
 from fa4flex.contents import VALIDATE
 from fa4flex.errors import Fa4flexError, InputError, UnsupportedError
 from fa4flex.parallel.attend import Attend, Job, attend_heads
-from fa4flex.parallel.dtensors import as_dtensor, is_dtensor, local_parts
+from fa4flex.parallel.dtensors import as_dtensor, is_dtensor, local_parts, whole_captured
 from fa4flex.parallel.exchange import tokens
 from fa4flex.parallel.heads import ALL, Share, check_heads, parts_in_order, split, split_placement
 from fa4flex.parallel.links import Group, Links, Together, agree
 from fa4flex.parallel.moves import ByHeads, ByTokens, moved
 from fa4flex.parallel.pieces import SEQUENCE
 from fa4flex.parallel.placement import Kind, Placement, Ranges, shown
-from fa4flex.parallel.plan import TILE, Extents, Layout, Moves, Plan, plan_of
+from fa4flex.parallel.plan import SM_MARGIN, TILE, Extents, Guests, Layout, Moves, Plan, plan_of
 from fa4flex.parallel.rectangle import Rectangles
+from fa4flex.parallel.traffic import Model
 from fa4flex.runtime import autocast, launch
 from fa4flex.runtime.checks import (
     check_dense,
@@ -59,6 +60,9 @@ class ContextParallel:
     _caller: launch.Caller = field(default_factory=launch.Caller)
     _seen: set[Any] = field(default_factory=set)
     """Calls that all ranks were found to agree about: shapes, dtypes and lengths."""
+    _whole: dict[int, Tensor] = field(default_factory=dict)
+    """Captured DTensors as they were gathered last, by number, for plans that were made of them. They are
+    gathered at each call, and stay here as long as their contents are the same."""
 
     def __repr__(self) -> str:
         heads = "" if self.across is None else f", {self.across.rank} of {self.across.size} for heads"
@@ -76,7 +80,7 @@ class ContextParallel:
     def plan(self, lengths: Lengths, batch: int = 1, heads: int = 1) -> Plan:
         """Placement and exchange for these lengths. `batch` and `heads` matter where the mask reads them."""
         extents = Extents(*_pair(lengths), batch, heads)
-        return self._plan(launch.calling(self.variant, self._caller), extents)
+        return self._plan(self._calling(), extents)
 
     def placement(self, lengths: Lengths, batch: int = 1, heads: int = 1) -> Placement:
         """Tokens that each rank holds."""
@@ -99,6 +103,20 @@ class ContextParallel:
     def positions(self, length: int, **sizes: int) -> Tensor:
         """The place in the whole of each of this rank's tokens: position ids."""
         return self.placement(length, **sizes).positions(self.rank)
+
+    def _calling(self) -> launch.Calling:
+        """The variant with what it captured, as it is now: all ranks gather what is spread over them."""
+        now = launch.calling(self.variant, self._caller)
+        if not any(map(is_dtensor, now.bound.bases)):
+            return now
+        bases = list(whole_captured(self.links, now.bound.bases, self.reduced))
+        for at, given in enumerate(now.bound.bases):
+            if is_dtensor(given) and not bases[at].requires_grad:
+                kept = self._whole.get(at)
+                if kept is not None and kept.dtype == bases[at].dtype and torch.equal(kept, bases[at]):
+                    bases[at] = kept
+                self._whole[at] = bases[at]
+        return now._replace(bound=now.bound._replace(bases=tuple(bases)))
 
     # --- the call -------------------------------------------------------------------------------------------
 
@@ -160,7 +178,7 @@ class ContextParallel:
         swap = self.variant.layout == "bshd"
         if swap:
             q, k, v = (x.transpose(1, 2) if isinstance(x, Tensor) and x.ndim == 4 else x for x in (q, k, v))
-        now = launch.calling(self.variant, self._caller)
+        now = self._calling()
         try:
             out, lse = self._attend(now, (q, k, v), lengths, in_order, share)
         except Fa4flexError as error:
@@ -213,8 +231,10 @@ class ContextParallel:
         rectangles = Rectangles(
             facts.score, facts.mask, variant, now.bound.scalars, seen, now.scale(q), whole, first
         )
-        dtypes = variant.precision.output_dtype(q.dtype), variant.precision.compute_dtype(q.dtype)
-        job = Job(found.exchange, self.links.rank, self.links, rectangles, *dtypes)
+        compute = variant.precision.compute_dtype(q.dtype)
+        dtypes = variant.precision.output_dtype(q.dtype), compute, q.dtype if launch.on_gpu(q) else compute
+        margin = self.layout.sm_margin if launch.on_gpu(q) else 0
+        job = Job(found.exchange, self.links.rank, self.links, rectangles, *dtypes, margin)
         held, at = _held(found, extents, in_order)[0], found.placement.queries
         if self._by_heads(now, found, qkv):
             return attend_heads(job, (held, found.exchange.held), qkv, sinks, operands)
@@ -229,8 +249,7 @@ class ContextParallel:
         if self.layout.moves != "heads":
             # Heads that see different numbers of keys are not equal work.
             alike = "h" not in now.bound.trace.facts.mask.free
-            dims = q.shape[3], v.shape[3]
-            return self.layout.moves == "auto" and alike and found.by_heads(q.shape[1], k.shape[1], dims)
+            return self.layout.moves == "auto" and alike and found.by_heads(self.model(q, k, v))
         heads, ranks = (q.shape[1], k.shape[1]), self.links.size
         if any(x % ranks for x in heads):
             raise InputError(
@@ -239,6 +258,12 @@ class ContextParallel:
                 'leave it at moves="auto", or use fewer ranks',
             )
         return True
+
+    def model(self, q: Tensor, k: Tensor, v: Tensor) -> Model:
+        """Sizes of local tensors [B, H, S, D], for the bytes that move."""
+        wide = self.variant.precision.compute_dtype(q.dtype).itemsize
+        part = q.itemsize if launch.on_gpu(q) else wide
+        return Model(q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.itemsize, wide, part, q.shape[0])
 
     def _plan(self, now: launch.Calling, extents: Extents, in_order: bool = False) -> Plan:
         if now.variant.blocks is not None:
@@ -386,6 +411,8 @@ def parallel(
     tile: int = TILE,
     stages: int = 1,
     moves: Moves = "auto",
+    guests: Guests = "auto",
+    sm_margin: int = SM_MARGIN,
     captured_gradients: Gradients = "summed",
     heads_dim: str | None = None,
 ) -> ContextParallel:
@@ -398,6 +425,9 @@ def parallel(
     stages     in how many parts keys of other ranks arrive, each while those before are attended
     moves      "keys": those that others see; "heads": all tokens of each rank's heads, where the ranks divide
                the numbers of heads; "auto": what takes fewer bytes
+    guests     of queries with more keys than one rank should compute: others compute them against some, where
+               it costs less ("auto"), wherever loads differ by more than 3 % without ("always"), or "never"
+    sm_margin  multiprocessors of a GPU that persistent kernels leave to an exchange that runs meanwhile
     captured_gradients   "summed" over the ranks, or each rank's "own", for what sums or averages them itself,
                as FSDP and DDP do over all ranks
 
@@ -415,7 +445,7 @@ def parallel(
             "the names of two dimensions of a mesh",
             'make one: init_device_mesh("cuda", (2, 4), mesh_dim_names=("cp", "heads"))',
         )
-    layout = Layout(placement, tile, stages, moves)
+    layout = Layout(placement, tile, stages, moves, guests, sm_margin)
     across = None if heads_dim is None else Group(_group(mesh, heads_dim))
     return ContextParallel(variant, Group(_group(mesh, dim)), layout, captured_gradients == "summed", across)
 

@@ -61,6 +61,33 @@ def local_parts(
     return (q, k, v), share
 
 
+def whole_captured(links: Links, captured: tuple[Tensor, ...], summed: bool) -> tuple[Tensor, ...]:
+    """Captured tensors of which DTensors, sharded over the group in any dimension, are gathered: mods index
+    them by places in the whole. Each rank keeps the gradients of its own part.
+
+    summed: whether gradients of the whole tensors will have been summed over the ranks; else they are here.
+    Raises UnsupportedError for other placements, InputError for other meshes.
+    """
+    return tuple(_whole(links, x, at, summed) if is_dtensor(x) else x for at, x in enumerate(captured))
+
+
+def _whole(links: Links, x: Any, number: int, summed: bool) -> Tensor:
+    module, at = sys.modules[_MODULE], _dimension(links, x.device_mesh)
+    for i, here in enumerate(x.placements):
+        if not (here.is_replicate() or (i == at and here.is_shard())):
+            raise UnsupportedError(
+                f"captured tensor {number} placed as {x.placements}",
+                "Shard(...) along the group's dimension of the mesh, Replicate() along others",
+                "redistribute it, or capture its full_tensor()",
+            )
+    apart = x.placements[at].is_shard() and not summed
+    gradient = [
+        module.Partial() if apart and i == at else module.Replicate() for i in range(x.device_mesh.ndim)
+    ]
+    found: Tensor = x.full_tensor(grad_placements=gradient)
+    return found
+
+
 def _dimension(links: Links, mesh: Any) -> int:
     group = links.group if isinstance(links, Group) else None
     for at in range(mesh.ndim):

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from fa4flex.codegen.analyze.rows import one_thread
-from fa4flex.parallel.placement import MOST_SHOWN, Placement, Range, Ranges, shown
+from fa4flex.parallel.placement import MOST_SHOWN, Placement, Range, Ranges, Split, joined, shown
 from fa4flex.parallel.work import Work
 
 Sends = tuple[tuple[int, int, Ranges], ...]
@@ -30,16 +31,20 @@ class Exchange:
     """Transfers before each stage of attention. Stage 0 moves nothing: its keys are the rank's own.
 
     held        the keys that each rank has
-    queries     the queries that each rank computes
+    queries     the queries that each rank has, cut where their keys are divided
     sends       per later stage, what goes from whom to whom: only chunks of keys that some query of the
                 receiver may see
-    rectangles  per stage and rank, in the order in which results are put together
+    rectangles  per stage and rank, in the order in which results are put together: of its own queries, then
+                of guests
+    guests      queries that visit other ranks, which compute them against parts of their keys: (from owner,
+                to rank, queries)
     """
 
     held: tuple[Ranges, ...]
     queries: tuple[Ranges, ...]
     sends: tuple[Sends, ...]
     rectangles: tuple[tuple[tuple[Rectangle, ...], ...], ...]
+    guests: Sends = ()
 
     @property
     def ranks(self) -> int:
@@ -65,19 +70,19 @@ class Exchange:
 
     def outgoing(self, stage: int, rank: int) -> list[Ranges]:
         """Ranges of keys that a rank sends before a stage, by receiver."""
-        found: list[Ranges] = [()] * self.ranks
-        for source, to, keys in self.sends[stage - 1]:
-            if source == rank:
-                found[to] = keys
-        return found
+        return _from(self.sends[stage - 1], rank, self.ranks)
 
     def incoming(self, stage: int, rank: int) -> list[Ranges]:
         """Ranges of keys that a rank receives before a stage, by sender."""
-        found: list[Ranges] = [()] * self.ranks
-        for source, to, keys in self.sends[stage - 1]:
-            if to == rank:
-                found[source] = keys
-        return found
+        return _to(self.sends[stage - 1], rank, self.ranks)
+
+    def visits(self, rank: int) -> list[Ranges]:
+        """Ranges of a rank's queries that visit others, by host."""
+        return _from(self.guests, rank, self.ranks)
+
+    def visitors(self, rank: int) -> list[Ranges]:
+        """Ranges of queries that visit a rank, by owner."""
+        return _to(self.guests, rank, self.ranks)
 
     def explain(self) -> str:
         """In words: how many keys move, beside a gather of all of them."""
@@ -96,12 +101,33 @@ class Exchange:
             lines.append(
                 f"  rank {rank}: holds {shown(self.held[rank])}, receives {self.received[rank]}, "
                 f"sends {self.sent[rank]}; rectangles by stage: {calls}"
+                f"{self._of_guests(rank)}"
             )
         return "\n".join(lines)
+
+    def _of_guests(self, rank: int) -> str:
+        away, here = (sum(map(tokens, x)) for x in (self.visits(rank), self.visitors(rank)))
+        return f"; {here} queries of others visit it, {away} of its own visit others" if away or here else ""
 
 
 def tokens(ranges: Sequence[Range]) -> int:
     return sum(hi - lo for lo, hi in ranges)
+
+
+def _from(sends: Sends, rank: int, ranks: int) -> list[Ranges]:
+    found: list[Ranges] = [()] * ranks
+    for source, to, ranges in sends:
+        if source == rank:
+            found[to] = ranges
+    return found
+
+
+def _to(sends: Sends, rank: int, ranks: int) -> list[Ranges]:
+    found: list[Ranges] = [()] * ranks
+    for source, to, ranges in sends:
+        if to == rank:
+            found[source] = ranges
+    return found
 
 
 # --- from a placement -------------------------------------------------------------------------------------
@@ -119,29 +145,66 @@ def exchange(
 
 
 def _exchange(work: Work, placement: Placement, held: tuple[Ranges, ...], stages: int) -> Exchange:
-    cuts, holder, chunk_of = _segments(work, held)
+    cuts, holder, chunk_of = _segments(work, held, placement.splits)
     places = cuts.tolist()
     every: list[dict[tuple[int, int], Ranges]] = [{} for _ in range(stages)]
     rectangles: list[list[tuple[Rectangle, ...]]] = [[] for _ in range(stages + 1)]
-    for rank, own in enumerate(placement.queries):
-        seen = torch.stack([_seen(work, x) for x in own]) if own else work.sees[:0]
+    queries = tuple(_cut(own, placement.splits) for own in placement.queries)
+    guests = _guests(placement.splits)
+    for rank, own in enumerate(queries):
+        rows = (*own, *joined(_to(guests, rank, placement.ranks)))
+        seen = torch.stack([_seen(work, x) for x in rows]) if rows else work.sees[:0]
         wanted = seen[:, chunk_of]  # [ranges of queries, segments]
+        for split in placement.splits:
+            if split.queries in rows:
+                wanted[rows.index(split.queries)] &= _inside(dict(split.parts).get(rank, ()), cuts)
         needed = wanted.any(0)
         stage = _stages(needed, holder == rank, cuts, stages)
         for at in range(stages + 1):
             there = stage == at
-            rectangles[at].append(_rectangles(own, wanted & there, places))
+            rectangles[at].append(_rectangles(rows, wanted & there, places))
             if at:
                 for source, keys in _by_holder(there, holder, places):
                     every[at - 1][source, rank] = keys
     sends = tuple(tuple((*pair, keys) for pair, keys in sorted(x.items())) for x in every)
-    return Exchange(held, placement.queries, sends, tuple(map(tuple, rectangles)))
+    return Exchange(held, queries, sends, tuple(map(tuple, rectangles)), guests)
 
 
-def _segments(work: Work, held: tuple[Ranges, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys cut where chunks end or holders change: the cuts, and each segment's holder and chunk."""
+def _guests(splits: Sequence[Split]) -> Sends:
+    found: dict[tuple[int, int], list[Range]] = {}
+    for split in splits:
+        for rank, _ in split.parts:
+            if rank != split.owner:
+                found.setdefault((split.owner, rank), []).append(split.queries)
+    return tuple((*pair, tuple(queries)) for pair, queries in sorted(found.items()))
+
+
+def _cut(own: Ranges, splits: Sequence[Split]) -> Ranges:
+    """These ranges, of which each split's queries are one."""
+    found = []
+    for lo, hi in own:
+        inside = [x.queries for x in splits if lo <= x.queries[0] < hi]
+        cuts = sorted({lo, hi, *(at for pair in inside for at in pair)})
+        found += list(pairwise(cuts))
+    return tuple(found)
+
+
+def _inside(keys: Ranges, cuts: Tensor) -> Tensor:
+    """bool [segments]: those of these keys."""
+    steps = torch.zeros(len(cuts), dtype=torch.int32)
+    ends = torch.tensor(keys, dtype=torch.int64).reshape(-1, 2)
+    for side, sign in ((0, 1), (1, -1)):
+        at = torch.searchsorted(cuts, ends[:, side].contiguous())
+        steps.index_add_(0, at, torch.full((len(at),), sign, dtype=torch.int32))
+    return steps.cumsum(0)[:-1] > 0
+
+
+def _segments(work: Work, held: tuple[Ranges, ...], splits: Sequence[Split]) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys cut where chunks end, holders change, or another rank computes a split: the cuts, and each
+    segment's holder and chunk."""
     owned = sorted((lo, hi, rank) for rank, own in enumerate(held) for lo, hi in own)
     ends = {0, work.kv_len, *range(0, work.kv_len, work.chunk), *(lo for lo, _, _ in owned)}
+    ends |= {end for split in splits for _, keys in split.parts for pair in keys for end in pair}
     cuts = torch.tensor(sorted(ends))
     starts = torch.tensor([lo for lo, _, _ in owned], dtype=torch.int64)
     ranks = torch.tensor([rank for _, _, rank in owned], dtype=torch.int64)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fa4flex.parallel.exchange import tokens
 from fa4flex.parallel.links import Links
-from fa4flex.parallel.pieces import SEQUENCE, Pieces, joined, rows_of, tensors_of
-from fa4flex.parallel.placement import Ranges
+from fa4flex.parallel.pieces import SEQUENCE, Pieces, rows_of, tensors_of
+from fa4flex.parallel.placement import Ranges, joined
 
 Held = tuple[Ranges, ...]
 """The tokens of each rank."""

@@ -17,10 +17,15 @@ class Pieces:
     """Tokens of a [B, H, S, D] tensor whose rows are those of `ranges`, one after another."""
 
     def __init__(self, x: Tensor, ranges: Sequence[Range]) -> None:
-        self.x, self.places = x, []
+        self.x = x
+        self.places: list[tuple[int, int, Tensor]] = []
+        self.also(x, ranges)
+
+    def also(self, x: Tensor, ranges: Sequence[Range]) -> None:
+        """Further tokens, of another tensor, at places where there are none yet."""
         at = 0
         for lo, hi in ranges:
-            self.places.append((lo, hi, at))
+            self.places.append((lo, hi, x.narrow(SEQUENCE, at, hi - lo)))
             at += hi - lo
 
     def slices(self, wanted: Range) -> list[Tensor]:
@@ -29,9 +34,9 @@ class Pieces:
         found = [
             (
                 max(first, lo),
-                self.x.narrow(SEQUENCE, at + max(first, lo) - first, min(last, hi) - max(first, lo)),
+                x.narrow(SEQUENCE, max(first, lo) - first, min(last, hi) - max(first, lo)),
             )
-            for first, last, at in self.places
+            for first, last, x in self.places
             if first < hi and lo < last
         ]
         return [x for _, x in sorted(found, key=lambda item: item[0])]
@@ -67,8 +72,3 @@ def tensors_of(rows: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     for part, x in zip(rows.split(sizes, 1), like, strict=True):
         found.append(part.unflatten(1, (x.shape[0], x.shape[1], x.shape[3])).permute(1, 2, 0, 3))
     return found
-
-
-def joined(ranges: Sequence[Ranges]) -> Ranges:
-    """The ranges of all ranks, one after another."""
-    return tuple(x for own in ranges for x in own)

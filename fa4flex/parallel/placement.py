@@ -30,6 +30,16 @@ UNEVEN = 0.03
 
 
 @dataclass(frozen=True)
+class Split:
+    """A range of queries whose keys are divided among ranks. parts: (rank, the keys that it computes them
+    against), by ranks; no key is in two of them, and every key that some of the queries may see is in one."""
+
+    queries: Range
+    owner: int
+    parts: tuple[tuple[int, Ranges], ...]
+
+
+@dataclass(frozen=True)
 class Placement:
     """Queries that each rank computes: `queries[r]`, ranges in order that do not touch.
 
@@ -38,6 +48,8 @@ class Placement:
     kind    how the queries were dealt
     chunk   tokens that are dealt together; ranges begin and end at its multiples, or at the end
     loads   the work of each rank, in pairs of tiles that are not empty
+    splits  those of the queries that have more keys than one rank should compute, in order: they are guests
+            of other ranks, which compute them against parts of their keys
 
     A rank's local tensor has the tokens of its ranges, one range after another.
     """
@@ -49,6 +61,7 @@ class Placement:
     kind: Kind
     chunk: int
     loads: tuple[float, ...]
+    splits: tuple[Split, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -106,7 +119,19 @@ class Placement:
             tokens = sum(hi - lo for lo, hi in own)
             share = load / mean if mean else 0.0
             lines.append(f"  rank {rank}: {shown(own)} ({tokens} queries), {share:.3f} of the mean work")
+        for at, split in enumerate(self.splits):
+            if at == MOST_SHOWN:
+                lines.append(f"  ... and {len(self.splits) - at} more whose keys are divided")
+                break
+            lines.append(
+                f"  {shown([split.queries])} of rank {split.owner}: {len(split.parts)} ranks share their keys"
+            )
         return "\n".join(lines)
+
+
+def joined(ranges: Sequence[Ranges]) -> Ranges:
+    """The ranges of all ranks, one after another."""
+    return tuple(x for own in ranges for x in own)
 
 
 MOST_SHOWN = 16
@@ -166,7 +191,7 @@ def _heaped(area: Tensor, ranks: int, group: int, spare: int = 0) -> Tensor:
     return torch.tensor(owners).repeat_interleave(group)[: len(area)]
 
 
-def _ranges(owners: Tensor, chunk: int, total: int, ranks: int) -> tuple[Ranges, ...]:
+def ranges_of(owners: Tensor, chunk: int, total: int, ranks: int) -> tuple[Ranges, ...]:
     """Each rank's chunks, neighbours joined."""
     own: list[list[Range]] = [[] for _ in range(ranks)]
     starts = torch.cat((torch.ones(1, dtype=torch.bool), owners[1:] != owners[:-1])).nonzero().flatten()
@@ -246,7 +271,7 @@ def place(work: Work, ranks: int, kind: Kind | None = None) -> Placement:
     limit = min(least * (1 + SLACK), max(least, most))
     fits = [x for x in found if float(x.loads.max()) <= limit]
     best = min(fits, key=lambda x: x.moved)
-    queries = _ranges(best.owners, work.chunk, work.q_len, ranks)
+    queries = ranges_of(best.owners, work.chunk, work.q_len, ranks)
     keys = queries if work.q_len == work.kv_len else contiguous(work.kv_len, ranks, work.tile)
     loads = tuple(best.loads.tolist())
     return Placement(work.q_len, work.kv_len, queries, keys, best.kind, work.chunk, loads)

@@ -18,6 +18,8 @@ from fa4flex.contents import VersionedCache
 from fa4flex.errors import InputError
 from fa4flex.parallel.exchange import Exchange, exchange
 from fa4flex.parallel.placement import UNEVEN, Kind, Placement, Ranges, place
+from fa4flex.parallel.splits import divided
+from fa4flex.parallel.traffic import Model, busiest
 from fa4flex.parallel.work import FIRST_CHUNKS, MOST_CHUNKS, Work, chunk_for, work_of
 from fa4flex.variant import Variant
 
@@ -25,33 +27,48 @@ TILE = 128
 """Queries and keys of the tiles whose work is counted, and least size of a chunk."""
 
 
+SM_MARGIN = 8
+"""Multiprocessors that are left to a collective that runs at the same time: 4 to 8 are enough for all-to-alls
+with split sizes (MagiAttention's documentation of its own kernels; not measured here)."""
+
 Moves = Literal["auto", "keys", "heads"]
 """Tokens that ranks send: the keys that others see, or all tokens of some heads; "auto": the fewer bytes."""
+
+
+Guests = Literal["auto", "always", "never"]
+"""Whether queries with more keys than one rank should compute visit others, each of which computes them
+against some: where that costs less, wherever loads differ by more than 3 % without, or never."""
 
 
 @dataclass(frozen=True)
 class Layout:
     """Options for spreading attention. kind: of the placement, None for the best; tile: see TILE; stages: in
-    how many parts keys of other ranks arrive; moves: what is sent. Raises InputError."""
+    how many parts keys of other ranks arrive; moves: what is sent; guests: of queries with very many keys,
+    not with a kind; sm_margin: multiprocessors that kernels of GPUs leave to an exchange in flight. Raises
+    InputError."""
 
     kind: Kind | None = None
     tile: int = TILE
     stages: int = 1
     moves: Moves = "auto"
+    guests: Guests = "auto"
+    sm_margin: int = SM_MARGIN
 
     def __post_init__(self) -> None:
-        if self.moves not in get_args(Moves):
-            raise InputError(f"moves={self.moves!r}", f"one of {get_args(Moves)}", 'leave it at "auto"')
+        for name, choice in (("moves", Moves), ("guests", Guests)):
+            if getattr(self, name) not in get_args(choice):
+                given = f"{name}={getattr(self, name)!r}"
+                raise InputError(given, f"one of {get_args(choice)}", 'leave it at "auto"')
         if self.kind not in (None, *get_args(Kind)):
             raise InputError(
                 f"placement={self.kind!r}",
                 f"None or one of {get_args(Kind)}",
                 "leave it out for the best one",
             )
-        for name in ("tile", "stages"):
+        for name, least in (("tile", 1), ("stages", 1), ("sm_margin", 0)):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise InputError(f"{name}={value!r}", "an int >= 1", f"leave {name} out")
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise InputError(f"{name}={value!r}", f"an int >= {least}", f"leave {name} out")
 
 
 class Extents(NamedTuple):
@@ -73,21 +90,21 @@ class Plan:
     @cached_property
     def digest(self) -> str:
         """Identity of the plan: ranks compare theirs."""
-        said = repr((self.exchange.held, self.exchange.queries, self.exchange.sends))
+        at = self.exchange
+        said = repr((at.held, at.queries, at.sends, self.placement.splits))
         return hashlib.sha256(said.encode()).hexdigest()[:16]
 
-    def by_heads(self, q_heads: int, kv_heads: int, dims: tuple[int, int]) -> bool:
-        """True if all tokens of each rank's heads should be sent: fewer numbers than the keys, or equal work
-        where queries are not; False where heads cannot be dealt evenly. dims: of q and k, and of v."""
-        ranks, at = self.placement.ranks, self.placement
-        if q_heads % ranks or kv_heads % ranks:
+    def by_heads(self, model: Model) -> bool:
+        """True if all tokens of each rank's heads should be sent: fewer bytes than the keys, or equal work
+        where queries are not; False where heads cannot be dealt evenly."""
+        ranks = self.placement.ranks
+        if model.heads % ranks or model.kv_heads % ranks:
             return False
-        if at.imbalance > UNEVEN:  # a few queries that see far more than others: heads are equal work
+        if (
+            self.placement.imbalance > UNEVEN
+        ):  # a few queries that see far more than others: heads are equal work
             return True
-        each, of_values = dims
-        keys = max(self.exchange.received) * kv_heads * (each + of_values)
-        own = at.q_len * q_heads * (each + of_values) + at.kv_len * kv_heads * (each + of_values)
-        return own * (ranks - 1) / ranks**2 < keys
+        return busiest(self, model, "heads") < busiest(self, model, "keys")
 
     def explain(self) -> str:
         """In words: where queries are computed, and what moves."""
@@ -104,6 +121,7 @@ def plan(
     placement: Kind | None = None,
     tile: int = TILE,
     stages: int = 1,
+    guests: Guests = "auto",
 ) -> Plan:
     """Plan of a variant (or of what `fa4flex.compile` returns) on so many ranks, without any of them.
 
@@ -112,7 +130,9 @@ def plan(
     """
     pair = (lengths, lengths) if isinstance(lengths, int) else lengths
     bound = bind(getattr(variant, "variant", variant))
-    return plan_of(bound, Extents(*pair, batch, heads), ranks, Layout(placement, tile, stages), None)
+    return plan_of(
+        bound, Extents(*pair, batch, heads), ranks, Layout(placement, tile, stages, guests=guests), None
+    )
 
 
 _plans: VersionedCache[Plan] = VersionedCache(64, 64, lambda _: 1)
@@ -154,7 +174,8 @@ def placed(
     facts: Facts, shape: Shape, captured: Captured, ranks: int, layout: Layout
 ) -> tuple[Work, Placement]:
     """The work of a mask, and its best placement: in chunks of which each rank has 8 or more, or in the
-    smallest ones that can be had where loads differ by more than 3 % in these."""
+    smallest ones that can be had where loads differ by more than 3 % in these. Where they still do, keys of
+    some queries are divided."""
     # Without key intervals every pair of chunks is looked at, which takes seconds where there are many.
     first = max(8 * ranks, 256) if facts.keys is not None else min(max(8 * ranks, 256), FIRST_CHUNKS)
     chunk = 0
@@ -167,4 +188,6 @@ def placed(
         placement = place(work, ranks, layout.kind)
         if placement.imbalance <= UNEVEN:
             break
+    if layout.kind is None and layout.guests != "never":
+        placement = divided(work, ranks, placement, layout.guests == "always")
     return work, placement

@@ -1,5 +1,6 @@
 """Estimated cost of a plan: bytes moved, work per rank and time, from the rates of a link and of a kernel,
-beside a ring, a gather of all keys, and heads. An estimate: nothing here was run."""
+beside a ring, a gather of all keys, and heads. Bytes are those that a run moves (traffic.py); times are
+estimates: nothing here was run."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import Any
 
 from fa4flex.errors import InputError
 from fa4flex.parallel.plan import Plan, plan
+from fa4flex.parallel.traffic import Model, busiest
 
 PASSES = 3.5
 """Products of a forward and a backward pass, in those of a forward pass: 2 and 5 of two."""
@@ -20,16 +22,6 @@ class Machine:
 
     flops: float = 570e12
     link: float = 281e9
-
-
-@dataclass(frozen=True)
-class Model:
-    """Heads of queries and of keys, head_dim, bytes of a number."""
-
-    heads: int = 32
-    kv_heads: int = 8
-    dim: int = 128
-    size: int = 2
 
 
 @dataclass(frozen=True)
@@ -53,26 +45,24 @@ def estimates(found: Plan, machine: Machine, model: Model, in_order: Plan, paire
     """Ways to spread the attention of `found`; in_order and paired are plans of the same, contiguous and
     head-tail."""
     at, ranks = found.placement, found.placement.ranks
-    row = 2 * model.kv_heads * model.dim * model.size
-    pair = 4 * PASSES * model.heads * model.dim / machine.flops
+    pair = 2 * PASSES * model.batch * model.heads * (model.dim + model.dim_v) / machine.flops
     mean = sum(at.loads) / ranks
 
-    def estimate(name: str, keys: float, load: float) -> Estimate:
-        moved = 2 * keys * row  # keys and values there, their gradients back
+    def estimate(name: str, moved: float, load: float) -> Estimate:
         return Estimate(name, moved, load * pair, moved / machine.link, load / mean if mean else 1.0)
 
-    others = at.kv_len * (ranks - 1) / ranks
+    # Keys and values there, their gradients back.
+    others = 2 * model.key * at.kv_len * (ranks - 1) / ranks
     balanced = max(paired.placement.loads)
     rows = [
-        estimate(f"fa4flex, {at.kind}", max(found.exchange.received), max(at.loads)),
+        estimate(f"fa4flex, {at.kind}", busiest(found, model), max(at.loads)),
         estimate("all-gather, head-tail", others, balanced),
         estimate("all-gather, contiguous", others, max(in_order.placement.loads)),
         # Every step of a ring takes as long as its busiest rank: at best as all-gather's.
         estimate("ring, head-tail (at best)", others, balanced),
     ]
     if model.heads % ranks == 0 and model.kv_heads % ranks == 0:
-        widths = model.heads * (at.q_len / at.kv_len if at.kv_len else 1) / model.kv_heads + 1
-        rows.append(estimate("heads (Ulysses)", widths * others / ranks, mean))
+        rows.append(estimate("heads (Ulysses)", busiest(found, model, "heads"), mean))
     return rows
 
 

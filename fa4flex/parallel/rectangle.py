@@ -9,7 +9,7 @@ gradients and kernels follow, and one program serves every rectangle.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -86,6 +86,13 @@ class Rectangles:
     scale: float
     whole: Whole
     h_start: int | None = None
+
+    def leaving(self, margin: int) -> Rectangles:
+        """The same, by kernels that leave at least so many multiprocessors to others."""
+        schedule = self.variant.schedule
+        if margin <= schedule.sm_margin or schedule.next_tile == "launch_control":
+            return self
+        return replace(self, variant=replace(self.variant, schedule=replace(schedule, sm_margin=margin)))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, start: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp of q [B, H, Sq, D] over k and v, the first query and key being at `start` in

@@ -37,7 +37,8 @@ class Work:
     area  float64 [query chunks]: tiles that are not empty, of all batch entries and heads that the mask tells
           apart, in pairs
     sees  bool [query chunks, key chunks]: whether some query of the one may see some key of the other
-    tile  the tiles that were proved
+    tile  queries and keys of the tiles that were proved
+    tiles their map, of which `area` and `sees` are sums
     """
 
     q_len: int
@@ -46,6 +47,23 @@ class Work:
     area: Tensor
     sees: Tensor
     tile: int
+    tiles: TileMap | None = None
+
+    def cells(self, chunks: Tensor) -> Tensor:
+        """float64 [chunks, key tiles]: the area of some chunks of queries, by tiles of keys."""
+        assert self.tiles is not None
+        row, high = _rows(self.tiles)
+        at = torch.full((len(self.area),), -1).index_put_((chunks,), torch.arange(len(chunks)))
+        at = at[row * self.tile // self.chunk]
+        here = at >= 0
+        at, high = at[here], high[here].double()
+        start, stop = self.tiles.start.long()[here], self.tiles.stop.long()[here]
+        columns = self.tiles.columns
+        steps = torch.zeros(len(chunks), columns + 1, dtype=torch.float64)
+        steps.index_put_((at, start), high, accumulate=True).index_put_((at, stop), -high, accumulate=True)
+        wide = torch.full((columns,), float(self.tile), dtype=torch.float64)
+        wide[-1] = self.kv_len - (columns - 1) * self.tile
+        return steps.cumsum(1)[:, :-1] * wide
 
     @cached_property
     def packed(self) -> Any:
@@ -83,11 +101,9 @@ def work_of(facts: Facts, shape: Shape, captured: Captured, tile: int, chunk: in
 def _summed(tiles: TileMap, chunk: int) -> Work:
     shape, side = tiles.shape, tiles.tile[0]
     rows, columns = -(-shape.q_len // chunk), -(-shape.kv_len // chunk)
-    pointers = tiles.row_ptr.long()
-    row = torch.repeat_interleave(torch.arange(len(pointers) - 1), pointers.diff()) % max(tiles.rows, 1)
+    row, high = _rows(tiles)
     at = row * side // chunk
     start, stop = tiles.start.long(), tiles.stop.long()
-    high = (shape.q_len - row * side).clamp(max=side)
     wide = (stop * side).clamp(max=shape.kv_len) - start * side
     area = torch.zeros(rows, dtype=torch.float64).index_add_(0, at, (high * wide).double())
     steps = torch.zeros(rows, columns + 1, dtype=torch.int32)
@@ -97,4 +113,11 @@ def _summed(tiles: TileMap, chunk: int) -> Work:
         (at, (stop * side + chunk - 1).div(chunk, rounding_mode="floor")), -ones, accumulate=True
     )
     sees = steps.cumsum(1, dtype=torch.int32)[:, :-1] > 0
-    return Work(shape.q_len, shape.kv_len, chunk, area, sees, side)
+    return Work(shape.q_len, shape.kv_len, chunk, area, sees, side, tiles)
+
+
+def _rows(tiles: TileMap) -> tuple[Tensor, Tensor]:
+    """The row of tiles of each run, and how many queries that has."""
+    pointers, side = tiles.row_ptr.long(), tiles.tile[0]
+    row = torch.repeat_interleave(torch.arange(len(pointers) - 1), pointers.diff()) % max(tiles.rows, 1)
+    return row, (tiles.shape.q_len - row * side).clamp(max=side)

@@ -28,6 +28,9 @@ class Schedule:
     split          keys per part, where blocks of a GPU share the keys of a few queries; in whole tiles of
                    keys. A sequence's results then have the same bits whatever else is in the batch. None
                    lets shapes decide, for speed
+    sm_margin      multiprocessors of a GPU that are left to kernels of other streams, such as those of a
+                   collective: persistent kernels launch as many fewer blocks, and work is split for as many
+                   fewer. Kernels with a block per tile are launched alike
 
     Raises InputError for anything else.
     """
@@ -37,6 +40,7 @@ class Schedule:
     order: Order = "auto"
     next_tile: NextTile = "auto"
     split: int | None = None
+    sm_margin: int = 0
 
     def __post_init__(self) -> None:
         if self.tile is not None:
@@ -56,6 +60,16 @@ class Schedule:
             not isinstance(self.split, int) or isinstance(self.split, bool) or self.split < 1
         ):
             raise InputError(f"split={self.split!r}", "a positive number of keys, or None", "e.g. split=2048")
+        if not isinstance(self.sm_margin, int) or isinstance(self.sm_margin, bool) or self.sm_margin < 0:
+            raise InputError(
+                f"sm_margin={self.sm_margin!r}", "a number of multiprocessors", "e.g. sm_margin=8"
+            )
+        if self.sm_margin and self.next_tile == "launch_control":
+            raise InputError(
+                f'sm_margin={self.sm_margin} and next_tile="launch_control"',
+                "one of them: launch control fills all multiprocessors with blocks that wait",
+                'use next_tile="counter", which balances as well',
+            )
         if self.next_tile not in get_args(NextTile):
             given = f"next_tile={self.next_tile!r}"
             raise InputError(given, f"one of {get_args(NextTile)}", 'leave it at "auto"')

@@ -94,9 +94,11 @@ class _Attention(HigherOrderOperator):
             floats.append(scale)
         else:
             plain = default_scale(int(q.shape[-1])) if scale is None else float(scale)
-        tile, *others = options["schedule"]
+        tile, deterministic, order, following, split, margin = options["schedule"]
         tile = None if tile is None else (int(tile[0]), int(tile[1]))  # one that is dynamic is guarded
-        schedule, precision = Schedule(tile, *others), Precision(*options["precision"])
+        split = None if split is None else int(split)
+        schedule = Schedule(tile, deterministic, order, following, split, int(margin))
+        precision = Precision(*options["precision"])
         program = publish(found.facts, schedule, precision).text
         out, lse, largest, _ = torch.ops.fa4flex.attention(
             q, k, v, operands, options["sinks"], *options["lengths"], program, ints, floats, plain,
@@ -182,11 +184,16 @@ def run(
         "sinks": None if variant.sinks is None else variant.sinks.now(),
         "lengths": lengths,
         "max_scores": "max_scores" in statistics,
-        "schedule": (schedule.tile, schedule.deterministic, schedule.order, schedule.next_tile),
+        "schedule": _fields(schedule),
         "precision": (precision.compute, precision.output),
     }
     out, lse, largest = attend(qkv, variant, options)
     return out.transpose(1, 2) if swap else out, lse, largest
+
+
+def _fields(schedule: Schedule) -> tuple[Any, ...]:
+    how = schedule.deterministic, schedule.order, schedule.next_tile
+    return schedule.tile, *how, schedule.split, schedule.sm_margin
 
 
 def _paged(

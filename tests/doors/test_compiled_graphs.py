@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import graph_programs
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.testing import CompileCounterWithBackend, EagerAndRecordGraphs
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import fa4flex
@@ -390,3 +391,12 @@ def test_shapes_are_checked_in_compiled_code() -> None:
             backend="aot_eager",
             fullgraph=True,
         )(qkv()[0])
+
+
+def test_graphs_have_the_whole_schedule() -> None:
+    schedule = fa4flex.Schedule((32, 32), True, "row_major", "counter", 512, 3)
+    assert all(getattr(schedule, x.name) != x.default for x in fields(schedule))
+    attn, found = fa4flex.compile(mask=causal, schedule=schedule), EagerAndRecordGraphs()
+    torch.compile(lambda q, k, v: attn(q, k, v), backend=found, fullgraph=True)(*qkv())
+    (options,) = (x for node in found.graphs[0].graph.nodes for x in node.args if isinstance(x, dict))
+    assert fa4flex.Schedule(*options["schedule"]) == schedule

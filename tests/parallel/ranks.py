@@ -29,7 +29,7 @@ class Board:
 
 
 class Threads:
-    """Links of one rank among threads (see fa4flex.parallel.links); counts the rows that it receives."""
+    """Links of one rank among threads (see fa4flex.parallel.links); counts the bytes that it receives."""
 
     def __init__(self, rank: int, size: int, board: Board) -> None:
         self.rank, self.size, self.board = rank, size, board
@@ -39,7 +39,8 @@ class Threads:
         assert sum(sends) == len(rows)
         parts = [x[self.rank] for x in self.board.exchange(self.rank, rows.split(list(sends)))]
         assert [len(x) for x in parts] == list(receives)
-        self.received += sum(receives) - receives[self.rank]
+        row = rows.element_size() * rows.shape[1:].numel()
+        self.received += (sum(receives) - receives[self.rank]) * row
         found = torch.cat(parts)
         return lambda: found
 

@@ -8,9 +8,10 @@ import fa4flex
 from fa4flex import variants as v
 from fa4flex.__main__ import main
 from fa4flex.parallel import plan
-from fa4flex.parallel.predict import Machine, Model, count_of, estimates, ranks_of
+from fa4flex.parallel.predict import Machine, count_of, estimates, ranks_of
+from fa4flex.parallel.traffic import Model
 
-MODEL = Model(heads=8, kv_heads=4, dim=64)
+MODEL = Model(heads=8, kv_heads=4, dim=64, dim_v=64)
 
 
 def costs(mask: object, tokens: int, ranks: int) -> dict[str, tuple[float, float]]:
@@ -27,7 +28,8 @@ def test_what_moves() -> None:
     assert found["fa4flex"][0] == 1024 * row  # those before a rank's first query, in whole chunks
     assert found["all-gather"][0] == 49152 * row
     # Heads: queries and outputs take twice what keys and values do, of a quarter of three quarters.
-    assert found["heads (Ulysses)"][0] == 3 * 65536 * 3 / 16 * row
+    sums = 16384 * 3 * 2 * 4  # log-sum-exps of a rank's tokens, of the other ranks' two heads each
+    assert found["heads (Ulysses)"][0] == 3 * 65536 * 3 / 16 * row + sums
     assert "heads (Ulysses)" not in costs(v.causal, 8192, 8)
 
 

@@ -20,13 +20,20 @@ def scenarios_of(worker: Path) -> list[str]:
     return re.findall(r"@scenario\ndef (\w+)", worker.read_text())
 
 
-def run(world: int, results: Path, worker: Path = WORKER) -> Path:
+def run(world: int, results: Path, worker: Path = WORKER, names: list[str] | None = None) -> Path:
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
     space = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     logs = [(results / f"log.{rank}").open("w") for rank in range(world)]
     processes = [
         subprocess.Popen(
-            [sys.executable, str(worker), str(rank), str(world), str(results), *scenarios_of(worker)],
+            [
+                sys.executable,
+                str(worker),
+                str(rank),
+                str(world),
+                str(results),
+                *(names or scenarios_of(worker)),
+            ],
             stdout=log,
             stderr=subprocess.STDOUT,
             cwd=ROOT,
@@ -72,6 +79,13 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", scenarios_of(MESHES))
 def test_two_dimensions_of_a_mesh(four: Path, name: str) -> None:
     check(4, four, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", (2, 4, pytest.param(8, marks=pytest.mark.exhaustive)))
+def test_bytes_are_as_planned(world: int, tmp_path: Path) -> None:
+    name = "bytes_are_as_planned"
+    check(world, run(world, tmp_path, names=[name]), name)
 
 
 def check(world: int, results: Path, name: str) -> None:

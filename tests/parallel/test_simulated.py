@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +15,8 @@ from variant_table import TABLE, Case, Sizes
 
 import fa4flex
 from fa4flex import variants as v
-from fa4flex.parallel import ContextParallel, Layout
+from fa4flex.parallel import ContextParallel, Layout, context, plan
+from fa4flex.runtime import ops
 
 Composition = dict[str, Any]
 
@@ -70,6 +73,7 @@ def compare(case: Case, ranks: int, layout: Layout, across: int = 1) -> None:
 
 SMALL = Sizes(batch=2, heads=2, kv_heads=1)
 LAYOUTS = {2: Layout(tile=4), 3: Layout(tile=4, stages=2), 8: Layout(tile=2)}
+GUESTS = {3: Layout(tile=4, stages=2, guests="always"), 8: Layout(tile=2, guests="always")}
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -77,12 +81,29 @@ def test_every_variant(name: str) -> None:
     compare(TABLE[name][0](SMALL), 3, LAYOUTS[3])
 
 
+@pytest.mark.parametrize("name", TABLE)
+def test_every_variant_with_guests(name: str) -> None:
+    """Queries whose keys are divided among ranks."""
+    compare(TABLE[name][0](SMALL), 3, GUESTS[3])
+
+
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("layout", (LAYOUTS, GUESTS), ids=("plain", "guests"))
 @pytest.mark.parametrize("ranks", LAYOUTS)
 @pytest.mark.parametrize("name", TABLE)
-def test_every_draw(name: str, ranks: int) -> None:
-    for draw in TABLE[name]:
-        compare(draw(Sizes()), ranks, LAYOUTS[ranks])
+def test_every_draw(name: str, ranks: int, layout: dict[int, Layout]) -> None:
+    if ranks in layout:
+        for draw in TABLE[name]:
+            compare(draw(Sizes()), ranks, layout[ranks])
+
+
+def test_one_query_visits_all_ranks() -> None:
+    """A query of a cache that is spread over ranks: each computes it against the keys that it holds."""
+    case = Case(Sizes(2, 4, 2, 1, 45), lambda table: {"score_mod": v.learned_bias(table)}, (leaf(4, 89),))
+    layout = Layout(tile=3, guests="always")
+    found = plan(fa4flex.compile(**case.compose(*case.learned)), (1, 45), 8, tile=3, guests="always")
+    assert len(found.placement.splits[0].parts) == 8 and not any(found.exchange.received)
+    compare(case, 8, layout)
 
 
 @pytest.mark.parametrize("name", ("alibi", "gpt_oss_sinks", "learned_bias", "mla", "vision_cross"))
@@ -101,3 +122,42 @@ def test_as_many_keys_as_queries() -> None:
             (drawn,),
         )
         compare(case, 8 if kind is None else 4, Layout(kind, tile=3, stages=2))
+
+
+def test_kernels_leave_multiprocessors_to_an_exchange_in_flight() -> None:
+    """All but the kernels of the last keys to come, in either pass; nowhere on CPUs."""
+    variant = fa4flex.compile(mask=v.causal).variant
+    margins: dict[int, list[int]] = {rank: [] for rank in range(2)}
+    here = threading.local()
+
+    def recorded(call: Any) -> Any:
+        def recording(program: Any, *given: Any) -> Any:
+            margins[here.rank].append(program.schedule.sm_margin)
+            return call(program, *given)
+
+        return recording
+
+    def run(links: Threads) -> list[int]:
+        here.rank = links.rank
+        cp = ContextParallel(variant, links, Layout(tile=4, stages=2, sm_margin=3))
+        count = len(cp.positions(64))
+        own = [leaf(1, 2, count, 8) for _ in range(3)]
+        out = cp(*own, lengths=64)
+        # Autograd would run it in a thread of its own.
+        with torch.autograd.set_multithreading_enabled(False):
+            out.sum().backward()
+        return [len(of_ranks[links.rank]) for of_ranks in cp.plan(64).exchange.rectangles]
+
+    for on_gpu in (False, True):
+        for found in margins.values():
+            found.clear()
+        with (
+            patch.object(context.launch, "on_gpu", lambda _, there=on_gpu: there),
+            patch.multiple(ops, forward=recorded(ops.forward), backward=recorded(ops.backward)),
+        ):
+            counts = on_ranks(2, run)
+        for rank, (own, first, last) in enumerate(counts):
+            margin = 3 * on_gpu
+            forward = [margin] * (own + first) + [0] * last
+            backward = [0] * last + [margin] * (first + own)
+            assert margins[rank] == forward + backward and last

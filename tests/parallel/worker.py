@@ -8,6 +8,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -15,12 +16,13 @@ from helpers import close, gradients
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import fa4flex
 from fa4flex import variants as v
 from fa4flex.parallel import ContextParallel
+from fa4flex.parallel.traffic import Model, by_heads, by_keys
 
 SCENARIOS: dict[str, Callable[[], None]] = {}
 B, H, HKV, S, D = 2, 4, 2, 53, 8
@@ -95,6 +97,48 @@ def learned_bias_and_sinks() -> None:
 
 
 @scenario
+def queries_that_visit() -> None:
+    """Keys of queries that see very many are divided among ranks; with sinks and a bias that learn."""
+    learned = drawn((H, 160), (H,))
+
+    def few_see_all(bias: Tensor, sinks: Tensor) -> fa4flex.Attention:
+        return fa4flex.compile(
+            lambda s, b, h, i, j: s + bias[h, i - j + 80], v.global_window(3, 2), sinks=lambda: sinks
+        )
+
+    for make, lengths in ((few_see_all, (S, S)), (biased, (2, 50))):
+        at = over(make(*learned), guests="always").placement(lengths, B, H)
+        assert at.splits or dist.get_world_size() == 2
+        same(make, qkv(*lengths), learned, guests="always", stages=2, moves="keys")
+
+
+@scenario
+def bytes_are_as_planned() -> None:
+    """What torch.distributed's all-to-alls bring is what traffic.py says, forward and backward."""
+    count, send = [0], dist.all_to_all_single
+
+    def counted(found: Tensor, rows: Tensor, receives: list[int], sends: list[int], **more: Any) -> Any:
+        others = sum(receives) - receives[dist.get_rank()]
+        count[0] += others * rows.element_size() * rows.shape[1:].numel()
+        return send(found, rows, receives, sends, **more)
+
+    for moves, of_rank in (("keys", by_keys), ("heads", by_heads)):
+        heads = 2 * dist.get_world_size()
+        cp = over(fa4flex.compile(mask=v.global_window(5, 3)), guests="always", moves=moves)
+        shapes = [(B, heads, S, D), (B, heads // 2, S, D), (B, heads // 2, S, D + 2)]
+        own = copies(*(cp.shard(x, 2) for x in drawn(*shapes, dtype=torch.bfloat16)))
+        model = Model(heads, heads // 2, D, D + 2, 2, 4, 4, B)
+        wanted = of_rank(cp.plan(S), dist.get_rank(), model)
+        with patch.object(dist, "all_to_all_single", counted):
+            count[0] = 0
+            out = cp(*own, lengths=S)
+            forward = count[0]
+            out.sum().backward()
+        found = forward, count[0] - forward
+        assert found == wanted, f"{moves}: {found} bytes, planned {wanted}"
+
+
+@scenario
 def heads_that_move() -> None:
     """Each rank computes some heads over all tokens; with GQA, sinks and a bias by head."""
     world = dist.get_world_size()
@@ -137,6 +181,47 @@ def dtensors() -> None:
     wrong = [distribute_tensor(x, mesh, [Shard(1)]) for x in tensors]
     raises(["Shard(2), the sequence"], lambda: attn.parallel(mesh)(*wrong))
     raises(["plain tensors among"], lambda: attn.parallel(mesh)(ours[0], tensors[1], tensors[2]))
+
+
+@scenario
+def captured_dtensors() -> None:
+    """A bias and documents that are sharded by sequence: read at places in the whole, gradients by their
+    owners, whether sums of gradients of whole tensors are left to others or not."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    (bias,), ids = drawn((H, S)), torch.arange(S) // 19
+
+    def make(bias: Tensor, ids: Tensor) -> fa4flex.Attention:
+        return fa4flex.compile(lambda s, b, h, i, j: s + bias[h, j], v.causal & v.document(ids))
+
+    whole = copies(*qkv(), bias)
+    wanted = make(whole[3], ids)(*whole[:3])
+    (above,) = drawn(wanted.shape)
+    wanted.backward(above)
+    for gradients_of, placed in (("summed", Shard(1)), ("own", Shard(1)), ("summed", Replicate())):
+        ours = distribute_tensor(bias, mesh, [placed]).requires_grad_()
+        spread = distribute_tensor(ids, mesh, [Shard(0)])
+        cp = make(ours, spread).parallel(mesh, tile=4, captured_gradients=gradients_of)
+        at, rank = cp.placement(S), dist.get_rank()
+        assert cp.plan(S) is cp.plan(S), "contents that are the same are planned once"
+        own = copies(*(at.shard(x, rank) for x in whole[:3]))
+        out = cp(*own, lengths=S)
+        assert close(out, at.shard(wanted, rank))
+        out.backward(at.shard(above, rank))
+        assert list(ours.grad.placements) == [placed] and close(ours.grad.full_tensor(), whole[3].grad)
+        for a, b in zip(own, whole, strict=False):
+            assert close(a.grad, at.shard(b.grad, rank))
+    before = cp.plan(S)
+    if rank == 0:
+        spread.to_local()[:5] += 99  # the others learn of it by gathering
+    assert cp.plan(S) is not before
+    at, changed = cp.placement(S), spread.full_tensor()
+    found = cp(*(at.shard(x.detach(), rank) for x in whole[:3]), lengths=S)
+    assert close(found, at.shard(make(whole[3], changed)(*whole[:3]), rank))
+    partial = DTensor.from_local(bias, mesh, [Partial()])
+    raises(["captured tensor 0 placed as", "Shard(...)"], lambda: make(partial, ids).parallel(mesh)(*own))
+    other = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("a", "b"))
+    elsewhere = distribute_tensor(bias, other, [Shard(1), Replicate()])
+    raises(["captured tensor 0 placed as"], lambda: make(elsewhere, ids).parallel(other, "b")(*own))
 
 
 @scenario

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -14,23 +16,30 @@ import fa4flex
 from fa4flex.codegen.analyze.tiles import Shape
 from fa4flex.codegen.build import build
 from fa4flex.parallel.exchange import Exchange, exchange, tokens
-from fa4flex.parallel.placement import Placement, Ranges, contiguous, place
+from fa4flex.parallel.placement import UNEVEN, Placement, Ranges, contiguous, joined, place
 from fa4flex.parallel.plan import Layout, placed
+from fa4flex.parallel.splits import divided
 from fa4flex.parallel.work import Work, chunk_for, work_of
 from fa4flex.primitives.mask import Mask
 from fa4flex.variant import Variant
 from fa4flex.variants import (
+    bigbird,
     block_diffusion,
     causal,
+    checkerboard,
     chunked_local,
     dilated_window,
     document,
+    global_window,
     natten,
     prefix_lm,
+    shared_prefix,
     sliding_tile,
     sliding_window,
     streaming_llm,
     symmetric_window,
+    tree,
+    vision_cross,
 )
 
 
@@ -65,37 +74,49 @@ def check(pairs: Tensor, work: Work, placement: Placement, found: Exchange, held
         assert max(counts) - min(counts) <= 2 * work.chunk * max(1, len(work.area) // (2 * len(counts)))
     needed_chunks = by_chunk(pairs, work.chunk)
     assert torch.equal(needed_chunks, work.sees)
-    for rank, own in enumerate(placement.queries):
-        rows = places(own, q_len)
-        wanted = pairs[rows].any(0)  # exactly what its queries see
-        allowed = needed_chunks[by_chunk(rows[:, None], work.chunk).flatten()].any(0)
-        allowed = allowed.repeat_interleave(work.chunk)[:kv_len]
-        mine = places(held[rank], kv_len)
-        arrived = torch.zeros(kv_len, dtype=torch.int64)
+    allowed = needed_chunks.repeat_interleave(work.chunk, 1)[:, :kv_len]
+    computed = torch.zeros(q_len, kv_len, dtype=torch.int64)
+    for rank in range(len(counts)):
+        covered = covered_by(found, rank, held, (q_len, kv_len))
+        queries = places(placement.queries[rank], q_len)
+        for owner, guests in enumerate(found.visitors(rank)):
+            there = places(guests, q_len)
+            assert not (there & ~places(placement.queries[owner], q_len)).any(), "a guest of another owner"
+            queries |= there
+        assert not covered[~queries].any(), "queries that a rank does not have"
+        computed += covered
+        # Only keys move that some query of a chunk sees which the rank computes against them.
+        arrived = torch.zeros(kv_len, dtype=torch.bool)
         for stage in range(1, len(found.sends) + 1):
+            arrived |= places(joined(found.incoming(stage, rank)), kv_len)
+        rows = by_chunk(covered > 0, 1)
+        used = torch.zeros(kv_len, dtype=torch.bool)
+        for chunk in range(len(work.area)):
+            mine = rows[chunk * work.chunk : (chunk + 1) * work.chunk].any(0)
+            used |= mine & allowed[chunk]
+        assert not (arrived & ~used).any(), "a key moves that no query of the receiver's chunks sees"
+    assert computed.max() <= 1, "a pair that is computed twice"
+    assert (computed >= pairs.long()).all(), "a pair that nobody computes"
+
+
+def covered_by(found: Exchange, rank: int, held: tuple[Ranges, ...], lengths: tuple[int, int]) -> Tensor:
+    """int64 [queries, keys]: how often a rank computes each pair, of keys that are there in time."""
+    covered, arrived = torch.zeros(lengths, dtype=torch.int64), torch.zeros(lengths[1], dtype=torch.int64)
+    for stage, of_ranks in enumerate(found.rectangles):
+        here = places(held[rank], lengths[1])
+        if stage:
+            here = places(joined(found.incoming(stage, rank)), lengths[1])
+            assert not (here & places(held[rank], lengths[1])).any(), "a key moves that is there"
+            arrived += here
             for source, keys in enumerate(found.incoming(stage, rank)):
-                there = places(keys, kv_len)
-                assert not (there & ~places(held[source], kv_len)).any(), (
-                    "a rank sends keys that it does not have"
-                )
-                assert source != rank or not keys
-                arrived += there
-        assert arrived.max() <= 1, "a key arrives twice"
-        assert not (wanted & ~mine & (arrived == 0)).any(), "a key that a query sees does not arrive"
-        assert not ((arrived > 0) & ~allowed).any(), "a key moves that no query of the receiver's chunks sees"
-        assert int(arrived.sum()) == found.received[rank]
-        covered = torch.zeros(q_len, kv_len, dtype=torch.int64)
-        here = mine.clone()
-        for stage, of_ranks in enumerate(found.rectangles):
-            if stage:
-                here = torch.zeros(kv_len, dtype=torch.bool)
-                for keys in found.incoming(stage, rank):
-                    here |= places(keys, kv_len)
-            for x in of_ranks[rank]:
-                assert here[slice(*x.keys)].all(), "a rectangle of keys that are not there"
-                covered[slice(*x.queries), slice(*x.keys)] += 1
-        assert not covered[~rows].any() and covered.max() <= 1
-        assert (covered[rows] >= pairs[rows].long()).all(), "a pair that nobody computes"
+                lacks = places(keys, lengths[1]) & ~places(held[source], lengths[1])
+                assert not lacks.any(), "a rank sends keys that it does not have"
+        for x in of_ranks[rank]:
+            assert here[slice(*x.keys)].all(), "a rectangle of keys that are not there"
+            covered[slice(*x.queries), slice(*x.keys)] += 1
+    assert arrived.max() <= 1, "a key arrives twice"
+    assert int(arrived.sum()) == found.received[rank]
+    return covered
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -107,6 +128,7 @@ def check(pairs: Tensor, work: Work, placement: Placement, found: Exchange, held
     stages=st.integers(1, 3),
     kind=st.sampled_from((None, "contiguous", "head-tail", "min-heap")),
     in_order=st.booleans(),
+    guests=st.booleans(),
 )
 def test_random_masks(
     mask: Mask,
@@ -116,6 +138,7 @@ def test_random_masks(
     stages: int,
     kind: str | None,
     in_order: bool,
+    guests: bool,
 ) -> None:
     q_len, kv_len = lengths[0], lengths[0] if lengths[2] else lengths[1]
     program = build(Variant(mask=mask))
@@ -124,6 +147,11 @@ def test_random_masks(
     chunk = chunk_for(q_len, kv_len, max(8 * ranks, 256), tile)
     work = work_of(program.facts, shape, captured, tile, chunk)
     placement = place(work, ranks, kind)  # type: ignore[arg-type]
+    if guests:
+        before = placement
+        placement = divided(work, ranks, before, always=True)
+        assert placement.imbalance <= max(before.imbalance, UNEVEN) + 1e-9
+        assert sum(placement.loads) == pytest.approx(float(work.area.sum()))
     held = contiguous(kv_len, ranks) if in_order else placement.keys
     check(pairs, work, placement, exchange(work, placement, held, stages), held)
     assert "queries over" in placement.explain()
@@ -134,30 +162,49 @@ def test_random_masks(
 MILLION = 1 << 20
 
 
-def documents(count: int, length: int) -> Tensor:
-    """Documents whose lengths differ a hundredfold and more."""
-    lengths = (torch.rand(count, generator=torch.Generator().manual_seed(1)) ** 3 + 0.001) * length
-    cuts = (lengths.cumsum(0) / lengths.sum() * length).long()[:-1]
-    return torch.searchsorted(cuts, torch.arange(length), right=True).to(torch.int32)
+def cuts(count: int) -> Tensor:
+    """int64 [count + 1]: ends of documents of a million tokens in all, lengths differing a hundredfold."""
+    lengths = (torch.rand(count, generator=torch.Generator().manual_seed(1)) ** 3 + 0.001) * MILLION
+    ends = (lengths.cumsum(0) / lengths.sum() * MILLION).long()
+    ends[-1] = MILLION
+    return torch.nn.functional.pad(ends, (1, 0))
 
 
-BALANCED = {
-    "everything": None,
-    "causal": causal(),
-    "documents": causal & document(documents(300, MILLION)),
-    "sliding_window": sliding_window(4096),
-    "symmetric_window": symmetric_window(1024),
-    "prefix_lm": prefix_lm(100_000),
-    "chunked_local": chunked_local(200_000),
-    "streaming_llm": streaming_llm(4, 4096),
-    "block_diffusion": block_diffusion(MILLION // 2, 32),
-    "natten": natten((64, 128, 128), (9, 17, 17)),
-    "sliding_tile": sliding_tile((64, 128, 128), (24, 24, 24), (8, 8, 8)),
-    "dilated_window": dilated_window(4096, 2),
+def documents(count: int) -> Tensor:
+    return torch.searchsorted(cuts(count)[1:-1], torch.arange(MILLION), right=True).to(torch.int32)
+
+
+def intervals(count: int) -> Tensor:
+    ends = cuts(count)
+    return torch.stack((ends[:-1], ends[1:]), 1)
+
+
+BALANCED: dict[str, Callable[[], Mask | None]] = {
+    "everything": lambda: None,
+    "causal": causal,
+    "documents": lambda: causal & document(documents(300)),
+    "shared_prefix": lambda: shared_prefix(cuts(64), torch.arange(64) // 8 * 8),
+    "sliding_window": lambda: sliding_window(4096),
+    "symmetric_window": lambda: symmetric_window(1024),
+    "global_window": lambda: global_window(4096, 64),
+    "bigbird": lambda: bigbird(MILLION),
+    "tree": lambda: tree([-1, *(i // 2 for i in range(4095))]),
+    "prefix_lm": lambda: prefix_lm(100_000),
+    "chunked_local": lambda: chunked_local(200_000),
+    "streaming_llm": lambda: streaming_llm(4, 4096),
+    "block_diffusion": lambda: block_diffusion(MILLION // 2, 32),
+    "checkerboard": lambda: checkerboard(64),
+    "natten": lambda: natten((64, 128, 128), (9, 17, 17)),
+    "sliding_tile": lambda: sliding_tile((64, 128, 128), (24, 24, 24), (8, 8, 8)),
+    "dilated_window": lambda: dilated_window(4096, 2),
+    "vision_cross": lambda: vision_cross(intervals(64), MILLION // 64),
 }
 
+QUERIES = {"tree": 4096}
+"""Numbers of queries where they are not as many as keys."""
 
-KINDS = {"causal": "head-tail", "documents": "min-heap", "sliding_window": "contiguous"}
+
+KINDS = {"causal": "head-tail", "documents": "min-heap", "sliding_window": "contiguous", "tree": "contiguous"}
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -193,10 +240,9 @@ def test_loads_of_every_mask(name: str, ranks: int) -> None:
 
 
 def balanced(name: str, ranks: int) -> Placement:
-    program = fa4flex.compile(mask=BALANCED[name]).program
-    work, placement = placed(
-        program.facts, Shape(1, 1, MILLION, MILLION), program.captured(), ranks, Layout()
-    )
+    program = fa4flex.compile(mask=BALANCED[name]()).program
+    shape = Shape(1, 1, QUERIES.get(name, MILLION), MILLION)
+    work, placement = placed(program.facts, shape, program.captured(), ranks, Layout())
     assert placement.imbalance <= 0.03, placement.explain()
     assert sum(placement.loads) == pytest.approx(float(work.area.sum()))
     return placement

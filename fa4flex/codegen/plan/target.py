@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from fa4flex.errors import UnsupportedError
+
 
 @dataclass(frozen=True)
 class Target:
@@ -70,6 +72,17 @@ class Target:
     def per_second(self, per_clock: float) -> float:
         """A rate per clock and SM, for the whole chip and per second."""
         return per_clock * self.multiprocessors * self.clock
+
+    def leaving(self, margin: int) -> Target:
+        """The chip without so many of its multiprocessors, which other kernels use. Raises UnsupportedError
+        where none is left."""
+        if margin >= self.multiprocessors:
+            raise UnsupportedError(
+                f"sm_margin={margin} on a GPU of {self.multiprocessors} multiprocessors",
+                "some multiprocessors for attention",
+                "leave fewer to others: Schedule(sm_margin=8)",
+            )
+        return replace(self, multiprocessors=self.multiprocessors - margin) if margin else self
 
     def register_pool(self, warpgroups: int) -> int:
         """Registers per thread that `warpgroups` warpgroups share: a launch gives all alike, in steps."""

@@ -1,0 +1,70 @@
+"""Traffic of a plan: the bytes of tokens that each rank receives in a forward and in a backward pass.
+
+Exact for tensors that lie as the placement says. What ranks say to agree about shapes, and sums of gradients
+of captured tensors, are not counted.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from fa4flex.parallel.exchange import tokens
+
+if TYPE_CHECKING:
+    from fa4flex.parallel.plan import Plan
+
+
+class Model(NamedTuple):
+    """Heads of queries and of keys; head_dim of q and k, and of v; bytes of a number of theirs, of a
+    log-sum-exp, and of results that are merged, which GPUs write as q's; batch entries."""
+
+    heads: int = 32
+    kv_heads: int = 8
+    dim: int = 128
+    dim_v: int = 128
+    size: int = 2
+    wide: int = 4
+    part: int = 2
+    batch: int = 1
+
+    @property
+    def key(self) -> int:
+        """Bytes of a key with its value."""
+        return self.batch * self.kv_heads * (self.dim + self.dim_v) * self.size
+
+    @property
+    def queries(self) -> int:
+        """Numbers of queries, of all heads and batch entries, at each place."""
+        return self.batch * self.heads
+
+
+def by_keys(plan: Plan, rank: int, model: Model) -> tuple[int, int]:
+    """Bytes that a rank receives, forward and backward, where keys move."""
+    at = plan.exchange
+    here, away = (sum(map(tokens, x)) for x in (at.visitors(rank), at.visits(rank)))
+    # Keys and visitors come; results of what visits others return.
+    visits = here * model.dim * model.size + away * (model.dim_v * model.part + model.wide)
+    forward = at.received[rank] * model.key + visits * model.queries
+    # Gradients of what was sent return. Visitors bring out, lse, and the gradients of both.
+    visits = here * 2 * (model.dim_v * model.size + model.wide) + away * model.dim * model.part
+    return forward, at.sent[rank] * model.key + visits * model.queries
+
+
+def by_heads(plan: Plan, rank: int, model: Model) -> tuple[int, int]:
+    """Bytes that a rank receives, forward and backward, where tokens go to the ranks of their heads. The
+    log-sum-exps are taken to have no gradient."""
+    at, ranks = plan.placement, plan.placement.ranks
+    queries, keys = tokens(at.queries[rank]), tokens(plan.exchange.held[rank])
+    others = at.q_len - queries, at.kv_len - keys
+    # Tokens of others for this rank's heads, and its own for all other heads.
+    of_q, of_out = (model.queries * dim * model.size for dim in (model.dim, model.dim_v))
+    forward = others[0] * of_q + others[1] * model.key
+    results = queries * (ranks - 1) * (of_out + model.queries * model.wide)
+    gradients = (ranks - 1) * (queries * of_q + keys * model.key)
+    return (forward + results) // ranks, (others[0] * of_out + gradients) // ranks
+
+
+def busiest(plan: Plan, model: Model, moves: str = "keys") -> int:
+    """Bytes that the rank receives which receives most, forward and backward. moves: "keys" or "heads"."""
+    of_rank = by_heads if moves == "heads" else by_keys
+    return max((sum(of_rank(plan, rank, model)) for rank in range(plan.placement.ranks)), default=0)
