@@ -245,6 +245,8 @@ def doctor(arguments: argparse.Namespace) -> int:
     """Installed packages, and what runs here."""
     import torch
 
+    from fa4flex.view.backend import choice_lines
+
     print(f"fa4flex       {_version('fa4flex')}")
     print(f"python        {platform.python_version()} on {platform.machine()}")
     print(f"torch         {torch.__version__}, {torch.get_num_threads()} threads")
@@ -256,13 +258,12 @@ def doctor(arguments: argparse.Namespace) -> int:
         found = _version(name)
         print(f"{name:<13} {found}" if found else f"{name:<13} not installed (only needed for: {purpose})")
     print()
-    print("CPU           forward and backward of every variant, float32, float64, bfloat16, float16")
-    if torch.cuda.is_available():
-        device = torch.cuda.get_device_properties(0)
-        kernels = "generated kernels, forward" if device.major == 9 else "no kernels in this version"
-        print(f"GPU           {device.name}, sm_{device.major}{device.minor}: {kernels}")
-    else:
-        print("GPU           none visible; kernels for sm_90a compile here, and run simulated")
+    for line in choice_lines():
+        device, _, words = line.partition(": ")
+        print(f"{device:<13} {words}")
+    if not torch.cuda.is_available():
+        print("GPU           none visible; kernels for sm_90a and sm_100a compile here, and run simulated")
+    print('any device    torch\'s flex_attention, by fa4flex.compile(..., backend="flex")')
     return 0
 
 
@@ -356,7 +357,7 @@ def _parser() -> argparse.ArgumentParser:
     drawing.add_argument("--size", **size, help="queries (default: what the variant implies, or 2048)")
     drawing.add_argument("--kv-len", **size, help=same)
     drawing.add_argument("--tile", **size, nargs="+", help="queries and keys per character")
-    stages = "trace (default), facts, gradient; of GPU kernels plan, forward or ptx"
+    stages = "trace (default), facts, gradient, flex; of GPU kernels plan, forward or ptx"
     add(show).add_argument("--stage", default="trace", help=stages)
     explaining, checking = add(explain), add(check)
     explaining.add_argument("--q-len", **size, default=4096, help="queries (default 4096)")

@@ -97,7 +97,7 @@ class _Attention(HigherOrderOperator):
         tile, *others = options["schedule"]
         tile = None if tile is None else (int(tile[0]), int(tile[1]))  # one that is dynamic is guarded
         schedule, precision = Schedule(tile, *others), Precision(*options["precision"])
-        program = publish(found.facts, schedule, precision).text
+        program = publish(found.facts, schedule, precision, options["backend"]).text
         out, lse, largest, _ = torch.ops.fa4flex.attention(
             q, k, v, operands, options["sinks"], *options["lengths"], program, ints, floats, plain,
             options["max_scores"],
@@ -184,6 +184,7 @@ def run(
         "max_scores": "max_scores" in statistics,
         "schedule": (schedule.tile, schedule.deterministic, schedule.order, schedule.next_tile),
         "precision": (precision.compute, precision.output),
+        "backend": variant.backend,
     }
     out, lse, largest = attend(qkv, variant, options)
     return out.transpose(1, 2) if swap else out, lse, largest
@@ -216,7 +217,7 @@ def attend(
     """(out, lse, max_scores) of q, k, v [B, H, S, D], or packed.
 
     options: sinks [Hq] or None; lengths (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k); max_scores,
-    whether they are wanted; schedule and precision as tuples of their fields.
+    whether they are wanted; schedule and precision as tuples of their fields; backend.
     """
     _register()
     score, mask, scale = variant.score_mod, variant.allowed, variant.scale

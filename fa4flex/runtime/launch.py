@@ -37,6 +37,8 @@ from fa4flex.runtime.cuda.engine import Engine
 from fa4flex.runtime.cuda.operands import Remembered
 from fa4flex.runtime.cuda.ready import Results
 from fa4flex.runtime.direct import Direct
+from fa4flex.runtime.flex.choice import by_flex
+from fa4flex.runtime.flex.refusals import refuse_tensors
 from fa4flex.runtime.programs import Published, publish
 from fa4flex.runtime.recent import Recent
 from fa4flex.variant import Variant, default_scale
@@ -117,7 +119,7 @@ _prepared: weakref.WeakKeyDictionary[Trace, dict[Any, Prepared]] = weakref.WeakK
 
 
 def _prepare(trace: Trace, variant: Variant) -> Prepared:
-    known, key = _prepared.setdefault(trace, {}), (variant.schedule, variant.precision)
+    known, key = _prepared.setdefault(trace, {}), (variant.schedule, variant.precision, variant.backend)
     if key not in known:
         known[key] = Prepared(publish(trace.facts, *key))
     return known[key]
@@ -142,11 +144,12 @@ def run(
             return run(now, q, k, v, varlen, paging, statistics)
     prepared = now.prepared
     seen = observed(q, k, v)
-    if isinstance(paging, Paging) and not seen and on_gpu(q):
+    kernels = not seen and by_kernels(now.variant, q)
+    if isinstance(paging, Paging) and kernels:
         found = in_pages(now, (q, k, v), varlen, paging, statistics)
         if found is not None:
             return found
-    direct_path = not seen and paging is None and on_gpu(q)
+    direct_path = paging is None and kernels
     call, trains = direct_call(now, (q, k, v), varlen, statistics) if direct_path else (None, False)
     if call is not None:
         ready = prepared.engine.find(call)
@@ -167,7 +170,8 @@ def run(
     if swap:
         q, k, v = (x.transpose(1, 2) if x.ndim == 4 else x for x in (q, k, v))
     _check_call(now, (q, k, v), varlen)
-    operands = now.prepared.tensors(now.bound, direct_path) if call is None else call.operands
+    flex = not seen and by_flex(now.variant.backend, q)
+    operands = call.operands if call is not None else prepared.tensors(now.bound, direct_path or flex, flex)
     check_operand_devices(operands, tuple(o.name for o in now.bound.trace.operands), q)
     check_transforms(q, k, v, *operands, now.sinks)
     if call is not None:
@@ -178,6 +182,11 @@ def run(
     given = ops.Tensors(q, k, v, now.sinks, _lengths(varlen), operands)
     numbers = prepared.program.numbers(now.bound.scalars, now.scale(q))
     seen = seen or not _own(given.sinks, *operands)
+    if flex and not seen and not ops.empty(given):
+        refuse_tensors(operands, tuple(o.name for o in now.bound.trace.operands))
+        scalars = now.bound.scalars
+        out, lse, largest = prepared.program.flex.attend(given, scalars, numbers.scale, statistics)
+        return out.transpose(1, 2) if swap else out, lse, largest
     out, lse, largest, _ = ops.attend(prepared.program, given, numbers, "max_scores" in statistics, seen)
     return out.transpose(1, 2) if swap else out, lse, largest
 
@@ -216,8 +225,13 @@ def _own(*tensors: Tensor | None) -> bool:
 
 
 def on_gpu(q: Tensor) -> bool:
-    """True if kernels compute for such queries, or a simulated GPU does."""
+    """True if such queries are on a GPU, or a simulated one."""
     return q.is_cuda or simulating()
+
+
+def by_kernels(variant: Variant, q: Tensor) -> bool:
+    """True if kernels compute for such queries, or a simulated GPU does."""
+    return on_gpu(q) and not by_flex(variant.backend, q)
 
 
 def direct_call(
