@@ -162,6 +162,11 @@ def run(
             if now.recent is not None:
                 now.recent.remember(call, (q, k, v), ready, again, statistics)
             return ready(call) if again is None else direct.attend(again, call)
+    flex = not seen and not kernels and by_flex(now.variant.backend, q)
+    if flex and paging is None:
+        found = _known_to_flex(now, (q, k, v), varlen, statistics)
+        if found is not None:
+            return found
     check_tensors(q, k, v)
     check_descriptions(varlen, paging)
     if paging is not None:
@@ -170,7 +175,6 @@ def run(
     if swap:
         q, k, v = (x.transpose(1, 2) if x.ndim == 4 else x for x in (q, k, v))
     _check_call(now, (q, k, v), varlen)
-    flex = not seen and by_flex(now.variant.backend, q)
     operands = call.operands if call is not None else prepared.tensors(now.bound, direct_path or flex, flex)
     check_operand_devices(operands, tuple(o.name for o in now.bound.trace.operands), q)
     check_transforms(q, k, v, *operands, now.sinks)
@@ -188,6 +192,31 @@ def run(
         out, lse, largest = prepared.program.flex.attend(given, scalars, numbers.scale, statistics)
         return out.transpose(1, 2) if swap else out, lse, largest
     out, lse, largest, _ = ops.attend(prepared.program, given, numbers, "max_scores" in statistics, seen)
+    return out.transpose(1, 2) if swap else out, lse, largest
+
+
+def _known_to_flex(
+    now: Calling, qkv: tuple[Tensor, Tensor, Tensor], varlen: Varlen | None, statistics: Statistics
+) -> Results | None:
+    """The results of a call through torch's flex_attention that looks like an earlier one, which was checked;
+    None for others."""
+    if varlen is not None and (not isinstance(varlen, Varlen) or varlen.checked):
+        return None
+    q, k, v = qkv
+    swap = now.variant.layout == "bshd" and q.ndim == k.ndim == v.ndim == 4
+    if swap:
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    operands = now.prepared.tensors(now.bound, True, True)
+    given = ops.Tensors(q, k, v, now.sinks, _lengths(varlen), operands)
+    if not _own(given.sinks, *operands):
+        return None
+    scalars = now.bound.scalars
+    ready = now.prepared.program.flex.find(given, scalars, now.scale(q), statistics)
+    if ready is None:
+        return None
+    if now.variant.blocks is not None:
+        now.variant.blocks.fits(q.shape[2], k.shape[2], q.shape[0], q.shape[1])
+    out, lse, largest = ready(given, scalars)
     return out.transpose(1, 2) if swap else out, lse, largest
 
 

@@ -19,7 +19,7 @@ SIZES = Sizes(2, 4, 2, 14, 21)
 
 @pytest.fixture(autouse=True)
 def without_our_executor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What computes is torch's: our blockwise passes raise."""
+    """Our blockwise passes raise: torch's reference computes."""
 
     def refused(*_: Any, **__: Any) -> Any:
         raise AssertionError("our CPU executor was called")

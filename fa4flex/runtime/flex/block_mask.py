@@ -66,9 +66,9 @@ class Classifier:
     names: dict[str, Any]
 
     @property
-    def text(self) -> str:
-        """Text of the functions."""
-        return _text(self.decide, self.ranges)
+    def functions(self) -> tuple[Function, ...]:
+        """All functions."""
+        return self.decide, *self.ranges
 
     def classes(self, shape: Shape, find: Find, device: torch.device) -> Tensor:
         """uint8 [B or 1, H or 1, query blocks, key blocks] of a mask over `shape`."""

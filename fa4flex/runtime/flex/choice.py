@@ -1,4 +1,4 @@
-"""Which of the backends runs a call, and why: our kernels, our CPU executor, or torch's flex_attention."""
+"""Choice of the backend of a call, with its reason: our kernels, our CPU executor, or flex_attention."""
 
 from __future__ import annotations
 

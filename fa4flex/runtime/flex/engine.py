@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -30,14 +30,14 @@ from fa4flex.codegen.analyze.overflow import integers
 from fa4flex.codegen.analyze.prove import prove, proving, watched
 from fa4flex.codegen.evaluate import MODEST_BITS, Captured
 from fa4flex.codegen.expr import nodes
-from fa4flex.contents import VersionedCache
+from fa4flex.contents import Guards, VersionedCache, guards_of, hold
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.runtime.cuda.call import NO_LENGTHS, SequenceLengths
 from fa4flex.runtime.flex import ragged
 from fa4flex.runtime.flex.attend import Attend, Outputs, Wanted, buffers_of, module
 from fa4flex.runtime.flex.block_mask import Blocks, Classifier, blocks_of, classifier
-from fa4flex.runtime.flex.mods import Buffer, Setting
+from fa4flex.runtime.flex.mods import Buffer, Function, Setting
 from fa4flex.runtime.flex.refusals import places_of, refuse_precision, refuse_schedule
 
 MOST_READY, MOST_COMPILED, MOST_NUMBERS = 256, 64, 1024
@@ -95,15 +95,19 @@ class Engine:
 
         Raises UnsupportedError for what torch cannot express, PastTheEnd for short captured tensors.
         """
-        if given.lengths is not NO_LENGTHS and all(x is None for x in given.lengths):
-            given = given._replace(lengths=NO_LENGTHS)
-        look = _look(given, scale, statistics), self._watched.numbers_of(scalars)
-        ready = self._ready.get(look)
+        ready = self.find(given, scalars, scale, statistics)
         if ready is None:
             with proving():
-                ready = _made(self, given, scalars, scale, statistics)
+                ready = _made(self, _without_absent(given), scalars, scale, statistics)
+            look = _look(given, scale, statistics), self._watched.numbers_of(scalars)
             self._ready.keep(look, ready)
         return ready(given, scalars)
+
+    def find(
+        self, given: Given, scalars: tuple[int | float, ...], scale: float, statistics: tuple[str, ...]
+    ) -> Ready | None:
+        """Ready call of an earlier one that looked like this, all of whose parts were checked; else None."""
+        return self._ready.get((_look(given, scale, statistics), self._watched.numbers_of(scalars)))
 
     def attend_of(self, key: Hashable, make: Callable[[], Attend]) -> Attend:
         """The function kept for a key, or one that is made now."""
@@ -112,14 +116,15 @@ class Engine:
     def tokens(self, given: Given) -> tuple[Tensor, ...]:
         """Tables of a ragged batch."""
         q, k, _, _, lengths, _ = given
-        if lengths is NO_LENGTHS:
+        if all(x is None for x in lengths):
             return ()
         packed = lengths.cu_seqlens_q is not None
 
         def make() -> tuple[Tensor, ...]:
-            if packed:
-                return ragged.tokens_of(lengths, q.shape[0], k.shape[0])
-            return ragged.ends_of(lengths, q.shape[0], q.shape[2], k.shape[2])
+            with torch.inference_mode(False):  # what inference makes, no later call could save
+                if packed:
+                    return ragged.tokens_of(lengths, q.shape[0], k.shape[0])
+                return ragged.ends_of(lengths, q.shape[0], q.shape[2], k.shape[2])
 
         if _capturing(q):
             return make()
@@ -131,16 +136,34 @@ class Engine:
 def _look(given: Given, scale: float, statistics: tuple[str, ...]) -> Hashable:
     """All that a ready call depends on, but for contents."""
     q, k, v, sinks, lengths, operands = given
-    tensors = (q, k, v, *operands) if sinks is None else (q, k, v, *operands, sinks)
     grad = torch.is_grad_enabled()
+    inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
     return (
-        tuple([(x.shape, x.dtype, grad and x.requires_grad) for x in tensors]),
-        q.device, sinks is None, scale, statistics, grad,
-        lengths if lengths is NO_LENGTHS else tuple([None if x is None else x.shape for x in lengths]),
+        tuple([(x.shape, x.dtype, x.device, grad and x.requires_grad) for x in inputs]),
+        tuple([(x.shape, x.dtype, x.device, x.layout, grad and x.requires_grad) for x in operands]),
+        sinks is None, scale, statistics, grad,
+        None if lengths is NO_LENGTHS else tuple([None if x is None else x.shape for x in lengths]),
     )  # fmt: skip
 
 
+def _without_absent(given: Given) -> Given:
+    """The same with NO_LENGTHS where all lengths are None, as operators have them."""
+    return given._replace(lengths=NO_LENGTHS) if all(x is None for x in given.lengths) else given
+
+
 # --- making ready -----------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Recent:
+    """Parts of the last call: text of its numbers, stream, tensors of numbers, and its block mask with guards
+    of what that was made of."""
+
+    numbers: str
+    stream: int
+    tensors: dict[Buffer, Tensor]
+    guards: Guards = ()
+    blocks: Blocks | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,8 +173,10 @@ class Ready:
     attend            the compiled function, or torch's reference
     classes           None where all pairs take part
     score, mask       buffers that the two functions take
-    read              slots of the captured tensors that the mask reads; numbers: those of captured numbers
-    floats, ints      dtypes of 0-d tensors of numbers
+    read              slots of the captured tensors that the mask reads
+    numbers           slots of the captured numbers that the mask reads
+    dtypes            of the tensors of numbers and lengths that functions read
+    padded_to         columns of zeros that q and k, and v, get
     """
 
     engine: Engine
@@ -162,36 +187,47 @@ class Ready:
     mask: tuple[Buffer, ...]
     read: tuple[int, ...]
     numbers: tuple[int, ...]
-    kinds: dict[int, str]
-    floats: torch.dtype
-    ints: torch.dtype
+    dtypes: dict[Buffer, torch.dtype]
     padded_to: tuple[int, int]
+    recent: list[Recent] = field(default_factory=list)
 
     def __call__(self, given: Given, scalars: tuple[int | float, ...]) -> Outputs:
         q, k, v = given.q, given.k, given.v
         packed = given.lengths.cu_seqlens_q is not None
-        tables = self.engine.tokens(given)
-        operands = (*given.operands, *tables)
-
-        def find(buffer: Buffer) -> Tensor:
-            if buffer.kind == "tensor":
-                return operands[buffer.which]
-            if buffer.kind == "length":
-                return _number_of(getattr(self.shape, _LENGTHS[buffer.which]), self.ints, q)
-            is_float = self.kinds[buffer.which] == "float"
-            return _number_of(scalars[buffer.which], self.floats if is_float else self.ints, q)
-
-        if tables:
+        operands = given.operands
+        if given.lengths is not NO_LENGTHS and (tables := self.engine.tokens(given)):
+            operands = (*operands, *tables)
             q, k, v = _inside(given, tables) if packed else _before_ends(given, tables)
-        q, k, v = self._wide(q, k, v)
-        blocks = None if self.classes is None else self._blocks(operands, scalars, q, find)
-        score, mask = (tuple([find(x) for x in of]) for of in (self.score, self.mask))
+        if self.padded_to != (0, 0):
+            q, k, v = self._wide(q, k, v)
+        recent = self._now(scalars, q)
+        blocks = None if self.classes is None else self._blocks(recent, operands, scalars, q)
+        numbers = recent.tensors
+        score, mask = (
+            tuple([operands[x.which] if x.kind == "tensor" else numbers[x] for x in of])
+            for of in (self.score, self.mask)
+        )
         out, lse, largest = self.attend(q, k, v, blocks, score, mask, given.sinks)
-        out = out[..., : given.v.shape[-1]] if self.padded_to[1] else out
+        if self.padded_to[1]:
+            out = out[..., : given.v.shape[-1]]
         if not packed:
             return out, lse, largest
         lse, largest = (None if x is None else x[0] for x in (lse, largest))
         return out[0].transpose(0, 1), lse, largest
+
+    def _now(self, scalars: tuple[int | float, ...], q: Tensor) -> Recent:
+        """The numbers of this call as tensors: those of the last one, if they are equal."""
+        text, stream = repr(scalars), _stream(q)
+        if self.recent and self.recent[0].numbers == text and self.recent[0].stream == stream:
+            return self.recent[0]
+        sizes = {"q_len": self.shape.q_len, "kv_len": self.shape.kv_len, "num_heads": self.shape.heads}
+        tensors = {
+            x: _number_of(sizes[x.which] if x.kind == "length" else scalars[x.which], dtype, q)
+            for x, dtype in self.dtypes.items()
+        }
+        made = Recent(text, stream, tensors)
+        self.recent[:] = [made]
+        return made
 
     def _wide(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Heads padded with zeros, where torch's kernels have none so narrow."""
@@ -201,26 +237,29 @@ class Ready:
         return q, k, pad(v, (0, more_v)) if more_v else v
 
     def _blocks(
-        self,
-        operands: tuple[Tensor, ...],
-        scalars: tuple[Any, ...],
-        q: Tensor,
-        find: Callable[[Buffer], Tensor],
+        self, recent: Recent, operands: tuple[Tensor, ...], scalars: tuple[Any, ...], q: Tensor
     ) -> Blocks:
         assert self.classes is not None
-        classes, shape = self.classes, self.shape
+        read = [operands[slot] for slot in self.read]
+        capturing = _capturing(q)
+        if recent.blocks is not None and not capturing and hold(recent.guards, read):
+            return recent.blocks
+        classes = self.classes
+
+        def find(buffer: Buffer) -> Tensor:
+            return operands[buffer.which] if buffer.kind == "tensor" else recent.tensors[buffer]
 
         def make() -> Blocks:
-            with torch.no_grad():
-                return blocks_of(classes.classes(shape, find, q.device))
+            with torch.inference_mode(False), torch.no_grad():
+                return blocks_of(classes.classes(self.shape, find, q.device))
 
-        if _capturing(q):
+        if capturing:
             return make()
-        key = self.shape, repr([scalars[slot] for slot in self.numbers]), q.device, _stream(q)
-        return self.engine.masks.made(key, [operands[slot] for slot in self.read], make)
-
-
-_LENGTHS = {"q_len": "q_len", "kv_len": "kv_len", "num_heads": "heads"}
+        numbers = repr([scalars[slot] for slot in self.numbers])
+        made = self.engine.masks.made((self.shape, numbers, q.device, recent.stream), read, make)
+        if not any(x.is_inference() for x in read):  # torch counts no changes of these
+            recent.guards, recent.blocks = guards_of(read), made
+        return made
 
 
 def _made(
@@ -246,21 +285,29 @@ def _made(
     short = (0, 0) if not compiled else tuple(max(LEAST_WIDTH - width, 0) for width in widths)
     heads = q.shape[1], given.k.shape[1]
     key = made.text, compiled, q.dtype, q.device, heads, widths, grad, tuple(sorted(wanting)), trains
-    found = nodes(facts.score, facts.mask)
+    classes = None if made.mask is None else classifier(facts.mask, operands, setting)
+    functions = [x for x in (made.score, made.mask) if x is not None]
+    functions += [] if classes is None else classes.functions
     return Ready(
         engine,
         engine.attend_of(key, lambda: _guarded(made, on_cpu) if compiled else made.uncompiled()),
         shape,
-        None if made.mask is None else classifier(facts.mask, operands, setting),
+        classes,
         buffers_of(made.score),
         buffers_of(made.mask),
         tuple(sorted(slots_read(facts.mask))),
         numbers_read(facts.mask),
-        {node.value: node.kind for node in found if node.op == "scalar"},
-        torch.float64 if setting.floats == "torch.float64" else torch.float32,
-        torch.int64 if setting.ints == "torch.int64" else torch.int32,
+        _dtypes(facts, setting, functions),
         short,  # type: ignore[arg-type]
     )
+
+
+def _dtypes(facts: Facts, setting: Setting, functions: Sequence[Function]) -> dict[Buffer, torch.dtype]:
+    """Numbers that functions read, and the dtypes of their tensors."""
+    kinds = {node.value: node.kind for node in nodes(facts.score, facts.mask) if node.op == "scalar"}
+    floats, ints = (getattr(torch, x.removeprefix("torch.")) for x in (setting.floats, setting.ints))
+    read = dict.fromkeys(x.base for f in functions for x in f.buffers if x.kind != "tensor")
+    return {x: floats if x.kind == "number" and kinds[x.which] == "float" else ints for x in read}
 
 
 def _guarded(made: Any, on_cpu: bool) -> Attend:
@@ -375,7 +422,8 @@ def _before_ends(given: Given, tables: tuple[Tensor, ...]) -> tuple[Tensor, Tens
 
 def _stream(q: Tensor) -> int:
     """The stream that work is queued on: what one makes, another may read too early."""
-    return torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
+    found: int = torch._C._cuda_getCurrentRawStream(q.get_device()) if q.is_cuda else 0
+    return found
 
 
 def _capturing(q: Tensor) -> bool:

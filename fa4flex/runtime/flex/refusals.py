@@ -1,4 +1,4 @@
-"""What torch's flex_attention cannot express, each with its reason and the nearest alternative."""
+"""Refusals of what torch's flex_attention cannot express, with reasons and nearest alternatives."""
 
 from __future__ import annotations
 
