@@ -134,20 +134,30 @@ def classifier(mask: Expr, operands: Sequence[Tensor], setting: Setting) -> Clas
     return Classifier(bounds, decide, ranges, names)
 
 
-def classes_of(mask: Expr, shape: Shape, captured: Captured) -> Tensor:
-    """uint8 [B or 1, H or 1, query blocks, key blocks] of a mask, where its captured tensors are."""
-    operands = captured.operands
-    device = operands[0].device if operands else torch.device("cpu")
+def finder(shape: Shape, captured: Captured, device: torch.device) -> Find:
+    """Tensors of buffers: captured ones, and numbers and lengths on a device."""
     values = {"q_len": shape.q_len, "kv_len": shape.kv_len, "num_heads": shape.heads}
 
     def find(buffer: Buffer) -> Tensor:
         if buffer.kind == "tensor":
-            return operands[buffer.which]
+            return captured.operands[buffer.which]
         number = values[buffer.which] if buffer.kind == "length" else captured.scalars[buffer.which]
         return torch.tensor(number, device=device)
 
-    setting = Setting(sizes=tuple(tuple(x.shape) for x in operands))
-    return classifier(mask, operands, setting).classes(shape, find, device)
+    return find
+
+
+def classifier_of(mask: Expr, captured: Captured) -> Classifier:
+    """The classifier of a mask with what it captured, whose indices are clamped."""
+    sizes = tuple(tuple(x.shape) for x in captured.operands)
+    return classifier(mask, captured.operands, Setting(sizes=sizes))
+
+
+def classes_of(mask: Expr, shape: Shape, captured: Captured) -> Tensor:
+    """uint8 [B or 1, H or 1, query blocks, key blocks] of a mask, on the device of the captured tensors, or
+    on the CPU."""
+    device = captured.operands[0].device if captured.operands else torch.device("cpu")
+    return classifier_of(mask, captured).classes(shape, finder(shape, captured, device), device)
 
 
 def _text(decide: Function, ranges: Sequence[Function]) -> str:
