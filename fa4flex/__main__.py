@@ -42,6 +42,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     import torch
 
     from fa4flex.doctor import gpus, kept_kernels, run_self_checks, variables
+    from fa4flex.view.backend import choice_lines
 
     print(f"fa4flex       {_version('fa4flex')}")
     print(f"python        {platform.python_version()} on {platform.platform()}")
@@ -56,12 +57,15 @@ def doctor(arguments: argparse.Namespace) -> int:
         found = _version(name)
         print(f"{name:<13} {found}" if found else f"{name:<13} not installed (only needed for: {purpose})")
     print()
-    print("CPU           forward and backward of every variant, float32, float64, bfloat16, float16")
+    for line in choice_lines():
+        device, _, words = line.partition(": ")
+        print(f"{device:<13} {words}")
     if torch.cuda.is_available():
         for line in gpus():
             print(f"GPU           {line}")
     else:
-        print("GPU           none visible; kernels for sm_90a compile here, and run simulated")
+        print("GPU           none visible; kernels for sm_90a and sm_100a compile here, and run simulated")
+    print('any device    torch\'s flex_attention, by fa4flex.compile(..., backend="flex")')
     print(f"cache         {kept_kernels()}")
     print(f"variables     {', '.join(variables()) or 'none set'}\n")
     return 0 if run_self_checks() else 1
@@ -158,7 +162,7 @@ def _parser() -> argparse.ArgumentParser:
     drawing.add_argument("--size", **size, help="queries (default: what the variant implies, or 2048)")
     drawing.add_argument("--kv-len", **size, help=same)
     drawing.add_argument("--tile", **size, nargs="+", help="queries and keys per character")
-    stages = "trace (default), facts, gradient; of GPU kernels plan, forward or ptx"
+    stages = "trace (default), facts, gradient, flex; of GPU kernels plan, forward or ptx"
     add(show).add_argument("--stage", default="trace", help=stages)
     explaining, checking = add(explain), add(check)
     explaining.add_argument("--q-len", **size, default=4096, help="queries (default 4096)")

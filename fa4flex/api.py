@@ -24,7 +24,7 @@ from fa4flex.primitives.sinks import Sinks
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime import launch
 from fa4flex.runtime.cuda.device.faults import synchronize
-from fa4flex.variant import Layout, Variant, at_call, compose
+from fa4flex.variant import Backend, Layout, Variant, at_call, compose
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -140,9 +140,9 @@ class Attention:
     def source(self, stage: str = "trace", **problem: Any) -> str:
         """The program at a stage as readable text, each line with the user's line that it came from.
 
-        "trace", "facts" and "gradient" hold for every call. "plan", "forward" (the generated kernel module)
-        and "ptx" are those of a GPU, at a head_dim of 128 in bfloat16 unless `problem` says otherwise:
-        attn.source("forward", head_dim=64, dtype="float16").
+        "trace", "facts" and "gradient" hold for every call; "flex" is what torch's flex_attention is given.
+        "plan", "forward" (the generated kernel module) and "ptx" are those of a GPU, at a head_dim of 128 in
+        bfloat16 unless `problem` says otherwise: attn.source("forward", head_dim=64, dtype="float16").
         """
         from fa4flex.view.source import source
 
@@ -171,6 +171,7 @@ def compile(
     sinks: Tensor | Callable[[], Tensor] | Sinks | None = None,
     scale: float | None = None,
     layout: Layout = "bhsd",
+    backend: Backend = "auto",
     **data: Precision | Schedule,
 ) -> Attention:
     """Specialise attention to a variant.
@@ -182,13 +183,16 @@ def compile(
                that returns it, asked at each call
     scale      multiplies q.k; default 1 / sqrt(head_dim)
     layout     "bhsd" (PyTorch) or "bshd" (FlashAttention)
+    backend    "auto": generated kernels on GPUs that have some, torch's flex_attention on others, PyTorch
+               operations on a CPU; or "flex": torch's flex_attention on any. explain() says which, and why
     precision, schedule   see fa4flex.Precision and fa4flex.Schedule
 
     What the functions captured is looked up again at each call, where it was found: closure variables,
     globals, attributes, default arguments. Tensors receive gradients.
     Raises TraceError, InputError or UnsupportedError; nothing is ignored.
     """
-    variant = compose(score_mod, mask, blocks=blocks, sinks=sinks, scale=scale, layout=layout, **data)
+    options: dict[str, Any] = {"backend": backend, **data}
+    variant = compose(score_mod, mask, blocks=blocks, sinks=sinks, scale=scale, layout=layout, **options)
     if torch.compiler.is_dynamo_compiling():
         return Attention(variant)
     made = Attention(variant, launch.Caller())

@@ -22,6 +22,7 @@ from fa4flex.primitives.score import ScoreMod, as_score
 from fa4flex.primitives.sinks import Sinks
 
 Layout = Literal["bhsd", "bshd"]
+Backend = Literal["auto", "flex"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -34,6 +35,7 @@ class Variant:
     sinks      learnable logits, one per query head, in the softmax's denominator
     scale      multiplies q.k; None means 1 / sqrt(head_dim)
     layout     of q, k, v and the output: "bhsd" (PyTorch) or "bshd" (FlashAttention)
+    backend    "auto", or "flex": torch's flex_attention, wherever the tensors are
     """
 
     score_mod: ScoreMod | None = None
@@ -45,6 +47,7 @@ class Variant:
     # None stands for Precision() and Schedule(): Dynamo of torch 2.11 takes no object for a default.
     precision: Precision = None  # type: ignore[assignment]
     schedule: Schedule = None  # type: ignore[assignment]
+    backend: Backend = "auto"
 
     allowed: Mask | None = field(init=False)
     """Block map and mask as one: allowed = block map AND (full block OR mask)."""
@@ -79,8 +82,8 @@ def compose(
 ) -> Variant:
     """User arguments -> Variant: bare families become their defaults, a BlockMask its map and mask_mod.
 
-    `data` holds `precision` and `schedule`. Raises InputError for what does not fit, TypeError for options
-    that do not exist.
+    `data` holds `precision`, `schedule` and `backend`. Raises InputError for what does not fit, TypeError
+    for options that do not exist.
     """
     _check_options(data)
     if isinstance(mask, (BlockMask, BlockMap)):
@@ -100,6 +103,13 @@ def compose(
                 "put both into the BlockMask's mask_mod, or build the map with fa4flex.BlockMap",
             )
         mask = own if own is not None else mask
+    backend = data.pop("backend", "auto")
+    if backend not in _BACKENDS:
+        raise InputError(
+            f"backend={backend!r}",
+            '"auto" or "flex" (torch\'s flex_attention)',
+            'leave it at "auto": kernels where there are some, else what the device has',
+        )
     _check_scale(scale)
     _check_types({"blocks": blocks, **data})
     if layout not in _LAYOUTS:
@@ -117,11 +127,12 @@ def compose(
         layout=layout,
         precision=data.get("precision", _PRECISION),
         schedule=data.get("schedule", _SCHEDULE),
+        backend=backend,
     )
 
 
 _PRECISION, _SCHEDULE = Precision(), Schedule()
-_LAYOUTS = get_args(Layout)
+_LAYOUTS, _BACKENDS = get_args(Layout), get_args(Backend)
 
 
 def at_call(
@@ -146,6 +157,7 @@ def at_call(
         variant.layout,
         variant.precision,
         variant.schedule,
+        variant.backend,
     )
 
 
@@ -168,7 +180,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], str, str]] = {
 
 
 def _check_options(data: dict[str, Any]) -> None:
-    unknown = sorted(data.keys() - _TYPES.keys())
+    unknown = sorted(data.keys() - _TYPES.keys() - {"backend"})
     if unknown:
         names = [field.name for field in fields(Variant) if field.init]
         raise TypeError(f"unknown options {', '.join(unknown)}; there are {', '.join(names)}")

@@ -433,6 +433,12 @@ def parallel(
 
     Raises InputError for a mesh without that dimension, and for options that do not exist.
     """
+    if variant.backend != "auto":
+        raise UnsupportedError(
+            f"backend={variant.backend!r} over several ranks, whose parts are merged by operators of our own",
+            'backend="auto"',
+            'compile the variant with backend="auto"',
+        )
     if captured_gradients not in get_args(Gradients):
         raise InputError(
             f"captured_gradients={captured_gradients!r}",

@@ -17,6 +17,7 @@ from fa4flex.primitives.base import functions_of, kind_of
 from fa4flex.primitives.heads import ratio
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.varlen import Varlen
+from fa4flex.runtime.flex.choice import FLEX_DEVICES, by_flex, no_backend
 from fa4flex.variant import Variant
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -184,13 +185,9 @@ def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 def check_variant(sizes: Sizes, q: Tensor, variant: Variant) -> None:
     """Requirements of a variant's own tensors on a call."""
-    if q.device.type not in ("cpu", "cuda"):
-        raise UnsupportedError(
-            f"tensors on {q.device}",
-            "CPU tensors, or CUDA tensors on a Hopper GPU",
-            "move q, k, v and captured tensors with .cpu() or .cuda()",
-        )
-    if q.device.type == "cuda":
+    if q.device.type not in ("cpu", *FLEX_DEVICES):
+        raise no_backend(q.device)
+    if q.device.type == "cuda" and not by_flex(variant.backend, q):
         _check_cuda(q, variant)
     if variant.blocks is not None and q.ndim == 3:
         raise UnsupportedError(

@@ -47,7 +47,7 @@ def read_as(
     q, k, v = qkv
     arrangement = _checked(variant, qkv, varlen, paging, scales)
     given = scales or NO_SCALES
-    on_cpu = q.device.type == "cpu" and not launch.on_gpu(q)
+    on_cpu = q.device.type == "cpu" and not launch.by_kernels(variant, q)
     dtype = variant.precision.compute_dtype(q.dtype) if on_cpu else q.dtype
     k = dequantised(k, given.k, arrangement, dtype)
     v = dequantised(v, given.v, arrangement, dtype)
@@ -104,7 +104,7 @@ def _in_place(
 ) -> launch.Results | None:
     """The results of a call whose cache a kernel reads as it is; None where none does."""
     q = qkv[0]
-    if not isinstance(q, Tensor) or not launch.on_gpu(q) or launch.observed(*qkv):
+    if not isinstance(q, Tensor) or not launch.by_kernels(now.variant, q) or launch.observed(*qkv):
         return None
     given = NO_SCALES if scales is None else scales
     arrangement = _checked(now.variant, qkv, varlen, paging, scales)

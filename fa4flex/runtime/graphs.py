@@ -99,7 +99,7 @@ class _Attention(HigherOrderOperator):
         split = None if split is None else int(split)
         schedule = Schedule(tile, deterministic, order, following, split, int(margin))
         precision = Precision(*options["precision"])
-        program = publish(found.facts, schedule, precision).text
+        program = publish(found.facts, schedule, precision, options["backend"]).text
         out, lse, largest, _ = torch.ops.fa4flex.attention(
             q, k, v, operands, options["sinks"], *options["lengths"], program, ints, floats, plain,
             options["max_scores"],
@@ -186,6 +186,7 @@ def run(
         "max_scores": "max_scores" in statistics,
         "schedule": _fields(schedule),
         "precision": (precision.compute, precision.output),
+        "backend": variant.backend,
     }
     out, lse, largest = attend(qkv, variant, options)
     return out.transpose(1, 2) if swap else out, lse, largest
@@ -223,7 +224,7 @@ def attend(
     """(out, lse, max_scores) of q, k, v [B, H, S, D], or packed.
 
     options: sinks [Hq] or None; lengths (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k); max_scores,
-    whether they are wanted; schedule and precision as tuples of their fields.
+    whether they are wanted; schedule and precision as tuples of their fields; backend.
     """
     _register()
     score, mask, scale = variant.score_mod, variant.allowed, variant.scale

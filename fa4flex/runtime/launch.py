@@ -37,6 +37,8 @@ from fa4flex.runtime.cuda.calls.operands import Remembered
 from fa4flex.runtime.cuda.engine import Engine
 from fa4flex.runtime.cuda.launches.ready import Results
 from fa4flex.runtime.direct import Direct
+from fa4flex.runtime.flex.choice import by_flex
+from fa4flex.runtime.flex.refusals import refuse_tensors
 from fa4flex.runtime.programs import Published, publish
 from fa4flex.runtime.recent import Recent
 from fa4flex.variant import Variant, default_scale
@@ -117,7 +119,7 @@ _prepared: weakref.WeakKeyDictionary[Trace, dict[Any, Prepared]] = weakref.WeakK
 
 
 def _prepare(trace: Trace, variant: Variant) -> Prepared:
-    known, key = _prepared.setdefault(trace, {}), (variant.schedule, variant.precision)
+    known, key = _prepared.setdefault(trace, {}), (variant.schedule, variant.precision, variant.backend)
     if key not in known:
         known[key] = Prepared(publish(trace.facts, *key))
     return known[key]
@@ -142,11 +144,12 @@ def run(
             return run(now, q, k, v, varlen, paging, statistics)
     prepared = now.prepared
     seen = observed(q, k, v)
-    if isinstance(paging, Paging) and not seen and on_gpu(q):
+    kernels = not seen and by_kernels(now.variant, q)
+    if isinstance(paging, Paging) and kernels:
         found = in_pages(now, (q, k, v), varlen, paging, statistics)
         if found is not None:
             return found
-    direct_path = not seen and paging is None and on_gpu(q)
+    direct_path = paging is None and kernels
     call, trains = direct_call(now, (q, k, v), varlen, statistics) if direct_path else (None, False)
     if call is not None:
         ready = prepared.engine.find(call)
@@ -159,6 +162,11 @@ def run(
             if now.recent is not None:
                 now.recent.remember(call, (q, k, v), ready, again, statistics)
             return ready(call) if again is None else direct.attend(again, call)
+    flex = not seen and not kernels and by_flex(now.variant.backend, q)
+    if flex and paging is None:
+        found = _known_to_flex(now, (q, k, v), varlen, statistics)
+        if found is not None:
+            return found
     check_tensors(q, k, v)
     check_descriptions(varlen, paging)
     if paging is not None:
@@ -167,7 +175,7 @@ def run(
     if swap:
         q, k, v = (x.transpose(1, 2) if x.ndim == 4 else x for x in (q, k, v))
     _check_call(now, (q, k, v), varlen)
-    operands = now.prepared.tensors(now.bound, direct_path) if call is None else call.operands
+    operands = call.operands if call is not None else prepared.tensors(now.bound, direct_path or flex, flex)
     check_operand_devices(operands, tuple(o.name for o in now.bound.trace.operands), q)
     check_transforms(q, k, v, *operands, now.sinks)
     if call is not None:
@@ -178,7 +186,37 @@ def run(
     given = ops.Tensors(q, k, v, now.sinks, _lengths(varlen), operands)
     numbers = prepared.program.numbers(now.bound.scalars, now.scale(q))
     seen = seen or not _own(given.sinks, *operands)
+    if flex and not seen and not ops.empty(given):
+        refuse_tensors(operands, tuple(o.name for o in now.bound.trace.operands))
+        scalars = now.bound.scalars
+        out, lse, largest = prepared.program.flex.attend(given, scalars, numbers.scale, statistics)
+        return out.transpose(1, 2) if swap else out, lse, largest
     out, lse, largest, _ = ops.attend(prepared.program, given, numbers, "max_scores" in statistics, seen)
+    return out.transpose(1, 2) if swap else out, lse, largest
+
+
+def _known_to_flex(
+    now: Calling, qkv: tuple[Tensor, Tensor, Tensor], varlen: Varlen | None, statistics: Statistics
+) -> Results | None:
+    """The results of a call through torch's flex_attention that looks like an earlier one, which was checked;
+    None for others."""
+    if varlen is not None and (not isinstance(varlen, Varlen) or varlen.checked):
+        return None
+    q, k, v = qkv
+    swap = now.variant.layout == "bshd" and q.ndim == k.ndim == v.ndim == 4
+    if swap:
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    operands = now.prepared.tensors(now.bound, True, True)
+    given = ops.Tensors(q, k, v, now.sinks, _lengths(varlen), operands)
+    if not _own(given.sinks, *operands):
+        return None
+    scalars = now.bound.scalars
+    ready = now.prepared.program.flex.find(given, scalars, now.scale(q), statistics)
+    if ready is None:
+        return None
+    if now.variant.blocks is not None:
+        now.variant.blocks.fits(q.shape[2], k.shape[2], q.shape[0], q.shape[1])
+    out, lse, largest = ready(given, scalars)
     return out.transpose(1, 2) if swap else out, lse, largest
 
 
@@ -216,8 +254,13 @@ def _own(*tensors: Tensor | None) -> bool:
 
 
 def on_gpu(q: Tensor) -> bool:
-    """True if kernels compute for such queries, or a simulated GPU does."""
+    """True if such queries are on a GPU, or a simulated one."""
     return q.is_cuda or simulating()
+
+
+def by_kernels(variant: Variant, q: Tensor) -> bool:
+    """True if kernels compute for such queries, or a simulated GPU does."""
+    return on_gpu(q) and not by_flex(variant.backend, q)
 
 
 def direct_call(

@@ -7,9 +7,10 @@ intercepts operators, `attend` goes past them, straight to what computes: that i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,9 +20,14 @@ from fa4flex.runtime import autocast, cpu, flops, sharding
 from fa4flex.runtime.cuda.backward import run_backward
 from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Call, SequenceLengths
 from fa4flex.runtime.cuda.launches.ready_backward import Saved
+from fa4flex.runtime.flex.choice import by_flex
+from fa4flex.runtime.flex.engine import Given
 from fa4flex.runtime.gradients import gradients
 from fa4flex.runtime.layouts import empty_output
 from fa4flex.runtime.programs import Numbers, Published, read
+
+Tensors = Given
+"""Tensors of one call."""
 
 Forward = tuple[Tensor, Tensor, Tensor, Tensor]
 """out, lse, max_scores and total, as cpu.Forward has them. On a GPU `total` is empty, and so is `max_scores`
@@ -42,17 +48,6 @@ library.define(
 )
 
 
-class Tensors(NamedTuple):
-    """Tensors of one call: q, k, v dense [B, H, S, D], or packed [T, H, D] with cu_seqlens."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    sinks: Tensor | None
-    lengths: SequenceLengths
-    operands: tuple[Tensor, ...]
-
-
 # --- what computes ----------------------------------------------------------------------------------------
 
 
@@ -62,7 +57,9 @@ def forward(
     """Compute attention by a GPU's kernel, or blockwise on a CPU. What only a backward pass reads may be
     empty where the result is not `differentiable`."""
     on_gpu = given.q.is_cuda or simulating()
-    if _empty(given) and on_gpu:
+    if by_flex(program.backend, given.q) and not empty(given):
+        return _by_flex(program, given, numbers, max_scores)
+    if empty(given) and on_gpu:
         return _without_keys_on_gpu(program, given, numbers, max_scores)
     if on_gpu:
         statistics = ("lse", "max_scores") if max_scores else ("lse",)
@@ -82,7 +79,7 @@ def forward(
     return result.out, result.lse, result.max_scores, result.total
 
 
-def _empty(given: Tensors) -> bool:
+def empty(given: Tensors) -> bool:
     """True for a dense batch without entries, queries or keys."""
     return given.q.ndim == 4 and not (given.q.numel() and given.k.numel())
 
@@ -108,9 +105,65 @@ def backward(
 
     `gradients` is ([dout, dlse], what the forward returned); without dlse where nothing depends on the lse.
     """
+    if by_flex(program.backend, given.q) and not empty(given):
+        return _backward_by_flex(program, given, numbers, gradients[0], needs)
     if given.q.is_cuda or simulating():
         return _backward_on_gpu(program, given, numbers, gradients, needs)
     return _blockwise_backward(program, given, _inputs(program, given, numbers), gradients, needs)
+
+
+# --- by torch's flex_attention ----------------------------------------------------------------------------
+
+
+def _by_flex(program: Published, given: Tensors, numbers: Numbers, max_scores: bool) -> Forward:
+    """The results as an operator returns them."""
+    statistics = ("lse", "max_scores") if max_scores else ("lse",)
+    with _outside(grad=False):
+        found, lse, largest = program.flex.attend(given, program.scalars(numbers), numbers.scale, statistics)
+    assert lse is not None
+    output = program.precision.output_dtype(given.q.dtype)
+    out = empty_output(given.q, given.v.shape[-1], output).copy_(found)
+    lse = lse.contiguous()
+    if given.q.device.type != "cpu":
+        return out, lse, lse.new_empty(0) if largest is None else largest, lse.new_empty(0)
+    return (
+        out,
+        lse,
+        lse.clone() if largest is None else largest.contiguous(),
+        (lse > -torch.inf).to(lse.dtype),
+    )
+
+
+def _backward_by_flex(
+    program: Published, given: Tensors, numbers: Numbers, upstream: Sequence[Tensor], needs: Sequence[int]
+) -> list[Tensor]:
+    """Gradients by torch's autograd, of a forward pass that is run again: an operator keeps no graph."""
+    with _outside(grad=True):
+        q, k, v = (x.detach().requires_grad_() for x in given[:3])
+        sinks = None if given.sinks is None else given.sinks.detach().requires_grad_()
+        operands = [x.detach().requires_grad_(slot in needs) for slot, x in enumerate(given.operands)]
+        again = Given(q, k, v, sinks, given.lengths, tuple(operands))
+        statistics = ("lse",) if len(upstream) > 1 else ()
+        out, lse, _ = program.flex.attend(again, program.scalars(numbers), numbers.scale, statistics)
+        wanted = [x for x in (q, k, v, sinks) if x is not None] + [operands[slot] for slot in needs]
+        outputs = [out.to(upstream[0].dtype)] if lse is None else [out.to(upstream[0].dtype), lse]
+        return list(torch.autograd.grad(outputs, wanted, list(upstream), materialize_grads=True))
+
+
+_DISPATCH = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+"""Dispatch keys as they are outside of operators."""
+
+
+@contextlib.contextmanager
+def _outside(grad: bool) -> Iterator[None]:
+    """Within, torch dispatches as outside of the operator at hand: vmap, which traces mods, and autograd, if
+    `grad`, work there alone."""
+    with (
+        torch.inference_mode(False),
+        torch._C._ForceDispatchKeyGuard(*_DISPATCH),
+        torch.set_grad_enabled(grad),
+    ):
+        yield
 
 
 def _call(program: Published, given: Tensors, numbers: Numbers, statistics: tuple[str, ...]) -> Call:
@@ -135,7 +188,7 @@ def _backward_on_gpu(
     """
     (dout, *of_lse), (out, lse, *_) = gradients
     dlse = of_lse[0] if of_lse else None
-    if dout.dtype == out.dtype == given.q.dtype and not _empty(given):
+    if dout.dtype == out.dtype == given.q.dtype and not empty(given):
         call = _call(program, given, numbers, ("lse",))
         found = run_backward(program.engine, call, Saved(out, lse, dout, dlse), needs)
         if found is not None:
@@ -364,7 +417,7 @@ def _backward_below(*args: Any) -> list[Tensor]:
     return found
 
 
-for _device in ("CPU", "CUDA"):
+for _device in ("CPU", "CUDA", "XPU"):
     library.impl("attention", _attention, _device)
     library.impl("attention_backward", _attention_backward, _device)
 library.impl("attention", _attention_with_gradients, "Autograd")
@@ -396,7 +449,7 @@ def _(
     precision, max_scores = read(rest[3]).precision, rest[-1]
     shape = q.shape[:-1] if cu_seqlens_q is None else (q.shape[1], q.shape[0])
     compute, output = precision.compute_dtype(q.dtype), precision.output_dtype(q.dtype)
-    if q.device.type == "cuda":
+    if q.device.type != "cpu":
         sizes: tuple[Any, ...] = (shape, shape if max_scores else (0,), (0,))
     else:
         sizes = (shape, shape, shape)

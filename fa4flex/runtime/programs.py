@@ -20,8 +20,10 @@ from fa4flex.errors import InputError
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.runtime.cuda.engine import Engine
+from fa4flex.runtime.flex import engine as flex
+from fa4flex.variant import Backend
 
-FORMAT = 1
+FORMAT = 2
 """Version of programs' text and of the operators' meaning; exported programs of another one are refused."""
 
 
@@ -33,7 +35,10 @@ def contract() -> str:
     graph made by other sources is not found again.
     """
     package = Path(__file__).parents[1]
-    names = "codegen/trace/*.py", "codegen/*.py", "codegen/analyze/*.py", "runtime/*.py", "primitives/*.py"
+    names = (
+        "codegen/trace/*.py", "codegen/*.py", "codegen/analyze/*.py", "runtime/*.py", "runtime/flex/*.py",
+        "primitives/*.py",
+    )  # fmt: skip
     digest = hashlib.sha256()
     for path in sorted(path for name in names for path in package.glob(name)):
         digest.update(path.read_bytes())
@@ -60,6 +65,7 @@ class Published:
     facts: Facts
     schedule: Schedule = Schedule()
     precision: Precision = Precision()
+    backend: Backend = "auto"
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
@@ -77,6 +83,7 @@ class Published:
             "schedule": asdict(self.schedule),
             "compute": self.precision.compute,
             "output": None if output is None else str(output).removeprefix("torch."),
+            "backend": self.backend,
         }
         return json.dumps(fields, separators=(",", ":"))
 
@@ -84,6 +91,11 @@ class Published:
     def engine(self) -> Engine:
         """Launcher of this program on NVIDIA GPUs; equal programs share what it keeps."""
         return _engine(self)
+
+    @cached_property
+    def flex(self) -> flex.Engine:
+        """Caller of torch's flex_attention for this program; equal programs share what it keeps."""
+        return _flex_engine(self)
 
     def numbers(self, scalars: Sequence[int | float], scale: float) -> Numbers:
         """Captured numbers by their kinds."""
@@ -111,9 +123,16 @@ def _engine(program: Published) -> Engine:
 
 
 @lru_cache(maxsize=4096)
-def publish(facts: Facts, schedule: Schedule, precision: Precision) -> Published:
+def _flex_engine(program: Published) -> flex.Engine:
+    return flex.Engine(program.facts, program.schedule, program.precision)
+
+
+def publish(facts: Facts, schedule: Schedule, precision: Precision, backend: Backend = "auto") -> Published:
     """The program of these parts; equal parts give the same object."""
-    return Published(facts, schedule, precision)
+    return _published(facts, schedule, precision, backend)
+
+
+_published = lru_cache(maxsize=4096)(Published)
 
 
 @lru_cache(maxsize=4096)
@@ -124,12 +143,12 @@ def read(text: str) -> Published:
         version, output = fields["format"], fields["output"]
         roots = parse(fields["program"])
         precision = Precision(fields["compute"], None if output is None else getattr(torch, output))
-        schedule = Schedule(**fields["schedule"])
+        schedule, backend = Schedule(**fields["schedule"]), fields["backend"]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise _unreadable(str(error)) from error
     if version != FORMAT or len(roots) != 2:
         raise _unreadable("it was written by another version")
-    return publish(analyze(*roots), schedule, precision)
+    return publish(analyze(*roots), schedule, precision, backend)
 
 
 def _unreadable(why: str) -> InputError:

@@ -14,6 +14,7 @@ from fa4flex.codegen.expr import TRUE, Expr, apply, const, sym, walk
 from fa4flex.codegen.trace import Pinned
 from fa4flex.errors import Fa4flexError
 from fa4flex.primitives.blocks import BlockMap
+from fa4flex.view import backend
 from fa4flex.view.closed_form import closed_form
 from fa4flex.view.mask import tile_counts, tiles_of
 from fa4flex.view.names import Names, describe_numbers, describe_operands, name_of
@@ -36,14 +37,16 @@ class Explanation(str):
 def explain(program: Program, q_len: int, kv_len: int, arch: str | None = None) -> Explanation:
     """The program at these lengths, in words; the GPU's part in full where there is one, or for `arch`."""
     chosen, names = setting(program, q_len, kv_len), Names.of(program)
+    auto = program.variant.backend == "auto"
     sections = (
         ("composed", _composition(program)),
         ("mask", _mask(program, names, chosen)),
         ("score", _score(program, names)),
         ("captured", _captured(program, names)),
         ("indices", _indices(program, names, chosen)),
-        ("on a CPU", _place(program)),
-        ("on a GPU", _gpu(program, q_len, kv_len, arch)),
+        ("backend", backend.summary(program, chosen)),
+        ("on a CPU", _place(program) if auto else []),
+        ("on a GPU", _gpu(program, q_len, kv_len, arch) if auto or arch else []),
     )
     return Explanation("\n\n".join(_section(title, lines) for title, lines in sections if lines))
 

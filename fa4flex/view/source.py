@@ -15,6 +15,7 @@ from fa4flex.codegen.expr import TRUE, Expr, walk
 from fa4flex.codegen.ops import INFIX, PREFIX
 from fa4flex.codegen.trace.origin import definition_line
 from fa4flex.errors import InputError, Origin
+from fa4flex.view.backend import flex_stage
 from fa4flex.view.names import Names, describe_numbers, describe_operands
 
 GPU_STAGES = {
@@ -28,7 +29,8 @@ COMMENT_COLUMN, CODE_WIDTH = 48, 64
 
 
 def source(program: Program, stage: str = "trace", **problem: Any) -> str:
-    """The program at `stage`: "trace", "facts", "gradient"; for GPUs "plan", "forward", "backward" and "ptx".
+    """The program at `stage`: "trace", "facts", "gradient", "flex"; for GPUs "plan", "forward", "backward"
+    and "ptx".
 
     `problem` says for which sizes (batch, heads, q_len, kv_len), chip (arch), pass (direction) and fields of
     Problem (head_dim, dtype, lengths, ...) GPU stages are shown. Raises InputError for other stages, and for
@@ -207,4 +209,5 @@ STAGES: dict[str, Callable[[Program], str]] = {
     "trace": trace_stage,
     "facts": facts_stage,
     "gradient": gradient_stage,
+    "flex": flex_stage,
 }

@@ -292,7 +292,7 @@ def test_gradient_listing_is_the_derivative() -> None:
 
 def test_stages_that_do_not_exist() -> None:
     attn = fa4flex.compile(score_mod=alibi)
-    with pytest.raises(InputError, match="trace, facts, gradient, plan, forward"):
+    with pytest.raises(InputError, match="trace, facts, gradient, flex, plan, forward"):
         attn.source("nonsense")
     with pytest.raises(InputError, match="head_dim for stage='trace'"):
         attn.source("trace", head_dim=64)

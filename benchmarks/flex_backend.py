@@ -1,0 +1,277 @@
+"""torch's flex_attention as a backend: errors of every variant, block masks of long sequences, host time.
+
+    python benchmarks/flex_backend.py [--device cuda] [--length 512] [--long 131072] [--rounds 11]
+
+Errors  every variant of tests/numeric/variant_table.py in bf16 with backend="flex", out and gradients of q,
+        k, v and learned tensors, over those of the same maths by PyTorch operations in bf16; both against
+        float64. The worse of the largest element and the largest row, median of three draws; at most 2 is
+        asked
+Masks   seconds and peak bytes of a new block mask, beside torch's create_block_mask where that fits
+Host    microseconds of a repeated call without gradients, beside compiled flex_attention with a BlockMask
+
+`--device cpu` runs all of it at small sizes, through torch's reference; its host times say nothing of a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+import fa4flex
+from fa4flex import reference
+from fa4flex import variants as v
+from fa4flex.api import Attention
+from fa4flex.bench.environment import environment
+from fa4flex.codegen.analyze.domain import Shape
+from fa4flex.primitives.base import call_mod
+from fa4flex.primitives.mask import as_mask
+from fa4flex.runtime.flex.block_mask import Blocks, blocks_of, classifier_of, finder
+
+sys.path[:0] = [str(Path(__file__).parents[1] / "tests" / folder) for folder in ("", "numeric")]
+from variant_table import TABLE, Case, Sizes  # noqa: E402
+
+DRAWS = 3
+WIDTH = 64
+MOST_DENSE = 1 << 15
+"""Tokens up to which torch's create_block_mask is measured: it takes 10 bytes per pair."""
+
+
+# --- errors -----------------------------------------------------------------------------------------------
+
+
+def plain(qkv: Sequence[Tensor], composition: dict[str, Any], scale: float | None) -> Tensor:
+    """The same maths by PyTorch operations in the inputs' own dtype, with the whole score matrix."""
+    q, k, value = qkv
+    k, value = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, value))
+    scores = (q @ k.mT) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    sizes = scores.shape
+    index = tuple(torch.arange(n).view(-1, *[1] * (3 - i)) for i, n in enumerate(sizes))
+    context = {"q_len": sizes[2], "kv_len": sizes[3], "num_heads": sizes[1]}
+    variant = fa4flex.compile(**composition).variant
+    if variant.score_mod is not None:
+        scores = torch.as_tensor(call_mod(variant.score_mod, (scores, *index), context)).to(q.dtype)
+    if variant.mask is not None:
+        scores = scores.masked_fill(~torch.as_tensor(call_mod(variant.mask, index, context)), -torch.inf)
+    if variant.sinks is not None:
+        sink = variant.sinks.now().to(q.dtype).view(1, -1, 1, 1).expand(*sizes[:3], 1)
+        return (torch.cat([scores, sink], -1).softmax(-1)[..., :-1]).nan_to_num(0.0) @ value
+    return scores.softmax(-1).nan_to_num(0.0) @ value
+
+
+def worst(found: Sequence[Tensor], exact: Sequence[Tensor]) -> list[tuple[float, float]]:
+    """Largest error of an element and of a row, of each result."""
+    pairs = [((a.double().cpu() - b).abs(), b) for a, b in zip(found, exact, strict=True)]
+    return [
+        (e.max().item(), e.reshape(-1, e.shape[-1] if e.ndim else 1).norm(dim=-1).max().item())
+        for e, _ in pairs
+    ]
+
+
+def results(out: Tensor, leaves: Sequence[Tensor], dout: Tensor) -> list[Tensor]:
+    return [out, *torch.autograd.grad(out, leaves, dout.to(out))]
+
+
+def on_device(attn: Attention, device: torch.device) -> Attention:
+    """The same with its captured tensors there."""
+    if device.type == "cpu":
+        return attn
+    memo: dict[int, Any] = {
+        id(x): x.detach().to(device).requires_grad_(x.requires_grad) for x in attn._calling().bound.bases
+    }
+    return copy.deepcopy(attn, memo)
+
+
+def oracle(composition: dict[str, Any]) -> dict[str, Any]:
+    sinks = composition.get("sinks")
+    return composition if sinks is None else {**composition, "sinks": sinks.logits}
+
+
+def ratio(case: Case, device: torch.device) -> float:
+    """Our error over PyTorch's, the worst of out and all gradients."""
+    qkv = [x.detach().bfloat16() for x in case.sizes.qkv()]
+    learned = [x.detach().float() for x in case.learned]
+
+    def fresh(dtype: torch.dtype | None = None) -> tuple[list[Tensor], list[Tensor]]:
+        made = [[x.to(dtype or x.dtype, copy=True).requires_grad_() for x in part] for part in (qkv, learned)]
+        return made[0], made[1]
+
+    inputs, tables = fresh(torch.float64)
+    composition = case.compose(*tables)
+    exact, _ = reference.attention(*inputs, **oracle(composition))
+    dout = torch.randn_like(exact)
+    truth = [x.detach() for x in results(exact, [*inputs, *tables], dout)]
+
+    inputs, tables = fresh()
+    composition = case.compose(*tables)
+    theirs = worst(
+        results(plain(inputs, composition, composition.get("scale")), [*inputs, *tables], dout), truth
+    )
+
+    inputs = [x.detach().to(device).requires_grad_() for x in inputs]
+    tables = [x.detach().to(device).requires_grad_() for x in tables]
+    with device:
+        attn = on_device(fa4flex.compile(**case.compose(*tables), backend="flex"), device)
+        ours = worst(results(attn(*inputs), [*inputs, *tables], dout.to(device)), truth)
+    pairs = [
+        (a, b) for mine, other in zip(ours, theirs, strict=True) for a, b in zip(mine, other, strict=True)
+    ]
+    return max(a / b if b else (1.0 if a < 1e-6 else float("inf")) for a, b in pairs)
+
+
+def errors(device: torch.device, length: int) -> None:
+    """A line per variant: ratios of errors, and what was refused."""
+    sizes = replace(Sizes(), q_len=length, kv_len=length + length // 2, dim=WIDTH, dim_v=WIDTH)
+    print("errors over those of PyTorch operations in bf16, out and gradients, median of draws")
+    for name, draws in TABLE.items():
+        for number, draw in enumerate(draws):
+            torch._dynamo.reset()
+            try:
+                found = [ratio(draw(sizes), device) for _ in range(DRAWS)]
+                said = f"{statistics.median(found):6.2f}   ({', '.join(f'{x:.2f}' for x in found)})"
+                said += "" if statistics.median(found) <= 2 else "   more than 2"
+            except Exception as error:
+                said = f"{type(error).__name__}: {str(error).splitlines()[0][:90]}"
+            print(f"  {name + ' ' + str(number):<22} {said}", flush=True)
+
+
+# --- block masks ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cost:
+    seconds: float
+    peak: int | None
+
+    def __str__(self) -> str:
+        peak = "" if self.peak is None else f", peak {self.peak / 1e6:.1f} MB"
+        return f"{1e3 * self.seconds:.2f} ms{peak}"
+
+
+def cost(make: Callable[[], Any], device: torch.device, rounds: int) -> Cost:
+    """Median seconds of a call, and the most bytes that it held at once, its result included."""
+    make()
+    taken, peak = [], None
+    for _ in range(rounds):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        start = time.perf_counter()
+        kept = make()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+            peak = max(peak or 0, torch.cuda.max_memory_allocated() - before)
+        taken.append(time.perf_counter() - start)
+        del kept
+    return Cost(statistics.median(taken), peak)
+
+
+def block_masks(device: torch.device, length: int, rounds: int) -> None:
+    """New block masks of `length` tokens, of lengths and numbers alone and of captured tensors."""
+    ids = (torch.arange(length, device=device) // 5000).to(torch.int32)
+    shuffled = ids[torch.randperm(length, device=device)]
+    masks = {
+        "causal": v.causal,
+        "sliding_window(4096)": v.sliding_window(4096),
+        "causal & document": v.causal & v.document(ids),
+        "document, shuffled": v.document(shuffled),
+    }
+    print(f"a new block mask of {length} tokens")
+    for name, mask in masks.items():
+        program = fa4flex.compile(mask=mask).program
+        shape, captured = Shape(1, 8, length, length), program.captured()
+        classify, find = classifier_of(program.facts.mask, captured), finder(shape, captured, device)
+
+        def ours(classify: Any = classify, find: Any = find, shape: Shape = shape) -> Blocks:
+            with torch.no_grad():
+                return blocks_of(classify.classes(shape, find, device))
+
+        print(f"  {name:<22} fa4flex {cost(ours, device, rounds)}", flush=True)
+        if length > MOST_DENSE:
+            continue
+
+        def theirs(mask: Any = as_mask(mask)) -> Any:
+            context = {"q_len": length, "kv_len": length, "num_heads": 8}
+            mod = lambda b, h, q_idx, kv_idx: call_mod(mask, (b, h, q_idx, kv_idx), context)  # noqa: E731
+            return create_block_mask(mod, None, None, length, length, device=device)
+
+        print(f"  {'':<22} torch   {cost(theirs, device, 1)}", flush=True)
+
+
+# --- host time --------------------------------------------------------------------------------------------
+
+
+def microseconds(call: Callable[[], Any], device: torch.device, rounds: int, calls: int) -> float:
+    """Median microseconds of host time per call; a GPU is kept busy meanwhile."""
+    found = []
+    for _ in range(rounds + 2):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda._sleep(40_000_000)
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        found.append(1e6 * (time.perf_counter() - start) / calls)
+    return statistics.median(found[2:])
+
+
+def host_time(device: torch.device, rounds: int) -> None:
+    """A repeated call beside compiled flex_attention with the same mods and a BlockMask that is at hand."""
+    length, dtype = (512, torch.bfloat16) if device.type != "cpu" else (64, torch.float32)
+    calls = 60 if device.type != "cpu" else 3
+    q, k, value = (torch.randn(2, n, length, 64, dtype=dtype, device=device) for n in (8, 2, 2))
+    slopes = torch.rand(8, device=device)
+    mask = lambda b, h, q_idx, kv_idx: q_idx >= kv_idx  # noqa: E731
+    score = lambda s, b, h, q_idx, kv_idx: s + slopes[h] * (kv_idx - q_idx)  # noqa: E731
+    block_mask = create_block_mask(mask, None, None, length, length, device=device)
+    compiled = torch.compile(flex_attention)
+    print("host time of a repeated call")
+    for name, mod in (("causal", None), ("causal, slopes", score)):
+        attn = fa4flex.compile(mod, mask, backend="flex")
+        with torch.no_grad():
+            ours = microseconds(lambda attn=attn: attn(q, k, value), device, rounds, calls)  # type: ignore[misc]
+            theirs = microseconds(
+                lambda mod=mod: compiled(q, k, value, mod, block_mask, enable_gqa=True),  # type: ignore[misc]
+                device, rounds, calls,
+            )  # fmt: skip
+        print(
+            f"  {name:<22} fa4flex {ours:8.1f} us   torch {theirs:8.1f} us   {ours / theirs:.2f} times",
+            flush=True,
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--length", type=int, help="queries of the errors (512; 24 on a CPU)")
+    parser.add_argument("--long", type=int, help="tokens of the block masks (131072; 2048 on a CPU)")
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--only", choices=("errors", "masks", "host"), help="one part alone")
+    chosen = parser.parse_args(arguments)
+    device = torch.device(chosen.device)
+    small = device.type == "cpu"
+    print(", ".join(f"{name} {value}" for name, value in environment(device).items()))
+    torch.manual_seed(0)
+    if chosen.only in (None, "errors"):
+        errors(device, chosen.length or (24 if small else 512))
+    if chosen.only in (None, "masks"):
+        block_masks(device, chosen.long or (2048 if small else 1 << 17), chosen.rounds)
+    if chosen.only in (None, "host"):
+        host_time(device, chosen.rounds)
+
+
+if __name__ == "__main__":
+    main()

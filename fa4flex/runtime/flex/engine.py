@@ -1,0 +1,430 @@
+"""Engine of one program on torch's flex_attention, with what it keeps between calls.
+
+Kept                 key                                             stale when
+a ready call         look of the tensors, extents, numbers that      any of these differs
+                     proofs read
+a compiled function  text of its module, look without extents        either differs; torch guards extents
+a block mask         extents, numbers and tensors that the mask      a tensor is another object, elsewhere, or
+                     reads, stream                                   was changed in place
+tables of tokens     extents, lengths of a ragged batch, stream      likewise
+a number's tensor    its value, dtype, device, stream                any of these differs
+
+While a CUDA graph is captured, block masks and tables are made within it: replays follow new contents.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fa4flex.codegen.analyze.domain import Ragged, Shape, numbers_read, slots_read
+from fa4flex.codegen.analyze.facts import Facts
+from fa4flex.codegen.analyze.overflow import integers
+from fa4flex.codegen.analyze.prove import prove, proving, watched
+from fa4flex.codegen.evaluate import MODEST_BITS, Captured
+from fa4flex.codegen.expr import nodes
+from fa4flex.contents import Guards, VersionedCache, guards_of, hold
+from fa4flex.primitives.precision import Precision
+from fa4flex.primitives.schedule import Schedule
+from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, SequenceLengths
+from fa4flex.runtime.flex import ragged
+from fa4flex.runtime.flex.attend import Attend, Outputs, Wanted, buffers_of, module
+from fa4flex.runtime.flex.block_mask import Blocks, Classifier, blocks_of, classifier
+from fa4flex.runtime.flex.mods import Buffer, Function, Setting
+from fa4flex.runtime.flex.refusals import places_of, refuse_precision, refuse_schedule
+
+MOST_READY, MOST_COMPILED, MOST_NUMBERS = 256, 64, 1024
+MOST_MASKS = 16
+"""Block masks of one program, of as many sets of tensors: one per layer, say."""
+
+LEAST_WIDTH = 16
+"""Head width of torch's kernels; narrower heads are padded with zeros."""
+
+Value = TypeVar("Value")
+
+
+class Given(NamedTuple):
+    """Arguments of one call: q, k, v [B, H, S, D], or [T, H, D] with cu_seqlens."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor | None
+    lengths: SequenceLengths
+    operands: tuple[Tensor, ...]
+
+
+class _Kept(Generic[Value]):
+    """Values by key; the least recently made go first."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._found = most, OrderedDict[Any, Value]()
+
+    def get(self, key: Hashable) -> Value | None:
+        return self._found.get(key)
+
+    def keep(self, key: Hashable, value: Value) -> Value:
+        self._found[key] = value
+        while len(self._found) > self._most:
+            self._found.popitem(last=False)
+        return value
+
+
+class Engine:
+    """One program (facts, schedule, precision) on torch's flex_attention."""
+
+    def __init__(self, facts: Facts, schedule: Schedule, precision: Precision) -> None:
+        self.facts, self.schedule, self.precision = facts, schedule, precision
+        self._watched = watched(facts)
+        self._ready: _Kept[Ready] = _Kept(MOST_READY)
+        self._compiled: _Kept[Attend] = _Kept(MOST_COMPILED)
+        self._tokens: VersionedCache[tuple[Tensor, ...]] = VersionedCache(MOST_MASKS)
+        self.masks: VersionedCache[Blocks] = VersionedCache(MOST_MASKS)
+
+    def attend(
+        self, given: Given, scalars: tuple[int | float, ...], scale: float, statistics: tuple[str, ...]
+    ) -> Outputs:
+        """out in q's layout, lse and max_scores [B, H, Sq], or [H, Tq] of packed inputs; differentiable.
+
+        Raises UnsupportedError for what torch cannot express, PastTheEnd for short captured tensors.
+        """
+        ready = self.find(given, scalars, scale, statistics)
+        if ready is None:
+            with proving():
+                ready = _made(self, _without_absent(given), scalars, scale, statistics)
+            look = _look(given, scale, statistics), self._watched.numbers_of(scalars)
+            self._ready.keep(look, ready)
+        return ready(given, scalars)
+
+    def find(
+        self, given: Given, scalars: tuple[int | float, ...], scale: float, statistics: tuple[str, ...]
+    ) -> Ready | None:
+        """Ready call of an earlier one that looked like this, all of whose parts were checked; else None."""
+        return self._ready.get((_look(given, scale, statistics), self._watched.numbers_of(scalars)))
+
+    def attend_of(self, key: Hashable, make: Callable[[], Attend]) -> Attend:
+        """The function kept for a key, or one that is made now."""
+        return self._compiled.get(key) or self._compiled.keep(key, make())
+
+    def tokens(self, given: Given) -> tuple[Tensor, ...]:
+        """Tables of a ragged batch."""
+        q, k, _, _, lengths, _ = given
+        if all(x is None for x in lengths):
+            return ()
+        packed = lengths.cu_seqlens_q is not None
+
+        def make() -> tuple[Tensor, ...]:
+            with torch.inference_mode(False):  # what inference makes, no later call could save
+                if packed:
+                    return ragged.tokens_of(lengths, q.shape[0], k.shape[0])
+                return ragged.ends_of(lengths, q.shape[0], q.shape[2], k.shape[2])
+
+        if _capturing(q):
+            return make()
+        key = q.shape[:1] + k.shape[:1] if packed else (q.shape[0], q.shape[2], k.shape[2])
+        absent = tuple([x is None for x in lengths])
+        return self._tokens.made((key, absent, _stream(q)), [x for x in lengths if x is not None], make)
+
+
+def _look(given: Given, scale: float, statistics: tuple[str, ...]) -> Hashable:
+    """All that a ready call depends on, but for contents."""
+    q, k, v, sinks, lengths, operands = given
+    grad = torch.is_grad_enabled()
+    inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
+    return (
+        tuple([(x.shape, x.dtype, x.device, grad and x.requires_grad) for x in inputs]),
+        tuple([(x.shape, x.dtype, x.device, x.layout, grad and x.requires_grad) for x in operands]),
+        sinks is None, scale, statistics, grad,
+        None if lengths is NO_LENGTHS else tuple([None if x is None else x.shape for x in lengths]),
+    )  # fmt: skip
+
+
+def _without_absent(given: Given) -> Given:
+    """The same with NO_LENGTHS where all lengths are None, as operators have them."""
+    return given._replace(lengths=NO_LENGTHS) if all(x is None for x in given.lengths) else given
+
+
+# --- making ready -----------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Recent:
+    """Parts of the last call: text of its numbers, stream, tensors of numbers, and its block mask with guards
+    of what that was made of."""
+
+    numbers: str
+    stream: int
+    tensors: dict[Buffer, Tensor]
+    guards: Guards = ()
+    blocks: Blocks | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Ready:
+    """Everything that calls of one look have in common.
+
+    attend            the compiled function, or torch's reference
+    classes           None where all pairs take part
+    score, mask       buffers that the two functions take
+    read              slots of the captured tensors that the mask reads
+    numbers           slots of the captured numbers that the mask reads
+    dtypes            of the tensors of numbers and lengths that functions read
+    padded_to         columns of zeros that q and k, and v, get
+    """
+
+    engine: Engine
+    attend: Attend
+    shape: Shape
+    classes: Classifier | None
+    score: tuple[Buffer, ...]
+    mask: tuple[Buffer, ...]
+    read: tuple[int, ...]
+    numbers: tuple[int, ...]
+    dtypes: dict[Buffer, torch.dtype]
+    padded_to: tuple[int, int]
+    recent: list[Recent] = field(default_factory=list)
+
+    def __call__(self, given: Given, scalars: tuple[int | float, ...]) -> Outputs:
+        q, k, v = given.q, given.k, given.v
+        packed = given.lengths.cu_seqlens_q is not None
+        operands = given.operands
+        if given.lengths is not NO_LENGTHS and (tables := self.engine.tokens(given)):
+            operands = (*operands, *tables)
+            q, k, v = _inside(given, tables) if packed else _before_ends(given, tables)
+        if self.padded_to != (0, 0):
+            q, k, v = self._wide(q, k, v)
+        recent = self._now(scalars, q)
+        blocks = None if self.classes is None else self._blocks(recent, operands, scalars, q)
+        numbers = recent.tensors
+        score, mask = (
+            tuple([operands[x.which] if x.kind == "tensor" else numbers[x] for x in of])
+            for of in (self.score, self.mask)
+        )
+        out, lse, largest = self.attend(q, k, v, blocks, score, mask, given.sinks)
+        if self.padded_to[1]:
+            out = out[..., : given.v.shape[-1]]
+        if not packed:
+            return out, lse, largest
+        lse, largest = (None if x is None else x[0] for x in (lse, largest))
+        return out[0].transpose(0, 1), lse, largest
+
+    def _now(self, scalars: tuple[int | float, ...], q: Tensor) -> Recent:
+        """The numbers of this call as tensors: those of the last one, if they are equal."""
+        text, stream = repr(scalars), _stream(q)
+        if self.recent and self.recent[0].numbers == text and self.recent[0].stream == stream:
+            return self.recent[0]
+        sizes = {"q_len": self.shape.q_len, "kv_len": self.shape.kv_len, "num_heads": self.shape.heads}
+        tensors = {
+            x: _number_of(sizes[x.which] if x.kind == "length" else scalars[x.which], dtype, q)
+            for x, dtype in self.dtypes.items()
+        }
+        made = Recent(text, stream, tensors)
+        self.recent[:] = [made]
+        return made
+
+    def _wide(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Heads padded with zeros, where torch's kernels have none so narrow."""
+        more_k, more_v = self.padded_to
+        if more_k:
+            q, k = pad(q, (0, more_k)), pad(k, (0, more_k))
+        return q, k, pad(v, (0, more_v)) if more_v else v
+
+    def _blocks(
+        self, recent: Recent, operands: tuple[Tensor, ...], scalars: tuple[Any, ...], q: Tensor
+    ) -> Blocks:
+        assert self.classes is not None
+        read = [operands[slot] for slot in self.read]
+        capturing = _capturing(q)
+        if recent.blocks is not None and not capturing and hold(recent.guards, read):
+            return recent.blocks
+        classes = self.classes
+
+        def find(buffer: Buffer) -> Tensor:
+            return operands[buffer.which] if buffer.kind == "tensor" else recent.tensors[buffer]
+
+        def make() -> Blocks:
+            with torch.inference_mode(False), torch.no_grad():
+                return blocks_of(classes.classes(self.shape, find, q.device))
+
+        if capturing:
+            return make()
+        numbers = repr([scalars[slot] for slot in self.numbers])
+        made = self.engine.masks.made((self.shape, numbers, q.device, recent.stream), read, make)
+        if not any(x.is_inference() for x in read):  # torch counts no changes of these
+            recent.guards, recent.blocks = guards_of(read), made
+        return made
+
+
+def _made(
+    engine: Engine, given: Given, scalars: tuple[int | float, ...], scale: float, statistics: tuple[str, ...]
+) -> Ready:
+    facts, q, grad = engine.facts, given.q, torch.is_grad_enabled()
+    on_cpu, first = q.device.type == "cpu", len(given.operands)
+    wanting = frozenset(i for i, x in enumerate(given.operands) if grad and x.requires_grad)
+    refuse_schedule(engine.schedule, on_cpu, bool(wanting))
+    refuse_precision(engine.precision, q.dtype, on_cpu)
+    shape = _shape(given)
+    if given.lengths is not NO_LENGTHS:
+        facts = (ragged.packed_facts if q.ndim == 3 else ragged.padded_facts)(facts, first)
+    operands = (*given.operands, *engine.tokens(given))
+    setting = _proved(engine.facts, facts, given, operands, scalars, shape)
+    setting = replace(setting, learned=wanting, copied=frozenset() if on_cpu else places_of(facts, wanting))
+    wanted = Wanted(scale, "lse" in statistics, "max_scores" in statistics, given.sinks is not None,
+                    engine.schedule.tile)  # fmt: skip
+    made = module(facts, setting, wanted)
+    trains = grad and any(x is not None and x.requires_grad for x in (*given[:4], *given.operands))
+    compiled = not on_cpu or not (trains or wanted.lse or wanted.max_scores or wanted.sinks)
+    widths = q.shape[-1], given.v.shape[-1]
+    short = (0, 0) if not compiled else tuple(max(LEAST_WIDTH - width, 0) for width in widths)
+    heads = q.shape[1], given.k.shape[1]
+    key = made.text, compiled, q.dtype, q.device, heads, widths, grad, tuple(sorted(wanting)), trains
+    classes = None if made.mask is None else classifier(facts.mask, operands, setting)
+    functions = [x for x in (made.score, made.mask) if x is not None]
+    functions += [] if classes is None else classes.functions
+    return Ready(
+        engine,
+        engine.attend_of(key, lambda: _guarded(made, on_cpu) if compiled else made.uncompiled()),
+        shape,
+        classes,
+        buffers_of(made.score),
+        buffers_of(made.mask),
+        tuple(sorted(slots_read(facts.mask))),
+        numbers_read(facts.mask),
+        _dtypes(facts, setting, functions),
+        short,  # type: ignore[arg-type]
+    )
+
+
+def _dtypes(facts: Facts, setting: Setting, functions: Sequence[Function]) -> dict[Buffer, torch.dtype]:
+    """Numbers that functions read, and the dtypes of their tensors."""
+    kinds = {node.value: node.kind for node in nodes(facts.score, facts.mask) if node.op == "scalar"}
+    floats, ints = (getattr(torch, x.removeprefix("torch.")) for x in (setting.floats, setting.ints))
+    read = dict.fromkeys(x.base for f in functions for x in f.buffers if x.kind != "tensor")
+    return {x: floats if x.kind == "number" and kinds[x.which] == "float" else ints for x in read}
+
+
+def _guarded(made: Any, on_cpu: bool) -> Attend:
+    """The compiled function; on a CPU torch's reference, with a warning, where that does not compile."""
+    compiled: Attend = made.compiled()
+    if not on_cpu:
+        return compiled
+    chosen: list[Attend] = [compiled]
+
+    def attend(*arguments: Any) -> Outputs:
+        try:
+            return chosen[0](*arguments)
+        except Exception as error:
+            if chosen[0] is not compiled:
+                raise
+            lines = str(error).strip().splitlines()
+            warnings.warn(
+                "torch could not compile flex_attention on this CPU; it runs uncompiled, as a dense "
+                f"reference: "
+                f"{lines[0] if lines else type(error).__name__}",
+                stacklevel=2,
+            )
+            chosen[0] = made.uncompiled()
+            return chosen[0](*arguments)
+
+    return attend
+
+
+def _shape(given: Given) -> Shape:
+    q, k = given.q, given.k
+    if q.ndim == 3:
+        return Shape(1, q.shape[1], q.shape[0], k.shape[0])
+    return Shape(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+
+
+def _proved(
+    own: Facts,
+    facts: Facts,
+    given: Given,
+    operands: tuple[Tensor, ...],
+    scalars: tuple[int | float, ...],
+    shape: Shape,
+) -> Setting:
+    """Dtypes that the integers of the mods need, and whether indices have to be clamped.
+
+    The size of captured integers is looked at, once: arithmetic that does not fit in 64 bits is refused.
+    """
+    captured = Captured(operands, scalars, _bits(facts, operands))
+    if given.lengths is not NO_LENGTHS:  # a batch entry or a head without an element raises
+        sequences = next(x for x in given.lengths if x is not None).shape[0] - (given.q.ndim == 3)
+        prove(own, Ragged(sequences, *(shape.heads, shape.q_len, shape.kv_len)), captured)
+    found = prove(facts, shape, captured)
+    read = slots_read(facts.score, facts.mask)
+    reads_integers = any(not operands[slot].is_floating_point() for slot in read)
+    wide = found.wide_index or reads_integers or given.q.device.type == "cpu"
+    sizes = None if found.in_range else tuple(tuple(x.shape) for x in operands)
+    floats = "torch.float64" if given.q.dtype == torch.float64 else "torch.float32"
+    return Setting(floats, "torch.int64" if wide else "torch.int32", sizes)
+
+
+def _bits(facts: Facts, operands: tuple[Tensor, ...]) -> tuple[tuple[int, int], ...]:
+    """Slots of captured integers of 2^30 and more, with the bits that they have."""
+    slots = sorted(slots_read(*integers(facts.score, facts.mask)))
+    large = [s for s in slots if operands[s].dtype in (torch.int64, torch.uint32) and operands[s].numel()]
+    found = []
+    for slot in large:
+        least, most = operands[slot].detach().to(torch.int64).aminmax()
+        bits = max(-int(least), int(most)).bit_length()
+        if bits > MODEST_BITS:
+            found.append((slot, bits))
+    return tuple(found)
+
+
+# --- parts of a call --------------------------------------------------------------------------------------
+
+_numbers: _Kept[Tensor] = _Kept(MOST_NUMBERS)
+
+
+def _number_of(value: bool | int | float, dtype: torch.dtype, q: Tensor) -> Tensor:
+    """A number as a 0-d tensor on the device of q."""
+    key = repr(value), dtype, q.device, _stream(q)
+    found = _numbers.get(key)
+    if found is None:
+        with torch.inference_mode(False):
+            found = _numbers.keep(key, torch.full((), value, dtype=dtype, device=q.device))
+    return found
+
+
+def _inside(given: Given, tables: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """Packed q, k, v as one sequence [1, H, T, D]. Tokens beyond lengths used, where these are given, are
+    zeros: they may hold NaN."""
+    tokens = ragged.Tokens(*tables)
+    q, k, v, _, lengths, _ = given
+    if lengths.seqused_q is not None:
+        q = torch.where((tokens.sequence_q >= 0)[:, None, None], q, 0)
+    if lengths.seqused_k is not None:
+        there = (tokens.sequence_k >= 0)[:, None, None]
+        k, v = torch.where(there, k, 0), torch.where(there, v, 0)
+    return tuple(x.transpose(0, 1)[None] for x in (q, k, v))  # type: ignore[return-value]
+
+
+def _before_ends(given: Given, tables: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """Padded q, k, v with zeros past the ends of sequences."""
+    ends, (q, k, v) = ragged.Ends(*tables), given[:3]
+
+    def cut(x: Tensor, length: Tensor) -> Tensor:
+        place = torch.arange(x.shape[2], device=x.device)
+        return torch.where((place < length[:, None])[:, None, :, None], x, 0)
+
+    return cut(q, ends.q_len), cut(k, ends.kv_len), cut(v, ends.kv_len)
+
+
+def _stream(q: Tensor) -> int:
+    """The stream that work is queued on: what one makes, another may read too early."""
+    found: int = torch._C._cuda_getCurrentRawStream(q.get_device()) if q.is_cuda else 0
+    return found
+
+
+def _capturing(q: Tensor) -> bool:
+    return q.is_cuda and torch.cuda.is_current_stream_capturing()

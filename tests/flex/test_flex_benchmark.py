@@ -1,0 +1,53 @@
+"""The benchmark of the backend runs on a CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fa4flex.runtime.flex.attend import Module
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "flex_backend.py"
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
+    spec = importlib.util.spec_from_file_location("flex_backend_benchmark", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_block_masks_are_timed(benchmark: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    benchmark.main(["--device", "cpu", "--only", "masks", "--long", "512", "--rounds", "1"])
+    said = capsys.readouterr().out
+    assert said.count("fa4flex") >= 4 and said.count("torch  ") >= 4 and " ms" in said
+
+
+@pytest.mark.parametrize("name", ["alibi", "gpt_oss_sinks", "document"])
+def test_errors_are_those_of_the_same_maths(
+    benchmark: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bf16, out and gradients, at most twice those of PyTorch operations: median of draws, as it says."""
+    sizes = benchmark.replace(benchmark.Sizes(), q_len=24, kv_len=36, dim=32, dim_v=32)
+    draw = benchmark.TABLE[name][1]
+    found = torch.tensor([benchmark.ratio(draw(sizes), torch.device("cpu")) for _ in range(5)])
+    assert 0.1 < found.median() <= 2, found
+
+    made = Module.uncompiled
+
+    def planted(self: Any) -> Any:
+        attend = made(self)
+        return lambda *given: (lambda out, *rest: (out * 1.1, *rest))(*attend(*given))
+
+    monkeypatch.setattr(Module, "uncompiled", planted)
+    sizes = benchmark.replace(sizes, dim=48, dim_v=48)  # functions are kept by widths
+    assert benchmark.ratio(draw(sizes), torch.device("cpu")) > 2, "a fault is seen"
