@@ -27,7 +27,7 @@ class Schedule:
                    (Blackwell; other GPUs refuse); or "auto". On CPUs nothing is to be balanced
     split          keys per part, where blocks of a GPU share the keys of a few queries; in whole tiles of
                    keys. A sequence's results then have the same bits whatever else is in the batch. None
-                   lets shapes decide, for speed
+                   lets shapes and lengths decide, for speed
 
     Raises InputError for anything else.
     """

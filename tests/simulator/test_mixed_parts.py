@@ -9,16 +9,18 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from executed import Compared
 from paged_pools import Drawn, Size, compare, drawn
 from test_forward_paged import chunks, expected
-from test_mixed import CAUSAL, MODS
+from test_mixed import CAUSAL, MODS, graph_of_few
 from torch import Tensor
 
 import fa4flex
 from fa4flex import Paging, Schedule, Varlen, simulator
 from fa4flex.kernels.mixed_sm90.config import LEAST, WAVES
+from fa4flex.kernels.mixed_sm90.plan import MixedPlan
 from fa4flex.kernels.mixed_sm90.splitting import MixedSplitting
-from fa4flex.variants import causal
+from fa4flex.variants import causal, sliding_window
 
 LONG = 1500
 """Keys of a sequence that several blocks share, where there are few multiprocessors."""
@@ -118,14 +120,26 @@ def test_without_room_nothing_is_split() -> None:
 
 @pytest.mark.slow
 def test_fixed_shares_are_the_same_bits_in_any_batch() -> None:
-    attn = fa4flex.compile(mask=causal, schedule=Schedule(split=256))
-    given = chunks(drawn(Size(heads=4, kv_heads=2, lengths=(700, 257, 200))), (1, 2, 130))
-    first, _ = attend(attn, given, sms=3)
-    compare(attn, given, *attend(attn, given, sms=2))
+    """By the work of all sequences, the first would be in 3 parts there, and in 2 alone."""
+    sizes = [(1, LONG), (2, 257), (130, 200)]
+    assert (parts_of(sizes, (4, 2), 3)[0], parts_of(sizes[:1], (4, 2), 1)[0]) == (3, 2)
+    attn = fa4flex.compile(mask=causal, schedule=Schedule(split=512))
+    queries, lengths = zip(*sizes)
+    given = chunks(drawn(Size(heads=4, kv_heads=2, lengths=lengths)), queries)
+    first, lse = attend(attn, given, sms=3)
+    compare(attn, given, first, lse)
     table, used = given.paging.page_table, given.paging.seqused_k
     assert used is not None
-    for b, rows in ((0, slice(0, 1)), (1, slice(1, 3))):
-        one = Varlen(torch.tensor([0, rows.stop - rows.start], dtype=torch.int32))
-        paging = Paging(table[b : b + 1], used[b : b + 1])
-        out, _ = attend(attn, replace(given, q=given.q[rows], paging=paging, varlen=one), sms=1)
-        assert torch.equal(out, first[rows])
+    one = Varlen(torch.tensor([0, 1], dtype=torch.int32))
+    alone = replace(given, q=given.q[:1], paging=Paging(table[:1], used[:1]), varlen=one)
+    out, _ = attend(attn, alone, sms=1)
+    assert torch.equal(out, first[:1])
+
+
+def test_what_blocks_do_at_barriers_is_the_graph(launches: Compared) -> None:
+    """Parts are tiles like others; some have no keys that a row sees."""
+    given = drawn(Size(heads=4, kv_heads=1, lengths=(LONG, 40, 600)))
+    unchecked = patch.object(MixedPlan, "check", lambda plan: None)  # nobody takes the turn
+    with patch.object(MixedPlan, "topology", property(graph_of_few)), unchecked:
+        check(fa4flex.compile(mask=causal & sliding_window(90)), chunks(given, (1, 2, 3)), sms=3)
+    assert launches.launches
