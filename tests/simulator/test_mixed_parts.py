@@ -120,19 +120,19 @@ def test_without_room_nothing_is_split() -> None:
 
 @pytest.mark.slow
 def test_fixed_shares_are_the_same_bits_in_any_batch() -> None:
-    """By the work of all sequences, the first would be in 3 parts there, and in 2 alone."""
-    sizes = [(1, LONG), (2, 257), (130, 200)]
-    assert (parts_of(sizes, (4, 2), 3)[0], parts_of(sizes[:1], (4, 2), 1)[0]) == (3, 2)
+    """The first sequence would be in 2 parts there by the work of all, and in 3 alone."""
+    sizes = [(1, LONG), (2, 257), (130, 400)]
+    assert (parts_of(sizes, (4, 2), 2)[0], parts_of(sizes[:1], (4, 2), 2)[0]) == (2, 3)
     attn = fa4flex.compile(mask=causal, schedule=Schedule(split=512))
     queries, lengths = zip(*sizes)
     given = chunks(drawn(Size(heads=4, kv_heads=2, lengths=lengths)), queries)
-    first, lse = attend(attn, given, sms=3)
+    first, lse = attend(attn, given)
     compare(attn, given, first, lse)
     table, used = given.paging.page_table, given.paging.seqused_k
     assert used is not None
     one = Varlen(torch.tensor([0, 1], dtype=torch.int32))
     alone = replace(given, q=given.q[:1], paging=Paging(table[:1], used[:1]), varlen=one)
-    out, _ = attend(attn, alone, sms=1)
+    out, _ = attend(attn, alone)
     assert torch.equal(out, first[:1])
 
 

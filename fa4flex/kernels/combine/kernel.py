@@ -43,7 +43,7 @@ class Batch:
 
 
 class Row(NamedTuple):
-    """Where a merged row is written: its output (width), element `q` of the log-sum-exps of a head, or None;
+    """Place of a merged row: its output (width), element `q` of the log-sum-exps of a head, or None;
     and the sink of its head, or None."""
 
     out: cute.Tensor

@@ -9,8 +9,8 @@ from cutlass import Int32, Int64, cute
 
 
 class Parts(NamedTuple):
-    """What splits of the keys leave of one row: log-sum-exps (split), outputs (split, width), and how many
-    splits there are."""
+    """Results of all splits of the keys for one row: log-sum-exps (split), outputs (split, width), and how
+    many splits there are."""
 
     log_sums: cute.Tensor
     outputs: cute.Tensor

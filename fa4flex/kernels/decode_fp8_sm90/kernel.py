@@ -42,7 +42,7 @@ class Forward:
         self.consumer = Consumer(config, hooks)
 
     def merging(self, width: int) -> tuple[Combine, Any]:
-        """What merges splits, and the class of its arguments. width: of the output."""
+        """The kernel that merges splits, and the class of its arguments. width: of the output."""
         return Combine(width), CombineArguments
 
     @cute.jit

@@ -94,7 +94,7 @@ class MixedScheduler(TileScheduler):
 
     @cute.jit
     def many(self, index: Int32, at: Place, arguments: Arguments, share: Int32) -> tuple[Work, Place]:
-        """Of a sequence, the last tile first where it has most keys."""
+        """The last tile of a sequence comes first where it has most keys."""
         heads = Int32(arguments.q.shape[1])
         row, at = self.sequences.find(index // heads, at, arguments, share, "many")
         tiles = self.sequences.tiles(at.b, arguments)

@@ -20,11 +20,11 @@ WHOLE = 1 << 30
 """Tiles of keys of a part where nothing is split."""
 
 MOST = 1 << 25
-"""What a lane's sum counts for, at most: sums of a warp have 32 bits."""
+"""The most that a lane's sum counts for: sums of a warp have 32 bits."""
 
 Kind = Literal["few", "many", "merged"]
-"""What is counted per head: parts of sequences with few rows, tiles of others, rows of which there are
-several parts."""
+"""Things that are counted per head: parts of sequences with few rows, tiles of others, rows of which there
+are several parts."""
 
 
 class Totals(NamedTuple):
