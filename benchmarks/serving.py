@@ -2,7 +2,8 @@
 appending.
 
     python benchmarks/serving.py [--pages 16 64 256] [--chunk 2048] [--keys 8192]
-    python benchmarks/serving.py --mixed [--pages 16 64]
+    python benchmarks/serving.py --mixed [--orders] [--pages 16 64]
+    python benchmarks/serving.py --long [--keys 65536] [--pages 16 64]
 
 Times are medians of several replays of CUDA graphs, in turns. A chunk of queries attends to all keys of its
 sequence, causal at the end of the keys; a ragged batch packs a chunk, and sequences with one query each.
@@ -13,13 +14,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
+from typing import get_args
 
 import torch
 from decode import CALLS, graph_of, microseconds
 from torch import Tensor
 
 import fa4flex
-from fa4flex import Paging, Rotary, Varlen
+from fa4flex import Paging, Rotary, Schedule, Varlen
+from fa4flex.kernels.mixed_sm90 import config
 from fa4flex.variants import causal
 
 HEADS, KV_HEADS, WIDTH = 32, 8, 128
@@ -113,12 +117,13 @@ def report_ragged(case: Prefill, sequences: int, page_size: int) -> None:
 @dataclass(frozen=True)
 class Mixed:
     """A packed batch of `chunks` sequences with `chunk` queries each, and then `decoding` ones with one; each
-    has `keys` keys, the queries at their end, in pages of a pool."""
+    has `keys` keys, the queries at their end, in pages of a pool. `orders`: each order of tiles by itself."""
 
     chunks: int = 2
     chunk: int = 2048
     decoding: int = 128
     keys: int = 2048
+    orders: bool = False
 
     @property
     def floor(self) -> tuple[float, float]:
@@ -141,6 +146,20 @@ class Mixed:
         first, rest = Paging(table[:n].contiguous(), used[:n]), Paging(table[n:].contiguous(), used[n:])
         cu_first, all_of, first_of = cu[: n + 1].contiguous(), Varlen(cu), slice(0, split)
         singles = q[split:].unsqueeze(2)
+
+        def ordered(order: config.Order) -> Callable[[], tuple[Tensor, ...]]:
+            # What is planned at the first call. Each has a program of its own, whose keys are never shared.
+            own = Schedule(split=(1 << 24) + get_args(config.Order).index(order))
+            attn = fa4flex.compile(mask=causal, schedule=own)
+
+            def call() -> tuple[Tensor, ...]:
+                usual, config.ORDER = config.ORDER, order
+                try:
+                    return (attn(q, k, v, paging=whole, varlen=all_of),)
+                finally:
+                    config.ORDER = usual
+
+            return call
 
         def prefill(by: fa4flex.Attention = rows) -> Tensor:
             out: Tensor = by(q[first_of], k, v, paging=first, varlen=Varlen(cu_first))
@@ -165,6 +184,7 @@ class Mixed:
             "(chunks alone)": lambda: (prefill(),),
             "(chunks alone, mixed kernel)": lambda: (prefill(attn),),
             "(decoding alone)": lambda: (decode(),),
+            **{f"order {order!r}": ordered(order) for order in get_args(config.Order) if self.orders},
         }
 
 
@@ -192,6 +212,40 @@ def report_mixed(case: Mixed, page_size: int) -> None:
     for name, took in times.items():
         share = times["two launches"] / took
         print(f"  {name:<30} {took:8.1f} us  {share:5.2f}{told.get(name, '')}", flush=True)
+
+
+def report_long(decoding: int, keys: int, page_size: int) -> None:
+    """Sequences of so many keys that decode beside two chunks of 2,048 queries over 2,048 keys: their keys
+    shared by blocks, not shared, and in two launches."""
+    columns, sequences = -(-keys // page_size), decoding + 2
+    k, v = (_randn(sequences * columns, page_size, KV_HEADS, WIDTH) for _ in range(2))
+    table = torch.randperm(sequences * columns, device="cuda").view(sequences, columns).int()
+    used = torch.tensor([keys] * decoding + [2048] * 2, dtype=torch.int32, device="cuda")
+    cu = torch.tensor([0, *[1] * decoding, 2048, 2048], device="cuda").cumsum(0).int()
+    q = _randn(decoding + 4096, HEADS, WIDTH)
+    attn = fa4flex.compile(mask=causal)
+    whole = fa4flex.compile(mask=causal, schedule=Schedule(split=1 << 24))
+    one, chunks = Paging(table[:decoding], used[:decoding]), Paging(table[decoding:], used[decoding:])
+    rest, paging, varlen = Varlen((cu[decoding:] - decoding).contiguous()), Paging(table, used), Varlen(cu)
+
+    def two() -> Tensor:
+        own = attn(q[:decoding].unsqueeze(2), k, v, paging=one).squeeze(2)
+        return torch.cat([own, attn(q[decoding:], k, v, paging=chunks, varlen=rest)])
+
+    calls: dict[str, Callable[[], Tensor]] = {
+        "two launches": two,
+        "keys shared": lambda: attn(q, k, v, paging=paging, varlen=varlen),
+        "keys not shared": lambda: whole(q, k, v, paging=paging, varlen=varlen),
+    }
+    with torch.no_grad():
+        exact, graphs, told = two(), {}, {}
+        for name, call in calls.items():
+            wrong = float((call().float() - exact.float()).abs().max() / exact.float().abs().max())
+            told[name] = f" WRONG {wrong:.1e}" * (wrong > 0.02)
+            graphs[name] = graph_of(lambda *_, call=call: call(), [(q, q, q)], CALLS)  # type: ignore[misc]
+    print(f"{decoding} of {keys} keys decode beside 2 chunks of 2,048, pages of {page_size}", flush=True)
+    for name, took in microseconds(graphs, CALLS).items():
+        print(f"  {name:<24} {took:8.1f} us{told[name]}", flush=True)
 
 
 def report_append(batch: int, tokens: int, page_size: int) -> None:
@@ -222,10 +276,16 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=2048)
     parser.add_argument("--keys", type=int, default=8192)
     parser.add_argument("--mixed", action="store_true", help="mixed batches alone, at pages of 16 and 64")
+    parser.add_argument("--orders", action="store_true", help="with --mixed: each order of tiles as well")
+    parser.add_argument("--long", action="store_true", help="long sequences that decode, beside chunks")
     given = parser.parse_args()
     if given.mixed:
         for size in given.pages[:2]:
-            report_mixed(Mixed(), size)
+            report_mixed(Mixed(orders=given.orders), size)
+        return
+    if given.long:
+        for decoding, size in product((1, 4, 16), given.pages[:2]):
+            report_long(decoding, given.keys, size)
         return
     for batch in (1, 4):
         report_prefill(Prefill(batch, given.chunk, given.keys), given.pages)

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 import fa4flex
-from fa4flex.integrations.paged_cache import write
+from fa4flex.integrations import paged_cache
+from fa4flex.integrations.paged_cache import Batch, write
 from fa4flex.variants import causal, sliding_window, softcap
 
 VOCABULARY, HIDDEN, HEADS, KV_HEADS, WIDTH = 512, 256, 8, 2, 32
@@ -152,27 +153,19 @@ class Server:
 
     def step(self, chunks: dict[Request, int]) -> None:
         """Compute so many waiting tokens of each request; those that decode stand first."""
-        singles = sum(count == 1 for count in chunks.values())
         spans = [(r, r.cached, r.cached + n) for r, n in chunks.items()]
         most = max(len(r.pages) for r in chunks)
         table = self.integers([r.pages + [0] * (most - len(r.pages)) for r in chunks])
         lengths = self.integers([stop for _, _, stop in spans])
-        starts = torch.nn.functional.pad(self.integers([*chunks.values()][singles:]).cumsum(0), (1, 0)).int()
+        starts = torch.tensor([0, *chunks.values()], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        batch = Batch.of_starts(table, lengths, starts.to(self.device), starts)
         places = [(r.pages[t // PAGE_SIZE], t % PAGE_SIZE, t) for r, a, b in spans for t in range(a, b)]
         slots = self.integers([page * PAGE_SIZE + place for page, place, _ in places])
-        decoding = fa4flex.Paging(table[:singles], lengths[:singles]) if singles else None
-        chunked = fa4flex.Paging(table[singles:], lengths[singles:]) if singles < len(spans) else None
 
         def attend(layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            cache, parts = self.caches[layer], []
+            cache = self.caches[layer]
             write(cache, (k, v), slots)
-            if decoding is not None:
-                rows = q[:singles, :, None]  # one query per sequence: [B, heads, 1, width]
-                parts.append(layer.attention(rows, *cache, paging=decoding, sinks=layer.sinks)[:, :, 0])
-            if chunked is not None:
-                packed = {"varlen": fa4flex.Varlen(starts), "paging": chunked}
-                parts.append(layer.attention(q[singles:], *cache, **packed, sinks=layer.sinks))
-            return torch.cat(parts)
+            return paged_cache.attend(layer.attention, q, cache, batch, sinks=layer.sinks)
 
         tokens = self.integers([token for r, a, b in spans for token in r.tokens[a:b]])
         hidden = self.model(tokens, self.integers([t for *_, t in places]), attend)

@@ -20,7 +20,6 @@ from fa4flex.kernels.around.postprocess import Postprocess, PostprocessArguments
 from fa4flex.kernels.around.preprocess import Preprocess, PreprocessArguments
 from fa4flex.kernels.around.sum_parts import SumParts, SumPartsArguments
 from fa4flex.kernels.block_tables.kernel import BlockTableArguments
-from fa4flex.kernels.combine.kernel import Combine, CombineArguments
 from fa4flex.kernels.common.arguments import Arguments, BackwardArguments
 from fa4flex.kernels.sequences.kernel import SequencesArguments
 
@@ -35,7 +34,7 @@ Launch = tuple[Callable[..., None], Any]
 def _forward(kernel: Any, problem: Problem) -> list[Launch]:
     launches: list[Launch] = [(kernel, Arguments)]
     if kernel.config.splits:
-        launches.append((Combine(problem.head_dim_v), CombineArguments))
+        launches.append(kernel.merging(problem.head_dim_v))
     return launches
 
 

@@ -1,11 +1,12 @@
 """Common part of the serving engines: new tokens written to their slots, and one step over paged caches.
 
 A step's queries are packed, sequence after sequence. Those that decode one token stand first, where an engine
-orders them so: they take the kernel that reads pages in place.
+orders them so: they are a launch of their own where no kernel has both kinds.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +14,14 @@ import torch
 from torch import Tensor
 
 from fa4flex.api import Attention
+from fa4flex.codegen.plan.problem import Problem, page_rows
+from fa4flex.codegen.plan.target import TARGETS
 from fa4flex.errors import UnsupportedError
+from fa4flex.kernels import dispatch
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime.cuda.device.device import target_of
+from fa4flex.runtime.launch import on_gpu
 
 __all__ = ["Batch", "attend", "write"]
 
@@ -63,7 +68,8 @@ class Batch:
     lengths  [N] integers, tokens of each sequence with its new ones
     singles  number of sequences at the front that have one query each
     tokens   number of queries
-    starts   [N - singles + 1] integers: where each of the other sequences starts in the queries that follow
+    starts   [N + 1] integers: where each sequence starts in the queries; None where all decode
+    others   [N - singles + 1] integers: where each of the other sequences starts in the queries that follow
              those of the singles; None where they have no queries
     """
 
@@ -72,6 +78,7 @@ class Batch:
     singles: int
     tokens: int
     starts: Tensor | None = None
+    others: Tensor | None = None
 
     @staticmethod
     def decoding(table: Tensor, lengths: Tensor) -> Batch:
@@ -84,22 +91,56 @@ class Batch:
         single = on_host.diff() == 1
         singles = len(single) if bool(single.all()) else int(single.int().argmin())
         tokens = int(on_host[-1])
-        return Batch(
-            table, lengths, singles, tokens, starts[singles:] - singles if tokens > singles else None
-        )
+        if tokens == singles:
+            return Batch(table, lengths, singles, tokens)
+        return Batch(table, lengths, singles, tokens, starts, starts[singles:] - singles)
 
 
 def attend(attn: Attention, q: Tensor, caches: Caches, batch: Batch, **options: Any) -> Tensor:
-    """Output [T, Hq, Dv] of the packed queries [T, Hq, D] over the caches. Rows past the batch's tokens are
-    padding: zeros. `options` go to each call."""
+    """Output [T, Hq, Dv] of the packed queries [T, Hq, D] over the caches, of one call where a launch has
+    sequences of both kinds, else of one for each. Rows past the batch's tokens are padding: zeros. `options`
+    go to each call."""
     n, tokens, parts = batch.singles, batch.tokens, []
+    if batch.starts is not None and n and _mixes(attn, q, caches):
+        paging = Paging(batch.table, batch.lengths)
+        parts.append(attn(q[:tokens], *caches, varlen=Varlen(batch.starts), paging=paging, **options))
+        return _padded(parts, q, caches)
     if n:
         paging = Paging(batch.table[:n], batch.lengths[:n])
         parts.append(attn(q[:n].unsqueeze(2), *caches, paging=paging, **options).squeeze(2))
-    if batch.starts is not None:
+    if batch.others is not None:
         paging = Paging(batch.table[n:], batch.lengths[n:])
-        lengths = Varlen(batch.starts)
+        lengths = Varlen(batch.others)
         parts.append(attn(q[n:tokens], *caches, varlen=lengths, paging=paging, **options))
-    if tokens < len(q) or not parts:
-        parts.append(q.new_zeros(len(q) - tokens, q.shape[1], caches[1].shape[-1]))
+    return _padded(parts, q, caches)
+
+
+def _padded(parts: list[Tensor], q: Tensor, caches: Caches) -> Tensor:
+    """All parts, and zeros for the rest of q."""
+    missing = len(q) - sum(map(len, parts))
+    if missing or not parts:
+        parts.append(q.new_zeros(missing, q.shape[1], caches[1].shape[-1]))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _mixes(attn: Attention, q: Tensor, caches: Caches) -> bool:
+    """True if a launch for chunks has the heads of single queries packed. Where the schedule fixes the keys
+    of a part, single queries keep a launch of their own: their bits do not depend on chunks beside them."""
+    if not on_gpu(q) or attn.variant.schedule.split is not None:
+        return False
+    widths = q.shape[-1], caches[1].shape[-1]
+    capability = torch.cuda.get_device_capability(q.device)
+    return _has_mixed(widths, str(q.dtype).removeprefix("torch."), caches[0].shape[1], capability)
+
+
+@functools.lru_cache(maxsize=256)
+def _has_mixed(widths: tuple[int, int], dtype: Any, page_size: int, capability: tuple[int, int]) -> bool:
+    """True if packed queries over such pages have such a kernel; it follows from these alone."""
+    target = next((target for target in TARGETS if target.capability == capability), None)
+    if target is None:
+        return False
+    try:
+        problem = Problem(*widths, dtype, lengths="packed", page_rows=page_rows(page_size))
+        return dispatch.choose("forward", problem, target).mixes
+    except UnsupportedError:
+        return False

@@ -27,7 +27,7 @@ class Schedule:
                    (Blackwell; other GPUs refuse); or "auto". On CPUs nothing is to be balanced
     split          keys per part, where blocks of a GPU share the keys of a few queries; in whole tiles of
                    keys. A sequence's results then have the same bits whatever else is in the batch. None
-                   lets shapes decide, for speed
+                   lets shapes and lengths decide, for speed
     sm_margin      multiprocessors of a GPU that are left to kernels of other streams, such as those of a
                    collective: persistent kernels launch as many fewer blocks, and work is split for as many
                    fewer. Kernels with a block per tile are launched alike

@@ -51,9 +51,13 @@ def compiled(case: Case, target: Target) -> tuple[Lowered, Resources]:
     lowered = lower_forward(given)
     scalars = tuple("float" if isinstance(x, float) else "int" for x in given.captured.scalars)
     signature = Signature(scalars=scalars)
-    found = inspect(lowered.source, lowered.problem, signature, target.name).resources
-    assert not found.spill_bytes and not found.stack_bytes and not found.ignored
-    return lowered, found
+    inspected = inspect(lowered.source, lowered.problem, signature, target.name)
+    kernels = [inspected.resources_of("kernelForward")]
+    if lowered.plan.splitting is not None:
+        kernels.append(inspected.resources_of("combine"))
+    for found in kernels:
+        assert not found.spill_bytes and not found.stack_bytes and not found.ignored
+    return lowered, kernels[0]
 
 
 @pytest.mark.parametrize("name, width, lengths, page_rows", CASES)

@@ -208,7 +208,7 @@ def test_fixed_parts_do_not_follow_the_batch() -> None:
 
 
 def test_memory_of_parts() -> None:
-    assert H200.floats(1, 32) == 0 and H200.floats(3, 32) == 3 * 32 * 129
+    assert H200.floats(1, 32, 8) == 0 and H200.floats(3, 32, 8) == 3 * 32 * 129
 
 
 # --- the pipeline -------------------------------------------------------------------------------------

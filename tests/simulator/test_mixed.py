@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 from unittest.mock import patch
 
 import pytest
@@ -18,6 +18,7 @@ from torch import Tensor
 import fa4flex
 from fa4flex import Schedule, Sinks, simulator
 from fa4flex.codegen.plan.topology import Event, NamedBarrier, Topology
+from fa4flex.kernels.mixed_sm90 import config
 from fa4flex.kernels.mixed_sm90.plan import MixedPlan
 from fa4flex.variants import alibi, causal, sliding_window, softcap
 
@@ -50,7 +51,8 @@ def attend(attn: fa4flex.Attention, given: Drawn, sms: int) -> tuple[Tensor, Ten
     timing, seed = random.choice([("eager", 0), ("late", 1), ("random", random.randrange(99))])
     with torch.no_grad(), simulator.device("sm_90a", seed, timing, sms=sms) as gpu:
         out, lse = given(attn, return_lse=True)
-    kernels = [result.kernel for result in gpu.results if "sequences" not in result.kernel]
+    others = "sequences", "combine"
+    kernels = [result.kernel for result in gpu.results if not any(x in result.kernel for x in others)]
     assert len(kernels) == 1 and "mixed_sm90" in kernels[0], kernels
     found = [finding for finding in gpu.findings if not expected(finding)]
     assert not found, f"{timing} {seed}: {gpu.report()}"
@@ -113,6 +115,19 @@ def test_kinds_take_turns() -> None:
     """A block has tiles of both kinds, one after the other, and rings go on where they were."""
     given = drawn(Size(heads=4, kv_heads=2, lengths=(300, 150, 260, 33)))
     check(CAUSAL, chunks(given, (1, 200, 3, 1)), sms=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "order", ["tail", *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("groups", "tiles"))]
+)
+def test_orders(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk of so many tiles that the shortest of all heads come last, and a short one."""
+    monkeypatch.setattr(config, "ORDER", order)
+    schedule = Schedule(split=10_000 + get_args(config.Order).index(order))  # another program for each
+    given = drawn(Size(heads=4, kv_heads=2, lengths=(560, 150, 64, 33, 200)))
+    attn = fa4flex.compile(mask=causal, schedule=schedule)
+    check(attn, chunks(given, (520, 1, 130, 3, 1)), sms=3)
 
 
 def test_who_asks_for_an_order_gets_the_kernel_for_many_rows() -> None:

@@ -113,6 +113,7 @@ class Pipeline:
     zero_fills   whether a backward kernel writes the zeros of captured gradients in tiles that the mask hides
     splits_groups   whether a backward kernel may take query heads that share keys in parts (groups.py)
     kv_dtype     of the keys and values that it reads, see Problem
+    mixes        whether a launch for packed queries has the heads of sequences with few queries packed
     """
 
     name: str
@@ -123,3 +124,4 @@ class Pipeline:
     zero_fills: bool = False
     splits_groups: bool = False
     kv_dtype: str = ""
+    mixes: bool = False

@@ -41,8 +41,9 @@ class Splitting:
             return max(-(-tiles // self.share), 2)
         return _splits(pairs, tiles, self.multiprocessors, self.uneven)
 
-    def floats(self, splits: int, rows: int) -> int:
-        """float32 of memory for the partial outputs and log-sum-exps of `rows` rows; none for one split."""
+    def floats(self, splits: int, rows: int, pairs: int) -> int:
+        """float32 of memory for the partial outputs and log-sum-exps of `rows` rows, of `pairs` (sequence,
+        head of keys); none for one split."""
         return splits * rows * (self.width + 1) if splits > 1 else 0
 
 

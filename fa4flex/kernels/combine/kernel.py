@@ -8,7 +8,7 @@ launched before the splits are done, and waits for them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 from cuda.bindings import driver as cuda
@@ -16,7 +16,7 @@ from cutlass import Float32, Int32, const_expr, cute, select_
 from cutlass.memory import SmemAllocator
 
 from fa4flex.codegen.plan.arguments import FORWARD, MERGE
-from fa4flex.kernels.combine.workspace import log_sums, outputs, rows_of
+from fa4flex.kernels.combine.workspace import Parts, parts_of, rows_of
 from fa4flex.kernels.common.arguments import named
 from fa4flex.kernels.common.softmax import LOG2_E, alone, finish, running
 
@@ -42,6 +42,20 @@ class Batch:
     outputs: cute.Tensor
 
 
+class Row(NamedTuple):
+    """Place of a merged row: its output (width), element `q` of the log-sum-exps of a head, or None;
+    and the sink of its head, or None."""
+
+    out: cute.Tensor
+    lse: cute.Tensor | None
+    q: Int32
+    sink: Float32 | None
+
+
+Sums = tuple[cute.Tensor, cute.Tensor]
+"""Shared memory for each warp's sums: outputs (warp, width), weights (warp)."""
+
+
 class Combine:
     """`width` is D, a multiple of 8. A lane adds up `together` columns next to each other, `pieces` times."""
 
@@ -62,22 +76,36 @@ class Combine:
         number, thread = cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
         _, length, heads, _ = arguments.out.shape
         b, h, q = number // (heads * length), number // length % heads, number % length
-        sums = SmemAllocator().allocate_tensor(
-            Float32, cute.make_layout((WARPS, self.width), stride=(self.width, 1)), 16
-        )
-        totals = SmemAllocator().allocate_tensor(Float32, cute.make_layout(WARPS), 16)
+        sums = self.room()
         q_len = Int32(length)
         if const_expr(arguments.seqused_q is not None):
             q_len = Int32(arguments.seqused_q[b])
         cute.arch.griddepcontrol_wait()
         if q < q_len:
-            warp, lane = thread // 32, thread % 32
-            begun = self.batch()
-            self.load(arguments, number, warp, lane, begun)
-            largest = self.largest(arguments, number, lane)
-            self.gather(arguments, number, thread, largest, begun, (sums, totals))
-            cute.arch.barrier()
-            self.write(arguments, (b, h, q), thread, largest, (sums, totals))
+            lse = None
+            if const_expr(arguments.lse is not None):
+                lse = arguments.lse[b, h, None]
+            row = Row(arguments.out[b, q, h, None], lse, Int32(q), sink_of(arguments, h))
+            self.merge(parts_of(arguments, number), row, thread, sums)
+
+    def room(self) -> Sums:
+        return (
+            SmemAllocator().allocate_tensor(
+                Float32, cute.make_layout((WARPS, self.width), stride=(self.width, 1)), 16
+            ),
+            SmemAllocator().allocate_tensor(Float32, cute.make_layout(WARPS), 16),
+        )
+
+    @cute.jit
+    def merge(self, parts: Parts, row: Row, thread: Int32, sums: Sums) -> None:
+        """A block's: one row."""
+        warp, lane = thread // 32, thread % 32
+        begun = self.batch()
+        self.load(parts, warp, lane, begun)
+        largest = self.largest(parts, lane)
+        self.gather(parts, thread, largest, begun, sums)
+        cute.arch.barrier()
+        self.write(row, thread, largest, sums)
 
     def batch(self) -> Batch:
         """Room for as many splits as a warp loads at once."""
@@ -85,32 +113,23 @@ class Combine:
         return Batch(cute.make_rmem_tensor((BATCH,), Float32), outputs)
 
     @cute.jit
-    def load(
-        self,
-        arguments: CombineArguments,
-        number: Int32,
-        first: Int32,
-        lane: Int32,
-        batch: cutlass.Constexpr[Batch],
-    ) -> None:
+    def load(self, parts: Parts, first: Int32, lane: Int32, batch: cutlass.Constexpr[Batch]) -> None:
         """Splits `first`, and every WARPS-th after it; past the last, its output, and no sum."""
-        lses, parts = log_sums(arguments), outputs(arguments)
         for i in cutlass.range_constexpr(BATCH):
             split = first + WARPS * i
-            kept = cutlass.min(split, arguments.splits - 1)
-            batch.log_sums[i] = select_(split < arguments.splits, lses[kept, number], -Float32.inf)
-            row = cute.logical_divide(parts[kept, number, None], cute.make_layout(self.together))
+            kept = cutlass.min(split, parts.count - 1)
+            batch.log_sums[i] = select_(split < parts.count, parts.log_sums[kept], -Float32.inf)
+            row = cute.logical_divide(parts.outputs[kept, None], cute.make_layout(self.together))
             for piece in cutlass.range_constexpr(self.pieces):
                 place = cutlass.min(piece * 32 + lane, self.width // self.together - 1)
                 cute.autovec_copy(row[None, place], batch.outputs[None, piece, i])
 
     @cute.jit
-    def largest(self, arguments: CombineArguments, number: Int32, lane: Int32) -> Float32:
+    def largest(self, parts: Parts, lane: Int32) -> Float32:
         """The largest log-sum-exp of a row, found by each warp."""
-        lses = log_sums(arguments)
         largest = -Float32.inf
-        for split in cutlass.range(lane, arguments.splits, 32, unroll=1):
-            largest = cute.arch.fmax(largest, lses[split, number])
+        for split in cutlass.range(lane, parts.count, 32, unroll=1):
+            largest = cute.arch.fmax(largest, parts.log_sums[split])
         for distance in cutlass.range_constexpr(5):
             largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, offset=1 << distance))
         return largest
@@ -118,12 +137,11 @@ class Combine:
     @cute.jit
     def gather(
         self,
-        arguments: CombineArguments,
-        number: Int32,
+        parts: Parts,
         thread: Int32,
         largest: Float32,
         begun: cutlass.Constexpr[Batch],
-        into: tuple[cute.Tensor, cute.Tensor],
+        into: Sums,
     ) -> None:
         """The weighted sum of a warp's splits."""
         sums, totals = into
@@ -132,9 +150,9 @@ class Combine:
         mine = cute.make_rmem_tensor((self.together, self.pieces), Float32)
         mine.fill(0.0)
         total = self.add(begun, shift, mine, Float32(0.0))
-        for first in cutlass.range(warp + WARPS * BATCH, arguments.splits, WARPS * BATCH, unroll=1):
+        for first in cutlass.range(warp + WARPS * BATCH, parts.count, WARPS * BATCH, unroll=1):
             batch = self.batch()
-            self.load(arguments, number, first, lane, batch)
+            self.load(parts, first, lane, batch)
             total = self.add(batch, shift, mine, total)
         target = cute.logical_divide(sums[warp, None], cute.make_layout(self.together))
         for piece in cutlass.range_constexpr(self.pieces):
@@ -157,30 +175,19 @@ class Combine:
         return total
 
     @cute.jit
-    def write(
-        self,
-        arguments: CombineArguments,
-        at: tuple[Int32, Int32, Int32],
-        thread: Int32,
-        largest: Float32,
-        found: tuple[cute.Tensor, cute.Tensor],
-    ) -> None:
+    def write(self, row: Row, thread: Int32, largest: Float32, found: Sums) -> None:
         """Two columns of the row by each thread, and its log-sum-exp."""
-        b, h, q = at
         sums, totals = found
-        sink = None
-        if const_expr(arguments.sinks is not None):
-            sink = arguments.sinks[h].to(Float32)
         state = running(1)
         state.largest[0] = largest
         state.shift[0] = select_(largest == -Float32.inf, Float32(0.0), largest) * LOG2_E
         state.total[0] = (totals[0] + totals[1]) + (totals[2] + totals[3])
-        scales, lses = finish(state, sink, alone)
-        if const_expr(arguments.lse is not None):  # noqa: SIM102  one is decided when compiled, one when run
+        scales, lses = finish(state, row.sink, alone)
+        if const_expr(row.lse is not None):  # noqa: SIM102  one is decided when compiled, one when run
             if thread == 0:
-                arguments.lse[b, h, q] = lses[0]
-        pairs = cute.logical_divide(arguments.out[b, q, h, None], cute.make_layout(2))
-        kind = arguments.out.element_type
+                row.lse[row.q] = lses[0]
+        pairs = cute.logical_divide(row.out, cute.make_layout(2))
+        kind = row.out.element_type
         if 2 * thread < self.width:
             pair = cute.make_rmem_tensor((2,), kind)
             for i in cutlass.range_constexpr(2):
@@ -188,3 +195,8 @@ class Combine:
                 total = (sums[0, column] + sums[1, column]) + (sums[2, column] + sums[3, column])
                 pair[i] = (total * scales[0]).to(kind)
             cute.autovec_copy(pair, pairs[None, thread])
+
+
+def sink_of(arguments: Any, h: Int32) -> Float32 | None:
+    """The sink of a head of queries."""
+    return None if arguments.sinks is None else arguments.sinks[h].to(Float32)

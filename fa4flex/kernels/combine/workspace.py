@@ -3,9 +3,18 @@ log-sum-exps."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from cutlass import Int32, Int64, cute
+
+
+class Parts(NamedTuple):
+    """Results of all splits of the keys for one row: log-sum-exps (split), outputs (split, width), and how
+    many splits there are."""
+
+    log_sums: cute.Tensor
+    outputs: cute.Tensor
+    count: Int32
 
 
 def row_number(arguments: Any, b: Int32, h: Int32, q: Int32) -> Int32:
@@ -34,3 +43,8 @@ def log_sums(arguments: Any) -> cute.Tensor:
     rows, width = rows_of(arguments), arguments.out.shape[3]
     start = arguments.workspace.iterator + Int64(arguments.splits) * rows * width
     return cute.make_tensor(start, cute.make_layout((arguments.splits, rows), stride=(Int64(rows), 1)))
+
+
+def parts_of(arguments: Any, number: Int32) -> Parts:
+    """All splits of row `number`."""
+    return Parts(log_sums(arguments)[None, number], outputs(arguments)[None, number, None], arguments.splits)

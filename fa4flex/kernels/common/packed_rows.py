@@ -74,11 +74,11 @@ def tile_of(
     whole = KeyTiles(None, None, zero, zero)
     tile = Tile(b, kv_head, heads // kv_heads, heads, split, q_len, kv_len, whole, zero, zero)
     keys = keys_of(tile, arguments, hooks, config)
-    first, last = _share(keys.count, split, arguments.splits, config.share)
+    first, last = run_of(keys.count, split, arguments.splits, config.share)
     return tile._replace(keys=keys, first=first, last=last)
 
 
-def _share(count: Int32, split: Int32, splits: Int32, share: int | None) -> tuple[Int32, Int32]:
+def run_of(count: Int32, split: Int32, splits: Int32, share: int | None) -> tuple[Int32, Int32]:
     """The tiles of a split: `share` of them, or at most one more than another split has."""
     if share is not None:
         return cutlass.min(split * share, count), cutlass.min((split + 1) * share, count)

@@ -16,6 +16,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
+from fa4flex.kernels.combine.kernel import Combine, CombineArguments
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.split_producer import Stages
@@ -39,6 +40,10 @@ class Forward:
         self.hooks = hooks
         self.producer = Producer(config, hooks)
         self.consumer = Consumer(config, hooks)
+
+    def merging(self, width: int) -> tuple[Combine, Any]:
+        """The kernel that merges splits, and the class of its arguments. width: of the output."""
+        return Combine(width), CombineArguments
 
     @cute.jit
     def __call__(self, arguments: Arguments, stream: cuda.CUstream) -> None:

@@ -14,6 +14,7 @@ from cutlass import Float32, Int32, Int64, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
+from fa4flex.kernels.combine.kernel import Combine, CombineArguments
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.split_producer import Producer, Stages, stage_layouts, stage_transfers
@@ -53,6 +54,10 @@ class Forward:
         self.load = Producer(config, hooks)
         self.mma = Mma(config, hooks)
         self.softmax = Softmax(config, hooks)
+
+    def merging(self, width: int) -> tuple[Combine, Any]:
+        """The kernel that merges splits, and the class of its arguments. width: of the output."""
+        return Combine(width), CombineArguments
 
     @cute.jit
     def __call__(self, arguments: Arguments, stream: cuda.CUstream) -> None:

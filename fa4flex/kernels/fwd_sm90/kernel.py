@@ -55,9 +55,7 @@ class Forward:
         else:
             ordered = config.longest_first or config.tables or self.hooks.spans is not None
             grid = dense_grid(arguments, config.tile_m, ordered)
-        blocks = grid.total
-        if const_expr(config.persistent):
-            blocks = cutlass.min(blocks, config.workers)
+        blocks = self.blocks(arguments, grid)
         self.device(
             arguments, grid, *transfers, tiled_products(kind, self.config.tile_n, self.config.head_dim_v)
         ).launch(
@@ -66,6 +64,10 @@ class Forward:
             stream=stream,
             min_blocks_per_mp=1,  # without it the compiler drops the register split
         )
+
+    def blocks(self, arguments: Arguments, grid: Grid) -> Int32:
+        """Number of blocks of a launch."""
+        return cutlass.min(grid.total, self.config.workers) if self.config.persistent else grid.total
 
     def layouts(self, kind: Any, out_kind: Any) -> tuple[Any, Any, Any, Any]:
         """Swizzled shared-memory layouts of q, k, v, out; their last mode counts warpgroups or stages."""
@@ -164,6 +166,9 @@ class Forward:
             cute.arch.mbarrier_init_fence()
         pipeline.pipeline_init_arrive()
         pipeline.pipeline_init_wait()
+        if const_expr(self.config.splits):
+            # What merges parts may be launched now: it waits for the end of this kernel.
+            cute.arch.griddepcontrol_launch_dependents()
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.config.producer_registers)
             if warp == 0:

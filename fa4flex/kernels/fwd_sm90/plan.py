@@ -57,11 +57,15 @@ class HopperPlan:
     reasons: tuple[str, ...] = ()
 
     module: ClassVar[str] = "fa4flex.kernels.fwd_sm90"
-    splitting: ClassVar[Splitting | None] = None
 
     @property
     def tile(self) -> tuple[int, int]:
         return self.tiles.tile_m, self.tiles.tile_n
+
+    @property
+    def splitting(self) -> Splitting | None:
+        """None: each block has all keys of a tile."""
+        return None
 
     @cached_property
     def memory(self) -> Memory:

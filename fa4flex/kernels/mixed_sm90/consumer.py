@@ -15,6 +15,7 @@ from fa4flex.kernels.fwd_sm90.resources import Pipes
 from fa4flex.kernels.mixed_sm90.config import Config
 from fa4flex.kernels.mixed_sm90.few_rows import FewRows
 from fa4flex.kernels.mixed_sm90.schedule import MixedScheduler
+from fa4flex.kernels.mixed_sm90.sequences import Cut
 
 
 class Consumer(forward.Consumer):
@@ -29,7 +30,7 @@ class Consumer(forward.Consumer):
         shared, pipes = block
 
         @cute.jit
-        def attend_few(work: Work, phase: Int32, states: States) -> States:
-            return self.few_rows.attend(work, arguments, shared, pipes, phase, states)
+        def attend_few(work: Work, cut: Cut, phase: Int32, states: States) -> States:
+            return self.few_rows.attend((work, cut), arguments, shared, pipes, phase, states)
 
         self.scheduler.walk(grid, arguments, pipes.next, (attend_few, attend), states)

@@ -15,33 +15,35 @@ from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.fragment import rows_and_columns
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.keys import KeyTiles, tile_at
-from fa4flex.kernels.common.packed_rows import Tile, keys_of
+from fa4flex.kernels.common.packed_rows import Row, Tile, keys_of, run_of
 from fa4flex.kernels.common.products import ROWS, Products, products_of, tiled_products
 from fa4flex.kernels.common.softmax import finish, multiply_rows
 from fa4flex.kernels.common.transfer import States
 from fa4flex.kernels.common.work import Work, put_statistic
 from fa4flex.kernels.decode_sm90 import config as decode
 from fa4flex.kernels.decode_sm90 import consumer, epilogue
-from fa4flex.kernels.decode_sm90.consumer import WIDE, Mine, clear
+from fa4flex.kernels.decode_sm90.consumer import OFFSETS, WIDE, Mine, clear
 from fa4flex.kernels.fwd_sm90.epilogue import STORES
 from fa4flex.kernels.fwd_sm90.resources import Pipes
 from fa4flex.kernels.mixed_sm90.config import GROUPS, Config
 from fa4flex.kernels.mixed_sm90.resources import Shared
+from fa4flex.kernels.mixed_sm90.sequences import Cut, log_sums, outputs
 from fa4flex.kernels.mixed_sm90.topology import MEET
 
 BOTH = 128 * GROUPS
 
 
-def few_tile(work: Work, arguments: Arguments, hooks: Hooks, config: Config) -> Tile:
-    """All rows of a sequence that share head `work.h` of keys, and all key tiles that some row sees: perhaps
-    none."""
+def few_tile(work: Work, cut: Cut, arguments: Arguments, hooks: Hooks, config: Config) -> Tile:
+    """All rows of a sequence that share head `work.h` of keys, and a part of the key tiles that some row
+    sees: perhaps none."""
     heads, kv_heads = Int32(arguments.q.shape[1]), Int32(arguments.k.shape[2])
     zero = Int32(0)
     whole = KeyTiles(None, None, zero, zero)
-    place = work.b, work.h, heads // kv_heads, heads, zero, work.q_len, work.kv_len
+    place = work.b, work.h, heads // kv_heads, heads, cut.part, work.q_len, work.kv_len
     tile = Tile(*place, whole, zero, zero)
     keys = keys_of(tile, arguments, hooks, config)
-    return tile._replace(keys=keys, last=keys.count)
+    first, last = run_of(keys.count, cut.part, cut.parts, config.share)
+    return tile._replace(keys=keys, first=first, last=last)
 
 
 class FewRows(consumer.Consumer):
@@ -55,16 +57,17 @@ class FewRows(consumer.Consumer):
     @cute.jit
     def attend(
         self,
-        work: Work,
+        one: tuple[Work, Cut],
         arguments: Arguments,
         shared: cutlass.Constexpr[Shared],
         pipes: cutlass.Constexpr[Pipes],
         phase: Int32,
         states: States,
     ) -> States:
+        work, cut = one
         thread = cute.arch.thread_idx()[0] - 128
         group, lane = cute.arch.make_warp_uniform(thread // 128), thread % 128
-        tile = few_tile(work, arguments, self.hooks, self.mixed)
+        tile = few_tile(work, cut, arguments, self.hooks, self.mixed)
         rows = self.rows(arguments, tile, lane)
         for row in rows:
             clear(row.state)
@@ -75,8 +78,8 @@ class FewRows(consumer.Consumer):
         # Tiles of many rows leave the state of values where their last tile was.
         k_state, _ = states
         states = k_state, k_state.clone()
-        masked = cutlass.min(tile.keys.masked_count, tile.last)
-        for i in cutlass.range(0, masked, unroll=1):
+        masked = cutlass.max(cutlass.min(tile.keys.masked_count, tile.last), tile.first)
+        for i in cutlass.range(tile.first, masked, unroll=1):
             half = GROUPS * tile_at(tile.keys, i) + group
             states = self.step(products, rows, pipes, half, states, True)
         for i in cutlass.range(masked, tile.last, unroll=1):
@@ -86,7 +89,7 @@ class FewRows(consumer.Consumer):
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(pipes.q_empty + group)
         if group == 0:
-            self.packed.write(arguments, work, products, rows, lane)
+            self.packed.write(arguments, (work, cut), products, rows, lane)
         return states
 
     def halves(self, shared: Shared, lane: Int32, group: Int32) -> Products:
@@ -209,29 +212,52 @@ class Epilogue(epilogue.Epilogue):
     def write(
         self,
         arguments: Arguments,
-        work: Work,
+        one: tuple[Work, Cut],
         products: cutlass.Constexpr[Products],
         rows: cutlass.Constexpr[tuple[Mine, ...]],
         lane: Int32,
     ) -> None:
-        """Packed rows, and their log-sum-exps."""
+        """Packed rows and their log-sum-exps, or what a part of the keys leaves of them. Sinks join here
+        where there are no parts; otherwise where these are merged."""
+        work, cut = one
         scales, lses = [], []
         for mine in rows:
             sink = None
             if const_expr(arguments.sinks is not None):
                 sink = arguments.sinks[mine.row.h].to(Float32)
+                sink = select_(cut.parts == 1, sink, -Float32.inf)
             scale, lse = finish(mine.state, sink)
             scales += scale
             lses += lse
         out = rows_and_columns(products.out)
         multiply_rows(out, scales)
+        number = lane // 32 * 16 + lane % 32 // 4
         for r in cutlass.range_constexpr(len(rows)):
             row = rows[r].row
             if row.exists:
-                if const_expr(arguments.lse is not None):  # noqa: SIM102  one is decided when compiled, one when run
-                    if lane % 4 == 0:
-                        put_statistic(arguments.lse, work._replace(h=row.h), row.q, lses[r])
-                self.store(arguments.out[work.q_offset + row.q, row.h, None], out[r, None], lane)
+                if cut.parts == 1:
+                    self.packed(arguments, work, row, out[r, None], lses[r], lane)
+                else:
+                    self.partial(arguments, cut.first + number + OFFSETS[r], out[r, None], lses[r], lane)
+
+    @cute.jit
+    def packed(
+        self, arguments: Arguments, work: Work, row: Row, out: cute.Tensor, lse: Float32, lane: Int32
+    ) -> None:
+        if const_expr(arguments.lse is not None):  # noqa: SIM102  one is decided when compiled, one when run
+            if lane % 4 == 0:
+                put_statistic(arguments.lse, work._replace(h=row.h), row.q, lse)
+        self.store(arguments.out[work.q_offset + row.q, row.h, None], out, lane)
+
+    @cute.jit
+    def partial(
+        self, arguments: Arguments, number: Int32, out: cute.Tensor, lse: Float32, lane: Int32
+    ) -> None:
+        """A part without keys has no output: nobody reads it."""
+        if lane % 4 == 0:
+            log_sums(arguments)[number] = lse
+        if lse > -Float32.inf:
+            self.store(outputs(arguments)[number, None], out, lane)
 
 
 def _config(config: Config) -> decode.Config:

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from cutlass import Float32, cute
+import cutlass
+from cutlass import Float32, Int32, cute
 
+from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.hooks import Hooks
+from fa4flex.kernels.common.work import Grid
 from fa4flex.kernels.fwd_sm90 import kernel as forward
+from fa4flex.kernels.mixed_sm90.combine import Combine
 from fa4flex.kernels.mixed_sm90.config import KEPT, Config
 from fa4flex.kernels.mixed_sm90.consumer import Consumer
 from fa4flex.kernels.mixed_sm90.producer import Producer
@@ -28,6 +32,14 @@ class Forward(forward.Forward):
         scheduler = MixedScheduler(config, hooks)
         self.producer = Producer(config, hooks, scheduler)
         self.consumer = Consumer(config, hooks, scheduler)
+
+    def blocks(self, arguments: Arguments, grid: Grid) -> Int32:
+        """Keys of a sequence may be shared by several."""
+        workers = self.config.workers
+        return cutlass.min(cutlass.min(grid.total, workers) * cutlass.min(arguments.splits, workers), workers)
+
+    def merging(self, width: int) -> tuple[Combine, Any]:
+        return Combine(width, self.config), Arguments
 
     def members(self, layouts: tuple[Any, ...], kinds: tuple[Any, Any]) -> dict[str, Any]:
         kept = cute.struct.MemRange[Float32, KEPT * 128]

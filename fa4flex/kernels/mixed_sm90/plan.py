@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from fa4flex.codegen.plan.bound import Size
 from fa4flex.codegen.plan.counts import check_counts
-from fa4flex.codegen.plan.few_rows import asks_for_order
+from fa4flex.codegen.plan.few_rows import asks_for_order, share_of
 from fa4flex.codegen.plan.memory import Memory, lay_out
 from fa4flex.codegen.plan.pipeline import ForwardPlan, Pipeline
 from fa4flex.codegen.plan.problem import Problem
@@ -19,7 +19,9 @@ from fa4flex.codegen.plan.verify import prove
 from fa4flex.kernels.fwd_sm90 import plan as forward
 from fa4flex.kernels.fwd_sm90.plan import HopperPlan, plan_hopper
 from fa4flex.kernels.fwd_sm90.tiles import barriers, pad
+from fa4flex.kernels.mixed_sm90 import config
 from fa4flex.kernels.mixed_sm90.config import GROUPS, KEPT, Config
+from fa4flex.kernels.mixed_sm90.splitting import MixedSplitting
 from fa4flex.kernels.mixed_sm90.topology import few_topology
 
 WIDEST = 128
@@ -29,7 +31,12 @@ WIDEST = 128
 @dataclass(frozen=True)
 class MixedPlan(HopperPlan):
     """The forward plan, for tiles of many rows. Sequences with few take the same rings, both consumers all of
-    their rows and half of each tile of keys."""
+    their rows and half of each tile of keys.
+
+    share    tiles of keys of a part of such a sequence, where the schedule asks for it
+    """
+
+    share: int | None = None
 
     module: ClassVar[str] = "fa4flex.kernels.mixed_sm90"
 
@@ -50,7 +57,13 @@ class MixedPlan(HopperPlan):
     @property
     def many(self) -> Topology:
         """The forward kernel's pipeline."""
-        return HopperPlan(**{f.name: getattr(self, f.name) for f in fields(self)}).topology
+        return HopperPlan(**{f.name: getattr(self, f.name) for f in fields(HopperPlan)}).topology
+
+    @property
+    def splitting(self) -> MixedSplitting:
+        """Parts of the keys of sequences with few rows."""
+        width, chip, rows = self.problem.head_dim_v, self.target.multiprocessors, self.target.few_rows
+        return MixedSplitting(self.tile[1], width, chip, True, self.share, rows)
 
     @cached_property
     def few(self) -> Topology:
@@ -67,13 +80,18 @@ class MixedPlan(HopperPlan):
     def config(self) -> Config:
         base = super().config()
         given = {f.name: getattr(base, f.name) for f in fields(base)}
-        return Config(**given, few_rows=self.target.few_rows)
+        return Config(**given, few_rows=self.target.few_rows, share=self.share, order=config.ORDER)
+
+    def _explain_parts(self) -> str:
+        asked = f"{(self.share or 0) * self.tile[1]} to each, as the schedule asks"
+        return asked if self.share is not None else "by the work of all sequences"
 
     def explain(self, size: Size | None = None) -> str:
         lines = super().explain(size).split("\n")
         few = (
             f"sequences of up to {self.target.few_rows} rows (queries x heads that share keys): a tile for"
-            f" each head of keys, {self.tile[1] // GROUPS} of its keys for each consumer, spread among others"
+            f" each head of keys, {self.tile[1] // GROUPS} of its keys for each consumer, spread among"
+            f" others; keys are shared by blocks, {self._explain_parts()}"
         )
         pipeline = ["pipeline of tiles of few rows:", self.few.explain()]
         at = lines.index(next(line for line in lines if line.startswith("work:")))
@@ -85,7 +103,8 @@ def plan_mixed(request: ForwardRequest) -> ForwardPlan:
     plan = plan_hopper(request)
     if asks_for_order(request) or plan.tiles.consumers != GROUPS or plan.kv_stages < GROUPS:
         return plan
-    return MixedPlan(**{f.name: getattr(plan, f.name) for f in fields(plan)})
+    given = {f.name: getattr(plan, f.name) for f in fields(plan)}
+    return MixedPlan(**given, share=share_of(request, plan.tiles.tile_n))
 
 
 def accepts(problem: Problem, target: Target) -> bool:
@@ -101,4 +120,4 @@ def accepts(problem: Problem, target: Target) -> bool:
     )
 
 
-MIXED_SM90 = Pipeline("Hopper forward, mixed batches", "forward", accepts, plan_mixed)
+MIXED_SM90 = Pipeline("Hopper forward, mixed batches", "forward", accepts, plan_mixed, mixes=True)

@@ -22,6 +22,7 @@ from fa4flex.kernels.fwd_sm90.resources import Pipes
 from fa4flex.kernels.mixed_sm90.config import Config
 from fa4flex.kernels.mixed_sm90.few_rows import few_tile
 from fa4flex.kernels.mixed_sm90.schedule import MixedScheduler
+from fa4flex.kernels.mixed_sm90.sequences import Cut
 
 
 class Producer(forward.Producer):
@@ -36,11 +37,11 @@ class Producer(forward.Producer):
         pipes = block[2]
 
         @cute.jit
-        def load_few(work: Work, phase: Int32, states: States) -> States:
-            tile = few_tile(work, arguments, self.hooks, self.config)
+        def load_few(work: Work, cut: Cut, phase: Int32, states: States) -> States:
+            tile = few_tile(work, cut, arguments, self.hooks, self.config)
             key_values = self.few_keys(work, tile, arguments, block)
-            begun = cutlass.min(tile.last, Int32(1))
-            states = self.run_of_keys(tile, key_values, (Int32(0), begun), states)
+            begun = cutlass.min(tile.last, tile.first + 1)
+            states = self.run_of_keys(tile, key_values, (tile.first, begun), states)
             self.hand_room(pipes, phase ^ 1)
             return self.run_of_keys(tile, key_values, (begun, tile.last), states)
 
@@ -52,7 +53,7 @@ class Producer(forward.Producer):
         config, (transfers, shared, pipes) = self.config, block
         check_length(arguments, work.b)
         views = box_views(transfers, (shared.k, shared.v), tile.kv_head, config.box_rows)
-        table, order = page_table(arguments, work.b, work.kv_len), Order(tile.keys, Int32(0))
+        table, order = page_table(arguments, work.b, work.kv_len), Order(tile.keys, tile.first)
         rings = pipes.k, pipes.v
         sizes = config.box_rows, config.tile_n
         pages = PagedKeyValues(transfers, *rings, *views, table, order, *sizes, policy=READ_ONCE)

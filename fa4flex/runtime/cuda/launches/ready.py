@@ -106,24 +106,21 @@ class Ready:
         lengths, order = (NO_LENGTHS, None) if self.lengths is None else self.lengths(call)
         splits = parts = None
         if self.splitting is not None:
-            splits = self.splits(call, extents_of(call.extents()) if extents is None else extents)
-            parts = q.new_empty(self.floats(q, splits), dtype=_FLOAT)
+            splits, floats = self.splits(call, extents_of(call.extents()) if extents is None else extents)
+            parts = q.new_empty(floats, dtype=_FLOAT)
         told = faults.table() if self.paged else None
         self.launch(
             call, out, lse, largest, tables, layouts.length, taken, order, splits, parts, told, *lengths
         )
         return out, lse, largest
 
-    def splits(self, call: Call, extents: Extents) -> int:
-        """Splits of the keys of a tile, of kernels that split."""
+    def splits(self, call: Call, extents: Extents) -> tuple[int, int]:
+        """(splits of the keys of a tile, float32 of memory for their results), of kernels that split."""
         assert self.splitting is not None
         batch, _, keys = extents
-        return self.splitting.splits(batch * call.kv_heads, keys)
-
-    def floats(self, q: Tensor, splits: int) -> int:
-        """float32 of memory for the results of so many splits."""
-        assert self.splitting is not None
-        return self.splitting.floats(splits, q.numel() // q.shape[-1])
+        pairs, q = batch * call.kv_heads, call.q
+        splits = self.splitting.splits(pairs, keys)
+        return splits, self.splitting.floats(splits, q.numel() // q.shape[-1], pairs)
 
     def layouts(self, call: Call) -> Layouts:
         """Layouts of out, lse and max_scores."""

@@ -72,9 +72,10 @@ class FastPath:
         self.requires_grad = any(x.requires_grad for x in (call.q, call.k, call.v, *self.others))
         self.trains = self.requires_grad and torch.is_grad_enabled()
         self.alignment = (call.q.data_ptr() | call.k.data_ptr() | call.v.data_ptr()) % ALIGNMENT
-        self.layouts, splits = ready.layouts(call), _splits(call, ready)
+        self.layouts, split = ready.layouts(call), _splits(call, ready)
+        splits, floats = (None, None) if split is None else split
         self.plain = self.layouts.like_q and not ready.statistics
-        self.workspace = _workspace(call, ready, splits)
+        self.workspace = _workspace(call, floats)
         constants = _constants(call, ready, splits)
         self.launch = launch_function(FORWARD, ready.kernel, PARAMETERS, constants, {})
 
@@ -140,11 +141,10 @@ class FastPath:
         return out, lse, largest
 
 
-def _workspace(call: Call, ready: Ready, splits: int | None) -> Tensor | None:
+def _workspace(call: Call, floats: int | None) -> Tensor | None:
     """Tensor like the memory for results of splits that takes none; None where kernels do not split."""
-    if splits is None:
+    if floats is None:
         return None
-    floats = ready.floats(call.q, splits)
     # What is like an empty tensor of stride 0 has that stride, too.
     like = call.q.new_empty(min(floats, 1), dtype=torch.float32)
     return like.expand(floats) if floats else like
@@ -153,7 +153,7 @@ def _workspace(call: Call, ready: Ready, splits: int | None) -> Tensor | None:
 _ABSENT: tuple[Source, ...] = "call.lengths", "call.pages", "call.scales"
 
 
-def _splits(call: Call, ready: Ready) -> int | None:
+def _splits(call: Call, ready: Ready) -> tuple[int, int] | None:
     return None if ready.splitting is None else ready.splits(call, extents_of(call.extents()))
 
 

@@ -1,0 +1,35 @@
+"""Splitting of mixed batches: which parts of the keys of a sequence blocks share is decided on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fa4flex.codegen.plan.splitting import Splitting
+from fa4flex.kernels.mixed_sm90.config import LEAST, WAVES
+
+
+@dataclass(frozen=True)
+class MixedSplitting(Splitting):
+    """`rows`: of a tile of few rows, at most. The host knows neither which sequences have few queries nor how
+    long they are; it makes room for all parts that there can be."""
+
+    rows: int = 64
+
+    def splits(self, pairs: int, kv_len: int) -> int:
+        """Parts of the keys of a sequence of up to kv_len keys, at most; 1: none is split."""
+        tiles = -(-kv_len // self.tile_n)
+        return max(-(-tiles // (LEAST if self.share is None else self.share)), 1)
+
+    def floats(self, splits: int, rows: int, pairs: int) -> int:
+        """float32 of memory for the parts of `rows` rows of `pairs` (sequence, head of keys).
+
+        A part has its share of the keys, or its tile would not be split; so there are at most twice as many
+        parts as shares in all work, and those are WAVES for each multiprocessor. Shares that a schedule asks
+        for know no such limit.
+        """
+        if splits == 1:
+            return 0
+        room = min(rows, pairs * self.rows) * splits
+        if self.share is None:
+            room = min(room, 2 * WAVES * self.multiprocessors * self.rows)
+        return room * (self.width + 1)
