@@ -15,7 +15,7 @@ from fa4flex import check
 from fa4flex.bench.environment import environment
 from fa4flex.compiler import cache
 from fa4flex.errors import Fa4flexError, UnsupportedError
-from fa4flex.runtime.cuda.device import target_of
+from fa4flex.runtime.cuda.device.device import target_of
 from fa4flex.variants import alibi, sliding_window
 
 VARIABLES = (
