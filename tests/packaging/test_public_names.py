@@ -39,7 +39,7 @@ OWN_USE = {
     "bind", "bounds", "by_heads", "check", "check_contents", "check_padded", "check_tokens", "check_used",
     "checked", "combined_with", "compute_dtype", "context", "cu_k", "differentiable", "digest", "fits",
     "incoming", "now", "outgoing", "output_dtype", "parts", "prepared", "role", "spread", "src_data_rank",
-    "together", "trace", "turned",
+    "together", "trace", "turned", "variant",
 }  # fmt: skip
 """Attributes without an underscore that the package's other parts use, and users do not."""
 

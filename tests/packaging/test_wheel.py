@@ -78,8 +78,10 @@ def installed(distributions: tuple[Path, Path], tmp_path_factory: pytest.TempPat
     venv = tmp_path_factory.mktemp("installed") / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
     python = venv / "bin" / "python"
-    found = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index"]
-    subprocess.run([*found, "--quiet", str(distributions[1])], check=True)
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index"]
+    # on PYTHONPATH, or in the folder, pip would find this checkout and call the wheel installed
+    alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    subprocess.run([*pip, "--quiet", str(distributions[1])], check=True, cwd=venv, env=alone)
     (packages,) = venv.glob("lib/python*/site-packages")
     for distribution in declared(_metadata(distributions[1]).get_all("Requires-Dist") or []):
         _link(distribution, packages)
@@ -156,6 +158,7 @@ def test_metadata(distributions: tuple[Path, Path]) -> None:
     assert f"## {fa4flex.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
 
+@pytest.mark.slow
 def test_it_runs_with_nothing_but_what_it_declares(installed: Path, tmp_path: Path) -> None:
     """Outside of the checkout: results and gradients, a GPU kernel's PTX, and the command line."""
     smoke = _run(installed, "-c", SMOKE, cwd=tmp_path)
@@ -165,6 +168,7 @@ def test_it_runs_with_nothing_but_what_it_declares(installed: Path, tmp_path: Pa
     assert "ModuleNotFoundError" in absent.stderr, "the environment holds more than is declared"
 
 
+@pytest.mark.slow
 def test_its_commands_run(installed: Path, tmp_path: Path) -> None:
     for command in (
         ["doctor"],
