@@ -41,8 +41,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     """Facts for a bug report: versions, what runs here and why, cache, variables, and a self-check."""
     import torch
 
-    from fa4flex.doctor import gpus, kept_kernels, run_self_checks, variables
-    from fa4flex.view.backend import choice_lines
+    from fa4flex.doctor import devices, kept_kernels, run_self_checks, variables
 
     print(f"fa4flex       {_version('fa4flex')}")
     print(f"python        {platform.python_version()} on {platform.platform()}")
@@ -57,15 +56,8 @@ def doctor(arguments: argparse.Namespace) -> int:
         found = _version(name)
         print(f"{name:<13} {found}" if found else f"{name:<13} not installed (only needed for: {purpose})")
     print()
-    for line in choice_lines():
-        device, _, words = line.partition(": ")
-        print(f"{device:<13} {words}")
-    if torch.cuda.is_available():
-        for line in gpus():
-            print(f"GPU           {line}")
-    else:
-        print("GPU           none visible; kernels for sm_90a and sm_100a compile here, and run simulated")
-    print('any device    torch\'s flex_attention, by fa4flex.compile(..., backend="flex")')
+    for line in devices():
+        print(line)
     print(f"cache         {kept_kernels()}")
     print(f"variables     {', '.join(variables()) or 'none set'}\n")
     return 0 if run_self_checks() else 1

@@ -14,9 +14,10 @@ import fa4flex
 from fa4flex import check
 from fa4flex.bench.environment import environment
 from fa4flex.compiler import cache
-from fa4flex.errors import Fa4flexError, UnsupportedError
-from fa4flex.runtime.cuda.device.device import target_of
+from fa4flex.errors import UnsupportedError
+from fa4flex.runtime.flex.choice import choose
 from fa4flex.variants import alibi, sliding_window
+from fa4flex.view.backend import in_words
 
 VARIABLES = (
     "FA4FLEX_CACHE", "FA4FLEX_CACHE_DIR", "FA4FLEX_DEBUG", "FA4FLEX_LAYERS", "FA4FLEX_VALIDATE",
@@ -31,19 +32,24 @@ FACTOR = 2.0
 """Error of a kernel over that of the same maths by PyTorch in the same dtype, at most."""
 
 
-def gpus() -> list[str]:
-    """One line per visible GPU: its name, driver, and the kernels that run on it or why none do."""
-    lines = []
+def devices() -> list[str]:
+    """One line per device: what runs there and why, and the driver of NVIDIA GPUs."""
+    lines = [f"CPU           {_backend(torch.device('cpu'))}"]
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)
         driver = environment(device).get("driver_version", "unknown")
-        try:
-            kernels = f"generated kernels for {target_of(device).name}, forward and backward"
-        except Fa4flexError as error:
-            kernels = f"no kernels: {error.expected}; {error.fix}"
-        name, cuda = torch.cuda.get_device_name(device), torch.version.cuda
-        lines.append(f"{name}, driver {driver}, CUDA {cuda} in torch: {kernels}")
-    return lines
+        lines.append(f"GPU           driver {driver}, CUDA {torch.version.cuda} in torch: {_backend(device)}")
+    if torch.xpu.is_available():
+        lines.append(f"XPU           {_backend(torch.device('xpu'))}")
+    if not torch.accelerator.is_available():
+        lines.append(
+            "GPU           none visible; kernels for sm_90a and sm_100a compile here and run simulated"
+        )
+    return [*lines, 'any device    torch\'s flex_attention, by fa4flex.compile(..., backend="flex")']
+
+
+def _backend(device: torch.device) -> str:
+    return in_words(choose("auto", device))
 
 
 def kept_kernels() -> str:

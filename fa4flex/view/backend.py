@@ -39,7 +39,12 @@ def choices_here(asked: Backend = "auto") -> list[tuple[torch.device, Choice]]:
 
 def choice_lines(asked: Backend = "auto") -> list[str]:
     """A line per device of this machine: the backend, and why."""
-    return [f"{device.type}: {_NAMES[choice.name]} ({choice.why})" for device, choice in choices_here(asked)]
+    return [f"{device.type}: {in_words(choice)}" for device, choice in choices_here(asked)]
+
+
+def in_words(choice: Choice) -> str:
+    """The backend, and why."""
+    return f"{_NAMES[choice.name]} ({choice.why})"
 
 
 def summary(program: Program, chosen: Sizes) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -84,14 +83,12 @@ def test_the_check_of_a_kernel_notices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels of each GPU, and the reason where there are none."""
+    """Backend of each GPU, and the reason."""
     capabilities = [(9, 0), (8, 0)]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[device.index])
-    properties = SimpleNamespace(multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(doctor, "environment", lambda device: {"driver_version": "580.1"})
-    hopper, ampere = doctor.gpus()
-    assert hopper.startswith("GPU 0, driver 580.1, ") and "generated kernels for sm_90a" in hopper
-    assert "no kernels: one of the compute capabilities" in ampere and ".cpu()" in ampere
+    _, hopper, ampere, *_ = doctor.devices()
+    assert "driver 580.1, " in hopper and "generated kernels (GPU 0: " in hopper and "9.0" in hopper
+    assert "torch's flex_attention (GPU 1 has compute capability 8.0; generated kernels are for" in ampere
