@@ -42,9 +42,7 @@ def devices() -> list[str]:
     if torch.xpu.is_available():
         lines.append(f"XPU           {_backend(torch.device('xpu'))}")
     if not torch.accelerator.is_available():
-        lines.append(
-            "GPU           none visible; kernels for sm_90a and sm_100a compile here, simulated"
-        )
+        lines.append("GPU           none visible; kernels for sm_90a and sm_100a compile here, simulated")
     return [*lines, 'any device    torch\'s flex_attention, by fa4flex.compile(..., backend="flex")']
 
 
