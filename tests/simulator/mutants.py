@@ -31,6 +31,10 @@ REMOVED = (
     "wgmma.wait_group",
 )
 
+WRITES = ("st.global", "st.shared")
+EXCHANGES = ("shfl.sync", "vote.sync", "match.any", "match.all", "redux.sync", "bar.warp.sync")
+ALL_LANES = (Imm(-1), Imm(0xFFFFFFFF))
+
 
 @dataclass(frozen=True)
 class Mutant:
@@ -56,6 +60,17 @@ def mutants(result: Result) -> Iterator[Mutant]:
             yield _mutant(result.program, index, "expects no bytes:", _expects_nothing(instruction))
         if opcode.startswith(REMOVED):
             yield _mutant(result.program, index, "lacks", _nothing(instruction))
+
+
+def unsaid(result: Result) -> Iterator[Mutant]:
+    """All that write nothing in one place, or name one lane less among those that take part, of what a run
+    executed."""
+    for index in sorted(executed(result)):
+        instruction = result.program.kernel.body[index]
+        if instruction.opcode.startswith(WRITES):
+            yield _mutant(result.program, index, "lacks", _nothing(instruction))
+        if instruction.opcode.startswith(EXCHANGES) and instruction.operands[-1] in ALL_LANES:
+            yield _mutant(result.program, index, "without lane 31:", _without_a_lane(instruction))
 
 
 def can_matter(mutant: Mutant, result: Result) -> bool:
@@ -102,6 +117,10 @@ def _succeeds(instruction: Instruction) -> Instruction:
     done = instruction.operands[0]
     assert isinstance(done, Reg)
     return dataclasses.replace(instruction, opcode="mov.pred", operands=(done, Imm(1)))
+
+
+def _without_a_lane(instruction: Instruction) -> Instruction:
+    return dataclasses.replace(instruction, operands=(*instruction.operands[:-1], Imm(0x7FFFFFFF)))
 
 
 def _expects_nothing(instruction: Instruction) -> Instruction:
