@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
-from fa4flex.simulator.ptx.nodes import Imm, Instruction, Reg
+from fa4flex.simulator.ptx.nodes import Address, Imm, Instruction, Operand, Reg
 from fa4flex.simulator.run.launch import Result
 from fa4flex.simulator.run.program import Program
 from fa4flex.simulator.watch.findings import REMARKS, Fault, Finding, Findings
@@ -73,6 +73,34 @@ def unsaid(result: Result) -> Iterator[Mutant]:
             yield _mutant(result.program, index, "without lane 31:", _without_a_lane(instruction))
 
 
+def displaced(result: Result) -> Iterator[Mutant]:
+    """All that synchronise wrongly in one place which a run executed: at the mbarrier behind the right one,
+    with one arrival more or fewer, with 16 bytes more or fewer, at another named barrier or with a warp fewer
+    at it, or waiting for one group less."""
+    body = result.program.kernel.body
+    for index in sorted(executed(result)):
+        opcode = body[index].opcode
+        changes: dict[str, tuple[int, Callable[[Operand], Operand | None]]] = {}
+        if opcode.startswith(("mbarrier.try_wait", "mbarrier.test_wait", "mbarrier.arrive")):
+            changes["at the next mbarrier:"] = 1, _behind
+        if opcode.startswith("mbarrier.init"):
+            changes |= {f"arrivals {n:+}:": (1, _more(body, n)) for n in (-1, 1)}
+        if opcode.startswith("mbarrier.arrive.expect_tx"):
+            changes |= {f"bytes {n:+}:": (2, _more(body, n)) for n in (-16, 16)}
+        if opcode.startswith(("bar.sync", "bar.arrive")):
+            changes["at the next barrier:"] = 0, _more(body, 1)
+            changes["a warp fewer:"] = 1, _more(body, -32)
+        if "wait_group" in opcode:
+            changes["a group less:"] = 0, _more(body, 1)
+        for change, (place, new) in changes.items():
+            operands = list(body[index].operands)
+            operand = new(operands[place]) if place < len(operands) else None
+            if operand is not None:
+                operands[place] = operand
+                changed = dataclasses.replace(body[index], operands=tuple(operands))
+                yield _mutant(result.program, index, change, changed)
+
+
 def can_matter(mutant: Mutant, result: Result) -> bool:
     """True if the instruction did anything in a run: fences always may; a wait, an arrival or a commit does
     if some warp learned by it that something is over. First waits for fresh buffers, last signals that nobody
@@ -107,6 +135,24 @@ def executed(result: Result) -> frozenset[int]:
 
 def _mutant(program: Program, index: int, change: str, new: Instruction) -> Mutant:
     return Mutant(index, change, program.kernel.body[index], program.changed(index, new))
+
+
+def _behind(operand: Operand) -> Operand | None:
+    return dataclasses.replace(operand, offset=operand.offset + 8) if isinstance(operand, Address) else None
+
+
+def _more(body: tuple[Instruction, ...], by: int) -> Callable[[Operand], Operand | None]:
+    """Function to the constant operand that is greater `by` so much; None where an operand is no constant or
+    the sum is no natural number."""
+
+    def more(operand: Operand) -> Operand | None:
+        if isinstance(operand, Reg):
+            (*_, operand) = next(x.operands for x in body if operand in x.operands[:1])
+        if not isinstance(operand, Imm) or operand.value + by < 0:
+            return None
+        return Imm(operand.value + by)
+
+    return more
 
 
 def _nothing(instruction: Instruction) -> Instruction:
