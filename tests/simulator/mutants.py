@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
-from fa4flex.simulator.ptx.nodes import Imm, Instruction, Reg
+from fa4flex.simulator.ptx.nodes import Address, Imm, Instruction, Operand, Reg
 from fa4flex.simulator.run.launch import Result
 from fa4flex.simulator.run.program import Program
 from fa4flex.simulator.watch.findings import REMARKS, Fault, Finding, Findings
@@ -30,6 +30,10 @@ REMOVED = (
     "wgmma.commit_group",
     "wgmma.wait_group",
 )
+
+WRITES = ("st.global", "st.shared")
+EXCHANGES = ("shfl.sync", "vote.sync", "match.any", "match.all", "redux.sync", "bar.warp.sync")
+ALL_LANES = (Imm(-1), Imm(0xFFFFFFFF))
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,45 @@ def mutants(result: Result) -> Iterator[Mutant]:
             yield _mutant(result.program, index, "expects no bytes:", _expects_nothing(instruction))
         if opcode.startswith(REMOVED):
             yield _mutant(result.program, index, "lacks", _nothing(instruction))
+
+
+def unsaid(result: Result) -> Iterator[Mutant]:
+    """All that write nothing in one place, or name one lane less among those that take part, of what a run
+    executed."""
+    for index in sorted(executed(result)):
+        instruction = result.program.kernel.body[index]
+        if instruction.opcode.startswith(WRITES):
+            yield _mutant(result.program, index, "lacks", _nothing(instruction))
+        if instruction.opcode.startswith(EXCHANGES) and instruction.operands[-1] in ALL_LANES:
+            yield _mutant(result.program, index, "without lane 31:", _without_a_lane(instruction))
+
+
+def displaced(result: Result) -> Iterator[Mutant]:
+    """All that synchronise wrongly in one place which a run executed: at the mbarrier behind the right one,
+    with one arrival more or fewer, with 16 bytes more or fewer, at another named barrier or with a warp fewer
+    at it, or waiting for one group less."""
+    body = result.program.kernel.body
+    for index in sorted(executed(result)):
+        opcode = body[index].opcode
+        changes: dict[str, tuple[int, Callable[[Operand], Operand | None]]] = {}
+        if opcode.startswith(("mbarrier.try_wait", "mbarrier.test_wait", "mbarrier.arrive")):
+            changes["at the next mbarrier:"] = 1, _behind
+        if opcode.startswith("mbarrier.init"):
+            changes |= {f"arrivals {n:+}:": (1, _more(body, n)) for n in (-1, 1)}
+        if opcode.startswith("mbarrier.arrive.expect_tx"):
+            changes |= {f"bytes {n:+}:": (2, _more(body, n)) for n in (-16, 16)}
+        if opcode.startswith(("bar.sync", "bar.arrive")):
+            changes["at the next barrier:"] = 0, _more(body, 1)
+            changes["a warp fewer:"] = 1, _more(body, -32)
+        if "wait_group" in opcode:
+            changes["a group less:"] = 0, _more(body, 1)
+        for change, (place, new) in changes.items():
+            operands = list(body[index].operands)
+            operand = new(operands[place]) if place < len(operands) else None
+            if operand is not None:
+                operands[place] = operand
+                changed = dataclasses.replace(body[index], operands=tuple(operands))
+                yield _mutant(result.program, index, change, changed)
 
 
 def can_matter(mutant: Mutant, result: Result) -> bool:
@@ -94,6 +137,24 @@ def _mutant(program: Program, index: int, change: str, new: Instruction) -> Muta
     return Mutant(index, change, program.kernel.body[index], program.changed(index, new))
 
 
+def _behind(operand: Operand) -> Operand | None:
+    return dataclasses.replace(operand, offset=operand.offset + 8) if isinstance(operand, Address) else None
+
+
+def _more(body: tuple[Instruction, ...], by: int) -> Callable[[Operand], Operand | None]:
+    """Function to the constant operand that is greater `by` so much; None where an operand is no constant or
+    the sum is no natural number."""
+
+    def more(operand: Operand) -> Operand | None:
+        if isinstance(operand, Reg):
+            (*_, operand) = next(x.operands for x in body if operand in x.operands[:1])
+        if not isinstance(operand, Imm) or operand.value + by < 0:
+            return None
+        return Imm(operand.value + by)
+
+    return more
+
+
 def _nothing(instruction: Instruction) -> Instruction:
     return dataclasses.replace(instruction, opcode="nanosleep.u32", operands=(Imm(0),))
 
@@ -102,6 +163,10 @@ def _succeeds(instruction: Instruction) -> Instruction:
     done = instruction.operands[0]
     assert isinstance(done, Reg)
     return dataclasses.replace(instruction, opcode="mov.pred", operands=(done, Imm(1)))
+
+
+def _without_a_lane(instruction: Instruction) -> Instruction:
+    return dataclasses.replace(instruction, operands=(*instruction.operands[:-1], Imm(0x7FFFFFFF)))
 
 
 def _expects_nothing(instruction: Instruction) -> Instruction:

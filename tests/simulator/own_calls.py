@@ -1,0 +1,111 @@
+"""Calls of this library whose kernels can be run again with something changed: those that one call launches
+beside others, and those that host code allocates memory for."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from unittest.mock import patch
+
+import torch
+from mutants import Mutant, can_matter, clean_to_its_end, mutants, unsaid
+
+from fa4flex import simulator
+from fa4flex.simulator.doors import device
+from fa4flex.simulator.run import launch as launching
+from fa4flex.simulator.run.launch import Result
+from fa4flex.simulator.run.program import Program
+from fa4flex.simulator.state.memory import HostMemory
+
+TIMINGS = (("late", 1), ("eager", 0), ("random", 2), ("random", 3))
+
+
+@dataclass(frozen=True, eq=False)
+class Own:
+    """`call` launches kernels, of which those whose names contain `kernel` are changed, and says whether its
+    results are right."""
+
+    arch: str
+    kernel: str
+    call: Callable[[], bool]
+    sms: int | None = None
+
+    def run(self, timing: str, seed: int, mutant: Mutant | None = None) -> tuple[list[Result], bool]:
+        """The results of the kernels and whether they are right, in memory that is poisoned before."""
+        with (
+            torch.no_grad(),
+            _poisoned(),
+            _bounded(),
+            _planted(mutant),
+            simulator.device(self.arch, seed, timing, self.sms) as gpu,
+        ):
+            right = self.call()
+        return [result for result in gpu.results if self.kernel in result.kernel], right
+
+    def clean(self, timing: str, seed: int, mutant: Mutant | None = None) -> bool:
+        results, right = self.run(timing, seed, mutant)
+        assert results
+        return right and not any(result.findings or result.remarks for result in results)
+
+    def noticed(self, mutant: Mutant) -> bool:
+        """True if some timing shows the mutant."""
+        return not all(clean_to_its_end(self.clean, *timing, mutant) for timing in TIMINGS)
+
+    def that_matter(self) -> list[Mutant]:
+        """Mutants of all kernels that can matter, once for each kernel."""
+        assert clean_to_its_end(self.clean, "late", 1)
+        results, _ = self.run("eager", 0)
+        once = {result.program.kernel.body: result for result in results}
+        return [
+            mutant
+            for result in once.values()
+            for mutant in (*(m for m in mutants(result) if can_matter(m, result)), *unsaid(result))
+        ]
+
+
+@contextlib.contextmanager
+def _planted(mutant: Mutant | None) -> Iterator[None]:
+    """Within, launches of the kernel that the mutant is one of execute the mutant."""
+    program_of, planted = launching.program_of, []
+
+    def changed(text: str, kernel: str) -> Program:
+        program = program_of(text, kernel)
+        body = program.kernel.body
+        if mutant is None or mutant.index >= len(body) or body[mutant.index] is not mutant.instruction:
+            return program
+        planted.append(mutant)
+        return mutant.program
+
+    with patch.object(launching, "program_of", changed):
+        yield
+    assert mutant is None or planted, "the kernel was not launched, or was parsed anew"
+
+
+@contextlib.contextmanager
+def _poisoned() -> Iterator[None]:
+    """Within, torch.empty fills memory with NaN or the greatest integers."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+@contextlib.contextmanager
+def _bounded() -> Iterator[None]:
+    """Within, kernels reach tensors of this process and nothing else: an address that went wrong is found,
+    and harms nobody."""
+
+    def memory() -> HostMemory:
+        made = HostMemory(strict=True)
+        for tensor in gc.get_objects():
+            if type(tensor) is torch.Tensor and tensor.device.type == "cpu" and tensor.numel():
+                storage = tensor.untyped_storage()
+                made.register("a tensor", storage.data_ptr(), storage.nbytes())
+        return made
+
+    with patch.object(device, "HostMemory", memory):
+        yield

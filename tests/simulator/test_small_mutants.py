@@ -1,0 +1,148 @@
+"""One synchronisation, lane or store less is noticed in this library's small kernels, right as they stand."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from append_cases import HOWS
+from append_cases import drawn as tokens_of
+from helpers import cumulative
+from mutants import Mutant
+from own_calls import Own
+from test_block_tables import classes_of, expected, made, masks
+from test_sequences import assert_right, call_of, causal_keys, kernel_of
+from torch.nn.functional import scaled_dot_product_attention
+
+import fa4flex
+from fa4flex.runtime.cuda.device import faults
+from fa4flex.runtime.cuda.tables.block_tables import DeviceTables
+from fa4flex.variants import causal
+
+ARCHS = ("sm_90a", "sm_100a")
+
+
+def tables(name: str) -> Own:
+    """Block tables of both passes, which have to be those of the first time, and right then."""
+    made_by, asked, make, arch = [], [], DeviceTables.make, random.choice(ARCHS)
+
+    def noted(self: DeviceTables, call: Any) -> Any:
+        asked.append((self, call))
+        return make(self, call)
+
+    with patch.object(DeviceTables, "make", noted):
+        found, attn, _ = made(masks()[name], arch)
+
+    def call() -> bool:
+        now = [make(*given) for given in asked]
+        made_by.append(now)
+        pairs = ((x, y) for old, new in zip(made_by[0], now) for x, y in zip(old, new) if x is not None)
+        return all(torch.equal(*pair) for pair in pairs)
+
+    own = Own(arch, "block_tables", call)
+    assert own.clean("eager", 0)
+    for by_keys, (one, _), first in zip((False, True), found, made_by[0], strict=True):
+        classes = classes_of(first, one.grid.rows, one.grid.columns)
+        assert torch.equal(classes, expected(attn, one.tile, by_keys))
+    return own
+
+
+def sequences() -> Own:
+    """Lengths and order of tiles of more sequences than threads, more tiles than a warp takes at once, and
+    more classes of work than lanes. Queries are further on than keys, so that no sum looks like another."""
+    rng, tile = random.Random(random.random()), (128, 128)
+    q_lengths, k_lengths = ([rng.choice(of) for _ in range(600)] for of in ((100, 257, 900), (0, 1, 64, 257)))
+    k_lengths[400] = 9000
+    given = call_of(
+        (cumulative(q_lengths), cumulative(k_lengths), None, None), sum(q_lengths), sum(k_lengths)
+    )
+    with fa4flex.simulator.device("sm_90a"):
+        kernel = kernel_of(causal, given, tile)
+    anew: Any = kernel.compute
+    return Own("sm_90a", "sequences", lambda: holds(lambda: assert_right(given, anew, tile, causal_keys)))
+
+
+def append(name: str) -> Own:
+    given = tokens_of(HOWS[name])
+    before = [(pool, pool.clone()) for pool in (given.k_pool, given.v_pool)]
+
+    def call() -> bool:
+        for pool, held in before:
+            pool.copy_(held)
+        return holds(given.check)
+
+    return Own(random.choice(ARCHS), "append", call)
+
+
+def combine() -> Own:
+    """A query over keys in parts."""
+    q, k, v = (torch.randn(1, 1, n, 64).bfloat16() for n in (1, 450, 450))
+    attn = fa4flex.compile()
+    exact = scaled_dot_product_attention(*(x.double() for x in (q, k, v)))
+    exact_lse = (q.double() @ k.double().mT / 8).logsumexp(-1)
+    bound = 2 * (scaled_dot_product_attention(q, k, v) - exact).abs().max()
+
+    def call() -> bool:
+        out, lse = attn(q, k, v, return_lse=True)
+        return bool((out - exact).abs().max() <= bound) and torch.allclose(lse.double(), exact_lse, atol=1e-4)
+
+    return Own(random.choice(ARCHS), "combine", call)
+
+
+def holds(check: Callable[[], None]) -> bool:
+    """True unless the check raises for what is not right. Faults that kernels told of are dropped."""
+    if faults._table is not None:
+        faults._table.zero_()
+    try:
+        check()
+    except (AssertionError, IndexError):
+        return False
+    return True
+
+
+TABLES = ("documents in no order", "blocks", "a table")
+"""Masks all of whose kernels' stores decide something: of documents in order, what is left out would say so
+too, and where bounds leave every tile open, it does not matter what they are made of."""
+
+MADE: dict[str, Callable[[], Own]] = {
+    "append": lambda: append(random.choice(list(HOWS))),
+    "combine": combine,
+    "sequences": sequences,
+    **{f"tables of {name}": lambda name=name: tables(name) for name in TABLES},  # type: ignore[misc]
+}
+
+
+def implied(own: Own, mutant: Mutant) -> bool:
+    """True if it lacks one of three barriers of the kernel of lengths that others imply: the first, as those
+    of scans come before what was cleared is used; the one before faults are told, as those of a scan come
+    after all have looked for some; and the first of the scan of classes, as all have met since they read the
+    sums of the one before."""
+    if own.kernel != "sequences" or mutant.instruction.opcode != "bar.sync":
+        return False
+    body = mutant.program.kernel.body
+    barriers = [i for i, x in enumerate(body) if x.opcode == "bar.sync" or i == mutant.index]
+    return barriers.index(mutant.index) in (0, 9, 11)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "combine" else name for name in MADE]
+)
+def test_some(name: str) -> None:
+    own = MADE[name]()
+    tried = [mutant for mutant in own.that_matter() if not implied(own, mutant)]
+    for mutant in random.sample(tried, min(len(tried), 3)):
+        assert own.noticed(mutant), mutant
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", MADE)
+def test_all(name: str) -> None:
+    own = MADE[name]()
+    tried = own.that_matter()
+    left = [mutant for mutant in tried if not own.noticed(mutant)]
+    print(len(left), "of", len(tried), *left, sep="\n")
+    assert len(tried) >= 3 and all(implied(own, mutant) for mutant in left)
