@@ -29,7 +29,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Make torch say that there is a GPU of some capability."""
 
     def says(name: str, capability: tuple[int, int], hip: str | None = None) -> None:
-        choice._without_kernels.cache_clear()
+        choice._known.clear()
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _=None: name)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None: capability)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -37,7 +37,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(torch.version, "hip", hip)
 
     yield says  # type: ignore[misc]
-    choice._without_kernels.cache_clear()
+    choice._known.clear()
 
 
 @pytest.mark.parametrize("name, capability, hip, backend, why", [
@@ -55,6 +55,19 @@ def test_backends_of_gpus(
     assert chosen.name == backend and why in chosen.why and name in chosen.why
     assert choice._without_kernels(CUDA) is (backend == "flex")
     assert choice.choose("flex", CUDA).name == "flex"
+
+
+def test_dynamo_asks_the_device_once(gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one graph: what asks a GPU is not traced."""
+    gpu("A100", (8, 0))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # or Dynamo saves states of this one
+    torch._dynamo.reset()
+
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x if choice._without_kernels(CUDA) else x
+
+    x = torch.ones(3)
+    assert torch.equal(torch.compile(doubled, backend="eager", fullgraph=True)(x), 2 * x)
 
 
 def test_backends_of_other_devices() -> None:

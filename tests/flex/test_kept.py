@@ -182,6 +182,25 @@ def test_what_a_function_is_compiled_for(compilations: CompileCounter) -> None:
     assert compilations.frame_count == 4
 
 
+def test_narrow_heads_are_padded(compilations: CompileCounter) -> None:
+    """torch's kernels have heads of 16 and more."""
+    seen: list[tuple[int, ...]] = []
+    attn = fa4flex.compile(v.alibi, v.causal, backend="flex")
+    given = [torch.randn(1, n, 40, width) for n, width in ((2, 6), (1, 6), (1, 5))]
+    engine = attn._calling().prepared.program.flex
+    right(attn, given)
+    (ready,) = engine._ready._found.values()
+    inner = ready.attend
+
+    def attend(*arguments: Any) -> Any:
+        seen.extend(x.shape[-1:] for x in arguments[:3])
+        return inner(*arguments)
+
+    object.__setattr__(ready, "attend", attend)
+    right(attn, given)
+    assert seen == [(16,)] * 3 and attn(*given).shape == (1, 2, 40, 5)
+
+
 def test_gradients_are_noticed() -> None:
     """The same tensors without gradients, then with some, and again without."""
     bias = torch.randn(2, 300)
