@@ -17,6 +17,7 @@ from fa4flex import variants as v
 from fa4flex.runtime.flex import engine as engines
 from fa4flex.runtime.flex.attend import Module
 from fa4flex.runtime.flex.block_mask import Classifier
+from fa4flex.runtime.programs import Published, publish
 
 Call = Callable[..., Any]
 
@@ -24,6 +25,19 @@ Call = Callable[..., Any]
 def qkv(length: int = 300, batch: int = 1, keys: int | None = None) -> list[Tensor]:
     keys = length if keys is None else keys
     return [torch.randn(batch, n, size, 16) for n, size in ((2, length), (1, keys), (1, keys))]
+
+
+@pytest.fixture(autouse=True)
+def engines_of_this_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal programs share an engine, also with those of other tests; here they share it within one."""
+    made: dict[Published, engines.Engine] = {}
+
+    def engine(program: Published) -> engines.Engine:
+        if program not in made:
+            made[program] = engines.Engine(program.facts, program.schedule, program.precision)
+        return made[program]
+
+    monkeypatch.setattr(Published, "flex", property(engine))
 
 
 @pytest.fixture
@@ -231,6 +245,15 @@ def test_numbers_are_told_apart() -> None:
     assert len({id(x) for x in made}) == len(made)
     assert [engines._number_of(value, dtype, like) for value, dtype in given] == made
     assert torch.signbit(made[1]) and not torch.signbit(made[0])
+
+
+def test_equal_programs_share_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    attn = fa4flex.compile(mask=v.causal, backend="flex")
+    program = attn._calling().prepared.program
+    again = fa4flex.compile(mask=v.causal, backend="flex")._calling().prepared.program
+    plain = publish(program.facts, program.schedule, program.precision)
+    assert again.flex is program.flex and plain is not program and program.backend == "flex"
 
 
 def test_kept_values_are_few() -> None:
