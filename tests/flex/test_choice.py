@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import agree, leaf
 
 import fa4flex
-from fa4flex import Precision, Schedule
+from fa4flex import Precision, Schedule, reference
 from fa4flex import variants as v
 from fa4flex.__main__ import main
 from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.primitives.schedule import Order
+from fa4flex.runtime import checks, cpu, launch, ops
 from fa4flex.runtime.flex import choice, refusals
 from fa4flex.runtime.flex.mods import MOST_TERMS
 from fa4flex.simulator import device
@@ -78,6 +80,23 @@ def test_backends_of_other_devices() -> None:
         choice.choose("auto", torch.device("mps"))
     with device("sm_90a"):
         assert choice.choose("auto", CPU).name == "kernels"
+
+
+def test_devices_without_kernels_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """backend="auto" where there are no kernels: eager, with gradients, in a compiled model, the drop-in."""
+    attn = fa4flex.compile(v.alibi, v.causal)
+    qkv = leaf(2, 4, 14, 6), leaf(2, 2, 21, 6), leaf(2, 2, 21, 5)
+    wanted = attn(*qkv, return_lse=True)
+    for module in (ops, launch, checks):
+        monkeypatch.setattr(module, "by_flex", lambda asked, q: True)
+    for name in ("forward", "single_queries"):
+        monkeypatch.delattr(cpu, name)
+    agree(attn(*qkv, return_lse=True), wanted, qkv)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *x: attn(*x), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*qkv), wanted[0])
+    out = fa4flex.flex_attention(*qkv, v.alibi, enable_gqa=True)
+    torch.testing.assert_close(out, reference.attention(*qkv, v.alibi)[0])
 
 
 def test_explain_and_doctor_say_which_and_why(
