@@ -18,7 +18,15 @@ from fa4flex.codegen.analyze.tiles import tile_map
 from fa4flex.codegen.evaluate import Captured
 from fa4flex.runtime.cuda.calls.call import SequenceLengths
 from fa4flex.runtime.flex import ragged
-from fa4flex.runtime.flex.block_mask import BLOCK, EMPTY, FULL, PARTIAL, blocks_of, classes_of
+from fa4flex.runtime.flex.block_mask import (
+    BLOCK,
+    EMPTY,
+    FULL,
+    PARTIAL,
+    TILES_AT_ONCE,
+    blocks_of,
+    classes_of,
+)
 
 LENGTH = 1500
 
@@ -100,7 +108,10 @@ def test_nothing_is_as_large_as_the_mask() -> None:
     program = fa4flex.compile(mask=v.causal & v.document(ids)).program
     captured = program.captured()
     with largest_tensor() as largest:
-        made = blocks_of(classes_of(program.facts.mask, Shape(1, 8, length, length), captured))
+        classes = classes_of(program.facts.mask, Shape(1, 8, length, length), captured)
+    assert largest.nbytes <= 8 * TILES_AT_ONCE == 1 << 20, "classes take a byte each, and tokens 8"
+    with largest_tensor() as largest:
+        made = blocks_of(classes)
     assert largest.nbytes <= 8 * (length // BLOCK[0]) ** 2
     per_document = 5000 // 128
     assert int(made.kv_num_blocks.sum()) < 3 * length // 128

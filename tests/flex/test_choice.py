@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import agree, leaf
 
 import fa4flex
-from fa4flex import Precision, Schedule
+from fa4flex import Precision, Schedule, reference
 from fa4flex import variants as v
 from fa4flex.__main__ import main
 from fa4flex.errors import InputError, UnsupportedError
 from fa4flex.primitives.schedule import Order
+from fa4flex.runtime import checks, cpu, launch, ops
 from fa4flex.runtime.flex import choice, refusals
 from fa4flex.runtime.flex.mods import MOST_TERMS
 from fa4flex.simulator import device
@@ -29,7 +31,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Make torch say that there is a GPU of some capability."""
 
     def says(name: str, capability: tuple[int, int], hip: str | None = None) -> None:
-        choice._without_kernels.cache_clear()
+        choice._known.clear()
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _=None: name)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None: capability)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -37,7 +39,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(torch.version, "hip", hip)
 
     yield says  # type: ignore[misc]
-    choice._without_kernels.cache_clear()
+    choice._known.clear()
 
 
 @pytest.mark.parametrize("name, capability, hip, backend, why", [
@@ -57,6 +59,19 @@ def test_backends_of_gpus(
     assert choice.choose("flex", CUDA).name == "flex"
 
 
+def test_dynamo_asks_the_device_once(gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one graph: what asks a GPU is not traced."""
+    gpu("A100", (8, 0))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # or Dynamo saves states of this one
+    torch._dynamo.reset()
+
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x if choice._without_kernels(CUDA) else x
+
+    x = torch.ones(3)
+    assert torch.equal(torch.compile(doubled, backend="eager", fullgraph=True)(x), 2 * x)
+
+
 def test_backends_of_other_devices() -> None:
     assert choice.choose("auto", CPU).name == "cpu"
     assert choice.choose("flex", CPU).name == "flex"
@@ -65,6 +80,23 @@ def test_backends_of_other_devices() -> None:
         choice.choose("auto", torch.device("mps"))
     with device("sm_90a"):
         assert choice.choose("auto", CPU).name == "kernels"
+
+
+def test_devices_without_kernels_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """backend="auto" where there are no kernels: eager, with gradients, in a compiled model, the drop-in."""
+    attn = fa4flex.compile(v.alibi, v.causal)
+    qkv = leaf(2, 4, 14, 6), leaf(2, 2, 21, 6), leaf(2, 2, 21, 5)
+    wanted = attn(*qkv, return_lse=True)
+    for module in (ops, launch, checks):
+        monkeypatch.setattr(module, "by_flex", lambda asked, q: True)
+    for name in ("forward", "single_queries"):
+        monkeypatch.delattr(cpu, name)
+    agree(attn(*qkv, return_lse=True), wanted, qkv)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *x: attn(*x), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*qkv), wanted[0])
+    out = fa4flex.flex_attention(*qkv, v.alibi, enable_gqa=True)
+    torch.testing.assert_close(out, reference.attention(*qkv, v.alibi)[0])
 
 
 def test_explain_and_doctor_say_which_and_why(

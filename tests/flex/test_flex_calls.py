@@ -49,14 +49,15 @@ def test_tokens_that_are_not_used_may_hold_nan() -> None:
     both((q, k, value), score_mod=v.alibi, mask=v.causal, call={"varlen": lengths})
 
 
+@pytest.mark.parametrize("mask", [None, v.causal], ids=["every key", "causal"])
 @pytest.mark.parametrize("sides", ["both", "keys"])
-def test_padded_batches(sides: str) -> None:
+def test_padded_batches(sides: str, mask: Any) -> None:
     used_q, used_k = torch.tensor([10, 4, 0]), torch.tensor([9, 1, 6])
     q, k, value = leaf(3, 4, 12, 6), leaf(3, 2, 11, 6), leaf(3, 2, 11, 5)
     with torch.no_grad():
         k[2, :, 8], value[1, :, 3] = math.nan, math.nan
     lengths = Varlen(seqused_q=used_q if sides == "both" else None, seqused_k=used_k)
-    both((q, k, value), score_mod=v.alibi, mask=v.causal, call={"varlen": lengths})
+    both((q, k, value), score_mod=v.alibi, mask=mask, call={"varlen": lengths})
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense queries", "packed queries"])

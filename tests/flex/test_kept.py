@@ -17,6 +17,7 @@ from fa4flex import variants as v
 from fa4flex.runtime.flex import engine as engines
 from fa4flex.runtime.flex.attend import Module
 from fa4flex.runtime.flex.block_mask import Classifier
+from fa4flex.runtime.programs import Published, publish
 
 Call = Callable[..., Any]
 
@@ -24,6 +25,19 @@ Call = Callable[..., Any]
 def qkv(length: int = 300, batch: int = 1, keys: int | None = None) -> list[Tensor]:
     keys = length if keys is None else keys
     return [torch.randn(batch, n, size, 16) for n, size in ((2, length), (1, keys), (1, keys))]
+
+
+@pytest.fixture(autouse=True)
+def engines_of_this_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal programs share an engine, also with those of other tests; here they share it within one."""
+    made: dict[Published, engines.Engine] = {}
+
+    def engine(program: Published) -> engines.Engine:
+        if program not in made:
+            made[program] = engines.Engine(program.facts, program.schedule, program.precision)
+        return made[program]
+
+    monkeypatch.setattr(Published, "flex", property(engine))
 
 
 @pytest.fixture
@@ -182,6 +196,25 @@ def test_what_a_function_is_compiled_for(compilations: CompileCounter) -> None:
     assert compilations.frame_count == 4
 
 
+def test_narrow_heads_are_padded(compilations: CompileCounter) -> None:
+    """torch's kernels have heads of 16 and more."""
+    seen: list[tuple[int, ...]] = []
+    attn = fa4flex.compile(v.alibi, v.causal, backend="flex")
+    given = [torch.randn(1, n, 40, width) for n, width in ((2, 6), (1, 6), (1, 5))]
+    engine = attn._calling().prepared.program.flex
+    right(attn, given)
+    (ready,) = engine._ready._found.values()
+    inner = ready.attend
+
+    def attend(*arguments: Any) -> Any:
+        seen.extend(x.shape[-1:] for x in arguments[:3])
+        return inner(*arguments)
+
+    object.__setattr__(ready, "attend", attend)
+    right(attn, given)
+    assert seen == [(16,)] * 3 and attn(*given).shape == (1, 2, 40, 5)
+
+
 def test_gradients_are_noticed() -> None:
     """The same tensors without gradients, then with some, and again without."""
     bias = torch.randn(2, 300)
@@ -212,6 +245,15 @@ def test_numbers_are_told_apart() -> None:
     assert len({id(x) for x in made}) == len(made)
     assert [engines._number_of(value, dtype, like) for value, dtype in given] == made
     assert torch.signbit(made[1]) and not torch.signbit(made[0])
+
+
+def test_equal_programs_share_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    attn = fa4flex.compile(mask=v.causal, backend="flex")
+    program = attn._calling().prepared.program
+    again = fa4flex.compile(mask=v.causal, backend="flex")._calling().prepared.program
+    plain = publish(program.facts, program.schedule, program.precision)
+    assert again.flex is program.flex and plain is not program and program.backend == "flex"
 
 
 def test_kept_values_are_few() -> None:

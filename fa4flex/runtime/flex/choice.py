@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import torch
@@ -27,14 +26,24 @@ def by_flex(asked: Backend, q: Tensor) -> bool:
     """True if torch's flex_attention computes for such queries."""
     if asked == "flex":
         return True
-    if q.is_cpu:
-        return False
-    return _without_kernels(q.device)
+    device = q.device
+    return device.type != "cpu" and _without_kernels(device)
 
 
-@lru_cache(maxsize=64)
 def _without_kernels(device: torch.device) -> bool:
-    return device.type in FLEX_DEVICES and choose("auto", device).name == "flex"
+    found = _known.get(device)
+    if found is None:
+        found = device.type in FLEX_DEVICES and choose("auto", device).name == "flex"
+        _known[device] = found
+    return found
+
+
+_known: dict[torch.device, bool] = {}
+"""Devices, whose capabilities do not change, and whether flex_attention runs on them. Simulated GPUs have CPU
+tensors, and stand in none of them."""
+
+# Dynamo asks while it compiles, and does not trace what asks the device.
+vars(_without_kernels).update(_dynamo_marked_constant=True)
 
 
 FLEX_DEVICES = "cuda", "xpu"
