@@ -107,6 +107,10 @@ class ContextParallel:
     def _calling(self) -> launch.Calling:
         """The variant with what it captured, as it is now: all ranks gather what is spread over them."""
         now = launch.calling(self.variant, self._caller)
+        if is_dtensor(now.sinks):
+            raise UnsupportedError(
+                "sinks that are a DTensor", "a tensor of all heads on every rank", "use sinks.full_tensor()"
+            )
         if not any(map(is_dtensor, now.bound.bases)):
             return now
         bases = list(whole_captured(self.links, now.bound.bases, self.reduced))
