@@ -403,6 +403,8 @@ def options_are_checked() -> None:
     attn = fa4flex.compile(mask=v.causal)
     raises(["placement='ring'", "head-tail"], lambda: over(attn, placement="ring"))
     raises(["stages=0"], lambda: over(attn, stages=0))
+    raises(["guests='some'", "never"], lambda: over(attn, guests="some"))
+    raises(["sm_margin=-1"], lambda: over(attn, sm_margin=-1))
     raises(["captured_gradients='mean'"], lambda: over(attn, captured_gradients="mean"))
     raises(
         ["dim='tp'", "cp"],
