@@ -23,7 +23,9 @@ from fa4flex.codegen.plan.target import SM90A
 from fa4flex.primitives import paging as paging_module
 from fa4flex.primitives import varlen as varlen_module
 from fa4flex.runtime import launch
-from fa4flex.runtime.cuda import engine, fast_path, in_place, ready, ready_backward
+from fa4flex.runtime.cuda import engine, in_place
+from fa4flex.runtime.cuda.launches import ready, ready_backward
+from fa4flex.runtime.cuda.repeats import fast_path
 
 SAMPLES, CALLS = 12, 50
 

@@ -23,7 +23,7 @@ from fa4flex.primitives.schedule import Schedule
 from fa4flex.primitives.sinks import Sinks
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime import launch
-from fa4flex.runtime.cuda.faults import synchronize
+from fa4flex.runtime.cuda.device.faults import synchronize
 from fa4flex.variant import Layout, Variant, at_call, compose
 
 if TYPE_CHECKING:

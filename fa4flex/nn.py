@@ -119,9 +119,14 @@ class Attention(nn.Module):
             return_lse=return_lse,
         )
 
+    @property
+    def variant(self) -> Variant:
+        """The variant with the module's tensors as they are now."""
+        return at_call(self._now(), sinks=self.sinks)
+
     def compiled(self) -> api.Attention:
         """The variant with the module's tensors as they are now: see `.explain()`, `.source()`, `.mask`."""
-        return api.Attention(at_call(self._now(), sinks=self.sinks), self._caller)
+        return api.Attention(self.variant, self._caller)
 
     def _now(self) -> Variant:
         """The variant whose functions receive the parameters and buffers of this moment."""

@@ -23,9 +23,7 @@ from fa4flex.api import Attention, compile
 from fa4flex.errors import InputError
 from fa4flex.primitives.mask import as_mask
 from fa4flex.primitives.score import as_score
-
-Selection = dict[str, Any]
-"""A `score_mod`, a `mask`, or both."""
+from fa4flex.selection import Selection, select
 
 _assigned: list[tuple[frozenset[int] | str, Selection]] = []
 _changes = 0
@@ -56,8 +54,6 @@ def assign(
             raise InputError(
                 f"both {variant!r} and functions", "one of them", "pass the functions as score_mod= and mask="
             )
-        from fa4flex.__main__ import select
-
         given = select(variant)
     chosen = {role: mod for role, mod in given.items() if mod is not None}
     if not chosen:

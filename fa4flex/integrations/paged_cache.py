@@ -16,7 +16,7 @@ from fa4flex.api import Attention
 from fa4flex.errors import UnsupportedError
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.varlen import Varlen
-from fa4flex.runtime.cuda.device import target_of
+from fa4flex.runtime.cuda.device.device import target_of
 
 Caches = tuple[Tensor, Tensor]
 """Keys and values, [pages, page_size, Hkv, D] each, of any strides."""

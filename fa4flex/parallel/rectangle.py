@@ -20,7 +20,7 @@ from fa4flex.codegen.expr import Expr, apply, nodes, scalar, substitute, sym
 from fa4flex.codegen.trace.traced import renumber
 from fa4flex.primitives.precision import Precision
 from fa4flex.runtime import ops
-from fa4flex.runtime.cuda.call import NO_LENGTHS
+from fa4flex.runtime.cuda.calls.call import NO_LENGTHS
 from fa4flex.runtime.launch import on_gpu
 from fa4flex.runtime.programs import Published, publish
 from fa4flex.variant import Variant

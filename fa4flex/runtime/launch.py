@@ -32,10 +32,10 @@ from fa4flex.runtime.checks import (
 )
 from fa4flex.runtime.cuda import in_place
 from fa4flex.runtime.cuda.backward import compile_ahead
-from fa4flex.runtime.cuda.call import NO_LENGTHS, NO_SCALES, Call, Pages, Scales, SequenceLengths
+from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, NO_SCALES, Call, Pages, Scales, SequenceLengths
+from fa4flex.runtime.cuda.calls.operands import Remembered
 from fa4flex.runtime.cuda.engine import Engine
-from fa4flex.runtime.cuda.operands import Remembered
-from fa4flex.runtime.cuda.ready import Results
+from fa4flex.runtime.cuda.launches.ready import Results
 from fa4flex.runtime.direct import Direct
 from fa4flex.runtime.programs import Published, publish
 from fa4flex.runtime.recent import Recent

@@ -17,8 +17,8 @@ from torch import Tensor
 from fa4flex.compiler.simulated import simulating
 from fa4flex.runtime import autocast, cpu, flops, sharding
 from fa4flex.runtime.cuda.backward import run_backward
-from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, SequenceLengths
-from fa4flex.runtime.cuda.ready_backward import Saved
+from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Call, SequenceLengths
+from fa4flex.runtime.cuda.launches.ready_backward import Saved
 from fa4flex.runtime.gradients import gradients
 from fa4flex.runtime.layouts import empty_output
 from fa4flex.runtime.programs import Numbers, Published, read
@@ -74,7 +74,8 @@ def forward(
     if sequences is None:
         found = None if differentiable or max_scores else cpu.single_queries(program.facts, inputs)
         if found is not None:
-            return *found, found[1].new_empty(0), found[1].new_empty(0)
+            none = found[1].new_empty(0)
+            return *found, none, none
         result = cpu.forward(program.facts, inputs)
     else:
         result = cpu.forward_sequences(program.facts, inputs, sequences)

@@ -13,11 +13,11 @@ from fa4flex.compiler.simulated import simulating
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime import direct
-from fa4flex.runtime.cuda import faults
-from fa4flex.runtime.cuda.call import NO_LENGTHS, NO_PAGES, Call
-from fa4flex.runtime.cuda.family_path import QKV, FamilyPath
-from fa4flex.runtime.cuda.fast_path import FastPath
-from fa4flex.runtime.cuda.ready import Ready, Results
+from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, NO_PAGES, Call
+from fa4flex.runtime.cuda.device import faults
+from fa4flex.runtime.cuda.launches.ready import Ready, Results
+from fa4flex.runtime.cuda.repeats.family_path import QKV, FamilyPath
+from fa4flex.runtime.cuda.repeats.fast_path import FastPath
 from fa4flex.runtime.direct import Direct
 from fa4flex.runtime.programs import Published
 from fa4flex.variant import Variant

@@ -48,7 +48,7 @@ def lowered(program: Program, q_len: int | None = None, kv_len: int | None = Non
 def inputs_of(program: Program, shape: Shape, changes: dict[str, Any]) -> Inputs:
     """The inputs at this shape; what `changes` says of them is taken out of it."""
     from fa4flex.codegen.plan.inputs import Inputs
-    from fa4flex.runtime.cuda.call import name_of as dtype_name
+    from fa4flex.runtime.cuda.calls.call import name_of as dtype_name
 
     variant = program.variant
     width, dtype = changes.pop("head_dim", HEAD_DIM), changes.pop("dtype", "bfloat16")
@@ -91,7 +91,7 @@ def check_names(changes: dict[str, Any]) -> None:
 def target_named(arch: str) -> Target:
     """The chip of this name, as the GPU at hand has it where that is one."""
     from fa4flex.codegen.plan.target import TARGETS
-    from fa4flex.runtime.cuda.device import target_of
+    from fa4flex.runtime.cuda.device.device import target_of
 
     if arch == arch_here():
         return target_of(torch.device("cuda", torch.cuda.current_device()))

@@ -15,11 +15,12 @@ from fa4flex import lower as lower_module
 from fa4flex.codegen.plan.target import SM90A
 from fa4flex.runtime import launch, programs
 from fa4flex.runtime.cuda import engine as engine_module
-from fa4flex.runtime.cuda import fast_path as again_module
-from fa4flex.runtime.cuda import in_place, ready_backward
-from fa4flex.runtime.cuda import ready as ready_module
-from fa4flex.runtime.cuda.call import Call, SequenceLengths
+from fa4flex.runtime.cuda import in_place
+from fa4flex.runtime.cuda.calls.call import Call, SequenceLengths
 from fa4flex.runtime.cuda.engine import Engine
+from fa4flex.runtime.cuda.launches import ready as ready_module
+from fa4flex.runtime.cuda.launches import ready_backward
+from fa4flex.runtime.cuda.repeats import fast_path as again_module
 
 S, HEADS = 300, 4
 

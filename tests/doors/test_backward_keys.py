@@ -30,11 +30,11 @@ from test_gpu_calls import Recorder, call_of
 import fa4flex
 from fa4flex.codegen.plan.arguments import SCHEMAS
 from fa4flex.compiler import simulated
-from fa4flex.runtime.cuda import fast_backward
 from fa4flex.runtime.cuda.backward import run_backward
-from fa4flex.runtime.cuda.call import Call, SequenceLengths
+from fa4flex.runtime.cuda.calls.call import Call, SequenceLengths
 from fa4flex.runtime.cuda.engine import Engine
-from fa4flex.runtime.cuda.ready_backward import Saved
+from fa4flex.runtime.cuda.launches.ready_backward import Saved
+from fa4flex.runtime.cuda.repeats import fast_backward
 from fa4flex.variants import causal, document
 
 

@@ -12,8 +12,9 @@ import torch
 
 import fa4flex
 from fa4flex import check as check_module
-from fa4flex.__main__ import main, select
+from fa4flex.__main__ import main
 from fa4flex.errors import InputError
+from fa4flex.selection import select
 
 MODS = """
 import torch

@@ -40,10 +40,10 @@ from fa4flex import BlockMap, InputError, Paging, Varlen
 from fa4flex.codegen.plan.arguments import FORWARD
 from fa4flex.errors import StateError
 from fa4flex.runtime import launch, recent
-from fa4flex.runtime.cuda import family_path
-from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, Scales
-from fa4flex.runtime.cuda.family_path import FamilyPath
-from fa4flex.runtime.cuda.fast_path import FastPath
+from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Call, Scales
+from fa4flex.runtime.cuda.repeats import family_path
+from fa4flex.runtime.cuda.repeats.family_path import FamilyPath
+from fa4flex.runtime.cuda.repeats.fast_path import FastPath
 from fa4flex.variants import causal, document
 
 

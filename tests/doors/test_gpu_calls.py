@@ -26,12 +26,12 @@ from fa4flex.codegen.plan.problem import Problem
 from fa4flex.codegen.plan.target import SM90A
 from fa4flex.compiler.signature import Signature
 from fa4flex.errors import InputError, UnsupportedError
-from fa4flex.runtime.cuda import block_tables as block_tables_module
 from fa4flex.runtime.cuda import engine as engine_module
-from fa4flex.runtime.cuda import ready as ready_module
-from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, SequenceLengths
+from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Call, SequenceLengths
 from fa4flex.runtime.cuda.engine import Engine
-from fa4flex.runtime.cuda.host_tables import (
+from fa4flex.runtime.cuda.launches import ready as ready_module
+from fa4flex.runtime.cuda.tables import block_tables as block_tables_module
+from fa4flex.runtime.cuda.tables.host_tables import (
     BlockTables,
     ragged_maps,
     to_device,
@@ -477,7 +477,7 @@ COMPILE = """
 import sys, time, torch, fa4flex
 from fa4flex import lower
 from fa4flex.runtime.cuda import engine
-from fa4flex.runtime.cuda.call import NO_LENGTHS, Call
+from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Call
 from fa4flex.runtime.cuda.engine import make_ready
 from fa4flex.codegen.plan.target import SM90A
 engine.target_of = lambda device: SM90A

@@ -17,11 +17,11 @@ import fa4flex
 from fa4flex import lower as lower_module
 from fa4flex.codegen.plan.arguments import FORWARD
 from fa4flex.codegen.plan.target import SM90A
-from fa4flex.runtime.cuda import counter as counter_module
 from fa4flex.runtime.cuda import engine as engine_module
-from fa4flex.runtime.cuda import fast_path as again_module
-from fa4flex.runtime.cuda import ready as ready_module
-from fa4flex.runtime.cuda.fast_path import FastPath
+from fa4flex.runtime.cuda.device import counter as counter_module
+from fa4flex.runtime.cuda.launches import ready as ready_module
+from fa4flex.runtime.cuda.repeats import fast_path as again_module
+from fa4flex.runtime.cuda.repeats.fast_path import FastPath
 from fa4flex.variants import causal, document, sliding_window
 
 

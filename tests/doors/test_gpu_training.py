@@ -17,8 +17,8 @@ from fa4flex.codegen.plan.arguments import SCHEMAS
 from fa4flex.codegen.plan.faults import PLACES, ROWS, WORDS
 from fa4flex.errors import EarlierError, UnsupportedError
 from fa4flex.runtime import recent
-from fa4flex.runtime.cuda import faults
-from fa4flex.runtime.cuda.fast_path import FastPath
+from fa4flex.runtime.cuda.device import faults
+from fa4flex.runtime.cuda.repeats.fast_path import FastPath
 from fa4flex.variants import causal
 
 NAMES = {len(schema.names): schema.names for schema in SCHEMAS.values()}

@@ -12,7 +12,7 @@ from fa4flex import later
 from fa4flex.errors import EarlierError
 from fa4flex.primitives import blocks
 from fa4flex.primitives.blocks import BlockMap
-from fa4flex.runtime.cuda import faults
+from fa4flex.runtime.cuda.device import faults
 
 
 @pytest.fixture

@@ -32,12 +32,12 @@ from fa4flex.codegen.plan.specialize import (
 from fa4flex.codegen.plan.target import SM90A, SM100A, Target
 from fa4flex.compiler.signature import Signature
 from fa4flex.runtime.cuda import engine as engine_module
-from fa4flex.runtime.cuda import ready_backward
 from fa4flex.runtime.cuda.backward import run_backward
-from fa4flex.runtime.cuda.call import Call
-from fa4flex.runtime.cuda.captured_sums import memory_of
+from fa4flex.runtime.cuda.calls.call import Call
 from fa4flex.runtime.cuda.engine import Engine
-from fa4flex.runtime.cuda.ready_backward import Saved
+from fa4flex.runtime.cuda.launches import ready_backward
+from fa4flex.runtime.cuda.launches.captured_sums import memory_of
+from fa4flex.runtime.cuda.launches.ready_backward import Saved
 from fa4flex.runtime.layouts import empty_output, output_layout
 from fa4flex.variants import alibi, causal, document, learned_bias, sliding_window
 

@@ -25,7 +25,7 @@ from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.runtime import graphs
 from fa4flex.runtime import programs as programs_module
-from fa4flex.runtime.cuda.operands import Remembered
+from fa4flex.runtime.cuda.calls.operands import Remembered
 from fa4flex.runtime.programs import publish, read
 
 B, H, Q, KV = (sym(name) for name in ("b", "h", "q", "kv"))

@@ -23,12 +23,12 @@ from torch import Tensor
 import fa4flex
 from fa4flex.contents import VersionedCache
 from fa4flex.errors import InputError
-from fa4flex.runtime.cuda import block_tables
-from fa4flex.runtime.cuda import lengths as lengths_module
-from fa4flex.runtime.cuda.call import Call, SequenceLengths
+from fa4flex.runtime.cuda.calls.call import Call, SequenceLengths
 from fa4flex.runtime.cuda.engine import Engine
-from fa4flex.runtime.cuda.fast_path import FastPath
-from fa4flex.runtime.cuda.lengths import LengthsKernel, check_lengths
+from fa4flex.runtime.cuda.repeats.fast_path import FastPath
+from fa4flex.runtime.cuda.tables import block_tables
+from fa4flex.runtime.cuda.tables import lengths as lengths_module
+from fa4flex.runtime.cuda.tables.lengths import LengthsKernel, check_lengths
 from fa4flex.variants import causal, document
 
 

@@ -13,7 +13,7 @@ import fa4flex
 from fa4flex import lower as lower_module
 from fa4flex.codegen.plan.target import SM90A
 from fa4flex.runtime.cuda.backward import run_backward
-from fa4flex.runtime.cuda.ready_backward import Saved
+from fa4flex.runtime.cuda.launches.ready_backward import Saved
 from fa4flex.variants import alibi, causal, document, sliding_window
 from fa4flex.view import gpu
 

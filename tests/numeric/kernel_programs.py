@@ -21,7 +21,7 @@ from fa4flex.codegen.plan.target import Target
 from fa4flex.compiler.signature import Signature
 from fa4flex.lower import Lowered
 from fa4flex.runtime.cuda import backward, engine
-from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, SequenceLengths
+from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Call, SequenceLengths
 
 Width = tuple[int, int]
 """Head widths of q and k, and of v."""

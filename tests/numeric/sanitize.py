@@ -28,7 +28,7 @@ from torch import Tensor
 
 import fa4flex
 from fa4flex import Schedule, Varlen
-from fa4flex.runtime.cuda import faults
+from fa4flex.runtime.cuda.device import faults
 
 Results = list[Tensor]
 """out, lse, dq, dk, dv, and gradients of captured tensors."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -196,3 +197,14 @@ def test_maxima_and_gradients_of_a_single_query() -> None:
     exact = torch.autograd.grad((scores.softmax(-1) @ wide_v).sum(), (q, k, v))
     for a, b in zip(found, exact, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
+
+
+def test_spans_of_a_single_query_follow_numbers_and_lengths() -> None:
+    """Spans are kept by what they follow from: a window's number may be new at each call, as its keys are."""
+    window = SimpleNamespace(size=9)
+    attn = fa4flex.compile(mask=lambda b, h, q_idx, kv_idx: kv_idx < window.size)
+    for size, kv_len in [(9, 40), (4, 40), (9, 40), (9, 7), (50, 7), (4, 7)]:
+        window.size = size
+        q, k, v = Sizes(q_len=1, kv_len=kv_len).qkv(torch.float32)
+        whole = fa4flex.compile()(q, k[:, :, :size], v[:, :, :size])
+        torch.testing.assert_close(attn(q, k, v), whole)

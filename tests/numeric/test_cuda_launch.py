@@ -16,7 +16,7 @@ from torch import Tensor
 import fa4flex
 from fa4flex import Varlen
 from fa4flex.errors import UnsupportedError
-from fa4flex.runtime.cuda.upload import upload
+from fa4flex.runtime.cuda.tables.upload import upload
 from fa4flex.variants import alibi, causal, document, learned_bias, sliding_window, softcap
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

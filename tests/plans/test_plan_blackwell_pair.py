@@ -26,7 +26,7 @@ from fa4flex.kernels.bwd_sm100.two_cta import roles
 from fa4flex.kernels.bwd_sm100.two_cta.plan import TwoCtaPlan, plan_two_cta
 from fa4flex.kernels.bwd_sm100.two_cta.topology import THERE, arrivals
 from fa4flex.kernels.dispatch import plan_backward
-from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, SequenceLengths
+from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Call, SequenceLengths
 
 WIDTHS = ((64, 64), (64, 128), (128, 64), (128, 128))
 STEPS = ([1], [2], [5])

@@ -43,7 +43,8 @@ from fa4flex import Varlen, lower, reference
 from fa4flex import variants as v
 from fa4flex.codegen.plan import request, target
 from fa4flex.primitives.schedule import Schedule
-from fa4flex.runtime.cuda import engine, ready
+from fa4flex.runtime.cuda import engine
+from fa4flex.runtime.cuda.launches import ready
 
 TIMINGS = (("eager", 0), *((name, seed) for name in ("late", "random") for seed in range(5)))
 WIDTHS = ((64, 64), (96, 96), (128, 128), (192, 128))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import fa4flex
 from fa4flex.compiler.simulated import simulated
-from fa4flex.runtime.cuda import ready
+from fa4flex.runtime.cuda.launches import ready
 from fa4flex.simulator.doors.capture import capturing
 from fa4flex.simulator.doors.launch import Launch
 from fa4flex.simulator.run.launch import Result

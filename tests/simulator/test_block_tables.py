@@ -21,9 +21,9 @@ from fa4flex.codegen.build import build
 from fa4flex.lower import Lowered
 from fa4flex.primitives.blocks import BlockMap
 from fa4flex.reference import attention
-from fa4flex.runtime.cuda.block_tables import DeviceTables
 from fa4flex.runtime.cuda.engine import Engine
-from fa4flex.runtime.cuda.host_tables import BlockTables
+from fa4flex.runtime.cuda.tables.block_tables import DeviceTables
+from fa4flex.runtime.cuda.tables.host_tables import BlockTables
 from fa4flex.variants import causal, document, natten, sliding_window
 
 Call = Any

@@ -17,7 +17,7 @@ from paged_pools import WRONG, Drawn, Size, compare, drawn, guarded
 
 import fa4flex
 from fa4flex import InputError, Paging, Sinks, simulator
-from fa4flex.runtime.cuda import faults
+from fa4flex.runtime.cuda.device import faults
 from fa4flex.simulator.state.memory import BadAccess, HostMemory
 from fa4flex.variants import alibi, causal, sliding_window, softcap
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import fa4flex
 from fa4flex import InputError, Paging, Schedule, Sinks, Varlen, simulator
-from fa4flex.runtime.cuda import faults
+from fa4flex.runtime.cuda.device import faults
 from fa4flex.simulator.watch.findings import Finding
 from fa4flex.variants import alibi, causal, sliding_window, softcap
 

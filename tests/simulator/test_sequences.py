@@ -20,9 +20,9 @@ from fa4flex.codegen.plan.problem import Problem
 from fa4flex.codegen.plan.target import SM90A
 from fa4flex.errors import EarlierError, InputError
 from fa4flex.runtime.cuda import engine as engine_module
-from fa4flex.runtime.cuda import faults
-from fa4flex.runtime.cuda.call import Call, SequenceLengths
-from fa4flex.runtime.cuda.lengths import LengthsKernel, lengths_of
+from fa4flex.runtime.cuda.calls.call import Call, SequenceLengths
+from fa4flex.runtime.cuda.device import faults
+from fa4flex.runtime.cuda.tables.lengths import LengthsKernel, lengths_of
 from fa4flex.variants import causal, document, sliding_window
 
 

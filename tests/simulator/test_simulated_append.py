@@ -14,7 +14,7 @@ from paged_pools import guarded
 
 import fa4flex
 from fa4flex import InputError, Paging, Rotary, UnsupportedError, simulator
-from fa4flex.runtime.cuda import faults
+from fa4flex.runtime.cuda.device import faults
 
 
 @pytest.fixture(autouse=True)

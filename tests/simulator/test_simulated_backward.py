@@ -16,7 +16,7 @@ from torch import Tensor
 import fa4flex
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.sinks import Sinks
-from fa4flex.runtime.cuda import ready_backward
+from fa4flex.runtime.cuda.launches import ready_backward
 from fa4flex.variants import alibi, causal, document, sliding_window, softcap
 
 IDS = torch.arange(200) // 70

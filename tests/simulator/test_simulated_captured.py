@@ -16,8 +16,8 @@ from torch import Tensor
 
 import fa4flex
 from fa4flex.codegen.plan.captured_sums import CapturedSum
-from fa4flex.runtime.cuda import ready_backward
-from fa4flex.runtime.cuda.captured_sums import memory_of
+from fa4flex.runtime.cuda.launches import ready_backward
+from fa4flex.runtime.cuda.launches.captured_sums import memory_of
 
 
 def poisoned() -> AbstractContextManager[Any]:

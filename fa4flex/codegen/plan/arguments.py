@@ -2,7 +2,7 @@
 
 From the rows follow the entry point and its stand-ins (compiler/entry.py), the tuples that kernels read
 (kernels/common/arguments.py), which arguments a signature has to name, and what a call is told apart by, how
-its tensors are converted and how it is launched (runtime/cuda/arguments.py).
+its tensors are converted and how it is launched (runtime/cuda/calls/arguments.py).
 """
 
 from __future__ import annotations

@@ -6,12 +6,15 @@ dimension of the tile, [B, key heads, query heads per key head, queries, keys].
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
 from fa4flex.codegen.analyze.facts import SCORE, Facts
-from fa4flex.codegen.evaluate import Value, evaluate
-from fa4flex.codegen.expr import TRUE
+from fa4flex.codegen.evaluate import Captured, Number, Value, evaluate
+from fa4flex.codegen.expr import TRUE, Expr
 from fa4flex.errors import InputError
 from fa4flex.runtime.cpu.tiles import Inputs, exponential
 from fa4flex.runtime.layouts import empty_output
@@ -21,6 +24,7 @@ FEW_PRODUCTS = 1 << 23
 """Multiplications that take about as long as a map of tiles does."""
 
 INFINITY = float("inf")
+_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 LIMITS = {
     dtype: (torch.finfo(dtype).min, torch.finfo(dtype).tiny) for dtype in (torch.float32, torch.float64)
 }
@@ -72,21 +76,24 @@ def single_queries(facts: Facts, inputs: Inputs) -> tuple[Tensor, Tensor] | None
     it."""
     if facts.score is not SCORE or inputs.sinks is not None or inputs.precision is not torch.float32:
         return None
-    if inputs.q.shape[2] != 1 or not _are_few(inputs):
+    q, k, v = given = inputs.q, inputs.k, inputs.v
+    if q.shape[2] != 1 or not _are_few(inputs):
         return None
+    kv_len = k.shape[2]
     seen = _seen_by_one(facts, inputs)
     if seen is None:
         return None
-    keys = (x if seen == (0, x.shape[2]) else x[:, :, seen[0] : seen[1]] for x in (inputs.k, inputs.v))
-    q, k, v = (x if x.dtype == torch.float32 else x.float() for x in (inputs.q, *keys))
+    if seen != (0, kv_len):
+        k, v = (x[:, :, seen[0] : seen[1]] for x in (k, v))
+    if q.dtype is not torch.float32:
+        q, k, v = (x.float() for x in (q, k, v))
     if q.shape[3] != v.shape[3] or not q.stride(3) == k.stride(3) == v.stride(3) == 1:
         return None
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, False, scale=inputs.scale
-    )
-    if inputs.q.stride(0) < inputs.q.stride(1) and q.shape[0] > 1:
-        out = empty_output(inputs.q, v.shape[3], out.dtype).copy_(out)
-    return out.to(inputs.output or inputs.q.dtype), lse
+    out, lse = _kernel(q, k, v, 0.0, False, scale=inputs.scale)
+    if given[0].stride(0) < given[0].stride(1) and q.shape[0] > 1:
+        out = empty_output(given[0], v.shape[3], out.dtype).copy_(out)
+    kind = inputs.output or given[0].dtype
+    return out if out.dtype is kind else out.to(kind), lse
 
 
 def _seen_by_one(facts: Facts, inputs: Inputs) -> tuple[int, int] | None:
@@ -100,12 +107,28 @@ def _seen_by_one(facts: Facts, inputs: Inputs) -> tuple[int, int] | None:
         return None
     if facts.mask.free & {"b", "h"}:
         return None
-    symbols = {"q": 0, "q_len": 1, "kv_len": kv_len, "num_heads": inputs.q.shape[1]}
-    lo, hi = evaluate(keys.spans[0], symbols, inputs.captured, inputs.precision)
+    place = keys.spans[0], kv_len, inputs.q.shape[1]
+    if inputs.captured.operands:
+        lo, hi = _span_of_one(*place, inputs.captured)
+    else:
+        lo, hi = _span_of_numbers(*place, inputs.captured.scalars)
     if isinstance(lo, Tensor) or isinstance(hi, Tensor):
         return None
     first, last = max(int(lo), 0), min(int(hi), kv_len)
     return (first, last) if first < last else None
+
+
+def _span_of_one(span: Sequence[Expr], kv_len: int, heads: int, captured: Captured) -> list[Value]:
+    symbols = {"q": 0, "q_len": 1, "kv_len": kv_len, "num_heads": heads}
+    return evaluate(span, symbols, captured)
+
+
+@lru_cache(maxsize=256)
+def _span_of_numbers(
+    span: Sequence[Expr], kv_len: int, heads: int, scalars: tuple[Number, ...]
+) -> list[Value]:
+    """The same without captured tensors: it follows from the key, and a model's layers ask alike."""
+    return _span_of_one(span, kv_len, heads, Captured((), scalars))
 
 
 def _are_few(inputs: Inputs) -> bool:

@@ -15,10 +15,10 @@ from fa4flex.compiler.signature import Signature
 from fa4flex.compiler.simulated import target
 from fa4flex.contents import VALIDATE
 from fa4flex.primitives.rotary import Rotary
-from fa4flex.runtime.cuda import faults
-from fa4flex.runtime.cuda.call import name_of
-from fa4flex.runtime.cuda.conversions import tma_able
-from fa4flex.runtime.cuda.device import require_not_capturing, target_of
+from fa4flex.runtime.cuda.calls.call import name_of
+from fa4flex.runtime.cuda.calls.conversions import tma_able
+from fa4flex.runtime.cuda.device import faults
+from fa4flex.runtime.cuda.device.device import require_not_capturing, target_of
 
 TOGETHER = 8
 """Elements of 16 bits that a thread moves at once."""

@@ -21,15 +21,15 @@ from fa4flex.codegen.plan.groups import groups_of
 from fa4flex.codegen.plan.lengths import row_block
 from fa4flex.contents import VALIDATE
 from fa4flex.errors import Fa4flexError, UnsupportedError
-from fa4flex.runtime.cuda import faults
-from fa4flex.runtime.cuda.arguments import conversions_of, key_function, launch_function
-from fa4flex.runtime.cuda.call import NO_LENGTHS, Call
-from fa4flex.runtime.cuda.device import require_not_capturing
+from fa4flex.runtime.cuda.calls.arguments import conversions_of, key_function, launch_function
+from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Call
+from fa4flex.runtime.cuda.calls.signatures import signature_of
+from fa4flex.runtime.cuda.device import faults
+from fa4flex.runtime.cuda.device.device import require_not_capturing
 from fa4flex.runtime.cuda.engine import Engine, given_of
-from fa4flex.runtime.cuda.lengths import check_lengths, lengths_of
-from fa4flex.runtime.cuda.ready_backward import PARAMETERS, Gradients, ReadyBackward, Saved
-from fa4flex.runtime.cuda.signatures import signature_of
-from fa4flex.runtime.cuda.tables import tables_of
+from fa4flex.runtime.cuda.launches.ready_backward import PARAMETERS, Gradients, ReadyBackward, Saved
+from fa4flex.runtime.cuda.tables.lengths import check_lengths, lengths_of
+from fa4flex.runtime.cuda.tables.tables import tables_of
 
 if TYPE_CHECKING:
     from fa4flex.codegen.plan.pipeline import BackwardPlan

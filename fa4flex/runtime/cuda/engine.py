@@ -37,17 +37,17 @@ from fa4flex.contents import VALIDATE, VersionedCache
 from fa4flex.errors import Fa4flexError
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
-from fa4flex.runtime.cuda import faults
-from fa4flex.runtime.cuda.arguments import conversions_of, launch_function
-from fa4flex.runtime.cuda.call import NO_LENGTHS, NO_PAGES, Call
-from fa4flex.runtime.cuda.counter import capture_of
-from fa4flex.runtime.cuda.device import require_not_capturing, target_of
-from fa4flex.runtime.cuda.families import Families, Look, look_of
-from fa4flex.runtime.cuda.fast_backward import RecentBackward
-from fa4flex.runtime.cuda.lengths import check_lengths, lengths_of
-from fa4flex.runtime.cuda.ready import PARAMETERS, Ready, Results
-from fa4flex.runtime.cuda.signatures import numbers_of, signature_of
-from fa4flex.runtime.cuda.tables import tables_of
+from fa4flex.runtime.cuda.calls.arguments import conversions_of, launch_function
+from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, NO_PAGES, Call
+from fa4flex.runtime.cuda.calls.signatures import numbers_of, signature_of
+from fa4flex.runtime.cuda.device import faults
+from fa4flex.runtime.cuda.device.counter import capture_of
+from fa4flex.runtime.cuda.device.device import require_not_capturing, target_of
+from fa4flex.runtime.cuda.launches.ready import PARAMETERS, Ready, Results
+from fa4flex.runtime.cuda.repeats.families import Families, Look, look_of
+from fa4flex.runtime.cuda.repeats.fast_backward import RecentBackward
+from fa4flex.runtime.cuda.tables.lengths import check_lengths, lengths_of
+from fa4flex.runtime.cuda.tables.tables import tables_of
 
 if TYPE_CHECKING:
     from fa4flex.codegen.plan.pipeline import ForwardPlan

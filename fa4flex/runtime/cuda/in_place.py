@@ -16,11 +16,11 @@ from fa4flex.codegen.expr import TRUE
 from fa4flex.codegen.plan.specialize import forward_problem
 from fa4flex.errors import UnsupportedError
 from fa4flex.kernels import dispatch
-from fa4flex.runtime.cuda.call import Call
-from fa4flex.runtime.cuda.conversions import tma_able
-from fa4flex.runtime.cuda.device import require_not_capturing, target_of
+from fa4flex.runtime.cuda.calls.call import Call
+from fa4flex.runtime.cuda.calls.conversions import tma_able
+from fa4flex.runtime.cuda.device.device import require_not_capturing, target_of
 from fa4flex.runtime.cuda.engine import Engine, make_ready
-from fa4flex.runtime.cuda.ready import Ready
+from fa4flex.runtime.cuda.launches.ready import Ready
 
 MOST_KEYS = (1 << 31) - 256
 """Slots of a row of the table: their numbers, and those of a tile past them, have 32 bits."""

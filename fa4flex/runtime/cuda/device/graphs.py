@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fa4flex.runtime.cuda import counter
+from fa4flex.runtime.cuda.device import counter
 
 _held: list[Any] = []
 

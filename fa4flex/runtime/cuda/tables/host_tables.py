@@ -16,7 +16,7 @@ from fa4flex.codegen.analyze.domain import on_host
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.analyze.tiles import Shape, TileMap, ragged_tile_map, tile_map
 from fa4flex.codegen.evaluate import Captured
-from fa4flex.runtime.cuda.upload import upload
+from fa4flex.runtime.cuda.tables.upload import upload
 
 
 class BlockTables(NamedTuple):

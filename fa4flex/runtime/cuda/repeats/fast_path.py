@@ -16,14 +16,12 @@ from torch.autograd import forward_ad
 from fa4flex.codegen.analyze.reach import extents_of
 from fa4flex.codegen.plan.arguments import FORWARD, Source
 from fa4flex.codegen.trace.paths import Reader
-from fa4flex.runtime.cuda.arguments import launch_function
-from fa4flex.runtime.cuda.call import ALIGNMENT, NO_LENGTHS, NO_PAGES, NO_SCALES, Call
-from fa4flex.runtime.cuda.counter import counter
-from fa4flex.runtime.cuda.prepared import prepared
-from fa4flex.runtime.cuda.ready import Ready, Results
+from fa4flex.runtime.cuda.calls.arguments import launch_function
+from fa4flex.runtime.cuda.calls.call import ALIGNMENT, NO_LENGTHS, NO_PAGES, NO_SCALES, Call
+from fa4flex.runtime.cuda.calls.prepared import prepared
+from fa4flex.runtime.cuda.device.counter import counter
+from fa4flex.runtime.cuda.launches.ready import Ready, Results
 from fa4flex.variant import Variant, default_scale
-
-_empty_like = torch.empty_like
 
 PARAMETERS = "q", "k", "v", "out", "lse", "max_scores", "tables", "counter", "workspace"
 """Parameters of the launch function of a repeated call."""
@@ -133,9 +131,11 @@ class FastPath:
             tables = None if ready.tables is None else ready.tables(call)
             if ready.watch is not None:
                 ready.watch(call)
-        out, lse, largest = (_empty_like(q), None, None) if self.plain else ready.results(q, self.layouts)
+        out, lse, largest = (
+            (torch.empty_like(q), None, None) if self.plain else ready.results(q, self.layouts)
+        )
         taken = counter(q.get_device()) if ready.counted else None
-        parts = None if self.workspace is None else _empty_like(self.workspace)
+        parts = None if self.workspace is None else torch.empty_like(self.workspace)
         self.launch(q, k, v, out, lse, largest, tables, taken, parts)
         return out, lse, largest
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fa4flex.codegen.plan.arguments import LENGTHS
 from fa4flex.compiler.signature import Signature
-from fa4flex.runtime.cuda.call import Call
+from fa4flex.runtime.cuda.calls.call import Call
 
 Kinds = Mapping[int, str]
 """The kind of each captured number, by slot."""

@@ -13,12 +13,12 @@ from fa4flex.codegen.evaluate import Captured
 from fa4flex.codegen.plan.arguments import BLOCK_TABLES
 from fa4flex.contents import on_host
 from fa4flex.kernels.block_tables.config import PIECE
-from fa4flex.runtime.cuda.arguments import conversions_of, launch_function
-from fa4flex.runtime.cuda.block_tables import PARAMETERS, DeviceTables, Ends, Grid, HostTables, Tables
-from fa4flex.runtime.cuda.call import NO_LENGTHS, Call
-from fa4flex.runtime.cuda.host_tables import BlockTables, ragged_maps, to_device, turns_to_device
-from fa4flex.runtime.cuda.lengths import check_lengths
-from fa4flex.runtime.cuda.signatures import Kinds, numbers_of, signature_of
+from fa4flex.runtime.cuda.calls.arguments import conversions_of, launch_function
+from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Call
+from fa4flex.runtime.cuda.calls.signatures import Kinds, numbers_of, signature_of
+from fa4flex.runtime.cuda.tables.block_tables import PARAMETERS, DeviceTables, Ends, Grid, HostTables, Tables
+from fa4flex.runtime.cuda.tables.host_tables import BlockTables, ragged_maps, to_device, turns_to_device
+from fa4flex.runtime.cuda.tables.lengths import check_lengths
 
 if TYPE_CHECKING:
     from fa4flex.kernels.block_tables.plan import TablesPlan

@@ -15,8 +15,8 @@ from fa4flex.codegen.analyze.reach import Extents, Reach
 from fa4flex.codegen.plan.arguments import FORWARD, Heads
 from fa4flex.compiler import simulated
 from fa4flex.contents import VersionedCache
-from fa4flex.runtime.cuda.arguments import key_function
-from fa4flex.runtime.cuda.call import ALIGNMENT, NO_LENGTHS, NO_PAGES, NO_SCALES, Call, heads_look
+from fa4flex.runtime.cuda.calls.arguments import key_function
+from fa4flex.runtime.cuda.calls.call import ALIGNMENT, NO_LENGTHS, NO_PAGES, NO_SCALES, Call, heads_look
 
 MOST_REACHES = 8
 """Launches of one look, each for a range of extents; the oldest is forgotten first."""

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from fa4flex.codegen.analyze.reach import Extents, Reach, extents_of
 from fa4flex.codegen.plan.splitting import Splitting
-from fa4flex.runtime.cuda import faults
-from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, SequenceLengths
-from fa4flex.runtime.cuda.counter import counter
-from fa4flex.runtime.cuda.lengths import LengthsKernel
+from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Call, SequenceLengths
+from fa4flex.runtime.cuda.device import faults
+from fa4flex.runtime.cuda.device.counter import counter
+from fa4flex.runtime.cuda.tables.lengths import LengthsKernel
 from fa4flex.runtime.layouts import output_layout
 
-_empty_like, _FLOAT = torch.empty_like, torch.float32
+_FLOAT = torch.float32
 
 Results = tuple[Tensor, Tensor | None, Tensor | None]
 """out in q's layout; lse and max_scores [B, Hq, Sq], or [Hq, Tq] for packed queries, each None or empty where
@@ -149,7 +149,7 @@ class Ready:
     def results(self, q: Tensor, layouts: Layouts) -> Results:
         """Memory for what a launch computes."""
         if layouts.like_q:
-            out = _empty_like(q)
+            out = torch.empty_like(q)
         else:
             out = q.new_empty_strided(layouts.shape, layouts.strides, dtype=self.dtype)
         lse = largest = None

@@ -20,10 +20,10 @@ from fa4flex.compiler import simulated
 from fa4flex.compiler.signature import Signature
 from fa4flex.contents import VersionedCache
 from fa4flex.primitives.varlen import Varlen
-from fa4flex.runtime.cuda import faults
-from fa4flex.runtime.cuda.call import NO_LENGTHS, Call, SequenceLengths
-from fa4flex.runtime.cuda.counter import capture_of
-from fa4flex.runtime.cuda.signatures import Kinds, kinds_of, numbers_of
+from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Call, SequenceLengths
+from fa4flex.runtime.cuda.calls.signatures import Kinds, kinds_of, numbers_of
+from fa4flex.runtime.cuda.device import faults
+from fa4flex.runtime.cuda.device.counter import capture_of
 
 if TYPE_CHECKING:
     from fa4flex.lower import Lowered

@@ -21,9 +21,9 @@ from fa4flex.codegen.trace.paths import Reader
 from fa4flex.contents import VALIDATE
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.varlen import Varlen
-from fa4flex.runtime.cuda.call import ALIGNMENT, NO_LENGTHS, NO_PAGES, Call, Pages, SequenceLengths
-from fa4flex.runtime.cuda.fast_path import guard_of
-from fa4flex.runtime.cuda.ready import Ready
+from fa4flex.runtime.cuda.calls.call import ALIGNMENT, NO_LENGTHS, NO_PAGES, Call, Pages, SequenceLengths
+from fa4flex.runtime.cuda.launches.ready import Ready
+from fa4flex.runtime.cuda.repeats.fast_path import guard_of
 from fa4flex.variant import Variant, default_scale
 
 Beside = tuple[SequenceLengths, Pages, tuple[Tensor, ...]]

@@ -22,8 +22,8 @@ from fa4flex.codegen.plan.arguments import (
     Schema,
     Source,
 )
-from fa4flex.runtime.cuda.call import array_look, heads_look, layout_key
-from fa4flex.runtime.cuda.conversions import Conversion, conversion
+from fa4flex.runtime.cuda.calls.call import array_look, heads_look, layout_key
+from fa4flex.runtime.cuda.calls.conversions import Conversion, conversion
 
 
 def key_function(schema: Schema, source: Source) -> Callable[[Any], tuple[Any, ...]]:

@@ -19,12 +19,12 @@ from torch import Tensor
 from fa4flex.codegen.analyze.domain import Shape
 from fa4flex.compiler.simulated import simulating
 from fa4flex.contents import VersionedCache
-from fa4flex.runtime.cuda.call import Call
-from fa4flex.runtime.cuda.counter import capture_of
-from fa4flex.runtime.cuda.device import require_not_capturing
-from fa4flex.runtime.cuda.graphs import hold_if_captured
-from fa4flex.runtime.cuda.host_tables import BlockTables, TurnTables
-from fa4flex.runtime.cuda.prepared import prepared
+from fa4flex.runtime.cuda.calls.call import Call
+from fa4flex.runtime.cuda.calls.prepared import prepared
+from fa4flex.runtime.cuda.device.counter import capture_of
+from fa4flex.runtime.cuda.device.device import require_not_capturing
+from fa4flex.runtime.cuda.device.graphs import hold_if_captured
+from fa4flex.runtime.cuda.tables.host_tables import BlockTables, TurnTables
 
 MOST_KEPT = 16
 """Tables of one launch, of as many sets of tensors: one per layer, say."""

@@ -1,0 +1,1 @@
+"""One call: its tensors, and the arguments of a launch that they become."""

@@ -1,0 +1,1 @@
+"""A GPU, and what is kept for it between launches."""

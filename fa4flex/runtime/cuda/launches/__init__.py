@@ -1,0 +1,1 @@
+"""Launches in which only pointers are missing, and the memory of their results."""

@@ -1,0 +1,1 @@
+"""Memory that a launch reads besides tensors: block tables, and corrected lengths."""
