@@ -163,6 +163,7 @@ def dtensors() -> None:
     for options, (q_len, kv_len) in (
         ({}, (S, S)),
         ({"moves": "keys"}, (7, 50)),
+        ({"moves": "keys", "guests": "always"}, (7, 50)),
         ({"placement": "min-heap"}, (S, S)),
     ):
         tensors = qkv(q_len, kv_len)
