@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
@@ -22,7 +22,7 @@ from fa4flex.parallel.links import Group, Links, Together, agree
 from fa4flex.parallel.moves import ByHeads, ByTokens, moved
 from fa4flex.parallel.pieces import SEQUENCE
 from fa4flex.parallel.placement import Kind, Placement, Ranges, shown
-from fa4flex.parallel.plan import SM_MARGIN, TILE, Extents, Guests, Layout, Moves, Plan, plan_of
+from fa4flex.parallel.plan import SM_MARGIN, TILE, Extents, Guests, Layout, Moves, Plan, bases_read, plan_of
 from fa4flex.parallel.rectangle import Rectangles
 from fa4flex.parallel.traffic import Model
 from fa4flex.runtime import autocast, launch
@@ -80,7 +80,7 @@ class ContextParallel:
     def plan(self, lengths: Lengths, batch: int = 1, heads: int = 1) -> Plan:
         """Placement and exchange for these lengths. `batch` and `heads` matter where the mask reads them."""
         extents = Extents(*_pair(lengths), batch, heads)
-        return self._plan(self._calling(), extents)
+        return self._plan(self._planning(), extents)
 
     def placement(self, lengths: Lengths, batch: int = 1, heads: int = 1) -> Placement:
         """Tokens that each rank holds."""
@@ -107,15 +107,29 @@ class ContextParallel:
     def _calling(self) -> launch.Calling:
         """The variant with what it captured, as it is now: all ranks gather what is spread over them."""
         now = launch.calling(self.variant, self._caller)
-        if not any(map(is_dtensor, now.bound.bases)):
-            return now
-        bases = list(whole_captured(self.links, now.bound.bases, self.reduced))
-        for at, given in enumerate(now.bound.bases):
-            if is_dtensor(given) and not bases[at].requires_grad:
+        if is_dtensor(now.sinks):
+            raise UnsupportedError(
+                "sinks that are a DTensor", "a tensor of all heads on every rank", "use sinks.full_tensor()"
+            )
+        return self._with_whole(now, range(len(now.bound.bases)))
+
+    def _planning(self) -> launch.Calling:
+        """The same for a plan: only what the mask reads. FSDP has parameters in parts between calls."""
+        now = launch.calling(self.variant, self._caller)
+        return self._with_whole(now, bases_read(now.bound))
+
+    def _with_whole(self, now: launch.Calling, wanted: Iterable[int]) -> launch.Calling:
+        bases = list(now.bound.bases)
+        for at in wanted:
+            if not is_dtensor(bases[at]):
+                continue
+            found = whole_captured(self.links, bases[at], at, self.reduced)
+            if not found.requires_grad:
                 kept = self._whole.get(at)
-                if kept is not None and kept.dtype == bases[at].dtype and torch.equal(kept, bases[at]):
-                    bases[at] = kept
-                self._whole[at] = bases[at]
+                if kept is not None and kept.dtype == found.dtype and torch.equal(kept, found):
+                    found = kept
+                self._whole[at] = found
+            bases[at] = found
         return now._replace(bound=now.bound._replace(bases=tuple(bases)))
 
     # --- the call -------------------------------------------------------------------------------------------

@@ -61,17 +61,13 @@ def local_parts(
     return (q, k, v), share
 
 
-def whole_captured(links: Links, captured: tuple[Tensor, ...], summed: bool) -> tuple[Tensor, ...]:
-    """Captured tensors of which DTensors, sharded over the group in any dimension, are gathered: mods index
-    them by places in the whole. Each rank keeps the gradients of its own part.
+def whole_captured(links: Links, x: Any, number: int, summed: bool) -> Tensor:
+    """A captured DTensor that is sharded over the group in any dimension, gathered: mods index it by places
+    in the whole. Each rank keeps the gradient of its own part.
 
-    summed: whether gradients of the whole tensors will have been summed over the ranks; else they are here.
+    summed: whether gradients of the whole tensor will have been summed over the ranks; else they are here.
     Raises UnsupportedError for other placements, InputError for other meshes.
     """
-    return tuple(_whole(links, x, at, summed) if is_dtensor(x) else x for at, x in enumerate(captured))
-
-
-def _whole(links: Links, x: Any, number: int, summed: bool) -> Tensor:
     module, at = sys.modules[_MODULE], _dimension(links, x.device_mesh)
     for i, here in enumerate(x.placements):
         if not (here.is_replicate() or (i == at and here.is_shard())):

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple, get_args
 
-from torch import Tensor
-
 from fa4flex.codegen.analyze.domain import numbers_read, slots_read
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.analyze.tiles import Shape
@@ -151,17 +149,16 @@ def plan_of(
     shape = Shape(told_apart[0], heads, extents.q_len, extents.kv_len)
     numbers = tuple(repr(bound.scalars[slot]) for slot in numbers_read(mask))
     key = facts.key, numbers, shape, ranks, layout, held
-    return _plans.made(key, _read(bound), lambda: _planned(bound, shape, ranks, layout, held))
+    read = tuple(bound.bases[at] for at in bases_read(bound))
+    return _plans.made(key, read, lambda: _planned(bound, shape, ranks, layout, held))
 
 
-def _read(bound: Bound) -> tuple[Tensor, ...]:
-    """The captured tensors whose contents the mask depends on."""
+def bases_read(bound: Bound) -> list[int]:
+    """Numbers of the captured tensors whose contents the mask depends on."""
     trace, slots = bound.trace, slots_read(bound.trace.facts.mask)
-    if not slots:
-        return ()
-    if trace.derived:  # from which of them, the trace does not say
-        return bound.bases
-    return tuple(bound.bases[slot] for slot in sorted(slots))
+    if trace.derived and slots:  # from which of them, the trace does not say
+        return list(range(len(bound.bases)))
+    return sorted(slots)
 
 
 def _planned(bound: Bound, shape: Shape, ranks: int, layout: Layout, held: tuple[Ranges, ...] | None) -> Plan:

@@ -163,6 +163,7 @@ def dtensors() -> None:
     for options, (q_len, kv_len) in (
         ({}, (S, S)),
         ({"moves": "keys"}, (7, 50)),
+        ({"moves": "keys", "guests": "always"}, (7, 50)),
         ({"placement": "min-heap"}, (S, S)),
     ):
         tensors = qkv(q_len, kv_len)
@@ -219,6 +220,9 @@ def captured_dtensors() -> None:
     assert close(found, at.shard(make(whole[3], changed)(*whole[:3]), rank))
     partial = DTensor.from_local(bias, mesh, [Partial()])
     raises(["captured tensor 0 placed as", "Shard(...)"], lambda: make(partial, ids).parallel(mesh)(*own))
+    sinks = distribute_tensor(drawn((H,))[0], mesh, [Replicate()])
+    sunk = fa4flex.compile(mask=v.causal, sinks=lambda: sinks).parallel(mesh)
+    raises(["sinks that are a DTensor"], lambda: sunk(*own))
     other = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("a", "b"))
     elsewhere = distribute_tensor(bias, other, [Shard(1), Replicate()])
     raises(["captured tensor 0 placed as"], lambda: make(elsewhere, ids).parallel(other, "b")(*own))
@@ -400,6 +404,8 @@ def options_are_checked() -> None:
     attn = fa4flex.compile(mask=v.causal)
     raises(["placement='ring'", "head-tail"], lambda: over(attn, placement="ring"))
     raises(["stages=0"], lambda: over(attn, stages=0))
+    raises(["guests='some'", "never"], lambda: over(attn, guests="some"))
+    raises(["sm_margin=-1"], lambda: over(attn, sm_margin=-1))
     raises(["captured_gradients='mean'"], lambda: over(attn, captured_gradients="mean"))
     raises(
         ["dim='tp'", "cp"],
