@@ -25,7 +25,7 @@ from fa4flex.kernels.common.transfer import Ring, Transfers, Views, partition
 LANES = 32
 FEW = 8
 """Boxes of a tile, at most, whose copies are written out one after another, so that none waits for the next
-page: of more, for want of registers, so many at a time, in a loop."""
+page: of more, for want of registers, half as many in each turn of a loop."""
 
 
 class PageTable(NamedTuple):
@@ -58,11 +58,11 @@ class PagedKeyValues:
     """KeyValues in pages, whose tiles are asked for in this order. `policy` says what the L2 cache keeps of
     them; without one, pages that several sequences have are brought from it.
 
-    `rows` is the height of a box, and of `few` boxes the copies are written out at a time, or of half as
-    many where values are behind; for k and v see box_views. Values are those of the tile that was turned to,
-    or where `behind` is 1 of the one before. `now` [box, 2] has a lane's pages, and numbers of boxes in
-    these, for the tiles that are copied, `following` for those after them, and `passed` for those before, if
-    values are behind; `turn` [1] is the number of the tile among the first.
+    `rows` is the height of a box, and of `few` boxes the copies are written out, or of half as many where
+    values are behind; of more, half as many at a time. For k and v see box_views. Values are those of the
+    tile that was turned to, or where `behind` is 1 of the one before. `now` [box, 2] has a lane's pages, and
+    numbers of boxes in these, for the tiles that are copied, `following` for those after them, and `passed`
+    for those before, if values are behind; `turn` [1] is the number of the tile among the first.
     """
 
     transfers: Transfers
@@ -102,7 +102,7 @@ class PagedKeyValues:
     @property
     def unroll(self) -> int:
         """Boxes that are written out one after the other in a turn of a loop."""
-        return min(self.copied, max(self.few // (1 + self.behind), 1))
+        return self.copied if self.copied <= self.few // (1 + self.behind) else max(self.few // 2, 1)
 
     @property
     def tiles(self) -> int:

@@ -54,9 +54,10 @@ class Combine(combine.Combine):
         thread = cute.arch.thread_idx()[0]
         heads, group = Int32(arguments.k.shape[2]), self.sequences.group(arguments)
         sums = self.room()
-        cute.arch.griddepcontrol_wait()
+        # Lengths were there before the kernel that leaves the parts began.
         totals = self.sequences.totals(arguments)
         at = start()
+        cute.arch.griddepcontrol_wait()
         for number in cutlass.range(
             cute.arch.block_idx()[0], totals.merged * heads, cute.arch.grid_dim()[0], unroll=1
         ):
