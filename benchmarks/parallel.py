@@ -68,7 +68,7 @@ class Row:
     tilted: bool = False
 
     def logits(self, q: Tensor, kv: Tensor) -> Tensor:
-        """What is added to scores of these queries and keys, float64 [heads or 1, queries, keys]."""
+        """Bias of scores of these queries and keys, float64 [heads or 1, queries, keys]."""
         q, kv = q[:, None], kv[None]
         seen = self.flex(0, 0, q, kv) if self.flex is not None else q >= kv
         added = torch.zeros(seen.shape, dtype=torch.float64, device=q.device).masked_fill(~seen, -torch.inf)

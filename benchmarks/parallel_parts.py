@@ -1,4 +1,4 @@
-"""What benchmarks/parallel.py looks at beside time: errors, and an exchange and its kernels apart."""
+"""Errors of a row of benchmarks/parallel.py, and times of an exchange and of its kernels apart."""
 
 from __future__ import annotations
 

@@ -264,7 +264,8 @@ class _Gradients:
         }
 
     def receive_guests(self, theirs: Tensor) -> None:
-        """What the owners of guests know of them comes; what is known of local queries goes to others."""
+        """Exchange rows' results and gradients: those of guests come from their owners, those of local queries
+        that visit go to others."""
         if not self.job.exchange.guests:
             return
         visitors = self.job.guests.visitors

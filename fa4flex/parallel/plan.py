@@ -34,8 +34,8 @@ Moves = Literal["auto", "keys", "heads"]
 
 
 Guests = Literal["auto", "always", "never"]
-"""Whether queries with more keys than one rank should compute visit others, each of which computes them
-against some: where that costs less, wherever loads differ by more than 3 % without, or never."""
+"""Choice of when queries with more keys than one rank should compute visit others, each of which computes
+them against some: where that costs less, wherever loads differ by more than 3 % without, or never."""
 
 
 @dataclass(frozen=True)

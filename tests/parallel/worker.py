@@ -114,7 +114,7 @@ def queries_that_visit() -> None:
 
 @scenario
 def bytes_are_as_planned() -> None:
-    """What torch.distributed's all-to-alls bring is what traffic.py says, forward and backward."""
+    """Bytes that torch.distributed's all-to-alls bring are those that traffic.py says, in both passes."""
     count, send = [0], dist.all_to_all_single
 
     def counted(found: Tensor, rows: Tensor, receives: list[int], sends: list[int], **more: Any) -> Any:
