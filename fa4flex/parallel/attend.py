@@ -264,8 +264,8 @@ class _Gradients:
         }
 
     def receive_guests(self, theirs: Tensor) -> None:
-        """Exchange rows' results and gradients: those of guests come from their owners, those of local queries
-        that visit go to others."""
+        """Exchange results and gradients of rows: those of guests come from their owners, those of local
+        queries that visit go to others."""
         if not self.job.exchange.guests:
             return
         visitors = self.job.guests.visitors
