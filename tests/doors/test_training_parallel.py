@@ -5,13 +5,13 @@ Also FLOPs as torch's counter sees them. The processes run tests/doors/parallel_
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -28,44 +28,17 @@ SECONDS = 180
 """Most that all scenarios together may take, on a machine that has other work to do."""
 
 
-def run(world: int, results: Path, names: list[str]) -> None:
-    space = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
-    command = [sys.executable, str(WORKER)]
-    logs = [(results / f"log.{rank}").open("w") for rank in range(world)]
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank), str(world), str(results), *names],
-            stdout=logs[rank],
-            stderr=subprocess.STDOUT,
-            cwd=ROOT,
-            env=space,
-        )
-        for rank in range(world)
-    ]
-    try:
-        for process in processes:
-            process.wait(SECONDS)
-    except subprocess.TimeoutExpired:
-        pass  # the scenario at which they stopped has left no result
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-        for log in logs:
-            log.close()
-
-
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     results = tmp_path_factory.mktemp("two")
-    run(2, results, SCENARIOS)
+    forked.run(WORKER, 2, results, SCENARIOS, SECONDS)
     return results
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Path:
     results = tmp_path_factory.mktemp("four")
-    run(4, results, [name for name in SCENARIOS if "compiled" not in name])
+    forked.run(WORKER, 4, results, [name for name in SCENARIOS if "compiled" not in name], SECONDS)
     return results
 
 

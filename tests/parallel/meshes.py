@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
-from worker import D, H, S, copies, drawn, main, qkv, raises, scenario
+from worker import D, H, S, copies, drawn, qkv, raises, scenario
+from worker import main as main  # which each process runs
 
 import fa4flex
 from fa4flex import variants as v
@@ -166,7 +165,3 @@ def as_a_style_with_tensor_parallelism() -> None:
     for a, b in zip(found, wanted, strict=True):
         assert close(a, b.chunk(2, 1)[at])
     raises(["dim="], lambda: parallelize_module(ours, here, SequenceParallelAttention()))
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])

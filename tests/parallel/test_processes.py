@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
 WORKER, MESHES = Path(__file__).with_name("worker.py"), Path(__file__).with_name("meshes.py")
 SECONDS = 180
 """Most that all scenarios together may take, on a machine that has other work to do."""
@@ -21,37 +18,7 @@ def scenarios_of(worker: Path) -> list[str]:
 
 
 def run(world: int, results: Path, worker: Path = WORKER, names: list[str] | None = None) -> Path:
-    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
-    space = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    logs = [(results / f"log.{rank}").open("w") for rank in range(world)]
-    processes = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                str(worker),
-                str(rank),
-                str(world),
-                str(results),
-                *(names or scenarios_of(worker)),
-            ],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            cwd=ROOT,
-            env=space,
-        )
-        for rank, log in enumerate(logs)
-    ]
-    try:
-        for process in processes:
-            process.wait(SECONDS)
-    except subprocess.TimeoutExpired:
-        pass  # the scenario at which they stopped has left no result
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-        for log in logs:
-            log.close()
+    forked.run(worker, world, results, names or scenarios_of(worker), SECONDS)
     return results
 
 

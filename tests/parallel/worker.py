@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -433,7 +432,3 @@ def main(rank: int, world: int, results: Path, names: list[str]) -> None:
             said = traceback.format_exc()
         (results / f"{name}.{rank}").write_text(said)
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])

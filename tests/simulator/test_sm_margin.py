@@ -10,13 +10,13 @@ import fa4flex
 from fa4flex import InputError, Schedule, UnsupportedError
 from fa4flex.variants import causal
 
-SMS, MARGIN = 5, 2
+SMS, MARGIN = 3, 1
 
 
 def launched(arch: str, schedule: Schedule, backward: bool) -> tuple[list[torch.Tensor], list[int]]:
     """Results, and numbers of blocks of the attention kernels of a call with more tiles than blocks."""
     torch.manual_seed(0)
-    q, k, v = (torch.randn(1, 4, 512, 64).bfloat16().requires_grad_(backward) for _ in range(3))
+    q, k, v = (torch.randn(1, 2, 512, 64).bfloat16().requires_grad_(backward) for _ in range(3))
     attn = fa4flex.compile(mask=causal, schedule=schedule)
     with fa4flex.simulator.device(arch, sms=SMS) as gpu:
         out = attn(q, k, v)
@@ -50,5 +50,5 @@ def test_what_is_refused() -> None:
         Schedule(sm_margin=-1)
     with pytest.raises(InputError, match="launch_control"):
         Schedule(sm_margin=1, next_tile="launch_control")
-    with pytest.raises(UnsupportedError, match="sm_margin=5 on a GPU of 5"):
+    with pytest.raises(UnsupportedError, match="sm_margin=3 on a GPU of 3"):
         launched("sm_90a", Schedule(sm_margin=SMS), False)
