@@ -24,7 +24,7 @@ from fa4flex.parallel.pieces import SEQUENCE
 from fa4flex.parallel.placement import Kind, Placement, Ranges, shown
 from fa4flex.parallel.plan import SM_MARGIN, TILE, Extents, Guests, Layout, Moves, Plan, bases_read, plan_of
 from fa4flex.parallel.rectangle import Rectangles
-from fa4flex.parallel.traffic import Model
+from fa4flex.parallel.traffic import Model, heads_move
 from fa4flex.runtime import autocast, launch
 from fa4flex.runtime.checks import (
     check_dense,
@@ -263,7 +263,7 @@ class ContextParallel:
         if self.layout.moves != "heads":
             # Heads that see different numbers of keys are not equal work.
             alike = "h" not in now.bound.trace.facts.mask.free
-            return self.layout.moves == "auto" and alike and found.by_heads(self.model(q, k, v))
+            return self.layout.moves == "auto" and alike and heads_move(found, self.model(q, k, v))
         heads, ranks = (q.shape[1], k.shape[1]), self.links.size
         if any(x % ranks for x in heads):
             raise InputError(

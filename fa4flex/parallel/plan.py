@@ -17,7 +17,6 @@ from fa4flex.errors import InputError
 from fa4flex.parallel.exchange import Exchange, exchange
 from fa4flex.parallel.placement import UNEVEN, Kind, Placement, Ranges, place
 from fa4flex.parallel.splits import divided
-from fa4flex.parallel.traffic import Model, busiest
 from fa4flex.parallel.work import FIRST_CHUNKS, MOST_CHUNKS, Work, chunk_for, work_of
 from fa4flex.variant import Variant
 
@@ -91,18 +90,6 @@ class Plan:
         at = self.exchange
         said = repr((at.held, at.queries, at.sends, self.placement.splits))
         return hashlib.sha256(said.encode()).hexdigest()[:16]
-
-    def by_heads(self, model: Model) -> bool:
-        """True if all tokens of each rank's heads should be sent: fewer bytes than the keys, or equal work
-        where queries are not; False where heads cannot be dealt evenly."""
-        ranks = self.placement.ranks
-        if model.heads % ranks or model.kv_heads % ranks:
-            return False
-        if (
-            self.placement.imbalance > UNEVEN
-        ):  # a few queries that see far more than others: heads are equal work
-            return True
-        return busiest(self, model, "heads") < busiest(self, model, "keys")
 
     def explain(self) -> str:
         """In words: where queries are computed, and what moves."""

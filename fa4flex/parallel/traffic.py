@@ -6,12 +6,11 @@ of captured tensors, are not counted.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from fa4flex.parallel.exchange import tokens
-
-if TYPE_CHECKING:
-    from fa4flex.parallel.plan import Plan
+from fa4flex.parallel.placement import UNEVEN
+from fa4flex.parallel.plan import Plan
 
 
 class Model(NamedTuple):
@@ -68,3 +67,16 @@ def busiest(plan: Plan, model: Model, moves: str = "keys") -> int:
     """Bytes that the rank receives which receives most, forward and backward. moves: "keys" or "heads"."""
     of_rank = by_heads if moves == "heads" else by_keys
     return max((sum(of_rank(plan, rank, model)) for rank in range(plan.placement.ranks)), default=0)
+
+
+def heads_move(plan: Plan, model: Model) -> bool:
+    """True if all tokens of each rank's heads should be sent: fewer bytes than the keys, or equal work where
+    queries are not; False where heads cannot be dealt evenly."""
+    ranks = plan.placement.ranks
+    if model.heads % ranks or model.kv_heads % ranks:
+        return False
+    if (
+        plan.placement.imbalance > UNEVEN
+    ):  # of few queries with far more keys than others; heads have equal work
+        return True
+    return busiest(plan, model, "heads") < busiest(plan, model, "keys")
