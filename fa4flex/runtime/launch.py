@@ -152,16 +152,9 @@ def run(
     direct_path = paging is None and kernels
     call, trains = direct_call(now, (q, k, v), varlen, statistics) if direct_path else (None, False)
     if call is not None:
-        ready = prepared.engine.find(call)
-        if ready is not None:  # a call that looks like this one was checked before
-            blocks = now.variant.blocks
-            if blocks is not None:
-                shape = call.extents()
-                blocks.fits(shape.q_len, shape.kv_len, shape.batch, shape.heads)
-            again = Direct.of(prepared.program, ready, call) if trains else None
-            if now.recent is not None:
-                now.recent.remember(call, (q, k, v), ready, again, statistics)
-            return ready(call) if again is None else direct.attend(again, call)
+        found = _known_to_kernels(now, (q, k, v), call, trains, statistics)
+        if found is not None:
+            return found
     flex = not seen and not kernels and by_flex(now.variant.backend, q)
     if flex and paging is None:
         found = _known_to_flex(now, (q, k, v), varlen, statistics)
@@ -193,6 +186,22 @@ def run(
         return out.transpose(1, 2) if swap else out, lse, largest
     out, lse, largest, _ = ops.attend(prepared.program, given, numbers, "max_scores" in statistics, seen)
     return out.transpose(1, 2) if swap else out, lse, largest
+
+
+def _known_to_kernels(
+    now: Calling, qkv: tuple[Tensor, Tensor, Tensor], call: Call, trains: bool, statistics: Statistics
+) -> Results | None:
+    """The results of a call of kernels that looks like an earlier one, which was checked; None for others."""
+    ready = now.prepared.engine.find(call)
+    if ready is None:
+        return None
+    if now.variant.blocks is not None:
+        shape = call.extents()
+        now.variant.blocks.fits(shape.q_len, shape.kv_len, shape.batch, shape.heads)
+    again = Direct.of(now.prepared.program, ready, call) if trains else None
+    if now.recent is not None:
+        now.recent.remember(call, qkv, ready, again, statistics)
+    return ready(call) if again is None else direct.attend(again, call)
 
 
 def _known_to_flex(

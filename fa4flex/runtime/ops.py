@@ -21,13 +21,10 @@ from fa4flex.runtime.cuda.backward import run_backward
 from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Call, SequenceLengths
 from fa4flex.runtime.cuda.launches.ready_backward import Saved
 from fa4flex.runtime.flex.choice import by_flex
-from fa4flex.runtime.flex.engine import Given
+from fa4flex.runtime.flex.engine import Tensors
 from fa4flex.runtime.gradients import gradients
 from fa4flex.runtime.layouts import empty_output
 from fa4flex.runtime.programs import Numbers, Published, read
-
-Tensors = Given
-"""Tensors of one call."""
 
 Forward = tuple[Tensor, Tensor, Tensor, Tensor]
 """out, lse, max_scores and total, as cpu.Forward has them. On a GPU `total` is empty, and so is `max_scores`
@@ -142,7 +139,7 @@ def _backward_by_flex(
         q, k, v = (x.detach().requires_grad_() for x in given[:3])
         sinks = None if given.sinks is None else given.sinks.detach().requires_grad_()
         operands = [x.detach().requires_grad_(slot in needs) for slot, x in enumerate(given.operands)]
-        again = Given(q, k, v, sinks, given.lengths, tuple(operands))
+        again = Tensors(q, k, v, sinks, given.lengths, tuple(operands))
         statistics = ("lse",) if len(upstream) > 1 else ()
         out, lse, _ = program.flex.attend(again, program.scalars(numbers), numbers.scale, statistics)
         wanted = [x for x in (q, k, v, sinks) if x is not None] + [operands[slot] for slot in needs]

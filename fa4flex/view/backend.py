@@ -6,8 +6,9 @@ import torch
 
 from fa4flex.codegen.build import Program
 from fa4flex.errors import Fa4flexError
+from fa4flex.primitives.blocks import FULL, PARTIAL
 from fa4flex.runtime.flex.attend import Module, Wanted, module
-from fa4flex.runtime.flex.block_mask import BLOCK, FULL, PARTIAL, classes_of
+from fa4flex.runtime.flex.block_mask import BLOCK, classes_of
 from fa4flex.runtime.flex.choice import Choice, choose
 from fa4flex.runtime.flex.mods import Setting
 from fa4flex.variant import Backend, default_scale

@@ -16,13 +16,11 @@ from fa4flex import variants as v
 from fa4flex.codegen.analyze.domain import Shape
 from fa4flex.codegen.analyze.tiles import tile_map
 from fa4flex.codegen.evaluate import Captured
+from fa4flex.primitives.blocks import EMPTY, FULL, PARTIAL
 from fa4flex.runtime.cuda.calls.call import SequenceLengths
 from fa4flex.runtime.flex import ragged
 from fa4flex.runtime.flex.block_mask import (
     BLOCK,
-    EMPTY,
-    FULL,
-    PARTIAL,
     TILES_AT_ONCE,
     blocks_of,
     classes_of,

@@ -14,6 +14,7 @@ from torch._dynamo.testing import CompileCounter
 import fa4flex
 from fa4flex import Varlen
 from fa4flex import variants as v
+from fa4flex.contents import VersionedCache
 from fa4flex.runtime.flex import engine as engines
 from fa4flex.runtime.flex.attend import Module
 from fa4flex.runtime.flex.block_mask import Classifier
@@ -203,7 +204,7 @@ def test_narrow_heads_are_padded(compilations: CompileCounter) -> None:
     given = [torch.randn(1, n, 40, width) for n, width in ((2, 6), (1, 6), (1, 5))]
     engine = attn._calling().prepared.program.flex
     right(attn, given)
-    (ready,) = engine._ready._found.values()
+    ((_, ready, _),) = engine._ready._found.values()
     inner = ready.attend
 
     def attend(*arguments: Any) -> Any:
@@ -257,10 +258,10 @@ def test_equal_programs_share_an_engine(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_kept_values_are_few() -> None:
-    kept: engines._Kept[int] = engines._Kept(2)
+    kept: VersionedCache[int] = VersionedCache(2)
     for i in range(3):
-        kept.keep(i, i)
-    assert kept.get(0) is None and kept.get(2) == 2
+        kept.keep(i, (), i)
+    assert kept.get(0, ()) is None and kept.get(2, ()) == 2
 
 
 # --- the captured module ----------------------------------------------------------------------------------

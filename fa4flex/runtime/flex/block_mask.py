@@ -21,6 +21,7 @@ from fa4flex.codegen.analyze.tile_bounds import TileBounds, tile_bounds
 from fa4flex.codegen.emit.source import Source
 from fa4flex.codegen.evaluate import Captured
 from fa4flex.codegen.expr import Expr
+from fa4flex.primitives.blocks import FULL, PARTIAL
 from fa4flex.runtime.flex.mods import INDICES, Buffer, Function, Setting, function
 
 BLOCK = 128, 128
@@ -29,7 +30,6 @@ BLOCK = 128, 128
 TILES_AT_ONCE = 1 << 17
 """Tiles that are decided in one step: a temporary tensor takes a megabyte."""
 
-EMPTY, PARTIAL, FULL = 0, 1, 2
 _WIDE = frozenset((torch.int32, torch.int64, torch.uint32, torch.uint64))
 
 Find = Callable[[Buffer], Tensor]

@@ -15,10 +15,9 @@ While a CUDA graph is captured, block masks and tables are made within it: repla
 from __future__ import annotations
 
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,10 +46,8 @@ MOST_MASKS = 16
 LEAST_WIDTH = 16
 """Head width of torch's kernels; narrower heads are padded with zeros."""
 
-Value = TypeVar("Value")
 
-
-class Given(NamedTuple):
+class Tensors(NamedTuple):
     """Arguments of one call: q, k, v [B, H, S, D], or [T, H, D] with cu_seqlens."""
 
     q: Tensor
@@ -61,35 +58,19 @@ class Given(NamedTuple):
     operands: tuple[Tensor, ...]
 
 
-class _Kept(Generic[Value]):
-    """Values by key; the least recently made go first."""
-
-    def __init__(self, most: int) -> None:
-        self._most, self._found = most, OrderedDict[Any, Value]()
-
-    def get(self, key: Hashable) -> Value | None:
-        return self._found.get(key)
-
-    def keep(self, key: Hashable, value: Value) -> Value:
-        self._found[key] = value
-        while len(self._found) > self._most:
-            self._found.popitem(last=False)
-        return value
-
-
 class Engine:
     """One program (facts, schedule, precision) on torch's flex_attention."""
 
     def __init__(self, facts: Facts, schedule: Schedule, precision: Precision) -> None:
         self.facts, self.schedule, self.precision = facts, schedule, precision
         self._watched = watched(facts)
-        self._ready: _Kept[Ready] = _Kept(MOST_READY)
-        self._compiled: _Kept[Attend] = _Kept(MOST_COMPILED)
+        self._ready: VersionedCache[Ready] = VersionedCache(MOST_READY)
+        self._compiled: VersionedCache[Attend] = VersionedCache(MOST_COMPILED)
         self._tokens: VersionedCache[tuple[Tensor, ...]] = VersionedCache(MOST_MASKS)
         self.masks: VersionedCache[Blocks] = VersionedCache(MOST_MASKS)
 
     def attend(
-        self, given: Given, scalars: tuple[int | float, ...], scale: float, statistics: tuple[str, ...]
+        self, given: Tensors, scalars: tuple[int | float, ...], scale: float, statistics: tuple[str, ...]
     ) -> Outputs:
         """out in q's layout, lse and max_scores [B, H, Sq], or [H, Tq] of packed inputs; differentiable.
 
@@ -100,20 +81,22 @@ class Engine:
             with proving():
                 ready = _made(self, _without_absent(given), scalars, scale, statistics)
             look = _look(given, scale, statistics), self._watched.numbers_of(scalars)
-            self._ready.keep(look, ready)
+            self._ready.keep(look, (), ready)
         return ready(given, scalars)
 
     def find(
-        self, given: Given, scalars: tuple[int | float, ...], scale: float, statistics: tuple[str, ...]
+        self, given: Tensors, scalars: tuple[int | float, ...], scale: float, statistics: tuple[str, ...]
     ) -> Ready | None:
         """Ready call of an earlier one that looked like this, all of whose parts were checked; else None."""
-        return self._ready.get((_look(given, scale, statistics), self._watched.numbers_of(scalars)))
+        look = _look(given, scale, statistics), self._watched.numbers_of(scalars)
+        found: Ready | None = self._ready.get(look, ())
+        return found
 
     def attend_of(self, key: Hashable, make: Callable[[], Attend]) -> Attend:
         """The function kept for a key, or one that is made now."""
-        return self._compiled.get(key) or self._compiled.keep(key, make())
+        return self._compiled.made(key, (), make)
 
-    def tokens(self, given: Given) -> tuple[Tensor, ...]:
+    def tokens(self, given: Tensors) -> tuple[Tensor, ...]:
         """Tables of a ragged batch."""
         q, k, _, _, lengths, _ = given
         if all(x is None for x in lengths):
@@ -133,7 +116,7 @@ class Engine:
         return self._tokens.made((key, absent, _stream(q)), [x for x in lengths if x is not None], make)
 
 
-def _look(given: Given, scale: float, statistics: tuple[str, ...]) -> Hashable:
+def _look(given: Tensors, scale: float, statistics: tuple[str, ...]) -> Hashable:
     """All that a ready call depends on, but for contents."""
     q, k, v, sinks, lengths, operands = given
     grad = torch.is_grad_enabled()
@@ -146,7 +129,7 @@ def _look(given: Given, scale: float, statistics: tuple[str, ...]) -> Hashable:
     )  # fmt: skip
 
 
-def _without_absent(given: Given) -> Given:
+def _without_absent(given: Tensors) -> Tensors:
     """The same with NO_LENGTHS where all lengths are None, as operators have them."""
     return given._replace(lengths=NO_LENGTHS) if all(x is None for x in given.lengths) else given
 
@@ -191,7 +174,7 @@ class Ready:
     padded_to: tuple[int, int]
     recent: list[Recent] = field(default_factory=list)
 
-    def __call__(self, given: Given, scalars: tuple[int | float, ...]) -> Outputs:
+    def __call__(self, given: Tensors, scalars: tuple[int | float, ...]) -> Outputs:
         q, k, v = given.q, given.k, given.v
         packed = given.lengths.cu_seqlens_q is not None
         operands = given.operands
@@ -263,7 +246,11 @@ class Ready:
 
 
 def _made(
-    engine: Engine, given: Given, scalars: tuple[int | float, ...], scale: float, statistics: tuple[str, ...]
+    engine: Engine,
+    given: Tensors,
+    scalars: tuple[int | float, ...],
+    scale: float,
+    statistics: tuple[str, ...],
 ) -> Ready:
     facts, q, grad = engine.facts, given.q, torch.is_grad_enabled()
     on_cpu, first = q.device.type == "cpu", len(given.operands)
@@ -336,7 +323,7 @@ def _guarded(made: Any, on_cpu: bool) -> Attend:
     return attend
 
 
-def _shape(given: Given) -> Shape:
+def _shape(given: Tensors) -> Shape:
     q, k = given.q, given.k
     if q.ndim == 3:
         return Shape(1, q.shape[1], q.shape[0], k.shape[0])
@@ -346,7 +333,7 @@ def _shape(given: Given) -> Shape:
 def _proved(
     own: Facts,
     facts: Facts,
-    given: Given,
+    given: Tensors,
     operands: tuple[Tensor, ...],
     scalars: tuple[int | float, ...],
     shape: Shape,
@@ -383,20 +370,20 @@ def _bits(facts: Facts, operands: tuple[Tensor, ...]) -> tuple[tuple[int, int], 
 
 # --- parts of a call --------------------------------------------------------------------------------------
 
-_numbers: _Kept[Tensor] = _Kept(MOST_NUMBERS)
+_numbers: VersionedCache[Tensor] = VersionedCache(MOST_NUMBERS)
 
 
 def _number_of(value: bool | int | float, dtype: torch.dtype, q: Tensor) -> Tensor:
     """A number as a 0-d tensor on the device of q."""
-    key = repr(value), dtype, q.device, _stream(q)
-    found = _numbers.get(key)
-    if found is None:
+
+    def make() -> Tensor:
         with torch.inference_mode(False):
-            found = _numbers.keep(key, torch.full((), value, dtype=dtype, device=q.device))
-    return found
+            return torch.full((), value, dtype=dtype, device=q.device)
+
+    return _numbers.made((repr(value), dtype, q.device, _stream(q)), (), make)
 
 
-def _inside(given: Given, tables: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+def _inside(given: Tensors, tables: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
     """Packed q, k, v as one sequence [1, H, T, D]. Tokens beyond lengths used, where these are given, are
     zeros: they may hold NaN."""
     tokens = ragged.Tokens(*tables)
@@ -409,7 +396,7 @@ def _inside(given: Given, tables: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, T
     return tuple(x.transpose(0, 1)[None] for x in (q, k, v))  # type: ignore[return-value]
 
 
-def _before_ends(given: Given, tables: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+def _before_ends(given: Tensors, tables: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
     """Padded q, k, v with zeros past the ends of sequences."""
     ends, (q, k, v) = ragged.Ends(*tables), given[:3]
 
