@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import DRAWS, no_worse
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
@@ -18,7 +19,7 @@ from fa4flex.bench.accuracy import Accuracy
 from fa4flex.bench.command import latency_verdicts
 from fa4flex.bench.measure import Samples, host_overhead, interleave
 from fa4flex.bench.options import SUITE_NAMES
-from fa4flex.bench.peers import Absent, Fa4flex, Problem, attempt, make_problem
+from fa4flex.bench.peers import Absent, Fa4flex, Problem, Run, attempt, make_problem
 from fa4flex.bench.report import Measured, RowReport, as_json, full_table, short_table, verdicts
 from fa4flex.bench.suites import SUITES, Row, Target, blocks_with_work, flops, groups, select_all
 from fa4flex.errors import InputError
@@ -267,13 +268,23 @@ def test_picks_hold_the_borders(seed: int) -> None:
     assert all({0, 1, 127, 128, 159} <= set(p.rows.tolist()) for p in chosen)
 
 
+def right(make: Callable[[int], Problem], seed: int) -> tuple[Problem, errors.Truth, Run]:
+    """A problem, its truth and our run of it, the first of draws whose errors are no worse than PyTorch's."""
+    first, found = None, []
+    for draw in range(seed, seed + DRAWS):
+        problem = make(draw)
+        known = errors.truth(problem, draw)
+        run = attempt(Fa4flex(), problem)
+        assert not isinstance(run, Absent)
+        found.append(errors.accuracy(problem, run, known))
+        first = first or (problem, known, run)
+    no_worse([(x.element, x.row) for x in found], [(x.plain_element, x.plain_row) for x in found])
+    assert first is not None and all(x.plain_element > 0 for x in found)
+    return first
+
+
 def test_errors_are_found(seed: int) -> None:
-    problem = small_problem(seed)
-    known = errors.truth(problem, seed)
-    run = attempt(Fa4flex(), problem)
-    assert not isinstance(run, Absent)
-    right = errors.accuracy(problem, run, known)
-    assert right.ratio <= 2 and right.plain_element > 0
+    problem, known, run = right(small_problem, seed)
     out = run()
     pick = known.picks[0]
     for wrong, expected in ((0.5, 0.5), (math.nan, math.nan)):
@@ -301,17 +312,12 @@ def test_errors_of_gradients_are_found(
     """Also where several heads, and several parts of the rows, add to the gradients of keys."""
     monkeypatch.setattr(errors, "MOST_ROWS", 96)
     row = next(r for r in SUITES[suite] if r.name == name)
-    problem = make_problem(at(row, 160), CPU, seed)
-    assert problem.dout is not None
-    known = errors.truth(problem, seed)
-    run = attempt(Fa4flex(), problem)
-    assert not isinstance(run, Absent)
-    assert errors.accuracy(problem, run, known).ratio <= 2
+    problem, known, run = right(lambda draw: make_problem(at(row, 160), CPU, draw), seed)
     gradients = [x.clone() for x in run()]
     pick = known.picks[0]
-    gradients[which][pick.b, pick.h // row.group if which else pick.h, 3, 5] += 0.5
+    gradients[which][pick.b, pick.h // row.group if which else pick.h, 3, 5] += 2.0
     found = errors.accuracy(problem, lambda: tuple(gradients), known)
-    assert found.element == pytest.approx(0.5, rel=0.1) and not found.ratio <= 10
+    assert found.element == pytest.approx(2.0, rel=0.1) and not found.ratio <= 10
 
 
 def test_ordered_rows_are_compared_with_the_same_row() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import DRAWS, no_worse, worst
 from torch import Tensor
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -56,16 +57,19 @@ def run(model: Any, implementation: str, ids: Tensor, padding: Tensor) -> list[T
 @pytest.mark.parametrize("padded", [0, 9])
 def test_logits_agree_with_eager(name: str, padded: int) -> None:
     """Within twice eager's own error; exact logits of a padded row are those of its tokens alone, in fp64."""
-    model, ids = build(name), torch.randint(0, 97, (2, 50))
-    padding = torch.ones_like(ids)
-    padding[0, :padded] = 0
-    model.double()
-    rows = [row[real.bool()][None] for row, real in zip(ids, padding, strict=True)]
-    exact = [run(model, "eager", row, torch.ones_like(row))[0] for row in rows]
-    model.float()
-    found, eager = run(model, "fa4flex", ids, padding), run(model, "eager", ids, padding)
-    for f, e, x in zip(found, eager, exact, strict=True):
-        assert (f - x).abs().max() <= 2 * (e - x).abs().max()
+    ours, plain = [], []
+    for _ in range(DRAWS):
+        model, ids = build(name), torch.randint(0, 97, (2, 50))
+        padding = torch.ones_like(ids)
+        padding[0, :padded] = 0
+        model.double()
+        rows = [row[real.bool()][None] for row, real in zip(ids, padding, strict=True)]
+        exact = [run(model, "eager", row, torch.ones_like(row))[0] for row in rows]
+        model.float()
+        found, eager = run(model, "fa4flex", ids, padding), run(model, "eager", ids, padding)
+        ours.append([error for f, x in zip(found, exact, strict=True) for error in worst(f, x)])
+        plain.append([error for e, x in zip(eager, exact, strict=True) for error in worst(e, x)])
+    no_worse(ours, plain)
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma2"])

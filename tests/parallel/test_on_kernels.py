@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from helpers import gradients
+from helpers import gradients, no_worse
 from ranks import Threads, on_ranks
 from torch import Tensor
 
@@ -69,6 +69,11 @@ def alone(attn: fa4flex.Attention, qkv: list[Tensor], dout: Tensor) -> list[Tens
     return [out, lse, *gradients((out,), leaves, [dout])]
 
 
+def in_parts(errors: Tensor) -> list[float]:
+    """Largest error of each head's part of 30 tokens: as many draws."""
+    return [part.abs().max().item() for head in errors[0] for part in head.split(30)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("queries", "layout"),
@@ -90,9 +95,8 @@ def test_ranks_are_as_exact_as_the_same_maths(queries: int, layout: Layout) -> N
         one = alone(attn, qkv, dout)
         found = spread(attn, qkv, dout, layout, lambda call: one_at_a_time(call, lock))
     assert not gpu.findings, gpu.report()
-    rows = zip(("out", "lse", "dq", "dk", "dv"), found, one, same, exact, strict=True)
-    for name, *results, true in rows:
-        error, *theirs = ((x.double() - true).abs().max().item() for x in results)
-        if name == "lse":  # in float32 but for the same maths
+    for number, (result, alike, parts, true) in enumerate(zip(found, one, same, exact, strict=True)):
+        error, *theirs = (in_parts(x.double() - true) for x in (result, alike, parts))
+        if number == 1:  # log-sum-exps, in float32 but for the same maths
             theirs = theirs[:1]
-        assert error <= 2 * max(theirs), f"{name}: {error:.2e}, others {theirs}"
+        no_worse([[x] for x in error], [[max(both)] for both in zip(*theirs, strict=True)])
