@@ -30,6 +30,7 @@ from fa4flex.runtime.checks import (
     check_transforms,
     check_variant,
 )
+from fa4flex.runtime.cpu import few
 from fa4flex.runtime.cuda import in_place
 from fa4flex.runtime.cuda.backward import compile_ahead
 from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, NO_SCALES, Call, Pages, Scales, SequenceLengths
@@ -160,6 +161,10 @@ def run(
         found = _known_to_flex(now, (q, k, v), varlen, statistics)
         if found is not None:
             return found
+    if varlen is None and paging is None and not (seen or kernels or flex):
+        found = _single_queries(now, (q, k, v), statistics)
+        if found is not None:
+            return found
     check_tensors(q, k, v)
     check_descriptions(varlen, paging)
     if paging is not None:
@@ -227,6 +232,29 @@ def _known_to_flex(
         now.variant.blocks.fits(q.shape[2], k.shape[2], q.shape[0], q.shape[1])
     out, lse, largest = ready(given, scalars)
     return out.transpose(1, 2) if swap else out, lse, largest
+
+
+def _single_queries(
+    now: Calling, qkv: tuple[Tensor, Tensor, Tensor], statistics: Statistics
+) -> Results | None:
+    """The results of sequences' single queries on a CPU, if the tensors fit and no gradient is wanted; None
+    for others. To check one by one what these conditions imply would take longer than a short product."""
+    variant, bound = now.variant, now.bound
+    if bound.trace.operands or variant.blocks is not None or variant.sinks is not None:
+        return None
+    if "max_scores" in statistics or any(x.is_nested or x.layout is not torch.strided for x in qkv):
+        return None
+    if variant.layout == "bshd":
+        qkv = tuple([x.transpose(1, 2) if x.ndim == 4 else x for x in qkv])  # type: ignore[assignment]
+    q, k, v = qkv
+    if not few.fit(q, k, v) or (torch.is_grad_enabled() and _wants_gradient(q, k, v)):
+        return None
+    program = now.prepared.program
+    found = ops.single_queries(program, qkv, program.numbers(bound.scalars, now.scale(q)))
+    if found is None:
+        return None
+    out, lse = found
+    return out.transpose(1, 2) if variant.layout == "bshd" else out, lse, None
 
 
 def _lengths(varlen: Varlen | None) -> SequenceLengths:

@@ -76,6 +76,14 @@ def forward(
     return result.out, result.lse, result.max_scores, result.total
 
 
+def single_queries(
+    program: Published, qkv: tuple[Tensor, Tensor, Tensor], numbers: Numbers
+) -> tuple[Tensor, Tensor] | None:
+    """(out, lse) of single queries on a CPU, which capture no tensors: see cpu.single_queries."""
+    given = Tensors(*qkv, None, NO_LENGTHS, ())
+    return cpu.single_queries(program.facts, _inputs(program, given, numbers))
+
+
 def empty(given: Tensors) -> bool:
     """True for a dense batch without entries, queries or keys."""
     return given.q.ndim == 4 and not (given.q.numel() and given.k.numel())

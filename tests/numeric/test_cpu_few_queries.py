@@ -16,6 +16,8 @@ from torch.nn.attention.flex_attention import AuxRequest
 import fa4flex
 from fa4flex import reference
 from fa4flex.codegen.evaluate import Captured
+from fa4flex.errors import InputError, UnsupportedError
+from fa4flex.runtime import ops
 from fa4flex.runtime.cpu import Forward, Inputs, few, forward
 from fa4flex.variants import causal, sliding_window
 
@@ -208,3 +210,76 @@ def test_spans_of_a_single_query_follow_numbers_and_lengths() -> None:
         q, k, v = Sizes(q_len=1, kv_len=kv_len).qkv(torch.float32)
         whole = fa4flex.compile()(q, k[:, :, :size], v[:, :, :size])
         torch.testing.assert_close(attn(q, k, v), whole)
+
+
+def served(
+    attn: fa4flex.Attention, qkv: tuple[Tensor, ...], monkeypatch: pytest.MonkeyPatch
+) -> tuple[Any, bool]:
+    """(out, lse), and whether the call passed by the checks of each tensor."""
+    made, compute = [], ops.single_queries
+    with monkeypatch.context() as patched:
+        patched.setattr(ops, "single_queries", lambda *given: made.append(compute(*given)) or made[-1])
+        found = attn(*qkv, return_lse=True)
+    return found, any(x is not None for x in made)
+
+
+@pytest.mark.parametrize("mask", [None, sliding_window(9) & causal], ids=str)
+@pytest.mark.parametrize("dtype", few.DTYPES, ids=str)
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_single_queries_pass_by_checks(
+    layout: Any, dtype: torch.dtype, mask: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a call with such tensors gives is the same, whichever way it takes."""
+    attn = fa4flex.compile(mask=mask, layout=layout)
+    for kv_len in (1, 8, 40):  # as a cache grows
+        q, k, v = Sizes(q_len=1, kv_len=kv_len).qkv(dtype)
+        given = (q, k, v) if layout == "bhsd" else tuple(x.transpose(1, 2) for x in (q, k, v))
+        found, passed = served(attn, given, monkeypatch)
+        with monkeypatch.context() as patched:
+            patched.setattr(few, "fit", lambda *_: False)
+            checked, others = served(attn, given, monkeypatch)
+        assert passed and not others
+        for a, b in zip(found, checked, strict=True):
+            assert torch.equal(a, b) and a.dtype == b.dtype and a.stride() == b.stride()
+
+
+Q1, K1 = (torch.zeros(2, heads, n, 16) for heads, n in ((4, 1), (2, 40)))
+UNFIT = {
+    "batch": ((Q1[:1], K1, K1), InputError, "batch sizes differ"),
+    "values": ((Q1, K1, K1[:, :, :39]), InputError, "k and v differ in length"),
+    "heads": ((Q1[:, :3], K1, K1), InputError, "3 query heads with 2"),
+    "width": ((Q1[..., :8], K1, K1), InputError, "differ in head_dim"),
+    "rank": ((Q1, K1[0], K1[0]), InputError, "ranks do not fit"),
+    "dtype": ((Q1, K1.bfloat16(), K1), InputError, "mixed dtypes"),
+    "integers": ((Q1.int(), K1.int(), K1.int()), UnsupportedError, "dtype torch.int32"),
+    "device": ((Q1, K1.to("meta"), K1.to("meta")), InputError, "to have the same device"),
+    "sparse": ((Q1, K1.to_sparse(), K1), InputError, "torch.sparse_coo"),
+    "channels": ((Q1[..., :0], K1[..., :0], K1[..., :0]), InputError, "an empty tensor"),
+    "no tensor": ((Q1, K1.tolist(), K1), InputError, "k is a list"),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_unfit_single_queries_are_refused(name: str) -> None:
+    given, error, said = UNFIT[name]
+    with pytest.raises(error, match=said):
+        fa4flex.compile()(*given)
+
+
+def test_others_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What captured tensors, sinks, maps, gradients and transforms ask of a call is not passed by."""
+    q, k, v = Sizes(q_len=1, kv_len=40).qkv(torch.float32)
+    with pytest.raises(InputError, match="sinks"):
+        fa4flex.compile(sinks=torch.zeros(3))(q, k, v)
+    with pytest.raises(InputError, match="40"):
+        fa4flex.compile(
+            blocks=fa4flex.BlockMap(torch.full((1, 1, 1, 3), 2, dtype=torch.uint8), (16, 16), 1, 48)
+        )(q, k, v)
+    with pytest.raises(UnsupportedError, match="vmap"):
+        torch.func.vmap(fa4flex.compile())(q[None], k[None], v[None])
+    table = torch.zeros(40)
+    for attn in (fa4flex.compile(lambda s, b, h, q_idx, kv_idx: s + table[kv_idx]), fa4flex.compile()):
+        given = tuple(x.clone().requires_grad_() for x in (q, k, v))
+        assert not served(attn, given, monkeypatch)[1] and attn(*given).requires_grad
+        with torch.no_grad():
+            assert served(attn, given, monkeypatch)[1] == (attn.variant.score_mod is None)
