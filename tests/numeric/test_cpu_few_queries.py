@@ -229,7 +229,7 @@ def served(
 def test_single_queries_pass_by_checks(
     layout: Any, dtype: torch.dtype, mask: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a call with such tensors gives is the same, whichever way it takes."""
+    """Results are the same with the checks and without them."""
     attn = fa4flex.compile(mask=mask, layout=layout)
     for kv_len in (1, 8, 40):  # as a cache grows
         q, k, v = Sizes(q_len=1, kv_len=kv_len).qkv(dtype)
@@ -267,7 +267,7 @@ def test_unfit_single_queries_are_refused(name: str) -> None:
 
 
 def test_others_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What captured tensors, sinks, maps, gradients and transforms ask of a call is not passed by."""
+    """Calls with captured tensors, sinks, maps, gradients or transforms do not pass by the checks."""
     q, k, v = Sizes(q_len=1, kv_len=40).qkv(torch.float32)
     with pytest.raises(InputError, match="sinks"):
         fa4flex.compile(sinks=torch.zeros(3))(q, k, v)

@@ -19,6 +19,7 @@ import torch
 from fa4flex.errors import UnsupportedError
 from fa4flex.simulator.doors import shim
 from fa4flex.simulator.doors.launch import MOST_SHARED_BYTES, Launch
+from fa4flex.simulator.doors.passes import to_ptx
 from fa4flex.simulator.doors.shim import Device, Receiver
 from fa4flex.simulator.doors.tensors import DeviceCheck, taking_cpu_tensors
 
@@ -142,6 +143,7 @@ def _compiler() -> Iterator[Replacement]:
             return create(compiled)
 
     yield BaseDSL, "compile_and_cache", compile_and_cache
+    yield Compiler, "compile", to_ptx(Compiler.compile)
     yield Compiler, "jit", jit_linked
     yield TVMFFIJitCompiledFunctionBase, "_create_tvm_ffi_function", create_linked
     yield ExternalBinaryModule, "__init__", _refuse_loading
