@@ -15,7 +15,7 @@ from variant_table import TABLE, Case, Sizes
 
 import fa4flex
 from fa4flex import variants as v
-from fa4flex.parallel import ContextParallel, Layout, context, plan
+from fa4flex.parallel import ContextParallel, Layout, context, plan, rectangle
 from fa4flex.parallel.rectangle import Rectangles
 from fa4flex.runtime import ops
 
@@ -176,6 +176,23 @@ def test_results_are_rounded_once() -> None:
         found = parts(fa4flex.compile(mask=mask, sinks=torch.randn(4)), qkv, guests)
         assert {dtype for dtype, _ in found} == {torch.float32}
     assert {dtype for dtype, _ in parts(fa4flex.compile(mask=mask), qkv, "always")} == {torch.float32}
+
+
+def test_what_torch_rounds_is_widened_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """flex_attention writes the dtype of q: none other is asked of it, and parts are merged as sums are."""
+    asked = []
+    forward = ops.forward
+
+    def recorded(program: Any, *given: Any) -> Any:
+        asked.append(program.precision.output)
+        return forward(program, *given)
+
+    monkeypatch.setattr(rectangle, "by_flex", lambda backend, q: True)
+    monkeypatch.setattr(ops, "forward", recorded)
+    qkv = [torch.randn(1, 2, 61, 8).bfloat16() for _ in range(3)]
+    found = parts(fa4flex.compile(mask=v.causal), qkv, "never")
+    assert {dtype for dtype, _ in found} == {torch.bfloat16, torch.float32}
+    assert set(asked) == {torch.bfloat16}
 
 
 def parts(attn: fa4flex.Attention, qkv: list[Tensor], guests: Any) -> list[tuple[torch.dtype, int]]:
