@@ -11,18 +11,21 @@ import torch
 from torch import Tensor
 
 import fa4flex
-from fa4flex import Precision, Sinks, Varlen, simulator
+from fa4flex import Precision, Schedule, Sinks, Varlen, simulator
 from fa4flex.variants import alibi, causal
 
 TIMINGS = (("eager", 0), ("late", 1), ("random", 2))
 HALVES = (torch.bfloat16, torch.float16)
 
 SOFTMAX: dict[str, Any] = {"score_mod": alibi, "mask": causal, "sinks": Sinks(torch.randn(2))}
+SPLIT = SOFTMAX | {"schedule": Schedule(split=64)}
 CASES: dict[str, tuple[str, dict[str, Any], tuple[int, ...], tuple[int, int]]] = {
     "rows of Hopper": ("sm_90a", SOFTMAX, (150, 200), (64, 64)),
     "chunks of Blackwell": ("sm_100a", SOFTMAX, (150, 200), (96, 64)),
     "few rows of Hopper": ("sm_90a", SOFTMAX, (5, 200), (64, 64)),
     "few rows of Blackwell": ("sm_100a", SOFTMAX, (5, 200), (64, 64)),
+    "parts of Hopper": ("sm_90a", SPLIT, (5, 200), (64, 64)),
+    "parts of Blackwell": ("sm_100a", SPLIT, (5, 200), (64, 64)),
     "wide rows of Hopper": ("sm_90a", SOFTMAX, (70, 130), (192, 256)),
     "narrow chunks of Blackwell": ("sm_100a", SOFTMAX, (150, 200), (64, 40)),
     "rows of Blackwell": ("sm_100a", SOFTMAX, (150, 200), (192, 128)),
