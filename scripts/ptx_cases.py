@@ -107,6 +107,7 @@ EITHER: Calls = {
 BY_WORK = _at_lengths("longest first", **_scheduled(order="longest_first"))
 FORWARD: Calls = {
     "float16 output": {"options": {"precision": Precision(output=torch.float16)}},
+    "float32 output": {"options": {"precision": Precision(output=torch.float32)}},
     "with maxima": {"statistics": ("lse", "max_scores")},
     "maxima alone": {"statistics": ("max_scores",)},
     "no statistics": {"statistics": ()},

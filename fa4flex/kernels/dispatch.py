@@ -32,7 +32,8 @@ def choose(direction: Direction, problem: Problem, target: Target) -> Pipeline:
     """The first pipeline that accepts the problem. Raises UnsupportedError where none does."""
     for pipeline in PIPELINES:
         reads = pipeline.direction == direction and pipeline.kv_dtype == problem.kv_dtype
-        if reads and pipeline.accepts(problem, target):
+        writes = pipeline.writes_float32 or not problem.wide_output
+        if reads and writes and pipeline.accepts(problem, target):
             return pipeline
     raise UnsupportedError(
         f"a {direction} kernel for {target.name}: {problem.explain()}",

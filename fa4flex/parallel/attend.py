@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -21,9 +22,8 @@ from fa4flex.parallel.sums import Result, Sum, in_order
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """Work of one rank in one call, without its tensors. output, compute, part: dtypes of results, of sums,
-    and of what returns of guests: as what computes them writes it. sm_margin: of kernels that run while an
-    exchange is in flight."""
+    """Work of one rank in one call, without its tensors. output, compute: dtypes of results and of sums.
+    sm_margin: of kernels that run while an exchange is in flight."""
 
     exchange: Exchange
     rank: int
@@ -31,7 +31,6 @@ class Job:
     rectangles: Rectangles
     output: torch.dtype
     compute: torch.dtype
-    part: torch.dtype
     sm_margin: int = 0
 
     def beside(self, in_flight: bool) -> Rectangles:
@@ -58,6 +57,13 @@ class Job:
         return own, every[len(own) :]
 
     @cached_property
+    def alone(self) -> frozenset[Range]:
+        """Own queries that one rectangle of this rank computes, against all keys that they see."""
+        away = {queries for ranges in self.exchange.visits(self.rank) for queries in ranges}
+        every = Counter(x.queries for stage in self.exchange.rectangles for x in stage[self.rank])
+        return frozenset(x for x in self.queries if every[x] == 1 and x not in away)
+
+    @cached_property
     def guests(self) -> Guests:
         return Guests(self.exchange, self.rank, self.links)
 
@@ -76,7 +82,7 @@ class Attend(torch.autograd.Function):
     ) -> Any:
         visitors = job.guests.go([q])
         arrivals = {stage: _send(job, stage, (k, v)) for stage in job.moving()}
-        results = _Results(job, q, v.shape[-1])
+        results = _Results(job, q, v.shape[-1], sinks)
         received = []
         own = job.exchange.held[job.rank]
         here = Pieces(k, own), Pieces(v, own)
@@ -92,7 +98,7 @@ class Attend(torch.autograd.Function):
             results.take_in(job.of_stage(stage), (of_keys, of_values), job.beside(stage < max(arrivals)))
             received.append(rows)
         results.return_guests()
-        out, lse = results.finish(sinks)
+        out, lse = results.finish()
         ctx.job, ctx.operands = job, len(operands)
         ctx.save_for_backward(q, k, v, sinks, out, lse, theirs, *operands, *received)
         ctx.set_materialize_grads(False)
@@ -187,10 +193,13 @@ def _add_back(job: Job, stage: int, sums: tuple[Pieces, ...], parts: list[Pieces
 
 
 class _Results:
-    """Output and log-sum-exp of each range of local queries so far."""
+    """Output and log-sum-exp of each range of local queries so far. What is merged, with other keys or with
+    sinks, has the dtype of sums until then; what is not is rounded where it is computed."""
 
-    def __init__(self, job: Job, q: Tensor, dim_v: int) -> None:
-        self.job, self.q, self.dim_v = job, Pieces(q, job.queries), dim_v
+    def __init__(self, job: Job, q: Tensor, dim_v: int, sinks: Tensor | None) -> None:
+        self.job, self.q, self.dim_v, self.sinks = job, Pieces(q, job.queries), dim_v, sinks
+        rounds = job.output.itemsize < job.compute.itemsize
+        self.rounded = job.alone if rounds and sinks is None else frozenset()
         self.found: dict[Range, Result] = {}
 
     def take_in(
@@ -198,30 +207,31 @@ class _Results:
     ) -> None:
         for x in wanted:
             q = self.q.take(x.queries)
-            start = x.queries[0], x.keys[0]
-            self._add(x.queries, *rectangles.forward(q, kv[0].take(x.keys), kv[1].take(x.keys), start))
+            k, v = (part.take(x.keys) for part in kv)
+            dtype = self.job.output if x.queries in self.rounded else self.job.compute
+            self._add(x.queries, *rectangles.forward((q, k, v), (x.queries[0], x.keys[0]), dtype))
 
     def _add(self, queries: Range, out: Tensor, lse: Tensor) -> None:
         if queries in self.found:
             self.found[queries].take_in(out, lse)
         else:
-            self.found[queries] = Result(self.job.compute, out, lse)
+            self.found[queries] = Result(out, lse)
 
     def return_guests(self) -> None:
         """Results of guests go to their owners; those of local queries that others have computed come."""
         ranges, q = self.job.guests.visitors, self.q.x
         sizes = (q.shape[0], q.shape[1], tokens(ranges))
         theirs = {at: self.found.pop(at) for at in ranges if at in self.found}
-        out = q.new_empty(*sizes, self.dim_v, dtype=self.job.part)
+        out = q.new_empty(*sizes, self.dim_v, dtype=self.job.compute)
         lse = q.new_empty(sizes, dtype=self.job.compute)
         out = in_order({at: x.out for at, x in theirs.items()}, ranges, out, 0.0)
         lse = in_order({at: x.lse for at, x in theirs.items()}, ranges, lse, -torch.inf)
         for queries, (part, of_part) in self.job.guests.return_home([out, lse.unsqueeze(-1)]):
             self._add(queries, part, of_part.squeeze(-1))
 
-    def finish(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    def finish(self) -> tuple[Tensor, Tensor]:
         """The results of all local queries, in their order."""
-        q, ranges = self.q.x, self.job.queries
+        q, ranges, sinks = self.q.x, self.job.queries, self.sinks
         batch, heads, tokens, _ = q.shape
         if sinks is not None:
             for part in self.found.values():
@@ -277,7 +287,7 @@ class _Gradients:
     def return_guests(self, theirs: Tensor) -> None:
         """Gradients of guests go to their owners; those of local queries that have visited others come."""
         visitors = self.job.guests.visitors
-        into = torch.empty_like(theirs, dtype=self.job.part)
+        into = torch.empty_like(theirs)
         sums = {at: self.of_queries.pop(at).total for at in visitors if at in self.of_queries}
         for queries, (part,) in self.job.guests.return_home([in_order(sums, visitors, into, 0.0)]):
             self._add(queries, part)

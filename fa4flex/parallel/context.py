@@ -246,7 +246,7 @@ class ContextParallel:
             facts.score, facts.mask, variant, now.bound.scalars, seen, now.scale(q), whole, first
         )
         compute = variant.precision.compute_dtype(q.dtype)
-        dtypes = variant.precision.output_dtype(q.dtype), compute, q.dtype if launch.on_gpu(q) else compute
+        dtypes = variant.precision.output_dtype(q.dtype), compute
         margin = self.layout.sm_margin if launch.on_gpu(q) else 0
         job = Job(found.exchange, self.links.rank, self.links, rectangles, *dtypes, margin)
         held, at = _held(found, extents, in_order)[0], found.placement.queries
@@ -276,8 +276,7 @@ class ContextParallel:
     def model(self, q: Tensor, k: Tensor, v: Tensor) -> Model:
         """Sizes of local tensors [B, H, S, D], for the bytes that move."""
         wide = self.variant.precision.compute_dtype(q.dtype).itemsize
-        part = q.itemsize if launch.on_gpu(q) else wide
-        return Model(q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.itemsize, wide, part, q.shape[0])
+        return Model(q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.itemsize, wide, q.shape[0])
 
     def _plan(self, now: launch.Calling, extents: Extents, in_order: bool = False) -> Plan:
         if now.variant.blocks is not None:

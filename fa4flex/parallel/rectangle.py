@@ -21,7 +21,7 @@ from fa4flex.codegen.trace.traced import renumber
 from fa4flex.primitives.precision import Precision
 from fa4flex.runtime import ops
 from fa4flex.runtime.cuda.calls.call import NO_LENGTHS
-from fa4flex.runtime.launch import on_gpu
+from fa4flex.runtime.flex.choice import by_flex
 from fa4flex.runtime.programs import Published, publish
 from fa4flex.variant import Variant
 
@@ -94,14 +94,17 @@ class Rectangles:
             return self
         return replace(self, variant=replace(self.variant, schedule=replace(schedule, sm_margin=margin)))
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, start: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp of q [B, H, Sq, D] over k and v, the first query and key being at `start` in
-        the whole. Sinks take no part. The output has the dtype of its sums, but for kernels of GPUs, which
-        write q's: there a part is rounded before it is merged."""
-        program = self._program(q.dtype if on_gpu(q) else self.variant.precision.compute_dtype(q.dtype))
-        given = ops.Tensors(q, k, v, None, NO_LENGTHS, self.operands)
+    def forward(
+        self, qkv: tuple[Tensor, Tensor, Tensor], start: tuple[int, int], output: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Output, in the dtype `output`, and log-sum-exp of q [B, H, Sq, D] over k and v, the first query and
+        key being at `start` in the whole. Sinks take no part. torch's flex_attention, where it computes,
+        rounds its output to the dtype of q in any case."""
+        q = qkv[0]
+        program = self._program(q.dtype if by_flex("auto", q) else output)
+        given = ops.Tensors(*qkv, None, NO_LENGTHS, self.operands)
         out, lse, _, _ = ops.forward(program, given, self._numbers(program, start), False)
-        return out, lse
+        return out.to(output), lse
 
     def backward(
         self,

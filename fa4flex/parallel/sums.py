@@ -14,24 +14,23 @@ from fa4flex.parallel.placement import Range, Ranges
 
 
 class Result:
-    """Output and log-sum-exp over the keys so far. Parts may be of fewer digits than `dtype`, the sums'.
+    """Output and log-sum-exp over the keys so far, of the dtype of sums where parts are merged.
 
     A row without keys has output 0 and log-sum-exp -inf, in each part and in the sum.
     """
 
-    def __init__(self, dtype: torch.dtype, out: Tensor, lse: Tensor) -> None:
-        self.dtype, self.out, self.lse = dtype, out, lse
+    def __init__(self, out: Tensor, lse: Tensor) -> None:
+        self.out, self.lse = out, lse
 
     def take_in(self, out: Tensor, lse: Tensor) -> None:
         """Add a part over other keys."""
         mine, theirs = self._shares(lse)
-        self._scale(mine)
-        self.out.addcmul_(out, theirs)
+        self.out.mul_(mine).addcmul_(out, theirs)
 
     def take_in_sinks(self, logits: Tensor) -> None:
         """Add keys whose values are 0, of these logits [H]."""
-        mine, _ = self._shares(logits.to(self.dtype)[:, None].expand_as(self.lse))
-        self._scale(mine)
+        mine, _ = self._shares(logits.to(self.lse.dtype)[:, None].expand_as(self.lse))
+        self.out.mul_(mine)
 
     def _shares(self, lse: Tensor) -> tuple[Tensor, Tensor]:
         """Weights of what is here and of a part, both at most 1; from now on the sum has the part's keys."""
@@ -40,12 +39,6 @@ class Result:
         mine, theirs = ((x - largest).exp_().unsqueeze(-1) for x in (self.lse, lse))
         self.lse = total
         return mine, theirs
-
-    def _scale(self, weights: Tensor) -> None:
-        if self.out.dtype == self.dtype:
-            self.out.mul_(weights)
-        else:
-            self.out = self.out * weights
 
 
 class Sum:

@@ -14,8 +14,8 @@ from fa4flex.parallel.plan import Plan
 
 
 class Model(NamedTuple):
-    """Heads of queries and of keys; head_dim of q and k, and of v; bytes of a number of theirs, of a
-    log-sum-exp, and of results that are merged, which GPUs write as q's; batch entries."""
+    """Heads of queries and of keys; head_dim of q and k, and of v; bytes of a number of theirs, and of sums:
+    log-sum-exps, and outputs that are merged; batch entries."""
 
     heads: int = 32
     kv_heads: int = 8
@@ -23,7 +23,6 @@ class Model(NamedTuple):
     dim_v: int = 128
     size: int = 2
     wide: int = 4
-    part: int = 2
     batch: int = 1
 
     @property
@@ -42,10 +41,10 @@ def by_keys(plan: Plan, rank: int, model: Model) -> tuple[int, int]:
     at = plan.exchange
     here, away = (sum(map(tokens, x)) for x in (at.visitors(rank), at.visits(rank)))
     # Keys and visitors come; results of what visits others return.
-    visits = here * model.dim * model.size + away * (model.dim_v * model.part + model.wide)
+    visits = here * model.dim * model.size + away * (model.dim_v + 1) * model.wide
     forward = at.received[rank] * model.key + visits * model.queries
     # Gradients of what was sent return. Visitors bring out, lse, and the gradients of both.
-    visits = here * 2 * (model.dim_v * model.size + model.wide) + away * model.dim * model.part
+    visits = here * 2 * (model.dim_v * model.size + model.wide) + away * model.dim * model.size
     return forward, at.sent[rank] * model.key + visits * model.queries
 
 

@@ -12,8 +12,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
-from kernel_programs import GYM, KINDS, Width, launched_forward
+from kernel_programs import GYM, Kind, Width, launched_forward
+from kernel_programs import KINDS as OF_BOTH_PASSES
 
+from fa4flex import Precision
 from fa4flex.codegen.emit import Source
 from fa4flex.codegen.plan.pipeline import Plan
 from fa4flex.codegen.plan.problem import Problem
@@ -58,6 +60,12 @@ CHIPS = {
 
 # --- cases --------------------------------------------------------------------------------------------------
 
+KINDS = OF_BOTH_PASSES | {
+    f"{name}, float32 out": Kind(
+        OF_BOTH_PASSES[name].draw, options={"precision": Precision(output=torch.float32)}
+    )
+    for name in ("plain", "causal")
+}
 GYM_WIDTHS: dict[str, tuple[Width, ...]] = {"sm_90a": (), "sm_100a": ((128, 128),)}
 """Head widths of attention-gym's mods, compiled by `-m exhaustive` alone: variants have the same kinds of
 code. On Hopper two of them spill (docs/notes/forward_sm90.md)."""

@@ -16,25 +16,28 @@ from fa4flex.kernels.decode_sm90.plan import DecodePlan
 from fa4flex.lower import Given, lower_forward
 from fa4flex.variants import alibi, causal, sliding_window, softcap
 
-CASES: dict[str, tuple[dict[str, Any], int, str]] = {
-    "plain 128": ({}, 128, "dense"),
-    "causal 64": ({"mask": causal}, 64, "used"),
-    "alibi 128": ({"score_mod": alibi, "mask": causal}, 128, "used"),
-    "soft cap, window 192": ({"score_mod": softcap(20.0), "mask": causal & sliding_window(90)}, 192, "dense"),
-    "alibi 256": ({"score_mod": alibi, "mask": causal}, 256, "dense"),
+USED = {"lengths": "used"}
+CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
+    "plain 128": ({}, 128, {}),
+    "causal 64": ({"mask": causal}, 64, USED),
+    "alibi 128": ({"score_mod": alibi, "mask": causal}, 128, USED),
+    "soft cap, window 192": ({"score_mod": softcap(20.0), "mask": causal & sliding_window(90)}, 192, {}),
+    "alibi 256": ({"score_mod": alibi, "mask": causal}, 256, {}),
+    "causal 128, float32 output": ({"mask": causal}, 128, {"out_dtype": "float32"}),
 }
+"""Composition, width of heads, and fields of Inputs."""
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_spills(name: str) -> None:
-    pieces, width, lengths = CASES[name]
+    pieces, width, more = CASES[name]
     program = fa4flex.compile(**pieces).program
-    inputs = Inputs(Shape(1, 8, 1, 600), 2, width, width, lengths=lengths)  # type: ignore[arg-type]
+    inputs = Inputs(Shape(1, 8, 1, 600), 2, width, width, **more)
     given = Given(program.facts, fa4flex.Schedule(), inputs, program.captured(), SM90A)
     lowered = lower_forward(given)
     assert isinstance(lowered.plan, DecodePlan)
     scalars = tuple("float" if isinstance(x, float) else "int" for x in given.captured.scalars)
-    signature = Signature(scalars=scalars, given=("seqused_k",) if lengths == "used" else ())
+    signature = Signature(scalars=scalars, given=("seqused_k",) if more == USED else ())
     inspected = inspect(lowered.source, lowered.problem, signature, entry="decode")
     main, merging = inspected.resources, inspected.resources_of("combine")
     for found in (main, merging):

@@ -15,7 +15,8 @@ from variant_table import TABLE, Case, Sizes
 
 import fa4flex
 from fa4flex import variants as v
-from fa4flex.parallel import ContextParallel, Layout, context, plan
+from fa4flex.parallel import ContextParallel, Layout, context, plan, rectangle
+from fa4flex.parallel.rectangle import Rectangles
 from fa4flex.runtime import ops
 
 Composition = dict[str, Any]
@@ -161,3 +162,61 @@ def test_kernels_leave_multiprocessors_to_an_exchange_in_flight() -> None:
             forward = [margin] * (own + first) + [0] * last
             backward = [0] * last + [margin] * (first + own)
             assert margins[rank] == forward + backward and last
+
+
+def test_results_are_rounded_once() -> None:
+    """Parts that are merged, with each other or with sinks, have the dtype of sums; what one rectangle
+    computes has that of the output."""
+    qkv = [torch.randn(1, heads, 61, 8).bfloat16() for heads in (4, 2, 2)]
+    found = parts(fa4flex.compile(mask=v.causal), qkv, "never")
+    assert {dtype for dtype, parts in found if parts > 1} == {torch.float32}
+    assert {dtype for dtype, parts in found if parts == 1} == {torch.bfloat16}
+    for guests in ("never", "always"):
+        mask = v.global_window(8, 3) & v.document(torch.arange(61) // 31)
+        found = parts(fa4flex.compile(mask=mask, sinks=torch.randn(4)), qkv, guests)
+        assert {dtype for dtype, _ in found} == {torch.float32}
+    assert {dtype for dtype, _ in parts(fa4flex.compile(mask=mask), qkv, "always")} == {torch.float32}
+
+
+def test_what_torch_rounds_is_widened_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """flex_attention writes the dtype of q: none other is asked of it, and parts are merged as sums are."""
+    asked = []
+    forward = ops.forward
+
+    def recorded(program: Any, *given: Any) -> Any:
+        asked.append(program.precision.output)
+        return forward(program, *given)
+
+    monkeypatch.setattr(rectangle, "by_flex", lambda backend, q: True)
+    monkeypatch.setattr(ops, "forward", recorded)
+    qkv = [torch.randn(1, 2, 61, 8).bfloat16() for _ in range(3)]
+    found = parts(fa4flex.compile(mask=v.causal), qkv, "never")
+    assert {dtype for dtype, _ in found} == {torch.bfloat16, torch.float32}
+    assert set(asked) == {torch.bfloat16}
+
+
+def parts(attn: fa4flex.Attention, qkv: list[Tensor], guests: Any) -> list[tuple[torch.dtype, int]]:
+    """Dtype of each part that 4 ranks compute, and in how many parts its queries are computed."""
+    layout = Layout(tile=4, moves="keys", guests=guests)
+    asked: list[tuple[int, torch.dtype]] = []
+    forward = Rectangles.forward
+
+    def recorded(self: Rectangles, given: Any, start: tuple[int, int], dtype: torch.dtype) -> Any:
+        out, lse = forward(self, given, start, dtype)
+        asked.append((start[0], out.dtype))
+        return out, lse
+
+    def run(links: Threads) -> list[int]:
+        cp = ContextParallel(attn.variant, links, layout)
+        of: Any = ("queries", "keys", "keys")
+        at = cp.placement(qkv[0].shape[2])
+        assert bool(at.splits) == (guests == "always")
+        out = cp(*(at.shard(x, links.rank, 2, which) for x, which in zip(qkv, of, strict=True)))
+        assert out.dtype == torch.bfloat16
+        stages = cp.plan(qkv[0].shape[2]).exchange.rectangles
+        return [x.queries[0] for stage in stages for x in stage[links.rank]]
+
+    with patch.object(Rectangles, "forward", recorded):
+        starts = [start for of_rank in on_ranks(4, run) for start in of_rank]
+    assert sorted(starts) == sorted(start for start, _ in asked)
+    return [(dtype, starts.count(start)) for start, dtype in asked]

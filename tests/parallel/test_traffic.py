@@ -42,7 +42,7 @@ def counted(
         out.sum().backward()
         return forward, links.received - forward
 
-    return Model(*heads, DIM, DIM_V, 2, 4, 4, BATCH), on_ranks(ranks, run)
+    return Model(*heads, DIM, DIM_V, 2, 4, BATCH), on_ranks(ranks, run)
 
 
 @pytest.mark.parametrize("ranks", (2, 4, 8, 16))

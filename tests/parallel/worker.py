@@ -126,7 +126,7 @@ def bytes_are_as_planned() -> None:
         cp = over(fa4flex.compile(mask=v.global_window(5, 3)), guests="always", moves=moves)
         shapes = [(B, heads, S, D), (B, heads // 2, S, D), (B, heads // 2, S, D + 2)]
         own = copies(*(cp.shard(x, 2) for x in drawn(*shapes, dtype=torch.bfloat16)))
-        model = Model(heads, heads // 2, D, D + 2, 2, 4, 4, B)
+        model = Model(heads, heads // 2, D, D + 2, 2, 4, B)
         wanted = of_rank(cp.plan(S), dist.get_rank(), model)
         with patch.object(dist, "all_to_all_single", counted):
             count[0] = 0

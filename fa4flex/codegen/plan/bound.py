@@ -85,9 +85,9 @@ def expected_bound(
 def hbm_bytes(problem: Problem, work: Work, size: Size) -> float:
     """Bytes that must move at least once: q, k, v, output, statistics, and biases of every pair."""
     kv_heads = size.h if size.kv_heads is None else size.kv_heads
-    width = problem.head_dim + problem.head_dim_v
-    of_rows = problem.itemsize * size.h * size.q_len
-    tensors = size.b * width * (of_rows + problem.kv_itemsize * kv_heads * size.kv_len)
+    of_row = problem.head_dim * problem.itemsize + problem.head_dim_v * problem.out_itemsize
+    of_key = (problem.head_dim + problem.head_dim_v) * problem.kv_itemsize
+    tensors = size.b * (size.h * size.q_len * of_row + kv_heads * size.kv_len * of_key)
     statistics = 4 * len(problem.statistics) * size.b * size.h * size.q_len
     pairs = size.q_len * size.kv_len * size.density
     biases = sum(

@@ -114,6 +114,7 @@ class Pipeline:
     splits_groups   whether a backward kernel may take query heads that share keys in parts (groups.py)
     kv_dtype     of the keys and values that it reads, see Problem
     mixes        whether a launch for packed queries has the heads of sequences with few queries packed
+    writes_float32  whether its kernel writes an output that is not rounded to 16 bits
     """
 
     name: str
@@ -125,3 +126,4 @@ class Pipeline:
     splits_groups: bool = False
     kv_dtype: str = ""
     mixes: bool = False
+    writes_float32: bool = False

@@ -13,6 +13,7 @@ from fa4flex.codegen.plan.lengths import Lengths, Scaling
 from fa4flex.errors import InputError, UnsupportedError
 
 Half = Literal["bfloat16", "float16"]
+OutDtype = Literal["bfloat16", "float16", "float32"]
 KeyDtype = Literal["", "float8_e4m3fn"]
 Adding = Literal["sum", "once", "once in pairs"]
 STATISTICS = ("lse", "max_scores")
@@ -78,7 +79,7 @@ class Problem:
     head_dim: int
     head_dim_v: int
     dtype: Half = "bfloat16"
-    out_dtype: Half = "bfloat16"
+    out_dtype: OutDtype = "bfloat16"
     lengths: Lengths = "dense"
     mask_form: MaskForm = "none"
     sinks: bool = False
@@ -106,8 +107,8 @@ class Problem:
     v_scales: Scaling = ""
 
     def __post_init__(self) -> None:
-        for name in ("dtype", "out_dtype"):
-            _require_half(name, getattr(self, name))
+        _require_dtype("dtype", self.dtype, get_args(Half))
+        _require_dtype("out_dtype", self.out_dtype, get_args(OutDtype))
         _require_one_of("kv_dtype", self.kv_dtype, get_args(KeyDtype))
         for name in ("k_scales", "v_scales"):
             _require_one_of(name, getattr(self, name), get_args(Scaling))
@@ -127,8 +128,18 @@ class Problem:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element of q and the output, and of k and v where they are no 8-bit cache."""
+        """Bytes of one element of q, and of k and v where they are no 8-bit cache."""
         return 2
+
+    @property
+    def out_itemsize(self) -> int:
+        """Bytes of one element of the output."""
+        return itemsize(self.out_dtype)
+
+    @property
+    def wide_output(self) -> bool:
+        """True if the output is not rounded to 16 bits."""
+        return self.out_dtype == "float32"
 
     @property
     def kv_itemsize(self) -> int:
@@ -158,6 +169,7 @@ class Problem:
         )
         extras += ["many keys"] * self.many_keys + self._of_cache()
         extras += [f"{len(self.operands)} captured tensors"] * bool(self.operands) + ["sinks"] * self.sinks
+        extras += ["float32 output"] * self.wide_output
         extras += [f"gradients of {len(self.gradients)} of these"] * bool(self.gradients)
         extras += [f"pages of {self.page_rows} keys or a multiple"] * bool(self.page_rows)
         extras += ["groups of query heads"] * self.grouped + ["deterministic"] * self.deterministic
@@ -192,11 +204,11 @@ def itemsize(dtype: str) -> int:
     return max(int(digits.group()) // 8, 1) if digits else 1
 
 
-def _require_half(name: str, dtype: object) -> None:
-    if dtype not in get_args(Half):
+def _require_dtype(name: str, dtype: object, allowed: tuple[str, ...]) -> None:
+    if dtype not in allowed:
         raise UnsupportedError(
             f"{name}={dtype!r}: the tensor cores of this kernel multiply 16-bit floats",
-            f"one of {get_args(Half)}",
+            f"one of {allowed}",
             "pass bfloat16 or float16 tensors, or run on a CPU, which computes other dtypes exactly",
         )
 

@@ -209,4 +209,6 @@ def accepts(problem: Problem, target: Target) -> bool:
     return target.family == "sm100" and narrow and takes(problem, pad)
 
 
-DECODE_SM100 = Pipeline("Blackwell forward, few query rows", "forward", accepts, plan_decode)
+DECODE_SM100 = Pipeline(
+    "Blackwell forward, few query rows", "forward", accepts, plan_decode, writes_float32=True
+)

@@ -151,4 +151,4 @@ def accepts(problem: Problem, target: Target) -> bool:
     return target.family == "sm90" and takes(problem, pad)
 
 
-DECODE_SM90 = Pipeline("Hopper forward, few query rows", "forward", accepts, plan_decode)
+DECODE_SM90 = Pipeline("Hopper forward, few query rows", "forward", accepts, plan_decode, writes_float32=True)

@@ -22,6 +22,12 @@ CORRECTED = 16
 """Columns of the output that a correction thread holds at a time."""
 
 
+def staged_columns(width: int, itemsize: int) -> int:
+    """Columns of a staged chunk of an output of this width: rows of 128 bytes, which is as far as swizzles
+    reach, or of 64 where the width is no multiple of these."""
+    return 64 if itemsize == 2 and width % 64 == 0 else 32
+
+
 @dataclass(frozen=True)
 class Registers:
     """Per thread, after the split: of both softmax warpgroups, the correction warpgroup, and the one that
@@ -112,11 +118,6 @@ class Config:
     def tile_m(self) -> int:
         """Query rows that are worked on together."""
         return self.q_tiles * self.ctas * ROWS
-
-    @property
-    def out_columns(self) -> int:
-        """Columns of a staged chunk of the output."""
-        return 64 if self.head_dim_v % 64 == 0 else 32
 
     @property
     def handed(self) -> bool:

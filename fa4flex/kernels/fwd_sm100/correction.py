@@ -21,6 +21,7 @@ from fa4flex.kernels.fwd_sm100.resources import (
     Pipes,
     Products,
     Shared,
+    chunk_columns,
     first_row,
 )
 from fa4flex.kernels.fwd_sm100.rows import multiply
@@ -131,7 +132,7 @@ class Correction:
         global memory. Returns how many chunks have been staged so far."""
         out, (row, _, tile), scale = given
         blocks = self.config.head_dim_v // FRAGMENT
-        per_chunk = self.config.out_columns // FRAGMENT
+        per_chunk = chunk_columns(self.config, arguments.out.element_type) // FRAGMENT
         for block in cutlass.range_constexpr(blocks):
             part = cute.make_rmem_tensor((FRAGMENT,), Float32)
             out.whole.take(block, part)
@@ -140,17 +141,17 @@ class Correction:
                 # The next tile's output may be written: its first product waits for this.
                 self.cluster.arrive(pipes.p_early + tile)
             multiply(part, scale)
-            halves = cute.make_rmem_tensor((FRAGMENT,), arguments.out.element_type)
-            halves.store(part.load().to(arguments.out.element_type))
+            rounded = cute.make_rmem_tensor((FRAGMENT,), arguments.out.element_type)
+            rounded.store(part.load().to(arguments.out.element_type))
             if const_expr(shared.out is None):
                 q = first_row(self.config, work, tile, self.cluster.rank()) + row
-                self.write(arguments, work, q, halves, block * FRAGMENT)
+                self.write(arguments, work, q, rounded, block * FRAGMENT)
             else:
                 stage = count % self.config.out_stages
                 if const_expr(block % per_chunk == 0):
                     reused = count // self.config.out_stages
                     cute.arch.mbarrier_wait(pipes.out_empty + stage, (reused & 1) ^ 1)
-                self.stage(shared.out, out.whole, halves, (row, block % per_chunk, stage))
+                self.stage(shared.out, out.whole, rounded, (row, block % per_chunk, stage))
                 if const_expr(block % per_chunk == per_chunk - 1):
                     cute.arch.fence_proxy("async.shared", space="cta")
                     arrive_once(pipes.out_full + stage)
@@ -158,20 +159,20 @@ class Correction:
         return count
 
     def stage(
-        self, target: cute.Tensor, whole: Blocks, halves: cute.Tensor, place: tuple[Int32, int, Int32]
+        self, target: cute.Tensor, whole: Blocks, rounded: cute.Tensor, place: tuple[Int32, int, Int32]
     ) -> None:
         """A thread's part of a row to its chunk in shared memory."""
         row, block, stage = place
-        atom = sm100.get_smem_store_op(LayoutEnum.ROW_MAJOR, halves.element_type, Float32, whole.copy)
+        atom = sm100.get_smem_store_op(LayoutEnum.ROW_MAJOR, rounded.element_type, Float32, whole.copy)
         copy = cute.make_tiled_copy_D(atom, whole.copy)
         mine = copy.get_slice(row)
         pieces = cute.flat_divide(target, (ROWS, FRAGMENT))[None, None, 0, None, None]
-        shaped = cute.make_tensor(halves.iterator, cute.make_layout(whole.shape))
+        shaped = cute.make_tensor(rounded.iterator, cute.make_layout(whole.shape))
         cute.copy(copy, copy.retile(shaped), mine.partition_D(pieces)[None, None, None, block, stage])
 
     @cute.jit
     def write(
-        self, arguments: Arguments, work: Work, q: Int32, halves: cute.Tensor, first: cutlass.Constexpr[int]
+        self, arguments: Arguments, work: Work, q: Int32, rounded: cute.Tensor, first: cutlass.Constexpr[int]
     ) -> None:
         """A thread's part of a row to global memory, 16 bytes at a time; rows end where the sequence does."""
         if q < work.q_len:
@@ -182,5 +183,5 @@ class Correction:
             eights = cute.logical_divide(target, cute.make_layout(8))
             for i in cutlass.range_constexpr(FRAGMENT // 8):
                 if first + 8 * i < target.shape[0]:
-                    eight = cute.make_tensor(halves.iterator + 8 * i, cute.make_layout(8))
+                    eight = cute.make_tensor(rounded.iterator + 8 * i, cute.make_layout(8))
                     cute.autovec_copy(eight, eights[None, first // 8 + i])

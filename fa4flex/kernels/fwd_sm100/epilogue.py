@@ -13,7 +13,7 @@ from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.common.transfer import Transfers, partition, sequence
 from fa4flex.kernels.common.work import Grid, Work
 from fa4flex.kernels.fwd_sm100.config import ROWS, Config
-from fa4flex.kernels.fwd_sm100.resources import Pipes, Shared, first_row
+from fa4flex.kernels.fwd_sm100.resources import Pipes, Shared, chunk_columns, first_row
 
 
 class Epilogue:
@@ -31,13 +31,14 @@ class Epilogue:
         shared: cutlass.Constexpr[Shared],
         pipes: cutlass.Constexpr[Pipes],
     ) -> None:
-        chunks = self.config.head_dim_v // self.config.out_columns
+        columns = chunk_columns(self.config, arguments.out.element_type)
+        chunks = self.config.head_dim_v // columns
 
         @cute.jit
         def store(work: Work, phase: Int32, count: Int32) -> Int32:
             """count: chunks that were stored before."""
             whole = sequence(transfers.out.tma_tensor, work.q_offset, work.h, work.b)
-            tiles = cute.local_tile(whole, (ROWS, self.config.out_columns), (None, None))
+            tiles = cute.local_tile(whole, (ROWS, columns), (None, None))
             from_shared, to_global = partition(transfers.out, shared.out, tiles)
             for tile in cutlass.range_constexpr(self.config.q_tiles):
                 number_of_tile = first_row(self.config, work, tile, self.cluster.rank()) // ROWS
@@ -60,4 +61,4 @@ class Epilogue:
 def store_atom(out: cute.Tensor, chunk: object, config: Config) -> cpasync.TmaInfo:
     """The transfer of one chunk."""
     operation = cpasync.CopyBulkTensorTileS2GOp()
-    return cpasync.make_tiled_tma_atom(operation, out, chunk, (ROWS, config.out_columns))
+    return cpasync.make_tiled_tma_atom(operation, out, chunk, (ROWS, chunk_columns(config, out.element_type)))

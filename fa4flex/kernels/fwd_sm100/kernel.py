@@ -33,7 +33,7 @@ from fa4flex.kernels.fwd_sm100.epilogue import Epilogue, store_atom
 from fa4flex.kernels.fwd_sm100.launch_control import Cancelling
 from fa4flex.kernels.fwd_sm100.load import Load
 from fa4flex.kernels.fwd_sm100.mma import Mma
-from fa4flex.kernels.fwd_sm100.resources import Pipes, Products, Shared
+from fa4flex.kernels.fwd_sm100.resources import Pipes, Products, Shared, chunk_columns
 from fa4flex.kernels.fwd_sm100.roles import (
     ALLOCATED,
     BARRIERS,
@@ -136,7 +136,7 @@ class Forward:
         config = self.config
         if config.lengths != "dense" or config.out_stages == 0:
             return None
-        shape = (ROWS, config.out_columns)
+        shape = (ROWS, chunk_columns(config, kind))
         return sm100.make_smem_layout_epi(kind, LayoutEnum.ROW_MAJOR, shape, config.out_stages)
 
     def storage(self, products: Products, out_kind: Any) -> Any:

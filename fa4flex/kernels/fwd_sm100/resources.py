@@ -15,7 +15,7 @@ from fa4flex.kernels.common.cluster import Cluster
 from fa4flex.kernels.common.next_tile import NextTile
 from fa4flex.kernels.common.tensor_core import Product
 from fa4flex.kernels.common.work import Work
-from fa4flex.kernels.fwd_sm100.config import ROWS, Config
+from fa4flex.kernels.fwd_sm100.config import ROWS, Config, staged_columns
 
 
 @dataclass(frozen=True)
@@ -128,6 +128,11 @@ class Products:
         # The fragment itself starts at column 0, wherever its tensor does.
         fragment = self.values.make_fragment_A(cute.make_tensor(start, layout))[None, None, None, 0]
         return cute.make_tensor(start, fragment.layout)
+
+
+def chunk_columns(config: Config, kind: Any) -> int:
+    """Columns of a staged chunk of an output whose elements are of this kind."""
+    return staged_columns(config.head_dim_v, kind.width // 8)
 
 
 def first_row(config: Config, work: Work, tile: Any, rank: Any) -> Int32:

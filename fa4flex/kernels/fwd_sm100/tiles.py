@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fa4flex.codegen.plan.memory import ANSWER, BARRIER, NUMBER, Memory, column_block, lay_out, tile_bytes
+from fa4flex.codegen.plan.memory import ANSWER, BARRIER, NUMBER, Memory, lay_out, tile_bytes
 from fa4flex.codegen.plan.problem import Problem
 from fa4flex.codegen.plan.target import Target
 from fa4flex.errors import UnsupportedError
-from fa4flex.kernels.fwd_sm100.config import ROWS
+from fa4flex.kernels.fwd_sm100.config import ROWS, staged_columns
 from fa4flex.kernels.fwd_sm100.roles import barrier_total
 
 Pair = tuple[int, int]
@@ -30,7 +30,8 @@ STAGED = 2
 class Tiles:
     """q_tiles of 128 queries and tile_n keys per step; head_dim and head_dim_v as padded in shared memory;
     tiles of K and of V in flight; chunks of the output that are staged, 0 where rows go straight to global
-    memory; CTAs that multiply together, each of which holds its own queries and half of K and V."""
+    memory; CTAs that multiply together, each of which holds its own queries and half of K and V; bytes of an
+    element, and of one of the output."""
 
     q_tiles: int
     tile_n: int
@@ -40,6 +41,7 @@ class Tiles:
     out_stages: int
     ctas: int = 1
     itemsize: int = 2
+    out_itemsize: int = 2
 
     @property
     def tile_m(self) -> int:
@@ -50,6 +52,11 @@ class Tiles:
     def early_keys(self) -> int:
         """Probabilities of so many keys are handed to the product before the rest (FlashAttention-4)."""
         return 3 * self.tile_n // 4
+
+    @property
+    def out_columns(self) -> int:
+        """Columns of a staged chunk of the output."""
+        return staged_columns(self.head_dim_v, self.out_itemsize)
 
     def memory(self, target: Target, cancel: bool = False) -> Memory:
         """The shared-memory map of one CTA. `cancel`: the next tile is found in the hardware's answer."""
@@ -64,7 +71,7 @@ class Tiles:
             "q": tile_bytes(self.q_tiles * ROWS, self.head_dim, self.itemsize),
             "k": tile_bytes(self.tile_n, self.head_dim, self.itemsize) // self.ctas * k_stages,
             "v": tile_bytes(self.tile_n, self.head_dim_v, self.itemsize) // self.ctas * v_stages,
-            "out": tile_bytes(ROWS, column_block(self.head_dim_v), self.itemsize) * self.out_stages,
+            "out": tile_bytes(ROWS, self.out_columns, self.out_itemsize) * self.out_stages,
         }
         barriers = barrier_total(self.q_tiles, self.out_stages) + 2 * (k_stages + v_stages)
         return lay_out({name: size for name, size in sizes.items() if size}, {}, barriers, target)
@@ -94,7 +101,7 @@ def choose(
     reasons = [reason] + [_PAIR] * (ctas == 2)
     for out_stages in (staged, 0):
         for rings in RINGS:
-            tiles = Tiles(q_tiles, KEYS, *widths, rings, out_stages, ctas)
+            tiles = Tiles(q_tiles, KEYS, *widths, rings, out_stages, ctas, out_itemsize=problem.out_itemsize)
             if tiles.memory(target).total <= target.shared_memory:
                 return tiles, tuple(reasons)
     raise AssertionError(f"no rings fit heads of {widths}")

@@ -152,8 +152,9 @@ def _rings(tiles: Tiles, handed: Handed, box_rows: int) -> Iterator[Ring]:
     yield ring("k", "", tiles.kv_stages[0], tiles.tile_n // tiles.ctas, tiles.head_dim, box_rows)
     yield ring("v", "", tiles.kv_stages[1], tiles.tile_n, tiles.head_dim_v // tiles.ctas, box_rows)
     if tiles.out_stages:
-        out = ring("out", "out", tiles.out_stages, ROWS, column_block(tiles.head_dim_v))
-        yield replace(out, copies=(), transaction_bytes=0)
+        full, empty = (BARRIERS[f"out_{side}"][1] for side in ("full", "empty"))
+        chunk = tile_bytes(ROWS, tiles.out_columns, tiles.out_itemsize)
+        yield Ring("out", tiles.out_stages, chunk, (), 0, empty, full)
     for i in range(n):
         full, empty = (BARRIERS[f"final_{side}"][1] for side in ("full", "empty"))
         yield Ring(f"finals {i}", 1, 4 * ROWS, (), 0, empty, full, per_warp=True)
@@ -339,8 +340,8 @@ def _finish(i: int, tiles: Tiles) -> Events:
         return *final, _work("await", f"o_full {i}"), read, done
     events: list[Event] = [*final, _work("await", f"o_full {i}")]
     chunks, wide = (
-        tiles.head_dim_v // column_block(tiles.head_dim_v),
-        column_block(tiles.head_dim_v) > FRAGMENT,
+        tiles.head_dim_v // tiles.out_columns,
+        tiles.out_columns > FRAGMENT,
     )
     for chunk in range(chunks):
         acquire, fill = (_chunk(action, i, chunk, tiles) for action in ("acquire", "fill"))
@@ -352,12 +353,12 @@ def _finish(i: int, tiles: Tiles) -> Events:
 
 def _chunk(action: str, i: int, chunk: int, tiles: Tiles) -> Event:
     """Chunks of all query tiles go through one ring."""
-    each = tiles.head_dim_v // column_block(tiles.head_dim_v)
+    each = tiles.head_dim_v // tiles.out_columns
     return Event(action, "out", i * each + chunk, "work", each=tiles.q_tiles * each)  # type: ignore[arg-type]
 
 
 def _store(tiles: Tiles) -> Role:
-    chunks = tiles.head_dim_v // column_block(tiles.head_dim_v)
+    chunks = tiles.head_dim_v // tiles.out_columns
     events = tuple(
         _chunk(action, i, chunk, tiles)
         for i in range(tiles.q_tiles)

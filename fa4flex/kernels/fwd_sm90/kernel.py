@@ -103,7 +103,7 @@ class Forward:
             cpasync.make_tiled_tma_atom(load, k, one[1], (n, d)),
             cpasync.make_tiled_tma_atom(load, v, one[2], (dv, n)),
             cpasync.make_tiled_tma_atom(store, out, one[3], (ROWS, dv))
-            if config.lengths == "dense"
+            if config.lengths == "dense" and arguments.out.element_type.width == 16
             else None,
         )
 

@@ -22,7 +22,7 @@ from fa4flex.codegen.plan.work import Work, is_plain
 from fa4flex.errors import UnsupportedError
 from fa4flex.kernels.fwd_sm90.config import Config
 from fa4flex.kernels.fwd_sm90.registers import Need, Split, consumer_need, split_registers
-from fa4flex.kernels.fwd_sm90.tiles import Tiles, choose, pad, producer_computes
+from fa4flex.kernels.fwd_sm90.tiles import Tiles, choose, pad, producer_computes, staged
 from fa4flex.kernels.fwd_sm90.topology import forward_topology
 
 PINGPONG_WIDEST = 128
@@ -76,7 +76,7 @@ class HopperPlan:
     def topology(self) -> Topology:
         """Roles, rings and barriers; `.graph` is the networkx form."""
         staging: Staging = "none"
-        if self.problem.lengths == "dense":
+        if staged(self.problem):
             staging = "queries" if self._shares else "own"
         stages = self.kv_stages
         return forward_topology(self.tiles, stages, self.pingpong, staging, self.dynamic, self.box_rows)
@@ -215,4 +215,4 @@ def accepts(problem: Problem, target: Target) -> bool:
     return target.family == "sm90" and (not problem.page_rows or pages)
 
 
-FWD_SM90 = Pipeline("Hopper forward", "forward", accepts, plan_hopper)
+FWD_SM90 = Pipeline("Hopper forward", "forward", accepts, plan_hopper, writes_float32=True)

@@ -45,9 +45,8 @@ class Tiles:
 
     def shares(self, problem: Problem, kv_stages: int, target: Target) -> bool:
         """True if the output takes no memory of its own: it is staged where the queries lie, or not at all.
-        Only dense tensors take it by TMA; with other lengths, registers go straight to global memory. With
-        memory of its own, the next queries come while the output leaves."""
-        if problem.lengths != "dense":
+        With memory of its own, the next queries come while the output leaves."""
+        if not staged(problem):
             return True
         if not may_share(self.head_dim, self.head_dim_v):
             return False
@@ -71,9 +70,16 @@ class Tiles:
             "k": tile_bytes(self.tile_n, self.head_dim, size) * kv_stages,
             "v": tile_bytes(self.tile_n, self.head_dim_v, size) * kv_stages,
         }
-        if problem.lengths == "dense":
+        if staged(problem):
             sizes["out"] = tile_bytes(self.tile_m, self.head_dim_v, size)
         return sizes
+
+
+def staged(problem: Problem) -> bool:
+    """True if the output leaves by TMA, from shared memory. Rows of ragged batches end within tiles, and
+    float32 takes twice the room: those go straight from registers to global memory. Its sectors of 32 bytes
+    are what four lanes have of a float32 row next to each other."""
+    return problem.lengths == "dense" and not problem.wide_output
 
 
 def may_share(head_dim: int, head_dim_v: int) -> bool:
