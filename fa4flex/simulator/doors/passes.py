@@ -14,6 +14,8 @@ from typing import Any
 PIPELINE = "cute-to-nvvm{"
 ASSEMBLER = "cuda-to-binary{"
 """The pass that makes PTX, and an image of machine code or of PTX, as a module's targets ask for."""
+UNREAD = "dump-cubin-path= ", "collect-compiler-diagnostics=false "
+"""Options of this pass where nobody asks for machine code, or for what the assembler says."""
 MACHINE_CODE, PTX = "compute_target<sass,", "compute_target<ptx,"
 
 
@@ -23,8 +25,6 @@ def to_ptx(compile: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(compile)
     def compiled(compiler: Any, *args: Any, **kwargs: Any) -> Any:
         passes = compiler.passmanager
-        if kwargs.get("remark_filter"):  # the assembler's, perhaps
-            return compile(compiler, *args, **kwargs)
         parse = functools.partial(_parsed, passes.PassManager.parse)
         compiler.passmanager = SimpleNamespace(PassManager=SimpleNamespace(parse=parse))
         try:
@@ -39,7 +39,7 @@ def _parsed(parse: Callable[[str], Any], pipeline: str) -> Any:
     """A pass manager of the pipeline, in two stages where that is possible."""
     whole = parse(pipeline)
     before, found, last = str(whole).partition(ASSEMBLER)
-    if not found or PIPELINE not in pipeline or "dump-cubin-path= " not in last:
+    if not found or PIPELINE not in pipeline or not all(option in last for option in UNREAD):
         return whole
     return _Stages(
         parse(pipeline.replace(PIPELINE, PIPELINE + "llvm-only=true ", 1)),
