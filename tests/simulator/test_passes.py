@@ -1,4 +1,4 @@
-"""What is compiled for the simulator ends at PTX, which is the same as with machine code."""
+"""Kernels compiled for the simulator end at PTX, which is the same as with machine code."""
 
 from __future__ import annotations
 
