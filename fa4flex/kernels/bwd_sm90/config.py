@@ -8,7 +8,7 @@ from typing import Any, Literal
 from fa4flex.codegen.plan.lengths import Lengths
 from fa4flex.kernels.common.dq_layout import Order
 
-Split = Literal["keys", "columns"]
+Split = Literal["keys", "columns", "products"]
 
 KEYS = 64
 """Keys of one consumer warpgroup: what one wgmma instruction spans."""
@@ -23,7 +23,9 @@ class Config:
     tile_m                   queries per step, a multiple of 64; of 16 where dQ is transposed
     tile_n                   keys per block
     split                    what consumer warpgroups share out: "keys", 64 each, and hold their dK and dV; or
-                             the "columns" of dK and dV of 64 keys, and the queries of a step for its scores
+                             the "columns" of dK and dV of 64 keys, and the queries of a step for its scores;
+                             or the "products" of 64 keys: S' and dV are one's, dP' and dK the other's
+    keeps_k                  whether K lies in registers for S', where products are shared out; V always does
     q_stages, do_stages      tiles of Q, and of dO, in flight
     dq_stages                tiles of dQ on their way to global memory
     producer_registers, consumer_registers   per thread, after the split
@@ -39,6 +41,7 @@ class Config:
     tile_m: int = 64
     tile_n: int = 128
     split: Split = "keys"
+    keeps_k: bool = False
     q_stages: int = 2
     do_stages: int = 2
     dq_stages: int = 2
@@ -67,7 +70,7 @@ class Config:
     @property
     def queries(self) -> int:
         """Query rows per step whose scores one warpgroup computes."""
-        return self.tile_m if self.split == "keys" else self.tile_m // self.consumers
+        return self.tile_m // self.consumers if self.split == "columns" else self.tile_m
 
     @property
     def threads(self) -> int:

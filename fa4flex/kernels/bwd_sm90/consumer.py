@@ -107,8 +107,10 @@ class Consumer:
         self.along_keys = config.transposes_dq or len(self.shares) < len(hooks.shares)
         """True if dS lies there along the keys."""
         apart = config.persistent and config.dq_stages == 1
-        self.batches = ((0,), (1,)) if apart else ((0, 1),)
+        self.batches: tuple[tuple[int, ...], ...] = ((0,), (1,)) if apart else ((0, 1),)
         """Groups of dK and dV that leave together: shared memory may hold one of them."""
+        self.alike = False
+        """True if steps with a mask take nothing more than those without."""
         self.late = any(not share.scaled for share in self.shares)
         """True if slopes come in after what modified scores add to captured tensors was taken."""
 
@@ -125,8 +127,7 @@ class Consumer:
         """stores: of dK and dV, where they leave by the copy engine."""
         config = self.config
         thread = cute.arch.thread_idx()[0]
-        # Not from `thread - 128`, which might be negative: quotients and remainders would be more than bits.
-        warpgroup_index = cute.arch.make_warp_uniform(thread // 128 - 1)
+        warpgroup_index = self.warpgroup_index(thread)
         # Kept: the compiler would read the thread's number anew in each step, and all reads of shared memory
         # would wait for it. What is kept might be anything, so the remainder is said in bits.
         lane = computed_once(thread) & 127
@@ -151,6 +152,10 @@ class Consumer:
 
         self.scheduler.walk(grid, arguments, pipes.next, accumulate, ((q_state, do_state), Int32(0)))
 
+    def warpgroup_index(self, thread: Int32) -> Int32:
+        # Not from `thread - 128`, which might be negative: quotients and remainders would be more than bits.
+        return cute.arch.make_warp_uniform(thread // 128 - 1)
+
     @cute.jit
     def tile(
         self,
@@ -174,6 +179,7 @@ class Consumer:
         if const_expr(config.ragged):
             self.await_keys(pipes, phase)
             self.clear_past_end((shared.k, shared.v), work.kv_len - work.tile * config.tile_n)
+            self.keep(mmas, operands, shared, lane)
         sums = sums_of(self.shares)
         for g in cutlass.range(work.group, unroll=1):
             h = work.part * work.group + g
@@ -185,16 +191,18 @@ class Consumer:
             # As late as can be: what a head begins with takes as long as keys take to come.
             if const_expr(not config.ragged):
                 self.await_keys(pipes, phase)
+                self.keep(mmas, operands, shared, lane)
             ordered = cutlass.const_expr(config.deterministic and config.masked)
-            for i in cutlass.range(0 if ordered else queries.masked_count, unroll=1):
+            apart = 0 if ordered or self.alike else queries.masked_count
+            for i in cutlass.range(apart, unroll=1):
                 places = (query_tile_at(queries, i), lane, warpgroup_index, count)
                 self.step(given_all, shared, pipes, (q_state, do_state), places, True)
                 q_state.advance()
                 do_state.advance()
                 count += 1
-            for i in cutlass.range(queries.masked_count, queries.count, unroll=1):
+            for i in cutlass.range(0 if self.alike else queries.masked_count, queries.count, unroll=1):
                 places = (query_tile_at(queries, i), lane, warpgroup_index, count)
-                if const_expr(ordered):
+                if const_expr(ordered and not self.alike):
                     if needs_mask(queries, i):
                         self.step(given_all, shared, pipes, (q_state, do_state), places, True)
                     else:
@@ -211,6 +219,9 @@ class Consumer:
         phase = phase if self.config.persistent else 0
         cute.arch.mbarrier_wait(pipes.k_full, phase)
         cute.arch.mbarrier_wait(pipes.v_full, phase)
+
+    def keep(self, mmas: Mmas, operands: Operands, shared: Shared, lane: Int32) -> None:
+        """Takes what a warpgroup keeps of K or V in registers, once they are there: nothing here."""
 
     def operands(self, mmas: Mmas, shared: Shared, lane: Int32, w: Int32) -> Operands:
         scores, dprob = mmas.scores.get_slice(lane), mmas.dprob.get_slice(lane)
@@ -429,15 +440,7 @@ class Consumer:
             here = lse2
             if first + together < columns:
                 lse2 = self.statistics(shared, lane, first + together, together)
-            part = slab.part(first, together)
-            slopes = part.slopes(self.hooks, grid, q_first, masked) or {}
-            part.modify(self.hooks, grid, q_first, masked)
-            for c in range(together):
-                for r in range(2):
-                    x = grid[r, first + c] * factor - here[c]
-                    grid[r, first + c] = cute.math.exp2(x, fastmath=True)
-            if masked:
-                part.mask(self.hooks, grid, q_first)
+            slopes = self.exponentials(grid, slab.part(first, together), (here, factor), q_first, masked)
             self.narrow_columns(products[0], p, first, together)
             if not self.config.rounds_first:
                 for c in range(first, first + together):
@@ -450,6 +453,22 @@ class Consumer:
         if self.config.rounds_first:
             multiply_narrow(ds, p)
         return p, later
+
+    def exponentials(
+        self, grid: cute.Tensor, part: Slab, scale: tuple[cute.Tensor, Any], q_first: Int32, masked: bool
+    ) -> Slopes:
+        """Probabilities of a part of the columns, in place; returns slopes of its scores. scale: log-sum-exps
+        of the columns, and the factor of scores."""
+        here, factor = scale
+        slopes = part.slopes(self.hooks, grid, q_first, masked) or {}
+        part.modify(self.hooks, grid, q_first, masked)
+        for c in range(len(part.queries)):
+            for r in range(2):
+                x = grid[r, part.first + c] * factor - here[c]
+                grid[r, part.first + c] = cute.math.exp2(x, fastmath=True)
+        if masked:
+            part.mask(self.hooks, grid, q_first)
+        return slopes
 
     def narrow_columns(self, acc: cute.Tensor, target: cute.Tensor, first: int, count: int) -> None:
         """Columns of an accumulator to 16 bits. `target` is an operand: its registers have the same order."""

@@ -32,8 +32,9 @@ def staged_sums(
             _rows(x, kind, acc, 1)[None, None, 0] for x, kind, acc in zip(memories, kinds, sums, strict=True)
         )
     memories = [shared.k, shared.v]
+    parts, part = (1, 0) if config.split == "products" else (config.consumers, w)
     return tuple(
-        _rows(x, kind, acc, config.consumers)[None, None, w]
+        _rows(x, kind, acc, parts)[None, None, part]
         for x, kind, acc in zip(memories, kinds, sums, strict=True)
     )
 

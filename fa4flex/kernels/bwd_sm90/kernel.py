@@ -24,6 +24,7 @@ from fa4flex.kernels.bwd_sm90.config import KEYS, Config, swizzle
 from fa4flex.kernels.bwd_sm90.consumer import Consumer, Mmas
 from fa4flex.kernels.bwd_sm90.dq_store import DqStore, others
 from fa4flex.kernels.bwd_sm90.producer import Producer
+from fa4flex.kernels.bwd_sm90.product_split import KeyGradient, ValueGradient
 from fa4flex.kernels.bwd_sm90.resources import Pipes, Shared, swizzled_rows
 from fa4flex.kernels.bwd_sm90.zero_fill import WARPS, ZeroFill
 from fa4flex.kernels.common.backward import BackwardArguments, BackwardTileScheduler, KeyGrid, written
@@ -31,8 +32,8 @@ from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.next_tile import NextTile
 from fa4flex.kernels.common.transfer import reordered
 
-CONSUMERS = {"keys": Consumer, "columns": ColumnConsumer}
-"""Classes of consumers, by what their warpgroups share out."""
+CONSUMERS = {"keys": (Consumer,), "columns": (ColumnConsumer,), "products": (ValueGradient, KeyGradient)}
+"""Classes of consumers, by what their warpgroups share out: of all warpgroups, or of each."""
 
 
 class Backward:
@@ -49,7 +50,8 @@ class Backward:
         self.copied = tuple(share for share in hooks.shares if share.rate == "copy")
         self.writer = DqStore(config, self.copied, self.scheduler)
         self.eraser = ZeroFill(config, hooks, self.scheduler)
-        self.consumer = CONSUMERS[config.split](config, hooks, self.scheduler)
+        consumers = [kind(config, hooks, self.scheduler) for kind in CONSUMERS[config.split]]
+        self.consumer, self.last_consumer = consumers[0], consumers[-1]
         self.along_keys = self.consumer.along_keys
 
     @cute.jit
@@ -89,12 +91,13 @@ class Backward:
         else:
             dq = [product((ds_major, mn_major), columns) for _, columns in config.dq_shapes]
         # With columns shared out, a warpgroup's scores are a part of what its dV and dK need.
-        share, source = config.consumers, warpgroup.OperandSource.SMEM
-        if config.split == "keys":
-            share, source, ds_t_major = 1, warpgroup.OperandSource.RMEM, k_major
+        memory, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
+        share, source = config.consumers, memory
+        if config.split != "columns":
+            share, source, ds_t_major = 1, registers, k_major
         return Mmas(
-            product((k_major, k_major), config.queries),
-            product((k_major, k_major), config.queries),
+            product((k_major, k_major), config.queries, registers if config.keeps_k else memory),
+            product((k_major, k_major), config.queries, registers if config.split == "products" else memory),
             product((k_major, mn_major), config.head_dim_v // share, source),
             product((ds_t_major, mn_major), config.head_dim // share, source),
             tuple(dq),
@@ -190,10 +193,18 @@ class Backward:
             "k": tile(kind, k),
             "v": tile(kind, v),
             "ds": tile(kind, ds),
-            "p": tile(kind, p if config.split == "columns" else 0),
+            "p": tile(*self.shared_p(kind, p)),
             "dq": tile(Float32, config.dq_room * config.consumers * config.dq_stages),
         }
         return cute.struct(type("Storage", (), {"__annotations__": members}))
+
+    def shared_p(self, kind: Any, size: int) -> tuple[Any, int]:
+        """Element type of what warpgroups show each other of P', and how many there are. `size`: of two
+        stages in 16 bits."""
+        config = self.config
+        if config.split == "products":
+            return Float32, config.tile_m * config.tile_n
+        return kind, size if config.split == "columns" else 0
 
     @cute.kernel
     def device(
@@ -240,7 +251,13 @@ class Backward:
                 self.eraser.run(arguments, grid, warp - (4 - WARPS))
         else:
             cute.arch.setmaxregister_increase(self.config.consumer_registers)
-            self.consumer.run(arguments, grid, shared, pipes, self.mmas(kind), tuple(stores))
+            if const_expr(self.consumer is self.last_consumer):
+                self.consumer.run(arguments, grid, shared, pipes, self.mmas(kind), tuple(stores))
+            else:
+                if warp < 8:
+                    self.consumer.run(arguments, grid, shared, pipes, self.mmas(kind), tuple(stores))
+                else:
+                    self.last_consumer.run(arguments, grid, shared, pipes, self.mmas(kind), tuple(stores))
 
     def shared(self, storage: Any, kind: Any) -> Shared:
         config = self.config
@@ -249,13 +266,18 @@ class Backward:
         def one(member: Any, layout: Any) -> cute.Tensor:
             return member.get_tensor(layout.outer, swizzle=layout.inner)[None, None, 0]
 
+        shown = None
+        if config.split == "columns":
+            shown = storage.p.get_tensor(p.outer, swizzle=p.inner)
+        elif config.split == "products":
+            shown = storage.p.get_tensor(cute.make_layout(config.tile_m * config.tile_n))
         return Shared(
             storage.q.get_tensor(q.outer, swizzle=q.inner),
             one(storage.k, k),
             one(storage.v, v),
             storage.dout.get_tensor(dout.outer, swizzle=dout.inner),
             storage.ds.get_tensor(ds.outer, swizzle=ds.inner),
-            storage.p.get_tensor(p.outer, swizzle=p.inner) if config.split == "columns" else None,
+            shown,
             storage.lse2.get_tensor(cute.make_layout((config.tile_m, config.q_stages))),
             storage.delta.get_tensor(cute.make_layout((config.tile_m, config.do_stages))),
             storage.dq.get_tensor(cute.make_layout((config.dq_room, config.consumers, config.dq_stages))),

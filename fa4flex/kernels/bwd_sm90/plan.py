@@ -40,7 +40,15 @@ LONG_LATENT_TILE = (48, 128)
 these, registers hold so few queries; the latter where neither scores nor masks take registers."""
 
 WIDE_TILE = (64, 64)
-"""Else, the sums of 64 keys take more registers than a warpgroup has, and warpgroups share out columns."""
+"""Else, the sums of 64 keys take more registers than a warpgroup has, and warpgroups share out products, or
+columns."""
+
+PRODUCTS_APART = 192
+"""The widest heads of which warpgroups share out products: one has dV and the other dK, each beside V or K in
+registers. Were it 0, all heads wider than KEYS_APART would be shared out by columns: a comparison sets it."""
+
+ROOMY_PRODUCTS = 160
+"""The widest heads of which K has room in registers whatever the variant, where products are shared out."""
 
 STAGES = ((2, 2, 2), (2, 2, 1), (2, 1, 1), (1, 1, 1))
 """Tiles of Q, dO and dQ in flight, best first; shared memory decides."""
@@ -64,14 +72,24 @@ class HopperBackwardPlan:
 
     @property
     def split(self) -> Split:
-        return "columns" if self.tile == WIDE_TILE else "keys"
+        if self.tile != WIDE_TILE:
+            return "keys"
+        wide = max(self.head_dim, self.head_dim_v) > PRODUCTS_APART
+        return "columns" if wide or self.problem.gradients else "products"
+
+    @property
+    def keeps_k(self) -> bool:
+        """True if K has room in registers, beside dV and what scores and masks take."""
+        short = self.problem.long_scores or self.problem.mask_form == "tables"
+        roomy = not short or max(self.head_dim, self.head_dim_v) <= ROOMY_PRODUCTS
+        return self.split == "products" and roomy
 
     @property
     def persistent(self) -> bool:
         """True if blocks take one tile of keys after another: dK and dV of a tile then leave by the tiles of
         dQ. Where sums are ordered, each tile has a block of its own. It takes registers that long scores
         need, and ragged batches of wide heads."""
-        if self.problem.deterministic or self.problem.long_scores or self.split == "columns":
+        if self.problem.deterministic or self.problem.long_scores or self.split != "keys":
             return False
         if self.head_dim > KEYS_APART and self.problem.lengths != "dense":
             return False
@@ -92,7 +110,7 @@ class HopperBackwardPlan:
             "k": tile_bytes(n, d, size),
             "v": tile_bytes(n, dv, size),
             "ds": scores,
-            "p": scores if self.split == "columns" else 0,
+            "p": {"keys": 0, "columns": scores, "products": NUMBER * m * n}[self.split],
             "dq": NUMBER * config.dq_room * config.consumers * dq_stages,
         }
         return lay_out(sizes, {}, barrier_total(q_stages, do_stages), self.target)
@@ -112,6 +130,7 @@ class HopperBackwardPlan:
             tile_m=tile_m,
             tile_n=tile_n,
             split=self.split,
+            keeps_k=self.keeps_k,
             q_stages=q_stages,
             do_stages=do_stages,
             dq_stages=dq_stages,
@@ -150,7 +169,7 @@ class HopperBackwardPlan:
         return "\n".join(lines)
 
 
-_SPLITS = {"keys": "keys", "columns": "columns of dK and dV"}
+_SPLITS = {"keys": "keys", "columns": "columns of dK and dV", "products": "S, dV and dP, dK"}
 
 
 def plan_hopper_backward(request: Request) -> HopperBackwardPlan:

@@ -16,8 +16,8 @@ from fa4flex.kernels.common.transfer import reordered
 @dataclass(frozen=True)
 class Shared:
     """Shared memory. q, dout (tile_m, width, stage), k, v (tile_n, width); ds (tile_m, tile_n, 2), and p
-    likewise where warpgroups share out columns; lse2, delta float32 (tile_m, stage); dq float32 (elements of
-    a part, warpgroup, stage)."""
+    likewise where warpgroups share out columns, float32 (tile_m * tile_n) where they share out products;
+    lse2, delta float32 (tile_m, stage); dq float32 (elements of a part, warpgroup, stage)."""
 
     q: cute.Tensor
     k: cute.Tensor

@@ -11,6 +11,9 @@ SCORES, CLEARED = 1, 10
 """Named barriers: dS of all warpgroups is in shared memory; what lay there past the end of a sequence is
 zero."""
 
+WEIGHED = 13
+"""Named barrier: P' of all queries is in shared memory, for the warpgroup that has dS'."""
+
 APART = 2
 """Numbers from a stage's named barriers to those of the next: each warpgroup has its own."""
 

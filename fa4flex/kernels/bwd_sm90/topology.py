@@ -6,6 +6,7 @@ own products, which are executed in the order of their issue:
 
     S(j) dP(j) dV(j) dQ(j) dK(j)          where warpgroups have keys of their own
     S(j) dP(j) dV(j) dK(j) dQ(j)          where they share out columns
+    S(j) dV(j) dQ(j), dP(j) dQ(j) dK(j)   where they share out products
 
 A writer warp adds up dQ in global memory: consumers hand it over through `dq`, by named barriers.
 
@@ -13,6 +14,8 @@ What is not there, and why the simulation finds nothing missing:
 
 no ds_empty     dS(j + 2) takes the stage of dS(j) after all warpgroups have met for dS(j + 1), and each came
                 there when its own dQ(j) was done.
+no p_empty      where products are shared out: P(j + 1) is written after all have met for dS(j), which is made
+                of what was read of P(j).
 no dv_empty     the next tile's dK and dV are staged after a `dq_empty` that the writer gives when it has read
                 all of dQ; what they were staged over is stored by the warpgroup that writes there next.
 """
@@ -42,7 +45,7 @@ from fa4flex.kernels.bwd_sm90.config import Config
 
 THREADS = WARP * WARPGROUP
 SHARES = 2
-"""Stages of dS, and of P where it is in shared memory."""
+"""Stages of dS, and of P where it is in shared memory in 16 bits."""
 
 
 def backward_topology(config: Config, itemsize: int, copies: bool) -> Topology:
@@ -59,13 +62,15 @@ def backward_topology(config: Config, itemsize: int, copies: bool) -> Topology:
         staging="own" if config.persistent else "none",
         mbarriers=(keys_empty,) if config.persistent else (),
         overlaps=tuple(_overlaps(config)),
-        stages=tuple(
-            (f"{name} {w}", stages)
-            for name, stages in (("dq", config.dq_stages), ("shared dS", SHARES), ("shared P", SHARES))
-            for w in names
-        ),
+        stages=tuple((f"{name} {w}", stages) for name, stages in _stages(config) for w in names),
         places=(_places(config),),
     )
+
+
+def _stages(config: Config) -> tuple[tuple[str, int], ...]:
+    """Stages of each warpgroup's memory."""
+    shown = 1 if config.split == "products" else SHARES
+    return ("dq", config.dq_stages), ("shared dS", SHARES), ("shared P", shown)
 
 
 def _places(config: Config) -> tuple[str, ...]:
@@ -106,6 +111,8 @@ def _rings(config: Config, itemsize: int) -> tuple[Ring, ...]:
 def _named(config: Config) -> list[NamedBarrier]:
     both = config.consumers * THREADS
     found = [NamedBarrier("scores", roles.SCORES, both)]
+    if config.split == "products":
+        found.append(NamedBarrier("weighed", roles.WEIGHED, both))
     if config.ragged:
         found.append(NamedBarrier("cleared", roles.CLEARED, both))
     for w in range(config.consumers):
@@ -124,12 +131,17 @@ def _overlaps(config: Config) -> list[tuple[str, str]]:
     """dK and dV are staged where K and V were, or where dQ was, of which there may be one stage."""
     found: list[tuple[str, str]] = []
     for w in range(config.consumers):
-        rows = f"dK rows {w}", f"dV rows {w}"
-        over = (f"dq {w}", f"dq {w}") if config.persistent else ("k", "v")
-        found += zip(rows, over, strict=True)
+        rows = [f"{name} rows {w}" for name in _sums(config, w)]
+        over = {"dK": "k", "dV": "v"}
+        found += [(x, f"dq {w}" if config.persistent else over[x[:2]]) for x in rows]
         if _leave_apart(config):
-            found.append(rows)
+            found.append((rows[0], rows[1]))
     return found
+
+
+def _sums(config: Config, w: int) -> tuple[str, ...]:
+    """Sums that a warpgroup has."""
+    return ("dV", "dK")[w : w + 1] if config.split == "products" else ("dK", "dV")
 
 
 def _leave_apart(config: Config) -> bool:
@@ -203,8 +215,9 @@ def _consumer(config: Config, w: int) -> Role:
     """Without steps, K and V come for nothing, and zeros are stored."""
     keys = tuple(replace(_work("wait", name), again=not config.ragged) for name in ("k", "v"))
     keys += _cleared(config, w, _work("clear", "k"), _work("clear", "v"))
-    step = _by_columns(config, w) if config.split == "columns" else _by_keys(config, w)
-    sums = Event("read", f"dK of {w}"), Event("read", f"dV of {w}")
+    keys += tuple(_work("read", name) for name in _kept(config, w))
+    step = _STEPS[config.split](config, w)
+    sums = tuple(Event("read", f"{name} of {w}") for name in _sums(config, w))
     unused = _work("read", "k"), _work("read", "v")
     done = (_work("arrive", "keys_empty"),) * config.persistent
     following: Events = ()
@@ -268,6 +281,38 @@ def _by_columns(config: Config, w: int) -> Events:
     )
 
 
+def _by_products(config: Config, w: int) -> Events:
+    """The first warpgroup shows P', weighed by slopes, for the dS' of the other."""
+    there = (
+        *(Event("wait", "q"), Event("wait", "dout")),
+        *_cleared(config, w, Event("clear", "q"), Event("clear", "dout")),
+    )
+    if w == 0:
+        return (
+            *(*there, Event("issue", "S"), Event("finish", "S"), Event("read", "S of 0")),
+            *(Event("write", "P of 0"), Event("write", "shared P 0"), Event("release", "q")),
+            *(Event("give", "weighed"), Event("issue", "dV"), Event("sync", "scores"), Event("issue", "dQ")),
+            *(Event("finish", "dV"), Event("release", "dout"), Event("finish", "dQ"), *_hand_over(0)),
+        )
+    return (
+        *(*there, Event("issue", "dP"), Event("finish", "dP"), Event("release", "dout")),
+        *(Event("take", "weighed"), Event("read", "shared P 0"), Event("read", "dP of 1")),
+        *(Event("write", "dS of 1"), Event("write", "shared dS 1"), Event("sync", "scores")),
+        *(Event("issue", "dQ"), Event("issue", "dK"), Event("finish", "dQ"), *_hand_over(1)),
+        *(Event("finish", "dK"), Event("release", "q")),
+    )
+
+
+_STEPS = {"keys": _by_keys, "columns": _by_columns, "products": _by_products}
+
+
+def _kept(config: Config, w: int) -> tuple[str, ...]:
+    """Rings that a warpgroup reads into registers once, and no product reads for its scores."""
+    if config.split != "products":
+        return ()
+    return ("v",) if w else ("k",) * config.keeps_k
+
+
 def _hand_over(w: int) -> Events:
     return (
         _staged("take", f"dq_empty {w}"),
@@ -280,17 +325,22 @@ def _products(config: Config, w: int) -> tuple[Product, ...]:
     names, keys, values = range(config.consumers), _work("read", "k"), _work("read", "v")
     queries, dout = Event("read", "q"), Event("read", "dout")
     shared = tuple(Event("read", f"shared dS {i}") for i in names)
+    kept = _kept(config, w)
     p: Events = (Event("read", f"P of {w}"),)
     ds: Events = (Event("read", f"dS of {w}"),)
     if config.split == "columns":
         p, ds = tuple(Event("read", f"shared P {i}") for i in names), shared
-    return (
-        Product("S", (keys, queries), Event("write", f"S of {w}")),
-        Product("dP", (values, dout), Event("write", f"dP of {w}")),
+    if config.split == "products":
+        shared = (Event("read", "shared dS 1"),)
+    found = (
+        Product("S", (*(keys,) * ("k" not in kept), queries), Event("write", f"S of {w}")),
+        Product("dP", (*(values,) * ("v" not in kept), dout), Event("write", f"dP of {w}")),
         Product("dV", (*p, dout), Event("update", f"dV of {w}"), fresh=True),
         Product("dK", (*ds, queries), Event("update", f"dK of {w}"), fresh=True),
         Product("dQ", (*shared, keys), Event("write", f"dQ of {w}")),
     )
+    issued = {event.target for event in _STEPS[config.split](config, w) if event.action == "issue"}
+    return tuple(product for product in found if product.name in issued)
 
 
 def _store(config: Config, w: int) -> Events:
@@ -303,6 +353,6 @@ def _store(config: Config, w: int) -> Events:
         return *(_work("write", x) for x in rows), there, *(_work(leave, x) for x in rows)
 
     if not _leave_apart(config):
-        return batch("dK", "dV")
+        return batch(*_sums(config, w))
     left = () if config.ragged else (_work("drain", f"dK rows {w}"),)
     return *batch("dK"), *left, there, *batch("dV")

@@ -1,0 +1,220 @@
+"""Consumer warpgroups for wide heads, which have the same 64 keys and share out products: the first one has
+S' and dV, the other dP' and dK.
+
+So the sums of 64 keys take half of the registers of each, and what both sums multiply lies in registers as it
+was made: P' of one warpgroup, dS' of the other. Of the registers that are left, K and V, which are the first
+operands of every step's scores, take as many as they are wide. P' goes to the other warpgroup through shared
+memory in 32 bits, weighed by the slopes of scores: only the first one knows the variant. dQ needs dS alone,
+and each has half of its columns.
+"""
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Int32, cute
+from cutlass.cute.nvgpu import warp, warpgroup
+
+from fa4flex.codegen.plan.topology import WARP, WARPGROUP
+from fa4flex.kernels.bwd_sm90.config import KEYS, Config
+from fa4flex.kernels.bwd_sm90.consumer import Collector, Consumer, Mmas, Operands, Tiles
+from fa4flex.kernels.bwd_sm90.resources import Pipes, Shared, transposed
+from fa4flex.kernels.bwd_sm90.roles import WEIGHED
+from fa4flex.kernels.common.backward import BackwardTileScheduler, KeyWork
+from fa4flex.kernels.common.fragment import as_operand, multiply, rows_and_columns
+from fa4flex.kernels.common.hooks import Hooks
+from fa4flex.kernels.common.transfer import States, release
+
+Given = tuple[Mmas, Operands, Collector]
+
+LANES = WARP * WARPGROUP
+"""Threads of a warpgroup."""
+
+
+class ProductConsumer(Consumer):
+    """What both have in common. `number`: which warpgroup it is; `sums`: which of (dK, dV) it has."""
+
+    number: int
+    sums: int
+
+    def __init__(self, config: Config, hooks: Hooks, scheduler: BackwardTileScheduler) -> None:
+        super().__init__(config, hooks, scheduler)
+        self.batches = ((self.sums,),)
+
+    def warpgroup_index(self, thread: Int32) -> Int32:
+        return Int32(self.number)
+
+    def tiles(self, shared: Shared, w: Int32) -> Tiles:
+        q, dout = shared.q, shared.dout
+        return Tiles(shared.k, shared.v, q, dout, transposed(q), transposed(dout))
+
+    def first_key(self, work: KeyWork, w: Int32, lane: Int32) -> Int32:
+        return super().first_key(work, Int32(0), lane)
+
+    def score_tile(self, w: Int32) -> tuple[Int32, Int32]:
+        return Int32(0), Int32(0)
+
+    def scores_of(self, mma: cute.TiledMma) -> cute.Tensor:
+        """Registers of S' or dP'."""
+        return cute.make_rmem_tensor(mma.partition_shape_C((KEYS, self.config.queries)), cutlass.Float32)
+
+    def keep_rows(self, mma: cute.TiledMma, rows: cute.Tensor, kept: cute.Tensor, lane: Int32) -> None:
+        """Rows of K or V to registers, as the first operand of a product."""
+        atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), rows.element_type)
+        copy = cute.make_tiled_copy_A(atom, mma).get_slice(lane)
+        cute.copy(copy, copy.partition_S(rows), copy.retile(kept))
+
+    def await_step(
+        self, given: Given, shared: Shared, pipes: Pipes, states: States, tile: Int32, masked: bool
+    ) -> None:
+        """Before products run: behind their operands, waits and reads of shared memory take long."""
+        q_state, do_state = states
+        q_there, do_there = pipes.q.consumer_try_wait(q_state), pipes.dout.consumer_try_wait(do_state)
+        pipes.q.consumer_wait(q_state, q_there)
+        pipes.dout.consumer_wait(do_state, do_there)
+        if masked and self.config.ragged:
+            _, _, collector = given
+            q, dout = shared.q[None, None, q_state.index], shared.dout[None, None, do_state.index]
+            self.clear_past_end((q, dout), collector.slab.at.q_len - tile * self.config.tile_m)
+
+    def fours(
+        self, acc: cute.Tensor, shown: cute.Tensor, lane: Int32
+    ) -> list[tuple[cute.Tensor, cute.Tensor]]:
+        """Registers of S' or dP' by fours, and where a lane's are in shared memory: no two lanes meet in a
+        bank."""
+        places = cute.logical_divide(shown, cute.make_layout(4))
+        layout = cute.make_layout(4)
+        count = cute.size(acc) // 4
+        return [
+            (cute.make_tensor(acc.iterator + 4 * j, layout), places[None, j * LANES + lane])
+            for j in range(count)
+        ]
+
+
+class ValueGradient(ProductConsumer):
+    """S', P' and dV."""
+
+    number = 0
+    sums = 1
+
+    def keep(self, mmas: Mmas, operands: Operands, shared: Shared, lane: Int32) -> None:
+        if self.config.keeps_k:
+            self.keep_rows(mmas.scores, shared.k, operands.k, lane)
+
+    @cute.jit
+    def step(
+        self,
+        given: cutlass.Constexpr[Given],
+        shared: cutlass.Constexpr[Shared],
+        pipes: cutlass.Constexpr[Pipes],
+        states: States,
+        places: tuple[Int32, Int32, Int32, Int32],
+        masked: cutlass.Constexpr[bool],
+    ) -> None:
+        """One tile of queries. P' is shown before dV is multiplied, so that dS' is made meanwhile."""
+        mmas, operands, collector = given
+        q_state, do_state = states
+        tile, lane, w, count = places
+        parity = count % 2
+        self.await_step(given, shared, pipes, states, tile, masked)
+        lse2s = shared.lse2[None, q_state.index]
+        lse2 = self.statistics(lse2s, lane, 0, self.together)
+        scores = self.scores_of(mmas.scores)
+        multiply(mmas.scores, scores, operands.k, operands.q[None, None, None, q_state.index], False)
+        warpgroup.wait_group(0)
+        q_first, rows = self.first_query(tile, w, lane), (lse2s, lse2, lane)
+        p = self.shown(scores, shared, collector, rows, (q_first, masked))
+        release(pipes.q, q_state)
+        cute.arch.barrier_arrive(barrier_id=WEIGHED, number_of_threads=LANES * self.config.consumers)
+        multiply(mmas.dv, operands.dv, p, operands.dout_t[None, None, None, do_state.index], True)
+        self.meet()
+        dq = [self.query_gradient(0, mmas, operands, parity)]
+        warpgroup.wait_group(1)
+        release(pipes.dout, do_state)
+        warpgroup.wait_group(0)
+        self.hand_over(dq, shared, lane, w, count)
+
+    def shown(
+        self,
+        scores: cute.Tensor,
+        shared: Shared,
+        collector: Collector,
+        rows: tuple[cute.Tensor, cute.Tensor, Int32],
+        where: tuple[Int32, bool],
+    ) -> cute.Tensor:
+        """P' as an operand; to shared memory, for dS', P' times the slopes of scores. rows: log-sum-exps in
+        shared memory, those of the first part of the columns, and the lane."""
+        lse2s, lse2, lane = rows
+        q_first, masked = where
+        slab, grid, together = collector.slab, rows_and_columns(scores), self.together
+        p = cute.make_rmem_tensor(as_operand(scores).shape, shared.v.element_type)
+        factor = slab.at.scale_log2 if self.hooks.factor is None else self.hooks.factor(slab.at)
+        assert shared.p is not None
+        fours = self.fours(scores, shared.p, lane)
+        columns = self.config.queries // 4
+        for first in range(0, columns, together):
+            here = lse2
+            if first + together < columns:
+                lse2 = self.statistics(lse2s, lane, first + together, together)
+            slopes = self.exponentials(grid, slab.part(first, together), (here, factor), q_first, masked)
+            self.narrow_columns(scores, p, first, together)
+            for (r, c), slope in slopes.items():
+                grid[r, c] = grid[r, c] * slope
+            for registers, place in fours[first // 2 : (first + together) // 2]:
+                cute.autovec_copy(registers, place)
+        return p
+
+
+class KeyGradient(ProductConsumer):
+    """dP', dS' and dK."""
+
+    number = 1
+    sums = 0
+
+    def __init__(self, config: Config, hooks: Hooks, scheduler: BackwardTileScheduler) -> None:
+        super().__init__(config, hooks, scheduler)
+        self.alike = not config.ragged
+
+    def keep(self, mmas: Mmas, operands: Operands, shared: Shared, lane: Int32) -> None:
+        self.keep_rows(mmas.dprob, shared.v, operands.v, lane)
+
+    @cute.jit
+    def step(
+        self,
+        given: cutlass.Constexpr[Given],
+        shared: cutlass.Constexpr[Shared],
+        pipes: cutlass.Constexpr[Pipes],
+        states: States,
+        places: tuple[Int32, Int32, Int32, Int32],
+        masked: cutlass.Constexpr[bool],
+    ) -> None:
+        """One tile of queries. P' has been read when all have met, and is then written anew."""
+        mmas, operands, _ = given
+        q_state, do_state = states
+        tile, lane, w, count = places
+        parity = count % 2
+        self.await_step(given, shared, pipes, states, tile, masked)
+        dprob = self.scores_of(mmas.dprob)
+        self.begin_dprob(dprob, shared.delta[None, do_state.index], lane)
+        multiply(mmas.dprob, dprob, operands.v, operands.dout[None, None, None, do_state.index], True)
+        warpgroup.wait_group(0)
+        release(pipes.dout, do_state)
+        ds = self.weighed(dprob, shared, lane)
+        self.share(shared.ds[None, None, parity], mmas.dprob, ds, (lane, w), self.along_keys)
+        self.meet()
+        dq = [self.query_gradient(0, mmas, operands, parity)]
+        multiply(mmas.dk, operands.dk, ds, operands.q_t[None, None, None, q_state.index], True)
+        warpgroup.wait_group(1)
+        self.hand_over(dq, shared, lane, w, count)
+        warpgroup.wait_group(0)
+        release(pipes.q, q_state)
+
+    def weighed(self, dprob: cute.Tensor, shared: Shared, lane: Int32) -> cute.Tensor:
+        """dS' as an operand: dP', less its rows' sums, times what the other warpgroup shows."""
+        assert shared.p is not None
+        cute.arch.barrier(barrier_id=WEIGHED, number_of_threads=LANES * self.config.consumers)
+        for registers, place in self.fours(dprob, shared.p, lane):
+            weights = cute.make_rmem_tensor((4,), cutlass.Float32)
+            cute.autovec_copy(place, weights)
+            for i in range(4):
+                registers[i] = registers[i] * weights[i]
+        return self.narrowed(dprob, shared.k.element_type)
