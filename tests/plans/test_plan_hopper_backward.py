@@ -272,15 +272,14 @@ def test_every_dropped_event_is_found(kind: str) -> None:
 def matters(event: Event, where: str, kind: str) -> bool:
     """True if the simulation finds one less. Warps of a warpgroup, which gather at `stored`, are one role
     here; what clears leaves nothing behind, what comes for nothing is said to be read, and others read the
-    next number, too. A drain is followed by others: see below. Where products are shared out, the warpgroups
-    meet after the one that reads, or clears, K or V first has waited for it."""
+    next number, too. A drain is followed by others: see below. Where products are shared out, the second
+    warpgroup reads K, and what is cleared, after it has met the first one, which has waited, too."""
     told = event.action, event.target
     gathers = event.action == "sync" and event.target.startswith("stored")
     read = told in (("read", "k"), ("read", "v"), ("read", "next"), ("store", "shared dS 0"))
-    others = {"consumer 0": "v", "consumer 1": "k"} if "products" in kind else {}
-    if kind == "packed products":
-        others = {"consumer 1": "kv"}
-    spare = event.action == "wait" and event.target in others.get(where.split(",")[0], ())
+    others = {"products": "k", "products, K in shared memory": "k", "packed products": "kv"}
+    waited = event.action == "wait" and where.startswith("consumer 1")
+    spare = waited and event.target in others.get(kind, "")
     return not gathers and not read and not spare and event.action not in ("clear", "drain")
 
 

@@ -18,7 +18,7 @@ from fa4flex.codegen.plan.topology import WARP, WARPGROUP
 from fa4flex.kernels.bwd_sm90.config import KEYS, Config
 from fa4flex.kernels.bwd_sm90.consumer import Collector, Consumer, Mmas, Operands, Tiles
 from fa4flex.kernels.bwd_sm90.resources import Pipes, Shared, transposed
-from fa4flex.kernels.bwd_sm90.roles import WEIGHED
+from fa4flex.kernels.bwd_sm90.roles import SCORES, WEIGHED
 from fa4flex.kernels.common.backward import BackwardTileScheduler, KeyWork
 from fa4flex.kernels.common.fragment import as_operand, multiply, rows_and_columns
 from fa4flex.kernels.common.hooks import Hooks
@@ -96,6 +96,13 @@ class ValueGradient(ProductConsumer):
     number = 0
     sums = 1
 
+    def await_keys(self, pipes: Pipes, phase: Int32) -> None:
+        """K alone, which comes first; where both end with sequences, all threads clear both."""
+        if self.config.ragged:
+            super().await_keys(pipes, phase)
+        else:
+            cute.arch.mbarrier_wait(pipes.k_full, 0)
+
     def keep(self, mmas: Mmas, operands: Operands, shared: Shared, lane: Int32) -> None:
         if self.config.keeps_k:
             self.keep_rows(mmas.scores, shared.k, operands.k, lane)
@@ -126,7 +133,8 @@ class ValueGradient(ProductConsumer):
         release(pipes.q, q_state)
         cute.arch.barrier_arrive(barrier_id=WEIGHED, number_of_threads=LANES * self.config.consumers)
         multiply(mmas.dv, operands.dv, p, operands.dout_t[None, None, None, do_state.index], True)
-        self.meet()
+        # Without a fence: what this warpgroup has written, no product reads.
+        cute.arch.barrier(barrier_id=SCORES, number_of_threads=LANES * self.config.consumers)
         dq = [self.query_gradient(0, mmas, operands, parity)]
         warpgroup.wait_group(1)
         release(pipes.dout, do_state)

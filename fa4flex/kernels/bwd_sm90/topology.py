@@ -213,12 +213,13 @@ def _writer(config: Config, copies: bool) -> Role:
 
 def _consumer(config: Config, w: int) -> Role:
     """Without steps, K and V come for nothing, and zeros are stored."""
-    keys = tuple(replace(_work("wait", name), again=not config.ragged) for name in ("k", "v"))
+    waited = ("k", "v")[: 1 if config.split == "products" and w == 0 and not config.ragged else 2]
+    keys = tuple(replace(_work("wait", name), again=not config.ragged) for name in waited)
     keys += _cleared(config, w, _work("clear", "k"), _work("clear", "v"))
     keys += tuple(_work("read", name) for name in _kept(config, w))
     step = _STEPS[config.split](config, w)
     sums = tuple(Event("read", f"{name} of {w}") for name in _sums(config, w))
-    unused = _work("read", "k"), _work("read", "v")
+    unused = tuple(_work("read", name) for name in waited)
     done = (_work("arrive", "keys_empty"),) * config.persistent
     following: Events = ()
     if config.persistent:
