@@ -244,7 +244,7 @@ def test_barriers_that_the_kernel_does_not_have_are_not_missing() -> None:
 
 
 def test_shown_probabilities_are_read_before_the_next_ones_are_written() -> None:
-    """Of one stage, without a barrier of its own; and K and V are in registers before dK and dV take their
+    """P has one stage, without a barrier of its own; and K and V are in registers before dK and dV take their
     places in shared memory."""
     run = trace(sound("products"), [6], round_robin())
     for j in range(5):

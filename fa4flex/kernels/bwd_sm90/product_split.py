@@ -31,7 +31,8 @@ LANES = WARP * WARPGROUP
 
 
 class ProductConsumer(Consumer):
-    """What both have in common. `number`: which warpgroup it is; `sums`: which of (dK, dV) it has."""
+    """Consumer of one of the products' halves. number: which warpgroup it is; sums: which of (dK, dV) it
+    has."""
 
     number: int
     sums: int
