@@ -119,6 +119,8 @@ def test_blocks_are_persistent_where_results_can_leave_by_tiles_of_dq() -> None:
     assert planned(replace(LIGHT, head_dim=192)).persistent
     assert not planned(replace(LIGHT, head_dim=192, lengths="packed")).persistent
     assert not planned(replace(LIGHT, head_dim=192, head_dim_v=192)).persistent
+    assert planned(replace(LIGHT, head_dim=160, head_dim_v=160)).persistent
+    assert not planned(replace(LIGHT, head_dim=160, head_dim_v=160, lengths="used")).persistent
     assert not planned(replace(narrow, long_scores=True)).persistent
     assert planned(replace(narrow, gradients=((0, "sum"),))).persistent
 
@@ -166,6 +168,7 @@ KINDS = {
     "columns": Problem(256, 256),
     "products": Problem(192, 192),
     "products, K in shared memory": Problem(192, 192, long_scores=True),
+    "persistent products": Problem(160, 160),
     "packed": Problem(64, 64, lengths="packed"),
     "packed columns": Problem(256, 256, lengths="packed"),
     "packed products": Problem(192, 192, lengths="packed"),
@@ -277,9 +280,8 @@ def matters(event: Event, where: str, kind: str) -> bool:
     told = event.action, event.target
     gathers = event.action == "sync" and event.target.startswith("stored")
     read = told in (("read", "k"), ("read", "v"), ("read", "next"), ("store", "shared dS 0"))
-    others = {"products": "k", "products, K in shared memory": "k", "packed products": "kv"}
-    waited = event.action == "wait" and where.startswith("consumer 1")
-    spare = waited and event.target in others.get(kind, "")
+    others = "kv" if kind == "packed products" else "k" if "products" in kind else ""
+    spare = event.action == "wait" and event.target in others and where.startswith("consumer 1")
     return not gathers and not read and not spare and event.action not in ("clear", "drain")
 
 

@@ -91,6 +91,7 @@ CASES = {
     "bwd_sm90 without queries": Case(HOPPER, True, masked=True, kv_len=700, q_len=130),
     "bwd_sm90 columns": Case(HOPPER, True, masked=True, dims=(256, 256)),
     "bwd_sm90 products": Case(HOPPER, True, masked=True, dims=(192, 192)),
+    "bwd_sm90 products, persistent": Case(HOPPER, True, masked=True, kv_len=200, dims=(160, 160)),
     "bwd_sm90 products, packed": Case(HOPPER, True, lengths=RAGGED, dims=(160, 160)),
     "fwd_sm100": Case(BLACKWELL),
     "fwd_sm100 masked": Case(BLACKWELL, masked=True, dims=(128, 128)),

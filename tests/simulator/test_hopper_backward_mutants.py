@@ -12,10 +12,12 @@ from own_backward import Own, captured
 
 import fa4flex
 
-HEADS, QUERIES, KEYS, COLUMNS, PRODUCTS, LATENT = 3, 320, 128, 256, 192, (192, 128)
+HEADS, QUERIES, KEYS, LATENT = 3, 320, 128, (192, 128)
+COLUMNS, PRODUCTS, PRODUCTS_AGAIN = 256, 192, 160
 """One block takes the keys of each head, one after the other, and for each some tiles of queries: its rings
 go round, and the memory of dQ takes dK and dV in turn; LATENT ones have two products for dQ. Of COLUMNS and
-PRODUCTS, which are widths whose warpgroups share out these, each head has a block: its 64 keys."""
+PRODUCTS, which are widths whose warpgroups share out these, each head has a block: its 64 keys; of
+PRODUCTS_AGAIN, one block takes them."""
 ALONE = (COLUMNS, PRODUCTS)
 
 
@@ -23,7 +25,7 @@ ALONE = (COLUMNS, PRODUCTS)
 def main_kernel(masked: bool, width: Width) -> Own:
     torch.manual_seed(0)
     dim, dim_v = widths(width)
-    keys = KEYS // 2 if width in ALONE else KEYS
+    keys = KEYS // 2 if width in (*ALONE, PRODUCTS_AGAIN) else KEYS
     q, k, v = (
         torch.randn(1, HEADS, *size).bfloat16() for size in ((QUERIES, dim), (keys, dim), (keys, dim_v))
     )
@@ -47,7 +49,7 @@ first one, which has waited, too."""
 
 @pytest.mark.slow
 def test_some() -> None:
-    width = random.choice((64, 128, LATENT, PRODUCTS))
+    width = random.choice((64, 128, LATENT, PRODUCTS, PRODUCTS_AGAIN))
     own = main_kernel(random.random() < 0.5, width)
     left = *IMPLIED, *SPARE.get(width, ())
     tried = [m for m in own.that_matter() if not m.instruction.opcode.startswith(left)]
@@ -57,7 +59,7 @@ def test_some() -> None:
 
 @pytest.mark.exhaustive
 @KERNELS
-@pytest.mark.parametrize("width", [64, 128, LATENT, *ALONE], ids=str)
+@pytest.mark.parametrize("width", [64, 128, LATENT, *ALONE, PRODUCTS_AGAIN], ids=str)
 def test_all(masked: bool, width: Width) -> None:
     """Every mutant that can matter is noticed but for those known not to: at most nine of a loop, or ten
     where dQ takes two products, and two besides. Kernels that are masked or LATENT have two such bodies.

@@ -134,9 +134,10 @@ def test_wide_heads_and_lengths(width: Width, kv_heads: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("width", "width_v"), [(64, 64), (192, 128)])
+@pytest.mark.parametrize(("width", "width_v"), [(64, 64), (160, 160), (192, 128)])
 def test_blocks_take_tile_after_tile(width: int, width_v: int) -> None:
-    """Nine tiles of keys, some of which no query sees, by three blocks, which leave the counter as it was."""
+    """Nine tiles of keys or more, some of which no query sees, by three blocks, which leave the counter as it
+    was."""
     composition = COMPOSED["unseen keys"]
     sizes = (130, width), (300, width), (300, width_v)
     qkv = tuple(torch.randn(1, 3, *size).bfloat16() for size in sizes)

@@ -89,7 +89,9 @@ class HopperBackwardPlan:
         """True if blocks take one tile of keys after another: dK and dV of a tile then leave by the tiles of
         dQ. Where sums are ordered, each tile has a block of its own. It takes registers that long scores
         need, and ragged batches of wide heads."""
-        if self.problem.deterministic or self.problem.long_scores or self.split != "keys":
+        if self.problem.deterministic or self.problem.long_scores or self.split == "columns":
+            return False
+        if self.split == "products" and self.head_dim > ROOMY_PRODUCTS:
             return False
         if self.head_dim > KEYS_APART and self.problem.lengths != "dense":
             return False

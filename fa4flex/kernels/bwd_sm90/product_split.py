@@ -98,11 +98,11 @@ class ValueGradient(ProductConsumer):
     sums = 1
 
     def await_keys(self, pipes: Pipes, phase: Int32) -> None:
-        """K alone, which comes first; where both end with sequences, all threads clear both."""
+        """Waits for K alone, which comes first; where both end with sequences, all threads clear both."""
         if self.config.ragged:
             super().await_keys(pipes, phase)
         else:
-            cute.arch.mbarrier_wait(pipes.k_full, 0)
+            cute.arch.mbarrier_wait(pipes.k_full, phase if self.config.persistent else 0)
 
     def keep(self, mmas: Mmas, operands: Operands, shared: Shared, lane: Int32) -> None:
         if self.config.keeps_k:

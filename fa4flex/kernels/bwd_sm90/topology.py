@@ -145,8 +145,8 @@ def _sums(config: Config, w: int) -> tuple[str, ...]:
 
 
 def _leave_apart(config: Config) -> bool:
-    """True if dK and dV leave through the same memory, one after the other."""
-    return config.persistent and config.dq_stages == 1
+    """True if a warpgroup's dK and dV leave through the same memory, one after the other."""
+    return config.persistent and config.dq_stages == 1 and config.split != "products"
 
 
 def _work(action: Action, target: str, tile: int = 0) -> Event:
@@ -223,7 +223,8 @@ def _consumer(config: Config, w: int) -> Role:
     done = (_work("arrive", "keys_empty"),) * config.persistent
     following: Events = ()
     if config.persistent:
-        left = () if config.ragged else (_work("drain", f"dV rows {w}"),)
+        last = _sums(config, w)[-1]
+        left = () if config.ragged else (_work("drain", f"{last} rows {w}"),)
         following = (*(_work(action, "next") for action in RECEIVE), *left)
     free, met = Event("sync", "scores"), Event("sync", "scores")
     if config.persistent:
