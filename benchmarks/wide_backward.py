@@ -40,11 +40,11 @@ def passes(width: int, length: int, causal: bool) -> dict[str, Callable[[], Any]
     import fa4flex
     from fa4flex.variants import causal as below
 
-    leaves = [torch.randn(BATCH, HEADS, length, width, device="cuda").bfloat16() for _ in range(3)]
-    dout = torch.randn_like(leaves[0])
+    tensors = [torch.randn(BATCH, HEADS, length, width, device="cuda").bfloat16() for _ in range(3)]
+    dout = torch.randn_like(tensors[0])
 
     def backward(attend: Callable[..., Any], layout: Callable[[Any], Any]) -> Callable[[], Any]:
-        inputs = [layout(x).contiguous().requires_grad_() for x in leaves]
+        inputs = [layout(x).clone(memory_format=torch.contiguous_format).requires_grad_() for x in tensors]
         with torch.enable_grad():
             out = attend(*inputs)
         given = layout(dout).contiguous()
