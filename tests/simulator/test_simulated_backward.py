@@ -20,7 +20,7 @@ from fa4flex.runtime.cuda.launches import ready_backward
 from fa4flex.variants import alibi, causal, document, sliding_window, softcap
 
 IDS = torch.arange(200) // 70
-WIDE = (80, 96, 160, 192, 256, (192, 128), (160, 120), (128, 256))
+WIDE = (80, 96, 160, 192, 256, (192, 128), (160, 120), (128, 256), (160, 96), (96, 192))
 """Widths of q and v for which a block has 64 keys, or whose parts of dQ are narrow or several."""
 
 COMPOSED: dict[str, dict[str, Any]] = {
