@@ -17,11 +17,14 @@ from fa4flex.variants import alibi, causal, softcap
 
 
 def drawn_map(size: tuple[int, int], lengths: tuple[int, int], maps: tuple[int, int]) -> BlockMap:
-    """A fifth of the blocks, partial or full; the first rows of blocks have none."""
+    """A fifth of the blocks, partial or full, in small maps at least one and at most half of them; the first
+    rows of blocks have none."""
     shape = *maps, *(-(-n // x) for n, x in zip(lengths, size, strict=True))
-    classes = torch.randint(1, 3, shape, dtype=torch.uint8) * (torch.rand(shape) < 0.2).to(torch.uint8)
-    classes[:, :, 0] = 0
-    return BlockMap(classes, size, *lengths)
+    there = torch.ones(shape)
+    while there.mean() > scattered.DENSEST:
+        there = (torch.rand(shape) < 0.2).float()
+        there[:, :, 0], there[:, :, -1, 0] = 0, 1
+    return BlockMap(torch.randint(1, 3, shape, dtype=torch.uint8) * there.to(torch.uint8), size, *lengths)
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
