@@ -157,12 +157,9 @@ def run(
         if found is not None:
             return found
     flex = not seen and not kernels and by_flex(now.variant.backend, q)
-    if flex and paging is None:
-        found = _known_to_flex(now, (q, k, v), varlen, statistics)
-        if found is not None:
-            return found
-    if varlen is None and paging is None and not (seen or kernels or flex):
-        found = _single_queries(now, (q, k, v), statistics)
+    if paging is None and not (seen or kernels):
+        served = _known_to_flex if flex else _single_queries
+        found = served(now, (q, k, v), varlen, statistics)
         if found is not None:
             return found
     check_tensors(q, k, v)
@@ -186,8 +183,7 @@ def run(
     seen = seen or not _own(given.sinks, *operands)
     if flex and not seen and not ops.empty(given):
         refuse_tensors(operands, tuple(o.name for o in now.bound.trace.operands))
-        scalars = now.bound.scalars
-        out, lse, largest = prepared.program.flex.attend(given, scalars, numbers.scale, statistics)
+        out, lse, largest = prepared.program.flex.attend(given, now.bound.scalars, numbers.scale, statistics)
         return out.transpose(1, 2) if swap else out, lse, largest
     out, lse, largest, _ = ops.attend(prepared.program, given, numbers, "max_scores" in statistics, seen)
     return out.transpose(1, 2) if swap else out, lse, largest
@@ -235,12 +231,12 @@ def _known_to_flex(
 
 
 def _single_queries(
-    now: Calling, qkv: tuple[Tensor, Tensor, Tensor], statistics: Statistics
+    now: Calling, qkv: tuple[Tensor, Tensor, Tensor], varlen: Varlen | None, statistics: Statistics
 ) -> Results | None:
     """The results of sequences' single queries on a CPU, if the tensors fit and no gradient is wanted; None
     for others. To check one by one what these conditions imply would take longer than a short product."""
     variant, bound = now.variant, now.bound
-    if bound.trace.operands or variant.blocks is not None or variant.sinks is not None:
+    if varlen is not None or bound.trace.operands or variant.blocks is not None or variant.sinks is not None:
         return None
     if "max_scores" in statistics or any(x.is_nested or x.layout is not torch.strided for x in qkv):
         return None

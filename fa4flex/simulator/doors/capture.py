@@ -19,7 +19,7 @@ import torch
 from fa4flex.errors import UnsupportedError
 from fa4flex.simulator.doors import shim
 from fa4flex.simulator.doors.launch import MOST_SHARED_BYTES, Launch
-from fa4flex.simulator.doors.passes import to_ptx
+from fa4flex.simulator.doors.passes import enter_module, to_ptx
 from fa4flex.simulator.doors.shim import Device, Receiver
 from fa4flex.simulator.doors.tensors import DeviceCheck, taking_cpu_tensors
 
@@ -99,7 +99,6 @@ def _settings(arch: str, folder: str) -> Iterator[Replacement]:
 
 
 def _compiler() -> Iterator[Replacement]:
-    from cutlass._mlir import ir
     from cutlass.base_dsl.compiler import Compiler
     from cutlass.base_dsl.dsl import BaseDSL
     from cutlass.base_dsl.export.external_binary_module import ExternalBinaryModule
@@ -117,10 +116,6 @@ def _compiler() -> Iterator[Replacement]:
     def unoptimised(module: Any, **options: Any) -> Any:
         """Host code runs for microseconds, once per launch: to optimise it takes a tenth of a second."""
         return to_bytes(module, **options | {"opt_level": 0})
-
-    def enter_module(dsl: Any) -> Any:
-        """CuTe DSL's own prints the whole module for a log that nobody keeps: 40 ms for each kernel in it."""
-        return ir.InsertionPoint(dsl.gpu_module.bodyRegion.blocks[0])
 
     @functools.wraps(compile_module)
     def compile_and_cache(dsl: Any, *args: Any, **kwargs: Any) -> Any:
