@@ -20,7 +20,7 @@ from cutlass.tensor_utils import LayoutEnum
 from fa4flex.kernels.bwd_sm90.config import KEYS, Config
 from fa4flex.kernels.bwd_sm90.dkv_epilogue import put, staged_sums, store_by_copies, store_by_threads
 from fa4flex.kernels.bwd_sm90.dq_store import THREADS
-from fa4flex.kernels.bwd_sm90.resources import Pipes, Shared, transposed
+from fa4flex.kernels.bwd_sm90.resources import Mmas, Operands, Pipes, Shared, transposed
 from fa4flex.kernels.bwd_sm90.roles import CLEARED, SCORES, dq_empty, dq_full, stored
 from fa4flex.kernels.common.backward import (
     BackwardArguments,
@@ -49,37 +49,6 @@ PARTS = (16, 12, 10, 8)
 are needed: the first of which a tile has a whole number. Registers for more there are not."""
 SLOPED = 2
 """Columns turned into probabilities together where scores have slopes, for the same reason."""
-
-
-@dataclass(frozen=True)
-class Mmas:
-    """Tiled products of one warpgroup: S' = K Q' and dP' = V dO'; dV += P' dO; dK += dS' Q; dQ = dS K, by
-    parts."""
-
-    scores: cute.TiledMma
-    dprob: cute.TiledMma
-    dv: cute.TiledMma
-    dk: cute.TiledMma
-    dq: tuple[cute.TiledMma, ...]
-
-
-@dataclass(frozen=True)
-class Operands:
-    """Shared-memory descriptors, q and dout by stage, and the accumulators that outlive a tile. for_dq: dS,
-    by stage, and K, for each product for dQ. p_t and ds_t by stage, where P' and dS' are not operands in
-    registers."""
-
-    k: cute.Tensor
-    q: cute.Tensor
-    v: cute.Tensor
-    dout: cute.Tensor
-    dout_t: cute.Tensor
-    q_t: cute.Tensor
-    for_dq: tuple[tuple[cute.Tensor, cute.Tensor], ...]
-    dv: cute.Tensor
-    dk: cute.Tensor
-    p_t: cute.Tensor | None = None
-    ds_t: cute.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -153,6 +122,7 @@ class Consumer:
         self.scheduler.walk(grid, arguments, pipes.next, accumulate, ((q_state, do_state), Int32(0)))
 
     def warpgroup_index(self, thread: Int32) -> Int32:
+        """Number of a thread's warpgroup among consumers."""
         # Not from `thread - 128`, which might be negative: quotients and remainders would be more than bits.
         return cute.arch.make_warp_uniform(thread // 128 - 1)
 
@@ -312,6 +282,19 @@ class Consumer:
         made = self.score_step(given, shared, pipes, states, places, masked)
         self.products(given, made, shared, pipes, states, (lane, w, count, parity))
 
+    def await_step(
+        self, slab: Slab, shared: Shared, pipes: Pipes, states: States, tile: Int32, masked: bool
+    ) -> None:
+        """Waits for Q and dO before products run: behind their operands, waits and reads of shared memory
+        take long."""
+        q_state, do_state = states
+        q_there, do_there = pipes.q.consumer_try_wait(q_state), pipes.dout.consumer_try_wait(do_state)
+        pipes.q.consumer_wait(q_state, q_there)
+        pipes.dout.consumer_wait(do_state, do_there)
+        if masked and self.config.ragged:
+            q, dout = shared.q[None, None, q_state.index], shared.dout[None, None, do_state.index]
+            self.clear_past_end((q, dout), slab.at.q_len - tile * self.config.tile_m)
+
     def score_step(
         self,
         given: tuple[Mmas, Operands, Collector],
@@ -330,13 +313,7 @@ class Consumer:
         scores = cute.make_rmem_tensor(mmas.scores.partition_shape_C((KEYS, config.queries)), Float32)
         dprob = cute.make_rmem_tensor(scores.shape, Float32)
         q_stage, do_stage = q_state.index, do_state.index
-        # Before products run: behind their operands, waits and reads of shared memory take long.
-        q_there, do_there = pipes.q.consumer_try_wait(q_state), pipes.dout.consumer_try_wait(do_state)
-        pipes.q.consumer_wait(q_state, q_there)
-        pipes.dout.consumer_wait(do_state, do_there)
-        if masked and config.ragged:
-            end = slab.at.q_len - tile * config.tile_m
-            self.clear_past_end((shared.q[None, None, q_stage], shared.dout[None, None, do_stage]), end)
+        self.await_step(slab, shared, pipes, states, tile, masked)
         lse2s = self.my_rows(shared.lse2[None, q_stage], w)
         lse2 = self.statistics(lse2s, lane, 0, self.together)
         self.begin_dprob(dprob, self.my_rows(shared.delta[None, do_stage], w), lane)

@@ -21,11 +21,11 @@ from cutlass.tensor_utils import LayoutEnum
 
 from fa4flex.kernels.bwd_sm90.column_split import ColumnConsumer
 from fa4flex.kernels.bwd_sm90.config import KEYS, Config, swizzle
-from fa4flex.kernels.bwd_sm90.consumer import Consumer, Mmas
+from fa4flex.kernels.bwd_sm90.consumer import Consumer
 from fa4flex.kernels.bwd_sm90.dq_store import DqStore, others
 from fa4flex.kernels.bwd_sm90.producer import Producer
 from fa4flex.kernels.bwd_sm90.product_split import KeyGradient, ValueGradient
-from fa4flex.kernels.bwd_sm90.resources import Pipes, Shared, swizzled_rows
+from fa4flex.kernels.bwd_sm90.resources import Mmas, Pipes, Shared, swizzled_rows
 from fa4flex.kernels.bwd_sm90.zero_fill import WARPS, ZeroFill
 from fa4flex.kernels.common.backward import BackwardArguments, BackwardTileScheduler, KeyGrid, written
 from fa4flex.kernels.common.hooks import Hooks

@@ -16,8 +16,8 @@ from cutlass.cute.nvgpu import warp, warpgroup
 
 from fa4flex.codegen.plan.topology import WARP, WARPGROUP
 from fa4flex.kernels.bwd_sm90.config import KEYS, Config
-from fa4flex.kernels.bwd_sm90.consumer import Collector, Consumer, Mmas, Operands, Tiles
-from fa4flex.kernels.bwd_sm90.resources import Pipes, Shared, transposed
+from fa4flex.kernels.bwd_sm90.consumer import Collector, Consumer, Tiles
+from fa4flex.kernels.bwd_sm90.resources import Mmas, Operands, Pipes, Shared, transposed
 from fa4flex.kernels.bwd_sm90.roles import SCORES, WEIGHED
 from fa4flex.kernels.common.backward import BackwardTileScheduler, KeyWork
 from fa4flex.kernels.common.fragment import as_operand, multiply, rows_and_columns
@@ -63,19 +63,6 @@ class ProductConsumer(Consumer):
         atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), rows.element_type)
         copy = cute.make_tiled_copy_A(atom, mma).get_slice(lane)
         cute.copy(copy, copy.partition_S(rows), copy.retile(kept))
-
-    def await_step(
-        self, given: Given, shared: Shared, pipes: Pipes, states: States, tile: Int32, masked: bool
-    ) -> None:
-        """Before products run: behind their operands, waits and reads of shared memory take long."""
-        q_state, do_state = states
-        q_there, do_there = pipes.q.consumer_try_wait(q_state), pipes.dout.consumer_try_wait(do_state)
-        pipes.q.consumer_wait(q_state, q_there)
-        pipes.dout.consumer_wait(do_state, do_there)
-        if masked and self.config.ragged:
-            _, _, collector = given
-            q, dout = shared.q[None, None, q_state.index], shared.dout[None, None, do_state.index]
-            self.clear_past_end((q, dout), collector.slab.at.q_len - tile * self.config.tile_m)
 
     def fours(
         self, acc: cute.Tensor, shown: cute.Tensor, lane: Int32
@@ -123,7 +110,7 @@ class ValueGradient(ProductConsumer):
         q_state, do_state = states
         tile, lane, w, count = places
         parity = count % 2
-        self.await_step(given, shared, pipes, states, tile, masked)
+        self.await_step(collector.slab, shared, pipes, states, tile, masked)
         lse2s = shared.lse2[None, q_state.index]
         lse2 = self.statistics(lse2s, lane, 0, self.together)
         scores = self.scores_of(mmas.scores)
@@ -197,11 +184,11 @@ class KeyGradient(ProductConsumer):
         masked: cutlass.Constexpr[bool],
     ) -> None:
         """One tile of queries. P' has been read when all have met, and is then written anew."""
-        mmas, operands, _ = given
+        mmas, operands, collector = given
         q_state, do_state = states
         tile, lane, w, count = places
         parity = count % 2
-        self.await_step(given, shared, pipes, states, tile, masked)
+        self.await_step(collector.slab, shared, pipes, states, tile, masked)
         dprob = self.scores_of(mmas.dprob)
         self.begin_dprob(dprob, shared.delta[None, do_state.index], lane)
         multiply(mmas.dprob, dprob, operands.v, operands.dout[None, None, None, do_state.index], True)

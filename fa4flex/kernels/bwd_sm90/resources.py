@@ -1,4 +1,5 @@
-"""Resources of the roles of the Hopper backward kernel: tensors, barriers and pipelines of one block."""
+"""Resources of the roles of the Hopper backward kernel: tensors, barriers and pipelines of one block,
+products of one warpgroup and their operands."""
 
 from __future__ import annotations
 
@@ -41,6 +42,37 @@ class Pipes:
     v_full: cute.Pointer
     keys_empty: cute.Pointer
     next: NextTile
+
+
+@dataclass(frozen=True)
+class Mmas:
+    """Tiled products of one warpgroup: S' = K Q' and dP' = V dO'; dV += P' dO; dK += dS' Q; dQ = dS K, by
+    parts."""
+
+    scores: cute.TiledMma
+    dprob: cute.TiledMma
+    dv: cute.TiledMma
+    dk: cute.TiledMma
+    dq: tuple[cute.TiledMma, ...]
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Shared-memory descriptors, q and dout by stage, and the accumulators that outlive a tile. for_dq: dS,
+    by stage, and K, for each product for dQ. p_t and ds_t by stage, where P' and dS' are not operands in
+    registers."""
+
+    k: cute.Tensor
+    q: cute.Tensor
+    v: cute.Tensor
+    dout: cute.Tensor
+    dout_t: cute.Tensor
+    q_t: cute.Tensor
+    for_dq: tuple[tuple[cute.Tensor, cute.Tensor], ...]
+    dv: cute.Tensor
+    dk: cute.Tensor
+    p_t: cute.Tensor | None = None
+    ds_t: cute.Tensor | None = None
 
 
 def transposed(tensor: cute.Tensor) -> cute.Tensor:
