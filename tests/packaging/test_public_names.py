@@ -47,7 +47,12 @@ INTERNAL = {"analysis", "layout", "primitives", "tracing"}
 """Pages about how things work inside, which import internal modules."""
 
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-INHERITED = set[str]().union(*(dir(kind) for kind in (torch.nn.Module, tuple, Exception)))
+
+
+def inherited() -> set[str]:
+    """Names of classes that public ones derive from, now: transformers adds one to torch.nn.Module when it
+    makes a model, perhaps after this file was imported."""
+    return set[str]().union(*(dir(kind) for kind in (torch.nn.Module, tuple, Exception)))
 
 
 def names_of(module: str) -> list[str]:
@@ -69,7 +74,7 @@ def described(path: str, value: Any) -> Iterator[str]:
     yield path if path in MADE_HERE else f"{path}{parameters(value)}"
     if inspect.isclass(value):
         called = {"__call__", "forward"} & vars(value).keys()
-        for name in sorted(set(dir(value)) - INHERITED - OWN_USE | called):
+        for name in sorted(set(dir(value)) - inherited() - OWN_USE | called):
             if name in called or not name.startswith("_"):
                 attribute = inspect.getattr_static(value, name)
                 function = (
