@@ -346,8 +346,7 @@ class Bench:
 def measured(
     bench: Bench, rounds: int, seconds: float, wanted: list[str], margins: list[int]
 ) -> dict[str, dict[str, Any]]:
-    """Times, bytes, and errors, by way. No round begins after so many seconds but the first."""
-    start = time.perf_counter()
+    """Times, bytes, and errors, by way. No round begins after so many seconds of them but the first."""
     ways = bench.ways(wanted, margins)
     runs = {name: way for name, way in ways.items() if way.step is not None}
     found: dict[str, dict[str, Any]] = {name: {"error": way.error} for name, way in ways.items()}
@@ -357,6 +356,7 @@ def measured(
         found[name]["computed"] = way.computed is not None
         bench.seconds(way)
     samples: dict[str, list[float]] = {name: [] for name in runs}
+    start = time.perf_counter()
     for at in range(rounds):
         # The same order on every rank, another each round.
         for name in random.Random(at).sample(list(runs), len(runs)):
@@ -406,7 +406,9 @@ def main() -> None:
     parser.add_argument("--ways", default="", help="parts of names of ways; all by default")
     parser.add_argument("--sm-margin", type=int, default=SM_MARGIN, help="SMs left to an exchange in flight")
     parser.add_argument("--margins", default="", help="further such numbers, each a way of its own")
-    parser.add_argument("--row-seconds", type=float, default=1e9, help="no further round after so long")
+    parser.add_argument(
+        "--row-seconds", type=float, default=1e9, help="no further round after rounds of so long"
+    )
     parser.add_argument("--scale", type=int, default=1, help="what lengths and windows are divided by")
     parser.add_argument("--out", type=Path, help="where to write all numbers, as JSON")
     given = parser.parse_args()

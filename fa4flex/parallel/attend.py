@@ -14,10 +14,10 @@ from fa4flex.parallel.exchange import Exchange, Rectangle, tokens
 from fa4flex.parallel.guests import Guests
 from fa4flex.parallel.links import Links
 from fa4flex.parallel.moves import ByHeads, ByTokens
-from fa4flex.parallel.pieces import Pieces, rows_of, tensors_of
+from fa4flex.parallel.pieces import SEQUENCE, Pieces, rows_of, tensors_of
 from fa4flex.parallel.placement import Range, Ranges, joined
 from fa4flex.parallel.rectangle import Rectangles
-from fa4flex.parallel.sums import Result, Sum, in_order
+from fa4flex.parallel.sums import Result, Sums
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,19 +120,18 @@ class Attend(torch.autograd.Function):
             places = joined(job.exchange.incoming(stage, job.rank))
             kv, beside = tensors_of(rows, (k, v)), job.beside(bool(arrivals))
             of_keys = sums.of_stage(stage, kv, places, beside)
-            arrivals.append((stage, _send_back(job, stage, of_keys, places, k.dtype)))
+            arrivals.append((stage, _send_back(job, stage, of_keys, torch.empty_like(rows), (k, v))))
         own = job.exchange.held[job.rank]
-        dk, dv = sums.of_stage(0, [k, v], own, job.beside(bool(arrivals)))
+        of_keys = sums.of_stage(0, [k, v], own, job.beside(bool(arrivals)))
         sums.return_guests(theirs)
         for stage, arrival in reversed(arrivals):
-            outgoing = joined(job.exchange.outgoing(stage, job.rank))
-            parts = [Pieces(x, outgoing) for x in tensors_of(arrival(), (k, v))]
-            _add_back(job, stage, (Pieces(dk, own), Pieces(dv, own)), parts)
+            _add_back(job, stage, of_keys, tensors_of(arrival(), (k, v)))
+        dk, dv = (total.whole(own, x) for total, x in zip(of_keys, (k, v), strict=True))
         dsinks = None if sinks is None else _of_sinks(sinks, (out, lse), upstream)
         of_operands: list[Tensor | None] = [None] * len(operands)
         for slot, total in sums.operands.items():
             of_operands[slot] = total.to(operands[slot].dtype)
-        return (None, sums.dq, dk.to(k.dtype), dv.to(v.dtype), dsinks, *of_operands)
+        return (None, sums.dq, dk, dv, dsinks, *of_operands)
 
 
 def attend_heads(
@@ -172,21 +171,23 @@ def _send(job: Job, stage: int, kv: tuple[Tensor, Tensor]) -> Any:
     return job.links.all_to_all(rows, list(map(tokens, outgoing)), list(map(tokens, incoming)))
 
 
-def _send_back(job: Job, stage: int, kv: list[Tensor], places: Ranges, dtype: torch.dtype) -> Any:
+def _send_back(
+    job: Job, stage: int, of_keys: tuple[Sums, ...], rows: Tensor, kv: tuple[Tensor, Tensor]
+) -> Any:
+    """Send gradients of keys and values to their owners, in `rows`."""
     outgoing, incoming = job.exchange.outgoing(stage, job.rank), job.exchange.incoming(stage, job.rank)
-    columns = [x.permute(2, 0, 1, 3).flatten(1) for x in kv]
-    rows = torch.cat(columns, 1).to(dtype)
+    for total, place in zip(of_keys, tensors_of(rows, kv), strict=True):
+        total.write(joined(incoming), place)
     return job.links.all_to_all(rows, list(map(tokens, incoming)), list(map(tokens, outgoing)))
 
 
-def _add_back(job: Job, stage: int, sums: tuple[Pieces, ...], parts: list[Pieces]) -> None:
+def _add_back(job: Job, stage: int, of_keys: tuple[Sums, ...], parts: list[Tensor]) -> None:
     """Add what came back from each rank, in their order: one key may come back from several."""
     at = 0
-    for ranges in job.exchange.outgoing(stage, job.rank):
-        for lo, hi in ranges:
-            for total, part in zip(sums, parts, strict=True):
-                total.add((lo, hi), part.x.narrow(2, at, hi - lo))
-            at += hi - lo
+    for lo, hi in joined(job.exchange.outgoing(stage, job.rank)):
+        for total, part in zip(of_keys, parts, strict=True):
+            total.take_in((lo, hi), part.narrow(SEQUENCE, at, hi - lo))
+        at += hi - lo
 
 
 # --- the forward pass ---------------------------------------------------------------------------------------
@@ -219,31 +220,46 @@ class _Results:
 
     def return_guests(self) -> None:
         """Results of guests go to their owners; those of local queries that others have computed come."""
-        ranges, q = self.job.guests.visitors, self.q.x
-        sizes = (q.shape[0], q.shape[1], tokens(ranges))
-        theirs = {at: self.found.pop(at) for at in ranges if at in self.found}
-        out = q.new_empty(*sizes, self.dim_v, dtype=self.job.compute)
-        lse = q.new_empty(sizes, dtype=self.job.compute)
-        out = in_order({at: x.out for at, x in theirs.items()}, ranges, out, 0.0)
-        lse = in_order({at: x.lse for at, x in theirs.items()}, ranges, lse, -torch.inf)
+        visitors = self.job.guests.visitors
+        out, lse = self._written(visitors, self.job.compute)
+        for queries in visitors:
+            self.found.pop(queries, None)
         for queries, (part, of_part) in self.job.guests.return_home([out, lse.unsqueeze(-1)]):
             self._add(queries, part, of_part.squeeze(-1))
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """The results of all local queries, in their order."""
-        q, ranges, sinks = self.q.x, self.job.queries, self.sinks
-        batch, heads, tokens, _ = q.shape
-        if sinks is not None:
-            for part in self.found.values():
-                part.take_in_sinks(sinks)
-        lses = {at: part.lse for at, part in self.found.items()}
-        if sinks is not None:  # also of queries without keys
-            alone = sinks.to(self.job.compute)[:, None]
-            lses |= {at: alone.repeat(batch, 1, at[1] - at[0]) for at in ranges if at not in lses}
-        out = q.new_empty(batch, heads, tokens, self.dim_v, dtype=self.job.output)
-        lse = q.new_empty(batch, heads, tokens, dtype=self.job.compute)
-        outs = {at: part.out for at, part in self.found.items()}
-        return in_order(outs, ranges, out, 0.0), in_order(lses, ranges, lse, -torch.inf)
+        if self.sinks is not None:  # also of queries without keys
+            for queries in self.job.queries:
+                if queries not in self.found:
+                    self.found[queries] = self._of_no_keys(queries)
+                self.found[queries].take_in_sinks(self.sinks)
+        return self._written(self.job.queries, self.job.output)
+
+    def _of_no_keys(self, queries: Range) -> Result:
+        q = self.q.x
+        sizes = q.shape[0], q.shape[1], queries[1] - queries[0]
+        out = q.new_zeros(*sizes, self.dim_v, dtype=self.job.compute)
+        return Result(out, q.new_full(sizes, -torch.inf, dtype=self.job.compute))
+
+    def _written(self, ranges: Ranges, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The results of these queries, one range after another, in their dtypes; a lone part itself."""
+        alone = self.found.get(ranges[0]) if len(ranges) == 1 else None
+        if alone is not None and alone.last is None and alone.out.dtype == dtype:
+            return alone.out, alone.lse
+        q, at = self.q.x, 0
+        sizes = q.shape[0], q.shape[1], tokens(ranges)
+        out = q.new_empty(*sizes, self.dim_v, dtype=dtype)
+        lse = q.new_empty(sizes, dtype=self.job.compute)
+        for lo, hi in ranges:
+            place = tuple(x.narrow(SEQUENCE, at, hi - lo) for x in (out, lse))
+            if (lo, hi) in self.found:
+                self.found[lo, hi].write(*place)
+            else:
+                place[0].zero_()
+                place[1].fill_(-torch.inf)
+            at += hi - lo
+        return out, lse
 
 
 # --- the backward pass --------------------------------------------------------------------------------------
@@ -261,7 +277,7 @@ class _Gradients:
         operands: dict[int, Tensor],
     ) -> None:
         self.job, self.q = job, Pieces(q, job.queries)
-        self.of_queries: dict[Range, Sum] = {}
+        self.of_queries = Sums(job.compute)
         (out, lse), (dout, dlse) = results, upstream
         self.of_rows = [Pieces(x, job.queries) for x in (out, lse.unsqueeze(-1), dout)]
         if job.exchange.guests and dlse is None:
@@ -287,22 +303,15 @@ class _Gradients:
     def return_guests(self, theirs: Tensor) -> None:
         """Gradients of guests go to their owners; those of local queries that have visited others come."""
         visitors = self.job.guests.visitors
-        into = torch.empty_like(theirs)
-        sums = {at: self.of_queries.pop(at).total for at in visitors if at in self.of_queries}
-        for queries, (part,) in self.job.guests.return_home([in_order(sums, visitors, into, 0.0)]):
-            self._add(queries, part)
+        of_guests = self.of_queries.whole(visitors, theirs)
+        for queries, (part,) in self.job.guests.return_home([of_guests]):
+            self.of_queries.take_in(queries, part)
 
-    def _add(self, queries: Range, dq: Tensor) -> None:
-        if queries in self.of_queries:
-            self.of_queries[queries].take_in(dq)
-        else:
-            self.of_queries[queries] = Sum(self.job.compute, dq)
-
-    def of_stage(self, stage: int, kv: list[Tensor], places: Ranges, rectangles: Rectangles) -> list[Tensor]:
+    def of_stage(
+        self, stage: int, kv: list[Tensor], places: Ranges, rectangles: Rectangles
+    ) -> tuple[Sums, Sums]:
         """Contribution of a stage to the gradients of its keys and values."""
-        keys = [Pieces(x, places) for x in kv]
-        found = [torch.zeros(x.shape, dtype=self.job.compute, device=x.device) for x in kv]
-        sums = [Pieces(x, places) for x in found]
+        keys, found = [Pieces(x, places) for x in kv], (Sums(self.job.compute), Sums(self.job.compute))
         needs = list(self.operands)
         for x in self.job.of_stage(stage):
             out, lse, dout, *dlse = (rows.take(x.queries) for rows in self.of_rows)
@@ -313,9 +322,9 @@ class _Gradients:
                 (x.queries[0], x.keys[0]),
                 needs,
             )
-            self._add(x.queries, of_q)
-            for total, part in zip(sums, of_kv[:2], strict=True):
-                total.add(x.keys, part)
+            self.of_queries.take_in(x.queries, of_q)
+            for total, part in zip(found, of_kv[:2], strict=True):
+                total.take_in(x.keys, part)
             for slot, part in zip(needs, of_kv[2:], strict=True):
                 self.operands[slot] += part
         return found
@@ -323,8 +332,7 @@ class _Gradients:
     @property
     def dq(self) -> Tensor:
         """Gradient of the local queries, in their dtype."""
-        sums = {at: one.total for at, one in self.of_queries.items()}
-        return in_order(sums, self.job.queries, torch.empty_like(self.q.x), 0.0)
+        return self.of_queries.whole(self.job.queries, self.q.x)
 
 
 def _of_sinks(

@@ -17,6 +17,10 @@ from fa4flex.parallel.work import Work
 Sends = tuple[tuple[int, int, Ranges], ...]
 """(from rank, to rank, keys), in order; pairs that exchange nothing are left out."""
 
+MOST_PIECES, LEAST_SPARED = 3, 2048
+"""Ranges that one is cut into at most, and queries without keys of others in them at least: a kernel more
+costs what merging the results of some thousand queries with nothing would."""
+
 
 @dataclass(frozen=True)
 class Rectangle:
@@ -31,7 +35,8 @@ class Exchange:
     """Transfers before each stage of attention. Stage 0 moves nothing: its keys are the rank's own.
 
     held        the keys that each rank has
-    queries     the queries that each rank has, cut where their keys are divided
+    queries     the queries that each rank has, cut where their keys are divided, and where they begin or
+                cease to see keys of others
     sends       per later stage, what goes from whom to whom: only chunks of keys that some query of the
                 receiver may see
     rectangles  per stage and rank, in the order in which results are put together: of its own queries, then
@@ -151,6 +156,11 @@ def _exchange(work: Work, placement: Placement, held: tuple[Ranges, ...], stages
     rectangles: list[list[tuple[Rectangle, ...]]] = [[] for _ in range(stages + 1)]
     queries = tuple(_cut(own, placement.splits) for own in placement.queries)
     guests = _guests(placement.splits)
+    whole = frozenset(split.queries for split in placement.splits)
+    queries = tuple(
+        _spared(work, own, _keys_of_others(work, holder != rank, chunk_of), whole)
+        for rank, own in enumerate(queries)
+    )
     for rank, own in enumerate(queries):
         rows = (*own, *joined(_to(guests, rank, placement.ranks)))
         seen = torch.stack([_seen(work, x) for x in rows]) if rows else work.sees[:0]
@@ -186,6 +196,26 @@ def _cut(own: Ranges, splits: Sequence[Split]) -> Ranges:
         inside = [x.queries for x in splits if lo <= x.queries[0] < hi]
         cuts = sorted({lo, hi, *(at for pair in inside for at in pair)})
         found += list(pairwise(cuts))
+    return tuple(found)
+
+
+def _keys_of_others(work: Work, other: Tensor, chunk_of: Tensor) -> Tensor:
+    """bool [key chunks]: those of which another rank holds a part."""
+    found = torch.zeros(work.sees.shape[1], dtype=torch.bool)
+    found[chunk_of[other]] = True
+    return found
+
+
+def _spared(work: Work, own: Ranges, others: Tensor, whole: frozenset[Range]) -> Ranges:
+    """These ranges, but for whole ones cut such that results of queries without keys of others are merged
+    with nothing."""
+    found: list[Range] = []
+    for lo, hi in own:
+        reach = work.sees[lo // work.chunk : -(-hi // work.chunk), others].any(1)
+        runs = [(lo + first * work.chunk, min(lo + end * work.chunk, hi)) for first, end in _runs(~reach)]
+        pieces = list(pairwise(sorted({lo, hi, *(at for run in runs for at in run)})))
+        few = len(pieces) <= MOST_PIECES and tokens(runs) >= LEAST_SPARED
+        found += pieces if few and (lo, hi) not in whole else [(lo, hi)]
     return tuple(found)
 
 

@@ -46,13 +46,6 @@ class Pieces:
         found = self.slices(wanted)
         return found[0] if len(found) == 1 else torch.cat(found, SEQUENCE)
 
-    def add(self, wanted: Range, x: Tensor) -> None:
-        """Add x to the tokens of a range."""
-        at = 0
-        for part in self.slices(wanted):
-            part += x.narrow(SEQUENCE, at, part.shape[SEQUENCE])
-            at += part.shape[SEQUENCE]
-
 
 def rows_of(tensors: Sequence[Tensor], own: Sequence[Range], wanted: Sequence[Ranges]) -> Tensor:
     """Rows [tokens, ...] of what goes to each rank in order, several tensors side by side."""

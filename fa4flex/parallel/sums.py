@@ -6,6 +6,8 @@ it came.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -16,21 +18,39 @@ from fa4flex.parallel.placement import Range, Ranges
 class Result:
     """Output and log-sum-exp over the keys so far, of the dtype of sums where parts are merged.
 
-    A row without keys has output 0 and log-sum-exp -inf, in each part and in the sum.
+    A row without keys has output 0 and log-sum-exp -inf, in each part and in the sum. The last part is merged
+    where the whole is written.
     """
 
     def __init__(self, out: Tensor, lse: Tensor) -> None:
         self.out, self.lse = out, lse
+        self.last: tuple[Tensor, Tensor] | None = None
 
     def take_in(self, out: Tensor, lse: Tensor) -> None:
         """Add a part over other keys."""
-        mine, theirs = self._shares(lse)
-        self.out.mul_(mine).addcmul_(out, theirs)
+        self._merge(self.out)
+        self.last = out, lse
 
     def take_in_sinks(self, logits: Tensor) -> None:
-        """Add keys whose values are 0, of these logits [H]."""
+        """Add keys whose values are 0, of these logits [H], after all parts."""
+        self._merge(self.out)
         mine, _ = self._shares(logits.to(self.lse.dtype)[:, None].expand_as(self.lse))
         self.out.mul_(mine)
+
+    def write(self, out: Tensor, lse: Tensor) -> None:
+        """Put both there."""
+        if self.last is None:
+            out.copy_(self.out)
+        self._merge(out)
+        lse.copy_(self.lse)
+
+    def _merge(self, into: Tensor) -> None:
+        """Merge the last part, the output being written to `into`."""
+        if self.last is None:
+            return
+        (out, lse), self.last = self.last, None
+        mine, theirs = self._shares(lse)
+        torch.addcmul(self.out.mul_(mine), out, theirs, out=into)
 
     def _shares(self, lse: Tensor) -> tuple[Tensor, Tensor]:
         """Weights of what is here and of a part, both at most 1; from now on the sum has the part's keys."""
@@ -42,29 +62,93 @@ class Result:
 
 
 class Sum:
-    """A sum of tensors in `dtype`."""
+    """A sum in `dtype` of tensors of other dtypes, in their order. Two are added where the whole is written:
+    one rounding, as a sum in `dtype` would have."""
 
     def __init__(self, dtype: torch.dtype, x: Tensor) -> None:
-        self.dtype, self.total, self.alone = dtype, x, True
+        self.dtype, self.total = dtype, x
+        self.last: Tensor | None = None
+        self.alone = True
+        """True while the total is the first tensor itself."""
 
     def take_in(self, x: Tensor) -> None:
-        if self.alone:
-            self.total, self.alone = self.total.to(self.dtype, copy=True), False
-        self.total += x
+        if self.last is not None:
+            if self.alone:
+                self.total, self.alone = self.total.to(self.dtype, copy=True), False
+            self.total += self.last
+        self.last = x
 
-
-def in_order(parts: dict[Range, Tensor], ranges: Ranges, into: Tensor, fill: float) -> Tensor:
-    """Parts of queries, one range after another, written to `into`; `fill` where there is none. A lone part
-    of its dtype is given back itself."""
-    alone = parts.get(ranges[0]) if len(ranges) == 1 else None
-    if alone is not None and alone.dtype == into.dtype:
-        return alone
-    at = 0
-    for lo, hi in ranges:
-        place = into.narrow(SEQUENCE, at, hi - lo)
-        at += hi - lo
-        if (lo, hi) in parts:
-            place.copy_(parts[lo, hi])
+    def write(self, into: Tensor) -> None:
+        """Put the sum there, rounded to the dtype of that."""
+        if self.last is None:
+            into.copy_(self.total)
         else:
-            place.fill_(fill)
-    return into
+            torch.add(self.total, self.last, out=into)
+
+    def narrow(self, start: int, length: int) -> Sum:
+        """The sum of some of the tokens, which goes on by itself."""
+        part = Sum(self.dtype, self.total.narrow(SEQUENCE, start, length))
+        part.alone = self.alone
+        part.last = None if self.last is None else self.last.narrow(SEQUENCE, start, length)
+        return part
+
+
+class Sums:
+    """Sums by ranges of tokens, which may overlap: what is added to some tokens of a sum parts it there."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.parts: dict[Range, Sum] = {}
+
+    def take_in(self, where: Range, x: Tensor) -> None:
+        """Add x [B, H, tokens, D] to the tokens of a range."""
+        lo, hi = where
+        at = lo
+        for first, last in self._over(lo, hi):
+            inner = max(first, lo), min(last, hi)
+            if at < inner[0]:
+                self._begin((at, inner[0]), x.narrow(SEQUENCE, at - lo, inner[0] - at))
+            self._part((first, last), inner)
+            self.parts[inner].take_in(x.narrow(SEQUENCE, inner[0] - lo, inner[1] - inner[0]))
+            at = inner[1]
+        if at < hi:
+            self._begin((at, hi), x.narrow(SEQUENCE, at - lo, hi - at))
+
+    def _begin(self, where: Range, x: Tensor) -> None:
+        self.parts[where] = Sum(self.dtype, x)
+
+    def _part(self, whole: Range, inner: Range) -> None:
+        """Part a sum at the ends of `inner`."""
+        if whole == inner:
+            return
+        found = self.parts.pop(whole)
+        cuts = sorted({*whole, *inner})
+        for lo, hi in pairwise(cuts):
+            self.parts[lo, hi] = found.narrow(lo - whole[0], hi - lo)
+
+    def write(self, ranges: Ranges, into: Tensor) -> None:
+        """Put the sums of these ranges there, one after another: 0 where nothing was added."""
+        at = 0
+        for lo, hi in ranges:
+            place, end = into.narrow(SEQUENCE, at, hi - lo), lo
+            at += hi - lo
+            for first, last in self._over(lo, hi):
+                inner = max(first, lo), min(last, hi)
+                self._part((first, last), inner)
+                place.narrow(SEQUENCE, end - lo, inner[0] - end).zero_()
+                self.parts[inner].write(place.narrow(SEQUENCE, inner[0] - lo, inner[1] - inner[0]))
+                end = inner[1]
+            place.narrow(SEQUENCE, end - lo, hi - end).zero_()
+
+    def whole(self, ranges: Ranges, like: Tensor) -> Tensor:
+        """The same as a tensor like this one. A lone part is given back itself."""
+        alone = self.parts.get(ranges[0]) if len(ranges) == 1 else None
+        if alone is not None and alone.last is None and alone.total.dtype == like.dtype:
+            return alone.total
+        found = torch.empty_like(like)
+        self.write(ranges, found)
+        return found
+
+    def _over(self, lo: int, hi: int) -> list[Range]:
+        """The parts that have some of these tokens, in order."""
+        return sorted(part for part in self.parts if part[0] < hi and lo < part[1])

@@ -15,11 +15,17 @@ from variant_table import TABLE, Case, Sizes
 
 import fa4flex
 from fa4flex import variants as v
-from fa4flex.parallel import ContextParallel, Layout, context, plan, rectangle
+from fa4flex.parallel import ContextParallel, Layout, context, exchange, plan, rectangle
 from fa4flex.parallel.rectangle import Rectangles
 from fa4flex.runtime import ops
 
 Composition = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def _few_queries_are_spared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranges are cut for few queries without keys of others, as there are few of any kind here."""
+    monkeypatch.setattr(exchange, "LEAST_SPARED", 4)
 
 
 def spread(
@@ -164,9 +170,10 @@ def test_kernels_leave_multiprocessors_to_an_exchange_in_flight() -> None:
             assert margins[rank] == forward + backward and last
 
 
-def test_results_are_rounded_once() -> None:
+def test_results_are_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts that are merged, with each other or with sinks, have the dtype of sums; what one rectangle
     computes has that of the output."""
+    monkeypatch.setattr(exchange, "LEAST_SPARED", 61)  # all ranges as they were dealt
     qkv = [torch.randn(1, heads, 61, 8).bfloat16() for heads in (4, 2, 2)]
     found = parts(fa4flex.compile(mask=v.causal), qkv, "never")
     assert {dtype for dtype, parts in found if parts > 1} == {torch.float32}
@@ -193,6 +200,19 @@ def test_what_torch_rounds_is_widened_again(monkeypatch: pytest.MonkeyPatch) -> 
     found = parts(fa4flex.compile(mask=v.causal), qkv, "never")
     assert {dtype for dtype, _ in found} == {torch.bfloat16, torch.float32}
     assert set(asked) == {torch.bfloat16}
+
+
+def test_queries_without_keys_of_others_are_merged_with_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but the first of a rank's queries, behind a window; few such queries make no range of their own."""
+    attn = fa4flex.compile(mask=v.causal & v.sliding_window(9))
+    of_ranks = [((0, 32),), ((32, 40), (40, 64)), ((64, 72), (72, 96)), ((96, 104), (104, 128))]
+    found = plan(attn, 128, 4, tile=4).exchange
+    assert list(found.queries) == of_ranks
+    assert [len(x) for x in found.rectangles[0]] == [1, 2, 2, 2]
+    assert [len(x) for x in found.rectangles[1]] == [0, 1, 1, 1]
+    monkeypatch.setattr(exchange, "LEAST_SPARED", 25)
+    fewer = plan(attn, 128, 4, tile=4, batch=2, heads=3, stages=2).exchange
+    assert list(fewer.queries) == [((0, 32),), ((32, 64),), ((64, 96),), ((96, 128),)]
 
 
 def parts(attn: fa4flex.Attention, qkv: list[Tensor], guests: Any) -> list[tuple[torch.dtype, int]]:

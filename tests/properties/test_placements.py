@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -129,6 +130,7 @@ def covered_by(found: Exchange, rank: int, held: tuple[Ranges, ...], lengths: tu
     kind=st.sampled_from((None, "contiguous", "head-tail", "min-heap")),
     in_order=st.booleans(),
     guests=st.booleans(),
+    spared=st.sampled_from((1, 2048)),
 )
 def test_random_masks(
     mask: Mask,
@@ -139,6 +141,7 @@ def test_random_masks(
     kind: str | None,
     in_order: bool,
     guests: bool,
+    spared: int,
 ) -> None:
     q_len, kv_len = lengths[0], lengths[0] if lengths[2] else lengths[1]
     program = build(Variant(mask=mask))
@@ -153,7 +156,9 @@ def test_random_masks(
         assert placement.imbalance <= max(before.imbalance, UNEVEN) + 1e-9
         assert sum(placement.loads) == pytest.approx(float(work.area.sum()))
     held = contiguous(kv_len, ranks) if in_order else placement.keys
-    check(pairs, work, placement, exchange(work, placement, held, stages), held)
+    with patch("fa4flex.parallel.exchange.LEAST_SPARED", spared):
+        found = exchange(work, placement, held, stages)
+    check(pairs, work, placement, found, held)
     assert "queries over" in placement.explain()
 
 
