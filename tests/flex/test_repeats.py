@@ -424,7 +424,22 @@ def test_few_ways_are_made(monkeypatch: pytest.MonkeyPatch, counts: Counts) -> N
         for _ in range(3):
             right(attn, [x[:, :, :length].contiguous() for x in given], held)
     assert len(kept(attn)) == repeat.MOST_KEPT
-    assert all(one.ready.repeated <= 2 for one in kept(attn))
+    lengths = [one.ready.shape.q_len for one in kept(attn)]
+    assert lengths == [105, 104, 103, 102]
+    for _ in range(3):
+        for length in range(100, 106):
+            right(attn, [x[:, :, :length].contiguous() for x in given], held)
+    assert sorted(attn._caller.recent.flex._made.values()) == [1] + [2] * 6  # type: ignore[union-attr]
+
+
+def test_attentions_of_one_program_have_ways_of_their_own(counts: Counts) -> None:
+    """Layers of a model that differ in what they captured."""
+    layers = [Held() for _ in range(repeat.MOST_MADE + 2)]
+    attended = [repeated(held) for held in layers]
+    before = counts.now
+    for held, (attn, given) in zip(layers, attended, strict=True):
+        right(attn, given, held)
+    assert counts.now == before
 
 
 def test_calls_with_gradients_have_no_graph(monkeypatch: pytest.MonkeyPatch, counts: Counts) -> None:

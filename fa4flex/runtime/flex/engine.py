@@ -150,14 +150,14 @@ class Recent:
 
 
 class Parts(NamedTuple):
-    """Tensors of one call, [B, H, S, D], as the compiled function has them; numbers and lengths by buffer."""
+    """Tensors of one call, [B, H, S, D], as the compiled function has them; numbers are among `recent`."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     blocks: Blocks | None
     operands: tuple[Tensor, ...]
-    numbers: dict[Buffer, Tensor]
+    recent: Recent
     sinks: Tensor | None
 
 
@@ -172,8 +172,7 @@ class Ready:
     numbers           slots of the captured numbers that the mask reads
     dtypes            of the tensors of numbers and lengths that functions read
     padded_to         columns of zeros that q and k, and v, get
-    recent            parts of the last call
-    repeated          ways to it that were made for calls just like some call of it: see repeat.py
+    recent            parts of the last call, whoever called
     """
 
     engine: Engine
@@ -187,29 +186,31 @@ class Ready:
     dtypes: dict[Buffer, torch.dtype]
     padded_to: tuple[int, int]
     recent: Recent | None = None
-    repeated: int = 0
 
     def __post_init__(self) -> None:
         self.taken = tuple(dict.fromkeys((*self.score, *self.mask)))
 
     def __call__(self, given: Tensors, scalars: tuple[int | float, ...]) -> Outputs:
-        return self.results(self.compute(self.parts(given, scalars)), given)
+        parts = self.parts(given, scalars, self.recent)
+        self.recent = parts.recent
+        return self.results(self.compute(parts), given)
 
-    def parts(self, given: Tensors, scalars: tuple[int | float, ...]) -> Parts:
-        """Tensors of a call: those given, laid out and padded, and what is kept or made for them."""
+    def parts(self, given: Tensors, scalars: tuple[int | float, ...], recent: Recent | None) -> Parts:
+        """Tensors of a call: those given, laid out and padded, and what is kept in `recent` or made now."""
         q, k, v, sinks, lengths, operands = given
         if lengths is not NO_LENGTHS and (tables := self.engine.tokens(given)):
             operands = (*operands, *tables)
             q, k, v = (_before_ends if lengths.cu_seqlens_q is None else _inside)(given, tables)
         if self.padded_to != (0, 0):
             q, k, v = self._wide(q, k, v)
-        recent = self._now(scalars, q)
+        recent = self._now(scalars, q, recent)
         blocks = None if self.classes is None else self._blocks(recent, operands, scalars, q)
-        return Parts(q, k, v, blocks, operands, recent.tensors, sinks)
+        return Parts(q, k, v, blocks, operands, recent, sinks)
 
     def arguments(self, parts: Parts) -> tuple[Any, ...]:
         """Arguments of the compiled function."""
-        q, k, v, blocks, operands, numbers, sinks = parts
+        q, k, v, blocks, operands, recent, sinks = parts
+        numbers = recent.tensors
         score, mask = (
             tuple([operands[x.which] if x.kind == "tensor" else numbers[x] for x in of])
             for of in (self.score, self.mask)
@@ -219,7 +220,8 @@ class Ready:
     def flat(self, parts: Parts) -> tuple[Tensor | None, ...]:
         """The tensors among these, each once and in the same order at each call; None for sinks that are not
         there."""
-        q, k, v, blocks, operands, numbers, sinks = parts
+        q, k, v, blocks, operands, recent, sinks = parts
+        numbers = recent.tensors
         given = [operands[x.which] if x.kind == "tensor" else numbers[x] for x in self.taken]
         return q, k, v, *(blocks or ()), *given, sinks
 
@@ -236,9 +238,9 @@ class Ready:
         lse, largest = (None if x is None else x[0] for x in (lse, largest))
         return out[0].transpose(0, 1), lse, largest
 
-    def _now(self, scalars: tuple[int | float, ...], q: Tensor) -> Recent:
+    def _now(self, scalars: tuple[int | float, ...], q: Tensor, recent: Recent | None) -> Recent:
         """The numbers of this call as tensors: those of the last one, if they are equal."""
-        text, stream, recent = repr(scalars), _stream(q), self.recent
+        text, stream = repr(scalars), _stream(q)
         if recent is not None and recent.numbers == text and recent.stream == stream:
             return recent
         sizes = {"q_len": self.shape.q_len, "kv_len": self.shape.kv_len, "num_heads": self.shape.heads}
@@ -246,8 +248,7 @@ class Ready:
             x: _number_of(sizes[x.which] if x.kind == "length" else scalars[x.which], dtype, q, x)
             for x, dtype in self.dtypes.items()
         }
-        self.recent = Recent(text, stream, tensors)
-        return self.recent
+        return Recent(text, stream, tensors)
 
     def _wide(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Heads padded with zeros, where torch's kernels have none so narrow."""

@@ -10,14 +10,17 @@ a `Repeat`        types, dtypes, devices, shapes, strides and       never: other
                   scale, statistics, numbers that proofs read
 its graph         the same, and torch's global state                that changed: Dynamo is asked
 
+recent parts      numbers, stream, block mask: see `Recent`         see engine.py
+
 What the functions captured is read anew by each call: other tensors of the same looks and other numbers are
-served too. The block mask is that of `Ready`, made again when what it was made of has changed.
+served too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -27,7 +30,7 @@ from fa4flex.codegen.trace.paths import Reader
 from fa4flex.runtime.cuda.calls.call import NO_LENGTHS
 from fa4flex.runtime.cuda.repeats.fast_path import guard_of
 from fa4flex.runtime.flex.compiled import Compiled, Graph, Outputs
-from fa4flex.runtime.flex.engine import Ready, Tensors
+from fa4flex.runtime.flex.engine import Ready, Recent, Tensors
 from fa4flex.variant import Variant, default_scale
 
 QKV = tuple[Tensor, Tensor, Tensor]
@@ -36,7 +39,7 @@ MOST_KEPT = 4
 """Calls of one Attention that are kept: prompts, single queries, with and without gradients."""
 
 MOST_MADE = 16
-"""Ways to one ready call that are made, of all strides and modes: each takes some time."""
+"""Ways to one ready call that one Attention makes, for all strides and modes: each takes some time."""
 
 
 class Now(NamedTuple):
@@ -59,7 +62,10 @@ class Repeat:
     graph  None where Dynamo is to find it at each call: with gradients, and where none can be told
     """
 
-    __slots__ = "default_scale", "grad", "graph", "looks", "numbers", "ready", "scale", "sinks", "statistics"
+    __slots__ = (
+        "default_scale", "grad", "graph", "looks", "numbers", "ready", "recent", "scale", "sinks",
+        "statistics",
+    )  # fmt: skip
 
     def __init__(self, ready: Ready, looks: Callable[..., bool], qkv: QKV, now: Now) -> None:
         self.ready, self.looks = ready, looks
@@ -68,6 +74,7 @@ class Repeat:
         self.sinks, self.statistics = now.sinks is not None, now.statistics
         self.numbers, self.grad = ready.engine.watched.numbers_of(now.scalars), torch.is_grad_enabled()
         self.graph: Graph | None = None
+        self.recent: Recent | None = None
 
     def fits(self, qkv: QKV, now: Now) -> bool:
         """True if such a call is one of these."""
@@ -85,14 +92,16 @@ class Repeat:
     def __call__(self, given: Tensors, scalars: tuple[int | float, ...]) -> Outputs:
         """Results of such a call. q, k and v have heads before tokens."""
         ready, graph = self.ready, self.graph
-        parts = ready.parts(given, scalars)
+        parts = ready.parts(given, scalars, self.recent)
+        self.recent = parts.recent
         found = ready.compute(parts) if graph is None or not graph.holds() else graph(ready.flat(parts))
         return ready.results(found, given)
 
     def first(self, given: Tensors, scalars: tuple[int | float, ...]) -> Outputs:
         """The same, and from now on by the graph that computes this."""
         ready = self.ready
-        parts, attend, trains = ready.parts(given, scalars), ready.attend, self.grad and _learns(given)
+        parts, attend, trains = ready.parts(given, scalars, None), ready.attend, self.grad and _learns(given)
+        self.recent = parts.recent
         if trains or not isinstance(attend, Compiled):
             return ready.results(ready.compute(parts), given)
         found, run = attend.watched(*ready.arguments(parts))
@@ -111,6 +120,8 @@ class Repeats:
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
         self.kept: tuple[Repeat, ...] = ()
+        self._made: WeakKeyDictionary[Ready, int] = WeakKeyDictionary()
+        """Ways to each ready call that were made."""
 
     def serve(self, variant: Variant, qkv: QKV, statistics: tuple[str, ...]) -> Outputs | None:
         """The results of a call that one of these serves, else None. Raises StateError or InputError for a
@@ -129,8 +140,9 @@ class Repeats:
 
         given  q, k and v with heads before tokens; in `qkv` they are as the user gave them
         """
-        if ready.repeated < MOST_MADE and not any(one.fits(qkv, now) for one in self.kept):
-            ready.repeated += 1
+        made_before = self._made.get(ready, 0)
+        if made_before < MOST_MADE and not any(one.fits(qkv, now) for one in self.kept):
+            self._made[ready] = made_before + 1
             looks = guard_of((*qkv, *now.others()))
             if looks is not None:
                 made = Repeat(ready, looks, qkv, now)
