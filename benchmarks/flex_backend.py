@@ -7,7 +7,8 @@ Errors  every variant of tests/numeric/variant_table.py in bf16 with backend="fl
         float64. The worse of the largest element and the largest row, means of three draws; at most 2 is
         asked
 Masks   seconds and peak bytes of a new block mask, beside torch's create_block_mask where that fits
-Host    microseconds of a repeated call without gradients, beside compiled flex_attention with a BlockMask
+Host    microseconds of a repeated call, beside compiled flex_attention with a BlockMask; with gradients, and
+        with documents that are new at each call, of which torch makes a BlockMask
 
 `--device cpu` runs all of it at small sizes, through torch's reference; its host times say nothing of a GPU.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import statistics
 import sys
 import time
@@ -43,6 +45,8 @@ from variant_table import TABLE, Case, Sizes  # noqa: E402
 
 DRAWS = 3
 WIDTH = 64
+DOCUMENTS = 40
+"""Captured tensors that take turns: more than block masks are kept for."""
 MOST_DENSE = 1 << 15
 """Tokens up to which torch's create_block_mask is measured: it takes 10 bytes per pair."""
 
@@ -235,27 +239,91 @@ def microseconds(call: Callable[[], Any], device: torch.device, rounds: int, cal
     return statistics.median(found[2:])
 
 
-def host_time(device: torch.device, rounds: int) -> None:
-    """A repeated call beside compiled flex_attention with the same mods and a BlockMask that is at hand."""
-    length, dtype = (512, torch.bfloat16) if device.type != "cpu" else (64, torch.float32)
-    calls = 60 if device.type != "cpu" else 3
-    q, k, value = (torch.randn(2, n, length, 64, dtype=dtype, device=device) for n in (8, 2, 2))
-    slopes = torch.rand(8, device=device)
-    mask = lambda b, h, q_idx, kv_idx: q_idx >= kv_idx  # noqa: E731
-    score = lambda s, b, h, q_idx, kv_idx: s + slopes[h] * (kv_idx - q_idx)  # noqa: E731
-    block_mask = create_block_mask(mask, None, None, length, length, device=device)
+@dataclass(frozen=True)
+class Row:
+    """A call of ours, the same by torch, and how many are timed at once: few where each makes a mask."""
+
+    name: str
+    ours: Callable[[], Any]
+    theirs: Callable[[], Any]
+    calls: int
+    gradients: bool = False
+
+
+def host_rows(device: torch.device) -> list[Row]:
+    """Repeated calls beside compiled flex_attention with the same mods and a BlockMask that is at hand; and a
+    mask whose captured tensor is another one at each call, of which torch makes a BlockMask each time."""
+    on_cpu = device.type == "cpu"
+    batch, heads, kv_heads, length, width = (1, 2, 1, 64, 16) if on_cpu else (2, 8, 2, 512, 64)
+    dtype = torch.float32 if on_cpu else torch.bfloat16
+    q, k, value = (
+        torch.randn(batch, n, length, width, dtype=dtype, device=device) for n in (heads, kv_heads, kv_heads)
+    )
+    learned = [x.clone().requires_grad_() for x in (q, k, value)]
+    slopes = torch.rand(heads, device=device)
+    documents = [torch.arange(length, device=device) // n for n in range(5, 5 + DOCUMENTS)]
+    held, ours, theirs = [documents[0]], itertools.cycle(documents), itertools.cycle(documents)
     compiled = torch.compile(flex_attention)
-    print("host time of a repeated call")
-    for name, mod in (("causal", None), ("causal, slopes", score)):
-        attn = fa4flex.compile(mod, mask, backend="flex")
-        with torch.no_grad():
-            ours = microseconds(lambda attn=attn: attn(q, k, value), device, rounds, calls)  # type: ignore[misc]
-            theirs = microseconds(
-                lambda mod=mod: compiled(q, k, value, mod, block_mask, enable_gqa=True),  # type: ignore[misc]
-                device, rounds, calls,
-            )  # fmt: skip
+
+    def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return q_idx >= kv_idx
+
+    def score(s: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return s + slopes[h] * (kv_idx - q_idx)
+
+    def same(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (held[0][q_idx] == held[0][kv_idx]) & (q_idx >= kv_idx)
+
+    def masked(mask: Callable[..., Any]) -> Any:
+        return create_block_mask(mask, None, None, length, length, device=device)
+
+    block_mask = masked(causal)
+    plain, sloped, changing = (
+        fa4flex.compile(*mods, backend="flex") for mods in ((None, causal), (score, causal), (None, same))
+    )
+
+    def ours_by_new_documents() -> Tensor:
+        held[0] = next(ours)
+        found: Tensor = changing(q, k, value)
+        return found
+
+    def theirs_by_new_documents() -> Tensor:
+        held[0] = next(theirs)
+        found: Tensor = compiled(q, k, value, None, masked(same), enable_gqa=True)
+        return found
+
+    def by_torch(mod: Any, inputs: Sequence[Tensor]) -> Callable[[], Any]:
+        q, k, value = inputs
+        return lambda: compiled(q, k, value, mod, block_mask, enable_gqa=True)
+
+    qkv, many, few = (q, k, value), 3 if on_cpu else 60, 3 if on_cpu else 10
+    rows = [
+        Row("causal", lambda: plain(*qkv), by_torch(None, qkv), many),
+        Row("causal, slopes", lambda: sloped(*qkv), by_torch(score, qkv), many),
+        Row("documents, new ids", ours_by_new_documents, theirs_by_new_documents, few),
+    ]
+    if on_cpu:  # torch compiles no gradients there
+        return rows
+    return [
+        *rows,
+        Row("causal, gradients", lambda: plain(*learned), by_torch(None, learned), many, True),
+        Row("slopes, gradients", lambda: sloped(*learned), by_torch(score, learned), many, True),
+    ]
+
+
+def host_time(device: torch.device, rounds: int) -> None:
+    """Host time of each row; with gradients, of the forward pass. The two results are compared first."""
+    print("host time of a call")
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # threads that wait for one another would be most of what is measured
+    for row in host_rows(device):
+        with torch.set_grad_enabled(row.gradients):
+            (*_, ours), (*_, theirs) = ([call() for _ in range(5)] for call in (row.ours, row.theirs))
+            torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+            taken = [microseconds(call, device, rounds, row.calls) for call in (row.ours, row.theirs)]
         print(
-            f"  {name:<22} fa4flex {ours:8.1f} us   torch {theirs:8.1f} us   {ours / theirs:.2f} times",
+            f"  {row.name:<22} fa4flex {taken[0]:8.1f} us   torch {taken[1]:8.1f} us   "
+            f"{taken[0] / taken[1]:.2f} times",
             flush=True,
         )
 

@@ -84,12 +84,13 @@ def packed() -> dict[str, Call]:
     q, k, v = (torch.empty(tokens, n, D, dtype=DTYPE) for n in (HEADS, KV_HEADS, KV_HEADS))
     cu = [torch.arange(17, dtype=torch.int32) * (tokens // 16) for _ in range(64)]
     fewer = [tokens - n for n in range(64)]
+    ending = [x.clamp(max=n) for x, n in zip(cu, fewer, strict=True)]  # where the tokens do
     kept = Varlen(cu[0])
     return {
         "packed, repeated": lambda: attn(q, k, v, varlen=kept),
         "packed, new cu_seqlens": rotating(lambda x: attn(q, k, v, varlen=Varlen(x)), cu),
         "packed, new cu_seqlens and token count": rotating(
-            lambda x, n: mixed(q[:n], k[:n], v[:n], varlen=Varlen(x)), cu, fewer
+            lambda x, n: mixed(q[:n], k[:n], v[:n], varlen=Varlen(x)), ending, fewer
         ),
     }
 

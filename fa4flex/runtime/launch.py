@@ -40,6 +40,7 @@ from fa4flex.runtime.cuda.launches.ready import Results
 from fa4flex.runtime.direct import Direct
 from fa4flex.runtime.flex.choice import by_flex
 from fa4flex.runtime.flex.refusals import refuse_tensors
+from fa4flex.runtime.flex.repeat import Now
 from fa4flex.runtime.programs import Published, publish
 from fa4flex.runtime.recent import Recent
 from fa4flex.variant import Variant, default_scale
@@ -220,13 +221,18 @@ def _known_to_flex(
     given = ops.Tensors(q, k, v, now.sinks, _lengths(varlen), operands)
     if not _own(given.sinks, *operands):
         return None
-    scalars = now.bound.scalars
-    ready = now.prepared.program.flex.find(given, scalars, now.scale(q), statistics)
+    scalars, scale = now.bound.scalars, now.scale(q)
+    ready = now.prepared.program.flex.find(given, scalars, scale, statistics)
     if ready is None:
         return None
     if now.variant.blocks is not None:
         now.variant.blocks.fits(q.shape[2], k.shape[2], q.shape[0], q.shape[1])
-    out, lse, largest = ready(given, scalars)
+    repeats = None if now.recent is None or varlen is not None else now.recent.flex
+    if repeats is None:
+        out, lse, largest = ready(given, scalars)
+    else:
+        beside = Now(operands, scalars, given.sinks, statistics, scale)
+        out, lse, largest = repeats.attend(ready, qkv, given, beside)
     return out.transpose(1, 2) if swap else out, lse, largest
 
 

@@ -1,4 +1,5 @@
-"""The last launches of one Attention on a GPU, and the ways by which its next calls get to them."""
+"""The last launches of one Attention on a GPU, and the ways by which its next calls get to them; likewise of
+those through torch's flex_attention: see flex/repeat.py."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from fa4flex.runtime.cuda.launches.ready import Ready, Results
 from fa4flex.runtime.cuda.repeats.family_path import QKV, FamilyPath
 from fa4flex.runtime.cuda.repeats.fast_path import FastPath
 from fa4flex.runtime.direct import Direct
+from fa4flex.runtime.flex.repeat import Repeats
 from fa4flex.runtime.programs import Published
 from fa4flex.variant import Variant
 
@@ -76,6 +78,7 @@ class Recent:
         self.kept: tuple[Kept, ...] = ()
         self.once: tuple[Kept, ...] = ()
         """Launches that served one call: no way is made to them before they serve another."""
+        self.flex = None if self.reader is None else Repeats(self.reader)
 
     def serve(
         self,
@@ -87,11 +90,14 @@ class Recent:
     ) -> Results | None:
         """The results of a call that one of these launches serves, else None. Raises EarlierError for what an
         earlier call was wrong in, InputError or StateError for what this one is."""
-        kept = self.kept
+        kept, flex, dense = self.kept, self.flex, varlen is None and paging is None
+        if dense and flex is not None and flex.kept:
+            found = flex.serve(variant, qkv, statistics)
+            if found is not None:
+                return found
         if not kept:
             return None
         faults.check()
-        dense = varlen is None and paging is None
         q, k, v = qkv
         bits = self.engine.bits
         for one in kept:
@@ -106,9 +112,9 @@ class Recent:
                 one.repeated, one.direct, one.row = None, None, 0
             if one.family is None:
                 continue
-            found = one.family.find(variant, qkv, varlen, paging)
-            if found is not None:
-                return self._by_family(one, *found, dense)
+            like = one.family.find(variant, qkv, varlen, paging)
+            if like is not None:
+                return self._by_family(one, *like, dense)
         return None
 
     def _by_family(self, one: Kept, call: Call, extents: Extents, dense: bool) -> Results:

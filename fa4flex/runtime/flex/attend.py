@@ -19,6 +19,7 @@ from fa4flex.codegen.analyze.facts import SCORE, Facts
 from fa4flex.codegen.emit.source import Source
 from fa4flex.codegen.expr import TRUE
 from fa4flex.runtime.flex.block_mask import BLOCK, Blocks
+from fa4flex.runtime.flex.compiled import Attend, Compiled, Outputs
 from fa4flex.runtime.flex.mods import Buffer, Function, Setting, mask_function, score_function
 
 _LN2 = math.log(2.0)
@@ -35,12 +36,6 @@ class Inputs(NamedTuple):
     score: tuple[Tensor, ...]
     mask: tuple[Tensor, ...]
     sinks: Tensor | None
-
-
-Outputs = tuple[Tensor, Tensor | None, Tensor | None]
-"""out, lse and max_scores, None where not asked for."""
-
-Attend = Callable[..., Outputs]
 
 
 class Wanted(NamedTuple):
@@ -109,16 +104,14 @@ class Module:
         lines.append(f"    return out, {'lse' if wanted.lse else None}, found.max_scores\n")
         return "\n".join(lines)
 
-    def compiled(self) -> Attend:
+    def compiled(self, fallback: Callable[[], Attend] | None = None) -> Compiled:
         """`attend` under torch.compile. Each module has code of its own: torch counts recompilations by code.
 
         Roundings to bfloat16 and float16 in the mods are kept, which Inductor would leave out.
         """
         namespace = Source("flex_attention", self.text).namespace()
         rounds = any(f".to(torch.{name})" in self.text for name in ("bfloat16", "float16"))
-        options: Any = {"emulate_precision_casts": True} if rounds else None
-        made: Attend = torch.compile(namespace["attend"], fullgraph=True, options=options)
-        return made
+        return Compiled(namespace["attend"], {"emulate_precision_casts": True} if rounds else None, fallback)
 
     def uncompiled(self) -> Attend:
         """The same by the dense reference behind torch's operator, which has gradients on a CPU too."""

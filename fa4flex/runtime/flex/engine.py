@@ -7,16 +7,15 @@ a compiled function  text of its module, look without extents        either diff
 a block mask         extents, numbers and tensors that the mask      a tensor is another object, elsewhere, or
                      reads, stream                                   was changed in place
 tables of tokens     extents, lengths of a ragged batch, stream      likewise
-a number's tensor    its value, dtype, device, stream                any of these differs
+a number's tensor    its buffer, value, dtype, device, stream        any of these differs
 
 While a CUDA graph is captured, block masks and tables are made within it: replays follow new contents.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -34,8 +33,9 @@ from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, SequenceLengths
 from fa4flex.runtime.flex import ragged
-from fa4flex.runtime.flex.attend import Attend, Outputs, Wanted, buffers_of, module
+from fa4flex.runtime.flex.attend import Module, Wanted, buffers_of, module
 from fa4flex.runtime.flex.block_mask import Blocks, Classifier, blocks_of, classifier
+from fa4flex.runtime.flex.compiled import Attend, Outputs
 from fa4flex.runtime.flex.mods import Buffer, Function, Setting
 from fa4flex.runtime.flex.refusals import places_of, refuse_precision, refuse_schedule
 
@@ -63,7 +63,7 @@ class Engine:
 
     def __init__(self, facts: Facts, schedule: Schedule, precision: Precision) -> None:
         self.facts, self.schedule, self.precision = facts, schedule, precision
-        self._watched = watched(facts)
+        self.watched = watched(facts)
         self._ready: VersionedCache[Ready] = VersionedCache(MOST_READY)
         self._compiled: VersionedCache[Attend] = VersionedCache(MOST_COMPILED)
         self._tokens: VersionedCache[tuple[Tensor, ...]] = VersionedCache(MOST_MASKS)
@@ -80,7 +80,7 @@ class Engine:
         if ready is None:
             with proving():
                 ready = _made(self, _without_absent(given), scalars, scale, statistics)
-            look = _look(given, scale, statistics), self._watched.numbers_of(scalars)
+            look = _look(given, scale, statistics), self.watched.numbers_of(scalars)
             self._ready.keep(look, (), ready)
         return ready(given, scalars)
 
@@ -88,7 +88,7 @@ class Engine:
         self, given: Tensors, scalars: tuple[int | float, ...], scale: float, statistics: tuple[str, ...]
     ) -> Ready | None:
         """Ready call of an earlier one that looked like this, all of whose parts were checked; else None."""
-        look = _look(given, scale, statistics), self._watched.numbers_of(scalars)
+        look = _look(given, scale, statistics), self.watched.numbers_of(scalars)
         found: Ready | None = self._ready.get(look, ())
         return found
 
@@ -149,7 +149,19 @@ class Recent:
     blocks: Blocks | None = None
 
 
-@dataclass(frozen=True, eq=False)
+class Parts(NamedTuple):
+    """Tensors of one call, [B, H, S, D], as the compiled function has them; numbers are among `recent`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    blocks: Blocks | None
+    operands: tuple[Tensor, ...]
+    recent: Recent
+    sinks: Tensor | None
+
+
+@dataclass(eq=False)
 class Ready:
     """Everything that calls of one look have in common.
 
@@ -160,6 +172,7 @@ class Ready:
     numbers           slots of the captured numbers that the mask reads
     dtypes            of the tensors of numbers and lengths that functions read
     padded_to         columns of zeros that q and k, and v, get
+    recent            parts of the last call, whoever called
     """
 
     engine: Engine
@@ -172,45 +185,70 @@ class Ready:
     numbers: tuple[int, ...]
     dtypes: dict[Buffer, torch.dtype]
     padded_to: tuple[int, int]
-    recent: list[Recent] = field(default_factory=list)
+    recent: Recent | None = None
+
+    def __post_init__(self) -> None:
+        self.taken = tuple(dict.fromkeys((*self.score, *self.mask)))
 
     def __call__(self, given: Tensors, scalars: tuple[int | float, ...]) -> Outputs:
-        q, k, v = given.q, given.k, given.v
-        packed = given.lengths.cu_seqlens_q is not None
-        operands = given.operands
-        if given.lengths is not NO_LENGTHS and (tables := self.engine.tokens(given)):
+        parts = self.parts(given, scalars, self.recent)
+        self.recent = parts.recent
+        return self.results(self.compute(parts), given)
+
+    def parts(self, given: Tensors, scalars: tuple[int | float, ...], recent: Recent | None) -> Parts:
+        """Tensors of a call: those given, laid out and padded, and what is kept in `recent` or made now."""
+        q, k, v, sinks, lengths, operands = given
+        if lengths is not NO_LENGTHS and (tables := self.engine.tokens(given)):
             operands = (*operands, *tables)
-            q, k, v = _inside(given, tables) if packed else _before_ends(given, tables)
+            q, k, v = (_before_ends if lengths.cu_seqlens_q is None else _inside)(given, tables)
         if self.padded_to != (0, 0):
             q, k, v = self._wide(q, k, v)
-        recent = self._now(scalars, q)
+        recent = self._now(scalars, q, recent)
         blocks = None if self.classes is None else self._blocks(recent, operands, scalars, q)
+        return Parts(q, k, v, blocks, operands, recent, sinks)
+
+    def arguments(self, parts: Parts) -> tuple[Any, ...]:
+        """Arguments of the compiled function."""
+        q, k, v, blocks, operands, recent, sinks = parts
         numbers = recent.tensors
         score, mask = (
             tuple([operands[x.which] if x.kind == "tensor" else numbers[x] for x in of])
             for of in (self.score, self.mask)
         )
-        out, lse, largest = self.attend(q, k, v, blocks, score, mask, given.sinks)
+        return q, k, v, blocks, score, mask, sinks
+
+    def flat(self, parts: Parts) -> tuple[Tensor | None, ...]:
+        """The tensors among these, each once and in the same order at each call; None for sinks that are not
+        there."""
+        q, k, v, blocks, operands, recent, sinks = parts
+        numbers = recent.tensors
+        given = [operands[x.which] if x.kind == "tensor" else numbers[x] for x in self.taken]
+        return q, k, v, *(blocks or ()), *given, sinks
+
+    def compute(self, parts: Parts) -> Outputs:
+        return self.attend(*self.arguments(parts))
+
+    def results(self, found: Outputs, given: Tensors) -> Outputs:
+        """Results in the layout of what was given."""
+        out, lse, largest = found
         if self.padded_to[1]:
             out = out[..., : given.v.shape[-1]]
-        if not packed:
+        if given.lengths.cu_seqlens_q is None:
             return out, lse, largest
         lse, largest = (None if x is None else x[0] for x in (lse, largest))
         return out[0].transpose(0, 1), lse, largest
 
-    def _now(self, scalars: tuple[int | float, ...], q: Tensor) -> Recent:
+    def _now(self, scalars: tuple[int | float, ...], q: Tensor, recent: Recent | None) -> Recent:
         """The numbers of this call as tensors: those of the last one, if they are equal."""
         text, stream = repr(scalars), _stream(q)
-        if self.recent and self.recent[0].numbers == text and self.recent[0].stream == stream:
-            return self.recent[0]
+        if recent is not None and recent.numbers == text and recent.stream == stream:
+            return recent
         sizes = {"q_len": self.shape.q_len, "kv_len": self.shape.kv_len, "num_heads": self.shape.heads}
         tensors = {
-            x: _number_of(sizes[x.which] if x.kind == "length" else scalars[x.which], dtype, q)
+            x: _number_of(sizes[x.which] if x.kind == "length" else scalars[x.which], dtype, q, x)
             for x, dtype in self.dtypes.items()
         }
-        made = Recent(text, stream, tensors)
-        self.recent[:] = [made]
-        return made
+        return Recent(text, stream, tensors)
 
     def _wide(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Heads padded with zeros, where torch's kernels have none so narrow."""
@@ -277,7 +315,7 @@ def _made(
     functions += [] if classes is None else classes.functions
     return Ready(
         engine,
-        engine.attend_of(key, lambda: _guarded(made, on_cpu) if compiled else made.uncompiled()),
+        engine.attend_of(key, lambda: _attend(made, compiled, on_cpu)),
         shape,
         classes,
         buffers_of(made.score),
@@ -297,30 +335,8 @@ def _dtypes(facts: Facts, setting: Setting, functions: Sequence[Function]) -> di
     return {x: floats if x.kind == "number" and kinds[x.which] == "float" else ints for x in read}
 
 
-def _guarded(made: Any, on_cpu: bool) -> Attend:
-    """The compiled function; on a CPU torch's reference, with a warning, where that does not compile."""
-    compiled: Attend = made.compiled()
-    if not on_cpu:
-        return compiled
-    chosen: list[Attend] = [compiled]
-
-    def attend(*arguments: Any) -> Outputs:
-        try:
-            return chosen[0](*arguments)
-        except Exception as error:
-            if chosen[0] is not compiled:
-                raise
-            lines = str(error).strip().splitlines()
-            warnings.warn(
-                "torch could not compile flex_attention on this CPU; it runs uncompiled, as a dense "
-                f"reference: "
-                f"{lines[0] if lines else type(error).__name__}",
-                stacklevel=2,
-            )
-            chosen[0] = made.uncompiled()
-            return chosen[0](*arguments)
-
-    return attend
+def _attend(made: Module, compiled: bool, on_cpu: bool) -> Attend:
+    return made.compiled(made.uncompiled if on_cpu else None) if compiled else made.uncompiled()
 
 
 def _shape(given: Tensors) -> Shape:
@@ -373,14 +389,17 @@ def _bits(facts: Facts, operands: tuple[Tensor, ...]) -> tuple[tuple[int, int], 
 _numbers: VersionedCache[Tensor] = VersionedCache(MOST_NUMBERS)
 
 
-def _number_of(value: bool | int | float, dtype: torch.dtype, q: Tensor) -> Tensor:
-    """A number as a 0-d tensor on the device of q."""
+def _number_of(
+    value: bool | int | float, dtype: torch.dtype, q: Tensor, buffer: Buffer | None = None
+) -> Tensor:
+    """A number as a 0-d tensor on the device of q, which no other buffer has: of two inputs that are one
+    tensor torch makes one, and would compile again once they differ."""
 
     def make() -> Tensor:
         with torch.inference_mode(False):
             return torch.full((), value, dtype=dtype, device=q.device)
 
-    return _numbers.made((repr(value), dtype, q.device, _stream(q)), (), make)
+    return _numbers.made((buffer, repr(value), dtype, q.device, _stream(q)), (), make)
 
 
 def _inside(given: Tensors, tables: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,134 @@
+"""A function under torch.compile, and its graphs, which repeated calls enter past Dynamo.
+
+Dynamo compares some 250 conditions before a graph runs, most of them on torch's own modules and classes. Of a
+call that looks just like an earlier one, whoever kept that has compared what may differ already.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._dynamo import lookup_backend
+
+Outputs = tuple[Tensor, Tensor | None, Tensor | None]
+"""out, lse and max_scores, None where not asked for."""
+
+Attend = Callable[..., Outputs]
+
+
+class Run(NamedTuple):
+    """One run of a graph that Inductor compiled: its inputs and results, as Dynamo handed them over."""
+
+    graph: Callable[..., Sequence[Any]]
+    inputs: tuple[Any, ...]
+    results: Sequence[Any]
+
+
+class Compiled:
+    """`function` under torch.compile. Where it does not compile `fallback` takes its place, with a warning.
+
+    On a CPU there may be no compiler; None on a GPU: the error is the caller's.
+    """
+
+    def __init__(
+        self, function: Attend, options: dict[str, Any] | None, fallback: Callable[[], Attend] | None
+    ) -> None:
+        self._options, self._fallback = options, fallback
+        self._watched: list[Run] | None = None
+        self._chosen: Attend = torch.compile(function, fullgraph=True, backend=self._compile)
+
+    def __call__(self, *arguments: Any) -> Outputs:
+        try:
+            return self._chosen(*arguments)
+        except Exception as error:
+            if self._fallback is None:
+                raise
+            _warn_of(error)
+            self._chosen, self._fallback = self._fallback(), None
+            return self._chosen(*arguments)
+
+    def watched(self, *arguments: Any) -> tuple[Outputs, Run | None]:
+        """The same, and the run of the one graph that computed it; None where there was none, or several."""
+        runs: list[Run] = []
+        self._watched = runs
+        try:
+            found = self(*arguments)
+        finally:
+            self._watched = None
+        return found, runs[0] if len(runs) == 1 else None
+
+    def _compile(self, module: Any, examples: Any) -> Callable[..., Any]:
+        """Inductor, as a backend of Dynamo's."""
+        inductor: Any = lookup_backend("inductor")
+        graph = inductor(module, examples, config_patches=self._options)
+        # Dynamo keeps out of `run`, and so of all that it calls.
+        inner = getattr(graph, "_torchdynamo_orig_callable", graph)
+
+        def run(*inputs: Any) -> Any:
+            found, runs = inner(*inputs), self._watched
+            if runs is not None:
+                runs.append(Run(graph, inputs, found))
+            return found
+
+        return run
+
+
+def _warn_of(error: Exception) -> None:
+    lines = str(error).strip().splitlines()
+    warnings.warn(
+        "torch could not compile flex_attention on this CPU; it runs uncompiled, as a dense reference: "
+        f"{lines[0] if lines else type(error).__name__}",
+        stacklevel=3,
+    )
+
+
+class Graph:
+    """A graph that Inductor compiled, without gradients, for tensors that look like those that it ran with.
+
+    Whoever calls it has compared these looks. What else Dynamo compares, `holds` does: autocast, grad mode,
+    determinism, precision of products and the like, at once, and that no function mode is there.
+    """
+
+    __slots__ = "_constants", "_graph", "_inputs", "_outputs", "_state"
+
+    def __init__(
+        self, graph: Callable[..., Any], constants: tuple[Any, ...], inputs: list[int], outputs: list[int]
+    ) -> None:
+        self._graph, self._constants = graph, constants
+        self._inputs, self._outputs = itemgetter(*inputs), itemgetter(*outputs)
+        self._state = torch._C._dynamo.guards.GlobalStateGuard()
+
+    @staticmethod
+    def of(run: Run, given: tuple[Tensor | None, ...], found: Outputs) -> Graph | None:
+        """The graph of a run that was `given` these tensors and had these results.
+
+        None where the graph has an input or a result that is none of these, or where a tensor is given twice:
+        it could not be told which of the two an input is. Inputs that are sizes are those of the tensors.
+        """
+        present = [x for x in given if x is not None]
+        places = {id(x): i for i, x in enumerate(given) if x is not None}
+        sizes = tuple([x for x in run.inputs if type(x) is int])
+        results = {id(x): i for i, x in enumerate(run.results)}
+        known = all(type(x) is int or id(x) in places for x in run.inputs)
+        if len(places) != len(present) or not known or not all(x is None or id(x) in results for x in found):
+            return None
+        if torch._C._len_torch_function_stack():
+            return None
+        of_sizes = iter(range(len(given), len(given) + len(sizes)))
+        inputs = [next(of_sizes) if type(x) is int else places[id(x)] for x in run.inputs]
+        outputs = [-1 if x is None else results[id(x)] for x in found]
+        return Graph(run.graph, sizes, inputs, outputs)
+
+    def holds(self) -> bool:
+        """True if torch's global state is that in which the graph ran."""
+        return self._state.check() and not torch._C._len_torch_function_stack()
+
+    def __call__(self, given: tuple[Tensor | None, ...]) -> Outputs:
+        found = self._graph(*self._inputs((*given, *self._constants)))
+        outputs: Outputs = self._outputs((*found, None))
+        return outputs
