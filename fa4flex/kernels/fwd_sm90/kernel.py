@@ -24,7 +24,7 @@ from fa4flex.kernels.common.paged_key_values import box_transfers
 from fa4flex.kernels.common.products import ROWS, tiled_products
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.common.transfer import Transfers, reordered
-from fa4flex.kernels.common.work import Grid, dense_grid, packed_grid
+from fa4flex.kernels.common.work import Grid, dense_grid, packed_grid, with_divisors
 from fa4flex.kernels.fwd_sm90.config import Config
 from fa4flex.kernels.fwd_sm90.consumer import Consumer
 from fa4flex.kernels.fwd_sm90.producer import Producer
@@ -51,10 +51,14 @@ class Forward:
         layouts = self.layouts(kind, arguments.out.element_type)
         transfers = self.transfers(arguments, layouts)
         if const_expr(config.lengths == "packed"):
-            grid = packed_grid(arguments, config.tile_m)
+            grid, ordered = packed_grid(arguments, config.tile_m), False
         else:
             ordered = config.longest_first or config.tables or self.hooks.spans is not None
-            grid = dense_grid(arguments, config.tile_m, ordered)
+            grid = dense_grid(
+                arguments, config.tile_m, ordered, config.section_bytes, config.section_tiles
+            )
+        if const_expr(config.divisors):
+            grid = with_divisors(grid, ordered)
         blocks = self.blocks(arguments, grid)
         self.device(
             arguments, grid, *transfers, tiled_products(kind, self.config.tile_n, self.config.head_dim_v)

@@ -26,6 +26,26 @@ from fa4flex.kernels.fwd_sm90.tiles import Tiles, choose, pad, producer_computes
 from fa4flex.kernels.fwd_sm90.topology import forward_topology
 
 PINGPONG_WIDEST = 128
+"""The widest heads of which consumers take turns at the tensor cores. Wider heads spend so long in products that
+turns only add waiting (FlashAttention-3's rule); a comparison sets 256."""
+
+DIVISORS = False
+"""True if the host prepares what tiles' numbers are divided by. A comparison sets it."""
+
+SECTION_BYTES = 32 << 20
+"""Keys and values of the heads whose tiles are computed next to each other, where tiles differ in work: what the
+L2 cache holds. A comparison sets less: all tiles of a short head then run at the same time, and of the heads
+before it nothing is read again."""
+
+SECTION_WAVES = 0.0
+"""Tiles of these heads for each multiprocessor, at least, as long as the cache holds them: fewer would end with
+long ones. A comparison that sets SECTION_BYTES sets this too."""
+
+SETTLED_ROWS = 0
+"""Rows of a thread, of two, whose probabilities are computed before the wait for the output, where heads are
+wider than SETTLED_WIDER. A comparison sets it."""
+
+SETTLED_WIDER = 128
 
 
 @dataclass(frozen=True)
@@ -124,6 +144,10 @@ class HopperPlan:
             sinks=self.problem.sinks,
             statistics=self.problem.statistics,
             row_ends=self.problem.row_ends,
+            divisors=DIVISORS,
+            section_bytes=SECTION_BYTES,
+            section_tiles=int(SECTION_WAVES * self.target.multiprocessors),
+            settled_rows=SETTLED_ROWS if self.tiles.head_dim > SETTLED_WIDER else 0,
         )
 
     def check(self) -> None:
@@ -186,7 +210,6 @@ def plan_hopper(request: ForwardRequest) -> HopperPlan:
         tiles=tiles,
         kv_stages=choice.kv_stages,
         registers=split_registers(tiles.consumers, producer_computes(problem, work)),
-        # Wider heads spend so long in products that turns only add waiting (FlashAttention-3's rule).
         pingpong=tiles.consumers > 1 and tiles.head_dim <= PINGPONG_WIDEST,
         order=request.order,
         rescale_threshold=request.rescale_threshold,

@@ -24,6 +24,13 @@ WIDTHS = (64, 96, 128, 160, 192, 256)
 STAGES = (2, 1)
 """Tiles of K, and as many of V, in flight: two hide the copy of one behind the products of the other."""
 
+NARROW = 64
+"""Widest heads of which tiles may have 192 queries."""
+
+NARROW_STAGES = 2
+"""Tiles of K, and of V, in flight of such heads. A comparison sets 4: the keys and values of a short head's next
+tile of queries then come during this one."""
+
 
 @dataclass(frozen=True)
 class Tiles:
@@ -140,9 +147,12 @@ def pad(width: int) -> int:
 
 
 def candidates(problem: Problem, plain: bool) -> tuple[Pair, ...]:
-    """The (queries, keys) that the table has for this problem, best first."""
+    """The (queries, keys) that the table has for this problem, best first: of a class of few queries, those with
+    the fewest rows past its end."""
     row = next(r for r in TABLE if r.head_dim >= problem.head_dim and r.head_dim_v >= problem.head_dim_v)
     pairs = row.plain if plain else row.hooked
+    if problem.query_class:
+        pairs = tuple(sorted(pairs, key=lambda pair: -problem.query_class % pair[0]))
     return tuple(pair for pair in pairs if not problem.page_rows or _for_pages(problem, pair))
 
 
@@ -163,17 +173,18 @@ def choose(problem: Problem, work: Work, plain: bool, target: Target, wanted: Pa
     over: dict[int, Choice] = {}
     for pair in candidates(problem, plain):
         tiles, need, limit = _try(pair, problem, work)
-        memory = tiles.memory(problem, STAGES[0], target)
+        stages = _deepest(tiles)
+        memory = tiles.memory(problem, stages, target)
         if memory.total > target.shared_memory:
             reasons.append(
                 f"not {_name(pair)}: {memory.total} bytes of shared memory of {target.shared_memory}"
             )
         elif need.total > limit:
             reasons.append(f"not {_name(pair)}: {need.explain()} registers of {limit}")
-            over.setdefault(need.total - limit, Choice(tiles, STAGES[0], ()))
+            over.setdefault(need.total - limit, Choice(tiles, stages, ()))
         else:
             reasons.append(f"{_name(pair)} by the table: {need.explain()} registers of {limit}")
-            return Choice(tiles, STAGES[0], tuple(reasons))
+            return Choice(tiles, stages, tuple(reasons))
     if not over:
         raise UnsupportedError(
             f"pages of {problem.page_rows} keys or a multiple, and heads of {problem.head_dim}",
@@ -201,6 +212,11 @@ def producer_computes(problem: Problem, work: Work) -> bool:
     in page tables."""
     found = problem.mask_form == "tables" or problem.lengths == "packed" or problem.page_rows > 0
     return found or work.row_ends > 0
+
+
+def _deepest(tiles: Tiles) -> int:
+    """Stages that a tile of the table has room for."""
+    return NARROW_STAGES if max(tiles.head_dim, tiles.head_dim_v) <= NARROW else STAGES[0]
 
 
 def _stages(tiles: Tiles, problem: Problem, target: Target) -> int | None:
