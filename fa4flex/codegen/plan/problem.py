@@ -61,8 +61,8 @@ class Problem:
                            of keys, than `Target.few_rows`; False is always right
     row_class              with few rows, the least of ROW_CLASSES that holds them, where kernels differ by
                            that: those of 8-bit caches, and of `Target.row_classes`; else 0
-    query_class            of forward passes: the least of `Target.query_classes` that holds the queries of every
-                           sequence, where kernels differ by that; 0 is always right
+    query_class            of forward passes: the least of `Target.query_classes` that holds the queries of
+                           every sequence, where kernels differ by that; 0 is always right
     deterministic          of backward passes: sums are the same to the last bit, run after run
     many_queries           every sequence has more queries than `Target.many_queries`; False is always right
     many_keys              of backward passes: sequences have more keys than `Target.many_keys`, as far as

@@ -15,8 +15,8 @@ from fa4flex.codegen.plan.problem import ROW_CLASSES, Problem
 from fa4flex.codegen.plan.target import Target
 
 QUERIES_APART = False
-"""True if short forward passes of narrow heads are planned for by their class of queries: no launch then serves
-lengths of two classes. A comparison sets it."""
+"""True if short forward passes of narrow heads are planned for by their class of queries: no launch then
+serves lengths of two classes. A comparison sets it."""
 
 
 def forward_problem(inputs: Inputs, proved: Proved, target: Target) -> Problem:

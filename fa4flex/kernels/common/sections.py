@@ -1,5 +1,5 @@
-"""Numbers of tiles, taken apart by divisors that the host prepares: another division takes some hundred clocks,
-in every role and for every tile."""
+"""Numbers of tiles, taken apart by divisors that the host prepares: another division takes some hundred
+clocks, in every role and for every tile."""
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@ L2_BYTES = 32 << 20
 
 
 class Divisors(NamedTuple):
-    """Divisors of a tile's number, prepared on the host; sections None: all tiles of a pair before the next."""
+    """Divisors of a tile's number, prepared on the host. sections: None where all tiles of a pair come before
+    the next."""
 
     tiles: Divisor
     heads: Divisor
@@ -60,9 +61,9 @@ def dense_grid(
     section_bytes: cutlass.Constexpr = L2_BYTES,
     section_tiles: cutlass.Constexpr = 0,
 ) -> Grid:
-    """The grid of dense tensors. `ordered`: query tiles differ in work, and all heads of one come first, of as
-    many heads as have `section_bytes` of keys and values; or more, that a section has `section_tiles`, as long
-    as L2_BYTES hold them."""
+    """The grid of dense tensors. `ordered`: query tiles differ in work, and all heads of one come first, of
+    as many heads as have `section_bytes` of keys and values; or of more, for `section_tiles`, as long as
+    L2_BYTES hold them."""
     batch, q_len, heads, head_dim = arguments.q.shape
     ratio = heads // arguments.k.shape[2]
     group = Int32(1)
@@ -74,7 +75,8 @@ def dense_grid(
         head_bytes = cutlass.max(head_bytes, Int64(1))
         most = Int32(cutlass.min(Int64(section_bytes) // head_bytes, Int64(1 << 20)))
         if const_expr(section_tiles > 0):
-            wanted = Int32(section_tiles) // cutlass.max(Int32(cute.ceil_div(q_len, tile_m)) * ratio, Int32(1))
+            tiles = cutlass.max(Int32(cute.ceil_div(q_len, tile_m)) * ratio, Int32(1))
+            wanted = Int32(section_tiles) // tiles
             room = Int32(cutlass.min(Int64(L2_BYTES) // head_bytes, Int64(1 << 20)))
             most = cutlass.max(most, cutlass.min(wanted, room))
         group = halved(Int32(batch * arguments.k.shape[2]), cutlass.max(most, Int32(1))) * ratio

@@ -29,8 +29,7 @@ class Config:
     divisors                 of a tile's number are prepared on the host
     section_bytes            keys and values of the heads whose tiles are computed next to each other, at most
     section_tiles            of such heads, at least, if the L2 cache holds their keys and values
-    settled_rows             rows of a thread, of two, whose probabilities are computed before the wait for the
-                             output
+    settled_rows             rows of a thread, of two, whose probabilities come before the wait for the output
     sinks                    a learnable logit per head joins the denominator
     statistics               which of "lse" and "max_scores" are written
     """

@@ -26,20 +26,19 @@ from fa4flex.kernels.fwd_sm90.tiles import Tiles, choose, pad, producer_computes
 from fa4flex.kernels.fwd_sm90.topology import forward_topology
 
 PINGPONG_WIDEST = 128
-"""The widest heads of which consumers take turns at the tensor cores. Wider heads spend so long in products that
-turns only add waiting (FlashAttention-3's rule); a comparison sets 256."""
+"""The widest heads of which consumers take turns at the tensor cores. Wider heads spend so long in products
+that turns only add waiting (FlashAttention-3's rule); a comparison sets 256."""
 
 DIVISORS = False
 """True if the host prepares what tiles' numbers are divided by. A comparison sets it."""
 
 SECTION_BYTES = 32 << 20
-"""Keys and values of the heads whose tiles are computed next to each other, where tiles differ in work: what the
-L2 cache holds. A comparison sets less: all tiles of a short head then run at the same time, and of the heads
-before it nothing is read again."""
+"""Keys and values of the heads whose tiles are computed next to each other, where tiles differ in work: what
+the L2 cache holds. A comparison sets less: all tiles of a short head then run at the same time."""
 
 SECTION_WAVES = 0.0
-"""Tiles of these heads for each multiprocessor, at least, as long as the cache holds them: fewer would end with
-long ones. A comparison that sets SECTION_BYTES sets this too."""
+"""Tiles of these heads for each multiprocessor, at least, as long as the cache holds them: of fewer, some
+multiprocessors would have none. A comparison that sets SECTION_BYTES sets this too."""
 
 SETTLED_ROWS = 0
 """Rows of a thread, of two, whose probabilities are computed before the wait for the output, where heads are

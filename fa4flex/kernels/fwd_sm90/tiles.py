@@ -28,8 +28,8 @@ NARROW = 64
 """Widest heads of which tiles may have 192 queries."""
 
 NARROW_STAGES = 2
-"""Tiles of K, and of V, in flight of such heads. A comparison sets 4: the keys and values of a short head's next
-tile of queries then come during this one."""
+"""Tiles of K, and of V, in flight of such heads. A comparison sets 4: the keys and values of a short head's
+next tile of queries then come during this one."""
 
 
 @dataclass(frozen=True)
@@ -147,8 +147,8 @@ def pad(width: int) -> int:
 
 
 def candidates(problem: Problem, plain: bool) -> tuple[Pair, ...]:
-    """The (queries, keys) that the table has for this problem, best first: of a class of few queries, those with
-    the fewest rows past its end."""
+    """The (queries, keys) that the table has for this problem, best first: of a class of few queries, those
+    with the fewest rows past its end."""
     row = next(r for r in TABLE if r.head_dim >= problem.head_dim and r.head_dim_v >= problem.head_dim_v)
     pairs = row.plain if plain else row.hooked
     if problem.query_class:
