@@ -5,10 +5,10 @@
     python benchmarks/forward_switches.py --smoke    # small rows on the simulator: no GPU, no times
 
 Each setting is chosen in a process of its own, whose planner is told so; "off" is as the library plans, with
-the peers beside it. All begin at the same time and compile what they need; then they take turns, row by row, in
-random order. Before it is timed, each result is compared with float64 attention: an error of more than twice
-that of PyTorch ends the process. Printed are medians over the rounds: microseconds of a call, and its speed over
-that of "off" and of peers in the same round. Rows are those of the bench: fa4flex/bench/suites.py.
+the peers beside it. All begin at the same time and compile what they need; then they take turns, row by row,
+in random order. Before it is timed, each result is compared with float64 attention: an error of more than
+twice that of PyTorch ends the process. Printed are medians over the rounds: microseconds of a call, and its
+speed over that of "off" and of peers in the same round. Rows are those of the bench: fa4flex/bench/suites.py.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ Settings = dict[tuple[str, str], Any]
 DIVISORS: Settings = {(PLAN, "DIVISORS"): True}
 SHORT: Settings = {(SPECIALIZE, "QUERIES_APART"): True}
 DEEP: Settings = {(TILES, "NARROW_STAGES"): 4}
+AHEAD: Settings = {(TILES, "QUERY_STAGES"): 2}
 SECTIONS: Settings = {(PLAN, "SECTION_BYTES"): 8 << 20, (PLAN, "SECTION_WAVES"): 1.5}
 TURNS: Settings = {(PLAN, "PINGPONG_WIDEST"): 256}
 ONE_SETTLED: Settings = {(PLAN, "SETTLED_ROWS"): 1}
@@ -46,11 +47,14 @@ SWITCHES: dict[str, tuple[Settings, str]] = {
     "divisors": (DIVISORS, "narrow causal"),
     "short": (SHORT, "narrow"),
     "deep": (DEEP, "narrow"),
-    "short, deep": (SHORT | DEEP, "narrow"),
-    "short, deep, divisors": (SHORT | DEEP | DIVISORS, "narrow"),
+    "queries ahead": (AHEAD, "narrow causal"),
+    "short, ahead": (SHORT | AHEAD, "narrow"),
+    "short, ahead, divisors": (SHORT | AHEAD | DIVISORS, "narrow"),
+    "short, ahead, deep, divisors": (SHORT | AHEAD | DEEP | DIVISORS, "narrow"),
     "sections": (SECTIONS, "causal wide"),
     "sections of 16 MiB": ({(PLAN, "SECTION_BYTES"): 16 << 20}, "causal wide"),
     "sections, divisors": (SECTIONS | DIVISORS, "causal"),
+    "sections, ahead, divisors": (SECTIONS | AHEAD | DIVISORS, "causal"),
     "turns": (TURNS, "wide"),
     "one settled": (ONE_SETTLED, "wide"),
     "both settled": (BOTH_SETTLED, "wide"),

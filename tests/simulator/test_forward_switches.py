@@ -62,6 +62,8 @@ CASES = {
     "sections of tiles": Case({"SECTION_BYTES": 1, "SECTION_WAVES": 8.0}, HEADS, True),
     "short": Case({"QUERIES_APART": True}, SHORT),
     "short, causal": Case({"QUERIES_APART": True}, SHORT, True),
+    "queries ahead": Case({"QUERY_STAGES": 2}, SHORT),
+    "queries ahead, causal": Case({"QUERY_STAGES": 2}, HEADS, True),
     "short and deep": Case({"QUERIES_APART": True, "NARROW_STAGES": 4, "DIVISORS": True}, SHORT),
     "a row settled": Case({"SETTLED_ROWS": 1}, WIDE, True),
     "both rows settled": Case({"SETTLED_ROWS": 2}, WIDE, True),

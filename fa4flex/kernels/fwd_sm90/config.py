@@ -13,6 +13,7 @@ class Config:
     """head_dim, head_dim_v    widths of the tiles in shared memory: multiples of 16 that hold the tensors'
     tile_m, tile_n           queries and keys per tile; each consumer warpgroup owns 64 rows
     kv_stages                tiles of K, and as many of V, in flight
+    q_stages                 tiles of queries in flight; of two, the output has room of its own
     producer_registers, consumer_registers   per thread, after the split
     pingpong                 warpgroups take turns at the tensor cores
     rescale_threshold        in log2 units: the output is rescaled only when the row maximum grew by more
@@ -59,6 +60,7 @@ class Config:
     section_bytes: int = 32 << 20
     section_tiles: int = 0
     settled_rows: int = 0
+    q_stages: int = 1
 
     splits: ClassVar[bool] = False
     """True if several blocks may share the keys of a tile."""

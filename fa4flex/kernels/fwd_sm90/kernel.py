@@ -72,12 +72,13 @@ class Forward:
         return cutlass.min(grid.total, self.config.workers) if self.config.persistent else grid.total
 
     def layouts(self, kind: Any, out_kind: Any) -> tuple[Any, Any, Any, Any]:
-        """Swizzled shared-memory layouts of q, k, v, out; their last mode counts warpgroups or stages."""
+        """Swizzled shared-memory layouts of q, k, v, out; their last mode counts warpgroups, stages, or for q
+        the stages of one warpgroup after those of another."""
         config = self.config
         row, column = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
         n, d, dv = config.tile_n, config.head_dim, config.head_dim_v
         return (
-            sm90.make_smem_layout_a(row, (ROWS, n, d), kind, config.consumers),
+            sm90.make_smem_layout_a(row, (ROWS, n, d), kind, config.consumers * config.q_stages),
             sm90.make_smem_layout_b(row, (ROWS, n, d), kind, config.kv_stages),
             # values are loaded (tile_n, head_dim_v) row by row, which is an MN-major B operand
             sm90.make_smem_layout_b(column, (ROWS, dv, n), kind, config.kv_stages),
@@ -124,8 +125,8 @@ class Forward:
             return cute.struct.Align[cute.struct.MemRange[element, size], 1024]  # TMA swizzles by 1024 bytes
 
         return {
-            "q_full": barriers(config.consumers),
-            "q_empty": barriers(config.consumers),
+            "q_full": barriers(config.consumers * config.q_stages),
+            "q_empty": barriers(config.consumers * config.q_stages),
             "k": barriers(config.kv_stages * 2),
             "v": barriers(config.kv_stages * 2),
             "next_full": barriers(1),
@@ -160,9 +161,9 @@ class Forward:
         pipes = self.pipes(storage, shared)
         if warp == 0:
             with cute.arch.elect_one():
-                for group in cutlass.range_constexpr(self.config.consumers):
-                    cute.arch.mbarrier_init(pipes.q_full + group, 1)
-                    cute.arch.mbarrier_init(pipes.q_empty + group, 4)
+                for place in cutlass.range_constexpr(self.config.consumers * self.config.q_stages):
+                    cute.arch.mbarrier_init(pipes.q_full + place, 1)
+                    cute.arch.mbarrier_init(pipes.q_empty + place, 4)
                 cute.arch.mbarrier_init(pipes.next.full, 1)
                 cute.arch.mbarrier_init(pipes.next.empty, self.config.consumers * 4)
             cute.arch.mbarrier_init_fence()

@@ -126,6 +126,7 @@ class HopperPlan:
             head_dim_v=self.tiles.head_dim_v,
             tile_m=self.tiles.tile_m,
             tile_n=self.tiles.tile_n,
+            q_stages=self.tiles.q_stages,
             kv_stages=self.kv_stages,
             producer_registers=self.registers.producer,
             consumer_registers=self.registers.consumer,
@@ -171,7 +172,7 @@ class HopperPlan:
         lines = [
             f"forward kernel for {self.target.name} ({self.target.chip}): {self.problem.explain()}",
             f"tile: {t.tile_m} queries x {t.tile_n} keys, q and k {t.head_dim} wide, v {t.head_dim_v},"
-            f" K and V {self.kv_stages} deep",
+            f" K and V {self.kv_stages} deep" + f", queries {t.q_stages}" * (t.q_stages > 1),
             *(f"  {reason}" for reason in self.reasons),
             f"warpgroups: 1 producer, {t.consumers} consumers of {r.producer} and {r.consumer} registers",
             f"  a consumer needs about {self.need.explain()}",
