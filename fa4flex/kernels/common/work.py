@@ -16,11 +16,12 @@ L2_BYTES = 32 << 20
 
 
 class Divisors(NamedTuple):
-    """Divisors of a tile's number, prepared on the host. sections: None where all tiles of a pair come before
-    the next."""
+    """Divisors of a tile's number, prepared on the host. group: heads that share a head of keys. sections:
+    None where all tiles of a pair come before the next."""
 
     tiles: Divisor
     heads: Divisor
+    group: Divisor
     sections: Sections | None
 
 
@@ -103,13 +104,14 @@ def packed_grid(arguments: Arguments, tile_m: cutlass.Constexpr) -> Grid:
 
 
 @cute.jit
-def with_divisors(grid: Grid, ordered: cutlass.Constexpr) -> Grid:
+def with_divisors(grid: Grid, arguments: Arguments, ordered: cutlass.Constexpr) -> Grid:
     """The same grid, by whose divisors tiles are found. `ordered`: as of `dense_grid`."""
+    group = cutlass.max(grid.heads // Int32(arguments.k.shape[-2]), Int32(1))
     tiles, heads = cutlass.max(grid.tiles, Int32(1)), cutlass.max(grid.heads, Int32(1))
     sections = None
     if const_expr(ordered):
         sections = sections_of(tiles, heads * grid.batch, cutlass.max(grid.group, Int32(1)))
-    return grid._replace(divisors=Divisors(Divisor(tiles), Divisor(heads), sections))
+    return grid._replace(divisors=Divisors(Divisor(tiles), Divisor(heads), Divisor(group), sections))
 
 
 @cute.jit

@@ -56,7 +56,7 @@ class Forward:
             ordered = config.longest_first or config.tables or self.hooks.spans is not None
             grid = dense_grid(arguments, config.tile_m, ordered, config.section_bytes, config.section_tiles)
         if const_expr(config.divisors):
-            grid = with_divisors(grid, ordered)
+            grid = with_divisors(grid, arguments, ordered)
         blocks = self.blocks(arguments, grid)
         self.device(
             arguments, grid, *transfers, tiled_products(kind, self.config.tile_n, self.config.head_dim_v)
