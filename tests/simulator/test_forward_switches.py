@@ -32,6 +32,9 @@ from fa4flex.kernels.dispatch import plan_forward
 from fa4flex.kernels.fwd_sm90 import plan, tiles
 from fa4flex.runtime.cuda import engine
 
+HEAD = 512 * 2 * 16
+"""Bytes of 512 keys and values, 8 wide each."""
+
 MODULES = (plan, tiles, specialize)
 
 
@@ -120,6 +123,40 @@ def test_divisors_find_the_same_tiles(ordered: bool, seed: int) -> None:
         place_all(from_dlpack(places), grid, from_dlpack(torch.empty(1, 1, heads, 8)), ordered)
         assert torch.equal(*places)
         assert len({tuple(place[:3].tolist()) for place in places[1]}) == tiles * heads * batch
+
+
+# --- sections ---------------------------------------------------------------------------------------------
+
+
+@cute.jit
+def put_width(
+    found: cute.Tensor, q: cute.Tensor, kv: cute.Tensor, most: cutlass.Constexpr, least: cutlass.Constexpr
+) -> None:
+    given = SimpleNamespace(q=q, k=kv, v=kv, page_table=None)
+    found[0] = work.dense_grid(given, 128, True, most, least).group
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "keys", "most", "least", "width"),
+    [
+        (16, 512, work.L2_BYTES, 0, 512),
+        (16, 512, 40 * HEAD, 0, 32),
+        (16, 512, 64 * HEAD, 0, 64),
+        (16, 512, 1, 0, 1),
+        (16, 512, 1, 198, 32),
+        (16, 512, 64 * HEAD, 198, 64),
+        (4, 512, 1, 198, 32),
+        (16, 512 << 10, 1, 1980, 2),
+    ],
+)
+def test_a_section_has_so_many_heads(kv_heads: int, keys: int, most: int, least: int, width: int) -> None:
+    """Of 32 x 16 with four tiles each, halved until they are at most as many as have `most` bytes of keys and
+    values, or `least` tiles, of which L2 may hold fewer."""
+    found = torch.zeros(1, dtype=torch.int32)
+    q = torch.empty(32, 512, 16, 8, dtype=torch.bfloat16)
+    kv = torch.empty(1, 1, kv_heads, 8, dtype=torch.bfloat16).expand(32, keys, kv_heads, 8)
+    put_width(from_dlpack(found), from_dlpack(q), from_dlpack(kv), most, least)
+    assert int(found) == width
 
 
 # --- plans --------------------------------------------------------------------------------------------------
