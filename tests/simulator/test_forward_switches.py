@@ -107,7 +107,7 @@ def place_all(places: cute.Tensor, given: Grid, k: cute.Tensor, ordered: cutlass
     prepared = work.with_divisors(given, SimpleNamespace(k=k), ordered)
     for number in cutlass.range(given.total, unroll=1):
         for way, grid in ((0, given), (1, prepared)):
-            found = *work.locate(number, grid, True), *work.of_heads(number, grid)
+            found = *work.locate(number, grid, True), *work.by_heads(number, grid)
             for i in cutlass.range_constexpr(5):
                 places[way, number, i] = found[i]
 

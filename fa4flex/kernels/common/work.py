@@ -117,40 +117,40 @@ def with_divisors(grid: Grid, arguments: Arguments, ordered: cutlass.Constexpr) 
 @cute.jit
 def locate(number: Int32, grid: Grid, longest_first: cutlass.Constexpr) -> tuple[Int32, Int32, Int32]:
     """(query tile, h, b) of tile `number`."""
+    pair, tile = pair_and_tile(number, grid)
+    if const_expr(longest_first):
+        tile = grid.tiles - 1 - tile
+    h, b = by_heads(pair, grid)
+    return tile, h, b
+
+
+@cute.jit
+def pair_and_tile(number: Int32, grid: Grid) -> tuple[Int32, Int32]:
+    """(pair of head and batch, tile in the order of work) of tile `number`."""
     if const_expr(grid.divisors is not None):
         if const_expr(grid.divisors.sections is not None):
             pair, tile = in_section(number, grid.divisors.sections)
         else:
             pair, tile = divmod(number, grid.divisors.tiles)
-        b, h = divmod(pair, grid.divisors.heads)
     else:
-        tile, h, b = located(number, grid)
-    if const_expr(longest_first):
-        tile = grid.tiles - 1 - tile
-    return tile, h, b
+        section = grid.group * grid.tiles
+        first = number // section * grid.group
+        within = number % section
+        # The last section holds what is left of the pairs.
+        width = cutlass.min(grid.group, grid.heads * grid.batch - first)
+        tile = within // width
+        pair = first + within % width
+    return pair, tile
 
 
 @cute.jit
-def located(number: Int32, grid: Grid) -> tuple[Int32, Int32, Int32]:
-    """The same without divisors, in order of tiles."""
-    section = grid.group * grid.tiles
-    first = number // section * grid.group
-    within = number % section
-    # The last section holds what is left of the pairs.
-    width = cutlass.min(grid.group, grid.heads * grid.batch - first)
-    tile = within // width
-    pair = first + within % width
-    return tile, pair % grid.heads, pair // grid.heads
-
-
-@cute.jit
-def of_heads(number: Int32, grid: Grid) -> tuple[Int32, Int32]:
-    """(number // heads, number % heads)."""
+def by_heads(number: Int32, grid: Grid) -> tuple[Int32, Int32]:
+    """(number % heads, number // heads)."""
     if const_expr(grid.divisors is not None):
         before, h = divmod(number, grid.divisors.heads)
     else:
-        before, h = number // grid.heads, number % grid.heads
-    return before, h
+        h, before = number % grid.heads, number // grid.heads
+    return h, before
 
 
 @cute.jit
@@ -203,7 +203,7 @@ def find_sequence(
 @cute.jit
 def packed_work(number: Int32, grid: Grid, arguments: Arguments, tile_m: cutlass.Constexpr) -> Work:
     """The sequence that holds query tile `number // heads`."""
-    wanted, h = of_heads(number, grid)
+    h, wanted = by_heads(number, grid)
     cu_q, used = arguments.cu_seqlens_q, arguments.seqused_q
     tile, b, valid = find_sequence(wanted, cu_q, used, tile_m)
     return packed_tile(arguments, tile, h, b, valid)
@@ -212,7 +212,7 @@ def packed_work(number: Int32, grid: Grid, arguments: Arguments, tile_m: cutlass
 @cute.jit
 def ordered_work(number: Int32, grid: Grid, arguments: Arguments) -> Work:
     """All heads of a tile one after another: they read the same rows of the order, and near keys."""
-    entry, h = of_heads(number, grid)
+    h, entry = by_heads(number, grid)
     b, tile = (cute.arch.make_warp_uniform(arguments.order[entry, i]) for i in range(2))
     if const_expr(arguments.cu_seqlens_q is not None):
         sequences = Int32(arguments.cu_seqlens_q.shape[0] - 1)
