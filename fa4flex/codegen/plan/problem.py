@@ -23,6 +23,9 @@ WIDEST = 256
 ROW_CLASSES = (16, 32, 64)
 """Classes of few query rows, by the least that holds them."""
 
+QUERY_CLASSES = (128, 192, 256)
+"""Classes of few queries, by the most of them."""
+
 PAGE_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 """Classes of page sizes."""
 
@@ -58,6 +61,8 @@ class Problem:
                            of keys, than `Target.few_rows`; False is always right
     row_class              with few rows, the least of ROW_CLASSES that holds them, where kernels differ by
                            that: those of 8-bit caches, and of `Target.row_classes`; else 0
+    query_class            of forward passes: the least of `Target.query_classes` that holds the queries of
+                           every sequence, where kernels differ by that; 0 is always right
     deterministic          of backward passes: sums are the same to the last bit, run after run
     many_queries           every sequence has more queries than `Target.many_queries`; False is always right
     many_keys              of backward passes: sequences have more keys than `Target.many_keys`, as far as
@@ -92,6 +97,7 @@ class Problem:
     few_queries: bool = False
     few_rows: bool = False
     row_class: int = 0
+    query_class: int = 0
     many_queries: bool = False
     many_keys: bool = False
     sloped: bool = False
@@ -113,6 +119,7 @@ class Problem:
         for name in ("k_scales", "v_scales"):
             _require_one_of(name, getattr(self, name), get_args(Scaling))
         _require_one_of("row_class", self.row_class, (0, *ROW_CLASSES))
+        _require_one_of("query_class", self.query_class, (0, *QUERY_CLASSES))
         for name in ("head_dim", "head_dim_v"):
             _require_width(name, getattr(self, name))
         _require_one_of("lengths", self.lengths, get_args(Lengths))
@@ -166,6 +173,7 @@ class Problem:
             ["few queries"] * self.few_queries
             + [f"up to {self.row_class} rows" if self.row_class else "few rows"] * self.few_rows
             + ["many queries"] * self.many_queries
+            + [f"up to {self.query_class} queries"] * bool(self.query_class)
         )
         extras += ["many keys"] * self.many_keys + self._of_cache()
         extras += [f"{len(self.operands)} captured tensors"] * bool(self.operands) + ["sinks"] * self.sinks

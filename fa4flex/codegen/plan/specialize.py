@@ -14,6 +14,10 @@ from fa4flex.codegen.plan.inputs import Inputs
 from fa4flex.codegen.plan.problem import ROW_CLASSES, Problem
 from fa4flex.codegen.plan.target import Target
 
+QUERIES_APART = False
+"""True if short forward passes of narrow heads are planned for by their class of queries: no launch then
+serves lengths of two classes. A comparison sets it."""
+
 
 def forward_problem(inputs: Inputs, proved: Proved, target: Target) -> Problem:
     """The problem of a forward pass."""
@@ -36,6 +40,7 @@ def forward_problem(inputs: Inputs, proved: Proved, target: Target) -> Problem:
         few_queries=longest <= target.few_queries,
         few_rows=longest <= _few_rows(inputs, target.few_rows),
         row_class=_row_class(inputs, target),
+        query_class=_query_class(inputs, target),
         many_queries=inputs.lengths == "dense" and 0 < target.many_queries < longest,
         operands=inputs.operands,
         page_rows=inputs.page_rows,
@@ -51,6 +56,7 @@ def backward_problem(
         problem,
         few_rows=False,
         row_class=0,
+        query_class=0,
         sloped=facts.gradient.by_score is not const(1.0),
         deterministic=deterministic,
         many_keys=0 < target.many_keys < inputs.usual_keys and _met_alike(facts, problem),
@@ -64,6 +70,7 @@ def backward_problem(
 def same_problem(inputs: Inputs, target: Target) -> Reach:
     """The extents, around those of `inputs`, for which `forward_problem` sets the same flags."""
     limits = [_few_rows(inputs, rows) for rows in (target.few_rows, *_row_classes(inputs, target))]
+    limits += _query_classes(inputs, target)
     reach = _same_queries(inputs, target)
     for few in limits:
         least, most = _side(inputs.extents.q_len, few) if few >= 0 else (0, ANY)
@@ -90,6 +97,18 @@ def _row_class(inputs: Inputs, target: Target) -> int:
     """The class of the query rows; 0 where they are in none."""
     longest = inputs.extents.q_len
     return next((n for n in _row_classes(inputs, target) if longest <= _few_rows(inputs, n)), 0)
+
+
+def _query_classes(inputs: Inputs, target: Target) -> tuple[int, ...]:
+    """Classes of queries by which kernels differ: none of packed sequences, of which all queries together are
+    known."""
+    narrow = max(inputs.head_dim, inputs.head_dim_v) <= target.class_width
+    return target.query_classes if QUERIES_APART and narrow and inputs.lengths != "packed" else ()
+
+
+def _query_class(inputs: Inputs, target: Target) -> int:
+    """The class of the queries; 0 where they are in none."""
+    return next((n for n in _query_classes(inputs, target) if inputs.extents.q_len <= n), 0)
 
 
 def _few_rows(inputs: Inputs, rows: int) -> int:

@@ -26,6 +26,8 @@ class Target:
     few_rows                                   rows of a tile that holds all queries of a group of heads; 0
                                                where no kernel has one
     row_classes                                up to so many rows are planned for by themselves, least first
+    query_classes                              up to so many queries are planned for by themselves in forward
+                                               passes of heads up to `class_width` wide, least first
     few_queries, many_queries, many_keys       up to so many queries per sequence, and more than so many, or
                                                so many keys, are planned for by themselves; 0: all lengths are
                                                planned alike
@@ -61,6 +63,8 @@ class Target:
     few_queries: int = 0
     few_rows: int = 0
     row_classes: tuple[int, ...] = ()
+    query_classes: tuple[int, ...] = ()
+    class_width: int = 0
     many_queries: int = 0
     many_keys: int = 0
 
@@ -114,6 +118,8 @@ SM90A = Target(
     l2_bytes=50 << 20,
     hbm_bytes_per_second=4.8e12,
     few_rows=64,
+    query_classes=(128, 192, 256),
+    class_width=64,
 )
 
 SM100A = Target(

@@ -8,24 +8,14 @@ from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Boolean, Int32, Int64, const_expr, cute, select_
-from cutlass.cute import FastDivmodDivisorV2 as Divisor
 
 from fa4flex.codegen.plan.lengths import ROW_BLOCK
 from fa4flex.kernels.common.arguments import BackwardArguments
 from fa4flex.kernels.common.hooks import At, Hooks
 from fa4flex.kernels.common.keys import Listed, Ranges, visited_by
 from fa4flex.kernels.common.next_tile import NextTile, finish, publish, receive, take
+from fa4flex.kernels.common.sections import Divisor, Sections, in_section, sections_of
 from fa4flex.kernels.common.work import L2_BYTES, find_sequence
-
-
-class Sections(NamedTuple):
-    """`width` pairs (head of dK, batch) at a time, of which a section has one tile of keys after the other;
-    of the last, number `whole`, the pairs that are `left`."""
-
-    length: Divisor
-    width: Divisor
-    left: Divisor
-    whole: Int32
 
 
 class KeyGrid(NamedTuple):
@@ -43,23 +33,6 @@ class KeyGrid(NamedTuple):
     group: Int32
     sections: Sections | None
     parts: Divisor | None
-
-
-@cute.jit
-def sections_of(tiles: Int32, pairs: Int32, width: Int32) -> Sections:
-    left = pairs % width
-    left = Int32(select_(left > 0, left, width))
-    return Sections(Divisor(tiles * width), Divisor(width), Divisor(left), pairs // width)
-
-
-@cute.jit
-def in_section(number: Int32, sections: Sections) -> tuple[Int32, Int32]:
-    """(pair, tile of keys) of a block."""
-    section, within = divmod(number, sections.length)
-    tile, pair = divmod(within, sections.width)
-    if section == sections.whole:
-        tile, pair = divmod(within, sections.left)
-    return section * sections.width.divisor + pair, tile
 
 
 class KeyWork(NamedTuple):

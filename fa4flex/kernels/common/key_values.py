@@ -49,6 +49,9 @@ class ContiguousKeyValues:
 
 def kv_head_of(work: Work, grid: Grid, arguments: Arguments) -> Int32:
     """Head of keys and values that a tile of queries attends to."""
+    if grid.divisors is not None:
+        kv_head: Int32 = divmod(work.h, grid.divisors.group)[0]
+        return kv_head
     return work.h // (grid.heads // arguments.k.shape[-2])
 
 

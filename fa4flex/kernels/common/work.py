@@ -9,9 +9,20 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute, select_
 
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.paged_lengths import capacity, paged_length
+from fa4flex.kernels.common.sections import Divisor, Sections, in_section, sections_of
 
 L2_BYTES = 32 << 20
 """Keys and values of the heads that run at the same time should stay within this."""
+
+
+class Divisors(NamedTuple):
+    """Divisors of a tile's number, prepared on the host. group: heads that share a head of keys. sections:
+    None where all tiles of a pair come before the next."""
+
+    tiles: Divisor
+    heads: Divisor
+    group: Divisor
+    sections: Sections | None
 
 
 class Grid(NamedTuple):
@@ -23,6 +34,7 @@ class Grid(NamedTuple):
     heads: Int32
     batch: Int32
     group: Int32
+    divisors: Divisors | None = None
 
     @property
     def total(self) -> Int32:
@@ -43,8 +55,16 @@ class Work(NamedTuple):
 
 
 @cute.jit
-def dense_grid(arguments: Arguments, tile_m: cutlass.Constexpr, ordered: cutlass.Constexpr) -> Grid:
-    """The grid of dense tensors. `ordered`: query tiles differ in work, and all heads of one come first."""
+def dense_grid(
+    arguments: Arguments,
+    tile_m: cutlass.Constexpr,
+    ordered: cutlass.Constexpr,
+    section_bytes: cutlass.Constexpr = L2_BYTES,
+    section_tiles: cutlass.Constexpr = 0,
+) -> Grid:
+    """The grid of dense tensors. `ordered`: query tiles differ in work, and all heads of one come first, of
+    as many heads as have `section_bytes` of keys and values; or of more, for `section_tiles`, as long as
+    L2_BYTES hold them."""
     batch, q_len, heads, head_dim = arguments.q.shape
     ratio = heads // arguments.k.shape[2]
     group = Int32(1)
@@ -53,7 +73,13 @@ def dense_grid(arguments: Arguments, tile_m: cutlass.Constexpr, ordered: cutlass
         if const_expr(arguments.page_table is not None):
             keys = capacity(arguments)
         head_bytes = keys * 2 * (head_dim + arguments.v.shape[3])
-        most = Int32(cutlass.min(Int64(L2_BYTES) // cutlass.max(head_bytes, Int64(1)), Int64(1 << 20)))
+        head_bytes = cutlass.max(head_bytes, Int64(1))
+        most = Int32(cutlass.min(Int64(section_bytes) // head_bytes, Int64(1 << 20)))
+        if const_expr(section_tiles > 0):
+            tiles = cutlass.max(Int32(cute.ceil_div(q_len, tile_m)) * ratio, Int32(1))
+            wanted = Int32(section_tiles) // tiles
+            room = Int32(cutlass.min(Int64(L2_BYTES) // head_bytes, Int64(1 << 20)))
+            most = cutlass.max(most, cutlass.min(wanted, room))
         group = halved(Int32(batch * arguments.k.shape[2]), cutlass.max(most, Int32(1))) * ratio
     group = cutlass.min(group, Int32(heads * batch))
     return Grid(Int32(cute.ceil_div(q_len, tile_m)), Int32(heads), Int32(batch), group)
@@ -78,18 +104,53 @@ def packed_grid(arguments: Arguments, tile_m: cutlass.Constexpr) -> Grid:
 
 
 @cute.jit
+def with_divisors(grid: Grid, arguments: Arguments, ordered: cutlass.Constexpr) -> Grid:
+    """The same grid, by whose divisors tiles are found. `ordered`: as of `dense_grid`."""
+    group = cutlass.max(grid.heads // Int32(arguments.k.shape[-2]), Int32(1))
+    tiles, heads = cutlass.max(grid.tiles, Int32(1)), cutlass.max(grid.heads, Int32(1))
+    sections = None
+    if const_expr(ordered):
+        sections = sections_of(tiles, heads * grid.batch, cutlass.max(grid.group, Int32(1)))
+    return grid._replace(divisors=Divisors(Divisor(tiles), Divisor(heads), Divisor(group), sections))
+
+
+@cute.jit
 def locate(number: Int32, grid: Grid, longest_first: cutlass.Constexpr) -> tuple[Int32, Int32, Int32]:
     """(query tile, h, b) of tile `number`."""
-    section = grid.group * grid.tiles
-    first = number // section * grid.group
-    within = number % section
-    # The last section holds what is left of the pairs.
-    width = cutlass.min(grid.group, grid.heads * grid.batch - first)
-    tile = within // width
-    pair = first + within % width
+    pair, tile = pair_and_tile(number, grid)
     if const_expr(longest_first):
         tile = grid.tiles - 1 - tile
-    return tile, pair % grid.heads, pair // grid.heads
+    h, b = by_heads(pair, grid)
+    return tile, h, b
+
+
+@cute.jit
+def pair_and_tile(number: Int32, grid: Grid) -> tuple[Int32, Int32]:
+    """(pair of head and batch, tile in the order of work) of tile `number`."""
+    if const_expr(grid.divisors is not None):
+        if const_expr(grid.divisors.sections is not None):
+            pair, tile = in_section(number, grid.divisors.sections)
+        else:
+            pair, tile = divmod(number, grid.divisors.tiles)
+    else:
+        section = grid.group * grid.tiles
+        first = number // section * grid.group
+        within = number % section
+        # The last section holds what is left of the pairs.
+        width = cutlass.min(grid.group, grid.heads * grid.batch - first)
+        tile = within // width
+        pair = first + within % width
+    return pair, tile
+
+
+@cute.jit
+def by_heads(number: Int32, grid: Grid) -> tuple[Int32, Int32]:
+    """(number % heads, number // heads)."""
+    if const_expr(grid.divisors is not None):
+        before, h = divmod(number, grid.divisors.heads)
+    else:
+        h, before = number % grid.heads, number // grid.heads
+    return h, before
 
 
 @cute.jit
@@ -142,16 +203,16 @@ def find_sequence(
 @cute.jit
 def packed_work(number: Int32, grid: Grid, arguments: Arguments, tile_m: cutlass.Constexpr) -> Work:
     """The sequence that holds query tile `number // heads`."""
-    h = number % grid.heads
+    h, wanted = by_heads(number, grid)
     cu_q, used = arguments.cu_seqlens_q, arguments.seqused_q
-    tile, b, valid = find_sequence(number // grid.heads, cu_q, used, tile_m)
+    tile, b, valid = find_sequence(wanted, cu_q, used, tile_m)
     return packed_tile(arguments, tile, h, b, valid)
 
 
 @cute.jit
 def ordered_work(number: Int32, grid: Grid, arguments: Arguments) -> Work:
     """All heads of a tile one after another: they read the same rows of the order, and near keys."""
-    entry, h = number // grid.heads, number % grid.heads
+    h, entry = by_heads(number, grid)
     b, tile = (cute.arch.make_warp_uniform(arguments.order[entry, i]) for i in range(2))
     if const_expr(arguments.cu_seqlens_q is not None):
         sequences = Int32(arguments.cu_seqlens_q.shape[0] - 1)

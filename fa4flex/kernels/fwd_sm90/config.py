@@ -13,6 +13,7 @@ class Config:
     """head_dim, head_dim_v    widths of the tiles in shared memory: multiples of 16 that hold the tensors'
     tile_m, tile_n           queries and keys per tile; each consumer warpgroup owns 64 rows
     kv_stages                tiles of K, and as many of V, in flight
+    q_stages                 tiles of queries in flight; of two, the output has room of its own
     producer_registers, consumer_registers   per thread, after the split
     pingpong                 warpgroups take turns at the tensor cores
     rescale_threshold        in log2 units: the output is rescaled only when the row maximum grew by more
@@ -26,6 +27,10 @@ class Config:
     box_rows                 keys that one copy brings, where they lie in pages
     tables                   tiles come from block tables; otherwise from the hooks' spans, or all of them
     row_ends                 with tables: spans of each row's keys whose ends stand beside them
+    divisors                 of a tile's number are prepared on the host
+    section_bytes            keys and values of the heads whose tiles are computed next to each other, at most
+    section_tiles            of such heads, at least, if the L2 cache holds their keys and values
+    settled_rows             rows of a thread, of two, whose probabilities come before the wait for the output
     sinks                    a learnable logit per head joins the denominator
     statistics               which of "lse" and "max_scores" are written
     """
@@ -51,6 +56,11 @@ class Config:
     sinks: bool = False
     statistics: tuple[str, ...] = ("lse",)
     row_ends: int = 0
+    divisors: bool = False
+    section_bytes: int = 32 << 20
+    section_tiles: int = 0
+    settled_rows: int = 0
+    q_stages: int = 1
 
     splits: ClassVar[bool] = False
     """True if several blocks may share the keys of a tile."""

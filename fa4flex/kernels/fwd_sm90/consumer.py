@@ -7,7 +7,7 @@ issuing products, so that one's softmax runs under another's products (section 3
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
@@ -44,7 +44,7 @@ from fa4flex.kernels.common.transfer import States, Transfers
 from fa4flex.kernels.common.work import Grid, Work
 from fa4flex.kernels.fwd_sm90.config import Config
 from fa4flex.kernels.fwd_sm90.epilogue import STORES, Epilogue
-from fa4flex.kernels.fwd_sm90.resources import Pipes, Shared
+from fa4flex.kernels.fwd_sm90.resources import Pipes, QueryRing, Shared
 
 TURNS = 1
 """Named barriers TURNS + w: it is warpgroup w's turn to issue products."""
@@ -76,6 +76,7 @@ class Consumer:
         self.config = config
         self.hooks = hooks
         self.scheduler = scheduler
+        self.ring = QueryRing(config.q_stages)
         self.epilogue = Epilogue(config)
 
     @cute.jit
@@ -91,7 +92,7 @@ class Consumer:
         thread = cute.arch.thread_idx()[0] - 128
         group = cute.arch.make_warp_uniform(thread // 128)
         lane = thread % 128
-        products = self.products(mma, shared, lane, group)
+        every = self.products(mma, shared, lane, group)
         state = running(2)
         k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.kv_stages)
         v_state = k_state.clone()
@@ -99,14 +100,17 @@ class Consumer:
 
         @cute.jit
         def attend(work: Work, phase: Int32, states: States) -> States:
-            k_state, v_state = states
+            k_state, v_state = states[0], states[1]
+            turn = self.ring.turn(phase, states)
+            place = self.ring.place(group, turn)
+            products = self.of_queries(every, mma, shared.q, lane, place)
             at = self.scheduler.place(work, grid, arguments)
             keys = self.scheduler.keys(at, work, arguments)
             first_row = work.tile * self.config.tile_m + group * ROWS
             ends = row_ends(arguments.tables, at, self.config.row_ends)
             tile = self.tile(at, first_row, lane, state, ends)
             products.out.fill(0.0)
-            cute.arch.mbarrier_wait(pipes.q_full + group, phase)
+            cute.arch.mbarrier_wait(pipes.q_full + place, turn.phase)
             key_tile = tile_at(keys, Int32(0))
             k_state, v_state = self.first(products, tile, pipes, key_tile, k_state)
             for i in cutlass.range(1, keys.masked_count, unroll=1):
@@ -120,15 +124,16 @@ class Consumer:
                     products, tile, pipes, (before, key_tile), (k_state, v_state), group, False
                 )
             if const_expr(not self.config.alias_output):
-                self.release_queries(pipes, group)
+                self.release_queries(pipes, place)
             self.last(products, tile, pipes, key_tile, v_state, group)
             where = (tile.factor, self.storing_lane(lane, tile), group)
             self.epilogue.run(arguments, work, transfers, shared, products, tile.state, where)
             if const_expr(self.config.alias_output):
-                self.release_queries(pipes, group)
-            return k_state, v_state
+                self.release_queries(pipes, place)
+            return self.ring.carry(phase, states, (k_state, v_state))
 
-        self.walk(attend, (arguments, grid), (shared, pipes), (k_state, v_state))
+        begun = self.ring.open((k_state, v_state))
+        self.walk(attend, (arguments, grid), (shared, pipes), begun)
         self.epilogue.drain()
 
     def walk(
@@ -141,6 +146,16 @@ class Consumer:
     def products(self, mma: tuple[Any, Any], shared: Shared, lane: Int32, group: Int32) -> Products:
         tiles = shared.q[None, None, group], shared.k, shared.v
         return products_of(mma, tiles, (self.config.tile_n, self.config.head_dim_v), lane)
+
+    def of_queries(
+        self, products: Products, mma: tuple[Any, Any], q: Any, lane: Int32, place: Any
+    ) -> Products:
+        """The same products with the queries of one stage."""
+        if self.ring.stages == 1:
+            return products
+        scores = mma[0]
+        tile = scores.get_slice(lane).partition_A(q[None, None, place])
+        return replace(products, q=scores.make_fragment_A(tile))
 
     def tile(self, at: At, first_row: Int32, lane: Int32, state: Running, ends: RowEnds | None) -> Tile:
         """Lane l of a warpgroup holds rows l / 4 and l / 4 + 8 of its warp's 16, and of each 8 columns the
@@ -173,7 +188,7 @@ class Consumer:
         self.modify(begun, tile, True)
         grid = begun.grid
         start(maxima(grid, tile.state), tile.factor, tile.slack, tile.state)
-        self.probabilities(grid, tile)
+        self.probabilities(grid, tile, range(tile.state.rows))
         narrow(as_operand(begun.scores), products.p)
         v_state = k_state.clone()
         k_state.advance()
@@ -211,9 +226,13 @@ class Consumer:
         self.modify(begun, tile, masked)
         grid = begun.grid
         raised = self.take_maxima(grid, tile)
+        settled = self.config.settled_rows
+        self.probabilities(grid, tile, range(settled))
+        for r in range(settled):
+            compute_before(tile.state.total[r])
         warpgroup.wait_group(0)
         pipes.v.consumer_release(v_state)
-        self.probabilities(grid, tile)
+        self.probabilities(grid, tile, range(settled, tile.state.rows))
         narrow(as_operand(begun.scores), products.p)
         self.rescale(products.out, tile, raised)
         # Values take the same course through their ring as keys, one tile behind.
@@ -277,8 +296,8 @@ class Consumer:
         if masked:
             tile.fragment.mask(begun.grid, begun.kv_first, begun.allowed)
 
-    def probabilities(self, grid: cute.Tensor, tile: Tile) -> None:
-        for r in range(tile.state.rows):
+    def probabilities(self, grid: cute.Tensor, tile: Tile, rows: range) -> None:
+        for r in rows:
             exponentiate(grid[r, None], tile.factor, tile.state, r)
             accumulate(grid[r, None], tile.state, r)
 
@@ -328,6 +347,6 @@ class Consumer:
         if self.config.pingpong:
             cute.arch.barrier_arrive(barrier_id=TURNS + group, number_of_threads=256)
 
-    def release_queries(self, pipes: Pipes, group: Int32) -> None:
+    def release_queries(self, pipes: Pipes, place: Int32) -> None:
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(pipes.q_empty + group)
+            cute.arch.mbarrier_arrive(pipes.q_empty + place)

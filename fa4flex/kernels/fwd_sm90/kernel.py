@@ -24,7 +24,7 @@ from fa4flex.kernels.common.paged_key_values import box_transfers
 from fa4flex.kernels.common.products import ROWS, tiled_products
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.common.transfer import Transfers, reordered
-from fa4flex.kernels.common.work import Grid, dense_grid, packed_grid
+from fa4flex.kernels.common.work import Grid, dense_grid, packed_grid, with_divisors
 from fa4flex.kernels.fwd_sm90.config import Config
 from fa4flex.kernels.fwd_sm90.consumer import Consumer
 from fa4flex.kernels.fwd_sm90.producer import Producer
@@ -51,10 +51,12 @@ class Forward:
         layouts = self.layouts(kind, arguments.out.element_type)
         transfers = self.transfers(arguments, layouts)
         if const_expr(config.lengths == "packed"):
-            grid = packed_grid(arguments, config.tile_m)
+            grid, ordered = packed_grid(arguments, config.tile_m), False
         else:
             ordered = config.longest_first or config.tables or self.hooks.spans is not None
-            grid = dense_grid(arguments, config.tile_m, ordered)
+            grid = dense_grid(arguments, config.tile_m, ordered, config.section_bytes, config.section_tiles)
+        if const_expr(config.divisors):
+            grid = with_divisors(grid, arguments, ordered)
         blocks = self.blocks(arguments, grid)
         self.device(
             arguments, grid, *transfers, tiled_products(kind, self.config.tile_n, self.config.head_dim_v)
@@ -70,12 +72,13 @@ class Forward:
         return cutlass.min(grid.total, self.config.workers) if self.config.persistent else grid.total
 
     def layouts(self, kind: Any, out_kind: Any) -> tuple[Any, Any, Any, Any]:
-        """Swizzled shared-memory layouts of q, k, v, out; their last mode counts warpgroups or stages."""
+        """Swizzled shared-memory layouts of q, k, v, out; their last mode counts warpgroups, stages, or for q
+        the stages of one warpgroup after those of another."""
         config = self.config
         row, column = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
         n, d, dv = config.tile_n, config.head_dim, config.head_dim_v
         return (
-            sm90.make_smem_layout_a(row, (ROWS, n, d), kind, config.consumers),
+            sm90.make_smem_layout_a(row, (ROWS, n, d), kind, config.consumers * config.q_stages),
             sm90.make_smem_layout_b(row, (ROWS, n, d), kind, config.kv_stages),
             # values are loaded (tile_n, head_dim_v) row by row, which is an MN-major B operand
             sm90.make_smem_layout_b(column, (ROWS, dv, n), kind, config.kv_stages),
@@ -122,8 +125,8 @@ class Forward:
             return cute.struct.Align[cute.struct.MemRange[element, size], 1024]  # TMA swizzles by 1024 bytes
 
         return {
-            "q_full": barriers(config.consumers),
-            "q_empty": barriers(config.consumers),
+            "q_full": barriers(config.consumers * config.q_stages),
+            "q_empty": barriers(config.consumers * config.q_stages),
             "k": barriers(config.kv_stages * 2),
             "v": barriers(config.kv_stages * 2),
             "next_full": barriers(1),
@@ -158,9 +161,9 @@ class Forward:
         pipes = self.pipes(storage, shared)
         if warp == 0:
             with cute.arch.elect_one():
-                for group in cutlass.range_constexpr(self.config.consumers):
-                    cute.arch.mbarrier_init(pipes.q_full + group, 1)
-                    cute.arch.mbarrier_init(pipes.q_empty + group, 4)
+                for place in cutlass.range_constexpr(self.config.consumers * self.config.q_stages):
+                    cute.arch.mbarrier_init(pipes.q_full + place, 1)
+                    cute.arch.mbarrier_init(pipes.q_empty + place, 4)
                 cute.arch.mbarrier_init(pipes.next.full, 1)
                 cute.arch.mbarrier_init(pipes.next.empty, self.config.consumers * 4)
             cute.arch.mbarrier_init_fence()

@@ -26,6 +26,25 @@ from fa4flex.kernels.fwd_sm90.tiles import Tiles, choose, pad, producer_computes
 from fa4flex.kernels.fwd_sm90.topology import forward_topology
 
 PINGPONG_WIDEST = 128
+"""The widest heads of which consumers take turns at the tensor cores. Wider heads spend so long in products
+that turns only add waiting (FlashAttention-3's rule); a comparison sets 256."""
+
+DIVISORS = False
+"""True if the host prepares what tiles' numbers are divided by. A comparison sets it."""
+
+SECTION_BYTES = 32 << 20
+"""Keys and values of the heads whose tiles are computed next to each other, where tiles differ in work: what
+the L2 cache holds. A comparison sets less: all tiles of a short head then run at the same time."""
+
+SECTION_WAVES = 0.0
+"""Tiles of these heads for each multiprocessor, at least, as long as the cache holds them: of fewer, some
+multiprocessors would have none. A comparison that sets SECTION_BYTES sets this too."""
+
+SETTLED_ROWS = 0
+"""Rows of a thread, of two, whose probabilities are computed before the wait for the output, where heads are
+wider than SETTLED_WIDER. A comparison sets it."""
+
+SETTLED_WIDER = 128
 
 
 @dataclass(frozen=True)
@@ -107,6 +126,7 @@ class HopperPlan:
             head_dim_v=self.tiles.head_dim_v,
             tile_m=self.tiles.tile_m,
             tile_n=self.tiles.tile_n,
+            q_stages=self.tiles.q_stages,
             kv_stages=self.kv_stages,
             producer_registers=self.registers.producer,
             consumer_registers=self.registers.consumer,
@@ -124,6 +144,10 @@ class HopperPlan:
             sinks=self.problem.sinks,
             statistics=self.problem.statistics,
             row_ends=self.problem.row_ends,
+            divisors=DIVISORS,
+            section_bytes=SECTION_BYTES,
+            section_tiles=int(SECTION_WAVES * self.target.multiprocessors),
+            settled_rows=SETTLED_ROWS if self.tiles.head_dim > SETTLED_WIDER else 0,
         )
 
     def check(self) -> None:
@@ -148,7 +172,7 @@ class HopperPlan:
         lines = [
             f"forward kernel for {self.target.name} ({self.target.chip}): {self.problem.explain()}",
             f"tile: {t.tile_m} queries x {t.tile_n} keys, q and k {t.head_dim} wide, v {t.head_dim_v},"
-            f" K and V {self.kv_stages} deep",
+            f" K and V {self.kv_stages} deep" + f", queries {t.q_stages}" * (t.q_stages > 1),
             *(f"  {reason}" for reason in self.reasons),
             f"warpgroups: 1 producer, {t.consumers} consumers of {r.producer} and {r.consumer} registers",
             f"  a consumer needs about {self.need.explain()}",
@@ -186,7 +210,6 @@ def plan_hopper(request: ForwardRequest) -> HopperPlan:
         tiles=tiles,
         kv_stages=choice.kv_stages,
         registers=split_registers(tiles.consumers, producer_computes(problem, work)),
-        # Wider heads spend so long in products that turns only add waiting (FlashAttention-3's rule).
         pingpong=tiles.consumers > 1 and tiles.head_dim <= PINGPONG_WIDEST,
         order=request.order,
         rescale_threshold=request.rescale_threshold,

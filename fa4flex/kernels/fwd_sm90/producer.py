@@ -17,7 +17,7 @@ from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.common.transfer import States, Transfers, partition, sequence
 from fa4flex.kernels.common.work import Grid, Work
 from fa4flex.kernels.fwd_sm90.config import Config
-from fa4flex.kernels.fwd_sm90.resources import Pipes, Shared
+from fa4flex.kernels.fwd_sm90.resources import Pipes, QueryRing, Shared, Turn
 
 Block = tuple[Transfers, Shared, Pipes]
 """Constants over the tiles of a block."""
@@ -27,6 +27,7 @@ class Producer:
     def __init__(self, config: Config, scheduler: TileScheduler) -> None:
         self.config = config
         self.scheduler = scheduler
+        self.ring = QueryRing(config.q_stages)
 
     @cute.jit
     def run(
@@ -42,7 +43,7 @@ class Producer:
 
         @cute.jit
         def load(work: Work, phase: Int32, states: States) -> States:
-            k_state, v_state = states
+            k_state, v_state = states[0], states[1]
             at = self.scheduler.place(work, grid, arguments)
             keys = self.scheduler.keys(at, work, arguments)
             kv_head = kv_head_of(work, grid, arguments)
@@ -54,7 +55,7 @@ class Producer:
             key_values.turn_to(Int32(0))
             key_values.load_keys(k_state, tile)
             k_state.advance()
-            self.queries(work, transfers, shared, pipes, phase ^ 1)
+            self.queries(work, transfers, shared, pipes, self.ring.turn(phase, states))
             # Keys run one tile ahead of values, as the consumers use them.
             for i in cutlass.range(1, keys.count, unroll=1):
                 coming = tile_at(keys, i)
@@ -67,9 +68,10 @@ class Producer:
             key_values.turn_to(keys.count)
             key_values.load_values(v_state, tile)
             v_state.advance()
-            return k_state, v_state
+            return self.ring.carry(phase, states, (k_state, v_state))
 
-        self.walk(load, (arguments, grid), (transfers, shared, pipes), (k_state, v_state))
+        begun = self.ring.open((k_state, v_state))
+        self.walk(load, (arguments, grid), (transfers, shared, pipes), begun)
 
     def walk(self, load: Any, call: tuple[Arguments, Grid], block: Block, states: States) -> None:
         """Tile after tile of a block."""
@@ -105,20 +107,21 @@ class Producer:
         transfers: cutlass.Constexpr[Transfers],
         shared: cutlass.Constexpr[Shared],
         pipes: cutlass.Constexpr[Pipes],
-        phase: Int32,
+        turn: cutlass.Constexpr[Turn],
     ) -> None:
-        """Each warpgroup's 64 rows, as soon as that warpgroup has let go of its last ones."""
+        """Each warpgroup's 64 rows, as soon as that warpgroup has let go of those before in their stage."""
         q_global = sequence(transfers.q.tma_tensor, work.q_offset, work.h, work.b)
         width = self.config.head_dim
         q_to, q_from = partition(transfers.q, shared.q, cute.local_tile(q_global, (ROWS, width), (None, 0)))
         size = cute.size_in_bytes(shared.q.element_type, cute.select(shared.q.layout, mode=[0, 1]))
         for group in cutlass.range_constexpr(self.config.consumers):
-            cute.arch.mbarrier_wait(pipes.q_empty + group, phase)
+            place = self.ring.place(group, turn)
+            cute.arch.mbarrier_wait(pipes.q_empty + place, turn.phase ^ 1)
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(pipes.q_full + group, size)
+                cute.arch.mbarrier_arrive_and_expect_tx(pipes.q_full + place, size)
             cute.copy(
                 transfers.q.atom,
                 q_from[None, work.tile * self.config.consumers + group],
-                q_to[None, group],
-                tma_bar_ptr=pipes.q_full + group,
+                q_to[None, place],
+                tma_bar_ptr=pipes.q_full + place,
             )

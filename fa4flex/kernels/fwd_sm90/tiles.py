@@ -24,20 +24,34 @@ WIDTHS = (64, 96, 128, 160, 192, 256)
 STAGES = (2, 1)
 """Tiles of K, and as many of V, in flight: two hide the copy of one behind the products of the other."""
 
+NARROW = 64
+"""Widest heads of which tiles may have 192 queries."""
+
+NARROW_STAGES = 2
+"""Tiles of K, and of V, in flight of such heads. A comparison sets 4: the keys and values of a short head's
+next tile of queries then come during this one."""
+
 
 @dataclass(frozen=True)
 class Tiles:
-    """tile_m queries and tile_n keys per step; head_dim and head_dim_v as padded in shared memory."""
+    """tile_m queries and tile_n keys per step; head_dim and head_dim_v as padded in shared memory; q_stages
+    tiles of queries in flight."""
 
     tile_m: int
     tile_n: int
     head_dim: int
     head_dim_v: int
+    q_stages: int = 1
 
     @property
     def consumers(self) -> int:
         """Consumer warpgroups: each owns 64 rows."""
         return self.tile_m // 64
+
+    @property
+    def query_tiles(self) -> int:
+        """Tiles of 64 queries in flight, of all consumers."""
+        return self.consumers * self.q_stages
 
     @property
     def threads(self) -> int:
@@ -51,7 +65,7 @@ class Tiles:
         if not may_share(self.head_dim, self.head_dim_v):
             return False
         sizes = self._sizes(problem, kv_stages)
-        apart = lay_out(sizes, {}, barriers(self.consumers, kv_stages, problem.uneven), target)
+        apart = lay_out(sizes, {}, barriers(self.query_tiles, kv_stages, problem.uneven), target)
         return apart.total > target.shared_memory
 
     def memory(self, problem: Problem, kv_stages: int, target: Target, dynamic: bool | None = None) -> Memory:
@@ -61,12 +75,12 @@ class Tiles:
         sizes = ({"next": NUMBER} if dynamic else {}) | self._sizes(problem, kv_stages)
         aliased = "out" in sizes and self.shares(problem, kv_stages, target)
         alias = {"out": "q"} if aliased else {}
-        return lay_out(sizes, alias, barriers(self.consumers, kv_stages, dynamic), target)
+        return lay_out(sizes, alias, barriers(self.query_tiles, kv_stages, dynamic), target)
 
     def _sizes(self, problem: Problem, kv_stages: int) -> dict[str, int]:
         size = problem.itemsize
         sizes = {
-            "q": tile_bytes(self.tile_m, self.head_dim, size),
+            "q": tile_bytes(self.tile_m, self.head_dim, size) * self.q_stages,
             "k": tile_bytes(self.tile_n, self.head_dim, size) * kv_stages,
             "v": tile_bytes(self.tile_n, self.head_dim_v, size) * kv_stages,
         }
@@ -92,10 +106,15 @@ MOST_PAGED = 128
 """Queries per tile where keys lie in pages."""
 
 
-def barriers(consumers: int, kv_stages: int, dynamic: bool) -> int:
-    """mbarriers: a full and an empty one per consumer's queries, per stage of K and per stage of V, and for
+QUERY_STAGES = 1
+"""Tiles of queries in flight. A comparison sets 2: the next tile's queries then come during this one, where
+there is room and lengths are dense."""
+
+
+def barriers(query_tiles: int, kv_stages: int, dynamic: bool) -> int:
+    """mbarriers: a full and an empty one per 64 queries in flight, per stage of K and per stage of V, and for
     the next tile's number where it is handed over (`dynamic`)."""
-    return 2 * (consumers + 2 * kv_stages + dynamic)
+    return 2 * (query_tiles + 2 * kv_stages + dynamic)
 
 
 @dataclass(frozen=True)
@@ -140,9 +159,12 @@ def pad(width: int) -> int:
 
 
 def candidates(problem: Problem, plain: bool) -> tuple[Pair, ...]:
-    """The (queries, keys) that the table has for this problem, best first."""
+    """The (queries, keys) that the table has for this problem, best first: of a class of few queries, those
+    with the fewest rows past its end."""
     row = next(r for r in TABLE if r.head_dim >= problem.head_dim and r.head_dim_v >= problem.head_dim_v)
     pairs = row.plain if plain else row.hooked
+    if problem.query_class:
+        pairs = tuple(sorted(pairs, key=lambda pair: -problem.query_class % pair[0]))
     return tuple(pair for pair in pairs if not problem.page_rows or _for_pages(problem, pair))
 
 
@@ -163,17 +185,18 @@ def choose(problem: Problem, work: Work, plain: bool, target: Target, wanted: Pa
     over: dict[int, Choice] = {}
     for pair in candidates(problem, plain):
         tiles, need, limit = _try(pair, problem, work)
-        memory = tiles.memory(problem, STAGES[0], target)
+        stages = _deepest(tiles)
+        memory = tiles.memory(problem, stages, target)
         if memory.total > target.shared_memory:
             reasons.append(
                 f"not {_name(pair)}: {memory.total} bytes of shared memory of {target.shared_memory}"
             )
         elif need.total > limit:
             reasons.append(f"not {_name(pair)}: {need.explain()} registers of {limit}")
-            over.setdefault(need.total - limit, Choice(tiles, STAGES[0], ()))
+            over.setdefault(need.total - limit, Choice(tiles, stages, ()))
         else:
             reasons.append(f"{_name(pair)} by the table: {need.explain()} registers of {limit}")
-            return Choice(tiles, STAGES[0], tuple(reasons))
+            return Choice(_with_queries_ahead(tiles, problem, stages, target), stages, tuple(reasons))
     if not over:
         raise UnsupportedError(
             f"pages of {problem.page_rows} keys or a multiple, and heads of {problem.head_dim}",
@@ -201,6 +224,19 @@ def producer_computes(problem: Problem, work: Work) -> bool:
     in page tables."""
     found = problem.mask_form == "tables" or problem.lengths == "packed" or problem.page_rows > 0
     return found or work.row_ends > 0
+
+
+def _deepest(tiles: Tiles) -> int:
+    """Stages that a tile of the table has room for."""
+    return NARROW_STAGES if max(tiles.head_dim, tiles.head_dim_v) <= NARROW else STAGES[0]
+
+
+def _with_queries_ahead(tiles: Tiles, problem: Problem, kv_stages: int, target: Target) -> Tiles:
+    """The same with QUERY_STAGES, if the output then has room of its own."""
+    more = replace(tiles, q_stages=QUERY_STAGES)
+    fits = more.memory(problem, kv_stages, target).total <= target.shared_memory
+    dense = staged(problem) and not problem.page_rows
+    return more if dense and fits and not more.shares(problem, kv_stages, target) else tiles
 
 
 def _stages(tiles: Tiles, problem: Problem, target: Target) -> int | None:

@@ -50,7 +50,7 @@ def forward_topology(
     arrivals = sum(role.warps for role in consumers)
     rings = (
         *(
-            _ring(f"q {i}", 1, tiles.tile_m // n, tiles.head_dim, role.warps)
+            _ring(f"q {i}", tiles.q_stages, tiles.tile_m // n, tiles.head_dim, role.warps)
             for i, role in enumerate(consumers)
         ),
         _ring("k", kv_stages, tiles.tile_n, tiles.head_dim, arrivals, box_rows),
@@ -71,13 +71,14 @@ def forward_topology(
         (*turns, *stores),
         staging,
         overlaps=overlaps,
-        places=(_places(n, kv_stages, dynamic),),
+        places=(_places(tiles, kv_stages, dynamic),),
     )
 
 
-def _places(consumers: int, kv_stages: int, dynamic: bool) -> tuple[str, ...]:
+def _places(tiles: Tiles, kv_stages: int, dynamic: bool) -> tuple[str, ...]:
     """Mbarriers in the order of the kernel's storage."""
-    queries = (f"q {i} {side}" for side in ("full", "empty") for i in range(consumers))
+    sides, n = ("full", "empty"), range(tiles.consumers)
+    queries = (x for side in sides for i in n for x in stage_barriers(f"q {i}", tiles.q_stages, (side,)))
     handed = (f"next {side}" if dynamic else "" for side in ("full", "empty"))
     return (*queries, *stage_barriers("k", kv_stages), *stage_barriers("v", kv_stages), *handed)
 
