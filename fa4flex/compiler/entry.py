@@ -40,7 +40,7 @@ def _forward(kernel: Any, problem: Problem) -> list[Launch]:
 
 def _backward(kernel: Any, problem: Problem) -> list[Launch]:
     config = kernel.config
-    before, after = Preprocess(problem.head_dim_v, config.head_dim), Postprocess(config)
+    before, after = Preprocess(problem.head_dim_v, config), Postprocess(config)
     sums: list[Launch] = [(SumParts(), SumPartsArguments)] if problem.grouped else []
     return [(before, PreprocessArguments), (kernel, BackwardArguments), *sums, (after, PostprocessArguments)]
 

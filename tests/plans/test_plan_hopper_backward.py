@@ -125,6 +125,28 @@ def test_blocks_are_persistent_where_results_can_leave_by_tiles_of_dq() -> None:
     assert planned(replace(narrow, gradients=((0, "sum"),))).persistent
 
 
+def _shapes(config: Any, w: int) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """(rows, columns) of a warpgroup's products for dQ, and their positions."""
+    return list(zip(config.dq_shapes, config.dq_tiles(w), strict=True))
+
+
+@pytest.mark.parametrize("rows", (80, 48, 32))
+def test_eight_rows_of_transposed_dq_lie_together(rows: int) -> None:
+    """Those past the end of a sequence are left out by adding up less of each part."""
+    configs = [
+        planned(p).config()
+        for p in (LIGHT, replace(LIGHT, head_dim=192), replace(LIGHT, head_dim=192, mask_form="tables"))
+    ]
+    (config,) = (one for one in configs if one.tile_m == rows)
+    for w in range(config.consumers):
+        for first, (start, count), (height, columns) in zip(
+            config.dq_rows(w), config.dq_numbers(w), config.dq_shapes, strict=True
+        ):
+            assert (height * columns, height % 8) == (count, 0)
+            for n in range(count):
+                assert config.dq_order.place(start + n)[0] // 8 == first // 8 + n // (8 * columns)
+
+
 @pytest.mark.parametrize("mask_form", ["queries", "tables"])
 @pytest.mark.parametrize("width", [*WIDTHS, (192, 128)], ids=str)
 def test_warpgroups_share_out_dq(width: Width, mask_form: str) -> None:
@@ -132,8 +154,10 @@ def test_warpgroups_share_out_dq(width: Width, mask_form: str) -> None:
     config = planned(Problem(*widths(width), mask_form=mask_form)).config()  # type: ignore[arg-type]
     found = []
     for w in range(config.consumers):
-        dealt = zip(config.dq_shapes, config.dq_tiles(w), config.dq_numbers(w), strict=True)
-        for (rows, columns), (down, across), (first, count) in dealt:
+        assert config.dq_rows(w) == tuple(down * rows for (rows, _), (down, _) in _shapes(config, w))
+        for ((rows, columns), (down, across)), (first, count) in zip(
+            _shapes(config, w), config.dq_numbers(w), strict=True
+        ):
             places = [config.dq_order.place(n) for n in range(first, first + count)]
             mine = product(
                 range(down * rows, (down + 1) * rows), range(across * columns, (across + 1) * columns)

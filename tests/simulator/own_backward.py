@@ -75,7 +75,7 @@ def captured(arch: str, attn: Any, qkv: tuple[Tensor, Tensor, Tensor], sms: int 
         seen.append(launch)
         gpu.run(launch)
 
-    with capturing(arch, launched, sms), simulated(arch), _kept(given):
+    with capturing(arch, launched, sms), simulated(arch), kept_arguments(given):
         out = attn(*inputs)
         out.backward(torch.randn_like(out))
     assert not gpu.findings, gpu.report()
@@ -86,7 +86,7 @@ def captured(arch: str, attn: Any, qkv: tuple[Tensor, Tensor, Tensor], sms: int 
 
 
 @contextlib.contextmanager
-def _kept(given: list[tuple[Any, ...]]) -> Iterator[None]:
+def kept_arguments(given: list[tuple[Any, ...]]) -> Iterator[None]:
     """Collects the arguments of backward launches in `given`."""
     made = backward.launch_function
 

@@ -126,6 +126,11 @@ class Config:
             first += self.consumers * count
         return tuple(found)
 
+    def dq_rows(self, w: int) -> tuple[int, ...]:
+        """First row of each product for dQ of a warpgroup."""
+        rows, *others = (rows for rows, _ in self.dq_shapes)
+        return (0 if self.split_columns else w * rows), *(w * n for n in others)
+
     @property
     def dq_room(self) -> int:
         """float32 of shared memory that a warpgroup's part of a tile of dQ has: of persistent blocks, its dK,

@@ -27,6 +27,9 @@ from fa4flex.kernels.common.transfer import Views, add_bulk, partition
 THREADS = 128 + 32
 """A warpgroup and this warp."""
 
+EIGHT = 8
+"""Rows of dQ' that lie together: an instruction's columns."""
+
 
 class DqStore:
     def __init__(self, config: Config, copied: tuple[Share, ...], scheduler: BackwardTileScheduler) -> None:
@@ -94,7 +97,7 @@ class DqStore:
                         # There is dQ, so all warpgroups have met: all of dS is there.
                         self.copy(copies, views, parity, (tile, work.tile))
                     with cute.arch.elect_one():
-                        self.add(w, shared.dq[None, w, stage], whole)
+                        self.add(w, shared.dq[None, w, stage], whole, work.q_len - tile * config.tile_m)
                     cute.arch.cp_async_bulk_commit_group()
                 stage = (stage + 1) % config.dq_stages
                 if const_expr(len(copies) > 0):
@@ -110,11 +113,23 @@ class DqStore:
                     pass_turn(counter)
         return stage, parity, steps
 
-    def add(self, w: int, part: cute.Tensor, whole: cute.Tensor) -> None:
-        """A warpgroup's part of a tile of dQ."""
-        done = 0
-        for place, count in self.config.dq_numbers(w):
-            add_bulk(cute.domain_offset((done,), part), whole.iterator + place, count)
+    @cute.jit
+    def add(
+        self, w: cutlass.Constexpr[int], part: cute.Tensor, whole: cute.Tensor, end: cutlass.Int32
+    ) -> None:
+        """A warpgroup's part of a tile of dQ. Where dQ is transposed, eight rows lie together, and those from
+        `end` on, the end of the sequence, are left out."""
+        config, done = self.config, 0
+        for (place, count), first, (rows, _) in zip(
+            config.dq_numbers(w), config.dq_rows(w), config.dq_shapes, strict=True
+        ):
+            source, target = cute.domain_offset((done,), part), whole.iterator + place
+            if const_expr(config.transposes_dq):
+                eights = cutlass.min((end - first + (EIGHT - 1)) // EIGHT, rows // EIGHT)
+                if eights > 0:
+                    add_bulk(source, target, eights * (count * EIGHT // rows))
+            else:
+                add_bulk(source, target, count)
             done += count
 
     def copy(
