@@ -29,6 +29,7 @@ from fa4flex.kernels.bwd_sm90.plan import (
     LONG_LATENT_TILE,
     LONG_TILE,
     ROOMY_TILE,
+    SHORT_TILE,
     TILE,
     WIDE_TILE,
     HopperBackwardPlan,
@@ -73,6 +74,9 @@ def test_every_plan_fits(width: int) -> None:
         ({"head_dim": 64, "head_dim_v": 64, "gradients": ((0, "sum"),), "long_scores": True}, TILE),
         ({"head_dim": 64, "head_dim_v": 64, "long_scores": True}, ROOMY_TILE),
         ({"head_dim": 64, "head_dim_v": 64, "long_scores": True, "pair_reads": True}, TILE),
+        ({"few_keys": True}, SHORT_TILE),
+        ({"head_dim": 64, "head_dim_v": 64, "few_keys": True}, ROOMY_TILE),
+        ({"head_dim": 192, "few_keys": True}, LONG_LATENT_TILE),
         ({"head_dim": 192}, LONG_LATENT_TILE),
         ({"head_dim": 192, "mask_form": "spans", "deterministic": True}, LONG_LATENT_TILE),
         ({"head_dim": 192, "mask_form": "tables"}, LATENT_TILE),
@@ -167,6 +171,33 @@ def test_warpgroups_share_out_dq(width: Width, mask_form: str) -> None:
     assert sorted(found) == list(product(range(config.tile_m), range(config.head_dim)))
 
 
+@pytest.mark.parametrize(
+    ("changes", "stores"),
+    [
+        ({}, True),
+        ({"few_keys": False}, False),
+        ({"head_dim": 40, "head_dim_v": 64}, True),
+        ({"deterministic": True, "mask_form": "tables"}, True),
+        ({"long_scores": True, "grouped": True, "gradients": ((0, "once"),)}, True),
+        ({"head_dim": 192}, False),
+        ({"head_dim": 160, "head_dim_v": 160}, False),
+        ({"head_dim": 256, "head_dim_v": 256}, False),
+    ],
+    ids=str,
+)
+def test_blocks_with_all_keys_write_dq(changes: dict[str, object], stores: bool) -> None:
+    """Where keys are few, and their tile holds them, and a warpgroup's part of dQ is one product's."""
+    plan = planned(replace(LIGHT, few_keys=True, **changes) if "few_keys" not in changes else LIGHT)  # type: ignore[arg-type]
+    config = plan.config()
+    assert plan.stores_dq == config.stores_dq == stores
+    assert ("dQ is written by the block" in plan.explain()) == stores
+    assert ("keys are few, but" in plan.explain()) == (plan.problem.few_keys and not stores)
+    if stores:
+        ((rows, columns),) = config.dq_shapes
+        assert config.tile_n >= SM90A.few_keys and rows * columns * 2 <= 4 * config.dq_room
+    plan.check()
+
+
 def test_where_pairs_read_elements_of_their_own() -> None:
     row, square, buckets = torch.zeros(8), torch.zeros(8, 8), torch.zeros(8, 8, dtype=torch.int64)
     mods: list[tuple[bool, Any]] = [
@@ -189,6 +220,7 @@ KINDS = {
     "one stage of dQ": Problem(128, 128),
     "a block per tile": Problem(64, 64, deterministic=True),
     "copies of dS": Problem(64, 64, deterministic=True, gradients=((0, "once"),)),
+    "dQ stored": Problem(128, 128, few_keys=True),
     "columns": Problem(256, 256),
     "products": Problem(192, 192),
     "products, K in shared memory": Problem(192, 192, long_scores=True),

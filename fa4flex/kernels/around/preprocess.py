@@ -71,7 +71,9 @@ class Preprocess:
             total = self.dot(out, dout, lane)
         total = cute.arch.warp_reduction_sum(total, threads_in_group=self.lanes)
         if row < arguments.delta.shape[-1]:
-            self.clear(_of(arguments.dq_sum, b, h), row, row - q + length, lane)
+            self.clear(
+                None if self.config.stores_dq else _of(arguments.dq_sum, b, h), row, row - q + length, lane
+            )
         lses, lse2s, deltas = (_of(x, b, h) for x in (arguments.lse, arguments.lse2, arguments.delta))
         if lane == 0 and row < arguments.delta.shape[-1]:
             lse2 = Float32.inf
@@ -86,19 +88,20 @@ class Preprocess:
             deltas[row] = total
 
     @cute.jit
-    def clear(self, sums: cute.Tensor, row: Int32, end: Int32, lane: Int32) -> None:
-        """As many of a head's sums of dQ as a row has. Those of rows from `end` on, to which a tile may be
-        padded, stay as they are: nobody reads them."""
-        config, order = self.config, self.config.dq_order
-        zeros = cute.make_rmem_tensor((FOUR,), Float32)
-        zeros.fill(0.0)
-        fours, count = cute.logical_divide(sums, cute.make_layout(FOUR)), config.head_dim // FOUR
-        tile = row // config.tile_m
-        for first in cutlass.range_constexpr(0, count, self.lanes):
-            number = row * count + first + lane
-            place, _ = order.place((number - tile * (config.tile_m * count)) * FOUR)
-            if first + lane < count and tile * config.tile_m + place < end:
-                cute.autovec_copy(zeros, fours[None, number])
+    def clear(self, sums: cutlass.Constexpr[cute.Tensor | None], row: Int32, end: Int32, lane: Int32) -> None:
+        """As many of a head's sums of dQ as a row has, if there are sums. Those of rows from `end` on, to
+        which a tile may be padded, stay as they are: nobody reads them."""
+        if const_expr(sums is not None):
+            config, order = self.config, self.config.dq_order
+            zeros = cute.make_rmem_tensor((FOUR,), Float32)
+            zeros.fill(0.0)
+            fours, count = cute.logical_divide(sums, cute.make_layout(FOUR)), config.head_dim // FOUR
+            tile = row // config.tile_m
+            for first in cutlass.range_constexpr(0, count, self.lanes):
+                number = row * count + first + lane
+                place, _ = order.place((number - tile * (config.tile_m * count)) * FOUR)
+                if first + lane < count and tile * config.tile_m + place < end:
+                    cute.autovec_copy(zeros, fours[None, number])
 
     def place(
         self, arguments: PreprocessArguments, row: Int32, b: Int32, thread: Int32
