@@ -60,6 +60,12 @@ def of_passes(gpu: Any) -> list[Any]:
     return [result for result in gpu.results if not any(name in result.kernel for name in others)]
 
 
+def backward_launches(arch: str, kv_len: int, width: Width) -> int:
+    """Launches of a backward pass of dense lengths: three, but two where one of Hopper's blocks has all keys
+    of its queries, and writes their dQ itself."""
+    return 2 if arch == "sm_90a" and kv_len <= 128 and max(widths(width)) <= 128 else 3
+
+
 def of_backward(gpu: Any) -> list[Any]:
     """Results of the launches of backward passes: what is before the products, these, and what is after."""
     forward = "fwd_", "decode_"

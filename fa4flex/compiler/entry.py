@@ -40,9 +40,10 @@ def _forward(kernel: Any, problem: Problem) -> list[Launch]:
 
 def _backward(kernel: Any, problem: Problem) -> list[Launch]:
     config = kernel.config
-    before, after = Preprocess(problem.head_dim_v, config.head_dim), Postprocess(config)
+    before: Launch = Preprocess(problem.head_dim_v, config), PreprocessArguments
     sums: list[Launch] = [(SumParts(), SumPartsArguments)] if problem.grouped else []
-    return [(before, PreprocessArguments), (kernel, BackwardArguments), *sums, (after, PostprocessArguments)]
+    after: list[Launch] = [] if config.stores_dq else [(Postprocess(config), PostprocessArguments)]
+    return [before, (kernel, BackwardArguments), *sums, *after]
 
 
 def _tables(kernel: Any, problem: Problem) -> list[Launch]:

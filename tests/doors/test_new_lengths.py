@@ -328,7 +328,7 @@ def backward_of(engine: Engine, call: Call, needs: tuple[int, ...] = ()) -> Any:
 
 def test_new_lengths_share_a_backward_pass(recorder: Recorder) -> None:
     engine, call = call_of(fa4flex.compile(alibi, causal), tensors(2, 300, 300))
-    for extents in ((2, 300, 300), (2, 301, 300), (1, 5, 4096), (7, 300, 1)):
+    for extents in ((2, 300, 300), (2, 301, 300), (1, 5, 4096), (7, 300, 129)):
         other = resized(call, *extents)
         found = backward_of(engine, other)
         assert [x.shape for x in found[:3]] == [x.shape for x in (other.q, other.k, other.v)]
@@ -337,6 +337,22 @@ def test_new_lengths_share_a_backward_pass(recorder: Recorder) -> None:
         assert given["lse2"].shape == given["delta"].shape == (extents[0], HEADS, rows)
         assert given["dq_sum"].shape == (extents[0], HEADS, rows * 64)
     assert len(recorder.problems) == 1
+
+
+def test_keys_that_fit_one_tile_share_a_backward_pass_of_their_own(recorder: Recorder) -> None:
+    """Up to 128 of them: there are no sums of dQ then. Others before, between and after have them."""
+    engine, call = call_of(fa4flex.compile(alibi, causal), tensors(2, 300, 300))
+    for extents, few in (
+        ((2, 300, 300), False),
+        ((2, 300, 128), True),
+        ((1, 5, 1), True),
+        ((7, 300, 129), False),
+        ((3, 4096, 77), True),
+    ):
+        found = backward_of(engine, resized(call, *extents))
+        given = dict(zip(BACKWARD.names, recorder.launches[-1], strict=True))
+        assert (given["dq_sum"] is None) == few and given["dq"] is found.dq
+    assert [problem.few_keys for problem in recorder.problems] == [False, True]
 
 
 def test_gradients_of_captured_tensors_are_added_up_as_for_each_call_alone(

@@ -10,7 +10,7 @@ import struct
 from itertools import product
 
 import pytest
-from cuda_cases import FEW, VARIANTS
+from cuda_cases import FEW, VARIANTS, Sizes
 from helpers import Width, widths
 from kernel_programs import Kind, launched_backward
 from pairs import in_pairs
@@ -33,6 +33,9 @@ ON_HOPPER: tuple[tuple[str, Width], ...] = (
     *product(("plain", "causal", "softcap", "graphormer"), (64,)),
 )
 """Variants and head widths that spill no more on Hopper than SPILLED allows."""
+FEW_KEYS = tuple((name, width) for name, width in ON_HOPPER if name in LIGHT and width in (64, 96, 128))
+"""Those of which a block with all keys stores dQ."""
+
 SPILLED: dict[tuple[Target, Width], int] = {
     **{(SM90A, width): 16 for width in (192, 256)},
     (SM90A, 96): 76,
@@ -48,8 +51,9 @@ PER_HEAD = {(SM100A, 128): 96}
 keys."""
 
 
-def check(name: str, width: Width, target: Target = SM100A) -> None:
-    plan, (source, problem, signature) = launched_backward(Kind(DRAWS[name]), widths(width), target)
+def check(name: str, width: Width, target: Target = SM100A, sizes: Sizes = Sizes()) -> None:
+    kind = Kind(DRAWS[name], sizes=sizes)
+    plan, (source, problem, signature) = launched_backward(kind, widths(width), target)
     entry = plan.module.removeprefix("fa4flex.kernels.").replace(".", "") + "kernel"
     source.load()  # imports the compiler
     inspected = inspect(source, problem, signature, target.name, entry=entry)
@@ -118,6 +122,18 @@ def test_some_kernels(draw: int) -> None:
 @pytest.mark.parametrize("draw", range(2))
 def test_some_kernels_on_hopper(draw: int) -> None:
     check(*random.sample(ON_HOPPER, 2)[draw], SM90A)
+
+
+@pytest.mark.parametrize("draw", range(2))
+def test_some_kernels_of_few_keys(draw: int) -> None:
+    """One tile holds all keys: what stores dQ spills no more than what adds it up."""
+    check(*random.sample(FEW_KEYS, 2)[draw], SM90A, Sizes(kv_len=100))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("name", "width"), FEW_KEYS, ids=str)
+def test_kernel_of_few_keys(name: str, width: Width) -> None:
+    check(name, width, SM90A, Sizes(kv_len=100))
 
 
 @pytest.mark.exhaustive

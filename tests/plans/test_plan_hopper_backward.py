@@ -29,6 +29,7 @@ from fa4flex.kernels.bwd_sm90.plan import (
     LONG_LATENT_TILE,
     LONG_TILE,
     ROOMY_TILE,
+    SHORT_TILE,
     TILE,
     WIDE_TILE,
     HopperBackwardPlan,
@@ -73,6 +74,9 @@ def test_every_plan_fits(width: int) -> None:
         ({"head_dim": 64, "head_dim_v": 64, "gradients": ((0, "sum"),), "long_scores": True}, TILE),
         ({"head_dim": 64, "head_dim_v": 64, "long_scores": True}, ROOMY_TILE),
         ({"head_dim": 64, "head_dim_v": 64, "long_scores": True, "pair_reads": True}, TILE),
+        ({"few_keys": True}, SHORT_TILE),
+        ({"head_dim": 64, "head_dim_v": 64, "few_keys": True}, ROOMY_TILE),
+        ({"head_dim": 192, "few_keys": True}, LONG_LATENT_TILE),
         ({"head_dim": 192}, LONG_LATENT_TILE),
         ({"head_dim": 192, "mask_form": "spans", "deterministic": True}, LONG_LATENT_TILE),
         ({"head_dim": 192, "mask_form": "tables"}, LATENT_TILE),
@@ -125,6 +129,28 @@ def test_blocks_are_persistent_where_results_can_leave_by_tiles_of_dq() -> None:
     assert planned(replace(narrow, gradients=((0, "sum"),))).persistent
 
 
+def _shapes(config: Any, w: int) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """(rows, columns) of a warpgroup's products for dQ, and their positions."""
+    return list(zip(config.dq_shapes, config.dq_tiles(w), strict=True))
+
+
+@pytest.mark.parametrize("rows", (80, 48, 32))
+def test_eight_rows_of_transposed_dq_lie_together(rows: int) -> None:
+    """Those past the end of a sequence are left out by adding up less of each part."""
+    configs = [
+        planned(p).config()
+        for p in (LIGHT, replace(LIGHT, head_dim=192), replace(LIGHT, head_dim=192, mask_form="tables"))
+    ]
+    (config,) = (one for one in configs if one.tile_m == rows)
+    for w in range(config.consumers):
+        for first, (start, count), (height, columns) in zip(
+            config.dq_rows(w), config.dq_numbers(w), config.dq_shapes, strict=True
+        ):
+            assert (height * columns, height % 8) == (count, 0)
+            for n in range(count):
+                assert config.dq_order.place(start + n)[0] // 8 == first // 8 + n // (8 * columns)
+
+
 @pytest.mark.parametrize("mask_form", ["queries", "tables"])
 @pytest.mark.parametrize("width", [*WIDTHS, (192, 128)], ids=str)
 def test_warpgroups_share_out_dq(width: Width, mask_form: str) -> None:
@@ -132,8 +158,10 @@ def test_warpgroups_share_out_dq(width: Width, mask_form: str) -> None:
     config = planned(Problem(*widths(width), mask_form=mask_form)).config()  # type: ignore[arg-type]
     found = []
     for w in range(config.consumers):
-        dealt = zip(config.dq_shapes, config.dq_tiles(w), config.dq_numbers(w), strict=True)
-        for (rows, columns), (down, across), (first, count) in dealt:
+        assert config.dq_rows(w) == tuple(down * rows for (rows, _), (down, _) in _shapes(config, w))
+        for ((rows, columns), (down, across)), (first, count) in zip(
+            _shapes(config, w), config.dq_numbers(w), strict=True
+        ):
             places = [config.dq_order.place(n) for n in range(first, first + count)]
             mine = product(
                 range(down * rows, (down + 1) * rows), range(across * columns, (across + 1) * columns)
@@ -141,6 +169,33 @@ def test_warpgroups_share_out_dq(width: Width, mask_form: str) -> None:
             assert sorted(places) == list(mine)
             found += places
     assert sorted(found) == list(product(range(config.tile_m), range(config.head_dim)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "stores"),
+    [
+        ({}, True),
+        ({"few_keys": False}, False),
+        ({"head_dim": 40, "head_dim_v": 64}, True),
+        ({"deterministic": True, "mask_form": "tables"}, True),
+        ({"long_scores": True, "grouped": True, "gradients": ((0, "once"),)}, True),
+        ({"head_dim": 192}, False),
+        ({"head_dim": 160, "head_dim_v": 160}, False),
+        ({"head_dim": 256, "head_dim_v": 256}, False),
+    ],
+    ids=str,
+)
+def test_blocks_with_all_keys_write_dq(changes: dict[str, object], stores: bool) -> None:
+    """Where keys are few, and their tile holds them, and a warpgroup's part of dQ is one product's."""
+    plan = planned(replace(LIGHT, few_keys=True, **changes) if "few_keys" not in changes else LIGHT)  # type: ignore[arg-type]
+    config = plan.config()
+    assert plan.stores_dq == config.stores_dq == stores
+    assert ("dQ is written by the block" in plan.explain()) == stores
+    assert ("keys are few, but" in plan.explain()) == (plan.problem.few_keys and not stores)
+    if stores:
+        ((rows, columns),) = config.dq_shapes
+        assert config.tile_n >= SM90A.few_keys and rows * columns * 2 <= 4 * config.dq_room
+    plan.check()
 
 
 def test_where_pairs_read_elements_of_their_own() -> None:
@@ -165,6 +220,7 @@ KINDS = {
     "one stage of dQ": Problem(128, 128),
     "a block per tile": Problem(64, 64, deterministic=True),
     "copies of dS": Problem(64, 64, deterministic=True, gradients=((0, "once"),)),
+    "dQ stored": Problem(128, 128, few_keys=True),
     "columns": Problem(256, 256),
     "products": Problem(192, 192),
     "products, K in shared memory": Problem(192, 192, long_scores=True),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from functools import lru_cache
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from helpers import Width, widths
 from own_backward import Own, captured
 
 import fa4flex
+from fa4flex.codegen.plan import specialize
 
 HEADS, QUERIES, KEYS, LATENT = 3, 320, 128, (192, 128)
 COLUMNS, PRODUCTS, PRODUCTS_AGAIN = 256, 192, 160
@@ -19,10 +21,12 @@ go round, and the memory of dQ takes dK and dV in turn; LATENT ones have two pro
 PRODUCTS, which are widths whose warpgroups share out these, each head has a block: its 64 keys; of
 PRODUCTS_AGAIN, one block takes them."""
 ALONE = (COLUMNS, PRODUCTS)
+STORING = (64, 128)
+"""Widths of which a block that has all keys writes dQ itself; it is also judged as if it had not."""
 
 
 @lru_cache
-def main_kernel(masked: bool, width: Width) -> Own:
+def main_kernel(masked: bool, width: Width, stores: bool = False) -> Own:
     torch.manual_seed(0)
     dim, dim_v = widths(width)
     keys = KEYS // 2 if width in (*ALONE, PRODUCTS_AGAIN) else KEYS
@@ -30,7 +34,9 @@ def main_kernel(masked: bool, width: Width) -> Own:
         torch.randn(1, HEADS, *size).bfloat16() for size in ((QUERIES, dim), (keys, dim), (keys, dim_v))
     )
     attn = fa4flex.compile(mask=(lambda b, h, q, k: q >= k) if masked else None)
-    own = captured("sm_90a", attn, (q, k, v), sms=1)
+    with patch.object(specialize, "_counts_few_keys", lambda *_: stores):
+        own = captured("sm_90a", attn, (q, k, v), sms=1)
+    assert (own.kept[9] is None) == stores
     assert own.launch.grid == (HEADS if width in ALONE else 1, 1, 1)
     return own
 
@@ -48,7 +54,7 @@ first one, which has waited, too."""
 @pytest.mark.slow
 def test_some() -> None:
     width = random.choice((64, 128, LATENT, PRODUCTS, PRODUCTS_AGAIN))
-    own = main_kernel(random.random() < 0.5, width)
+    own = main_kernel(random.random() < 0.5, width, width in STORING and random.random() < 0.5)
     left = *IMPLIED, *SPARE.get(width, ())
     tried = [m for m in own.that_matter() if not m.instruction.opcode.startswith(left)]
     for mutant in random.sample(tried, 4):
@@ -57,8 +63,12 @@ def test_some() -> None:
 
 @pytest.mark.exhaustive
 @KERNELS
-@pytest.mark.parametrize("width", [64, 128, LATENT, *ALONE, PRODUCTS_AGAIN], ids=str)
-def test_all(masked: bool, width: Width) -> None:
+@pytest.mark.parametrize(
+    ("width", "stores"),
+    [*((x, False) for x in (64, 128, LATENT, *ALONE, PRODUCTS_AGAIN)), *((x, True) for x in STORING)],
+    ids=str,
+)
+def test_all(masked: bool, width: Width, stores: bool) -> None:
     """Every mutant that can matter is noticed but for those known not to: at most nine of a loop, or ten
     where dQ takes two products, and two besides. Kernels that are masked or LATENT have two such bodies.
 
@@ -67,7 +77,7 @@ def test_all(masked: bool, width: Width) -> None:
     wait for all, by which the assembler may begin with exponentials; those of dV, whose dO is released before
     Q, but comes anew after it; and those of SPARE.
     """
-    own = main_kernel(masked, width)
+    own = main_kernel(masked, width, stores)
     tried = own.that_matter()
     left = [mutant for mutant in tried if not own.noticed(mutant)]
     for mutant in left:

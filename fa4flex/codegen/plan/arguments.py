@@ -201,6 +201,10 @@ def _grouped(one: Pass) -> bool:
     return one.problem.grouped
 
 
+def _sums_dq(one: Pass) -> bool:
+    return not one.config.stores_dq
+
+
 def _masked(problem: Problem) -> bool:
     return problem.mask_form in ("spans", "tables")
 
@@ -309,8 +313,8 @@ BACKWARD = Schema(
         Argument("dlse", Array("float32", PER_ROW.dims, unit=False), "saved", None, (BEFORE,)),
         Argument("lse2", Blocks("rows"), "launch", read_by=(BEFORE, MAIN)),
         Argument("delta", Blocks("rows"), "launch", read_by=(BEFORE, MAIN)),
-        Argument("dq_sum", Blocks("sums"), "launch", read_by=(BEFORE, MAIN, AFTER)),
-        Argument("dq", Heads("q_len", "q_heads", "head_dim"), "launch", read_by=(AFTER,)),
+        Argument("dq_sum", Blocks("sums"), "launch", _sums_dq, (BEFORE, MAIN, AFTER)),
+        Argument("dq", Heads("q_len", "q_heads", "head_dim"), "launch", read_by=(MAIN, AFTER)),
         Argument("dk", Heads("kv_len", "kv_heads", "head_dim"), "launch", read_by=(MAIN, SUMS)),
         Argument("dv", Heads("kv_len", "kv_heads", "head_dim_v"), "launch", read_by=(MAIN, SUMS)),
         Argument("dk_parts", Heads("kv_len", "parts", "head_dim"), "launch", _grouped, (MAIN, SUMS)),

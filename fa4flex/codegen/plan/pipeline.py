@@ -97,6 +97,11 @@ class BackwardPlan(Plan, Protocol):
         ...
 
     @property
+    def stores_dq(self) -> bool:
+        """True if the kernel writes dQ itself, rather than adding to sums of it."""
+        ...
+
+    @property
     def copies(self) -> bool:
         """True if the kernel copies tiles of dS to gradients of captured tensors that are dS."""
         ...

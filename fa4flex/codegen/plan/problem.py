@@ -30,7 +30,7 @@ PAGE_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 """Classes of page sizes."""
 
 _FLAGS = (
-    "few_queries", "few_rows", "many_queries", "many_keys", "sinks", "wide_index", "in_range",
+    "few_queries", "few_rows", "many_queries", "many_keys", "few_keys", "sinks", "wide_index", "in_range",
     "positive_scale", "sloped", "deterministic", "long_scores", "pair_reads", "long_masks", "grouped",
 )  # fmt: skip
 
@@ -68,6 +68,8 @@ class Problem:
     many_keys              of backward passes: sequences have more keys than `Target.many_keys`, as far as
                            shapes tell, and keys next to each other meet nearly the same queries; either is
                            always right, and may be slower
+    few_keys               of backward passes of dense lengths: no sequence has more keys than
+                           `Target.few_keys`; False is always right
     sloped                 of backward passes: the modified score's derivative by the scaled one is not 1
     long_scores            of backward passes: a score is long in the making, as captured tensors are read for
                            it by query or key, or its derivative is another one for each score
@@ -100,6 +102,7 @@ class Problem:
     query_class: int = 0
     many_queries: bool = False
     many_keys: bool = False
+    few_keys: bool = False
     sloped: bool = False
     long_scores: bool = False
     pair_reads: bool = False
@@ -175,7 +178,7 @@ class Problem:
             + ["many queries"] * self.many_queries
             + [f"up to {self.query_class} queries"] * bool(self.query_class)
         )
-        extras += ["many keys"] * self.many_keys + self._of_cache()
+        extras += ["many keys"] * self.many_keys + ["few keys"] * self.few_keys + self._of_cache()
         extras += [f"{len(self.operands)} captured tensors"] * bool(self.operands) + ["sinks"] * self.sinks
         extras += ["float32 output"] * self.wide_output
         extras += [f"gradients of {len(self.gradients)} of these"] * bool(self.gradients)

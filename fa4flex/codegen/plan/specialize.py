@@ -60,6 +60,7 @@ def backward_problem(
         sloped=facts.gradient.by_score is not const(1.0),
         deterministic=deterministic,
         many_keys=0 < target.many_keys < inputs.usual_keys and _met_alike(facts, problem),
+        few_keys=_counts_few_keys(inputs, target) and inputs.extents.kv_len <= target.few_keys,
         long_scores=long_scores(facts),
         pair_reads=any(map(read_by_pairs, nodes(facts.score))),
         long_masks=_long_masks(facts),
@@ -123,6 +124,9 @@ def _few_rows(inputs: Inputs, rows: int) -> int:
 def same_backward_problem(inputs: Inputs, target: Target) -> Reach:
     """The extents for which `backward_problem` does so too."""
     same, extents = _same_queries(inputs, target), inputs.extents
+    if _counts_few_keys(inputs, target):
+        least, most = _side(extents.kv_len, target.few_keys)
+        same = same.within(Reach((0, 0, least), (ANY, ANY, most)))
     if target.many_keys <= 0:
         return same
     if inputs.lengths == "packed":  # keys per sequence count: for another number of these, other lengths
@@ -131,6 +135,11 @@ def same_backward_problem(inputs: Inputs, target: Target) -> Reach:
         return same.within(Reach((batch, 0, least), (batch, ANY, most)))
     least, most = _side(extents.kv_len, target.many_keys * 2 + 1 if inputs.keys_used else target.many_keys)
     return same.within(Reach((0, 0, least), (ANY, ANY, most)))
+
+
+def _counts_few_keys(inputs: Inputs, target: Target) -> bool:
+    """True if shapes alone tell how many keys each sequence has, and kernels differ by that."""
+    return inputs.lengths == "dense" and target.few_keys > 0
 
 
 def _side(extent: int, threshold: int) -> tuple[int, int]:

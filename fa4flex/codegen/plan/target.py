@@ -31,6 +31,7 @@ class Target:
     few_queries, many_queries, many_keys       up to so many queries per sequence, and more than so many, or
                                                so many keys, are planned for by themselves; 0: all lengths are
                                                planned alike
+    few_keys                                   up to so many keys per sequence likewise, in backward passes
 
     Sources: CUDA C++ Programming Guide, tables of technical specifications and of arithmetic throughput for
     compute capability 9.0; PTX ISA, `setmaxnreg` and `wgmma` (k = 16 fixes key_step: keys are the inner
@@ -67,6 +68,7 @@ class Target:
     class_width: int = 0
     many_queries: int = 0
     many_keys: int = 0
+    few_keys: int = 0
 
     @property
     def peak_flops(self) -> float:
@@ -120,6 +122,7 @@ SM90A = Target(
     few_rows=64,
     query_classes=(128, 192, 256),
     class_width=64,
+    few_keys=128,
 )
 
 SM100A = Target(

@@ -59,13 +59,14 @@ class Postprocess:
         layout = cute.make_layout((config.tile_m, config.head_dim), stride=(config.head_dim + PAD, 1))
         rows = SmemAllocator().allocate_tensor(arguments.dq.element_type, layout, byte_alignment=16)
         sums = arguments.dq_sum[h, None] if cute.rank(arguments.dq) == 3 else arguments.dq_sum[b, h, None]
-        self.collect(sums, rows, arguments.scale, tile, thread)
-        cute.arch.sync_threads()
         first_q, first, q_len = tile * config.tile_m, Int32(0), Int32(arguments.dq.shape[1])
         if const_expr(arguments.cu_seqlens_q is not None):
             cu = arguments.cu_seqlens_q
             b = sequence_of_row(first_q, cu)
             first_q, first, q_len = first_q - first_row(cu, b), cu[b], cu[b + 1] - cu[b]
+        fours = self.load(sums, tile, q_len - first_q, thread)
+        self.collect(fours, rows, arguments.scale, thread)
+        cute.arch.sync_threads()
         pieces = config.head_dim // WIDE
         for i in cutlass.range_constexpr(config.tile_m * pieces // self.threads):
             number = i * self.threads + thread
@@ -76,22 +77,27 @@ class Postprocess:
                 target = cute.logical_divide(token_of(arguments.dq, b, first, q, h), cute.make_layout(WIDE))
                 cute.autovec_copy(source, target[None, piece])
 
-    def collect(
-        self,
-        sums: cute.Tensor,
-        rows: cute.Tensor,
-        scale: Float32,
-        tile: Int32,
-        thread: Int32,
-    ) -> None:
-        """Sums lie in fours, of which two next to each other are of one row, or of one column."""
-        order = self.config.dq_order
-        fours = cute.logical_divide(cute.local_tile(sums, (order.size,), (tile,)), cute.make_layout(4))
-        for j in range(order.size // (4 * self.threads)):
+    @cute.jit
+    def load(self, sums: cute.Tensor, tile: Int32, end: Int32, thread: Int32) -> list[cute.Tensor]:
+        """A thread's sums of a tile, by fours, all on their way together. Rows from `end` on are not read:
+        nobody wrote there."""
+        order, found = self.config.dq_order, []
+        whole = cute.logical_divide(cute.local_tile(sums, (order.size,), (tile,)), cute.make_layout(4))
+        for j in cutlass.range_constexpr(order.size // (4 * self.threads)):
             number = j * self.threads + thread
             four = cute.make_rmem_tensor((4,), Float32)
-            cute.autovec_copy(fours[None, number], four)
-            row, column = order.place(4 * number)
+            four.fill(0.0)
+            row, _ = order.place(4 * number)
+            if row < end:
+                cute.autovec_copy(whole[None, number], four)
+            found.append(four)
+        return found
+
+    def collect(self, fours: list[cute.Tensor], rows: cute.Tensor, scale: Float32, thread: Int32) -> None:
+        """Sums lie in fours, of which two next to each other are of one row, or of one column."""
+        order = self.config.dq_order
+        for j, four in enumerate(fours):
+            row, column = order.place(4 * (j * self.threads + thread))
             if order.columns[0] == 0:
                 for i in range(4):
                     down, across = order.place(i)

@@ -36,11 +36,12 @@ class PreprocessArguments(_Arguments):
 
 
 class Preprocess:
-    """`width` is D: `lanes` threads next to each other take a row together. head_dim: of rows of dq_sum."""
+    """`width` is D: `lanes` threads next to each other take a row together. `config` is the main kernel's:
+    tile_m, head_dim, and dq_order, in which the sums of a tile lie."""
 
-    def __init__(self, width: int, head_dim: int) -> None:
+    def __init__(self, width: int, config: Any) -> None:
         self.width = width
-        self.head_dim = head_dim
+        self.config = config
         self.lanes = 1
         while self.lanes * WIDE < width:
             self.lanes *= 2
@@ -60,14 +61,19 @@ class Preprocess:
         thread = cute.arch.thread_idx()[0]
         row = block * (THREADS // self.lanes) + thread // self.lanes
         lane = thread % self.lanes
-        b, q, first, q_len = self.place(arguments, row, b, thread)
+        b, q, first, length = self.place(arguments, row, b, thread)
+        q_len = length
+        if const_expr(arguments.seqused_q is not None):
+            q_len = cutlass.min(length, Int32(arguments.seqused_q[b]))
         total = Float32(0.0)
         if q < q_len and lane * WIDE < self.width:
             out, dout = (token_of(x, b, first, q, h) for x in (arguments.out, arguments.dout))
             total = self.dot(out, dout, lane)
         total = cute.arch.warp_reduction_sum(total, threads_in_group=self.lanes)
         if row < arguments.delta.shape[-1]:
-            self.clear(_of(arguments.dq_sum, b, h), row, lane)
+            self.clear(
+                None if self.config.stores_dq else _of(arguments.dq_sum, b, h), row, row - q + length, lane
+            )
         lses, lse2s, deltas = (_of(x, b, h) for x in (arguments.lse, arguments.lse2, arguments.delta))
         if lane == 0 and row < arguments.delta.shape[-1]:
             lse2 = Float32.inf
@@ -82,28 +88,32 @@ class Preprocess:
             deltas[row] = total
 
     @cute.jit
-    def clear(self, sums: cute.Tensor, row: Int32, lane: Int32) -> None:
-        """A row of a head's sums of dQ."""
-        zeros = cute.make_rmem_tensor((FOUR,), Float32)
-        zeros.fill(0.0)
-        fours, count = cute.logical_divide(sums, cute.make_layout(FOUR)), self.head_dim // FOUR
-        for first in cutlass.range_constexpr(0, count, self.lanes):
-            if first + lane < count:
-                cute.autovec_copy(zeros, fours[None, row * count + first + lane])
+    def clear(self, sums: cutlass.Constexpr[cute.Tensor | None], row: Int32, end: Int32, lane: Int32) -> None:
+        """As many of a head's sums of dQ as a row has, if there are sums. Those of rows from `end` on, to
+        which a tile may be padded, stay as they are: nobody reads them."""
+        if const_expr(sums is not None):
+            config, order = self.config, self.config.dq_order
+            zeros = cute.make_rmem_tensor((FOUR,), Float32)
+            zeros.fill(0.0)
+            fours, count = cute.logical_divide(sums, cute.make_layout(FOUR)), config.head_dim // FOUR
+            tile = row // config.tile_m
+            for first in cutlass.range_constexpr(0, count, self.lanes):
+                number = row * count + first + lane
+                place, _ = order.place((number - tile * (config.tile_m * count)) * FOUR)
+                if first + lane < count and tile * config.tile_m + place < end:
+                    cute.autovec_copy(zeros, fours[None, number])
 
     def place(
         self, arguments: PreprocessArguments, row: Int32, b: Int32, thread: Int32
     ) -> tuple[Int32, Int32, Int32, Int32]:
-        """(sequence, row within it, its first token, its queries) of a row of the statistics."""
-        q, first, q_len = row, Int32(0), Int32(arguments.out.shape[1])
+        """(sequence, row within it, its first token, its length) of a row of the statistics."""
+        q, first, length = row, Int32(0), Int32(arguments.out.shape[1])
         if arguments.cu_seqlens_q is not None:
             cu = arguments.cu_seqlens_q
             # All rows of a warp are of one sequence.
             b = sequence_of_row(cute.arch.make_warp_uniform(row - thread % 32 // self.lanes), cu)
-            q, first, q_len = row - first_row(cu, b), cu[b], cu[b + 1] - cu[b]
-        if arguments.seqused_q is not None:
-            q_len = cutlass.min(q_len, Int32(arguments.seqused_q[b]))
-        return b, q, first, q_len
+            q, first, length = row - first_row(cu, b), cu[b], cu[b + 1] - cu[b]
+        return b, q, first, length
 
     def dot(self, x: cute.Tensor, y: cute.Tensor, lane: Int32) -> Float32:
         """Dot product of this lane's elements of two rows."""

@@ -68,6 +68,7 @@ class Config:
     deterministic: bool = False
 
     persistent = False
+    stores_dq = False
 
     @property
     def ragged(self) -> bool:

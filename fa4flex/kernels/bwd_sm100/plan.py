@@ -48,6 +48,7 @@ class BlackwellBackwardPlan:
     """The class of what the kernel is built from."""
 
     copies = False
+    stores_dq = False
 
     part = ""
     """Suffix of the names of a half's first columns."""

@@ -32,6 +32,7 @@ class Config:
     masked                   whether tiles come from block tables; otherwise all of them
     deterministic            whether sums of dQ are added up in one order
     lengths                  "dense", "packed" (cu_seqlens) or "used" (seqused per batch)
+    stores_dq                whether a block has all keys of its queries, and writes their dQ itself
     workers                  multiprocessors, where blocks are persistent, one on each, and take tiles of keys
                              from a counter; 0 where each tile has a block
     """
@@ -50,6 +51,7 @@ class Config:
     masked: bool = False
     lengths: Lengths = "dense"
     deterministic: bool = False
+    stores_dq: bool = False
     workers: int = 0
 
     @property
@@ -126,11 +128,16 @@ class Config:
             first += self.consumers * count
         return tuple(found)
 
+    def dq_rows(self, w: int) -> tuple[int, ...]:
+        """First row of each product for dQ of a warpgroup."""
+        rows, *others = (rows for rows, _ in self.dq_shapes)
+        return (0 if self.split_columns else w * rows), *(w * n for n in others)
+
     @property
     def dq_room(self) -> int:
-        """float32 of shared memory that a warpgroup's part of a tile of dQ has: of persistent blocks, its dK,
-        or dV, in 16 bits must fit there too."""
-        numbers = self.tile_m * self.head_dim // self.consumers
+        """float32 of shared memory that a warpgroup's part of a tile of dQ has, half of them if it is stored:
+        of persistent blocks, its dK, or dV, in 16 bits must fit there too."""
+        numbers = self.tile_m * self.head_dim // self.consumers // (2 if self.stores_dq else 1)
         return max(numbers, KEYS * self.head_dim // 2) if self.persistent else numbers
 
     @property

@@ -18,9 +18,9 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from fa4flex.kernels.bwd_sm90.config import KEYS, Config
-from fa4flex.kernels.bwd_sm90.dkv_epilogue import put, staged_sums, store_by_copies, store_by_threads
+from fa4flex.kernels.bwd_sm90.dkv_epilogue import put, put_dq, staged_sums, store_by_copies, store_by_threads
 from fa4flex.kernels.bwd_sm90.dq_store import THREADS
-from fa4flex.kernels.bwd_sm90.resources import Mmas, Operands, Pipes, Shared, transposed
+from fa4flex.kernels.bwd_sm90.resources import Mmas, Operands, Pipes, Shared, dq_rows, transposed
 from fa4flex.kernels.bwd_sm90.roles import CLEARED, SCORES, dq_empty, dq_full, stored
 from fa4flex.kernels.common.backward import (
     BackwardArguments,
@@ -352,7 +352,7 @@ class Consumer:
         dq += [self.query_gradient(i, mmas, operands, parity) for i in range(1, len(mmas.dq))]
         multiply(mmas.dk, operands.dk, ds, operands.q_t[None, None, None, q_state.index], True)
         warpgroup.wait_group(1)
-        self.hand_over(dq, shared, lane, w, count)
+        self.hand_over(given, dq, shared, (lane, w, count))
         warpgroup.wait_group(0)
         release(pipes.q, q_state)
 
@@ -510,13 +510,29 @@ class Consumer:
         return w, Int32(0)
 
     def hand_over(
-        self, parts: list[cute.Tensor], shared: Shared, lane: Int32, w: Int32, count: Int32
+        self,
+        given: tuple[Mmas, Operands, Collector],
+        parts: list[cute.Tensor],
+        shared: Shared,
+        where: tuple[Int32, Int32, Int32],
     ) -> None:
-        """A warpgroup's parts of dQ."""
-        stage = count % self.config.dq_stages
+        """A warpgroup's parts of dQ. where: lane, warpgroup, step."""
+        config, (lane, w, count) = self.config, where
+        stage = count % config.dq_stages
+        memory, ready = shared.dq[None, w, stage], parts
+        if config.stores_dq:
+            ready = [self.finished(dq, given[2].slab.at.scale, shared.q.element_type) for dq in parts]
         cute.arch.barrier(barrier_id=dq_empty(w, stage), number_of_threads=THREADS)
-        stage_by_fours(parts, shared.dq[None, w, stage], lane, 128)
+        if config.stores_dq:
+            put_dq(config, given[0].dq[0], ready[0], dq_rows(config, memory, shared.q.element_type), lane)
+        else:
+            stage_by_fours(parts, memory, lane, 128)
         cute.arch.barrier_arrive(barrier_id=dq_full(w, stage), number_of_threads=THREADS)
+
+    def finished(self, dq: cute.Tensor, scale: Float32, kind: Any) -> cute.Tensor:
+        """A product for dQ as it is stored."""
+        dq.store(dq.load() * scale)
+        return self.narrowed(dq, kind)
 
     @cute.jit
     def deliver(

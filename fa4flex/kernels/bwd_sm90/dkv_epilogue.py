@@ -11,7 +11,7 @@ from cutlass import Float32, Int32, cute
 from cutlass.tensor_utils import LayoutEnum
 
 from fa4flex.kernels.bwd_sm90.config import KEYS, Config, swizzle
-from fa4flex.kernels.bwd_sm90.resources import Shared, swizzled_rows
+from fa4flex.kernels.bwd_sm90.resources import Shared, swizzled_rows, transposed
 from fa4flex.kernels.bwd_sm90.roles import stored
 from fa4flex.kernels.common.backward import KeyWork, token_of
 from fa4flex.kernels.common.transfer import partition, sequence
@@ -53,6 +53,17 @@ def put(mma: cute.TiledMma, narrowed: cute.Tensor, rows: cute.Tensor, lane: Int3
     atom = sm90.sm90_get_smem_store_op(LayoutEnum.ROW_MAJOR, rows.element_type, Float32)
     copy = cute.make_tiled_copy_C(atom, mma).get_slice(lane)
     cute.copy(copy, copy.retile(narrowed), copy.partition_D(rows))
+
+
+def put_dq(config: Config, mma: cute.TiledMma, narrowed: cute.Tensor, rows: cute.Tensor, lane: Int32) -> None:
+    """Registers of a product for dQ, or for dQ', in 16 bits, to shared memory, for the copy engine."""
+    order = LayoutEnum.COL_MAJOR if config.transposes_dq else LayoutEnum.ROW_MAJOR
+    atom = sm90.sm90_get_smem_store_op(order, rows.element_type, Float32)
+    copy = cute.make_tiled_copy_C(atom, mma).get_slice(lane)
+    cute.copy(
+        copy, copy.retile(narrowed), copy.partition_D(transposed(rows) if config.transposes_dq else rows)
+    )
+    cute.arch.fence_proxy("async.shared", space="cta")
 
 
 @cute.jit

@@ -1,16 +1,18 @@
-"""The warp that adds each warpgroup's part of dQ to global memory, and copies tiles of dS to the captured
-gradients that are dS."""
+"""The warp that brings each warpgroup's part of dQ to global memory, to be added to sums, or stored as it is
+where a block has all keys; and copies tiles of dS to the captured gradients that are dS."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
 from cutlass import Int32, const_expr, cute
 
 from fa4flex.kernels.bwd_sm90.config import Config
-from fa4flex.kernels.bwd_sm90.resources import Pipes, Shared
+from fa4flex.kernels.bwd_sm90.resources import Pipes, Shared, dq_rows
 from fa4flex.kernels.bwd_sm90.roles import dq_empty, dq_full
+from fa4flex.kernels.bwd_sm90.zero_fill import clear_queries
 from fa4flex.kernels.common.backward import (
     BackwardArguments,
     BackwardTileScheduler,
@@ -22,10 +24,21 @@ from fa4flex.kernels.common.backward import (
     rows_of,
 )
 from fa4flex.kernels.common.hooks import Share
-from fa4flex.kernels.common.transfer import Views, add_bulk, partition
+from fa4flex.kernels.common.transfer import Views, add_bulk, partition, sequence
 
 THREADS = 128 + 32
 """A warpgroup and this warp."""
+
+EIGHT = 8
+"""Rows of dQ' that lie together: an instruction's columns."""
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Descriptors of what the warp moves: dq, if it is stored, and the captured gradients of `copied`."""
+
+    dq: tuple[Any, ...]
+    copies: tuple[Any, ...]
 
 
 class DqStore:
@@ -33,6 +46,7 @@ class DqStore:
         self.config = config
         self.copied = copied
         self.scheduler = scheduler
+        self.takes_turns = config.deterministic and not config.stores_dq
 
     @cute.jit
     def run(
@@ -41,16 +55,15 @@ class DqStore:
         grid: KeyGrid,
         shared: cutlass.Constexpr[Shared],
         pipes: cutlass.Constexpr[Pipes],
-        copies: cutlass.Constexpr[tuple[Any, ...]],
+        moved: cutlass.Constexpr[Moved],
     ) -> None:
-        """`copies`: descriptors of the gradients of `copied`."""
         config = self.config
         for w in cutlass.range_constexpr(config.consumers):
             cute.arch.barrier_arrive(barrier_id=dq_empty(w, 0), number_of_threads=THREADS)
 
         @cute.jit
         def store(work: KeyWork, phase: Int32, stages: tuple[Int32, Int32]) -> tuple[Int32, Int32]:
-            stage, parity, steps = self.tile(arguments, work, shared, copies, stages)
+            stage, parity, steps = self.tile(arguments, work, shared, moved, stages)
             if const_expr(config.persistent):
                 if steps > 0:
                     # The other stage is free too, for dK and dV.
@@ -70,31 +83,33 @@ class DqStore:
         arguments: BackwardArguments,
         work: KeyWork,
         shared: cutlass.Constexpr[Shared],
-        copies: cutlass.Constexpr[tuple[Any, ...]],
+        moved: cutlass.Constexpr[Moved],
         stages: tuple[Int32, Int32],
     ) -> tuple[Int32, Int32, Int32]:
         """The parts of dQ that a tile of keys makes. stages: of dQ, and of dS."""
-        config = self.config
+        config, copies = self.config, moved.copies
         stage, parity = stages
         steps = Int32(0)
         for g in cutlass.range(work.group, unroll=1):
             h = work.part * work.group + g
             queries = self.scheduler.queries(work, h, arguments)
             steps += queries.count
-            sums = rows_of(arguments.dq_sum, work, h, config.head_dim)
+            if const_expr(config.stores_dq and config.masked):
+                clear_queries(arguments.dq, work, h, queries, config.tile_m)
             views = self.views(arguments, work, h, shared, copies)
             for i in cutlass.range(queries.count, unroll=1):
                 tile = query_tile_at(queries, i)
-                whole = cute.local_tile(sums, (config.tile_m * config.head_dim,), (tile,))
-                if const_expr(config.deterministic):
+                if const_expr(self.takes_turns):
                     counter = await_turn(arguments, work, h, queries, i, config)
                 for w in cutlass.range_constexpr(config.consumers):
                     cute.arch.barrier(barrier_id=dq_full(w, stage), number_of_threads=THREADS)
                     if const_expr(w == 0 and len(copies) > 0):
                         # There is dQ, so all warpgroups have met: all of dS is there.
                         self.copy(copies, views, parity, (tile, work.tile))
-                    with cute.arch.elect_one():
-                        self.add(w, shared.dq[None, w, stage], whole)
+                    if const_expr(config.stores_dq):
+                        self.store(moved.dq[0], shared, (w, stage), work, (h, tile))
+                    else:
+                        self.add(w, shared.dq[None, w, stage], arguments, work, (h, tile))
                     cute.arch.cp_async_bulk_commit_group()
                 stage = (stage + 1) % config.dq_stages
                 if const_expr(len(copies) > 0):
@@ -105,16 +120,52 @@ class DqStore:
                     pending = config.consumers if config.dq_stages == 2 else config.consumers - 1 - w
                     cute.arch.cp_async_bulk_wait_group(pending, read=True)
                     cute.arch.barrier_arrive(barrier_id=dq_empty(w, stage), number_of_threads=THREADS)
-                if const_expr(config.deterministic):
+                if const_expr(self.takes_turns):
                     cute.arch.cp_async_bulk_wait_group(0)
                     pass_turn(counter)
         return stage, parity, steps
 
-    def add(self, w: int, part: cute.Tensor, whole: cute.Tensor) -> None:
-        """A warpgroup's part of a tile of dQ."""
+    def store(
+        self, dq: Any, shared: Shared, part: tuple[int, Int32], work: KeyWork, place: tuple[Int32, Int32]
+    ) -> None:
+        """A warpgroup's part of a tile of dQ. part: warpgroup and stage; place: query head and tile of
+        queries. What lies past the end is not written."""
+        config, (w, stage), (h, tile) = self.config, part, place
+        ((rows, columns),), ((down, across),) = config.dq_shapes, config.dq_tiles(w)
+        whole = sequence(dq.tma_tensor, work.q_offset, h, work.b)
+        staged = dq_rows(config, shared.dq[None, w, stage], shared.q.element_type)
+        staged = cute.make_tensor(staged.iterator, cute.append(staged.layout, cute.make_layout(1)))
+        from_shared, to_global = partition(dq, staged, cute.local_tile(whole, (rows, columns), (None, None)))
+        down = tile * (config.tile_m // rows) + down
+        cute.copy(dq.atom, from_shared[None, 0], to_global[(None, down, across)])
+
+    @cute.jit
+    def add(
+        self,
+        w: cutlass.Constexpr[int],
+        part: cute.Tensor,
+        arguments: BackwardArguments,
+        work: KeyWork,
+        place: tuple[Int32, Int32],
+    ) -> None:
+        """A warpgroup's part of a tile of dQ, to sums. place: query head, and tile of queries. Where dQ is
+        transposed, eight rows lie together, and those past the end of the sequence are left out."""
+        config, (h, tile) = self.config, place
         done = 0
-        for place, count in self.config.dq_numbers(w):
-            add_bulk(cute.domain_offset((done,), part), whole.iterator + place, count)
+        sums, end = rows_of(arguments.dq_sum, work, h, config.head_dim), work.q_len - tile * config.tile_m
+        whole = cute.local_tile(sums, (config.tile_m * config.head_dim,), (tile,))
+        for (start, count), first, (rows, _) in zip(
+            config.dq_numbers(w), config.dq_rows(w), config.dq_shapes, strict=True
+        ):
+            source, target = cute.domain_offset((done,), part), whole.iterator + start
+            if const_expr(config.transposes_dq):
+                eights = cutlass.min((end - first + (EIGHT - 1)) // EIGHT, rows // EIGHT)
+                if eights > 0:
+                    with cute.arch.elect_one():
+                        add_bulk(source, target, eights * (count * EIGHT // rows))
+            else:
+                with cute.arch.elect_one():
+                    add_bulk(source, target, count)
             done += count
 
     def copy(

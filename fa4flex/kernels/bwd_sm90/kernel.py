@@ -22,7 +22,7 @@ from cutlass.tensor_utils import LayoutEnum
 from fa4flex.kernels.bwd_sm90.column_split import ColumnConsumer
 from fa4flex.kernels.bwd_sm90.config import KEYS, Config, swizzle
 from fa4flex.kernels.bwd_sm90.consumer import Consumer
-from fa4flex.kernels.bwd_sm90.dq_store import DqStore, others
+from fa4flex.kernels.bwd_sm90.dq_store import DqStore, Moved, others
 from fa4flex.kernels.bwd_sm90.producer import Producer
 from fa4flex.kernels.bwd_sm90.product_split import KeyGradient, ValueGradient
 from fa4flex.kernels.bwd_sm90.resources import Mmas, Pipes, Shared, swizzled_rows
@@ -58,7 +58,12 @@ class Backward:
     def __call__(self, arguments: BackwardArguments, stream: cuda.CUstream) -> None:
         config = self.config
         grid = self.scheduler.grid(arguments)
-        moved = *self.transfers(arguments), self.copies(arguments), self.stores(arguments)
+        moved = (
+            *self.transfers(arguments),
+            self.copies(arguments),
+            self.stores(arguments),
+            self.dq_stores(arguments),
+        )
         blocks = grid.total
         if const_expr(config.persistent):
             blocks = cutlass.min(blocks, config.workers)
@@ -170,6 +175,17 @@ class Backward:
             found.append(cpasync.make_tiled_tma_atom(store, ordered, tile, (KEYS, width)))
         return tuple(found)
 
+    def dq_stores(self, arguments: BackwardArguments) -> tuple[Any, ...]:
+        """Descriptor of dQ, where it is stored."""
+        config = self.config
+        if not config.stores_dq:
+            return ()
+        ((rows, columns),) = config.dq_shapes
+        layout = swizzled_rows(arguments.dq.element_type, (rows, columns, 1), swizzle(columns, columns))
+        tile = cute.slice_(layout, (None, None, 0))
+        store, ordered = cpasync.CopyBulkTensorTileS2GOp(), reordered(arguments.dq, [1, 3, 2, 0])
+        return (cpasync.make_tiled_tma_atom(store, ordered, tile, (rows, columns)),)
+
     def storage(self, kind: Any) -> Any:
         config = self.config
 
@@ -217,10 +233,11 @@ class Backward:
         dout: cpasync.TmaInfo,
         copies: tuple,
         stores: tuple,
+        dq: tuple,
     ) -> None:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
-            for transfer in (q, k, v, dout, *copies, *stores):
+            for transfer in (q, k, v, dout, *copies, *stores, *dq):
                 cpasync.prefetch_descriptor(transfer.atom)
         kind = arguments.q.element_type
         storage = SmemAllocator().allocate(self.storage(kind))
@@ -246,7 +263,7 @@ class Backward:
             if warp == 0:
                 self.producer.run(arguments, grid, (q, k, v, dout), shared, pipes)
             if warp == 1:
-                self.writer.run(arguments, grid, shared, pipes, tuple(copies))
+                self.writer.run(arguments, grid, shared, pipes, Moved(tuple(dq), tuple(copies)))
             if warp >= 4 - WARPS:
                 self.eraser.run(arguments, grid, warp - (4 - WARPS))
         else:

@@ -39,6 +39,10 @@ LONG_LATENT_TILE = (48, 128)
 """Tiles for heads of 192 and values of 128, where warpgroups have keys of their own too. Besides the sums of
 these, registers hold so few queries; the latter where neither scores nor masks take registers."""
 
+SHORT_TILE = TILE
+"""Tile of plain scores where keys are few, and queries likely too: 128 of these are two of its steps, of
+which two longer ones would compute a quarter more."""
+
 WIDE_TILE = (64, 64)
 """Else, the sums of 64 keys take more registers than a warpgroup has, and warpgroups share out products, or
 columns."""
@@ -97,6 +101,13 @@ class HopperBackwardPlan:
             return False
         return self.head_dim_v <= self.head_dim
 
+    @property
+    def stores_dq(self) -> bool:
+        """True if a block has all keys of its queries, and a warpgroup its part of their dQ by one product:
+        the warp that would have added it up then stores it."""
+        all_keys = self.problem.few_keys and self.target.few_keys <= self.tile[1]
+        return all_keys and self.split == "keys" and (self.head_dim, self.head_dim_v) != LATENT
+
     @cached_property
     def memory(self) -> Memory:
         """The shared-memory map of a block."""
@@ -139,6 +150,7 @@ class HopperBackwardPlan:
             masked=self.problem.mask_form != "none",
             lengths=self.problem.lengths,
             deterministic=self.problem.deterministic,
+            stores_dq=self.stores_dq,
             workers=self.target.multiprocessors if self.persistent else 0,
         )
 
@@ -162,13 +174,20 @@ class HopperBackwardPlan:
             f" {config.consumer_registers} registers, which share out {_SPLITS[self.split]}",
             f"order: {BLOCKS[self.persistent, self.persistent]}",
             *["query heads that share keys: in parts, where tiles of keys are few"] * self.problem.grouped,
-            *["sums of dQ come in one order: each block awaits its turn"] * self.problem.deterministic,
+            *self._told_of_dq(),
             "shared memory:",
             self.memory.explain(),
             "pipeline (steps are tiles of queries):",
             self.topology.explain(),
         ]
         return "\n".join(lines)
+
+    def _told_of_dq(self) -> list[str]:
+        if self.stores_dq:
+            return ["dQ is written by the block that has all of its keys: nothing is cleared, or added up"]
+        few = "keys are few, but blocks have fewer, or make dQ by several products: it is added up"
+        ordered = "sums of dQ come in one order: each block awaits its turn"
+        return [few] * self.problem.few_keys + [ordered] * self.problem.deterministic
 
 
 _SPLITS = {"keys": "keys", "columns": "columns of dK and dV", "products": "S, dV and dP, dK"}
@@ -197,7 +216,9 @@ def _tile(problem: Problem, width: int, width_v: int) -> tuple[int, int]:
         return TILE
     if max(width, width_v) <= 64:
         return ROOMY_TILE
-    return LONG_TILE if roomy and width == KEYS_APART and problem.mask_form != "spans" else TILE
+    if not roomy or width != KEYS_APART or problem.mask_form == "spans":
+        return TILE
+    return SHORT_TILE if problem.few_keys else LONG_TILE
 
 
 BWD_SM90 = Pipeline(

@@ -10,6 +10,7 @@ import cutlass.utils.hopper_helpers as sm90
 from cutlass import cute, pipeline
 from cutlass.tensor_utils import LayoutEnum
 
+from fa4flex.kernels.bwd_sm90.config import Config, swizzle
 from fa4flex.kernels.common.next_tile import NextTile
 from fa4flex.kernels.common.transfer import reordered
 
@@ -79,6 +80,14 @@ def transposed(tensor: cute.Tensor) -> cute.Tensor:
     """The same shared memory with its first two modes exchanged."""
     modes = [1, 0, *range(2, cute.rank(tensor))]
     return reordered(tensor, modes)
+
+
+def dq_rows(config: Config, memory: cute.Tensor, kind: Any) -> cute.Tensor:
+    """(rows, columns) of a warpgroup's part of dQ in shared memory, where it is stored as it is."""
+    ((rows, columns),) = config.dq_shapes
+    layout = swizzled_rows(kind, (rows, columns, 1), swizzle(columns, columns))
+    staged = cute.make_tensor(cute.recast_ptr(memory.iterator, layout.inner, dtype=kind), layout.outer)
+    return staged[None, None, 0]
 
 
 def swizzled_rows(kind: Any, shape: tuple[int, int, int], columns: int) -> Any:

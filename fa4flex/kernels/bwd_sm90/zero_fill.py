@@ -1,6 +1,7 @@
-"""Warps that write the zeros of captured gradients of which each element belongs to one pair: those of the
-tiles that the mask hides, which no consumer visits. All others are written by consumers, zeros too, so that
-no element is written twice, and the memory may have held anything before."""
+"""Zeros of the tiles that the mask hides, which no consumer visits: in captured gradients of which each
+element belongs to one pair, by warps of their own; in dQ, where it is not added up, by the one that stores
+it. All others are written by consumers, zeros too, so that no element is written twice, and the memory may
+have held anything before."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from fa4flex.kernels.common.backward import (
     KeyGrid,
     KeyWork,
     QueryTiles,
+    token_of,
 )
 from fa4flex.kernels.common.hooks import At, Hooks, Share
 
@@ -22,6 +24,9 @@ WARPS = 2
 
 BYTES = 16
 """Bytes that a lane writes at once; rows of such gradients are padded to a multiple of them."""
+
+WIDE = 8
+"""Elements of 16 bits among them."""
 
 LANES = 32
 
@@ -54,26 +59,10 @@ class ZeroFill:
             at = self.scheduler.place(work, h, heads, arguments)
             queries = self.scheduler.queries(work, h, arguments)
             for first in cutlass.range(0, tiles, LANES, unroll=1):
-                visited = self.visited(queries, first)
+                seen = visited(queries, first)
                 for i in cutlass.range(cutlass.min(tiles - first, LANES), unroll=1):
-                    if (visited >> i) & 1 == 0:
+                    if (seen >> i) & 1 == 0:
                         self.erase(arguments, work, at, first + i, warp)
-
-    @cute.jit
-    def visited(self, queries: QueryTiles, first: Int32) -> Int32:
-        """A bit for each of 32 tiles of queries from `first` on."""
-        lane = cute.arch.lane_idx()
-        found = Int32(0)
-        both = queries.full is not None
-        for tiles in (queries.masked, queries.full) if both else (queries.masked,):
-            for start in cutlass.range(0, tiles.total(), LANES, unroll=1):
-                if start + lane < tiles.total():
-                    tile = tiles.at(start + lane)
-                    if const_expr(not both):
-                        tile = tile >> 1  # see Turns.entries
-                    if (tile >= first) & (tile < first + LANES):
-                        found = found | (Int32(1) << (tile - first))
-        return Int32(cute.arch.warp_redux_sync(found, "or"))
 
     @cute.jit
     def erase(
@@ -101,3 +90,47 @@ class ZeroFill:
                         "st.global.v4.b32 [{$r0}], {{$r1}, {$r1}, {$r1}, {$r1}};",
                         read_only_args=[(start + step * stride).toint(), Int32(0)],
                     )
+
+
+@cute.jit
+def visited(queries: QueryTiles, first: Int32) -> Int32:
+    """A warp's: a bit for each of 32 tiles of queries from `first` on."""
+    lane = cute.arch.lane_idx()
+    found = Int32(0)
+    both = queries.full is not None
+    for tiles in (queries.masked, queries.full) if both else (queries.masked,):
+        for start in cutlass.range(0, tiles.total(), LANES, unroll=1):
+            if start + lane < tiles.total():
+                tile = tiles.at(start + lane)
+                if const_expr(not both):
+                    tile = tile >> 1  # see Turns.entries
+                if (tile >= first) & (tile < first + LANES):
+                    found = found | (Int32(1) << (tile - first))
+    return Int32(cute.arch.warp_redux_sync(found, "or"))
+
+
+@cute.jit
+def clear_queries(
+    dq: cute.Tensor, work: KeyWork, h: Int32, queries: QueryTiles, tile_m: cutlass.Constexpr[int]
+) -> None:
+    """A warp's: zeros for a head's dQ [B, S, H, D] in tiles of queries that are not among `queries`."""
+    tiles = (work.q_len + (tile_m - 1)) // tile_m
+    if queries.count < tiles:
+        for first in cutlass.range(0, tiles, LANES, unroll=1):
+            seen = visited(queries, first)
+            for i in cutlass.range(cutlass.min(tiles - first, LANES), unroll=1):
+                if (seen >> i) & 1 == 0:
+                    clear_rows(dq, work, h, (first + i) * tile_m, tile_m)
+
+
+@cute.jit
+def clear_rows(dq: cute.Tensor, work: KeyWork, h: Int32, first: Int32, count: cutlass.Constexpr[int]) -> None:
+    """A warp's: zeros for `count` queries from `first` on, as far as there are any; a row has no more pieces
+    than a warp lanes."""
+    zeros = cute.make_rmem_tensor((WIDE,), dq.element_type)
+    zeros.fill(0.0)
+    lane = cute.arch.lane_idx()
+    for q in cutlass.range(first, cutlass.min(work.q_len, first + count), unroll=1):
+        if lane < dq.shape[-1] // WIDE:
+            row = token_of(dq, work.b, work.q_offset, q, h)
+            cute.autovec_copy(zeros, cute.logical_divide(row, cute.make_layout(WIDE))[None, lane])

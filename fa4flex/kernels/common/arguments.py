@@ -63,7 +63,8 @@ class BackwardArguments(_BackwardArguments):
     of the log-sum-exp less the sum of out * dout, which dP is added to; rows past the end, and rows without
     keys, have lse2 inf.
     dq_sum float32 [B, H, R * head_dim], zero at first: dQ / scale by tiles of tile_m rows, each in its
-    kernel's own order. Packed, these three are [H, R]: rows of a sequence begin at `first_row` of it.
+    kernel's own order; rows past the end hold anything. Packed, these three are [H, R]: rows of a sequence
+    begin at `first_row` of it. None where a block has all keys of its queries and writes dq, as q, itself.
     scale_log2: scale * log2(e); each use of a product would compute it anew.
     dk_parts, dv_parts: where the query heads of a group may be shared out in parts, dK and dV of each, as if
     there were so many more heads of keys; those of a head of keys follow each other. Else None.

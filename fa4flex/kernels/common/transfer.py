@@ -94,11 +94,11 @@ def read_pair(two: cute.Tensor) -> tuple[Float32, Float32]:
     )
 
 
-def add_bulk(source: cute.Tensor, target: cute.Pointer, count: int) -> None:
+def add_bulk(source: cute.Tensor, target: cute.Pointer, count: int | Int32) -> None:
     """Add `count` float32 of shared memory to global memory, in one operation of the copy engine."""
     cute.arch.inline_ptx(
         "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
-        read_only_args=[target.toint(), source.iterator.toint(), Int32(4 * count)],
+        read_only_args=[target.toint(), source.iterator.toint(), Int32(count) * 4],
     )
 
 

@@ -1,8 +1,8 @@
 """Gradients on NVIDIA GPUs: q, k, v, sinks, captured tensors, and through the log-sum-exp.
 
 What is decided once per look of a call is kept, as for the forward pass (engine.py). A launch runs three
-kernels: rows' statistics, the products, and dQ into its own dtype and order; and one that adds up dK and dV
-where query heads that share keys were taken in parts.
+kernels: rows' statistics, the products, and dQ into its own dtype and order, if the second has not written it
+so; and one that adds up dK and dV where query heads that share keys were taken in parts.
 """
 
 from __future__ import annotations
@@ -115,6 +115,7 @@ def _make_ready(
         row_block(plan.config().tile_m),
         plan.config().turn_rows if deterministic else None,
         plan.persistent,
+        plan.stores_dq,
         tables_of(engine.kinds, call, lowered, captured) if by_tables else None,
         lowered.sums,
         reach,

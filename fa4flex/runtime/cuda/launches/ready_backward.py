@@ -56,6 +56,7 @@ class ReadyBackward:
     width       of the tile that holds rows of q
     turn_rows   where sums are ordered, how many rows take turns together, else None
     counted     whether blocks take tiles of keys from a counter
+    stores_dq   whether the kernel writes dQ itself: there are no sums of it
     tables      makes or finds the block tables of a call, where the mask is told by them
     reach       extents of the calls that it serves
     sums        memory for the gradients of captured tensors
@@ -68,6 +69,7 @@ class ReadyBackward:
     row_block: int
     turn_rows: int | None
     counted: bool
+    stores_dq: bool
     tables: Callable[[Call], Any] | None
     sums: tuple[CapturedSum, ...]
     reach: Reach
@@ -81,7 +83,9 @@ class ReadyBackward:
         statistics = *of_heads, padded
         lse2 = q.new_empty(statistics, dtype=torch.float32)
         delta = q.new_empty(statistics, dtype=torch.float32)
-        dq_sum = q.new_empty((*of_heads, padded * self.width), dtype=torch.float32)
+        dq_sum = None
+        if not self.stores_dq:
+            dq_sum = q.new_empty((*of_heads, padded * self.width), dtype=torch.float32)
         dq, dk, dv = _like(q), _like(k), _like(v)
         parts = None if self.groups is None else _parts(self.groups, call, dk, dv)
         if call.lengths.seqused_k is not None:  # keys that no sequence uses are not written
