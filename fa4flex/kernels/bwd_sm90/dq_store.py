@@ -21,6 +21,7 @@ from fa4flex.kernels.common.backward import (
     query_tile_at,
     rows_of,
 )
+from fa4flex.kernels.common.cluster import Cluster
 from fa4flex.kernels.common.hooks import Share
 from fa4flex.kernels.common.transfer import Views, add_bulk, partition
 
@@ -45,7 +46,7 @@ class DqStore:
     ) -> None:
         """`copies`: descriptors of the gradients of `copied`."""
         config = self.config
-        for w in cutlass.range_constexpr(config.consumers):
+        for w in cutlass.range_constexpr(config.dq_parts):
             cute.arch.barrier_arrive(barrier_id=dq_empty(w, 0), number_of_threads=THREADS)
 
         @cute.jit
@@ -76,7 +77,7 @@ class DqStore:
         """The parts of dQ that a tile of keys makes. stages: of dQ, and of dS."""
         config = self.config
         stage, parity = stages
-        steps = Int32(0)
+        steps, rank = Int32(0), Cluster(config.ctas).rank()
         for g in cutlass.range(work.group, unroll=1):
             h = work.part * work.group + g
             queries = self.scheduler.queries(work, h, arguments)
@@ -88,21 +89,21 @@ class DqStore:
                 whole = cute.local_tile(sums, (config.tile_m * config.head_dim,), (tile,))
                 if const_expr(config.deterministic):
                     counter = await_turn(arguments, work, h, queries, i, config)
-                for w in cutlass.range_constexpr(config.consumers):
+                for w in cutlass.range_constexpr(config.dq_parts):
                     cute.arch.barrier(barrier_id=dq_full(w, stage), number_of_threads=THREADS)
                     if const_expr(w == 0 and len(copies) > 0):
                         # There is dQ, so all warpgroups have met: all of dS is there.
                         self.copy(copies, views, parity, (tile, work.tile))
                     with cute.arch.elect_one():
-                        self.add(w, shared.dq[None, w, stage], whole)
+                        self.add(w if config.ctas == 1 else rank, shared.dq[None, w, stage], whole)
                     cute.arch.cp_async_bulk_commit_group()
                 stage = (stage + 1) % config.dq_stages
                 if const_expr(len(copies) > 0):
                     parity = 1 - parity
                 # Of its other stage, all but this step's additions have been read; and so has dS, which is
                 # written anew two steps on: after warpgroups have waited for this stage.
-                for w in cutlass.range_constexpr(config.consumers):
-                    pending = config.consumers if config.dq_stages == 2 else config.consumers - 1 - w
+                for w in cutlass.range_constexpr(config.dq_parts):
+                    pending = config.dq_parts if config.dq_stages == 2 else config.dq_parts - 1 - w
                     cute.arch.cp_async_bulk_wait_group(pending, read=True)
                     cute.arch.barrier_arrive(barrier_id=dq_empty(w, stage), number_of_threads=THREADS)
                 if const_expr(config.deterministic):
@@ -110,8 +111,8 @@ class DqStore:
                     pass_turn(counter)
         return stage, parity, steps
 
-    def add(self, w: int, part: cute.Tensor, whole: cute.Tensor) -> None:
-        """A warpgroup's part of a tile of dQ."""
+    def add(self, w: Any, part: cute.Tensor, whole: cute.Tensor) -> None:
+        """A warpgroup's part of a tile of dQ, or that of a CTA of a pair."""
         done = 0
         for place, count in self.config.dq_numbers(w):
             add_bulk(cute.domain_offset((done,), part), whole.iterator + place, count)
