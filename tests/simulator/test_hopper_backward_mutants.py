@@ -9,15 +9,17 @@ import pytest
 import torch
 from helpers import Width, widths
 from own_backward import Own, captured
+from pairs import hopper_pairs
 
 import fa4flex
 
 HEADS, QUERIES, KEYS, LATENT = 3, 320, 128, (192, 128)
 COLUMNS, PRODUCTS, PRODUCTS_AGAIN = 256, 192, 160
+PAIRS = 176
 """One block takes the keys of each head, one after the other, and for each some tiles of queries: its rings
 go round, and the memory of dQ takes dK and dV in turn; LATENT ones have two products for dQ. Of COLUMNS and
 PRODUCTS, which are widths whose warpgroups share out these, each head has a block: its 64 keys; of
-PRODUCTS_AGAIN, one block takes them."""
+PRODUCTS_AGAIN, one block takes them. Of PAIRS, padded to PRODUCTS, a pair of blocks has a head's keys."""
 ALONE = (COLUMNS, PRODUCTS)
 
 
@@ -30,8 +32,10 @@ def main_kernel(masked: bool, width: Width) -> Own:
         torch.randn(1, HEADS, *size).bfloat16() for size in ((QUERIES, dim), (keys, dim), (keys, dim_v))
     )
     attn = fa4flex.compile(mask=(lambda b, h, q, k: q >= k) if masked else None)
-    own = captured("sm_90a", attn, (q, k, v), sms=1)
-    assert own.launch.grid == (HEADS if width in ALONE else 1, 1, 1)
+    with hopper_pairs(width == PAIRS):
+        own = captured("sm_90a", attn, (q, k, v), sms=1)
+    blocks = {PAIRS: 2 * HEADS, **dict.fromkeys(ALONE, HEADS)}
+    assert own.launch.grid == (blocks.get(width, 1), 1, 1)
     return own
 
 
@@ -47,7 +51,7 @@ first one, which has waited, too."""
 
 @pytest.mark.slow
 def test_some() -> None:
-    width = random.choice((64, 128, LATENT, PRODUCTS, PRODUCTS_AGAIN))
+    width = random.choice((64, 128, LATENT, PRODUCTS, PRODUCTS_AGAIN, PAIRS))
     own = main_kernel(random.random() < 0.5, width)
     left = *IMPLIED, *SPARE.get(width, ())
     tried = [m for m in own.that_matter() if not m.instruction.opcode.startswith(left)]
@@ -57,7 +61,7 @@ def test_some() -> None:
 
 @pytest.mark.exhaustive
 @KERNELS
-@pytest.mark.parametrize("width", [64, 128, LATENT, *ALONE, PRODUCTS_AGAIN], ids=str)
+@pytest.mark.parametrize("width", [64, 128, LATENT, *ALONE, PRODUCTS_AGAIN, PAIRS], ids=str)
 def test_all(masked: bool, width: Width) -> None:
     """Every mutant that can matter is noticed but for those known not to: at most nine of a loop, or ten
     where dQ takes two products, and two besides. Kernels that are masked or LATENT have two such bodies.
