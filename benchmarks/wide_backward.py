@@ -1,12 +1,12 @@
-"""Backward pass of wide heads on a Hopper GPU: what warpgroups share out, products, by pairs of CTAs or not,
-or columns, beside flash-attn-4.
+"""Backward pass of wide heads on a Hopper GPU, by what its warpgroups share out, beside flash-attn-4.
 
     python benchmarks/wide_backward.py [--widths 160 192] [--length 4096] [--rounds 4] [--kernels pairs ...]
 
-Batch 4, 8 heads, bf16, with and without a causal mask. Each kernel is chosen in a process of its own, whose
-planner is told so; processes take turns, and each takes samples of all rows, and of flash-attn-4 beside them
-where it is installed. Printed are medians over the rounds: milliseconds of a backward pass, and the speed of
-each kernel over flash-attn-4's in the same process. The first round compiles.
+Products are shared out by pairs of CTAs or by each alone, or columns are. Batch 4, 8 heads, bf16, with and
+without a causal mask. Each kernel is chosen in a process of its own, whose planner is told so; processes take
+turns, and each takes samples of all rows, and of flash-attn-4 beside them where it is installed. Printed are
+medians over the rounds: milliseconds of a backward pass, and the speed of each kernel over flash-attn-4's in
+the same process. The first round compiles.
 """
 
 from __future__ import annotations
