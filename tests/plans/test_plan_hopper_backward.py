@@ -8,6 +8,7 @@ import re
 from dataclasses import replace
 from functools import cache
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -20,6 +21,7 @@ import fa4flex
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.analyze.hoist import read_by_pairs
 from fa4flex.codegen.expr import nodes
+from fa4flex.codegen.plan.groups import groups_of
 from fa4flex.codegen.plan.problem import Problem
 from fa4flex.codegen.plan.target import SM90A
 from fa4flex.codegen.plan.topology import Event, Topology
@@ -125,6 +127,14 @@ def test_which_ctas_come_in_pairs() -> None:
     assert planned(replace(wide, gradients=((0, "sum"),)), 192).ctas == 1
     assert planned(replace(wide, head_dim_v=64), 192).ctas == 1  # K of the other CTA is wider than V
     assert planned(LIGHT, 192).ctas == planned(replace(wide, head_dim_v=128), 192).ctas == 1
+
+
+def test_a_pair_counts_as_one_where_groups_are_divided() -> None:
+    wide = Problem(192, 192, grouped=True)
+    inputs: Any = SimpleNamespace(extents=SimpleNamespace(heads=8), kv_heads=2, lengths="dense")
+    alone, pair = (groups_of(inputs, planned(wide, paired)) for paired in (0, 192))
+    assert alone is not None and pair is not None
+    assert (alone.workers, alone.tile_n) == (2 * pair.workers, 64) and pair.tile_n == 128
 
 
 def test_blocks_are_persistent_where_results_can_leave_by_tiles_of_dq() -> None:

@@ -43,7 +43,10 @@ KERNELS = pytest.mark.parametrize("masked", [False, True], ids=["dense", "causal
 IMPLIED = ("fence.mbarrier_init", "wgmma.")
 """Instructions that some of the mutants that are not noticed lack."""
 BROUGHT = ["mbarrier.try_wait.parity.shared.b64", "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64"]
-SPARE: dict[Width, list[str]] = {COLUMNS: ["bar.sync"], PRODUCTS: BROUGHT, PRODUCTS_AGAIN: BROUGHT}
+SPARE: dict[Width, list[str]] = {
+    COLUMNS: ["bar.sync"],
+    **dict.fromkeys((PRODUCTS, PRODUCTS_AGAIN, PAIRS), BROUGHT),
+}
 """Others that are not noticed, in their order. COLUMNS: the last meeting of warpgroups, whose sums lie where
 each alone has read. PRODUCTS: the second warpgroup's waits for K and Q, which it reads after it has met the
 first one, which has waited, too."""
