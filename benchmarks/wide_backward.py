@@ -1,12 +1,12 @@
-"""Backward pass of wide heads on a Hopper GPU: what warpgroups share out, products or columns, beside
-flash-attn-4.
+"""Backward pass of wide heads on a Hopper GPU, by what its warpgroups share out, beside flash-attn-4.
 
-    python benchmarks/wide_backward.py [--widths 160 192] [--length 4096] [--rounds 4]
+    python benchmarks/wide_backward.py [--widths 160 192] [--length 4096] [--rounds 4] [--kernels pairs ...]
 
-Batch 4, 8 heads, bf16, with and without a causal mask. Each kernel is chosen in a process of its own, whose
-planner is told so; processes take turns, and each takes samples of all rows, and of flash-attn-4 beside them
-where it is installed. Printed are medians over the rounds: milliseconds of a backward pass, and the speed of
-each kernel over flash-attn-4's in the same process. The first round compiles.
+Products are shared out by pairs of CTAs or by each alone, or columns are. Batch 4, 8 heads, bf16, with and
+without a causal mask. Each kernel is chosen in a process of its own, whose planner is told so; processes take
+turns, and each takes samples of all rows, and of flash-attn-4 beside them where it is installed. Printed are
+medians over the rounds: milliseconds of a backward pass, and the speed of each kernel over flash-attn-4's in
+the same process. The first round compiles.
 """
 
 from __future__ import annotations
@@ -21,8 +21,13 @@ from collections.abc import Callable
 from typing import Any
 
 BATCH, HEADS, SAMPLES = 4, 8, 5
-APART = {"products": 192, "columns": 0}
-"""The widest heads whose products are shared out, by the name of what is timed."""
+CHOICES = {
+    "pairs": {"PRODUCTS_APART": 192, "PAIRED": 192},
+    "products": {"PRODUCTS_APART": 192, "PAIRED": 0},
+    "columns": {"PRODUCTS_APART": 0, "PAIRED": 0},
+}
+"""Constants of the planner, by the name of what is timed: products shared out by pairs of CTAs, or by each
+CTA for itself, and columns."""
 PEER = "flash-attn-4"
 
 
@@ -30,7 +35,8 @@ def choose(kernel: str) -> None:
     """Tells the planner, before anything is planned, which kernel wide heads have."""
     from fa4flex.kernels.bwd_sm90 import plan
 
-    plan.PRODUCTS_APART = APART[kernel]
+    for constant, value in CHOICES[kernel].items():
+        setattr(plan, constant, value)
 
 
 def passes(width: int, length: int, causal: bool) -> dict[str, Callable[[], Any]]:
@@ -78,7 +84,7 @@ def measure(kernel: str, widths: list[int], length: int) -> dict[str, dict[str, 
 
 
 def report(rounds: dict[str, list[dict[str, dict[str, float]]]]) -> None:
-    for row in rounds["products"][0]:
+    for row in next(iter(rounds.values()))[0]:
         parts = []
         for kernel, results in rounds.items():
             mine = [result[row]["fa4flex"] for result in results]
@@ -95,14 +101,15 @@ def main() -> None:
     parser.add_argument("--widths", type=int, nargs="+", default=[160, 192])
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--kernel", choices=APART, help="time this one alone, and print seconds as JSON")
+    parser.add_argument("--kernels", nargs="+", choices=CHOICES, default=list(CHOICES))
+    parser.add_argument("--kernel", choices=CHOICES, help="time this one alone, and print seconds as JSON")
     given = parser.parse_args()
     if given.kernel:
         print(json.dumps(measure(given.kernel, given.widths, given.length)))
         return
     rounds: dict[str, list[dict[str, dict[str, float]]]] = defaultdict(list)
     for _ in range(given.rounds):
-        for kernel in APART:
+        for kernel in given.kernels:
             command = [sys.executable, __file__, "--kernel", kernel, "--length", str(given.length)]
             done = subprocess.run(
                 [*command, "--widths", *map(str, given.widths)], capture_output=True, text=True, check=False

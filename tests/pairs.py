@@ -10,28 +10,41 @@ from unittest.mock import patch
 
 from fa4flex.codegen.plan.request import Request
 from fa4flex.kernels import dispatch
+from fa4flex.kernels.bwd_sm90 import plan as hopper
 from fa4flex.kernels.bwd_sm100.two_cta.plan import TWO_CTA, TwoCtaPlan, plan_two_cta
 from fa4flex.runtime.cuda import engine
 
 
 @contextlib.contextmanager
-def in_pairs() -> Iterator[None]:
-    """Whatever the kernel of pairs has, and something must be; what is made ready is not kept for others."""
-    look, this = engine.Engine.look, object()
-    planned: list[TwoCtaPlan] = []
+def hopper_pairs(wanted: bool) -> Iterator[None]:
+    """Pairs of CTAs on Hopper where products are shared out, or none, whatever the planner would choose."""
+    with patch.object(hopper, "PAIRED", 192 if wanted else 0), _apart():
+        yield
 
-    def of_pairs(self: engine.Engine, call: Any) -> Any:
+
+@contextlib.contextmanager
+def _apart() -> Iterator[None]:
+    """What is made ready here is for nobody else."""
+    look, this = engine.Engine.look, object()
+
+    def of_this(self: engine.Engine, call: Any) -> Any:
         found = look(self, call)
         return None if found is None else ((this, *found[0]), found[1])
+
+    with patch.object(engine.Engine, "look", of_this):
+        yield
+
+
+@contextlib.contextmanager
+def in_pairs() -> Iterator[None]:
+    """Whatever the kernel of pairs has, and something must be; what is made ready is not kept for others."""
+    planned: list[TwoCtaPlan] = []
 
     def noted(request: Request) -> TwoCtaPlan:
         planned.append(plan_two_cta(request))
         return planned[-1]
 
     always = replace(TWO_CTA, accepts=lambda problem, target: target.family == "sm100", plan=noted)
-    with (
-        patch.object(dispatch, "PIPELINES", (always, *dispatch.PIPELINES)),
-        patch.object(engine.Engine, "look", of_pairs),
-    ):
+    with patch.object(dispatch, "PIPELINES", (always, *dispatch.PIPELINES)), _apart():
         yield
     assert planned, "no backward pass by pairs of CTAs was planned"

@@ -13,7 +13,7 @@ import pytest
 from cuda_cases import FEW, VARIANTS, Sizes
 from helpers import Width, widths
 from kernel_programs import Kind, launched_backward
-from pairs import in_pairs
+from pairs import hopper_pairs, in_pairs
 
 from fa4flex.codegen.plan.target import SM90A, SM100A, Target
 from fa4flex.compiler.inspect import Inspection, inspect
@@ -158,6 +158,27 @@ def test_products_overlap_on_hopper() -> None:
 @pytest.mark.parametrize(("name", "width"), list(product(HEAVY, (64, 128))))
 def test_all_products_overlap_on_hopper(name: str, width: Width) -> None:
     check_order(name, width)
+
+
+PRODUCTS: tuple[Width, ...] = (160, 192)
+"""Head widths at which warpgroups share out products on Hopper, in pairs of CTAs or not."""
+
+
+def check_products(name: str, width: Width, pair: bool) -> None:
+    with hopper_pairs(pair):
+        check(name, width, SM90A)
+
+
+@pytest.mark.parametrize("pair", [False, True], ids=["alone", "pair"])
+def test_some_kernel_that_shares_out_products(pair: bool) -> None:
+    check_products(random.choice(LIGHT), random.choice(PRODUCTS), pair)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("pair", [False, True], ids=["alone", "pair"])
+@pytest.mark.parametrize(("name", "width"), list(product(DRAWS, PRODUCTS)), ids=str)
+def test_kernels_that_share_out_products(name: str, width: Width, pair: bool) -> None:
+    check_products(name, width, pair)
 
 
 def test_some_kernel_of_a_pair() -> None:

@@ -8,7 +8,9 @@ import re
 from dataclasses import replace
 from functools import cache
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,15 +21,18 @@ import fa4flex
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.analyze.hoist import read_by_pairs
 from fa4flex.codegen.expr import nodes
+from fa4flex.codegen.plan.groups import groups_of
 from fa4flex.codegen.plan.problem import Problem
 from fa4flex.codegen.plan.target import SM90A
 from fa4flex.codegen.plan.topology import Event, Topology
 from fa4flex.codegen.plan.verify import at_random, round_robin, simulate, trace
+from fa4flex.kernels.bwd_sm90 import plan as planner
 from fa4flex.kernels.bwd_sm90 import roles
 from fa4flex.kernels.bwd_sm90.plan import (
     LATENT_TILE,
     LONG_LATENT_TILE,
     LONG_TILE,
+    PAIR_TILE,
     ROOMY_TILE,
     SHORT_TILE,
     TILE,
@@ -40,8 +45,10 @@ WIDTHS = (32, 64, 80, 96, 128, 192, 256)
 LIGHT = Problem(128, 128, mask_form="queries")
 
 
-def planned(problem: Problem) -> HopperBackwardPlan:
-    plan = plan_backward(Facts(), problem, SM90A)
+def planned(problem: Problem, paired: int = 0) -> HopperBackwardPlan:
+    """The plan where CTAs come in pairs for heads up to `paired` wide."""
+    with patch.object(planner, "PAIRED", paired):
+        plan = plan_backward(Facts(), problem, SM90A)
     assert isinstance(plan, HopperBackwardPlan)
     return plan
 
@@ -112,6 +119,26 @@ def test_queries_of_a_step(changes: dict[str, object], tile: tuple[int, int]) ->
 def test_what_warpgroups_share_out(changes: dict[str, object], split: str, keeps_k: bool) -> None:
     config = planned(replace(LIGHT, **changes)).config()  # type: ignore[arg-type]
     assert (config.split, config.keeps_k) == (split, keeps_k)
+
+
+def test_which_ctas_come_in_pairs() -> None:
+    wide = replace(LIGHT, head_dim=192, head_dim_v=192)
+    pair = planned(wide, 192)
+    assert (pair.ctas, pair.tile, pair.split, pair.persistent) == (2, PAIR_TILE, "products", False)
+    assert planned(replace(wide, head_dim=160, head_dim_v=160, long_scores=True), 192).ctas == 2
+    assert planned(wide, 160).ctas == planned(replace(wide, deterministic=True), 192).ctas == 1
+    assert planned(replace(wide, lengths="used"), 192).ctas == 1
+    assert planned(replace(wide, gradients=((0, "sum"),)), 192).ctas == 1
+    assert planned(replace(wide, head_dim_v=64), 192).ctas == 1  # K of the other CTA is wider than V
+    assert planned(LIGHT, 192).ctas == planned(replace(wide, head_dim_v=128), 192).ctas == 1
+
+
+def test_a_pair_counts_as_one_where_groups_are_divided() -> None:
+    wide = Problem(192, 192, grouped=True)
+    inputs: Any = SimpleNamespace(extents=SimpleNamespace(heads=8), kv_heads=2, lengths="dense")
+    alone, pair = (groups_of(inputs, planned(wide, paired)) for paired in (0, 192))
+    assert alone is not None and pair is not None
+    assert (alone.workers, alone.tile_n) == (2 * pair.workers, 64) and pair.tile_n == 128
 
 
 def test_blocks_are_persistent_where_results_can_leave_by_tiles_of_dq() -> None:
@@ -225,6 +252,7 @@ KINDS = {
     "products": Problem(192, 192),
     "products, K in shared memory": Problem(192, 192, long_scores=True),
     "persistent products": Problem(160, 160),
+    "products of pairs": Problem(192, 192),
     "packed": Problem(64, 64, lengths="packed"),
     "packed columns": Problem(256, 256, lengths="packed"),
     "packed products": Problem(192, 192, lengths="packed"),
@@ -232,9 +260,12 @@ KINDS = {
 KIND = pytest.mark.parametrize("kind", KINDS)
 
 
+PAIRS = "products of pairs"
+
+
 @cache
 def sound(kind: str) -> Topology:
-    return planned(KINDS[kind]).topology
+    return planned(KINDS[kind], 192 * (kind == PAIRS)).topology
 
 
 def works_of(pipeline: Topology) -> tuple[list[int], ...]:
@@ -267,6 +298,7 @@ def test_one_run_stands_for_all(kind: str, seed: int) -> None:
         ("columns", "consumer 1", "S dP dV dK dQ"),
         ("products", "consumer 0", "S dV dQ"),
         ("products", "consumer 1", "dP dQ dK"),
+        ("products of pairs", "consumer 0", "S dV"),
     ],
 )
 def test_products_are_issued_in_the_stated_order(kind: str, role: str, order: str) -> None:
@@ -279,17 +311,19 @@ def test_products_are_issued_in_the_stated_order(kind: str, role: str, order: st
 
 @KIND
 def test_counts_are_the_kernels(kind: str) -> None:
-    plan = planned(KINDS[kind])
-    config, pipeline = plan.config(), plan.topology
+    plan = planned(KINDS[kind], 192 * (kind == PAIRS))
+    config, pipeline = plan.config(), plan.of_one_cta
     unused = 0 if plan.persistent else roles.UNUSED
-    assert pipeline.mbarrier_count + unused == roles.barrier_total(config.q_stages, config.do_stages)
+    total = roles.barrier_total(config.q_stages, config.do_stages, config.ctas)
+    assert pipeline.mbarrier_count + unused == total
     numbers = {n: b.name for b in pipeline.barriers for n in b.numbers}
-    for w, stage in product(range(config.consumers), range(config.dq_stages)):
-        assert numbers[roles.dq_full(w, stage)] == f"dq_full {w}"
-        assert numbers[roles.dq_empty(w, stage)] == f"dq_empty {w}"
-        assert numbers[roles.stored(w)] == f"stored {w}"
+    for w, stage in product(range(config.dq_parts), range(config.dq_stages)):
+        part = f" {w}" if config.ctas == 1 else ""
+        assert numbers[roles.dq_full(w, stage)] == f"dq_full{part}"
+        assert numbers[roles.dq_empty(w, stage)] == f"dq_empty{part}"
+    assert all(numbers[roles.stored(w)] == f"stored {w}" for w in range(config.consumers))
     assert max(numbers) < SM90A.named_barriers and len(numbers) == sum(b.stages for b in pipeline.barriers)
-    assert plan.memory["dq"].size == 4 * config.dq_room * config.consumers * config.dq_stages
+    assert plan.memory["dq"].size == 4 * config.dq_room * config.dq_parts * config.dq_stages
     for ring, statistic in (("q", "lse2"), ("dout", "delta")):
         assert pipeline.ring(ring).beside == ((statistic, 4 * config.tile_m),)
 
@@ -315,13 +349,27 @@ def test_shown_probabilities_are_read_before_the_next_ones_are_written() -> None
     assert ordered(run, "consumer 0 finish dQ tile 5", "consumer 1 write dK rows 1 tile 0")
 
 
+def test_what_the_other_cta_sends_is_read_before_the_next_one_comes() -> None:
+    """Its dS has two stages, and dQ of a step is multiplied in the next one; other keys come where V was."""
+    run = trace(sound(PAIRS), [6], round_robin())
+    for c, other in (("", " there"), (" there", "")):
+        for j in range(4):
+            read = f"consumer 1{c} finish dQ{c} tile {j}"
+            assert ordered(run, read, f"exchange{other} load ds_peer{c} tile {j + 2}")
+            assert ordered(run, read, f"consumer 1{c} write shared dS{c} tile {j + 2}")
+            assert ordered(run, f"consumer 1{c} read shared P{c} tile {j}", f"write shared P{c} tile {j + 1}")
+        assert ordered(run, f"consumer 1{c} read v{c} tile 0", f"exchange{c} load k_peer{c} tile 0")
+        assert ordered(run, f"consumer 1{c} finish dQ{c} tile 5", f"write dV rows{c} tile 0")
+
+
 @KIND
 def test_every_dropped_event_is_found(kind: str) -> None:
     pipeline = sound(kind)
     works = works_of(pipeline)
     assert not broken(pipeline, *works)
-    # Where warpgroups do not share out products, they do the same.
+    # Where warpgroups do not share out products, they do the same; and so do CTAs of a pair.
     alike = () if "products" in kind else ("consumer 1",)
+    alike += tuple(role.name for role in pipeline.roles if role.cta)
     every = [x for x in dropped(pipeline, *alike) if matters(*x[:2], kind)]
     assert len(every) > 70
     for event, where, less in every:
@@ -331,14 +379,17 @@ def test_every_dropped_event_is_found(kind: str) -> None:
 def matters(event: Event, where: str, kind: str) -> bool:
     """True if the simulation finds one less. Warps of a warpgroup, which gather at `stored`, are one role
     here; what clears leaves nothing behind, what comes for nothing is said to be read, and others read the
-    next number, too. A drain is followed by others: see below. Where products are shared out, the second
-    warpgroup reads K, and what is cleared, after it has met the first one, which has waited, too."""
+    next number, too. A drain is followed by others: see below. What is announced is part of what the other
+    CTA sends here, and dS is read as it is sent. Where products are shared out, the second warpgroup reads K,
+    and what is cleared, after it has met the first one, which has waited, too."""
     told = event.action, event.target
     gathers = event.action == "sync" and event.target.startswith("stored")
     read = told in (("read", "k"), ("read", "v"), ("read", "next"), ("store", "shared dS 0"))
     others = "kv" if kind == "packed products" else "k" if "products" in kind else ""
     spare = event.action == "wait" and event.target in others and where.startswith("consumer 1")
-    return not gathers and not read and not spare and event.action not in ("clear", "drain")
+    sent = told == ("read", "shared dS")
+    spare = spare or sent or event.action in ("clear", "drain", "announce")
+    return not gathers and not read and not spare
 
 
 @KIND
@@ -390,6 +441,24 @@ MOVED = (
         "write dK rows 1",
         "sync scores",
         "while the product dQ .* multiply k",
+    ),
+    (PAIRS, "consumer 1", "body", "issue dQ", "wait ds_peer", "ds_peer tile . before it is there"),
+    (PAIRS, "consumer 1", "body", "release ds_peer", "finish dQ", "frees ds_peer tile . in use"),
+    (
+        PAIRS,
+        "exchange",
+        "body",
+        "read shared dS",
+        "take ds_shared",
+        "shared dS tile . before it is there",
+    ),
+    (
+        PAIRS,
+        "exchange",
+        "first",
+        "load k_peer",
+        "await v_kept",
+        "v tile 0 while the copy of k_peer tile 0|v tile 0 before",
     ),
     ("packed", "consumer 1", "first", "sync cleared", "issue S", "clears q tile 0 while the product S"),
     ("two stages of dQ", "producer", "first", "load v", "await keys_empty", "v full|v tile . while"),

@@ -19,7 +19,7 @@ import torch
 from blackwell import planned
 from cutlass import cute
 from executed import Compared, Executed, Trace, comparing, differences, noting
-from pairs import in_pairs
+from pairs import hopper_pairs, in_pairs
 
 import fa4flex
 from fa4flex import Varlen
@@ -70,7 +70,9 @@ class Case:
         mask = causal if self.masked else None
         attn = fa4flex.compile(score_mod=self.score_mod, mask=mask, schedule=self.schedule)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(in_pairs() if self.pair else contextlib.nullcontext())
+            pairs = hopper_pairs(self.pair) if self.arch == "sm_90a" else in_pairs()
+            if self.pair or self.arch == "sm_90a":
+                stack.enter_context(pairs)
             stack.enter_context(planned(1) if self.arch == "sm_100a" else contextlib.nullcontext())
             stack.enter_context(fa4flex.simulator.device(self.arch, random.randrange(99), "late", sms=1))
             out = attn(q, k, v, varlen=varlen)
@@ -91,6 +93,8 @@ CASES = {
     "bwd_sm90 without queries": Case(HOPPER, True, masked=True, kv_len=700, q_len=130),
     "bwd_sm90 columns": Case(HOPPER, True, masked=True, dims=(256, 256)),
     "bwd_sm90 products": Case(HOPPER, True, masked=True, dims=(192, 192)),
+    "bwd_sm90 pairs": Case(HOPPER, True, masked=True, dims=(192, 192), pair=True),
+    "bwd_sm90 pairs without queries": Case(HOPPER, True, masked=True, q_len=70, dims=(160, 160), pair=True),
     "bwd_sm90 products, persistent": Case(HOPPER, True, masked=True, kv_len=200, dims=(160, 160)),
     "bwd_sm90 products, packed": Case(HOPPER, True, lengths=RAGGED, dims=(160, 160)),
     "fwd_sm100": Case(BLACKWELL),

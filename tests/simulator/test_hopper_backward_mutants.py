@@ -10,16 +10,18 @@ import pytest
 import torch
 from helpers import Width, widths
 from own_backward import Own, captured
+from pairs import hopper_pairs
 
 import fa4flex
 from fa4flex.codegen.plan import specialize
 
 HEADS, QUERIES, KEYS, LATENT = 3, 320, 128, (192, 128)
 COLUMNS, PRODUCTS, PRODUCTS_AGAIN = 256, 192, 160
+PAIRS = 176
 """One block takes the keys of each head, one after the other, and for each some tiles of queries: its rings
 go round, and the memory of dQ takes dK and dV in turn; LATENT ones have two products for dQ. Of COLUMNS and
 PRODUCTS, which are widths whose warpgroups share out these, each head has a block: its 64 keys; of
-PRODUCTS_AGAIN, one block takes them."""
+PRODUCTS_AGAIN, one block takes them. Of PAIRS, padded to PRODUCTS, a pair of blocks has a head's keys."""
 ALONE = (COLUMNS, PRODUCTS)
 STORING = (64, 128)
 """Widths of which a block that has all keys writes dQ itself; it is also judged as if it had not."""
@@ -34,10 +36,14 @@ def main_kernel(masked: bool, width: Width, stores: bool = False) -> Own:
         torch.randn(1, HEADS, *size).bfloat16() for size in ((QUERIES, dim), (keys, dim), (keys, dim_v))
     )
     attn = fa4flex.compile(mask=(lambda b, h, q, k: q >= k) if masked else None)
-    with patch.object(specialize, "_counts_few_keys", lambda *_: stores):
+    with (
+        patch.object(specialize, "_counts_few_keys", lambda *_: stores),
+        hopper_pairs(width == PAIRS),
+    ):
         own = captured("sm_90a", attn, (q, k, v), sms=1)
     assert (own.kept[9] is None) == stores
-    assert own.launch.grid == (HEADS if width in ALONE else 1, 1, 1)
+    blocks = {PAIRS: 2 * HEADS, **dict.fromkeys(ALONE, HEADS)}
+    assert own.launch.grid == (blocks.get(width, 1), 1, 1)
     return own
 
 
@@ -45,7 +51,10 @@ KERNELS = pytest.mark.parametrize("masked", [False, True], ids=["dense", "causal
 IMPLIED = ("fence.mbarrier_init", "wgmma.")
 """Instructions that some of the mutants that are not noticed lack."""
 BROUGHT = ["mbarrier.try_wait.parity.shared.b64", "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64"]
-SPARE: dict[Width, list[str]] = {COLUMNS: ["bar.sync"], PRODUCTS: BROUGHT, PRODUCTS_AGAIN: BROUGHT}
+SPARE: dict[Width, list[str]] = {
+    COLUMNS: ["bar.sync"],
+    **dict.fromkeys((PRODUCTS, PRODUCTS_AGAIN, PAIRS), BROUGHT),
+}
 """Others that are not noticed, in their order. COLUMNS: the last meeting of warpgroups, whose sums lie where
 each alone has read. PRODUCTS: the second warpgroup's waits for K and Q, which it reads after it has met the
 first one, which has waited, too."""
@@ -53,7 +62,7 @@ first one, which has waited, too."""
 
 @pytest.mark.slow
 def test_some() -> None:
-    width = random.choice((64, 128, LATENT, PRODUCTS, PRODUCTS_AGAIN))
+    width = random.choice((64, 128, LATENT, PRODUCTS, PRODUCTS_AGAIN, PAIRS))
     own = main_kernel(random.random() < 0.5, width, width in STORING and random.random() < 0.5)
     left = *IMPLIED, *SPARE.get(width, ())
     tried = [m for m in own.that_matter() if not m.instruction.opcode.startswith(left)]
@@ -65,7 +74,7 @@ def test_some() -> None:
 @KERNELS
 @pytest.mark.parametrize(
     ("width", "stores"),
-    [*((x, False) for x in (64, 128, LATENT, *ALONE, PRODUCTS_AGAIN)), *((x, True) for x in STORING)],
+    [*((x, False) for x in (64, 128, LATENT, *ALONE, PRODUCTS_AGAIN, PAIRS)), *((x, True) for x in STORING)],
     ids=str,
 )
 def test_all(masked: bool, width: Width, stores: bool) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers import SMS, Width, backward_launches, of_backward, of_passes, poisoned, widths
 from own_backward import kept_arguments
+from pairs import hopper_pairs
 from torch import Tensor
 
 import fa4flex
@@ -24,6 +25,8 @@ from fa4flex.variants import alibi, causal, document, sliding_window, softcap
 IDS = torch.arange(200) // 70
 WIDE = (80, 96, 160, 192, 256, (192, 128), (160, 120), (128, 256), (160, 96), (96, 192))
 """Widths of q and v for which a block has 64 keys, or whose parts of dQ are narrow or several."""
+PRODUCTS: tuple[Width, ...] = (160, 192, (160, 192), (192, 160), (96, 192))
+"""Those at which warpgroups share out products."""
 
 COMPOSED: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -119,6 +122,24 @@ def test_rows_past_the_end_of_a_tile_are_left_alone(q_len: int, width: int) -> N
 def test_some_wide_gradients() -> None:
     sizes = random.choice((65, 130)), random.choice((130, 200))
     close(random.choice(sorted(COMPOSED)), *sizes, random.choice(WIDE), kv_heads=random.choice((1, 2, 4)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", [False, True], ids=["alone", "pair"])
+def test_some_gradients_by_products(pair: bool) -> None:
+    """Two CTAs with 64 keys each, of which one may have none, or one by itself."""
+    sizes, heads = (random.choice((65, 130)), random.choice((50, 130, 200))), random.choice((1, 2, 4))
+    with hopper_pairs(pair):
+        close(random.choice(sorted(COMPOSED)), *sizes, random.choice(PRODUCTS), kv_heads=heads)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("pair", [False, True], ids=["alone", "pair"])
+@pytest.mark.parametrize("width", (160, 192, (160, 192)), ids=str)
+@pytest.mark.parametrize("name", COMPOSED)
+def test_gradients_by_products(name: str, width: Width, pair: bool) -> None:
+    with hopper_pairs(pair):
+        close(name, 200, 200, width)
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ SWIZZLES = (64, 32, 16)
 class Config:
     """head_dim, head_dim_v    widths of the tiles in shared memory: multiples of 32 that hold the tensors'
     tile_m                   queries per step, a multiple of 64; of 16 where dQ is transposed
-    tile_n                   keys per block
+    tile_n                   keys per block, or per pair of them
     split                    what consumer warpgroups share out: "keys", 64 each, and hold their dK and dV; or
                              the "columns" of dK and dV of 64 keys, and the queries of a step for its scores;
                              or the "products" of 64 keys: S' and dV are one's, dP' and dK the other's
@@ -33,6 +33,8 @@ class Config:
     deterministic            whether sums of dQ are added up in one order
     lengths                  "dense", "packed" (cu_seqlens) or "used" (seqused per batch)
     stores_dq                whether a block has all keys of its queries, and writes their dQ itself
+    ctas                     CTAs of a tile of keys: of a pair, which shares out products, each has 64 keys,
+                             and half of the columns of dQ for the keys of both
     workers                  multiprocessors, where blocks are persistent, one on each, and take tiles of keys
                              from a counter; 0 where each tile has a block
     """
@@ -53,6 +55,7 @@ class Config:
     deterministic: bool = False
     stores_dq: bool = False
     workers: int = 0
+    ctas: int = 1
 
     @property
     def persistent(self) -> bool:
@@ -63,6 +66,16 @@ class Config:
     def ragged(self) -> bool:
         """True if sequences may end before the tensors that hold them."""
         return self.lengths != "dense"
+
+    @property
+    def block_keys(self) -> int:
+        """Keys of one block."""
+        return self.tile_n // self.ctas
+
+    @property
+    def dq_parts(self) -> int:
+        """Parts of a tile of dQ that one block makes, of two that there are."""
+        return self.consumers // self.ctas
 
     @property
     def consumers(self) -> int:
@@ -104,8 +117,9 @@ class Config:
 
     @property
     def dq_shapes(self) -> tuple[tuple[int, int], ...]:
-        """(rows, columns) of each product for dQ of one warpgroup. Where dQ is transposed, 64 columns are
-        the least: of the last ones, where they cannot be dealt out evenly, warpgroups have some rows each."""
+        """(rows, columns) of each product for dQ of one warpgroup, or of one block of a pair. Where
+        dQ is transposed, 64 columns are the least: of the last ones, where they cannot be dealt out evenly,
+        warpgroups have some rows each."""
         if not self.split_columns:
             return ((self.tile_m // self.consumers, self.head_dim),)
         if not self.transposes_dq or self.head_dim // KEYS % self.consumers == 0:
@@ -114,11 +128,12 @@ class Config:
         return (self.tile_m, even), (self.tile_m // self.consumers, KEYS)
 
     def dq_tiles(self, w: Any) -> tuple[tuple[Any, Any], ...]:
-        """Positions of warpgroup w's products in dQ, in tiles of the product's shape."""
+        """Positions of the products of warpgroup w, or of block w of a pair, in dQ, in tiles of the product's
+        shape."""
         first = (0, w) if self.split_columns else (w, 0)
         return first, *((w, self.head_dim // columns - 1) for _, columns in self.dq_shapes[1:])
 
-    def dq_numbers(self, w: int) -> tuple[tuple[int, int], ...]:
+    def dq_numbers(self, w: Any) -> tuple[tuple[Any, int], ...]:
         """Range of each product's numbers among those of a tile of dQ: the first one, and how many they
         are."""
         found, first = [], 0

@@ -150,6 +150,11 @@ class Consumer:
             self.await_keys(pipes, phase)
             self.clear_past_end((shared.k, shared.v), work.kv_len - work.tile * config.tile_n)
             self.keep(mmas, operands, shared, lane)
+        elif const_expr(config.ctas > 1):
+            # Once: other keys come where V was.
+            self.await_keys(pipes, phase)
+            self.keep(mmas, operands, shared, lane)
+            self.kept(pipes)
         sums = sums_of(self.shares)
         for g in cutlass.range(work.group, unroll=1):
             h = work.part * work.group + g
@@ -159,7 +164,7 @@ class Consumer:
             collector.begin()
             given_all = mmas, operands, collector
             # As late as can be: what a head begins with takes as long as keys take to come.
-            if const_expr(not config.ragged):
+            if const_expr(not config.ragged and config.ctas == 1):
                 self.await_keys(pipes, phase)
                 self.keep(mmas, operands, shared, lane)
             ordered = cutlass.const_expr(config.deterministic and config.masked)
@@ -183,7 +188,16 @@ class Consumer:
                 do_state.advance()
                 count += 1
             collector.finish()
+        self.finish((mmas, operands), shared, pipes, (lane, count))
         return (q_state, do_state), count
+
+    def kept(self, pipes: Pipes) -> None:
+        """Says that K or V is in registers: nobody waits for it here."""
+
+    def finish(
+        self, given: tuple[Mmas, Operands], shared: Shared, pipes: Pipes, where: tuple[Int32, Int32]
+    ) -> None:
+        """Does what steps left undone, once per tile of keys: nothing here. where: lane, and steps so far."""
 
     def await_keys(self, pipes: Pipes, phase: Int32) -> None:
         phase = phase if self.config.persistent else 0
@@ -214,8 +228,8 @@ class Consumer:
         """dS, by stage, and K of each product for dQ."""
         config, found = self.config, []
         for mma, shape, place in zip(mmas.dq, config.dq_shapes, config.dq_tiles(w), strict=True):
-            ds = cute.local_tile(shared.ds, (shape[0], config.tile_n), (place[0], 0, None))
-            k_t = cute.local_tile(transposed(shared.k), (shape[1], config.tile_n), (place[1], 0))
+            ds = cute.local_tile(shared.ds, (shape[0], config.block_keys), (place[0], 0, None))
+            k_t = cute.local_tile(transposed(shared.k), (shape[1], config.block_keys), (place[1], 0))
             a, b = (k_t, ds) if config.transposes_dq else (ds, k_t)
             one = mma.get_slice(lane)
             operands = mma.make_fragment_A(one.partition_A(a)), mma.make_fragment_B(one.partition_B(b))
@@ -511,12 +525,13 @@ class Consumer:
 
     def hand_over(
         self,
-        given: tuple[Mmas, Operands, Collector],
+        given: tuple[Any, ...],
         parts: list[cute.Tensor],
         shared: Shared,
         where: tuple[Int32, Int32, Int32],
     ) -> None:
-        """A warpgroup's parts of dQ. where: lane, warpgroup, step."""
+        """A warpgroup's parts of dQ. given: as of a step, the collector where dQ is stored; where: lane,
+        warpgroup, step."""
         config, (lane, w, count) = self.config, where
         stage = count % config.dq_stages
         memory, ready = shared.dq[None, w, stage], parts

@@ -23,6 +23,7 @@ from fa4flex.kernels.common.backward import (
     query_tile_at,
     rows_of,
 )
+from fa4flex.kernels.common.cluster import Cluster
 from fa4flex.kernels.common.hooks import Share
 from fa4flex.kernels.common.transfer import Views, add_bulk, partition, sequence
 
@@ -58,7 +59,7 @@ class DqStore:
         moved: cutlass.Constexpr[Moved],
     ) -> None:
         config = self.config
-        for w in cutlass.range_constexpr(config.consumers):
+        for w in cutlass.range_constexpr(config.dq_parts):
             cute.arch.barrier_arrive(barrier_id=dq_empty(w, 0), number_of_threads=THREADS)
 
         @cute.jit
@@ -89,7 +90,7 @@ class DqStore:
         """The parts of dQ that a tile of keys makes. stages: of dQ, and of dS."""
         config, copies = self.config, moved.copies
         stage, parity = stages
-        steps = Int32(0)
+        steps, rank = Int32(0), Cluster(config.ctas).rank()
         for g in cutlass.range(work.group, unroll=1):
             h = work.part * work.group + g
             queries = self.scheduler.queries(work, h, arguments)
@@ -101,7 +102,7 @@ class DqStore:
                 tile = query_tile_at(queries, i)
                 if const_expr(self.takes_turns):
                     counter = await_turn(arguments, work, h, queries, i, config)
-                for w in cutlass.range_constexpr(config.consumers):
+                for w in cutlass.range_constexpr(config.dq_parts):
                     cute.arch.barrier(barrier_id=dq_full(w, stage), number_of_threads=THREADS)
                     if const_expr(w == 0 and len(copies) > 0):
                         # There is dQ, so all warpgroups have met: all of dS is there.
@@ -109,15 +110,21 @@ class DqStore:
                     if const_expr(config.stores_dq):
                         self.store(moved.dq[0], shared, (w, stage), work, (h, tile))
                     else:
-                        self.add(w, shared.dq[None, w, stage], arguments, work, (h, tile))
+                        self.add(
+                            w if config.ctas == 1 else rank,
+                            shared.dq[None, w, stage],
+                            arguments,
+                            work,
+                            (h, tile),
+                        )
                     cute.arch.cp_async_bulk_commit_group()
                 stage = (stage + 1) % config.dq_stages
                 if const_expr(len(copies) > 0):
                     parity = 1 - parity
                 # Of its other stage, all but this step's additions have been read; and so has dS, which is
                 # written anew two steps on: after warpgroups have waited for this stage.
-                for w in cutlass.range_constexpr(config.consumers):
-                    pending = config.consumers if config.dq_stages == 2 else config.consumers - 1 - w
+                for w in cutlass.range_constexpr(config.dq_parts):
+                    pending = config.dq_parts if config.dq_stages == 2 else config.dq_parts - 1 - w
                     cute.arch.cp_async_bulk_wait_group(pending, read=True)
                     cute.arch.barrier_arrive(barrier_id=dq_empty(w, stage), number_of_threads=THREADS)
                 if const_expr(self.takes_turns):
@@ -142,13 +149,13 @@ class DqStore:
     @cute.jit
     def add(
         self,
-        w: cutlass.Constexpr[int],
+        w: cutlass.Constexpr[Any],
         part: cute.Tensor,
         arguments: BackwardArguments,
         work: KeyWork,
         place: tuple[Int32, Int32],
     ) -> None:
-        """A warpgroup's part of a tile of dQ, to sums. place: query head, and tile of queries. Where dQ is
+        """A warpgroup's part of a tile of dQ, or that of a CTA of a pair, to sums. place: query head, and tile of queries. Where dQ is
         transposed, eight rows lie together, and those past the end of the sequence are left out."""
         config, (h, tile) = self.config, place
         done = 0

@@ -19,21 +19,29 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
+from fa4flex.codegen.plan.topology import WARPGROUP
 from fa4flex.kernels.bwd_sm90.column_split import ColumnConsumer
 from fa4flex.kernels.bwd_sm90.config import KEYS, Config, swizzle
 from fa4flex.kernels.bwd_sm90.consumer import Consumer
 from fa4flex.kernels.bwd_sm90.dq_store import DqStore, Moved, others
+from fa4flex.kernels.bwd_sm90.exchange import STAGES as SHARES
+from fa4flex.kernels.bwd_sm90.exchange import Exchange
+from fa4flex.kernels.bwd_sm90.pair_split import PairedKeyGradient, PairedValueGradient
 from fa4flex.kernels.bwd_sm90.producer import Producer
 from fa4flex.kernels.bwd_sm90.product_split import KeyGradient, ValueGradient
-from fa4flex.kernels.bwd_sm90.resources import Mmas, Pipes, Shared, swizzled_rows
+from fa4flex.kernels.bwd_sm90.resources import Mmas, PairPipes, Pipes, Shared, swizzled_rows
+from fa4flex.kernels.bwd_sm90.roles import EXCHANGE, PAIR_BARRIERS
 from fa4flex.kernels.bwd_sm90.zero_fill import WARPS, ZeroFill
 from fa4flex.kernels.common.backward import BackwardArguments, BackwardTileScheduler, KeyGrid, written
+from fa4flex.kernels.common.cluster import Cluster
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.next_tile import NextTile
 from fa4flex.kernels.common.transfer import reordered
 
 CONSUMERS = {"keys": (Consumer,), "columns": (ColumnConsumer,), "products": (ValueGradient, KeyGradient)}
 """Classes of consumers, by what their warpgroups share out: of all warpgroups, or of each."""
+PAIRED = PairedValueGradient, PairedKeyGradient
+"""Those of a pair of CTAs."""
 
 
 class Backward:
@@ -45,12 +53,15 @@ class Backward:
     def __init__(self, config: Config, hooks: Hooks) -> None:
         self.config = config
         self.hooks = hooks
-        self.scheduler = BackwardTileScheduler(config, hooks)
+        self.cluster = Cluster(config.ctas)
+        self.scheduler = BackwardTileScheduler(config, hooks, config.ctas)
         self.producer = Producer(config, self.scheduler)
         self.copied = tuple(share for share in hooks.shares if share.rate == "copy")
         self.writer = DqStore(config, self.copied, self.scheduler)
+        self.exchange = Exchange(config, self.scheduler)
         self.eraser = ZeroFill(config, hooks, self.scheduler)
-        consumers = [kind(config, hooks, self.scheduler) for kind in CONSUMERS[config.split]]
+        kinds = CONSUMERS[config.split] if config.ctas == 1 else PAIRED
+        consumers = [kind(config, hooks, self.scheduler) for kind in kinds]
         self.consumer, self.last_consumer = consumers[0], consumers[-1]
         self.along_keys = self.consumer.along_keys
 
@@ -60,6 +71,7 @@ class Backward:
         grid = self.scheduler.grid(arguments)
         moved = (
             *self.transfers(arguments),
+            self.peer_keys(arguments),
             self.copies(arguments),
             self.stores(arguments),
             self.dq_stores(arguments),
@@ -68,8 +80,9 @@ class Backward:
         if const_expr(config.persistent):
             blocks = cutlass.min(blocks, config.workers)
         self.device(arguments, grid, *moved).launch(
-            grid=[blocks, 1, 1],
+            grid=[blocks * config.ctas, 1, 1],
             block=[self.config.threads, 1, 1],
+            cluster=[config.ctas, 1, 1] if const_expr(config.ctas > 1) else None,
             stream=stream,
             min_blocks_per_mp=1,  # without it the compiler drops the register split
             use_pdl=True,
@@ -112,11 +125,11 @@ class Backward:
         """Swizzled shared-memory layouts of q, dout (by stage), k, v, and of ds and p (queries, keys), along
         the queries; ds along the keys where it is copied to captured gradients, or dQ is transposed."""
         config = self.config
-        m, n, d, dv = config.tile_m, config.tile_n, config.head_dim, config.head_dim_v
+        m, n, d, dv = config.tile_m, config.block_keys, config.head_dim, config.head_dim_v
         q, dout, k, v = config.swizzles
 
         def along_queries() -> Any:
-            return sm90.make_smem_layout_a(LayoutEnum.COL_MAJOR, (m, d, n), kind, 2)
+            return sm90.make_smem_layout_a(LayoutEnum.COL_MAJOR, (m, d, n), kind, 2 * config.ctas)
 
         ds = swizzled_rows(kind, (m, n, 2), swizzle(n, n)) if self.along_keys else along_queries()
         return (
@@ -132,7 +145,7 @@ class Backward:
         config = self.config
         q, dout, k, v, *_ = (cute.slice_(x, (None, None, 0)) for x in self.layouts(arguments.q.element_type))
         load = cpasync.CopyBulkTensorTileG2SOp()
-        m, n, d, dv = config.tile_m, config.tile_n, config.head_dim, config.head_dim_v
+        m, n, d, dv = config.tile_m, config.block_keys, config.head_dim, config.head_dim_v
 
         def atom(tensor: cute.Tensor, layout: Any, tile: tuple[int, int]) -> Any:
             rows = reordered(tensor, [1, 3, 2, 0] if cute.rank(tensor) == 4 else [0, 2, 1])
@@ -144,6 +157,21 @@ class Backward:
             atom(arguments.v, v, (n, dv)),
             atom(arguments.dout, dout, (m, dv)),
         )
+
+    def peer_layout(self, kind: Any) -> Any:
+        """Columns of the keys of a pair's other CTA: where V was, and as K lies."""
+        config = self.config
+        width = config.head_dim // config.ctas
+        return swizzled_rows(kind, (config.block_keys, width, 1), config.swizzles[2])
+
+    def peer_keys(self, arguments: BackwardArguments) -> tuple[Any, ...]:
+        """Descriptor of the keys of a pair's other CTA."""
+        if self.config.ctas == 1:
+            return ()
+        layout = cute.slice_(self.peer_layout(arguments.k.element_type), (None, None, 0))
+        rows = reordered(arguments.k, [1, 3, 2, 0])
+        tile = cute.size(layout, mode=[0]), cute.size(layout, mode=[1])
+        return (cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), rows, layout, tile),)
 
     def copies(self, arguments: BackwardArguments) -> tuple[Any, ...]:
         """Descriptors of captured gradients (queries, keys, other axes) that take tiles of dS."""
@@ -201,6 +229,7 @@ class Backward:
             "keys_empty": cute.struct.MemRange[Int64, 1],
             "next_full": cute.struct.MemRange[Int64, 1],
             "next_empty": cute.struct.MemRange[Int64, 1],
+            "pair_bar": cute.struct.MemRange[Int64, PAIR_BARRIERS * (config.ctas - 1)],
             "next": cute.struct.MemRange[Int32, 1],
             "lse2": cute.struct.Align[cute.struct.MemRange[Float32, config.tile_m * config.q_stages], 128],
             "delta": cute.struct.Align[cute.struct.MemRange[Float32, config.tile_m * config.do_stages], 128],
@@ -210,7 +239,7 @@ class Backward:
             "v": tile(kind, v),
             "ds": tile(kind, ds),
             "p": tile(*self.shared_p(kind, p)),
-            "dq": tile(Float32, config.dq_room * config.consumers * config.dq_stages),
+            "dq": tile(Float32, config.dq_room * config.dq_parts * config.dq_stages),
         }
         return cute.struct(type("Storage", (), {"__annotations__": members}))
 
@@ -219,7 +248,7 @@ class Backward:
         stages in 16 bits."""
         config = self.config
         if config.split == "products":
-            return Float32, config.tile_m * config.tile_n
+            return Float32, config.tile_m * config.block_keys
         return kind, size if config.split == "columns" else 0
 
     @cute.kernel
@@ -231,13 +260,14 @@ class Backward:
         k: cpasync.TmaInfo,
         v: cpasync.TmaInfo,
         dout: cpasync.TmaInfo,
+        peer_keys: tuple,
         copies: tuple,
         stores: tuple,
         dq: tuple,
     ) -> None:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
-            for transfer in (q, k, v, dout, *copies, *stores, *dq):
+            for transfer in (q, k, v, dout, *peer_keys, *copies, *stores, *dq):
                 cpasync.prefetch_descriptor(transfer.atom)
         kind = arguments.q.element_type
         storage = SmemAllocator().allocate(self.storage(kind))
@@ -252,9 +282,12 @@ class Backward:
                     cute.arch.mbarrier_init(pipes.keys_empty, warps)
                     cute.arch.mbarrier_init(pipes.next.full, 1)
                     cute.arch.mbarrier_init(pipes.next.empty, warps + 1)  # and the writer
+                if const_expr(self.config.ctas > 1):
+                    self.begin_pair(pipes)
             cute.arch.mbarrier_init_fence()
-        pipeline.pipeline_init_arrive()
-        pipeline.pipeline_init_wait()
+        ctas = cute.make_layout((self.config.ctas, 1, 1)) if const_expr(self.config.ctas > 1) else None
+        pipeline.pipeline_init_arrive(cluster_shape_mn=ctas, is_relaxed=True)
+        pipeline.pipeline_init_wait(cluster_shape_mn=ctas)
         # All of a block: one that ended before the kernel before this one could let the next one begin.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
@@ -264,6 +297,9 @@ class Backward:
                 self.producer.run(arguments, grid, (q, k, v, dout), shared, pipes)
             if warp == 1:
                 self.writer.run(arguments, grid, shared, pipes, Moved(tuple(dq), tuple(copies)))
+            if const_expr(self.config.ctas > 1):  # noqa: SIM102
+                if warp == EXCHANGE:
+                    self.exchange.run(arguments, grid, peer_keys[0], shared, pipes)
             if warp >= 4 - WARPS:
                 self.eraser.run(arguments, grid, warp - (4 - WARPS))
         else:
@@ -275,6 +311,18 @@ class Backward:
                     self.consumer.run(arguments, grid, shared, pipes, self.mmas(kind), tuple(stores))
                 else:
                     self.last_consumer.run(arguments, grid, shared, pipes, self.mmas(kind), tuple(stores))
+        self.cluster.depart()
+
+    def begin_pair(self, pipes: Pipes) -> None:
+        """Barriers of a pair: one thread expects dS', and a warp of the other CTA each says that it has read
+        its own."""
+        pair = pipes.pair
+        assert pair is not None
+        for stage in range(SHARES):
+            cute.arch.mbarrier_init(pair.ds_full + stage, 1)
+            cute.arch.mbarrier_init(pair.ds_empty + stage, WARPGROUP)
+        cute.arch.mbarrier_init(pair.v_kept, WARPGROUP)
+        cute.arch.mbarrier_init(pair.k_peer, 1)
 
     def shared(self, storage: Any, kind: Any) -> Shared:
         config = self.config
@@ -287,7 +335,11 @@ class Backward:
         if config.split == "columns":
             shown = storage.p.get_tensor(p.outer, swizzle=p.inner)
         elif config.split == "products":
-            shown = storage.p.get_tensor(cute.make_layout(config.tile_m * config.tile_n))
+            shown = storage.p.get_tensor(cute.make_layout(config.tile_m * config.block_keys))
+        peer = None
+        if config.ctas > 1:
+            layout = self.peer_layout(kind)
+            peer = storage.v.get_tensor(layout.outer, swizzle=layout.inner)[None, None, 0]
         return Shared(
             storage.q.get_tensor(q.outer, swizzle=q.inner),
             one(storage.k, k),
@@ -297,8 +349,14 @@ class Backward:
             shown,
             storage.lse2.get_tensor(cute.make_layout((config.tile_m, config.q_stages))),
             storage.delta.get_tensor(cute.make_layout((config.tile_m, config.do_stages))),
-            storage.dq.get_tensor(cute.make_layout((config.dq_room, config.consumers, config.dq_stages))),
+            storage.dq.get_tensor(cute.make_layout((config.dq_room, config.dq_parts, config.dq_stages))),
+            peer,
         )
+
+    def pair_pipes(self, storage: Any) -> PairPipes | None:
+        if self.config.ctas == 1:
+            return None
+        return PairPipes(*(storage.pair_bar.data_ptr() + i for i in (0, 2, 4, 5)))
 
     def pipes(self, storage: Any, shared: Shared) -> Pipes:
         thread = pipeline.Agent.Thread
@@ -326,4 +384,5 @@ class Backward:
                 storage.next_full.data_ptr(),
                 storage.next_empty.data_ptr(),
             ),
+            self.pair_pipes(storage),
         )

@@ -16,6 +16,7 @@ from fa4flex.codegen.plan.target import Target
 from fa4flex.codegen.plan.topology import Topology
 from fa4flex.codegen.plan.verify import prove
 from fa4flex.kernels.bwd_sm90.config import Config, Split
+from fa4flex.kernels.bwd_sm90.pair_topology import of_one_cta, pair_topology
 from fa4flex.kernels.bwd_sm90.roles import UNUSED, barrier_total
 from fa4flex.kernels.bwd_sm90.topology import backward_topology
 from fa4flex.kernels.fwd_sm90.tiles import pad
@@ -47,9 +48,17 @@ WIDE_TILE = (64, 64)
 """Else, the sums of 64 keys take more registers than a warpgroup has, and warpgroups share out products, or
 columns."""
 
+PAIR_TILE = (64, 128)
+"""Tile of a pair of CTAs, each of which has a WIDE_TILE."""
+
 PRODUCTS_APART = 192
 """The widest heads of which warpgroups share out products: one has dV and the other dK, each beside V or K in
 registers. Were it 0, all heads wider than KEYS_APART would be shared out by columns: a comparison sets it."""
+
+PAIRED = 192
+"""The widest heads of which CTAs come in pairs where products are shared out: each then adds half of the
+columns of dQ for the keys of both, and the L2 cache takes half of the sums. Were it 0, each would be by
+itself: a comparison sets it."""
 
 ROOMY_PRODUCTS = 160
 """The widest heads of which K has room in registers whatever the variant, where products are shared out."""
@@ -69,14 +78,14 @@ class HopperBackwardPlan:
     head_dim: int
     head_dim_v: int
     stages: tuple[int, int, int]
+    ctas: int = 1
 
     module: ClassVar[str] = "fa4flex.kernels.bwd_sm90"
     copies: ClassVar[bool] = True
-    ctas: ClassVar[int] = 1
 
     @property
     def split(self) -> Split:
-        if self.tile != WIDE_TILE:
+        if self.tile not in (WIDE_TILE, PAIR_TILE) or max(self.head_dim, self.head_dim_v) <= KEYS_APART:
             return "keys"
         wide = max(self.head_dim, self.head_dim_v) > PRODUCTS_APART
         return "columns" if wide or self.problem.gradients else "products"
@@ -95,7 +104,7 @@ class HopperBackwardPlan:
         need, and ragged batches of wide heads."""
         if self.problem.deterministic or self.problem.long_scores or self.split == "columns":
             return False
-        if self.split == "products" and self.head_dim > ROOMY_PRODUCTS:
+        if self.split == "products" and (self.ctas > 1 or self.head_dim > ROOMY_PRODUCTS):
             return False
         if self.head_dim > KEYS_APART and self.problem.lengths != "dense":
             return False
@@ -113,7 +122,8 @@ class HopperBackwardPlan:
         """The shared-memory map of a block."""
         (m, n), (q_stages, do_stages, dq_stages) = self.tile, self.stages
         size, d, dv = self.problem.itemsize, self.head_dim, self.head_dim_v
-        scores, config = 2 * tile_bytes(m, n, size), self.config()
+        n, config = n // self.ctas, self.config()
+        scores = 2 * tile_bytes(m, n, size)
         sizes = {
             "next": NUMBER,
             "lse2": NUMBER * m * q_stages,
@@ -122,17 +132,26 @@ class HopperBackwardPlan:
             "dout": tile_bytes(m, dv, size) * do_stages,
             "k": tile_bytes(n, d, size),
             "v": tile_bytes(n, dv, size),
+            "k_peer": tile_bytes(n, d // 2, size) * (self.ctas - 1),
             "ds": scores,
+            "ds_peer": scores * (self.ctas - 1),
             "p": {"keys": 0, "columns": scores, "products": NUMBER * m * n}[self.split],
-            "dq": NUMBER * config.dq_room * config.consumers * dq_stages,
+            "dq": NUMBER * config.dq_room * config.dq_parts * dq_stages,
         }
-        return lay_out(sizes, {}, barrier_total(q_stages, do_stages), self.target)
+        return lay_out(sizes, {"k_peer": "v"}, barrier_total(q_stages, do_stages, self.ctas), self.target)
 
     @cached_property
     def topology(self) -> Topology:
         """Roles, rings and barriers; `.graph` is the networkx form."""
         copies = any(adding == "once" for _, adding in self.problem.gradients)
+        if self.ctas > 1:
+            return pair_topology(self.config(), self.problem.itemsize)
         return backward_topology(self.config(), self.problem.itemsize, copies)
+
+    @property
+    def of_one_cta(self) -> Topology:
+        """Topology of one CTA."""
+        return of_one_cta(self.topology) if self.ctas > 1 else self.topology
 
     def config(self) -> Config:
         """Configuration of the hand-written kernel."""
@@ -152,6 +171,7 @@ class HopperBackwardPlan:
             deterministic=self.problem.deterministic,
             stores_dq=self.stores_dq,
             workers=self.target.multiprocessors if self.persistent else 0,
+            ctas=self.ctas,
         )
 
     def check(self) -> None:
@@ -160,7 +180,7 @@ class HopperBackwardPlan:
         self.memory.check()
         check_counts(self.topology)
         # The kernel has room for what only persistent blocks use.
-        self.topology.check_fits(self.memory, self.target, 0 if self.persistent else UNUSED)
+        self.of_one_cta.check_fits(self.memory, self.target, 0 if self.persistent else UNUSED)
         prove(self.topology)
 
     def explain(self, size: Size | None = None) -> str:
@@ -178,7 +198,7 @@ class HopperBackwardPlan:
             "shared memory:",
             self.memory.explain(),
             "pipeline (steps are tiles of queries):",
-            self.topology.explain(),
+            self.of_one_cta.explain(),
         ]
         return "\n".join(lines)
 
@@ -200,8 +220,20 @@ def plan_hopper_backward(request: Request) -> HopperBackwardPlan:
     if widths == (160, LATENT[1]):
         widths = LATENT  # dQ', 160 rows, is no whole number of an instruction's 64
     tile = _tile(problem, *widths)
-    plans = [HopperBackwardPlan(target, problem, tile, *widths, stages) for stages in STAGES]
+    ctas = _ctas(problem, tile, *widths)
+    tile = PAIR_TILE if ctas > 1 else tile
+    plans = [HopperBackwardPlan(target, problem, tile, *widths, stages, ctas) for stages in STAGES]
     return next((p for p in plans if p.memory.total <= target.shared_memory), plans[-1])
+
+
+def _ctas(problem: Problem, tile: tuple[int, int], width: int, width_v: int) -> int:
+    """CTAs that take a tile of keys together. Where sums are ordered, turns are one block's; ragged batches
+    have tiles that end."""
+    if tile != WIDE_TILE or problem.gradients or problem.deterministic or problem.lengths != "dense":
+        return 1
+    # Half of the columns of K must have room where V was.
+    fits = width // 2 <= width_v
+    return 2 if fits and max(width, width_v) <= min(PAIRED, PRODUCTS_APART) else 1
 
 
 def _tile(problem: Problem, width: int, width_v: int) -> tuple[int, int]:

@@ -19,6 +19,7 @@ from fa4flex.kernels.common.backward import (
     query_tile_at,
     rows_of,
 )
+from fa4flex.kernels.common.cluster import Cluster
 from fa4flex.kernels.common.transfer import States, Views, load_once, load_stage, partition, sequence
 
 
@@ -82,10 +83,11 @@ class Producer:
     def keys(self, transfer: Any, shared: cute.Tensor, work: KeyWork, width: int) -> Views:
         """The block's tile of keys or values."""
         whole = sequence(transfer.tma_tensor, work.kv_offset, work.kv_head, work.b)
-        tiles = cute.local_tile(whole, (self.config.tile_n, width), (None, 0))
+        tiles = cute.local_tile(whole, (self.config.block_keys, width), (None, 0))
         one = cute.make_tensor(shared.iterator, cute.append(shared.layout, cute.make_layout(1)))
         to_shared, from_global = partition(transfer, one, tiles)
-        return to_shared[None, 0], from_global[None, work.tile]
+        tile = work.tile * self.config.ctas + Cluster(self.config.ctas).rank()
+        return to_shared[None, 0], from_global[None, tile]
 
     def views(self, transfer: Any, shared: cute.Tensor, work: KeyWork, h: Int32, width: int) -> Views:
         whole = sequence(transfer.tma_tensor, work.q_offset, h, work.b)

@@ -106,10 +106,32 @@ class ValueGradient(ProductConsumer):
         masked: cutlass.Constexpr[bool],
     ) -> None:
         """One tile of queries. P' is shown before dV is multiplied, so that dS' is made meanwhile."""
+        mmas, operands, _ = given
+        _, do_state = states
+        _, lane, w, count = places
+        p = self.made(given, shared, pipes, states, places, masked)
+        multiply(mmas.dv, operands.dv, p, operands.dout_t[None, None, None, do_state.index], True)
+        # Without a fence: what this warpgroup has written, no product reads.
+        cute.arch.barrier(barrier_id=SCORES, number_of_threads=LANES * self.config.consumers)
+        dq = [self.query_gradient(0, mmas, operands, count % 2)]
+        warpgroup.wait_group(1)
+        release(pipes.dout, do_state)
+        warpgroup.wait_group(0)
+        self.hand_over(given, dq, shared, (lane, w, count))
+
+    def made(
+        self,
+        given: Given,
+        shared: Shared,
+        pipes: Pipes,
+        states: States,
+        places: tuple[Int32, Int32, Int32, Int32],
+        masked: bool,
+    ) -> cute.Tensor:
+        """P' as an operand, which the other warpgroup has been told of."""
         mmas, operands, collector = given
-        q_state, do_state = states
-        tile, lane, w, count = places
-        parity = count % 2
+        q_state, _ = states
+        tile, lane, w, _ = places
         self.await_step(collector.slab, shared, pipes, states, tile, masked)
         lse2s = shared.lse2[None, q_state.index]
         lse2 = self.statistics(lse2s, lane, 0, self.together)
@@ -120,14 +142,7 @@ class ValueGradient(ProductConsumer):
         p = self.shown(scores, shared, collector, rows, (q_first, masked))
         release(pipes.q, q_state)
         cute.arch.barrier_arrive(barrier_id=WEIGHED, number_of_threads=LANES * self.config.consumers)
-        multiply(mmas.dv, operands.dv, p, operands.dout_t[None, None, None, do_state.index], True)
-        # Without a fence: what this warpgroup has written, no product reads.
-        cute.arch.barrier(barrier_id=SCORES, number_of_threads=LANES * self.config.consumers)
-        dq = [self.query_gradient(0, mmas, operands, parity)]
-        warpgroup.wait_group(1)
-        release(pipes.dout, do_state)
-        warpgroup.wait_group(0)
-        self.hand_over(given, dq, shared, (lane, w, count))
+        return p
 
     def shown(
         self,
@@ -184,16 +199,11 @@ class KeyGradient(ProductConsumer):
         masked: cutlass.Constexpr[bool],
     ) -> None:
         """One tile of queries. P' has been read when all have met, and is then written anew."""
-        mmas, operands, collector = given
-        q_state, do_state = states
-        tile, lane, w, count = places
+        mmas, operands, _ = given
+        q_state, _ = states
+        _, lane, w, count = places
         parity = count % 2
-        self.await_step(collector.slab, shared, pipes, states, tile, masked)
-        dprob = self.scores_of(mmas.dprob)
-        self.begin_dprob(dprob, shared.delta[None, do_state.index], lane)
-        multiply(mmas.dprob, dprob, operands.v, operands.dout[None, None, None, do_state.index], True)
-        warpgroup.wait_group(0)
-        release(pipes.dout, do_state)
+        dprob = self.made(given, shared, pipes, states, places, masked)
         ds = self.weighed(dprob, shared, lane)
         self.share(shared.ds[None, None, parity], mmas.dprob, ds, (lane, w), self.along_keys)
         self.meet()
@@ -203,6 +213,27 @@ class KeyGradient(ProductConsumer):
         self.hand_over(given, dq, shared, (lane, w, count))
         warpgroup.wait_group(0)
         release(pipes.q, q_state)
+
+    def made(
+        self,
+        given: Given,
+        shared: Shared,
+        pipes: Pipes,
+        states: States,
+        places: tuple[Int32, Int32, Int32, Int32],
+        masked: bool,
+    ) -> cute.Tensor:
+        """dP', less its rows' sums."""
+        mmas, operands, collector = given
+        _, do_state = states
+        tile, lane, _, _ = places
+        self.await_step(collector.slab, shared, pipes, states, tile, masked)
+        dprob = self.scores_of(mmas.dprob)
+        self.begin_dprob(dprob, shared.delta[None, do_state.index], lane)
+        multiply(mmas.dprob, dprob, operands.v, operands.dout[None, None, None, do_state.index], True)
+        warpgroup.wait_group(0)
+        release(pipes.dout, do_state)
+        return dprob
 
     def weighed(self, dprob: cute.Tensor, shared: Shared, lane: Int32) -> cute.Tensor:
         """dS' as an operand: dP', less its rows' sums, times what the other warpgroup shows."""

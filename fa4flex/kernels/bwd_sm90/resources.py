@@ -17,9 +17,10 @@ from fa4flex.kernels.common.transfer import reordered
 
 @dataclass(frozen=True)
 class Shared:
-    """Shared memory. q, dout (tile_m, width, stage), k, v (tile_n, width); ds (tile_m, tile_n, 2), and p
-    likewise where warpgroups share out columns, float32 (tile_m * tile_n) where they share out products;
-    lse2, delta float32 (tile_m, stage); dq float32 (elements of a part, warpgroup, stage)."""
+    """Shared memory. q, dout (tile_m, width, stage), k, v (keys, width); ds (tile_m, keys, 2), and p
+    likewise where warpgroups share out columns, float32 (tile_m * keys) where they share out products;
+    lse2, delta float32 (tile_m, stage); dq float32 (elements of a part, part, stage). Of a pair of CTAs, ds
+    has two more stages, for the other's; and k_peer, columns of its keys, lies where v was."""
 
     q: cute.Tensor
     k: cute.Tensor
@@ -30,6 +31,18 @@ class Shared:
     lse2: cute.Tensor
     delta: cute.Tensor
     dq: cute.Tensor
+    k_peer: cute.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class PairPipes:
+    """Barriers of a pair of CTAs. ds_full, ds_empty by stage: dS' of the other one has come; what this one
+    sent there has been read. v_kept: V is in registers. k_peer: columns of the other's keys have come."""
+
+    ds_full: cute.Pointer
+    ds_empty: cute.Pointer
+    v_kept: cute.Pointer
+    k_peer: cute.Pointer
 
 
 @dataclass(frozen=True)
@@ -43,6 +56,7 @@ class Pipes:
     v_full: cute.Pointer
     keys_empty: cute.Pointer
     next: NextTile
+    pair: PairPipes | None = None
 
 
 @dataclass(frozen=True)

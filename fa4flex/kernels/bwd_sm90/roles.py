@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-PRODUCER, WRITER, CONSUMER = 0, 1, 4
-"""First warps: one that brings tiles, one that adds up dQ, and consumer warpgroups."""
+PRODUCER, WRITER, EXCHANGE, CONSUMER = 0, 1, 2, 4
+"""First warps: one that brings tiles, one that adds up dQ, one that exchanges with the other CTA of a pair,
+and consumer warpgroups."""
 
 SCORES, CLEARED = 1, 10
 """Named barriers: dS of all warpgroups is in shared memory; what lay there past the end of a sequence is
@@ -13,6 +14,10 @@ zero."""
 
 WEIGHED = 13
 """Named barrier: P' of all queries is in shared memory, for the warpgroup that has dS'."""
+
+DS_FREE, WEIGHTS_READ, DS_SHARED = 3, 14, 15
+"""Named barriers of a pair of CTAs, in which one warpgroup alone has dQ: dS' may be overwritten; so may P';
+all of this CTA's dS' is in shared memory."""
 
 APART = 2
 """Numbers from a stage's named barriers to those of the next: each warpgroup has its own."""
@@ -33,11 +38,15 @@ def stored(w: Any) -> Any:
     return 11 + w
 
 
+PAIR_BARRIERS = 6
+"""Barriers of a pair of CTAs: dS' of the other one has come, and may be overwritten there, by stage; V is in
+registers, and columns of the other's keys have come where it was."""
+
 UNUSED = 3
 """Barriers that only persistent blocks use: of K and V, and of the next tile's number."""
 
 
-def barrier_total(q_stages: int, do_stages: int) -> int:
+def barrier_total(q_stages: int, do_stages: int, ctas: int = 1) -> int:
     """Barriers of a block: of each stage of Q and dO, full and empty; of K and V, full and both empty; of the
     next tile's number, full and empty."""
-    return 2 * (q_stages + do_stages) + 5
+    return 2 * (q_stages + do_stages) + 5 + PAIR_BARRIERS * (ctas - 1)

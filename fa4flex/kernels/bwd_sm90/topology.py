@@ -83,29 +83,39 @@ def _places(config: Config) -> tuple[str, ...]:
 
 
 def _rings(config: Config, itemsize: int) -> tuple[Ring, ...]:
-    """K and V of persistent blocks share an empty barrier; rows' numbers come with the tiles that need them.
-    A TMA box holds the columns of all rows that a swizzle spans."""
-    m, n, d, dv = config.tile_m, config.tile_n, config.head_dim, config.head_dim_v
-    q, dout, k, v = config.swizzles
-    warps = config.consumers * WARPGROUP
-
-    def ring(name: str, rows: int, width: int, block: int, stages: int, *numbers: int) -> Ring:
-        boxes = (tile_bytes(rows, block, itemsize),) * (width // block)
-        copies = (*boxes, *numbers)
-        return Ring(name, stages, sum(boxes), copies, sum(copies), warps)
-
-    def once(ring: Ring) -> Ring:
-        if config.persistent:
-            return replace(ring, empty_arrivals=0, freed_by="keys_empty")
-        return replace(ring, empty_arrivals=0, once=True)
-
-    numbers = NUMBER * m
+    """K and V of persistent blocks share an empty barrier."""
+    n, d, dv = config.tile_n, config.head_dim, config.head_dim_v
+    _, _, k, v = config.swizzles
     return (
-        replace(ring("q", m, d, q, config.q_stages, numbers), beside=(("lse2", numbers),)),
-        replace(ring("dout", m, dv, dout, config.do_stages, numbers), beside=(("delta", numbers),)),
-        once(ring("k", n, d, k, 1)),
-        once(ring("v", n, dv, v, 1)),
+        *queries_rings(config, itemsize),
+        once(tiles("k", n, d, k, itemsize), config),
+        once(tiles("v", n, dv, v, itemsize), config),
     )
+
+
+def queries_rings(config: Config, itemsize: int) -> tuple[Ring, ...]:
+    """Rings of Q and dO; rows' numbers come with the tiles that need them."""
+    m, d, dv = config.tile_m, config.head_dim, config.head_dim_v
+    q, dout, *_ = config.swizzles
+    warps, numbers = config.consumers * WARPGROUP, NUMBER * m
+
+    def ring(name: str, beside: str, width: int, block: int, stages: int) -> Ring:
+        found = replace(tiles(name, m, width, block, itemsize), stages=stages, empty_arrivals=warps)
+        copies = (*found.copies, numbers)
+        return replace(found, copies=copies, transaction_bytes=sum(copies), beside=((beside, numbers),))
+
+    return ring("q", "lse2", d, q, config.q_stages), ring("dout", "delta", dv, dout, config.do_stages)
+
+
+def tiles(name: str, rows: int, width: int, block: int, itemsize: int) -> Ring:
+    """Ring of one tile. A TMA box holds the columns of all rows that a swizzle spans."""
+    copies = (tile_bytes(rows, block, itemsize),) * (width // block)
+    return Ring(name, 1, sum(copies), copies, sum(copies), 0)
+
+
+def once(ring: Ring, config: Config) -> Ring:
+    """Ring of what comes once per tile of keys."""
+    return replace(ring, freed_by="keys_empty") if config.persistent else replace(ring, once=True)
 
 
 def _named(config: Config) -> list[NamedBarrier]:

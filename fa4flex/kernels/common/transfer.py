@@ -102,6 +102,19 @@ def add_bulk(source: cute.Tensor, target: cute.Pointer, count: int | Int32) -> N
     )
 
 
+def copy_to_peer(
+    source: cute.Pointer, target: cute.Pointer, size: int, barrier: cute.Pointer, rank: Int32
+) -> None:
+    """Copy bytes of shared memory to that of another CTA of the cluster, where the barrier counts them.
+    `target` and `barrier` are this CTA's, and the other one's are at the same places."""
+    there, full = (cute.arch.map_dsmem_ptr(x, rank).toint() for x in (target, barrier))
+    cute.arch.inline_ptx(
+        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes"
+        " [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+        read_only_args=[there, source.toint(), Int32(size), full],
+    )
+
+
 def reordered(tensor: cute.Tensor, modes: list[int]) -> cute.Tensor:
     """The same memory with its modes in another order."""
     return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=modes))
