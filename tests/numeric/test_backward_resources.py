@@ -34,7 +34,7 @@ ON_HOPPER: tuple[tuple[str, Width], ...] = (
 )
 """Variants and head widths that spill no more on Hopper than SPILLED allows."""
 FEW_KEYS = tuple((name, width) for name, width in ON_HOPPER if name in LIGHT and width in (64, 96, 128))
-"""Those of which a block with all keys stores dQ."""
+"""Ones of which a block with all keys stores dQ."""
 
 SPILLED: dict[tuple[Target, Width], int] = {
     **{(SM90A, width): 16 for width in (192, 256)},

@@ -89,7 +89,7 @@ class Preprocess:
 
     @cute.jit
     def clear(self, sums: cutlass.Constexpr[cute.Tensor | None], row: Int32, end: Int32, lane: Int32) -> None:
-        """As many of a head's sums of dQ as a row has, if there are sums. Those of rows from `end` on, to
+        """Clears as many of a head's sums of dQ as a row has, if there are sums. Those of rows from `end` on, to
         which a tile may be padded, stay as they are: nobody reads them."""
         if const_expr(sums is not None):
             config, order = self.config, self.config.dq_order
