@@ -44,8 +44,12 @@ def test_inductor_compiles_it(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     """Block tables take part here, which torch's reference does not look at."""
     monkeypatch.delattr(Module, "uncompiled")
     composed = COMPOSED[name]()
-    q, k, value = torch.randn(2, 4, 300, 32), torch.randn(2, 2, 400, 32), torch.randn(2, 2, 400, 32)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        found = fa4flex.compile(**composed, backend="flex")(q, k, value)
-    torch.testing.assert_close(found, fa4flex.compile(**composed)(q, k, value), rtol=1e-5, atol=1e-5)
+    attn, plain = fa4flex.compile(**composed, backend="flex"), fa4flex.compile(**composed)
+    for _ in range(4):  # the last ones by the graph that Inductor compiled
+        q, k, value = torch.randn(2, 4, 300, 32), torch.randn(2, 2, 400, 32), torch.randn(2, 2, 400, 32)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            found = attn(q, k, value)
+        torch.testing.assert_close(found, plain(q, k, value), rtol=1e-5, atol=1e-5)
+    recent = attn._caller.recent  # type: ignore[union-attr]
+    assert recent is not None and recent.flex is not None and recent.flex.kept[0].graph is not None

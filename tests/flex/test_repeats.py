@@ -73,7 +73,7 @@ def qkv(length: int = S, dtype: torch.dtype = torch.float32) -> list[Tensor]:
 
 
 class Held:
-    """What the functions of `composed` captured."""
+    """Tensors and numbers that the functions of `composed` capture."""
 
     def __init__(self) -> None:
         self.ids, self.bias = torch.arange(S) // 50, torch.randn(2, S)

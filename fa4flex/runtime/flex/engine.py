@@ -336,7 +336,9 @@ def _dtypes(facts: Facts, setting: Setting, functions: Sequence[Function]) -> di
 
 
 def _attend(made: Module, compiled: bool, on_cpu: bool) -> Attend:
-    return made.compiled(made.uncompiled if on_cpu else None) if compiled else made.uncompiled()
+    if not compiled:
+        return made.uncompiled()
+    return made.compiled((lambda: made.uncompiled()) if on_cpu else None)
 
 
 def _shape(given: Tensors) -> Shape:

@@ -43,7 +43,7 @@ MOST_MADE = 16
 
 
 class Now(NamedTuple):
-    """What a call has besides q, k and v: captured tensors and numbers, sinks, statistics and scale."""
+    """Inputs of a call besides q, k and v: captured tensors and numbers, sinks, statistics and scale."""
 
     operands: tuple[Tensor, ...]
     scalars: tuple[int | float, ...]
