@@ -26,7 +26,7 @@ from fa4flex.kernels.mixed_sm90.sequences import Cut
 
 
 class FewKeys(forward.Producer):
-    """What producers do for tiles of few rows, between those of many."""
+    """Producer that brings keys and values for tiles of few rows as well, between those of many."""
 
     config: Config
     hooks: Hooks
