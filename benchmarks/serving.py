@@ -247,8 +247,7 @@ def measure_producers(kernel: str, given: argparse.Namespace) -> dict[str, dict[
 def report_producers(given: argparse.Namespace) -> None:
     """Each choice in processes of its own, in turns: what one has compiled another may have planned."""
     rounds: dict[str, list[dict[str, dict[str, float]]]] = defaultdict(list)
-    sizes = [f"--{name}" for name in ("chunk", "keys")], (given.chunk, given.keys)
-    options = [text for name, value in zip(*sizes) for text in (name, str(value))]
+    options = ["--chunk", str(given.chunk), "--keys", str(given.keys)]
     for _ in range(given.rounds):
         for kernel in PRODUCERS:
             command = [sys.executable, __file__, "--kernel", kernel, *options, "--pages"]

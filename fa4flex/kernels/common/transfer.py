@@ -36,8 +36,8 @@ States = tuple[pipeline.PipelineState, pipeline.PipelineState]
 def warp_uniform(states: States) -> States:
     """The same states, the same in all lanes of a warp. Where a loop over tiles has two bodies, the compiler
     does not see that, and moves numbers of stages from each lane's registers before every product."""
-    k_state, v_state = (_warp_uniform(state) for state in states)
-    return k_state, v_state
+    k_state, v_state = (_warp_uniform(state) for state in states[:2])
+    return k_state, v_state, *states[2:]
 
 
 def _warp_uniform(state: pipeline.PipelineState) -> pipeline.PipelineState:

@@ -165,14 +165,15 @@ class PartProducer(Producer):
             keys = self.scheduler.keys(at, work, arguments)
             kv_head = kv_head_of(work, grid, arguments)
             pages = self.pages(work, kv_head, keys, arguments, (transfers, shared, pipes), 0)
-            states = self.tile(pages, keys, Int32(0), states)
+            both = self.tile(pages, keys, Int32(0), (states[0], states[1]))
             if const_expr(self.part == "keys"):
-                self.queries(work, transfers, shared, pipes, phase ^ 1)
+                self.queries(work, transfers, shared, pipes, self.ring.turn(phase, states))
             for i in cutlass.range(1, keys.count, unroll=1):
-                states = self.tile(pages, keys, i, states)
-            return states
+                both = self.tile(pages, keys, i, both)
+            return self.ring.carry(phase, states, both)
 
-        self.walk(load, (arguments, grid), (transfers, shared, pipes), (k_state, k_state.clone()))
+        begun = self.ring.open((k_state, k_state.clone()))
+        self.walk(load, (arguments, grid), (transfers, shared, pipes), begun)
 
     def tile(self, pages: KeyValues, keys: KeyTiles, number: Int32, states: States) -> States:
         """This warp's part of a tile of keys; the other state is not used."""
