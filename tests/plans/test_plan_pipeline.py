@@ -66,6 +66,21 @@ def every_pipeline() -> Iterator[Topology]:
             yield sound(pingpong, staging, stages, tile_m, dynamic)
 
 
+def test_values_of_a_warp_of_their_own_in_a_random_order(seed: int) -> None:
+    """Keys in pages: a second producer brings values, and reads the next tile's number like a consumer."""
+    for i, (pingpong, dynamic, tile_m) in enumerate(product((True, False), (True, False), (64, 128))):
+        pipeline = forward_topology(
+            replace(TILES, tile_m=tile_m), 2, pingpong, "none", dynamic, box_rows=16, values_apart=True
+        )
+        check_counts(pipeline)
+        assert ("producer of values", "v") in pipeline.graph.edges
+        assert ("producer", "v") not in pipeline.graph.edges
+        work = random.Random(seed + i).choices((1, 2, 3, 7), k=2)
+        assert simulate(pipeline, work, at_random(seed + i)) > 0, work
+        deaf = replace(pipeline.roles[1], last=())
+        assert fails_check(with_role(pipeline, 1, deaf)) == dynamic
+
+
 def test_sound_pipelines_run_in_a_random_order(seed: int) -> None:
     tried = 0
     for i, pipeline in enumerate(every_pipeline()):

@@ -90,9 +90,9 @@ def test_heads_and_widths_draw(heads: int, kv_heads: int, d: int, page_size: int
 
 def graph_of_few(plan: MixedPlan) -> Topology:
     """The graph of tiles of few rows, with the turn that a block opens and tiles of many rows take."""
-    producer, first, second = plan.few.roles
+    *producers, first, second = plan.few.roles
     opens, turn = replace(first, opening=(Event("give", "turn 0"),)), NamedBarrier("turn 0", 1, 256)
-    return replace(plan.few, roles=(producer, opens, second), barriers=(*plan.few.barriers, turn))
+    return replace(plan.few, roles=(*producers, opens, second), barriers=(*plan.few.barriers, turn))
 
 
 def test_few_alone_draw(launches: Compared) -> None:

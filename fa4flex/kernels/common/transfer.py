@@ -33,6 +33,18 @@ States = tuple[pipeline.PipelineState, pipeline.PipelineState]
 """Pipeline states of a role in its two rings."""
 
 
+def warp_uniform(states: States) -> States:
+    """The same states, the same in all lanes of a warp. Where a loop over tiles has two bodies, the compiler
+    does not see that, and moves numbers of stages from each lane's registers before every product."""
+    k_state, v_state = (_warp_uniform(state) for state in states[:2])
+    return k_state, v_state, *states[2:]
+
+
+def _warp_uniform(state: pipeline.PipelineState) -> pipeline.PipelineState:
+    count, index, phase = (cute.arch.make_warp_uniform(x) for x in (state.count, state.index, state.phase))
+    return pipeline.PipelineState(state.stages, count, index, phase)
+
+
 def partition(transfer: cpasync.TmaInfo, shared: cute.Tensor, tiles: cute.Tensor, modes: int = 2) -> Views:
     """Views whose first `modes` modes are one tile."""
     return cpasync.tma_partition(

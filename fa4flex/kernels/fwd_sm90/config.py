@@ -25,6 +25,7 @@ class Config:
     lengths                  "dense", "packed" (cu_seqlens) or "used" (seqused per batch)
     paged                    keys and values lie in pages
     box_rows                 keys that one copy brings, where they lie in pages
+    values_apart             a second warp brings values, beside the one that brings keys and queries
     tables                   tiles come from block tables; otherwise from the hooks' spans, or all of them
     row_ends                 with tables: spans of each row's keys whose ends stand beside them
     divisors                 of a tile's number are prepared on the host
@@ -52,6 +53,7 @@ class Config:
     lengths: Lengths = "dense"
     paged: bool = False
     box_rows: int = 0
+    values_apart: bool = False
     tables: bool = False
     sinks: bool = False
     statistics: tuple[str, ...] = ("lse",)
@@ -69,6 +71,11 @@ class Config:
     def consumers(self) -> int:
         """Consumer warpgroups."""
         return self.tile_m // 64
+
+    @property
+    def producers(self) -> int:
+        """Producer warps."""
+        return 2 if self.values_apart else 1
 
     @property
     def threads(self) -> int:

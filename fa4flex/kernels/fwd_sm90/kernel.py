@@ -3,6 +3,8 @@
 producer warp --[q x warpgroups]--> consumer warpgroups --(TMA store)--> out
               --[k ring]---------->
               --[v ring]---------->
+
+Where keys lie in pages, a second producer warp brings the values.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from fa4flex.kernels.common.transfer import Transfers, reordered
 from fa4flex.kernels.common.work import Grid, dense_grid, packed_grid, with_divisors
 from fa4flex.kernels.fwd_sm90.config import Config
 from fa4flex.kernels.fwd_sm90.consumer import Consumer
-from fa4flex.kernels.fwd_sm90.producer import Producer
+from fa4flex.kernels.fwd_sm90.producer import PartProducer, Producer
 from fa4flex.kernels.fwd_sm90.resources import Pipes, Shared
 
 
@@ -41,7 +43,12 @@ class Forward:
         self.config = config
         self.hooks = hooks
         scheduler = TileScheduler(config, hooks)
-        self.producer = Producer(config, scheduler)
+        self.producers: tuple[Producer, ...] = (Producer(config, scheduler),)
+        if config.values_apart:
+            self.producers = (
+                PartProducer(config, scheduler, "keys"),
+                PartProducer(config, scheduler, "values"),
+            )
         self.consumer = Consumer(config, hooks, scheduler)
 
     @cute.jit
@@ -165,7 +172,8 @@ class Forward:
                     cute.arch.mbarrier_init(pipes.q_full + place, 1)
                     cute.arch.mbarrier_init(pipes.q_empty + place, 4)
                 cute.arch.mbarrier_init(pipes.next.full, 1)
-                cute.arch.mbarrier_init(pipes.next.empty, self.config.consumers * 4)
+                readers = self.config.consumers * 4 + self.config.producers - 1
+                cute.arch.mbarrier_init(pipes.next.empty, readers)
             cute.arch.mbarrier_init_fence()
         pipeline.pipeline_init_arrive()
         pipeline.pipeline_init_wait()
@@ -174,8 +182,9 @@ class Forward:
             cute.arch.griddepcontrol_launch_dependents()
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.config.producer_registers)
-            if warp == 0:
-                self.producer.run(arguments, grid, transfers, shared, pipes)
+            for number in cutlass.range_constexpr(self.config.producers):
+                if warp == number:
+                    self.producers[number].run(arguments, grid, transfers, shared, pipes)
         else:
             cute.arch.setmaxregister_increase(self.config.consumer_registers)
             self.consumer.run(arguments, grid, transfers, shared, pipes, mma)

@@ -46,6 +46,10 @@ wider than SETTLED_WIDER. A comparison sets it."""
 
 SETTLED_WIDER = 128
 
+VALUES_APART = True
+"""True where a second warp brings the values of keys in pages. One warp issues a copy for each page, of K and
+of V: with pages of 16 keys that takes it longer than products take (docs/notes/decoding.md)."""
+
 
 @dataclass(frozen=True)
 class HopperPlan:
@@ -56,6 +60,7 @@ class HopperPlan:
     work                 what the hooks cost and keep
     persistent           one block per multiprocessor takes tile after tile; otherwise one block per tile
     dynamic              persistent blocks take the next tile when they are done, as tiles differ in work
+    values_apart         a second warp brings values
     reasons              why these tiles, and why this order
 
     Memory map, pipeline and estimates follow from these: `dataclasses.replace` makes a consistent other plan,
@@ -73,6 +78,7 @@ class HopperPlan:
     work: Work
     persistent: bool = True
     dynamic: bool = False
+    values_apart: bool = False
     reasons: tuple[str, ...] = ()
 
     module: ClassVar[str] = "fa4flex.kernels.fwd_sm90"
@@ -97,8 +103,9 @@ class HopperPlan:
         staging: Staging = "none"
         if staged(self.problem):
             staging = "queries" if self._shares else "own"
-        stages = self.kv_stages
-        return forward_topology(self.tiles, stages, self.pingpong, staging, self.dynamic, self.box_rows)
+        return forward_topology(
+            self.tiles, self.kv_stages, self.pingpong, staging, self.dynamic, self.box_rows, self.values_apart
+        )
 
     @property
     def box_rows(self) -> int:
@@ -140,6 +147,7 @@ class HopperPlan:
             lengths=self.problem.lengths,
             paged=self.problem.page_rows > 0,
             box_rows=self.box_rows,
+            values_apart=self.values_apart,
             tables=self.problem.mask_form == "tables",
             sinks=self.problem.sinks,
             statistics=self.problem.statistics,
@@ -180,6 +188,7 @@ class HopperPlan:
             f"  {rescaling(self.rescale_threshold)}",
             f"order: {ORDERS[self.order]}; {BLOCKS[self.persistent, self.dynamic]}",
             *explain_pages(self.problem, self.tiles.tile_n),
+            *["a second producer warp brings the values"] * self.values_apart,
             "shared memory:",
             self.memory.explain(),
             "pipeline:",
@@ -215,6 +224,7 @@ def plan_hopper(request: ForwardRequest) -> HopperPlan:
         rescale_threshold=request.rescale_threshold,
         work=work,
         dynamic=_dynamic(request),
+        values_apart=VALUES_APART and problem.page_rows > 0,
         reasons=(*choice.reasons, request.why),
     )
 

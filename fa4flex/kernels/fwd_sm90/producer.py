@@ -1,8 +1,9 @@
-"""The producer warp: brings queries, keys and values from global into shared memory by TMA."""
+"""The producer warp: brings queries, keys and values from global into shared memory by TMA. Or two of them,
+one of which brings the values, where they lie in pages."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import cutlass
 from cutlass import Int32, const_expr, cute, pipeline
@@ -22,8 +23,14 @@ from fa4flex.kernels.fwd_sm90.resources import Pipes, QueryRing, Shared, Turn
 Block = tuple[Transfers, Shared, Pipes]
 """Constants over the tiles of a block."""
 
+Part = Literal["keys", "values"]
+"""Copies of one of two producer warps; with keys come queries."""
+
 
 class Producer:
+    part: Part | None = None
+    """None: it brings all."""
+
     def __init__(self, config: Config, scheduler: TileScheduler) -> None:
         self.config = config
         self.scheduler = scheduler
@@ -88,15 +95,22 @@ class Producer:
         return ContiguousKeyValues(transfers, pipes.k, pipes.v, k_views, v_views)
 
     def pages(
-        self, work: Work, kv_head: Int32, keys: KeyTiles, arguments: Arguments, block: Block
+        self,
+        work: Work,
+        kv_head: Int32,
+        keys: KeyTiles,
+        arguments: Arguments,
+        block: Block,
+        behind: int = 1,
     ) -> KeyValues:
-        """Values are copied one tile behind keys."""
+        """Values are copied `behind` tiles behind keys."""
         config, (transfers, shared, pipes) = self.config, block
         check_length(arguments, work.b)
         views = box_views(transfers, (shared.k, shared.v), kv_head, config.box_rows)
         table, order = page_table(arguments, work.b, work.kv_len), Order(keys, Int32(0))
         rings = pipes.k, pipes.v
-        pages = PagedKeyValues(transfers, *rings, *views, table, order, config.box_rows, config.tile_n, 1)
+        sizes = config.box_rows, config.tile_n
+        pages = PagedKeyValues(transfers, *rings, *views, table, order, *sizes, behind)
         pages.begin()
         return pages
 
@@ -125,3 +139,56 @@ class Producer:
                 q_to[None, place],
                 tma_bar_ptr=pipes.q_full + place,
             )
+
+
+class PartProducer(Producer):
+    """Producer of keys, and of queries, from pages, or of their values. The first one takes tiles."""
+
+    def __init__(self, config: Config, scheduler: TileScheduler, part: Part) -> None:
+        super().__init__(config, scheduler)
+        self.part = part
+
+    @cute.jit
+    def run(
+        self,
+        arguments: Arguments,
+        grid: Grid,
+        transfers: cutlass.Constexpr[Transfers],
+        shared: cutlass.Constexpr[Shared],
+        pipes: cutlass.Constexpr[Pipes],
+    ) -> None:
+        k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.kv_stages)
+
+        @cute.jit
+        def load(work: Work, phase: Int32, states: States) -> States:
+            at = self.scheduler.place(work, grid, arguments)
+            keys = self.scheduler.keys(at, work, arguments)
+            kv_head = kv_head_of(work, grid, arguments)
+            pages = self.pages(work, kv_head, keys, arguments, (transfers, shared, pipes), 0)
+            both = self.tile(pages, keys, Int32(0), (states[0], states[1]))
+            if const_expr(self.part == "keys"):
+                self.queries(work, transfers, shared, pipes, self.ring.turn(phase, states))
+            for i in cutlass.range(1, keys.count, unroll=1):
+                both = self.tile(pages, keys, i, both)
+            return self.ring.carry(phase, states, both)
+
+        begun = self.ring.open((k_state, k_state.clone()))
+        self.walk(load, (arguments, grid), (transfers, shared, pipes), begun)
+
+    def tile(self, pages: KeyValues, keys: KeyTiles, number: Int32, states: States) -> States:
+        """This warp's part of a tile of keys; the other state is not used."""
+        k_state, v_state = states
+        tile = tile_at(keys, number)
+        pages.turn_to(number)
+        if self.part == "keys":
+            pages.load_keys(k_state, tile)
+            k_state.advance()
+        else:
+            pages.load_values(v_state, tile)
+            v_state.advance()
+        return k_state, v_state
+
+    def walk(self, load: Any, call: tuple[Arguments, Grid], block: Block, states: States) -> None:
+        arguments, grid = call
+        takes = self.part == "keys"
+        self.scheduler.walk(grid, arguments, block[2].next, load, states, takes=takes)

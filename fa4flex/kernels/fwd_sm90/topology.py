@@ -9,6 +9,9 @@ one runs under the products of another (its section 3.1).
 Where blocks take tiles of queries from a counter, the producer asks for the next one and hands its number to
 the consumers through a ring of one stage: it writes the number behind the last values, every consumer warp
 reads it when its output has left. No copy brings it, so its full barrier counts an arrival and no bytes.
+
+Keys in pages come in many small copies, which take a warp long to issue: there a second warp brings the
+values, and reads the next tile's number like a consumer.
 """
 
 from __future__ import annotations
@@ -39,14 +42,21 @@ TURNS, STORES = 1, 5
 
 
 def forward_topology(
-    tiles: Tiles, kv_stages: int, pingpong: bool, staging: Staging, dynamic: bool = False, box_rows: int = 0
+    tiles: Tiles,
+    kv_stages: int,
+    pingpong: bool,
+    staging: Staging,
+    dynamic: bool = False,
+    box_rows: int = 0,
+    values_apart: bool = False,
 ) -> Topology:
     """The pipeline of a forward kernel with one producer and `tiles.consumers` consumers; with `dynamic`, the
-    next tile's number is handed over. Tiles of K and V are brought `box_rows` keys at a time, if given."""
+    next tile's number is handed over. Tiles of K and V are brought `box_rows` keys at a time, if given, and
+    values by a second producer, with `values_apart`."""
     n = tiles.consumers
     pingpong = pingpong and n > 1
     consumers = tuple(_consumer(i, _turns(i, n) if pingpong else _NO_TURNS, staging) for i in range(n))
-    producer = _producer(n)
+    producer, *values = _apart(n) if values_apart else (_producer(n),)
     arrivals = sum(role.warps for role in consumers)
     rings = (
         *(
@@ -57,16 +67,17 @@ def forward_topology(
         _ring("v", kv_stages, tiles.tile_n, tiles.head_dim_v, arrivals, box_rows),
     )
     if dynamic:
-        rings = (*rings, Ring("next", 1, NUMBER, (), 0, arrivals))
+        rings = (*rings, Ring("next", 1, NUMBER, (), 0, arrivals + len(values)))
         publish = Event("acquire", "next", per="work"), Event("fill", "next", per="work")
         producer = replace(producer, last=producer.last + publish)
         received = tuple(Event(action, "next", per="work") for action in RECEIVE)
         consumers = tuple(replace(role, last=role.last + received) for role in consumers)
+        values = [replace(role, last=role.last + received) for role in values]
     turns = [NamedBarrier(f"turn {i}", TURNS + i, 2 * THREADS) for i in range(n) if pingpong]
     stores = [NamedBarrier(f"rows {i}", STORES + i, THREADS) for i in range(n)]
     overlaps = tuple((f"q {i}", f"out {i}") for i in range(n) if staging == "queries")
     return Topology(
-        (producer, *consumers),
+        (producer, *values, *consumers),
         rings,
         (*turns, *stores),
         staging,
@@ -100,6 +111,15 @@ def _producer(consumers: int) -> Role:
     one tile behind: K of a tile goes before V of the last one."""
     queries = tuple(event for i in range(consumers) for event in _copy(f"q {i}"))
     return Role("producer", 1, (), _copy("k") + queries, _copy("k") + _copy("v", -1), _copy("v"))
+
+
+def _apart(consumers: int) -> tuple[Role, Role]:
+    """Keys and queries by one warp, values by the next."""
+    queries = tuple(event for i in range(consumers) for event in _copy(f"q {i}"))
+    return (
+        Role("producer", 1, (), _copy("k") + queries, _copy("k")),
+        Role("producer of values", 1, (), _copy("v"), _copy("v"), warp=1),
+    )
 
 
 def _turns(i: int, n: int) -> tuple[Events, Events, Events]:

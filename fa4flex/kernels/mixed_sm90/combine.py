@@ -15,11 +15,12 @@ from fa4flex.kernels.combine.workspace import Parts
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.mixed_sm90.sequences import Sequences, log_sums, outputs, start
 
-BLOCKS = 8
-"""Blocks per multiprocessor: each takes row after row. Most sequences of a batch have none."""
-
 RESIDENT = 4
 """Blocks that a multiprocessor has room for, at least: where nothing is said, the compiler spills."""
+
+BLOCKS = RESIDENT
+"""Blocks per multiprocessor: each takes row after row. Most sequences of a batch have none, and blocks of a
+second round would start only when the kernel before has ended."""
 
 ALL_SHARED = 100
 """Percent of a multiprocessor's memory that is shared memory: as in the kernel before, so that nothing waits

@@ -8,7 +8,7 @@ from cutlass import Int32, cute
 
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.hooks import Hooks
-from fa4flex.kernels.common.transfer import States
+from fa4flex.kernels.common.transfer import States, warp_uniform
 from fa4flex.kernels.common.work import Grid, Work
 from fa4flex.kernels.fwd_sm90 import consumer as forward
 from fa4flex.kernels.fwd_sm90.resources import Pipes
@@ -31,6 +31,10 @@ class Consumer(forward.Consumer):
 
         @cute.jit
         def attend_few(work: Work, cut: Cut, phase: Int32, states: States) -> States:
-            return self.few_rows.attend((work, cut), arguments, shared, pipes, phase, states)
+            return self.few_rows.attend((work, cut), arguments, shared, pipes, phase, warp_uniform(states))
 
-        self.scheduler.walk(grid, arguments, pipes.next, (attend_few, attend), states)
+        @cute.jit
+        def attend_many(work: Work, phase: Int32, states: States) -> States:
+            return attend(work, phase, warp_uniform(states))
+
+        self.scheduler.walk(grid, arguments, pipes.next, (attend_few, attend_many), states)

@@ -16,10 +16,11 @@ from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.work import Grid
 from fa4flex.kernels.fwd_sm90 import kernel as forward
+from fa4flex.kernels.fwd_sm90.producer import Part
 from fa4flex.kernels.mixed_sm90.combine import Combine
 from fa4flex.kernels.mixed_sm90.config import KEPT, Config
 from fa4flex.kernels.mixed_sm90.consumer import Consumer
-from fa4flex.kernels.mixed_sm90.producer import Producer
+from fa4flex.kernels.mixed_sm90.producer import PartProducer, Producer
 from fa4flex.kernels.mixed_sm90.resources import Shared
 from fa4flex.kernels.mixed_sm90.schedule import MixedScheduler
 
@@ -30,7 +31,10 @@ class Forward(forward.Forward):
     def __init__(self, config: Config, hooks: Hooks) -> None:
         super().__init__(config, hooks)
         scheduler = MixedScheduler(config, hooks)
-        self.producer = Producer(config, hooks, scheduler)
+        parts: tuple[Part, Part] = ("keys", "values")
+        self.producers = (Producer(config, hooks, scheduler),)
+        if config.values_apart:
+            self.producers = tuple(PartProducer(config, hooks, scheduler, part) for part in parts)
         self.consumer = Consumer(config, hooks, scheduler)
 
     def blocks(self, arguments: Arguments, grid: Grid) -> Int32:

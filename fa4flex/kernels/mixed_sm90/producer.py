@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import Int32, const_expr, cute
 
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.hooks import Hooks
@@ -14,10 +14,10 @@ from fa4flex.kernels.common.keys import tile_at
 from fa4flex.kernels.common.packed_rows import Tile
 from fa4flex.kernels.common.paged_key_values import Order, PagedKeyValues, box_views, page_table
 from fa4flex.kernels.common.paged_lengths import check_length
-from fa4flex.kernels.common.transfer import READ_ONCE, States
+from fa4flex.kernels.common.transfer import READ_ONCE, States, warp_uniform
 from fa4flex.kernels.common.work import Grid, Work
 from fa4flex.kernels.fwd_sm90 import producer as forward
-from fa4flex.kernels.fwd_sm90.producer import Block
+from fa4flex.kernels.fwd_sm90.producer import Block, Part
 from fa4flex.kernels.fwd_sm90.resources import Pipes
 from fa4flex.kernels.mixed_sm90.config import Config
 from fa4flex.kernels.mixed_sm90.few_rows import few_tile
@@ -25,12 +25,11 @@ from fa4flex.kernels.mixed_sm90.schedule import MixedScheduler
 from fa4flex.kernels.mixed_sm90.sequences import Cut
 
 
-class Producer(forward.Producer):
-    config: Config
+class FewKeys(forward.Producer):
+    """Producer that brings keys and values for tiles of few rows as well, between those of many."""
 
-    def __init__(self, config: Config, hooks: Hooks, scheduler: MixedScheduler) -> None:
-        super().__init__(config, scheduler)
-        self.hooks = hooks
+    config: Config
+    hooks: Hooks
 
     def walk(self, load: Any, call: tuple[Arguments, Grid], block: Block, states: States) -> None:
         arguments, grid = call
@@ -41,11 +40,17 @@ class Producer(forward.Producer):
             tile = few_tile(work, cut, arguments, self.hooks, self.config)
             key_values = self.few_keys(work, tile, arguments, block)
             begun = cutlass.min(tile.last, tile.first + 1)
-            states = self.run_of_keys(tile, key_values, (tile.first, begun), states)
-            self.hand_room(pipes, phase ^ 1)
+            states = self.run_of_keys(tile, key_values, (tile.first, begun), warp_uniform(states))
+            if const_expr(self.part != "values"):
+                self.hand_room(pipes, phase ^ 1)
             return self.run_of_keys(tile, key_values, (begun, tile.last), states)
 
-        self.scheduler.walk(grid, arguments, pipes.next, (load_few, load), states, takes=True)
+        @cute.jit
+        def load_many(work: Work, phase: Int32, states: States) -> States:
+            return load(work, phase, warp_uniform(states))
+
+        takes = self.part != "values"
+        self.scheduler.walk(grid, arguments, pipes.next, (load_few, load_many), states, takes=takes)
 
     def few_keys(self, work: Work, tile: Tile, arguments: Arguments, block: Block) -> KeyValues:
         """Keys and values of a tile of few rows, each at a time. They are read once, and would drive those of
@@ -72,10 +77,12 @@ class Producer(forward.Producer):
         for i in cutlass.range(run[0], run[1], unroll=1):
             key_tile = tile_at(tile.keys, i)
             key_values.turn_to(i)
-            key_values.load_keys(k_state, key_tile)
-            k_state.advance()
-            key_values.load_values(v_state, key_tile)
-            v_state.advance()
+            if const_expr(self.part != "values"):
+                key_values.load_keys(k_state, key_tile)
+                k_state.advance()
+            if const_expr(self.part != "keys"):
+                key_values.load_values(v_state, key_tile)
+                v_state.advance()
         return k_state, v_state
 
     @cute.jit
@@ -86,3 +93,17 @@ class Producer(forward.Producer):
             cute.arch.mbarrier_wait(pipes.q_empty + group, phase)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(pipes.q_full + group)
+
+
+class Producer(FewKeys):
+    def __init__(self, config: Config, hooks: Hooks, scheduler: MixedScheduler) -> None:
+        super().__init__(config, scheduler)
+        self.hooks = hooks
+
+
+class PartProducer(FewKeys, forward.PartProducer):
+    """Producer of keys, and of queries, or of values."""
+
+    def __init__(self, config: Config, hooks: Hooks, scheduler: MixedScheduler, part: Part) -> None:
+        forward.PartProducer.__init__(self, config, scheduler, part)
+        self.hooks = hooks

@@ -30,7 +30,7 @@ def few_topology(forward: Topology) -> Topology:
     """The pipeline beside `forward`, whose rings, places and barriers of a consumer's warps it takes."""
     rows = tuple(barrier for barrier in forward.barriers if barrier.name.startswith("rows"))
     return Topology(
-        (_producer(), *(_consumer(i) for i in range(GROUPS))),
+        (*_producers(len(forward.roles) - GROUPS), *(_consumer(i) for i in range(GROUPS))),
         tuple(_handed(ring) for ring in forward.rings),
         (*rows, NamedBarrier("both", MEET, GROUPS * WARPGROUP * WARP)),
         "none",
@@ -46,11 +46,18 @@ def _handed(ring: Ring) -> Ring:
     return Ring(ring.name, ring.stages, ring.stage_bytes, (), 0, ring.empty_arrivals)
 
 
-def _producer() -> Role:
-    keys = tuple(Event(action, ring) for ring in ("k", "v") for action in ("acquire", "load"))
+def _producers(count: int) -> tuple[Role, ...]:
+    keys, values = (tuple(Event(action, ring) for action in ("acquire", "load")) for ring in ("k", "v"))
     room = tuple(Event(action, f"q {i}", per="work") for i in range(GROUPS) for action in ("acquire", "fill"))
     following = Event("acquire", "next", per="work"), Event("fill", "next", per="work")
-    return Role("producer", 1, (), keys + room, keys, following, empty=room + following)
+    if count == 1:
+        both = keys + values
+        return (Role("producer", 1, (), both + room, both, following, empty=room + following),)
+    received = tuple(Event(action, "next", per="work") for action in RECEIVE)
+    return (
+        Role("producer", 1, (), keys + room, keys, following, empty=room + following),
+        Role("producer of values", 1, (), values, values, received, empty=received, warp=1),
+    )
 
 
 def _consumer(i: int) -> Role:
