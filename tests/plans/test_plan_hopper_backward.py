@@ -213,7 +213,7 @@ def test_warpgroups_share_out_dq(width: Width, mask_form: str) -> None:
     ids=str,
 )
 def test_blocks_with_all_keys_write_dq(changes: dict[str, object], stores: bool) -> None:
-    """Where keys are few, and their tile holds them, and a warpgroup's part of dQ is one product's."""
+    """Keys are few, their tile holds them, and a warpgroup's part of dQ is one product's."""
     plan = planned(replace(LIGHT, few_keys=True, **changes) if "few_keys" not in changes else LIGHT)  # type: ignore[arg-type]
     config = plan.config()
     assert plan.stores_dq == config.stores_dq == stores

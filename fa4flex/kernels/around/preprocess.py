@@ -89,8 +89,8 @@ class Preprocess:
 
     @cute.jit
     def clear(self, sums: cutlass.Constexpr[cute.Tensor | None], row: Int32, end: Int32, lane: Int32) -> None:
-        """Clears as many of a head's sums of dQ as a row has, if there are sums. Those of rows from `end` on, to
-        which a tile may be padded, stay as they are: nobody reads them."""
+        """Clears as many of a head's sums of dQ as a row has, if there are sums. Those of rows from `end` on,
+        to which a tile may be padded, stay as they are: nobody reads them."""
         if const_expr(sums is not None):
             config, order = self.config, self.config.dq_order
             zeros = cute.make_rmem_tensor((FOUR,), Float32)

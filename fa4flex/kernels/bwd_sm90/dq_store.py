@@ -155,9 +155,9 @@ class DqStore:
         work: KeyWork,
         place: tuple[Int32, Int32],
     ) -> None:
-        """A warpgroup's part of a tile of dQ, or that of a CTA of a pair, to sums. place: query head, and tile of
-        queries. Where dQ is transposed, eight rows lie together; past the end of the sequence they are left
-        out."""
+        """A warpgroup's part of a tile of dQ, or that of a CTA of a pair, to sums. place: query head, and
+        tile of queries. Where dQ is transposed, eight rows lie together, and those past the end of the
+        sequence are left out."""
         config, (h, tile) = self.config, place
         done = 0
         sums, end = rows_of(arguments.dq_sum, work, h, config.head_dim), work.q_len - tile * config.tile_m
