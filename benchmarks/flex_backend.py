@@ -87,11 +87,12 @@ def results(out: Tensor, leaves: Sequence[Tensor], dout: Tensor) -> list[Tensor]
 
 
 def on_device(attn: Attention, device: torch.device) -> Attention:
-    """The same with its captured tensors there."""
+    """The same with its captured tensors there; those that are there already stay themselves."""
     if device.type == "cpu":
         return attn
     memo: dict[int, Any] = {
-        id(x): x.detach().to(device).requires_grad_(x.requires_grad) for x in attn._calling().bound.bases
+        id(x): x if x.device.type == device.type else x.detach().to(device).requires_grad_(x.requires_grad)
+        for x in attn._calling().bound.bases
     }
     return copy.deepcopy(attn, memo)
 

@@ -3,25 +3,15 @@ appending.
 
     python benchmarks/serving.py [--pages 16 64 256] [--chunk 2048] [--keys 8192]
     python benchmarks/serving.py --mixed [--orders] [--pages 16 64]
-    python benchmarks/serving.py --producers [--rounds 3] [--pages 16 64]
     python benchmarks/serving.py --long [--keys 65536] [--pages 16 64]
 
 Times are medians of several replays of CUDA graphs, in turns. A chunk of queries attends to all keys of its
 sequence, causal at the end of the keys; a ragged batch packs a chunk, and sequences with one query each.
-
---producers compares one warp that brings keys and values of pages with two that share them, chunks and mixed
-batches: each in a process of its own, whose planner is told so; processes take turns. Printed are medians of
-microseconds over the rounds, and what the same process measured beside them.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
-import subprocess
-import sys
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
@@ -76,8 +66,8 @@ def paged(k: Tensor, v: Tensor, page_size: int) -> tuple[Tensor, Tensor, Tensor]
     return pools[0], pools[1], table.to(torch.int32)
 
 
-def report_prefill(case: Prefill, page_sizes: list[int]) -> dict[str, float]:
-    """Pages against contiguous keys: what they must reach is 0.93 of these. Microseconds by name."""
+def report_prefill(case: Prefill, page_sizes: list[int]) -> None:
+    """Pages against contiguous keys: what they must reach is 0.93 of these."""
     q, k, v = case.drawn()
     attn = fa4flex.compile(mask=causal)
     used = torch.full((case.batch,), case.keys, dtype=torch.int32, device="cuda")
@@ -106,7 +96,6 @@ def report_prefill(case: Prefill, page_sizes: list[int]) -> dict[str, float]:
     for name, took in times.items():
         rate, share = case.flops / took / 1e6, times["contiguous"] / took
         print(f"  {name:<24} {took:8.1f} us  {rate:6.0f} TFLOP/s  {share:5.2f}{told[name]}", flush=True)
-    return times
 
 
 def report_ragged(case: Prefill, sequences: int, page_size: int) -> None:
@@ -199,9 +188,8 @@ class Mixed:
         }
 
 
-def report_mixed(case: Mixed, page_size: int) -> dict[str, float]:
-    """One launch against two in sequence: it must be 1.25 times as fast, and faster than flash-attn-4's.
-    Microseconds by name."""
+def report_mixed(case: Mixed, page_size: int) -> None:
+    """One launch against two in sequence: it must be 1.25 times as fast, and faster than flash-attn-4's."""
     told, graphs, exact = {}, {}, None
     for name, call in case.calls(page_size).items():
         try:
@@ -224,51 +212,6 @@ def report_mixed(case: Mixed, page_size: int) -> dict[str, float]:
     for name, took in times.items():
         share = times["two launches"] / took
         print(f"  {name:<30} {took:8.1f} us  {share:5.2f}{told.get(name, '')}", flush=True)
-    return times
-
-
-PRODUCERS = {"one warp": False, "two warps": True}
-"""Choice of the planner, by the name of what is timed."""
-
-
-def measure_producers(kernel: str, given: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Microseconds by case and by what was timed. The planner is told before anything is planned."""
-    from fa4flex.kernels.fwd_sm90 import plan
-
-    plan.VALUES_APART = PRODUCERS[kernel]
-    found = {}
-    for batch in (1, 4):
-        found[f"{batch} x chunk"] = report_prefill(Prefill(batch, given.chunk, given.keys), given.pages)
-    for size in given.pages[:2]:
-        found[f"mixed, pages of {size}"] = report_mixed(Mixed(), size)
-    return found
-
-
-def report_producers(given: argparse.Namespace) -> None:
-    """Each choice in processes of its own, in turns: what one has compiled another may have planned."""
-    rounds: dict[str, list[dict[str, dict[str, float]]]] = defaultdict(list)
-    options = ["--chunk", str(given.chunk), "--keys", str(given.keys)]
-    for _ in range(given.rounds):
-        for kernel in PRODUCERS:
-            command = [sys.executable, __file__, "--kernel", kernel, *options, "--pages"]
-            done = subprocess.run(
-                [*command, *map(str, given.pages)], capture_output=True, text=True, check=False
-            )
-            if done.returncode:
-                sys.exit(done.stdout + done.stderr)
-            wrong = [line for line in done.stdout.splitlines() if "WRONG" in line]
-            print("\n".join([f"{kernel}: {line}" for line in wrong]), end="\n" * bool(wrong), flush=True)
-            rounds[kernel].append(json.loads(done.stdout.splitlines()[-1]))
-    for case, names in rounds["one warp"][0].items():
-        base = next(iter(names))
-        print(f"{case}: us, and speed over {base!r} of the same process", flush=True)
-        for name in names:
-            parts = []
-            for kernel, results in rounds.items():
-                took = statistics.median(result[case][name] for result in results)
-                over = statistics.median(result[case][base] / result[case][name] for result in results)
-                parts.append(f"{kernel} {took:8.1f} {over:5.3f}")
-            print(f"  {name:<30} " + " | ".join(parts), flush=True)
 
 
 def report_long(decoding: int, keys: int, page_size: int) -> None:
@@ -335,16 +278,7 @@ def main() -> None:
     parser.add_argument("--mixed", action="store_true", help="mixed batches alone, at pages of 16 and 64")
     parser.add_argument("--orders", action="store_true", help="with --mixed: each order of tiles as well")
     parser.add_argument("--long", action="store_true", help="long sequences that decode, beside chunks")
-    parser.add_argument("--producers", action="store_true", help="one and two warps that bring pages")
-    parser.add_argument("--rounds", type=int, default=3, help="with --producers")
-    parser.add_argument("--kernel", choices=PRODUCERS, help="of --producers, this alone, and JSON at the end")
     given = parser.parse_args()
-    if given.kernel:
-        print(json.dumps(measure_producers(given.kernel, given)))
-        return
-    if given.producers:
-        report_producers(given)
-        return
     if given.mixed:
         for size in given.pages[:2]:
             report_mixed(Mixed(orders=given.orders), size)

@@ -12,13 +12,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from executed import Compared
 from paged_pools import WRONG, Drawn, Size, compare, drawn, guarded
 from torch import Tensor
 
 import fa4flex
 from fa4flex import InputError, Paging, Schedule, Sinks, Varlen, simulator
-from fa4flex.kernels.fwd_sm90 import plan, producer
 from fa4flex.runtime import launch
 from fa4flex.runtime.cuda.device import faults
 from fa4flex.simulator.watch.findings import Finding
@@ -120,16 +118,6 @@ def test_chunks_of_any_lengths_draw() -> None:
         queries = tuple(max(random.choice(choices), i == 0) for i in range(3))
         taken = tuple(random.randint(0, n) for n in queries) if used else None
         check(CAUSAL, chunks(drawn(replace(MANY, lengths=lengths)), queries, taken))
-
-
-def test_one_producer_warp(launches: Compared, chip: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The choice that benchmarks time beside the usual one, in a program of its own."""
-    if chip == "sm_100a":
-        pytest.skip("Blackwell's kernel has one in any case")
-    monkeypatch.setattr(plan, "VALUES_APART", False)
-    with patch.object(producer.PartProducer, "__init__", side_effect=AssertionError("two warps")):
-        check(fa4flex.compile(mask=causal, schedule=Schedule(order="row_major")), drawn(MANY))
-    assert launches.launches
 
 
 MODS: dict[str, dict[str, Any]] = {

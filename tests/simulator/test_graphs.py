@@ -257,8 +257,9 @@ def test_a_signal_more_or_less_in_a_kernel_is_found(name: str) -> None:
         assert changed(run, [*text[:line], *[text[line]] * copies, *text[line + 1 :]]), text[line]
 
 
-def hand_over_early(self: Any, parts: Any, shared: Any, lane: Any, w: Any, count: Any) -> None:
+def hand_over_early(self: Any, given: Any, parts: Any, shared: Any, where: Any) -> None:
     """Says that dQ is there, and then waits until there is room for it."""
+    lane, w, count = where
     stage = count % self.config.dq_stages
     cute.arch.barrier_arrive(barrier_id=dq_full(w, stage), number_of_threads=THREADS)
     cute.arch.barrier(barrier_id=dq_empty(w, stage), number_of_threads=THREADS)

@@ -186,6 +186,7 @@ def test_blocks_take_tile_after_tile(width: int, width_v: int) -> None:
     for timing in ("eager", "late", "random"):
         with (
             poisoned(),
+            hopper_pairs(False),  # whose blocks are not persistent
             patch.object(ready_backward, "counter", lambda device: shared),
             fa4flex.simulator.device("sm_90a", random.randrange(99), timing, sms=SMS) as gpu,
         ):

@@ -23,7 +23,7 @@ WIDEST = 256
 ROW_CLASSES = (16, 32, 64)
 """Classes of few query rows, by the least that holds them."""
 
-QUERY_CLASSES = (128, 192, 256)
+QUERY_CLASSES = (256,)
 """Classes of few queries, by the most of them."""
 
 PAGE_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)

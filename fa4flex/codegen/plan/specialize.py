@@ -14,10 +14,6 @@ from fa4flex.codegen.plan.inputs import Inputs
 from fa4flex.codegen.plan.problem import ROW_CLASSES, Problem
 from fa4flex.codegen.plan.target import Target
 
-QUERIES_APART = False
-"""True if short forward passes of narrow heads are planned for by their class of queries: no launch then
-serves lengths of two classes. A comparison sets it."""
-
 
 def forward_problem(inputs: Inputs, proved: Proved, target: Target) -> Problem:
     """The problem of a forward pass."""
@@ -104,7 +100,7 @@ def _query_classes(inputs: Inputs, target: Target) -> tuple[int, ...]:
     """Classes of queries by which kernels differ: none of packed sequences, of which all queries together are
     known."""
     narrow = max(inputs.head_dim, inputs.head_dim_v) <= target.class_width
-    return target.query_classes if QUERIES_APART and narrow and inputs.lengths != "packed" else ()
+    return target.query_classes if narrow and inputs.lengths != "packed" else ()
 
 
 def _query_class(inputs: Inputs, target: Target) -> int:

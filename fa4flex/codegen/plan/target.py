@@ -120,7 +120,7 @@ SM90A = Target(
     l2_bytes=50 << 20,
     hbm_bytes_per_second=4.8e12,
     few_rows=64,
-    query_classes=(128, 192, 256),
+    query_classes=(256,),
     class_width=64,
     few_keys=128,
 )

@@ -14,6 +14,10 @@ from fa4flex.kernels.common.sections import Divisor, Sections, in_section, secti
 L2_BYTES = 32 << 20
 """Keys and values of the heads that run at the same time should stay within this."""
 
+SHORT_KEYS, SHORT_BYTES = 512, 8 << 20
+"""Keys of short heads at most, and what heads that run at the same time should stay within where all are
+short: all tiles of one then run at about the same time, and its keys are read from memory once."""
+
 
 class Divisors(NamedTuple):
     """Divisors of a tile's number, prepared on the host. group: heads that share a head of keys. sections:
@@ -59,12 +63,11 @@ def dense_grid(
     arguments: Arguments,
     tile_m: cutlass.Constexpr,
     ordered: cutlass.Constexpr,
-    section_bytes: cutlass.Constexpr = L2_BYTES,
-    section_tiles: cutlass.Constexpr = 0,
+    short_tiles: cutlass.Constexpr = 0,
 ) -> Grid:
     """The grid of dense tensors. `ordered`: query tiles differ in work, and all heads of one come first, of
-    as many heads as have `section_bytes` of keys and values; or of more, for `section_tiles`, as long as
-    L2_BYTES hold them."""
+    as many heads as have L2_BYTES of keys and values. Of short heads fewer, if `short_tiles` are given:
+    as many as have SHORT_BYTES, or so many tiles, if those are more."""
     batch, q_len, heads, head_dim = arguments.q.shape
     ratio = heads // arguments.k.shape[2]
     group = Int32(1)
@@ -74,12 +77,12 @@ def dense_grid(
             keys = capacity(arguments)
         head_bytes = keys * 2 * (head_dim + arguments.v.shape[3])
         head_bytes = cutlass.max(head_bytes, Int64(1))
-        most = Int32(cutlass.min(Int64(section_bytes) // head_bytes, Int64(1 << 20)))
-        if const_expr(section_tiles > 0):
-            tiles = cutlass.max(Int32(cute.ceil_div(q_len, tile_m)) * ratio, Int32(1))
-            wanted = Int32(section_tiles) // tiles
-            room = Int32(cutlass.min(Int64(L2_BYTES) // head_bytes, Int64(1 << 20)))
-            most = cutlass.max(most, cutlass.min(wanted, room))
+        most = Int32(cutlass.min(Int64(L2_BYTES) // head_bytes, Int64(1 << 20)))
+        if const_expr(short_tiles > 0):  # noqa: SIM102  one is decided when compiled, one when run
+            if keys <= SHORT_KEYS:
+                tiles = cutlass.max(Int32(cute.ceil_div(q_len, tile_m)) * ratio, Int32(1))
+                few = Int32(cutlass.min(Int64(SHORT_BYTES) // head_bytes, Int64(1 << 20)))
+                most = cutlass.min(most, cutlass.max(few, Int32(short_tiles) // tiles))
         group = halved(Int32(batch * arguments.k.shape[2]), cutlass.max(most, Int32(1))) * ratio
     group = cutlass.min(group, Int32(heads * batch))
     return Grid(Int32(cute.ceil_div(q_len, tile_m)), Int32(heads), Int32(batch), group)

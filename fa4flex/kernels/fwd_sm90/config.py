@@ -29,9 +29,8 @@ class Config:
     tables                   tiles come from block tables; otherwise from the hooks' spans, or all of them
     row_ends                 with tables: spans of each row's keys whose ends stand beside them
     divisors                 of a tile's number are prepared on the host
-    section_bytes            keys and values of the heads whose tiles are computed next to each other, at most
-    section_tiles            of such heads, at least, if the L2 cache holds their keys and values
-    settled_rows             rows of a thread, of two, whose probabilities come before the wait for the output
+    short_tiles              tiles of short heads that are computed next to each other, at least
+    q_stages                 tiles of queries in flight
     sinks                    a learnable logit per head joins the denominator
     statistics               which of "lse" and "max_scores" are written
     """
@@ -59,9 +58,7 @@ class Config:
     statistics: tuple[str, ...] = ("lse",)
     row_ends: int = 0
     divisors: bool = False
-    section_bytes: int = 32 << 20
-    section_tiles: int = 0
-    settled_rows: int = 0
+    short_tiles: int = 0
     q_stages: int = 1
 
     splits: ClassVar[bool] = False

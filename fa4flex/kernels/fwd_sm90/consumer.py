@@ -188,7 +188,7 @@ class Consumer:
         self.modify(begun, tile, True)
         grid = begun.grid
         start(maxima(grid, tile.state), tile.factor, tile.slack, tile.state)
-        self.probabilities(grid, tile, range(tile.state.rows))
+        self.probabilities(grid, tile)
         narrow(as_operand(begun.scores), products.p)
         v_state = k_state.clone()
         k_state.advance()
@@ -226,13 +226,9 @@ class Consumer:
         self.modify(begun, tile, masked)
         grid = begun.grid
         raised = self.take_maxima(grid, tile)
-        settled = self.config.settled_rows
-        self.probabilities(grid, tile, range(settled))
-        for r in range(settled):
-            compute_before(tile.state.total[r])
         warpgroup.wait_group(0)
         pipes.v.consumer_release(v_state)
-        self.probabilities(grid, tile, range(settled, tile.state.rows))
+        self.probabilities(grid, tile)
         narrow(as_operand(begun.scores), products.p)
         self.rescale(products.out, tile, raised)
         # Values take the same course through their ring as keys, one tile behind.
@@ -296,8 +292,8 @@ class Consumer:
         if masked:
             tile.fragment.mask(begun.grid, begun.kv_first, begun.allowed)
 
-    def probabilities(self, grid: cute.Tensor, tile: Tile, rows: range) -> None:
-        for r in rows:
+    def probabilities(self, grid: cute.Tensor, tile: Tile) -> None:
+        for r in range(tile.state.rows):
             exponentiate(grid[r, None], tile.factor, tile.state, r)
             accumulate(grid[r, None], tile.state, r)
 

@@ -61,7 +61,7 @@ class Forward:
             grid, ordered = packed_grid(arguments, config.tile_m), False
         else:
             ordered = config.longest_first or config.tables or self.hooks.spans is not None
-            grid = dense_grid(arguments, config.tile_m, ordered, config.section_bytes, config.section_tiles)
+            grid = dense_grid(arguments, config.tile_m, ordered, config.short_tiles)
         if const_expr(config.divisors):
             grid = with_divisors(grid, arguments, ordered)
         blocks = self.blocks(arguments, grid)

@@ -27,28 +27,10 @@ from fa4flex.kernels.fwd_sm90.topology import forward_topology
 
 PINGPONG_WIDEST = 128
 """The widest heads of which consumers take turns at the tensor cores. Wider heads spend so long in products
-that turns only add waiting (FlashAttention-3's rule); a comparison sets 256."""
+that turns only add waiting (FlashAttention-3's rule)."""
 
-DIVISORS = False
-"""True if the host prepares what tiles' numbers are divided by. A comparison sets it."""
-
-SECTION_BYTES = 32 << 20
-"""Keys and values of the heads whose tiles are computed next to each other, where tiles differ in work: what
-the L2 cache holds. A comparison sets less: all tiles of a short head then run at the same time."""
-
-SECTION_WAVES = 0.0
-"""Tiles of these heads for each multiprocessor, at least, as long as the cache holds them: of fewer, some
-multiprocessors would have none. A comparison that sets SECTION_BYTES sets this too."""
-
-SETTLED_ROWS = 0
-"""Rows of a thread, of two, whose probabilities are computed before the wait for the output, where heads are
-wider than SETTLED_WIDER. A comparison sets it."""
-
-SETTLED_WIDER = 128
-
-VALUES_APART = True
-"""True where a second warp brings the values of keys in pages. One warp issues a copy for each page, of K and
-of V: with pages of 16 keys that takes it longer than products take (docs/notes/decoding.md)."""
+SHORT_WAVES = 1.5
+"""Tiles of short heads that are computed next to each other, at least, for each multiprocessor."""
 
 
 @dataclass(frozen=True)
@@ -152,10 +134,8 @@ class HopperPlan:
             sinks=self.problem.sinks,
             statistics=self.problem.statistics,
             row_ends=self.problem.row_ends,
-            divisors=DIVISORS,
-            section_bytes=SECTION_BYTES,
-            section_tiles=int(SECTION_WAVES * self.target.multiprocessors),
-            settled_rows=SETTLED_ROWS if self.tiles.head_dim > SETTLED_WIDER else 0,
+            divisors=self.tiles.narrow,
+            short_tiles=int(SHORT_WAVES * self.target.multiprocessors),
         )
 
     def check(self) -> None:
@@ -224,7 +204,7 @@ def plan_hopper(request: ForwardRequest) -> HopperPlan:
         rescale_threshold=request.rescale_threshold,
         work=work,
         dynamic=_dynamic(request),
-        values_apart=VALUES_APART and problem.page_rows > 0,
+        values_apart=problem.page_rows > 0,
         reasons=(*choice.reasons, request.why),
     )
 

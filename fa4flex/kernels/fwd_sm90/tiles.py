@@ -25,11 +25,8 @@ STAGES = (2, 1)
 """Tiles of K, and as many of V, in flight: two hide the copy of one behind the products of the other."""
 
 NARROW = 64
-"""Widest heads of which tiles may have 192 queries."""
-
-NARROW_STAGES = 2
-"""Tiles of K, and of V, in flight of such heads. A comparison sets 4: the keys and values of a short head's
-next tile of queries then come during this one."""
+"""Widest heads of which tiles may have 192 queries, and are found by divisors: short tiles are what such
+divisions and waits for queries are much of."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +44,10 @@ class Tiles:
     def consumers(self) -> int:
         """Consumer warpgroups: each owns 64 rows."""
         return self.tile_m // 64
+
+    @property
+    def narrow(self) -> bool:
+        return max(self.head_dim, self.head_dim_v) <= NARROW
 
     @property
     def query_tiles(self) -> int:
@@ -104,11 +105,6 @@ def may_share(head_dim: int, head_dim_v: int) -> bool:
 
 MOST_PAGED = 128
 """Queries per tile where keys lie in pages."""
-
-
-QUERY_STAGES = 1
-"""Tiles of queries in flight. A comparison sets 2: the next tile's queries then come during this one, where
-there is room and lengths are dense."""
 
 
 def barriers(query_tiles: int, kv_stages: int, dynamic: bool) -> int:
@@ -185,7 +181,7 @@ def choose(problem: Problem, work: Work, plain: bool, target: Target, wanted: Pa
     over: dict[int, Choice] = {}
     for pair in candidates(problem, plain):
         tiles, need, limit = _try(pair, problem, work)
-        stages = _deepest(tiles)
+        stages = STAGES[0]
         memory = tiles.memory(problem, stages, target)
         if memory.total > target.shared_memory:
             reasons.append(
@@ -226,14 +222,10 @@ def producer_computes(problem: Problem, work: Work) -> bool:
     return found or work.row_ends > 0
 
 
-def _deepest(tiles: Tiles) -> int:
-    """Stages that a tile of the table has room for."""
-    return NARROW_STAGES if max(tiles.head_dim, tiles.head_dim_v) <= NARROW else STAGES[0]
-
-
 def _with_queries_ahead(tiles: Tiles, problem: Problem, kv_stages: int, target: Target) -> Tiles:
-    """The same with QUERY_STAGES, if the output then has room of its own."""
-    more = replace(tiles, q_stages=QUERY_STAGES)
+    """Tiles of narrow heads, of which the next one's queries come during this one where lengths are dense, if
+    the output then has room of its own; others as they are."""
+    more = replace(tiles, q_stages=2 if tiles.narrow else 1)
     fits = more.memory(problem, kv_stages, target).total <= target.shared_memory
     dense = staged(problem) and not problem.page_rows
     return more if dense and fits and not more.shares(problem, kv_stages, target) else tiles

@@ -1,0 +1,144 @@
+"""Short tiles of Hopper forward kernels: divisors, sections of short heads, tiles for few queries."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import cutlass
+import pytest
+import torch
+from cases import Size
+from cutlass import Int32, cute
+from cutlass.cute.runtime import from_dlpack
+from own_forward import TIMINGS, captured_forward
+
+from fa4flex.codegen.analyze.domain import Ragged, Shape
+from fa4flex.codegen.analyze.facts import Facts
+from fa4flex.codegen.analyze.prove import Proved
+from fa4flex.codegen.plan import specialize
+from fa4flex.codegen.plan.inputs import Inputs
+from fa4flex.codegen.plan.problem import Problem
+from fa4flex.codegen.plan.target import SM90A
+from fa4flex.kernels.common import work
+from fa4flex.kernels.common.work import Grid
+from fa4flex.kernels.dispatch import plan_forward
+
+HEAD = 512 * 2 * 16
+"""Bytes of 512 keys and values, 8 wide each."""
+
+CASES = {
+    "few queries": (Size(batch=2, heads=3, q_len=250, kv_len=250, dim=64), False),
+    "few queries, causal": (Size(batch=2, heads=3, q_len=250, kv_len=250, dim=64), True),
+    "narrow": (Size(batch=2, heads=3, q_len=400, kv_len=300, dim=64), False),
+    "narrow, sections": (Size(batch=2, heads=3, q_len=600, kv_len=600, dim=48), True),
+    "short heads": (Size(batch=2, heads=3, q_len=300, kv_len=300, dim=128), True),
+}
+"""Launches of blocks that take several tiles each, and whether their mask is causal."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_short_tiles_one_after_another(name: str) -> None:
+    own = captured_forward("sm_90a", *CASES[name])
+    for timing, seed in TIMINGS[:3]:
+        assert own.clean(timing, seed), (timing, seed)
+
+
+# --- divisors ---------------------------------------------------------------------------------------------
+
+
+@cute.jit
+def place_all(places: cute.Tensor, given: Grid, k: cute.Tensor, ordered: cutlass.Constexpr) -> None:
+    """(tile, head, batch) of each number, as `given` has them and by divisors."""
+    prepared = work.with_divisors(given, SimpleNamespace(k=k), ordered)
+    for number in cutlass.range(given.total, unroll=1):
+        for way, grid in ((0, given), (1, prepared)):
+            found = *work.locate(number, grid, True), *work.by_heads(number, grid)
+            for i in cutlass.range_constexpr(5):
+                places[way, number, i] = found[i]
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_divisors_find_the_same_tiles(ordered: bool, seed: int) -> None:
+    draw = random.Random(seed)
+    for _ in range(5):
+        tiles, heads, batch = (draw.randint(1, most) for most in (30, 7, 5))
+        group = draw.randint(1, heads * batch) if ordered else 1
+        places = torch.full((2, tiles * heads * batch, 5), -1, dtype=torch.int32)
+        grid = Grid(*map(Int32, (tiles, heads, batch, group)))
+        place_all(from_dlpack(places), grid, from_dlpack(torch.empty(1, 1, heads, 8)), ordered)
+        assert torch.equal(*places)
+        assert len({tuple(place[:3].tolist()) for place in places[1]}) == tiles * heads * batch
+
+
+# --- sections ---------------------------------------------------------------------------------------------
+
+
+@cute.jit
+def put_width(found: cute.Tensor, q: cute.Tensor, kv: cute.Tensor, least: cutlass.Constexpr) -> None:
+    given = SimpleNamespace(q=q, k=kv, v=kv, page_table=None)
+    found[0] = work.dense_grid(given, 128, True, least).group
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "keys", "room", "least", "width"),
+    [
+        (16, 512, 1 << 30, 0, 512),
+        (16, 512, 40 * HEAD, 0, 512),
+        (16, 512, 40 * HEAD, 1, 32),
+        (16, 512, 64 * HEAD, 1, 64),
+        (16, 512, 1, 1, 1),
+        (16, 512, 1, 198, 32),
+        (16, 512, 64 * HEAD, 198, 64),
+        (4, 512, 1, 198, 32),
+        (16, 513, 1, 198, 512),
+        (16, 512 << 10, 1, 198, 2),
+    ],
+)
+def test_a_section_has_so_many_heads(
+    kv_heads: int, keys: int, room: int, least: int, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 32 x 16 with four tiles each, halved until they are at most as many as L2 holds the keys of; where
+    heads are short and `least` tiles are told, as have `room` for keys, or so many tiles."""
+    monkeypatch.setattr(work, "SHORT_BYTES", room)
+    found = torch.zeros(1, dtype=torch.int32)
+    q = torch.empty(32, 512, 16, 8, dtype=torch.bfloat16)
+    kv = torch.empty(1, 1, kv_heads, 8, dtype=torch.bfloat16).expand(32, keys, kv_heads, 8)
+    put_width(from_dlpack(found), from_dlpack(q), from_dlpack(kv), least)
+    assert int(found) == width
+
+
+# --- plans --------------------------------------------------------------------------------------------------
+
+
+def inputs(q_len: int, width: int = 64, lengths: Any = "dense") -> Inputs:
+    shape = (Shape if lengths == "dense" else Ragged)(2, 4, q_len, 300)
+    return Inputs(shape, 4, width, width, lengths=lengths)
+
+
+def test_few_queries_have_the_tiles_with_fewest_rows_past_the_end(seed: int) -> None:
+    """And lengths with other tiles share no launch with them."""
+    draw = random.Random(seed)
+    for first, last, rows in ((65, 256, 128), (257, 9999, 192)):
+        given = inputs(draw.randint(first, last))
+        problem = specialize.forward_problem(given, Proved("none", False, True), SM90A)
+        assert plan_forward(Facts(), problem, SM90A).tile == (rows, 128)
+        reach = specialize.same_problem(given, SM90A)
+        for length in (first - 1, first, last, last + 1):
+            assert reach.holds((2, length, 300)) == (first <= length <= last or length > last == 9999)
+
+
+def test_nothing_else_is_planned_by_its_queries() -> None:
+    for given in (inputs(250, 128), inputs(250, 64, "packed")):
+        assert specialize.forward_problem(given, Proved("none", False, True), SM90A).query_class == 0
+        assert specialize.same_problem(given, SM90A).holds((2, 9999, 300))
+
+
+def test_narrow_heads_have_queries_ahead_and_divisors() -> None:
+    for width, stages, divisors in ((64, 2, True), (48, 2, True), (128, 1, False), (256, 1, False)):
+        found = plan_forward(Facts(), Problem(width, width), SM90A)
+        found.check()
+        config = found.config()
+        assert (config.q_stages, config.divisors, config.short_tiles) == (stages, divisors, 198)
