@@ -39,7 +39,7 @@ def test_errors_are_those_of_the_same_maths(
 ) -> None:
     """In bf16, out and gradients, at most twice those of PyTorch operations: means of draws, as it says."""
     sizes = benchmark.replace(benchmark.Sizes(), q_len=24, kv_len=36, dim=32, dim_v=32)
-    draw = benchmark.TABLE[name][1]
+    draw = benchmark.variant_table.TABLE[name][1]
     cpu = torch.device("cpu")
     found = benchmark.ratio([benchmark.errors_of(draw(sizes), cpu) for _ in range(80)])
     assert 0.1 < found <= 2, found
