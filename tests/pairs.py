@@ -24,7 +24,7 @@ def hopper_pairs(wanted: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _apart() -> Iterator[None]:
-    """What is made ready here is for nobody else."""
+    """Keeps what is made ready here from all others."""
     look, this = engine.Engine.look, object()
 
     def of_this(self: engine.Engine, call: Any) -> Any:

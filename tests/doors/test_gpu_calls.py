@@ -222,7 +222,7 @@ def test_a_repeated_call_decides_nothing_anew(recorder: Recorder) -> None:
     assert len(recorder.problems) == 1 and len(recorder.launches) == 2
     assert first[0].shape == call.q.shape and first[1] is not None and first[1].shape == (2, 4, 300)
     assert first[0].data_ptr() != second[0].data_ptr()
-    engine.run(call._replace(q=call.q[:, :, :200].contiguous()))
+    engine.run(call._replace(q=call.q[:, :, :280].contiguous()))
     assert len(recorder.problems) == 1, "nor does one of other lengths"
     engine.run(call._replace(q=call.q[:, :2].contiguous()))
     assert len(recorder.problems) == 2

@@ -134,7 +134,7 @@ CASES: dict[str, tuple[Callable[[], tuple[Engine, Call]], Change]] = {
 
 SHARED: dict[str, tuple[Callable[[], tuple[Engine, Call]], Change]] = {
     **{f"dense, {name}: strides": (dense, field(name, strided)) for name in ("q", "k", "v")},
-    "dense, queries": (dense, field("q", lambda x: x[:, :, :200])),
+    "dense, queries": (dense, field("q", lambda x: x[:, :, :280])),
     "dense, keys": (dense, lambda call: call._replace(k=call.k[:, :, :99], v=call.v[:, :, :99])),
     "dense, batch": (dense, of_all(lambda x: x[:1])),
     "packed, fewer sequences": (packed, packed_fewer),

@@ -90,11 +90,21 @@ def launched(recorder: Recorder) -> dict[str, Any]:
 def test_new_lengths_share_proof_kernel_and_launch(
     recorder: Recorder, proofs: list[Shape], mask: Any
 ) -> None:
-    """Few queries, whose groups of two heads share tiles of 64 rows, have one set, and all others another."""
-    many = (2, 40, 300), (2, 40, 301), (2, 40, 4096), (2, 77, 300), (1, 33, 1), (9, 4096, 5), (4096, 40, 9)
+    """Few queries, whose groups of two heads share tiles of 64 rows, have one set, up to 256 of narrow heads
+    another, and all others a third."""
+    many = (
+        (2, 300, 300),
+        (2, 300, 301),
+        (2, 300, 4096),
+        (2, 777, 300),
+        (1, 257, 1),
+        (9, 4096, 5),
+        (400, 300, 9),
+    )
+    short = (2, 40, 300), (2, 40, 301), (2, 40, 4096), (2, 256, 300), (1, 33, 1), (4096, 40, 9)
     few = (2, 1, 300), (2, 1, 301), (2, 1, 4096), (2, 32, 300), (1, 1, 1), (4096, 1, 9)
     engine, call = call_of(fa4flex.compile(alibi, mask), tensors(*many[0]))
-    for sets, sizes in enumerate((many, few), 1):
+    for sets, sizes in enumerate((many, short, few), 1):
         share(recorder, engine, call, sizes)
         assert len(recorder.problems) == sets == len(proofs)
 
@@ -168,9 +178,9 @@ def test_a_score_may_pass_the_end_of_what_it_does_not_read(recorder: Recorder) -
     """Its mask hides such pairs. Kernels are told whether all indices are in range."""
     bias = torch.zeros(HEADS, 400, 400)
     engine, call = call_of(
-        fa4flex.compile(lambda s, b, h, q, kv: s + bias[h, q, kv], causal), tensors(1, 50, 50)
+        fa4flex.compile(lambda s, b, h, q, kv: s + bias[h, q, kv], causal), tensors(1, 300, 300)
     )
-    for n, in_range in ((50, True), (400, True), (401, False), (390, True), (450, False), (400, True)):
+    for n, in_range in ((300, True), (400, True), (401, False), (390, True), (450, False), (400, True)):
         engine.run(resized(call, 1, n, n))
         ready = engine.find(resized(call, 1, n, n))
         assert ready is not None and (ready.reach.most[1] == 400) == in_range

@@ -139,7 +139,7 @@ PROBLEMS: dict[str, Any] = {
     "few_rows": True, "many_queries": True, "many_keys": True, "few_keys": True, "sloped": True,
     "long_scores": True,
     "pair_reads": True, "long_masks": True, "gradients": ((0, "sum"),), "deterministic": True,
-    "page_rows": 16, "grouped": True, "row_ends": 1, "row_class": 16, "query_class": 128,
+    "page_rows": 16, "grouped": True, "row_ends": 1, "row_class": 16, "query_class": 256,
     "kv_dtype": "float8_e4m3fn", "k_scales": "head", "v_scales": "token",
 }  # fmt: skip
 SIGNATURES: dict[str, Any] = {

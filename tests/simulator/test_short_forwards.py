@@ -100,8 +100,8 @@ def put_width(found: cute.Tensor, q: cute.Tensor, kv: cute.Tensor, least: cutlas
 def test_a_section_has_so_many_heads(
     kv_heads: int, keys: int, room: int, least: int, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 32 x 16 with four tiles each, halved until they are at most as many as L2 holds the keys of; where
-    heads are short and `least` tiles are told, as have `room` for keys, or so many tiles."""
+    """32 x 16 heads with four tiles each, halved until L2 holds the keys of all; where heads are short and
+    `least` tiles are told, until `room` does, or there are no more tiles than these."""
     monkeypatch.setattr(work, "SHORT_BYTES", room)
     found = torch.zeros(1, dtype=torch.int32)
     q = torch.empty(32, 512, 16, 8, dtype=torch.bfloat16)

@@ -134,7 +134,7 @@ class HopperPlan:
             sinks=self.problem.sinks,
             statistics=self.problem.statistics,
             row_ends=self.problem.row_ends,
-            divisors=self.tiles.narrow,
+            divisors=self.tiles.narrow and not self.problem.page_rows,
             short_tiles=int(SHORT_WAVES * self.target.multiprocessors),
         )
 

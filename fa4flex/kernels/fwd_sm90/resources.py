@@ -49,7 +49,7 @@ class QueryRing:
     stages: int
 
     def open(self, states: tuple) -> tuple:
-        """What a role carries into the first tile."""
+        """Values that a role carries into the first tile."""
         return states if self.stages == 1 else (*states, Int32(0))
 
     def turn(self, phase: Int32, states: tuple) -> Turn:
@@ -57,7 +57,7 @@ class QueryRing:
         return Turn(Int32(0), phase) if self.stages == 1 else Turn(phase, states[-1])
 
     def carry(self, phase: Int32, states: tuple, new: tuple) -> tuple:
-        """What a role carries into the next tile: `new` states, and that of the queries."""
+        """Values that a role carries into the next tile: `new` states, and that of the queries."""
         return new if self.stages == 1 else (*new, states[-1] ^ phase)
 
     def place(self, group: Any, turn: Turn) -> Any:

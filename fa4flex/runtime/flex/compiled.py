@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._dynamo import lookup_backend
 
 Outputs = tuple[Tensor, Tensor | None, Tensor | None]
 """out, lse and max_scores, None where not asked for."""
@@ -64,6 +63,8 @@ class Compiled:
 
     def _compile(self, module: Any, examples: Any) -> Callable[..., Any]:
         """Inductor, as a backend of Dynamo's."""
+        from torch._dynamo import lookup_backend  # slow to import: what compiles has imported it
+
         inductor: Any = lookup_backend("inductor")
         graph = inductor(module, examples, config_patches=self._options)
         # Dynamo keeps out of `run`, and so of all that it calls.
