@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fa4flex
 from fa4flex import variants as v
-from fa4flex.runtime.flex import compiled as compiled_module
 from fa4flex.runtime.flex import engine as engines
 from fa4flex.runtime.flex import repeat
 from fa4flex.runtime.flex.block_mask import Classifier
@@ -35,7 +34,7 @@ def kept_by_this_test(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return made.setdefault(program, engines.Engine(program.facts, program.schedule, program.precision))
 
     monkeypatch.setattr(Published, "flex", property(engine))
-    monkeypatch.setattr(compiled_module, "lookup_backend", lambda _: lambda module, *_, **__: module.forward)
+    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda _: lambda module, *_, **__: module.forward)
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
