@@ -28,7 +28,7 @@ class Groups:
     """group          query heads that share keys
     kv_heads       heads of keys
     tile_n         keys of a tile
-    workers        tiles that are worked on at a time: multiprocessors, or pairs of them
+    workers        tiles that are worked on at a time: multiprocessors, or pairs of them; at least 1
     masked         whether tiles of keys meet more or fewer queries
     packed         whether sequences lie one after another
     """
@@ -70,7 +70,7 @@ def groups_of(inputs: Inputs, plan: BackwardPlan) -> Groups | None:
         inputs.extents.heads // inputs.kv_heads,
         inputs.kv_heads,
         plan.tile[1],
-        plan.target.multiprocessors // plan.ctas,
+        max(plan.target.multiprocessors // plan.ctas, 1),
         plan.problem.mask_form != "none",
         inputs.lengths == "packed",
     )
