@@ -143,8 +143,8 @@ class Config:
             first += self.consumers * count
         return tuple(found)
 
-    def dq_rows(self, w: int) -> tuple[int, ...]:
-        """First row of each product for dQ of a warpgroup."""
+    def dq_rows(self, w: Any) -> tuple[Any, ...]:
+        """First row of each product for dQ of a warpgroup, or of one block of a pair."""
         rows, *others = (rows for rows, _ in self.dq_shapes)
         return (0 if self.split_columns else w * rows), *(w * n for n in others)
 

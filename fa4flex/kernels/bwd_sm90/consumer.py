@@ -18,7 +18,7 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from fa4flex.kernels.bwd_sm90.config import KEYS, Config
-from fa4flex.kernels.bwd_sm90.dkv_epilogue import put, put_dq, staged_sums, store_by_copies, store_by_threads
+from fa4flex.kernels.bwd_sm90.dkv_epilogue import put, staged_sums, store_by_copies, store_by_threads
 from fa4flex.kernels.bwd_sm90.dq_store import THREADS
 from fa4flex.kernels.bwd_sm90.resources import Mmas, Operands, Pipes, Shared, dq_rows, transposed
 from fa4flex.kernels.bwd_sm90.roles import CLEARED, SCORES, dq_empty, dq_full, stored
@@ -35,14 +35,14 @@ from fa4flex.kernels.common.fragment import (
     as_operand,
     computed_once,
     multiply,
+    multiply_narrow,
     narrow,
     rows_and_columns,
-    widened,
 )
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.operand_gradients import Collector, sums_of, targets
 from fa4flex.kernels.common.transfer import States, read_pair, release, stage_by_fours
-from fa4flex.kernels.common.transposed import Slab, Slopes
+from fa4flex.kernels.common.transposed import Slab, Slopes, apply_slopes
 
 PARTS = (16, 12, 10, 8)
 """Columns of a tile that are turned into probabilities together, and whose log-sum-exps are read before they
@@ -525,29 +525,32 @@ class Consumer:
 
     def hand_over(
         self,
-        given: tuple[Any, ...],
+        given: tuple[Mmas, Operands, Collector],
         parts: list[cute.Tensor],
         shared: Shared,
         where: tuple[Int32, Int32, Int32],
     ) -> None:
-        """A warpgroup's parts of dQ. given: as of a step, the collector where dQ is stored; where: lane,
-        warpgroup, step."""
-        config, (lane, w, count) = self.config, where
-        stage = count % config.dq_stages
-        memory, ready = shared.dq[None, w, stage], parts
-        if config.stores_dq:
-            ready = [self.finished(dq, given[2].slab.at.scale, shared.q.element_type) for dq in parts]
+        """A warpgroup's parts of dQ; finished, where they are stored. where: lane, warpgroup, step."""
+        if not self.config.stores_dq:
+            return self.hand_sums(parts, shared, where)
+        config, (mmas, _, collector), (lane, w, count) = self.config, given, where
+        (dq,), stage, kind = parts, count % config.dq_stages, shared.q.element_type
+        dq.store(dq.load() * collector.slab.at.scale)
+        narrowed = self.narrowed(dq, kind)
         cute.arch.barrier(barrier_id=dq_empty(w, stage), number_of_threads=THREADS)
-        if config.stores_dq:
-            put_dq(config, given[0].dq[0], ready[0], dq_rows(config, memory, shared.q.element_type), lane)
-        else:
-            stage_by_fours(parts, memory, lane, 128)
+        rows = dq_rows(config, shared.dq[None, w, stage], kind)
+        put(mmas.dq[0], narrowed, rows, lane, config.transposes_dq)
+        cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier_arrive(barrier_id=dq_full(w, stage), number_of_threads=THREADS)
 
-    def finished(self, dq: cute.Tensor, scale: Float32, kind: Any) -> cute.Tensor:
-        """A product for dQ as it is stored."""
-        dq.store(dq.load() * scale)
-        return self.narrowed(dq, kind)
+    def hand_sums(self, parts: list[cute.Tensor], shared: Shared, where: tuple[Int32, Int32, Int32]) -> None:
+        """A warpgroup's parts of dQ, to be added up."""
+        lane, w, count = where
+        stage = count % self.config.dq_stages
+        memory = shared.dq[None, w, stage]
+        cute.arch.barrier(barrier_id=dq_empty(w, stage), number_of_threads=THREADS)
+        stage_by_fours(parts, memory, lane, 128)
+        cute.arch.barrier_arrive(barrier_id=dq_full(w, stage), number_of_threads=THREADS)
 
     @cute.jit
     def deliver(
@@ -590,18 +593,3 @@ class Consumer:
                 targets = tuple(written(arguments)[i] for i in batch)
                 columns = tuple(self.first_column(cute.size(x, mode=[1]), w) for x in rows)
                 store_by_threads(targets, rows, work, (first_key, columns), where)
-
-
-def apply_slopes(ds: cute.Tensor, slopes: Slopes) -> None:
-    """Gradients of modified scores, (row, column), become those of scaled ones."""
-    for (r, c), slope in slopes.items():
-        ds[r, c] = ds[r, c] * slope
-
-
-def multiply_narrow(ds: cute.Tensor, p: cute.Tensor) -> None:
-    """ds (row, column) times an operand's numbers of 16 bits."""
-    words = cute.recast_tensor(p, Int32)
-    for c in range(0, cute.size(ds, mode=[1]), 2):
-        for r in range(2):
-            for i, weight in enumerate(widened(words[c + r], p.element_type)):
-                ds[r, c + i] = weight * ds[r, c + i]

@@ -48,22 +48,14 @@ def _rows(memory: cute.Tensor, kind: Any, acc: cute.Tensor, parts: int) -> cute.
     return cute.make_tensor(cute.recast_ptr(memory.iterator, layout.inner, dtype=kind), layout.outer)
 
 
-def put(mma: cute.TiledMma, narrowed: cute.Tensor, rows: cute.Tensor, lane: Int32) -> None:
-    """Registers of a product, in 16 bits, to shared memory."""
-    atom = sm90.sm90_get_smem_store_op(LayoutEnum.ROW_MAJOR, rows.element_type, Float32)
-    copy = cute.make_tiled_copy_C(atom, mma).get_slice(lane)
-    cute.copy(copy, copy.retile(narrowed), copy.partition_D(rows))
-
-
-def put_dq(config: Config, mma: cute.TiledMma, narrowed: cute.Tensor, rows: cute.Tensor, lane: Int32) -> None:
-    """Registers of a product for dQ, or for dQ', in 16 bits, to shared memory, for the copy engine."""
-    order = LayoutEnum.COL_MAJOR if config.transposes_dq else LayoutEnum.ROW_MAJOR
+def put(
+    mma: cute.TiledMma, narrowed: cute.Tensor, rows: cute.Tensor, lane: Int32, transposes: bool = False
+) -> None:
+    """Registers of a product, or of its transpose, in 16 bits, to shared memory."""
+    order = LayoutEnum.COL_MAJOR if transposes else LayoutEnum.ROW_MAJOR
     atom = sm90.sm90_get_smem_store_op(order, rows.element_type, Float32)
     copy = cute.make_tiled_copy_C(atom, mma).get_slice(lane)
-    cute.copy(
-        copy, copy.retile(narrowed), copy.partition_D(transposed(rows) if config.transposes_dq else rows)
-    )
-    cute.arch.fence_proxy("async.shared", space="cta")
+    cute.copy(copy, copy.retile(narrowed), copy.partition_D(transposed(rows) if transposes else rows))
 
 
 @cute.jit

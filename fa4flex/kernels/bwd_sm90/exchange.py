@@ -9,16 +9,12 @@ import cutlass
 from cutlass import Int32, cute
 
 from fa4flex.kernels.bwd_sm90.config import Config
+from fa4flex.kernels.bwd_sm90.dq_store import THREADS
 from fa4flex.kernels.bwd_sm90.resources import Pipes, Shared
-from fa4flex.kernels.bwd_sm90.roles import DS_FREE, DS_SHARED
+from fa4flex.kernels.bwd_sm90.roles import DS_FREE, DS_SHARED, SHARES
 from fa4flex.kernels.common.backward import BackwardArguments, BackwardTileScheduler, KeyGrid, KeyWork
 from fa4flex.kernels.common.cluster import Cluster
 from fa4flex.kernels.common.transfer import Views, copy_to_peer, load_once, partition, sequence
-
-THREADS = 128 + 32
-"""A warpgroup and this warp."""
-STAGES = 2
-"""Stages of dS' of each CTA."""
 
 
 class Exchange:
@@ -59,12 +55,12 @@ class Exchange:
     def send(self, shared: Shared, pipes: Pipes, step: Int32) -> None:
         """Sends dS' of a step, once it is there, to the other CTA, whose own of that step is expected here.
         Another may be written where it is when the one before has been copied, and read there."""
-        pair, stage, rank = pipes.pair, step % STAGES, self.cluster.rank()
+        pair, stage, rank = pipes.pair, step % SHARES, self.cluster.rank()
         assert pair is not None
-        cute.arch.mbarrier_wait(pair.ds_empty + stage, step // STAGES % 2 ^ 1)
+        cute.arch.mbarrier_wait(pair.ds_empty + stage, step // SHARES % 2 ^ 1)
         cute.arch.barrier_arrive(barrier_id=DS_FREE, number_of_threads=THREADS)
         cute.arch.barrier(barrier_id=DS_SHARED, number_of_threads=THREADS)
-        own, there = shared.ds[None, None, stage], shared.ds[None, None, STAGES + stage]
+        own, there = shared.ds[None, None, stage], shared.ds[None, None, SHARES + stage]
         full, size = pair.ds_full + stage, cute.size_in_bytes(own.element_type, own.layout)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, size)

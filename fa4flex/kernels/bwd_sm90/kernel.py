@@ -24,13 +24,12 @@ from fa4flex.kernels.bwd_sm90.column_split import ColumnConsumer
 from fa4flex.kernels.bwd_sm90.config import KEYS, Config, swizzle
 from fa4flex.kernels.bwd_sm90.consumer import Consumer
 from fa4flex.kernels.bwd_sm90.dq_store import DqStore, Moved, others
-from fa4flex.kernels.bwd_sm90.exchange import STAGES as SHARES
 from fa4flex.kernels.bwd_sm90.exchange import Exchange
 from fa4flex.kernels.bwd_sm90.pair_split import PairedKeyGradient, PairedValueGradient
 from fa4flex.kernels.bwd_sm90.producer import Producer
 from fa4flex.kernels.bwd_sm90.product_split import KeyGradient, ValueGradient
 from fa4flex.kernels.bwd_sm90.resources import Mmas, PairPipes, Pipes, Shared, swizzled_rows
-from fa4flex.kernels.bwd_sm90.roles import EXCHANGE, PAIR_BARRIERS
+from fa4flex.kernels.bwd_sm90.roles import EXCHANGE, PAIR_BARRIERS, SHARES
 from fa4flex.kernels.bwd_sm90.zero_fill import WARPS, ZeroFill
 from fa4flex.kernels.common.backward import BackwardArguments, BackwardTileScheduler, KeyGrid, written
 from fa4flex.kernels.common.cluster import Cluster
@@ -194,25 +193,16 @@ class Backward:
         config = self.config
         if not config.persistent or config.ragged:
             return ()
-        found = []
-        for gradient, width in zip(written(arguments), (config.head_dim, config.head_dim_v), strict=True):
-            rows = swizzled_rows(gradient.element_type, (KEYS, width, 1), swizzle(width, width))
-            tile = cute.slice_(rows, (None, None, 0))
-            store = cpasync.CopyBulkTensorTileS2GOp()
-            ordered = reordered(gradient, [1, 3, 2, 0])
-            found.append(cpasync.make_tiled_tma_atom(store, ordered, tile, (KEYS, width)))
-        return tuple(found)
+        widths = config.head_dim, config.head_dim_v
+        return tuple(store_of(x, (KEYS, width)) for x, width in zip(written(arguments), widths, strict=True))
 
     def dq_stores(self, arguments: BackwardArguments) -> tuple[Any, ...]:
         """Descriptor of dQ, where it is stored."""
         config = self.config
         if not config.stores_dq:
             return ()
-        ((rows, columns),) = config.dq_shapes
-        layout = swizzled_rows(arguments.dq.element_type, (rows, columns, 1), swizzle(columns, columns))
-        tile = cute.slice_(layout, (None, None, 0))
-        store, ordered = cpasync.CopyBulkTensorTileS2GOp(), reordered(arguments.dq, [1, 3, 2, 0])
-        return (cpasync.make_tiled_tma_atom(store, ordered, tile, (rows, columns)),)
+        (shape,) = config.dq_shapes
+        return (store_of(arguments.dq, shape),)
 
     def storage(self, kind: Any) -> Any:
         config = self.config
@@ -386,3 +376,12 @@ class Backward:
             ),
             self.pair_pipes(storage),
         )
+
+
+def store_of(gradient: cute.Tensor, shape: tuple[int, int]) -> cpasync.TmaInfo:
+    """Descriptor of a gradient [B, S, H, D], of which (rows, columns) leave shared memory together."""
+    rows, columns = shape
+    layout = swizzled_rows(gradient.element_type, (rows, columns, 1), swizzle(columns, columns))
+    tile = cute.slice_(layout, (None, None, 0))
+    store, ordered = cpasync.CopyBulkTensorTileS2GOp(), reordered(gradient, [1, 3, 2, 0])
+    return cpasync.make_tiled_tma_atom(store, ordered, tile, shape)

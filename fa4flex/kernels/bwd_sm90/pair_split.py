@@ -13,10 +13,10 @@ from cutlass import Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from fa4flex.kernels.bwd_sm90.config import KEYS
-from fa4flex.kernels.bwd_sm90.exchange import STAGES, THREADS
+from fa4flex.kernels.bwd_sm90.dq_store import THREADS
 from fa4flex.kernels.bwd_sm90.product_split import LANES, Given, KeyGradient, ValueGradient
 from fa4flex.kernels.bwd_sm90.resources import Mmas, Operands, PairPipes, Pipes, Shared, transposed
-from fa4flex.kernels.bwd_sm90.roles import DS_FREE, DS_SHARED, WEIGHTS_READ
+from fa4flex.kernels.bwd_sm90.roles import DS_FREE, DS_SHARED, SHARES, WEIGHTS_READ
 from fa4flex.kernels.common.backward import KeyWork
 from fa4flex.kernels.common.cluster import Cluster
 from fa4flex.kernels.common.fragment import multiply
@@ -102,7 +102,7 @@ class PairedKeyGradient(KeyGradient):
             multiply(mmas.dk, operands.dk, ds, q_t, True)
             warpgroup.wait_group(1)
             self.free(pipes, before)
-            self.hand_over(given, [dq], shared, (lane, Int32(0), before))
+            self.hand_sums([dq], shared, (lane, Int32(0), before))
             warpgroup.wait_group(0)
         else:
             multiply(mmas.dk, operands.dk, ds, q_t, True)
@@ -127,7 +127,7 @@ class PairedKeyGradient(KeyGradient):
             dq = self.pair_gradient(given, pipes, count - 1)
             warpgroup.wait_group(0)
             self.free(pipes, count - 1)
-            self.hand_over(given, [dq], shared, (lane, Int32(0), count - 1))
+            self.hand_sums([dq], shared, (lane, Int32(0), count - 1))
 
     def put(
         self, shared: Shared, mmas: Mmas, ds: cute.Tensor, places: tuple[Int32, Int32, Int32, Int32]
@@ -135,13 +135,13 @@ class PairedKeyGradient(KeyGradient):
         """dS' to shared memory, from where it is sent to the other CTA."""
         _, lane, w, count = places
         cute.arch.barrier(barrier_id=DS_FREE, number_of_threads=THREADS)
-        self.share(shared.ds[None, None, count % STAGES], mmas.dprob, ds, (lane, w), False)
+        self.share(shared.ds[None, None, count % SHARES], mmas.dprob, ds, (lane, w), False)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier_arrive(barrier_id=DS_SHARED, number_of_threads=THREADS)
 
     def free(self, pipes: Pipes, step: Int32) -> None:
         """Tells the other CTA that its dS' of a step has been read."""
-        barrier, other = self.pair(pipes).ds_empty + step % STAGES, 1 - PAIR.rank()
+        barrier, other = self.pair(pipes).ds_empty + step % SHARES, 1 - PAIR.rank()
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(barrier, other)
@@ -150,10 +150,10 @@ class PairedKeyGradient(KeyGradient):
         """Half of the columns of dQ of a step, once its products are waited for. When dS' of the other CTA
         has come, this one's own is there too: who expects it has seen it."""
         (mmas, operands), pair = given, self.pair(pipes)
-        mma, (shape,), stage = mmas.dq[0], self.config.dq_shapes, step % STAGES
+        mma, (shape,), stage = mmas.dq[0], self.config.dq_shapes, step % SHARES
         (ds, own), (_, others) = operands.for_dq
-        cute.arch.mbarrier_wait(pair.ds_full + stage, step // STAGES % 2)
+        cute.arch.mbarrier_wait(pair.ds_full + stage, step // SHARES % 2)
         dq = cute.make_rmem_tensor(mma.partition_shape_C(shape), cutlass.Float32)
         multiply(mma, dq, ds[None, None, None, stage], own, False)
-        multiply(mma, dq, ds[None, None, None, STAGES + stage], others, True)
+        multiply(mma, dq, ds[None, None, None, SHARES + stage], others, True)
         return dq

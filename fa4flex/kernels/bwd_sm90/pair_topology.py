@@ -34,10 +34,8 @@ from fa4flex.codegen.plan.topology import (
 )
 from fa4flex.kernels.bwd_sm90 import roles
 from fa4flex.kernels.bwd_sm90.config import KEYS, Config
+from fa4flex.kernels.bwd_sm90.topology import THREADS, once, queries_rings, tiles
 
-THREADS = WARP * WARPGROUP
-SHARES = 2
-"""Stages of dS of each CTA."""
 THERE = " there"
 BOTH = (0, 1)
 """CTAs."""
@@ -70,7 +68,7 @@ def pair_topology(config: Config, itemsize: int) -> Topology:
         stages=tuple(
             (at(name, c), stages)
             for c in BOTH
-            for name, stages in (("dq", config.dq_stages), ("shared dS", SHARES), ("shared P", 1))
+            for name, stages in (("dq", config.dq_stages), ("shared dS", roles.SHARES), ("shared P", 1))
         ),
         places=tuple(_places(config, c) for c in BOTH),
     )
@@ -95,15 +93,13 @@ def _places(config: Config, cta: int) -> tuple[str, ...]:
     """Mbarriers in the order of the kernel's storage."""
     rings = (("q", config.q_stages), ("dout", config.do_stages))
     q, dout = (stage_barriers(at(name, cta), stages) for name, stages in rings)
-    full = stage_barriers(at("ds_peer", cta), SHARES, ("full",))
-    empty = stage_barriers(at("ds_peer", 1 - cta), SHARES, ("empty",))
+    full = stage_barriers(at("ds_peer", cta), roles.SHARES, ("full",))
+    empty = stage_barriers(at("ds_peer", 1 - cta), roles.SHARES, ("empty",))
     keys = tuple(f"{at(name, cta)} full" for name in ("k", "v"))
     return *q, *dout, *keys, "", "", "", *full, *empty, at("v_kept", cta), f"{at('k_peer', cta)} full"
 
 
 def _rings(config: Config, itemsize: int, cta: int) -> tuple[Ring, ...]:
-    from fa4flex.kernels.bwd_sm90.topology import once, queries_rings, tiles
-
     d, dv = config.head_dim, config.head_dim_v
     _, _, k, v = config.swizzles
     size = tile_bytes(config.tile_m, KEYS, itemsize)
@@ -112,7 +108,7 @@ def _rings(config: Config, itemsize: int, cta: int) -> tuple[Ring, ...]:
         once(tiles("k", KEYS, d, k, itemsize), config),
         once(tiles("v", KEYS, dv, v, itemsize), config),
         once(tiles("k_peer", KEYS, d // config.ctas, k, itemsize), config),
-        Ring("ds_peer", SHARES, size, (size,), size, WARPGROUP),
+        Ring("ds_peer", roles.SHARES, size, (size,), size, WARPGROUP),
     )
     return tuple(
         replace(

@@ -117,7 +117,7 @@ class ValueGradient(ProductConsumer):
         warpgroup.wait_group(1)
         release(pipes.dout, do_state)
         warpgroup.wait_group(0)
-        self.hand_over(given, dq, shared, (lane, w, count))
+        self.hand_sums(dq, shared, (lane, w, count))
 
     def made(
         self,
@@ -210,7 +210,7 @@ class KeyGradient(ProductConsumer):
         dq = [self.query_gradient(0, mmas, operands, parity)]
         multiply(mmas.dk, operands.dk, ds, operands.q_t[None, None, None, q_state.index], True)
         warpgroup.wait_group(1)
-        self.hand_over(given, dq, shared, (lane, w, count))
+        self.hand_sums(dq, shared, (lane, w, count))
         warpgroup.wait_group(0)
         release(pipes.q, q_state)
 

@@ -19,6 +19,9 @@ DS_FREE, WEIGHTS_READ, DS_SHARED = 3, 14, 15
 """Named barriers of a pair of CTAs, in which one warpgroup alone has dQ: dS' may be overwritten; so may P';
 all of this CTA's dS' is in shared memory."""
 
+SHARES = 2
+"""Stages of dS, of each CTA of a pair, and of P where it is in shared memory in 16 bits."""
+
 APART = 2
 """Numbers from a stage's named barriers to those of the next: each warpgroup has its own."""
 

@@ -44,8 +44,6 @@ from fa4flex.kernels.bwd_sm90 import roles
 from fa4flex.kernels.bwd_sm90.config import Config
 
 THREADS = WARP * WARPGROUP
-SHARES = 2
-"""Stages of dS, and of P where it is in shared memory in 16 bits."""
 
 
 def backward_topology(config: Config, itemsize: int, copies: bool) -> Topology:
@@ -69,8 +67,8 @@ def backward_topology(config: Config, itemsize: int, copies: bool) -> Topology:
 
 def _stages(config: Config) -> tuple[tuple[str, int], ...]:
     """Stages of each warpgroup's memory."""
-    shown = 1 if config.split == "products" else SHARES
-    return ("dq", config.dq_stages), ("shared dS", SHARES), ("shared P", shown)
+    shown = 1 if config.split == "products" else roles.SHARES
+    return ("dq", config.dq_stages), ("shared dS", roles.SHARES), ("shared P", shown)
 
 
 def _places(config: Config) -> tuple[str, ...]:

@@ -92,6 +92,15 @@ def widened(word: Int32, kind: Any) -> tuple[Float32, Float32]:
     return pair[0].to(Float32), pair[1].to(Float32)
 
 
+def multiply_narrow(ds: cute.Tensor, p: cute.Tensor) -> None:
+    """ds (row, column) times an operand's numbers of 16 bits."""
+    words = cute.recast_tensor(p, Int32)
+    for c in range(0, cute.size(ds, mode=[1]), 2):
+        for r in range(2):
+            for i, weight in enumerate(widened(words[c + r], p.element_type)):
+                ds[r, c + i] = weight * ds[r, c + i]
+
+
 @dsl_user_op
 def compute_before(x: Float32 | Int32, *, loc: Any = None, ip: Any = None) -> None:
     """Keep what comes after from moving ahead of the computation of x.

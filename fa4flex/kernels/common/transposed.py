@@ -22,6 +22,12 @@ Slopes = dict[tuple[int, int], Float32]
 """Slopes by (row, column) of a tile."""
 
 
+def apply_slopes(ds: cute.Tensor, slopes: Slopes) -> None:
+    """Gradients of modified scores, (row, column), become those of scaled ones."""
+    for (r, c), slope in slopes.items():
+        ds[r, c] = ds[r, c] * slope
+
+
 @dataclass(frozen=True)
 class Slab:
     """Places of a thread's elements of a tile: row r is key kv_first + keys[r], column first + c is query
