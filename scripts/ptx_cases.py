@@ -129,6 +129,7 @@ BACKWARD: Calls = {
     **_at_lengths("lse too", dlse=True),
     **MANY_KEYS,
     "dense, many keys, lse too": {"sizes": LONG, "dlse": True},
+    "dense, few tiles": {"sizes": Sizes(batch=1, heads=4, kv_heads=2)},
     "dense, many keys, deterministic": {"sizes": LONG, **_scheduled(deterministic=True)},
 }
 DETERMINISTIC = _at_lengths("deterministic", **_scheduled(deterministic=True))

@@ -1,4 +1,5 @@
-"""Backward passes by pairs of CTAs where the planner would take one CTA alone: tests have few keys."""
+"""Backward passes by other CTAs than the planner would take for the few keys of tests: by pairs of them, or
+such as are for few tiles, or for many."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
+from fa4flex.codegen.plan import specialize
 from fa4flex.codegen.plan.request import Request
 from fa4flex.kernels import dispatch
 from fa4flex.kernels.bwd_sm90 import plan as hopper
@@ -19,6 +21,13 @@ from fa4flex.runtime.cuda import engine
 def hopper_pairs(wanted: bool) -> Iterator[None]:
     """Pairs of CTAs on Hopper where products are shared out, or none, whatever the planner would choose."""
     with patch.object(hopper, "PAIRED", 192 if wanted else 0), _apart():
+        yield
+
+
+@contextlib.contextmanager
+def few_tiles(wanted: bool) -> Iterator[None]:
+    """Tiles of keys of dense lengths are few, or none are, however many there are."""
+    with patch.object(specialize, "_few_tiles", lambda *_: 1 << 20 if wanted else -1), _apart():
         yield
 
 

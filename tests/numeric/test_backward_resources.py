@@ -35,6 +35,9 @@ ON_HOPPER: tuple[tuple[str, Width], ...] = (
 """Variants and head widths that spill no more on Hopper than SPILLED allows."""
 FEW_KEYS = tuple((name, width) for name, width in ON_HOPPER if name in LIGHT and width in (64, 96, 128))
 """Ones of which a block with all keys stores dQ."""
+FEW_TILES = tuple(product(LIGHT, (64, 96, 128)))
+SMALL = Sizes(batch=1, heads=4, kv_heads=2)
+"""A call whose tiles of keys are few for Hopper's multiprocessors."""
 
 SPILLED: dict[tuple[Target, Width], int] = {
     **{(SM90A, width): 16 for width in (192, 256)},
@@ -128,6 +131,18 @@ def test_some_kernels_on_hopper(draw: int) -> None:
 def test_some_kernels_of_few_keys(draw: int) -> None:
     """One tile holds all keys: what stores dQ spills no more than what adds it up."""
     check(*random.sample(FEW_KEYS, 2)[draw], SM90A, Sizes(kv_len=100))
+
+
+@pytest.mark.parametrize("draw", range(2))
+def test_some_kernels_of_few_tiles(draw: int) -> None:
+    """A lone consumer warpgroup spills no more than two."""
+    check(*random.sample(FEW_TILES, 2)[draw], SM90A, SMALL)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("name", "width"), FEW_TILES, ids=str)
+def test_kernel_of_few_tiles(name: str, width: Width) -> None:
+    check(name, width, SM90A, SMALL)
 
 
 @pytest.mark.exhaustive

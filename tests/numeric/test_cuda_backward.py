@@ -107,6 +107,15 @@ def test_widths(draw: Draw, dims: tuple[int, int], monkeypatch: pytest.MonkeyPat
     check_gradients(sizes, draw.make(sizes))
 
 
+@pytest.mark.parametrize("dims", [64, 96, 128, (128, 64)], ids=str)
+@pytest.mark.parametrize("draw", BY_NAME)
+def test_few_tiles(draw: Draw, dims: int | tuple[int, int]) -> None:
+    """Half of the multiprocessors would be idle: kernels have 64 keys per block."""
+    wide = dims if isinstance(dims, tuple) else (dims, dims)
+    sizes = draw.sizes(Sizes(batch=1, heads=4, kv_heads=2).wide(*wide))
+    check_gradients(sizes, draw.make(sizes))
+
+
 @pytest.mark.parametrize("heads", [(1, 1), (4, 1), (7, 1), (8, 8)], ids=lambda h: f"{h[0]}-{h[1]}")
 @pytest.mark.parametrize(
     "lengths", [(1, 1), (63, 200), (128, 129), (300, 64)], ids=lambda n: f"{n[0]}x{n[1]}"

@@ -29,6 +29,7 @@ from fa4flex.codegen.plan.verify import at_random, round_robin, simulate, trace
 from fa4flex.kernels.bwd_sm90 import plan as planner
 from fa4flex.kernels.bwd_sm90 import roles
 from fa4flex.kernels.bwd_sm90.plan import (
+    HALF_TILE,
     LATENT_TILE,
     LONG_LATENT_TILE,
     LONG_TILE,
@@ -84,6 +85,8 @@ def test_every_plan_fits(width: int) -> None:
         ({"few_keys": True}, SHORT_TILE),
         ({"head_dim": 64, "head_dim_v": 64, "few_keys": True}, ROOMY_TILE),
         ({"head_dim": 192, "few_keys": True}, LONG_LATENT_TILE),
+        ({"few_tiles": True}, HALF_TILE),
+        ({"head_dim": 64, "head_dim_v": 64, "few_tiles": True, "gradients": ((0, "sum"),)}, HALF_TILE),
         ({"head_dim": 192}, LONG_LATENT_TILE),
         ({"head_dim": 192, "mask_form": "spans", "deterministic": True}, LONG_LATENT_TILE),
         ({"head_dim": 192, "mask_form": "tables"}, LATENT_TILE),
@@ -113,6 +116,8 @@ def test_queries_of_a_step(changes: dict[str, object], tile: tuple[int, int]) ->
         ({"head_dim": 192, "head_dim_v": 192, "gradients": ((0, "sum"),)}, "columns", False),
         ({"head_dim": 192, "head_dim_v": 256}, "columns", False),
         ({"head_dim": 256, "head_dim_v": 256}, "columns", False),
+        ({"head_dim": 64, "head_dim_v": 96, "few_tiles": True}, "keys", False),
+        ({"few_tiles": True}, "columns", False),
     ],
     ids=str,
 )
@@ -248,6 +253,8 @@ KINDS = {
     "a block per tile": Problem(64, 64, deterministic=True),
     "copies of dS": Problem(64, 64, deterministic=True, gradients=((0, "once"),)),
     "dQ stored": Problem(128, 128, few_keys=True),
+    "few tiles": Problem(64, 64, few_tiles=True),
+    "few tiles, columns": Problem(128, 128, few_tiles=True),
     "columns": Problem(256, 256),
     "products": Problem(192, 192),
     "products, K in shared memory": Problem(192, 192, long_scores=True),
@@ -377,13 +384,15 @@ def test_every_dropped_event_is_found(kind: str) -> None:
 
 
 def matters(event: Event, where: str, kind: str) -> bool:
-    """True if the simulation finds one less. Warps of a warpgroup, which gather at `stored`, are one role
-    here; what clears leaves nothing behind, what comes for nothing is said to be read, and others read the
-    next number, too. A drain is followed by others: see below. What is announced is part of what the other
-    CTA sends here, and dS is read as it is sent. Where products are shared out, the second warpgroup reads K,
-    and what is cleared, after it has met the first one, which has waited, too."""
+    """True if the simulation finds one less. Warps of a warpgroup, which gather at `stored`, or at `scores`
+    where there is one, are one role here; what clears leaves nothing behind, what comes for nothing is said
+    to be read, and others read the next number, too. A drain is followed by others: see below. What is
+    announced is part of what the other CTA sends here, and dS is read as it is sent. Where products are
+    shared out, the second warpgroup reads K, and what is cleared, after it has met the first one, which has
+    waited, too."""
     told = event.action, event.target
-    gathers = event.action == "sync" and event.target.startswith("stored")
+    alone = ("scores",) * (kind == "few tiles")
+    gathers = event.action == "sync" and event.target.startswith(("stored", *alone))
     read = told in (("read", "k"), ("read", "v"), ("read", "next"), ("store", "shared dS 0"))
     others = "kv" if kind == "packed products" else "k" if "products" in kind else ""
     spare = event.action == "wait" and event.target in others and where.startswith("consumer 1")

@@ -19,7 +19,7 @@ import torch
 from blackwell import planned
 from cutlass import cute
 from executed import Compared, Executed, Trace, comparing, differences, noting
-from pairs import hopper_pairs, in_pairs
+from pairs import few_tiles, hopper_pairs, in_pairs
 
 import fa4flex
 from fa4flex import Varlen
@@ -54,6 +54,7 @@ class Case:
     lengths: tuple[tuple[int, int], ...] = ()
     schedule: Schedule = Schedule()
     pair: bool = False
+    few_tiles: bool = False
     score_mod: Any = None
 
     def run(self) -> None:
@@ -73,6 +74,7 @@ class Case:
             pairs = hopper_pairs(self.pair) if self.arch == "sm_90a" else in_pairs()
             if self.pair or self.arch == "sm_90a":
                 stack.enter_context(pairs)
+            stack.enter_context(few_tiles(self.few_tiles))
             stack.enter_context(planned(1) if self.arch == "sm_100a" else contextlib.nullcontext())
             stack.enter_context(fa4flex.simulator.device(self.arch, random.randrange(99), "late", sms=1))
             out = attn(q, k, v, varlen=varlen)
@@ -91,6 +93,8 @@ CASES = {
     "bwd_sm90 masked": Case(HOPPER, True, masked=True, dims=(128, 128)),
     "bwd_sm90 packed": Case(HOPPER, True, lengths=RAGGED),
     "bwd_sm90 without queries": Case(HOPPER, True, masked=True, kv_len=700, q_len=130),
+    "bwd_sm90 few tiles": Case(HOPPER, True, masked=True, few_tiles=True),
+    "bwd_sm90 few tiles, columns": Case(HOPPER, True, masked=True, dims=(128, 128), few_tiles=True),
     "bwd_sm90 columns": Case(HOPPER, True, masked=True, dims=(256, 256)),
     "bwd_sm90 products": Case(HOPPER, True, masked=True, dims=(192, 192)),
     "bwd_sm90 pairs": Case(HOPPER, True, masked=True, dims=(192, 192), pair=True),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers import Width, widths
 from own_backward import Own, captured
-from pairs import hopper_pairs
+from pairs import few_tiles, hopper_pairs
 
 import fa4flex
 from fa4flex.codegen.plan import specialize
@@ -21,7 +21,9 @@ PAIRS = 176
 """One block takes the keys of each head, one after the other, and for each some tiles of queries: its rings
 go round, and the memory of dQ takes dK and dV in turn; LATENT ones have two products for dQ. Of COLUMNS and
 PRODUCTS, which are widths whose warpgroups share out these, each head has a block: its 64 keys; of
-PRODUCTS_AGAIN, one block takes them. Of PAIRS, padded to PRODUCTS, a pair of blocks has a head's keys."""
+PRODUCTS_AGAIN, one block takes them. Of PAIRS, padded to PRODUCTS, a pair of blocks has a head's keys. Of
+HALVED, tiles are few: one warpgroup takes them, which have 64 keys."""
+HALVED = 96
 ALONE = (COLUMNS, PRODUCTS)
 STORING = (64, 128)
 """Widths of which a block that has all keys writes dQ itself; it is also judged as if it had not."""
@@ -39,6 +41,7 @@ def main_kernel(masked: bool, width: Width, stores: bool = False) -> Own:
     with (
         patch.object(specialize, "_counts_few_keys", lambda *_: stores),
         hopper_pairs(width == PAIRS),
+        few_tiles(width == HALVED),
     ):
         own = captured("sm_90a", attn, (q, k, v), sms=1)
     assert (own.kept[9] is None) == stores
@@ -62,7 +65,7 @@ first one, which has waited, too."""
 
 @pytest.mark.slow
 def test_some() -> None:
-    width = random.choice((64, 128, LATENT, PRODUCTS, PRODUCTS_AGAIN, PAIRS))
+    width = random.choice((64, 128, HALVED, LATENT, PRODUCTS, PRODUCTS_AGAIN, PAIRS))
     own = main_kernel(random.random() < 0.5, width, width in STORING and random.random() < 0.5)
     left = *IMPLIED, *SPARE.get(width, ())
     tried = [m for m in own.that_matter() if not m.instruction.opcode.startswith(left)]
@@ -74,7 +77,10 @@ def test_some() -> None:
 @KERNELS
 @pytest.mark.parametrize(
     ("width", "stores"),
-    [*((x, False) for x in (64, 128, LATENT, *ALONE, PRODUCTS_AGAIN, PAIRS)), *((x, True) for x in STORING)],
+    [
+        *((x, False) for x in (64, 128, HALVED, LATENT, *ALONE, PRODUCTS_AGAIN, PAIRS)),
+        *((x, True) for x in STORING),
+    ],
     ids=str,
 )
 def test_all(masked: bool, width: Width, stores: bool) -> None:

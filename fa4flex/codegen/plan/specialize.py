@@ -56,7 +56,8 @@ def backward_problem(
         sloped=facts.gradient.by_score is not const(1.0),
         deterministic=deterministic,
         many_keys=0 < target.many_keys < inputs.usual_keys and _met_alike(facts, problem),
-        few_keys=_counts_few_keys(inputs, target) and inputs.extents.kv_len <= target.few_keys,
+        few_keys=_has_few_keys(inputs, target),
+        few_tiles=_has_few_tiles(inputs, target),
         long_scores=long_scores(facts),
         pair_reads=any(map(read_by_pairs, nodes(facts.score))),
         long_masks=_long_masks(facts),
@@ -123,6 +124,7 @@ def same_backward_problem(inputs: Inputs, target: Target) -> Reach:
     if _counts_few_keys(inputs, target):
         least, most = _side(extents.kv_len, target.few_keys)
         same = same.within(Reach((0, 0, least), (ANY, ANY, most)))
+    same = same.within(_same_tiles(inputs, target))
     if target.many_keys <= 0:
         return same
     if inputs.lengths == "packed":  # keys per sequence count: for another number of these, other lengths
@@ -131,6 +133,43 @@ def same_backward_problem(inputs: Inputs, target: Target) -> Reach:
         return same.within(Reach((batch, 0, least), (batch, ANY, most)))
     least, most = _side(extents.kv_len, target.many_keys * 2 + 1 if inputs.keys_used else target.many_keys)
     return same.within(Reach((0, 0, least), (ANY, ANY, most)))
+
+
+def _has_few_keys(inputs: Inputs, target: Target) -> bool:
+    return _counts_few_keys(inputs, target) and inputs.extents.kv_len <= target.few_keys
+
+
+def _has_few_tiles(inputs: Inputs, target: Target) -> bool:
+    """True if no block has all keys, and blocks of `halved_tile` keys would leave half of the multiprocessors
+    idle."""
+    each = _few_tiles(inputs, target)
+    few = each > 0 and inputs.extents.kv_len <= each * target.halved_tile
+    return few and not _has_few_keys(inputs, target)
+
+
+def _same_tiles(inputs: Inputs, target: Target) -> Reach:
+    """Extents with few tiles, as those of `inputs` have, or with many: for any number of sequences of which
+    as many tiles each are few."""
+    each = _few_tiles(inputs, target)
+    if each < 0 or _has_few_keys(inputs, target):
+        return Reach()
+    limit, sequences = each * target.halved_tile, _fewest_tiles(inputs, target)
+    if _has_few_tiles(inputs, target):
+        return Reach((0, 0, 0), (sequences // each, ANY, limit))
+    return Reach((sequences // (each + 1) + 1, 0, limit + 1), (ANY, ANY, ANY))
+
+
+def _few_tiles(inputs: Inputs, target: Target) -> int:
+    """The most tiles of each sequence that are few; -1 where shapes do not tell how many there are, or
+    kernels do not differ by that."""
+    if inputs.lengths != "dense" or max(inputs.head_dim, inputs.head_dim_v) > target.halved_width:
+        return -1
+    return _fewest_tiles(inputs, target) // max(inputs.extents.batch, 1)
+
+
+def _fewest_tiles(inputs: Inputs, target: Target) -> int:
+    """The most tiles of all sequences, for a head of queries, that are few."""
+    return target.multiprocessors // 2 // max(inputs.extents.heads, 1)
 
 
 def _counts_few_keys(inputs: Inputs, target: Target) -> bool:

@@ -32,6 +32,9 @@ class Target:
                                                so many keys, are planned for by themselves; 0: all lengths are
                                                planned alike
     few_keys                                   up to so many keys per sequence likewise, in backward passes
+    halved_tile                                keys of a tile of backward passes that two blocks share, of
+                                               heads up to `halved_width` wide, where tiles are so few that
+                                               half of the multiprocessors have none
 
     Sources: CUDA C++ Programming Guide, tables of technical specifications and of arithmetic throughput for
     compute capability 9.0; PTX ISA, `setmaxnreg` and `wgmma` (k = 16 fixes key_step: keys are the inner
@@ -69,6 +72,8 @@ class Target:
     many_queries: int = 0
     many_keys: int = 0
     few_keys: int = 0
+    halved_tile: int = 0
+    halved_width: int = 0
 
     @property
     def peak_flops(self) -> float:
@@ -123,6 +128,8 @@ SM90A = Target(
     query_classes=(256,),
     class_width=64,
     few_keys=128,
+    halved_tile=128,
+    halved_width=128,
 )
 
 SM100A = Target(

@@ -44,6 +44,13 @@ SHORT_TILE = TILE
 """Tile of plain scores where keys are few, and queries likely too: 128 of these are two of its steps, of
 which two longer ones would compute a quarter more."""
 
+HALF_TILE = (64, 64)
+"""Tile where tiles of 128 keys are few: twice as many multiprocessors have shorter steps, of one consumer
+warpgroup, or of two that share out columns."""
+
+ALONE = 96
+"""The widest heads of which one warpgroup has registers for 64 keys and all columns of dQ."""
+
 WIDE_TILE = (64, 64)
 """Else, the sums of 64 keys take more registers than a warpgroup has, and warpgroups share out products, or
 columns."""
@@ -85,10 +92,12 @@ class HopperBackwardPlan:
 
     @property
     def split(self) -> Split:
-        if self.tile not in (WIDE_TILE, PAIR_TILE) or max(self.head_dim, self.head_dim_v) <= KEYS_APART:
+        width = max(self.head_dim, self.head_dim_v)
+        if self.problem.few_tiles:
+            return "keys" if width <= ALONE else "columns"
+        if self.tile not in (WIDE_TILE, PAIR_TILE) or width <= KEYS_APART:
             return "keys"
-        wide = max(self.head_dim, self.head_dim_v) > PRODUCTS_APART
-        return "columns" if wide or self.problem.gradients else "products"
+        return "columns" if width > PRODUCTS_APART or self.problem.gradients else "products"
 
     @property
     def keeps_k(self) -> bool:
@@ -229,7 +238,8 @@ def plan_hopper_backward(request: Request) -> HopperBackwardPlan:
 def _ctas(problem: Problem, tile: tuple[int, int], width: int, width_v: int) -> int:
     """CTAs that take a tile of keys together. Where sums are ordered, turns are one block's; ragged batches
     have tiles that end."""
-    if tile != WIDE_TILE or problem.gradients or problem.deterministic or problem.lengths != "dense":
+    wide = tile == WIDE_TILE and max(width, width_v) > KEYS_APART
+    if not wide or problem.gradients or problem.deterministic or problem.lengths != "dense":
         return 1
     # Half of the columns of K must have room where V was.
     fits = width // 2 <= width_v
@@ -244,6 +254,8 @@ def _tile(problem: Problem, width: int, width_v: int) -> tuple[int, int]:
         return LONG_LATENT_TILE if roomy else LATENT_TILE
     if max(width, width_v) > KEYS_APART:
         return WIDE_TILE
+    if problem.few_tiles:
+        return HALF_TILE
     if problem.sloped or problem.pair_reads or (problem.gradients and problem.long_scores):
         return TILE
     if max(width, width_v) <= 64:
