@@ -88,14 +88,31 @@ def _warn_of(error: Exception) -> None:
     )
 
 
+def _stance() -> Any:
+    """What torch.compiler.set_stance said last."""
+    return getattr(torch._dynamo.eval_frame, "_stance", None)
+
+
+def _hooks_to_inline() -> bool:
+    """True where hooks of saved tensors are graphs, which AOTAutograd writes into what it compiles meanwhile.
+    Functions are called whenever a tensor is saved. True where this torch does not tell."""
+    try:
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    except (AttributeError, TypeError):
+        return True
+    return hooks is not None and any(isinstance(x, torch.fx.GraphModule) for x in hooks)
+
+
 class Graph:
-    """A graph that Inductor compiled, without gradients, for tensors that look like those that it ran with.
+    """A graph that Inductor compiled, for tensors that look like those that it ran with. Where these need
+    gradients it ends in AOTAutograd's function, which puts itself into autograd's graph at each call.
 
     Whoever calls it has compared these looks. What else Dynamo compares, `holds` does: autocast, grad mode,
-    determinism, precision of products and the like, at once, and that no function mode is there.
+    determinism, precision of products and the like, at once; that no function mode is there, and no hook of
+    saved tensors that would be compiled; and the stance of torch.compile.
     """
 
-    __slots__ = "_constants", "_graph", "_inputs", "_outputs", "_state"
+    __slots__ = "_constants", "_graph", "_inputs", "_outputs", "_stance", "_state"
 
     def __init__(
         self, graph: Callable[..., Any], constants: tuple[Any, ...], inputs: list[int], outputs: list[int]
@@ -103,6 +120,7 @@ class Graph:
         self._graph, self._constants = graph, constants
         self._inputs, self._outputs = itemgetter(*inputs), itemgetter(*outputs)
         self._state = torch._C._dynamo.guards.GlobalStateGuard()
+        self._stance = _stance()
 
     @staticmethod
     def of(run: Run, given: tuple[Tensor | None, ...], found: Outputs) -> Graph | None:
@@ -118,7 +136,7 @@ class Graph:
         known = all(type(x) is int or id(x) in places for x in run.inputs)
         if len(places) != len(present) or not known or not all(x is None or id(x) in results for x in found):
             return None
-        if torch._C._len_torch_function_stack():
+        if torch._C._len_torch_function_stack() or _hooks_to_inline():
             return None
         of_sizes = iter(range(len(given), len(given) + len(sizes)))
         inputs = [next(of_sizes) if type(x) is int else places[id(x)] for x in run.inputs]
@@ -127,7 +145,12 @@ class Graph:
 
     def holds(self) -> bool:
         """True if torch's global state is that in which the graph ran."""
-        return self._state.check() and not torch._C._len_torch_function_stack()
+        return (
+            self._state.check()
+            and not torch._C._len_torch_function_stack()
+            and not _hooks_to_inline()
+            and _stance() is self._stance
+        )
 
     def __call__(self, given: tuple[Tensor | None, ...]) -> Outputs:
         found = self._graph(*self._inputs((*given, *self._constants)))
