@@ -14,6 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fa4flex.errors import Fa4flexError
+from fa4flex.runtime.flex.fitting import compile_to_fit
+
 Outputs = tuple[Tensor, Tensor | None, Tensor | None]
 """out, lse and max_scores, None where not asked for."""
 
@@ -46,6 +49,9 @@ class Compiled:
             return self._chosen(*arguments)
         except Exception as error:
             if self._fallback is None:
+                ours = getattr(error, "inner_exception", None)  # Dynamo's error is around it
+                if isinstance(ours, Fa4flexError):
+                    raise ours from error
                 raise
             _warn_of(error)
             self._chosen, self._fallback = self._fallback(), None
@@ -66,7 +72,7 @@ class Compiled:
         from torch._dynamo import lookup_backend  # slow to import: what compiles has imported it
 
         inductor: Any = lookup_backend("inductor")
-        graph = inductor(module, examples, config_patches=self._options)
+        graph = inductor(module, examples, inner_compile=compile_to_fit, config_patches=self._options)
         # Dynamo keeps out of `run`, and so of all that it calls.
         inner = getattr(graph, "_torchdynamo_orig_callable", graph)
 
