@@ -104,8 +104,14 @@ def test_a_forward_kernel_keeps_the_tile_that_was_asked_for(by: Any) -> None:
     attn = composed(held, schedule=fa4flex.Schedule(tile=(128, 64)))
     with pytest.warns(UserWarning, match="forward kernel does not fit"), torch.no_grad():
         torch.testing.assert_close(attn(*given), composed(held, "auto")(*given))
-    asked = {"BLOCK_M": 128, "BLOCK_N": 64}
-    assert inductor.seen == [(False, asked), (False, {**asked, "num_stages": 1})]
+    seen = [{"BLOCK_M": 128, "BLOCK_N": 64}, {"BLOCK_M": 128, "BLOCK_N": 64, "num_stages": 1}]
+    assert [x for _, x in inductor.seen] == seen
+    torch._dynamo.reset()
+    inductor = by(Inductor(lambda backward, options: True))
+    attn = composed(held, schedule=fa4flex.Schedule(tile=(128, 64)), scale=0.2)
+    with pytest.warns(UserWarning), pytest.raises(UnsupportedError, match=r"leave out Schedule\(tile"):
+        attn(*given)
+    assert [x for _, x in inductor.seen] == seen
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention's:UserWarning")

@@ -33,6 +33,8 @@ FORWARD: tuple[Options, ...] = (
 """Options that are tried in turn, each with less shared memory than the one before. All divide torch's blocks
 of 128 queries and keys."""
 
+NAMES = frozenset(name for options in (*BACKWARD, *FORWARD) for name in options)
+
 SIGNS = "No valid triton configs", "out of resource"
 """What Inductor and Triton say where a kernel needs more than a block has."""
 
@@ -53,11 +55,14 @@ def compile_to_fit(module: Any, examples: Any, **how: Any) -> Any:
             raise
         said = error
     backward = bool(how.get("is_backward"))
+    tried = [_take(copy.deepcopy(spare), {})]
     for options in BACKWARD if backward else FORWARD:
         smaller = copy.deepcopy(spare)
-        if not _take(smaller, options):
+        taken = _take(smaller, options)
+        if taken in tried:  # users chose the rest
             continue
-        _warn(backward, options, said)
+        tried.append(taken)
+        _warn(backward, taken, said)
         try:
             return compile_fx_inner(smaller, examples, **how)
         except Exception as error:
@@ -80,17 +85,16 @@ def _calls(module: Any) -> list[Any]:
     return [node for node in module.graph.nodes if node.op == "call_function" and node.target in own]
 
 
-def _take(module: Any, options: Options) -> bool:
-    """Add options to the calls of a graph, but for those that users chose; False if there are none to add."""
-    changed = False
+def _take(module: Any, options: Options) -> Options:
+    """Tiles and stages of the calls of a graph, after `options` were added but for those that users chose."""
+    found: Options = {}
     for node in _calls(module):
         place = next(i for i, x in enumerate(node.args) if isinstance(x, dict))
-        given = node.args[place]
-        taken = {**options, **given}
-        changed |= taken != given
+        taken = {**options, **node.args[place]}
         node.update_arg(place, taken)
+        found |= {x: y for x, y in taken.items() if x in NAMES}
     module.recompile()
-    return changed
+    return found
 
 
 def _does_not_fit(error: BaseException) -> bool:
