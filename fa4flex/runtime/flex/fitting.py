@@ -3,7 +3,7 @@
 Inductor chooses tiles and stages by head width alone. What a score mod reads takes shared memory as well, and
 gradients of captured tensors take most; where all of it is more than a block may have, Inductor raises. A
 backward kernel is compiled in the first backward pass, out of reach of whoever made the call: so the graph is
-compiled again from within, where Inductor is asked to compile it.
+compiled again from within, where Inductor is asked to compile it. Numbers: docs/flex_backend.md.
 """
 
 from __future__ import annotations
@@ -25,12 +25,15 @@ def _tiles(size: int) -> Options:
     return {**dict.fromkeys(("BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2"), size), "num_stages": 1}
 
 
-BACKWARD: tuple[Options, ...] = ({"num_stages": 1}, _tiles(64), _tiles(32), _tiles(16))
+FEWER: tuple[Options, ...] = ({"num_stages": 2}, {"num_stages": 1})
+"""Torch's own tiles, with fewer stages than its three."""
+
+BACKWARD: tuple[Options, ...] = (*FEWER, _tiles(64), _tiles(32), _tiles(16))
 FORWARD: tuple[Options, ...] = (
-    {"num_stages": 1},
+    *FEWER,
     *({"BLOCK_M": size, "BLOCK_N": size, "num_stages": 1} for size in (64, 32, 16)),
 )
-"""Options that are tried in turn, each with less shared memory than the one before. All divide torch's blocks
+"""Options that are tried in turn, each for less shared memory than the one before. All divide torch's blocks
 of 128 queries and keys."""
 
 NAMES = frozenset(name for options in (*BACKWARD, *FORWARD) for name in options)
