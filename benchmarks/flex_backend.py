@@ -132,6 +132,12 @@ def errors_of(case: Case, device: torch.device) -> Pairs:
     ]
 
 
+def words_of(error: Exception) -> str:
+    """Class and first lines of an error: compilers name their backend first, and then what was wrong."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[:2])[:160]}"
+
+
 def errors(device: torch.device, length: int) -> None:
     """A line per variant: ratios of errors, and what was refused."""
     sizes = replace(Sizes(), q_len=length, kv_len=length + length // 2, dim=WIDTH, dim_v=WIDTH)
@@ -147,7 +153,7 @@ def errors(device: torch.device, length: int) -> None:
                 found = ratio([errors_of(case, device) for case in cases])
                 said = f"{found:6.2f}" + ("" if found <= 2 else "   more than 2")
             except Exception as error:
-                said = f"{type(error).__name__}: {str(error).splitlines()[0][:90]}"
+                said = words_of(error)
             print(f"  {name + ' ' + str(number):<22} {said}", flush=True)
 
 

@@ -32,6 +32,30 @@ def test_block_masks_are_timed(benchmark: Any, capsys: pytest.CaptureFixture[str
     assert said.count("fa4flex") >= 4 and said.count("torch  ") >= 4 and " ms" in said
 
 
+def test_tables_reach_to_any_length(benchmark: Any) -> None:
+    """Of variants with a table of distances, in a device's context as without one."""
+    sizes = benchmark.replace(benchmark.Sizes(), batch=1, q_len=70, kv_len=105, dim=16, dim_v=16)
+    cpu = torch.device("cpu")
+    for draw in benchmark.variant_table.TABLE["sandwich"]:
+        assert all(a >= 0 for a, _ in benchmark.errors_of(draw(sizes), cpu))
+
+
+@pytest.mark.parametrize("name", ["bigbird", "sandwich"])
+def test_tables_lie_on_the_device(name: str, benchmark: Any) -> None:
+    """No tensor is made elsewhere than the context says; on the meta device none has contents."""
+    with torch.device("meta"):
+        case = benchmark.variant_table.TABLE[name][0](benchmark.Sizes())
+    attn = benchmark.fa4flex.compile(**case.compose())
+    operands = attn.program.captured().operands
+    assert operands and all(x.device.type == "meta" for x in operands)
+
+
+def test_a_line_says_what_was_wrong(benchmark: Any) -> None:
+    assert benchmark.words_of(AssertionError()) == "AssertionError: "
+    said = benchmark.words_of(RuntimeError("backend='x' raised:\n\nOutOfMemoryError: out of resource\n at y"))
+    assert said == "RuntimeError: backend='x' raised: OutOfMemoryError: out of resource"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["alibi", "gpt_oss_sinks", "document"])
 def test_errors_are_those_of_the_same_maths(

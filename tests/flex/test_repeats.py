@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from repeated import Counts, Held, S, engines_of_a_test, kept, qkv, repeated, right
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,100 +18,23 @@ import fa4flex
 from fa4flex import variants as v
 from fa4flex.runtime.flex import engine as engines
 from fa4flex.runtime.flex import repeat
-from fa4flex.runtime.flex.block_mask import Classifier
-from fa4flex.runtime.flex.compiled import Compiled, Graph, Run
-from fa4flex.runtime.flex.repeat import Repeat, Repeats
-from fa4flex.runtime.programs import Published
-
-S = 200
+from fa4flex.runtime.flex.compiled import Graph, Run
+from fa4flex.runtime.flex.repeat import Repeats
 
 
 @pytest.fixture(autouse=True)
 def kept_by_this_test(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Equal programs share an engine within a test; graphs run as Dynamo captured them."""
-    made: dict[Published, engines.Engine] = {}
-
-    def engine(program: Published) -> engines.Engine:
-        return made.setdefault(program, engines.Engine(program.facts, program.schedule, program.precision))
-
-    monkeypatch.setattr(Published, "flex", property(engine))
+    """Graphs run as Dynamo captured them."""
+    engines_of_a_test(monkeypatch)
     monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda _: lambda module, *_, **__: module.forward)
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
 
 
-class Counts:
-    """Calls that entered Dynamo, and block masks that were made."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.entered, self.masks = 0, 0
-        self._count(monkeypatch, Compiled, "__call__", "entered")
-        self._count(monkeypatch, Classifier, "classes", "masks")
-
-    def _count(self, monkeypatch: pytest.MonkeyPatch, of: type, method: str, name: str) -> None:
-        inner = getattr(of, method)
-
-        def counted(this: Any, *given: Any) -> Any:
-            setattr(self, name, getattr(self, name) + 1)
-            return inner(this, *given)
-
-        monkeypatch.setattr(of, method, counted)
-
-    @property
-    def now(self) -> tuple[int, int]:
-        return self.entered, self.masks
-
-
 @pytest.fixture
 def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
     return Counts(monkeypatch)
-
-
-def qkv(length: int = S, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    return [torch.randn(1, n, length, 16, dtype=dtype) for n in (2, 1, 1)]
-
-
-class Held:
-    """Tensors and numbers that the functions of `composed` capture."""
-
-    def __init__(self) -> None:
-        self.ids, self.bias = torch.arange(S) // 50, torch.randn(2, S)
-        self.window, self.cap = 150, 2.0
-
-
-def composed(held: Held, backend: Any = "flex", **options: Any) -> fa4flex.Attention:
-    def score(s: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return held.cap * torch.tanh(s / held.cap) + held.bias[h, kv_idx]
-
-    def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        same = held.ids[q_idx] == held.ids[kv_idx]
-        return same & (q_idx - kv_idx < held.window) & (q_idx >= kv_idx)
-
-    return fa4flex.compile(score, mask, backend=backend, **options)
-
-
-def right(attn: fa4flex.Attention, given: list[Tensor], held: Held, **call: Any) -> None:
-    plain = composed(held, "auto", layout=attn.variant.layout, scale=attn.variant.scale)
-    torch.testing.assert_close(attn(*given, **call), plain(*given, **call))
-
-
-def repeated(held: Held, **options: Any) -> tuple[fa4flex.Attention, list[Tensor]]:
-    """An Attention with a way to such calls."""
-    attn, given = composed(held, **options), qkv()
-    if options.get("layout") == "bshd":
-        given = [x.transpose(1, 2).contiguous() for x in given]
-    for _ in range(3):
-        right(attn, given, held)
-    (one,) = kept(attn)
-    assert one.graph is not None
-    return attn, given
-
-
-def kept(attn: fa4flex.Attention) -> tuple[Repeat, ...]:
-    recent = attn._caller.recent  # type: ignore[union-attr]
-    assert recent is not None and recent.flex is not None
-    return recent.flex.kept
 
 
 # --- what is served -----------------------------------------------------------------------------------------
@@ -439,20 +363,6 @@ def test_attentions_of_one_program_have_ways_of_their_own(counts: Counts) -> Non
     for held, (attn, given) in zip(layers, attended, strict=True):
         right(attn, given, held)
     assert counts.now == before
-
-
-def test_calls_with_gradients_have_no_graph(monkeypatch: pytest.MonkeyPatch, counts: Counts) -> None:
-    monkeypatch.setattr(engines, "_attend", lambda made, compiled, on_cpu: made.compiled())
-    held = Held()
-    attn, given = composed(held), qkv()
-    held.bias.requires_grad_()
-    for _ in range(3):
-        right(attn, given, held)
-    assert [one.graph for one in kept(attn)] == [None] and counts.entered == 3
-    with torch.no_grad():
-        for _ in range(3):
-            right(attn, given, held)
-    assert kept(attn)[0].graph is not None and counts.entered == 5
 
 
 def test_what_no_graph_is_told_of() -> None:

@@ -96,6 +96,17 @@ def graphormer(kinds: int) -> Draw:
     return case
 
 
+def sandwich(spare: int, d_bar: int) -> Draw:
+    """A table that reaches `spare` distances beyond the lengths, where tensors are made."""
+
+    def case(s: Sizes) -> Case:
+        longest = max(s.q_len, s.kv_len)
+        drawn = v.sandwich(longest + spare, d_bar, device=torch.get_default_device())
+        return Case(s, lambda: {"score_mod": drawn})
+
+    return case
+
+
 def sinks(shift: float, **rest: Any) -> Draw:
     def case(s: Sizes) -> Case:
         logits = (torch.randn(s.heads, dtype=torch.float64) + shift).requires_grad_()
@@ -128,8 +139,8 @@ TABLE: dict[str, tuple[Draw, ...]] = {
         learned(lambda s: (s.batch, s.heads), lambda t: v.alibi(t, symmetric=True)),
     ),
     "bigbird": (
-        square(20, lambda s: v.bigbird(20, 2, 3, 1, 2, seed=1)),
-        square(15, lambda s: v.bigbird(15, 4, 1, 0, 1)),
+        square(20, lambda s: v.bigbird(20, 2, 3, 1, 2, seed=1, device=torch.get_default_device())),
+        square(15, lambda s: v.bigbird(15, 4, 1, 0, 1, device=torch.get_default_device())),
     ),
     "block_diffusion": (
         square(16, lambda s: v.block_diffusion(8, 3)),
@@ -166,7 +177,7 @@ TABLE: dict[str, tuple[Draw, ...]] = {
         sized(lambda s: v.prefix_lm(torch.randint(0, s.kv_len + 1, (s.batch,)))),
     ),
     "relative_position": (score(v.relative_position()), score(v.relative_position(-0.05))),
-    "sandwich": (score(v.sandwich(64, 8)), score(v.sandwich(40, 16))),
+    "sandwich": (sandwich(27, 8), sandwich(3, 16)),
     "shared_prefix": (
         square(14, lambda s: v.shared_prefix(OFFSETS, torch.tensor([0, 0, 0, 3, 3]))),
         square(14, lambda s: v.shared_prefix(OFFSETS, torch.tensor([1, 1, 1, 1, 1]))),

@@ -14,6 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fa4flex.errors import Fa4flexError
+from fa4flex.runtime.flex.fitting import compile_to_fit
+
 Outputs = tuple[Tensor, Tensor | None, Tensor | None]
 """out, lse and max_scores, None where not asked for."""
 
@@ -46,6 +49,9 @@ class Compiled:
             return self._chosen(*arguments)
         except Exception as error:
             if self._fallback is None:
+                ours = getattr(error, "inner_exception", None)  # Dynamo's error is around it
+                if isinstance(ours, Fa4flexError):
+                    raise ours from error
                 raise
             _warn_of(error)
             self._chosen, self._fallback = self._fallback(), None
@@ -66,7 +72,7 @@ class Compiled:
         from torch._dynamo import lookup_backend  # slow to import: what compiles has imported it
 
         inductor: Any = lookup_backend("inductor")
-        graph = inductor(module, examples, config_patches=self._options)
+        graph = inductor(module, examples, inner_compile=compile_to_fit, config_patches=self._options)
         # Dynamo keeps out of `run`, and so of all that it calls.
         inner = getattr(graph, "_torchdynamo_orig_callable", graph)
 
@@ -88,14 +94,31 @@ def _warn_of(error: Exception) -> None:
     )
 
 
+def _stance() -> Any:
+    """What torch.compiler.set_stance said last."""
+    return getattr(torch._dynamo.eval_frame, "_stance", None)
+
+
+def _hooks_to_inline() -> bool:
+    """True where hooks of saved tensors are graphs, which AOTAutograd writes into what it compiles meanwhile.
+    Functions are called whenever a tensor is saved. True where this torch does not tell."""
+    try:
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    except (AttributeError, TypeError):
+        return True
+    return hooks is not None and any(isinstance(x, torch.fx.GraphModule) for x in hooks)
+
+
 class Graph:
-    """A graph that Inductor compiled, without gradients, for tensors that look like those that it ran with.
+    """A graph that Inductor compiled, for tensors that look like those that it ran with. Where these need
+    gradients it ends in AOTAutograd's function, which puts itself into autograd's graph at each call.
 
     Whoever calls it has compared these looks. What else Dynamo compares, `holds` does: autocast, grad mode,
-    determinism, precision of products and the like, at once, and that no function mode is there.
+    determinism, precision of products and the like, at once; that no function mode is there, and no hook of
+    saved tensors that would be compiled; and the stance of torch.compile.
     """
 
-    __slots__ = "_constants", "_graph", "_inputs", "_outputs", "_state"
+    __slots__ = "_constants", "_graph", "_inputs", "_outputs", "_stance", "_state"
 
     def __init__(
         self, graph: Callable[..., Any], constants: tuple[Any, ...], inputs: list[int], outputs: list[int]
@@ -103,6 +126,7 @@ class Graph:
         self._graph, self._constants = graph, constants
         self._inputs, self._outputs = itemgetter(*inputs), itemgetter(*outputs)
         self._state = torch._C._dynamo.guards.GlobalStateGuard()
+        self._stance = _stance()
 
     @staticmethod
     def of(run: Run, given: tuple[Tensor | None, ...], found: Outputs) -> Graph | None:
@@ -118,7 +142,7 @@ class Graph:
         known = all(type(x) is int or id(x) in places for x in run.inputs)
         if len(places) != len(present) or not known or not all(x is None or id(x) in results for x in found):
             return None
-        if torch._C._len_torch_function_stack():
+        if torch._C._len_torch_function_stack() or _hooks_to_inline():
             return None
         of_sizes = iter(range(len(given), len(given) + len(sizes)))
         inputs = [next(of_sizes) if type(x) is int else places[id(x)] for x in run.inputs]
@@ -127,7 +151,12 @@ class Graph:
 
     def holds(self) -> bool:
         """True if torch's global state is that in which the graph ran."""
-        return self._state.check() and not torch._C._len_torch_function_stack()
+        return (
+            self._state.check()
+            and not torch._C._len_torch_function_stack()
+            and not _hooks_to_inline()
+            and _stance() is self._stance
+        )
 
     def __call__(self, given: tuple[Tensor | None, ...]) -> Outputs:
         found = self._graph(*self._inputs((*given, *self._constants)))

@@ -59,7 +59,7 @@ class Repeat:
     """Calls just like one that was ready. It holds no tensors of theirs.
 
     looks  torch's comparison of q, k and v as users gave them, captured tensors and sinks
-    graph  None where Dynamo is to find it at each call: with gradients, and where none can be told
+    graph  None where Dynamo is to find it at each call, since none can be told
     """
 
     __slots__ = (
@@ -100,18 +100,13 @@ class Repeat:
     def first(self, given: Tensors, scalars: tuple[int | float, ...]) -> Outputs:
         """The same, and from now on by the graph that computes this."""
         ready = self.ready
-        parts, attend, trains = ready.parts(given, scalars, None), ready.attend, self.grad and _learns(given)
+        parts, attend = ready.parts(given, scalars, None), ready.attend
         self.recent = parts.recent
-        if trains or not isinstance(attend, Compiled):
+        if not isinstance(attend, Compiled):
             return ready.results(ready.compute(parts), given)
         found, run = attend.watched(*ready.arguments(parts))
         self.graph = None if run is None else Graph.of(run, ready.flat(parts), found)
         return ready.results(found, given)
-
-
-def _learns(given: Tensors) -> bool:
-    q, k, v, sinks, _, operands = given
-    return any(x is not None and x.requires_grad for x in (q, k, v, sinks, *operands))
 
 
 class Repeats:
