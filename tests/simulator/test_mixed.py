@@ -10,16 +10,20 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from executed import Compared
+from executed import Compared, Trace, comparing
 from paged_pools import Drawn, Size, compare, drawn
 from test_forward_paged import chunks, expected
 from torch import Tensor
 
 import fa4flex
 from fa4flex import Schedule, Sinks, simulator
+from fa4flex.codegen.plan.signals import rows_of
 from fa4flex.codegen.plan.topology import Event, NamedBarrier, Topology
 from fa4flex.kernels.mixed_sm90 import config
 from fa4flex.kernels.mixed_sm90.plan import MixedPlan
+from fa4flex.runtime.cuda.launches import ready
+from fa4flex.simulator.model.events import Loaded
+from fa4flex.simulator.state.cta import Warp
 from fa4flex.variants import alibi, causal, sliding_window, softcap
 
 TABLE, SLOPES = torch.randn(8, 1400) / 2, torch.rand(3, 8)
@@ -109,6 +113,31 @@ def test_many_alone(launches: Compared) -> None:
     with patch.object(MixedPlan, "topology", MixedPlan.many):
         check(CAUSAL, chunks(drawn(Size(lengths=(150, 33))), (130, 70)))
     assert launches.launches
+
+
+def test_chunks_alone_take_all_heads_of_the_longest_tile_first() -> None:
+    given = chunks(drawn(Size(heads=4, kv_heads=2, lengths=(384,))), (384,))
+    with patch.object(MixedPlan, "topology", MixedPlan.many), comparing(keep=True) as compared:
+        check(CAUSAL, given, sms=1)
+    (run,) = compared.kept
+    keys = rows_of(run.topology, run.trace.signals(run.topology, (0, 0, 0)))
+    assert keys == [3] * 4 + [2] * 4 + [1] * 4
+
+
+def test_a_block_takes_its_next_tile_when_it_has_asked_for_all_keys() -> None:
+    """One that is taken before waits for the end of this one, while other blocks run out of tiles."""
+    counter, taken, note = torch.zeros(2, dtype=torch.int32), [], Trace.note
+
+    def noted(trace: Trace, warp: Warp, event: Any) -> None:
+        if isinstance(event, Loaded) and warp.index == 0:
+            taken.append(int(counter[0]))
+        note(trace, warp, event)
+
+    given = chunks(drawn(Size(heads=1, kv_heads=1, lengths=(500,))), (128,))
+    told = patch.object(ready, "counter", lambda device: counter), patch.object(Trace, "note", noted)
+    with patch.object(MixedPlan, "topology", MixedPlan.many), told[0], told[1]:
+        check(CAUSAL, given, sms=1)
+    assert taken and not any(taken)
 
 
 def test_kinds_take_turns() -> None:

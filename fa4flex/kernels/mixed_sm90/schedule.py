@@ -51,35 +51,38 @@ class MixedScheduler(TileScheduler):
         few_at, many_at = start(), start()
         while number < totals.few + totals.many:
             few, index = self.kind(number, totals)
-            following = number
-            if const_expr(takes):
-                following = self.take(number, arguments, next_tile, phase)
             if few:
                 work, cut, few_at = self.few(index, few_at, arguments, totals.share)
                 carry = of_few(work, cut, phase, carry)
             else:
-                work, many_at = self.many(index, many_at, arguments, totals.share)
+                work, many_at = self.many(index, many_at, arguments, totals)
                 carry = of_many(work, phase, carry)
             if const_expr(takes):
-                self.publish(following, next_tile, phase)
+                # Not before the keys of this tile are asked for: as of `TileScheduler.walk`.
+                number = self.take(number, arguments, next_tile, phase)
+                self.publish(number, next_tile, phase)
             else:
-                following = self.receive(number, next_tile, phase)
-            number = following
+                number = self.receive(number, next_tile, phase)
             phase ^= 1
         if const_expr(takes):
             self.finish(arguments)
         return carry
 
+    @cute.jit
     def kind(self, number: Int32, totals: Totals) -> tuple[Boolean, Int32]:
-        """(whether tile `number` is one of few rows, its number among its kind)."""
-        spread = totals.few + totals.many
-        if self.config.order == "tail":
-            spread = spread - cutlass.min(totals.many // TAIL, self.stride())
-        every = Int64(cutlass.max(spread, Int32(1)))
-        before = Int32(Int64(cutlass.min(number, spread)) * Int64(totals.few) // every)
-        upto = Int32(Int64(cutlass.min(number + 1, spread)) * Int64(totals.few) // every)
-        few = upto > before
-        return few, select_(few, before, number - before)
+        """(whether tile `number` is one of few rows, its number among its kind). Where there are none of few,
+        nothing is divided: a division of 64 bits takes longer than all else that begins a tile."""
+        few, index = Boolean(False), number
+        if totals.few > 0:
+            spread = totals.few + totals.many
+            if const_expr(self.config.order == "tail"):
+                spread = spread - cutlass.min(totals.many // TAIL, self.stride())
+            every = Int64(spread)
+            before = Int32(Int64(cutlass.min(number, spread)) * Int64(totals.few) // every)
+            upto = Int32(Int64(cutlass.min(number + 1, spread)) * Int64(totals.few) // every)
+            few = upto > before
+            index = select_(few, before, number - before)
+        return few, index
 
     @cute.jit
     def few(self, index: Int32, at: Place, arguments: Arguments, share: Int32) -> tuple[Work, Cut, Place]:
@@ -93,26 +96,25 @@ class MixedScheduler(TileScheduler):
         return work, Cut(part, parts, first), at
 
     @cute.jit
-    def many(self, index: Int32, at: Place, arguments: Arguments, share: Int32) -> tuple[Work, Place]:
-        """The last tile of a sequence comes first where it has most keys."""
+    def many(self, index: Int32, at: Place, arguments: Arguments, totals: Totals) -> tuple[Work, Place]:
+        """The last tile of a sequence comes first where it has most keys. The shortest ones are taken for all
+        heads, one after the other. So are all, for balance, where no tile has few rows: then no other keys
+        drive those of a chunk out of L2."""
         heads = Int32(arguments.q.shape[1])
-        row, at = self.sequences.find(index // heads, at, arguments, share, "many")
+        row, at = self.sequences.find(index // heads, at, arguments, totals.share, "many")
         tiles = self.sequences.tiles(at.b, arguments)
         tile, h = row, index % heads
         if const_expr(self.config.order != "tiles"):
-            tile, h = self.grouped(row * heads + h, tiles, arguments)
+            longest = select_(totals.few > 0, tiles - tiles // SHORTEST, Int32(0))
+            if row < longest:
+                tile, h = self.grouped(row * heads + h, longest, arguments)
         if const_expr(self.config.longest_first):
             tile = tiles - 1 - tile
         return packed_tile(arguments, tile, h, at.b, Boolean(True)), at
 
-    @cute.jit
-    def grouped(self, number: Int32, tiles: Int32, arguments: Arguments) -> tuple[Int32, Int32]:
-        """(tile, head of queries) of number `number` of a sequence: the longest tiles of the heads of one
-        head of keys after those of another, then the others of all heads."""
-        heads, group = Int32(arguments.q.shape[1]), self.sequences.group(arguments)
-        longest = tiles - tiles // SHORTEST
-        each = cutlass.max(longest * group, Int32(1))
-        tile, h = number % each // group, number // each * group + number % group
-        if number >= longest * heads:
-            tile, h = number // heads, number % heads
-        return tile, h
+    def grouped(self, number: Int32, longest: Int32, arguments: Arguments) -> tuple[Int32, Int32]:
+        """(tile, head of queries) of number `number` of a sequence's longest tiles, so many of each head:
+        those of the heads of one head of keys after those of another."""
+        group = self.sequences.group(arguments)
+        each = longest * group
+        return number % each // group, number // each * group + number % group
