@@ -70,6 +70,12 @@ class Config:
         return self.tile_m // 64
 
     @property
+    def frees_queries(self) -> bool:
+        """True if queries are let go of after their last scores, before the output leaves: none is staged
+        over them."""
+        return not self.alias_output or self.paged
+
+    @property
     def producers(self) -> int:
         """Producer warps."""
         return 2 if self.values_apart else 1

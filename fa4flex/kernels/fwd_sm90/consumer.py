@@ -71,6 +71,14 @@ class Begun:
     allowed: Words | None
 
 
+@dataclass(frozen=True)
+class Kind:
+    """Step over a key tile. masked: its scores are masked; after_masked: those of the tile before were."""
+
+    masked: bool
+    after_masked: bool = True
+
+
 class Consumer:
     def __init__(self, config: Config, hooks: Hooks, scheduler: TileScheduler) -> None:
         self.config = config
@@ -116,19 +124,29 @@ class Consumer:
             for i in cutlass.range(1, keys.masked_count, unroll=1):
                 before, key_tile = key_tile, tile_at(keys, i)
                 k_state, v_state = self.step(
-                    products, tile, pipes, (before, key_tile), (k_state, v_state), group, True
+                    products, tile, pipes, (before, key_tile), (k_state, v_state), group, Kind(True)
                 )
-            for i in cutlass.range(cutlass.max(keys.masked_count, 1), keys.count, unroll=1):
+            first_full = cutlass.max(keys.masked_count, 1)
+            if const_expr(self.config.paged):
+                # Beyond the first one, nothing is asked between the products of two tiles that no end cuts.
+                for i in cutlass.range(first_full, cutlass.min(first_full + 1, keys.count), unroll=1):
+                    before, key_tile = key_tile, tile_at(keys, i)
+                    k_state, v_state = self.step(
+                        products, tile, pipes, (before, key_tile), (k_state, v_state), group, Kind(False)
+                    )
+                first_full = first_full + 1
+            for i in cutlass.range(first_full, keys.count, unroll=1):
                 before, key_tile = key_tile, tile_at(keys, i)
+                kind = Kind(False, not self.config.paged)
                 k_state, v_state = self.step(
-                    products, tile, pipes, (before, key_tile), (k_state, v_state), group, False
+                    products, tile, pipes, (before, key_tile), (k_state, v_state), group, kind
                 )
-            if const_expr(not self.config.alias_output):
+            if const_expr(self.config.frees_queries):
                 self.release_queries(pipes, place)
             self.last(products, tile, pipes, key_tile, v_state, group)
             where = (tile.factor, self.storing_lane(lane, tile), group)
             self.epilogue.run(arguments, work, transfers, shared, products, tile.state, where)
-            if const_expr(self.config.alias_output):
+            if const_expr(not self.config.frees_queries):
                 self.release_queries(pipes, place)
             return self.ring.carry(phase, states, (k_state, v_state))
 
@@ -203,13 +221,13 @@ class Consumer:
         key_tiles: tuple[Int32, Int32],
         states: States,
         group: Int32,
-        masked: cutlass.Constexpr[bool],
+        kind: cutlass.Constexpr[Kind],
     ) -> States:
         """Scores of this key tile and values of the one before, with this tile's softmax under both."""
         before, key_tile = key_tiles
         k_state, v_state = states
         # Between a turn and its last product, nothing should be computed that could have been before.
-        begun = self.begin(products, tile, key_tile, masked)
+        begun = self.begin(products, tile, key_tile, kind.masked)
         k = products.k[None, None, None, k_state.index]
         v = products.v[None, None, None, v_state.index]
         pipes.k.consumer_wait(k_state)
@@ -218,12 +236,13 @@ class Consumer:
         self.take_turn(group)
         multiply(products.scores, begun.scores, products.q, k, self.hooks.start is not None)
         pipes.v.consumer_wait(v_state)
-        self.clear_past_end(products, tile, before, v_state, group)
+        if const_expr(kind.after_masked):
+            self.clear_past_end(products, tile, before, v_state, group)
         multiply(products.values, products.out, products.p, v, True)
         self.give_turn(self.next(group))
         warpgroup.wait_group(1)
         pipes.k.consumer_release(k_state)
-        self.modify(begun, tile, masked)
+        self.modify(begun, tile, kind.masked)
         grid = begun.grid
         raised = self.take_maxima(grid, tile)
         warpgroup.wait_group(0)

@@ -55,7 +55,8 @@ def forward_topology(
     values by a second producer, with `values_apart`."""
     n = tiles.consumers
     pingpong = pingpong and n > 1
-    consumers = tuple(_consumer(i, _turns(i, n) if pingpong else _NO_TURNS, staging) for i in range(n))
+    early = staging == "own" or box_rows > 0
+    consumers = tuple(_consumer(i, _turns(i, n) if pingpong else _NO_TURNS, staging, early) for i in range(n))
     producer, *values = _apart(n) if values_apart else (_producer(n),)
     arrivals = sum(role.warps for role in consumers)
     rings = (
@@ -131,9 +132,9 @@ def _turns(i: int, n: int) -> tuple[Events, Events, Events]:
 _NO_TURNS: tuple[Events, Events, Events] = ((), (), ())
 
 
-def _consumer(i: int, turns: tuple[Events, Events, Events], staging: Staging) -> Role:
+def _consumer(i: int, turns: tuple[Events, Events, Events], staging: Staging, early: bool) -> Role:
     """Consumer i. A turn covers both products: S_j goes first, so that its softmax runs under O_j-1. Queries
-    are free after the last scores, or when the output staged over them is read."""
+    are free after the last scores (`early`), or when the output has left."""
     opening, take, give = turns
     wait, scores = (Event("wait", "k"),), (Event("issue", "S"),)
     clear = (Event("sync", f"rows {i}", maybe=True),) if staging == "none" else ()
@@ -146,7 +147,7 @@ def _consumer(i: int, turns: tuple[Events, Events, Events], staging: Staging) ->
         opening=opening,
         first=(Event("wait", f"q {i}", per="work"), *wait, *scores, *softmax),
         body=(*wait, *take, *scores, *start_before, *give, *softmax, *end_before),
-        last=(*free, *start, *end, *store) if staging == "own" else (*start, *end, *store, *free),
+        last=(*free, *start, *end, *store) if early else (*start, *end, *store, *free),
         closing=() if staging == "none" else (Event("drain", f"out {i}", per="work"),),
         products=_products(i),
         warp=WARPGROUP * (i + 1),
