@@ -118,6 +118,17 @@ def test_without_room_nothing_is_split() -> None:
         check(CAUSAL, given)
 
 
+@pytest.mark.parametrize("used", [None, (2,)])
+def test_a_single_chunk_has_no_second_kernel(used: tuple[int, ...] | None) -> None:
+    """It has all tokens; where most of them are not used, and it has few rows, nothing is split, which is
+    right."""
+    given = chunks(drawn(Size(heads=4, kv_heads=1, lengths=(LONG,))), (70,), used)
+    with torch.no_grad(), simulator.device("sm_90a", sms=2) as gpu:
+        out, lse = given(CAUSAL, return_lse=True)
+    assert not any("combine" in result.kernel for result in gpu.results)
+    compare(CAUSAL, given, out, lse)
+
+
 @pytest.mark.slow
 def test_fixed_shares_are_the_same_bits_in_any_batch() -> None:
     """The first sequence would be in 2 parts there by the work of all, and in 3 alone."""

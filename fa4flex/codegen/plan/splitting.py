@@ -41,6 +41,11 @@ class Splitting:
             return max(-(-tiles // self.share), 2)
         return _splits(pairs, tiles, self.multiprocessors, self.uneven)
 
+    def applies(self, batch: int, rows: int, pairs: int) -> bool:
+        """True if keys of such a call may be split: `rows` of `pairs` (sequence, head of keys), of `batch`
+        sequences."""
+        return True
+
     def floats(self, splits: int, rows: int, pairs: int) -> int:
         """float32 of memory for the partial outputs and log-sum-exps of `rows` rows, of `pairs` (sequence,
         head of keys); none for one split."""

@@ -123,8 +123,9 @@ class Sequences:
             merged = merged + select_(parts > 1, rows, Int32(0))
             rows_of_parts = rows_of_parts + select_(parts > 1, Int64(parts) * rows, Int64(0))
         few, whole, many, merged = (cute.arch.warp_redux_sync(x, "add") for x in (few, whole, many, merged))
-        if _warp_sum(rows_of_parts) > cutlass.min(capacity(arguments) // heads, Int32(MOST - 1)):
-            few, merged, share = whole, Int32(0), Int32(WHOLE)
+        if arguments.splits > 1:  # noqa: SIM102  room is of no use where nothing is split
+            if _warp_sum(rows_of_parts) > cutlass.min(capacity(arguments) // heads, Int32(MOST - 1)):
+                few, merged, share = whole, Int32(0), Int32(WHOLE)
         return Totals(few * heads, many * Int32(arguments.q.shape[1]), merged, share)
 
     @cute.jit

@@ -20,6 +20,12 @@ class MixedSplitting(Splitting):
         tiles = -(-kv_len // self.tile_n)
         return max(-(-tiles // (LEAST if self.share is None else self.share)), 1)
 
+    def applies(self, batch: int, rows: int, pairs: int) -> bool:
+        """A single sequence has all tokens: where these are many rows, nothing is split, and no second kernel
+        is launched. One of whose tokens few are used is right all the same. What a schedule asks for is
+        done."""
+        return self.share is not None or batch > 1 or rows <= self.rows * pairs
+
     def floats(self, splits: int, rows: int, pairs: int) -> int:
         """float32 of memory for the parts of `rows` rows of `pairs` (sequence, head of keys).
 

@@ -118,9 +118,9 @@ class Ready:
         """(splits of the keys of a tile, float32 of memory for their results), of kernels that split."""
         assert self.splitting is not None
         batch, _, keys = extents
-        pairs, q = batch * call.kv_heads, call.q
-        splits = self.splitting.splits(pairs, keys)
-        return splits, self.splitting.floats(splits, q.numel() // q.shape[-1], pairs)
+        pairs, rows = batch * call.kv_heads, call.q.numel() // call.q.shape[-1]
+        splits = self.splitting.splits(pairs, keys) if self.splitting.applies(batch, rows, pairs) else 1
+        return splits, self.splitting.floats(splits, rows, pairs)
 
     def layouts(self, call: Call) -> Layouts:
         """Layouts of out, lse and max_scores."""
