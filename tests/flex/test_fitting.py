@@ -81,7 +81,7 @@ def gradients(attn: fa4flex.Attention, given: list[Tensor], held: Held, upstream
 
 @pytest.mark.parametrize("tries", (1, 4))
 def test_a_backward_kernel_is_compiled_again(tries: int, by: Any) -> None:
-    """By the options of the next try, until it fits; results are the same."""
+    """Tries follow each other until it fits; results are the same."""
     fits = BACKWARD[tries - 1]
     inductor = by(Inductor(lambda backward, options: backward and options != fits))
     held, given = learned(), leaves()

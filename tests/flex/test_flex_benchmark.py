@@ -33,7 +33,7 @@ def test_block_masks_are_timed(benchmark: Any, capsys: pytest.CaptureFixture[str
 
 
 def test_tables_reach_to_any_length(benchmark: Any) -> None:
-    """Of variants with a table of distances, in a device's context as without one."""
+    """Tables of distances lie on the device of the context."""
     sizes = benchmark.replace(benchmark.Sizes(), batch=1, q_len=70, kv_len=105, dim=16, dim_v=16)
     cpu = torch.device("cpu")
     for draw in benchmark.variant_table.TABLE["sandwich"]:

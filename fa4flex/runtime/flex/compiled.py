@@ -95,7 +95,7 @@ def _warn_of(error: Exception) -> None:
 
 
 def _stance() -> Any:
-    """What torch.compiler.set_stance said last."""
+    """Value that torch.compiler.set_stance set last."""
     return getattr(torch._dynamo.eval_frame, "_stance", None)
 
 

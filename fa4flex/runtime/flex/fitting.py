@@ -39,7 +39,7 @@ of 128 queries and keys."""
 NAMES = frozenset(name for options in (*BACKWARD, *FORWARD) for name in options)
 
 SIGNS = "No valid triton configs", "out of resource"
-"""What Inductor and Triton say where a kernel needs more than a block has."""
+"""Words of Inductor and Triton where a kernel needs more than a block has."""
 
 
 def compile_to_fit(module: Any, examples: Any, **how: Any) -> Any:
