@@ -385,19 +385,18 @@ def test_every_dropped_event_is_found(kind: str) -> None:
 
 def matters(event: Event, where: str, kind: str) -> bool:
     """True if the simulation finds one less. Warps of a warpgroup, which gather at `stored`, or at `scores`
-    where there is one, are one role here; what clears leaves nothing behind, what comes for nothing is said
-    to be read, and others read the next number, too. A drain is followed by others: see below. What is
-    announced is part of what the other CTA sends here, and dS is read as it is sent. Where products are
-    shared out, the second warpgroup reads K, and what is cleared, after it has met the first one, which has
-    waited, too."""
+    where there is one, are one role here; what comes for nothing is said to be read, and others read the next
+    number, too. A drain is followed by others: see below. What is announced is part of what the other CTA
+    sends here, and dS is read as it is sent. Where products are shared out, the second warpgroup reads K after
+    it has met the first one, which has waited, too."""
     told = event.action, event.target
     alone = ("scores",) * (kind == "few tiles")
     gathers = event.action == "sync" and event.target.startswith(("stored", *alone))
     read = told in (("read", "k"), ("read", "v"), ("read", "next"), ("store", "shared dS 0"))
-    others = "kv" if kind == "packed products" else "k" if "products" in kind else ""
+    others = "k" if "products" in kind else ""
     spare = event.action == "wait" and event.target in others and where.startswith("consumer 1")
     sent = told == ("read", "shared dS")
-    spare = spare or sent or event.action in ("clear", "drain", "announce")
+    spare = spare or sent or event.action in ("drain", "announce")
     return not gathers and not read and not spare
 
 
@@ -469,7 +468,6 @@ MOVED = (
         "await v_kept",
         "v tile 0 while the copy of k_peer tile 0|v tile 0 before",
     ),
-    ("packed", "consumer 1", "first", "sync cleared", "issue S", "clears q tile 0 while the product S"),
     ("two stages of dQ", "producer", "first", "load v", "await keys_empty", "v full|v tile . while"),
 )
 

@@ -21,7 +21,7 @@ from fa4flex.kernels.bwd_sm90.config import KEYS, Config
 from fa4flex.kernels.bwd_sm90.dkv_epilogue import put, staged_sums, store_by_copies, store_by_threads
 from fa4flex.kernels.bwd_sm90.dq_store import THREADS
 from fa4flex.kernels.bwd_sm90.resources import Mmas, Operands, Pipes, Shared, dq_rows, transposed
-from fa4flex.kernels.bwd_sm90.roles import CLEARED, SCORES, dq_empty, dq_full, stored
+from fa4flex.kernels.bwd_sm90.roles import SCORES, dq_empty, dq_full, stored
 from fa4flex.kernels.common.backward import (
     BackwardArguments,
     BackwardTileScheduler,
@@ -146,11 +146,7 @@ class Consumer:
         operands.dk.fill(0.0)
         operands.dv.fill(0.0)
         heads = Int32(arguments.q.shape[-2])
-        if const_expr(config.ragged):
-            self.await_keys(pipes, phase)
-            self.clear_past_end((shared.k, shared.v), work.kv_len - work.tile * config.tile_n)
-            self.keep(mmas, operands, shared, lane)
-        elif const_expr(config.ctas > 1):
+        if const_expr(config.ctas > 1):
             # Once: other keys come where V was.
             self.await_keys(pipes, phase)
             self.keep(mmas, operands, shared, lane)
@@ -164,7 +160,7 @@ class Consumer:
             collector.begin()
             given_all = mmas, operands, collector
             # As late as can be: what a head begins with takes as long as keys take to come.
-            if const_expr(not config.ragged and config.ctas == 1):
+            if const_expr(config.ctas == 1):
                 self.await_keys(pipes, phase)
                 self.keep(mmas, operands, shared, lane)
             ordered = cutlass.const_expr(config.deterministic and config.masked)
@@ -296,18 +292,13 @@ class Consumer:
         made = self.score_step(given, shared, pipes, states, places, masked)
         self.products(given, made, shared, pipes, states, (lane, w, count, parity))
 
-    def await_step(
-        self, slab: Slab, shared: Shared, pipes: Pipes, states: States, tile: Int32, masked: bool
-    ) -> None:
+    def await_step(self, pipes: Pipes, states: States) -> None:
         """Waits for Q and dO before products run: behind their operands, waits and reads of shared memory
         take long."""
         q_state, do_state = states
         q_there, do_there = pipes.q.consumer_try_wait(q_state), pipes.dout.consumer_try_wait(do_state)
         pipes.q.consumer_wait(q_state, q_there)
         pipes.dout.consumer_wait(do_state, do_there)
-        if masked and self.config.ragged:
-            q, dout = shared.q[None, None, q_state.index], shared.dout[None, None, do_state.index]
-            self.clear_past_end((q, dout), slab.at.q_len - tile * self.config.tile_m)
 
     def score_step(
         self,
@@ -327,7 +318,7 @@ class Consumer:
         scores = cute.make_rmem_tensor(mmas.scores.partition_shape_C((KEYS, config.queries)), Float32)
         dprob = cute.make_rmem_tensor(scores.shape, Float32)
         q_stage, do_stage = q_state.index, do_state.index
-        self.await_step(slab, shared, pipes, states, tile, masked)
+        self.await_step(pipes, states)
         lse2s = self.my_rows(shared.lse2[None, q_stage], w)
         lse2 = self.statistics(lse2s, lane, 0, self.together)
         self.begin_dprob(dprob, self.my_rows(shared.delta[None, do_stage], w), lane)
@@ -384,21 +375,6 @@ class Consumer:
         """Waits until what all warpgroups have put into shared memory is there for all of their products."""
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=SCORES, number_of_threads=128 * self.config.consumers)
-
-    @cute.jit
-    def clear_past_end(self, tiles: cutlass.Constexpr[tuple[cute.Tensor, ...]], end: Int32) -> None:
-        """Zero the rows of tiles in shared memory from `end` on: what lies past the end of a sequence is
-        another's, or nobody's, and 0 times NaN is NaN. Dense tensors end where TMA fills in zeros itself."""
-        threads = 128 * self.config.consumers
-        thread = cute.arch.thread_idx()[0] - 128
-        if end < cute.size(tiles[0], mode=[0]):
-            for tile in tiles:
-                rows, columns = (cute.size(tile, mode=[i]) for i in range(2))
-                for column in cutlass.range(thread, columns, threads, unroll=1):
-                    for row in cutlass.range(cutlass.max(end, 0), rows, unroll=1):
-                        tile[row, column] = tile.element_type(0.0)
-            cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.barrier(barrier_id=CLEARED, number_of_threads=threads)
 
     def statistics(self, rows: cute.Tensor, lane: Int32, first: int, count: int) -> cute.Tensor:
         """Numbers of the queries of a thread's columns `first` to `first` + `count`, both even."""
@@ -588,7 +564,9 @@ class Consumer:
                 put(products[i], self.narrowed(sums[i], staged[i].element_type), staged[i], lane)
             rows = tuple(staged[i] for i in batch)
             if const_expr(len(stores) > 0):
-                store_by_copies(tuple(stores[i] for i in batch), rows, work, first_key // KEYS, where)
+                store_by_copies(
+                    self.config, tuple(stores[i] for i in batch), rows, work, first_key // KEYS, where
+                )
             else:
                 targets = tuple(written(arguments)[i] for i in batch)
                 columns = tuple(self.first_column(cute.size(x, mode=[1]), w) for x in rows)

@@ -11,10 +11,10 @@ from cutlass import Float32, Int32, cute
 from cutlass.tensor_utils import LayoutEnum
 
 from fa4flex.kernels.bwd_sm90.config import KEYS, Config, swizzle
-from fa4flex.kernels.bwd_sm90.resources import Shared, swizzled_rows, transposed
+from fa4flex.kernels.bwd_sm90.resources import Shared, keys_of, swizzled_rows, transposed
 from fa4flex.kernels.bwd_sm90.roles import stored
 from fa4flex.kernels.common.backward import KeyWork, token_of
-from fa4flex.kernels.common.transfer import partition, sequence
+from fa4flex.kernels.common.transfer import partition
 
 WIDE = 8
 """Elements of 16 bits that a thread stores at once."""
@@ -60,6 +60,7 @@ def put(
 
 @cute.jit
 def store_by_copies(
+    config: cutlass.Constexpr[Config],
     stores: cutlass.Constexpr[tuple[Any, ...]],
     staged: cutlass.Constexpr[tuple[cute.Tensor, ...]],
     work: KeyWork,
@@ -74,7 +75,7 @@ def store_by_copies(
     if cute.arch.make_warp_uniform(lane // 32) == 0:
         for store, rows in zip(stores, staged, strict=True):
             width = cute.size(rows, mode=[1])
-            whole = sequence(store.tma_tensor, work.kv_offset, work.part, work.b)
+            whole = keys_of(config, store.tma_tensor, work, work.part)
             tiles = cute.local_tile(whole, (KEYS, width), (None, None))
             stage = cute.make_tensor(rows.iterator, cute.append(rows.layout, cute.make_layout(1)))
             from_shared, to_global = partition(store, stage, tiles)

@@ -35,7 +35,7 @@ from fa4flex.kernels.common.backward import BackwardArguments, BackwardTileSched
 from fa4flex.kernels.common.cluster import Cluster
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.next_tile import NextTile
-from fa4flex.kernels.common.transfer import reordered
+from fa4flex.kernels.common.transfer import ending, reordered
 
 CONSUMERS = {"keys": (Consumer,), "columns": (ColumnConsumer,), "products": (ValueGradient, KeyGradient)}
 """Classes of consumers, by what their warpgroups share out: of all warpgroups, or of each."""
@@ -147,8 +147,7 @@ class Backward:
         m, n, d, dv = config.tile_m, config.block_keys, config.head_dim, config.head_dim_v
 
         def atom(tensor: cute.Tensor, layout: Any, tile: tuple[int, int]) -> Any:
-            rows = reordered(tensor, [1, 3, 2, 0] if cute.rank(tensor) == 4 else [0, 2, 1])
-            return cpasync.make_tiled_tma_atom(load, rows, layout, tile)
+            return cpasync.make_tiled_tma_atom(load, self.rows(tensor), layout, tile)
 
         return (
             atom(arguments.q, q, (m, d)),
@@ -156,6 +155,11 @@ class Backward:
             atom(arguments.v, v, (n, dv)),
             atom(arguments.dout, dout, (m, dv)),
         )
+
+    def rows(self, tensor: cute.Tensor) -> cute.Tensor:
+        """A tensor as TMA moves it, tokens first: ragged ones as `ending` has them."""
+        rows = reordered(tensor, [1, 3, 2, 0] if cute.rank(tensor) == 4 else [0, 2, 1])
+        return ending(rows) if self.config.ragged else rows
 
     def peer_layout(self, kind: Any) -> Any:
         """Columns of the keys of a pair's other CTA: where V was, and as K lies."""
@@ -188,13 +192,13 @@ class Backward:
         return tuple(found)
 
     def stores(self, arguments: BackwardArguments) -> tuple[Any, ...]:
-        """Descriptors of dK and dV, for which persistent blocks then need not wait; not of sequences that end
-        where others begin."""
+        """Descriptors of dK and dV, for which persistent blocks then need not wait."""
         config = self.config
-        if not config.persistent or config.ragged:
+        if not config.persistent:
             return ()
         widths = config.head_dim, config.head_dim_v
-        return tuple(store_of(x, (KEYS, width)) for x, width in zip(written(arguments), widths, strict=True))
+        gradients = (self.rows(x) for x in written(arguments))
+        return tuple(store_of(x, (KEYS, width)) for x, width in zip(gradients, widths, strict=True))
 
     def dq_stores(self, arguments: BackwardArguments) -> tuple[Any, ...]:
         """Descriptor of dQ, where it is stored."""
@@ -202,7 +206,7 @@ class Backward:
         if not config.stores_dq:
             return ()
         (shape,) = config.dq_shapes
-        return (store_of(arguments.dq, shape),)
+        return (store_of(self.rows(arguments.dq), shape),)
 
     def storage(self, kind: Any) -> Any:
         config = self.config
@@ -379,9 +383,8 @@ class Backward:
 
 
 def store_of(gradient: cute.Tensor, shape: tuple[int, int]) -> cpasync.TmaInfo:
-    """Descriptor of a gradient [B, S, H, D], of which (rows, columns) leave shared memory together."""
+    """Descriptor of a gradient (S, D, ...), of which (rows, columns) leave shared memory together."""
     rows, columns = shape
     layout = swizzled_rows(gradient.element_type, (rows, columns, 1), swizzle(columns, columns))
     tile = cute.slice_(layout, (None, None, 0))
-    store, ordered = cpasync.CopyBulkTensorTileS2GOp(), reordered(gradient, [1, 3, 2, 0])
-    return cpasync.make_tiled_tma_atom(store, ordered, tile, shape)
+    return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), gradient, tile, shape)

@@ -10,7 +10,7 @@ from cutlass import Float32, Int32, const_expr, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
 from fa4flex.kernels.bwd_sm90.config import Config
-from fa4flex.kernels.bwd_sm90.resources import Pipes, Shared
+from fa4flex.kernels.bwd_sm90.resources import Pipes, Shared, keys_of, queries_of
 from fa4flex.kernels.common.backward import (
     BackwardArguments,
     BackwardTileScheduler,
@@ -20,7 +20,7 @@ from fa4flex.kernels.common.backward import (
     rows_of,
 )
 from fa4flex.kernels.common.cluster import Cluster
-from fa4flex.kernels.common.transfer import States, Views, load_once, load_stage, partition, sequence
+from fa4flex.kernels.common.transfer import States, Views, load_once, load_stage, partition
 
 
 class Producer:
@@ -82,7 +82,7 @@ class Producer:
 
     def keys(self, transfer: Any, shared: cute.Tensor, work: KeyWork, width: int) -> Views:
         """The block's tile of keys or values."""
-        whole = sequence(transfer.tma_tensor, work.kv_offset, work.kv_head, work.b)
+        whole = keys_of(self.config, transfer.tma_tensor, work, work.kv_head)
         tiles = cute.local_tile(whole, (self.config.block_keys, width), (None, 0))
         one = cute.make_tensor(shared.iterator, cute.append(shared.layout, cute.make_layout(1)))
         to_shared, from_global = partition(transfer, one, tiles)
@@ -90,7 +90,7 @@ class Producer:
         return to_shared[None, 0], from_global[None, tile]
 
     def views(self, transfer: Any, shared: cute.Tensor, work: KeyWork, h: Int32, width: int) -> Views:
-        whole = sequence(transfer.tma_tensor, work.q_offset, h, work.b)
+        whole = queries_of(self.config, transfer.tma_tensor, work, h)
         return partition(transfer, shared, cute.local_tile(whole, (self.config.tile_m, width), (None, 0)))
 
     def rows(self, statistic: cute.Tensor, shared: cute.Tensor, ring: Any, state: Any, tile: Int32) -> None:

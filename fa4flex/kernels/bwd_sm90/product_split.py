@@ -85,11 +85,8 @@ class ValueGradient(ProductConsumer):
     sums = 1
 
     def await_keys(self, pipes: Pipes, phase: Int32) -> None:
-        """Waits for K alone, which comes first; where both end with sequences, all threads clear both."""
-        if self.config.ragged:
-            super().await_keys(pipes, phase)
-        else:
-            cute.arch.mbarrier_wait(pipes.k_full, phase if self.config.persistent else 0)
+        """Waits for K alone, which comes first."""
+        cute.arch.mbarrier_wait(pipes.k_full, phase if self.config.persistent else 0)
 
     def keep(self, mmas: Mmas, operands: Operands, shared: Shared, lane: Int32) -> None:
         if self.config.keeps_k:
@@ -132,7 +129,7 @@ class ValueGradient(ProductConsumer):
         mmas, operands, collector = given
         q_state, _ = states
         tile, lane, w, _ = places
-        self.await_step(collector.slab, shared, pipes, states, tile, masked)
+        self.await_step(pipes, states)
         lse2s = shared.lse2[None, q_state.index]
         lse2 = self.statistics(lse2s, lane, 0, self.together)
         scores = self.scores_of(mmas.scores)
@@ -183,7 +180,7 @@ class KeyGradient(ProductConsumer):
 
     def __init__(self, config: Config, hooks: Hooks, scheduler: BackwardTileScheduler) -> None:
         super().__init__(config, hooks, scheduler)
-        self.alike = not config.ragged
+        self.alike = True
 
     def keep(self, mmas: Mmas, operands: Operands, shared: Shared, lane: Int32) -> None:
         self.keep_rows(mmas.dprob, shared.v, operands.v, lane)
@@ -224,10 +221,10 @@ class KeyGradient(ProductConsumer):
         masked: bool,
     ) -> cute.Tensor:
         """dP', less its rows' sums."""
-        mmas, operands, collector = given
+        mmas, operands, _ = given
         _, do_state = states
-        tile, lane, _, _ = places
-        self.await_step(collector.slab, shared, pipes, states, tile, masked)
+        _, lane, _, _ = places
+        self.await_step(pipes, states)
         dprob = self.scores_of(mmas.dprob)
         self.begin_dprob(dprob, shared.delta[None, do_state.index], lane)
         multiply(mmas.dprob, dprob, operands.v, operands.dout[None, None, None, do_state.index], True)

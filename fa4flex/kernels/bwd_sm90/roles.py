@@ -8,9 +8,8 @@ PRODUCER, WRITER, EXCHANGE, CONSUMER = 0, 1, 2, 4
 """First warps: one that brings tiles, one that adds up dQ, one that exchanges with the other CTA of a pair,
 and consumer warpgroups."""
 
-SCORES, CLEARED = 1, 10
-"""Named barriers: dS of all warpgroups is in shared memory; what lay there past the end of a sequence is
-zero."""
+SCORES = 1
+"""Named barrier: dS of all warpgroups is in shared memory."""
 
 WEIGHED = 13
 """Named barrier: P' of all queries is in shared memory, for the warpgroup that has dS'."""

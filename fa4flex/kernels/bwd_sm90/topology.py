@@ -121,8 +121,6 @@ def _named(config: Config) -> list[NamedBarrier]:
     found = [NamedBarrier("scores", roles.SCORES, both)]
     if config.split == "products":
         found.append(NamedBarrier("weighed", roles.WEIGHED, both))
-    if config.ragged:
-        found.append(NamedBarrier("cleared", roles.CLEARED, both))
     for w in range(config.consumers):
         stages, handed = (config.dq_stages, roles.APART), THREADS + WARP
         found += [
@@ -221,9 +219,8 @@ def _writer(config: Config, copies: bool) -> Role:
 
 def _consumer(config: Config, w: int) -> Role:
     """Without steps, K and V come for nothing, and zeros are stored."""
-    waited = ("k", "v")[: 1 if config.split == "products" and w == 0 and not config.ragged else 2]
-    keys = tuple(replace(_work("wait", name), again=not config.ragged) for name in waited)
-    keys += _cleared(config, w, _work("clear", "k"), _work("clear", "v"))
+    waited = ("k", "v")[: 1 if config.split == "products" and w == 0 else 2]
+    keys = tuple(replace(_work("wait", name), again=True) for name in waited)
     keys += tuple(_work("read", name) for name in _kept(config, w))
     step = _STEPS[config.split](config, w)
     sums = tuple(Event("read", f"{name} of {w}") for name in _sums(config, w))
@@ -232,8 +229,7 @@ def _consumer(config: Config, w: int) -> Role:
     following: Events = ()
     if config.persistent:
         last = _sums(config, w)[-1]
-        left = () if config.ragged else (_work("drain", f"{last} rows {w}"),)
-        following = (*(_work(action, "next") for action in RECEIVE), *left)
+        following = (*(_work(action, "next") for action in RECEIVE), _work("drain", f"{last} rows {w}"))
     free, met = Event("sync", "scores"), Event("sync", "scores")
     if config.persistent:
         free, met = _all_read(config, w), Event("sync", f"stored {w}")
@@ -250,19 +246,10 @@ def _consumer(config: Config, w: int) -> Role:
     )
 
 
-def _cleared(config: Config, w: int, *clear: Event) -> Events:
-    """Events where sequences end within tiles: all warpgroups clear what follows, each some columns; here the
-    first does."""
-    if not config.ragged:
-        return ()
-    return tuple(replace(e, maybe=True) for e in (*clear[: 0 if w else None], Event("sync", "cleared")))
-
-
 def _scores(config: Config, w: int) -> Events:
     return (
         Event("wait", "q"),
         Event("wait", "dout"),
-        *_cleared(config, w, Event("clear", "q"), Event("clear", "dout")),
         *(Event("issue", "S"), Event("issue", "dP"), Event("finish", "S"), Event("finish", "dP")),
         *(Event("read", f"S of {w}"), Event("read", f"dP of {w}")),
     )
@@ -293,10 +280,7 @@ def _by_columns(config: Config, w: int) -> Events:
 
 def _by_products(config: Config, w: int) -> Events:
     """The first warpgroup shows P', weighed by slopes, for the dS' of the other."""
-    there = (
-        *(Event("wait", "q"), Event("wait", "dout")),
-        *_cleared(config, w, Event("clear", "q"), Event("clear", "dout")),
-    )
+    there = Event("wait", "q"), Event("wait", "dout")
     if w == 0:
         return (
             *(*there, Event("issue", "S"), Event("finish", "S"), Event("read", "S of 0")),
@@ -355,7 +339,7 @@ def _products(config: Config, w: int) -> tuple[Product, ...]:
 
 def _store(config: Config, w: int) -> Events:
     """dK and dV leave by the copy engine, or by threads, together or one after the other."""
-    leave: Action = "store" if config.persistent and not config.ragged else "read"
+    leave: Action = "store" if config.persistent else "read"
     there = Event("sync", f"stored {w}")
 
     def batch(*names: str) -> Events:
@@ -364,5 +348,4 @@ def _store(config: Config, w: int) -> Events:
 
     if not _leave_apart(config):
         return batch(*_sums(config, w))
-    left = () if config.ragged else (_work("drain", f"dK rows {w}"),)
-    return *batch("dK"), *left, there, *batch("dV")
+    return *batch("dK"), _work("drain", f"dK rows {w}"), there, *batch("dV")
