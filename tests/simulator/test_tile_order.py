@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import runpy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cutlass
@@ -21,7 +22,7 @@ from fa4flex import Schedule, Varlen
 from fa4flex.codegen.plan.problem import Problem
 from fa4flex.codegen.plan.target import SM100A
 from fa4flex.kernels.common import work
-from fa4flex.kernels.common.backward import in_section, sections_of
+from fa4flex.kernels.common.backward import BackwardTileScheduler, in_section, sections_of
 from fa4flex.kernels.dispatch import plan_forward
 from fa4flex.variants import causal, sliding_window
 
@@ -103,6 +104,39 @@ def test_a_section_of_heads_takes_one_tile_of_keys_after_the_other(pairs: int, w
         for pair in range(first, min(first + width, pairs))
     ]
     assert places.tolist() == expected
+
+
+@cute.jit
+def put_packed(found: cute.Tensor, q: cute.Tensor, k: cute.Tensor, ends: cute.Tensor) -> None:
+    given = SimpleNamespace(
+        q=q, k=k, v=k, cu_seqlens_q=ends, cu_seqlens_k=ends, turns=None, dk_parts=None, tables=None
+    )
+    config = SimpleNamespace(tile_n=128, masked=False)
+    grid = BackwardTileScheduler(config, None, packed_sections=True).grid(given)  # type: ignore[arg-type]
+    found[0], found[1] = grid.total, grid.sections.width.divisor
+
+
+@pytest.mark.parametrize(
+    ("sequences", "tokens", "heads", "kv_heads", "dim", "width"),
+    [
+        (16, 16384, 16, 16, 128, 16),  # 1 MiB of queries, output gradients and sums each
+        (16, 16384, 64, 64, 128, 32),
+        (16, 16384, 128, 128, 64, 64),
+        (64, 32768, 32, 8, 128, 8),
+        (16, 32768, 32, 8, 128, 4),
+        (1, 16384, 16, 16, 128, 2),
+        (1, 1 << 20, 4, 4, 128, 1),
+    ],
+)
+def test_heads_of_packed_sequences_go_in_sections(
+    sequences: int, tokens: int, heads: int, kv_heads: int, dim: int, width: int
+) -> None:
+    """As many heads of keys as 32 MiB hold the queries of, for a sequence of the average length: one tile of
+    keys of all of them after the other."""
+    q, k = (torch.empty(1, 1, dim).bfloat16().expand(tokens, n, dim) for n in (heads, kv_heads))
+    found, ends = torch.zeros(2, dtype=torch.int32), torch.zeros(sequences + 1, dtype=torch.int32)
+    put_packed(*(from_dlpack(x) for x in (found, q, k, ends)))
+    assert found.tolist() == [kv_heads * (tokens // 128 + sequences), width]
 
 
 @cute.jit

@@ -53,7 +53,7 @@ class Backward:
         self.config = config
         self.hooks = hooks
         self.cluster = Cluster(config.ctas)
-        self.scheduler = BackwardTileScheduler(config, hooks, config.ctas)
+        self.scheduler = BackwardTileScheduler(config, hooks, config.ctas, packed_sections=True)
         self.producer = Producer(config, self.scheduler)
         self.copied = tuple(share for share in hooks.shares if share.rate == "copy")
         self.writer = DqStore(config, self.copied, self.scheduler)

@@ -65,12 +65,13 @@ class QueryTiles(NamedTuple):
 class BackwardTileScheduler:
     """The tiles of keys that a block takes; `config` has tile_m, tile_n and masked, and is `deterministic`
     where sums are ordered: then turn_rows tells how many rows of a tile take turns by themselves. ctas: that
-    take a tile together."""
+    take a tile together. packed_sections: heads of packed sequences go in sections, too."""
 
-    def __init__(self, config: Any, hooks: Hooks, ctas: int = 1) -> None:
+    def __init__(self, config: Any, hooks: Hooks, ctas: int = 1, packed_sections: bool = False) -> None:
         self.config = config
         self.hooks = hooks
         self.ctas = ctas
+        self.packed_sections = packed_sections
 
     @cute.jit
     def grid(self, arguments: BackwardArguments) -> KeyGrid:
@@ -91,7 +92,7 @@ class BackwardTileScheduler:
         sections = None
         if const_expr(self.in_sections(arguments)):
             together = heads
-            if const_expr(arguments.cu_seqlens_k is None):
+            if const_expr(arguments.cu_seqlens_k is None or not self.ordered(arguments)):
                 together = self.heads_at_a_time(arguments, heads)
             sections = sections_of(tiles, pairs, together)
         return KeyGrid(tiles * pairs, Divisor(tiles), Divisor(heads), group, sections, parts)
@@ -100,15 +101,22 @@ class BackwardTileScheduler:
         return arguments.turns is not None
 
     def in_sections(self, arguments: BackwardArguments) -> bool:
-        return self.ordered(arguments) or (self.config.masked and arguments.cu_seqlens_k is None)
+        packed = arguments.cu_seqlens_k is not None
+        return self.ordered(arguments) or (self.packed_sections if packed else self.config.masked)
 
     def heads_at_a_time(self, arguments: BackwardArguments, dk_heads: Int32) -> Int32:
         """Heads of dK, of which there are `dk_heads`, in a section. Blocks of one head that run at the same
         time wait for each other where sums are ordered; and where a mask leaves the tiles of keys of a head
-        less and less work, a head that comes last ends with its longest tiles' blocks alone. As many heads
-        run beside each other as the L2 cache holds queries and sums of."""
-        batch, q_len, heads, head_dim = arguments.q.shape
-        row_bytes = 2 * (head_dim + arguments.v.shape[3]) + 4 * head_dim
+        less and less work, or sequences differ in length, a head that comes last ends with its longest tiles'
+        blocks alone. As many heads run beside each other as the L2 cache holds queries and sums of: of a
+        packed sequence, whose length is not known here, those of the average."""
+        *rows, heads, head_dim = arguments.q.shape
+        batch, q_len = 1, rows[-1]
+        if arguments.cu_seqlens_q is not None:
+            q_len = cute.ceil_div(q_len, arguments.cu_seqlens_q.shape[0] - 1)
+        else:
+            batch = rows[0]
+        row_bytes = 2 * (head_dim + arguments.v.shape[-1]) + 4 * head_dim
         head_bytes = Int64(q_len) * row_bytes * (heads // dk_heads)
         group = Int32(cutlass.min(L2_BYTES // cutlass.max(head_bytes, Int64(1)), Int64(1 << 20)))
         return cutlass.max(cutlass.min(group, Int32(dk_heads * batch)), Int32(1))
