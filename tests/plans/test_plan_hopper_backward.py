@@ -132,7 +132,7 @@ def test_which_ctas_come_in_pairs() -> None:
     assert (pair.ctas, pair.tile, pair.split, pair.persistent) == (2, PAIR_TILE, "products", False)
     assert planned(replace(wide, head_dim=160, head_dim_v=160, long_scores=True), 192).ctas == 2
     assert planned(wide, 160).ctas == planned(replace(wide, deterministic=True), 192).ctas == 1
-    assert planned(replace(wide, lengths="used"), 192).ctas == 1
+    assert planned(replace(wide, lengths="used"), 192).ctas == 2
     assert planned(replace(wide, gradients=((0, "sum"),)), 192).ctas == 1
     assert planned(replace(wide, head_dim_v=64), 192).ctas == 1  # K of the other CTA is wider than V
     assert planned(LIGHT, 192).ctas == planned(replace(wide, head_dim_v=128), 192).ctas == 1
@@ -260,9 +260,6 @@ KINDS = {
     "products, K in shared memory": Problem(192, 192, long_scores=True),
     "persistent products": Problem(160, 160),
     "products of pairs": Problem(192, 192),
-    "packed": Problem(64, 64, lengths="packed"),
-    "packed columns": Problem(256, 256, lengths="packed"),
-    "packed products": Problem(192, 192, lengths="packed"),
 }
 KIND = pytest.mark.parametrize("kind", KINDS)
 
@@ -273,6 +270,17 @@ PAIRS = "products of pairs"
 @cache
 def sound(kind: str) -> Topology:
     return planned(KINDS[kind], 192 * (kind == PAIRS)).topology
+
+
+@pytest.mark.parametrize("width", [64, 96, 192, 256])
+def test_ragged_batches_have_the_pipeline_of_dense_ones(width: int) -> None:
+    """What ends within a tile, TMA ends."""
+    for paired in (0, 192):
+        dense, packed, used = (
+            planned(Problem(width, width, lengths=lengths), paired).topology  # type: ignore[arg-type]
+            for lengths in ("dense", "packed", "used")
+        )
+        assert dense == packed == used
 
 
 def works_of(pipeline: Topology) -> tuple[list[int], ...]:

@@ -10,11 +10,11 @@ from cutlass import Int32, cute
 
 from fa4flex.kernels.bwd_sm90.config import Config
 from fa4flex.kernels.bwd_sm90.dq_store import THREADS
-from fa4flex.kernels.bwd_sm90.resources import Pipes, Shared
+from fa4flex.kernels.bwd_sm90.resources import Pipes, Shared, keys_of
 from fa4flex.kernels.bwd_sm90.roles import DS_FREE, DS_SHARED, SHARES
 from fa4flex.kernels.common.backward import BackwardArguments, BackwardTileScheduler, KeyGrid, KeyWork
 from fa4flex.kernels.common.cluster import Cluster
-from fa4flex.kernels.common.transfer import Views, copy_to_peer, load_once, partition, sequence
+from fa4flex.kernels.common.transfer import Views, copy_to_peer, load_once, partition
 
 
 class Exchange:
@@ -46,7 +46,7 @@ class Exchange:
         assert shared.k_peer is not None
         rank, ctas = self.cluster.rank(), self.config.ctas
         rows, columns = self.config.block_keys, self.config.head_dim // ctas
-        whole = sequence(transfer.tma_tensor, work.kv_offset, work.kv_head, work.b)
+        whole = keys_of(self.config, transfer.tma_tensor, work, work.kv_head)
         tiles = cute.local_tile(whole, (rows, columns), (None, None))
         stage = cute.append(shared.k_peer.layout, cute.make_layout(1))
         to_shared, from_global = partition(transfer, cute.make_tensor(shared.k_peer.iterator, stage), tiles)

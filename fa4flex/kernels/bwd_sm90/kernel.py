@@ -172,9 +172,8 @@ class Backward:
         if self.config.ctas == 1:
             return ()
         layout = cute.slice_(self.peer_layout(arguments.k.element_type), (None, None, 0))
-        rows = reordered(arguments.k, [1, 3, 2, 0])
-        tile = cute.size(layout, mode=[0]), cute.size(layout, mode=[1])
-        return (cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), rows, layout, tile),)
+        tile, load = (cute.size(layout, mode=[i]) for i in range(2)), cpasync.CopyBulkTensorTileG2SOp()
+        return (cpasync.make_tiled_tma_atom(load, self.rows(arguments.k), layout, tuple(tile)),)
 
     def copies(self, arguments: BackwardArguments) -> tuple[Any, ...]:
         """Descriptors of captured gradients (queries, keys, other axes) that take tiles of dS."""
