@@ -54,8 +54,10 @@ PER_HEAD = {(SM100A, 128): 96}
 keys."""
 
 
-def check(name: str, width: Width, target: Target = SM100A, sizes: Sizes = Sizes()) -> None:
-    kind = Kind(DRAWS[name], sizes=sizes)
+def check(
+    name: str, width: Width, target: Target = SM100A, sizes: Sizes = Sizes(), lengths: str = "dense"
+) -> None:
+    kind = Kind(DRAWS[name], lengths, sizes)
     plan, (source, problem, signature) = launched_backward(kind, widths(width), target)
     entry = plan.module.removeprefix("fa4flex.kernels.").replace(".", "") + "kernel"
     source.load()  # imports the compiler
@@ -137,6 +139,11 @@ def test_some_kernels_of_few_keys(draw: int) -> None:
 def test_some_kernels_of_few_tiles(draw: int) -> None:
     """A lone consumer warpgroup spills no more than two."""
     check(*random.sample(FEW_TILES, 2)[draw], SM90A, SMALL)
+
+
+def test_some_kernel_of_packed_sequences() -> None:
+    """What finds a sequence, and where it ends, spills nothing."""
+    check(random.choice(LIGHT), random.choice((64, 128, 160, 192)), SM90A, lengths="packed")
 
 
 @pytest.mark.exhaustive

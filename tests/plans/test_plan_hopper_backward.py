@@ -395,8 +395,8 @@ def matters(event: Event, where: str, kind: str) -> bool:
     """True if the simulation finds one less. Warps of a warpgroup, which gather at `stored`, or at `scores`
     where there is one, are one role here; what comes for nothing is said to be read, and others read the next
     number, too. A drain is followed by others: see below. What is announced is part of what the other CTA
-    sends here, and dS is read as it is sent. Where products are shared out, the second warpgroup reads K after
-    it has met the first one, which has waited, too."""
+    sends here, and dS is read as it is sent. Where products are shared out, the second warpgroup reads K
+    after it has met the first one, which has waited, too."""
     told = event.action, event.target
     alone = ("scores",) * (kind == "few tiles")
     gathers = event.action == "sync" and event.target.startswith(("stored", *alone))
