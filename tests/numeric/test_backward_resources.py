@@ -142,7 +142,7 @@ def test_some_kernels_of_few_tiles(draw: int) -> None:
 
 
 def test_some_kernel_of_packed_sequences() -> None:
-    """What finds a sequence, and where it ends, spills nothing."""
+    """A search for a sequence, and for where it ends, spills nothing."""
     name, width = random.choice([x for x in ON_HOPPER if x[0] in LIGHT and x[1] in (64, 128, 160, 192)])
     check(name, width, SM90A, lengths="packed")
 

@@ -274,7 +274,7 @@ def sound(kind: str) -> Topology:
 
 @pytest.mark.parametrize("width", [64, 96, 192, 256])
 def test_ragged_batches_have_the_pipeline_of_dense_ones(width: int) -> None:
-    """What ends within a tile, TMA ends."""
+    """TMA ends what ends within a tile."""
     for paired in (0, 192):
         dense, packed, used = (
             planned(Problem(width, width, lengths=lengths), paired).topology  # type: ignore[arg-type]
