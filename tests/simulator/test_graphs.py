@@ -101,6 +101,7 @@ CASES = {
     "bwd_sm90 pairs without queries": Case(HOPPER, True, masked=True, q_len=70, dims=(160, 160), pair=True),
     "bwd_sm90 products, persistent": Case(HOPPER, True, masked=True, kv_len=200, dims=(160, 160)),
     "bwd_sm90 products, packed": Case(HOPPER, True, lengths=RAGGED, dims=(160, 160)),
+    "bwd_sm90 pairs, packed": Case(HOPPER, True, lengths=RAGGED, dims=(192, 192), pair=True),
     "fwd_sm100": Case(BLACKWELL),
     "fwd_sm100 masked": Case(BLACKWELL, masked=True, dims=(128, 128)),
     "fwd_sm100 packed": Case(BLACKWELL, lengths=RAGGED, masked=True),
