@@ -153,7 +153,7 @@ def _same_tiles(inputs: Inputs, target: Target) -> Reach:
     each = _few_tiles(inputs, target)
     if each < 0 or _has_few_keys(inputs, target):
         return Reach()
-    limit, sequences = each * target.halved_tile, _fewest_tiles(inputs, target)
+    limit, sequences = each * target.halved_tile, _few_in_all(inputs, target)
     if _has_few_tiles(inputs, target):
         return Reach((0, 0, 0), (sequences // each, ANY, limit))
     return Reach((sequences // (each + 1) + 1, 0, limit + 1), (ANY, ANY, ANY))
@@ -164,10 +164,10 @@ def _few_tiles(inputs: Inputs, target: Target) -> int:
     kernels do not differ by that."""
     if inputs.lengths != "dense" or max(inputs.head_dim, inputs.head_dim_v) > target.halved_width:
         return -1
-    return _fewest_tiles(inputs, target) // max(inputs.extents.batch, 1)
+    return _few_in_all(inputs, target) // max(inputs.extents.batch, 1)
 
 
-def _fewest_tiles(inputs: Inputs, target: Target) -> int:
+def _few_in_all(inputs: Inputs, target: Target) -> int:
     """The most tiles of all sequences, for a head of queries, that are few."""
     return target.multiprocessors // 2 // max(inputs.extents.heads, 1)
 

@@ -37,7 +37,7 @@ from fa4flex.kernels.common.backward import BackwardArguments, BackwardTileSched
 from fa4flex.kernels.common.cluster import Cluster
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.tensor_core import operand_ring, tensor_memory
-from fa4flex.kernels.common.transfer import ending, reordered
+from fa4flex.kernels.common.transfer import tokens_first
 
 NUMBERS = ("lse2", "delta")
 """Statistics of rows, in rings of their own."""
@@ -108,9 +108,7 @@ class Backward:
 
     def whole(self, name: str, arguments: BackwardArguments) -> cute.Tensor:
         """The global tensor of an operand, as `Transfers` has it."""
-        tensor = getattr(arguments, name)
-        rows = reordered(tensor, [1, 3, 2, 0] if cute.rank(tensor) == 4 else [0, 2, 1])
-        return ending(rows) if self.config.ragged else rows
+        return tokens_first(getattr(arguments, name), self.config.ragged)
 
     def stages(self, name: str) -> int:
         return self.config.q_stages if name in ("q", "q_t", "lse2") else self.config.do_stages

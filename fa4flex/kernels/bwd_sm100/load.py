@@ -18,7 +18,7 @@ from fa4flex.kernels.common.backward import (
     rows_of,
 )
 from fa4flex.kernels.common.cluster import Cluster
-from fa4flex.kernels.common.transfer import Views, ended, load_once, load_stage, partition
+from fa4flex.kernels.common.transfer import Views, head_of, load_once, load_stage, partition
 
 
 class Transfers(NamedTuple):
@@ -81,9 +81,7 @@ class Load:
         self, transfer: Any, offset: Int32, length: Int32, place: tuple[Int32, Int32], axis: int = 0
     ) -> cute.Tensor:
         """A head of a sequence, whose tokens follow each other along `axis`."""
-        if self.config.ragged:
-            return ended(transfer.tma_tensor, offset, length, *place, axis)
-        return transfer.tma_tensor[None, None, *place]
+        return head_of(transfer.tma_tensor, self.config.ragged, (offset, length), place, axis)
 
     def views(
         self,

@@ -65,6 +65,9 @@ class Tiles:
 
 
 class Consumer:
+    alike = False
+    """True if steps with a mask take nothing more than those without."""
+
     def __init__(self, config: Config, hooks: Hooks, scheduler: BackwardTileScheduler) -> None:
         self.config = config
         self.hooks = hooks
@@ -78,8 +81,6 @@ class Consumer:
         apart = config.persistent and config.dq_stages == 1
         self.batches: tuple[tuple[int, ...], ...] = ((0,), (1,)) if apart else ((0, 1),)
         """Groups of dK and dV that leave together: shared memory may hold one of them."""
-        self.alike = False
-        """True if steps with a mask take nothing more than those without."""
         self.late = any(not share.scaled for share in self.shares)
         """True if slopes come in after what modified scores add to captured tensors was taken."""
 

@@ -35,7 +35,7 @@ from fa4flex.kernels.common.backward import BackwardArguments, BackwardTileSched
 from fa4flex.kernels.common.cluster import Cluster
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.next_tile import NextTile
-from fa4flex.kernels.common.transfer import ending, reordered
+from fa4flex.kernels.common.transfer import reordered, tokens_first
 
 CONSUMERS = {"keys": (Consumer,), "columns": (ColumnConsumer,), "products": (ValueGradient, KeyGradient)}
 """Classes of consumers, by what their warpgroups share out: of all warpgroups, or of each."""
@@ -157,9 +157,8 @@ class Backward:
         )
 
     def rows(self, tensor: cute.Tensor) -> cute.Tensor:
-        """A tensor as TMA moves it, tokens first: ragged ones as `ending` has them."""
-        rows = reordered(tensor, [1, 3, 2, 0] if cute.rank(tensor) == 4 else [0, 2, 1])
-        return ending(rows) if self.config.ragged else rows
+        """A tensor as TMA moves it."""
+        return tokens_first(tensor, self.config.ragged)
 
     def peer_layout(self, kind: Any) -> Any:
         """Columns of the keys of a pair's other CTA: where V was, and as K lies."""

@@ -92,7 +92,7 @@ class PairedKeyGradient(KeyGradient):
         mmas, operands, _ = given
         _, lane, _, count = places
         q_t = operands.q_t[None, None, None, states[0].index]
-        dprob = self.made(given, shared, pipes, states, places, masked)
+        dprob = self.made(given, shared, pipes, states, lane)
         ds = self.weighed(dprob, shared, lane)
         cute.arch.barrier_arrive(barrier_id=WEIGHTS_READ, number_of_threads=LANES * self.config.consumers)
         self.put(shared, mmas, ds, places)

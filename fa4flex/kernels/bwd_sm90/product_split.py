@@ -177,10 +177,7 @@ class KeyGradient(ProductConsumer):
 
     number = 1
     sums = 0
-
-    def __init__(self, config: Config, hooks: Hooks, scheduler: BackwardTileScheduler) -> None:
-        super().__init__(config, hooks, scheduler)
-        self.alike = True
+    alike = True
 
     def keep(self, mmas: Mmas, operands: Operands, shared: Shared, lane: Int32) -> None:
         self.keep_rows(mmas.dprob, shared.v, operands.v, lane)
@@ -200,7 +197,7 @@ class KeyGradient(ProductConsumer):
         q_state, _ = states
         _, lane, w, count = places
         parity = count % 2
-        dprob = self.made(given, shared, pipes, states, places, masked)
+        dprob = self.made(given, shared, pipes, states, lane)
         ds = self.weighed(dprob, shared, lane)
         self.share(shared.ds[None, None, parity], mmas.dprob, ds, (lane, w), self.along_keys)
         self.meet()
@@ -217,13 +214,11 @@ class KeyGradient(ProductConsumer):
         shared: Shared,
         pipes: Pipes,
         states: States,
-        places: tuple[Int32, Int32, Int32, Int32],
-        masked: bool,
+        lane: Int32,
     ) -> cute.Tensor:
         """dP', less its rows' sums."""
         mmas, operands, _ = given
         _, do_state = states
-        _, lane, _, _ = places
         self.await_step(pipes, states)
         dprob = self.scores_of(mmas.dprob)
         self.begin_dprob(dprob, shared.delta[None, do_state.index], lane)

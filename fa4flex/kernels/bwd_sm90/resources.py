@@ -13,7 +13,7 @@ from cutlass.tensor_utils import LayoutEnum
 from fa4flex.kernels.bwd_sm90.config import Config, swizzle
 from fa4flex.kernels.common.backward import KeyWork
 from fa4flex.kernels.common.next_tile import NextTile
-from fa4flex.kernels.common.transfer import ended, reordered, sequence
+from fa4flex.kernels.common.transfer import head_of, reordered
 
 
 @dataclass(frozen=True)
@@ -92,17 +92,13 @@ class Operands:
 
 
 def queries_of(config: Config, tensor: cute.Tensor, work: KeyWork, h: Int32) -> cute.Tensor:
-    """A head of q or dO, (tokens, width), as TMA has it: what follows the end of a sequence is 0."""
-    if config.ragged:
-        return ended(tensor, work.q_offset, work.q_len, h, work.b)
-    return sequence(tensor, work.q_offset, h, work.b)
+    """A head of q or dO, (tokens, width), as TMA has it."""
+    return head_of(tensor, config.ragged, (work.q_offset, work.q_len), (h, work.b))
 
 
 def keys_of(config: Config, tensor: cute.Tensor, work: KeyWork, head: Int32) -> cute.Tensor:
-    """A head of k or v, or of dK or dV, likewise: what follows the end is not written either."""
-    if config.ragged:
-        return ended(tensor, work.kv_offset, work.kv_len, head, work.b)
-    return sequence(tensor, work.kv_offset, head, work.b)
+    """A head of k or v, or of dK or dV, likewise."""
+    return head_of(tensor, config.ragged, (work.kv_offset, work.kv_len), (head, work.b))
 
 
 def transposed(tensor: cute.Tensor) -> cute.Tensor:

@@ -162,6 +162,28 @@ def ended(
     return cute.domain_offset((before, 0) if axis == 0 else (0, before), one)
 
 
+def tokens_first(tensor: cute.Tensor, ragged: bool) -> cute.Tensor:
+    """[B, S, H, D], or packed [T, H, D], as TMA moves it: (S, D, H, B) or (T, D, H); as `ending` has it where
+    batches are `ragged`."""
+    rows = reordered(tensor, [1, 3, 2, 0] if cute.rank(tensor) == 4 else [0, 2, 1])
+    return ending(rows) if ragged else rows
+
+
+def head_of(
+    tensor: cute.Tensor,
+    ragged: bool,
+    span: tuple[Int32, Int32],
+    place: tuple[Int32, Int32],
+    axis: int = 0,
+) -> cute.Tensor:
+    """One head of one sequence of a tensor that has its `tokens_first`, along `axis`. span: first token and
+    length of the sequence; place: head and batch entry. What follows the end of a ragged one is zeros, and is
+    not written."""
+    if ragged:
+        return ended(tensor, *span, *place, axis)
+    return sequence(tensor, span[0], *place, axis)
+
+
 def release(ring: Any, state: Any) -> None:
     """A warp is done with a stage. A pipeline's own release asks each time which lane it runs on, and that,
     read from a special register, comes late where products keep shared memory busy."""

@@ -121,26 +121,27 @@ class Consumer:
             cute.arch.mbarrier_wait(pipes.q_full + place, turn.phase)
             key_tile = tile_at(keys, Int32(0))
             k_state, v_state = self.first(products, tile, pipes, key_tile, k_state)
-            for i in cutlass.range(1, keys.masked_count, unroll=1):
-                before, key_tile = key_tile, tile_at(keys, i)
-                k_state, v_state = self.step(
-                    products, tile, pipes, (before, key_tile), (k_state, v_state), group, Kind(True)
-                )
-            first_full = cutlass.max(keys.masked_count, 1)
-            if const_expr(self.config.paged):
-                # Beyond the first one, nothing is asked between the products of two tiles that no end cuts.
-                for i in cutlass.range(first_full, cutlass.min(first_full + 1, keys.count), unroll=1):
+
+            @cute.jit
+            def steps(
+                span: tuple[Any, Any], reached: tuple[Int32, Any, Any], kind: cutlass.Constexpr[Kind]
+            ) -> tuple[Int32, Any, Any]:
+                (first, end), (key_tile, k_state, v_state) = span, reached
+                for i in cutlass.range(first, end, unroll=1):
                     before, key_tile = key_tile, tile_at(keys, i)
                     k_state, v_state = self.step(
-                        products, tile, pipes, (before, key_tile), (k_state, v_state), group, Kind(False)
+                        products, tile, pipes, (before, key_tile), (k_state, v_state), group, kind
                     )
-                first_full = first_full + 1
-            for i in cutlass.range(first_full, keys.count, unroll=1):
-                before, key_tile = key_tile, tile_at(keys, i)
-                kind = Kind(False, not self.config.paged)
-                k_state, v_state = self.step(
-                    products, tile, pipes, (before, key_tile), (k_state, v_state), group, kind
-                )
+                return key_tile, k_state, v_state
+
+            reached = steps((1, keys.masked_count), (key_tile, k_state, v_state), Kind(True))
+            full = cutlass.max(keys.masked_count, 1)
+            if const_expr(self.config.paged):
+                # Beyond the first one, nothing is asked between the products of two tiles that no end cuts.
+                reached = steps((full, cutlass.min(full + 1, keys.count)), reached, Kind(False))
+                full = full + 1
+            kind = Kind(False, not self.config.paged)
+            key_tile, k_state, v_state = steps((full, keys.count), reached, kind)
             if const_expr(self.config.frees_queries):
                 self.release_queries(pipes, place)
             self.last(products, tile, pipes, key_tile, v_state, group)
