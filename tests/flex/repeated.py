@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -52,6 +53,22 @@ class Counts:
 
 def qkv(length: int = S, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [torch.randn(1, n, length, 16, dtype=dtype) for n in (2, 1, 1)]
+
+
+def transposed(x: Tensor) -> Tensor:
+    return x.transpose(2, 3).contiguous().transpose(2, 3)
+
+
+Looks = Callable[[list[Tensor]], list[Tensor]]
+LAID_OUT: dict[str, Looks] = {
+    "shape": lambda x: [y[:, :, :150].contiguous() for y in x],
+    "fewer keys": lambda x: [x[0], *[y[:, :, :S - 1].contiguous() for y in x[1:]]],
+    "batch": lambda x: [torch.cat([y, y]) for y in x],
+    "strides of q": lambda x: [transposed(x[0]), *x[1:]],
+    "strides of v": lambda x: [*x[:2], transposed(x[2])],
+    "one tensor twice": lambda x: [x[0], x[1], x[1]],
+}  # fmt: skip
+"""Tensors of q, k and v of other shapes, strides or identities."""
 
 
 class Held:

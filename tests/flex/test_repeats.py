@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from repeated import Counts, Held, S, engines_of_a_test, kept, qkv, repeated, right
-from torch import Tensor
+from repeated import LAID_OUT, Counts, Held, Looks, S, engines_of_a_test, kept, qkv, repeated, right
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -172,18 +171,9 @@ class Dispatched(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def transposed(x: Tensor) -> Tensor:
-    return x.transpose(2, 3).contiguous().transpose(2, 3)
-
-
-LOOKS: dict[str, Callable[[list[Tensor]], list[Tensor]]] = {
-    "shape": lambda x: [y[:, :, :150].contiguous() for y in x],
-    "fewer keys": lambda x: [x[0], *[y[:, :, :S - 1].contiguous() for y in x[1:]]],
-    "batch": lambda x: [torch.cat([y, y]) for y in x],
-    "strides of q": lambda x: [transposed(x[0]), *x[1:]],
-    "strides of v": lambda x: [*x[:2], transposed(x[2])],
+LOOKS: dict[str, Looks] = {
+    **LAID_OUT,
     "dtype": lambda x: [y.double() for y in x],
-    "one tensor twice": lambda x: [x[0], x[1], x[1]],
     "requires_grad": lambda x: [x[0].clone().requires_grad_(), *x[1:]],
 }  # fmt: skip
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from repeated import Counts, Held, S, composed, engines_of_a_test, kept
-from test_repeats import Dispatched, Seen, transposed
+from repeated import LAID_OUT, Counts, Held, Looks, S, composed, engines_of_a_test, kept
+from test_repeats import Dispatched, Seen
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
@@ -195,14 +195,9 @@ def detached(x: list[Tensor], which: int) -> list[Tensor]:
     return [y.detach() if i == which else y for i, y in enumerate(x)]
 
 
-LOOKS: dict[str, Callable[[list[Tensor]], list[Tensor]]] = {
-    "shape": lambda x: [y[:, :, :150].contiguous() for y in x],
-    "fewer keys": lambda x: [x[0], *[y[:, :, :S - 1].contiguous() for y in x[1:]]],
-    "batch": lambda x: [torch.cat([y, y]) for y in x],
-    "strides of q": lambda x: [transposed(x[0]), *x[1:]],
-    "strides of v": lambda x: [*x[:2], transposed(x[2])],
+LOOKS: dict[str, Looks] = {
+    **LAID_OUT,
     "dtype": lambda x: [y.float() for y in x],
-    "one tensor twice": lambda x: [x[0], x[1], x[1]],
     "a parameter": lambda x: [torch.nn.Parameter(x[0].detach()), *x[1:]],
     **{f"no gradient of {name}": partial(detached, which=i) for i, name in enumerate("qkv")},
     "no gradient of any": lambda x: [y.detach() for y in x],

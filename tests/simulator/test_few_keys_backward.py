@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import SMS, Width, backward_launches, of_backward, poisoned, widths
+from helpers import SMS, Width, backward_launches, of_backward, widths
 from test_grouped_backward import in_parts
-from test_simulated_backward import COMPOSED, gradients, judge
+from test_simulated_backward import COMPOSED, judged
 
 import fa4flex
 from fa4flex.primitives.schedule import Schedule
@@ -43,15 +43,10 @@ def close(
     timing, seed = random.choice([("eager", 0), ("late", 1), ("random", random.randrange(99))])
     where = f"{name}, {lengths}, width {width}, {kv_heads} heads of keys, {options}, {timing} {seed}"
     wide, wide_v = widths(width)
-    sizes = ((4, q_len, wide), (kv_heads, kv_len, wide), (kv_heads, kv_len, wide_v))
-    qkv = tuple(torch.randn(2, *size).to(dtype) for size in sizes)
-    dout, dlse = torch.randn(2, 4, q_len, wide_v).to(dtype), torch.randn(2, 4, q_len)
-    attn = fa4flex.compile(**MASKED[name], **options)
-    with poisoned(), fa4flex.simulator.device("sm_90a", seed, timing, sms=SMS) as gpu:
-        got = gradients(attn, qkv, dout, dlse)
+    shapes = ((2, 4, q_len, wide), (2, kv_heads, kv_len, wide), (2, kv_heads, kv_len, wide_v))
+    device = fa4flex.simulator.device("sm_90a", seed, timing, sms=SMS)
+    gpu = judged(where, MASKED[name], shapes, device, dtype, **options)
     assert len(of_backward(gpu)) == backward_launches("sm_90a", kv_len, width), where
-    assert not gpu.findings, f"{where}: {gpu.report()}"
-    judge(where, MASKED[name], got, (qkv, dout, dlse))
 
 
 @pytest.mark.slow

@@ -7,12 +7,11 @@ import random
 from typing import Any
 
 import pytest
-import torch
 from captured_cases import CASES, Grid
-from helpers import SMS, Width, of_backward, poisoned, widths
+from helpers import SMS, Width, of_backward, widths
 from pairs import few_tiles
 from test_grouped_backward import in_parts
-from test_simulated_backward import COMPOSED, gradients, judge
+from test_simulated_backward import COMPOSED, judged
 from test_simulated_captured import close as close_captured
 
 import fa4flex
@@ -38,16 +37,10 @@ def close(
     timing, seed = random.choice([("eager", 0), ("late", 1), ("random", random.randrange(99))])
     where = f"{name}, {lengths}, width {width}, {kv_heads} heads of keys, {options}, {timing} {seed}"
     wide, wide_v = widths(width)
-    sizes = ((HEADS, q_len, wide), (kv_heads, kv_len, wide), (kv_heads, kv_len, wide_v))
-    qkv = tuple(torch.randn(1, *size).bfloat16() for size in sizes)
-    dout, dlse = torch.randn(1, HEADS, q_len, wide_v).bfloat16(), torch.randn(1, HEADS, q_len)
-    attn = fa4flex.compile(**COMPOSED[name], **options)
-    with poisoned(), fa4flex.simulator.device("sm_90a", seed, timing, sms=sms) as gpu:
-        got = gradients(attn, qkv, dout, dlse)
-    main = of_backward(gpu)[1]
+    shapes = ((1, HEADS, q_len, wide), (1, kv_heads, kv_len, wide), (1, kv_heads, kv_len, wide_v))
+    device = fa4flex.simulator.device("sm_90a", seed, timing, sms=sms)
+    main = of_backward(judged(where, COMPOSED[name], shapes, device, **options))[1]
     assert main.shape.block == (128 * (2 if max(wide, wide_v) <= ALONE else 3), 1, 1), where
-    assert not gpu.findings, f"{where}: {gpu.report()}"
-    judge(where, COMPOSED[name], got, (qkv, dout, dlse))
 
 
 @pytest.mark.slow

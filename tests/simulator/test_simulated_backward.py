@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
 
@@ -20,6 +22,7 @@ from fa4flex.codegen.plan.arguments import SCHEMAS
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.sinks import Sinks
 from fa4flex.runtime.cuda.launches import ready_backward
+from fa4flex.simulator.doors.device import Gpu
 from fa4flex.variants import alibi, causal, document, sliding_window, softcap
 
 IDS = torch.arange(200) // 70
@@ -70,6 +73,27 @@ def judge(
     captured_cases.judge(where, got, exact, budgets)
 
 
+def judged(
+    where: str,
+    composition: dict[str, Any],
+    shapes: Sequence[tuple[int, ...]],
+    device: AbstractContextManager[Gpu],
+    dtype: torch.dtype = torch.bfloat16,
+    **options: Any,
+) -> Gpu:
+    """The simulated GPU that made gradients of drawn q, k and v, which are as good as PyTorch's, and on which
+    nothing was found."""
+    qkv = tuple(torch.randn(*shape).to(dtype) for shape in shapes)
+    rows = shapes[0][:-1]
+    dout, dlse = torch.randn(*rows, shapes[2][-1]).to(dtype), torch.randn(*rows)
+    attn = fa4flex.compile(**composition, **options)
+    with poisoned(), device as gpu:
+        got = gradients(attn, qkv, dout, dlse)
+    assert not gpu.findings, f"{where}: {gpu.report()}"
+    judge(where, composition, got, (qkv, dout, dlse))
+    return gpu
+
+
 def close(
     name: str,
     q_len: int,
@@ -80,19 +104,13 @@ def close(
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
     """Asserts that gradients are as good as PyTorch's, and that the simulator finds nothing."""
-    composition = COMPOSED[name]
     timing, seed = random.choice([("eager", 0), ("late", 1), ("random", random.randrange(99))])
     where = f"{name}, {q_len} x {kv_len}, width {width}, {kv_heads} heads of keys, {arch}, {timing} {seed}"
     wide, wide_v = widths(width)
-    sizes = ((4, q_len, wide), (kv_heads, kv_len, wide), (kv_heads, kv_len, wide_v))
-    qkv = tuple(torch.randn(1, *size).to(dtype) for size in sizes)
-    dout, dlse = torch.randn(1, 4, q_len, wide_v).to(dtype), torch.randn(1, 4, q_len)
-    attn = fa4flex.compile(**composition)
-    with poisoned(), fa4flex.simulator.device(arch, seed, timing, sms=SMS) as gpu:
-        got = gradients(attn, qkv, dout, dlse)
+    shapes = ((1, 4, q_len, wide), (1, kv_heads, kv_len, wide), (1, kv_heads, kv_len, wide_v))
+    device = fa4flex.simulator.device(arch, seed, timing, sms=SMS)
+    gpu = judged(where, COMPOSED[name], shapes, device, dtype)
     assert len(of_backward(gpu)) == backward_launches(arch, kv_len, width), where
-    assert not gpu.findings, f"{where}: {gpu.report()}"
-    judge(where, composition, got, (qkv, dout, dlse))
 
 
 @pytest.mark.slow
