@@ -16,6 +16,7 @@ from torch import Tensor
 import fa4flex
 from fa4flex.primitives.sinks import Sinks
 from fa4flex.primitives.varlen import Varlen
+from fa4flex.simulator.units import tma
 from fa4flex.variants import alibi, causal, sliding_window, softcap
 
 LENGTHS = [(70, 70), (0, 20), (130, 200), (1, 0), (9, 5)]
@@ -126,6 +127,50 @@ def close(name: str, kind: str, width: Width, arch: str) -> None:
         for one in sequences(x, spans, side):
             one.zero_()
         assert x.count_nonzero() == 0, f"{where}: gradients past the end"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ("packed", "padded"))
+@pytest.mark.parametrize("arch", ARCHS)
+def test_maps_of_loads_begin_at_their_tensors(arch: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hardware looks up a map's base, also where strides around all of memory lead from one that is not
+    mapped to bytes that are; a process's heap, which the simulator reads, goes on before a tensor."""
+    bases, load = set(), tma.load
+
+    def recording(map: tma.TensorMap, box: tma.Box, memory: tma.Memory) -> Any:
+        bases.add(map.address)
+        return load(map, box, memory)
+
+    monkeypatch.setattr(tma, "load", recording)
+    varlen, spans = described(kind)
+    qkv, dout, _ = drawn(kind, 64, spans)
+    inputs = [x.requires_grad_() for x in qkv]
+    with fa4flex.simulator.device(arch, sms=SMS):
+        out = fa4flex.compile(mask=causal)(*inputs, varlen=varlen)
+        bases.clear()
+        torch.autograd.grad(out, inputs, dout)
+    assert bases and bases <= {x.data_ptr() for x in (*qkv, dout)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
+def test_entries_that_are_no_whole_tokens_apart(arch: str) -> None:
+    """Entries of a padded batch 8 elements more apart than their tokens take are copied first."""
+    varlen, spans = described("padded")
+    qkv, dout, _ = drawn("padded", 64, spans)
+    apart = []
+    for x in (*qkv, dout):
+        room = torch.full((x.shape[0], x[0].numel() + 8), math.nan, dtype=x.dtype)
+        apart.append(room[:, :-8].view_as(x).copy_(x))
+    found = []
+    for q, k, v, upstream in ((*qkv, dout), apart):
+        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        with fa4flex.simulator.device(arch, sms=SMS):
+            out = fa4flex.compile(mask=causal)(*inputs, varlen=varlen)
+            found.append(torch.autograd.grad(out, inputs, upstream))
+    for one, other, span in zip(*found, (0, 1, 1), strict=True):
+        for x, y in zip(sequences(one, spans, span), sequences(other, spans, span), strict=True):
+            assert torch.equal(x, y)
 
 
 @pytest.mark.slow

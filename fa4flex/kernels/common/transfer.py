@@ -140,15 +140,25 @@ def sequence(tensor: cute.Tensor, offset: Int32, head: Int32, b: Int32, axis: in
     return cute.domain_offset((offset, 0) if axis == 0 else (0, offset), one)
 
 
+LAP = 1 << 30
+"""Rows of an `ending` tensor, more than a sequence has tokens."""
+AROUND = 2**64 // LAP
+"""Stride that leads around all of memory in one lap, of elements of any size."""
+MOST_TOKENS = 2**31 - 1
+
+
 def ending(tensor: cute.Tensor) -> cute.Tensor:
-    """The same memory as (S, D, E, ...), in which TMA finds the ends of sequences: row S - n + i of end e is
-    token e - n + i. Of a sequence of n tokens, what follows its end is past row S, and zeros are brought."""
-    (rows, *others), (step, *steps) = tensor.shape, tensor.stride
-    before = cute.assume(Int64(rows) * step, divby=8)
-    layout = cute.make_layout(
-        (rows, others[0], rows + 1, *others[1:]), stride=(step, steps[0], step, *steps[1:])
+    """(S, D, H, B) or packed (T, D, H) as (LAP, D, H, lap, E), in which TMA finds the ends of sequences: at
+    lap LAP, row LAP - n + i of end e is token e - n + i, since addresses are those modulo 2^64. Of a sequence
+    of n tokens, what follows its end is past row LAP, and zeros are brought. A base before the tensor would
+    do with one mode less, but TMA loads nothing by a base that is not mapped. The lap's extent tells how many
+    tokens lie between entries of a batch, which have to be a whole number of them."""
+    step, unit, head, *entry = tensor.stride
+    between = Int32(entry[0] // step) if entry else 0
+    shape = (LAP, *tensor.shape[1:3], LAP + 1 + between, MOST_TOKENS)
+    return cute.make_tensor(
+        tensor.iterator, cute.make_layout(shape, stride=(step, unit, head, AROUND - step, step))
     )
-    return cute.make_tensor(tensor.iterator - before, layout)
 
 
 def ended(
@@ -156,9 +166,9 @@ def ended(
 ) -> cute.Tensor:
     """One head of one sequence of `length` tokens, of an `ending` tensor, or of one whose first two modes are
     exchanged: tokens follow each other along `axis`."""
-    batch = (b,) if cute.rank(tensor) == 5 else ()
-    one = tensor[(None, None, offset + length, head, *batch)]
-    before = cute.size(tensor, mode=[axis]) - length
+    between = cute.size(tensor, mode=[3]) - (LAP + 1)
+    one = tensor[(None, None, head, LAP, offset + length + b * between)]
+    before = LAP - length
     return cute.domain_offset((before, 0) if axis == 0 else (0, before), one)
 
 

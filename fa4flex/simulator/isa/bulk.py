@@ -124,6 +124,16 @@ def _placed(
         raise Fault(Finding("out of bounds", text, instruction))
 
 
+def _mapped(warp: Warp, instruction: Instruction, map: tma.TensorMap) -> None:
+    """Faults where hardware takes a load for an illegal access: it looks up the base of a tensor, even where
+    strides lead from there to memory that is mapped. Stores do not."""
+    try:
+        warp.cta.launch.memory.window(map.address, 1)
+    except BadAccess as bad:
+        text = f"{warp} loads by a tensor map whose base, {map.address:#x}, is not mapped"
+        raise Fault(Finding(bad.kind, text, instruction)) from None
+
+
 @translates("cp.async.bulk.tensor")
 def tensor_copy(instruction: Instruction) -> Act:
     known = (
@@ -150,6 +160,7 @@ def tensor_copy(instruction: Instruction) -> Act:
             places = _destinations(access, warp, int(target(warp)[lane]), chosen)
             _aligned(warp, instruction, places[0][1], 128, "a destination")
             _placed(warp, instruction, map, coordinates, writes=False)
+            _mapped(warp, instruction, map)
             at = int(barrier(warp)[lane])
             arrivals = [(c, o, _signalled(access, warp, at, c, multicast, pair)) for c, o in places]
             errand = Errand.alone(warp, f"a TMA load of {warp}", instruction)

@@ -77,6 +77,7 @@ class ReadyBackward:
     groups: Groups | None = None
 
     def __call__(self, call: Call, saved: Saved) -> Gradients:
+        call, saved = _in_whole_tokens(call, saved)
         q, k, v = call.q, call.k, call.v
         *of_heads, rows = saved.lse.shape
         padded = self.padded(call, rows)
@@ -111,6 +112,23 @@ class ReadyBackward:
         if call.packed:
             return (rows // ROW_BLOCK + call.extents().batch) * ROW_BLOCK
         return -(-rows // self.row_block) * self.row_block
+
+
+def _in_whole_tokens(call: Call, saved: Saved) -> tuple[Call, Saved]:
+    """The same call, copied where kernels could not find the ends of a padded batch's sequences: they count
+    in tokens from one entry to the next (kernels/common/transfer.py, `ending`)."""
+    if call.packed or call.lengths is NO_LENGTHS or call.q.shape[0] == 1:
+        return call, saved
+    axis = 2 if call.heads_first else 1
+    q, k, v, dout = (
+        x if x.stride(axis) and x.stride(0) % x.stride(axis) == 0 else _copied(x)
+        for x in (call.q, call.k, call.v, saved.dout)
+    )
+    return call._replace(q=q, k=k, v=v), saved._replace(dout=dout)
+
+
+def _copied(x: Tensor) -> Tensor:
+    return x.detach().clone(memory_format=torch.contiguous_format)
 
 
 def _like(x: Tensor) -> Tensor:
