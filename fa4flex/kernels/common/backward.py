@@ -108,8 +108,9 @@ class BackwardTileScheduler:
         """Heads of dK, of which there are `dk_heads`, in a section. Blocks of one head that run at the same
         time wait for each other where sums are ordered; and where a mask leaves the tiles of keys of a head
         less and less work, or sequences differ in length, a head that comes last ends with its longest tiles'
-        blocks alone. As many heads run beside each other as the L2 cache holds queries and sums of: of a
-        packed sequence, whose length is not known here, those of the average."""
+        blocks alone. About as many heads run beside each other as the L2 cache holds queries and sums of: of
+        a packed sequence, whose length is not known here, those of the average. Sections are of about one
+        width: the long tiles of a narrow last one would begin when there is nothing left beside them."""
         *rows, heads, head_dim = arguments.q.shape
         batch, q_len = 1, rows[-1]
         if arguments.cu_seqlens_q is not None:
@@ -119,7 +120,10 @@ class BackwardTileScheduler:
         row_bytes = 2 * (head_dim + arguments.v.shape[-1]) + 4 * head_dim
         head_bytes = Int64(q_len) * row_bytes * (heads // dk_heads)
         group = Int32(cutlass.min(L2_BYTES // cutlass.max(head_bytes, Int64(1)), Int64(1 << 20)))
-        return cutlass.max(cutlass.min(group, Int32(dk_heads * batch)), Int32(1))
+        pairs = Int32(dk_heads * batch)
+        width = cutlass.max(cutlass.min(group, pairs), Int32(1))
+        sections = cutlass.max((pairs + width // 2) // width, Int32(1))
+        return cutlass.max(cute.ceil_div(pairs, sections), Int32(1))
 
     def first(self) -> Int32:
         """The number of a block's first tile."""
