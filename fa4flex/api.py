@@ -14,6 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from fa4flex import calls
 from fa4flex.codegen.build import Program, Trace
+from fa4flex.default_device import on_the_host
 from fa4flex.drop_in import flex_attention
 from fa4flex.primitives.blocks import BlockMap
 from fa4flex.primitives.kv_scales import KVScales
@@ -64,6 +65,7 @@ class Attention:
         """Program and memory that calls of this variant share."""
         return self._calling().prepared
 
+    @on_the_host
     def _calling(self) -> launch.Calling:
         return launch.calling(self.variant, self._caller)
 
@@ -131,12 +133,14 @@ class Attention:
     def __reduce__(self) -> Any:
         return _loaded, (self.variant,)
 
+    @on_the_host
     def explain(self, q_len: int = 4096, kv_len: int | None = None, arch: str | None = None) -> Explanation:
         """In words: what was composed, what was proved and what is evaluated, and why, at these lengths."""
         from fa4flex.view.explain import explain
 
         return explain(self.program, q_len, q_len if kv_len is None else kv_len, arch)
 
+    @on_the_host
     def source(self, stage: str = "trace", **problem: Any) -> str:
         """The program at a stage as readable text, each line with the user's line that it came from.
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fa4flex.codegen.blame import dress
+from fa4flex.default_device import on_the_host
 from fa4flex.errors import EarlierError, Fa4flexError
 from fa4flex.primitives.kv_scales import KVScales
 from fa4flex.primitives.paging import Paging
@@ -32,6 +33,19 @@ def run(
         wide, dtype = eight_bit.read_as(variant, qkv, varlen, paging, scales)
         out, lse, largest = graphs.run(variant, wide, varlen, paging, statistics)
         return out.to(dtype), lse, largest
+    return _run_now(variant, caller, qkv, varlen, paging, statistics, scales)
+
+
+@on_the_host
+def _run_now(
+    variant: Variant,
+    caller: launch.Caller | None,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    varlen: Varlen | None,
+    paging: Paging | None,
+    statistics: launch.Statistics,
+    scales: KVScales | None,
+) -> launch.Results:
     now: launch.Calling | None = None
     try:
         if caller is not None and caller.recent is not None and scales is None:

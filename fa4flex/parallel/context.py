@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fa4flex.codegen.blame import dress
 from fa4flex.contents import VALIDATE
+from fa4flex.default_device import on_the_host
 from fa4flex.errors import Fa4flexError, InputError, UnsupportedError
 from fa4flex.parallel.attend import Attend, Job, attend_heads
 from fa4flex.parallel.dtensors import as_dtensor, is_dtensor, local_parts, whole_captured
@@ -77,20 +78,24 @@ class ContextParallel:
 
     # --- where tokens lie -----------------------------------------------------------------------------------
 
+    @on_the_host
     def plan(self, lengths: Lengths, batch: int = 1, heads: int = 1) -> Plan:
         """Placement and exchange for these lengths. `batch` and `heads` matter where the mask reads them."""
         extents = Extents(*_pair(lengths), batch, heads)
         return self._plan(self._planning(), extents)
 
+    @on_the_host
     def placement(self, lengths: Lengths, batch: int = 1, heads: int = 1) -> Placement:
         """Tokens that each rank holds."""
         found = self.plan(lengths, batch, heads).placement
         return found if self.across is None else split_placement(found, self.across.size)
 
+    @on_the_host
     def shard(self, x: Tensor, dim: int, **sizes: int) -> Tensor:
         """This rank's tokens of a whole tensor, with as many keys as queries; `dim` is the sequence."""
         return self.placement(x.shape[dim], **sizes).shard(x, self.rank, dim)
 
+    @on_the_host
     def unshard(self, x: Tensor, dim: int, length: int, **sizes: int) -> Tensor:
         """The whole tensor, on every rank, of each rank's tokens. No gradients flow back."""
         placement = self.plan(length, **sizes).placement
@@ -100,6 +105,7 @@ class ContextParallel:
         rows = _gathered(self.links, rows, placement.queries)
         return placement.unshard(rows.split(list(map(tokens, placement.queries))), 0).movedim(0, dim)
 
+    @on_the_host
     def positions(self, length: int, **sizes: int) -> Tensor:
         """The place in the whole of each of this rank's tokens: position ids."""
         return self.placement(length, **sizes).positions(self.rank)
@@ -180,6 +186,7 @@ class ContextParallel:
         sizes = q.shape[0], q.shape[3 - dim], q.shape[dim]
         return out, as_dtensor(lse, q, sizes, {dim: SEQUENCE, 3 - dim: 3 - SEQUENCE})
 
+    @on_the_host
     def _called(
         self,
         qkv: tuple[Tensor, Tensor, Tensor],

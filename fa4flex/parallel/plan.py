@@ -13,6 +13,7 @@ from fa4flex.codegen.analyze.tiles import Shape
 from fa4flex.codegen.build import Bound, bind
 from fa4flex.codegen.evaluate import Captured
 from fa4flex.contents import VersionedCache
+from fa4flex.default_device import on_the_host
 from fa4flex.errors import InputError
 from fa4flex.parallel.exchange import Exchange, exchange
 from fa4flex.parallel.placement import UNEVEN, Kind, Placement, Ranges, place
@@ -97,6 +98,7 @@ class Plan:
         return f"{self.placement.explain()}\n{self.exchange.explain()}"
 
 
+@on_the_host
 def plan(
     variant: Variant,
     lengths: int | tuple[int, int],

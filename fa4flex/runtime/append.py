@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fa4flex.compiler.simulated import simulating
+from fa4flex.default_device import on_the_host
 from fa4flex.errors import InputError
 from fa4flex.primitives.rotary import Rotary
 from fa4flex.primitives.varlen import Varlen
@@ -24,6 +25,7 @@ library.define(
 )
 
 
+@on_the_host
 def _append(
     k: Tensor,
     v: Tensor,

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from fa4flex.default_device import on_the_host
 from fa4flex.errors import UnsupportedError
 
 
@@ -37,6 +38,7 @@ class Derivable(Protocol):
         """
 
 
+@on_the_host
 def gradients(
     call: Derivable,
     tensors: Sequence[Any],

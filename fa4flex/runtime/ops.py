@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fa4flex.compiler.simulated import simulating
+from fa4flex.default_device import on_the_host
 from fa4flex.runtime import autocast, cpu, flops, sharding
 from fa4flex.runtime.cuda.backward import run_backward
 from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Call, SequenceLengths
@@ -370,6 +371,7 @@ def _numbers_of(ints: Sequence[int], floats: Sequence[Tensor], scale: float | No
     )
 
 
+@on_the_host
 def _attention(
     q: Tensor,
     k: Tensor,
@@ -384,6 +386,7 @@ def _attention(
         return forward(read(program), given, _numbers_of(ints, floats, scale), max_scores)
 
 
+@on_the_host
 def _attention_backward(
     upstream: Sequence[Tensor],
     saved: Sequence[Tensor],

@@ -14,6 +14,7 @@ from fa4flex.codegen.analyze.tiles import Shape, TileMap, tile_map
 from fa4flex.codegen.blame import dress
 from fa4flex.codegen.build import Program
 from fa4flex.codegen.evaluate import PastTheEnd, Value, evaluate
+from fa4flex.default_device import on_the_host
 from fa4flex.errors import Fa4flexError, InputError, UnsupportedError
 from fa4flex.view import ascii, svg
 from fa4flex.view.grid import Grid
@@ -35,6 +36,7 @@ class MaskView:
 
     program: Program
 
+    @on_the_host
     def tile_map(
         self,
         q_len: int,
@@ -61,6 +63,7 @@ class MaskView:
         plane = classes[min(b, classes.shape[0] - 1), min(h, classes.shape[1] - 1)]
         return Grid(plane, tile, chosen.shape.q_len, chosen.shape.kv_len)
 
+    @on_the_host
     def draw(
         self,
         q_len: int | None = None,
@@ -84,6 +87,7 @@ class MaskView:
         )
         return "\n".join([head, *chosen.notes, f"{size}; {ascii.LEGEND}", ascii.draw(grid)])
 
+    @on_the_host
     def plot(
         self,
         q_len: int | None = None,
