@@ -106,8 +106,8 @@ def ratio(found: list[Pairs]) -> float:
 
 def errors_of(case: Case, device: torch.device) -> Pairs:
     """Errors of one draw, whose tensors lie on the device."""
-    qkv = [x.detach().bfloat16() for x in case.sizes.qkv()]
-    learned = [x.detach().float() for x in case.learned]
+    qkv = [x.detach().to(device, torch.bfloat16) for x in case.sizes.qkv()]
+    learned = [x.detach().to(device, torch.float32) for x in case.learned]
 
     def fresh(dtype: torch.dtype | None = None) -> tuple[list[Tensor], list[Tensor]]:
         made = [[x.to(dtype or x.dtype, copy=True).requires_grad_() for x in part] for part in (qkv, learned)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import permutations
 from types import SimpleNamespace
 from typing import Any
@@ -39,7 +40,7 @@ from fa4flex.runtime.cuda.launches import ready_backward
 from fa4flex.runtime.cuda.launches.captured_sums import memory_of
 from fa4flex.runtime.cuda.launches.ready_backward import Saved
 from fa4flex.runtime.layouts import empty_output, output_layout
-from fa4flex.variants import alibi, causal, document, learned_bias, sliding_window
+from fa4flex.variants import alibi, causal, document, learned_bias, sliding_window, softcap
 
 HEADS = 4
 RESULTS = (3, 4, 5)
@@ -64,16 +65,16 @@ def proofs(monkeypatch: pytest.MonkeyPatch) -> list[Shape]:
     return found
 
 
-def tensors(batch: int, q_len: int, kv_len: int) -> tuple[Tensor, Tensor, Tensor]:
+def tensors(batch: int, q_len: int, kv_len: int, width: int = 64) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = (
-        torch.zeros(batch, heads, n, 64, dtype=torch.bfloat16)
+        torch.zeros(batch, heads, n, width, dtype=torch.bfloat16)
         for heads, n in ((HEADS, q_len), (2, kv_len), (2, kv_len))
     )
     return q, k, v
 
 
 def resized(call: Call, batch: int, q_len: int, kv_len: int) -> Call:
-    q, k, v = tensors(batch, q_len, kv_len)
+    q, k, v = tensors(batch, q_len, kv_len, call.q.shape[-1])
     return call._replace(q=q, k=k, v=v)
 
 
@@ -364,6 +365,23 @@ def test_keys_that_fit_one_tile_share_a_backward_pass_of_their_own(recorder: Rec
         given = dict(zip(BACKWARD.names, recorder.launches[-1], strict=True))
         assert (given["dq_sum"] is None) == few and given["dq"] is found.dq
     assert [problem.few_keys for problem in recorder.problems] == [False, True]
+
+
+@pytest.mark.parametrize(("mask", "most"), ((None, 512), (causal, 1024)))
+def test_few_steps_are_those_of_plain_scores(recorder: Recorder, mask: Any, most: int) -> None:
+    """Steps of wide heads are long where queries are many, and scores take no registers, as capped ones
+    do. What is decided anew is found to be the same: kernels are kept by their problems."""
+    wide = tensors(6, 300, 300, width=128)
+    engine, call = call_of(fa4flex.compile(mask=mask), wide)
+    for q_len in (300, most, most + 1, 4096, 17, 1025):
+        backward_of(engine, resized(call, 6, q_len, 600))
+    few, many = dict.fromkeys(recorder.problems)
+    assert few.few_steps and replace(few, few_steps=False) == many
+    recorder.problems.clear()
+    engine, call = call_of(fa4flex.compile(softcap(20.0), mask=mask), wide)
+    for q_len in (300, 2000):
+        backward_of(engine, resized(call, 6, q_len, 600))
+    assert not any(problem.few_steps for problem in recorder.problems)
 
 
 def test_few_tiles_share_a_backward_pass_of_their_own(recorder: Recorder) -> None:

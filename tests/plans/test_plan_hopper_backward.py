@@ -83,6 +83,7 @@ def test_every_plan_fits(width: int) -> None:
         ({"head_dim": 64, "head_dim_v": 64, "long_scores": True}, ROOMY_TILE),
         ({"head_dim": 64, "head_dim_v": 64, "long_scores": True, "pair_reads": True}, TILE),
         ({"few_keys": True}, SHORT_TILE),
+        ({"few_steps": True}, SHORT_TILE),
         ({"head_dim": 64, "head_dim_v": 64, "few_keys": True}, ROOMY_TILE),
         ({"head_dim": 192, "few_keys": True}, LONG_LATENT_TILE),
         ({"few_tiles": True}, HALF_TILE),

@@ -137,7 +137,8 @@ PROBLEMS: dict[str, Any] = {
     "mask_form": "spans", "sinks": True, "statistics": ("lse", "max_scores"), "wide_index": True,
     "in_range": False, "positive_scale": False, "operands": (("int32", 1),), "few_queries": True,
     "few_rows": True, "many_queries": True, "many_keys": True, "few_keys": True, "few_tiles": True,
-    "sloped": True, "long_scores": True, "pair_reads": True, "long_masks": True, "gradients": ((0, "sum"),),
+    "few_steps": True, "sloped": True, "long_scores": True, "pair_reads": True, "long_masks": True,
+    "gradients": ((0, "sum"),),
     "deterministic": True, "page_rows": 16, "grouped": True, "row_ends": 1, "row_class": 16,
     "query_class": 256, "kv_dtype": "float8_e4m3fn", "k_scales": "head", "v_scales": "token",
 }  # fmt: skip

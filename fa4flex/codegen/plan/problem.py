@@ -30,9 +30,9 @@ PAGE_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 """Classes of page sizes."""
 
 _FLAGS = (
-    "few_queries", "few_rows", "many_queries", "many_keys", "few_keys", "few_tiles", "sinks", "wide_index",
-    "in_range", "positive_scale", "sloped", "deterministic", "long_scores", "pair_reads", "long_masks",
-    "grouped",
+    "few_queries", "few_rows", "many_queries", "many_keys", "few_keys", "few_steps", "few_tiles", "sinks",
+    "wide_index", "in_range", "positive_scale", "sloped", "deterministic", "long_scores", "pair_reads",
+    "long_masks", "grouped",
 )  # fmt: skip
 
 
@@ -71,6 +71,8 @@ class Problem:
                            always right, and may be slower
     few_keys               of backward passes of dense lengths: no sequence has more keys than
                            `Target.few_keys`; False is always right
+    few_steps              of backward passes of dense lengths and plain scores: no sequence has more queries
+                           than `Target.few_steps`; False is always right
     few_tiles              of backward passes of dense lengths: tiles of `Target.halved_tile` keys are at most
                            half as many as multiprocessors; either is always right, and may be slower
     sloped                 of backward passes: the modified score's derivative by the scaled one is not 1
@@ -106,6 +108,7 @@ class Problem:
     many_queries: bool = False
     many_keys: bool = False
     few_keys: bool = False
+    few_steps: bool = False
     few_tiles: bool = False
     sloped: bool = False
     long_scores: bool = False
@@ -182,9 +185,8 @@ class Problem:
             + ["many queries"] * self.many_queries
             + [f"up to {self.query_class} queries"] * bool(self.query_class)
         )
-        extras += (
-            ["many keys"] * self.many_keys + ["few keys"] * self.few_keys + ["few tiles"] * self.few_tiles
-        )
+        extras += ["many keys"] * self.many_keys + ["few keys"] * self.few_keys
+        extras += ["few steps"] * self.few_steps + ["few tiles"] * self.few_tiles
         extras += self._of_cache()
         extras += [f"{len(self.operands)} captured tensors"] * bool(self.operands) + ["sinks"] * self.sinks
         extras += ["float32 output"] * self.wide_output

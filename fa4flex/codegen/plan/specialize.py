@@ -48,7 +48,7 @@ def backward_problem(
     problem: Problem, facts: Facts, inputs: Inputs, target: Target, deterministic: bool
 ) -> Problem:
     """The problem of a backward pass from that of the forward pass, its mask by tables of key intervals."""
-    return replace(
+    found = replace(
         problem,
         few_rows=False,
         row_class=0,
@@ -63,6 +63,7 @@ def backward_problem(
         long_masks=_long_masks(facts),
         row_ends=0,
     )
+    return replace(found, few_steps=_has_few_steps(found, inputs, target))
 
 
 def same_problem(inputs: Inputs, target: Target) -> Reach:
@@ -124,7 +125,7 @@ def same_backward_problem(inputs: Inputs, target: Target) -> Reach:
     if _counts_few_keys(inputs, target):
         least, most = _side(extents.kv_len, target.few_keys)
         same = same.within(Reach((0, 0, least), (ANY, ANY, most)))
-    same = same.within(_same_tiles(inputs, target))
+    same = same.within(_same_steps(inputs, target)).within(_same_tiles(inputs, target))
     if target.many_keys <= 0:
         return same
     if inputs.lengths == "packed":  # keys per sequence count: for another number of these, other lengths
@@ -137,6 +138,29 @@ def same_backward_problem(inputs: Inputs, target: Target) -> Reach:
 
 def _has_few_keys(inputs: Inputs, target: Target) -> bool:
     return _counts_few_keys(inputs, target) and inputs.extents.kv_len <= target.few_keys
+
+
+def _has_few_steps(problem: Problem, inputs: Inputs, target: Target) -> bool:
+    """True if steps may be long, and queries are so few that longer ones compute more than they save."""
+    unmasked, masked = target.few_steps
+    most = unmasked if problem.mask_form == "none" else masked
+    plain = not (problem.sloped or problem.long_scores or problem.pair_reads or problem.long_masks)
+    return plain and _counts_steps(inputs, target) and inputs.extents.q_len <= most
+
+
+def _same_steps(inputs: Inputs, target: Target) -> Reach:
+    """Extents with few steps, as those of `inputs` have, or with many, whatever the mask."""
+    if not _counts_steps(inputs, target):
+        return Reach()
+    sides = [_side(inputs.extents.q_len, most) for most in target.few_steps]
+    return Reach((0, max(least for least, _ in sides), 0), (ANY, min(most for _, most in sides), ANY))
+
+
+def _counts_steps(inputs: Inputs, target: Target) -> bool:
+    """True if shapes alone tell how many queries each sequence has, and kernels differ by that."""
+    least, most = target.step_widths
+    widths = inputs.head_dim, inputs.head_dim_v
+    return inputs.lengths == "dense" and least <= inputs.head_dim and max(widths) <= most
 
 
 def _has_few_tiles(inputs: Inputs, target: Target) -> bool:

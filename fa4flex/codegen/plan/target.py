@@ -32,6 +32,8 @@ class Target:
                                                so many keys, are planned for by themselves; 0: all lengths are
                                                planned alike
     few_keys                                   up to so many keys per sequence likewise, in backward passes
+    few_steps                                  up to so many queries per sequence likewise, in backward passes
+                                               without a mask and with one, of heads as wide as `step_widths`
     halved_tile                                keys of a tile of backward passes that two blocks share, of
                                                heads up to `halved_width` wide, where tiles are so few that
                                                half of the multiprocessors have none
@@ -72,6 +74,8 @@ class Target:
     many_queries: int = 0
     many_keys: int = 0
     few_keys: int = 0
+    few_steps: tuple[int, int] = (0, 0)
+    step_widths: tuple[int, int] = (0, 0)
     halved_tile: int = 0
     halved_width: int = 0
 
@@ -128,6 +132,8 @@ SM90A = Target(
     query_classes=(256,),
     class_width=64,
     few_keys=128,
+    few_steps=(512, 1024),
+    step_widths=(97, 128),
     halved_tile=128,
     halved_width=128,
 )

@@ -41,8 +41,9 @@ LONG_LATENT_TILE = (48, 128)
 these, registers hold so few queries; the latter where neither scores nor masks take registers."""
 
 SHORT_TILE = TILE
-"""Tile of plain scores where keys are few, and queries likely too: 128 of these are two of its steps, of
-which two longer ones would compute a quarter more."""
+"""Tile of plain scores where queries are few, or keys, and queries likely too: the last step has rows past
+the end, and under a mask the first ones have rows that see nothing. Two longer steps of 128 queries would
+compute a quarter more, and those of 512 causal ones, too."""
 
 HALF_TILE = (64, 64)
 """Tile where tiles of 128 keys are few: twice as many multiprocessors have shorter steps, of one consumer
@@ -261,7 +262,7 @@ def _tile(problem: Problem, width: int, width_v: int) -> tuple[int, int]:
         return ROOMY_TILE
     if not roomy or width != KEYS_APART or problem.mask_form == "spans":
         return TILE
-    return SHORT_TILE if problem.few_keys else LONG_TILE
+    return SHORT_TILE if problem.few_keys or problem.few_steps else LONG_TILE
 
 
 BWD_SM90 = Pipeline(

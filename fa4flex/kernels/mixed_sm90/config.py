@@ -12,12 +12,12 @@ GROUPS = 2
 
 Order = Literal["tiles", "groups", "tail"]
 
-ORDER: Order = "tail"
+ORDER: Order = "tiles"
 """Order of tiles, where some have few rows; else it is "tiles". "tiles": of a chunk, all heads of the
-longest tile of queries, then of the next; tiles of few rows evenly among them. "groups": of a chunk, most
-tiles of the heads that share a head of keys, then of the next ones, so that keys stay in L2 while others
-stream by; its shortest tiles last, of all heads. "tail": the same, and the last tiles of a launch have many
-rows and few keys, in which those of few rows end: the fastest of them (docs/notes/decoding.md)."""
+longest tile of queries, then of the next; tiles of few rows evenly among them: the fastest on an H200
+(docs/notes/decoding.md). "groups": of a chunk, most tiles of the heads that share a head of keys, then of the
+next ones, so that keys stay in L2 while others stream by; its shortest tiles last, of all heads. "tail": the
+same, and the last tiles of a launch have many rows and few keys, in which those of few rows end."""
 
 SHORTEST = 4
 """One of so many tiles of queries of a chunk, with the fewest keys, is among its last ones."""
