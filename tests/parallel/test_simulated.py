@@ -215,6 +215,14 @@ def test_queries_without_keys_of_others_are_merged_with_nothing(monkeypatch: pyt
     assert list(fewer.queries) == [((0, 32),), ((32, 64),), ((64, 96),), ((96, 128),)]
 
 
+def test_keys_arrive_in_two_parts_under_sparse_masks() -> None:
+    found = []
+    for mask in (None, v.causal, v.causal & v.sliding_window(200)):
+        attn = fa4flex.compile(mask=mask)
+        found += [len(plan(attn, 4096, 4, stages=stages).exchange.rectangles) - 1 for stages in (None, 3)]
+    assert found == [1, 3, 1, 3, 2, 3]
+
+
 def parts(attn: fa4flex.Attention, qkv: list[Tensor], guests: Any) -> list[tuple[torch.dtype, int]]:
     """Dtype of each part that 4 ranks compute, and in how many parts its queries are computed."""
     layout = Layout(tile=4, moves="keys", guests=guests)
