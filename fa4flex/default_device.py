@@ -1,30 +1,53 @@
 """The default device, which is the user's: what the library makes without naming a device is for the host.
 
 `torch.set_default_device("cuda")`, and `with torch.device("cuda"):`, move every tensor made without a device
-to a GPU: bounds, tables and offsets of a plan, which the host computes with, too.
+to a GPU: bounds, tables and offsets of a plan, which the host computes with, too. A `torch.device("cpu")`
+within would do no better: it moves to the host what `torch.as_tensor` is given.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
 
 import torch
+from torch.overrides import _pop_mode, _push_mode
+from torch.utils._device import DeviceContext
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
 
 def on_the_host(function: Callable[Given, Result]) -> Callable[Given, Result]:
-    """The same function, in which tensors made without a device lie on the CPU. Where no default device is
-    set it costs a look at the stack of torch's modes."""
+    """The same function, without a default device while it runs. Where none is set it costs a look at the
+    stack of torch's modes."""
 
     @functools.wraps(function)
     def called(*args: Given.args, **kwargs: Given.kwargs) -> Result:
         if not torch._C._len_torch_function_stack():
             return function(*args, **kwargs)
-        with torch.device("cpu"):
+        with _no_default_device():
             return function(*args, **kwargs)
 
     return called
+
+
+@contextmanager
+def _no_default_device() -> Iterator[None]:
+    modes = _taken()
+    for mode in modes:
+        if not isinstance(mode, DeviceContext):
+            _push_mode(mode)
+    try:
+        yield
+    finally:
+        _taken()
+        for mode in modes:
+            _push_mode(mode)
+
+
+def _taken() -> list[object]:
+    """All of torch's modes, taken from their stack; the first one is the lowest."""
+    return [_pop_mode() for _ in range(torch._C._len_torch_function_stack())][::-1]

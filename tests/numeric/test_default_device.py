@@ -9,9 +9,11 @@ import pytest
 import torch
 from cuda_cases import Sizes
 from torch import Tensor
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from variant_table import TABLE
 
 import fa4flex
+from fa4flex.default_device import on_the_host
 from fa4flex.parallel import plan
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.variants import alibi, causal, document, sliding_window
@@ -43,6 +45,33 @@ def same(composed: dict[str, Any], given: list[Tensor], **options: Any) -> None:
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [torch.randn(shape, dtype=dtype) for _ in range(3)]
+
+
+class Counted(TorchFunctionMode):
+    """Counts calls of torch's functions."""
+
+    calls = 0
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_only_the_default_device_is_left_out() -> None:
+    """Other modes see what they saw, and all are back afterwards, also behind an error."""
+    there = torch.empty(2, device="meta")
+
+    def devices(fails: bool) -> list[str]:
+        found = [torch.zeros(2).device.type, torch.as_tensor(there).device.type]
+        return [found[2]] if fails else found
+
+    with torch.device("meta"), Counted() as counted, torch.device("meta"):
+        before = _get_current_function_mode_stack()
+        assert on_the_host(devices)(False) == ["cpu", "meta"]
+        with pytest.raises(IndexError):
+            on_the_host(devices)(True)
+        assert _get_current_function_mode_stack() == before and torch.zeros(2).device.type == "meta"
+        assert counted.calls >= 5
 
 
 @pytest.mark.parametrize("name", TABLE)
