@@ -100,7 +100,7 @@ def test_by_kernels(name: str) -> None:
 
 @pytest.mark.slow
 def test_packed_sequences_by_kernels() -> None:
-    """Of a mask told by tables, which the host makes from the lengths."""
+    """The host makes tables of one of the masks, from the lengths."""
     with fa4flex.simulator.device("sm_90a"):
         for mask in (causal, lambda b, h, q, k: (q >= k) & (q % 64 < 40)):
             same({"mask": mask}, drawn(96, 2, 64, dtype=torch.bfloat16), varlen=Varlen(STARTS, STARTS))

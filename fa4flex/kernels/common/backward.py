@@ -123,7 +123,7 @@ class BackwardTileScheduler:
         pairs = Int32(dk_heads * batch)
         width = cutlass.max(cutlass.min(group, pairs), Int32(1))
         sections = cutlass.max((pairs + width // 2) // width, Int32(1))
-        return cutlass.max(cute.ceil_div(pairs, sections), Int32(1))
+        return cutlass.max((pairs + sections - 1) // sections, Int32(1))
 
     def first(self) -> Int32:
         """The number of a block's first tile."""
