@@ -46,13 +46,15 @@ class Resources:
 
 @dataclass(frozen=True)
 class Inspection:
-    """A compiled program. `resources` are those of the kernel that was asked for."""
+    """A compiled program. `resources` are those of the kernel that was asked for, `seconds` the processor
+    time that compiling took when it was done."""
 
     resources: Resources
     ptx: str = field(repr=False)
     cubin: bytes = field(repr=False)
     report: str = field(repr=False, default="")
     shared_bytes: int = 0
+    seconds: float = 0.0
 
     def resources_of(self, entry: str) -> Resources:
         """Resources of the kernel with `entry` in its name, with the shared memory of the largest."""
@@ -92,6 +94,7 @@ def inspect(
 
 def _compile(source: Source, problem: Problem, signature: Signature, arch: str) -> Inspection:
     """What there is to say about all kernels of a program, and the resources of the first."""
+    started = _processor_time()
     with tempfile.TemporaryDirectory(prefix="fa4flex-") as folder, compiler_lock, without_collector():
         options = f"--enable-tvm-ffi --gpu-arch {arch} --keep-ptx --keep-cubin --dump-dir={folder}"
         with _without_locations():
@@ -100,11 +103,18 @@ def _compile(source: Source, problem: Problem, signature: Signature, arch: str) 
             )
         ptx, cubin = compiled.__ptx__, compiled.__cubin__
     shared = shared_bytes(str(compiled.ir_module))
-    return Inspection(read_report(_about(report, ""), shared), ptx, cubin, report, shared)
+    resources, seconds = read_report(_about(report, ""), shared), _processor_time() - started
+    return Inspection(resources, ptx, cubin, report, shared, seconds)
+
+
+def _processor_time() -> float:
+    """CPU seconds of this process and of the children it has waited for."""
+    return sum(os.times()[:4])
 
 
 def _packed(found: Inspection) -> bytes:
-    about = {"ptx": found.ptx, "report": found.report, "shared_bytes": found.shared_bytes}
+    about: dict[str, Any] = {"ptx": found.ptx, "report": found.report, "shared_bytes": found.shared_bytes}
+    about["seconds"] = found.seconds
     return zlib.compress(json.dumps(about).encode() + b"\0" + found.cubin, 1)
 
 
