@@ -8,10 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from executed import comparing
+from torch import Tensor
 
 import fa4flex
 from fa4flex.codegen.plan.target import SM90A
@@ -27,21 +29,26 @@ from fa4flex.variants import causal
 from fa4flex.view.gpu import inputs_of
 from fa4flex.view.sizes import setting
 
-PROGRAM = """
-import sys, torch, fa4flex
-from fa4flex.compiler import compile as compiling
+LAUNCH = """
+import torch, fa4flex
 from fa4flex.simulator import device
-from fa4flex.variants import causal
+
+def launched(capped):
+    draw = torch.Generator().manual_seed(5)
+    with device("sm_90a") as gpu:
+        out = fa4flex.compile(score_mod=capped)(*torch.randn(3, 1, 2, 70, 64, generator=draw).bfloat16())
+    assert gpu.results and not gpu.findings
+    return out
+"""
+AFTERWARDS = """
+import sys
+from fa4flex.compiler import compile as compiling
 
 def refuse(*given):
     raise AssertionError("compiled anew")
 
-if sys.argv[2] == "refuse":
-    compiling.trace_and_compile = refuse
-q, k, v = (torch.randn(1, 2, 70, 64, generator=torch.Generator().manual_seed(5)).bfloat16() for _ in range(3))
-with device("sm_90a") as gpu:
-    torch.save(fa4flex.compile(mask=causal)(q, k, v), sys.argv[1])
-assert not gpu.findings and gpu.results
+compiling.trace_and_compile = refuse
+torch.save(launched(capped), sys.argv[1])
 """
 
 
@@ -55,35 +62,27 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return found
 
 
-def lowered() -> Lowered:
-    program = fa4flex.compile(mask=causal).program
-    inputs = inputs_of(program, setting(program, 256, 256).shape, {"head_dim": 64})
-    return lower_forward(Given(program.facts, Schedule(), inputs, program.captured(), SM90A))
+def of_no_other_test() -> tuple[str, Tensor]:
+    """Text of a score mod whose kernel has to be compiled, and what a launch in this process gives."""
+    space: dict[str, Any] = {}
+    text = f"def capped(s, b, h, q, k):\n    return s * {random.random()}\n"
+    exec(text + LAUNCH, space)
+    return text, space["launched"](space["capped"])
 
 
-def refuse(*given: Any) -> Any:
-    raise AssertionError("compiled anew")
-
-
-@pytest.mark.slow
 def test_another_process_launches_what_this_one_has_compiled(folder: Path, tmp_path: Path) -> None:
     """Addresses of this process are of no use there."""
-    found = []
-    for what in ("compile", "refuse"):
-        path = tmp_path / what
-        command = [sys.executable, "-c", PROGRAM, str(path), what]
-        subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
-        found.append(torch.load(path))
+    text, wanted = of_no_other_test()
     assert [path.suffix for path in folder.iterdir()] == [cache.SIMULATED]
-    assert torch.equal(*found) and found[0].isfinite().all()
+    command = [sys.executable, "-c", text + LAUNCH + AFTERWARDS, str(tmp_path / "out")]
+    subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+    assert torch.equal(torch.load(tmp_path / "out"), wanted) and wanted.any()
 
 
 def test_a_kept_kernel_is_launched_within_the_simulator_alone(folder: Path) -> None:
     """As one that was compiled."""
-    space: dict[str, Any] = {}
-    exec(f"def capped(s, b, h, q, k):\n    return s * {random.random()}", space)  # of no other test
-    with comparing(keep=True) as compared, device("sm_90a"):
-        out = fa4flex.compile(score_mod=space["capped"])(*torch.randn(3, 1, 2, 70, 64).bfloat16())
+    with comparing(keep=True) as compared:
+        _, out = of_no_other_test()
     (path,) = folder.iterdir()
     launch, arguments = kept.loaded(cache.content(path)), compared.kept[-1].arguments
     wanted = out.clone()
@@ -96,27 +95,50 @@ def test_a_kept_kernel_is_launched_within_the_simulator_alone(folder: Path) -> N
     assert torch.equal(out, wanted) and wanted.any()
 
 
-def test_files_that_catch_launches_are_part_of_the_key(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+# --- when ---------------------------------------------------------------------------------------------------
+
+
+def lowered() -> Lowered:
+    program = fa4flex.compile(mask=causal).program
+    inputs = inputs_of(program, setting(program, 256, 256).shape, {"head_dim": 64})
+    return lower_forward(Given(program.facts, Schedule(), inputs, program.captured(), SM90A))
+
+
+@pytest.fixture(scope="module")
+def once() -> Any:
+    """What the compiler gives, each time that it is asked."""
+    with device("sm_90a"):
+        found = lowered()
+        given = found.source, found.problem, Signature(), "--enable-tvm-ffi --gpu-arch sm_90a"
+        return compile_module.trace_and_compile(*given)
+
+
+def compiled(once: Any) -> bool:
+    """True if the compiler was asked for a kernel that this process has forgotten."""
+    compile_module._kernels.clear()
+    with device("sm_90a"), patch.object(compile_module, "trace_and_compile", lambda *given: once):
+        return lowered().compile(Signature()).compiled
+
+
+def test_files_that_catch_launches_are_part_of_the_key(
+    folder: Path, once: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert compile_module.digest(Path(kept.__file__).parent) == kept.IDENTITY
-    with device("sm_90a"):
-        assert lowered().compile(Signature()).compiled
-        compile_module._kernels.clear()
-        assert not lowered().compile(Signature()).compiled
-        compile_module._kernels.clear()
-        monkeypatch.setattr(kept, "IDENTITY", "another")
-        assert lowered().compile(Signature()).compiled
+    assert compiled(once) and not compiled(once)
+    monkeypatch.setattr(kept, "IDENTITY", "another")
+    assert compiled(once) and not compiled(once)
 
 
-def test_a_file_that_does_not_load_is_no_harm(folder: Path) -> None:
-    with device("sm_90a"):
-        first = lowered().compile(Signature())
-        compile_module._kernels.clear()
-        cache.store(folder, first.key, cache.SIMULATED, b"whole, and of no use")
-        assert lowered().compile(Signature()).compiled
+def test_a_file_that_does_not_load_is_no_harm(folder: Path, once: Any) -> None:
+    assert compiled(once)
+    (path,) = folder.iterdir()
+    cache.store(folder, path.stem, cache.SIMULATED, b"whole, and of no use")
+    assert compiled(once)
 
 
-def test_nothing_is_kept_where_the_cache_is_off(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_kept_where_the_cache_is_off(
+    folder: Path, once: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FA4FLEX_CACHE", "0")
-    with device("sm_90a"):
-        assert lowered().compile(Signature()).compiled
+    assert compiled(once) and compiled(once)
     assert not list(folder.iterdir())

@@ -202,7 +202,7 @@ def _ufunc(ins: Instruction, result: str, inputs: list[Read], ufunc: np.ufunc) -
 
         def one(warp: Warp, mask: Mask) -> None:
             if mask is None:
-                ufunc(a(warp), register(warp))
+                ufunc(a(warp), out=register(warp))
             else:
                 d(warp, ufunc(a(warp)), mask)
 
@@ -211,7 +211,7 @@ def _ufunc(ins: Instruction, result: str, inputs: list[Read], ufunc: np.ufunc) -
 
     def two(warp: Warp, mask: Mask) -> None:
         if mask is None:
-            ufunc(a(warp), b(warp), register(warp))
+            ufunc(a(warp), b(warp), out=register(warp))
         else:
             d(warp, ufunc(a(warp), b(warp)), mask)
 
