@@ -227,12 +227,14 @@ def trace_and_compile(source: Source, problem: Problem, signature: Signature, op
     from cutlass import cute
 
     from fa4flex.compiler.entry import entry_point, fake_arguments
+    from fa4flex.compiler.unprinted import unprinted
 
     kernel = source.load()
     given = fake_arguments(kernel, problem, signature)
     function = entry_point(kernel, problem, signature)
     # What is launched is the linked file: code for this process alone would be made for nothing.
-    return cute.compile(function, *given, options=options, no_jit_engine=not simulating())
+    with unprinted():
+        return cute.compile(function, *given, options=options, no_jit_engine=not simulating())
 
 
 # --- load -------------------------------------------------------------------------------------------------

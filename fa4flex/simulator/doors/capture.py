@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 
+from fa4flex.compiler.unprinted import enter_module
 from fa4flex.errors import UnsupportedError
 from fa4flex.simulator.doors import kept, shim
 from fa4flex.simulator.doors.launch import MOST_SHARED_BYTES, Launch
-from fa4flex.simulator.doors.passes import enter_module, to_ptx
+from fa4flex.simulator.doors.passes import to_ptx
 from fa4flex.simulator.doors.shim import Device, Receiver
 from fa4flex.simulator.doors.tensors import DeviceCheck, taking_cpu_tensors
 
