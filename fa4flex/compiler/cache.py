@@ -29,7 +29,7 @@ WAIT = 120.0
 SIMULATED = ".sim"
 """Suffix of kernels of simulated GPUs."""
 REPORT = ".report"
-"""Suffix of what the compiler said about a kernel."""
+"""Suffix of reports on kernels."""
 SUFFIXES = (".so", ".o", SIMULATED, REPORT)
 _MAGIC = b"FA4FLEX1"
 _TRAILER = len(_MAGIC) + hashlib.sha256().digest_size
@@ -91,7 +91,7 @@ def find(folder: Path, key: str) -> Path | None:
 
 
 def content(path: Path) -> bytes:
-    """What was stored in a verified file."""
+    """Content of a verified file, without its digest."""
     return path.read_bytes()[:-_TRAILER]
 
 

@@ -39,7 +39,7 @@ ENTRY = "attention"
 HERE = Path(__file__).parent
 KERNELS = HERE.parent / "kernels"
 PLANS = HERE.parent / "codegen" / "plan"
-"""What kernels and entry points read beside their own folders: sizes, places in memory, rows of arguments."""
+"""Folder that kernels and entry points read beside their own: sizes, places in memory, rows of arguments."""
 
 compiler_lock = threading.Lock()
 """Two compilations at the same time end the process: the compiler's context belongs to one thread."""

@@ -93,7 +93,7 @@ def inspect(
 
 
 def _compile(source: Source, problem: Problem, signature: Signature, arch: str) -> Inspection:
-    """What there is to say about all kernels of a program, and the resources of the first."""
+    """Report on all kernels of a program, and the resources of the first."""
     started = _processor_time()
     with tempfile.TemporaryDirectory(prefix="fa4flex-") as folder, compiler_lock, without_collector():
         options = f"--enable-tvm-ffi --gpu-arch {arch} --keep-ptx --keep-cubin --dump-dir={folder}"

@@ -80,7 +80,7 @@ def test_another_process_launches_what_this_one_has_compiled(folder: Path, tmp_p
 
 
 def test_a_kept_kernel_is_launched_within_the_simulator_alone(folder: Path) -> None:
-    """As one that was compiled."""
+    """Outside of the simulator it refuses, as one that was compiled."""
     with comparing(keep=True) as compared:
         _, out = of_no_other_test()
     (path,) = folder.iterdir()
@@ -106,7 +106,7 @@ def lowered() -> Lowered:
 
 @pytest.fixture(scope="module")
 def once() -> Any:
-    """What the compiler gives, each time that it is asked."""
+    """Result of the compiler, the same each time that it is asked."""
     with device("sm_90a"):
         found = lowered()
         given = found.source, found.problem, Signature(), "--enable-tvm-ffi --gpu-arch sm_90a"

@@ -30,7 +30,7 @@ WORD = 8
 
 
 def word(name: str) -> int:
-    """What stands in the place of a word until it is filled: nothing else in an object file looks like it."""
+    """Number in the place of a word until it is filled: nothing else in an object file looks like it."""
     return int.from_bytes(hashlib.sha256(f"fa4flex {name}".encode()).digest()[:WORD]) >> 1
 
 
