@@ -117,7 +117,7 @@ class _Polls:
         return run
 
     def _changed(self, warp: Warp, mask: Mask, at: NDArray[np.int64], found: bytes) -> Callable[[], bool]:
-        """Condition that other bytes are there than were found. Global memory is looked at as it is, which takes a
+        """Condition that other bytes are there than were found. Global memory is looked at as it is, in a
         tenth of the time of a load: all that wait are asked before each turn. Who wrote it is looked at by
         the load that follows."""
         watched = self.access.in_global_memory(warp, at, self.width)
