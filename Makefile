@@ -8,6 +8,10 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no
 # One worker per core; a worker takes up to 4 GB.
 WORKERS ?= --numprocesses auto --maxprocesses 8 --dist worksteal
 
+# Kernels that tests compile are kept until something changes that decides their code: the first run compiles
+# all of them, in one of its processes each. FA4FLEX_CACHE=0 compiles in every process what it needs.
+test exhaustive: export FA4FLEX_CACHE_DIR ?= $(abspath $(VENV))/kernels
+
 # Tests start processes, and each would compile all of torch anew where Python is told to write no bytecode.
 ifdef PYTHONDONTWRITEBYTECODE
 unexport PYTHONDONTWRITEBYTECODE

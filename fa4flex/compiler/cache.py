@@ -26,7 +26,11 @@ MOST_ENTRIES = 2048
 WAIT = 120.0
 """Seconds to wait for another process that compiles the same kernel."""
 
-SUFFIXES = (".so", ".o")
+SIMULATED = ".sim"
+"""Suffix of kernels of simulated GPUs."""
+REPORT = ".report"
+"""Suffix of reports on kernels."""
+SUFFIXES = (".so", ".o", SIMULATED, REPORT)
 _MAGIC = b"FA4FLEX1"
 _TRAILER = len(_MAGIC) + hashlib.sha256().digest_size
 _warned: set[str] = set()
@@ -84,6 +88,11 @@ def find(folder: Path, key: str) -> Path | None:
             return path
         path.unlink(missing_ok=True)
     return None
+
+
+def content(path: Path) -> bytes:
+    """Content of a verified file, without its digest."""
+    return path.read_bytes()[:-_TRAILER]
 
 
 def holds(folder: Path, key: str) -> bool:

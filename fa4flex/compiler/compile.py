@@ -26,7 +26,7 @@ from fa4flex.codegen.plan.arguments import SCHEMAS
 from fa4flex.compiler import ahead, cache
 from fa4flex.compiler.link import shared_library
 from fa4flex.compiler.signature import Signature
-from fa4flex.compiler.simulated import simulating, target
+from fa4flex.compiler.simulated import keeper, simulating, target
 
 if TYPE_CHECKING:
     from fa4flex.codegen.emit import Source
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 ENTRY = "attention"
 HERE = Path(__file__).parent
 KERNELS = HERE.parent / "kernels"
+PLANS = HERE.parent / "codegen" / "plan"
+"""Folder that kernels and entry points read beside their own: sizes, places in memory, rows of arguments."""
 
 compiler_lock = threading.Lock()
 """Two compilations at the same time end the process: the compiler's context belongs to one thread."""
@@ -96,11 +98,10 @@ def _obtain(source: Source, problem: Problem, signature: Signature, arch: str, k
     def build() -> tuple[str, bytes]:
         return build_object(source, problem, signature, arch)
 
-    if simulating():  # what is caught cannot be kept on disk: its PTX is not in an object file
-        launch = trace_and_compile(source, problem, signature, f"--enable-tvm-ffi --gpu-arch {arch}")
-        return Kernel(source.name, key, launch, True, time.perf_counter() - start)
     folder = cache.directory()
-    if folder is None:
+    if simulating():
+        launch, compiled = _obtain_simulated(source, problem, signature, arch, folder and folder / key)
+    elif folder is None:
         launch, compiled = _load_once(*build()), True
     else:
         path, compiled = cache.obtain(folder, key, build)
@@ -110,6 +111,36 @@ def _obtain(source: Source, problem: Problem, signature: Signature, arch: str, k
             path = cache.store(folder, key, *build())
             launch, compiled = load(path), True
     return Kernel(source.name, key, launch, compiled, time.perf_counter() - start)
+
+
+def _obtain_simulated(
+    source: Source, problem: Problem, signature: Signature, arch: str, place: Path | None
+) -> tuple[Callable[..., None], bool]:
+    """A kernel whose launches are caught, and whether it was compiled. Its PTX is in no object file: whoever
+    catches launches knows how to keep it, under `place`."""
+
+    def compile() -> Callable[..., None]:
+        launch: Callable[..., None] = trace_and_compile(
+            source, problem, signature, f"--enable-tvm-ffi --gpu-arch {arch}"
+        )
+        return launch
+
+    keeping = keeper()
+    if place is None or keeping is None:
+        return compile(), True
+    made: list[Callable[..., None]] = []
+
+    def build() -> tuple[str, bytes]:
+        made.append(compile())
+        return cache.SIMULATED, keeping.packed(made[0])
+
+    path, _ = cache.obtain(place.parent, place.name, build)
+    if made:
+        return made[0], True
+    try:
+        return keeping.loaded(cache.content(path)), False
+    except Exception:  # gone since it was found, or from elsewhere
+        return compile(), True
 
 
 # --- identity ---------------------------------------------------------------------------------------------
@@ -126,6 +157,7 @@ def kernel_key(source: str, problem: Problem, signature: Signature, arch: str) -
         *toolchain(),
         digest(KERNELS),
         digest(HERE),
+        digest(PLANS),
         *(name for schema in SCHEMAS.values() for name in schema.names),
     )
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
@@ -133,10 +165,20 @@ def kernel_key(source: str, problem: Problem, signature: Signature, arch: str) -
 
 @functools.cache
 def toolchain() -> tuple[str, ...]:
-    """Versions of the compiler and of the calling convention, and where the run-time libraries are."""
+    """Versions of the compiler, its assemblers and the calling convention, and where the run-time libraries
+    are."""
     versions = (importlib.metadata.version(name) for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi"))
+    assemblers = (_version_of(f"nvidia-cutlass-dsl-libs-{cuda}") for cuda in ("cu12", "cu13"))
     home = importlib.metadata.distribution("nvidia-cutlass-dsl").locate_file("")
-    return (*versions, str(home), platform.machine())
+    return (*versions, *assemblers, str(home), platform.machine())
+
+
+def _version_of(package: str) -> str:
+    """Version of a package that need not be installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
 
 
 @functools.cache
@@ -185,12 +227,14 @@ def trace_and_compile(source: Source, problem: Problem, signature: Signature, op
     from cutlass import cute
 
     from fa4flex.compiler.entry import entry_point, fake_arguments
+    from fa4flex.compiler.unprinted import unprinted
 
     kernel = source.load()
     given = fake_arguments(kernel, problem, signature)
     function = entry_point(kernel, problem, signature)
     # What is launched is the linked file: code for this process alone would be made for nothing.
-    return cute.compile(function, *given, options=options, no_jit_engine=not simulating())
+    with unprinted():
+        return cute.compile(function, *given, options=options, no_jit_engine=not simulating())
 
 
 # --- load -------------------------------------------------------------------------------------------------

@@ -1,21 +1,26 @@
 """Resources of a compiled kernel on a multiprocessor, and its PTX: facts for records and for reading.
 
-Compiles anew, with the compiler's reports on: nothing of it is kept, and no GPU is needed.
+Compiles anew, with the compiler's reports on, and keeps what they say beside compiled kernels (cache.py),
+until anything that decides a kernel's code changes (its key). No GPU is needed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
+import json
 import os
 import re
 import tempfile
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from fa4flex.compiler.compile import compiler_lock, trace_and_compile, without_collector
+from fa4flex.compiler import cache
+from fa4flex.compiler.compile import compiler_lock, kernel_key, trace_and_compile, without_collector
 from fa4flex.compiler.signature import Signature
 from fa4flex.errors import UnsupportedError
 
@@ -41,13 +46,15 @@ class Resources:
 
 @dataclass(frozen=True)
 class Inspection:
-    """A compiled program. `resources` are those of the kernel that was asked for."""
+    """A compiled program. `resources` are those of the kernel that was asked for, `seconds` the processor
+    time that compiling took when it was done."""
 
     resources: Resources
     ptx: str = field(repr=False)
     cubin: bytes = field(repr=False)
     report: str = field(repr=False, default="")
     shared_bytes: int = 0
+    seconds: float = 0.0
 
     def resources_of(self, entry: str) -> Resources:
         """Resources of the kernel with `entry` in its name, with the shared memory of the largest."""
@@ -71,6 +78,23 @@ def inspect(
 ) -> Inspection:
     """Compile `source` for `arch` and read what the compiler says about it: of its several kernels about the
     one with `entry` in its name, whose shared memory is the largest."""
+    key = hashlib.sha256(f"report on {kernel_key(source.key, problem, signature, arch)}".encode()).hexdigest()
+
+    def build() -> tuple[str, bytes]:
+        return cache.REPORT, _packed(_compile(source, problem, signature, arch))
+
+    folder = cache.directory()
+    if folder is None:
+        whole = _compile(source, problem, signature, arch)
+    else:
+        path, _ = cache.obtain(folder, key, build)
+        whole = _unpacked(cache.content(path))
+    return replace(whole, resources=whole.resources_of(entry)) if entry else whole
+
+
+def _compile(source: Source, problem: Problem, signature: Signature, arch: str) -> Inspection:
+    """Report on all kernels of a program, and the resources of the first."""
+    started = _processor_time()
     with tempfile.TemporaryDirectory(prefix="fa4flex-") as folder, compiler_lock, without_collector():
         options = f"--enable-tvm-ffi --gpu-arch {arch} --keep-ptx --keep-cubin --dump-dir={folder}"
         with _without_locations():
@@ -79,7 +103,26 @@ def inspect(
             )
         ptx, cubin = compiled.__ptx__, compiled.__cubin__
     shared = shared_bytes(str(compiled.ir_module))
-    return Inspection(read_report(_about(report, entry), shared), ptx, cubin, report, shared)
+    resources, seconds = read_report(_about(report, ""), shared), _processor_time() - started
+    return Inspection(resources, ptx, cubin, report, shared, seconds)
+
+
+def _processor_time() -> float:
+    """CPU seconds of this process and of the children it has waited for."""
+    return sum(os.times()[:4])
+
+
+def _packed(found: Inspection) -> bytes:
+    about: dict[str, Any] = {"ptx": found.ptx, "report": found.report, "shared_bytes": found.shared_bytes}
+    about["seconds"] = found.seconds
+    return zlib.compress(json.dumps(about).encode() + b"\0" + found.cubin, 1)
+
+
+def _unpacked(content: bytes) -> Inspection:
+    text, _, cubin = zlib.decompress(content).partition(b"\0")
+    about = json.loads(text)
+    resources = read_report(_about(about["report"], ""), about["shared_bytes"])
+    return Inspection(resources, cubin=cubin, **about)
 
 
 def _about(report: str, entry: str) -> str:

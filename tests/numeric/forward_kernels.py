@@ -153,9 +153,8 @@ class Built:
 def build(case: Case) -> Built:
     """Compile the kernel of `case`."""
     plan, (source, problem, signature) = _planned(case)
-    start = _processor_time()
-    found = inspect(source, problem, signature, case.arch).resources
-    seconds = _processor_time() - start
+    inspected = inspect(source, problem, signature, case.arch)
+    found = inspected.resources
     columns = ""
     if isinstance(plan, BlackwellPlan):
         columns, stages = str(max(r.end for r in plan.columns.ranges)), plan.tiles.kv_stages
@@ -170,7 +169,7 @@ def build(case: Case) -> Built:
         columns,
         *map(str, (found.registers, found.spill_bytes, found.stack_bytes, found.shared_bytes)),
     )
-    return Built(row, found, plan.memory.total, seconds)
+    return Built(row, found, plan.memory.total, inspected.seconds)
 
 
 def seconds(case: Case, repeats: int = 5) -> float:

@@ -179,7 +179,7 @@ def test_what_compiles_is_part_of_the_key(name: str, monkeypatch: pytest.MonkeyP
     assert key() == before
 
 
-@pytest.mark.parametrize("package", ("nvidia-cutlass-dsl", "apache-tvm-ffi"))
+@pytest.mark.parametrize("package", ("nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-cu13", "apache-tvm-ffi"))
 def test_versions_of_the_compiler_are_noticed(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     version, before = importlib.metadata.version, compile_module.toolchain()
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0" if name == package else version(name))
@@ -190,7 +190,7 @@ def test_versions_of_the_compiler_are_noticed(package: str, monkeypatch: pytest.
         compile_module.toolchain.cache_clear()
 
 
-@pytest.mark.parametrize("folder", (compile_module.KERNELS, compile_module.HERE))
+@pytest.mark.parametrize("folder", (compile_module.KERNELS, compile_module.HERE, compile_module.PLANS))
 def test_files_of_kernels_and_entry_points_are_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def key() -> str:
         return kernel_key("source", Problem(64, 64), Signature(), "sm_90a")

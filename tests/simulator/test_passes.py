@@ -11,8 +11,11 @@ pytest.importorskip("cutlass", reason="CuTe DSL exists for Linux only")
 
 import cuda.bindings.driver as cuda
 from cutlass import Float32, cute
+from cutlass.base_dsl.utils.logger import log
 from cutlass.cute.runtime import make_fake_tensor
+from cutlass.cutlass_dsl.cutlass import CutlassBaseDSL
 
+from fa4flex.compiler.unprinted import enter_module, unprinted
 from fa4flex.simulator.doors import passes
 from fa4flex.simulator.doors.capture import capturing
 
@@ -53,3 +56,13 @@ def test_machine_code_that_is_asked_for_is_made(tmp_path: Any) -> None:
 def test_the_assembler_says_what_it_is_asked_for(capfd: pytest.CaptureFixture[str]) -> None:
     _, module = compiled("sm_90a", "remarks{ptx}")
     assert ".nv.info" in module and "registers" in capfd.readouterr().err
+
+
+def test_modules_are_printed_for_a_log_that_is_read_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = CutlassBaseDSL._enter_gpu_module
+    with unprinted():
+        assert CutlassBaseDSL._enter_gpu_module is enter_module
+    assert CutlassBaseDSL._enter_gpu_module is own
+    monkeypatch.setattr(log(), "isEnabledFor", lambda level: True)
+    with unprinted():
+        assert CutlassBaseDSL._enter_gpu_module is own

@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 
+from fa4flex.compiler.unprinted import enter_module
 from fa4flex.errors import UnsupportedError
-from fa4flex.simulator.doors import shim
+from fa4flex.simulator.doors import kept, shim
 from fa4flex.simulator.doors.launch import MOST_SHARED_BYTES, Launch
-from fa4flex.simulator.doors.passes import enter_module, to_ptx
+from fa4flex.simulator.doors.passes import to_ptx
 from fa4flex.simulator.doors.shim import Device, Receiver
 from fa4flex.simulator.doors.tensors import DeviceCheck, taking_cpu_tensors
 
@@ -113,10 +114,6 @@ def _compiler() -> Iterator[Replacement]:
     compile_module, jit = BaseDSL.compile_and_cache, Compiler.jit
     create, to_bytes = TVMFFIJitCompiledFunctionBase._create_tvm_ffi_function, aot.export_module_to_bytes
 
-    def unoptimised(module: Any, **options: Any) -> Any:
-        """Host code runs for microseconds, once per launch: to optimise it takes a tenth of a second."""
-        return to_bytes(module, **options | {"opt_level": 0})
-
     @functools.wraps(compile_module)
     def compile_and_cache(dsl: Any, *args: Any, **kwargs: Any) -> Any:
         compiling.append((shim.new_binary(), dsl.compile_options.enable_tvm_ffi))
@@ -140,8 +137,17 @@ def _compiler() -> Iterator[Replacement]:
     @functools.wraps(create)
     def create_linked(compiled: Any) -> Any:
         binary, _ = compiling[-1]
-        with shim.linked(compiled.ir_module, binary), _replaced(aot, "export_module_to_bytes", unoptimised):
-            return create(compiled)
+        with shim.linked(compiled.ir_module, binary, kept.WORDS) as names:
+
+            def unoptimised(module: Any, **options: Any) -> bytes:
+                """Host code runs for microseconds, once per launch: to optimise it takes a tenth of a
+                second."""
+                code = to_bytes(module, **options | {"opt_level": 0})
+                compiled.host_code = kept.HostCode(code, names)
+                return kept.filled(code, names, binary)
+
+            with _replaced(aot, "export_module_to_bytes", unoptimised):
+                return create(compiled)
 
     yield CuTeDSL, "_enter_gpu_module", enter_module
     yield BaseDSL, "compile_and_cache", compile_and_cache

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from fa4flex.compiler.simulated import simulated
+from fa4flex.simulator.doors import kept
 from fa4flex.simulator.doors.capture import capturing
 from fa4flex.simulator.doors.launch import Launch
 from fa4flex.simulator.run import report
@@ -73,5 +74,5 @@ def device(
     """
     Timing(timing, seed)
     gpu = Gpu(arch, timing, seed, together)
-    with capturing(arch, gpu.run, sms), simulated(arch):
+    with capturing(arch, gpu.run, sms), simulated(arch, kept):
         yield gpu

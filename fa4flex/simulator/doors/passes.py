@@ -35,14 +35,6 @@ def to_ptx(compile: Callable[..., Any]) -> Callable[..., Any]:
     return compiled
 
 
-def enter_module(dsl: Any) -> Any:
-    """Insertion point at the device code of a module. CuTe DSL's own prints the whole module for a log that
-    nobody keeps: 40 ms for each kernel in it."""
-    from cutlass._mlir import ir
-
-    return ir.InsertionPoint(dsl.gpu_module.bodyRegion.blocks[0])
-
-
 def _parsed(parse: Callable[[str], Any], pipeline: str) -> Any:
     """A pass manager of the pipeline, in two stages where that is possible."""
     whole = parse(pipeline)

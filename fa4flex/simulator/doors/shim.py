@@ -313,9 +313,20 @@ def set_ptx(binary: int, ptx: str) -> None:
     _binaries[binary].ptx = ptx
 
 
+@dataclass(frozen=True)
+class Words:
+    """Words in the data of host code, to be filled later (kept.py): `binary` is the name of that of the
+    device code's number, others are named as the functions whose addresses they hold. `at` is what a word is
+    until then."""
+
+    binary: str
+    at: Callable[[str], int]
+
+
 @contextlib.contextmanager
-def linked(module: Any, binary: int) -> Iterator[None]:
-    """While inside, what host code declares of the CUDA runtime is defined in its (MLIR) module."""
+def linked(module: Any, binary: int, words: Words | None = None) -> Iterator[tuple[str, ...]]:
+    """While inside, what host code declares of the CUDA runtime is defined in its (MLIR) module: by numbers
+    of this process, or by `words`. Yields the names of these functions."""
     from cutlass._mlir import ir
 
     declared = []
@@ -325,25 +336,48 @@ def linked(module: Any, binary: int) -> Iterator[None]:
             name = ir.StringAttr(operation.attributes["sym_name"]).value
             if _REPLACED.fullmatch(name):
                 declared.append((operation, name))
-    removed, defined = [], []
+    names = tuple(name for _, name in declared)
+    text = "" if words is None else _globals(words, names)
+    for operation, name in declared:
+        text += _definition(name, str(operation.attributes["function_type"]), binary, words)
     with module.context, ir.Location.unknown():
+        given = ir.Module.parse(text)
+        for operation, _ in declared:
+            operation.detach_from_parent()
+        end = ir.InsertionPoint(module.body)
+        defined = [op.operation.clone(end) for op in given.body.operations]
         try:
-            for operation, name in declared:
-                text = _definition(name, str(operation.attributes["function_type"]), binary)
-                body = ir.Operation.parse(text)
-                operation.detach_from_parent()
-                removed.append(operation)
-                module.body.append(body)
-                defined.append(body)
-            yield
+            yield names
         finally:
-            for body in defined:
+            for body in reversed(defined):
                 body.operation.erase()
-            for operation in removed:
+            for operation, _ in declared:
                 module.body.append(operation)
 
 
-def _definition(name: str, kind: str, binary: int) -> str:
+def _globals(words: Words, names: tuple[str, ...]) -> str:
+    """Words as MLIR, by the name that `_number` knows them by."""
+    return "".join(
+        f"llvm.mlir.global internal @word_{name}({words.at(name)} : i64) {{addr_space = 0 : i32}} : i64\n"
+        for name in (words.binary, *names)
+    )
+
+
+def _number(result: str, value: int, word: str, words: Words | None) -> str:
+    """Lines of MLIR after which `result` is a value: itself, or what the word of this name will hold."""
+    if words is None:
+        return f"  %{result} = llvm.mlir.constant({value} : i64) : i64\n"
+    place = f"%at_{result} = llvm.mlir.addressof @word_{word} : !llvm.ptr"
+    return f"  {place}\n  %{result} = llvm.load %at_{result} : !llvm.ptr -> i64\n"
+
+
+def address_of(name: str) -> int:
+    """Address of the function that stands in for one of the CUDA runtime."""
+    function = _functions[name][0] if name in _functions else _refusal(name)
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+def _definition(name: str, kind: str, binary: int, words: Words | None) -> str:
     """A function of type `kind` that calls the one here for `name`, as text in MLIR's LLVM dialect."""
     found = _TYPE.fullmatch(kind)
     assert found is not None, f"{name} is declared as {kind}"
@@ -352,20 +386,18 @@ def _definition(name: str, kind: str, binary: int) -> str:
     if found[1] == "void":
         # cuda_dialect_unload_library_once, perhaps after Python has ended: nothing to unload; and
         # cuda_dialect_assert_success: `deliver` raises what is kept
-        return f"llvm.func internal @{name}({given}) {{ llvm.return }}"
+        return f"llvm.func internal @{name}({given}) {{ llvm.return }}\n"
     assert found[1] == "i32", f"{name} returns {found[1]}"
-    function, of_binary = _functions.get(name) or (_refusal(name), False)
-    refused = name not in _functions
+    refused, of_binary = name not in _functions, name in _functions and _functions[name][1]
     values = [] if refused else ["%binary"] * of_binary + [f"%a{i}" for i in range(len(types))]
     passed = [] if refused else ["i64"] * of_binary + types
-    address = ctypes.cast(function, ctypes.c_void_p).value
     return (
         f"llvm.func internal @{name}({given}) -> i32 {{\n"
-        f"  %binary = llvm.mlir.constant({binary} : i64) : i64\n"
-        f"  %address = llvm.mlir.constant({address} : i64) : i64\n"
-        f"  %function = llvm.inttoptr %address : i64 to !llvm.ptr\n"
+        + (_number("binary", binary, words.binary if words else "", words) if of_binary else "")
+        + _number("address", address_of(name), name, words)
+        + f"  %function = llvm.inttoptr %address : i64 to !llvm.ptr\n"
         f"  %code = llvm.call %function({', '.join(values)}) : !llvm.ptr, ({', '.join(passed)}) -> i32\n"
-        f"  llvm.return %code : i32\n}}"
+        f"  llvm.return %code : i32\n}}\n"
     )
 
 

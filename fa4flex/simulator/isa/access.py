@@ -89,6 +89,14 @@ class Accessor:
             if self.strength.strong:
                 self.tell(warp, space, offsets)
 
+    def in_global_memory(self, warp: Warp, addresses: Addresses, width: int) -> list[NDArray[Any]] | None:
+        """`width` bytes at each of the addresses, as they will be at any later time, or None where some lie
+        in another memory."""
+        if any(space != "global" for space, _, _ in self._parts(warp, addresses)):
+            return None
+        memory = warp.cta.launch.memory
+        return [memory.window(address, width) for address in sorted(set(addresses.tolist()))]
+
     def observe(self, warp: Warp, parts: list[Part]) -> None:
         """The warp reads, by a strong access, what others may have told there."""
         flags, seen = warp.cta.launch.flags, warp.observed

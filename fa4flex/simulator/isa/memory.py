@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -79,27 +80,51 @@ def ld(instruction: Instruction) -> Step | Act:
             put(warp, values[:, i : i + max(1, count // len(sets))], mask)
 
     if instruction.has("acquire") and space != "shared":
-        return _polling(instruction, lambda warp, mask: load(warp, mask).tobytes(), where, step)
+        polls = _Polls(
+            instruction, where, lambda warp, mask: load(warp, mask).tobytes(), access, size * count
+        )
+        return Act(polls.act(step))
     if access.strength.strong:
         return Act(step)
     return quick_load(instruction, targets, size, count, step) if space == "shared" else step
 
 
-def _polling(instruction: Instruction, look: Callable[[Warp, Mask], bytes], where: Locate, step: Step) -> Act:
-    """A loop around it waits for another thread: where it would find once more what it found last time, it is
-    held until that changes, and where nothing else can happen it finds the same once."""
+@dataclass(frozen=True)
+class _Polls:
+    """An acquiring load. A loop around it waits for another thread: where it would find once more what it
+    found last time, it is held until that changes, and where nothing else can happen it finds the same once.
+    `look` are the bytes that it loads, `width` how many of them are at each address."""
 
-    def run(warp: Warp, mask: Mask) -> Wait | None:
-        at, found = lanes(where(warp), mask).tobytes(), look(warp, mask)
-        if warp.polled.get(instruction.line) == (at, found) and not warp.gives_up:
-            what = f"what {instruction} reads to change"
-            return Wait(lambda: look(warp, mask) != found, what, limited=True)
-        warp.gives_up = False
-        warp.polled[instruction.line] = at, found
-        step(warp, mask)
-        return None
+    instruction: Instruction
+    where: Locate
+    look: Callable[[Warp, Mask], bytes]
+    access: Accessor
+    width: int
 
-    return Act(run)
+    def act(self, step: Step) -> Callable[[Warp, Mask], Wait | None]:
+        line, what = self.instruction.line, f"what {self.instruction} reads to change"
+
+        def run(warp: Warp, mask: Mask) -> Wait | None:
+            at = lanes(self.where(warp), mask)
+            found = at.tobytes(), self.look(warp, mask)
+            if warp.polled.get(line) == found and not warp.gives_up:
+                return Wait(self._changed(warp, mask, at, found[1]), what, limited=True)
+            warp.gives_up = False
+            warp.polled[line] = found
+            step(warp, mask)
+            return None
+
+        return run
+
+    def _changed(self, warp: Warp, mask: Mask, at: NDArray[np.int64], found: bytes) -> Callable[[], bool]:
+        """Condition that other bytes are there than were found. Global memory is looked at as it is, in a
+        tenth of the time of a load: all that wait are asked before each turn. Who wrote it is looked at by
+        the load that follows."""
+        watched = self.access.in_global_memory(warp, at, self.width)
+        if watched is None:
+            return lambda: self.look(warp, mask) != found
+        before = [(piece, piece.tobytes()) for piece in watched]
+        return lambda: any(piece.tobytes() != content for piece, content in before)
 
 
 def _constant(instruction: Instruction) -> bool:

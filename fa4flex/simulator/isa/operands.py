@@ -6,6 +6,7 @@ return lambda warp, mask: d(warp, np.sqrt(a(warp)), mask)
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +28,8 @@ Write = Callable[[Warp, Any, Mask], None]
 VIEWS = {"pred": "pred", "b8": "u16", "u8": "u16", "s8": "s16", "b128": "u128", "bf16": "u16"}
 VIEWS |= {"f16x2": "u32", "bf16x2": "u32", "f32x2": "u64", "b16": "u16", "b32": "u32", "b64": "u64"}
 """Name of a warp's view that holds a type: its own name for u16 ... f64, the unsigned bits for the rest."""
+_BITS = {"pred": 1} | {f"{kind}{bits}": bits for kind in "usf" for bits in (16, 32, 64, 128)}
+"""Width of the file that a view belongs to."""
 DTYPES = {"pred": np.bool_, "u128": np.uint64} | {
     f"{kind}{bits}": np.dtype(f"{letter}{bits // 8}")
     for kind, letter in zip("usf", "uif")
@@ -43,9 +46,8 @@ def read(operand: Operand, type: str) -> Read:
     view = view_of(type)
     match operand:
         case Reg():
-            files, index = f"{view}", operand.index
             _same_file(operand, view)
-            return lambda warp: getattr(warp, files)[index]
+            return _reader(view, operand.index)
         case Negated(register):
             index = register.index
             return lambda warp: ~warp.pred[index]
@@ -61,6 +63,22 @@ def read(operand: Operand, type: str) -> Read:
                 return constant_of(operand, dtype, give)
             return lambda warp: np.broadcast_to(np.asarray(give(warp)), LANES).astype(dtype, copy=False)
     raise TypeError(f"a {operand.__class__.__name__} is not a value")
+
+
+def _readers() -> dict[str, Callable[[int], Read]]:
+    """Function of a register's index by view. An attribute that is named in code is found twice as quickly as
+    by getattr, and kernels read registers by the million."""
+    views = ("pred", "u128", *(f"{kind}{bits}" for kind in "usf" for bits in (16, 32, 64)))
+    return {view: eval(f"lambda index: lambda warp: warp.{view}[index]") for view in views}
+
+
+_READERS = _readers()
+
+
+@functools.cache
+def _reader(view: str, index: int) -> Read:
+    """Reader of a register: the same for all instructions, and all kernels."""
+    return _READERS[view](index)
 
 
 def constant_of(operand: Operand, dtype: Any, give: Callable[[Warp], Any]) -> Read:
@@ -83,11 +101,12 @@ def write(operand: Operand, type: str) -> Write:
         return lambda warp, values, mask: None
     if not isinstance(operand, Reg):
         raise TypeError(f"a {operand.__class__.__name__} cannot be written")
-    files, index = view_of(type), operand.index
-    _same_file(operand, files)
+    view = view_of(type)
+    _same_file(operand, view)
+    find = _reader(view, operand.index)
 
     def set(warp: Warp, values: Any, mask: Mask) -> None:
-        register = getattr(warp, files)[index]
+        register = find(warp)
         if mask is None:
             register[...] = values
         else:
@@ -111,8 +130,7 @@ def literal(value: int | float, view: str) -> Any:
 
 
 def _same_file(register: Reg, view: str) -> None:
-    bits = 1 if view == "pred" else int(view[1:])
-    if register.file != bits:
+    if register.file != _BITS.get(view):
         raise TypeError(f"{register.name} has {WIDTHS[register.type]} bits and is used as {view}")
 
 

@@ -119,9 +119,11 @@ class Products:
 @translates("wgmma.mma_async")
 def mma_async(instruction: Instruction) -> Act:
     multiply = _decode(instruction)
+    # A hundred registers: a dictionary and a set know their hashes, a sequence does not.
+    users = dict.fromkeys(multiply.registers, instruction)
+    keys = frozenset(users)
 
     def run(warp: Warp, mask: Mask) -> None:
-        keys = multiply.registers
         if not warp.fenced or not warp.unfenced.isdisjoint(keys):
             text = f"{warp} gives wgmma registers that were used after the last wgmma.fence"
             warp.cta.launch.findings.add(Finding("missing fence", text, instruction))
@@ -137,8 +139,8 @@ def mma_async(instruction: Instruction) -> Act:
         def land() -> None:
             _multiply(warp, multiply, a, b, adds, errand)
 
-        warp.busy.update(dict.fromkeys(keys, instruction))
-        operation = Operation(instruction, land, (product,), ("wgmma", warp.agent), keys)
+        warp.busy.update(users)
+        operation = Operation(instruction, land, (product,), ("wgmma", warp.agent), users)
         product.parts.append((operation, errand))
         mine.own[product] = operation
         warp.cta.cluster.units.submit(operation)
@@ -243,7 +245,9 @@ def wait_group(instruction: Instruction) -> Act:
                 _learns(warp, product, (instruction.line, line))
                 del mine.own[product]
         del mine.groups[:count]
-        warp.busy = {key: o.instruction for o in mine.own.values() for key in o.holds}
+        warp.busy = {}
+        for operation in mine.own.values():
+            warp.busy.update(operation.holds)
         return None
 
     return Act(run)

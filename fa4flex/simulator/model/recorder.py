@@ -15,6 +15,7 @@ from typing import Any
 
 from fa4flex.compiler.simulated import simulated
 from fa4flex.errors import InputError
+from fa4flex.simulator.doors import kept
 from fa4flex.simulator.doors.capture import capturing
 from fa4flex.simulator.doors.device import Gpu
 from fa4flex.simulator.doors.launch import Launch
@@ -95,7 +96,7 @@ def recording(arch: str = "sm_100a", sms: int | None = None) -> Iterator[Recorde
     `sms` is how many multiprocessors host code is told of.
     """
     recorder = Recorder()
-    with capturing(arch, recorder.run, sms), simulated(arch):
+    with capturing(arch, recorder.run, sms), simulated(arch, kept):
         yield recorder
 
 

@@ -36,10 +36,16 @@ class Reg:
     type: str
     index: int
 
-    @property
+    @cached_property
     def file(self) -> int:
         """Width of the register's file in bits; 1 for predicates."""
-        return {8: 16}.get(WIDTHS[self.type], WIDTHS[self.type])
+        width = WIDTHS[self.type]
+        return 16 if width == 8 else width
+
+    @cached_property
+    def key(self) -> tuple[int, int]:
+        """The register by its file and index: names and types may be several."""
+        return self.file, self.index
 
 
 @dataclass(frozen=True)

@@ -208,7 +208,7 @@ def registers_of(operand: Operand) -> list[RegisterKey]:
     """The registers that an operand names, predicates of negated ones too."""
     match operand:
         case Reg():
-            return [(operand.file, operand.index)]
+            return [operand.key]
         case Negated(register):
             return [(1, register.index)]
         case Vector(items):

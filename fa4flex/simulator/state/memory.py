@@ -106,7 +106,9 @@ class HostMemory:
         self.strict = strict
         self._starts: list[int] = []
         self._regions: list[Region] = []
-        self._mapped: list[Region] = []
+        self._mapped: list[Mapping] = []
+        self._used: list[Region] = []
+        """Those of the mappings that were accessed, the last ones first."""
         self._kept: list[Any] = []
 
     def register(self, name: str, address: int, size: int, keep: Any = None, writable: bool = True) -> Region:
@@ -136,11 +138,16 @@ class HostMemory:
         if position >= 0 and self._regions[position].low <= address < self._regions[position].stop:
             return self._regions[position]
         if not self.strict:
+            for region in self._used:
+                if region.low <= address < region.stop:
+                    return region
             for fresh_look in (False, True):
                 if fresh_look:
-                    self._mapped = _mappings()
-                for region in self._mapped:
-                    if region.low <= address < region.stop:
+                    self._mapped, self._used = _mappings(), []
+                for low, stop, writable in self._mapped:
+                    if low <= address < stop:
+                        region = _host_region("unregistered host memory", low, stop, writable)
+                        self._used.insert(0, region)
                         return region
         raise BadAccess("out of bounds", address, 1, "global memory")
 
@@ -173,10 +180,14 @@ def _host_region(name: str, low: int, stop: int, writable: bool) -> Region:
     return Region(name, start, np.frombuffer(memoryview(buffer), np.uint8), writable).bound(low, stop)
 
 
-def _mappings() -> list[Region]:
+Mapping = tuple[int, int, bool]
+"""First address, end, and whether it may be written to."""
+
+
+def _mappings() -> list[Mapping]:
     """Mappings that the process may read now. Those that follow one another are one: a tensor may lie in
     both, as where a heap has grown since a fork."""
-    spans: list[tuple[int, int, bool]] = []
+    spans: list[Mapping] = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, rights = line.split()[:2]
         low, stop = (int(x, 16) for x in span.split("-"))
@@ -186,4 +197,4 @@ def _mappings() -> list[Region]:
         if spans and spans[-1][1:] == (low, writable):
             low = spans.pop()[0]
         spans.append((low, stop, writable))
-    return [_host_region("unregistered host memory", *span) for span in spans]
+    return spans

@@ -5,7 +5,7 @@ When one lands is the choice of the timing policy (run/timing.py). Operations of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fa4flex.errors import Fa4flexError
@@ -24,8 +24,9 @@ class Operation:
     land: Callable[[], None]
     signals: tuple[object, ...] = ()
     queue: Hashable = None
-    holds: tuple[tuple[int, int], ...] = ()
-    """Registers, by file and index, that belong to it until it has been waited for."""
+    holds: Mapping[tuple[int, int], Instruction] = field(default_factory=dict)
+    """Registers, by file and index, that belong to it until it has been waited for; the value is its
+    instruction."""
     landed: bool = field(default=False, init=False)
 
 
