@@ -156,7 +156,7 @@ def captioned(lowered: Lowered, captions: Captions, origins: Mapping[Expr, Origi
 def _proved(given: Given) -> Problem:
     """The proof, and the problem of a forward pass."""
     proved = given.prove(given.facts, given.proved_for, given.captured)
-    return forward_problem(given.inputs, proved, given.target)
+    return forward_problem(given.facts, given.inputs, proved, given.target)
 
 
 # Equal programs are one kernel, whose source has no lines of a user's. The pipelines are a part of the keys:

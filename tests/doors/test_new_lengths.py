@@ -310,7 +310,7 @@ def test_flags_are_the_same_within_reach(target: Target, lengths: Any, seed: int
         return Inputs(shape, 2, 64, 64, lengths=lengths, keys_used=keys_used)
 
     def problems(given: Inputs) -> tuple[Any, Any]:
-        forward = forward_problem(given, Proved("spans", False, True), target)
+        forward = forward_problem(facts, given, Proved("spans", False, True), target)
         return forward, backward_problem(forward, facts, given, target, False)
 
     edges = (0, 1, 32, 33, 127, 128, 129, 255, 256, 257, 1023, 1024, 1025, 2048, 2049, 2050, 9999)
@@ -319,8 +319,8 @@ def test_flags_are_the_same_within_reach(target: Target, lengths: Any, seed: int
         one, other = ((draw.choice((1, 2, 5)), draw.choice(edges), draw.choice(edges)) for _ in "ab")
         at, there = inputs(one, keys_used), inputs(other, keys_used)
         (forward, backward), (forward_there, backward_there) = problems(at), problems(there)
-        assert same_problem(at, target).holds(one) and same_backward_problem(at, target).holds(one)
-        if same_problem(at, target).holds(other):
+        assert same_problem(facts, at, target).holds(one) and same_backward_problem(at, target).holds(one)
+        if same_problem(facts, at, target).holds(other):
             assert forward == forward_there
         else:
             assert forward != forward_there

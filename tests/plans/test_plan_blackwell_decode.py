@@ -74,7 +74,7 @@ def test_kernels_serve_calls_with_as_many_copies(group: int, most: tuple[int, in
     fewest, few = most
     sides = [range(1, fewest + 1), range(fewest + 1, few + 1), range(few + 1, few + 3)]
     for side in filter(len, sides):
-        reach = same_problem(Inputs(Shape(2, 2 * group, side[0], 500), 2, 64, 64), SM100A)
+        reach = same_problem(Facts(), Inputs(Shape(2, 2 * group, side[0], 500), 2, 64, 64), SM100A)
         for q_len in range(1, few + 3):
             assert reach.holds((2, q_len, 500)) == (q_len in side), (side, q_len)
 

@@ -10,6 +10,7 @@ import pytest
 
 import fa4flex
 from fa4flex.codegen.analyze.domain import Shape
+from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.plan.counts import check_counts
 from fa4flex.codegen.plan.errors import PlanError
 from fa4flex.codegen.plan.inputs import Inputs
@@ -57,9 +58,9 @@ def test_rows_are_queries_times_heads_of_a_group(group: int, most: int) -> None:
     """The launch of one call serves others on its side of the limit."""
     for q_len, few in ((most, True), (most + 1, False)):
         inputs = Inputs(Shape(2, 2 * group, q_len, 500), 2, 64, 64)
-        reach = same_problem(inputs, SM90A)
+        reach = same_problem(Facts(), inputs, SM90A)
         assert reach.holds((2, q_len, 500)) and not reach.holds((2, most + few, 500))
-    assert not same_problem(Inputs(Shape(1, 65, 1, 500), 1, 64, 64), SM90A).holds((1, 0, 500))
+    assert not same_problem(Facts(), Inputs(Shape(1, 65, 1, 500), 1, 64, 64), SM90A).holds((1, 0, 500))
 
 
 def test_who_asks_for_tiles_gets_the_kernel_that_has_a_choice() -> None:

@@ -11,6 +11,7 @@ from test_plan_decode import is_red, with_role
 
 import fa4flex
 from fa4flex.codegen.analyze.domain import Shape
+from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.plan.counts import check_counts
 from fa4flex.codegen.plan.errors import PlanError
 from fa4flex.codegen.plan.inputs import Inputs
@@ -67,7 +68,7 @@ def test_rows_have_classes(group: int) -> None:
 
     def rows(q_len: int) -> int:
         inputs = Inputs(Shape(2, 2 * group, q_len, 500), 2, 64, 64, kv_dtype="float8_e4m3fn")
-        reach = same_problem(inputs, SM90A)
+        reach = same_problem(Facts(), inputs, SM90A)
         assert reach.holds((2, q_len, 500))
         held = [n for n in range(1, 70) if reach.holds((2, n, 500))]
         classes = {next((c for c in (16, 32, 64) if n * group <= c), 0) for n in held}

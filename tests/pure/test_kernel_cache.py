@@ -140,7 +140,8 @@ PROBLEMS: dict[str, Any] = {
     "few_steps": True, "sloped": True, "long_scores": True, "pair_reads": True, "long_masks": True,
     "gradients": ((0, "sum"),),
     "deterministic": True, "page_rows": 16, "grouped": True, "row_ends": 1, "row_class": 16,
-    "query_class": 256, "kv_dtype": "float8_e4m3fn", "k_scales": "head", "v_scales": "token",
+    "query_class": 256, "packed_heads": 4, "kv_dtype": "float8_e4m3fn", "k_scales": "head",
+    "v_scales": "token",
 }  # fmt: skip
 SIGNATURES: dict[str, Any] = {
     "heads_first": False, "scalars": ("int",), "unit_strides": (True,), "even_rows": (True,),

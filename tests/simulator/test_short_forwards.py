@@ -123,17 +123,17 @@ def test_few_queries_have_the_tiles_with_fewest_rows_past_the_end(seed: int) -> 
     draw = random.Random(seed)
     for first, last, rows in ((65, 256, 128), (257, 9999, 192)):
         given = inputs(draw.randint(first, last))
-        problem = specialize.forward_problem(given, Proved("none", False, True), SM90A)
+        problem = specialize.forward_problem(Facts(), given, Proved("none", False, True), SM90A)
         assert plan_forward(Facts(), problem, SM90A).tile == (rows, 128)
-        reach = specialize.same_problem(given, SM90A)
+        reach = specialize.same_problem(Facts(), given, SM90A)
         for length in (first - 1, first, last, last + 1):
             assert reach.holds((2, length, 300)) == (first <= length <= last or length > last == 9999)
 
 
 def test_nothing_else_is_planned_by_its_queries() -> None:
     for given in (inputs(250, 128), inputs(250, 64, "packed")):
-        assert specialize.forward_problem(given, Proved("none", False, True), SM90A).query_class == 0
-        assert specialize.same_problem(given, SM90A).holds((2, 9999, 300))
+        assert specialize.forward_problem(Facts(), given, Proved("none", False, True), SM90A).query_class == 0
+        assert specialize.same_problem(Facts(), given, SM90A).holds((2, 9999, 300))
 
 
 def test_narrow_heads_have_queries_ahead_and_divisors() -> None:

@@ -26,6 +26,9 @@ ROW_CLASSES = (16, 32, 64)
 QUERY_CLASSES = (256,)
 """Classes of few queries, by the most of them."""
 
+PACKED_HEADS = (1, 2, 4, 8, 16, 32, 64)
+"""Groups of query heads whose rows may share tiles."""
+
 PAGE_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 """Classes of page sizes."""
 
@@ -64,6 +67,8 @@ class Problem:
                            that: those of 8-bit caches, and of `Target.row_classes`; else 0
     query_class            of forward passes: the least of `Target.query_classes` that holds the queries of
                            every sequence, where kernels differ by that; 0 is always right
+    packed_heads           of forward passes: so many query heads share a head of keys, and tiles of queries
+                           have rows of all of them; 1: each head has tiles of its own, which is always right
     deterministic          of backward passes: sums are the same to the last bit, run after run
     many_queries           every sequence has more queries than `Target.many_queries`; False is always right
     many_keys              of backward passes: sequences have more keys than `Target.many_keys`, as far as
@@ -105,6 +110,7 @@ class Problem:
     few_rows: bool = False
     row_class: int = 0
     query_class: int = 0
+    packed_heads: int = 1
     many_queries: bool = False
     many_keys: bool = False
     few_keys: bool = False
@@ -130,6 +136,7 @@ class Problem:
             _require_one_of(name, getattr(self, name), get_args(Scaling))
         _require_one_of("row_class", self.row_class, (0, *ROW_CLASSES))
         _require_one_of("query_class", self.query_class, (0, *QUERY_CLASSES))
+        _require_one_of("packed_heads", self.packed_heads, PACKED_HEADS)
         for name in ("head_dim", "head_dim_v"):
             _require_width(name, getattr(self, name))
         _require_one_of("lengths", self.lengths, get_args(Lengths))
@@ -184,6 +191,7 @@ class Problem:
             + [f"up to {self.row_class} rows" if self.row_class else "few rows"] * self.few_rows
             + ["many queries"] * self.many_queries
             + [f"up to {self.query_class} queries"] * bool(self.query_class)
+            + [f"tiles of rows of {self.packed_heads} heads"] * (self.packed_heads > 1)
         )
         extras += ["many keys"] * self.many_keys + ["few keys"] * self.few_keys
         extras += ["few steps"] * self.few_steps + ["few tiles"] * self.few_tiles

@@ -5,17 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fa4flex.codegen.analyze.domain import READS
-from fa4flex.codegen.analyze.facts import Facts
+from fa4flex.codegen.analyze.facts import SCORE, Facts
 from fa4flex.codegen.analyze.hoist import read_by_pairs
 from fa4flex.codegen.analyze.prove import Proved, ProvedQueries
 from fa4flex.codegen.analyze.reach import ANY, Reach
-from fa4flex.codegen.expr import const, nodes
+from fa4flex.codegen.expr import TRUE, const, nodes
 from fa4flex.codegen.plan.inputs import Inputs
 from fa4flex.codegen.plan.problem import ROW_CLASSES, Problem
 from fa4flex.codegen.plan.target import Target
 
+MOST_PACKED = 1 << 30
+"""Rows of a group of heads in one sequence, at most: their numbers have 32 bits."""
 
-def forward_problem(inputs: Inputs, proved: Proved, target: Target) -> Problem:
+
+def forward_problem(facts: Facts, inputs: Inputs, proved: Proved, target: Target) -> Problem:
     """The problem of a forward pass."""
     longest = inputs.extents.q_len
     return Problem(
@@ -36,7 +39,8 @@ def forward_problem(inputs: Inputs, proved: Proved, target: Target) -> Problem:
         few_queries=longest <= target.few_queries,
         few_rows=longest <= _few_rows(inputs, target.few_rows),
         row_class=_row_class(inputs, target),
-        query_class=_query_class(inputs, target),
+        query_class=_query_class(facts, inputs, target),
+        packed_heads=_packed_heads(facts, inputs, target),
         many_queries=inputs.lengths == "dense" and 0 < target.many_queries < longest,
         operands=inputs.operands,
         page_rows=inputs.page_rows,
@@ -53,6 +57,7 @@ def backward_problem(
         few_rows=False,
         row_class=0,
         query_class=0,
+        packed_heads=1,
         sloped=facts.gradient.by_score is not const(1.0),
         deterministic=deterministic,
         many_keys=0 < target.many_keys < inputs.usual_keys and _met_alike(facts, problem),
@@ -66,10 +71,10 @@ def backward_problem(
     return replace(found, few_steps=_has_few_steps(found, inputs, target))
 
 
-def same_problem(inputs: Inputs, target: Target) -> Reach:
+def same_problem(facts: Facts, inputs: Inputs, target: Target) -> Reach:
     """The extents, around those of `inputs`, for which `forward_problem` sets the same flags."""
     limits = [_few_rows(inputs, rows) for rows in (target.few_rows, *_row_classes(inputs, target))]
-    limits += _query_classes(inputs, target)
+    limits += _query_classes(facts, inputs, target) + _most_packed(facts, inputs, target)
     reach = _same_queries(inputs, target)
     for few in limits:
         least, most = _side(inputs.extents.q_len, few) if few >= 0 else (0, ANY)
@@ -98,16 +103,40 @@ def _row_class(inputs: Inputs, target: Target) -> int:
     return next((n for n in _row_classes(inputs, target) if longest <= _few_rows(inputs, n)), 0)
 
 
-def _query_classes(inputs: Inputs, target: Target) -> tuple[int, ...]:
+def _query_classes(facts: Facts, inputs: Inputs, target: Target) -> tuple[int, ...]:
     """Classes of queries by which kernels differ: none of packed sequences, of which all queries together are
-    known."""
+    known, and none where rows of a group fill tiles."""
     narrow = max(inputs.head_dim, inputs.head_dim_v) <= target.class_width
-    return target.query_classes if narrow and inputs.lengths != "packed" else ()
+    packed = inputs.lengths == "packed" or _packed_heads(facts, inputs, target) > 1
+    return target.query_classes if narrow and not packed else ()
 
 
-def _query_class(inputs: Inputs, target: Target) -> int:
+def _query_class(facts: Facts, inputs: Inputs, target: Target) -> int:
     """The class of the queries; 0 where they are in none."""
-    return next((n for n in _query_classes(inputs, target) if inputs.extents.q_len <= n), 0)
+    return next((n for n in _query_classes(facts, inputs, target) if inputs.extents.q_len <= n), 0)
+
+
+def _packed_heads(facts: Facts, inputs: Inputs, target: Target) -> int:
+    """Query heads whose rows share tiles."""
+    longest, most = inputs.extents.q_len, _most_packed(facts, inputs, target)
+    few = longest <= _few_rows(inputs, target.few_rows)
+    return _group(inputs) if most and longest <= most[0] and not few else 1
+
+
+def _most_packed(facts: Facts, inputs: Inputs, target: Target) -> tuple[int, ...]:
+    """The most queries of heads whose rows share tiles; () where none do: a row's place says nothing of its
+    query to hooks, and what is copied row by row comes head by head."""
+    plain = facts.score is SCORE and facts.mask is TRUE and not inputs.sinks
+    dense = inputs.lengths == "dense" and not inputs.page_rows and not inputs.kv_dtype
+    group = _group(inputs)
+    divides = group > 1 and target.packed_rows > 0 and target.packed_rows % group == 0
+    copied = dense and inputs.out_dtype != "float32"
+    return (MOST_PACKED // group,) if plain and copied and divides else ()
+
+
+def _group(inputs: Inputs) -> int:
+    """Query heads that share a head of keys."""
+    return max(inputs.extents.heads // max(inputs.kv_heads, 1), 1)
 
 
 def _few_rows(inputs: Inputs, rows: int) -> int:
@@ -115,8 +144,7 @@ def _few_rows(inputs: Inputs, rows: int) -> int:
     packed sequences, all queries together are known, which says nothing of one."""
     if not rows or inputs.lengths == "packed":
         return -1
-    group = inputs.extents.heads // max(inputs.kv_heads, 1)
-    return rows // max(group, 1)
+    return rows // _group(inputs)
 
 
 def same_backward_problem(inputs: Inputs, target: Target) -> Reach:

@@ -28,6 +28,9 @@ class Target:
     row_classes                                up to so many rows are planned for by themselves, least first
     query_classes                              up to so many queries are planned for by themselves in forward
                                                passes of heads up to `class_width` wide, least first
+    packed_rows                                rows of tiles of queries that one copy brings of all heads that
+                                               share a head of keys, where their number divides it; 0 where no
+                                               kernel has such copies
     few_queries, many_queries, many_keys       up to so many queries per sequence, and more than so many, or
                                                so many keys, are planned for by themselves; 0: all lengths are
                                                planned alike
@@ -71,6 +74,7 @@ class Target:
     row_classes: tuple[int, ...] = ()
     query_classes: tuple[int, ...] = ()
     class_width: int = 0
+    packed_rows: int = 0
     many_queries: int = 0
     many_keys: int = 0
     few_keys: int = 0
@@ -131,6 +135,7 @@ SM90A = Target(
     few_rows=64,
     query_classes=(256,),
     class_width=64,
+    packed_rows=64,
     few_keys=128,
     few_steps=(512, 1024),
     step_widths=(97, 128),

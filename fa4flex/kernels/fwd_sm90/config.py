@@ -30,6 +30,7 @@ class Config:
     row_ends                 with tables: spans of each row's keys whose ends stand beside them
     divisors                 of a tile's number are prepared on the host
     short_tiles              tiles of short heads that are computed next to each other, at least
+    group                    heads of queries whose rows share tiles; 1: each head has tiles of its own
     q_stages                 tiles of queries in flight
     sinks                    a learnable logit per head joins the denominator
     statistics               which of "lse" and "max_scores" are written
@@ -60,6 +61,7 @@ class Config:
     divisors: bool = False
     short_tiles: int = 0
     q_stages: int = 1
+    group: int = 1
 
     splits: ClassVar[bool] = False
     """True if several blocks may share the keys of a tile."""

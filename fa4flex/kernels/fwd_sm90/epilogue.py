@@ -13,10 +13,11 @@ from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.fragment import rows_and_columns
 from fa4flex.kernels.common.products import ROWS
 from fa4flex.kernels.common.softmax import LN_2, Running, finish, multiply_rows
-from fa4flex.kernels.common.transfer import Transfers, partition, sequence
+from fa4flex.kernels.common.transfer import Transfers, partition
 from fa4flex.kernels.common.work import Work, put_statistic
 from fa4flex.kernels.fwd_sm90.config import Config
 from fa4flex.kernels.fwd_sm90.resources import Shared
+from fa4flex.kernels.fwd_sm90.rows import rows_of
 
 STORES = 5
 """Named barriers STORES + w: warpgroup w's output lies in shared memory."""
@@ -25,6 +26,7 @@ STORES = 5
 class Epilogue:
     def __init__(self, config: Config) -> None:
         self.config = config
+        self.rows = rows_of(config)
 
     @cute.jit
     def run(
@@ -66,12 +68,13 @@ class Epilogue:
         """Natural logarithms of the denominators and largest scores; one lane of four writes a row's."""
         if lane % 4 == 0:
             for r in cutlass.range_constexpr(state.rows):
-                q = row + 8 * r
-                if q < work.q_len:
+                mine = row + 8 * r
+                if mine < self.rows.count(work):
+                    head, q = self.rows.place(work, mine)
                     if const_expr(arguments.lse is not None):
-                        put_statistic(arguments.lse, work, q, lse[r])
+                        put_statistic(arguments.lse, head, q, lse[r])
                     if const_expr(arguments.max_scores is not None):
-                        put_statistic(arguments.max_scores, work, q, state.largest[r] * factor * LN_2)
+                        put_statistic(arguments.max_scores, head, q, state.largest[r] * factor * LN_2)
 
     @cute.jit
     def store(
@@ -98,8 +101,7 @@ class Epilogue:
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=STORES + group, number_of_threads=128)
         if cute.arch.make_warp_uniform(lane // 32) == 0:
-            whole = sequence(transfers.out.tma_tensor, work.q_offset, work.h, work.b)
-            tiles = cute.local_tile(whole, (ROWS, self.config.head_dim_v), (None, 0))
+            tiles = self.rows.tiles(transfers.out, work, self.config.head_dim_v)
             from_shared, to_global = partition(transfers.out, shared.out, tiles)
             tile = work.tile * self.config.consumers + group
             cute.copy(transfers.out.atom, from_shared[None, group], to_global[None, tile])

@@ -26,11 +26,12 @@ from fa4flex.kernels.common.paged_key_values import box_transfers
 from fa4flex.kernels.common.products import ROWS, tiled_products
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.common.transfer import Transfers, reordered
-from fa4flex.kernels.common.work import Grid, dense_grid, packed_grid, with_divisors
+from fa4flex.kernels.common.work import Grid, packed_grid, with_divisors
 from fa4flex.kernels.fwd_sm90.config import Config
 from fa4flex.kernels.fwd_sm90.consumer import Consumer
 from fa4flex.kernels.fwd_sm90.producer import PartProducer, Producer
 from fa4flex.kernels.fwd_sm90.resources import Pipes, Shared
+from fa4flex.kernels.fwd_sm90.rows import rows_of
 
 
 class Forward:
@@ -42,6 +43,7 @@ class Forward:
     def __init__(self, config: Config, hooks: Hooks) -> None:
         self.config = config
         self.hooks = hooks
+        self.rows = rows_of(config)
         scheduler = TileScheduler(config, hooks)
         self.producers: tuple[Producer, ...] = (Producer(config, scheduler),)
         if config.values_apart:
@@ -61,7 +63,7 @@ class Forward:
             grid, ordered = packed_grid(arguments, config.tile_m), False
         else:
             ordered = config.longest_first or config.tables or self.hooks.spans is not None
-            grid = dense_grid(arguments, config.tile_m, ordered, config.short_tiles)
+            grid = self.rows.grid(arguments, ordered)
         if const_expr(config.divisors):
             grid = with_divisors(grid, arguments, ordered)
         blocks = self.blocks(arguments, grid)
@@ -97,22 +99,20 @@ class Forward:
         dense = cute.rank(arguments.q) == 4
         rows, columns = ([1, 3, 2, 0], [3, 1, 2, 0]) if dense else ([0, 2, 1], [2, 0, 1])
         if config.paged:
-            q, out = (reordered(x, rows) for x in (arguments.q, arguments.out))
             k, v = reordered(arguments.k, [1, 3, 2, 0]), reordered(arguments.v, [3, 1, 2, 0])
         else:
-            q, k, out = (reordered(x, rows) for x in (arguments.q, arguments.k, arguments.out))
-            v = reordered(arguments.v, columns)
+            k, v = reordered(arguments.k, rows), reordered(arguments.v, columns)
         one = [cute.slice_(layout, (None, None, 0)) for layout in layouts]
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         d, dv, n = config.head_dim, config.head_dim_v, config.tile_n
-        of_queries = cpasync.make_tiled_tma_atom(load, q, one[0], (ROWS, d))
+        of_queries = self.rows.transfer(load, arguments.q, one[0], d)
         if config.paged:
             return (of_queries, *box_transfers(load, (k, v), (one[1], one[2]), config.box_rows), None)
         return (
             of_queries,
             cpasync.make_tiled_tma_atom(load, k, one[1], (n, d)),
             cpasync.make_tiled_tma_atom(load, v, one[2], (dv, n)),
-            cpasync.make_tiled_tma_atom(store, out, one[3], (ROWS, dv))
+            self.rows.transfer(store, arguments.out, one[3], dv)
             if config.lengths == "dense" and arguments.out.element_type.width == 16
             else None,
         )

@@ -136,6 +136,7 @@ class HopperPlan:
             row_ends=self.problem.row_ends,
             divisors=self.tiles.narrow and not self.problem.page_rows,
             short_tiles=int(SHORT_WAVES * self.target.multiprocessors),
+            group=self.problem.packed_heads,
         )
 
     def check(self) -> None:

@@ -13,12 +13,12 @@ from fa4flex.kernels.common.key_values import ContiguousKeyValues, KeyValues, kv
 from fa4flex.kernels.common.keys import KeyTiles, tile_at
 from fa4flex.kernels.common.paged_key_values import Order, PagedKeyValues, box_views, page_table
 from fa4flex.kernels.common.paged_lengths import check_length
-from fa4flex.kernels.common.products import ROWS
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
-from fa4flex.kernels.common.transfer import States, Transfers, partition, sequence
+from fa4flex.kernels.common.transfer import States, Transfers, partition
 from fa4flex.kernels.common.work import Grid, Work
 from fa4flex.kernels.fwd_sm90.config import Config
 from fa4flex.kernels.fwd_sm90.resources import Pipes, QueryRing, Shared, Turn
+from fa4flex.kernels.fwd_sm90.rows import rows_of
 
 Block = tuple[Transfers, Shared, Pipes]
 """Constants over the tiles of a block."""
@@ -35,6 +35,7 @@ class Producer:
         self.config = config
         self.scheduler = scheduler
         self.ring = QueryRing(config.q_stages)
+        self.rows = rows_of(config)
 
     @cute.jit
     def run(
@@ -53,7 +54,7 @@ class Producer:
             k_state, v_state = states[0], states[1]
             at = self.scheduler.place(work, grid, arguments)
             keys = self.scheduler.keys(at, work, arguments)
-            kv_head = kv_head_of(work, grid, arguments)
+            kv_head = self.rows.kv_head(work, grid, arguments)
             if const_expr(self.config.paged):
                 key_values = self.pages(work, kv_head, keys, arguments, (transfers, shared, pipes))
             else:
@@ -124,9 +125,8 @@ class Producer:
         turn: cutlass.Constexpr[Turn],
     ) -> None:
         """Each warpgroup's 64 rows, as soon as that warpgroup has let go of those before in their stage."""
-        q_global = sequence(transfers.q.tma_tensor, work.q_offset, work.h, work.b)
-        width = self.config.head_dim
-        q_to, q_from = partition(transfers.q, shared.q, cute.local_tile(q_global, (ROWS, width), (None, 0)))
+        tiles = self.rows.tiles(transfers.q, work, self.config.head_dim)
+        q_to, q_from = partition(transfers.q, shared.q, tiles)
         size = cute.size_in_bytes(shared.q.element_type, cute.select(shared.q.layout, mode=[0, 1]))
         for group in cutlass.range_constexpr(self.config.consumers):
             place = self.ring.place(group, turn)

@@ -187,10 +187,10 @@ def given_of(engine: Engine, call: Call, schedule: Schedule, backward: bool = Fa
     target = target_of(call.q.device)
     inputs = call.inputs(engine.precision.output_dtype(call.q.dtype))
     proofs = Proofs(engine, call, captured)
-    limit = same_backward_problem(inputs, target) if backward else same_problem(inputs, target)
+    same = same_backward_problem(inputs, target) if backward else same_problem(engine.facts, inputs, target)
     proved = proofs.of_both_passes if backward and not schedule.deterministic else proofs.usable
     sizes = tuple([tuple(x.shape) for x in call.operands])
-    reach, bound = widest(engine.facts, inputs.extents, sizes, limit, proved)
+    reach, bound = widest(engine.facts, inputs.extents, sizes, same, proved)
     return Given(engine.facts, schedule, inputs, captured, target, proofs.prove, bound=bound), reach
 
 

@@ -50,7 +50,8 @@ def _readable(engine: Engine, call: Call) -> bool:
     form: MaskForm = "none" if facts.mask is TRUE else "tables" if facts.keys is None else "spans"
     try:
         inputs = call.inputs(engine.precision.output_dtype(call.q.dtype))
-        dispatch.choose("forward", forward_problem(inputs, Proved(form, False, True), target), target)
+        problem = forward_problem(facts, inputs, Proved(form, False, True), target)
+        dispatch.choose("forward", problem, target)
     except UnsupportedError:
         return False
     return True
