@@ -191,7 +191,7 @@ class Problem:
             + [f"up to {self.row_class} rows" if self.row_class else "few rows"] * self.few_rows
             + ["many queries"] * self.many_queries
             + [f"up to {self.query_class} queries"] * bool(self.query_class)
-            + [f"tiles of rows of {self.packed_heads} heads"] * (self.packed_heads > 1)
+            + [f"{self.packed_heads} heads share tiles of queries"] * (self.packed_heads > 1)
         )
         extras += ["many keys"] * self.many_keys + ["few keys"] * self.few_keys
         extras += ["few steps"] * self.few_steps + ["few tiles"] * self.few_tiles

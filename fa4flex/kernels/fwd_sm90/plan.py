@@ -162,6 +162,7 @@ class HopperPlan:
             f"forward kernel for {self.target.name} ({self.target.chip}): {self.problem.explain()}",
             f"tile: {t.tile_m} queries x {t.tile_n} keys, q and k {t.head_dim} wide, v {t.head_dim_v},"
             f" K and V {self.kv_stages} deep" + f", queries {t.q_stages}" * (t.q_stages > 1),
+            *self._explain_rows(),
             *(f"  {reason}" for reason in self.reasons),
             f"warpgroups: 1 producer, {t.consumers} consumers of {r.producer} and {r.consumer} registers",
             f"  a consumer needs about {self.need.explain()}",
@@ -178,6 +179,13 @@ class HopperPlan:
             f"bound: {for_long(self.bound) if size is None else self.bound(size).explain()}",
         ]
         return "\n".join(lines)
+
+    def _explain_rows(self) -> list[str]:
+        group = self.problem.packed_heads
+        told = (
+            f"  queries are rows of {group} heads that share a head of keys, all heads of one after another"
+        )
+        return [told] * (group > 1)
 
 
 _PINGPONG = {True: "consumers take turns at the tensor cores", False: "consumers issue products freely"}

@@ -1,0 +1,111 @@
+"""Problems whose tiles of queries have rows of all heads that share a head of keys, and their plans."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import fa4flex
+from fa4flex.codegen.analyze.domain import Ragged, Shape
+from fa4flex.codegen.analyze.facts import Facts
+from fa4flex.codegen.analyze.prove import Proved
+from fa4flex.codegen.plan.inputs import Inputs
+from fa4flex.codegen.plan.problem import PACKED_HEADS, Problem
+from fa4flex.codegen.plan.specialize import MOST_PACKED, backward_problem, forward_problem, same_problem
+from fa4flex.codegen.plan.target import SM90A, SM100A, Target
+from fa4flex.errors import InputError
+from fa4flex.kernels.dispatch import plan_forward
+from fa4flex.variants import alibi, causal, softcap
+
+PLAIN = Facts()
+GIVEN = Inputs(Shape(4, 16, 1537, 1537), 4, 128, 128)
+
+
+def problem(facts: Facts, inputs: Inputs, target: Target = SM90A) -> Problem:
+    form: Any = "none" if facts.mask is PLAIN.mask else "spans"
+    return forward_problem(facts, inputs, Proved(form, False, True), target)
+
+
+def packed(inputs: Inputs, facts: Facts = PLAIN, target: Target = SM90A) -> int:
+    return problem(facts, inputs, target).packed_heads
+
+
+@pytest.mark.parametrize("group", range(1, 130))
+def test_groups_that_divide_the_rows_of_a_copy_share_tiles(group: int) -> None:
+    given = replace(GIVEN, extents=Shape(4, 3 * group, 1537, 1537), kv_heads=3)
+    assert packed(given) == (group if group in (1, 2, 4, 8, 16, 32, 64) else 1)
+
+
+OTHERS: dict[str, tuple[Facts, Inputs, Target]] = {
+    "a mask": (fa4flex.compile(mask=causal).program.facts, GIVEN, SM90A),
+    "a score of queries and heads": (fa4flex.compile(alibi).program.facts, GIVEN, SM90A),
+    "a score of scores": (fa4flex.compile(softcap(20.0)).program.facts, GIVEN, SM90A),
+    "sinks": (PLAIN, replace(GIVEN, sinks=True), SM90A),
+    "float32 output": (PLAIN, replace(GIVEN, out_dtype="float32"), SM90A),
+    "packed sequences": (
+        PLAIN,
+        replace(GIVEN, extents=Ragged(4, 16, 6148, 6148), lengths="packed"),
+        SM90A,
+    ),
+    "padded sequences": (PLAIN, replace(GIVEN, extents=Ragged(4, 16, 1537, 1537), lengths="used"), SM90A),
+    "pages": (PLAIN, replace(GIVEN, page_rows=128), SM90A),
+    "8-bit keys": (PLAIN, replace(GIVEN, kv_dtype="float8_e4m3fn"), SM90A),
+    "few rows": (PLAIN, replace(GIVEN, extents=Shape(4, 16, 16, 1537)), SM90A),
+    "rows that 32 bits do not count": (
+        PLAIN,
+        replace(GIVEN, extents=Shape(1, 16, MOST_PACKED // 4 + 1, 9)),
+        SM90A,
+    ),
+    "another chip": (PLAIN, GIVEN, SM100A),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_heads_of_all_others_have_tiles_of_their_own(name: str) -> None:
+    facts, inputs, target = OTHERS[name]
+    assert packed(GIVEN) == 4 and packed(inputs, facts, target) == 1
+
+
+def test_a_launch_serves_all_lengths_of_its_ratio() -> None:
+    """From those that are no few rows on; narrow heads are not told apart by their queries."""
+    for width in (64, 128):
+        given = replace(GIVEN, head_dim=width, head_dim_v=width)
+        for length in (17, 256, 257, 1537, MOST_PACKED // 4):
+            reach = same_problem(PLAIN, replace(given, extents=Shape(4, 16, length, 9)), SM90A)
+            assert (reach.least[1], reach.most[1]) == (17, MOST_PACKED // 4)
+    few = same_problem(PLAIN, replace(GIVEN, extents=Shape(4, 16, 16, 9)), SM90A)
+    beyond = same_problem(PLAIN, replace(GIVEN, extents=Shape(4, 16, MOST_PACKED // 4 + 1, 9)), SM90A)
+    assert few.most[1] == 16 and beyond.least[1] == MOST_PACKED // 4 + 1
+
+
+def test_backward_passes_have_none() -> None:
+    forward = problem(PLAIN, GIVEN)
+    assert backward_problem(forward, PLAIN, GIVEN, SM90A, False).packed_heads == 1
+
+
+def test_the_kernel_is_told_and_so_are_readers() -> None:
+    plan = plan_forward(PLAIN, problem(PLAIN, GIVEN), SM90A)
+    alone = plan_forward(PLAIN, replace(plan.problem, packed_heads=1), SM90A)
+    assert (plan.config().group, alone.config().group) == (4, 1)
+    assert (plan.memory, plan.topology, plan.registers) == (alone.memory, alone.topology, alone.registers)
+    assert "rows of 4 heads" in plan.explain() and "4 heads share tiles" in plan.problem.explain()
+    assert not {"rows of", "share tiles"} & set(re.findall("rows of|share tiles", alone.explain()))
+
+
+@pytest.mark.parametrize("width", (64, 128, 256))
+def test_tiles_are_never_more(width: int) -> None:
+    """Than those of heads by themselves, and fewer where these end within a tile."""
+    rows, _ = plan_forward(PLAIN, Problem(width, width), SM90A).tile
+    for group in PACKED_HEADS:
+        for length in range(1, 700):
+            together, apart = -(-length * group // rows), group * -(-length // rows)
+            assert together <= apart and (together < apart) == (-length % rows * group >= rows)
+
+
+def test_only_groups_with_a_kernel_are_taken() -> None:
+    for wrong in (0, 3, 128):
+        with pytest.raises(InputError, match="packed_heads"):
+            Problem(64, 64, packed_heads=wrong)
