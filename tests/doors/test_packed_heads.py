@@ -1,0 +1,79 @@
+"""Calls whose query heads share tiles, of changing ratios and lengths: a kernel is made for each ratio, and
+serves all lengths of it. Kernels are left out; CPU tensors stand for those of a GPU."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from launch_changes import calls_on_gpu
+from torch import Tensor
+
+import fa4flex
+from fa4flex.codegen.plan.problem import Problem
+from fa4flex.compiler.signature import Signature
+from fa4flex.runtime import launch
+
+RATIOS = {(8, 8): 1, (8, 4): 2, (8, 2): 4, (16, 4): 4, (8, 1): 8, (6, 2): 1}
+"""Query heads that share tiles, by heads of queries and of keys."""
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
+    """The problems whose kernels are launched."""
+    calls_on_gpu(monkeypatch)
+    found: list[Problem] = []
+
+    def compiled(source: Any, problem: Problem, signature: Signature, arch: str) -> Any:
+        return type("Kernel", (), {"launch": staticmethod(lambda *given: found.append(problem))})
+
+    monkeypatch.setattr("fa4flex.lower.compile_kernel", compiled)
+    return found
+
+
+@pytest.fixture
+def looked_for(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Queries of the calls that no path of repeated calls served."""
+    found: list[Tensor] = []
+    run = launch.run
+
+    def counted(now: Any, q: Tensor, *given: Any) -> Any:
+        found.append(q)
+        return run(now, q, *given)
+
+    monkeypatch.setattr(launch, "run", counted)
+    return found
+
+
+def qkv(heads: tuple[int, int], q_len: int, kv_len: int, layout: str) -> list[Tensor]:
+    sizes = (heads[0], q_len), (heads[1], kv_len), (heads[1], kv_len)
+    found = [torch.zeros(2, *size, 64, dtype=torch.bfloat16) for size in sizes]
+    return found if layout == "bhsd" else [x.transpose(1, 2).contiguous() for x in found]
+
+
+@pytest.mark.parametrize("layout", ("bhsd", "bshd"))
+def test_each_call_has_the_kernel_of_its_ratio(
+    launched: list[Problem], looked_for: list[Tensor], layout: Any, seed: int
+) -> None:
+    """Whichever way it takes: most are served by those of repeated calls."""
+    draw, attn, kernels = random.Random(seed), fa4flex.compile(layout=layout), set()
+    for _ in range(60):
+        heads = draw.choice([*RATIOS])
+        least = 64 * heads[1] // heads[0] + 1
+        for _ in range(draw.randint(1, 4)):
+            given = qkv(heads, draw.choice((least, 65, 256, 257, 400)), draw.randint(1, 300), layout)
+            for _ in range(draw.randint(1, 3)):
+                attn(*given)
+                assert launched[-1].packed_heads == RATIOS[heads], (heads, [x.shape for x in given])
+        kernels.add(heads)
+    assert len(kernels) == len(RATIOS) and len(looked_for) < len(launched) / 2
+
+
+def test_few_rows_and_many_take_turns(launched: list[Problem]) -> None:
+    attn = fa4flex.compile()
+    for _ in range(5):
+        for q_len, few in ((16, True), (17, False), (16, True), (300, False), (1, True)):
+            attn(*qkv((8, 2), q_len, 50, "bhsd"))
+            assert (launched[-1].few_rows, launched[-1].packed_heads) == (few, 1 if few else 4)
