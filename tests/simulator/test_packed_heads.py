@@ -5,15 +5,21 @@ from __future__ import annotations
 
 import math
 import random
+from types import SimpleNamespace
 from typing import Any
 
+import cutlass
 import pytest
 import torch
+from cutlass import cute
+from cutlass.cute.runtime import from_dlpack
 from helpers import SMS, Width, no_worse, widths, worst
 from torch import Tensor
 
 import fa4flex
 from fa4flex import Schedule, reference, simulator
+from fa4flex.kernels.fwd_sm90.config import Config
+from fa4flex.kernels.fwd_sm90.rows import Rows, rows_of
 
 TIMINGS = (("eager", 0), ("late", 1), ("random", 2))
 
@@ -96,6 +102,42 @@ def test_there_are_as_many_tiles_as_rows_of_a_group_fill(layout: Any) -> None:
     out, lse, result = run(fa4flex.compile(layout=layout), given, "random", random.randrange(99), sms=132)
     assert result.shape.grid == (2 * 2 * 7, 1, 1)
     judge((out if layout == "bhsd" else out.transpose(1, 2), lse), qkv)
+
+
+@cute.jit
+def put_grid(
+    found: cute.Tensor,
+    q: cute.Tensor,
+    kv: cute.Tensor,
+    rows: cutlass.Constexpr[Rows],
+    ordered: cutlass.Constexpr,
+) -> None:
+    grid = rows.grid(SimpleNamespace(q=q, k=kv, v=kv, page_table=None), ordered)
+    for i, number in enumerate((grid.tiles, grid.heads, grid.batch, grid.group)):
+        found[i] = number
+
+
+@pytest.mark.parametrize(
+    ("group", "keys", "ordered", "grid"),
+    [
+        (1, 512 << 10, False, (2, 16, 32, 1)),
+        (4, 512 << 10, False, (7, 4, 32, 1)),
+        (1, 512 << 10, True, (2, 16, 32, 8)),
+        (4, 512 << 10, True, (7, 4, 32, 2)),
+        (4, 512 << 14, True, (7, 4, 32, 1)),
+        (4, 512, True, (7, 4, 32, 128)),
+    ],
+)
+def test_sections_have_as_many_heads_of_keys(
+    group: int, keys: int, ordered: bool, grid: tuple[int, ...]
+) -> None:
+    """32 x 16:4 heads of 193 queries; L2 holds the keys and values of two, at 16 MiB each."""
+    found = torch.zeros(4, dtype=torch.int32)
+    q = torch.empty(32, 193, 16, 8, dtype=torch.bfloat16)
+    kv = torch.empty(1, 1, 4, 8, dtype=torch.bfloat16).expand(32, keys, 4, 8)
+    rows = rows_of(Config(64, 64, 128, 128, group=group))
+    put_grid(from_dlpack(found), from_dlpack(q), from_dlpack(kv), rows, ordered)
+    assert tuple(found.tolist()) == grid
 
 
 @pytest.mark.slow
