@@ -1,6 +1,6 @@
 """Query heads that share a head of keys, and tiles of queries with it, on a GPU: against the fp64 oracle.
 
-pytest tests/numeric/test_cuda_packed_heads.py -n 8
+pytest tests/numeric/test_cuda_rows_of_groups.py -n 8
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def test_a_graph_replays_with_new_numbers() -> None:
     attn = compiled()
     q, k, v = Sizes(2, 8, 2, 193, 300).wide(128).qkv()
     with torch.no_grad():
-        attn(q, k, v)
+        attn(q, k, v, return_lse=True)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             out, lse = attn(q, k, v, return_lse=True)

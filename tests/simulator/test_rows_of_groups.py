@@ -34,7 +34,7 @@ CASES: dict[str, tuple[Heads, tuple[int, int], Width]] = {
     "4 heads, queries of one box": ((8, 2), (17, 129), 128),
     "8 heads": ((8, 1), (31, 129), 256),
     "16 heads": ((16, 1), (33, 127), 96),
-    "all rows of a box": ((64, 1), (3, 100), 64),
+    "16 heads, one tile": ((16, 1), (11, 100), 64),
 }
 """Heads, queries and keys, widths."""
 

@@ -11,7 +11,7 @@ from fa4flex.codegen.analyze.prove import Proved, ProvedQueries
 from fa4flex.codegen.analyze.reach import ANY, Reach
 from fa4flex.codegen.expr import TRUE, const, nodes
 from fa4flex.codegen.plan.inputs import Inputs
-from fa4flex.codegen.plan.problem import ROW_CLASSES, Problem
+from fa4flex.codegen.plan.problem import PACKED_HEADS, ROW_CLASSES, Problem
 from fa4flex.codegen.plan.target import Target
 
 MOST_PACKED = 1 << 30
@@ -129,7 +129,7 @@ def _most_packed(facts: Facts, inputs: Inputs, target: Target) -> tuple[int, ...
     plain = facts.score is SCORE and facts.mask is TRUE and not inputs.sinks
     dense = inputs.lengths == "dense" and not inputs.page_rows and not inputs.kv_dtype
     group = _group(inputs)
-    divides = group > 1 and target.packed_rows > 0 and target.packed_rows % group == 0
+    divides = group in PACKED_HEADS[1:] and target.packed_rows > 0 and target.packed_rows % group == 0
     copied = dense and inputs.out_dtype != "float32"
     return (MOST_PACKED // group,) if plain and copied and divides else ()
 
