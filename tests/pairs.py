@@ -1,5 +1,5 @@
-"""Backward passes by other CTAs than the planner would take for the few keys of tests: by pairs of them, or
-such as are for few tiles, or for many."""
+"""Backward passes by other CTAs than the planner would take for the few keys and queries of tests: by pairs
+of them, or such as are for few tiles, or for many, or for many queries."""
 
 from __future__ import annotations
 
@@ -28,6 +28,13 @@ def hopper_pairs(wanted: bool) -> Iterator[None]:
 def few_tiles(wanted: bool) -> Iterator[None]:
     """Tiles of keys of dense lengths are few, or none are, however many there are."""
     with patch.object(specialize, "_few_tiles", lambda *_: 1 << 20 if wanted else -1), _apart():
+        yield
+
+
+@contextlib.contextmanager
+def long_steps() -> Iterator[None]:
+    """Steps of queries are long where scores are plain, however few queries there are."""
+    with patch.object(specialize, "_counts_steps", lambda *_: False), _apart():
         yield
 
 

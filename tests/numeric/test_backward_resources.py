@@ -7,13 +7,15 @@ import importlib.util
 import random
 import re
 import struct
+from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import product
 
 import pytest
 from cuda_cases import FEW, VARIANTS, Sizes
 from helpers import Width, widths
 from kernel_programs import Kind, launched_backward
-from pairs import hopper_pairs, in_pairs
+from pairs import hopper_pairs, in_pairs, long_steps
 
 from fa4flex.codegen.plan.target import SM90A, SM100A, Target
 from fa4flex.compiler.inspect import Inspection, inspect
@@ -52,6 +54,13 @@ neighbourhood's mask where heads are wide. LIGHT ones spill none."""
 PER_HEAD = {(SM100A, 128): 96}
 """Bytes that any variant may spill: once per head, the reduce warps put away which tiles of queries see their
 keys."""
+
+
+@pytest.fixture(autouse=True)
+def steps() -> Iterator[None]:
+    """Steps as few queries take them, or as many do, of which tests have none."""
+    with random.choice((long_steps, nullcontext))():
+        yield
 
 
 def check(
