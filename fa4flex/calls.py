@@ -15,6 +15,7 @@ from fa4flex.runtime import eight_bit, launch
 from fa4flex.variant import Variant
 
 
+@on_the_host
 def run(
     variant: Variant,
     caller: launch.Caller | None,
@@ -33,19 +34,6 @@ def run(
         wide, dtype = eight_bit.read_as(variant, qkv, varlen, paging, scales)
         out, lse, largest = graphs.run(variant, wide, varlen, paging, statistics)
         return out.to(dtype), lse, largest
-    return _run_now(variant, caller, qkv, varlen, paging, statistics, scales)
-
-
-@on_the_host
-def _run_now(
-    variant: Variant,
-    caller: launch.Caller | None,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    varlen: Varlen | None,
-    paging: Paging | None,
-    statistics: launch.Statistics,
-    scales: KVScales | None,
-) -> launch.Results:
     now: launch.Calling | None = None
     try:
         if caller is not None and caller.recent is not None and scales is None:

@@ -22,11 +22,12 @@ Result = TypeVar("Result")
 
 def on_the_host(function: Callable[Given, Result]) -> Callable[Given, Result]:
     """The same function, without a default device while it runs. Where none is set it costs a look at the
-    stack of torch's modes."""
+    stack of torch's modes. Code that Dynamo traces is left as it is: what the library makes there is made in
+    operators, which leave it out themselves."""
 
     @functools.wraps(function)
     def called(*args: Given.args, **kwargs: Given.kwargs) -> Result:
-        if not torch._C._len_torch_function_stack():
+        if torch.compiler.is_dynamo_compiling() or not torch._C._len_torch_function_stack():
             return function(*args, **kwargs)
         with _no_default_device():
             return function(*args, **kwargs)

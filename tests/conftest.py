@@ -180,6 +180,15 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture
+def either_steps(seed: int) -> Iterator[None]:
+    """Steps of backward passes as few queries take them or as many do, by chance: tests have few."""
+    from pairs import long_steps
+
+    with random.choice((long_steps, contextlib.nullcontext))():
+        yield
+
+
+@pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str], None]:
     """`golden(text)`: text must equal tests/golden/<test name>.txt, which --update-golden rewrites."""
     path = GOLDEN / f"{re.sub(r'[^a-z0-9]+', '_', request.node.name.lower()).strip('_')}.txt"

@@ -165,7 +165,7 @@ def _planned(bound: Bound, shape: Shape, ranks: int, layout: Layout, held: tuple
 def _stages_for(work: Work) -> int:
     """Number of parts in which keys arrive: each more is one more set of partial results to merge, of queries
     that see any of its keys. Where most see few, two of them wait less than one, as measured."""
-    return 2 if float(work.sees.float().mean()) < SPARSE else 1
+    return 2 if int(work.sees.count_nonzero()) < SPARSE * work.sees.numel() else 1
 
 
 def placed(

@@ -7,22 +7,23 @@ import importlib.util
 import random
 import re
 import struct
-from collections.abc import Iterator
-from contextlib import nullcontext
 from itertools import product
 
 import pytest
 from cuda_cases import FEW, VARIANTS, Sizes
 from helpers import Width, widths
 from kernel_programs import Kind, launched_backward
-from pairs import hopper_pairs, in_pairs, long_steps
+from pairs import hopper_pairs, in_pairs
 
 from fa4flex.codegen.plan.target import SM90A, SM100A, Target
 from fa4flex.compiler.inspect import Inspection, inspect
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl, which exists for Linux"
-)
+pytestmark = [
+    pytest.mark.usefixtures("either_steps"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl, which exists for Linux"
+    ),
+]
 DRAWS = {"plain": FEW["dense"], **{name: draws[0] for name, draws in VARIANTS.items()}}
 WIDTHS: tuple[Width, ...] = (32, 64, 96, 128, (160, 128), (192, 128))
 WIDE: tuple[Width, ...] = (96, (192, 128), 160, 192, 256)
@@ -54,13 +55,6 @@ neighbourhood's mask where heads are wide. LIGHT ones spill none."""
 PER_HEAD = {(SM100A, 128): 96}
 """Bytes that any variant may spill: once per head, the reduce warps put away which tiles of queries see their
 keys."""
-
-
-@pytest.fixture(autouse=True)
-def steps() -> Iterator[None]:
-    """Steps as few queries take them, or as many do, of which tests have none."""
-    with random.choice((long_steps, nullcontext))():
-        yield
 
 
 def check(

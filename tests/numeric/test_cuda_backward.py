@@ -6,9 +6,7 @@ pytest tests/numeric/test_cuda_backward.py -n 8        compiling the kernels tak
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from typing import Any
 
 import captured_cases
@@ -31,7 +29,6 @@ from cuda_cases import (
     plain,
     plain_packed,
 )
-from pairs import long_steps
 from torch import Tensor
 
 from fa4flex import Schedule, reference
@@ -40,27 +37,12 @@ from fa4flex.runtime import ops
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("on_the_device", "either_steps"),
     pytest.mark.skipif(DEVICE is None, reason="needs a CUDA device of compute capability 9.0"),
 ]
 DRAWS = [pytest.param(draws[0], id=name) for name, draws in VARIANTS.items()]
 BY_NAME = [pytest.param(draw, id=name) for name, draw in FEW.items()]
 LENGTHS = [(1, 1), (63, 200), (128, 129), (300, 64)]
-
-
-@pytest.fixture(autouse=True)
-def steps() -> Iterator[None]:
-    """Steps as few queries take them, or as many do, of which tests have none."""
-    with random.choice((long_steps, nullcontext))():
-        yield
-
-
-@pytest.fixture(autouse=True)
-def on_the_device(seed: int) -> Iterator[None]:
-    if DEVICE is None:
-        yield
-        return
-    with torch.device(DEVICE):
-        yield
 
 
 def check_captured(

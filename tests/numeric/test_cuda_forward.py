@@ -8,7 +8,6 @@ Every case has an id of its own: `-k "variant and alibi"`, `-k "lengths"`, `-k "
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -47,19 +46,10 @@ from fa4flex.errors import Fa4flexError
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("on_the_device"),
     pytest.mark.skipif(DEVICE is None, reason="needs a CUDA device of compute capability 9.0"),
 ]
 REPEATS = 200 if DEVICE is not None and DEVICE.type == "cuda" else 3
-
-
-@pytest.fixture(autouse=True)
-def on_the_device(seed: int) -> Iterator[None]:
-    """New tensors are made on the device; the seed is the test's."""
-    if DEVICE is None:
-        yield
-        return
-    with torch.device(DEVICE):
-        yield
 
 
 def test_every_variant_is_in_the_table() -> None:

@@ -5,7 +5,6 @@ pytest tests/numeric/test_cuda_rows_of_groups.py -n 8
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,25 +16,16 @@ from fa4flex import reference
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("on_the_device"),
     pytest.mark.skipif(DEVICE is None, reason="needs a CUDA device of compute capability 9.0"),
 ]
 
 HEADS = ((16, 8), (16, 4), (8, 1), (16, 1), (64, 1), (6, 2))
-"""Query heads, and heads of keys; groups of three have tiles of their own."""
+"""Query heads, and heads of keys; of groups of 3 and of 64, each head has tiles of its own."""
 
 DIMS = ((64, 64), (96, 96), (128, 128), (160, 160), (192, 128), (192, 192), (256, 256))
 LENGTHS = ((1, 300), (31, 129), (33, 1), (65, 64), (127, 128), (129, 257), (1537, 333))
 """Queries and keys; of the last, rows of a group end a few rows into a tile."""
-
-
-@pytest.fixture(autouse=True)
-def on_the_device(seed: int) -> Iterator[None]:
-    """New tensors are made on the device; the seed is the test's."""
-    if DEVICE is None:
-        yield
-        return
-    with torch.device(DEVICE):
-        yield
 
 
 @pytest.mark.parametrize("dims", DIMS, ids=lambda d: f"d{d[0]}v{d[1]}")

@@ -14,20 +14,12 @@ from torch import Tensor
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("on_the_device"),
     pytest.mark.skipif(
         DEVICE is None or DEVICE.type != "cuda", reason="needs a CUDA device of capability 9.0"
     ),
 ]
 ALL = [pytest.param(d, id=f"{name} {i}") for name, draws in VARIANTS.items() for i, d in enumerate(draws)]
-
-
-@pytest.fixture(autouse=True)
-def on_the_device(seed: int) -> Iterator[None]:
-    if DEVICE is None:
-        yield
-        return
-    with torch.device(DEVICE):
-        yield
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -25,6 +25,8 @@ from fa4flex.runtime.cuda.launches import ready_backward
 from fa4flex.simulator.doors.device import Gpu
 from fa4flex.variants import alibi, causal, document, sliding_window, softcap
 
+pytestmark = pytest.mark.usefixtures("either_steps")
+
 IDS = torch.arange(200) // 70
 WIDE = (80, 96, 160, 192, 256, (192, 128), (160, 120), (128, 256), (160, 96), (96, 192))
 """Widths of q and v for which a block has 64 keys, or whose parts of dQ are narrow or several."""
@@ -40,13 +42,6 @@ COMPOSED: dict[str, dict[str, Any]] = {
     "unseen keys": {"mask": lambda b, h, q, k: (k >= 128) & ((h != 1) | (k >= 190))},
     "sinks": {"mask": causal, "sinks": Sinks(torch.randn(4))},
 }
-
-
-@pytest.fixture(autouse=True)
-def steps() -> Iterator[None]:
-    """Steps as few queries take them, or as many do, of which tests have none."""
-    with random.choice((long_steps, nullcontext))():
-        yield
 
 
 def gradients(attn: Any, qkv: tuple[Tensor, ...], dout: Tensor, dlse: Tensor) -> list[Tensor]:

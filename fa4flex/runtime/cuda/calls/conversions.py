@@ -23,8 +23,8 @@ def conversion(look: Look, given: Any) -> Conversion | None:
     match look:
         case Heads() if given is not None and (given.dtype == E4M3 or not tma_able(given)):
             if given.dtype != E4M3:
-                return _compact
-            return _bytes if tma_able(given) else lambda x: _bytes(_compact(x))
+                return compact
+            return _bytes if tma_able(given) else lambda x: _bytes(compact(x))
         case Array(dtype, _, unit) if given is not None:
             kind = getattr(torch, dtype)
             if given.dtype != kind or (unit and given.stride(-1) != 1):
@@ -47,7 +47,8 @@ def _bytes(x: Tensor) -> Tensor:
     return x.detach().view(torch.uint8)
 
 
-def _compact(x: Tensor) -> Tensor:
+def compact(x: Tensor) -> Tensor:
+    """A contiguous copy, without gradient."""
     return x.detach().clone(memory_format=torch.contiguous_format)
 
 

@@ -14,6 +14,7 @@ from fa4flex.codegen.analyze.reach import Reach, extents_of
 from fa4flex.codegen.plan.groups import Groups
 from fa4flex.codegen.plan.lengths import ROW_BLOCK
 from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Call, SequenceLengths
+from fa4flex.runtime.cuda.calls.conversions import compact
 from fa4flex.runtime.cuda.device.counter import counter
 from fa4flex.runtime.cuda.launches.captured_sums import memory_of, result_of
 from fa4flex.runtime.cuda.tables.lengths import LengthsKernel
@@ -121,14 +122,10 @@ def _in_whole_tokens(call: Call, saved: Saved) -> tuple[Call, Saved]:
         return call, saved
     axis = 2 if call.heads_first else 1
     q, k, v, dout = (
-        x if x.stride(axis) and x.stride(0) % x.stride(axis) == 0 else _copied(x)
+        x if x.stride(axis) and x.stride(0) % x.stride(axis) == 0 else compact(x)
         for x in (call.q, call.k, call.v, saved.dout)
     )
     return call._replace(q=q, k=k, v=v), saved._replace(dout=dout)
-
-
-def _copied(x: Tensor) -> Tensor:
-    return x.detach().clone(memory_format=torch.contiguous_format)
 
 
 def _like(x: Tensor) -> Tensor:
