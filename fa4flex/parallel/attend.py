@@ -84,19 +84,16 @@ class Attend(torch.autograd.Function):
         arrivals = {stage: _send(job, stage, (k, v)) for stage in job.moving()}
         results = _Results(job, q, v.shape[-1], sinks)
         received = []
-        own = job.exchange.held[job.rank]
-        here = Pieces(k, own), Pieces(v, own)
+        here = _held(job, (k, v))
         mine, of_guests = job.at_home()
         results.take_in(mine, here, job.beside(bool(arrivals or job.exchange.guests)))
         (theirs,) = visitors()
         results.q.also(theirs, job.guests.visitors)
         results.take_in(of_guests, here, job.beside(bool(arrivals)))
         for stage, arrival in arrivals.items():
-            rows = arrival()
-            places = joined(job.exchange.incoming(stage, job.rank))
-            of_keys, of_values = (Pieces(x, places) for x in tensors_of(rows, (k, v)))
-            results.take_in(job.of_stage(stage), (of_keys, of_values), job.beside(stage < max(arrivals)))
-            received.append(rows)
+            received.append(arrival())
+            _arrived(job, stage, received[-1], here)
+            results.take_in(job.of_stage(stage), here, job.beside(stage < max(arrivals)))
         results.return_guests()
         out, lse = results.finish()
         ctx.job, ctx.operands = job, len(operands)
@@ -114,18 +111,20 @@ class Attend(torch.autograd.Function):
         upstream = torch.zeros_like(out) if dout is None else dout, dlse
         sums = _Gradients(job, q, (out, lse), upstream, {slot: operands[slot] for slot in needs})
         sums.receive_guests(theirs)
+        here, of_keys = _held(job, (k, v)), (Sums(job.compute), Sums(job.compute))
+        of_stages = list(zip(job.moving(), received, strict=True))
+        for stage, rows in of_stages:
+            _arrived(job, stage, rows, here)
         # Gradients of others' keys leave first: they travel while those of the own keys are computed.
         arrivals: list[tuple[int, Any]] = []
-        for stage, rows in reversed(list(zip(job.moving(), received, strict=True))):
-            places = joined(job.exchange.incoming(stage, job.rank))
-            kv, beside = tensors_of(rows, (k, v)), job.beside(bool(arrivals))
-            of_keys = sums.of_stage(stage, kv, places, beside)
+        for stage, rows in reversed(of_stages):
+            sums.take_in(stage, here, of_keys, job.beside(bool(arrivals)))
             arrivals.append((stage, _send_back(job, stage, of_keys, torch.empty_like(rows), (k, v))))
-        own = job.exchange.held[job.rank]
-        of_keys = sums.of_stage(0, [k, v], own, job.beside(bool(arrivals)))
+        sums.take_in(0, here, of_keys, job.beside(bool(arrivals)))
         sums.return_guests(theirs)
         for stage, arrival in reversed(arrivals):
             _add_back(job, stage, of_keys, tensors_of(arrival(), (k, v)))
+        own = job.exchange.held[job.rank]
         dk, dv = (total.whole(own, x) for total, x in zip(of_keys, (k, v), strict=True))
         dsinks = None if sinks is None else _of_sinks(sinks, (out, lse), upstream)
         of_operands: list[Tensor | None] = [None] * len(operands)
@@ -165,6 +164,19 @@ def attend_heads(
 # --- moving keys --------------------------------------------------------------------------------------------
 
 
+def _held(job: Job, kv: tuple[Tensor, Tensor]) -> tuple[Pieces, Pieces]:
+    """The rank's own keys and values."""
+    own = job.exchange.held[job.rank]
+    return Pieces(kv[0], own), Pieces(kv[1], own)
+
+
+def _arrived(job: Job, stage: int, rows: Tensor, here: tuple[Pieces, Pieces]) -> None:
+    """Keys and values of a stage join those that are here."""
+    places = joined(job.exchange.incoming(stage, job.rank))
+    for pieces, x in zip(here, tensors_of(rows, [pieces.x for pieces in here]), strict=True):
+        pieces.also(x, places)
+
+
 def _send(job: Job, stage: int, kv: tuple[Tensor, Tensor]) -> Any:
     outgoing, incoming = job.exchange.outgoing(stage, job.rank), job.exchange.incoming(stage, job.rank)
     rows = rows_of(kv, job.exchange.held[job.rank], outgoing)
@@ -177,7 +189,7 @@ def _send_back(
     """Send gradients of keys and values to their owners, in `rows`."""
     outgoing, incoming = job.exchange.outgoing(stage, job.rank), job.exchange.incoming(stage, job.rank)
     for total, place in zip(of_keys, tensors_of(rows, kv), strict=True):
-        total.write(joined(incoming), place)
+        total.take_out(joined(incoming), place)
     return job.links.all_to_all(rows, list(map(tokens, incoming)), list(map(tokens, outgoing)))
 
 
@@ -307,27 +319,26 @@ class _Gradients:
         for queries, (part,) in self.job.guests.return_home([of_guests]):
             self.of_queries.take_in(queries, part)
 
-    def of_stage(
-        self, stage: int, kv: list[Tensor], places: Ranges, rectangles: Rectangles
-    ) -> tuple[Sums, Sums]:
-        """Contribution of a stage to the gradients of its keys and values."""
-        keys, found = [Pieces(x, places) for x in kv], (Sums(self.job.compute), Sums(self.job.compute))
+    def take_in(
+        self, stage: int, here: tuple[Pieces, Pieces], of_keys: tuple[Sums, Sums], rectangles: Rectangles
+    ) -> None:
+        """Add what the rectangles of a stage contribute, to gradients of keys and values in `of_keys`."""
         needs = list(self.operands)
         for x in self.job.of_stage(stage):
             out, lse, dout, *dlse = (rows.take(x.queries) for rows in self.of_rows)
+            k, v = (part.take(x.keys) for part in here)
             of_q, *of_kv = rectangles.backward(
-                (self.q.take(x.queries), *(part.take(x.keys) for part in keys)),  # type: ignore[arg-type]
+                (self.q.take(x.queries), k, v),
                 (out, lse.squeeze(-1)),
                 (dout, dlse[0].squeeze(-1) if dlse else None),
                 (x.queries[0], x.keys[0]),
                 needs,
             )
             self.of_queries.take_in(x.queries, of_q)
-            for total, part in zip(found, of_kv[:2], strict=True):
+            for total, part in zip(of_keys, of_kv[:2], strict=True):
                 total.take_in(x.keys, part)
             for slot, part in zip(needs, of_kv[2:], strict=True):
                 self.operands[slot] += part
-        return found
 
     @property
     def dq(self) -> Tensor:

@@ -21,6 +21,10 @@ MOST_PIECES, LEAST_SPARED = 3, 2048
 """Ranges that one is cut into at most, and queries without keys of others in them at least: a kernel more
 costs what merging the results of some thousand queries with nothing would."""
 
+LATE = 0.5
+"""Share of a rank's work, at most, that waits until all of its keys have arrived: the rest hides the exchange.
+Such queries are one rectangle where their keys are one range, and nothing of them is merged."""
+
 
 @dataclass(frozen=True)
 class Rectangle:
@@ -40,7 +44,7 @@ class Exchange:
     sends       per later stage, what goes from whom to whom: only chunks of keys that some query of the
                 receiver may see
     rectangles  per stage and rank, in the order in which results are put together: of its own queries, then
-                of guests
+                of guests; their keys are own ones or have arrived, in this stage or before
     guests      queries that visit other ranks, which compute them against parts of their keys: (from owner,
                 to rank, queries)
     """
@@ -168,13 +172,17 @@ def _exchange(work: Work, placement: Placement, held: tuple[Ranges, ...], stages
         for split in placement.splits:
             if split.queries in rows:
                 wanted[rows.index(split.queries)] &= _inside(dict(split.parts).get(rank, ()), cuts)
-        needed = wanted.any(0)
-        stage = _stages(needed, holder == rank, cuts, stages)
+        mine = holder == rank
+        late = _late(work, rows, (wanted & ~mine).any(1), whole)
+        stage = _stages(wanted[~late].any(0), mine, cuts, stages)
+        stage[wanted.any(0) & (stage < 0)] = 1  # of late queries alone
+        stage[mine] = 0
+        when = torch.where(wanted, stage, -1)
+        when[late] = torch.where(wanted[late], when[late].amax(1, keepdim=True), -1)
         for at in range(stages + 1):
-            there = stage == at
-            rectangles[at].append(_rectangles(rows, wanted & there, places))
+            rectangles[at].append(_rectangles(rows, when == at, places))
             if at:
-                for source, keys in _by_holder(there, holder, places):
+                for source, keys in _by_holder(stage == at, holder, places):
                     every[at - 1][source, rank] = keys
     sends = tuple(tuple((*pair, keys) for pair, keys in sorted(x.items())) for x in every)
     return Exchange(held, queries, sends, tuple(map(tuple, rectangles)), guests)
@@ -217,6 +225,16 @@ def _spared(work: Work, own: Ranges, others: Tensor, whole: frozenset[Range]) ->
         few = len(pieces) <= MOST_PIECES and tokens(runs) >= LEAST_SPARED
         found += pieces if few and (lo, hi) not in whole else [(lo, hi)]
     return tuple(found)
+
+
+def _late(work: Work, rows: Ranges, far: Tensor, whole: frozenset[Range]) -> Tensor:
+    """bool [ranges]: those that are computed when all of their keys have arrived, the smallest first. far: those
+    that see keys of others; guests, and queries that visit, never wait."""
+    area = torch.tensor([float(work.area[lo // work.chunk : -(-hi // work.chunk)].sum()) for lo, hi in rows])
+    may = (far & torch.tensor([x not in whole for x in rows], dtype=torch.bool)).nonzero().flatten()
+    may = may[area[may].argsort(stable=True)]
+    some = may[area[may].cumsum(0) <= LATE * area.sum()]
+    return torch.zeros_like(far).index_fill_(0, some, True)
 
 
 def _inside(keys: Ranges, cuts: Tensor) -> Tensor:

@@ -140,6 +140,13 @@ class Sums:
                 end = inner[1]
             place.narrow(SEQUENCE, end - lo, hi - end).zero_()
 
+    def take_out(self, ranges: Ranges, into: Tensor) -> None:
+        """Put the sums of these ranges there, as `write`; they are forgotten here."""
+        self.write(ranges, into)
+        for lo, hi in ranges:
+            for part in self._over(lo, hi):
+                del self.parts[part]
+
     def whole(self, ranges: Ranges, like: Tensor) -> Tensor:
         """The same as a tensor like this one. A lone part is given back itself."""
         alone = self.parts.get(ranges[0]) if len(ranges) == 1 else None

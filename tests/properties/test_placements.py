@@ -103,16 +103,17 @@ def check(pairs: Tensor, work: Work, placement: Placement, found: Exchange, held
 def covered_by(found: Exchange, rank: int, held: tuple[Ranges, ...], lengths: tuple[int, int]) -> Tensor:
     """int64 [queries, keys]: how often a rank computes each pair, of keys that are there in time."""
     covered, arrived = torch.zeros(lengths, dtype=torch.int64), torch.zeros(lengths[1], dtype=torch.int64)
+    own = places(held[rank], lengths[1])
     for stage, of_ranks in enumerate(found.rectangles):
-        here = places(held[rank], lengths[1])
         if stage:
-            here = places(joined(found.incoming(stage, rank)), lengths[1])
-            assert not (here & places(held[rank], lengths[1])).any(), "a key moves that is there"
-            arrived += here
+            come = places(joined(found.incoming(stage, rank)), lengths[1])
+            assert not (come & own).any(), "a key moves that is there"
+            arrived += come
             for source, keys in enumerate(found.incoming(stage, rank)):
                 lacks = places(keys, lengths[1]) & ~places(held[source], lengths[1])
                 assert not lacks.any(), "a rank sends keys that it does not have"
         for x in of_ranks[rank]:
+            here = own | arrived.bool()
             assert here[slice(*x.keys)].all(), "a rectangle of keys that are not there"
             covered[slice(*x.queries), slice(*x.keys)] += 1
     assert arrived.max() <= 1, "a key arrives twice"
@@ -131,6 +132,7 @@ def covered_by(found: Exchange, rank: int, held: tuple[Ranges, ...], lengths: tu
     in_order=st.booleans(),
     guests=st.booleans(),
     spared=st.sampled_from((1, 2048)),
+    late=st.sampled_from((0.0, 0.5, 1.0)),
 )
 def test_random_masks(
     mask: Mask,
@@ -142,6 +144,7 @@ def test_random_masks(
     in_order: bool,
     guests: bool,
     spared: int,
+    late: float,
 ) -> None:
     q_len, kv_len = lengths[0], lengths[0] if lengths[2] else lengths[1]
     program = build(Variant(mask=mask))
@@ -156,7 +159,10 @@ def test_random_masks(
         assert placement.imbalance <= max(before.imbalance, UNEVEN) + 1e-9
         assert sum(placement.loads) == pytest.approx(float(work.area.sum()))
     held = contiguous(kv_len, ranks) if in_order else placement.keys
-    with patch("fa4flex.parallel.exchange.LEAST_SPARED", spared):
+    with (
+        patch("fa4flex.parallel.exchange.LEAST_SPARED", spared),
+        patch("fa4flex.parallel.exchange.LATE", late),
+    ):
         found = exchange(work, placement, held, stages)
     check(pairs, work, placement, found, held)
     assert "queries over" in placement.explain()
