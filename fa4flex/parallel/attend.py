@@ -147,7 +147,8 @@ def attend_heads(
     q, k, v = (ByHeads.apply(links, x, own) for x, own in zip(qkv, (*held, held[1]), strict=True))
     whole = Rectangle((0, q.shape[2]), (0, k.shape[2]))
     there = q.shape[2] > 0 and k.shape[2] > 0
-    alone = Exchange(((whole.keys,),), ((whole.queries,),), (), (((whole,) if there else (),),))
+    rectangles = (((whole,) if there else (),),)
+    alone = Exchange(((whole.keys,),), ((whole.queries,),), (), rectangles, rectangles)
     of_heads = replace(
         job,
         exchange=alone,
@@ -324,7 +325,7 @@ class _Gradients:
     ) -> None:
         """Add what the rectangles of a stage contribute, to gradients of keys and values in `of_keys`."""
         needs = list(self.operands)
-        for x in self.job.of_stage(stage):
+        for x in self.job.exchange.backward[stage][self.job.rank]:
             out, lse, dout, *dlse = (rows.take(x.queries) for rows in self.of_rows)
             k, v = (part.take(x.keys) for part in here)
             of_q, *of_kv = rectangles.backward(

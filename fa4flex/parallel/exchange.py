@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,8 +23,9 @@ MOST_PIECES, LEAST_SPARED = 3, 2048
 costs what merging the results of some thousand queries with nothing would."""
 
 LATE = 0.5
-"""Share of a rank's work, at most, that waits until all of its keys have arrived: the rest hides the exchange.
-Such queries are one rectangle where their keys are one range, and nothing of them is merged."""
+"""Share of a rank's work, at most, that waits in the forward pass until all of its keys have arrived: the
+rest hides the exchange. Such queries are one rectangle where their keys are one range, and nothing of them
+is merged."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ class Exchange:
                 receiver may see
     rectangles  per stage and rank, in the order in which results are put together: of its own queries, then
                 of guests; their keys are own ones or have arrived, in this stage or before
+    backward    the same for gradients, of which parts are only added: nothing waits, each rectangle has keys
+                of one stage, and queries next to each other that see the same range are one
     guests      queries that visit other ranks, which compute them against parts of their keys: (from owner,
                 to rank, queries)
     """
@@ -53,6 +57,7 @@ class Exchange:
     queries: tuple[Ranges, ...]
     sends: tuple[Sends, ...]
     rectangles: tuple[tuple[tuple[Rectangle, ...], ...], ...]
+    backward: tuple[tuple[tuple[Rectangle, ...], ...], ...]
     guests: Sends = ()
 
     @property
@@ -158,6 +163,7 @@ def _exchange(work: Work, placement: Placement, held: tuple[Ranges, ...], stages
     places = cuts.tolist()
     every: list[dict[tuple[int, int], Ranges]] = [{} for _ in range(stages)]
     rectangles: list[list[tuple[Rectangle, ...]]] = [[] for _ in range(stages + 1)]
+    backward: list[list[tuple[Rectangle, ...]]] = [[] for _ in range(stages + 1)]
     queries = tuple(_cut(own, placement.splits) for own in placement.queries)
     guests = _guests(placement.splits)
     whole = frozenset(split.queries for split in placement.splits)
@@ -178,14 +184,15 @@ def _exchange(work: Work, placement: Placement, held: tuple[Ranges, ...], stages
         stage[wanted.any(0) & (stage < 0)] = 1  # of late queries alone
         stage[mine] = 0
         when = torch.where(wanted, stage, -1)
-        when[late] = torch.where(wanted[late], when[late].amax(1, keepdim=True), -1)
+        at_last = torch.where(wanted & late[:, None], when.amax(1, keepdim=True), when)
         for at in range(stages + 1):
-            rectangles[at].append(_rectangles(rows, when == at, places))
+            rectangles[at].append(_rectangles(rows, at_last == at, places))
+            backward[at].append(_neighbours(_rectangles(rows, when == at, places), whole))
             if at:
                 for source, keys in _by_holder(stage == at, holder, places):
                     every[at - 1][source, rank] = keys
     sends = tuple(tuple((*pair, keys) for pair, keys in sorted(x.items())) for x in every)
-    return Exchange(held, queries, sends, tuple(map(tuple, rectangles)), guests)
+    return Exchange(held, queries, sends, tuple(map(tuple, rectangles)), tuple(map(tuple, backward)), guests)
 
 
 def _guests(splits: Sequence[Split]) -> Sends:
@@ -228,8 +235,8 @@ def _spared(work: Work, own: Ranges, others: Tensor, whole: frozenset[Range]) ->
 
 
 def _late(work: Work, rows: Ranges, far: Tensor, whole: frozenset[Range]) -> Tensor:
-    """bool [ranges]: those that are computed when all of their keys have arrived, the smallest first. far: those
-    that see keys of others; guests, and queries that visit, never wait."""
+    """bool [ranges]: those that are computed when all of their keys have arrived, the smallest first. far:
+    those that see keys of others; guests, and queries that visit, never wait."""
     area = torch.tensor([float(work.area[lo // work.chunk : -(-hi // work.chunk)].sum()) for lo, hi in rows])
     may = (far & torch.tensor([x not in whole for x in rows], dtype=torch.bool)).nonzero().flatten()
     may = may[area[may].argsort(stable=True)]
@@ -290,6 +297,25 @@ def _rectangles(own: Ranges, wanted: Tensor, cuts: list[int]) -> tuple[Rectangle
         for queries, row in zip(own, wanted, strict=True)
         for lo, hi in _runs(row)
     )
+
+
+def _neighbours(rectangles: tuple[Rectangle, ...], whole: frozenset[Range]) -> tuple[Rectangle, ...]:
+    """The same rectangles, those of queries next to each other as one where either has all keys of both: the
+    mask hides the rest. Queries that visit, or have several rectangles, stay by themselves."""
+    count = Counter(x.queries for x in rectangles)
+    alone = {queries for queries in count if count[queries] == 1} - whole
+    found: list[Rectangle] = []
+    for x in rectangles:
+        last = found[-1] if found and x.queries in alone else None
+        keys = x.keys if last is None else (min(last.keys[0], x.keys[0]), max(last.keys[1], x.keys[1]))
+        if last is None or last.queries[1] != x.queries[0] or keys not in (last.keys, x.keys):
+            found.append(x)
+        elif last.queries in alone:
+            found[-1] = Rectangle((last.queries[0], x.queries[1]), keys)
+            alone.add(found[-1].queries)
+        else:
+            found.append(x)
+    return tuple(found)
 
 
 def _by_holder(there: Tensor, holder: Tensor, cuts: list[int]) -> list[tuple[int, Ranges]]:

@@ -1,7 +1,8 @@
 """Sums of rectangles for a range of queries: results, by their log-sum-exps, and gradients.
 
 Each tensor is passed over as few times as can be: on a GPU that is what adding up costs. A lone part stays as
-it came.
+it came, and where one covers all that is asked for, what others add to some of it is added in its own memory:
+tensors that are taken in belong to the sums.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from fa4flex.parallel.pieces import SEQUENCE
+from fa4flex.parallel.pieces import SEQUENCE, in_a_row, put
 from fa4flex.parallel.placement import Range, Ranges
 
 
@@ -40,7 +41,7 @@ class Result:
     def write(self, out: Tensor, lse: Tensor) -> None:
         """Put both there."""
         if self.last is None:
-            out.copy_(self.out)
+            put(out, self.out)
         self._merge(out)
         lse.copy_(self.lse)
 
@@ -81,7 +82,7 @@ class Sum:
     def write(self, into: Tensor) -> None:
         """Put the sum there, rounded to the dtype of that."""
         if self.last is None:
-            into.copy_(self.total)
+            put(into, self.total)
         else:
             torch.add(self.total, self.last, out=into)
 
@@ -99,6 +100,8 @@ class Sums:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.parts: dict[Range, Sum] = {}
+        self.first: dict[Range, Tensor] = {}
+        """The first tensor of each range that had none before."""
 
     def take_in(self, where: Range, x: Tensor) -> None:
         """Add x [B, H, tokens, D] to the tokens of a range."""
@@ -115,7 +118,7 @@ class Sums:
             self._begin((at, hi), x.narrow(SEQUENCE, at - lo, hi - at))
 
     def _begin(self, where: Range, x: Tensor) -> None:
-        self.parts[where] = Sum(self.dtype, x)
+        self.parts[where], self.first[where] = Sum(self.dtype, x), x
 
     def _part(self, whole: Range, inner: Range) -> None:
         """Part a sum at the ends of `inner`."""
@@ -146,14 +149,22 @@ class Sums:
         for lo, hi in ranges:
             for part in self._over(lo, hi):
                 del self.parts[part]
+            self.first = {part: x for part, x in self.first.items() if part[1] <= lo or hi <= part[0]}
 
     def whole(self, ranges: Ranges, like: Tensor) -> Tensor:
-        """The same as a tensor like this one. A lone part is given back itself."""
-        alone = self.parts.get(ranges[0]) if len(ranges) == 1 else None
-        if alone is not None and alone.last is None and alone.total.dtype == like.dtype:
-            return alone.total
-        found = torch.empty_like(like)
-        self.write(ranges, found)
+        """The same as a tensor like this one: one that was taken in, if it is of just these tokens."""
+        whole = in_a_row(ranges)
+        found = self.first.get(whole[0]) if len(whole) == 1 else None
+        if found is None or found.dtype != like.dtype:
+            found = torch.empty_like(like)
+            self.write(ranges, found)
+            return found
+        first, last = whole[0]
+        for lo, hi in self._over(first, last):
+            part = self.parts.pop((lo, hi))
+            if not (part.alone and part.last is None):
+                part.write(found.narrow(SEQUENCE, lo - first, hi - lo))
+        self._begin((first, last), found)
         return found
 
     def _over(self, lo: int, hi: int) -> list[Range]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fa4flex.parallel.pieces import put
 from fa4flex.parallel.sums import Result, Sums
 
 LENGTH = 40
@@ -22,12 +23,11 @@ def test_sums_of_overlapping_ranges(seed: int) -> None:
     """Ranges in any order and number, written in other ranges than they came in."""
     rng = random.Random(seed)
     for _ in range(50):
-        exact, sums, given = torch.zeros(2, 3, LENGTH, 4), Sums(torch.float32), []
+        exact, sums = torch.zeros(2, 3, LENGTH, 4), Sums(torch.float32)
         for _ in range(rng.randrange(6)):
             lo = rng.randrange(LENGTH)
             hi = rng.randrange(lo, LENGTH) + 1
             x = drawn(2, 3, hi - lo, 4)
-            given.append((x, x.clone()))
             exact[:, :, lo:hi] += x
             sums.take_in((lo, hi), x)
         cuts = sorted({0, LENGTH, *(rng.randrange(LENGTH) for _ in range(rng.randrange(3)))})
@@ -37,7 +37,6 @@ def test_sums_of_overlapping_ranges(seed: int) -> None:
         found = sums.whole(tuple(ranges), like)
         wanted = torch.cat([exact[:, :, lo:hi] for lo, hi in ranges], 2).bfloat16()
         assert torch.equal(found, wanted)
-        assert all(torch.equal(x, as_given) for x, as_given in given), "what was given is another's"
 
 
 def test_a_lone_sum_is_what_came() -> None:
@@ -45,8 +44,44 @@ def test_a_lone_sum_is_what_came() -> None:
     sums.take_in((8, 16), x)
     assert sums.whole(((8, 16),), x).data_ptr() == x.data_ptr()
     assert torch.equal(sums.whole(((8, 12),), x[:, :, :4]), x[:, :, :4])
-    sums.take_in((8, 16), x)
-    assert torch.equal(sums.whole(((8, 16),), x), 2 * x)
+    sums.take_in((8, 16), x.clone())
+    twice = 2 * x
+    assert all(torch.equal(sums.whole(((8, 16),), x), twice) for _ in range(2))
+
+
+def test_what_others_add_to_a_part_is_added_in_its_memory() -> None:
+    """But not what was taken out of the sums, nor in another dtype."""
+    x, few, more = drawn(1, 2, 8, 4), drawn(1, 2, 3, 4), drawn(1, 2, 3, 4)
+    exact = x.float()
+    exact[:, :, 2:5] += few.float() + more.float()
+    sums, like = Sums(torch.float32), x.clone()
+    for where, part in (((8, 16), x), ((10, 13), few), ((10, 13), more)):
+        sums.take_in(where, part)
+    found = sums.whole(((8, 10), (10, 16)), like)
+    assert found.data_ptr() == x.data_ptr() and torch.equal(found, exact.bfloat16())
+
+    sums = Sums(torch.float32)
+    sums.take_in((8, 16), like)
+    taken = torch.empty_like(like[:, :, :3])
+    sums.take_out(((8, 11),), taken)
+    assert torch.equal(taken, like[:, :, :3])
+    found = sums.whole(((8, 16),), like)
+    assert found.data_ptr() != like.data_ptr() and not found[:, :, :3].any()
+    assert torch.equal(found[:, :, 3:], like[:, :, 3:])
+    assert sums.whole(((11, 16),), torch.empty(1, 2, 5, 4)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32, torch.float64))
+def test_copies_sixteen_bytes_at_a_time(dtype: torch.dtype) -> None:
+    """Into and from memory with gaps, and where places or rows are no multiples of 16 bytes."""
+    for width, start in ((16, 0), (16, 1), (12, 0), (9, 0)):
+        x = torch.randn(2, 3, 7, 32).to(dtype)[:, :, 2:5, start : start + width]
+        into = torch.zeros(2, 3, 9, width).to(dtype)
+        put(into[:, :, 4:7], x)
+        assert torch.equal(into[:, :, 4:7], x) and not into[:, :, :4].any() and not into[:, :, 7:].any()
+        wide = torch.zeros(x.shape).half()
+        put(wide, x)
+        assert torch.equal(wide, x.half())
 
 
 @pytest.mark.parametrize("parts", (1, 2, 3, 5))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -73,11 +74,18 @@ def check(pairs: Tensor, work: Work, placement: Placement, found: Exchange, held
     counts = [tokens(own) for own in placement.queries]
     if placement.kind != "head-tail":  # of which ranks have two pieces
         assert max(counts) - min(counts) <= 2 * work.chunk * max(1, len(work.area) // (2 * len(counts)))
-    needed_chunks = by_chunk(pairs, work.chunk)
-    assert torch.equal(needed_chunks, work.sees)
-    allowed = needed_chunks.repeat_interleave(work.chunk, 1)[:, :kv_len]
+    assert torch.equal(by_chunk(pairs, work.chunk), work.sees)
+    for rectangles in (found.rectangles, found.backward):
+        check_rectangles(pairs, work, placement, replace(found, rectangles=rectangles), held)
+
+
+def check_rectangles(
+    pairs: Tensor, work: Work, placement: Placement, found: Exchange, held: tuple[Ranges, ...]
+) -> None:
+    q_len, kv_len = pairs.shape
+    allowed = work.sees.repeat_interleave(work.chunk, 1)[:, :kv_len]
     computed = torch.zeros(q_len, kv_len, dtype=torch.int64)
-    for rank in range(len(counts)):
+    for rank in range(placement.ranks):
         covered = covered_by(found, rank, held, (q_len, kv_len))
         queries = places(placement.queries[rank], q_len)
         for owner, guests in enumerate(found.visitors(rank)):
