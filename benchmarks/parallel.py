@@ -159,11 +159,20 @@ class Way:
 
 
 class Bench:
-    """Tensors of one row on this rank, and the ways to compute it."""
+    """Tensors of one row on this rank, and the ways to compute it. alone: what one GPU computes, with the
+    first of these tokens; by default the same."""
 
-    def __init__(self, row: Row, mesh: DeviceMesh, device: torch.device, options: dict[str, int]) -> None:
+    def __init__(
+        self,
+        row: Row,
+        mesh: DeviceMesh,
+        device: torch.device,
+        options: dict[str, int],
+        alone: Row | None = None,
+    ) -> None:
         self.options = options
         self.row, self.mesh, self.device = row, mesh, device
+        self.alone = alone or row
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         torch.manual_seed(0)
         shapes = [(1, h, row.tokens, DIM) for h in (row.heads, row.kv_heads, row.kv_heads, row.heads)]
@@ -172,6 +181,11 @@ class Bench:
         for x in self.whole:
             dist.broadcast(x, 0)
         self.attn = fa4flex.compile(**row.variant)
+
+    def by_one(self, call: Callable[..., Tensor] | None = None) -> Way:
+        """What one GPU computes; by fa4flex, or by another call."""
+        attn = self.attn if self.alone is self.row else fa4flex.compile(**self.alone.variant)
+        return Way(self.passes(call or attn, [x[:, :, : self.alone.tokens] for x in self.whole]))
 
     def passes(self, call: Callable[..., Tensor], tensors: list[Tensor]) -> Step:
         *given, above = tensors
@@ -279,13 +293,11 @@ class Bench:
         return Way(self.passes(attention, own), computed=others)
 
     def ways(self, wanted: list[str], margins: list[int]) -> dict[str, Way]:
-        """The ways whose names have one of these parts, or all; one GPU always."""
-        found: dict[str, Callable[[], Way]] = {"one GPU": lambda: Way(self.passes(self.attn, self.whole))}
+        """The ways of these names, or whose names have one of these parts, or all; one GPU always."""
+        found: dict[str, Callable[[], Way]] = {"one GPU": self.by_one}
         if self.row.causal:
             gqa = self.row.heads != self.row.kv_heads
-            found["one GPU, torch's"] = lambda: Way(
-                self.passes(lambda q, k, x: sdpa(q, k, x, is_causal=True, enable_gqa=gqa), self.whole)
-            )
+            found["one GPU, torch's"] = lambda: self.by_one(partial(sdpa, is_causal=True, enable_gqa=gqa))
         found["fa4flex"] = self.ours
         found["fa4flex, keys"] = lambda: self.ours(moves="keys")
         found["fa4flex, keys in 2 stages"] = lambda: self.ours(moves="keys", stages=2)
@@ -299,7 +311,9 @@ class Bench:
             found["torch, ring"] = lambda: self.torch_ring("alltoall")
         if self.row.flex is not None:
             found["torch, flex"] = self.torch_flex
-        names = [n for n in found if n == "one GPU" or not wanted or any(part in n for part in wanted)]
+        parts = [x for x in wanted if x not in found]
+        names = [n for n in found if not wanted or n in wanted or any(part in n for part in parts)]
+        names = [n for n in found if n in {"one GPU", *names}]
         return {name: self.tried(found[name]) for name in names}
 
     def tried(self, make: Callable[[], Way]) -> Way:
@@ -369,7 +383,7 @@ def measured(
         found[name] |= {"ms": 1e3 * statistics.median(times), "least_ms": 1e3 * min(times)}
         found[name]["rounds"] = len(times)
     spread = {name: way for name, way in runs.items() if way.placement is not None}
-    if spread:
+    if spread and bench.alone is bench.row:
         errors = Errors(bench.row, bench.whole, bench.attn)
         for name, way in spread.items():
             assert way.step is not None and way.placement is not None
@@ -385,6 +399,7 @@ def table(row: Row, found: dict[str, dict[str, Any]], seconds: float) -> str:
             lines.append(f"  {name:<28} {x['error']}")
             continue
         over = f"{one / x['ms']:6.2f}x" if one and name not in APART else ""
+        over = f"{x['efficiency']:7.1%}" if "efficiency" in x else over
         line = f"  {name:<28}{x['ms']:10.2f} ms{over:>8}{x['received'] / 2**20:12.1f} MiB received"
         line += ", as computed" if x["computed"] else ""
         if "errors" in x:
@@ -403,7 +418,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--rows", default="", help="parts of names, with commas between them; all by default")
-    parser.add_argument("--ways", default="", help="parts of names of ways; all by default")
+    parser.add_argument("--ways", default="", help="names of ways, or parts of them; all by default")
     parser.add_argument("--sm-margin", type=int, default=SM_MARGIN, help="SMs left to an exchange in flight")
     parser.add_argument("--margins", default="", help="further such numbers, each a way of its own")
     parser.add_argument(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -40,3 +41,31 @@ def test_it_runs_on_cpus(tmp_path: Path) -> None:
     by_heads = 64 * 2 * ((16 + 2 * 4) * 128 * 2 + 16 * 128 * 2) + 64 * 16 * 4
     assert found["ALiBi-causal 64k"]["fa4flex, heads"]["received"] == by_heads
     assert found["ALiBi-causal 64k"]["one GPU"]["received"] == 0
+
+
+@pytest.mark.slow
+def test_growth_runs_on_cpus(tmp_path: Path) -> None:
+    """Four ranks beside one with as many tokens: efficiency is the rate of pairs, the plan's over one's."""
+    out = tmp_path / "times.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    command += ["benchmarks/parallel_growth.py", "--device", "cpu", "--scale", "128", "--rounds", "1"]
+    command += ["--tokens", "65536", "--rows", "ALiBi", "--ways", "fa4flex", "--out", str(out)]
+    space = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, cwd=ROOT, env=space, capture_output=True, text=True, timeout=SECONDS)
+    assert ended.returncode == 0, ended.stderr
+    (found,) = json.loads(out.read_text()).values()
+    one, all_of_them = found["one GPU"]["ms"], found["fa4flex"]["ms"]
+    # Tiles of 128 on the diagonal and before it: 4 in a row for one, 16 for all, of which each has a quarter.
+    tiles = (16 * 17 / 2 / 4) / (4 * 5 / 2)
+    assert found["fa4flex"]["efficiency"] == pytest.approx(tiles * one / all_of_them)
+    assert "predicted" in ended.stdout and "errors" not in ended.stdout
+
+
+def test_overlap_of_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    growth = importlib.import_module("parallel_growth")
+    spans = [(0, 10, "attention"), (5, 8, "attention"), (12, 20, "attention"), (0, 9, "other")]
+    assert growth.overlap([*spans, (4, 14, "exchange"), (6, 7, "exchange")]) == (10, 8)
+    assert growth.overlap(spans) == (0, 0)
+    drawn = importlib.import_module("draw_spans").picture([spans, [*spans, (4, 14, "exchange")]])
+    assert drawn.count("<rect") == 2 + 1 + 2 + 1 + 1 and "GPU 1" in drawn

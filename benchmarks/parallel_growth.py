@@ -1,0 +1,198 @@
+"""Attention over more GPUs with as many tokens on each, beside one GPU's rate and torch's ways.
+
+    torchrun --nproc-per-node 4 benchmarks/parallel_growth.py [--rounds 5] [--rows causal] [--out times.json]
+    torchrun --nproc-per-node 4 benchmarks/parallel_growth.py --rows "causal" --profile spans.json
+    torchrun --nproc-per-node 2 benchmarks/parallel_growth.py --device cpu --scale 1024    # tiny, over gloo
+
+Forward and backward, 32:8 heads of 128, bf16. "one GPU" has as many tokens as each of several, and the same
+mask of these. Efficiency: query-key pairs that a GPU computes per second, over those of one GPU; pairs are
+those of the mask's tiles of 128 that are not empty. "predicted" is the planner's time, from one GPU's rate as
+measured here and the rate of links that is given, beside the measured one.
+
+A profile has the spans of kernels on each GPU, in microseconds from the first one, and how much of the time
+in which an exchange is in flight attention runs as well; benchmarks/draw_spans.py draws them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from parallel import Bench, Row, Way, measured, table
+from torch.distributed.device_mesh import init_device_mesh
+
+import fa4flex
+from fa4flex import variants as v
+from fa4flex.parallel import plan
+from fa4flex.parallel.predict import PASSES, Machine, Model, estimates
+
+WAYS = "fa4flex", "fa4flex, heads", "torch"
+LINK = 281e9
+"""Bytes per second that an H200 receives from others of its host, measured by an all-to-all of two."""
+
+Span = tuple[float, float, str]
+"""Begin and end in microseconds, and "attention", "exchange" or "other"."""
+
+
+def rows(tokens: int, ranks: int, scale: int, device: str) -> list[tuple[Row, Row]]:
+    """(row of all ranks, the same of one GPU), `tokens` on each."""
+    total, window = tokens * ranks, max(4096 // scale, 1)
+    cuts = sorted(random.Random(16).sample(range(1, total), 15))
+    ids = torch.bucketize(torch.arange(total), torch.tensor(cuts), right=True).to(torch.int32).to(device)
+
+    def in_documents(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return (q >= kv) & (ids[q] == ids[kv])
+
+    def in_window(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return (q >= kv) & (q - kv < window)
+
+    def both(name: str, of: Any, **options: Any) -> tuple[Row, Row]:
+        row, alone = (Row(name, n, of(n), **options) for n in (total, tokens))
+        return row, alone
+
+    return [
+        both("causal", lambda n: {"mask": v.causal}, causal=True),
+        both("16 documents", lambda n: {"mask": v.causal & v.document(ids[:n])}, flex=in_documents),
+        both("sliding 4k", lambda n: {"mask": v.causal & v.sliding_window(window)}, flex=in_window),
+        both("ALiBi-causal", lambda n: {"score_mod": v.alibi, "mask": v.causal}, tilted=True),
+    ]
+
+
+def pairs(row: Row, ranks: int) -> list[float]:
+    """Pairs of a head that each rank computes."""
+    return plan(fa4flex.compile(**row.variant), row.tokens, ranks, heads=row.heads).placement.loads
+
+
+def judge(bench: Bench, ranks: int, found: dict[str, dict[str, Any]], link: float) -> str:
+    """Add efficiencies, and say what the planner predicts."""
+    (one,), loads = pairs(bench.alone, 1), pairs(bench.row, ranks)
+    seconds = found["one GPU"]["ms"] / 1e3
+    for x in found.values():
+        if "ms" in x and x is not found["one GPU"]:
+            x["efficiency"] = sum(loads) / ranks / x["ms"] * found["one GPU"]["ms"] / one
+    for name in [n for n in found if "one GPU" in n]:
+        found[name].pop("efficiency", None)
+    model = Model(bench.row.heads, bench.row.kv_heads)
+    flops = 2 * PASSES * model.heads * (model.dim + model.dim_v) * one / seconds
+    attn = fa4flex.compile(**bench.row.variant)
+    kinds = (None, "contiguous", "head-tail")
+    plans = [plan(attn, bench.row.tokens, ranks, heads=bench.row.heads, placement=kind) for kind in kinds]
+    estimate = estimates(plans[0], Machine(flops, link), model, plans[1], plans[2])[0]
+    low, high = (1e3 * x for x in estimate.seconds)
+    ms = found["fa4flex"]["ms"]
+    found["fa4flex"] |= {"predicted": (low, high), "tflops": flops / 1e12}
+    return (
+        f"  predicted {low:.2f} (all hidden) to {high:.2f} ms (nothing hidden), measured {ms:.2f}: "
+        f"{ms / low:.3f} and {ms / high:.3f} of these"
+    )
+
+
+# --- a profile ----------------------------------------------------------------------------------------------
+
+
+def spans_of(way: Way, bench: Bench) -> list[Span]:
+    """Spans of the kernels of one pass on this GPU."""
+    from torch.profiler import ProfilerActivity, profile
+
+    bench.seconds(way)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        bench.seconds(way)
+    every = [x for x in profiler.events() if x.device_type.name == "CUDA"]
+    found = [(x.time_range.start, x.time_range.end, kind_of(x.name)) for x in every]
+    first = min((lo for lo, _, kind in found if kind == "attention"), default=0.0)
+    return sorted((lo - first, hi - first, kind) for lo, hi, kind in found)
+
+
+def kind_of(kernel: str) -> str:
+    """Kind of a kernel, by its name."""
+    if "ncclDevKernel" in kernel or "nccl" in kernel.lower():
+        return "exchange"
+    return "attention" if "fwd_sm" in kernel or "bwd_sm" in kernel else "other"
+
+
+def covered(spans: Iterable[Span], kind: str) -> list[tuple[float, float]]:
+    """The time in which some kernel of a kind runs, as ranges apart from each other."""
+    found: list[tuple[float, float]] = []
+    for lo, hi, its in sorted(spans):
+        if its != kind:
+            continue
+        if found and lo <= found[-1][1]:
+            found[-1] = found[-1][0], max(hi, found[-1][1])
+        else:
+            found.append((lo, hi))
+    return found
+
+
+def overlap(spans: list[Span]) -> tuple[float, float]:
+    """Microseconds of exchanges, and those of them in which attention runs as well."""
+    moving, working = covered(spans, "exchange"), covered(spans, "attention")
+    both = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in moving for b in working)
+    return sum(hi - lo for lo, hi in moving), both
+
+
+def profiled(bench: Bench, out: dict[str, Any]) -> str:
+    spans = spans_of(bench.ours(), bench)
+    every: list[Any] = [None] * bench.ranks
+    dist.all_gather_object(every, spans)
+    out[bench.row.name] = every
+    moving, both = (sum(x) for x in zip(*map(overlap, every), strict=True))
+    return f"  exchanges {moving / 1e3:.2f} ms over all ranks, of which attention runs in {both / 1e3:.2f} ms"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--tokens", type=int, nargs="+", default=[65536, 131072], help="of each GPU")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rows", default="", help="parts of names, with commas between them; all by default")
+    parser.add_argument("--ways", nargs="+", default=WAYS, help="names, or parts")
+    parser.add_argument("--row-seconds", type=float, default=1e9, help="no further round after so long")
+    parser.add_argument("--scale", type=int, default=1, help="what lengths and windows are divided by")
+    parser.add_argument("--link", type=float, default=LINK, help="bytes that a GPU receives per second")
+    parser.add_argument("--out", type=Path, help="where to write all numbers, as JSON")
+    parser.add_argument("--profile", type=Path, help="where to write spans of kernels, as JSON")
+    given = parser.parse_args()
+    device = torch.device(given.device, int(os.environ["LOCAL_RANK"]) if given.device == "cuda" else None)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("cp",))
+    wanted = [x for x in given.rows.split(",") if x]
+    every: dict[str, Any] = {}
+    spans: dict[str, Any] = {}
+    for tokens in given.tokens:
+        for row, alone in rows(tokens // given.scale, ranks, given.scale, str(device)):
+            if wanted and not any(part in row.name for part in wanted):
+                continue
+            start = time.perf_counter()
+            bench = Bench(row, mesh, device, {"tile": max(128 // given.scale, 8)}, alone)
+            found = measured(bench, given.rounds, given.row_seconds, list(given.ways), [])
+            said = [judge(bench, ranks, found, given.link)]
+            if given.profile is not None:
+                said.append(profiled(bench, spans))
+            every[f"{row.name}, {tokens} tokens on each of {ranks}"] = found
+            if dist.get_rank() == 0:
+                print(table(row, found, time.perf_counter() - start), *said, sep="\n", flush=True)
+                # After each row: what a run that is cut off has measured is kept.
+                for path, what in ((given.out, every), (given.profile, spans)):
+                    if path is not None:
+                        path.write_text(json.dumps(what, indent=1))
+            del bench
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
