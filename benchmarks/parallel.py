@@ -183,7 +183,7 @@ class Bench:
         self.attn = fa4flex.compile(**row.variant)
 
     def by_one(self, call: Callable[..., Tensor] | None = None) -> Way:
-        """What one GPU computes; by fa4flex, or by another call."""
+        """The way of one GPU; by fa4flex, or by another call."""
         attn = self.attn if self.alone is self.row else fa4flex.compile(**self.alone.variant)
         return Way(self.passes(call or attn, [x[:, :, : self.alone.tokens] for x in self.whole]))
 
