@@ -104,10 +104,20 @@ class Sums:
         """The first tensor of each range that had none before."""
 
     def take_in(self, where: Range, x: Tensor) -> None:
-        """Add x [B, H, tokens, D] to the tokens of a range."""
+        """Add x [B, H, tokens, D] to the tokens of a range. What lies within it is added to x instead, whose
+        memory may then serve the whole (see `whole`)."""
         lo, hi = where
+        over = self._over(lo, hi)
+        if over and where not in over and all(lo <= first and last <= hi for first, last in over):
+            within = {part: self.parts.pop(part) for part in over}
+            self._begin(where, x)
+            for part, found in within.items():
+                for one in (found.total, found.last):
+                    if one is not None:
+                        self.take_in(part, one)
+            return
         at = lo
-        for first, last in self._over(lo, hi):
+        for first, last in over:
             inner = max(first, lo), min(last, hi)
             if at < inner[0]:
                 self._begin((at, inner[0]), x.narrow(SEQUENCE, at - lo, inner[0] - at))

@@ -54,11 +54,14 @@ def test_what_others_add_to_a_part_is_added_in_its_memory() -> None:
     x, few, more = drawn(1, 2, 8, 4), drawn(1, 2, 3, 4), drawn(1, 2, 3, 4)
     exact = x.float()
     exact[:, :, 2:5] += few.float() + more.float()
-    sums, like = Sums(torch.float32), x.clone()
-    for where, part in (((8, 16), x), ((10, 13), few), ((10, 13), more)):
-        sums.take_in(where, part)
-    found = sums.whole(((8, 10), (10, 16)), like)
-    assert found.data_ptr() == x.data_ptr() and torch.equal(found, exact.bfloat16())
+    like = x.clone()
+    parts = [((8, 16), x), ((10, 13), few), ((10, 13), more)]
+    for order in ((0, 1, 2), (1, 0, 2), (1, 2, 0)):  # which comes first
+        sums, given = Sums(torch.float32), [(where, part.clone()) for where, part in parts]
+        for at in order:
+            sums.take_in(*given[at])
+        found = sums.whole(((8, 10), (10, 16)), like)
+        assert found.data_ptr() == given[0][1].data_ptr() and torch.equal(found, exact.bfloat16())
 
     sums = Sums(torch.float32)
     sums.take_in((8, 16), like)
