@@ -69,6 +69,7 @@ class Config:
 
     persistent = False
     stores_dq = False
+    clears = False
 
     @property
     def ragged(self) -> bool:

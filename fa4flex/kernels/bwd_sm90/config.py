@@ -33,6 +33,7 @@ class Config:
     deterministic            whether sums of dQ are added up in one order
     lengths                  "dense", "packed" (cu_seqlens) or "used" (seqused per batch)
     stores_dq                whether a block has all keys of its queries, and writes their dQ itself
+    clears                   whether blocks clear sums of dQ for tiles of keys that come later
     ctas                     CTAs of a tile of keys: of a pair, which shares out products, each has 64 keys,
                              and half of the columns of dQ for the keys of both
     workers                  multiprocessors, where blocks are persistent, one on each, and take tiles of keys
@@ -54,6 +55,7 @@ class Config:
     lengths: Lengths = "dense"
     deterministic: bool = False
     stores_dq: bool = False
+    clears: bool = False
     workers: int = 0
     ctas: int = 1
 
@@ -61,6 +63,11 @@ class Config:
     def persistent(self) -> bool:
         """dK and dV then leave by the memory of dQ: the next tiles of Q and dO come meanwhile."""
         return self.workers > 0
+
+    @property
+    def told(self) -> int:
+        """Warps beside consumers that a persistent block's producer tells of its next tile of keys."""
+        return 2 if self.clears else 1
 
     @property
     def ragged(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import cutlass
 from cutlass import Int32, const_expr, cute
 
+from fa4flex.kernels.bwd_sm90.clearing import Clearing, await_cleared
 from fa4flex.kernels.bwd_sm90.config import Config
 from fa4flex.kernels.bwd_sm90.resources import Pipes, Shared, dq_rows
 from fa4flex.kernels.bwd_sm90.roles import dq_empty, dq_full
@@ -36,10 +37,12 @@ EIGHT = 8
 
 @dataclass(frozen=True)
 class Moved:
-    """Descriptors of what the warp moves: dq, if it is stored, and the captured gradients of `copied`."""
+    """Descriptors of what the warp moves: dq, if it is stored, and the captured gradients of `copied`; and
+    which sums another warp clears, if any."""
 
     dq: tuple[Any, ...]
     copies: tuple[Any, ...]
+    clearing: Clearing | None = None
 
 
 class DqStore:
@@ -64,6 +67,8 @@ class DqStore:
 
         @cute.jit
         def store(work: KeyWork, phase: Int32, stages: tuple[Int32, Int32]) -> tuple[Int32, Int32]:
+            if const_expr(moved.clearing is not None):
+                await_cleared(arguments, grid, moved.clearing, work)
             stage, parity, steps = self.tile(arguments, work, shared, moved, stages)
             if const_expr(config.persistent):
                 if steps > 0:

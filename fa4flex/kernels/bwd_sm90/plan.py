@@ -68,6 +68,9 @@ PAIRED = 192
 columns of dQ for the keys of both, and the L2 cache takes half of the sums. Were it 0, each would be by
 itself: a comparison sets it."""
 
+CLEARS = True
+"""Whether blocks clear sums of dQ, rather than the kernel before them: a comparison sets it."""
+
 ROOMY_PRODUCTS = 160
 """The widest heads of which K has room in registers whatever the variant, where products are shared out."""
 
@@ -127,6 +130,14 @@ class HopperBackwardPlan:
         all_keys = self.problem.few_keys and self.target.few_keys <= self.tile[1]
         return all_keys and self.split == "keys" and (self.head_dim, self.head_dim_v) != LATENT
 
+    @property
+    def clears(self) -> bool:
+        """True if heads go in sections, and blocks that have tiles of keys of one clear the sums of the next:
+        they are still in the L2 cache when they are added to."""
+        if self.problem.lengths != "dense" or self.problem.few_tiles or self.problem.mask_form == "none":
+            return False
+        return CLEARS and self.persistent and not self.stores_dq
+
     @cached_property
     def memory(self) -> Memory:
         """The shared-memory map of a block."""
@@ -180,6 +191,7 @@ class HopperBackwardPlan:
             lengths=self.problem.lengths,
             deterministic=self.problem.deterministic,
             stores_dq=self.stores_dq,
+            clears=self.clears,
             workers=self.target.multiprocessors if self.persistent else 0,
             ctas=self.ctas,
         )

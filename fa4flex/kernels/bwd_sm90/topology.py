@@ -8,7 +8,8 @@ own products, which are executed in the order of their issue:
     S(j) dP(j) dV(j) dK(j) dQ(j)          where they share out columns
     S(j) dV(j) dQ(j), dP(j) dQ(j) dK(j)   where they share out products
 
-A writer warp adds up dQ in global memory: consumers hand it over through `dq`, by named barriers.
+A writer warp adds up dQ in global memory: consumers hand it over through `dq`, by named barriers. Where sums
+are cleared by other blocks (clearing.py), another warp does that, and takes no part in the steps.
 
 What is not there, and why the simulation finds nothing missing:
 
@@ -51,10 +52,15 @@ def backward_topology(config: Config, itemsize: int, copies: bool) -> Topology:
     n = config.consumers
     names = range(n)
     warps = n * WARPGROUP
-    next_tile = Ring("next", 1, NUMBER, (), 0, warps + 1)
+    next_tile = Ring("next", 1, NUMBER, (), 0, warps + config.told)
     keys_empty = Barrier("keys_empty", warps, "K and V may be overwritten")
     return Topology(
-        roles=(_producer(config), _writer(config, copies), *(_consumer(config, w) for w in names)),
+        roles=(
+            _producer(config),
+            _writer(config, copies),
+            *(_clearer(),) * config.clears,
+            *(_consumer(config, w) for w in names),
+        ),
         rings=(*_rings(config, itemsize), *[next_tile] * config.persistent),
         barriers=tuple(_named(config)),
         staging="own" if config.persistent else "none",
@@ -215,6 +221,12 @@ def _writer(config: Config, copies: bool) -> Role:
         empty=received,
         warp=roles.WRITER,
     )
+
+
+def _clearer() -> Role:
+    """Clears sums that other blocks add to, once for a tile of keys."""
+    received = tuple(_work(action, "next") for action in RECEIVE)
+    return Role("clearer", 1, last=received, empty=received, warp=roles.CLEARER)
 
 
 def _consumer(config: Config, w: int) -> Role:

@@ -1,0 +1,110 @@
+"""Zeros for sums of dQ that are added to later: a warp of the blocks that have tiles of keys of a section of
+heads clears the sums of the next section.
+
+Zeros of a kernel before this one would go to memory, and come from there again with the first addition. Those
+of the next section are in the L2 cache when they are added to: a section is as many heads as it holds.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+from cutlass import Int32, Int64, cute
+
+from fa4flex.kernels.bwd_sm90.resources import Pipes
+from fa4flex.kernels.common.backward import BackwardArguments, BackwardTileScheduler, KeyGrid, KeyWork
+
+LANES = 32
+FOUR = 4
+"""float32 that a lane clears at once."""
+
+UNIT = LANES * FOUR
+"""float32 that a warp clears at once: sums of a head are a whole number of these."""
+
+TOGETHER = 4
+"""Stores between two branches."""
+
+
+class Clearing(NamedTuple):
+    """The first `tiles` of keys of each head clear a share of the next section: `share` units each, of
+    `units` per head of dK. The others do not, so that all is cleared before that section's tiles are begun.
+    heads: of dK, in all sections."""
+
+    tiles: Int32
+    share: Int32
+    units: Int32
+    heads: Int32
+
+
+def clearing_of(grid: KeyGrid, arguments: BackwardArguments) -> Clearing:
+    """What blocks clear, on the host, which divides."""
+    assert grid.sections is not None
+    tiles = (grid.tiles.divisor + 1) // 2
+    units = grid.group * (Int32(arguments.dq_sum.shape[-1]) // UNIT)
+    return Clearing(tiles, (units + tiles - 1) // tiles, units, grid.total // grid.tiles.divisor)
+
+
+class Clearer:
+    def __init__(self, scheduler: BackwardTileScheduler) -> None:
+        self.scheduler = scheduler
+
+    @cute.jit
+    def run(
+        self,
+        arguments: BackwardArguments,
+        grid: KeyGrid,
+        clearing: Clearing,
+        pipes: cutlass.Constexpr[Pipes],
+    ) -> None:
+        @cute.jit
+        def clear(work: KeyWork, phase: Int32, carry: Int32) -> Int32:
+            self.clear(arguments, grid, clearing, work)
+            return carry
+
+        self.scheduler.walk(grid, arguments, pipes.next, clear, Int32(0))
+
+    @cute.jit
+    def clear(self, arguments: BackwardArguments, grid: KeyGrid, clearing: Clearing, work: KeyWork) -> None:
+        """Clears a tile's share, and counts it."""
+        width = grid.sections.width.divisor
+        section, within = section_of(grid, work)
+        following = (section + 1) * width
+        if work.tile < clearing.tiles and following < clearing.heads:
+            whole = cutlass.min(clearing.heads - following, width) * clearing.units
+            first = cutlass.min((work.tile * width + within) * clearing.share, whole)
+            count = cutlass.min(clearing.share, whole - first)
+            start = (Int64(following) * clearing.units + first) * UNIT + cute.arch.lane_idx() * FOUR
+            here = arguments.dq_sum.iterator + start
+            for i in cutlass.range(count, unroll=TOGETHER):
+                cute.arch.inline_ptx(
+                    "st.global.v4.b32 [{$r0}], {{$r1}, {$r1}, {$r1}, {$r1}};",
+                    read_only_args=[(here + i * UNIT).toint(), Int32(0)],
+                )
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                there = arguments.cleared.iterator + (section + 1)
+                cute.arch.atomic_add(there, Int32(1), sem="release", scope="gpu")
+
+
+@cute.jit
+def await_cleared(arguments: BackwardArguments, grid: KeyGrid, clearing: Clearing, work: KeyWork) -> None:
+    """A warp's: waits until the sums of a tile's section are cleared. Nobody waits for ever: tiles that clear
+    them were taken earlier, by blocks of which a warp waits for nobody."""
+    section, _ = section_of(grid, work)
+    if section > 0:
+        if cute.arch.lane_idx() == 0:
+            counter = arguments.cleared.iterator + section
+            expected = clearing.tiles * grid.sections.width.divisor
+            done = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+            while done != expected:
+                done = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+        cute.arch.sync_warp()
+        # Stores cleared them, and the copy engine adds.
+        cute.arch.fence_proxy("async.global")
+
+
+def section_of(grid: KeyGrid, work: KeyWork) -> tuple[Int32, Int32]:
+    """(section, place in it) of a tile's head of dK."""
+    section, within = divmod(work.b * grid.heads.divisor + work.part, grid.sections.width)
+    return section, within
