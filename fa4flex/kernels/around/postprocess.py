@@ -11,7 +11,7 @@ from cutlass.memory import SmemAllocator
 
 from fa4flex.codegen.plan.arguments import BACKWARD
 from fa4flex.kernels.common.arguments import named
-from fa4flex.kernels.common.backward import first_row, sequence_of_row, token_of
+from fa4flex.kernels.common.backward import backwards, first_row, sequence_of_row, token_of
 
 THREADS = (256, 128)
 """Numbers of threads that a block may have: the first that divides the number of a tile's pieces."""
@@ -54,7 +54,7 @@ class Postprocess:
     def device(self, arguments: PostprocessArguments) -> None:
         cute.arch.griddepcontrol_wait()
         config = self.config
-        tile, h, b = cute.arch.block_idx()
+        tile, h, b = backwards()
         thread = cute.arch.thread_idx()[0]
         layout = cute.make_layout((config.tile_m, config.head_dim), stride=(config.head_dim + PAD, 1))
         rows = SmemAllocator().allocate_tensor(arguments.dq.element_type, layout, byte_alignment=16)

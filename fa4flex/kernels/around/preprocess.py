@@ -16,7 +16,7 @@ from cutlass import Float32, Int32, const_expr, cute, select_
 
 from fa4flex.codegen.plan.arguments import BACKWARD
 from fa4flex.kernels.common.arguments import named
-from fa4flex.kernels.common.backward import first_row, sequence_of_row, token_of
+from fa4flex.kernels.common.backward import backwards, first_row, sequence_of_row, token_of
 from fa4flex.kernels.common.softmax import LOG2_E
 
 THREADS = 256
@@ -74,7 +74,7 @@ class Preprocess:
         """first_heads: how many heads' sums are cleared, if not all."""
         # The next kernel's blocks may take the places of these, and wait there until all have ended.
         cute.arch.griddepcontrol_launch_dependents()
-        block, h, b = cute.arch.block_idx()
+        block, h, b = backwards()
         thread = cute.arch.thread_idx()[0]
         row = block * (THREADS // self.lanes) + thread // self.lanes
         lane = thread % self.lanes

@@ -318,6 +318,12 @@ def pass_turn(counter: cute.Pointer) -> None:
         cute.arch.atomic_add(counter, Int32(1), sem="release", scope="gpu")
 
 
+def backwards() -> tuple[Int32, Int32, Int32]:
+    """A block's index, counted from the last one on: of kernels before and after one that takes heads in
+    their order. The L2 cache then has what that one begins with, and what it ended with."""
+    return tuple(n - 1 - i for i, n in zip(cute.arch.block_idx(), cute.arch.grid_dim(), strict=True))
+
+
 # --- where gradients go -------------------------------------------------------------------------------------
 
 
