@@ -115,12 +115,12 @@ class Consumer:
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(pipes.keys_empty)
             self.deliver(arguments, work, shared, given, stores, where, (count - before, count))
-            if const_expr(config.persistent):
-                # Others of the warpgroup meet this warp before they write there anew.
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
             return states, count
 
         self.scheduler.walk(grid, arguments, pipes.next, accumulate, ((q_state, do_state), Int32(0)))
+        if const_expr(config.persistent):
+            # Shared memory must last until what leaves it was read.
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     def warpgroup_index(self, thread: Int32) -> Int32:
         """Number of a thread's warpgroup among consumers."""
@@ -164,6 +164,10 @@ class Consumer:
             if const_expr(config.ctas == 1):
                 self.await_keys(pipes, phase)
                 self.keep(mmas, operands, shared, lane)
+                if const_expr(config.persistent):
+                    # dK and dV of the tile before have been read: others of the warpgroup meet this warp
+                    # before they write there anew.
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
             ordered = cutlass.const_expr(config.deterministic and config.masked)
             apart = 0 if ordered or self.alike else queries.masked_count
             for i in cutlass.range(apart, unroll=1):

@@ -185,10 +185,12 @@ def _producer(config: Config) -> Role:
     persistent = config.persistent
     before = (_work("await", "keys_empty", -1),) * persistent
     keys = (*before, _work("load", "k"), _work("load", "v"))
+    # Of persistent blocks, the first tiles of Q and dO do not wait until K and V may be overwritten.
     publish = (_work("acquire", "next"), _work("fill", "next")) * persistent
     step = tuple(Event(action, name) for name in ("q", "dout") for action in ("acquire", "load"))
     empty = (*keys, *publish)
-    return Role("producer", 1, (), (*keys, *step), step, publish, empty=empty, warp=roles.PRODUCER)
+    first = (*step, *keys) if persistent else (*keys, *step)
+    return Role("producer", 1, (), first, step, publish, empty=empty, warp=roles.PRODUCER)
 
 
 def _writer(config: Config, copies: bool) -> Role:
@@ -238,10 +240,11 @@ def _consumer(config: Config, w: int) -> Role:
     sums = tuple(Event("read", f"{name} of {w}") for name in _sums(config, w))
     unused = tuple(_work("read", name) for name in waited)
     done = (_work("arrive", "keys_empty"),) * config.persistent
-    following: Events = ()
+    following, read, closing = (), (), ()
     if config.persistent:
-        last = _sums(config, w)[-1]
-        following = (*(_work(action, "next") for action in RECEIVE), _work("drain", f"{last} rows {w}"))
+        last = f"{_sums(config, w)[-1]} rows {w}"
+        following = tuple(_work(action, "next") for action in RECEIVE)
+        read, closing = (_work("drain", last, -1),), (_work("drain", last),)
     free, met = Event("sync", "scores"), Event("sync", "scores")
     if config.persistent:
         free, met = _all_read(config, w), Event("sync", f"stored {w}")
@@ -249,10 +252,11 @@ def _consumer(config: Config, w: int) -> Role:
     return Role(
         f"consumer {w}",
         WARPGROUP,
-        first=(*keys, *step),
+        first=(*keys, *read, *step),
         body=step,
         last=(*done, *sums, free, *store, *following),
-        empty=(*keys, *unused, *done, met, *store, *following),
+        closing=closing,
+        empty=(*keys, *read, *unused, *done, met, *store, *following),
         products=_products(config, w),
         warp=roles.CONSUMER + WARPGROUP * w,
     )
