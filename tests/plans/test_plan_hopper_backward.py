@@ -231,6 +231,32 @@ def test_blocks_with_all_keys_write_dq(changes: dict[str, object], stores: bool)
     plan.check()
 
 
+@pytest.mark.parametrize(
+    ("changes", "clears"),
+    [
+        ({}, True),
+        ({"few_steps": True, "grouped": True}, True),
+        ({"mask_form": "tables"}, True),
+        ({"head_dim": 192}, True),
+        ({"mask_form": "none"}, False),
+        ({"few_keys": True}, False),
+        ({"few_tiles": True}, False),
+        ({"lengths": "packed"}, False),
+        ({"lengths": "used"}, False),
+        ({"deterministic": True}, False),
+        ({"long_scores": True}, False),
+        ({"head_dim": 160, "head_dim_v": 160}, False),
+    ],
+    ids=str,
+)
+def test_blocks_that_follow_each_other_clear_sums(changes: dict[str, Any], clears: bool) -> None:
+    """Heads go in sections, and a block clears for another one that takes a tile after its own."""
+    plan = planned(replace(LIGHT, **changes), 192)
+    assert plan.clears == plan.config().clears == clears
+    assert ("sums of dQ are cleared" in plan.explain()) == clears
+    plan.check()
+
+
 def test_where_pairs_read_elements_of_their_own() -> None:
     row, square, buckets = torch.zeros(8), torch.zeros(8, 8), torch.zeros(8, 8, dtype=torch.int64)
     mods: list[tuple[bool, Any]] = [
@@ -251,6 +277,8 @@ NARROW = Problem(64, 64)
 KINDS = {
     "two stages of dQ": NARROW,
     "one stage of dQ": Problem(128, 128),
+    "sums cleared": Problem(128, 128, mask_form="queries", few_steps=True),
+    "sums cleared, one stage of dQ": LIGHT,
     "a block per tile": Problem(64, 64, deterministic=True),
     "copies of dS": Problem(64, 64, deterministic=True, gradients=((0, "once"),)),
     "dQ stored": Problem(128, 128, few_keys=True),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Int32, Int64, cute
+from cutlass import Int32, Int64, cute, select_
 
 from fa4flex.kernels.bwd_sm90.resources import Pipes
 from fa4flex.kernels.common.backward import BackwardArguments, BackwardTileScheduler, KeyGrid, KeyWork
@@ -27,10 +27,11 @@ TOGETHER = 4
 
 
 class Clearing(NamedTuple):
-    """The first `tiles` of keys of each head clear a share of the next section: `share` units each, of
-    `units` per head of dK. The others do not, so that all is cleared before that section's tiles are begun.
-    heads: of dK, in all sections."""
+    """Of each head, `tiles` of keys from `begin` on clear a share of the next section: `share` units each, of
+    `units` per head of dK. The ones before do not, as what they cleared might have left the L2 cache when
+    that section begins, nor do the last ones: all is to be cleared then. heads: of dK, in all sections."""
 
+    begin: Int32
     tiles: Int32
     share: Int32
     units: Int32
@@ -40,9 +41,10 @@ class Clearing(NamedTuple):
 def clearing_of(grid: KeyGrid, arguments: BackwardArguments) -> Clearing:
     """What blocks clear, on the host, which divides."""
     assert grid.sections is not None
-    tiles = (grid.tiles.divisor + 1) // 2
+    most = grid.tiles.divisor
+    begin, tiles = Int32(select_(most > 2, most * 5 // 8, Int32(0))), cutlass.max(most // 4, Int32(1))
     units = grid.group * (Int32(arguments.dq_sum.shape[-1]) // UNIT)
-    return Clearing(tiles, (units + tiles - 1) // tiles, units, grid.total // grid.tiles.divisor)
+    return Clearing(begin, tiles, (units + tiles - 1) // tiles, units, grid.total // grid.tiles.divisor)
 
 
 class Clearer:
@@ -70,9 +72,10 @@ class Clearer:
         width = grid.sections.width.divisor
         section, within = section_of(grid, work)
         following = (section + 1) * width
-        if work.tile < clearing.tiles and following < clearing.heads:
+        turn = work.tile - clearing.begin
+        if turn >= 0 and turn < clearing.tiles and following < clearing.heads:
             whole = cutlass.min(clearing.heads - following, width) * clearing.units
-            first = cutlass.min((work.tile * width + within) * clearing.share, whole)
+            first = cutlass.min((turn * width + within) * clearing.share, whole)
             count = cutlass.min(clearing.share, whole - first)
             start = (Int64(following) * clearing.units + first) * UNIT + cute.arch.lane_idx() * FOUR
             here = arguments.dq_sum.iterator + start

@@ -136,7 +136,7 @@ class HopperBackwardPlan:
         they are still in the L2 cache when they are added to."""
         if self.problem.lengths != "dense" or self.problem.few_tiles or self.problem.mask_form == "none":
             return False
-        return CLEARS and self.persistent and not self.stores_dq
+        return CLEARS and self.persistent and self.split == "keys" and not self.stores_dq
 
     @cached_property
     def memory(self) -> Memory:
@@ -229,7 +229,9 @@ class HopperBackwardPlan:
             return ["dQ is written by the block that has all of its keys: nothing is cleared, or added up"]
         few = "keys are few, but blocks have fewer, or make dQ by several products: it is added up"
         ordered = "sums of dQ come in one order: each block awaits its turn"
-        return [few] * self.problem.few_keys + [ordered] * self.problem.deterministic
+        cleared = "sums of dQ are cleared by the blocks that have the section of heads before"
+        told = [few] * self.problem.few_keys + [ordered] * self.problem.deterministic
+        return told + [cleared] * self.clears
 
 
 _SPLITS = {"keys": "keys", "columns": "columns of dK and dV", "products": "S, dV and dP, dK"}

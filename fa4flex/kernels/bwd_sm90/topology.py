@@ -58,7 +58,7 @@ def backward_topology(config: Config, itemsize: int, copies: bool) -> Topology:
         roles=(
             _producer(config),
             _writer(config, copies),
-            *(_clearer(),) * config.clears,
+            *(_clearer(config),) * config.clears,
             *(_consumer(config, w) for w in names),
         ),
         rings=(*_rings(config, itemsize), *[next_tile] * config.persistent),
@@ -186,11 +186,12 @@ def _producer(config: Config) -> Role:
     before = (_work("await", "keys_empty", -1),) * persistent
     keys = (*before, _work("load", "k"), _work("load", "v"))
     # Of persistent blocks, the first tiles of Q and dO do not wait until K and V may be overwritten.
-    publish = (_work("acquire", "next"), _work("fill", "next")) * persistent
+    publish = tuple(_work(action, "next", config.clears) for action in ("acquire", "fill")) * persistent
+    opening = tuple(replace(event, tile=0) for event in publish) * config.clears
     step = tuple(Event(action, name) for name in ("q", "dout") for action in ("acquire", "load"))
     empty = (*keys, *publish)
     first = (*step, *keys) if persistent else (*keys, *step)
-    return Role("producer", 1, (), first, step, publish, empty=empty, warp=roles.PRODUCER)
+    return Role("producer", 1, opening, first, step, publish, empty=empty, warp=roles.PRODUCER)
 
 
 def _writer(config: Config, copies: bool) -> Role:
@@ -210,12 +211,12 @@ def _writer(config: Config, copies: bool) -> Role:
             read = Event("drain", f"shared dS {last}") if copies else Event("drain", f"dq {last}", -1)
         step += [read, _staged("give", f"dq_empty {w}", 1)]
     all_read = Event("drain", f"dq {last}")
-    received = tuple(_work(action, "next") for action in RECEIVE) * config.persistent
+    begun, received = _received(config)
     given = tuple(replace(_all_read(config, w), action="give") for w in names)
     return Role(
         "writer",
         1,
-        opening=tuple(_staged("give", f"dq_empty {w}") for w in names),
+        opening=(*(_staged("give", f"dq_empty {w}") for w in names), *begun),
         first=tuple(step),
         body=tuple(step),
         last=(all_read, *given, *received) if config.persistent else (),
@@ -225,10 +226,19 @@ def _writer(config: Config, copies: bool) -> Role:
     )
 
 
-def _clearer() -> Role:
+def _clearer(config: Config) -> Role:
     """Clears sums that other blocks add to, once for a tile of keys."""
-    received = tuple(_work(action, "next") for action in RECEIVE)
-    return Role("clearer", 1, last=received, empty=received, warp=roles.CLEARER)
+    begun, received = _received(config)
+    return Role("clearer", 1, opening=begun, last=received, empty=received, warp=roles.CLEARER)
+
+
+def _received(config: Config) -> tuple[Events, Events]:
+    """What a warp does to know its first tile of keys, and each following one. All come from the counter
+    where blocks clear; else the first one is the block's own number."""
+    if not config.persistent:
+        return (), ()
+    begun = tuple(_work(action, "next") for action in RECEIVE) * config.clears
+    return begun, tuple(_work(action, "next", config.clears) for action in RECEIVE)
 
 
 def _consumer(config: Config, w: int) -> Role:
@@ -240,10 +250,9 @@ def _consumer(config: Config, w: int) -> Role:
     sums = tuple(Event("read", f"{name} of {w}") for name in _sums(config, w))
     unused = tuple(_work("read", name) for name in waited)
     done = (_work("arrive", "keys_empty"),) * config.persistent
-    following, read, closing = (), (), ()
+    (begun, following), read, closing = _received(config), (), ()
     if config.persistent:
         last = f"{_sums(config, w)[-1]} rows {w}"
-        following = tuple(_work(action, "next") for action in RECEIVE)
         read, closing = (_work("drain", last, -1),), (_work("drain", last),)
     free, met = Event("sync", "scores"), Event("sync", "scores")
     if config.persistent:
@@ -252,6 +261,7 @@ def _consumer(config: Config, w: int) -> Role:
     return Role(
         f"consumer {w}",
         WARPGROUP,
+        opening=begun,
         first=(*keys, *read, *step),
         body=step,
         last=(*done, *sums, free, *store, *following),
