@@ -20,6 +20,7 @@ SWIZZLES = (64, 32, 16)
 @dataclass(frozen=True)
 class Config:
     """head_dim, head_dim_v    widths of the tiles in shared memory: multiples of 32 that hold the tensors'
+    depths                   instructions of 16 columns of scores, and of dP: what is behind them is padding
     tile_m                   queries per step, a multiple of 64; of 16 where dQ is transposed
     tile_n                   keys per block, or per pair of them
     split                    what consumer warpgroups share out: "keys", 64 each, and hold their dK and dV; or
@@ -42,6 +43,7 @@ class Config:
 
     head_dim: int
     head_dim_v: int
+    depths: tuple[int | None, int | None] = (None, None)
     tile_m: int = 64
     tile_n: int = 128
     split: Split = "keys"

@@ -327,8 +327,9 @@ class Consumer:
         lse2s = self.my_rows(shared.lse2[None, q_stage], w)
         lse2 = self.statistics(lse2s, lane, 0, self.together)
         self.begin_dprob(dprob, self.my_rows(shared.delta[None, do_stage], w), lane)
-        multiply(mmas.scores, scores, operands.k, operands.q[None, None, None, q_stage], False)
-        multiply(mmas.dprob, dprob, operands.v, operands.dout[None, None, None, do_stage], True)
+        depth, depth_v = config.depths
+        multiply(mmas.scores, scores, operands.k, operands.q[None, None, None, q_stage], False, depth)
+        multiply(mmas.dprob, dprob, operands.v, operands.dout[None, None, None, do_stage], True, depth_v)
         warpgroup.wait_group(1)
         q_first = self.first_query(tile, w, lane)
         early = collector.early(rows_and_columns(scores), q_first, masked)
