@@ -294,6 +294,8 @@ KIND = pytest.mark.parametrize("kind", KINDS)
 
 
 PAIRS = "products of pairs"
+BY_DS = ("dK rows 0", "shared dS 0")
+"""What overlaps where dK leaves by the memory of dS."""
 
 
 @cache
@@ -425,13 +427,15 @@ def matters(event: Event, where: str, kind: str) -> bool:
     where there is one, are one role here; what comes for nothing is said to be read, and others read the next
     number, too. A drain is followed by others: see below. What is announced is part of what the other CTA
     sends here, and dS is read as it is sent. Where products are shared out, the second warpgroup reads K
-    after it has met the first one, which has waited, too."""
+    after it has met the first one, which has waited, too; and so do both where dK leaves by the memory of dS,
+    for which they meet when K and V have come."""
     told = event.action, event.target
     alone = ("scores",) * (kind == "few tiles")
     gathers = event.action == "sync" and event.target.startswith(("stored", *alone))
     read = told in (("read", "k"), ("read", "v"), ("read", "next"), ("store", "shared dS 0"))
-    others = "k" if "products" in kind else ""
-    spare = event.action == "wait" and event.target in others and where.startswith("consumer 1")
+    others = "k" if "products" in kind else "kv" if BY_DS in sound(kind).overlaps else ""
+    by = "consumer" if "v" in others else "consumer 1"
+    spare = event.action == "wait" and event.target in others and where.startswith(by)
     sent = told == ("read", "shared dS")
     spare = spare or sent or event.action in ("drain", "announce")
     return not gathers and not read and not spare
@@ -474,7 +478,17 @@ MOVED = (
     ("two stages of dQ", "consumer 0", "body", "release q", "finish dK", "frees q tile . in use"),
     ("one stage of dQ", "writer", "body", "give dq_empty 0", "drain dq 0", "the store of dq 0 .* may still"),
     ("two stages of dQ", "consumer 0", "body", "write dq 0", "take dq_empty 0", "while the store of dq 0"),
-    ("one stage of dQ", "consumer 0", "last", "write dK rows 0", "take dq_read 0", "while the store of dq 0"),
+    ("one stage of dQ", "consumer 0", "last", "write dV rows 0", "take dq_read 0", "while the store of dq 0"),
+    ("two stages of dQ", "consumer 0", "last", "write dK rows 0", "sync scores", "multiply shared dS"),
+    ("two stages of dQ", "consumer 0", "last", "write dV rows 0", "take dq_empty 0", "store of dq 0"),
+    (
+        "persistent products",
+        "consumer 0",
+        "last",
+        "write dV rows 0",
+        "take dq_read 0",
+        "nobody has read dq 0",
+    ),
     ("columns", "consumer 0", "body", "release q", "sync scores", "q tile . while the product dK tile ."),
     ("columns", "consumer 0", "last", "write dK rows 0", "sync scores", "while the product dQ .* multiply k"),
     ("products", "consumer 0", "body", "give weighed", "write shared P 0", "shared P 0 tile . before it is"),

@@ -34,6 +34,8 @@ class Config:
     deterministic            whether sums of dQ are added up in one order
     lengths                  "dense", "packed" (cu_seqlens) or "used" (seqused per batch)
     stores_dq                whether a block has all keys of its queries, and writes their dQ itself
+    dk_by_ds                 whether dK of persistent blocks leaves by the memory of dS: it does not wait for
+                             the writer
     clears                   whether blocks clear sums of dQ for tiles of keys that come later
     ctas                     CTAs of a tile of keys: of a pair, which shares out products, each has 64 keys,
                              and half of the columns of dQ for the keys of both
@@ -57,13 +59,14 @@ class Config:
     lengths: Lengths = "dense"
     deterministic: bool = False
     stores_dq: bool = False
+    dk_by_ds: bool = False
     clears: bool = False
     workers: int = 0
     ctas: int = 1
 
     @property
     def persistent(self) -> bool:
-        """dK and dV then leave by the memory of dQ: the next tiles of Q and dO come meanwhile."""
+        """dK and dV then leave by the memory of dS and dQ: the next tiles of Q and dO come meanwhile."""
         return self.workers > 0
 
     @property

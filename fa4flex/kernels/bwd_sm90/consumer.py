@@ -78,7 +78,7 @@ class Consumer:
         """Those of captured tensors that take something else than dS as it lies in shared memory."""
         self.along_keys = config.transposes_dq or len(self.shares) < len(hooks.shares)
         """True if dS lies there along the keys."""
-        apart = config.persistent and config.dq_stages == 1
+        apart = config.persistent and (config.dq_stages == 1 or config.dk_by_ds)
         self.batches: tuple[tuple[int, ...], ...] = ((0,), (1,)) if apart else ((0, 1),)
         """Groups of dK and dV that leave together: shared memory may hold one of them."""
         self.late = any(not share.scaled for share in self.shares)
@@ -168,6 +168,9 @@ class Consumer:
                     # dK and dV of the tile before have been read: others of the warpgroup meet this warp
                     # before they write there anew.
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
+                    if const_expr(config.dk_by_ds):
+                        # And those of another one, where dS of all is.
+                        self.meet_others()
             ordered = cutlass.const_expr(config.deterministic and config.masked)
             apart = 0 if ordered or self.alike else queries.masked_count
             for i in cutlass.range(apart, unroll=1):
@@ -380,6 +383,9 @@ class Consumer:
     def meet(self) -> None:
         """Waits until what all warpgroups have put into shared memory is there for all of their products."""
         cute.arch.fence_proxy("async.shared", space="cta")
+        self.meet_others()
+
+    def meet_others(self) -> None:
         cute.arch.barrier(barrier_id=SCORES, number_of_threads=128 * self.config.consumers)
 
     def statistics(self, rows: cute.Tensor, lane: Int32, first: int, count: int) -> cute.Tensor:
@@ -551,18 +557,26 @@ class Consumer:
         sums, products = (operands.dk, operands.dv), (mmas.dk, mmas.dv)
         operands.dk.store(operands.dk.load() * arguments.scale)
         staged = staged_sums(self.config, shared, sums, w)
+        last = steps[1] % self.config.dq_stages
         if const_expr(not self.config.persistent):
-            cute.arch.barrier(barrier_id=SCORES, number_of_threads=128 * self.config.consumers)
+            self.meet_others()
         elif steps[0] > 0:
-            # The writer has read all of dQ.
-            last = steps[1] % self.config.dq_stages
-            cute.arch.barrier(barrier_id=dq_empty(w, 1 - last), number_of_threads=THREADS)
-        else:
+            if const_expr(self.config.dk_by_ds):
+                # Products of all have read dS.
+                self.meet_others()
+            else:
+                # The writer has read all of dQ.
+                cute.arch.barrier(barrier_id=dq_empty(w, 1 - last), number_of_threads=THREADS)
+        elif const_expr(not self.config.dk_by_ds):
             # What the tile of keys before left there has been stored.
             cute.arch.barrier(barrier_id=stored(w), number_of_threads=128)
         first_key = self.first_key(work, w, Int32(0))
         for batch in self.batches:
-            if const_expr(batch != self.batches[0]):
+            if const_expr(batch != self.batches[0] and self.config.dk_by_ds):
+                if steps[0] > 0:
+                    # The writer has read all of dQ.
+                    cute.arch.barrier(barrier_id=dq_empty(w, 1 - last), number_of_threads=THREADS)
+            elif const_expr(batch != self.batches[0]):
                 # What left before has been read.
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
                 cute.arch.barrier(barrier_id=stored(w), number_of_threads=128)

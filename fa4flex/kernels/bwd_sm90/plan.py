@@ -17,7 +17,7 @@ from fa4flex.codegen.plan.topology import Topology
 from fa4flex.codegen.plan.verify import prove
 from fa4flex.kernels.bwd_sm90.config import Config, Split
 from fa4flex.kernels.bwd_sm90.pair_topology import of_one_cta, pair_topology
-from fa4flex.kernels.bwd_sm90.roles import UNUSED, barrier_total
+from fa4flex.kernels.bwd_sm90.roles import SHARES, UNUSED, barrier_total
 from fa4flex.kernels.bwd_sm90.topology import backward_topology
 from fa4flex.kernels.fwd_sm90.tiles import pad
 
@@ -134,6 +134,14 @@ class HopperBackwardPlan:
         return all_keys and self.split == "keys" and (self.head_dim, self.head_dim_v) != LATENT
 
     @property
+    def dk_by_ds(self) -> bool:
+        """True if dK of persistent blocks leaves by the memory of dS, which is large enough, and of which the
+        writer copies nothing."""
+        (m, n), copies = self.tile, any(adding == "once" for _, adding in self.problem.gradients)
+        room = SHARES * m * n >= n * self.head_dim
+        return self.persistent and self.split == "keys" and room and not copies
+
+    @property
     def clears(self) -> bool:
         """True if heads go in sections, and blocks that have tiles of keys of one clear the sums of the next:
         they are still in the L2 cache when they are added to."""
@@ -195,6 +203,7 @@ class HopperBackwardPlan:
             lengths=self.problem.lengths,
             deterministic=self.problem.deterministic,
             stores_dq=self.stores_dq,
+            dk_by_ds=self.dk_by_ds,
             clears=self.clears,
             workers=self.target.multiprocessors if self.persistent else 0,
             ctas=self.ctas,

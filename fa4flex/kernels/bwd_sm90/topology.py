@@ -17,8 +17,9 @@ no ds_empty     dS(j + 2) takes the stage of dS(j) after all warpgroups have met
                 there when its own dQ(j) was done.
 no p_empty      where products are shared out: P(j + 1) is written after all have met for dS(j), which is made
                 of what was read of P(j).
-no dv_empty     the next tile's dK and dV are staged after a `dq_empty` that the writer gives when it has read
-                all of dQ; what they were staged over is stored by the warpgroup that writes there next.
+no dv_empty     the next tile's dV is staged after a `dq_empty` that the writer gives when it has read all of
+                dQ; what it was staged over is stored by the warpgroup that writes there next. dK is staged
+                where dS was, once all warpgroups have met; and met again, when it was read, before dS.
 """
 
 from __future__ import annotations
@@ -140,10 +141,15 @@ def _named(config: Config) -> list[NamedBarrier]:
 
 
 def _overlaps(config: Config) -> list[tuple[str, str]]:
-    """dK and dV are staged where K and V were, or where dQ was, of which there may be one stage."""
+    """dK and dV are staged where K and V were; or where dS and dQ were; or where dQ was, of which there may
+    be one stage."""
     found: list[tuple[str, str]] = []
     for w in range(config.consumers):
         rows = [f"{name} rows {w}" for name in _sums(config, w)]
+        if config.dk_by_ds:
+            found += [(rows[0], f"shared dS {i}") for i in range(config.consumers)]
+            found.append((rows[1], f"dq {w}"))
+            continue
         over = {"dK": "k", "dV": "v"}
         found += [(x, f"dq {w}" if config.persistent else over[x[:2]]) for x in rows]
         if _leave_apart(config):
@@ -158,7 +164,8 @@ def _sums(config: Config, w: int) -> tuple[str, ...]:
 
 def _leave_apart(config: Config) -> bool:
     """True if a warpgroup's dK and dV leave through the same memory, one after the other."""
-    return config.persistent and config.dq_stages == 1 and config.split != "products"
+    one = config.dq_stages == 1 and not config.dk_by_ds
+    return config.persistent and one and config.split != "products"
 
 
 def _work(action: Action, target: str, tile: int = 0) -> Event:
@@ -252,21 +259,25 @@ def _consumer(config: Config, w: int) -> Role:
     done = (_work("arrive", "keys_empty"),) * config.persistent
     (begun, following), read, closing = _received(config), (), ()
     if config.persistent:
-        last = f"{_sums(config, w)[-1]} rows {w}"
-        read, closing = (_work("drain", last, -1),), (_work("drain", last),)
-    free, met = Event("sync", "scores"), Event("sync", "scores")
-    if config.persistent:
-        free, met = _all_read(config, w), Event("sync", f"stored {w}")
-    store = _store(config, w)
+        names = _sums(config, w) if config.dk_by_ds else _sums(config, w)[-1:]
+        closing = tuple(_work("drain", f"{name} rows {w}") for name in names)
+        read = *(replace(event, tile=-1) for event in closing), *(Event("sync", "scores"),) * config.dk_by_ds
+    free: Events = (Event("sync", "scores"),)
+    met = free
+    if config.persistent and not config.dk_by_ds:
+        free, met = (_all_read(config, w),), (Event("sync", f"stored {w}"),)
+    store, unread = _store(config, w, True), _store(config, w, False)
+    if config.dk_by_ds:
+        met = ()
     return Role(
         f"consumer {w}",
         WARPGROUP,
         opening=begun,
         first=(*keys, *read, *step),
         body=step,
-        last=(*done, *sums, free, *store, *following),
+        last=(*done, *sums, *free, *store, *following),
         closing=closing,
-        empty=(*keys, *read, *unused, *done, met, *store, *following),
+        empty=(*keys, *read, *unused, *done, *met, *unread, *following),
         products=_products(config, w),
         warp=roles.CONSUMER + WARPGROUP * w,
     )
@@ -363,8 +374,9 @@ def _products(config: Config, w: int) -> tuple[Product, ...]:
     return tuple(product for product in found if product.name in issued)
 
 
-def _store(config: Config, w: int) -> Events:
-    """dK and dV leave by the copy engine, or by threads, together or one after the other."""
+def _store(config: Config, w: int, stepped: bool) -> Events:
+    """dK and dV leave by the copy engine, or by threads, together or one after the other; by the memory of dQ
+    when all of it has been read, if it was written, as `stepped` says."""
     leave: Action = "store" if config.persistent else "read"
     there = Event("sync", f"stored {w}")
 
@@ -372,6 +384,8 @@ def _store(config: Config, w: int) -> Events:
         rows = [f"{name} rows {w}" for name in names]
         return *(_work("write", x) for x in rows), there, *(_work(leave, x) for x in rows)
 
+    if config.dk_by_ds:
+        return *batch("dK"), *(_all_read(config, w),) * stepped, *batch("dV")
     if not _leave_apart(config):
         return batch(*_sums(config, w))
     return *batch("dK"), _work("drain", f"dK rows {w}"), there, *batch("dV")
