@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Int32, Int64, cute, select_
+from cutlass import Int32, Int64, cute
 
 from fa4flex.kernels.bwd_sm90.resources import Pipes
 from fa4flex.kernels.common.backward import BackwardArguments, BackwardTileScheduler, KeyGrid, KeyWork
@@ -22,8 +22,9 @@ FOUR = 4
 UNIT = LANES * FOUR
 """float32 that a warp clears at once: sums of a head are a whole number of these."""
 
-TOGETHER = 4
-"""Stores between two branches."""
+TOGETHER, PAUSE = 4, 100
+"""Stores after each other, and the nanoseconds until the next ones: reads and writes of shared memory wait
+behind stores, and stores for the way to the L2 cache, on which additions are."""
 
 
 class Clearing(NamedTuple):
@@ -42,7 +43,7 @@ def clearing_of(grid: KeyGrid, arguments: BackwardArguments) -> Clearing:
     """What blocks clear, on the host, which divides."""
     assert grid.sections is not None
     most = grid.tiles.divisor
-    begin, tiles = Int32(select_(most > 2, most * 5 // 8, Int32(0))), cutlass.max(most // 4, Int32(1))
+    begin, tiles = most * 3 // 8, cutlass.max(most // 2, Int32(1))
     units = grid.group * (Int32(arguments.dq_sum.shape[-1]) // UNIT)
     return Clearing(begin, tiles, (units + tiles - 1) // tiles, units, grid.total // grid.tiles.divisor)
 
@@ -79,11 +80,14 @@ class Clearer:
             count = cutlass.min(clearing.share, whole - first)
             start = (Int64(following) * clearing.units + first) * UNIT + cute.arch.lane_idx() * FOUR
             here = arguments.dq_sum.iterator + start
-            for i in cutlass.range(count, unroll=TOGETHER):
-                cute.arch.inline_ptx(
-                    "st.global.v4.b32 [{$r0}], {{$r1}, {$r1}, {$r1}, {$r1}};",
-                    read_only_args=[(here + i * UNIT).toint(), Int32(0)],
-                )
+            for i in cutlass.range(0, count, TOGETHER, unroll=1):
+                for j in cutlass.range_constexpr(TOGETHER):
+                    if i + j < count:
+                        cute.arch.inline_ptx(
+                            "st.global.v4.b32 [{$r0}], {{$r1}, {$r1}, {$r1}, {$r1}};",
+                            read_only_args=[(here + (i + j) * UNIT).toint(), Int32(0)],
+                        )
+                cute.arch.inline_ptx("nanosleep.u32 {$r0};", read_only_args=[Int32(PAUSE)])
             cute.arch.sync_warp()
             with cute.arch.elect_one():
                 there = arguments.cleared.iterator + (section + 1)

@@ -68,8 +68,9 @@ PAIRED = 192
 columns of dQ for the keys of both, and the L2 cache takes half of the sums. Were it 0, each would be by
 itself: a comparison sets it."""
 
-CLEARS = True
-"""Whether blocks clear sums of dQ, rather than the kernel before them: a comparison sets it."""
+CLEARS, CLEARS_SHORT = True, False
+"""Whether blocks clear sums of dQ, rather than the kernel before them; and where steps are few, too: there,
+blocks lose as much time as that kernel saves. A comparison sets them."""
 
 ROOMY_PRODUCTS = 160
 """The widest heads of which K has room in registers whatever the variant, where products are shared out."""
@@ -145,7 +146,10 @@ class HopperBackwardPlan:
     def clears(self) -> bool:
         """True if heads go in sections, and blocks that have tiles of keys of one clear the sums of the next:
         they are still in the L2 cache when they are added to."""
-        if self.problem.lengths != "dense" or self.problem.few_tiles or self.problem.mask_form == "none":
+        problem = self.problem
+        if problem.lengths != "dense" or problem.few_tiles or problem.mask_form == "none":
+            return False
+        if problem.few_steps and not CLEARS_SHORT:
             return False
         return CLEARS and self.persistent and self.split == "keys" and not self.stores_dq
 
