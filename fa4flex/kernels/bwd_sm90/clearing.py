@@ -39,18 +39,19 @@ class Clearing(NamedTuple):
     heads: Int32
 
 
-def clearing_of(grid: KeyGrid, arguments: BackwardArguments) -> Clearing:
-    """What blocks clear, on the host, which divides."""
-    assert grid.sections is not None
-    most = grid.tiles.divisor
-    begin, tiles = most * 3 // 8, cutlass.max(most // 2, Int32(1))
-    units = grid.group * (Int32(arguments.dq_sum.shape[-1]) // UNIT)
-    return Clearing(begin, tiles, (units + tiles - 1) // tiles, units, grid.total // grid.tiles.divisor)
-
-
 class Clearer:
+    """The warp that clears, and what another one waits for."""
+
     def __init__(self, scheduler: BackwardTileScheduler) -> None:
         self.scheduler = scheduler
+
+    def of(self, grid: KeyGrid, arguments: BackwardArguments) -> Clearing:
+        """What blocks clear, on the host, which divides."""
+        assert grid.sections is not None
+        most = grid.tiles.divisor
+        begin, tiles = most * 3 // 8, cutlass.max(most // 2, Int32(1))
+        units = grid.group * (Int32(arguments.dq_sum.shape[-1]) // UNIT)
+        return Clearing(begin, tiles, (units + tiles - 1) // tiles, units, grid.total // grid.tiles.divisor)
 
     @cute.jit
     def run(
@@ -93,22 +94,21 @@ class Clearer:
                 there = arguments.cleared.iterator + (section + 1)
                 cute.arch.atomic_add(there, Int32(1), sem="release", scope="gpu")
 
-
-@cute.jit
-def await_cleared(arguments: BackwardArguments, grid: KeyGrid, clearing: Clearing, work: KeyWork) -> None:
-    """A warp's: waits until the sums of a tile's section are cleared. Nobody waits for ever: tiles that clear
-    them were taken earlier, by blocks of which a warp waits for nobody."""
-    section, _ = section_of(grid, work)
-    if section > 0:
-        if cute.arch.lane_idx() == 0:
-            counter = arguments.cleared.iterator + section
-            expected = clearing.tiles * grid.sections.width.divisor
-            done = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
-            while done != expected:
+    @cute.jit
+    def wait(self, arguments: BackwardArguments, grid: KeyGrid, clearing: Clearing, work: KeyWork) -> None:
+        """A warp's: waits until the sums of a tile's section are cleared. Nobody waits for ever: tiles that
+        clear them were taken earlier, by blocks of which a warp waits for nobody."""
+        section, _ = section_of(grid, work)
+        if section > 0:
+            if cute.arch.lane_idx() == 0:
+                counter = arguments.cleared.iterator + section
+                expected = clearing.tiles * grid.sections.width.divisor
                 done = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
-        cute.arch.sync_warp()
-        # Stores cleared them, and the copy engine adds.
-        cute.arch.fence_proxy("async.global")
+                while done != expected:
+                    done = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+            cute.arch.sync_warp()
+            # Stores cleared them, and the copy engine adds.
+            cute.arch.fence_proxy("async.global")
 
 
 def section_of(grid: KeyGrid, work: KeyWork) -> tuple[Int32, Int32]:

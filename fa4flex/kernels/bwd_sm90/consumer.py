@@ -168,9 +168,10 @@ class Consumer:
                     # dK and dV of the tile before have been read: others of the warpgroup meet this warp
                     # before they write there anew.
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
-                    if const_expr(config.dk_by_ds):
-                        # And those of another one, where dS of all is.
-                        self.meet_others()
+                    if const_expr(config.dk_by_ds):  # noqa: SIM102
+                        if g == 0:
+                            # And those of another one, where dS of all is.
+                            self.meet_others()
             ordered = cutlass.const_expr(config.deterministic and config.masked)
             apart = 0 if ordered or self.alike else queries.masked_count
             for i in cutlass.range(apart, unroll=1):

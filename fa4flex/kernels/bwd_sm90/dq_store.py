@@ -9,7 +9,7 @@ from typing import Any
 import cutlass
 from cutlass import Int32, const_expr, cute
 
-from fa4flex.kernels.bwd_sm90.clearing import Clearing, await_cleared
+from fa4flex.kernels.bwd_sm90.clearing import Clearer, Clearing
 from fa4flex.kernels.bwd_sm90.config import Config
 from fa4flex.kernels.bwd_sm90.resources import Pipes, Shared, dq_rows
 from fa4flex.kernels.bwd_sm90.roles import dq_empty, dq_full
@@ -46,10 +46,17 @@ class Moved:
 
 
 class DqStore:
-    def __init__(self, config: Config, copied: tuple[Share, ...], scheduler: BackwardTileScheduler) -> None:
+    def __init__(
+        self,
+        config: Config,
+        copied: tuple[Share, ...],
+        scheduler: BackwardTileScheduler,
+        clearer: Clearer,
+    ) -> None:
         self.config = config
         self.copied = copied
         self.scheduler = scheduler
+        self.clearer = clearer
         self.takes_turns = config.deterministic and not config.stores_dq
 
     @cute.jit
@@ -68,7 +75,7 @@ class DqStore:
         @cute.jit
         def store(work: KeyWork, phase: Int32, stages: tuple[Int32, Int32]) -> tuple[Int32, Int32]:
             if const_expr(moved.clearing is not None):
-                await_cleared(arguments, grid, moved.clearing, work)
+                self.clearer.wait(arguments, grid, moved.clearing, work)
             stage, parity, steps = self.tile(arguments, work, shared, moved, stages)
             if const_expr(config.persistent):
                 if steps > 0:

@@ -20,7 +20,7 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from fa4flex.codegen.plan.topology import WARPGROUP
-from fa4flex.kernels.bwd_sm90.clearing import Clearer, Clearing, clearing_of
+from fa4flex.kernels.bwd_sm90.clearing import Clearer, Clearing
 from fa4flex.kernels.bwd_sm90.column_split import ColumnConsumer
 from fa4flex.kernels.bwd_sm90.config import KEYS, Config, swizzle
 from fa4flex.kernels.bwd_sm90.consumer import Consumer
@@ -57,8 +57,8 @@ class Backward:
         self.scheduler = BackwardTileScheduler(config, hooks, config.ctas, packed_sections=True)
         self.producer = Producer(config, self.scheduler)
         self.copied = tuple(share for share in hooks.shares if share.rate == "copy")
-        self.writer = DqStore(config, self.copied, self.scheduler)
         self.clearer = Clearer(self.scheduler)
+        self.writer = DqStore(config, self.copied, self.scheduler, self.clearer)
         self.exchange = Exchange(config, self.scheduler)
         self.eraser = ZeroFill(config, hooks, self.scheduler)
         kinds = CONSUMERS[config.split] if config.ctas == 1 else PAIRED
@@ -77,7 +77,7 @@ class Backward:
             self.stores(arguments),
             self.dq_stores(arguments),
         )
-        clearing = clearing_of(grid, arguments) if const_expr(config.clears) else None
+        clearing = self.clearer.of(grid, arguments) if const_expr(config.clears) else None
         blocks = grid.total
         if const_expr(config.persistent):
             blocks = cutlass.min(blocks, config.workers)
