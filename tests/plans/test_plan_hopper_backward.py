@@ -258,6 +258,28 @@ def test_blocks_that_follow_each_other_clear_sums(changes: dict[str, Any], clear
     plan.check()
 
 
+@pytest.mark.parametrize(
+    ("changes", "by_ds"),
+    [
+        ({}, True),
+        ({"mask_form": "none"}, True),
+        ({"few_steps": True}, False),
+        ({"head_dim": 96, "head_dim_v": 96}, False),
+        ({"head_dim": 192}, False),
+        ({"deterministic": True}, False),
+    ],
+    ids=str,
+)
+def test_dk_leaves_by_ds_where_dq_has_one_stage(changes: dict[str, Any], by_ds: bool) -> None:
+    plan = planned(replace(LIGHT, **changes))
+    config = plan.config()
+    assert plan.dk_by_ds == config.dk_by_ds == by_ds
+    if by_ds:
+        assert plan.memory["ds"].size >= 2 * config.tile_n * config.head_dim
+        assert planned(replace(LIGHT, **changes)).topology.overlaps.count(BY_DS) == 1
+    plan.check()
+
+
 def test_where_pairs_read_elements_of_their_own() -> None:
     row, square, buckets = torch.zeros(8), torch.zeros(8, 8), torch.zeros(8, 8, dtype=torch.int64)
     mods: list[tuple[bool, Any]] = [
@@ -480,8 +502,8 @@ MOVED = (
     ("one stage of dQ", "writer", "body", "give dq_empty 0", "drain dq 0", "the store of dq 0 .* may still"),
     ("two stages of dQ", "consumer 0", "body", "write dq 0", "take dq_empty 0", "while the store of dq 0"),
     ("one stage of dQ", "consumer 0", "last", "write dV rows 0", "take dq_read 0", "while the store of dq 0"),
-    ("two stages of dQ", "consumer 0", "last", "write dK rows 0", "sync scores", "multiply shared dS"),
-    ("two stages of dQ", "consumer 0", "last", "write dV rows 0", "take dq_empty 0", "store of dq 0"),
+    ("one stage of dQ", "consumer 0", "last", "write dK rows 0", "sync scores", "multiply shared dS"),
+    ("two stages of dQ", "consumer 0", "last", "write dK rows 0", "take dq_empty 0", "store of dq 0"),
     (
         "persistent products",
         "consumer 0",

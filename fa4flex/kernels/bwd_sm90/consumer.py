@@ -78,7 +78,7 @@ class Consumer:
         """Those of captured tensors that take something else than dS as it lies in shared memory."""
         self.along_keys = config.transposes_dq or len(self.shares) < len(hooks.shares)
         """True if dS lies there along the keys."""
-        apart = config.persistent and (config.dq_stages == 1 or config.dk_by_ds)
+        apart = config.persistent and config.dq_stages == 1
         self.batches: tuple[tuple[int, ...], ...] = ((0,), (1,)) if apart else ((0, 1),)
         """Groups of dK and dV that leave together: shared memory may hold one of them."""
         self.late = any(not share.scaled for share in self.shares)

@@ -68,10 +68,6 @@ PAIRED = 192
 columns of dQ for the keys of both, and the L2 cache takes half of the sums. Were it 0, each would be by
 itself: a comparison sets it."""
 
-CLEARS, CLEARS_SHORT = True, False
-"""Whether blocks clear sums of dQ, rather than the kernel before them; and where steps are few, too: there,
-blocks lose as much time as that kernel saves. A comparison sets them."""
-
 ROOMY_PRODUCTS = 160
 """The widest heads of which K has room in registers whatever the variant, where products are shared out."""
 
@@ -137,21 +133,20 @@ class HopperBackwardPlan:
     @property
     def dk_by_ds(self) -> bool:
         """True if dK of persistent blocks leaves by the memory of dS, which is large enough, and of which the
-        writer copies nothing."""
+        writer copies nothing. Two stages of dQ take dK and dV together: nobody has to meet for that."""
         (m, n), copies = self.tile, any(adding == "once" for _, adding in self.problem.gradients)
         room = SHARES * m * n >= n * self.head_dim
-        return self.persistent and self.split == "keys" and room and not copies
+        return self.persistent and self.split == "keys" and self.stages[2] == 1 and room and not copies
 
     @property
     def clears(self) -> bool:
         """True if heads go in sections, and blocks that have tiles of keys of one clear the sums of the next:
-        they are still in the L2 cache when they are added to."""
+        they are still in the L2 cache when they are added to. Where steps are few, blocks would lose more
+        time than the kernel before them saves."""
         problem = self.problem
         if problem.lengths != "dense" or problem.few_tiles or problem.mask_form == "none":
             return False
-        if problem.few_steps and not CLEARS_SHORT:
-            return False
-        return CLEARS and self.persistent and self.split == "keys" and not self.stores_dq
+        return self.persistent and self.split == "keys" and not (self.stores_dq or problem.few_steps)
 
     @cached_property
     def memory(self) -> Memory:
