@@ -259,6 +259,34 @@ def test_blocks_that_follow_each_other_clear_sums(changes: dict[str, Any], clear
 
 
 @pytest.mark.parametrize(
+    ("width", "tile", "depth", "added"),
+    [
+        (128, LONG_TILE, 8, [80 * 64] * 2),
+        (112, LONG_TILE, 7, [80 * 64] * 2),
+        (96, TILE, 6, [64 * 48] * 2),
+        (80, TILE, 5, [64 * 48, 64 * 32]),
+        (72, TILE, 5, [64 * 48, 64 * 24]),
+        (40, ROOMY_TILE, 3, [64 * 40] * 2),
+    ],
+)
+def test_what_heads_are_padded_with_is_left_out(
+    width: int, tile: tuple[int, int], depth: int, added: list[int]
+) -> None:
+    """Of products along the width of heads, and of sums, where padding lies behind all else."""
+    plan = planned(replace(LIGHT, head_dim=width, head_dim_v=width))
+    config = plan.config()
+    assert plan.tile == tile and config.depths == (depth, depth)
+    assert [config.dq_added(w) for w in range(2)] == [(count,) for count in added]
+    order = config.dq_order
+    for w in range(2):
+        ((start, count),), (kept,) = config.dq_numbers(w), config.dq_added(w)
+        columns = {order.place(n)[1] for n in range(start, start + kept)}
+        others = {order.place(n)[1] for n in range(start + kept, start + count)}
+        assert max(columns) < -(-width // 8) * 8 or config.transposes_dq
+        assert not others or min(others) >= width
+
+
+@pytest.mark.parametrize(
     ("changes", "by_ds"),
     [
         ({}, True),

@@ -79,16 +79,19 @@ class Postprocess:
 
     @cute.jit
     def load(self, sums: cute.Tensor, tile: Int32, end: Int32, thread: Int32) -> list[cute.Tensor]:
-        """A thread's sums of a tile, by fours, all on their way together. Rows from `end` on are not read:
-        nobody wrote there."""
+        """A thread's sums of a tile, by fours, all on their way together. Rows from `end` on are not read,
+        nor padding: nobody wrote there."""
         order, found = self.config.dq_order, []
         whole = cute.logical_divide(cute.local_tile(sums, (order.size,), (tile,)), cute.make_layout(4))
         for j in cutlass.range_constexpr(order.size // (4 * self.threads)):
             number = j * self.threads + thread
             four = cute.make_rmem_tensor((4,), Float32)
             four.fill(0.0)
-            row, _ = order.place(4 * number)
-            if row < end:
+            row, column = order.place(4 * number)
+            wanted = row < end
+            if const_expr(self.config.columns is not None):
+                wanted = wanted & (column < self.config.columns)
+            if wanted:
                 cute.autovec_copy(whole[None, number], four)
             found.append(four)
         return found

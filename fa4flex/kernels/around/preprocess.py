@@ -121,8 +121,11 @@ class Preprocess:
             tile = row // config.tile_m
             for first in cutlass.range_constexpr(0, count, self.lanes):
                 number = row * count + first + lane
-                place, _ = order.place((number - tile * (config.tile_m * count)) * FOUR)
-                if first + lane < count and tile * config.tile_m + place < end:
+                place, column = order.place((number - tile * (config.tile_m * count)) * FOUR)
+                wanted = (first + lane < count) & (tile * config.tile_m + place < end)
+                if const_expr(config.columns is not None):
+                    wanted = wanted & (column < config.columns)
+                if wanted:
                     cute.autovec_copy(zeros, fours[None, number])
 
     def place(

@@ -70,6 +70,7 @@ class Config:
     persistent = False
     stores_dq = False
     clears = False
+    columns = None
 
     @property
     def ragged(self) -> bool:

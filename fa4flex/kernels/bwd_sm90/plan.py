@@ -191,6 +191,7 @@ class HopperBackwardPlan:
             head_dim=self.head_dim,
             head_dim_v=self.head_dim_v,
             depths=(-(-self.problem.head_dim // DEEP), -(-self.problem.head_dim_v // DEEP)),
+            columns=self.problem.head_dim if self.problem.head_dim < self.head_dim else None,
             tile_m=tile_m,
             tile_n=tile_n,
             split=self.split,
