@@ -63,15 +63,19 @@ class Preprocess:
         *batch, heads, rows = arguments.delta.shape
         blocks = cute.ceil_div(rows, THREADS // self.lanes)
         grid = [blocks, heads, *batch] if len(batch) else [blocks, heads, 1]
-        first = None
-        if const_expr(self.first_heads is not None):
-            first = self.first_heads(arguments)
-            arguments = PreprocessArguments(*(getattr(arguments, x) for x in PreprocessArguments._fields))
-        self.device(arguments, first).launch(grid=grid, block=[THREADS, 1, 1], stream=stream)
+        self.device(*self.read(arguments)).launch(grid=grid, block=[THREADS, 1, 1], stream=stream)
+
+    def read(
+        self, arguments: PreprocessArguments | SectionArguments
+    ) -> tuple[PreprocessArguments, Int32 | None]:
+        """What the device reads: its arguments, and how many heads' sums it clears, if not all."""
+        if self.first_heads is None:
+            return arguments, None
+        read = (getattr(arguments, name) for name in PreprocessArguments._fields)
+        return PreprocessArguments(*read), self.first_heads(arguments)
 
     @cute.kernel
     def device(self, arguments: PreprocessArguments, first_heads: Int32 | None) -> None:
-        """first_heads: how many heads' sums are cleared, if not all."""
         # The next kernel's blocks may take the places of these, and wait there until all have ended.
         cute.arch.griddepcontrol_launch_dependents()
         block, h, b = backwards()

@@ -257,27 +257,25 @@ def _consumer(config: Config, w: int) -> Role:
     sums = tuple(Event("read", f"{name} of {w}") for name in _sums(config, w))
     unused = tuple(_work("read", name) for name in waited)
     done = (_work("arrive", "keys_empty"),) * config.persistent
-    (begun, following), read, closing = _received(config), (), ()
-    if config.persistent:
-        names = _sums(config, w) if config.dk_by_ds else _sums(config, w)[-1:]
-        closing = tuple(_work("drain", f"{name} rows {w}") for name in names)
-        read = *(replace(event, tile=-1) for event in closing), *(Event("sync", "scores"),) * config.dk_by_ds
-    free: Events = (Event("sync", "scores"),)
-    met = free
-    if config.persistent and not config.dk_by_ds:
-        free, met = (_all_read(config, w),), (Event("sync", f"stored {w}"),)
-    store, unread = _store(config, w, True), _store(config, w, False)
+    begun, following = _received(config)
+    met: Events = (Event("sync", "scores"),)
+    names = (_sums(config, w) if config.dk_by_ds else _sums(config, w)[-1:]) * config.persistent
+    left = tuple(_work("drain", f"{name} rows {w}") for name in names)
+    read = (*(replace(event, tile=-1) for event in left), *met * config.dk_by_ds)
+    free, kept = met, met
     if config.dk_by_ds:
-        met = ()
+        kept = ()
+    elif config.persistent:
+        free, kept = (_all_read(config, w),), (Event("sync", f"stored {w}"),)
     return Role(
         f"consumer {w}",
         WARPGROUP,
         opening=begun,
         first=(*keys, *read, *step),
         body=step,
-        last=(*done, *sums, *free, *store, *following),
-        closing=closing,
-        empty=(*keys, *read, *unused, *done, *met, *unread, *following),
+        last=(*done, *sums, *free, *_store(config, w, True), *following),
+        closing=left,
+        empty=(*keys, *read, *unused, *done, *kept, *_store(config, w, False), *following),
         products=_products(config, w),
         warp=roles.CONSUMER + WARPGROUP * w,
     )

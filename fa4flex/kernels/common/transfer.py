@@ -89,7 +89,8 @@ def load_once(transfer: cpasync.TmaInfo, views: Views, full: cute.Pointer) -> No
 def announce(transfer: cpasync.TmaInfo, views: Views) -> None:
     """A warp's: have the L2 cache bring what `load_once` is to copy later."""
     _, from_global = views
-    cute.prefetch(transfer.atom, from_global)
+    with cute.arch.elect_one():
+        cute.prefetch(transfer.atom, from_global)
 
 
 def stage_by_fours(parts: Sequence[cute.Tensor], staged: cute.Tensor, lane: Int32, lanes: int) -> None:
