@@ -17,7 +17,7 @@ from fa4flex.codegen.plan.arguments import SCHEMAS, Captured, Heads, Pass
 from fa4flex.compiler.fakes import Fakes
 from fa4flex.kernels.append.kernel import AppendArguments
 from fa4flex.kernels.around.postprocess import Postprocess, PostprocessArguments
-from fa4flex.kernels.around.preprocess import Preprocess, PreprocessArguments
+from fa4flex.kernels.around.preprocess import Preprocess, PreprocessArguments, SectionArguments
 from fa4flex.kernels.around.sum_parts import SumParts, SumPartsArguments
 from fa4flex.kernels.block_tables.kernel import BlockTableArguments
 from fa4flex.kernels.common.arguments import Arguments, BackwardArguments
@@ -41,6 +41,8 @@ def _forward(kernel: Any, problem: Problem) -> list[Launch]:
 def _backward(kernel: Any, problem: Problem) -> list[Launch]:
     config = kernel.config
     before: Launch = Preprocess(problem.head_dim_v, config), PreprocessArguments
+    if config.clears:
+        before = Preprocess(problem.head_dim_v, config, kernel.first_heads), SectionArguments
     sums: list[Launch] = [(SumParts(), SumPartsArguments)] if problem.grouped else []
     after: list[Launch] = [] if config.stores_dq else [(Postprocess(config), PostprocessArguments)]
     return [before, (kernel, BackwardArguments), *sums, *after]

@@ -74,6 +74,7 @@ def check(
     assert found.shared_bytes == plan.memory.total <= target.shared_memory
     assert not copies_under_products(ptx), f"{name}, {width}"
     if target is SM90A:
+        assert ("cp.async.bulk.prefetch.tensor" in ptx) == plan.persistent, "the next keys are announced"
         assert_products_overlap(f"{name}, {width}", inspected, entry)
 
 

@@ -231,6 +231,83 @@ def test_blocks_with_all_keys_write_dq(changes: dict[str, object], stores: bool)
     plan.check()
 
 
+@pytest.mark.parametrize(
+    ("changes", "clears"),
+    [
+        ({}, True),
+        ({"grouped": True}, True),
+        ({"few_steps": True}, False),
+        ({"mask_form": "tables"}, True),
+        ({"head_dim": 192}, True),
+        ({"mask_form": "none"}, False),
+        ({"few_keys": True}, False),
+        ({"few_tiles": True}, False),
+        ({"lengths": "packed"}, False),
+        ({"lengths": "used"}, False),
+        ({"deterministic": True}, False),
+        ({"long_scores": True}, False),
+        ({"head_dim": 160, "head_dim_v": 160}, False),
+    ],
+    ids=str,
+)
+def test_blocks_that_follow_each_other_clear_sums(changes: dict[str, Any], clears: bool) -> None:
+    """Heads go in sections, and a block clears for another one that takes a tile after its own."""
+    plan = planned(replace(LIGHT, **changes), 192)
+    assert plan.clears == plan.config().clears == clears
+    assert ("sums of dQ are cleared" in plan.explain()) == clears
+    plan.check()
+
+
+@pytest.mark.parametrize(
+    ("width", "tile", "depth", "added"),
+    [
+        (128, LONG_TILE, 8, [80 * 64] * 2),
+        (112, LONG_TILE, 7, [80 * 64] * 2),
+        (96, TILE, 6, [64 * 48] * 2),
+        (80, TILE, 5, [64 * 48, 64 * 32]),
+        (72, TILE, 5, [64 * 48, 64 * 24]),
+        (40, ROOMY_TILE, 3, [64 * 40] * 2),
+    ],
+)
+def test_what_heads_are_padded_with_is_left_out(
+    width: int, tile: tuple[int, int], depth: int, added: list[int]
+) -> None:
+    """Of products along the width of heads, and of sums, where padding lies behind all else."""
+    plan = planned(replace(LIGHT, head_dim=width, head_dim_v=width))
+    config = plan.config()
+    assert plan.tile == tile and config.depths == (depth, depth)
+    assert [config.dq_added(w) for w in range(2)] == [(count,) for count in added]
+    order = config.dq_order
+    for w in range(2):
+        ((start, count),), (kept,) = config.dq_numbers(w), config.dq_added(w)
+        columns = {order.place(n)[1] for n in range(start, start + kept)}
+        others = {order.place(n)[1] for n in range(start + kept, start + count)}
+        assert max(columns) < -(-width // 8) * 8 or config.transposes_dq
+        assert not others or min(others) >= width
+
+
+@pytest.mark.parametrize(
+    ("changes", "by_ds"),
+    [
+        ({}, True),
+        ({"mask_form": "none"}, True),
+        ({"few_steps": True}, False),
+        ({"head_dim": 96, "head_dim_v": 96}, False),
+        ({"head_dim": 192}, False),
+        ({"deterministic": True}, False),
+    ],
+    ids=str,
+)
+def test_dk_leaves_by_ds_where_dq_has_one_stage(changes: dict[str, Any], by_ds: bool) -> None:
+    plan = planned(replace(LIGHT, **changes))
+    config = plan.config()
+    assert plan.dk_by_ds == config.dk_by_ds == by_ds
+    if by_ds:
+        assert plan.memory["ds"].size >= 2 * config.tile_n * config.head_dim
+        assert planned(replace(LIGHT, **changes)).topology.overlaps.count(BY_DS) == 1
+    plan.check()
+
+
 def test_where_pairs_read_elements_of_their_own() -> None:
     row, square, buckets = torch.zeros(8), torch.zeros(8, 8), torch.zeros(8, 8, dtype=torch.int64)
     mods: list[tuple[bool, Any]] = [
@@ -251,6 +328,8 @@ NARROW = Problem(64, 64)
 KINDS = {
     "two stages of dQ": NARROW,
     "one stage of dQ": Problem(128, 128),
+    "sums cleared": Problem(64, 64, mask_form="queries"),
+    "sums cleared, one stage of dQ": LIGHT,
     "a block per tile": Problem(64, 64, deterministic=True),
     "copies of dS": Problem(64, 64, deterministic=True, gradients=((0, "once"),)),
     "dQ stored": Problem(128, 128, few_keys=True),
@@ -266,6 +345,8 @@ KIND = pytest.mark.parametrize("kind", KINDS)
 
 
 PAIRS = "products of pairs"
+BY_DS = ("dK rows 0", "shared dS 0")
+"""What overlaps where dK leaves by the memory of dS."""
 
 
 @cache
@@ -397,13 +478,15 @@ def matters(event: Event, where: str, kind: str) -> bool:
     where there is one, are one role here; what comes for nothing is said to be read, and others read the next
     number, too. A drain is followed by others: see below. What is announced is part of what the other CTA
     sends here, and dS is read as it is sent. Where products are shared out, the second warpgroup reads K
-    after it has met the first one, which has waited, too."""
+    after it has met the first one, which has waited, too; and so do both where dK leaves by the memory of dS,
+    for which they meet when K and V have come."""
     told = event.action, event.target
     alone = ("scores",) * (kind == "few tiles")
     gathers = event.action == "sync" and event.target.startswith(("stored", *alone))
     read = told in (("read", "k"), ("read", "v"), ("read", "next"), ("store", "shared dS 0"))
-    others = "k" if "products" in kind else ""
-    spare = event.action == "wait" and event.target in others and where.startswith("consumer 1")
+    others = "k" if "products" in kind else "kv" if BY_DS in sound(kind).overlaps else ""
+    by = "consumer" if "v" in others else "consumer 1"
+    spare = event.action == "wait" and event.target in others and where.startswith(by)
     sent = told == ("read", "shared dS")
     spare = spare or sent or event.action in ("drain", "announce")
     return not gathers and not read and not spare
@@ -446,7 +529,17 @@ MOVED = (
     ("two stages of dQ", "consumer 0", "body", "release q", "finish dK", "frees q tile . in use"),
     ("one stage of dQ", "writer", "body", "give dq_empty 0", "drain dq 0", "the store of dq 0 .* may still"),
     ("two stages of dQ", "consumer 0", "body", "write dq 0", "take dq_empty 0", "while the store of dq 0"),
-    ("one stage of dQ", "consumer 0", "last", "write dK rows 0", "take dq_read 0", "while the store of dq 0"),
+    ("one stage of dQ", "consumer 0", "last", "write dV rows 0", "take dq_read 0", "while the store of dq 0"),
+    ("one stage of dQ", "consumer 0", "last", "write dK rows 0", "sync scores", "multiply shared dS"),
+    ("two stages of dQ", "consumer 0", "last", "write dK rows 0", "take dq_empty 0", "store of dq 0"),
+    (
+        "persistent products",
+        "consumer 0",
+        "last",
+        "write dV rows 0",
+        "take dq_read 0",
+        "nobody has read dq 0",
+    ),
     ("columns", "consumer 0", "body", "release q", "sync scores", "q tile . while the product dK tile ."),
     ("columns", "consumer 0", "last", "write dK rows 0", "sync scores", "while the product dQ .* multiply k"),
     ("products", "consumer 0", "body", "give weighed", "write shared P 0", "shared P 0 tile . before it is"),

@@ -38,14 +38,15 @@ class Own:
     expected: tuple[Tensor, Tensor, Tensor]
 
     def run(self, timing: str, seed: int, program: Program | None = None) -> Result:
-        """Runs once more, into poisoned outputs and cleared sums; the tile counter, too, which a launch that
-        does not end leaves as it is."""
+        """Runs once more, into poisoned outputs and cleared sums; the counts of what blocks cleared, too, and
+        the tile counter, which a launch that does not end leaves as it is."""
         at = self.launch
         first = 0.0 if self.results[0] is self.kept[9] else math.nan
         for x, start in zip(self.results, (first, math.nan, math.nan), strict=True):
             x.fill_(start)
-        if self.kept[-1] is not None:
-            self.kept[-1].zero_()
+        for counts in self.kept[-2:]:
+            if counts is not None:
+                counts.zero_()
         shape = Shape(at.grid, at.block, at.cluster, at.shared_bytes)
         whole = program or program_of(at.ptx, at.kernel)
         return execute(module_of(at.ptx), whole, shape, at.params, None, Timing(timing, seed))

@@ -124,13 +124,17 @@ def test_some_gradients(draw: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("q_len", "width", "by"), [(130, 128, long_steps), (144, 128, nullcontext), (24, 192, nullcontext)]
+    ("q_len", "width", "by"),
+    [
+        *((130, 128, long_steps), (144, 128, nullcontext), (24, 192, nullcontext)),
+        *((144, 80, nullcontext), (48, 24, nullcontext)),
+    ],
 )
-def test_rows_past_the_end_of_a_tile_are_left_alone(
+def test_what_sums_are_padded_with_is_left_alone(
     q_len: int, width: int, by: Callable[[], AbstractContextManager[None]]
 ) -> None:
-    """Sums of dQ for queries to which the last tile is padded: nobody clears, adds to or reads them. In short
-    steps rows that are 8 apart lie together."""
+    """Sums of dQ for queries to which the last tile is padded, and for columns to which heads are: nobody
+    clears, adds to or reads them. In short steps rows that are 8 apart lie together."""
     sizes = (q_len, width), (200, width), (200, 128)
     qkv = tuple(torch.randn(1, 2, *size).bfloat16() for size in sizes)
     dout, dlse = torch.randn(1, 2, q_len, 128).bfloat16(), torch.randn(1, 2, q_len)

@@ -205,6 +205,10 @@ def _sums_dq(one: Pass) -> bool:
     return not one.config.stores_dq
 
 
+def _clears(one: Pass) -> bool:
+    return bool(one.config.clears)
+
+
 def _masked(problem: Problem) -> bool:
     return problem.mask_form in ("spans", "tables")
 
@@ -332,6 +336,7 @@ BACKWARD = Schema(
         replace(SCALE, read_by=(MAIN, AFTER)),
         Argument("scale_log2", Number(), computed=lambda given: given["scale"] * math.log2(math.e)),
         Argument("gradients", Captured("gradients"), "launch"),
+        Argument("cleared", Array("int32", ("batch", "q_heads")), "launch", _clears, (BEFORE, MAIN)),
         Argument("counter", Array("int32", (2,)), "launch", lambda one: one.config.persistent),
     )
 )

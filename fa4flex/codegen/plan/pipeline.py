@@ -102,6 +102,11 @@ class BackwardPlan(Plan, Protocol):
         ...
 
     @property
+    def clears(self) -> bool:
+        """True if the kernel clears most sums of dQ itself, before it adds to them."""
+        ...
+
+    @property
     def copies(self) -> bool:
         """True if the kernel copies tiles of dS to gradients of captured tensors that are dS."""
         ...

@@ -11,7 +11,7 @@ from cutlass.memory import SmemAllocator
 
 from fa4flex.codegen.plan.arguments import BACKWARD
 from fa4flex.kernels.common.arguments import named
-from fa4flex.kernels.common.backward import first_row, sequence_of_row, token_of
+from fa4flex.kernels.common.backward import backwards, first_row, sequence_of_row, token_of
 
 THREADS = (256, 128)
 """Numbers of threads that a block may have: the first that divides the number of a tile's pieces."""
@@ -54,7 +54,7 @@ class Postprocess:
     def device(self, arguments: PostprocessArguments) -> None:
         cute.arch.griddepcontrol_wait()
         config = self.config
-        tile, h, b = cute.arch.block_idx()
+        tile, h, b = backwards()
         thread = cute.arch.thread_idx()[0]
         layout = cute.make_layout((config.tile_m, config.head_dim), stride=(config.head_dim + PAD, 1))
         rows = SmemAllocator().allocate_tensor(arguments.dq.element_type, layout, byte_alignment=16)
@@ -79,16 +79,19 @@ class Postprocess:
 
     @cute.jit
     def load(self, sums: cute.Tensor, tile: Int32, end: Int32, thread: Int32) -> list[cute.Tensor]:
-        """A thread's sums of a tile, by fours, all on their way together. Rows from `end` on are not read:
-        nobody wrote there."""
+        """A thread's sums of a tile, by fours, all on their way together. Rows from `end` on are not read,
+        nor padding: nobody wrote there."""
         order, found = self.config.dq_order, []
         whole = cute.logical_divide(cute.local_tile(sums, (order.size,), (tile,)), cute.make_layout(4))
         for j in cutlass.range_constexpr(order.size // (4 * self.threads)):
             number = j * self.threads + thread
             four = cute.make_rmem_tensor((4,), Float32)
             four.fill(0.0)
-            row, _ = order.place(4 * number)
-            if row < end:
+            row, column = order.place(4 * number)
+            wanted = row < end
+            if const_expr(self.config.columns is not None):
+                wanted = wanted & (column < self.config.columns)
+            if wanted:
                 cute.autovec_copy(whole[None, number], four)
             found.append(four)
         return found

@@ -7,6 +7,7 @@ sum may start from it as it is.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import cutlass
@@ -15,7 +16,7 @@ from cutlass import Float32, Int32, const_expr, cute, select_
 
 from fa4flex.codegen.plan.arguments import BACKWARD
 from fa4flex.kernels.common.arguments import named
-from fa4flex.kernels.common.backward import first_row, sequence_of_row, token_of
+from fa4flex.kernels.common.backward import backwards, first_row, sequence_of_row, token_of
 from fa4flex.kernels.common.softmax import LOG2_E
 
 THREADS = 256
@@ -35,29 +36,49 @@ class PreprocessArguments(_Arguments):
     cu_seqlens_q int32 [B + 1], seqused_q [B]."""
 
 
+_WithSections: Any = named("SectionArguments", tuple(row.name for row in BACKWARD.rows))
+
+
+class SectionArguments(_WithSections):
+    """The same, and what tells sections of heads, where sums of the first section alone are cleared here."""
+
+
 class Preprocess:
     """`width` is D: `lanes` threads next to each other take a row together. `config` is the main kernel's:
-    tile_m, head_dim, and dq_order, in which the sums of a tile lie."""
+    tile_m, head_dim, and dq_order, in which the sums of a tile lie. first_heads: how many heads of queries
+    the first section has, where that kernel clears the sums of all others."""
 
-    def __init__(self, width: int, config: Any) -> None:
+    def __init__(
+        self, width: int, config: Any, first_heads: Callable[[SectionArguments], Int32] | None = None
+    ) -> None:
         self.width = width
         self.config = config
+        self.first_heads = first_heads
         self.lanes = 1
         while self.lanes * WIDE < width:
             self.lanes *= 2
 
     @cute.jit
-    def __call__(self, arguments: PreprocessArguments, stream: cuda.CUstream) -> None:
+    def __call__(self, arguments: PreprocessArguments | SectionArguments, stream: cuda.CUstream) -> None:
         *batch, heads, rows = arguments.delta.shape
         blocks = cute.ceil_div(rows, THREADS // self.lanes)
         grid = [blocks, heads, *batch] if len(batch) else [blocks, heads, 1]
-        self.device(arguments).launch(grid=grid, block=[THREADS, 1, 1], stream=stream)
+        self.device(*self.read(arguments)).launch(grid=grid, block=[THREADS, 1, 1], stream=stream)
+
+    def read(
+        self, arguments: PreprocessArguments | SectionArguments
+    ) -> tuple[PreprocessArguments, Int32 | None]:
+        """What the device reads: its arguments, and how many heads' sums it clears, if not all."""
+        if self.first_heads is None:
+            return arguments, None
+        read = (getattr(arguments, name) for name in PreprocessArguments._fields)
+        return PreprocessArguments(*read), self.first_heads(arguments)
 
     @cute.kernel
-    def device(self, arguments: PreprocessArguments) -> None:
+    def device(self, arguments: PreprocessArguments, first_heads: Int32 | None) -> None:
         # The next kernel's blocks may take the places of these, and wait there until all have ended.
         cute.arch.griddepcontrol_launch_dependents()
-        block, h, b = cute.arch.block_idx()
+        block, h, b = backwards()
         thread = cute.arch.thread_idx()[0]
         row = block * (THREADS // self.lanes) + thread // self.lanes
         lane = thread % self.lanes
@@ -70,7 +91,12 @@ class Preprocess:
             out, dout = (token_of(x, b, first, q, h) for x in (arguments.out, arguments.dout))
             total = self.dot(out, dout, lane)
         total = cute.arch.warp_reduction_sum(total, threads_in_group=self.lanes)
-        if row < arguments.delta.shape[-1]:
+        cleared = row < arguments.delta.shape[-1]
+        if const_expr(first_heads is not None):
+            cleared = cleared & (b * arguments.delta.shape[1] + h < first_heads)
+            if row + lane == 0:
+                arguments.cleared[b, h] = 0
+        if cleared:
             self.clear(
                 None if self.config.stores_dq else _of(arguments.dq_sum, b, h), row, row - q + length, lane
             )
@@ -99,8 +125,11 @@ class Preprocess:
             tile = row // config.tile_m
             for first in cutlass.range_constexpr(0, count, self.lanes):
                 number = row * count + first + lane
-                place, _ = order.place((number - tile * (config.tile_m * count)) * FOUR)
-                if first + lane < count and tile * config.tile_m + place < end:
+                place, column = order.place((number - tile * (config.tile_m * count)) * FOUR)
+                wanted = (first + lane < count) & (tile * config.tile_m + place < end)
+                if const_expr(config.columns is not None):
+                    wanted = wanted & (column < config.columns)
+                if wanted:
                     cute.autovec_copy(zeros, fours[None, number])
 
     def place(

@@ -69,6 +69,8 @@ class Config:
 
     persistent = False
     stores_dq = False
+    clears = False
+    columns = None
 
     @property
     def ragged(self) -> bool:

@@ -49,6 +49,7 @@ class BlackwellBackwardPlan:
 
     copies = False
     stores_dq = False
+    clears = False
 
     part = ""
     """Suffix of the names of a half's first columns."""

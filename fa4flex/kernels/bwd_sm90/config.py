@@ -13,6 +13,9 @@ Split = Literal["keys", "columns", "products"]
 KEYS = 64
 """Keys of one consumer warpgroup: what one wgmma instruction spans."""
 
+EIGHT = 8
+"""Columns of an accumulator, or rows of its transpose, that lie together."""
+
 SWIZZLES = (64, 32, 16)
 """Columns of 16 bits that the patterns of shared memory span."""
 
@@ -20,6 +23,8 @@ SWIZZLES = (64, 32, 16)
 @dataclass(frozen=True)
 class Config:
     """head_dim, head_dim_v    widths of the tiles in shared memory: multiples of 32 that hold the tensors'
+    depths                   instructions of 16 columns of scores, and of dP: what is behind them is padding
+    columns                  of dQ that are not padding, of which nothing is cleared, added up or read
     tile_m                   queries per step, a multiple of 64; of 16 where dQ is transposed
     tile_n                   keys per block, or per pair of them
     split                    what consumer warpgroups share out: "keys", 64 each, and hold their dK and dV; or
@@ -33,6 +38,9 @@ class Config:
     deterministic            whether sums of dQ are added up in one order
     lengths                  "dense", "packed" (cu_seqlens) or "used" (seqused per batch)
     stores_dq                whether a block has all keys of its queries, and writes their dQ itself
+    dk_by_ds                 whether dK of persistent blocks leaves by the memory of dS: it does not wait for
+                             the writer
+    clears                   whether blocks clear sums of dQ for tiles of keys that come later
     ctas                     CTAs of a tile of keys: of a pair, which shares out products, each has 64 keys,
                              and half of the columns of dQ for the keys of both
     workers                  multiprocessors, where blocks are persistent, one on each, and take tiles of keys
@@ -41,6 +49,8 @@ class Config:
 
     head_dim: int
     head_dim_v: int
+    depths: tuple[int | None, int | None] = (None, None)
+    columns: int | None = None
     tile_m: int = 64
     tile_n: int = 128
     split: Split = "keys"
@@ -54,13 +64,20 @@ class Config:
     lengths: Lengths = "dense"
     deterministic: bool = False
     stores_dq: bool = False
+    dk_by_ds: bool = False
+    clears: bool = False
     workers: int = 0
     ctas: int = 1
 
     @property
     def persistent(self) -> bool:
-        """dK and dV then leave by the memory of dQ: the next tiles of Q and dO come meanwhile."""
+        """dK and dV then leave by the memory of dS and dQ: the next tiles of Q and dO come meanwhile."""
         return self.workers > 0
+
+    @property
+    def told(self) -> int:
+        """Warps beside consumers that a persistent block's producer tells of its next tile of keys."""
+        return 2 if self.clears else 1
 
     @property
     def ragged(self) -> bool:
@@ -142,6 +159,16 @@ class Config:
             found.append((first + w * count, count))
             first += self.consumers * count
         return tuple(found)
+
+    def dq_added(self, w: Any) -> tuple[int, ...]:
+        """How many numbers of each product are added to sums: eight columns lie together, and those that are
+        padding behind all others."""
+        counts = tuple(count for _, count in self.dq_numbers(w))
+        if self.columns is None or self.transposes_dq or not isinstance(w, int):
+            return counts
+        ((_, columns),), ((_, across),) = self.dq_shapes, self.dq_tiles(w)
+        used = min(columns, max(self.columns - across * columns, 0))
+        return (counts[0] // columns * (-(-used // EIGHT) * EIGHT),)
 
     def dq_rows(self, w: Any) -> tuple[Any, ...]:
         """First row of each product for dQ of a warpgroup, or of one block of a pair."""

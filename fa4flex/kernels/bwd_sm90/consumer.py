@@ -115,12 +115,12 @@ class Consumer:
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(pipes.keys_empty)
             self.deliver(arguments, work, shared, given, stores, where, (count - before, count))
-            if const_expr(config.persistent):
-                # Others of the warpgroup meet this warp before they write there anew.
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
             return states, count
 
         self.scheduler.walk(grid, arguments, pipes.next, accumulate, ((q_state, do_state), Int32(0)))
+        if const_expr(config.persistent):
+            # Shared memory must last until what leaves it was read.
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     def warpgroup_index(self, thread: Int32) -> Int32:
         """Number of a thread's warpgroup among consumers."""
@@ -164,6 +164,14 @@ class Consumer:
             if const_expr(config.ctas == 1):
                 self.await_keys(pipes, phase)
                 self.keep(mmas, operands, shared, lane)
+                if const_expr(config.persistent):
+                    # dK and dV of the tile before have been read: others of the warpgroup meet this warp
+                    # before they write there anew.
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                    if const_expr(config.dk_by_ds):  # noqa: SIM102
+                        if g == 0:
+                            # And those of another one, where dS of all is.
+                            self.meet_others()
             ordered = cutlass.const_expr(config.deterministic and config.masked)
             apart = 0 if ordered or self.alike else queries.masked_count
             for i in cutlass.range(apart, unroll=1):
@@ -323,8 +331,9 @@ class Consumer:
         lse2s = self.my_rows(shared.lse2[None, q_stage], w)
         lse2 = self.statistics(lse2s, lane, 0, self.together)
         self.begin_dprob(dprob, self.my_rows(shared.delta[None, do_stage], w), lane)
-        multiply(mmas.scores, scores, operands.k, operands.q[None, None, None, q_stage], False)
-        multiply(mmas.dprob, dprob, operands.v, operands.dout[None, None, None, do_stage], True)
+        depth, depth_v = config.depths
+        multiply(mmas.scores, scores, operands.k, operands.q[None, None, None, q_stage], False, depth)
+        multiply(mmas.dprob, dprob, operands.v, operands.dout[None, None, None, do_stage], True, depth_v)
         warpgroup.wait_group(1)
         q_first = self.first_query(tile, w, lane)
         early = collector.early(rows_and_columns(scores), q_first, masked)
@@ -375,6 +384,9 @@ class Consumer:
     def meet(self) -> None:
         """Waits until what all warpgroups have put into shared memory is there for all of their products."""
         cute.arch.fence_proxy("async.shared", space="cta")
+        self.meet_others()
+
+    def meet_others(self) -> None:
         cute.arch.barrier(barrier_id=SCORES, number_of_threads=128 * self.config.consumers)
 
     def statistics(self, rows: cute.Tensor, lane: Int32, first: int, count: int) -> cute.Tensor:
@@ -546,18 +558,26 @@ class Consumer:
         sums, products = (operands.dk, operands.dv), (mmas.dk, mmas.dv)
         operands.dk.store(operands.dk.load() * arguments.scale)
         staged = staged_sums(self.config, shared, sums, w)
+        last = steps[1] % self.config.dq_stages
         if const_expr(not self.config.persistent):
-            cute.arch.barrier(barrier_id=SCORES, number_of_threads=128 * self.config.consumers)
+            self.meet_others()
         elif steps[0] > 0:
-            # The writer has read all of dQ.
-            last = steps[1] % self.config.dq_stages
-            cute.arch.barrier(barrier_id=dq_empty(w, 1 - last), number_of_threads=THREADS)
-        else:
+            if const_expr(self.config.dk_by_ds):
+                # Products of all have read dS.
+                self.meet_others()
+            else:
+                # The writer has read all of dQ.
+                cute.arch.barrier(barrier_id=dq_empty(w, 1 - last), number_of_threads=THREADS)
+        elif const_expr(not self.config.dk_by_ds):
             # What the tile of keys before left there has been stored.
             cute.arch.barrier(barrier_id=stored(w), number_of_threads=128)
         first_key = self.first_key(work, w, Int32(0))
         for batch in self.batches:
-            if const_expr(batch != self.batches[0]):
+            if const_expr(batch != self.batches[0] and self.config.dk_by_ds):
+                if steps[0] > 0:
+                    # The writer has read all of dQ.
+                    cute.arch.barrier(barrier_id=dq_empty(w, 1 - last), number_of_threads=THREADS)
+            elif const_expr(batch != self.batches[0]):
                 # What left before has been read.
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
                 cute.arch.barrier(barrier_id=stored(w), number_of_threads=128)

@@ -24,8 +24,12 @@ def staged_sums(
     config: Config, shared: Shared, sums: tuple[cute.Tensor, cute.Tensor], w: Int32
 ) -> tuple[cute.Tensor, ...]:
     """Shared memory in which a warpgroup leaves dK and dV, (64 keys, columns): where K and V were; or, where
-    the next ones are coming then, its parts of the tiles of dQ, which may be one."""
+    the next ones are coming then, its share of dS and its part of a tile of dQ; or, where dS is too small,
+    its parts of the tiles of dQ, which may be one."""
     kinds = shared.k.element_type, shared.v.element_type
+    if config.dk_by_ds:
+        dk = _rows(shared.ds, kinds[0], sums[0], config.consumers)[None, None, w]
+        return dk, _rows(shared.dq[None, w, 0], kinds[1], sums[1], 1)[None, None, 0]
     if config.persistent:
         memories = [shared.dq[None, w, i % config.dq_stages] for i in range(2)]
         return tuple(

@@ -9,7 +9,8 @@ from typing import Any
 import cutlass
 from cutlass import Int32, const_expr, cute
 
-from fa4flex.kernels.bwd_sm90.config import Config
+from fa4flex.kernels.bwd_sm90.clearing import Clearer, Clearing
+from fa4flex.kernels.bwd_sm90.config import EIGHT, Config
 from fa4flex.kernels.bwd_sm90.resources import Pipes, Shared, dq_rows
 from fa4flex.kernels.bwd_sm90.roles import dq_empty, dq_full
 from fa4flex.kernels.bwd_sm90.zero_fill import clear_queries
@@ -30,23 +31,29 @@ from fa4flex.kernels.common.transfer import Views, add_bulk, partition, sequence
 THREADS = 128 + 32
 """A warpgroup and this warp."""
 
-EIGHT = 8
-"""Rows of dQ' that lie together: an instruction's columns."""
-
 
 @dataclass(frozen=True)
 class Moved:
-    """Descriptors of what the warp moves: dq, if it is stored, and the captured gradients of `copied`."""
+    """Descriptors of what the warp moves: dq, if it is stored, and the captured gradients of `copied`; and
+    which sums another warp clears, if any."""
 
     dq: tuple[Any, ...]
     copies: tuple[Any, ...]
+    clearing: Clearing | None = None
 
 
 class DqStore:
-    def __init__(self, config: Config, copied: tuple[Share, ...], scheduler: BackwardTileScheduler) -> None:
+    def __init__(
+        self,
+        config: Config,
+        copied: tuple[Share, ...],
+        scheduler: BackwardTileScheduler,
+        clearer: Clearer,
+    ) -> None:
         self.config = config
         self.copied = copied
         self.scheduler = scheduler
+        self.clearer = clearer
         self.takes_turns = config.deterministic and not config.stores_dq
 
     @cute.jit
@@ -64,6 +71,8 @@ class DqStore:
 
         @cute.jit
         def store(work: KeyWork, phase: Int32, stages: tuple[Int32, Int32]) -> tuple[Int32, Int32]:
+            if const_expr(moved.clearing is not None):
+                self.clearer.wait(arguments, grid, moved.clearing, work)
             stage, parity, steps = self.tile(arguments, work, shared, moved, stages)
             if const_expr(config.persistent):
                 if steps > 0:
@@ -157,13 +166,13 @@ class DqStore:
     ) -> None:
         """A warpgroup's part of a tile of dQ, or that of a CTA of a pair, to sums. place: query head, and
         tile of queries. Where dQ is transposed, eight rows lie together, and those past the end of the
-        sequence are left out."""
+        sequence are left out; so are columns that heads are padded with."""
         config, (h, tile) = self.config, place
         done = 0
         sums, end = rows_of(arguments.dq_sum, work, h, config.head_dim), work.q_len - tile * config.tile_m
         whole = cute.local_tile(sums, (config.tile_m * config.head_dim,), (tile,))
-        for (start, count), first, (rows, _) in zip(
-            config.dq_numbers(w), config.dq_rows(w), config.dq_shapes, strict=True
+        for (start, count), added, first, (rows, _) in zip(
+            config.dq_numbers(w), config.dq_added(w), config.dq_rows(w), config.dq_shapes, strict=True
         ):
             source, target = cute.domain_offset((done,), part), whole.iterator + start
             if const_expr(config.transposes_dq):
@@ -171,9 +180,9 @@ class DqStore:
                 if eights > 0:
                     with cute.arch.elect_one():
                         add_bulk(source, target, eights * (count * EIGHT // rows))
-            else:
+            elif const_expr(added > 0):
                 with cute.arch.elect_one():
-                    add_bulk(source, target, count)
+                    add_bulk(source, target, added)
             done += count
 
     def copy(

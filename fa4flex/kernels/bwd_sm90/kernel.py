@@ -20,6 +20,7 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from fa4flex.codegen.plan.topology import WARPGROUP
+from fa4flex.kernels.bwd_sm90.clearing import Clearer, Clearing
 from fa4flex.kernels.bwd_sm90.column_split import ColumnConsumer
 from fa4flex.kernels.bwd_sm90.config import KEYS, Config, swizzle
 from fa4flex.kernels.bwd_sm90.consumer import Consumer
@@ -29,7 +30,7 @@ from fa4flex.kernels.bwd_sm90.pair_split import PairedKeyGradient, PairedValueGr
 from fa4flex.kernels.bwd_sm90.producer import Producer
 from fa4flex.kernels.bwd_sm90.product_split import KeyGradient, ValueGradient
 from fa4flex.kernels.bwd_sm90.resources import Mmas, PairPipes, Pipes, Shared, swizzled_rows
-from fa4flex.kernels.bwd_sm90.roles import EXCHANGE, PAIR_BARRIERS, SHARES
+from fa4flex.kernels.bwd_sm90.roles import CLEARER, EXCHANGE, PAIR_BARRIERS, SHARES
 from fa4flex.kernels.bwd_sm90.zero_fill import WARPS, ZeroFill
 from fa4flex.kernels.common.backward import BackwardArguments, BackwardTileScheduler, KeyGrid, written
 from fa4flex.kernels.common.cluster import Cluster
@@ -56,7 +57,8 @@ class Backward:
         self.scheduler = BackwardTileScheduler(config, hooks, config.ctas, packed_sections=True)
         self.producer = Producer(config, self.scheduler)
         self.copied = tuple(share for share in hooks.shares if share.rate == "copy")
-        self.writer = DqStore(config, self.copied, self.scheduler)
+        self.clearer = Clearer(self.scheduler)
+        self.writer = DqStore(config, self.copied, self.scheduler, self.clearer)
         self.exchange = Exchange(config, self.scheduler)
         self.eraser = ZeroFill(config, hooks, self.scheduler)
         kinds = CONSUMERS[config.split] if config.ctas == 1 else PAIRED
@@ -75,10 +77,11 @@ class Backward:
             self.stores(arguments),
             self.dq_stores(arguments),
         )
+        clearing = self.clearer.of(grid, arguments) if const_expr(config.clears) else None
         blocks = grid.total
         if const_expr(config.persistent):
             blocks = cutlass.min(blocks, config.workers)
-        self.device(arguments, grid, *moved).launch(
+        self.device(arguments, grid, clearing, *moved).launch(
             grid=[blocks * config.ctas, 1, 1],
             block=[self.config.threads, 1, 1],
             cluster=[config.ctas, 1, 1] if const_expr(config.ctas > 1) else None,
@@ -86,6 +89,12 @@ class Backward:
             min_blocks_per_mp=1,  # without it the compiler drops the register split
             use_pdl=True,
         )
+
+    def first_heads(self, arguments: BackwardArguments) -> Int32:
+        """Number of query heads in the first section of heads."""
+        grid = self.scheduler.grid(arguments)
+        assert grid.sections is not None
+        return grid.sections.width.divisor * grid.group
 
     def mmas(self, kind: Any) -> Mmas:
         config = self.config
@@ -248,6 +257,7 @@ class Backward:
         self,
         arguments: BackwardArguments,
         grid: KeyGrid,
+        clearing: Clearing | None,
         q: cpasync.TmaInfo,
         k: cpasync.TmaInfo,
         v: cpasync.TmaInfo,
@@ -273,7 +283,7 @@ class Backward:
                     warps = 4 * self.config.consumers
                     cute.arch.mbarrier_init(pipes.keys_empty, warps)
                     cute.arch.mbarrier_init(pipes.next.full, 1)
-                    cute.arch.mbarrier_init(pipes.next.empty, warps + 1)  # and the writer
+                    cute.arch.mbarrier_init(pipes.next.empty, warps + self.config.told)
                 if const_expr(self.config.ctas > 1):
                     self.begin_pair(pipes)
             cute.arch.mbarrier_init_fence()
@@ -288,7 +298,10 @@ class Backward:
             if warp == 0:
                 self.producer.run(arguments, grid, (q, k, v, dout), shared, pipes)
             if warp == 1:
-                self.writer.run(arguments, grid, shared, pipes, Moved(tuple(dq), tuple(copies)))
+                self.writer.run(arguments, grid, shared, pipes, Moved(tuple(dq), tuple(copies), clearing))
+            if const_expr(self.config.clears):  # noqa: SIM102
+                if warp == CLEARER:
+                    self.clearer.run(arguments, grid, clearing, pipes)
             if const_expr(self.config.ctas > 1):  # noqa: SIM102
                 if warp == EXCHANGE:
                     self.exchange.run(arguments, grid, peer_keys[0], shared, pipes)

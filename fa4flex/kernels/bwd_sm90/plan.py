@@ -17,7 +17,7 @@ from fa4flex.codegen.plan.topology import Topology
 from fa4flex.codegen.plan.verify import prove
 from fa4flex.kernels.bwd_sm90.config import Config, Split
 from fa4flex.kernels.bwd_sm90.pair_topology import of_one_cta, pair_topology
-from fa4flex.kernels.bwd_sm90.roles import UNUSED, barrier_total
+from fa4flex.kernels.bwd_sm90.roles import SHARES, UNUSED, barrier_total
 from fa4flex.kernels.bwd_sm90.topology import backward_topology
 from fa4flex.kernels.fwd_sm90.tiles import pad
 
@@ -70,6 +70,9 @@ itself: a comparison sets it."""
 
 ROOMY_PRODUCTS = 160
 """The widest heads of which K has room in registers whatever the variant, where products are shared out."""
+
+DEEP = 16
+"""Columns of 16 bits that one instruction of a product takes of its operands."""
 
 STAGES = ((2, 2, 2), (2, 2, 1), (2, 1, 1), (1, 1, 1))
 """Tiles of Q, dO and dQ in flight, best first; shared memory decides."""
@@ -127,6 +130,24 @@ class HopperBackwardPlan:
         all_keys = self.problem.few_keys and self.target.few_keys <= self.tile[1]
         return all_keys and self.split == "keys" and (self.head_dim, self.head_dim_v) != LATENT
 
+    @property
+    def dk_by_ds(self) -> bool:
+        """True if dK of persistent blocks leaves by the memory of dS, which is large enough, and of which the
+        writer copies nothing. Two stages of dQ take dK and dV together: nobody has to meet for that."""
+        (m, n), copies = self.tile, any(adding == "once" for _, adding in self.problem.gradients)
+        room = SHARES * m * n >= n * self.head_dim
+        return self.persistent and self.split == "keys" and self.stages[2] == 1 and room and not copies
+
+    @property
+    def clears(self) -> bool:
+        """True if heads go in sections, and blocks that have tiles of keys of one clear the sums of the next:
+        they are still in the L2 cache when they are added to. Where steps are few, blocks would lose more
+        time than the kernel before them saves."""
+        problem = self.problem
+        if problem.lengths != "dense" or problem.few_tiles or problem.mask_form == "none":
+            return False
+        return self.persistent and self.split == "keys" and not (self.stores_dq or problem.few_steps)
+
     @cached_property
     def memory(self) -> Memory:
         """The shared-memory map of a block."""
@@ -169,6 +190,8 @@ class HopperBackwardPlan:
         return Config(
             head_dim=self.head_dim,
             head_dim_v=self.head_dim_v,
+            depths=(-(-self.problem.head_dim // DEEP), -(-self.problem.head_dim_v // DEEP)),
+            columns=self.problem.head_dim if self.problem.head_dim < self.head_dim else None,
             tile_m=tile_m,
             tile_n=tile_n,
             split=self.split,
@@ -180,6 +203,8 @@ class HopperBackwardPlan:
             lengths=self.problem.lengths,
             deterministic=self.problem.deterministic,
             stores_dq=self.stores_dq,
+            dk_by_ds=self.dk_by_ds,
+            clears=self.clears,
             workers=self.target.multiprocessors if self.persistent else 0,
             ctas=self.ctas,
         )
@@ -217,7 +242,9 @@ class HopperBackwardPlan:
             return ["dQ is written by the block that has all of its keys: nothing is cleared, or added up"]
         few = "keys are few, but blocks have fewer, or make dQ by several products: it is added up"
         ordered = "sums of dQ come in one order: each block awaits its turn"
-        return [few] * self.problem.few_keys + [ordered] * self.problem.deterministic
+        cleared = "sums of dQ are cleared by the blocks that have the section of heads before"
+        told = [few] * self.problem.few_keys + [ordered] * self.problem.deterministic
+        return told + [cleared] * self.clears
 
 
 _SPLITS = {"keys": "keys", "columns": "columns of dK and dV", "products": "S, dV and dP, dK"}

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, const_expr, cute, pipeline
+from cutlass import Boolean, Float32, Int32, const_expr, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
 from fa4flex.kernels.bwd_sm90.config import Config
@@ -20,7 +20,7 @@ from fa4flex.kernels.common.backward import (
     rows_of,
 )
 from fa4flex.kernels.common.cluster import Cluster
-from fa4flex.kernels.common.transfer import States, Views, load_once, load_stage, partition
+from fa4flex.kernels.common.transfer import States, Views, announce, load_once, load_stage, partition
 
 
 class Producer:
@@ -43,9 +43,7 @@ class Producer:
 
         @cute.jit
         def load(work: KeyWork, phase: Int32, states: States) -> States:
-            if const_expr(config.persistent):
-                cute.arch.mbarrier_wait(pipes.keys_empty, phase ^ 1)
-            return self.tile(arguments, work, transfers, shared, pipes, states)
+            return self.tile(arguments, work, transfers, shared, pipes, (*states, phase))
 
         self.scheduler.walk(grid, arguments, pipes.next, load, (q_state, do_state), takes=True)
 
@@ -57,14 +55,22 @@ class Producer:
         transfers: cutlass.Constexpr[tuple[Any, ...]],
         shared: cutlass.Constexpr[Shared],
         pipes: cutlass.Constexpr[Pipes],
-        states: States,
+        carry: tuple[Any, Any, Int32],
     ) -> States:
-        """Loads what a tile of keys takes."""
+        """Loads what a tile of keys takes. carry: states of the rings, and the phase.
+
+        Of persistent blocks, the first tiles of Q and dO come before K and V, which take the place of the
+        last ones when these are done with: until then they are on their way to the L2 cache."""
         config = self.config
         q, k, v, dout = transfers
-        q_state, do_state = states
-        load_once(k, self.keys(k, shared.k, work, config.head_dim), pipes.k_full)
-        load_once(v, self.keys(v, shared.v, work, config.head_dim_v), pipes.v_full)
+        q_state, do_state, phase = carry
+        keys = self.keys(k, shared.k, work, config.head_dim), self.keys(v, shared.v, work, config.head_dim_v)
+        there = Boolean(False)
+        if const_expr(config.persistent):
+            announce(k, keys[0])
+            announce(v, keys[1])
+        else:
+            self.load_keys((k, v), keys, pipes, phase)
         for g in cutlass.range(work.group, unroll=1):
             h = work.part * work.group + g
             queries = self.scheduler.queries(work, h, arguments)
@@ -78,7 +84,23 @@ class Producer:
                 load_stage(dout, pipes.dout, do_state, do_views, tile)
                 self.rows(rows_of(arguments.delta, work, h), shared.delta, pipes.dout, do_state, tile)
                 do_state.advance()
+                if const_expr(config.persistent):
+                    if not there:
+                        self.load_keys((k, v), keys, pipes, phase)
+                    there = Boolean(True)
+        if const_expr(config.persistent):  # noqa: SIM102
+            if not there:
+                self.load_keys((k, v), keys, pipes, phase)
         return q_state, do_state
+
+    def load_keys(
+        self, transfers: tuple[Any, Any], keys: tuple[Views, Views], pipes: Pipes, phase: Int32
+    ) -> None:
+        """Loads K and V, once those of the tile before are done with."""
+        if self.config.persistent:
+            cute.arch.mbarrier_wait(pipes.keys_empty, phase ^ 1)
+        for transfer, views, full in zip(transfers, keys, (pipes.k_full, pipes.v_full), strict=True):
+            load_once(transfer, views, full)
 
     def keys(self, transfer: Any, shared: cute.Tensor, work: KeyWork, width: int) -> Views:
         """The block's tile of keys or values."""

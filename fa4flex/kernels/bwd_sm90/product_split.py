@@ -133,7 +133,8 @@ class ValueGradient(ProductConsumer):
         lse2s = shared.lse2[None, q_state.index]
         lse2 = self.statistics(lse2s, lane, 0, self.together)
         scores = self.scores_of(mmas.scores)
-        multiply(mmas.scores, scores, operands.k, operands.q[None, None, None, q_state.index], False)
+        q = operands.q[None, None, None, q_state.index]
+        multiply(mmas.scores, scores, operands.k, q, False, self.config.depths[0])
         warpgroup.wait_group(0)
         q_first, rows = self.first_query(tile, w, lane), (lse2s, lse2, lane)
         p = self.shown(scores, shared, collector, rows, (q_first, masked))
@@ -222,7 +223,8 @@ class KeyGradient(ProductConsumer):
         self.await_step(pipes, states)
         dprob = self.scores_of(mmas.dprob)
         self.begin_dprob(dprob, shared.delta[None, do_state.index], lane)
-        multiply(mmas.dprob, dprob, operands.v, operands.dout[None, None, None, do_state.index], True)
+        dout = operands.dout[None, None, None, do_state.index]
+        multiply(mmas.dprob, dprob, operands.v, dout, True, self.config.depths[1])
         warpgroup.wait_group(0)
         release(pipes.dout, do_state)
         return dprob

@@ -8,6 +8,9 @@ PRODUCER, WRITER, EXCHANGE, CONSUMER = 0, 1, 2, 4
 """First warps: one that brings tiles, one that adds up dQ, one that exchanges with the other CTA of a pair,
 and consumer warpgroups."""
 
+CLEARER = EXCHANGE
+"""Warp that clears sums of dQ, where blocks are persistent: those of pairs are not."""
+
 SCORES = 1
 """Named barrier: dS of all warpgroups is in shared memory."""
 

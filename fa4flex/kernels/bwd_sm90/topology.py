@@ -8,7 +8,8 @@ own products, which are executed in the order of their issue:
     S(j) dP(j) dV(j) dK(j) dQ(j)          where they share out columns
     S(j) dV(j) dQ(j), dP(j) dQ(j) dK(j)   where they share out products
 
-A writer warp adds up dQ in global memory: consumers hand it over through `dq`, by named barriers.
+A writer warp adds up dQ in global memory: consumers hand it over through `dq`, by named barriers. Where sums
+are cleared by other blocks (clearing.py), another warp does that, and takes no part in the steps.
 
 What is not there, and why the simulation finds nothing missing:
 
@@ -16,8 +17,9 @@ no ds_empty     dS(j + 2) takes the stage of dS(j) after all warpgroups have met
                 there when its own dQ(j) was done.
 no p_empty      where products are shared out: P(j + 1) is written after all have met for dS(j), which is made
                 of what was read of P(j).
-no dv_empty     the next tile's dK and dV are staged after a `dq_empty` that the writer gives when it has read
-                all of dQ; what they were staged over is stored by the warpgroup that writes there next.
+no dv_empty     the next tile's dV is staged after a `dq_empty` that the writer gives when it has read all of
+                dQ; what it was staged over is stored by the warpgroup that writes there next. dK is staged
+                where dS was, once all warpgroups have met; and met again, when it was read, before dS.
 """
 
 from __future__ import annotations
@@ -51,10 +53,15 @@ def backward_topology(config: Config, itemsize: int, copies: bool) -> Topology:
     n = config.consumers
     names = range(n)
     warps = n * WARPGROUP
-    next_tile = Ring("next", 1, NUMBER, (), 0, warps + 1)
+    next_tile = Ring("next", 1, NUMBER, (), 0, warps + config.told)
     keys_empty = Barrier("keys_empty", warps, "K and V may be overwritten")
     return Topology(
-        roles=(_producer(config), _writer(config, copies), *(_consumer(config, w) for w in names)),
+        roles=(
+            _producer(config),
+            _writer(config, copies),
+            *(_clearer(config),) * config.clears,
+            *(_consumer(config, w) for w in names),
+        ),
         rings=(*_rings(config, itemsize), *[next_tile] * config.persistent),
         barriers=tuple(_named(config)),
         staging="own" if config.persistent else "none",
@@ -134,10 +141,15 @@ def _named(config: Config) -> list[NamedBarrier]:
 
 
 def _overlaps(config: Config) -> list[tuple[str, str]]:
-    """dK and dV are staged where K and V were, or where dQ was, of which there may be one stage."""
+    """dK and dV are staged where K and V were; or where dS and dQ were; or where dQ was, of which there may
+    be one stage."""
     found: list[tuple[str, str]] = []
     for w in range(config.consumers):
         rows = [f"{name} rows {w}" for name in _sums(config, w)]
+        if config.dk_by_ds:
+            found += [(rows[0], f"shared dS {i}") for i in range(config.consumers)]
+            found.append((rows[1], f"dq {w}"))
+            continue
         over = {"dK": "k", "dV": "v"}
         found += [(x, f"dq {w}" if config.persistent else over[x[:2]]) for x in rows]
         if _leave_apart(config):
@@ -152,7 +164,8 @@ def _sums(config: Config, w: int) -> tuple[str, ...]:
 
 def _leave_apart(config: Config) -> bool:
     """True if a warpgroup's dK and dV leave through the same memory, one after the other."""
-    return config.persistent and config.dq_stages == 1 and config.split != "products"
+    one = config.dq_stages == 1 and not config.dk_by_ds
+    return config.persistent and one and config.split != "products"
 
 
 def _work(action: Action, target: str, tile: int = 0) -> Event:
@@ -179,10 +192,13 @@ def _producer(config: Config) -> Role:
     persistent = config.persistent
     before = (_work("await", "keys_empty", -1),) * persistent
     keys = (*before, _work("load", "k"), _work("load", "v"))
-    publish = (_work("acquire", "next"), _work("fill", "next")) * persistent
+    # Of persistent blocks, the first tiles of Q and dO do not wait until K and V may be overwritten.
+    publish = tuple(_work(action, "next", config.clears) for action in ("acquire", "fill")) * persistent
+    opening = tuple(replace(event, tile=0) for event in publish) * config.clears
     step = tuple(Event(action, name) for name in ("q", "dout") for action in ("acquire", "load"))
     empty = (*keys, *publish)
-    return Role("producer", 1, (), (*keys, *step), step, publish, empty=empty, warp=roles.PRODUCER)
+    first = (*step, *keys) if persistent else (*keys, *step)
+    return Role("producer", 1, opening, first, step, publish, empty=empty, warp=roles.PRODUCER)
 
 
 def _writer(config: Config, copies: bool) -> Role:
@@ -202,12 +218,12 @@ def _writer(config: Config, copies: bool) -> Role:
             read = Event("drain", f"shared dS {last}") if copies else Event("drain", f"dq {last}", -1)
         step += [read, _staged("give", f"dq_empty {w}", 1)]
     all_read = Event("drain", f"dq {last}")
-    received = tuple(_work(action, "next") for action in RECEIVE) * config.persistent
+    begun, received = _received(config)
     given = tuple(replace(_all_read(config, w), action="give") for w in names)
     return Role(
         "writer",
         1,
-        opening=tuple(_staged("give", f"dq_empty {w}") for w in names),
+        opening=(*(_staged("give", f"dq_empty {w}") for w in names), *begun),
         first=tuple(step),
         body=tuple(step),
         last=(all_read, *given, *received) if config.persistent else (),
@@ -215,6 +231,21 @@ def _writer(config: Config, copies: bool) -> Role:
         empty=received,
         warp=roles.WRITER,
     )
+
+
+def _clearer(config: Config) -> Role:
+    """Clears sums that other blocks add to, once for a tile of keys."""
+    begun, received = _received(config)
+    return Role("clearer", 1, opening=begun, last=received, empty=received, warp=roles.CLEARER)
+
+
+def _received(config: Config) -> tuple[Events, Events]:
+    """What a warp does to know its first tile of keys, and each following one. All come from the counter
+    where blocks clear; else the first one is the block's own number."""
+    if not config.persistent:
+        return (), ()
+    begun = tuple(_work(action, "next") for action in RECEIVE) * config.clears
+    return begun, tuple(_work(action, "next", config.clears) for action in RECEIVE)
 
 
 def _consumer(config: Config, w: int) -> Role:
@@ -226,21 +257,25 @@ def _consumer(config: Config, w: int) -> Role:
     sums = tuple(Event("read", f"{name} of {w}") for name in _sums(config, w))
     unused = tuple(_work("read", name) for name in waited)
     done = (_work("arrive", "keys_empty"),) * config.persistent
-    following: Events = ()
-    if config.persistent:
-        last = _sums(config, w)[-1]
-        following = (*(_work(action, "next") for action in RECEIVE), _work("drain", f"{last} rows {w}"))
-    free, met = Event("sync", "scores"), Event("sync", "scores")
-    if config.persistent:
-        free, met = _all_read(config, w), Event("sync", f"stored {w}")
-    store = _store(config, w)
+    begun, following = _received(config)
+    met: Events = (Event("sync", "scores"),)
+    names = (_sums(config, w) if config.dk_by_ds else _sums(config, w)[-1:]) * config.persistent
+    left = tuple(_work("drain", f"{name} rows {w}") for name in names)
+    read = (*(replace(event, tile=-1) for event in left), *met * config.dk_by_ds)
+    free, kept = met, met
+    if config.dk_by_ds:
+        kept = ()
+    elif config.persistent:
+        free, kept = (_all_read(config, w),), (Event("sync", f"stored {w}"),)
     return Role(
         f"consumer {w}",
         WARPGROUP,
-        first=(*keys, *step),
+        opening=begun,
+        first=(*keys, *read, *step),
         body=step,
-        last=(*done, *sums, free, *store, *following),
-        empty=(*keys, *unused, *done, met, *store, *following),
+        last=(*done, *sums, *free, *_store(config, w, True), *following),
+        closing=left,
+        empty=(*keys, *read, *unused, *done, *kept, *_store(config, w, False), *following),
         products=_products(config, w),
         warp=roles.CONSUMER + WARPGROUP * w,
     )
@@ -337,8 +372,9 @@ def _products(config: Config, w: int) -> tuple[Product, ...]:
     return tuple(product for product in found if product.name in issued)
 
 
-def _store(config: Config, w: int) -> Events:
-    """dK and dV leave by the copy engine, or by threads, together or one after the other."""
+def _store(config: Config, w: int, stepped: bool) -> Events:
+    """dK and dV leave by the copy engine, or by threads, together or one after the other; by the memory of dQ
+    when all of it has been read, if it was written, as `stepped` says."""
     leave: Action = "store" if config.persistent else "read"
     there = Event("sync", f"stored {w}")
 
@@ -346,6 +382,8 @@ def _store(config: Config, w: int) -> Events:
         rows = [f"{name} rows {w}" for name in names]
         return *(_work("write", x) for x in rows), there, *(_work(leave, x) for x in rows)
 
+    if config.dk_by_ds:
+        return *batch("dK"), *(_all_read(config, w),) * stepped, *batch("dV")
     if not _leave_apart(config):
         return batch(*_sums(config, w))
     return *batch("dK"), _work("drain", f"dK rows {w}"), there, *batch("dV")

@@ -71,5 +71,7 @@ class BackwardArguments(_BackwardArguments):
     tables: by tile of keys, the tiles of queries to visit; pointers [B, H, key tiles, 2]. turns: where sums
     are ordered; they stand for tables too.
     gradients: of captured tensors, [copies, shape...], zero at first; the sum of its copies is a gradient.
+    cleared: int32 [B, H], zero at first, of which the first numbers count for each section of heads how many
+    tiles of keys have cleared their share of its sums; these are contiguous then, and not zero.
     counter: from which persistent blocks take tiles of keys.
     """

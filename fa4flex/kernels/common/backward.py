@@ -145,15 +145,26 @@ class BackwardTileScheduler:
         others."""
         number, phase = self.first(), Int32(0)
         if const_expr(self.config.persistent):
+            begun = cute.arch.grid_dim()[0]
+            if const_expr(self.config.clears):
+                # The first one, too: blocks wait for what tiles before theirs clear, so that none may wait
+                # for one that has not begun.
+                begun = Int32(0)
+                if const_expr(takes):
+                    number = take(arguments.counter, begun)
+                    publish(number, next_tile, Int32(1))
+                else:
+                    number = receive(next_tile, Int32(0))
             while number < grid.total:
                 work = self.work(number, grid, arguments)
                 carry = body(work, phase, carry)
+                told = phase ^ 1 if const_expr(self.config.clears) else phase
                 if const_expr(takes):
                     # Not before: what a block took at the start of a long tile would wait for its end.
-                    number = take(arguments.counter, cute.arch.grid_dim()[0])
-                    publish(number, next_tile, phase ^ 1)
+                    number = take(arguments.counter, begun)
+                    publish(number, next_tile, told ^ 1)
                 else:
-                    number = receive(next_tile, phase)
+                    number = receive(next_tile, told)
                 phase ^= 1
             if const_expr(takes):
                 finish(arguments.counter, cute.arch.grid_dim()[0])
@@ -316,6 +327,12 @@ def pass_turn(counter: cute.Pointer) -> None:
     cute.arch.sync_warp()
     with cute.arch.elect_one():
         cute.arch.atomic_add(counter, Int32(1), sem="release", scope="gpu")
+
+
+def backwards() -> tuple[Int32, Int32, Int32]:
+    """A block's index, counted from the last one on: of kernels before and after one that takes heads in
+    their order. The L2 cache then has what that one begins with, and what it ended with."""
+    return tuple(n - 1 - i for i, n in zip(cute.arch.block_idx(), cute.arch.grid_dim(), strict=True))
 
 
 # --- where gradients go -------------------------------------------------------------------------------------

@@ -35,13 +35,21 @@ def as_operand(acc: cute.Tensor) -> cute.Tensor:
     )
 
 
-def multiply(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, accumulate: bool) -> None:
-    """Issue acc (+)= a b and commit it as one group; whoever needs acc waits for the group."""
+def multiply(
+    mma: cute.TiledMma,
+    acc: cute.Tensor,
+    a: cute.Tensor,
+    b: cute.Tensor,
+    accumulate: bool,
+    depth: int | None = None,
+) -> None:
+    """Issue acc (+)= a b and commit it as one group; whoever needs acc waits for the group. depth: how many
+    instructions; of those that follow, operands are zero."""
     # An atom of its own: the accumulate flag is state, which must not leak out of the caller's region.
     atom = cute.make_mma_atom(mma.op)
     atom.set(warpgroup.Field.ACCUMULATE, accumulate)
     warpgroup.fence()
-    for k in range(cute.size(a.shape[2])):
+    for k in range(cute.size(a.shape[2]) if depth is None else depth):
         cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
         atom.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()

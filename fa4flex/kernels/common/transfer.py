@@ -86,6 +86,13 @@ def load_once(transfer: cpasync.TmaInfo, views: Views, full: cute.Pointer) -> No
     cute.copy(transfer.atom, from_global, to_shared, tma_bar_ptr=full)
 
 
+def announce(transfer: cpasync.TmaInfo, views: Views) -> None:
+    """A warp's: have the L2 cache bring what `load_once` is to copy later."""
+    _, from_global = views
+    with cute.arch.elect_one():
+        cute.prefetch(transfer.atom, from_global)
+
+
 def stage_by_fours(parts: Sequence[cute.Tensor], staged: cute.Tensor, lane: Int32, lanes: int) -> None:
     """Numbers of every lane to shared memory, part after part, four of each after four of the lane before,
     for the copy engine: no two lanes meet in a bank."""

@@ -116,6 +116,7 @@ def _make_ready(
         plan.config().turn_rows if deterministic else None,
         plan.persistent,
         plan.stores_dq,
+        plan.clears,
         tables_of(engine.kinds, call, lowered, captured) if by_tables else None,
         lowered.sums,
         reach,

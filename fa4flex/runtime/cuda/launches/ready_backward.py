@@ -44,7 +44,7 @@ class Gradients(NamedTuple):
 
 PARAMETERS = (
     "call", "saved", "lse2", "delta", "dq_sum", "dq", "dk", "dv", "dk_parts", "dv_parts", "tables", "turns",
-    "gradients", "counter", *SequenceLengths._fields,
+    "gradients", "cleared", "counter", *SequenceLengths._fields,
 )  # fmt: skip
 """Parameters of a backward launch function; other arguments are the same for all calls that look alike."""
 
@@ -58,6 +58,7 @@ class ReadyBackward:
     turn_rows   where sums are ordered, how many rows take turns together, else None
     counted     whether blocks take tiles of keys from a counter
     stores_dq   whether the kernel writes dQ itself: there are no sums of it
+    clears      whether the kernel clears sums itself, and counts what was cleared
     tables      makes or finds the block tables of a call, where the mask is told by them
     reach       extents of the calls that it serves
     sums        memory for the gradients of captured tensors
@@ -71,6 +72,7 @@ class ReadyBackward:
     turn_rows: int | None
     counted: bool
     stores_dq: bool
+    clears: bool
     tables: Callable[[Call], Any] | None
     sums: tuple[CapturedSum, ...]
     reach: Reach
@@ -100,8 +102,9 @@ class ReadyBackward:
             done = q.new_zeros(*of_heads, padded // self.turn_rows, dtype=torch.int32)
             tables, turns = None, (done, *(tables or (None, None, None)))
         lengths = NO_LENGTHS if self.lengths is None else self.lengths(call)[0]
+        cleared = q.new_empty(of_heads, dtype=torch.int32) if self.clears else None
         taken = counter(q.get_device()) if self.counted else None
-        self.launch(call, saved, lse2, delta, dq_sum, *made, tables, turns, sums, taken, *lengths)
+        self.launch(call, saved, lse2, delta, dq_sum, *made, tables, turns, sums, cleared, taken, *lengths)
         dsinks = None if call.sinks is None else _of_sinks(call.sinks, call.packed, lse2, delta)
         if sums is None:
             return Gradients(dq, dk, dv, dsinks, ())
