@@ -10,20 +10,30 @@ from fa4flex.kernels.fwd_sm90 import config as forward
 GROUPS = 2
 """Consumer warpgroups: both have the rows of a tile of few, and each has half of the keys of every tile."""
 
-Order = Literal["tiles", "groups", "tail"]
+Order = Literal["kinds", "tiles"]
 
-ORDER: Order = "tiles"
-"""Order of tiles, where some have few rows; else it is "tiles". "tiles": of a chunk, all heads of the
-longest tile of queries, then of the next; tiles of few rows evenly among them: the fastest on an H200
-(docs/notes/decoding.md). "groups": of a chunk, most tiles of the heads that share a head of keys, then of the
-next ones, so that keys stay in L2 while others stream by; its shortest tiles last, of all heads. "tail": the
-same, and the last tiles of a launch have many rows and few keys, in which those of few rows end."""
+ORDER: Order = "kinds"
+"""Order of tiles, where some have few rows. "kinds": a block has one kind of tile as long as there is one,
+and so many begin with few rows that both kinds should run out together. "tiles": all blocks take tiles of
+both kinds, which are spread evenly (docs/notes/decoding.md has what both take)."""
 
-SHORTEST = 4
-"""One of so many tiles of queries of a chunk, with the fewest keys, is among its last ones."""
 
-TAIL = 8
-"""One of so many tiles of many rows comes after all tiles of few, at most, and one for each block."""
+@dataclass(frozen=True)
+class Cost:
+    """Nanoseconds that a block takes for a tile, and more for each tile of its keys."""
+
+    tile: int
+    step: int
+
+
+FEW_COST, MANY_COST = Cost(tile=2000, step=650), Cost(tile=1500, step=2150)
+"""Costs of tiles of few rows and of many at heads of 128; other widths have about the same ratio. Few: 64 KB
+at 100 GB/s, which is what a block reads if about half of all do; and its beginning and end. Many: of chunks
+alone on an H200, 154 us for 1,024 tiles with 8.5 steps on average."""
+
+HANDED, NOTED = 10, 10
+"""Numbers of 32 bits that a tile is handed over in, and that the warp that takes tiles
+notes behind these, as it has few registers."""
 
 WAVES = 4
 """Parts of all work for each multiprocessor: of a sequence with few rows, blocks share keys in parts of so
@@ -43,7 +53,7 @@ class Config(forward.Config):
 
     few_rows: int = 64
 
-    order: Order = "tiles"
+    order: Order = "kinds"
 
     share: int | None = None
     """Tiles of keys of a part, where that is asked for; None: as the work of a call is."""

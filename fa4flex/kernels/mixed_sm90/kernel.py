@@ -7,6 +7,7 @@ producer warp --[q x warpgroups]--> consumer warpgroups --> out
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import cutlass
@@ -17,8 +18,9 @@ from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.work import Grid
 from fa4flex.kernels.fwd_sm90 import kernel as forward
 from fa4flex.kernels.fwd_sm90.producer import Part
+from fa4flex.kernels.fwd_sm90.resources import Pipes
 from fa4flex.kernels.mixed_sm90.combine import Combine
-from fa4flex.kernels.mixed_sm90.config import KEPT, Config
+from fa4flex.kernels.mixed_sm90.config import HANDED, KEPT, NOTED, Config
 from fa4flex.kernels.mixed_sm90.consumer import Consumer
 from fa4flex.kernels.mixed_sm90.producer import PartProducer, Producer
 from fa4flex.kernels.mixed_sm90.resources import Shared
@@ -47,7 +49,13 @@ class Forward(forward.Forward):
 
     def members(self, layouts: tuple[Any, ...], kinds: tuple[Any, Any]) -> dict[str, Any]:
         kept = cute.struct.MemRange[Float32, KEPT * 128]
-        return super().members(layouts, kinds) | {"kept": kept}
+        tile = cute.struct.Align[cute.struct.MemRange[Int32, HANDED + NOTED], 16]
+        return super().members(layouts, kinds) | {"next": tile, "kept": kept}
+
+    def pipes(self, storage: Any, shared: Any) -> Pipes:
+        one = super().pipes(storage, shared)
+        tile = storage.next.get_tensor(cute.make_layout(HANDED + NOTED))
+        return replace(one, next=replace(one.next, number=tile))
 
     def shared(self, storage: Any, layouts: tuple[Any, ...], kinds: tuple[Any, Any]) -> Shared:
         one = super().shared(storage, layouts, kinds)

@@ -9,7 +9,7 @@ from typing import ClassVar
 from fa4flex.codegen.plan.bound import Size
 from fa4flex.codegen.plan.counts import check_counts
 from fa4flex.codegen.plan.few_rows import asks_for_order, share_of
-from fa4flex.codegen.plan.memory import Memory, lay_out
+from fa4flex.codegen.plan.memory import NUMBER, Memory, lay_out
 from fa4flex.codegen.plan.pipeline import ForwardPlan, Pipeline
 from fa4flex.codegen.plan.problem import Problem
 from fa4flex.codegen.plan.request import ForwardRequest
@@ -20,9 +20,9 @@ from fa4flex.kernels.fwd_sm90 import plan as forward
 from fa4flex.kernels.fwd_sm90.plan import HopperPlan, plan_hopper
 from fa4flex.kernels.fwd_sm90.tiles import barriers, pad
 from fa4flex.kernels.mixed_sm90 import config
-from fa4flex.kernels.mixed_sm90.config import GROUPS, KEPT, Config
+from fa4flex.kernels.mixed_sm90.config import GROUPS, HANDED, KEPT, NOTED, Config
 from fa4flex.kernels.mixed_sm90.splitting import MixedSplitting
-from fa4flex.kernels.mixed_sm90.topology import few_topology
+from fa4flex.kernels.mixed_sm90.topology import few_topology, handing
 
 WIDEST = 128
 """Widest heads: tiles of wider ones have keys that do not halve into whole steps of products."""
@@ -45,7 +45,7 @@ class MixedPlan(HopperPlan):
         """The forward kernel's, and what one consumer hands to the other."""
         base = self.tiles.memory(self.problem, self.kv_stages, self.target, self.dynamic)
         sizes = {r.name: r.size for r in base.regions if r.name != "barriers"}
-        sizes["kept"] = KEPT * 128 * 4
+        sizes |= {"next": (HANDED + NOTED) * NUMBER, "kept": KEPT * 128 * NUMBER}
         return lay_out(sizes, {}, barriers(self.tiles.consumers, self.kv_stages, self.dynamic), self.target)
 
     @cached_property
@@ -56,7 +56,11 @@ class MixedPlan(HopperPlan):
 
     @property
     def many(self) -> Topology:
-        """The forward kernel's pipeline."""
+        """The forward kernel's pipeline, whose tiles are all handed over."""
+        return handing(self._forward)
+
+    @property
+    def _forward(self) -> Topology:
         return HopperPlan(**{f.name: getattr(self, f.name) for f in fields(HopperPlan)}).topology
 
     @property
@@ -69,7 +73,7 @@ class MixedPlan(HopperPlan):
     def few(self) -> Topology:
         """The pipeline of tiles of few rows. Each kind is proved by itself: between tiles, whoever has read a
         ring's stages has freed them."""
-        return few_topology(self.many)
+        return handing(few_topology(self._forward))
 
     def check(self) -> None:
         super().check()

@@ -1,7 +1,7 @@
-"""Sequences of a mixed batch, as every warp counts them: which have few rows, in how many parts their keys
-are split, and where the results of parts lie.
+"""Sequences of a mixed batch, as a warp of each block counts them: which have few rows, in how many parts
+their keys are split, and where the results of parts lie.
 
-Nothing is written down for others: every role, and the kernel that merges parts, finds the same numbers from
+Nothing is written down for other blocks: they, and the kernel that merges parts, find the same numbers from
 the same lengths.
 """
 
@@ -10,11 +10,11 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple
 
 import cutlass
-from cutlass import Boolean, Int32, Int64, const_expr, cute, select_
+from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute, select_
 
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.paged_lengths import paged_length
-from fa4flex.kernels.mixed_sm90.config import LEAST, WAVES
+from fa4flex.kernels.mixed_sm90.config import FEW_COST, LEAST, MANY_COST, WAVES, Cost
 
 WHOLE = 1 << 30
 """Tiles of keys of a part where nothing is split."""
@@ -27,14 +27,26 @@ Kind = Literal["few", "many", "merged"]
 are several parts."""
 
 
-class Totals(NamedTuple):
-    """Tiles of few rows, and of many, of all heads; rows to merge, per head of keys; tiles of keys of a
-    part."""
+class Counts(NamedTuple):
+    """Sequences with few rows, and tiles of many, per head; the most tiles of keys of a sequence with few;
+    and tiles of keys of all tiles of a kind, per head."""
 
     few: Int32
     many: Int32
-    merged: Int32
+    longest: Int32
+    few_keys: Int32
+    many_keys: Int32
+
+
+class Totals(NamedTuple):
+    """Tiles of few rows, and of many, of all heads; tiles of keys of a part; the part of all work that tiles
+    of few rows are, 0 to 1; and rows to merge, per head of keys."""
+
+    few: Int32
+    many: Int32
     share: Int32
+    work: Float32
+    merged: Int32
 
 
 class Place(NamedTuple):
@@ -104,45 +116,65 @@ class Sequences:
 
     @cute.jit
     def totals(self, arguments: Arguments) -> Totals:
-        """A warp's. Parts for whose results there is no room are not split: no length that a call was made
-        for has that."""
-        heads = Int32(arguments.k.shape[2])
+        """A warp's. Lengths are read once where no sequence has keys for two parts."""
+        counts = self.counts(arguments)
+        heads, kv_heads = Int32(arguments.q.shape[1]), Int32(arguments.k.shape[2])
         share = Int32(WHOLE)
         if arguments.splits > 1:
             if const_expr(self.config.share is None):
-                share = self.even_share(arguments)
+                share = self.even_share(counts, arguments)
             else:
                 share = Int32(self.config.share)
-        sequences = Int32(arguments.cu_seqlens_q.shape[0] - 1)
-        few, whole, many, merged = Int32(0), Int32(0), Int32(0), Int32(0)
-        rows_of_parts = Int64(0)
-        for b in cutlass.range(cute.arch.lane_idx(), sequences, 32, unroll=4):
-            parts, rows = self.parts(b, arguments, share)
-            few, whole = few + parts, whole + cutlass.min(parts, Int32(1))
-            many = many + self.tiles(b, arguments)
-            merged = merged + select_(parts > 1, rows, Int32(0))
-            rows_of_parts = rows_of_parts + select_(parts > 1, Int64(parts) * rows, Int64(0))
-        few, whole, many, merged = (cute.arch.warp_redux_sync(x, "add") for x in (few, whole, many, merged))
-        if arguments.splits > 1:  # noqa: SIM102  room is of no use where nothing is split
-            if _warp_sum(rows_of_parts) > cutlass.min(capacity(arguments) // heads, Int32(MOST - 1)):
-                few, merged, share = whole, Int32(0), Int32(WHOLE)
-        return Totals(few * heads, many * Int32(arguments.q.shape[1]), merged, share)
+        few, merged = counts.few, Int32(0)
+        if counts.longest > share:
+            few, merged, share = self.shared(arguments, share, few)
+        else:
+            share = Int32(WHOLE)
+        few, many = few * kv_heads, counts.many * heads
+        of_few = _cost(few, Float32(counts.few_keys) * Float32(kv_heads), FEW_COST)
+        of_many = _cost(many, Float32(counts.many_keys) * Float32(heads), MANY_COST)
+        return Totals(few, many, share, of_few / (of_few + of_many + Float32(1.0)), merged)
 
     @cute.jit
-    def even_share(self, arguments: Arguments) -> Int32:
-        """Tiles of keys of a part if WAVES parts of as much work are all that each multiprocessor has. Tiles
-        of many rows are taken for causal, at the end of their keys."""
-        heads, kv_heads = (Int64(x) for x in (arguments.q.shape[1], arguments.k.shape[2]))
+    def counts(self, arguments: Arguments) -> Counts:
+        """Tiles of many rows are taken for causal, at the end of their keys."""
         sequences = Int32(arguments.cu_seqlens_q.shape[0] - 1)
-        few, many = Int64(0), Int64(0)
+        few, many, longest = Int32(0), Int32(0), Int32(0)
+        few_keys, many_keys = Int64(0), Int64(0)
         for b in cutlass.range(cute.arch.lane_idx(), sequences, 32, unroll=4):
             taken, _ = self.few(b, arguments)
             tiles, keys = self.tiles(b, arguments), self.key_tiles(b, arguments)
-            few = few + select_(taken, Int64(keys), Int64(0))
-            many = many + Int64(tiles) * cutlass.max(keys - tiles // 2, Int32(1))
-        work = Int64(_warp_sum(few)) * kv_heads + Int64(_warp_sum(many)) * heads
+            mine = select_(taken, keys, Int32(0))
+            few, many = few + select_(taken, Int32(1), Int32(0)), many + tiles
+            longest, few_keys = cutlass.max(longest, mine), few_keys + Int64(mine)
+            many_keys = many_keys + Int64(tiles) * cutlass.max(keys - tiles // 2, Int32(1))
+        few, many = (cute.arch.warp_redux_sync(x, "add") for x in (few, many))
+        longest = cute.arch.warp_redux_sync(longest, "max")
+        return Counts(few, many, longest, _warp_sum(few_keys), _warp_sum(many_keys))
+
+    def even_share(self, counts: Counts, arguments: Arguments) -> Int32:
+        """Tiles of keys of a part if WAVES parts of as much work are all that each multiprocessor has."""
+        heads, kv_heads = (Int64(x) for x in (arguments.q.shape[1], arguments.k.shape[2]))
+        work = Int64(counts.few_keys) * kv_heads + Int64(counts.many_keys) * heads
         each = work // (WAVES * self.config.workers) + 1
         return Int32(cutlass.min(cutlass.max(each, Int64(LEAST)), Int64(WHOLE)))
+
+    @cute.jit
+    def shared(self, arguments: Arguments, share: Int32, whole: Int32) -> tuple[Int32, Int32, Int32]:
+        """(tiles of few rows, rows to merge, share) where some sequence has several parts. Parts for whose
+        results there is no room are not split: no length that a call was made for has that."""
+        sequences = Int32(arguments.cu_seqlens_q.shape[0] - 1)
+        few, merged, rows_of_parts = Int32(0), Int32(0), Int64(0)
+        for b in cutlass.range(cute.arch.lane_idx(), sequences, 32, unroll=4):
+            parts, rows = self.parts(b, arguments, share)
+            few = few + parts
+            merged = merged + select_(parts > 1, rows, Int32(0))
+            rows_of_parts = rows_of_parts + select_(parts > 1, Int64(parts) * rows, Int64(0))
+        few, merged = (cute.arch.warp_redux_sync(x, "add") for x in (few, merged))
+        most = cutlass.min(capacity(arguments) // Int32(arguments.k.shape[2]), Int32(MOST - 1))
+        if _warp_sum(rows_of_parts) > most:
+            few, merged, share = whole, Int32(0), Int32(WHOLE)
+        return few, merged, share
 
     def counted(self, kind: Kind, b: Int32, arguments: Arguments, share: Int32) -> tuple[Int32, Int32]:
         """(how many of a kind a sequence has; rows of parts)."""
@@ -202,6 +234,11 @@ def log_sums(arguments: Arguments) -> cute.Tensor:
     rows = capacity(arguments)
     start = arguments.workspace.iterator + Int64(rows) * arguments.v.shape[3]
     return cute.make_tensor(start, cute.make_layout(rows))
+
+
+def _cost(tiles: Int32, steps: Float32, each: Cost) -> Float32:
+    """Nanoseconds of so many tiles, with so many steps together."""
+    return Float32(tiles) * Float32(each.tile) + steps * Float32(each.step)
 
 
 def _warp_sum(x: Int64) -> Int32:

@@ -7,6 +7,9 @@ second's sums go over the queries to the first.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from fa4flex.codegen.plan.memory import NUMBER
 from fa4flex.codegen.plan.topology import (
     RECEIVE,
     WARP,
@@ -20,10 +23,27 @@ from fa4flex.codegen.plan.topology import (
     Role,
     Topology,
 )
-from fa4flex.kernels.mixed_sm90.config import GROUPS
+from fa4flex.kernels.mixed_sm90.config import GROUPS, HANDED, NOTED
 
 MEET = 8
 """Named barrier of both consumers."""
+
+
+def handing(topology: Topology) -> Topology:
+    """The pipeline in which the first tile is handed over as well, and all that is known of each."""
+    rings = tuple(
+        replace(r, stage_bytes=NUMBER * (HANDED + NOTED)) if r.name == "next" else r for r in topology.rings
+    )
+    return replace(topology, roles=tuple(_begun(role) for role in topology.roles), rings=rings)
+
+
+def _begun(role: Role) -> Role:
+    def shifted(part: Events) -> Events:
+        return tuple(replace(event, tile=event.tile + (event.target == "next")) for event in part)
+
+    first = tuple(event for event in role.last if event.target == "next")
+    opening = role.opening + first
+    return replace(role, opening=opening, last=shifted(role.last), empty=shifted(role.empty))
 
 
 def few_topology(forward: Topology) -> Topology:
