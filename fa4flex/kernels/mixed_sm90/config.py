@@ -42,8 +42,14 @@ much, for balance. Unmeasured."""
 LEAST = 4
 """Tiles of keys of a part, at least: beginning, ending and merging one takes about as long as loading two."""
 
-KEPT = 6
-"""Numbers that a thread hands over of its two rows: maximum, shift and total of each."""
+ROWS = 64
+"""Rows of a tile of few, in memory: of a warpgroup's product."""
+
+KEPT = 3
+"""Numbers of a row that one consumer hands to the other: maximum, shift and total."""
+
+MOST_STAGES = 6
+"""Stages of keys and of values, at most: a tile of few rows waits for memory, and more is under way."""
 
 
 @dataclass(frozen=True)

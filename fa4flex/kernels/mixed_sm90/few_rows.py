@@ -6,6 +6,7 @@ its sums to the first, thread by thread.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import cutlass
@@ -17,7 +18,7 @@ from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.keys import KeyTiles, tile_at
 from fa4flex.kernels.common.packed_rows import Row, Tile, keys_of, run_of
 from fa4flex.kernels.common.products import ROWS, Products, products_of, tiled_products
-from fa4flex.kernels.common.softmax import finish, multiply_rows
+from fa4flex.kernels.common.softmax import finish, multiply_rows, quad_reduce
 from fa4flex.kernels.common.transfer import States
 from fa4flex.kernels.common.work import Work, put_statistic
 from fa4flex.kernels.decode_sm90 import config as decode
@@ -25,7 +26,7 @@ from fa4flex.kernels.decode_sm90 import consumer, epilogue
 from fa4flex.kernels.decode_sm90.consumer import OFFSETS, WIDE, Mine, clear
 from fa4flex.kernels.fwd_sm90.epilogue import STORES
 from fa4flex.kernels.fwd_sm90.resources import Pipes
-from fa4flex.kernels.mixed_sm90.config import GROUPS, Config
+from fa4flex.kernels.mixed_sm90.config import GROUPS, KEPT, Config
 from fa4flex.kernels.mixed_sm90.resources import Shared
 from fa4flex.kernels.mixed_sm90.sequences import Cut, log_sums, outputs
 from fa4flex.kernels.mixed_sm90.topology import MEET
@@ -143,18 +144,24 @@ class FewRows(consumer.Consumer):
         """The first warpgroup's rows become those of all keys. No product reads the queries any more when the
         sums are written over them, and no sum is read any more when the next queries come."""
         lane, group = who
+        first = lane // 32 * 16 + lane % 32 // 4
         out = products.out
         cute.arch.barrier(barrier_id=MEET, number_of_threads=BOTH)
         if group == 1:
             cute.autovec_copy(_line(out), shared.sums[lane, None])
-            for r, mine in enumerate(rows):
-                for i, x in enumerate((mine.state.largest, mine.state.shift, mine.state.total)):
-                    shared.kept[lane, 3 * r + i] = x[0]
+            for offset, mine in zip(OFFSETS, rows):
+                total = quad_reduce(mine.state.total[0], operator.add)
+                if lane % 4 == 0:
+                    for i, x in enumerate((mine.state.largest[0], mine.state.shift[0], total)):
+                        shared.kept[first + offset, i] = x
         cute.arch.barrier(barrier_id=MEET, number_of_threads=BOTH)
         if group == 0:
-            weights = [
-                _joined(mine, [shared.kept[lane, 3 * r + i] for i in range(3)]) for r, mine in enumerate(rows)
-            ]
+            weights = []
+            for offset, mine in zip(OFFSETS, rows):
+                largest, shift, total = (shared.kept[first + offset, i] for i in range(KEPT))
+                # All lanes of a row have its maximum, and each a share of the total.
+                total = select_(lane % 4 == 0, total, Float32(0.0))
+                weights.append(_joined(mine, [largest, shift, total]))
             both = rows_and_columns(out)
             handed = cute.make_rmem_tensor_like(out)
             cute.autovec_copy(shared.sums[lane, None], _line(handed))

@@ -20,7 +20,7 @@ from fa4flex.kernels.fwd_sm90 import kernel as forward
 from fa4flex.kernels.fwd_sm90.producer import Part
 from fa4flex.kernels.fwd_sm90.resources import Pipes
 from fa4flex.kernels.mixed_sm90.combine import Combine
-from fa4flex.kernels.mixed_sm90.config import HANDED, KEPT, NOTED, Config
+from fa4flex.kernels.mixed_sm90.config import HANDED, KEPT, NOTED, ROWS, Config
 from fa4flex.kernels.mixed_sm90.consumer import Consumer
 from fa4flex.kernels.mixed_sm90.producer import PartProducer, Producer
 from fa4flex.kernels.mixed_sm90.resources import Shared
@@ -48,7 +48,7 @@ class Forward(forward.Forward):
         return Combine(width, self.config), Arguments
 
     def members(self, layouts: tuple[Any, ...], kinds: tuple[Any, Any]) -> dict[str, Any]:
-        kept = cute.struct.MemRange[Float32, KEPT * 128]
+        kept = cute.struct.MemRange[Float32, KEPT * ROWS]
         tile = cute.struct.Align[cute.struct.MemRange[Int32, HANDED + NOTED], 16]
         return super().members(layouts, kinds) | {"next": tile, "kept": kept}
 
@@ -62,5 +62,5 @@ class Forward(forward.Forward):
         # Thread by thread: lanes of a warp meet in no bank.
         sums = cute.make_layout((128, self.config.head_dim_v // 2))
         over = cute.recast_ptr(storage.queries.data_ptr(), dtype=Float32)
-        kept = storage.kept.get_tensor(cute.make_layout((128, KEPT)))
+        kept = storage.kept.get_tensor(cute.make_layout((ROWS, KEPT)))
         return Shared(one.q, one.k, one.v, one.out, cute.make_tensor(over, sums), kept)

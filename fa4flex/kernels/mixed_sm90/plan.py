@@ -20,7 +20,7 @@ from fa4flex.kernels.fwd_sm90 import plan as forward
 from fa4flex.kernels.fwd_sm90.plan import HopperPlan, plan_hopper
 from fa4flex.kernels.fwd_sm90.tiles import barriers, pad
 from fa4flex.kernels.mixed_sm90 import config
-from fa4flex.kernels.mixed_sm90.config import GROUPS, HANDED, KEPT, NOTED, Config
+from fa4flex.kernels.mixed_sm90.config import GROUPS, HANDED, KEPT, MOST_STAGES, NOTED, ROWS, Config
 from fa4flex.kernels.mixed_sm90.splitting import MixedSplitting
 from fa4flex.kernels.mixed_sm90.topology import few_topology, handing
 
@@ -45,7 +45,7 @@ class MixedPlan(HopperPlan):
         """The forward kernel's, and what one consumer hands to the other."""
         base = self.tiles.memory(self.problem, self.kv_stages, self.target, self.dynamic)
         sizes = {r.name: r.size for r in base.regions if r.name != "barriers"}
-        sizes |= {"next": (HANDED + NOTED) * NUMBER, "kept": KEPT * 128 * NUMBER}
+        sizes |= {"next": (HANDED + NOTED) * NUMBER, "kept": KEPT * ROWS * NUMBER}
         return lay_out(sizes, {}, barriers(self.tiles.consumers, self.kv_stages, self.dynamic), self.target)
 
     @cached_property
@@ -108,7 +108,9 @@ def plan_mixed(request: ForwardRequest) -> ForwardPlan:
     if asks_for_order(request) or plan.tiles.consumers != GROUPS or plan.kv_stages < GROUPS:
         return plan
     given = {f.name: getattr(plan, f.name) for f in fields(plan)}
-    return MixedPlan(**given, share=share_of(request, plan.tiles.tile_n))
+    mixed = MixedPlan(**given, share=share_of(request, plan.tiles.tile_n))
+    deeper = (replace(mixed, kv_stages=n) for n in range(MOST_STAGES, plan.kv_stages, -1))
+    return next((p for p in deeper if p.memory.total <= request.target.shared_memory), mixed)
 
 
 def accepts(problem: Problem, target: Target) -> bool:
