@@ -18,9 +18,10 @@ from fa4flex.kernels.mixed_sm90.sequences import Sequences, log_sums, outputs, s
 RESIDENT = 4
 """Blocks that a multiprocessor has room for, at least: where nothing is said, the compiler spills."""
 
-BLOCKS = RESIDENT
-"""Blocks per multiprocessor: each takes row after row. Most sequences of a batch have none, and blocks of a
-second round would start only when the kernel before has ended."""
+BLOCKS = RESIDENT - 1
+"""Blocks per multiprocessor: each takes row after row. Fewer than there is room for, so that all of them wait
+on multiprocessors which the kernel before has left when its last block ends: most batches have no rows to
+merge, and a block that began then would read all lengths first."""
 
 ALL_SHARED = 100
 """Percent of a multiprocessor's memory that is shared memory: as in the kernel before, so that nothing waits
