@@ -154,10 +154,38 @@ def test_kinds_take_turns() -> None:
 def test_orders(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk of so many tiles that the shortest of all heads come last, and a short one."""
     monkeypatch.setattr(config, "ORDER", order)
-    schedule = Schedule(split=10_000 + get_args(config.Order).index(order))  # another program for each
+    schedule = Schedule(split=1 << 24)  # nothing is shared
     given = drawn(Size(heads=4, kv_heads=2, lengths=(560, 150, 64, 33, 200)))
     attn = fa4flex.compile(mask=causal, schedule=schedule)
     check(attn, chunks(given, (520, 1, 130, 3, 1)), sms=3)
+
+
+BATCHES: dict[str, tuple[tuple[int, ...], int]] = {
+    "both kinds": ((1, 130, 2, 70), 2),
+    "few rows alone": ((1, 2, 1, 1, 3), 3),
+    "many rows alone": ((130, 70), 2),
+    "more blocks than tiles": ((1, 70), 9),
+    "fewer of few rows than blocks": ((1, 200, 200), 4),
+    "fewer of many than blocks": ((1, 40, 1, 1, 1), 4),
+    "no query is used": ((3, 70), 2),
+}
+"""Queries of each sequence, and multiprocessors."""
+
+
+@pytest.mark.parametrize("order", get_args(config.Order))
+def test_launches_leave_their_counters_at_zero(order: config.Order, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after another on the same counters, as replays of a CUDA graph; a tile that was left out, or taken
+    twice, would be wrong."""
+    counter = torch.zeros(2, dtype=torch.int32)
+    monkeypatch.setattr(ready, "counter", lambda device: counter)
+    monkeypatch.setattr(config, "ORDER", order)
+    attn = fa4flex.compile(mask=causal, schedule=Schedule(split=1 << 24))
+    for name, (queries, sms) in BATCHES.items():
+        lengths = tuple(n + random.choice((0, 30)) for n in queries)
+        given = drawn(Size(heads=2, kv_heads=1, lengths=lengths))
+        taken = (0,) * len(queries) if name == "no query is used" else None
+        check(attn, chunks(given, queries, taken), sms)
+        assert not counter.any(), name
 
 
 def test_who_asks_for_an_order_gets_the_kernel_for_many_rows() -> None:
