@@ -165,9 +165,7 @@ class Consumer:
             if const_expr(masked):
                 mine.fragment.mask(grid, kv_first, None)
         self.take_maxima(products.out, rows, grids)
-        for mine, grid in zip(rows, grids):
-            exponentiate(grid[0, None], mine.factor, mine.state, 0)
-            accumulate(grid[0, None], mine.state, 0)
+        self.probabilities(rows, grids)
         narrow(as_operand(scores), products.p)
         pipes.v.consumer_wait(v_state)
         if const_expr(masked):
@@ -178,6 +176,14 @@ class Consumer:
         k_state.advance()
         v_state.advance()
         return k_state, v_state
+
+    @cute.jit
+    def probabilities(
+        self, rows: cutlass.Constexpr[tuple[Mine, ...]], grids: cutlass.Constexpr[list]
+    ) -> None:
+        for mine, grid in zip(rows, grids):
+            exponentiate(grid[0, None], mine.factor, mine.state, 0)
+            accumulate(grid[0, None], mine.state, 0)
 
     @cute.jit
     def take_maxima(

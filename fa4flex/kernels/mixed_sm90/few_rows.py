@@ -7,10 +7,11 @@ its sums to the first, thread by thread.
 from __future__ import annotations
 
 import operator
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, const_expr, cute, select_
+from cutlass import Boolean, Float32, Int32, const_expr, cute, select_
 
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.fragment import rows_and_columns
@@ -18,7 +19,7 @@ from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.keys import KeyTiles, tile_at
 from fa4flex.kernels.common.packed_rows import Row, Tile, keys_of, run_of
 from fa4flex.kernels.common.products import ROWS, Products, products_of, tiled_products
-from fa4flex.kernels.common.softmax import finish, multiply_rows, quad_reduce
+from fa4flex.kernels.common.softmax import accumulate, exponentiate, finish, multiply_rows, quad_reduce
 from fa4flex.kernels.common.transfer import States
 from fa4flex.kernels.common.work import Work, put_statistic
 from fa4flex.kernels.decode_sm90 import config as decode
@@ -45,6 +46,13 @@ def few_tile(work: Work, cut: Cut, arguments: Arguments, hooks: Hooks, config: C
     keys = keys_of(tile, arguments, hooks, config)
     first, last = run_of(keys.count, cut.part, cut.parts, config.share)
     return tile._replace(keys=keys, first=first, last=last)
+
+
+@dataclass(frozen=True)
+class MyRow(Mine):
+    """`used`: some lane of the warp has such a row."""
+
+    used: Boolean
 
 
 class FewRows(consumer.Consumer):
@@ -101,6 +109,21 @@ class FewRows(consumer.Consumer):
         v = cute.local_tile(shared.v, (dv, half), every)[None, None, 0, group, None]
         mma = tiled_products(shared.k.element_type, half, dv)
         return products_of(mma, (shared.q[None, None, group], k, v), (half, dv), lane)
+
+    def rows(self, arguments: Arguments, tile: Tile, lane: Int32) -> tuple[Mine, ...]:
+        first = cute.arch.make_warp_uniform(lane // 32) * 16
+        mine = super().rows(arguments, tile, lane)
+        return tuple(MyRow(**vars(one), used=first + n < tile.rows) for n, one in zip(OFFSETS, mine))
+
+    @cute.jit
+    def probabilities(
+        self, rows: cutlass.Constexpr[tuple[MyRow, ...]], grids: cutlass.Constexpr[list]
+    ) -> None:
+        """Most tiles have fewer rows than a product. Of others nothing is kept."""
+        for mine, grid in zip(rows, grids):
+            if mine.used:
+                exponentiate(grid[0, None], mine.factor, mine.state, 0)
+                accumulate(grid[0, None], mine.state, 0)
 
     @cute.jit
     def copy_queries(
