@@ -85,12 +85,14 @@ def _consumer(i: int) -> Role:
     # What the producer has filled the room with is nothing.
     taken: tuple[Action, ...] = ("wait", "read", "write")
     begin = *(Event(action, queries, per="work") for action in taken), Event("sync", f"rows {i}")
-    tile = (
-        *(Event("wait", "k"), Event("issue", "S"), Event("finish", "S"), Event("release", "k")),
-        Event("softmax", f"S of {i}"),
-        *(Event("wait", "v"), Event("sync", f"rows {i}", maybe=True)),
-        *(Event("issue", "O"), Event("finish", "O"), Event("release", "v")),
-    )
+    clear, product = Event("sync", f"rows {i}", maybe=True), (Event("wait", "k"), Event("issue", "S"))
+    softmax = Event("finish", "S"), Event("release", "k"), Event("softmax", f"S of {i}")
+
+    def values(tile: int) -> tuple[Events, Events]:
+        start = Event("wait", "v", tile), replace(clear, tile=tile), Event("issue", "O", tile)
+        return start, (Event("finish", "O", tile), Event("release", "v", tile))
+
+    (start, finish), (start_before, finish_before) = values(0), values(-1)
     sums: Events = (Event("write" if i else "read", "sums", per="work"),)
     meet: Events = (Event("sync", "both"),)
     hand = meet + sums + meet if i else 2 * meet + sums
@@ -99,9 +101,9 @@ def _consumer(i: int) -> Role:
     return Role(
         f"consumer {i}",
         WARPGROUP,
-        first=(*begin, *tile),
-        body=tile,
-        last=(Event("read", f"O of {i}"), *end),
+        first=(*begin, *product, *softmax),
+        body=(*product, *start_before, *softmax, *finish_before),
+        last=(*start, *finish, Event("read", f"O of {i}"), *end),
         empty=(*begin, Event("read", queries, per="work"), *end),  # unused: there are no keys
         products=(
             Product(
