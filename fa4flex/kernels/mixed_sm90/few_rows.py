@@ -182,7 +182,7 @@ class FewRows(consumer.Consumer):
         states: States,
         kind: cutlass.Constexpr[Kind],
     ) -> States:
-        """Scores of these keys, and values of those before with this tile's maxima under them."""
+        """Scores of these keys, and values of those before with this tile's softmax under them."""
         before, half = halves
         k_state, v_state = states
         scores, grids, early = self.begin(products, rows, half, kind.masked)
@@ -198,9 +198,9 @@ class FewRows(consumer.Consumer):
         pipes.k.consumer_release(k_state)
         self.modify(rows, grids, early, half, kind.masked)
         raised = self.raised(rows, grids)
+        self.probabilities(rows, grids)
         warpgroup.wait_group(0)
         pipes.v.consumer_release(v_state)
-        self.probabilities(rows, grids)
         narrow(as_operand(scores), products.p)
         if raised:
             multiply_rows(rows_and_columns(products.out), [mine.state.scale[0] for mine in rows])
