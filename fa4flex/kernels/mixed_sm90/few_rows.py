@@ -278,7 +278,7 @@ class FewRows(consumer.Consumer):
     def merge(
         self,
         products: cutlass.Constexpr[Products],
-        rows: cutlass.Constexpr[tuple[Mine, ...]],
+        rows: cutlass.Constexpr[tuple[MyRow, ...]],
         shared: cutlass.Constexpr[Shared],
         who: tuple[Int32, Int32],
     ) -> None:
@@ -288,7 +288,8 @@ class FewRows(consumer.Consumer):
         first = lane // 32 * 16 + lane % 32 // 4
         out = products.out
         cute.arch.barrier(barrier_id=MEET, number_of_threads=BOTH)
-        if group == 1:
+        used = rows[0].used  # of a warp's rows, the first ones are used if any is
+        if group == 1 and used:
             cute.autovec_copy(_line(out), shared.sums[lane, None])
             for offset, mine in zip(OFFSETS, rows):
                 total = quad_reduce(mine.state.total[0], operator.add)
@@ -296,7 +297,7 @@ class FewRows(consumer.Consumer):
                     for i, x in enumerate((mine.state.largest[0], mine.state.shift[0], total)):
                         shared.kept[first + offset, i] = x
         cute.arch.barrier(barrier_id=MEET, number_of_threads=BOTH)
-        if group == 0:
+        if group == 0 and used:
             weights = []
             for offset, mine in zip(OFFSETS, rows):
                 largest, shift, total = (shared.kept[first + offset, i] for i in range(KEPT))
