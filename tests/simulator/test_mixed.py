@@ -148,9 +148,7 @@ def test_kinds_take_turns() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "order", ["tiles", pytest.param("kinds", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("order", ["tiles", pytest.param("kinds", marks=pytest.mark.exhaustive)])
 def test_orders(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk of so many tiles that the shortest of all heads come last, and a short one."""
     monkeypatch.setattr(config, "ORDER", order)
@@ -186,6 +184,33 @@ def test_launches_leave_their_counters_at_zero(order: config.Order, monkeypatch:
         taken = (0,) * len(queries) if name == "no query is used" else None
         check(attn, chunks(given, queries, taken), sms)
         assert not counter.any(), name
+
+
+@pytest.mark.parametrize("decoding, keys", [(6, 300), (3, 1100), (8, 40)])
+def test_blocks_begin_with_both_kinds_by_their_work(
+    decoding: int, keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counters that have run out leave each block its first tile, and all else is not computed."""
+    results = ready.Ready.results
+
+    def unwritten(*given: Any) -> Any:
+        out, lse, largest = results(*given)
+        return out.fill_(torch.nan), lse.fill_(torch.nan), largest
+
+    monkeypatch.setattr(ready.Ready, "results", unwritten)
+    monkeypatch.setattr(ready, "counter", lambda device: torch.full((2,), 1 << 20, dtype=torch.int32))
+    given = chunks(
+        drawn(Size(heads=2, kv_heads=1, lengths=(300, *[keys] * decoding))), (300,) + (1,) * decoding
+    )
+    attn = fa4flex.compile(mask=causal, schedule=Schedule(split=1 << 24))
+    with torch.no_grad(), simulator.device("sm_90a", sms=4):
+        _, lse = given(attn, return_lse=True)
+    few = decoding * (config.FEW_COST.tile + -(-keys // 128) * config.FEW_COST.step)
+    many = 2 * (3 * config.MANY_COST.tile + 3 * (3 - 1) * config.MANY_COST.step)
+    written = ~lse.isnan()
+    of_few, of_many = int(written[0, 300:].sum()), int(written[:, :300].sum())
+    assert of_few == min(round(4 * few / (few + many)), decoding) > 0
+    assert of_many == sum([44, 44, 128, 128][: 4 - of_few])  # of both heads, the last rows first
 
 
 def test_who_asks_for_an_order_gets_the_kernel_for_many_rows() -> None:
