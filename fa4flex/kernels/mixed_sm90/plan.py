@@ -24,6 +24,12 @@ from fa4flex.kernels.mixed_sm90.config import GROUPS, HANDED, KEPT, MOST_STAGES,
 from fa4flex.kernels.mixed_sm90.splitting import MixedSplitting
 from fa4flex.kernels.mixed_sm90.topology import few_topology, handing
 
+ORDERS: dict[config.Order, str] = {
+    "kinds": "a block has one kind of tile as long as there is one",
+    "tiles": "blocks take tiles of both kinds in proportion",
+}
+"""Orders of tiles, in words."""
+
 WIDEST = 128
 """Widest heads: tiles of wider ones have keys that do not halve into whole steps of products."""
 
@@ -94,8 +100,8 @@ class MixedPlan(HopperPlan):
         lines = super().explain(size).split("\n")
         few = (
             f"sequences of up to {self.target.few_rows} rows (queries x heads that share keys): a tile for"
-            f" each head of keys, {self.tile[1] // GROUPS} of its keys for each consumer, spread among"
-            f" others; keys are shared by blocks, {self._explain_parts()}"
+            f" each head of keys, {self.tile[1] // GROUPS} of its keys for each consumer;"
+            f" {ORDERS[config.ORDER]}; keys are shared by blocks, {self._explain_parts()}"
         )
         pipeline = ["pipeline of tiles of few rows:", self.few.explain()]
         at = lines.index(next(line for line in lines if line.startswith("work:")))
