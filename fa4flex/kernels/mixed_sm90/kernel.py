@@ -48,9 +48,12 @@ class Forward(forward.Forward):
         return Combine(width, self.config), Arguments
 
     def members(self, layouts: tuple[Any, ...], kinds: tuple[Any, Any]) -> dict[str, Any]:
-        kept = cute.struct.MemRange[Float32, KEPT * ROWS]
         tile = cute.struct.Align[cute.struct.MemRange[Int32, HANDED + NOTED], 16]
-        return super().members(layouts, kinds) | {"next": tile, "kept": kept}
+        kept = cute.struct.MemRange[Float32, KEPT * ROWS]
+        found: dict[str, Any] = {}
+        for name, member in super().members(layouts, kinds).items():
+            found |= {"next": tile, "kept": kept} if name == "next" else {name: member}
+        return found
 
     def pipes(self, storage: Any, shared: Any) -> Pipes:
         one = super().pipes(storage, shared)

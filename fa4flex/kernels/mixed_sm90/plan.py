@@ -50,8 +50,9 @@ class MixedPlan(HopperPlan):
     def memory(self) -> Memory:
         """The forward kernel's, and what one consumer hands to the other."""
         base = self.tiles.memory(self.problem, self.kv_stages, self.target, self.dynamic)
-        sizes = {r.name: r.size for r in base.regions if r.name != "barriers"}
-        sizes |= {"next": (HANDED + NOTED) * NUMBER, "kept": KEPT * ROWS * NUMBER}
+        sizes = {"next": (HANDED + NOTED) * NUMBER, "kept": KEPT * ROWS * NUMBER}
+        own = "barriers", *sizes
+        sizes |= {region.name: region.size for region in base.regions if region.name not in own}
         return lay_out(sizes, {}, barriers(self.tiles.consumers, self.kv_stages, self.dynamic), self.target)
 
     @cached_property
