@@ -147,15 +147,20 @@ def test_kinds_take_turns() -> None:
     check(CAUSAL, chunks(given, (1, 200, 3, 1)), sms=1)
 
 
+def ordered(order: config.Order, sms: int, monkeypatch: pytest.MonkeyPatch) -> fa4flex.Attention:
+    """Attention whose tiles are in that order, as planned at its first call on so many multiprocessors; no
+    keys are shared. Each has programs of its own."""
+    monkeypatch.setattr(config, "ORDER", order)
+    number = 2 * sms + get_args(config.Order).index(order)
+    return fa4flex.compile(mask=causal, schedule=Schedule(split=(1 << 24) + number))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["tiles", pytest.param("kinds", marks=pytest.mark.exhaustive)])
-def test_orders(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chunk of so many tiles that the shortest of all heads come last, and a short one."""
-    monkeypatch.setattr(config, "ORDER", order)
-    schedule = Schedule(split=1 << 24)  # nothing is shared
+def test_orders(order: config.Order, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long chunk, a short one, and sequences that decode between them."""
     given = drawn(Size(heads=4, kv_heads=2, lengths=(560, 150, 64, 33, 200)))
-    attn = fa4flex.compile(mask=causal, schedule=schedule)
-    check(attn, chunks(given, (520, 1, 130, 3, 1)), sms=3)
+    check(ordered(order, 3, monkeypatch), chunks(given, (520, 1, 130, 3, 1)), sms=3)
 
 
 BATCHES: dict[str, tuple[tuple[int, ...], int]] = {
@@ -170,19 +175,18 @@ BATCHES: dict[str, tuple[tuple[int, ...], int]] = {
 """Queries of each sequence, and multiprocessors."""
 
 
-@pytest.mark.parametrize("order", get_args(config.Order))
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["kinds", pytest.param("tiles", marks=pytest.mark.exhaustive)])
 def test_launches_leave_their_counters_at_zero(order: config.Order, monkeypatch: pytest.MonkeyPatch) -> None:
     """One after another on the same counters, as replays of a CUDA graph; a tile that was left out, or taken
     twice, would be wrong."""
     counter = torch.zeros(2, dtype=torch.int32)
     monkeypatch.setattr(ready, "counter", lambda device: counter)
-    monkeypatch.setattr(config, "ORDER", order)
-    attn = fa4flex.compile(mask=causal, schedule=Schedule(split=1 << 24))
     for name, (queries, sms) in BATCHES.items():
         lengths = tuple(n + random.choice((0, 30)) for n in queries)
         given = drawn(Size(heads=2, kv_heads=1, lengths=lengths))
         taken = (0,) * len(queries) if name == "no query is used" else None
-        check(attn, chunks(given, queries, taken), sms)
+        check(ordered(order, sms, monkeypatch), chunks(given, queries, taken), sms)
         assert not counter.any(), name
 
 
@@ -199,10 +203,9 @@ def test_blocks_begin_with_both_kinds_by_their_work(
 
     monkeypatch.setattr(ready.Ready, "results", unwritten)
     monkeypatch.setattr(ready, "counter", lambda device: torch.full((2,), 1 << 20, dtype=torch.int32))
-    given = chunks(
-        drawn(Size(heads=2, kv_heads=1, lengths=(300, *[keys] * decoding))), (300,) + (1,) * decoding
-    )
-    attn = fa4flex.compile(mask=causal, schedule=Schedule(split=1 << 24))
+    lengths, queries = (300, *[keys] * decoding), (300, *[1] * decoding)
+    given = chunks(drawn(Size(heads=2, kv_heads=1, lengths=lengths)), queries)
+    attn = ordered("kinds", 4, monkeypatch)
     with torch.no_grad(), simulator.device("sm_90a", sms=4):
         _, lse = given(attn, return_lse=True)
     few = decoding * (config.FEW_COST.tile + -(-keys // 128) * config.FEW_COST.step)
