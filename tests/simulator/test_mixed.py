@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -19,7 +19,6 @@ import fa4flex
 from fa4flex import Schedule, Sinks, simulator
 from fa4flex.codegen.plan.signals import rows_of
 from fa4flex.codegen.plan.topology import Event, NamedBarrier, Topology
-from fa4flex.kernels.mixed_sm90 import config
 from fa4flex.kernels.mixed_sm90.plan import MixedPlan
 from fa4flex.runtime.cuda.launches import ready
 from fa4flex.simulator.model.events import Loaded
@@ -147,22 +146,6 @@ def test_kinds_take_turns() -> None:
     check(CAUSAL, chunks(given, (1, 200, 3, 1)), sms=1)
 
 
-def ordered(order: config.Order, sms: int, monkeypatch: pytest.MonkeyPatch) -> fa4flex.Attention:
-    """Attention whose tiles are in that order, as planned at its first call on so many multiprocessors; no
-    keys are shared. Each has programs of its own."""
-    monkeypatch.setattr(config, "ORDER", order)
-    number = 2 * sms + get_args(config.Order).index(order)
-    return fa4flex.compile(mask=causal, schedule=Schedule(split=(1 << 24) + number))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("order", ["tiles", pytest.param("kinds", marks=pytest.mark.exhaustive)])
-def test_orders(order: config.Order, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long chunk, a short one, and sequences that decode between them."""
-    given = drawn(Size(heads=4, kv_heads=2, lengths=(560, 150, 64, 33, 200)))
-    check(ordered(order, 3, monkeypatch), chunks(given, (520, 1, 130, 3, 1)), sms=3)
-
-
 BATCHES: dict[str, tuple[tuple[int, ...], int]] = {
     "both kinds": ((1, 130, 2, 70), 2),
     "few rows alone": ((1, 2, 1, 1, 3), 3),
@@ -176,8 +159,7 @@ BATCHES: dict[str, tuple[tuple[int, ...], int]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("order", ["kinds", pytest.param("tiles", marks=pytest.mark.exhaustive)])
-def test_launches_leave_their_counters_at_zero(order: config.Order, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_leave_their_counters_at_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     """One after another on the same counters, as replays of a CUDA graph; a tile that was left out, or taken
     twice, would be wrong."""
     counter = torch.zeros(2, dtype=torch.int32)
@@ -186,34 +168,10 @@ def test_launches_leave_their_counters_at_zero(order: config.Order, monkeypatch:
         lengths = tuple(n + random.choice((0, 30)) for n in queries)
         given = drawn(Size(heads=2, kv_heads=1, lengths=lengths))
         taken = (0,) * len(queries) if name == "no query is used" else None
-        check(ordered(order, sms, monkeypatch), chunks(given, queries, taken), sms)
+        # Programs are made for a chip, and not for another: each has one of its own.
+        attn = fa4flex.compile(mask=causal, schedule=Schedule(split=(1 << 24) + sms))
+        check(attn, chunks(given, queries, taken), sms)
         assert not counter.any(), name
-
-
-@pytest.mark.parametrize("decoding, keys", [(6, 300), (3, 1100), (8, 40)])
-def test_blocks_begin_with_both_kinds_by_their_work(
-    decoding: int, keys: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Counters that have run out leave each block its first tile, and all else is not computed."""
-    results = ready.Ready.results
-
-    def unwritten(*given: Any) -> Any:
-        out, lse, largest = results(*given)
-        return out.fill_(torch.nan), lse.fill_(torch.nan), largest
-
-    monkeypatch.setattr(ready.Ready, "results", unwritten)
-    monkeypatch.setattr(ready, "counter", lambda device: torch.full((2,), 1 << 20, dtype=torch.int32))
-    lengths, queries = (300, *[keys] * decoding), (300, *[1] * decoding)
-    given = chunks(drawn(Size(heads=2, kv_heads=1, lengths=lengths)), queries)
-    attn = ordered("kinds", 4, monkeypatch)
-    with torch.no_grad(), simulator.device("sm_90a", sms=4):
-        _, lse = given(attn, return_lse=True)
-    few = decoding * (config.FEW_COST.tile + -(-keys // 128) * config.FEW_COST.step)
-    many = 2 * (3 * config.MANY_COST.tile + 3 * (3 - 1) * config.MANY_COST.step)
-    written = ~lse.isnan()
-    of_few, of_many = int(written[0, 300:].sum()), int(written[:, :300].sum())
-    assert of_few == min(round(4 * few / (few + many)), decoding) > 0
-    assert of_many == sum([44, 44, 128, 128][: 4 - of_few])  # of both heads, the last rows first
 
 
 def test_who_asks_for_an_order_gets_the_kernel_for_many_rows() -> None:

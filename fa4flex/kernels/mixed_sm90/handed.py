@@ -25,12 +25,11 @@ class Handed(NamedTuple):
 
 
 class Noted(NamedTuple):
-    """Tiles of few rows, and of many; tiles of keys of a part; blocks that begin with few rows."""
+    """Tiles of few rows, and of many; tiles of keys of a part."""
 
     few: Int32
     many: Int32
     share: Int32
-    begins: Int32
 
 
 TOTALS = HANDED

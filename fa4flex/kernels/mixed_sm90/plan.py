@@ -19,16 +19,9 @@ from fa4flex.codegen.plan.verify import prove
 from fa4flex.kernels.fwd_sm90 import plan as forward
 from fa4flex.kernels.fwd_sm90.plan import HopperPlan, plan_hopper
 from fa4flex.kernels.fwd_sm90.tiles import barriers, pad
-from fa4flex.kernels.mixed_sm90 import config
 from fa4flex.kernels.mixed_sm90.config import GROUPS, HANDED, KEPT, MOST_STAGES, NOTED, ROWS, Config
 from fa4flex.kernels.mixed_sm90.splitting import MixedSplitting
 from fa4flex.kernels.mixed_sm90.topology import few_topology, handing
-
-ORDERS: dict[config.Order, str] = {
-    "kinds": "a block has one kind of tile as long as there is one",
-    "tiles": "blocks take tiles of both kinds in proportion",
-}
-"""Orders of tiles, in words."""
 
 WIDEST = 128
 """Widest heads: tiles of wider ones have keys that do not halve into whole steps of products."""
@@ -91,7 +84,7 @@ class MixedPlan(HopperPlan):
     def config(self) -> Config:
         base = super().config()
         given = {f.name: getattr(base, f.name) for f in fields(base)}
-        return Config(**given, few_rows=self.target.few_rows, share=self.share, order=config.ORDER)
+        return Config(**given, few_rows=self.target.few_rows, share=self.share)
 
     def _explain_parts(self) -> str:
         asked = f"{(self.share or 0) * self.tile[1]} to each, as the schedule asks"
@@ -101,8 +94,8 @@ class MixedPlan(HopperPlan):
         lines = super().explain(size).split("\n")
         few = (
             f"sequences of up to {self.target.few_rows} rows (queries x heads that share keys): a tile for"
-            f" each head of keys, {self.tile[1] // GROUPS} of its keys for each consumer;"
-            f" {ORDERS[config.ORDER]}; keys are shared by blocks, {self._explain_parts()}"
+            f" each head of keys, {self.tile[1] // GROUPS} of its keys for each consumer, spread among"
+            f" others; keys are shared by blocks, {self._explain_parts()}"
         )
         pipeline = ["pipeline of tiles of few rows:", self.few.explain()]
         at = lines.index(next(line for line in lines if line.startswith("work:")))

@@ -2,8 +2,9 @@
 
 A sequence whose queries, times the heads that share keys, are few has one tile for each head of keys, or if
 it has many keys several, which share these; others have one for each head and 128 queries. Tiles of few rows
-wait for memory, those of many for tensor cores: at any time some blocks should have one kind and some the
-other. Which a block takes next is an order's matter.
+wait for memory, those of many for tensor cores. At any time some blocks should have one kind and some the
+other, so tile n of a launch is one of few rows where their share of the tiles up to n passes a whole number.
+If one kind takes longer, more blocks have it at a time; both run out together.
 
 One warp of a block counts sequences, takes tiles, and hands each to the others.
 """
@@ -14,11 +15,11 @@ from collections.abc import Callable
 from typing import Any
 
 import cutlass
-from cutlass import Boolean, Int32, const_expr, cute
+from cutlass import Boolean, Int32, Int64, const_expr, cute, select_
 
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.hooks import Hooks
-from fa4flex.kernels.common.next_tile import NextTile
+from fa4flex.kernels.common.next_tile import NextTile, take
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.common.work import Grid, Work, packed_tile
 from fa4flex.kernels.mixed_sm90.config import Config
@@ -30,6 +31,7 @@ from fa4flex.kernels.mixed_sm90.handed import (
     NONE,
     TOTALS,
     Handed,
+    Noted,
     hand,
     handed,
     note,
@@ -37,8 +39,6 @@ from fa4flex.kernels.mixed_sm90.handed import (
     noted_place,
     nothing,
 )
-from fa4flex.kernels.mixed_sm90.orders import NONE as NO_NUMBER
-from fa4flex.kernels.mixed_sm90.orders import ORDERS
 from fa4flex.kernels.mixed_sm90.sequences import WHOLE, Cut, Sequences, start
 
 Bodies = tuple[Callable[..., Any], Callable[..., Any]]
@@ -50,7 +50,6 @@ class MixedScheduler(TileScheduler):
     def __init__(self, config: Config, hooks: Hooks) -> None:
         super().__init__(config, hooks)
         self.sequences = Sequences(config)
-        self.order = ORDERS[config.order]()
 
     @cute.jit
     def walk(
@@ -79,24 +78,37 @@ class MixedScheduler(TileScheduler):
     ) -> Any:
         of_few, of_many = body
         totals = self.sequences.totals(arguments)
-        begins = self.order.begins(totals)
-        note((totals.few, totals.many, totals.share, begins, *start(), *start()), TOTALS, next_tile)
-        phase, number = Int32(0), self.order.first(noted(next_tile))
-        while number != NO_NUMBER:
-            if number >= 0:
-                work, cut = self.few(number, arguments, next_tile)
+        note((totals.few, totals.many, totals.share, *start(), *start()), TOTALS, next_tile)
+        phase, number = Int32(0), self.first()
+        while number < totals.few + totals.many:
+            few, index = self.kind(number, noted(next_tile))
+            if few:
+                work, cut = self.few(index, arguments, next_tile)
                 hand(Handed(Int32(FEW), work, cut), next_tile, phase)
                 carry = of_few(work, cut, phase, carry)
             else:
-                work = self.many(-1 - number, arguments, next_tile)
+                work = self.many(index, arguments, next_tile)
                 hand(Handed(Int32(MANY), work, nothing().cut), next_tile, phase)
                 carry = of_many(work, phase, carry)
             # Not before the keys of this tile are asked for: as of `TileScheduler.walk`.
-            number = self.order.following(number, noted(next_tile), arguments.counter)
+            number = take(arguments.counter, self.stride())
             phase ^= 1
         hand(nothing(), next_tile, phase)
-        self.order.finish(arguments.counter)
+        self.finish(arguments)
         return carry
+
+    @cute.jit
+    def kind(self, number: Int32, noted: Noted) -> tuple[Boolean, Int32]:
+        """(whether tile `number` is one of few rows, its number among its kind). Where there are none of few,
+        nothing is divided: a division of 64 bits takes longer than all else that begins a tile."""
+        few, index = Boolean(False), number
+        if noted.few > 0:
+            every = Int64(noted.few + noted.many)
+            before = Int32(Int64(number) * Int64(noted.few) // every)
+            upto = Int32(Int64(number + 1) * Int64(noted.few) // every)
+            few = upto > before
+            index = select_(few, before, number - before)
+        return few, index
 
     @cute.jit
     def follow(

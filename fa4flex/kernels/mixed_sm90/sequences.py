@@ -10,11 +10,11 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute, select_
+from cutlass import Boolean, Int32, Int64, const_expr, cute, select_
 
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.paged_lengths import paged_length
-from fa4flex.kernels.mixed_sm90.config import FEW_COST, LEAST, MANY_COST, WAVES, Cost
+from fa4flex.kernels.mixed_sm90.config import LEAST, WAVES
 
 WHOLE = 1 << 30
 """Tiles of keys of a part where nothing is split."""
@@ -39,13 +39,12 @@ class Counts(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """Tiles of few rows, and of many, of all heads; tiles of keys of a part; the part of all work that tiles
-    of few rows are, 0 to 1; and rows to merge, per head of keys."""
+    """Tiles of few rows, and of many, of all heads; tiles of keys of a part; and rows to merge, per head of
+    keys."""
 
     few: Int32
     many: Int32
     share: Int32
-    work: Float32
     merged: Int32
 
 
@@ -130,10 +129,7 @@ class Sequences:
             few, merged, share = self.shared(arguments, share, few)
         else:
             share = Int32(WHOLE)
-        few, many = few * kv_heads, counts.many * heads
-        of_few = _cost(few, Float32(counts.few_keys) * Float32(kv_heads), FEW_COST)
-        of_many = _cost(many, Float32(counts.many_keys) * Float32(heads), MANY_COST)
-        return Totals(few, many, share, of_few / (of_few + of_many + Float32(1.0)), merged)
+        return Totals(few * kv_heads, counts.many * heads, share, merged)
 
     @cute.jit
     def counts(self, arguments: Arguments) -> Counts:
@@ -234,11 +230,6 @@ def log_sums(arguments: Arguments) -> cute.Tensor:
     rows = capacity(arguments)
     start = arguments.workspace.iterator + Int64(rows) * arguments.v.shape[3]
     return cute.make_tensor(start, cute.make_layout(rows))
-
-
-def _cost(tiles: Int32, steps: Float32, each: Cost) -> Float32:
-    """Nanoseconds of so many tiles, with so many steps together."""
-    return Float32(tiles) * Float32(each.tile) + steps * Float32(each.step)
 
 
 def _warp_sum(x: Int64) -> Int32:
