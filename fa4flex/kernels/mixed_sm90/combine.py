@@ -1,5 +1,6 @@
-"""Merges what parts of the keys of sequences with few rows leave: the kernel of `combine`, for rows that are
-found from the lengths of sequences."""
+"""Merges what parts of the keys of sequences with few rows leave, where the schedule says how long they are:
+the kernel of `combine`, for rows that are found from the lengths of sequences. Other parts are merged by the
+warp that ends the last one (merging.py)."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ class Combine(combine.Combine):
 
     @cute.jit
     def __call__(self, arguments: Arguments, stream: cuda.CUstream) -> None:
-        if arguments.splits > 1:
+        if const_expr(self.config.share is not None) and arguments.splits > 1:
             most = self.config.workers * BLOCKS
             tokens, heads, _ = arguments.q.shape
             blocks = cutlass.min(cutlass.min(tokens, most) * cutlass.min(heads, most), most)

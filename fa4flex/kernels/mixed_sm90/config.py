@@ -5,14 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from fa4flex.codegen.plan.arguments import COUNTERS, TAKEN
 from fa4flex.kernels.fwd_sm90 import config as forward
 
 GROUPS = 2
 """Consumer warpgroups: both have the rows of a tile of few, and each has half of the keys of every tile."""
 
-HANDED, NOTED = 10, 9
+HANDED, NOTED = 11, 13
 """Numbers of 32 bits that a tile is handed over in, and that the warp that takes tiles
-notes behind these, as it has few registers."""
+notes behind these, as it has few registers. Together they are
+read four at a time."""
+
+MOST_SPLIT = (COUNTERS - TAKEN) // 4
+"""Tiles of few rows with several parts, at most: each 16 of their rows have a counter of parts that are
+done."""
 
 WAVES = 4
 """Parts of all work for each multiprocessor: of a sequence with few rows, blocks share keys in parts of so

@@ -39,6 +39,7 @@ from fa4flex.kernels.fwd_sm90.consumer import Kind
 from fa4flex.kernels.fwd_sm90.epilogue import STORES
 from fa4flex.kernels.fwd_sm90.resources import Pipes
 from fa4flex.kernels.mixed_sm90.config import GROUPS, KEPT, Config
+from fa4flex.kernels.mixed_sm90.merging import Merging
 from fa4flex.kernels.mixed_sm90.resources import Shared
 from fa4flex.kernels.mixed_sm90.sequences import Cut, log_sums, outputs
 from fa4flex.kernels.mixed_sm90.topology import MEET
@@ -73,6 +74,7 @@ class FewRows(consumer.Consumer):
         super().__init__(_config(config), hooks)
         self.mixed = config
         self.packed = Epilogue(self.config)
+        self.merging = Merging(self.config)
 
     @cute.jit
     def attend(
@@ -104,6 +106,9 @@ class FewRows(consumer.Consumer):
             cute.arch.mbarrier_arrive(pipes.q_empty + group)
         if group == 0:
             self.packed.write(arguments, (work, cut), products, rows, lane)
+            if const_expr(self.mixed.share is None):  # noqa: SIM102  one is decided when compiled, one when run
+                if cut.parts > 1 and rows[0].used:
+                    self.merging.run(arguments, one, tile, lane)
         return k_state, k_state.clone()
 
     @cute.jit

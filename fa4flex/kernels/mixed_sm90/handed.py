@@ -9,7 +9,7 @@ from cutlass import Boolean, Int32, cute
 
 from fa4flex.kernels.common.next_tile import NextTile
 from fa4flex.kernels.common.work import Work
-from fa4flex.kernels.mixed_sm90.config import HANDED
+from fa4flex.kernels.mixed_sm90.config import HANDED, NOTED
 from fa4flex.kernels.mixed_sm90.sequences import Cut, Place
 
 NONE, FEW, MANY = 0, 1, 2
@@ -35,7 +35,8 @@ class Noted(NamedTuple):
 TOTALS = HANDED
 FEW_AT = TOTALS + len(Noted._fields)
 MANY_AT = FEW_AT + len(Place._fields)
-"""Where a warp notes totals, and the place of its last tile of each kind."""
+SPARE = HANDED + NOTED - MANY_AT - len(Place._fields)
+"""Where a warp notes totals, and the place of its last tile of each kind; and how many are left."""
 
 
 @cute.jit
@@ -86,4 +87,4 @@ def handed(next_tile: cutlass.Constexpr[NextTile], phase: Int32) -> Handed:
 def nothing() -> Handed:
     zero = Int32(0)
     work = Work(zero, zero, zero, zero, zero, zero, zero, Boolean(False))
-    return Handed(Int32(NONE), work, Cut(zero, zero, zero))
+    return Handed(Int32(NONE), work, Cut(zero, zero, zero, zero))

@@ -29,6 +29,7 @@ from fa4flex.kernels.mixed_sm90.handed import (
     MANY,
     MANY_AT,
     NONE,
+    SPARE,
     TOTALS,
     Handed,
     Noted,
@@ -78,7 +79,8 @@ class MixedScheduler(TileScheduler):
     ) -> Any:
         of_few, of_many = body
         totals = self.sequences.totals(arguments)
-        note((totals.few, totals.many, totals.share, *start(), *start()), TOTALS, next_tile)
+        none = (Int32(0),) * SPARE
+        note((totals.few, totals.many, totals.share, *start(), *start(), *none), TOTALS, next_tile)
         phase, number = Int32(0), self.first()
         while number < totals.few + totals.many:
             few, index = self.kind(number, noted(next_tile))
@@ -139,7 +141,7 @@ class MixedScheduler(TileScheduler):
         parts, rows = self.sequences.parts(at.b, arguments, share)
         first = at.rows * heads + (kv_head * parts + part) * rows
         work = packed_tile(arguments, Int32(0), kv_head, at.b, Boolean(True))
-        return work, Cut(part, parts, first)
+        return work, Cut(part, parts, first, at.split * heads + kv_head)
 
     @cute.jit
     def many(self, index: Int32, arguments: Arguments, next_tile: cutlass.Constexpr[NextTile]) -> Work:

@@ -14,7 +14,7 @@ from cutlass import Boolean, Int32, Int64, const_expr, cute, select_
 
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.paged_lengths import paged_length
-from fa4flex.kernels.mixed_sm90.config import LEAST, WAVES
+from fa4flex.kernels.mixed_sm90.config import LEAST, MOST_SPLIT, WAVES
 
 WHOLE = 1 << 30
 """Tiles of keys of a part where nothing is split."""
@@ -50,25 +50,27 @@ class Totals(NamedTuple):
 
 class Place(NamedTuple):
     """Sequence from which on the next of a kind are looked for; how many of them there are before it, per
-    head; and how many rows of parts, per head of keys. Blocks take tiles in rising order, so no sequence is
-    looked at twice."""
+    head; how many rows of parts, per head of keys; and how many sequences that have several parts. Blocks
+    take tiles in rising order, so no sequence is looked at twice."""
 
     b: Int32
     before: Int32
     rows: Int32
+    split: Int32
 
 
 class Cut(NamedTuple):
     """Part of the keys of a tile of few rows, the number of parts, and where its rows lie in the workspace:
-    from row `first` on."""
+    from row `first` on. Of the tiles that have several parts it is number `split`."""
 
     part: Int32
     parts: Int32
     first: Int32
+    split: Int32
 
 
 def start() -> Place:
-    return Place(Int32(0), Int32(0), Int32(0))
+    return Place(*(Int32(0) for _ in Place._fields))
 
 
 class Sequences:
@@ -158,17 +160,23 @@ class Sequences:
     @cute.jit
     def shared(self, arguments: Arguments, share: Int32, whole: Int32) -> tuple[Int32, Int32, Int32]:
         """(tiles of few rows, rows to merge, share) where some sequence has several parts. Parts for whose
-        results there is no room are not split: no length that a call was made for has that."""
+        results there is no room, or no counter, are not split: no length that a call was made for has
+        that."""
         sequences = Int32(arguments.cu_seqlens_q.shape[0] - 1)
-        few, merged, rows_of_parts = Int32(0), Int32(0), Int64(0)
+        few, merged, split, rows_of_parts = Int32(0), Int32(0), Int32(0), Int64(0)
         for b in cutlass.range(cute.arch.lane_idx(), sequences, 32, unroll=4):
             parts, rows = self.parts(b, arguments, share)
             few = few + parts
             merged = merged + select_(parts > 1, rows, Int32(0))
+            split = split + select_(parts > 1, Int32(1), Int32(0))
             rows_of_parts = rows_of_parts + select_(parts > 1, Int64(parts) * rows, Int64(0))
-        few, merged = (cute.arch.warp_redux_sync(x, "add") for x in (few, merged))
-        most = cutlass.min(capacity(arguments) // Int32(arguments.k.shape[2]), Int32(MOST - 1))
-        if _warp_sum(rows_of_parts) > most:
+        few, merged, split = (cute.arch.warp_redux_sync(x, "add") for x in (few, merged, split))
+        heads = Int32(arguments.k.shape[2])
+        most = cutlass.min(capacity(arguments) // heads, Int32(MOST - 1))
+        none = _warp_sum(rows_of_parts) > most
+        if const_expr(self.config.share is None):
+            none = none | (split > MOST_SPLIT // heads)
+        if none:
             few, merged, share = whole, Int32(0), Int32(WHOLE)
         return few, merged, share
 
@@ -194,7 +202,7 @@ class Sequences:
         one per lane."""
         sequences = Int32(arguments.cu_seqlens_q.shape[0] - 1)
         lane = cute.arch.lane_idx()
-        b, before, rows = at
+        b, before, rows, split = at
         found = Boolean(False)
         while b < sequences and not found:
             mine = b + lane
@@ -207,8 +215,10 @@ class Sequences:
             before = before + _of_lane(upto, past - 1)
             if const_expr(kind != "many"):
                 rows = rows + _of_lane(_running(kept), past - 1)
+                several = cute.arch.vote_ballot_sync((kept > 0) & (lane < past))
+                split = split + cute.arch.popc(several)
             b = b + past
-        return wanted - before, Place(cutlass.min(b, sequences - 1), before, rows)
+        return wanted - before, Place(cutlass.min(b, sequences - 1), before, rows, split)
 
 
 def capacity(arguments: Arguments) -> Int32:
