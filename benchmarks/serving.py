@@ -2,7 +2,7 @@
 appending.
 
     python benchmarks/serving.py [--pages 16 64 256] [--chunk 2048] [--keys 8192]
-    python benchmarks/serving.py --mixed [--orders] [--pages 16 64]
+    python benchmarks/serving.py --mixed [--pages 16 64]
     python benchmarks/serving.py --long [--keys 65536] [--pages 16 64]
 
 Times are medians of several replays of CUDA graphs, in turns. A chunk of queries attends to all keys of its
@@ -15,7 +15,6 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
-from typing import get_args
 
 import torch
 from decode import CALLS, graph_of, microseconds
@@ -23,7 +22,6 @@ from torch import Tensor
 
 import fa4flex
 from fa4flex import Paging, Rotary, Schedule, Varlen
-from fa4flex.kernels.mixed_sm90 import config
 from fa4flex.variants import causal
 
 HEADS, KV_HEADS, WIDTH = 32, 8, 128
@@ -117,13 +115,12 @@ def report_ragged(case: Prefill, sequences: int, page_size: int) -> None:
 @dataclass(frozen=True)
 class Mixed:
     """A packed batch of `chunks` sequences with `chunk` queries each, and then `decoding` ones with one; each
-    has `keys` keys, the queries at their end, in pages of a pool. `orders`: each order of tiles by itself."""
+    has `keys` keys, the queries at their end, in pages of a pool."""
 
     chunks: int = 2
     chunk: int = 2048
     decoding: int = 128
     keys: int = 2048
-    orders: bool = False
 
     @property
     def floor(self) -> tuple[float, float]:
@@ -143,23 +140,10 @@ class Mixed:
         attn, whole = fa4flex.compile(mask=causal), Paging(table, used)
         # The kernel for many rows alone has a choice of how blocks take tiles.
         rows = fa4flex.compile(mask=causal, schedule=fa4flex.Schedule(next_tile="counter"))
+        never = fa4flex.compile(mask=causal, schedule=Schedule(split=1 << 24))
         first, rest = Paging(table[:n].contiguous(), used[:n]), Paging(table[n:].contiguous(), used[n:])
         cu_first, all_of, first_of = cu[: n + 1].contiguous(), Varlen(cu), slice(0, split)
         singles = q[split:].unsqueeze(2)
-
-        def ordered(order: config.Order) -> Callable[[], tuple[Tensor, ...]]:
-            # What is planned at the first call. Each has a program of its own, whose keys are never shared.
-            own = Schedule(split=(1 << 24) + get_args(config.Order).index(order))
-            attn = fa4flex.compile(mask=causal, schedule=own)
-
-            def call() -> tuple[Tensor, ...]:
-                usual, config.ORDER = config.ORDER, order
-                try:
-                    return (attn(q, k, v, paging=whole, varlen=all_of),)
-                finally:
-                    config.ORDER = usual
-
-            return call
 
         def prefill(by: fa4flex.Attention = rows) -> Tensor:
             out: Tensor = by(q[first_of], k, v, paging=first, varlen=Varlen(cu_first))
@@ -184,7 +168,7 @@ class Mixed:
             "(chunks alone)": lambda: (prefill(),),
             "(chunks alone, mixed kernel)": lambda: (prefill(attn),),
             "(decoding alone)": lambda: (decode(),),
-            **{f"order {order!r}": ordered(order) for order in get_args(config.Order) if self.orders},
+            "(one launch, keys never shared)": lambda: (never(q, k, v, paging=whole, varlen=all_of),),
         }
 
 
@@ -276,12 +260,11 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=2048)
     parser.add_argument("--keys", type=int, default=8192)
     parser.add_argument("--mixed", action="store_true", help="mixed batches alone, at pages of 16 and 64")
-    parser.add_argument("--orders", action="store_true", help="with --mixed: each order of tiles as well")
     parser.add_argument("--long", action="store_true", help="long sequences that decode, beside chunks")
     given = parser.parse_args()
     if given.mixed:
         for size in given.pages[:2]:
-            report_mixed(Mixed(orders=given.orders), size)
+            report_mixed(Mixed(), size)
         return
     if given.long:
         for decoding, size in product((1, 4, 16), given.pages[:2]):

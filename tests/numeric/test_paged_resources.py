@@ -53,7 +53,7 @@ def compiled(case: Case, target: Target) -> tuple[Lowered, Resources]:
     signature = Signature(scalars=scalars)
     inspected = inspect(lowered.source, lowered.problem, signature, target.name)
     kernels = [inspected.resources_of("kernelForward")]
-    if lowered.plan.splitting is not None:
+    if lowered.plan.splitting is not None and not isinstance(lowered.plan, MixedPlan):
         kernels.append(inspected.resources_of("combine"))
     for found in kernels:
         assert not found.spill_bytes and not found.stack_bytes and not found.ignored

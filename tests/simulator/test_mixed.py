@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -19,7 +19,6 @@ import fa4flex
 from fa4flex import Schedule, Sinks, simulator
 from fa4flex.codegen.plan.signals import rows_of
 from fa4flex.codegen.plan.topology import Event, NamedBarrier, Topology
-from fa4flex.kernels.mixed_sm90 import config
 from fa4flex.kernels.mixed_sm90.plan import MixedPlan
 from fa4flex.runtime.cuda.launches import ready
 from fa4flex.simulator.model.events import Loaded
@@ -95,7 +94,8 @@ def test_heads_and_widths_draw(heads: int, kv_heads: int, d: int, page_size: int
 def graph_of_few(plan: MixedPlan) -> Topology:
     """The graph of tiles of few rows, with the turn that a block opens and tiles of many rows take."""
     *producers, first, second = plan.few.roles
-    opens, turn = replace(first, opening=(Event("give", "turn 0"),)), NamedBarrier("turn 0", 1, 256)
+    opening = Event("give", "turn 0"), *first.opening
+    opens, turn = replace(first, opening=opening), NamedBarrier("turn 0", 1, 256)
     return replace(plan.few, roles=(*producers, opens, second), barriers=(*plan.few.barriers, turn))
 
 
@@ -146,17 +146,32 @@ def test_kinds_take_turns() -> None:
     check(CAUSAL, chunks(given, (1, 200, 3, 1)), sms=1)
 
 
+BATCHES: dict[str, tuple[tuple[int, ...], int]] = {
+    "both kinds": ((1, 130, 2, 70), 2),
+    "few rows alone": ((1, 2, 1, 1, 3), 3),
+    "many rows alone": ((130, 70), 2),
+    "more blocks than tiles": ((1, 70), 9),
+    "fewer of few rows than blocks": ((1, 200, 200), 4),
+    "fewer of many than blocks": ((1, 40, 1, 1, 1), 4),
+    "no query is used": ((3, 70), 2),
+}
+"""Queries of each sequence, and multiprocessors."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "order", ["tail", *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("groups", "tiles"))]
-)
-def test_orders(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chunk of so many tiles that the shortest of all heads come last, and a short one."""
-    monkeypatch.setattr(config, "ORDER", order)
-    schedule = Schedule(split=10_000 + get_args(config.Order).index(order))  # another program for each
-    given = drawn(Size(heads=4, kv_heads=2, lengths=(560, 150, 64, 33, 200)))
-    attn = fa4flex.compile(mask=causal, schedule=schedule)
-    check(attn, chunks(given, (520, 1, 130, 3, 1)), sms=3)
+def test_launches_leave_their_counters_at_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after another on the same counters, as replays of a CUDA graph; a tile that was left out, or taken
+    twice, would be wrong."""
+    counter = torch.zeros(2, dtype=torch.int32)
+    monkeypatch.setattr(ready, "counter", lambda device: counter)
+    for name, (queries, sms) in BATCHES.items():
+        lengths = tuple(n + random.choice((0, 30)) for n in queries)
+        given = drawn(Size(heads=2, kv_heads=1, lengths=lengths))
+        taken = (0,) * len(queries) if name == "no query is used" else None
+        # Programs are made for a chip, and not for another: each has one of its own.
+        attn = fa4flex.compile(mask=causal, schedule=Schedule(split=(1 << 24) + sms))
+        check(attn, chunks(given, queries, taken), sms)
+        assert not counter.any(), name
 
 
 def test_who_asks_for_an_order_gets_the_kernel_for_many_rows() -> None:

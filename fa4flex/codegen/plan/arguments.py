@@ -20,6 +20,11 @@ Dimension = str | int
 """Name of an extent, which is the same number wherever it is named; or a number."""
 
 
+TAKEN, COUNTERS = 2, 4096
+"""Numbers of int32 that are zero before and after each launch: those that tiles are taken by, which kernels
+are handed as `counter`, and all, of which these are the first."""
+
+
 @dataclass(frozen=True)
 class Heads:
     """[batch, heads, length, width], [batch, length, heads, width] as calls have it, or packed [length,

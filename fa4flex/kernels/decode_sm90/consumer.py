@@ -148,26 +148,15 @@ class Consumer:
         """Scores, softmax and values of one key tile."""
         k_state, v_state = states
         kv_first = key_tile * self.config.tile_n
-        shape = products.scores.partition_shape_C((ROWS, self.config.tile_n))
-        scores = cute.make_rmem_tensor(shape, Float32)
-        grids = [_row_of(scores, r) for r in range(len(rows))]
-        early = []
-        for mine, grid in zip(rows, grids):
-            mine.fragment.start(self.hooks, grid, kv_first, masked)
-            early.append(mine.fragment.prepare(self.hooks, kv_first, masked))
+        scores, grids, early = self.begin(products, rows, key_tile, masked)
         pipes.k.consumer_wait(k_state)
         k = products.k[None, None, None, k_state.index]
         multiply(products.scores, scores, products.q, k, self.hooks.start is not None)
         warpgroup.wait_group(0)
         pipes.k.consumer_release(k_state)
-        for mine, grid, known in zip(rows, grids, early):
-            mine.fragment.modify(self.hooks, grid, known)
-            if const_expr(masked):
-                mine.fragment.mask(grid, kv_first, None)
+        self.modify(rows, grids, early, key_tile, masked)
         self.take_maxima(products.out, rows, grids)
-        for mine, grid in zip(rows, grids):
-            exponentiate(grid[0, None], mine.factor, mine.state, 0)
-            accumulate(grid[0, None], mine.state, 0)
+        self.probabilities(rows, grids)
         narrow(as_operand(scores), products.p)
         pipes.v.consumer_wait(v_state)
         if const_expr(masked):
@@ -178,6 +167,35 @@ class Consumer:
         k_state.advance()
         v_state.advance()
         return k_state, v_state
+
+    def begin(
+        self, products: Products, rows: tuple[Mine, ...], key_tile: Int32, masked: bool
+    ) -> tuple[cute.Tensor, list, list]:
+        """Scores to accumulate into, the same row by row, and what the variant computes without them."""
+        kv_first = key_tile * self.config.tile_n
+        shape = products.scores.partition_shape_C((ROWS, self.config.tile_n))
+        scores = cute.make_rmem_tensor(shape, Float32)
+        grids = [_row_of(scores, r) for r in range(len(rows))]
+        early = []
+        for mine, grid in zip(rows, grids):
+            mine.fragment.start(self.hooks, grid, kv_first, masked)
+            early.append(mine.fragment.prepare(self.hooks, kv_first, masked))
+        return scores, grids, early
+
+    def modify(self, rows: tuple[Mine, ...], grids: list, early: list, key_tile: Int32, masked: bool) -> None:
+        """q.k becomes what the softmax is taken of: the variant's score, or -inf."""
+        for mine, grid, known in zip(rows, grids, early):
+            mine.fragment.modify(self.hooks, grid, known)
+            if masked:
+                mine.fragment.mask(grid, key_tile * self.config.tile_n, None)
+
+    @cute.jit
+    def probabilities(
+        self, rows: cutlass.Constexpr[tuple[Mine, ...]], grids: cutlass.Constexpr[list]
+    ) -> None:
+        for mine, grid in zip(rows, grids):
+            exponentiate(grid[0, None], mine.factor, mine.state, 0)
+            accumulate(grid[0, None], mine.state, 0)
 
     @cute.jit
     def take_maxima(

@@ -1,5 +1,6 @@
-"""Merges what parts of the keys of sequences with few rows leave: the kernel of `combine`, for rows that are
-found from the lengths of sequences."""
+"""Merges what parts of the keys of sequences with few rows leave, where the schedule says how long they are:
+the kernel of `combine`, for rows that are found from the lengths of sequences. Other parts are merged by the
+warp that ends the last one (merging.py)."""
 
 from __future__ import annotations
 
@@ -18,9 +19,10 @@ from fa4flex.kernels.mixed_sm90.sequences import Sequences, log_sums, outputs, s
 RESIDENT = 4
 """Blocks that a multiprocessor has room for, at least: where nothing is said, the compiler spills."""
 
-BLOCKS = RESIDENT
-"""Blocks per multiprocessor: each takes row after row. Most sequences of a batch have none, and blocks of a
-second round would start only when the kernel before has ended."""
+BLOCKS = RESIDENT - 1
+"""Blocks per multiprocessor: each takes row after row. Fewer than there is room for, so that all of them wait
+on multiprocessors which the kernel before has left when its last block ends: most batches have no rows to
+merge, and a block that began then would read all lengths first."""
 
 ALL_SHARED = 100
 """Percent of a multiprocessor's memory that is shared memory: as in the kernel before, so that nothing waits
@@ -37,7 +39,7 @@ class Combine(combine.Combine):
 
     @cute.jit
     def __call__(self, arguments: Arguments, stream: cuda.CUstream) -> None:
-        if arguments.splits > 1:
+        if const_expr(self.config.share is not None) and arguments.splits > 1:
             most = self.config.workers * BLOCKS
             tokens, heads, _ = arguments.q.shape
             blocks = cutlass.min(cutlass.min(tokens, most) * cutlass.min(heads, most), most)

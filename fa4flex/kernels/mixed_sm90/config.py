@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
+from fa4flex.codegen.plan.arguments import COUNTERS, TAKEN
 from fa4flex.kernels.fwd_sm90 import config as forward
 
 GROUPS = 2
 """Consumer warpgroups: both have the rows of a tile of few, and each has half of the keys of every tile."""
 
-Order = Literal["tiles", "groups", "tail"]
+HANDED, NOTED = 11, 13
+"""Numbers of 32 bits that a tile is handed over in, and that the warp that takes tiles
+notes behind these, as it has few registers. Together they are
+read four at a time."""
 
-ORDER: Order = "tiles"
-"""Order of tiles, where some have few rows; else it is "tiles". "tiles": of a chunk, all heads of the
-longest tile of queries, then of the next; tiles of few rows evenly among them: the fastest on an H200
-(docs/notes/decoding.md). "groups": of a chunk, most tiles of the heads that share a head of keys, then of the
-next ones, so that keys stay in L2 while others stream by; its shortest tiles last, of all heads. "tail": the
-same, and the last tiles of a launch have many rows and few keys, in which those of few rows end."""
-
-SHORTEST = 4
-"""One of so many tiles of queries of a chunk, with the fewest keys, is among its last ones."""
-
-TAIL = 8
-"""One of so many tiles of many rows comes after all tiles of few, at most, and one for each block."""
+MOST_SPLIT = (COUNTERS - TAKEN) // 4
+"""Tiles of few rows with several parts, at most: each 16 of their rows have a counter of parts that are
+done."""
 
 WAVES = 4
 """Parts of all work for each multiprocessor: of a sequence with few rows, blocks share keys in parts of so
@@ -32,18 +27,21 @@ much, for balance. Unmeasured."""
 LEAST = 4
 """Tiles of keys of a part, at least: beginning, ending and merging one takes about as long as loading two."""
 
-KEPT = 6
-"""Numbers that a thread hands over of its two rows: maximum, shift and total of each."""
+ROWS = 64
+"""Rows of a tile of few, in memory: of a warpgroup's product."""
+
+KEPT = 3
+"""Numbers of a row that one consumer hands to the other: maximum, shift and total."""
+
+MOST_STAGES = 6
+"""Stages of keys and of values, at most: a tile of few rows waits for memory, and more is under way."""
 
 
 @dataclass(frozen=True)
 class Config(forward.Config):
-    """The forward kernel's: it is what tiles of many rows take. few_rows: rows of a tile of few, at most;
-    order: of tiles."""
+    """The forward kernel's: it is what tiles of many rows take. few_rows: rows of a tile of few, at most."""
 
     few_rows: int = 64
-
-    order: Order = "tiles"
 
     share: int | None = None
     """Tiles of keys of a part, where that is asked for; None: as the work of a call is."""

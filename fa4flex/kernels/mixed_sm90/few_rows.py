@@ -6,26 +6,40 @@ its sums to the first, thread by thread.
 
 from __future__ import annotations
 
+import operator
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, const_expr, cute, select_
+from cutlass import Boolean, Float32, Int32, const_expr, cute, select_
+from cutlass.cute.nvgpu import warpgroup
 
 from fa4flex.kernels.common.arguments import Arguments
-from fa4flex.kernels.common.fragment import rows_and_columns
+from fa4flex.kernels.common.fragment import as_operand, multiply, narrow, rows_and_columns
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.keys import KeyTiles, tile_at
 from fa4flex.kernels.common.packed_rows import Row, Tile, keys_of, run_of
 from fa4flex.kernels.common.products import ROWS, Products, products_of, tiled_products
-from fa4flex.kernels.common.softmax import finish, multiply_rows
+from fa4flex.kernels.common.softmax import (
+    accumulate,
+    exponentiate,
+    finish,
+    maxima,
+    multiply_rows,
+    passes,
+    quad_reduce,
+    raise_maxima,
+)
 from fa4flex.kernels.common.transfer import States
 from fa4flex.kernels.common.work import Work, put_statistic
 from fa4flex.kernels.decode_sm90 import config as decode
 from fa4flex.kernels.decode_sm90 import consumer, epilogue
 from fa4flex.kernels.decode_sm90.consumer import OFFSETS, WIDE, Mine, clear
+from fa4flex.kernels.fwd_sm90.consumer import Kind
 from fa4flex.kernels.fwd_sm90.epilogue import STORES
 from fa4flex.kernels.fwd_sm90.resources import Pipes
-from fa4flex.kernels.mixed_sm90.config import GROUPS, Config
+from fa4flex.kernels.mixed_sm90.config import GROUPS, KEPT, Config
+from fa4flex.kernels.mixed_sm90.merging import Merging
 from fa4flex.kernels.mixed_sm90.resources import Shared
 from fa4flex.kernels.mixed_sm90.sequences import Cut, log_sums, outputs
 from fa4flex.kernels.mixed_sm90.topology import MEET
@@ -46,6 +60,13 @@ def few_tile(work: Work, cut: Cut, arguments: Arguments, hooks: Hooks, config: C
     return tile._replace(keys=keys, first=first, last=last)
 
 
+@dataclass(frozen=True)
+class MyRow(Mine):
+    """`used`: some lane of the warp has such a row."""
+
+    used: Boolean
+
+
 class FewRows(consumer.Consumer):
     """A consumer warpgroup's tiles of few rows."""
 
@@ -53,6 +74,7 @@ class FewRows(consumer.Consumer):
         super().__init__(_config(config), hooks)
         self.mixed = config
         self.packed = Epilogue(self.config)
+        self.merging = Merging(self.config)
 
     @cute.jit
     def attend(
@@ -77,20 +99,119 @@ class FewRows(consumer.Consumer):
         self.copy_queries(arguments, work, tile, shared, (lane, group))
         # Tiles of many rows leave the state of values where their last tile was.
         k_state, _ = states
-        states = k_state, k_state.clone()
-        masked = cutlass.max(cutlass.min(tile.keys.masked_count, tile.last), tile.first)
-        for i in cutlass.range(tile.first, masked, unroll=1):
-            half = GROUPS * tile_at(tile.keys, i) + group
-            states = self.step(products, rows, pipes, half, states, True)
-        for i in cutlass.range(masked, tile.last, unroll=1):
-            half = GROUPS * tile_at(tile.keys, i) + group
-            states = self.step(products, rows, pipes, half, states, False)
+        if tile.first < tile.last:
+            k_state = self.keys(products, rows, pipes, (tile, group), k_state)
         self.merge(products, rows, shared, (lane, group))
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(pipes.q_empty + group)
         if group == 0:
             self.packed.write(arguments, (work, cut), products, rows, lane)
-        return states
+            if const_expr(self.mixed.share is None):  # noqa: SIM102  one is decided when compiled, one when run
+                if cut.parts > 1 and rows[0].used:
+                    self.merging.run(arguments, one, tile, lane)
+        return k_state, k_state.clone()
+
+    @cute.jit
+    def keys(
+        self,
+        products: cutlass.Constexpr[Products],
+        rows: cutlass.Constexpr[tuple[MyRow, ...]],
+        pipes: cutlass.Constexpr[Pipes],
+        which: tuple[Tile, Int32],
+        k_state: Any,
+    ) -> Any:
+        """All keys of a part, one tile at least. Those that are masked come first, and the first one is taken
+        for masked."""
+        tile, group = which
+        half = GROUPS * tile_at(tile.keys, tile.first) + group
+        k_state, v_state = self.first(products, rows, pipes, half, k_state)
+
+        @cute.jit
+        def steps(
+            span: tuple[Int32, Int32],
+            reached: tuple[Int32, Any, Any],
+            kind: cutlass.Constexpr[Kind],
+        ) -> tuple[Int32, Any, Any]:
+            (first, end), (half, k_state, v_state) = span, reached
+            for i in cutlass.range(first, end, unroll=1):
+                before, half = half, GROUPS * tile_at(tile.keys, i) + group
+                k_state, v_state = self.overlapped(
+                    products, rows, pipes, (before, half), (k_state, v_state), kind
+                )
+            return half, k_state, v_state
+
+        first = tile.first + 1
+        full = cutlass.max(cutlass.min(tile.keys.masked_count, tile.last), first)
+        reached = steps((first, full), (half, k_state, v_state), Kind(True))
+        reached = steps((full, cutlass.min(full + 1, tile.last)), reached, Kind(False))
+        half, k_state, v_state = steps((full + 1, tile.last), reached, Kind(False, False))
+        pipes.v.consumer_wait(v_state)
+        self.clear_past_end(products, rows[0], half * self.config.tile_n, v_state)
+        v = products.v[None, None, None, v_state.index]
+        multiply(products.values, products.out, products.p, v, True)
+        warpgroup.wait_group(0)
+        pipes.v.consumer_release(v_state)
+        return k_state
+
+    @cute.jit
+    def first(
+        self,
+        products: cutlass.Constexpr[Products],
+        rows: cutlass.Constexpr[tuple[MyRow, ...]],
+        pipes: cutlass.Constexpr[Pipes],
+        half: Int32,
+        k_state: Any,
+    ) -> States:
+        """Scores and softmax of the first keys; their values follow in the next step."""
+        scores, grids, early = self.begin(products, rows, half, True)
+        pipes.k.consumer_wait(k_state)
+        k = products.k[None, None, None, k_state.index]
+        multiply(products.scores, scores, products.q, k, self.hooks.start is not None)
+        warpgroup.wait_group(0)
+        pipes.k.consumer_release(k_state)
+        self.modify(rows, grids, early, half, True)
+        self.take_maxima(products.out, rows, grids)
+        self.probabilities(rows, grids)
+        narrow(as_operand(scores), products.p)
+        v_state = k_state.clone()
+        k_state.advance()
+        return k_state, v_state
+
+    @cute.jit
+    def overlapped(
+        self,
+        products: cutlass.Constexpr[Products],
+        rows: cutlass.Constexpr[tuple[MyRow, ...]],
+        pipes: cutlass.Constexpr[Pipes],
+        halves: tuple[Int32, Int32],
+        states: States,
+        kind: cutlass.Constexpr[Kind],
+    ) -> States:
+        """Scores of these keys, and values of those before with this tile's softmax under them."""
+        before, half = halves
+        k_state, v_state = states
+        scores, grids, early = self.begin(products, rows, half, kind.masked)
+        k = products.k[None, None, None, k_state.index]
+        v = products.v[None, None, None, v_state.index]
+        pipes.k.consumer_wait(k_state)
+        multiply(products.scores, scores, products.q, k, self.hooks.start is not None)
+        pipes.v.consumer_wait(v_state)
+        if const_expr(kind.after_masked):
+            self.clear_past_end(products, rows[0], before * self.config.tile_n, v_state)
+        multiply(products.values, products.out, products.p, v, True)
+        warpgroup.wait_group(1)
+        pipes.k.consumer_release(k_state)
+        self.modify(rows, grids, early, half, kind.masked)
+        raised = self.raised(rows, grids)
+        self.probabilities(rows, grids)
+        warpgroup.wait_group(0)
+        pipes.v.consumer_release(v_state)
+        narrow(as_operand(scores), products.p)
+        if raised:
+            multiply_rows(rows_and_columns(products.out), [mine.state.scale[0] for mine in rows])
+        v_state = k_state.clone()
+        k_state.advance()
+        return k_state, v_state
 
     def halves(self, shared: Shared, lane: Int32, group: Int32) -> Products:
         """Products of a warpgroup's half of each tile of keys."""
@@ -101,6 +222,33 @@ class FewRows(consumer.Consumer):
         mma = tiled_products(shared.k.element_type, half, dv)
         return products_of(mma, (shared.q[None, None, group], k, v), (half, dv), lane)
 
+    def rows(self, arguments: Arguments, tile: Tile, lane: Int32) -> tuple[Mine, ...]:
+        first = cute.arch.make_warp_uniform(lane // 32) * 16
+        mine = super().rows(arguments, tile, lane)
+        return tuple(MyRow(**vars(one), used=first + n < tile.rows) for n, one in zip(OFFSETS, mine))
+
+    @cute.jit
+    def raised(self, rows: cutlass.Constexpr[tuple[MyRow, ...]], grids: cutlass.Constexpr[list]) -> Boolean:
+        """True if the running maxima were raised to this tile's: where a score passes a ceiling."""
+        found = [maxima(grid, mine.state) for mine, grid in zip(rows, grids)]
+        raised = Boolean(True)
+        if const_expr(self.config.rescale_threshold > 0):
+            raised = passes(found[0], rows[0].state) | passes(found[1], rows[1].state)
+        if raised:
+            for mine, mine_found in zip(rows, found):
+                raise_maxima(mine_found, mine.factor, mine.slack, mine.state)
+        return raised
+
+    @cute.jit
+    def probabilities(
+        self, rows: cutlass.Constexpr[tuple[MyRow, ...]], grids: cutlass.Constexpr[list]
+    ) -> None:
+        """Most tiles have fewer rows than a product. Of others nothing is kept."""
+        for mine, grid in zip(rows, grids):
+            if mine.used:
+                exponentiate(grid[0, None], mine.factor, mine.state, 0)
+                accumulate(grid[0, None], mine.state, 0)
+
     @cute.jit
     def copy_queries(
         self,
@@ -110,19 +258,18 @@ class FewRows(consumer.Consumer):
         shared: cutlass.Constexpr[Shared],
         who: tuple[Int32, Int32],
     ) -> None:
-        """All rows of the tile to the warpgroup's room; those past the last repeat it. Tiles may be wider
-        than the tensor, and have zeros there."""
+        """All rows of the tile to the warpgroup's room; those past the last are zeros, of which products take
+        less power, as is what a tile is wider than the tensor."""
         lane, group = who
         q, width = arguments.q, arguments.q.shape[2]
         pieces = self.config.head_dim // WIDE
         count = ROWS * pieces // 128
         held = cute.make_rmem_tensor((WIDE, count), q.element_type)
+        held.fill(q.element_type(0.0))
         for i in cutlass.range_constexpr(count):
             number = lane + 128 * i
             row, piece = tile.row(number // pieces), number % pieces
-            if const_expr(width < self.config.head_dim):
-                held[None, i].fill(q.element_type(0.0))
-            if piece * WIDE < width:
+            if row.exists and piece * WIDE < width:
                 source = cute.logical_divide(q[work.q_offset + row.q, row.h, None], cute.make_layout(WIDE))
                 cute.autovec_copy(source[None, piece], held[None, i])
         for i in cutlass.range_constexpr(count):
@@ -136,25 +283,32 @@ class FewRows(consumer.Consumer):
     def merge(
         self,
         products: cutlass.Constexpr[Products],
-        rows: cutlass.Constexpr[tuple[Mine, ...]],
+        rows: cutlass.Constexpr[tuple[MyRow, ...]],
         shared: cutlass.Constexpr[Shared],
         who: tuple[Int32, Int32],
     ) -> None:
         """The first warpgroup's rows become those of all keys. No product reads the queries any more when the
         sums are written over them, and no sum is read any more when the next queries come."""
         lane, group = who
+        first = lane // 32 * 16 + lane % 32 // 4
         out = products.out
         cute.arch.barrier(barrier_id=MEET, number_of_threads=BOTH)
-        if group == 1:
+        used = rows[0].used  # of a warp's rows, the first ones are used if any is
+        if group == 1 and used:
             cute.autovec_copy(_line(out), shared.sums[lane, None])
-            for r, mine in enumerate(rows):
-                for i, x in enumerate((mine.state.largest, mine.state.shift, mine.state.total)):
-                    shared.kept[lane, 3 * r + i] = x[0]
+            for offset, mine in zip(OFFSETS, rows):
+                total = quad_reduce(mine.state.total[0], operator.add)
+                if lane % 4 == 0:
+                    for i, x in enumerate((mine.state.largest[0], mine.state.shift[0], total)):
+                        shared.kept[first + offset, i] = x
         cute.arch.barrier(barrier_id=MEET, number_of_threads=BOTH)
-        if group == 0:
-            weights = [
-                _joined(mine, [shared.kept[lane, 3 * r + i] for i in range(3)]) for r, mine in enumerate(rows)
-            ]
+        if group == 0 and used:
+            weights = []
+            for offset, mine in zip(OFFSETS, rows):
+                largest, shift, total = (shared.kept[first + offset, i] for i in range(KEPT))
+                # All lanes of a row have its maximum, and each a share of the total.
+                total = select_(lane % 4 == 0, total, Float32(0.0))
+                weights.append(_joined(mine, [largest, shift, total]))
             both = rows_and_columns(out)
             handed = cute.make_rmem_tensor_like(out)
             cute.autovec_copy(shared.sums[lane, None], _line(handed))

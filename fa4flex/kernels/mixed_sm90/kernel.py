@@ -7,6 +7,7 @@ producer warp --[q x warpgroups]--> consumer warpgroups --> out
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import cutlass
@@ -17,8 +18,9 @@ from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.work import Grid
 from fa4flex.kernels.fwd_sm90 import kernel as forward
 from fa4flex.kernels.fwd_sm90.producer import Part
+from fa4flex.kernels.fwd_sm90.resources import Pipes
 from fa4flex.kernels.mixed_sm90.combine import Combine
-from fa4flex.kernels.mixed_sm90.config import KEPT, Config
+from fa4flex.kernels.mixed_sm90.config import HANDED, KEPT, NOTED, ROWS, Config
 from fa4flex.kernels.mixed_sm90.consumer import Consumer
 from fa4flex.kernels.mixed_sm90.producer import PartProducer, Producer
 from fa4flex.kernels.mixed_sm90.resources import Shared
@@ -46,13 +48,22 @@ class Forward(forward.Forward):
         return Combine(width, self.config), Arguments
 
     def members(self, layouts: tuple[Any, ...], kinds: tuple[Any, Any]) -> dict[str, Any]:
-        kept = cute.struct.MemRange[Float32, KEPT * 128]
-        return super().members(layouts, kinds) | {"kept": kept}
+        tile = cute.struct.Align[cute.struct.MemRange[Int32, HANDED + NOTED], 16]
+        kept = cute.struct.MemRange[Float32, KEPT * ROWS]
+        found: dict[str, Any] = {}
+        for name, member in super().members(layouts, kinds).items():
+            found |= {"next": tile, "kept": kept} if name == "next" else {name: member}
+        return found
+
+    def pipes(self, storage: Any, shared: Any) -> Pipes:
+        one = super().pipes(storage, shared)
+        tile = storage.next.get_tensor(cute.make_layout(HANDED + NOTED))
+        return replace(one, next=replace(one.next, number=tile))
 
     def shared(self, storage: Any, layouts: tuple[Any, ...], kinds: tuple[Any, Any]) -> Shared:
         one = super().shared(storage, layouts, kinds)
         # Thread by thread: lanes of a warp meet in no bank.
         sums = cute.make_layout((128, self.config.head_dim_v // 2))
         over = cute.recast_ptr(storage.queries.data_ptr(), dtype=Float32)
-        kept = storage.kept.get_tensor(cute.make_layout((128, KEPT)))
+        kept = storage.kept.get_tensor(cute.make_layout((ROWS, KEPT)))
         return Shared(one.q, one.k, one.v, one.out, cute.make_tensor(over, sums), kept)

@@ -9,7 +9,7 @@ from typing import ClassVar
 from fa4flex.codegen.plan.bound import Size
 from fa4flex.codegen.plan.counts import check_counts
 from fa4flex.codegen.plan.few_rows import asks_for_order, share_of
-from fa4flex.codegen.plan.memory import Memory, lay_out
+from fa4flex.codegen.plan.memory import NUMBER, Memory, lay_out
 from fa4flex.codegen.plan.pipeline import ForwardPlan, Pipeline
 from fa4flex.codegen.plan.problem import Problem
 from fa4flex.codegen.plan.request import ForwardRequest
@@ -19,10 +19,9 @@ from fa4flex.codegen.plan.verify import prove
 from fa4flex.kernels.fwd_sm90 import plan as forward
 from fa4flex.kernels.fwd_sm90.plan import HopperPlan, plan_hopper
 from fa4flex.kernels.fwd_sm90.tiles import barriers, pad
-from fa4flex.kernels.mixed_sm90 import config
-from fa4flex.kernels.mixed_sm90.config import GROUPS, KEPT, Config
+from fa4flex.kernels.mixed_sm90.config import GROUPS, HANDED, KEPT, MOST_STAGES, NOTED, ROWS, Config
 from fa4flex.kernels.mixed_sm90.splitting import MixedSplitting
-from fa4flex.kernels.mixed_sm90.topology import few_topology
+from fa4flex.kernels.mixed_sm90.topology import few_topology, handing
 
 WIDEST = 128
 """Widest heads: tiles of wider ones have keys that do not halve into whole steps of products."""
@@ -44,8 +43,9 @@ class MixedPlan(HopperPlan):
     def memory(self) -> Memory:
         """The forward kernel's, and what one consumer hands to the other."""
         base = self.tiles.memory(self.problem, self.kv_stages, self.target, self.dynamic)
-        sizes = {r.name: r.size for r in base.regions if r.name != "barriers"}
-        sizes["kept"] = KEPT * 128 * 4
+        sizes = {"next": (HANDED + NOTED) * NUMBER, "kept": KEPT * ROWS * NUMBER}
+        own = "barriers", *sizes
+        sizes |= {region.name: region.size for region in base.regions if region.name not in own}
         return lay_out(sizes, {}, barriers(self.tiles.consumers, self.kv_stages, self.dynamic), self.target)
 
     @cached_property
@@ -56,7 +56,11 @@ class MixedPlan(HopperPlan):
 
     @property
     def many(self) -> Topology:
-        """The forward kernel's pipeline."""
+        """The forward kernel's pipeline, whose tiles are all handed over."""
+        return handing(self._forward)
+
+    @property
+    def _forward(self) -> Topology:
         return HopperPlan(**{f.name: getattr(self, f.name) for f in fields(HopperPlan)}).topology
 
     @property
@@ -69,7 +73,7 @@ class MixedPlan(HopperPlan):
     def few(self) -> Topology:
         """The pipeline of tiles of few rows. Each kind is proved by itself: between tiles, whoever has read a
         ring's stages has freed them."""
-        return few_topology(self.many)
+        return handing(few_topology(self._forward))
 
     def check(self) -> None:
         super().check()
@@ -80,7 +84,7 @@ class MixedPlan(HopperPlan):
     def config(self) -> Config:
         base = super().config()
         given = {f.name: getattr(base, f.name) for f in fields(base)}
-        return Config(**given, few_rows=self.target.few_rows, share=self.share, order=config.ORDER)
+        return Config(**given, few_rows=self.target.few_rows, share=self.share)
 
     def _explain_parts(self) -> str:
         asked = f"{(self.share or 0) * self.tile[1]} to each, as the schedule asks"
@@ -104,7 +108,9 @@ def plan_mixed(request: ForwardRequest) -> ForwardPlan:
     if asks_for_order(request) or plan.tiles.consumers != GROUPS or plan.kv_stages < GROUPS:
         return plan
     given = {f.name: getattr(plan, f.name) for f in fields(plan)}
-    return MixedPlan(**given, share=share_of(request, plan.tiles.tile_n))
+    mixed = MixedPlan(**given, share=share_of(request, plan.tiles.tile_n))
+    deeper = (replace(mixed, kv_stages=n) for n in range(MOST_STAGES, plan.kv_stages, -1))
+    return next((p for p in deeper if p.memory.total <= request.target.shared_memory), mixed)
 
 
 def accepts(problem: Problem, target: Target) -> bool:

@@ -12,7 +12,7 @@ from fa4flex.kernels.fwd_sm90 import resources as forward
 @dataclass(frozen=True)
 class Shared(forward.Shared):
     """Besides: what the second warpgroup hands to the first of few rows: `sums`, the output, over the
-    queries, which are not needed any more, and `kept`, both (number, thread)."""
+    queries, which are not needed any more (thread, number), and `kept` (row, number)."""
 
     sums: cute.Tensor
     kept: cute.Tensor

@@ -1,7 +1,7 @@
-"""Sequences of a mixed batch, as every warp counts them: which have few rows, in how many parts their keys
-are split, and where the results of parts lie.
+"""Sequences of a mixed batch, as a warp of each block counts them: which have few rows, in how many parts
+their keys are split, and where the results of parts lie.
 
-Nothing is written down for others: every role, and the kernel that merges parts, finds the same numbers from
+Nothing is written down for other blocks: they, and the kernel that merges parts, find the same numbers from
 the same lengths.
 """
 
@@ -14,7 +14,7 @@ from cutlass import Boolean, Int32, Int64, const_expr, cute, select_
 
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.paged_lengths import paged_length
-from fa4flex.kernels.mixed_sm90.config import LEAST, WAVES
+from fa4flex.kernels.mixed_sm90.config import LEAST, MOST_SPLIT, WAVES
 
 WHOLE = 1 << 30
 """Tiles of keys of a part where nothing is split."""
@@ -27,37 +27,50 @@ Kind = Literal["few", "many", "merged"]
 are several parts."""
 
 
-class Totals(NamedTuple):
-    """Tiles of few rows, and of many, of all heads; rows to merge, per head of keys; tiles of keys of a
-    part."""
+class Counts(NamedTuple):
+    """Sequences with few rows, and tiles of many, per head; the most tiles of keys of a sequence with few;
+    and tiles of keys of all tiles of a kind, per head."""
 
     few: Int32
     many: Int32
-    merged: Int32
+    longest: Int32
+    few_keys: Int32
+    many_keys: Int32
+
+
+class Totals(NamedTuple):
+    """Tiles of few rows, and of many, of all heads; tiles of keys of a part; and rows to merge, per head of
+    keys."""
+
+    few: Int32
+    many: Int32
     share: Int32
+    merged: Int32
 
 
 class Place(NamedTuple):
     """Sequence from which on the next of a kind are looked for; how many of them there are before it, per
-    head; and how many rows of parts, per head of keys. Blocks take tiles in rising order, so no sequence is
-    looked at twice."""
+    head; how many rows of parts, per head of keys; and how many sequences that have several parts. Blocks
+    take tiles in rising order, so no sequence is looked at twice."""
 
     b: Int32
     before: Int32
     rows: Int32
+    split: Int32
 
 
 class Cut(NamedTuple):
     """Part of the keys of a tile of few rows, the number of parts, and where its rows lie in the workspace:
-    from row `first` on."""
+    from row `first` on. Of the tiles that have several parts it is number `split`."""
 
     part: Int32
     parts: Int32
     first: Int32
+    split: Int32
 
 
 def start() -> Place:
-    return Place(Int32(0), Int32(0), Int32(0))
+    return Place(*(Int32(0) for _ in Place._fields))
 
 
 class Sequences:
@@ -104,45 +117,68 @@ class Sequences:
 
     @cute.jit
     def totals(self, arguments: Arguments) -> Totals:
-        """A warp's. Parts for whose results there is no room are not split: no length that a call was made
-        for has that."""
-        heads = Int32(arguments.k.shape[2])
+        """A warp's. Lengths are read once where no sequence has keys for two parts."""
+        counts = self.counts(arguments)
+        heads, kv_heads = Int32(arguments.q.shape[1]), Int32(arguments.k.shape[2])
         share = Int32(WHOLE)
         if arguments.splits > 1:
             if const_expr(self.config.share is None):
-                share = self.even_share(arguments)
+                share = self.even_share(counts, arguments)
             else:
                 share = Int32(self.config.share)
-        sequences = Int32(arguments.cu_seqlens_q.shape[0] - 1)
-        few, whole, many, merged = Int32(0), Int32(0), Int32(0), Int32(0)
-        rows_of_parts = Int64(0)
-        for b in cutlass.range(cute.arch.lane_idx(), sequences, 32, unroll=4):
-            parts, rows = self.parts(b, arguments, share)
-            few, whole = few + parts, whole + cutlass.min(parts, Int32(1))
-            many = many + self.tiles(b, arguments)
-            merged = merged + select_(parts > 1, rows, Int32(0))
-            rows_of_parts = rows_of_parts + select_(parts > 1, Int64(parts) * rows, Int64(0))
-        few, whole, many, merged = (cute.arch.warp_redux_sync(x, "add") for x in (few, whole, many, merged))
-        if arguments.splits > 1:  # noqa: SIM102  room is of no use where nothing is split
-            if _warp_sum(rows_of_parts) > cutlass.min(capacity(arguments) // heads, Int32(MOST - 1)):
-                few, merged, share = whole, Int32(0), Int32(WHOLE)
-        return Totals(few * heads, many * Int32(arguments.q.shape[1]), merged, share)
+        few, merged = counts.few, Int32(0)
+        if counts.longest > share:
+            few, merged, share = self.shared(arguments, share, few)
+        else:
+            share = Int32(WHOLE)
+        return Totals(few * kv_heads, counts.many * heads, share, merged)
 
     @cute.jit
-    def even_share(self, arguments: Arguments) -> Int32:
-        """Tiles of keys of a part if WAVES parts of as much work are all that each multiprocessor has. Tiles
-        of many rows are taken for causal, at the end of their keys."""
-        heads, kv_heads = (Int64(x) for x in (arguments.q.shape[1], arguments.k.shape[2]))
+    def counts(self, arguments: Arguments) -> Counts:
+        """Tiles of many rows are taken for causal, at the end of their keys."""
         sequences = Int32(arguments.cu_seqlens_q.shape[0] - 1)
-        few, many = Int64(0), Int64(0)
+        few, many, longest = Int32(0), Int32(0), Int32(0)
+        few_keys, many_keys = Int64(0), Int64(0)
         for b in cutlass.range(cute.arch.lane_idx(), sequences, 32, unroll=4):
             taken, _ = self.few(b, arguments)
             tiles, keys = self.tiles(b, arguments), self.key_tiles(b, arguments)
-            few = few + select_(taken, Int64(keys), Int64(0))
-            many = many + Int64(tiles) * cutlass.max(keys - tiles // 2, Int32(1))
-        work = Int64(_warp_sum(few)) * kv_heads + Int64(_warp_sum(many)) * heads
+            mine = select_(taken, keys, Int32(0))
+            few, many = few + select_(taken, Int32(1), Int32(0)), many + tiles
+            longest, few_keys = cutlass.max(longest, mine), few_keys + Int64(mine)
+            many_keys = many_keys + Int64(tiles) * cutlass.max(keys - tiles // 2, Int32(1))
+        few, many = (cute.arch.warp_redux_sync(x, "add") for x in (few, many))
+        longest = cute.arch.warp_redux_sync(longest, "max")
+        return Counts(few, many, longest, _warp_sum(few_keys), _warp_sum(many_keys))
+
+    def even_share(self, counts: Counts, arguments: Arguments) -> Int32:
+        """Tiles of keys of a part if WAVES parts of as much work are all that each multiprocessor has."""
+        heads, kv_heads = (Int64(x) for x in (arguments.q.shape[1], arguments.k.shape[2]))
+        work = Int64(counts.few_keys) * kv_heads + Int64(counts.many_keys) * heads
         each = work // (WAVES * self.config.workers) + 1
         return Int32(cutlass.min(cutlass.max(each, Int64(LEAST)), Int64(WHOLE)))
+
+    @cute.jit
+    def shared(self, arguments: Arguments, share: Int32, whole: Int32) -> tuple[Int32, Int32, Int32]:
+        """(tiles of few rows, rows to merge, share) where some sequence has several parts. Parts for whose
+        results there is no room, or no counter, are not split: no length that a call was made for has
+        that."""
+        sequences = Int32(arguments.cu_seqlens_q.shape[0] - 1)
+        few, merged, split, rows_of_parts = Int32(0), Int32(0), Int32(0), Int64(0)
+        for b in cutlass.range(cute.arch.lane_idx(), sequences, 32, unroll=4):
+            parts, rows = self.parts(b, arguments, share)
+            few = few + parts
+            merged = merged + select_(parts > 1, rows, Int32(0))
+            split = split + select_(parts > 1, Int32(1), Int32(0))
+            rows_of_parts = rows_of_parts + select_(parts > 1, Int64(parts) * rows, Int64(0))
+        few, merged, split = (cute.arch.warp_redux_sync(x, "add") for x in (few, merged, split))
+        heads = Int32(arguments.k.shape[2])
+        most = cutlass.min(capacity(arguments) // heads, Int32(MOST - 1))
+        none = _warp_sum(rows_of_parts) > most
+        if const_expr(self.config.share is None):
+            none = none | (split > MOST_SPLIT // heads)
+        if none:
+            few, merged, share = whole, Int32(0), Int32(WHOLE)
+        return few, merged, share
 
     def counted(self, kind: Kind, b: Int32, arguments: Arguments, share: Int32) -> tuple[Int32, Int32]:
         """(how many of a kind a sequence has; rows of parts)."""
@@ -166,7 +202,7 @@ class Sequences:
         one per lane."""
         sequences = Int32(arguments.cu_seqlens_q.shape[0] - 1)
         lane = cute.arch.lane_idx()
-        b, before, rows = at
+        b, before, rows, split = at
         found = Boolean(False)
         while b < sequences and not found:
             mine = b + lane
@@ -179,8 +215,10 @@ class Sequences:
             before = before + _of_lane(upto, past - 1)
             if const_expr(kind != "many"):
                 rows = rows + _of_lane(_running(kept), past - 1)
+                several = cute.arch.vote_ballot_sync((kept > 0) & (lane < past))
+                split = split + cute.arch.popc(several)
             b = b + past
-        return wanted - before, Place(cutlass.min(b, sequences - 1), before, rows)
+        return wanted - before, Place(cutlass.min(b, sequences - 1), before, rows, split)
 
 
 def capacity(arguments: Arguments) -> Int32:

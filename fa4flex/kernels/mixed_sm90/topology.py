@@ -7,6 +7,9 @@ second's sums go over the queries to the first.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from fa4flex.codegen.plan.memory import NUMBER
 from fa4flex.codegen.plan.topology import (
     RECEIVE,
     WARP,
@@ -20,10 +23,27 @@ from fa4flex.codegen.plan.topology import (
     Role,
     Topology,
 )
-from fa4flex.kernels.mixed_sm90.config import GROUPS
+from fa4flex.kernels.mixed_sm90.config import GROUPS, HANDED, NOTED
 
 MEET = 8
 """Named barrier of both consumers."""
+
+
+def handing(topology: Topology) -> Topology:
+    """The pipeline in which the first tile is handed over as well, and all that is known of each."""
+    rings = tuple(
+        replace(r, stage_bytes=NUMBER * (HANDED + NOTED)) if r.name == "next" else r for r in topology.rings
+    )
+    return replace(topology, roles=tuple(_begun(role) for role in topology.roles), rings=rings)
+
+
+def _begun(role: Role) -> Role:
+    def shifted(part: Events) -> Events:
+        return tuple(replace(event, tile=event.tile + (event.target == "next")) for event in part)
+
+    first = tuple(event for event in role.last if event.target == "next")
+    opening = role.opening + first
+    return replace(role, opening=opening, last=shifted(role.last), empty=shifted(role.empty))
 
 
 def few_topology(forward: Topology) -> Topology:
@@ -65,12 +85,14 @@ def _consumer(i: int) -> Role:
     # What the producer has filled the room with is nothing.
     taken: tuple[Action, ...] = ("wait", "read", "write")
     begin = *(Event(action, queries, per="work") for action in taken), Event("sync", f"rows {i}")
-    tile = (
-        *(Event("wait", "k"), Event("issue", "S"), Event("finish", "S"), Event("release", "k")),
-        Event("softmax", f"S of {i}"),
-        *(Event("wait", "v"), Event("sync", f"rows {i}", maybe=True)),
-        *(Event("issue", "O"), Event("finish", "O"), Event("release", "v")),
-    )
+    clear, product = Event("sync", f"rows {i}", maybe=True), (Event("wait", "k"), Event("issue", "S"))
+    softmax = Event("finish", "S"), Event("release", "k"), Event("softmax", f"S of {i}")
+
+    def values(tile: int) -> tuple[Events, Events]:
+        start = Event("wait", "v", tile), replace(clear, tile=tile), Event("issue", "O", tile)
+        return start, (Event("finish", "O", tile), Event("release", "v", tile))
+
+    (start, finish), (start_before, finish_before) = values(0), values(-1)
     sums: Events = (Event("write" if i else "read", "sums", per="work"),)
     meet: Events = (Event("sync", "both"),)
     hand = meet + sums + meet if i else 2 * meet + sums
@@ -79,9 +101,9 @@ def _consumer(i: int) -> Role:
     return Role(
         f"consumer {i}",
         WARPGROUP,
-        first=(*begin, *tile),
-        body=tile,
-        last=(Event("read", f"O of {i}"), *end),
+        first=(*begin, *product, *softmax),
+        body=(*product, *start_before, *softmax, *finish_before),
+        last=(*start, *finish, Event("read", f"O of {i}"), *end),
         empty=(*begin, Event("read", queries, per="work"), *end),  # unused: there are no keys
         products=(
             Product(

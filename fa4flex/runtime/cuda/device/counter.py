@@ -1,4 +1,5 @@
-"""The counters from which the blocks of a launch take tiles: int32 [2], zero before and after each launch.
+"""The counters from which the blocks of a launch take tiles: int32 [2], zero before and after each launch;
+behind them are others, COUNTERS together.
 
 Launches on one stream follow each other and share a counter; those on other streams may run at the same time.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fa4flex.codegen.plan.arguments import COUNTERS, TAKEN
 from fa4flex.compiler.simulated import simulating
 
 _counters: dict[tuple[int, int], Tensor] = {}
@@ -21,7 +23,7 @@ _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # absent
 def counter(device: int) -> Tensor:
     """The counter for a launch on the current stream of CUDA device number `device`."""
     if simulating():
-        return torch.zeros(2, dtype=torch.int32)
+        return torch.zeros(COUNTERS, dtype=torch.int32)[:TAKEN]
     stream = _stream(device)
     # The default stream, 0, cannot be captured. A captured launch has a counter of its own, filled by the
     # graph and in the graph's memory: replays may run beside launches on the stream that was captured.
@@ -63,7 +65,7 @@ def _stream(device: int) -> int:
 
 
 def _zeros(device: int) -> Tensor:
-    return torch.zeros(2, dtype=torch.int32, device=torch.device("cuda", device))
+    return torch.zeros(COUNTERS, dtype=torch.int32, device=torch.device("cuda", device))[:TAKEN]
 
 
 def _capturing(device: int) -> bool:
