@@ -222,7 +222,7 @@ class FewRows(consumer.Consumer):
         mma = tiled_products(shared.k.element_type, half, dv)
         return products_of(mma, (shared.q[None, None, group], k, v), (half, dv), lane)
 
-    def rows(self, arguments: Arguments, tile: Tile, lane: Int32) -> tuple[Mine, ...]:
+    def rows(self, arguments: Arguments, tile: Tile, lane: Int32) -> tuple[MyRow, ...]:
         first = cute.arch.make_warp_uniform(lane // 32) * 16
         mine = super().rows(arguments, tile, lane)
         return tuple(MyRow(**vars(one), used=first + n < tile.rows) for n, one in zip(OFFSETS, mine))
