@@ -64,8 +64,8 @@ SPARE: dict[Width, list[str]] = {
     **dict.fromkeys((PRODUCTS, PRODUCTS_AGAIN, PAIRS), BROUGHT),
 }
 """Others that are not noticed, in their order. COLUMNS: the last meeting of warpgroups, whose sums lie where
-each alone has read. LONG: dK's copy then belongs to the group of dV's. PRODUCTS: the second warpgroup's waits for K and Q, which it reads after it has met the
-first one, which has waited, too."""
+each alone has read. LONG: dK's copy then belongs to the group of dV's. PRODUCTS: the second warpgroup's waits
+for K and Q, which it reads after it has met the first one, which has waited, too."""
 
 
 @pytest.mark.slow
