@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from functools import lru_cache
 from unittest.mock import patch
@@ -10,7 +11,7 @@ import pytest
 import torch
 from helpers import Width, widths
 from own_backward import Own, captured
-from pairs import few_tiles, hopper_pairs
+from pairs import few_tiles, hopper_pairs, long_steps
 
 import fa4flex
 from fa4flex.codegen.plan import specialize
@@ -22,8 +23,10 @@ PAIRS = 176
 go round, and the memory of dQ takes dK and dV in turn; LATENT ones have two products for dQ. Of COLUMNS and
 PRODUCTS, which are widths whose warpgroups share out these, each head has a block: its 64 keys; of
 PRODUCTS_AGAIN, one block takes them. Of PAIRS, padded to PRODUCTS, a pair of blocks has a head's keys. Of
-HALVED, tiles are few: one warpgroup takes them, which have 64 keys."""
+HALVED, tiles are few: one warpgroup takes them, which have 64 keys. Of LONG, padded to 128, steps are long:
+dK leaves by the memory of dS."""
 HALVED = 96
+LONG = 120
 ALONE = (COLUMNS, PRODUCTS)
 STORING = (64, 128)
 """Widths of which a block that has all keys writes dQ itself; it is also judged as if it had not."""
@@ -42,6 +45,7 @@ def main_kernel(masked: bool, width: Width, stores: bool = False) -> Own:
         patch.object(specialize, "_counts_few_keys", lambda *_: stores),
         hopper_pairs(width == PAIRS),
         few_tiles(width == HALVED),
+        long_steps() if width == LONG else contextlib.nullcontext(),
     ):
         own = captured("sm_90a", attn, (q, k, v), sms=1)
     assert (own.kept[9] is None) == stores
@@ -56,16 +60,17 @@ IMPLIED = ("fence.mbarrier_init", "wgmma.")
 BROUGHT = ["mbarrier.try_wait.parity.shared.b64", "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64"]
 SPARE: dict[Width, list[str]] = {
     COLUMNS: ["bar.sync"],
+    LONG: ["cp.async.bulk.commit_group"],
     **dict.fromkeys((PRODUCTS, PRODUCTS_AGAIN, PAIRS), BROUGHT),
 }
 """Others that are not noticed, in their order. COLUMNS: the last meeting of warpgroups, whose sums lie where
-each alone has read. PRODUCTS: the second warpgroup's waits for K and Q, which it reads after it has met the
-first one, which has waited, too."""
+each alone has read. LONG: dK's copy then belongs to the group of dV's. PRODUCTS: the second warpgroup's waits
+for K and Q, which it reads after it has met the first one, which has waited, too."""
 
 
 @pytest.mark.slow
 def test_some() -> None:
-    width = random.choice((64, 128, HALVED, LATENT, PRODUCTS, PRODUCTS_AGAIN, PAIRS))
+    width = random.choice((64, 128, LONG, HALVED, LATENT, PRODUCTS, PRODUCTS_AGAIN, PAIRS))
     own = main_kernel(random.random() < 0.5, width, width in STORING and random.random() < 0.5)
     left = *IMPLIED, *SPARE.get(width, ())
     tried = [m for m in own.that_matter() if not m.instruction.opcode.startswith(left)]
@@ -78,7 +83,7 @@ def test_some() -> None:
 @pytest.mark.parametrize(
     ("width", "stores"),
     [
-        *((x, False) for x in (64, 128, HALVED, LATENT, *ALONE, PRODUCTS_AGAIN, PAIRS)),
+        *((x, False) for x in (64, 128, LONG, HALVED, LATENT, *ALONE, PRODUCTS_AGAIN, PAIRS)),
         *((x, True) for x in STORING),
     ],
     ids=str,
