@@ -272,7 +272,7 @@ def test_blocks_that_follow_each_other_clear_sums(changes: dict[str, Any], clear
 def test_what_heads_are_padded_with_is_left_out(
     width: int, tile: tuple[int, int], depth: int, added: list[int]
 ) -> None:
-    """Of products along the width of heads, and of sums, where padding lies behind all else."""
+    """Depths of products along the width of heads, and of sums, where padding lies behind all else."""
     plan = planned(replace(LIGHT, head_dim=width, head_dim_v=width))
     config = plan.config()
     assert plan.tile == tile and config.depths == (depth, depth)
@@ -346,7 +346,7 @@ KIND = pytest.mark.parametrize("kind", KINDS)
 
 PAIRS = "products of pairs"
 BY_DS = ("dK rows 0", "shared dS 0")
-"""What overlaps where dK leaves by the memory of dS."""
+"""Overlaps where dK leaves by the memory of dS."""
 
 
 @cache

@@ -109,7 +109,7 @@ def test_sums_that_are_left_out_are_noticed() -> None:
 
 @pytest.mark.slow
 def test_one_synchronisation_less_is_noticed() -> None:
-    """Of those that clearing has: the fence behind the wait, and what tells the warp of the next tile."""
+    """Mutants of what clearing has: the fence behind the wait, and what tells the warp of the next tile."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 3, length, 64).bfloat16() for length in (320, 128, 128))
     one = patch.object(BackwardTileScheduler, "heads_at_a_time", lambda *_: Int32(1))

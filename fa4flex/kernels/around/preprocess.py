@@ -68,7 +68,7 @@ class Preprocess:
     def read(
         self, arguments: PreprocessArguments | SectionArguments
     ) -> tuple[PreprocessArguments, Int32 | None]:
-        """What the device reads: its arguments, and how many heads' sums it clears, if not all."""
+        """Parameters of the device function: arguments, and heads whose sums it clears, if not all."""
         if self.first_heads is None:
             return arguments, None
         read = (getattr(arguments, name) for name in PreprocessArguments._fields)

@@ -28,9 +28,10 @@ behind stores, and stores for the way to the L2 cache, on which additions are.""
 
 
 class Clearing(NamedTuple):
-    """Of each head, `tiles` of keys from `begin` on clear a share of the next section: `share` units each, of
-    `units` per head of dK. The ones before do not, as what they cleared might have left the L2 cache when
-    that section begins, nor do the last ones: all is to be cleared then. heads: of dK, in all sections."""
+    """Work of clearing: `tiles` of keys of each head, from `begin` on, clear a share of the next section,
+    `share` units each, of `units` per head of dK. The ones before do not, as what they cleared might have
+    left the L2 cache when that section begins, nor do the last ones: all is to be cleared then. heads: of dK,
+    in all sections."""
 
     begin: Int32
     tiles: Int32
@@ -46,7 +47,7 @@ class Clearer:
         self.scheduler = scheduler
 
     def of(self, grid: KeyGrid, arguments: BackwardArguments) -> Clearing:
-        """What blocks clear, on the host, which divides."""
+        """Work of the blocks, found on the host, which divides."""
         assert grid.sections is not None
         most = grid.tiles.divisor
         begin, tiles = most * 3 // 8, cutlass.max(most // 2, Int32(1))

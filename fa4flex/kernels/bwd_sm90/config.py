@@ -161,7 +161,7 @@ class Config:
         return tuple(found)
 
     def dq_added(self, w: Any) -> tuple[int, ...]:
-        """How many numbers of each product are added to sums: eight columns lie together, and those that are
+        """Numbers of each product that are added to sums: eight columns lie together, and those that are
         padding behind all others."""
         counts = tuple(count for _, count in self.dq_numbers(w))
         if self.columns is None or self.transposes_dq or not isinstance(w, int):

@@ -240,7 +240,7 @@ def _clearer(config: Config) -> Role:
 
 
 def _received(config: Config) -> tuple[Events, Events]:
-    """What a warp does to know its first tile of keys, and each following one. All come from the counter
+    """Events by which a warp learns its first tile of keys, and each following one. All come from the counter
     where blocks clear; else the first one is the block's own number."""
     if not config.persistent:
         return (), ()

@@ -36,7 +36,7 @@ TOTALS = HANDED
 FEW_AT = TOTALS + len(Noted._fields)
 MANY_AT = FEW_AT + len(Place._fields)
 SPARE = HANDED + NOTED - MANY_AT - len(Place._fields)
-"""Where a warp notes totals, and the place of its last tile of each kind; and how many are left."""
+"""Places where a warp notes totals, and its last tile of each kind; and how many are left."""
 
 
 @cute.jit
