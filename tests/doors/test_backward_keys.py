@@ -89,7 +89,7 @@ BACKWARD: dict[str, Callable[[Step], Step]] = {
     "needs both, the other way round": lambda x: (*x[:2], (1, 0)),
 }
 NAMES = SCHEMAS["backward"].names
-FOUND = tuple(range(NAMES.index("lse2"), NAMES.index("dv_parts") + 1))
+FOUND = (*range(NAMES.index("lse2"), NAMES.index("dv_parts") + 1), NAMES.index("cleared"))
 """Positions of the results and workspaces among the arguments; gradients of captured tensors are at SUMS."""
 SUMS, TABLES, TURNS, OPERANDS = (NAMES.index(x) for x in ("gradients", "tables", "turns", "operands"))
 

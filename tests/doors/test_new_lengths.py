@@ -285,7 +285,7 @@ def alike(schema: Schema, given: tuple[Any, ...]) -> list[Any]:
     """Arguments, of tensors made for the launch what they look like."""
     made = (
         *("out", "lse", "max_scores", "workspace", "lse2", "delta", "dq_sum", "dq", "dk", "dv"),
-        *("dk_parts", "dv_parts"),
+        *("dk_parts", "dv_parts", "cleared"),
     )
 
     def shown(name: str, x: Any) -> Any:
