@@ -14,11 +14,14 @@ from pathlib import Path
 
 WIDTH, LEFT, LANE, GAP = 960, 70, 14, 8
 COLOURS = {"attention": "#3b7dd8", "other": "#8a94a6", "exchange": "#f2a73b"}
+Span = tuple[float, float, str]
+"""Begin and end in microseconds, and "attention", "exchange" or "other"."""
+
 LEAST = 0.25
 """Width of a span, in pixels, below which it is drawn with the one before."""
 
 
-def picture(ranks: list[list[tuple[float, float, str]]]) -> str:
+def picture(ranks: list[list[Span]]) -> str:
     """SVG of the spans of all GPUs, in microseconds, by one clock for each."""
     end = max(hi for spans in ranks for _, hi, _ in spans)
     first = min(lo for spans in ranks for lo, _, _ in spans)
@@ -43,11 +46,11 @@ def picture(ranks: list[list[tuple[float, float, str]]]) -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
-def joined(spans: list[tuple[float, float, str]], least: float) -> list[tuple[float, float]]:
-    """Spans as ranges; those nearer to each other than `least` are one."""
+def joined(spans: list[Span], least: float = 0.0) -> list[tuple[float, float]]:
+    """Spans as ranges; those no farther from each other than `least` are one."""
     found: list[tuple[float, float]] = []
     for lo, hi, _ in sorted(spans):
-        if found and lo - found[-1][1] < least:
+        if found and lo - found[-1][1] <= least:
             found[-1] = found[-1][0], max(hi, found[-1][1])
         else:
             found.append((lo, hi))

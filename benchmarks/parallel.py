@@ -413,6 +413,17 @@ def table(row: Row, found: dict[str, dict[str, Any]], seconds: float) -> str:
     return "\n".join([*lines, f"  the row took {seconds:.1f} s"])
 
 
+def begin(kind: str) -> tuple[torch.device, DeviceMesh]:
+    """This rank's device, "cuda" or "cpu", and the mesh of all ranks."""
+    device = torch.device(kind, int(os.environ["LOCAL_RANK"]) if kind == "cuda" else None)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+    return device, init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("cp",))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
@@ -427,13 +438,7 @@ def main() -> None:
     parser.add_argument("--scale", type=int, default=1, help="what lengths and windows are divided by")
     parser.add_argument("--out", type=Path, help="where to write all numbers, as JSON")
     given = parser.parse_args()
-    device = torch.device(given.device, int(os.environ["LOCAL_RANK"]) if given.device == "cuda" else None)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(1)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("cp",))
+    device, mesh = begin(given.device)
     wanted, ways, margins = ([x for x in y.split(",") if x] for y in (given.rows, given.ways, given.margins))
     every: dict[str, Any] = {}
     for name, row in rows(given.scale, str(device)).items():

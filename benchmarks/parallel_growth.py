@@ -17,17 +17,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from parallel import Bench, Row, Way, measured, table
-from torch.distributed.device_mesh import init_device_mesh
+from draw_spans import Span, joined
+from parallel import Bench, Row, Way, begin, measured, table
 
 import fa4flex
 from fa4flex import variants as v
@@ -38,9 +36,6 @@ WAYS = "fa4flex", "fa4flex, heads", "torch"
 NAMES = "causal", "16 documents", "sliding 4k", "ALiBi-causal"
 LINK = 281e9
 """Bytes per second that an H200 receives from others of its host, measured by an all-to-all of two."""
-
-Span = tuple[float, float, str]
-"""Begin and end in microseconds, and "attention", "exchange" or "other"."""
 
 
 def rows(tokens: int, ranks: int, scale: int, device: str) -> list[tuple[Row, Row]]:
@@ -72,32 +67,24 @@ def asked(name: str, wanted: list[str]) -> bool:
     return name in wanted or any(part in name for part in wanted if part not in NAMES)
 
 
-def pairs(row: Row, ranks: int) -> list[float]:
-    """Pairs of a head that each rank computes."""
-    return plan(fa4flex.compile(**row.variant), row.tokens, ranks, heads=row.heads).placement.loads
-
-
 def judge(bench: Bench, ranks: int, found: dict[str, dict[str, Any]], link: float) -> str:
     """Add efficiencies, and say what the planner predicts."""
-    (one,), loads = pairs(bench.alone, 1), pairs(bench.row, ranks)
-    seconds = found["one GPU"]["ms"] / 1e3
-    for x in found.values():
-        if "ms" in x and x is not found["one GPU"]:
-            x["efficiency"] = sum(loads) / ranks / x["ms"] * found["one GPU"]["ms"] / one
-    for name in [n for n in found if "one GPU" in n]:
-        found[name].pop("efficiency", None)
-    model = Model(bench.row.heads, bench.row.kv_heads)
-    flops = 2 * PASSES * model.heads * (model.dim + model.dim_v) * one / seconds
-    attn = fa4flex.compile(**bench.row.variant)
+    row, alone = bench.row, bench.alone
+    (one,) = plan(fa4flex.compile(**alone.variant), alone.tokens, 1, heads=alone.heads).placement.loads
     kinds = (None, "contiguous", "head-tail")
-    plans = [plan(attn, bench.row.tokens, ranks, heads=bench.row.heads, placement=kind) for kind in kinds]
+    plans = [plan(bench.attn, row.tokens, ranks, heads=row.heads, placement=kind) for kind in kinds]
+    each, ms = sum(plans[0].placement.loads) / ranks, found["one GPU"]["ms"]
+    for name, x in found.items():
+        if "ms" in x and "one GPU" not in name:
+            x["efficiency"] = each / x["ms"] * ms / one
+    model = Model(row.heads, row.kv_heads)
+    flops = 2 * PASSES * model.heads * (model.dim + model.dim_v) * one / (ms / 1e3)
     estimate = estimates(plans[0], Machine(flops, link), model, plans[1], plans[2])[0]
-    low, high = (1e3 * x for x in estimate.seconds)
-    ms = found["fa4flex"]["ms"]
+    (low, high), took = (1e3 * x for x in estimate.seconds), found["fa4flex"]["ms"]
     found["fa4flex"] |= {"predicted": (low, high), "tflops": flops / 1e12}
     return (
-        f"  predicted {low:.2f} (all hidden) to {high:.2f} ms (nothing hidden), measured {ms:.2f}: "
-        f"{ms / low:.3f} and {ms / high:.3f} of these"
+        f"  predicted {low:.2f} (all hidden) to {high:.2f} ms (nothing hidden), measured {took:.2f}: "
+        f"{took / low:.3f} and {took / high:.3f} of these"
     )
 
 
@@ -119,27 +106,14 @@ def spans_of(way: Way, bench: Bench) -> list[Span]:
 
 def kind_of(kernel: str) -> str:
     """Kind of a kernel, by its name."""
-    if "ncclDevKernel" in kernel or "nccl" in kernel.lower():
+    if "nccl" in kernel.lower():
         return "exchange"
     return "attention" if "fwd_sm" in kernel or "bwd_sm" in kernel else "other"
 
 
-def covered(spans: Iterable[Span], kind: str) -> list[tuple[float, float]]:
-    """The time in which some kernel of a kind runs, as ranges apart from each other."""
-    found: list[tuple[float, float]] = []
-    for lo, hi, its in sorted(spans):
-        if its != kind:
-            continue
-        if found and lo <= found[-1][1]:
-            found[-1] = found[-1][0], max(hi, found[-1][1])
-        else:
-            found.append((lo, hi))
-    return found
-
-
 def overlap(spans: list[Span]) -> tuple[float, float]:
     """Microseconds of exchanges, and those of them in which attention runs as well."""
-    moving, working = covered(spans, "exchange"), covered(spans, "attention")
+    moving, working = (joined([x for x in spans if x[2] == kind]) for kind in ("exchange", "attention"))
     both = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in moving for b in working)
     return sum(hi - lo for lo, hi in moving), both
 
@@ -166,14 +140,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="where to write all numbers, as JSON")
     parser.add_argument("--profile", type=Path, help="where to write spans of kernels, as JSON")
     given = parser.parse_args()
-    device = torch.device(given.device, int(os.environ["LOCAL_RANK"]) if given.device == "cuda" else None)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(1)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    device, mesh = begin(given.device)
     ranks = dist.get_world_size()
-    mesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("cp",))
     wanted = [x for x in given.rows.split(",") if x]
     every: dict[str, Any] = {}
     spans: dict[str, Any] = {}

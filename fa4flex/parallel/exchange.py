@@ -308,9 +308,8 @@ def _neighbours(rectangles: tuple[Rectangle, ...], whole: frozenset[Range]) -> t
     for x in rectangles:
         last = found[-1] if found and x.queries in alone else None
         keys = x.keys if last is None else (min(last.keys[0], x.keys[0]), max(last.keys[1], x.keys[1]))
-        if last is None or last.queries[1] != x.queries[0] or keys not in (last.keys, x.keys):
-            found.append(x)
-        elif last.queries in alone:
+        next_to = last is not None and last.queries in alone and last.queries[1] == x.queries[0]
+        if last is not None and next_to and keys in (last.keys, x.keys):
             found[-1] = Rectangle((last.queries[0], x.queries[1]), keys)
             alone.add(found[-1].queries)
         else:
