@@ -148,6 +148,27 @@ class Consumer:
         """Scores, softmax and values of one key tile."""
         k_state, v_state = states
         kv_first = key_tile * self.config.tile_n
+        self.softmax(products, rows, pipes, (key_tile, masked), k_state)
+        pipes.v.consumer_wait(v_state)
+        if const_expr(masked):
+            self.clear_past_end(products, rows[0], kv_first, v_state)
+        multiply(products.values, products.out, products.p, products.v[None, None, None, v_state.index], True)
+        warpgroup.wait_group(0)
+        pipes.v.consumer_release(v_state)
+        k_state.advance()
+        v_state.advance()
+        return k_state, v_state
+
+    def softmax(
+        self,
+        products: Products,
+        rows: tuple[Mine, ...],
+        pipes: Pipes,
+        keys: tuple[Int32, bool],
+        k_state: pipeline.PipelineState,
+    ) -> None:
+        """Scores and probabilities of one key tile. keys: its number, and whether it is masked."""
+        key_tile, masked = keys
         scores, grids, early = self.begin(products, rows, key_tile, masked)
         pipes.k.consumer_wait(k_state)
         k = products.k[None, None, None, k_state.index]
@@ -158,15 +179,6 @@ class Consumer:
         self.take_maxima(products.out, rows, grids)
         self.probabilities(rows, grids)
         narrow(as_operand(scores), products.p)
-        pipes.v.consumer_wait(v_state)
-        if const_expr(masked):
-            self.clear_past_end(products, rows[0], kv_first, v_state)
-        multiply(products.values, products.out, products.p, products.v[None, None, None, v_state.index], True)
-        warpgroup.wait_group(0)
-        pipes.v.consumer_release(v_state)
-        k_state.advance()
-        v_state.advance()
-        return k_state, v_state
 
     def begin(
         self, products: Products, rows: tuple[Mine, ...], key_tile: Int32, masked: bool

@@ -163,16 +163,7 @@ class FewRows(consumer.Consumer):
         k_state: Any,
     ) -> States:
         """Scores and softmax of the first keys; their values follow in the next step."""
-        scores, grids, early = self.begin(products, rows, half, True)
-        pipes.k.consumer_wait(k_state)
-        k = products.k[None, None, None, k_state.index]
-        multiply(products.scores, scores, products.q, k, self.hooks.start is not None)
-        warpgroup.wait_group(0)
-        pipes.k.consumer_release(k_state)
-        self.modify(rows, grids, early, half, True)
-        self.take_maxima(products.out, rows, grids)
-        self.probabilities(rows, grids)
-        narrow(as_operand(scores), products.p)
+        self.softmax(products, rows, pipes, (half, True), k_state)
         v_state = k_state.clone()
         k_state.advance()
         return k_state, v_state
