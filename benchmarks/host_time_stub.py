@@ -19,6 +19,7 @@ import torch
 from host_calls import Call, rows
 
 from fa4flex import contents, lower
+from fa4flex.codegen.plan.arguments import COUNTERS
 from fa4flex.codegen.plan.target import SM90A
 from fa4flex.primitives import paging as paging_module
 from fa4flex.primitives import varlen as varlen_module
@@ -43,9 +44,9 @@ class Standin:
 
 def stand_in() -> None:
     """Make calls of CPU tensors go the way of a GPU's, up to the launches and without these."""
-    zeros = torch.zeros(2, dtype=torch.int32)
+    zeros = torch.zeros(COUNTERS, dtype=torch.int32)
     for module in (ready, ready_backward, fast_path):
-        mock.patch.object(module, "counter", lambda device: zeros).start()
+        mock.patch.object(module, "counters", lambda device: zeros).start()
     for module in (engine, in_place):
         mock.patch.object(module, "target_of", lambda device: SM90A).start()
     for module in (contents, varlen_module, paging_module):

@@ -12,6 +12,7 @@ from test_gpu_calls import Recorder
 from torch import Tensor
 
 from fa4flex import lower as lower_module
+from fa4flex.codegen.plan.arguments import COUNTERS
 from fa4flex.codegen.plan.target import SM90A
 from fa4flex.runtime import launch, programs
 from fa4flex.runtime.cuda import engine as engine_module
@@ -27,11 +28,11 @@ S, HEADS = 300, 4
 
 def recording(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     """Recorder of compilations and launches, forward and backward, from now on."""
-    recorder, zeros = Recorder(), torch.zeros(2, dtype=torch.int32)
+    recorder, zeros = Recorder(), torch.zeros(COUNTERS, dtype=torch.int32)
     monkeypatch.setattr(lower_module, "compile_kernel", recorder.compile)
     monkeypatch.setattr(lower_module, "compile_ahead", lambda *given: None)
     for module in (ready_module, ready_backward, again_module):
-        monkeypatch.setattr(module, "counter", lambda device: zeros)
+        monkeypatch.setattr(module, "counters", lambda device: zeros)
     monkeypatch.setattr(engine_module, "target_of", lambda device: SM90A)
     return recorder
 

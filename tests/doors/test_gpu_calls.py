@@ -21,7 +21,7 @@ from fa4flex.codegen.analyze.tilemap import PARTIAL
 from fa4flex.codegen.analyze.tiles import Shape, tile_map
 from fa4flex.codegen.evaluate import Captured, PastTheEnd, evaluate
 from fa4flex.codegen.expr import FALSE, Expr, apply, const, load, sym
-from fa4flex.codegen.plan.arguments import SEQUENCES
+from fa4flex.codegen.plan.arguments import COUNTERS, SEQUENCES
 from fa4flex.codegen.plan.problem import Problem
 from fa4flex.codegen.plan.target import SM90A
 from fa4flex.compiler.signature import Signature
@@ -190,7 +190,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     monkeypatch.setattr(lower_module, "compile_kernel", recorder.compile)
     monkeypatch.setattr(lower_module, "compile_ahead", lambda *given: None)
     monkeypatch.setattr(engine_module, "target_of", lambda device: SM90A)
-    monkeypatch.setattr(ready_module, "counter", lambda device: torch.zeros(2, dtype=torch.int32))
+    monkeypatch.setattr(ready_module, "counters", lambda device: torch.zeros(COUNTERS, dtype=torch.int32))
     yield recorder
 
 

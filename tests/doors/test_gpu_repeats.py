@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fa4flex
 from fa4flex import lower as lower_module
-from fa4flex.codegen.plan.arguments import FORWARD
+from fa4flex.codegen.plan.arguments import COUNTERS, FORWARD
 from fa4flex.codegen.plan.target import SM90A
 from fa4flex.runtime.cuda import engine as engine_module
-from fa4flex.runtime.cuda.device import counter as counter_module
+from fa4flex.runtime.cuda.device import counters as counters_module
 from fa4flex.runtime.cuda.launches import ready as ready_module
 from fa4flex.runtime.cuda.repeats import fast_path as again_module
 from fa4flex.runtime.cuda.repeats.fast_path import FastPath
@@ -27,12 +27,12 @@ from fa4flex.variants import causal, document, sliding_window
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
-    recorder, counter = Recorder(), torch.zeros(2, dtype=torch.int32)
+    recorder, zeros = Recorder(), torch.zeros(COUNTERS, dtype=torch.int32)
     monkeypatch.setattr(lower_module, "compile_kernel", recorder.compile)
     monkeypatch.setattr(lower_module, "compile_ahead", lambda *given: None)
     monkeypatch.setattr(engine_module, "target_of", lambda device: SM90A)
     for module in (ready_module, again_module):
-        monkeypatch.setattr(module, "counter", lambda device: counter)
+        monkeypatch.setattr(module, "counters", lambda device: zeros)
     yield recorder
 
 
@@ -41,20 +41,20 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
 
 def test_a_stream_has_a_counter_and_a_captured_launch_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     stream, capturing = [0], [False]
-    monkeypatch.setattr(counter_module, "_counters", {})
-    monkeypatch.setattr(counter_module, "_current_stream", lambda device: stream[0])
-    monkeypatch.setattr(counter_module, "_capturing", lambda device: capturing[0])
-    monkeypatch.setattr(counter_module, "_zeros", lambda device: torch.zeros(2, dtype=torch.int32))
-    default = counter_module.counter(0)
-    assert counter_module.counter(0) is default and counter_module.counter(1) is not default
+    monkeypatch.setattr(counters_module, "_counters", {})
+    monkeypatch.setattr(counters_module, "_current_stream", lambda device: stream[0])
+    monkeypatch.setattr(counters_module, "_capturing", lambda device: capturing[0])
+    monkeypatch.setattr(counters_module, "_zeros", lambda device: torch.zeros(COUNTERS, dtype=torch.int32))
+    default = counters_module.counters(0)
+    assert counters_module.counters(0) is default and counters_module.counters(1) is not default
     stream[0] = 77
-    other = counter_module.counter(0)
-    assert other is not default and counter_module.counter(0) is other
+    other = counters_module.counters(0)
+    assert other is not default and counters_module.counters(0) is other
     capturing[0] = True
-    captured = [counter_module.counter(0) for _ in range(2)]
+    captured = [counters_module.counters(0) for _ in range(2)]
     assert len({id(x) for x in (default, other, *captured)}) == 4
     capturing[0] = False
-    assert counter_module.counter(0) is other
+    assert counters_module.counters(0) is other
 
 
 def test_only_kernels_that_count_get_a_counter(recorder: Recorder) -> None:
@@ -64,7 +64,7 @@ def test_only_kernels_that_count_get_a_counter(recorder: Recorder) -> None:
         ready = engine.find(call)
         assert ready is not None
         launched = dict(zip(FORWARD.names, recorder.launches[-1], strict=True))
-        assert (launched["counter"] is not None) == ready.counted
+        assert (launched["counters"] is not None) == ready.counted
         assert ready.counted or not counts
 
 

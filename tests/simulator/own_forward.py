@@ -13,6 +13,7 @@ from mutants import Mutant, can_matter, clean_to_its_end, mutants
 from torch import Tensor
 
 import fa4flex
+from fa4flex.codegen.plan.arguments import COUNTERS
 from fa4flex.compiler.simulated import simulated
 from fa4flex.runtime.cuda.launches import ready
 from fa4flex.simulator.doors.capture import capturing
@@ -26,12 +27,12 @@ TIMINGS = (("late", 1), ("eager", 0), ("random", 2), ("random", 3))
 
 @dataclass(frozen=True, eq=False)
 class Own(Captured):
-    """A launch of this library's kernel. A launch that does not end leaves the counter of tiles as it is."""
+    """A launch of this library's kernel. A launch that does not end leaves its counters as they are."""
 
-    counter: Tensor
+    counters: Tensor
 
     def run(self, timing: str, seed: int, program: Program | None = None) -> Result:
-        self.counter.zero_()
+        self.counters.zero_()
         return super().run(timing, seed, program)
 
     def clean(self, timing: str, seed: int, program: Program | None = None) -> bool:
@@ -58,15 +59,15 @@ def captured_forward(
     k, v = (torch.randn(size.batch, size.kv_len, size.heads, size.dim).bfloat16() for _ in range(2))
     attn = fa4flex.compile(mask=causal if masked else None, layout="bshd")
     seen: list[Launch] = []
-    counter = torch.zeros(2, dtype=torch.int32)
+    counters = torch.zeros(COUNTERS, dtype=torch.int32)
     with (
         torch.no_grad(),
         planned or contextlib.nullcontext(),
-        patch.object(ready, "counter", lambda device: counter),
+        patch.object(ready, "counters", lambda device: counters),
         capturing(arch, seen.append, None if planned else 1),
         simulated(arch),
     ):
         out: Any = attn(q, k, v)
     (launch,) = seen
     assert launch.grid == (1, 1, 1)
-    return Own(launch, q, k, v, out, masked, counter)
+    return Own(launch, q, k, v, out, masked, counters)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import fa4flex
 from fa4flex import Schedule, Sinks, simulator
+from fa4flex.codegen.plan.arguments import COUNTERS
 from fa4flex.codegen.plan.signals import rows_of
 from fa4flex.codegen.plan.topology import Event, NamedBarrier, Topology
 from fa4flex.kernels.mixed_sm90.plan import MixedPlan
@@ -126,15 +127,15 @@ def test_chunks_alone_take_all_heads_of_the_longest_tile_first() -> None:
 
 def test_a_block_takes_its_next_tile_when_it_has_asked_for_all_keys() -> None:
     """One that is taken before waits for the end of this one, while other blocks run out of tiles."""
-    counter, taken, note = torch.zeros(2, dtype=torch.int32), [], Trace.note
+    counters, taken, note = torch.zeros(COUNTERS, dtype=torch.int32), [], Trace.note
 
     def noted(trace: Trace, warp: Warp, event: Any) -> None:
         if isinstance(event, Loaded) and warp.index == 0:
-            taken.append(int(counter[0]))
+            taken.append(int(counters[0]))
         note(trace, warp, event)
 
     given = chunks(drawn(Size(heads=1, kv_heads=1, lengths=(500,))), (128,))
-    told = patch.object(ready, "counter", lambda device: counter), patch.object(Trace, "note", noted)
+    told = patch.object(ready, "counters", lambda device: counters), patch.object(Trace, "note", noted)
     with patch.object(MixedPlan, "topology", MixedPlan.many), told[0], told[1]:
         check(CAUSAL, given, sms=1)
     assert taken and not any(taken)
@@ -162,8 +163,8 @@ BATCHES: dict[str, tuple[tuple[int, ...], int]] = {
 def test_launches_leave_their_counters_at_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     """One after another on the same counters, as replays of a CUDA graph; a tile that was left out, or taken
     twice, would be wrong."""
-    counter = torch.zeros(2, dtype=torch.int32)
-    monkeypatch.setattr(ready, "counter", lambda device: counter)
+    counters = torch.zeros(COUNTERS, dtype=torch.int32)
+    monkeypatch.setattr(ready, "counters", lambda device: counters)
     for name, (queries, sms) in BATCHES.items():
         lengths = tuple(n + random.choice((0, 30)) for n in queries)
         given = drawn(Size(heads=2, kv_heads=1, lengths=lengths))
@@ -171,7 +172,7 @@ def test_launches_leave_their_counters_at_zero(monkeypatch: pytest.MonkeyPatch) 
         # Programs are made for a chip, and not for another: each has one of its own.
         attn = fa4flex.compile(mask=causal, schedule=Schedule(split=(1 << 24) + sms))
         check(attn, chunks(given, queries, taken), sms)
-        assert not counter.any(), name
+        assert not counters.any(), name
 
 
 def test_who_asks_for_an_order_gets_the_kernel_for_many_rows() -> None:

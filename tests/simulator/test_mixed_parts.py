@@ -18,7 +18,7 @@ from torch import Tensor
 
 import fa4flex
 from fa4flex import Paging, Schedule, Varlen, simulator
-from fa4flex.codegen.plan.arguments import COUNTERS, TAKEN
+from fa4flex.codegen.plan.arguments import COUNTERS
 from fa4flex.kernels.mixed_sm90.config import LEAST, MOST_SPLIT, WAVES
 from fa4flex.kernels.mixed_sm90.plan import MixedPlan
 from fa4flex.kernels.mixed_sm90.splitting import MixedSplitting
@@ -107,7 +107,7 @@ def test_changed_lengths_are_split_anew(monkeypatch: pytest.MonkeyPatch) -> None
     """The same tensors with other contents, as replays of a CUDA graph have them: another sequence is long,
     and another one has many queries. Each launch leaves the counters, which they share, at zero."""
     counters = torch.zeros(COUNTERS, dtype=torch.int32)
-    monkeypatch.setattr(ready, "counter", lambda device: counters[:TAKEN])
+    monkeypatch.setattr(ready, "counters", lambda device: counters)
     given = chunks(drawn(Size(heads=4, kv_heads=1, lengths=(LONG, 150, 700))), (1, 70, 2))
     check(CAUSAL, given)
     assert not counters.any()

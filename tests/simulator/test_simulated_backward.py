@@ -18,7 +18,7 @@ from pairs import hopper_pairs, long_steps
 from torch import Tensor
 
 import fa4flex
-from fa4flex.codegen.plan.arguments import SCHEMAS
+from fa4flex.codegen.plan.arguments import COUNTERS, SCHEMAS
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.sinks import Sinks
 from fa4flex.runtime.cuda.launches import ready_backward
@@ -205,18 +205,18 @@ def test_wide_heads_and_lengths(width: Width, kv_heads: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("width", "width_v"), [(64, 64), (160, 160), (192, 128)])
 def test_blocks_take_tile_after_tile(width: int, width_v: int) -> None:
-    """Nine tiles of keys or more, some of which no query sees, by three blocks, which leave the counter as it
-    was."""
+    """Nine tiles of keys or more, some of which no query sees, by three blocks, which leave the counters as
+    they were."""
     composition = COMPOSED["unseen keys"]
     sizes = (130, width), (300, width), (300, width_v)
     qkv = tuple(torch.randn(1, 3, *size).bfloat16() for size in sizes)
     dout, dlse = torch.randn(1, 3, 130, width_v).bfloat16(), torch.randn(1, 3, 130)
-    attn, shared = fa4flex.compile(**composition), torch.zeros(2, dtype=torch.int32)
+    attn, shared = fa4flex.compile(**composition), torch.zeros(COUNTERS, dtype=torch.int32)
     for timing in ("eager", "late", "random"):
         with (
             poisoned(),
             hopper_pairs(False),  # whose blocks are not persistent
-            patch.object(ready_backward, "counter", lambda device: shared),
+            patch.object(ready_backward, "counters", lambda device: shared),
             fa4flex.simulator.device("sm_90a", random.randrange(99), timing, sms=SMS) as gpu,
         ):
             got = gradients(attn, qkv, dout, dlse)

@@ -21,8 +21,7 @@ Dimension = str | int
 
 
 TAKEN, COUNTERS = 2, 4096
-"""Numbers of int32 that are zero before and after each launch: those that tiles are taken by, which kernels
-are handed as `counter`, and all, of which these are the first."""
+"""Counters of a launch, int32, zero before and after it: those by which blocks take tiles, and all."""
 
 
 @dataclass(frozen=True)
@@ -297,7 +296,7 @@ FORWARD = Schema(
         SCALARS,
         SCALE,
         Argument("max_q_len", Number("int"), "launch"),
-        Argument("counter", Array("int32", (2,)), "launch", lambda one: one.config.dynamic),
+        Argument("counters", Array("int32", (COUNTERS,)), "launch", lambda one: one.config.dynamic),
         Argument("order", Array("int32", ("tiles", 2)), "launch", None),
         Argument("splits", Number("int"), "launch", _splits, ("kernel", MERGE)),
         Argument(
@@ -342,7 +341,7 @@ BACKWARD = Schema(
         Argument("scale_log2", Number(), computed=lambda given: given["scale"] * math.log2(math.e)),
         Argument("gradients", Captured("gradients"), "launch"),
         Argument("cleared", Array("int32", ("batch", "q_heads")), "launch", _clears, (BEFORE, MAIN)),
-        Argument("counter", Array("int32", (2,)), "launch", lambda one: one.config.persistent),
+        Argument("counters", Array("int32", (COUNTERS,)), "launch", lambda one: one.config.persistent),
     )
 )
 BLOCK_TABLES = Schema(

@@ -50,8 +50,8 @@ class Turns(_Turns):
 class Arguments(_Arguments):
     """q, k, v, out [B, S, H, D], or packed [T, H, D]; any strides whose last is 1.
     lse, max_scores float32 [B, H, S], or packed [H, T]; lengths are int32 vectors; None where absent.
-    counter int32 [2], zero: tiles taken, blocks done. A launch leaves it zero, and may not share it with
-    another that runs at the same time.
+    counters int32 [COUNTERS], zero: tiles taken, blocks done, and what a kernel counts besides. A launch
+    leaves them zero, and may not share them with another that runs at the same time.
     order int32 [tiles, 2]: of a ragged batch, the sequence and the number in it of each tile of queries, as
     they are to be computed one after another; behind the last, the sequence is the number of sequences.
     """
@@ -73,5 +73,5 @@ class BackwardArguments(_BackwardArguments):
     gradients: of captured tensors, [copies, shape...], zero at first; the sum of its copies is a gradient.
     cleared: int32 [B, H], zero at first, of which the first numbers count for each section of heads how many
     tiles of keys have cleared their share of its sums; these are contiguous then, and not zero.
-    counter: from which persistent blocks take tiles of keys.
+    counters: from which persistent blocks take tiles of keys.
     """

@@ -151,7 +151,7 @@ class BackwardTileScheduler:
                 # for one that has not begun.
                 begun = Int32(0)
                 if const_expr(takes):
-                    number = take(arguments.counter, begun)
+                    number = take(arguments.counters, begun)
                     publish(number, next_tile, Int32(1))
                 else:
                     number = receive(next_tile, Int32(0))
@@ -161,13 +161,13 @@ class BackwardTileScheduler:
                 told = phase ^ 1 if const_expr(self.config.clears) else phase
                 if const_expr(takes):
                     # Not before: what a block took at the start of a long tile would wait for its end.
-                    number = take(arguments.counter, begun)
+                    number = take(arguments.counters, begun)
                     publish(number, next_tile, told ^ 1)
                 else:
                     number = receive(next_tile, told)
                 phase ^= 1
             if const_expr(takes):
-                finish(arguments.counter, cute.arch.grid_dim()[0])
+                finish(arguments.counters, cute.arch.grid_dim()[0])
         else:
             carry = body(self.work(number, grid, arguments), phase, carry)
         return carry

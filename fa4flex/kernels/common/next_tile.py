@@ -1,4 +1,4 @@
-"""Tiles that persistent blocks take from a counter, int32 [2], zero before and after each launch: how many
+"""Tiles that persistent blocks take by the first counters of a launch, zero before and after it: how many
 were taken, and how many blocks have run out of them."""
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ class NextTile:
 
 
 @cute.jit
-def take(counter: cute.Tensor, stride: Int32) -> Int32:
+def take(counters: cute.Tensor, stride: Int32) -> Int32:
     """One warp's: the number of this block's next tile. The first `stride` tiles are those that blocks begin
     with."""
     taken = Int32(0)
     if cute.arch.lane_idx() == 0:
-        taken = cute.arch.atomic_add(counter.iterator, Int32(1), sem="relaxed", scope="gpu")
+        taken = cute.arch.atomic_add(counters.iterator, Int32(1), sem="relaxed", scope="gpu")
     return stride + cute.arch.shuffle_sync(taken, 0)
 
 
@@ -49,10 +49,10 @@ def receive(next_tile: cutlass.Constexpr[NextTile], phase: Int32) -> Int32:
 
 
 @cute.jit
-def finish(counter: cute.Tensor, blocks: Int32) -> None:
-    """The taking warp's: the last block to run out of tiles leaves the counter as it was found."""
+def finish(counters: cute.Tensor, blocks: Int32) -> None:
+    """The taking warp's: the last block to run out of tiles leaves them as they were found."""
     if cute.arch.lane_idx() == 0:
-        done = cute.arch.atomic_add(counter.iterator + 1, Int32(1), sem="acq_rel", scope="gpu")
+        done = cute.arch.atomic_add(counters.iterator + 1, Int32(1), sem="acq_rel", scope="gpu")
         if done == blocks - 1:
-            counter[0] = Int32(0)
-            counter[1] = Int32(0)
+            counters[0] = Int32(0)
+            counters[1] = Int32(0)

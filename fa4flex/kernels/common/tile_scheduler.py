@@ -85,7 +85,7 @@ class TileScheduler:
         """One warp's: the number of this block's next tile."""
         following = number + self.stride()
         if const_expr(self.config.dynamic):
-            following = take(arguments.counter, self.stride())
+            following = take(arguments.counters, self.stride())
         return following
 
     @cute.jit
@@ -104,9 +104,9 @@ class TileScheduler:
 
     @cute.jit
     def finish(self, arguments: Arguments) -> None:
-        """The taking warp's: the last block to run out of tiles leaves the counter as it was found."""
+        """The taking warp's: the last block to run out of tiles leaves the counters as they were found."""
         if const_expr(self.config.dynamic):
-            finish(arguments.counter, self.stride())
+            finish(arguments.counters, self.stride())
 
     def place(self, work: Work, grid: Grid, arguments: Arguments) -> At:
         """Hook arguments for a tile, with the uniform terms."""

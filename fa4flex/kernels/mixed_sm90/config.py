@@ -18,7 +18,7 @@ read four at a time."""
 
 MOST_SPLIT = (COUNTERS - TAKEN) // 4
 """Tiles of few rows with several parts, at most: each 16 of their rows have a counter of parts that are
-done."""
+done, behind those of tiles."""
 
 WAVES = 4
 """Parts of all work for each multiprocessor: of a sequence with few rows, blocks share keys in parts of so

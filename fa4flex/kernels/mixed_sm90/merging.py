@@ -35,7 +35,7 @@ class Merging:
         """One warp's, which has written its rows of a part. `lane`: of its warpgroup."""
         cut = one[1]
         warp, lane = cute.arch.make_warp_uniform(lane // 32), lane % 32
-        place = arguments.counter.iterator + (TAKEN + 4 * cut.split + warp)
+        place = arguments.counters.iterator + (TAKEN + 4 * cut.split + warp)
         cute.arch.fence_acq_rel_gpu()
         cute.arch.sync_warp()
         done = Int32(0)

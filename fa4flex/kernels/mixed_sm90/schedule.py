@@ -93,7 +93,7 @@ class MixedScheduler(TileScheduler):
                 hand(Handed(Int32(MANY), work, nothing().cut), next_tile, phase)
                 carry = of_many(work, phase, carry)
             # Not before the keys of this tile are asked for: as of `TileScheduler.walk`.
-            number = take(arguments.counter, self.stride())
+            number = take(arguments.counters, self.stride())
             phase ^= 1
         hand(nothing(), next_tile, phase)
         self.finish(arguments)

@@ -41,7 +41,7 @@ from fa4flex.runtime.cuda.calls.arguments import conversions_of, launch_function
 from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, NO_PAGES, Call
 from fa4flex.runtime.cuda.calls.signatures import numbers_of, signature_of
 from fa4flex.runtime.cuda.device import faults
-from fa4flex.runtime.cuda.device.counter import capture_of
+from fa4flex.runtime.cuda.device.counters import capture_of
 from fa4flex.runtime.cuda.device.device import require_not_capturing, target_of
 from fa4flex.runtime.cuda.launches.ready import PARAMETERS, Ready, Results
 from fa4flex.runtime.cuda.repeats.families import Families, Look, look_of

@@ -14,7 +14,7 @@ from fa4flex.codegen.analyze.reach import Extents, Reach, extents_of
 from fa4flex.codegen.plan.splitting import Splitting
 from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Call, SequenceLengths
 from fa4flex.runtime.cuda.device import faults
-from fa4flex.runtime.cuda.device.counter import counter
+from fa4flex.runtime.cuda.device.counters import counters
 from fa4flex.runtime.cuda.tables.lengths import LengthsKernel
 from fa4flex.runtime.layouts import output_layout
 
@@ -50,7 +50,7 @@ class Remembered:
 
 
 PARAMETERS = (
-    "call", "out", "lse", "max_scores", "tables", "max_q_len", "counter", "order", "splits", "workspace",
+    "call", "out", "lse", "max_scores", "tables", "max_q_len", "counters", "order", "splits", "workspace",
     "faults", *SequenceLengths._fields
 )  # fmt: skip
 """Parameters of a Ready's launch function; other arguments are the same for all calls that look alike."""
@@ -102,7 +102,7 @@ class Ready:
         tables = None if self.tables is None else self.tables(call)
         if self.watch is not None:
             self.watch(call)
-        taken = counter(q.get_device()) if self.counted else None
+        taken = counters(q.get_device()) if self.counted else None
         lengths, order = (NO_LENGTHS, None) if self.lengths is None else self.lengths(call)
         splits = parts = None
         if self.splitting is not None:

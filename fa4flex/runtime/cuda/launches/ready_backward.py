@@ -15,7 +15,7 @@ from fa4flex.codegen.plan.groups import Groups
 from fa4flex.codegen.plan.lengths import ROW_BLOCK
 from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Call, SequenceLengths
 from fa4flex.runtime.cuda.calls.conversions import compact
-from fa4flex.runtime.cuda.device.counter import counter
+from fa4flex.runtime.cuda.device.counters import counters
 from fa4flex.runtime.cuda.launches.captured_sums import memory_of, result_of
 from fa4flex.runtime.cuda.tables.lengths import LengthsKernel
 
@@ -44,7 +44,7 @@ class Gradients(NamedTuple):
 
 PARAMETERS = (
     "call", "saved", "lse2", "delta", "dq_sum", "dq", "dk", "dv", "dk_parts", "dv_parts", "tables", "turns",
-    "gradients", "cleared", "counter", *SequenceLengths._fields,
+    "gradients", "cleared", "counters", *SequenceLengths._fields,
 )  # fmt: skip
 """Parameters of a backward launch function; other arguments are the same for all calls that look alike."""
 
@@ -103,7 +103,7 @@ class ReadyBackward:
             tables, turns = None, (done, *(tables or (None, None, None)))
         lengths = NO_LENGTHS if self.lengths is None else self.lengths(call)[0]
         cleared = q.new_empty(of_heads, dtype=torch.int32) if self.clears else None
-        taken = counter(q.get_device()) if self.counted else None
+        taken = counters(q.get_device()) if self.counted else None
         self.launch(call, saved, lse2, delta, dq_sum, *made, tables, turns, sums, cleared, taken, *lengths)
         dsinks = None if call.sinks is None else _of_sinks(call.sinks, call.packed, lse2, delta)
         if sums is None:

@@ -19,11 +19,11 @@ from fa4flex.codegen.trace.paths import Reader
 from fa4flex.runtime.cuda.calls.arguments import launch_function
 from fa4flex.runtime.cuda.calls.call import ALIGNMENT, NO_LENGTHS, NO_PAGES, NO_SCALES, Call
 from fa4flex.runtime.cuda.calls.prepared import prepared
-from fa4flex.runtime.cuda.device.counter import counter
+from fa4flex.runtime.cuda.device.counters import counters
 from fa4flex.runtime.cuda.launches.ready import Ready, Results
 from fa4flex.variant import Variant, default_scale
 
-PARAMETERS = "q", "k", "v", "out", "lse", "max_scores", "tables", "counter", "workspace"
+PARAMETERS = "q", "k", "v", "out", "lse", "max_scores", "tables", "counters", "workspace"
 """Parameters of the launch function of a repeated call."""
 
 
@@ -135,7 +135,7 @@ class FastPath:
         out, lse, largest = (
             (torch.empty_like(q), None, None) if self.plain else ready.results(q, self.layouts)
         )
-        taken = counter(q.get_device()) if ready.counted else None
+        taken = counters(q.get_device()) if ready.counted else None
         parts = None if self.workspace is None else torch.empty_like(self.workspace)
         self.launch(q, k, v, out, lse, largest, tables, taken, parts)
         return out, lse, largest

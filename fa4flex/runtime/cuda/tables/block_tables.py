@@ -21,7 +21,7 @@ from fa4flex.compiler.simulated import simulating
 from fa4flex.contents import VersionedCache
 from fa4flex.runtime.cuda.calls.call import Call
 from fa4flex.runtime.cuda.calls.prepared import prepared
-from fa4flex.runtime.cuda.device.counter import capture_of
+from fa4flex.runtime.cuda.device.counters import capture_of
 from fa4flex.runtime.cuda.device.device import require_not_capturing
 from fa4flex.runtime.cuda.device.graphs import hold_if_captured
 from fa4flex.runtime.cuda.tables.host_tables import BlockTables, TurnTables

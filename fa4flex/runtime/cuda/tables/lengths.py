@@ -23,7 +23,7 @@ from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Call, SequenceLengths
 from fa4flex.runtime.cuda.calls.signatures import Kinds, kinds_of, numbers_of
 from fa4flex.runtime.cuda.device import faults
-from fa4flex.runtime.cuda.device.counter import capture_of
+from fa4flex.runtime.cuda.device.counters import capture_of
 
 if TYPE_CHECKING:
     from fa4flex.lower import Lowered

@@ -1,7 +1,6 @@
-"""The counters from which the blocks of a launch take tiles: int32 [2], zero before and after each launch;
-behind them are others, COUNTERS together.
+"""Counters of launches, int32 [COUNTERS], zero before and after each: blocks take tiles by the first.
 
-Launches on one stream follow each other and share a counter; those on other streams may run at the same time.
+Launches on one stream follow each other and share theirs; those on other streams may run at the same time.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa4flex.codegen.plan.arguments import COUNTERS, TAKEN
+from fa4flex.codegen.plan.arguments import COUNTERS
 from fa4flex.compiler.simulated import simulating
 
 _counters: dict[tuple[int, int], Tensor] = {}
@@ -20,12 +19,12 @@ _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # absent
 """Device index -> handle; torch.cuda.current_stream makes an object first, at several times the cost."""
 
 
-def counter(device: int) -> Tensor:
-    """The counter for a launch on the current stream of CUDA device number `device`."""
+def counters(device: int) -> Tensor:
+    """The counters of a launch on the current stream of CUDA device number `device`."""
     if simulating():
-        return torch.zeros(COUNTERS, dtype=torch.int32)[:TAKEN]
+        return torch.zeros(COUNTERS, dtype=torch.int32)
     stream = _stream(device)
-    # The default stream, 0, cannot be captured. A captured launch has a counter of its own, filled by the
+    # The default stream, 0, cannot be captured. A captured launch has counters of its own, filled by the
     # graph and in the graph's memory: replays may run beside launches on the stream that was captured.
     if stream and _capturing(device):
         return _zeros(device)
@@ -65,7 +64,7 @@ def _stream(device: int) -> int:
 
 
 def _zeros(device: int) -> Tensor:
-    return torch.zeros(COUNTERS, dtype=torch.int32, device=torch.device("cuda", device))[:TAKEN]
+    return torch.zeros(COUNTERS, dtype=torch.int32, device=torch.device("cuda", device))
 
 
 def _capturing(device: int) -> bool:
