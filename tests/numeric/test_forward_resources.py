@@ -39,6 +39,7 @@ COMPILED: dict[Case, Built] = {}
 """Kernels that this process has compiled so far."""
 
 
+@pytest.mark.drawn(40)
 @pytest.mark.parametrize(
     "case",
     [
