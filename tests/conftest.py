@@ -50,7 +50,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if in_ci and config.getoption("--update-golden"):
         raise pytest.UsageError("--update-golden where CI is set: update on your machine and read the diff")
     config.addinivalue_line("markers", "timeout_s(seconds): the test's time limit; 0: none")
-    config.addinivalue_line("markers", "drawn(count): so many of its cases are run, the others exhaustively")
     config.stash[_STDERR] = os.fdopen(os.dup(2), "w")  # nothing is captured yet
     if "PYTEST_XDIST_WORKER" in os.environ:  # other workers use the other cores
         os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -67,29 +66,6 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     atexit.register(gc.unfreeze)  # else libraries complain at the end that their objects leaked
     gc.set_threshold(*THRESHOLDS)
-
-
-# --- drawn cases ------------------------------------------------------------------------------------------
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep n cases of a test marked drawn(n), and mark the others exhaustive: all where those are asked for,
-    none where golden files are written. Workers draw alike, by the number of their run."""
-    if config.getoption("--update-golden"):
-        return
-    shared = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(random.SystemRandom().random()))
-    groups: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("drawn") and not item.get_closest_marker("exhaustive"):
-            groups.setdefault(item.nodeid.split("[")[0], []).append(item)
-    for name, cases in groups.items():
-        marker = cases[0].get_closest_marker("drawn")
-        assert marker is not None
-        kept = 0 if config.getoption("markexpr") == "exhaustive" else min(marker.args[0], len(cases))
-        left = random.Random(name + shared).sample(cases, len(cases) - kept)
-        for item in left:
-            item.add_marker("exhaustive")
 
 
 # --- time limits ------------------------------------------------------------------------------------------

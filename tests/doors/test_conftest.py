@@ -187,35 +187,6 @@ def test_no_case_is_drawn_while_tests_are_collected() -> None:
     assert lines == []
 
 
-DRAWN = """
-    import pytest
-
-    @pytest.mark.drawn(2)
-    @pytest.mark.parametrize("case", range(6))
-    def test_drawn(case):
-        pass
-
-    @pytest.mark.parametrize("case", range(3))
-    def test_whole(case):
-        pass
-"""
-
-
-@pytest.mark.slow
-def test_of_drawn_cases_some_are_run(tests: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers draw the same; all are run exhaustively, or where golden files are written; one if named."""
-    tests.makepyfile(DRAWN)
-    monkeypatch.delenv("CI", raising=False)
-
-    def passed(*options: str) -> int:
-        return int(tests.runpytest_subprocess(*options).parseoutcomes()["passed"])
-
-    assert passed("-m", "not exhaustive") == passed("-m", "not exhaustive", "-n", "2") == 2 + 3
-    assert passed("-m", "exhaustive") == 6
-    assert passed("-m", "not exhaustive", "test_of_drawn_cases_some_are_run.py::test_drawn[4]") == 1
-    assert passed("-m", "not exhaustive", "--update-golden") == 6 + 3
-
-
 def test_no_two_modules_have_one_name() -> None:
     """Folders of tests and scripts are all in sys.path, where the first of two modules hides the other."""
     root = Path(__file__).parents[2]

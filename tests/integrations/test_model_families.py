@@ -39,7 +39,6 @@ def test_agrees_with_eager(name: str, column: str) -> None:
             pytest.skip(f"not in transformers: {error.__cause__}")
 
 
-@pytest.mark.drawn(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMPILED)
 def test_agrees_with_eager_when_compiled(name: str) -> None:

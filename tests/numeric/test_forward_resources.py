@@ -39,7 +39,6 @@ COMPILED: dict[Case, Built] = {}
 """Kernels that this process has compiled so far."""
 
 
-@pytest.mark.drawn(40)
 @pytest.mark.parametrize(
     "case",
     [

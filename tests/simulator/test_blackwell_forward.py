@@ -34,7 +34,6 @@ def check(name: str, make: Maker, timings: list[tuple[str, int]]) -> None:
         assert all(torch.equal(a, b) for a, b in zip(found, first, strict=True)), "not the same bits"
 
 
-@pytest.mark.drawn(6)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("group", "turn"), [(group, turn) for group, count in SAMPLES.items() for turn in range(count)]

@@ -30,7 +30,6 @@ def accurate(captured: Captured) -> None:
     no_worse(ours, plain)
 
 
-@pytest.mark.drawn(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])

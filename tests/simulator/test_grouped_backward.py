@@ -60,7 +60,6 @@ CASES: list[tuple[str, tuple[int, int], int, Width]] = [
 that are persistent and blocks that are not, dK and dV by the copy engine and by threads, and by columns."""
 
 
-@pytest.mark.drawn(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "heads", "parts", "width"), CASES)
 def test_gradients_in_parts(name: str, heads: tuple[int, int], parts: int, width: Width) -> None:

@@ -80,7 +80,6 @@ def judge(found: tuple[Tensor, Tensor], qkv: tuple[Tensor, Tensor, Tensor]) -> N
     assert (lse.double() - exact_lse).abs().max() <= 1e-5 * max(1.0, exact_lse.abs().max().item())
 
 
-@pytest.mark.drawn(5)
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=() if x == IN_EVERY_RUN else pytest.mark.slow) for x in CASES]
 )

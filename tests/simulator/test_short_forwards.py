@@ -38,7 +38,6 @@ CASES = {
 """Launches of blocks that take several tiles each, and whether their mask is causal."""
 
 
-@pytest.mark.drawn(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_short_tiles_one_after_another(name: str) -> None:

@@ -122,7 +122,6 @@ def test_some_gradients(draw: int) -> None:
     close(name, random.choice((64, 130, 200)), 200, random.choice((40, 64, 128)))
 
 
-@pytest.mark.drawn(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("q_len", "width", "by"),
@@ -203,7 +202,6 @@ def test_wide_heads_and_lengths(width: Width, kv_heads: int) -> None:
         close("alibi, causal", q_len, kv_len, width, kv_heads=kv_heads)
 
 
-@pytest.mark.drawn(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("width", "width_v"), [(64, 64), (160, 160), (192, 128)])
 def test_blocks_take_tile_after_tile(width: int, width_v: int) -> None:

@@ -75,7 +75,6 @@ def test_some_dense_gradients() -> None:
 LONG = tuple(name for name in CASES if name.startswith("long"))
 
 
-@pytest.mark.drawn(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LONG)
 @pytest.mark.parametrize("arch", ARCHS)

@@ -129,7 +129,6 @@ def close(name: str, kind: str, width: Width, arch: str) -> None:
         assert x.count_nonzero() == 0, f"{where}: gradients past the end"
 
 
-@pytest.mark.drawn(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ("packed", "padded"))
 @pytest.mark.parametrize("arch", ARCHS)

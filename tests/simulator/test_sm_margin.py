@@ -25,7 +25,6 @@ def launched(arch: str, schedule: Schedule, backward: bool) -> tuple[list[torch.
     return found, [result.shape.grid[0] for result in gpu.results]
 
 
-@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("arch", "next_tile", "backward"),
     [

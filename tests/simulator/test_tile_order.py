@@ -33,7 +33,6 @@ def cumulative(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
 
 
-@pytest.mark.drawn(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("form", ["packed", "padded"])
