@@ -85,15 +85,16 @@ def assert_right(call: Call, kernel: LengthsKernel, tile: tuple[int, int], keys:
     shape, given = call.extents(), [listed(x) for x in call.lengths]
     tokens = shape.q_len, shape.kv_len
     for side in range(2):
-        for x, expected in zip(found[side::2], corrected(given[side], given[side + 2], tokens[side])):
+        right = corrected(given[side], given[side + 2], tokens[side])
+        for x, expected in zip(found[side::2], right, strict=True):
             assert (x is None) == (expected is None)
-            assert x is None or torch.equal(x.cpu(), torch.tensor(expected, dtype=x.dtype))
+            assert x is None or torch.equal(x, x.new_tensor(expected))
     assert all(x.dtype == torch.int32 and x.is_contiguous() for x in found if x is not None)
     lens = [sequence_lengths(given[i], given[i + 2], tokens[i], shape.batch) for i in range(2)]
     rows = shape.q_len // tile[0] + shape.batch if call.packed else -(-shape.q_len // tile[0]) * shape.batch
     work = classes(*lens, tile, keys)
     assert order is not None
-    assert torch.equal(order.cpu(), order.new_tensor(sorted_tiles(work, rows, shape.batch)).cpu())
+    assert torch.equal(order, order.new_tensor(sorted_tiles(work, rows, shape.batch)))
 
 
 def drawn(form: str, batch: int) -> Call:

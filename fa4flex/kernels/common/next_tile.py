@@ -50,7 +50,7 @@ def receive(next_tile: cutlass.Constexpr[NextTile], phase: Int32) -> Int32:
 
 @cute.jit
 def finish(counters: cute.Tensor, blocks: Int32) -> None:
-    """The taking warp's: the last block to run out of tiles leaves them as they were found."""
+    """The taking warp's: the last block to run out of tiles leaves the counters as they were found."""
     if cute.arch.lane_idx() == 0:
         done = cute.arch.atomic_add(counters.iterator + 1, Int32(1), sem="acq_rel", scope="gpu")
         if done == blocks - 1:
