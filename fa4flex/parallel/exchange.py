@@ -306,15 +306,21 @@ def _neighbours(rectangles: tuple[Rectangle, ...], whole: frozenset[Range]) -> t
     alone = {queries for queries in count if count[queries] == 1} - whole
     found: list[Rectangle] = []
     for x in rectangles:
-        last = found[-1] if found and x.queries in alone else None
-        keys = x.keys if last is None else (min(last.keys[0], x.keys[0]), max(last.keys[1], x.keys[1]))
-        next_to = last is not None and last.queries in alone and last.queries[1] == x.queries[0]
-        if last is not None and next_to and keys in (last.keys, x.keys):
-            found[-1] = Rectangle((last.queries[0], x.queries[1]), keys)
-            alone.add(found[-1].queries)
-        else:
+        both = _joined(found[-1], x) if found and {found[-1].queries, x.queries} <= alone else None
+        if both is None:
             found.append(x)
+        else:
+            found[-1] = both
+            alone.add(both.queries)
     return tuple(found)
+
+
+def _joined(first: Rectangle, then: Rectangle) -> Rectangle | None:
+    """One rectangle of two, if their queries are next to each other and either has all keys of both."""
+    keys = min(first.keys[0], then.keys[0]), max(first.keys[1], then.keys[1])
+    if first.queries[1] != then.queries[0] or keys not in (first.keys, then.keys):
+        return None
+    return Rectangle((first.queries[0], then.queries[1]), keys)
 
 
 def _by_holder(there: Tensor, holder: Tensor, cuts: list[int]) -> list[tuple[int, Ranges]]:
