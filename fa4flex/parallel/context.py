@@ -429,7 +429,7 @@ def parallel(
     *,
     placement: Kind | None = None,
     tile: int = TILE,
-    stages: int | None = None,
+    stages: int = 1,
     moves: Moves = "auto",
     guests: Guests = "auto",
     sm_margin: int = SM_MARGIN,
@@ -442,8 +442,8 @@ def parallel(
                its ranks exchange them for heads before each call, and back after it
     placement  "contiguous", "head-tail" or "min-heap"; by default whichever suits the mask
     tile       least number of tokens that are dealt together
-    stages     in how many parts keys of other ranks arrive, each while those before are attended; by default
-               two of masks that leave few pairs, else one
+    stages     in how many parts keys of other ranks arrive, each while those before are attended; each more
+               is one more set of partial results to merge
     moves      "keys": those that others see; "heads": all tokens of each rank's heads, where the ranks divide
                the numbers of heads; "auto": what takes fewer bytes
     guests     of queries with more keys than one rank should compute: others compute them against some, where

@@ -48,7 +48,7 @@ class Exchange:
     rectangles  per stage and rank, in the order in which results are put together: of its own queries, then
                 of guests; their keys are own ones or have arrived, in this stage or before
     backward    the same for gradients, of which parts are only added: nothing waits, each rectangle has keys
-                of one stage, and queries next to each other that see the same range are one
+                of one stage, and queries next to each other whose keys are one range are one
     guests      queries that visit other ranks, which compute them against parts of their keys: (from owner,
                 to rank, queries)
     """
@@ -300,8 +300,8 @@ def _rectangles(own: Ranges, wanted: Tensor, cuts: list[int]) -> tuple[Rectangle
 
 
 def _neighbours(rectangles: tuple[Rectangle, ...], whole: frozenset[Range]) -> tuple[Rectangle, ...]:
-    """The same rectangles, those of queries next to each other as one where either has all keys of both: the
-    mask hides the rest. Queries that visit, or have several rectangles, stay by themselves."""
+    """The same rectangles, those of queries next to each other as one where their keys are one range: the mask
+    hides the rest. Queries that visit, or have several rectangles, stay by themselves."""
     count = Counter(x.queries for x in rectangles)
     alone = {queries for queries in count if count[queries] == 1} - whole
     found: list[Rectangle] = []
@@ -316,10 +316,11 @@ def _neighbours(rectangles: tuple[Rectangle, ...], whole: frozenset[Range]) -> t
 
 
 def _joined(first: Rectangle, then: Rectangle) -> Rectangle | None:
-    """One rectangle of two, if their queries are next to each other and either has all keys of both."""
-    keys = min(first.keys[0], then.keys[0]), max(first.keys[1], then.keys[1])
-    if first.queries[1] != then.queries[0] or keys not in (first.keys, then.keys):
+    """One rectangle of two, if their queries are next to each other and their keys meet."""
+    apart = then.keys[0] > first.keys[1] or first.keys[0] > then.keys[1]
+    if first.queries[1] != then.queries[0] or apart:
         return None
+    keys = min(first.keys[0], then.keys[0]), max(first.keys[1], then.keys[1])
     return Rectangle((first.queries[0], then.queries[1]), keys)
 
 

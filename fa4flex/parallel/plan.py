@@ -38,20 +38,17 @@ Guests = Literal["auto", "always", "never"]
 """Choice of when queries with more keys than one rank should compute visit others, each of which computes
 them against some: where that costs less, wherever loads differ by more than 3 % without, or never."""
 
-SPARSE = 0.25
-"""Share of chunks of keys that chunks of queries see, below which a mask is sparse."""
-
 
 @dataclass(frozen=True)
 class Layout:
     """Options for spreading attention. kind: of the placement, None for the best; tile: see TILE; stages: in
-    how many parts keys of other ranks arrive, None for what suits the mask; moves: what is sent; guests: of
-    queries with very many keys, not with a kind; sm_margin: multiprocessors that kernels of GPUs leave to an
-    exchange in flight. Raises InputError."""
+    how many parts keys of other ranks arrive; moves: what is sent; guests: of queries with very many keys,
+    not with a kind; sm_margin: multiprocessors that kernels of GPUs leave to an exchange in flight. Raises
+    InputError."""
 
     kind: Kind | None = None
     tile: int = TILE
-    stages: int | None = None
+    stages: int = 1
     moves: Moves = "auto"
     guests: Guests = "auto"
     sm_margin: int = SM_MARGIN
@@ -69,8 +66,6 @@ class Layout:
             )
         for name, least in (("tile", 1), ("stages", 1), ("sm_margin", 0)):
             value = getattr(self, name)
-            if name == "stages" and value is None:
-                continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise InputError(f"{name}={value!r}", f"an int >= {least}", f"leave {name} out")
 
@@ -113,7 +108,7 @@ def plan(
     heads: int = 1,
     placement: Kind | None = None,
     tile: int = TILE,
-    stages: int | None = None,
+    stages: int = 1,
     guests: Guests = "auto",
 ) -> Plan:
     """Plan of a variant (or of what `fa4flex.compile` returns) on so many ranks, without any of them.
@@ -159,13 +154,7 @@ def bases_read(bound: Bound) -> list[int]:
 def _planned(bound: Bound, shape: Shape, ranks: int, layout: Layout, held: tuple[Ranges, ...] | None) -> Plan:
     captured = Captured(bound.trace.tensors(bound.bases), bound.scalars)
     work, placement = placed(bound.trace.facts, shape, captured, ranks, layout)
-    return Plan(placement, exchange(work, placement, held, layout.stages or _stages_for(work)))
-
-
-def _stages_for(work: Work) -> int:
-    """Number of parts in which keys arrive: each more is one more set of partial results to merge, of queries
-    that see any of its keys. Where most see few, two of them wait less than one, as measured."""
-    return 2 if int(work.sees.count_nonzero()) < SPARSE * work.sees.numel() else 1
+    return Plan(placement, exchange(work, placement, held, layout.stages))
 
 
 def placed(
