@@ -4,6 +4,7 @@ that."""
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from fa4flex.codegen.plan.memory import column_block
 from fa4flex.codegen.plan.problem import Problem
@@ -13,6 +14,37 @@ LINE = 128
 
 LANES = 32
 """Boxes of a tile that a warp looks up at once; of more, a multiple of it."""
+
+COLUMNS, KEYS = 64, 8
+"""Columns and keys that are swizzled together, of 16 bits each: a tile in shared memory is made of such."""
+
+
+@dataclass(frozen=True)
+class Boxes:
+    """Keys that one TMA copy brings, `rows` of them; and of K and of V, whether it brings whole rows, or a
+    block of columns."""
+
+    rows: int
+    whole: tuple[bool, bool] = (False, False)
+
+    def shapes(self, widths: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Keys and columns of a copy, of tiles of K and of V of these widths."""
+        k, v = (
+            (self.rows, width if whole else column_block(width)) for width, whole in zip(widths, self.whole)
+        )
+        return k, v
+
+
+def boxes_of(problem: Problem, tile_n: int) -> Boxes:
+    """The boxes of tiles of so many keys, for kernels that have them of whole rows where that is possible."""
+    rows = box_rows(problem, tile_n)
+    k, v = (whole_rows(width, rows) for width in (problem.head_dim, problem.head_dim_v))
+    return Boxes(rows, (k, v))
+
+
+def whole_rows(width: int, rows: int) -> bool:
+    """True if a box of so many keys can have all of their columns, in several blocks."""
+    return width > COLUMNS and width % COLUMNS == 0 and rows % KEYS == 0
 
 
 def box_rows(problem: Problem, tile_n: int) -> int:

@@ -10,17 +10,16 @@ zeros.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 from cutlass import Int32, Int64, const_expr, cute, pipeline, select_
 from cutlass.cute.nvgpu import cpasync
 
-from fa4flex.codegen.plan.memory import column_block
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.faults import report
 from fa4flex.kernels.common.keys import KeyTiles, tile_at
-from fa4flex.kernels.common.transfer import Ring, Transfers, Views, partition
+from fa4flex.kernels.common.transfer import Ring, Transfers, Views
 
 LANES = 32
 FEW = 8
@@ -210,51 +209,3 @@ def _look_up(
                 report(table.faults, "page missing", (given, Int64(table.pages)))
         into[i, 0] = page
         into[i, 1] = box
-
-
-def box_transfers(
-    load: Any, tensors: tuple[Any, Any], layouts: tuple[Any, Any], rows: int
-) -> tuple[Any, Any]:
-    """TMA descriptors of boxes of `rows` keys of a block of columns, from tensors (S, D, H, pages) and
-    (D, S, H, pages). layouts: of tiles in shared memory."""
-    (k, v), (k_layout, v_layout) = tensors, layouts
-    k_block, v_block = (
-        column_block(cute.size(k_layout, mode=[1])),
-        column_block(cute.size(v_layout, mode=[0])),
-    )
-    k_box = cute.make_layout((rows, k_block), stride=(k_block, 1))
-    v_box = cute.make_layout((v_block, rows), stride=(1, v_block))
-    k_box, v_box = (
-        cute.make_composed_layout(layout.inner, 0, box) for layout, box in zip(layouts, (k_box, v_box))
-    )
-    return (
-        cpasync.make_tiled_tma_atom(load, k, k_box, (rows, k_block)),
-        cpasync.make_tiled_tma_atom(load, v, v_box, (v_block, rows)),
-    )
-
-
-def box_views(
-    transfers: Transfers, shared: tuple[cute.Tensor, cute.Tensor], kv_head: Int32, rows: int
-) -> tuple[Views, Views]:
-    """Views of boxes of keys and of values: of the global ones, modes after the first are number in a page,
-    block of columns, page; of the shared ones number in a tile, block of columns, stage. shared: tiles
-    (tile_n, D, stage) and (D, tile_n, stage)."""
-    k_shared, v_shared = shared
-    k_tile = rows, column_block(cute.size(k_shared, mode=[1]))
-    v_tile = column_block(cute.size(v_shared, mode=[0])), rows
-    k_views = page_views(transfers.k, k_shared, kv_head, k_tile)
-    v_views = page_views(transfers.v, v_shared, kv_head, v_tile)
-    # Values are (D, S): blocks of columns come before boxes.
-    to_shared, from_global = (
-        cute.make_tensor(x.iterator, cute.select(x.layout, mode=[0, 2, 1, 3])) for x in v_views
-    )
-    return k_views, (to_shared, from_global)
-
-
-def page_views(
-    transfer: cpasync.TmaInfo, shared: cute.Tensor, kv_head: Int32, tile: tuple[int, int]
-) -> Views:
-    """Views of boxes of this shape."""
-    every = (None, None, None)
-    pages = transfer.tma_tensor[None, None, kv_head, None]
-    return partition(transfer, cute.local_tile(shared, tile, every), cute.local_tile(pages, tile, every))

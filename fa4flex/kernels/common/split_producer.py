@@ -6,23 +6,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-import cutlass.utils.hopper_helpers as sm90
 from cutlass import cute, pipeline
 from cutlass.cute.nvgpu import cpasync
-from cutlass.tensor_utils import LayoutEnum
 
+from fa4flex.codegen.plan.paging import Boxes
 from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.boxes import box_transfers, box_views
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.key_values import ContiguousKeyValues, KeyValues, tokens_of
 from fa4flex.kernels.common.keys import tile_at
 from fa4flex.kernels.common.packed_rows import Tile, tile_of
-from fa4flex.kernels.common.paged_key_values import (
-    Order,
-    PagedKeyValues,
-    box_transfers,
-    box_views,
-    page_table,
-)
+from fa4flex.kernels.common.paged_key_values import Order, PagedKeyValues, page_table
 from fa4flex.kernels.common.paged_lengths import check_length
 from fa4flex.kernels.common.transfer import READ_ONCE, Ring, Transfers, partition, reordered
 
@@ -37,24 +31,13 @@ class Stages:
     v_ring: Ring
 
 
-def stage_layouts(config: Any, kind: Any) -> tuple[Any, Any]:
-    """Swizzled shared-memory layouts of k and v, whose last mode counts stages. Blocks of columns follow each
-    other, each with all keys of a tile, which is how both chips multiply them."""
-    n, d, dv = config.tile_n, config.head_dim, config.head_dim_v
-    return (
-        sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (64, n, d), kind, config.kv_stages),
-        # values are loaded (tile_n, head_dim_v) row by row, which is an MN-major B operand
-        sm90.make_smem_layout_b(LayoutEnum.COL_MAJOR, (64, dv, n), kind, config.kv_stages),
-    )
-
-
 def stage_transfers(arguments: Arguments, config: Any, layouts: tuple[Any, Any]) -> tuple[Any, Any]:
     """TMA descriptors of tiles of keys and values, or of their boxes in pages."""
-    k, v = reordered(arguments.k, [1, 3, 2, 0]), reordered(arguments.v, [3, 1, 2, 0])
     k_layout, v_layout = (cute.slice_(layout, (None, None, 0)) for layout in layouts)
     load = cpasync.CopyBulkTensorTileG2SOp()
     if config.paged:
-        return box_transfers(load, (k, v), (k_layout, v_layout), config.box_rows)
+        return box_transfers(load, arguments, (k_layout, v_layout), Boxes(config.box_rows))
+    k, v = reordered(arguments.k, [1, 3, 2, 0]), reordered(arguments.v, [3, 1, 2, 0])
     return (
         cpasync.make_tiled_tma_atom(load, k, k_layout, (config.tile_n, config.head_dim)),
         cpasync.make_tiled_tma_atom(load, v, v_layout, (config.head_dim_v, config.tile_n)),
@@ -91,7 +74,8 @@ class Producer:
         config = self.config
         if config.paged:
             check_length(arguments, tile.b)
-            views = box_views(transfers, (stages.k, stages.v), tile.kv_head, config.box_rows)
+            boxes = Boxes(config.box_rows)
+            views = box_views(transfers, (stages.k, stages.v), arguments, tile.kv_head, boxes)
             table = page_table(arguments, tile.b, tile.kv_len)
             order = Order(tile.keys, tile.first)
             pages = PagedKeyValues(

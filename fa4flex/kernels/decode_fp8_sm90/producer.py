@@ -6,9 +6,10 @@ from cutlass import cute
 
 from fa4flex.kernels.common import split_producer
 from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.boxes import page_views
 from fa4flex.kernels.common.key_values import ContiguousKeyValues, KeyValues
 from fa4flex.kernels.common.packed_rows import Tile
-from fa4flex.kernels.common.paged_key_values import Order, PagedKeyValues, page_table, page_views
+from fa4flex.kernels.common.paged_key_values import Order, PagedKeyValues, page_table
 from fa4flex.kernels.common.paged_lengths import check_length
 from fa4flex.kernels.common.split_producer import Stages
 from fa4flex.kernels.common.transfer import READ_ONCE, Transfers, partition, sequence

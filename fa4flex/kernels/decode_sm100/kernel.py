@@ -16,8 +16,9 @@ from cutlass.memory import SmemAllocator
 
 from fa4flex.kernels.combine.kernel import Combine, CombineArguments
 from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.boxes import stage_layouts
 from fa4flex.kernels.common.hooks import Hooks
-from fa4flex.kernels.common.split_producer import Producer, Stages, stage_layouts, stage_transfers
+from fa4flex.kernels.common.split_producer import Producer, Stages, stage_transfers
 from fa4flex.kernels.common.tensor_core import operand_ring, tensor_memory
 from fa4flex.kernels.common.transfer import Transfers
 from fa4flex.kernels.decode_sm100.config import (

@@ -18,9 +18,10 @@ from cutlass.tensor_utils import LayoutEnum
 
 from fa4flex.kernels.combine.kernel import Combine, CombineArguments
 from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.boxes import stage_layouts
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.products import ROWS, tiled_products
-from fa4flex.kernels.common.split_producer import Producer, Stages, stage_layouts, stage_transfers
+from fa4flex.kernels.common.split_producer import Producer, Stages, stage_transfers
 from fa4flex.kernels.common.transfer import Transfers
 from fa4flex.kernels.decode_sm90.config import Config
 from fa4flex.kernels.decode_sm90.consumer import Consumer

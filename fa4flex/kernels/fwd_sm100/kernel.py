@@ -18,11 +18,12 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
+from fa4flex.codegen.plan.paging import Boxes
 from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.boxes import box_transfers
 from fa4flex.kernels.common.cluster import Cluster
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.next_tile import NextTile
-from fa4flex.kernels.common.paged_key_values import box_transfers
 from fa4flex.kernels.common.tensor_core import operand_ring, tensor_memory
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.common.transfer import Transfers, reordered
@@ -120,11 +121,10 @@ class Forward:
         load = cpasync.CopyBulkTensorTileG2SOp(self.cluster.group)
         cluster = self.cluster.layout(products.scores).shape
         one = cute.select(products.layouts()[0], mode=[0, 1, 2])
-        k, v = reordered(arguments.k, [1, 3, 2, 0]), reordered(arguments.v, [3, 1, 2, 0])
         tiles = tuple(cute.slice_(layout, (None, None, 0)) for layout in products.tile_layouts())
         return (
             cute.nvgpu.make_tiled_tma_atom_A(load, q, one, products.scores_tile, products.scores, cluster),
-            *box_transfers(load, (k, v), tiles, self.config.box_rows),
+            *box_transfers(load, arguments, tiles, Boxes(self.config.box_rows)),
             None,
         )
 

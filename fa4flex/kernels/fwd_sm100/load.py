@@ -6,11 +6,13 @@ import cutlass
 from cutlass import Int32, const_expr, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
+from fa4flex.codegen.plan.paging import Boxes
 from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.boxes import box_views
 from fa4flex.kernels.common.cluster import Cluster
 from fa4flex.kernels.common.key_values import ContiguousKeyValues, KeyValues, kv_head_of, tokens_of
 from fa4flex.kernels.common.keys import KeyTiles, tile_at
-from fa4flex.kernels.common.paged_key_values import FEW, Order, PagedKeyValues, box_views, page_table
+from fa4flex.kernels.common.paged_key_values import FEW, Order, PagedKeyValues, page_table
 from fa4flex.kernels.common.paged_lengths import check_length
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.common.transfer import States, Transfers, Views, partition, sequence
@@ -117,7 +119,7 @@ class Load:
         config, (transfers, shared, pipes) = self.config, block
         assert shared.tiles is not None
         check_length(arguments, work.b)
-        views = box_views(transfers, shared.tiles, kv_head, config.box_rows)
+        views = box_views(transfers, shared.tiles, arguments, kv_head, Boxes(config.box_rows))
         table, order = page_table(arguments, work.b, work.kv_len), Order(keys, Int32(0))
         rings, sizes = (pipes.k, pipes.v), (config.box_rows, config.tile_n)
         pages = PagedKeyValues(

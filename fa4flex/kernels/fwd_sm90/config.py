@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fa4flex.codegen.plan.lengths import Lengths
+from fa4flex.codegen.plan.paging import Boxes
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Config:
     lengths                  "dense", "packed" (cu_seqlens) or "used" (seqused per batch)
     paged                    keys and values lie in pages
     box_rows                 keys that one copy brings, where they lie in pages
+    whole_rows               it has whole rows of keys, and of values; otherwise a block of their columns
     values_apart             a second warp brings values, beside the one that brings keys and queries
     tables                   tiles come from block tables; otherwise from the hooks' spans, or all of them
     row_ends                 with tables: spans of each row's keys whose ends stand beside them
@@ -53,6 +55,7 @@ class Config:
     lengths: Lengths = "dense"
     paged: bool = False
     box_rows: int = 0
+    whole_rows: tuple[bool, bool] = (False, False)
     values_apart: bool = False
     tables: bool = False
     sinks: bool = False
@@ -65,6 +68,11 @@ class Config:
 
     splits: ClassVar[bool] = False
     """True if several blocks may share the keys of a tile."""
+
+    @property
+    def boxes(self) -> Boxes:
+        """Keys and columns that one copy brings, where keys lie in pages."""
+        return Boxes(self.box_rows, self.whole_rows)
 
     @property
     def consumers(self) -> int:

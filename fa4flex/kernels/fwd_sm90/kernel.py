@@ -20,9 +20,9 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.boxes import box_transfers, stage_layouts
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.next_tile import NextTile
-from fa4flex.kernels.common.paged_key_values import box_transfers
 from fa4flex.kernels.common.products import ROWS, tiled_products
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.common.transfer import Transfers, reordered
@@ -83,14 +83,11 @@ class Forward:
     def layouts(self, kind: Any, out_kind: Any) -> tuple[Any, Any, Any, Any]:
         """Swizzled shared-memory layouts of q, k, v, out; their last mode counts warpgroups, stages, or for q
         the stages of one warpgroup after those of another."""
-        config = self.config
-        row, column = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
+        config, row = self.config, LayoutEnum.ROW_MAJOR
         n, d, dv = config.tile_n, config.head_dim, config.head_dim_v
         return (
             sm90.make_smem_layout_a(row, (ROWS, n, d), kind, config.consumers * config.q_stages),
-            sm90.make_smem_layout_b(row, (ROWS, n, d), kind, config.kv_stages),
-            # values are loaded (tile_n, head_dim_v) row by row, which is an MN-major B operand
-            sm90.make_smem_layout_b(column, (ROWS, dv, n), kind, config.kv_stages),
+            *stage_layouts(config, kind, config.whole_rows),
             sm90.make_smem_layout_a(row, (ROWS, n, dv), out_kind, config.consumers),
         )
 
@@ -98,16 +95,13 @@ class Forward:
         config = self.config
         dense = cute.rank(arguments.q) == 4
         rows, columns = ([1, 3, 2, 0], [3, 1, 2, 0]) if dense else ([0, 2, 1], [2, 0, 1])
-        if config.paged:
-            k, v = reordered(arguments.k, [1, 3, 2, 0]), reordered(arguments.v, [3, 1, 2, 0])
-        else:
-            k, v = reordered(arguments.k, rows), reordered(arguments.v, columns)
         one = [cute.slice_(layout, (None, None, 0)) for layout in layouts]
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         d, dv, n = config.head_dim, config.head_dim_v, config.tile_n
         of_queries = self.rows.transfer(load, arguments.q, one[0], d)
         if config.paged:
-            return (of_queries, *box_transfers(load, (k, v), (one[1], one[2]), config.box_rows), None)
+            return (of_queries, *box_transfers(load, arguments, (one[1], one[2]), config.boxes), None)
+        k, v = reordered(arguments.k, rows), reordered(arguments.v, columns)
         return (
             of_queries,
             cpasync.make_tiled_tma_atom(load, k, one[1], (n, d)),

@@ -10,7 +10,7 @@ from fa4flex.codegen.plan.bound import Bound, Size, expected_bound, for_long
 from fa4flex.codegen.plan.counts import check_counts
 from fa4flex.codegen.plan.errors import PlanError
 from fa4flex.codegen.plan.memory import Memory
-from fa4flex.codegen.plan.paging import box_rows, explain_pages, readable
+from fa4flex.codegen.plan.paging import Boxes, boxes_of, explain_pages, readable
 from fa4flex.codegen.plan.pipeline import Pipeline
 from fa4flex.codegen.plan.problem import Problem
 from fa4flex.codegen.plan.request import BLOCKS, ORDERS, ForwardRequest, Order, check_threshold, rescaling
@@ -86,13 +86,13 @@ class HopperPlan:
         if staged(self.problem):
             staging = "queries" if self._shares else "own"
         return forward_topology(
-            self.tiles, self.kv_stages, self.pingpong, staging, self.dynamic, self.box_rows, self.values_apart
+            self.tiles, self.kv_stages, self.pingpong, staging, self.dynamic, self.boxes, self.values_apart
         )
 
     @property
-    def box_rows(self) -> int:
-        """Keys that one TMA copy brings, where they lie in pages; else 0."""
-        return box_rows(self.problem, self.tiles.tile_n) if self.problem.page_rows else 0
+    def boxes(self) -> Boxes | None:
+        """What one TMA copy brings of keys and values, where they lie in pages."""
+        return boxes_of(self.problem, self.tiles.tile_n) if self.problem.page_rows else None
 
     @property
     def _shares(self) -> bool:
@@ -110,6 +110,7 @@ class HopperPlan:
 
     def config(self) -> Config:
         """Configuration of the hand-written kernel."""
+        boxes = self.boxes or Boxes(0)
         return Config(
             head_dim=self.tiles.head_dim,
             head_dim_v=self.tiles.head_dim_v,
@@ -128,7 +129,8 @@ class HopperPlan:
             longest_first=self.order == "longest_first",
             lengths=self.problem.lengths,
             paged=self.problem.page_rows > 0,
-            box_rows=self.box_rows,
+            box_rows=boxes.rows,
+            whole_rows=boxes.whole,
             values_apart=self.values_apart,
             tables=self.problem.mask_form == "tables",
             sinks=self.problem.sinks,

@@ -9,9 +9,10 @@ import cutlass
 from cutlass import Int32, const_expr, cute, pipeline
 
 from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.boxes import box_views
 from fa4flex.kernels.common.key_values import ContiguousKeyValues, KeyValues, kv_head_of, tokens_of
 from fa4flex.kernels.common.keys import KeyTiles, tile_at
-from fa4flex.kernels.common.paged_key_values import Order, PagedKeyValues, box_views, page_table
+from fa4flex.kernels.common.paged_key_values import Order, PagedKeyValues, page_table
 from fa4flex.kernels.common.paged_lengths import check_length
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.common.transfer import States, Transfers, partition
@@ -107,7 +108,7 @@ class Producer:
         """Values are copied `behind` tiles behind keys."""
         config, (transfers, shared, pipes) = self.config, block
         check_length(arguments, work.b)
-        views = box_views(transfers, (shared.k, shared.v), kv_head, config.box_rows)
+        views = box_views(transfers, (shared.k, shared.v), arguments, kv_head, config.boxes)
         table, order = page_table(arguments, work.b, work.kv_len), Order(keys, Int32(0))
         rings = pipes.k, pipes.v
         sizes = config.box_rows, config.tile_n

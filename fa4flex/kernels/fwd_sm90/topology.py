@@ -19,6 +19,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fa4flex.codegen.plan.memory import NUMBER, column_block
+from fa4flex.codegen.plan.paging import Boxes
 from fa4flex.codegen.plan.signals import stage_barriers
 from fa4flex.codegen.plan.topology import (
     RECEIVE,
@@ -47,25 +48,26 @@ def forward_topology(
     pingpong: bool,
     staging: Staging,
     dynamic: bool = False,
-    box_rows: int = 0,
+    boxes: Boxes | None = None,
     values_apart: bool = False,
 ) -> Topology:
     """The pipeline of a forward kernel with one producer and `tiles.consumers` consumers; with `dynamic`, the
-    next tile's number is handed over. Tiles of K and V are brought `box_rows` keys at a time, if given, and
-    values by a second producer, with `values_apart`."""
+    next tile's number is handed over. Tiles of K and V are brought in `boxes`, if given, and values by a
+    second producer, with `values_apart`."""
     n = tiles.consumers
     pingpong = pingpong and n > 1
-    early = staging == "own" or box_rows > 0
+    early = staging == "own" or boxes is not None
     consumers = tuple(_consumer(i, _turns(i, n) if pingpong else _NO_TURNS, staging, early) for i in range(n))
     producer, *values = _apart(n) if values_apart else (_producer(n),)
     arrivals = sum(role.warps for role in consumers)
+    k_box, v_box = boxes.shapes((tiles.head_dim, tiles.head_dim_v)) if boxes else (None, None)
     rings = (
         *(
             _ring(f"q {i}", tiles.q_stages, tiles.tile_m // n, tiles.head_dim, role.warps)
             for i, role in enumerate(consumers)
         ),
-        _ring("k", kv_stages, tiles.tile_n, tiles.head_dim, arrivals, box_rows),
-        _ring("v", kv_stages, tiles.tile_n, tiles.head_dim_v, arrivals, box_rows),
+        _ring("k", kv_stages, tiles.tile_n, tiles.head_dim, arrivals, k_box),
+        _ring("v", kv_stages, tiles.tile_n, tiles.head_dim_v, arrivals, v_box),
     )
     if dynamic:
         rings = (*rings, Ring("next", 1, NUMBER, (), 0, arrivals + len(values)))
@@ -95,10 +97,12 @@ def _places(tiles: Tiles, kv_stages: int, dynamic: bool) -> tuple[str, ...]:
     return (*queries, *stage_barriers("k", kv_stages), *stage_barriers("v", kv_stages), *handed)
 
 
-def _ring(name: str, stages: int, rows: int, width: int, arrivals: int, box_rows: int = 0) -> Ring:
-    """16-bit elements. A TMA box holds a block of columns of all rows, or of `box_rows`."""
-    block, box_rows = column_block(width), box_rows or rows
-    copies = (box_rows * block * 2,) * (width // block * (rows // box_rows))
+def _ring(
+    name: str, stages: int, rows: int, width: int, arrivals: int, box: tuple[int, int] | None = None
+) -> Ring:
+    """16-bit elements. A TMA copy brings a block of columns of all rows, or a `box` of rows and columns."""
+    box_rows, columns = box or (rows, column_block(width))
+    copies = (box_rows * columns * 2,) * (width // columns * (rows // box_rows))
     return Ring(name, stages, rows * width * 2, copies, sum(copies), arrivals)
 
 

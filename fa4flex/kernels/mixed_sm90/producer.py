@@ -8,11 +8,12 @@ import cutlass
 from cutlass import Int32, const_expr, cute
 
 from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.boxes import box_views
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.key_values import KeyValues
 from fa4flex.kernels.common.keys import tile_at
 from fa4flex.kernels.common.packed_rows import Tile
-from fa4flex.kernels.common.paged_key_values import Order, PagedKeyValues, box_views, page_table
+from fa4flex.kernels.common.paged_key_values import Order, PagedKeyValues, page_table
 from fa4flex.kernels.common.paged_lengths import check_length
 from fa4flex.kernels.common.transfer import READ_ONCE, States, warp_uniform
 from fa4flex.kernels.common.work import Grid, Work
@@ -57,7 +58,7 @@ class FewKeys(forward.Producer):
         chunks, which many tiles read, out of L2."""
         config, (transfers, shared, pipes) = self.config, block
         check_length(arguments, work.b)
-        views = box_views(transfers, (shared.k, shared.v), tile.kv_head, config.box_rows)
+        views = box_views(transfers, (shared.k, shared.v), arguments, tile.kv_head, config.boxes)
         table, order = page_table(arguments, work.b, work.kv_len), Order(tile.keys, tile.first)
         rings = pipes.k, pipes.v
         sizes = config.box_rows, config.tile_n
