@@ -22,6 +22,9 @@ from fa4flex.kernels.common.keys import KeyTiles, tile_at
 from fa4flex.kernels.common.transfer import Ring, Transfers, Views
 
 LANES = 32
+SEVERAL = 4
+"""Boxes of a tile, at least, for which it pays to move what is known of them to other lanes."""
+
 FEW = 8
 """Boxes of a tile, at most, whose copies are written out one after another, so that none waits for the next
 page: of more, for want of registers, half as many in each turn of a loop."""
@@ -136,7 +139,8 @@ def _found(source: PagedKeyValues, behind: int) -> Found:
     now, turn = source.now, source.turn[0]
     parts = range(cute.size(now, mode=[0]))
     if not behind:
-        return Found(turn * source.boxes, tuple((now[part, 0], now[part, 1]) for part in parts))
+        own = tuple((now[part, 0], now[part, 1]) for part in parts)
+        return _in_first_lanes(source, Found(turn * source.boxes, own))
     assert source.passed is not None
     passed, wrapped = source.passed, turn == 0
     before = select_(wrapped, Int32(source.tiles - 1), turn - 1)
@@ -144,7 +148,20 @@ def _found(source: PagedKeyValues, behind: int) -> Found:
         (select_(wrapped, passed[part, 0], now[part, 0]), select_(wrapped, passed[part, 1], now[part, 1]))
         for part in parts
     )
-    return Found(before * source.boxes, both)
+    return _in_first_lanes(source, Found(before * source.boxes, both))
+
+
+def _in_first_lanes(source: PagedKeyValues, found: Found) -> Found:
+    """The same boxes, moved to the lanes from 0 on where that is fewer instructions: a lane with a number
+    that is known when compiled is not computed for each box."""
+    if source.tiles == 1 or source.copied < SEVERAL:
+        return found
+    lane = (found.first + cute.arch.lane_idx()) % LANES
+    moved = tuple(
+        (cute.arch.shuffle_sync(pages, lane), cute.arch.shuffle_sync(boxes, lane))
+        for pages, boxes in found.parts
+    )
+    return Found(Int32(0), moved)
 
 
 @cute.jit
