@@ -106,7 +106,10 @@ def test_no_other_kernel_takes_pages() -> None:
 def test_pages_are_explained() -> None:
     assert "read in place; a tile is brought in 4 x 16 keys" in planned(PAGED).explain()
     assert "pages" not in planned(FEW).explain()
-    assert "read in place; a tile is brought in 8 x 16 keys" in many_rows(PAGED).explain()
+    told = many_rows(PAGED).explain()
+    assert "read in place; a tile is brought in 8 x 16 keys" in told and "of K and V" in told
+    assert "of K, a copy" in many_rows(replace(PAGED, head_dim_v=96)).explain()
+    assert "a copy has" not in many_rows(replace(PAGED, page_rows=4)).explain()
 
 
 def many_rows(problem: Problem, schedule: Schedule = Schedule()) -> HopperPlan:
@@ -129,12 +132,25 @@ def test_many_rows_read_pages_in_place(d: int, dv: int) -> None:
                 many_rows(problem)
         elif rows >= least:
             plan = many_rows(problem)
-            box, config = plan.box_rows, plan.config()
+            config = plan.config()
+            box, whole = config.box_rows, config.whole_rows
             assert rows % box == 0 and plan.tiles.tile_n % box == 0 and box >= least
-            assert config.paged and config.box_rows == box and config.producer_registers >= 40
+            assert config.paged and config.producer_registers >= 40
             copies = {ring.name: ring.copies for ring in plan.topology.rings}
             assert sum(copies["v"]) == plan.tiles.tile_n * plan.tiles.head_dim_v * 2
             assert len(copies["k"]) % (plan.tiles.tile_n // box) == 0
+            assert whole == tuple(width in (128, 192, 256) and box % 8 == 0 for width in (d, dv))
+            for name, width, one in zip(("k", "v"), (d, dv), whole):
+                assert (len(copies[name]) == plan.tiles.tile_n // box) == (one or width == 64)
+
+
+def test_rows_that_tiles_are_wider_than_come_in_blocks() -> None:
+    """What follows such a row in memory is another one, and not the zeros that its tile ends with."""
+    for width in (120, 184, 248):
+        assert many_rows(replace(PAGED, head_dim=width, head_dim_v=width)).config().whole_rows == (
+            False,
+            False,
+        )
 
 
 def test_a_schedule_has_its_tiles_with_pages() -> None:

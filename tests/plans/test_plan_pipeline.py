@@ -12,6 +12,7 @@ import pytest
 
 from fa4flex.codegen.plan.counts import check_counts
 from fa4flex.codegen.plan.errors import PlanError
+from fa4flex.codegen.plan.paging import Boxes
 from fa4flex.codegen.plan.topology import Event, Role, Staging, Topology
 from fa4flex.codegen.plan.verify import Mbarrier, Pick, at_random, round_robin, simulate, trace
 from fa4flex.kernels.fwd_sm90.tiles import Tiles
@@ -68,9 +69,10 @@ def every_pipeline() -> Iterator[Topology]:
 
 def test_values_of_a_warp_of_their_own_in_a_random_order(seed: int) -> None:
     """Keys in pages: a second producer brings values, and reads the next tile's number like a consumer."""
+    boxes = Boxes(16, (True, False))
     for i, (pingpong, dynamic, tile_m) in enumerate(product((True, False), (True, False), (64, 128))):
         pipeline = forward_topology(
-            replace(TILES, tile_m=tile_m), 2, pingpong, "none", dynamic, box_rows=16, values_apart=True
+            replace(TILES, tile_m=tile_m), 2, pingpong, "none", dynamic, boxes, values_apart=True
         )
         check_counts(pipeline)
         assert ("producer of values", "v") in pipeline.graph.edges

@@ -1,5 +1,5 @@
-"""Boxes of whole rows of keys and values on the simulated Hopper GPU: pages of any layout whose heads start at
-multiples of 8 elements, or of 64, are read in place by the same kernels, and are right against the oracle."""
+"""Boxes of whole rows of keys and values on the simulated Hopper GPU: pages of any layout are read in place
+by the same kernels, whether heads start at multiples of 64 elements or of 8, and results are right."""
 
 from __future__ import annotations
 

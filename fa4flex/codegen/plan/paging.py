@@ -38,12 +38,13 @@ class Boxes:
 def boxes_of(problem: Problem, tile_n: int) -> Boxes:
     """The boxes of tiles of so many keys, for kernels that have them of whole rows where that is possible."""
     rows = box_rows(problem, tile_n)
-    k, v = (whole_rows(width, rows) for width in (problem.head_dim, problem.head_dim_v))
+    k, v = (_in_rows(width, rows) for width in (problem.head_dim, problem.head_dim_v))
     return Boxes(rows, (k, v))
 
 
-def whole_rows(width: int, rows: int) -> bool:
-    """True if a box of so many keys can have all of their columns, in several blocks."""
+def _in_rows(width: int, rows: int) -> bool:
+    """True if a box of so many keys can have several blocks of columns. Those of a tile that is wider than
+    the tensor end with zeros, which TMA brings only past the end of a dimension of their own."""
     return width > COLUMNS and width % COLUMNS == 0 and rows % KEYS == 0
 
 
@@ -64,12 +65,14 @@ def readable(problem: Problem, widths: tuple[int, int]) -> bool:
     return all(problem.page_rows * column_block(d) * problem.itemsize % LINE == 0 for d in widths)
 
 
-def explain_pages(problem: Problem, tile_n: int) -> list[str]:
-    """A line about pages; none where keys have none."""
+def explain_pages(problem: Problem, tile_n: int, boxes: Boxes | None = None) -> list[str]:
+    """Lines about pages; none where keys have none."""
     if not problem.page_rows:
         return []
     rows = box_rows(problem, tile_n)
+    whole = [name for name, one in zip("KV", boxes.whole) if one] if boxes else []
     return [
         f"pages: read in place; a tile is brought in {tile_n // rows} x {rows} keys, which lie where the page"
-        " table says"
+        " table says",
+        *([f"  of {' and '.join(whole)}, a copy has all columns"] if whole else []),
     ]

@@ -23,7 +23,7 @@ ATOM = COLUMNS * KEYS
 """Elements of an atom."""
 
 MOST = 2**31 - 1
-"""Extent of a dimension whose coordinates end where those of heads and pages do."""
+"""Extent of the units of a cache: no head is asked for that is not there."""
 
 
 def stage_layouts(config: Any, kind: Any, whole: tuple[bool, bool] = (False, False)) -> tuple[Any, Any]:

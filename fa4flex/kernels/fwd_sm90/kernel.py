@@ -95,6 +95,7 @@ class Forward:
         config = self.config
         dense = cute.rank(arguments.q) == 4
         rows, columns = ([1, 3, 2, 0], [3, 1, 2, 0]) if dense else ([0, 2, 1], [2, 0, 1])
+        # cute.slice_ aborts the compiler where eights of keys have three blocks of columns
         one = [cute.select(layout, mode=[0, 1]) for layout in layouts]
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         d, dv, n = config.head_dim, config.head_dim_v, config.tile_n

@@ -171,7 +171,7 @@ class HopperPlan:
             f"softmax: runs under the products of the next keys; {_PINGPONG[self.pingpong]};",
             f"  {rescaling(self.rescale_threshold)}",
             f"order: {ORDERS[self.order]}; {BLOCKS[self.persistent, self.dynamic]}",
-            *explain_pages(self.problem, self.tiles.tile_n),
+            *explain_pages(self.problem, self.tiles.tile_n, self.boxes),
             *["a second producer warp brings the values"] * self.values_apart,
             "shared memory:",
             self.memory.explain(),
