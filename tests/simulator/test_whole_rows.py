@@ -78,7 +78,7 @@ def test_layout(layout: str, page_size: int, widths: tuple[int, int], packed: bo
 
 
 def test_heads_of_any_stride_are_the_same_launch() -> None:
-    """What is kept of a call whose heads start at multiples of 64 elements serves one whose heads do not."""
+    """One launch serves heads that start at multiples of 64 elements, and others."""
     size = Size(heads=2, kv_heads=2, q_len=70, lengths=(150, 33), d=128, dv=128)
     check(CAUSAL, given_in("slots before heads", size, True))
     with patch.object(fa4flex.runtime.cuda.in_place, "make_ready", side_effect=AssertionError("made anew")):

@@ -91,7 +91,7 @@ class HopperPlan:
 
     @property
     def boxes(self) -> Boxes | None:
-        """What one TMA copy brings of keys and values, where they lie in pages."""
+        """Keys and columns that one TMA copy brings; None where keys do not lie in pages."""
         return boxes_of(self.problem, self.tiles.tile_n) if self.problem.page_rows else None
 
     @property
