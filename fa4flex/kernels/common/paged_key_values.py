@@ -22,8 +22,8 @@ from fa4flex.kernels.common.keys import KeyTiles, tile_at
 from fa4flex.kernels.common.transfer import Ring, Transfers, Views
 
 LANES = 32
-SEVERAL = 4
-"""Boxes of a tile, at least, for which it pays to move what is known of them to other lanes."""
+SEVERAL = 5
+"""Boxes of a tile, at least, for which it pays to move what is known of them to the first lanes."""
 
 FEW = 8
 """Boxes of a tile, at most, whose copies are written out one after another, so that none waits for the next
@@ -58,7 +58,8 @@ class Order(NamedTuple):
 @dataclass(frozen=True)
 class PagedKeyValues:
     """KeyValues in pages, whose tiles are asked for in this order. `policy` says what the L2 cache keeps of
-    them; without one, pages that several sequences have are brought from it.
+    them; without one, pages that several sequences have are brought from it. `alone`: the warp brings only
+    keys, or only values.
 
     `rows` is the height of a box, and of `few` boxes the copies are written out, or of half as many where
     values are behind; of more, half as many at a time. For k and v see box_views. Values are those of the
@@ -79,6 +80,7 @@ class PagedKeyValues:
     behind: int = 0
     policy: int | None = None
     few: int = FEW
+    alone: bool = False
     now: cute.Tensor = field(init=False)
     following: cute.Tensor = field(init=False)
     passed: cute.Tensor | None = field(init=False, default=None)
@@ -153,8 +155,9 @@ def _found(source: PagedKeyValues, behind: int) -> Found:
 
 def _in_first_lanes(source: PagedKeyValues, found: Found) -> Found:
     """The same boxes, moved to the lanes from 0 on where that is fewer instructions: a lane with a number
-    that is known when compiled is not computed for each box."""
-    if source.tiles == 1 or source.copied < SEVERAL:
+    that is known when compiled is not computed for each box. A warp that brings keys and values computes it
+    for both."""
+    if not source.alone or source.tiles == 1 or source.copied < SEVERAL:
         return found
     lane = (found.first + cute.arch.lane_idx()) % LANES
     moved = tuple(

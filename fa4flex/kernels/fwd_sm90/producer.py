@@ -112,7 +112,8 @@ class Producer:
         table, order = page_table(arguments, work.b, work.kv_len), Order(keys, Int32(0))
         rings = pipes.k, pipes.v
         sizes = config.box_rows, config.tile_n
-        pages = PagedKeyValues(transfers, *rings, *views, table, order, *sizes, behind)
+        alone = self.part is not None
+        pages = PagedKeyValues(transfers, *rings, *views, table, order, *sizes, behind, alone=alone)
         pages.begin()
         return pages
 

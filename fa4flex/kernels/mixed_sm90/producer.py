@@ -62,7 +62,8 @@ class FewKeys(forward.Producer):
         table, order = page_table(arguments, work.b, work.kv_len), Order(tile.keys, tile.first)
         rings = pipes.k, pipes.v
         sizes = config.box_rows, config.tile_n
-        pages = PagedKeyValues(transfers, *rings, *views, table, order, *sizes, policy=READ_ONCE)
+        alone = self.part is not None
+        pages = PagedKeyValues(transfers, *rings, *views, table, order, *sizes, policy=READ_ONCE, alone=alone)
         pages.begin()
         return pages
 
