@@ -77,6 +77,14 @@ def test_layout(layout: str, page_size: int, widths: tuple[int, int], packed: bo
     check(CAUSAL, given_in(layout, size, packed))
 
 
+@pytest.mark.parametrize("widths, packed", [((128, 96), True), ((64, 128), False)])
+def test_keys_or_values_in_blocks(widths: tuple[int, int], packed: bool) -> None:
+    """Only the others have whole rows."""
+    d, dv = widths
+    size = Size(heads=2, kv_heads=2, q_len=70, lengths=(150, 33), d=d, dv=dv)
+    check(CAUSAL, given_in("heads apart", size, packed))
+
+
 def test_heads_of_any_stride_are_the_same_launch() -> None:
     """One launch serves heads that start at multiples of 64 elements, and others."""
     size = Size(heads=2, kv_heads=2, q_len=70, lengths=(150, 33), d=128, dv=128)
