@@ -70,6 +70,7 @@ def given_in(layout: str, size: Size, packed: bool) -> Drawn:
     return chunks(given, (131, 1)) if packed else given
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout, page_size, widths, packed", CASES)
 def test_layout(layout: str, page_size: int, widths: tuple[int, int], packed: bool) -> None:
     d, dv = widths
@@ -77,6 +78,7 @@ def test_layout(layout: str, page_size: int, widths: tuple[int, int], packed: bo
     check(CAUSAL, given_in(layout, size, packed))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("widths, packed", [((128, 96), True), ((64, 128), False)])
 def test_keys_or_values_in_blocks(widths: tuple[int, int], packed: bool) -> None:
     """Only the others have whole rows."""
