@@ -300,8 +300,8 @@ def _rectangles(own: Ranges, wanted: Tensor, cuts: list[int]) -> tuple[Rectangle
 
 
 def _neighbours(rectangles: tuple[Rectangle, ...], whole: frozenset[Range]) -> tuple[Rectangle, ...]:
-    """The same rectangles, those of queries next to each other as one where their keys are one range: the mask
-    hides the rest. Queries that visit, or have several rectangles, stay by themselves."""
+    """The same rectangles, those of queries next to each other as one where their keys are one range: the
+    mask hides the rest. Queries that visit, or have several rectangles, stay by themselves."""
     count = Counter(x.queries for x in rectangles)
     alone = {queries for queries in count if count[queries] == 1} - whole
     found: list[Rectangle] = []
