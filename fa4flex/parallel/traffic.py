@@ -6,6 +6,7 @@ of captured tensors, are not counted.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from fa4flex.parallel.exchange import tokens
@@ -68,6 +69,7 @@ def busiest(plan: Plan, model: Model, moves: str = "keys") -> int:
     return max((sum(of_rank(plan, rank, model)) for rank in range(plan.placement.ranks)), default=0)
 
 
+@lru_cache(maxsize=64)  # nothing makes an answer stale: plans do not change, and are told apart as objects
 def heads_move(plan: Plan, model: Model) -> bool:
     """True if all tokens of each rank's heads should be sent: fewer bytes than the keys, or equal work where
     queries are not; False where heads cannot be dealt evenly."""

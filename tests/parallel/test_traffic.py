@@ -11,7 +11,7 @@ from ranks import Threads, on_ranks
 import fa4flex
 from fa4flex import variants as v
 from fa4flex.parallel import ContextParallel, Layout, plan
-from fa4flex.parallel.traffic import Model, busiest, by_heads, by_keys
+from fa4flex.parallel.traffic import Model, busiest, by_heads, by_keys, heads_move
 
 BATCH, DIM, DIM_V = 2, 8, 6
 MASKS = {
@@ -73,3 +73,15 @@ def test_heads_that_move(ranks: int) -> None:
     planned = plan(fa4flex.compile(mask=v.causal), 61, ranks, tile=4)
     assert found == [by_heads(planned, rank, model) for rank in range(ranks)]
     assert busiest(planned, model, "heads") == max(map(sum, found))
+
+
+def test_what_moves_is_asked_of_each_plan_and_model() -> None:
+    """Answers are kept by both: other heads, or another mask, give another."""
+    dense, near = (
+        plan(fa4flex.compile(mask=x), 1024, 4, tile=4) for x in (v.causal, MASKS["sliding_window"][0])
+    )
+    wide = Model(heads=8, kv_heads=8, dim=64, dim_v=64)
+    for _ in range(2):
+        assert heads_move(dense, wide), "fewer bytes than all keys of all heads"
+        assert not heads_move(dense, wide._replace(heads=6, kv_heads=6)), "6 heads on 4 ranks"
+        assert not heads_move(near, wide)
