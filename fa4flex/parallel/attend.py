@@ -14,7 +14,7 @@ from fa4flex.parallel.exchange import Exchange, Rectangle, tokens
 from fa4flex.parallel.guests import Guests
 from fa4flex.parallel.links import Links
 from fa4flex.parallel.moves import ByHeads, ByTokens
-from fa4flex.parallel.pieces import SEQUENCE, Pieces, rows_of, tensors_of
+from fa4flex.parallel.pieces import SEQUENCE, Pieces, in_order, order_of, rows_of, tensors_of
 from fa4flex.parallel.placement import Range, Ranges, joined
 from fa4flex.parallel.rectangle import Rectangles
 from fa4flex.parallel.sums import Result, Sums
@@ -91,7 +91,7 @@ class Attend(torch.autograd.Function):
         results.q.also(theirs, job.guests.visitors)
         results.take_in(of_guests, here, job.beside(bool(arrivals)))
         for stage, arrival in arrivals.items():
-            received.append(arrival())
+            received.append(in_order(arrival(), joined(job.exchange.incoming(stage, job.rank))))
             _arrived(job, stage, received[-1], here)
             results.take_in(job.of_stage(stage), here, job.beside(stage < max(arrivals)))
         results.return_guests()
@@ -172,8 +172,8 @@ def _held(job: Job, kv: tuple[Tensor, Tensor]) -> tuple[Pieces, Pieces]:
 
 
 def _arrived(job: Job, stage: int, rows: Tensor, here: tuple[Pieces, Pieces]) -> None:
-    """Keys and values of a stage join those that are here."""
-    places = joined(job.exchange.incoming(stage, job.rank))
+    """Keys and values of a stage, in the order in which they are kept, join those that are here."""
+    places = order_of(joined(job.exchange.incoming(stage, job.rank)))
     for pieces, x in zip(here, tensors_of(rows, [pieces.x for pieces in here]), strict=True):
         pieces.also(x, places)
 

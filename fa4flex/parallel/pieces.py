@@ -58,6 +58,23 @@ def in_a_row(ranges: Sequence[Range]) -> list[Range]:
     return found
 
 
+def order_of(places: Sequence[Range]) -> tuple[Range, ...]:
+    """Order in which rows of these places are kept: of the places themselves where more of them are next to
+    each other then, else as they are. What lies together is a view, and not put together for each rectangle
+    in both passes."""
+    ordered = tuple(sorted(places))
+    return ordered if len(in_a_row(ordered)) < len(in_a_row(places)) else tuple(places)
+
+
+def in_order(rows: Tensor, places: Sequence[Range]) -> Tensor:
+    """Rows [tokens, ...] of these places, one after another, in the order in which they are kept."""
+    order = order_of(places)
+    if order == tuple(places):
+        return rows
+    parts = dict(zip(places, rows.split([hi - lo for lo, hi in places]), strict=True))
+    return torch.cat([parts[x] for x in order])
+
+
 def put(into: Tensor, x: Tensor) -> None:
     """Copy x there, 16 bytes at a time where both lie so: PyTorch counts the place of each number of tensors
     with gaps, which takes longer than memory does."""
