@@ -132,6 +132,7 @@ class Alike(Generic[Value]):
     def __init__(self, keys: int, each: int) -> None:
         self._keys, self._each = keys, each
         self._found: dict[Hashable, list[tuple[list[Tensor], Value]]] = {}
+        self._lock = threading.Lock()
 
     def made(self, key: Hashable, tensors: Sequence[Tensor], make: Callable[[], Value]) -> Value:
         """Value that was kept, or that `make` makes now."""
@@ -143,10 +144,11 @@ class Alike(Generic[Value]):
             if all(map(torch.equal, copies, tensors)):
                 return value
         copies, value = [x.clone() for x in tensors], make()
-        self._found.pop(like, None)
-        self._found[like] = [(copies, value), *known][: self._each]
-        while len(self._found) > self._keys:
-            self._found.pop(next(iter(self._found)), None)
+        with self._lock:  # another thread may keep values of its own
+            self._found.pop(like, None)
+            self._found[like] = [(copies, value), *known][: self._each]
+            while len(self._found) > self._keys:
+                self._found.pop(next(iter(self._found)))
         return value
 
 

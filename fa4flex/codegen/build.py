@@ -8,6 +8,7 @@ hold; captured tensors and numbers are read anew at each call in either case (se
 from __future__ import annotations
 
 import functools
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -115,6 +116,8 @@ def build(variant: Variant) -> Program:
 # --- kept traces --------------------------------------------------------------------------------------------
 
 _kept: OrderedDict[Hashable, list[Trace]] = OrderedDict()
+_changing = threading.Lock()
+"""Held while the traces that are kept change: threads bind variants at the same time."""
 
 
 def bind(variant: Variant, likely: Trace | None = None) -> Bound:
@@ -130,8 +133,7 @@ def bind(variant: Variant, likely: Trace | None = None) -> Bound:
         reading = None if found is likely or found.reader is None else found.reader.read(score, mask)
         if reading is not None:
             if found is not traces[0]:
-                traces.remove(found)
-                traces.insert(0, found)
+                _put_first(traces, found)
             return Bound(found, *reading)
     bound = _traced(variant)
     if bound.trace.reader is not None:
@@ -139,13 +141,19 @@ def bind(variant: Variant, likely: Trace | None = None) -> Bound:
     return bound
 
 
+def _put_first(traces: list[Trace], found: Trace) -> None:
+    with _changing:
+        traces[:] = [found, *(x for x in traces if x is not found)][:MOST_TRACES]
+
+
 def _keep(key: Hashable, made: Trace) -> None:
-    traces = _kept.setdefault(key, [])
-    _kept.move_to_end(key)
-    traces.insert(0, made)
-    del traces[MOST_TRACES:]
-    while len(_kept) > MOST_CODES:
-        _kept.popitem(last=False)
+    with _changing:
+        traces = _kept.setdefault(key, [])
+        _kept.move_to_end(key)
+        traces.insert(0, made)
+        del traces[MOST_TRACES:]
+        while len(_kept) > MOST_CODES:
+            _kept.popitem(last=False)
 
 
 def code_key(fn: Any) -> Hashable:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import gc
 import random
+import sys
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -311,3 +313,28 @@ def test_a_copy_serves_until_a_change(copies: Copies) -> None:
     with torch.inference_mode():
         y = torch.arange(5)
         assert on_host(y) is not on_host(y), "torch counts no changes of these"
+
+
+def test_threads_that_keep_values_do_not_meet() -> None:
+    """Several threads make values of new keys, of which the oldest go: none finds the others' changes."""
+    kept: contents.Alike[int] = contents.Alike(4, 2)
+    before = sys.getswitchinterval()
+    errors: list[BaseException] = []
+
+    def make(first: int) -> None:
+        try:
+            for key in range(first, first + 3000):
+                assert kept.made(key, (), lambda key=key: key) == key
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=make, args=(10_000 * i,)) for i in range(4)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not errors and len(kept._found) <= 4
