@@ -87,6 +87,7 @@ def test_keys_or_values_in_blocks(widths: tuple[int, int], packed: bool) -> None
     check(CAUSAL, given_in("heads apart", size, packed))
 
 
+@pytest.mark.slow
 def test_heads_of_any_stride_are_the_same_launch() -> None:
     """One launch serves heads that start at multiples of 64 elements, and others."""
     size = Size(heads=2, kv_heads=2, q_len=70, lengths=(150, 33), d=128, dv=128)
