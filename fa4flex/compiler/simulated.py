@@ -19,8 +19,9 @@ class Keeper(Protocol):
     def loaded(self, content: bytes) -> Callable[..., Any]: ...
 
 
-_active: list[tuple[str, Keeper | None]] = []
-"""Targets of the simulated GPUs that are active, the innermost last, and who keeps their kernels."""
+_active: list[tuple[str, Keeper | None, int | None]] = []
+"""Targets of the simulated GPUs that are active, the innermost last, who keeps their kernels, and how many
+multiprocessors they have, if not as many as the chip."""
 
 
 def simulating() -> bool:
@@ -31,8 +32,14 @@ def target() -> str:
     """Part of a kernel's identity besides what it is made of: "" unless simulated."""
     if not _active:
         return ""
-    arch, keeper = _active[-1]
+    arch, keeper, _ = _active[-1]
     return f"simulated {arch} {keeper.IDENTITY if keeper else ''}"
+
+
+def gpu() -> tuple[str, int | None] | None:
+    """Part of a launch's look, as a CUDA device is of others: the same tensors may be on another simulated
+    GPU next, with as few multiprocessors as a test wants. None unless simulated."""
+    return (target(), _active[-1][2]) if _active else None
 
 
 def keeper() -> Keeper | None:
@@ -41,10 +48,11 @@ def keeper() -> Keeper | None:
 
 
 @contextlib.contextmanager
-def simulated(arch: str, keeper: Keeper | None = None) -> Iterator[None]:
-    """Within, calls with CPU tensors are compiled and launched as those with CUDA tensors are."""
-    _active.append((arch, keeper))
+def simulated(arch: str, keeper: Keeper | None = None, sms: int | None = None) -> Iterator[None]:
+    """Within, calls with CPU tensors are compiled and launched as those with CUDA tensors are. `sms` is how
+    many multiprocessors the GPU has, if not as many as the chip."""
+    _active.append((arch, keeper, sms))
     try:
         yield
     finally:
-        _active.remove((arch, keeper))
+        _active.remove((arch, keeper, sms))

@@ -7,8 +7,9 @@ import random
 from typing import Any
 
 import pytest
+import torch
 from captured_cases import CASES, Grid
-from helpers import SMS, Width, of_backward, widths
+from helpers import SMS, Width, forward_on_cpu, of_backward, widths
 from pairs import few_tiles
 from test_grouped_backward import in_parts
 from test_simulated_backward import COMPOSED, judged
@@ -55,6 +56,19 @@ def test_some(draw: int) -> None:
 def test_query_heads_that_share_keys(deterministic: bool) -> None:
     with in_parts(random.choice((1, 2))):
         close("alibi, causal", (200, 200), 64, kv_heads=2, schedule=Schedule(deterministic=deterministic))
+
+
+@pytest.mark.slow
+def test_a_gpu_of_fewer_multiprocessors_before() -> None:
+    """Tiles are not few for that one: what was made ready for it serves no other GPU."""
+    width = random.choice((32, 64))
+    q, k, v = (torch.randn(1, HEADS, 130, width).bfloat16().requires_grad_() for _ in range(3))
+    attn, blocks = fa4flex.compile(**COMPOSED["alibi, causal"]), []
+    for sms in (SMS, None):
+        with forward_on_cpu(), fa4flex.simulator.device("sm_90a", sms=sms) as gpu:
+            attn(q, k, v).sum().backward()
+        blocks.append(of_backward(gpu)[1].shape.block)
+    assert blocks == [(384, 1, 1), (256, 1, 1)]
 
 
 @pytest.mark.slow

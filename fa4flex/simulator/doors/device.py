@@ -74,5 +74,5 @@ def device(
     """
     Timing(timing, seed)
     gpu = Gpu(arch, timing, seed, together)
-    with capturing(arch, gpu.run, sms), simulated(arch, kept):
+    with capturing(arch, gpu.run, sms), simulated(arch, kept, sms):
         yield gpu

@@ -96,7 +96,7 @@ def recording(arch: str = "sm_100a", sms: int | None = None) -> Iterator[Recorde
     `sms` is how many multiprocessors host code is told of.
     """
     recorder = Recorder()
-    with capturing(arch, recorder.run, sms), simulated(arch, kept):
+    with capturing(arch, recorder.run, sms), simulated(arch, kept, sms):
         yield recorder
 
 

@@ -43,7 +43,7 @@ def look_of(call: Call) -> tuple[Look, Extents] | None:
     looks, extents = heads
     scales = call.scales
     of_scales = None if scales is NO_SCALES else (scales.k_per, scales.v_per, *_key_of_scales(call))
-    return (looks, _key_of(call), of_lengths, of_scales, call.statistics, simulated.target()), extents
+    return (looks, _key_of(call), of_lengths, of_scales, call.statistics, simulated.gpu()), extents
 
 
 assert [row.name for row in FORWARD.found_in("call") if isinstance(row.look, Heads)] == ["q", "k", "v"]

@@ -124,7 +124,7 @@ def _tensors(call: Call, saved: Saved) -> tuple[Tensor, ...]:
 
 def _alike(call: Call) -> tuple[Any, ...]:
     """Properties that decide a launch and no tensor tells."""
-    return call.scale > 0, call.heads_first, call.statistics, call.sinks is None, simulated.target()
+    return call.scale > 0, call.heads_first, call.statistics, call.sinks is None, simulated.gpu()
 
 
 def _aligned(tensors: tuple[Tensor, ...]) -> bool:

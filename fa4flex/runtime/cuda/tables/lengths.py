@@ -108,7 +108,7 @@ class LengthsKernel:
 
 def _key(call: Call) -> tuple[Any, ...]:
     """Key of corrected lengths, besides those given."""
-    return capture_of(call.q), call.q.shape, call.k.shape, call.heads_first, simulated.target()
+    return capture_of(call.q), call.q.shape, call.k.shape, call.heads_first, simulated.gpu()
 
 
 def lengths_of(
