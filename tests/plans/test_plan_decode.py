@@ -133,7 +133,7 @@ def test_many_rows_read_pages_in_place(d: int, dv: int) -> None:
         elif rows >= least:
             plan = many_rows(problem)
             config = plan.config()
-            box, whole = config.box_rows, config.whole_rows
+            box, whole = config.boxes.rows, config.boxes.whole
             assert rows % box == 0 and plan.tiles.tile_n % box == 0 and box >= least
             assert config.paged and config.producer_registers >= 40
             copies = {ring.name: ring.copies for ring in plan.topology.rings}
@@ -147,7 +147,7 @@ def test_many_rows_read_pages_in_place(d: int, dv: int) -> None:
 def test_rows_that_tiles_are_wider_than_come_in_blocks() -> None:
     """A tile ends with zeros, where in memory another row follows."""
     for width in (120, 184, 248):
-        whole = many_rows(replace(PAGED, head_dim=width, head_dim_v=width)).config().whole_rows
+        whole = many_rows(replace(PAGED, head_dim=width, head_dim_v=width)).config().boxes.whole
         assert not any(whole)
 
 

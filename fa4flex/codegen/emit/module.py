@@ -5,6 +5,8 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from fa4flex.codegen.analyze.facts import Facts
@@ -308,9 +310,9 @@ class Module:
         lines.append(f"from fa4flex.kernels.common.hooks import {hooks}")
         if helpers:
             lines += call("from fa4flex.kernels.common.math import ", helpers)
-        folder = f"from {self._plan.module}"
-        lines += call(f"{folder}.config import ", _names_in(self._plan.config()))
-        lines.append(f"{folder}.kernel import {self._pass.kernel}")
+        for module, names in _dataclasses_of(self._plan.config()):
+            lines += call(f"from {module} import ", names)
+        lines.append(f"from {self._plan.module}.kernel import {self._pass.kernel}")
         return lines
 
     def hooks(self) -> list[str]:
@@ -355,11 +357,12 @@ def _config(config: Any) -> list[str]:
     return call("CONFIG = Config", [f"{f.name}={getattr(config, f.name)!r}" for f in fields(config)])
 
 
-def _names_in(config: Any) -> list[str]:
-    """The dataclasses that the repr of a config names."""
+def _dataclasses_of(config: Any) -> list[tuple[str, list[str]]]:
+    """Modules, and the dataclasses of each that the repr of a config names."""
     given = (getattr(config, f.name) for f in fields(config))
     parts = [part for x in given for part in (x if isinstance(x, tuple) else (x,))]
-    return sorted({type(config).__name__, *(type(part).__name__ for part in parts if is_dataclass(part))})
+    named = sorted({(type(x).__module__, type(x).__name__) for x in (config, *parts) if is_dataclass(x)})
+    return [(module, [name for _, name in names]) for module, names in groupby(named, itemgetter(0))]
 
 
 def call(head: str, items: Sequence[str]) -> list[str]:

@@ -26,12 +26,12 @@ MOST = 2**31 - 1
 """Extent of the units of a cache: no head is asked for that is not there."""
 
 
-def stage_layouts(config: Any, kind: Any, whole: tuple[bool, bool] = (False, False)) -> tuple[Any, Any]:
-    """Swizzled shared-memory layouts of k and v, whose last mode counts stages. whole: boxes of k and of v
-    have whole rows. `config` has tile_n, kv_stages and the widths of tiles."""
+def stage_layouts(config: Any, kind: Any, boxes: Boxes | None = None) -> tuple[Any, Any]:
+    """Swizzled shared-memory layouts of k and v, whose last mode counts stages. `config` has tile_n,
+    kv_stages and the widths of tiles, which boxes make up where they may have whole rows."""
     n, d, dv, stages = config.tile_n, config.head_dim, config.head_dim_v, config.kv_stages
     atoms = warpgroup.SmemLayoutAtomKind
-    k_whole, v_whole = whole
+    k_whole, v_whole = boxes.whole if boxes else (False, False)
     return (
         _by_keys(atoms.K_SW128, (n, d, stages), (1, 0, 2), kind)
         if k_whole

@@ -24,16 +24,13 @@ class Config:
     workers                  multiprocessors
     longest_first            tiles of queries start from the end of the sequence
     lengths                  "dense", "packed" (cu_seqlens) or "used" (seqused per batch)
-    paged                    keys and values lie in pages
-    box_rows                 keys that one copy brings, where they lie in pages
-    whole_rows               it has whole rows of keys, and of values; otherwise a block of their columns
+    boxes                    keys that one copy brings where they lie in pages
     values_apart             a second warp brings values, beside the one that brings keys and queries
     tables                   tiles come from block tables; otherwise from the hooks' spans, or all of them
     row_ends                 with tables: spans of each row's keys whose ends stand beside them
     divisors                 of a tile's number are prepared on the host
     short_tiles              tiles of short heads that are computed next to each other, at least
     group                    heads of queries whose rows share tiles; 1: each head has tiles of its own
-    q_stages                 tiles of queries in flight
     sinks                    a learnable logit per head joins the denominator
     statistics               which of "lse" and "max_scores" are written
     """
@@ -53,9 +50,7 @@ class Config:
     workers: int = 132
     longest_first: bool = False
     lengths: Lengths = "dense"
-    paged: bool = False
-    box_rows: int = 0
-    whole_rows: tuple[bool, bool] = (False, False)
+    boxes: Boxes | None = None
     values_apart: bool = False
     tables: bool = False
     sinks: bool = False
@@ -70,9 +65,9 @@ class Config:
     """True if several blocks may share the keys of a tile."""
 
     @property
-    def boxes(self) -> Boxes:
-        """Keys and columns that one copy brings, where keys lie in pages."""
-        return Boxes(self.box_rows, self.whole_rows)
+    def paged(self) -> bool:
+        """True if keys and values lie in pages."""
+        return self.boxes is not None
 
     @property
     def consumers(self) -> int:

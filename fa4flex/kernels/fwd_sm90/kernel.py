@@ -87,7 +87,7 @@ class Forward:
         n, d, dv = config.tile_n, config.head_dim, config.head_dim_v
         return (
             sm90.make_smem_layout_a(row, (ROWS, n, d), kind, config.consumers * config.q_stages),
-            *stage_layouts(config, kind, config.whole_rows),
+            *stage_layouts(config, kind, config.boxes),
             sm90.make_smem_layout_a(row, (ROWS, n, dv), out_kind, config.consumers),
         )
 
@@ -100,7 +100,7 @@ class Forward:
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         d, dv, n = config.head_dim, config.head_dim_v, config.tile_n
         of_queries = self.rows.transfer(load, arguments.q, one[0], d)
-        if config.paged:
+        if config.boxes is not None:
             return (of_queries, *box_transfers(load, arguments, (one[1], one[2]), config.boxes), None)
         k, v = reordered(arguments.k, rows), reordered(arguments.v, columns)
         return (

@@ -110,7 +110,6 @@ class HopperPlan:
 
     def config(self) -> Config:
         """Configuration of the hand-written kernel."""
-        boxes = self.boxes or Boxes(0)
         return Config(
             head_dim=self.tiles.head_dim,
             head_dim_v=self.tiles.head_dim_v,
@@ -128,9 +127,7 @@ class HopperPlan:
             workers=self.target.multiprocessors,
             longest_first=self.order == "longest_first",
             lengths=self.problem.lengths,
-            paged=self.problem.page_rows > 0,
-            box_rows=boxes.rows,
-            whole_rows=boxes.whole,
+            boxes=self.boxes,
             values_apart=self.values_apart,
             tables=self.problem.mask_form == "tables",
             sinks=self.problem.sinks,

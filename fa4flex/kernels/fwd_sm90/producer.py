@@ -106,12 +106,13 @@ class Producer:
         behind: int = 1,
     ) -> KeyValues:
         """Values are copied `behind` tiles behind keys."""
-        config, (transfers, shared, pipes) = self.config, block
+        boxes, (transfers, shared, pipes) = self.config.boxes, block
+        assert boxes is not None
         check_length(arguments, work.b)
-        views = box_views(transfers, (shared.k, shared.v), arguments, kv_head, config.boxes)
+        views = box_views(transfers, (shared.k, shared.v), arguments, kv_head, boxes)
         table, order = page_table(arguments, work.b, work.kv_len), Order(keys, Int32(0))
         rings = pipes.k, pipes.v
-        sizes = config.box_rows, config.tile_n
+        sizes = boxes.rows, self.config.tile_n
         alone = self.part is not None
         pages = PagedKeyValues(transfers, *rings, *views, table, order, *sizes, behind, alone=alone)
         pages.begin()

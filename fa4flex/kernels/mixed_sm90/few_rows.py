@@ -418,7 +418,7 @@ def _config(config: Config) -> decode.Config:
         rescale_threshold=config.rescale_threshold,
         lengths=config.lengths,
         paged=config.paged,
-        box_rows=config.box_rows,
+        box_rows=config.boxes.rows if config.boxes else 0,
         sinks=config.sinks,
         statistics=config.statistics,
     )

@@ -56,12 +56,13 @@ class FewKeys(forward.Producer):
     def few_keys(self, work: Work, tile: Tile, arguments: Arguments, block: Block) -> KeyValues:
         """Keys and values of a tile of few rows, each at a time. They are read once, and would drive those of
         chunks, which many tiles read, out of L2."""
-        config, (transfers, shared, pipes) = self.config, block
+        boxes, (transfers, shared, pipes) = self.config.boxes, block
+        assert boxes is not None
         check_length(arguments, work.b)
-        views = box_views(transfers, (shared.k, shared.v), arguments, tile.kv_head, config.boxes)
+        views = box_views(transfers, (shared.k, shared.v), arguments, tile.kv_head, boxes)
         table, order = page_table(arguments, work.b, work.kv_len), Order(tile.keys, tile.first)
         rings = pipes.k, pipes.v
-        sizes = config.box_rows, config.tile_n
+        sizes = boxes.rows, self.config.tile_n
         alone = self.part is not None
         pages = PagedKeyValues(transfers, *rings, *views, table, order, *sizes, policy=READ_ONCE, alone=alone)
         pages.begin()
