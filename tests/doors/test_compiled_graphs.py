@@ -152,6 +152,7 @@ def test_changes_are_inputs_of_the_graph(name: str) -> None:
     assert compilations <= most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tensor closure", "float closure", "BlockMask", "named variants"])
 def test_changes_under_inductor(name: str) -> None:
     function, draw, most = CHANGES[name]

@@ -109,6 +109,7 @@ def test_few_queries_of_an_order() -> None:
     check(attn, drawn(replace(MANY, q_len=3)))
 
 
+@pytest.mark.slow
 def test_chunks_of_any_lengths_draw() -> None:
     """Chunked prefill: other queries, keys and pages at each call, longer and shorter than each other, none
     at all, and the same kernel."""
@@ -132,6 +133,7 @@ MODS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @ALWAYS_ON_BOTH
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n == "alibi, window" else pytest.mark.exhaustive) for n in MODS]

@@ -78,6 +78,7 @@ def mixed(heads: int = 8, kv_heads: int = 2, d: int = 64, **size: Any) -> Drawn:
     return chunks(given, tuple(queries), taken)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n == "softcap, sinks" else pytest.mark.exhaustive) for n in MODS]
 )
