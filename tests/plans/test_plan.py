@@ -231,19 +231,31 @@ def test_config_says_what_the_plan_says() -> None:
     problem = Problem(128, 96, "float16", "float16", "packed", "tables", True, ("max_scores", "lse"))
     config = plan_forward(Facts(SCORE, CAUSAL), problem).config()
     assert config == Config(
-        head_dim=128, head_dim_v=96, tile_m=128, tile_n=128, kv_stages=2, producer_registers=40,
+        head_dim=128, head_dim_v=96, depth=8, tile_m=128, tile_n=128, kv_stages=2, producer_registers=40,
         consumer_registers=232, pingpong=True, rescale_threshold=0.0, alias_output=True,
         persistent=True, dynamic=True, workers=132, short_tiles=198, longest_first=True, lengths="packed",
         tables=True, sinks=True, statistics=("max_scores", "lse"),
     )  # fmt: skip
     plain = Problem(96, 96, statistics=())
     assert plan_forward(Facts(), plain).config() == Config(
-        head_dim=96, head_dim_v=96, tile_m=128, tile_n=128, kv_stages=2, producer_registers=24,
-        consumer_registers=240, pingpong=True, rescale_threshold=8.0, alias_output=False,
-        persistent=True, workers=132, short_tiles=198, longest_first=False, lengths="dense", tables=False,
+        head_dim=96, head_dim_v=96, depth=6, tile_m=128, tile_n=128, kv_stages=2, producer_registers=24,
+        consumer_registers=240, pingpong=True, rescale_threshold=8.0, alias_output=False, persistent=True,
+        workers=132, short_tiles=198, longest_first=False, lengths="dense", tables=False,
         sinks=False, statistics=(),
     )  # fmt: skip
     assert planned("dense", 64, 64).config().consumers == planned("dense", 64, 64).tiles.consumers == 3
+
+
+@pytest.mark.parametrize(
+    ("width", "depth"), ((8, 1), (40, 3), (64, 4), (72, 5), (80, 5), (96, 6), (112, 7), (200, 13), (256, 16))
+)
+def test_what_heads_are_padded_with_is_not_multiplied(width: int, depth: int) -> None:
+    """Along queries and keys, 16 columns an instruction; tiles in shared memory may be wider."""
+    plan = planned("dense", width, 64)
+    assert plan.config().depth == depth and plan.tiles.head_dim >= width
+    size = Size(1, 1, 1024, 1024)
+    flops = 2 * (16 * depth + 64) * size.scores
+    assert dict(plan.bound(size).times)["tensor cores"] == flops / plan.target.peak_flops
 
 
 # --- the user's schedule -------------------------------------------------------------------------------

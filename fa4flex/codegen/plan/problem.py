@@ -20,6 +20,9 @@ STATISTICS = ("lse", "max_scores")
 WIDEST = 256
 """The widest head: one matrix instruction makes at most 256 columns of the output."""
 
+MMA_K = 16
+"""Columns of 16 bits of its operands that one instruction of a product takes."""
+
 ROW_CLASSES = (16, 32, 64)
 """Classes of few query rows, by the least that holds them."""
 
@@ -154,6 +157,12 @@ class Problem:
     def itemsize(self) -> int:
         """Bytes of one element of q, and of k and v where they are no 8-bit cache."""
         return 2
+
+    @property
+    def depths(self) -> tuple[int, int]:
+        """Instructions of a product along heads of q and k, and of v. Tiles may be wider: columns behind
+        these are zeros, and what multiplies them is left out."""
+        return -(-self.head_dim // MMA_K), -(-self.head_dim_v // MMA_K)
 
     @property
     def out_itemsize(self) -> int:

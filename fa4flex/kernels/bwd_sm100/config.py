@@ -47,6 +47,7 @@ class TensorMemory:
 @dataclass(frozen=True)
 class Config:
     """head_dim, head_dim_v    widths of the tiles in shared memory: multiples of 32 that hold the tensors'
+    depths                   instructions of 16 columns of scores, and of dP: what is behind them is padding
     memory                   where in tensor memory what lies
     q_stages, do_stages      tiles of Q, and of dO, in flight
     dq_stages                pieces of dQ, 32 rows by 32 columns, that a warp has staged in shared memory
@@ -58,6 +59,7 @@ class Config:
 
     head_dim: int
     head_dim_v: int
+    depths: tuple[int, int]
     memory: TensorMemory
     q_stages: int = 2
     do_stages: int = 1

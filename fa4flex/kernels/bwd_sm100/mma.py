@@ -16,11 +16,11 @@ from typing import Any
 import cutlass
 from cutlass import Boolean, Int32, cute, pipeline
 
+from fa4flex.codegen.plan.problem import MMA_K
 from fa4flex.kernels.bwd_sm100.config import ROWS, Config
 from fa4flex.kernels.bwd_sm100.resources import Pipes, Products, Shared, operand_columns
 from fa4flex.kernels.common.backward import BackwardArguments, BackwardTileScheduler, KeyWork
 from fa4flex.kernels.common.cluster import Cluster
-from fa4flex.kernels.common.tensor_core import MMA_K
 
 STEPS = range(ROWS // MMA_K)
 """Instructions of a product that sums over queries."""
@@ -127,7 +127,7 @@ class Mma:
         return operand_columns(memory.probabilities), operand_columns(memory.ds)
 
     def scores(self, given: Given, state: pipeline.PipelineState, zero: Int32 | int = 0) -> None:
-        operands, steps = given.operands, range(self.config.head_dim // MMA_K)
+        operands, steps = given.operands, range(self.config.depths[0])
         given.pipes.q.consumer_wait(state)
         q = operands.q[None, None, None, state.index]
         acc = given.base + self.config.memory.scores
@@ -135,7 +135,7 @@ class Mma:
         self.cluster.commit(given.pipes.s_full)
 
     def dprob(self, given: Given, state: pipeline.PipelineState, zero: Int32 | int = 0) -> None:
-        operands, steps = given.operands, range(self.config.head_dim_v // MMA_K)
+        operands, steps = given.operands, range(self.config.depths[1])
         given.pipes.dout.consumer_wait(state)
         dout = operands.dout[None, None, None, state.index]
         acc = given.base + self.config.memory.dprob

@@ -109,6 +109,7 @@ class BlackwellBackwardPlan:
         return self.kind(
             head_dim=self.head_dim,
             head_dim_v=self.head_dim_v,
+            depths=self.problem.depths,
             memory=self.tensor_memory(),
             registers=self.registers,
             masked=self.problem.mask_form != "none",

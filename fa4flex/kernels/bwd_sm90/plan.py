@@ -71,9 +71,6 @@ itself: a comparison sets it."""
 ROOMY_PRODUCTS = 160
 """The widest heads of which K has room in registers whatever the variant, where products are shared out."""
 
-DEEP = 16
-"""Columns of 16 bits that one instruction of a product takes of its operands."""
-
 STAGES = ((2, 2, 2), (2, 2, 1), (2, 1, 1), (1, 1, 1))
 """Tiles of Q, dO and dQ in flight, best first; shared memory decides."""
 
@@ -190,7 +187,7 @@ class HopperBackwardPlan:
         return Config(
             head_dim=self.head_dim,
             head_dim_v=self.head_dim_v,
-            depths=(-(-self.problem.head_dim // DEEP), -(-self.problem.head_dim_v // DEEP)),
+            depths=self.problem.depths,
             columns=self.problem.head_dim if self.problem.head_dim < self.head_dim else None,
             tile_m=tile_m,
             tile_n=tile_n,

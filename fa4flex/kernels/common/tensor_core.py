@@ -17,9 +17,6 @@ from cutlass.cute.nvgpu import tcgen05
 from cutlass.cutlass_dsl import T, dsl_user_op
 from cutlass.memory import TmemAllocator
 
-MMA_K = 16
-"""Keys, or elements of a head, that one instruction multiplies."""
-
 
 @dataclass(frozen=True)
 class Product:

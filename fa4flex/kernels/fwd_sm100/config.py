@@ -63,6 +63,7 @@ class Exponential:
 @dataclass(frozen=True)
 class Config:
     """head_dim, head_dim_v    widths of the tiles in shared memory: multiples of 16 that hold the tensors'
+    depth                    instructions of 16 columns of scores: what is behind them is padding
     ctas                     that multiply together: 1, or 2 with twice the rows and half of K and V each
     q_tiles                  query tiles of 128 rows per CTA, each with a softmax warpgroup: 2, or 1
     tile_n                   keys per tile
@@ -87,6 +88,7 @@ class Config:
 
     head_dim: int
     head_dim_v: int
+    depth: int
     memory: TensorMemory
     ctas: int = 1
     q_tiles: int = 2

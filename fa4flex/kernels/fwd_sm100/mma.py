@@ -17,10 +17,11 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import Boolean, Int32, const_expr, cute, pipeline
 
+from fa4flex.codegen.plan.problem import MMA_K
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.cluster import Cluster
 from fa4flex.kernels.common.keys import KeyTiles, tile_at
-from fa4flex.kernels.common.tensor_core import MMA_K, elect, zero_here
+from fa4flex.kernels.common.tensor_core import elect, zero_here
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.common.work import Grid, Work
 from fa4flex.kernels.fwd_sm100.config import Config
@@ -131,7 +132,7 @@ class Mma:
     ) -> None:
         stage, zero = stage_and_zero
         q, k = operands.q[None, None, None, tile], operands.k[None, None, None, stage]
-        steps = range(self.config.head_dim // MMA_K)
+        steps = range(self.config.depth)
         products.scores_product.issue(operands.scores[tile].iterator, q, k, steps, False, zero)
         self.cluster.commit(pipes.s_full + tile)
         if last:

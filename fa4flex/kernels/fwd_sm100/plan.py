@@ -11,7 +11,7 @@ from fa4flex.codegen.plan.counts import check_counts
 from fa4flex.codegen.plan.memory import Memory
 from fa4flex.codegen.plan.paging import box_rows, explain_pages, readable
 from fa4flex.codegen.plan.pipeline import Pipeline
-from fa4flex.codegen.plan.problem import Problem
+from fa4flex.codegen.plan.problem import MMA_K, Problem
 from fa4flex.codegen.plan.registers import check_registers
 from fa4flex.codegen.plan.request import (
     BLOCKS,
@@ -107,7 +107,7 @@ class BlackwellPlan:
 
     def bound(self, size: Size) -> Bound:
         """The least time of a launch of this size, and the unit that sets it."""
-        widths = self.tiles.head_dim, self.tiles.head_dim_v
+        widths = self.problem.depths[0] * MMA_K, self.tiles.head_dim_v
         return expected_bound(self.problem, widths, self.work, self.target, size)
 
     def config(self) -> Config:
@@ -115,6 +115,7 @@ class BlackwellPlan:
         return Config(
             head_dim=self.tiles.head_dim,
             head_dim_v=self.tiles.head_dim_v,
+            depth=self.problem.depths[0],
             memory=first_columns(self.columns),
             ctas=self.tiles.ctas,
             q_tiles=self.tiles.q_tiles,

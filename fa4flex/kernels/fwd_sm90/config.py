@@ -12,6 +12,7 @@ from fa4flex.codegen.plan.paging import Boxes
 @dataclass(frozen=True)
 class Config:
     """head_dim, head_dim_v    widths of the tiles in shared memory: multiples of 16 that hold the tensors'
+    depth                    instructions of 16 columns of scores: what is behind them is padding
     tile_m, tile_n           queries and keys per tile; each consumer warpgroup owns 64 rows
     kv_stages                tiles of K, and as many of V, in flight
     q_stages                 tiles of queries in flight; of two, the output has room of its own
@@ -39,6 +40,7 @@ class Config:
     head_dim_v: int
     tile_m: int
     tile_n: int
+    depth: int | None = None
     kv_stages: int = 2
     producer_registers: int = 24
     consumer_registers: int = 240

@@ -201,7 +201,7 @@ class Consumer:
         begun = self.begin(products, tile, key_tile, True)
         k = products.k[None, None, None, k_state.index]
         pipes.k.consumer_wait(k_state)
-        multiply(products.scores, begun.scores, products.q, k, self.hooks.start is not None)
+        self.multiply_queries(products, begun, k)
         warpgroup.wait_group(0)
         pipes.k.consumer_release(k_state)
         self.modify(begun, tile, True)
@@ -235,7 +235,7 @@ class Consumer:
         if const_expr(self.hooks.start is not None):
             compute_before(begun.scores[cute.size(begun.scores) - 1])
         self.take_turn(group)
-        multiply(products.scores, begun.scores, products.q, k, self.hooks.start is not None)
+        self.multiply_queries(products, begun, k)
         pipes.v.consumer_wait(v_state)
         if const_expr(kind.after_masked):
             self.clear_past_end(products, tile, before, v_state, group)
@@ -305,6 +305,11 @@ class Consumer:
         early = tile.fragment.prepare(self.hooks, kv_first, masked)
         allowed = tile.fragment.allowed(self.hooks, kv_first) if masked else None
         return Begun(scores, grid, kv_first, early, allowed)
+
+    def multiply_queries(self, products: Products, begun: Begun, k: cute.Tensor) -> None:
+        """Issue the product of queries and keys, after what scores start from."""
+        started = self.hooks.start is not None
+        multiply(products.scores, begun.scores, products.q, k, started, self.config.depth)
 
     def modify(self, begun: Begun, tile: Tile, masked: bool) -> None:
         """q.k becomes what the softmax is taken of: the variant's score, or -inf."""

@@ -12,7 +12,7 @@ from fa4flex.codegen.plan.errors import PlanError
 from fa4flex.codegen.plan.memory import Memory
 from fa4flex.codegen.plan.paging import Boxes, boxes_of, explain_pages, readable
 from fa4flex.codegen.plan.pipeline import Pipeline
-from fa4flex.codegen.plan.problem import Problem
+from fa4flex.codegen.plan.problem import MMA_K, Problem
 from fa4flex.codegen.plan.request import BLOCKS, ORDERS, ForwardRequest, Order, check_threshold, rescaling
 from fa4flex.codegen.plan.splitting import Splitting
 from fa4flex.codegen.plan.target import Target
@@ -105,7 +105,7 @@ class HopperPlan:
 
     def bound(self, size: Size) -> Bound:
         """The least time of a launch of this size, and the unit that sets it."""
-        widths = self.tiles.head_dim, self.tiles.head_dim_v
+        widths = self.problem.depths[0] * MMA_K, self.tiles.head_dim_v
         return expected_bound(self.problem, widths, self.work, self.target, size)
 
     def config(self) -> Config:
@@ -113,6 +113,7 @@ class HopperPlan:
         return Config(
             head_dim=self.tiles.head_dim,
             head_dim_v=self.tiles.head_dim_v,
+            depth=self.problem.depths[0],
             tile_m=self.tiles.tile_m,
             tile_n=self.tiles.tile_n,
             q_stages=self.tiles.q_stages,
