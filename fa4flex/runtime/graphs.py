@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fa4flex.codegen.analyze.facts import Facts, analyze
 from fa4flex.codegen.trace import Captures, Operand, trace
+from fa4flex.codegen.trace.captures import Recipe
 from fa4flex.codegen.trace.graph import GraphFunction, StandIn
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.precision import Precision
@@ -295,16 +296,32 @@ def _traced(graphs: tuple[Graph, Graph], context: Sequence[Tensor]) -> GraphTrac
         for function, one in zip(functions, (traced_score, traced_mask), strict=True)
         for number in one.pinned
     ]
-    bases = captures.bases()
     places = {id(x.tensor): x.position for x in reversed(stand_ins) if x.tensor is not None}
+    bases = tuple([x for x in captures.bases() if id(x) in places])
+    operands = [_made_in_the_graph(operand, places) for operand in captures.operands]
     return GraphTrace(
         analyze(traced_score.root, traced_mask.root),
-        tuple(operand.at(bases) for operand in captures.operands),
+        tuple([operand.at(bases) for operand in operands]),
         tuple(places[id(x)] for x in bases),
         tuple(path.key for path in captures.scalar_paths),
         tuple({(g.path.key, g.constant[0]): None for g in captures.guards if g.kind == "extent"}),
         tuple(pinned),
     )
+
+
+def _made_in_the_graph(operand: Operand, places: Mapping[int, int]) -> Operand:
+    """The operand without tensors that a mod made of nothing captured: the model's graph makes them anew."""
+
+    def made(x: Tensor) -> Any:
+        if id(x) in places:
+            return x
+        return Recipe(torch.tensor, (x.tolist(),), {"dtype": x.dtype, "device": x.device}, 0, False)
+
+    if operand.recipe is not None:
+        return replace(operand, recipe=operand.recipe.exchanged(Tensor, made))
+    if not isinstance(operand.base, Tensor) or id(operand.base) in places:
+        return operand
+    return replace(operand, base=None, recipe=made(operand.base))
 
 
 def _carriers(graph: fx.GraphModule, count: int) -> list[Any]:

@@ -422,3 +422,45 @@ def test_ints_stay_ints() -> None:
     attn = fa4flex.compile(mask=lambda b, h, q, k: ((bits >> k) & 1) == 1)
     allowed = torch.tensor([bool(bits >> i & 1) for i in range(S)])
     torch.testing.assert_close(attn(*given), formula(given, 0.0, allowed.expand(S, S)), **CLOSE)
+
+
+# --- tensors that a mod makes of nothing captured ----------------------------------------------------------
+
+
+def stepped(rates: Tensor) -> tuple[Callable[..., Any], Tensor]:
+    """A mod that makes tensors, and what it adds to scores."""
+
+    def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s + torch.tensor([0.5, 0.25])[h] * (q - k) + (rates * torch.arange(H))[h] * k
+
+    slopes, scaled = torch.tensor([0.5, 0.25]), rates * torch.arange(H)
+    return mod, slopes[:, None, None] * distance() + scaled[:, None, None] * torch.arange(S)
+
+
+def check_gradient(out: Tensor, expected: Tensor, x: Tensor) -> None:
+    ours, theirs = (torch.autograd.grad(y.square().sum(), x)[0] for y in (out, expected))
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_tensors_made_inside(mode: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a first call in inference mode serve later calls with gradients, too."""
+    monkeypatch.setattr(build, "_kept", type(build._kept)())
+    given, rates = qkv(), torch.rand(H, requires_grad=True)
+    mod, bias = stepped(rates)
+    expected = formula(given, bias)
+    with mode():
+        attn = fa4flex.compile(mod)
+        torch.testing.assert_close(attn(*given), expected, **CLOSE)
+    out = attn(*given)
+    torch.testing.assert_close(out, expected, **CLOSE)
+    check_gradient(out, expected, rates)
+
+
+def test_tensors_made_inside_a_compiled_mod() -> None:
+    given, rates = qkv(), torch.rand(H, requires_grad=True)
+    mod, bias = stepped(rates)
+    out = torch.compile(fa4flex.compile(mod), backend="aot_eager", fullgraph=True)(*given)
+    expected = formula(given, bias)
+    torch.testing.assert_close(out, expected, **CLOSE)
+    check_gradient(out, expected, rates)

@@ -18,6 +18,7 @@ from fa4flex.codegen import expr
 from fa4flex.codegen.expr import Expr, Kind, const, load, substitute, sym
 from fa4flex.codegen.ops import DIVISIONS
 from fa4flex.codegen.trace.captures import Recipe
+from fa4flex.codegen.trace.paths import Path
 from fa4flex.codegen.trace.state import current
 from fa4flex.codegen.trace.value import Dim, Dims, Value, is_number
 
@@ -92,6 +93,8 @@ def from_tensor(tensor: Tensor) -> Value:
         )
     state.meet(tensor)
     state.see(id(tensor), "element")
+    if derived and recipe is None:  # made of nothing that was captured, it is a constant of the trace
+        state.captures.paths[id(tensor)] = Path(None, "constant", tensor)
     kind = kind_of(tensor.dtype)
     slot = state.captures.slot(recipe or tensor, _name(tensor, recipe), tensor)
     dims = tuple(Dim(state.axis_of(tensor, d), extent) for d, extent in enumerate(tensor.shape))

@@ -274,12 +274,23 @@ def _run_real(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     if captured and name in _READS:
         raise _reading(name)
     result = function(*args, **kwargs)
+    if not captured:
+        result = map_leaves(result, _to_keep)
     given = {id(t) for t in tensors}
     for position, leaf in enumerate(leaves(result)):
         if isinstance(leaf, Tensor) and id(leaf) not in given:
             recipe = _recipe(function, args, kwargs, position) if captured else None
             state.made[id(leaf)] = Derived(leaf, recipe)
     return result
+
+
+def _to_keep(leaf: Any) -> Any:
+    """A constant is kept with the trace: calls outside of inference mode, which may find that, could not use
+    tensors of that mode."""
+    if not isinstance(leaf, Tensor) or not leaf.is_inference():
+        return leaf
+    with torch.inference_mode(False):
+        return leaf.clone()
 
 
 def _recipe(
