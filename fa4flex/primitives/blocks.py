@@ -145,7 +145,12 @@ class BlockMap:
             return _map_of(block_mask), own
         tensors = [x for name in _LISTS if (x := getattr(block_mask, name)) is not None]
         key = tuple(block_mask.BLOCK_SIZE), tuple(block_mask.seq_lengths)
-        return _maps.made(key, tensors, lambda: _map_of(block_mask)), own
+
+        def make() -> BlockMap | None:
+            with torch.inference_mode(False):  # what inference makes, no later call could save
+                return _map_of(block_mask)
+
+        return _maps.made(key, tensors, make), own
 
     @staticmethod
     def from_csr(

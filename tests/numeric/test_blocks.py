@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 
+import fa4flex
 from fa4flex.errors import InputError
 from fa4flex.primitives.base import call_mod
 from fa4flex.primitives.blocks import BlockMap
@@ -125,6 +126,16 @@ def test_from_torch_without_mask_mod_is_a_mask_by_itself() -> None:
     assert own is None
     allowed = evaluate(blocks.mask(own), 1, 1, 12, 12)[0, 0]
     assert torch.equal(allowed, torch.block_diag(*[torch.ones(4, 4)] * 3).bool())
+
+
+def test_a_map_made_in_inference_mode_serves_training() -> None:
+    block_mask = create_block_mask(lambda b, h, q, kv: q >= kv, 1, 1, 12, 12, device="cpu", BLOCK_SIZE=4)
+    q, k, v = (torch.randn(1, 1, 12, 8, requires_grad=True) for _ in range(3))
+    with torch.inference_mode():
+        expected = fa4flex.flex_attention(q, k, v, block_mask=block_mask)
+    out = fa4flex.flex_attention(q, k, v, block_mask=block_mask)
+    out.sum().backward()
+    assert torch.equal(out, expected) and v.grad is not None
 
 
 def test_sliced_block_mask_is_refused() -> None:
