@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -152,7 +151,7 @@ class Attention:
 
         return source(self.program, stage, **problem)
 
-    @cached_property
+    @property
     def mask(self) -> MaskView:
         """The mask's picture: `attn.mask.plot(256, 256)`, `print(attn.mask)`."""
         from fa4flex.view.mask import MaskView

@@ -144,6 +144,16 @@ def test_html_shows_each_head_that_differs() -> None:
     assert html.count("<svg") == 4 and "4 of 8 (batch, head) pairs drawn" in html
 
 
+def test_the_mask_that_is_drawn_is_that_of_now() -> None:
+    window, ids = 3, torch.zeros(16, dtype=torch.int64)
+    attn = fa4flex.compile(mask=lambda b, h, q, kv: (q - kv < window) & (ids[q] == ids[kv]))
+    for window, ids in ((3, torch.arange(16) // 8), (5, torch.arange(16) // 4)):
+        lines = attn.mask.draw(16, 16, tile=(1, 1)).splitlines()[-16:]
+        i = torch.arange(16)
+        allowed = (i[:, None] - i < window) & (ids[:, None] == ids)
+        assert lines == ["".join("#" if x else "." for x in row) for row in allowed]
+
+
 def test_ascii_matches_brute_force() -> None:
     attn = fa4flex.compile(mask=sliding_window(70))
     lines = attn.mask.draw(256, 192, tile=(16, 16)).splitlines()[-16:]
