@@ -236,7 +236,7 @@ def test_a_simulated_gpu_repeats_its_own_backward_pass(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, call, saved, needs = repeated()
-    monkeypatch.setattr(simulated, "target", lambda: "simulated sm_90a")
+    monkeypatch.setattr(simulated, "gpu", lambda: ("simulated sm_90a", None))
     assert engine.recent_backward.find(call, saved, (needs, False)) is None
 
 

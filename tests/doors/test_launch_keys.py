@@ -218,7 +218,7 @@ def test_every_component_is_changed_alone(kind: str, monkeypatch: pytest.MonkeyP
     found = set().union(*(alone(base, look(change(call))) for change in table.values()))
     whole = components(base)
     if kind == "dense":
-        monkeypatch.setattr(simulated, "target", lambda: "simulated sm_90a")
+        monkeypatch.setattr(simulated, "gpu", lambda: ("simulated sm_90a", None))
         found |= alone(base, look(call))
         expected = set(whole)
     else:
@@ -252,7 +252,7 @@ def test_a_key_without_a_component_finds_what_is_stale(
 def test_a_simulated_gpu_has_launches_of_its_own(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, call = dense()
     engine.run(call)
-    monkeypatch.setattr(simulated, "target", lambda: "simulated sm_90a")
+    monkeypatch.setattr(simulated, "gpu", lambda: ("simulated sm_90a", None))
     assert engine.find(call) is None
     engine.run(call)
     assert len(recorder.problems) == 2
