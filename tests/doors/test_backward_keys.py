@@ -240,6 +240,18 @@ def test_a_simulated_gpu_repeats_its_own_backward_pass(
     assert engine.recent_backward.find(call, saved, (needs, False)) is None
 
 
+def test_large_integers_are_differentiated_by_another_backward_pass(recorder: Recorder) -> None:
+    """The repeated one computes with 32 bits."""
+    steps = torch.arange(512)
+    engine, call = call_of(fa4flex.compile(lambda s, b, h, q, kv: s * (steps[q] + steps[kv]), causal))
+    for _ in range(3):
+        backward_of(engine, call)
+    steps[3] = 1 << 35
+    engine.look_at(call)  # as the first forward pass of another look does
+    backward_of(engine, call)
+    assert [problem.wide_index for problem in recorder.problems] == [False, True]
+
+
 def test_a_repeated_backward_pass_launches_the_same(recorder: Recorder) -> None:
     engine, call, saved, needs = training()
     saved = saved._replace(dlse=None)

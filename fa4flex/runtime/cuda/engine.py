@@ -113,7 +113,14 @@ class Engine:
         found = {slot: _bits(call.operands[slot]) for slot in wide}
         known = dict(self.bits)
         more = {slot: max(bits, known.get(slot, 0)) for slot, bits in found.items() if bits > MODEST_BITS}
-        self.bits = tuple(sorted((known | more).items()))
+        self._hold(known | more)
+
+    def _hold(self, bits: dict[int, int]) -> None:
+        """Take captured integers for so large from now on. Forward and backward launches are found by that,
+        but for the last backward pass."""
+        found = tuple(sorted(bits.items()))
+        if found != self.bits:
+            self.bits, self.recent_backward = found, RecentBackward()
 
     @property
     def watches_integers(self) -> bool:
@@ -142,7 +149,7 @@ class Engine:
         bits = MORE_BITS if x.itemsize == 4 else 63
 
         def widen() -> None:
-            self.bits = tuple(sorted((dict(self.bits) | {slot: bits}).items()))
+            self._hold(dict(self.bits) | {slot: bits})
 
         return widen
 
