@@ -36,6 +36,7 @@ class FastPath:
 
     __slots__ = (
         "alignment",
+        "alignments",
         "default_scale",
         "launch",
         "layouts",
@@ -72,6 +73,7 @@ class FastPath:
         self.requires_grad = any(x.requires_grad for x in (call.q, call.k, call.v, *self.others))
         self.trains = self.requires_grad and torch.is_grad_enabled()
         self.alignment = (call.q.data_ptr() | call.k.data_ptr() | call.v.data_ptr()) % ALIGNMENT
+        self.alignments = [x.data_ptr() % ALIGNMENT for x in self.others]
         self.layouts, split = ready.layouts(call), _splits(call, ready)
         splits, floats = (None, None) if split is None else split
         self.plain = self.layouts.like_q and not ready.statistics
@@ -113,6 +115,8 @@ class FastPath:
         if not self.looks(q, k, v, *self.others):
             return False
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT != self.alignment:
+            return False
+        if self.others and [x.data_ptr() % ALIGNMENT for x in self.others] != self.alignments:
             return False
         trains = not self.requires_grad or torch.is_grad_enabled() == self.trains
         return trains and forward_ad._current_level < 0
