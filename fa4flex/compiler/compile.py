@@ -41,6 +41,13 @@ KERNELS = HERE.parent / "kernels"
 PLANS = HERE.parent / "codegen" / "plan"
 """Folder that kernels and entry points read beside their own: sizes, places in memory, rows of arguments."""
 
+SETTINGS = "CUTE_DSL_"
+NO_CODE = tuple(
+    SETTINGS + name
+    for name in ("CACHE", "DISABLE_FILE_CACHING", "DUMP", "FILTER", "JIT", "LOG", "NO_CACHE", "PRINT", "SHOW")
+)
+"""Beginnings of variables that the compiler reads; of those, the ones that change no code."""
+
 compiler_lock = threading.Lock()
 """Two compilations at the same time end the process: the compiler's context belongs to one thread."""
 
@@ -155,6 +162,7 @@ def kernel_key(source: str, problem: Problem, signature: Signature, arch: str) -
         arch,
         target(),
         *toolchain(),
+        *settings(),
         digest(KERNELS),
         digest(HERE),
         digest(PLANS),
@@ -171,6 +179,12 @@ def toolchain() -> tuple[str, ...]:
     assemblers = (_version_of(f"nvidia-cutlass-dsl-libs-{cuda}") for cuda in ("cu12", "cu13"))
     home = importlib.metadata.distribution("nvidia-cutlass-dsl").locate_file("")
     return (*versions, *assemblers, str(home), platform.machine())
+
+
+def settings() -> tuple[str, ...]:
+    """Variables of the environment by which the compiler makes other code, such as its optimisation."""
+    found = (name for name in os.environ if name.startswith(SETTINGS) and not name.startswith(NO_CODE))
+    return tuple([f"{name}={os.environ[name]}" for name in sorted(found)])
 
 
 def _version_of(package: str) -> str:

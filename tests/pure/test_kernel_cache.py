@@ -180,6 +180,19 @@ def test_what_compiles_is_part_of_the_key(name: str, monkeypatch: pytest.MonkeyP
     assert key() == before
 
 
+def test_settings_of_the_compiler_are_part_of_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that was compiled to be debugged serves nobody else."""
+    keys = [kernel_key("source", Problem(64, 64), Signature(), "sm_90a")]
+    for name, value in (
+        ("CUTE_DSL_LOG_LEVEL", "10"),
+        ("CUTE_DSL_COMPILER_OPT", "opt-level=0"),
+        ("CUTE_DSL_LINEINFO", "1"),
+    ):
+        monkeypatch.setenv(name, value)
+        keys.append(kernel_key("source", Problem(64, 64), Signature(), "sm_90a"))
+    assert keys[0] == keys[1] and len(set(keys)) == 3
+
+
 @pytest.mark.parametrize("package", ("nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-cu13", "apache-tvm-ffi"))
 def test_versions_of_the_compiler_are_noticed(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     version, before = importlib.metadata.version, compile_module.toolchain()
