@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from fa4flex.codegen.trace.captures import Recipe, leaves, map_leaves
 from fa4flex.codegen.trace.dtypes import ATTRIBUTES, DTYPES, makes_value
 from fa4flex.codegen.trace.elementwise import ELEMENTWISE, Builder, where
+from fa4flex.codegen.trace.paths import Guard, Path
 from fa4flex.codegen.trace.state import Derived, current
 from fa4flex.codegen.trace.value import UnknownAttribute, Value, call, is_number, on_call, scalar_of
 from fa4flex.codegen.trace.vectors import VECTORS
@@ -71,6 +72,11 @@ def register_op(function: Any, lowering: Callable[..., Any]) -> None:
 def registrations() -> int:
     """Number of operations registered so far: a trace made before one may not hold after it."""
     return _count[0]
+
+
+def no_more_registered() -> Guard:
+    """Guard that no operation was registered since now."""
+    return Guard("equal", Path(None, "constant", _count).item(0), registrations())
 
 
 def registered(function: Any) -> Callable[..., Any] | None:
