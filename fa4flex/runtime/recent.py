@@ -34,7 +34,7 @@ MOST_PATIENCE = 64
 @dataclass(slots=True)
 class Kept:
     """One launch, and the ways to it: `family` serves calls of all extents, `repeated` those just like the
-    last one, faster, with gradients by `direct`.
+    last one, faster, with gradients by the second of the two, where some are wanted.
 
     statistics  asked for by the calls that it serves; with gradients there is the log-sum-exp besides
     types       of all tensors but lengths and pages, and which of them require gradients
@@ -52,8 +52,7 @@ class Kept:
     types: tuple[tuple[type, bool], ...]
     bits: tuple[tuple[int, int], ...]
     family: FamilyPath | None = None
-    repeated: FastPath | None = None
-    direct: Direct | None = None
+    repeated: tuple[FastPath, Direct | None] | None = None
     missed: int = 0
     tries: int = 0
     shapes: tuple[torch.Size, torch.Size] | None = None
@@ -103,13 +102,13 @@ class Recent:
         for one in kept:
             if one.statistics != statistics or one.bits != bits:
                 continue
-            path = one.repeated
-            if dense and path is not None and path.fits(q, k, v):
+            repeated = one.repeated
+            if dense and repeated is not None and repeated[0].fits(q, k, v):
+                path, again = repeated
                 if path.serves(variant):
-                    again = one.direct
                     return path(q, k, v) if again is None else direct.attend(again, path.call(q, k, v))
                 # It would keep alive what was captured then.
-                one.repeated, one.direct, one.row = None, None, 0
+                one.repeated, one.row = None, 0
             if one.family is None:
                 continue
             like = one.family.find(variant, qkv, varlen, paging)
@@ -140,8 +139,9 @@ class Recent:
             one.tries += 1
         elif one.made_for is not None:
             one.patience = min(2 * one.patience, MOST_PATIENCE)
-        one.made_for, one.repeated = one.shapes, path
-        one.direct = None if path is None or again is None else again._replace(launch=path.of_call)
+        one.made_for, one.repeated = one.shapes, None
+        if path is not None:  # at once, as other threads call meanwhile
+            one.repeated = path, None if again is None else again._replace(launch=path.of_call)
 
     def remember(
         self, call: Call, qkv: QKV, ready: Ready, again: Direct | None, statistics: tuple[str, ...]

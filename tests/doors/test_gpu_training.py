@@ -19,6 +19,7 @@ from fa4flex.errors import EarlierError, UnsupportedError
 from fa4flex.runtime import recent
 from fa4flex.runtime.cuda.device import faults
 from fa4flex.runtime.cuda.repeats.fast_path import FastPath
+from fa4flex.runtime.direct import Direct
 from fa4flex.variants import causal
 
 NAMES = {len(schema.names): schema.names for schema in SCHEMAS.values()}
@@ -55,7 +56,7 @@ def fast(attn: fa4flex.Attention) -> bool:
 def paths(attn: fa4flex.Attention) -> list[FastPath]:
     """Fast paths that serve calls just like the last ones, the youngest launch first."""
     assert attn._caller is not None and attn._caller.recent is not None
-    return [one.repeated for one in attn._caller.recent.kept if one.repeated is not None]
+    return [one.repeated[0] for one in attn._caller.recent.kept if one.repeated is not None]
 
 
 @pytest.mark.parametrize("return_lse", [False, True])
@@ -84,6 +85,24 @@ def test_repeated_steps_launch_the_same(recorder: Recorder, layout: Any, return_
                 like = isinstance(x, Tensor) and (x.shape, x.stride(), x.dtype)
                 assert not like or (other[name].shape, other[name].stride(), other[name].dtype) == like, name
                 assert isinstance(x, (Tensor, tuple)) or other[name] == x, name
+
+
+def test_a_call_while_a_fast_path_is_made_has_gradients(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads call at the same time."""
+    attn, qkv, others = fa4flex.compile(mod, causal), leaves(), list[Tensor]()
+    replace = Direct._replace
+
+    def meanwhile(direct: Direct, **changes: Any) -> Direct:
+        monkeypatch.setattr(Direct, "_replace", replace)
+        others.append(attn(*qkv))
+        return replace(direct, **changes)
+
+    monkeypatch.setattr(Direct, "_replace", meanwhile)
+    for _ in range(4):
+        attn(*qkv)
+    assert fast(attn) and [x.requires_grad for x in others] == [True]
 
 
 @pytest.mark.parametrize("return_lse", [False, True])
