@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -242,6 +243,16 @@ def test_few_sets_of_lengths_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for other in others:
         kernel(call._replace(lengths=SequenceLengths(other, other)))
     assert len(lengths_module._kept) == lengths_module.MOST_KEPT
+
+
+def test_few_orders_of_the_same_lengths_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number that changes at each call, where masks read some, leads to another order of tiles."""
+    monkeypatch.setattr(lengths_module, "_kept", VersionedCache(lengths_module.MOST_KEPT))
+    kernel, counting, call = correcting()
+    orders = [weakref.ref(replace(kernel, sorting=n)(call)[1]) for n in range(100)]  # type: ignore[arg-type]
+    assert sum(x() is not None for x in orders) == lengths_module.MOST_KEPT
+    replace(kernel, sorting=99)(call)
+    assert counting.launches == 100
 
 
 @pytest.mark.parametrize("place", ((7, 0), (7, 1), None))

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from fa4flex.lower import Lowered
 
 MOST_KEPT = 16
-"""Sets of lengths whose corrected ones are kept."""
+"""Sets of lengths whose corrected ones are kept, and orders of tiles of one set."""
 
 
 @dataclass(eq=False, slots=True)
@@ -82,6 +82,8 @@ class LengthsKernel:
                 _kept.keep(key, [x for x in call.lengths if x is not None], known)
         if order is not None:
             known.orders[self.sorting] = order
+            if len(known.orders) > MOST_KEPT:
+                known.orders.pop(next(iter(known.orders)), None)
         return lengths, order
 
     def compute(self, call: Call) -> tuple[SequenceLengths, Tensor | None]:
