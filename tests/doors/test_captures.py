@@ -13,6 +13,7 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fa4flex
 from fa4flex.codegen import build
@@ -456,6 +457,25 @@ def test_tensors_made_inside(mode: Callable[[], Any], monkeypatch: pytest.Monkey
     out = attn(*given)
     torch.testing.assert_close(out, expected, **CLOSE)
     check_gradient(out, expected, rates)
+
+
+@pytest.mark.parametrize("within", ("fake tensors", "a transform"))
+def test_tensors_made_inside_where_operators_are_intercepted(
+    within: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They serve no later call."""
+    monkeypatch.setattr(build, "_kept", type(build._kept)())
+    given, rates = qkv(), torch.rand(H)
+    mod, bias = stepped(rates)
+    if within == "fake tensors":
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            fa4flex.compile(mod)
+    else:
+        torch.func.grad(lambda x: (fa4flex.compile(mod), x)[1])(torch.ones(()))
+    torch.testing.assert_close(fa4flex.compile(mod)(*given), formula(given, bias), **CLOSE)
+    assert not any(
+        map(torch._C._functorch.is_functorch_wrapped_tensor, fa4flex.compile(mod)._calling().bound.bases)
+    )
 
 
 def test_tensors_made_inside_a_compiled_mod() -> None:

@@ -287,6 +287,8 @@ def _run_real(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         if isinstance(leaf, Tensor) and id(leaf) not in given:
             recipe = _recipe(function, args, kwargs, position) if captured else None
             state.made[id(leaf)] = Derived(leaf, recipe)
+            if not captured and _is_of_now(leaf):
+                state.opaque = state.opaque or "a tensor made where something intercepts operators"
     return result
 
 
@@ -297,6 +299,11 @@ def _to_keep(leaf: Any) -> Any:
         return leaf
     with torch.inference_mode(False):
         return leaf.clone()
+
+
+def _is_of_now(made: Tensor) -> bool:
+    """True for tensors that mean something within a mode or a transform alone, such as fake ones."""
+    return type(made) is not Tensor or torch._C._functorch.is_functorch_wrapped_tensor(made)
 
 
 def _recipe(
