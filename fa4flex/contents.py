@@ -82,9 +82,12 @@ class VersionedCache(Generic[Value]):
         return found[1] if found is not None and (not tensors or hold(found[0], tensors)) else default
 
     def keep(self, key: Hashable, tensors: Sequence[Tensor], value: Value) -> Value:
-        """The value. It is not kept for inference tensors: a change would not be seen."""
+        """The value. It is not kept for inference tensors: a change would not be seen. Nor is it within
+        torch.func's transforms: tensors that are made there have no memory afterwards."""
         weight = self._weigh(value)
         if any(x.is_inference() for x in tensors) or weight > self._room:
+            return value
+        if torch._C._functorch.maybe_current_level() is not None:
             return value
         whole = (key, *map(id, tensors))
         gone = self._gone
