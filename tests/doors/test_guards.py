@@ -80,6 +80,33 @@ def dictionaries() -> Iterator[Step]:
         yield lambda s, b, h, q, k, x=items: s + sum(x.values()) * (q - k), None, total * distance(), True
 
 
+def lookups() -> Iterator[Step]:
+    class Mod:
+        def __call__(self, s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+            return s + self.slope() * (q - k)
+
+        def slope(self) -> float:
+            return 0.5
+
+    mod = Mod()
+    yield mod, None, 0.5 * distance(), True
+    mod.slope = lambda: 0.25  # type: ignore[method-assign]
+    yield mod, None, 0.25 * distance(), True
+
+
+def slots() -> Iterator[Step]:
+    class Mod:
+        __slots__ = ("slope",)
+
+        def __call__(self, s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+            return s + getattr(self, "slope", 0.5) * (q - k)
+
+    mod = Mod()
+    yield mod, None, 0.5 * distance(), True
+    mod.slope = 0.25
+    yield mod, None, 0.25 * distance(), True
+
+
 def texts() -> Iterator[Step]:
     for mode, modes in (("near", ("a", "b")), ("far", ("a", "b")), ("far", ("a", "c"))):
         sign = (1 if mode == "near" else -1) * (1 if "b" in modes else 2)
@@ -150,6 +177,8 @@ SCENARIOS: dict[str, Callable[[], Iterator[Step]]] = {
     "code": codes,
     "length": sizes,
     "keys": dictionaries,
+    "absent": lookups,
+    "unset": slots,
     "value": sets,
     "equal": texts,
     "tensor": ducks,

@@ -10,6 +10,7 @@ On the way every thing gets the path along which it was found, and what must sta
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import enum
 import functools
@@ -35,12 +36,18 @@ from fa4flex.codegen.trace.dispatch import registered
 from fa4flex.codegen.trace.functions import applying, is_apply
 from fa4flex.codegen.trace.mentions import (
     all_attributes,
+    class_code,
     class_data,
-    class_functions,
     from_library,
+    function_in,
+    globals_of,
     is_users_module,
     mentioned,
     nested,
+    slots_of,
+    steps_to_function,
+    stored_in,
+    users_alone,
 )
 from fa4flex.codegen.trace.origin import first_line, is_library
 from fa4flex.codegen.trace.paths import INT64, Guard, Path
@@ -55,6 +62,12 @@ MAX_OBJECTS, MAX_DEPTH = 20_000, 50
 _LEFT_ALONE = (str, bytes, BuiltinFunctionType, enum.Enum, torch.dtype, torch.device, BaseException)
 _STORES = ("_parameters", "_buffers", "_modules")
 """Dictionaries of an nn.Module whose entries are its attributes."""
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_CONTAINERS = (
+    torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential, torch.nn.ParameterList,
+    torch.nn.ParameterDict,
+)  # fmt: skip
+"""Modules whose operators read attributes that no code mentions."""
 
 
 @dataclass
@@ -70,13 +83,15 @@ class Lifter:
     """Copies a callable; numbers named in `constant` (all of them, if `freeze`) stay plain numbers.
 
     Of objects only attributes in `names` are looked at. `mentioned` are the names that the code which was
-    found mentions: where there are new ones among them, lifting begins again with these.
+    found mentions: where there are new ones among them, lifting begins again with these. Modules that the
+    lifted function calls are added to `called`, by id: it depends on more where they were there before.
     """
 
-    def __init__(self, constant: set[str], freeze: bool, names: frozenset[str]) -> None:
+    def __init__(self, constant: set[str], freeze: bool, names: frozenset[str], called: set[int]) -> None:
         self.constant, self.freeze = constant, freeze
         self.names: frozenset[str] | None = None if all_attributes(names) else names
         self.mentioned: set[str] = set()
+        self.called = called
         self.tensors: dict[int, tuple[Tensor, str, Path]] = {}
         """Captured tensors by id, with what the user would call them, and where they were found first."""
         self.numbers: dict[str, tuple[int | float, Path]] = {}
@@ -86,6 +101,8 @@ class Lifter:
         self.device: torch.device | None = None
         self._memo: dict[int, Any] = {}
         self._first: dict[int, Path] = {}
+        self._entire: set[int] = set()
+        """Modules, and their stores, of which each attribute may be read, by id."""
         self._alive: list[Any] = []
         self._depth = 0
         self._codes: list[CodeType] = []
@@ -119,6 +136,8 @@ class Lifter:
 
     def _as_it_is(self, thing: Any, path: Path) -> Any:
         """`thing`, compared by value at each call."""
+        if isinstance(thing, enum.Enum) and id(thing) not in self._first:
+            self._enumerated(thing, path)
         try:
             if plain(thing):  # no snapshot is to be taken at each call
                 self._guard("equal", path, thing)
@@ -127,6 +146,14 @@ class Lifter:
         except Opaque as what:
             self.opaque = self.opaque or str(what)
         return thing
+
+    def _enumerated(self, thing: enum.Enum, path: Path) -> None:
+        """A member is told by its identity, but its class has code, and its value may be a container."""
+        self._first[id(thing)] = path
+        self._class_code(type(thing))
+        for key, x in vars(thing).items():
+            if key == "_value_" or self.names is None or key in self.names:
+                self._pin(x, key, path.attribute("__dict__").item(key))
 
     def _number(self, given: Any, name: str, path: Path) -> Any:
         value = given.item() if isinstance(given, numpy.number) else given
@@ -188,9 +215,11 @@ class Lifter:
         self._codes.append(function.__code__)
         self.mentioned.update(mentioned(function.__code__))
         lifted.__qualname__, lifted.__module__ = function.__qualname__, function.__module__
+        read = self._looked_at(function.__dict__)
         for key, x in function.__dict__.items():
             inner = path.attribute("__dict__").item(key)
-            lifted.__dict__[key] = self.lift(x, key, inner) if callable(x) else x
+            lifted.__dict__[key] = self.lift(x, key, inner) if callable(x) or key in read else x
+        self._nothing_more(function, path)
         self._defaults(function, lifted, path)
         for name, original, cell in fresh:
             self._fill(name, original, cell)
@@ -230,7 +259,8 @@ class Lifter:
         cell: CellType = self._memo[id(original)]
         try:
             contents = original.cell_contents
-        except ValueError:  # a variable that the enclosing function has not assigned
+        except ValueError:
+            self.opaque = self.opaque or f"the closure variable {name}, which nothing was assigned to"
             return
         cell.cell_contents = lifted = self.lift(contents, name, path)
         self._watch("the closure variable", "STORE_DEREF", lambda: {name: cell.cell_contents}, {name: lifted})
@@ -250,6 +280,13 @@ class Lifter:
                 space.lifted.add(name)
                 lifted = self.lift(function.__globals__[name], name, inside.item(name))
                 space.copy[name] = space.before[name] = lifted
+        self._no_globals(function, inside)
+
+    def _no_globals(self, function: FunctionType, inside: Path) -> None:
+        """Guard that globals do not come to hide builtins."""
+        for name in globals_of(function.__code__):
+            if name not in function.__globals__:
+                self._guard("absent", inside, name)
 
     def _watch(
         self, what: str, instruction: str, now: Callable[[], dict[Any, Any]], before: dict[Any, Any]
@@ -300,15 +337,16 @@ class Lifter:
 
     def _dictionary(self, thing: dict[Any, Any], name: str, path: Path) -> Any:
         of_module = name.endswith(_STORES)
+        entire = not of_module or id(thing) in self._entire
+        read = thing if entire else self._looked_at(thing)
         copy: dict[Any, Any] = {}
         self._memo[id(thing)] = copy
-        if not of_module:
+        if entire or self.names is None:
             self._guard("type", path, dict)
             self._guard("keys", path, tuple(thing))
         for key, x in thing.items():
-            matters = not of_module or self.names is None or key in self.names
             copy[key] = x
-            if matters:
+            if key in read:
                 copy[key] = self.lift(x, key if of_module else f"{name}[{key!r}]", path.item(key))
         self._watch(f"the dictionary {name}", "STORE_SUBSCR", lambda: copy, dict(copy))
         return copy
@@ -321,6 +359,7 @@ class Lifter:
         clone = ModuleType(thing.__name__)
         self._memo[id(thing)] = clone
         clone.__dict__.update(thing.__dict__)
+        self._nothing_more(thing, path)
         for key in self._looked_at(thing.__dict__):
             clone.__dict__[key] = self.lift(thing.__dict__[key], f"{name}.{key}", path.attribute(key))
         return clone
@@ -329,6 +368,7 @@ class Lifter:
         """A class is used as it is: its plain attributes are compared by value at each call."""
         self._guard("is", path, thing)
         self._class_code(thing)
+        self._class_code(type(thing))
         for key, x in class_data(thing, self._names(thing)).items():
             self._pin(x, f"{name}.{key}", path.attribute(key))
         return thing
@@ -347,7 +387,7 @@ class Lifter:
         cls = type(thing)
         if cls is SimpleNamespace:
             return self._namespace(thing, name, path)
-        slots = _slots(cls)
+        slots = slots_of(cls)
         # A copy of an object with a finaliser would release the original's resources when it dies.
         plain = cls.__new__ is object.__new__ and not hasattr(cls, "__del__")
         plain = plain and bool(slots or hasattr(thing, "__dict__"))
@@ -364,7 +404,10 @@ class Lifter:
         self._class_code(cls)
         own = getattr(thing, "__dict__", {})
         clone.__dict__.update(own) if own else None
-        for key in self._looked_at(own):
+        self._nothing_more(thing, path)
+        if isinstance(thing, torch.nn.Module):
+            self._torch_module(thing, clone, path)
+        for key in own if id(thing) in self._entire else self._looked_at(own):
             stored = path.attribute("__dict__").item(key) if hasattr(cls, key) else path.attribute(key)
             clone.__dict__[key] = self.lift(own[key], prefix + key, stored)
         for key in slots:
@@ -372,31 +415,88 @@ class Lifter:
                 object.__setattr__(
                     clone, key, self.lift(getattr(thing, key), prefix + key, path.attribute(key))
                 )
+            else:
+                self._guard("unset", path, key)
         for key, x in class_data(cls, self._names(cls)).items():
             if key not in own and key not in slots and hasattr(clone, "__dict__"):
                 clone.__dict__[key] = self.lift(x, prefix + key, path.attribute(key))
         call = vars(cls).get("__call__")
         if isinstance(call, FunctionType):
             self._codes.append(call.__code__)
-        self._watch("an attribute of the mod", "STORE_ATTR", lambda: _stored(clone), _stored(clone))
+        self._watch("an attribute of the mod", "STORE_ATTR", lambda: stored_in(clone), stored_in(clone))
         return clone
+
+    def _torch_module(self, module: torch.nn.Module, clone: Any, path: Path) -> None:
+        """Note whether a module is called. If it is, its forward and its hooks run, and code of torch's own
+        modules, which may read any of their attributes."""
+        own, cls, called = vars(module), type(module), id(module) in self.called
+        if isinstance(module, _CONTAINERS) or (called and not users_alone(cls)):
+            self._entire.update(map(id, (module, *(own[store] for store in _STORES if store in own))))
+        if called:
+            for hooks in _HOOKS:
+                self._guard("keys", path.attribute(hooks), tuple(own[hooks]))
+            for base in (base for base in cls.__mro__ if "forward" in vars(base) and not from_library(base)):
+                self._member(cls, base, "forward")
+            if "forward" in own:
+                clone.__dict__["forward"] = self.lift(own["forward"], "forward", path.attribute("forward"))
+            else:
+                self._guard("absent", path.attribute("__dict__"), "forward")
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.called.add(id(module))
+            return cls._call_impl(clone, *args, **kwargs)
+
+        clone.__dict__["_call_impl"] = call
 
     def _namespace(self, thing: SimpleNamespace, name: str, path: Path) -> Any:
         self._guard("type", path, SimpleNamespace)
+        self._nothing_more(thing, path)
         clone = SimpleNamespace()
         self._memo[id(thing)] = clone
         clone.__dict__.update(
             {key: self.lift(x, f"{name}.{key}", path.attribute(key)) for key, x in vars(thing).items()}
         )
-        self._watch("an attribute of the mod", "STORE_ATTR", lambda: _stored(clone), _stored(clone))
+        self._watch("an attribute of the mod", "STORE_ATTR", lambda: stored_in(clone), stored_in(clone))
         return clone
 
     # --- what runs without being copied -----------------------------------------------------------------
 
     def _class_code(self, cls: type) -> None:
-        """Functions of a class run as they are: globals that they read are compared by value."""
-        for function in class_functions(cls, self._names(cls)):
-            self._pin_code(function, Path(None, "constant", function))
+        """Functions of a class run as they are: they, and globals that they read, are compared by value."""
+        for base, name in class_code(cls, self._names(cls)):
+            self._member(cls, base, name)
+        if self.names is None:
+            for base in (base for base in cls.__mro__ if not from_library(base)):
+                self._nothing_more(base, Path(None, "constant", base))
+
+    def _member(self, cls: type, base: type, name: str) -> None:
+        """Guard what a class above `cls` has under a name, and that no class between comes to hide it."""
+        member = vars(base)[name]
+        function = function_in(member)
+        if function is None:  # a descriptor of a class of its own
+            self._pin(member, name, Path(None, "constant", member))
+            return
+        self._pin_code(function, Path(None, "constant", function))
+        if is_library(function.__code__.co_filename):
+            return
+        first = next(c for c in cls.__mro__ if name in vars(c)) is base
+        place = Path(None, "constant", cls if first else base).attribute(name)
+        for step in steps_to_function(member):
+            place = place.attribute(step)
+        self._guard("code", place, function.__code__)
+        if function.__closure__ or function.__defaults__ or function.__kwdefaults__:
+            self._guard("is", place, function)
+
+    def _nothing_more(self, thing: Any, path: Path) -> None:
+        """Guard that code which finds attributes by computed names finds the ones that there are, and that
+        none comes to hide a function of the class."""
+        own = getattr(thing, "__dict__", None)
+        if own is not None and self.names is None:
+            self._guard("keys", path.attribute("__dict__"), tuple(own))
+        elif own is not None:
+            for base, name in class_code(type(thing), self.names or frozenset()):
+                if not (name in own or name.startswith("__") or isinstance(vars(base)[name], property)):
+                    self._guard("absent", path.attribute("__dict__"), name)
 
     def _pin_code(self, function: FunctionType, path: Path) -> None:
         if id(function) in self._first:
@@ -405,16 +505,29 @@ class Lifter:
         self._first[id(function)] = path
         self.mentioned.update(mentioned(function.__code__))
         if is_library(function.__code__.co_filename):
+            self._pin_wrapped(function, path)
             return
         space, inside = function.__globals__, path.attribute("__globals__")
         for name in mentioned(function.__code__):
             if name in space:
                 self._pin(space[name], name, inside.item(name))
+        self._no_globals(function, inside)
+        for at, x in enumerate(function.__defaults__ or ()):
+            self._pin(x, "default", path.attribute("__defaults__").item(at))
+        for key, x in (function.__kwdefaults__ or {}).items():
+            self._pin(x, key, path.attribute("__kwdefaults__").item(key))
         for at, cell in enumerate(function.__closure__ or ()):
             try:
                 self._pin(cell.cell_contents, function.__code__.co_freevars[at], path.cell(at))
             except ValueError:
                 continue
+
+    def _pin_wrapped(self, function: FunctionType, path: Path) -> None:
+        """Functions that a library's decorator was given."""
+        for at, cell in enumerate(function.__closure__ or ()):
+            with contextlib.suppress(ValueError):  # a cell without contents
+                if isinstance(cell.cell_contents, FunctionType):
+                    self._pin(cell.cell_contents, function.__code__.co_freevars[at], path.cell(at))
 
     def _pin(self, thing: Any, name: str, path: Path) -> None:
         """Guard what code that is not copied may read: all of it by value, but for tensors."""
@@ -435,6 +548,7 @@ class Lifter:
             self._alive.append(thing)
             self._guard("type", path, type(thing))
             self._class_code(type(thing))
+            self._nothing_more(thing, path)
             for key in self._looked_at(vars(thing)):
                 self._pin(vars(thing)[key], f"{name}.{key}", path.attribute("__dict__").item(key))
         elif type(thing) in (list, tuple, dict) and any(isinstance(x, Tensor) for x in _items(thing)):
@@ -477,23 +591,6 @@ _MISSING = object()
 
 def _items(thing: Any) -> list[Any]:
     return list(thing.values() if isinstance(thing, dict) else thing)
-
-
-def _stored(thing: Any) -> dict[str, Any]:
-    """Attributes by name; a functools.cached_property that filled itself in is no side effect."""
-    cls = type(thing)
-    cached = (key for key in vars(thing)) if hasattr(thing, "__dict__") else ()
-    plain = [key for key in cached if not isinstance(getattr(cls, key, None), functools.cached_property)]
-    return {key: getattr(thing, key, _MISSING) for key in (*plain, *_slots(cls))}
-
-
-def _slots(cls: type) -> list[str]:
-    names = [n for c in cls.__mro__ for n in _as_tuple(c.__dict__.get("__slots__", ()))]
-    return [n for n in names if n not in ("__dict__", "__weakref__")]
-
-
-def _as_tuple(slots: Any) -> tuple[str, ...]:
-    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 def _default_names(function: FunctionType) -> list[str]:

@@ -7,12 +7,15 @@ module's tensors and numbers.
 
 from __future__ import annotations
 
+import dis
 import functools
 import sys
 from collections.abc import Iterator
 from functools import lru_cache
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
+
+import torch
 
 from fa4flex.codegen.trace.origin import is_library
 
@@ -21,17 +24,18 @@ _BY_COMPUTED_NAME = frozenset((
     "methodcaller", "__dict__", "__getattribute__", "parameters", "named_parameters", "buffers",
     "named_buffers", "children", "named_children", "modules", "named_modules", "state_dict", "get_parameter",
     "get_buffer", "get_submodule", "_parameters", "_buffers", "_modules", "asdict", "astuple", "fields",
+    "AttributeError", "suppress",
 ))  # fmt: skip
-"""Names whose mention means that any attribute may be read."""
+"""Names whose mention means that any attribute may be read, or be there or not."""
 
 _BINARY = (
     "add", "sub", "mul", "truediv", "floordiv", "mod", "divmod", "pow", "lshift", "rshift", "and", "or",
     "xor", "matmul",
 )  # fmt: skip
 _OTHERS = (
-    "call", "getitem", "getattr", "get", "len", "iter", "next", "contains", "bool", "int", "float", "index",
-    "missing", "enter", "exit", "neg", "pos", "abs", "invert", "round", "lt", "le", "eq", "ne", "gt", "ge",
-    "torch_function", "array",
+    "call", "getitem", "getattr", "getattribute", "get", "len", "iter", "next", "contains", "bool", "int",
+    "float", "index", "missing", "enter", "exit", "neg", "pos", "abs", "invert", "round", "lt", "le", "eq",
+    "ne", "gt", "ge", "torch_function", "array",
 )  # fmt: skip
 _OPERATORS = frozenset(
     f"__{name}__" for name in (*_OTHERS, *_BINARY, *(f"{side}{name}" for name in _BINARY for side in "ri"))
@@ -53,6 +57,13 @@ def mentioned(code: CodeType) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for inner in nested(code) for name in inner.co_names))
 
 
+@lru_cache(maxsize=4096)
+def globals_of(code: CodeType) -> tuple[str, ...]:
+    """Names that `code` looks up among globals, and among builtins where there is none."""
+    steps = (step for inner in nested(code) for step in dis.get_instructions(inner))
+    return tuple(dict.fromkeys(step.argval for step in steps if step.opname == "LOAD_GLOBAL"))
+
+
 def all_attributes(names: frozenset[str]) -> bool:
     """True if code that mentions these names may read any attribute."""
     return not names.isdisjoint(_BY_COMPUTED_NAME)
@@ -70,25 +81,44 @@ def is_users_module(module: ModuleType) -> bool:
     return file is not None and "site-packages" not in file and not is_library(file)
 
 
-def class_functions(cls: type, names: frozenset[str]) -> Iterator[FunctionType]:
-    """Functions of the user's classes above `cls` that code with these names can run on an instance."""
+def class_code(cls: type, names: frozenset[str]) -> Iterator[tuple[type, str]]:
+    """Members of the user's classes above `cls` that are functions, or run one, where code with these names
+    reads them of an instance: their class and name."""
     for base in cls.__mro__:
         if from_library(base):
             continue
         for name, member in vars(base).items():
-            if name in names or name in _OPERATORS:
-                yield from _functions(member)
+            if (name in names or name in _OPERATORS) and _runs(member):
+                yield base, name
 
 
-def _functions(member: Any) -> Iterator[FunctionType]:
-    if isinstance(member, FunctionType):
-        yield member
-    elif isinstance(member, (staticmethod, classmethod)):
-        yield from _functions(member.__func__)
-    elif isinstance(member, property):
-        yield from _functions(member.fget)
-    elif isinstance(member, functools.cached_property):
-        yield from _functions(member.func)
+def function_in(member: Any) -> FunctionType | None:
+    """The function that a member of a class runs; None for a descriptor of the user's."""
+    for kind, name in _WRAPPERS.items():
+        if isinstance(member, kind):
+            return function_in(getattr(member, name))
+    return member if isinstance(member, FunctionType) else None
+
+
+_WRAPPERS: dict[type, str] = {
+    staticmethod: "__func__", classmethod: "__func__", property: "fget", functools.cached_property: "func"
+}  # fmt: skip
+"""Members of classes that wrap one function, and the attribute which that is."""
+
+
+def steps_to_function(member: Any) -> tuple[str, ...]:
+    """Attributes that lead from what a class gives for a member to the function that it runs."""
+    if isinstance(member, staticmethod):  # the function itself
+        return steps_to_function(member.__func__)
+    for kind, name in _WRAPPERS.items():
+        if isinstance(member, kind):
+            return name, *steps_to_function(getattr(member, name))
+    return ()
+
+
+def _runs(member: Any) -> bool:
+    own = hasattr(type(member), "__get__") and not from_library(type(member))
+    return own or function_in(member) is not None
 
 
 def class_data(cls: type, names: frozenset[str]) -> dict[str, Any]:
@@ -102,3 +132,28 @@ def class_data(cls: type, names: frozenset[str]) -> dict[str, Any]:
 
 def _is_data(name: str, member: Any) -> bool:
     return not (callable(member) or hasattr(member, "__get__") or name.startswith("__"))
+
+
+def users_alone(cls: type) -> bool:
+    """True for a class of modules that has none of torch's above it but the one of all modules."""
+    return not any(from_library(base) for base in cls.__mro__ if base not in (torch.nn.Module, object))
+
+
+def slots_of(cls: type) -> list[str]:
+    names = [n for c in cls.__mro__ for n in _as_tuple(c.__dict__.get("__slots__", ()))]
+    return [n for n in names if n not in ("__dict__", "__weakref__")]
+
+
+def _as_tuple(slots: Any) -> tuple[str, ...]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def stored_in(thing: Any) -> dict[str, Any]:
+    """Attributes by name; a functools.cached_property that filled itself in is no side effect."""
+    cls = type(thing)
+    cached = (key for key in vars(thing)) if hasattr(thing, "__dict__") else ()
+    plain = [key for key in cached if not isinstance(getattr(cls, key, None), functools.cached_property)]
+    return {key: getattr(thing, key, _NOTHING) for key in (*plain, *slots_of(cls))}
+
+
+_NOTHING = object()

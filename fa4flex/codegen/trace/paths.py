@@ -65,6 +65,8 @@ FAILS = {
     "code": "{x}.__code__ is not {c}",
     "length": "len({x}) != {c}",
     "keys": "tuple({x}) != {c}",
+    "absent": "{c} in {x}",
+    "unset": "hasattr({x}, {c})",
     "value": "snapshot({x}) != {c}",
     "equal": "{x} is not {c} and (type({x}) is not type({c}) or {x} != {c})",
     "finite": "not -inf < {x} < inf",
@@ -167,8 +169,9 @@ class _Writer:
         if guard.kind == "same":
             second, constant = self.variable(constant), None
         constant = self._named(constant) if guard.kind == "equal" else self._constant(constant)
-        test = FAILS[guard.kind].format(x=x, y=second, c=constant)
-        self.lines.append(f"if {test}: return None")
+        line = f"if {FAILS[guard.kind].format(x=x, y=second, c=constant)}: return None"
+        if line not in self.lines:
+            self.lines.append(line)
 
     def variable(self, path: Path) -> str:
         """The variable that holds the value at `path`."""

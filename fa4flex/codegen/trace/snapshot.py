@@ -14,7 +14,7 @@ import torch
 MOST_BYTES = 1 << 20
 """Longest numpy array whose contents are compared at each call."""
 
-_BY_IDENTITY = (type, ModuleType, BuiltinFunctionType, enum.Enum, BaseException)
+_BY_IDENTITY = (type, ModuleType, enum.Enum, BaseException)
 _BY_VALUE = (
     str, bytes, bool, int, complex, range, fractions.Fraction, decimal.Decimal, torch.dtype, torch.device,
     torch.layout, torch.memory_format, type(None), type(...),
@@ -35,7 +35,7 @@ def snapshot(x: Any) -> Any:
         return kind, repr(x)
     if isinstance(x, _BY_VALUE):
         return kind, x
-    if isinstance(x, _BY_IDENTITY):
+    if isinstance(x, _BY_IDENTITY) or (isinstance(x, BuiltinFunctionType) and not _of_object(x)):
         return _Same(x)
     if isinstance(x, (list, tuple)):
         return kind, tuple([snapshot(item) for item in x])
@@ -50,6 +50,13 @@ def snapshot(x: Any) -> Any:
     if isinstance(x, numpy.ndarray) and x.nbytes <= MOST_BYTES and not x.dtype.hasobject:
         return kind, x.shape, x.dtype.str, x.tobytes()
     raise Opaque(f"a {kind.__module__}.{kind.__qualname__}")
+
+
+def _of_object(x: BuiltinFunctionType) -> bool:
+    """True for a method of an object, such as `items.count` of a list, whose result changes with that."""
+    owner = x.__self__
+    of_extension = type(owner).__module__.startswith("pybind11") or type(owner).__name__ == "PyCapsule"
+    return not (owner is None or of_extension or isinstance(owner, (type, ModuleType, str, bytes)))
 
 
 def plain(x: Any) -> bool:

@@ -38,7 +38,7 @@ _SYMBOLS = {"score": "score", "b": "b", "h": "h", "q_idx": "q", "kv_idx": "kv"}
 
 
 class _Restart(Exception):
-    """The attempt needs these numbers as constants."""
+    """The attempt needs these numbers as constants, or calls a module that it had not known of."""
 
     def __init__(self, looked_at: dict[str, tuple[int | float, Origin | None]]) -> None:
         super().__init__(*looked_at)
@@ -84,27 +84,33 @@ def _random(fn: Callable[..., Any]) -> TraceError:
 
 def _trace(fn: Callable[..., Any], kind: ModKind, captures: Captures, context: tuple[str, ...]) -> Traced:
     constants: dict[str, Pinned] = {}
+    called = {id(fn)}
     mark = captures.mark()
     while True:
         try:
-            return _attempt(fn, kind, captures, context, constants, freeze=False)
+            return _attempt(fn, kind, captures, context, constants, called)
         except _Restart as restart:
             captures.rewind(mark)
             constants.update((n, Pinned(n, value, line)) for n, (value, line) in restart.looked_at.items())
         except BaseException as error:
             captures.rewind(mark)
-            return _retry_with_constants(fn, kind, captures, context, error)
+            return _retry_with_constants(fn, kind, captures, context, called, error)
 
 
 def _retry_with_constants(
-    fn: Callable[..., Any], kind: ModKind, captures: Captures, context: tuple[str, ...], first: BaseException
+    fn: Callable[..., Any],
+    kind: ModKind,
+    captures: Captures,
+    context: tuple[str, ...],
+    called: set[int],
+    first: BaseException,
 ) -> Traced:
     """The mod may fail on proxies for its numbers only (a C extension wants a real int): now none is one."""
     if not isinstance(first, Exception):
         raise first
     mark = captures.mark()
     try:
-        return _attempt(fn, kind, captures, context, {}, freeze=True)
+        return _attempt(fn, kind, captures, context, {}, called, freeze=True)
     except Fa4flexError as error:
         captures.rewind(mark)
         raise error.with_traceback(None) from error.__cause__
@@ -124,14 +130,20 @@ def _attempt(
     captures: Captures,
     context: tuple[str, ...],
     constants: dict[str, Pinned],
-    freeze: bool,
+    called: set[int],
+    freeze: bool = False,
 ) -> Traced:  # fmt: skip
-    lifter, lifted = _lifted(fn, kind, set(constants), freeze)
+    known = len(called)
+    lifter, lifted = _lifted(fn, kind, set(constants), freeze, called)
     device = lifter.device or torch.device("cpu")
     state = State(captures, _call.__code__, device, lifter.tensors, lifter.numbers)
     with running(state):
         result = _call(lifted, kind, context, state)
         _restart_if_looked(state, constants)
+        if len(called) > known:
+            state.opaque = state.opaque or "a call of a module"
+            if not freeze:
+                raise _Restart({})
         lifter.check_unchanged()
         root = _root(result, kind, fn)
         _restart_if_looked(state, constants)
@@ -148,7 +160,7 @@ def _restart_if_looked(state: State, constants: dict[str, Pinned]) -> None:
 
 
 def _lifted(
-    fn: Callable[..., Any], kind: ModKind, constant: set[str], freeze: bool
+    fn: Callable[..., Any], kind: ModKind, constant: set[str], freeze: bool, called: set[int]
 ) -> tuple[Lifter | GraphLifting, Callable[..., Any]]:
     """The lifted function, which knows all names that its code mentions."""
     if isinstance(fn, GraphFunction):
@@ -156,7 +168,7 @@ def _lifted(
         return graph, graph.run
     names: frozenset[str] = frozenset()
     while True:
-        lifter = Lifter(constant, freeze, names)
+        lifter = Lifter(constant, freeze, names, called)
         lifted = _callable(lifter, fn, root(kind))
         if lifter.mentioned <= names:
             return lifter, lifted
