@@ -4,7 +4,9 @@ were not there, names that were those of builtins. Each gives the results of the
 from __future__ import annotations
 
 import enum
+import gc
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -67,6 +69,18 @@ def code_of_a_method() -> Steps:
     mod = type("Reloaded", (Sloped,), {"tilted": tilted})()
     yield mod, 0.4
     tilted.__code__ = (lambda self, d: 0.5 * d).__code__  # as IPython's autoreload does
+    yield mod, 0.8
+
+
+def default_of_a_method() -> Steps:
+    rates = {"near": 0.1}
+
+    def tilted(self: Any, d: Any, table: Any = rates) -> Any:
+        return table["near"] * d
+
+    mod = type("Defaulting", (Sloped,), {"tilted": tilted})()
+    yield mod, 0.4
+    rates["near"] = 0.5
     yield mod, 0.8
 
 
@@ -267,6 +281,7 @@ STEPS: dict[str, Callable[[], Steps]] = {
     "call": lambda: method("__call__", lambda self, s, b, h, q, k: s + 0.8 * (q - k)),
     "inherited method": lambda: inherited(lambda self, d: 0.5 * d),
     "code of a method": code_of_a_method,
+    "default of a method": default_of_a_method,
     "method that an attribute hides": hidden_method,
     "global of a wrapped method": wrapped_method,
     "descriptor": descriptor,
@@ -318,3 +333,17 @@ def test_what_does_not_change_is_traced_once() -> None:
         attn = fa4flex.compile(mod)
         assert attn.trace.reader is not None
         assert fa4flex.compile(mod).trace is attn.trace, name
+
+
+def test_a_module_is_gone_with_its_last_user() -> None:
+    """No cycle of what a trace made holds its parameters until Python collects garbage."""
+    gc.disable()
+    try:
+        outer = Outer()
+        attn = fa4flex.compile(outer.mod)
+        attn(*qkv())
+        gone = weakref.ref(outer.inner)
+        del outer, attn
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -15,6 +15,7 @@ import dis
 import enum
 import functools
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import (
@@ -442,9 +443,12 @@ class Lifter:
             else:
                 self._guard("absent", path.attribute("__dict__"), "forward")
 
+        noted, key = self.called, id(module)
+        this: Any = weakref.ref(clone)  # a cycle would hold parameters
+
         def call(*args: Any, **kwargs: Any) -> Any:
-            self.called.add(id(module))
-            return cls._call_impl(clone, *args, **kwargs)
+            noted.add(key)
+            return cls._call_impl(this(), *args, **kwargs)
 
         clone.__dict__["_call_impl"] = call
 
@@ -504,8 +508,12 @@ class Lifter:
         self._alive.append(function)
         self._first[id(function)] = path
         self.mentioned.update(mentioned(function.__code__))
-        if is_library(function.__code__.co_filename):
-            self._pin_wrapped(function, path)
+        library = is_library(function.__code__.co_filename)
+        for at, cell in enumerate(function.__closure__ or ()):
+            with contextlib.suppress(ValueError):  # a cell without contents
+                if not library or isinstance(cell.cell_contents, FunctionType):  # what a decorator was given
+                    self._pin(cell.cell_contents, function.__code__.co_freevars[at], path.cell(at))
+        if library:
             return
         space, inside = function.__globals__, path.attribute("__globals__")
         for name in mentioned(function.__code__):
@@ -516,18 +524,6 @@ class Lifter:
             self._pin(x, "default", path.attribute("__defaults__").item(at))
         for key, x in (function.__kwdefaults__ or {}).items():
             self._pin(x, key, path.attribute("__kwdefaults__").item(key))
-        for at, cell in enumerate(function.__closure__ or ()):
-            try:
-                self._pin(cell.cell_contents, function.__code__.co_freevars[at], path.cell(at))
-            except ValueError:
-                continue
-
-    def _pin_wrapped(self, function: FunctionType, path: Path) -> None:
-        """Functions that a library's decorator was given."""
-        for at, cell in enumerate(function.__closure__ or ()):
-            with contextlib.suppress(ValueError):  # a cell without contents
-                if isinstance(cell.cell_contents, FunctionType):
-                    self._pin(cell.cell_contents, function.__code__.co_freevars[at], path.cell(at))
 
     def _pin(self, thing: Any, name: str, path: Path) -> None:
         """Guard what code that is not copied may read: all of it by value, but for tensors."""
