@@ -182,7 +182,7 @@ def run(
     given = ops.Tensors(q, k, v, now.sinks, _lengths(varlen), operands)
     numbers = prepared.program.numbers(now.bound.scalars, now.scale(q))
     seen = seen or not _own(given.sinks, *operands)
-    if flex and not seen and not ops.empty(given):
+    if flex and not seen and not ops.empty(q, k):
         refuse_tensors(operands, tuple(o.name for o in now.bound.trace.operands))
         out, lse, largest = prepared.program.flex.attend(given, now.bound.scalars, numbers.scale, statistics)
         return out.transpose(1, 2) if swap else out, lse, largest
@@ -310,7 +310,7 @@ def direct_call(
     q, k, v = qkv
     sinks, operands = now.sinks, now.prepared.tensors(now.bound, True, varlen is not None)
     others = operands if sinks is None else (*operands, sinks)
-    if (q.ndim == 4 and not (q.numel() and k.numel())) or not _own(*others):
+    if ops.empty(q, k) or not _own(*others):
         return None, False
     trains = torch.is_grad_enabled() and _wants_gradient(q, k, v, *others)
     if trains and "lse" not in statistics:

@@ -55,9 +55,9 @@ def forward(
     """Compute attention by a GPU's kernel, or blockwise on a CPU. What only a backward pass reads may be
     empty where the result is not `differentiable`."""
     on_gpu = given.q.is_cuda or simulating()
-    if by_flex(program.backend, given.q) and not empty(given):
+    if by_flex(program.backend, given.q) and not empty(given.q, given.k):
         return _by_flex(program, given, numbers, max_scores)
-    if empty(given) and on_gpu:
+    if empty(given.q, given.k) and on_gpu:
         return _without_keys_on_gpu(program, given, numbers, max_scores)
     if on_gpu:
         statistics = ("lse", "max_scores") if max_scores else ("lse",)
@@ -85,17 +85,21 @@ def single_queries(
     return cpu.single_queries(program.facts, _inputs(program, given, numbers))
 
 
-def empty(given: Tensors) -> bool:
-    """True for a dense batch without entries, queries or keys."""
-    return given.q.ndim == 4 and not (given.q.numel() and given.k.numel())
+def empty(q: Tensor, k: Tensor) -> bool:
+    """True without any keys, and for a dense batch without entries or queries."""
+    return not k.numel() or (q.ndim == 4 and not q.numel())
 
 
 def _without_keys_on_gpu(program: Published, given: Tensors, numbers: Numbers, max_scores: bool) -> Forward:
     """No kernel has anything to do: rows, if there are any, have no keys."""
     with torch.device("cpu"):
         inputs = _inputs(program, given, numbers)
+    sequences = _sequences(given)
     with torch.device(given.q.device):
-        result = cpu.forward(program.facts, inputs)
+        if sequences is None:
+            result = cpu.forward(program.facts, inputs)
+        else:
+            result = cpu.forward_sequences(program.facts, inputs, sequences)
     none = result.lse.new_empty(0)
     return result.out, result.lse, result.max_scores if max_scores else none, none
 
@@ -111,7 +115,7 @@ def backward(
 
     `gradients` is ([dout, dlse], what the forward returned); without dlse where nothing depends on the lse.
     """
-    if by_flex(program.backend, given.q) and not empty(given):
+    if by_flex(program.backend, given.q) and not empty(given.q, given.k):
         return _backward_by_flex(program, given, numbers, gradients[0], needs)
     if given.q.is_cuda or simulating():
         return _backward_on_gpu(program, given, numbers, gradients, needs)
@@ -194,7 +198,7 @@ def _backward_on_gpu(
     """
     (dout, *of_lse), (out, lse, *_) = gradients
     dlse = of_lse[0] if of_lse else None
-    if dout.dtype == out.dtype == given.q.dtype and not empty(given):
+    if dout.dtype == out.dtype == given.q.dtype and not empty(given.q, given.k):
         call = _call(program, given, numbers, ("lse",))
         found = run_backward(program.engine, call, Saved(out, lse, dout, dlse), needs)
         if found is not None:

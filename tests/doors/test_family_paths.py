@@ -307,6 +307,14 @@ def test_extents_that_do_not_agree_or_pass_what_was_proved_are_not_served(record
     assert [name for name, other in others.items() if other.find(path, attn) is not None] == []
 
 
+def test_packed_calls_without_keys_are_not_served(recorder: Recorder) -> None:
+    attn, q, k = attention(), torch.zeros(9, HEADS, 64).bfloat16(), torch.zeros(9, 2, 64).bfloat16()
+    one = Step((q, k, k.clone()), varlen=Varlen(torch.tensor([0, 9]), torch.tensor([0, 9])))
+    none = one.of("k", lambda x: x[:0]).of("v", lambda x: x[:0])
+    path = path_of(attn, one)
+    assert one.find(path, attn) is not None and none.find(path, attn) is None
+
+
 def test_all_that_a_call_brings_is_compared() -> None:
     """Fields added to a call have to be compared here, too, or such calls may not be served."""
     assert {*family_path.COMPARED, "scales"} == set(Call._fields)

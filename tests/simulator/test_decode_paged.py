@@ -222,3 +222,11 @@ def test_calls_with_gradients_gather() -> None:
         given(attn).sum().backward()
     assert not any("decode" in result.kernel for result in gpu.results)
     assert given.q.grad is not None and given.q.grad.isfinite().all()
+
+
+def test_sequences_without_keys_in_pages_that_are_gathered() -> None:
+    """Nothing is gathered, and nothing launched."""
+    given = drawn(Size(page_size=1, d=96, dv=96, lengths=(0, 0)))
+    with torch.no_grad(), simulator.device(SIMULATED["chip"]) as gpu:
+        out, lse = given(fa4flex.compile(mask=causal), return_lse=True)
+    assert not gpu.results and not out.any() and (lse == -torch.inf).all()

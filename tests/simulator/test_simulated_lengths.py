@@ -188,3 +188,21 @@ def test_some_gradients(arch: str) -> None:
 @pytest.mark.parametrize("name", COMPOSED)
 def test_gradients(arch: str, name: str, kind: str, width: Width) -> None:
     close(name, kind, width, arch)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_packed_sequences_none_of_which_has_keys(arch: str) -> None:
+    """There is nothing to launch: TMA has no map of nothing. Rows that take no part have no log-sum-exp."""
+    sinks = torch.tensor([0.5, -1.0], requires_grad=True)
+    q = torch.randn(5, 2, 64).bfloat16().requires_grad_()
+    k, v = (torch.randn(0, 1, 64).bfloat16().requires_grad_() for _ in "kv")
+    varlen = Varlen(vector([0, 3, 5]), vector([0, 0, 0]), seqused_q=vector([2, 2]))
+    with fa4flex.simulator.device(arch) as gpu:
+        out, lse = fa4flex.compile(mask=causal, sinks=Sinks(sinks))(q, k, v, varlen=varlen, return_lse=True)
+        (out.sum() + lse[:, [0, 1, 3, 4]].sum()).backward()
+    assert not gpu.results and not out.any()
+    expected = sinks.detach()[:, None].expand(2, 5).clone()
+    expected[:, 2] = -torch.inf
+    assert torch.equal(lse, expected)
+    assert sinks.grad is not None and sinks.grad.tolist() == [4.0, 4.0]
+    assert q.grad is not None and not q.grad.any()

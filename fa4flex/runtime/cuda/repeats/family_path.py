@@ -111,7 +111,7 @@ class Packed(Used):
         (q, k, v), cu = qkv, beside[0].cu_seqlens_q
         assert cu is not None
         keys = k.shape[0]
-        return (cu.shape[0] - 1, q.shape[0], keys) if keys == v.shape[0] else None
+        return (cu.shape[0] - 1, q.shape[0], keys) if keys and keys == v.shape[0] else None
 
     def free(self, qkv: QKV) -> list[tuple[int, ...]]:
         return [(0,)] * 3
