@@ -433,10 +433,10 @@ def _paged(
     swapped = now.variant.layout == "bshd"
     rows = q if swapped else q.transpose(1, 2)  # [B, Sq, Hq, D]
     batch, q_len = rows.shape[:2]
-    cu_q = torch.arange(0, (batch + 1) * q_len, q_len, dtype=torch.int32, device=q.device)
+    cu_q = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * q_len
     packed, *each = run(now, rows.flatten(0, 1), k, v, Varlen(cu_q, cu_k), statistics=statistics)
     out = packed.unflatten(0, (batch, q_len))
     lse, largest = (
-        x.unflatten(1, (batch, q_len)).transpose(0, 1) if x is not None and x.numel() else x for x in each
+        x.unflatten(1, (batch, q_len)).transpose(0, 1) if x is not None and x.ndim == 2 else x for x in each
     )
     return out if swapped else out.transpose(1, 2), lse, largest

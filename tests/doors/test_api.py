@@ -94,6 +94,14 @@ def test_paged_cache(page: int, ragged: bool) -> None:
     agree(found, truth, [q, k, v])
 
 
+@pytest.mark.parametrize("layout, shape", [("bhsd", (2, 4, 0, 8)), ("bshd", (2, 0, 4, 8))])
+def test_no_queries_over_pages(layout: Any, shape: tuple[int, ...]) -> None:
+    k, v = leaf(6, 4, 2, 8), leaf(6, 4, 2, 8)
+    paging = Paging(torch.arange(6).view(2, 3), torch.tensor([5, 12]))
+    out, lse = fa4flex.compile(mask=causal, layout=layout)(leaf(*shape), k, v, paging=paging, return_lse=True)
+    assert out.shape == shape and lse.shape == (2, 4, 0)
+
+
 @pytest.mark.parametrize("tile", [None, (8, 16), (16, 8), (40, 7)])
 def test_block_map_with_and_without_mask(tile: tuple[int, int] | None) -> None:
     classes = torch.randint(0, 3, (2, 3, 5, 4), dtype=torch.uint8)
