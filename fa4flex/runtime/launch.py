@@ -408,6 +408,10 @@ def _check_in_pages(
 
 
 def check_direct(now: Calling, call: Call, qkv: tuple[Tensor, Tensor, Tensor], varlen: Varlen | None) -> None:
+    """Raise InputError or UnsupportedError unless a call may be launched: q, k, v in bhsd, or packed."""
+    check_tensors(*qkv)
+    _check_call(now, qkv, varlen)
+    check_operand_devices(call.operands, tuple(o.name for o in now.bound.trace.operands), call.q)
     check_transforms(*qkv, *call.operands, call.sinks)
 
 

@@ -5,7 +5,8 @@ it on Blackwell is exhaustive; some is in test_decode_blackwell.py."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,10 @@ import torch
 from decoding import SIMULATED, split_in
 from decoding_pages import attend, check
 from paged_pools import WRONG, Drawn, Size, compare, drawn, guarded
+from torch import Tensor
 
 import fa4flex
-from fa4flex import InputError, Paging, Sinks, simulator
+from fa4flex import InputError, Paging, Sinks, Varlen, simulator
 from fa4flex.runtime.cuda.device import faults
 from fa4flex.simulator.state.memory import BadAccess, HostMemory
 from fa4flex.variants import alibi, causal, sliding_window, softcap
@@ -230,3 +232,27 @@ def test_sequences_without_keys_in_pages_that_are_gathered() -> None:
     with torch.no_grad(), simulator.device(SIMULATED["chip"]) as gpu:
         out, lse = given(fa4flex.compile(mask=causal), return_lse=True)
     assert not gpu.results and not out.any() and (lse == -torch.inf).all()
+
+
+UNFIT: dict[str, tuple[Callable[[Tensor], Tensor], dict[str, Any], str]] = {
+    "heads": (lambda q: q[..., :3, :, :], {}, "3 query heads with 2"),
+    "width": (lambda q: q[..., :32], {}, "q and k differ in head_dim"),
+    "dtype": (lambda q: q.half(), {}, "mixed dtypes"),
+    "sinks": (lambda q: q, {"sinks": Sinks(torch.randn(3))}, "3 sinks for 4 query heads"),
+}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", UNFIT)
+def test_tensors_that_do_not_fit_are_refused(name: str, packed: bool) -> None:
+    change, mods, message = UNFIT[name]
+    given = drawn(Size(kv_heads=2))
+    given = replace(given, q=change(given.q))
+    if packed:
+        rows = given.q.transpose(1, 2).flatten(0, 1)
+        given = replace(given, q=rows, varlen=Varlen(torch.tensor([0, 2, 4], dtype=torch.int32)))
+    attn = fa4flex.compile(mask=causal, **mods)
+    with torch.no_grad(), simulator.device(SIMULATED["chip"]) as gpu:
+        with pytest.raises(InputError, match=message):
+            given(attn)
+        assert not gpu.results
