@@ -114,6 +114,9 @@ CASES: dict[str, Make] = {
         lambda s, b, h, q, k, t: s + t[b, q, k], leaf(g.batch, g.q_len, g.kv_len, dtype=torch.bfloat16)
     ),
     "gathered": gathered,
+    "function of a sum": lambda g: scored(
+        lambda s, b, h, q, k, t: s + torch.tanh(s + t[h].sum(-1)), leaf(g.heads, 5)
+    ),
     "dot of tables": lambda g: scored(
         lambda s, b, h, q, k, t, u: s + (t[q] * u[k]).sum(-1), leaf(g.q_len, 5), leaf(g.kv_len, 5)
     ),

@@ -343,11 +343,19 @@ def rebuild(node: Expr, args: tuple[Expr, ...]) -> Expr:
 
 
 def substitute(root: Expr, replacement: dict[Expr, Expr]) -> Expr:
-    """`root` with each node in `replacement` replaced; replacements are not searched again."""
+    """`root` with each node in `replacement` replaced; replacements are not searched again. In the body of a
+    reduction its axis is another symbol than the one of that name outside."""
     memo: dict[Expr, Expr] = {}
     for node in walk(root):
         known = replacement.get(node)
-        memo[node] = known if known is not None else rebuild(node, tuple(memo[a] for a in node.args))
+        axis = sym(node.value[1]) if node.op == "reduce" else None
+        if known is not None:
+            memo[node] = known
+        elif axis in replacement:
+            outside = {x: y for x, y in replacement.items() if x is not axis}
+            memo[node] = rebuild(node, tuple(substitute(a, outside) for a in node.args))
+        else:
+            memo[node] = rebuild(node, tuple(memo[a] for a in node.args))
     return memo[root]
 
 

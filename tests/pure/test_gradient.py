@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fa4flex.codegen.analyze.gradient import classify, quotient, score_gradient, written_once
 from fa4flex.codegen.evaluate import Captured, evaluate
-from fa4flex.codegen.expr import Expr, apply, const, load, reduce, round_to, sym, to_float
+from fa4flex.codegen.expr import Expr, apply, const, load, reduce, round_to, substitute, sym, to_float
 from fa4flex.codegen.ops import OPS, Operation
 
 SCORE, Q, KV, H = sym("score"), sym("q"), sym("kv"), sym("h")
@@ -161,6 +161,17 @@ def test_a_loop_around_its_own_closed_sum() -> None:
     check(
         apply("mul", largest, largest), uniform(-1, 1, ROWS, KEYS), [uniform(-1, 1, 2, 3), uniform(-1, 1, 3)]
     )
+
+
+def test_an_axis_is_replaced_outside_of_its_loop_alone() -> None:
+    """What a read along an axis adds may contain the sum over that axis."""
+    i, j = sym("i"), sym("j")
+    row = load(0, (i,), "float")
+    total, first = reduce("sum", "i", 5, row), load(0, (const(0),), "float")
+    assert substitute(apply("mul", row, total), {i: const(0)}) is apply("mul", first, total)
+    outer = reduce("sum", "i", 5, apply("mul", row, load(1, (i, j), "float")))
+    found = substitute(outer, {i: const(0), j: const(1)})
+    assert found is reduce("sum", "i", 5, apply("mul", row, load(1, (i, const(1)), "float")))
 
 
 def test_two_loops_over_one_axis_name_stay_apart() -> None:

@@ -62,6 +62,12 @@ def test_some_gradients(arch: str) -> None:
     close(name, grid, random.choice((64, 128, (192, 128))), arch)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
+def test_function_of_a_sum(arch: str) -> None:
+    close("function of a sum", Grid(1, 2, 70, 64), 64, arch)
+
+
 DENSE = tuple(name for name in CASES if name.startswith("dense"))
 
 
