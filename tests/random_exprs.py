@@ -147,11 +147,19 @@ class Draw:
                 lambda: apply(
                     self._pick("floor", "round", "ceil"), apply("mul", self.number(0), const(0.37))
                 ),
+                self._jump,
                 lambda: apply("pow", apply("abs", some()), const(self._pick(2.0, 3.0, 0.5, 1.5))),
                 lambda: expr.round_to("float16", apply("tanh", some())),
                 self._dot_product,
             ]
         )
+
+    def _jump(self) -> Expr:
+        """Functions of indices that are whole numbers, or almost."""
+        x, by = to_float(self.integer(1)), const(self._pick(3.0, 41.0, -7.0, 0.1))
+        if self._random.random() < 0.5:
+            return apply(self._pick("floor", "ceil", "round", "trunc"), apply("div", x, by))
+        return apply(self._pick("floordiv", "mod", "truncdiv"), x, by)
 
     def _dot_product(self) -> Expr:
         r = sym("r3")

@@ -138,6 +138,49 @@ def test_differences_of_late_positions(dtype: torch.dtype) -> None:
         torch.testing.assert_close(scores, wanted, rtol=1e-6, atol=1e-4, msg=lambda m, mod=mod: f"{mod}: {m}")
 
 
+ONE_AWAY: dict[str, Any] = {
+    "constant": lambda q, kv, w, t: torch.floor(q / 41) == torch.floor(kv / 41),
+    "number": lambda q, kv, w, t: (q / w).int() == (kv / w).int(),
+    "table": lambda q, kv, w, t: (q / t[kv % 2]).trunc() == (kv / t[q % 2]).round(),
+    "difference": lambda q, kv, w, t: torch.ceil((kv - q) / w) < 1,
+    "product": lambda q, kv, w, t: torch.floor((q + 3) * 0.1) == torch.floor((kv + 3) * 0.1),
+    "quotient": lambda q, kv, w, t: (q * 0.1) // 0.1 == kv // t[q % 2].float(),
+    "remainder": lambda q, kv, w, t: (q * 0.1) % 0.1 < (kv * 0.3) % -0.1 + 0.05,
+    "truncated": lambda q, kv, w, t: torch.div(kv - q, 0.7, rounding_mode="trunc") == torch.fmod(q - kv, 3.5),
+}
+
+
+@pytest.mark.parametrize("name", ONE_AWAY)
+def test_jumps_are_where_torch_has_them(name: str) -> None:
+    """41 / 41 is 1, but 41 * (1 / 41) is less: masks and roundings of indices compute with torch's values."""
+    window, steps, fn = 41, torch.tensor([41, 47]), ONE_AWAY[name]
+
+    def allowed(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return fn(q, kv, window, steps)
+
+    def moved(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return score + torch.where(fn(q, kv, window, steps), 2.0, 0.0)
+
+    program = build(compose(score_mod=moved, mask=allowed))
+    check(program.facts, Grid(1, 1, 100, 100), program.captured(), "tables")
+
+
+def test_remainders_of_infinities_and_by_zero() -> None:
+    x = torch.tensor([-torch.inf, -7.5, -1.0, -0.0, 0.3, 5.0, torch.inf, torch.nan])
+
+    def mod(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        quotient, rest = x[q] // x[kv], x[q] % x[kv]
+        return torch.where(h == 0, quotient, torch.where(h == 1, rest, torch.fmod(x[q], x[kv])))
+
+    program = build(compose(score_mod=mod))
+    grid = Grid(1, 3, len(x), len(x))
+    hooks = emit_forward(program.facts, plan("none")).namespace()["HOOKS"]
+    scores, _ = run(hooks, torch.randn(grid.shape), program.captured(), SCALE)
+    row, column = x[:, None], x[None, :]
+    wanted = torch.stack([row // column, row % column, torch.fmod(row, column)])
+    torch.testing.assert_close(scores[0], wanted, rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
 @pytest.mark.parametrize("fn", [torch.log2, torch.exp2, torch.sqrt, torch.tanh, torch.exp, torch.log])
 def test_functions_of_infinities(fn: Any) -> None:
     """Also where a compiler can see that an operand is infinite."""

@@ -4,7 +4,8 @@ The meaning is that of `evaluate` at float32. Sums of floats may be added in ano
 of a query's number and a key's, both of which may be large, is taken before any product. Of integers, sums of
 indices become functions of kv - q where they depend on nothing else, comparisons put what changes with the
 key on one side and what changes with the query on the other, and conversions to float, slow on a GPU, move to
-the indices, whose float values a kernel keeps.
+the indices, whose float values a kernel keeps. Floats that jump (floor, comparisons, remainders) know no such
+freedom where no score is in them: torch's own value decides on which side of a whole number they are.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from fa4flex.codegen.emit.nodes import (
     Rate,
     axes,
     device,
+    jumps,
     nonnegative,
     power_of_two,
     rate,
@@ -44,7 +46,13 @@ from fa4flex.codegen.expr import Expr, apply, const, load, nodes, rebuild, searc
 from fa4flex.codegen.ops import COMPARISONS
 from fa4flex.errors import Origin
 
-_REWRITTEN = frozenset(("detach", "with_grad", "exp", "log", "sigmoid", "pow"))
+_QUOTIENTS = {"floordiv": "floor_quotient", "mod": "remainder"}
+"""Operations on floats, by the operation on integers and floats."""
+_ARITHMETIC = frozenset(
+    ("add", "sub", "mul", "div", "neg", "abs", "minimum", "maximum", "where", "detach", "with_grad")
+)
+_REWRITTEN = frozenset(("detach", "with_grad", "exp", "log", "sigmoid", "pow", "floordiv", "mod", "truncdiv"))
+"""Operations on floats that no device function computes as they are."""
 
 
 class Lowering:
@@ -59,6 +67,7 @@ class Lowering:
         self.came: dict[Expr, Origin | None] = {}
         self._here: Origin | None = None
         self._values: dict[Expr, Expr] = {}
+        self._exact: dict[Expr, Expr] = {}
         self._terms: dict[Expr, Terms] = {}
 
     def value(self, x: Expr) -> Expr:
@@ -115,7 +124,22 @@ class Lowering:
                 return search(slot, side, self.value(x.args[0]), self._index(slot, x.args[1:]))
             case "reduce":
                 return device("reduce", self.value(x.args[0]), value=x.value, kind=x.kind)
+        if jumps(x):
+            return rebuild(x, tuple(map(self._exactly, x.args)))
         return rebuild(x, self._values_of(x.args))
+
+    def _exactly(self, x: Expr) -> Expr:
+        """A float by the mod's operations in the mod's order: 41 * (1 / 41) is below 1, and so may a sum be
+        whose products were added up apart. A score's own error is larger than that."""
+        if "score" in x.free or rate(x) == "uniform" or x.op not in _ARITHMETIC:
+            return self.value(x)
+        if x not in self._exact:
+            args = tuple(self._exactly(a) if a.kind == "float" else self.value(a) for a in x.args)
+            if x.op in ("detach", "with_grad"):
+                self._exact[x] = args[0]
+            else:
+                self._exact[x] = device("exact_ratio", *args) if x.op == "div" else rebuild(x, args)
+        return self._exact[x]
 
     def _index(self, slot: int, index: tuple[Expr, ...]) -> tuple[Expr, ...]:
         return tuple(self._position(slot, dimension, i) for dimension, i in enumerate(index))
@@ -249,6 +273,11 @@ class Lowering:
             case "sigmoid":
                 half = total(scaled(self.terms(x.args[0]), Factor(0.5)))
                 return ((Factor(0.5), apply("tanh", half)), (Factor(0.5), ONE))
+            case "floordiv" | "mod":
+                return ((UNIT, device(_QUOTIENTS[x.op], *map(self._exactly, x.args))),)
+            case "truncdiv":
+                ratio = device("exact_ratio", *map(self._exactly, x.args))
+                return ((UNIT, apply("trunc", ratio)),)
             case "pow" if x.args[1].op == "const" and x.args[1].value in (2.0, 3.0, -1.0, 0.5):
                 return self._power(x.args[0], x.args[1].value)
         return ((UNIT, self._plain(x)),)

@@ -9,6 +9,7 @@ confined     the same, clamped into the dimension
 divisor      a run-time divisor, prepared; divided: a floor division by one
 natural_div  a floor division of a number >= 0 by a constant > 0
 reciprocal, signum (-1.0 or 1.0)
+exact_ratio  a correctly rounded quotient of floats; floor_quotient, remainder: torch's // and % of floats
 difference   a - b of what changes with the query and what changes with the key, before any factor
 stepped      x * coefficient + rest, where x is an index as a float
 near         a load at `args` plus steps: value[1] is how many of which index, by dimension; value[2]: the key
@@ -23,7 +24,7 @@ from functools import lru_cache
 from typing import Literal
 
 from fa4flex.codegen.expr import SYMBOLS, Expr, Kind, _node, apply, const, scalar, sym, walk
-from fa4flex.codegen.ops import OPS
+from fa4flex.codegen.ops import COMPARISONS, OPS
 
 Rate = Literal["uniform", "row", "column", "diagonal", "pair", "element"]
 RATES: tuple[Rate, ...] = ("uniform", "row", "column", "diagonal", "pair", "element")
@@ -83,6 +84,16 @@ def keeps(x: Expr) -> bool:
 
 def _is_slow(op: str) -> bool:
     return OPS[op].slow if op in OPS else op in _SLOW
+
+
+def jumps(x: Expr) -> bool:
+    """True if an error of its floats, however small, may move the value by a whole step."""
+    return x.op in _JUMPS and x.args[0].kind == "float"
+
+
+_JUMPS = COMPARISONS | {
+    "floor", "ceil", "round", "trunc", "to_int", "exact_ratio", "floor_quotient", "remainder",
+}  # fmt: skip
 
 
 def nonnegative(x: Expr) -> bool:

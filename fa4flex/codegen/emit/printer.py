@@ -15,7 +15,8 @@ from fa4flex.codegen.ops import INFIX, OPS, PREFIX
 
 DEVICE_FUNCTIONS = {
     "natural_div": "natural_div", "divisor": "divisor", "divided": "divided", "signum": "signum",
-    "reciprocal": "reciprocal",
+    "reciprocal": "reciprocal", "exact_ratio": "exact_ratio", "floor_quotient": "floor_quotient",
+    "remainder": "remainder",
 }  # fmt: skip
 """Functions of kernels/common/math.py for operations that no mod can name; rows of ops.py name the others."""
 REDUCTIONS = {
@@ -24,7 +25,8 @@ REDUCTIONS = {
 }  # fmt: skip
 ROUNDED = {"float16": "to_float16", "bfloat16": "to_bfloat16"}
 DEVICE_WORDS = {
-    "reciprocal": "inverse", "natural_div": "quotient", "divided": "quotient", "divisor": "by",
+    "reciprocal": "inverse", "exact_ratio": "quotient", "floor_quotient": "quotient", "remainder": "rest",
+    "natural_div": "quotient", "divided": "quotient", "divisor": "by",
     "wrapped": "index", "confined": "index", "search": "position", "difference": "distance",
 }  # fmt: skip
 """Words that values are named after, unless something better is known; rows of ops.py say the others."""

@@ -2,12 +2,14 @@
 
 A term that is linear in kv or in kv - q is then one multiply-add with an immediate operand, and a load is one
 instruction with an immediate offset, because all that depends on the base is the same for a whole tile.
+Floats that decide on a jump stay the sums and products that they are: those of a base and a step round
+otherwise.
 """
 
 from __future__ import annotations
 
 from fa4flex.codegen.analyze.linear import Linear, linear
-from fa4flex.codegen.emit.nodes import BASES, KV, ONE, device, rate
+from fa4flex.codegen.emit.nodes import BASES, KV, ONE, device, jumps, rate
 from fa4flex.codegen.expr import Expr, apply, const, substitute, walk
 from fa4flex.errors import Origin
 
@@ -16,9 +18,10 @@ def with_steps(root: Expr, came: dict[Expr, Origin | None], pairs: bool = True) 
     """`root` with what is linear in an index written by steps, from the same lines (`came`). `pairs`: a
     thread's keys begin at an even one, so that neighbours may be loaded at once."""
     memo: dict[Expr, Expr] = {}
+    exact = set(walk(*(a for x in walk(root) if jumps(x) for a in x.args if "score" not in a.free)))
     for node in walk(root):
         args = tuple(memo[a] for a in node.args)
-        found = _linear(node.op, args) if node.kind == "float" else None
+        found = _linear(node.op, args) if node.kind == "float" and node not in exact else None
         if found is None and node.op == "load":
             found = _near(node, args, pairs)
         memo[node] = found or device(node.op, *args, value=node.value, kind=node.kind)

@@ -130,7 +130,7 @@ def node_cost(node: Expr) -> Cost:
 
 
 def _power_of_two(x: Expr) -> bool:
-    return x.op == "const" and x.value > 0 and not x.value & (x.value - 1)
+    return x.op == "const" and x.kind == "int" and x.value > 0 and not x.value & (x.value - 1)
 
 
 def _evaluated(root: Expr) -> list[Expr]:

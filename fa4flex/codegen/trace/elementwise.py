@@ -90,7 +90,12 @@ def div(input: Any, other: Any, *, rounding_mode: str | None = None) -> Value:
 
 def fmod(input: Any, other: Any) -> Value:
     """C's remainder: the sign is that of `input`."""
-    return sub(input, _mul(elementwise("truncdiv", input, other), other))
+    a, b = coerce(input), coerce(other)
+    if "float" not in (a.expr.kind, b.expr.kind):
+        return sub(a, _mul(elementwise("truncdiv", a, b), b))
+    # The remainder of floats is exact; a multiple of the divisor taken off may have been rounded.
+    rest = elementwise("mod", elementwise("abs", a), elementwise("abs", b))
+    return where(elementwise("lt", a, 0), elementwise("neg", rest), rest)
 
 
 def pow(input: Any, exponent: Any) -> Value:

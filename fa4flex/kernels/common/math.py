@@ -341,6 +341,31 @@ def divide(x: Value, y: Value) -> Value:
     return x * cute.arch.rcp_approx(y) if FAST else x / y
 
 
+def exact_ratio(x: Value, y: Value) -> Value:
+    """x / y, correctly rounded: a quotient that is a whole number is that number."""
+    return Float32(x) / Float32(y)
+
+
+def floor_quotient(x: Value, y: Value) -> Value:
+    """x // y of floats, as torch has it: of the exact quotient, not of the rounded one."""
+    times, rest = _floored(x, y)
+    return where(Float32(y) == 0.0, exact_ratio(x, y), where(rest == rest, times, rest))
+
+
+def remainder(x: Value, y: Value) -> Value:
+    """x % y of floats, of the sign of y."""
+    return _floored(x, y)[1]
+
+
+def _floored(x: Value, y: Value) -> tuple[Value, Value]:
+    """x // y and x % y, for quotients up to 2^24, of which the rounded one is at most one away."""
+    x, y = Float32(x), Float32(y)
+    times = cute.math.trunc(x / y)
+    rest = where(times == 0.0, x, cute.math.fma(-times, y, x))  # where y is infinite, 0 * y would be NaN
+    below = where(y < 0.0, rest > 0.0, rest < 0.0)
+    return where(below, times - 1.0, times), where(below, rest + y, rest)
+
+
 def tanh(x: Value) -> Value:
     return cute.math.tanh(x, fastmath=FAST)
 
