@@ -70,6 +70,7 @@ class Operation(NamedTuple):
     operator   infix or prefix, by arity
     word       what a generated module calls its values; "": its device function, or name
     odd        whether f(-x) is -f(x)
+    branches   whether the device function has branches, behind which the compiler moves what uses its value
     """
 
     name: str
@@ -85,6 +86,7 @@ class Operation(NamedTuple):
     operator: str = ""
     word: str = ""
     odd: bool = False
+    branches: bool = False
 
     @property
     def slow(self) -> bool:
@@ -233,7 +235,7 @@ _ROWS = (
     Operation("div", 2, "float", "float", Cost(1, 2), ("div", "divide", "true_divide"), fold=operator.truediv,
               slopes=lambda y, a, b: (1.0 / b, -(y / b)), device="divide", operator="/", word="ratio"),
     Operation("pow", 2, "float", "float", Cost(2, 1), ("pow", "float_power"), fold=operator.pow,
-              device="power", operator="**"),
+              device="power", operator="**", branches=True),
     Operation("atan2", 2, "float", "float", Cost(1, 16), ("atan2", "arctan2"),
               Range("within", -3.1416, 3.1416), _angle, device="atan2"),
     _function("exp", lambda y, x: y, RISING, Cost(1, 1), fold=math.exp, device=""),
@@ -243,16 +245,18 @@ _ROWS = (
     _function("log", lambda y, x: 1.0 / x, Range("rising", 0.0), Cost(1, 1), fold=math.log, device=""),
     _function("log2", lambda y, x: 1 / math.log(2) / x, Range("rising", 0.0), Cost(1, 0), fold=math.log2,
               word="logarithm"),
-    _function("log1p", lambda y, x: 1.0 / (1.0 + x), Range("rising", -1.0), Cost(1, 4)),
+    _function("log1p", lambda y, x: 1.0 / (1.0 + x), Range("rising", -1.0), Cost(1, 4), branches=True),
     _function("sqrt", lambda y, x: 0.5 / y, Range("rising", 0.0), Cost(1, 1), fold=math.sqrt, word="root"),
-    _function("sin", lambda y, x: x.cos(), Range("within", -1.0, 1.0), Cost(1, 1), odd=True),
-    _function("cos", lambda y, x: -x.sin(), Range("within", -1.0, 1.0), Cost(1, 1)),
-    _function("tan", lambda y, x: 1.0 + y * y, Range("within"), Cost(3, 1), odd=True),
+    _function("sin", lambda y, x: x.cos(), Range("within", -1.0, 1.0), Cost(1, 1), odd=True,
+              branches=True),
+    _function("cos", lambda y, x: -x.sin(), Range("within", -1.0, 1.0), Cost(1, 1), branches=True),
+    _function("tan", lambda y, x: 1.0 + y * y, Range("within"), Cost(3, 1), odd=True, branches=True),
     _function("asin", lambda y, x: 1.0 / (1.0 - x * x).sqrt(), Range("rising", -1.0, 1.0), Cost(1, 16),
               "arcsin", odd=True),
     _function("acos", lambda y, x: -1.0 / (1.0 - x * x).sqrt(), Range("falling", -1.0, 1.0), Cost(1, 16),
               "arccos"),
-    _function("atan", lambda y, x: 1.0 / (1.0 + x * x), RISING, Cost(1, 16), "arctan", odd=True),
+    _function("atan", lambda y, x: 1.0 / (1.0 + x * x), RISING, Cost(1, 16), "arctan", odd=True,
+              branches=True),
     _function("sinh", lambda y, x: x.cosh(), RISING, Cost(2, 3), odd=True),
     _function("cosh", lambda y, x: x.sinh(), EVEN, Cost(2, 3)),
     _function("tanh", lambda y, x: 1.0 - y * y, RISING, Cost(1, 0), odd=True),

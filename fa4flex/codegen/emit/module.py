@@ -20,6 +20,7 @@ from fa4flex.codegen.emit.steps import with_steps
 from fa4flex.codegen.emit.vectors import with_vectors
 from fa4flex.codegen.emit.writer import Function, Span, cut, folds_in
 from fa4flex.codegen.expr import Expr, const, sym, walk
+from fa4flex.codegen.ops import OPS
 from fa4flex.errors import InputError, Origin
 
 ARGUMENT_RATES: tuple[Rate, ...] = ("row", "column", "diagonal", "pair")
@@ -343,6 +344,8 @@ class Module:
         given += [f"folds=({', '.join(folds)},)"] * bool(folds)
         if name.endswith("_weight") and "score" in self._roots[name].free:
             given.append("scored=True")
+        if name == "start" and any(x.op in OPS and OPS[x.op].branches for x in walk(self._roots[name])):
+            given.append("branches=True")
         return f"Pointwise({', '.join([name, *given])})"
 
 

@@ -90,7 +90,8 @@ class Fold:
 @dataclass(frozen=True)
 class Pointwise:
     """A function of every (q, kv) pair, cut by rate. All but `element` return tuples and may be absent.
-    `folds`: what comes in at.folds. `scored`: of a weight, whether it reads at.score."""
+    `folds`: what comes in at.folds. `scored`: of a weight, whether it reads at.score. `branches`: of a start,
+    whether a function that it calls has branches."""
 
     element: Hook
     row: Hook | None = None
@@ -99,6 +100,7 @@ class Pointwise:
     pair: Hook | None = None
     folds: tuple[Fold, ...] = ()
     scored: bool = False
+    branches: bool = False
 
 
 @dataclass(frozen=True)

@@ -171,9 +171,9 @@ class Fragment:
         values = [(r, c, hooks.start.element(at)) for r, c, at in places.elements(hooks.start)]
         met: set[int] = set()
         for r, c, value in values:
-            # What rows share, and what a loop leaves, is copied here, or the compiler does it between the
-            # turn and the product.
-            once = id(value) in met or hooks.start.folds
+            # What rows share, what a loop leaves, and what follows a branch is copied here, or the compiler
+            # does it between the turn and the product, behind the product's fence.
+            once = id(value) in met or hooks.start.folds or hooks.start.branches
             scores[r, c] = computed_once(value) if once else value
             met.add(id(value))
 
