@@ -114,6 +114,9 @@ CASES: dict[str, Make] = {
         lambda s, b, h, q, k, t: s + t[b, q, k], leaf(g.batch, g.q_len, g.kv_len, dtype=torch.bfloat16)
     ),
     "gathered": gathered,
+    "numbers of the batch and the head": lambda g: scored(
+        lambda s, b, h, q, k, t: s + (t[q] + b * 0.25 + h / 4) * ((q * k) % 7 < 3), leaf(g.q_len), mask=None
+    ),
     "function of a sum": lambda g: scored(
         lambda s, b, h, q, k, t: s + torch.tanh(s + t[h].sum(-1)), leaf(g.heads, 5)
     ),

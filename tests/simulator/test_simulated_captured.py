@@ -64,8 +64,9 @@ def test_some_gradients(arch: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
-def test_function_of_a_sum(arch: str) -> None:
-    close("function of a sum", Grid(1, 2, 70, 64), 64, arch)
+@pytest.mark.parametrize("name", ["function of a sum", "numbers of the batch and the head"])
+def test_what_weights_are_made_of(name: str, arch: str) -> None:
+    close(name, Grid(2, 2, 70, 64), 64, arch)
 
 
 DENSE = tuple(name for name in CASES if name.startswith("dense"))

@@ -218,8 +218,8 @@ class BackwardTileScheduler:
     def place(self, work: KeyWork, h: Int32, heads: Int32, arguments: BackwardArguments) -> At:
         """Hook arguments for a tile and query head, with the uniform terms."""
         at = At(
-            b=work.b,
-            h=h,
+            b=Int32(work.b),  # quotients by run-time numbers have no sign: no float is made of them
+            h=Int32(h),
             q_len=work.q_len,
             kv_len=work.kv_len,
             num_heads=heads,
