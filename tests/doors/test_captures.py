@@ -485,3 +485,25 @@ def test_tensors_made_inside_a_compiled_mod() -> None:
     expected = formula(given, bias)
     torch.testing.assert_close(out, expected, **CLOSE)
     check_gradient(out, expected, rates)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_tensors_that_a_mod_makes(compiled: bool) -> None:
+    """Tables without any captured tensor, and beside one; of another extent where a number is another."""
+    slopes, state = torch.randn(H, requires_grad=True), SimpleNamespace(extent=S)
+
+    def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        ramp = torch.arange(state.extent)
+        return s + ramp[q] * torch.tensor([0.5, -1.0])[h] + (slopes[:, None] * ramp)[h, k]
+
+    def attend(*given: Tensor) -> Tensor:
+        return fa4flex.attention(*given, score_mod=mod)
+
+    call = torch.compile(attend, backend="aot_eager", fullgraph=True) if compiled else attend
+    for state.extent in (S, S + 3, S):
+        given, i = qkv(), torch.arange(S)
+        out = call(*given)
+        bias = i[:, None] * torch.tensor([0.5, -1.0])[:, None, None] + slopes[:, None, None] * i
+        torch.testing.assert_close(out, formula(given, bias), **CLOSE)
+        (got,), (want,) = (torch.autograd.grad(x.sin().sum(), slopes) for x in (out, formula(given, bias)))
+        torch.testing.assert_close(got, want, atol=1e-3, rtol=1e-3)
