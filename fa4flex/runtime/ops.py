@@ -86,8 +86,8 @@ def single_queries(
 
 
 def empty(q: Tensor, k: Tensor) -> bool:
-    """True without any keys, and for a dense batch without entries or queries."""
-    return not k.numel() or (q.ndim == 4 and not q.numel())
+    """True without entries, queries or keys: there is nothing to launch."""
+    return not (q.numel() and k.numel())
 
 
 def _without_keys_on_gpu(program: Published, given: Tensors, numbers: Numbers, max_scores: bool) -> Forward:

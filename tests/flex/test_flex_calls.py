@@ -60,6 +60,13 @@ def test_padded_batches(sides: str, mask: Any) -> None:
     both((q, k, value), score_mod=v.alibi, mask=mask, call={"varlen": lengths})
 
 
+@pytest.mark.parametrize("lengths", [([0, 0], [2, 3]), ([2, 3], [0, 0]), ([0, 0], [0, 0])])
+def test_packed_sequences_without_queries_or_keys(lengths: Any) -> None:
+    cu_q, cu_k = map(cumulative, lengths)
+    q, k, value = (leaf(int(cu[-1]), heads, 6) for cu, heads in ((cu_q, 4), (cu_k, 2), (cu_k, 2)))
+    both((q, k, value), mask=v.causal, call={"varlen": Varlen(cu_q, cu_k)})
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["dense queries", "packed queries"])
 def test_pages(packed: bool) -> None:
     pool_k, pool_v = torch.randn(10, 4, 2, 6), torch.randn(10, 4, 2, 5)
