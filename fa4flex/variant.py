@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from typing import Any, Literal, get_args
 
 import torch
@@ -179,11 +180,17 @@ _TYPES: dict[str, tuple[tuple[type, ...], str, str]] = {
 """Types that an option may have, their name, and how to get one."""
 
 
+class UnknownOption(InputError, TypeError):
+    """An option that there is not. Also a TypeError, as Python's own of unknown keywords is."""
+
+
 def _check_options(data: dict[str, Any]) -> None:
     unknown = sorted(data.keys() - _TYPES.keys() - {"backend"})
     if unknown:
         names = [field.name for field in fields(Variant) if field.init]
-        raise TypeError(f"unknown options {', '.join(unknown)}; there are {', '.join(names)}")
+        near = get_close_matches(unknown[0], names, 1)
+        fix = f"write {near[0]}= for {unknown[0]}=" if near else f"leave {unknown[0]}= out"
+        raise UnknownOption(f"unknown options {', '.join(unknown)}", ", ".join(names), fix)
 
 
 def _check_types(options: dict[str, Any]) -> None:

@@ -96,7 +96,16 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "NaN scale": (lambda: fa4flex.compile(scale=math.nan), InputError, "scale=nan.*finite"),
     "infinite scale": (lambda: fa4flex.compile(scale=math.inf), InputError, "scale=inf"),
     "layout": (lambda: fa4flex.compile(layout="sbhd"), InputError, "layout='sbhd'.*bshd"),
-    "unknown option": (lambda: fa4flex.compile(window=3), TypeError, "window"),
+    "unknown option": (
+        lambda: fa4flex.compile(window=3),
+        TypeError,
+        "window.*score_mod.*leave window=",
+    ),
+    "option of torch": (
+        lambda: fa4flex.compile(mask_mod=causal),
+        InputError,
+        "options mask_mod.*write mask= for mask_mod=",
+    ),
     "cu_seqlens decreases": (
         lambda: plain(*packed(), varlen=Varlen(cu(0, 9, 4, 16))),
         InputError,
