@@ -226,6 +226,13 @@ def new_global() -> Steps:
     yield space["mod"], 0.25
 
 
+def computed_global() -> Steps:
+    global GLOBAL
+    mod = lambda s, b, h, q, k: s + globals()["GLO" + "BAL"] * (q - k)  # noqa: E731
+    for GLOBAL in (0.5, 0.25):
+        yield mod, GLOBAL
+
+
 def empty_cell() -> Steps:
     def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         try:
@@ -295,6 +302,7 @@ STEPS: dict[str, Callable[[], Steps]] = {
     "new attribute of a namespace": of_namespace,
     "new name in a python module": of_python_module,
     "global that hides a builtin": new_global,
+    "global by a computed name": computed_global,
     "closure variable without a value": empty_cell,
     "number of a submodule": lambda: submodule(lambda outer: setattr(outer.inner, "slope", 0.5)),
     "number of one of several": lambda: submodule(lambda outer: setattr(outer.several[0], "slope", 0.5)),

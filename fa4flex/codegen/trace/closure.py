@@ -284,8 +284,10 @@ class Lifter:
         self._no_globals(function, inside)
 
     def _no_globals(self, function: FunctionType, inside: Path) -> None:
-        """Guard that globals do not come to hide builtins."""
+        """Guard that globals do not come to hide builtins. What is found by computed names is not watched."""
         for name in globals_of(function.__code__):
+            if name in ("globals", "eval", "exec"):
+                self.opaque = self.opaque or f"a name that {name}() looks up"
             if name not in function.__globals__:
                 self._guard("absent", inside, name)
 
