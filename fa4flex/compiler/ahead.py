@@ -37,7 +37,7 @@ def useful() -> bool:
 
 def start(key: str, job: bytes) -> None:
     """Have `job`, as worker.py reads it, done by a process, if that can be had and few run yet."""
-    for known in [known for known, process in _running.items() if process.poll() is not None]:
+    for known in [known for known, process in list(_running.items()) if process.poll() is not None]:
         _running.pop(known, None)
     if key in _running or len(_running) >= MOST_RUNNING:
         return

@@ -99,6 +99,16 @@ def test_few_run_at_a_time(folder: Path, tmp_path: Path, monkeypatch: pytest.Mon
     ahead._end_all()
 
 
+def test_a_process_that_another_thread_waits_for_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Polled:
+        def poll(self) -> None:
+            ahead._running.pop("first", None)  # as `wait` does
+
+    monkeypatch.setattr(ahead, "_running", {"first": Polled(), "second": Polled()})
+    ahead.start("second", b"")
+    assert list(ahead._running) == ["second"]
+
+
 def test_late_processes_are_not_waited_for(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
