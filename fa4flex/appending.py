@@ -55,7 +55,7 @@ def append(
         out = attn(q, k_pool, v_pool, paging=Paging(paging.page_table, new.seqused_k))
     """
     check_strided(q if q is not None else k, k, v)
-    check_descriptions(varlen, paging)
+    check_descriptions(varlen, paging, pages=True)
     paging.fits(k_pool, v_pool)
     _check_tokens(k, v, (k_pool, v_pool), paging, varlen)
     _check_turning(k, q, rotary)

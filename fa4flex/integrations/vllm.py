@@ -170,7 +170,7 @@ class Impl(AttentionImpl[Metadata]):
             raise UnsupportedError(
                 "a quantised output", "an output of the query's dtype", "disable its fusion"
             )
-        rows = output.view(len(output), self.num_heads, -1)
+        rows = output.view(len(output), self.num_heads, output.shape[1:].numel() // self.num_heads)
         if attn_metadata is None:
             rows.zero_()
             return output

@@ -83,13 +83,14 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
-def check_descriptions(varlen: object, paging: object) -> None:
-    """`varlen` and `paging` are the objects that describe ragged and paged inputs, or None."""
+def check_descriptions(varlen: object, paging: object, pages: bool = False) -> None:
+    """`varlen` and `paging` are the objects that describe ragged and paged inputs, or None; not so the second
+    where there are `pages`."""
     for name, given, wanted, example in (
         ("varlen", varlen, Varlen, "Varlen(cu_seqlens)"),
         ("paging", paging, Paging, "Paging(page_table, seqused_k)"),
     ):
-        if given is not None and not isinstance(given, wanted):
+        if not isinstance(given, wanted) and (given is not None or (pages and wanted is Paging)):
             raise InputError(
                 f"{name} is a {type(given).__name__}",
                 f"a fa4flex.{wanted.__name__}",

@@ -150,6 +150,7 @@ def test_runs_without_metadata_write_zeros(vllm: ModuleType) -> None:
     q = torch.randn(3, 4, 8)
     output = torch.full((3, 4, 8), torch.nan)
     assert not engine.impl.forward(None, q, q, q, engine.cache, None, output).any()
+    assert engine.impl.forward(None, q[:0], q[:0], q[:0], engine.cache, None, output[:0]).shape == (0, 4, 8)
 
 
 def test_what_cannot_be_done_is_refused(vllm: ModuleType) -> None:

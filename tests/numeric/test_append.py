@@ -141,6 +141,12 @@ REFUSED: dict[str, tuple[Callable[[Tokens], Tokens], str]] = {
 }
 
 
+def test_pages_are_asked_for() -> None:
+    given = drawn(How())
+    with pytest.raises(InputError, match=r"paging is a NoneType.*\n.*fa4flex.Paging"):
+        fa4flex.append(given.k, given.v, given.k_pool, given.v_pool, None)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str) -> None:
     plant, message = REFUSED[name]

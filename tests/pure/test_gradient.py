@@ -164,7 +164,7 @@ def test_a_loop_around_its_own_closed_sum() -> None:
 
 
 def test_an_axis_is_replaced_outside_of_its_loop_alone() -> None:
-    """What a read along an axis adds may contain the sum over that axis."""
+    """The terms of a read along an axis may contain the sum over that axis."""
     i, j = sym("i"), sym("j")
     row = load(0, (i,), "float")
     total, first = reduce("sum", "i", 5, row), load(0, (const(0),), "float")

@@ -1,4 +1,4 @@
-"""What is added to scores is in registers of a Hopper product before its fence, however it is computed."""
+"""Terms added to scores are in registers of a Hopper product before its fence, however they are computed."""
 
 from __future__ import annotations
 
