@@ -22,6 +22,9 @@ Reduce = Callable[[Float32, Any], Float32]
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
+LOWEST = -(2.0**25)
+"""Least factor * y: below, all y of a row count as -inf. Steps of float32 are 4 there, so that probabilities
+and gradients that come of the log-sum-exp mean nothing, and further down exponentials overflow."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,7 @@ def raise_maxima(
 
 
 def _use(largest: Float32, factor: Float32, slack: Float32, state: Running, r: int) -> None:
+    largest = select_(largest * factor < LOWEST, -Float32.inf, largest)
     state.largest[r] = largest
     state.ceiling[r] = largest + slack
     state.shift[r] = select_(largest == -Float32.inf, Float32(0.0), largest) * factor
