@@ -170,10 +170,8 @@ def run(
     swap = now.variant.layout == "bshd" and not (varlen is not None and varlen.packed)
     if swap:
         q, k, v = (x.transpose(1, 2) if x.ndim == 4 else x for x in (q, k, v))
-    _check_call(now, (q, k, v), varlen)
     operands = call.operands if call is not None else prepared.tensors(now.bound, direct_path or flex, flex)
-    check_operand_devices(operands, tuple(o.name for o in now.bound.trace.operands), q)
-    check_transforms(q, k, v, *operands, now.sinks)
+    _check_call(now, (q, k, v), varlen, operands)
     if call is not None:
         if not trains:
             return prepared.engine.run(call)
@@ -265,8 +263,10 @@ def _lengths(varlen: Varlen | None) -> SequenceLengths:
     return SequenceLengths(varlen.cu_seqlens_q, varlen.cu_k, varlen.seqused_q, varlen.seqused_k)
 
 
-def _check_call(now: Calling, qkv: tuple[Tensor, Tensor, Tensor], varlen: Varlen | None) -> None:
-    """q, k, v in bhsd, or packed."""
+def _check_call(
+    now: Calling, qkv: tuple[Tensor, Tensor, Tensor], varlen: Varlen | None, operands: tuple[Tensor, ...]
+) -> None:
+    """Raise InputError or UnsupportedError unless tensors fit: q, k, v in bhsd, or packed."""
     q, variant = qkv[0], now.variant
     if varlen is not None and varlen.packed:
         check_variant(check_packed(*qkv, varlen), q, variant)
@@ -275,6 +275,8 @@ def _check_call(now: Calling, qkv: tuple[Tensor, Tensor, Tensor], varlen: Varlen
         check_variant(sizes, q, variant)
         if varlen is not None and not torch.compiler.is_compiling():
             varlen.check_padded(sizes.batch, sizes.q_len, sizes.kv_len)
+    check_operand_devices(operands, tuple(o.name for o in now.bound.trace.operands), q)
+    check_transforms(*qkv, *operands, now.sinks)
 
 
 # --- on a GPU: past the operator --------------------------------------------------------------------------
@@ -410,9 +412,7 @@ def _check_in_pages(
 def check_direct(now: Calling, call: Call, qkv: tuple[Tensor, Tensor, Tensor], varlen: Varlen | None) -> None:
     """Raise InputError or UnsupportedError unless a call may be launched: q, k, v in bhsd, or packed."""
     check_tensors(*qkv)
-    _check_call(now, qkv, varlen)
-    check_operand_devices(call.operands, tuple(o.name for o in now.bound.trace.operands), call.q)
-    check_transforms(*qkv, *call.operands, call.sinks)
+    _check_call(now, qkv, varlen, call.operands)
 
 
 def _paged(
