@@ -33,21 +33,19 @@ import numpy
 import torch
 from torch import Tensor
 
+from fa4flex.codegen.trace.attributes import MISSING, class_data, slots_of, stored_in
 from fa4flex.codegen.trace.dispatch import registered
 from fa4flex.codegen.trace.functions import applying, is_apply
 from fa4flex.codegen.trace.mentions import (
     all_attributes,
     class_code,
-    class_data,
     from_library,
     function_in,
     globals_of,
     is_users_module,
     mentioned,
     nested,
-    slots_of,
     steps_to_function,
-    stored_in,
     users_alone,
 )
 from fa4flex.codegen.trace.origin import first_line, is_library
@@ -562,9 +560,7 @@ class Lifter:
         """Raise if the mod stored into a global, a closure variable, a container or an object it captured."""
         for what, instruction, now, before in self._watched:
             after = now()
-            changed = [
-                k for k in {**before, **after} if after.get(k, _MISSING) is not before.get(k, _MISSING)
-            ]
+            changed = [k for k in {**before, **after} if after.get(k, MISSING) is not before.get(k, MISSING)]
             if changed:
                 raise TraceError(
                     given=f"the mod changes {what}: {', '.join(map(str, changed))}",
@@ -582,9 +578,6 @@ class Lifter:
                     if step.opname == instruction and step.argval in (name, None):
                         return Origin(inner.co_filename, line)
         return first_line(self._codes[0]) if self._codes else None
-
-
-_MISSING = object()
 
 
 def _items(thing: Any) -> list[Any]:

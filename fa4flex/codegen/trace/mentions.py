@@ -121,39 +121,6 @@ def _runs(member: Any) -> bool:
     return own or function_in(member) is not None
 
 
-def class_data(cls: type, names: frozenset[str]) -> dict[str, Any]:
-    """Plain attributes of the user's classes above `cls` that code with these names can read."""
-    found: dict[str, Any] = {}
-    for base in cls.__mro__:
-        if not from_library(base):
-            found = {name: member for name, member in vars(base).items() if name in names} | found
-    return {name: x for name, x in found.items() if _is_data(name, x)}
-
-
-def _is_data(name: str, member: Any) -> bool:
-    return not (callable(member) or hasattr(member, "__get__") or name.startswith("__"))
-
-
 def users_alone(cls: type) -> bool:
     """True for a class of modules that has none of torch's above it but the one of all modules."""
     return not any(from_library(base) for base in cls.__mro__ if base not in (torch.nn.Module, object))
-
-
-def slots_of(cls: type) -> list[str]:
-    names = [n for c in cls.__mro__ for n in _as_tuple(c.__dict__.get("__slots__", ()))]
-    return [n for n in names if n not in ("__dict__", "__weakref__")]
-
-
-def _as_tuple(slots: Any) -> tuple[str, ...]:
-    return (slots,) if isinstance(slots, str) else tuple(slots)
-
-
-def stored_in(thing: Any) -> dict[str, Any]:
-    """Attributes by name; a functools.cached_property that filled itself in is no side effect."""
-    cls = type(thing)
-    cached = (key for key in vars(thing)) if hasattr(thing, "__dict__") else ()
-    plain = [key for key in cached if not isinstance(getattr(cls, key, None), functools.cached_property)]
-    return {key: getattr(thing, key, _NOTHING) for key in (*plain, *slots_of(cls))}
-
-
-_NOTHING = object()
