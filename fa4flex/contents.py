@@ -29,12 +29,15 @@ MOST_BYTES = 256 << 20
 
 
 class Guard(NamedTuple):
-    """A tensor as it was: the object, where its memory was, how often torch had changed it in place; -1 for
-    inference tensors, whose changes torch does not count."""
+    """A tensor as it was: the object, where its memory was, how often torch had changed it in place (-1 for
+    inference tensors, whose changes torch does not count), shape and strides, which `x.data = ...` may change
+    without being counted."""
 
     tensor: weakref.ref[Tensor]
     place: int
     version: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
 
 
 Guards = tuple[Guard, ...]
@@ -44,15 +47,20 @@ def guards_of(
     tensors: Iterable[Tensor], gone: Callable[[weakref.ref[Tensor]], object] | None = None
 ) -> Guards:
     """`gone` is called when a tensor is gone, as long as there is its guard."""
-    return tuple(
-        [Guard(weakref.ref(x, gone), x.data_ptr(), -1 if x.is_inference() else x._version) for x in tensors]
-    )
+    return tuple([_guard_of(x, weakref.ref(x, gone)) for x in tensors])
+
+
+def _guard_of(x: Tensor, to_it: weakref.ref[Tensor]) -> Guard:
+    version = -1 if x.is_inference() else x._version
+    return Guard(to_it, x.data_ptr(), version, tuple(x.shape), x.stride())
 
 
 def hold(guards: Guards, tensors: Sequence[Tensor]) -> bool:
     """True if these are the very tensors that the guards were made of, unchanged."""
-    for (tensor, place, version), x in zip(guards, tensors, strict=True):
+    for (tensor, place, version, shape, strides), x in zip(guards, tensors, strict=True):
         if tensor() is not x or x.data_ptr() != place or (version >= 0 and x._version != version):
+            return False
+        if x.shape != shape or x.stride() != strides:
             return False
     return True
 

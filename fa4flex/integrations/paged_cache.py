@@ -130,17 +130,25 @@ def _mixes(attn: Attention, q: Tensor, caches: Caches) -> bool:
         return False
     widths = q.shape[-1], caches[1].shape[-1]
     capability = torch.cuda.get_device_capability(q.device)
-    return _has_mixed(widths, str(q.dtype).removeprefix("torch."), caches[0].shape[1], capability)
+    out = attn.variant.precision.output or q.dtype
+    return _has_mixed(widths, (_name(q.dtype), _name(out)), caches[0].shape[1], capability)
+
+
+def _name(dtype: torch.dtype) -> Any:
+    return str(dtype).removeprefix("torch.")
 
 
 @functools.lru_cache(maxsize=256)
-def _has_mixed(widths: tuple[int, int], dtype: Any, page_size: int, capability: tuple[int, int]) -> bool:
-    """True if packed queries over such pages have such a kernel; it follows from these alone."""
+def _has_mixed(
+    widths: tuple[int, int], dtypes: tuple[Any, Any], page_size: int, capability: tuple[int, int]
+) -> bool:
+    """True if packed queries over such pages have such a kernel; it follows from these alone. dtypes: those
+    of q and of the output."""
     target = next((target for target in TARGETS if target.capability == capability), None)
     if target is None:
         return False
     try:
-        problem = Problem(*widths, dtype, lengths="packed", page_rows=page_rows(page_size))
+        problem = Problem(*widths, *dtypes, lengths="packed", page_rows=page_rows(page_size))
         return dispatch.choose("forward", problem, target).mixes
     except UnsupportedError:
         return False

@@ -8,7 +8,7 @@ import random
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -302,6 +302,21 @@ def test_keeping_does_not_look_at_what_is_kept(monkeypatch: pytest.MonkeyPatch) 
     del x, tensors[:100]
     cache.keep("m", (), 301)
     assert looked == [*range(302)] and len(cache) == 201, "those of 100 that are gone, and room for another"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [lambda x: x[:3], lambda x: x[:, :2], lambda x: x.t()],
+    ids=["fewer rows", "fewer columns", "transposed"],
+)
+def test_other_data_in_the_same_memory(data: Callable[[Tensor], Tensor], copies: Copies) -> None:
+    """torch counts no change where `.data` becomes a view of the same memory."""
+    x = torch.arange(16).view(4, 4)
+    first = on_host(x)
+    version = x._version
+    x.data = data(x.data)
+    assert x._version == version and x.data_ptr() == x.untyped_storage().data_ptr()
+    assert torch.equal(on_host(x), x) and on_host(x) is not first
 
 
 def test_a_copy_serves_until_a_change(copies: Copies) -> None:

@@ -7,7 +7,7 @@ import torch
 from engines import Definition, History
 
 import fa4flex
-from fa4flex import Schedule, simulator
+from fa4flex import Precision, Schedule, simulator
 from fa4flex.integrations.paged_cache import Batch, attend, write
 from fa4flex.variants import causal
 
@@ -49,21 +49,22 @@ def test_steps_of_all_kinds(counts: list[int], padding: int) -> None:
 
 
 LAUNCHES = {
-    "both kinds": ("sm_90a", 64, None, ["mixed"]),
-    "no room for both": ("sm_90a", 192, None, ["decode", "fwd"]),
-    "parts of fixed size": ("sm_90a", 64, 64, ["decode", "mixed"]),
-    "another chip": ("sm_100a", 64, None, ["decode", "fwd"]),
+    "both kinds": ("sm_90a", 64, {}, ["mixed"]),
+    "no room for both": ("sm_90a", 192, {}, ["decode", "fwd"]),
+    "parts of fixed size": ("sm_90a", 64, {"schedule": Schedule(split=64)}, ["decode", "mixed"]),
+    "a wider output": ("sm_90a", 64, {"precision": Precision(output=torch.float32)}, ["decode", "fwd"]),
+    "another chip": ("sm_100a", 64, {}, ["decode", "fwd"]),
 }
 
 
 @pytest.mark.parametrize("case", LAUNCHES)
 def test_chunks_and_sequences_that_decode_are_one_launch_where_a_kernel_has_both(case: str) -> None:
-    chip, width, split, kernels = LAUNCHES[case]
+    chip, width, options, kernels = LAUNCHES[case]
     counts, keys = [1, 1, 70], [9, 40, 70]
     caches = tuple(torch.randn(12, 16, 1, width).bfloat16() for _ in range(2))
     table, lengths = torch.randperm(12)[:9].view(3, 3).repeat(1, 2).int(), torch.tensor(keys).int()
     starts = torch.tensor([0, *counts]).cumsum(0).int()
-    attn = fa4flex.compile(mask=causal, schedule=Schedule(split=split))
+    attn = fa4flex.compile(mask=causal, **options)
     q, batch = torch.randn(75, 2, width).bfloat16(), Batch.of_starts(table, lengths, starts, starts)
     exact = attend(attn, q.double(), (caches[0].double(), caches[1].double()), batch)
     with torch.no_grad(), simulator.device(chip) as gpu:
