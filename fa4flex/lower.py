@@ -91,8 +91,9 @@ class Lowered:
 
 def lower_forward(given: Given) -> Lowered:
     """Raises UnsupportedError for what no kernel does, PastTheEnd for short captured tensors."""
-    problem = replace(_proved(given), **given.changes)
     target = given.target.leaving(given.schedule.sm_margin)
+    problem = dispatch.by_pairs(given.facts, _proved(given), target, given.schedule)
+    problem = replace(problem, **given.changes)
     plan, source = _forward(dispatch.PIPELINES, given.facts, problem, target, given.schedule)
     return Lowered("forward", given.facts, plan.problem, plan, source)
 

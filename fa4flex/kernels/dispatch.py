@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fa4flex.codegen.analyze.facts import Facts
+from fa4flex.codegen.analyze.hoist import reads_by_blocks
+from fa4flex.codegen.plan.few_rows import asks_for_order
 from fa4flex.codegen.plan.pipeline import BackwardPlan, Direction, ForwardPlan, Pipeline
 from fa4flex.codegen.plan.problem import Problem
 from fa4flex.codegen.plan.request import ForwardRequest, Request
@@ -43,6 +47,27 @@ def choose(direction: Direction, problem: Problem, target: Target) -> Pipeline:
         + ("the cache is dequantised first" if problem.kv_dtype else "it is computed in PyTorch operations")
         + " instead",
     )
+
+
+def by_pairs(facts: Facts, problem: Problem, target: Target, schedule: Schedule) -> Problem:
+    """The same forward problem, its mask asked of every pair where that is better than block tables, else as
+    it is.
+
+    Kernels for few rows wait for keys, which a mask need not be quick beside: they need no tables, whose
+    launches take longer than a step does, split keys, and read pages in place. Tables stay where they leave
+    out keys that need not be read: a map's blocks, documents.
+    """
+    if problem.mask_form != "tables" or asks_for_order(schedule):
+        return problem
+    in_place = problem.page_rows > 0 or problem.kv_dtype
+    if not in_place and (problem.row_ends or reads_by_blocks(facts.mask)):
+        return problem
+    asked = replace(problem, mask_form="pairs", row_ends=0)
+    try:
+        choose("forward", asked, target)
+    except UnsupportedError:
+        return problem
+    return asked
 
 
 def plan_forward(

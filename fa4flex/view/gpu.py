@@ -138,6 +138,7 @@ _MASKS = {
     "none": "every tile of keys is full: no mask code",
     "spans": "the kernel computes each row's keys itself: no block table, no mask code in full tiles",
     "tables": "block tables are made at the first call; the mask runs in partial tiles only",
+    "pairs": "no block table: the mask runs in all tiles of keys, beside their loads",
 }
 
 

@@ -13,6 +13,7 @@ import torch
 from fa4flex.codegen.build import build
 from fa4flex.codegen.emit import emit_backward, emit_forward
 from fa4flex.codegen.emit.module import Captions
+from fa4flex.codegen.plan.problem import Problem
 from fa4flex.kernels.bwd_sm90.config import Config as BackwardConfig
 from fa4flex.kernels.fwd_sm90.config import Config
 from fa4flex.variant import compose
@@ -46,7 +47,7 @@ LONGEST = 200
 def test_generated(name: str, golden: Callable[[str], None]) -> None:
     mask_form, composition = VARIANTS[name]
     program = build(compose(**composition))
-    problem = SimpleNamespace(in_range=True, wide_index=False, positive_scale=True, mask_form=mask_form)
+    problem = Problem(128, 128, mask_form=mask_form)
     plan = SimpleNamespace(
         problem=problem,
         target=SimpleNamespace(name="sm_90a"),
@@ -82,11 +83,8 @@ def test_backward_of_captured_tensors(name: str, golden: Callable[[str], None]) 
     adding, composition = LEARNED[name]
     program = build(compose(**composition))
     (slot,) = {term.slot for term in program.facts.gradient.captured}
-    given = {"in_range": True, "wide_index": False, "positive_scale": True, "mask_form": "none"}
     plan = SimpleNamespace(
-        problem=SimpleNamespace(
-            **given, gradients=((slot, adding),), dtype="bfloat16", operands=(("bfloat16", 4),)
-        ),
+        problem=Problem(128, 128, gradients=((slot, adding),), operands=(("bfloat16", 4),)),
         copies=True,
         target=SimpleNamespace(name="sm_90a"),
         module="fa4flex.kernels.bwd_sm90",

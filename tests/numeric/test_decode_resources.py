@@ -14,15 +14,26 @@ from fa4flex.compiler.inspect import inspect
 from fa4flex.compiler.signature import Signature
 from fa4flex.kernels.decode_sm90.plan import DecodePlan
 from fa4flex.lower import Given, lower_forward
-from fa4flex.variants import alibi, causal, sliding_window, softcap
+from fa4flex.variants import alibi, causal, sliding_window, softcap, tree
 
 USED = {"lengths": "used"}
+CHAIN = range(-1, 15)
+
+
+def remainders(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """No key interval: it is asked of every pair."""
+    return (kv_idx * 7 + q_idx + h) % 3 != 0
+
+
 CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "plain 128": ({}, 128, {}),
     "causal 64": ({"mask": causal}, 64, USED),
     "alibi 128": ({"score_mod": alibi, "mask": causal}, 128, USED),
     "soft cap, window 192": ({"score_mod": softcap(20.0), "mask": causal & sliding_window(90)}, 192, {}),
     "alibi 256": ({"score_mod": alibi, "mask": causal}, 256, {}),
+    "tree 128": ({"mask": tree(CHAIN)}, 128, USED),
+    "tree, soft cap 256": ({"score_mod": softcap(20.0), "mask": tree(CHAIN)}, 256, {}),
+    "remainders 64": ({"mask": remainders}, 64, {}),
     "causal 128, float32 output": ({"mask": causal}, 128, {"out_dtype": "float32"}),
 }
 """Composition, width of heads, and fields of Inputs."""
@@ -32,7 +43,9 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
 def test_nothing_spills(name: str) -> None:
     pieces, width, more = CASES[name]
     program = fa4flex.compile(**pieces).program
-    inputs = Inputs(Shape(1, 8, 1, 600), 2, width, width, **more)
+    tensors = program.captured().operands
+    operands = tuple((str(x.dtype).removeprefix("torch."), tuple(x.shape)) for x in tensors)
+    inputs = Inputs(Shape(1, 8, 1, 600), 2, width, width, captured=operands, **more)
     given = Given(program.facts, fa4flex.Schedule(), inputs, program.captured(), SM90A)
     lowered = lower_forward(given)
     assert isinstance(lowered.plan, DecodePlan)

@@ -560,9 +560,14 @@ def test_planning_loads_neither_torch_nor_cutlass() -> None:
 
 
 def test_mask_forms_are_all_planned() -> None:
-    """Forward passes plan every mask form but "queries", which backward passes have."""
+    """Forward passes plan every mask form but "queries", which backward passes have; "pairs" those of few
+    rows."""
     given = {options.get("mask_form", "none") for _, options in VARIANTS.values()}
-    assert set(get_args(MaskForm)) == given | {"queries"}
+    assert set(get_args(MaskForm)) == given | {"queries", "pairs"}
     with pytest.raises(InputError, match="in a forward pass"):
         plan_forward(Facts(SCORE, TRUE), Problem(64, 64, mask_form="queries"))
+    with pytest.raises(UnsupportedError, match="asked of every pair"):
+        plan_forward(Facts(SCORE, CAUSAL), Problem(64, 64, mask_form="pairs"))
+    plan = plan_forward(Facts(SCORE, CAUSAL), Problem(64, 64, mask_form="pairs", few_rows=True))
+    assert plan.module == "fa4flex.kernels.decode_sm90"
     assert plan_forward(Facts(SCORE, TRUE), Problem(64, 64, mask_form="spans")).order == "linear"

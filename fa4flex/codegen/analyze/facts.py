@@ -20,7 +20,7 @@ from fa4flex.codegen.expr import TRUE, Expr, sym
 SCORE = sym("score")
 
 
-MaskForm = Literal["none", "spans", "queries", "tables"]
+MaskForm = Literal["none", "spans", "queries", "tables", "pairs"]
 """Form in which a kernel reads the mask: see Problem."""
 
 

@@ -47,6 +47,12 @@ def read_by_pairs(node: Expr) -> bool:
     return {"q"} in places and {"kv"} in places
 
 
+def reads_by_blocks(root: Expr) -> bool:
+    """True if an element that is read belongs to a block of keys, as in a map of blocks."""
+    places = [i for node in walk(root) if node.op == "load" for i in node.args]
+    return any(node.op == "floordiv" and "kv" in node.free for i in places for node in walk(i))
+
+
 def hoist(*roots: Expr) -> Hoisting:
     """Cut the graph of `roots` where what is computed less often feeds what is computed more often."""
     nodes = list(walk(*roots))  # arguments before their users, and each node once

@@ -150,7 +150,7 @@ class Module:
         self._roots = {name: x for name, x in scores.items() if x is not None}
         if which.slope and facts.gradient.by_score is not const(1.0):
             self._roots["slope"] = self._lowering.value_within(facts.gradient.by_score, facts.score)
-        if problem.mask_form == "tables":
+        if problem.asks_mask:
             self._roots["mask"] = self._lowering.value(facts.mask)
         elif problem.mask_form in ENDS:
             self._spans = self._lowered_spans(facts, ENDS[problem.mask_form])

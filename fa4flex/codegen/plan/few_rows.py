@@ -19,6 +19,7 @@ from fa4flex.codegen.plan.target import Target
 from fa4flex.codegen.plan.topology import Topology
 from fa4flex.codegen.plan.verify import prove
 from fa4flex.codegen.plan.work import Work
+from fa4flex.primitives.schedule import Schedule
 
 NARROW = 64
 """Heads up to this width have tiles of KEYS[True] keys, wider ones of KEYS[False]: a tile is then 16 KB."""
@@ -190,19 +191,18 @@ def share_of(request: ForwardRequest, tile_n: int) -> int | None:
     return None if split is None else -(-split // tile_n)
 
 
-def asks_for_order(request: ForwardRequest) -> bool:
+def asks_for_order(schedule: Schedule) -> bool:
     """True if the schedule has what only kernels for many rows have a choice of: tiles, or an order."""
-    schedule = request.schedule
     return schedule.tile is not None or schedule.order != "auto" or schedule.next_tile != "auto"
 
 
 def takes(problem: Problem, pad: Callable[[int], int]) -> bool:
     """True for few query rows whose key tiles are all or follow from spans, and whose pages can be read in
-    place."""
+    place. A mask may be asked in all tiles."""
     return (
         problem.few_rows
         and readable(problem, (pad(problem.head_dim), pad(problem.head_dim_v)))
-        and problem.mask_form in ("none", "spans")
+        and problem.mask_form in ("none", "spans", "pairs")
         and problem.lengths in ("dense", "used")
         and "max_scores" not in problem.statistics
     )

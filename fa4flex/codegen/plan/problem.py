@@ -51,7 +51,8 @@ class Problem:
     lengths                "dense", "packed" (cu_seqlens) or "used" (dense, with lengths per batch element)
     mask_form              "none": all pairs; "spans": the key intervals of the facts hold, and at most two
                            per row; "queries": of backward passes, the query intervals of the facts hold, and
-                           at most two per key; "tables": block tables, and the mask in partial tiles
+                           at most two per key; "tables": block tables, and the mask in partial tiles;
+                           "pairs": of few rows, all tiles of keys, and the mask in each of them
     row_ends               with "tables": how many key intervals per row hold if the captured tensors that
                            they search are sorted; the intervals' ends, and whether they hold, stand beside
                            block tables; 0 is always right
@@ -185,6 +186,11 @@ class Problem:
         return "uint8" if self.kv_dtype else self.dtype
 
     @property
+    def asks_mask(self) -> bool:
+        """True if a mask is evaluated pair by pair, in some tiles or in all."""
+        return self.mask_form in ("tables", "pairs")
+
+    @property
     def uneven(self) -> bool:
         """True if tiles of queries may have different numbers of keys."""
         return self.lengths != "dense" or self.mask_form != "none"
@@ -227,6 +233,7 @@ _MASKS = {
     "spans": "a mask of key intervals",
     "queries": "a mask of query intervals",
     "tables": "a mask by block tables",
+    "pairs": "a mask that is asked of every pair",
 }
 
 

@@ -60,7 +60,7 @@ class Work:
 def count_work(facts: Facts, problem: Problem) -> Work:
     """Facts -> Work. Masks are left out of the cost: full tiles never evaluate them."""
     # Beside ends of rows, the mask's terms are computed where it is asked, and not kept.
-    asked = problem.mask_form == "tables" and not problem.row_ends
+    asked = problem.asks_mask and not problem.row_ends
     hooked = (facts.score, facts.mask) if asked else (facts.score,)
     terms = hoist(*hooked)
     cost = SOFTMAX.plus(score_cost(facts.score))
@@ -162,4 +162,4 @@ def _biases(score: Expr, problem: Problem) -> list[Bias]:
 
 def is_plain(facts: Facts, problem: Problem) -> bool:
     """True if a score is used as it is, and no mask is evaluated pair by pair."""
-    return facts.score is SCORE and problem.mask_form != "tables"
+    return facts.score is SCORE and not problem.asks_mask

@@ -240,6 +240,13 @@ def seen_by(lines: Lines | None, count: int, kv_len: Int32, tile_n: int) -> KeyT
     return KeyTiles(masked, full, masked.total(), full.total())
 
 
+def asked_of_all(kv_len: Int32, tile_n: int) -> KeyTiles:
+    """All key tiles, each of which needs the mask: perhaps none."""
+    zero, count = Int32(0), (kv_len + (tile_n - 1)) // tile_n
+    masked, full = _ranges([(zero, zero, zero, count)])
+    return KeyTiles(masked, full, count, zero)
+
+
 def visited_by(hooks: Hooks, at: At, first_key: Int32, keys: int, tile_m: int) -> tuple[Ranges, Ranges]:
     """Tiles of queries, from the spans of a tile's keys: those that need the mask, and the others."""
     return _ranges(_disjoint(_tile_range(_columns(hooks, at), first_key, keys, tile_m, True)))

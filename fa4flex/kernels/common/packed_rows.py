@@ -9,7 +9,7 @@ from cutlass import Boolean, Int32, const_expr, cute, select_
 
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.hooks import At, Hooks
-from fa4flex.kernels.common.keys import KeyTiles, Lines, Span, row_spans, seen_by
+from fa4flex.kernels.common.keys import KeyTiles, Lines, Span, asked_of_all, row_spans, seen_by
 from fa4flex.kernels.common.paged_lengths import paged_length
 from fa4flex.kernels.common.tile_scheduler import place
 from fa4flex.kernels.common.work import Work
@@ -78,6 +78,11 @@ def tile_of(
     return tile._replace(keys=keys, first=first, last=last)
 
 
+def first_full(tile: Tile) -> Int32:
+    """Number of the first of its key tiles that needs no mask."""
+    return cutlass.max(cutlass.min(tile.keys.masked_count, tile.last), tile.first)
+
+
 def run_of(count: Int32, split: Int32, splits: Int32, share: int | None) -> tuple[Int32, Int32]:
     """The tiles of a split: `share` of them, or at most one more than another split has."""
     if share is not None:
@@ -88,13 +93,15 @@ def run_of(count: Int32, split: Int32, splits: Int32, share: int | None) -> tupl
 
 
 def keys_of(tile: Tile, arguments: Arguments, hooks: Hooks, config: Any) -> KeyTiles:
-    """Key tiles that some row sees."""
+    """Key tiles that some row sees; all of them where a mask is asked of every pair."""
 
     def spans(number: Int32) -> list[Span]:
         row = tile.row(number)
         at = place(hooks, tile.work(row.h), tile.heads, arguments)
         return row_spans(hooks, at.but(q=row.q, q_float=row.q.to(cutlass.Float32)))
 
+    if hooks.mask is not None:
+        return asked_of_all(tile.kv_len, config.tile_n)
     lines = None if hooks.spans is None else Lines(spans, tile.rows)
     return seen_by(lines, MOST_ROWS, tile.kv_len, config.tile_n)
 

@@ -17,7 +17,7 @@ from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.fragment import packed, quad_reduce
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.keys import tile_at
-from fa4flex.kernels.common.packed_rows import Tile, place_of, tile_of
+from fa4flex.kernels.common.packed_rows import Tile, first_full, place_of, tile_of
 from fa4flex.kernels.common.pointwise import Fragment, prepare_rows
 from fa4flex.kernels.common.softmax import (
     LOG2_E,
@@ -89,7 +89,7 @@ class Consumer:
         warp = self.warp(arguments, tile, shared)
         k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.kv_stages)
         v_state = k_state.clone()
-        full = cutlass.max(cutlass.min(tile.keys.masked_count, tile.last), tile.first)
+        full = first_full(tile)
         for i in cutlass.range(tile.first, full, unroll=1):
             k_state, v_state = self.visit(warp, pipes, i, (k_state, v_state), True)
         for i in cutlass.range(full, tile.last, unroll=1):
@@ -206,10 +206,10 @@ class Consumer:
         if const_expr(self.config.steps == 1):
             release(pipes.k, k_state)
         warp.k_scale.ask(following)
-        for mine, grid, known in zip(warp.rows, grids, early):
+        for mine, grid, (known, allowed) in zip(warp.rows, grids, early):
             mine.fragment.modify(self.hooks, grid, known)
             if const_expr(masked):
-                mine.fragment.mask(grid, kv_first, None)
+                mine.fragment.mask(grid, kv_first, allowed)
         self.take_maxima(warp, grids)
         probabilities = self.probabilities(warp, grids)
         warp.v_scale.ask(following)
@@ -232,7 +232,8 @@ class Consumer:
         for r, mine in enumerate(warp.rows):
             if warp.starts is not None:
                 mine.fragment.start(self.hooks, row_of(warp.starts, r), kv_first, masked)
-            early.append(mine.fragment.prepare(self.hooks, kv_first, masked))
+            allowed = mine.fragment.allowed(self.hooks, kv_first) if masked else None
+            early.append((mine.fragment.prepare(self.hooks, kv_first, masked), allowed))
             grids.append(row_of(scores, r))
         return grids, early
 

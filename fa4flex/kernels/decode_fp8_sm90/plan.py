@@ -133,7 +133,7 @@ def _memory(problem: Problem, tile_n: int, kv_stages: int, target: Target) -> Me
 def plan_decode(request: ForwardRequest) -> ForwardPlan:
     """Tiles and an order that a schedule asks for are refused: no other kernel takes such a cache."""
     problem, target = request.problem, request.target
-    if asks_for_order(request):
+    if asks_for_order(request.schedule):
         raise UnsupportedError(
             "an 8-bit cache, with tiles or an order that a schedule asks for",
             "a schedule without tile, order and next_tile",

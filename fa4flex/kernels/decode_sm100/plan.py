@@ -177,7 +177,7 @@ def _allocated(columns: Columns) -> int:
 def plan_decode(request: ForwardRequest) -> ForwardPlan:
     """The kernel for many rows has a choice of tiles and orders: schedules that ask for these get it."""
     problem, target = request.problem, request.target
-    if asks_for_order(request):
+    if asks_for_order(request.schedule):
         return plan_blackwell(request)
     copies = COPIES[problem.row_class]
     tile_n = min(keys_of((pad(problem.head_dim), pad(problem.head_dim_v))), copies * MOST_SCORES)

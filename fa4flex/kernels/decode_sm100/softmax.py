@@ -18,8 +18,8 @@ from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.bits import WORD, consecutive
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.keys import tile_at
-from fa4flex.kernels.common.packed_rows import Row, Tile, place_of, tile_of
-from fa4flex.kernels.common.pointwise import Fragment, prepare_rows
+from fa4flex.kernels.common.packed_rows import Row, Tile, first_full, place_of, tile_of
+from fa4flex.kernels.common.pointwise import Fragment, Words, prepare_rows
 from fa4flex.kernels.common.softmax import LOG2_E, Running, alone, raise_maxima, running
 from fa4flex.kernels.common.tensor_core import Blocks, arrive_once
 from fa4flex.kernels.decode_sm100.config import HELD, Config
@@ -82,7 +82,7 @@ class Softmax:
             arrive_once(pipes.q_full)
         memory = self.memory(products, base, thread)
         phase = Int32(0)
-        full = cutlass.max(cutlass.min(tile.keys.masked_count, tile.last), tile.first)
+        full = first_full(tile)
         for i in cutlass.range(tile.first, full, unroll=1):
             self.step(mine, memory, pipes, (tile_at(tile.keys, i), phase), i > tile.first, True)
             phase ^= 1
@@ -165,9 +165,7 @@ class Softmax:
         """This key tile, whose scores come in this phase. `later`: there is an output of earlier ones."""
         key_tile, phase = which
         kv_first = key_tile * self.config.tile_n
-        bits = None
-        if const_expr(masked):
-            bits = tuple(mine.fragment.inside(kv_first, -(-self.config.part // WORD)))
+        bits = self.allowed(mine, kv_first) if const_expr(masked) else None
         cute.arch.mbarrier_wait(pipes.s_full, phase)
         taken = cute.make_rmem_tensor((self.config.part,), Float32)
         memory.scores.take(mine.part, taken)
@@ -176,13 +174,19 @@ class Softmax:
         row = packed.Row(taken)
         mine.fragment.change(self.hooks, row, kv_first, masked)
         if const_expr(masked):
-            mine.fragment.mask(row, kv_first, (bits,))
+            mine.fragment.mask(row, kv_first, bits)
         self.take_maximum(mine, memory, packed.largest_of(row.numbers), later)
         pairs = packed.exponentiate(row.numbers, mine.factor, mine.state.shift[0], SPECIAL, 0)
         memory.probabilities.put(mine.part, packed.narrowed(pairs, memory.kind))
         cute.arch.fence_view_async_tmem_store()
         arrive_once(pipes.p_full)
         mine.state.total[0] = packed.total_of(pairs, mine.state.total[0])
+
+    def allowed(self, mine: Mine, kv_first: Int32) -> Words:
+        """Bits of the keys of this tile that the row sees."""
+        if self.hooks.mask is None:
+            return (tuple(mine.fragment.inside(kv_first, -(-self.config.part // WORD))),)
+        return mine.fragment.asked(self.hooks, kv_first)
 
     def clear_others(self, mine: Mine, memory: Memory) -> None:
         """Probabilities of keys that other copies meet, now that scores are read."""

@@ -18,7 +18,7 @@ from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.fragment import as_operand, multiply, narrow, rows_and_columns
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.keys import tile_at
-from fa4flex.kernels.common.packed_rows import Row, Tile, place_of, tile_of
+from fa4flex.kernels.common.packed_rows import Row, Tile, first_full, place_of, tile_of
 from fa4flex.kernels.common.pointwise import Fragment, prepare_rows
 from fa4flex.kernels.common.products import ROWS, Products, products_of
 from fa4flex.kernels.common.softmax import (
@@ -81,7 +81,7 @@ class Consumer:
         products.out.fill(0.0)
         k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.kv_stages)
         v_state = k_state.clone()
-        full = cutlass.max(cutlass.min(tile.keys.masked_count, tile.last), tile.first)
+        full = first_full(tile)
         for i in cutlass.range(tile.first, full, unroll=1):
             key_tile = tile_at(tile.keys, i)
             k_state, v_state = self.step(products, rows, pipes, key_tile, (k_state, v_state), True)
@@ -183,7 +183,8 @@ class Consumer:
     def begin(
         self, products: Products, rows: tuple[Mine, ...], key_tile: Int32, masked: bool
     ) -> tuple[cute.Tensor, list, list]:
-        """Scores to accumulate into, the same row by row, and what the variant computes without them."""
+        """Scores to accumulate into, the same row by row, and what the variant computes without them: terms
+        of the scores, and the bits of what a mask that is asked allows."""
         kv_first = key_tile * self.config.tile_n
         shape = products.scores.partition_shape_C((ROWS, self.config.tile_n))
         scores = cute.make_rmem_tensor(shape, Float32)
@@ -191,15 +192,16 @@ class Consumer:
         early = []
         for mine, grid in zip(rows, grids):
             mine.fragment.start(self.hooks, grid, kv_first, masked)
-            early.append(mine.fragment.prepare(self.hooks, kv_first, masked))
+            allowed = mine.fragment.allowed(self.hooks, kv_first) if masked else None
+            early.append((mine.fragment.prepare(self.hooks, kv_first, masked), allowed))
         return scores, grids, early
 
     def modify(self, rows: tuple[Mine, ...], grids: list, early: list, key_tile: Int32, masked: bool) -> None:
         """q.k becomes what the softmax is taken of: the variant's score, or -inf."""
-        for mine, grid, known in zip(rows, grids, early):
+        for mine, grid, (known, allowed) in zip(rows, grids, early):
             mine.fragment.modify(self.hooks, grid, known)
             if masked:
-                mine.fragment.mask(grid, key_tile * self.config.tile_n, None)
+                mine.fragment.mask(grid, key_tile * self.config.tile_n, allowed)
 
     @cute.jit
     def probabilities(

@@ -125,7 +125,7 @@ def _memory(problem: Problem, tile_n: int, kv_stages: int, target: Target) -> Me
 
 def plan_decode(request: ForwardRequest) -> ForwardPlan:
     """The kernel for many rows has a choice of tiles and orders: schedules that ask for these get it."""
-    if asks_for_order(request):
+    if asks_for_order(request.schedule):
         return plan_hopper(request)
     problem, target = request.problem, request.target
     tile_n = keys_of((pad(problem.head_dim), pad(problem.head_dim_v)))

@@ -221,7 +221,8 @@ def plan_blackwell(request: ForwardRequest) -> BlackwellPlan:
 def accepts(problem: Problem, target: Target) -> bool:
     """True for all problems without pages, and for those with pages that can be read in place and whose key
     tiles are all or follow from spans."""
-    return target.family == "sm100" and (not problem.page_rows or _in_place(problem))
+    few = problem.mask_form == "pairs"  # asked in all tiles, by kernels for few rows
+    return target.family == "sm100" and not few and (not problem.page_rows or _in_place(problem))
 
 
 def _in_place(problem: Problem) -> bool:

@@ -234,7 +234,8 @@ def accepts(problem: Problem, target: Target) -> bool:
     spans."""
     spans = problem.mask_form in ("none", "spans")
     pages = spans and readable(problem, (pad(problem.head_dim), pad(problem.head_dim_v)))
-    return target.family == "sm90" and (not problem.page_rows or pages)
+    few = problem.mask_form == "pairs"  # asked in all tiles, by kernels for few rows
+    return target.family == "sm90" and not few and (not problem.page_rows or pages)
 
 
 FWD_SM90 = Pipeline("Hopper forward", "forward", accepts, plan_hopper, writes_float32=True)

@@ -105,7 +105,7 @@ class MixedPlan(HopperPlan):
 def plan_mixed(request: ForwardRequest) -> ForwardPlan:
     """The kernel for many rows, where the schedule asks for tiles or an order."""
     plan = plan_hopper(request)
-    if asks_for_order(request) or plan.tiles.consumers != GROUPS or plan.kv_stages < GROUPS:
+    if asks_for_order(request.schedule) or plan.tiles.consumers != GROUPS or plan.kv_stages < GROUPS:
         return plan
     given = {f.name: getattr(plan, f.name) for f in fields(plan)}
     mixed = MixedPlan(**given, share=share_of(request, plan.tiles.tile_n))

@@ -10,7 +10,7 @@ tensors take no part in that.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +32,9 @@ from fa4flex.codegen.analyze.prove import (
 from fa4flex.codegen.analyze.reach import Extents, Reach, extents_of, widest
 from fa4flex.codegen.evaluate import MODEST_BITS, Captured
 from fa4flex.codegen.plan.arguments import FORWARD
-from fa4flex.codegen.plan.specialize import same_backward_problem, same_problem
+from fa4flex.codegen.plan.inputs import Inputs
+from fa4flex.codegen.plan.specialize import forward_problem, same_backward_problem, same_problem
+from fa4flex.codegen.plan.target import Target
 from fa4flex.contents import VALIDATE, VersionedCache
 from fa4flex.errors import Fa4flexError
 from fa4flex.primitives.precision import Precision
@@ -193,7 +195,8 @@ def given_of(engine: Engine, call: Call, schedule: Schedule, backward: bool = Fa
     captured = Captured(call.operands, numbers_of(engine.kinds, call), engine.bits)
     target = target_of(call.q.device)
     inputs = call.inputs(engine.precision.output_dtype(call.q.dtype))
-    proofs = Proofs(engine, call, captured)
+    asks = None if backward else _Asks(engine.facts, inputs, target, schedule)
+    proofs = Proofs(engine, call, captured, asks)
     same = same_backward_problem(inputs, target) if backward else same_problem(engine.facts, inputs, target)
     proved = proofs.of_both_passes if backward and not schedule.deterministic else proofs.usable
     sizes = tuple([tuple(x.shape) for x in call.operands])
@@ -201,11 +204,28 @@ def given_of(engine: Engine, call: Call, schedule: Schedule, backward: bool = Fa
     return Given(engine.facts, schedule, inputs, captured, target, proofs.prove, bound=bound), reach
 
 
-class Proofs:
-    """Proofs of a program with what a call captured, made once for each problem."""
+@dataclass(frozen=True)
+class _Asks:
+    """A forward pass, which decides whether its kernel asks a mask of every pair and needs no block tables."""
 
-    def __init__(self, engine: Engine, call: Call, captured: Captured) -> None:
-        self._engine, self._captured = engine, captured
+    facts: Facts
+    inputs: Inputs
+    target: Target
+    schedule: Schedule
+
+    def every_pair(self, proved: Proved) -> bool:
+        """True if the kernel for what is proved asks the mask so."""
+        from fa4flex.kernels import dispatch
+
+        problem = forward_problem(self.facts, self.inputs, proved, self.target)
+        return dispatch.by_pairs(self.facts, problem, self.target, self.schedule).mask_form == "pairs"
+
+
+class Proofs:
+    """Proofs of a program with what a call captured, made once for each problem. asks: of forward passes."""
+
+    def __init__(self, engine: Engine, call: Call, captured: Captured, asks: _Asks | None = None) -> None:
+        self._engine, self._captured, self._asks = engine, captured, asks
         numbers = engine.watched.numbers_of(captured.scalars)
         self._key = numbers, tuple([(x.shape, x.dtype) for x in call.operands]), captured.bits
 
@@ -215,7 +235,10 @@ class Proofs:
 
     def usable(self, shape: Shape) -> Proved | None:
         """Facts for launches of other extents, too: no block tables, no index that is wider than theirs."""
-        return self._made("usable", shape, lambda: self._usable(shape))
+        found: Proved | None = self._made("usable", shape, lambda: self._usable(shape))
+        if found is None or found.mask_form != "tables":
+            return found
+        return found if self._asks is not None and self._asks.every_pair(found) else None
 
     def of_both_passes(self, shape: Shape) -> Proved | None:
         """The same, with query intervals, where a backward pass computes them."""
@@ -232,7 +255,7 @@ class Proofs:
             found = self.prove(self._engine.facts, shape, self._captured)
         except Fa4flexError:
             return None
-        return None if found.mask_form == "tables" or found.wide_index else found
+        return None if found.wide_index else found
 
     def _queries(self, shape: Shape) -> ProvedQueries | None:
         try:

@@ -51,7 +51,7 @@ def _readable(engine: Engine, call: Call) -> bool:
     try:
         inputs = call.inputs(engine.precision.output_dtype(call.q.dtype))
         problem = forward_problem(facts, inputs, Proved(form, False, True), target)
-        dispatch.choose("forward", problem, target)
+        dispatch.choose("forward", dispatch.by_pairs(facts, problem, target, engine.schedule), target)
     except UnsupportedError:
         return False
     return True
