@@ -31,6 +31,7 @@ def variants(batch: int, keys: int) -> dict[str, tuple[int, dict[str, Any]]]:
     bias = torch.randn(HEADS, keys + NODES, device="cuda")
     drawn = [[random.randrange(-1, n) if n else -1 for n in range(NODES)] for _ in range(batch)]
     above = torch.stack([ancestors_of(parents) for parents in drawn]).cuda()
+    one = torch.tensor(drawn[0], device="cuda")
 
     def relative(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return score + bias[h, kv_idx]
@@ -43,9 +44,9 @@ def variants(batch: int, keys: int) -> dict[str, tuple[int, dict[str, Any]]]:
         "sinks": (1, {"mask": causal, "sinks": Sinks(torch.zeros(HEADS, device="cuda"))}),
         "window": (1, {"mask": causal & sliding_window(WINDOW)}),
         "causal, 16 queries": (NODES, {"mask": causal}),
-        "a tree": (NODES, {"mask": tree(drawn[0])}),
+        "a tree": (NODES, {"mask": tree(one)}),
         "a tree for each sequence": (NODES, {"mask": tree(ancestors=above)}),
-        "a tree and a soft cap": (NODES, {"mask": tree(drawn[0]), "score_mod": softcap(20.0)}),
+        "a tree and a soft cap": (NODES, {"mask": tree(one), "score_mod": softcap(20.0)}),
     }
 
 

@@ -3,6 +3,7 @@ wrong tables are told by the next call."""
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from torch import Tensor
 
 import fa4flex
 from fa4flex import InputError, Paging
-from fa4flex.variants import alibi, causal, sliding_window
+from fa4flex.variants import alibi, causal, sliding_window, tree
+from fa4flex.variants.tree import ancestors_of
 
 CHIPS = ((9, 0), (10, 0), (10, 3))
 HERE = torch.cuda.is_available() and torch.cuda.get_device_capability() in CHIPS
@@ -60,8 +62,21 @@ class Pool:
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("page_size", [1, 3, 8, 16, 48, 64, 128, 256])
 def test_changes_wait_for_nothing(page_size: int, d: int) -> None:
-    attn, pool = fa4flex.compile(mask=causal, score_mod=alibi), Pool(page_size, d)
-    pool.check(attn, pool(attn))
+    changes_wait_for_nothing(fa4flex.compile(mask=causal, score_mod=alibi), Pool(page_size, d))
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_trees(page_size: int) -> None:
+    """Masks that are no key intervals; of 16 drafted tokens, with 4 heads that share keys, 64 rows."""
+    above = torch.stack([ancestors_of([random.randrange(-1, n) if n else -1 for n in range(16)])] * 5)
+    on_gpu, on_cpu = (fa4flex.compile(mask=tree(ancestors=x)) for x in (above.cuda(), above))
+    changes_wait_for_nothing(on_gpu, Pool(page_size, q_len=16), on_cpu)
+
+
+def changes_wait_for_nothing(attn: Any, pool: Pool, exact: Any = None) -> None:
+    """exact: the same attention on a CPU."""
+    exact = exact or attn
+    pool.check(exact, pool(attn))
     pool.change()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -70,7 +85,7 @@ def test_changes_wait_for_nothing(page_size: int, d: int) -> None:
         again = attn(pool.q, pool.k, pool.v, paging=Paging(pool.table, pool.used))
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    pool.check(attn, out)
+    pool.check(exact, out)
     assert torch.equal(out, again)
     fa4flex.synchronize()
 
