@@ -250,10 +250,12 @@ def report(case: Case, contenders: dict[str, Contender]) -> None:
     swapped = [tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in one) for one in caches]
     calls = max(CALLS // len(caches), 1) * len(caches)
     graphs, told = {}, {}
+    kept: list[list[Cache]] = []  # a capture gives back memory that nobody holds, also what graphs read
     for name, one in contenders.items():
         mine: list[Cache] = swapped if one.swapped else caches  # type: ignore[assignment]
         if one.small:
             mine = [(q, k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn)) for q, k, v in mine]
+        kept.append(mine)
         try:
             with split_in(one.splits), torch.no_grad():
                 wrong = error(one.attend, mine[0])

@@ -195,28 +195,36 @@ def test_it_is_explained() -> None:
 H200 = Splitting(64, 128, 132)
 
 
+def splits(by: Splitting, pairs: int, kv_len: int, each: int = 4) -> int:
+    """Splits of so many pairs of `each` rows."""
+    return by.splits(pairs, kv_len, each * pairs)
+
+
 def test_splits_fill_the_chip_and_no_more() -> None:
-    assert H200.splits(8, 8192) == 16, "one block per multiprocessor"
-    assert H200.splits(128, 8192) == 1 and H200.splits(512, 8192) == 1, "nothing to merge"
-    assert H200.splits(8, 64) == 1 and H200.splits(8, 0) == 1, "no more than tiles"
+    assert splits(H200, 8, 8192) == 16, "one block per multiprocessor"
+    assert splits(H200, 128, 8192) == 1 and splits(H200, 512, 8192) == 1, "nothing to merge"
+    assert splits(H200, 8, 64) == 1 and splits(H200, 8, 0) == 1, "no more than tiles"
     for pairs, kv_len in product((1, 3, 8, 32, 100, 133, 140, 1000), (1, 100, 8192, 70_000, 1 << 20)):
         tiles = -(-kv_len // 64)
-        splits = H200.splits(pairs, kv_len)
-        assert 1 <= splits <= min(tiles, MOST_SPLITS)
-        busiest = -(-pairs * splits // 132) * -(-tiles // splits)
-        assert busiest <= max(1.35 * pairs * tiles / 132, 4, tiles / MOST_SPLITS + 1), (pairs, kv_len, splits)
+        found = splits(H200, pairs, kv_len)
+        assert 1 <= found <= min(tiles, MOST_SPLITS)
+        busiest = -(-pairs * found // 132) * -(-tiles // found)
+        assert busiest <= max(1.35 * pairs * tiles / 132, 4, tiles / MOST_SPLITS + 1), (pairs, kv_len, found)
 
 
 def test_sequences_of_different_lengths_have_more_blocks() -> None:
     ragged = replace(H200, uneven=True)
-    assert ragged.splits(512, 32768) > H200.splits(512, 32768)
-    assert ragged.splits(512, 64) == 1
+    assert splits(ragged, 512, 32768) > splits(H200, 512, 32768)
+    assert splits(ragged, 512, 64) == 1
+    assert splits(ragged, 128, 8192) == 8, "parts of 1,024 keys"
+    assert splits(ragged, 128, 8192, 64) == 3, "partial outputs of 64 rows are a twentieth of the keys"
+    assert splits(ragged, 8, 65536) == 32 == splits(ragged, 8, 65536, 4)
 
 
 def test_fixed_parts_do_not_follow_the_batch() -> None:
     fixed = planned(FEW, Schedule(split=1000)).splitting
-    assert fixed.share == 16 and fixed.splits(8, 8192) == 8 == fixed.splits(1000, 8192)
-    assert fixed.splits(8, 64) == 2, "short sequences are merged as well"
+    assert fixed.share == 16 and splits(fixed, 8, 8192) == 8 == splits(fixed, 1000, 8192)
+    assert splits(fixed, 8, 64) == 2, "short sequences are merged as well"
     for wrong in (0, -5, 1.5, True):
         with pytest.raises(InputError, match="split="):
             Schedule(split=wrong)  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ from fa4flex.codegen.analyze.intervals import (
     MOST_INTERVALS,
     Intervals,
     KeyIntervals,
+    allowed_keys,
     describe,
     key_intervals,
     query_intervals,
@@ -121,6 +122,46 @@ def test_logic() -> None:
             check(op("where", a, b, op("not_", b)))
     check(op("to_bool", op("sub", Q, KV)))
     check(op("not_", op("to_bool", op("sub", Q, KV))))
+
+
+OF_PAIRS = op("eq", op("mod", op("add", op("mul", Q, 5), KV), 7), 2)
+"""No key interval."""
+
+
+@pytest.mark.parametrize(
+    ("mask", "known"),
+    [
+        (either(op("lt", KV, 20), OF_PAIRS), op("lt", KV, 20)),
+        (
+            either(OF_PAIRS, both(op("ge", Q, KV), op("ge", KV, 3)), OF_PAIRS),
+            both(op("ge", Q, KV), op("ge", KV, 3)),
+        ),
+        (
+            either(op("lt", KV, 4), either(OF_PAIRS, op("ge", KV, 30))),
+            either(op("lt", KV, 4), op("ge", KV, 30)),
+        ),
+        (op("ge", Q, KV), op("ge", Q, KV)),
+    ],
+)
+def test_keys_that_are_allowed_for_certain(mask: Expr, known: Expr) -> None:
+    found = allowed_keys(mask)
+    assert found is not None and found.certain
+    for shape in SHAPES:
+        inside = covered(found, shape, NOTHING)
+        assert torch.equal(inside, dense(known, shape, NOTHING))
+        assert not (inside & ~dense(mask, shape, NOTHING)).any()
+
+
+def test_no_keys_are_allowed_for_certain() -> None:
+    sorted_ids = op("eq", load(0, (Q,), "int"), load(0, (KV,), "int"))
+    many = either(*(near(KV, 10 * n, 2) for n in range(4)))
+    for mask in (
+        OF_PAIRS,
+        both(OF_PAIRS, op("ge", Q, KV)),
+        either(OF_PAIRS, sorted_ids),
+        either(OF_PAIRS, many),
+    ):
+        assert allowed_keys(mask) is None
 
 
 def test_empty_spans_have_full_complements() -> None:

@@ -12,6 +12,7 @@ from fa4flex.codegen.analyze.hoist import Hoisting, hoist
 from fa4flex.codegen.analyze.intervals import (
     KeyIntervals,
     QueryIntervals,
+    allowed_keys,
     key_intervals,
     query_intervals,
 )
@@ -44,6 +45,11 @@ class Facts:
     def keys(self) -> KeyIntervals | None:
         """The mask as a union of key intervals per query row, or None where it is not one."""
         return key_intervals(self.mask) if self.intervals is None else self.intervals
+
+    @cached_property
+    def allowed(self) -> KeyIntervals | None:
+        """Key intervals whose keys the mask allows for certain, or None. It may allow others."""
+        return allowed_keys(self.mask)
 
     @cached_property
     def queries(self) -> QueryIntervals | None:

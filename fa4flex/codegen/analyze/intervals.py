@@ -8,6 +8,7 @@ so a kernel may compute its key ranges itself and a plan needs O(rows) work inst
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from fa4flex.codegen.analyze.linear import Linear, linear
@@ -69,6 +70,25 @@ def key_intervals(mask: Expr) -> KeyIntervals | None:
         return None
     named = tuple((const(0) if lo is None else lo, _KV_LEN if hi is None else hi) for lo, hi in spans)
     return KeyIntervals(named, frozenset(solver.sorted_operands), tuple(solver.nonnegative))
+
+
+def allowed_keys(mask: Expr) -> KeyIntervals | None:
+    """Key intervals whose keys a mask allows, with nothing to check, or None where none are found. It may
+    allow others: of alternatives, only those that are intervals are looked at."""
+    certain = [x for x in _alternatives(mask) if _is_certain(key_intervals(x))]
+    if not certain:
+        return None
+    found = key_intervals(functools.reduce(lambda a, b: apply("or_", a, b), certain))
+    return found if _is_certain(found) else None
+
+
+def _alternatives(mask: Expr) -> list[Expr]:
+    """Expressions of which one has to be true."""
+    return [x for arg in mask.args for x in _alternatives(arg)] if mask.op == "or_" else [mask]
+
+
+def _is_certain(keys: KeyIntervals | None) -> bool:
+    return keys is not None and keys.certain and 0 < len(keys.spans) <= MOST_SPANS
 
 
 _EXCHANGED = {sym(a): sym(b) for a, b in (("q", "kv"), ("kv", "q"), ("q_len", "kv_len"), ("kv_len", "q_len"))}

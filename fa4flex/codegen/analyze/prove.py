@@ -146,11 +146,12 @@ def _few(keys: Intervals | None) -> bool:
 
 
 def _ends(facts: Facts) -> tuple[Expr, ...]:
-    """The ends of the key intervals, which a kernel computes, where it uses them."""
-    if facts.mask in (TRUE, FALSE) or not _few(facts.keys):
+    """The ends of the key intervals, which a kernel computes, where it uses them: those that are the mask, or
+    that it allows."""
+    if facts.mask in (TRUE, FALSE):
         return ()
-    assert facts.keys is not None
-    return tuple(end for span in facts.keys.spans for end in span)
+    sets = [x for x in (facts.keys, facts.allowed) if x is not None and _few(x)]
+    return tuple(dict.fromkeys(end for keys in sets for span in keys.spans for end in span))
 
 
 def _never_past(facts: Facts, shape: Shape) -> dict[Expr, tuple[str, ...]]:

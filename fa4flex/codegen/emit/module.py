@@ -108,6 +108,8 @@ ENDS = {
     "queries": _Ends("query", "queries", "column", "queries", "q_len"),
 }
 """Intervals that a kernel computes itself, for each mask_form."""
+ALLOWED = _Ends("key", "spans", "row", "allowed", "kv_len")
+"""Intervals whose keys a mask allows that is asked of all others."""
 
 
 class Module:
@@ -152,8 +154,8 @@ class Module:
             self._roots["slope"] = self._lowering.value_within(facts.gradient.by_score, facts.score)
         if problem.asks_mask:
             self._roots["mask"] = self._lowering.value(facts.mask)
-        elif problem.mask_form in ENDS:
-            self._spans = self._lowered_spans(facts, ENDS[problem.mask_form])
+        if problem.mask_form in ENDS or (problem.mask_form == "pairs" and facts.allowed is not None):
+            self._spans = self._lowered_spans(facts, ENDS.get(problem.mask_form, ALLOWED))
         self._shares = self._named_shares(facts) if which.slope else {}
         for name, share in self._shares.items():
             if share.weight is not None:

@@ -240,11 +240,16 @@ def seen_by(lines: Lines | None, count: int, kv_len: Int32, tile_n: int) -> KeyT
     return KeyTiles(masked, full, masked.total(), full.total())
 
 
-def asked_of_all(kv_len: Int32, tile_n: int) -> KeyTiles:
-    """All key tiles, each of which needs the mask: perhaps none."""
-    zero, count = Int32(0), (kv_len + (tile_n - 1)) // tile_n
-    masked, full = _ranges([(zero, zero, zero, count)])
-    return KeyTiles(masked, full, count, zero)
+def asked_outside(lines: Lines | None, count: int, kv_len: Int32, tile_n: int) -> KeyTiles:
+    """All key tiles: those need no mask that `count` lines allow whole, of which their spans are keys."""
+    end = (kv_len + (tile_n - 1)) // tile_n
+    if lines is None:
+        return KeyTiles(Ranges((Int32(0),), (end,)), Ranges((end,), (Int32(0),)), end, Int32(0))
+    runs = [(b, c) for _, b, c, _ in _disjoint(_tile_range(lines, Int32(0), count, tile_n, True))]
+    starts, ends = (Int32(0), *[c for _, c in runs]), (*[b for b, _ in runs], end)
+    masked = Ranges(starts, tuple(hi - lo for lo, hi in zip(starts, ends, strict=True)))
+    full = Ranges(tuple(b for b, _ in runs), tuple(c - b for b, c in runs))
+    return KeyTiles(masked, full, masked.total(), full.total())
 
 
 def visited_by(hooks: Hooks, at: At, first_key: Int32, keys: int, tile_m: int) -> tuple[Ranges, Ranges]:

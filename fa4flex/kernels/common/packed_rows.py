@@ -9,7 +9,7 @@ from cutlass import Boolean, Int32, const_expr, cute, select_
 
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.hooks import At, Hooks
-from fa4flex.kernels.common.keys import KeyTiles, Lines, Span, asked_of_all, row_spans, seen_by
+from fa4flex.kernels.common.keys import KeyTiles, Lines, Span, asked_outside, row_spans, seen_by
 from fa4flex.kernels.common.paged_lengths import paged_length
 from fa4flex.kernels.common.tile_scheduler import place
 from fa4flex.kernels.common.work import Work
@@ -93,17 +93,16 @@ def run_of(count: Int32, split: Int32, splits: Int32, share: int | None) -> tupl
 
 
 def keys_of(tile: Tile, arguments: Arguments, hooks: Hooks, config: Any) -> KeyTiles:
-    """Key tiles that some row sees; all of them where a mask is asked of every pair."""
+    """Key tiles that some row sees; all of them where a mask is asked, but of tiles that all rows see."""
 
     def spans(number: Int32) -> list[Span]:
         row = tile.row(number)
         at = place(hooks, tile.work(row.h), tile.heads, arguments)
         return row_spans(hooks, at.but(q=row.q, q_float=row.q.to(cutlass.Float32)))
 
-    if hooks.mask is not None:
-        return asked_of_all(tile.kv_len, config.tile_n)
     lines = None if hooks.spans is None else Lines(spans, tile.rows)
-    return seen_by(lines, MOST_ROWS, tile.kv_len, config.tile_n)
+    visited = seen_by if hooks.mask is None else asked_outside
+    return visited(lines, MOST_ROWS, tile.kv_len, config.tile_n)
 
 
 def place_of(row: Row, tile: Tile, arguments: Arguments, hooks: Hooks) -> At:

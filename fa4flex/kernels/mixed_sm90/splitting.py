@@ -15,7 +15,7 @@ class MixedSplitting(Splitting):
 
     rows: int = 64
 
-    def splits(self, pairs: int, kv_len: int) -> int:
+    def splits(self, pairs: int, kv_len: int, rows: int) -> int:
         """Parts of the keys of a sequence of up to kv_len keys, at most; 1: none is split."""
         tiles = -(-kv_len // self.tile_n)
         return max(-(-tiles // (LEAST if self.share is None else self.share)), 1)

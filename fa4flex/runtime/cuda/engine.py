@@ -206,7 +206,7 @@ def given_of(engine: Engine, call: Call, schedule: Schedule, backward: bool = Fa
 
 @dataclass(frozen=True)
 class _Asks:
-    """A forward pass, which decides whether its kernel asks a mask of every pair and needs no block tables."""
+    """A forward pass: whether its kernel asks a mask of every pair, without block tables, follows from it."""
 
     facts: Facts
     inputs: Inputs

@@ -119,7 +119,7 @@ class Ready:
         assert self.splitting is not None
         batch, _, keys = extents
         pairs, rows = batch * call.kv_heads, call.q.numel() // call.q.shape[-1]
-        splits = self.splitting.splits(pairs, keys) if self.splitting.applies(batch, rows, pairs) else 1
+        splits = self.splitting.splits(pairs, keys, rows) if self.splitting.applies(batch, rows, pairs) else 1
         return splits, self.splitting.floats(splits, rows, pairs)
 
     def layouts(self, call: Call) -> Layouts:
