@@ -45,6 +45,7 @@ from fa4flex.kernels.common.work import Grid, Work
 from fa4flex.kernels.fwd_sm90.config import Config
 from fa4flex.kernels.fwd_sm90.epilogue import STORES, Epilogue
 from fa4flex.kernels.fwd_sm90.resources import Pipes, QueryRing, Shared
+from fa4flex.kernels.fwd_sm90.rows import rows_of
 
 TURNS = 1
 """Named barriers TURNS + w: it is warpgroup w's turn to issue products."""
@@ -86,6 +87,7 @@ class Consumer:
         self.scheduler = scheduler
         self.ring = QueryRing(config.q_stages)
         self.epilogue = Epilogue(config)
+        self.rows = rows_of(config)
 
     @cute.jit
     def run(
@@ -116,7 +118,11 @@ class Consumer:
             keys = self.scheduler.keys(at, work, arguments)
             first_row = work.tile * self.config.tile_m + group * ROWS
             ends = row_ends(arguments.tables, at, self.config.row_ends)
-            tile = self.tile(at, first_row, lane, state, ends)
+            row = first_row + lane // 32 * 16 + lane % 32 // 4
+            own, query = self.rows.place(work, row)
+            if const_expr(self.config.group > 1):
+                at = self.scheduler.place_of(own, grid, arguments)
+            tile = self.tile(at, query, lane, state, ends)
             products.out.fill(0.0)
             cute.arch.mbarrier_wait(pipes.q_full + place, turn.phase)
             key_tile = tile_at(keys, Int32(0))
@@ -176,14 +182,13 @@ class Consumer:
         tile = scores.get_slice(lane).partition_A(q[None, None, place])
         return replace(products, q=scores.make_fragment_A(tile))
 
-    def tile(self, at: At, first_row: Int32, lane: Int32, state: Running, ends: RowEnds | None) -> Tile:
-        """Lane l of a warpgroup holds rows l / 4 and l / 4 + 8 of its warp's 16, and of each 8 columns the
-        two from 2 (l % 4) on."""
-        row = first_row + lane // 32 * 16 + lane % 32 // 4
+    def tile(self, at: At, query: Int32, lane: Int32, state: Running, ends: RowEnds | None) -> Tile:
+        """Lane l of a warpgroup holds rows l / 4, of this query, and l / 4 + 8 of its warp's 16, and of each
+        8 columns the two from 2 (l % 4) on."""
         columns = tuple(8 * (c // 2) + c % 2 for c in range(self.config.tile_n // 4))
-        offsets = (0, 8)
-        rows = prepare_rows(self.hooks, at, row, offsets, ends)
-        fragment = Fragment(at, rows, offsets, columns, row, lane % 4 * 2)
+        offsets = self.rows.offsets
+        rows = prepare_rows(self.hooks, at, query, offsets, ends)
+        fragment = Fragment(at, rows, offsets, columns, query, lane % 4 * 2)
         factor = at.scale * LOG2_E if self.hooks.factor is None else self.hooks.factor(at)
         slack = self.config.rescale_threshold * cute.arch.rcp_approx(factor)
         return Tile(fragment, factor, slack, state)

@@ -26,7 +26,7 @@ from fa4flex.kernels.common.next_tile import NextTile
 from fa4flex.kernels.common.products import ROWS, tiled_products
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.common.transfer import Transfers, reordered
-from fa4flex.kernels.common.work import Grid, packed_grid, with_divisors
+from fa4flex.kernels.common.work import Grid, with_divisors
 from fa4flex.kernels.fwd_sm90.config import Config
 from fa4flex.kernels.fwd_sm90.consumer import Consumer
 from fa4flex.kernels.fwd_sm90.producer import PartProducer, Producer
@@ -44,7 +44,7 @@ class Forward:
         self.config = config
         self.hooks = hooks
         self.rows = rows_of(config)
-        scheduler = TileScheduler(config, hooks)
+        scheduler = TileScheduler(config, hooks, group=config.group)
         self.producers: tuple[Producer, ...] = (Producer(config, scheduler),)
         if config.values_apart:
             self.producers = (
@@ -60,7 +60,7 @@ class Forward:
         layouts = self.layouts(kind, arguments.out.element_type)
         transfers = self.transfers(arguments, layouts)
         if const_expr(config.lengths == "packed"):
-            grid, ordered = packed_grid(arguments, config.tile_m), False
+            grid, ordered = self.rows.packed_grid(arguments), False
         else:
             ordered = config.longest_first or config.tables or self.hooks.spans is not None
             grid = self.rows.grid(arguments, ordered)
