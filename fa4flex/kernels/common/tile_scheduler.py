@@ -52,7 +52,7 @@ class TileScheduler:
         if const_expr(arguments.order is not None):
             work = ordered_work(number, grid, arguments)
         elif const_expr(self.config.lengths == "packed"):
-            work = packed_work(number, grid, arguments, self.queries)
+            work = packed_work(number, grid, arguments, self.queries, self.config.longest_first)
         else:
             work = dense_work(number, grid, arguments, self.config.longest_first)
         return work._replace(valid=work.valid & exists)
