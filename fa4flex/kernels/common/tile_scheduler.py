@@ -12,23 +12,39 @@ from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.fragment import computed_once
 from fa4flex.kernels.common.hooks import At, Hooks
 from fa4flex.kernels.common.keys import KeyTiles, listed, spanned
-from fa4flex.kernels.common.next_tile import NextTile, finish, publish, receive, take
+from fa4flex.kernels.common.next_tile import (
+    NextTile,
+    finish,
+    publish,
+    publish_work,
+    receive,
+    receive_work,
+    take,
+)
 from fa4flex.kernels.common.work import Grid, Work, dense_work, ordered_work, packed_work
 
 
 class TileScheduler:
     """`config` has tile_m, tile_n, lengths, tables, dynamic and longest_first. `ctas` work on a tile
     together. `looped`: rows are looked at for their keys in a loop, in fewer registers. `group`: so many
-    heads of queries share tiles, and heads of the grid are those of keys."""
+    heads of queries share tiles, and heads of the grid are those of keys. `hands`: whoever takes a tile finds
+    its sequence for the others."""
 
     def __init__(
-        self, config: Any, hooks: Hooks, ctas: int = 1, looped: bool = False, group: int = 1
+        self,
+        config: Any,
+        hooks: Hooks,
+        ctas: int = 1,
+        looped: bool = False,
+        group: int = 1,
+        hands: bool = False,
     ) -> None:
         self.config = config
         self.hooks = hooks
         self.ctas = ctas
         self.looped = looped
         self.group = group
+        self.hands = hands
 
     @property
     def queries(self) -> int:
@@ -79,10 +95,16 @@ class TileScheduler:
                 # while other blocks run out of tiles. At 16k, two heads in a section, the last block ended
                 # 10 % late.
                 number = self.take(number, arguments, next_tile, phase)
-                self.publish(number, next_tile, phase)
-            else:
+                if const_expr(not self.hands):
+                    self.publish(number, next_tile, phase)
+            elif const_expr(not self.hands):
                 number = self.receive(number, next_tile, phase)
-            work = self.work(number, grid, arguments)
+            if const_expr(self.hands and not takes):
+                work = receive_work(next_tile, phase)
+            else:
+                work = self.work(number, grid, arguments)
+                if const_expr(self.hands):
+                    publish_work(work, next_tile, phase ^ 1)
             phase ^= 1
         if const_expr(takes):
             self.finish(arguments)

@@ -8,6 +8,9 @@ from typing import ClassVar
 from fa4flex.codegen.plan.lengths import Lengths
 from fa4flex.codegen.plan.paging import Boxes
 
+HANDED = 8
+"""Numbers of 32 bits in which a tile of queries is handed over, those of a Work."""
+
 
 @dataclass(frozen=True)
 class Config:
@@ -65,6 +68,12 @@ class Config:
 
     splits: ClassVar[bool] = False
     """True if several blocks may share the keys of a tile."""
+
+    @property
+    def hands(self) -> bool:
+        """True if whoever takes the next tile finds its sequence, among packed ones, for the others as well:
+        they would read lengths, and read and wait again."""
+        return self.dynamic and self.lengths == "packed"
 
     @property
     def paged(self) -> bool:
