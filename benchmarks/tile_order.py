@@ -19,11 +19,11 @@ Lengths = list[int]
 
 
 def tiles(lengths: Lengths, causal: bool) -> list[float]:
-    """Cost of each tile of queries, in tiles of keys; sequences one after another, as the kernel finds them,
-    all heads of a tile together."""
+    """Cost of each tile of queries, in tiles of keys; sequences one after another, each from its last tile to
+    its first, as the kernel finds them under a causal mask, all heads of a tile together."""
     found = []
     for n in lengths:
-        for first in range(0, n, TILE_M):
+        for first in reversed(range(0, n, TILE_M)):
             keys = min(first + TILE_M, n) if causal else n
             found += [STARTS + -(-keys // TILE_N)] * HEADS
     return found

@@ -12,9 +12,11 @@ from launch_changes import calls_on_gpu
 from torch import Tensor
 
 import fa4flex
+from fa4flex import Varlen
 from fa4flex.codegen.plan.problem import Problem
 from fa4flex.compiler.signature import Signature
 from fa4flex.runtime import launch
+from fa4flex.variants import causal
 
 RATIOS = {(8, 8): 1, (8, 4): 2, (8, 2): 4, (16, 4): 4, (8, 1): 8, (6, 2): 1}
 """Query heads that share tiles, by heads of queries and of keys."""
@@ -27,7 +29,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
     found: list[Problem] = []
 
     def compiled(source: Any, problem: Problem, signature: Signature, arch: str) -> Any:
-        return type("Kernel", (), {"launch": staticmethod(lambda *given: found.append(problem))})
+        launch = staticmethod(lambda *given: found.append(problem))
+        return type("Kernel", (), {"launch": launch, "key": repr(problem)})
 
     monkeypatch.setattr("fa4flex.lower.compile_kernel", compiled)
     return found
@@ -77,3 +80,22 @@ def test_few_rows_and_many_take_turns(launched: list[Problem]) -> None:
         for q_len, few in ((16, True), (17, False), (16, True), (300, False), (1, True)):
             attn(*qkv((8, 2), q_len, 50, "bhsd"))
             assert (launched[-1].few_rows, launched[-1].packed_heads) == (few, 1 if few else 4)
+
+
+def test_short_sequences_and_long_ones_take_turns(
+    launched: list[Problem], looked_for: list[Tensor], seed: int
+) -> None:
+    """Each call of packed sequences has the kernel that its average length asks for: of heads of 64, 4 of
+    which share one of keys, up to 1,056."""
+    draw, attn = random.Random(seed), fa4flex.compile(mask=causal)
+    for _ in range(40):
+        batch = draw.randint(1, 6)
+        tokens = draw.choice((1056 * batch, 1056 * batch + 1, draw.randint(batch, 2000 * batch)))
+        ends = sorted(draw.choices(range(tokens + 1), k=batch - 1))
+        cu = torch.tensor([0, *ends, tokens], dtype=torch.int32)
+        q, kv = torch.zeros(tokens, 8, 64).bfloat16(), torch.zeros(tokens, 2, 64).bfloat16()
+        for _ in range(draw.randint(1, 3)):
+            attn(q, kv, kv, varlen=Varlen(cu, cu))
+            assert launched[-1].packed_heads == (4 if tokens <= 1056 * batch else 1), (batch, tokens)
+    assert len({problem.packed_heads for problem in launched if problem.mask_form == "spans"}) == 2
+    assert len(looked_for) < len(launched)

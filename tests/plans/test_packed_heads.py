@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import re
 from dataclasses import replace
 from typing import Any
@@ -79,6 +81,86 @@ def test_a_launch_serves_all_lengths_of_its_ratio() -> None:
     few = same_problem(PLAIN, replace(GIVEN, extents=Shape(4, 16, 16, 9)), SM90A)
     beyond = same_problem(PLAIN, replace(GIVEN, extents=Shape(4, 16, MOST_PACKED // 4 + 1, 9)), SM90A)
     assert few.most[1] == 16 and beyond.least[1] == MOST_PACKED // 4 + 1
+
+
+CAUSAL = fa4flex.compile(mask=causal).program.facts
+
+
+def sequences(batch: int, tokens: int, group: int = 4, width: int = 128, **others: Any) -> Inputs:
+    """Packed sequences of so many tokens in all."""
+    extents = Ragged(batch, 2 * group, tokens, tokens)
+    return replace(Inputs(extents, 2, width, width, lengths="packed"), **others)
+
+
+@pytest.mark.parametrize(("group", "width", "facts", "most"), [
+    (2, 128, CAUSAL, 352), (4, 128, CAUSAL, 528), (8, 128, CAUSAL, 616), (16, 128, CAUSAL, 660),
+    (4, 64, CAUSAL, 1056), (4, 128, PLAIN, 264), (4, 64, PLAIN, 528),
+])  # fmt: skip
+def test_short_sequences_share_tiles(group: int, width: int, facts: Facts, most: int) -> None:
+    """Of as many queries on average, whatever each has."""
+    for batch in (1, 7, 64):
+        found = [packed(sequences(batch, most * batch + n, group, width), facts) for n in (-most, 0, 1, 9000)]
+        assert found == [group, group, 1, 1]
+
+
+def test_a_launch_serves_sequences_that_are_short_and_others_that_are_not() -> None:
+    draw, limit = random.Random(0), 528
+    for _ in range(300):
+        batch, tokens = draw.randint(1, 200), draw.randint(0, 200 * limit)
+        mine = packed(sequences(batch, tokens), CAUSAL)
+        reach = same_problem(CAUSAL, sequences(batch, tokens), SM90A)
+        assert reach.holds((batch, tokens, 5)) and mine == (4 if tokens <= batch * limit else 1)
+        for _ in range(20):
+            other = draw.randint(1, 200), draw.randint(0, 200 * limit)
+            if reach.holds((*other, 9)):
+                assert packed(sequences(*other), CAUSAL) == mine
+
+
+WITHOUT: dict[str, tuple[Facts, Inputs]] = {
+    "a mask of heads": (
+        fa4flex.compile(mask=lambda b, h, q, k: q >= k + h).program.facts,
+        sequences(4, 400),
+    ),
+    "a score of 16 heads": (fa4flex.compile(alibi, mask=causal).program.facts, sequences(4, 400, 16)),
+    "sinks of 16 heads": (CAUSAL, sequences(4, 400, 16, sinks=True)),
+    "a group that no copy has": (CAUSAL, sequences(4, 400, 7)),
+    "heads without a group": (CAUSAL, sequences(4, 400, 1)),
+    "pages": (CAUSAL, sequences(4, 400, page_rows=128)),
+    "8-bit keys": (CAUSAL, sequences(4, 400, kv_dtype="float8_e4m3fn")),
+    "padded sequences": (CAUSAL, sequences(4, 100, lengths="used")),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT)
+def test_heads_of_other_short_sequences_have_tiles_of_their_own(name: str) -> None:
+    facts, inputs = WITHOUT[name]
+    assert packed(sequences(4, 400), CAUSAL) == 4 and packed(inputs, facts) == 1
+    assert packed(inputs, facts, SM100A) == 1
+
+
+def test_scores_sinks_and_float32_outputs_of_8_heads_may_share_tiles() -> None:
+    scored = fa4flex.compile(alibi, mask=causal).program.facts
+    assert packed(sequences(4, 400, 8), scored) == packed(sequences(4, 400, 8, sinks=True), CAUSAL) == 8
+    assert packed(sequences(4, 400, 8, out_dtype="float32"), CAUSAL) == 8
+    tables = Proved("tables", False, True)
+    assert forward_problem(CAUSAL, sequences(4, 400), tables, SM90A).packed_heads == 1
+
+
+def visits(lengths: list[int], queries: int) -> int:
+    """Pairs of a tile of so many queries and one of 128 keys, under a causal mask, of a head or a group."""
+    ends = (min(first + queries, n) for n in lengths for first in range(0, n, queries))
+    return sum(-(-end // 128) for end in ends)
+
+
+@pytest.mark.parametrize(("mean", "least", "most"), [(256, 0.13, 0.2), (512, 0.07, 0.12), (2048, 0.01, 0.05)])
+def test_visits_that_random_lengths_save(mean: int, least: float, most: float) -> None:
+    """Of 4 heads: 16 %, 9 % and 2 %."""
+    draw, apart, together = random.Random(0), 0, 0
+    for _ in range(20):
+        ends = sorted(draw.sample(range(1, 32768), 32768 // mean - 1))
+        lengths = [b - a for a, b in itertools.pairwise([0, *ends, 32768])]
+        apart, together = apart + 4 * visits(lengths, 128), together + visits(lengths, 32)
+    assert least <= 1 - together / apart <= most
 
 
 def test_backward_passes_have_none() -> None:

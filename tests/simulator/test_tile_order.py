@@ -75,7 +75,8 @@ def test_sorting_a_skewed_batch_ends_at_the_least_time(causal: bool) -> None:
         plain, by_work = benchmark["row"](name, causal, seeds=4)
         assert by_work <= min(plain, 1.02), name
     plain, by_work = benchmark["row"]("one of 16k last, 60 of 256 to 1k", causal, seeds=4)
-    assert plain > 1.08
+    # The last tile of a sequence is taken first: under a causal mask the last ones of a launch are short.
+    assert plain < 1.05 if causal else plain > 1.08
 
 
 def test_only_ragged_batches_are_sorted() -> None:

@@ -17,6 +17,15 @@ from fa4flex.codegen.plan.target import Target
 MOST_PACKED = 1 << 30
 """Rows of a group of heads in one sequence, at most: their numbers have 32 bits."""
 
+SHORT_SEQUENCES = 11
+"""Sequences of a packed batch are short that have up to so many times, on average, the queries by which a
+tile of a head passes the end of one and a tile of a group does not: under a causal mask, 8 % of the products
+or more are of these. Narrow heads may have twice as many, whose tiles are higher than they are wide; without
+a mask, half as many count as short. 0: none are short; MOST_PACKED: all are."""
+
+ONE_HEAD = 8
+"""Of up to so many heads, rows r and r + 8 of a tile are of the same one: a thread has parts of both."""
+
 
 def forward_problem(facts: Facts, inputs: Inputs, proved: Proved, target: Target) -> Problem:
     """The problem of a forward pass."""
@@ -40,7 +49,7 @@ def forward_problem(facts: Facts, inputs: Inputs, proved: Proved, target: Target
         few_rows=longest <= _few_rows(inputs, target.few_rows),
         row_class=_row_class(inputs, target),
         query_class=_query_class(facts, inputs, target),
-        packed_heads=_packed_heads(facts, inputs, target),
+        packed_heads=1 if proved.mask_form == "tables" else _packed_heads(facts, inputs, target),
         many_queries=inputs.lengths == "dense" and 0 < target.many_queries < longest,
         operands=inputs.operands,
         page_rows=inputs.page_rows,
@@ -75,7 +84,7 @@ def same_problem(facts: Facts, inputs: Inputs, target: Target) -> Reach:
     """The extents, around those of `inputs`, for which `forward_problem` sets the same flags."""
     limits = [_few_rows(inputs, rows) for rows in (target.few_rows, *_row_classes(inputs, target))]
     limits += _query_classes(facts, inputs, target) + _most_packed(facts, inputs, target)
-    reach = _same_queries(inputs, target)
+    reach = _same_queries(inputs, target).within(_same_packing(facts, inputs, target))
     for few in limits:
         least, most = _side(inputs.extents.q_len, few) if few >= 0 else (0, ANY)
         reach = reach.within(Reach((0, least, 0), (ANY, most, ANY)))
@@ -120,18 +129,50 @@ def _packed_heads(facts: Facts, inputs: Inputs, target: Target) -> int:
     """Query heads whose rows share tiles."""
     longest, most = inputs.extents.q_len, _most_packed(facts, inputs, target)
     few = longest <= _few_rows(inputs, target.few_rows)
+    if _may_pack_sequences(facts, inputs, target):
+        return _group(inputs) if longest <= _short_in_all(facts, inputs, target) else 1
     return _group(inputs) if most and longest <= most[0] and not few else 1
 
 
 def _most_packed(facts: Facts, inputs: Inputs, target: Target) -> tuple[int, ...]:
-    """The most queries of heads whose rows share tiles; () where none do: a row's place says nothing of its
-    query to hooks, and what is copied row by row comes head by head."""
+    """The most queries of heads of dense lengths whose rows share tiles; () where none do: with hooks they
+    were slower, and what is copied row by row comes head by head."""
     plain = facts.score is SCORE and facts.mask is TRUE and not inputs.sinks
-    dense = inputs.lengths == "dense" and not inputs.page_rows and not inputs.kv_dtype
+    copied = inputs.lengths == "dense" and inputs.out_dtype != "float32"
+    return (MOST_PACKED // _group(inputs),) if plain and copied and _divides(inputs, target) else ()
+
+
+def _may_pack_sequences(facts: Facts, inputs: Inputs, target: Target) -> bool:
+    """True if rows of a group may share tiles in packed sequences. Keys of a tile are looked for by its
+    queries, so masks may not differ between heads; scores and sinks may where a thread has rows of one."""
+    heads = inputs.sinks or "h" in facts.score.free
+    packed = inputs.lengths == "packed" and _divides(inputs, target)
+    return packed and "h" not in facts.mask.free and not (heads and _group(inputs) > ONE_HEAD)
+
+
+def _divides(inputs: Inputs, target: Target) -> bool:
+    """True if a copy of rows has whole queries of a group, of tensors that lie as they were given."""
     group = _group(inputs)
     divides = group in PACKED_HEADS[1:] and target.packed_rows > 0 and target.packed_rows % group == 0
-    copied = dense and inputs.out_dtype != "float32"
-    return (MOST_PACKED // group,) if plain and copied and divides else ()
+    return divides and not inputs.page_rows and not inputs.kv_dtype
+
+
+def _short_in_all(facts: Facts, inputs: Inputs, target: Target) -> int:
+    """The most queries of all sequences of a packed batch that are short."""
+    group, narrow = _group(inputs), max(inputs.head_dim, inputs.head_dim_v) <= target.class_width
+    saved = target.packed_rows - target.packed_rows // group
+    each = SHORT_SEQUENCES * saved * (2 if narrow else 1) // (2 if facts.mask is TRUE else 1)
+    return min(each * inputs.extents.batch, MOST_PACKED // group)
+
+
+def _same_packing(facts: Facts, inputs: Inputs, target: Target) -> Reach:
+    """Extents of packed sequences that are short, as those of `inputs` are, or not: for as many sequences or
+    more of so many queries in all, and for as many or fewer of more."""
+    if not _may_pack_sequences(facts, inputs, target):
+        return Reach()
+    batch = inputs.extents.batch
+    least, most = _side(inputs.extents.q_len, _short_in_all(facts, inputs, target))
+    return Reach((batch, 0, 0), (ANY, most, ANY)) if least == 0 else Reach((0, least, 0), (batch, ANY, ANY))
 
 
 def _group(inputs: Inputs) -> int:

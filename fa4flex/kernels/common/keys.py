@@ -224,7 +224,11 @@ def spanned(hooks: Hooks, at: At, first_row: Int32, rows: int, tile_n: int, loop
         return _at_least_one(*_ranges(_all_tiles(at.kv_len, tile_n)))
     if len(hooks.spans(at.but(q=first_row, q_float=first_row.to(cutlass.Float32)))) > 2:
         raise ValueError("a kernel takes at most two spans per row")
-    return _at_least_one(*_ranges(_disjoint(_tile_range(_rows(hooks, at), first_row, rows, tile_n, looped))))
+    lines = _rows(hooks, at)
+    if rows % 32:
+        # Lanes past the last row of a tile would have its keys be those of the next one as well.
+        lines = lines._replace(count=cutlass.min(lines.count, first_row + rows))
+    return _at_least_one(*_ranges(_disjoint(_tile_range(lines, first_row, rows, tile_n, looped))))
 
 
 def _all_tiles(kv_len: Int32, tile_n: int) -> list[tuple[Int32, ...]]:

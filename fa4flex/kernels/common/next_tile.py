@@ -6,13 +6,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import Boolean, Int32, cute
+
+from fa4flex.kernels.common.work import Work
 
 
 @dataclass(frozen=True)
 class NextTile:
     """Slot in which the number of the next tile is handed over, int32 [1], between two barriers: it is there,
-    and every warp has read it."""
+    and every warp has read it. Or the tile itself, as the numbers of a Work."""
 
     number: cute.Tensor
     full: cute.Pointer
@@ -46,6 +48,28 @@ def receive(next_tile: cutlass.Constexpr[NextTile], phase: Int32) -> Int32:
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(next_tile.empty)
     return following
+
+
+@cute.jit
+def publish_work(work: Work, next_tile: cutlass.Constexpr[NextTile], phase: Int32) -> None:
+    """As `publish`: the tile itself, which takes searching."""
+    cute.arch.mbarrier_wait(next_tile.empty, phase)
+    with cute.arch.elect_one():
+        for i, number in enumerate(work):
+            next_tile.number[i] = Int32(number)
+        cute.arch.mbarrier_arrive(next_tile.full)
+
+
+@cute.jit
+def receive_work(next_tile: cutlass.Constexpr[NextTile], phase: Int32) -> Work:
+    """As `receive`: the tile itself."""
+    cute.arch.mbarrier_wait(next_tile.full, phase)
+    said = cute.make_rmem_tensor((len(Work._fields),), Int32)
+    cute.autovec_copy(next_tile.number, said)
+    *place, valid = (cute.arch.make_warp_uniform(said[i]) for i in range(len(Work._fields)))
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(next_tile.empty)
+    return Work._make((*place, Boolean(valid != 0)))
 
 
 @cute.jit

@@ -12,19 +12,45 @@ from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.fragment import computed_once
 from fa4flex.kernels.common.hooks import At, Hooks
 from fa4flex.kernels.common.keys import KeyTiles, listed, spanned
-from fa4flex.kernels.common.next_tile import NextTile, finish, publish, receive, take
+from fa4flex.kernels.common.next_tile import (
+    NextTile,
+    finish,
+    publish,
+    publish_work,
+    receive,
+    receive_work,
+    take,
+)
 from fa4flex.kernels.common.work import Grid, Work, dense_work, ordered_work, packed_work
 
 
 class TileScheduler:
     """`config` has tile_m, tile_n, lengths, tables, dynamic and longest_first. `ctas` work on a tile
-    together. `looped`: rows are looked at for their keys in a loop, in fewer registers."""
+    together. `looped`: rows are looked at for their keys in a loop, in fewer registers. `group`: so many
+    heads of queries share tiles, and heads of the grid are those of keys. `hands`: whoever takes a tile finds
+    its sequence for the others."""
 
-    def __init__(self, config: Any, hooks: Hooks, ctas: int = 1, looped: bool = False) -> None:
+    def __init__(
+        self,
+        config: Any,
+        hooks: Hooks,
+        ctas: int = 1,
+        looped: bool = False,
+        group: int = 1,
+        hands: bool = False,
+    ) -> None:
         self.config = config
         self.hooks = hooks
         self.ctas = ctas
         self.looped = looped
+        self.group = group
+        self.hands = hands
+
+    @property
+    def queries(self) -> int:
+        """Queries of a tile."""
+        queries: int = self.config.tile_m // self.group
+        return queries
 
     def first(self) -> Int32:
         """The number of a block's first tile."""
@@ -42,7 +68,7 @@ class TileScheduler:
         if const_expr(arguments.order is not None):
             work = ordered_work(number, grid, arguments)
         elif const_expr(self.config.lengths == "packed"):
-            work = packed_work(number, grid, arguments, self.config.tile_m)
+            work = packed_work(number, grid, arguments, self.queries, self.config.longest_first)
         else:
             work = dense_work(number, grid, arguments, self.config.longest_first)
         return work._replace(valid=work.valid & exists)
@@ -69,10 +95,16 @@ class TileScheduler:
                 # while other blocks run out of tiles. At 16k, two heads in a section, the last block ended
                 # 10 % late.
                 number = self.take(number, arguments, next_tile, phase)
-                self.publish(number, next_tile, phase)
-            else:
+                if const_expr(not self.hands):
+                    self.publish(number, next_tile, phase)
+            elif const_expr(not self.hands):
                 number = self.receive(number, next_tile, phase)
-            work = self.work(number, grid, arguments)
+            if const_expr(self.hands and not takes):
+                work = receive_work(next_tile, phase)
+            else:
+                work = self.work(number, grid, arguments)
+                if const_expr(self.hands):
+                    publish_work(work, next_tile, phase ^ 1)
             phase ^= 1
         if const_expr(takes):
             self.finish(arguments)
@@ -109,14 +141,20 @@ class TileScheduler:
             finish(arguments.counters, self.stride())
 
     def place(self, work: Work, grid: Grid, arguments: Arguments) -> At:
-        """Hook arguments for a tile, with the uniform terms."""
-        return place(self.hooks, work, grid.heads, arguments)
+        """Hook arguments for a tile, with the uniform terms: of heads that share tiles, for the first."""
+        first = work if self.group == 1 else work._replace(h=work.h * self.group)
+        return self.place_of(first, grid, arguments)
+
+    def place_of(self, work: Work, grid: Grid, arguments: Arguments) -> At:
+        """The same for one of these heads, `work.h`."""
+        heads = grid.heads if self.group == 1 else grid.heads * self.group
+        return place(self.hooks, work, heads, arguments)
 
     def keys(self, at: At, work: Work, arguments: Arguments) -> KeyTiles:
         if arguments.tables is not None:
             return listed(arguments.tables, at, work.tile)
-        first_row = work.tile * self.config.tile_m
-        return spanned(self.hooks, at, first_row, self.config.tile_m, self.config.tile_n, self.looped)
+        queries = self.queries
+        return spanned(self.hooks, at, work.tile * queries, queries, self.config.tile_n, self.looped)
 
 
 def place(hooks: Hooks, work: Work, heads: Int32, arguments: Arguments) -> At:

@@ -204,12 +204,22 @@ def find_sequence(
 
 
 @cute.jit
-def packed_work(number: Int32, grid: Grid, arguments: Arguments, tile_m: cutlass.Constexpr) -> Work:
-    """The sequence that holds query tile `number // heads`."""
+def packed_work(
+    number: Int32,
+    grid: Grid,
+    arguments: Arguments,
+    queries: cutlass.Constexpr,
+    longest_first: cutlass.Constexpr,
+) -> Work:
+    """The sequence that holds query tile `number // heads`, of so many queries. `longest_first`: its tiles
+    come from the last to the first, so that the last ones of a launch are short."""
     h, wanted = by_heads(number, grid)
     cu_q, used = arguments.cu_seqlens_q, arguments.seqused_q
-    tile, b, valid = find_sequence(wanted, cu_q, used, tile_m)
-    return packed_tile(arguments, tile, h, b, valid)
+    tile, b, valid = find_sequence(wanted, cu_q, used, queries)
+    work = packed_tile(arguments, tile, h, b, valid)
+    if const_expr(longest_first):
+        work = work._replace(tile=cute.ceil_div(work.q_len, queries) - 1 - tile)
+    return work
 
 
 @cute.jit

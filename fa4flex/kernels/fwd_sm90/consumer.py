@@ -24,7 +24,7 @@ from fa4flex.kernels.common.fragment import (
     rows_and_columns,
 )
 from fa4flex.kernels.common.hooks import At, Hooks
-from fa4flex.kernels.common.keys import RowEnds, row_ends, tile_at
+from fa4flex.kernels.common.keys import KeyTiles, RowEnds, row_ends, tile_at
 from fa4flex.kernels.common.pointwise import Early, Fragment, Words, prepare_rows
 from fa4flex.kernels.common.products import ROWS, Products, products_of
 from fa4flex.kernels.common.softmax import (
@@ -40,11 +40,12 @@ from fa4flex.kernels.common.softmax import (
     start,
 )
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
-from fa4flex.kernels.common.transfer import States, Transfers
+from fa4flex.kernels.common.transfer import States, Transfers, warp_uniform
 from fa4flex.kernels.common.work import Grid, Work
 from fa4flex.kernels.fwd_sm90.config import Config
 from fa4flex.kernels.fwd_sm90.epilogue import STORES, Epilogue
 from fa4flex.kernels.fwd_sm90.resources import Pipes, QueryRing, Shared
+from fa4flex.kernels.fwd_sm90.rows import rows_of
 
 TURNS = 1
 """Named barriers TURNS + w: it is warpgroup w's turn to issue products."""
@@ -58,6 +59,21 @@ class Tile:
     factor: Float32
     slack: Float32
     state: Running
+
+
+@dataclass(frozen=True)
+class Mine:
+    """A warpgroup's part of a tile of queries: hook arguments and query of a thread's first row; the place of
+    its queries in shared memory, and the phase of their barriers."""
+
+    work: Work
+    at: At
+    query: Int32
+    keys: KeyTiles
+    place: Any
+    phase: Int32
+    lane: Int32
+    group: Int32
 
 
 @dataclass(frozen=True)
@@ -86,6 +102,7 @@ class Consumer:
         self.scheduler = scheduler
         self.ring = QueryRing(config.q_stages)
         self.epilogue = Epilogue(config)
+        self.rows = rows_of(config)
 
     @cute.jit
     def run(
@@ -100,7 +117,7 @@ class Consumer:
         thread = cute.arch.thread_idx()[0] - 128
         group = cute.arch.make_warp_uniform(thread // 128)
         lane = thread % 128
-        every = self.products(mma, shared, lane, group)
+        every, block = self.products(mma, shared, lane, group), (transfers, shared, pipes)
         state = running(2)
         k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.kv_stages)
         v_state = k_state.clone()
@@ -108,52 +125,106 @@ class Consumer:
 
         @cute.jit
         def attend(work: Work, phase: Int32, states: States) -> States:
-            k_state, v_state = states[0], states[1]
             turn = self.ring.turn(phase, states)
             place = self.ring.place(group, turn)
-            products = self.of_queries(every, mma, shared.q, lane, place)
             at = self.scheduler.place(work, grid, arguments)
             keys = self.scheduler.keys(at, work, arguments)
             first_row = work.tile * self.config.tile_m + group * ROWS
-            ends = row_ends(arguments.tables, at, self.config.row_ends)
-            tile = self.tile(at, first_row, lane, state, ends)
-            products.out.fill(0.0)
-            cute.arch.mbarrier_wait(pipes.q_full + place, turn.phase)
-            key_tile = tile_at(keys, Int32(0))
-            k_state, v_state = self.first(products, tile, pipes, key_tile, k_state)
-
-            @cute.jit
-            def steps(
-                span: tuple[Any, Any], reached: tuple[Int32, Any, Any], kind: cutlass.Constexpr[Kind]
-            ) -> tuple[Int32, Any, Any]:
-                (first, end), (key_tile, k_state, v_state) = span, reached
-                for i in cutlass.range(first, end, unroll=1):
-                    before, key_tile = key_tile, tile_at(keys, i)
-                    k_state, v_state = self.step(
-                        products, tile, pipes, (before, key_tile), (k_state, v_state), group, kind
-                    )
-                return key_tile, k_state, v_state
-
-            reached = steps((1, keys.masked_count), (key_tile, k_state, v_state), Kind(True))
-            full = cutlass.max(keys.masked_count, 1)
-            if const_expr(self.config.paged):
-                # Beyond the first one, nothing is asked between the products of two tiles that no end cuts.
-                reached = steps((full, cutlass.min(full + 1, keys.count)), reached, Kind(False))
-                full = full + 1
-            kind = Kind(False, not self.config.paged)
-            key_tile, k_state, v_state = steps((full, keys.count), reached, kind)
-            if const_expr(self.config.frees_queries):
-                self.release_queries(pipes, place)
-            self.last(products, tile, pipes, key_tile, v_state, group)
-            where = (tile.factor, self.storing_lane(lane, tile), group)
-            self.epilogue.run(arguments, work, transfers, shared, products, tile.state, where)
-            if const_expr(not self.config.frees_queries):
-                self.release_queries(pipes, place)
-            return self.ring.carry(phase, states, (k_state, v_state))
+            row = first_row + lane // 32 * 16 + lane % 32 // 4
+            own, query = self.rows.place(work, row)
+            if const_expr(self.config.group > 1):
+                at = self.scheduler.place_of(own, grid, arguments)
+            mine = Mine(work, at, query, keys, place, turn.phase, lane, group)
+            kept = self.of_queries(every, mma, shared.q, lane, place), state
+            both = states[0], states[1]
+            if const_expr(not self.config.passes):
+                both = self.attend(mine, kept, arguments, block, both)
+            elif first_row < self.rows.count(work):
+                both = self.attend(mine, kept, arguments, block, warp_uniform(both))
+            else:
+                both = self.pass_by(mine, pipes, both)
+            return self.ring.carry(phase, states, both)
 
         begun = self.ring.open((k_state, v_state))
         self.walk(attend, (arguments, grid), (shared, pipes), begun)
         self.epilogue.drain()
+
+    @cute.jit
+    def attend(
+        self,
+        mine: cutlass.Constexpr[Mine],
+        kept: cutlass.Constexpr[tuple[Products, Running]],
+        arguments: Arguments,
+        block: cutlass.Constexpr[tuple[Transfers, Shared, Pipes]],
+        states: States,
+    ) -> States:
+        """All keys of a warpgroup's rows, and what they give."""
+        (products, state), (transfers, shared, pipes), keys = kept, block, mine.keys
+        ends = row_ends(arguments.tables, mine.at, self.config.row_ends)
+        tile = self.tile(mine.at, mine.query, mine.lane, state, ends)
+        products.out.fill(0.0)
+        cute.arch.mbarrier_wait(pipes.q_full + mine.place, mine.phase)
+        key_tile = tile_at(keys, Int32(0))
+        k_state, v_state = self.first(products, tile, pipes, key_tile, states[0])
+
+        @cute.jit
+        def steps(
+            span: tuple[Any, Any], reached: tuple[Int32, Any, Any], kind: cutlass.Constexpr[Kind]
+        ) -> tuple[Int32, Any, Any]:
+            (first, end), (key_tile, k_state, v_state) = span, reached
+            for i in cutlass.range(first, end, unroll=1):
+                before, key_tile = key_tile, tile_at(keys, i)
+                both = before, key_tile
+                k_state, v_state = self.step(
+                    products, tile, pipes, both, (k_state, v_state), mine.group, kind
+                )
+            return key_tile, k_state, v_state
+
+        reached = steps((1, keys.masked_count), (key_tile, k_state, v_state), Kind(True))
+        full = cutlass.max(keys.masked_count, 1)
+        if const_expr(self.config.paged):
+            # Beyond the first one, nothing is asked between the products of two tiles that no end cuts.
+            reached = steps((full, cutlass.min(full + 1, keys.count)), reached, Kind(False))
+            full = full + 1
+        kind = Kind(False, not self.config.paged)
+        key_tile, k_state, v_state = steps((full, keys.count), reached, kind)
+        if const_expr(self.config.frees_queries):
+            self.release_queries(pipes, mine.place)
+        self.last(products, tile, pipes, key_tile, v_state, mine.group)
+        where = (tile.factor, self.storing_lane(mine.lane, tile), mine.group)
+        self.epilogue.run(arguments, mine.work, transfers, shared, products, tile.state, where)
+        if const_expr(not self.config.frees_queries):
+            self.release_queries(pipes, mine.place)
+        return k_state, v_state
+
+    @cute.jit
+    def pass_by(
+        self, mine: cutlass.Constexpr[Mine], pipes: cutlass.Constexpr[Pipes], states: States
+    ) -> States:
+        """The same barriers, of a warpgroup all of whose rows are past the last: it computes nothing, and the
+        others have the tensor cores."""
+        k_state = states[0]
+        cute.arch.mbarrier_wait(pipes.q_full + mine.place, mine.phase)
+        pipes.k.consumer_wait(k_state)
+        pipes.k.consumer_release(k_state)
+        v_state = k_state.clone()
+        k_state.advance()
+        for _ in cutlass.range(1, mine.keys.count, unroll=1):
+            pipes.k.consumer_wait(k_state)
+            self.take_turn(mine.group)
+            pipes.v.consumer_wait(v_state)
+            self.give_turn(self.next(mine.group))
+            pipes.k.consumer_release(k_state)
+            pipes.v.consumer_release(v_state)
+            v_state = k_state.clone()
+            k_state.advance()
+        if const_expr(self.config.frees_queries):
+            self.release_queries(pipes, mine.place)
+        pipes.v.consumer_wait(v_state)
+        pipes.v.consumer_release(v_state)
+        if const_expr(not self.config.frees_queries):
+            self.release_queries(pipes, mine.place)
+        return k_state, v_state
 
     def walk(
         self, attend: Any, call: tuple[Arguments, Grid], block: tuple[Shared, Pipes], states: States
@@ -176,14 +247,13 @@ class Consumer:
         tile = scores.get_slice(lane).partition_A(q[None, None, place])
         return replace(products, q=scores.make_fragment_A(tile))
 
-    def tile(self, at: At, first_row: Int32, lane: Int32, state: Running, ends: RowEnds | None) -> Tile:
-        """Lane l of a warpgroup holds rows l / 4 and l / 4 + 8 of its warp's 16, and of each 8 columns the
-        two from 2 (l % 4) on."""
-        row = first_row + lane // 32 * 16 + lane % 32 // 4
+    def tile(self, at: At, query: Int32, lane: Int32, state: Running, ends: RowEnds | None) -> Tile:
+        """Lane l of a warpgroup holds rows l / 4, of this query, and l / 4 + 8 of its warp's 16, and of each
+        8 columns the two from 2 (l % 4) on."""
         columns = tuple(8 * (c // 2) + c % 2 for c in range(self.config.tile_n // 4))
-        offsets = (0, 8)
-        rows = prepare_rows(self.hooks, at, row, offsets, ends)
-        fragment = Fragment(at, rows, offsets, columns, row, lane % 4 * 2)
+        offsets = self.rows.offsets
+        rows = prepare_rows(self.hooks, at, query, offsets, ends)
+        fragment = Fragment(at, rows, offsets, columns, query, lane % 4 * 2)
         factor = at.scale * LOG2_E if self.hooks.factor is None else self.hooks.factor(at)
         slack = self.config.rescale_threshold * cute.arch.rcp_approx(factor)
         return Tile(fragment, factor, slack, state)

@@ -41,11 +41,11 @@ class Epilogue:
     ) -> None:
         """`where` is (factor, lane of the warpgroup, warpgroup)."""
         factor, lane, group = where
+        row = work.tile * self.config.tile_m + group * ROWS + lane // 32 * 16 + lane % 32 // 4
         sink = None
         if const_expr(arguments.sinks is not None):
-            sink = arguments.sinks[work.h].to(Float32)
+            sink = arguments.sinks[self.rows.place(work, row)[0].h].to(Float32)
         scales, lse = finish(state, sink)
-        row = work.tile * self.config.tile_m + group * ROWS + lane // 32 * 16 + lane % 32 // 4
         self.statistics(arguments, work, row, lane, lse, state, factor)
         out = rows_and_columns(products.out)
         multiply_rows(out, scales)
@@ -121,12 +121,13 @@ class Epilogue:
         """Registers to global memory, two columns at a time: rows end where the sequence does."""
         kind = arguments.out.element_type
         for r in cutlass.range_constexpr(2):
-            q = row + 8 * r
-            if q < work.q_len:
+            mine = row + 8 * r
+            if mine < self.rows.count(work):
+                head, q = self.rows.place(work, mine)
                 if const_expr(cute.rank(arguments.out) == 4):
-                    target = arguments.out[work.b, q, work.h, None]
+                    target = arguments.out[head.b, q, head.h, None]
                 else:
-                    target = arguments.out[work.q_offset + q, work.h, None]
+                    target = arguments.out[head.q_offset + q, head.h, None]
                 pairs = cute.logical_divide(target, cute.make_layout(2))
                 for c in cutlass.range_constexpr(self.config.head_dim_v // 8):
                     column = 8 * c + lane % 4 * 2

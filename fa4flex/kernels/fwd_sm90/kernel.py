@@ -26,8 +26,8 @@ from fa4flex.kernels.common.next_tile import NextTile
 from fa4flex.kernels.common.products import ROWS, tiled_products
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.common.transfer import Transfers, reordered
-from fa4flex.kernels.common.work import Grid, packed_grid, with_divisors
-from fa4flex.kernels.fwd_sm90.config import Config
+from fa4flex.kernels.common.work import Grid, with_divisors
+from fa4flex.kernels.fwd_sm90.config import HANDED, Config
 from fa4flex.kernels.fwd_sm90.consumer import Consumer
 from fa4flex.kernels.fwd_sm90.producer import PartProducer, Producer
 from fa4flex.kernels.fwd_sm90.resources import Pipes, Shared
@@ -44,7 +44,7 @@ class Forward:
         self.config = config
         self.hooks = hooks
         self.rows = rows_of(config)
-        scheduler = TileScheduler(config, hooks)
+        scheduler = TileScheduler(config, hooks, group=config.group, hands=config.hands)
         self.producers: tuple[Producer, ...] = (Producer(config, scheduler),)
         if config.values_apart:
             self.producers = (
@@ -60,7 +60,7 @@ class Forward:
         layouts = self.layouts(kind, arguments.out.element_type)
         transfers = self.transfers(arguments, layouts)
         if const_expr(config.lengths == "packed"):
-            grid, ordered = packed_grid(arguments, config.tile_m), False
+            grid, ordered = self.rows.packed_grid(arguments), False
         else:
             ordered = config.longest_first or config.tables or self.hooks.spans is not None
             grid = self.rows.grid(arguments, ordered)
@@ -75,6 +75,11 @@ class Forward:
             stream=stream,
             min_blocks_per_mp=1,  # without it the compiler drops the register split
         )
+
+    @property
+    def handed(self) -> int:
+        """Numbers in which the next tile is handed over."""
+        return HANDED if self.config.hands else 1
 
     def blocks(self, arguments: Arguments, grid: Grid) -> Int32:
         """Number of blocks of a launch."""
@@ -133,7 +138,7 @@ class Forward:
             "v": barriers(config.kv_stages * 2),
             "next_full": barriers(1),
             "next_empty": barriers(1),
-            "next": cute.struct.MemRange[Int32, 1],
+            "next": cute.struct.Align[cute.struct.MemRange[Int32, self.handed], 16],
             "queries": tile(kind, cute.cosize(layouts[0])),
             "keys": tile(kind, cute.cosize(layouts[1])),
             "values": tile(kind, cute.cosize(layouts[2])),
@@ -221,7 +226,7 @@ class Forward:
             storage.q_full.data_ptr(),
             storage.q_empty.data_ptr(),
             NextTile(
-                storage.next.get_tensor(cute.make_layout(1)),
+                storage.next.get_tensor(cute.make_layout(self.handed)),
                 storage.next_full.data_ptr(),
                 storage.next_empty.data_ptr(),
             ),

@@ -20,10 +20,10 @@ from fa4flex.codegen.plan.topology import Staging, Topology
 from fa4flex.codegen.plan.verify import prove
 from fa4flex.codegen.plan.work import Work, is_plain
 from fa4flex.errors import UnsupportedError
-from fa4flex.kernels.fwd_sm90.config import Config
+from fa4flex.kernels.fwd_sm90.config import HANDED, Config
 from fa4flex.kernels.fwd_sm90.registers import Need, Split, consumer_need, split_registers
 from fa4flex.kernels.fwd_sm90.tiles import Tiles, choose, pad, producer_computes, staged
-from fa4flex.kernels.fwd_sm90.topology import forward_topology
+from fa4flex.kernels.fwd_sm90.topology import forward_topology, handing
 
 PINGPONG_WIDEST = 128
 """The widest heads of which consumers take turns at the tensor cores. Wider heads spend so long in products
@@ -85,9 +85,10 @@ class HopperPlan:
         staging: Staging = "none"
         if staged(self.problem):
             staging = "queries" if self._shares else "own"
-        return forward_topology(
+        found = forward_topology(
             self.tiles, self.kv_stages, self.pingpong, staging, self.dynamic, self.boxes, self.values_apart
         )
+        return handing(found, HANDED) if self.problem.lengths == "packed" else found
 
     @property
     def boxes(self) -> Boxes | None:

@@ -3,7 +3,9 @@
 Of a group, row r of head of keys h is query r // group of head h * group + r % group. Where the group divides
 a warpgroup's rows, one tensor map finds these: its modes are columns, heads, queries and batch, as of any
 tensor, and a box has all heads of the group and as many queries as 64 rows then are. What lies past the last
-query is zeros, and is not written.
+query is zeros, or of packed tensors the next sequence's, and is not written.
+
+Rows r and r + 8, of which a thread has parts, are of the same head where the group divides 8.
 """
 
 from __future__ import annotations
@@ -19,8 +21,11 @@ from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.key_values import kv_head_of
 from fa4flex.kernels.common.products import ROWS
 from fa4flex.kernels.common.transfer import reordered, sequence
-from fa4flex.kernels.common.work import Grid, Work, dense_grid
+from fa4flex.kernels.common.work import Grid, Work, dense_grid, packed_grid
 from fa4flex.kernels.fwd_sm90.config import Config
+
+HALF = 8
+"""Rows of half of the accumulator's tile of 16: a thread has row r of the first half, and of the second."""
 
 
 class Rows(Protocol):
@@ -28,6 +33,9 @@ class Rows(Protocol):
 
     def grid(self, arguments: Arguments, ordered: bool) -> Grid:
         """The grid of dense tensors; `ordered` as of `dense_grid`."""
+
+    def packed_grid(self, arguments: Arguments) -> Grid:
+        """The grid of packed tensors."""
 
     def transfer(self, op: Any, tensor: cute.Tensor, layout: Any, width: int) -> cpasync.TmaInfo:
         """Descriptor of copies of 64 rows of q or of the output."""
@@ -44,6 +52,10 @@ class Rows(Protocol):
     def place(self, work: Work, row: Int32) -> tuple[Work, Int32]:
         """The work of a row's head, and its query."""
 
+    @property
+    def offsets(self) -> tuple[int, int]:
+        """Queries of rows r and r + 8, less that of row r."""
+
 
 @dataclass(frozen=True)
 class HeadRows:
@@ -53,6 +65,10 @@ class HeadRows:
 
     def grid(self, arguments: Arguments, ordered: bool) -> Grid:
         grid: Grid = dense_grid(arguments, self.config.tile_m, ordered, self.config.short_tiles)
+        return grid
+
+    def packed_grid(self, arguments: Arguments) -> Grid:
+        grid: Grid = packed_grid(arguments, self.config.tile_m)
         return grid
 
     def transfer(self, op: Any, tensor: cute.Tensor, layout: Any, width: int) -> cpasync.TmaInfo:
@@ -71,6 +87,10 @@ class HeadRows:
 
     def place(self, work: Work, row: Int32) -> tuple[Work, Int32]:
         return work, row
+
+    @property
+    def offsets(self) -> tuple[int, int]:
+        return 0, HALF
 
 
 @dataclass(frozen=True)
@@ -91,15 +111,23 @@ class GroupRows:
         tiles = Int32(cute.ceil_div(arguments.q.shape[1] * group, tile_m))
         return Grid(tiles, grid.heads // group, grid.batch, cutlass.max(grid.group // group, Int32(1)))
 
+    def packed_grid(self, arguments: Arguments) -> Grid:
+        grid: Grid = packed_grid(arguments, self.config.tile_m // self.config.group)
+        return grid._replace(heads=grid.heads // self.config.group)
+
     def transfer(self, op: Any, tensor: cute.Tensor, layout: Any, width: int) -> cpasync.TmaInfo:
-        rows = cute.group_modes(reordered(tensor, [2, 1, 3, 0]), 0, 2)
+        modes = [2, 1, 3, 0] if cute.rank(tensor) == 4 else [1, 0, 2]
+        rows = cute.group_modes(reordered(tensor, modes), 0, 2)
         return cpasync.make_tiled_tma_atom(op, rows, layout, (self.box, width))
 
     def tiles(self, transfer: cpasync.TmaInfo, work: Work, width: int) -> cute.Tensor:
         """((heads of the group, queries), width, number)."""
-        return cute.local_tile(
-            transfer.tma_tensor[None, None, work.b], (self.box, width), ((work.h, None), 0)
-        )
+        whole = transfer.tma_tensor
+        if cute.rank(whole) == 2:
+            whole = cute.domain_offset(((0, work.q_offset), 0), whole)
+        else:
+            whole = whole[None, None, work.b]
+        return cute.local_tile(whole, (self.box, width), ((work.h, None), 0))
 
     def kv_head(self, work: Work, grid: Grid, arguments: Arguments) -> Int32:
         return work.h
@@ -110,6 +138,10 @@ class GroupRows:
     def place(self, work: Work, row: Int32) -> tuple[Work, Int32]:
         group = self.config.group
         return work._replace(h=work.h * group + row % group), row // group
+
+    @property
+    def offsets(self) -> tuple[int, int]:
+        return 0, HALF // self.config.group
 
 
 def rows_of(config: Config) -> Rows:

@@ -15,6 +15,7 @@ from fa4flex.codegen.plan.problem import Problem
 from fa4flex.codegen.plan.target import Target
 from fa4flex.codegen.plan.work import Work
 from fa4flex.errors import UnsupportedError
+from fa4flex.kernels.fwd_sm90.config import HANDED
 from fa4flex.kernels.fwd_sm90.registers import Need, consumer_need, split_registers
 
 Pair = tuple[int, int]
@@ -73,7 +74,8 @@ class Tiles:
         """The shared-memory map with this many tiles of K and of V in flight. `dynamic`: the next tile's
         number is handed over in it; None: as plans do by default, where tiles differ in work."""
         dynamic = problem.uneven if dynamic is None else dynamic
-        sizes = ({"next": NUMBER} if dynamic else {}) | self._sizes(problem, kv_stages)
+        handed = NUMBER * (HANDED if problem.lengths == "packed" else 1)
+        sizes = ({"next": handed} if dynamic else {}) | self._sizes(problem, kv_stages)
         aliased = "out" in sizes and self.shares(problem, kv_stages, target)
         alias = {"out": "q"} if aliased else {}
         return lay_out(sizes, alias, barriers(self.query_tiles, kv_stages, dynamic), target)

@@ -89,6 +89,12 @@ def forward_topology(
     )
 
 
+def handing(topology: Topology, numbers: int) -> Topology:
+    """The pipeline in which the next tile is handed over in so many numbers."""
+    rings = (replace(r, stage_bytes=NUMBER * numbers) if r.name == "next" else r for r in topology.rings)
+    return replace(topology, rings=tuple(rings))
+
+
 def _places(tiles: Tiles, kv_stages: int, dynamic: bool) -> tuple[str, ...]:
     """Mbarriers in the order of the kernel's storage."""
     sides, n = ("full", "empty"), range(tiles.consumers)

@@ -267,6 +267,12 @@ class Proofs:
         return self._engine.proved.made((what, shape, self._key), (), make)
 
 
+def _sorted(plan: ForwardPlan) -> tuple[int, int]:
+    """Queries and keys of tiles that are sorted: their rows may be those of several heads."""
+    rows, keys = plan.tile
+    return rows // plan.problem.packed_heads, keys
+
+
 def make_ready(engine: Engine, call: Call) -> Ready:
     """Everything that calls that look like this one have in common. Raises UnsupportedError for what no
     kernel does, PastTheEnd for short captured tensors."""
@@ -295,7 +301,7 @@ def make_ready(engine: Engine, call: Call) -> Ready:
         plan.config().dynamic,
         call.pages is not NO_PAGES,
         plan.splitting,
-        lengths_of(engine.kinds, call, lowered, plan.tile if by_work else None),
+        lengths_of(engine.kinds, call, lowered, _sorted(plan) if by_work else None),
         tables_of(engine.kinds, call, lowered, captured) if by_tables else None,
         engine.watch_integers if engine.watches_integers else None,
     )
