@@ -20,7 +20,7 @@ from fa4flex.codegen.evaluate import Captured
 from fa4flex.codegen.expr import Expr
 from fa4flex.codegen.plan.captured_sums import CapturedSum, separate, sums_of
 from fa4flex.codegen.plan.inputs import Inputs
-from fa4flex.codegen.plan.pipeline import BackwardPlan, Direction, ForwardPlan, Pipeline
+from fa4flex.codegen.plan.pipeline import BackwardPlan, Direction, ForwardPlan
 from fa4flex.codegen.plan.problem import Problem
 from fa4flex.codegen.plan.specialize import backward_problem, by_queries, forward_problem
 from fa4flex.codegen.plan.target import Target
@@ -166,7 +166,7 @@ def _proved(given: Given) -> Problem:
 
 @lru_cache(maxsize=256)
 def _forward(
-    pipelines: tuple[Pipeline, ...], facts: Facts, problem: Problem, target: Target, schedule: Schedule
+    pipelines: tuple[dispatch.Entry, ...], facts: Facts, problem: Problem, target: Target, schedule: Schedule
 ) -> tuple[ForwardPlan, Source]:
     plan = dispatch.plan_forward(facts, problem, target, schedule)
     return plan, emit_forward(facts, plan)
@@ -174,7 +174,7 @@ def _forward(
 
 @lru_cache(maxsize=256)
 def _backward(
-    pipelines: tuple[Pipeline, ...], facts: Facts, problem: Problem, target: Target
+    pipelines: tuple[dispatch.Entry, ...], facts: Facts, problem: Problem, target: Target
 ) -> tuple[BackwardPlan, Source]:
     plan = dispatch.plan_backward(facts, problem, target)
     return plan, emit_backward(facts, plan)

@@ -12,7 +12,6 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from fa4flex.compiler.inspect import inspect
 from fa4flex.errors import InputError
 
 if TYPE_CHECKING:
@@ -50,5 +49,7 @@ def report(level: int, plan: Plan, source: Source, signature: Signature, kernel:
     if level >= SOURCE:
         lines.append(source.text)
     if level >= PTX:
+        from fa4flex.compiler.inspect import inspect
+
         lines.append(inspect(source, plan.problem, signature, arch).ptx)
     print("\n".join(lines), file=sys.stderr, flush=True)

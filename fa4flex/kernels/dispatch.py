@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
+from typing import NamedTuple
 
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.analyze.hoist import reads_by_blocks
@@ -12,37 +14,70 @@ from fa4flex.codegen.plan.problem import Problem
 from fa4flex.codegen.plan.request import ForwardRequest, Request
 from fa4flex.codegen.plan.target import SM90A, Target
 from fa4flex.errors import UnsupportedError
-from fa4flex.kernels.bwd_sm90.plan import BWD_SM90
-from fa4flex.kernels.bwd_sm100.one_cta.plan import ONE_CTA
-from fa4flex.kernels.bwd_sm100.two_cta.plan import TWO_CTA
-from fa4flex.kernels.bwd_sm100.wide_heads.plan import WIDE_HEADS
-from fa4flex.kernels.decode_fp8_sm90.plan import DECODE_FP8_SM90
-from fa4flex.kernels.decode_sm90.plan import DECODE_SM90
-from fa4flex.kernels.decode_sm100.plan import DECODE_SM100
-from fa4flex.kernels.fwd_sm90.plan import FWD_SM90
-from fa4flex.kernels.fwd_sm100.plan import FWD_SM100
-from fa4flex.kernels.mixed_sm90.plan import MIXED_SM90
 from fa4flex.primitives.schedule import Schedule
 
-PIPELINES: tuple[Pipeline, ...] = (
-    *(DECODE_SM90, DECODE_FP8_SM90, MIXED_SM90, FWD_SM90, DECODE_SM100, FWD_SM100),
-    *(BWD_SM90, TWO_CTA, WIDE_HEADS, ONE_CTA),
+
+class Unloaded(NamedTuple):
+    """A pipeline of one direction and one family of chips, by the package and the name that its plan has it
+    under. Its modules are imported when such a pass is first planned: a process's first call waits for that.
+    """
+
+    direction: Direction
+    family: str
+    package: str
+    name: str
+
+    def load(self) -> Pipeline:
+        plans = import_module(f"fa4flex.kernels.{self.package}.plan")
+        pipeline: Pipeline = getattr(plans, self.name)
+        return pipeline
+
+
+Entry = Pipeline | Unloaded
+
+PIPELINES: tuple[Entry, ...] = (
+    Unloaded("forward", "sm90", "decode_sm90", "DECODE_SM90"),
+    Unloaded("forward", "sm90", "decode_fp8_sm90", "DECODE_FP8_SM90"),
+    Unloaded("forward", "sm90", "mixed_sm90", "MIXED_SM90"),
+    Unloaded("forward", "sm90", "fwd_sm90", "FWD_SM90"),
+    Unloaded("forward", "sm100", "decode_sm100", "DECODE_SM100"),
+    Unloaded("forward", "sm100", "fwd_sm100", "FWD_SM100"),
+    Unloaded("backward", "sm90", "bwd_sm90", "BWD_SM90"),
+    Unloaded("backward", "sm100", "bwd_sm100.two_cta", "TWO_CTA"),
+    Unloaded("backward", "sm100", "bwd_sm100.wide_heads", "WIDE_HEADS"),
+    Unloaded("backward", "sm100", "bwd_sm100.one_cta", "ONE_CTA"),
 )
 """All pipelines, in the order in which they are asked. What is ready to launch stays as it is: one put in
 front serves calls of looks that have not been seen before."""
 
 
-def choose(direction: Direction, problem: Problem, target: Target) -> Pipeline:
-    """The first pipeline that accepts the problem. Raises UnsupportedError where none does."""
-    for pipeline in PIPELINES:
-        reads = pipeline.direction == direction and pipeline.kv_dtype == problem.kv_dtype
+def loaded(direction: Direction, family: str | None = None) -> list[Pipeline]:
+    """Pipelines of a direction, in order: those that may accept a problem on chips of a family, or all."""
+    mine = (one for one in PIPELINES if one.direction == direction)
+    if family is not None:
+        mine = (one for one in mine if isinstance(one, Pipeline) or one.family == family)
+    return [one.load() if isinstance(one, Unloaded) else one for one in mine]
+
+
+def accepting(direction: Direction, problem: Problem, target: Target) -> Pipeline | None:
+    """The first pipeline that accepts the problem."""
+    for pipeline in loaded(direction, target.family):
+        reads = pipeline.kv_dtype == problem.kv_dtype
         writes = pipeline.writes_float32 or not problem.wide_output
         if reads and writes and pipeline.accepts(problem, target):
             return pipeline
+    return None
+
+
+def choose(direction: Direction, problem: Problem, target: Target) -> Pipeline:
+    """The first pipeline that accepts the problem. Raises UnsupportedError where none does."""
+    found = accepting(direction, problem, target)
+    if found is not None:
+        return found
     raise UnsupportedError(
         f"a {direction} kernel for {target.name}: {problem.explain()}",
         "a problem and a chip that one of the pipelines accepts: "
-        + ", ".join(pipeline.name for pipeline in PIPELINES if pipeline.direction == direction),
+        + ", ".join(pipeline.name for pipeline in loaded(direction)),
         "nothing: "
         + ("the cache is dequantised first" if problem.kv_dtype else "it is computed in PyTorch operations")
         + " instead",
@@ -57,17 +92,13 @@ def by_pairs(facts: Facts, problem: Problem, target: Target, schedule: Schedule)
     launches take longer than a step does, split keys, and read pages in place. Tables stay where they leave
     out keys that need not be read: a map's blocks, documents.
     """
-    if problem.mask_form != "tables" or asks_for_order(schedule):
+    if problem.mask_form != "tables" or not problem.few_rows or asks_for_order(schedule):
         return problem
     in_place = problem.page_rows > 0 or problem.kv_dtype
     if not in_place and (problem.row_ends or reads_by_blocks(facts.mask)):
         return problem
     asked = replace(problem, mask_form="pairs", row_ends=0)
-    try:
-        choose("forward", asked, target)
-    except UnsupportedError:
-        return problem
-    return asked
+    return problem if accepting("forward", asked, target) is None else asked
 
 
 def plan_forward(

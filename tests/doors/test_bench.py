@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from fa4flex import reference
 from fa4flex.bench import accuracy as errors
+from fa4flex.bench import first_call
 from fa4flex.bench.accuracy import Accuracy
 from fa4flex.bench.command import latency_verdicts
 from fa4flex.bench.measure import Samples, host_overhead, interleave
@@ -231,15 +233,28 @@ def test_cost_is_over_the_base() -> None:
 
 
 def test_latency_limits() -> None:
-    def found(us: float, first: float, second: float) -> list[bool | None]:
-        calls = {"first": {"call": first}, "second": {"call": second}}
+    def found(us: float, *seconds: float) -> list[bool | None]:
+        calls = {which: {"call": time} for which, time in zip(first_call.MOST, seconds, strict=True)}
         return [
             v.passed for v in latency_verdicts({"host": {"fa4flex": {"median_us": us}}, "first call": calls})
         ]
 
-    assert found(15, 3, 0.5) == [True, True, True] and found(16, 3.1, 0.6) == [False, False, False]
+    assert found(15, 3, 0.5, 4.5, 0.3) == [True] * 5 and found(16, 3.1, 0.6, 4.6, 0.4) == [False] * 5
     failed = latency_verdicts({"host": {}, "first call": {"reason": "no GPU"}})
-    assert [v.passed for v in failed] == [False] * 3 and "no GPU" in failed[1].says
+    assert [v.passed for v in failed] == [False] * 5 and "no GPU" in failed[1].says
+
+
+def test_first_calls_find_byte_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside sources, or where Python is told not to write it there, in a folder that the runs share."""
+    assert first_call.MOST.keys() <= first_call.RUNS.keys() and next(iter(first_call.RUNS)) == "byte code"
+    monkeypatch.delenv("PYTHONPYCACHEPREFIX", raising=False)
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    apart = [first_call._environment(tmp_path, kernels) for kernels in ("others", "forward")]
+    assert len({found["PYTHONPYCACHEPREFIX"] for found in apart}) == 1
+    assert len({found["FA4FLEX_CACHE_DIR"] for found in apart}) == 2
+    assert not any("PYTHONDONTWRITEBYTECODE" in found for found in apart)
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE")
+    assert "PYTHONPYCACHEPREFIX" not in first_call._environment(tmp_path, "forward")
 
 
 # --- errors -------------------------------------------------------------------------------------------------

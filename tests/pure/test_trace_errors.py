@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -381,6 +383,30 @@ def test_the_users_exception_is_the_cause() -> None:
 def test_signature(fn: Any, kind: Any, text: str) -> None:
     with pytest.raises(TraceError, match=text):
         trace(fn, kind, Captures())
+
+
+DRAWING = """
+import sys
+from fa4flex.codegen.trace import Captures, trace
+from fa4flex.errors import TraceError
+
+def mask(b, h, q_idx, kv_idx):
+    import numpy
+    return q_idx - kv_idx < numpy.random.rand()
+
+trace(lambda b, h, q_idx, kv_idx: q_idx > kv_idx, "mask", Captures())
+print("numpy.random" in sys.modules)
+try:
+    trace(mask, "mask", Captures())
+except TraceError as error:
+    print("draws random numbers" in str(error))
+"""
+
+
+def test_numbers_of_a_generator_that_the_mod_imports_are_noticed() -> None:
+    """Tracing imports none itself: that takes as long as a trace."""
+    done = subprocess.run([sys.executable, "-c", DRAWING], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True"]
 
 
 def test_a_proxy_that_escapes_says_so() -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 import random
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from types import FunctionType, MappingProxyType, MethodType
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
 
@@ -68,9 +68,16 @@ def trace(fn: Callable[..., Any], kind: ModKind, captures: Captures) -> Traced:
 
 
 def _random_state() -> tuple[Any, ...]:
-    """State of Python's and numpy's global generators; torch's random operations are refused one by one."""
-    _, keys, *rest = numpy.random.get_state(legacy=True)
-    return random.getstate(), numpy.asarray(keys).tobytes(), tuple(rest)
+    """State of Python's and numpy's global generators; torch's random operations are refused one by one.
+
+    A numpy.random that nobody has imported has none, and takes as long to import as a mod to trace. A mod
+    that imports it is run again, as if it had drawn.
+    """
+    get_state = getattr(sys.modules.get("numpy.random"), "get_state", None)
+    if get_state is None:
+        return random.getstate(), None
+    _, keys, *rest = get_state(legacy=True)
+    return random.getstate(), bytes(keys), tuple(rest)
 
 
 def _random(fn: Callable[..., Any]) -> TraceError:
