@@ -110,7 +110,7 @@ class DqStore:
             for i in cutlass.range(queries.count, unroll=1):
                 tile = query_tile_at(queries, i)
                 if const_expr(self.takes_turns):
-                    counter = await_turn(arguments, work, h, queries, i, config)
+                    counter = await_turn(arguments, work, h, queries, i, config, rank)
                 for w in cutlass.range_constexpr(config.dq_parts):
                     cute.arch.barrier(barrier_id=dq_full(w, stage), number_of_threads=THREADS)
                     if const_expr(w == 0 and len(copies) > 0):
