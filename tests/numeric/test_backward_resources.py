@@ -8,6 +8,7 @@ import random
 import re
 import struct
 from itertools import product
+from typing import Any
 
 import pytest
 from cuda_cases import FEW, VARIANTS, Sizes
@@ -17,6 +18,7 @@ from pairs import hopper_pairs, in_pairs
 
 from fa4flex.codegen.plan.target import SM90A, SM100A, Target
 from fa4flex.compiler.inspect import Inspection, inspect
+from fa4flex.primitives.schedule import Schedule
 
 pytestmark = [
     pytest.mark.usefixtures("either_steps"),
@@ -58,9 +60,14 @@ keys."""
 
 
 def check(
-    name: str, width: Width, target: Target = SM100A, sizes: Sizes = Sizes(), lengths: str = "dense"
+    name: str,
+    width: Width,
+    target: Target = SM100A,
+    sizes: Sizes = Sizes(),
+    lengths: str = "dense",
+    **options: Any,
 ) -> None:
-    kind = Kind(DRAWS[name], lengths, sizes)
+    kind = Kind(DRAWS[name], lengths, sizes, options=options)
     plan, (source, problem, signature) = launched_backward(kind, widths(width), target)
     entry = plan.module.removeprefix("fa4flex.kernels.").replace(".", "") + "kernel"
     source.load()  # imports the compiler
@@ -149,6 +156,21 @@ def test_some_kernel_of_packed_sequences() -> None:
     """A search for a sequence, and for where it ends, spills nothing."""
     name, width = random.choice([x for x in ON_HOPPER if x[0] in LIGHT and x[1] in (64, 128, 160, 192)])
     check(name, width, SM90A, lengths="packed")
+
+
+def check_ordered(name: str, width: Width) -> None:
+    """Checks a kernel whose writer and consumers read tables a step ahead."""
+    check(name, width, SM90A, schedule=Schedule(deterministic=True))
+
+
+def test_some_kernel_with_ordered_sums() -> None:
+    check_ordered(random.choice(LIGHT), random.choice((64, 128, *WIDE)))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("name", "width"), list(product(LIGHT, (64, 128, *WIDE))), ids=str)
+def test_kernel_with_ordered_sums(name: str, width: Width) -> None:
+    check_ordered(name, width)
 
 
 @pytest.mark.exhaustive

@@ -32,13 +32,13 @@ TELLING = ("full", "causal", "by tables")
 """Masks under which some rows see both tiles of keys that cancel each other."""
 
 
-def sensitive(q_len: int, kv_len: int, keys: int = KEYS) -> tuple[list[Tensor], Tensor]:
+def sensitive(q_len: int, kv_len: int, keys: int = KEYS, width: int = 64) -> tuple[list[Tensor], Tensor]:
     """q, k, v and dout with which dQ shows in which order it was added up: what the first tile of `keys`
     adds, the second takes away again, and what others add is small beside it."""
-    q, k, v = (torch.randn(1, h, n, 64).bfloat16() for h, n in ((2, q_len), (1, kv_len), (1, kv_len)))
+    q, k, v = (torch.randn(1, h, n, width).bfloat16() for h, n in ((2, q_len), (1, kv_len), (1, kv_len)))
     k[:, :, :keys] *= 2**12
     k[:, :, keys : 2 * keys], v[:, :, keys : 2 * keys] = -k[:, :, :keys], v[:, :, :keys]
-    return [q, k, v], torch.randn(1, 2, q_len, 64).bfloat16()
+    return [q, k, v], torch.randn(1, 2, q_len, width).bfloat16()
 
 
 def gradients(
@@ -58,10 +58,15 @@ def simulated(arch: str, timing: str, seed: int, *given: Any) -> tuple[tuple[Ten
 
 
 def repeated(
-    arch: str, name: str, deterministic: bool, timings: list[tuple[str, int]], keys: int = KEYS
+    arch: str,
+    name: str,
+    deterministic: bool,
+    timings: list[tuple[str, int]],
+    keys: int = KEYS,
+    width: int = 64,
 ) -> list[tuple[Tensor, ...]]:
     q_len = 100 if name == "full" else 400
-    qkv, dout = sensitive(q_len, 2 * keys + 244, keys)
+    qkv, dout = sensitive(q_len, 2 * keys + 244, keys, width)
     attn = fa4flex.compile(mask=MASKS[name], scale=SCALE, schedule=Schedule(deterministic=deterministic))
     found = []
     for timing, seed in timings:
@@ -86,17 +91,17 @@ def test_sums_in_any_order_show(arch: str) -> None:
     in_any_order(arch)
 
 
-def in_any_order(arch: str, keys: int = KEYS) -> None:
+def in_any_order(arch: str, keys: int = KEYS, width: int = 64) -> None:
     """Asserts what these tests would find without ordered sums: dq alone depends on the timing."""
     tried = [("eager", 0), *(("random", seed) for seed in range(4))]
-    (dq, dk, dv), *others = repeated(arch, "full", False, tried, keys)
+    (dq, dk, dv), *others = repeated(arch, "full", False, tried, keys, width)
     assert any(not torch.equal(other[0], dq) for other in others)
     assert all(torch.equal(other[1], dk) and torch.equal(other[2], dv) for other in others)
 
 
-def same(arch: str, name: str, count: int, keys: int = KEYS) -> None:
+def same(arch: str, name: str, count: int, keys: int = KEYS, width: int = 64) -> None:
     chosen = timings(count)
-    first, *others = repeated(arch, name, True, chosen, keys)
+    first, *others = repeated(arch, name, True, chosen, keys, width)
     for other, (timing, seed) in zip(others, chosen[1:], strict=True):
         for what, x, y in zip(("dq", "dk", "dv"), other, first, strict=True):
             assert torch.equal(x, y), f"{arch}, {name}: {what} differs, {timing} {seed}"

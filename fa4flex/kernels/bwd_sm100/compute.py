@@ -128,7 +128,7 @@ class Compute:
             for i in cutlass.range(queries.masked_count, queries.count, unroll=1):
                 which = (query_tile_at(queries, i), phase)
                 if const_expr(ordered):
-                    if needs_mask(queries, i):
+                    if needs_mask(queries.masked.at(i)):
                         self.step(given, place, (shared, pipes), (lse2, delta), which, True)
                     else:
                         self.step(given, place, (shared, pipes), (lse2, delta), which, False)

@@ -110,8 +110,9 @@ class Config:
 
     @property
     def turn_rows(self) -> int:
-        """One warp adds all of a tile of dQ."""
-        return self.tile_m
+        """Rows, or as many numbers, that take turns by themselves: one warp adds all of a tile of dQ, or of a
+        pair, half of its columns."""
+        return self.tile_m // self.ctas
 
     @property
     def split_columns(self) -> bool:

@@ -20,6 +20,7 @@ from cutlass.tensor_utils import LayoutEnum
 from fa4flex.kernels.bwd_sm90.config import KEYS, Config
 from fa4flex.kernels.bwd_sm90.dkv_epilogue import put, staged_sums, store_by_copies, store_by_threads
 from fa4flex.kernels.bwd_sm90.dq_store import THREADS
+from fa4flex.kernels.bwd_sm90.mixed_steps import mixed_steps
 from fa4flex.kernels.bwd_sm90.resources import Mmas, Operands, Pipes, Shared, dq_rows, transposed
 from fa4flex.kernels.bwd_sm90.roles import SCORES, dq_empty, dq_full, stored
 from fa4flex.kernels.common.backward import (
@@ -27,7 +28,6 @@ from fa4flex.kernels.common.backward import (
     BackwardTileScheduler,
     KeyGrid,
     KeyWork,
-    needs_mask,
     query_tile_at,
     written,
 )
@@ -172,26 +172,23 @@ class Consumer:
                         if g == 0:
                             # And those of another one, where dS of all is.
                             self.meet_others()
-            ordered = cutlass.const_expr(config.deterministic and config.masked)
-            apart = 0 if ordered or self.alike else queries.masked_count
-            for i in cutlass.range(apart, unroll=1):
-                places = (query_tile_at(queries, i), lane, warpgroup_index, count)
-                self.step(given_all, shared, pipes, (q_state, do_state), places, True)
-                q_state.advance()
-                do_state.advance()
-                count += 1
-            for i in cutlass.range(0 if self.alike else queries.masked_count, queries.count, unroll=1):
-                places = (query_tile_at(queries, i), lane, warpgroup_index, count)
-                if const_expr(ordered and not self.alike):
-                    if needs_mask(queries, i):
-                        self.step(given_all, shared, pipes, (q_state, do_state), places, True)
-                    else:
-                        self.step(given_all, shared, pipes, (q_state, do_state), places, False)
-                else:
+            if const_expr(config.deterministic and config.masked and not self.alike):
+                states, where = (q_state, do_state), (lane, warpgroup_index, count)
+                states = mixed_steps(self.step, given_all, shared, pipes, queries, states, where)
+                (q_state, do_state), count = states, count + queries.count
+            else:
+                for i in cutlass.range(0 if self.alike else queries.masked_count, unroll=1):
+                    places = (query_tile_at(queries, i), lane, warpgroup_index, count)
+                    self.step(given_all, shared, pipes, (q_state, do_state), places, True)
+                    q_state.advance()
+                    do_state.advance()
+                    count += 1
+                for i in cutlass.range(0 if self.alike else queries.masked_count, queries.count, unroll=1):
+                    places = (query_tile_at(queries, i), lane, warpgroup_index, count)
                     self.step(given_all, shared, pipes, (q_state, do_state), places, False)
-                q_state.advance()
-                do_state.advance()
-                count += 1
+                    q_state.advance()
+                    do_state.advance()
+                    count += 1
             collector.finish()
         self.finish((mmas, operands), shared, pipes, (lane, count))
         return (q_state, do_state), count

@@ -19,10 +19,13 @@ from fa4flex.kernels.common.backward import (
     BackwardTileScheduler,
     KeyGrid,
     KeyWork,
-    await_turn,
+    await_rank,
+    counter_of,
     pass_turn,
     query_tile_at,
     rows_of,
+    seen,
+    turn_at,
 )
 from fa4flex.kernels.common.cluster import Cluster
 from fa4flex.kernels.common.hooks import Share
@@ -30,6 +33,9 @@ from fa4flex.kernels.common.transfer import Views, add_bulk, partition, sequence
 
 THREADS = 128 + 32
 """A warpgroup and this warp."""
+
+UNSEEN = -1
+"""Number of tiles of keys that have added, where nobody has looked."""
 
 
 @dataclass(frozen=True)
@@ -107,10 +113,18 @@ class DqStore:
             if const_expr(config.stores_dq and config.masked):
                 clear_queries(arguments.dq, work, h, queries, config.tile_m)
             views = self.views(arguments, work, h, shared, copies)
+            turn = Int32(0), Int32(0), Int32(UNSEEN)
+            if const_expr(self.takes_turns):
+                turn = *turn_at(arguments, work, queries, Int32(0)), Int32(UNSEEN)
             for i in cutlass.range(queries.count, unroll=1):
-                tile = query_tile_at(queries, i)
+                tile, turn_rank, done = turn
                 if const_expr(self.takes_turns):
-                    counter = await_turn(arguments, work, h, queries, i, config)
+                    counter = counter_of(arguments, work, (h, tile), config, rank)
+                    await_rank(counter, turn_rank, done)
+                    # Read from tables while dQ is waited for.
+                    following = turn_at(arguments, work, queries, i + 1)
+                else:
+                    tile = query_tile_at(queries, i)
                 for w in cutlass.range_constexpr(config.dq_parts):
                     cute.arch.barrier(barrier_id=dq_full(w, stage), number_of_threads=THREADS)
                     if const_expr(w == 0 and len(copies) > 0):
@@ -137,8 +151,14 @@ class DqStore:
                     cute.arch.cp_async_bulk_wait_group(pending, read=True)
                     cute.arch.barrier_arrive(barrier_id=dq_empty(w, stage), number_of_threads=THREADS)
                 if const_expr(self.takes_turns):
+                    # The next turn is looked for while sums are on their way, and not waited for before this
+                    # one is passed on: a trip to memory less between two turns.
+                    done = Int32(UNSEEN)
+                    if i + 1 < queries.count:
+                        done = seen(counter_of(arguments, work, (h, following[0]), config, rank))
                     cute.arch.cp_async_bulk_wait_group(0)
                     pass_turn(counter)
+                    turn = *following, done
         return stage, parity, steps
 
     def store(

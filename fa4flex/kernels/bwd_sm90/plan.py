@@ -261,9 +261,9 @@ def plan_hopper_backward(request: Request) -> HopperBackwardPlan:
 
 
 def _ctas(problem: Problem, tile: tuple[int, int], width: int, width_v: int) -> int:
-    """CTAs that take a tile of keys together. Where sums are ordered, turns are one block's."""
+    """CTAs that take a tile of keys together."""
     wide = tile == WIDE_TILE and max(width, width_v) > KEYS_APART
-    if not wide or problem.gradients or problem.deterministic:
+    if not wide or problem.gradients:
         return 1
     # Half of the columns of K must have room where V was.
     fits = width // 2 <= width_v

@@ -35,7 +35,8 @@ class Tables(_Tables):
 class Turns(_Turns):
     """In which order tiles of keys add to a tile of queries, where sums are to be the same run after run:
     that in which their blocks are launched. A block waits for blocks that were launched before it, and for
-    no others, so that the first of those that run can always go on.
+    no others, so that the first of those that run can always go on. So do CTAs of a pair, which begin at the
+    same time, and wait for each other and for pairs that were launched before theirs.
 
     done     int32 [B, H, R / turn_rows], or packed [H, R / turn_rows], zero at first: tiles of keys that have
              added to so many rows, or to as many numbers

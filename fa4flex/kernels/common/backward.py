@@ -287,9 +287,9 @@ def query_tile_at(queries: QueryTiles, i: Int32) -> Int32:
 # --- whose turn it is ---------------------------------------------------------------------------------------
 
 
-def needs_mask(queries: QueryTiles, i: Int32) -> Boolean:
-    """True if tile i of Turns.entries needs the mask."""
-    return (queries.masked.at(i) & 1) != 0
+def needs_mask(entry: Int32) -> Boolean:
+    """True if the tile of one of Turns.entries needs the mask."""
+    return (entry & 1) != 0
 
 
 @cute.jit
@@ -304,22 +304,57 @@ def await_turn(
 ) -> cute.Pointer:
     """A warp's: wait until all tiles of keys before this one have added to a part of tile i, turn_rows of its
     rows or as many numbers; returns its counter."""
-    turns, rows = arguments.turns, config.turn_rows
-    place, rank = query_tile_at(queries, i) * (config.tile_m // rows) + part, work.tile
-    if const_expr(turns.ranks is not None):
-        rank = queries.masked._replace(tiles=turns.ranks).at(i)
-    if const_expr(cute.rank(turns.done) == 3):
-        counter = turns.done[work.b, h, None].iterator + place
-    else:
-        counter = turns.done[h, None].iterator + (work.row_offset // rows + place)
+    tile, rank = turn_at(arguments, work, queries, i)
+    counter = counter_of(arguments, work, (h, tile), config, part)
+    await_rank(counter, rank, seen(counter))
+    return counter
+
+
+@cute.jit
+def turn_at(
+    arguments: BackwardArguments, work: KeyWork, queries: QueryTiles, i: Int32
+) -> tuple[Int32, Int32]:
+    """(tile of queries of step i, how many tiles of keys add to it before this one). Of the step after the
+    last one, numbers that say nothing."""
+    rank = work.tile
+    if const_expr(arguments.turns.ranks is not None):
+        rank = queries.masked._replace(tiles=arguments.turns.ranks).at(i)
+    return query_tile_at(queries, i), rank
+
+
+def counter_of(
+    arguments: BackwardArguments,
+    work: KeyWork,
+    where: tuple[Int32, Int32],
+    config: Any,
+    part: Int32 | int = 0,
+) -> cute.Pointer:
+    """Counter of a part of a tile of queries. where: query head and tile."""
+    (h, tile), done, rows = where, arguments.turns.done, config.turn_rows
+    place = tile * (config.tile_m // rows) + part
+    if cute.rank(done) == 3:
+        return done[work.b, h, None].iterator + place
+    return done[h, None].iterator + (work.row_offset // rows + place)
+
+
+@cute.jit
+def seen(counter: cute.Pointer) -> Int32:
+    """The number of tiles of keys that have added, in a warp's first lane."""
+    done = Int32(0)
     if cute.arch.lane_idx() == 0:
         done = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+    return done
+
+
+@cute.jit
+def await_rank(counter: cute.Pointer, rank: Int32, done: Int32) -> None:
+    """A warp's: wait until so many tiles of keys have added. done: how many had when they were last seen."""
+    if cute.arch.lane_idx() == 0:
         while done != rank:
             done = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
     cute.arch.sync_warp()
     # What others added, they added by the copy engine, and so does this warp.
     cute.arch.fence_proxy("async.global")
-    return counter
 
 
 def pass_turn(counter: cute.Pointer) -> None:
