@@ -71,7 +71,7 @@ def _finish(device: str) -> None:
 
 
 def first_and_second(device: str) -> dict[str, Any]:
-    """What each of RUNS took, by its name, or {"reason": ...}."""
+    """Seconds of each of RUNS, by its name, or {"reason": ...}."""
     with tempfile.TemporaryDirectory() as folder:
         found = {}
         for which, (kernels, *mode) in RUNS.items():

@@ -97,7 +97,7 @@ def sequences(batch: int, tokens: int, group: int = 4, width: int = 128, **other
     (4, 64, CAUSAL, 1056), (4, 128, PLAIN, 264), (4, 64, PLAIN, 528),
 ])  # fmt: skip
 def test_short_sequences_share_tiles(group: int, width: int, facts: Facts, most: int) -> None:
-    """Of as many queries on average, whatever each has."""
+    """Sequences have as many queries on average, whatever each has."""
     for batch in (1, 7, 64):
         found = [packed(sequences(batch, most * batch + n, group, width), facts) for n in (-most, 0, 1, 9000)]
         assert found == [group, group, 1, 1]
@@ -154,7 +154,7 @@ def visits(lengths: list[int], queries: int) -> int:
 
 @pytest.mark.parametrize(("mean", "least", "most"), [(256, 0.13, 0.2), (512, 0.07, 0.12), (2048, 0.01, 0.05)])
 def test_visits_that_random_lengths_save(mean: int, least: float, most: float) -> None:
-    """Of 4 heads: 16 %, 9 % and 2 %."""
+    """Tiles of 4 heads save 16 %, 9 % and 2 %."""
     draw, apart, together = random.Random(0), 0, 0
     for _ in range(20):
         ends = sorted(draw.sample(range(1, 32768), 32768 // mean - 1))

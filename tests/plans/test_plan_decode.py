@@ -216,9 +216,9 @@ def test_sequences_of_different_lengths_have_more_blocks() -> None:
     ragged = replace(H200, uneven=True)
     assert splits(ragged, 512, 32768) > splits(H200, 512, 32768)
     assert splits(ragged, 512, 64) == 1
-    assert splits(ragged, 128, 8192) == 8, "parts of 1,024 keys"
-    assert splits(ragged, 128, 8192, 64) == 3, "partial outputs of 64 rows are a twentieth of the keys"
-    assert splits(ragged, 8, 65536) == 32 == splits(ragged, 8, 65536, 4)
+    assert splits(ragged, 128, 8192) == 4, "parts of 2,048 keys"
+    assert splits(ragged, 128, 8192, 64) == 2, "partial outputs of 64 rows are a thirtieth of the keys"
+    assert splits(ragged, 8, 65536) == 32 == splits(ragged, 8, 65536, 16)
 
 
 def test_fixed_parts_do_not_follow_the_batch() -> None:

@@ -24,7 +24,7 @@ or more are of these. Narrow heads may have twice as many, whose tiles are highe
 a mask, half as many count as short. 0: none are short; MOST_PACKED: all are."""
 
 ONE_HEAD = 8
-"""Of up to so many heads, rows r and r + 8 of a tile are of the same one: a thread has parts of both."""
+"""Heads of which rows r and r + 8 of a tile are of the same one, at most: a thread has parts of both rows."""
 
 
 def forward_problem(facts: Facts, inputs: Inputs, proved: Proved, target: Target) -> Problem:

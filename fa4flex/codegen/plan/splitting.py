@@ -14,10 +14,10 @@ WAVES = (1 / 4, 1 / 2, *range(1, 9))
 UNEVEN_WAVES, UNEVEN_SPLITS = 32, 32
 """So many blocks per multiprocessor where sequences differ in length, and at most so many splits for that."""
 
-LEAST_PART = 16
+LEAST_PART = 32
 """Tiles of a split that is made for balance alone: the beginning and end of a block take as long as a few."""
 
-MOST_PARTIAL = 1 / 20
+MOST_PARTIAL = 1 / 30
 """Share of the bytes of keys and values that partial outputs may take which are made for balance alone."""
 
 MERGING = 2.0

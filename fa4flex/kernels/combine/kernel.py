@@ -114,15 +114,17 @@ class Combine:
 
     @cute.jit
     def load(self, parts: Parts, first: Int32, lane: Int32, batch: cutlass.Constexpr[Batch]) -> None:
-        """Splits `first`, and every WARPS-th after it; past the last, its output, and no sum."""
+        """Splits `first`, and every WARPS-th after it; past the last, nothing is read: mostly there are fewer
+        than there is room for."""
         for i in cutlass.range_constexpr(BATCH):
             split = first + WARPS * i
-            kept = cutlass.min(split, parts.count - 1)
-            batch.log_sums[i] = select_(split < parts.count, parts.log_sums[kept], -Float32.inf)
-            row = cute.logical_divide(parts.outputs[kept, None], cute.make_layout(self.together))
-            for piece in cutlass.range_constexpr(self.pieces):
-                place = cutlass.min(piece * 32 + lane, self.width // self.together - 1)
-                cute.autovec_copy(row[None, place], batch.outputs[None, piece, i])
+            batch.log_sums[i] = -Float32.inf
+            if split < parts.count:
+                batch.log_sums[i] = parts.log_sums[split]
+                row = cute.logical_divide(parts.outputs[split, None], cute.make_layout(self.together))
+                for piece in cutlass.range_constexpr(self.pieces):
+                    place = cutlass.min(piece * 32 + lane, self.width // self.together - 1)
+                    cute.autovec_copy(row[None, place], batch.outputs[None, piece, i])
 
     @cute.jit
     def largest(self, parts: Parts, lane: Int32) -> Float32:

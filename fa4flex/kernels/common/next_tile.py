@@ -52,7 +52,7 @@ def receive(next_tile: cutlass.Constexpr[NextTile], phase: Int32) -> Int32:
 
 @cute.jit
 def publish_work(work: Work, next_tile: cutlass.Constexpr[NextTile], phase: Int32) -> None:
-    """As `publish`: the tile itself, which takes searching."""
+    """Publish the tile itself, which takes searching, in place of its number."""
     cute.arch.mbarrier_wait(next_tile.empty, phase)
     with cute.arch.elect_one():
         for i, number in enumerate(work):
@@ -62,7 +62,7 @@ def publish_work(work: Work, next_tile: cutlass.Constexpr[NextTile], phase: Int3
 
 @cute.jit
 def receive_work(next_tile: cutlass.Constexpr[NextTile], phase: Int32) -> Work:
-    """As `receive`: the tile itself."""
+    """Receive what `publish_work` published."""
     cute.arch.mbarrier_wait(next_tile.full, phase)
     said = cute.make_rmem_tensor((len(Work._fields),), Int32)
     cute.autovec_copy(next_tile.number, said)
