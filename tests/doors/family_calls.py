@@ -84,10 +84,11 @@ def used_both(draw: random.Random) -> Step:
 
 
 def packed(draw: random.Random) -> Step:
+    """Sequences, short and long, whose heads have keys of their own: of groups, short ones are told apart."""
     tokens, sequences = draw.randint(40, 4000), draw.randint(1, 9)
     inner = sorted(draw.randint(0, tokens) for _ in range(sequences - 1))
     cu = torch.tensor([0, *inner, tokens], dtype=torch.int32)
-    q, k, v = (torch.zeros(tokens, n, 64, dtype=torch.bfloat16) for n in (HEADS, 2, 2))
+    q, k, v = (torch.zeros(tokens, HEADS, 64, dtype=torch.bfloat16) for _ in range(3))
     return Step((q, k, v), varlen=Varlen(cu))
 
 

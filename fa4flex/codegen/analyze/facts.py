@@ -23,6 +23,8 @@ SCORE = sym("score")
 
 MaskForm = Literal["none", "spans", "queries", "tables", "pairs"]
 """Form in which a kernel reads the mask: see Problem."""
+ASKED: tuple[MaskForm, ...] = ("tables", "pairs")
+"""Forms of masks that are evaluated pair by pair, in some tiles or in all."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
-from fa4flex.codegen.analyze.facts import Facts
+from fa4flex.codegen.analyze.facts import ASKED, Facts
 from fa4flex.codegen.emit.lower import Lowering
 from fa4flex.codegen.emit.nodes import RATES, SCALE, Rate, device
 from fa4flex.codegen.emit.operand_gradients import LoweredShare, lowered_shares
@@ -152,7 +152,7 @@ class Module:
         self._roots = {name: x for name, x in scores.items() if x is not None}
         if which.slope and facts.gradient.by_score is not const(1.0):
             self._roots["slope"] = self._lowering.value_within(facts.gradient.by_score, facts.score)
-        if problem.asks_mask:
+        if problem.mask_form in ASKED:
             self._roots["mask"] = self._lowering.value(facts.mask)
         if problem.mask_form in ENDS or (problem.mask_form == "pairs" and facts.allowed is not None):
             self._spans = self._lowered_spans(facts, ENDS.get(problem.mask_form, ALLOWED))

@@ -186,11 +186,6 @@ class Problem:
         return "uint8" if self.kv_dtype else self.dtype
 
     @property
-    def asks_mask(self) -> bool:
-        """True if a mask is evaluated pair by pair, in some tiles or in all."""
-        return self.mask_form in ("tables", "pairs")
-
-    @property
     def uneven(self) -> bool:
         """True if tiles of queries may have different numbers of keys."""
         return self.lengths != "dense" or self.mask_form != "none"

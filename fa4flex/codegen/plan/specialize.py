@@ -18,10 +18,10 @@ MOST_PACKED = 1 << 30
 """Rows of a group of heads in one sequence, at most: their numbers have 32 bits."""
 
 SHORT_SEQUENCES = 11
-"""Sequences of a packed batch are short that have up to so many times, on average, the queries by which a
-tile of a head passes the end of one and a tile of a group does not: under a causal mask, 8 % of the products
-or more are of these. Narrow heads may have twice as many, whose tiles are higher than they are wide; without
-a mask, half as many count as short. 0: none are short; MOST_PACKED: all are."""
+"""Sequences of a packed batch are short that have up to about so many times, on average, the queries by
+which a tile of a head passes the end of one and a tile of a group does not: under a causal mask, 8 % of the
+products or so are of these. Narrow heads may have twice as many, whose tiles are higher than they are wide;
+without a mask, half as many count as short. 0: none are short; MOST_PACKED: all are."""
 
 ONE_HEAD = 8
 """Heads of which rows r and r + 8 of a tile are of the same one, at most: a thread has parts of both rows."""
@@ -158,21 +158,26 @@ def _divides(inputs: Inputs, target: Target) -> bool:
 
 
 def _short_in_all(facts: Facts, inputs: Inputs, target: Target) -> int:
-    """The most queries of all sequences of a packed batch that are short."""
+    """The most queries of all sequences of a packed batch that are short. Batches of up to twice as many
+    sequences have the same, so that a few launches serve batches of any size."""
     group, narrow = _group(inputs), max(inputs.head_dim, inputs.head_dim_v) <= target.class_width
     saved = target.packed_rows - target.packed_rows // group
     each = SHORT_SEQUENCES * saved * (2 if narrow else 1) // (2 if facts.mask is TRUE else 1)
-    return min(each * inputs.extents.batch, MOST_PACKED // group)
+    return min(each * _least_batch(inputs) * 3 // 2, MOST_PACKED // group)
+
+
+def _least_batch(inputs: Inputs) -> int:
+    """The power of two at or below the number of sequences."""
+    return 1 << max(inputs.extents.batch, 1).bit_length() - 1
 
 
 def _same_packing(facts: Facts, inputs: Inputs, target: Target) -> Reach:
-    """Extents of packed sequences that are short, as those of `inputs` are, or not: for as many sequences or
-    more of so many queries in all, and for as many or fewer of more."""
+    """Extents of packed sequences that are short, as those of `inputs` are, or not."""
     if not _may_pack_sequences(facts, inputs, target):
         return Reach()
-    batch = inputs.extents.batch
+    batch = _least_batch(inputs)
     least, most = _side(inputs.extents.q_len, _short_in_all(facts, inputs, target))
-    return Reach((batch, 0, 0), (ANY, most, ANY)) if least == 0 else Reach((0, least, 0), (batch, ANY, ANY))
+    return Reach((batch if batch > 1 else 0, least, 0), (2 * batch - 1, most, ANY))
 
 
 def _group(inputs: Inputs) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fa4flex.codegen.analyze.facts import SCORE, Facts
+from fa4flex.codegen.analyze.facts import ASKED, SCORE, Facts
 from fa4flex.codegen.analyze.hoist import hoist, read_by_pairs
 from fa4flex.codegen.expr import Expr, apply, sym, walk
 from fa4flex.codegen.ops import OPS, Cost
@@ -60,7 +60,7 @@ class Work:
 def count_work(facts: Facts, problem: Problem) -> Work:
     """Facts -> Work. Masks are left out of the cost: full tiles never evaluate them."""
     # Beside ends of rows, the mask's terms are computed where it is asked, and not kept.
-    asked = problem.asks_mask and not problem.row_ends
+    asked = problem.mask_form in ASKED and not problem.row_ends
     hooked = (facts.score, facts.mask) if asked else (facts.score,)
     terms = hoist(*hooked)
     cost = SOFTMAX.plus(score_cost(facts.score))
@@ -162,4 +162,4 @@ def _biases(score: Expr, problem: Problem) -> list[Bias]:
 
 def is_plain(facts: Facts, problem: Problem) -> bool:
     """True if a score is used as it is, and no mask is evaluated pair by pair."""
-    return facts.score is SCORE and not problem.asks_mask
+    return facts.score is SCORE and problem.mask_form not in ASKED
