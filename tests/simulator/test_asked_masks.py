@@ -118,6 +118,19 @@ def test_8_bit_caches(page_size: int, chip: str, monkeypatch: pytest.MonkeyPatch
     compare(attn, (q, k, v), *decoding.attend(attn, q, k, v, **more), **more)
 
 
+def test_backward_passes_have_block_tables(chip: str) -> None:
+    attn, qkv = fa4flex.compile(mask=tree(parents(5))), decoding.drawn(decoding.Size(q_len=5, kv_len=150))
+    leaves, dout = [x.requires_grad_() for x in qkv], torch.randn(1, 4, 5, 64).bfloat16()
+    with simulator.device(chip) as gpu:
+        found = torch.autograd.grad(attn(*leaves), leaves, dout)
+    kernels = [result.kernel for result in gpu.results]
+    assert all(any(part in name for name in kernels) for part in ("decode", "block_tables", "bwd"))
+    exact_leaves = [x.detach().double().requires_grad_() for x in leaves]
+    exact = torch.autograd.grad(attn(*exact_leaves), exact_leaves, dout.double())
+    for mine, true in zip(found, exact, strict=True):
+        assert (mine.double() - true).abs().max() <= 2 * 2**-8 * true.abs().max()
+
+
 def test_longer_keys_are_the_same_launch(chip: str) -> None:
     """Block tables would be made anew for each length."""
     attn, lengths = fa4flex.compile(mask=tree(parents(4))), [130, 131, 190]
