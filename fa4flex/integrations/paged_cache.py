@@ -20,6 +20,7 @@ from fa4flex.errors import UnsupportedError
 from fa4flex.kernels import dispatch
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.varlen import Varlen
+from fa4flex.runtime.cuda.calls.call import name_of
 from fa4flex.runtime.cuda.device.device import target_of
 from fa4flex.runtime.launch import on_gpu
 
@@ -131,11 +132,7 @@ def _mixes(attn: Attention, q: Tensor, caches: Caches) -> bool:
     widths = q.shape[-1], caches[1].shape[-1]
     capability = torch.cuda.get_device_capability(q.device)
     out = attn.variant.precision.output or q.dtype
-    return _has_mixed(widths, (_name(q.dtype), _name(out)), caches[0].shape[1], capability)
-
-
-def _name(dtype: torch.dtype) -> Any:
-    return str(dtype).removeprefix("torch.")
+    return _has_mixed(widths, (name_of(q.dtype), name_of(out)), caches[0].shape[1], capability)
 
 
 @functools.lru_cache(maxsize=256)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import fa4flex
 from fa4flex import Schedule, Varlen, reference, simulator
+from fa4flex.kernels.fwd_sm90.config import HANDED
 from fa4flex.variants import alibi, causal, sliding_window, softcap
 
 SMS = 132
@@ -171,3 +172,9 @@ def test_few_blocks_take_tiles_that_one_warp_finds(seed: int) -> None:
     exact, exact_lse = reference.varlen(wide, (ranges, ranges), mask=causal)
     assert (out - exact).abs().max() <= 2**-8 * exact.abs().max()
     assert (lse - exact_lse).abs().max() <= 1e-4
+
+
+def test_a_tile_is_handed_over_whole() -> None:
+    from fa4flex.kernels.common.work import Work
+
+    assert len(Work._fields) == HANDED

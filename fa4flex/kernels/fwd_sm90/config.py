@@ -11,7 +11,6 @@ from fa4flex.codegen.plan.paging import Boxes
 HANDED = 8
 """Numbers of 32 bits in which a tile of queries is handed over, those of a Work."""
 
-
 PASSING = ("packed",)
 """Lengths in whose tiles warpgroups without rows compute nothing. Of tiles that may end anywhere, 3 % of all
 steps are such (128 rows, sequences of 1,000 queries on average) to 10 % (192 rows, 500)."""
