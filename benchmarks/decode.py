@@ -154,7 +154,7 @@ def split_in(count: int | None) -> Iterator[None]:
     with (
         nullcontext()
         if count is None
-        else patch.object(splitting, "_splits", lambda pairs, tiles, *more: min(count, tiles))
+        else patch.object(splitting, "_splits", lambda pairs, tiles, *more: (min(count, tiles),) * 2)
     ):
         yield
 

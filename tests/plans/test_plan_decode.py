@@ -16,7 +16,7 @@ from fa4flex.codegen.plan.errors import PlanError
 from fa4flex.codegen.plan.inputs import Inputs
 from fa4flex.codegen.plan.problem import PAGE_ROWS, Problem, page_rows
 from fa4flex.codegen.plan.specialize import same_problem
-from fa4flex.codegen.plan.splitting import MOST_SPLITS, Splitting
+from fa4flex.codegen.plan.splitting import MOST_COMPARED, MOST_SPLITS, Splitting
 from fa4flex.codegen.plan.target import SM90A, SM100A
 from fa4flex.codegen.plan.topology import Role, Topology
 from fa4flex.codegen.plan.verify import at_random, round_robin, simulate
@@ -196,8 +196,8 @@ H200 = Splitting(64, 128, 132)
 
 
 def splits(by: Splitting, pairs: int, kv_len: int, each: int = 4) -> int:
-    """Splits of so many pairs of `each` rows."""
-    return by.splits(pairs, kv_len, each * pairs)
+    """Splits, at most, of so many pairs of `each` rows, of as many sequences."""
+    return by.splits(pairs, pairs, kv_len, each * pairs).most
 
 
 def test_splits_fill_the_chip_and_no_more() -> None:
@@ -230,8 +230,20 @@ def test_fixed_parts_do_not_follow_the_batch() -> None:
             Schedule(split=wrong)  # type: ignore[arg-type]
 
 
+def test_even_batches_are_split_as_if_their_lengths_were_known() -> None:
+    ragged = replace(H200, uneven=True)
+    for batch, kv_len, rows in product((2, 16, 64, 512), (100, 8192, 65536), (4, 64)):
+        known, found = (by.splits(batch, 8 * batch, kv_len, rows * batch) for by in (H200, ragged))
+        assert found.even == known.most == known.even <= found.most
+        assert found.floats == (found.most * rows * batch * 129 if found.most > 1 else 0)
+    assert ragged.splits(1, 8, 65536, 32) == H200.splits(1, 8, 65536, 32), "a single sequence is even"
+    many = ragged.splits(MOST_COMPARED + 1, MOST_COMPARED + 1, 65536, 4)
+    assert many.even == many.most > 1, "too many lengths for each warp to read"
+
+
 def test_memory_of_parts() -> None:
-    assert H200.floats(1, 32, 8) == 0 and H200.floats(3, 32, 8) == 3 * 32 * 129
+    assert H200.splits(128, 128, 8192, 512).floats == 0
+    assert H200.splits(1, 8, 8192, 32) == (16, 16, 16 * 32 * 129)
 
 
 # --- the pipeline -------------------------------------------------------------------------------------

@@ -36,8 +36,14 @@ def drawn(size: Size, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
     return [torch.randn(shape).to(dtype) for shape in shapes]
 
 
-def split_in(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    monkeypatch.setattr(splitting, "_splits", lambda pairs, tiles, *more: min(count, tiles))
+def split_in(monkeypatch: pytest.MonkeyPatch, count: int, even: int | None = None) -> None:
+    """Splits of the keys, at most as many as tiles: `even` of batches of which the device finds that they
+    are."""
+
+    def splits(pairs: int, tiles: int, *more: Any) -> tuple[int, int]:
+        return min(count, tiles), min(count if even is None else even, tiles)
+
+    monkeypatch.setattr(splitting, "_splits", splits)
 
 
 def attend(attn: fa4flex.Attention, *qkv: Tensor, **more: Any) -> tuple[Tensor, Tensor]:

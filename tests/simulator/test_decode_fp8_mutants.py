@@ -55,7 +55,7 @@ def forward(q_len: int) -> Own:
     seen: list[Launch] = []
     with (
         torch.no_grad(),
-        patch.object(splitting, "_splits", lambda *given: 1),
+        patch.object(splitting, "_splits", lambda *given: (1, 1)),
         capturing("sm_90a", seen.append, 1),
         simulated("sm_90a"),
     ):

@@ -20,7 +20,7 @@ CHIPS = pytest.mark.parametrize("chip", ["sm_90a", "sm_100a"])
 def forward(chip: str, masked: bool, dim: int) -> Own:
     """One block has all keys of a head, and its rings go round."""
     keys = 900 if dim == 64 else 470
-    with patch.object(splitting, "_splits", lambda *given: 1):
+    with patch.object(splitting, "_splits", lambda *given: (1, 1)):
         return captured_forward(chip, Size(batch=1, heads=1, q_len=40, kv_len=keys, dim=dim), masked)
 
 

@@ -74,9 +74,9 @@ def test_all_parts_have_room_draw() -> None:
         assert sum(n > 1 for n in parts) * kv_heads <= MOST_SPLIT
         kept = sum(n * r for n, r in zip(parts, rows) if n > 1) * kv_heads
         splitting = MixedSplitting(TILE, 128, sms)
-        splits = splitting.splits(len(sizes) * kv_heads, most, rows=0)
         tokens = sum(q for q, _ in sizes)
-        assert kept * 129 <= splitting.floats(splits, tokens * heads, len(sizes) * kv_heads), (sizes, sms)
+        room = splitting.splits(len(sizes), len(sizes) * kv_heads, most, tokens * heads).floats
+        assert kept * 129 <= room, (sizes, sms)
 
 
 @pytest.mark.slow

@@ -284,7 +284,7 @@ FORWARD = Schema(
         Argument("max_scores", PER_ROW, "launch", lambda one: "max_scores" in one.problem.statistics),
         *LENGTHS[:2],
         replace(LENGTHS[2], read_by=("kernel", MERGE)),
-        LENGTHS[3],
+        replace(LENGTHS[3], read_by=("kernel", MERGE)),
         Argument("tables", TABLES, "launch", lambda one: one.problem.mask_form == "tables"),
         Argument(
             "sinks",
@@ -299,10 +299,12 @@ FORWARD = Schema(
         Argument("counters", Array("int32", (COUNTERS,)), "launch", lambda one: one.config.dynamic),
         Argument("order", Array("int32", ("tiles", 2)), "launch", None),
         Argument("splits", Number("int"), "launch", _splits, ("kernel", MERGE)),
+        Argument("even_splits", Number("int"), "launch", _splits, ("kernel", MERGE)),
         Argument(
             "workspace", Array("float32", ("partial",), together=4), "launch", _splits, ("kernel", MERGE)
         ),
-        *PAGES,
+        PAGES[0],
+        replace(PAGES[1], read_by=("kernel", MERGE)),
         FAULTS,
         Argument("k_scale", Scales("k_scales"), "call.scales", lambda one: bool(one.problem.k_scales)),
         Argument("v_scale", Scales("v_scales"), "call.scales", lambda one: bool(one.problem.v_scales)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 MOST_SPLITS = 256
 """Partial outputs of a row: the kernel that merges them reads all of them."""
@@ -20,8 +21,20 @@ LEAST_PART = 32
 MOST_PARTIAL = 1 / 30
 """Share of the bytes of keys and values that partial outputs may take which are made for balance alone."""
 
+MOST_COMPARED = 512
+"""Sequences whose lengths each warp of a kernel reads, at most, to see whether they are about the same."""
+
 MERGING = 2.0
 """Cost of a second launch and partial outputs, in key tiles that a multiprocessor loads meanwhile."""
+
+
+class Splits(NamedTuple):
+    """Splits of the keys of each sequence: `most`, and `even` where sequences have about the same length, which
+    is at most as many. floats: float32 of memory for the partial outputs and log-sum-exps."""
+
+    most: int
+    even: int
+    floats: int
 
 
 @dataclass(frozen=True)
@@ -39,33 +52,30 @@ class Splitting:
     uneven: bool = False
     share: int | None = None
 
-    def splits(self, pairs: int, kv_len: int, rows: int) -> int:
-        """Splits of the keys of each of `pairs` (sequence, head of keys) of up to kv_len keys. rows: of all
-        pairs."""
+    def splits(self, batch: int, pairs: int, kv_len: int, rows: int) -> Splits:
+        """Splits of the keys of each of `pairs` (sequence, head of keys) of up to kv_len keys, of `batch`
+        sequences. rows: of all pairs."""
         tiles = -(-kv_len // self.tile_n)
         if self.share is not None:
             # Two at least: a single one is not merged, and may differ from a merged one in a last bit.
-            return max(-(-tiles // self.share), 2)
-        # Of a row and split, a float32 is written and read for each column that a tile has in 16 bits twice.
-        partial = 2 / self.tile_n * max(-(-rows // max(pairs, 1)), 1)
-        return _splits(pairs, tiles, self.multiprocessors, self.uneven, partial)
-
-    def applies(self, batch: int, rows: int, pairs: int) -> bool:
-        """True if keys of such a call may be split: `rows` of `pairs` (sequence, head of keys), of `batch`
-        sequences."""
-        return True
-
-    def floats(self, splits: int, rows: int, pairs: int) -> int:
-        """float32 of memory for the partial outputs and log-sum-exps of `rows` rows, of `pairs` (sequence,
-        head of keys); none for one split."""
-        return splits * rows * (self.width + 1) if splits > 1 else 0
+            most = even = max(-(-tiles // self.share), 2)
+        else:
+            # Of a row and split, a float32 is written and read for each column that a tile has in 16 bits
+            # twice.
+            partial = 2 / self.tile_n * max(-(-rows // max(pairs, 1)), 1)
+            most, even = _splits(pairs, tiles, self.multiprocessors, self.uneven and batch > 1, partial)
+            even = even if batch <= MOST_COMPARED else most
+        return Splits(most, even, most * rows * (self.width + 1) if most > 1 else 0)
 
 
 @lru_cache(maxsize=4096)
-def _splits(pairs: int, tiles: int, multiprocessors: int, uneven: bool, partial: float) -> int:
-    """The candidate of the least estimate: the blocks of the busiest multiprocessor times the tiles of a
-    block, whose loads take the time, and what merging takes. Where sequences differ in length, more blocks
-    than that, for balance. partial: bytes of the partial outputs of a split, in tiles of keys."""
+def _splits(
+    pairs: int, tiles: int, multiprocessors: int, uneven: bool, partial: float
+) -> tuple[int, int]:
+    """(most, even) splits. Of an even batch, the candidate of the least estimate: the blocks of the busiest
+    multiprocessor times the tiles of a block, whose loads take the time, and what merging takes. Where
+    sequences differ in length, more blocks than that, for balance. partial: bytes of the partial outputs of a
+    split, in tiles of keys."""
     pairs = max(pairs, 1)
     most = max(min(tiles, MOST_SPLITS), 1)
     candidates = {min(max(int(wave * multiprocessors / pairs), 1), most) for wave in WAVES} | {1}
@@ -77,6 +87,6 @@ def _splits(pairs: int, tiles: int, multiprocessors: int, uneven: bool, partial:
 
     best = min(candidates, key=cost)
     if not uneven:
-        return best
+        return best, best
     balanced = min(UNEVEN_WAVES * multiprocessors // pairs, UNEVEN_SPLITS, tiles // LEAST_PART)
-    return min(max(best, min(balanced, int(tiles * MOST_PARTIAL / partial))), most)
+    return min(max(best, min(balanced, int(tiles * MOST_PARTIAL / partial))), most), best

@@ -328,6 +328,7 @@ class Topology:
     stages       of memory that is no ring: (name, how many), where there are several
     places       names of mbarriers as they lie in a kernel's shared memory, for each CTA (signals.py); "" for
                  those that it has room for and does not use
+    may_end      a block may find that it has no tile, and do nothing
     """
 
     roles: tuple[Role, ...]
@@ -339,6 +340,7 @@ class Topology:
     by_warp: tuple[str, ...] = ()
     stages: tuple[tuple[str, int], ...] = ()
     places: tuple[tuple[str, ...], ...] = ((),)
+    may_end: bool = False
 
     def ring(self, name: str) -> Ring:
         return next(ring for ring in self.rings if ring.name == name)
@@ -414,6 +416,8 @@ class Topology:
             if role.kind not in told:
                 told.add(role.kind)
                 lines += _explain_role(role)
+        if self.may_end:
+            lines.append("  a block of which the keys have no part ends at once")
         return "\n".join(lines)
 
     @property

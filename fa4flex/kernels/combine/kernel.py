@@ -18,6 +18,7 @@ from cutlass.memory import SmemAllocator
 from fa4flex.codegen.plan.arguments import FORWARD, MERGE
 from fa4flex.kernels.combine.workspace import Parts, parts_of, rows_of
 from fa4flex.kernels.common.arguments import named
+from fa4flex.kernels.common.even_batches import splits_of
 from fa4flex.kernels.common.softmax import LOG2_E, alone, finish, running
 
 WARPS = 4
@@ -30,8 +31,8 @@ _Arguments: Any = named("CombineArguments", FORWARD.read_by(MERGE))
 
 
 class CombineArguments(_Arguments):
-    """out [B, S, H, D]; lse [B, H, S], or None; seqused_q int32 [B], sinks [H], or None; workspace: see
-    workspace.py."""
+    """out [B, S, H, D]; lse [B, H, S], or None; seqused_q, seqused_k and paged_keys [B], sinks [H], or None;
+    workspace: see workspace.py."""
 
 
 @dataclass(frozen=True)
@@ -80,13 +81,15 @@ class Combine:
         q_len = Int32(length)
         if const_expr(arguments.seqused_q is not None):
             q_len = Int32(arguments.seqused_q[b])
+        splits = splits_of(arguments)
         cute.arch.griddepcontrol_wait()
-        if q < q_len:
+        # A single split has left the output itself.
+        if (q < q_len) & (splits > 1):
             lse = None
             if const_expr(arguments.lse is not None):
                 lse = arguments.lse[b, h, None]
             row = Row(arguments.out[b, q, h, None], lse, Int32(q), sink_of(arguments, h))
-            self.merge(parts_of(arguments, number), row, thread, sums)
+            self.merge(parts_of(arguments, number, splits), row, thread, sums)
 
     def room(self) -> Sums:
         return (

@@ -9,8 +9,8 @@ from cutlass import Int32, Int64, cute
 
 
 class Parts(NamedTuple):
-    """Results of all splits of the keys for one row: log-sum-exps (split), outputs (split, width), and how
-    many splits there are."""
+    """Results of splits of the keys for one row: log-sum-exps (split), outputs (split, width), and how many
+    splits there are: perhaps fewer than there is room for."""
 
     log_sums: cute.Tensor
     outputs: cute.Tensor
@@ -45,6 +45,6 @@ def log_sums(arguments: Any) -> cute.Tensor:
     return cute.make_tensor(start, cute.make_layout((arguments.splits, rows), stride=(Int64(rows), 1)))
 
 
-def parts_of(arguments: Any, number: Int32) -> Parts:
-    """All splits of row `number`."""
-    return Parts(log_sums(arguments)[None, number], outputs(arguments)[None, number, None], arguments.splits)
+def parts_of(arguments: Any, number: Int32, splits: Int32) -> Parts:
+    """The splits of row `number`."""
+    return Parts(log_sums(arguments)[None, number], outputs(arguments)[None, number, None], splits)

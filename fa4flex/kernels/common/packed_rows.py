@@ -8,6 +8,7 @@ import cutlass
 from cutlass import Boolean, Int32, const_expr, cute, select_
 
 from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.even_batches import splits_of
 from fa4flex.kernels.common.hooks import At, Hooks
 from fa4flex.kernels.common.keys import KeyTiles, Lines, Span, asked_outside, row_spans, seen_by
 from fa4flex.kernels.common.paged_lengths import paged_length
@@ -26,6 +27,16 @@ class Row(NamedTuple):
     exists: Boolean
 
 
+class Part(NamedTuple):
+    """A block's part of a launch: number `split` of `splits` of the keys of a sequence and head of keys, or
+    none where it is not below `splits`."""
+
+    b: Int32
+    kv_head: Int32
+    split: Int32
+    splits: Int32
+
+
 class Tile(NamedTuple):
     """All queries of `group` heads of sequence b, which share kv_head; and of its key tiles number `first` to
     `last`, in the order of `keys`."""
@@ -35,6 +46,7 @@ class Tile(NamedTuple):
     group: Int32
     heads: Int32
     split: Int32
+    splits: Int32
     q_len: Int32
     kv_len: Int32
     keys: KeyTiles
@@ -54,15 +66,22 @@ class Tile(NamedTuple):
         return Work(self.split, h, self.b, zero, zero, self.q_len, self.kv_len, Boolean(True))
 
 
+def part_of(number: Int32, arguments: Arguments) -> Part:
+    """Part of block `number`: the first splits of all sequences come before any second one, as an even batch
+    may have no others."""
+    kv_heads = Int32(arguments.k.shape[2])
+    pairs = Int32(arguments.q.shape[0]) * kv_heads
+    pair = number % pairs
+    return Part(pair // kv_heads, pair % kv_heads, number // pairs, splits_of(arguments))
+
+
 @cute.jit
 def tile_of(
-    number: Int32, arguments: Arguments, hooks: cutlass.Constexpr[Hooks], config: cutlass.Constexpr[Any]
+    part: Part, arguments: Arguments, hooks: cutlass.Constexpr[Hooks], config: cutlass.Constexpr[Any]
 ) -> Tile:
-    """Tile number `number`: all splits of a sequence and head of keys come one after the other. `config` has
-    tile_n, share and paged."""
+    """The tile of a part. `config` has tile_n, share and paged."""
     heads, kv_heads = Int32(arguments.q.shape[2]), Int32(arguments.k.shape[2])
-    pair, split = number // arguments.splits, number % arguments.splits
-    b, kv_head = pair // kv_heads, pair % kv_heads
+    b, kv_head, split, splits = part
     q_len, kv_len = Int32(arguments.q.shape[1]), Int32(arguments.k.shape[1])
     if const_expr(config.paged):
         kv_len = paged_length(arguments, b)
@@ -72,9 +91,9 @@ def tile_of(
         kv_len = Int32(arguments.seqused_k[b])
     zero = Int32(0)
     whole = KeyTiles(None, None, zero, zero)
-    tile = Tile(b, kv_head, heads // kv_heads, heads, split, q_len, kv_len, whole, zero, zero)
+    tile = Tile(b, kv_head, heads // kv_heads, heads, split, splits, q_len, kv_len, whole, zero, zero)
     keys = keys_of(tile, arguments, hooks, config)
-    first, last = run_of(keys.count, split, arguments.splits, config.share)
+    first, last = run_of(keys.count, split, splits, config.share)
     return tile._replace(keys=keys, first=first, last=last)
 
 

@@ -15,7 +15,7 @@ from fa4flex.kernels.common.boxes import box_transfers, box_views
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.key_values import ContiguousKeyValues, KeyValues, tokens_of
 from fa4flex.kernels.common.keys import tile_at
-from fa4flex.kernels.common.packed_rows import Tile, tile_of
+from fa4flex.kernels.common.packed_rows import Part, Tile, tile_of
 from fa4flex.kernels.common.paged_key_values import Order, PagedKeyValues, page_table
 from fa4flex.kernels.common.paged_lengths import check_length
 from fa4flex.kernels.common.transfer import READ_ONCE, Ring, Transfers, partition, reordered
@@ -55,12 +55,13 @@ class Producer:
     def run(
         self,
         arguments: Arguments,
+        part: Part,
         transfers: cutlass.Constexpr[Transfers],
         stages: cutlass.Constexpr[Stages],
     ) -> None:
         k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.kv_stages)
         v_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.kv_stages)
-        tile = tile_of(cute.arch.block_idx()[0], arguments, self.hooks, self.config)
+        tile = tile_of(part, arguments, self.hooks, self.config)
         key_values = self.key_values(arguments, tile, transfers, stages)
         for i in cutlass.range(tile.first, tile.last, unroll=1):
             key_tile = tile_at(tile.keys, i)

@@ -17,7 +17,7 @@ from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.fragment import packed, quad_reduce
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.keys import tile_at
-from fa4flex.kernels.common.packed_rows import Tile, first_full, place_of, tile_of
+from fa4flex.kernels.common.packed_rows import Part, Tile, first_full, place_of, tile_of
 from fa4flex.kernels.common.pointwise import Fragment, prepare_rows
 from fa4flex.kernels.common.softmax import (
     LOG2_E,
@@ -83,9 +83,13 @@ class Consumer:
 
     @cute.jit
     def run(
-        self, arguments: Arguments, shared: cutlass.Constexpr[Shared], pipes: cutlass.Constexpr[Pipes]
+        self,
+        arguments: Arguments,
+        part: Part,
+        shared: cutlass.Constexpr[Shared],
+        pipes: cutlass.Constexpr[Pipes],
     ) -> None:
-        tile = tile_of(cute.arch.block_idx()[0], arguments, self.hooks, self.config)
+        tile = tile_of(part, arguments, self.hooks, self.config)
         warp = self.warp(arguments, tile, shared)
         k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.kv_stages)
         v_state = k_state.clone()
@@ -142,7 +146,7 @@ class Consumer:
         factor = at.scale * LOG2_E if self.hooks.factor is None else self.hooks.factor(at)
         slack = self.config.rescale_threshold * cute.arch.rcp_approx(factor)
         fragment = Fragment(at, terms, (0,), columns, row.q, lane % 4 * 2)
-        return Mine(row, fragment, factor, slack, running(1))
+        return Mine(row, fragment, factor, slack, running(1), None)
 
     def columns(self, warp: Warp, i: Int32, step: Int32) -> Int32:
         """The first key of a lane's columns in a step of tile number i; of the tile after the last, of the

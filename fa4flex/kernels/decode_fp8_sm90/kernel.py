@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import cutlass
 import cutlass.utils.hopper_helpers as sm90
 from cuda.bindings import driver as cuda
 from cutlass import Float32, Int64, Uint8, cute, pipeline
@@ -19,6 +20,7 @@ from cutlass.tensor_utils import LayoutEnum
 from fa4flex.kernels.combine.kernel import Combine, CombineArguments
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.hooks import Hooks
+from fa4flex.kernels.common.packed_rows import Part, part_of
 from fa4flex.kernels.common.split_producer import Stages
 from fa4flex.kernels.common.transfer import Transfers, reordered
 from fa4flex.kernels.decode_fp8_sm90.config import ROWS, WARPS, Config, span
@@ -108,17 +110,32 @@ class Forward:
         storage = SmemAllocator().allocate(self.storage(layouts))
         shared = self.shared(storage, layouts)
         pipes = Pipes(*rings((storage.k, storage.v), (shared.k, shared.v), self.config.kv_stages))
+        part = part_of(cute.arch.block_idx()[0], arguments)
         pipeline.pipeline_init_arrive()
         pipeline.pipeline_init_wait()
         # What merges splits may be launched now: it waits for the end of this kernel.
         cute.arch.griddepcontrol_launch_dependents()
+        if part.split < part.splits:
+            self.work(arguments, part, transfers, shared, pipes)
+
+    @cute.jit
+    def work(
+        self,
+        arguments: Arguments,
+        part: Part,
+        transfers: cutlass.Constexpr[Transfers],
+        shared: cutlass.Constexpr[Shared],
+        pipes: cutlass.Constexpr[Pipes],
+    ) -> None:
+        """A part of the keys, by two roles."""
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.config.producer_registers)
             if warp == 0:
-                self.producer.run(arguments, transfers, Stages(shared.k, shared.v, pipes.k, pipes.v))
+                self.producer.run(arguments, part, transfers, Stages(shared.k, shared.v, pipes.k, pipes.v))
         else:
             cute.arch.setmaxregister_increase(self.config.consumer_registers)
-            self.consumer.run(arguments, shared, pipes)
+            self.consumer.run(arguments, part, shared, pipes)
 
     def shared(self, storage: Any, layouts: tuple[Any, ...]) -> Shared:
         k, v = layouts

@@ -37,6 +37,7 @@ def decode_topology(
         (NamedBarrier("warps", MEET, WARP * WARPGROUP),),
         "none",
         places=((*stage_barriers("k", kv_stages), *stage_barriers("v", kv_stages)),),
+        may_end=True,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import cutlass
 from cuda.bindings import driver as cuda
 from cutlass import Float32, Int32, Int64, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
@@ -18,6 +19,7 @@ from fa4flex.kernels.combine.kernel import Combine, CombineArguments
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.boxes import stage_layouts
 from fa4flex.kernels.common.hooks import Hooks
+from fa4flex.kernels.common.packed_rows import Part, part_of
 from fa4flex.kernels.common.split_producer import Producer, Stages, stage_transfers
 from fa4flex.kernels.common.tensor_core import operand_ring, tensor_memory
 from fa4flex.kernels.common.transfer import Transfers
@@ -104,24 +106,40 @@ class Forward:
                 cpasync.prefetch_descriptor(transfer.atom)
         if warp == 0:
             self.initialise(storage)
+        part = part_of(cute.arch.block_idx()[0], arguments)
         pipeline.pipeline_init_arrive()
         pipeline.pipeline_init_wait()
         # What merges splits may be launched now: it waits for the end of this kernel.
         cute.arch.griddepcontrol_launch_dependents()
+        if part.split < part.splits:
+            self.work(arguments, part, Transfers(None, k, v, None), (shared, pipes), products, memory)
+
+    @cute.jit
+    def work(
+        self,
+        arguments: Arguments,
+        part: Part,
+        transfers: cutlass.Constexpr[Transfers],
+        rings: cutlass.Constexpr[tuple[Shared, Pipes]],
+        products: cutlass.Constexpr[Products],
+        memory: cutlass.Constexpr[Any],
+    ) -> None:
+        """A part of the keys, by three roles."""
+        shared, pipes = rings
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == LOAD:
-            stages = Stages(shared.k, shared.v, pipes.k, pipes.v)
-            self.load.run(arguments, Transfers(None, k, v, None), stages)
+            self.load.run(arguments, part, transfers, Stages(shared.k, shared.v, pipes.k, pipes.v))
         elif warp == MULTIPLY:
             memory.wait_for_alloc()
             base = memory.retrieve_ptr(Float32)
-            self.mma.run(arguments, shared, pipes, products, base)
+            self.mma.run(arguments, part, shared, pipes, products, base)
         else:
             memory.allocate(self.config.memory.allocated)
             # The other block of the multiprocessor allocates as well.
             memory.relinquish_alloc_permit()
             memory.wait_for_alloc()
             base = memory.retrieve_ptr(Float32)
-            self.softmax.run(arguments, shared, pipes, products, base)
+            self.softmax.run(arguments, part, shared, pipes, products, base)
             memory.free(base)
 
     def initialise(self, storage: Any) -> None:

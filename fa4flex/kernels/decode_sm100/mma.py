@@ -14,7 +14,7 @@ from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.cluster import Cluster
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.keys import tile_at
-from fa4flex.kernels.common.packed_rows import Tile, tile_of
+from fa4flex.kernels.common.packed_rows import Part, Tile, tile_of
 from fa4flex.kernels.common.tensor_core import elect
 from fa4flex.kernels.decode_sm100.config import Config
 from fa4flex.kernels.decode_sm100.resources import Pipes, Products, Shared
@@ -33,12 +33,13 @@ class Mma:
     def run(
         self,
         arguments: Arguments,
+        part: Part,
         shared: cutlass.Constexpr[Shared],
         pipes: cutlass.Constexpr[Pipes],
         products: cutlass.Constexpr[Products],
         base: cute.Pointer,
     ) -> None:
-        tile = tile_of(cute.arch.block_idx()[0], arguments, self.hooks, self.config)
+        tile = tile_of(part, arguments, self.hooks, self.config)
         k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.kv_stages)
         v_state = k_state.clone()
         phase = Int32(0)

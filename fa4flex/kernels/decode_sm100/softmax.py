@@ -18,7 +18,7 @@ from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.bits import WORD, consecutive
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.keys import tile_at
-from fa4flex.kernels.common.packed_rows import Row, Tile, first_full, place_of, tile_of
+from fa4flex.kernels.common.packed_rows import Part, Row, Tile, first_full, place_of, tile_of
 from fa4flex.kernels.common.pointwise import Fragment, Words, prepare_rows
 from fa4flex.kernels.common.softmax import LOG2_E, Running, alone, raise_maxima, running
 from fa4flex.kernels.common.tensor_core import Blocks, arrive_once
@@ -68,13 +68,14 @@ class Softmax:
     def run(
         self,
         arguments: Arguments,
+        part: Part,
         shared: cutlass.Constexpr[Shared],
         pipes: cutlass.Constexpr[Pipes],
         products: cutlass.Constexpr[Products],
         base: cute.Pointer,
     ) -> None:
         thread = cute.arch.thread_idx()[0]
-        tile = tile_of(cute.arch.block_idx()[0], arguments, self.hooks, self.config)
+        tile = tile_of(part, arguments, self.hooks, self.config)
         mine = self.mine(arguments, tile, thread)
         self.clear(mine.state)
         if tile.first < tile.last:

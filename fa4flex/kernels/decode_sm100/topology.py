@@ -85,6 +85,7 @@ def decode_topology(
                 *("Q full", "s_full", "p_full", "o_full"),
             ),
         ),
+        may_end=True,
     )
 
 

@@ -19,6 +19,7 @@ class Config:
     lengths                  "dense" or "used" (seqused per batch)
     paged                    keys and values lie in pages
     box_rows                 keys that one copy brings: all of a tile, or of pages, fewer
+    starts_ahead             what scores start from is asked for a tile ahead: it is read from memory
     share                    tiles of keys per split; None: of each sequence, all splits have as many
     sinks                    a learnable logit per head joins the denominator
     statistics               whether "lse" is written
@@ -35,6 +36,7 @@ class Config:
     lengths: Lengths = "dense"
     paged: bool = False
     box_rows: int = 0
+    starts_ahead: bool = False
     share: int | None = None
     sinks: bool = False
     statistics: tuple[str, ...] = ("lse",)

@@ -18,7 +18,7 @@ from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.fragment import as_operand, multiply, narrow, rows_and_columns
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.keys import tile_at
-from fa4flex.kernels.common.packed_rows import Row, Tile, first_full, place_of, tile_of
+from fa4flex.kernels.common.packed_rows import Part, Row, Tile, first_full, place_of, tile_of
 from fa4flex.kernels.common.pointwise import Fragment, prepare_rows
 from fa4flex.kernels.common.products import ROWS, Products, products_of
 from fa4flex.kernels.common.softmax import (
@@ -48,13 +48,24 @@ OFFSETS = (0, 8)
 
 @dataclass(frozen=True)
 class Mine:
-    """One of a thread's rows: what stays the same over its key tiles."""
+    """One of a thread's rows: what stays the same over its key tiles. starts: what the scores of the next tile
+    start from (1, column), where that is read a tile ahead."""
 
     row: Row
     fragment: Fragment
     factor: Float32
     slack: Float32
     state: Running
+    starts: cute.Tensor | None
+
+
+@dataclass(frozen=True)
+class Keys:
+    """A key tile, whether it is masked, and the tile after it, or the last again."""
+
+    tile: Int32
+    masked: bool
+    following: Int32 | None = None
 
 
 class Consumer:
@@ -67,12 +78,13 @@ class Consumer:
     def run(
         self,
         arguments: Arguments,
+        part: Part,
         shared: cutlass.Constexpr[Shared],
         pipes: cutlass.Constexpr[Pipes],
         mma: cutlass.Constexpr[tuple[cute.TiledMma, cute.TiledMma]],
     ) -> None:
         lane = cute.arch.thread_idx()[0] - 128
-        tile = tile_of(cute.arch.block_idx()[0], arguments, self.hooks, self.config)
+        tile = tile_of(part, arguments, self.hooks, self.config)
         self.queries(arguments, tile, shared, lane)
         products = self.products(mma, shared, lane)
         rows = self.rows(arguments, tile, lane)
@@ -81,14 +93,30 @@ class Consumer:
         products.out.fill(0.0)
         k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.kv_stages)
         v_state = k_state.clone()
+        if tile.first < tile.last:
+            self.read_starts(rows, tile_at(tile.keys, tile.first), True)
         full = first_full(tile)
         for i in cutlass.range(tile.first, full, unroll=1):
-            key_tile = tile_at(tile.keys, i)
-            k_state, v_state = self.step(products, rows, pipes, key_tile, (k_state, v_state), True)
+            keys = self.keys_at(tile, i, True)
+            k_state, v_state = self.step(products, rows, pipes, keys, (k_state, v_state))
         for i in cutlass.range(full, tile.last, unroll=1):
-            key_tile = tile_at(tile.keys, i)
-            k_state, v_state = self.step(products, rows, pipes, key_tile, (k_state, v_state), False)
+            keys = self.keys_at(tile, i, False)
+            k_state, v_state = self.step(products, rows, pipes, keys, (k_state, v_state))
         self.epilogue.run(arguments, tile, products, rows, lane)
+
+    def keys_at(self, tile: Tile, i: Int32, masked: bool) -> Keys:
+        following = None
+        if self.config.starts_ahead:
+            following = tile_at(tile.keys, cutlass.min(i + 1, tile.last - 1))
+        return Keys(tile_at(tile.keys, i), masked, following)
+
+    def read_starts(self, rows: tuple[Mine, ...], key_tile: Int32, guard: bool) -> None:
+        """What the scores of this tile will start from. Elements of a tensor are long on their way, and the
+        product of queries and keys begins with them: they are asked for a tile ahead. guard: of keys, there
+        may be fewer than the tile has."""
+        for mine in rows:
+            if mine.starts is not None:
+                mine.fragment.start(self.hooks, mine.starts, key_tile * self.config.tile_n, guard)
 
     @cute.jit
     def queries(
@@ -132,7 +160,10 @@ class Consumer:
             factor = at.scale * LOG2_E if self.hooks.factor is None else self.hooks.factor(at)
             slack = self.config.rescale_threshold * cute.arch.rcp_approx(factor)
             fragment = Fragment(at, terms, (0,), columns, row.q, lane % 4 * 2)
-            found.append(Mine(row, fragment, factor, slack, running(1)))
+            starts = None
+            if self.config.starts_ahead and self.hooks.start is not None:
+                starts = cute.make_rmem_tensor((1, len(columns)), Float32)
+            found.append(Mine(row, fragment, factor, slack, running(1), starts))
         return tuple(found)
 
     @cute.jit
@@ -141,17 +172,15 @@ class Consumer:
         products: cutlass.Constexpr[Products],
         rows: cutlass.Constexpr[tuple[Mine, ...]],
         pipes: cutlass.Constexpr[Pipes],
-        key_tile: Int32,
+        keys: cutlass.Constexpr[Keys],
         states: tuple[pipeline.PipelineState, pipeline.PipelineState],
-        masked: cutlass.Constexpr[bool],
     ) -> tuple[pipeline.PipelineState, pipeline.PipelineState]:
         """Scores, softmax and values of one key tile."""
         k_state, v_state = states
-        kv_first = key_tile * self.config.tile_n
-        self.softmax(products, rows, pipes, (key_tile, masked), k_state)
+        self.softmax(products, rows, pipes, keys, k_state)
         pipes.v.consumer_wait(v_state)
-        if const_expr(masked):
-            self.clear_past_end(products, rows[0], kv_first, v_state)
+        if const_expr(keys.masked):
+            self.clear_past_end(products, rows[0], keys.tile * self.config.tile_n, v_state)
         multiply(products.values, products.out, products.p, products.v[None, None, None, v_state.index], True)
         warpgroup.wait_group(0)
         pipes.v.consumer_release(v_state)
@@ -164,18 +193,19 @@ class Consumer:
         products: Products,
         rows: tuple[Mine, ...],
         pipes: Pipes,
-        keys: tuple[Int32, bool],
+        keys: Keys,
         k_state: pipeline.PipelineState,
     ) -> None:
-        """Scores and probabilities of one key tile. keys: its number, and whether it is masked."""
-        key_tile, masked = keys
-        scores, grids, early = self.begin(products, rows, key_tile, masked)
+        """Scores and probabilities of one key tile."""
+        scores, grids, early = self.begin(products, rows, keys.tile, keys.masked)
+        if keys.following is not None:
+            self.read_starts(rows, keys.following, keys.masked)
         pipes.k.consumer_wait(k_state)
         k = products.k[None, None, None, k_state.index]
         multiply(products.scores, scores, products.q, k, self.hooks.start is not None)
         warpgroup.wait_group(0)
         pipes.k.consumer_release(k_state)
-        self.modify(rows, grids, early, key_tile, masked)
+        self.modify(rows, grids, early, keys.tile, keys.masked)
         self.take_maxima(products.out, rows, grids)
         self.probabilities(rows, grids)
         narrow(as_operand(scores), products.p)
@@ -191,7 +221,10 @@ class Consumer:
         grids = [_row_of(scores, r) for r in range(len(rows))]
         early = []
         for mine, grid in zip(rows, grids):
-            mine.fragment.start(self.hooks, grid, kv_first, masked)
+            if mine.starts is None:
+                mine.fragment.start(self.hooks, grid, kv_first, masked)
+            else:
+                grid.store(mine.starts.load())
             allowed = mine.fragment.allowed(self.hooks, kv_first) if masked else None
             early.append((mine.fragment.prepare(self.hooks, kv_first, masked), allowed))
         return scores, grids, early

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import cutlass
 import cutlass.utils.hopper_helpers as sm90
 from cuda.bindings import driver as cuda
 from cutlass import Int64, cute, pipeline
@@ -20,6 +21,7 @@ from fa4flex.kernels.combine.kernel import Combine, CombineArguments
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.boxes import stage_layouts
 from fa4flex.kernels.common.hooks import Hooks
+from fa4flex.kernels.common.packed_rows import Part, part_of
 from fa4flex.kernels.common.products import ROWS, tiled_products
 from fa4flex.kernels.common.split_producer import Producer, Stages, stage_transfers
 from fa4flex.kernels.common.transfer import Transfers
@@ -101,17 +103,33 @@ class Forward:
         storage = SmemAllocator().allocate(self.storage(layouts, kind))
         shared = self.shared(storage, layouts)
         pipes = self.pipes(storage, shared)
+        part = part_of(cute.arch.block_idx()[0], arguments)
         pipeline.pipeline_init_arrive()
         pipeline.pipeline_init_wait()
         # What merges splits may be launched now: it waits for the end of this kernel.
         cute.arch.griddepcontrol_launch_dependents()
+        if part.split < part.splits:
+            self.work(arguments, part, transfers, (shared, pipes), mma)
+
+    @cute.jit
+    def work(
+        self,
+        arguments: Arguments,
+        part: Part,
+        transfers: cutlass.Constexpr[Transfers],
+        memory: cutlass.Constexpr[tuple[Shared, Pipes]],
+        mma: tuple[cute.TiledMma, cute.TiledMma],
+    ) -> None:
+        """A part of the keys, by two roles."""
+        shared, pipes = memory
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.config.producer_registers)
             if warp == 0:
-                self.producer.run(arguments, transfers, Stages(shared.k, shared.v, pipes.k, pipes.v))
+                self.producer.run(arguments, part, transfers, Stages(shared.k, shared.v, pipes.k, pipes.v))
         else:
             cute.arch.setmaxregister_increase(self.config.consumer_registers)
-            self.consumer.run(arguments, shared, pipes, mma)
+            self.consumer.run(arguments, part, shared, pipes, mma)
 
     def shared(self, storage: Any, layouts: tuple[Any, ...]) -> Shared:
         q, k, v = layouts

@@ -81,6 +81,7 @@ class DecodePlan(FewRowsPlan):
             lengths=self.problem.lengths,
             box_rows=self.box_rows,
             paged=self.problem.page_rows > 0,
+            starts_ahead=self.work.loads > 0,
             share=self.share,
             sinks=self.problem.sinks,
             statistics=self.problem.statistics,

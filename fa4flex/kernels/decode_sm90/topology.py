@@ -38,6 +38,7 @@ def decode_topology(
         (NamedBarrier("rows", MEET, WARP * WARPGROUP),),
         "none",
         places=((*stage_barriers("k", kv_stages), *stage_barriers("v", kv_stages)),),
+        may_end=True,
     )
 
 

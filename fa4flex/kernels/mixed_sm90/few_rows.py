@@ -34,7 +34,7 @@ from fa4flex.kernels.common.transfer import States
 from fa4flex.kernels.common.work import Work, put_statistic
 from fa4flex.kernels.decode_sm90 import config as decode
 from fa4flex.kernels.decode_sm90 import consumer, epilogue
-from fa4flex.kernels.decode_sm90.consumer import OFFSETS, WIDE, Mine, clear
+from fa4flex.kernels.decode_sm90.consumer import OFFSETS, WIDE, Keys, Mine, clear
 from fa4flex.kernels.fwd_sm90.consumer import Kind
 from fa4flex.kernels.fwd_sm90.epilogue import STORES
 from fa4flex.kernels.fwd_sm90.resources import Pipes
@@ -53,7 +53,7 @@ def few_tile(work: Work, cut: Cut, arguments: Arguments, hooks: Hooks, config: C
     heads, kv_heads = Int32(arguments.q.shape[1]), Int32(arguments.k.shape[2])
     zero = Int32(0)
     whole = KeyTiles(None, None, zero, zero)
-    place = work.b, work.h, heads // kv_heads, heads, cut.part, work.q_len, work.kv_len
+    place = work.b, work.h, heads // kv_heads, heads, cut.part, cut.parts, work.q_len, work.kv_len
     tile = Tile(*place, whole, zero, zero)
     keys = keys_of(tile, arguments, hooks, config)
     first, last = run_of(keys.count, cut.part, cut.parts, config.share)
@@ -163,7 +163,7 @@ class FewRows(consumer.Consumer):
         k_state: Any,
     ) -> States:
         """Scores and softmax of the first keys; their values follow in the next step."""
-        self.softmax(products, rows, pipes, (half, True), k_state)
+        self.softmax(products, rows, pipes, Keys(half, True), k_state)
         v_state = k_state.clone()
         k_state.advance()
         return k_state, v_state

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fa4flex.codegen.plan.splitting import Splitting
+from fa4flex.codegen.plan.splitting import Splits, Splitting
 from fa4flex.kernels.mixed_sm90.config import LEAST, WAVES
 
 
@@ -15,18 +15,21 @@ class MixedSplitting(Splitting):
 
     rows: int = 64
 
-    def splits(self, pairs: int, kv_len: int, rows: int) -> int:
+    def splits(self, batch: int, pairs: int, kv_len: int, rows: int) -> Splits:
         """Parts of the keys of a sequence of up to kv_len keys, at most; 1: none is split."""
-        tiles = -(-kv_len // self.tile_n)
-        return max(-(-tiles // (LEAST if self.share is None else self.share)), 1)
+        most = 1
+        if self.applies(batch, pairs, rows):
+            tiles = -(-kv_len // self.tile_n)
+            most = max(-(-tiles // (LEAST if self.share is None else self.share)), 1)
+        return Splits(most, most, self.floats(most, pairs, rows))
 
-    def applies(self, batch: int, rows: int, pairs: int) -> bool:
+    def applies(self, batch: int, pairs: int, rows: int) -> bool:
         """A single sequence has all tokens: where these are many rows, nothing is split, and no second kernel
         is launched. One of whose tokens few are used is right all the same. What a schedule asks for is
         done."""
         return self.share is not None or batch > 1 or rows <= self.rows * pairs
 
-    def floats(self, splits: int, rows: int, pairs: int) -> int:
+    def floats(self, splits: int, pairs: int, rows: int) -> int:
         """float32 of memory for the parts of `rows` rows of `pairs` (sequence, head of keys).
 
         A part has its share of the keys, or its tile would not be split; so there are at most twice as many

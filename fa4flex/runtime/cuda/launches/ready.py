@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fa4flex.codegen.analyze.reach import Extents, Reach, extents_of
-from fa4flex.codegen.plan.splitting import Splitting
+from fa4flex.codegen.plan.splitting import Splits, Splitting
 from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Call, SequenceLengths
 from fa4flex.runtime.cuda.device import faults
 from fa4flex.runtime.cuda.device.counters import counters
@@ -50,8 +50,8 @@ class Remembered:
 
 
 PARAMETERS = (
-    "call", "out", "lse", "max_scores", "tables", "max_q_len", "counters", "order", "splits", "workspace",
-    "faults", *SequenceLengths._fields
+    "call", "out", "lse", "max_scores", "tables", "max_q_len", "counters", "order", "splits", "even_splits",
+    "workspace", "faults", *SequenceLengths._fields
 )  # fmt: skip
 """Parameters of a Ready's launch function; other arguments are the same for all calls that look alike."""
 
@@ -104,23 +104,22 @@ class Ready:
             self.watch(call)
         taken = counters(q.get_device()) if self.counted else None
         lengths, order = (NO_LENGTHS, None) if self.lengths is None else self.lengths(call)
-        splits = parts = None
+        splits = even = parts = None
         if self.splitting is not None:
-            splits, floats = self.splits(call, extents_of(call.extents()) if extents is None else extents)
+            extents = extents_of(call.extents()) if extents is None else extents
+            splits, even, floats = self.splits(call, extents)
             parts = q.new_empty(floats, dtype=_FLOAT)
         told = faults.table() if self.paged else None
         self.launch(
-            call, out, lse, largest, tables, layouts.length, taken, order, splits, parts, told, *lengths
+            call, out, lse, largest, tables, layouts.length, taken, order, splits, even, parts, told, *lengths
         )
         return out, lse, largest
 
-    def splits(self, call: Call, extents: Extents) -> tuple[int, int]:
-        """(splits of the keys of a tile, float32 of memory for their results), of kernels that split."""
+    def splits(self, call: Call, extents: Extents) -> Splits:
+        """Splits of the keys of a tile, of kernels that split."""
         assert self.splitting is not None
         batch, _, keys = extents
-        pairs, rows = batch * call.kv_heads, call.q.numel() // call.q.shape[-1]
-        splits = self.splitting.splits(pairs, keys, rows) if self.splitting.applies(batch, rows, pairs) else 1
-        return splits, self.splitting.floats(splits, rows, pairs)
+        return self.splitting.splits(batch, batch * call.kv_heads, keys, call.q.numel() // call.q.shape[-1])
 
     def layouts(self, call: Call) -> Layouts:
         """Layouts of out, lse and max_scores."""

@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 
 from fa4flex.codegen.analyze.reach import extents_of
 from fa4flex.codegen.plan.arguments import FORWARD, Source
+from fa4flex.codegen.plan.splitting import Splits
 from fa4flex.codegen.trace.paths import Reader
 from fa4flex.runtime.cuda.calls.arguments import launch_function
 from fa4flex.runtime.cuda.calls.call import ALIGNMENT, NO_LENGTHS, NO_PAGES, NO_SCALES, Call
@@ -74,10 +75,9 @@ class FastPath:
         self.trains = self.requires_grad and torch.is_grad_enabled()
         self.alignment = (call.q.data_ptr() | call.k.data_ptr() | call.v.data_ptr()) % ALIGNMENT
         self.alignments = [x.data_ptr() % ALIGNMENT for x in self.others]
-        self.layouts, split = ready.layouts(call), _splits(call, ready)
-        splits, floats = (None, None) if split is None else split
+        self.layouts, splits = ready.layouts(call), _splits(call, ready)
         self.plain = self.layouts.like_q and not ready.statistics
-        self.workspace = _workspace(call, floats)
+        self.workspace = None if splits is None else _workspace(call, splits.floats)
         constants = _constants(call, ready, splits)
         self.launch = launch_function(FORWARD, ready.kernel, PARAMETERS, constants, {})
 
@@ -145,10 +145,8 @@ class FastPath:
         return out, lse, largest
 
 
-def _workspace(call: Call, floats: int | None) -> Tensor | None:
-    """Tensor like the memory for results of splits that takes none; None where kernels do not split."""
-    if floats is None:
-        return None
+def _workspace(call: Call, floats: int) -> Tensor:
+    """Tensor like the memory for results of splits that takes none."""
     # What is like an empty tensor of stride 0 has that stride, too.
     like = call.q.new_empty(min(floats, 1), dtype=torch.float32)
     return like.expand(floats) if floats else like
@@ -157,11 +155,11 @@ def _workspace(call: Call, floats: int | None) -> Tensor | None:
 _ABSENT: tuple[Source, ...] = "call.lengths", "call.pages", "call.scales"
 
 
-def _splits(call: Call, ready: Ready) -> tuple[int, int] | None:
+def _splits(call: Call, ready: Ready) -> Splits | None:
     return None if ready.splitting is None else ready.splits(call, extents_of(call.extents()))
 
 
-def _constants(call: Call, ready: Ready, splits: int | None) -> dict[str, Any]:
+def _constants(call: Call, ready: Ready, splits: Splits | None) -> dict[str, Any]:
     """All arguments but PARAMETERS, as such calls have them. Tuples that no call changes are prepared once,
     as the calling convention would do at each launch."""
     found = {row.name: getattr(call, row.name) for row in FORWARD.found_in("call")}
@@ -169,7 +167,9 @@ def _constants(call: Call, ready: Ready, splits: int | None) -> dict[str, Any]:
     found |= {row.name: None for row in absent} | {"faults": None}
     found |= ready.constants
     found |= {"scalars": prepared(found["scalars"]), "operands": call.operands or None}
-    return found | {"order": None, "max_q_len": ready.layouts(call).length, "splits": splits}
+    most, even = (None, None) if splits is None else splits[:2]
+    found |= {"order": None, "max_q_len": ready.layouts(call).length}
+    return found | {"splits": most, "even_splits": even}
 
 
 def guard_of(
