@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from decoding import SIMULATED, split_in
+from decoding import SIMULATED, check, split_in
 from decoding import Size as Padded
 from decoding import attend as attend_padded
 from decoding import drawn as drawn_padded
@@ -17,6 +17,7 @@ from torch import Tensor
 
 import fa4flex
 from fa4flex import Sinks, Varlen
+from fa4flex.kernels.combine import kernel as combine
 from fa4flex.variants import causal
 
 E4M3 = torch.float8_e4m3fn
@@ -98,3 +99,13 @@ def test_8_bits(chip: str, monkeypatch: pytest.MonkeyPatch) -> None:
                 found.append(attn(given.q, k, v, **small))
             assert any("fp8" in result.kernel for result in gpu.results) and not gpu.findings
         parts(found, even)
+
+
+@pytest.mark.slow
+def test_merging_blocks_have_several_rows(chip: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if chip == "sm_100a":
+        pytest.skip("the same kernel merges")
+    split_in(monkeypatch, 2)
+    size = Padded(heads=33, kv_heads=33, q_len=64, kv_len=130)
+    assert size.heads * size.q_len > combine.BLOCKS
+    check(fa4flex.compile(mask=causal, sinks=sinks_of(33)), drawn_padded(size))

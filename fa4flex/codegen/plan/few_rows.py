@@ -82,7 +82,7 @@ class FewRowsPlan:
     def splitting(self) -> Splitting:
         uneven = self.problem.lengths != "dense"
         return Splitting(
-            self.tile_n, self.problem.head_dim_v, self.target.multiprocessors, uneven, self.share
+            self.tile_n, self.problem.head_dim_v, self.target.multiprocessors, self.blocks, uneven, self.share
         )
 
     @property

@@ -42,6 +42,7 @@ class Splitting:
     """tile_n           keys of a tile
     width            columns of the output
     multiprocessors  of the chip
+    blocks           of a multiprocessor at a time
     uneven           sequences may be shorter than their tensor
     share            tiles of keys per split, where that is asked for
     """
@@ -49,6 +50,7 @@ class Splitting:
     tile_n: int
     width: int
     multiprocessors: int
+    blocks: int = 2
     uneven: bool = False
     share: int | None = None
 
@@ -64,14 +66,22 @@ class Splitting:
             # twice.
             partial = 2 / self.tile_n * max(-(-rows // max(pairs, 1)), 1)
             most, even = _splits(pairs, tiles, self.multiprocessors, self.uneven and batch > 1, partial)
-            even = even if batch <= MOST_COMPARED else most
+            even = self._even(pairs, most, even) if batch <= MOST_COMPARED else most
         return Splits(most, even, most * rows * (self.width + 1) if most > 1 else 0)
+
+    def _even(self, pairs: int, most: int, even: int) -> int:
+        """Splits of even batches, of which `even` are best, where there are blocks for `most`.
+
+        Blocks that even batches do not need end at once. But where a launch has more blocks than the chip has
+        room for, some multiprocessors get two of the first ones and others none. So the first ones are then
+        as many as there is room for.
+        """
+        room = self.blocks * self.multiprocessors
+        return even if pairs * most <= room else max(even, min(room // pairs, most))
 
 
 @lru_cache(maxsize=4096)
-def _splits(
-    pairs: int, tiles: int, multiprocessors: int, uneven: bool, partial: float
-) -> tuple[int, int]:
+def _splits(pairs: int, tiles: int, multiprocessors: int, uneven: bool, partial: float) -> tuple[int, int]:
     """(most, even) splits. Of an even batch, the candidate of the least estimate: the blocks of the busiest
     multiprocessor times the tiles of a block, whose loads take the time, and what merging takes. Where
     sequences differ in length, more blocks than that, for balance. partial: bytes of the partial outputs of a

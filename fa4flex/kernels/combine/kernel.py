@@ -1,6 +1,6 @@
 """Merges what splits of the keys leave: outputs are weighted by their share of the whole sum of exponentials.
 
-A block has one row. Its warps take the splits in turn, and add up in shared memory. Time is that of a few
+A block has one row after the other, mostly a single one. Its warps take the splits in turn, and add up in shared memory. Time is that of a few
 loads one after the other: outputs are asked for before it is known which of them count. The kernel may be
 launched before the splits are done, and waits for them.
 """
@@ -23,6 +23,10 @@ from fa4flex.kernels.common.softmax import LOG2_E, alone, finish, running
 
 WARPS = 4
 THREADS = 32 * WARPS
+
+BLOCKS = 2048
+"""Blocks of a launch, at most: more than a chip has room for at once. Where the keys of a batch turn out not to
+be split, each of them has nothing to do, which takes time as well."""
 
 BATCH = 8
 """Splits that a warp loads at once: most calls have no more than all warps together."""
@@ -68,28 +72,38 @@ class Combine:
     @cute.jit
     def __call__(self, arguments: CombineArguments, stream: cuda.CUstream) -> None:
         if arguments.splits > 1:
+            blocks = cutlass.min(rows_of(arguments), BLOCKS)
             self.device(arguments).launch(
-                grid=[rows_of(arguments), 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True
+                grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True
             )
 
     @cute.kernel
     def device(self, arguments: CombineArguments) -> None:
-        number, thread = cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
-        _, length, heads, _ = arguments.out.shape
-        b, h, q = number // (heads * length), number // length % heads, number % length
         sums = self.room()
-        q_len = Int32(length)
-        if const_expr(arguments.seqused_q is not None):
-            q_len = Int32(arguments.seqused_q[b])
         splits = splits_of(arguments)
         cute.arch.griddepcontrol_wait()
         # A single split has left the output itself.
-        if (q < q_len) & (splits > 1):
+        if splits > 1:
+            first, every = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+            for number in cutlass.range(first, rows_of(arguments), every, unroll=1):
+                if number > first:
+                    cute.arch.barrier()
+                self.row(arguments, number, splits, sums)
+
+    @cute.jit
+    def row(self, arguments: CombineArguments, number: Int32, splits: Int32, sums: Sums) -> None:
+        """Row `number` of all, if its sequence has it."""
+        _, length, heads, _ = arguments.out.shape
+        b, h, q = number // (heads * length), number // length % heads, number % length
+        q_len = Int32(length)
+        if const_expr(arguments.seqused_q is not None):
+            q_len = Int32(arguments.seqused_q[b])
+        if q < q_len:
             lse = None
             if const_expr(arguments.lse is not None):
                 lse = arguments.lse[b, h, None]
             row = Row(arguments.out[b, q, h, None], lse, Int32(q), sink_of(arguments, h))
-            self.merge(parts_of(arguments, number, splits), row, thread, sums)
+            self.merge(parts_of(arguments, number, splits), row, cute.arch.thread_idx()[0], sums)
 
     def room(self) -> Sums:
         return (

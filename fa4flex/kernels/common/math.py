@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64, Uint32, Uint64, cute
 
+from fa4flex.kernels.common.ahead import HeldTable
+
 Value = Any
 
 INFINITY = float("inf")
@@ -210,6 +212,8 @@ def _element(table: Value, index: Index, guard: bool, steps: Steps, even: bool, 
     guard: clamp into the tensor, so that what lies past a sequence's end reads some element of it.
     order: the dimensions, those first whose index changes least often; () where they are in that order.
     """
+    if isinstance(table, HeldTable):
+        return table.element(lambda x, pairs: _element(x, index, guard, steps, even and pairs, order))
     if guard:
         # No sums of addresses here: where a thread has many rows, they would be kept for each of them.
         shape, whole = table.shape, index

@@ -6,12 +6,13 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
 from cutlass import Float32, Int32, cute, select_
 
+from fa4flex.kernels.common.ahead import Held, holding
 from fa4flex.kernels.common.bits import (
     RUN,
     WORD,
@@ -176,6 +177,18 @@ class Fragment:
             once = id(value) in met or hooks.start.folds or hooks.start.branches
             scores[r, c] = computed_once(value) if once else value
             met.add(id(value))
+
+    def read_start(self, hooks: Hooks, kv_first: Int32, guard: bool, held: Held) -> None:
+        """Read and hold the elements of captured tensors that `start` needs for this tile."""
+        assert hooks.start is not None
+        reading = replace(self, at=self.at.but(operands=holding(self.at.operands, held, True)))
+        for _, _, at in reading._places(kv_first, guard, self.rows.start).elements(hooks.start):
+            hooks.start.element(at)
+
+    def start_held(self, hooks: Hooks, scores: cute.Tensor, kv_first: Int32, held: Held) -> None:
+        """`start` of a tile of which all elements are held."""
+        found = replace(self, at=self.at.but(operands=holding(self.at.operands, held, False)))
+        found.start(hooks, scores, kv_first, False)
 
     def change(self, hooks: Hooks, scores: Any, kv_first: Int32, guard: bool) -> None:
         """scores (row, column) that started from 0: q.k becomes y. A group of columns is done before the next

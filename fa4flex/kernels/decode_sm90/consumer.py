@@ -14,6 +14,7 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, const_expr, cute, pipeline
 from cutlass.cute.nvgpu import warpgroup
 
+from fa4flex.kernels.common.ahead import Held
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.fragment import as_operand, multiply, narrow, rows_and_columns
 from fa4flex.kernels.common.hooks import Hooks
@@ -48,15 +49,15 @@ OFFSETS = (0, 8)
 
 @dataclass(frozen=True)
 class Mine:
-    """One of a thread's rows: what stays the same over its key tiles. starts: what the scores of the next tile
-    start from (1, column), where that is read a tile ahead."""
+    """One of a thread's rows: what stays the same over its key tiles. held: elements that scores of the next
+    tile start from, where these are read a tile ahead."""
 
     row: Row
     fragment: Fragment
     factor: Float32
     slack: Float32
     state: Running
-    starts: cute.Tensor | None
+    held: Held | None
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,7 @@ class Consumer:
         products.out.fill(0.0)
         k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.kv_stages)
         v_state = k_state.clone()
-        if tile.first < tile.last:
-            self.read_starts(rows, tile_at(tile.keys, tile.first), True)
+        self.read_starts(rows, tile_at(tile.keys, tile.first), True)
         full = first_full(tile)
         for i in cutlass.range(tile.first, full, unroll=1):
             keys = self.keys_at(tile, i, True)
@@ -106,17 +106,16 @@ class Consumer:
 
     def keys_at(self, tile: Tile, i: Int32, masked: bool) -> Keys:
         following = None
-        if self.config.starts_ahead:
+        if self.reads_ahead:
             following = tile_at(tile.keys, cutlass.min(i + 1, tile.last - 1))
         return Keys(tile_at(tile.keys, i), masked, following)
 
     def read_starts(self, rows: tuple[Mine, ...], key_tile: Int32, guard: bool) -> None:
-        """What the scores of this tile will start from. Elements of a tensor are long on their way, and the
-        product of queries and keys begins with them: they are asked for a tile ahead. guard: of keys, there
-        may be fewer than the tile has."""
+        """Read what the scores of this tile will start from. guard: of keys, there may be fewer than the tile
+        has, or none."""
         for mine in rows:
-            if mine.starts is not None:
-                mine.fragment.start(self.hooks, mine.starts, key_tile * self.config.tile_n, guard)
+            if mine.held is not None:
+                mine.fragment.read_start(self.hooks, key_tile * self.config.tile_n, guard, mine.held)
 
     @cute.jit
     def queries(
@@ -160,11 +159,15 @@ class Consumer:
             factor = at.scale * LOG2_E if self.hooks.factor is None else self.hooks.factor(at)
             slack = self.config.rescale_threshold * cute.arch.rcp_approx(factor)
             fragment = Fragment(at, terms, (0,), columns, row.q, lane % 4 * 2)
-            starts = None
-            if self.config.starts_ahead and self.hooks.start is not None:
-                starts = cute.make_rmem_tensor((1, len(columns)), Float32)
-            found.append(Mine(row, fragment, factor, slack, running(1), starts))
+            held = Held() if self.reads_ahead else None
+            found.append(Mine(row, fragment, factor, slack, running(1), held))
         return tuple(found)
+
+    @property
+    def reads_ahead(self) -> bool:
+        """True if scores start from elements that are read a tile ahead: the same number for each tile."""
+        start = self.hooks.start
+        return self.config.starts_ahead and start is not None and not start.folds and not start.branches
 
     @cute.jit
     def step(
@@ -221,10 +224,10 @@ class Consumer:
         grids = [_row_of(scores, r) for r in range(len(rows))]
         early = []
         for mine, grid in zip(rows, grids):
-            if mine.starts is None:
+            if mine.held is None:
                 mine.fragment.start(self.hooks, grid, kv_first, masked)
             else:
-                grid.store(mine.starts.load())
+                mine.fragment.start_held(self.hooks, grid, kv_first, mine.held)
             allowed = mine.fragment.allowed(self.hooks, kv_first) if masked else None
             early.append((mine.fragment.prepare(self.hooks, kv_first, masked), allowed))
         return scores, grids, early

@@ -33,6 +33,9 @@ ROWS = 64
 
 STAGES = range(2, 5)
 
+MOST_AHEAD = 1
+"""Loads per score, at most, whose elements a thread keeps for a whole tile."""
+
 SPLITS = {2: Split(40, 216), 1: Split(56, 240)}
 """Registers by blocks of a multiprocessor."""
 
@@ -81,7 +84,7 @@ class DecodePlan(FewRowsPlan):
             lengths=self.problem.lengths,
             box_rows=self.box_rows,
             paged=self.problem.page_rows > 0,
-            starts_ahead=self.work.loads > 0,
+            starts_ahead=0 < self.work.loads <= MOST_AHEAD,
             share=self.share,
             sinks=self.problem.sinks,
             statistics=self.problem.statistics,

@@ -67,7 +67,7 @@ class MixedPlan(HopperPlan):
     def splitting(self) -> MixedSplitting:
         """Parts of the keys of sequences with few rows."""
         width, chip, rows = self.problem.head_dim_v, self.target.multiprocessors, self.target.few_rows
-        return MixedSplitting(self.tile[1], width, chip, True, self.share, rows)
+        return MixedSplitting(self.tile[1], width, chip, uneven=True, share=self.share, rows=rows)
 
     @cached_property
     def few(self) -> Topology:
