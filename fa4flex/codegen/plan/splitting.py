@@ -29,8 +29,8 @@ MERGING = 2.0
 
 
 class Splits(NamedTuple):
-    """Splits of the keys of each sequence: `most`, and `even` where sequences have about the same length, which
-    is at most as many. floats: float32 of memory for the partial outputs and log-sum-exps."""
+    """Splits of the keys of each sequence: `most`, and `even` where sequences have about the same length: no
+    more than that. floats: float32 of memory for the partial outputs and log-sum-exps."""
 
     most: int
     even: int

@@ -1,8 +1,8 @@
 """Merges what splits of the keys leave: outputs are weighted by their share of the whole sum of exponentials.
 
-A block has one row after the other, mostly a single one. Its warps take the splits in turn, and add up in shared memory. Time is that of a few
-loads one after the other: outputs are asked for before it is known which of them count. The kernel may be
-launched before the splits are done, and waits for them.
+A block has one row, or where there are many, one after the other. Its warps take the splits in turn, and add
+up in shared memory. Time is that of a few loads one after the other: outputs are asked for before it is known
+which of them count. The kernel may be launched before the splits are done, and waits for them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ WARPS = 4
 THREADS = 32 * WARPS
 
 BLOCKS = 2048
-"""Blocks of a launch, at most: more than a chip has room for at once. Where the keys of a batch turn out not to
-be split, each of them has nothing to do, which takes time as well."""
+"""Blocks of a launch, at most: about as many as a chip has room for at once. Where the keys of a batch turn
+out not to be split, each of them has nothing to do, which takes time as well."""
 
 BATCH = 8
 """Splits that a warp loads at once: most calls have no more than all warps together."""
