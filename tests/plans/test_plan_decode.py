@@ -242,6 +242,9 @@ def test_even_batches_are_split_as_if_their_lengths_were_known() -> None:
             assert room - pairs < pairs * found.even <= room, "a block for each place that the chip has"
         assert found.floats == (found.most * rows * batch * 129 if found.most > 1 else 0)
     assert ragged.splits(1, 8, 65536, 32) == H200.splits(1, 8, 65536, 32), "a single sequence is even"
+    busy = replace(ragged, copies=64)
+    assert busy.splits(1, 8, 65536, 32).even == 32, "pages of single keys: two blocks of each multiprocessor"
+    assert busy.splits(16, 128, 8192, 512).even == 2
     many = ragged.splits(MOST_COMPARED + 1, MOST_COMPARED + 1, 65536, 4)
     assert many.even == many.most > 1, "too many lengths for each warp to read"
 

@@ -81,9 +81,9 @@ class FewRowsPlan:
     @property
     def splitting(self) -> Splitting:
         uneven = self.problem.lengths != "dense"
-        return Splitting(
-            self.tile_n, self.problem.head_dim_v, self.target.multiprocessors, self.blocks, uneven, self.share
-        )
+        width, chip = self.problem.head_dim_v, self.target.multiprocessors
+        copies = self.tile_n // self.box_rows
+        return Splitting(self.tile_n, width, chip, self.blocks, uneven, self.share, copies)
 
     @property
     def box_rows(self) -> int:
