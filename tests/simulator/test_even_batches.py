@@ -27,7 +27,7 @@ LENGTHS = {
     "the longest is 17/16 of the mean": ((204, 180, 192), True),
     "it is one key longer": ((205, 179, 192), False),
     "one of many is short": ((*[130] * 20, 2), True),
-    "the last of many is long": ((*[70] * 33, 190), False),
+    "the last of many is long": ((*[40] * 33, 190), False),
 }
 
 

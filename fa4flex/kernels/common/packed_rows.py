@@ -39,19 +39,23 @@ class Part(NamedTuple):
 
 class Tile(NamedTuple):
     """All queries of `group` heads of sequence b, which share kv_head; and of its key tiles number `first` to
-    `last`, in the order of `keys`."""
+    `last`, in the order of `keys`. split: number of the part, or -1 where it is the only one."""
 
     b: Int32
     kv_head: Int32
     group: Int32
     heads: Int32
     split: Int32
-    splits: Int32
     q_len: Int32
     kv_len: Int32
     keys: KeyTiles
     first: Int32
     last: Int32
+
+    @property
+    def alone(self) -> Boolean:
+        """True if the tile has all keys of its rows."""
+        return self.split < 0
 
     @property
     def rows(self) -> Int32:
@@ -91,7 +95,9 @@ def tile_of(
         kv_len = Int32(arguments.seqused_k[b])
     zero = Int32(0)
     whole = KeyTiles(None, None, zero, zero)
-    tile = Tile(b, kv_head, heads // kv_heads, heads, split, splits, q_len, kv_len, whole, zero, zero)
+    # One number instead of two: it is kept to the end, beside all else.
+    number = select_(splits == 1, Int32(-1), split)
+    tile = Tile(b, kv_head, heads // kv_heads, heads, number, q_len, kv_len, whole, zero, zero)
     keys = keys_of(tile, arguments, hooks, config)
     first, last = run_of(keys.count, split, splits, config.share)
     return tile._replace(keys=keys, first=first, last=last)

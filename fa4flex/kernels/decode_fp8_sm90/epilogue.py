@@ -105,11 +105,11 @@ class Epilogue:
         sink = None
         if const_expr(arguments.sinks is not None):
             sink = arguments.sinks[row.h].to(Float32)
-            sink = select_(tile.splits == 1, sink, -Float32.inf)
+            sink = select_(tile.alone, sink, -Float32.inf)
         scales, lses = finish(merged, sink, alone)
         weights = [part * state[2] * scales[0] for part, state in zip(parts, states)]
         sums = [shared.sums[first + i, place, None] for i in range(sharers)]
-        if tile.splits == 1:
+        if tile.alone:
             if const_expr(arguments.lse is not None):  # noqa: SIM102  decided when compiled, and when run
                 if lane == 0:
                     arguments.lse[tile.b, row.h, row.q] = lses[0]

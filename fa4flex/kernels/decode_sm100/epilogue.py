@@ -43,7 +43,7 @@ class Epilogue:
         sink = None
         if const_expr(arguments.sinks is not None):
             sink = arguments.sinks[mine.row.h].to(Float32)
-            sink = select_(tile.splits == 1, sink, -Float32.inf)
+            sink = select_(tile.alone, sink, -Float32.inf)
         if tile.first < tile.last:
             cute.arch.mbarrier_wait(pipes.o_full, 0)
             scale, lse = self.weigh(mine, shared, sink)
@@ -53,7 +53,7 @@ class Epilogue:
             _, lses = finish(mine.state, sink, alone)
             self.put_sum(arguments, tile, mine, lses[0])
             # Of a split without keys, nobody reads the output.
-            if tile.splits == 1:
+            if tile.alone:
                 self.put_zeros(arguments, tile)
 
     def weigh(self, mine: Any, shared: Shared, sink: Float32 | None) -> tuple[Float32, Float32]:
@@ -133,7 +133,7 @@ class Epilogue:
 
     @cute.jit
     def put(self, arguments: Arguments, tile: Tile, row: Row, total: cute.Tensor, column: Int32) -> None:
-        if tile.splits == 1:
+        if tile.alone:
             self.store(arguments.out[tile.b, row.q, row.h, None], total, column)
         else:
             number = row_number(arguments, tile.b, row.h, row.q)
@@ -168,7 +168,7 @@ class Epilogue:
         """The logarithm of a row's sum, by its first copy."""
         row = mine.row
         if row.exists & (mine.part == 0):
-            if tile.splits == 1:
+            if tile.alone:
                 if const_expr(arguments.lse is not None):
                     arguments.lse[tile.b, row.h, row.q] = lse
             else:

@@ -34,7 +34,7 @@ class Epilogue:
             sink = None
             if const_expr(arguments.sinks is not None):
                 sink = arguments.sinks[mine.row.h].to(Float32)
-                sink = select_(tile.splits == 1, sink, -Float32.inf)
+                sink = select_(tile.alone, sink, -Float32.inf)
             scale, lse = finish(mine.state, sink)
             scales += scale
             lses += lse
@@ -42,7 +42,7 @@ class Epilogue:
         multiply_rows(out, scales)
         for r in cutlass.range_constexpr(len(rows)):
             if rows[r].row.exists:
-                if tile.splits == 1:
+                if tile.alone:
                     self.whole(arguments, tile, rows[r].row, out[r, None], lses[r], lane)
                 else:
                     self.part(arguments, tile, rows[r].row, out[r, None], lses[r], lane)

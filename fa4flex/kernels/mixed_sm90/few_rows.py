@@ -53,7 +53,7 @@ def few_tile(work: Work, cut: Cut, arguments: Arguments, hooks: Hooks, config: C
     heads, kv_heads = Int32(arguments.q.shape[1]), Int32(arguments.k.shape[2])
     zero = Int32(0)
     whole = KeyTiles(None, None, zero, zero)
-    place = work.b, work.h, heads // kv_heads, heads, cut.part, cut.parts, work.q_len, work.kv_len
+    place = work.b, work.h, heads // kv_heads, heads, cut.part, work.q_len, work.kv_len
     tile = Tile(*place, whole, zero, zero)
     keys = keys_of(tile, arguments, hooks, config)
     first, last = run_of(keys.count, cut.part, cut.parts, config.share)
