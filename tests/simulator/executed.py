@@ -100,8 +100,7 @@ def differences(trace: Trace, topology: Topology, only: Warps | None = None) -> 
     first = topology.roles[0]
     clusters = sorted({cluster for cluster, _, _ in trace.warps})
     for cluster in clusters:
-        mine = [trace.signals(topology, warp) for warp in trace.warps if warp[0] == cluster]
-        if topology.may_end and all(signals == idle(topology) for signals in mine):
+        if topology.may_end and _did_nothing(trace, topology, cluster):
             continue
         rows = rows_of(topology, trace.signals(topology, (cluster, first.cta, first.warp)))
         every = {w for w in trace.warps if w[0] == cluster} | {(cluster, *where) for where in roles}
@@ -112,6 +111,12 @@ def differences(trace: Trace, topology: Topology, only: Warps | None = None) -> 
             one = difference("no role" if role is None else role.name, i if role else warp, wanted, found)
             if one is not None:
                 yield f"{one}\n    of tiles with {rows} key tiles, cluster {cluster}"
+
+
+def _did_nothing(trace: Trace, topology: Topology, cluster: int) -> bool:
+    """True if all warps of a cluster did what a warp without a role does."""
+    warps = (warp for warp in trace.warps if warp[0] == cluster)
+    return all(trace.signals(topology, warp) == idle(topology) for warp in warps)
 
 
 def _signals(names: dict[events.Key, str], topology: Topology, event: Any) -> Iterator[Signal]:

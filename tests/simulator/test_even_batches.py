@@ -31,10 +31,9 @@ LENGTHS = {
 }
 
 
-@pytest.fixture(autouse=True, params=["sm_90a", "sm_100a"])
-def chip(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setitem(SIMULATED, "chip", request.param)
-    return request.param
+CHIPS = pytest.mark.parametrize("chip", ["sm_90a", "sm_100a"])
+FEW = 3
+"""Sequences, at most, of batches that are simulated for both chips: the same function decides for both."""
 
 
 def sinks_of(heads: int) -> Sinks:
@@ -52,11 +51,19 @@ def parts(found: list[tuple[Tensor, Tensor]], even: bool) -> None:
 SPLITS = (3, 1), (1, 1), (3, 3)
 
 
-@pytest.mark.parametrize("name", LENGTHS)
-def test_pages(name: str, chip: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def on(chip: str, name: str) -> Any:
+    many = len(LENGTHS[name][0]) > FEW
+    return pytest.param(chip, name, marks=pytest.mark.slow if many else ())
+
+
+ON_CHIPS = [on("sm_90a", name) for name in LENGTHS]
+ON_CHIPS += [on("sm_100a", name) for name, (lengths, _) in LENGTHS.items() if len(lengths) <= FEW]
+
+
+@pytest.mark.parametrize(("chip", "name"), ON_CHIPS)
+def test_pages(chip: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SIMULATED, "chip", chip)
     lengths, even = LENGTHS[name]
-    if len(lengths) > 3 and chip == "sm_100a":
-        pytest.skip("the same function decides; it is simulated for Hopper")
     given = drawn(Size(lengths=lengths, d=128, dv=128, q_len=1))
     attn = fa4flex.compile(mask=causal, sinks=sinks_of(4))
     found = []
@@ -67,8 +74,10 @@ def test_pages(name: str, chip: str, monkeypatch: pytest.MonkeyPatch) -> None:
     parts(found, even)
 
 
-def test_used_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+@CHIPS
+def test_used_lengths(chip: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the sequences of a padded batch have fewer queries."""
+    monkeypatch.setitem(SIMULATED, "chip", chip)
     q, k, v = drawn_padded(Padded(q_len=2, kv_len=210, batch=3, d=128))
     attn = fa4flex.compile(mask=causal)
     for used, even in (((204, 180, 192), True), ((205, 179, 192), False)):
@@ -84,9 +93,7 @@ def test_used_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
         parts(found, even)
 
 
-def test_8_bits(chip: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if chip == "sm_100a":
-        pytest.skip("8-bit caches have a kernel on Hopper alone")
+def test_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     attn = fa4flex.compile(mask=causal, sinks=sinks_of(4))
     for lengths, even in (((600, 640), True), ((600, 200), False)):
         given = drawn(Size(lengths=lengths, d=128, dv=128, q_len=1))
@@ -102,9 +109,7 @@ def test_8_bits(chip: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_merging_blocks_have_several_rows(chip: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if chip == "sm_100a":
-        pytest.skip("the same kernel merges")
+def test_merging_blocks_have_several_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     split_in(monkeypatch, 2)
     size = Padded(heads=33, kv_heads=33, q_len=64, kv_len=130)
     assert size.heads * size.q_len > combine.BLOCKS
