@@ -17,6 +17,8 @@ from fa4flex.lower import Given, lower_forward
 from fa4flex.variants import alibi, causal, sliding_window, softcap, tree
 
 USED = {"lengths": "used"}
+ROWS_OF_PAGES = {**USED, "page_rows": 1}
+"""Copied by warps, 16 bytes a lane."""
 CHAIN = range(-1, 15)
 
 
@@ -34,6 +36,13 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "tree 128": ({"mask": tree(CHAIN)}, 128, USED),
     "tree, soft cap 256": ({"score_mod": softcap(20.0), "mask": tree(CHAIN)}, 256, {}),
     "remainders 64": ({"mask": remainders}, 64, {}),
+    "alibi 128, rows of pages": ({"score_mod": alibi, "mask": causal}, 128, ROWS_OF_PAGES),
+    "soft cap, window 192, rows of pages": (
+        {"score_mod": softcap(20.0), "mask": causal & sliding_window(90)},
+        192,
+        ROWS_OF_PAGES,
+    ),
+    "causal 64, rows of pages": ({"mask": causal}, 64, ROWS_OF_PAGES),
     "causal 128, float32 output": ({"mask": causal}, 128, {"out_dtype": "float32"}),
 }
 """Composition, width of heads, and fields of Inputs."""

@@ -117,12 +117,15 @@ def test_a_plan_that_does_not_hold_is_refused() -> None:
             wrong.check()
 
 
-def test_pages_whose_rows_are_whole_lines_are_read_in_place() -> None:
-    for rows, (d, least) in product(PAGE_ROWS, ((128, 1), (64, 1), (96, 2))):
-        problem = replace(PAGED, head_dim=d, head_dim_v=d, page_rows=rows)
-        assert DECODE_SM100.accepts(problem, SM100A) == (rows >= least)
-        if rows >= least:
-            assert planned(problem).config().box_rows == min(rows, planned(problem).tile_n)
+def test_pages_are_read_in_place() -> None:
+    """The load warp copies rows of pages of a few keys itself."""
+    for rows, (d, boxes) in product(PAGE_ROWS, ((128, 4), (64, 8), (96, 4))):
+        plan = planned(replace(PAGED, head_dim=d, head_dim_v=d, page_rows=rows))
+        config = plan.config()
+        assert config.box_rows == min(rows, plan.tile_n)
+        assert config.gather_warps == (rows < boxes) and config.clears == (rows >= boxes)
+        assert plan.topology.role("load").warps == 1
+        assert {ring.lanes for ring in plan.topology.rings[:2]} == {32 if rows < boxes else 1}
 
 
 def test_it_is_explained() -> None:

@@ -14,6 +14,7 @@ from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.plan.counts import check_counts
 from fa4flex.codegen.plan.errors import PlanError
 from fa4flex.codegen.plan.inputs import Inputs
+from fa4flex.codegen.plan.paging import TileCopies
 from fa4flex.codegen.plan.problem import PAGE_ROWS, Problem, page_rows
 from fa4flex.codegen.plan.specialize import same_problem
 from fa4flex.codegen.plan.splitting import MOST_COMPARED, MOST_SPLITS, Splitting
@@ -73,19 +74,20 @@ def test_who_asks_for_tiles_gets_the_kernel_that_has_a_choice() -> None:
 PAGED = replace(FEW, lengths="used", page_rows=16)
 
 
-@pytest.mark.parametrize("d, least", [(128, 1), (64, 1), (96, 2), (80, 2)])
-def test_pages_whose_rows_are_whole_lines_are_read_in_place(d: int, least: int) -> None:
-    """Rows of 32 columns are half a line of shared memory: two have to lie together."""
+@pytest.mark.parametrize("d, least", [(128, 16), (64, 32), (96, 16), (80, 16)])
+def test_pages_are_read_in_place(d: int, least: int) -> None:
+    """Boxes make up a tile, four at most; the rows of smaller pages are copied by a warpgroup."""
     for rows in PAGE_ROWS:
-        problem = replace(PAGED, head_dim=d, head_dim_v=d, page_rows=rows)
+        plan = planned(replace(PAGED, head_dim=d, head_dim_v=d, page_rows=rows))
+        config, keys = plan.config(), plan.topology.ring("k")
+        assert config.box_rows == min(rows, plan.tile_n) and config.paged
         if rows >= least:
-            plan = planned(problem)
-            assert plan.config().box_rows == min(rows, plan.tile_n) and plan.config().paged
-            copies = {ring.name: ring.copies for ring in plan.topology.rings}
-            assert sum(copies["k"]) == plan.tile_n * plan.widths[0] * 2
+            assert config.gather_warps == 0 and config.clears
+            assert sum(keys.copies) == keys.transaction_bytes == plan.tile_n * plan.widths[0] * 2
         else:
-            with pytest.raises(fa4flex.UnsupportedError):
-                planned(problem)
+            assert config.gather_warps == 4 and not config.clears
+            assert (keys.copies, keys.transaction_bytes) == ((), 0)
+            assert (keys.full_arrivals, keys.lanes) == (4, 32)
 
 
 def test_page_sizes_have_classes() -> None:
@@ -242,9 +244,6 @@ def test_even_batches_are_split_as_if_their_lengths_were_known() -> None:
             assert room - pairs < pairs * found.even <= room, "a block for each place that the chip has"
         assert found.floats == (found.most * rows * batch * 129 if found.most > 1 else 0)
     assert ragged.splits(1, 8, 65536, 32) == H200.splits(1, 8, 65536, 32), "a single sequence is even"
-    busy = replace(ragged, copies=64)
-    assert busy.splits(1, 8, 65536, 32).even == 32, "pages of single keys: two blocks of each multiprocessor"
-    assert busy.splits(16, 128, 8192, 512).even == 2
     many = ragged.splits(MOST_COMPARED + 1, MOST_COMPARED + 1, 65536, 4)
     assert many.even == many.most > 1, "too many lengths for each warp to read"
 
@@ -257,13 +256,13 @@ def test_memory_of_parts() -> None:
 # --- the pipeline -------------------------------------------------------------------------------------
 
 
-def sound(clears: bool = True, stages: int = 2) -> Topology:
-    return decode_topology(128, 64, 64, stages, clears, 64)
+def sound(clears: bool = True, stages: int = 2, gather_warps: int = 0) -> Topology:
+    return decode_topology(128, 64, 64, stages, clears, TileCopies(64, gather_warps))
 
 
 def test_it_runs_in_any_order(seed: int) -> None:
-    for clears, stages, tiles in product((True, False), (1, 2, 3), (1, 2, 7)):
-        pipeline = sound(clears, stages)
+    for clears, stages, tiles, warps in product((True, False), (1, 2, 3), (1, 2, 7), (0, 4)):
+        pipeline = sound(clears, stages, warps)
         check_counts(pipeline)
         for pick in (round_robin(), lambda n: 0, lambda n: n - 1, at_random(seed)):
             simulate(pipeline, [tiles], pick)
@@ -271,11 +270,11 @@ def test_it_runs_in_any_order(seed: int) -> None:
 
 def test_each_synchronisation_is_needed(seed: int) -> None:
     """Without one of its waits, releases or gatherings, the pipeline fails its checks or some run."""
-    pipeline = sound(clears=False)
-    for role in pipeline.roles:
-        for part in ("opening", "first", "body"):
+    needed = "acquire", "wait", "release", "finish", "sync", "load", "fill"
+    for pipeline, part in product((sound(False), sound(False, 2, 4)), ("opening", "first", "body")):
+        for role in pipeline.roles:
             for i, event in enumerate(getattr(role, part)):
-                if event.action in ("acquire", "wait", "release", "finish", "sync", "load"):
+                if event.action in needed:
                     left = getattr(role, part)[:i] + getattr(role, part)[i + 1 :]
                     assert is_red(with_role(pipeline, replace(role, **{part: left})), seed), (part, event)
 

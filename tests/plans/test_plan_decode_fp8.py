@@ -15,6 +15,7 @@ from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.plan.counts import check_counts
 from fa4flex.codegen.plan.errors import PlanError
 from fa4flex.codegen.plan.inputs import Inputs
+from fa4flex.codegen.plan.paging import TileCopies
 from fa4flex.codegen.plan.problem import Problem
 from fa4flex.codegen.plan.specialize import same_problem
 from fa4flex.codegen.plan.target import SM90A, SM100A
@@ -118,18 +119,17 @@ def test_it_is_explained() -> None:
     sizes = {"q_len": 1, "kv_len": 600, "heads": 8, "kv_heads": 2}
     assert "over an 8-bit cache" in fa4flex.compile().source("plan", kv_dtype="float8_e4m3fn", **sizes)
     assert "all keys of a tile" in planned(replace(FEW, head_dim=64, head_dim_v=64, row_class=64)).explain()
-    paged = replace(FEW, lengths="used", page_rows=16, k_scales="page", v_scales="")
-    assert (
-        "brought in 8 x 16 keys" in planned(paged).explain()
-        and "k scaled by page" in planned(paged).explain()
-    )
+    paged = replace(FEW, lengths="used", page_rows=32, k_scales="page", v_scales="")
+    text = planned(paged).explain()
+    assert "brought in 4 x 32 keys" in text and "k scaled by page" in text
+    assert "4 warps copy rows" in planned(replace(paged, page_rows=16)).explain()
 
 
 # --- the pipeline -------------------------------------------------------------------------------------
 
 
 def sound(several: bool = True, stages: int = 2) -> Topology:
-    return decode_topology(128, 64, 128, stages, several, 128)
+    return decode_topology(128, 64, 128, stages, several, TileCopies(128))
 
 
 def test_it_runs_in_any_order(seed: int) -> None:

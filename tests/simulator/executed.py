@@ -201,7 +201,16 @@ def _noting(instruction: Instruction, block: Block, trace: Trace) -> Block:
     return dataclasses.replace(block, act=(Act(run, act.signals), guard))
 
 
-WATCHED = ("mbarrier.", "st.async", "barrier", "bar.", "cp.async.bulk", "tcgen05.commit", "clusterlaunch")
+WATCHED = (
+    "mbarrier.",
+    "st.async",
+    "barrier",
+    "bar.",
+    "cp.async.bulk",
+    "cp.async.mbarrier",
+    "tcgen05.commit",
+    "clusterlaunch",
+)
 
 
 def _observer(instruction: Instruction) -> Observer | None:
@@ -211,7 +220,23 @@ def _observer(instruction: Instruction) -> Observer | None:
         return _wait(instruction)
     if instruction.opcode.startswith("clusterlaunchcontrol.try_cancel"):
         return _asking(instruction)
+    if instruction.opcode.startswith("cp.async.mbarrier.arrive"):
+        return _landing(instruction)
     return events.observer(instruction)
+
+
+def _landing(instruction: Instruction) -> Observer:
+    """Each lane arrives, once its copies so far have landed."""
+    where, access = locate(instruction.operands[0], instruction), Accessor(instruction, "shared")
+
+    def before(warp: Warp, mask: Mask) -> Any:
+        found = []
+        for address, lanes in distinct(where(warp), mask):
+            cta, offset = cta_and_offset(access, warp, address)
+            found.append(Arrived((cta.rank, offset), len(lanes)))
+        return tuple(found)
+
+    return Observer(lambda warp, mask, found: found, before)
 
 
 def _wait(instruction: Instruction) -> Observer:

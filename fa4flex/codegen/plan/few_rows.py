@@ -11,12 +11,12 @@ from fa4flex.codegen.plan.bound import Bound, Size, expected_bound, for_long
 from fa4flex.codegen.plan.counts import check_counts
 from fa4flex.codegen.plan.errors import PlanError
 from fa4flex.codegen.plan.memory import Memory
-from fa4flex.codegen.plan.paging import box_rows, explain_pages, readable
+from fa4flex.codegen.plan.paging import TileCopies, box_rows, explain_pages
 from fa4flex.codegen.plan.problem import Problem
 from fa4flex.codegen.plan.request import ForwardRequest, Order, check_threshold, rescaling
 from fa4flex.codegen.plan.splitting import Splitting
 from fa4flex.codegen.plan.target import Target
-from fa4flex.codegen.plan.topology import Topology
+from fa4flex.codegen.plan.topology import WARPGROUP, Topology
 from fa4flex.codegen.plan.verify import prove
 from fa4flex.codegen.plan.work import Work
 from fa4flex.primitives.schedule import Schedule
@@ -52,6 +52,13 @@ class FewRowsPlan:
     rows: ClassVar[int]
     """Rows of a tile."""
 
+    gather_warps: ClassVar[int] = WARPGROUP
+    """Warps that copy rows, where pages are of few keys."""
+
+    most_boxes: ClassVar[int] = 4
+    """Boxes of a tile, at most; of more, rows are copied. A TMA copy takes 19 clocks to start, and a box is
+    two of keys and two of values."""
+
     purpose: ClassVar[str] = "few query rows"
     """Use of the kernel, in words."""
 
@@ -82,13 +89,14 @@ class FewRowsPlan:
     def splitting(self) -> Splitting:
         uneven = self.problem.lengths != "dense"
         width, chip = self.problem.head_dim_v, self.target.multiprocessors
-        copies = self.tile_n // self.box_rows
-        return Splitting(self.tile_n, width, chip, self.blocks, uneven, self.share, copies)
+        return Splitting(self.tile_n, width, chip, self.blocks, uneven, self.share)
 
     @property
-    def box_rows(self) -> int:
-        """Keys that one TMA copy brings: all of a tile, or as many as surely lie together in a page."""
-        return box_rows(self.problem, self.tile_n)
+    def tile_copies(self) -> TileCopies:
+        """TileCopies that bring a tile of keys."""
+        rows = box_rows(self.problem, self.tile_n)
+        gathers = self.tile_n // rows > self.most_boxes
+        return TileCopies(rows, self.gather_warps if gathers else 0)
 
     def bound(self, size: Size) -> Bound:
         """The least time of a launch of this size, and the unit that sets it."""
@@ -138,7 +146,7 @@ class FewRowsPlan:
             self._explain_splits(),
             *self.explain_threads(),
             f"softmax: {rescaling(self.rescale_threshold)}",
-            *explain_pages(self.problem, self.tile_n),
+            *self._explain_pages(),
             "shared memory:",
             self.memory.explain(),
             *self.explain_columns(),
@@ -152,6 +160,12 @@ class FewRowsPlan:
     def explain_rows(self) -> list[str]:
         """Places of the rows of a tile."""
         return []
+
+    def _explain_pages(self) -> list[str]:
+        copies = self.tile_copies
+        if copies.gather_warps:
+            return [f"pages: read in place; {copies.warps} warps copy rows, 16 bytes a lane"]
+        return explain_pages(self.problem, self.tile_n)
 
     def explain_threads(self) -> list[str]:
         """Warps of a block and their registers."""
@@ -196,12 +210,11 @@ def asks_for_order(schedule: Schedule) -> bool:
     return schedule.tile is not None or schedule.order != "auto" or schedule.next_tile != "auto"
 
 
-def takes(problem: Problem, pad: Callable[[int], int]) -> bool:
-    """True for few query rows whose key tiles are all or follow from spans, and whose pages can be read in
-    place. A mask may be asked in all tiles."""
+def takes(problem: Problem) -> bool:
+    """True for few query rows whose key tiles are all or follow from spans. A mask may be asked in all
+    tiles."""
     return (
         problem.few_rows
-        and readable(problem, (pad(problem.head_dim), pad(problem.head_dim_v)))
         and problem.mask_form in ("none", "spans", "pairs")
         and problem.lengths in ("dense", "used")
         and "max_scores" not in problem.statistics

@@ -6,8 +6,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from fa4flex.codegen.plan.lengths import Lengths
 from fa4flex.codegen.plan.memory import column_block
 from fa4flex.codegen.plan.problem import Problem
+from fa4flex.codegen.plan.topology import WARP, Action, Event, Ring, Role
 
 LINE = 128
 """Bytes of shared memory: a TMA copy writes from a multiple of it on."""
@@ -33,6 +35,52 @@ class Boxes:
             (self.rows, width if whole else column_block(width)) for width, whole in zip(widths, self.whole)
         )
         return k, v
+
+
+@dataclass(frozen=True)
+class TileCopies:
+    """Copies that bring a tile of keys for few rows, of which `box_rows` surely lie together: one warp's TMA
+    boxes of these, or rows one by one, which `gather_warps` share."""
+
+    box_rows: int
+    gather_warps: int = 0
+
+    @property
+    def warps(self) -> int:
+        """Warps of the role that brings tiles."""
+        return max(self.gather_warps, 1)
+
+    def ring(self, name: str, tiles: tuple[int, int], row: tuple[int, int], freed: int) -> Ring:
+        """The ring of tiles: stages and keys of a tile, bytes of a row and of its part in a block of columns,
+        warps that free a stage."""
+        (stages, rows), (size, span) = tiles, row
+        if self.gather_warps:
+            return Ring(name, stages, rows * size, (), 0, freed, self.gather_warps, lanes=WARP)
+        copies = (self.box_rows * span,) * (size // span * (rows // self.box_rows))
+        return Ring(name, stages, rows * size, copies, sum(copies), freed)
+
+    def role(self, name: str, warp: int = 0) -> Role:
+        """The role that brings a tile of keys and one of values at a time."""
+        bring: Action = "fill" if self.gather_warps else "load"
+        tile = tuple(Event(action, ring) for ring in ("k", "v") for action in ("acquire", bring))
+        return Role(name, self.warps, (), tile, tile, warp=warp)
+
+
+class Gathering:
+    """Properties of a configuration that has `gather_warps`: how many warps copy pages row by row."""
+
+    gather_warps: int
+    lengths: Lengths
+
+    @property
+    def gathers(self) -> bool:
+        """True if pages are copied row by row."""
+        return self.gather_warps > 0
+
+    @property
+    def clears(self) -> bool:
+        """True if what lies past the end of a sequence is brought, too, and has to be cleared."""
+        return self.lengths != "dense" and not self.gathers
 
 
 def boxes_of(problem: Problem, tile_n: int) -> Boxes:

@@ -73,7 +73,7 @@ def arrivals_of(topology: Topology) -> dict[str, int]:
         for stage in range(ring.stages):
             for warp in range(WARPGROUP if ring.per_warp else 1):
                 if not ring.full_of:
-                    found[ring_barrier(ring, "full", stage, warp)] = ring.full_arrivals
+                    found[ring_barrier(ring, "full", stage, warp)] = ring.full_arrivals * ring.lanes
                 if not ring.shares_empty:
                     found[ring_barrier(ring, "empty", stage, warp)] = ring.empty_arrivals
     for barrier in topology.mbarriers:
@@ -162,7 +162,7 @@ def _of_ring(topology: Topology, ring: Ring, warp: int, event: Event) -> Iterato
     elif event.action == "announce":
         yield Signal("expect", full, amount=ring.transaction_bytes)
     elif event.action == "fill":
-        yield Signal("arrive", full, amount=1)
+        yield Signal("arrive", full, amount=ring.lanes)
     elif event.action == "release":
         yield Signal("arrive", empty, amount=1)
     elif event.action == "commit":

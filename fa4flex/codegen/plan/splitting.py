@@ -24,9 +24,6 @@ MOST_PARTIAL = 1 / 30
 MOST_COMPARED = 512
 """Sequences whose lengths each warp of a kernel reads, at most, to see whether they are about the same."""
 
-MOST_COPIES = 16
-"""Copies that bring a tile's keys, at most, where one block can keep the memory of a multiprocessor busy."""
-
 MERGING = 2.0
 """Cost of a second launch and partial outputs, in key tiles that a multiprocessor loads meanwhile."""
 
@@ -48,7 +45,6 @@ class Splitting:
     blocks           of a multiprocessor at a time
     uneven           sequences may be shorter than their tensor
     share            tiles of keys per split, where that is asked for
-    copies           copies that bring the keys of a tile
     """
 
     tile_n: int
@@ -57,7 +53,6 @@ class Splitting:
     blocks: int = 2
     uneven: bool = False
     share: int | None = None
-    copies: int = 1
 
     def splits(self, batch: int, pairs: int, kv_len: int, rows: int) -> Splits:
         """Splits of the keys of each of `pairs` (sequence, head of keys) of up to kv_len keys, of `batch`
@@ -70,8 +65,7 @@ class Splitting:
             # Of a row and split, a float32 is written and read for each column that a tile has in 16 bits
             # twice.
             partial = 2 / self.tile_n * max(-(-rows // max(pairs, 1)), 1)
-            uneven = self.uneven and (batch > 1 or self.copies > MOST_COPIES)
-            most, even = _splits(pairs, tiles, self.multiprocessors, uneven, partial)
+            most, even = _splits(pairs, tiles, self.multiprocessors, self.uneven and batch > 1, partial)
             even = self._even(pairs, most, even) if batch <= MOST_COMPARED else most
         return Splits(most, even, most * rows * (self.width + 1) if most > 1 else 0)
 
@@ -80,11 +74,10 @@ class Splitting:
 
         Blocks that even batches do not need end at once. But where a launch has more blocks than the chip has
         room for, some multiprocessors get two of the first ones and others none. So the first ones are then
-        as many as there is room for; also where each is busy with copies.
+        as many as there is room for.
         """
         room = self.blocks * self.multiprocessors
-        all_at_once = pairs * most <= room and self.copies <= MOST_COPIES
-        return even if all_at_once else max(even, min(room // pairs, most))
+        return even if pairs * most <= room else max(even, min(room // pairs, most))
 
 
 @lru_cache(maxsize=4096)

@@ -247,6 +247,7 @@ class Ring:
     beside                             further regions that its copies fill: (name, bytes per stage)
     full_of                            the ring whose full barriers count its bytes, too, in kernels: CTAs of
                                        a pair fill theirs together
+    lanes                              in kernels, so many of a warp that fills a stage arrive
     """
 
     name: str
@@ -261,6 +262,7 @@ class Ring:
     freed_by: str = ""
     beside: tuple[tuple[str, int], ...] = ()
     full_of: str = ""
+    lanes: int = 1
 
     @property
     def shares_empty(self) -> bool:

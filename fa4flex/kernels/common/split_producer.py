@@ -1,4 +1,5 @@
-"""The producer warp: brings keys and values from global into shared memory by TMA."""
+"""The producer: brings keys and values from global into shared memory, one warp by TMA, or several that
+gather rows."""
 
 from __future__ import annotations
 
@@ -9,14 +10,17 @@ import cutlass
 from cutlass import cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
+from fa4flex.codegen.plan.memory import column_block
 from fa4flex.codegen.plan.paging import Boxes
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.boxes import box_transfers, box_views
+from fa4flex.kernels.common.gathered_key_values import GatheredKeyValues, Rows
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.key_values import ContiguousKeyValues, KeyValues, tokens_of
 from fa4flex.kernels.common.keys import tile_at
 from fa4flex.kernels.common.packed_rows import Part, Tile, tile_of
-from fa4flex.kernels.common.paged_key_values import Order, PagedKeyValues, page_table
+from fa4flex.kernels.common.page_lookup import Order, PageLookup, page_table
+from fa4flex.kernels.common.paged_key_values import PagedKeyValues
 from fa4flex.kernels.common.paged_lengths import check_length
 from fa4flex.kernels.common.transfer import READ_ONCE, Ring, Transfers, partition, reordered
 
@@ -32,7 +36,10 @@ class Stages:
 
 
 def stage_transfers(arguments: Arguments, config: Any, layouts: tuple[Any, Any]) -> tuple[Any, Any]:
-    """TMA descriptors of tiles of keys and values, or of their boxes in pages."""
+    """TMA descriptors of tiles of keys and values, or of their boxes in pages; None where warps gather
+    rows."""
+    if config.gathers:
+        return None, None
     k_layout, v_layout = (cute.slice_(layout, (None, None, 0)) for layout in layouts)
     load = cpasync.CopyBulkTensorTileG2SOp()
     if config.paged:
@@ -50,6 +57,10 @@ class Producer:
     def __init__(self, config: Any, hooks: Hooks) -> None:
         self.config = config
         self.hooks = hooks
+
+    def span(self, width: int) -> int:
+        """Bytes of a row in one block of columns of a tile of this width."""
+        return column_block(width) * 2
 
     @cute.jit
     def run(
@@ -72,18 +83,13 @@ class Producer:
             v_state.advance()
 
     def key_values(self, arguments: Arguments, tile: Tile, transfers: Transfers, stages: Stages) -> KeyValues:
-        config = self.config
+        config, rings = self.config, (stages.k_ring, stages.v_ring)
+        if config.gathers:
+            return self.gathered(arguments, tile, stages)
         if config.paged:
-            check_length(arguments, tile.b)
             boxes = Boxes(config.box_rows)
             views = box_views(transfers, (stages.k, stages.v), arguments, tile.kv_head, boxes)
-            table = page_table(arguments, tile.b, tile.kv_len)
-            order = Order(tile.keys, tile.first)
-            pages = PagedKeyValues(
-                transfers, stages.k_ring, stages.v_ring, *views, table, order, config.box_rows, config.tile_n
-            )
-            pages.begin()
-            return pages
+            return PagedKeyValues(transfers, *rings, *views, self.lookup(arguments, tile))
         k, v = tokens_of(tile.work(tile.kv_head), tile.kv_head, transfers)
         k_tiles = cute.local_tile(k, (config.tile_n, config.head_dim), (None, 0))
         v_tiles = cute.local_tile(v, (config.head_dim_v, config.tile_n), (0, None))
@@ -91,3 +97,29 @@ class Producer:
         v_views = partition(transfers.v, stages.v, v_tiles)
         # No other block reads them: partial outputs may stay in the cache instead.
         return ContiguousKeyValues(transfers, stages.k_ring, stages.v_ring, k_views, v_views, READ_ONCE)
+
+    def gathered(self, arguments: Arguments, tile: Tile, stages: Stages) -> KeyValues:
+        """Keys and values whose rows are copied one by one."""
+        config = self.config
+        each = (arguments.k, stages.k, config.head_dim), (arguments.v, stages.v, config.head_dim_v)
+        k, v = (
+            Rows(
+                cache[None, None, tile.kv_head, None],
+                to.iterator.toint(),
+                width * cache.element_type.width // 8,
+                self.span(width),
+            )
+            for cache, to, width in each
+        )
+        return GatheredKeyValues(stages.k_ring, stages.v_ring, k, v, self.lookup(arguments, tile))
+
+    def lookup(self, arguments: Arguments, tile: Tile) -> PageLookup:
+        """The pages of the tile's keys, or of those that this warp gathers."""
+        check_length(arguments, tile.b)
+        config, warps = self.config, max(self.config.gather_warps, 1)
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) if warps > 1 else 0
+        table, order = page_table(arguments, tile.b, tile.kv_len), Order(tile.keys, tile.first)
+        rows = 1 if config.gathers else config.box_rows
+        lookup = PageLookup(table, order, rows, config.tile_n, warps=warps, warp=warp)
+        lookup.begin()
+        return lookup

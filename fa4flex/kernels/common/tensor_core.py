@@ -242,16 +242,21 @@ def tensor_memory(
 
 
 def operand_ring(
-    barriers: cute.Pointer, operand: cute.Tensor, ctas: int = 1, cluster: cute.Layout | None = None
+    barriers: cute.Pointer,
+    operand: cute.Tensor,
+    ctas: int = 1,
+    cluster: cute.Layout | None = None,
+    gathering: int = 0,
 ) -> pipeline.PipelineTmaUmma:
-    """Stages that a TMA fills and products free; operand (instruction, M or N, K, stage) is one CTA's."""
+    """Stages that a TMA fills and products free; operand (instruction, M or N, K, stage) is one CTA's. Where
+    lanes copy rows instead, so many are `gathering`, and each arrives."""
     alone = pipeline.CooperativeGroup(pipeline.Agent.Thread)
     stage = cute.select(operand.layout, mode=[0, 1, 2])
     return pipeline.PipelineTmaUmma.create(
         num_stages=cute.size(operand, mode=[3]),
-        producer_group=alone,
+        producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, gathering) if gathering else alone,
         consumer_group=alone,
-        tx_count=cute.size_in_bytes(operand.element_type, stage) * ctas,
+        tx_count=0 if gathering else cute.size_in_bytes(operand.element_type, stage) * ctas,
         barrier_storage=barriers,
         cta_layout_vmnk=cluster,
         defer_sync=True,

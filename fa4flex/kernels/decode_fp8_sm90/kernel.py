@@ -12,7 +12,7 @@ from typing import Any
 import cutlass
 import cutlass.utils.hopper_helpers as sm90
 from cuda.bindings import driver as cuda
-from cutlass import Float32, Int64, Uint8, cute, pipeline
+from cutlass import Float32, Int64, Uint8, const_expr, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
@@ -70,6 +70,8 @@ class Forward:
 
     def transfers(self, arguments: Arguments) -> tuple[Any, Any]:
         config, load = self.config, cpasync.CopyBulkTensorTileG2SOp()
+        if config.gathers:
+            return None, None
         found = []
         widths = config.head_dim, config.head_dim_v
         for given, layout, width in zip((arguments.k, arguments.v), self.layouts(), widths):
@@ -100,16 +102,17 @@ class Forward:
         return cute.struct(type("Storage", (), {"__annotations__": members}))
 
     @cute.kernel
-    def device(self, arguments: Arguments, k: cpasync.TmaInfo, v: cpasync.TmaInfo) -> None:
+    def device(self, arguments: Arguments, k: cpasync.TmaInfo | None, v: cpasync.TmaInfo | None) -> None:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         transfers = Transfers(None, k, v, None)
-        if warp == 0:
-            for transfer in (k, v):
-                cpasync.prefetch_descriptor(transfer.atom)
+        if const_expr(not self.config.gathers):  # noqa: SIM102  one is decided when compiled, one when run
+            if warp == 0:
+                for transfer in (k, v):
+                    cpasync.prefetch_descriptor(transfer.atom)
         layouts = self.layouts()
         storage = SmemAllocator().allocate(self.storage(layouts))
         shared = self.shared(storage, layouts)
-        pipes = Pipes(*rings((storage.k, storage.v), (shared.k, shared.v), self.config.kv_stages))
+        pipes = Pipes(*rings((storage.k, storage.v), (shared.k, shared.v), self.config))
         part = part_of(cute.arch.block_idx()[0], arguments)
         pipeline.pipeline_init_arrive()
         pipeline.pipeline_init_wait()
@@ -131,7 +134,9 @@ class Forward:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.config.producer_registers)
-            if warp == 0:
+            # Of a range of one, the compiler does not see that it is one, and spills elsewhere.
+            produces = warp < self.config.gather_warps if self.config.gathers else warp == 0
+            if produces:
                 self.producer.run(arguments, part, transfers, Stages(shared.k, shared.v, pipes.k, pipes.v))
         else:
             cute.arch.setmaxregister_increase(self.config.consumer_registers)

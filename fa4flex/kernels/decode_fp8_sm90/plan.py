@@ -9,14 +9,13 @@ from typing import ClassVar
 from fa4flex.codegen.plan.errors import PlanError
 from fa4flex.codegen.plan.few_rows import asks_for_order, blocks_and_stages, room_of, share_of
 from fa4flex.codegen.plan.memory import Memory, lay_out, tile_bytes
-from fa4flex.codegen.plan.paging import LINE
 from fa4flex.codegen.plan.pipeline import ForwardPlan, Pipeline
 from fa4flex.codegen.plan.problem import Problem
 from fa4flex.codegen.plan.request import ForwardRequest
 from fa4flex.codegen.plan.target import Target
 from fa4flex.codegen.plan.topology import Topology
 from fa4flex.errors import UnsupportedError
-from fa4flex.kernels.decode_fp8_sm90.config import KEYS, ROWS, WARPS, Config, query_bytes, span
+from fa4flex.kernels.decode_fp8_sm90.config import KEYS, ROWS, WARPS, Config, query_bytes
 from fa4flex.kernels.decode_fp8_sm90.topology import decode_topology
 from fa4flex.kernels.decode_sm90 import plan as decode
 from fa4flex.kernels.fwd_sm90.registers import ADDRESSES, LOADS, MOST_SCRATCH, Need
@@ -61,7 +60,7 @@ class DecodePlan(decode.DecodePlan):
     def topology(self) -> Topology:
         """Roles, rings and barriers; `.graph` is the networkx form."""
         several = self.config().steps > 1
-        return decode_topology(*self.widths, self.tile_n, self.kv_stages, several, self.box_rows)
+        return decode_topology(*self.widths, self.tile_n, self.kv_stages, several, self.tile_copies)
 
     @property
     def need(self) -> Need:
@@ -168,13 +167,12 @@ def tile_keys(width: int) -> int:
 
 
 def accepts(problem: Problem, target: Target) -> bool:
-    """True if the kernel for 16-bit keys accepts it, up to a width; pages have rows of half as many bytes."""
+    """True if the kernel for 16-bit keys accepts it, up to a width."""
     widths = pad(problem.head_dim), pad(problem.head_dim_v)
     by_key = bool({"page", "token"} & {problem.k_scales, problem.v_scales})
     if max(widths) > WIDEST[problem.row_class > ROWS, by_key]:
         return False
-    lines = all(problem.page_rows * span(d) % LINE == 0 for d in widths)
-    return problem.row_class > 0 and lines and decode.accepts(problem, target)
+    return problem.row_class > 0 and decode.accepts(problem, target)
 
 
 DECODE_FP8_SM90 = Pipeline(

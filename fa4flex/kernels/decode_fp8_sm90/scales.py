@@ -54,6 +54,8 @@ class Scale:
         rows = KEYS if self.pages is None else self.pages.rows
         for start in range(0, KEYS, rows):
             some = [c for c in range(len(COLUMNS)) if start <= COLUMNS[c] < start + rows]
+            if not some:
+                continue
             find = self._place(cutlass.min(first + COLUMNS[some[0]], last))
             for c in some:
                 self.coming[c] = find(cutlass.min(first + COLUMNS[c], last))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from cutlass import Int32, cute, select_
 
+from fa4flex.kernels.common.gathered_key_values import swizzled
 from fa4flex.kernels.decode_fp8_sm90.config import KEYS, Config, span
 from fa4flex.kernels.decode_fp8_sm90.instructions import Words, read_words
 
@@ -22,11 +23,6 @@ WORD = 4
 
 Place = tuple[Int32, Int32 | int]
 """A stage, and a step of the warp's keys in it."""
-
-
-def swizzled(offset: Int32, width: int) -> Int32:
-    """Swizzled offset of byte `offset` of a block whose rows have this width."""
-    return offset ^ ((offset >> 3) & (width - CHUNK))
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fa4flex.codegen.plan.lengths import Lengths
+from fa4flex.codegen.plan.paging import Gathering
 
 LANES = 128
 """Lanes of tensor memory, and rows of one tcgen05.mma. A tile of query rows is there several times."""
@@ -48,7 +49,7 @@ class TensorMemory:
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Gathering):
     """head_dim, head_dim_v    widths of the tiles in shared memory: multiples of 16 that hold the tensors'
     memory                   columns of tensor memory
     tile_n                   keys per tile
@@ -58,7 +59,8 @@ class Config:
     rescale_threshold        in log2 units: the output is rescaled only when a row maximum grew by more
     lengths                  "dense" or "used" (seqused per batch)
     paged                    keys and values lie in pages
-    box_rows                 keys that one copy brings: all of a tile, or of pages, fewer
+    box_rows                 keys that one copy may bring: all of a tile, or of pages, fewer
+    gather_warps             warps that copy pages row by row; 0: one warp copies boxes
     share                    tiles of keys per split; None: of each sequence, all splits have as many
     sinks                    a learnable logit per head joins the denominator
     statistics               whether "lse" is written
@@ -75,6 +77,7 @@ class Config:
     lengths: Lengths = "dense"
     paged: bool = False
     box_rows: int = 0
+    gather_warps: int = 0
     share: int | None = None
     sinks: bool = False
     statistics: tuple[str, ...] = ("lse",)

@@ -11,10 +11,11 @@ from typing import Any
 
 import cutlass
 from cuda.bindings import driver as cuda
-from cutlass import Float32, Int32, Int64, cute, pipeline
+from cutlass import Float32, Int32, Int64, const_expr, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
+from fa4flex.codegen.plan.topology import WARP
 from fa4flex.kernels.combine.kernel import Combine, CombineArguments
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.boxes import stage_layouts
@@ -93,7 +94,7 @@ class Forward:
         return cute.struct(type("Storage", (), {"__annotations__": members}))
 
     @cute.kernel
-    def device(self, arguments: Arguments, k: cpasync.TmaInfo, v: cpasync.TmaInfo) -> None:
+    def device(self, arguments: Arguments, k: cpasync.TmaInfo | None, v: cpasync.TmaInfo | None) -> None:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         kind = arguments.q.element_type
         products, layouts = Products(self.config, kind), stage_layouts(self.config, kind)
@@ -101,9 +102,10 @@ class Forward:
         shared = self.shared(storage, layouts, products)
         pipes = self.pipes(storage, shared)
         memory = tensor_memory(storage, 0, pipeline.NamedBarrier(ALLOCATED, TOUCH_TENSOR_MEMORY))
-        if warp == LOAD:
-            for transfer in (k, v):
-                cpasync.prefetch_descriptor(transfer.atom)
+        if const_expr(not self.config.gathers):  # noqa: SIM102  one is decided when compiled, one when run
+            if warp == LOAD:
+                for transfer in (k, v):
+                    cpasync.prefetch_descriptor(transfer.atom)
         if warp == 0:
             self.initialise(storage)
         part = part_of(cute.arch.block_idx()[0], arguments)
@@ -165,8 +167,9 @@ class Forward:
         )
 
     def pipes(self, storage: Any, shared: Shared) -> Pipes:
+        gathering = WARP * self.config.gather_warps
         return Pipes(
-            operand_ring(storage.k.data_ptr(), shared.k_operand),
-            operand_ring(storage.v.data_ptr(), shared.v_operand),
+            operand_ring(storage.k.data_ptr(), shared.k_operand, gathering=gathering),
+            operand_ring(storage.v.data_ptr(), shared.v_operand, gathering=gathering),
             **{name: getattr(storage, name).data_ptr() for name in BARRIERS},
         )

@@ -56,6 +56,8 @@ class BlackwellDecodePlan(FewRowsPlan):
     copies: int
 
     module: ClassVar[str] = "fa4flex.kernels.decode_sm100"
+    gather_warps: ClassVar[int] = 1
+    most_boxes: ClassVar[int] = 16
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -79,8 +81,10 @@ class BlackwellDecodePlan(FewRowsPlan):
     @cached_property
     def topology(self) -> Topology:
         """Roles, rings and barriers; `.graph` is the networkx form."""
-        clears = self.problem.lengths != "dense"
-        return decode_topology(self.widths, self.tile_n, self.kv_stages, self.columns, clears, self.box_rows)
+        clears = self.config().clears
+        return decode_topology(
+            self.widths, self.tile_n, self.kv_stages, self.columns, clears, self.tile_copies
+        )
 
     @property
     def registers(self) -> int:
@@ -101,7 +105,8 @@ class BlackwellDecodePlan(FewRowsPlan):
             blocks=self.blocks,
             rescale_threshold=self.rescale_threshold,
             lengths=self.problem.lengths,
-            box_rows=self.box_rows,
+            box_rows=self.tile_copies.box_rows,
+            gather_warps=self.tile_copies.gather_warps,
             paged=self.problem.page_rows > 0,
             share=self.share,
             sinks=self.problem.sinks,
@@ -206,7 +211,7 @@ def plan_decode(request: ForwardRequest) -> ForwardPlan:
 
 def accepts(problem: Problem, target: Target) -> bool:
     narrow = problem.head_dim <= WIDTHS[-1] and problem.head_dim_v <= WIDEST_OUTPUT
-    return target.family == "sm100" and narrow and takes(problem, pad)
+    return target.family == "sm100" and narrow and takes(problem)
 
 
 DECODE_SM100 = Pipeline(

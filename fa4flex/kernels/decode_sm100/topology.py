@@ -1,7 +1,8 @@
 """The Blackwell pipeline for few query rows.
 
-One warp copies tiles of keys and values by TMA, as far ahead as the rings are deep: memory is what such a
-kernel waits for. One warp issues all products, which the tensor core executes in that order:
+One warp copies tiles of keys and values by TMA, or row by row where pages are of few keys, as far ahead as
+the rings are deep: memory is what such a kernel waits for. One warp issues all products, which the tensor
+core executes in that order:
 
     S(0)   O(0) S(1)   O(1) S(2)   ...
 
@@ -23,6 +24,7 @@ no finished       The four warps meet for the last time when all of the output i
 from __future__ import annotations
 
 from fa4flex.codegen.plan.memory import column_block
+from fa4flex.codegen.plan.paging import TileCopies
 from fa4flex.codegen.plan.signals import stage_barriers
 from fa4flex.codegen.plan.tensor_memory import WHOLE, Columns
 from fa4flex.codegen.plan.topology import (
@@ -55,15 +57,17 @@ UPDATES = 2
 
 
 def decode_topology(
-    widths: tuple[int, int], tile_n: int, kv_stages: int, columns: Columns, clears: bool, box_rows: int
+    widths: tuple[int, int], tile_n: int, kv_stages: int, columns: Columns, clears: bool, copies: TileCopies
 ) -> Topology:
     """The pipeline with tiles of K and V of these widths. `clears`: sequences may end before their tensor
-    does. Tiles are brought `box_rows` keys at a time."""
-    rings = [_ring(x, kv_stages, tile_n, d, box_rows) for x, d in zip(("k", "v"), widths, strict=True)]
+    does."""
+    rings = [
+        copies.ring(name, (kv_stages, tile_n), (2 * width, 2 * column_block(width)), 1)
+        for name, width in zip(("k", "v"), widths, strict=True)
+    ]
     queries = Ring("Q", 1, 0, (), 0, 0, WARPGROUP, once=True)
-    copy = tuple(Event(action, ring) for ring in ("k", "v") for action in ("acquire", "load"))
     return Topology(
-        (Role("load", 1, (), copy, copy, warp=LOAD), _multiply(clears), _softmax(widths[1] // MERGED)),
+        (copies.role("load", LOAD), _multiply(clears), _softmax(widths[1] // MERGED)),
         (*rings, queries),
         (
             NamedBarrier("allocated", ALLOCATED, TOUCH_TENSOR_MEMORY),
@@ -87,13 +91,6 @@ def decode_topology(
         ),
         may_end=True,
     )
-
-
-def _ring(name: str, stages: int, rows: int, width: int, box_rows: int) -> Ring:
-    """16-bit elements. A TMA box holds a block of columns of `box_rows` rows."""
-    block = column_block(width)
-    copies = (box_rows * block * 2,) * (width // block * (rows // box_rows))
-    return Ring(name, stages, rows * width * 2, copies, sum(copies), 1)
 
 
 def _multiply(clears: bool) -> Role:

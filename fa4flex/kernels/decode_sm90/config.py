@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fa4flex.codegen.plan.lengths import Lengths
+from fa4flex.codegen.plan.paging import Gathering
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Gathering):
     """head_dim, head_dim_v    widths of the tiles in shared memory: multiples of 16 that hold the tensors'
     tile_n                   keys per tile
     kv_stages                tiles of K, and as many of V, in flight
@@ -18,7 +19,8 @@ class Config:
     rescale_threshold        in log2 units: the output is rescaled only when the row maximum grew by more
     lengths                  "dense" or "used" (seqused per batch)
     paged                    keys and values lie in pages
-    box_rows                 keys that one copy brings: all of a tile, or of pages, fewer
+    box_rows                 keys that one copy may bring: all of a tile, or of pages, fewer
+    gather_warps             warps that copy pages row by row; 0: one warp copies boxes
     starts_ahead             what scores start from is asked for a tile ahead: it is read from memory
     share                    tiles of keys per split; None: of each sequence, all splits have as many
     sinks                    a learnable logit per head joins the denominator
@@ -36,6 +38,7 @@ class Config:
     lengths: Lengths = "dense"
     paged: bool = False
     box_rows: int = 0
+    gather_warps: int = 0
     starts_ahead: bool = False
     share: int | None = None
     sinks: bool = False

@@ -12,11 +12,12 @@ from typing import Any
 import cutlass
 import cutlass.utils.hopper_helpers as sm90
 from cuda.bindings import driver as cuda
-from cutlass import Int64, cute, pipeline
+from cutlass import Int64, const_expr, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
+from fa4flex.codegen.plan.topology import WARP
 from fa4flex.kernels.combine.kernel import Combine, CombineArguments
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.boxes import stage_layouts
@@ -89,15 +90,16 @@ class Forward:
     def device(
         self,
         arguments: Arguments,
-        k: cpasync.TmaInfo,
-        v: cpasync.TmaInfo,
+        k: cpasync.TmaInfo | None,
+        v: cpasync.TmaInfo | None,
         mma: tuple[cute.TiledMma, cute.TiledMma],
     ) -> None:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         transfers = Transfers(None, k, v, None)
-        if warp == 0:
-            for transfer in (k, v):
-                cpasync.prefetch_descriptor(transfer.atom)
+        if const_expr(not self.config.gathers):  # noqa: SIM102  one is decided when compiled, one when run
+            if warp == 0:
+                for transfer in (k, v):
+                    cpasync.prefetch_descriptor(transfer.atom)
         kind = arguments.q.element_type
         layouts = self.layouts(kind)
         storage = SmemAllocator().allocate(self.storage(layouts, kind))
@@ -125,7 +127,9 @@ class Forward:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.config.producer_registers)
-            if warp == 0:
+            # Of a range of one, the compiler does not see that it is one, and spills elsewhere.
+            produces = warp < self.config.gather_warps if self.config.gathers else warp == 0
+            if produces:
                 self.producer.run(arguments, part, transfers, Stages(shared.k, shared.v, pipes.k, pipes.v))
         else:
             cute.arch.setmaxregister_increase(self.config.consumer_registers)
@@ -140,18 +144,22 @@ class Forward:
         )
 
     def pipes(self, storage: Any, shared: Shared) -> Pipes:
-        return Pipes(*rings((storage.k, storage.v), (shared.k, shared.v), self.config.kv_stages))
+        return Pipes(*rings((storage.k, storage.v), (shared.k, shared.v), self.config))
 
 
-def rings(barriers: tuple[Any, Any], tiles: tuple[cute.Tensor, cute.Tensor], stages: int) -> list[Any]:
-    """Pipelines whose barriers tell that a stage of such tiles is full, or that four warps have read it."""
+def rings(barriers: tuple[Any, Any], tiles: tuple[cute.Tensor, cute.Tensor], config: Config) -> list[Any]:
+    """Pipelines whose barriers tell that a stage of such tiles is full, or that four warps have read it. Of
+    warps that gather, each lane arrives."""
     thread = pipeline.Agent.Thread
+    gathering = WARP * config.gather_warps
     return [
         pipeline.PipelineTmaAsync.create(
-            num_stages=stages,
-            producer_group=pipeline.CooperativeGroup(thread),
+            num_stages=config.kv_stages,
+            producer_group=pipeline.CooperativeGroup(thread, gathering or 1),
             consumer_group=pipeline.CooperativeGroup(thread, 4),
-            tx_count=cute.size_in_bytes(tile.element_type, cute.select(tile.layout, mode=[0, 1])),
+            tx_count=0
+            if gathering
+            else cute.size_in_bytes(tile.element_type, cute.select(tile.layout, mode=[0, 1])),
             barrier_storage=one.data_ptr(),
             defer_sync=True,
         )

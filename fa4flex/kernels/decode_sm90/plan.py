@@ -62,8 +62,8 @@ class DecodePlan(FewRowsPlan):
     @cached_property
     def topology(self) -> Topology:
         """Roles, rings and barriers; `.graph` is the networkx form."""
-        clears = self.problem.lengths != "dense"
-        return decode_topology(*self.widths, self.tile_n, self.kv_stages, clears, self.box_rows)
+        clears = self.config().clears
+        return decode_topology(*self.widths, self.tile_n, self.kv_stages, clears, self.tile_copies)
 
     @property
     def need(self) -> Need:
@@ -82,7 +82,8 @@ class DecodePlan(FewRowsPlan):
             consumer_registers=self.registers.consumer,
             rescale_threshold=self.rescale_threshold,
             lengths=self.problem.lengths,
-            box_rows=self.box_rows,
+            box_rows=self.tile_copies.box_rows,
+            gather_warps=self.tile_copies.gather_warps,
             paged=self.problem.page_rows > 0,
             starts_ahead=0 < self.work.loads <= MOST_AHEAD,
             share=self.share,
@@ -152,7 +153,7 @@ def plan_decode(request: ForwardRequest) -> ForwardPlan:
 
 
 def accepts(problem: Problem, target: Target) -> bool:
-    return target.family == "sm90" and takes(problem, pad)
+    return target.family == "sm90" and takes(problem)
 
 
 DECODE_SM90 = Pipeline("Hopper forward, few query rows", "forward", accepts, plan_decode, writes_float32=True)

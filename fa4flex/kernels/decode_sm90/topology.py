@@ -1,14 +1,16 @@
 """The Hopper pipeline for few query rows.
 
-One warp copies tiles of keys and values by TMA, as far ahead as the rings are deep: memory is what such a
-kernel waits for. One warpgroup multiplies, takes the softmax and writes to global memory. Its rows are pairs
-of a query and a head, which no tensor map describes, so that it brings them to shared memory itself. A block
-has one tile: a part of the keys of a sequence and a head of keys.
+One warp copies tiles of keys and values by TMA, or four row by row where pages are of few keys, as far
+ahead as the rings are deep: memory is what such a kernel waits for. One warpgroup multiplies, takes the
+softmax and writes to global memory. Its rows are pairs of a query and a head, which no tensor map
+describes, so that it brings them to shared memory itself. A block has one tile: a part of the keys of a
+sequence and a head of keys.
 """
 
 from __future__ import annotations
 
 from fa4flex.codegen.plan.memory import column_block
+from fa4flex.codegen.plan.paging import TileCopies
 from fa4flex.codegen.plan.signals import stage_barriers
 from fa4flex.codegen.plan.topology import (
     WARP,
@@ -16,7 +18,6 @@ from fa4flex.codegen.plan.topology import (
     Event,
     NamedBarrier,
     Product,
-    Ring,
     Role,
     Topology,
 )
@@ -26,27 +27,21 @@ MEET = 1
 
 
 def decode_topology(
-    head_dim: int, head_dim_v: int, tile_n: int, kv_stages: int, clears: bool, box_rows: int
+    head_dim: int, head_dim_v: int, tile_n: int, kv_stages: int, clears: bool, copies: TileCopies
 ) -> Topology:
-    """The pipeline with these tiles. `clears`: sequences may end before their tensor does. Tiles are brought
-    `box_rows` keys at a time."""
-    rings = tuple(_ring(x, kv_stages, tile_n, d, box_rows) for x, d in (("k", head_dim), ("v", head_dim_v)))
-    copy = tuple(Event(action, ring) for ring in ("k", "v") for action in ("acquire", "load"))
+    """The pipeline with these tiles. `clears`: sequences may end before their tensor does."""
+    rings = tuple(
+        copies.ring(name, (kv_stages, tile_n), (2 * width, 2 * column_block(width)), WARPGROUP)
+        for name, width in (("k", head_dim), ("v", head_dim_v))
+    )
     return Topology(
-        (Role("producer", 1, (), copy, copy), _consumer(clears)),
+        (copies.role("producer"), _consumer(clears)),
         rings,
         (NamedBarrier("rows", MEET, WARP * WARPGROUP),),
         "none",
         places=((*stage_barriers("k", kv_stages), *stage_barriers("v", kv_stages)),),
         may_end=True,
     )
-
-
-def _ring(name: str, stages: int, rows: int, width: int, box_rows: int) -> Ring:
-    """16-bit elements. A TMA box holds a block of columns of `box_rows` rows."""
-    block = column_block(width)
-    copies = (box_rows * block * 2,) * (width // block * (rows // box_rows))
-    return Ring(name, stages, rows * width * 2, copies, sum(copies), WARPGROUP)
 
 
 def _consumer(clears: bool) -> Role:

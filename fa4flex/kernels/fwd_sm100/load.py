@@ -12,7 +12,8 @@ from fa4flex.kernels.common.boxes import box_views
 from fa4flex.kernels.common.cluster import Cluster
 from fa4flex.kernels.common.key_values import ContiguousKeyValues, KeyValues, kv_head_of, tokens_of
 from fa4flex.kernels.common.keys import KeyTiles, tile_at
-from fa4flex.kernels.common.paged_key_values import FEW, Order, PagedKeyValues, page_table
+from fa4flex.kernels.common.page_lookup import Order, PageLookup, page_table
+from fa4flex.kernels.common.paged_key_values import FEW, PagedKeyValues
 from fa4flex.kernels.common.paged_lengths import check_length
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.common.transfer import States, Transfers, Views, partition, sequence
@@ -121,12 +122,9 @@ class Load:
         check_length(arguments, work.b)
         views = box_views(transfers, shared.tiles, arguments, kv_head, Boxes(config.box_rows))
         table, order = page_table(arguments, work.b, work.kv_len), Order(keys, Int32(0))
-        rings, sizes = (pipes.k, pipes.v), (config.box_rows, config.tile_n)
-        pages = PagedKeyValues(
-            transfers, *rings, *views, table, order, *sizes, few=WRITTEN_OUT[config.lengths]
-        )
-        pages.begin()
-        return pages
+        lookup = PageLookup(table, order, config.box_rows, config.tile_n)
+        lookup.begin()
+        return PagedKeyValues(transfers, pipes.k, pipes.v, *views, lookup, few=WRITTEN_OUT[config.lengths])
 
     @cute.jit
     def queries(

@@ -12,7 +12,8 @@ from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.boxes import box_views
 from fa4flex.kernels.common.key_values import ContiguousKeyValues, KeyValues, kv_head_of, tokens_of
 from fa4flex.kernels.common.keys import KeyTiles, tile_at
-from fa4flex.kernels.common.paged_key_values import Order, PagedKeyValues, page_table
+from fa4flex.kernels.common.page_lookup import Order, PageLookup, page_table
+from fa4flex.kernels.common.paged_key_values import PagedKeyValues
 from fa4flex.kernels.common.paged_lengths import check_length
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
 from fa4flex.kernels.common.transfer import States, Transfers, partition
@@ -111,12 +112,10 @@ class Producer:
         check_length(arguments, work.b)
         views = box_views(transfers, (shared.k, shared.v), arguments, kv_head, boxes)
         table, order = page_table(arguments, work.b, work.kv_len), Order(keys, Int32(0))
-        rings = pipes.k, pipes.v
-        sizes = boxes.rows, self.config.tile_n
+        lookup = PageLookup(table, order, boxes.rows, self.config.tile_n, behind)
+        lookup.begin()
         alone = self.part is not None
-        pages = PagedKeyValues(transfers, *rings, *views, table, order, *sizes, behind, alone=alone)
-        pages.begin()
-        return pages
+        return PagedKeyValues(transfers, pipes.k, pipes.v, *views, lookup, alone=alone)
 
     @cute.jit
     def queries(

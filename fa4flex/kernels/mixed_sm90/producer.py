@@ -13,7 +13,8 @@ from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.key_values import KeyValues
 from fa4flex.kernels.common.keys import tile_at
 from fa4flex.kernels.common.packed_rows import Tile
-from fa4flex.kernels.common.paged_key_values import Order, PagedKeyValues, page_table
+from fa4flex.kernels.common.page_lookup import Order, PageLookup, page_table
+from fa4flex.kernels.common.paged_key_values import PagedKeyValues
 from fa4flex.kernels.common.paged_lengths import check_length
 from fa4flex.kernels.common.transfer import READ_ONCE, States, warp_uniform
 from fa4flex.kernels.common.work import Grid, Work
@@ -61,12 +62,10 @@ class FewKeys(forward.Producer):
         check_length(arguments, work.b)
         views = box_views(transfers, (shared.k, shared.v), arguments, tile.kv_head, boxes)
         table, order = page_table(arguments, work.b, work.kv_len), Order(tile.keys, tile.first)
-        rings = pipes.k, pipes.v
-        sizes = boxes.rows, self.config.tile_n
+        lookup = PageLookup(table, order, boxes.rows, self.config.tile_n)
+        lookup.begin()
         alone = self.part is not None
-        pages = PagedKeyValues(transfers, *rings, *views, table, order, *sizes, policy=READ_ONCE, alone=alone)
-        pages.begin()
-        return pages
+        return PagedKeyValues(transfers, pipes.k, pipes.v, *views, lookup, policy=READ_ONCE, alone=alone)
 
     @cute.jit
     def run_of_keys(
