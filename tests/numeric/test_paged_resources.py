@@ -29,12 +29,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "soft cap, window": {"score_mod": softcap(20.0), "mask": causal & sliding_window(90)},
 }
 WIDTHS = (64, 64), (96, 96), (128, 128), (160, 160), (192, 128), (192, 192), (256, 256)
-USUAL = {("plain", (64, 64), "used", 16), ("alibi", (128, 128), "packed", 8)}
+USUAL = {
+    *(("plain", (64, 64), "used", rows) for rows in (1, 16)),
+    *(("alibi", (128, 128), "packed", rows) for rows in (1, 8)),
+    ("soft cap, window", (256, 256), "used", 1),
+}
 """Without a mask and with narrow heads, a consumer's code leaves the producer least."""
 
 CASES = [
     pytest.param(*case, marks=() if case in USUAL else pytest.mark.exhaustive)
-    for case in product(VARIANTS, WIDTHS, ("used", "packed"), (8, 16, 64))
+    for case in product(VARIANTS, WIDTHS, ("used", "packed"), (1, 8, 16, 64))
 ]
 
 

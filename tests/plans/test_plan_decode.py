@@ -74,9 +74,9 @@ def test_who_asks_for_tiles_gets_the_kernel_that_has_a_choice() -> None:
 PAGED = replace(FEW, lengths="used", page_rows=16)
 
 
-@pytest.mark.parametrize("d, least", [(128, 16), (64, 32), (96, 16), (80, 16)])
+@pytest.mark.parametrize("d, least", [(128, 8), (64, 16), (96, 8), (80, 8)])
 def test_pages_are_read_in_place(d: int, least: int) -> None:
-    """Boxes make up a tile, four at most; the rows of smaller pages are copied by a warpgroup."""
+    """Boxes make up a tile, eight at most; the rows of smaller pages are copied by a warpgroup."""
     for rows in PAGE_ROWS:
         plan = planned(replace(PAGED, head_dim=d, head_dim_v=d, page_rows=rows))
         config, keys = plan.config(), plan.topology.ring("k")
@@ -124,21 +124,23 @@ def many_rows(problem: Problem, schedule: Schedule = Schedule()) -> HopperPlan:
     "d, dv", [*((d, d) for d in (64, 80, 96, 128, 160, 192, 256)), (192, 128), (64, 128)]
 )
 def test_many_rows_read_pages_in_place(d: int, dv: int) -> None:
-    """Boxes make up tiles, and lie in one page each; two consumers leave the producer its registers."""
+    """Boxes make up tiles, and lie in one page each; two consumers leave the producer its registers. The rows
+    of smaller pages are copied by four warps."""
     for rows, lengths in product(PAGE_ROWS, ("used", "packed")):
         problem = replace(PAGED, head_dim=d, head_dim_v=dv, page_rows=rows, lengths=lengths, few_rows=False)
-        least = 2 if d % 64 or dv % 64 else 1  # rows of 32 columns are half a line
-        assert forward_plan.accepts(problem, SM90A) == (rows >= least)
-        if (dv, rows) == (192, 2):  # no tile is a number of boxes that a warp starts at once
-            with pytest.raises(fa4flex.UnsupportedError, match="gathered instead"):
-                many_rows(problem)
-        elif rows >= least:
-            plan = many_rows(problem)
-            config = plan.config()
-            box, whole = config.boxes.rows, config.boxes.whole
-            assert rows % box == 0 and plan.tiles.tile_n % box == 0 and box >= least
-            assert config.paged and config.producer_registers >= 40
-            copies = {ring.name: ring.copies for ring in plan.topology.rings}
+        assert forward_plan.accepts(problem, SM90A)
+        plan = many_rows(problem)
+        config = plan.config()
+        box, whole = config.boxes.rows, config.boxes.whole
+        assert rows % box == 0 and plan.tiles.tile_n % box == 0
+        assert config.paged and config.producer_registers >= 40
+        copies = {ring.name: ring.copies for ring in plan.topology.rings}
+        if plan.tiles.tile_n // box > 16:
+            assert config.gathers and config.producers == 4 and plan.tiles.tile_n % 32 == 0
+            assert copies["k"] == copies["v"] == () and not any(whole)
+            assert plan.topology.ring("k").full_arrivals == 4 and plan.topology.by_warp == ("k", "v")
+        else:
+            assert not config.gathers and config.producers == 2
             assert sum(copies["v"]) == plan.tiles.tile_n * plan.tiles.head_dim_v * 2
             assert len(copies["k"]) % (plan.tiles.tile_n // box) == 0
             assert whole == tuple(width in (128, 192, 256) and box % 8 == 0 for width in (d, dv))

@@ -72,7 +72,7 @@ def test_values_of_a_warp_of_their_own_in_a_random_order(seed: int) -> None:
     boxes = Boxes(16, (True, False))
     for i, (pingpong, dynamic, tile_m) in enumerate(product((True, False), (True, False), (64, 128))):
         pipeline = forward_topology(
-            replace(TILES, tile_m=tile_m), 2, pingpong, "none", dynamic, boxes, values_apart=True
+            replace(TILES, tile_m=tile_m), 2, pingpong, "none", dynamic, boxes, "apart"
         )
         check_counts(pipeline)
         assert ("producer of values", "v") in pipeline.graph.edges
@@ -81,6 +81,28 @@ def test_values_of_a_warp_of_their_own_in_a_random_order(seed: int) -> None:
         assert simulate(pipeline, work, at_random(seed + i)) > 0, work
         deaf = replace(pipeline.roles[1], last=())
         assert fails_check(with_role(pipeline, 1, deaf)) == dynamic
+
+
+def test_rows_by_four_warps_in_a_random_order(seed: int) -> None:
+    """Keys in pages of a few keys: each warp copies its part, and the first one brings queries."""
+    for i, (pingpong, dynamic, tile_m) in enumerate(product((True, False), (True, False), (64, 128))):
+        tiles = replace(TILES, tile_m=tile_m)
+        pipeline = forward_topology(tiles, 2, pingpong, "none", dynamic, Boxes(1), "gathering")
+        check_counts(pipeline)
+        assert pipeline.ring("k").full_arrivals == pipeline.ring("v").full_arrivals == 4
+        work = random.Random(seed + i).choices((1, 2, 3, 7), k=2)
+        assert simulate(pipeline, work, at_random(seed + i)) > 0, work
+        lead, others, *_ = pipeline.roles
+        for number, role in ((0, lead), (1, others)):
+            late = replace(role, body=tuple(e for e in role.body if e.action != "acquire"))
+            assert fails_check(with_role(pipeline, number, late)), "who does not wait for room overwrites"
+        fewer = replace(others, warps=2)
+        assert fails_check(with_role(pipeline, 1, fewer)), "a part of a tile that nobody brings"
+        with pytest.raises(PlanError, match="deadlock"):  # the last values
+            simulate(with_role(pipeline, 1, replace(others, last=())), work, at_random(seed))
+        misplaced = with_role(pipeline, 1, replace(others, part=0))
+        with pytest.raises(PlanError):  # two warps write the first part, and none the last
+            simulate(misplaced, work, at_random(seed))
 
 
 def test_sound_pipelines_run_in_a_random_order(seed: int) -> None:

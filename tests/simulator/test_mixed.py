@@ -88,7 +88,7 @@ def test_variant_draws(name: str) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("heads, kv_heads", [(2, 2), (4, 1), (7, 1), (12, 4)])
-@pytest.mark.parametrize("d, page_size", [(64, 64), (96, 24), (128, 8), (128, 256)])
+@pytest.mark.parametrize("d, page_size", [(64, 64), (96, 24), (128, 8), (128, 256), (128, 1), (64, 3)])
 def test_heads_and_widths_draw(heads: int, kv_heads: int, d: int, page_size: int) -> None:
     check(CAUSAL, mixed(heads, kv_heads, d, page_size=page_size))
 

@@ -55,7 +55,7 @@ class FewRowsPlan:
     gather_warps: ClassVar[int] = WARPGROUP
     """Warps that copy rows, where pages are of few keys."""
 
-    most_boxes: ClassVar[int] = 4
+    most_boxes: ClassVar[int] = 8
     """Boxes of a tile, at most; of more, rows are copied. A TMA copy takes 19 clocks to start, and a box is
     two of keys and two of values."""
 

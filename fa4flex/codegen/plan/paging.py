@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from fa4flex.codegen.plan.lengths import Lengths
 from fa4flex.codegen.plan.memory import column_block
@@ -35,6 +36,17 @@ class Boxes:
             (self.rows, width if whole else column_block(width)) for width, whole in zip(widths, self.whole)
         )
         return k, v
+
+
+Producing = Literal["alone", "apart", "gathering"]
+"""Producers of a kernel for many rows: one warp brings all, by TMA; another one brings values; or four warps
+copy rows of keys and values that lie in pages, one of which brings queries as well."""
+
+MOST_BOXES = 16
+"""Boxes of a tile for many rows, at most, that two warps bring; of more, rows are copied."""
+
+GATHERED = 32
+"""Keys of a tile are a multiple of it where four warps copy their rows, eight at a time."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +111,20 @@ def _in_rows(width: int, rows: int) -> bool:
 def box_rows(problem: Problem, tile_n: int) -> int:
     """Keys that one TMA copy brings: all of a tile, or as many as surely lie together in a page."""
     return math.gcd(problem.page_rows, tile_n)
+
+
+def producing(problem: Problem, tile_n: int) -> Producing:
+    """The producers of a kernel for many rows, whose tiles have so many keys."""
+    if not problem.page_rows:
+        return "alone"
+    many = tile_n // box_rows(problem, tile_n) > MOST_BOXES
+    return "gathering" if many and tile_n % GATHERED == 0 else "apart"
+
+
+def too_many_boxes(problem: Problem, tile_n: int) -> bool:
+    """True for tiles whose boxes keep two warps busy, and whose rows four cannot share."""
+    boxes = tile_n // box_rows(problem, tile_n)
+    return boxes > MOST_BOXES and producing(problem, tile_n) != "gathering"
 
 
 def in_boxes(problem: Problem, tile_n: int) -> bool:

@@ -179,6 +179,7 @@ class Role:
     products    that the role issues
     apart       its warps never wait for each other, so each runs the events by itself
     warp        the first of them in its CTA
+    part        of memory of which each warp has its own part, the first of these
     cta         the one of a pair that they belong to
     """
 
@@ -194,6 +195,7 @@ class Role:
     empty: Events = ()
     warp: int = 0
     cta: int = 0
+    part: int = 0
 
     def run(self, key_tiles: list[int]) -> list[Event]:
         """All events for tiles of queries with these numbers of key tiles; `tile` is the number of the use:

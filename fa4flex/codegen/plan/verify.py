@@ -215,7 +215,8 @@ class _Machine:
             name = role.name if warp is None else f"warp {warp} of {role.name}"
             kept = [e for e in events if not (warp and (e.leads or e.action in ("allocate", "free")))]
             engine = next((product.engine for product in role.products if product.engine), name)
-            yield _Actor(name, role, warp, kept, self.engines.setdefault(engine, _Engine(engine)))
+            part = None if warp is None else role.part + warp
+            yield _Actor(name, role, part, kept, self.engines.setdefault(engine, _Engine(engine)))
 
     @cached_property
     def waiters(self) -> dict[tuple[str, int], set[str]]:

@@ -1,22 +1,19 @@
 """Keys and values in pages of few keys, which warps copy row by row, 16 bytes a lane (cp.async).
 
 TMA would need a copy for each key and block of columns, and starts one in some 19 clocks. Here each warp
-brings its own rows of a tile. A row's addresses are computed by the lane that has looked up its page, and
-shared by shuffles. Rows of keys that do not exist are filled with zeros; nothing is read for them. A stage is
-full when the copies of all lanes have landed. They are writes of the generic proxy: who reads them with the
-asynchronous one passes a proxy fence first.
+brings its own rows of a tile. A row's address is computed by the lane that has looked up its page, and shared
+by shuffles. Rows of keys that do not exist are filled with zeros; nothing is read for them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import cutlass
 from cutlass import Int32, Int64, cute, pipeline, select_
 
-from fa4flex.kernels.common.page_lookup import LANES, PageLookup
-from fa4flex.kernels.common.transfer import Ring
+from fa4flex.kernels.common.gathering_rings import Gathering
+from fa4flex.kernels.common.page_lookup import LANES, Found, PageLookup
 
 CHUNK = 16
 """Bytes that a lane copies at once."""
@@ -47,16 +44,17 @@ class Rows:
         """Bytes of a row of the tensor."""
         return self.cache.shape[2] * self.cache.element_type.width // 8
 
-    def of(self, page: Int32, slot: Int32) -> Int64:
-        """Address of a row."""
-        return self.cache[page, slot, None].iterator.toint()
+    def at(self, page: Int32, slot: Int32, pages: Int32) -> Int64:
+        """Address of a row; 0 past the last page."""
+        found = self.cache[page, slot, None].iterator.toint()
+        return select_(page < pages, found, Int64(0))
 
-    def places(self, tile_n: int, first: Int32) -> Iterator[tuple[int, Int32]]:
-        """Copies of a lane: the row of `first` and those after it, LANES / lanes of them at a time, as
-        numbers, and where in a tile its 16 bytes of that row's first block are. first: a multiple of 8."""
+    def places(self, count: int, first: Int32 | int) -> Iterator[tuple[int, Int32]]:
+        """Numbers of rows, of which LANES / lanes are copied at once, and where in a tile a lane's 16 bytes
+        of their first block are. count, first: of the rows, multiples of 8."""
         lane, together = cute.arch.lane_idx(), LANES // self.lanes
         column = lane % self.lanes * CHUNK
-        for start in range(0, tile_n, together):
+        for start in range(0, count, together):
             offset = (start + lane // self.lanes) * self.span + column
             yield start, first * self.span + swizzled(offset, self.span)
 
@@ -68,49 +66,42 @@ def swizzled(offset: Int32, width: int) -> Int32:
 
 @dataclass(frozen=True)
 class GatheredKeyValues:
-    """KeyValues in pages of any size, each key of which is looked up. `at` [key, 2] has the addresses of a
-    lane's rows of the tiles at hand, of keys and of values: 0 where there is none."""
+    """KeyValues in pages of any size, each key of which is looked up. Values are those of the tile that was
+    turned to, or where `lookup.behind` is 1 of the one before."""
 
-    k_ring: Ring
-    v_ring: Ring
+    k_ring: Gathering
+    v_ring: Gathering
     k: Rows
     v: Rows
     lookup: PageLookup
-    at: cute.Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        parts = cute.size(self.lookup.now, mode=[0])
-        object.__setattr__(self, "at", cute.make_rmem_tensor((parts, 2), Int64))
 
     def turn_to(self, number: Int32) -> None:
         """A warp's."""
         self.lookup.turn_to(number)
-        _locate(self)
 
     def load_keys(self, state: pipeline.PipelineState, tile: Int32) -> None:
-        self._load(self.k, self.k_ring, state, 0)
+        self._load(self.k, self.k_ring, state, self.lookup.found(0))
 
     def load_values(self, state: pipeline.PipelineState, tile: Int32) -> None:
-        self._load(self.v, self.v_ring, state, 1)
+        self._load(self.v, self.v_ring, state, self.lookup.found(self.lookup.behind))
 
-    def _load(self, rows: Rows, ring: Ring, state: pipeline.PipelineState, which: int) -> None:
-        ring.sync_object_empty.wait(state.index, state.phase)
-        lookup = self.lookup
+    def _load(self, rows: Rows, ring: Gathering, state: pipeline.PipelineState, found: Found) -> None:
+        lookup, lane = self.lookup, cute.arch.lane_idx()
+        own = [rows.at(page, slot, lookup.table.pages) for page, slot in found.parts]
+        ring.producer_acquire(state)
         block = lookup.tile_n * rows.span
         stage = rows.address + state.index * (lookup.tile_n * rows.width)
-        first = lookup.turn[0] * lookup.height
-        lane = cute.arch.lane_idx()
         for start, place in rows.places(lookup.height, lookup.warp * lookup.height):
             row = start + lane // rows.lanes
-            address = cute.arch.shuffle_sync(self.at[start // LANES, which], (first + row) % LANES)
+            address = cute.arch.shuffle_sync(own[start // LANES], (found.first + row) % LANES)
             for number in range(rows.width // rows.span):
                 column = number * rows.span + lane % rows.lanes * CHUNK
                 exists = address != 0
                 if rows.given < rows.width:
                     exists = exists & (column < rows.given)
-                source, size = address + column, select_(exists, Int32(CHUNK), Int32(0))
-                copy_chunk(stage + place + number * block, source, size)
-        cute.arch.cp_async_mbarrier_arrive_noinc(ring.producer_get_barrier(state))
+                size = select_(exists, Int32(CHUNK), Int32(0))
+                copy_chunk(stage + place + number * block, address + column, size)
+        ring.producer_commit(state)
 
 
 def copy_chunk(target: Int32, source: Int64, size: Int32) -> None:
@@ -120,16 +111,21 @@ def copy_chunk(target: Int32, source: Int64, size: Int32) -> None:
     )
 
 
-@cute.jit
-def _locate(source: cutlass.Constexpr[GatheredKeyValues]) -> None:
-    """Addresses of a lane's rows, once for all tiles whose pages are at hand."""
-    lookup, at = source.lookup, source.at
-    if lookup.turn[0] == 0:
-        for part in cutlass.range_constexpr(cute.size(at, mode=[0])):
-            page, slot = lookup.now[part, 0], lookup.now[part, 1]
-            k, v = Int64(0), Int64(0)
-            if page < lookup.table.pages:
-                k = source.k.of(page, slot)
-                v = source.v.of(page, slot)
-            at[part, 0] = k
-            at[part, 1] = v
+def gathered(
+    rings: tuple[Gathering, Gathering],
+    each: Iterator[tuple[cute.Tensor, cute.Tensor, int, int]],
+    kv_head: Int32,
+    lookup: PageLookup,
+) -> GatheredKeyValues:
+    """Keys and values of a head, gathered from a cache [pages, page_size, H, D] to tiles. each: of keys and
+    of values the cache, tiles, width of these in elements, and bytes of a row in one block of columns."""
+    k, v = (
+        Rows(
+            cache[None, None, kv_head, None],
+            tiles.iterator.toint(),
+            width * cache.element_type.width // 8,
+            span,
+        )
+        for cache, tiles, width, span in each
+    )
+    return GatheredKeyValues(*rings, k, v, lookup)

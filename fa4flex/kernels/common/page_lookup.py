@@ -65,6 +65,7 @@ class PageLookup:
     behind    1 where boxes of the tile before the one at hand are asked for, too
     warps     that share a tile, each its own keys
     warp      the number of this one among them
+    waits     entries are looked at when they are needed, so that nothing waits for them before
 
     `now` [box, 2] has a lane's pages, and numbers of boxes in these, for the tiles at hand, `passed` for the
     ones before; `entries` and `asked` [box] are what the table says of the tiles after them, and numbers of
@@ -78,6 +79,7 @@ class PageLookup:
     behind: int = 0
     warps: int = 1
     warp: Int32 | int = 0
+    waits: bool = True
     now: cute.Tensor = field(init=False)
     passed: cute.Tensor | None = field(init=False, default=None)
     entries: cute.Tensor = field(init=False)
@@ -85,7 +87,7 @@ class PageLookup:
     turn: cute.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        parts = max(self.boxes // LANES, 1)
+        parts = -(-self.boxes // LANES)
         entry = self.table.row.element_type
         shapes = {"now": (parts, 2), "entries": (parts,), "asked": (parts,), "turn": (1,)}
         shapes |= {"passed": (parts, 2)} if self.behind else {}
@@ -102,12 +104,6 @@ class PageLookup:
     def boxes(self) -> int:
         """Number of boxes of a tile that the warp looks up."""
         return self.height // self.rows
-
-    @property
-    def waits(self) -> bool:
-        """True if entries are looked at when they are needed, so that nothing waits for them before; where
-        values are behind, there are no registers for that."""
-        return not self.behind
 
     @property
     def tiles(self) -> int:

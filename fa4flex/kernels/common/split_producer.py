@@ -14,7 +14,7 @@ from fa4flex.codegen.plan.memory import column_block
 from fa4flex.codegen.plan.paging import Boxes
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.boxes import box_transfers, box_views
-from fa4flex.kernels.common.gathered_key_values import GatheredKeyValues, Rows
+from fa4flex.kernels.common.gathered_key_values import gathered
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.key_values import ContiguousKeyValues, KeyValues, tokens_of
 from fa4flex.kernels.common.keys import tile_at
@@ -100,18 +100,10 @@ class Producer:
 
     def gathered(self, arguments: Arguments, tile: Tile, stages: Stages) -> KeyValues:
         """Keys and values whose rows are copied one by one."""
-        config = self.config
-        each = (arguments.k, stages.k, config.head_dim), (arguments.v, stages.v, config.head_dim_v)
-        k, v = (
-            Rows(
-                cache[None, None, tile.kv_head, None],
-                to.iterator.toint(),
-                width * cache.element_type.width // 8,
-                self.span(width),
-            )
-            for cache, to, width in each
-        )
-        return GatheredKeyValues(stages.k_ring, stages.v_ring, k, v, self.lookup(arguments, tile))
+        config, rings = self.config, (stages.k_ring, stages.v_ring)
+        tiles = (arguments.k, stages.k, config.head_dim), (arguments.v, stages.v, config.head_dim_v)
+        each = ((cache, to, width, self.span(width)) for cache, to, width in tiles)
+        return gathered(rings, each, tile.kv_head, self.lookup(arguments, tile))
 
     def lookup(self, arguments: Arguments, tile: Tile) -> PageLookup:
         """The pages of the tile's keys, or of those that this warp gathers."""

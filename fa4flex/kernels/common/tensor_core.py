@@ -17,6 +17,8 @@ from cutlass.cute.nvgpu import tcgen05
 from cutlass.cutlass_dsl import T, dsl_user_op
 from cutlass.memory import TmemAllocator
 
+from fa4flex.kernels.common.gathering_rings import GatheringTensorCoreRing, gathering, lanes_of
+
 
 @dataclass(frozen=True)
 class Product:
@@ -246,18 +248,19 @@ def operand_ring(
     operand: cute.Tensor,
     ctas: int = 1,
     cluster: cute.Layout | None = None,
-    gathering: int = 0,
+    gather_warps: int = 0,
 ) -> pipeline.PipelineTmaUmma:
-    """Stages that a TMA fills and products free; operand (instruction, M or N, K, stage) is one CTA's. Where
-    lanes copy rows instead, so many are `gathering`, and each arrives."""
+    """Stages that a TMA fills and products free; operand (instruction, M or N, K, stage) is one CTA's. Or so
+    many warps gather rows there."""
     alone = pipeline.CooperativeGroup(pipeline.Agent.Thread)
     stage = cute.select(operand.layout, mode=[0, 1, 2])
-    return pipeline.PipelineTmaUmma.create(
+    ring = pipeline.PipelineTmaUmma.create(
         num_stages=cute.size(operand, mode=[3]),
-        producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, gathering) if gathering else alone,
+        producer_group=lanes_of(gather_warps) if gather_warps else alone,
         consumer_group=alone,
-        tx_count=0 if gathering else cute.size_in_bytes(operand.element_type, stage) * ctas,
+        tx_count=0 if gather_warps else cute.size_in_bytes(operand.element_type, stage) * ctas,
         barrier_storage=barriers,
         cta_layout_vmnk=cluster,
         defer_sync=True,
     )
+    return gathering(ring, GatheringTensorCoreRing) if gather_warps else ring

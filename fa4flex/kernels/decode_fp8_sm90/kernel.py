@@ -19,6 +19,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from fa4flex.kernels.combine.kernel import Combine, CombineArguments
 from fa4flex.kernels.common.arguments import Arguments
+from fa4flex.kernels.common.gathering_rings import GatheringRing, gathering
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.packed_rows import Part, part_of
 from fa4flex.kernels.common.split_producer import Stages
@@ -112,7 +113,7 @@ class Forward:
         layouts = self.layouts()
         storage = SmemAllocator().allocate(self.storage(layouts))
         shared = self.shared(storage, layouts)
-        pipes = Pipes(*rings((storage.k, storage.v), (shared.k, shared.v), self.config))
+        pipes = Pipes(*self.rings(storage, shared))
         part = part_of(cute.arch.block_idx()[0], arguments)
         pipeline.pipeline_init_arrive()
         pipeline.pipeline_init_wait()
@@ -141,6 +142,10 @@ class Forward:
         else:
             cute.arch.setmaxregister_increase(self.config.consumer_registers)
             self.consumer.run(arguments, part, shared, pipes)
+
+    def rings(self, storage: Any, shared: Shared) -> list[Any]:
+        found = rings((storage.k, storage.v), (shared.k, shared.v), self.config)
+        return [gathering(ring, GatheringRing) for ring in found] if self.config.gathers else found
 
     def shared(self, storage: Any, layouts: tuple[Any, ...]) -> Shared:
         k, v = layouts

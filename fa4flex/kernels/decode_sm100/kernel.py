@@ -15,7 +15,6 @@ from cutlass import Float32, Int32, Int64, const_expr, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from fa4flex.codegen.plan.topology import WARP
 from fa4flex.kernels.combine.kernel import Combine, CombineArguments
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.boxes import stage_layouts
@@ -167,9 +166,9 @@ class Forward:
         )
 
     def pipes(self, storage: Any, shared: Shared) -> Pipes:
-        gathering = WARP * self.config.gather_warps
+        warps = self.config.gather_warps
         return Pipes(
-            operand_ring(storage.k.data_ptr(), shared.k_operand, gathering=gathering),
-            operand_ring(storage.v.data_ptr(), shared.v_operand, gathering=gathering),
+            operand_ring(storage.k.data_ptr(), shared.k_operand, gather_warps=warps),
+            operand_ring(storage.v.data_ptr(), shared.v_operand, gather_warps=warps),
             **{name: getattr(storage, name).data_ptr() for name in BARRIERS},
         )

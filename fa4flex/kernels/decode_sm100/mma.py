@@ -47,7 +47,7 @@ class Mma:
             cute.arch.mbarrier_wait(pipes.q_full, 0)
             k_state = self.scores(shared, pipes, products, base, k_state)
         for i in cutlass.range(tile.first, tile.last, unroll=1):
-            self.wait(pipes.v, v_state)
+            pipes.v.consumer_wait(v_state)
             if const_expr(self.config.clears):
                 self.clear_past_end(shared, v_state.index, tile, tile_at(tile.keys, i))
             self.values(shared, pipes, products, base, (v_state.index, phase, i - tile.first))
@@ -59,12 +59,6 @@ class Mma:
             else:
                 self.cluster.commit(pipes.o_full)
 
-    def wait(self, ring: pipeline.PipelineTmaUmma, state: pipeline.PipelineState) -> None:
-        """Wait for a tile. Products read it asynchronously: what warps have written becomes visible."""
-        ring.consumer_wait(state)
-        if self.config.gathers:
-            cute.arch.fence_proxy("async.shared", space="cta")
-
     @cute.jit
     def scores(
         self,
@@ -75,7 +69,7 @@ class Mma:
         k_state: pipeline.PipelineState,
     ) -> pipeline.PipelineState:
         """S = q k of the next tile of keys."""
-        self.wait(pipes.k, k_state)
+        pipes.k.consumer_wait(k_state)
         k = products.scores.make_fragment_B(shared.k_operand)[None, None, None, k_state.index]
         steps, result = range(self.config.head_dim // MMA_K), base + self.config.memory.scores
         products.scores_product.issue(result, products.queries_at(base), k, steps, False)

@@ -181,7 +181,7 @@ class Consumer:
         """Scores, softmax and values of one key tile."""
         k_state, v_state = states
         self.softmax(products, rows, pipes, keys, k_state)
-        self.wait(pipes.v, v_state)
+        pipes.v.consumer_wait(v_state)
         if const_expr(keys.masked):
             self.clear_past_end(products, rows[0], keys.tile * self.config.tile_n, v_state)
         multiply(products.values, products.out, products.p, products.v[None, None, None, v_state.index], True)
@@ -190,12 +190,6 @@ class Consumer:
         k_state.advance()
         v_state.advance()
         return k_state, v_state
-
-    def wait(self, ring: pipeline.PipelineTmaAsync, state: pipeline.PipelineState) -> None:
-        """Wait for a tile. Products read it asynchronously: what warps have written becomes visible."""
-        ring.consumer_wait(state)
-        if self.config.gathers:
-            cute.arch.fence_proxy("async.shared", space="cta")
 
     def softmax(
         self,
@@ -209,7 +203,7 @@ class Consumer:
         scores, grids, early = self.begin(products, rows, keys.tile, keys.masked)
         if keys.following is not None:
             self.read_starts(rows, keys.following, keys.masked)
-        self.wait(pipes.k, k_state)
+        pipes.k.consumer_wait(k_state)
         k = products.k[None, None, None, k_state.index]
         multiply(products.scores, scores, products.q, k, self.hooks.start is not None)
         warpgroup.wait_group(0)

@@ -17,10 +17,10 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from fa4flex.codegen.plan.topology import WARP
 from fa4flex.kernels.combine.kernel import Combine, CombineArguments
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.boxes import stage_layouts
+from fa4flex.kernels.common.gathering_rings import GatheringProductRing, gathering, lanes_of
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.packed_rows import Part, part_of
 from fa4flex.kernels.common.products import ROWS, tiled_products
@@ -144,21 +144,23 @@ class Forward:
         )
 
     def pipes(self, storage: Any, shared: Shared) -> Pipes:
-        return Pipes(*rings((storage.k, storage.v), (shared.k, shared.v), self.config))
+        found = rings((storage.k, storage.v), (shared.k, shared.v), self.config)
+        if self.config.gathers:
+            found = [gathering(ring, GatheringProductRing) for ring in found]
+        return Pipes(*found)
 
 
 def rings(barriers: tuple[Any, Any], tiles: tuple[cute.Tensor, cute.Tensor], config: Config) -> list[Any]:
-    """Pipelines whose barriers tell that a stage of such tiles is full, or that four warps have read it. Of
-    warps that gather, each lane arrives."""
+    """Pipelines whose barriers tell that a stage of such tiles is full, or that four warps have read it."""
     thread = pipeline.Agent.Thread
-    gathering = WARP * config.gather_warps
+    filling = lanes_of(config.gather_warps) if config.gathers else pipeline.CooperativeGroup(thread)
     return [
         pipeline.PipelineTmaAsync.create(
             num_stages=config.kv_stages,
-            producer_group=pipeline.CooperativeGroup(thread, gathering or 1),
+            producer_group=filling,
             consumer_group=pipeline.CooperativeGroup(thread, 4),
             tx_count=0
-            if gathering
+            if config.gathers
             else cute.size_in_bytes(tile.element_type, cute.select(tile.layout, mode=[0, 1])),
             barrier_storage=one.data_ptr(),
             defer_sync=True,

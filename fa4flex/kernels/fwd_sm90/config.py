@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fa4flex.codegen.plan.lengths import Lengths
-from fa4flex.codegen.plan.paging import Boxes
+from fa4flex.codegen.plan.paging import Boxes, Producing
 
 HANDED = 8
 """Numbers of 32 bits in which a tile of queries is handed over, those of a Work."""
+
+PRODUCERS: dict[Producing, int] = {"alone": 1, "apart": 2, "gathering": 4}
 
 PASSING = ("packed",)
 """Lengths in whose tiles warpgroups without rows compute nothing. Of tiles that may end anywhere, 3 % of all
@@ -33,7 +35,7 @@ class Config:
     longest_first            tiles of queries start from the end of the sequence
     lengths                  "dense", "packed" (cu_seqlens) or "used" (seqused per batch)
     boxes                    keys that one copy brings where they lie in pages
-    values_apart             a second warp brings values, beside the one that brings keys and queries
+    producing                which producer warps there are
     tables                   tiles come from block tables; otherwise from the hooks' spans, or all of them
     row_ends                 with tables: spans of each row's keys whose ends stand beside them
     divisors                 of a tile's number are prepared on the host
@@ -60,7 +62,7 @@ class Config:
     longest_first: bool = False
     lengths: Lengths = "dense"
     boxes: Boxes | None = None
-    values_apart: bool = False
+    producing: Producing = "alone"
     tables: bool = False
     sinks: bool = False
     statistics: tuple[str, ...] = ("lse",)
@@ -103,7 +105,12 @@ class Config:
     @property
     def producers(self) -> int:
         """Producer warps."""
-        return 2 if self.values_apart else 1
+        return PRODUCERS[self.producing]
+
+    @property
+    def gathers(self) -> bool:
+        """True if warps copy rows of keys that lie in pages."""
+        return self.producing == "gathering"
 
     @property
     def threads(self) -> int:

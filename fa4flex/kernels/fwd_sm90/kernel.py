@@ -4,7 +4,7 @@ producer warp --[q x warpgroups]--> consumer warpgroups --(TMA store)--> out
               --[k ring]---------->
               --[v ring]---------->
 
-Where keys lie in pages, a second producer warp brings the values.
+Where keys lie in pages, a second producer warp brings the values, or four copy rows.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.boxes import box_transfers, stage_layouts
+from fa4flex.kernels.common.gathering_rings import GatheringProductRing, gathering, lanes_of
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.next_tile import NextTile
 from fa4flex.kernels.common.products import ROWS, tiled_products
@@ -29,7 +30,7 @@ from fa4flex.kernels.common.transfer import Transfers, reordered
 from fa4flex.kernels.common.work import Grid, with_divisors
 from fa4flex.kernels.fwd_sm90.config import HANDED, Config
 from fa4flex.kernels.fwd_sm90.consumer import Consumer
-from fa4flex.kernels.fwd_sm90.producer import PartProducer, Producer
+from fa4flex.kernels.fwd_sm90.producer import Follower, PartProducer, Producer
 from fa4flex.kernels.fwd_sm90.resources import Pipes, Shared
 from fa4flex.kernels.fwd_sm90.rows import rows_of
 
@@ -46,11 +47,13 @@ class Forward:
         self.rows = rows_of(config)
         scheduler = TileScheduler(config, hooks, group=config.group, hands=config.hands)
         self.producers: tuple[Producer, ...] = (Producer(config, scheduler),)
-        if config.values_apart:
+        if config.producing == "apart":
             self.producers = (
                 PartProducer(config, scheduler, "keys"),
                 PartProducer(config, scheduler, "values"),
             )
+        elif config.producing == "gathering":
+            self.producers += (Follower(config, scheduler),)
         self.consumer = Consumer(config, hooks, scheduler)
 
     @cute.jit
@@ -105,6 +108,8 @@ class Forward:
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         d, dv, n = config.head_dim, config.head_dim_v, config.tile_n
         of_queries = self.rows.transfer(load, arguments.q, one[0], d)
+        if config.gathers:
+            return of_queries, None, None, None
         if config.boxes is not None:
             return (of_queries, *box_transfers(load, arguments, (one[1], one[2]), config.boxes), None)
         k, v = reordered(arguments.k, rows), reordered(arguments.v, columns)
@@ -151,15 +156,15 @@ class Forward:
         arguments: Arguments,
         grid: Grid,
         q: cpasync.TmaInfo,
-        k: cpasync.TmaInfo,
-        v: cpasync.TmaInfo,
+        k: cpasync.TmaInfo | None,
+        v: cpasync.TmaInfo | None,
         out: cpasync.TmaInfo | None,
         mma: tuple[cute.TiledMma, cute.TiledMma],
     ) -> None:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         transfers = Transfers(q, k, v, out)
         if warp == 0:
-            for transfer in (q, k, v):
+            for transfer in (q,) if self.config.gathers else (q, k, v):
                 cpasync.prefetch_descriptor(transfer.atom)
         kinds = (arguments.q.element_type, arguments.out.element_type)
         layouts = self.layouts(*kinds)
@@ -182,8 +187,9 @@ class Forward:
             cute.arch.griddepcontrol_launch_dependents()
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.config.producer_registers)
-            for number in cutlass.range_constexpr(self.config.producers):
-                if warp == number:
+            for number in cutlass.range_constexpr(len(self.producers)):
+                # Followers are the same code.
+                if warp >= number if self.producers[number].follows else warp == number:
                     self.producers[number].run(arguments, grid, transfers, shared, pipes)
         else:
             cute.arch.setmaxregister_increase(self.config.consumer_registers)
@@ -209,16 +215,20 @@ class Forward:
     def pipes(self, storage: Any, shared: Shared) -> Pipes:
         thread = pipeline.Agent.Thread
 
+        gathers = self.config.gathers
+        filling = lanes_of(self.config.producers) if gathers else pipeline.CooperativeGroup(thread)
+
         def ring(barriers: Any, tensor: cute.Tensor) -> pipeline.PipelineTmaAsync:
             stage = cute.select(tensor.layout, mode=[0, 1])
-            return pipeline.PipelineTmaAsync.create(
+            found = pipeline.PipelineTmaAsync.create(
                 num_stages=self.config.kv_stages,
-                producer_group=pipeline.CooperativeGroup(thread),
+                producer_group=filling,
                 consumer_group=pipeline.CooperativeGroup(thread, self.config.consumers * 4),
-                tx_count=cute.size_in_bytes(tensor.element_type, stage),
+                tx_count=0 if gathers else cute.size_in_bytes(tensor.element_type, stage),
                 barrier_storage=barriers.data_ptr(),
                 defer_sync=True,
             )
+            return gathering(found, GatheringProductRing) if gathers else found
 
         return Pipes(
             ring(storage.k, shared.k),

@@ -10,7 +10,7 @@ from fa4flex.codegen.plan.bound import Bound, Size, expected_bound, for_long
 from fa4flex.codegen.plan.counts import check_counts
 from fa4flex.codegen.plan.errors import PlanError
 from fa4flex.codegen.plan.memory import Memory
-from fa4flex.codegen.plan.paging import Boxes, boxes_of, explain_pages, readable
+from fa4flex.codegen.plan.paging import Boxes, Producing, boxes_of, explain_pages, producing
 from fa4flex.codegen.plan.pipeline import Pipeline
 from fa4flex.codegen.plan.problem import MMA_K, Problem
 from fa4flex.codegen.plan.request import BLOCKS, ORDERS, ForwardRequest, Order, check_threshold, rescaling
@@ -22,7 +22,7 @@ from fa4flex.codegen.plan.work import Work, is_plain
 from fa4flex.errors import UnsupportedError
 from fa4flex.kernels.fwd_sm90.config import HANDED, Config
 from fa4flex.kernels.fwd_sm90.registers import Need, Split, consumer_need, split_registers
-from fa4flex.kernels.fwd_sm90.tiles import Tiles, choose, pad, producer_computes, staged
+from fa4flex.kernels.fwd_sm90.tiles import Tiles, choose, producer_computes, staged
 from fa4flex.kernels.fwd_sm90.topology import forward_topology, handing
 
 PINGPONG_WIDEST = 128
@@ -42,7 +42,6 @@ class HopperPlan:
     work                 what the hooks cost and keep
     persistent           one block per multiprocessor takes tile after tile; otherwise one block per tile
     dynamic              persistent blocks take the next tile when they are done, as tiles differ in work
-    values_apart         a second warp brings values
     reasons              why these tiles, and why this order
 
     Memory map, pipeline and estimates follow from these: `dataclasses.replace` makes a consistent other plan,
@@ -60,7 +59,6 @@ class HopperPlan:
     work: Work
     persistent: bool = True
     dynamic: bool = False
-    values_apart: bool = False
     reasons: tuple[str, ...] = ()
 
     module: ClassVar[str] = "fa4flex.kernels.fwd_sm90"
@@ -86,9 +84,14 @@ class HopperPlan:
         if staged(self.problem):
             staging = "queries" if self._shares else "own"
         found = forward_topology(
-            self.tiles, self.kv_stages, self.pingpong, staging, self.dynamic, self.boxes, self.values_apart
+            self.tiles, self.kv_stages, self.pingpong, staging, self.dynamic, self.boxes, self.producing
         )
         return handing(found, HANDED) if self.problem.lengths == "packed" else found
+
+    @property
+    def producing(self) -> Producing:
+        """Producer warps, and what they bring."""
+        return producing(self.problem, self.tiles.tile_n)
 
     @property
     def boxes(self) -> Boxes | None:
@@ -130,7 +133,7 @@ class HopperPlan:
             longest_first=self.order == "longest_first",
             lengths=self.problem.lengths,
             boxes=self.boxes,
-            values_apart=self.values_apart,
+            producing=self.producing,
             tables=self.problem.mask_form == "tables",
             sinks=self.problem.sinks,
             statistics=self.problem.statistics,
@@ -170,8 +173,7 @@ class HopperPlan:
             f"softmax: runs under the products of the next keys; {_PINGPONG[self.pingpong]};",
             f"  {rescaling(self.rescale_threshold)}",
             f"order: {ORDERS[self.order]}; {BLOCKS[self.persistent, self.dynamic]}",
-            *explain_pages(self.problem, self.tiles.tile_n, self.boxes),
-            *["a second producer warp brings the values"] * self.values_apart,
+            *self._explain_pages(),
             "shared memory:",
             self.memory.explain(),
             "pipeline:",
@@ -180,6 +182,12 @@ class HopperPlan:
             f"bound: {for_long(self.bound) if size is None else self.bound(size).explain()}",
         ]
         return "\n".join(lines)
+
+    def _explain_pages(self) -> list[str]:
+        if self.producing == "gathering":
+            return ["pages: read in place; four producer warps copy rows, 16 bytes a lane"]
+        apart = ["a second producer warp brings the values"] * (self.producing == "apart")
+        return [*explain_pages(self.problem, self.tiles.tile_n, self.boxes), *apart]
 
     def _explain_rows(self) -> list[str]:
         group = self.problem.packed_heads
@@ -214,7 +222,6 @@ def plan_hopper(request: ForwardRequest) -> HopperPlan:
         rescale_threshold=request.rescale_threshold,
         work=work,
         dynamic=_dynamic(request),
-        values_apart=problem.page_rows > 0,
         reasons=(*choice.reasons, request.why),
     )
 
@@ -234,9 +241,8 @@ def accepts(problem: Problem, target: Target) -> bool:
     """True for all problems without pages, and for those with pages whose key tiles are all or follow from
     spans."""
     spans = problem.mask_form in ("none", "spans")
-    pages = spans and readable(problem, (pad(problem.head_dim), pad(problem.head_dim_v)))
     few = problem.mask_form == "pairs"  # asked in all tiles, by kernels for few rows
-    return target.family == "sm90" and not few and (not problem.page_rows or pages)
+    return target.family == "sm90" and not few and (not problem.page_rows or spans)
 
 
 FWD_SM90 = Pipeline("Hopper forward", "forward", accepts, plan_hopper, writes_float32=True)

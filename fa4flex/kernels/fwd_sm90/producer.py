@@ -1,5 +1,5 @@
-"""The producer warp: brings queries, keys and values from global into shared memory by TMA. Or two of them,
-one of which brings the values, where they lie in pages."""
+"""The producer warp: brings queries, keys and values from global into shared memory by TMA. Where keys lie in
+pages, two of them, one of which brings the values; where pages are of few keys, four, which copy rows."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any, Literal
 import cutlass
 from cutlass import Int32, const_expr, cute, pipeline
 
+from fa4flex.codegen.plan.memory import column_block
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.boxes import box_views
+from fa4flex.kernels.common.gathered_key_values import gathered
 from fa4flex.kernels.common.key_values import ContiguousKeyValues, KeyValues, kv_head_of, tokens_of
 from fa4flex.kernels.common.keys import KeyTiles, tile_at
 from fa4flex.kernels.common.page_lookup import Order, PageLookup, page_table
@@ -31,7 +33,13 @@ Part = Literal["keys", "values"]
 
 class Producer:
     part: Part | None = None
-    """None: it brings all."""
+    """None: it brings both."""
+
+    leads: bool = True
+    """True for the one that takes tiles and brings queries."""
+
+    follows: bool = False
+    """True if all further warps are such."""
 
     def __init__(self, config: Config, scheduler: TileScheduler) -> None:
         self.config = config
@@ -65,7 +73,8 @@ class Producer:
             key_values.turn_to(Int32(0))
             key_values.load_keys(k_state, tile)
             k_state.advance()
-            self.queries(work, transfers, shared, pipes, self.ring.turn(phase, states))
+            if const_expr(self.leads):
+                self.queries(work, transfers, shared, pipes, self.ring.turn(phase, states))
             # Keys run one tile ahead of values, as the consumers use them.
             for i in cutlass.range(1, keys.count, unroll=1):
                 coming = tile_at(keys, i)
@@ -86,7 +95,7 @@ class Producer:
     def walk(self, load: Any, call: tuple[Arguments, Grid], block: Block, states: States) -> None:
         """Tile after tile of a block."""
         arguments, grid = call
-        self.scheduler.walk(grid, arguments, block[2].next, load, states, takes=True)
+        self.scheduler.walk(grid, arguments, block[2].next, load, states, takes=self.leads)
 
     def contiguous(self, work: Work, kv_head: Int32, block: Block) -> KeyValues:
         config, (transfers, shared, pipes) = self.config, block
@@ -107,15 +116,35 @@ class Producer:
         behind: int = 1,
     ) -> KeyValues:
         """Values are copied `behind` tiles behind keys."""
-        boxes, (transfers, shared, pipes) = self.config.boxes, block
+        return self.paged(work, kv_head, Order(keys, Int32(0)), arguments, block, behind)
+
+    def paged(
+        self,
+        work: Work,
+        kv_head: Int32,
+        order: Order,
+        arguments: Arguments,
+        block: Block,
+        behind: int,
+        policy: int | None = None,
+    ) -> KeyValues:
+        """Keys and values in pages, which the L2 cache keeps by this policy."""
+        boxes, config, (transfers, shared, pipes) = self.config.boxes, self.config, block
         assert boxes is not None
         check_length(arguments, work.b)
+        table = page_table(arguments, work.b, work.kv_len)
+        if config.gathers:
+            warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+            lookup = PageLookup(table, order, 1, config.tile_n, behind, config.producers, warp)
+            lookup.begin()
+            tiles = (arguments.k, shared.k, config.head_dim), (arguments.v, shared.v, config.head_dim_v)
+            each = ((cache, to, width, 2 * column_block(width)) for cache, to, width in tiles)
+            return gathered((pipes.k, pipes.v), each, kv_head, lookup)
         views = box_views(transfers, (shared.k, shared.v), arguments, kv_head, boxes)
-        table, order = page_table(arguments, work.b, work.kv_len), Order(keys, Int32(0))
-        lookup = PageLookup(table, order, boxes.rows, self.config.tile_n, behind)
+        lookup = PageLookup(table, order, boxes.rows, config.tile_n, behind, waits=False)
         lookup.begin()
         alone = self.part is not None
-        return PagedKeyValues(transfers, pipes.k, pipes.v, *views, lookup, alone=alone)
+        return PagedKeyValues(transfers, pipes.k, pipes.v, *views, lookup, policy, alone=alone)
 
     @cute.jit
     def queries(
@@ -149,6 +178,7 @@ class PartProducer(Producer):
     def __init__(self, config: Config, scheduler: TileScheduler, part: Part) -> None:
         super().__init__(config, scheduler)
         self.part = part
+        self.leads = part == "keys"
 
     @cute.jit
     def run(
@@ -168,7 +198,7 @@ class PartProducer(Producer):
             kv_head = kv_head_of(work, grid, arguments)
             pages = self.pages(work, kv_head, keys, arguments, (transfers, shared, pipes), 0)
             both = self.tile(pages, keys, Int32(0), (states[0], states[1]))
-            if const_expr(self.part == "keys"):
+            if const_expr(self.leads):
                 self.queries(work, transfers, shared, pipes, self.ring.turn(phase, states))
             for i in cutlass.range(1, keys.count, unroll=1):
                 both = self.tile(pages, keys, i, both)
@@ -190,7 +220,8 @@ class PartProducer(Producer):
             v_state.advance()
         return k_state, v_state
 
-    def walk(self, load: Any, call: tuple[Arguments, Grid], block: Block, states: States) -> None:
-        arguments, grid = call
-        takes = self.part == "keys"
-        self.scheduler.walk(grid, arguments, block[2].next, load, states, takes=takes)
+
+class Follower(Producer):
+    """Producer of rows of keys and values, beside the one that leads."""
+
+    leads, follows = False, True

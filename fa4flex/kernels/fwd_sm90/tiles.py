@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from fa4flex.codegen.plan.memory import NUMBER, Memory, lay_out, tile_bytes
-from fa4flex.codegen.plan.paging import in_boxes
+from fa4flex.codegen.plan.paging import in_boxes, producing, readable, too_many_boxes
 from fa4flex.codegen.plan.problem import Problem
 from fa4flex.codegen.plan.target import Target
 from fa4flex.codegen.plan.work import Work
@@ -158,18 +158,25 @@ def pad(width: int) -> int:
 
 def candidates(problem: Problem, plain: bool) -> tuple[Pair, ...]:
     """The (queries, keys) that the table has for this problem, best first: of a class of few queries, those
-    with the fewest rows past its end."""
+    with the fewest rows past its end; where keys lie in pages, those that come in few boxes, or row by row."""
     row = next(r for r in TABLE if r.head_dim >= problem.head_dim and r.head_dim_v >= problem.head_dim_v)
     pairs = row.plain if plain else row.hooked
     if problem.query_class:
         pairs = tuple(sorted(pairs, key=lambda pair: -problem.query_class % pair[0]))
-    return tuple(pair for pair in pairs if not problem.page_rows or _for_pages(problem, pair))
+    if not problem.page_rows:
+        return pairs
+    fitting = (pair for pair in pairs if _for_pages(problem, pair))
+    return tuple(sorted(fitting, key=lambda pair: too_many_boxes(problem, pair[1])))
 
 
 def _for_pages(problem: Problem, pair: Pair) -> bool:
-    """True if a producer can look pages up for such tiles: beside three consumers it has too few
+    """True if producers can look pages up for such tiles: beside three consumers they have too few
     registers."""
-    return pair[0] <= MOST_PAGED and in_boxes(problem, pair[1])
+    if pair[0] > MOST_PAGED:
+        return False
+    widths = pad(problem.head_dim), pad(problem.head_dim_v)
+    boxed = in_boxes(problem, pair[1]) and readable(problem, widths)
+    return boxed or producing(problem, pair[1]) == "gathering"
 
 
 def choose(problem: Problem, work: Work, plain: bool, target: Target, wanted: Pair | None) -> Choice:

@@ -11,15 +11,17 @@ the consumers through a ring of one stage: it writes the number behind the last 
 reads it when its output has left. No copy brings it, so its full barrier counts an arrival and no bytes.
 
 Keys in pages come in many small copies, which take a warp long to issue: there a second warp brings the
-values, and reads the next tile's number like a consumer.
+values, and reads the next tile's number like a consumer. Where pages are of few keys, four warps copy rows,
+each a quarter of every tile.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from fa4flex.codegen.plan.memory import NUMBER, column_block
-from fa4flex.codegen.plan.paging import Boxes
+from fa4flex.codegen.plan.paging import Boxes, Producing
 from fa4flex.codegen.plan.signals import stage_barriers
 from fa4flex.codegen.plan.topology import (
     RECEIVE,
@@ -49,16 +51,16 @@ def forward_topology(
     staging: Staging,
     dynamic: bool = False,
     boxes: Boxes | None = None,
-    values_apart: bool = False,
+    producing: Producing = "alone",
 ) -> Topology:
-    """The pipeline of a forward kernel with one producer and `tiles.consumers` consumers; with `dynamic`, the
-    next tile's number is handed over. Tiles of K and V are brought in `boxes`, if given, and values by a
-    second producer, with `values_apart`."""
+    """The pipeline of a forward kernel with its producers and `tiles.consumers` consumers; with `dynamic`,
+    the next tile's number is handed over. Tiles of K and V are brought in `boxes`, if given."""
     n = tiles.consumers
     pingpong = pingpong and n > 1
     early = staging == "own" or boxes is not None
     consumers = tuple(_consumer(i, _turns(i, n) if pingpong else _NO_TURNS, staging, early) for i in range(n))
-    producer, *values = _apart(n) if values_apart else (_producer(n),)
+    producer, *others = _PRODUCERS[producing](n)
+    gathering = producing == "gathering"
     arrivals = sum(role.warps for role in consumers)
     k_box, v_box = boxes.shapes((tiles.head_dim, tiles.head_dim_v)) if boxes else (None, None)
     rings = (
@@ -69,22 +71,25 @@ def forward_topology(
         _ring("k", kv_stages, tiles.tile_n, tiles.head_dim, arrivals, k_box),
         _ring("v", kv_stages, tiles.tile_n, tiles.head_dim_v, arrivals, v_box),
     )
+    if gathering:
+        rings = tuple(_gathered(ring) if ring.name in ("k", "v") else ring for ring in rings)
     if dynamic:
-        rings = (*rings, Ring("next", 1, NUMBER, (), 0, arrivals + len(values)))
+        rings = (*rings, Ring("next", 1, NUMBER, (), 0, arrivals + sum(r.warps for r in others)))
         publish = Event("acquire", "next", per="work"), Event("fill", "next", per="work")
         producer = replace(producer, last=producer.last + publish)
         received = tuple(Event(action, "next", per="work") for action in RECEIVE)
         consumers = tuple(replace(role, last=role.last + received) for role in consumers)
-        values = [replace(role, last=role.last + received) for role in values]
+        others = [replace(role, last=role.last + received) for role in others]
     turns = [NamedBarrier(f"turn {i}", TURNS + i, 2 * THREADS) for i in range(n) if pingpong]
     stores = [NamedBarrier(f"rows {i}", STORES + i, THREADS) for i in range(n)]
     overlaps = tuple((f"q {i}", f"out {i}") for i in range(n) if staging == "queries")
     return Topology(
-        (producer, *values, *consumers),
+        (producer, *others, *consumers),
         rings,
         (*turns, *stores),
         staging,
         overlaps=overlaps,
+        by_warp=("k", "v") if gathering else (),
         places=(_places(tiles, kv_stages, dynamic),),
     )
 
@@ -131,6 +136,31 @@ def _apart(consumers: int) -> tuple[Role, Role]:
         Role("producer", 1, (), _copy("k") + queries, _copy("k")),
         Role("producer of values", 1, (), _copy("v"), _copy("v"), warp=1),
     )
+
+
+def _gathering(consumers: int) -> tuple[Role, Role]:
+    """Rows of keys and values by four warps, a quarter of each tile by each; queries by the first."""
+    keys, before, last = (
+        (Event("acquire", name, tile), Event("fill", name, tile))
+        for name, tile in (("k", 0), ("v", -1), ("v", 0))
+    )
+    queries = tuple(event for i in range(consumers) for event in _copy(f"q {i}"))
+    return (
+        Role("producer", 1, (), keys + queries, keys + before, last, apart=True),
+        Role("producer of rows", 3, (), keys, keys + before, last, apart=True, warp=1, part=1),
+    )
+
+
+def _gathered(ring: Ring) -> Ring:
+    """No copy of the ring's is a TMA's."""
+    return replace(ring, copies=(), transaction_bytes=0, full_arrivals=WARPGROUP, lanes=WARP)
+
+
+_PRODUCERS: dict[Producing, Callable[[int], tuple[Role, ...]]] = {
+    "alone": lambda consumers: (_producer(consumers),),
+    "apart": _apart,
+    "gathering": _gathering,
+}
 
 
 def _turns(i: int, n: int) -> tuple[Events, Events, Events]:

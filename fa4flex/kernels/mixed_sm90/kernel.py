@@ -22,7 +22,7 @@ from fa4flex.kernels.fwd_sm90.resources import Pipes
 from fa4flex.kernels.mixed_sm90.combine import Combine
 from fa4flex.kernels.mixed_sm90.config import HANDED, KEPT, NOTED, ROWS, Config
 from fa4flex.kernels.mixed_sm90.consumer import Consumer
-from fa4flex.kernels.mixed_sm90.producer import PartProducer, Producer
+from fa4flex.kernels.mixed_sm90.producer import Follower, PartProducer, Producer
 from fa4flex.kernels.mixed_sm90.resources import Shared
 from fa4flex.kernels.mixed_sm90.schedule import MixedScheduler
 
@@ -35,8 +35,10 @@ class Forward(forward.Forward):
         scheduler = MixedScheduler(config, hooks)
         parts: tuple[Part, Part] = ("keys", "values")
         self.producers = (Producer(config, hooks, scheduler),)
-        if config.values_apart:
+        if config.producing == "apart":
             self.producers = tuple(PartProducer(config, hooks, scheduler, part) for part in parts)
+        elif config.producing == "gathering":
+            self.producers += (Follower(config, hooks, scheduler),)
         self.consumer = Consumer(config, hooks, scheduler)
 
     def blocks(self, arguments: Arguments, grid: Grid) -> Int32:

@@ -8,14 +8,11 @@ import cutlass
 from cutlass import Int32, const_expr, cute
 
 from fa4flex.kernels.common.arguments import Arguments
-from fa4flex.kernels.common.boxes import box_views
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.key_values import KeyValues
 from fa4flex.kernels.common.keys import tile_at
 from fa4flex.kernels.common.packed_rows import Tile
-from fa4flex.kernels.common.page_lookup import Order, PageLookup, page_table
-from fa4flex.kernels.common.paged_key_values import PagedKeyValues
-from fa4flex.kernels.common.paged_lengths import check_length
+from fa4flex.kernels.common.page_lookup import Order
 from fa4flex.kernels.common.transfer import READ_ONCE, States, warp_uniform
 from fa4flex.kernels.common.work import Grid, Work
 from fa4flex.kernels.fwd_sm90 import producer as forward
@@ -43,7 +40,7 @@ class FewKeys(forward.Producer):
             key_values = self.few_keys(work, tile, arguments, block)
             begun = cutlass.min(tile.last, tile.first + 1)
             states = self.run_of_keys(tile, key_values, (tile.first, begun), warp_uniform(states))
-            if const_expr(self.part != "values"):
+            if const_expr(self.leads):
                 self.hand_room(pipes, phase ^ 1)
             return self.run_of_keys(tile, key_values, (begun, tile.last), states)
 
@@ -51,21 +48,14 @@ class FewKeys(forward.Producer):
         def load_many(work: Work, phase: Int32, states: States) -> States:
             return load(work, phase, warp_uniform(states))
 
-        takes = self.part != "values"
-        self.scheduler.walk(grid, arguments, pipes.next, (load_few, load_many), states, takes=takes)
+        both = load_few, load_many
+        self.scheduler.walk(grid, arguments, pipes.next, both, states, takes=self.leads)
 
     def few_keys(self, work: Work, tile: Tile, arguments: Arguments, block: Block) -> KeyValues:
         """Keys and values of a tile of few rows, each at a time. They are read once, and would drive those of
         chunks, which many tiles read, out of L2."""
-        boxes, (transfers, shared, pipes) = self.config.boxes, block
-        assert boxes is not None
-        check_length(arguments, work.b)
-        views = box_views(transfers, (shared.k, shared.v), arguments, tile.kv_head, boxes)
-        table, order = page_table(arguments, work.b, work.kv_len), Order(tile.keys, tile.first)
-        lookup = PageLookup(table, order, boxes.rows, self.config.tile_n)
-        lookup.begin()
-        alone = self.part is not None
-        return PagedKeyValues(transfers, pipes.k, pipes.v, *views, lookup, policy=READ_ONCE, alone=alone)
+        order = Order(tile.keys, tile.first)
+        return self.paged(work, tile.kv_head, order, arguments, block, 0, READ_ONCE)
 
     @cute.jit
     def run_of_keys(
@@ -101,6 +91,12 @@ class Producer(FewKeys):
     def __init__(self, config: Config, hooks: Hooks, scheduler: MixedScheduler) -> None:
         super().__init__(config, scheduler)
         self.hooks = hooks
+
+
+class Follower(Producer):
+    """Producer of rows of keys and values, beside the one that leads."""
+
+    leads, follows = False, True
 
 
 class PartProducer(FewKeys, forward.PartProducer):

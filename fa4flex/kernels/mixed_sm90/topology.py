@@ -50,11 +50,12 @@ def few_topology(forward: Topology) -> Topology:
     """The pipeline beside `forward`, whose rings, places and barriers of a consumer's warps it takes."""
     rows = tuple(barrier for barrier in forward.barriers if barrier.name.startswith("rows"))
     return Topology(
-        (*_producers(len(forward.roles) - GROUPS), *(_consumer(i) for i in range(GROUPS))),
+        (*_producers(forward), *(_consumer(i) for i in range(GROUPS))),
         tuple(_handed(ring) for ring in forward.rings),
         (*rows, NamedBarrier("both", MEET, GROUPS * WARPGROUP * WARP)),
         "none",
         overlaps=tuple((f"q {i}", "sums") for i in range(GROUPS)),
+        by_warp=forward.by_warp,
         places=forward.places,
     )
 
@@ -66,14 +67,23 @@ def _handed(ring: Ring) -> Ring:
     return Ring(ring.name, ring.stages, ring.stage_bytes, (), 0, ring.empty_arrivals)
 
 
-def _producers(count: int) -> tuple[Role, ...]:
-    keys, values = (tuple(Event(action, ring) for action in ("acquire", "load")) for ring in ("k", "v"))
+def _producers(forward: Topology) -> tuple[Role, ...]:
+    """Producers, as many as there are for tiles of many rows."""
+    count, gathering = len(forward.roles) - GROUPS, bool(forward.by_warp)
+    bring: tuple[Action, Action] = ("acquire", "fill" if gathering else "load")
+    keys, values = (tuple(Event(action, ring) for action in bring) for ring in ("k", "v"))
     room = tuple(Event(action, f"q {i}", per="work") for i in range(GROUPS) for action in ("acquire", "fill"))
     following = Event("acquire", "next", per="work"), Event("fill", "next", per="work")
     if count == 1:
         both = keys + values
         return (Role("producer", 1, (), both + room, both, following, empty=room + following),)
     received = tuple(Event(action, "next", per="work") for action in RECEIVE)
+    if gathering:
+        both = keys + values
+        return (
+            Role("producer", 1, (), both + room, both, following, empty=room + following, apart=True),
+            replace(forward.roles[1], first=both, body=both, last=received, empty=received),
+        )
     return (
         Role("producer", 1, (), keys + room, keys, following, empty=room + following),
         Role("producer of values", 1, (), values, values, received, empty=received, warp=1),

@@ -1,0 +1,59 @@
+"""Rings whose stages are filled by warps that gather rows (cp.async): full when the copies of all lanes have
+landed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from cutlass import cute, pipeline
+
+from fa4flex.codegen.plan.topology import WARP
+
+
+class _Filled:
+    """Producer's side: each lane arrives once its copies so far have landed."""
+
+    def producer_acquire(self, state: pipeline.PipelineState) -> None:
+        self.sync_object_empty.wait(state.index, state.phase)  # type: ignore[attr-defined]
+
+    def producer_commit(self, state: pipeline.PipelineState) -> None:
+        barrier = self.producer_get_barrier(state)  # type: ignore[attr-defined]
+        cute.arch.cp_async_mbarrier_arrive_noinc(barrier)
+
+
+class _Fenced(_Filled):
+    """Consumer's side where products read stages: asynchronously, and such copies are writes of the generic
+    proxy."""
+
+    def consumer_wait(self, state: pipeline.PipelineState, *given: Any, **more: Any) -> None:
+        super().consumer_wait(state, *given, **more)  # type: ignore[misc]
+        cute.arch.fence_proxy("async.shared", space="cta")
+
+
+@dataclass(frozen=True)
+class GatheringRing(_Filled, pipeline.PipelineTmaAsync):
+    """Stages that threads read."""
+
+
+@dataclass(frozen=True)
+class GatheringProductRing(_Fenced, pipeline.PipelineTmaAsync):
+    """Stages that wgmma reads."""
+
+
+@dataclass(frozen=True)
+class GatheringTensorCoreRing(_Fenced, pipeline.PipelineTmaUmma):
+    """Stages that tcgen05.mma reads."""
+
+
+Gathering = GatheringRing | GatheringProductRing | GatheringTensorCoreRing
+
+
+def gathering(ring: Any, kind: type) -> Any:
+    """The ring with the sides of this kind."""
+    return kind(**{field.name: getattr(ring, field.name) for field in fields(ring)})
+
+
+def lanes_of(warps: int) -> pipeline.CooperativeGroup:
+    """All lanes of warps that gather."""
+    return pipeline.CooperativeGroup(pipeline.Agent.Thread, WARP * warps)
