@@ -158,7 +158,7 @@ def pad(width: int) -> int:
 
 def candidates(problem: Problem, plain: bool) -> tuple[Pair, ...]:
     """The (queries, keys) that the table has for this problem, best first: of a class of few queries, those
-    with the fewest rows past its end; where keys lie in pages, those that come in few boxes, or row by row."""
+    with the fewest rows past its end; where keys lie in pages, those of few boxes, or by rows."""
     row = next(r for r in TABLE if r.head_dim >= problem.head_dim and r.head_dim_v >= problem.head_dim_v)
     pairs = row.plain if plain else row.hooked
     if problem.query_class:
