@@ -1,9 +1,9 @@
 """Compilations in processes of their own, whose results wait on disk: a first call needs two passes compiled.
 
 Two compilations in one process end it, and the compiler holds the interpreter's lock, so that threads are of
-no use. A process starts in a tenth of a second, imports the compiler alone, and puts what it makes into the
-cache on disk (cache.py), where this process finds it. It can only save time: where it fails or is late,
-this process compiles, and raises what there is to raise.
+no use. A process starts in a tenth of a second, imports the compiler without torch (worker.py), and puts
+what it makes into the cache on disk (cache.py), where this process finds it. Where it fails or is late, this
+process compiles, and raises what there is to raise.
 
 What is remembered here is which processes run, by the key of their kernel, until they are waited for. None
 outlives the interpreter, and children of a fork know of none.
@@ -16,6 +16,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from fa4flex.compiler import cache
@@ -24,22 +25,26 @@ WORKER = "fa4flex.compiler.worker"
 PATIENCE = 5.0
 """Seconds that a process which is told to end has for it."""
 
-MOST_RUNNING = 2
-"""Processes at a time: each takes a core and half a gigabyte."""
+MOST_RUNNING = 3
+"""Processes at a time, where there are as many processors beside this process': each takes one, and half a
+gigabyte. Three are for gradients of a first call, and for tables or lengths of both passes."""
+
+LOOK = 0.005
+"""Seconds between looks whether a process has ended: a first call waits that much too long at most."""
 
 _running: dict[str, subprocess.Popen[bytes]] = {}
 
 
 def useful() -> bool:
     """True if another process would run beside this one."""
-    return bool(sys.executable) and len(os.sched_getaffinity(0)) > 1
+    return bool(sys.executable) and _others() > 0
 
 
 def start(key: str, job: bytes) -> None:
     """Have `job`, as worker.py reads it, done by a process, if that can be had and few run yet."""
     for known in [known for known, process in list(_running.items()) if process.poll() is not None]:
         _running.pop(known, None)
-    if key in _running or len(_running) >= MOST_RUNNING:
+    if key in _running or len(_running) >= min(MOST_RUNNING, _others()):
         return
     with contextlib.suppress(OSError):
         process = subprocess.Popen(
@@ -57,13 +62,22 @@ def start(key: str, job: bytes) -> None:
 
 def wait(key: str) -> None:
     """Return when no process works on `key`."""
-    process = _running.pop(key, None)
+    process, deadline = _running.get(key), time.monotonic() + cache.WAIT
     if process is None:
         return
-    try:
-        process.wait(cache.WAIT)
-    except subprocess.TimeoutExpired:
-        _end([process])
+    # Popen.wait looks every 50 ms. One whose waiting is interrupted is known still, and ends with the
+    # interpreter.
+    while process.poll() is None:
+        if time.monotonic() > deadline:
+            _end([process])
+        else:
+            time.sleep(LOOK)
+    _running.pop(key, None)
+
+
+def _others() -> int:
+    """Number of processors that this process may use, but for one that it needs itself."""
+    return len(os.sched_getaffinity(0)) - 1
 
 
 def _environment() -> dict[str, str]:

@@ -1,17 +1,21 @@
 """A process that compiles one kernel into the cache on disk: `python -m fa4flex.compiler.worker < job`.
 
-A job comes from the process that started this one (compile.py: compile_ahead).
+A job comes from the process that started this one (compile.py: compile_ahead), which waits for its end.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import os
 import pickle
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fa4flex.compiler import cache
-from fa4flex.compiler.compile import build_object, kernel_key, without_collector
+from fa4flex.compiler.compile import build_object, kernel_key
 
 if TYPE_CHECKING:
     from fa4flex.compiler.compile import Job
@@ -21,9 +25,32 @@ def work(job: Job, folder: Path) -> None:
     """Put the kernel of a job into a folder, unless it is there."""
     source, problem, signature, arch = job
     key = kernel_key(source.key, problem, signature, arch)
-    with without_collector():
-        cache.obtain(folder, key, lambda: build_object(source, problem, signature, arch))
+    cache.obtain(folder, key, lambda: build_object(source, problem, signature, arch))
+
+
+@contextlib.contextmanager
+def without_torch() -> Iterator[None]:
+    """Within, `import torch` says that there is none, unless it is imported already."""
+    hidden = "torch" not in sys.modules
+    if hidden:
+        sys.modules["torch"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if hidden:
+            del sys.modules["torch"]
+
+
+def import_calling_convention() -> None:
+    """Import tvm_ffi, which imports torch wherever there is one: that takes a quarter of the time of this
+    process, and a compiler needs nothing of it."""
+    with without_torch(), contextlib.suppress(ImportError):
+        import tvm_ffi  # noqa: F401
 
 
 if __name__ == "__main__":
+    gc.disable()
+    import_calling_convention()
     work(*pickle.load(sys.stdin.buffer))
+    # What the interpreter takes down at its end would be waited for as well.
+    os._exit(0)

@@ -29,6 +29,9 @@ Width = tuple[int, int]
 Given = tuple[Source, Problem, Signature]
 """Inputs of the compiler."""
 
+Asked = tuple[Lowered, Signature]
+"""One kernel, and what its arguments look like."""
+
 # --- how compositions are called ----------------------------------------------------------------------------
 
 
@@ -125,35 +128,41 @@ GYM = _gym()
 
 def launched_forward(kind: Kind, width: Width, target: Target) -> tuple[Any, Given]:
     """The plan that a call makes, and what it has compiled."""
-    taken, call = kind.called(width)
-    return _asked(lambda: engine.make_ready(taken, call), target)
+    return _of_the_pass(every_kernel("forward", kind, width, target))
 
 
 def launched_backward(kind: Kind, width: Width, target: Target) -> tuple[Any, Given]:
     """The plan that gradients of a call make, also those of captured tensors that ask for them, and what they
     have compiled."""
+    return _of_the_pass(every_kernel("backward", kind, width, target))
+
+
+def every_kernel(direction: str, kind: Kind, width: Width, target: Target) -> list[Asked]:
+    """All kernels that the compiler is asked for in a pass, those for lengths and tables included, instead
+    of which nothing is compiled."""
     taken, call = kind.called(width)
-    out = torch.empty(*call.q.shape[:-1], call.v.shape[-1], dtype=call.q.dtype)
-    lse = torch.empty(call.q.shape[:-1])
-    saved = backward.Saved(out, lse, out, lse if kind.dlse else None)
-    needs = tuple(slot for slot, x in enumerate(call.operands) if x.requires_grad)
-    ordered = taken.schedule.deterministic
-    return _asked(lambda: backward._make_ready(taken, call, saved, needs, ordered), target)
-
-
-def _asked(make_ready: Callable[[], Any], target: Target) -> tuple[Any, Given]:
-    """The plan, and what the compiler is asked for, instead of which nothing is compiled."""
-    asked: list[tuple[Lowered, Signature]] = []
+    asked: list[Asked] = []
 
     def not_compiled(lowered: Lowered, signature: Signature) -> Any:
-        if lowered.direction in ("forward", "backward"):  # not what makes lengths and tables for them
-            asked.append((lowered, signature))
+        asked.append((lowered, signature))
         return SimpleNamespace(launch=lambda *given: None, key=lowered.source.key)
 
     with (
         patch.object(Lowered, "compile", not_compiled),
         patch.object(engine, "target_of", lambda device: target),
     ):
-        make_ready()
-    ((lowered, signature),) = asked
+        if direction == "forward":
+            engine.make_ready(taken, call)
+        else:
+            out = torch.empty(*call.q.shape[:-1], call.v.shape[-1], dtype=call.q.dtype)
+            lse = torch.empty(call.q.shape[:-1])
+            saved = backward.Saved(out, lse, out, lse if kind.dlse else None)
+            needs = tuple(slot for slot, x in enumerate(call.operands) if x.requires_grad)
+            backward._make_ready(taken, call, saved, needs, taken.schedule.deterministic)
+    return asked
+
+
+def _of_the_pass(asked: list[Asked]) -> tuple[Any, Given]:
+    (one,) = [one for one in asked if one[0].direction in ("forward", "backward")]
+    lowered, signature = one
     return lowered.plan, (lowered.source, lowered.problem, signature)

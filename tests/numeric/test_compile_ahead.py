@@ -1,27 +1,30 @@
-"""Kernels of gradients are compiled by another process, beside a first call, and only where wanted."""
+"""Kernels of gradients are compiled by other processes, beside a first call, and only where wanted."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from kernel_programs import KINDS, Given, launched_backward
+from kernel_programs import KINDS, Asked, Given, Kind, every_kernel, launched_backward
 
 import fa4flex
 from fa4flex.codegen.emit import Source
 from fa4flex.codegen.plan.target import SM90A
-from fa4flex.compiler import ahead, cache, compile
+from fa4flex.compiler import ahead, cache, compile, worker
 from fa4flex.compiler.compile import compile_ahead, compile_kernel, kernel_key
 from fa4flex.runtime import launch
+from fa4flex.runtime.cuda import backward, engine
 from fa4flex.runtime.cuda.engine import Engine
 from fa4flex.variants import causal
 
@@ -75,11 +78,52 @@ def test_found_on_disk(folder: Path) -> None:
     assert len(ahead._running) == 1
     kernel = compile_kernel(*given)
     assert not kernel.compiled and not ahead._running
-    assert [path.suffix for path in folder.iterdir()] == [".so"]
+    (path,) = folder.iterdir()
+    assert path.suffix == ".so"
     compile_ahead(*given)
     compile._kernels.clear()
     compile_ahead(*given)
     assert not ahead._running, "what is in memory or on disk is not compiled again"
+
+
+LEAVES_A_MARK = """
+    import {when}, pathlib
+    def mark(): pathlib.Path({path!r}).touch()
+    {call}
+"""
+
+
+@pytest.mark.slow
+def test_a_worker_imports_no_torch_and_leaves_at_once(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kernel is the one that this process makes, which has torch."""
+    made = {}
+    for name, when, call in (
+        ("torch", "sys", "mark(); raise ImportError"),
+        ("sitecustomize", "atexit", "atexit.register(mark)"),
+    ):
+        made[name] = tmp_path / f"{name} was run"
+        code = LEAVES_A_MARK.format(when=when, path=str(made[name]), call=call)
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(code))
+    given = program()
+    with monkeypatch.context() as patched:
+        patched.setenv("PYTHONPATH", str(tmp_path))
+        compile_ahead(*given)
+        compile_kernel(*given)
+    (path,) = folder.iterdir()
+    assert not any(mark.exists() for mark in made.values())
+    assert (path.suffix, cache.content(path)) == compile.build_object(*given, SM90A.name)
+
+
+def test_torch_is_hidden_only_where_it_is_not_imported() -> None:
+    with worker.without_torch():
+        assert sys.modules["torch"] is torch
+    with patch.dict(sys.modules):
+        del sys.modules["torch"]
+        with worker.without_torch(), pytest.raises(ImportError):
+            importlib.import_module("torch")
+        assert "torch" not in sys.modules
 
 
 def test_errors_are_raised_here(folder: Path) -> None:
@@ -91,11 +135,15 @@ def test_errors_are_raised_here(folder: Path) -> None:
     assert not ahead._running
 
 
-def test_few_run_at_a_time(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("processors", [2, 16])
+def test_few_run_at_a_time(
+    processors: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(processors)))
     sleeper(tmp_path, monkeypatch)
     for i in range(ahead.MOST_RUNNING + 2):
         ahead.start(f"key {i}", b"")
-    assert len(ahead._running) == ahead.MOST_RUNNING
+    assert len(ahead._running) == min(ahead.MOST_RUNNING, processors - 1)
     ahead._end_all()
 
 
@@ -118,6 +166,19 @@ def test_late_processes_are_not_waited_for(
     monkeypatch.setattr(cache, "WAIT", 0.1)
     ahead.wait("key")
     assert not runs(number_in(pid))
+
+
+def test_interrupted_waits_forget_no_process(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(_: float) -> None:
+        raise KeyboardInterrupt
+
+    sleeper(tmp_path, monkeypatch)
+    ahead.start("key", b"")
+    with patch.object(ahead.time, "sleep", interrupt), pytest.raises(KeyboardInterrupt):
+        ahead.wait("key")
+    assert list(ahead._running) == ["key"]
 
 
 def test_nothing_outlives_the_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,17 +244,39 @@ def test_only_where_gradients_are_wanted(folder: Path) -> None:
     assert [dlse for *_, dlse in seen] == [False, True]
 
 
-def test_same_key(folder: Path) -> None:
-    """Kernels begun ahead are those that a backward pass compiles."""
-    from fa4flex.runtime.cuda import backward, engine
-
+def asked_ahead(kind: Kind) -> list[str]:
+    """Keys of what a first call of this kind begins to have compiled."""
     asked: list[str] = []
     with (
         patch.object(backward, "require_not_capturing", lambda: None),
         patch.object(engine, "target_of", lambda device: SM90A),
         patch.object(ahead, "start", lambda key, job: asked.append(key)),
     ):
-        taken, call = KINDS["alibi"].called((64, 64))
-        backward.compile_ahead(taken, call, False)
-    source, problem, signature = launched_backward(KINDS["alibi"], (64, 64), SM90A)[1]
-    assert asked == [kernel_key(source.key, problem, signature, SM90A.name)]
+        backward.compile_ahead(*kind.called((64, 64)), kind.dlse)
+    return asked
+
+
+def keys_of(kernels: list[Asked]) -> list[str]:
+    programs = [(lowered.source.key, lowered.problem, signature) for lowered, signature in kernels]
+    return [kernel_key(*program, SM90A.name) for program in programs]
+
+
+SORTED = replace(KINDS["causal, packed"], options={"schedule": fa4flex.Schedule(order="longest_first")})
+
+
+@pytest.mark.parametrize(
+    ("kind", "beside"),
+    [
+        (KINDS["alibi"], []),
+        (KINDS["causal, packed"], ["sequences"]),
+        (SORTED, ["sequences"]),
+        (KINDS["natten"], ["tables"]),
+    ],
+    ids=["alone", "lengths", "sorted", "tables"],
+)
+def test_same_keys(kind: Kind, beside: list[str], folder: Path) -> None:
+    """Kernels begun ahead are those that the passes compile, but for the first, which this process makes."""
+    first, second = (every_kernel(each, kind, (64, 64), SM90A) for each in ("forward", "backward"))
+    assert [lowered.direction for lowered, _ in first] == ["forward", *beside]
+    assert [lowered.direction for lowered, _ in second] == ["backward", *beside]
+    assert asked_ahead(kind) == keys_of([second[0], *first[1:], *second[1:]])

@@ -26,10 +26,10 @@ from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Call
 from fa4flex.runtime.cuda.calls.signatures import signature_of
 from fa4flex.runtime.cuda.device import faults
 from fa4flex.runtime.cuda.device.device import require_not_capturing
-from fa4flex.runtime.cuda.engine import Engine, given_of
+from fa4flex.runtime.cuda.engine import Engine, given_of, kernels_of
 from fa4flex.runtime.cuda.launches.ready_backward import PARAMETERS, Gradients, ReadyBackward, Saved
-from fa4flex.runtime.cuda.tables.lengths import check_lengths, lengths_of
-from fa4flex.runtime.cuda.tables.tables import tables_of
+from fa4flex.runtime.cuda.tables.lengths import check_lengths, lengths_kernel, lengths_of
+from fa4flex.runtime.cuda.tables.tables import READ_BY, tables_kernel, tables_of
 
 if TYPE_CHECKING:
     from fa4flex.codegen.plan.pipeline import BackwardPlan
@@ -75,13 +75,24 @@ _key_of_saved = key_function(BACKWARD, "saved")
 
 
 def compile_ahead(engine: Engine, call: Call, dlse: bool) -> None:
-    """Begin to compile for the gradients of a call, before its forward pass is. `dlse`: whether the
-    log-sum-exp will have one. What is wrong with the call is left for the passes to say."""
-    needs = [slot for slot, x in enumerate(call.operands) if x.requires_grad]
+    """Begin to compile all kernels of a call with gradients but that of its forward pass, which this process
+    compiles meanwhile. `dlse`: whether the log-sum-exp will have a gradient. What is wrong with the call is
+    left for the passes to say."""
     with contextlib.suppress(Fa4flexError), proving():
         require_not_capturing()
-        lowered, _, signature, _ = _lowered(engine, call, needs, dlse, _deterministic(engine))
-        lowered.compile_ahead(signature)
+        _, *before = kernels_of(engine, call)
+        longest, *others = _kernels_of(engine, call, dlse)
+        for lowered, signature in (longest, *before, *others):
+            lowered.compile_ahead(signature)
+
+
+def _kernels_of(engine: Engine, call: Call, dlse: bool) -> list[tuple[Lowered, Signature]]:
+    """All kernels that `_make_ready` will have compiled, that of the pass first."""
+    needs = [slot for slot, x in enumerate(call.operands) if x.requires_grad]
+    lowered, given, signature, _ = _lowered(engine, call, needs, dlse, _deterministic(engine))
+    lengths = lengths_kernel(engine.kinds, call, lowered)
+    tables = tables_kernel(engine.kinds, call, lowered, given.captured)
+    return [asked for asked in ((lowered, signature), lengths, tables) if asked is not None]
 
 
 def _lowered(
@@ -101,7 +112,7 @@ def _make_ready(
     captured = given.captured
     plan: BackwardPlan = lowered.plan
     kernel = lowered.compile(signature)
-    by_tables = lowered.problem.mask_form in ("spans", "tables")
+    by_tables = lowered.problem.mask_form in READ_BY["backward"]
     of_one = by_tables or any(one.adding != "sum" for one in lowered.sums)
     if of_one or (lowered.sums and deterministic):
         reach = Reach.exactly(extents_of(given.inputs.extents))

@@ -48,12 +48,13 @@ from fa4flex.runtime.cuda.device.device import require_not_capturing, target_of
 from fa4flex.runtime.cuda.launches.ready import PARAMETERS, Ready, Results
 from fa4flex.runtime.cuda.repeats.families import Families, Look, look_of
 from fa4flex.runtime.cuda.repeats.fast_backward import RecentBackward
-from fa4flex.runtime.cuda.tables.lengths import check_lengths, lengths_of
-from fa4flex.runtime.cuda.tables.tables import tables_of
+from fa4flex.runtime.cuda.tables.lengths import check_lengths, lengths_kernel, lengths_of
+from fa4flex.runtime.cuda.tables.tables import READ_BY, tables_kernel, tables_of
 
 if TYPE_CHECKING:
     from fa4flex.codegen.plan.pipeline import ForwardPlan
-    from fa4flex.lower import Given
+    from fa4flex.compiler.signature import Signature
+    from fa4flex.lower import Given, Lowered
 
 MOST_READY = 256
 """Looks of calls remembered per program, those with tables at each of their extents; the oldest is forgotten
@@ -273,18 +274,36 @@ def _sorted(plan: ForwardPlan) -> tuple[int, int]:
     return rows // plan.problem.packed_heads, keys
 
 
+def lowered_of(engine: Engine, call: Call) -> tuple[Lowered, Given, Signature, Reach]:
+    """Everything that decides the kernel of a call, and the extents of other calls for which it is the
+    same."""
+    from fa4flex.lower import lower_forward
+
+    given, reach = given_of(engine, call, engine.schedule)
+    lowered = lower_forward(given)
+    ordered = ("order",) if lowered.plan.order == "by_work" else ()
+    return lowered, given, signature_of(engine.kinds, call, ordered), reach
+
+
+def kernels_of(engine: Engine, call: Call) -> list[tuple[Lowered, Signature]]:
+    """All kernels that `make_ready` has compiled, that of the pass first."""
+    lowered, given, signature, _ = lowered_of(engine, call)
+    tile = _sorted(lowered.plan) if lowered.plan.order == "by_work" else None
+    lengths = lengths_kernel(engine.kinds, call, lowered, tile)
+    tables = tables_kernel(engine.kinds, call, lowered, given.captured)
+    return [asked for asked in ((lowered, signature), lengths, tables) if asked is not None]
+
+
 def make_ready(engine: Engine, call: Call) -> Ready:
     """Everything that calls that look like this one have in common. Raises UnsupportedError for what no
     kernel does, PastTheEnd for short captured tensors."""
-    from fa4flex.lower import lower_forward
-
     require_not_capturing()
-    given, reach = given_of(engine, call, engine.schedule)
-    lowered, shape, captured = lower_forward(given), given.inputs.extents, given.captured
+    lowered, given, signature, reach = lowered_of(engine, call)
+    shape, captured = given.inputs.extents, given.captured
     plan: ForwardPlan = lowered.plan
     by_work = plan.order == "by_work"
-    kernel = lowered.compile(signature_of(engine.kinds, call, ("order",) if by_work else ()))
-    by_tables = lowered.problem.mask_form == "tables"
+    kernel = lowered.compile(signature)
+    by_tables = lowered.problem.mask_form in READ_BY["forward"]
     output = engine.precision.output_dtype(call.q.dtype)
     constants = {"scalars": captured.scalars or None}
     conversions = conversions_of(FORWARD, call=call._replace(lengths=NO_LENGTHS))

@@ -118,17 +118,11 @@ def lengths_of(
 ) -> LengthsKernel | None:
     """Kernel that corrects the lengths of calls like this one of a pass, and sorts their tiles of queries if
     `tile` is given; None for dense ones."""
-    if call.lengths is NO_LENGTHS:
+    asked = lengths_kernel(kinds, call, lowered, tile)
+    if asked is None:
         return None
-    from fa4flex.lower import lower_lengths
-
-    found = lower_lengths(lowered.facts, lowered.problem, lowered.plan.target, tile)
-    reads = bool(call.scalars) and found.problem.mask_form == "spans"
-    named = [(row.name, x) for row, x in zip(LENGTHS, call.lengths) if x is not None]
-    used = tuple(name for name, _ in named if name.startswith("seqused"))
-    wide = tuple(name for name, x in named if x.dtype == torch.int64)
-    kernel = found.compile(Signature(scalars=kinds_of(kinds, call) if reads else (), given=used, wide=wide))
-    numbers = numbers_of(kinds, call) if reads else None
+    found, signature = asked
+    kernel, numbers = found.compile(signature), numbers_of(kinds, call) if signature.scalars else None
     sorting = kernel.key, repr(numbers), call.extents().heads
     made = LengthsKernel(kernel.launch, 0 if tile is None else tile[0], sorting, numbers)
     if kernel.key not in _launched:
@@ -140,6 +134,22 @@ def lengths_of(
 
 _launched: set[str] = set()
 """Keys of the kernels that were launched before."""
+
+
+def lengths_kernel(
+    kinds: Kinds, call: Call, lowered: Lowered, tile: tuple[int, int] | None = None
+) -> tuple[Lowered, Signature] | None:
+    """The kernel that `lengths_of` has compiled; None for dense calls."""
+    if call.lengths is NO_LENGTHS:
+        return None
+    from fa4flex.lower import lower_lengths
+
+    found = lower_lengths(lowered.facts, lowered.problem, lowered.plan.target, tile)
+    reads = bool(call.scalars) and found.problem.mask_form == "spans"
+    named = [(row.name, x) for row, x in zip(LENGTHS, call.lengths) if x is not None]
+    used = tuple(name for name, _ in named if name.startswith("seqused"))
+    wide = tuple(name for name, x in named if x.dtype == torch.int64)
+    return found, Signature(scalars=kinds_of(kinds, call) if reads else (), given=used, wide=wide)
 
 
 def check_lengths(call: Call) -> None:

@@ -21,33 +21,48 @@ from fa4flex.runtime.cuda.tables.host_tables import BlockTables, ragged_maps, to
 from fa4flex.runtime.cuda.tables.lengths import check_lengths
 
 if TYPE_CHECKING:
+    from fa4flex.compiler.signature import Signature
     from fa4flex.kernels.block_tables.plan import TablesPlan
     from fa4flex.lower import Lowered
+
+READ_BY = {"forward": ("tables",), "backward": ("spans", "tables")}
+"""Forms of masks for which a pass reads tables."""
 
 
 def tables_of(kinds: Kinds, call: Call, lowered: Lowered, captured: Captured) -> DeviceTables | HostTables:
     """The device makes the tables of dense calls. The host makes those of ragged batches, of sums in one
     order, and of more tiles than there is room for."""
+    slots, shape = tuple(sorted(slots_read(lowered.facts.mask))), call.extents()
+    asked = tables_kernel(kinds, call, lowered, captured)
+    if asked is None:
+        return HostTables(lambda later: on_the_host(later, lowered, numbers_of(kinds, later)), slots)
+    found, signature = asked
+    kernel, plan = found.compile(signature), found.plan
+    constants = {
+        "scalars": numbers_of(kinds, call) or None,
+        "q_len": shape.q_len,
+        "kv_len": shape.kv_len,
+        "num_heads": shape.heads,
+    }
+    conversions = conversions_of(BLOCK_TABLES, call=call)
+    launch = launch_function(BLOCK_TABLES, kernel.launch, PARAMETERS, constants, conversions)
+    ranges, ends = ranges_of(plan, shape), ends_of(plan, call)
+    return DeviceTables(launch, shape, plan.tile, grid_of(plan, shape), ranges, slots, ends)
+
+
+def tables_kernel(
+    kinds: Kinds, call: Call, lowered: Lowered, captured: Captured
+) -> tuple[Lowered, Signature] | None:
+    """The kernel by which the device makes the tables of a pass; None where it reads none, or the host makes
+    them."""
     from fa4flex.lower import lower_tables
 
-    slots = tuple(sorted(slots_read(lowered.facts.mask)))
-    if call.lengths is NO_LENGTHS and not lowered.problem.deterministic:
-        found, shape = lower_tables(lowered, captured), call.extents()
-        plan: TablesPlan = found.plan
-        grid = grid_of(plan, shape)
-        if grid.fits:
-            kernel = found.compile(signature_of(kinds, call))
-            constants = {
-                "scalars": numbers_of(kinds, call) or None,
-                "q_len": shape.q_len,
-                "kv_len": shape.kv_len,
-                "num_heads": shape.heads,
-            }
-            conversions = conversions_of(BLOCK_TABLES, call=call)
-            launch = launch_function(BLOCK_TABLES, kernel.launch, PARAMETERS, constants, conversions)
-            ends = ends_of(plan, call)
-            return DeviceTables(launch, shape, plan.tile, grid, ranges_of(plan, shape), slots, ends)
-    return HostTables(lambda later: on_the_host(later, lowered, numbers_of(kinds, later)), slots)
+    reads = lowered.problem.mask_form in READ_BY[lowered.direction]
+    if not reads or call.lengths is not NO_LENGTHS or lowered.problem.deterministic:
+        return None
+    found = lower_tables(lowered, captured)
+    fits = grid_of(found.plan, call.extents()).fits
+    return (found, signature_of(kinds, call)) if fits else None
 
 
 def grid_of(plan: TablesPlan, shape: Shape) -> Grid:
