@@ -132,7 +132,7 @@ def test_a_graph_reads_tables_and_lengths_anew() -> None:
         chunks.check(attn, out)
 
 
-@pytest.mark.parametrize("page_size, width", [(16, 128), (64, 64), (8, 96)])
+@pytest.mark.parametrize("page_size, width", [(16, 128), (64, 64), (8, 96), (1, 128), (3, 64)])
 def test_mixed_batches(page_size: int, width: int) -> None:
     """Most sequences have few query rows, some many, and which is which changes between replays. A second
     launch gives the same bits."""
