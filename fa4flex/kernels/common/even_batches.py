@@ -27,9 +27,6 @@ def splits_of(arguments: Any) -> Int32:
         if even < splits:  # noqa: SIM102  lengths are read only where it matters
             if is_even(lengths, Int32(arguments.out.shape[0])):
                 splits = even
-            # The same in all lanes, which the compiler does not see: it would keep numbers of stages, and all
-            # else that follows from a block's part, in each lane's registers.
-            splits = cute.arch.make_warp_uniform(splits)
     return splits
 
 

@@ -106,6 +106,9 @@ class Forward:
         shared = self.shared(storage, layouts)
         pipes = self.pipes(storage, shared)
         part = part_of(cute.arch.block_idx()[0], arguments)
+        # The same in all lanes, which the compiler does not see: it would move numbers of stages, which
+        # follow from a block's part, from each lane's registers before every product.
+        part = part._replace(splits=cute.arch.make_warp_uniform(part.splits))
         pipeline.pipeline_init_arrive()
         pipeline.pipeline_init_wait()
         # What merges splits may be launched now: it waits for the end of this kernel.
