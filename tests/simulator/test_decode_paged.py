@@ -203,19 +203,6 @@ def test_pages_of_64_bits_are_not_cut() -> None:
         fa4flex.synchronize()
 
 
-MANY_ROWS = Size(page_size=1, q_len=70, d=96, dv=96, lengths=(99,))
-"""Rows of 32 columns are half a line of shared memory: TMA cannot bring a single one."""
-
-
-def test_other_calls_gather() -> None:
-    attn, given = fa4flex.compile(mask=causal), drawn(MANY_ROWS)
-    with torch.no_grad(), simulator.device(SIMULATED["chip"]) as gpu:
-        out = given(attn)
-    assert gpu.results and not any("decode" in result.kernel for result in gpu.results)
-    exact = given(attn, exactly=True)
-    assert (out.double() - exact).abs().max().item() <= 2 * 2**-8 * exact.abs().max().item()
-
-
 def test_calls_with_gradients_gather() -> None:
     attn, given = fa4flex.compile(mask=causal), drawn(Size(lengths=(40,)))
     given.q.requires_grad_()
@@ -227,9 +214,13 @@ def test_calls_with_gradients_gather() -> None:
 
 def test_sequences_without_keys_in_pages_that_are_gathered() -> None:
     """Nothing is gathered, and nothing launched."""
-    given = drawn(replace(MANY_ROWS, lengths=(0, 0)))
+    given = drawn(Size(q_len=70, lengths=(0, 0)))
+
+    def thirds(b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]
+        return (kv_idx * 7 + q_idx) % 3 != 0
+
     with torch.no_grad(), simulator.device(SIMULATED["chip"]) as gpu:
-        out, lse = given(fa4flex.compile(mask=causal), return_lse=True)
+        out, lse = given(fa4flex.compile(mask=thirds), return_lse=True)
     assert not gpu.results and not out.any() and (lse == -torch.inf).all()
 
 
