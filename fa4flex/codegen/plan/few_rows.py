@@ -93,7 +93,7 @@ class FewRowsPlan:
 
     @property
     def tile_copies(self) -> TileCopies:
-        """TileCopies that bring a tile of keys."""
+        """Copies that bring a tile of keys."""
         rows = box_rows(self.problem, self.tile_n)
         gathers = self.tile_n // rows > self.most_boxes
         return TileCopies(rows, self.gather_warps if gathers else 0)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from cutlass import Int32, Int64, cute, pipeline, select_
 
-from fa4flex.kernels.common.gathering_rings import Gathering
+from fa4flex.kernels.common.gathering_rings import FilledRing
 from fa4flex.kernels.common.page_lookup import LANES, Found, PageLookup
 
 CHUNK = 16
@@ -69,8 +69,8 @@ class GatheredKeyValues:
     """KeyValues in pages of any size, each key of which is looked up. Values are those of the tile that was
     turned to, or where `lookup.behind` is 1 of the one before."""
 
-    k_ring: Gathering
-    v_ring: Gathering
+    k_ring: FilledRing
+    v_ring: FilledRing
     k: Rows
     v: Rows
     lookup: PageLookup
@@ -85,7 +85,7 @@ class GatheredKeyValues:
     def load_values(self, state: pipeline.PipelineState, tile: Int32) -> None:
         self._load(self.v, self.v_ring, state, self.lookup.found(self.lookup.behind))
 
-    def _load(self, rows: Rows, ring: Gathering, state: pipeline.PipelineState, found: Found) -> None:
+    def _load(self, rows: Rows, ring: FilledRing, state: pipeline.PipelineState, found: Found) -> None:
         lookup, lane = self.lookup, cute.arch.lane_idx()
         own = [rows.at(page, slot, lookup.table.pages) for page, slot in found.parts]
         ring.producer_acquire(state)
@@ -112,7 +112,7 @@ def copy_chunk(target: Int32, source: Int64, size: Int32) -> None:
 
 
 def gathered(
-    rings: tuple[Gathering, Gathering],
+    rings: tuple[FilledRing, FilledRing],
     each: Iterator[tuple[cute.Tensor, cute.Tensor, int, int]],
     kv_head: Int32,
     lookup: PageLookup,

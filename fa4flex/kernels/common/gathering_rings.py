@@ -46,7 +46,7 @@ class GatheringTensorCoreRing(_Fenced, pipeline.PipelineTmaUmma):
     """Stages that tcgen05.mma reads."""
 
 
-Gathering = GatheringRing | GatheringProductRing | GatheringTensorCoreRing
+FilledRing = GatheringRing | GatheringProductRing | GatheringTensorCoreRing
 
 
 def gathering(ring: Any, kind: type) -> Any:

@@ -128,7 +128,7 @@ class Producer:
         behind: int,
         policy: int | None = None,
     ) -> KeyValues:
-        """Keys and values in pages, which the L2 cache keeps by this policy."""
+        """Keys and values in pages. `policy` says what the L2 cache keeps of boxes."""
         boxes, config, (transfers, shared, pipes) = self.config.boxes, self.config, block
         assert boxes is not None
         check_length(arguments, work.b)
