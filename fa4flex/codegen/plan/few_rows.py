@@ -146,7 +146,7 @@ class FewRowsPlan:
             self._explain_splits(),
             *self.explain_threads(),
             f"softmax: {rescaling(self.rescale_threshold)}",
-            *self._explain_pages(),
+            *explain_pages(self.problem, self.tile_n, None, self.tile_copies.gather_warps),
             "shared memory:",
             self.memory.explain(),
             *self.explain_columns(),
@@ -160,12 +160,6 @@ class FewRowsPlan:
     def explain_rows(self) -> list[str]:
         """Places of the rows of a tile."""
         return []
-
-    def _explain_pages(self) -> list[str]:
-        copies = self.tile_copies
-        if copies.gather_warps:
-            return [f"pages: read in place; {copies.warps} warps copy rows, 16 bytes a lane"]
-        return explain_pages(self.problem, self.tile_n)
 
     def explain_threads(self) -> list[str]:
         """Warps of a block and their registers."""

@@ -116,6 +116,11 @@ def column_block(width: int) -> int:
     return 64 if width % 64 == 0 else 32
 
 
+def block_bytes(width: int) -> int:
+    """Bytes of a row in one block of columns of a tile this wide, of 16-bit elements."""
+    return 2 * column_block(width)
+
+
 def tile_bytes(rows: int, width: int, itemsize: int) -> int:
     return rows * width * itemsize
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from fa4flex.codegen.plan.lengths import Lengths
 from fa4flex.codegen.plan.memory import column_block
@@ -89,6 +89,11 @@ class Gathering:
         """True if pages are copied row by row."""
         return self.gather_warps > 0
 
+    def brings(self, warp: Any) -> Any:
+        """True for the warps of the first warpgroup that bring keys and values."""
+        # Of a range of one, the compiler does not see that it is one, and spills elsewhere.
+        return warp < self.gather_warps if self.gathers else warp == 0
+
     @property
     def clears(self) -> bool:
         """True if what lies past the end of a sequence is brought, too, and has to be cleared."""
@@ -123,8 +128,8 @@ def producing(problem: Problem, tile_n: int) -> Producing:
 
 def too_many_boxes(problem: Problem, tile_n: int) -> bool:
     """True for tiles whose boxes keep two warps busy, and whose rows four cannot share."""
-    boxes = tile_n // box_rows(problem, tile_n)
-    return boxes > MOST_BOXES and producing(problem, tile_n) != "gathering"
+    many = tile_n // box_rows(problem, tile_n) > MOST_BOXES
+    return many and producing(problem, tile_n) == "apart"
 
 
 def in_boxes(problem: Problem, tile_n: int) -> bool:
@@ -139,10 +144,15 @@ def readable(problem: Problem, widths: tuple[int, int]) -> bool:
     return all(problem.page_rows * column_block(d) * problem.itemsize % LINE == 0 for d in widths)
 
 
-def explain_pages(problem: Problem, tile_n: int, boxes: Boxes | None = None) -> list[str]:
-    """Lines about pages; none where keys have none."""
+def explain_pages(
+    problem: Problem, tile_n: int, boxes: Boxes | None = None, gather_warps: int = 0
+) -> list[str]:
+    """Lines about pages; none where keys have none. gather_warps: those that copy rows; 0: TMA brings
+    boxes."""
     if not problem.page_rows:
         return []
+    if gather_warps:
+        return [f"pages: read in place; {gather_warps} warps copy rows, 16 bytes a lane"]
     rows = box_rows(problem, tile_n)
     whole = [name for name, one in zip("KV", boxes.whole) if one] if boxes else []
     return [

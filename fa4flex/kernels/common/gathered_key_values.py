@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from cutlass import Int32, Int64, cute, pipeline, select_
 
+from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.gathering_rings import FilledRing
 from fa4flex.kernels.common.page_lookup import LANES, Found, PageLookup
 
@@ -111,21 +113,22 @@ def copy_chunk(target: Int32, source: Int64, size: Int32) -> None:
     )
 
 
+Each = tuple[Any, Any]
+"""One of keys, one of values."""
+
+
 def gathered(
-    rings: tuple[FilledRing, FilledRing],
-    each: Iterator[tuple[cute.Tensor, cute.Tensor, int, int]],
-    kv_head: Int32,
-    lookup: PageLookup,
+    arguments: Arguments, kv_head: Int32, lookup: PageLookup, rings: Each, tiles: Each, rows: Each
 ) -> GatheredKeyValues:
-    """Keys and values of a head, gathered from a cache [pages, page_size, H, D] to tiles. each: of keys and
-    of values the cache, tiles, width of these in elements, and bytes of a row in one block of columns."""
+    """Keys and values of a head, gathered from the cache to tiles. rows: width of a tile in elements, and
+    bytes of a row in one block of its columns."""
     k, v = (
         Rows(
             cache[None, None, kv_head, None],
-            tiles.iterator.toint(),
+            tile.iterator.toint(),
             width * cache.element_type.width // 8,
             span,
         )
-        for cache, tiles, width, span in each
+        for cache, tile, (width, span) in zip((arguments.k, arguments.v), tiles, rows)
     )
     return GatheredKeyValues(*rings, k, v, lookup)

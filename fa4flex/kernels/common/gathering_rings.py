@@ -49,6 +49,28 @@ class GatheringTensorCoreRing(_Fenced, pipeline.PipelineTmaUmma):
 FilledRing = GatheringRing | GatheringProductRing | GatheringTensorCoreRing
 
 
+def tile_ring(
+    barriers: cute.Pointer,
+    tile: cute.Tensor,
+    readers: int,
+    gather_warps: int = 0,
+    kind: type = GatheringProductRing,
+) -> Any:
+    """A ring on Hopper, whose stages TMA fills, or so many warps that gather rows, and `readers` warps free.
+    tile: (rows, columns, stage). kind: of the ring where warps gather."""
+    thread = pipeline.Agent.Thread
+    stage = cute.select(tile.layout, mode=[0, 1])
+    ring = pipeline.PipelineTmaAsync.create(
+        num_stages=cute.size(tile, mode=[2]),
+        producer_group=lanes_of(gather_warps) if gather_warps else pipeline.CooperativeGroup(thread),
+        consumer_group=pipeline.CooperativeGroup(thread, readers),
+        tx_count=0 if gather_warps else cute.size_in_bytes(tile.element_type, stage),
+        barrier_storage=barriers,
+        defer_sync=True,
+    )
+    return gathering(ring, kind) if gather_warps else ring
+
+
 def gathering(ring: Any, kind: type) -> Any:
     """The ring with the sides of this kind."""
     return kind(**{field.name: getattr(ring, field.name) for field in fields(ring)})

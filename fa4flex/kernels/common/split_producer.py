@@ -10,7 +10,7 @@ import cutlass
 from cutlass import cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
-from fa4flex.codegen.plan.memory import column_block
+from fa4flex.codegen.plan.memory import block_bytes
 from fa4flex.codegen.plan.paging import Boxes
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.boxes import box_transfers, box_views
@@ -60,7 +60,7 @@ class Producer:
 
     def span(self, width: int) -> int:
         """Bytes of a row in one block of columns of a tile of this width."""
-        return column_block(width) * 2
+        return block_bytes(width)
 
     @cute.jit
     def run(
@@ -100,10 +100,9 @@ class Producer:
 
     def gathered(self, arguments: Arguments, tile: Tile, stages: Stages) -> KeyValues:
         """Keys and values whose rows are copied one by one."""
-        config, rings = self.config, (stages.k_ring, stages.v_ring)
-        tiles = (arguments.k, stages.k, config.head_dim), (arguments.v, stages.v, config.head_dim_v)
-        each = ((cache, to, width, self.span(width)) for cache, to, width in tiles)
-        return gathered(rings, each, tile.kv_head, self.lookup(arguments, tile))
+        rings, tiles = (stages.k_ring, stages.v_ring), (stages.k, stages.v)
+        k, v = ((width, self.span(width)) for width in (self.config.head_dim, self.config.head_dim_v))
+        return gathered(arguments, tile.kv_head, self.lookup(arguments, tile), rings, tiles, (k, v))
 
     def lookup(self, arguments: Arguments, tile: Tile) -> PageLookup:
         """The pages of the tile's keys, or of those that this warp gathers."""

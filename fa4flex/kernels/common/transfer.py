@@ -77,6 +77,13 @@ def load_stage(
     )
 
 
+def prefetch_descriptors(*transfers: cpasync.TmaInfo | None) -> None:
+    """A warp's: have the descriptors of these copies at hand; None where rows are copied without one."""
+    for transfer in transfers:
+        if transfer is not None:
+            cpasync.prefetch_descriptor(transfer.atom)
+
+
 def load_once(transfer: cpasync.TmaInfo, views: Views, full: cute.Pointer) -> None:
     """A warp's: copy what stays; `views` are of one tile."""
     to_shared, from_global = views

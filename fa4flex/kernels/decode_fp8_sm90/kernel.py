@@ -12,23 +12,24 @@ from typing import Any
 import cutlass
 import cutlass.utils.hopper_helpers as sm90
 from cuda.bindings import driver as cuda
-from cutlass import Float32, Int64, Uint8, const_expr, cute, pipeline
+from cutlass import Float32, Int64, Uint8, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
+from fa4flex.codegen.plan.topology import WARPGROUP
 from fa4flex.kernels.combine.kernel import Combine, CombineArguments
 from fa4flex.kernels.common.arguments import Arguments
-from fa4flex.kernels.common.gathering_rings import GatheringRing, gathering
+from fa4flex.kernels.common.gathering_rings import GatheringRing, tile_ring
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.packed_rows import Part, part_of
 from fa4flex.kernels.common.split_producer import Stages
-from fa4flex.kernels.common.transfer import Transfers, reordered
+from fa4flex.kernels.common.transfer import Transfers, prefetch_descriptors, reordered
 from fa4flex.kernels.decode_fp8_sm90.config import ROWS, WARPS, Config, span
 from fa4flex.kernels.decode_fp8_sm90.consumer import Consumer
 from fa4flex.kernels.decode_fp8_sm90.producer import Producer
 from fa4flex.kernels.decode_fp8_sm90.resources import Shared
-from fa4flex.kernels.decode_sm90.kernel import ALL_SHARED, rings
+from fa4flex.kernels.decode_sm90.kernel import ALL_SHARED
 from fa4flex.kernels.decode_sm90.resources import Pipes
 
 
@@ -106,14 +107,12 @@ class Forward:
     def device(self, arguments: Arguments, k: cpasync.TmaInfo | None, v: cpasync.TmaInfo | None) -> None:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         transfers = Transfers(None, k, v, None)
-        if const_expr(not self.config.gathers):  # noqa: SIM102  one is decided when compiled, one when run
-            if warp == 0:
-                for transfer in (k, v):
-                    cpasync.prefetch_descriptor(transfer.atom)
+        if warp == 0:
+            prefetch_descriptors(k, v)
         layouts = self.layouts()
         storage = SmemAllocator().allocate(self.storage(layouts))
         shared = self.shared(storage, layouts)
-        pipes = Pipes(*self.rings(storage, shared))
+        pipes = self.pipes(storage, shared)
         part = part_of(cute.arch.block_idx()[0], arguments)
         pipeline.pipeline_init_arrive()
         pipeline.pipeline_init_wait()
@@ -135,17 +134,20 @@ class Forward:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.config.producer_registers)
-            # Of a range of one, the compiler does not see that it is one, and spills elsewhere.
-            produces = warp < self.config.gather_warps if self.config.gathers else warp == 0
-            if produces:
+            if self.config.brings(warp):
                 self.producer.run(arguments, part, transfers, Stages(shared.k, shared.v, pipes.k, pipes.v))
         else:
             cute.arch.setmaxregister_increase(self.config.consumer_registers)
             self.consumer.run(arguments, part, shared, pipes)
 
-    def rings(self, storage: Any, shared: Shared) -> list[Any]:
-        found = rings((storage.k, storage.v), (shared.k, shared.v), self.config)
-        return [gathering(ring, GatheringRing) for ring in found] if self.config.gathers else found
+    def pipes(self, storage: Any, shared: Shared) -> Pipes:
+        warps = self.config.gather_warps
+        return Pipes(
+            *(
+                tile_ring(barriers.data_ptr(), tile, WARPGROUP, warps, GatheringRing)
+                for barriers, tile in ((storage.k, shared.k), (storage.v, shared.v))
+            )
+        )
 
     def shared(self, storage: Any, layouts: tuple[Any, ...]) -> Shared:
         k, v = layouts

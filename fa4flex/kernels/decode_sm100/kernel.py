@@ -11,7 +11,7 @@ from typing import Any
 
 import cutlass
 from cuda.bindings import driver as cuda
-from cutlass import Float32, Int32, Int64, const_expr, cute, pipeline
+from cutlass import Float32, Int32, Int64, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
@@ -22,7 +22,7 @@ from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.packed_rows import Part, part_of
 from fa4flex.kernels.common.split_producer import Producer, Stages, stage_transfers
 from fa4flex.kernels.common.tensor_core import operand_ring, tensor_memory
-from fa4flex.kernels.common.transfer import Transfers
+from fa4flex.kernels.common.transfer import Transfers, prefetch_descriptors
 from fa4flex.kernels.decode_sm100.config import (
     ALLOCATED,
     LANES,
@@ -101,10 +101,8 @@ class Forward:
         shared = self.shared(storage, layouts, products)
         pipes = self.pipes(storage, shared)
         memory = tensor_memory(storage, 0, pipeline.NamedBarrier(ALLOCATED, TOUCH_TENSOR_MEMORY))
-        if const_expr(not self.config.gathers):  # noqa: SIM102  one is decided when compiled, one when run
-            if warp == LOAD:
-                for transfer in (k, v):
-                    cpasync.prefetch_descriptor(transfer.atom)
+        if warp == LOAD:
+            prefetch_descriptors(k, v)
         if warp == 0:
             self.initialise(storage)
         part = part_of(cute.arch.block_idx()[0], arguments)

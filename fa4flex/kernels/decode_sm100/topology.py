@@ -23,7 +23,7 @@ no finished       The four warps meet for the last time when all of the output i
 
 from __future__ import annotations
 
-from fa4flex.codegen.plan.memory import column_block
+from fa4flex.codegen.plan.memory import block_bytes
 from fa4flex.codegen.plan.paging import TileCopies
 from fa4flex.codegen.plan.signals import stage_barriers
 from fa4flex.codegen.plan.tensor_memory import WHOLE, Columns
@@ -62,7 +62,7 @@ def decode_topology(
     """The pipeline with tiles of K and V of these widths. `clears`: sequences may end before their tensor
     does."""
     rings = [
-        copies.ring(name, (kv_stages, tile_n), (2 * width, 2 * column_block(width)), 1)
+        copies.ring(name, (kv_stages, tile_n), (2 * width, block_bytes(width)), 1)
         for name, width in zip(("k", "v"), widths, strict=True)
     ]
     queries = Ring("Q", 1, 0, (), 0, 0, WARPGROUP, once=True)

@@ -12,20 +12,21 @@ from typing import Any
 import cutlass
 import cutlass.utils.hopper_helpers as sm90
 from cuda.bindings import driver as cuda
-from cutlass import Int64, const_expr, cute, pipeline
+from cutlass import Int64, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
+from fa4flex.codegen.plan.topology import WARPGROUP
 from fa4flex.kernels.combine.kernel import Combine, CombineArguments
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.boxes import stage_layouts
-from fa4flex.kernels.common.gathering_rings import GatheringProductRing, gathering, lanes_of
+from fa4flex.kernels.common.gathering_rings import tile_ring
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.packed_rows import Part, part_of
 from fa4flex.kernels.common.products import ROWS, tiled_products
 from fa4flex.kernels.common.split_producer import Producer, Stages, stage_transfers
-from fa4flex.kernels.common.transfer import Transfers
+from fa4flex.kernels.common.transfer import Transfers, prefetch_descriptors
 from fa4flex.kernels.decode_sm90.config import Config
 from fa4flex.kernels.decode_sm90.consumer import Consumer
 from fa4flex.kernels.decode_sm90.resources import Pipes, Shared
@@ -96,10 +97,8 @@ class Forward:
     ) -> None:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         transfers = Transfers(None, k, v, None)
-        if const_expr(not self.config.gathers):  # noqa: SIM102  one is decided when compiled, one when run
-            if warp == 0:
-                for transfer in (k, v):
-                    cpasync.prefetch_descriptor(transfer.atom)
+        if warp == 0:
+            prefetch_descriptors(k, v)
         kind = arguments.q.element_type
         layouts = self.layouts(kind)
         storage = SmemAllocator().allocate(self.storage(layouts, kind))
@@ -130,9 +129,7 @@ class Forward:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.config.producer_registers)
-            # Of a range of one, the compiler does not see that it is one, and spills elsewhere.
-            produces = warp < self.config.gather_warps if self.config.gathers else warp == 0
-            if produces:
+            if self.config.brings(warp):
                 self.producer.run(arguments, part, transfers, Stages(shared.k, shared.v, pipes.k, pipes.v))
         else:
             cute.arch.setmaxregister_increase(self.config.consumer_registers)
@@ -147,26 +144,10 @@ class Forward:
         )
 
     def pipes(self, storage: Any, shared: Shared) -> Pipes:
-        found = rings((storage.k, storage.v), (shared.k, shared.v), self.config)
-        if self.config.gathers:
-            found = [gathering(ring, GatheringProductRing) for ring in found]
-        return Pipes(*found)
-
-
-def rings(barriers: tuple[Any, Any], tiles: tuple[cute.Tensor, cute.Tensor], config: Config) -> list[Any]:
-    """Pipelines whose barriers tell that a stage of such tiles is full, or that four warps have read it."""
-    thread = pipeline.Agent.Thread
-    filling = lanes_of(config.gather_warps) if config.gathers else pipeline.CooperativeGroup(thread)
-    return [
-        pipeline.PipelineTmaAsync.create(
-            num_stages=config.kv_stages,
-            producer_group=filling,
-            consumer_group=pipeline.CooperativeGroup(thread, 4),
-            tx_count=0
-            if config.gathers
-            else cute.size_in_bytes(tile.element_type, cute.select(tile.layout, mode=[0, 1])),
-            barrier_storage=one.data_ptr(),
-            defer_sync=True,
+        warps = self.config.gather_warps
+        return Pipes(
+            *(
+                tile_ring(barriers.data_ptr(), tile, WARPGROUP, warps)
+                for barriers, tile in ((storage.k, shared.k), (storage.v, shared.v))
+            )
         )
-        for one, tile in zip(barriers, tiles)
-    ]

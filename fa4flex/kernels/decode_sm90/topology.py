@@ -9,7 +9,7 @@ sequence and a head of keys.
 
 from __future__ import annotations
 
-from fa4flex.codegen.plan.memory import column_block
+from fa4flex.codegen.plan.memory import block_bytes
 from fa4flex.codegen.plan.paging import TileCopies
 from fa4flex.codegen.plan.signals import stage_barriers
 from fa4flex.codegen.plan.topology import (
@@ -31,7 +31,7 @@ def decode_topology(
 ) -> Topology:
     """The pipeline with these tiles. `clears`: sequences may end before their tensor does."""
     rings = tuple(
-        copies.ring(name, (kv_stages, tile_n), (2 * width, 2 * column_block(width)), WARPGROUP)
+        copies.ring(name, (kv_stages, tile_n), (2 * width, block_bytes(width)), WARPGROUP)
         for name, width in (("k", head_dim), ("v", head_dim_v))
     )
     return Topology(

@@ -113,5 +113,10 @@ class Config:
         return self.producing == "gathering"
 
     @property
+    def gather_warps(self) -> int:
+        """Number of these warps."""
+        return self.producers if self.gathers else 0
+
+    @property
     def threads(self) -> int:
         return 128 * (1 + self.consumers)

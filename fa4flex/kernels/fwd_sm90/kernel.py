@@ -19,14 +19,15 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
+from fa4flex.codegen.plan.topology import WARPGROUP
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.boxes import box_transfers, stage_layouts
-from fa4flex.kernels.common.gathering_rings import GatheringProductRing, gathering, lanes_of
+from fa4flex.kernels.common.gathering_rings import tile_ring
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.next_tile import NextTile
 from fa4flex.kernels.common.products import ROWS, tiled_products
 from fa4flex.kernels.common.tile_scheduler import TileScheduler
-from fa4flex.kernels.common.transfer import Transfers, reordered
+from fa4flex.kernels.common.transfer import Transfers, prefetch_descriptors, reordered
 from fa4flex.kernels.common.work import Grid, with_divisors
 from fa4flex.kernels.fwd_sm90.config import HANDED, Config
 from fa4flex.kernels.fwd_sm90.consumer import Consumer
@@ -164,8 +165,7 @@ class Forward:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         transfers = Transfers(q, k, v, out)
         if warp == 0:
-            for transfer in (q,) if self.config.gathers else (q, k, v):
-                cpasync.prefetch_descriptor(transfer.atom)
+            prefetch_descriptors(q, k, v)
         kinds = (arguments.q.element_type, arguments.out.element_type)
         layouts = self.layouts(*kinds)
         storage = SmemAllocator().allocate(self.storage(layouts, kinds))
@@ -213,26 +213,11 @@ class Forward:
         )
 
     def pipes(self, storage: Any, shared: Shared) -> Pipes:
-        thread = pipeline.Agent.Thread
-
-        gathers = self.config.gathers
-        filling = lanes_of(self.config.producers) if gathers else pipeline.CooperativeGroup(thread)
-
-        def ring(barriers: Any, tensor: cute.Tensor) -> pipeline.PipelineTmaAsync:
-            stage = cute.select(tensor.layout, mode=[0, 1])
-            found = pipeline.PipelineTmaAsync.create(
-                num_stages=self.config.kv_stages,
-                producer_group=filling,
-                consumer_group=pipeline.CooperativeGroup(thread, self.config.consumers * 4),
-                tx_count=0 if gathers else cute.size_in_bytes(tensor.element_type, stage),
-                barrier_storage=barriers.data_ptr(),
-                defer_sync=True,
-            )
-            return gathering(found, GatheringProductRing) if gathers else found
-
+        warps = self.config.gather_warps
+        readers = self.config.consumers * WARPGROUP
         return Pipes(
-            ring(storage.k, shared.k),
-            ring(storage.v, shared.v),
+            tile_ring(storage.k.data_ptr(), shared.k, readers, warps),
+            tile_ring(storage.v.data_ptr(), shared.v, readers, warps),
             storage.q_full.data_ptr(),
             storage.q_empty.data_ptr(),
             NextTile(

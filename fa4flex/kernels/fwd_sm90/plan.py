@@ -184,10 +184,9 @@ class HopperPlan:
         return "\n".join(lines)
 
     def _explain_pages(self) -> list[str]:
-        if self.producing == "gathering":
-            return ["pages: read in place; four producer warps copy rows, 16 bytes a lane"]
+        warps = self.config().gather_warps
         apart = ["a second producer warp brings the values"] * (self.producing == "apart")
-        return [*explain_pages(self.problem, self.tiles.tile_n, self.boxes), *apart]
+        return [*explain_pages(self.problem, self.tiles.tile_n, self.boxes, warps), *apart]
 
     def _explain_rows(self) -> list[str]:
         group = self.problem.packed_heads

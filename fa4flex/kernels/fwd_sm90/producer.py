@@ -8,7 +8,7 @@ from typing import Any, Literal
 import cutlass
 from cutlass import Int32, const_expr, cute, pipeline
 
-from fa4flex.codegen.plan.memory import column_block
+from fa4flex.codegen.plan.memory import block_bytes
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.boxes import box_views
 from fa4flex.kernels.common.gathered_key_values import gathered
@@ -137,9 +137,9 @@ class Producer:
             warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
             lookup = PageLookup(table, order, 1, config.tile_n, behind, config.producers, warp)
             lookup.begin()
-            tiles = (arguments.k, shared.k, config.head_dim), (arguments.v, shared.v, config.head_dim_v)
-            each = ((cache, to, width, 2 * column_block(width)) for cache, to, width in tiles)
-            return gathered((pipes.k, pipes.v), each, kv_head, lookup)
+            k, v = ((width, block_bytes(width)) for width in (config.head_dim, config.head_dim_v))
+            tiles = shared.k, shared.v
+            return gathered(arguments, kv_head, lookup, (pipes.k, pipes.v), tiles, (k, v))
         views = box_views(transfers, (shared.k, shared.v), arguments, kv_head, boxes)
         lookup = PageLookup(table, order, boxes.rows, config.tile_n, behind, waits=False)
         lookup.begin()
