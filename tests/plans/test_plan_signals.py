@@ -97,6 +97,16 @@ def test_what_may_be_left_out_or_repeated() -> None:
     assert "found      the end" in told and "after      wait x full, parity 0" in told
 
 
+def test_a_wait_that_may_be_left_out_comes_again() -> None:
+    early = replace(WAIT, maybe=True, again=False)
+    graph = [early, SYNC, WAIT, ARRIVE]
+    for run in ([WAIT, SYNC, WAIT, ARRIVE], [WAIT, ARRIVE], [WAIT, WAIT, ARRIVE]):
+        assert difference("role", 0, graph, run) is None
+    for run, number in (([WAIT, SYNC, ARRIVE], 2), ([SYNC, ARRIVE], 1), ([ARRIVE], 0)):
+        said = difference("role", 0, graph, run)
+        assert said is not None and said.number == number
+
+
 # --- the forward pass by pairs of CTAs -------------------------------------------------------------------
 
 

@@ -19,6 +19,7 @@ from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.fragment import as_operand, multiply, narrow, rows_and_columns
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.keys import tile_at
+from fa4flex.kernels.common.packed_queries import copy_rows
 from fa4flex.kernels.common.packed_rows import Part, Row, Tile, first_full, place_of, tile_of
 from fa4flex.kernels.common.pointwise import Fragment, prepare_rows
 from fa4flex.kernels.common.products import ROWS, Products, products_of
@@ -39,9 +40,6 @@ from fa4flex.kernels.decode_sm90.resources import Pipes, Shared
 
 MEET = 1
 """Named barrier of the warpgroup."""
-
-WIDE = 8
-"""Elements of 16 bits that a thread copies at once."""
 
 OFFSETS = (0, 8)
 """A thread's rows, from the first on."""
@@ -121,25 +119,9 @@ class Consumer:
     def queries(
         self, arguments: Arguments, tile: Tile, shared: cutlass.Constexpr[Shared], lane: Int32
     ) -> None:
-        """All rows of the tile to shared memory; those past the last repeat it. Tiles may be wider than the
-        tensor, and have zeros there."""
-        q, width = arguments.q, arguments.q.shape[3]
-        pieces = self.config.head_dim // WIDE
-        count = ROWS * pieces // 128
-        held = cute.make_rmem_tensor((WIDE, count), q.element_type)
-        for i in cutlass.range_constexpr(count):
-            number = lane + 128 * i
-            row, piece = tile.row(number // pieces), number % pieces
-            if const_expr(width < self.config.head_dim):
-                held[None, i].fill(q.element_type(0.0))
-            if piece * WIDE < width:
-                source = cute.logical_divide(q[tile.b, row.q, row.h, None], cute.make_layout(WIDE))
-                cute.autovec_copy(source[None, piece], held[None, i])
-        for i in cutlass.range_constexpr(count):
-            number = lane + 128 * i
-            target = cute.local_tile(shared.q[number // pieces, None, 0], (WIDE,), (number % pieces,))
-            cute.autovec_copy(held[None, i], target)
-        cute.arch.fence_proxy("async.shared", space="cta")
+        """All rows of the tile to shared memory."""
+        queries = arguments.q[tile.b, None, None, None]
+        copy_rows(queries, Int32(0), tile, shared.q[None, None, 0], lane)
         cute.arch.barrier(barrier_id=MEET, number_of_threads=128)
 
     def products(self, mma: tuple[Any, Any], shared: Shared, lane: Int32) -> Products:

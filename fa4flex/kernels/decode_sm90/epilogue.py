@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, const_expr, cute, select_
+from cutlass import Boolean, Float32, Int32, const_expr, cute, select_
 
 from fa4flex.kernels.combine.workspace import log_sums, outputs, row_number
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.fragment import rows_and_columns
 from fa4flex.kernels.common.packed_rows import Row, Tile
+from fa4flex.kernels.common.row_chunks import chunks_of, put_chunks
 from fa4flex.kernels.common.softmax import finish, multiply_rows
 from fa4flex.kernels.decode_sm90.config import Config
 
@@ -41,20 +42,19 @@ class Epilogue:
         out = rows_and_columns(products.out)
         multiply_rows(out, scales)
         for r in cutlass.range_constexpr(len(rows)):
-            if rows[r].row.exists:
-                if tile.alone:
-                    self.whole(arguments, tile, rows[r].row, out[r, None], lses[r], lane)
-                else:
-                    self.part(arguments, tile, rows[r].row, out[r, None], lses[r], lane)
+            if tile.alone:
+                self.whole(arguments, tile, rows[r].row, out[r, None], lses[r], lane)
+            else:
+                self.part(arguments, tile, rows[r].row, out[r, None], lses[r], lane)
 
     @cute.jit
     def whole(
         self, arguments: Arguments, tile: Tile, row: Row, out: cute.Tensor, lse: Float32, lane: Int32
     ) -> None:
         if const_expr(arguments.lse is not None):  # noqa: SIM102  one is decided when compiled, one when run
-            if lane % 4 == 0:
+            if row.exists and lane % 4 == 0:
                 arguments.lse[tile.b, row.h, row.q] = lse
-        self.store(arguments.out[tile.b, row.q, row.h, None], out, lane)
+        self.store(arguments.out[tile.b, row.q, row.h, None], out, row.exists, lane)
 
     @cute.jit
     def part(
@@ -62,20 +62,14 @@ class Epilogue:
     ) -> None:
         """A split without keys has no output: nobody reads it."""
         number = row_number(arguments, tile.b, row.h, row.q)
-        if lane % 4 == 0:
+        if row.exists and lane % 4 == 0:
             log_sums(arguments)[tile.split, number] = lse
-        if tile.first < tile.last:
-            self.store(outputs(arguments)[tile.split, number, None], out, lane)
+        some = row.exists & (tile.first < tile.last)
+        self.store(outputs(arguments)[tile.split, number, None], out, some, lane)
 
     @cute.jit
-    def store(self, target: cute.Tensor, out: cute.Tensor, lane: Int32) -> None:
-        """A row, two columns at a time."""
-        kind, width = target.element_type, cute.size(target)
-        pairs = cute.logical_divide(target, cute.make_layout(2))
-        for c in cutlass.range_constexpr(self.config.head_dim_v // 8):
-            column = 8 * c + lane % 4 * 2
-            if column < width:
-                pair = cute.make_rmem_tensor((2,), kind)
-                pair[0] = out[2 * c].to(kind)
-                pair[1] = out[2 * c + 1].to(kind)
-                cute.autovec_copy(pair, pairs[None, column // 2])
+    def store(self, target: cute.Tensor, out: cute.Tensor, exists: Boolean, lane: Int32) -> None:
+        """A row, by all lanes of a warp."""
+        chunks = chunks_of(out, target.element_type, lane)
+        if exists:
+            put_chunks(target, chunks)

@@ -87,14 +87,6 @@ class Begun:
     allowed: Words | None
 
 
-@dataclass(frozen=True)
-class Kind:
-    """Step over a key tile. masked: its scores are masked; after_masked: those of the tile before were."""
-
-    masked: bool
-    after_masked: bool = True
-
-
 class Consumer:
     def __init__(self, config: Config, hooks: Hooks, scheduler: TileScheduler) -> None:
         self.config = config
@@ -164,33 +156,23 @@ class Consumer:
         tile = self.tile(mine.at, mine.query, mine.lane, state, ends)
         products.out.fill(0.0)
         cute.arch.mbarrier_wait(pipes.q_full + mine.place, mine.phase)
-        key_tile = tile_at(keys, Int32(0))
-        k_state, v_state = self.first(products, tile, pipes, key_tile, states[0])
+        begun = tile_at(keys, Int32(0)), mine.group
+        states = self.first(products, tile, pipes, begun, states[0])
 
         @cute.jit
-        def steps(
-            span: tuple[Any, Any], reached: tuple[Int32, Any, Any], kind: cutlass.Constexpr[Kind]
-        ) -> tuple[Int32, Any, Any]:
-            (first, end), (key_tile, k_state, v_state) = span, reached
-            for i in cutlass.range(first, end, unroll=1):
-                before, key_tile = key_tile, tile_at(keys, i)
-                both = before, key_tile
-                k_state, v_state = self.step(
-                    products, tile, pipes, both, (k_state, v_state), mine.group, kind
-                )
-            return key_tile, k_state, v_state
+        def steps(span: tuple[Any, Any], states: States, masked: cutlass.Constexpr[bool]) -> States:
+            k_state, v_state = states
+            for i in cutlass.range(span[0], span[1], unroll=1):
+                which = tile_at(keys, i), mine.group
+                k_state, v_state = self.step(products, tile, pipes, which, (k_state, v_state), masked)
+            return k_state, v_state
 
-        reached = steps((1, keys.masked_count), (key_tile, k_state, v_state), Kind(True))
-        full = cutlass.max(keys.masked_count, 1)
-        if const_expr(self.config.paged):
-            # Beyond the first one, nothing is asked between the products of two tiles that no end cuts.
-            reached = steps((full, cutlass.min(full + 1, keys.count)), reached, Kind(False))
-            full = full + 1
-        kind = Kind(False, not self.config.paged)
-        key_tile, k_state, v_state = steps((full, keys.count), reached, kind)
+        states = steps((1, keys.masked_count), states, True)
+        states = steps((cutlass.max(keys.masked_count, 1), keys.count), states, False)
         if const_expr(self.config.frees_queries):
             self.release_queries(pipes, mine.place)
-        self.last(products, tile, pipes, key_tile, v_state, mine.group)
+        k_state, v_state = states
+        self.last(products, pipes, v_state)
         where = (tile.factor, self.storing_lane(mine.lane, tile), mine.group)
         self.epilogue.run(arguments, mine.work, transfers, shared, products, tile.state, where)
         if const_expr(not self.config.frees_queries):
@@ -264,10 +246,12 @@ class Consumer:
         products: cutlass.Constexpr[Products],
         tile: cutlass.Constexpr[Tile],
         pipes: cutlass.Constexpr[Pipes],
-        key_tile: Int32,
+        which: tuple[Int32, Int32],
         k_state: pipeline.PipelineState,
     ) -> States:
-        """Scores and softmax of the first key tile; its values follow in the next step."""
+        """Scores and softmax of the first key tile; its values follow in the next step. which: key tile, and
+        warpgroup."""
+        key_tile, group = which
         begun = self.begin(products, tile, key_tile, True)
         k = products.k[None, None, None, k_state.index]
         pipes.k.consumer_wait(k_state)
@@ -281,6 +265,7 @@ class Consumer:
         narrow(as_operand(begun.scores), products.p)
         v_state = k_state.clone()
         k_state.advance()
+        self.clear_past_end(products, tile, pipes, key_tile, v_state, group)
         return k_state, v_state
 
     @cute.jit
@@ -289,16 +274,15 @@ class Consumer:
         products: cutlass.Constexpr[Products],
         tile: cutlass.Constexpr[Tile],
         pipes: cutlass.Constexpr[Pipes],
-        key_tiles: tuple[Int32, Int32],
+        which: tuple[Int32, Int32],
         states: States,
-        group: Int32,
-        kind: cutlass.Constexpr[Kind],
+        masked: cutlass.Constexpr[bool],
     ) -> States:
         """Scores of this key tile and values of the one before, with this tile's softmax under both."""
-        before, key_tile = key_tiles
+        key_tile, group = which
         k_state, v_state = states
         # Between a turn and its last product, nothing should be computed that could have been before.
-        begun = self.begin(products, tile, key_tile, kind.masked)
+        begun = self.begin(products, tile, key_tile, masked)
         k = products.k[None, None, None, k_state.index]
         v = products.v[None, None, None, v_state.index]
         pipes.k.consumer_wait(k_state)
@@ -307,13 +291,11 @@ class Consumer:
         self.take_turn(group)
         self.multiply_queries(products, begun, k)
         pipes.v.consumer_wait(v_state)
-        if const_expr(kind.after_masked):
-            self.clear_past_end(products, tile, before, v_state, group)
         multiply(products.values, products.out, products.p, v, True)
         self.give_turn(self.next(group))
         warpgroup.wait_group(1)
         pipes.k.consumer_release(k_state)
-        self.modify(begun, tile, kind.masked)
+        self.modify(begun, tile, masked)
         grid = begun.grid
         raised = self.take_maxima(grid, tile)
         warpgroup.wait_group(0)
@@ -324,21 +306,19 @@ class Consumer:
         # Values take the same course through their ring as keys, one tile behind.
         v_state = k_state.clone()
         k_state.advance()
+        if const_expr(masked):
+            self.clear_past_end(products, tile, pipes, key_tile, v_state, group)
         return k_state, v_state
 
     @cute.jit
     def last(
         self,
         products: cutlass.Constexpr[Products],
-        tile: cutlass.Constexpr[Tile],
         pipes: cutlass.Constexpr[Pipes],
-        key_tile: Int32,
         v_state: pipeline.PipelineState,
-        group: Int32,
     ) -> None:
         """Values of the last key tile."""
         pipes.v.consumer_wait(v_state)
-        self.clear_past_end(products, tile, key_tile, v_state, group)
         multiply(products.values, products.out, products.p, products.v[None, None, None, v_state.index], True)
         warpgroup.wait_group(0)
         pipes.v.consumer_release(v_state)
@@ -348,15 +328,18 @@ class Consumer:
         self,
         products: cutlass.Constexpr[Products],
         tile: cutlass.Constexpr[Tile],
+        pipes: cutlass.Constexpr[Pipes],
         key_tile: Int32,
         v_state: pipeline.PipelineState,
         group: Int32,
     ) -> None:
-        """Zero the values past the end of a sequence: what lies there is another's, or nobody's, and a
-        probability 0 times NaN is NaN. Dense tensors end where TMA fills in zeros itself."""
+        """Zero the values of a masked tile past the end of a sequence, before the next step multiplies them:
+        what lies there is another's, or nobody's, and a probability 0 times NaN is NaN. Dense tensors end
+        where TMA fills in zeros itself."""
         if const_expr(self.config.lengths != "dense"):
             end = tile.fragment.at.kv_len - key_tile * self.config.tile_n
             if end < self.config.tile_n:
+                pipes.v.consumer_wait(v_state)
                 lane = cute.arch.thread_idx()[0] % 128
                 values = products.v_shared[None, None, v_state.index]
                 for d in cutlass.range(lane, self.config.head_dim_v, 128, unroll=1):

@@ -12,6 +12,7 @@ from cutlass.tensor_utils import LayoutEnum
 from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.fragment import rows_and_columns
 from fa4flex.kernels.common.products import ROWS
+from fa4flex.kernels.common.row_chunks import chunks_of, put_chunks
 from fa4flex.kernels.common.softmax import LN_2, Running, finish, multiply_rows
 from fa4flex.kernels.common.transfer import Transfers, partition
 from fa4flex.kernels.common.work import Work, put_statistic
@@ -118,21 +119,13 @@ class Epilogue:
 
     @cute.jit
     def store_rows(self, arguments: Arguments, work: Work, out: cute.Tensor, row: Int32, lane: Int32) -> None:
-        """Registers to global memory, two columns at a time: rows end where the sequence does."""
-        kind = arguments.out.element_type
+        """Registers to global memory: rows end where the sequence does."""
         for r in cutlass.range_constexpr(2):
+            chunks = chunks_of(out[r, None], arguments.out.element_type, lane)
             mine = row + 8 * r
             if mine < self.rows.count(work):
                 head, q = self.rows.place(work, mine)
                 if const_expr(cute.rank(arguments.out) == 4):
-                    target = arguments.out[head.b, q, head.h, None]
+                    put_chunks(arguments.out[head.b, q, head.h, None], chunks)
                 else:
-                    target = arguments.out[head.q_offset + q, head.h, None]
-                pairs = cute.logical_divide(target, cute.make_layout(2))
-                for c in cutlass.range_constexpr(self.config.head_dim_v // 8):
-                    column = 8 * c + lane % 4 * 2
-                    if column < target.shape[0]:
-                        pair = cute.make_rmem_tensor((2,), kind)
-                        pair[0] = out[r, 2 * c].to(kind)
-                        pair[1] = out[r, 2 * c + 1].to(kind)
-                        cute.autovec_copy(pair, pairs[None, column // 2])
+                    put_chunks(arguments.out[head.q_offset + q, head.h, None], chunks)

@@ -197,11 +197,13 @@ class PartProducer(Producer):
             keys = self.scheduler.keys(at, work, arguments)
             kv_head = kv_head_of(work, grid, arguments)
             pages = self.pages(work, kv_head, keys, arguments, (transfers, shared, pipes), 0)
-            both = self.tile(pages, keys, Int32(0), (states[0], states[1]))
-            if const_expr(self.leads):
-                self.queries(work, transfers, shared, pipes, self.ring.turn(phase, states))
-            for i in cutlass.range(1, keys.count, unroll=1):
+            both = states[0], states[1]
+            # One loop, and the queries within it: copies that are written out twice are code to wait for.
+            for i in cutlass.range(0, keys.count, unroll=1):
                 both = self.tile(pages, keys, i, both)
+                if const_expr(self.leads):  # noqa: SIM102  one is decided when compiled, one when run
+                    if i == 0:
+                        self.queries(work, transfers, shared, pipes, self.ring.turn(phase, states))
             return self.ring.carry(phase, states, both)
 
         begun = self.ring.open((k_state, k_state.clone()))

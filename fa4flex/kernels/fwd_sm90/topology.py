@@ -177,16 +177,17 @@ def _consumer(i: int, turns: tuple[Events, Events, Events], staging: Staging, ea
     are free after the last scores (`early`), or when the output has left."""
     opening, take, give = turns
     wait, scores = (Event("wait", "k"),), (Event("issue", "S"),)
-    clear = (Event("sync", f"rows {i}", maybe=True),) if staging == "none" else ()
+    clears = staging == "none"
+    clear = clearing(i) if clears else ()
     softmax = Event("finish", "S"), Event("release", "k"), Event("softmax", f"S of {i}")
-    (start, end), (start_before, end_before) = _values(clear), _values(clear, -1)
+    (start, end), (start_before, end_before) = values(clears), values(clears, -1)
     free, store = (Event("release", f"q {i}", per="work"),), (Event("read", f"O of {i}"), *_store(i, staging))
     return Role(
         f"consumer {i}",
         warps=WARPGROUP,
         opening=opening,
-        first=(Event("wait", f"q {i}", per="work"), *wait, *scores, *softmax),
-        body=(*wait, *take, *scores, *start_before, *give, *softmax, *end_before),
+        first=(Event("wait", f"q {i}", per="work"), *wait, *scores, *softmax, *clear),
+        body=(*wait, *take, *scores, *start_before, *give, *softmax, *end_before, *clear),
         last=(*free, *start, *end, *store) if early else (*start, *end, *store, *free),
         closing=() if staging == "none" else (Event("drain", f"out {i}", per="work"),),
         products=_products(i),
@@ -203,11 +204,17 @@ def _products(i: int) -> tuple[Product, ...]:
     )
 
 
-def _values(clear: Events, tile: int = 0) -> tuple[Events, Events]:
-    """O += P v of a key tile: what starts it, and what ends it. clear: how a consumer's warps meet when they
-    have cleared the values past the end of a sequence; others write the same zeros there."""
-    start = Event("wait", "v", tile), *clear, Event("issue", "O", tile)
+def values(clears: bool, tile: int = 0) -> tuple[Events, Events]:
+    """O += P v of a key tile: what starts it, and what ends it. Who has cleared values asks again for
+    them."""
+    start = Event("wait", "v", tile, again=clears), Event("issue", "O", tile)
     return start, (Event("finish", "O", tile), Event("release", "v", tile))
+
+
+def clearing(i: int) -> Events:
+    """Consumer i's warps clear the values past the end of a sequence, as soon as they are there, and meet;
+    others write the same zeros there."""
+    return Event("wait", "v", maybe=True), Event("sync", f"rows {i}", maybe=True)
 
 
 def _store(i: int, staging: Staging) -> Events:

@@ -18,8 +18,9 @@ from fa4flex.kernels.common.arguments import Arguments
 from fa4flex.kernels.common.fragment import as_operand, multiply, narrow, rows_and_columns
 from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.keys import KeyTiles, tile_at
+from fa4flex.kernels.common.packed_queries import copy_rows
 from fa4flex.kernels.common.packed_rows import Row, Tile, keys_of, run_of
-from fa4flex.kernels.common.products import ROWS, Products, products_of, tiled_products
+from fa4flex.kernels.common.products import Products, products_of, tiled_products
 from fa4flex.kernels.common.softmax import (
     accumulate,
     exponentiate,
@@ -34,8 +35,7 @@ from fa4flex.kernels.common.transfer import States
 from fa4flex.kernels.common.work import Work, put_statistic
 from fa4flex.kernels.decode_sm90 import config as decode
 from fa4flex.kernels.decode_sm90 import consumer, epilogue
-from fa4flex.kernels.decode_sm90.consumer import OFFSETS, WIDE, Keys, Mine, clear
-from fa4flex.kernels.fwd_sm90.consumer import Kind
+from fa4flex.kernels.decode_sm90.consumer import OFFSETS, Keys, Mine, clear
 from fa4flex.kernels.fwd_sm90.epilogue import STORES
 from fa4flex.kernels.fwd_sm90.resources import Pipes
 from fa4flex.kernels.mixed_sm90.config import GROUPS, KEPT, Config
@@ -104,10 +104,10 @@ class FewRows(consumer.Consumer):
         self.merge(products, rows, shared, (lane, group))
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(pipes.q_empty + group)
-        if group == 0:
+        if group == 0 and rows[0].used:  # of a warp's rows, the first ones are used if any is
             self.packed.write(arguments, (work, cut), products, rows, lane)
             if const_expr(self.mixed.share is None):  # noqa: SIM102  one is decided when compiled, one when run
-                if cut.parts > 1 and rows[0].used:
+                if cut.parts > 1:
                     self.merging.run(arguments, one, tile, lane)
         return k_state, k_state.clone()
 
@@ -123,30 +123,22 @@ class FewRows(consumer.Consumer):
         """All keys of a part, one tile at least. Those that are masked come first, and the first one is taken
         for masked."""
         tile, group = which
-        half = GROUPS * tile_at(tile.keys, tile.first) + group
-        k_state, v_state = self.first(products, rows, pipes, half, k_state)
+        begun = GROUPS * tile_at(tile.keys, tile.first) + group
+        states = self.first(products, rows, pipes, begun, k_state)
 
         @cute.jit
-        def steps(
-            span: tuple[Int32, Int32],
-            reached: tuple[Int32, Any, Any],
-            kind: cutlass.Constexpr[Kind],
-        ) -> tuple[Int32, Any, Any]:
-            (first, end), (half, k_state, v_state) = span, reached
-            for i in cutlass.range(first, end, unroll=1):
-                before, half = half, GROUPS * tile_at(tile.keys, i) + group
-                k_state, v_state = self.overlapped(
-                    products, rows, pipes, (before, half), (k_state, v_state), kind
-                )
-            return half, k_state, v_state
+        def steps(span: tuple[Int32, Int32], states: States, masked: cutlass.Constexpr[bool]) -> States:
+            k_state, v_state = states
+            for i in cutlass.range(span[0], span[1], unroll=1):
+                half = GROUPS * tile_at(tile.keys, i) + group
+                k_state, v_state = self.overlapped(products, rows, pipes, half, (k_state, v_state), masked)
+            return k_state, v_state
 
         first = tile.first + 1
         full = cutlass.max(cutlass.min(tile.keys.masked_count, tile.last), first)
-        reached = steps((first, full), (half, k_state, v_state), Kind(True))
-        reached = steps((full, cutlass.min(full + 1, tile.last)), reached, Kind(False))
-        half, k_state, v_state = steps((full + 1, tile.last), reached, Kind(False, False))
+        states = steps((first, full), states, True)
+        k_state, v_state = steps((full, tile.last), states, False)
         pipes.v.consumer_wait(v_state)
-        self.clear_past_end(products, rows[0], half * self.config.tile_n, v_state)
         v = products.v[None, None, None, v_state.index]
         multiply(products.values, products.out, products.p, v, True)
         warpgroup.wait_group(0)
@@ -166,6 +158,7 @@ class FewRows(consumer.Consumer):
         self.softmax(products, rows, pipes, Keys(half, True), k_state)
         v_state = k_state.clone()
         k_state.advance()
+        self.clear_half(products, rows[0], pipes, half, v_state)
         return k_state, v_state
 
     @cute.jit
@@ -174,25 +167,22 @@ class FewRows(consumer.Consumer):
         products: cutlass.Constexpr[Products],
         rows: cutlass.Constexpr[tuple[MyRow, ...]],
         pipes: cutlass.Constexpr[Pipes],
-        halves: tuple[Int32, Int32],
+        half: Int32,
         states: States,
-        kind: cutlass.Constexpr[Kind],
+        masked: cutlass.Constexpr[bool],
     ) -> States:
         """Scores of these keys, and values of those before with this tile's softmax under them."""
-        before, half = halves
         k_state, v_state = states
-        scores, grids, early = self.begin(products, rows, half, kind.masked)
+        scores, grids, early = self.begin(products, rows, half, masked)
         k = products.k[None, None, None, k_state.index]
         v = products.v[None, None, None, v_state.index]
         pipes.k.consumer_wait(k_state)
         multiply(products.scores, scores, products.q, k, self.hooks.start is not None)
         pipes.v.consumer_wait(v_state)
-        if const_expr(kind.after_masked):
-            self.clear_past_end(products, rows[0], before * self.config.tile_n, v_state)
         multiply(products.values, products.out, products.p, v, True)
         warpgroup.wait_group(1)
         pipes.k.consumer_release(k_state)
-        self.modify(rows, grids, early, half, kind.masked)
+        self.modify(rows, grids, early, half, masked)
         raised = self.raised(rows, grids)
         self.probabilities(rows, grids)
         warpgroup.wait_group(0)
@@ -202,6 +192,8 @@ class FewRows(consumer.Consumer):
             multiply_rows(rows_and_columns(products.out), [mine.state.scale[0] for mine in rows])
         v_state = k_state.clone()
         k_state.advance()
+        if const_expr(masked):
+            self.clear_half(products, rows[0], pipes, half, v_state)
         return k_state, v_state
 
     def halves(self, shared: Shared, lane: Int32, group: Int32) -> Products:
@@ -249,25 +241,9 @@ class FewRows(consumer.Consumer):
         shared: cutlass.Constexpr[Shared],
         who: tuple[Int32, Int32],
     ) -> None:
-        """All rows of the tile to the warpgroup's room; those past the last are zeros, of which products take
-        less power, as is what a tile is wider than the tensor."""
+        """All rows of the tile to the warpgroup's room."""
         lane, group = who
-        q, width = arguments.q, arguments.q.shape[2]
-        pieces = self.config.head_dim // WIDE
-        count = ROWS * pieces // 128
-        held = cute.make_rmem_tensor((WIDE, count), q.element_type)
-        held.fill(q.element_type(0.0))
-        for i in cutlass.range_constexpr(count):
-            number = lane + 128 * i
-            row, piece = tile.row(number // pieces), number % pieces
-            if row.exists and piece * WIDE < width:
-                source = cute.logical_divide(q[work.q_offset + row.q, row.h, None], cute.make_layout(WIDE))
-                cute.autovec_copy(source[None, piece], held[None, i])
-        for i in cutlass.range_constexpr(count):
-            number = lane + 128 * i
-            target = cute.local_tile(shared.q[number // pieces, None, group], (WIDE,), (number % pieces,))
-            cute.autovec_copy(held[None, i], target)
-        cute.arch.fence_proxy("async.shared", space="cta")
+        copy_rows(arguments.q, work.q_offset, tile, shared.q[None, None, group], lane)
         cute.arch.barrier(barrier_id=STORES + group, number_of_threads=128)
 
     @cute.jit
@@ -310,16 +286,19 @@ class FewRows(consumer.Consumer):
         cute.arch.barrier(barrier_id=MEET, number_of_threads=BOTH)
 
     @cute.jit
-    def clear_past_end(
+    def clear_half(
         self,
         products: cutlass.Constexpr[Products],
         mine: cutlass.Constexpr[Mine],
-        kv_first: Int32,
+        pipes: cutlass.Constexpr[Pipes],
+        half: Int32,
         v_state: Any,
     ) -> None:
-        """The same, in a warpgroup's half."""
-        end = mine.fragment.at.kv_len - kv_first
+        """Zero the values past the end of a sequence in a warpgroup's half, before the next step multiplies
+        them."""
+        end = mine.fragment.at.kv_len - half * self.config.tile_n
         if end < self.config.tile_n:
+            pipes.v.consumer_wait(v_state)
             lane = cute.arch.thread_idx()[0] % 128
             group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128) - 1
             values = products.v_shared[None, None, v_state.index]
@@ -379,30 +358,35 @@ class Epilogue(epilogue.Epilogue):
         number = lane // 32 * 16 + lane % 32 // 4
         for r in cutlass.range_constexpr(len(rows)):
             row = rows[r].row
-            if row.exists:
-                if cut.parts == 1:
-                    self.packed(arguments, work, row, out[r, None], lses[r], lane)
-                else:
-                    self.partial(arguments, cut.first + number + OFFSETS[r], out[r, None], lses[r], lane)
+            if cut.parts == 1:
+                self.packed(arguments, work, row, out[r, None], lses[r], lane)
+            else:
+                place = cut.first + number + OFFSETS[r], row.exists
+                self.partial(arguments, place, out[r, None], lses[r], lane)
 
     @cute.jit
     def packed(
         self, arguments: Arguments, work: Work, row: Row, out: cute.Tensor, lse: Float32, lane: Int32
     ) -> None:
         if const_expr(arguments.lse is not None):  # noqa: SIM102  one is decided when compiled, one when run
-            if lane % 4 == 0:
+            if row.exists and lane % 4 == 0:
                 put_statistic(arguments.lse, work._replace(h=row.h), row.q, lse)
-        self.store(arguments.out[work.q_offset + row.q, row.h, None], out, lane)
+        self.store(arguments.out[work.q_offset + row.q, row.h, None], out, row.exists, lane)
 
     @cute.jit
     def partial(
-        self, arguments: Arguments, number: Int32, out: cute.Tensor, lse: Float32, lane: Int32
+        self,
+        arguments: Arguments,
+        place: tuple[Int32, Boolean],
+        out: cute.Tensor,
+        lse: Float32,
+        lane: Int32,
     ) -> None:
-        """A part without keys has no output: nobody reads it."""
-        if lane % 4 == 0:
+        """Row of this number, if it exists. A part without keys has no output: nobody reads it."""
+        number, exists = place
+        if exists and lane % 4 == 0:
             log_sums(arguments)[number] = lse
-        if lse > -Float32.inf:
-            self.store(outputs(arguments)[number, None], out, lane)
+        self.store(outputs(arguments)[number, None], out, exists & (lse > -Float32.inf), lane)
 
 
 def _config(config: Config) -> decode.Config:

@@ -64,8 +64,8 @@ class Forward(forward.Forward):
 
     def shared(self, storage: Any, layouts: tuple[Any, ...], kinds: tuple[Any, Any]) -> Shared:
         one = super().shared(storage, layouts, kinds)
-        # Thread by thread: lanes of a warp meet in no bank.
-        sums = cute.make_layout((128, self.config.head_dim_v // 2))
+        # 16 bytes thread by thread: lanes of a warp meet in no bank.
+        sums = cute.make_layout((128, (4, self.config.head_dim_v // 8)), stride=(4, (1, 512)))
         over = cute.recast_ptr(storage.queries.data_ptr(), dtype=Float32)
         kept = storage.kept.get_tensor(cute.make_layout((ROWS, KEPT)))
         return Shared(one.q, one.k, one.v, one.out, cute.make_tensor(over, sums), kept)

@@ -38,11 +38,11 @@ class FewKeys(forward.Producer):
         def load_few(work: Work, cut: Cut, phase: Int32, states: States) -> States:
             tile = few_tile(work, cut, arguments, self.hooks, self.config)
             key_values = self.few_keys(work, tile, arguments, block)
-            begun = cutlass.min(tile.last, tile.first + 1)
-            states = self.run_of_keys(tile, key_values, (tile.first, begun), warp_uniform(states))
-            if const_expr(self.leads):
-                self.hand_room(pipes, phase ^ 1)
-            return self.run_of_keys(tile, key_values, (begun, tile.last), states)
+            states = self.run_of_keys(tile, key_values, pipes, phase ^ 1, warp_uniform(states))
+            if const_expr(self.leads):  # noqa: SIM102  one is decided when compiled, one when run
+                if tile.first >= tile.last:
+                    self.hand_room(pipes, phase ^ 1)
+            return states
 
         @cute.jit
         def load_many(work: Work, phase: Int32, states: States) -> States:
@@ -62,11 +62,13 @@ class FewKeys(forward.Producer):
         self,
         tile: Tile,
         key_values: cutlass.Constexpr[KeyValues],
-        run: tuple[Int32, Int32],
+        pipes: cutlass.Constexpr[Pipes],
+        phase: Int32,
         states: States,
     ) -> States:
+        """All keys of a part; room for queries is handed over when the first of them are under way."""
         k_state, v_state = states
-        for i in cutlass.range(run[0], run[1], unroll=1):
+        for i in cutlass.range(tile.first, tile.last, unroll=1):
             key_tile = tile_at(tile.keys, i)
             key_values.turn_to(i)
             if const_expr(self.part != "values"):
@@ -75,12 +77,14 @@ class FewKeys(forward.Producer):
             if const_expr(self.part != "keys"):
                 key_values.load_values(v_state, key_tile)
                 v_state.advance()
+            if const_expr(self.leads):  # noqa: SIM102  one is decided when compiled, one when run
+                if i == tile.first:
+                    self.hand_room(pipes, phase)
         return k_state, v_state
 
     @cute.jit
     def hand_room(self, pipes: cutlass.Constexpr[Pipes], phase: Int32) -> None:
-        """Room for queries, to consumers, who copy few rows themselves: once both have let go of it. The
-        first keys are under way by then."""
+        """Room for queries, to consumers, who copy few rows themselves: once both have let go of it."""
         for group in cutlass.range_constexpr(self.config.consumers):
             cute.arch.mbarrier_wait(pipes.q_empty + group, phase)
             with cute.arch.elect_one():

@@ -23,6 +23,7 @@ from fa4flex.codegen.plan.topology import (
     Role,
     Topology,
 )
+from fa4flex.kernels.fwd_sm90.topology import clearing, values
 from fa4flex.kernels.mixed_sm90.config import GROUPS, HANDED, NOTED
 
 MEET = 8
@@ -95,14 +96,9 @@ def _consumer(i: int) -> Role:
     # What the producer has filled the room with is nothing.
     taken: tuple[Action, ...] = ("wait", "read", "write")
     begin = *(Event(action, queries, per="work") for action in taken), Event("sync", f"rows {i}")
-    clear, product = Event("sync", f"rows {i}", maybe=True), (Event("wait", "k"), Event("issue", "S"))
+    product = Event("wait", "k"), Event("issue", "S")
     softmax = Event("finish", "S"), Event("release", "k"), Event("softmax", f"S of {i}")
-
-    def values(tile: int) -> tuple[Events, Events]:
-        start = Event("wait", "v", tile), replace(clear, tile=tile), Event("issue", "O", tile)
-        return start, (Event("finish", "O", tile), Event("release", "v", tile))
-
-    (start, finish), (start_before, finish_before) = values(0), values(-1)
+    (start, finish), (start_before, finish_before), clear = values(True), values(True, -1), clearing(i)
     sums: Events = (Event("write" if i else "read", "sums", per="work"),)
     meet: Events = (Event("sync", "both"),)
     hand = meet + sums + meet if i else 2 * meet + sums
@@ -111,8 +107,8 @@ def _consumer(i: int) -> Role:
     return Role(
         f"consumer {i}",
         WARPGROUP,
-        first=(*begin, *product, *softmax),
-        body=(*product, *start_before, *softmax, *finish_before),
+        first=(*begin, *product, *softmax, *clear),
+        body=(*product, *start_before, *softmax, *finish_before, *clear),
         last=(*start, *finish, Event("read", f"O of {i}"), *end),
         empty=(*begin, Event("read", queries, per="work"), *end),  # unused: there are no keys
         products=(
