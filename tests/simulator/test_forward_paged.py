@@ -65,7 +65,7 @@ def chunks(given: Drawn, lengths: tuple[int, ...], used: tuple[int, ...] | None 
 def expected(finding: Finding) -> bool:
     """True where warpgroups clear the same values past the end of a sequence, each for itself."""
     parts = (finding.instruction, finding.other)
-    return finding.kind == "race" and any(x and x.opcode == "st.shared.b16" for x in parts)
+    return finding.kind == "race" and all(x and x.opcode == "st.shared.b16" for x in parts)
 
 
 SMS = 2

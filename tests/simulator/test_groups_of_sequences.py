@@ -152,7 +152,7 @@ def _surprising(gpu: Any) -> list[Any]:
     found = []
     for finding in gpu.findings:
         lines = (finding.instruction, finding.other)
-        same = finding.kind == "race" and any(x and x.opcode == "st.shared.b16" for x in lines)
+        same = finding.kind == "race" and all(x and x.opcode == "st.shared.b16" for x in lines)
         found += [] if same else [finding]
     return found
 
