@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import cutlass
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
@@ -81,3 +82,17 @@ def products_of(
         v,
         cute.make_rmem_tensor(two.partition_shape_C((ROWS, head_dim_v)), Float32),
     )
+
+
+@cute.jit
+def zero_past(values: cute.Tensor, end: Int32, barrier: Int32) -> None:
+    """Zero the keys from `end` on of a tile of values (column, key), by a warpgroup, which meets at a named
+    barrier: what lies past the end of a sequence is another's, or nobody's, and a probability 0 times NaN is
+    NaN."""
+    lane = cute.arch.thread_idx()[0] % 128
+    columns, keys = (cute.size(values, mode=[i]) for i in range(2))
+    for d in cutlass.range(lane, columns, 128, unroll=1):
+        for key in cutlass.range(cutlass.max(end, 0), keys, unroll=1):
+            values[d, key] = values.element_type(0.0)
+    cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.barrier(barrier_id=barrier, number_of_threads=128)

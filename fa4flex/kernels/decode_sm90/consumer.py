@@ -22,7 +22,7 @@ from fa4flex.kernels.common.keys import tile_at
 from fa4flex.kernels.common.packed_queries import copy_rows
 from fa4flex.kernels.common.packed_rows import Part, Row, Tile, first_full, place_of, tile_of
 from fa4flex.kernels.common.pointwise import Fragment, prepare_rows
-from fa4flex.kernels.common.products import ROWS, Products, products_of
+from fa4flex.kernels.common.products import ROWS, Products, products_of, zero_past
 from fa4flex.kernels.common.softmax import (
     LOG2_E,
     Running,
@@ -254,18 +254,11 @@ class Consumer:
         kv_first: Int32,
         v_state: pipeline.PipelineState,
     ) -> None:
-        """Zero the values past the end of a sequence: what lies there is anything, and a probability 0 times
-        NaN is NaN. Dense tensors end where TMA fills in zeros itself."""
+        """Zero the values past the end of a sequence. Dense tensors end where TMA fills in zeros itself."""
         if const_expr(self.config.clears):
             end = mine.fragment.at.kv_len - kv_first
             if end < self.config.tile_n:
-                lane = cute.arch.thread_idx()[0] % 128
-                values = products.v_shared[None, None, v_state.index]
-                for d in cutlass.range(lane, self.config.head_dim_v, 128, unroll=1):
-                    for key in cutlass.range(cutlass.max(end, 0), self.config.tile_n, unroll=1):
-                        values[d, key] = values.element_type(0.0)
-                cute.arch.fence_proxy("async.shared", space="cta")
-                cute.arch.barrier(barrier_id=MEET, number_of_threads=128)
+                zero_past(products.v_shared[None, None, v_state.index], end, Int32(MEET))
 
 
 def clear(state: Running) -> None:

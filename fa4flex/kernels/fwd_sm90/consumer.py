@@ -26,7 +26,7 @@ from fa4flex.kernels.common.fragment import (
 from fa4flex.kernels.common.hooks import At, Hooks
 from fa4flex.kernels.common.keys import KeyTiles, RowEnds, row_ends, tile_at
 from fa4flex.kernels.common.pointwise import Early, Fragment, Words, prepare_rows
-from fa4flex.kernels.common.products import ROWS, Products, products_of
+from fa4flex.kernels.common.products import ROWS, Products, products_of, zero_past
 from fa4flex.kernels.common.softmax import (
     LOG2_E,
     Running,
@@ -333,20 +333,13 @@ class Consumer:
         v_state: pipeline.PipelineState,
         group: Int32,
     ) -> None:
-        """Zero the values of a masked tile past the end of a sequence, before the next step multiplies them:
-        what lies there is another's, or nobody's, and a probability 0 times NaN is NaN. Dense tensors end
-        where TMA fills in zeros itself."""
+        """Zero the values of a masked tile past the end of a sequence, before the next step multiplies them.
+        Dense tensors end where TMA fills in zeros itself."""
         if const_expr(self.config.lengths != "dense"):
             end = tile.fragment.at.kv_len - key_tile * self.config.tile_n
             if end < self.config.tile_n:
                 pipes.v.consumer_wait(v_state)
-                lane = cute.arch.thread_idx()[0] % 128
-                values = products.v_shared[None, None, v_state.index]
-                for d in cutlass.range(lane, self.config.head_dim_v, 128, unroll=1):
-                    for key in cutlass.range(cutlass.max(end, 0), self.config.tile_n, unroll=1):
-                        values[d, key] = values.element_type(0.0)
-                cute.arch.fence_proxy("async.shared", space="cta")
-                cute.arch.barrier(barrier_id=STORES + group, number_of_threads=128)
+                zero_past(products.v_shared[None, None, v_state.index], end, STORES + group)
 
     def begin(self, products: Products, tile: Tile, key_tile: Int32, masked: bool) -> Begun:
         """Scores to accumulate into, and what the variant computes without them."""

@@ -20,7 +20,7 @@ from fa4flex.kernels.common.hooks import Hooks
 from fa4flex.kernels.common.keys import KeyTiles, tile_at
 from fa4flex.kernels.common.packed_queries import copy_rows
 from fa4flex.kernels.common.packed_rows import Row, Tile, keys_of, run_of
-from fa4flex.kernels.common.products import Products, products_of, tiled_products
+from fa4flex.kernels.common.products import Products, products_of, tiled_products, zero_past
 from fa4flex.kernels.common.softmax import (
     accumulate,
     exponentiate,
@@ -299,14 +299,8 @@ class FewRows(consumer.Consumer):
         end = mine.fragment.at.kv_len - half * self.config.tile_n
         if end < self.config.tile_n:
             pipes.v.consumer_wait(v_state)
-            lane = cute.arch.thread_idx()[0] % 128
             group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128) - 1
-            values = products.v_shared[None, None, v_state.index]
-            for d in cutlass.range(lane, self.config.head_dim_v, 128, unroll=1):
-                for key in cutlass.range(cutlass.max(end, 0), self.config.tile_n, unroll=1):
-                    values[d, key] = values.element_type(0.0)
-            cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.barrier(barrier_id=STORES + group, number_of_threads=128)
+            zero_past(products.v_shared[None, None, v_state.index], end, STORES + group)
 
 
 def _line(registers: cute.Tensor) -> cute.Tensor:
