@@ -11,6 +11,7 @@ from fa4flex.kernels.common.gathered_key_values import CHUNK, copy_chunk, swizzl
 from fa4flex.kernels.common.packed_rows import Tile
 
 THREADS = 128
+"""Threads of a warpgroup."""
 
 
 @cute.jit
