@@ -70,7 +70,7 @@ _CLOSED_BY: dict[str, tuple[str, ...]] = {
 def _check_pairs(role: Role, rings: dict[str, bool]) -> None:
     """Whatever a role opens it closes: the same tiles, later. Products of a shared engine tell by commits,
     and rings that are filled once are not handed back. Who may wait early does so again."""
-    events = [event for event in role.run([3, 1]) if not event.maybe]
+    events = role.least.run([3, 1])
     shared = {product.name for product in role.products if product.engine}
     for opening, closing in _CLOSED_BY.items():
         open_now: Counter[tuple[str, int]] = Counter()
