@@ -21,7 +21,7 @@ from fa4flex.codegen.expr import Expr
 from fa4flex.codegen.plan.captured_sums import CapturedSum, separate, sums_of
 from fa4flex.codegen.plan.inputs import Inputs
 from fa4flex.codegen.plan.pipeline import BackwardPlan, Direction, ForwardPlan
-from fa4flex.codegen.plan.problem import Problem
+from fa4flex.codegen.plan.problem import PAGE_ROWS, Problem
 from fa4flex.codegen.plan.specialize import backward_problem, by_queries, forward_problem
 from fa4flex.codegen.plan.target import Target
 from fa4flex.compiler import debug
@@ -125,12 +125,14 @@ def lower_tables(lowered: Lowered, captured: Captured = Captured()) -> Lowered:
     problem, tile = lowered.problem, lowered.plan.tile
     facts = Facts(mask=lowered.facts.mask, intervals=lowered.facts.intervals)
     bare = Problem(
-        WIDTH, WIDTH, mask_form="tables", operands=problem.operands, in_range=problem.in_range,
-        wide_index=problem.wide_index, row_ends=problem.row_ends,
+        WIDTH, WIDTH, lengths=problem.lengths, mask_form="tables", operands=problem.operands,
+        in_range=problem.in_range, wide_index=problem.wide_index, row_ends=problem.row_ends,
+        page_rows=PAGE_ROWS[0] if problem.page_rows else 0, deterministic=problem.deterministic,
     )  # fmt: skip
     # Ranges stand in tables of 32 bits; without them, tiles are asked pair by pair.
-    ranges = not problem.wide_index
-    bounds = tile_bounds(facts.mask, tile, len(problem.operands), ranges, frozenset(dict(captured.bits)))
+    ranges, large = not problem.wide_index, frozenset(dict(captured.bits))
+    ragged = problem.lengths != "dense"
+    bounds = tile_bounds(facts.mask, tile, len(problem.operands), ranges, large, ragged)
     keys = facts.keys if problem.row_ends else None
     plan = TablesPlan(lowered.plan.target, bare, bounds, lowered.direction == "backward", keys)
     return Lowered("tables", facts, bare, plan, _emitted(emit_tables, facts, plan))

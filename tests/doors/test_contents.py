@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_gpu_calls import Recorder, call_of
+from test_gpu_calls import WRITTEN, Recorder, call_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -176,7 +176,7 @@ def test_what_changes_is_seen(copies: Copies, recorder: Recorder) -> None:
             assert len(recorder.tables) == made
         assert recorder.tables[-1][0][0] is ids
         read = recorder.launches[-1][10]
-        assert read.full_tiles.data_ptr() == recorder.tables[-1][-1].full_tiles.data_ptr()
+        assert read.full_tiles.data_ptr() == recorder.tables[-1][WRITTEN].full_tiles.data_ptr()
 
 
 @pytest.mark.slow

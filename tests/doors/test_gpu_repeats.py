@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_gpu_calls import Recorder, call_of, inputs
+from test_gpu_calls import WRITTEN, Recorder, call_of, inputs
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
@@ -192,7 +192,7 @@ def test_a_repetition_makes_tables_of_changed_contents(recorder: Recorder) -> No
         assert again.fits(*qkv)
         again(*qkv)
         assert len(recorder.tables) == made
-        read, written = recorder.launches[-1][10], recorder.tables[-1][-1]
+        read, written = recorder.launches[-1][10], recorder.tables[-1][WRITTEN]
         assert read.partial_ptr.data_ptr() == written.partial_ptr.data_ptr()
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from launch_changes import afresh, described, recording, same
+from launch_changes import afresh, recording, same
 from test_gpu_calls import Recorder, call_of
 from torch import Tensor
 
@@ -133,19 +133,25 @@ def test_bounds_grow_with_lengths(recorder: Recorder, proofs: list[Shape]) -> No
     assert all(isinstance(shape, Ragged) for shape in proofs)
 
 
-def test_tables_serve_the_lengths_that_they_were_made_for(recorder: Recorder) -> None:
+def test_a_launch_makes_tables_for_any_lengths(recorder: Recorder) -> None:
+    """One launch for all, up to where what was captured ends; tables are made for the lengths of a call, and
+    kept for these."""
     ids = torch.arange(500) // 50
-    for mask in (document(ids), lambda b, h, q, kv: (q - kv) % 3 == 0):
+    for mask, most in ((document(ids), 500), (lambda b, h, q, kv: (q - kv) % 3 == 0, LEAST_BOUND)):
         engine, call = call_of(fa4flex.compile(mask=mask), tensors(1, 300, 300))
-        for n in (300, 200, 300, 301):
-            other = resized(call, 1, n, n)
-            engine.run(other)
-            ready = engine.find(other)
-            assert ready is not None and ready.reach == Reach.exactly((1, n, n))
-            shared, launched = alike(FORWARD, described(recorder, RESULTS)), len(recorder.tables)
-            afresh(engine).run(other)
-            assert all(map(same, shared, alike(FORWARD, described(recorder, RESULTS))))
-            assert len(recorder.tables) == launched + 1, "an engine of its own makes its own"
+        engine.run(call)
+        first, made = engine.find(call), len(recorder.tables)
+        assert first is not None and first.reach.most[1:] == (most, most)
+        for n, new in ((300, 0), (290, 1), (300, 0), (301, 1), (most, 1)):
+            engine.run(resized(call, 1, n, n))
+            assert engine.find(resized(call, 1, n, n)) is first
+            made += new
+            assert len(recorder.tables) == made
+            tables = launched(recorder)["tables"]
+            assert tables.partial_ptr.shape[2] * 192 >= n
+        if most == 500:
+            with pytest.raises(fa4flex.Fa4flexError):
+                engine.run(resized(call, 1, 501, 501))
 
 
 # --- captured tensors end somewhere -----------------------------------------------------------------------

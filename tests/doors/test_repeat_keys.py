@@ -19,7 +19,7 @@ from launch_changes import (
     shifted,
     with_length,
 )
-from test_gpu_calls import Recorder, call_of, inputs
+from test_gpu_calls import WRITTEN, Recorder, call_of, inputs
 from torch import Tensor
 
 import fa4flex
@@ -132,7 +132,7 @@ def test_a_repetition_has_tables_of_what_is_there_now(recorder: Recorder, change
     assert again.fits(call.q, call.k, call.v)
     again(call.q, call.k, call.v)
     assert len(recorder.tables) == before + 1
-    read, written = recorder.launches[-1][10], recorder.tables[-1][-1]
+    read, written = recorder.launches[-1][10], recorder.tables[-1][WRITTEN]
     assert read.partial_ptr.data_ptr() == written.partial_ptr.data_ptr()
 
 

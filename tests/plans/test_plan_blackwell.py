@@ -135,7 +135,8 @@ def test_pages_that_can_be_read_in_place_are() -> None:
             config = plan.config()
             assert config.paged and (config.box_rows, config.ctas) == (rows, 1)
             assert f"brought in {128 // rows} x {rows} keys" in plan.explain()
-    for refused in ({"mask_form": "tables"}, {"head_dim": 200}, {"head_dim_v": 136}):
+    assert FWD_SM100.accepts(replace(problem, mask_form="tables"), SM100A)
+    for refused in ({"mask_form": "pairs"}, {"head_dim": 200}, {"head_dim_v": 136}):
         assert not FWD_SM100.accepts(replace(problem, **refused), SM100A)  # type: ignore[arg-type]
     assert not planned(128, 128).config().paged and planned(128, 128).box_rows == 0
     with pytest.raises(UnsupportedError, match="sorted by their keys"):

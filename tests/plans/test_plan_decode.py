@@ -95,11 +95,9 @@ def test_page_sizes_have_classes() -> None:
 
 
 def test_no_other_kernel_takes_pages() -> None:
-    tables = replace(PAGED, mask_form="tables")
     wide = replace(PAGED, head_dim=256, head_dim_v=256)
-    for problem, target in ((wide, SM100A), (tables, SM90A), (tables, SM100A)):
-        with pytest.raises(fa4flex.UnsupportedError, match="pages of 16 keys"):
-            dispatch.choose("forward", problem, target)
+    with pytest.raises(fa4flex.UnsupportedError, match="pages of 16 keys"):
+        dispatch.choose("forward", wide, SM100A)
     for schedule in (Schedule(tile=(192, 64)), Schedule(order="longest_first")):
         with pytest.raises(fa4flex.UnsupportedError, match="pages"):
             dispatch.plan_forward(FACTS, PAGED, SM90A, schedule)

@@ -28,6 +28,7 @@ from fa4flex.variants import causal, document, natten, sliding_window
 
 Call = Any
 BATCH, HEADS, Q_LEN, KV_LEN = 2, 2, 300, 340
+SHAPE = Shape(BATCH, HEADS, Q_LEN, KV_LEN)
 
 
 def documents() -> Tensor:
@@ -86,8 +87,8 @@ def made(mask: Any, arch: str, **how: Any) -> tuple[list[tuple[DeviceTables, Blo
     found: list[tuple[DeviceTables, BlockTables]] = []
     make = DeviceTables.make
 
-    def noted(self: DeviceTables, call: Call) -> BlockTables:
-        tables = make(self, call)
+    def noted(self: DeviceTables, call: Call, lengths: Any) -> BlockTables:
+        tables = make(self, call, lengths)
         found.append((self, tables))
         return tables
 
@@ -116,8 +117,7 @@ def classes_of(tables: BlockTables, rows: int, columns: int) -> Tensor:
 def expected(attn: Any, tile: tuple[int, int], by_keys: bool) -> Tensor:
     """The same of every element. Full tiles lie before the end of what a row lists."""
     program = build(attn.variant)
-    shape = Shape(BATCH, HEADS, Q_LEN, KV_LEN)
-    classes = tile_classes(dense(program.facts.mask, shape, program.captured()), tile)
+    classes = tile_classes(dense(program.facts.mask, SHAPE, program.captured()), tile)
     last = classes[:, :, Q_LEN // tile[0] :] if by_keys else classes[:, :, :, KV_LEN // tile[1] :]
     last.clamp_(max=1)
     return classes.transpose(2, 3) if by_keys else classes
@@ -132,8 +132,9 @@ def test_tables_of_a_device_are_those_of_all_elements(name: str) -> None:
     passes = (False,) if name == "padding" else (False, True)  # queries that see a key are an interval there
     assert len(found) == len(passes), "the device makes the tables"
     for (one, tables), by_keys in zip(found, passes, strict=True):
-        classes = classes_of(tables, one.grid.rows, one.grid.columns)
-        assert torch.equal(classes, expected(attn, one.tile, by_keys)), (name, arch, by_keys)
+        grid = one.layout(SHAPE).grid
+        classes = classes_of(tables, grid.rows, grid.columns)
+        assert torch.equal(classes, expected(attn, one.plan.tile, by_keys)), (name, arch, by_keys)
 
 
 # --- ends of rows, which hold while captured tensors are sorted -------------------------------------------
@@ -142,7 +143,7 @@ def test_tables_of_a_device_are_those_of_all_elements(name: str) -> None:
 def pairs(mask: Any) -> Tensor:
     """True for each pair that takes part, bool [B, H, Q_LEN, KV_LEN]."""
     program = build(fa4flex.compile(mask=mask).variant)
-    return dense(program.facts.mask, Shape(BATCH, HEADS, Q_LEN, KV_LEN), program.captured())
+    return dense(program.facts.mask, SHAPE, program.captured())
 
 
 def launched(mask: Any, turns: list[Callable[[], Any]], make: Any, **how: Any) -> list[float]:
@@ -171,8 +172,8 @@ def test_one_kernel_compares_ends_of_rows_or_asks_pairs() -> None:
     mask = random.choice((document(ids), causal & document(ids), causal & document(ids) & sliding_window(90)))
     make = DeviceTables.make
 
-    def noted(self: DeviceTables, call: Call) -> BlockTables:
-        made.append(make(self, call))
+    def noted(self: DeviceTables, call: Call, lengths: Any) -> BlockTables:
+        made.append(make(self, call, lengths))
         return made[-1]
 
     def mixed() -> None:
@@ -195,8 +196,8 @@ def test_pairs_are_asked_where_sorted_ids_are_too_large_to_be_searched() -> None
     ids, make = documents(), DeviceTables.make
     made: list[Any] = []
 
-    def noted(self: DeviceTables, call: Call) -> BlockTables:
-        made.append(make(self, call))
+    def noted(self: DeviceTables, call: Call, lengths: Any) -> BlockTables:
+        made.append(make(self, call, lengths))
         return made[-1]
 
     errors = launched(causal & document(ids), [lambda: None, lambda: ids.add_(1 << 33)], noted)
@@ -209,8 +210,8 @@ def test_pairs_are_asked_where_sorted_ids_are_too_large_to_be_searched() -> None
 def test_what_stands_beside_tables_is_what_kernels_read(planted: str) -> None:
     ids, make = documents(), DeviceTables.make
 
-    def wrong(self: DeviceTables, call: Call) -> BlockTables:
-        tables = make(self, call)
+    def wrong(self: DeviceTables, call: Call, lengths: Any) -> BlockTables:
+        tables = make(self, call, lengths)
         if planted.startswith("ends"):
             return tables._replace(row_ends=tables.row_ends.roll(40, -1))
         return tables._replace(in_order=torch.ones(BATCH, HEADS, dtype=torch.int32))

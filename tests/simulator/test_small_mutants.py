@@ -14,7 +14,7 @@ from append_cases import drawn as tokens_of
 from helpers import cumulative
 from mutants import Mutant
 from own_calls import Own
-from test_block_tables import classes_of, expected, made, masks
+from test_block_tables import SHAPE, classes_of, expected, made, masks
 from test_sequences import assert_right, call_of, causal_keys, kernel_of
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -30,9 +30,9 @@ def tables(name: str) -> Own:
     """Block tables of both passes, which have to be those of the first time, and right then."""
     made_by, asked, make, arch = [], [], DeviceTables.make, random.choice(ARCHS)
 
-    def noted(self: DeviceTables, call: Any) -> Any:
-        asked.append((self, call))
-        return make(self, call)
+    def noted(self: DeviceTables, call: Any, lengths: Any) -> Any:
+        asked.append((self, call, lengths))
+        return make(self, call, lengths)
 
     with patch.object(DeviceTables, "make", noted):
         found, attn, _ = made(masks()[name], arch)
@@ -46,8 +46,9 @@ def tables(name: str) -> Own:
     own = Own(arch, "block_tables", call)
     assert own.clean("eager", 0)
     for by_keys, (one, _), first in zip((False, True), found, made_by[0], strict=True):
-        classes = classes_of(first, one.grid.rows, one.grid.columns)
-        assert torch.equal(classes, expected(attn, one.tile, by_keys))
+        grid = one.layout(SHAPE).grid
+        classes = classes_of(first, grid.rows, grid.columns)
+        assert torch.equal(classes, expected(attn, one.plan.tile, by_keys))
     return own
 
 

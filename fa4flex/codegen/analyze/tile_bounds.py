@@ -43,6 +43,8 @@ class TileBounds:
     ranges                 integers whose least and greatest value over a tile are read: number i of them from
                            operands first + 2 i and first + 2 i + 1, int32 [B, H, tiles], at the tile of the
                            queries or keys that it depends on, and at b = 0, h = 0 where not on these
+    ragged                 sequences have lengths of their own, past which ranges do not look: these differ by
+                           sequence
     """
 
     tile: tuple[int, int]
@@ -51,6 +53,7 @@ class TileBounds:
     certain: Expr
     possible: Expr
     ranges: tuple[Expr, ...]
+    ragged: bool = False
 
     def side(self, i: int) -> Side:
         """Side that index range i depends on."""
@@ -58,7 +61,7 @@ class TileBounds:
 
     def varies(self, i: int) -> tuple[bool, bool]:
         """Dependence of range i on b, and on h."""
-        return "b" in self.ranges[i].free, "h" in self.ranges[i].free
+        return self.ragged or "b" in self.ranges[i].free, "h" in self.ranges[i].free
 
 
 @lru_cache(maxsize=512)
@@ -68,20 +71,24 @@ def tile_bounds(
     operands: int,
     ranges: bool = True,
     large: frozenset[int] = frozenset(),
+    ragged: bool = False,
 ) -> TileBounds:
     """Bounds of `mask` over tiles of `tile` queries and keys, in a program of so many captured tensors.
     ranges: whether tables of ranges may be read; where numbers have 64 bits, they may not. large: slots of
     captured integers that are not all below MODEST."""
-    rules = _Rules(tile, operands, MOST_RANGES if ranges else 0, large)
+    rules = _Rules(tile, operands, MOST_RANGES if ranges else 0, large, ragged)
     certain, possible = rules.truth(mask)
-    return TileBounds(tile, mask.free, operands, certain, possible, tuple(rules.ranges))
+    return TileBounds(tile, mask.free, operands, certain, possible, tuple(rules.ranges), ragged)
 
 
 class _Rules:
-    def __init__(self, tile: tuple[int, int], first: int, most_ranges: int, large: frozenset[int]) -> None:
+    def __init__(
+        self, tile: tuple[int, int], first: int, most_ranges: int, large: frozenset[int], ragged: bool
+    ) -> None:
         self._size = dict(zip(("q", "kv"), tile, strict=True))
         self._first, self._most = first, most_ranges
         self._large = large
+        self._always = {"b"} if ragged else set()
         self.ranges: list[Expr] = []
         self._memo: dict[Expr, Ends | None] = {}
 
@@ -149,7 +156,7 @@ class _Rules:
             self.ranges.append(number)
         i = self.ranges.index(number)
         index = "q" if "q" in x.free else "kv"
-        at = [sym(name) if name in x.free else const(0) for name in ("b", "h")]
+        at = [sym(name) if name in x.free | self._always else const(0) for name in ("b", "h")]
         place = (*at, apply("floordiv", sym(index), const(self._size[index])))
         lo, hi = (load(self._first + 2 * i + end, place, "int") for end in (0, 1))
         return (lo, hi) if x.kind == "int" else (apply("ne", lo, const(0)), apply("ne", hi, const(0)))

@@ -242,6 +242,14 @@ TURNS = Parts(
     ),
     when=(("pointers", _masked), ("entries", _masked), ("ranks", _masked)),
 )
+ORDERED = Parts(
+    (
+        ("pointers", POINTERS),
+        ("entries", Array("int32", ("entries",))),
+        ("ranks", Array("int32", ("entries",))),
+        ("found", Array("int32", ("found",))),
+    )
+)
 RANGES = Array("int32", ("range ends", "range batch", "range heads", "range tiles"))
 PIECES = Array("int32", ("searched", "map batch", "map heads", "pieces"))
 PER_ROW = Array("float32", ("batch", "q_heads", "q_len"))
@@ -350,12 +358,15 @@ BLOCK_TABLES = Schema(
     (
         OPERANDS,
         SCALARS,
+        *LENGTHS,
+        PAGES[1],
         Argument("q_len", Number("int"), "launch"),
         Argument("kv_len", Number("int"), "launch"),
         Argument("num_heads", Number("int"), "launch"),
         Argument("ranges", RANGES, "launch", lambda one: bool(one.config.ranges)),
         Argument("pieces", PIECES, "launch", lambda one: bool(one.config.searched)),
-        Argument("tables", TABLES, "launch"),
+        Argument("tables", TABLES, "launch", lambda one: not one.config.ordered),
+        Argument("turns", ORDERED, "launch", lambda one: one.config.ordered),
     )
 )
 

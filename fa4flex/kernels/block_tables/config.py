@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fa4flex.codegen.plan.lengths import Lengths
+
 THREADS = 128
 WARPS = THREADS // 32
 PIECE = 128
@@ -24,13 +26,17 @@ class Range:
 class Config:
     """tile     queries and keys of a tile
     by_keys  rows of the tables are tiles of keys, which list tiles of queries; else the other way round
+    lengths  "dense", or sequences have their own
     ranges   what is found first
     spans    key spans per row whose ends are written as well, 0 for none
     searched slots of the captured tensors that have to be sorted for that
+    ordered  both kinds of tiles stand in one list, with the turn of each: see Turns
     """
 
     tile: tuple[int, int]
     by_keys: bool
+    lengths: Lengths = "dense"
     ranges: tuple[Range, ...] = ()
     spans: int = 0
     searched: tuple[int, ...] = ()
+    ordered: bool = False

@@ -5,6 +5,8 @@ ranges: least and greatest value of what depends on queries or keys alone, a war
           |
 tables: a lane bounds the mask over a tile; tiles left open are asked pair by pair, by their warp, until two
         pairs differ; each row's tiles are listed in order; whether all pieces are sorted
+          |  where sums are added up in one order
+turns:  a lane per column counts the rows that list its tile, the last row first
 """
 
 from __future__ import annotations
@@ -36,10 +38,16 @@ _Arguments: Any = named("BlockTableArguments", BLOCK_TABLES.read_by("kernel"))
 
 
 class BlockTableArguments(_Arguments):
-    """operands, scalars: what the mask captured. q_len, kv_len, num_heads: Int32. ranges int32 [ranges, B, H,
-    tiles] and pieces int32 [searched, B, H, pieces] are written first and then read. tables: see Tables in
-    kernels/common/arguments.py; a row's lists begin at as many elements as there are columns, times the
-    number of rows before it."""
+    """operands, scalars: what the mask captured. q_len, kv_len: Int32, the lengths of dense calls, and the
+    most that a sequence may have of others, whose own are int32 vectors: cu_seqlens_q, cu_seqlens_k [N + 1],
+    seqused_q, seqused_k [N], corrected, and paged_keys [N] as it was given; None where absent.
+    ranges int32 [ranges, B, H, tiles] and pieces int32 [searched, B, H, pieces] are written first and then
+    read. tables, turns: see Tables and Turns in kernels/common/arguments.py, one of them; a row's lists begin
+    at as many elements as there are columns, times the number of rows before it. Rows of packed sequences
+    stand behind each other there, a gap of less than one between two; pointers have as many for each sequence
+    as one may have. turns.found: of 32 columns of a row, a bit for each that it lists, and how many it lists
+    before them.
+    """
 
 
 class BlockTables:
@@ -54,7 +62,7 @@ class BlockTables:
 
     @cute.jit
     def __call__(self, arguments: BlockTableArguments, stream: cuda.CUstream) -> None:
-        batch, heads, rows, _ = arguments.tables.partial_ptr.shape
+        batch, heads, rows, _ = self.pointers(arguments).shape
         if const_expr(self.config.spans):
             warps = self.warps_of_rows(arguments)
             if const_expr(len(self.config.ranges)):
@@ -71,13 +79,20 @@ class BlockTables:
         self.list_tiles(arguments).launch(
             grid=[cute.ceil_div(rows, WARPS), heads, batch], block=[THREADS, 1, 1], stream=stream
         )
+        if const_expr(self.config.ordered):
+            self.find_turns(arguments).launch(
+                grid=[cute.ceil_div(self.groups(arguments), WARPS), heads, batch],
+                block=[THREADS, 1, 1],
+                stream=stream,
+            )
 
     def place(self, arguments: BlockTableArguments, b: Int32, h: Int32) -> At:
+        q_len, kv_len = lengths(arguments, b)
         at = At(
             b=b,
             h=h,
-            q_len=arguments.q_len,
-            kv_len=arguments.kv_len,
+            q_len=q_len,
+            kv_len=kv_len,
             num_heads=arguments.num_heads,
             operands=tuple(arguments.operands),
             scalars=tuple(arguments.scalars),
@@ -171,7 +186,7 @@ class BlockTables:
     def list_tiles(self, arguments: BlockTableArguments) -> None:
         block, h, b = cute.arch.block_idx()
         row = block * WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if row < arguments.tables.partial_ptr.shape[2]:
+        if row < self.pointers(arguments).shape[2]:
             self.list_row(arguments, self.place(arguments, b, h), row)
         if const_expr(self.config.spans):
             self.find_order(arguments, row, h, b)
@@ -191,14 +206,15 @@ class BlockTables:
 
     @cute.jit
     def list_row(self, arguments: BlockTableArguments, at: cutlass.Constexpr[At], row: Int32) -> None:
-        """A warp's: the partial and the full tiles of a row, in order."""
-        tables, lane = arguments.tables, cute.arch.lane_idx()
-        length, size = (
-            (at.q_len, self.config.tile[0]) if self.config.by_keys else (at.kv_len, self.config.tile[1])
-        )
-        columns, whole = (length + (size - 1)) // size, length // size
-        _, heads, rows, _ = tables.partial_ptr.shape
-        first_of_row = ((at.b * heads + at.h) * rows + row) * columns
+        """A warp's: the partial and the full tiles of a row, in order. A row past the end of its sequence has
+        none."""
+        lane = cute.arch.lane_idx()
+        own, listed = self.sides((at.q_len, at.kv_len))
+        height, size = self.sides(self.config.tile)
+        columns, whole = (listed + (size - 1)) // size, listed // size
+        exists = row * height < own
+        columns = select_(exists, columns, Int32(0))
+        place = self.place_of_row(arguments, at, row, exists)
         partial, full = Int32(0), Int32(0)
         for first in cutlass.range(0, columns, 32, unroll=1):
             column = first + lane
@@ -211,17 +227,135 @@ class BlockTables:
                 left = left & (left - 1)
             # Kernels do not look at the end of a sequence in full tiles.
             kind = select_((kind == FULL) & (column >= whole), Int32(PARTIAL), kind)
-            some, all_of = (cute.arch.vote_ballot_sync(kind == x) for x in (PARTIAL, FULL))
-            below = (Int32(1) << lane) - 1
-            if kind == PARTIAL:
-                tables.partial_tiles[first_of_row + partial + cute.arch.popc(some & below)] = column
-            if kind == FULL:
-                tables.full_tiles[first_of_row + full + cute.arch.popc(all_of & below)] = column
-            partial, full = partial + cute.arch.popc(some), full + cute.arch.popc(all_of)
+            if const_expr(self.config.ordered):
+                kind = select_((kind == FULL) & (row >= own // height), Int32(PARTIAL), kind)
+                partial = self.put_in_order(arguments, place, column, kind, partial)
+            else:
+                partial, full = self.put(arguments, place, column, kind, partial, full)
+        self.point(arguments, at, row, place, partial, full)
+
+    @cute.jit
+    def put(
+        self,
+        arguments: BlockTableArguments,
+        place: Int32,
+        column: Int32,
+        kind: Int32,
+        partial: Int32,
+        full: Int32,
+    ) -> tuple[Int32, Int32]:
+        """A warp's: list the tiles of a lane's column each, behind so many partial and full ones of the row;
+        returns how many there are then."""
+        tables, lane = arguments.tables, cute.arch.lane_idx()
+        first_of_row, below = place * self.room(arguments), (Int32(1) << lane) - 1
+        some, all_of = (cute.arch.vote_ballot_sync(kind == x) for x in (PARTIAL, FULL))
+        if kind == PARTIAL:
+            tables.partial_tiles[first_of_row + partial + cute.arch.popc(some & below)] = column
+        if kind == FULL:
+            tables.full_tiles[first_of_row + full + cute.arch.popc(all_of & below)] = column
+        return partial + cute.arch.popc(some), full + cute.arch.popc(all_of)
+
+    @cute.jit
+    def put_in_order(
+        self, arguments: BlockTableArguments, place: Int32, column: Int32, kind: Int32, count: Int32
+    ) -> Int32:
+        """The same in one list, of which `turns.found` tells."""
+        turns, lane = arguments.turns, cute.arch.lane_idx()
+        some = cute.arch.vote_ballot_sync(kind != EMPTY)
+        if kind != EMPTY:
+            before = count + cute.arch.popc(some & ((Int32(1) << lane) - 1))
+            needs_mask = select_(kind == PARTIAL, Int32(1), Int32(0))
+            turns.entries[place * self.room(arguments) + before] = 2 * column + needs_mask
         if lane == 0:
-            for pointers, count in ((tables.partial_ptr, partial), (tables.full_ptr, full)):
-                pointers[at.b, at.h, row, 0] = first_of_row
-                pointers[at.b, at.h, row, 1] = first_of_row + count
+            note = 2 * (place * self.groups(arguments) + column // 32)
+            turns.found[note] = some
+            turns.found[note + 1] = count
+        return count + cute.arch.popc(some)
+
+    @cute.jit
+    def point(
+        self,
+        arguments: BlockTableArguments,
+        at: cutlass.Constexpr[At],
+        row: Int32,
+        place: Int32,
+        partial: Int32,
+        full: Int32,
+    ) -> None:
+        """One lane's: the pointers of a row, to so many tiles."""
+        first = place * self.room(arguments)
+        if cute.arch.lane_idx() == 0:
+            if const_expr(self.config.ordered):
+                ends: Any = ((arguments.turns.pointers, partial),)
+            else:
+                ends = ((arguments.tables.partial_ptr, partial), (arguments.tables.full_ptr, full))
+                if partial + full == 0:
+                    # Whoever writes all rows takes one tile at least, which has to be one that there is.
+                    arguments.tables.partial_tiles[first] = Int32(0)
+            for pointers, count in ends:
+                pointers[at.b, at.h, row, 0] = first
+                pointers[at.b, at.h, row, 1] = first + count
+
+    # --- whose turn it is -----------------------------------------------------------------------------
+
+    @cute.kernel
+    def find_turns(self, arguments: BlockTableArguments) -> None:
+        block, h, b = cute.arch.block_idx()
+        group = block * WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        self.count_rows(arguments, self.place(arguments, b, h), group)
+
+    @cute.jit
+    def count_rows(self, arguments: BlockTableArguments, at: cutlass.Constexpr[At], group: Int32) -> None:
+        """A warp's, of 32 columns: how many later rows list the tile of each entry. Lanes read what is noted
+        of as many rows at a time, and take them one by one."""
+        turns, lane = arguments.turns, cute.arch.lane_idx()
+        own, listed = self.sides((at.q_len, at.kv_len))
+        height, size = self.sides(self.config.tile)
+        rows = select_(group * 32 * size < listed, (own + (height - 1)) // height, Int32(0))
+        first, count = self.place_of_row(arguments, at, Int32(0), rows > 0), Int32(0)
+        for step in cutlass.range(0, rows, 32, unroll=1):
+            last = rows - 1 - step
+            note = 2 * ((first + cutlass.max(last - lane, Int32(0))) * self.groups(arguments) + group)
+            bits, before = turns.found[note], turns.found[note + 1]
+            for i in cutlass.range(cutlass.min(rows - step, Int32(32)), unroll=1):
+                some = cute.arch.shuffle_sync(bits, i)
+                passed = cute.arch.shuffle_sync(before, i)
+                if ((some >> lane) & 1) != 0:
+                    entry = passed + cute.arch.popc(some & ((Int32(1) << lane) - 1))
+                    turns.ranks[(first + last - i) * self.room(arguments) + entry] = count
+                    count += 1
+
+    # --- where lists stand ------------------------------------------------------------------------------
+
+    def sides(self, both: Any) -> Any:
+        """Both of a pair for queries and keys, for the rows of the tables first and then for what these
+        list."""
+        return both[::-1] if self.config.by_keys else both
+
+    def pointers(self, arguments: BlockTableArguments) -> cute.Tensor:
+        """Pointers of a kind of lists."""
+        return arguments.turns.pointers if self.config.ordered else arguments.tables.partial_ptr
+
+    def room(self, arguments: BlockTableArguments) -> Int32:
+        """Tiles that a row may list."""
+        longest, size = self.sides((arguments.q_len, arguments.kv_len))[1], self.sides(self.config.tile)[1]
+        return cutlass.max((longest + (size - 1)) // size, Int32(1))
+
+    def groups(self, arguments: BlockTableArguments) -> Int32:
+        """Groups of 32 of these."""
+        return (self.room(arguments) + 31) // 32
+
+    def place_of_row(self, arguments: BlockTableArguments, at: At, row: Int32, exists: Boolean) -> Int32:
+        """Number of a row among all that have lists; behind them where a packed sequence has no such row."""
+        _, heads, rows, _ = self.pointers(arguments).shape
+        if self.config.lengths != "packed":
+            return (at.b * heads + at.h) * rows + row
+        height = self.sides(self.config.tile)[0]
+        tokens = self.sides((arguments.q_len, arguments.kv_len))[0]
+        begins = self.sides((arguments.cu_seqlens_q, arguments.cu_seqlens_k))[0]
+        of_head = tokens // height + (Int32(begins.shape[0]) - 1)
+        place = at.h * of_head + begins[at.b] // height + (at.b + row)
+        return select_(exists, place, Int32(heads) * of_head)
 
     def corner(self, row: Int32, column: Int32) -> tuple[Int32, Int32]:
         """First query and first key of a tile."""
@@ -261,6 +395,21 @@ class BlockTables:
         ends = (at.q_len - 1, at.kv_len - 1)
         pair = (cutlass.min(first + i, end) for first, i, end in zip(corner, (q, kv), ends, strict=True))
         return Boolean(evaluated(self.hooks.mask, at_pair(at, *pair)))
+
+
+def lengths(arguments: BlockTableArguments, b: Int32) -> tuple[Int32, Int32]:
+    """Numbers of queries and keys of a batch entry, or of a sequence."""
+    a = arguments
+    q_len = _length(a.q_len, a.cu_seqlens_q, a.seqused_q, b)
+    if a.paged_keys is None:
+        return q_len, _length(a.kv_len, a.cu_seqlens_k, a.seqused_k, b)
+    given = cutlass.max(Int64(a.paged_keys[b]), Int64(0))
+    return q_len, Int32(cutlass.min(given, Int64(a.kv_len)))
+
+
+def _length(most: Int32, cu: cute.Tensor | None, used: cute.Tensor | None, b: Int32) -> Int32:
+    length = most if cu is None else cu[b + 1] - cu[b]
+    return length if used is None else cutlass.min(length, used[b])
 
 
 # --- hooks at one place -----------------------------------------------------------------------------------

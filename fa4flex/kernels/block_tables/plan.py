@@ -32,13 +32,15 @@ class TablesPlan:
 
     @property
     def varies(self) -> tuple[bool, bool]:
-        """True if tiles differ by batch entry, and by head."""
-        return "b" in self.bounds.free, "h" in self.bounds.free
+        """True if tiles differ by batch entry or sequence, and by head."""
+        return self.bounds.ragged or "b" in self.bounds.free, "h" in self.bounds.free
 
     def config(self) -> Config:
         found = (Range(self.bounds.side(i), *self.bounds.varies(i)) for i in range(len(self.bounds.ranges)))
         spans = 0 if self.keys is None else len(self.keys.spans)
-        return Config(self.tile, self.by_keys, tuple(found), spans, tuple(x.value for x in self.searched))
+        searched = tuple(x.value for x in self.searched)
+        lengths, ordered = self.problem.lengths, self.problem.deterministic
+        return Config(self.tile, self.by_keys, lengths, tuple(found), spans, searched, ordered)
 
     @property
     def searched(self) -> tuple[Expr, ...]:
@@ -54,7 +56,11 @@ class TablesPlan:
             f"empty unless {self.bounds.possible}",
             "pairs are asked one by one in tiles that are neither",
         ]
+        if self.bounds.ragged:
+            lines.append(f"{self.problem.lengths} lengths: of each sequence, tiles up to its own end")
         if self.keys is not None:
             lines.append(f"ends of rows' keys, where sorted: {', '.join(map(str, self.searched))}")
+        if self.problem.deterministic:
+            lines.append("both kinds in one list, and how many later rows list a tile: they add to it before")
         lines += [f"r{i}: least and greatest {x} of a tile" for i, x in enumerate(self.bounds.ranges)]
         return "\n".join(lines)

@@ -219,16 +219,14 @@ def plan_blackwell(request: ForwardRequest) -> BlackwellPlan:
 
 
 def accepts(problem: Problem, target: Target) -> bool:
-    """True for all problems without pages, and for those with pages that can be read in place and whose key
-    tiles are all or follow from spans."""
+    """True for all problems without pages, and for those with pages that can be read in place."""
     few = problem.mask_form == "pairs"  # asked in all tiles, by kernels for few rows
     return target.family == "sm100" and not few and (not problem.page_rows or _in_place(problem))
 
 
 def _in_place(problem: Problem) -> bool:
     narrow = problem.head_dim <= WIDTHS[-1] and problem.head_dim_v <= WIDEST_OUTPUT
-    spans = problem.mask_form in ("none", "spans")
-    return narrow and spans and readable(problem, (pad(problem.head_dim), pad(problem.head_dim_v)))
+    return narrow and readable(problem, (pad(problem.head_dim), pad(problem.head_dim_v)))
 
 
 FWD_SM100 = Pipeline("Blackwell forward", "forward", accepts, plan_blackwell, writes_float32=True)

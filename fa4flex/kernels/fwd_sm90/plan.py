@@ -237,11 +237,8 @@ def _dynamic(request: ForwardRequest) -> bool:
 
 
 def accepts(problem: Problem, target: Target) -> bool:
-    """True for all problems without pages, and for those with pages whose key tiles are all or follow from
-    spans."""
-    spans = problem.mask_form in ("none", "spans")
-    few = problem.mask_form == "pairs"  # asked in all tiles, by kernels for few rows
-    return target.family == "sm90" and not few and (not problem.page_rows or spans)
+    """True unless the mask is asked in all tiles, as kernels for few rows do."""
+    return target.family == "sm90" and problem.mask_form != "pairs"
 
 
 FWD_SM90 = Pipeline("Hopper forward", "forward", accepts, plan_hopper, writes_float32=True)

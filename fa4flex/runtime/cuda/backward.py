@@ -29,7 +29,7 @@ from fa4flex.runtime.cuda.device.device import require_not_capturing
 from fa4flex.runtime.cuda.engine import Engine, given_of, kernels_of
 from fa4flex.runtime.cuda.launches.ready_backward import PARAMETERS, Gradients, ReadyBackward, Saved
 from fa4flex.runtime.cuda.tables.lengths import check_lengths, lengths_kernel, lengths_of
-from fa4flex.runtime.cuda.tables.tables import READ_BY, tables_kernel, tables_of
+from fa4flex.runtime.cuda.tables.tables import tables_kernel, tables_of
 
 if TYPE_CHECKING:
     from fa4flex.codegen.plan.pipeline import BackwardPlan
@@ -112,8 +112,7 @@ def _make_ready(
     captured = given.captured
     plan: BackwardPlan = lowered.plan
     kernel = lowered.compile(signature)
-    by_tables = lowered.problem.mask_form in READ_BY["backward"]
-    of_one = by_tables or any(one.adding != "sum" for one in lowered.sums)
+    of_one = any(one.adding != "sum" for one in lowered.sums)
     if of_one or (lowered.sums and deterministic):
         reach = Reach.exactly(extents_of(given.inputs.extents))
     elif lowered.sums:
@@ -128,7 +127,7 @@ def _make_ready(
         plan.persistent,
         plan.stores_dq,
         plan.clears,
-        tables_of(engine.kinds, call, lowered, captured) if by_tables else None,
+        tables_of(engine.kinds, call, lowered, captured),
         lowered.sums,
         reach,
         lengths_of(engine.kinds, call, lowered),

@@ -10,7 +10,7 @@ tensors take no part in that.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,12 +29,10 @@ from fa4flex.codegen.analyze.prove import (
     read_queries,
     watched,
 )
-from fa4flex.codegen.analyze.reach import Extents, Reach, extents_of, widest
+from fa4flex.codegen.analyze.reach import Extents, Reach, widest
 from fa4flex.codegen.evaluate import MODEST_BITS, Captured
 from fa4flex.codegen.plan.arguments import FORWARD
-from fa4flex.codegen.plan.inputs import Inputs
-from fa4flex.codegen.plan.specialize import forward_problem, same_backward_problem, same_problem
-from fa4flex.codegen.plan.target import Target
+from fa4flex.codegen.plan.specialize import same_backward_problem, same_problem
 from fa4flex.contents import VALIDATE, VersionedCache
 from fa4flex.errors import Fa4flexError
 from fa4flex.primitives.precision import Precision
@@ -49,7 +47,7 @@ from fa4flex.runtime.cuda.launches.ready import PARAMETERS, Ready, Results
 from fa4flex.runtime.cuda.repeats.families import Families, Look, look_of
 from fa4flex.runtime.cuda.repeats.fast_backward import RecentBackward
 from fa4flex.runtime.cuda.tables.lengths import check_lengths, lengths_kernel, lengths_of
-from fa4flex.runtime.cuda.tables.tables import READ_BY, tables_kernel, tables_of
+from fa4flex.runtime.cuda.tables.tables import tables_kernel, tables_of
 
 if TYPE_CHECKING:
     from fa4flex.codegen.plan.pipeline import ForwardPlan
@@ -196,8 +194,7 @@ def given_of(engine: Engine, call: Call, schedule: Schedule, backward: bool = Fa
     captured = Captured(call.operands, numbers_of(engine.kinds, call), engine.bits)
     target = target_of(call.q.device)
     inputs = call.inputs(engine.precision.output_dtype(call.q.dtype))
-    asks = None if backward else _Asks(engine.facts, inputs, target, schedule)
-    proofs = Proofs(engine, call, captured, asks)
+    proofs = Proofs(engine, call, captured)
     same = same_backward_problem(inputs, target) if backward else same_problem(engine.facts, inputs, target)
     proved = proofs.of_both_passes if backward and not schedule.deterministic else proofs.usable
     sizes = tuple([tuple(x.shape) for x in call.operands])
@@ -205,28 +202,11 @@ def given_of(engine: Engine, call: Call, schedule: Schedule, backward: bool = Fa
     return Given(engine.facts, schedule, inputs, captured, target, proofs.prove, bound=bound), reach
 
 
-@dataclass(frozen=True)
-class _Asks:
-    """A forward pass: whether its kernel asks a mask of every pair, without block tables, follows from it."""
-
-    facts: Facts
-    inputs: Inputs
-    target: Target
-    schedule: Schedule
-
-    def every_pair(self, proved: Proved) -> bool:
-        """True if the kernel for what is proved asks the mask so."""
-        from fa4flex.kernels import dispatch
-
-        problem = forward_problem(self.facts, self.inputs, proved, self.target)
-        return dispatch.by_pairs(self.facts, problem, self.target, self.schedule).mask_form == "pairs"
-
-
 class Proofs:
-    """Proofs of a program with what a call captured, made once for each problem. asks: of forward passes."""
+    """Proofs of a program with what a call captured, made once for each problem."""
 
-    def __init__(self, engine: Engine, call: Call, captured: Captured, asks: _Asks | None = None) -> None:
-        self._engine, self._captured, self._asks = engine, captured, asks
+    def __init__(self, engine: Engine, call: Call, captured: Captured) -> None:
+        self._engine, self._captured = engine, captured
         numbers = engine.watched.numbers_of(captured.scalars)
         self._key = numbers, tuple([(x.shape, x.dtype) for x in call.operands]), captured.bits
 
@@ -235,11 +215,9 @@ class Proofs:
         return self._made("mask", shape, lambda: prove(facts, shape, captured))
 
     def usable(self, shape: Shape) -> Proved | None:
-        """Facts for launches of other extents, too: no block tables, no index that is wider than theirs."""
+        """Facts for launches of other extents, too: no index is wider than theirs."""
         found: Proved | None = self._made("usable", shape, lambda: self._usable(shape))
-        if found is None or found.mask_form != "tables":
-            return found
-        return found if self._asks is not None and self._asks.every_pair(found) else None
+        return found
 
     def of_both_passes(self, shape: Shape) -> Proved | None:
         """The same, with query intervals, where a backward pass computes them."""
@@ -299,11 +277,10 @@ def make_ready(engine: Engine, call: Call) -> Ready:
     kernel does, PastTheEnd for short captured tensors."""
     require_not_capturing()
     lowered, given, signature, reach = lowered_of(engine, call)
-    shape, captured = given.inputs.extents, given.captured
+    captured = given.captured
     plan: ForwardPlan = lowered.plan
     by_work = plan.order == "by_work"
     kernel = lowered.compile(signature)
-    by_tables = lowered.problem.mask_form in READ_BY["forward"]
     output = engine.precision.output_dtype(call.q.dtype)
     constants = {"scalars": captured.scalars or None}
     conversions = conversions_of(FORWARD, call=call._replace(lengths=NO_LENGTHS))
@@ -315,12 +292,12 @@ def make_ready(engine: Engine, call: Call) -> Ready:
         output,
         call.v.shape[-1],
         call.statistics,
-        Reach.exactly(extents_of(shape)) if by_tables else reach,
+        reach,
         call.lengths.seqused_q is not None,
         plan.config().dynamic,
         call.pages is not NO_PAGES,
         plan.splitting,
         lengths_of(engine.kinds, call, lowered, _sorted(plan) if by_work else None),
-        tables_of(engine.kinds, call, lowered, captured) if by_tables else None,
+        tables_of(engine.kinds, call, lowered, captured),
         engine.watch_integers if engine.watches_integers else None,
     )

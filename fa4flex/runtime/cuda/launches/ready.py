@@ -72,7 +72,8 @@ class Ready:
     lengths     what corrects the lengths of a ragged batch, and sorts its tiles where that is asked for
     paged       whether keys and values are read from pages by a table, whose contents the kernel checks
     splitting   how many blocks share the keys of a tile, where several may
-    tables      makes or finds the block tables of a call, where the mask is told by them
+    tables      makes or finds the block tables of a call, where the mask is told by them, from it and
+                its corrected lengths
     watch       looks after contents of captured tensors that launches take for granted, where there are any
     remembered  what the last call had made that the next may use
     """
@@ -90,7 +91,7 @@ class Ready:
     paged: bool
     splitting: Splitting | None = None
     lengths: LengthsKernel | None = None
-    tables: Callable[[Call], Any] | None = None
+    tables: Callable[..., Any] | None = None
     watch: Callable[[Call], None] | None = None
     remembered: Remembered = field(default_factory=Remembered)
 
@@ -99,11 +100,11 @@ class Ready:
         q = call.q
         layouts = self.layouts(call)
         out, lse, largest = self.results(q, layouts)
-        tables = None if self.tables is None else self.tables(call)
+        lengths, order = (NO_LENGTHS, None) if self.lengths is None else self.lengths(call)
+        tables = None if self.tables is None else self.tables(call, lengths)
         if self.watch is not None:
             self.watch(call)
         taken = counters(q.get_device()) if self.counted else None
-        lengths, order = (NO_LENGTHS, None) if self.lengths is None else self.lengths(call)
         splits = even = parts = None
         if self.splitting is not None:
             extents = extents_of(call.extents()) if extents is None else extents

@@ -59,7 +59,8 @@ class ReadyBackward:
     counted     whether blocks take tiles of keys from a counter
     stores_dq   whether the kernel writes dQ itself: there are no sums of it
     clears      whether the kernel clears sums itself, and counts what was cleared
-    tables      makes or finds the block tables of a call, where the mask is told by them
+    tables      makes or finds the block tables of a call, where the mask is told by them, from it and
+                its corrected lengths
     reach       extents of the calls that it serves
     sums        memory for the gradients of captured tensors
     groups      where query heads share keys: in how many parts they are taken
@@ -73,7 +74,7 @@ class ReadyBackward:
     counted: bool
     stores_dq: bool
     clears: bool
-    tables: Callable[[Call], Any] | None
+    tables: Callable[..., Any] | None
     sums: tuple[CapturedSum, ...]
     reach: Reach
     lengths: LengthsKernel | None = None
@@ -97,11 +98,11 @@ class ReadyBackward:
                 x.zero_()
         made = dq, dk, dv, *(parts or (None, None))
         sums = tuple([memory_of(one, q) for one in self.sums]) if self.sums else None
-        tables, turns = None if self.tables is None else self.tables(call), None
+        lengths = NO_LENGTHS if self.lengths is None else self.lengths(call)[0]
+        tables, turns = None if self.tables is None else self.tables(call, lengths), None
         if self.turn_rows is not None:
             done = q.new_zeros(*of_heads, padded // self.turn_rows, dtype=torch.int32)
             tables, turns = None, (done, *(tables or (None, None, None)))
-        lengths = NO_LENGTHS if self.lengths is None else self.lengths(call)[0]
         cleared = q.new_empty(of_heads, dtype=torch.int32) if self.clears else None
         taken = counters(q.get_device()) if self.counted else None
         self.launch(call, saved, lse2, delta, dq_sum, *made, tables, turns, sums, cleared, taken, *lengths)

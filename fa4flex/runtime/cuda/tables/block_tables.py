@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,12 +18,15 @@ from torch import Tensor
 from fa4flex.codegen.analyze.domain import Shape
 from fa4flex.compiler.simulated import simulating
 from fa4flex.contents import VersionedCache
-from fa4flex.runtime.cuda.calls.call import Call
+from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, NO_PAGES, Call, SequenceLengths
 from fa4flex.runtime.cuda.calls.prepared import prepared
 from fa4flex.runtime.cuda.device.counters import capture_of
 from fa4flex.runtime.cuda.device.device import require_not_capturing
 from fa4flex.runtime.cuda.device.graphs import hold_if_captured
 from fa4flex.runtime.cuda.tables.host_tables import BlockTables, TurnTables
+
+if TYPE_CHECKING:
+    from fa4flex.kernels.block_tables.plan import TablesPlan
 
 MOST_KEPT = 16
 """Tables of one launch, of as many sets of tensors: one per layer, say."""
@@ -34,36 +36,82 @@ MOST_BYTES = 1 << 29
 
 Tables = BlockTables | TurnTables
 
-PARAMETERS = "call", "ranges", "pieces", "tables"
+PARAMETERS = (
+    "call", "q_len", "kv_len", "num_heads", "ranges", "pieces", "tables", "turns", *SequenceLengths._fields
+)  # fmt: skip
 """Parameters of a launch function of DeviceTables."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Rows and columns of tiles, and for how many batch entries and heads they differ."""
+    """Tables of calls of one shape.
+
+    rows, columns   tiles that a batch entry or sequence has at most: those that list, and those listed
+    batch, heads    for how many batch entries or sequences, and heads, they differ
+    listing         rows of all of these that have lists
+    """
 
     rows: int
     columns: int
     batch: int
     heads: int
+    listing: int
 
     @property
     def lists(self) -> int:
-        """Elements of the lists of one class of tiles."""
-        return self.batch * self.heads * self.rows * self.columns
+        """Elements of the lists of one class of tiles. Kernels read one before they know whether it
+        counts."""
+        return max(self.listing * self.columns, 1)
 
     @property
     def fits(self) -> bool:
-        return 8 * self.lists <= MOST_BYTES
+        """True if there is room for lists and pointers of both classes."""
+        return 8 * self.lists + 16 * self.batch * self.heads * self.rows <= MOST_BYTES
 
 
-class Ends(NamedTuple):
-    """Key spans per row whose ends stand beside tables; how many rows of captured tensors they search, and in
-    how many pieces these are compared."""
+def grid_of(plan: TablesPlan, shape: Shape) -> Grid:
+    """The tables of calls of this shape."""
+    (own, listed), (height, width) = (
+        x[::-1] if plan.by_keys else x for x in ((shape.q_len, shape.kv_len), plan.tile)
+    )
+    rows, columns = -(-own // height), max(-(-listed // width), 1)
+    batch, heads = (n if varies else 1 for n, varies in zip((shape.batch, shape.heads), plan.varies))
+    packed = plan.problem.lengths == "packed"
+    # Packed sequences have all tokens between them, and each may end in a tile that is not whole; rows that
+    # none has write to one more.
+    listing = heads * (own // height + batch) + 1 if packed else batch * heads * rows
+    return Grid(rows, columns, batch, heads, listing)
 
-    spans: int
-    searched: int
-    pieces: int
+
+class Layout(NamedTuple):
+    """The grid of calls of one shape, and shapes of all that is made in one piece of memory, by name: the
+    fields of BlockTables, or those of TurnTables and what their ranks are counted from; pieces and ranges."""
+
+    grid: Grid
+    shapes: dict[str, tuple[int, ...]]
+    sizes: list[int]
+
+
+def layout_of(plan: TablesPlan, shape: Shape, pieces: int) -> Layout:
+    """Layout of the tables of calls of this shape, whose sorted tensors are compared in so many pieces."""
+    grid, config = grid_of(plan, shape), plan.config()
+    maps = grid.batch, grid.heads
+    shapes: dict[str, tuple[int, ...]] = {}
+    pointers, lists = (*maps, grid.rows, 2), (grid.lists,)
+    if config.ordered:
+        notes = 2 * grid.listing * -(-grid.columns // 32)
+        shapes |= {"pointers": pointers, "entries": lists, "ranks": lists, "found": (notes,)}
+    else:
+        shapes |= {"partial_ptr": pointers, "partial_tiles": lists, "full_ptr": pointers, "full_tiles": lists}
+    if config.spans:
+        shapes |= {"row_ends": (2 * config.spans, *maps, shape.q_len), "in_order": maps}
+        shapes["pieces"] = len(config.searched), *maps, pieces
+    if config.ranges:
+        batch = shape.batch if any(one.by_batch for one in config.ranges) else 1
+        heads = shape.heads if any(one.by_heads for one in config.ranges) else 1
+        tiles = max(-(-shape.q_len // plan.tile[0]), -(-shape.kv_len // plan.tile[1]))
+        shapes["ranges"] = 2 * len(config.ranges), batch, heads, tiles
+    return Layout(grid, shapes, [math.prod(one) for one in shapes.values()])
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,60 +119,68 @@ class DeviceTables:
     """Makes tables on the device of a call.
 
     launch   a function of PARAMETERS
-    shape    of the calls
-    tile     queries and keys of a tile
-    ranges   of the tables of ranges: how many, batch entries, heads and tiles; None without any
+    plan     of the kernels
     slots    of the captured tensors that the mask reads
-    ends     of rows; None where kernels read none
+    pieces   in which rows of captured tensors are compared that have to be sorted, if any
+    on_host  makes those of shapes for which there is no room
     """
 
     launch: Callable[..., None]
-    shape: Shape
-    tile: tuple[int, int]
-    grid: Grid
-    ranges: tuple[int, int, int, int] | None
+    plan: TablesPlan
     slots: tuple[int, ...]
-    ends: Ends | None = None
+    pieces: int
+    on_host: HostTables
     _kept: VersionedCache[Any] = field(default_factory=lambda: VersionedCache(MOST_KEPT))
+    _layouts: dict[Shape, Layout] = field(default_factory=dict)
 
-    def __call__(self, call: Call) -> Any:
+    def __call__(self, call: Call, lengths: SequenceLengths = NO_LENGTHS) -> Any:
+        """The tables of a call, whose corrected lengths are given."""
+        shape = call.extents()
+        layout = self.layout(shape)
+        if not layout.grid.fits:
+            return self.on_host(call, lengths)
         place = capture_of(call.q)
-        if place is None or place[1]:  # within a graph
-            return self.make(call)
+        # Torch counts no change of what a serving engine's own kernels write: lengths of pages.
+        if place is None or place[1] or call.pages is not NO_PAGES:
+            return self.make(call, lengths)
         read = [call.operands[slot] for slot in self.slots]
-        return self._kept.made(place, read, lambda: _reused(self.make(call), call.q))
+        read += [x for x in lengths if x is not None]
+        return self._kept.made((place, shape), read, lambda: _reused(self.make(call, lengths), call.q))
 
-    @cached_property
-    def _shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the fields of BlockTables, of pieces and of ranges; (0,) for those that there are not."""
-        grid, maps = self.grid, (self.grid.batch, self.grid.heads)
-        lists = (*maps, grid.rows, 2), (grid.lists,)
-        of_rows: tuple[tuple[int, ...], ...] = ((0,),) * 3
-        if self.ends is not None:
-            spans, searched, pieces = self.ends
-            of_rows = (2 * spans, *maps, self.shape.q_len), maps, (searched, *maps, pieces)
-        return *lists, *lists, *of_rows, self.ranges or (0,)
+    def layout(self, shape: Shape) -> Layout:
+        """Layout of the tables of calls of this shape."""
+        found = self._layouts.get(shape)
+        if found is None:
+            if len(self._layouts) == MOST_KEPT:
+                self._layouts.clear()
+            found = self._layouts[shape] = layout_of(self.plan, shape, self.pieces)
+        return found
 
-    @cached_property
-    def _sizes(self) -> list[int]:
-        return [math.prod(shape) for shape in self._shapes]
-
-    def make(self, call: Call) -> BlockTables:
-        sizes, whole = self._sizes, (self.shape.batch, self.shape.heads)
+    def make(self, call: Call, lengths: SequenceLengths = NO_LENGTHS) -> Tables:
+        """The same, made now."""
+        shape = call.extents()
+        _, shapes, sizes = self.layout(shape)
         parts = call.q.new_empty(sum(sizes), dtype=torch.int32).split(sizes)
-        found = [x.view(shape) if len(shape) > 1 else x for x, shape in zip(parts, self._shapes, strict=True)]
-        partial_ptr, partial, full_ptr, full, row_ends, in_order, pieces, ranges = found
-        made = BlockTables(partial_ptr, partial, full_ptr, full)
-        if self.ends is not None:
-            made = BlockTables(partial_ptr, partial, full_ptr, full, row_ends, in_order)
-        self.launch(
-            call, None if self.ranges is None else ranges, None if self.ends is None else pieces, made
-        )
-        partial_ptr, full_ptr = (x.expand(*whole, -1, -1) for x in (partial_ptr, full_ptr))
-        if self.ends is None:
-            return BlockTables(partial_ptr, partial, full_ptr, full)
-        row_ends, in_order = row_ends.expand(-1, *whole, -1), in_order.expand(whole)
-        return BlockTables(partial_ptr, partial, full_ptr, full, row_ends, in_order)
+        found = {name: x.view(one) for x, (name, one) in zip(parts, shapes.items(), strict=True)}
+        ranges, pieces = found.pop("ranges", None), found.pop("pieces", None)
+        given = call, shape.q_len, shape.kv_len, shape.heads, ranges, pieces
+        if self.plan.config().ordered:
+            self.launch(*given, None, tuple(found.values()), *lengths)
+            del found["found"]
+            return TurnTables(**_expanded(found, shape))
+        self.launch(*given, BlockTables(**found), None, *lengths)
+        return BlockTables(**_expanded(found, shape))
+
+
+def _expanded(found: dict[str, Tensor], shape: Shape) -> dict[str, Tensor]:
+    """The same for all batch entries and heads."""
+    whole = shape.batch, shape.heads
+    for name in found.keys() & {"pointers", "partial_ptr", "full_ptr"}:
+        found[name] = found[name].expand(*whole, -1, -1)
+    if "row_ends" in found:
+        found["row_ends"] = found["row_ends"].expand(-1, *whole, -1)
+        found["in_order"] = found["in_order"].expand(whole)
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,16 +191,20 @@ class HostTables:
     slots: tuple[int, ...]
     _kept: VersionedCache[Tables] = field(default_factory=lambda: VersionedCache(MOST_KEPT))
 
-    def __call__(self, call: Call) -> Tables:
+    def __call__(self, call: Call, lengths: SequenceLengths = NO_LENGTHS) -> Tables:
+        """The tables of a call, of its lengths as they were given."""
         read = [call.operands[slot] for slot in self.slots]
         read += [x for x in call.lengths if x is not None]
-        found = self._kept.get(None, read)
+        key, paged = call.extents(), call.pages is not NO_PAGES
+        found = None if paged else self._kept.get(key, read)
         if found is None:
             require_not_capturing()
-            found = self._kept.keep(None, read, self.make(call))
+            found = self.make(call) if paged else self._kept.keep(key, read, self.make(call))
         hold_if_captured(call.q.get_device(), found)
         return found
 
 
-def _reused(tables: BlockTables, q: Tensor) -> Any:
-    return tables if simulating() or not q.is_cuda else prepared(tables)
+def _reused(tables: Tables, q: Tensor) -> Any:
+    """Tables for several launches; turns are made a part of another tuple at each."""
+    apart = isinstance(tables, TurnTables) or simulating() or not q.is_cuda
+    return tables if apart else prepared(tables)

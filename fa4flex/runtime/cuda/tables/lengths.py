@@ -162,6 +162,6 @@ def check_lengths(call: Call) -> None:
     shape, varlen = call.extents(), Varlen(*call.lengths)
     varlen.check_contents()
     if call.packed:
-        varlen.check_tokens(shape.q_len, shape.kv_len)
+        varlen.check_tokens(shape.q_len, None if call.pages.page_table is not None else shape.kv_len)
     else:
         varlen.check_used(shape.q_len, shape.kv_len)

@@ -16,7 +16,7 @@ from fa4flex.kernels.block_tables.config import PIECE
 from fa4flex.runtime.cuda.calls.arguments import conversions_of, launch_function
 from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Call
 from fa4flex.runtime.cuda.calls.signatures import Kinds, numbers_of, signature_of
-from fa4flex.runtime.cuda.tables.block_tables import PARAMETERS, DeviceTables, Ends, Grid, HostTables, Tables
+from fa4flex.runtime.cuda.tables.block_tables import PARAMETERS, DeviceTables, HostTables, Tables
 from fa4flex.runtime.cuda.tables.host_tables import BlockTables, ragged_maps, to_device, turns_to_device
 from fa4flex.runtime.cuda.tables.lengths import check_lengths
 
@@ -29,68 +29,36 @@ READ_BY = {"forward": ("tables",), "backward": ("spans", "tables")}
 """Forms of masks for which a pass reads tables."""
 
 
-def tables_of(kinds: Kinds, call: Call, lowered: Lowered, captured: Captured) -> DeviceTables | HostTables:
-    """The device makes the tables of dense calls. The host makes those of ragged batches, of sums in one
-    order, and of more tiles than there is room for."""
-    slots, shape = tuple(sorted(slots_read(lowered.facts.mask))), call.extents()
+def tables_of(kinds: Kinds, call: Call, lowered: Lowered, captured: Captured) -> DeviceTables | None:
+    """The device makes the tables, the host those of more tiles than there is room for."""
+    slots = tuple(sorted(slots_read(lowered.facts.mask)))
+    on_host = HostTables(lambda later: on_the_host(later, lowered, numbers_of(kinds, later)), slots)
     asked = tables_kernel(kinds, call, lowered, captured)
     if asked is None:
-        return HostTables(lambda later: on_the_host(later, lowered, numbers_of(kinds, later)), slots)
+        return None
     found, signature = asked
     kernel, plan = found.compile(signature), found.plan
-    constants = {
-        "scalars": numbers_of(kinds, call) or None,
-        "q_len": shape.q_len,
-        "kv_len": shape.kv_len,
-        "num_heads": shape.heads,
-    }
-    conversions = conversions_of(BLOCK_TABLES, call=call)
+    constants = {"scalars": numbers_of(kinds, call) or None}
+    conversions = conversions_of(BLOCK_TABLES, call=call._replace(lengths=NO_LENGTHS))
     launch = launch_function(BLOCK_TABLES, kernel.launch, PARAMETERS, constants, conversions)
-    ranges, ends = ranges_of(plan, shape), ends_of(plan, call)
-    return DeviceTables(launch, shape, plan.tile, grid_of(plan, shape), ranges, slots, ends)
+    return DeviceTables(launch, plan, slots, pieces_of(plan, call), on_host)
 
 
 def tables_kernel(
     kinds: Kinds, call: Call, lowered: Lowered, captured: Captured
 ) -> tuple[Lowered, Signature] | None:
-    """The kernel by which the device makes the tables of a pass; None where it reads none, or the host makes
-    them."""
+    """The kernel by which the device makes the tables of a pass; None where it reads none."""
     from fa4flex.lower import lower_tables
 
-    reads = lowered.problem.mask_form in READ_BY[lowered.direction]
-    if not reads or call.lengths is not NO_LENGTHS or lowered.problem.deterministic:
+    if lowered.problem.mask_form not in READ_BY[lowered.direction]:
         return None
-    found = lower_tables(lowered, captured)
-    fits = grid_of(found.plan, call.extents()).fits
-    return (found, signature_of(kinds, call)) if fits else None
+    return lower_tables(lowered, captured), signature_of(kinds, call)
 
 
-def grid_of(plan: TablesPlan, shape: Shape) -> Grid:
-    """Number of tiles, and the batch entries and heads for which they differ."""
-    tiles = -(-shape.q_len // plan.tile[0]), -(-shape.kv_len // plan.tile[1])
-    rows, columns = tiles[::-1] if plan.by_keys else tiles
-    batch, heads = (n if varies else 1 for n, varies in zip((shape.batch, shape.heads), plan.varies))
-    return Grid(rows, columns, batch, heads)
-
-
-def ranges_of(plan: TablesPlan, shape: Shape) -> tuple[int, int, int, int] | None:
-    """Extents of the tables of ranges; None without any."""
-    found = plan.config().ranges
-    if not found:
-        return None
-    batch = shape.batch if any(one.by_batch for one in found) else 1
-    heads = shape.heads if any(one.by_heads for one in found) else 1
-    tiles = max(-(-shape.q_len // plan.tile[0]), -(-shape.kv_len // plan.tile[1]))
-    return 2 * len(found), batch, heads, tiles
-
-
-def ends_of(plan: TablesPlan, call: Call) -> Ends | None:
-    """Sizes of the tables of ends of rows; None where the pass reads none."""
-    config = plan.config()
-    if not config.spans:
-        return None
-    longest = max(call.operands[slot].shape[-1] for slot in config.searched)
-    return Ends(config.spans, len(config.searched), max(-(-longest // PIECE), 1))
+def pieces_of(plan: TablesPlan, call: Call) -> int:
+    """Pieces in which the elements that have to be sorted are compared; 0 where there are none."""
+    longest = max((call.operands[slot].shape[-1] for slot in plan.config().searched), default=None)
+    return 0 if longest is None else max(-(-longest // PIECE), 1)
 
 
 # --- on the host ------------------------------------------------------------------------------------------
@@ -121,7 +89,7 @@ def _without_ends(made: BlockTables, spans: int, shape: Shape) -> BlockTables:
 def maps_of(call: Call, lowered: Lowered, captured: Captured) -> list[TileMap]:
     """The tiles of the mask: a map for the whole batch, or one per sequence of a ragged one."""
     facts, tile, shape = lowered.facts, lowered.plan.tile, call.extents()
-    if call.lengths is NO_LENGTHS:
+    if lowered.problem.lengths == "dense":
         return [tile_map(facts.mask, facts.keys, shape, captured, tile)]
     lengths = _sequence_lengths(call, 0, shape.q_len), _sequence_lengths(call, 1, shape.kv_len)
     return ragged_maps(facts, shape.heads, captured, tile, lengths)
@@ -129,7 +97,9 @@ def maps_of(call: Call, lowered: Lowered, captured: Captured) -> list[TileMap]:
 
 def _sequence_lengths(call: Call, side: int, length: int) -> Tensor:
     """The used length of every sequence on the host, int64 [sequences]."""
-    cu, used = call.lengths[side], call.lengths[side + 2]
+    cu, used, cached = call.lengths[side], call.lengths[side + 2], call.pages.paged_keys
     if used is not None:
         return on_host(used).long()
+    if side and cached is not None:
+        return cached.detach().cpu().long().clamp(0, length)
     return torch.full((call.q.shape[0],), length) if cu is None else on_host(cu).long().diff()
