@@ -151,6 +151,40 @@ def training() -> dict[str, Call]:
     }
 
 
+def new_contents() -> dict[str, Call]:
+    """Forward and backward with a mask told by block tables: ids that are written in place, and new lengths
+    of packed sequences."""
+    ids = torch.arange(512) // 50
+    qkv = [torch.empty(2, 4, 512, 64, dtype=DTYPE, requires_grad=True) for _ in range(3)]
+    dout = torch.empty(2, 4, 512, 64, dtype=DTYPE)
+    tokens = [torch.empty(2048, 4, 64, dtype=DTYPE, requires_grad=True) for _ in range(3)]
+    of_tokens = torch.empty(2048, 4, 64, dtype=DTYPE)
+    cu = [torch.arange(5, dtype=torch.int32) * 512 for _ in range(64)]
+    dense, ordered, packed = (
+        fa4flex.compile(mask=causal & document(ids), schedule=fa4flex.Schedule(deterministic=one))
+        for one in (False, True, False)
+    )
+
+    def both(attn: Any, renewed: bool) -> Call:
+        def step() -> Any:
+            if renewed:
+                ids.add_(0)
+            return torch.autograd.grad(attn(*qkv), qkv, dout)
+
+        return step
+
+    def lengths(x: Tensor) -> Any:
+        ids.add_(0)
+        return torch.autograd.grad(packed(*tokens, varlen=Varlen(x)), tokens, of_tokens)
+
+    return {
+        "documents, forward and backward": both(dense, False),
+        "documents, forward and backward, new ids": both(dense, True),
+        "the same, sums in one order": both(ordered, True),
+        "packed documents, new ids and cu_seqlens": rotating(lengths, cu),
+    }
+
+
 def rows() -> dict[str, Call]:
     """Calls by name, with tensors of the default device; the others are compared with the first."""
-    return {**decoding(), **pages(), **packed(), **captured(), **training()}
+    return {**decoding(), **pages(), **packed(), **captured(), **training(), **new_contents()}

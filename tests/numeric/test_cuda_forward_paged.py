@@ -99,6 +99,42 @@ def test_chunks(page_size: int, widths: tuple[int, int]) -> None:
     fa4flex.synchronize()
 
 
+def of_documents(ids: Tensor) -> fa4flex.Attention:
+    """A mask that is no interval of keys, and differs by head."""
+    return fa4flex.compile(mask=lambda b, h, q, kv: (ids[b, q] == ids[b, kv]) | (kv % 5 == h % 5))
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("packed", [False, True])
+def test_any_mask(page_size: int, packed: bool) -> None:
+    """Block tables tell which keys there are; ids, lengths and pages change between replays of a graph."""
+    ids = torch.randint(0, 4, (40, 2000), device="cuda")
+    attn = of_documents(ids)
+    chunks = Chunks(page_size, batch=40 if packed else 4, tokens=500)
+    q = torch.randn(4, 8, 300, 128, dtype=torch.bfloat16, device="cuda")
+
+    def step() -> Tensor:
+        if packed:
+            return chunks(attn)
+        with torch.no_grad():
+            out: Tensor = attn(q, chunks.k, chunks.v, paging=Paging(chunks.table, chunks.used))
+        return out
+
+    graph, out = captured(step)
+    for _ in range(5):
+        chunks.change()
+        ids.random_(0, 4)
+        graph.replay()
+        here = of_documents(ids.cpu())
+        if packed:
+            chunks.check(here, out)
+        else:
+            given = (x.cpu().double() for x in (q, chunks.k, chunks.v))
+            exact = here(*given, paging=Paging(chunks.table.cpu(), chunks.used.cpu()))
+            assert (out.cpu().double() - exact).abs().max() <= 2 * 2**-8 * exact.abs().max()
+        assert torch.equal(step(), out)
+
+
 @pytest.mark.parametrize("q_len", [65, 300])
 def test_dense_queries(q_len: int) -> None:
     attn = fa4flex.compile(mask=causal & sliding_window(400), score_mod=softcap(20.0))

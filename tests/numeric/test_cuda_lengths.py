@@ -13,7 +13,7 @@ from torch import Tensor
 import fa4flex
 from fa4flex import Schedule, Varlen
 from fa4flex.errors import InputError
-from fa4flex.variants import causal, sliding_window
+from fa4flex.variants import causal, document, sliding_window
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [
@@ -22,6 +22,11 @@ pytestmark = [
 ]
 
 TOKENS, SEQUENCES = 2000, 9
+SCHEDULES = {
+    "auto": Schedule(),
+    "longest first": Schedule(order="longest_first"),
+    "deterministic": Schedule(deterministic=True),
+}
 
 
 def drawn(dtype: torch.dtype = torch.int32) -> Tensor:
@@ -53,10 +58,24 @@ def close(found: list[Tensor], exact: list[Tensor]) -> None:
         torch.testing.assert_close(a.cpu().double() / scale, b / scale, atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.parametrize("order", ["auto", "longest_first"])
+def ids() -> Tensor:
+    """Documents of each sequence, in no order."""
+    return torch.randint(0, 3, (SEQUENCES, TOKENS), device="cuda").sort(-1).values.roll(700, -1)
+
+
+def compiled(contents: Tensor | None, schedule: str, mask: Any = causal) -> fa4flex.Attention:
+    """A mask, or one of documents, which block tables tell."""
+    mask = mask if contents is None else mask & document(contents)
+    return fa4flex.compile(mask=mask, schedule=SCHEDULES[schedule])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_new_lengths_wait_for_nothing(order: Any, dtype: torch.dtype) -> None:
-    attn = fa4flex.compile(mask=causal & sliding_window(300), schedule=Schedule(order=order))
+@pytest.mark.parametrize("by_tables", [False, True])
+def test_new_lengths_wait_for_nothing(schedule: str, dtype: torch.dtype, by_tables: bool) -> None:
+    contents, mask = ids() if by_tables else None, causal & sliding_window(300)
+    attn = compiled(contents, schedule, mask)
+    exact = compiled(None if contents is None else contents.cpu(), schedule, mask)
     qkv, dout = inputs()
     sets = [drawn(dtype) for _ in range(4)]
     step(attn, qkv, dout, Varlen(sets[0]))
@@ -70,14 +89,17 @@ def test_new_lengths_wait_for_nothing(order: Any, dtype: torch.dtype) -> None:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(found[-1][0], found[1][0])
     for cu, one in zip(sets[1:], found[1:]):
-        close(one, expected(attn, qkv, dout, cu))
+        close(one, expected(exact, qkv, dout, cu))
     fa4flex.synchronize()
 
 
-@pytest.mark.parametrize("order", ["auto", "longest_first"])
-def test_a_graph_replays_with_new_lengths(order: Any) -> None:
-    """Both passes of two layers: the kernel of lengths is in the graph, and its faults are told."""
-    attn, cu = fa4flex.compile(mask=causal, schedule=Schedule(order=order)), drawn()
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("by_tables", [False, True])
+def test_a_graph_replays_with_new_lengths(schedule: str, by_tables: bool) -> None:
+    """Both passes of two layers: the kernel of lengths is in the graph, and its faults are told; contents of
+    the mask change, too."""
+    contents, cu = ids() if by_tables else None, drawn()
+    attn = compiled(contents, schedule)
     qkv, dout = inputs()
     varlen = Varlen(cu, cu)
     side = torch.cuda.Stream()
@@ -90,9 +112,12 @@ def test_a_graph_replays_with_new_lengths(order: Any) -> None:
         layers = [step(attn, qkv, dout, varlen) for _ in range(2)]
     for _ in range(5):
         cu.copy_(drawn())
+        if contents is not None:
+            contents.copy_(ids())
         graph.replay()
+        exact = compiled(None if contents is None else contents.cpu(), schedule)
         for found in layers:
-            close(found, expected(attn, qkv, dout, cu))
+            close(found, expected(exact, qkv, dout, cu))
     cu[2] = -5
     graph.replay()
     with pytest.raises(InputError, match="cu_seqlens_q decreases after entry 1"):

@@ -22,7 +22,7 @@ from fa4flex.lower import Lowered
 from fa4flex.primitives.blocks import BlockMap
 from fa4flex.reference import attention
 from fa4flex.runtime.cuda.engine import Engine
-from fa4flex.runtime.cuda.tables.block_tables import DeviceTables
+from fa4flex.runtime.cuda.tables.block_tables import DeviceTables, grid_of
 from fa4flex.runtime.cuda.tables.host_tables import BlockTables
 from fa4flex.variants import causal, document, natten, sliding_window
 
@@ -87,8 +87,8 @@ def made(mask: Any, arch: str, **how: Any) -> tuple[list[tuple[DeviceTables, Blo
     found: list[tuple[DeviceTables, BlockTables]] = []
     make = DeviceTables.make
 
-    def noted(self: DeviceTables, call: Call, lengths: Any) -> BlockTables:
-        tables = make(self, call, lengths)
+    def noted(self: DeviceTables, call: Call, layout: Any, lengths: Any) -> BlockTables:
+        tables = make(self, call, layout, lengths)
         found.append((self, tables))
         return tables
 
@@ -132,7 +132,7 @@ def test_tables_of_a_device_are_those_of_all_elements(name: str) -> None:
     passes = (False,) if name == "padding" else (False, True)  # queries that see a key are an interval there
     assert len(found) == len(passes), "the device makes the tables"
     for (one, tables), by_keys in zip(found, passes, strict=True):
-        grid = one.layout(SHAPE).grid
+        grid = grid_of(one.plan, SHAPE)
         classes = classes_of(tables, grid.rows, grid.columns)
         assert torch.equal(classes, expected(attn, one.plan.tile, by_keys)), (name, arch, by_keys)
 
@@ -172,8 +172,8 @@ def test_one_kernel_compares_ends_of_rows_or_asks_pairs() -> None:
     mask = random.choice((document(ids), causal & document(ids), causal & document(ids) & sliding_window(90)))
     make = DeviceTables.make
 
-    def noted(self: DeviceTables, call: Call, lengths: Any) -> BlockTables:
-        made.append(make(self, call, lengths))
+    def noted(self: DeviceTables, call: Call, layout: Any, lengths: Any) -> BlockTables:
+        made.append(make(self, call, layout, lengths))
         return made[-1]
 
     def mixed() -> None:
@@ -196,8 +196,8 @@ def test_pairs_are_asked_where_sorted_ids_are_too_large_to_be_searched() -> None
     ids, make = documents(), DeviceTables.make
     made: list[Any] = []
 
-    def noted(self: DeviceTables, call: Call, lengths: Any) -> BlockTables:
-        made.append(make(self, call, lengths))
+    def noted(self: DeviceTables, call: Call, layout: Any, lengths: Any) -> BlockTables:
+        made.append(make(self, call, layout, lengths))
         return made[-1]
 
     errors = launched(causal & document(ids), [lambda: None, lambda: ids.add_(1 << 33)], noted)
@@ -210,8 +210,8 @@ def test_pairs_are_asked_where_sorted_ids_are_too_large_to_be_searched() -> None
 def test_what_stands_beside_tables_is_what_kernels_read(planted: str) -> None:
     ids, make = documents(), DeviceTables.make
 
-    def wrong(self: DeviceTables, call: Call, lengths: Any) -> BlockTables:
-        tables = make(self, call, lengths)
+    def wrong(self: DeviceTables, call: Call, layout: Any, lengths: Any) -> BlockTables:
+        tables = make(self, call, layout, lengths)
         if planted.startswith("ends"):
             return tables._replace(row_ends=tables.row_ends.roll(40, -1))
         return tables._replace(in_order=torch.ones(BATCH, HEADS, dtype=torch.int32))

@@ -20,7 +20,7 @@ from fa4flex import InputError, Paging, Schedule, Sinks, Varlen, simulator
 from fa4flex.runtime import launch
 from fa4flex.runtime.cuda.device import faults
 from fa4flex.simulator.watch.findings import Finding
-from fa4flex.variants import alibi, causal, sliding_window, softcap
+from fa4flex.variants import alibi, causal, document, sliding_window, softcap
 
 SIMULATED = {"chip": "sm_90a"}
 """Simulated GPU that calls run on."""
@@ -82,7 +82,7 @@ def attend(attn: fa4flex.Attention, given: Drawn) -> tuple[Tensor, Tensor]:
         simulator.device(SIMULATED["chip"], seed, timing, sms=SMS) as gpu,
     ):
         out, lse = given(attn, return_lse=True)
-    others = "sequences", "combine"
+    others = "sequences", "combine", "list_tiles", "find_ranges"
     kernels = [result.kernel for result in gpu.results if not any(x in result.kernel for x in others)]
     assert len(kernels) == 1 and any(x in kernels[0] for x in KERNELS[SIMULATED["chip"]]), kernels
     found = [finding for finding in gpu.findings if not expected(finding)]
@@ -292,9 +292,37 @@ def test_largest_scores_are_read_in_place(few: bool) -> None:
     torch.testing.assert_close(found.double(), exact, atol=1e-4, rtol=0)
 
 
-def test_other_masks_gather() -> None:
-    """Block tables say which keys count, and pages are not read in place."""
-    attn = fa4flex.compile(mask=lambda b, h, q_idx, kv_idx: (q_idx + kv_idx) % 3 != 0)
+IDS = torch.randint(0, 4, (4, 700)).sort(-1).values.roll(100, -1)
+MASKS: dict[str, Any] = {
+    "documents": causal & document(IDS),
+    "by head": lambda b, h, q_idx, kv_idx: (q_idx + kv_idx + h) % 3 != 0,
+}
+
+
+@ALWAYS_ON_BOTH
+@pytest.mark.parametrize("name", MASKS)
+def test_any_mask(name: str) -> None:
+    """Block tables say which keys count, of single queries beside many, too."""
+    attn = fa4flex.compile(mask=MASKS[name])
+    check(attn, drawn(Size(heads=2, q_len=150, lengths=(300, 0, 33))))
+    given = drawn(Size(heads=4, kv_heads=2, lengths=(301, 400, 150, 64), page_size=random.choice((1, 16))))
+    check(attn, chunks(given, (70, 5, 1, 129)))
+
+
+def test_trees_of_many_rows() -> None:
+    """64 drafted tokens, whose rows of four heads are four tiles, see their prefix and their ancestors."""
+    given = drawn(Size(heads=4, kv_heads=1, q_len=64, lengths=(300, 64)))
+    start, tree = given.paging.seqused_k - 64, torch.rand(2, 64, 64) < 0.3
+    tree |= torch.eye(64, dtype=torch.bool)
+    attn = fa4flex.compile(
+        mask=lambda b, h, q, kv: (kv < start[b]) | tree[b, q, (kv - start[b]).clamp(0, 63)]
+    )
+    check(attn, given)
+
+
+def test_sorted_tiles_gather() -> None:
+    """Tiles are not sorted by their work beside pages, which are gathered."""
+    attn = fa4flex.compile(mask=causal, schedule=Schedule(order="longest_first"))
     given = drawn(replace(MANY, lengths=(40,)))
     gathered = patch.object(Paging, "gather", autospec=True, side_effect=Paging.gather)
     with torch.no_grad(), gathered as counted, simulator.device(SIMULATED["chip"]):

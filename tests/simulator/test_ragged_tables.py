@@ -84,8 +84,8 @@ def noted() -> tuple[Any, list[tuple[DeviceTables, BlockTables]]]:
     found: list[tuple[DeviceTables, BlockTables]] = []
     make = DeviceTables.make
 
-    def noting(self: DeviceTables, call: Any, lengths: Any) -> BlockTables:
-        found.append((self, make(self, call, lengths)))
+    def noting(self: DeviceTables, call: Any, layout: Any, lengths: Any) -> BlockTables:
+        found.append((self, make(self, call, layout, lengths)))
         return found[-1][1]
 
     return patch.object(DeviceTables, "make", noting), found

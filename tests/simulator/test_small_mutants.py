@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import fa4flex
 from fa4flex.runtime.cuda.device import faults
-from fa4flex.runtime.cuda.tables.block_tables import DeviceTables
+from fa4flex.runtime.cuda.tables.block_tables import DeviceTables, grid_of
 from fa4flex.variants import causal
 
 ARCHS = ("sm_90a", "sm_100a")
@@ -30,9 +30,9 @@ def tables(name: str) -> Own:
     """Block tables of both passes, which have to be those of the first time, and right then."""
     made_by, asked, make, arch = [], [], DeviceTables.make, random.choice(ARCHS)
 
-    def noted(self: DeviceTables, call: Any, lengths: Any) -> Any:
-        asked.append((self, call, lengths))
-        return make(self, call, lengths)
+    def noted(self: DeviceTables, call: Any, layout: Any, lengths: Any) -> Any:
+        asked.append((self, call, layout, lengths))
+        return make(self, call, layout, lengths)
 
     with patch.object(DeviceTables, "make", noted):
         found, attn, _ = made(masks()[name], arch)
@@ -46,7 +46,7 @@ def tables(name: str) -> Own:
     own = Own(arch, "block_tables", call)
     assert own.clean("eager", 0)
     for by_keys, (one, _), first in zip((False, True), found, made_by[0], strict=True):
-        grid = one.layout(SHAPE).grid
+        grid = grid_of(one.plan, SHAPE)
         classes = classes_of(first, grid.rows, grid.columns)
         assert torch.equal(classes, expected(attn, one.plan.tile, by_keys))
     return own

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fa4flex.codegen.analyze.domain import Shape
+from fa4flex.codegen.analyze.reach import Extents, extents_of
 from fa4flex.compiler.simulated import simulating
 from fa4flex.contents import VersionedCache
 from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, NO_PAGES, Call, SequenceLengths
@@ -26,6 +27,7 @@ from fa4flex.runtime.cuda.device.graphs import hold_if_captured
 from fa4flex.runtime.cuda.tables.host_tables import BlockTables, TurnTables
 
 if TYPE_CHECKING:
+    from fa4flex.kernels.block_tables.config import Config
     from fa4flex.kernels.block_tables.plan import TablesPlan
 
 MOST_KEPT = 16
@@ -83,35 +85,74 @@ def grid_of(plan: TablesPlan, shape: Shape) -> Grid:
     return Grid(rows, columns, batch, heads, listing)
 
 
-class Layout(NamedTuple):
-    """The grid of calls of one shape, and shapes of all that is made in one piece of memory, by name: the
-    fields of BlockTables, or those of TurnTables and what their ranks are counted from; pieces and ranges."""
+class View(NamedTuple):
+    """A tensor within a piece of memory."""
 
-    grid: Grid
-    shapes: dict[str, tuple[int, ...]]
-    sizes: list[int]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    def expanded(self, axis: int, sizes: tuple[int, int]) -> View:
+        """The same for so many batch entries and heads, where it is for one of either."""
+        shape, strides = list(self.shape), list(self.strides)
+        for i, size in enumerate(sizes, axis):
+            strides[i] *= shape[i] == size
+            shape[i] = size
+        return View(tuple(shape), tuple(strides), self.offset)
+
+
+MAPPED = {"pointers": 0, "partial_ptr": 0, "full_ptr": 0, "row_ends": 1, "in_order": 0}
+"""Dimension of the batch entries of what differs by these and by heads, or does not."""
+
+
+class Layout(NamedTuple):
+    """Memory for the tables of calls of one shape: whether there is room for it, how many elements it has, and
+    what stands where, by name: what the kernels write, and what a pass reads for more batch entries and heads
+    than these wrote."""
+
+    fits: bool
+    shape: Shape
+    size: int
+    written: dict[str, View]
+    expanded: dict[str, View]
 
 
 def layout_of(plan: TablesPlan, shape: Shape, pieces: int) -> Layout:
     """Layout of the tables of calls of this shape, whose sorted tensors are compared in so many pieces."""
-    grid, config = grid_of(plan, shape), plan.config()
-    maps = grid.batch, grid.heads
-    shapes: dict[str, tuple[int, ...]] = {}
-    pointers, lists = (*maps, grid.rows, 2), (grid.lists,)
+    grid, config, written, size = grid_of(plan, shape), plan.config(), {}, 0
+    for name, sizes in _shapes(grid, config, shape, plan.tile, pieces).items():
+        strides = tuple(math.prod(sizes[i + 1 :]) for i in range(len(sizes)))
+        written[name] = View(sizes, strides, size)
+        size += math.prod(sizes)
+    whole, mapped = (shape.batch, shape.heads), written.keys() & MAPPED.keys()
+    views = {name: written[name].expanded(MAPPED[name], whole) for name in mapped}
+    return Layout(
+        grid.fits, shape, size, written, {name: x for name, x in views.items() if x != written[name]}
+    )
+
+
+def _shapes(
+    grid: Grid, config: Config, shape: Shape, tile: tuple[int, int], pieces: int
+) -> dict[str, tuple[int, ...]]:
+    """Shapes of the fields of BlockTables, or those of TurnTables and what their ranks are counted from; of
+    pieces and of ranges."""
+    maps, lists = (grid.batch, grid.heads), (grid.lists,)
+    pointers = *maps, grid.rows, 2
+    found: dict[str, tuple[int, ...]] = {}
     if config.ordered:
         notes = 2 * grid.listing * -(-grid.columns // 32)
-        shapes |= {"pointers": pointers, "entries": lists, "ranks": lists, "found": (notes,)}
+        found |= {"pointers": pointers, "entries": lists, "ranks": lists, "found": (notes,)}
     else:
-        shapes |= {"partial_ptr": pointers, "partial_tiles": lists, "full_ptr": pointers, "full_tiles": lists}
+        found |= {"partial_ptr": pointers, "partial_tiles": lists, "full_ptr": pointers, "full_tiles": lists}
     if config.spans:
-        shapes |= {"row_ends": (2 * config.spans, *maps, shape.q_len), "in_order": maps}
-        shapes["pieces"] = len(config.searched), *maps, pieces
+        found |= {"row_ends": (2 * config.spans, *maps, shape.q_len), "in_order": maps}
+        found["pieces"] = len(config.searched), *maps, pieces
     if config.ranges:
         batch = shape.batch if any(one.by_batch for one in config.ranges) else 1
         heads = shape.heads if any(one.by_heads for one in config.ranges) else 1
-        tiles = max(-(-shape.q_len // plan.tile[0]), -(-shape.kv_len // plan.tile[1]))
-        shapes["ranges"] = 2 * len(config.ranges), batch, heads, tiles
-    return Layout(grid, shapes, [math.prod(one) for one in shapes.values()])
+        tiles = max(-(-shape.q_len // tile[0]), -(-shape.kv_len // tile[1]))
+        found["ranges"] = 2 * len(config.ranges), batch, heads, tiles
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,6 +164,7 @@ class DeviceTables:
     slots    of the captured tensors that the mask reads
     pieces   in which rows of captured tensors are compared that have to be sorted, if any
     on_host  makes those of shapes for which there is no room
+    layouts  of the last few shapes
     """
 
     launch: Callable[..., None]
@@ -131,56 +173,47 @@ class DeviceTables:
     pieces: int
     on_host: HostTables
     _kept: VersionedCache[Any] = field(default_factory=lambda: VersionedCache(MOST_KEPT))
-    _layouts: dict[Shape, Layout] = field(default_factory=dict)
+    layouts: dict[Extents, Layout] = field(default_factory=dict)
 
     def __call__(self, call: Call, lengths: SequenceLengths = NO_LENGTHS) -> Any:
         """The tables of a call, whose corrected lengths are given."""
         shape = call.extents()
-        layout = self.layout(shape)
-        if not layout.grid.fits:
+        extents = extents_of(shape)
+        layout = self.layouts.get(extents) or self.layout(shape)
+        if not layout.fits:
             return self.on_host(call, lengths)
         place = capture_of(call.q)
         # Torch counts no change of what a serving engine's own kernels write: lengths of pages.
         if place is None or place[1] or call.pages is not NO_PAGES:
-            return self.make(call, lengths)
+            return self.make(call, layout, lengths)
         read = [call.operands[slot] for slot in self.slots]
         read += [x for x in lengths if x is not None]
-        return self._kept.made((place, shape), read, lambda: _reused(self.make(call, lengths), call.q))
+        return self._kept.made(
+            (place, extents), read, lambda: _reused(self.make(call, layout, lengths), call.q)
+        )
 
     def layout(self, shape: Shape) -> Layout:
-        """Layout of the tables of calls of this shape."""
-        found = self._layouts.get(shape)
-        if found is None:
-            if len(self._layouts) == MOST_KEPT:
-                self._layouts.clear()
-            found = self._layouts[shape] = layout_of(self.plan, shape, self.pieces)
+        """Layout of the tables of calls of this shape, which is kept."""
+        if len(self.layouts) == MOST_KEPT:
+            self.layouts.clear()
+        found = self.layouts[extents_of(shape)] = layout_of(self.plan, shape, self.pieces)
         return found
 
-    def make(self, call: Call, lengths: SequenceLengths = NO_LENGTHS) -> Tables:
-        """The same, made now."""
-        shape = call.extents()
-        _, shapes, sizes = self.layout(shape)
-        parts = call.q.new_empty(sum(sizes), dtype=torch.int32).split(sizes)
-        found = {name: x.view(one) for x, (name, one) in zip(parts, shapes.items(), strict=True)}
-        ranges, pieces = found.pop("ranges", None), found.pop("pieces", None)
+    def make(self, call: Call, layout: Layout, lengths: SequenceLengths) -> Tables:
+        """The same, made now, for a call of this layout."""
+        _, shape, size, written, expanded = layout
+        memory = call.q.new_empty(size, dtype=torch.int32)
+        made = {name: memory.as_strided(*view) for name, view in written.items()}
+        ranges, pieces = made.pop("ranges", None), made.pop("pieces", None)
         given = call, shape.q_len, shape.kv_len, shape.heads, ranges, pieces
-        if self.plan.config().ordered:
-            self.launch(*given, None, tuple(found.values()), *lengths)
-            del found["found"]
-            return TurnTables(**_expanded(found, shape))
-        self.launch(*given, BlockTables(**found), None, *lengths)
-        return BlockTables(**_expanded(found, shape))
-
-
-def _expanded(found: dict[str, Tensor], shape: Shape) -> dict[str, Tensor]:
-    """The same for all batch entries and heads."""
-    whole = shape.batch, shape.heads
-    for name in found.keys() & {"pointers", "partial_ptr", "full_ptr"}:
-        found[name] = found[name].expand(*whole, -1, -1)
-    if "row_ends" in found:
-        found["row_ends"] = found["row_ends"].expand(-1, *whole, -1)
-        found["in_order"] = found["in_order"].expand(whole)
-    return found
+        if "found" in made:
+            self.launch(*given, None, tuple(made.values()), *lengths)
+        else:
+            self.launch(*given, BlockTables(**made), None, *lengths)
+        for name, view in expanded.items():
+            made[name] = memory.as_strided(*view)
+        made.pop("found", None)
+        return TurnTables(**made) if "entries" in made else BlockTables(**made)
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,7 +228,7 @@ class HostTables:
         """The tables of a call, of its lengths as they were given."""
         read = [call.operands[slot] for slot in self.slots]
         read += [x for x in call.lengths if x is not None]
-        key, paged = call.extents(), call.pages is not NO_PAGES
+        key, paged = extents_of(call.extents()), call.pages is not NO_PAGES
         found = None if paged else self._kept.get(key, read)
         if found is None:
             require_not_capturing()
