@@ -299,6 +299,7 @@ MASKS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @ALWAYS_ON_BOTH
 @pytest.mark.parametrize("name", MASKS)
 def test_any_mask(name: str) -> None:

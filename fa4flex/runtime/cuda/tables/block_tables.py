@@ -106,9 +106,9 @@ MAPPED = {"pointers": 0, "partial_ptr": 0, "full_ptr": 0, "row_ends": 1, "in_ord
 
 
 class Layout(NamedTuple):
-    """Memory for the tables of calls of one shape: whether there is room for it, how many elements it has, and
-    what stands where, by name: what the kernels write, and what a pass reads for more batch entries and heads
-    than these wrote."""
+    """Memory for the tables of calls of one shape: whether there is room for it, how many elements it has,
+    and what stands where, by name: what the kernels write, and what a pass reads for more batch entries and
+    heads than these wrote."""
 
     fits: bool
     shape: Shape
