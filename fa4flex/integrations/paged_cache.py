@@ -50,13 +50,13 @@ def write(caches: Caches, new: tuple[Tensor, Tensor], slots: Tensor) -> None:
         cache.index_put_(place, kept)
 
 
-def reads_pages(page_size: int) -> bool:
-    """True if a decoding step over pages of this size waits for no device: on a CPU, and where a kernel reads
-    them in place."""
+def reads_pages() -> bool:
+    """True if a decoding step over pages waits for no device: on a CPU, and where a kernel reads them in
+    place."""
     if not torch.cuda.is_available():
         return True
     try:
-        return page_size % 8 == 0 and target_of(torch.device("cuda")).few_rows > 0
+        return target_of(torch.device("cuda")).few_rows > 0
     except UnsupportedError:  # a GPU without kernels, beside a model on a CPU
         return False
 

@@ -100,11 +100,11 @@ class Backend(AttentionBackend):
     # --- CUDA graphs: buffers of fixed addresses, which replays find filled anew ---------------------------
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        if not reads_pages(self.page_size):
+        if not reads_pages():
             raise UnsupportedError(
-                f"captured graphs over pages of {self.page_size} here, which are gathered",
-                "Hopper, and pages of a multiple of 8 tokens",
-                "serve with --page-size 16, or with --disable-cuda-graph",
+                "captured graphs over pages on this GPU, where they are gathered",
+                "a Hopper or Blackwell GPU, whose kernels read them in place",
+                "serve with --disable-cuda-graph",
             )
         pages = -(-self.req_to_token.shape[1] // self.page_size)
         table = torch.zeros(max_bs, pages, dtype=torch.int32, device=self.req_to_token.device)

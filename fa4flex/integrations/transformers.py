@@ -117,7 +117,7 @@ def _serve_continuous_batching() -> None:
         types = initialization.group_layers_by_attn_type(config)
         tables = all(initialization.ATTN_TYPE_TO_ALLOCATOR[each].supports_block_table for each in types)
         ours = config._attn_implementation in _names
-        if not (ours and tables and reads_pages(cb_config.page_size)):
+        if not (ours and tables and reads_pages()):
             available(config, cb_config, user_requested)
 
     initialization.ensure_decode_fast_path_is_available = ensure
