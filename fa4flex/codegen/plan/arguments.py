@@ -251,7 +251,7 @@ ORDERED = Parts(
     )
 )
 RANGES = Array("int32", ("range ends", "range batch", "range heads", "range tiles"))
-PIECES = Array("int32", ("searched", "map batch", "map heads", "pieces"))
+PIECES = Array("int32", ("searched", "piece batch", "piece heads", "pieces"))
 PER_ROW = Array("float32", ("batch", "q_heads", "q_len"))
 CUMULATIVE = Array("int32", ("lengths",))  # one more than there are sequences, which no extent can say
 USED = Array("int32", ("sequences",))

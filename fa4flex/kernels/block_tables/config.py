@@ -27,6 +27,8 @@ class Config:
     """tile     queries and keys of a tile
     by_keys  rows of the tables are tiles of keys, which list tiles of queries; else the other way round
     lengths  "dense", or sequences have their own
+    varies   whether tables differ by batch entry or sequence, and by head; strides along what they do not
+             differ by are 0
     ranges   what is found first
     spans    key spans per row whose ends are written as well, 0 for none
     searched slots of the captured tensors that have to be sorted for that
@@ -36,6 +38,7 @@ class Config:
     tile: tuple[int, int]
     by_keys: bool
     lengths: Lengths = "dense"
+    varies: tuple[bool, bool] = (True, True)
     ranges: tuple[Range, ...] = ()
     spans: int = 0
     searched: tuple[int, ...] = ()

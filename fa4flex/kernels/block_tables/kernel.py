@@ -62,7 +62,7 @@ class BlockTables:
 
     @cute.jit
     def __call__(self, arguments: BlockTableArguments, stream: cuda.CUstream) -> None:
-        batch, heads, rows, _ = self.pointers(arguments).shape
+        rows, (batch, heads) = self.pointers(arguments).shape[2], self.maps(arguments)
         if const_expr(self.config.spans):
             warps = self.warps_of_rows(arguments)
             if const_expr(len(self.config.ranges)):
@@ -336,6 +336,12 @@ class BlockTables:
         """Pointers of a kind of lists."""
         return arguments.turns.pointers if self.config.ordered else arguments.tables.partial_ptr
 
+    def maps(self, arguments: BlockTableArguments) -> tuple[Any, Any]:
+        """Batch entries and heads for which tables differ."""
+        both = zip(self.pointers(arguments).shape[:2], self.config.varies, strict=True)
+        batch, heads = (size if varies else 1 for size, varies in both)
+        return batch, heads
+
     def room(self, arguments: BlockTableArguments) -> Int32:
         """Tiles that a row may list."""
         longest, size = self.sides((arguments.q_len, arguments.kv_len))[1], self.sides(self.config.tile)[1]
@@ -347,7 +353,7 @@ class BlockTables:
 
     def place_of_row(self, arguments: BlockTableArguments, at: At, row: Int32, exists: Boolean) -> Int32:
         """Number of a row among all that have lists; behind them where a packed sequence has no such row."""
-        _, heads, rows, _ = self.pointers(arguments).shape
+        rows, (_, heads) = self.pointers(arguments).shape[2], self.maps(arguments)
         if self.config.lengths != "packed":
             return (at.b * heads + at.h) * rows + row
         height = self.sides(self.config.tile)[0]

@@ -40,7 +40,7 @@ class TablesPlan:
         spans = 0 if self.keys is None else len(self.keys.spans)
         searched = tuple(x.value for x in self.searched)
         lengths, ordered = self.problem.lengths, self.problem.deterministic
-        return Config(self.tile, self.by_keys, lengths, tuple(found), spans, searched, ordered)
+        return Config(self.tile, self.by_keys, lengths, self.varies, tuple(found), spans, searched, ordered)
 
     @property
     def searched(self) -> tuple[Expr, ...]:

@@ -85,50 +85,34 @@ def grid_of(plan: TablesPlan, shape: Shape) -> Grid:
     return Grid(rows, columns, batch, heads, listing)
 
 
-class View(NamedTuple):
-    """A tensor within a piece of memory."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
-
-    def expanded(self, axis: int, sizes: tuple[int, int]) -> View:
-        """The same for so many batch entries and heads, where it is for one of either."""
-        shape, strides = list(self.shape), list(self.strides)
-        for i, size in enumerate(sizes, axis):
-            strides[i] *= shape[i] == size
-            shape[i] = size
-        return View(tuple(shape), tuple(strides), self.offset)
-
-
-MAPPED = {"pointers": 0, "partial_ptr": 0, "full_ptr": 0, "row_ends": 1, "in_order": 0}
-"""Dimension of the batch entries of what differs by these and by heads, or does not."""
-
-
 class Layout(NamedTuple):
     """Memory for the tables of calls of one shape: whether there is room for it, how many elements it has,
-    and what stands where, by name: what the kernels write, and what a pass reads for more batch entries and
-    heads than these wrote."""
+    and by name what stands where: shape, strides and the first element."""
 
     fits: bool
     shape: Shape
     size: int
-    written: dict[str, View]
-    expanded: dict[str, View]
+    views: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]]
 
 
 def layout_of(plan: TablesPlan, shape: Shape, pieces: int) -> Layout:
     """Layout of the tables of calls of this shape, whose sorted tensors are compared in so many pieces."""
-    grid, config, written, size = grid_of(plan, shape), plan.config(), {}, 0
+    grid, config, views, size = grid_of(plan, shape), plan.config(), {}, 0
     for name, sizes in _shapes(grid, config, shape, plan.tile, pieces).items():
-        strides = tuple(math.prod(sizes[i + 1 :]) for i in range(len(sizes)))
-        written[name] = View(sizes, strides, size)
+        strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
+        whole, axis = list(sizes), _MAPPED.get(name)
+        if axis is not None:
+            for i, n in enumerate((shape.batch, shape.heads), axis):
+                strides[i] *= sizes[i] == n
+                whole[i] = n
+        views[name] = tuple(whole), tuple(strides), size
         size += math.prod(sizes)
-    whole, mapped = (shape.batch, shape.heads), written.keys() & MAPPED.keys()
-    views = {name: written[name].expanded(MAPPED[name], whole) for name in mapped}
-    return Layout(
-        grid.fits, shape, size, written, {name: x for name, x in views.items() if x != written[name]}
-    )
+    return Layout(grid.fits, shape, size, views)
+
+
+_MAPPED = {"pointers": 0, "partial_ptr": 0, "full_ptr": 0, "row_ends": 1, "in_order": 0}
+"""First of the dimensions of batch entries and heads of what has stride 0 along those that it does not differ
+by."""
 
 
 def _shapes(
@@ -201,19 +185,18 @@ class DeviceTables:
 
     def make(self, call: Call, layout: Layout, lengths: SequenceLengths) -> Tables:
         """The same, made now, for a call of this layout."""
-        _, shape, size, written, expanded = layout
+        _, shape, size, views = layout
         memory = call.q.new_empty(size, dtype=torch.int32)
-        made = {name: memory.as_strided(*view) for name, view in written.items()}
+        made = {name: memory.as_strided(*view) for name, view in views.items()}
         ranges, pieces = made.pop("ranges", None), made.pop("pieces", None)
         given = call, shape.q_len, shape.kv_len, shape.heads, ranges, pieces
-        if "found" in made:
-            self.launch(*given, None, tuple(made.values()), *lengths)
-        else:
-            self.launch(*given, BlockTables(**made), None, *lengths)
-        for name, view in expanded.items():
-            made[name] = memory.as_strided(*view)
-        made.pop("found", None)
-        return TurnTables(**made) if "entries" in made else BlockTables(**made)
+        if "found" not in made:
+            tables = BlockTables(**made)
+            self.launch(*given, tables, None, *lengths)
+            return tables
+        self.launch(*given, None, tuple(made.values()), *lengths)
+        del made["found"]
+        return TurnTables(**made)
 
 
 @dataclass(frozen=True, eq=False)
