@@ -7,6 +7,7 @@ from itertools import product
 from typing import Any
 
 import pytest
+import torch
 
 import fa4flex
 from fa4flex.codegen.analyze.domain import Ragged
@@ -20,19 +21,22 @@ from fa4flex.kernels.fwd_sm100.plan import BlackwellPlan
 from fa4flex.kernels.mixed_sm90.plan import MixedPlan
 from fa4flex.lower import Given, Lowered, lower_forward
 from fa4flex.runtime.cuda.append import _source
-from fa4flex.variants import alibi, causal, sliding_window, softcap
+from fa4flex.runtime.cuda.calls.call import name_of
+from fa4flex.variants import alibi, causal, document, sliding_window, softcap
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"mask": causal},
     "alibi": {"score_mod": alibi, "mask": causal},
     "soft cap, window": {"score_mod": softcap(20.0), "mask": causal & sliding_window(90)},
+    "documents": {"mask": causal & document(torch.zeros(2, 600, dtype=torch.int32))},
 }
 WIDTHS = (64, 64), (96, 96), (128, 128), (160, 160), (192, 128), (192, 192), (256, 256)
 USUAL = {
     *(("plain", (64, 64), "used", rows) for rows in (1, 16)),
     *(("alibi", (128, 128), "packed", rows) for rows in (1, 8)),
     ("soft cap, window", (256, 256), "used", 1),
+    ("documents", (128, 128), "packed", 16),
 }
 """Without a mask and with narrow heads, a consumer's code leaves the producer least."""
 
@@ -50,11 +54,14 @@ def compiled(case: Case, target: Target) -> tuple[Lowered, Resources]:
     """A kernel of which nothing is spilled, and its resources."""
     name, width, lengths, page_rows = case
     program = fa4flex.compile(**VARIANTS[name]).program
-    inputs = Inputs(Ragged(2, 8, 600, 600), 2, *width, lengths=lengths, keys_used=True, page_rows=page_rows)
-    given = Given(program.facts, fa4flex.Schedule(), inputs, program.captured(), target)
+    captured = program.captured()
+    read = tuple((name_of(x.dtype), tuple(x.shape)) for x in captured.operands)
+    how = {"lengths": lengths, "keys_used": True, "page_rows": page_rows, "captured": read}
+    inputs = Inputs(Ragged(2, 8, 600, 600), 2, *width, **how)
+    given = Given(program.facts, fa4flex.Schedule(), inputs, captured, target)
     lowered = lower_forward(given)
     scalars = tuple("float" if isinstance(x, float) else "int" for x in given.captured.scalars)
-    signature = Signature(scalars=scalars)
+    signature = Signature(scalars=scalars, unit_strides=(True,) * len(read), even_rows=(True,) * len(read))
     inspected = inspect(lowered.source, lowered.problem, signature, target.name)
     kernels = [inspected.resources_of("kernelForward")]
     if lowered.plan.splitting is not None and not isinstance(lowered.plan, MixedPlan):

@@ -58,7 +58,7 @@ def _readable(engine: Engine, call: Call) -> bool:
 
 
 def _made(engine: Engine, call: Call) -> Any:
-    """A launch, or None where no kernel takes such a call, for its mask or the width of its pages."""
+    """A launch, or None where no kernel takes such a call, for its order or the width of its pages."""
     require_not_capturing()
     try:
         with proving():

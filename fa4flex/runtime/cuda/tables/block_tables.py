@@ -1,8 +1,9 @@
 """Block tables of the calls that look alike, made anew whenever what they are made of has changed: on the
-device, in one launch; or on the host, which waits, where the device has no kernel for them.
+device, in one launch; or on the host, which waits, where there is no room for them.
 
-A table is kept for the tensors that it was made of: their objects, memory and versions, and the stream that
-made it. While a CUDA graph is captured, a launch makes it within the graph: replays follow new contents.
+A table is kept for the shape of a call and the tensors that it was made of, captured ones and lengths: their
+objects, memory and versions, and the stream that made it. Those of keys in pages are not kept. While a CUDA
+graph is captured, a launch makes it within the graph: replays follow new contents.
 """
 
 from __future__ import annotations
