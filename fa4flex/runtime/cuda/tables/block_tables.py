@@ -37,6 +37,9 @@ MOST_KEPT = 16
 MOST_BYTES = 1 << 29
 """Room for the lists of one mask on the device: each row has room for all of its tiles."""
 
+MOST_BLOCKS = (1 << 16) - 1
+"""Blocks of a launch in each dimension but the first."""
+
 Tables = BlockTables | TurnTables
 
 PARAMETERS = (
@@ -68,8 +71,11 @@ class Grid:
 
     @property
     def fits(self) -> bool:
-        """True if there is room for lists and pointers of both classes."""
-        return 8 * self.lists + 16 * self.batch * self.heads * self.rows <= MOST_BYTES
+        """True if there is room for lists and pointers of both classes, and a launch may have so many
+        blocks."""
+        maps = self.batch * self.heads
+        room = 8 * self.lists + 16 * maps * self.rows <= MOST_BYTES
+        return room and max(self.batch, self.heads) <= MOST_BLOCKS
 
 
 def grid_of(plan: TablesPlan, shape: Shape) -> Grid:
