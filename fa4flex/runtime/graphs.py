@@ -27,12 +27,13 @@ from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.primitives.varlen import Varlen
-from fa4flex.runtime import autocast
+from fa4flex.runtime import attention_in_pages, autocast  # noqa: F401  the operator is registered
 from fa4flex.runtime.checks import (
     Sizes,
     check_dense,
     check_descriptions,
     check_packed,
+    check_pages,
     check_tensors,
     check_variant,
 )
@@ -79,7 +80,8 @@ class _Attention(HigherOrderOperator):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(out, lse, max_scores) of q, k, v [B, H, S, D], or packed. `options`: see `attend`."""
         check_tensors(q, k, v)
-        _check_shapes(q, k, v, options["lengths"][0])
+        pages = options.get("pages")
+        _check_shapes(*((q, k, v) if pages is None else _as_dense(q, k, v, pages)), options["lengths"][0])
         graphs = (score_mod, score_lifted), (block_mask[-1], mask_lifted)
         lifted = (*score_lifted, *mask_lifted)
         found = _kept(graphs, options["context"])
@@ -101,10 +103,18 @@ class _Attention(HigherOrderOperator):
         schedule = Schedule(tile, deterministic, order, following, split, int(margin))
         precision = Precision(*options["precision"])
         program = publish(found.facts, schedule, precision, options["backend"]).text
+        given = operands, options["sinks"]
+        more = program, ints, floats, plain
+        if pages is not None:
+            table, keys, heads_first = pages
+            found_in_pages: tuple[Tensor, Tensor, Tensor] = torch.ops.fa4flex.attention_in_pages(
+                q, k, v, table, keys, *options["lengths"], *given, *more, heads_first,
+                options["max_scores"],
+            )  # fmt: skip
+            return found_in_pages
         out, lse, largest, _ = torch.ops.fa4flex.attention(
-            q, k, v, operands, options["sinks"], *options["lengths"], program, ints, floats, plain,
-            options["max_scores"],
-        )  # fmt: skip
+            q, k, v, *given, *options["lengths"], *more, options["max_scores"]
+        )
         return out, lse, largest
 
 
@@ -167,7 +177,10 @@ def run(
     check_descriptions(varlen, paging)
     qkv = autocast.cast(*qkv)
     if paging is not None:
-        return _paged(variant, qkv, varlen, paging, statistics)
+        # Gradients, and tensors that are shared out, go by the operator that has rules for them.
+        alone = not torch.is_grad_enabled() and type(qkv[0]) is Tensor
+        pages = _in_pages if alone else _paged
+        return pages(variant, qkv, varlen, paging, statistics)
     packed = varlen is not None and varlen.packed
     swap = variant.layout == "bshd" and not packed
     if swap:
@@ -180,8 +193,13 @@ def run(
     lengths: tuple[Tensor | None, ...] = (None, None, None, None)
     if varlen is not None:
         lengths = varlen.cu_seqlens_q, varlen.cu_k, varlen.seqused_q, varlen.seqused_k
+    out, lse, largest = attend(qkv, variant, _options(variant, lengths, statistics))
+    return out.transpose(1, 2) if swap else out, lse, largest
+
+
+def _options(variant: Variant, lengths: tuple[Tensor | None, ...], statistics: Statistics) -> dict[str, Any]:
     schedule, precision = variant.schedule, variant.precision
-    options = {
+    return {
         "sinks": None if variant.sinks is None else variant.sinks.now(),
         "lengths": lengths,
         "max_scores": "max_scores" in statistics,
@@ -189,13 +207,30 @@ def run(
         "precision": (precision.compute, precision.output),
         "backend": variant.backend,
     }
-    out, lse, largest = attend(qkv, variant, options)
-    return out.transpose(1, 2) if swap else out, lse, largest
 
 
 def _fields(schedule: Schedule) -> tuple[Any, ...]:
     how = schedule.deterministic, schedule.order, schedule.next_tile
     return schedule.tile, *how, schedule.split, schedule.sm_margin
+
+
+def _in_pages(
+    variant: Variant,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    varlen: Varlen | None,
+    paging: Paging,
+    statistics: Statistics,
+) -> Results:
+    """Pages are an operator's inputs: what runs it reads them where they lie, if a kernel does."""
+    q, k, v = qkv
+    check_pages(q, k, v, paging, varlen)
+    paging.check(k, v)
+    keys, heads_first = paging.page_table.shape[1] * k.shape[1], varlen is None and variant.layout == "bhsd"
+    *batch, q_len, heads = q.shape[:-1] if not heads_first else (q.shape[0], q.shape[2], q.shape[1])
+    check_variant(Sizes(batch[0] if batch else 0, heads, k.shape[2], q_len, keys), q, variant)
+    lengths = (None, None) if varlen is None else (varlen.cu_seqlens_q, varlen.seqused_q)
+    options = _options(variant, lengths, statistics)
+    return attend(qkv, variant, options | {"pages": (paging.page_table, paging.seqused_k, heads_first)})
 
 
 def _paged(
@@ -225,7 +260,8 @@ def attend(
     """(out, lse, max_scores) of q, k, v [B, H, S, D], or packed.
 
     options: sinks [Hq] or None; lengths (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k); max_scores,
-    whether they are wanted; schedule and precision as tuples of their fields; backend.
+    whether they are wanted; schedule and precision as tuples of their fields; backend. With pages (table,
+    numbers of keys, whether heads come before queries) lengths are (cu_seqlens_q, seqused_q).
     """
     _register()
     score, mask, scale = variant.score_mod, variant.allowed, variant.scale
@@ -361,6 +397,18 @@ def _stand_ins(lifted: Sequence[Any], carriers: Sequence[Any], context: Sequence
             number = float(carried) if carried is not None and x.dtype == torch.float64 else None
             found.append(StandIn(position, made[id(x)], number))
     return found
+
+
+def _as_dense(q: Tensor, k: Tensor, v: Tensor, pages: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """Tensors of the shapes that q and keys and values in pages stand for, of a batch or packed."""
+    table, _, heads_first = pages
+    if q.ndim == 3:
+        k, v = (x[0, :1].expand(q.shape[0], -1, -1) for x in (k, v))
+        return q, k, v
+    q = q if heads_first else q.transpose(1, 2)
+    keys = table.shape[1] * k.shape[1]
+    k, v = (x[:1, :1].expand(q.shape[0], keys, -1, -1).transpose(1, 2) for x in (k, v))
+    return q, k, v
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None) -> None:

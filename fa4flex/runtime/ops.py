@@ -365,7 +365,7 @@ def _wants_gradient(*tensors: Tensor | None) -> bool:
 # --- the operators ----------------------------------------------------------------------------------------
 
 
-def _numbers_of(ints: Sequence[int], floats: Sequence[Tensor], scale: float | None) -> Numbers:
+def numbers_of(ints: Sequence[int], floats: Sequence[Tensor], scale: float | None) -> Numbers:
     """From an operator's arguments. The floats lie on the host: reading them waits for nothing."""
     values = tuple([float(x) for x in floats])
     return (
@@ -387,7 +387,7 @@ def _attention(
     *lengths, program, ints, floats, scale, max_scores = rest
     given = Tensors(q, k, v, sinks, SequenceLengths(*lengths), tuple(operands))
     with autocast.off(q):
-        return forward(read(program), given, _numbers_of(ints, floats, scale), max_scores)
+        return forward(read(program), given, numbers_of(ints, floats, scale), max_scores)
 
 
 @on_the_host
@@ -405,7 +405,7 @@ def _attention_backward(
 ) -> list[Tensor]:
     ints, floats, scale, needs = rest
     given = Tensors(q, k, v, sinks, SequenceLengths(*lengths), tuple(operands))
-    numbers = _numbers_of(ints, floats, scale)
+    numbers = numbers_of(ints, floats, scale)
     with autocast.off(q):
         found = backward(read(program), given, numbers, (upstream, saved), needs)
     return [x.contiguous() for x in found]

@@ -1,0 +1,119 @@
+"""The registered operator `fa4flex::attention_in_pages`: keys and values in pages, without gradients, as code
+under torch.compile calls it. Kernels read pages where they lie; where there is none for a call, and on a CPU,
+all pages of the table are copied first. The host reads no contents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fa4flex.compiler.simulated import simulating
+from fa4flex.default_device import on_the_host
+from fa4flex.primitives.paging import Paging
+from fa4flex.runtime import autocast
+from fa4flex.runtime.cuda import in_place
+from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Call, Pages, SequenceLengths
+from fa4flex.runtime.flex.choice import by_flex
+from fa4flex.runtime.flex.engine import Tensors
+from fa4flex.runtime.layouts import empty_output
+from fa4flex.runtime.ops import empty, forward, numbers_of
+from fa4flex.runtime.programs import Numbers, Published, read
+
+Results = tuple[Tensor, Tensor, Tensor]
+"""out in the layout of q; lse [B, Hq, Sq], or [Hq, Tq] of packed queries; max_scores alike, empty where they
+are not asked for."""
+
+library = torch.library.Library("fa4flex", "FRAGMENT")
+library.define(
+    "attention_in_pages(Tensor q, Tensor k, Tensor v, Tensor page_table, Tensor paged_keys,"
+    " Tensor? cu_seqlens_q, Tensor? seqused_q, Tensor[] operands, Tensor? sinks, str program, SymInt[] ints,"
+    " Tensor[] floats, float? scale, bool heads_first, bool max_scores) -> (Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+@on_the_host
+def _attention_in_pages(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    page_table: Tensor,
+    paged_keys: Tensor,
+    cu_seqlens_q: Tensor | None,
+    seqused_q: Tensor | None,
+    *rest: Any,
+) -> Results:
+    """q [B, H, Sq, D] if `heads_first`, else [B, Sq, H, D], or packed [Tq, H, D] with cu_seqlens_q; k, v
+    [pages, page_size, Hkv, D]."""
+    operands, sinks, text, ints, floats, scale, heads_first, max_scores = rest
+    program, numbers = read(text), numbers_of(ints, floats, scale)
+    lengths = NO_LENGTHS if cu_seqlens_q is None else SequenceLengths(cu_seqlens_q, seqused_q=seqused_q)
+    given = Tensors(q, k, v, sinks, lengths, tuple(operands))
+    with autocast.off(q):
+        if (q.is_cuda or simulating()) and not by_flex(program.backend, q) and not empty(q, k):
+            pages = Pages(page_table, paged_keys)
+            found = _in_place(program, given, numbers, pages, (heads_first, max_scores))
+            if found is not None:
+                return found
+        return _copied(program, given, numbers, Paging(page_table, paged_keys), (heads_first, max_scores))
+
+
+def _in_place(
+    program: Published, given: Tensors, numbers: Numbers, pages: Pages, how: tuple[bool, bool]
+) -> Results | None:
+    """The results by a kernel that reads the pages; None where there is none."""
+    q, k, v, sinks, lengths, operands = given
+    heads_first, max_scores = how
+    if heads_first:
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+    statistics = ("lse", "max_scores") if max_scores else ("lse",)
+    scalars = program.scalars(numbers)
+    call = Call(q, k, v, operands, sinks, lengths, scalars, numbers.scale, heads_first, statistics, pages)
+    ready = in_place.ready_for(program.engine, call, lambda: None)
+    if ready is None:
+        return None
+    out, lse, largest = ready(call)
+    assert lse is not None
+    return out, lse, lse.new_empty(0) if largest is None else largest
+
+
+def _copied(
+    program: Published, given: Tensors, numbers: Numbers, paging: Paging, how: tuple[bool, bool]
+) -> Results:
+    """The results over a copy of all pages."""
+    q, k, v, sinks, lengths, operands = given
+    heads_first, max_scores = how
+    k, v = paging.spread(k), paging.spread(v)  # [B, T, Hkv, D]
+    swap = lengths is NO_LENGTHS and not heads_first
+    if lengths is NO_LENGTHS:
+        q = q.transpose(1, 2) if swap else q
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+        lengths = SequenceLengths(seqused_k=paging.seqused_k)
+    else:
+        batch, tokens = k.shape[:2]
+        starts = torch.arange(batch + 1, dtype=torch.int32, device=k.device) * tokens
+        k, v = k.flatten(0, 1), v.flatten(0, 1)
+        lengths = lengths._replace(cu_seqlens_k=starts, seqused_k=paging.seqused_k)
+    spread = Tensors(q, k, v, sinks, lengths, operands)
+    out, lse, largest, _ = forward(program, spread, numbers, max_scores, differentiable=False)
+    return out.transpose(1, 2) if swap else out, lse, largest if max_scores else lse.new_empty(0)
+
+
+for _device in ("CPU", "CUDA", "XPU"):
+    library.impl("attention_in_pages", _attention_in_pages, _device)
+
+
+@torch.library.register_fake("fa4flex::attention_in_pages", lib=library)
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Results:
+    cu_seqlens_q, (text, *_, heads_first, max_scores) = rest[2], rest[6:]
+    precision = read(text).precision
+    compute, output = precision.compute_dtype(q.dtype), precision.output_dtype(q.dtype)
+    rows: Sequence[Any] = (q.shape[1], q.shape[0])
+    if cu_seqlens_q is None:
+        rows = q.shape[:3] if heads_first else (q.shape[0], q.shape[2], q.shape[1])
+    out = empty_output(q, v.shape[-1], output)
+    lse, largest = (q.new_empty(size, dtype=compute) for size in (rows, rows if max_scores else (0,)))
+    return out, lse, largest
