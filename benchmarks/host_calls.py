@@ -180,7 +180,7 @@ def new_contents() -> dict[str, Call]:
     return {
         "documents, forward and backward": both(dense, False),
         "documents, forward and backward, new ids": both(dense, True),
-        "the same, sums in one order": both(ordered, True),
+        "documents, sums in one order, new ids": both(ordered, True),
         "packed documents, new ids and cu_seqlens": rotating(lengths, cu),
     }
 

@@ -15,11 +15,11 @@ from fa4flex.default_device import on_the_host
 from fa4flex.primitives.paging import Paging
 from fa4flex.runtime import autocast
 from fa4flex.runtime.cuda import in_place
-from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Call, Pages, SequenceLengths
+from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Pages, SequenceLengths
 from fa4flex.runtime.flex.choice import by_flex
 from fa4flex.runtime.flex.engine import Tensors
 from fa4flex.runtime.layouts import empty_output
-from fa4flex.runtime.ops import empty, forward, numbers_of
+from fa4flex.runtime.ops import call_of, empty, forward, numbers_of
 from fa4flex.runtime.programs import Numbers, Published, read
 
 Results = tuple[Tensor, Tensor, Tensor]
@@ -55,23 +55,20 @@ def _attention_in_pages(
     with autocast.off(q):
         if (q.is_cuda or simulating()) and not by_flex(program.backend, q) and not empty(q, k):
             pages = Pages(page_table, paged_keys)
-            found = _in_place(program, given, numbers, pages, (heads_first, max_scores))
+            found = _in_place(program, given, numbers, pages, heads_first, max_scores)
             if found is not None:
                 return found
-        return _copied(program, given, numbers, Paging(page_table, paged_keys), (heads_first, max_scores))
+        return _copied(program, given, numbers, Paging(page_table, paged_keys), heads_first, max_scores)
 
 
 def _in_place(
-    program: Published, given: Tensors, numbers: Numbers, pages: Pages, how: tuple[bool, bool]
+    program: Published, given: Tensors, numbers: Numbers, pages: Pages, heads_first: bool, max_scores: bool
 ) -> Results | None:
     """The results by a kernel that reads the pages; None where there is none."""
-    q, k, v, sinks, lengths, operands = given
-    heads_first, max_scores = how
-    if heads_first:
-        k, v = k.transpose(1, 2), v.transpose(1, 2)
     statistics = ("lse", "max_scores") if max_scores else ("lse",)
-    scalars = program.scalars(numbers)
-    call = Call(q, k, v, operands, sinks, lengths, scalars, numbers.scale, heads_first, statistics, pages)
+    call = call_of(program, given, numbers, statistics)._replace(heads_first=heads_first, pages=pages)
+    if heads_first:
+        call = call._replace(k=call.k.transpose(1, 2), v=call.v.transpose(1, 2))
     ready = in_place.ready_for(program.engine, call, lambda: None)
     if ready is None:
         return None
@@ -81,25 +78,30 @@ def _in_place(
 
 
 def _copied(
-    program: Published, given: Tensors, numbers: Numbers, paging: Paging, how: tuple[bool, bool]
+    program: Published, given: Tensors, numbers: Numbers, paging: Paging, heads_first: bool, max_scores: bool
 ) -> Results:
     """The results over a copy of all pages."""
     q, k, v, sinks, lengths, operands = given
-    heads_first, max_scores = how
-    k, v = paging.spread(k), paging.spread(v)  # [B, T, Hkv, D]
     swap = lengths is NO_LENGTHS and not heads_first
     if lengths is NO_LENGTHS:
         q = q.transpose(1, 2) if swap else q
-        k, v = k.transpose(1, 2), v.transpose(1, 2)
+        k, v = (paging.spread(x).transpose(1, 2) for x in (k, v))
         lengths = SequenceLengths(seqused_k=paging.seqused_k)
     else:
-        batch, tokens = k.shape[:2]
-        starts = torch.arange(batch + 1, dtype=torch.int32, device=k.device) * tokens
-        k, v = k.flatten(0, 1), v.flatten(0, 1)
+        k, v, starts = packed_pages(paging, k, v)
         lengths = lengths._replace(cu_seqlens_k=starts, seqused_k=paging.seqused_k)
     spread = Tensors(q, k, v, sinks, lengths, operands)
     out, lse, largest, _ = forward(program, spread, numbers, max_scores, differentiable=False)
     return out.transpose(1, 2) if swap else out, lse, largest if max_scores else lse.new_empty(0)
+
+
+def packed_pages(paging: Paging, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values of all pages of each sequence, used or not, packed [T, Hkv, D], and where each sequence
+    starts in them. Differentiable."""
+    k, v = paging.spread(k), paging.spread(v)  # [B, T, Hkv, D]
+    batch, tokens = k.shape[:2]
+    starts = torch.arange(batch + 1, dtype=torch.int32, device=k.device) * tokens
+    return k.flatten(0, 1), v.flatten(0, 1), starts
 
 
 for _device in ("CPU", "CUDA", "XPU"):

@@ -27,7 +27,8 @@ from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.primitives.varlen import Varlen
-from fa4flex.runtime import attention_in_pages, autocast  # noqa: F401  the operator is registered
+from fa4flex.runtime import autocast
+from fa4flex.runtime.attention_in_pages import packed_pages
 from fa4flex.runtime.checks import (
     Sizes,
     check_dense,
@@ -243,15 +244,14 @@ def _paged(
     """Every page of each sequence is gathered, used or not: how many are used is not known in a graph."""
     q, k, v = qkv
     paging.check(k, v)
-    k, v = paging.spread(k), paging.spread(v)  # [B, T, Hkv, D]
     if varlen is None:
+        k, v = paging.spread(k), paging.spread(v)  # [B, T, Hkv, D]
         swap = variant.layout == "bhsd"
         k, v = (k.transpose(1, 2), v.transpose(1, 2)) if swap else (k, v)
         return run(variant, (q, k, v), Varlen(seqused_k=paging.seqused_k), None, statistics)
-    batch, tokens = k.shape[:2]
-    starts = torch.arange(batch + 1, dtype=torch.int32, device=k.device) * tokens
+    k, v, starts = packed_pages(paging, k, v)
     ragged = Varlen(varlen.cu_seqlens_q, starts, varlen.seqused_q, paging.seqused_k)
-    return run(variant, (q, k.flatten(0, 1), v.flatten(0, 1)), ragged, None, statistics)
+    return run(variant, (q, k, v), ragged, None, statistics)
 
 
 def attend(

@@ -61,7 +61,7 @@ def forward(
         return _without_keys_on_gpu(program, given, numbers, max_scores)
     if on_gpu:
         statistics = ("lse", "max_scores") if max_scores else ("lse",)
-        out, lse, largest = program.engine.run(_call(program, given, numbers, statistics))
+        out, lse, largest = program.engine.run(call_of(program, given, numbers, statistics))
         assert lse is not None
         return out, lse, lse.new_empty(0) if largest is None else largest, lse.new_empty(0)
     inputs = _inputs(program, given, numbers)
@@ -176,7 +176,7 @@ def _outside(grad: bool) -> Iterator[None]:
         yield
 
 
-def _call(program: Published, given: Tensors, numbers: Numbers, statistics: tuple[str, ...]) -> Call:
+def call_of(program: Published, given: Tensors, numbers: Numbers, statistics: tuple[str, ...]) -> Call:
     q, k, v, sinks, lengths, operands = given
     lengths = NO_LENGTHS if all(x is None for x in lengths) else lengths
     scalars = program.scalars(numbers)
@@ -199,7 +199,7 @@ def _backward_on_gpu(
     (dout, *of_lse), (out, lse, *_) = gradients
     dlse = of_lse[0] if of_lse else None
     if dout.dtype == out.dtype == given.q.dtype and not empty(given.q, given.k):
-        call = _call(program, given, numbers, ("lse",))
+        call = call_of(program, given, numbers, ("lse",))
         found = run_backward(program.engine, call, Saved(out, lse, dout, dlse), needs)
         if found is not None:
             return [x for x in (*found[:4], *found.captured) if x is not None]

@@ -33,7 +33,7 @@ Drawn = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]
 
 def drawn(kind: str, dtype: torch.dtype) -> Drawn:
     """q, caches of keys and values, table, lengths, and cu_seqlens of packed queries."""
-    q_len = int(torch.randint(1, 40, ()))
+    q_len = int(torch.randint(2, 40, ()))  # torch compiles a length of 1 for itself
     k, v = (torch.randn(PAGES, PAGE, KV_HEADS, D).to(dtype) for _ in range(2))
     table = torch.randperm(PAGES)[: BATCH * COLUMNS].view(BATCH, COLUMNS).int()
     used = torch.randint(0, COLUMNS * PAGE + 1, (BATCH,), dtype=torch.int32)

@@ -233,23 +233,16 @@ TABLES = Parts(
     ),
     when=(("row_ends", _has_row_ends), ("in_order", _has_row_ends)),
 )
+_TURN_LISTS = (
+    ("pointers", POINTERS),
+    ("entries", Array("int32", ("entries",))),
+    ("ranks", Array("int32", ("entries",))),
+)
 TURNS = Parts(
-    (
-        ("done", Array("int32", ("batch", "q_heads", "turns"))),
-        ("pointers", POINTERS),
-        ("entries", Array("int32", ("entries",))),
-        ("ranks", Array("int32", ("entries",))),
-    ),
+    (("done", Array("int32", ("batch", "q_heads", "turns"))), *_TURN_LISTS),
     when=(("pointers", _masked), ("entries", _masked), ("ranks", _masked)),
 )
-ORDERED = Parts(
-    (
-        ("pointers", POINTERS),
-        ("entries", Array("int32", ("entries",))),
-        ("ranks", Array("int32", ("entries",))),
-        ("found", Array("int32", ("found",))),
-    )
-)
+ORDERED = Parts((*_TURN_LISTS, ("found", Array("int32", ("found",)))))
 RANGES = Array("int32", ("range ends", "range batch", "range heads", "range tiles"))
 PIECES = Array("int32", ("searched", "piece batch", "piece heads", "pieces"))
 PER_ROW = Array("float32", ("batch", "q_heads", "q_len"))

@@ -23,6 +23,7 @@ from fa4flex.kernels.common.arguments import named
 from fa4flex.kernels.common.folds import folds_of
 from fa4flex.kernels.common.hooks import At, Hooks, Pointwise
 from fa4flex.kernels.common.keys import row_spans
+from fa4flex.kernels.common.paged_lengths import possible
 from fa4flex.kernels.common.pointwise import terms_of
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
@@ -409,8 +410,7 @@ def lengths(arguments: BlockTableArguments, b: Int32) -> tuple[Int32, Int32]:
     q_len = _length(a.q_len, a.cu_seqlens_q, a.seqused_q, b)
     if a.paged_keys is None:
         return q_len, _length(a.kv_len, a.cu_seqlens_k, a.seqused_k, b)
-    given = cutlass.max(Int64(a.paged_keys[b]), Int64(0))
-    return q_len, Int32(cutlass.min(given, Int64(a.kv_len)))
+    return q_len, possible(Int64(a.paged_keys[b]), Int64(a.kv_len))
 
 
 def _length(most: Int32, cu: cute.Tensor | None, used: cute.Tensor | None, b: Int32) -> Int32:

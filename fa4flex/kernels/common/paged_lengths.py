@@ -18,7 +18,11 @@ def capacity(arguments: Arguments) -> Int64:
 def paged_length(arguments: Arguments, b: Int32) -> Int32:
     """Keys of a sequence: what was given, but no fewer than none, and no more than its row of the table has
     slots for."""
-    given, most = Int64(arguments.paged_keys[b]), capacity(arguments)
+    return possible(Int64(arguments.paged_keys[b]), capacity(arguments))
+
+
+def possible(given: Int64, most: Int64) -> Int32:
+    """A given number of keys, or the nearest to it from none to the most."""
     return Int32(cutlass.min(cutlass.max(given, Int64(0)), most))
 
 

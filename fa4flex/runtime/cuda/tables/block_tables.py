@@ -172,7 +172,7 @@ class DeviceTables:
         extents = extents_of(shape)
         layout = self.layouts.get(extents) or self.layout(shape)
         if not layout.fits:
-            return self.on_host(call, lengths)
+            return self.on_host(call)
         place = capture_of(call.q)
         # Torch counts no change of what a serving engine's own kernels write: lengths of pages.
         if place is None or place[1] or call.pages is not NO_PAGES:
@@ -214,7 +214,7 @@ class HostTables:
     slots: tuple[int, ...]
     _kept: VersionedCache[Tables] = field(default_factory=lambda: VersionedCache(MOST_KEPT))
 
-    def __call__(self, call: Call, lengths: SequenceLengths = NO_LENGTHS) -> Tables:
+    def __call__(self, call: Call) -> Tables:
         """The tables of a call, of its lengths as they were given."""
         read = [call.operands[slot] for slot in self.slots]
         read += [x for x in call.lengths if x is not None]

@@ -31,11 +31,11 @@ READ_BY = {"forward": ("tables",), "backward": ("spans", "tables")}
 
 def tables_of(kinds: Kinds, call: Call, lowered: Lowered, captured: Captured) -> DeviceTables | None:
     """The device makes the tables, the host those of more tiles than there is room for."""
-    slots = tuple(sorted(slots_read(lowered.facts.mask)))
-    on_host = HostTables(lambda later: on_the_host(later, lowered, numbers_of(kinds, later)), slots)
     asked = tables_kernel(kinds, call, lowered, captured)
     if asked is None:
         return None
+    slots = tuple(sorted(slots_read(lowered.facts.mask)))
+    on_host = HostTables(lambda later: on_the_host(later, lowered, numbers_of(kinds, later)), slots)
     found, signature = asked
     kernel, plan = found.compile(signature), found.plan
     constants = {"scalars": numbers_of(kinds, call) or None}
