@@ -65,7 +65,6 @@ class PageLookup:
     behind    1 where boxes of the tile before the one at hand are asked for, too
     warps     that share a tile, each its own keys
     warp      the number of this one among them
-    waits     entries are looked at when they are needed, so that nothing waits for them before
 
     `now` [box, 2] has a lane's pages, and numbers of boxes in these, for the tiles at hand, `passed` for the
     ones before; `entries` and `asked` [box] are what the table says of the tiles after them, and numbers of
@@ -79,7 +78,6 @@ class PageLookup:
     behind: int = 0
     warps: int = 1
     warp: Int32 | int = 0
-    waits: bool = True
     now: cute.Tensor = field(init=False)
     passed: cute.Tensor | None = field(init=False, default=None)
     entries: cute.Tensor = field(init=False)
@@ -143,8 +141,7 @@ def _turn_to(lookup: cutlass.Constexpr[PageLookup], number: Int32) -> None:
         if const_expr(passed is not None):
             for i in cutlass.range_constexpr(cute.size(now)):
                 passed[i] = now[i]
-        if const_expr(lookup.waits):
-            _look(lookup)
+        _look(lookup)
         for i in cutlass.range_constexpr(cute.size(lookup.entries)):
             now[i, 0] = Int32(lookup.entries[i])
             now[i, 1] = lookup.asked[i]
@@ -153,7 +150,8 @@ def _turn_to(lookup: cutlass.Constexpr[PageLookup], number: Int32) -> None:
 
 @cute.jit
 def _ask(lookup: cutlass.Constexpr[PageLookup], number: Int32) -> None:
-    """Start to read the entries of a lane's boxes of the tiles from this one on."""
+    """Start to read the entries of a lane's boxes of the tiles from this one on. They are looked at when they
+    are needed, so that nothing waits for them before."""
     table, lane = lookup.table, cute.arch.lane_idx()
     place = number + lane // lookup.boxes
     keys = lookup.order.keys
@@ -162,17 +160,11 @@ def _ask(lookup: cutlass.Constexpr[PageLookup], number: Int32) -> None:
     first = tile * lookup.tile_n + lookup.warp * lookup.height
     for i in cutlass.range_constexpr(cute.size(asked)):
         key = first + (i * LANES + lane) % lookup.boxes * lookup.rows
-        page, box = entries.element_type(table.pages), Int32(NOTHING if lookup.waits else 0)
+        page, box = entries.element_type(table.pages), Int32(NOTHING)
         if place < keys.count and key < table.length:
             column = key // table.page_size
             page = table.row[column]
-            if const_expr(lookup.waits):  # noqa: SIM114  one is decided when compiled, one when run
-                box = (key - column * table.page_size) // lookup.rows
-            elif page >= 0 and page < table.pages:
-                box = (key - column * table.page_size) // lookup.rows
-            else:
-                report(table.faults, "page missing", (Int64(page), Int64(table.pages)))
-                page = entries.element_type(table.pages)
+            box = (key - column * table.page_size) // lookup.rows
         entries[i] = page
         asked[i] = box
 

@@ -28,10 +28,9 @@ def possible(given: Int64, most: Int64) -> Int32:
 
 @cute.jit
 def check_length(arguments: Arguments, b: Int32) -> None:
-    """Tell of a length that is not possible; one warp calls this."""
+    """Tell of a length that is not possible. Threads that tell of the same one say the same."""
     given, most = Int64(arguments.paged_keys[b]), capacity(arguments)
-    if cute.arch.lane_idx() == 0:
-        if given < 0:
-            report(arguments.faults, "paged_keys negative", (given,))
-        if given > most:
-            report(arguments.faults, "paged_keys beyond", (given, most))
+    if given < 0:
+        report(arguments.faults, "paged_keys negative", (given,))
+    if given > most:
+        report(arguments.faults, "paged_keys beyond", (given, most))

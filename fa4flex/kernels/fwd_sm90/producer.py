@@ -131,7 +131,7 @@ class Producer:
         """Keys and values in pages. `policy` says what the L2 cache keeps of boxes."""
         boxes, config, (transfers, shared, pipes) = self.config.boxes, self.config, block
         assert boxes is not None
-        check_length(arguments, work.b)
+        self.check(arguments, work.b)
         table = page_table(arguments, work.b, work.kv_len)
         if config.gathers:
             warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -141,10 +141,15 @@ class Producer:
             tiles = shared.k, shared.v
             return gathered(arguments, kv_head, lookup, (pipes.k, pipes.v), tiles, (k, v))
         views = box_views(transfers, (shared.k, shared.v), arguments, kv_head, boxes)
-        lookup = PageLookup(table, order, boxes.rows, config.tile_n, behind, waits=False)
+        lookup = PageLookup(table, order, boxes.rows, config.tile_n, behind)
         lookup.begin()
         alone = self.part is not None
         return PagedKeyValues(transfers, pipes.k, pipes.v, *views, lookup, policy, alone=alone)
+
+    def check(self, arguments: Arguments, b: Int32) -> None:
+        """Tell of a length that is not possible."""
+        if self.leads:
+            check_length(arguments, b)
 
     @cute.jit
     def queries(

@@ -12,9 +12,8 @@ GROUPS = 2
 """Consumer warpgroups: both have the rows of a tile of few, and each has half of the keys of every tile."""
 
 HANDED, NOTED = 11, 13
-"""Numbers of 32 bits that a tile is handed over in, and that the warp that takes tiles
-notes behind these, as it has few registers. Together they are
-read four at a time."""
+"""Numbers of 32 bits that a tile is handed over in, and that the warp that takes tiles notes behind these, as
+it has few registers. Together they are read four at a time."""
 
 MOST_SPLIT = (COUNTERS - TAKEN) // 4
 """Tiles of few rows with several parts, at most: each 16 of their rows have a counter of parts that are

@@ -25,10 +25,10 @@ class Handed(NamedTuple):
 
 
 class Noted(NamedTuple):
-    """Tiles of few rows, and of many; tiles of keys of a part."""
+    """Tiles of few rows, and their share of all (see `rate` in schedule.py); tiles of keys of a part."""
 
     few: Int32
-    many: Int32
+    rate: Int32
     share: Int32
 
 

@@ -51,6 +51,9 @@ class FewKeys(forward.Producer):
         both = load_few, load_many
         self.scheduler.walk(grid, arguments, pipes.next, both, states, takes=self.leads)
 
+    def check(self, arguments: Arguments, b: Int32) -> None:
+        """Whoever counts sequences has told of such."""
+
     def few_keys(self, work: Work, tile: Tile, arguments: Arguments, block: Block) -> KeyValues:
         """Keys and values of a tile of few rows, each at a time. They are read once, and would drive those of
         chunks, which many tiles read, out of L2."""

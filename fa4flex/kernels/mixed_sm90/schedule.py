@@ -4,7 +4,8 @@ A sequence whose queries, times the heads that share keys, are few has one tile 
 it has many keys several, which share these; others have one for each head and 128 queries. Tiles of few rows
 wait for memory, those of many for tensor cores. At any time some blocks should have one kind and some the
 other, so tile n of a launch is one of few rows where their share of the tiles up to n passes a whole number.
-If one kind takes longer, more blocks have it at a time; both run out together.
+If one kind takes longer, more blocks have it at a time. Tiles of few rows run out first, one tile of each
+block before the end: the last tiles of many rows are the shortest of all.
 
 One warp of a block counts sequences, takes tiles, and hands each to the others.
 """
@@ -40,11 +41,23 @@ from fa4flex.kernels.mixed_sm90.handed import (
     noted_place,
     nothing,
 )
-from fa4flex.kernels.mixed_sm90.sequences import WHOLE, Cut, Sequences, start
+from fa4flex.kernels.mixed_sm90.sequences import WHOLE, Cut, Sequences, Totals, start
 
 Bodies = tuple[Callable[..., Any], Callable[..., Any]]
 """Functions that a role calls with a tile of few rows (work, cut, phase, carry), and with one of many (work,
 phase, carry)."""
+
+
+RATE_BITS = 30
+"""Bits behind the point of the share of tiles that are of few rows. A launch has fewer than 2^30 tiles."""
+
+
+def rate(totals: Totals, workers: int) -> Int32:
+    """Share of tiles of few rows, rounded up, until there are none left. Found once: a division of 64 bits
+    takes longer than all else that begins a tile."""
+    last = cutlass.min(totals.many // 4, Int32(workers))
+    among = Int64(cutlass.max(totals.few + totals.many - last, Int32(1)))
+    return Int32(((Int64(totals.few) << RATE_BITS) + (among - 1)) // among)
 
 
 class MixedScheduler(TileScheduler):
@@ -78,9 +91,12 @@ class MixedScheduler(TileScheduler):
         carry: Any,
     ) -> Any:
         of_few, of_many = body
+        if self.first() == 0:
+            self.sequences.check(arguments)
         totals = self.sequences.totals(arguments)
         none = (Int32(0),) * SPARE
-        note((totals.few, totals.many, totals.share, *start(), *start(), *none), TOTALS, next_tile)
+        mix = totals.few, rate(totals, self.config.workers), totals.share
+        note((*mix, *start(), *start(), *none), TOTALS, next_tile)
         phase, number = Int32(0), self.first()
         while number < totals.few + totals.many:
             few, index = self.kind(number, noted(next_tile))
@@ -101,16 +117,13 @@ class MixedScheduler(TileScheduler):
 
     @cute.jit
     def kind(self, number: Int32, noted: Noted) -> tuple[Boolean, Int32]:
-        """(whether tile `number` is one of few rows, its number among its kind). Where there are none of few,
-        nothing is divided: a division of 64 bits takes longer than all else that begins a tile."""
-        few, index = Boolean(False), number
-        if noted.few > 0:
-            every = Int64(noted.few + noted.many)
-            before = Int32(Int64(number) * Int64(noted.few) // every)
-            upto = Int32(Int64(number + 1) * Int64(noted.few) // every)
-            few = upto > before
-            index = select_(few, before, number - before)
-        return few, index
+        """(whether tile `number` is one of few rows, its number among its kind)."""
+        before, upto = (
+            cutlass.min(Int32(Int64(n) * Int64(noted.rate) >> RATE_BITS), noted.few)
+            for n in (number, number + 1)
+        )
+        few = upto > before
+        return few, select_(few, before, number - before)
 
     @cute.jit
     def follow(

@@ -13,7 +13,7 @@ import cutlass
 from cutlass import Boolean, Int32, Int64, const_expr, cute, select_
 
 from fa4flex.kernels.common.arguments import Arguments
-from fa4flex.kernels.common.paged_lengths import paged_length
+from fa4flex.kernels.common.paged_lengths import check_length, paged_length
 from fa4flex.kernels.mixed_sm90.config import LEAST, MOST_SPLIT, WAVES
 
 WHOLE = 1 << 30
@@ -114,6 +114,13 @@ class Sequences:
         return select_(few, Int32(0), tiles)
 
     # --- all of them --------------------------------------------------------------------------------------
+
+    @cute.jit
+    def check(self, arguments: Arguments) -> None:
+        """A warp's: tell of lengths that are not possible."""
+        sequences = Int32(arguments.cu_seqlens_q.shape[0] - 1)
+        for b in cutlass.range(cute.arch.lane_idx(), sequences, 32, unroll=1):
+            check_length(arguments, b)
 
     @cute.jit
     def totals(self, arguments: Arguments) -> Totals:
