@@ -4,7 +4,8 @@
 
 Times are medians of replays of CUDA graphs, in turns, which go round among so many caches that the L2 cache
 holds none of them. The speed is in keys and values read per second, of the causal one's with as many queries;
-a window reads the keys in its tiles alone. Drafted tokens are 16 queries, a tree for each sequence.
+a window reads the keys in its tiles alone, and the last row is causal decoding over no more keys than these.
+Drafted tokens are 16 queries, a tree for each sequence.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from fa4flex.variants import alibi, causal, sliding_window, softcap, tree
 from fa4flex.variants.tree import ancestors_of
 
 HEADS, KV_HEADS, WIDTH, NODES, WINDOW, TILE = 32, 8, 128, 16, 1024, 64
+SHORT = "causal over a window's keys"
 
 
 def variants(batch: int, keys: int) -> dict[str, tuple[int, dict[str, Any]]]:
@@ -75,12 +77,17 @@ def report(size: Size, page_size: int) -> None:
 
         with torch.no_grad():
             graphs[name] = graph_of(call, caches[queries], calls)
+    # The same keys that a window has, without any before them.
+    short, causally = Size(size.batch, WINDOW + TILE), fa4flex.compile(mask=causal)
+    few = caches_of(Case(short, HEADS, KV_HEADS, WIDTH, 1), page_size)
+    with torch.no_grad():
+        graphs[SHORT] = graph_of(lambda q, k, v, paging=None: causally(q, k, v, paging=paging), few, calls)
     times = microseconds(graphs, calls)
     cache = f"pages of {page_size}" if page_size else "contiguous"
     print(f"{size.batch} x {size.keys} keys, {cache}, {HEADS}:{KV_HEADS} d{WIDTH}")
     rates: dict[int, float] = {}
-    for name, (queries, _) in every.items():
-        seen = WINDOW + TILE if name == "window" else size.keys
+    for name, (queries, _) in {**every, SHORT: (1, {})}.items():
+        seen = WINDOW + TILE if name in ("window", SHORT) else size.keys
         rate = cases[queries].bytes * seen / size.keys / times[name] / 1e6
         over = rate / rates.setdefault(queries, rate)
         print(f"  {name:28} {times[name]:8.1f} us {rate:6.2f} TB/s {over:6.2f}", flush=True)

@@ -248,6 +248,18 @@ def test_even_batches_are_split_as_if_their_lengths_were_known() -> None:
     assert many.even == many.most > 1, "too many lengths for each warp to read"
 
 
+def test_windows_are_split_by_the_keys_that_rows_see() -> None:
+    ragged = replace(H200, uneven=True)
+    for by, pairs, kv_len in product((H200, ragged), (8, 128, 512), (2048, 8192, 65536)):
+        assert splits(replace(by, seen=1024), pairs, kv_len) == splits(by, pairs, 18 * 64), (
+            "16 tiles, and ends"
+        )
+        assert splits(replace(by, seen=kv_len), pairs, kv_len) == splits(by, pairs, kv_len)
+    assert splits(ragged, 512, 32768) > 1 == splits(replace(ragged, seen=1024), 512, 32768)
+    fixed = planned(FEW, Schedule(split=1000)).splitting
+    assert splits(replace(fixed, seen=1024), 8, 8192) == splits(fixed, 8, 8192), "as the schedule asks"
+
+
 def test_memory_of_parts() -> None:
     assert H200.splits(128, 128, 8192, 512).floats == 0
     assert H200.splits(1, 8, 8192, 32) == (16, 16, 16 * 32 * 129)

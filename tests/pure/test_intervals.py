@@ -7,6 +7,7 @@ import torch
 from mask_zoo import KV, KV_LEN, Q_LEN, B, H, Q, both, clamp, dense, either, near, op, zoo
 from torch import Tensor
 
+from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.analyze.intervals import (
     MOST_INTERVALS,
     Intervals,
@@ -16,6 +17,7 @@ from fa4flex.codegen.analyze.intervals import (
     key_intervals,
     query_intervals,
 )
+from fa4flex.codegen.analyze.seen import keys_seen
 from fa4flex.codegen.analyze.tables import Tables
 from fa4flex.codegen.analyze.tiles import Shape, unmet
 from fa4flex.codegen.evaluate import Captured
@@ -222,3 +224,32 @@ def test_in_words() -> None:
     nothing = key_intervals(op("lt", KV, KV))
     assert nothing is not None
     assert describe(nothing) == "no row attends any key"
+
+
+# --- keys that a row sees, at most ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("i", range(len(zoo())))
+def test_no_row_sees_more_keys_than_is_said(i: int) -> None:
+    case, shape = zoo()[i], Shape(2, 3, 180, 256)
+    facts = Facts(mask=case.mask)
+    most = keys_seen(facts, shape, case.captured)
+    assert (most is None) == (facts.keys is None)
+    if facts.keys is not None and all(Tables(case.captured).is_sorted(x) for x in facts.keys.sorted_operands):
+        assert most is not None and most >= dense(case.mask, shape, case.captured).sum(-1).max()
+
+
+def test_a_window_has_its_own_keys() -> None:
+    shape, offset = Shape(1, 1, 4, 4096), op("sub", op("add", Q, KV_LEN), Q_LEN)
+    causal, narrow = op("ge", offset, KV), op("lt", op("sub", offset, KV), 64)
+    wide = op("lt", op("sub", offset, KV), scalar(0, "int"))
+    sink, captured = op("lt", KV, 4), Captured((), (100,))
+    for mask, most in (
+        (both(causal, narrow), 64),
+        (both(causal, wide), 100),
+        (both(both(causal, wide), narrow), 64),
+        (either(both(causal, narrow), sink), 68),
+        (near(offset, KV, 10), 21),
+        (causal, 4096),
+    ):
+        assert keys_seen(Facts(mask=mask), shape, captured) == most, str(mask)

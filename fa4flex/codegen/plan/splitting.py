@@ -45,6 +45,7 @@ class Splitting:
     blocks           of a multiprocessor at a time
     uneven           sequences may be shorter than their tensor
     share            tiles of keys per split, where that is asked for
+    seen             keys that a row sees, at most; None: all
     """
 
     tile_n: int
@@ -53,6 +54,7 @@ class Splitting:
     blocks: int = 2
     uneven: bool = False
     share: int | None = None
+    seen: int | None = None
 
     def splits(self, batch: int, pairs: int, kv_len: int, rows: int) -> Splits:
         """Splits of the keys of each of `pairs` (sequence, head of keys) of up to kv_len keys, of `batch`
@@ -62,9 +64,13 @@ class Splitting:
             # Two at least: a single one is not merged, and may differ from a merged one in a last bit.
             most = even = max(-(-tiles // self.share), 2)
         else:
+            each = max(-(-rows // max(pairs, 1)), 1)
+            if self.seen is not None:
+                # All rows of a pair together, which begin and end within tiles.
+                tiles = min(tiles, (self.seen + each) // self.tile_n + 2)
             # Of a row and split, a float32 is written and read for each column that a tile has in 16 bits
             # twice.
-            partial = 2 / self.tile_n * max(-(-rows // max(pairs, 1)), 1)
+            partial = 2 / self.tile_n * each
             most, even = _splits(pairs, tiles, self.multiprocessors, self.uneven and batch > 1, partial)
             even = self._even(pairs, most, even) if batch <= MOST_COMPARED else most
         return Splits(most, even, most * rows * (self.width + 1) if most > 1 else 0)

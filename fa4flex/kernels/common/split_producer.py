@@ -89,7 +89,7 @@ class Producer:
         if config.paged:
             boxes = Boxes(config.box_rows)
             views = box_views(transfers, (stages.k, stages.v), arguments, tile.kv_head, boxes)
-            return PagedKeyValues(transfers, *rings, *views, self.lookup(arguments, tile))
+            return PagedKeyValues(transfers, *rings, *views, self.lookup(arguments, tile), READ_ONCE)
         k, v = tokens_of(tile.work(tile.kv_head), tile.kv_head, transfers)
         k_tiles = cute.local_tile(k, (config.tile_n, config.head_dim), (None, 0))
         v_tiles = cute.local_tile(v, (config.head_dim_v, config.tile_n), (0, None))

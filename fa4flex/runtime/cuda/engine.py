@@ -30,9 +30,11 @@ from fa4flex.codegen.analyze.prove import (
     watched,
 )
 from fa4flex.codegen.analyze.reach import Extents, Reach, widest
+from fa4flex.codegen.analyze.seen import keys_seen
 from fa4flex.codegen.evaluate import MODEST_BITS, Captured
 from fa4flex.codegen.plan.arguments import FORWARD
 from fa4flex.codegen.plan.specialize import same_backward_problem, same_problem
+from fa4flex.codegen.plan.splitting import Splitting
 from fa4flex.contents import VALIDATE, VersionedCache
 from fa4flex.errors import Fa4flexError
 from fa4flex.primitives.precision import Precision
@@ -130,12 +132,12 @@ class Engine:
 
     def watch_integers(self, call: Call) -> None:
         """Ask the device whether captured integers, once per change of these, are as small as launches take
-        them for: a later call tells. Replays of a captured CUDA graph are not watched."""
+        them for: a later call tells. Captured CUDA graphs and their replays are not watched."""
         read = [call.operands[slot] for slot in self._computed_with]
         if self._looked_at.get(self.bits, read):
             return
         place = capture_of(call.q)
-        if place is not None and place[1]:
+        if place is None or place[1]:
             return
         self._looked_at.keep(self.bits, read, True)
         known = dict(self.bits)
@@ -252,6 +254,14 @@ def _sorted(plan: ForwardPlan) -> tuple[int, int]:
     return rows // plan.problem.packed_heads, keys
 
 
+def _splitting(plan: ForwardPlan, given: Given) -> Splitting | None:
+    """The plan's splitting, for rows that may see few keys."""
+    found = plan.splitting
+    if found is None:
+        return None
+    return replace(found, seen=keys_seen(given.facts, given.proved_for, given.captured))
+
+
 def lowered_of(engine: Engine, call: Call) -> tuple[Lowered, Given, Signature, Reach]:
     """Everything that decides the kernel of a call, and the extents of other calls for which it is the
     same."""
@@ -296,7 +306,7 @@ def make_ready(engine: Engine, call: Call) -> Ready:
         call.lengths.seqused_q is not None,
         plan.config().dynamic,
         call.pages is not NO_PAGES,
-        plan.splitting,
+        _splitting(plan, given),
         lengths_of(engine.kinds, call, lowered, _sorted(plan) if by_work else None),
         tables_of(engine.kinds, call, lowered, captured),
         engine.watch_integers if engine.watches_integers else None,
