@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -57,6 +60,23 @@ def test_a_stream_has_a_counter_and_a_captured_launch_its_own(monkeypatch: pytes
     assert counters_module.counters(0) is other
 
 
+def test_graphs_of_torch_compile_keep_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch gives memory of its graphs back, but for outputs."""
+    stream, manager = [0], SimpleNamespace(stream=SimpleNamespace(cuda_stream=77))
+    trees = SimpleNamespace(get_manager=lambda device, create_if_none_exists: None if device else manager)
+    monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", trees)
+    monkeypatch.setattr(counters_module, "_counters", {})
+    monkeypatch.setattr(counters_module, "_current_stream", lambda device: stream[0])
+    monkeypatch.setattr(counters_module, "_capturing", lambda device: False)
+    monkeypatch.setattr(counters_module, "_zeros", lambda device: torch.zeros(COUNTERS, dtype=torch.int32))
+    q = mock.Mock(is_cuda=True, get_device=lambda: 0)
+    for handle, kept in ((0, True), (76, True), (77, False)):
+        stream[0] = handle
+        assert (counters_module.counters(0) is counters_module.counters(0)) == kept
+        assert counters_module.capture_of(q) == ((handle, 0) if kept else None)
+    assert counters_module.counters(1) is counters_module.counters(1), "another device"
+
+
 def test_only_kernels_that_count_get_a_counter(recorder: Recorder) -> None:
     for mask, counts in ((None, False), (sliding_window(64), True)):
         engine, call = call_of(fa4flex.compile(mask=mask))
@@ -102,10 +122,14 @@ def test_a_repeated_launch_has_the_same_arguments(recorder: Recorder, statistics
     assert out is second[3] and out.data_ptr() != first[3].data_ptr()
 
 
-@pytest.mark.parametrize("keys, splits", [(100, 1), (9000, 33)])
-def test_parts_of_few_queries_have_memory_at_each_call(recorder: Recorder, keys: int, splits: int) -> None:
+@pytest.mark.parametrize(
+    "mask, keys, splits", [(causal, 100, 1), (causal, 9000, 33), (causal & sliding_window(64), 9000, 1)]
+)
+def test_parts_of_few_queries_have_memory_at_each_call(
+    recorder: Recorder, mask: Any, keys: int, splits: int
+) -> None:
     """It is float32, one after the other, and none where nothing is split."""
-    attn = fa4flex.compile(mask=causal)
+    attn = fa4flex.compile(mask=mask)
     q, k, v = (torch.randn(2, h, n, 64).bfloat16() for h, n in ((4, 3), (2, keys), (2, keys)))
     engine, call = call_of(attn, (q, k, v))
     engine.run(call)

@@ -5,6 +5,8 @@ Launches on one stream follow each other and share theirs; those on other stream
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import Tensor
 
@@ -26,7 +28,7 @@ def counters(device: int) -> Tensor:
     stream = _stream(device)
     # The default stream, 0, cannot be captured. A captured launch has counters of its own, filled by the
     # graph and in the graph's memory: replays may run beside launches on the stream that was captured.
-    if stream and _capturing(device):
+    if stream and (_capturing(device) or _of_graph_trees(device, stream)):
         return _zeros(device)
     found = _counters.get((device, stream))
     if found is None:
@@ -41,12 +43,14 @@ def being_captured(device: int) -> bool:
 
 def capture_of(q: Tensor) -> tuple[int, int] | None:
     """The current stream of q's device, and the number of the capture that it is in, 0 for none: what is
-    computed on one stream, or becomes part of one graph, may not be there on another. None where the number
-    is not told."""
+    computed on one stream, or becomes part of one graph, may not be there on another. None where nothing may
+    be kept: the number is not told, or memory is that of torch.compile's graphs."""
     if simulating() or not q.is_cuda:
         return 0, 0
     device = q.get_device()
     stream = _stream(device)
+    if stream and _of_graph_trees(device, stream):
+        return None
     if not stream or not _capturing(device):
         return stream, 0
     try:
@@ -56,6 +60,16 @@ def capture_of(q: Tensor) -> tuple[int, int] | None:
         return stream, int(number)
     except (ImportError, AttributeError, TypeError, ValueError):
         return None
+
+
+def _of_graph_trees(device: int, stream: int) -> bool:
+    """True if torch.compile runs or captures code on this stream for CUDA graphs of its own, as with
+    mode="reduce-overhead". Memory that is made there is given back behind Python's back, but for outputs."""
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    if trees is None:
+        return False
+    manager = trees.get_manager(device, create_if_none_exists=False)
+    return manager is not None and manager.stream.cuda_stream == stream
 
 
 def _stream(device: int) -> int:
