@@ -116,12 +116,17 @@ class Launched(torch.autograd.Function):
         return None, *gradients(ctx.direct, tensors, saved, (dout, dlse), ctx.needs_input_grad[1:])
 
 
-def attend(direct: Direct, call: Call) -> Results:
-    """out, lse and max_scores, with gradients."""
+_apply_compared: Callable[..., Results] = super(torch.autograd.Function, Launched).apply
+"""`Launched.apply` without what torch does before it, in Python: it looks for transforms, and unwraps tensors
+of those that have ended."""
+
+
+def attend(direct: Direct, call: Call, compared: bool = False) -> Results:
+    """out, lse and max_scores, with gradients. compared: torch's guard has found the tensors to be like those
+    of an earlier call, so that no transform has to do with them."""
+    apply: Callable[..., Results] = _apply_compared if compared else Launched.apply
     q, k, v, operands, sinks, lengths, *_ = call
     if sinks is None and lengths is NO_LENGTHS:
-        results: Results = Launched.apply(direct, q, k, v, *operands)
-        return results
+        return apply(direct, q, k, v, *operands)
     given = (*(() if sinks is None else (sinks,)), *(() if lengths is NO_LENGTHS else lengths))
-    results = Launched.apply(direct, q, k, v, *given, *operands)
-    return results
+    return apply(direct, q, k, v, *given, *operands)

@@ -106,7 +106,7 @@ class Recent:
             if dense and repeated is not None and repeated[0].fits(q, k, v):
                 path, again = repeated
                 if path.serves(variant):
-                    return path(q, k, v) if again is None else direct.attend(again, path.call(q, k, v))
+                    return path(q, k, v) if again is None else direct.attend(again, path.call(q, k, v), True)
                 # It would keep alive what was captured then.
                 one.repeated, one.row = None, 0
             if one.family is None:
@@ -120,7 +120,7 @@ class Recent:
         again = Direct.of(self.program, one.ready, call) if one.trains else None
         if dense:
             self._count(one, call, again)
-        return one.ready(call, extents) if again is None else direct.attend(again, call)
+        return one.ready(call, extents) if again is None else direct.attend(again, call, True)
 
     def _count(self, one: Kept, call: Call, again: Direct | None) -> None:
         """Make the way of calls just like this one, if its shapes came several times in a row."""

@@ -135,7 +135,7 @@ class Ready:
             length, heads, _ = sizes
             rows: tuple[int, ...] = heads, length
         elif call.heads_first:
-            rows, length = sizes[:-1], sizes[2]
+            rows, length = tuple(sizes[:-1]), sizes[2]
         else:
             batch, length, heads, _ = sizes
             rows = batch, heads, length

@@ -85,9 +85,7 @@ class ReadyBackward:
         q, k, v = call.q, call.k, call.v
         *of_heads, rows = saved.lse.shape
         padded = self.padded(call, rows)
-        statistics = *of_heads, padded
-        lse2 = q.new_empty(statistics, dtype=torch.float32)
-        delta = q.new_empty(statistics, dtype=torch.float32)
+        lse2, delta = (_rows_like(saved.lse, padded) for _ in range(2))
         dq_sum = None
         if not self.stores_dq:
             dq_sum = q.new_empty((*of_heads, padded * self.width), dtype=torch.float32)
@@ -135,6 +133,11 @@ def _in_whole_tokens(call: Call, saved: Saved) -> tuple[Call, Saved]:
 def _like(x: Tensor) -> Tensor:
     """Contiguous memory of the shape and dtype of x, for half the host time of x.new_empty."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _rows_like(lse: Tensor, rows: int) -> Tensor:
+    """Contiguous memory for so many rows of each head."""
+    return _like(lse) if rows == lse.shape[-1] else lse.new_empty((*lse.shape[:-1], rows))
 
 
 def _parts(groups: Groups, call: Call, dk: Tensor, dv: Tensor) -> Sequence[Tensor]:
