@@ -12,6 +12,7 @@ from torch import Tensor
 
 import fa4flex
 from fa4flex import Paging, Varlen
+from fa4flex.codegen.plan.problem import QUERY_CLASSES
 from fa4flex.runtime import launch
 from fa4flex.variants import alibi, causal
 
@@ -41,7 +42,8 @@ def dense(draw: random.Random) -> Given:
 
 
 def prompts(draw: random.Random) -> Given:
-    batch, n = draw.randint(1, 3), draw.randint(100, 700)
+    """Longer ones than those whose tiles another kernel takes."""
+    batch, n = draw.randint(1, 3), draw.randint(QUERY_CLASSES[-1] + 1, 900)
     return (drawn(batch, 8, n, 64), drawn(batch, 2, n, 64), drawn(batch, 2, n, 64)), {}
 
 
@@ -51,7 +53,8 @@ def padded(draw: random.Random) -> Given:
 
 
 def packed(draw: random.Random) -> Given:
-    tokens, inner = draw.randint(200, 2000), draw.randint(0, 7)
+    """Sequences that are short on average: 16 to 31 of them have a launch of their own."""
+    tokens, inner = draw.randint(600, 2000), draw.randint(15, 20)
     ends = sorted(draw.randint(0, tokens) for _ in range(inner))
     cu = torch.tensor([0, *ends, tokens], dtype=torch.int32, device="cuda")
     return (drawn(tokens, 8, 64), drawn(tokens, 2, 64), drawn(tokens, 2, 64)), {"varlen": Varlen(cu)}
