@@ -63,7 +63,12 @@ def test_a_stream_has_a_counter_and_a_captured_launch_its_own(monkeypatch: pytes
 def test_graphs_of_torch_compile_keep_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch gives memory of its graphs back, but for outputs."""
     stream, manager = [0], SimpleNamespace(stream=SimpleNamespace(cuda_stream=77))
-    trees = SimpleNamespace(get_manager=lambda device, create_if_none_exists: None if device else manager)
+
+    def get_manager(device: int, create_if_none_exists: bool) -> SimpleNamespace | None:
+        assert device < 2, "a thread without managers"
+        return None if device else manager
+
+    trees = SimpleNamespace(get_manager=get_manager)
     monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", trees)
     monkeypatch.setattr(counters_module, "_counters", {})
     monkeypatch.setattr(counters_module, "_current_stream", lambda device: stream[0])
@@ -74,7 +79,8 @@ def test_graphs_of_torch_compile_keep_nothing(monkeypatch: pytest.MonkeyPatch) -
         stream[0] = handle
         assert (counters_module.counters(0) is counters_module.counters(0)) == kept
         assert counters_module.capture_of(q) == ((handle, 0) if kept else None)
-    assert counters_module.counters(1) is counters_module.counters(1), "another device"
+    for device in (1, 2):
+        assert counters_module.counters(device) is counters_module.counters(device)
 
 
 def test_only_kernels_that_count_get_a_counter(recorder: Recorder) -> None:

@@ -68,7 +68,10 @@ def _of_graph_trees(device: int, stream: int) -> bool:
     trees = sys.modules.get("torch._inductor.cudagraph_trees")
     if trees is None:
         return False
-    manager = trees.get_manager(device, create_if_none_exists=False)
+    try:
+        manager = trees.get_manager(device, create_if_none_exists=False)
+    except AssertionError:  # older versions of torch know of no graphs in other threads than the compiler's
+        return False
     return manager is not None and manager.stream.cuda_stream == stream
 
 
