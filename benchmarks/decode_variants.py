@@ -49,6 +49,7 @@ def variants(batch: int, keys: int) -> dict[str, tuple[int, dict[str, Any]]]:
         "a tree": (NODES, {"mask": tree(one)}),
         "a tree for each sequence": (NODES, {"mask": tree(ancestors=above)}),
         "a tree and a soft cap": (NODES, {"mask": tree(one), "score_mod": softcap(20.0)}),
+        SHORT: (1, {"mask": causal}),
     }
 
 
@@ -67,6 +68,8 @@ def report(size: Size, page_size: int) -> None:
     every = variants(size.batch, size.keys)
     cases = {n: Case(size, HEADS, KV_HEADS, WIDTH, n) for n in (1, NODES)}
     caches = {n: caches_of(case, page_size) for n, case in cases.items()}
+    short = Case(Size(size.batch, WINDOW + TILE), HEADS, KV_HEADS, WIDTH, 1)
+    others = {SHORT: caches_of(short, page_size)}
     calls = max(CALLS // len(caches[1]), 1) * len(caches[1])
     graphs = {}
     for name, (queries, pieces) in every.items():
@@ -76,17 +79,12 @@ def report(size: Size, page_size: int) -> None:
             return a(q, k, v, paging=paging)
 
         with torch.no_grad():
-            graphs[name] = graph_of(call, caches[queries], calls)
-    # The same keys that a window has, without any before them.
-    short, causally = Size(size.batch, WINDOW + TILE), fa4flex.compile(mask=causal)
-    few = caches_of(Case(short, HEADS, KV_HEADS, WIDTH, 1), page_size)
-    with torch.no_grad():
-        graphs[SHORT] = graph_of(lambda q, k, v, paging=None: causally(q, k, v, paging=paging), few, calls)
+            graphs[name] = graph_of(call, others.get(name, caches[queries]), calls)
     times = microseconds(graphs, calls)
     cache = f"pages of {page_size}" if page_size else "contiguous"
     print(f"{size.batch} x {size.keys} keys, {cache}, {HEADS}:{KV_HEADS} d{WIDTH}")
     rates: dict[int, float] = {}
-    for name, (queries, _) in {**every, SHORT: (1, {})}.items():
+    for name, (queries, _) in every.items():
         seen = WINDOW + TILE if name in ("window", SHORT) else size.keys
         rate = cases[queries].bytes * seen / size.keys / times[name] / 1e6
         over = rate / rates.setdefault(queries, rate)
