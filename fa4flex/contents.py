@@ -167,9 +167,14 @@ MOST_COMPARED = 128 << 10
 """Bytes of a tensor that is compared with a copy."""
 
 
+def capturing() -> bool:
+    """True while a CUDA graph is captured on the current stream: nothing may wait for the device."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def checked_here(x: Tensor) -> bool:
     """True if the host checks contents of x, as it can without waiting on a CPU."""
-    return x.is_cpu or VALIDATE
+    return x.is_cpu or (VALIDATE and not capturing())
 
 
 _copies: VersionedCache[Tensor] = VersionedCache(256, MOST_BYTES, lambda x: x.nbytes)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fa4flex.contents import checked_here
 from fa4flex.errors import InputError
-from fa4flex.primitives.base import holds, kind_of, show
+from fa4flex.primitives.base import kind_of, show
 
 _INDEX_DTYPES = (torch.int32, torch.int64)
 
@@ -53,11 +53,11 @@ class Paging:
                 "one device",
                 "move them with .to(q.device)",
             )
-        if checked_here(self.seqused_k) or torch.compiler.is_compiling():
+        if checked_here(self.seqused_k) and not torch.compiler.is_compiling():
             self._check_lengths()
 
     def _check_lengths(self) -> None:
-        if not holds(self.seqused_k >= 0, "Paging: seqused_k holds a negative length"):
+        if not (self.seqused_k >= 0).all():
             raise InputError(
                 f"seqused_k of {int(self.seqused_k.min())}", "lengths >= 0", "use 0 for an empty sequence"
             )
@@ -97,17 +97,19 @@ class Paging:
 
     def check_contents(self, cache: Tensor) -> None:
         """Raise InputError unless the lengths and the pages of the table exist in this cache."""
+        if torch.compiler.is_compiling():
+            self.assert_contents(cache)
+            return
         self._check_lengths()
         pages, page_size = cache.shape[:2]
         capacity = self.page_table.shape[1] * page_size
-        if not holds(self.seqused_k <= capacity, "Paging: seqused_k exceeds max_pages * page_size"):
+        if not (self.seqused_k <= capacity).all():
             raise InputError(
                 f"seqused_k of {int(self.seqused_k.max())} tokens",
                 f"at most max_pages * page_size = {self.page_table.shape[1]} * {page_size} = {capacity}",
                 "give the page table more columns",
             )
-        known = (self.page_table >= 0) & (self.page_table < pages)
-        if not holds(known | ~self._live(page_size), "Paging: a page of page_table does not exist"):
+        if not self._known(cache).all():
             live = self.page_table[self._live(page_size)]
             wrong = int(live.min()) if int(live.min()) < 0 else int(live.max())
             raise InputError(
@@ -115,6 +117,22 @@ class Paging:
                 f"0 to {pages - 1}: the cache has {pages} pages",
                 "only entries behind a sequence's last page may hold anything",
             )
+
+    def assert_contents(self, cache: Tensor) -> None:
+        """Have torch raise RuntimeError, on a device its next synchronization, unless `check_contents` finds
+        nothing. Nobody waits; compiled graphs do the same."""
+        capacity = self.page_table.shape[1] * cache.shape[1]
+        for condition, message in (
+            (self.seqused_k >= 0, "Paging: seqused_k holds a negative length"),
+            (self.seqused_k <= capacity, "Paging: seqused_k exceeds max_pages * page_size"),
+            (self._known(cache), "Paging: a page of page_table does not exist"),
+        ):
+            torch._assert_async(condition.all(), message)
+
+    def _known(self, cache: Tensor) -> Tensor:
+        """bool [B, max_pages]: entries that are pages of the cache, or hold no keys."""
+        known = (self.page_table >= 0) & (self.page_table < cache.shape[0])
+        return known | ~self._live(cache.shape[1])
 
     def gather(self, cache: Tensor) -> tuple[Tensor, Tensor]:
         """The used keys (or values) of `cache` [pages, page_size, Hkv, D], packed.

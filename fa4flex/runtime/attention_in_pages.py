@@ -1,6 +1,9 @@
 """The registered operator `fa4flex::attention_in_pages`: keys and values in pages, without gradients, as code
 under torch.compile calls it. Kernels read pages where they lie; where there is none for a call, and on a CPU,
-all pages of the table are copied first. The host reads no contents."""
+all pages of the table are copied first.
+
+Contents are looked at on a CPU, and with FA4FLEX_VALIDATE=1 on a device. Else kernels find what does not fit,
+and the next call tells; where pages are copied, torch asserts on the device."""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fa4flex.compiler.simulated import simulating
+from fa4flex.contents import VALIDATE, capturing
 from fa4flex.default_device import on_the_host
 from fa4flex.primitives.paging import Paging
 from fa4flex.runtime import autocast
@@ -49,7 +53,10 @@ def _attention_in_pages(
     """q [B, H, Sq, D] if `heads_first`, else [B, Sq, H, D], or packed [Tq, H, D] with cu_seqlens_q; k, v
     [pages, page_size, Hkv, D]."""
     operands, sinks, text, ints, floats, scale, heads_first, max_scores = rest
-    program, numbers = read(text), numbers_of(ints, floats, scale)
+    program, numbers, paging = read(text), numbers_of(ints, floats, scale), Paging(page_table, paged_keys)
+    on_device = not q.is_cpu or simulating()
+    if not on_device or (VALIDATE and not capturing()):
+        paging.check_contents(k)
     lengths = NO_LENGTHS if cu_seqlens_q is None else SequenceLengths(cu_seqlens_q, seqused_q=seqused_q)
     given = Tensors(q, k, v, sinks, lengths, tuple(operands))
     with autocast.off(q):
@@ -58,7 +65,9 @@ def _attention_in_pages(
             found = _in_place(program, given, numbers, pages, heads_first, max_scores)
             if found is not None:
                 return found
-        return _copied(program, given, numbers, Paging(page_table, paged_keys), heads_first, max_scores)
+        if on_device:
+            paging.assert_contents(k)
+        return _copied(program, given, numbers, paging, heads_first, max_scores)
 
 
 def _in_place(

@@ -224,8 +224,7 @@ def _in_pages(
 ) -> Results:
     """Pages are an operator's inputs: what runs it reads them where they lie, if a kernel does."""
     q, k, v = qkv
-    check_pages(q, k, v, paging, varlen)
-    paging.check(k, v)
+    check_pages(q, k, v, paging, varlen)  # the operator looks at contents
     keys, heads_first = paging.page_table.shape[1] * k.shape[1], varlen is None and variant.layout == "bhsd"
     *batch, q_len, heads = q.shape[:-1] if not heads_first else (q.shape[0], q.shape[2], q.shape[1])
     check_variant(Sizes(batch[0] if batch else 0, heads, k.shape[2], q_len, keys), q, variant)

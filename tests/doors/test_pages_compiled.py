@@ -4,7 +4,7 @@ kernel does; the same results as without torch.compile, also where everything ch
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -122,6 +122,53 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
         compiled(q, k, v, table[:1], used[:1], cu)
     with torch.no_grad(), pytest.raises(told, match="head"):
         compiled(q[..., :32], k, v, table, used, cu)
+
+
+WRONG: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
+    "no such page": (lambda table, used: table.__setitem__((1, 0), PAGES), f"page {PAGES} in the page table"),
+    "negative page": (lambda table, used: table.__setitem__((1, 0), -1), "page -1 in the page table"),
+    "too long": (lambda table, used: used.__setitem__(0, COLUMNS * PAGE + 1), "seqused_k of 145 tokens"),
+    "negative length": (lambda table, used: used.__setitem__(0, -3), "seqused_k of -3"),
+}
+
+
+@pytest.mark.parametrize("checked", [False, True], ids=["on a CPU", "on a device, checked"])
+@pytest.mark.parametrize("what", WRONG)
+def test_contents_that_do_not_fit_are_refused(
+    what: str, checked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call itself raises, in the words of code that is not compiled."""
+    attend = attending("bhsd", {"mask": causal})
+    q, k, v, table, used, cu = drawn("bhsd", torch.bfloat16 if checked else torch.float64)
+    spoil, words = WRONG[what]
+    used.fill_(PAGE)
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    monkeypatch.setattr("fa4flex.runtime.attention_in_pages.VALIDATE", checked)
+    with torch.no_grad(), simulator.device("sm_90a") if checked else nullcontext():
+        compiled(q, k, v, table, used, cu)
+        spoil(table, used)
+        with pytest.raises(InputError, match=words):
+            compiled(q, k, v, table, used, cu)
+
+
+def test_the_next_call_tells_of_contents_on_a_device() -> None:
+    """Nor does the graph assert anything: torch's assertion ends a process's use of its GPU."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def noted(graph: torch.fx.GraphModule, _: Any) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    attend, (q, k, v, table, used, cu) = attending("bhsd", {"mask": causal}), drawn("bhsd", torch.bfloat16)
+    compiled = torch.compile(attend, backend=noted, fullgraph=True)
+    used.fill_(PAGE)
+    with torch.no_grad(), simulator.device("sm_90a"):
+        compiled(q, k, v, table, used, cu)
+        table[1, 0] = PAGES
+        compiled(q, k, v, table, used, cu)
+        with pytest.raises(InputError, match=f"page {PAGES} "):
+            compiled(q, k, v, table, used, cu)
+    assert graphs and not [graph for graph in graphs if "_assert" in graph.code]
 
 
 @pytest.mark.parametrize("kind", ["bhsd", "bshd", "packed"])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fa4flex.codegen.build import Trace
 from fa4flex.codegen.trace.captures import Place
-from fa4flex.contents import VersionedCache
+from fa4flex.contents import VersionedCache, capturing
 
 MOST_DERIVED = 64
 """Derived tensors kept per program, for as many captured ones."""
@@ -45,11 +45,7 @@ class Remembered:
 
         if any(x.requires_grad for x in read) and torch.is_grad_enabled():
             return value()
-        if not looked_at and _capturing():
+        if not looked_at and capturing():
             return value()  # a replay of the graph computes it again
         # What inference mode makes, no later call could save for its backward pass.
         return self._derived.made((slot, torch.is_inference_mode_enabled()), read, value)
-
-
-def _capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from fa4flex.codegen.plan.target import TARGETS, Target
+from fa4flex.contents import capturing
 from fa4flex.errors import UnsupportedError
 
 
@@ -27,7 +28,7 @@ def target_of(device: torch.device) -> Target:
 
 def require_not_capturing() -> None:
     """UnsupportedError while a CUDA graph is captured: a first call compiles and copies to the host."""
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if capturing():
         raise UnsupportedError(
             "the first call of its kind while a CUDA graph is being captured",
             "a kernel that is compiled, and masks that are proved, before the capture begins",

@@ -18,7 +18,7 @@ from torch import Tensor
 from fa4flex.codegen.plan.arguments import LENGTHS
 from fa4flex.compiler import simulated
 from fa4flex.compiler.signature import Signature
-from fa4flex.contents import VersionedCache
+from fa4flex.contents import VersionedCache, capturing
 from fa4flex.primitives.varlen import Varlen
 from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Call, SequenceLengths
 from fa4flex.runtime.cuda.calls.signatures import Kinds, kinds_of, numbers_of
@@ -157,7 +157,7 @@ def check_lengths(call: Call) -> None:
     CUDA graph is captured, nothing is looked at."""
     if call.lengths is NO_LENGTHS:
         return
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if capturing():
         return
     shape, varlen = call.extents(), Varlen(*call.lengths)
     varlen.check_contents()
