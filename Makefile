@@ -18,6 +18,13 @@ unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX := $(abspath $(VENV))/bytecode
 endif
 
+# One in so many of the slow tests runs, others each time; SLOW=1 runs all of them.
+SLOW ?= 3
+
+# Compilers and simulated programs take and return memory all the time: large pages, kept rather than returned to
+# the system, make a run a tenth shorter. Other systems than Linux ignore it.
+test exhaustive: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1:glibc.malloc.trim_threshold=4000000000:glibc.malloc.mmap_threshold=4000000000:glibc.malloc.top_pad=67108864
+
 .PHONY: demo test exhaustive lint docs clean
 
 $(VENV)/.torch: constraints.txt
@@ -41,7 +48,7 @@ demo: $(VENV)/.demo
 	$(BIN)/python -m fa4flex demo
 
 test: $(VENV)/.dev lint
-	$(BIN)/python -m pytest $(WORKERS)
+	$(BIN)/python -m pytest $(WORKERS) --slow-one-in $(SLOW)
 
 # What `make test` takes a sample of: the forward kernel of every variant at every head width.
 exhaustive: $(VENV)/.dev

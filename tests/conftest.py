@@ -1,4 +1,4 @@
-"""One seed and a time limit for every test, slow tests by name, golden files; see tests/README.md.
+"""One seed and a time limit for every test, a share of slow tests, golden files; see tests/README.md.
 
 Also what makes a run short: threads, and how often garbage is looked for.
 """
@@ -15,6 +15,7 @@ import re
 import signal
 import threading
 import traceback
+import zlib
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from types import FrameType
@@ -42,6 +43,8 @@ SLOW = 10.0
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=None, help="seed of every test (default: fresh)")
     parser.addoption("--time-limit", type=float, default=None, help="seconds for each test; 0: no limit")
+    parser.addoption("--slow-one-in", type=int, default=1, help="run one in so many slow tests (default: all)")
+    parser.addoption("--slow-seed", type=int, default=None, help="which slow tests run (default: fresh)")
     parser.addoption("--update-golden", action="store_true", help="rewrite golden files from this run")
 
 
@@ -50,6 +53,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if in_ci and config.getoption("--update-golden"):
         raise pytest.UsageError("--update-golden where CI is set: update on your machine and read the diff")
     config.addinivalue_line("markers", "timeout_s(seconds): the test's time limit; 0: none")
+    if config.getoption("--slow-seed") is None:
+        fresh = random.SystemRandom().randrange(2**31)
+        config.option.slow_seed = getattr(config, "workerinput", {}).get("slow_seed", fresh)
     config.stash[_STDERR] = os.fdopen(os.dup(2), "w")  # nothing is captured yet
     if "PYTEST_XDIST_WORKER" in os.environ:  # other workers use the other cores
         os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -137,6 +143,26 @@ def time_limit(item: pytest.Item) -> Iterator[None]:
 _TAKEN = pytest.StashKey[float]()
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Slow tests that are not drawn are deselected. Each is drawn by its name: whatever else is collected."""
+    one_in, seed = config.getoption("--slow-one-in"), config.getoption("--slow-seed")
+    left = [x for x in items if x.get_closest_marker("slow") and not is_drawn(x.nodeid, one_in, seed)]
+    if left:
+        config.hook.pytest_deselected(items=left)
+        items[:] = [x for x in items if x not in set(left)]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Workers draw what this process does."""
+    node.workerinput["slow_seed"] = node.config.getoption("--slow-seed")
+
+
+def is_drawn(name: str, one_in: int, seed: int) -> bool:
+    """True for one of so many names, others with another seed."""
+    return zlib.crc32(f"{seed} {name}".encode()) % one_in == 0
+
+
 def process_time() -> float:
     """CPU seconds of this process and of the children it has waited for; load on the machine adds none."""
     times = os.times()
@@ -157,6 +183,9 @@ def pytest_runtest_makereport(
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     reports = [x for found in ("passed", "failed", "xfailed") for x in terminalreporter.stats.get(found, ())]
+    one_in, seed = (terminalreporter.config.getoption(x) for x in ("--slow-one-in", "--slow-seed"))
+    if one_in > 1:
+        terminalreporter.write_line(f"one in {one_in} slow tests: --slow-one-in {one_in} --slow-seed {seed}")
     slow = {x.nodeid: x.unmarked_seconds for x in reports if hasattr(x, "unmarked_seconds")}
     if slow:
         terminalreporter.section("slow tests without the mark")

@@ -155,6 +155,39 @@ def test_slow_tests_without_a_mark_are_listed(tests: pytest.Pytester, pytestconf
     assert sorted(x.nodeid.split("::")[1] for x in slow) == sorted(names)
 
 
+SHARE = """
+    import pytest
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("n", range(200))
+    def test_slow(n):
+        pass
+
+    def test_quick():
+        pass
+"""
+
+
+@pytest.mark.slow
+def test_a_run_draws_a_share_of_the_slow_tests(tests: pytest.Pytester) -> None:
+    """Workers agree on it, and its seed repeats it. All run where no share is asked for."""
+    tests.makepyfile(SHARE)
+    tests.makeini("[pytest]\nmarkers = slow")
+    found = tests.runpytest_subprocess("-n", "2", "--slow-one-in", "3", timeout=120)
+    (said,) = [line for line in found.outlines if line.startswith("one in 3 slow tests: ")]
+    number = found.parseoutcomes()["passed"]
+    assert found.ret == 0 and 30 < number < 110
+
+    def drawn(*options: str) -> set[str]:
+        # in this process, as above
+        run = tests.runpytest_inprocess("-v", "-p", "no:xdist", "--time-limit", "0", *options)
+        return {line.split("::")[1].split()[0] for line in run.outlines if "PASSED" in line}
+
+    again, other = drawn(*said.split(": ")[1].split()), drawn("--slow-one-in", "3", "--slow-seed", "7")
+    assert len(again) == number and "test_quick" in again & other and again != other
+    assert len(drawn()) == 201
+
+
 @pytest.mark.slow
 def test_a_seed_repeats_what_was_drawn(tests: pytest.Pytester) -> None:
     tests.makepyfile(

@@ -11,6 +11,8 @@ from unittest.mock import patch
 from fa4flex.simulator.ptx.nodes import Address, Imm, Instruction, Operand, Reg
 from fa4flex.simulator.run.launch import Result
 from fa4flex.simulator.run.program import Program
+from fa4flex.simulator.run.scheduler import Scheduler
+from fa4flex.simulator.state.cta import Warp
 from fa4flex.simulator.watch.findings import REMARKS, Fault, Finding, Findings
 
 REMOVED = (
@@ -109,17 +111,27 @@ def can_matter(mutant: Mutant, result: Result) -> bool:
     return fence or mutant.instruction.line in result.useful
 
 
+MOST_BLOCKS = 200_000
+"""Blocks of a launch after which it counts as endless: seven times what the longest launch here executes. A
+mutant that waits no more for the next tile's number may take its last tile again and again."""
+
+
 def clean_to_its_end(clean: Callable[..., bool], *given: Any) -> bool:
     """Result of `clean(*given)`, or False at the first finding of a launch in it: what a mutant does after
-    that tells nothing more, and takes much of the time."""
-    add = Findings.add
+    that tells nothing more, and takes much of the time. False, too, for a launch that does not end."""
+    add, turn = Findings.add, Scheduler._turn
 
     def add_and_end(findings: Findings, finding: Finding) -> None:
         add(findings, finding)
         if finding.kind not in REMARKS:
             raise Fault(finding)
 
-    with patch.object(Findings, "add", add_and_end):
+    def turn_or_end(scheduler: Scheduler, warp: Warp) -> None:
+        if scheduler.time > MOST_BLOCKS:
+            raise Fault(Finding("hang", f"more than {MOST_BLOCKS:,} blocks are executed"))
+        turn(scheduler, warp)
+
+    with patch.object(Findings, "add", add_and_end), patch.object(Scheduler, "_turn", turn_or_end):
         try:
             return clean(*given)
         except Fault:
