@@ -43,7 +43,7 @@ SLOW = 10.0
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=None, help="seed of every test (default: fresh)")
     parser.addoption("--time-limit", type=float, default=None, help="seconds for each test; 0: no limit")
-    parser.addoption("--slow-one-in", type=int, default=1, help="run one in so many slow tests (default: all)")
+    parser.addoption("--slow-one-in", type=int, default=1, help="run one in so many slow tests (default: 1)")
     parser.addoption("--slow-seed", type=int, default=None, help="which slow tests run (default: fresh)")
     parser.addoption("--update-golden", action="store_true", help="rewrite golden files from this run")
 

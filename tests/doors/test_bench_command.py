@@ -44,6 +44,7 @@ def test_a_time_limit_skips_rows_by_name(tmp_path: Path, capsys: pytest.CaptureF
     assert "time limit" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_latency_in_fresh_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMOKE, "--suite", "latency", "--out", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "bench-latency.json").read_text())

@@ -67,6 +67,7 @@ def test_a_refusal_is_no_failure(capsys: pytest.CaptureFixture[str], monkeypatch
     assert "GPU: not run: " in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_check_of_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a simulated GPU, which launches the kernels of both passes."""
     monkeypatch.setattr(doctor, "LENGTH", 128)

@@ -57,6 +57,7 @@ LAUNCHES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", LAUNCHES)
 def test_chunks_and_sequences_that_decode_are_one_launch_where_a_kernel_has_both(case: str) -> None:
     chip, width, options, kernels = LAUNCHES[case]

@@ -189,6 +189,7 @@ def test_vllm_itself_finds_the_backend(vllm: ModuleType) -> None:
     assert AttentionBackendEnum.CUSTOM.get_class() is vllm.Backend
 
 
+@pytest.mark.slow
 def test_importing_fa4flex_imports_no_engine() -> None:
     code = "import sys, fa4flex, fa4flex.integrations.layers; print({'vllm', 'sglang'} & set(sys.modules))"
     found = subprocess.run(

@@ -130,28 +130,33 @@ def check_pair(name: str) -> None:
         check(name, 128)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draw", range(2))
 def test_some_kernels(draw: int) -> None:
     check(*random.sample(sorted(product(DRAWS, WIDTHS), key=str), 2)[draw])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draw", range(2))
 def test_some_kernels_on_hopper(draw: int) -> None:
     check(*random.sample(ON_HOPPER, 2)[draw], SM90A)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draw", range(2))
 def test_some_kernels_of_few_keys(draw: int) -> None:
     """One tile holds all keys: what stores dQ spills no more than what adds it up."""
     check(*random.sample(FEW_KEYS, 2)[draw], SM90A, Sizes(kv_len=100))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draw", range(2))
 def test_some_kernels_of_few_tiles(draw: int) -> None:
     """A lone consumer warpgroup spills no more than two."""
     check(*random.sample(FEW_TILES, 2)[draw], SM90A, SMALL)
 
 
+@pytest.mark.slow
 def test_some_kernel_of_packed_sequences() -> None:
     """A search for a sequence, and for where it ends, spills nothing."""
     name, width = random.choice([x for x in ON_HOPPER if x[0] in LIGHT and x[1] in (64, 128, 160, 192)])
@@ -218,6 +223,7 @@ def check_products(name: str, width: Width, pair: bool) -> None:
         check(name, width, SM90A)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", [False, True], ids=["alone", "pair"])
 def test_some_kernel_that_shares_out_products(pair: bool) -> None:
     check_products(random.choice(LIGHT), random.choice(PRODUCTS), pair)

@@ -48,6 +48,7 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
 """Composition, width of heads, and fields of Inputs."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_spills(name: str) -> None:
     pieces, width, more = CASES[name]

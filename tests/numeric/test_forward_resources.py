@@ -39,6 +39,7 @@ COMPILED: dict[Case, Built] = {}
 """Kernels that this process has compiled so far."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [

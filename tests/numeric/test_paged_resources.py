@@ -71,6 +71,7 @@ def compiled(case: Case, target: Target) -> tuple[Lowered, Resources]:
     return lowered, kernels[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, width, lengths, page_rows", CASES)
 def test_nothing_spills(name: str, width: tuple[int, int], lengths: Any, page_rows: int) -> None:
     lowered, found = compiled((name, width, lengths, page_rows), SM90A)
@@ -89,6 +90,7 @@ ON_BLACKWELL = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, width, lengths, page_rows", ON_BLACKWELL)
 def test_nothing_spills_on_blackwell(name: str, width: tuple[int, int], lengths: Any, page_rows: int) -> None:
     lowered, found = compiled((name, width, lengths, page_rows), SM100A)

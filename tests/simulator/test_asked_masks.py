@@ -64,6 +64,7 @@ MASKS: dict[str, Callable[[int, int], dict[str, Any]]] = {
 """Pieces for a batch of so many sequences with so many queries."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("splits", [1, 3])
 def test_dense_keys(name: str, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,6 +73,7 @@ def test_dense_keys(name: str, splits: int, monkeypatch: pytest.MonkeyPatch) -> 
     decoding.check(fa4flex.compile(**MASKS[name](2, 5)), decoding.drawn(size))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MASKS)
 def test_padded_keys(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys and values past a sequence's end are NaN."""
@@ -91,6 +93,7 @@ def compare(attn: fa4flex.Attention, qkv: Sequence[Tensor], out: Tensor, lse: Te
     torch.testing.assert_close(lse.double(), exact_lse, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("name", [*MASKS, "documents"])
 def test_pages(name: str, page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,6 +121,7 @@ def test_8_bit_caches(page_size: int, chip: str, monkeypatch: pytest.MonkeyPatch
     compare(attn, (q, k, v), *decoding.attend(attn, q, k, v, **more), **more)
 
 
+@pytest.mark.slow
 def test_backward_passes_have_block_tables(chip: str) -> None:
     attn, qkv = fa4flex.compile(mask=tree(parents(5))), decoding.drawn(decoding.Size(q_len=5, kv_len=150))
     leaves, dout = [x.requires_grad_() for x in qkv], torch.randn(1, 4, 5, 64).bfloat16()

@@ -78,6 +78,7 @@ def test_banks(stride: int, width: int, clocks: int) -> None:
     assert bandwidth(np.arange(32) * stride, width) == 128 * clocks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pairs", [False, True], ids=["one CTA", "two CTAs"])
 def test_arithmetic(pairs: bool) -> None:
     """Five products of 128 x 128 x 128, and 128 x 128 exponentials, all on their own unit."""

@@ -20,6 +20,7 @@ WIDTHS = (24, 40, 64, 96, 128, (64, 128), (128, 32), *WIDE)
 HALVES = (torch.bfloat16, torch.float16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draw", range(2))
 def test_some_gradients(draw: int) -> None:
     name = random.sample(sorted(COMPOSED), 2)[draw]
@@ -28,6 +29,7 @@ def test_some_gradients(draw: int) -> None:
     close(name, *lengths, random.choice(WIDTHS), "sm_100a", kv_heads, dtype)
 
 
+@pytest.mark.slow
 def test_some_wide_gradients() -> None:
     """Whose scores, dP and dQ take turns in tensor memory."""
     lengths = random.choice(((9, 7), (200, 129), (330, 130)))

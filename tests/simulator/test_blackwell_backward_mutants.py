@@ -63,6 +63,7 @@ def test_some(masked: bool) -> None:
     some(1, masked, 6)
 
 
+@pytest.mark.slow
 def test_some_of_wide_heads() -> None:
     some(1, random.random() < 0.5, 3, WIDE)
 

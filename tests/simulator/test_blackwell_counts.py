@@ -45,6 +45,7 @@ def test_clocks_of_the_paper() -> None:
     assert 0.87 * 1024 * tiles < found["special functions"] < 0.89 * 1024 * tiles
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "masked"), [(ALONE, False), (ALONE, True), (PAIR, False)], ids=["full", "causal", "pair"]
 )

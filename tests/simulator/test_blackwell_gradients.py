@@ -66,6 +66,7 @@ def check(key: str | tuple[str, str], width: Width, ctas: int = 1) -> None:
     check_gradients(sizes, composition, launched(timing, seed, clusters))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ctas", [1, 2])
 def test_some(ctas: int) -> None:
     check(random.choice(list(EVERY)), random.choice(WIDTHS), ctas)

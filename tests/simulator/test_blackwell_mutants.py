@@ -26,6 +26,7 @@ IMPLIED = ("fence.mbarrier_init", "cp.async.bulk")
 KERNELS = pytest.mark.parametrize(("masked", "implied"), [(False, 2), (True, 4)], ids=["dense", "causal"])
 
 
+@pytest.mark.slow
 @KERNELS
 def test_some(masked: bool, implied: int) -> None:
     own = forward(masked)

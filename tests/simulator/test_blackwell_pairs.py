@@ -43,6 +43,7 @@ def check(name: str, lengths: tuple[int, int]) -> None:
         close(name, *lengths, random.choice(WIDTHS), "sm_100a", kv_heads, dtype)
 
 
+@pytest.mark.slow
 def test_some_gradients() -> None:
     check(random.choice(sorted(COMPOSED)), random.choice(LENGTHS))
 

@@ -154,6 +154,7 @@ def test_bits_repeat_often(arch: str, name: str) -> None:
     ordered(arch, name, [("eager", 0), *(("random", seed) for seed in range(8))])
 
 
+@pytest.mark.slow
 def test_sums_of_several_lanes_are_made_in_pytorch() -> None:
     """Reductions in memory come in any order: where lanes add to one element, no kernel is launched."""
     mod, make, _ = CASES["by distance"]

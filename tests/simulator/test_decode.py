@@ -51,6 +51,7 @@ MODS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("name", MODS)
 def test_variant(name: str, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,6 +74,7 @@ SIZES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SIZES)
 def test_size(name: str, chip: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if chip == "sm_100a" and SIZES[name].d > 128:

@@ -72,6 +72,7 @@ PAGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PAGES)
 def test_pages(name: str, chip: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if chip == "sm_100a" and PAGES[name].dv > 128:
@@ -89,6 +90,7 @@ MODS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("name", MODS)
 def test_variant(name: str, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,6 +104,7 @@ def test_float16(monkeypatch: pytest.MonkeyPatch) -> None:
     check(fa4flex.compile(mask=causal), drawn(Size(), dtype=torch.float16))
 
 
+@pytest.mark.slow
 def test_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys and values of one tensor; heads in front of slots; queries in front of heads; tables of int64."""
     split_in(monkeypatch, 2)
@@ -203,6 +206,7 @@ def test_pages_of_64_bits_are_not_cut() -> None:
         fa4flex.synchronize()
 
 
+@pytest.mark.slow
 def test_calls_with_gradients_gather() -> None:
     attn, given = fa4flex.compile(mask=causal), drawn(Size(lengths=(40,)))
     given.q.requires_grad_()

@@ -60,6 +60,7 @@ ON_CHIPS = [on("sm_90a", name) for name in LENGTHS]
 ON_CHIPS += [on("sm_100a", name) for name, (lengths, _) in LENGTHS.items() if len(lengths) <= FEW]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("chip", "name"), ON_CHIPS)
 def test_pages(chip: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SIMULATED, "chip", chip)
@@ -74,6 +75,7 @@ def test_pages(chip: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     parts(found, even)
 
 
+@pytest.mark.slow
 @CHIPS
 def test_used_lengths(chip: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the sequences of a padded batch have fewer queries."""
@@ -93,6 +95,7 @@ def test_used_lengths(chip: str, monkeypatch: pytest.MonkeyPatch) -> None:
         parts(found, even)
 
 
+@pytest.mark.slow
 def test_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     attn = fa4flex.compile(mask=causal, sinks=sinks_of(4))
     for lengths, even in (((600, 640), True), ((600, 200), False)):

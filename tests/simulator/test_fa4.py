@@ -47,6 +47,7 @@ def test_forward(arch: str, causal: bool, dim: int) -> None:
     accurate(captured)
 
 
+@pytest.mark.slow
 def test_persistent_loop() -> None:
     """One multiprocessor takes all tiles in turn, and its rings go round."""
     captured = fa4_forward("sm_100a", Size(batch=3, kv_len=384), False, sms=1)

@@ -60,6 +60,7 @@ def written(name: str, dtype: torch.dtype, varlen: Varlen | None = None) -> None
     assert (out != expected).float().mean() > 0.9, "it was rounded before"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [pytest.param(x, marks=() if x in IN_EVERY_RUN else pytest.mark.exhaustive) for x in CASES],

@@ -179,6 +179,7 @@ SMALL = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", SMALL)
 def test_small_pages(name: str, packed: bool, chip: str) -> None:
@@ -310,6 +311,7 @@ def test_any_mask(name: str) -> None:
     check(attn, chunks(given, (70, 5, 1, 129)))
 
 
+@pytest.mark.slow
 def test_trees_of_many_rows() -> None:
     """64 drafted tokens, whose rows of four heads are four tiles, see their prefix and their ancestors."""
     given = drawn(Size(heads=4, kv_heads=1, q_len=64, lengths=(300, 64)))
