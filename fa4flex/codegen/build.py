@@ -23,6 +23,7 @@ from fa4flex.codegen.evaluate import Captured
 from fa4flex.codegen.expr import TRUE
 from fa4flex.codegen.trace import Captures, Operand, Traced, trace
 from fa4flex.codegen.trace.dispatch import no_more_registered, registrations
+from fa4flex.codegen.trace.dtypes import same_default_dtype
 from fa4flex.codegen.trace.paths import Reader, reader_of
 from fa4flex.primitives.mask import Mask
 from fa4flex.primitives.score import ScoreMod
@@ -189,5 +190,5 @@ def _traced(variant: Variant) -> Bound:
 def _reader(captures: Captures, bases: tuple[Tensor, ...]) -> Reader | None:
     if captures.opaque is not None:
         return None
-    guards = no_more_registered(), *captures.guards
+    guards = no_more_registered(), same_default_dtype(), *captures.guards
     return reader_of(guards, [captures.paths[id(x)] for x in bases], captures.scalar_paths)

@@ -221,6 +221,21 @@ def test_nothing_else_notices_it(kind: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert not right(SCENARIOS[kind])
 
 
+def test_the_default_dtype_is_compared() -> None:
+    """Mods may ask for it, and tensors that they make have it."""
+    attn = fa4flex.compile(score_mod=lambda s, b, h, q, k: s * torch.tensor(0.1))
+    q, k, v = (x.detach().double() for x in qkv())
+    inexact = attn(q, k, v)
+    torch.set_default_dtype(torch.float64)
+    try:
+        exact = attn(q, k, v)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(attn(q, k, v), inexact) and not torch.equal(exact, inexact)
+    score = 0.1 * q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
+    torch.testing.assert_close(exact, score.softmax(-1) @ v, atol=1e-12, rtol=0)
+
+
 def test_every_kind_of_guard_has_a_scenario() -> None:
     assert paths.FAILS.keys() == SCENARIOS.keys() | TRACES.keys()
 

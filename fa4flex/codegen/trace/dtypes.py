@@ -10,11 +10,17 @@ from torch import Tensor
 from fa4flex.codegen import expr
 from fa4flex.codegen.trace.build import NARROW_INTS, coerce, elementwise, kind_of, made, static_int
 from fa4flex.codegen.trace.elementwise import Builder
+from fa4flex.codegen.trace.paths import Guard, Path
 from fa4flex.codegen.trace.state import current
 from fa4flex.codegen.trace.value import Dim, Value, is_number
 from fa4flex.codegen.trace.vectors import reverse_dims
 
 _ROUNDING = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
+
+
+def same_default_dtype() -> Guard:
+    """Guard that torch's default dtype is what it is now: tensors that mods make have it; mods may ask."""
+    return Guard("is", Path(None, "constant", torch).result("get_default_dtype"), torch.get_default_dtype())
 
 
 # --- casts ------------------------------------------------------------------------------------------
