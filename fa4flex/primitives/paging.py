@@ -98,7 +98,7 @@ class Paging:
     def check_contents(self, cache: Tensor) -> None:
         """Raise InputError unless the lengths and the pages of the table exist in this cache."""
         if torch.compiler.is_compiling():
-            self.assert_contents(cache)
+            assert_contents(self, cache)
             return
         self._check_lengths()
         pages, page_size = cache.shape[:2]
@@ -117,17 +117,6 @@ class Paging:
                 f"0 to {pages - 1}: the cache has {pages} pages",
                 "only entries behind a sequence's last page may hold anything",
             )
-
-    def assert_contents(self, cache: Tensor) -> None:
-        """Have torch raise RuntimeError, on a device its next synchronization, unless `check_contents` finds
-        nothing. Nobody waits; compiled graphs do the same."""
-        capacity = self.page_table.shape[1] * cache.shape[1]
-        for condition, message in (
-            (self.seqused_k >= 0, "Paging: seqused_k holds a negative length"),
-            (self.seqused_k <= capacity, "Paging: seqused_k exceeds max_pages * page_size"),
-            (self._known(cache), "Paging: a page of page_table does not exist"),
-        ):
-            torch._assert_async(condition.all(), message)
 
     def _known(self, cache: Tensor) -> Tensor:
         """bool [B, max_pages]: entries that are pages of the cache, or hold no keys."""
@@ -162,3 +151,15 @@ class Paging:
 
     def __repr__(self) -> str:
         return f"Paging({show(self.page_table)}, {show(self.seqused_k)})"
+
+
+def assert_contents(paging: Paging, cache: Tensor) -> None:
+    """Have torch raise RuntimeError, on a device at its next synchronization, for contents that
+    `Paging.check_contents` refuses. Nobody waits; compiled graphs do the same."""
+    capacity = paging.page_table.shape[1] * cache.shape[1]
+    for condition, message in (
+        (paging.seqused_k >= 0, "Paging: seqused_k holds a negative length"),
+        (paging.seqused_k <= capacity, "Paging: seqused_k exceeds max_pages * page_size"),
+        (paging._known(cache), "Paging: a page of page_table does not exist"),
+    ):
+        torch._assert_async(condition.all(), message)

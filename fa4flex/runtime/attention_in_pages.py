@@ -16,7 +16,7 @@ from torch import Tensor
 from fa4flex.compiler.simulated import simulating
 from fa4flex.contents import VALIDATE, capturing
 from fa4flex.default_device import on_the_host
-from fa4flex.primitives.paging import Paging
+from fa4flex.primitives.paging import Paging, assert_contents
 from fa4flex.runtime import autocast
 from fa4flex.runtime.cuda import in_place
 from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Pages, SequenceLengths
@@ -66,7 +66,7 @@ def _attention_in_pages(
             if found is not None:
                 return found
         if on_device:
-            paging.assert_contents(k)
+            assert_contents(paging, k)
         return _copied(program, given, numbers, paging, heads_first, max_scores)
 
 
