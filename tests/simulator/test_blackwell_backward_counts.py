@@ -45,6 +45,7 @@ def test_clocks_of_the_paper() -> None:
     assert moved["operands of MMAs"] + moved["stores"] + moved["copies out"] == PASSES[False]
 
 
+@pytest.mark.slow
 def test_no_more_than_flash_attention_4() -> None:
     peer = backward(256, False), backward(512, False)
     for of, units in (

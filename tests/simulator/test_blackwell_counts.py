@@ -73,6 +73,7 @@ def test_a_step_moves_no_more_than_flash_attention_4s(q_len: int) -> None:
     assert 0 < mine[1] - mine[0] <= peers[1] - peers[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "masked"),
     [

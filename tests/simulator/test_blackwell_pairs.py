@@ -186,6 +186,7 @@ def test_clocks_of_the_paper() -> None:
     assert counted == PASSES[True] - 2 * TILE + TILE // 2 == 2304
 
 
+@pytest.mark.slow
 def test_no_more_than_flash_attention_4() -> None:
     peer = backward(256, True), backward(512, True)
     for of, units in (

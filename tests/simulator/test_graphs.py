@@ -176,6 +176,7 @@ def changes(events: list[Any]) -> Iterator[tuple[list[Any], list[Any]]]:
             yield events[i : i + 2], [*events[:i], events[i + 1], event, *events[i + 2 :]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FEW)
 def test_every_change_of_a_run_is_found(name: str) -> None:
     """But of waits that may come once more: where each head asks for keys and values."""

@@ -156,6 +156,7 @@ def forward(name: str, timings: list[tuple[str, int]]) -> None:
         assert all(torch.equal(a, b) for a, b in zip(found, first, strict=True)), "not the same bits"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_a_schedule_of_launch_control_is_right(name: str) -> None:
     forward(name, [random.choice([t for t in TIMINGS if t[0] == kind]) for kind in ("late", "random")])
