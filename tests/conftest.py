@@ -146,10 +146,10 @@ _TAKEN = pytest.StashKey[float]()
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Slow tests that are not drawn are deselected. Each is drawn by its name: whatever else is collected."""
     one_in, seed = config.getoption("--slow-one-in"), config.getoption("--slow-seed")
-    left = [x for x in items if x.get_closest_marker("slow") and not is_drawn(x.nodeid, one_in, seed)]
+    left = {x for x in items if x.get_closest_marker("slow") and not is_drawn(x.nodeid, one_in, seed)}
     if left:
-        config.hook.pytest_deselected(items=left)
-        items[:] = [x for x in items if x not in set(left)]
+        config.hook.pytest_deselected(items=list(left))
+        items[:] = [x for x in items if x not in left]
 
 
 @pytest.hookimpl(optionalhook=True)

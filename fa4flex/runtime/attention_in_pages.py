@@ -53,10 +53,10 @@ def _attention_in_pages(
     """q [B, H, Sq, D] if `heads_first`, else [B, Sq, H, D], or packed [Tq, H, D] with cu_seqlens_q; k, v
     [pages, page_size, Hkv, D]."""
     operands, sinks, text, ints, floats, scale, heads_first, max_scores = rest
-    program, numbers, paging = read(text), numbers_of(ints, floats, scale), Paging(page_table, paged_keys)
+    program, numbers = read(text), numbers_of(ints, floats, scale)
     on_device = not q.is_cpu or simulating()
     if not on_device or (VALIDATE and not capturing()):
-        paging.check_contents(k)
+        Paging(page_table, paged_keys).check_contents(k)
     lengths = NO_LENGTHS if cu_seqlens_q is None else SequenceLengths(cu_seqlens_q, seqused_q=seqused_q)
     given = Tensors(q, k, v, sinks, lengths, tuple(operands))
     with autocast.off(q):
@@ -65,6 +65,7 @@ def _attention_in_pages(
             found = _in_place(program, given, numbers, pages, heads_first, max_scores)
             if found is not None:
                 return found
+        paging = Paging(page_table, paged_keys)
         if on_device:
             assert_contents(paging, k)
         return _copied(program, given, numbers, paging, heads_first, max_scores)
