@@ -53,7 +53,7 @@ class Paging:
                 "one device",
                 "move them with .to(q.device)",
             )
-        if checked_here(self.seqused_k) and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and checked_here(self.seqused_k):
             self._check_lengths()
 
     def _check_lengths(self) -> None:

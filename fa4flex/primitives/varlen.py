@@ -55,7 +55,7 @@ class Varlen:
         if len(given) > 1:
             _check_alike(given)
         # Under torch.compile there is no data; whoever computes checks it. On a device, kernels do.
-        if self.checked and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and self.checked:
             self.check_contents()
 
     @property

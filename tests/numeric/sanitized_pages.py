@@ -19,6 +19,8 @@ from fa4flex.variants.tree import ancestors_of
 LENGTHS = 300, 0, 77, 1
 """Keys of four sequences. Slots behind them are NaN, and so are pages of nobody."""
 
+HEADS, KV_HEADS = 8, 2
+
 NO_PAGE = 10**9
 """Entry of the table that nobody may follow."""
 
@@ -51,7 +53,6 @@ class Paged:
 
     page_size: int
     counts: tuple[int, ...] = (1, 1, 1, 1)
-    heads: tuple[int, int] = (8, 2)
     width: int = 128
     composition: Composition = biased
     schedule: Schedule = Schedule()
@@ -65,7 +66,7 @@ class Paged:
         if self.packed:
             more["varlen"] = Varlen(torch.tensor([0, *self.counts]).cumsum(0).int().to(device))
         if self.eight_bit:
-            scales = torch.rand(2, len(k), self.heads[1]) + 0.5
+            scales = torch.rand(2, len(k), KV_HEADS) + 0.5
             more["kv_scales"] = KVScales(*scales.to(device))
         if self.wrong:
             table[0, 0], used[2] = (NO_PAGE, NO_PAGE) if on_gpu else (0, table.shape[1] * self.page_size)
@@ -86,18 +87,18 @@ class Paged:
 
     def _drawn(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """q, caches, table and lengths, on the CPU. Page 0 is nobody's."""
-        (heads, kv_heads), batch, rows = self.heads, len(LENGTHS), sum(self.counts)
-        shape = (rows, heads) if self.packed else (batch, heads, self.counts[0])
+        batch = len(LENGTHS)
+        shape = (sum(self.counts), HEADS) if self.packed else (batch, HEADS, self.counts[0])
         columns = -(-max(LENGTHS) // self.page_size) + 1
         table = torch.full((batch, columns), NO_PAGE, dtype=torch.int32)
         free = iter((torch.randperm(batch * columns + 3) + 1).tolist())
-        k, v = torch.full((2, batch * columns + 4, self.page_size, kv_heads, self.width), torch.nan)
+        k, v = torch.full((2, batch * columns + 4, self.page_size, KV_HEADS, self.width), torch.nan)
         lengths = [columns * self.page_size if self.wrong and i == 2 else n for i, n in enumerate(LENGTHS)]
         for sequence, length in enumerate(lengths):
             for column in range(-(-length // self.page_size)):
                 page = table[sequence, column] = next(free)
                 slots = min(self.page_size, length - column * self.page_size)
-                k[page, :slots], v[page, :slots] = torch.randn(2, slots, kv_heads, self.width)
+                k[page, :slots], v[page, :slots] = torch.randn(2, slots, KV_HEADS, self.width)
         dtype = E4M3 if self.eight_bit else torch.bfloat16
         q, used = torch.randn(*shape, self.width).bfloat16(), torch.tensor(LENGTHS, dtype=torch.int32)
         return q, k.to(dtype), v.to(dtype), table, used

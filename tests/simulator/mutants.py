@@ -112,8 +112,8 @@ def can_matter(mutant: Mutant, result: Result) -> bool:
 
 
 MOST_BLOCKS = 200_000
-"""Blocks of a launch after which it counts as endless: seven times what the longest launch here executes. A
-mutant that waits no more for the next tile's number may take its last tile again and again."""
+"""Blocks of a launch after which it counts as endless: backward kernels as they stand execute 27,000 at most.
+A mutant that waits no more for the next tile's number may take its last tile again and again."""
 
 
 def clean_to_its_end(clean: Callable[..., bool], *given: Any) -> bool:
