@@ -25,7 +25,7 @@ from fa4flex.codegen.plan.problem import PAGE_ROWS, Problem
 from fa4flex.codegen.plan.specialize import backward_problem, by_queries, forward_problem
 from fa4flex.codegen.plan.target import Target
 from fa4flex.compiler import debug
-from fa4flex.compiler.compile import Kernel, compile_ahead, compile_kernel
+from fa4flex.compiler.compile import Kernel, compile_ahead, compile_kernel, kept
 from fa4flex.compiler.signature import Signature
 from fa4flex.errors import Origin
 from fa4flex.kernels import dispatch
@@ -34,7 +34,7 @@ from fa4flex.kernels.sequences.plan import plan_sequences
 from fa4flex.primitives.schedule import Schedule
 
 EMIT: dict[Direction, Callable[..., Source]] = {"forward": emit_forward, "backward": emit_backward}
-"""Emitters of passes, whose sources people read under names of their own."""
+"""Emitters of passes, whose plans are checked, and whose sources people read under names of their own."""
 
 Prove = Callable[[Facts, Shape, Captured], Proved]
 
@@ -77,8 +77,11 @@ class Lowered:
     sums: tuple[CapturedSum, ...] = ()
 
     def compile(self, signature: Signature) -> Kernel:
-        """The kernel for arguments that look like this. What FA4FLEX_DEBUG asks for is printed."""
-        kernel = compile_kernel(self.source, self.problem, signature, self.plan.target.name)
+        """The kernel for arguments that look like this. What FA4FLEX_DEBUG asks for is printed.
+
+        Raises PlanError for a plan that does not hold.
+        """
+        kernel = compile_kernel(*self._checked(signature))
         level = debug.level()
         if level:
             debug.report(level, self.plan, self.source, signature, kernel)
@@ -86,7 +89,15 @@ class Lowered:
 
     def compile_ahead(self, signature: Signature) -> None:
         """Begin with what `compile` would do, in another process."""
-        compile_ahead(self.source, self.problem, signature, self.plan.target.name)
+        compile_ahead(*self._checked(signature))
+
+    def _checked(self, signature: Signature) -> tuple[Source, Problem, Signature, str]:
+        """Inputs of the compilation, whose plan holds. The plan of a kernel that is kept was checked by who
+        compiled it: the sources of plans and checks are in a kernel's key."""
+        given = self.source, self.problem, signature, self.plan.target.name
+        if self.direction in EMIT and not kept(*given):
+            self.plan.check()
+        return given
 
 
 def lower_forward(given: Given) -> Lowered:

@@ -9,6 +9,7 @@ from itertools import product
 from typing import Any
 
 import pytest
+from checked_plans import plan_forward
 
 from fa4flex.codegen.analyze.facts import SCORE, Facts
 from fa4flex.codegen.expr import apply, sym
@@ -23,7 +24,6 @@ from fa4flex.codegen.plan.topology import Event, Role, Topology
 from fa4flex.codegen.plan.verify import round_robin, simulate
 from fa4flex.kernels.bwd_sm100.plan import BlackwellBackwardPlan
 from fa4flex.kernels.decode_sm100.plan import BlackwellDecodePlan
-from fa4flex.kernels.dispatch import plan_forward
 from fa4flex.kernels.fwd_sm100.columns import lay_out_columns
 from fa4flex.kernels.fwd_sm100.plan import BlackwellPlan
 from fa4flex.kernels.fwd_sm100.tiles import Tiles

@@ -91,12 +91,17 @@ def compile_ahead(
 ) -> None:
     """Begin to compile in another process what `compile_kernel` will be asked for, if it would have to."""
     folder = None if simulating() or not ahead.useful() else cache.directory()
-    if folder is None:
+    if folder is None or kept(source, problem, signature, arch):
         return
+    job: Job = source, problem, signature, arch
+    ahead.start(kernel_key(source.key, *job[1:]), pickle.dumps((job, folder.absolute())))
+
+
+def kept(source: Source, problem: Problem, signature: Signature = Signature(), arch: str = "sm_90a") -> bool:
+    """True if this kernel has been compiled, by this process or one with the same folder."""
     key = kernel_key(source.key, problem, signature, arch)
-    if key not in _kernels and not cache.holds(folder, key):
-        job: Job = source, problem, signature, arch
-        ahead.start(key, pickle.dumps((job, folder.absolute())))
+    folder = cache.directory()
+    return key in _kernels or (folder is not None and cache.holds(folder, key))
 
 
 def _obtain(source: Source, problem: Problem, signature: Signature, arch: str, key: str) -> Kernel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import import_module
 from typing import NamedTuple
@@ -17,15 +18,29 @@ from fa4flex.errors import UnsupportedError
 from fa4flex.primitives.schedule import Schedule
 
 
+def _always(problem: Problem) -> bool:
+    return True
+
+
+def _few_rows(problem: Problem) -> bool:
+    return problem.few_rows
+
+
+def _packed_pages(problem: Problem) -> bool:
+    return problem.lengths == "packed" and problem.page_rows > 0
+
+
 class Unloaded(NamedTuple):
     """A pipeline of one direction and one family of chips, by the package and the name that its plan has it
-    under. Its modules are imported when such a pass is first planned: a process's first call waits for that.
+    under. Its modules are imported when a pass is first planned that it may accept, for which `may` says it
+    all at once: a process's first call waits for that.
     """
 
     direction: Direction
     family: str
     package: str
     name: str
+    may: Callable[[Problem], bool] = _always
 
     def load(self) -> Pipeline:
         plans = import_module(f"fa4flex.kernels.{self.package}.plan")
@@ -36,11 +51,11 @@ class Unloaded(NamedTuple):
 Entry = Pipeline | Unloaded
 
 PIPELINES: tuple[Entry, ...] = (
-    Unloaded("forward", "sm90", "decode_sm90", "DECODE_SM90"),
-    Unloaded("forward", "sm90", "decode_fp8_sm90", "DECODE_FP8_SM90"),
-    Unloaded("forward", "sm90", "mixed_sm90", "MIXED_SM90"),
+    Unloaded("forward", "sm90", "decode_sm90", "DECODE_SM90", _few_rows),
+    Unloaded("forward", "sm90", "decode_fp8_sm90", "DECODE_FP8_SM90", _few_rows),
+    Unloaded("forward", "sm90", "mixed_sm90", "MIXED_SM90", _packed_pages),
     Unloaded("forward", "sm90", "fwd_sm90", "FWD_SM90"),
-    Unloaded("forward", "sm100", "decode_sm100", "DECODE_SM100"),
+    Unloaded("forward", "sm100", "decode_sm100", "DECODE_SM100", _few_rows),
     Unloaded("forward", "sm100", "fwd_sm100", "FWD_SM100"),
     Unloaded("backward", "sm90", "bwd_sm90", "BWD_SM90"),
     Unloaded("backward", "sm100", "bwd_sm100.two_cta", "TWO_CTA"),
@@ -51,17 +66,25 @@ PIPELINES: tuple[Entry, ...] = (
 front serves calls of looks that have not been seen before."""
 
 
-def loaded(direction: Direction, family: str | None = None) -> list[Pipeline]:
-    """Pipelines of a direction, in order: those that may accept a problem on chips of a family, or all."""
+def loaded(direction: Direction) -> list[Pipeline]:
+    """Pipelines of a direction, in order."""
     mine = (one for one in PIPELINES if one.direction == direction)
-    if family is not None:
-        mine = (one for one in mine if isinstance(one, Pipeline) or one.family == family)
     return [one.load() if isinstance(one, Unloaded) else one for one in mine]
+
+
+def _candidates(direction: Direction, problem: Problem, target: Target) -> Iterator[Pipeline]:
+    """Pipelines that may accept the problem, in order, each loaded when it is its turn."""
+    for one in PIPELINES:
+        if one.direction == direction:
+            if isinstance(one, Pipeline):
+                yield one
+            elif one.family == target.family and one.may(problem):
+                yield one.load()
 
 
 def accepting(direction: Direction, problem: Problem, target: Target) -> Pipeline | None:
     """The first pipeline that accepts the problem."""
-    for pipeline in loaded(direction, target.family):
+    for pipeline in _candidates(direction, problem, target):
         reads = pipeline.kv_dtype == problem.kv_dtype
         writes = pipeline.writes_float32 or not problem.wide_output
         if reads and writes and pipeline.accepts(problem, target):
@@ -108,21 +131,21 @@ def plan_forward(
     schedule: Schedule = Schedule(),
     rescale_threshold: float | None = None,
 ) -> ForwardPlan:
-    """The checked plan of a forward kernel. For `rescale_threshold` see ForwardRequest.
+    """The plan of a forward kernel, which fits the chip. For `rescale_threshold` see ForwardRequest.
 
     Raises UnsupportedError for what the chip or kernel does not have, InputError where facts and problem
     contradict each other.
     """
     request = ForwardRequest(facts, problem, target, schedule, rescale_threshold)
     plan: ForwardPlan = choose("forward", problem, target).plan(request)
-    plan.check()
+    plan.check_resources()
     return plan
 
 
 def plan_backward(
     facts: Facts, problem: Problem, target: Target, schedule: Schedule = Schedule()
 ) -> BackwardPlan:
-    """The checked plan of a backward kernel. Raises UnsupportedError where there is no kernel."""
+    """The plan of a backward kernel, which fits the chip. Raises UnsupportedError where there is none."""
     plan: BackwardPlan = choose("backward", problem, target).plan(Request(facts, problem, target, schedule))
-    plan.check()
+    plan.check_resources()
     return plan

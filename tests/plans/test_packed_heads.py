@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from checked_plans import plan_forward
 
 import fa4flex
 from fa4flex.codegen.analyze.domain import Ragged, Shape
@@ -20,7 +21,6 @@ from fa4flex.codegen.plan.problem import PACKED_HEADS, Problem
 from fa4flex.codegen.plan.specialize import MOST_PACKED, backward_problem, forward_problem, same_problem
 from fa4flex.codegen.plan.target import SM90A, SM100A, Target
 from fa4flex.errors import InputError
-from fa4flex.kernels.dispatch import plan_forward
 from fa4flex.variants import alibi, causal, softcap
 
 PLAIN = Facts()

@@ -12,6 +12,7 @@ from itertools import product
 from typing import Any, get_args
 
 import pytest
+from checked_plans import plan_forward
 
 from fa4flex.codegen.analyze.facts import SCORE, Facts
 from fa4flex.codegen.expr import (
@@ -38,7 +39,6 @@ from fa4flex.codegen.plan.problem import Lengths, MaskForm, Problem, itemsize
 from fa4flex.codegen.plan.target import SM90A
 from fa4flex.codegen.plan.work import Bias, Work, count_work, score_cost
 from fa4flex.errors import InputError, UnsupportedError
-from fa4flex.kernels.dispatch import plan_forward
 from fa4flex.kernels.fwd_sm90 import plan as plan_module
 from fa4flex.kernels.fwd_sm90 import registers
 from fa4flex.kernels.fwd_sm90.config import Config

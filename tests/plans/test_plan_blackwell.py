@@ -18,6 +18,7 @@ from blackwell_plans import (
     with_columns,
     with_role,
 )
+from checked_plans import plan_forward
 
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.plan.counts import check_counts
@@ -27,7 +28,6 @@ from fa4flex.codegen.plan.sharing import lifetimes
 from fa4flex.codegen.plan.target import SM90A, SM100A, SM103A
 from fa4flex.codegen.plan.tensor_memory import WHOLE, Range
 from fa4flex.errors import UnsupportedError
-from fa4flex.kernels.dispatch import plan_forward
 from fa4flex.kernels.fwd_sm100.columns import first_columns, lay_out_columns
 from fa4flex.kernels.fwd_sm100.config import Exponential, Registers
 from fa4flex.kernels.fwd_sm100.exponential import TABLE, share

@@ -8,6 +8,7 @@ from itertools import product
 
 import pytest
 from blackwell_plans import broken, dropped, edges, ordered, refuses_columns, wrong_counts
+from checked_plans import plan_backward
 
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.plan.errors import PlanError
@@ -18,7 +19,6 @@ from fa4flex.codegen.plan.verify import at_random, round_robin, simulate, trace
 from fa4flex.kernels.bwd_sm100 import roles
 from fa4flex.kernels.bwd_sm100.config import Registers
 from fa4flex.kernels.bwd_sm100.one_cta.plan import OneCtaPlan
-from fa4flex.kernels.dispatch import plan_backward
 
 WIDTHS = ((32, 32), (64, 64), (64, 128), (96, 96), (128, 32), (128, 128))
 STEPS = ([1], [2], [5])

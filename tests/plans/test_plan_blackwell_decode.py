@@ -9,6 +9,7 @@ from itertools import product
 
 import pytest
 from blackwell_plans import broken, dropped, edges, ordered, refuses_columns, with_ring, wrong_counts
+from checked_plans import plan_forward
 
 import fa4flex
 from fa4flex.codegen.analyze.domain import Shape
@@ -36,7 +37,7 @@ TILES = ([1], [2], [3], [9])
 
 @cache
 def planned(problem: Problem = FEW, schedule: Schedule = Schedule()) -> BlackwellDecodePlan:
-    plan = dispatch.plan_forward(Facts(), problem, SM100A, schedule)
+    plan = plan_forward(Facts(), problem, SM100A, schedule)
     assert isinstance(plan, BlackwellDecodePlan)
     return plan
 
@@ -61,9 +62,9 @@ def test_it_takes_few_rows_whose_key_tiles_follow_from_spans() -> None:
 def test_who_asks_for_tiles_gets_the_kernel_that_has_a_choice() -> None:
     for schedule in (Schedule(tile=(128, 128)), Schedule(order="row_major"), Schedule(next_tile="counter")):
         for problem in (FEW, PAGED):
-            assert isinstance(dispatch.plan_forward(Facts(), problem, SM100A, schedule), BlackwellPlan)
+            assert isinstance(plan_forward(Facts(), problem, SM100A, schedule), BlackwellPlan)
     with pytest.raises(fa4flex.UnsupportedError, match="keys in pages"):
-        dispatch.plan_forward(Facts(), PAGED, SM100A, Schedule(order="longest_first"))
+        plan_forward(Facts(), PAGED, SM100A, Schedule(order="longest_first"))
 
 
 @pytest.mark.parametrize(

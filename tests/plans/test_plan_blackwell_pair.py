@@ -11,6 +11,7 @@ from itertools import product
 import pytest
 import torch
 from blackwell_plans import awaits_nothing, broken, dropped, edges, ordered, refuses_columns, wrong_counts
+from checked_plans import plan_backward
 
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.plan.problem import Problem
@@ -25,7 +26,6 @@ from fa4flex.kernels.bwd_sm100.config import ROWS
 from fa4flex.kernels.bwd_sm100.two_cta import roles
 from fa4flex.kernels.bwd_sm100.two_cta.plan import TwoCtaPlan, plan_two_cta
 from fa4flex.kernels.bwd_sm100.two_cta.topology import THERE, arrivals
-from fa4flex.kernels.dispatch import plan_backward
 from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Call, SequenceLengths
 
 WIDTHS = ((64, 64), (64, 128), (128, 64), (128, 128))

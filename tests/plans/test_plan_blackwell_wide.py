@@ -9,6 +9,7 @@ from itertools import product
 
 import pytest
 from blackwell_plans import awaits_nothing, broken, dropped, edges, ordered, refuses_columns, wrong_counts
+from checked_plans import plan_backward
 
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.plan.problem import Problem
@@ -20,7 +21,6 @@ from fa4flex.kernels.bwd_sm100 import roles as alone
 from fa4flex.kernels.bwd_sm100.wide_heads import roles
 from fa4flex.kernels.bwd_sm100.wide_heads.config import SLOPED
 from fa4flex.kernels.bwd_sm100.wide_heads.plan import WideHeadsPlan
-from fa4flex.kernels.dispatch import plan_backward
 
 WIDTHS = ((192, 128), (192, 32), (160, 128), (160, 96))
 STEPS = ([1], [2], [5])

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+from checked_plans import plan_forward
 
 import fa4flex
 from fa4flex.codegen.analyze.domain import Shape
@@ -34,7 +35,7 @@ FEW = Problem(128, 128, few_rows=True)
 
 
 def planned(problem: Problem, schedule: Schedule = Schedule()) -> DecodePlan:
-    plan = dispatch.plan_forward(FACTS, problem, SM90A, schedule)
+    plan = plan_forward(FACTS, problem, SM90A, schedule)
     assert isinstance(plan, DecodePlan)
     return plan
 
@@ -66,7 +67,7 @@ def test_rows_are_queries_times_heads_of_a_group(group: int, most: int) -> None:
 
 def test_who_asks_for_tiles_gets_the_kernel_that_has_a_choice() -> None:
     for schedule in (Schedule(tile=(64, 64)), Schedule(order="row_major"), Schedule(next_tile="counter")):
-        assert isinstance(dispatch.plan_forward(FACTS, FEW, SM90A, schedule), HopperPlan)
+        assert isinstance(plan_forward(FACTS, FEW, SM90A, schedule), HopperPlan)
 
 
 # --- pages --------------------------------------------------------------------------------------------
@@ -100,7 +101,7 @@ def test_no_other_kernel_takes_pages() -> None:
         dispatch.choose("forward", wide, SM100A)
     for schedule in (Schedule(tile=(192, 64)), Schedule(order="longest_first")):
         with pytest.raises(fa4flex.UnsupportedError, match="pages"):
-            dispatch.plan_forward(FACTS, PAGED, SM90A, schedule)
+            plan_forward(FACTS, PAGED, SM90A, schedule)
 
 
 def test_pages_are_explained() -> None:
@@ -113,7 +114,7 @@ def test_pages_are_explained() -> None:
 
 
 def many_rows(problem: Problem, schedule: Schedule = Schedule()) -> HopperPlan:
-    plan = dispatch.plan_forward(FACTS, replace(problem, few_rows=False), SM90A, schedule)
+    plan = plan_forward(FACTS, replace(problem, few_rows=False), SM90A, schedule)
     assert isinstance(plan, HopperPlan)
     return plan
 

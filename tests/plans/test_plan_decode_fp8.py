@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+from checked_plans import plan_forward
 from test_plan_decode import is_red, with_role
 
 import fa4flex
@@ -35,7 +36,7 @@ FEW = Problem(
 
 
 def planned(problem: Problem, schedule: Schedule = Schedule()) -> DecodePlan:
-    plan = dispatch.plan_forward(FACTS, problem, SM90A, schedule)
+    plan = plan_forward(FACTS, problem, SM90A, schedule)
     assert isinstance(plan, DecodePlan)
     return plan
 
@@ -54,7 +55,7 @@ def test_no_other_kernel_takes_a_cache_and_it_takes_nothing_else() -> None:
         ):
             dispatch.choose("forward", problem, target)
     with pytest.raises(fa4flex.UnsupportedError, match="8-bit cache, with tiles"):
-        dispatch.plan_forward(FACTS, FEW, SM90A, Schedule(tile=(64, 64)))
+        plan_forward(FACTS, FEW, SM90A, Schedule(tile=(64, 64)))
 
 
 @pytest.mark.parametrize("wrong", [{"kv_dtype": "float8_e5m2"}, {"row_class": 5}, {"k_scales": "row"}])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from checked_plans import plan_forward
 
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.plan.bound import Size
@@ -12,7 +13,6 @@ from fa4flex.codegen.plan.problem import Problem
 from fa4flex.codegen.plan.target import SM90A, SM100A, Target
 from fa4flex.errors import UnsupportedError
 from fa4flex.kernels import dispatch
-from fa4flex.kernels.dispatch import plan_forward
 from fa4flex.kernels.fwd_sm90.plan import FWD_SM90
 from fa4flex.kernels.fwd_sm100.plan import FWD_SM100
 from fa4flex.kernels.mixed_sm90.plan import MIXED_SM90

@@ -15,6 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from blackwell_plans import broken, dropped, edges, fault_of, find, moved, ordered, with_role, wrong_counts
+from checked_plans import plan_backward
 from helpers import Width, widths
 
 import fa4flex
@@ -40,7 +41,6 @@ from fa4flex.kernels.bwd_sm90.plan import (
     WIDE_TILE,
     HopperBackwardPlan,
 )
-from fa4flex.kernels.dispatch import plan_backward
 
 WIDTHS = (32, 64, 80, 96, 128, 192, 256)
 LIGHT = Problem(128, 128, mask_form="queries")

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 from blackwell_plans import broken, dropped, edges, every_plan, fails_check, wrong_counts
+from checked_plans import plan_backward, plan_forward
 
 from fa4flex.codegen.analyze.facts import Facts
 from fa4flex.codegen.plan.problem import Problem
@@ -15,7 +16,6 @@ from fa4flex.codegen.plan.signals import Signal, difference, expected, rows_of
 from fa4flex.codegen.plan.target import SM90A, SM100A
 from fa4flex.codegen.plan.topology import Event, Topology
 from fa4flex.codegen.plan.verify import at_random, round_robin, trace
-from fa4flex.kernels.dispatch import plan_backward, plan_forward
 from fa4flex.kernels.fwd_sm100.pair import THERE
 from fa4flex.kernels.fwd_sm100.plan import BlackwellPlan
 from fa4flex.primitives.schedule import Schedule

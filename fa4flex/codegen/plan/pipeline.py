@@ -47,8 +47,13 @@ class Plan(Protocol):
         """Configuration of the hand-written kernel."""
         ...
 
+    def check_resources(self) -> None:
+        """PlanError or UnsupportedError unless the kernel fits the chip."""
+        ...
+
     def check(self) -> None:
-        """PlanError or UnsupportedError unless the plan holds."""
+        """PlanError or UnsupportedError unless the plan holds: its resources, and the order of its roles,
+        which takes up to a tenth of a second (verify.py)."""
         ...
 
     def explain(self, size: Size | None = None) -> str:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 
+from fa4flex.codegen.plan.counts import check_counts
 from fa4flex.codegen.plan.errors import PlanError
 from fa4flex.codegen.plan.happens_before import Kind, Known, Memory, Place, Trace
 from fa4flex.codegen.plan.topology import WARP, Event, NamedBarrier, Product, Ring, Role, Rows, Topology
@@ -55,9 +56,10 @@ def simulate(topology: Topology, key_tiles: Sequence[int], pick: Pick) -> int:
 
 @lru_cache(maxsize=256)
 def prove(topology: Topology) -> None:
-    """PlanError unless a short row of key tiles, and one that goes twice round the rings, run to their end.
-    One interleaving costs up to a tenth of a second, of a pair of CTAs a third, once per pipeline; tests try
-    many."""
+    """PlanError unless counts and sums fit, and a short row of key tiles, and one that goes twice round the
+    rings, run to their end. Tensor memory is shared there as its map says. One interleaving costs up to a
+    tenth of a second, of a pair of CTAs a third, once per pipeline; tests try many."""
+    check_counts(topology)
     twice = 2 * max(ring.stages for ring in topology.rings) + 1
     empty = [0] * any(role.empty for role in topology.roles)
     works = [[1], [twice], *[[none] for none in empty]] if topology.one_tile else [[*empty, 1, *empty, twice]]

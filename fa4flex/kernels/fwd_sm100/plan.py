@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import ClassVar
 
 from fa4flex.codegen.plan.bound import Bound, Size, expected_bound, for_long
-from fa4flex.codegen.plan.counts import check_counts
 from fa4flex.codegen.plan.memory import Memory
 from fa4flex.codegen.plan.paging import box_rows, explain_pages, readable
 from fa4flex.codegen.plan.pipeline import Pipeline
@@ -27,7 +26,6 @@ from fa4flex.codegen.plan.splitting import Splitting
 from fa4flex.codegen.plan.target import Target
 from fa4flex.codegen.plan.tensor_memory import Columns
 from fa4flex.codegen.plan.topology import Topology
-from fa4flex.codegen.plan.verify import prove
 from fa4flex.codegen.plan.work import Work
 from fa4flex.errors import UnsupportedError
 from fa4flex.kernels.fwd_sm100.columns import first_columns, lay_out_columns
@@ -142,16 +140,20 @@ class BlackwellPlan:
         )
 
     def check(self) -> None:
-        """PlanError or UnsupportedError unless the plan holds: sums of bytes, columns, registers, barriers;
-        and a run of the token simulation, in which tensor memory is shared as its map says."""
+        """PlanError or UnsupportedError unless the plan holds: its resources, and the order of its roles."""
+        from fa4flex.codegen.plan.verify import prove  # for what is compiled alone
+
+        self.check_resources()
+        prove(self.topology)
+
+    def check_resources(self) -> None:
+        """PlanError or UnsupportedError unless sums of bytes, columns, registers and barriers fit."""
         self.memory.check()
         self.columns.check()
         check_threshold(self.rescale_threshold, self.problem)
         check_exponential(self.exponential, self.tiles.tile_n)
         check_registers(self.registers, "softmax", self.target, "take a split from registers.SPLITS")
-        check_counts(self.topology)
         self.of_one_cta.check_fits(self.memory, self.target, self._unused_barriers)
-        prove(self.topology)
 
     @property
     def _unused_barriers(self) -> int:

@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import ClassVar
 
 from fa4flex.codegen.plan.bound import Bound, Size, expected_bound, for_long
-from fa4flex.codegen.plan.counts import check_counts
 from fa4flex.codegen.plan.errors import PlanError
 from fa4flex.codegen.plan.memory import Memory
 from fa4flex.codegen.plan.paging import Boxes, Producing, boxes_of, explain_pages, producing
@@ -17,7 +16,6 @@ from fa4flex.codegen.plan.request import BLOCKS, ORDERS, ForwardRequest, Order, 
 from fa4flex.codegen.plan.splitting import Splitting
 from fa4flex.codegen.plan.target import Target
 from fa4flex.codegen.plan.topology import Staging, Topology
-from fa4flex.codegen.plan.verify import prove
 from fa4flex.codegen.plan.work import Work, is_plain
 from fa4flex.errors import UnsupportedError
 from fa4flex.kernels.fwd_sm90.config import HANDED, Config
@@ -144,8 +142,14 @@ class HopperPlan:
         )
 
     def check(self) -> None:
-        """PlanError or UnsupportedError unless the plan holds: sums of bytes, registers, barriers; regions;
-        and a run of the token simulation."""
+        """PlanError or UnsupportedError unless the plan holds: its resources, and the order of its roles."""
+        from fa4flex.codegen.plan.verify import prove  # for what is compiled alone
+
+        self.check_resources()
+        prove(self.topology)
+
+    def check_resources(self) -> None:
+        """PlanError or UnsupportedError unless sums of bytes, registers and barriers, and regions fit."""
         self.memory.check()
         self.registers.check(self.tiles.consumers, self.target)
         if self.need.accumulators > self.registers.consumer:
@@ -155,9 +159,7 @@ class HopperPlan:
                 "use fewer keys per tile",
             )
         check_threshold(self.rescale_threshold, self.problem)
-        check_counts(self.topology)
         self.topology.check_fits(self.memory, self.target)
-        prove(self.topology)
 
     def explain(self, size: Size | None = None) -> str:
         """The plan in words; with a `size`, also the time it cannot beat there."""

@@ -1,0 +1,20 @@
+"""Plans as kernels are compiled from them: checked, the order of roles included."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fa4flex.codegen.plan.pipeline import BackwardPlan, ForwardPlan
+from fa4flex.kernels import dispatch
+
+
+def plan_forward(*given: Any, **options: Any) -> ForwardPlan:
+    plan = dispatch.plan_forward(*given, **options)
+    plan.check()
+    return plan
+
+
+def plan_backward(*given: Any) -> BackwardPlan:
+    plan = dispatch.plan_backward(*given)
+    plan.check()
+    return plan
