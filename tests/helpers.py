@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fa4flex.primitives.base import call_mod
 from fa4flex.runtime import ops
+from fa4flex.runtime.cuda.calls.call import Tensors
 from fa4flex.runtime.direct import Direct
 
 SMS = 3
@@ -89,7 +90,7 @@ def _on_cpu(program: Any, call: Any) -> tuple[Tensor, Tensor, None]:
     """out, lse and no maxima."""
     swap = not call.heads_first and not call.packed
     qkv = [x.transpose(1, 2) if swap else x for x in (call.q, call.k, call.v)]
-    given = ops.Tensors(*qkv, call.sinks, call.lengths, call.operands)
+    given = Tensors(*qkv, call.sinks, call.lengths, call.operands)
     with patch.object(ops, "simulating", lambda: False):
         out, lse, *_ = ops.forward(program, given, program.numbers(call.scalars, call.scale), False)
     return (out.transpose(1, 2).contiguous() if swap else out), lse, None

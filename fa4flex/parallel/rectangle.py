@@ -20,7 +20,7 @@ from fa4flex.codegen.expr import Expr, apply, nodes, scalar, substitute, sym
 from fa4flex.codegen.trace.traced import renumber
 from fa4flex.primitives.precision import Precision
 from fa4flex.runtime import ops
-from fa4flex.runtime.cuda.calls.call import NO_LENGTHS
+from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Tensors
 from fa4flex.runtime.flex.choice import by_flex
 from fa4flex.runtime.programs import Published, publish
 from fa4flex.variant import Variant
@@ -102,7 +102,7 @@ class Rectangles:
         rounds its output to the dtype of q in any case."""
         q = qkv[0]
         program = self._program(q.dtype if by_flex("auto", q) else output)
-        given = ops.Tensors(*qkv, None, NO_LENGTHS, self.operands)
+        given = Tensors(*qkv, None, NO_LENGTHS, self.operands)
         out, lse, _, _ = ops.forward(program, given, self._numbers(program, start), False)
         return out.to(output), lse
 
@@ -120,7 +120,7 @@ class Rectangles:
         """
         out, lse = whole
         program = self._program()
-        given = ops.Tensors(*qkv, None, NO_LENGTHS, self.operands)
+        given = Tensors(*qkv, None, NO_LENGTHS, self.operands)
         # Relative to its log-sum-exp the sum of a row is 1, or 0 where it has no keys.
         saved = out, lse, lse, (lse > -torch.inf).to(lse.dtype)
         gradients = [x for x in upstream if x is not None], saved

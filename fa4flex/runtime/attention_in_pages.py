@@ -19,9 +19,8 @@ from fa4flex.default_device import on_the_host
 from fa4flex.primitives.paging import Paging, assert_contents
 from fa4flex.runtime import autocast
 from fa4flex.runtime.cuda import in_place
-from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Pages, SequenceLengths
+from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Pages, SequenceLengths, Tensors
 from fa4flex.runtime.flex.choice import by_flex
-from fa4flex.runtime.flex.engine import Tensors
 from fa4flex.runtime.layouts import empty_output
 from fa4flex.runtime.ops import call_of, empty, forward, numbers_of
 from fa4flex.runtime.programs import Numbers, Published, read

@@ -30,17 +30,22 @@ from fa4flex.runtime.checks import (
     check_transforms,
     check_variant,
 )
-from fa4flex.runtime.cpu import few
 from fa4flex.runtime.cuda import in_place
 from fa4flex.runtime.cuda.backward import compile_ahead
-from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, NO_SCALES, Call, Pages, Scales, SequenceLengths
+from fa4flex.runtime.cuda.calls.call import (
+    NO_LENGTHS,
+    NO_SCALES,
+    Call,
+    Pages,
+    Scales,
+    SequenceLengths,
+    Tensors,
+)
 from fa4flex.runtime.cuda.calls.operands import Remembered
 from fa4flex.runtime.cuda.engine import Engine
 from fa4flex.runtime.cuda.launches.ready import Results
 from fa4flex.runtime.direct import Direct
 from fa4flex.runtime.flex.choice import by_flex
-from fa4flex.runtime.flex.refusals import refuse_tensors
-from fa4flex.runtime.flex.repeat import Now
 from fa4flex.runtime.programs import Published, publish
 from fa4flex.runtime.recent import Recent
 from fa4flex.variant import Variant, default_scale
@@ -177,10 +182,12 @@ def run(
             return prepared.engine.run(call)
         compile_ahead(prepared.engine, call, "lse" in statistics)
         return direct.attend(Direct.of(prepared.program, prepared.engine.run, call), call)
-    given = ops.Tensors(q, k, v, now.sinks, _lengths(varlen), operands)
+    given = Tensors(q, k, v, now.sinks, _lengths(varlen), operands)
     numbers = prepared.program.numbers(now.bound.scalars, now.scale(q))
     seen = seen or not _own(given.sinks, *operands)
     if flex and not seen and not ops.empty(q, k):
+        from fa4flex.runtime.flex.refusals import refuse_tensors  # calls of kernels do not wait for it
+
         refuse_tensors(operands, tuple(o.name for o in now.bound.trace.operands))
         out, lse, largest = prepared.program.flex.attend(given, now.bound.scalars, numbers.scale, statistics)
         return out.transpose(1, 2) if swap else out, lse, largest
@@ -216,7 +223,7 @@ def _known_to_flex(
     if swap:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     operands = now.prepared.tensors(now.bound, True, True)
-    given = ops.Tensors(q, k, v, now.sinks, _lengths(varlen), operands)
+    given = Tensors(q, k, v, now.sinks, _lengths(varlen), operands)
     if not _own(given.sinks, *operands):
         return None
     scalars, scale = now.bound.scalars, now.scale(q)
@@ -225,12 +232,11 @@ def _known_to_flex(
         return None
     if now.variant.blocks is not None:
         now.variant.blocks.fits(q.shape[2], k.shape[2], q.shape[0], q.shape[1])
-    repeats = None if now.recent is None or varlen is not None else now.recent.flex
+    repeats = None if now.recent is None or varlen is not None else now.recent.through_flex()
     if repeats is None:
         out, lse, largest = ready(given, scalars)
     else:
-        beside = Now(operands, scalars, given.sinks, statistics, scale)
-        out, lse, largest = repeats.attend(ready, qkv, given, beside)
+        out, lse, largest = repeats.attend(ready, qkv, given, scalars, scale, statistics)
     return out.transpose(1, 2) if swap else out, lse, largest
 
 
@@ -239,6 +245,8 @@ def _single_queries(
 ) -> Results | None:
     """The results of sequences' single queries on a CPU, if the tensors fit and no gradient is wanted; None
     for others. To check one by one what these conditions imply would take longer than a short product."""
+    from fa4flex.runtime import blockwise  # calls of kernels do not wait for it
+
     variant, bound = now.variant, now.bound
     if varlen is not None or bound.trace.operands or variant.blocks is not None or variant.sinks is not None:
         return None
@@ -247,10 +255,10 @@ def _single_queries(
     if variant.layout == "bshd":
         qkv = tuple([x.transpose(1, 2) if x.ndim == 4 else x for x in qkv])  # type: ignore[assignment]
     q, k, v = qkv
-    if not few.fit(q, k, v) or (torch.is_grad_enabled() and _wants_gradient(q, k, v)):
+    if not blockwise.fit(q, k, v) or (torch.is_grad_enabled() and _wants_gradient(q, k, v)):
         return None
     program = now.prepared.program
-    found = ops.single_queries(program, qkv, program.numbers(bound.scalars, now.scale(q)))
+    found = blockwise.single_queries(program, qkv, program.numbers(bound.scalars, now.scale(q)))
     if found is None:
         return None
     out, lse = found

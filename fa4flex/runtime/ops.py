@@ -17,19 +17,14 @@ from torch import Tensor
 
 from fa4flex.compiler.simulated import simulating
 from fa4flex.default_device import on_the_host
-from fa4flex.runtime import autocast, cpu, flops, sharding
+from fa4flex.runtime import autocast, flops, sharding
 from fa4flex.runtime.cuda.backward import run_backward
-from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Call, SequenceLengths
+from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Call, SequenceLengths, Tensors
 from fa4flex.runtime.cuda.launches.ready_backward import Saved
 from fa4flex.runtime.flex.choice import by_flex
-from fa4flex.runtime.flex.engine import Tensors
 from fa4flex.runtime.gradients import gradients
 from fa4flex.runtime.layouts import empty_output
-from fa4flex.runtime.programs import Numbers, Published, read
-
-Forward = tuple[Tensor, Tensor, Tensor, Tensor]
-"""out, lse, max_scores and total, as cpu.Forward has them. On a GPU `total` is empty, and so is `max_scores`
-where it is not asked for."""
+from fa4flex.runtime.programs import Forward, Numbers, Published, read
 
 library = torch.library.Library("fa4flex", "DEF")
 library.define(
@@ -57,51 +52,21 @@ def forward(
     on_gpu = given.q.is_cuda or simulating()
     if by_flex(program.backend, given.q) and not empty(given.q, given.k):
         return _by_flex(program, given, numbers, max_scores)
-    if empty(given.q, given.k) and on_gpu:
-        return _without_keys_on_gpu(program, given, numbers, max_scores)
-    if on_gpu:
+    if on_gpu and not empty(given.q, given.k):
         statistics = ("lse", "max_scores") if max_scores else ("lse",)
         out, lse, largest = program.engine.run(call_of(program, given, numbers, statistics))
         assert lse is not None
         return out, lse, lse.new_empty(0) if largest is None else largest, lse.new_empty(0)
-    inputs = _inputs(program, given, numbers)
-    sequences = _sequences(given)
-    if sequences is None:
-        found = None if differentiable or max_scores else cpu.single_queries(program.facts, inputs)
-        if found is not None:
-            none = found[1].new_empty(0)
-            return *found, none, none
-        result = cpu.forward(program.facts, inputs)
-    else:
-        result = cpu.forward_sequences(program.facts, inputs, sequences)
-    return result.out, result.lse, result.max_scores, result.total
+    from fa4flex.runtime import blockwise
 
-
-def single_queries(
-    program: Published, qkv: tuple[Tensor, Tensor, Tensor], numbers: Numbers
-) -> tuple[Tensor, Tensor] | None:
-    """(out, lse) of single queries on a CPU, which capture no tensors: see cpu.single_queries."""
-    given = Tensors(*qkv, None, NO_LENGTHS, ())
-    return cpu.single_queries(program.facts, _inputs(program, given, numbers))
+    if on_gpu:
+        return blockwise.without_keys_on_gpu(program, given, numbers, max_scores)
+    return blockwise.forward(program, given, numbers, max_scores, differentiable)
 
 
 def empty(q: Tensor, k: Tensor) -> bool:
     """True without entries, queries or keys: there is nothing to launch."""
     return not (q.numel() and k.numel())
-
-
-def _without_keys_on_gpu(program: Published, given: Tensors, numbers: Numbers, max_scores: bool) -> Forward:
-    """No kernel has anything to do: rows, if there are any, have no keys."""
-    with torch.device("cpu"):
-        inputs = _inputs(program, given, numbers)
-    sequences = _sequences(given)
-    with torch.device(given.q.device):
-        if sequences is None:
-            result = cpu.forward(program.facts, inputs)
-        else:
-            result = cpu.forward_sequences(program.facts, inputs, sequences)
-    none = result.lse.new_empty(0)
-    return result.out, result.lse, result.max_scores if max_scores else none, none
 
 
 def backward(
@@ -119,7 +84,9 @@ def backward(
         return _backward_by_flex(program, given, numbers, gradients[0], needs)
     if given.q.is_cuda or simulating():
         return _backward_on_gpu(program, given, numbers, gradients, needs)
-    return _blockwise_backward(program, given, _inputs(program, given, numbers), gradients, needs)
+    from fa4flex.runtime import blockwise
+
+    return blockwise.backward(program, given, numbers, gradients, needs)
 
 
 # --- by torch's flex_attention ----------------------------------------------------------------------------
@@ -190,8 +157,7 @@ def _backward_on_gpu(
     gradients: tuple[Sequence[Tensor], Sequence[Tensor]],
     needs: Sequence[int],
 ) -> list[Tensor]:
-    """Compute gradients by kernels where there are some. Else the blockwise backward of the CPU runs, in
-    PyTorch operations on the GPU: exact, deterministic and slow.
+    """Compute gradients by kernels where there are some, else blockwise.
 
     Probabilities are exp(score - lse): where scores are so large that the lse has no digits left for the
     number of keys (some 1e7), rows of equal scores get too large a gradient.
@@ -203,52 +169,9 @@ def _backward_on_gpu(
         found = run_backward(program.engine, call, Saved(out, lse, dout, dlse), needs)
         if found is not None:
             return [x for x in (*found[:4], *found.captured) if x is not None]
-    whole = out, lse, lse, (lse > -torch.inf).to(lse.dtype)
-    with torch.device("cpu"):
-        inputs = _inputs(program, given, numbers)
-    with torch.device(given.q.device):
-        return _blockwise_backward(program, given, inputs, (gradients[0], whole), needs)
+    from fa4flex.runtime import blockwise
 
-
-def _blockwise_backward(
-    program: Published,
-    given: Tensors,
-    inputs: cpu.Inputs,
-    gradients: tuple[Sequence[Tensor], Sequence[Tensor]],
-    needs: Sequence[int],
-) -> list[Tensor]:
-    (dout, *of_lse), saved = gradients
-    dlse = of_lse[0] if of_lse else None
-    sequences, before = _sequences(given), cpu.Forward(*saved)
-    if sequences is None:
-        found = cpu.backward(program.facts, inputs, before, dout, dlse, needs)
-    else:
-        found = cpu.backward_sequences(program.facts, inputs, sequences, before, (dout, dlse), needs)
-    results = [found.dq, found.dk, found.dv, found.sinks, *(found.operands[slot] for slot in needs)]
-    return [x for x in results if x is not None]
-
-
-def _inputs(program: Published, given: Tensors, numbers: Numbers) -> cpu.Inputs:
-    q, k, v = given[:3]
-    captured = program.captured(given.operands, numbers)
-    return cpu.Inputs(
-        q,
-        k,
-        v,
-        captured,
-        numbers.scale,
-        given.sinks,
-        compute=program.precision.compute_dtype(q.dtype),
-        output=program.precision.output_dtype(q.dtype),
-        tile=program.schedule.tile,
-    )
-
-
-def _sequences(given: Tensors) -> cpu.Sequences | None:
-    cu_q, cu_k, used_q, used_k = given.lengths
-    if cu_q is not None and cu_k is not None:
-        return cpu.packed(cu_q, cu_k, used_q, used_k)
-    return None if used_q is None and used_k is None else cpu.padded(given.q, given.k, used_q, used_k)
+    return blockwise.backward_on_gpu(program, given, numbers, gradients, needs)
 
 
 # --- autograd ---------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,8 +21,14 @@ from fa4flex.errors import InputError
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
 from fa4flex.runtime.cuda.engine import Engine
-from fa4flex.runtime.flex import engine as flex
 from fa4flex.variant import Backend
+
+if TYPE_CHECKING:
+    from fa4flex.runtime.flex.engine import Engine as FlexEngine
+
+Forward = tuple[Tensor, Tensor, Tensor, Tensor]
+"""out, lse, max_scores and total, as cpu.Forward has them. On a GPU `total` is empty, and so is `max_scores`
+where it is not asked for."""
 
 FORMAT = 2
 """Version of programs' text and of the operators' meaning; exported programs of another one are refused."""
@@ -93,7 +100,7 @@ class Published:
         return _engine(self)
 
     @cached_property
-    def flex(self) -> flex.Engine:
+    def flex(self) -> FlexEngine:
         """Caller of torch's flex_attention for this program; equal programs share what it keeps."""
         return _flex_engine(self)
 
@@ -123,8 +130,10 @@ def _engine(program: Published) -> Engine:
 
 
 @lru_cache(maxsize=4096)
-def _flex_engine(program: Published) -> flex.Engine:
-    return flex.Engine(program.facts, program.schedule, program.precision)
+def _flex_engine(program: Published) -> FlexEngine:
+    from fa4flex.runtime.flex.engine import Engine as FlexEngine  # calls of kernels do not wait for it
+
+    return FlexEngine(program.facts, program.schedule, program.precision)
 
 
 def publish(facts: Facts, schedule: Schedule, precision: Precision, backend: Backend = "auto") -> Published:

@@ -4,7 +4,7 @@ those through torch's flex_attention: see flex/repeat.py."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,9 +20,11 @@ from fa4flex.runtime.cuda.launches.ready import Ready, Results
 from fa4flex.runtime.cuda.repeats.family_path import QKV, FamilyPath
 from fa4flex.runtime.cuda.repeats.fast_path import FastPath
 from fa4flex.runtime.direct import Direct
-from fa4flex.runtime.flex.repeat import Repeats
 from fa4flex.runtime.programs import Published
 from fa4flex.variant import Variant
+
+if TYPE_CHECKING:
+    from fa4flex.runtime.flex.repeat import Repeats
 
 MOST_KEPT = 4
 """Launches of one Attention with ways to them: prompts, single queries, a pass with gradients."""
@@ -77,7 +79,8 @@ class Recent:
         self.kept: tuple[Kept, ...] = ()
         self.once: tuple[Kept, ...] = ()
         """Launches that served one call: no way is made to them before they serve another."""
-        self.flex = None if self.reader is None else Repeats(self.reader)
+        self.flex: Repeats | None = None
+        """Ways of calls through flex_attention; None before the first such call."""
 
     def serve(
         self,
@@ -115,6 +118,14 @@ class Recent:
             if like is not None:
                 return self._by_family(one, *like, dense)
         return None
+
+    def through_flex(self) -> Repeats | None:
+        """Ways of calls through flex_attention; None where captured tensors are derived from others."""
+        if self.flex is None and self.reader is not None:
+            from fa4flex.runtime.flex.repeat import Repeats  # calls of kernels do not wait for it
+
+            self.flex = Repeats(self.reader)
+        return self.flex
 
     def _by_family(self, one: Kept, call: Call, extents: Extents, dense: bool) -> Results:
         again = Direct.of(self.program, one.ready, call) if one.trains else None

@@ -109,5 +109,7 @@ def repeated(held: Held, **options: Any) -> tuple[fa4flex.Attention, list[Tensor
 
 def kept(attn: fa4flex.Attention) -> tuple[Repeat, ...]:
     recent = attn._caller.recent  # type: ignore[union-attr]
-    assert recent is not None and recent.flex is not None
-    return recent.flex.kept
+    assert recent is not None
+    flex = recent.through_flex()
+    assert flex is not None
+    return flex.kept

@@ -17,7 +17,7 @@ import fa4flex
 from fa4flex import reference
 from fa4flex.codegen.evaluate import Captured
 from fa4flex.errors import InputError, UnsupportedError
-from fa4flex.runtime import ops
+from fa4flex.runtime import blockwise
 from fa4flex.runtime.cpu import Forward, Inputs, few, forward
 from fa4flex.variants import causal, sliding_window
 
@@ -216,9 +216,9 @@ def served(
     attn: fa4flex.Attention, qkv: tuple[Tensor, ...], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Any, bool]:
     """(out, lse), and whether the call passed by the checks of each tensor."""
-    made, compute = [], ops.single_queries
+    made, compute = [], blockwise.single_queries
     with monkeypatch.context() as patched:
-        patched.setattr(ops, "single_queries", lambda *given: made.append(compute(*given)) or made[-1])
+        patched.setattr(blockwise, "single_queries", lambda *given: made.append(compute(*given)) or made[-1])
         found = attn(*qkv, return_lse=True)
     return found, any(x is not None for x in made)
 
@@ -236,7 +236,7 @@ def test_single_queries_pass_by_checks(
         given = (q, k, v) if layout == "bhsd" else tuple(x.transpose(1, 2) for x in (q, k, v))
         found, passed = served(attn, given, monkeypatch)
         with monkeypatch.context() as patched:
-            patched.setattr(few, "fit", lambda *_: False)
+            patched.setattr(blockwise, "fit", lambda *_: False)
             checked, others = served(attn, given, monkeypatch)
         assert passed and not others
         for a, b in zip(found, checked, strict=True):

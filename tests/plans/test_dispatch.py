@@ -8,9 +8,20 @@ from dataclasses import replace
 
 import pytest
 
+from fa4flex.codegen.plan.lengths import Lengths
 from fa4flex.codegen.plan.problem import Problem
 from fa4flex.codegen.plan.target import TARGETS
 from fa4flex.kernels import dispatch
+
+NOT_FOR_CALLS_OF_KERNELS = """
+import sys
+import fa4flex
+import fa4flex.variants as variants
+
+fa4flex.compile(variants.alibi, variants.causal)
+import fa4flex.runtime.launch
+print(*sorted(name for name in sys.modules if name.startswith("fa4flex.")))
+"""
 
 CODE = """
 import sys
@@ -21,6 +32,17 @@ from fa4flex.kernels import dispatch
 dispatch.choose("forward", Problem(128, 128), SM90A)
 print(*sorted(name for name in sys.modules if name.startswith("fa4flex.kernels.")))
 """
+
+
+def every_lengths(problems: list[Problem]) -> list[Problem]:
+    """The same problems for all kinds of lengths, from pages and not."""
+    kinds: tuple[Lengths, ...] = ("dense", "used", "packed")
+    return [
+        replace(one, lengths=lengths, page_rows=rows)
+        for one in problems
+        for lengths in kinds
+        for rows in (0, 16)
+    ]
 
 
 @pytest.mark.parametrize("entry", dispatch.PIPELINES, ids=lambda entry: entry.name)
@@ -35,6 +57,8 @@ def test_entries_say_which_chips_and_passes_theirs_are_for(entry: dispatch.Entry
         for few in (False, True)
         for kv_dtype in ("", "float8_e4m3fn")
     ]
+    refused = [one for one in every_lengths(problems) if not entry.may(one)]
+    assert not any(pipeline.accepts(one, target) for one in refused for target in TARGETS)
     others = [target for target in TARGETS if target.family != entry.family]
     assert others and not any(pipeline.accepts(one, target) for one in problems for target in others)
 
@@ -43,7 +67,18 @@ def test_a_forward_pass_loads_those_of_its_chip() -> None:
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
     found = done.stdout.split()
     assert "fa4flex.kernels.fwd_sm90.plan" in found
-    assert not [name for name in found if "sm100" in name]
+    assert not [name for name in found if "sm100" in name or "decode" in name or "mixed" in name]
+
+
+def test_calls_of_kernels_wait_for_no_other_engine() -> None:
+    """Neither the executor for CPUs, nor flex_attention's, nor what proves a plan that is compiled."""
+    done = subprocess.run(
+        [sys.executable, "-c", NOT_FOR_CALLS_OF_KERNELS], capture_output=True, text=True, check=True
+    )
+    found = done.stdout.split()
+    assert "fa4flex.runtime.cuda.engine" in found
+    others = ("runtime.cpu", "runtime.blockwise", "runtime.flex.engine", "codegen.plan.verify", "simulator")
+    assert not [name for name in found if name.removeprefix("fa4flex.").startswith(others)]
 
 
 def test_all_are_named_where_none_is_the_one() -> None:

@@ -31,7 +31,7 @@ from fa4flex.codegen.expr import nodes
 from fa4flex.contents import Guards, VersionedCache, guards_of, hold
 from fa4flex.primitives.precision import Precision
 from fa4flex.primitives.schedule import Schedule
-from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, SequenceLengths
+from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Tensors
 from fa4flex.runtime.flex import ragged
 from fa4flex.runtime.flex.attend import Module, Wanted, buffers_of, module
 from fa4flex.runtime.flex.block_mask import Blocks, Classifier, blocks_of, classifier
@@ -45,17 +45,6 @@ MOST_MASKS = 16
 
 LEAST_WIDTH = 16
 """Head width of torch's kernels; narrower heads are padded with zeros."""
-
-
-class Tensors(NamedTuple):
-    """Arguments of one call: q, k, v [B, H, S, D], or [T, H, D] with cu_seqlens."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    sinks: Tensor | None
-    lengths: SequenceLengths
-    operands: tuple[Tensor, ...]
 
 
 class Engine:

@@ -27,10 +27,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fa4flex.codegen.trace.paths import Reader
-from fa4flex.runtime.cuda.calls.call import NO_LENGTHS
+from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Tensors
 from fa4flex.runtime.cuda.repeats.fast_path import guard_of
 from fa4flex.runtime.flex.compiled import Compiled, Graph, Outputs
-from fa4flex.runtime.flex.engine import Ready, Recent, Tensors
+from fa4flex.runtime.flex.engine import Ready, Recent
 from fa4flex.variant import Variant, default_scale
 
 QKV = tuple[Tensor, Tensor, Tensor]
@@ -130,11 +130,20 @@ class Repeats:
                 return _results(one, variant, qkv, now)
         return None
 
-    def attend(self, ready: Ready, qkv: QKV, given: Tensors, now: Now) -> Outputs:
+    def attend(
+        self,
+        ready: Ready,
+        qkv: QKV,
+        given: Tensors,
+        scalars: tuple[int | float, ...],
+        scale: float,
+        statistics: tuple[str, ...],
+    ) -> Outputs:
         """The results of a call that was ready, from now on the first of those just like it.
 
         given  q, k and v with heads before tokens; in `qkv` they are as the user gave them
         """
+        now = Now(given.operands, scalars, given.sinks, statistics, scale)
         made_before = self._made.get(ready, 0)
         if made_before < MOST_MADE and not any(one.fits(qkv, now) for one in self.kept):
             self._made[ready] = made_before + 1

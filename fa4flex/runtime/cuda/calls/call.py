@@ -26,6 +26,17 @@ class SequenceLengths(NamedTuple):
 NO_LENGTHS = SequenceLengths()
 
 
+class Tensors(NamedTuple):
+    """Tensors of one call as operators have them: q, k, v [B, H, S, D], or [T, H, D] with cu_seqlens."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor | None
+    lengths: SequenceLengths
+    operands: tuple[Tensor, ...]
+
+
 class Pages(NamedTuple):
     """Pages of each sequence [B, columns], and its number of keys [B]."""
 
