@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import glob
 import hashlib
 import importlib.metadata
 import os
@@ -204,9 +205,10 @@ def _version_of(package: str) -> str:
 def digest(folder: Path) -> str:
     """sha256 of all Python files below a folder, with their names."""
     total = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        content = path.read_bytes()
-        total.update(f"{path.relative_to(folder)} {len(content)}\n".encode())
+    for name in sorted(glob.iglob("**/*.py", root_dir=folder, recursive=True)):
+        with open(os.path.join(folder, name), "rb", buffering=0) as file:
+            content = file.read()
+        total.update(f"{name} {len(content)}\n".encode())
         total.update(content)
     return total.hexdigest()
 
