@@ -183,16 +183,21 @@ def run(
         compile_ahead(prepared.engine, call, "lse" in statistics)
         return direct.attend(Direct.of(prepared.program, prepared.engine.run, call), call)
     given = Tensors(q, k, v, now.sinks, _lengths(varlen), operands)
-    numbers = prepared.program.numbers(now.bound.scalars, now.scale(q))
-    seen = seen or not _own(given.sinks, *operands)
-    if flex and not seen and not ops.empty(q, k):
+    out, lse, largest = _without_launch(now, given, seen, flex, statistics)
+    return out.transpose(1, 2) if swap else out, lse, largest
+
+
+def _without_launch(now: Calling, given: Tensors, seen: bool, flex: bool, statistics: Statistics) -> Results:
+    """The results of a checked call by flex_attention or an operator. For `seen`, see `observed`."""
+    program, q = now.prepared.program, given.q
+    numbers = program.numbers(now.bound.scalars, now.scale(q))
+    seen = seen or not _own(given.sinks, *given.operands)
+    if flex and not seen and not ops.empty(q, given.k):
         from fa4flex.runtime.flex.refusals import refuse_tensors  # calls of kernels do not wait for it
 
-        refuse_tensors(operands, tuple(o.name for o in now.bound.trace.operands))
-        out, lse, largest = prepared.program.flex.attend(given, now.bound.scalars, numbers.scale, statistics)
-        return out.transpose(1, 2) if swap else out, lse, largest
-    out, lse, largest, _ = ops.attend(prepared.program, given, numbers, "max_scores" in statistics, seen)
-    return out.transpose(1, 2) if swap else out, lse, largest
+        refuse_tensors(given.operands, tuple(o.name for o in now.bound.trace.operands))
+        return program.flex.attend(given, now.bound.scalars, numbers.scale, statistics)
+    return ops.attend(program, given, numbers, "max_scores" in statistics, seen)[:3]
 
 
 def _known_to_kernels(
