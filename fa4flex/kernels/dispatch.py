@@ -32,8 +32,8 @@ def _packed_pages(problem: Problem) -> bool:
 
 class Unloaded(NamedTuple):
     """A pipeline of one direction and one family of chips, by the package and the name that its plan has it
-    under. Its modules are imported when a pass is first planned that it may accept, for which `may` says it
-    all at once: a process's first call waits for that.
+    under. Its modules are imported when a problem is first planned for which `may` is true, as it is for all
+    that the pipeline accepts: a process's first call waits for imports.
     """
 
     direction: Direction

@@ -134,7 +134,7 @@ class BlackwellBackwardPlan:
 
     def check(self) -> None:
         """PlanError or UnsupportedError unless the plan holds: its resources, and the order of its roles."""
-        from fa4flex.codegen.plan.verify import prove  # for what is compiled alone
+        from fa4flex.codegen.plan.verify import prove  # imported where a kernel is compiled
 
         self.check_resources()
         prove(self.topology)

@@ -74,7 +74,7 @@ class MixedPlan(HopperPlan):
         return handing(few_topology(self._forward))
 
     def check(self) -> None:
-        from fa4flex.codegen.plan.verify import prove  # for what is compiled alone
+        from fa4flex.codegen.plan.verify import prove  # imported where a kernel is compiled
 
         super().check()
         prove(self.few)
