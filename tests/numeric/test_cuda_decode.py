@@ -126,7 +126,7 @@ def test_fixed_parts_have_the_same_bits_in_any_batch() -> None:
     used = torch.randint(1, 6001, (8,), dtype=torch.int32, device="cuda")
     with torch.no_grad():
         whole = attn(q, k, v, varlen=Varlen(seqused_k=used), return_lse=True)
-        for _ in range(100):
+        for _ in range(1000):
             some = torch.randperm(8, device="cuda")[: random.randint(1, 8)]
             kept = random.randint(int(used[some].max()), 6000)
             qkv = q[some], k[some, :, :kept], v[some, :, :kept]
