@@ -19,7 +19,7 @@ export PYTHONPYCACHEPREFIX := $(abspath $(VENV))/bytecode
 endif
 
 # One in so many of the slow tests runs, others each time; SLOW=1 runs all of them.
-SLOW ?= 3
+SLOW ?= 6
 
 # Compilers and simulated programs take and return memory all the time. In large pages, and kept rather than
 # returned to the system, it costs two in five page faults fewer and about a tenth less time.
