@@ -11,6 +11,7 @@ from fa4flex.codegen.plan.bound import Bound, Size, expected_bound, for_long
 from fa4flex.codegen.plan.errors import PlanError
 from fa4flex.codegen.plan.memory import Memory
 from fa4flex.codegen.plan.paging import TileCopies, box_rows, explain_pages
+from fa4flex.codegen.plan.pipeline import Checked
 from fa4flex.codegen.plan.problem import Problem
 from fa4flex.codegen.plan.request import ForwardRequest, Order, check_threshold, rescaling
 from fa4flex.codegen.plan.splitting import Splitting
@@ -29,7 +30,7 @@ RESERVED = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class FewRowsPlan:
+class FewRowsPlan(Checked):
     """A forward kernel for `problem` on `target`, for so many keys per tile and stages, and so many blocks of
     a multiprocessor at a time.
 
@@ -101,13 +102,6 @@ class FewRowsPlan:
         return expected_bound(self.problem, self.widths, self.work, self.target, size)
 
     # --- checks ---------------------------------------------------------------------------------------------
-
-    def check(self) -> None:
-        """PlanError or UnsupportedError unless the plan holds: its resources, and the order of its roles."""
-        from fa4flex.codegen.plan.verify import prove  # imported where a kernel is compiled
-
-        self.check_resources()
-        prove(self.topology)
 
     def check_resources(self) -> None:
         """PlanError or UnsupportedError unless sums of bytes, registers, columns and barriers, and

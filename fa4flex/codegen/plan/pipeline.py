@@ -117,6 +117,22 @@ class BackwardPlan(Plan, Protocol):
         ...
 
 
+class Checked:
+    """The check that plans with one topology have in common."""
+
+    topology: Any
+
+    def check_resources(self) -> None:
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """PlanError or UnsupportedError unless the plan holds: its resources, and the order of its roles."""
+        from fa4flex.codegen.plan.verify import prove  # imported where a kernel is compiled
+
+        self.check_resources()
+        prove(self.topology)
+
+
 @dataclass(frozen=True)
 class Pipeline:
     """One kind of kernel.

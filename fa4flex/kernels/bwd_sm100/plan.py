@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from fa4flex.codegen.plan.bound import Size
 from fa4flex.codegen.plan.memory import BARRIER, NUMBER, Memory, lay_out, tile_bytes
+from fa4flex.codegen.plan.pipeline import Checked
 from fa4flex.codegen.plan.problem import Problem
 from fa4flex.codegen.plan.registers import check_registers
 from fa4flex.codegen.plan.sharing import sharing
@@ -25,7 +26,7 @@ from fa4flex.kernels.bwd_sm100.roles import barrier_total
 
 
 @dataclass(frozen=True)
-class BlackwellBackwardPlan:
+class BlackwellBackwardPlan(Checked):
     """A backward kernel for `problem` on `target`. head_dim, head_dim_v: as padded in shared memory."""
 
     target: Target
@@ -131,13 +132,6 @@ class BlackwellBackwardPlan:
             dk=first["dK"],
             dq=first["dQ"],
         )
-
-    def check(self) -> None:
-        """PlanError or UnsupportedError unless the plan holds: its resources, and the order of its roles."""
-        from fa4flex.codegen.plan.verify import prove  # imported where a kernel is compiled
-
-        self.check_resources()
-        prove(self.topology)
 
     def check_resources(self) -> None:
         """PlanError or UnsupportedError unless sums of bytes, columns, registers and barriers fit."""

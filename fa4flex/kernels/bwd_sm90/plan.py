@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from fa4flex.codegen.plan.bound import Size
 from fa4flex.codegen.plan.memory import NUMBER, Memory, lay_out, tile_bytes
-from fa4flex.codegen.plan.pipeline import Pipeline
+from fa4flex.codegen.plan.pipeline import Checked, Pipeline
 from fa4flex.codegen.plan.problem import Problem
 from fa4flex.codegen.plan.request import BLOCKS, Request
 from fa4flex.codegen.plan.target import Target
@@ -74,7 +74,7 @@ STAGES = ((2, 2, 2), (2, 2, 1), (2, 1, 1), (1, 1, 1))
 
 
 @dataclass(frozen=True)
-class HopperBackwardPlan:
+class HopperBackwardPlan(Checked):
     """A backward kernel for `problem` on `target`. tile: queries per step, and keys per block; stages: tiles
     of Q, dO and dQ in flight."""
 
@@ -203,13 +203,6 @@ class HopperBackwardPlan:
             workers=self.target.multiprocessors if self.persistent else 0,
             ctas=self.ctas,
         )
-
-    def check(self) -> None:
-        """PlanError or UnsupportedError unless the plan holds: its resources, and the order of its roles."""
-        from fa4flex.codegen.plan.verify import prove  # imported where a kernel is compiled
-
-        self.check_resources()
-        prove(self.topology)
 
     def check_resources(self) -> None:
         """PlanError or UnsupportedError unless sums of bytes and barriers, and regions fit."""

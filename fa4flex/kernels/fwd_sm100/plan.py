@@ -9,7 +9,7 @@ from typing import ClassVar
 from fa4flex.codegen.plan.bound import Bound, Size, expected_bound, for_long
 from fa4flex.codegen.plan.memory import Memory
 from fa4flex.codegen.plan.paging import box_rows, explain_pages, readable
-from fa4flex.codegen.plan.pipeline import Pipeline
+from fa4flex.codegen.plan.pipeline import Checked, Pipeline
 from fa4flex.codegen.plan.problem import MMA_K, Problem
 from fa4flex.codegen.plan.registers import check_registers
 from fa4flex.codegen.plan.request import (
@@ -38,7 +38,7 @@ from fa4flex.kernels.fwd_sm100.topology import Handed, forward_topology
 
 
 @dataclass(frozen=True)
-class BlackwellPlan:
+class BlackwellPlan(Checked):
     """A forward kernel for `problem` on `target`.
 
     registers            of each kind of warpgroup
@@ -138,13 +138,6 @@ class BlackwellPlan:
             sinks=self.problem.sinks,
             statistics=self.problem.statistics,
         )
-
-    def check(self) -> None:
-        """PlanError or UnsupportedError unless the plan holds: its resources, and the order of its roles."""
-        from fa4flex.codegen.plan.verify import prove  # imported where a kernel is compiled
-
-        self.check_resources()
-        prove(self.topology)
 
     def check_resources(self) -> None:
         """PlanError or UnsupportedError unless sums of bytes, columns, registers and barriers fit."""

@@ -10,7 +10,7 @@ from fa4flex.codegen.plan.bound import Bound, Size, expected_bound, for_long
 from fa4flex.codegen.plan.errors import PlanError
 from fa4flex.codegen.plan.memory import Memory
 from fa4flex.codegen.plan.paging import Boxes, Producing, boxes_of, explain_pages, producing
-from fa4flex.codegen.plan.pipeline import Pipeline
+from fa4flex.codegen.plan.pipeline import Checked, Pipeline
 from fa4flex.codegen.plan.problem import MMA_K, Problem
 from fa4flex.codegen.plan.request import BLOCKS, ORDERS, ForwardRequest, Order, check_threshold, rescaling
 from fa4flex.codegen.plan.splitting import Splitting
@@ -32,7 +32,7 @@ SHORT_WAVES = 1.5
 
 
 @dataclass(frozen=True)
-class HopperPlan:
+class HopperPlan(Checked):
     """A forward kernel for `problem` on `target`: tiles and stages, registers, hand-over and order.
 
     pingpong             see topology.py
@@ -140,13 +140,6 @@ class HopperPlan:
             short_tiles=int(SHORT_WAVES * self.target.multiprocessors),
             group=self.problem.packed_heads,
         )
-
-    def check(self) -> None:
-        """PlanError or UnsupportedError unless the plan holds: its resources, and the order of its roles."""
-        from fa4flex.codegen.plan.verify import prove  # imported where a kernel is compiled
-
-        self.check_resources()
-        prove(self.topology)
 
     def check_resources(self) -> None:
         """PlanError or UnsupportedError unless sums of bytes, registers and barriers, and regions fit."""
