@@ -2,11 +2,12 @@
 implementations of attention, and whether the tokens are sdpa's.
 
     python benchmarks/continuous_batching.py [--requests 32] [--new 128] [--longest 2048] [--rounds 3]
+                                             [--names fa4flex,sdpa]
     python benchmarks/continuous_batching.py --smoke          # tiny sizes, also on a CPU
 
 8 layers of 32 heads of 128 over 8 heads of keys, bf16; prompts of 16 tokens up to the longest, log-uniform;
-medians of whole batches, from the prompts to the last token. Beside fa4flex and sdpa: FlashAttention-3, where
-fa3-fwd is installed, and flash-attn-4, where transformers takes them.
+medians of whole batches, from the prompts to the last token, capture of transformers' graphs included. Beside
+fa4flex and sdpa: FlashAttention-3, where fa3-fwd is installed, and flash-attn-4, where transformers takes it.
 
 A random model's tokens often have logits that are nearly equal, and rounding decides. So each token is looked
 at in float32, behind the same tokens: it counts as right if no token has a logit that is larger by more than
@@ -26,11 +27,28 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import transformers
 from torch import Tensor
-from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from fa4flex.integrations.transformers import register
+
+def offer_flash_attention_3() -> None:
+    """Have transformers find fa3-fwd, which is FlashAttention-3's forward pass under another name."""
+    if importlib.util.find_spec("fa3_fwd_interface") is None:
+        return
+    folder = Path(tempfile.mkdtemp(prefix="fa3-"))
+    (folder / "flash_attn_interface.py").write_text("from fa3_fwd_interface import *\n")
+    about = folder / "flash_attn_3-3.0.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: flash_attn_3\nVersion: 3.0.0\n")
+    (about / "top_level.txt").write_text("flash_attn_interface\n")
+    sys.path.append(str(folder))
+
+
+offer_flash_attention_3()  # transformers looks for packages when it is imported
+
+import transformers  # noqa: E402
+from transformers.generation.configuration_utils import ContinuousBatchingConfig  # noqa: E402
+
+from fa4flex.integrations.transformers import register  # noqa: E402
 
 NAMES = "fa4flex", "sdpa", "flash_attention_3", "flash_attention_4"
 Tokens = list[list[int]]
@@ -51,7 +69,7 @@ class Sizes(NamedTuple):
 
 
 FULL = Sizes(4096, 32, 8, 8, 4096, torch.bfloat16, 256, 512, 4096)
-SMOKE = Sizes(64, 4, 2, 2, 64, torch.float32, 8, 256, 48)
+SMOKE = Sizes(64, 4, 2, 2, 64, torch.bfloat16, 8, 256, 48)
 
 
 def model_of(sizes: Sizes, device: str) -> Any:
@@ -73,6 +91,7 @@ def prompts_of(count: int, longest: int, vocabulary: int) -> Tokens:
 
 
 def generated(model: Any, prompts: Tokens, new: int, sizes: Sizes) -> Tokens:
+    """New tokens of each prompt. fa3-fwd is built without pages: keys are gathered for it."""
     greedy = transformers.GenerationConfig(
         max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0, eos_token_id=-1
     )
@@ -80,31 +99,15 @@ def generated(model: Any, prompts: Tokens, new: int, sizes: Sizes) -> Tokens:
         page_size=sizes.page_size, num_blocks=sizes.pages, max_batch_tokens=sizes.batch_tokens,
         auto_switch_to_flash=False,
     )  # fmt: skip
+    if model.config._attn_implementation == "flash_attention_3":
+        cache.max_blocks_per_request = 0
     made = model.generate_batch(
         prompts, generation_config=greedy, continuous_batching_config=cache, progress_bar=False
     )
     found = [made[key].generated_tokens for key in sorted(made, key=lambda key: int(key.split("_")[-1]))]
-    assert [len(tokens) for tokens in found] == [new] * len(prompts), "a request without all of its tokens"
+    if [len(tokens) for tokens in found] != [new] * len(prompts):
+        raise RuntimeError("requests without all of their tokens")
     return found
-
-
-# --- peers --------------------------------------------------------------------------------------------------
-
-
-def offer_flash_attention_3() -> None:
-    """Have transformers find fa3-fwd, which is FlashAttention-3's forward pass under another name."""
-    if importlib.util.find_spec("fa3_fwd_interface") is None:
-        return
-    folder = Path(tempfile.mkdtemp(prefix="fa3-"))
-    (folder / "flash_attn_interface.py").write_text("from fa3_fwd_interface import *\n")
-    about = folder / "flash_attn_3-3.0.0.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: flash_attn_3\nVersion: 3.0.0\n")
-    (about / "top_level.txt").write_text("flash_attn_interface\n")
-    sys.path.append(str(folder))
-
-
-# --- tokens -------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -138,23 +141,23 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--longest", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--names", default=",".join(NAMES), help="implementations")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, also on a CPU")
     given = parser.parse_args()
     sizes, new, longest = (SMOKE, 6, 40) if given.smoke else (FULL, given.new, given.longest)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     register()
-    offer_flash_attention_3()
     model, prompts = model_of(sizes, device), prompts_of(given.requests, longest, sizes.vocabulary)
     model.set_attn_implementation("sdpa")
     exact, rounded = copy.deepcopy(model).float(), copy.deepcopy(model)
     wanted = generated(model, prompts, new, sizes)
     print(f"{given.requests} requests, {sum(map(len, prompts))} tokens of prompts, {new} new ones each")
-    for name in NAMES:
+    for name in given.names.split(","):
         try:
             model.set_attn_implementation(name)
             found = generated(model, prompts, new, sizes)
         except (ImportError, ValueError, RuntimeError) as error:
-            print(f"  {name:18} -- {str(error).splitlines()[0][:80]}")
+            print(f"  {name:18} -- {' '.join(str(error).split())[-120:]}")
             continue
         seconds = []
         for _ in range(given.rounds):

@@ -118,8 +118,8 @@ def attention_mask(
 ) -> ModelMask | Tensor:
     """The model's mask as a fa4flex mask over this call's query and key positions.
 
-    q_offset        the number of tokens before the first query; static caches give a 0-d tensor, which they
-                    advance in place before the layers read the mask, so it is copied
+    q_offset        the number of tokens before the first query; static caches give a tensor of one element,
+                    which they advance in place before the layers read the mask, so it is copied
     attention_mask  [batch, tokens seen so far] bool, False where a token is padding, or None
     """
     function = causal_mask_function if mask_function is None else mask_function
@@ -127,7 +127,7 @@ def attention_mask(
     if padding is not None and _known_to_be_full(padding):
         padding = None
     if isinstance(q_offset, Tensor):
-        q_offset = q_offset.clone()
+        q_offset = q_offset.clone().reshape(())
     source = {
         "q_offset": q_offset, "kv_offset": kv_offset, "mask_function": function, "attention_mask": padding,
         "use_vmap": options.get("use_vmap", False), "device": options.get("device", "cpu"),

@@ -1,31 +1,33 @@
 """Continuous batching of Hugging Face transformers: the new tokens of all requests, packed in one sequence.
 
-The cache is asked by the attention function, once per layer. Where requests are prefilled, or a layer has a
-window, it stores the new keys and values and gives back those of all tokens so far, gathered and packed
-alike. Where all requests decode, it gives a block table and its pages: the new token is written and pages are
-read here. Every request is causal from its last token, within the layer's window if it has one; there is no
-mask.
+The cache is asked once per layer: here, or, from transformers 5.24 on, by the model. Where requests are
+prefilled, or a layer has a window, it stores the new keys and values and gives back those of all tokens so
+far, gathered and packed alike. Where all requests decode, it gives a block table and its pages: the new token
+is written and pages are read here. Every request is causal from its last token, within the layer's window if
+it has one; there is no mask.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
-from transformers.masking_utils import (
-    packed_sequence_compatibility_function,
-    sliding_window_causal_mask_function,
-)
+from transformers import masking_utils
 
 from fa4flex import variants
 from fa4flex.api import Attention, compile
+from fa4flex.appending import append
 from fa4flex.errors import UnsupportedError
 from fa4flex.integrations.model_mask import ModelMask
-from fa4flex.integrations.paged_cache import Batch, attend, write
+from fa4flex.integrations.paged_cache import Batch, attend
+from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.varlen import Varlen
 
 
@@ -39,6 +41,12 @@ class PagedLayer:
     sinks: Tensor | None
 
 
+def in_batch(cache: Any, options: dict[str, Any]) -> bool:
+    """True where a layer is called for a batch of requests. The model's calls have indices of the cache then,
+    and before transformers 5.24 the cache itself."""
+    return cache is not None or "read_index" in options
+
+
 def paged_attention(
     cache: Any,
     layer: PagedLayer,
@@ -48,12 +56,15 @@ def paged_attention(
 ) -> Tensor:
     """One layer of a batch of requests.
 
-    query [1, Hq, T, D] packed; key and value [1, Hkv, T, D] those of the new tokens. `options` are the call's
-    other arguments, which the cache reads and changes. Returns out [1, T, Hq, Dv].
+    query [1, Hq, T, D] packed; key and value [1, Hkv, T, D] those of the new tokens, or what the cache gave
+    the model for them, where `cache` is None. `options` are the call's other arguments, which the cache reads
+    and changes. Returns out [1, T, Hq, Dv].
     """
     _check_mask(mask)
-    query, *new = qkv
-    key, value = cache.update(key_states=new[0], value_states=new[1], layer_idx=layer.index, kwargs=options)
+    query, key, value = qkv
+    if cache is not None:
+        _check_protocol(type(cache).update)
+        key, value = cache.update(key_states=key, value_states=value, layer_idx=layer.index, kwargs=options)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     attn = _composed(layer.softcap, options.get("sliding_window"), layer.scale)
     if options.get("block_table") is not None:
@@ -88,13 +99,22 @@ def _in_pages(
     """
     query, *tokens = new
     caches, table = (options["k_cache"], options["v_cache"]), options["block_table"]
-    count, page_size = len(table), caches[0].shape[1]
     lengths = options["cu_seq_lens_k"].diff()
-    last = lengths - 1
-    page = table.gather(1, (last.clamp(min=0) // page_size).long().unsqueeze(1)).squeeze(1)
-    slots = torch.where(last < 0, -1, page * page_size + last % page_size)
-    write(caches, (tokens[0][:count], tokens[1][:count]), slots)
+    count = lengths.clamp(max=1)
+    k, v = (x[: len(table)].unsqueeze(2).to(caches[0].dtype) for x in tokens)
+    append(k, v, *caches, Paging(table, lengths - count), varlen=Varlen(seqused_q=count))
     return attend(attn, query, caches, Batch.decoding(table, lengths), sinks=sinks)
+
+
+@functools.cache
+def _check_protocol(update: Callable[..., Any]) -> None:
+    """Raise where a cache's update takes other arguments, as before transformers 5.19."""
+    if "kwargs" not in inspect.signature(update).parameters:
+        raise UnsupportedError(
+            f"continuous batching of transformers {transformers.__version__}",
+            "transformers 5.19 or later, where the cache's update takes kwargs=",
+            "install a later version, or call generate()",
+        )
 
 
 def _check_mask(mask: ModelMask | Tensor | None) -> None:
@@ -122,10 +142,29 @@ def _parts(function: Any) -> Iterator[Any]:
                 yield from _parts(inner)
 
 
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """The code of a function and of those defined in it."""
+    yield code
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _codes(inner)
+
+
+_CAUSAL = (
+    "add_offsets_to_mask_function",
+    "and_masks",
+    "causal_mask_function",
+    "packed_sequence_compatibility_function",
+    "packed_sequence_mask_function",
+    "remap_positions_for_packed_sequence",
+    "sliding_window_overlay",
+)
+"""Names of what transformers composes causal masks of packed sequences from, with a window or without. No
+version has all of them."""
+
 _KNOWN = {
-    part.__code__
-    for part in _parts(
-        packed_sequence_compatibility_function(sliding_window_causal_mask_function(1), None, None)
-    )
+    code
+    for name in _CAUSAL
+    if hasattr(masking_utils, name)
+    for code in _codes(getattr(masking_utils, name).__code__)
 }
-"""Parts of the causal masks of packed sequences, with a window or without."""

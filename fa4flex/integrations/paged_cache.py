@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fa4flex.api import Attention
+from fa4flex.appending import append
 from fa4flex.codegen.plan.problem import Problem, page_rows
 from fa4flex.codegen.plan.target import TARGETS
 from fa4flex.errors import UnsupportedError
@@ -38,16 +39,10 @@ def write(caches: Caches, new: tuple[Tensor, Tensor], slots: Tensor) -> None:
     """
     if not slots.numel():
         return
-    live = slots >= 0
-    # A padding token repeats the write of the first real token: two writes of one value to one place.
-    source = torch.where(live, torch.arange(slots.numel(), device=slots.device), live.int().argmax())
-    target = slots[source].clamp(min=0).long()
-    page_size = caches[0].shape[1]
-    place = target // page_size, target % page_size
-    for cache, tokens in zip(caches, new, strict=True):
-        # Without any real token, the first slot keeps what it holds.
-        kept = torch.where(live.any(), tokens[source].to(cache.dtype), cache[place])
-        cache.index_put_(place, kept)
+    page_size, count = caches[0].shape[1], (slots >= 0).int()
+    k, v = (x.unsqueeze(2).to(caches[0].dtype) for x in new)
+    paging = Paging((slots // page_size).unsqueeze(1), slots % page_size)  # a token is a sequence of one page
+    append(k, v, *caches, paging, varlen=Varlen(seqused_q=count))
 
 
 def reads_pages() -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -21,7 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from fa4flex.api import attention
 from fa4flex.errors import UnsupportedError
 from fa4flex.integrations.model_mask import ModelMask, attention_mask, from_table, with_bias, within_sequences
-from fa4flex.integrations.paged import PagedLayer, paged_attention
+from fa4flex.integrations.paged import PagedLayer, in_batch, paged_attention
 from fa4flex.integrations.paged_cache import reads_pages
 
 __all__ = ["attention_forward", "attention_mask", "check", "register"]
@@ -30,15 +31,19 @@ NAME = "fa4flex"
 PAGED_NAME = "fa4flex_flash"
 """Continuous batching takes an implementation for one without dense masks if its name contains "flash"."""
 
+OLDEST = (5, 5)
+"""First version whose masks are described by lengths and offsets."""
+
 _names: set[str] = set()
 _paged_names: dict[str, str] = {}
 """Registered names, and the name that continuous batching switches to from each that does not serve it."""
 
 
 def register(name: str = NAME, paged_name: str = PAGED_NAME) -> None:
-    """Make `attn_implementation=name` known to transformers (5.0 or later), and `paged_name`, which must
-    contain "flash", to which its continuous batching switches. From then on, a model that would ignore them
-    is refused when it is made (see `check`). Calling it again is harmless."""
+    """Make `attn_implementation=name` known to transformers (5.5 or later), and `paged_name`, which must
+    contain "flash", to which its continuous batching (5.19 or later) switches. From then on, a model that
+    would ignore them is refused when it is made (see `check`). Calling it again is harmless."""
+    _check_version()
     for each in (name, paged_name):
         AttentionInterface.register(each, attention_forward)
         AttentionMaskInterface.register(each, attention_mask)
@@ -46,6 +51,16 @@ def register(name: str = NAME, paged_name: str = PAGED_NAME) -> None:
     _paged_names[name] = paged_name
     _check_models_when_made()
     _serve_continuous_batching()
+
+
+def _check_version() -> None:
+    version = transformers.__version__
+    if tuple(map(int, version.split(".")[:2])) < OLDEST:
+        raise UnsupportedError(
+            f"transformers {version}",
+            "5.5 or later: earlier versions describe masks by other arguments",
+            "pip install 'transformers>=5.5'",
+        )
 
 
 def check(model: torch.nn.Module) -> None:
@@ -141,7 +156,7 @@ def attention_forward(
     """query [B, Hq, Sq, D], key and value [B, Hkv, Skv, D]; returns (out [B, Sq, Hq, Dv], None)."""
     _refuse(dropout, options)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if cache is not None:
+    if in_batch(cache, options):
         layer = PagedLayer(module.layer_idx, scaling, softcap, s_aux)  # type: ignore[arg-type]
         return paged_attention(cache, layer, (query, key, value), attention_mask, options), None
     mask, bias = _from_model(attention_mask, query, key, bool(causal) and query.shape[2] > 1)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fa4flex.errors import UnsupportedError
 from fa4flex.integrations import paged
+from fa4flex.integrations.transformers import attention_forward
 
 NEW = 6
 
@@ -141,6 +142,39 @@ def test_a_decoded_token_is_written_and_read_in_its_pages(padded: int) -> None:
     assert not found[0, 3:].any() and before - k.isnan().sum() == 3 * 2 * 8
 
 
+def test_models_that_ask_the_cache_themselves_are_served() -> None:
+    """They hand over what the cache gave them, and the step's indices."""
+    torch.manual_seed(seed := torch.seed() % 2**32)
+    pages = [torch.randn(6, 4, 2, 8) for _ in range(2)]
+    q, k, v = (torch.randn(1, heads, 2, 8) for heads in (4, 2, 2))
+    step = {
+        "block_table": torch.tensor([[3, 1], [2, 5]], dtype=torch.int32), "read_index": [], "write_index": [],
+        "cu_seq_lens_q": torch.tensor([0, 1, 2]), "cu_seq_lens_k": torch.tensor([0, 6, 8]),
+    }  # fmt: skip
+    module = torch.nn.Module()
+    module.layer_idx = 0  # type: ignore[assignment]
+    mine, theirs = ([x.clone() for x in pages] for _ in range(2))
+    asks = attention_forward(module, q, k, v, None, cache=Cache(*mine), **step)[0]
+    given = {"k_cache": theirs[0], "v_cache": theirs[1]}
+    asked = attention_forward(module, q, k, v, None, **step, **given)[0]
+    torch.testing.assert_close(asked, asks, rtol=0, atol=0, msg=lambda text: f"seed {seed}: {text}")
+    torch.testing.assert_close(theirs, mine)
+    assert not torch.equal(mine[0], pages[0])
+
+
+class Earlier:
+    """A cache that takes its indices one by one."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, read_index: Any) -> Any:
+        raise AssertionError("it was asked")
+
+
+def test_caches_of_earlier_versions_are_refused() -> None:
+    rows = [torch.randn(1, 2, 3, 8)] * 3
+    with pytest.raises(UnsupportedError, match=r"(?s)continuous batching of transformers.*5\.19 or later"):
+        paged.paged_attention(Earlier(), paged.PagedLayer(0, None, None, None), tuple(rows), None, {})
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_the_second_name_is_the_same_elsewhere(name: str) -> None:
@@ -160,9 +194,9 @@ def test_masks_of_its_own_are_refused() -> None:
 
     from fa4flex.integrations.model_mask import attention_mask
 
-    packed = masking_utils.packed_sequence_compatibility_function(
-        masking_utils.sliding_window_causal_mask_function(4), torch.arange(5)[None], torch.zeros(1, 5)
-    )
+    window = masking_utils.sliding_window_causal_mask_function(4)
+    same = masking_utils.packed_sequence_mask_function(torch.zeros(1, 5))
+    packed = masking_utils.and_masks(window, same)
     paged._check_mask(attention_mask(1, 5, 5, mask_function=packed))
     own = masking_utils.chunked_causal_mask_function(3, torch.zeros(1, dtype=torch.long))
     with pytest.raises(UnsupportedError, match="a mask of its own"):

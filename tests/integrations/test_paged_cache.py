@@ -26,6 +26,17 @@ def test_tokens_are_written_to_their_slots_and_padding_nowhere(slots: list[int])
     assert torch.equal(both, want)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_one_launch_writes_them_on_a_gpu(dtype: torch.dtype) -> None:
+    both = torch.randn(3, 2, 4, 2, 64).bfloat16()  # [pages, key or value, page_size, heads, width]
+    new, slots = torch.randn(2, 4, 2, 64).bfloat16(), [7, -1, 8, -1]
+    want = both.clone()
+    want[1, :, 3], want[2, :, 0] = new[:, 0], new[:, 2]
+    with torch.no_grad(), simulator.device("sm_90a") as gpu:
+        write((both[:, 0], both[:, 1]), (new[0], new[1]), torch.tensor(slots, dtype=dtype))
+    assert len(gpu.results) == 1 and torch.equal(both, want)
+
+
 @pytest.mark.parametrize("counts", [[1, 1, 1], [1, 3, 1], [2, 1, 4], [1, 0, 2], [1, 1, 0], [0, 0, 0]])
 @pytest.mark.parametrize("padding", [0, 2])
 def test_steps_of_all_kinds(counts: list[int], padding: int) -> None:

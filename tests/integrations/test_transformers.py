@@ -108,3 +108,10 @@ def test_dropout_and_weights_are_refused() -> None:
         layer.self_attn.attention_dropout = 0.1
     with pytest.raises(UnsupportedError, match=r"attention dropout 0\.1"):
         model.train()(ids)
+
+
+@pytest.mark.parametrize("version", ["5.4.0", "4.57.0"])
+def test_versions_with_other_masks_are_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers, "__version__", version)
+    with pytest.raises(UnsupportedError, match=f"transformers {version}"):
+        register()
