@@ -2,6 +2,9 @@
 
 A condition is copied to pinned memory behind the work that makes it. A call looks at what has arrived by
 then, and tells of a condition that did not hold: its message is that of an earlier call.
+
+Compiled graphs have the operator `fa4flex::required` for it. A graph drops what nothing depends on, so it
+returns the tensor that the condition is about, and what follows is computed from that.
 """
 
 from __future__ import annotations
@@ -12,7 +15,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fa4flex.errors import EarlierError
+from fa4flex.contents import capturing
+from fa4flex.errors import EarlierError, InputError
 
 MOST_AWAITED = 256
 """Conditions on their way at a time; beyond, the host waits for the oldest."""
@@ -34,6 +38,15 @@ def require(condition: Tensor, message: str, otherwise: Callable[[], None] | Non
         check()
 
 
+def require_at_each_replay(condition: Tensor, message: str) -> None:
+    """As `require`. While a CUDA graph is captured, torch asserts on the device instead, at each replay;
+    after that this process cannot use the device. What a graph copies would be read here once."""
+    if capturing():
+        torch._assert_async(condition.all(), message)
+    else:
+        require(condition, message)
+
+
 def check() -> None:
     """Raise EarlierError for a condition that is known not to have held, and forget those that are known."""
     while _awaited and int(_awaited[0][0]) != UNKNOWN:
@@ -46,3 +59,31 @@ def check() -> None:
                 "contents that fit, as the documentation of what they belong to says",
                 "FA4FLEX_VALIDATE=1 looks at contents at once, and says where they do not fit",
             )
+
+
+library = torch.library.Library("fa4flex", "FRAGMENT")
+library.define(
+    "required(Tensor x, Tensor condition, str message) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
+)
+
+
+def _required(x: Tensor, condition: Tensor, message: str) -> Tensor:
+    """A copy of `x`. Raises InputError if `condition` is not true everywhere, on a GPU at a later call."""
+    if not condition.is_cpu:
+        require_at_each_replay(condition, message)
+    elif not condition.all():
+        raise InputError(
+            f"{message}, in a compiled graph",
+            "contents that fit, as the documentation of what they belong to says",
+            "do the same without torch.compile, which says where they do not fit",
+        )
+    return x.clone()
+
+
+for _device in ("CPU", "CUDA"):
+    library.impl("required", _required, _device)
+
+
+@torch.library.register_fake("fa4flex::required", lib=library)
+def _(x: Tensor, condition: Tensor, message: str) -> Tensor:
+    return torch.empty_like(x)

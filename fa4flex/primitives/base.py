@@ -118,18 +118,6 @@ def show(value: Any) -> str:
     return repr(value)
 
 
-def holds(condition: torch.Tensor, message: str) -> bool:
-    """True if `condition` is true everywhere.
-
-    Code that is being compiled cannot look at contents. There the graph looks when it runs, and raises a
-    RuntimeError with `message`; it must be said in full.
-    """
-    if torch.compiler.is_compiling():
-        torch._assert_async(condition.all(), message)
-        return True
-    return bool(condition.all())
-
-
 def kind_of(value: Any) -> str:
     """Kind of `value`, for a message: a tensor's dtype, the type of anything else."""
     if isinstance(value, torch.Tensor):

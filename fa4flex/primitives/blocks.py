@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask, noop_mask
 from fa4flex import later
 from fa4flex.contents import VersionedCache, checked_here
 from fa4flex.errors import InputError, StateError
-from fa4flex.primitives.base import Family, Mod, call_with, holds, kind_of, show, truth_value
+from fa4flex.primitives.base import Family, Mod, call_with, kind_of, show, truth_value
 from fa4flex.primitives.mask import CONVERSIONS, Mask, MaskMod, as_mask
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
@@ -43,7 +43,7 @@ class BlockMap:
     def __post_init__(self) -> None:
         object.__setattr__(self, "block_size", _block_size(self.block_size))
         _check_lengths(self.q_len, self.kv_len)
-        _check_classes(self)
+        object.__setattr__(self, "classes", _checked_classes(self))
 
     # --- constructors ---------------------------------------------------------------------------
 
@@ -84,13 +84,14 @@ class BlockMap:
                     "build both lists from one map",
                 )
             both = full & (classes != EMPTY)
-            if not _holds(~both, "BlockMap: a block is both partial and full"):
+            once = _checked(classes, ~both, "BlockMap: a block is both partial and full")
+            if once is None:
                 raise InputError(
                     f"block {_first(both)} (batch, head, row, column) is both partial and full",
                     "each block in one list",
                     "drop it from one of them",
                 )
-            classes = torch.where(full, FULL, classes)
+            classes = torch.where(full, FULL, once)
         return BlockMap(classes, size, q_len, kv_len)
 
     @staticmethod
@@ -177,31 +178,33 @@ class BlockMap:
             )
         lengths_of_rows = row_starts[1:] - row_starts[:-1]
         rising = (lengths_of_rows >= 0).all() & (row_starts[0] == 0)
-        whole = row_starts.numel() == rows + 1
-        if not whole or not _holds(rising, "BlockMap: row_starts that do not rise from 0"):
+        starts = None
+        if row_starts.numel() == rows + 1:
+            starts = _checked(row_starts, rising, "BlockMap: row_starts that do not rise from 0")
+        if starts is None:
             raise InputError(
                 f"row_starts {show(row_starts)} for {rows} rows of blocks",
                 f"{rows + 1} entries that start at 0 and never decrease",
                 "pass crow_indices() of a CSR tensor with one row per query block",
             )
-        if not _holds(row_starts[-1] == columns.numel(), "BlockMap: row_starts that end elsewhere"):
+        ends = row_starts[-1] == columns.numel()
+        if (starts := _checked(starts, ends, "BlockMap: row_starts that end elsewhere")) is None:
             raise InputError(
                 f"row_starts end at {int(row_starts[-1])}, columns has {columns.numel()} entries",
                 "row_starts[-1] == len(columns)",
                 "pass the matching pair of tensors",
             )
-        known = (columns >= 0) & (columns < width)
-        if not _holds(known, "BlockMap: a key block outside the map"):
-            _check_range(columns, width, "columns")
+        within = (columns >= 0) & (columns < width)
+        if (known := _checked(within, within, "BlockMap: a key block outside the map")) is None:
+            raise _out_of_range(columns, width, "columns")
         # Which row an entry belongs to: how many rows have begun. What lies outside goes to one extra column.
         entries = torch.arange(columns.numel(), device=columns.device)
-        row = torch.searchsorted(row_starts[1:].long().contiguous(), entries, right=True).clamp(max=rows - 1)
+        row = torch.searchsorted(starts[1:].long().contiguous(), entries, right=True).clamp(max=rows - 1)
         hits = torch.zeros(rows, width + 1, dtype=torch.int32, device=columns.device)
         place = row * (width + 1) + torch.where(known, columns, width).long()
         hits.view(-1).scatter_add_(0, place, torch.ones_like(place, dtype=torch.int32))
-        hits = hits[:, :width]
-        _check_once(hits[None, None], "columns")
-        return BlockMap.from_dense(hits > 0, block_size, q_len, kv_len)
+        listed = _once(hits[None, None, :, :width], "columns") > 0
+        return BlockMap.from_dense(listed, block_size, q_len, kv_len)
 
     @staticmethod
     def from_sparse(
@@ -407,7 +410,7 @@ def _check_lengths(q_len: int, kv_len: int) -> None:
         )
 
 
-def _check_classes(blocks: BlockMap) -> None:
+def _checked_classes(blocks: BlockMap) -> Tensor:
     classes, (rows, columns) = blocks.classes, blocks.block_size
     if not isinstance(classes, Tensor) or classes.dtype != torch.uint8:
         raise InputError(
@@ -429,20 +432,25 @@ def _check_classes(blocks: BlockMap) -> None:
             f"{wanted} blocks: ceil(length / block size)",
             "check block_size (query, key) and the lengths in tokens",
         )
-    if not _holds(classes <= FULL, "BlockMap: a class above 2"):
+    checked = _checked(classes, classes <= FULL, "BlockMap: a class above 2")
+    if checked is None:
         raise InputError(
             f"class {int(classes.max())} in the map",
             "0 empty, 1 partial, 2 full",
             "map other values to these",
         )
+    return checked
 
 
-def _holds(condition: Tensor, message: str) -> bool:
-    """True if `condition` is true everywhere. On a device, nobody waits to know: a later call tells."""
-    if torch.compiler.is_compiling() or checked_here(condition):
-        return holds(condition, message)
+def _checked(x: Tensor, condition: Tensor, message: str) -> Tensor | None:
+    """`x` to go on with, None if it is seen that `condition` is not true everywhere. On a device nobody waits
+    to know: a later call tells. A compiled graph looks when it runs, if what is returned is used."""
+    if torch.compiler.is_compiling():
+        return torch.ops.fa4flex.required(x, condition, message)
+    if checked_here(condition):
+        return x if condition.all() else None
     later.require(condition, message)
-    return True
+    return x
 
 
 def _check_index_tensor(tensor: Tensor, rank: int, name: str) -> None:
@@ -460,23 +468,26 @@ def _check_index_tensor(tensor: Tensor, rank: int, name: str) -> None:
         )
 
 
-def _check_range(live: Tensor, columns: int, name: str) -> None:
-    if live.numel() and (int(live.min()) < 0 or int(live.max()) >= columns):
-        wrong = int(live.min()) if int(live.min()) < 0 else int(live.max())
-        raise InputError(
-            f"key block {wrong} in {name}",
-            f"0 to {columns - 1}: kv_len has {columns} blocks",
-            "check block_size and kv_len; indices count blocks, not tokens",
-        )
+def _out_of_range(live: Tensor, columns: int, name: str) -> InputError:
+    """Error for indices of which one is below 0, or at least `columns`."""
+    wrong = int(live.min()) if int(live.min()) < 0 else int(live.max())
+    return InputError(
+        f"key block {wrong} in {name}",
+        f"0 to {columns - 1}: kv_len has {columns} blocks",
+        "check block_size and kv_len; indices count blocks, not tokens",
+    )
 
 
-def _check_once(hits: Tensor, name: str) -> None:
-    if not _holds(hits <= 1, "BlockMap: a block is listed more than once"):
+def _once(hits: Tensor, name: str) -> Tensor:
+    """`hits` [B, H, R, C], how often each block is listed. Raises InputError for more than once."""
+    checked = _checked(hits, hits <= 1, "BlockMap: a block is listed more than once")
+    if checked is None:
         raise InputError(
             f"block {_first(hits > 1)} (batch, head, row, column) is listed more than once in {name}",
             "each key block once per row",
             "remove the duplicates, e.g. with torch.unique per row",
         )
+    return checked
 
 
 def _first(where: Tensor) -> tuple[int, ...]:
@@ -496,19 +507,18 @@ def _listed(counts: Tensor, indices: Tensor, columns: int, name: str) -> Tensor:
             "pass the matching pair of tensors",
         )
     width = indices.shape[3]
-    if not _holds((counts >= 0) & (counts <= width), "BlockMap: a count beyond the listed blocks"):
+    within = _checked(counts, (counts >= 0) & (counts <= width), "BlockMap: a count beyond the listed blocks")
+    if within is None:
         raise InputError(
             f"{counts_name} from {int(counts.min())} to {int(counts.max())}",
             f"0 to {width}: {name} has {width} entries per row",
             f"give {name} room for the longest row",
         )
-    live = torch.arange(width, device=counts.device) < counts.unsqueeze(-1)
-    known = live & (indices >= 0) & (indices < columns)
-    if not _holds(known | ~live, "BlockMap: a key block outside the map"):
-        _check_range(indices[live], columns, name)
+    live = torch.arange(width, device=counts.device) < within.unsqueeze(-1)
+    inside = live & (indices >= 0) & (indices < columns)
+    if (known := _checked(inside, inside | ~live, "BlockMap: a key block outside the map")) is None:
+        raise _out_of_range(indices[live], columns, name)
     # Dead entries may hold anything: they are sent to one extra column, which is cut off.
     hits = torch.zeros(*counts.shape, columns + 1, dtype=torch.int32, device=counts.device)
     hits.scatter_add_(3, torch.where(known, indices, columns).long(), live.to(torch.int32))
-    hits = hits[..., :columns]
-    _check_once(hits, name)
-    return hits > 0
+    return _once(hits[..., :columns], name) > 0

@@ -98,7 +98,8 @@ class Paging:
     def check_contents(self, cache: Tensor) -> None:
         """Raise InputError unless the lengths and the pages of the table exist in this cache."""
         if torch.compiler.is_compiling():
-            assert_contents(self, cache)
+            for condition, message in conditions_of(self, cache):
+                torch._assert_async(condition.all(), message)
             return
         self._check_lengths()
         pages, page_size = cache.shape[:2]
@@ -139,9 +140,11 @@ class Paging:
         return cache[page, token % page_size], cu_seqlens.to(torch.int32)
 
     def spread(self, cache: Tensor) -> Tensor:
-        """All pages of each sequence, [B, max_pages * page_size, Hkv, D]: what follows `seqused_k` tokens is
-        arbitrary. Nothing is read on the host, so compiled graphs use it. Differentiable."""
-        pages = torch.where(self._live(cache.shape[1]), self.page_table, 0)
+        """All pages of each sequence, [B, max_pages * page_size, Hkv, D]: what follows `seqused_k` tokens, or
+        lies in pages that do not exist, is arbitrary. Nothing is read on the host, so compiled graphs use it.
+        Differentiable."""
+        exists = self._live(cache.shape[1]) & (self.page_table >= 0) & (self.page_table < cache.shape[0])
+        pages = torch.where(exists, self.page_table, 0)
         return cache[pages.long()].flatten(1, 2)
 
     def _live(self, page_size: int) -> Tensor:
@@ -153,13 +156,11 @@ class Paging:
         return f"Paging({show(self.page_table)}, {show(self.seqused_k)})"
 
 
-def assert_contents(paging: Paging, cache: Tensor) -> None:
-    """Have torch raise RuntimeError, on a device at its next synchronization, for contents that
-    `Paging.check_contents` refuses. Nobody waits; compiled graphs do the same."""
+def conditions_of(paging: Paging, cache: Tensor) -> list[tuple[Tensor, str]]:
+    """Conditions that contents must meet, as bool tensors, and what is said where one is not true."""
     capacity = paging.page_table.shape[1] * cache.shape[1]
-    for condition, message in (
+    return [
         (paging.seqused_k >= 0, "Paging: seqused_k holds a negative length"),
         (paging.seqused_k <= capacity, "Paging: seqused_k exceeds max_pages * page_size"),
         (paging._known(cache), "Paging: a page of page_table does not exist"),
-    ):
-        torch._assert_async(condition.all(), message)
+    ]

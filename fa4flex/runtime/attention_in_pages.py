@@ -3,7 +3,7 @@ under torch.compile calls it. Kernels read pages where they lie; where there is 
 all pages of the table are copied first.
 
 Contents are looked at on a CPU, and with FA4FLEX_VALIDATE=1 on a device. Else kernels find what does not fit,
-and the next call tells; where pages are copied, torch asserts on the device."""
+or, where pages are copied, conditions that nobody waits for; and a later call tells."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fa4flex import later
 from fa4flex.compiler.simulated import simulating
 from fa4flex.contents import VALIDATE, capturing
 from fa4flex.default_device import on_the_host
-from fa4flex.primitives.paging import Paging, assert_contents
+from fa4flex.primitives.paging import Paging, conditions_of
 from fa4flex.runtime import autocast
 from fa4flex.runtime.cuda import in_place
 from fa4flex.runtime.cuda.calls.call import NO_LENGTHS, Pages, SequenceLengths, Tensors
@@ -66,7 +67,8 @@ def _attention_in_pages(
                 return found
         paging = Paging(page_table, paged_keys)
         if on_device:
-            assert_contents(paging, k)
+            for condition, message in conditions_of(paging, k):
+                later.require_at_each_replay(condition, message)
         return _copied(program, given, numbers, paging, heads_first, max_scores)
 
 

@@ -366,7 +366,7 @@ def test_pages_that_do_not_exist_are_noticed_when_the_graph_runs() -> None:
 def test_block_maps_are_checked_when_the_graph_runs() -> None:
     compiled = torch.compile(block_map, backend="aot_eager", fullgraph=True)
     compiled(*qkv(), classes())
-    with pytest.raises(RuntimeError, match="class above 2"):
+    with pytest.raises(fa4flex.errors.InputError, match="class above 2"):
         compiled(*qkv(), classes() + 3)
 
     def listed(q: Tensor, counts: Tensor, indices: Tensor) -> Any:
@@ -377,7 +377,7 @@ def test_block_maps_are_checked_when_the_graph_runs() -> None:
     indices = torch.arange(4, dtype=torch.int32).expand(1, 1, 4, 4).contiguous()
     torch.testing.assert_close(compiled(q, counts, indices), listed(q, counts, indices))
     for bad, words in (((counts + 3, indices), "count beyond"), ((counts, indices + 3), "outside the map")):
-        with pytest.raises(RuntimeError, match=words):
+        with pytest.raises(fa4flex.errors.InputError, match=words):
             compiled(q, *bad)
 
 

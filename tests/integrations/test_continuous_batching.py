@@ -35,8 +35,11 @@ def greedy() -> transformers.GenerationConfig:
 def generated(model: Any, requests: list[list[int]], **sizes: int) -> list[list[int]]:
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
+    cache = ContinuousBatchingConfig(**sizes)
+    if model.device.type == "cpu":  # which transformers does not see where there is a GPU
+        cache.use_async_batching, cache.use_cuda_graph = False, False
     made = model.generate_batch(
-        requests, generation_config=greedy(), continuous_batching_config=ContinuousBatchingConfig(**sizes)
+        requests, generation_config=greedy(), continuous_batching_config=cache, progress_bar=False
     )
     return [made[key].generated_tokens for key in sorted(made, key=lambda key: int(key.split("_")[-1]))]
 

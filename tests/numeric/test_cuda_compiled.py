@@ -107,6 +107,38 @@ def test_without_gradients(name: str, mode: str) -> None:
             assert torch.equal(compiled(*given), want), step
 
 
+def listed(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, indices: Tensor) -> Tensor:
+    blocks = fa4flex.BlockMap.from_counts(counts, indices, 128, LENGTH, LENGTH)
+    return fa4flex.attention(q, k, v, blocks=blocks) * 2
+
+
+IN_ORDER = fa4flex.compile(schedule=fa4flex.Schedule(order="longest_first"))
+"""What copies pages: no kernel reads them in this order."""
+
+
+def copied(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, indices: Tensor) -> Tensor:
+    pools = (x.transpose(1, 2).reshape(-1, PAGE, KV_HEADS, D) for x in (k, v))
+    out: Tensor = IN_ORDER(q.expand(4, -1, -1, -1), *pools, paging=Paging(indices[0, 0], counts[0, 0] * PAGE))
+    return out * 2
+
+
+@pytest.mark.parametrize("attend", [listed, copied])
+def test_contents_that_do_not_fit_are_told_later_and_lose_nothing(attend: Attend) -> None:
+    """The process goes on with the device, and with right results."""
+    torch._dynamo.reset()
+    q, k, v = (drawn(1, heads, LENGTH, D) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    counts = torch.full((1, 1, 4), 2, dtype=torch.int32, device=DEVICE)
+    indices = torch.arange(4, dtype=torch.int32, device=DEVICE).expand(1, 1, 4, 4).contiguous()
+    compiled = torch.compile(attend, fullgraph=True)
+    with torch.no_grad():
+        want = attend(q, k, v, counts, indices)
+        assert torch.equal(compiled(q, k, v, counts, indices), want)
+        compiled(q, k, v, counts, indices + 99)
+        with pytest.raises(fa4flex.errors.EarlierError, match=r"outside the map|page of page_table"):
+            fa4flex.synchronize()
+        assert torch.equal(compiled(q, k, v, counts, indices), want)
+
+
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.parametrize("name", ["causal", "documents", "packed"])
 def test_with_gradients(name: str, mode: str) -> None:
