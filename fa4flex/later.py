@@ -39,8 +39,8 @@ def require(condition: Tensor, message: str, otherwise: Callable[[], None] | Non
 
 
 def require_at_each_replay(condition: Tensor, message: str) -> None:
-    """As `require`. While a CUDA graph is captured, torch asserts on the device instead, at each replay;
-    after that this process cannot use the device. What a graph copies would be read here once."""
+    """Do as `require` does. While a CUDA graph is captured, torch asserts on the device instead, at each
+    replay; after that this process cannot use the device. What a graph copies would be read here once."""
     if capturing():
         torch._assert_async(condition.all(), message)
     else:

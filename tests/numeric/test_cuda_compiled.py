@@ -113,7 +113,7 @@ def listed(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, indices: Tensor) -> 
 
 
 IN_ORDER = fa4flex.compile(schedule=fa4flex.Schedule(order="longest_first"))
-"""What copies pages: no kernel reads them in this order."""
+"""Attention that copies pages: no kernel reads them in this order."""
 
 
 def copied(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, indices: Tensor) -> Tensor:
