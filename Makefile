@@ -45,10 +45,18 @@ $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	$(INSTALL) --editable '.[dev]'
 	touch $@ $(VENV)/.demo $(VENV)/.docs
 
+# The oldest transformers that is supported, and the oldest whose continuous batching is: tests run with these, too.
+$(VENV)/.older: $(VENV)/.torch constraints.txt
+	grep -v '^transformers' constraints.txt > $(VENV)/constraints.txt
+	for version in 5.5.4 5.19.0; do $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
+		--constraint $(VENV)/constraints.txt --target $(VENV)/transformers/$$version --upgrade \
+		transformers==$$version || exit; done
+	touch $@
+
 demo: $(VENV)/.demo
 	$(BIN)/python -m fa4flex demo
 
-test: $(VENV)/.dev lint
+test: $(VENV)/.dev $(VENV)/.older lint
 	$(BIN)/python -m pytest $(WORKERS) --slow-one-in $(SLOW)
 
 # What `make test` takes a sample of: the forward kernel of every variant at every head width.

@@ -16,4 +16,13 @@ from fa4flex.integrations.transformers import register  # noqa: E402
 
 register()
 
-__all__ = ["FAMILIES", "Family", "model_families", "transformers"]
+VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
+
+
+def since(minor: int, otherwise: str) -> pytest.MarkDecorator:
+    """Skip under versions of transformers before 5.`minor`, where `otherwise` is the case."""
+    reason = f"transformers before 5.{minor}, here {transformers.__version__}: {otherwise}"
+    return pytest.mark.skipif((5, minor) > VERSION, reason=reason)
+
+
+__all__ = ["FAMILIES", "Family", "model_families", "since", "transformers"]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engines import Definition, History
-from models import FAMILIES, transformers
+from models import FAMILIES, since, transformers
 from torch import Tensor
 
 from fa4flex.errors import UnsupportedError
@@ -17,6 +17,7 @@ from fa4flex.integrations import paged
 from fa4flex.integrations.transformers import attention_forward
 
 NEW = 6
+serves = since(19, "caches are asked otherwise, which is refused")
 
 
 def prompts(count: int, longest: int = 40) -> list[list[int]]:
@@ -69,6 +70,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counted
 
 
+@serves
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss"])
 def test_tokens_are_those_of_eager(name: str, calls: Counter[str]) -> None:
     """32 requests: prompts longer than a batch, mixed with requests that decode; windows, soft caps, sinks.
@@ -82,6 +84,7 @@ def test_tokens_are_those_of_eager(name: str, calls: Counter[str]) -> None:
     assert found == most_likely(FAMILIES[name].build("eager", torch.float32), requests, found)
 
 
+@serves
 @pytest.mark.parametrize("name", ["fa4flex_flash", "paged|fa4flex", "paged|fa4flex_flash"])
 def test_other_names_serve_it_too(name: str, calls: Counter[str]) -> None:
     requests = prompts(3)
@@ -96,6 +99,7 @@ def test_other_names_serve_it_too(name: str, calls: Counter[str]) -> None:
     assert found == most_likely(model, requests, found)
 
 
+@serves
 def test_block_tables_are_left_out_on_request(calls: Counter[str]) -> None:
     """Other implementations are answered as before."""
     requests = prompts(3)
@@ -221,6 +225,7 @@ def test_rows_after_the_requests_take_no_part() -> None:
     assert not out[4:].any()
 
 
+@serves
 def test_versions_that_ask_elsewhere_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.generation import continuous_batching
     from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
@@ -235,6 +240,7 @@ def test_versions_that_ask_elsewhere_are_left_alone(monkeypatch: pytest.MonkeyPa
     assert ContinuousBatchingManager.switch_to_cb_friendly_attn == "theirs"
 
 
+@serves
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("graphs", [False, True])

@@ -22,10 +22,11 @@ FUNCTIONS = {
     "window": masking_utils.sliding_window_causal_mask_function(6),
     "window both ways": masking_utils.sliding_window_bidirectional_mask_function(3),
     "chunks": masking_utils.chunked_causal_mask_function(5, torch.tensor([0, 3])),
-    "a custom one": masking_utils.or_masks(
-        masking_utils.causal_mask_function, masking_utils.blockwise_overlay(torch.arange(48).view(2, 24) // 4)
-    ),
 }
+if hasattr(masking_utils, "blockwise_overlay"):  # versions up to 5.8 have no such mask
+    FUNCTIONS["a custom one"] = masking_utils.or_masks(
+        masking_utils.causal_mask_function, masking_utils.blockwise_overlay(torch.arange(48).view(2, 24) // 4)
+    )
 LENGTHS = {"prompt": (12, 12, 0, 0), "chunk": (5, 17, 12, 0), "step": (1, 9, 16, 8), "static": (3, 24, 7, 0)}
 
 
