@@ -81,10 +81,12 @@ def _others() -> int:
 
 
 def _environment() -> dict[str, str]:
-    """The package that is running, wherever it came from, and no GPU, of which a compiler needs nothing."""
+    """The package that is running, wherever it came from, and one thread for numpy, which begins one per
+    processor otherwise. GPUs stay visible: a driver that is asked about them where none is (worker.py does
+    not ask) takes seconds to say so."""
     root, others = str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")
     path = os.pathsep.join([root, others]) if others else root
-    return {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+    return {**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"}
 
 
 def _end(processes: list[subprocess.Popen[bytes]]) -> None:

@@ -20,11 +20,17 @@ from fa4flex.compiler.compile import build_object, kernel_key
 if TYPE_CHECKING:
     from fa4flex.compiler.compile import Job
 
+ARCH = "CUTE_DSL_ARCH"
+"""Environment variable by which the compiler knows its GPU without asking the driver."""
+
 
 def work(job: Job, folder: Path) -> None:
     """Put the kernel of a job into a folder, unless it is there."""
     source, problem, signature, arch = job
     key = kernel_key(source.key, problem, signature, arch)
+    # Otherwise the compiler asks the driver which GPU there is, and has no use for the answer. After the key,
+    # which has variables of this name in it.
+    os.environ.setdefault(ARCH, arch)
     cache.obtain(folder, key, lambda: build_object(source, problem, signature, arch))
 
 

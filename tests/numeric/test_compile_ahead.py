@@ -91,28 +91,31 @@ LEAVES_A_MARK = """
     def mark(): pathlib.Path({path!r}).touch()
     {call}
 """
+DRIVER = "cuda.bindings.driver", "cuda.bindings.driver.cuInit = lambda flags: mark()"
 
 
 @pytest.mark.slow
-def test_a_worker_imports_no_torch_and_leaves_at_once(
+def test_a_worker_imports_no_torch_asks_no_driver_and_leaves_at_once(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its kernel is the one that this process makes, which has torch."""
     made = {}
-    for name, when, call in (
-        ("torch", "sys", "mark(); raise ImportError"),
-        ("sitecustomize", "atexit", "atexit.register(mark)"),
+    for module, name, when, call in (
+        ("torch", "torch", "sys", "mark(); raise ImportError"),
+        ("sitecustomize", "exit", "atexit", "atexit.register(mark)"),
+        ("sitecustomize", "driver", *DRIVER),
     ):
         made[name] = tmp_path / f"{name} was run"
         code = LEAVES_A_MARK.format(when=when, path=str(made[name]), call=call)
-        (tmp_path / f"{name}.py").write_text(textwrap.dedent(code))
+        with (tmp_path / f"{module}.py").open("a") as file:
+            file.write(textwrap.dedent(code))
     given = program()
     with monkeypatch.context() as patched:
         patched.setenv("PYTHONPATH", str(tmp_path))
         compile_ahead(*given)
         compile_kernel(*given)
     (path,) = folder.iterdir()
-    assert not any(mark.exists() for mark in made.values())
+    assert not [name for name, mark in made.items() if mark.exists()]
     assert (path.suffix, cache.content(path)) == compile.build_object(*given, SM90A.name)
 
 
