@@ -54,13 +54,14 @@ class Backend(AttentionBackend):
         return MetadataBuilder
 
     @staticmethod
-    def get_supported_kernel_block_sizes() -> list[Any]:
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
         return [MultipleOf(8)]  # kernels read such pages in place
 
     @staticmethod
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
+        """Shape of a cache up to vLLM 0.28; later releases lay caches out themselves."""
         return num_blocks, 2, block_size, num_kv_heads, head_size
 
     @staticmethod
@@ -75,6 +76,14 @@ class Backend(AttentionBackend):
     @classmethod
     def supports_sink(cls) -> bool:
         return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        return False  # launches are chosen from the lengths on the host
 
 
 @dataclass
@@ -150,7 +159,7 @@ class Impl(AttentionImpl[Metadata]):
         """Write new keys and values [T, Hkv, D]; tokens past the end of slot_mapping are padding."""
         if not self.shares_cache:
             count = len(slot_mapping)
-            write(_caches(kv_cache), (key[:count], value[:count]), slot_mapping)
+            write(self._caches(kv_cache), (key[:count], value[:count]), slot_mapping)
 
     def forward(
         self,
@@ -175,7 +184,7 @@ class Impl(AttentionImpl[Metadata]):
             rows.zero_()
             return output
         attn, q = self._attention(layer, query.device), query.view(len(query), self.num_heads, self.head_size)
-        rows.copy_(attend(attn, q, _caches(kv_cache), attn_metadata.batch, sinks=self.sinks))
+        rows.copy_(attend(attn, q, self._caches(kv_cache), attn_metadata.batch, sinks=self.sinks))
         return output
 
     def _attention(self, layer: Any, device: torch.device) -> Any:
@@ -185,10 +194,21 @@ class Impl(AttentionImpl[Metadata]):
             self._layer = LayerAttention(replace(self._asked, slopes=table))
         return self._layer.named(getattr(layer, "layer_name", ""))
 
-
-def _caches(kv_cache: Tensor) -> Caches:
-    """Keys and values of a cache [blocks, 2, block_size, Hkv, D]."""
-    return kv_cache[:, 0], kv_cache[:, 1]
+    def _caches(self, kv_cache: Tensor) -> Caches:
+        """Keys and values of a cache [blocks, Hkv, block_size, D + Dv] of any strides, or of that which
+        `get_kv_cache_shape` gives."""
+        heads, width, shape = self.num_kv_heads, self.head_size, kv_cache.shape
+        if len(shape) == 5 and (shape[1], *shape[3:]) == (2, heads, width):
+            return kv_cache[:, 0], kv_cache[:, 1]
+        if len(shape) != 4 or shape[1] != heads or shape[3] <= width:
+            raise UnsupportedError(
+                f"a cache of shape {list(shape)} for {heads} heads of {width}",
+                "[blocks, heads, block_size, keys and values], or before vLLM 0.29"
+                " [blocks, 2, block_size, heads, head_size]",
+                "use a release of vLLM that docs/serving.md names",
+            )
+        cells = kv_cache.transpose(1, 2)
+        return cells[..., :width], cells[..., width:]
 
 
 def _check_options(attn_type: str, kv_cache_dtype: str, options: dict[str, Any]) -> None:
@@ -198,7 +218,9 @@ def _check_options(attn_type: str, kv_cache_dtype: str, options: dict[str, Any])
         raise UnsupportedError(
             f"a cache of {kv_cache_dtype}", "a cache of the query's dtype", 'set kv_cache_dtype="auto"'
         )
-    unknown = sorted(name for name, value in options.items() if value not in (None, False))
+    if options.get("chunk_lookback", 0) == -1:  # the layer has no chunks
+        options = {name: value for name, value in options.items() if name != "chunk_lookback"}
+    unknown = sorted(name for name, value in options.items() if value is not None and value is not False)
     if unknown:
         raise UnsupportedError(
             f"a layer that asks for {', '.join(unknown)}",

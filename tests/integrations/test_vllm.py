@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -36,20 +37,35 @@ def no_assignments() -> Iterator[None]:
     layers.clear()
 
 
-class Engine:
-    """Scheduler and cache: a table of blocks in random order, and slots of new tokens."""
+LAYOUTS = ["LBNHC", "LBHNC", "LHBNC", "BLNHC", "BLHNC", "BHLNC"]
+"""Orders in memory of layers, blocks, heads, places in a block, and keys with values: from vLLM 0.29 on."""
 
-    def __init__(self, vllm: ModuleType, **options: Any) -> None:
+
+def new_cache(history: History, layout: str) -> Tensor:
+    """Cache of one of three layers, [blocks, Hkv, block_size, D + Dv]."""
+    sizes = {"L": 3, "B": BLOCKS, "H": history.kv_heads, "N": BLOCK_SIZE, "C": 2 * history.width}
+    buffer = torch.full([sizes[axis] for axis in layout], torch.nan, dtype=torch.float64)
+    return buffer.permute([layout.index(axis) for axis in "LBHNC"])[1]
+
+
+class Engine:
+    """Scheduler and cache: a table of blocks in random order, and slots of new tokens. The cache is laid out
+    by its name, or as the backend says."""
+
+    def __init__(self, vllm: ModuleType, layout: str | None = LAYOUTS[0], **options: Any) -> None:
         backend, self.history = vllm.Backend, History()
         h = self.history
         shape = backend.get_kv_cache_shape(BLOCKS, BLOCK_SIZE, h.kv_heads, h.width)
-        self.cache = torch.full(shape, torch.nan, dtype=torch.float64)
+        own = torch.full(shape, torch.nan, dtype=torch.float64)
+        self.cache = own if layout is None else new_cache(h, layout)
         self.table = torch.randperm(BLOCKS)[: 3 * MOST_BLOCKS].view(3, MOST_BLOCKS).int()
         self.builder = backend.get_builder_cls()(None, [NAME], None, torch.device("cpu"))
         self.impl = backend.get_impl_cls()(h.heads, h.width, SCALE, h.kv_heads, **options)
 
     def common(self, counts: dict[int, int], padded: int) -> Any:
         """`padded` requests and tokens follow the real ones."""
+        from vllm.v1.attention.backend import CommonAttentionMetadata
+
         starts = torch.tensor([0, *counts.values(), *[0] * padded]).cumsum(0).int()
         lengths = [self.history.length(n) for n in counts]
         slots = [
@@ -61,7 +77,7 @@ class Engine:
         table = torch.full((len(counts) + padded, MOST_BLOCKS), 10**6, dtype=torch.int32)
         for row, n in enumerate(counts):
             table[row, : used[row]] = self.table[n, : used[row]]
-        return SimpleNamespace(
+        return CommonAttentionMetadata(
             query_start_loc=starts, query_start_loc_cpu=starts,
             seq_lens=torch.tensor([*lengths, *[0] * padded]).int(), num_reqs=len(lengths) + padded,
             num_actual_tokens=len(slots) + padded, max_query_len=max(counts.values()),
@@ -113,6 +129,19 @@ def test_steps_are_by_definition(vllm: ModuleType, name: str) -> None:
     )
 
 
+@pytest.mark.parametrize("layout", [*LAYOUTS, None])
+def test_caches_may_be_laid_out_in_any_order(vllm: ModuleType, layout: str | None) -> None:
+    run(Engine(vllm, layout), Definition(SCALE))
+
+
+def test_values_may_be_narrower_than_keys(vllm: ModuleType) -> None:
+    cache = torch.arange(5 * 2 * 8 * 12).view(5, 2, 8, 12)
+    keys, values = Engine(vllm).impl._caches(cache)
+    for block, head, place in [(1, 1, 2), (4, 0, 7)]:
+        assert keys[block, place, head].equal(cache[block, head, place, :8])
+        assert values[block, place, head].equal(cache[block, head, place, 8:])
+
+
 def farther_is_less(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, q_len: Any, kv_len: Any) -> Any:
     return score - 0.1 * (h + 1) * (q_idx + kv_len - q_len - kv_idx)
 
@@ -161,6 +190,10 @@ def test_what_cannot_be_done_is_refused(vllm: ModuleType) -> None:
         impl(4, 8, SCALE, 2, kv_cache_dtype="fp8_e4m3")
     with pytest.raises(UnsupportedError, match="chunk_lookback"):
         impl(4, 8, SCALE, 2, chunk_lookback=3)
+    assert impl(4, 8, SCALE, 2, chunk_lookback=-1, anything=None).scale == SCALE
+    for shape in [(2, 5, 8, 2, 8), (5, 8, 2, 16), (5, 2, 8, 8), (5, 8, 16)]:
+        with pytest.raises(UnsupportedError, match=r"a cache of shape .* for 2 heads of 8"):
+            impl(4, 8, SCALE, 2)._caches(torch.zeros(shape))
     engine = Engine(vllm)
     engine.history.grow({0: 2})
     common = engine.common({0: 2}, 0)
@@ -170,6 +203,27 @@ def test_what_cannot_be_done_is_refused(vllm: ModuleType) -> None:
     q = torch.randn(3, 4, 8)
     with pytest.raises(UnsupportedError, match="quantised output"):
         engine.impl.forward(None, q, q, q, engine.cache, None, q, torch.ones(1))
+
+
+def reasons(backend: Any, **asked: Any) -> list[str]:
+    """vLLM's reasons not to take this backend for a layer; releases differ in what they ask besides."""
+    usual = {
+        "head_size": 64, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": 16,
+        "attn_type": "decoder", "device_capability": None,
+    }  # fmt: skip
+    parameters = inspect.signature(backend.validate_configuration).parameters
+    given = {name: usual.get(name, False) for name in parameters}
+    return list(backend.validate_configuration(**given | {k: v for k, v in asked.items() if k in parameters}))
+
+
+def test_vllm_has_no_reason_against_it(vllm: ModuleType) -> None:
+    backend = vllm.Backend
+    assert not reasons(backend) and not reasons(backend, has_sink=True, has_sliding_window=True)
+    for asked in ({"head_size": 100}, {"block_size": 12}, {"kv_cache_dtype": "fp8"}, {"use_mla": True}):
+        assert len(reasons(backend, **asked)) == 1
+    sizes = backend.get_supported_kernel_block_sizes
+    assert [size.base for size in sizes()] == [size.base for size in sizes(None)] == [8]
+    assert not backend.supports_device_cpu_query_lens_mismatch()
 
 
 def test_it_registers_as_custom(vllm: ModuleType) -> None:

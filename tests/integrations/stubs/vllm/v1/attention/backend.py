@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
@@ -17,12 +17,14 @@ class AttentionType(str, Enum):  # noqa: UP042
     ENCODER_ONLY = "encoder_only"
 
 
+@dataclass(frozen=True)
 class MultipleOf:
-    def __init__(self, base: int) -> None:
-        self.base = base
+    base: int
 
 
 class AttentionBackend(ABC):
+    supported_dtypes: ClassVar[list[torch.dtype]] = []
+    supported_kv_cache_dtypes: ClassVar[list[str]] = []
     forward_includes_kv_cache_update = True
 
     @staticmethod
@@ -38,14 +40,51 @@ class AttentionBackend(ABC):
     def get_builder_cls() -> type: ...
 
     @staticmethod
-    @abstractmethod
-    def get_kv_cache_shape(
-        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
-    ) -> tuple[int, ...]: ...
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        return [MultipleOf(1)]
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return True
 
     @classmethod
     def supports_sink(cls) -> bool:
         return False
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        return True
+
+    @classmethod
+    def validate_configuration(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: str | None,
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        has_sliding_window: bool = False,
+        use_adaptive_verification: bool = False,
+    ) -> list[str]:
+        """Some of what is asked."""
+        mismatch = cls.supports_device_cpu_query_lens_mismatch()
+        sizes = cls.get_supported_kernel_block_sizes()
+        against = {
+            "head_size": not cls.supports_head_size(head_size),
+            "dtype": dtype not in cls.supported_dtypes,
+            "kv_cache_dtype": kv_cache_dtype not in cls.supported_kv_cache_dtypes,
+            "block_size": block_size is not None and all(block_size % size.base for size in sizes),
+            "use_mla": use_mla,
+            "has_sink": has_sink and not cls.supports_sink(),
+            "has_sliding_window": has_sliding_window and not cls.supports_sliding_window(),
+            "use_adaptive_verification": use_adaptive_verification and not mismatch,
+        }
+        return [name for name, is_so in against.items() if is_so]
 
 
 class AttentionMetadata:
@@ -74,6 +113,7 @@ class AttentionCGSupport(Enum):
 class AttentionMetadataBuilder(ABC, Generic[M]):
     reorder_batch_threshold: int | None = None
     supports_update_block_table = False
+    requires_block_table_width = False
 
     @abstractmethod
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
@@ -85,7 +125,19 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
 
 class AttentionImpl(ABC, Generic[M]):
     @abstractmethod
-    def __init__(self, num_heads: int, head_size: int, scale: float, **options: Any) -> None: ...
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+    ) -> None: ...
 
     @abstractmethod
     def forward(
