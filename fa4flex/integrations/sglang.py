@@ -48,8 +48,9 @@ class Backend(AttentionBackend):
 
     def __init__(self, runner: Any) -> None:
         super().__init__()
+        self.req_to_token_pool, self.token_to_kv_pool = runner.req_to_token_pool, runner.token_to_kv_pool
         self.req_to_token = runner.req_to_token_pool.req_to_token
-        self.pool, self.page_size = runner.token_to_kv_pool, int(getattr(runner, "page_size", 1) or 1)
+        self.page_size = int(getattr(runner, "page_size", 1) or 1)
         self._layers: dict[tuple[int, float, int, float], LayerAttention] = {}
         self._step: _Step | None = None
         self._captured: dict[int, _Step] = {}
@@ -63,10 +64,7 @@ class Backend(AttentionBackend):
         if mode.is_idle():
             self._step = None
             return
-        if getattr(mode, "is_target_verify", bool)():
-            raise UnsupportedError(
-                "verification of drafted tokens", "decoding and prefill", "serve without speculation"
-            )
+        _check_mode(mode)
         lengths, longest = forward_batch.seq_lens, getattr(forward_batch, "seq_lens_cpu", None)
         table = self._tokens(forward_batch.req_pool_indices, longest)
         if mode.is_decode():
@@ -92,7 +90,7 @@ class Backend(AttentionBackend):
     def _in_sliding_pool(self, full: Batch, tokens: Tensor) -> Batch | None:
         """The same sequences where sliding layers have a pool of their own. What it has dropped, which is
         behind all windows, becomes its first slot."""
-        translate = getattr(self.pool, "translate_loc_from_full_to_swa", None)
+        translate = getattr(self.token_to_kv_pool, "translate_loc_from_full_to_swa", None)
         if translate is None:
             return None
         return replace(full, table=self._pages(translate(tokens.long()).clamp(min=0)))
@@ -108,9 +106,16 @@ class Backend(AttentionBackend):
             )
         pages = -(-self.req_to_token.shape[1] // self.page_size)
         table = torch.zeros(max_bs, pages, dtype=torch.int32, device=self.req_to_token.device)
-        sliding = table.clone() if hasattr(self.pool, "translate_loc_from_full_to_swa") else None
+        sliding = table.clone() if hasattr(self.token_to_kv_pool, "translate_loc_from_full_to_swa") else None
         lengths = torch.zeros(max_bs, dtype=torch.int32, device=table.device)
         self._buffers, self._captured = (table, sliding, lengths), {}
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Fill the buffers before a graph is captured or replayed. SGLang calls this from 0.5.13 on."""
+        batch, size = forward_batch, forward_batch.batch_size
+        if in_capture:
+            self._capture(size, batch.forward_mode, batch.spec_info)
+        self._fill(size, batch.req_pool_indices, batch.seq_lens, batch.seq_lens_cpu)
 
     def init_forward_metadata_capture_cuda_graph(
         self,
@@ -122,13 +127,8 @@ class Backend(AttentionBackend):
         forward_mode: Any,
         spec_info: Any,
     ) -> None:
-        if not forward_mode.is_decode() or spec_info is not None or self._buffers is None:
-            raise UnsupportedError(
-                "a captured graph of other passes than decoding", "decoding", "disable CUDA graphs for it"
-            )
-        table, sliding, lengths = self._buffers
-        full = Batch.decoding(table[:bs], lengths[:bs])
-        self._captured[bs] = _Step(full, None if sliding is None else replace(full, table=sliding[:bs]))
+        """Make the step of a captured graph. SGLang up to 0.5.12 calls this, and before replays the next."""
+        self._capture(bs, forward_mode, spec_info)
         self._fill(bs, req_pool_indices, seq_lens, None)
 
     def init_forward_metadata_replay_cuda_graph(
@@ -144,6 +144,15 @@ class Backend(AttentionBackend):
     ) -> None:
         self._fill(bs, req_pool_indices[:bs], seq_lens[:bs], seq_lens_cpu)
 
+    def _capture(self, bs: int, mode: Any, spec_info: Any) -> None:
+        if not mode.is_decode() or spec_info is not None or self._buffers is None:
+            raise UnsupportedError(
+                "a captured graph of other passes than decoding", "decoding", "disable CUDA graphs for it"
+            )
+        table, sliding, lengths = self._buffers
+        full = Batch.decoding(table[:bs], lengths[:bs])
+        self._captured[bs] = _Step(full, None if sliding is None else replace(full, table=sliding[:bs]))
+
     def _fill(self, bs: int, requests: Tensor, lengths: Tensor, on_host: Tensor | None) -> None:
         step = self._step = self._captured[bs]
         tokens = self._tokens(requests, None if on_host is None else on_host[:bs])
@@ -156,7 +165,7 @@ class Backend(AttentionBackend):
             step.sliding.table[:, : pages.shape[1]].copy_(translated.table)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        return 0
+        return 1  # SGLang may run rows of padding as chunks of one token
 
     # --- layers -------------------------------------------------------------------------------------------
 
@@ -175,7 +184,7 @@ class Backend(AttentionBackend):
         [T, Hq * Dv]; rows of padding are zeros."""
         _check_layer(layer, options)
         if save_kv_cache and k is not None:
-            self.pool.set_kv_buffer(layer, self._places(forward_batch.out_cache_loc), k, v)
+            self.token_to_kv_pool.set_kv_buffer(layer, self._places(forward_batch.out_cache_loc), k, v)
         heads, step = layer.tp_q_head_num, self._step
         if step is None:
             return q.new_zeros(len(q), heads * layer.v_head_dim)
@@ -189,8 +198,8 @@ class Backend(AttentionBackend):
         return False
 
     def _places(self, slots: Tensor) -> Any:
-        """Slots to write to; recent versions want those of the pool of sliding layers along."""
-        translate = getattr(self.pool, "translate_loc_from_full_to_swa", None)
+        """Slots to write to; SGLang from 0.5.14 on wants those of the pool of sliding layers along."""
+        translate = getattr(self.token_to_kv_pool, "translate_loc_from_full_to_swa", None)
         try:
             from sglang.srt.mem_cache.memory_pool import KVWriteLoc
         except ImportError:
@@ -198,12 +207,13 @@ class Backend(AttentionBackend):
         return slots if translate is None else KVWriteLoc(slots, translate(slots))
 
     def _sequences(self, step: _Step, layer_id: int) -> Batch:
-        mapping = getattr(self.pool, "layers_mapping", None)
+        mapping = getattr(self.token_to_kv_pool, "layers_mapping", None)
         own = mapping is not None and mapping[layer_id][1]
         return step.sliding if own and step.sliding is not None else step.full
 
     def _caches(self, layer_id: int, dtype: torch.dtype) -> Caches:
-        keys, values = self.pool.get_key_buffer(layer_id), self.pool.get_value_buffer(layer_id)
+        pool = self.token_to_kv_pool
+        keys, values = pool.get_key_buffer(layer_id), pool.get_value_buffer(layer_id)
         if keys.dtype != dtype:
             raise UnsupportedError(
                 f"a cache of {keys.dtype} for queries of {dtype}", "one dtype", 'set kv_cache_dtype="auto"'
@@ -222,6 +232,16 @@ class Backend(AttentionBackend):
         return self._layers[key].named(f"layers.{layer.layer_id}")
 
 
+def _check_mode(mode: Any) -> None:
+    """Raise for passes of trees of tokens, and of tokens that see later ones."""
+    for name, given in (
+        ("is_target_verify", "verification of drafted tokens"),
+        ("is_dllm_extend", "blocks of a diffusion model"),
+    ):
+        if getattr(mode, name, bool)():
+            raise UnsupportedError(given, "decoding and prefill", "serve with another attention backend")
+
+
 def _check_layer(layer: Any, options: dict[str, Any]) -> None:
     kind = getattr(layer, "attn_type", None)
     asked = sorted(name for name, value in options.items() if value is not None)
@@ -229,6 +249,8 @@ def _check_layer(layer: Any, options: dict[str, Any]) -> None:
         asked.append("attention that is not a decoder's own")
     if getattr(layer, "xai_temperature_len", -1) > 0:
         asked.append("xai_temperature_len")
+    if getattr(layer, "use_irope", False):
+        asked.append("attention within chunks (use_irope)")
     if getattr(layer, "pos_encoding_mode", "NONE") != "NONE":
         asked.append(f"pos_encoding_mode={layer.pos_encoding_mode}")
     if asked:

@@ -36,7 +36,7 @@ def no_assignments() -> Iterator[None]:
 
 
 class Mode(SimpleNamespace):
-    """ForwardMode: "extend", "decode", "idle" or "verify"."""
+    """ForwardMode: "extend", "decode", "idle", "verify" or "diffusion"."""
 
     def is_idle(self) -> bool:
         return self.name == "idle"
@@ -44,8 +44,14 @@ class Mode(SimpleNamespace):
     def is_decode(self) -> bool:
         return self.name == "decode"
 
+    def is_mixed(self) -> bool:
+        return False
+
     def is_target_verify(self) -> bool:
         return self.name == "verify"
+
+    def is_dllm_extend(self) -> bool:
+        return self.name == "diffusion"
 
 
 class Pool:
@@ -81,15 +87,19 @@ class TwoPools(Pool):
         return self.small.v if layer_id == 3 else self.v
 
     def translate_loc_from_full_to_swa(self, slots: Tensor) -> Tensor:
-        return self.mapping[slots].int()
+        return self.mapping[slots]
 
-    def set_kv_buffer(self, layer: Any, slots: Tensor, k: Tensor, v: Tensor) -> None:
+    def set_kv_buffer(self, layer: Any, slots: Any, k: Tensor, v: Tensor) -> None:
+        """SGLang gives slots of both pools from 0.5.14 on, and before it those of the first."""
+        first = getattr(slots, "loc", slots)
         if layer.layer_id != 3:
-            super().set_kv_buffer(layer, slots, k, v)
-            return
+            super().set_kv_buffer(layer, first, k, v)
+        else:
+            self.small.set_kv_buffer(layer, getattr(slots, "swa_loc", self.mapping[first]), k, v)
+
+    def hold(self, slots: Tensor) -> None:
         free = [slot for slot in range(64) if slot not in self.mapping.tolist()]
         self.mapping[slots] = torch.tensor(free[: len(slots)])
-        self.small.set_kv_buffer(layer, self.mapping[slots], k, v)
 
     def drop(self, slots: Tensor) -> None:
         self.mapping[slots] = -1
@@ -102,7 +112,8 @@ class Runner:
         self.history, self.page_size = History(), page_size
         pages = torch.randperm(TOKENS // page_size)[: REQUESTS * CONTEXT // page_size // 2]
         slots = (pages.view(-1, 1) * page_size + torch.arange(page_size)).flatten()
-        self.table = torch.full((REQUESTS, CONTEXT), 10**6, dtype=torch.int32)
+        unused = 10**6 if pool is Pool else 0  # TwoPools translates all slots of a row
+        self.table = torch.full((REQUESTS, CONTEXT), unused, dtype=torch.int32)
         for row, mine in zip(PLACES.values(), slots.split(CONTEXT // 2 // page_size * page_size)):
             self.table[row, : len(mine)] = mine
         self.token_to_kv_pool = pool(self.history)
@@ -121,7 +132,8 @@ class Runner:
             for n, length in zip(counts, lengths, strict=True)
         ]
         return SimpleNamespace(
-            forward_mode=Mode(name=name), req_pool_indices=torch.tensor([PLACES[n] for n in counts]),
+            batch_size=len(counts), spec_info=None, forward_mode=Mode(name=name),
+            req_pool_indices=torch.tensor([PLACES[n] for n in counts]),
             seq_lens=torch.tensor(lengths), seq_lens_cpu=torch.tensor(lengths),
             extend_seq_lens=torch.tensor(list(counts.values())),
             extend_seq_lens_cpu=list(counts.values()), out_cache_loc=torch.cat(slots).long(),
@@ -131,9 +143,8 @@ class Runner:
         """(output [T, Hq, D], its queries)"""
         q, k, v = self.history.grow(counts)
         batch = self.batch(counts, "decode" if set(counts.values()) == {1} else "extend")
-        if isinstance(self.token_to_kv_pool, TwoPools):  # its slots are given before layers are planned
-            self.token_to_kv_pool.set_kv_buffer(self.layer, batch.out_cache_loc, k, v)
-            options["save_kv_cache"] = False
+        if isinstance(self.token_to_kv_pool, TwoPools):
+            self.token_to_kv_pool.hold(batch.out_cache_loc)
         self.backend.init_forward_metadata(batch)
         return self.backend.forward(q.flatten(1), k, v, self.layer, batch, **options).view(q.shape), q
 
@@ -179,44 +190,85 @@ def test_sliding_layers_have_a_pool_of_their_own(sglang: ModuleType) -> None:
             pool.drop(runner.table[row, : max(runner.history.length(sequence) - 4, 0)].long())
 
 
-def test_recent_versions_write_by_both_pools_slots(
+def test_slots_are_those_of_both_pools_where_there_are_two(
     sglang: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner, slots = Runner(sglang, pool=TwoPools), torch.tensor([3, 5])
     pool = runner.token_to_kv_pool
     assert isinstance(pool, TwoPools)
-    monkeypatch.setitem(sys.modules, "sglang.srt.mem_cache.memory_pool", None)
-    assert runner.backend._places(slots) is slots
     pool.mapping[slots] = torch.tensor([1, 0])
     module = SimpleNamespace(KVWriteLoc=lambda loc, swa_loc: (loc, swa_loc.tolist()))
     for name in ("sglang.srt.mem_cache", "sglang.srt.mem_cache.memory_pool"):
         monkeypatch.setitem(sys.modules, name, module)
     assert runner.backend._places(slots) == (slots, [1, 0])
     assert Runner(sglang).backend._places(slots) is slots
+    monkeypatch.setitem(sys.modules, "sglang.srt.mem_cache.memory_pool", None)
+    assert runner.backend._places(slots) is slots
 
 
-def test_replays_read_buffers_that_were_captured(sglang: ModuleType) -> None:
+def capture(backend: Any, decode: Any, bs: int, *, early: bool) -> None:
+    """Before a graph of `bs` sequences is captured, by the hooks of SGLang up to 0.5.12 if `early`."""
+    requests, lengths = torch.zeros(bs, dtype=torch.long), torch.ones(bs, dtype=torch.long)
+    if early:
+        backend.init_forward_metadata_capture_cuda_graph(bs, bs, requests, lengths, None, decode, None)
+        return
+    batch = SimpleNamespace(
+        batch_size=bs, forward_mode=decode, req_pool_indices=requests, seq_lens=lengths, seq_lens_cpu=lengths,
+        spec_info=None,
+    )  # fmt: skip
+    backend.init_forward_metadata_out_graph(batch, in_capture=True)
+
+
+def before_replay(backend: Any, batch: Any, *, early: bool) -> None:
+    if not early:
+        backend.init_forward_metadata_out_graph(batch)
+        return
+    given = batch.req_pool_indices, batch.seq_lens, 0, None, batch.forward_mode, None, batch.seq_lens_cpu
+    backend.init_forward_metadata_replay_cuda_graph(batch.batch_size, *given)
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("pool", [Pool, TwoPools])
+def test_replays_read_buffers_that_were_captured(
+    sglang: ModuleType, pool: type[Pool], *, early: bool
+) -> None:
     """A graph keeps addresses: after the capture nothing but contents may change."""
-    runner = Runner(sglang, page_size=4)
+    page_size, asked = (4, {}) if pool is Pool else (1, {"sliding_window_size": 3})
+    runner = Runner(sglang, page_size, pool, **asked)
     counts = {2: 1, 0: 1, 1: 1}
     runner.step({0: 11, 1: 3, 2: 6})
-    runner.backend.init_cuda_graph_state(4, 4)
-    dummy = torch.zeros(3, dtype=torch.long), torch.zeros(3, dtype=torch.long)
-    decode = Mode(name="decode")
-    runner.backend.init_forward_metadata_capture_cuda_graph(3, 3, *dummy, None, decode, None)
-    batch = runner.backend._step.full
-    kept = batch.table, batch.lengths, batch.table.data_ptr(), batch.lengths.data_ptr()
+    backend, decode = runner.backend, Mode(name="decode")
+    backend.init_cuda_graph_state(4, 4)
+    for bs in (4, 3):
+        capture(backend, decode, bs, early=early)
+    step = backend._step
+    held = [step.full.table, step.full.lengths, *([] if step.sliding is None else [step.sliding.table])]
+    addresses = [x.data_ptr() for x in held]
     for _ in range(3):
         q, k, v = runner.history.grow(counts)
         given = runner.batch(counts, "decode")
-        runner.backend.init_forward_metadata_replay_cuda_graph(
-            3, given.req_pool_indices, given.seq_lens, 0, None, decode, None, given.seq_lens_cpu
-        )
-        now = runner.backend._step.full
-        assert (now.table, now.lengths) == kept[:2] or (now.table is kept[0] and now.lengths is kept[1])
-        assert (now.table.data_ptr(), now.lengths.data_ptr()) == kept[2:]
-        found = runner.backend.forward(q.flatten(1), k, v, runner.layer, given)
-        torch.testing.assert_close(found.view(q.shape), runner.history.expected(Definition(SCALE), q, counts))
+        if isinstance(runner.token_to_kv_pool, TwoPools):
+            runner.token_to_kv_pool.hold(given.out_cache_loc)
+        before_replay(backend, given, early=early)
+        assert backend._step is step and [x.data_ptr() for x in held] == addresses
+        found = backend.forward(q.flatten(1), k, v, runner.layer, given).view(q.shape)
+        layer = Definition(SCALE, window=4 if asked else None)
+        torch.testing.assert_close(found, runner.history.expected(layer, q, counts))
+
+
+def test_only_graphs_of_decoding_are_captured(sglang: ModuleType) -> None:
+    backend = Runner(sglang).backend
+    backend.init_cuda_graph_state(4, 4)
+    for mode in ("extend", "verify"):
+        with pytest.raises(UnsupportedError, match="other passes than decoding"):
+            capture(backend, Mode(name=mode), 2, early=False)
+
+
+def test_engine_finds_what_it_reads_of_a_backend(sglang: ModuleType) -> None:
+    runner = Runner(sglang)
+    assert runner.backend.token_to_kv_pool is runner.token_to_kv_pool
+    assert runner.backend.req_to_token_pool is runner.req_to_token_pool
+    assert runner.backend.get_cuda_graph_seq_len_fill_value() == 1
 
 
 def test_graphs_over_gathered_pages_are_refused(sglang: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,12 +308,16 @@ def test_idle_passes_and_padding_give_zeros(sglang: ModuleType) -> None:
 def test_what_cannot_be_done_is_refused(sglang: ModuleType) -> None:
     runner = Runner(sglang)
     runner.history.grow({0: 3})
-    batch = runner.batch({0: 3}, "verify")
-    with pytest.raises(UnsupportedError, match="drafted tokens"):
-        runner.backend.init_forward_metadata(batch)
+    for mode, given in (("verify", "drafted tokens"), ("diffusion", "blocks of a diffusion model")):
+        batch = runner.batch({0: 3}, mode)
+        with pytest.raises(UnsupportedError, match=given):
+            runner.backend.init_forward_metadata(batch)
     with pytest.raises(UnsupportedError, match="k_rope"):
         runner.backend.forward_extend(None, None, None, runner.layer, batch, k_rope=torch.ones(1))
-    runner.layer.is_cross_attention = True
+    runner.layer.use_irope = True
+    with pytest.raises(UnsupportedError, match="use_irope"):
+        runner.backend.forward_extend(None, None, None, runner.layer, batch)
+    runner.layer.use_irope, runner.layer.is_cross_attention = False, True
     with pytest.raises(UnsupportedError, match="not a decoder's own"):
         runner.backend.forward_extend(None, None, None, runner.layer, batch)
     with pytest.raises(UnsupportedError, match=r"torch\.float64 for queries of torch\.float16"):

@@ -1,3 +1,5 @@
-"""Choices of the command line."""
+"""Arguments of the command line, with their choices."""
 
-ATTENTION_BACKEND_CHOICES = ["triton", "torch_native"]
+from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES
+
+__all__ = ["ATTENTION_BACKEND_CHOICES"]
