@@ -81,6 +81,19 @@ def dense(g: Grid) -> tuple[dict[str, Any], Leaves]:
     return scored(lambda s, b, h, q, k, t: s + t[b, h, q, k], table, mask=None)
 
 
+def along_paths(g: Grid) -> tuple[dict[str, Any], Leaves]:
+    """Mean of what up to four edges of a pair add (Graphormer): nine reads for each score."""
+    lengths = torch.randint(0, 5, (g.q_len, g.kv_len))
+    edges = torch.randint(0, 6, (g.q_len, g.kv_len, 4))
+
+    def mod(s: Any, b: Any, h: Any, q: Any, k: Any, t: Tensor) -> Any:
+        length = lengths[q, k]
+        steps = [torch.where(length > n, t[h, n, edges[q, k, n]], 0.0) for n in range(4)]
+        return s + sum(steps) / torch.clamp(length, min=1)
+
+    return scored(mod, leaf(g.heads, 4, 6), mask=causal if g.q_len % 2 == 0 else None)
+
+
 CASES: dict[str, Make] = {
     "slopes": slopes,
     "slopes under a cap": capped_slopes,
@@ -114,6 +127,7 @@ CASES: dict[str, Make] = {
         lambda s, b, h, q, k, t: s + t[b, q, k], leaf(g.batch, g.q_len, g.kv_len, dtype=torch.bfloat16)
     ),
     "gathered": gathered,
+    "gathered along paths": along_paths,
     "numbers of the batch and the head": lambda g: scored(
         lambda s, b, h, q, k, t: s + (t[q] + b * 0.25 + h / 4) * ((q * k) % 7 < 3), leaf(g.q_len), mask=None
     ),

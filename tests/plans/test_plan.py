@@ -12,8 +12,10 @@ from itertools import product
 from typing import Any, get_args
 
 import pytest
+import torch
 from checked_plans import plan_forward
 
+import fa4flex
 from fa4flex.codegen.analyze.facts import SCORE, Facts
 from fa4flex.codegen.expr import (
     FALSE,
@@ -211,6 +213,20 @@ def test_heavy_hooks_take_fewer_consumers_with_more_registers() -> None:
     assert (light.tiles.tile_m, light.registers) == (192, Split(32, 160))
     assert (heavy.tiles.tile_m, heavy.registers) == (128, Split(24, 240))
     assert any("not 192 x 128" in reason for reason in heavy.reasons)
+
+
+@pytest.mark.parametrize("width", [64, 128, 160, 192])
+def test_scores_that_read_much_for_each_pair_have_little_code(width: int) -> None:
+    table = torch.zeros(4, 1, 1).expand(4, 4096, 4096)
+    for reads, much in ((3, False), (4, True)):
+
+        def mod(score: Any, b: Any, h: Any, q: Any, kv: Any, reads: int = reads) -> Any:
+            return score + sum(table[n, q, kv] for n in range(reads))
+
+        attn = fa4flex.compile(score_mod=mod)
+        sizes = {"head_dim": width, "q_len": 4096, "kv_len": 4096}
+        assert ("128 x 64 as scores read much" in attn.source("plan", **sizes)) == much
+        assert ("one_body=True" in attn.source("backward", **sizes)) == much
 
 
 def test_the_table_is_legal_and_covers_every_width() -> None:

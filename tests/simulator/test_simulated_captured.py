@@ -79,6 +79,13 @@ def test_some_dense_gradients() -> None:
     close(random.choice(DENSE), grid, random.choice((64, 96, 192)), "sm_90a")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("queries", [130, 131])  # under a causal mask, and without one
+def test_scores_of_many_reads(queries: int) -> None:
+    """Hopper's kernels take steps with a mask and without one by the same code."""
+    close("gathered along paths", Grid(1, 2, queries, 300), random.choice((64, 128)), "sm_90a")
+
+
 LONG = tuple(name for name in CASES if name.startswith("long"))
 
 

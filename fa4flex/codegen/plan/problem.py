@@ -38,7 +38,7 @@ PAGE_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 _FLAGS = (
     "few_queries", "few_rows", "many_queries", "many_keys", "few_keys", "few_steps", "few_tiles", "sinks",
     "wide_index", "in_range", "positive_scale", "sloped", "deterministic", "long_scores", "pair_reads",
-    "long_masks", "grouped",
+    "long_masks", "many_reads", "grouped",
 )  # fmt: skip
 
 
@@ -88,6 +88,7 @@ class Problem:
     long_scores            of backward passes: a score is long in the making, as captured tensors are read for
                            it by query or key, or its derivative is another one for each score
     pair_reads             of backward passes: scores are long, and read elements that belong to one pair each
+    many_reads             a score reads so many elements of captured tensors by pairs that its code is long
     long_masks             of backward passes: query intervals take divisions, or elements of captured tensors
     grouped                of backward passes: query heads share keys, and blocks may take them in parts
     gradients              of backward passes: the slots of captured tensors whose gradients are asked for,
@@ -124,6 +125,7 @@ class Problem:
     long_scores: bool = False
     pair_reads: bool = False
     long_masks: bool = False
+    many_reads: bool = False
     grouped: bool = False
     gradients: tuple[tuple[int, Adding], ...] = ()
     deterministic: bool = False

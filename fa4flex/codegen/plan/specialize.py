@@ -23,6 +23,10 @@ which a tile of a head passes the end of one and a tile of a group does not: und
 products or so are of these. Narrow heads may have twice as many, whose tiles are higher than they are wide;
 without a mask, half as many count as short. 0: none are short; MOST_PACKED: all are."""
 
+MANY_READS = 4
+"""Elements of captured tensors that a score reads for its pair, from which on these are what takes time, when
+kernels run and when they are compiled: those have little code then, rather than long tiles."""
+
 ONE_HEAD = 8
 """Heads of which rows r and r + 8 of a tile are of the same one, at most: a thread has parts of both rows."""
 
@@ -53,6 +57,7 @@ def forward_problem(facts: Facts, inputs: Inputs, proved: Proved, target: Target
         many_queries=inputs.lengths == "dense" and 0 < target.many_queries < longest,
         operands=inputs.operands,
         page_rows=inputs.page_rows,
+        many_reads=_many_reads(facts),
         row_ends=proved.row_ends if inputs.lengths == "dense" else 0,
     )
 
@@ -294,6 +299,12 @@ def long_scores(facts: Facts) -> bool:
     """True if tensors are read for a score by query or key, or its derivative is another one for each."""
     read = {name for node in nodes(facts.score) if node.op in READS for name in node.free}
     return not {"q", "kv", "score"}.isdisjoint(read | facts.gradient.by_score.free)
+
+
+def _many_reads(facts: Facts) -> bool:
+    """True if MANY_READS reads of captured tensors are made for each score."""
+    reads = [node for node in nodes(facts.score) if node.op in READS and {"q", "kv"} <= node.free]
+    return len(reads) >= MANY_READS
 
 
 def _long_masks(facts: Facts) -> bool:

@@ -35,6 +35,7 @@ class Config:
     dq_stages                tiles of dQ on their way to global memory
     producer_registers, consumer_registers   per thread, after the split
     masked                   whether tiles come from block tables; otherwise all of them
+    one_body                 whether steps that need no mask are taken like those that do, by the same code
     deterministic            whether sums of dQ are added up in one order
     lengths                  "dense", "packed" (cu_seqlens) or "used" (seqused per batch)
     stores_dq                whether a block has all keys of its queries, and writes their dQ itself
@@ -61,6 +62,7 @@ class Config:
     producer_registers: int = 24
     consumer_registers: int = 240
     masked: bool = False
+    one_body: bool = False
     lengths: Lengths = "dense"
     deterministic: bool = False
     stores_dq: bool = False

@@ -8,6 +8,7 @@ al. 2024, section 3 and appendix B.1).
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,15 +21,15 @@ from cutlass.tensor_utils import LayoutEnum
 from fa4flex.kernels.bwd_sm90.config import KEYS, Config
 from fa4flex.kernels.bwd_sm90.dkv_epilogue import put, staged_sums, store_by_copies, store_by_threads
 from fa4flex.kernels.bwd_sm90.dq_store import THREADS
-from fa4flex.kernels.bwd_sm90.mixed_steps import mixed_steps
 from fa4flex.kernels.bwd_sm90.resources import Mmas, Operands, Pipes, Shared, dq_rows, transposed
 from fa4flex.kernels.bwd_sm90.roles import SCORES, dq_empty, dq_full, stored
+from fa4flex.kernels.bwd_sm90.steps import like_steps, mixed_steps
 from fa4flex.kernels.common.backward import (
     BackwardArguments,
     BackwardTileScheduler,
     KeyGrid,
     KeyWork,
-    query_tile_at,
+    QueryTiles,
     written,
 )
 from fa4flex.kernels.common.fragment import (
@@ -172,26 +173,25 @@ class Consumer:
                         if g == 0:
                             # And those of another one, where dS of all is.
                             self.meet_others()
+            step = functools.partial(self.step, given_all, shared, pipes)
+            carried, where = (q_state, do_state, count), (lane, warpgroup_index)
             if const_expr(config.deterministic and config.masked and not self.alike):
-                states, where = (q_state, do_state), (lane, warpgroup_index, count)
-                states = mixed_steps(self.step, given_all, shared, pipes, queries, states, where)
-                (q_state, do_state), count = states, count + queries.count
+                q_state, do_state, count = mixed_steps(step, queries, carried, where)
             else:
-                for i in cutlass.range(0 if self.alike else queries.masked_count, unroll=1):
-                    places = (query_tile_at(queries, i), lane, warpgroup_index, count)
-                    self.step(given_all, shared, pipes, (q_state, do_state), places, True)
-                    q_state.advance()
-                    do_state.advance()
-                    count += 1
-                for i in cutlass.range(0 if self.alike else queries.masked_count, queries.count, unroll=1):
-                    places = (query_tile_at(queries, i), lane, warpgroup_index, count)
-                    self.step(given_all, shared, pipes, (q_state, do_state), places, False)
-                    q_state.advance()
-                    do_state.advance()
-                    count += 1
+                masked_count = self.masked_count(queries)
+                carried = like_steps(step, queries, (0, masked_count), carried, where, True)
+                if const_expr(self.alike or not config.one_body):
+                    carried = like_steps(step, queries, (masked_count, queries.count), carried, where, False)
+                q_state, do_state, count = carried
             collector.finish()
         self.finish((mmas, operands), shared, pipes, (lane, count))
         return (q_state, do_state), count
+
+    def masked_count(self, queries: QueryTiles) -> Int32 | int:
+        """Number of steps that are taken with a mask, which come first."""
+        if self.alike:
+            return 0
+        return queries.count if self.config.one_body else queries.masked_count
 
     def kept(self, pipes: Pipes) -> None:
         """Says that K or V is in registers: nobody waits for it here."""

@@ -195,6 +195,7 @@ class HopperBackwardPlan(Checked):
             do_stages=do_stages,
             dq_stages=dq_stages,
             masked=self.problem.mask_form != "none",
+            one_body=self.problem.many_reads,
             lengths=self.problem.lengths,
             deterministic=self.problem.deterministic,
             stores_dq=self.stores_dq,

@@ -105,6 +105,10 @@ def may_share(head_dim: int, head_dim_v: int) -> bool:
     return head_dim_v <= head_dim
 
 
+LITTLE_CODE = (128, 64)
+"""Tile of scores that read much for each pair: half as many keys are half as much code in each step, which
+the compiler takes less than half as long for, and reads are as many."""
+
 MOST_PAGED = 128
 """Queries per tile where keys lie in pages."""
 
@@ -157,10 +161,11 @@ def pad(width: int) -> int:
 
 
 def candidates(problem: Problem, plain: bool) -> tuple[Pair, ...]:
-    """The (queries, keys) that the table has for this problem, best first: of a class of few queries, those
-    with the fewest rows past its end; where keys lie in pages, those of few boxes, or by rows."""
+    """The (queries, keys) for this problem, best first: one where scores read much, else those of the table;
+    of a class of few queries, those with the fewest rows past its end; where keys lie in pages, those of few
+    boxes, or by rows."""
     row = next(r for r in TABLE if r.head_dim >= problem.head_dim and r.head_dim_v >= problem.head_dim_v)
-    pairs = row.plain if plain else row.hooked
+    pairs = row.plain if plain else (LITTLE_CODE,) if problem.many_reads else row.hooked
     if problem.query_class:
         pairs = tuple(sorted(pairs, key=lambda pair: -problem.query_class % pair[0]))
     if not problem.page_rows:
@@ -200,7 +205,8 @@ def choose(problem: Problem, work: Work, plain: bool, target: Target, wanted: Pa
             reasons.append(f"not {_name(pair)}: {need.explain()} registers of {limit}")
             over.setdefault(need.total - limit, Choice(tiles, stages, ()))
         else:
-            reasons.append(f"{_name(pair)} by the table: {need.explain()} registers of {limit}")
+            why = "as scores read much" if pair == LITTLE_CODE and problem.many_reads else "by the table"
+            reasons.append(f"{_name(pair)} {why}: {need.explain()} registers of {limit}")
             return Choice(_with_queries_ahead(tiles, problem, stages, target), stages, tuple(reasons))
     if not over:
         raise UnsupportedError(
