@@ -6,6 +6,7 @@ own attention.
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import subprocess
@@ -255,14 +256,16 @@ def _prefill(theirs: Any, ours: Any, tokens: Tensor, attended: Tensor) -> float:
 @torch.no_grad()
 def _decode(theirs: Any, ours: Any, tokens: Tensor, attended: Tensor) -> float:
     """Largest logit difference over cached steps, both models fed the same tokens."""
+    # Versions of transformers before 5.24 call it past_key_values, later ones warn of that name.
+    name = "cache" if "cache" in inspect.signature(ours.forward).parameters else "past_key_values"
     worst, caches = 0.0, [None, None]
     step = tokens
     for _ in range(STEPS):
         outputs = [
-            model(step, attention_mask=attended, past_key_values=cache, use_cache=True)
+            model(step, attention_mask=attended, use_cache=True, **{name: cache})
             for model, cache in zip((theirs, ours), caches)
         ]
-        caches = [output.past_key_values for output in outputs]
+        caches = [getattr(output, name) for output in outputs]
         last = [output.logits[:, -1] for output in outputs]
         worst = max(worst, float((last[0] - last[1]).abs().max()))
         step = last[0].argmax(-1, keepdim=True)
