@@ -34,6 +34,26 @@ class Quarters:
         return d * 0.25
 
 
+class Doubles(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, d: Any) -> Any:
+        return d * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return grad * 2
+
+
+class Triples(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, d: Any) -> Any:
+        return d * 3
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return grad * 3
+
+
 class Duck:
     """Object that looks like a captured tensor without being one."""
 
@@ -234,6 +254,25 @@ def test_the_default_dtype_is_compared() -> None:
     assert torch.equal(attn(q, k, v), inexact) and not torch.equal(exact, inexact)
     score = 0.1 * q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
     torch.testing.assert_close(exact, score.softmax(-1) @ v, atol=1e-12, rtol=0)
+
+
+def test_which_apply_was_captured_is_guarded() -> None:
+    """`apply` of a torch.autograd.Function, bound before: another class, another function, another method."""
+    given, bound = qkv(), Doubles.apply
+
+    def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s + bound(q - k)
+
+    def attended(by: Any) -> Tensor:
+        nonlocal bound
+        bound = by
+        return fa4flex.compile(mod)(*given)
+
+    functions: tuple[Any, ...] = Doubles.apply, Triples.apply, lambda d: d * 5, Doubles.apply
+    for by, factor in zip(functions, (2, 3, 5, 2)):
+        torch.testing.assert_close(attended(by), formula(given, factor * distance(), True), **CLOSE)
+    with pytest.raises(TypeError):
+        attended(Doubles.mro)
 
 
 def test_every_kind_of_guard_has_a_scenario() -> None:

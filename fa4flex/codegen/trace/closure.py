@@ -112,7 +112,7 @@ class Lifter:
         """A copy of `thing` with proxies for its numbers; `name` is what the user would call it."""
         if type(thing) in (int, float) or isinstance(thing, numpy.number):
             return self._number(thing, name, path)
-        if thing is None or isinstance(thing, (bool, *_LEFT_ALONE)):
+        if thing is None or (isinstance(thing, (bool, *_LEFT_ALONE)) and not is_apply(thing)):
             return self._as_it_is(thing, path)
         if id(thing) in self._memo:
             if id(thing) in self._first:
@@ -175,6 +175,7 @@ class Lifter:
         if is_apply(thing):
             self._guard("type", path, type(thing))
             self._guard("is", path.attribute("__self__"), thing.__self__)
+            self._guard("equal", path.attribute("__name__"), "apply")
             return applying(thing.__self__)
         if isinstance(thing, FunctionType):
             return self._function(thing, path)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import MethodType
+from types import BuiltinFunctionType, MethodType
 from typing import Any
 
 import torch
@@ -21,8 +21,7 @@ from fa4flex.codegen.trace.dispatch import registered
 from fa4flex.codegen.trace.state import current
 from fa4flex.codegen.trace.value import Value
 
-_ORIGINAL = torch.autograd.Function.__dict__["apply"]
-_APPLY: Callable[..., Any] = _ORIGINAL.__func__
+_ORIGINAL = torch.autograd.Function.__dict__["apply"]  # a classmethod; from torch 2.15 on a C function
 _patching = threading.RLock()
 
 
@@ -55,7 +54,17 @@ class Context:
 
 def is_apply(method: object) -> bool:
     """True if `method` is `SomeFunction.apply`, bound before tracing began."""
-    return isinstance(method, MethodType) and method.__func__ is _APPLY
+    if not isinstance(method, (MethodType, BuiltinFunctionType)):
+        return False
+    owner = method.__self__
+    is_function = isinstance(owner, type) and issubclass(owner, torch.autograd.Function)
+    return is_function and method == _original(owner)
+
+
+def _original(cls: Any) -> Callable[..., Any]:
+    """`cls.apply` as torch has it, whatever stands in for it."""
+    bound: Callable[..., Any] = _ORIGINAL.__get__(None, cls)
+    return bound
 
 
 def applying(cls: Any) -> Callable[..., Any]:
@@ -77,7 +86,7 @@ def intercepting() -> Iterator[None]:
 
 def apply_function(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not any(isinstance(a, Value) for a in args):
-        return _APPLY(cls, *args, **kwargs)
+        return _original(cls)(*args, **kwargs)
     lowering = registered(cls)
     if lowering is not None:
         return lowering(*args, **kwargs)
