@@ -263,10 +263,11 @@ class Changed:
 
     @staticmethod
     def precision_of_products() -> Iterator[None]:
-        before = torch.backends.cuda.matmul.allow_tf32
-        torch.backends.cuda.matmul.allow_tf32 = not before
+        # torch 2.15 tells a precision that was set from one that never was, as allow_tf32 = False leaves it.
+        before = torch.backends.cuda.matmul.fp32_precision
+        torch.backends.cuda.matmul.fp32_precision = "tf32" if before != "tf32" else "ieee"
         yield
-        torch.backends.cuda.matmul.allow_tf32 = before
+        torch.backends.cuda.matmul.fp32_precision = before
 
     @staticmethod
     def autocast() -> Iterator[None]:
