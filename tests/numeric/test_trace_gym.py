@@ -52,7 +52,7 @@ def test_mask_agrees_with_torch(name: str) -> None:
 
 def mla_scores(case: Instance, score: Tensor) -> Tensor:
     """score + scale * q_rope . k_rope; torch's vmap has no backward for a gather of vectors."""
-    q_rope, k_rope = case.differentiable
+    q_rope, k_rope = (x.double() for x in case.differentiable)  # as programs are evaluated
     scale = 0.3 if "scaled" in case.name else 1.0
     return score + scale * torch.einsum("bhqd,bkd->bhqk", q_rope, k_rope[:, 0])
 

@@ -138,7 +138,7 @@ PROBLEMS: dict[str, Any] = {
     "in_range": False, "positive_scale": False, "operands": (("int32", 1),), "few_queries": True,
     "few_rows": True, "many_queries": True, "many_keys": True, "few_keys": True, "few_tiles": True,
     "few_steps": True, "sloped": True, "long_scores": True, "pair_reads": True, "long_masks": True,
-    "gradients": ((0, "sum"),),
+    "many_reads": True, "gradients": ((0, "sum"),),
     "deterministic": True, "page_rows": 16, "grouped": True, "row_ends": 1, "row_class": 16,
     "query_class": 256, "packed_heads": 4, "kv_dtype": "float8_e4m3fn", "k_scales": "head",
     "v_scales": "token",
