@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 # Modules are compiled when first imported: compiling all of torch's beforehand takes longer than the demo.
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+INSTALL := $(PIP) --constraint constraints.txt
 
 # One worker per core; a worker takes up to 4 GB.
 WORKERS ?= --numprocesses auto --maxprocesses 8 --dist worksteal
@@ -46,11 +47,11 @@ $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	touch $@ $(VENV)/.demo $(VENV)/.docs
 
 # The oldest transformers that is supported, and the oldest whose continuous batching is: tests run with these, too.
-$(VENV)/.older: $(VENV)/.torch constraints.txt
+$(VENV)/.older: $(VENV)/.torch constraints.txt Makefile
+	rm -rf $(VENV)/transformers
 	grep -v '^transformers' constraints.txt > $(VENV)/constraints.txt
-	for version in 5.5.4 5.19.0; do $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
-		--constraint $(VENV)/constraints.txt --target $(VENV)/transformers/$$version --upgrade \
-		transformers==$$version || exit; done
+	for version in 5.5.4 5.19.0; do $(PIP) --constraint $(VENV)/constraints.txt \
+		--target $(VENV)/transformers/$$version transformers==$$version || exit; done
 	touch $@
 
 demo: $(VENV)/.demo

@@ -81,7 +81,7 @@ def dense(g: Grid) -> tuple[dict[str, Any], Leaves]:
     return scored(lambda s, b, h, q, k, t: s + t[b, h, q, k], table, mask=None)
 
 
-def along_paths(g: Grid) -> tuple[dict[str, Any], Leaves]:
+def along_paths(g: Grid, mask: Any = causal) -> tuple[dict[str, Any], Leaves]:
     """Mean of what up to four edges of a pair add (Graphormer): nine reads for each score."""
     lengths = torch.randint(0, 5, (g.q_len, g.kv_len))
     edges = torch.randint(0, 6, (g.q_len, g.kv_len, 4))
@@ -91,7 +91,7 @@ def along_paths(g: Grid) -> tuple[dict[str, Any], Leaves]:
         steps = [torch.where(length > n, t[h, n, edges[q, k, n]], 0.0) for n in range(4)]
         return s + sum(steps) / torch.clamp(length, min=1)
 
-    return scored(mod, leaf(g.heads, 4, 6), mask=causal if g.q_len % 2 == 0 else None)
+    return scored(mod, leaf(g.heads, 4, 6), mask=mask)
 
 
 CASES: dict[str, Make] = {
@@ -127,7 +127,8 @@ CASES: dict[str, Make] = {
         lambda s, b, h, q, k, t: s + t[b, q, k], leaf(g.batch, g.q_len, g.kv_len, dtype=torch.bfloat16)
     ),
     "gathered": gathered,
-    "gathered along paths": along_paths,
+    "gathered along paths": lambda g: along_paths(g, mask=None),
+    "gathered along paths, masked": along_paths,
     "numbers of the batch and the head": lambda g: scored(
         lambda s, b, h, q, k, t: s + (t[q] + b * 0.25 + h / 4) * ((q * k) % 7 < 3), leaf(g.q_len), mask=None
     ),

@@ -6,6 +6,7 @@ Mods of layers are given with fa4flex.integrations.layers. Importing this module
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -87,13 +88,17 @@ class Backend(AttentionBackend):
     def _pages(self, tokens: Tensor) -> Tensor:
         return (tokens[:, :: self.page_size] // self.page_size).int()
 
+    @property
+    def _to_sliding(self) -> Callable[[Tensor], Tensor] | None:
+        """Slots in the pool of sliding layers, from those in the other; None where one pool serves all."""
+        return getattr(self.token_to_kv_pool, "translate_loc_from_full_to_swa", None)
+
     def _in_sliding_pool(self, full: Batch, tokens: Tensor) -> Batch | None:
         """The same sequences where sliding layers have a pool of their own. What it has dropped, which is
         behind all windows, becomes its first slot."""
-        translate = getattr(self.token_to_kv_pool, "translate_loc_from_full_to_swa", None)
-        if translate is None:
+        if self._to_sliding is None:
             return None
-        return replace(full, table=self._pages(translate(tokens.long()).clamp(min=0)))
+        return replace(full, table=self._pages(self._to_sliding(tokens.long()).clamp(min=0)))
 
     # --- CUDA graphs: buffers of fixed addresses, which replays find filled anew ---------------------------
 
@@ -106,7 +111,7 @@ class Backend(AttentionBackend):
             )
         pages = -(-self.req_to_token.shape[1] // self.page_size)
         table = torch.zeros(max_bs, pages, dtype=torch.int32, device=self.req_to_token.device)
-        sliding = table.clone() if hasattr(self.token_to_kv_pool, "translate_loc_from_full_to_swa") else None
+        sliding = None if self._to_sliding is None else table.clone()
         lengths = torch.zeros(max_bs, dtype=torch.int32, device=table.device)
         self._buffers, self._captured = (table, sliding, lengths), {}
 
@@ -199,12 +204,11 @@ class Backend(AttentionBackend):
 
     def _places(self, slots: Tensor) -> Any:
         """Slots to write to; SGLang from 0.5.14 on wants those of the pool of sliding layers along."""
-        translate = getattr(self.token_to_kv_pool, "translate_loc_from_full_to_swa", None)
         try:
             from sglang.srt.mem_cache.memory_pool import KVWriteLoc
         except ImportError:
             return slots
-        return slots if translate is None else KVWriteLoc(slots, translate(slots))
+        return slots if self._to_sliding is None else KVWriteLoc(slots, self._to_sliding(slots))
 
     def _sequences(self, step: _Step, layer_id: int) -> Batch:
         mapping = getattr(self.token_to_kv_pool, "layers_mapping", None)

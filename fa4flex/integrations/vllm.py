@@ -218,12 +218,12 @@ def _check_options(attn_type: str, kv_cache_dtype: str, options: dict[str, Any])
         raise UnsupportedError(
             f"a cache of {kv_cache_dtype}", "a cache of the query's dtype", 'set kv_cache_dtype="auto"'
         )
-    if options.get("chunk_lookback", 0) == -1:  # the layer has no chunks
-        options = {name: value for name, value in options.items() if name != "chunk_lookback"}
-    unknown = sorted(name for name, value in options.items() if value is not None and value is not False)
+    unknown = {name for name, value in options.items() if value is not None and value is not False}
+    if options.get("chunk_lookback") == -1:  # the layer has no chunks
+        unknown.discard("chunk_lookback")
     if unknown:
         raise UnsupportedError(
-            f"a layer that asks for {', '.join(unknown)}",
+            f"a layer that asks for {', '.join(sorted(unknown))}",
             "scale, windows, soft caps, ALiBi slopes and sinks",
             "choose another backend for this model",
         )

@@ -48,8 +48,9 @@ def mixed_steps(
     A tile's entry is read during the step before. The table comes from the L2 cache each time: whenever a
     turn is looked for, the L1 cache forgets everything. Each lane reads another entry, and the first lane's
     counts: what all lanes read alike would go to a uniform register at once, and be waited for there."""
-    q_state, do_state, count = carried
+    q_state, do_state, before = carried
     lane, w = where
+    count = before
     ahead = Int32(cute.arch.lane_idx())
     following = queries.masked.at(ahead)
     for i in cutlass.range(queries.count, unroll=1):
@@ -63,4 +64,4 @@ def mixed_steps(
         q_state.advance()
         do_state.advance()
         count += 1
-    return q_state, do_state, carried[2] + queries.count
+    return q_state, do_state, before + queries.count
