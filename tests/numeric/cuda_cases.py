@@ -39,6 +39,7 @@ def device_of_tests() -> torch.device | None:
 
 
 DEVICE = device_of_tests()
+ON_A_GPU = DEVICE is not None and DEVICE.type == "cuda"
 
 # --- problems -----------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ import torch
 from cuda_cases import (
     DEVICE,
     FEW,
+    ON_A_GPU,
     VARIANTS,
     Composition,
     Draw,
@@ -33,7 +34,7 @@ from torch import Tensor
 
 from fa4flex import Schedule, reference
 from fa4flex.primitives.varlen import Varlen
-from fa4flex.runtime import ops
+from fa4flex.runtime import blockwise
 
 pytestmark = [
     pytest.mark.gpu,
@@ -42,6 +43,7 @@ pytestmark = [
 ]
 DRAWS = [pytest.param(draws[0], id=name) for name, draws in VARIANTS.items()]
 BY_NAME = [pytest.param(draw, id=name) for name, draw in FEW.items()]
+REPEATS = 1000 if ON_A_GPU else 3
 LENGTHS = [(1, 1), (63, 200), (128, 129), (300, 64)]
 
 
@@ -93,8 +95,7 @@ def test_learned_tables_of_gym(key: cuda_gym.Key, dim: int) -> None:
 @pytest.mark.parametrize("draw", BY_NAME)
 def test_widths(draw: Draw, dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them by kernels."""
-    if DEVICE is not None and DEVICE.type == "cuda":
-        monkeypatch.delattr(ops, "_blockwise_backward")
+    monkeypatch.delattr(blockwise, "backward_on_gpu")
     sizes = draw.sizes(Sizes().wide(*dims))
     check_gradients(sizes, draw.make(sizes))
 
@@ -135,8 +136,7 @@ def test_keys_and_values_repeat_bit_for_bit() -> None:
 @pytest.mark.parametrize("name", captured_cases.CASES)
 def test_captured(name: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients of captured tensors too, by the kernel."""
-    if DEVICE is not None and DEVICE.type == "cuda":
-        monkeypatch.delattr(ops, "_blockwise_backward")
+    monkeypatch.delattr(blockwise, "backward_on_gpu")
     grid = captured_cases.Grid(2, 4, 517, 701)
     composition, leaves = captured_cases.CASES[name](grid)
     check_captured(name, Sizes(*grid[:2], 2, *grid[2:]).wide(dim), composition, leaves)
@@ -144,7 +144,7 @@ def test_captured(name: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["dense", "causal", "tables"])
 def test_ordered_sums_repeat_bit_for_bit(name: str) -> None:
-    """A thousand times, and they are right."""
+    """A thousand times on a GPU, and they are right."""
     sizes = FEW[name].sizes(Sizes())
     composition = FEW[name].make(sizes)
     attn, qkv = compiled(**composition, schedule=Schedule(deterministic=True)), sizes.qkv()
@@ -153,11 +153,12 @@ def test_ordered_sums_repeat_bit_for_bit(name: str) -> None:
     wide = [x.double() for x in qkv]
     exact = gradients(lambda *x: reference.attention(*x, **composition), wide, upstream)
     judge_gradients(first, exact, gradients(lambda *x: plain(*x, composition), qkv, upstream))
-    for _ in range(1000):
+    for _ in range(REPEATS):
         again = gradients(lambda *x: attn(*x, return_lse=True), qkv, upstream)
         assert all(map(torch.equal, again, first))
 
 
+@pytest.mark.skipif(not ON_A_GPU, reason="is about blocks of a GPU that wait for each other")
 @pytest.mark.parametrize("name", ["dense", "causal"])
 def test_ordered_sums_of_many_blocks(name: str) -> None:
     """More blocks than run at the same time, of few and of many heads: nobody waits for ever."""

@@ -19,6 +19,7 @@ from cuda_cases import (
     DEVICE,
     F16,
     FEW,
+    ON_A_GPU,
     VARIANTS,
     Draw,
     Sizes,
@@ -49,7 +50,7 @@ pytestmark = [
     pytest.mark.usefixtures("on_the_device"),
     pytest.mark.skipif(DEVICE is None, reason="needs a CUDA device of compute capability 9.0"),
 ]
-REPEATS = 200 if DEVICE is not None and DEVICE.type == "cuda" else 3
+REPEATS = 200 if ON_A_GPU else 3
 
 
 def test_every_variant_is_in_the_table() -> None:
@@ -154,14 +155,14 @@ def shared_keys(sizes: Sizes) -> list[Tensor]:
 @pytest.mark.parametrize("form", [transposed, one_projection, slices, shared_keys])
 @pytest.mark.parametrize("name", ["causal", "relative table"])
 def test_strides(name: str, form: Any) -> None:
-    sizes = Sizes(kv_heads=4, q_len=330, kv_len=330)
+    sizes = Sizes(heads=4, kv_heads=4, q_len=330, kv_len=330)
     q, k, v = form(sizes)
     check(sizes, FEW[name].make(sizes), (q, k, v))
 
 
 def test_strides_without_unit_columns() -> None:
     """Strides that a bulk copy cannot address are computed or refused in words, never computed wrongly."""
-    sizes = Sizes(kv_heads=4, q_len=200, kv_len=200)
+    sizes = Sizes(heads=4, kv_heads=4, q_len=200, kv_len=200)
     q, k, v = (x.mT.contiguous().mT for x in sizes.qkv())
     try:
         check(sizes, {"mask": fa4flex.variants.causal}, (q, k, v))
@@ -266,7 +267,7 @@ def test_a_block_mask_of_torch() -> None:
 
 
 def test_max_scores() -> None:
-    sizes = Sizes(kv_heads=4)
+    sizes = Sizes(heads=4, kv_heads=4)
     q, k, v = sizes.qkv()
 
     def halved(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:

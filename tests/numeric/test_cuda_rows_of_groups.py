@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_cases import DEVICE, F16, Sizes, check, compiled, judge, judge_exact_lse, plain, run
+from cuda_cases import DEVICE, F16, ON_A_GPU, Sizes, check, compiled, judge, judge_exact_lse, plain, run
 from torch import Tensor
 
 from fa4flex import reference
@@ -35,6 +35,7 @@ def test_lengths(heads: tuple[int, int], dims: tuple[int, int]) -> None:
         check(Sizes(2, *heads, q_len, kv_len).wide(*dims), {})
 
 
+@pytest.mark.skipif(not ON_A_GPU, reason="is about multiprocessors")
 def test_more_tiles_than_multiprocessors() -> None:
     for dtype in (torch.bfloat16, F16):
         check(Sizes(4, 16, 4, 1537, 1537, 128, 128, dtype), {})
@@ -85,6 +86,7 @@ def test_ratios_and_lengths_take_turns() -> None:
                 judge_exact_lse(found[1], exact[1])
 
 
+@pytest.mark.skipif(not ON_A_GPU, reason="captures a CUDA graph")
 def test_a_graph_replays_with_new_numbers() -> None:
     attn = compiled()
     q, k, v = Sizes(2, 8, 2, 193, 300).wide(128).qkv()
