@@ -151,7 +151,7 @@ def test_the_next_tile_is_known_before_it_is_begun() -> None:
         assert {e.target for e in role.last[-3:]} == {"next"}
         assert [e.tile for e in role.run([3, 1, 2]) if (e.action, e.target) == ("wait", "next")] == [0, 1, 2]
     ring = sound(dynamic=True, tile_m=192).ring("next")
-    assert (ring.stages, ring.stage_bytes, ring.transaction_bytes) == (1, 4, 0)
+    assert (ring.stages, ring.stage_bytes, ring.transaction_bytes) == (1, 8 * 4, 0)
     assert (ring.full_arrivals, ring.empty_arrivals) == (1, 12)  # the producer; every consumer warp
     assert not any(ring.name == "next" for ring in sound().rings)
 

@@ -28,7 +28,7 @@ class TileScheduler:
     """`config` has tile_m, tile_n, lengths, tables, dynamic and longest_first. `ctas` work on a tile
     together. `looped`: rows are looked at for their keys in a loop, in fewer registers. `group`: so many
     heads of queries share tiles, and heads of the grid are those of keys. `hands`: whoever takes a tile finds
-    its sequence for the others."""
+    its head and its sequence for the others."""
 
     def __init__(
         self,

@@ -15,8 +15,10 @@ L2_BYTES = 32 << 20
 """Keys and values of the heads that run at the same time should stay within this."""
 
 SHORT_KEYS, SHORT_BYTES = 512, 8 << 20
+MIDDLE_KEYS, MIDDLE_BYTES = 4096, 16 << 20
 """Keys of short heads at most, and what heads that run at the same time should stay within where all are
-short: all tiles of one then run at about the same time, and its keys are read from memory once."""
+short: all tiles of one then run at about the same time, and its keys are read from memory once. Likewise of
+heads that are not long: a tile follows another of its head sooner, while the cache still holds the keys."""
 
 
 class Divisors(NamedTuple):
@@ -66,8 +68,8 @@ def dense_grid(
     short_tiles: cutlass.Constexpr = 0,
 ) -> Grid:
     """The grid of dense tensors. `ordered`: query tiles differ in work, and all heads of one come first, of
-    as many heads as have L2_BYTES of keys and values. Of short heads fewer, if `short_tiles` are given:
-    as many as have SHORT_BYTES, or so many tiles, if those are more."""
+    as many heads as have L2_BYTES of keys and values. Of heads of few keys fewer, if `short_tiles` are given:
+    as many as have SHORT_BYTES or MIDDLE_BYTES, or so many tiles, if those are more."""
     batch, q_len, heads, head_dim = arguments.q.shape
     ratio = heads // arguments.k.shape[2]
     group = Int32(1)
@@ -79,9 +81,10 @@ def dense_grid(
         head_bytes = cutlass.max(head_bytes, Int64(1))
         most = Int32(cutlass.min(Int64(L2_BYTES) // head_bytes, Int64(1 << 20)))
         if const_expr(short_tiles > 0):  # noqa: SIM102  one is decided when compiled, one when run
-            if keys <= SHORT_KEYS:
+            if keys <= MIDDLE_KEYS:
+                bytes_of_few = select_(keys <= SHORT_KEYS, Int64(SHORT_BYTES), Int64(MIDDLE_BYTES))
                 tiles = cutlass.max(Int32(cute.ceil_div(q_len, tile_m)) * ratio, Int32(1))
-                few = Int32(cutlass.min(Int64(SHORT_BYTES) // head_bytes, Int64(1 << 20)))
+                few = Int32(cutlass.min(bytes_of_few // head_bytes, Int64(1 << 20)))
                 most = cutlass.min(most, cutlass.max(few, Int32(short_tiles) // tiles))
         group = halved(Int32(batch * arguments.k.shape[2]), cutlass.max(most, Int32(1))) * ratio
     group = cutlass.min(group, Int32(heads * batch))

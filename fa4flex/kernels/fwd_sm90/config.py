@@ -9,7 +9,8 @@ from fa4flex.codegen.plan.lengths import Lengths
 from fa4flex.codegen.plan.paging import Boxes, Producing
 
 HANDED = 8
-"""Numbers of 32 bits in which a tile of queries is handed over, those of a Work."""
+"""Numbers of 32 bits in which a tile of queries is handed over, those of a Work: whoever takes it finds its
+head and sequence for the others as well, whose products wait for what they compute between two tiles."""
 
 PRODUCERS: dict[Producing, int] = {"alone": 1, "apart": 2, "gathering": 4}
 
@@ -36,6 +37,7 @@ class Config:
     lengths                  "dense", "packed" (cu_seqlens) or "used" (seqused per batch)
     boxes                    keys that one copy brings where they lie in pages
     producing                which producer warps there are
+    one_body                 steps that need no mask are taken like those that do, by the same code
     tables                   tiles come from block tables; otherwise from the hooks' spans, or all of them
     row_ends                 with tables: spans of each row's keys whose ends stand beside them
     divisors                 of a tile's number are prepared on the host
@@ -63,6 +65,7 @@ class Config:
     lengths: Lengths = "dense"
     boxes: Boxes | None = None
     producing: Producing = "alone"
+    one_body: bool = False
     tables: bool = False
     sinks: bool = False
     statistics: tuple[str, ...] = ("lse",)
@@ -74,12 +77,6 @@ class Config:
 
     splits: ClassVar[bool] = False
     """True if several blocks may share the keys of a tile."""
-
-    @property
-    def hands(self) -> bool:
-        """True if whoever takes the next tile finds its sequence, among packed ones, for the others as well:
-        they would read lengths, and read and wait again."""
-        return self.dynamic and self.lengths == "packed"
 
     @property
     def passes(self) -> bool:

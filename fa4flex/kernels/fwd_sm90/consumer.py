@@ -167,8 +167,11 @@ class Consumer:
                 k_state, v_state = self.step(products, tile, pipes, which, (k_state, v_state), masked)
             return k_state, v_state
 
-        states = steps((1, keys.masked_count), states, True)
-        states = steps((cutlass.max(keys.masked_count, 1), keys.count), states, False)
+        if const_expr(self.config.one_body):
+            states = steps((1, keys.count), states, True)
+        else:
+            states = steps((1, keys.masked_count), states, True)
+            states = steps((cutlass.max(keys.masked_count, 1), keys.count), states, False)
         if const_expr(self.config.frees_queries):
             self.release_queries(pipes, mine.place)
         k_state, v_state = states

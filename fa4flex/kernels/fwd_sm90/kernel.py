@@ -46,7 +46,7 @@ class Forward:
         self.config = config
         self.hooks = hooks
         self.rows = rows_of(config)
-        scheduler = TileScheduler(config, hooks, group=config.group, hands=config.hands)
+        scheduler = TileScheduler(config, hooks, group=config.group, hands=config.dynamic)
         self.producers: tuple[Producer, ...] = (Producer(config, scheduler),)
         if config.producing == "apart":
             self.producers = (
@@ -79,11 +79,6 @@ class Forward:
             stream=stream,
             min_blocks_per_mp=1,  # without it the compiler drops the register split
         )
-
-    @property
-    def handed(self) -> int:
-        """Numbers in which the next tile is handed over."""
-        return HANDED if self.config.hands else 1
 
     def blocks(self, arguments: Arguments, grid: Grid) -> Int32:
         """Number of blocks of a launch."""
@@ -144,7 +139,7 @@ class Forward:
             "v": barriers(config.kv_stages * 2),
             "next_full": barriers(1),
             "next_empty": barriers(1),
-            "next": cute.struct.Align[cute.struct.MemRange[Int32, self.handed], 16],
+            "next": cute.struct.Align[cute.struct.MemRange[Int32, HANDED], 16],
             "queries": tile(kind, cute.cosize(layouts[0])),
             "keys": tile(kind, cute.cosize(layouts[1])),
             "values": tile(kind, cute.cosize(layouts[2])),
@@ -221,7 +216,7 @@ class Forward:
             storage.q_full.data_ptr(),
             storage.q_empty.data_ptr(),
             NextTile(
-                storage.next.get_tensor(cute.make_layout(self.handed)),
+                storage.next.get_tensor(cute.make_layout(HANDED)),
                 storage.next_full.data_ptr(),
                 storage.next_empty.data_ptr(),
             ),

@@ -18,10 +18,10 @@ from fa4flex.codegen.plan.target import Target
 from fa4flex.codegen.plan.topology import Staging, Topology
 from fa4flex.codegen.plan.work import Work, is_plain
 from fa4flex.errors import UnsupportedError
-from fa4flex.kernels.fwd_sm90.config import HANDED, Config
+from fa4flex.kernels.fwd_sm90.config import Config
 from fa4flex.kernels.fwd_sm90.registers import Need, Split, consumer_need, split_registers
 from fa4flex.kernels.fwd_sm90.tiles import Tiles, choose, producer_computes, staged
-from fa4flex.kernels.fwd_sm90.topology import forward_topology, handing
+from fa4flex.kernels.fwd_sm90.topology import forward_topology
 
 PINGPONG_WIDEST = 128
 """The widest heads of which consumers take turns at the tensor cores. Wider heads spend so long in products
@@ -81,10 +81,9 @@ class HopperPlan(Checked):
         staging: Staging = "none"
         if staged(self.problem):
             staging = "queries" if self._shares else "own"
-        found = forward_topology(
+        return forward_topology(
             self.tiles, self.kv_stages, self.pingpong, staging, self.dynamic, self.boxes, self.producing
         )
-        return handing(found, HANDED) if self.problem.lengths == "packed" else found
 
     @property
     def producing(self) -> Producing:
@@ -132,6 +131,7 @@ class HopperPlan(Checked):
             lengths=self.problem.lengths,
             boxes=self.boxes,
             producing=self.producing,
+            one_body=self.problem.many_reads,
             tables=self.problem.mask_form == "tables",
             sinks=self.problem.sinks,
             statistics=self.problem.statistics,

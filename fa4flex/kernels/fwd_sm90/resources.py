@@ -24,7 +24,7 @@ class Shared:
 @dataclass(frozen=True)
 class Pipes:
     """k and v rings, and two barriers per stage of a warpgroup's queries: they have come; they are no longer
-    needed. The producer hands the number of the next tile to the consumers."""
+    needed. The producer hands the next tile to the consumers."""
 
     k: pipeline.PipelineTmaAsync
     v: pipeline.PipelineTmaAsync

@@ -29,6 +29,9 @@ NARROW = 64
 """Widest heads of which tiles may have 192 queries, and are found by divisors: short tiles are what such
 divisions and waits for queries are much of."""
 
+AHEAD = 96
+"""Widest heads of which tiles under a mask, some of them short, wait long for their queries."""
+
 
 @dataclass(frozen=True)
 class Tiles:
@@ -48,7 +51,12 @@ class Tiles:
 
     @property
     def narrow(self) -> bool:
-        return max(self.head_dim, self.head_dim_v) <= NARROW
+        return self.width <= NARROW
+
+    @property
+    def width(self) -> int:
+        """Columns of the wider of both."""
+        return max(self.head_dim, self.head_dim_v)
 
     @property
     def query_tiles(self) -> int:
@@ -71,11 +79,10 @@ class Tiles:
         return apart.total > target.shared_memory
 
     def memory(self, problem: Problem, kv_stages: int, target: Target, dynamic: bool | None = None) -> Memory:
-        """The shared-memory map with this many tiles of K and of V in flight. `dynamic`: the next tile's
-        number is handed over in it; None: as plans do by default, where tiles differ in work."""
+        """The shared-memory map with this many tiles of K and of V in flight. `dynamic`: the next tile is
+        handed over in it; None: as plans do by default, where tiles differ in work."""
         dynamic = problem.uneven if dynamic is None else dynamic
-        handed = NUMBER * (HANDED if problem.lengths == "packed" else 1)
-        sizes = ({"next": handed} if dynamic else {}) | self._sizes(problem, kv_stages)
+        sizes = ({"next": NUMBER * HANDED} if dynamic else {}) | self._sizes(problem, kv_stages)
         aliased = "out" in sizes and self.shares(problem, kv_stages, target)
         alias = {"out": "q"} if aliased else {}
         return lay_out(sizes, alias, barriers(self.query_tiles, kv_stages, dynamic), target)
@@ -240,7 +247,8 @@ def producer_computes(problem: Problem, work: Work) -> bool:
 def _with_queries_ahead(tiles: Tiles, problem: Problem, kv_stages: int, target: Target) -> Tiles:
     """Tiles of narrow heads, of which the next one's queries come during this one where lengths are dense, if
     the output then has room of its own; others as they are."""
-    more = replace(tiles, q_stages=2 if tiles.narrow else 1)
+    widest = AHEAD if problem.uneven else NARROW
+    more = replace(tiles, q_stages=2 if tiles.width <= widest else 1)
     fits = more.memory(problem, kv_stages, target).total <= target.shared_memory
     dense = staged(problem) and not problem.page_rows
     return more if dense and fits and not more.shares(problem, kv_stages, target) else tiles

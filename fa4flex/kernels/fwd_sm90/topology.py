@@ -6,12 +6,13 @@ before the values of tile j - 1, so that the softmax of one runs under the produ
 3.2, two-stage pipelining); with `pingpong` consumers take turns at issuing products, so that the softmax of
 one runs under the products of another (its section 3.1).
 
-Where blocks take tiles of queries from a counter, the producer asks for the next one and hands its number to
-the consumers through a ring of one stage: it writes the number behind the last values, every consumer warp
-reads it when its output has left. No copy brings it, so its full barrier counts an arrival and no bytes.
+Where blocks take tiles of queries from a counter, the producer asks for the next one, finds its head and its
+sequence, and hands all of it to the consumers through a ring of one stage: it writes the tile behind the last
+values, every consumer warp reads it when its output has left. No copy brings it, so its full barrier counts
+an arrival and no bytes.
 
 Keys in pages come in many small copies, which take a warp long to issue: there a second warp brings the
-values, and reads the next tile's number like a consumer. Where pages are of few keys, four warps copy rows,
+values, and reads the next tile like a consumer. Where pages are of few keys, four warps copy rows,
 each a quarter of every tile.
 """
 
@@ -37,6 +38,7 @@ from fa4flex.codegen.plan.topology import (
     Staging,
     Topology,
 )
+from fa4flex.kernels.fwd_sm90.config import HANDED
 from fa4flex.kernels.fwd_sm90.tiles import Tiles
 
 THREADS = WARP * WARPGROUP
@@ -54,7 +56,7 @@ def forward_topology(
     producing: Producing = "alone",
 ) -> Topology:
     """The pipeline of a forward kernel with its producers and `tiles.consumers` consumers; with `dynamic`,
-    the next tile's number is handed over. Tiles of K and V are brought in `boxes`, if given."""
+    the next tile is handed over. Tiles of K and V are brought in `boxes`, if given."""
     n = tiles.consumers
     pingpong = pingpong and n > 1
     early = staging == "own" or boxes is not None
@@ -74,7 +76,7 @@ def forward_topology(
     if gathering:
         rings = tuple(_gathered(ring) if ring.name in ("k", "v") else ring for ring in rings)
     if dynamic:
-        rings = (*rings, Ring("next", 1, NUMBER, (), 0, arrivals + sum(r.warps for r in others)))
+        rings = (*rings, Ring("next", 1, NUMBER * HANDED, (), 0, arrivals + sum(r.warps for r in others)))
         publish = Event("acquire", "next", per="work"), Event("fill", "next", per="work")
         producer = replace(producer, last=producer.last + publish)
         received = tuple(Event(action, "next", per="work") for action in RECEIVE)
@@ -92,12 +94,6 @@ def forward_topology(
         by_warp=("k", "v") if gathering else (),
         places=(_places(tiles, kv_stages, dynamic),),
     )
-
-
-def handing(topology: Topology, numbers: int) -> Topology:
-    """The pipeline in which the next tile is handed over in so many numbers."""
-    rings = (replace(r, stage_bytes=NUMBER * numbers) if r.name == "next" else r for r in topology.rings)
-    return replace(topology, rings=tuple(rings))
 
 
 def _places(tiles: Tiles, kv_stages: int, dynamic: bool) -> tuple[str, ...]:
