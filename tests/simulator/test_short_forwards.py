@@ -93,7 +93,11 @@ def put_width(found: cute.Tensor, q: cute.Tensor, kv: cute.Tensor, least: cutlas
         (16, 512, 1, 198, 32),
         (16, 512, 64 * HEAD, 198, 64),
         (4, 512, 1, 198, 32),
-        (16, 513, 1, 198, 512),
+        (16, 513, 1, 1, 1),
+        (16, 513, 1, 198, 32),
+        (16, 4096, 128 * HEAD, 1, 32),
+        (16, 4096, 128 * HEAD, 0, 256),
+        (16, 4097, 1, 198, 128),
         (16, 512 << 10, 1, 198, 2),
     ],
 )
@@ -101,8 +105,10 @@ def test_a_section_has_so_many_heads(
     kv_heads: int, keys: int, room: int, least: int, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """32 x 16 heads with four tiles each, halved until L2 holds the keys of all; where heads are short and
-    `least` tiles are told, until `room` does, or there are no more tiles than these."""
+    `least` tiles are told, until `room` does, or there are no more tiles than these. Of up to 4,096 keys,
+    until twice the room does."""
     monkeypatch.setattr(work, "SHORT_BYTES", room)
+    monkeypatch.setattr(work, "MIDDLE_BYTES", 2 * room)
     found = torch.zeros(1, dtype=torch.int32)
     q = torch.empty(32, 512, 16, 8, dtype=torch.bfloat16)
     kv = torch.empty(1, 1, kv_heads, 8, dtype=torch.bfloat16).expand(32, keys, kv_heads, 8)
@@ -137,8 +143,11 @@ def test_nothing_else_is_planned_by_its_queries() -> None:
 
 
 def test_narrow_heads_have_queries_ahead_and_divisors() -> None:
-    for width, stages, divisors in ((64, 2, True), (48, 2, True), (128, 1, False), (256, 1, False)):
-        found = plan_forward(Facts(), Problem(width, width), SM90A)
-        found.check()
-        config = found.config()
-        assert (config.q_stages, config.divisors, config.short_tiles) == (stages, divisors, 198)
+    for width, stages, masked, divisors in (
+        (64, 2, 2, True), (48, 2, 2, True), (80, 1, 2, False), (128, 1, 1, False), (256, 1, 1, False),
+    ):  # fmt: skip
+        for form, queries in (("none", stages), ("spans", masked)):
+            found = plan_forward(Facts(), Problem(width, width, mask_form=form), SM90A)
+            found.check()
+            config = found.config()
+            assert (config.q_stages, config.divisors, config.short_tiles) == (queries, divisors, 198)

@@ -21,7 +21,7 @@ from fa4flex.kernels.common.next_tile import (
     receive_work,
     take,
 )
-from fa4flex.kernels.common.work import Grid, Work, dense_work, ordered_work, packed_work
+from fa4flex.kernels.common.work import Grid, Work, dense_work, ordered_work, packed_work, with_lengths
 
 
 class TileScheduler:
@@ -100,7 +100,7 @@ class TileScheduler:
             elif const_expr(not self.hands):
                 number = self.receive(number, next_tile, phase)
             if const_expr(self.hands and not takes):
-                work = receive_work(next_tile, phase)
+                work = with_lengths(receive_work(next_tile, phase), arguments)
             else:
                 work = self.work(number, grid, arguments)
                 if const_expr(self.hands):

@@ -176,6 +176,15 @@ def _dense_tile(arguments: Arguments, tile: Int32, h: Int32, b: Int32, valid: Bo
     return Work(tile, h, b, Int32(0), Int32(0), q_len, kv_len, valid)
 
 
+def with_lengths(work: Work, arguments: Arguments) -> Work:
+    """A tile that was handed over, with lengths that all tiles have in common as these are known: what is
+    read instead takes registers."""
+    alike = cute.rank(arguments.q) == 4 and not any(
+        x is not None for x in (arguments.page_table, arguments.seqused_q, arguments.seqused_k)
+    )
+    return _dense_tile(arguments, work.tile, work.h, work.b, work.valid) if alike else work
+
+
 @cute.jit
 def find_sequence(
     wanted: Int32, cu_seqlens: cute.Tensor, used: cute.Tensor | None, rows: cutlass.Constexpr
