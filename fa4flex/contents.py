@@ -172,9 +172,15 @@ def capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
+def validating() -> bool:
+    """True if the host checks contents before it launches, as FA4FLEX_VALIDATE=1 asks for. A graph that is
+    captured cannot wait for them."""
+    return VALIDATE and not capturing()
+
+
 def checked_here(x: Tensor) -> bool:
     """True if the host checks contents of x, as it can without waiting on a CPU."""
-    return x.is_cpu or (VALIDATE and not capturing())
+    return x.is_cpu or validating()
 
 
 _copies: VersionedCache[Tensor] = VersionedCache(256, MOST_BYTES, lambda x: x.nbytes)

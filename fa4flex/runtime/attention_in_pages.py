@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fa4flex import later
 from fa4flex.compiler.simulated import simulating
-from fa4flex.contents import VALIDATE, capturing
+from fa4flex.contents import validating
 from fa4flex.default_device import on_the_host
 from fa4flex.primitives.paging import Paging, conditions_of
 from fa4flex.runtime import autocast
@@ -55,7 +55,7 @@ def _attention_in_pages(
     operands, sinks, text, ints, floats, scale, heads_first, max_scores = rest
     program, numbers = read(text), numbers_of(ints, floats, scale)
     on_device = not q.is_cpu or simulating()
-    if not on_device or (VALIDATE and not capturing()):
+    if not on_device or validating():
         Paging(page_table, paged_keys).check_contents(k)
     lengths = NO_LENGTHS if cu_seqlens_q is None else SequenceLengths(cu_seqlens_q, seqused_q=seqused_q)
     given = Tensors(q, k, v, sinks, lengths, tuple(operands))

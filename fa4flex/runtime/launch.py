@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 from fa4flex.codegen.build import Bound, Trace, bind
 from fa4flex.compiler.simulated import simulating
-from fa4flex.contents import VALIDATE, capturing
+from fa4flex.contents import validating
 from fa4flex.primitives.kv_scales import is_eight_bit
 from fa4flex.primitives.paging import Paging
 from fa4flex.primitives.varlen import Varlen
@@ -366,7 +366,7 @@ def in_pages(
         return None
     if [x.ndim for x in qkv] != [3 if packed else 4, 4, 4] or not all(x.numel() for x in qkv):
         return None
-    if VALIDATE and not capturing():
+    if validating():
         check_paged(*qkv, paging, varlen)
         if varlen is not None:
             varlen.check_contents()

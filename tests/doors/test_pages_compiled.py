@@ -143,7 +143,7 @@ def test_contents_that_do_not_fit_are_refused(
     spoil, words = WRONG[what]
     used.fill_(PAGE)
     compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
-    monkeypatch.setattr("fa4flex.runtime.attention_in_pages.VALIDATE", checked)
+    monkeypatch.setattr("fa4flex.contents.VALIDATE", checked)
     with torch.no_grad(), simulator.device("sm_90a") if checked else nullcontext():
         compiled(q, k, v, table, used, cu)
         spoil(table, used)

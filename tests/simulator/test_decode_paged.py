@@ -184,7 +184,7 @@ def test_wrong_contents_are_told_by_the_next_call(
 
 
 def test_validation_refuses_the_call_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fa4flex.runtime.launch.VALIDATE", True)
+    monkeypatch.setattr("fa4flex.contents.VALIDATE", True)
     attn, given = fa4flex.compile(mask=causal), drawn(Size(lengths=(40, 33)))
     given.paging.page_table[0, 1] = -7
     with (

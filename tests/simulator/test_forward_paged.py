@@ -257,7 +257,7 @@ def test_wrong_lengths_of_queries_are_told_by_the_next_call() -> None:
 
 @ALWAYS_ON_BOTH
 def test_validation_refuses_the_call_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fa4flex.runtime.launch.VALIDATE", True)
+    monkeypatch.setattr("fa4flex.contents.VALIDATE", True)
     given = chunks(drawn(MANY), (70, 129))
     assert given.varlen is not None and given.varlen.cu_seqlens_q is not None
     given.varlen.cu_seqlens_q[2] = 5000

@@ -118,7 +118,7 @@ def test_positions_without_angles_are_told() -> None:
 
 
 def test_validation_refuses_the_call_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fa4flex.runtime.cuda.append.VALIDATE", True)
+    monkeypatch.setattr("fa4flex.contents.VALIDATE", True)
     given = drawn(How())
     given.paging.seqused_k[1] = -3
     with simulator.device("sm_90a") as gpu, pytest.raises(InputError, match="seqused_k of -3"):

@@ -13,7 +13,7 @@ from fa4flex.codegen.plan.problem import Problem
 from fa4flex.compiler.compile import Kernel, compile_kernel
 from fa4flex.compiler.signature import Signature
 from fa4flex.compiler.simulated import target
-from fa4flex.contents import VALIDATE, capturing
+from fa4flex.contents import validating
 from fa4flex.primitives.rotary import Rotary
 from fa4flex.runtime.cuda.calls.call import name_of
 from fa4flex.runtime.cuda.calls.conversions import tma_able
@@ -52,7 +52,7 @@ def append(new: New, pool: Pool, check: Callable[[], None]) -> tuple[Tensor, Ten
     """(lengths afterwards, rotated queries). Raises InputError for what an earlier call was wrong in; what is
     wrong in this one, the next call tells, or with FA4FLEX_VALIDATE=1 `check`."""
     faults.check()
-    if VALIDATE and not capturing():
+    if validating():
         check()
     lengths = torch.empty_like(pool.seqused_k)
     rotated = None if new.q is None else new.q.new_empty(new.q.shape)
