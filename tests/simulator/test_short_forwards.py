@@ -34,6 +34,7 @@ CASES = {
     "narrow": (Size(batch=2, heads=3, q_len=400, kv_len=300, dim=64), False),
     "narrow, sections": (Size(batch=2, heads=3, q_len=600, kv_len=600, dim=48), True),
     "short heads": (Size(batch=2, heads=3, q_len=300, kv_len=300, dim=128), True),
+    "queries ahead": (Size(batch=2, heads=3, q_len=300, kv_len=300, dim=96), True),
 }
 """Launches of blocks that take several tiles each, and whether their mask is causal."""
 
